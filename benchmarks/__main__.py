@@ -6,8 +6,10 @@ from benchmarks import kernel_times, overlap
 from cluster import cli
 from cluster.bench.command import PARTS, Part
 
-PARTS["overlap"] = Part(overlap, 5, 60)  # host work per step, and how long the device waits for it
-PARTS["kernels"] = Part(kernel_times, 5, 30, own=True)  # each kernel against its reference and the machine's ceilings
+# The host's work per step, and how long the device waits for it.
+PARTS["overlap"] = Part(overlap, 5, 60)
+# Each kernel against its reference and the machine's ceilings.
+PARTS["kernels"] = Part(kernel_times, 5, 30, standalone=True)
 
 if __name__ == "__main__":
     sys.exit(cli.main(["bench", *sys.argv[1:]]))

@@ -1,12 +1,12 @@
-"""Which shapes of attention's programs are fastest on the GPU at hand: `python -m benchmarks.attention_blocks OUT`.
+"""Find the fastest blocks of the Triton attention kernel on this GPU: `python -m benchmarks.attention_blocks OUT`.
 
-Run alone on the GPU. Every variant (lines, positions of a tile, warps, stages: `Blocks` of
-`cluster/attention/triton_backend.py`) at loads of Llama-3.1-8B and DeepSeek, each held to the shape that the backend
-takes by itself, and timed by events with nothing of its cells in the L2 cache. Variants are compiled by many processes
-first, so a sweep takes about a minute. A line of JSON for each is written to OUT; what is fastest at each load is
-printed, beside the least possible.
+Nothing else may run on the GPU. Every variant (lines, positions per tile, warps, stages: `Blocks` of
+`cluster/attention/triton_backend.py`) runs at loads of Llama-3.1-8B and DeepSeek. Its output is compared with that of
+the backend's own choice of blocks. It is timed by CUDA events, with none of its KV cells in the L2 cache. Variants are
+compiled by many processes first, so a sweep takes about a minute. OUT gets one line of JSON per variant. The fastest
+variants of each load are printed, and the least possible time.
 
-`RATES` in the environment: TB/s and TFLOP/s of the device, for the least possible; an H100's unless it is given.
+The environment variable `RATES` has the TB/s and TFLOP/s of the device, for the least possible time (default: H100).
 """
 
 import json
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 import cluster.kernels.launch
-from cluster.attention.ancestor_bits import line_bits
+from cluster.attention.ancestor_bits import chain_bits
 from cluster.attention.triton_backend import Blocks, TritonAttention
 from cluster.batch import AttentionMetadata, PromptRows, TreeRows
 from cluster.bench.report import median
@@ -30,15 +30,17 @@ from cluster.kv.page_table import PageTable
 from cluster.kv.pool import KVPool
 
 PAGE = 16
-LONGEST = 16384
+MAX_CONTEXT = 16384
 PROCESSES = 12
 DEVICE = torch.device("cuda")
 
 
 class Load(NamedTuple):
-    """`requests` of `each` rows after `context` tokens; 0 requests: a prompt's chunk of so many rows.
+    """One call of attention: `requests` requests with `each` rows after `context` tokens. If `requests` is 0, a prompt
+    chunk of `each` rows.
 
-    Cells of `kv` heads of `size` numbers; `value` numbers of a latent are its value, None: keys and values apart.
+    A KV cell has `kv` heads of `size` numbers. Latent attention (MLA): the first `value` numbers are the value. If
+    `value` is None, keys and values are stored separately.
     """
 
     requests: int
@@ -56,20 +58,22 @@ class Load(NamedTuple):
 
     @property
     def lines(self) -> int:
-        """Query heads of a request that share a KV head, as a power of two."""
+        """Query lines (row x head) of a request that share a KV head, rounded up to a power of two."""
         return max(16, 1 << (self.each * self.heads // self.kv - 1).bit_length())
 
     def least_us(self, bytes_s: float, flops: float) -> float:
-        """The longer of reading the cells once and of multiplying."""
-        held = max(self.requests, 1)
-        read = 2.0 * self.cell[0] * self.kv * self.size * held * (self.context + self.each)
-        seen = self.context + (self.each if self.requests else self.each / 2)
-        computed = 2.0 * held * self.each * seen * self.heads * (self.size + (self.value or self.size))
-        return 1e6 * max(read / bytes_s, computed / flops)
+        """Return the least microseconds: the longer of the time to read each cell once and the time of the products."""
+        request_count = max(self.requests, 1)
+        bytes_read = 2.0 * self.cell[0] * self.kv * self.size * request_count * (self.context + self.each)
+        visible_tokens = self.context + (self.each if self.requests else self.each / 2)
+        operations = (
+            2.0 * request_count * self.each * visible_tokens * self.heads * (self.size + (self.value or self.size))
+        )
+        return 1e6 * max(bytes_read / bytes_s, operations / flops)
 
 
-def latent(requests: int, each: int, context: int) -> Load:
-    """An eighth of DeepSeek's heads."""
+def latent_load(requests: int, each: int, context: int) -> Load:
+    """Return a load of latent attention with an eighth of DeepSeek's heads."""
     return Load(requests, each, context, 16, 1, 576, 512)
 
 
@@ -77,122 +81,140 @@ LOADS = (
     *(Load(*one) for one in ((64, 32, 8192), (16, 32, 8192), (16, 32, 2048), (1, 32, 8192), (16, 8, 8192))),
     *(Load(*one) for one in ((64, 4, 8192), (16, 4, 2048), (64, 1, 8192), (16, 1, 2048), (1, 1, 8192))),
     *(Load(*one) for one in ((0, 2048, 0), (0, 512, 8192))),
-    *(latent(*one) for one in ((64, 1, 8192), (16, 4, 8192), (16, 32, 2048), (1, 1, 8192), (0, 512, 2048))),
+    *(latent_load(*one) for one in ((64, 1, 8192), (16, 4, 8192), (16, 32, 2048), (1, 1, 8192), (0, 512, 2048))),
 )
-# Lines (0: all of a request that share a KV head), positions of a tile, warps, stages.
-MANY = (
+# Lines (0: all lines of a request that share a KV head), positions per tile, warps, stages.
+MANY_LINES = (
     *((64, 64, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 4, 4), (64, 32, 4, 5), (64, 128, 4, 3)),
     *((128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2), (128, 128, 8, 3), (128, 32, 4, 4)),
 )
-FEW = ((0, 64, 4, 3), (0, 64, 4, 4), (0, 64, 4, 5), (0, 128, 4, 3), (0, 64, 2, 4), (0, 32, 2, 5), (0, 64, 8, 4))
-OVER_LATENTS = (
+FEW_LINES = ((0, 64, 4, 3), (0, 64, 4, 4), (0, 64, 4, 5), (0, 128, 4, 3), (0, 64, 2, 4), (0, 32, 2, 5), (0, 64, 8, 4))
+LATENT_BLOCKS = (
     *((16, 32, 8, 2), (16, 32, 8, 3), (16, 32, 4, 3), (16, 64, 8, 2), (32, 32, 8, 3), (32, 64, 8, 2)),
     *((64, 32, 8, 2), (64, 32, 8, 3), (64, 64, 8, 2)),
 )
 
 
 def variants(load: Load) -> Iterator[Blocks | None]:
-    """None is what the backend takes by itself."""
+    """Yield the variants to try at a load. The first one, None, is the backend's own choice."""
     yield None
-    tried = OVER_LATENTS if load.value else MANY if load.lines >= 64 else FEW
-    for lines, *rest in tried:
+    shapes = LATENT_BLOCKS if load.value else MANY_LINES if load.lines >= 64 else FEW_LINES
+    for lines, *rest in shapes:
         if lines <= load.lines:
             yield Blocks(lines or load.lines, *rest)
 
 
-def bound(load: Load, blocks: Blocks | None, real: bool) -> Callable[[], Tensor]:
-    """A call of attention; not `real`: every request has the same cells, as only compiling matters."""
-    held, pages = max(load.requests, 1), -(-(load.context + load.each) // PAGE)
-    table = PageTable(held, LONGEST, PAGE, DEVICE)
-    count = held * pages if real else pages
-    pool = KVPool(1, (count + 1) * PAGE, load.cell, torch.bfloat16, DEVICE)
+def bind_call(load: Load, blocks: Blocks | None, distinct_cells: bool) -> Callable[[], Tensor]:
+    """Return a call of attention. Unless `distinct_cells`, all requests share the same cells, to save memory when only
+    compilation matters.
+    """
+    request_count, pages = max(load.requests, 1), -(-(load.context + load.each) // PAGE)
+    table = PageTable(request_count, MAX_CONTEXT, PAGE, DEVICE)
+    page_count = request_count * pages if distinct_cells else pages
+    pool = KVPool(1, (page_count + 1) * PAGE, load.cell, torch.bfloat16, DEVICE)
     pool.kv.normal_()
-    places = torch.randperm(count, device=DEVICE).int() + 1
-    table.device_pages[:held, :pages] = places.view(-1, pages)
-    rows, at = torch.arange(held, device=DEVICE), load.context + torch.arange(load.each, device=DEVICE)
-    write = (table.device_pages[rows][:, at // PAGE].long() * PAGE + at % PAGE).flatten()
-    starts = torch.full((held,), load.context, device=DEVICE)
+    page_order = torch.randperm(page_count, device=DEVICE).int() + 1
+    table.device_pages[:request_count, :pages] = page_order.view(-1, pages)
+    rows, positions = torch.arange(request_count, device=DEVICE), load.context + torch.arange(load.each, device=DEVICE)
+    write_slots = (table.device_pages[rows][:, positions // PAGE].long() * PAGE + positions % PAGE).flatten()
+    prefix_lens = torch.full((request_count,), load.context, device=DEVICE)
     if load.requests:
-        bits = line_bits(load.each, load.each, DEVICE).expand(held, -1, -1)
-        seen = AttentionMetadata(write, TreeRows(rows, starts, bits, load.each))
+        bits = chain_bits(load.each, load.each, DEVICE).expand(request_count, -1, -1)
+        metadata = AttentionMetadata(write_slots, TreeRows(rows, prefix_lens, bits, load.each))
     else:
-        seen = AttentionMetadata(write, None, PromptRows(rows, starts, torch.tensor([0, load.each], device=DEVICE)))
+        metadata = AttentionMetadata(
+            write_slots, None, PromptRows(rows, prefix_lens, torch.tensor([0, load.each], device=DEVICE))
+        )
     attention: Any = TritonAttention(pool, table, load.heads, (None,), None, load.value)
     if blocks is not None:
         attention._blocks = lambda *_, **__: blocks
-    attention.bind(seen)
-    q = torch.randn(held * load.each, load.heads, load.size, device=DEVICE).bfloat16()
-    kv = torch.randn(held * load.each, *load.cell, device=DEVICE).bfloat16()
+    attention.bind(metadata)
+    q = torch.randn(request_count * load.each, load.heads, load.size, device=DEVICE).bfloat16()
+    kv = torch.randn(request_count * load.each, *load.cell, device=DEVICE).bfloat16()
     return lambda: attention(0, q, kv)
 
 
-def compiled(jobs: list[tuple[int, Blocks | None]]) -> dict[tuple[int, Blocks | None], dict[str, int] | str]:
-    """Compile each, for Triton's cache; its program's registers, spilled ones and shared memory, or why it has none."""
-    started: list[Any] = []
+def compile_variants(jobs: list[tuple[int, Blocks | None]]) -> dict[tuple[int, Blocks | None], dict[str, int] | str]:
+    """Compile each variant, which fills Triton's cache. Return its registers, spilled registers and shared memory, or
+    the error.
+    """
+    launched: list[Any] = []
 
-    def noted(program: Any, grid: Any, given: Any, constants: Any) -> None:
-        started.append(program[grid](*given, **constants))
+    def record_launch(program: Any, grid: Any, arguments: Any, constants: Any) -> None:
+        launched.append(program[grid](*arguments, **constants))
 
-    cluster.kernels.launch._started = noted
-    found: dict[tuple[int, Blocks | None], dict[str, int] | str] = {}
+    cluster.kernels.launch._launch_kernel = record_launch
+    outcomes: dict[tuple[int, Blocks | None], dict[str, int] | str] = {}
     with torch.inference_mode():
         for job in jobs:
             try:
-                started.clear()
-                bound(LOADS[job[0]], job[1], real=False)()
+                launched.clear()
+                bind_call(LOADS[job[0]], job[1], distinct_cells=False)()
                 torch.cuda.synchronize()
-                one = next(each for each in started if each.metadata.name == "attend")
-                found[job] = {"registers": one.n_regs, "spilled": one.n_spills, "shared": one.metadata.shared}
+                attend_program = next(each for each in launched if each.metadata.name == "attend")
+                outcomes[job] = {
+                    "registers": attend_program.n_regs,
+                    "spilled": attend_program.n_spills,
+                    "shared": attend_program.metadata.shared,
+                }
             except Exception as error:
-                found[job] = f"{type(error).__name__}: {error}"[:200]
-    return found
+                outcomes[job] = f"{type(error).__name__}: {error}"[:200]
+    return outcomes
 
 
-def microseconds(call: Callable[[], Tensor], flush: Tensor, repeats: int = 8) -> list[float]:
-    """Sorted; the device is kept waiting before each, so that the host is ahead of it."""
-    spans = []
+def time_call_us(call: Callable[[], Tensor], flush: Tensor, repeats: int = 8) -> list[float]:
+    """Return the sorted microseconds of the calls. The device sleeps before each call, so that the host is ahead."""
+    event_pairs = []
     for _ in range(repeats + 2):
         flush.zero_()
         torch.cuda._sleep(400_000)
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        began.record()
+        start_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start_event.record()
         call()
-        ended.record()
-        spans.append((began, ended))
+        end_event.record()
+        event_pairs.append((start_event, end_event))
     torch.cuda.synchronize()
-    return sorted(1e3 * began.elapsed_time(ended) for began, ended in spans[2:])
+    return sorted(1e3 * start_event.elapsed_time(end_event) for start_event, end_event in event_pairs[2:])
 
 
 def main(out: Path) -> None:
     """Sweep all variants."""
-    bytes_s, flops = (1e12 * float(one) for one in os.environ.get("RATES", "3.1 778").split())
+    bytes_s, flops = (1e12 * float(rate) for rate in os.environ.get("RATES", "3.1 778").split())
     jobs = [(number, blocks) for number, load in enumerate(LOADS) for blocks in variants(load)]
-    parts: list[list[tuple[int, Blocks | None]]] = [[] for _ in range(PROCESSES)]
-    for job in jobs:  # loads that share a variant in one process, as they may share a program
-        parts[hash(job[1]) % PROCESSES].append(job)
-    made: dict[tuple[int, Blocks | None], dict[str, int] | str] = {}
+    jobs_by_process: list[list[tuple[int, Blocks | None]]] = [[] for _ in range(PROCESSES)]
+    for job in jobs:  # one process compiles all loads of a variant, because they may share a compiled program
+        jobs_by_process[hash(job[1]) % PROCESSES].append(job)
+    outcomes: dict[tuple[int, Blocks | None], dict[str, int] | str] = {}
     with ProcessPoolExecutor(PROCESSES, get_context("spawn")) as pool:
-        for each in pool.map(compiled, parts):
-            made |= each
+        for process_outcomes in pool.map(compile_variants, jobs_by_process):
+            outcomes |= process_outcomes
     flush = torch.empty(1 << 27, dtype=torch.uint8, device=DEVICE)
     with out.open("w", encoding="utf-8") as file, torch.inference_mode():
         for number, load in enumerate(LOADS):
             expected, rows = None, []
             for blocks in variants(load):
-                facts = made[number, blocks]
-                if isinstance(facts, str):
-                    print(load, blocks, facts)
+                outcome = outcomes[number, blocks]
+                if isinstance(outcome, str):
+                    print(load, blocks, outcome)
                     continue
                 torch.manual_seed(number)  # the same cells for each
-                call = bound(load, blocks, real=True)
-                given = call().double()
-                expected = given if expected is None else expected
-                away = float((given - expected).norm() / expected.norm())
-                assert away < 1e-2, f"{load}, {blocks}: {away} from what the backend gives by itself"
-                spent = microseconds(call, flush)
-                row = {"load": load._asdict(), "blocks": blocks, "us": median(spent), "least_us": spent[0], **facts}
+                call = bind_call(load, blocks, distinct_cells=True)
+                output = call().double()
+                expected = output if expected is None else expected
+                relative_error = float((output - expected).norm() / expected.norm())
+                assert relative_error < 1e-2, (
+                    f"{load}, {blocks}: relative error {relative_error} against the backend's own choice"
+                )
+                times_us = time_call_us(call, flush)
+                row = {
+                    "load": load._asdict(),
+                    "blocks": blocks,
+                    "us": median(times_us),
+                    "least_us": times_us[0],
+                    **outcome,
+                }
                 file.write(json.dumps(row) + "\n")
-                rows.append((median(spent), blocks, facts["spilled"]))
+                rows.append((median(times_us), blocks, outcome["spilled"]))
             print(f"{load}: at least {load.least_us(bytes_s, flops):.1f} us")
             for us, blocks, spilled in sorted(rows, key=lambda row: row[0])[:4]:
                 print(f"   {us:8.1f} {blocks or 'as it is'}, {spilled} registers spilled", flush=True)

@@ -3,7 +3,8 @@
 `python -m benchmarks.gpu_transformers [BATCH ..]` prints one line of JSON per batch size: milliseconds of a step and
 tokens per second, for the first layers of Llama-3.1-8B with random bfloat16 weights after prompts of 2,048 tokens.
 The engine's figures at the same shape come from stage `roofline_llama` of `tests/gpu/all.sh`; take both from one run on
-one GPU. A step is (seconds for `NEW` tokens - seconds for one token) / (`NEW` - 1), so that the prompt does not count.
+one GPU. The time of a step is (seconds for `NEW_TOKENS` tokens - seconds for one token) / (`NEW_TOKENS` - 1), so that
+the prompt does not count.
 """
 
 import json
@@ -15,10 +16,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
 LAYERS = int(os.environ.get("LAYERS", 12))
-CONTEXT, NEW, REPEATS = 2048, 129, 3
+CONTEXT_TOKENS, NEW_TOKENS, REPEATS = 2048, 129, 3
 
 
-def model(device: str) -> LlamaForCausalLM:
+def random_llama(device: str) -> LlamaForCausalLM:
     """Return the model with random weights, made on `device`."""
     config = LlamaConfig(
         hidden_size=4096,
@@ -34,44 +35,47 @@ def model(device: str) -> LlamaForCausalLM:
         return LlamaForCausalLM(config).eval()
 
 
-def seconds(llama: LlamaForCausalLM, cache: StaticCache, ids: torch.Tensor, new: int) -> float:
-    """Return the seconds in which `new` tokens are generated for each row of `ids` `[batch, prompt]`."""
+def generate_seconds(llama: LlamaForCausalLM, cache: StaticCache, ids: torch.Tensor, new_tokens: int) -> float:
+    """Return the seconds in which `new_tokens` tokens are generated for each row of `ids` `[batch, prompt]`."""
     cache.reset()
     torch.cuda.synchronize()
-    began = time.perf_counter()
+    started_at = time.perf_counter()
     llama.generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        max_new_tokens=new,
-        min_new_tokens=new,
+        max_new_tokens=new_tokens,
+        min_new_tokens=new_tokens,
         do_sample=False,
         past_key_values=cache,
         pad_token_id=0,
     )
     torch.cuda.synchronize()
-    return time.perf_counter() - began
+    return time.perf_counter() - started_at
 
 
 def main(batches: list[int]) -> None:
     """Measure each batch size."""
-    llama = model("cuda")
+    llama = random_llama("cuda")
     for batch in batches:
-        ids = torch.randint(3, 128000, (batch, CONTEXT), device="cuda")
-        cache = StaticCache(config=llama.config, max_cache_len=CONTEXT + NEW)  # one cache, so that it compiles once
+        ids = torch.randint(3, 128000, (batch, CONTEXT_TOKENS), device="cuda")
+        # One cache for all runs, so that `torch.compile` compiles once.
+        cache = StaticCache(config=llama.config, max_cache_len=CONTEXT_TOKENS + NEW_TOKENS)
         with torch.inference_mode():
             for _ in range(2):  # the second run still captures
-                seconds(llama, cache, ids, NEW)
+                generate_seconds(llama, cache, ids, NEW_TOKENS)
             steps = sorted(
-                (seconds(llama, cache, ids, NEW) - seconds(llama, cache, ids, 1)) / (NEW - 1) for _ in range(REPEATS)
+                (generate_seconds(llama, cache, ids, NEW_TOKENS) - generate_seconds(llama, cache, ids, 1))
+                / (NEW_TOKENS - 1)
+                for _ in range(REPEATS)
             )
         ms = 1e3 * steps[REPEATS // 2]
-        row: dict[str, object] = {
+        result_row: dict[str, object] = {
             "engine": "transformers, static cache, torch.compile",
             "layers": LAYERS,
             "batch": batch,
         }
-        row |= {"context": CONTEXT, "ms": round(ms, 3), "tokens_s": round(1e3 * batch / ms, 1)}
-        print(json.dumps(row), flush=True)
+        result_row |= {"context": CONTEXT_TOKENS, "ms": round(ms, 3), "tokens_s": round(1e3 * batch / ms, 1)}
+        print(json.dumps(result_row), flush=True)
 
 
 if __name__ == "__main__":

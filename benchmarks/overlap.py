@@ -14,15 +14,15 @@ from typing import Any
 
 from benchmarks import simulated_device
 from cluster.bench.goals import Goal
-from cluster.bench.pair import Pair
-from cluster.bench.ranks import Case, RankProcesses, RankRequest, RankRun, settings_of
-from cluster.bench.report import Say, machine, mean, median, medians, ratio, table
+from cluster.bench.pair import ModelPair
+from cluster.bench.ranks import GangCase, RankProcesses, RankRequest, RankRun, gang_settings
+from cluster.bench.report import LogProgress, machine_info, mean, median, medians, ratio, table
 
-WARM = 3  # the first steady steps, which are not counted
+WARMUP_STEPS = 3  # the first steady steps, which are not counted
 GOAL_MS = 0.5
-PARTS = ("schedule", "agree", "commit")
+HOST_PHASES = ("schedule", "agree", "commit")
 NO_TIME_MS = 1e-6
-GOALS = {1: 0.02, 2: 0.05}
+IDLE_SHARE_GOALS = {1: 0.02, 2: 0.05}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,62 +53,82 @@ class OverlapFigures:
     gap_share: float
 
 
-def measure(pair: Pair, size: Size, say: Say = print) -> dict[str, Any]:
+def measure(pair: ModelPair, size: Size, log_progress: LogProgress = print) -> dict[str, Any]:
     """Run all cases and return the figures, JSON-ready."""
-    names = [(1, True, NO_TIME_MS), *((world, ahead, size.step_ms) for world in (1, 2) for ahead in (True, False))]
-    cases = {name: _case(pair, size, *name) for name in names}
-    runs: dict[tuple[int, bool, float], list[OverlapFigures]] = {name: [] for name in cases}
+    variants = [
+        (1, True, NO_TIME_MS),
+        *((rank_count, overlap_on, size.step_ms) for rank_count in (1, 2) for overlap_on in (True, False)),
+    ]
+    cases = {variant: _case(pair, size, *variant) for variant in variants}
+    runs: dict[tuple[int, bool, float], list[OverlapFigures]] = {variant: [] for variant in cases}
     with RankProcesses(2, simulated_device.__name__) as ranks:
         for repeat in range(size.repeats):
-            say(f"overlap: repeat {repeat + 1} of {size.repeats}")
-            for name in list(cases)[:: -1 if repeat % 2 else 1]:
-                runs[name].append(figures(ranks.run(cases[name]), size))
+            log_progress(f"overlap: repeat {repeat + 1} of {size.repeats}")
+            for variant in list(cases)[:: -1 if repeat % 2 else 1]:
+                runs[variant].append(figures(ranks.run(cases[variant]), size))
     rows = [
         {
-            "ranks": world,
-            "overlap": ahead,
+            "ranks": rank_count,
+            "overlap": overlap_on,
             "device_ms": round(device_ms, 3),
-            "gap_goal": GOALS[world] if ahead and device_ms > 1 else None,
-            **medians(of),
+            "gap_goal": IDLE_SHARE_GOALS[rank_count] if overlap_on and device_ms > 1 else None,
+            **medians(variant_figures),
         }
-        for (world, ahead, device_ms), of in runs.items()
+        for (rank_count, overlap_on, device_ms), variant_figures in runs.items()
     ]
-    return {"what": "overlap", "machine": machine(), "repeats": size.repeats, "host_goal_ms": GOAL_MS, "rows": rows} | {
-        key: value for key, value in asdict(size).items() if key != "repeats"
-    }
+    return {
+        "what": "overlap",
+        "machine": machine_info(),
+        "repeats": size.repeats,
+        "host_goal_ms": GOAL_MS,
+        "rows": rows,
+    } | {key: value for key, value in asdict(size).items() if key != "repeats"}
 
 
-def figures(lives: Sequence[RankRun], size: Size) -> OverlapFigures:
+def figures(rank_runs: Sequence[RankRun], size: Size) -> OverlapFigures:
     """Return the figures of a gang's steady steps, in which every rank decodes all its requests and runs no prompt."""
-    hosts, parts, gaps, steps = [], [], [], []
-    for life in lives:
-        steady = [s for s in life.steps if s.decodes == size.requests and not s.prompt_rows][WARM:]
-        took = [after.began - before.began for before, after in pairwise(steady)]
-        idle = [s.phases["agree"] for s in steady] if len(lives) > 1 else [0.0] * len(steady)
-        gap, waits, sends = (life.recorded[name][WARM:] for name in ("gaps", "waited", "sent"))
-        hosts.append(median([t - w - a for t, w, a in zip(took, waits, idle, strict=False)]))
-        own = [sum(s.phases[part] for part in PARTS) - a for s, a in zip(steady, idle, strict=True)]
-        parts.append(median(own) + median(sends))
-        gaps.append(ratio(mean(gap), mean(took)))
-        steps.append(mean(took))
-    return OverlapFigures(1000 * mean(steps), 1000 * max(hosts), 1000 * max(parts), max(gaps))
+    host_seconds, phase_seconds, idle_shares, mean_step_seconds = [], [], [], []
+    for rank_run in rank_runs:
+        steady_steps = [
+            step for step in rank_run.steps if step.decode_requests == size.requests and not step.prompt_rows
+        ][WARMUP_STEPS:]
+        step_seconds = [after.started_at - before.started_at for before, after in pairwise(steady_steps)]
+        agree_seconds = (
+            [step.phase_seconds["agree"] for step in steady_steps] if len(rank_runs) > 1 else [0.0] * len(steady_steps)
+        )
+        idle_seconds, wait_seconds, assemble_seconds = (
+            rank_run.extra_times[name][WARMUP_STEPS:] for name in ("idle_seconds", "wait_seconds", "assemble_seconds")
+        )
+        host_seconds.append(
+            median([t - w - a for t, w, a in zip(step_seconds, wait_seconds, agree_seconds, strict=False)])
+        )
+        phase_sums = [
+            sum(step.phase_seconds[phase] for phase in HOST_PHASES) - a
+            for step, a in zip(steady_steps, agree_seconds, strict=True)
+        ]
+        phase_seconds.append(median(phase_sums) + median(assemble_seconds))
+        idle_shares.append(ratio(mean(idle_seconds), mean(step_seconds)))
+        mean_step_seconds.append(mean(step_seconds))
+    return OverlapFigures(
+        1000 * mean(mean_step_seconds), 1000 * max(host_seconds), 1000 * max(phase_seconds), max(idle_shares)
+    )
 
 
 def goals(result: dict[str, Any]) -> list[Goal]:
     """Return the goals for the host's work per step, in milliseconds, and for the device's idle share."""
-    found = []
+    goal_list = []
     for row in result["rows"]:
-        what = f"{row['ranks']} ranks, device of {row['device_ms']:g} ms"
+        gang = f"{row['ranks']} ranks, device of {row['device_ms']:g} ms"
         if row["gap_goal"] is not None:
-            found.append(Goal(f"device idle, {what}", row["gap_share"], row["gap_goal"]))
+            goal_list.append(Goal(f"device idle, {gang}", row["gap_share"], row["gap_goal"]))
         elif row["overlap"]:  # the device that takes no time: the host's work alone
-            found.append(Goal(f"parts of the host's time, ms, {what}", row["parts_ms"], result["host_goal_ms"]))
-    return found
+            goal_list.append(Goal(f"parts of the host's time, ms, {gang}", row["parts_ms"], result["host_goal_ms"]))
+    return goal_list
 
 
 def show(result: dict[str, Any]) -> str:
     """Return the figures as a table."""
-    where = result["machine"]
+    machine = result["machine"]
     rows = [
         [
             row["ranks"],
@@ -122,21 +142,21 @@ def show(result: dict[str, Any]) -> str:
         ]
         for row in result["rows"]
     ]
-    head = (
+    title = (
         f"overlap: a simulated device, {result['requests']} requests per rank, {result['repeats']} repeats; the "
         f"parts of the host's time (schedule, agree, assemble, commit) take {result['host_goal_ms']} ms at most\n"
-        f"{where['cpu']}, {where['cores']} cores, load {where['load_average']}"
+        f"{machine['cpu']}, {machine['cores']} cores, load {machine['load_average']}"
     )
-    names = ["ranks", "overlap", "device ms", "step ms", "host ms", "its parts", "device idle", "goal"]
-    return f"{head}\n{table(names, rows)}"
+    headers = ["ranks", "overlap", "device ms", "step ms", "host ms", "its parts", "device idle", "goal"]
+    return f"{title}\n{table(headers, rows)}"
 
 
-def _case(pair: Pair, size: Size, world: int, ahead: bool, device_ms: float) -> Case:
-    prompts = pair.prompts(size.requests * world, size.prompt_tokens)
-    jobs = [
+def _case(pair: ModelPair, size: Size, rank_count: int, overlap_on: bool, device_ms: float) -> GangCase:
+    prompts = pair.prompts(size.requests * rank_count, size.prompt_tokens)
+    requests = [
         RankRequest(f"{rank}/{number}", rank, prompts[rank * size.requests + number], size.new_tokens)
-        for rank in range(world)
+        for rank in range(rank_count)
         for number in range(size.requests)
     ]
-    settings = settings_of(pair, size.requests, world, overlap=ahead, disable_radix_cache=False)
-    return Case(settings, jobs, options={"device_ms": device_ms})
+    settings = gang_settings(pair, size.requests, rank_count, overlap=overlap_on, disable_radix_cache=False)
+    return GangCase(settings, requests, options={"device_ms": device_ms})

@@ -15,7 +15,7 @@ from cluster.batch import StepInput
 from cluster.bench import rank_process
 from cluster.config import EngineConfig
 from cluster.config.tree_shape import TreeShape
-from cluster.device.timing import HOST
+from cluster.device.timing import HOST_TIMER
 from cluster.dp_attention.plan import ScriptCall, StepPlan
 from cluster.engine import Rank
 from cluster.engine.assembler import Assembler
@@ -25,62 +25,68 @@ TOKEN = 7
 
 
 class SimulatedDevice:
-    """Replaces `Programs`. Only steps that decode `full` requests, without prompt chunks, are recorded, in seconds:
-    `gaps`, the device's idle time before the step; `waited`, the host's wait for the step; `sent`, the time in which
-    the host assembles the step's inputs.
+    """Replaces a rank's captured programs. Only steps that decode `full_batch` requests, without prompt chunks, are
+    recorded: `idle_seconds`, how long the device was idle before the step; `wait_seconds`, how long the host waited for
+    the step; `assemble_seconds`, how long the host assembled the step's inputs.
     """
 
     checksum = 0
     """The checksum of captured programs; there are none."""
-    launched_anew = 0
+    eager_fallbacks = 0
 
-    def __init__(self, assembler: Assembler, step_s: float, full: int) -> None:
+    def __init__(self, assembler: Assembler, step_s: float, full_batch: int) -> None:
         self.assembler = assembler
-        self.gaps: list[float] = []
-        self.waited: list[float] = []
-        self.sent: list[float] = []
-        self._step_s, self._full, self._free = step_s, full, 0.0
+        self.idle_seconds: list[float] = []
+        self.wait_seconds: list[float] = []
+        self.assemble_seconds: list[float] = []
+        self._step_s, self._full_batch, self._free_at = step_s, full_batch, 0.0
 
-    def drop(self) -> None:
+    def remove_all(self) -> None:
         """Do nothing: there are no captured programs to drop."""
 
-    def run(self, order: StepInput, plan: StepPlan, shape: TreeShape) -> "SimulatedOutput":
+    def run(self, step_input: StepInput, plan: StepPlan, shape: TreeShape) -> "SimulatedOutput":
         """Assemble and queue a step; return its output, which can be read once the step's time is over."""
-        began = time.perf_counter()
-        self.assembler.send(order, shape.forced)
-        now, finals = time.perf_counter(), sum(chunk.final for chunk in order.chunks)
-        counts = len(order.decodes), finals, sum(chunk.stop - chunk.start for chunk in order.chunks)
-        steady = counts == (self._full, 0, 0)
+        started_at = time.perf_counter()
+        self.assembler.send(step_input, shape.forced_nodes)
+        now, final_chunks = time.perf_counter(), sum(chunk.final for chunk in step_input.chunks)
+        counts = len(step_input.decodes), final_chunks, sum(chunk.stop - chunk.start for chunk in step_input.chunks)
+        steady = counts == (self._full_batch, 0, 0)
         if steady:
-            self.gaps.append(max(0.0, now - self._free))
-            self.sent.append(now - began)
-        self._free = max(now, self._free) + self._step_s  # steps run one after the other
-        return SimulatedOutput(self, self._free, counts, shape.num_steps, steady)
+            self.idle_seconds.append(max(0.0, now - self._free_at))
+            self.assemble_seconds.append(now - started_at)
+        self._free_at = max(now, self._free_at) + self._step_s  # steps run one after the other
+        return SimulatedOutput(self, self._free_at, counts, shape.num_steps, steady)
 
 
 class SimulatedOutput:
     """Replaces a `StepOutput`."""
 
     def __init__(
-        self, device: SimulatedDevice, over: float, counts: tuple[int, int, int], num_steps: int, steady: bool
+        self, device: SimulatedDevice, done_at: float, counts: tuple[int, int, int], num_steps: int, steady: bool
     ) -> None:
-        self._device, self._over, self._counts, self._num_steps, self._steady = device, over, counts, num_steps, steady
+        self._device, self._done_at, self._counts, self._num_steps, self._steady = (
+            device,
+            done_at,
+            counts,
+            num_steps,
+            steady,
+        )
 
     def read(self) -> StepOutput:
         """Wait until the step's time is over, and return its simulated results."""
-        left = self._over - time.perf_counter()
-        if left > 0:
-            time.sleep(left)
+        remaining_s = self._done_at - time.perf_counter()
+        if remaining_s > 0:
+            time.sleep(remaining_s)
         if self._steady:
-            self._device.waited.append(max(0.0, left))
-        requests, finals, rows = self._counts
+            self._device.wait_seconds.append(max(0.0, remaining_s))
+        requests, final_chunks, rows = self._counts
         width = self._num_steps + 1
-        given = [*([TOKEN] * width), max(1, self._num_steps), width] * requests + [TOKEN] * finals + [1] * rows
-        phases = PhaseTimes(HOST, [0.0] * 4)
-        return StepOutput(torch.empty(0), requests, width, finals, rows, phases, numbers=given)
+        numbers = [*([TOKEN] * width), max(1, self._num_steps), width] * requests + [TOKEN] * final_chunks + [1] * rows
+        phases = PhaseTimes(HOST_TIMER, [0.0] * 4)
+        return StepOutput(torch.empty(0), requests, width, final_chunks, rows, phases, values=numbers)
 
 
-class NoScript:
+class NoCollectives:
     """Replaces an `Exchange`, because a simulated step makes no collective calls."""
 
     def begin(self, step: int, calls: Iterable[ScriptCall], counted: bool) -> None:
@@ -90,21 +96,25 @@ class NoScript:
         """Do nothing: no call was made, so there is nothing to check."""
 
 
-def simulate(rank: Rank, step_s: float, full: int, ahead: bool) -> SimulatedDevice:
-    """Put a simulated device into a rank without followers, and return the device. `ahead`: the host runs one step
+def simulate(rank: Rank, step_s: float, full_batch: int, overlap: bool) -> SimulatedDevice:
+    """Put a simulated device into a rank without followers, and return the device. `overlap`: the host runs one step
     ahead of the device.
     """
     lockstep: Any = rank.lockstep
-    lockstep.exchange = NoScript()
-    device = SimulatedDevice(lockstep.programs.assembler, step_s, full)
-    lockstep.programs, lockstep.lag = device, int(ahead)
+    lockstep.exchange = NoCollectives()
+    device = SimulatedDevice(lockstep.programs.assembler, step_s, full_batch)
+    lockstep.programs, lockstep.max_in_flight = device, int(overlap)
     return device
 
 
 def prepare(rank: Rank, config: EngineConfig, options: Mapping[str, Any]) -> dict[str, list[float]]:
     """Put a simulated device with steps of `device_ms` into a rank; return the lists that it fills."""
     device = simulate(rank, options["device_ms"] / 1e3, config.max_running_requests, config.overlap)
-    return {"gaps": device.gaps, "waited": device.waited, "sent": device.sent}
+    return {
+        "idle_seconds": device.idle_seconds,
+        "wait_seconds": device.wait_seconds,
+        "assemble_seconds": device.assemble_seconds,
+    }
 
 
 if __name__ == "__main__":

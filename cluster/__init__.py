@@ -10,7 +10,7 @@ from typing import Any
 __version__ = "0.1.0"
 
 # The module that defines each public name. `__init__.pyi` declares the same names for type checkers and editors.
-OFFLINE: dict[str, str] = {
+LAZY_MODULES: dict[str, str] = {
     "LLM": "cluster.offline.llm",
     "CompletionOutput": "cluster.offline.outputs",
     "Logprob": "cluster.offline.outputs",
@@ -18,16 +18,16 @@ OFFLINE: dict[str, str] = {
     "SamplingParams": "cluster.offline.sampling_params",
     "StructuredOutputsParams": "cluster.offline.sampling_params",
 }
-__all__ = [*OFFLINE, "__version__"]
+__all__ = [*LAZY_MODULES, "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name of `OFFLINE` when it is first used.
+    """Import a name of `LAZY_MODULES` when it is first used.
 
     Raises:
         AttributeError: the package has no such name.
     """
-    if name not in OFFLINE:
+    if name not in LAZY_MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = getattr(import_module(OFFLINE[name]), name)
-    return found
+    attribute = globals()[name] = getattr(import_module(LAZY_MODULES[name]), name)
+    return attribute

@@ -14,34 +14,34 @@ from torch import Tensor
 class SamplingMode(IntFlag):
     """What a step does beyond greedy decoding. A flag is set if at least one request of the step needs it."""
 
-    NOISY = 1  # a request samples (temperature above 0)
+    RANDOM = 1  # a request samples (temperature above 0)
     FILTERED = 2  # a request that samples has top_k, top_p or min_p
     LOGPROBS = 4  # a request gets the log-probabilities of its output
     ADJUSTED = 8  # a request has logit adjustments: penalties, biases, bans, min_tokens
     CONSTRAINED = 16  # a request has a grammar
     PROMPT_LOGPROBS = 32  # a request gets the log-probabilities of its prompt
     TREES = 64  # a request gets the trees that were verified (`return_tree`)
-    WORDS = 128  # a request with logit adjustments has bad words
+    BAD_WORDS = 128  # a request with logit adjustments has bad words
 
     @property
-    def adjusts(self) -> bool:
+    def changes_logits(self) -> bool:
         """Whether logits are changed before tokens are drawn."""
         return bool(self & (SamplingMode.ADJUSTED | SamplingMode.CONSTRAINED))
 
     @property
-    def repeatable(self) -> bool:
-        """Whether steps of this mode may be captured. Three flags prevent it: `WORDS`, as the table of bad words is
+    def capturable(self) -> bool:
+        """Whether steps of this mode may be captured. Three flags prevent it: `BAD_WORDS`, as the table of bad words is
         resized; `PROMPT_LOGPROBS`, as a program's key does not hold the number of scored rows; `TREES`, as it is rare.
         """
-        return not self & (SamplingMode.WORDS | SamplingMode.PROMPT_LOGPROBS | SamplingMode.TREES)
+        return not self & (SamplingMode.BAD_WORDS | SamplingMode.PROMPT_LOGPROBS | SamplingMode.TREES)
 
 
 class DecodeRequest(NamedTuple):
-    """A request that decodes, in table row `row`. It has between `least` and `most` tokens committed."""
+    """A request that decodes, in table row `row`. It has between `min_seq_len` and `max_seq_len` tokens committed."""
 
     row: int
-    most: int
-    least: int = 0
+    max_seq_len: int
+    min_seq_len: int = 0
 
 
 class PromptChunk(NamedTuple):
@@ -73,18 +73,18 @@ class RowSampling(NamedTuple):
 class RowPenalties(NamedTuple):
     """The logit adjustments of the request in table row `row`; see `LogitAdjustments`.
 
-    `tokens` are the request's tokens so far; the first `prompt_len` of them are the prompt. `late` are EOS and stop
-    tokens: they are banned until `missing` more tokens have been generated (`min_tokens`).
+    `tokens` are the request's tokens so far; the first `prompt_len` of them are the prompt. `stop_tokens` are EOS and
+    stop tokens: they are banned until `min_tokens_left` more tokens have been generated (`min_tokens`).
     """
 
     row: int
     presence: float
     frequency: float
     repetition: float
-    missing: int
+    min_tokens_left: int
     prompt_len: int
     tokens: tuple[int, ...]
-    late: tuple[int, ...]
+    stop_tokens: tuple[int, ...]
     bias: tuple[tuple[int, float], ...]
     allowed: tuple[int, ...] | None
     bad_words: tuple[tuple[int, ...], ...]
@@ -118,41 +118,41 @@ class StepInput(NamedTuple):
     """The work of one rank in one step: the requests that decode (`decodes`), and prompt `chunks` in order of length.
 
     Only the device knows how many tokens of a decoding request are committed; the host knows bounds. Before the step
-    `writes`, `samplings`, `adjustings`, `constraints` and `lens` (pairs of table row, committed tokens) are written to
+    `writes`, `samplings`, `penalties`, `constraints` and `lens` (pairs of table row, committed tokens) are written to
     the tables; then `copies` are made in the pools. A request in `samplings` is newly admitted. If it is not in
-    `adjustings`, it has no logit adjustments; if not in `constraints`, no grammar. `mode` is the mode that this rank's
-    requests need; the step runs in the mode of its plan. For a captured step, padding adds `idle_finals` idle ends of
-    prompts and pads the lists of chunks to `chunk_places` entries. All idle ends point at the first prompt row, which
-    then is idle.
+    `penalties`, it has no logit adjustments; if not in `constraints`, no grammar. `mode` is the mode that this rank's
+    requests need; the step runs in the mode of its plan. For a captured step, padding adds `idle_finishing_prompts`
+    idle ends of prompts and pads the lists of chunks to `padded_chunks` entries. All idle ends point at the first
+    prompt row, which then is idle.
     """
 
     decodes: tuple[DecodeRequest, ...] = ()
     chunks: tuple[PromptChunk, ...] = ()
     lens: tuple[tuple[int, int], ...] = ()
     samplings: tuple[RowSampling, ...] = ()
-    adjustings: tuple[RowPenalties, ...] = ()
+    penalties: tuple[RowPenalties, ...] = ()
     constraints: tuple[RowGrammar, ...] = ()
     writes: tuple[PageWrite, ...] = ()
     copies: tuple[PageCopy, ...] = ()
     mode: SamplingMode = SamplingMode(0)
-    idle_finals: int = 0
-    chunk_places: int = 0
+    idle_finishing_prompts: int = 0
+    padded_chunks: int = 0
 
 
 class HostBounds(NamedTuple):
     """What the host knows about a step before the step runs, for `prepare` of attention backends.
 
-    No decoding request has more than `longest` tokens committed; request i has at least `least[i]`, which is unknown if
-    `least` is empty. `chunks` are `(start, stop)` of the prompt chunks, in order of length. Each window has `forced`
-    slots more than without grammars. `turn` is the buffer set to use: two steps that may be in flight together have
-    different sets.
+    No decoding request has more than `max_seq_len` tokens committed; request i has at least `min_seq_lens[i]`, which is
+    unknown if `min_seq_lens` is empty. `chunks` are `(start, stop)` of the prompt chunks, in order of length. Each
+    window has `forced_nodes` slots more than without grammars. `buffer_set` is the buffer set to use: two steps that
+    may be in flight together have different sets.
     """
 
-    longest: int = 0
+    max_seq_len: int = 0
     chunks: tuple[tuple[int, int], ...] = ()
-    forced: int = 0
-    least: tuple[int, ...] = ()
-    turn: int = 0
+    forced_nodes: int = 0
+    min_seq_lens: tuple[int, ...] = ()
+    buffer_set: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,8 +199,8 @@ class AttentionMetadata:
 
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
-    """Sampling parameters of B requests, `[B]` each. `noisy` says that a request samples, `filtered` that a request
-    which samples has filters.
+    """Sampling parameters of B requests, `[B]` each. `any_random` says that a request samples, `any_filtered` that a
+    request which samples has filters.
 
     Greedy requests have `inverse_temperature` 1 and `noise_scale` 0, so greedy and sampled rows share one code path.
     """
@@ -211,8 +211,8 @@ class SamplingBatch:
     top_p: Tensor
     min_p: Tensor
     seeds: Tensor
-    noisy: bool
-    filtered: bool
+    any_random: bool
+    any_filtered: bool
 
     def narrow(self, start: int, stop: int) -> "SamplingBatch":
         """The parameters of requests `start` to `stop - 1`."""
@@ -220,7 +220,7 @@ class SamplingBatch:
             return self
         columns = (self.inverse_temperature, self.noise_scale, self.top_k, self.top_p, self.min_p, self.seeds)
         inverse, scale, top_k, top_p, min_p, seeds = (column[start:stop] for column in columns)
-        return SamplingBatch(inverse, scale, top_k, top_p, min_p, seeds, self.noisy, self.filtered)
+        return SamplingBatch(inverse, scale, top_k, top_p, min_p, seeds, self.any_random, self.any_filtered)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,9 +31,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("cluster.bench.cases.demo", "serve the demo pair, stream eight prompts, show what speculation gained"),
 }
 STOPPED_BY_SIGNALS = ("serve",)  # run until SIGINT or SIGTERM, and then exit with status 0
-BAD_INPUT = 2
-READER_LEFT = 128 + signal.SIGPIPE  # the status that a shell reports for a program ended by `| head`
-INTERRUPTED = 128 + signal.SIGINT
+EXIT_BAD_INPUT = 2
+EXIT_BROKEN_PIPE = 128 + signal.SIGPIPE  # the status that a shell reports for a program ended by `| head`
+EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,57 +47,60 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             print(end="", flush=True)  # a failure at the interpreter's exit would print a traceback
     except BrokenPipeError:
-        if not _reader_left():
+        if not _stdout_closed():
             raise
-        return READER_LEFT
+        return EXIT_BROKEN_PIPE
 
 
-def _run(words: list[str]) -> int:
-    chosen = next((word for word in words if not word.startswith("-")), None)
+def _run(arguments: list[str]) -> int:
+    command_name = next((word for word in arguments if not word.startswith("-")), None)
     parser = argparse.ArgumentParser(prog="aerie", description="LLM serving on Ray with EAGLE tree speculation.")
     parser.add_argument("--version", action="version", version=f"aerie {__version__}")
-    table = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     run = None
-    for name, (module_name, text) in COMMANDS.items():
-        sub = table.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-        if name == chosen:
-            with _ends_well() if name in STOPPED_BY_SIGNALS else nullcontext():
+    for name, (module_name, help_text) in COMMANDS.items():
+        subparser = subparsers.add_parser(name, help=help_text, description=help_text[0].upper() + help_text[1:] + ".")
+        if name == command_name:
+            with _exit_on_signal() if name in STOPPED_BY_SIGNALS else nullcontext():
                 module = importlib.import_module(module_name)
-            module.add_arguments(sub)
+            module.add_arguments(subparser)
             run = module.run
-    args = parser.parse_args(words)
+    args = parser.parse_args(arguments)
     assert run is not None, "argparse refuses unknown commands"
     try:
         return int(run(args))
     except ValueError as error:
         print(f"aerie {args.command}: {error}", file=sys.stderr)
-        return BAD_INPUT
+        return EXIT_BAD_INPUT
     except KeyboardInterrupt:
-        return INTERRUPTED
+        return EXIT_INTERRUPTED
 
 
 @contextmanager
-def _ends_well() -> Iterator[None]:
+def _exit_on_signal() -> Iterator[None]:
     """Exit with status 0 at SIGINT or SIGTERM inside the block: the command does so itself once it is imported."""
     if threading.current_thread() is not threading.main_thread():  # in tests: only the main thread sets handlers
         yield
         return
-    before = {number: signal.signal(number, lambda *_: os._exit(0)) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous_handlers = {
+        signal_number: signal.signal(signal_number, lambda *_: os._exit(0))
+        for signal_number in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for signal_number, handler in previous_handlers.items():
+            signal.signal(signal_number, handler)
 
 
-def _reader_left() -> bool:
+def _stdout_closed() -> bool:
     """Return whether stdout has lost its reader. If so, redirect it to /dev/null, so that a later flush cannot fail."""
-    out = sys.stdout.fileno()
+    stdout_fd = sys.stdout.fileno()
     poll = select.poll()
-    poll.register(out, 0)
+    poll.register(stdout_fd, 0)
     if not any(event & select.POLLERR for _, event in poll.poll(0)):
         return False
-    os.dup2(os.open(os.devnull, os.O_WRONLY), out)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stdout_fd)
     return True
 
 

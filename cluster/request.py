@@ -11,8 +11,8 @@ from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 ErrorCode = Literal["nonfinite_logits", "slow_grammar"]
-MOST = 2**31  # exclusive upper bound of token counts
-HOTTEST = 1e6  # highest temperature: it divides bans, which are finite (-1e30) and must stay effective
+TOKEN_COUNT_LIMIT = 2**31  # exclusive upper bound of token counts
+MAX_TEMPERATURE = 1e6  # highest temperature: it divides bans, which are finite (-1e30) and must stay effective
 GREEDY_BELOW = 1e-5  # lower temperatures are served as greedy: dividing by them overflows, and the result is the same
 
 
@@ -47,11 +47,11 @@ class LogitAdjustments:
             (all(abs(number) <= 100.0 for _, number in self.bias), "bias", "have numbers in [-100, 100]"),
             (self.allowed_token_ids != (), "allowed_token_ids", "hold a token"),
             (all(self.bad_words_token_ids), "bad_words_token_ids", "hold no empty word"),
-            (0 <= self.min_tokens < MOST, "min_tokens", f"lie in [0, {MOST})"),
+            (0 <= self.min_tokens < TOKEN_COUNT_LIMIT, "min_tokens", f"lie in [0, {TOKEN_COUNT_LIMIT})"),
         )
-        for ok, name, remedy in checks:
+        for ok, name, requirement in checks:
             if not ok:
-                raise ValueError(f"{name} must {remedy}, got {getattr(self, name)!r}")
+                raise ValueError(f"{name} must {requirement}, got {getattr(self, name)!r}")
 
     def token_ids(self) -> Iterator[int]:
         """All token ids in `bias`, `allowed_token_ids` and `bad_words_token_ids`, for range checks."""
@@ -96,19 +96,19 @@ class RequestParams:
     def __post_init__(self) -> None:
         """Refuse values outside their documented range, naming the field."""
         checks = (
-            (0.0 <= self.temperature <= HOTTEST, "temperature", f"lie in [0, {HOTTEST:.0f}]"),
-            (0 <= self.top_k < MOST, "top_k", f"be 0 (off) or positive, and below {MOST}"),
+            (0.0 <= self.temperature <= MAX_TEMPERATURE, "temperature", f"lie in [0, {MAX_TEMPERATURE:.0f}]"),
+            (0 <= self.top_k < TOKEN_COUNT_LIMIT, "top_k", f"be 0 (off) or positive, and below {TOKEN_COUNT_LIMIT}"),
             (0.0 < self.top_p <= 1.0, "top_p", "lie in (0, 1]"),
             (0.0 <= self.min_p <= 1.0, "min_p", "lie in [0, 1]"),
-            (0 <= self.max_tokens < MOST, "max_tokens", f"lie in [0, {MOST})"),
+            (0 <= self.max_tokens < TOKEN_COUNT_LIMIT, "max_tokens", f"lie in [0, {TOKEN_COUNT_LIMIT})"),
             (self.seed is None or -(2**63) <= self.seed < 2**63, "seed", "lie in [-2**63, 2**63)"),
             (self.logprobs is None or 0 <= self.logprobs <= 20, "logprobs", "lie in [0, 20]"),
             (self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= 20, "prompt_logprobs", "lie in [0, 20]"),
             (all(self.stop), "stop", "hold no empty string"),
         )
-        for ok, name, remedy in checks:
+        for ok, name, requirement in checks:
             if not ok:
-                raise ValueError(f"{name} must {remedy}, got {getattr(self, name)!r}")
+                raise ValueError(f"{name} must {requirement}, got {getattr(self, name)!r}")
 
 
 @dataclass(frozen=True, slots=True)

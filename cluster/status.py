@@ -111,7 +111,7 @@ class RankInfo:
     gpus: tuple[str, ...] = ()
     interface: str | None = None
 
-    def described(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """Return all fields as a dict that is ready for JSON."""
         return {**asdict(self), "config": self.config.model_dump()}
 

@@ -17,9 +17,9 @@ def force(set_attribute: Callable[[object, str, Any], None] = setattr) -> None:
     if named == "torch":
         set_attribute(choose, "library", lambda: None)
     elif named == "triton":
-        set_attribute(choose, "_c", lambda device, dtype: choose._triton(device))
+        set_attribute(choose, "_c_kernels", lambda device, dtype: choose._triton_kernels(device))
     elif named == "flashinfer":
         stand_in_serves(set_attribute)
-        set_attribute(choose, "_c", lambda device, dtype: choose._flashinfer(device, dtype))
+        set_attribute(choose, "_c_kernels", lambda device, dtype: choose._flashinfer_kernels(device, dtype))
     else:
         assert named == "c", f"BACKEND={named}: one of c, torch, triton, flashinfer"

@@ -17,7 +17,7 @@ from openai.types.responses import response_create_params
 from cluster.api.anthropic.fields import TABLE as MESSAGES_TABLE
 from cluster.api.anthropic.request import MessagesRequest
 from cluster.api.core.conversation import ChatRequest
-from cluster.api.core.fields import GENERATION, SPELLINGS, FieldTable
+from cluster.api.core.fields import GENERATION_TABLE, FIELD_ALIASES, FieldTable
 from cluster.api.core.generation import CompletionRequest
 from cluster.api.openai.responses.fields import TABLE as RESPONSES_TABLE
 from cluster.api.openai.responses.request import ResponseRequest
@@ -48,8 +48,8 @@ class Route:
 
     def kind(self, name: str) -> str:
         """What becomes of a field, in Markdown; raises LookupError where the code does not say."""
-        if SPELLINGS.get(name, name) in self.honoured:
-            ours = SPELLINGS.get(name, name)
+        if FIELD_ALIASES.get(name, name) in self.honoured:
+            ours = FIELD_ALIASES.get(name, name)
             return "honoured" if ours == name else f"honoured, as `{ours}`"
         if name in self.table.refused or name in self.table.remedies:
             passes = ", ".join(f"`{_json(value)}`" for value in self.table.refused.get(name, ()))
@@ -68,8 +68,8 @@ def _json(value: Any) -> str:
 
 
 ROUTES = {
-    "/v1/chat/completions": Route("/v1/chat/completions", set(ChatRequest.model_fields), GENERATION),
-    "/v1/completions": Route("/v1/completions", set(CompletionRequest.model_fields), GENERATION),
+    "/v1/chat/completions": Route("/v1/chat/completions", set(ChatRequest.model_fields), GENERATION_TABLE),
+    "/v1/completions": Route("/v1/completions", set(CompletionRequest.model_fields), GENERATION_TABLE),
     "/v1/responses": Route("/v1/responses", ResponseRequest.honoured(), RESPONSES_TABLE),
     "/v1/messages": Route("/v1/messages", MessagesRequest.honoured(), MESSAGES_TABLE),
 }

@@ -47,7 +47,7 @@ class SimulatedMemory(TorchDispatchMode):
 
     def __init__(self, total: int, beside: int = 0) -> None:
         super().__init__()
-        self.total, self.beside, self.most = total, beside, beside
+        self.total_bytes, self.beside, self.most = total, beside, beside
         self._blocks: list[Block] = []
         self._live: dict[int, tuple[Block, Piece]] = {}
         self._held = self._peak = 0
@@ -81,10 +81,10 @@ class SimulatedMemory(TorchDispatchMode):
         free = [(b, p) for b in own for p in b.pieces if not p.used and p.size >= size]
         if not free:
             wants = SMALL_BLOCK if small else MEDIUM_BLOCK if size < MEDIUM else -(-size // ROUND) * ROUND
-            if self.beside + self.reserved + wants > self.total and not self._capturing:
+            if self.beside + self.reserved + wants > self.total_bytes and not self._capturing:
                 self._release()
-            if self.beside + self.reserved + wants > self.total:
-                raise DeviceMemoryError(f"{size} bytes asked, {self.total - self.beside - self.reserved} free")
+            if self.beside + self.reserved + wants > self.total_bytes:
+                raise DeviceMemoryError(f"{size} bytes asked, {self.total_bytes - self.beside - self.reserved} free")
             block = Block(wants, small, [Piece(wants)], self._capturing)
             self._blocks.append(block)
             self._peak = max(self._peak, self.reserved)
@@ -120,14 +120,14 @@ class SimulatedMemory(TorchDispatchMode):
         finally:
             self._capturing = False
 
-    def free(self) -> int:
+    def free_bytes(self) -> int:
         gc.collect()
         self._release()
-        return self.total - self.beside - self.reserved
+        return self.total_bytes - self.beside - self.reserved
 
-    def begin(self) -> None:
-        self.free()
+    def reset_peak(self) -> None:
+        self.free_bytes()
         self._held = self._peak = self.reserved
 
-    def taken(self) -> int:
+    def peak_bytes(self) -> int:
         return self._peak - self._held

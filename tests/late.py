@@ -31,9 +31,9 @@ class LatePrograms:
         self._queue: deque[LateOutput] = deque()
         self.owners: dict[int, str] = {}
         self.before: Callable[[StepInput], None] | None = None
-        self.checksum = self.launched_anew = 0
+        self.checksum = self.eager_fallbacks = 0
 
-    def drop(self) -> None:
+    def remove_all(self) -> None:
         """Nothing is captured."""
 
     def run(self, order: StepInput, plan: StepPlan, shape: TreeShape) -> "LateOutput":
@@ -42,11 +42,11 @@ class LatePrograms:
         def late() -> StepOutput:
             self.owners.clear()
             self.owners.update(meant)
-            sent = self.assembler.send(order, shape.forced)
+            sent = self.assembler.send(order, shape.forced_nodes)
             if self.before is not None:
                 with torch.inference_mode():
                     self.before(order)
-            return self.step.run(self.assembler.batch(sent, plan.mode, shape.forced), shape).read()
+            return self.step.run(self.assembler.batch(sent, plan.mode, shape.forced_nodes), shape).read()
 
         output = LateOutput(late, self._queue)
         self._queue.append(output)
@@ -68,12 +68,12 @@ def running(rank: Rank) -> dict[int, str]:
     """The requests that hold rows, by row, as the host has it now."""
     if not isinstance(rank, Engine):
         return {}
-    return {s.lease.row: s.request.request_id for s in rank._p.scheduler.running if s.lease is not None}
+    return {s.lease.row: s.request.request_id for s in rank._parts.scheduler.running if s.lease is not None}
 
 
 def owners(engine: Engine) -> dict[int, str]:
     """The requests that hold rows, by row, for the step that runs now."""
-    programs = engine._p.lockstep.programs
+    programs = engine._parts.lockstep.programs
     return programs.owners if isinstance(programs, LatePrograms) else running(engine)
 
 
@@ -82,7 +82,7 @@ def delay(rank: R) -> R:
     lockstep: Any = rank.lockstep
     assert lockstep.mesh.world.size == 1, "collectives of ranks that wait for each other cannot be put off"
     lockstep.programs = LatePrograms(lockstep.programs, rank)
-    lockstep.lag = 1
+    lockstep.max_in_flight = 1
     return rank
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from prometheus_client.metrics_core import Metric
 
-from cluster.observability.exposition import KV_USAGE, TOOL_NAMES
+from cluster.observability.exposition import KV_USAGE, VLLM_NAMES
 from cluster.observability.metrics import EngineMetrics, ServingMetrics
 
 FILE = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
@@ -68,7 +68,7 @@ def written() -> str:
     )
     parts.append(VLLM)
     parts.append("| vLLM | here |\n|---|---|")
-    parts += [f"| `{theirs}` | `{ours}` |" for ours, names in TOOL_NAMES.items() for theirs in names]
+    parts += [f"| `{theirs}` | `{ours}` |" for ours, names in VLLM_NAMES.items() for theirs in names]
     parts += [f"| `{KV_USAGE}` | `aerie_kv_pages`: the part that requests hold |", ""]
     return "\n".join(parts)
 

@@ -17,7 +17,7 @@ from cluster.api.launch.plan import ApplicationEntry, HttpOptions, ServeFile
 from cluster.api.serve.settings import (
     DEPLOYMENT_DEFAULTS,
     DEPLOYMENT_OPTIONS,
-    FOREIGN,
+    UNSUPPORTED_SETTINGS,
     AppSettings,
     LLMConfig,
     ModelLoadingConfig,
@@ -116,7 +116,7 @@ def written() -> str:
     names = [f"| `{theirs}` | `{ours}` |" for theirs, ours in ALIASES.items()]
     names += [f"| `speculative_config.{theirs}` | `{ours}` |" for theirs, ours in SPECULATIVE_CONFIG.items()]
     options = [f"| `{name}` | {_option(name)} |" for name in DEPLOYMENT_OPTIONS]
-    refused = [f"| `{name}` | {why} |" for name, why in FOREIGN.items()]
+    refused = [f"| `{name}` | {why} |" for name, why in UNSUPPORTED_SETTINGS.items()]
     flagged = [f"| {', '.join(f'`{flag}`' for flag in spellings)} | `{name}` |" for name, spellings in _flags()]
     return "\n".join(
         [

@@ -18,7 +18,7 @@ def table_of(slots: Tensor) -> PageTable:
 
 def held_slots(table: PageTable, row: int, count: int) -> Tensor:
     """The slots of the first `count` tokens of a row, as the host knows them."""
-    pages = torch.from_numpy(table.held[row]).long()
+    pages = torch.from_numpy(table.host_pages[row]).long()
     return (pages[:, None] * table.page_size + torch.arange(table.page_size)).view(-1)[:count]
 
 

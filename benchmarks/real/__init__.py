@@ -1,3 +1,3 @@
-"""A real model as a habit: `make real` builds a real Gemma-3 270M outside the checkout and compares Aerie with
-`transformers` on it: `python -m benchmarks.real --root DIR`.
+"""Compare Aerie with `transformers` on a real model: `python -m benchmarks.real --root DIR` or `make real`. The model,
+Gemma-3 270M, is built outside the checkout.
 """

@@ -1,4 +1,4 @@
-"""Compares answers token by token, and judges each difference by how near the two tokens are."""
+"""Compare answers token by token, and judge each difference by the logits of the two tokens."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -6,19 +6,19 @@ from typing import Any
 
 from cluster.bench.report import first_difference
 
-NEAR = 1e-3  # logits: float32 errs by up to some 1e-4 here, in any order of its sums; see `Difference.near`
+NEAR_TIE = 1e-3  # logits that differ by less are a near-tie: rounding errors of float32 reach about 1e-4
 
-INVALID = "\ufffd"
+REPLACEMENT_CHARACTER = "\ufffd"
 
-Gap = Callable[[Sequence[int], int | None, int | None], float]
-"""Of a context and two tokens that follow it: the logit of the first less that of the second, in float64. A token is
-None where the answer ended."""
+LogitGap = Callable[[Sequence[int], int | None, int | None], float]
+"""Maps a context and two possible next tokens to the logit of the first minus the logit of the second, in float64. The
+token None means that the answer ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where an answer leaves the reference: the prompt's name, the index of the token, both tokens, and the gap: the
-    logit of the reference's token less that of ours, in float64. A negative gap says that ours is right.
+    """The first difference of an answer from the reference: the prompt's name, the index of the token, both tokens, and
+    the `gap`: the logit of the reference's token minus that of ours, in float64. If it is negative, ours is right.
     """
 
     prompt: str
@@ -29,8 +29,8 @@ class Difference:
 
     @property
     def near(self) -> bool:
-        """Whether float32 cannot tell which of the two tokens is likelier, so that neither answer is wrong."""
-        return abs(self.gap) < NEAR
+        """Whether the two tokens are so close that float32 cannot tell which is likelier; then neither is wrong."""
+        return abs(self.gap) < NEAR_TIE
 
 
 def differences(
@@ -38,63 +38,77 @@ def differences(
     prompts: Sequence[Sequence[int]],
     reference: Sequence[Sequence[int]],
     ours: Sequence[Sequence[int]],
-    gap: Gap,
+    gap: LogitGap,
 ) -> list[Difference]:
-    """The first difference of each answer that is not the reference's."""
-    found = []
-    for name, prompt, right, own in zip(names, prompts, reference, ours, strict=True):
-        at = first_difference(right, own)
-        if at is None:
+    """Return the first difference of each answer that differs from the reference."""
+    difference_list = []
+    for name, prompt, expected, answer in zip(names, prompts, reference, ours, strict=True):
+        index = first_difference(expected, answer)
+        if index is None:
             continue
-        first, second = (side[at] if at < len(side) else None for side in (right, own))
-        found.append(Difference(name, at, first, second, gap([*prompt, *right[:at]], first, second)))
-    return found
+        reference_token, our_token = (tokens[index] if index < len(tokens) else None for tokens in (expected, answer))
+        difference_list.append(
+            Difference(
+                name, index, reference_token, our_token, gap([*prompt, *expected[:index]], reference_token, our_token)
+            )
+        )
+    return difference_list
 
 
-def compared(
-    names: Sequence[str], reference: Mapping[str, Any], engine: Mapping[str, Any], served: Mapping[str, Any], gap: Gap
+def compare_answers(
+    names: Sequence[str],
+    reference: Mapping[str, Any],
+    engine: Mapping[str, Any],
+    server: Mapping[str, Any],
+    gap: LogitGap,
 ) -> dict[str, Any]:
-    """All comparisons of the answers of `answers.by_transformers`, `by_engine` and `by_server`; JSON-ready.
+    """Return all comparisons of the answers of `by_transformers`, `by_engine` and `by_server`, JSON-ready.
 
-    `rows` compare greedy tokens with those of `transformers` at batch 1, `transformers` at batch 16 among them as a
-    yardstick. `problems` are the other things that must hold and do not.
+    `rows` compare greedy tokens with those of `transformers` at batch 1. One row is `transformers` itself at batch 16,
+    as a yardstick. For `problems` see the function.
     """
-    prompts, right = reference["prompts"], reference["greedy"]["1"]
+    prompts, expected = reference["prompts"], reference["greedy"]["1"]
     contenders = {
         "aerie, batch 1": engine["greedy"]["1"],
         "aerie, batch 16": engine["greedy"]["16"],
-        "aerie serve, 16 streams": served["greedy"],
+        "aerie serve, 16 streams": server["greedy"],
         "transformers, batch 16": reference["greedy"]["16"],
     }
     rows = []
-    for who, answers in contenders.items():
-        found = differences(names, prompts, right, answers, gap)
+    for contender, answers in contenders.items():
+        answer_differences = differences(names, prompts, expected, answers, gap)
         rows.append(
             {
-                "who": who,
-                "same": len(names) - len(found),
+                "who": contender,
+                "same": len(names) - len(answer_differences),
                 "of": len(names),
-                "near_ties": sum(one.near for one in found),
-                "differences": [asdict(one) for one in found],
+                "near_ties": sum(difference.near for difference in answer_differences),
+                "differences": [asdict(difference) for difference in answer_differences],
             }
         )
-    return {"rows": rows, "problems": problems(names, reference, engine, served)}
+    return {"rows": rows, "problems": problems(names, reference, engine, server)}
 
 
 def problems(
-    names: Sequence[str], reference: Mapping[str, Any], engine: Mapping[str, Any], served: Mapping[str, Any]
+    names: Sequence[str], reference: Mapping[str, Any], engine: Mapping[str, Any], server: Mapping[str, Any]
 ) -> list[str]:
-    """What must hold beside equal greedy tokens: the same ids of each prompt, the same sampled tokens with and without
-    a server, and streamed pieces that join to the text that `transformers` decodes. Where an answer holds bytes that
-    are no UTF-8, `transformers` loses whole characters beside them, so such a text is no reference.
+    """Return which of these conditions do not hold: each prompt has the same ids, sampled tokens are the same with and
+    without a server, and the streamed text equals the text that `transformers` decodes. Texts with invalid UTF-8 are
+    not compared, because `transformers` then also loses the characters next to the invalid bytes.
     """
-    found = []
-    for at, name in enumerate(names):
-        if engine["prompts"][at] != reference["prompts"][at]:
-            found.append(f"{name}: the prompt has other ids")
-        if engine["sampled"][at] != served["sampled"][at]:
-            found.append(f"{name}: the same seed gives other tokens over REST than without a server")
-        same = served["greedy"][at] == reference["greedy"]["1"][at]
-        if same and INVALID not in reference["texts"][at] and served["greedy_texts"][at] != reference["texts"][at]:
-            found.append(f"{name}: {served['greedy_texts'][at]!r} was streamed, not {reference['texts'][at]!r}")
-    return found
+    problem_list = []
+    for index, name in enumerate(names):
+        if engine["prompts"][index] != reference["prompts"][index]:
+            problem_list.append(f"{name}: the prompt has other ids")
+        if engine["sampled"][index] != server["sampled"][index]:
+            problem_list.append(f"{name}: the same seed gives other tokens over REST than without a server")
+        same_tokens = server["greedy"][index] == reference["greedy"]["1"][index]
+        if (
+            same_tokens
+            and REPLACEMENT_CHARACTER not in reference["texts"][index]
+            and server["greedy_texts"][index] != reference["texts"][index]
+        ):
+            problem_list.append(
+                f"{name}: {server['greedy_texts'][index]!r} was streamed, not {reference['texts'][index]!r}"
+            )
+    return problem_list

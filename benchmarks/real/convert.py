@@ -1,4 +1,4 @@
-"""GGUF FILE to a folder of safetensors in float32, by `transformers`: `python convert.py FILE FOLDER`.
+"""Convert a GGUF file to a folder with safetensors in float32, by `transformers`: `python convert.py FILE FOLDER`.
 
 It runs in an environment with `gguf` and `accelerate`, so it imports nothing of this project.
 """
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-# Gemma's turns. The GGUF of the base model holds no template, though its vocabulary has the tokens.
+# Gemma's chat template. The GGUF of the base model has no template, although its vocabulary has the tokens.
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ '<start_of_turn>' }}"
     "{{ 'model' if message['role'] == 'assistant' else message['role'] }}{{ '\\n' }}"
@@ -20,24 +20,24 @@ TEMPLATE = (
 
 
 def convert(file: Path, folder: Path) -> None:
-    """Read a GGUF with its tokenizer and save both as `transformers` saves them.
+    """Read a GGUF with its tokenizer and save both in the format of `transformers`.
 
-    `transformers` refuses to save a model that it read from a GGUF, so its dequantised weights move to a model that was
-    made from the config alone.
+    `transformers` refuses to save a model that it loaded from a GGUF, so the dequantised weights are copied to a model
+    that was created from the config.
     """
-    where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
-    tokenizer = AutoTokenizer.from_pretrained(**where)
+    source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    tokenizer = AutoTokenizer.from_pretrained(**source)
     if tokenizer.chat_template is None:
         tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
-    read = AutoModelForCausalLM.from_pretrained(
-        **where, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+    loaded = AutoModelForCausalLM.from_pretrained(
+        **source, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
     )
-    config = AutoConfig.from_pretrained(**where)
-    plain: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
-    plain.load_state_dict(read.state_dict())
-    plain.generation_config = read.generation_config
-    plain.save_pretrained(folder)
+    config = AutoConfig.from_pretrained(**source)
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+    model.load_state_dict(loaded.state_dict())
+    model.generation_config = loaded.generation_config
+    model.save_pretrained(folder)
 
 
 if __name__ == "__main__":

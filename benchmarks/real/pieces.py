@@ -1,55 +1,58 @@
-"""Detokenisation of every script: pieces joined, as a stream sends them, against the text of the whole."""
+"""Check detokenisation in every script: the joined pieces of a stream must equal the text of all tokens together."""
 
 import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from benchmarks.real.answers import tokenizer_of
-from benchmarks.real.comparison import INVALID
+from benchmarks.real.comparison import REPLACEMENT_CHARACTER
 from benchmarks.real.prompts import Prompt
 from cluster.tokenizer.tokenizer import IncrementalDetokenizer, TextTokenizer
 
-STEP = 4  # tokens that a step gives at most
+STEP = 4  # most tokens of a step
 WIDTH = 48  # tokens of a random text
-SHOWN = 5
+SHOWN = 5  # examples to show of each kind
 
 
-def joined(tokenizer: TextTokenizer, prompt: Sequence[int], answer: Sequence[int], dice: random.Random) -> str:
-    """The text of an answer as a stream sends it, in steps of random sizes."""
-    detokenizer, pieces, at = IncrementalDetokenizer(tokenizer, prompt), list[str](), 0
-    while at < len(answer):
-        size = dice.randint(1, STEP)
-        pieces.append(detokenizer.push(answer[at : at + size]))
-        at += size
+def stream_text(tokenizer: TextTokenizer, prompt: Sequence[int], answer: Sequence[int], rng: random.Random) -> str:
+    """Return the text of an answer as a stream sends it, in steps of random sizes."""
+    detokenizer, pieces, position = IncrementalDetokenizer(tokenizer, prompt), list[str](), 0
+    while position < len(answer):
+        size = rng.randint(1, STEP)
+        pieces.append(detokenizer.push(answer[position : position + size]))
+        position += size
     return "".join([*pieces, detokenizer.finish()])
 
 
-def checked(folder: str, prompts: Sequence[Prompt], vocab_size: int | None = None) -> dict[str, Any]:
-    """Compare, for the ids of every prompt and for random texts that hold every id of the vocabulary, the joined pieces
-    with the decode of the whole, and that with the decode of `transformers` where all bytes are UTF-8. JSON-ready.
+def check_pieces(folder: str, prompts: Sequence[Prompt], vocab_size: int | None = None) -> dict[str, Any]:
+    """Compare the joined pieces with the text of all tokens together and, if all bytes are valid UTF-8, that text with
+    the text by `transformers`. The texts are the prompts and random texts that contain every id of the vocabulary.
+    Return JSON-ready counts and examples.
     """
-    tokenizer, theirs = TextTokenizer.load(folder), tokenizer_of(folder)
-    dice = random.Random(0)
+    tokenizer, reference_tokenizer = TextTokenizer.load(folder), tokenizer_of(folder)
+    rng = random.Random(0)
     texts, other_pieces, other_decode = 0, list[list[int]](), list[list[int]]()
-    for ids in _texts(theirs, prompts, vocab_size or len(theirs), dice):
-        whole = tokenizer.decode(ids)
+    for ids in _texts(reference_tokenizer, prompts, vocab_size or len(reference_tokenizer), rng):
+        decoded = tokenizer.decode(ids)
         texts += 1
-        if joined(tokenizer, [], ids, dice) != whole:
+        if stream_text(tokenizer, [], ids, rng) != decoded:
             other_pieces.append(ids)
-        right = theirs.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        if INVALID not in right and right != whole:
+        expected = reference_tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        if REPLACEMENT_CHARACTER not in expected and expected != decoded:
             other_decode.append(ids)
     return {
         "texts": texts,
-        "vocab_size": vocab_size or len(theirs),
+        "vocab_size": vocab_size or len(reference_tokenizer),
         "other_pieces": len(other_pieces),
         "other_decode": len(other_decode),
         "examples": [*other_pieces[:SHOWN], *other_decode[:SHOWN]],
     }
 
 
-def _texts(theirs: Any, prompts: Sequence[Prompt], vocab_size: int, dice: random.Random) -> Iterator[list[int]]:
-    yield from (prompt.token_ids(theirs) for prompt in prompts)
-    every = list(range(vocab_size))
-    dice.shuffle(every)
-    yield from (every[at : at + WIDTH] for at in range(0, vocab_size, WIDTH))
+def _texts(
+    reference_tokenizer: Any, prompts: Sequence[Prompt], vocab_size: int, rng: random.Random
+) -> Iterator[list[int]]:
+    yield from (prompt.token_ids(reference_tokenizer) for prompt in prompts)
+    all_ids = list(range(vocab_size))
+    rng.shuffle(all_ids)
+    yield from (all_ids[start : start + WIDTH] for start in range(0, vocab_size, WIDTH))

@@ -1,4 +1,4 @@
-"""The committed prompts, as texts and chats, and as the token ids that a tokenizer makes of them."""
+"""Read the prompts of `prompts.txt` (texts and chats), and encode them as token ids."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ ROLES = ("user", "assistant")
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt: a text to continue, or the messages of a chat. The other of the two is empty."""
+    """A prompt: either a `text` to continue or the `messages` (role, content) of a chat; the other one is empty."""
 
     name: str
     text: str = ""
@@ -19,12 +19,12 @@ class Prompt:
 
     @property
     def chat(self) -> list[dict[str, str]]:
-        """The messages as OpenAI's API takes them."""
+        """The messages in the format of OpenAI's API."""
         return [{"role": role, "content": content} for role, content in self.messages]
 
     def token_ids(self, tokenizer: Any) -> list[int]:
-        """The prompt's ids by a tokenizer of `transformers`: of a chat, what its template makes, with the opening of
-        the answer.
+        """Return the prompt's token ids by a `transformers` tokenizer. A chat is formatted by the chat template, with
+        the generation prompt.
         """
         if not self.messages:
             return list(tokenizer(self.text)["input_ids"])
@@ -32,11 +32,11 @@ class Prompt:
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def read(file: Path = FILE) -> list[Prompt]:
-    """Read a file of prompts; its first lines say how it is written.
+def read_prompts(file: Path = FILE) -> list[Prompt]:
+    """Read a file of prompts; its first lines describe the format.
 
     Raises:
-        ValueError: a head line or a line of a chat that is not understood, or a name that occurs twice.
+        ValueError: a header or a line of a chat is malformed, or a name occurs twice.
     """
     prompts: list[Prompt] = []
     head, lines = "", list[str]()
@@ -48,21 +48,21 @@ def read(file: Path = FILE) -> list[Prompt]:
             prompts.append(_prompt(head, lines))
         head, lines = line.removeprefix("=== "), []
     names = [prompt.name for prompt in prompts]
-    if doubled := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"{file}: more than one prompt is named {', '.join(doubled)}")
+    if duplicates := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"{file}: more than one prompt is named {', '.join(duplicates)}")
     return prompts
 
 
 def _prompt(head: str, lines: Sequence[str]) -> Prompt:
-    name, _, how = (part.strip() for part in head.partition("|"))
+    name, _, kind = (part.strip() for part in head.partition("|"))
     text = "\n".join(lines)
-    if how == "chat":
+    if kind == "chat":
         return Prompt(name, messages=tuple(_message(name, line) for line in lines if line.strip()))
-    if how.startswith("repeat "):
-        count = int(how.removeprefix("repeat "))
+    if kind.startswith("repeat "):
+        count = int(kind.removeprefix("repeat "))
         return Prompt(name, "\n".join(text.replace("{n}", str(n)) for n in range(1, count + 1)))
-    if how:
-        raise ValueError(f"prompt {name!r}: {how!r} is neither 'chat' nor 'repeat N'")
+    if kind:
+        raise ValueError(f"prompt {name!r}: {kind!r} is neither 'chat' nor 'repeat N'")
     return Prompt(name, text)
 
 

@@ -1,4 +1,4 @@
-"""Speed side by side in one process: this engine and `transformers`, in turns, in float32 and in bfloat16."""
+"""Compare the speed of this engine and of `transformers` in one process, in float32 and bfloat16; they take turns."""
 
 import argparse
 from collections.abc import Callable
@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.real.answers import BATCHES, engine_of, say, tokenizer_of
-from benchmarks.real.kept import Kept
+from benchmarks.real.answers import BATCHES, log_progress, make_engine, tokenizer_of
+from benchmarks.real.kept import ResultCache
 from cluster.bench.reference import Transformers
 from cluster.bench.report import median, ratio
-from cluster.bench.runs import EngineRun, run_greedily
+from cluster.bench.runs import EngineRun, run_batch_greedily
 
 DTYPES = ("float32", "bfloat16")
 PROMPT_TOKENS, NEW_TOKENS = 64, 32
@@ -22,50 +22,55 @@ Contenders = dict[str, Callable[[list[list[int]], int], EngineRun]]
 
 
 def source_tokens(folder: str, count: int) -> list[int]:
-    """Ids of ordinary source code: the standard library's argparse, as often as needed."""
+    """Return `count` token ids of ordinary source code: the standard library's argparse, repeated if needed."""
     ids = list(tokenizer_of(folder)(Path(argparse.__file__).read_text(encoding="utf-8"))["input_ids"])
     return (ids * (count // len(ids) + 1))[:count]
 
 
-def measured(folder: str, repeats: int, kept: Kept) -> dict[str, Any]:
-    """Tokens per second of whole runs at each batch, and seconds to the first token after `LONG_TOKENS`: medians over
-    the repeats, and ratios within a repeat. Nobody reuses a prefix, so each repeat does all the work. JSON-ready.
+def measure_speed(folder: str, repeats: int, result_cache: ResultCache) -> dict[str, Any]:
+    """Return the tokens per second at each batch size and the seconds to the first token after `LONG_TOKENS` tokens,
+    JSON-ready: medians over the repeats, and ratios within a repeat. There is no prefix cache, so each repeat does all
+    the work.
     """
-    rows, text = [], source_tokens(folder, LONG_TOKENS)
+    rows, text_ids = [], source_tokens(folder, LONG_TOKENS)
     for dtype in DTYPES:
-        engine, theirs = engine_of(folder, dtype, max(BATCHES), reuse=False), Transformers(folder, dtype)
-        contenders: Contenders = {"aerie": partial(run_greedily, engine), "transformers": theirs.run}
+        engine, reference = make_engine(folder, dtype, max(BATCHES), reuse=False), Transformers(folder, dtype)
+        contenders: Contenders = {"aerie": partial(run_batch_greedily, engine), "transformers": reference.run}
         for batch in BATCHES:
-            say(f"speed: {dtype}, batch {batch}")
-            prompts = [text[at * PROMPT_TOKENS : (at + 1) * PROMPT_TOKENS] for at in range(batch)]
-            speeds = kept.get(
-                f"{dtype}, {batch}", partial(turns, contenders, prompts, NEW_TOKENS, repeats, "tokens_per_second")
+            log_progress(f"speed: {dtype}, batch {batch}")
+            prompts = [text_ids[index * PROMPT_TOKENS : (index + 1) * PROMPT_TOKENS] for index in range(batch)]
+            speeds = result_cache.get_or_make(
+                f"{dtype}, {batch}", partial(run_turns, contenders, prompts, NEW_TOKENS, repeats, "tokens_per_second")
             )
             rows.append({"dtype": dtype, "what": f"tokens/s, batch {batch}", **figures(speeds, more_is_better=True)})
-        say(f"speed: {dtype}, {LONG_TOKENS} tokens")
-        seconds = kept.get(f"{dtype}, first", partial(turns, contenders, [text], 1, repeats, "seconds"))
+        log_progress(f"speed: {dtype}, {LONG_TOKENS} tokens")
+        seconds = result_cache.get_or_make(
+            f"{dtype}, first", partial(run_turns, contenders, [text_ids], 1, repeats, "seconds")
+        )
         what = f"first token after {LONG_TOKENS}, s"
         rows.append({"dtype": dtype, "what": what, **figures(seconds, more_is_better=False)})
     return {"rows": rows, "threads": torch.get_num_threads(), "repeats": repeats}
 
 
-def turns(
+def run_turns(
     contenders: Contenders, prompts: list[list[int]], new_tokens: int, repeats: int, figure: str
 ) -> dict[str, list[float]]:
-    """A figure (a field of `EngineRun`) of every contender's run in each repeat. They take turns, in reverse order
-    every other time; a first, shorter turn warms all of them up.
+    """Return the figure (the name of a field of `EngineRun`) of every contender's run in each repeat. Contenders take
+    turns, in reverse order in every other repeat, after a shorter warm-up of each.
     """
     for run in contenders.values():
         run([prompt[:PROMPT_TOKENS] for prompt in prompts], min(4, new_tokens))
-    found: dict[str, list[float]] = {who: [] for who in contenders}
+    figures_by_contender: dict[str, list[float]] = {contender: [] for contender in contenders}
     for repeat in range(repeats):
-        for who in list(contenders)[:: -1 if repeat % 2 else 1]:
-            found[who].append(getattr(contenders[who](prompts, new_tokens), figure))
-    return found
+        for contender in list(contenders)[:: -1 if repeat % 2 else 1]:
+            figures_by_contender[contender].append(getattr(contenders[contender](prompts, new_tokens), figure))
+    return figures_by_contender
 
 
 def figures(values: dict[str, list[float]], more_is_better: bool) -> dict[str, float]:
-    """The medians of both contenders, and how many times as fast Aerie is: the median of the ratios of each repeat."""
+    """Return the medians of both contenders, and `times`, the median speedup of Aerie within a repeat."""
     pairs = list(zip(values["aerie"], values["transformers"], strict=True))
     ratios = [ratio(ours, theirs) if more_is_better else ratio(theirs, ours) for ours, theirs in pairs]
-    return {who: median(of) for who, of in values.items()} | {"times": median(ratios)}
+    return {contender: median(contender_values) for contender, contender_values in values.items()} | {
+        "times": median(ratios)
+    }

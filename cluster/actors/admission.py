@@ -15,7 +15,7 @@ from collections.abc import Callable
 from cluster.actors.balance import RankChoice
 from cluster.actors.forecast import ExpectedWait, GangForecast, QueuedPrompt, RankForecast, RunningRequest
 from cluster.actors.messages import Overloaded
-from cluster.actors.open_requests import OpenRequest, QueueReport, RankBooks
+from cluster.actors.open_requests import OpenRequest, QueueReport, RankRequests
 from cluster.actors.output_lengths import OutputLengths
 from cluster.actors.prefill_speed import Drift, PrefillSpeed
 from cluster.actors.token_rate import TokenRate
@@ -23,250 +23,308 @@ from cluster.config.resolved import ResolvedSettings
 from cluster.observability.step_times import StepTimes
 from cluster.request import Request
 
-SOON_S = 1.0  # an expected wait up to this, or of which earlier requests cause only this, is not refused as too long
+# An expected wait up to this, or of which earlier requests cause only this, is not refused as too long.
+SHORT_WAIT_S = 1.0
 HEADROOM = 0.7  # share of max_queue_wait_s that an expected wait may take, so that 99 of 100 real waits stay within it
-FRESH_S = 0.1  # seconds for which a forecast is reused: making one costs a millisecond per rank
-TELLING_ROWS = 64  # the time of a shorter prompt is mostly that of one step, and says little about the time per row
-MEMORY = 0.2  # weight of the latest prompt in the time per row
-RANKS = 8  # with more ranks than this a forecast is reused for longer, so that its cost per second does not grow
-GOLDEN = 0.6180339887498949  # the fractional parts of its multiples spread evenly over [0, 1)
-SHORTEST = 1.0  # tokens of the request for which `full` checks admission
-ALONE = RankChoice()  # the choice in a gang of one rank without cached prefixes
+FORECAST_MAX_AGE_S = 0.1  # seconds for which a forecast is reused: making one costs a millisecond per rank
+# The time of a shorter prompt is mostly that of one step, and says little about the time per row.
+MIN_LEARNING_ROWS = 64
+LEARNING_RATE = 0.2  # weight of the latest prompt in the time per row
+# With more ranks than this a forecast is reused for longer, so that its cost per second does not grow.
+RANKS_PER_MAX_AGE = 8
+GOLDEN_RATIO = 0.6180339887498949  # the fractional parts of its multiples spread evenly over [0, 1)
+MIN_REQUEST_TOKENS = 1.0  # tokens of the request for which `overload` checks admission
+ONLY_RANK = RankChoice()  # the choice in a gang of one rank without cached prefixes
 
 
 class Admission:
     """Admits or refuses the requests of one gang, and tracks them. A request without a token yet is "waiting", and
-    "running" after its first token. An OpenRequest is called `one` here.
+    "running" after its first token.
     """
 
     def __init__(
         self,
         resolved: ResolvedSettings,
         clock: Callable[[], float] = time.monotonic,
-        report: Callable[[int], QueueReport | None] = lambda rank: None,
+        queue_report: Callable[[int], QueueReport | None] = lambda rank: None,
     ) -> None:
-        """`report` returns the latest report of a dp rank, or None if there was none yet."""
+        """`queue_report` returns the latest report of a dp rank, or None if there was none yet."""
         config = resolved.settings
-        self._config, self._shape, self._chunk = config, resolved.shape, resolved.chunk_rows
-        self._clock, self._report = clock, report
-        self._ranks = [RankBooks() for _ in range(config.attn_dp_size)]
+        self._config, self._shape, self._chunk_rows = config, resolved.shape, resolved.chunk_rows
+        self._clock, self._queue_report_of = clock, queue_report
+        self._ranks = [RankRequests() for _ in range(config.attn_dp_size)]
         self._open: dict[str, OpenRequest] = {}
         self._kv_tokens = 0
-        self._pace: StepTimes | None = None
-        self._row_s = 0.0  # seconds per prompt row, learnt from long prompts; used where steps are not measured
+        self._step_times: StepTimes | None = None
+        # Seconds per prompt row, learnt from long prompts; used where steps are not measured.
+        self._seconds_per_row = 0.0
         self.waiting = 0  # requests
         self.queued_tokens = 0.0  # of waiting requests, expected new tokens included
         self._forecast: GangForecast | None = None
-        self._lengths = OutputLengths()
-        self._rate = TokenRate(self._shape.num_steps, config.attn_dp_size)
+        self._output_lengths = OutputLengths()
+        self._token_rate = TokenRate(self._shape.num_steps, config.attn_dp_size)
         self._running = 0  # requests
-        self._at = clock()
+        self._last_time_at = clock()
         self._serving = True
 
-    def new_tokens(self, request: Request) -> float:
+    def expected_new_tokens(self, request: Request) -> float:
         """Return the expected number of new tokens of a request."""
-        return self._lengths.expected(request.params.max_tokens)
+        return self._output_lengths.expected(request.params.max_tokens)
 
-    def check(self, request: Request, place: RankChoice = ALONE) -> None:
-        """Raise if a request that would go to `place` must be refused.
+    def check(self, request: Request, choice: RankChoice = ONLY_RANK) -> None:
+        """Raise if a request that would go to `choice` must be refused.
 
         Raises:
             Overloaded: with the expected wait, for Retry-After.
         """
-        tokens = len(request.prompt_token_ids) + self.new_tokens(request)
-        if (why := self._why(self.wait(len(request.prompt_token_ids), place), tokens)) is not None:
-            raise why
+        tokens = len(request.prompt_token_ids) + self.expected_new_tokens(request)
+        if (refusal := self._refusal(self.expected_wait(len(request.prompt_token_ids), choice), tokens)) is not None:
+            raise refusal
 
-    def full(self) -> Overloaded | None:
+    def overload(self) -> Overloaded | None:
         """Return why even the shortest request would be refused now on every rank; None if it would be admitted."""
-        return self._why(min(self.wait(1, RankChoice(rank)) for rank in range(len(self._ranks))), SHORTEST)
+        return self._refusal(
+            min(self.expected_wait(1, RankChoice(rank)) for rank in range(len(self._ranks))), MIN_REQUEST_TOKENS
+        )
 
-    def wait(self, prompt: int, place: RankChoice = ALONE) -> ExpectedWait:
-        """Return the expected wait of a new request with `prompt` tokens; 0.0 while the gang is down."""
+    def expected_wait(self, prompt_tokens: int, choice: RankChoice = ONLY_RANK) -> ExpectedWait:
+        """Return the expected wait of a new request with `prompt_tokens` tokens; 0.0 while the gang is down."""
         if not self._serving:
             return ExpectedWait(0.0, 0.0)
         now = self._clock()
-        if self._forecast is None or now - self._forecast.made > FRESH_S * max(1.0, len(self._ranks) / RANKS):
-            self._forecast = self._run_ahead(now)
-        newcomer = QueuedPrompt(place.cached, prompt - place.cached, prompt - place.shared + self._shape.window, 0.0)
-        return self._forecast.wait(place.rank, newcomer, now)
+        if self._forecast is None or now - self._forecast.made_at > FORECAST_MAX_AGE_S * max(
+            1.0, len(self._ranks) / RANKS_PER_MAX_AGE
+        ):
+            self._forecast = self._new_forecast(now)
+        newcomer = QueuedPrompt(
+            choice.cached_tokens,
+            prompt_tokens - choice.cached_tokens,
+            prompt_tokens - choice.shared_tokens + self._shape.window,
+            0.0,
+        )
+        return self._forecast.wait(choice.rank, newcomer, now)
 
-    def _why(self, wait: ExpectedWait, tokens: float) -> Overloaded | None:
+    def _refusal(self, wait: ExpectedWait, tokens: float) -> Overloaded | None:
         """Return why a request with `tokens` tokens (prompt and new) and this expected wait is refused, or None."""
         config, waiting, seconds = self._config, self.waiting, wait.seconds
-        if seconds <= SOON_S and self._pace is not None and self._serving:
+        if seconds <= SHORT_WAIT_S and self._step_times is not None and self._serving:
             return None
         if waiting >= config.max_queued_requests:
             return Overloaded(f"{waiting} requests wait (max_queued_requests is {config.max_queued_requests})", seconds)
         if waiting and self.queued_tokens + tokens > config.max_queued_tokens:
-            held = f"the queue holds {self.queued_tokens:.0f} tokens (max_queued_tokens is {config.max_queued_tokens})"
-            return Overloaded(held, seconds)
-        limit = max(SOON_S, HEADROOM * config.max_queue_wait_s)
-        if seconds > limit and wait.delay > SOON_S:  # without delay by others, a long prompt would not be faster later
-            first = f"the first token would come after about {seconds:.1f} s; the limit is {limit:.3g} s"
-            share = f"{HEADROOM:g} of max_queue_wait_s" if limit > SOON_S else "the least for any max_queue_wait_s"
-            return Overloaded(f"{first}, {share} ({config.max_queue_wait_s:g} s)", seconds)
+            message = (
+                f"the queue holds {self.queued_tokens:.0f} tokens (max_queued_tokens is {config.max_queued_tokens})"
+            )
+            return Overloaded(message, seconds)
+        limit = max(SHORT_WAIT_S, HEADROOM * config.max_queue_wait_s)
+        # Without delay by others, a long prompt would not be faster later.
+        if seconds > limit and wait.delay_by_others > SHORT_WAIT_S:
+            wait_text = f"the first token would come after about {seconds:.1f} s; the limit is {limit:.3g} s"
+            limit_text = (
+                f"{HEADROOM:g} of max_queue_wait_s" if limit > SHORT_WAIT_S else "the least for any max_queue_wait_s"
+            )
+            return Overloaded(f"{wait_text}, {limit_text} ({config.max_queue_wait_s:g} s)", seconds)
         return None
 
-    def entered(self, request: Request, place: RankChoice = ALONE) -> None:
-        """Note that a request was admitted; it waits at `place` for its first token."""
-        self._pass()
-        prompt, most = len(request.prompt_token_ids), request.params.max_tokens
-        expected = prompt + self.new_tokens(request)
-        one = OpenRequest(place.rank, prompt, prompt - place.cached, place.shared, expected, most, self._at)
-        self._open[request.request_id] = one
+    def on_admitted(self, request: Request, choice: RankChoice = ONLY_RANK) -> None:
+        """Note that a request was admitted; it waits at `choice` for its first token."""
+        self._advance_clock()
+        prompt_tokens, max_new_tokens = len(request.prompt_token_ids), request.params.max_tokens
+        expected_tokens = prompt_tokens + self.expected_new_tokens(request)
+        open_request = OpenRequest(
+            choice.rank,
+            prompt_tokens,
+            prompt_tokens - choice.cached_tokens,
+            choice.shared_tokens,
+            expected_tokens,
+            max_new_tokens,
+            self._last_time_at,
+        )
+        self._open[request.request_id] = open_request
         self.waiting += 1
-        self.queued_tokens += one.tokens
-        self._enqueue(request.request_id, one)
+        self.queued_tokens += open_request.expected_tokens
+        self._enqueue(request.request_id, open_request)
 
-    def sent(self, name: str) -> None:
+    def on_submitted(self, request_id: str) -> None:
         """Note that a request was submitted to its rank: the rank's reports may count it from now on."""
-        if (one := self._open.get(name)) is not None:
-            books = self._ranks[one.rank]
-            books.sent += 1
-            one.number = books.sent
+        if (open_request := self._open.get(request_id)) is not None:
+            rank_requests = self._ranks[open_request.rank]
+            rank_requests.submitted += 1
+            open_request.submission_number = rank_requests.submitted
 
-    def moved(self, name: str, prompt: int, place: RankChoice) -> None:
-        """Note that a request was submitted again, with `prompt` tokens, to a gang that starts with empty caches."""
-        one = self._open.get(name)
-        if one is None:
+    def on_resubmitted(self, request_id: str, prompt_tokens: int, choice: RankChoice) -> None:
+        """Note that a request was submitted again, with `prompt_tokens` tokens, to a gang that starts with empty
+        caches.
+        """
+        open_request = self._open.get(request_id)
+        if open_request is None:
             return
-        self._pass()
-        self._dequeue(name, one)
-        self._run_no_more(one, name)
-        one.rank, one.prompt, one.left, one.shared = place.rank, prompt - one.dealt, prompt - place.cached, place.shared
-        one.entered, one.number = self._at, 0
-        self._enqueue(name, one)
+        self._advance_clock()
+        self._dequeue(request_id, open_request)
+        self._stop_running(open_request, request_id)
+        open_request.rank, open_request.prompt_tokens, open_request.uncomputed_tokens, open_request.shared_tokens = (
+            choice.rank,
+            prompt_tokens - open_request.generated_tokens,
+            prompt_tokens - choice.cached_tokens,
+            choice.shared_tokens,
+        )
+        open_request.queued_at, open_request.submission_number = self._last_time_at, 0
+        self._enqueue(request_id, open_request)
 
-    def progressed(self, name: str, tokens: int) -> None:
+    def on_tokens(self, request_id: str, tokens: int) -> None:
         """Note that a request got `tokens` tokens. Its first tokens show that its prompt is computed."""
-        self._pass()
-        one = self._open.get(name)
-        if one is None:
+        self._advance_clock()
+        open_request = self._open.get(request_id)
+        if open_request is None:
             return
-        books = self._ranks[one.rank]
-        # Learn from the first of the queue only: all rows since `books.since` were its own.
-        if one.left >= TELLING_ROWS and next(iter(books.queue), None) == name:
-            took = (self._at - books.since) / one.left
-            self._row_s += (MEMORY if self._row_s else 1.0) * (took - self._row_s)
-        if self._dequeue(name, one):
-            if not one.dealt:
-                self._served(one)
-            one.left = 0
-            self._run(one, name)
+        rank_requests = self._ranks[open_request.rank]
+        # Learn from the first of the queue only: all rows since `progress_since` were its own.
+        if open_request.uncomputed_tokens >= MIN_LEARNING_ROWS and next(iter(rank_requests.queue), None) == request_id:
+            seconds_per_row = (self._last_time_at - rank_requests.progress_since) / open_request.uncomputed_tokens
+            self._seconds_per_row += (LEARNING_RATE if self._seconds_per_row else 1.0) * (
+                seconds_per_row - self._seconds_per_row
+            )
+        if self._dequeue(request_id, open_request):
+            if not open_request.generated_tokens:
+                self._leave_waiting(open_request)
+            open_request.uncomputed_tokens = 0
+            self._start_running(open_request, request_id)
         else:
-            self._rate.given(tokens)
-        one.dealt += tokens
+            self._token_rate.on_tokens(tokens)
+        open_request.generated_tokens += tokens
 
-    def left(self, name: str, stopped: bool) -> None:
+    def on_ended(self, request_id: str, stopped: bool) -> None:
         """Note that a request is over. `stopped`: the model ended it, not its token limit or a client that left."""
-        self._pass()
-        one = self._open.pop(name, None)
-        if one is None:
+        self._advance_clock()
+        open_request = self._open.pop(request_id, None)
+        if open_request is None:
             return
-        self._dequeue(name, one)
-        self._run_no_more(one, name)
-        if not one.dealt:
-            self._served(one)
-        self._lengths.ended(one.dealt, stopped)
+        self._dequeue(request_id, open_request)
+        self._stop_running(open_request, request_id)
+        if not open_request.generated_tokens:
+            self._leave_waiting(open_request)
+        self._output_lengths.on_ended(open_request.generated_tokens, stopped)
 
-    def stopped(self) -> None:
-        """Note that the gang is down: until `started`, time does not count and no wait is estimated."""
-        self._pass()
+    def on_gang_down(self) -> None:
+        """Note that the gang is down: until `on_gang_up`, time does not count and no wait is estimated."""
+        self._advance_clock()
         self._serving = False
 
-    def started(self, kv_tokens: int, pace: StepTimes | None = None) -> None:
-        """Note that the gang serves, for the first time or again. `kv_tokens` is the KV capacity of one rank; `pace`
-        holds the measured step times, or None if steps are not measured.
+    def on_gang_up(self, kv_tokens: int, step_times: StepTimes | None = None) -> None:
+        """Note that the gang serves, for the first time or again. `kv_tokens` is the KV capacity of one rank;
+        `step_times` holds the measured step times, or None if steps are not measured.
         """
-        self._kv_tokens, self._pace = kv_tokens, pace
-        self._at = self._clock()
+        self._kv_tokens, self._step_times = kv_tokens, step_times
+        self._last_time_at = self._clock()
         self._serving = True
         self._forecast = None
-        for books in self._ranks:
-            books.since, books.reported, books.sent = self._at, self._at, 0
+        for rank_requests in self._ranks:
+            rank_requests.progress_since, rank_requests.last_report_at, rank_requests.submitted = (
+                self._last_time_at,
+                self._last_time_at,
+                0,
+            )
 
-    def _enqueue(self, name: str, one: OpenRequest) -> None:
-        books = self._ranks[one.rank]
-        books.enqueue(name, one)
-        if len(books.queue) == 1:
+    def _enqueue(self, request_id: str, open_request: OpenRequest) -> None:
+        rank_requests = self._ranks[open_request.rank]
+        rank_requests.enqueue(request_id, open_request)
+        if len(rank_requests.queue) == 1:
             self._forecast = None  # outdated: this rank's prompt rows make steps longer from now on
         elif self._forecast is not None:
-            median = self._lengths.quantile(0.5, max(1, one.most - one.dealt), 0)
-            self._forecast.add(one.rank, self._prompt(one, median))
+            median = self._output_lengths.quantile(
+                0.5, max(1, open_request.max_new_tokens - open_request.generated_tokens), 0
+            )
+            self._forecast.add(open_request.rank, self._queued_prompt(open_request, median))
 
-    def _dequeue(self, name: str, one: OpenRequest) -> bool:
+    def _dequeue(self, request_id: str, open_request: OpenRequest) -> bool:
         """Take a request out of its rank's queue; return whether it was there."""
-        books = self._ranks[one.rank]
-        found = books.dequeue(name, self._at) is not None
-        if found and not books.queue:
+        rank_requests = self._ranks[open_request.rank]
+        found = rank_requests.dequeue(request_id, self._last_time_at) is not None
+        if found and not rank_requests.queue:
             self._forecast = None
         return found
 
-    def _served(self, one: OpenRequest) -> None:
+    def _leave_waiting(self, open_request: OpenRequest) -> None:
         """Note that a request waits no more."""
         self.waiting -= 1
-        self.queued_tokens = max(0.0, self.queued_tokens - one.tokens) if self.waiting else 0.0  # float sums drift
+        # Float sums drift.
+        self.queued_tokens = max(0.0, self.queued_tokens - open_request.expected_tokens) if self.waiting else 0.0
 
-    def _run_ahead(self, now: float) -> GangForecast:
+    def _new_forecast(self, now: float) -> GangForecast:
         """Return a forecast of the queues of all ranks from now on."""
-        for rank, books in enumerate(self._ranks):
-            if (report := self._report(rank)) is not None:
-                books.read(report)
-        works = [books.work(self._chunk) for books in self._ranks]
-        drift = Drift.of_gang([books.drift for books in self._ranks])
-        speeds = PrefillSpeed.of_ranks(self._chunk, self._pace, self._row_s, works, drift)
+        for rank, rank_requests in enumerate(self._ranks):
+            if (report := self._queue_report_of(rank)) is not None:
+                rank_requests.apply_report(report)
+        works = [rank_requests.work(self._chunk_rows) for rank_requests in self._ranks]
+        drift = Drift.of_gang([rank_requests.drift for rank_requests in self._ranks])
+        speeds = PrefillSpeed.of_ranks(self._chunk_rows, self._step_times, self._seconds_per_row, works, drift)
         window, slots = self._shape.window, self._config.max_running_requests
-        running = [one.length for books in self._ranks for one in books.running.values()]
-        longest = max((one.length for one in self._open.values() if one.most > 1), default=1)
-        per_s = self._rate.by_running(running, max(running, default=1), self._pace)
-        later_per_s = self._rate.by_running(running, longest, self._pace)
-        lived = sum(one.dealt for one in self._open.values())
+        running = [request.length for rank_requests in self._ranks for request in rank_requests.running.values()]
+        longest = max((request.length for request in self._open.values() if request.max_new_tokens > 1), default=1)
+        rate_by_running = self._token_rate.rates_by_running(running, max(running, default=1), self._step_times)
+        later_rate_by_running = self._token_rate.rates_by_running(running, longest, self._step_times)
+        open_tokens = sum(request.generated_tokens for request in self._open.values())
         # Spread the lengths over the learnt distribution: with the mean for each, all requests would end at once.
-        shares = (GOLDEN * at % 1.0 for at in range(1, 1 + len(self._open)))
+        shares = (GOLDEN_RATIO * index % 1.0 for index in range(1, 1 + len(self._open)))
 
-        def left(one: OpenRequest) -> float:
-            return self._lengths.quantile(next(shares), max(1, one.most - one.dealt), lived)
+        def remaining_tokens(request: OpenRequest) -> float:
+            return self._output_lengths.quantile(
+                next(shares), max(1, request.max_new_tokens - request.generated_tokens), open_tokens
+            )
 
         forecasts = []
-        for books, speed in zip(self._ranks, speeds, strict=True):
-            each = per_s(max(1, len(books.running)))
-            sizes = [(one.kv + window, left(one)) for one in books.running.values()]
+        for rank_requests, speed in zip(self._ranks, speeds, strict=True):
+            tokens_per_s = rate_by_running(max(1, len(rank_requests.running)))
+            sizes = [
+                (request.unshared_kv_tokens + window, remaining_tokens(request))
+                for request in rank_requests.running.values()
+            ]
             forecasts.append(
                 RankForecast(
                     speed=speed,
                     slots=slots - len(sizes),
-                    kv=self._kv_tokens - sum(kv for kv, _ in sizes),
-                    spare=window,
-                    per_s=later_per_s,
-                    ends=[RunningRequest(more / each, kv + more, each) for kv, more in sizes],
-                    clock=min(0.0, books.since - now) if books.queue else 0.0,
-                    rows=sum(one.left for one in books.queue.values()),
+                    free_kv_tokens=self._kv_tokens - sum(kv_tokens for kv_tokens, _ in sizes),
+                    kv_reserve=window,
+                    tokens_per_s=later_rate_by_running,
+                    running=[
+                        RunningRequest(new_tokens / tokens_per_s, kv_tokens + new_tokens, tokens_per_s)
+                        for kv_tokens, new_tokens in sizes
+                    ],
+                    computed_at=min(0.0, rank_requests.progress_since - now) if rank_requests.queue else 0.0,
+                    queued_rows=sum(request.uncomputed_tokens for request in rank_requests.queue.values()),
                 )
             )
-        queues = [[self._prompt(one, left(one)) for one in books.queue.values()] for books in self._ranks]
+        queues = [
+            [self._queued_prompt(request, remaining_tokens(request)) for request in rank_requests.queue.values()]
+            for rank_requests in self._ranks
+        ]
         return GangForecast(forecasts, queues, now)
 
-    def _prompt(self, one: OpenRequest, tokens: float) -> QueuedPrompt:
+    def _queued_prompt(self, request: OpenRequest, tokens: float) -> QueuedPrompt:
         """Return the forecast's record of a waiting request that is expected to get `tokens` more tokens."""
-        return QueuedPrompt(one.length - one.left, one.left, one.kv + self._shape.window, max(0.0, tokens - 1))
+        return QueuedPrompt(
+            request.length - request.uncomputed_tokens,
+            request.uncomputed_tokens,
+            request.unshared_kv_tokens + self._shape.window,
+            max(0.0, tokens - 1),
+        )
 
-    def _pass(self) -> None:
+    def _advance_clock(self) -> None:
         """Count the time since the last call as time of the running requests."""
         now = self._clock()
-        seconds, self._at = now - self._at, now
+        seconds, self._last_time_at = now - self._last_time_at, now
         if self._serving:
-            self._rate.passed(seconds, self._running)
+            self._token_rate.on_time_passed(seconds, self._running)
 
-    def _run(self, one: OpenRequest, name: str) -> None:
+    def _start_running(self, request: OpenRequest, request_id: str) -> None:
         """Note that a request decodes from now on."""
-        self._ranks[one.rank].running[name] = one
+        self._ranks[request.rank].running[request_id] = request
         self._running += 1
         if self._running == 1:
             self._forecast = None  # outdated: other rules hold for prompt rows while a request decodes
 
-    def _run_no_more(self, one: OpenRequest, name: str) -> None:
-        if self._ranks[one.rank].running.pop(name, None) is not None:
+    def _stop_running(self, request: OpenRequest, request_id: str) -> None:
+        if self._ranks[request.rank].running.pop(request_id, None) is not None:
             self._running -= 1
             if not self._running:
                 self._forecast = None  # outdated: other rules hold for prompt rows while none decodes

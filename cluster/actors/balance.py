@@ -20,19 +20,19 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Self
 
-from cluster.actors.prefix_estimates import PrefixIndex, chain_of
+from cluster.actors.prefix_estimates import PrefixIndex, page_hashes_of
 from cluster.config.resolved import UNLIMITED, ResolvedSettings
 from cluster.request import Request
 
 POLICIES = ("expected_load", "round_robin", "total_tokens", "total_requests")
-UNIT = 1024  # work is an integer number of 1/UNIT rows, so that additions and subtractions cancel exactly
+WORK_UNIT = 1024  # work is an integer number of 1/WORK_UNIT rows, so that additions and subtractions cancel exactly
 KV_READ = 1 / 1024  # reading one KV token in one step, in rows
 HORIZON = (8, 32, 128, 512)  # steps from now at which future steps are split into parts; the last part has no end
-PARTS = len(HORIZON) + 1
-RENEWAL = 4  # steps of a request between two estimates of its remaining work
+INTERVALS = len(HORIZON) + 1
+STEPS_BETWEEN_ESTIMATES = 4  # steps of a request between two estimates of its remaining work
 PRIOR_STEPS = 4  # after this many steps a request's own accept length counts as much as the gang's mean
 INDEX_PAGES = 32768  # of a prefix index before a gang has said how many KV pages a rank has
-MEMORY = 1 / 256  # weight of one step of a request in the gang's mean accept length
+LEARNING_RATE = 1 / 256  # weight of one step of a request in the gang's mean accept length
 
 Work = tuple[int, ...]
 
@@ -42,13 +42,13 @@ class RankLoad:
     """The load of one rank by the router's own count of its open requests.
 
     `tokens` counts prompt and generated tokens, `queued_tokens` prompt tokens not yet computed, `work` the expected
-    decoding work in 1 / `UNIT` rows for each part of `HORIZON`, `pages` the pages in the prefix index.
+    decoding work in 1 / `WORK_UNIT` rows for each part of `HORIZON`, `pages` the pages in the prefix index.
     """
 
     requests: int = 0
     tokens: int = 0
     queued_tokens: int = 0
-    work: Work = (0,) * PARTS
+    work: Work = (0,) * INTERVALS
     pages: int = 0
 
 
@@ -56,68 +56,74 @@ class RankLoad:
 class RankChoice:
     """The dp rank that a request would go to.
 
-    `cached` counts the tokens at the start of the prompt that are in the rank's cache, or will be when the prompts of
-    its open requests are computed. `shared` counts those at the start that open requests also have. `queued` counts the
-    prompt tokens that are not in the rank's cache now. `chain` holds the hashes of the prompt's pages (`chain_of`).
+    `cached_tokens` counts the tokens at the start of the prompt that are in the rank's cache, or will be when the
+    prompts of its open requests are computed. `shared_tokens` counts those at the start that open requests also have.
+    `queued_tokens` counts the prompt tokens that are not in the rank's cache now. `page_hashes` holds the hashes of the
+    prompt's pages (`page_hashes_of`).
     """
 
     rank: int = 0
-    cached: int = 0
-    shared: int = 0
-    queued: int = 0
-    chain: tuple[int, ...] = ()
+    cached_tokens: int = 0
+    shared_tokens: int = 0
+    queued_tokens: int = 0
+    page_hashes: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
-class _Open:
-    """One open request. `queued` counts prompt tokens still to compute. `new` tokens were generated so far, `expected`
-    are likely in total, `most` are allowed. `work` was estimated after `steps` steps of the request; `since` counts its
-    steps after that. `arrived` is the prompt as it first came, `tokens` the prompt as submitted to this rank, `chain`
-    the hashes of its pages, `salt` its cache salt.
+class _RoutedRequest:
+    """One open request. `queued_tokens` counts prompt tokens still to compute. `generated_tokens` tokens were generated
+    so far, `expected_tokens` are likely in total, `max_new_tokens` are allowed. `work` was estimated after
+    `estimated_at_step` steps of the request; `steps_since_estimate` counts its steps after that. `original_prompt` is
+    the prompt as it first came, `prompt` the prompt as submitted to this rank, `page_hashes` the hashes of its pages,
+    `salt` its cache salt.
     """
 
     rank: int
-    arrived: tuple[int, ...]
-    tokens: tuple[int, ...]
-    chain: tuple[int, ...]
-    queued: int
-    expected: float
-    most: int
-    new: int = 0
-    steps: int = 0
-    since: int = 0
+    original_prompt: tuple[int, ...]
+    prompt: tuple[int, ...]
+    page_hashes: tuple[int, ...]
+    queued_tokens: int
+    expected_tokens: float
+    max_new_tokens: int
+    generated_tokens: int = 0
+    estimated_at_step: int = 0
+    steps_since_estimate: int = 0
     work: Work = ()
     salt: int = 0
 
 
 @dataclass(slots=True)
-class _Rank:
-    """Running sums over the open requests of one rank; `coming[page]` counts the requests whose prompt has the page."""
+class _RankState:
+    """Running sums over the open requests of one rank; `open_prompt_pages[page]` counts the requests whose prompt has
+    the page.
+    """
 
     index: PrefixIndex
-    coming: Counter[int] = field(default_factory=Counter)
+    open_prompt_pages: Counter[int] = field(default_factory=Counter)
     requests: int = 0
     tokens: int = 0
-    queued: int = 0
-    work: list[int] = field(default_factory=lambda: [0] * PARTS)
+    queued_tokens: int = 0
+    work: list[int] = field(default_factory=lambda: [0] * INTERVALS)
 
-    def found(self, chain: Sequence[int]) -> tuple[int, int]:
-        """Return two counts of pages at the start of `chain`: pages that are cached or belong to prompts of open
+    def matched_pages(self, page_hashes: Sequence[int]) -> tuple[int, int]:
+        """Return two counts of pages at the start of `page_hashes`: pages that are cached or belong to prompts of open
         requests, and pages that belong to prompts of open requests.
         """
         if not self.index.capacity:
             return 0, 0
-        shared = next((n for n, page in enumerate(chain) if page not in self.coming), len(chain))
-        known = (page in self.coming or page in self.index for page in chain[shared:])
-        return shared + sum(takewhile(bool, known)), shared
+        num_shared = next(
+            (n for n, page in enumerate(page_hashes) if page not in self.open_prompt_pages), len(page_hashes)
+        )
+        is_known = (page in self.open_prompt_pages or page in self.index for page in page_hashes[num_shared:])
+        return num_shared + sum(takewhile(bool, is_known)), num_shared
 
 
 class Balancer:
     """Chooses a dp rank for each request, and counts the load of each rank.
 
-    The caller calls `choose`, `started`, `progressed` (once per output) and `ended` for each request, and `restarted`
-    after a restart of the gang. Calls for requests that are not open change nothing, so late or repeated calls are
-    harmless.
+    The caller calls `choose`, `on_first_output`, `on_tokens` (once per output) and `on_ended` for each request, and
+    `on_restart` after a restart of the gang. Calls for requests that are not open change nothing, so late or repeated
+    calls are harmless.
     """
 
     def __init__(
@@ -141,10 +147,10 @@ class Balancer:
             raise ValueError(f"routing_policy: must be one of {', '.join(POLICIES)}, got {policy!r}")
         self.policy, self.dp_size, self.page_size = policy, dp_size, page_size
         self._step_rows, self._chunk_rows = step_rows, chunk_rows
-        self._ranks = [_Rank(PrefixIndex(index_pages)) for _ in range(dp_size)]
-        self._open: dict[str, _Open] = {}
-        self._turn = 0
-        self._accept = 0.0  # the gang's mean accept length; 0.0 before the first verified tree
+        self._ranks = [_RankState(PrefixIndex(index_pages)) for _ in range(dp_size)]
+        self._open: dict[str, _RoutedRequest] = {}
+        self._round_robin_count = 0
+        self._mean_accept_len = 0.0  # the gang's mean accept length; 0.0 before the first verified tree
 
     @classmethod
     def of(cls, resolved: ResolvedSettings) -> Self:
@@ -153,185 +159,207 @@ class Balancer:
         size, pages = (config.attn_dp_size, config.page_size), 0 if config.disable_radix_cache else INDEX_PAGES
         return cls(config.routing_policy, *size, step_rows=rows, chunk_rows=resolved.chunk_rows, index_pages=pages)
 
-    def place(self, request: Request, expected_new: float) -> RankChoice:
+    def propose(self, request: Request, expected_new: float) -> RankChoice:
         """Return where `request` would go now, and change nothing. `expected_new` is the expected number of new tokens.
         An open request with the same id is not counted as load.
 
         Raises:
             ValueError: `routed_dp_rank` is out of range.
         """
-        pinned, tokens = self._pinned(request), request.prompt_token_ids
+        pinned, tokens = self._pinned_rank(request), request.prompt_token_ids
         earlier = self._open.get(request.request_id)
         if earlier is not None:
-            self._count(earlier, -1)
-        chain = chain_of(tokens, self.page_size, request.cache_salt)
-        scored = request.params.prompt_logprobs is not None  # prompt logprobs need every row, cached or not
-        queued = [len(tokens) - (0 if scored else self.page_size * rank.index.held(chain)) for rank in self._ranks]
-        at = self._best(self._opened(request, expected_new, chain).work, queued) if pinned is None else pinned
-        found, shared = self._ranks[at].found(() if scored else chain)
+            self._add_to_rank(earlier, -1)
+        page_hashes = page_hashes_of(tokens, self.page_size, request.cache_salt)
+        needs_all_rows = request.params.prompt_logprobs is not None  # prompt logprobs need every row, cached or not
+        queued = [
+            len(tokens) - (0 if needs_all_rows else self.page_size * state.index.count_cached(page_hashes))
+            for state in self._ranks
+        ]
+        dp_rank = (
+            self._best_rank(self._new_record(request, expected_new, page_hashes).work, queued)
+            if pinned is None
+            else pinned
+        )
+        matched, shared = self._ranks[dp_rank].matched_pages(() if needs_all_rows else page_hashes)
         if earlier is not None:
-            self._count(earlier, 1)
-        return RankChoice(at, self.page_size * found, self.page_size * shared, queued[at], chain)
+            self._add_to_rank(earlier, 1)
+        return RankChoice(dp_rank, self.page_size * matched, self.page_size * shared, queued[dp_rank], page_hashes)
 
-    def choose(self, request: Request, expected_new: float, place: RankChoice | None = None) -> int:
+    def choose(self, request: Request, expected_new: float, choice: RankChoice | None = None) -> int:
         """Return the dp rank for `request`, and count the request as queued on that rank. `expected_new` is the
-        expected number of new tokens. The argument `place` may hold the result of the method `place` for this request.
+        expected number of new tokens. The argument `choice` may hold the result of the method `propose` for this
+        request.
 
         If a request with the same id is open, it is moved from its old rank.
 
         Raises:
             ValueError: `routed_dp_rank` is out of range; nothing is changed then.
         """
-        pinned, earlier = self._pinned(request), self._open.get(request.request_id)
-        self.ended(request.request_id)
-        place = place or self.place(request, expected_new)
-        self._turn += pinned is None
-        opened = self._opened(request, expected_new, place.chain)
-        opened.rank, opened.queued = place.rank, place.queued
+        pinned, earlier = self._pinned_rank(request), self._open.get(request.request_id)
+        self.on_ended(request.request_id)
+        choice = choice or self.propose(request, expected_new)
+        self._round_robin_count += pinned is None
+        opened = self._new_record(request, expected_new, choice.page_hashes)
+        opened.rank, opened.queued_tokens = choice.rank, choice.queued_tokens
         if earlier is not None:
-            opened.arrived = earlier.arrived
+            opened.original_prompt = earlier.original_prompt
         self._open[request.request_id] = opened
-        self._count(opened, 1)
+        self._add_to_rank(opened, 1)
         return opened.rank
 
-    def started(self, request_id: str, cached_tokens: int | None = None) -> None:
+    def on_first_output(self, request_id: str, cached_tokens: int | None = None) -> None:
         """Note that the prompt of a request is computed: its first output came. `cached_tokens` tokens of the prompt
         were found in the rank's cache; the prefix index drops the prompt's later pages.
         """
         opened = self._open.get(request_id)
-        if opened is None or not opened.queued:
+        if opened is None or not opened.queued_tokens:
             return
         rank = self._ranks[opened.rank]
-        rank.queued -= opened.queued
-        opened.queued = 0
+        rank.queued_tokens -= opened.queued_tokens
+        opened.queued_tokens = 0
         if cached_tokens is not None:
-            rank.index.drop(opened.chain[cached_tokens // self.page_size :])
+            rank.index.drop(opened.page_hashes[cached_tokens // self.page_size :])
 
-    def progressed(self, request_id: str, tokens: int, steps: int) -> None:
+    def on_tokens(self, request_id: str, tokens: int, steps: int) -> None:
         """Note that a request got `tokens` tokens from `steps` verified trees. `steps` is 0 for its first token."""
         opened = self._open.get(request_id)
         if opened is None:
             return
-        self.started(request_id)
+        self.on_first_output(request_id)
         if steps:
             mean = tokens / steps
-            self._accept += min(1.0, MEMORY * steps) * (mean - self._accept) if self._accept else mean
-        opened.new += tokens
-        opened.since += steps
+            self._mean_accept_len += (
+                min(1.0, LEARNING_RATE * steps) * (mean - self._mean_accept_len) if self._mean_accept_len else mean
+            )
+        opened.generated_tokens += tokens
+        opened.steps_since_estimate += steps
         self._ranks[opened.rank].tokens += tokens
-        if opened.since < RENEWAL and opened.steps:
+        if opened.steps_since_estimate < STEPS_BETWEEN_ESTIMATES and opened.estimated_at_step:
             return
-        opened.steps, opened.since = opened.steps + opened.since, 0
-        held = self._ranks[opened.rank].work
-        old, opened.work = opened.work, self._work_of(opened)
-        for part, work in enumerate(opened.work):
-            held[part] += work - old[part]
+        opened.estimated_at_step, opened.steps_since_estimate = (
+            opened.estimated_at_step + opened.steps_since_estimate,
+            0,
+        )
+        rank_work = self._ranks[opened.rank].work
+        old_work, opened.work = opened.work, self._expected_work(opened)
+        for interval, work in enumerate(opened.work):
+            rank_work[interval] += work - old_work[interval]
 
-    def ended(self, request_id: str, token_ids: Sequence[int] = ()) -> None:
+    def on_ended(self, request_id: str, token_ids: Sequence[int] = ()) -> None:
         """Note that a request is over, for any reason. Its rank keeps the KV, so the prompt is added to the prefix
         index, followed by `token_ids`. These are all tokens that the request got on any rank; empty if unknown.
         """
         opened = self._open.pop(request_id, None)
         if opened is None:
             return
-        self._count(opened, -1)
-        if not opened.queued:
-            whole = (*opened.arrived, *token_ids)
-            chain = chain_of(whole, self.page_size, opened.salt) if token_ids else opened.chain
-            self._ranks[opened.rank].index.add(chain)
+        self._add_to_rank(opened, -1)
+        if not opened.queued_tokens:
+            all_tokens = (*opened.original_prompt, *token_ids)
+            page_hashes = page_hashes_of(all_tokens, self.page_size, opened.salt) if token_ids else opened.page_hashes
+            self._ranks[opened.rank].index.add(page_hashes)
 
-    def restarted(self, kv_pages: int) -> None:
+    def on_restart(self, kv_pages: int) -> None:
         """Note that the gang starts with empty caches of `kv_pages` pages per rank. Until `choose` moves an open
         request, its whole prompt counts as queued.
         """
         for rank in self._ranks:
-            rank.index.restarted(kv_pages)
+            rank.index.reset(kv_pages)
         for opened in self._open.values():
-            self._ranks[opened.rank].queued += len(opened.tokens) - opened.queued
-            opened.queued = len(opened.tokens)
+            self._ranks[opened.rank].queued_tokens += len(opened.prompt) - opened.queued_tokens
+            opened.queued_tokens = len(opened.prompt)
 
     def load(self, dp_rank: int) -> RankLoad:
         """Return the present load of one rank."""
         rank = self._ranks[dp_rank]
-        return RankLoad(rank.requests, rank.tokens, rank.queued, tuple(rank.work), len(rank.index))
+        return RankLoad(rank.requests, rank.tokens, rank.queued_tokens, tuple(rank.work), len(rank.index))
 
-    def _count(self, opened: _Open, sign: int) -> None:
+    def _add_to_rank(self, opened: _RoutedRequest, sign: int) -> None:
         """Add a request to its rank's sums (`sign` 1), or subtract it again (-1)."""
         rank = self._ranks[opened.rank]
         rank.requests += sign
-        rank.tokens += sign * (len(opened.tokens) + opened.new)
-        rank.queued += sign * opened.queued
-        for page in opened.chain:
-            rank.coming[page] += sign
-            if not rank.coming[page]:
-                del rank.coming[page]
-        for part, work in enumerate(opened.work):
-            rank.work[part] += sign * work
+        rank.tokens += sign * (len(opened.prompt) + opened.generated_tokens)
+        rank.queued_tokens += sign * opened.queued_tokens
+        for page_hash in opened.page_hashes:
+            rank.open_prompt_pages[page_hash] += sign
+            if not rank.open_prompt_pages[page_hash]:
+                del rank.open_prompt_pages[page_hash]
+        for interval, work in enumerate(opened.work):
+            rank.work[interval] += sign * work
 
-    def _pinned(self, request: Request) -> int | None:
+    def _pinned_rank(self, request: Request) -> int | None:
         """Return the rank that a request names, or None if it names none. Raise ValueError for an unknown rank."""
         pinned = request.routed_dp_rank
         if pinned is not None and not 0 <= pinned < self.dp_size:
             raise ValueError(f"routed_dp_rank: must lie in [0, {self.dp_size - 1}], got {pinned}")
         return pinned
 
-    def _opened(self, request: Request, expected_new: float, chain: tuple[int, ...]) -> _Open:
+    def _new_record(self, request: Request, expected_new: float, page_hashes: tuple[int, ...]) -> _RoutedRequest:
         """Return the record of a request whose rank is not chosen yet."""
         tokens = request.prompt_token_ids
-        most = max(1, request.params.max_tokens - request.resumed_tokens)
-        expected = min(max(1.0, expected_new), most)
-        opened = _Open(0, tokens, tokens, chain, 0, expected, most, salt=request.cache_salt)
-        opened.work = self._work_of(opened)
+        max_new_tokens = max(1, request.params.max_tokens - request.resumed_tokens)
+        expected_tokens = min(max(1.0, expected_new), max_new_tokens)
+        opened = _RoutedRequest(
+            0, tokens, tokens, page_hashes, 0, expected_tokens, max_new_tokens, salt=request.cache_salt
+        )
+        opened.work = self._expected_work(opened)
         return opened
 
-    def _work_of(self, opened: _Open) -> Work:
+    def _expected_work(self, opened: _RoutedRequest) -> Work:
         """Return the expected work of the steps that a request still needs, for each part of the horizon."""
         # A request beyond its estimate is a long one: expect at least half as many more tokens as it has already.
-        left = min(opened.most - opened.new, max(opened.expected - opened.new, opened.new / 2))
-        accept = (PRIOR_STEPS * (self._accept or 1.0) + opened.new) / (PRIOR_STEPS + opened.steps)
-        steps = max(1.0, left / max(1.0, accept))
-        per_step = UNIT * (self._step_rows + KV_READ * (len(opened.tokens) + opened.new + left / 2))
+        remaining_tokens = min(
+            opened.max_new_tokens - opened.generated_tokens,
+            max(opened.expected_tokens - opened.generated_tokens, opened.generated_tokens / 2),
+        )
+        accept_len = (PRIOR_STEPS * (self._mean_accept_len or 1.0) + opened.generated_tokens) / (
+            PRIOR_STEPS + opened.estimated_at_step
+        )
+        steps = max(1.0, remaining_tokens / max(1.0, accept_len))
+        per_step = WORK_UNIT * (
+            self._step_rows + KV_READ * (len(opened.prompt) + opened.generated_tokens + remaining_tokens / 2)
+        )
         work, start = [], 0
         for end in (*HORIZON, UNLIMITED):
             work.append(int(per_step * max(0.0, min(steps, end) - start)))
             start = end
         return tuple(work)
 
-    def _best(self, work: Work, queued: Sequence[int]) -> int:
+    def _best_rank(self, work: Work, queued: Sequence[int]) -> int:
         """Return the rank that the policy prefers for a request with the decoding work `work` and `queued[rank]` prompt
         rows on each rank.
         """
         ranks = range(self.dp_size)
         if self.policy == "round_robin":
-            return self._turn % self.dp_size
+            return self._round_robin_count % self.dp_size
         if self.policy == "total_requests":
-            return min(ranks, key=lambda at: self._ranks[at].requests)
+            return min(ranks, key=lambda dp_rank: self._ranks[dp_rank].requests)
         if self.policy == "total_tokens":
-            return min(ranks, key=lambda at: (self._ranks[at].tokens, self._ranks[at].requests))
-        before = [self._future(rank, 0, ()) for rank in self._ranks]
-        sums = [sum(_power(future[part]) for future in before) for part in range(PARTS)]
+            return min(ranks, key=lambda dp_rank: (self._ranks[dp_rank].tokens, self._ranks[dp_rank].requests))
+        before = [self._work_by_interval(rank, 0, ()) for rank in self._ranks]
+        sums = [sum(_fourth_power(future[interval]) for future in before) for interval in range(INTERVALS)]
 
-        def slowest(at: int) -> tuple[float, int]:
-            after = self._future(self._ranks[at], queued[at], work)
-            parts = zip(sums, before[at], after, strict=True)
-            powers = (total - _power(old) + _power(new) for total, old, new in parts)
+        def slowest(dp_rank: int) -> tuple[float, int]:
+            after = self._work_by_interval(self._ranks[dp_rank], queued[dp_rank], work)
+            intervals = zip(sums, before[dp_rank], after, strict=True)
+            powers = (total - _fourth_power(old) + _fourth_power(new) for total, old, new in intervals)
             # The 4-norm over the ranks with this rank's load replaced, summed over the parts. On a tie the rank with
             # the emptier prefix index is chosen.
-            return sum(math.sqrt(math.sqrt(max(0.0, power))) for power in powers), len(self._ranks[at].index)
+            return sum(math.sqrt(math.sqrt(max(0.0, power))) for power in powers), len(self._ranks[dp_rank].index)
 
         return min(ranks, key=slowest)
 
-    def _future(self, rank: _Rank, queued: int, work: Work) -> list[int]:
+    def _work_by_interval(self, state: _RankState, queued: int, work: Work) -> list[int]:
         """Return a rank's work in each part of the horizon, after adding `queued` prompt rows and decoding `work`."""
-        rows, start, future = rank.queued + queued, 0, []
-        for part, end in enumerate((*HORIZON, UNLIMITED)):
-            room = min(rows, self._chunk_rows * (end - start))  # at most one chunk per step
-            future.append(UNIT * room + rank.work[part] + (work[part] if work else 0))
-            rows, start = rows - room, end
+        rows, start, future = state.queued_tokens + queued, 0, []
+        for interval, end in enumerate((*HORIZON, UNLIMITED)):
+            chunk_rows = min(rows, self._chunk_rows * (end - start))  # at most one chunk per step
+            future.append(WORK_UNIT * chunk_rows + state.work[interval] + (work[interval] if work else 0))
+            rows, start = rows - chunk_rows, end
         return future
 
 
-def _power(work: int) -> float:
+def _fourth_power(work: int) -> float:
     """Return `work` to the power of 4."""
     square = float(work) * work
     return square * square

@@ -10,27 +10,28 @@ from typing import Literal
 
 Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 Resources = Mapping[str, float]
-ACCELERATOR = "accelerator_type:"  # prefix of Ray's resource of nodes with a certain type of accelerator
-GRAIN = 1e-4  # Ray counts resources in units of this size
+ACCELERATOR_PREFIX = "accelerator_type:"  # prefix of Ray's resource of nodes with a certain type of accelerator
+RESOURCE_UNIT = 1e-4  # Ray counts resources in units of this size
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
     """The bundles of a gang, one per rank; the number of gangs; and how long a gang waits for free resources. The ranks
-    of each attention group (`group` consecutive ranks) should be on one node.
+    of each attention group (`group_size` consecutive ranks) should be on one node.
 
-    A gang waits `join_s` if the present nodes can never hold it: a cluster that has just started may still lack nodes.
-    It waits `busy_s` if other placement groups hold the resources, and `leaves_s` longer if one of them belongs to a
-    gang of the same deployment, which a redeploy in place replaces. If `wait_s` is set, it replaces all three.
+    A gang waits `join_wait_s` if the present nodes can never hold it: a cluster that has just started may still lack
+    nodes. It waits `busy_wait_s` if other placement groups hold the resources, and `redeploy_wait_s` longer if one of
+    them belongs to a gang of the same deployment, which a redeploy in place replaces. If `wait_s` is set, it replaces
+    all three.
     """
 
     bundles: tuple[Resources, ...]
     strategy: Strategy = "PACK"
     gangs: int = 1
-    group: int = 1
-    join_s: float = 10.0
-    busy_s: float = 30.0
-    leaves_s: float = 0.0
+    group_size: int = 1
+    join_wait_s: float = 10.0
+    busy_wait_s: float = 30.0
+    redeploy_wait_s: float = 0.0
     wait_s: float | None = None
 
     @property
@@ -41,10 +42,10 @@ class Layout:
     @property
     def demand(self) -> dict[str, float]:
         """The sum of the bundles of one gang."""
-        return total(self.bundles)
+        return sum_resources(self.bundles)
 
 
-def total(bundles: Sequence[Resources]) -> dict[str, float]:
+def sum_resources(bundles: Sequence[Resources]) -> dict[str, float]:
     """Return the sum of several sets of resources, by name."""
     sums: dict[str, float] = {}
     for bundle in bundles:
@@ -53,10 +54,10 @@ def total(bundles: Sequence[Resources]) -> dict[str, float]:
     return sums
 
 
-def times(bundle: Resources, node: Resources) -> int:
+def copies_that_fit(bundle: Resources, node: Resources) -> int:
     """Return how many times a bundle fits on an otherwise empty node."""
-    each = [(node.get(name, 0.0) + GRAIN / 2) / amount for name, amount in bundle.items() if amount > 0]
-    return floor(min(each, default=inf)) if each else 1 << 30
+    copies = [(node.get(name, 0.0) + RESOURCE_UNIT / 2) / amount for name, amount in bundle.items() if amount > 0]
+    return floor(min(copies, default=inf)) if copies else 1 << 30
 
 
 def gangs_that_fit(layout: Layout, nodes: Sequence[Resources]) -> int:
@@ -66,92 +67,110 @@ def gangs_that_fit(layout: Layout, nodes: Sequence[Resources]) -> int:
     """
     first, strategy = layout.bundles[0], layout.strategy
     if strategy == "STRICT_PACK":
-        return sum(times(layout.demand, node) for node in nodes)
+        return sum(copies_that_fit(layout.demand, node) for node in nodes)
     if any(bundle != first for bundle in layout.bundles):
         if strategy == "STRICT_SPREAD" and len(nodes) < layout.world:
             return 0
-        return times(layout.demand, total(nodes))
-    held = [times(first, node) for node in nodes]
+        return copies_that_fit(layout.demand, sum_resources(nodes))
+    copies = [copies_that_fit(first, node) for node in nodes]
     if strategy != "STRICT_SPREAD":
-        return sum(held) // layout.world
+        return sum(copies) // layout.world
     # STRICT_SPREAD: a node holds at most one bundle of each gang, so of n gangs at most n bundles.
-    gangs = sum(held) // layout.world
-    while gangs and sum(min(gangs, count) for count in held) < gangs * layout.world:
+    gangs = sum(copies) // layout.world
+    while gangs and sum(min(gangs, count) for count in copies) < gangs * layout.world:
         gangs -= 1
     return gangs
 
 
-def never(layout: Layout, nodes: Sequence[Resources]) -> str:
+def capacity_problem(layout: Layout, nodes: Sequence[Resources]) -> str:
     """Return why these nodes, even if empty, cannot hold all gangs of the layout, and what to change. Return an empty
     string if they can.
     """
     for name in sorted({name for bundle in layout.bundles for name, amount in bundle.items() if amount > 0}):
         if not any(node.get(name, 0.0) > 0 for node in nodes):
-            return _nowhere(name, nodes)
+            return _missing_resource(name, nodes)
     for bundle in layout.bundles:
-        if not any(times(bundle, node) for node in nodes):
-            most = {name: max(node.get(name, 0.0) for node in nodes) for name in bundle}
+        if not any(copies_that_fit(bundle, node) for node in nodes):
+            largest = {name: max(node.get(name, 0.0) for node in nodes) for name in bundle}
             return (
-                f"placement_group_config: no node holds a bundle of {shown(bundle)}; the most that nodes have is "
-                f"{shown(most)}: lower the bundle, or add larger nodes"
+                f"placement_group_config: no node holds a bundle of {format_resources(bundle)}; the most that nodes "
+                f"have is {format_resources(largest)}: lower the bundle, or add larger nodes"
             )
     fit = gangs_that_fit(layout, nodes)
     if fit >= layout.gangs:
         return ""
     if fit:
         return (
-            f"deployment_config.num_replicas: {layout.gangs} gangs of {layout.world} rank(s), {shown(layout.demand)} "
-            f"each, and the cluster's nodes hold {fit} of them with strategy {layout.strategy}: lower num_replicas "
-            f"(or autoscaling_config.min_replicas) to {fit}, or add nodes"
+            f"deployment_config.num_replicas: {layout.gangs} gangs of {layout.world} rank(s), "
+            f"{format_resources(layout.demand)} each, and the cluster's nodes hold {fit} of them with strategy "
+            f"{layout.strategy}: lower num_replicas (or autoscaling_config.min_replicas) to {fit}, or add nodes"
         )
-    return _too_large(layout, nodes)
+    return _gang_too_large(layout, nodes)
 
 
-def _too_large(layout: Layout, nodes: Sequence[Resources]) -> str:
+def _gang_too_large(layout: Layout, nodes: Sequence[Resources]) -> str:
     """Return why the nodes hold each bundle alone but not all bundles of one gang, and what to change."""
-    world, asked = layout.world, f"{layout.world} bundle(s), {shown(layout.demand)} in all,"
-    alike = all(bundle == layout.bundles[0] for bundle in layout.bundles)
-    held = [times(layout.bundles[0], node) for node in nodes] if alike else []
+    world, demand = layout.world, f"{layout.world} bundle(s), {format_resources(layout.demand)} in all,"
+    equal_bundles = all(bundle == layout.bundles[0] for bundle in layout.bundles)
+    copies = [copies_that_fit(layout.bundles[0], node) for node in nodes] if equal_bundles else []
     if layout.strategy.startswith("STRICT_") and gangs_that_fit(replace(layout, strategy="PACK"), nodes):
         packed = layout.strategy == "STRICT_PACK"
-        fewer = max(held, default=0) if packed else sum(count > 0 for count in held)
-        where = "one node" if packed else "as many nodes"
-        found = f", and {'no node holds more than' if packed else 'so many nodes hold one:'} {fewer}" if alike else ""
-        lower = f", or lower tp_size to {fewer}" if alike else ""
-        return (
-            f"placement_group_config.strategy {layout.strategy}: {asked} have to be on {where}{found}: set strategy to "
-            f"{layout.strategy.removeprefix('STRICT_')}{lower}"
+        possible = max(copies, default=0) if packed else sum(count > 0 for count in copies)
+        wanted_nodes = "one node" if packed else "as many nodes"
+        capacity_text = (
+            f", and {'no node holds more than' if packed else 'so many nodes hold one:'} {possible}"
+            if equal_bundles
+            else ""
         )
-    have = total(nodes)
-    short = ", ".join(
-        f"{name} {amount:g} of {have.get(name, 0.0):g}"
+        advice = f", or lower tp_size to {possible}" if equal_bundles else ""
+        return (
+            f"placement_group_config.strategy {layout.strategy}: {demand} have to be on {wanted_nodes}{capacity_text}: "
+            f"set strategy to {layout.strategy.removeprefix('STRICT_')}{advice}"
+        )
+    available = sum_resources(nodes)
+    shortages = ", ".join(
+        f"{name} {amount:g} of {available.get(name, 0.0):g}"
         for name, amount in layout.demand.items()
-        if amount > have.get(name, 0.0)
+        if amount > available.get(name, 0.0)
     )
     return (
-        f"tp_size {world}: {asked} are more than all nodes of the cluster hold{f' ({short})' if short else ''}: lower "
-        f"tp_size{f' to {sum(held)}' if alike else ' or the bundles'}, or add nodes"
+        f"tp_size {world}: {demand} are more than all nodes of the cluster hold"
+        f"{f' ({shortages})' if shortages else ''}: "
+        f"lower tp_size{f' to {sum(copies)}' if equal_bundles else ' or the bundles'}, or add nodes"
     )
 
 
-def _nowhere(name: str, nodes: Sequence[Resources]) -> str:
+def _missing_resource(name: str, nodes: Sequence[Resources]) -> str:
     """Return that no node has any of a resource, and what to change."""
     if name == "GPU":
         return "no node of the cluster has a GPU: set device to cpu, with bundles without GPU, or add nodes with GPUs"
-    if not name.startswith(ACCELERATOR):
+    if not name.startswith(ACCELERATOR_PREFIX):
         return (
             f"placement_group_config asks for {name!r}, and no node of the cluster has it: remove it, or add such nodes"
         )
-    kind = name.removeprefix(ACCELERATOR)
-    kinds = sorted({have.removeprefix(ACCELERATOR) for node in nodes for have in node if have.startswith(ACCELERATOR)})
-    there = f"nodes have {', '.join(kinds)}" if kinds else "no node names any accelerator"
-    remedy = f"set it to {kinds[0]}" if len(kinds) == 1 else "set it to one that there is" if kinds else "remove it"
+    accelerator = name.removeprefix(ACCELERATOR_PREFIX)
+    accelerators = sorted(
+        {
+            resource.removeprefix(ACCELERATOR_PREFIX)
+            for node in nodes
+            for resource in node
+            if resource.startswith(ACCELERATOR_PREFIX)
+        }
+    )
+    present = f"nodes have {', '.join(accelerators)}" if accelerators else "no node names any accelerator"
+    remedy = (
+        f"set it to {accelerators[0]}"
+        if len(accelerators) == 1
+        else "set it to one that there is"
+        if accelerators
+        else "remove it"
+    )
     return (
-        f"accelerator_type {kind}: no node of the cluster has it, {there}: {remedy}, or add nodes that have it (Ray "
-        f"""finds out by itself what a GPU is; `ray start --resources='{{"{name}": 1}}'` says it by hand)"""
+        f"accelerator_type {accelerator}: no node of the cluster has it, {present}: {remedy}, or add nodes that have "
+        f"""it (Ray finds out by itself what a GPU is; `ray start --resources='{{"{name}": 1}}'` says it by hand)"""
     )
 
 
-def shown(resources: Resources) -> str:
+def format_resources(resources: Resources) -> str:
     """Return resources as text, as a config file writes them."""
     return "{" + ", ".join(f"{name}: {amount:g}" for name, amount in resources.items()) + "}"

@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
-FRESH_S = 0.25
+MAX_AGE_S = 0.25
 
 
 class CoalescedCall(Generic[T]):
@@ -19,11 +19,11 @@ class CoalescedCall(Generic[T]):
     created, which must not be the context of a request. `make` continues even if all callers stop waiting.
     """
 
-    def __init__(self, make: Callable[[], Coroutine[Any, Any, T]], fresh_s: float = FRESH_S) -> None:
-        self._make, self._fresh_s = make, fresh_s
+    def __init__(self, call: Callable[[], Coroutine[Any, Any, T]], max_age_s: float = MAX_AGE_S) -> None:
+        self._call, self._max_age_s = call, max_age_s
         self._context = contextvars.copy_context()
         self._task: asyncio.Task[T] | None = None
-        self._made = 0.0
+        self._finished_at = 0.0
 
     async def get(self) -> T:
         """Return the latest result if it is younger than `fresh_s`; otherwise wait for a new result.
@@ -32,13 +32,13 @@ class CoalescedCall(Generic[T]):
             Exception: the error that `make` raised; the next call of `get` runs `make` again.
         """
         task = self._task
-        if task is None or (task.done() and (task.cancelled() or task.exception() or self._age() > self._fresh_s)):
-            task = self._task = asyncio.create_task(self._make(), context=self._context)
-            task.add_done_callback(self._note)
+        if task is None or (task.done() and (task.cancelled() or task.exception() or self._age() > self._max_age_s)):
+            task = self._task = asyncio.create_task(self._call(), context=self._context)
+            task.add_done_callback(self._record_finish)
         return await asyncio.shield(task)
 
     def _age(self) -> float:
-        return time.monotonic() - self._made
+        return time.monotonic() - self._finished_at
 
-    def _note(self, _: "asyncio.Task[T]") -> None:
-        self._made = time.monotonic()
+    def _record_finish(self, _: "asyncio.Task[T]") -> None:
+        self._finished_at = time.monotonic()

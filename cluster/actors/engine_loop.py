@@ -12,20 +12,20 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from cluster.actors.messages import Commands, Failure, FailureKind, Heartbeat, StepItem
-from cluster.distributed.cpu_progress import Effort, Pulse
+from cluster.distributed.cpu_progress import ProgressTracker, ThreadCpuTime
 from cluster.request import Request, SequenceOutput
 from cluster.status import EngineStatus, RankInfo
 
 logger = logging.getLogger(__name__)
 
 STEP_THREADS = "aerie-step"  # the name of the thread that steps, and of the threads that it starts
-TOLD_S = 1.0  # the most that a step waits until the replica confirms that a doubted request begins
+CONFIRMATION_TIMEOUT_S = 1.0  # the most that a step waits until the replica confirms that a suspect is admitted
 # Failure kinds of the engine's errors. The classes are given by name: their module imports torch, which replicas must
 # not load.
-KINDS: dict[str, FailureKind] = {"PeerLostError": "lost", "OutOfStepError": "out_of_step"}
+FAILURE_KINDS: dict[str, FailureKind] = {"PeerLostError": "lost", "OutOfStepError": "out_of_step"}
 
 
-class Samples(Protocol):
+class MetricsRegistry(Protocol):
     """A metrics registry that can be serialised, from any thread."""
 
     def serialize(self) -> bytes:
@@ -46,7 +46,7 @@ class StepEngine(Protocol):
     """The part of `cluster.engine.Engine` that the loop uses. Only members marked "Any thread" are thread-safe."""
 
     @property
-    def metrics(self) -> Samples:
+    def metrics(self) -> MetricsRegistry:
         """The rank's instruments."""
         ...
 
@@ -56,12 +56,12 @@ class StepEngine(Protocol):
         ...
 
     @property
-    def quiet(self) -> bool:
+    def is_idle(self) -> bool:
         """Whether no rank of the gang had work in the last step, and this rank still has no work."""
         ...
 
     @property
-    def left(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether the last step ended the gang, because a rank had called `leave`."""
         ...
 
@@ -75,7 +75,7 @@ class StepEngine(Protocol):
         """(a number that grows as a step makes progress, whether this rank waits for its peers). Any thread."""
         ...
 
-    def on_begun(self, call: Callable[[tuple[str, ...]], None]) -> None:
+    def on_admitted(self, call: Callable[[tuple[str, ...]], None]) -> None:
         """Register `call`, which is called before each step that admits requests, with their ids."""
         ...
 
@@ -92,12 +92,12 @@ class StepEngine(Protocol):
         ...
 
     def sleep(self) -> None:
-        """Wait without using the CPU until a rank calls `ring`; return at once if a rank has done so since the last
-        step. Call this only when `quiet`.
+        """Wait without using the CPU until a rank calls `wake_ranks`; return at once if a rank has done so since the
+        last step. Call this only when `is_idle`.
         """
         ...
 
-    def ring(self) -> None:
+    def wake_ranks(self) -> None:
         """Wake every rank that sleeps. Any thread."""
         ...
 
@@ -145,17 +145,18 @@ class EngineLoop:
         self._wake = threading.Lock()
         self._inbox: deque[Commands] = deque()
         self._outbox: deque[StepItem] = deque()
-        self._filled = threading.Condition()
-        self._told = threading.Condition()
-        self._doubted: set[str] = set()  # ids of doubted requests (see `Commands`) that the replica has not confirmed
-        self._over = threading.Event()
-        self._asleep = self._rung = False
+        self._outbox_changed = threading.Condition()
+        self._confirmed = threading.Condition()
+        # Ids of suspects (see `Commands`) that the replica has not confirmed.
+        self._unconfirmed_suspects: set[str] = set()
+        self._ended = threading.Event()
+        self._asleep = self._was_woken = False
         self._busy = False
         self._stopping = False
-        self._steps = self._turns = 0
-        self._effort = Effort(STEP_THREADS)
-        self._pulse = Pulse(self._effort)
-        engine.on_begun(self._begin)
+        self._steps = self._iterations = 0
+        self._cpu_time = ThreadCpuTime(STEP_THREADS)
+        self._progress = ProgressTracker(self._cpu_time)
+        engine.on_admitted(self._report_admitted)
         self._status = engine.status()
         self._thread = threading.Thread(target=self._run, name=f"engine-loop-{rank}", daemon=True)
 
@@ -167,89 +168,89 @@ class EngineLoop:
         """End the loops of all ranks after a step. Return whether this rank's loop ended within `timeout_s`."""
         with self._wake:
             self._stopping = True
-            ring = self._must_ring()
-        if ring:
-            self.engine.ring()
+            must_wake = self._needs_wake()
+        if must_wake:
+            self.engine.wake_ranks()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     @property
-    def over(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether the loop has ended; items may still lie in the outbox."""
-        return self._over.is_set()
+        return self._ended.is_set()
 
     def wait(self) -> Failure | None:
         """Block until the loop has ended. Return the failure that ended the loop, or None if the loop was stopped."""
-        self._over.wait()
+        self._ended.wait()
         return self.failure
 
     def put(self, commands: Commands) -> None:
         """Leave commands for the next step; submits wake the gang. If the loop is over, the commands have no effect."""
-        with self._told:
-            self._doubted.update(commands.doubted)
-            self._doubted.difference_update(commands.heard, commands.aborts)
-            self._told.notify_all()
+        with self._confirmed:
+            self._unconfirmed_suspects.update(commands.suspects)
+            self._unconfirmed_suspects.difference_update(commands.confirmed, commands.aborts)
+            self._confirmed.notify_all()
         with self._wake:
             self._inbox.append(commands)
             if commands.submits and not self._busy:  # the time of sleep must not count as time without progress
                 self._busy = True
-                self._pulse.beat()
-            ring = bool(commands.submits) and self._must_ring()
-        if ring:
-            self.engine.ring()
+                self._progress.note_progress()
+            must_wake = bool(commands.submits) and self._needs_wake()
+        if must_wake:
+            self.engine.wake_ranks()
 
     def drain(self, timeout_s: float | None = None) -> list[StepItem]:
         """Return the items since the last call; if there are none, wait for an item.
 
         An empty list means that the wait timed out or that the loop is over.
         """
-        with self._filled:
-            if not self._outbox and not self.over:
-                self._filled.wait_for(lambda: bool(self._outbox) or self.over, timeout_s)
+        with self._outbox_changed:
+            if not self._outbox and not self.has_ended:
+                self._outbox_changed.wait_for(lambda: bool(self._outbox) or self.has_ended, timeout_s)
             items = list(self._outbox)
             self._outbox.clear()
         return items
 
     def heartbeat(self) -> Heartbeat:
         """Return the present heartbeat; never wait for a step. Only this call notices progress, so call it often."""
-        position, (marks, waits) = self.engine.position, self.engine.progress
-        self._pulse.look((self._turns, position, marks), waits)
+        position, (progress_count, is_waiting) = self.engine.position, self.engine.progress
+        self._progress.update((self._iterations, position, progress_count), is_waiting)
         with self._wake:
             return Heartbeat(
                 self.rank,
                 self._steps,
-                self._busy and not self.over,
-                self._pulse.age_s,
+                self._busy and not self.has_ended,
+                self._progress.idle_s,
                 *position,
-                self._pulse.unmarked_s,
-                waits,
+                self._progress.since_mark_s,
+                is_waiting,
                 self._status,
             )
 
-    def _must_ring(self) -> bool:
-        """Return whether the caller must call `ring` because the loop sleeps: True once per sleep. Hold `_wake`."""
-        ring = self._asleep and not self._rung
-        self._rung |= ring
-        return ring
+    def _needs_wake(self) -> bool:
+        """Return whether the caller must call `wake_ranks`, as the loop sleeps: True once per sleep. Hold `_wake`."""
+        must_wake = self._asleep and not self._was_woken
+        self._was_woken |= must_wake
+        return must_wake
 
     def _run(self) -> None:
         try:
-            self._effort.begin()
-            while not self.engine.left:
-                self._turn()
+            self._cpu_time.use_current_thread()
+            while not self.engine.has_ended:
+                self._run_iteration()
         except Exception as error:
             logger.exception("rank %d: the loop failed after %d steps", self.rank, self._steps)
             self._fail(error)
         finally:
-            with self._filled:
-                self._over.set()
-                self._filled.notify_all()
+            with self._outbox_changed:
+                self._ended.set()
+                self._outbox_changed.notify_all()
 
-    def _turn(self) -> None:
+    def _run_iteration(self) -> None:
         """Run one iteration: sleep while no rank has work, pass the inbox to the engine, and step."""
-        self._note()
-        if self.engine.quiet:
+        self._record_status()
+        if self.engine.is_idle:
             self._sleep()
         with self._wake:
             stopping = self._stopping
@@ -264,29 +265,30 @@ class EngineLoop:
             self._steps += 1
         self._publish(outputs, refused)
 
-    def _note(self) -> None:
+    def _record_status(self) -> None:
         """Count an iteration of the loop as progress, and note the engine's counters."""
         status = self.engine.status()
         with self._wake:
             self._status = status
-            self._turns += 1
+            self._iterations += 1
 
     def _sleep(self) -> None:
-        """Sleep until a rank calls `ring`. All ranks come here after a quiet step. A rank with new work calls `ring`
-        before it sleeps, so that all ranks wake at once.
+        """Sleep until a rank calls `wake_ranks`. All ranks come here after a quiet step. A rank with new work calls
+        `wake_ranks` before it sleeps, so that all ranks wake at once.
         """
-        with self._wake:  # `put` sees `_asleep` and rings, or this block sees its commands: no wake-up is lost
+        # `put` sees `_asleep` and wakes the ranks, or this block sees its commands: no wake-up is lost.
+        with self._wake:
             self._asleep = True
-            self._busy = self._rung = self._stopping or any(commands.submits for commands in self._inbox)
-            ring = self._rung
-        if ring:
-            self.engine.ring()
+            self._busy = self._was_woken = self._stopping or any(commands.submits for commands in self._inbox)
+            must_wake = self._was_woken
+        if must_wake:
+            self.engine.wake_ranks()
         self.engine.sleep()
         with self._wake:
             self._asleep = False
             if not self._busy:
                 self._busy = True
-                self._pulse.beat()
+                self._progress.note_progress()
 
     def _apply(self, batch: list[Commands]) -> tuple[tuple[str, str], ...]:
         """Pass commands to the engine; return the refused requests as (request id, message)."""
@@ -303,23 +305,23 @@ class EngineLoop:
 
     def _publish(self, outputs: tuple[SequenceOutput, ...], refused: tuple[tuple[str, str], ...]) -> None:
         if outputs or refused:
-            self._put_out(StepItem(self.rank, self._steps, outputs, refused))
+            self._put_item(StepItem(self.rank, self._steps, outputs, refused))
 
-    def _begin(self, ids: tuple[str, ...]) -> None:
+    def _report_admitted(self, ids: tuple[str, ...]) -> None:
         """Report the requests `ids` that the next step admits: if the step kills the process, they are the suspects.
 
-        If the process dies at once, the report is lost. So if a request is doubted (`Commands.doubted`), wait for at
-        most `TOLD_S` until the replica confirms the report.
+        If the process dies at once, the report is lost. So if a request is a suspect (`Commands.suspects`), wait for at
+        most `CONFIRMATION_TIMEOUT_S` until the replica confirms the report.
         """
-        self._put_out(StepItem(self.rank, self._steps, begun=ids))
-        with self._told:
-            self._told.wait_for(lambda: self._doubted.isdisjoint(ids), TOLD_S)
-            self._doubted.difference_update(ids)
+        self._put_item(StepItem(self.rank, self._steps, admitted=ids))
+        with self._confirmed:
+            self._confirmed.wait_for(lambda: self._unconfirmed_suspects.isdisjoint(ids), CONFIRMATION_TIMEOUT_S)
+            self._unconfirmed_suspects.difference_update(ids)
 
-    def _put_out(self, item: StepItem) -> None:
-        with self._filled:
+    def _put_item(self, item: StepItem) -> None:
+        with self._outbox_changed:
             self._outbox.append(item)
-            self._filled.notify()
+            self._outbox_changed.notify()
 
     def _fail(self, error: Exception) -> None:
         """Set `failure`, and disconnect the engine from its peers, which get the reason."""
@@ -330,18 +332,22 @@ class EngineLoop:
             logger.exception("rank %d: could not disconnect the engine", self.rank)
 
 
-def kind_of(error: BaseException) -> FailureKind:
+def failure_kind_of(error: BaseException) -> FailureKind:
     """Return the kind of an error: a lost peer, ranks out of step, or a failure of this rank itself."""
-    return next((KINDS[base.__name__] for base in type(error).__mro__ if base.__name__ in KINDS), "failed")
+    return next(
+        (FAILURE_KINDS[base.__name__] for base in type(error).__mro__ if base.__name__ in FAILURE_KINDS), "failed"
+    )
 
 
-def failure_of(error: Exception, by: int, position: tuple[int, str]) -> Failure:
-    """Return the `Failure` for an error on rank `by`. `position` is the (step, phase) used if the error has none."""
-    kind = kind_of(error)
+def failure_of(error: Exception, reported_by: int, position: tuple[int, str]) -> Failure:
+    """Return the `Failure` for an error on rank `reported_by`. `position` is the (step, phase) used if the error has
+    none.
+    """
+    kind = failure_kind_of(error)
     step, phase = position
     if kind != "failed":
         step, phase = getattr(error, "step", step), getattr(error, "phase", phase)
-        return Failure(by, kind, getattr(error, "rank", None), step, phase, str(error))
-    where = traceback.extract_tb(error.__traceback__)[-1]
-    reason = f"{type(error).__name__}: {error} ({where.name}, line {where.lineno})"
-    return Failure(by, kind, by, step, phase, reason)
+        return Failure(reported_by, kind, getattr(error, "rank", None), step, phase, str(error))
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    reason = f"{type(error).__name__}: {error} ({frame.name}, line {frame.lineno})"
+    return Failure(reported_by, kind, reported_by, step, phase, reason)

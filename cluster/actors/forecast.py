@@ -17,29 +17,34 @@ from cluster.actors.prefill_speed import PrefillSpeed, PromptSeconds
 
 
 class RunningRequest(NamedTuple):
-    """A running request that ends at the time `ends`. Until then its KV grows by `grows` tokens/s, up to `tokens`."""
+    """A running request that ends at the time `ends_at`. Until then its KV grows by `kv_tokens_per_s` tokens/s, up to
+    `kv_tokens`.
+    """
 
-    ends: float
-    tokens: float
-    grows: float
+    ends_at: float
+    kv_tokens: float
+    kv_tokens_per_s: float
 
 
 class QueuedPrompt(NamedTuple):
-    """A request without a token yet. `rows` prompt rows are left to compute, after `start` computed tokens. The request
-    takes `tokens` tokens of KV when it begins, and gets `more` tokens after its first token.
+    """A request without a token yet. `uncomputed_rows` prompt rows are left to compute, after `computed_tokens`
+    computed tokens. The request takes `kv_tokens` tokens of KV when it begins, and gets `later_tokens` tokens after its
+    first token.
     """
 
-    start: int
-    rows: int
-    tokens: float
-    more: float
+    computed_tokens: int
+    uncomputed_rows: int
+    kv_tokens: float
+    later_tokens: float
 
 
 class ExpectedWait(NamedTuple):
-    """The expected wait for a first token: `seconds` in all, of which the first `delay` are spent on other requests."""
+    """The expected wait for a first token: `seconds` in all, of which the first `delay_by_others` are spent on other
+    requests.
+    """
 
     seconds: float
-    delay: float
+    delay_by_others: float
 
 
 class DecodeIntervals:
@@ -59,91 +64,95 @@ class DecodeIntervals:
             begins, ends = min(begins, self._begins[first]), max(ends, self._ends[last - 1])
         self._begins[first:last], self._ends[first:last] = [begins], [ends]
 
-    def at(self, time: float) -> bool:
+    def contains(self, time: float) -> bool:
         """Return whether any request decodes at `time`."""
-        next_one = bisect_right(self._ends, time)
-        return next_one < len(self._ends) and self._begins[next_one] <= time
+        index = bisect_right(self._ends, time)
+        return index < len(self._ends) and self._begins[index] <= time
 
-    def until(self, time: float) -> float:
+    def end_of_interval(self, time: float) -> float:
         """Return the end of the decode interval that contains `time`, or `time` itself if no request decodes then."""
-        return self._ends[bisect_right(self._ends, time)] if self.at(time) else time
+        return self._ends[bisect_right(self._ends, time)] if self.contains(time) else time
 
-    def finished(self, time: float, takes: PromptSeconds) -> float:
+    def prompt_end(self, time: float, durations: PromptSeconds) -> float:
         """Return when a prompt is completely computed if its first row begins at `time`."""
-        left = 1.0  # the share of the prompt that is not computed yet
-        # Walk the gaps, at the speed `alone`, and the intervals of decoding, at the speed `beside`.
-        for at in range(bisect_right(self._ends, time), len(self._ends)):
-            begins, ends = self._begins[at], self._ends[at]
+        remaining_share = 1.0  # the share of the prompt that is not computed yet
+        # Walk the gaps, at the speed `without_decodes`, and the intervals of decoding, at the speed `with_decodes`.
+        for index in range(bisect_right(self._ends, time), len(self._ends)):
+            begins, ends = self._begins[index], self._ends[index]
             if begins > time:
-                if begins - time >= left * takes.alone:
+                if begins - time >= remaining_share * durations.without_decodes:
                     break
-                left -= (begins - time) / takes.alone
-                time = begins + takes.late
-            if ends - time >= left * takes.beside:
-                return time + left * takes.beside
+                remaining_share -= (begins - time) / durations.without_decodes
+                time = begins + durations.decode_delay_s
+            if ends - time >= remaining_share * durations.with_decodes:
+                return time + remaining_share * durations.with_decodes
             if ends > time:
-                left -= (ends - time) / takes.beside
+                remaining_share -= (ends - time) / durations.with_decodes
                 time = ends
-        return time + left * takes.alone
+        return time + remaining_share * durations.without_decodes
 
 
 @dataclass(slots=True)
 class RankForecast:
     """The simulation of one rank. Times are in seconds from now (0.0).
 
-    `slots` and `kv` (tokens) are free at the simulated time; `free` slots are free at 0.0. `spare` tokens of KV must
-    stay free per running request. `ends` is a heap of the running requests. `per_s(n)` is the tokens/s of each request
-    if n requests run. `rows` is the sum of the prompt rows of all waiting requests. `waiting` requests were added to
-    the simulation so far; `first` is the first of them. `clock` is the time at which all added prompts are computed; it
-    starts below 0.0 if the rank began its first prompt before now.
+    `slots` and `free_kv_tokens` (tokens) are free at the simulated time; `initially_free_slots` slots are free at 0.0.
+    `kv_reserve` tokens of KV must stay free per running request. `running` is a heap of the running requests.
+    `tokens_per_s(n)` is the tokens/s of each request if n requests run. `queued_rows` is the sum of the prompt rows of
+    all waiting requests. `num_waiting` requests were added to the simulation so far; `first_prompt` is the first of
+    them. `computed_at` is the time at which all added prompts are computed; it starts below 0.0 if the rank began its
+    first prompt before now.
     """
 
     speed: PrefillSpeed
     slots: int
-    kv: float
-    spare: float
-    per_s: Callable[[int], float]
-    ends: list[RunningRequest]
-    clock: float = 0.0
-    rows: int = 0
-    first: QueuedPrompt | None = None
-    waiting: int = 0
-    free: int = 0
-    grown: float = 0.0  # until when `kv` counts the growth of running requests
-    growth: float = 0.0  # of all running requests, in tokens a second
+    free_kv_tokens: float
+    kv_reserve: float
+    tokens_per_s: Callable[[int], float]
+    running: list[RunningRequest]
+    computed_at: float = 0.0
+    queued_rows: int = 0
+    first_prompt: QueuedPrompt | None = None
+    num_waiting: int = 0
+    initially_free_slots: int = 0
+    grown_until: float = 0.0  # until when `free_kv_tokens` counts the growth of running requests
+    growth_per_s: float = 0.0  # of all running requests, in tokens a second
 
     def __post_init__(self) -> None:
-        self.free = self.slots
-        self.growth = sum(one.grows for one in self.ends)
-        heapq.heapify(self.ends)
+        self.initially_free_slots = self.slots
+        self.growth_per_s = sum(request.kv_tokens_per_s for request in self.running)
+        heapq.heapify(self.running)
 
     def add(self, prompt: QueuedPrompt, decoding: DecodeIntervals) -> None:
         """Queue a request behind the others, and add the interval in which the request will decode to `decoding`."""
-        self.first = self.first or prompt
-        self.waiting += 1
+        self.first_prompt = self.first_prompt or prompt
+        self.num_waiting += 1
         self._begin(prompt)
         self.slots -= 1
-        self.kv -= prompt.tokens
-        self.clock = max(0.0, self._computed(prompt, decoding))
-        self._advance(self.clock)
-        ends = self.clock + prompt.more / self.per_s(len(self.ends) + 1)
-        decoding.add(self.clock, ends)
-        took = max(ends - self.grown, 1e-6)
-        self.growth += prompt.more / took
-        heapq.heappush(self.ends, RunningRequest(ends, prompt.tokens + prompt.more, prompt.more / took))
+        self.free_kv_tokens -= prompt.kv_tokens
+        self.computed_at = max(0.0, self._completion_time(prompt, decoding))
+        self._advance(self.computed_at)
+        ends_at = self.computed_at + prompt.later_tokens / self.tokens_per_s(len(self.running) + 1)
+        decoding.add(self.computed_at, ends_at)
+        growing_s = max(ends_at - self.grown_until, 1e-6)
+        self.growth_per_s += prompt.later_tokens / growing_s
+        heapq.heappush(
+            self.running,
+            RunningRequest(ends_at, prompt.kv_tokens + prompt.later_tokens, prompt.later_tokens / growing_s),
+        )
 
     def wait(self, prompt: QueuedPrompt, decoding: DecodeIntervals) -> ExpectedWait:
         """Return the expected wait of a request that comes now; change nothing."""
-        if (passes_s := self._passes_s(prompt, decoding)) is not None:
-            return ExpectedWait(passes_s, passes_s)
-        newcomer = replace(self, ends=[*self.ends], rows=self.rows + prompt.rows)
-        newcomer._begin(prompt)
-        delay = max(0.0, newcomer.clock)
-        step = self.speed.step_s(prompt.start, prompt.rows, decoding.at(delay))
+        if (overtaking_s := self._overtaking_wait_s(prompt, decoding)) is not None:
+            return ExpectedWait(overtaking_s, overtaking_s)
+        simulation = replace(self, running=[*self.running], queued_rows=self.queued_rows + prompt.uncomputed_rows)
+        simulation._begin(prompt)
+        delay_by_others = max(0.0, simulation.computed_at)
+        step_s = self.speed.step_s(prompt.computed_tokens, prompt.uncomputed_rows, decoding.contains(delay_by_others))
         # The request joins the next step, and on average half of the present step is left.
-        return ExpectedWait(max(newcomer._computed(prompt, decoding), step) + step / 2, delay)
+        return ExpectedWait(max(simulation._completion_time(prompt, decoding), step_s) + step_s / 2, delay_by_others)
 
-    def _passes_s(self, prompt: QueuedPrompt, decoding: DecodeIntervals) -> float | None:
+    def _overtaking_wait_s(self, prompt: QueuedPrompt, decoding: DecodeIntervals) -> float | None:
         """Return when a request that comes now gets its first token if its prompt overtakes the first prompt, or None
         if it cannot overtake.
 
@@ -151,66 +160,70 @@ class RankForecast:
         too little for one more of its rows. It may be enough for rows of a later prompt, which are cheaper because
         fewer tokens precede them.
         """
-        if self.first is None or self.waiting >= self.free:
+        if self.first_prompt is None or self.num_waiting >= self.initially_free_slots:
             return None
-        step, rows = self.speed.passing(self.first.start)
-        if not rows:
+        step_s, rows_per_step = self.speed.overtaking_rows(self.first_prompt.computed_tokens)
+        if not rows_per_step:
             return None
-        behind = self.rows - self.first.rows + prompt.rows
-        seconds = max(1.0, behind / rows) * step
+        rows_ahead = self.queued_rows - self.first_prompt.uncomputed_rows + prompt.uncomputed_rows
+        seconds = max(1.0, rows_ahead / rows_per_step) * step_s
         # Half of that time is enough: how long requests decode is a guess, and a false refusal is the worse error.
-        return seconds + step / 2 if 2 * decoding.until(0.0) > seconds else None
+        return seconds + step_s / 2 if 2 * decoding.end_of_interval(0.0) > seconds else None
 
-    def _computed(self, prompt: QueuedPrompt, decoding: DecodeIntervals) -> float:
-        """Return when `prompt`, which begins at `clock`, is completely computed."""
-        return decoding.finished(self.clock, self.speed.seconds(prompt.start, prompt.rows, self.rows))
+    def _completion_time(self, prompt: QueuedPrompt, decoding: DecodeIntervals) -> float:
+        """Return when `prompt`, which begins at `computed_at`, is completely computed."""
+        return decoding.prompt_end(
+            self.computed_at, self.speed.seconds(prompt.computed_tokens, prompt.uncomputed_rows, self.queued_rows)
+        )
 
     def _begin(self, prompt: QueuedPrompt) -> None:
-        """Advance `clock` until there is a slot and enough KV for a request."""
-        self._advance(self.clock)
-        while self.ends and (self.slots < 1 or self.kv < prompt.tokens + self.spare * len(self.ends)):
-            self.clock = max(self.clock, self.ends[0].ends)
-            self._advance(self.ends[0].ends)
+        """Advance `computed_at` until there is a slot and enough KV for a request."""
+        self._advance(self.computed_at)
+        while self.running and (
+            self.slots < 1 or self.free_kv_tokens < prompt.kv_tokens + self.kv_reserve * len(self.running)
+        ):
+            self.computed_at = max(self.computed_at, self.running[0].ends_at)
+            self._advance(self.running[0].ends_at)
 
-    def _advance(self, to: float) -> None:
-        """Simulate the growth and the ends of running requests until `to`."""
-        while self.ends and self.ends[0].ends <= to:
-            self._grow(self.ends[0].ends)
-            one = heapq.heappop(self.ends)
-            self.kv += one.tokens
-            self.growth -= one.grows
+    def _advance(self, time: float) -> None:
+        """Simulate the growth and the ends of running requests until `time`."""
+        while self.running and self.running[0].ends_at <= time:
+            self._grow(self.running[0].ends_at)
+            ended = heapq.heappop(self.running)
+            self.free_kv_tokens += ended.kv_tokens
+            self.growth_per_s -= ended.kv_tokens_per_s
             self.slots += 1
-        self._grow(to)
+        self._grow(time)
 
-    def _grow(self, to: float) -> None:
-        if to > self.grown:
-            self.kv -= self.growth * (to - self.grown)
-            self.grown = to
+    def _grow(self, time: float) -> None:
+        if time > self.grown_until:
+            self.free_kv_tokens -= self.growth_per_s * (time - self.grown_until)
+            self.grown_until = time
 
 
 class GangForecast:
-    """The simulation of all ranks of a gang. `made` is the time of the caller's clock that the simulation calls 0.0."""
+    """The simulation of all ranks of a gang. Its time 0.0 is `made_at` by the caller's clock."""
 
-    def __init__(self, ranks: Sequence[RankForecast], queues: Sequence[Sequence[QueuedPrompt]], made: float) -> None:
+    def __init__(self, ranks: Sequence[RankForecast], queues: Sequence[Sequence[QueuedPrompt]], made_at: float) -> None:
         """`queues` holds the waiting requests of each rank, in order."""
-        self.ranks, self.made = ranks, made
+        self.ranks, self.made_at = ranks, made_at
         self._decoding = DecodeIntervals()
         self._decoding.add(
-            min(0.0, *(rank.clock for rank in ranks)),
-            max((end.ends for rank in ranks for end in rank.ends), default=0.0),
+            min(0.0, *(rank.computed_at for rank in ranks)),
+            max((request.ends_at for rank in ranks for request in rank.running), default=0.0),
         )
         waiting = [deque(queue) for queue in queues]
         # Always advance the rank that is furthest behind in time: its decoding slows the prompts of the others.
-        while left := [at for at, queue in enumerate(waiting) if queue]:
-            first = min(left, key=lambda at: ranks[at].clock)
-            ranks[first].add(waiting[first].popleft(), self._decoding)
+        while nonempty := [rank_index for rank_index, queue in enumerate(waiting) if queue]:
+            earliest = min(nonempty, key=lambda rank_index: ranks[rank_index].computed_at)
+            ranks[earliest].add(waiting[earliest].popleft(), self._decoding)
 
     def add(self, rank: int, prompt: QueuedPrompt) -> None:
         """Queue a request at a rank, behind the others."""
-        self.ranks[rank].rows += prompt.rows
+        self.ranks[rank].queued_rows += prompt.uncomputed_rows
         self.ranks[rank].add(prompt, self._decoding)
 
     def wait(self, rank: int, prompt: QueuedPrompt, now: float) -> ExpectedWait:
         """Return the expected wait of a request that arrives at a rank at the time `now`, by the caller's clock."""
-        found, age = self.ranks[rank].wait(prompt, self._decoding), now - self.made
-        return ExpectedWait(max(0.0, found.seconds - age), max(0.0, found.delay - age))
+        expected, age_s = self.ranks[rank].wait(prompt, self._decoding), now - self.made_at
+        return ExpectedWait(max(0.0, expected.seconds - age_s), max(0.0, expected.delay_by_others - age_s))

@@ -20,25 +20,27 @@ from cluster.actors.blame import Verdict, judge
 from cluster.actors.incarnation import CONTROL_TIMEOUT_S, NAMESPACE, GangSpec, GangStartError, Incarnation
 from cluster.actors.messages import GangHistory, Heartbeat, Loss
 from cluster.actors.placement import Placement, reserve
-from cluster.config import KV_SIZES, ConfigError
+from cluster.config import KV_SIZE_SETTINGS, ConfigError
 from cluster.status import RankInfo
 
 __all__ = ["NAMESPACE", "Gang", "GangSpec", "GangStartError", "Owner"]
 
 logger = logging.getLogger(__name__)
 
-GRACE_S = 1.0  # after the first evidence of a loss: how long to wait for evidence that names the rank at fault
-FRUITLESS = 16
+EVIDENCE_GRACE_S = 1.0  # after the first evidence of a loss: how long to wait for evidence that names the rank at fault
+MAX_FRUITLESS_INCARNATIONS = 16
 """The gang is given up after this many incarnations in a row that ended early and served no request. The number must
 exceed what one fatal request costs: among 1,024 requests that began in the fatal step, bisection finds the fatal one in
 ten incarnations, and then tries that request alone three times.
 """
-RETRY_S = 0.5  # between two attempts to restart
-PATIENCE_SHARE = 4.0  # limit of a whole restart, as a multiple of the first start, unless restart_timeout_s is set
-PATIENCE_FLOOR_S = 60.0
-STILL_SHARE = 2.0  # limit of the time without progress of any rank in one attempt, as a multiple of the first start
-STILL_FLOOR_S = 30.0
-LOSSES_SHOWN = 32
+RETRY_DELAY_S = 0.5  # between two attempts to restart
+# Limit of a whole restart, as a multiple of the first start, unless restart_timeout_s is set.
+RESTART_TIMEOUT_FACTOR = 4.0
+MIN_RESTART_TIMEOUT_S = 60.0
+# Limit of the time without progress of any rank in one attempt, as a multiple of the first start.
+STALL_TIMEOUT_FACTOR = 2.0
+MIN_STALL_TIMEOUT_S = 30.0
+LOSSES_REPORTED = 32
 
 
 class Owner(Protocol):
@@ -63,15 +65,15 @@ class Gang:
     def __init__(self, spec: GangSpec, on_loss: Callable[[Loss], None] | None = None) -> None:
         """`on_loss` is called when a loss is noticed, and a second time if the gang serves again after that loss."""
         self.spec = spec
-        self.losses: list[Loss] = []
-        self.lost = ""  # why the gang will not come back
+        self.gang_errors: list[Loss] = []
+        self.lost_reason = ""  # why the gang will not come back
         self.epoch = 0
         self._sample: bytes | None = None  # the replica's latest registry sample, kept by rank 0 of each incarnation
         self._on_loss = on_loss
-        self._life: Incarnation | None = None
+        self._incarnation: Incarnation | None = None
         self._infos: list[RankInfo] = []
         self._placement: Placement | None = None
-        self._restarting = ""
+        self._restart_status = ""
         self._start_s = 0.0
 
     @property
@@ -80,14 +82,14 @@ class Gang:
         return self.spec.world
 
     @property
-    def life(self) -> Incarnation | None:
+    def incarnation(self) -> Incarnation | None:
         """The incarnation that serves; None before the start, during a restart and after the end."""
-        return None if self._restarting else self._life
+        return None if self._restart_status else self._incarnation
 
     @property
     def shards(self) -> list[Any]:
         """The handles of the shards by rank; empty while the gang does not serve."""
-        return self.life.shards if self.life else []
+        return self.incarnation.shards if self.incarnation else []
 
     @property
     def infos(self) -> list[RankInfo]:
@@ -95,9 +97,9 @@ class Gang:
         return self._infos
 
     @property
-    def beats(self) -> list[Heartbeat | None]:
+    def heartbeats(self) -> list[Heartbeat | None]:
         """The last heartbeat of every rank of the incarnation that serves."""
-        return self.life.beats if self.life else []
+        return self.incarnation.heartbeats if self.incarnation else []
 
     async def start(self) -> None:
         """Reserve the bundles, create the shards and load them in parallel.
@@ -113,162 +115,171 @@ class Gang:
             )
         try:
             self._placement = await reserve(self.spec.layout, self.spec.name)
-            began = time.monotonic()
-            life = await self._begin(self.spec.config.start_timeout_s)
+            started_at = time.monotonic()
+            incarnation = await self._begin(self.spec.config.start_timeout_s)
         except BaseException:
             self.kill()
             raise
-        self._start_s = time.monotonic() - began - life.fetched_s
+        self._start_s = time.monotonic() - started_at - incarnation.download_s
 
     @property
-    def patience_s(self) -> float:
+    def restart_timeout_s(self) -> float:
         """Seconds that streams wait for a restart: `restart_timeout_s`, or by default a multiple of the first start."""
-        given = self.spec.config.restart_timeout_s
-        return max(PATIENCE_FLOOR_S, PATIENCE_SHARE * self._start_s) if given is None else given
+        configured_timeout_s = self.spec.config.restart_timeout_s
+        return (
+            max(MIN_RESTART_TIMEOUT_S, RESTART_TIMEOUT_FACTOR * self._start_s)
+            if configured_timeout_s is None
+            else configured_timeout_s
+        )
 
     @property
     def start_s(self) -> float:
         """Seconds that the first start took, without downloads; 0.0 until the gang has started."""
         return self._start_s
 
-    async def _begin(self, timeout_s: float, still_s: float = math.inf) -> Incarnation:
+    async def _begin(self, timeout_s: float, stall_timeout_s: float = math.inf) -> Incarnation:
         """Start an incarnation by `Incarnation.begin` and return it. Every later incarnation gets a KV cache of the
         same size as the first, however much memory is free, because open streams were admitted for that size.
         """
         assert self._placement is not None
-        held = self._infos[0] if self._infos else None
-        spec = self.spec if held is None else _with_kv(self.spec, held.kv_tokens)
-        life = self._life = Incarnation(spec, self._placement, self.epoch)
-        await life.begin(timeout_s, still_s)
-        self._infos = [replace(info, kv_sized_by=(held or info).kv_sized_by) for info in life.infos]
+        earlier_info = self._infos[0] if self._infos else None
+        spec = self.spec if earlier_info is None else _with_kv_tokens(self.spec, earlier_info.kv_tokens)
+        incarnation = self._incarnation = Incarnation(spec, self._placement, self.epoch)
+        await incarnation.begin(timeout_s, stall_timeout_s)
+        self._infos = [replace(info, kv_sized_by=(earlier_info or info).kv_sized_by) for info in incarnation.infos]
         if self._sample is not None:
             with suppress(RayError):
-                await life.shards[0].keep_serving_sample.remote(self._sample)
-        return life
+                await incarnation.shards[0].keep_serving_sample.remote(self._sample)
+        return incarnation
 
-    def keep(self, sample: bytes) -> None:
+    def keep_sample(self, sample: bytes) -> None:
         """Set the replica's latest registry sample; each later incarnation gives it to its rank 0 to keep."""
         self._sample = sample
 
-    async def pulse(self, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
+    async def request_heartbeats(self, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
         """Ask every rank for its heartbeat, and wait for the answers for at most `timeout_s`."""
-        if self.life:
-            await self.life.pulse(timeout_s)
+        if self.incarnation:
+            await self.incarnation.await_heartbeats(timeout_s)
 
-    def trouble(self) -> str:
+    def unhealthy_reason(self) -> str:
         """Return why the gang is unhealthy now, naming the rank; empty if healthy. A stalled rank may still recover."""
-        if self.lost or self._restarting:
-            return self.lost or self._restarting
-        verdict = self._verdict(self.life) if self.life else None
+        if self.lost_reason or self._restart_status:
+            return self.lost_reason or self._restart_status
+        verdict = self._verdict(self.incarnation) if self.incarnation else None
         return "" if verdict is None else str(verdict)
 
     def history(self) -> GangHistory:
         """Return the facts decided before the start, the number of earlier incarnations, and the latest losses."""
-        start_s, patience_s = round(self._start_s, 1), round(self.patience_s, 1)
-        latest = tuple(self.losses[-LOSSES_SHOWN:])
-        return GangHistory(self.spec.decided, start_s, patience_s, self.epoch, latest, self.spec.name)
+        start_seconds, restart_timeout_s = round(self._start_s, 1), round(self.restart_timeout_s, 1)
+        latest = tuple(self.gang_errors[-LOSSES_REPORTED:])
+        return GangHistory(self.spec.decided, start_seconds, restart_timeout_s, self.epoch, latest, self.spec.name)
 
-    def _verdict(self, life: Incarnation) -> Verdict | None:
-        return judge(life.signs(), self.spec.config.watchdog_timeout_s)
+    def _verdict(self, incarnation: Incarnation) -> Verdict | None:
+        return judge(incarnation.evidence(), self.spec.config.watchdog_timeout_s)
 
     async def watch(self, owner: Owner) -> None:
         """Watch the gang, and kill and restart all ranks whenever a rank is lost. Return when a restart has failed for
         good or the gang was killed.
         """
-        fruitless = 0
+        fruitless_incarnations = 0
         try:
-            while self._life is not None:
-                life, served_from = self._life, time.monotonic()
-                loss, noticed = await self._loss(life)
-                self._restarting = f"{loss} (restarting)"
-                self.losses.append(loss)
-                logger.error("gang %s, life %d: %s", self.spec.name, life.epoch, loss)
-                life.kill()
+            while self._incarnation is not None:
+                incarnation, serving_since = self._incarnation, time.monotonic()
+                loss, noticed_at = await self._wait_for_loss(incarnation)
+                self._restart_status = f"{loss} (restarting)"
+                self.gang_errors.append(loss)
+                logger.error("gang %s, incarnation %d: %s", self.spec.name, incarnation.epoch, loss)
+                incarnation.kill()
                 await owner.on_down(loss)
-                self._tell(loss)
+                self._report_loss(loss)
                 # An incarnation that served for long is no evidence of a crash loop.
-                old = time.monotonic() - served_from > self.patience_s
-                fruitless = 0 if life.fruitful or old else fruitless + 1
-                if fruitless >= FRUITLESS:
-                    self.lost = f"{loss} (given up: {fruitless} lives in a row served no request)"
+                served_long = time.monotonic() - serving_since > self.restart_timeout_s
+                fruitless_incarnations = 0 if incarnation.made_progress or served_long else fruitless_incarnations + 1
+                if fruitless_incarnations >= MAX_FRUITLESS_INCARNATIONS:
+                    self.lost_reason = (
+                        f"{loss} (given up: {fruitless_incarnations} incarnations in a row served no request)"
+                    )
                 else:
-                    await self._restart(loss, noticed)
-                if self.lost:
+                    await self._restart(loss, noticed_at)
+                if self.lost_reason:
                     break
-                self._restarting = ""
+                self._restart_status = ""
                 owner.on_up()
         except Exception as error:
             logger.exception("gang %s: the watch failed", self.spec.name)
-            self.lost = f"the watch over the gang failed: {type(error).__name__}: {error}"
-        logger.error("gang %s is lost: %s", self.spec.name, self.lost)
+            self.lost_reason = f"the watch over the gang failed: {type(error).__name__}: {error}"
+        logger.error("gang %s is lost: %s", self.spec.name, self.lost_reason)
         try:
-            owner.on_lost(self.lost)
+            owner.on_lost(self.lost_reason)
         finally:
             self.kill()
 
-    async def _loss(self, life: Incarnation) -> tuple[Loss, float]:
+    async def _wait_for_loss(self, incarnation: Incarnation) -> tuple[Loss, float]:
         """Wait until an incarnation is over. Return the loss, which names the rank at fault, and the time of noticing
         (monotonic clock).
         """
-        limit = self.spec.config.watchdog_timeout_s
-        period, said = min(1.0, limit / 4), ""
+        limit_s = self.spec.config.watchdog_timeout_s
+        period, warning = min(1.0, limit_s / 4), ""
         while True:
-            life.ask()
-            asked = time.monotonic()
-            await _within(period, life.alarm)
-            late = time.monotonic() - asked - period
-            if late > period:  # this process itself was stopped, so the silence of the ranks is no evidence
-                life.forgive(late)
-            verdict = self._verdict(life)
+            incarnation.request_heartbeats()
+            requested_at = time.monotonic()
+            await _wait_at_most(period, incarnation.alarm)
+            delay_s = time.monotonic() - requested_at - period
+            if delay_s > period:  # this process itself was stopped, so the silence of the ranks is no evidence
+                incarnation.exclude_delay(delay_s)
+            verdict = self._verdict(incarnation)
             if verdict is not None and verdict.final:
                 break
-            if (verdict is None) == bool(said):
-                said = "" if verdict is None else str(verdict)
-                logger.warning("gang %s: %s", self.spec.name, said or "healthy again")
-        noticed = time.monotonic()
+            if (verdict is None) == bool(warning):
+                warning = "" if verdict is None else str(verdict)
+                logger.warning("gang %s: %s", self.spec.name, warning or "healthy again")
+        noticed_at = time.monotonic()
         # The first evidence may come from a rank that only lost a peer: wait a moment for evidence of the cause.
-        while not verdict.certain and (left := noticed + GRACE_S - time.monotonic()) > 0:
-            life.alarm.clear()
-            await _within(left, life.alarm)
-            verdict = self._verdict(life) or verdict
-        silence = noticed - life.last_sign(verdict.rank)
-        where = (verdict.rank, verdict.kind, verdict.step, verdict.phase, verdict.reason)
-        return Loss(*where, epoch=life.epoch, at=time.time(), noticed_s=max(0.0, silence)), noticed
+        while not verdict.certain and (remaining_s := noticed_at + EVIDENCE_GRACE_S - time.monotonic()) > 0:
+            incarnation.alarm.clear()
+            await _wait_at_most(remaining_s, incarnation.alarm)
+            verdict = self._verdict(incarnation) or verdict
+        silence_s = noticed_at - incarnation.last_alive_at(verdict.rank)
+        blame = (verdict.rank, verdict.kind, verdict.step, verdict.phase, verdict.reason)
+        return Loss(*blame, epoch=incarnation.epoch, at=time.time(), noticed_s=max(0.0, silence_s)), noticed_at
 
-    async def _restart(self, loss: Loss, noticed: float) -> None:
-        """Start new incarnations in the same placement group until one serves. If none serves within `patience_s` of
-        `noticed`, set `lost`.
+    async def _restart(self, loss: Loss, noticed_at: float) -> None:
+        """Start new incarnations in the same placement group until one serves. If none serves within
+        `restart_timeout_s` of `noticed_at`, set `lost_reason`.
         """
-        until = noticed + self.patience_s
-        still_s = max(STILL_FLOOR_S, STILL_SHARE * self._start_s)
-        attempts, why = 0, ""
-        while (left := until - time.monotonic()) > 0:
+        deadline = noticed_at + self.restart_timeout_s
+        stall_timeout_s = max(MIN_STALL_TIMEOUT_S, STALL_TIMEOUT_FACTOR * self._start_s)
+        attempts, reason = 0, ""
+        while (remaining_s := deadline - time.monotonic()) > 0:
             attempts += 1
-            if self._life is not None:
-                self._life.kill()
+            if self._incarnation is not None:
+                self._incarnation.kill()
             self.epoch += 1
             try:
                 if self._placement is not None:
-                    self._placement = await self._placement.renew(left)
-                left = until - time.monotonic()
-                await asyncio.wait_for(self._begin(left, still_s), left)
+                    self._placement = await self._placement.renew(remaining_s)
+                remaining_s = deadline - time.monotonic()
+                await asyncio.wait_for(self._begin(remaining_s, stall_timeout_s), remaining_s)
             except Exception as error:
-                why = str(error) or why or type(error).__name__  # a timeout has no message: keep the earlier cause
-                self._restarting = f"{loss} (restarting; attempt {attempts} failed: {why})"
-                logger.error("gang %s: attempt %d to restart failed: %s", self.spec.name, attempts, why)
-                await asyncio.sleep(min(RETRY_S, max(0.0, until - time.monotonic())))
+                # A timeout has no message: keep the earlier cause.
+                reason = str(error) or reason or type(error).__name__
+                self._restart_status = f"{loss} (restarting; attempt {attempts} failed: {reason})"
+                logger.error("gang %s: attempt %d to restart failed: %s", self.spec.name, attempts, reason)
+                await asyncio.sleep(min(RETRY_DELAY_S, max(0.0, deadline - time.monotonic())))
                 continue
-            back = replace(loss, restored_s=time.monotonic() - noticed, attempts=attempts)
-            self.losses[-1] = back
-            logger.warning("gang %s: serves again after %.1f s, life %d", self.spec.name, back.restored_s, self.epoch)
-            self._tell(back)
+            restored = replace(loss, restored_s=time.monotonic() - noticed_at, attempts=attempts)
+            self.gang_errors[-1] = restored
+            logger.warning(
+                "gang %s: serves again after %.1f s, incarnation %d", self.spec.name, restored.restored_s, self.epoch
+            )
+            self._report_loss(restored)
             return
-        self.lost = (
-            f"{loss} (not back within restart_timeout_s {self.patience_s:.3g}: {attempts} attempt(s), "
-            f"the last failed: {why})"
+        self.lost_reason = (
+            f"{loss} (not back within restart_timeout_s {self.restart_timeout_s:.3g}: {attempts} attempt(s), "
+            f"the last failed: {reason})"
         )
 
-    def _tell(self, loss: Loss) -> None:
+    def _report_loss(self, loss: Loss) -> None:
         if self._on_loss is None:
             return
         try:
@@ -278,27 +289,27 @@ class Gang:
 
     async def stop(self, timeout_s: float = 3.0) -> None:
         """End the engine loops after their present step, then the shards and the placement group."""
-        if self.life:
-            await self.life.stop(timeout_s)
+        if self.incarnation:
+            await self.incarnation.stop(timeout_s)
         self.kill()
 
     def kill(self) -> None:
         """End the shards and remove the placement group now. Safe to call twice."""
-        if self._life is not None:
-            self._life.kill()
-            self._life = None
+        if self._incarnation is not None:
+            self._incarnation.kill()
+            self._incarnation = None
         if self._placement is not None:
             self._placement.remove()
             self._placement = None
 
 
-def _with_kv(spec: GangSpec, tokens: int) -> GangSpec:
+def _with_kv_tokens(spec: GangSpec, tokens: int) -> GangSpec:
     """Return the spec with a KV cache of `tokens` tokens per rank."""
-    sizes = {**dict.fromkeys(KV_SIZES), "max_total_tokens": tokens}
+    sizes = {**dict.fromkeys(KV_SIZE_SETTINGS), "max_total_tokens": tokens}
     return replace(spec, config=spec.config.model_copy(update=sizes))
 
 
-async def _within(seconds: float, event: asyncio.Event) -> None:
+async def _wait_at_most(seconds: float, event: asyncio.Event) -> None:
     """Wait for an event, for at most `seconds`."""
     with suppress(TimeoutError):
         await asyncio.wait_for(event.wait(), seconds)

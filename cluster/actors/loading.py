@@ -8,7 +8,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def in_a_thread_that_ends(call: Callable[[], T]) -> T:
+def run_in_temporary_thread(call: Callable[[], T]) -> T:
     """Run `call` in a thread that has ended when this returns; return its result or raise its error.
 
     OpenMP gives each computing thread its own team of threads, which lives as long as the computing thread. If the team
@@ -16,15 +16,15 @@ def in_a_thread_that_ends(call: Callable[[], T]) -> T:
     waiting threads spin: every kernel of a step would first have to wake its team by system calls. The loading thread
     is a daemon, so an exit of the process does not wait for it.
     """
-    found: Future[T] = Future()
+    future: Future[T] = Future()
 
     def run() -> None:
         try:
-            found.set_result(call())
+            future.set_result(call())
         except BaseException as error:
-            found.set_exception(error)
+            future.set_exception(error)
 
     thread = Thread(target=run, daemon=True)
     thread.start()
     thread.join()
-    return found.result()
+    return future.result()

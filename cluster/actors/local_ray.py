@@ -29,7 +29,7 @@ from cluster.actors.ray_folder import OwnedFolder, remove_orphans
 import psutil  # type: ignore[import-untyped]  # isort: skip  # Ray's own copy: importable once Ray is
 
 MIB = 1 << 20
-END_TIMEOUT_S = 10.0
+STOP_TIMEOUT_S = 10.0
 KILL_TIMEOUT_S = 2.0
 
 
@@ -49,9 +49,9 @@ class LocalRay:
         remove_orphans()
         self._folder = OwnedFolder()
         prepare_environment(self._folder.path)
-        before = set(psutil.Process().children(recursive=True))
+        earlier_processes = set(psutil.Process().children(recursive=True))
         try:
-            with _lean_head(with_logs=self.verbose), _own_group():
+            with _without_helpers(with_logs=self.verbose), _own_process_group():
                 ray.init(
                     address="local",
                     num_cpus=self.num_cpus,
@@ -60,17 +60,17 @@ class LocalRay:
                     include_dashboard=False,
                     log_to_driver=self.verbose,
                     logging_level=logging.INFO if self.verbose else logging.ERROR,
-                    _temp_dir=str(self._folder.inside),
+                    _temp_dir=str(self._folder.ray_folder),
                 )
         finally:  # a failed start leaves processes too
-            self._processes = [p for p in psutil.Process().children(recursive=True) if p not in before]
+            self._processes = [p for p in psutil.Process().children(recursive=True) if p not in earlier_processes]
 
     def stop(self) -> None:
         """Stop Ray, wait until its processes are gone, and remove its folder."""
         started = self._all_processes()
         try:
             ray.shutdown()
-            _, alive = psutil.wait_procs(started, timeout=END_TIMEOUT_S)
+            _, alive = psutil.wait_procs(started, timeout=STOP_TIMEOUT_S)
             _kill(alive, timeout_s=1.0)
         finally:
             self._remove_folder()
@@ -88,13 +88,13 @@ class LocalRay:
 
     def _all_processes(self) -> list[psutil.Process]:
         """Return Ray's own processes and all processes that they started since."""
-        found: dict[int, psutil.Process] = {}
+        processes: dict[int, psutil.Process] = {}
         for process in self._processes:
             try:
-                found |= {p.pid: p for p in (process, *process.children(recursive=True))}
+                processes |= {p.pid: p for p in (process, *process.children(recursive=True))}
             except psutil.NoSuchProcess:
                 continue
-        return list(found.values())
+        return list(processes.values())
 
 
 def _kill(processes: list[psutil.Process], timeout_s: float) -> None:
@@ -106,7 +106,7 @@ def _kill(processes: list[psutil.Process], timeout_s: float) -> None:
 
 
 @contextmanager
-def _lean_head(with_logs: bool) -> Iterator[None]:
+def _without_helpers(with_logs: bool) -> Iterator[None]:
     """Make `ray.init` skip three helper processes that are not needed here; this saves 4 s on two cores, and 280 MB.
 
     They are the autoscaler's monitor, the dashboard's server (it starts even with include_dashboard=False, and
@@ -122,8 +122,8 @@ def _lean_head(with_logs: bool) -> Iterator[None]:
         yield
         return
     accepted = inspect.signature(params).parameters
-    leave_out = {"no_monitor": True, "include_log_monitor": with_logs}
-    parameter.RayParams = functools.partial(params, **{k: v for k, v in leave_out.items() if k in accepted})
+    helper_options = {"no_monitor": True, "include_log_monitor": with_logs}
+    parameter.RayParams = functools.partial(params, **{k: v for k, v in helper_options.items() if k in accepted})
     node.start_api_server = lambda self, **_: None
     try:
         yield
@@ -133,7 +133,7 @@ def _lean_head(with_logs: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _own_group() -> Iterator[None]:
+def _own_process_group() -> Iterator[None]:
     """Make `ray.init` start Ray's processes in one process group of their own, with SIGTERM unblocked.
 
     A signal to this process's group (Ctrl-C in a terminal, or `timeout`) then reaches only this process, which ends Ray
@@ -184,13 +184,13 @@ def prepare_environment(folder: Path) -> None:
         "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "5",
     }
     if uses_haproxy():
-        place = folder / "haproxy"
+        haproxy_folder = folder / "haproxy"
         defaults |= {
-            "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(place / "haproxy.cfg"),
-            "RAY_SERVE_HAPROXY_SOCKET_PATH": str(place / "admin.sock"),
-            "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(place / "metrics.sock"),
-            "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(place),
-            "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(place / "server-state"),
+            "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(haproxy_folder / "haproxy.cfg"),
+            "RAY_SERVE_HAPROXY_SOCKET_PATH": str(haproxy_folder / "admin.sock"),
+            "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(haproxy_folder / "metrics.sock"),
+            "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(haproxy_folder),
+            "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(haproxy_folder / "server-state"),
             # These two ports must be fixed numbers, and another Ray on this machine may use the defaults.
             "RAY_SERVE_HAPROXY_METRICS_PORT": str(_unused_port()),
             "RAY_SERVE_HAPROXY_STATS_PORT": str(_unused_port()),
@@ -206,7 +206,7 @@ def prepare_environment(folder: Path) -> None:
         ensure_token(folder)
 
 
-def gpus_here() -> int:
+def num_local_gpus() -> int:
     """Return how many GPUs Ray would find on this machine."""
     manager = get_accelerator_manager_for_resource("GPU")
     return 0 if manager is None else int(manager.get_current_node_num_accelerators())
@@ -235,9 +235,9 @@ def ensure_token(folder: Path) -> None:
     except FileExistsError:
         return
     except (RuntimeError, OSError):
-        own = folder / "auth_token"
-        _write_token(own)
-        os.environ["RAY_AUTH_TOKEN_PATH"] = str(own)
+        token_path = folder / "auth_token"
+        _write_token(token_path)
+        os.environ["RAY_AUTH_TOKEN_PATH"] = str(token_path)
 
 
 def _write_token(path: Path) -> None:

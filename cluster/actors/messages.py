@@ -14,43 +14,44 @@ LossKind = Literal["died", "frozen", "failed", "out_of_step"]
 @dataclass(frozen=True, slots=True)
 class StepItem:
     """One item of a shard's stream. A shard sends an item after each step with outputs or refusals, and an item with
-    `begun` before each step that admits requests.
+    `admitted` before each step that admits requests.
 
-    `refused` holds (request id, message) of each request that the engine refused. `begun` holds the ids of the requests
-    that the step about to run admits.
+    `refused` holds (request id, message) of each request that the engine refused. `admitted` holds the ids of the
+    requests that the step about to run admits.
     """
 
     rank: int
     step: int
     outputs: tuple[SequenceOutput, ...] = ()
     refused: tuple[tuple[str, str], ...] = ()
-    begun: tuple[str, ...] = ()
+    admitted: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Commands:
     """What a replica sends to one shard in one actor call: requests to submit and ids of requests to abort.
 
-    `doubted` are ids of submitted requests that may have killed an earlier incarnation: the incarnation was lost before
-    they got tokens beyond the first one. A step that admits a doubted request reports this (`StepItem.begun`), and
-    waits until the replica confirms the report. `heard` are the ids that the replica confirms.
+    `suspects` are ids of submitted requests that may have killed an earlier incarnation: the incarnation was lost
+    before they got tokens beyond the first one. A step that admits a suspect reports this (`StepItem.admitted`),
+    and waits until the replica confirms the report. `confirmed` are the ids that the replica confirms.
     """
 
     submits: tuple[Request, ...] = ()
     aborts: tuple[str, ...] = ()
-    doubted: tuple[str, ...] = ()
-    heard: tuple[str, ...] = ()
+    suspects: tuple[str, ...] = ()
+    confirmed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why the loop of rank `by` ended without being stopped.
+    """Why the loop of rank `reported_by` ended without being stopped.
 
     `kind` "lost": a peer is gone; "out_of_step": the ranks disagree; "failed": a step of this rank raised. `rank` is
-    the rank at fault, or None if rank `by` does not know it. `step` and `phase` say where the failure was noticed.
+    the rank at fault, or None if rank `reported_by` does not know it. `step` and `phase` say where the failure was
+    noticed.
     """
 
-    by: int
+    reported_by: int
     kind: FailureKind
     rank: int | None
     step: int
@@ -63,8 +64,8 @@ class Heartbeat:
     """The progress of one rank, by its own clock.
 
     `steps` counts the steps of this rank's loop; `step` and `phase` say where the rank is now. `busy`: the rank has
-    work. `age_s` is the time since its last progress, where using CPU time counts as progress. `unmarked_s` is the time
-    since the rank last reached another step, phase, collective or part of a layer. `waits`: the rank is in a
+    work. `idle_s` is the time since its last progress, where using CPU time counts as progress. `since_mark_s` is the
+    time since the rank last reached another step, phase, collective or part of a layer. `is_waiting`: the rank is in a
     collective, where it may wait for peers, or waits for its device. `status` is the engine's status after the last
     step.
     """
@@ -72,11 +73,11 @@ class Heartbeat:
     rank: int
     steps: int
     busy: bool
-    age_s: float
+    idle_s: float
     step: int = 0
     phase: str = ""
-    unmarked_s: float = 0.0
-    waits: bool = False
+    since_mark_s: float = 0.0
+    is_waiting: bool = False
     status: EngineStatus = field(default_factory=EngineStatus)
 
 
@@ -99,7 +100,7 @@ class Loss(Blame):
     """The end of one incarnation of a gang, and the rank at fault.
 
     `epoch` is the number of the incarnation, `at` the Unix time when the end was noticed. `noticed_s` is the number of
-    seconds from the last sign of life of the rank at fault (its heartbeat, or any rank's step item) until `at`.
+    seconds from the last evidence that the rank at fault was alive (its heartbeat, or any rank's step item) until `at`.
     `restored_s` is the number of seconds from `at` until the gang served again; it is None while the gang does not
     serve. `attempts` is the number of starts that this took.
     """
@@ -133,8 +134,8 @@ class GangStatus:
 
     `healthy` becomes False as soon as a rank is dead, failed, or makes no progress for `watchdog_timeout_s`, and True
     again when the gang serves; while it is False, `reason` names rank, step and phase. `ranks` has the settings and
-    hardware of each rank; it is empty before the first start. `beats` has the last heartbeat of each rank that sent
-    one; it is empty while the gang does not serve.
+    hardware of each rank; it is empty before the first start. `heartbeats` has the last heartbeat of each rank that
+    sent one; it is empty while the gang does not serve.
     """
 
     healthy: bool
@@ -143,7 +144,7 @@ class GangStatus:
     running: int = 0
     history: GangHistory = field(default_factory=GangHistory)
     ranks: tuple[RankInfo, ...] = ()
-    beats: tuple[Heartbeat, ...] = ()
+    heartbeats: tuple[Heartbeat, ...] = ()
 
 
 class Overloaded(Exception):  # noqa: N818 - it is a state of the gang, not a mistake
@@ -199,7 +200,7 @@ class EngineClient(Protocol):
         """
         ...
 
-    def full(self) -> Overloaded | None:
+    def overload(self) -> Overloaded | None:
         """Return why even a short request would be refused now, or None if it would be admitted. Cheap to call."""
         ...
 

@@ -6,7 +6,7 @@ import ray
 
 import psutil  # type: ignore[import-untyped]  # isort: skip  # Ray's own copy: importable once Ray is
 
-VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def node_address() -> str:
@@ -17,8 +17,8 @@ def node_address() -> str:
 
 def interface_of(address: str) -> str | None:
     """Return the name of the interface that has this IP address; None if none has."""
-    for name, carried in psutil.net_if_addrs().items():
-        if any(entry.address.partition("%")[0] == address for entry in carried):
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(entry.address.partition("%")[0] == address for entry in addresses):
             return str(name)
     return None
 
@@ -32,6 +32,6 @@ def choose_interface(address: str) -> str | None:
     """
     name = interface_of(address)
     if name is not None:
-        for variable in VARIABLES:
+        for variable in INTERFACE_VARIABLES:
             os.environ.setdefault(variable, name)
     return name

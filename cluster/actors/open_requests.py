@@ -7,12 +7,12 @@ from cluster.actors.prefill_speed import Drift, RankWork
 
 
 class QueueReport(NamedTuple):
-    """The last report of a rank. `at` is when it came, by the admission's clock. `queued_tokens` counts the prompt
-    tokens not computed yet, `submitted` the requests that the rank has got so far. `drift` says how far its step times
-    are off the measured ones.
+    """The last report of a rank. `received_at` is when it came, by the admission's clock. `queued_tokens` counts the
+    prompt tokens not computed yet, `submitted` the requests that the rank has got so far. `drift` says how far its step
+    times are off the measured ones.
     """
 
-    at: float
+    received_at: float
     queued_tokens: int
     submitted: int
     drift: Drift = Drift()
@@ -20,85 +20,90 @@ class QueueReport(NamedTuple):
 
 @dataclass(slots=True)
 class OpenRequest:
-    """One open request of `rank`. Of its `prompt` tokens, `left` are still to compute and `shared` are also read by
-    other requests. `tokens` is the expected number of tokens, prompt included. `most` new tokens are allowed, `dealt`
-    were sent so far. `entered` is when the request came to its rank. `number` is 1 for the first request submitted to
-    the rank, 2 for the second, and so on; it is 0 until the request is submitted.
+    """One open request of `rank`. Of its `prompt_tokens` tokens, `uncomputed_tokens` are still to compute and
+    `shared_tokens` are also read by other requests. `expected_tokens` is the expected number of tokens, prompt
+    included. `max_new_tokens` new tokens are allowed, `generated_tokens` were sent so far. `queued_at` is when the
+    request came to its rank. `submission_number` is 1 for the first request submitted to the rank, 2 for the second,
+    and so on; it is 0 until the request is submitted.
     """
 
     rank: int
-    prompt: int
-    left: int
-    shared: int
-    tokens: float
-    most: int
-    entered: float
-    number: int = 0
-    dealt: int = 0
+    prompt_tokens: int
+    uncomputed_tokens: int
+    shared_tokens: int
+    expected_tokens: float
+    max_new_tokens: int
+    queued_at: float
+    submission_number: int = 0
+    generated_tokens: int = 0
 
     @property
     def length(self) -> int:
         """The number of the request's tokens so far, prompt included."""
-        return self.prompt + self.dealt
+        return self.prompt_tokens + self.generated_tokens
 
     @property
-    def kv(self) -> int:
+    def unshared_kv_tokens(self) -> int:
         """The number of the request's tokens whose KV is not shared with other requests."""
-        return self.length - self.shared
+        return self.length - self.shared_tokens
 
 
 @dataclass(slots=True)
-class RankBooks:
+class RankRequests:
     """The open requests of one rank. `queue` holds the requests whose prompt is not computed, in order; `running` holds
-    the others. `sent` counts the requests submitted to the rank since it started.
+    the others. `submitted` counts the requests submitted to the rank since it started.
 
-    `left` of the first queued request was right at the time `since`. `reported` and `drift` are the time and the drift
-    of the latest report.
+    `uncomputed_tokens` of the first queued request was right at the time `progress_since`. `last_report_at` and `drift`
+    are the time and the drift of the latest report.
     """
 
     queue: dict[str, OpenRequest] = field(default_factory=dict)
     running: dict[str, OpenRequest] = field(default_factory=dict)
-    sent: int = 0
-    since: float = 0.0
-    reported: float = 0.0
+    submitted: int = 0
+    progress_since: float = 0.0
+    last_report_at: float = 0.0
     drift: Drift = field(default_factory=Drift)
 
-    def enqueue(self, name: str, one: OpenRequest) -> None:
+    def enqueue(self, name: str, request: OpenRequest) -> None:
         """Add a request at the end of the queue."""
         if not self.queue:
-            self.since = one.entered
-        self.queue[name] = one
+            self.progress_since = request.queued_at
+        self.queue[name] = request
 
     def dequeue(self, name: str, now: float) -> OpenRequest | None:
         """Take a request out of the queue and return it, or return None if the queue does not hold it."""
         if next(iter(self.queue), None) == name:
-            self.since = now
+            self.progress_since = now
         return self.queue.pop(name, None)
 
-    def read(self, report: QueueReport) -> None:
-        """Update `left` of the queued requests by a report of the rank, unless the report is old."""
-        if report.at <= self.reported:
+    def apply_report(self, report: QueueReport) -> None:
+        """Update `uncomputed_tokens` of the queued requests by a report of the rank, unless the report is old."""
+        if report.received_at <= self.last_report_at:
             return
-        self.reported, self.drift = report.at, report.drift
+        self.last_report_at, self.drift = report.received_at, report.drift
         # The report gives one sum over the requests that the rank knows. It computes prompts in order, so subtract the
         # computed tokens from the requests at the front.
-        known = [one for one in self.queue.values() if 0 < one.number <= report.submitted]
-        computed = sum(one.length for one in known) - report.queued_tokens
-        for one in known:
+        reported_requests = [
+            request for request in self.queue.values() if 0 < request.submission_number <= report.submitted
+        ]
+        computed = sum(request.length for request in reported_requests) - report.queued_tokens
+        for request in reported_requests:
             if computed <= 0:
                 break
-            if one.length - computed < one.left:
-                one.left = max(0, one.length - computed)
-                self.since = max(self.since, report.at)
-            computed -= one.length
+            if request.length - computed < request.uncomputed_tokens:
+                request.uncomputed_tokens = max(0, request.length - computed)
+                self.progress_since = max(self.progress_since, report.received_at)
+            computed -= request.length
 
-    def work(self, chunk: int) -> RankWork:
-        """Return the present work of the rank; a step has at most `chunk` prompt rows."""
-        rows, before = 0, 0  # rows of the next chunk; the number of tokens before each row, summed over the rows
-        for one in self.queue.values():
-            count = min(one.left, chunk - rows)
-            rows, before = rows + count, before + count * (one.length - one.left)
-            if rows == chunk:
+    def work(self, max_rows: int) -> RankWork:
+        """Return the present work of the rank; a step has at most `max_rows` prompt rows."""
+        rows, tokens_before = 0, 0  # rows of the next chunk; the number of tokens before each row, summed over the rows
+        for request in self.queue.values():
+            count = min(request.uncomputed_tokens, max_rows - rows)
+            rows, tokens_before = rows + count, tokens_before + count * (request.length - request.uncomputed_tokens)
+            if rows == max_rows:
                 break
-        committed = [one.length for one in self.running.values()]
-        return RankWork(committed, before // max(1, rows), sum(one.left for one in self.queue.values()))
+        committed = [request.length for request in self.running.values()]
+        return RankWork(
+            committed, tokens_before // max(1, rows), sum(request.uncomputed_tokens for request in self.queue.values())
+        )

@@ -5,9 +5,10 @@ Each token ends its request with the same probability: the number of stops divid
 
 import math
 
-FIRST_GUESS = 128.0  # tokens per stop, assumed before any request has ended
-LONG = 4096.0  # `FIRST_GUESS` of `quantile`: so large that `max_tokens`, which is mostly smaller, decides
-MEMORY = 0.02  # weight of the latest request
+PRIOR_TOKENS_PER_STOP = 128.0  # tokens per stop, assumed before any request has ended
+# `PRIOR_TOKENS_PER_STOP` of `quantile`: so large that `max_tokens`, which is mostly smaller, decides.
+MIN_TOKENS_PER_STOP_GUESS = 4096.0
+DECAY = 0.02  # weight of the latest request
 
 
 class OutputLengths:
@@ -16,28 +17,28 @@ class OutputLengths:
     def __init__(self) -> None:
         self._tokens = self._stops = 0.0
 
-    def ended(self, tokens: int, stopped: bool) -> None:
+    def on_ended(self, tokens: int, stopped: bool) -> None:
         """Note that a request ended after `tokens` tokens. `stopped`: the model ended it, not its token limit or a
         client that left.
         """
-        self._tokens = (1.0 - MEMORY) * self._tokens + tokens
-        self._stops = (1.0 - MEMORY) * self._stops + stopped
+        self._tokens = (1.0 - DECAY) * self._tokens + tokens
+        self._stops = (1.0 - DECAY) * self._stops + stopped
 
-    def expected(self, most: int) -> float:
-        """Return the expected number of tokens until a stop or the limit `most`. The prior is one stop per
-        `FIRST_GUESS` tokens.
+    def expected(self, max_tokens: int) -> float:
+        """Return the expected number of tokens until a stop or the limit `max_tokens`. The prior is one stop per
+        `PRIOR_TOKENS_PER_STOP` tokens.
         """
-        chance = min((self._stops + 1.0) / (self._tokens + FIRST_GUESS), 0.5)
+        stop_probability = min((self._stops + 1.0) / (self._tokens + PRIOR_TOKENS_PER_STOP), 0.5)
         # E[min(length, most)] = (1 - (1 - chance)^most) / chance
-        return -math.expm1(most * math.log1p(-chance)) / chance
+        return -math.expm1(max_tokens * math.log1p(-stop_probability)) / stop_probability
 
-    def quantile(self, share: float, most: int, lived: int) -> float:
-        """Return the `share` quantile of the output length, at most `most`.
+    def quantile(self, share: float, max_tokens: int, open_tokens: int) -> float:
+        """Return the `share` quantile of the output length, at most `max_tokens`.
 
-        `lived` counts the tokens of open requests; without these tokens the estimate would favour short requests. At
-        least one stop is assumed per `LONG` tokens, or per all tokens seen if these are more.
+        `open_tokens` counts the tokens of open requests; without these tokens the estimate would favour short requests.
+        At least one stop is assumed per `MIN_TOKENS_PER_STOP_GUESS` tokens, or per all tokens seen if these are more.
         """
         # The quantile of a geometric distribution: 1 - (1 - chance)^n = share
-        seen = max(self._tokens + lived, 1.0)
-        chance = min(max(self._stops / seen, 1.0 / max(seen, LONG)), 0.5)
-        return min(float(most), math.log1p(-share) / math.log1p(-chance))
+        total_tokens = max(self._tokens + open_tokens, 1.0)
+        stop_probability = min(max(self._stops / total_tokens, 1.0 / max(total_tokens, MIN_TOKENS_PER_STOP_GUESS)), 0.5)
+        return min(float(max_tokens), math.log1p(-share) / math.log1p(-stop_probability))

@@ -12,7 +12,7 @@ from ray.exceptions import RayError
 from ray.util import list_named_actors
 
 from cluster.actors.gang import NAMESPACE, Gang
-from cluster.observability.exposition import of_replica
+from cluster.observability.exposition import with_replica
 
 ANSWER_TIMEOUT_S = 0.8
 
@@ -27,17 +27,19 @@ async def deployment_samples(gang: Gang) -> list[bytes]:
     their ranks 0 keep. This replica's own sample is left out, because the caller has a newer one. Shards that do not
     answer in time are left out too.
     """
-    others = await asyncio.to_thread(_other_shards, gang.spec.name)
-    own = [_samples(shard, gang.spec.name, own=True) for shard in gang.shards]
-    found = await asyncio.gather(*own, *(_samples(shard, name, own=False) for name, shard in others))
-    return [sample for samples in found for sample in samples]
+    other_shards = await asyncio.to_thread(_other_shards, gang.spec.name)
+    own_samples = [_samples(shard, gang.spec.name, is_own=True) for shard in gang.shards]
+    sample_lists = await asyncio.gather(
+        *own_samples, *(_samples(shard, name, is_own=False) for name, shard in other_shards)
+    )
+    return [sample for samples in sample_lists for sample in samples]
 
 
 async def publish(gang: Gang, sample: bytes) -> None:
     """Leave the replica's own sample on rank 0 of its gang, for the other replicas to read. While the gang restarts,
     rank 0 of the next incarnation gets it.
     """
-    gang.keep(sample)
+    gang.keep_sample(sample)
     if not gang.shards:
         return
     try:
@@ -46,18 +48,22 @@ async def publish(gang: Gang, sample: bytes) -> None:
         return  # the watch over the gang reports a dead shard
 
 
-def replica_of(gang: str) -> str:
+def replica_id_of(gang: str) -> str:
     """Return the id of the Serve replica that owns a gang, from the gang's name; see `gang_name`."""
     return gang.rpartition("/")[2]
 
 
-def _other_shards(own: str) -> list[tuple[str, Any]]:
+def _other_shards(own_gang: str) -> list[tuple[str, Any]]:
     """Return (gang name, shard) for the deployment's other gangs; shards that end meanwhile are skipped."""
-    deployment, _, _ = own.rpartition("/")
+    deployment, _, _ = own_gang.rpartition("/")
     shards = []
     for entry in list_named_actors(all_namespaces=True):
         name = str(entry["name"])
-        if entry["namespace"] == NAMESPACE and name.startswith(f"{deployment}/") and not name.startswith(f"{own}#"):
+        if (
+            entry["namespace"] == NAMESPACE
+            and name.startswith(f"{deployment}/")
+            and not name.startswith(f"{own_gang}#")
+        ):
             try:
                 shards.append((name.rpartition("#")[0], ray.get_actor(name, namespace=NAMESPACE)))
             except ValueError:
@@ -65,8 +71,8 @@ def _other_shards(own: str) -> list[tuple[str, Any]]:
     return shards
 
 
-async def _samples(shard: Any, gang: str, *, own: bool) -> list[bytes]:
-    """Return a shard's samples, labelled with its replica. The replica's own sample is left out if `own`, that is if
+async def _samples(shard: Any, gang: str, *, is_own: bool) -> list[bytes]:
+    """Return a shard's samples, labelled with its replica. The replica's own sample is left out if `is_own`, that is if
     the gang belongs to this replica.
     """
 
@@ -78,5 +84,5 @@ async def _samples(shard: Any, gang: str, *, own: bool) -> list[bytes]:
         samples = await asyncio.wait_for(answer(), ANSWER_TIMEOUT_S)
     except (RayError, TimeoutError):
         return []
-    of_rank, *of_serving = samples
-    return [of_replica(of_rank, replica_of(gang)), *([] if own else of_serving)]
+    rank_sample, *replica_samples = samples
+    return [with_replica(rank_sample, replica_id_of(gang)), *([] if is_own else replica_samples)]

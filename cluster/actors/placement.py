@@ -13,13 +13,20 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from cluster.actors.cluster_capacity import ACCELERATOR, Layout, Strategy, never, shown, total
+from cluster.actors.cluster_capacity import (
+    ACCELERATOR_PREFIX,
+    Layout,
+    Strategy,
+    capacity_problem,
+    format_resources,
+    sum_resources,
+)
 
 logger = logging.getLogger(__name__)
 
 Device = Literal["auto", "cpu", "cuda"]
 ACCELERATOR_SHARE = 0.001  # Ray's convention: asking for a little of `accelerator_type:X` pins a bundle to such nodes
-LOOK_S = 1.0  # seconds between two checks of why a gang has no resources yet
+CHECK_PERIOD_S = 1.0  # seconds between two checks of why a gang has no resources yet
 
 
 class PlacementError(RuntimeError):
@@ -31,15 +38,15 @@ class Placement:
     """A placement group that is ready. `order[rank]` is the bundle of a rank, `nodes[rank]` the node of that bundle."""
 
     group: PlacementGroup
-    order: tuple[int, ...]
-    nodes: tuple[str, ...]
+    bundle_of_rank: tuple[int, ...]
+    node_of_rank: tuple[str, ...]
     layout: Layout
 
-    def options(self, rank: int) -> dict[str, Any]:
+    def actor_options(self, rank: int) -> dict[str, Any]:
         """Return the actor options that put a rank on its bundle, with the bundle's resources."""
-        bundle = dict(self.layout.bundles[self.order[rank]])
+        bundle = dict(self.layout.bundles[self.bundle_of_rank[rank]])
         strategy = PlacementGroupSchedulingStrategy(
-            placement_group=self.group, placement_group_bundle_index=self.order[rank]
+            placement_group=self.group, placement_group_bundle_index=self.bundle_of_rank[rank]
         )
         return {
             "num_cpus": bundle.pop("CPU", 0.0),
@@ -57,8 +64,8 @@ class Placement:
             PlacementError: Ray found no nodes for the bundles within `timeout_s`.
         """
         if not await asyncio.to_thread(self.group.wait, timeout_s):
-            lack = await asyncio.to_thread(_lack, self.layout, "")
-            raise PlacementError(f"no room for {self.layout.world} rank(s) after {timeout_s:.0f} s: {lack.reason}")
+            shortage = await asyncio.to_thread(_shortage_of, self.layout, "")
+            raise PlacementError(f"no room for {self.layout.world} rank(s) after {timeout_s:.0f} s: {shortage.reason}")
         return _placed(self.group, self.layout)
 
     def remove(self) -> None:
@@ -74,16 +81,19 @@ async def reserve(layout: Layout, name: str) -> Placement:
         PlacementError: the resources were not free in time.
     """
     group = placement_group([dict(bundle) for bundle in layout.bundles], strategy=layout.strategy, name=name)
-    began, said = time.monotonic(), ""
+    started_at, last_reason = time.monotonic(), ""
     try:
-        while not await asyncio.to_thread(group.wait, LOOK_S):
-            lack = await asyncio.to_thread(_lack, layout, name)
-            waited, limit = time.monotonic() - began, lack.wait_s if layout.wait_s is None else layout.wait_s
-            if waited >= limit:
-                raise PlacementError(f"no room for {layout.world} rank(s) after {waited:.0f} s: {lack.reason}")
-            if lack.reason != said:
-                said = lack.reason
-                logger.warning("gang %s waits for room, up to %.0f s: %s", name, limit, said)
+        while not await asyncio.to_thread(group.wait, CHECK_PERIOD_S):
+            shortage = await asyncio.to_thread(_shortage_of, layout, name)
+            waited_s, limit_s = (
+                time.monotonic() - started_at,
+                shortage.wait_s if layout.wait_s is None else layout.wait_s,
+            )
+            if waited_s >= limit_s:
+                raise PlacementError(f"no room for {layout.world} rank(s) after {waited_s:.0f} s: {shortage.reason}")
+            if shortage.reason != last_reason:
+                last_reason = shortage.reason
+                logger.warning("gang %s waits for room, up to %.0f s: %s", name, limit_s, last_reason)
         return _placed(group, layout)
     except BaseException:
         remove_placement_group(group)
@@ -93,104 +103,118 @@ async def reserve(layout: Layout, name: str) -> Placement:
 def _placed(group: PlacementGroup, layout: Layout) -> Placement:
     """Assign ranks to the bundles of a group that is ready."""
     node_of = placement_group_table(group)["bundles_to_node_id"]
-    order = rank_order(node_of, ray.get_runtime_context().get_node_id(), layout.group)
-    return Placement(group, order, tuple(node_of[bundle] for bundle in order), layout)
+    bundle_of_rank = bundle_of_each_rank(node_of, ray.get_runtime_context().get_node_id(), layout.group_size)
+    return Placement(group, bundle_of_rank, tuple(node_of[bundle] for bundle in bundle_of_rank), layout)
 
 
-def rank_order(node_of: Mapping[int, str], own_node: str, group: int = 1) -> tuple[int, ...]:
+def bundle_of_each_rank(node_of: Mapping[int, str], own_node: str, group_size: int = 1) -> tuple[int, ...]:
     """Return the bundle of each rank, given the node of each bundle (`node_of`). `own_node` is the caller's node,
-    `group` the size of an attention group.
+    `group_size` the size of an attention group.
 
-    Each node's bundles are cut into attention groups of `group` bundles. The bundles left over on all nodes then form
-    groups that span nodes. Nodes are sorted: the caller's node first, then nodes with more bundles, then by lowest
+    Each node's bundles are cut into attention groups of `group_size` bundles. The bundles left over on all nodes then
+    form groups that span nodes. Nodes are sorted: the caller's node first, then nodes with more bundles, then by lowest
     bundle index. Groups with a bundle on the caller's node come first. The bundle indices themselves say nothing about
     nodes: Ray numbers bundles in the order of the request.
     """
-    held: dict[str, list[int]] = {}
+    bundles_of_node: dict[str, list[int]] = {}
     for bundle in sorted(node_of):
-        held.setdefault(node_of[bundle], []).append(bundle)
+        bundles_of_node.setdefault(node_of[bundle], []).append(bundle)
 
-    def in_turn(parts: list[list[int]]) -> list[list[int]]:
-        return sorted(parts, key=lambda part: (node_of[part[0]] != own_node, -len(part), part[0]))
+    def sorted_nodes(bundle_lists: list[list[int]]) -> list[list[int]]:
+        return sorted(bundle_lists, key=lambda bundles: (node_of[bundles[0]] != own_node, -len(bundles), bundles[0]))
 
-    nodes = in_turn([*held.values()])
-    groups = [node[at : at + group] for node in nodes for at in range(0, len(node) - group + 1, group)]
-    left = in_turn([rest for node in nodes if (rest := node[len(node) // group * group :])])
-    loose = [bundle for rest in left for bundle in rest]
-    groups += [loose[at : at + group] for at in range(0, len(loose), group)]
-    groups.sort(key=lambda one: all(node_of[bundle] != own_node for bundle in one))
-    return tuple(bundle for one in groups for bundle in one)
+    nodes = sorted_nodes([*bundles_of_node.values()])
+    groups = [
+        node[start : start + group_size] for node in nodes for start in range(0, len(node) - group_size + 1, group_size)
+    ]
+    leftover_lists = sorted_nodes(
+        [leftover for node in nodes if (leftover := node[len(node) // group_size * group_size :])]
+    )
+    leftovers = [bundle for leftover in leftover_lists for bundle in leftover]
+    groups += [leftovers[start : start + group_size] for start in range(0, len(leftovers), group_size)]
+    groups.sort(key=lambda group_bundles: all(node_of[bundle] != own_node for bundle in group_bundles))
+    return tuple(bundle for group_bundles in groups for bundle in group_bundles)
 
 
 @dataclass(frozen=True, slots=True)
-class _Lack:
+class _Shortage:
     """Why a gang cannot get its resources now, and for how long the gang may wait for them."""
 
     reason: str
     wait_s: float
 
 
-def _lack(layout: Layout, name: str) -> _Lack:
+def _shortage_of(layout: Layout, name: str) -> _Shortage:
     """Return why the gang `name` has no bundles yet: the nodes are too few, or other gangs hold the resources."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
-    if reason := never(layout, nodes):
-        more = "; if nodes are still to join, placement_group_config.wait_s says how long to wait for them"
-        return _Lack(reason + more, layout.join_s)
-    have, free = total(nodes), ray.available_resources()  # type: ignore[no-untyped-call]
-    short = [
-        f"{resource}: needs {amount:g}, free {free.get(resource, 0.0):g} of {have.get(resource, 0.0):g}"
+    if reason := capacity_problem(layout, nodes):
+        join_hint = "; if nodes are still to join, placement_group_config.wait_s says how long to wait for them"
+        return _Shortage(reason + join_hint, layout.join_wait_s)
+    total_resources, free = sum_resources(nodes), ray.available_resources()  # type: ignore[no-untyped-call]
+    shortages = [
+        f"{resource}: needs {amount:g}, free {free.get(resource, 0.0):g} of {total_resources.get(resource, 0.0):g}"
         for resource, amount in sorted(layout.demand.items())
         if free.get(resource, 0.0) < amount
     ]
-    words = "; ".join(short) or f"enough is free in total, but not as strategy {layout.strategy} needs it on the nodes"
-    holders = _holders(layout, name)
-    held = f", held by {', '.join(f'{who} {shown(what)}' for who, what in holders.items())}" if holders else ""
-    own = name.rpartition("/")[0]
-    leaves_s = layout.leaves_s if any(own and who.startswith(f"{own}/") for who in holders) else 0.0
+    description = (
+        "; ".join(shortages) or f"enough is free in total, but not as strategy {layout.strategy} needs it on the nodes"
+    )
+    holders = _other_holders(layout, name)
+    held_text = (
+        f", held by {', '.join(f'{holder} {format_resources(resources)}' for holder, resources in holders.items())}"
+        if holders
+        else ""
+    )
+    deployment = name.rpartition("/")[0]
+    redeploy_wait_s = (
+        layout.redeploy_wait_s if any(deployment and holder.startswith(f"{deployment}/") for holder in holders) else 0.0
+    )
     remedy = "end what holds them, add nodes, or ask for less: tp_size, deployment_config, placement_group_config"
-    return _Lack(f"{words}{held}; {remedy}", layout.busy_s + leaves_s)
+    return _Shortage(f"{description}{held_text}; {remedy}", layout.busy_wait_s + redeploy_wait_s)
 
 
-def _holders(layout: Layout, name: str) -> dict[str, dict[str, float]]:
+def _other_holders(layout: Layout, name: str) -> dict[str, dict[str, float]]:
     """Return the resources that other placement groups hold, by group name. Counted are the resources that `layout`
     needs; only GPUs are counted if it needs GPUs.
     """
-    wanted = ("GPU",) if "GPU" in layout.demand else tuple(layout.demand)
+    counted_resources = ("GPU",) if "GPU" in layout.demand else tuple(layout.demand)
     holders: dict[str, dict[str, float]] = {}
     for group in placement_group_table().values():
         if group["state"] != "CREATED" or group["name"] == name:
             continue
-        holds = {key: n for key, n in total(list(group["bundles"].values())).items() if key in wanted}
-        if holds:
-            holders[group["name"] or "a placement group without a name"] = holds
+        held_resources = {
+            key: n for key, n in sum_resources(list(group["bundles"].values())).items() if key in counted_resources
+        }
+        if held_resources:
+            holders[group["name"] or "a placement group without a name"] = held_resources
     return holders
 
 
 def cluster_gpus() -> float:
     """Return how many GPUs the connected cluster has now."""
-    total: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
-    return total.get("GPU", 0.0)
+    resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    return resources.get("GPU", 0.0)
 
 
 def device_of(
-    asked: Device, bundles: Sequence[Mapping[str, float]] | None, accelerator_type: str | None, gpus: float
+    requested: Device, bundles: Sequence[Mapping[str, float]] | None, accelerator_type: str | None, gpus: float
 ) -> tuple[Literal["cpu", "cuda"], str]:
-    """Return the device of all ranks, and the reason. `asked` is the setting `device`, `bundles` are the bundles of
+    """Return the device of all ranks, and the reason. `requested` is the setting `device`, `bundles` are the bundles of
     placement_group_config (None if not given), `gpus` is the number of GPUs in the cluster.
 
     If bundles are given, `auto` is cuda only if every bundle reserves a GPU. If none are given, `auto` is cuda only if
     an accelerator type is given or the cluster has GPUs.
 
     Raises:
-        ValueError: `asked` is cuda, and a given bundle reserves no GPU.
+        ValueError: `requested` is cuda, and a given bundle reserves no GPU.
     """
     with_gpu = bundles is not None and all(bundle.get("GPU", 0.0) > 0 for bundle in bundles)
-    if asked == "cuda":
+    if requested == "cuda":
         if bundles is not None and not with_gpu:
             raise ValueError("device is cuda but placement_group_config gives a rank no GPU; add GPU: 1 to its bundle")
-        has = f"the cluster has {gpus:g} GPU(s)" if gpus else "the cluster has no GPU yet"
-        return "cuda", f"device: cuda; {has}"
-    if asked == "cpu":
+        gpu_text = f"the cluster has {gpus:g} GPU(s)" if gpus else "the cluster has no GPU yet"
+        return "cuda", f"device: cuda; {gpu_text}"
+    if requested == "cpu":
         return "cpu", "device: cpu"
     if bundles is not None:
         reserves = "reserves GPUs" if with_gpu else "does not reserve a GPU for each rank"
@@ -202,7 +226,7 @@ def device_of(
     return "cpu", "device: auto; the cluster has no GPU"
 
 
-def check_shares(bundles: Sequence[Mapping[str, float]]) -> None:
+def check_gpu_shares(bundles: Sequence[Mapping[str, float]]) -> None:
     """Check how much of a GPU each rank on CUDA gets; `bundles` holds one bundle per rank.
 
     Raises:
@@ -248,6 +272,6 @@ def layout_of(
         raise ValueError(
             f"placement_group_config.bundles has {len(bundles)} entries for {world} rank(s); give one each"
         )
-    each = bundles or [bundle_per_worker or default_bundle(device, accelerator_type)] * world
-    pin = {} if accelerator_type is None else {f"{ACCELERATOR}{accelerator_type}": ACCELERATOR_SHARE}
-    return Layout(tuple({**bundle, **pin} for bundle in each), strategy)
+    rank_bundles = bundles or [bundle_per_worker or default_bundle(device, accelerator_type)] * world
+    accelerator = {} if accelerator_type is None else {f"{ACCELERATOR_PREFIX}{accelerator_type}": ACCELERATOR_SHARE}
+    return Layout(tuple({**bundle, **accelerator} for bundle in rank_bundles), strategy)

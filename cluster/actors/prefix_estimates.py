@@ -9,16 +9,16 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 
-def chain_of(tokens: Sequence[int], page_size: int, salt: int = 0) -> tuple[int, ...]:
+def page_hashes_of(tokens: Sequence[int], page_size: int, salt: int = 0) -> tuple[int, ...]:
     """Return one hash for each full page of `tokens` that is followed by another token. The hash covers `salt` and all
     tokens up to and including the following token.
     """
-    ids, link = tuple(tokens), salt
-    chain = []
+    ids, page_hash = tuple(tokens), salt
+    hashes = []
     for start in range(0, len(ids) - page_size, page_size):
-        link = hash((link, ids[start : start + page_size + 1]))
-        chain.append(link)
-    return tuple(chain)
+        page_hash = hash((page_hash, ids[start : start + page_size + 1]))
+        hashes.append(page_hash)
+    return tuple(hashes)
 
 
 class PrefixIndex:
@@ -34,27 +34,28 @@ class PrefixIndex:
     def __contains__(self, page: int) -> bool:
         return page in self._pages
 
-    def held(self, chain: Sequence[int]) -> int:
-        """Return how many pages at the start of `chain` the rank has, up to the first gap."""
-        for count, link in enumerate(chain):
-            if link not in self._pages:
+    def count_cached(self, page_hashes: Sequence[int]) -> int:
+        """Return how many pages at the start of `page_hashes` the rank has, up to the first gap."""
+        for count, page_hash in enumerate(page_hashes):
+            if page_hash not in self._pages:
                 return count
-        return len(chain)
+        return len(page_hashes)
 
-    def add(self, chain: Sequence[int]) -> None:
-        """Add the pages of `chain`."""
-        for link in reversed(chain):  # so that first pages, without which the others are useless, are evicted last
-            self._pages[link] = None
-            self._pages.move_to_end(link)
+    def add(self, page_hashes: Sequence[int]) -> None:
+        """Add the pages of `page_hashes`."""
+        # So that first pages, without which the others are useless, are evicted last.
+        for page_hash in reversed(page_hashes):
+            self._pages[page_hash] = None
+            self._pages.move_to_end(page_hash)
         while len(self._pages) > self.capacity:
             self._pages.popitem(last=False)
 
-    def drop(self, chain: Sequence[int]) -> None:
+    def drop(self, page_hashes: Sequence[int]) -> None:
         """Remove these pages."""
-        for link in chain:
-            self._pages.pop(link, None)
+        for page_hash in page_hashes:
+            self._pages.pop(page_hash, None)
 
-    def restarted(self, capacity: int) -> None:
+    def reset(self, capacity: int) -> None:
         """Clear the index: the rank's cache is empty and has `capacity` pages. A disabled index stays disabled."""
         self._pages.clear()
         self.capacity = capacity if self.capacity else 0

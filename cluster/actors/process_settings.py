@@ -10,7 +10,7 @@ loop by this long.
 """
 
 
-def settle() -> None:
+def tune_gil_and_gc() -> None:
     """Set the switch interval, and exclude all present objects from garbage collection. Call this when all is loaded: a
     full collection of the loaded objects takes a fifth of a second.
     """

@@ -12,32 +12,33 @@ import tempfile
 from pathlib import Path
 
 PREFIX = "aerie-"
-INSIDE = "r"  # one letter, because the length of the paths of Ray's sockets is limited
-OWNER = "owner"  # a file that the folder's process keeps locked as long as it lives
+SUBFOLDER = "r"  # one letter, because the length of the paths of Ray's sockets is limited
+OWNER_FILE = "owner"  # a file that the folder's process keeps locked as long as it lives
 SOCKET_LIMIT = 107  # characters that Linux allows in the path of a Unix socket
 SOCKET_TAIL = len("/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store") + 4
 
 
 class OwnedFolder:
-    """A new folder in the system's temporary folder; Ray uses the subfolder `inside`."""
+    """A new folder in the system's temporary folder; Ray uses the subfolder `ray_folder`."""
 
     def __init__(self) -> None:
         """Create and lock the folder. Raises RuntimeError if the path of the system's temporary folder is too long for
         Ray's sockets.
         """
         self.path = Path(tempfile.mkdtemp(prefix=PREFIX))  # 0700
-        self.inside = self.path / INSIDE
-        if len(str(self.inside)) + SOCKET_TAIL > SOCKET_LIMIT:
+        self.ray_folder = self.path / SUBFOLDER
+        if len(str(self.ray_folder)) + SOCKET_TAIL > SOCKET_LIMIT:
             self.path.rmdir()
             raise RuntimeError(
                 f"the path of the temporary folder {tempfile.gettempdir()!r} is too long for Ray's sockets; set TMPDIR "
                 "to a shorter one, such as /tmp"
             )
-        self.inside.mkdir()
-        unlocked = self.path / f"{OWNER}.new"
+        self.ray_folder.mkdir()
+        unlocked = self.path / f"{OWNER_FILE}.new"
         self._lock: int | None = os.open(unlocked, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        unlocked.rename(self.path / OWNER)  # locked before it gets this name: `remove_orphans` never sees it unlocked
+        # Locked before it gets this name: `remove_orphans` never sees it unlocked.
+        unlocked.rename(self.path / OWNER_FILE)
 
     def remove(self) -> None:
         """Remove the folder with its contents. Safe to call twice."""
@@ -55,10 +56,10 @@ def remove_orphans() -> list[Path]:
     removed = []
     for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         try:
-            facts = path.lstat()
-            if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid() or facts.st_mode & 0o077:
+            status = path.lstat()
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
                 continue
-            lock = os.open(path / OWNER, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            lock = os.open(path / OWNER_FILE, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError:
             continue
         try:

@@ -19,7 +19,7 @@ from cluster.actors.admission import Admission
 from cluster.actors.balance import Balancer, RankChoice
 from cluster.actors.coalesced_call import CoalescedCall
 from cluster.actors.gang import Gang
-from cluster.actors.grammar_transfer import named
+from cluster.actors.grammar_transfer import with_grammar
 from cluster.actors.incarnation import Incarnation
 from cluster.actors.messages import Commands, GangStatus, Loss, Overloaded, StepItem, Unavailable
 from cluster.actors.open_requests import QueueReport
@@ -34,10 +34,11 @@ from cluster.status import RankInfo
 
 logger = logging.getLogger(__name__)
 
-LAST_WORDS_S = 0.5  # how long to read items that killed shards had already sent
+DRAIN_TIMEOUT_S = 0.5  # how long to read items that killed shards had already sent
 
 
-Work = Callable[[Incarnation, int], Coroutine[Any, Any, None]]  # (incarnation, leader's rank): a task for one leader
+# (incarnation, leader's rank): a task for one leader.
+LeaderTask = Callable[[Incarnation, int], Coroutine[Any, Any, None]]
 
 
 @dataclass(slots=True)
@@ -46,15 +47,15 @@ class CommandQueue:
 
     submits: list[Request] = field(default_factory=list)
     aborts: list[str] = field(default_factory=list)
-    doubted: list[str] = field(default_factory=list)
-    heard: list[str] = field(default_factory=list)
+    suspects: list[str] = field(default_factory=list)
+    confirmed: list[str] = field(default_factory=list)
     filled: asyncio.Event = field(default_factory=asyncio.Event)
 
     def take(self) -> Commands:
         """Return everything that gathered, and empty the queue."""
-        commands = Commands(tuple(self.submits), tuple(self.aborts), tuple(self.doubted), tuple(self.heard))
-        for gathered in (self.submits, self.aborts, self.doubted, self.heard):
-            gathered.clear()
+        commands = Commands(tuple(self.submits), tuple(self.aborts), tuple(self.suspects), tuple(self.confirmed))
+        for commands_of_kind in (self.submits, self.aborts, self.suspects, self.confirmed):
+            commands_of_kind.clear()
         self.filled.clear()
         return commands
 
@@ -69,27 +70,27 @@ class Router:
         with `random_seed` and `replica_rank`, the replica's rank in its deployment. So after a restart the same
         requests in the same order get the same seeds, and no two requests share a seed.
         """
-        resolved = ResolvedSettings.of(gang.spec.config)
+        resolved = ResolvedSettings.from_settings(gang.spec.config)
         self._on_resumed = on_resumed
         self._gang = gang
         self._streams: dict[str, OpenStream] = {}
         self._balancer = Balancer.of(resolved)
         self._samples = CoalescedCall(lambda: deployment_samples(gang))
-        self._admission = Admission(resolved, report=self._report)
+        self._admission = Admission(resolved, queue_report=self._queue_report)
         self._seeds = Seeds(f"{gang.spec.config.random_seed}/{replica_rank}")
-        self._life: Incarnation | None = None  # the incarnation that requests go to; None while they wait
-        self._lines: dict[int, CommandQueue] = {}  # by leader
+        self._incarnation: Incarnation | None = None  # the incarnation that requests go to; None while they wait
+        self._command_queues: dict[int, CommandQueue] = {}  # by leader
         self._recovery = Recovery()
-        self._reading: list[asyncio.Task[None]] = []
-        self._sending: list[asyncio.Task[None]] = []
-        self._grammars: set[asyncio.Task[tuple[str, str]]] = set()
-        self._watch: asyncio.Task[None] | None = None
-        self._down = ""
+        self._reader_tasks: list[asyncio.Task[None]] = []
+        self._sender_tasks: list[asyncio.Task[None]] = []
+        self._grammar_tasks: set[asyncio.Task[tuple[str, str]]] = set()
+        self._watch_task: asyncio.Task[None] | None = None
+        self._closed_reason = ""
 
     @property
-    def lost(self) -> str:
+    def lost_reason(self) -> str:
         """Why the gang will not come back; empty while it serves or restarts."""
-        return self._gang.lost
+        return self._gang.lost_reason
 
     def start(self) -> None:
         """Begin to read the leaders' streams and to watch the gang; call this on the replica's event loop.
@@ -98,7 +99,7 @@ class Router:
         task, and an actor call with commands also carries commands of other requests.
         """
         self.on_up()
-        self._watch = asyncio.create_task(self._gang.watch(self), name="gang-watch")
+        self._watch_task = asyncio.create_task(self._gang.watch(self), name="gang-watch")
 
     def end_streams(self) -> None:
         """End every open stream as aborted, and refuse later requests: the server is shutting down."""
@@ -107,38 +108,47 @@ class Router:
     async def close(self) -> None:
         """End the open streams, stop reading, and stop watching the gang. The caller ends the gang itself."""
         self.end_streams()
-        tasks = [*self._reading, *self._sending, *self._grammars, *([self._watch] if self._watch else [])]
+        tasks = [
+            *self._reader_tasks,
+            *self._sender_tasks,
+            *self._grammar_tasks,
+            *([self._watch_task] if self._watch_task else []),
+        ]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def on_up(self) -> None:
         """Note that the first or a later incarnation serves: submit the open streams that `Recovery` releases."""
-        life = self._gang.life
-        assert life is not None
-        self._life = life
-        self._lines = {rank: CommandQueue() for rank in life.spec.leaders}
+        incarnation = self._gang.incarnation
+        assert incarnation is not None
+        self._incarnation = incarnation
+        self._command_queues = {rank: CommandQueue() for rank in incarnation.spec.leaders}
         info = self._gang.infos[0]
-        self._balancer.restarted(info.kv_pages)
-        self._admission.started(info.kv_tokens, _pace_of(info))
-        self._reading = [self._task(life, rank, "outputs", self._read) for rank in self._lines]
-        self._sending = [self._task(life, rank, "commands", self._send) for rank in self._lines]
+        self._balancer.on_restart(info.kv_pages)
+        self._admission.on_gang_up(info.kv_tokens, _step_times_of(info))
+        self._reader_tasks = [
+            self._start_task(incarnation, rank, "outputs", self._read) for rank in self._command_queues
+        ]
+        self._sender_tasks = [
+            self._start_task(incarnation, rank, "commands", self._send) for rank in self._command_queues
+        ]
         for stream in self._recovery.begin([s for s in self._streams.values() if not s.ended]):
             self._submit(stream)
 
     async def on_down(self, loss: Loss) -> None:
         """Note that the incarnation is over. Distribute the items that its shards had sent; then the streams wait."""
-        await asyncio.wait(self._reading, timeout=LAST_WORDS_S)
-        self._life = None
-        self._admission.stopped()
-        for task in (*self._reading, *self._sending):
+        await asyncio.wait(self._reader_tasks, timeout=DRAIN_TIMEOUT_S)
+        self._incarnation = None
+        self._admission.on_gang_down()
+        for task in (*self._reader_tasks, *self._sender_tasks):
             task.cancel()
-        self._reading, self._sending = [], []
+        self._reader_tasks, self._sender_tasks = [], []
         nodes = self._gang.infos[0].speculative_num_draft_tokens - 1
         open_streams = [stream for stream in self._streams.values() if not stream.ended]
         for stream in open_streams:
-            stream.lose(nodes)
-        self._recovery.lost(open_streams, loss)
+            stream.on_incarnation_lost(nodes)
+        self._recovery.on_loss(open_streams, loss)
 
     def on_lost(self, reason: str) -> None:
         """Note that the gang will not come back: end every stream with the reason."""
@@ -146,8 +156,8 @@ class Router:
 
     async def generate(self, request: Request) -> AsyncIterator[SequenceOutput]:
         """Stream one output per step that produced tokens of the request; see `EngineClient.generate`."""
-        if self._down:
-            raise Unavailable(self._down, max(1, math.ceil(self._gang.start_s)))
+        if self._closed_reason:
+            raise Unavailable(self._closed_reason, max(1, math.ceil(self._gang.start_s)))
         stream = self._admit(request)
         try:
             while True:
@@ -160,15 +170,15 @@ class Router:
         finally:
             self._forget(stream)
 
-    def full(self) -> Overloaded | None:
-        """Return why even a short request would be refused now; see `EngineClient.full`."""
-        return None if self._down else self._admission.full()
+    def overload(self) -> Overloaded | None:
+        """Return why even a short request would be refused now; see `EngineClient.overload`."""
+        return None if self._closed_reason else self._admission.overload()
 
     async def status(self) -> GangStatus:
         """Return health and load now; see `EngineClient.status`."""
-        if not self._down:
-            await self._gang.pulse()
-        reason = self._down or self._gang.trouble()
+        if not self._closed_reason:
+            await self._gang.request_heartbeats()
+        reason = self._closed_reason or self._gang.unhealthy_reason()
         started = sum(stream.started for stream in self._streams.values())
         return GangStatus(
             healthy=not reason,
@@ -177,7 +187,7 @@ class Router:
             running=started,
             history=self._gang.history(),
             ranks=tuple(self._gang.infos),
-            beats=tuple(beat for beat in self._gang.beats if beat is not None),
+            heartbeats=tuple(beat for beat in self._gang.heartbeats if beat is not None),
         )
 
     async def metrics(self) -> list[bytes]:
@@ -187,170 +197,175 @@ class Router:
     def _admit(self, request: Request) -> OpenStream:
         if request.request_id in self._streams:
             raise ValueError(f"request id {request.request_id!r} is already being served")
-        place = self._balancer.place(request, self._admission.new_tokens(request))  # raises for an unknown rank
+        # Raises for an unknown rank.
+        choice = self._balancer.propose(request, self._admission.expected_new_tokens(request))
         if not request.resumed_tokens:  # a request with resumed tokens was admitted before, by another replica
-            self._admission.check(request, place)
+            self._admission.check(request, choice)
         stream = OpenStream(self._seeds.fill(request))
-        self._choose(stream, stream.request, place)
+        self._assign_rank(stream, stream.request, choice)
         self._streams[request.request_id] = stream
-        self._admission.entered(request, place)
-        if self._life is not None and self._recovery.arrived(stream):
+        self._admission.on_admitted(request, choice)
+        if self._incarnation is not None and self._recovery.on_arrival(stream):
             self._submit(stream)
         return stream
 
-    def _choose(self, stream: OpenStream, request: Request, place: RankChoice) -> None:
-        self._balancer.choose(request, self._admission.new_tokens(request), place)
-        stream.place(self._gang.spec.leaders[place.rank])
+    def _assign_rank(self, stream: OpenStream, request: Request, choice: RankChoice) -> None:
+        self._balancer.choose(request, self._admission.expected_new_tokens(request), choice)
+        stream.assign_rank(self._gang.spec.leaders[choice.rank])
 
-    def _report(self, dp_rank: int) -> QueueReport | None:
+    def _queue_report(self, dp_rank: int) -> QueueReport | None:
         """Return a rank's last report of its queue and its step times, or None if there was none yet."""
-        heard = None if self._life is None else self._life.heard(self._gang.spec.leaders[dp_rank])
-        if heard is None:
+        last_status = (
+            None if self._incarnation is None else self._incarnation.last_status(self._gang.spec.leaders[dp_rank])
+        )
+        if last_status is None:
             return None
-        at, status = heard
+        received_at, status = last_status
         drift = Drift(status.decode_drift, status.prompt_drift, status.prefill_drift)
-        return QueueReport(at, status.queued_tokens, status.submitted, drift)
+        return QueueReport(received_at, status.queued_tokens, status.submitted, drift)
 
     def _submit(self, stream: OpenStream) -> None:
         """Submit a stream's request to the present incarnation."""
-        again = stream.submissions > 0
+        is_resubmission = stream.submissions > 0
         request = stream.submission()
-        if again:  # choose the rank anew: the caches are empty, and the load may have changed
-            place = self._balancer.place(request, self._admission.new_tokens(request))
-            self._choose(stream, request, place)
-            self._admission.moved(stream.name, len(request.prompt_token_ids), place)
+        if is_resubmission:  # choose the rank anew: the caches are empty, and the load may have changed
+            choice = self._balancer.propose(request, self._admission.expected_new_tokens(request))
+            self._assign_rank(stream, request, choice)
+            self._admission.on_resubmitted(stream.name, len(request.prompt_token_ids), choice)
             if self._on_resumed is not None:
                 self._on_resumed()
         grammar = request.params.grammar
         if grammar is None:
-            self._send_on(stream, request)
+            self._enqueue_submit(stream, request)
             return
-        assert self._life is not None
-        read, epoch = self._life.read_grammar(stream.rank, grammar), self._life.epoch
-        self._grammars.add(read)
-        read.add_done_callback(lambda task: self._grammar_read(task, stream, request, epoch))
+        assert self._incarnation is not None
+        grammar_task, epoch = self._incarnation.read_grammar(stream.rank, grammar), self._incarnation.epoch
+        self._grammar_tasks.add(grammar_task)
+        grammar_task.add_done_callback(lambda task: self._on_grammar_read(task, stream, request, epoch))
 
-    def _grammar_read(
+    def _on_grammar_read(
         self, task: asyncio.Task[tuple[str, str]], stream: OpenStream, request: Request, epoch: int
     ) -> None:
         """Send a stream's request on, or refuse it: the ranks of its group have read its grammar."""
-        self._grammars.discard(task)
-        if stream.ended or task.cancelled() or self._life is None or self._life.epoch != epoch:
+        self._grammar_tasks.discard(task)
+        if stream.ended or task.cancelled() or self._incarnation is None or self._incarnation.epoch != epoch:
             return  # the next incarnation reads the grammar again
         name, reason = task.result()
         if reason:
             self._refuse(stream, reason)
         else:
-            self._send_on(stream, named(request, name))
+            self._enqueue_submit(stream, with_grammar(request, name))
 
     def _refuse(self, stream: OpenStream, reason: str) -> None:
         """Refuse a stream that the engine will not serve. If tokens were already sent, end it with an error instead."""
-        if stream.dealt:
+        if stream.sent_tokens:
             stream.end(f"the engine would not resume it: {reason}")
         else:
             stream.refuse(reason)
-        self._settle(stream)
+        self._on_settled(stream)
 
-    def _send_on(self, stream: OpenStream, request: Request) -> None:
+    def _enqueue_submit(self, stream: OpenStream, request: Request) -> None:
         """Submit a stream's request with the next call to its leader."""
-        line = self._lines[stream.rank]
-        line.submits.append(request)
-        self._admission.sent(stream.name)
-        if stream.unserved:
-            line.doubted.append(stream.name)
-        line.filled.set()
+        command_queue = self._command_queues[stream.rank]
+        command_queue.submits.append(request)
+        self._admission.on_submitted(stream.name)
+        if stream.submissions_without_progress:
+            command_queue.suspects.append(stream.name)
+        command_queue.filled.set()
 
     def _forget(self, stream: OpenStream) -> None:
         """Forget a stream whose reader is gone; if the stream had not ended, abort its request."""
         if self._streams.pop(stream.name, None) is None:
             return
-        self._balancer.ended(stream.name, stream.dealt)
-        self._admission.left(stream.name, stopped=False)
+        self._balancer.on_ended(stream.name, stream.sent_tokens)
+        self._admission.on_ended(stream.name, stopped=False)
         if not stream.ended:
-            stream.leave()
-            if stream.submitted and self._life is not None:
-                line = self._lines[stream.rank]
-                line.aborts.append(stream.name)
-                line.filled.set()
-            self._settle(stream)
+            stream.on_reader_gone()
+            if stream.submitted and self._incarnation is not None:
+                command_queue = self._command_queues[stream.rank]
+                command_queue.aborts.append(stream.name)
+                command_queue.filled.set()
+            self._on_settled(stream)
 
-    def _settle(self, stream: OpenStream) -> None:
+    def _on_settled(self, stream: OpenStream) -> None:
         """Note that a stream went on in this incarnation or is over. Submit the streams that `Recovery` releases."""
-        if self._life is not None:
-            for following in self._recovery.settled(stream.name):
-                self._submit(following)
+        if self._incarnation is not None:
+            for released_stream in self._recovery.on_settled(stream.name):
+                self._submit(released_stream)
 
-    def _task(self, life: Incarnation, rank: int, name: str, work: Work) -> asyncio.Task[None]:
+    def _start_task(self, incarnation: Incarnation, rank: int, name: str, work: LeaderTask) -> asyncio.Task[None]:
         """Start a task that sends to a leader or reads from it. If the task fails, the incarnation is over."""
 
         async def watched() -> None:
             try:
-                await work(life, rank)
+                await work(incarnation, rank)
             except RayActorError as error:
-                life.mark_dead(rank, error)
+                incarnation.mark_dead(rank, error)
             except Exception as error:
                 logger.exception("rank %d: its %s failed", rank, name)
-                life.mark_failed(rank, f"its {name} failed: {first_line(error)}")
+                incarnation.mark_failed(rank, f"its {name} failed: {first_line(error)}")
 
         return asyncio.create_task(watched(), name=f"{name}-{rank}")
 
-    async def _send(self, life: Incarnation, rank: int) -> None:
+    async def _send(self, incarnation: Incarnation, rank: int) -> None:
         """Send a leader the commands that gathered for it, one call at a time."""
-        line, shard = self._lines[rank], life.shards[rank]
+        command_queue, shard = self._command_queues[rank], incarnation.shards[rank]
         while True:
-            await line.filled.wait()
-            await shard.put.remote(line.take())
+            await command_queue.filled.wait()
+            await shard.put.remote(command_queue.take())
 
-    async def _read(self, life: Incarnation, rank: int) -> None:
+    async def _read(self, incarnation: Incarnation, rank: int) -> None:
         """Distribute a leader's step items to the streams until its shard ends."""
-        async for ref in life.open_stream(rank):
+        async for ref in incarnation.open_stream(rank):
             for item in await ref:
-                life.mark_alive()
-                self._deal(life, item)
+                incarnation.mark_alive()
+                self._distribute(incarnation, item)
 
-    def _deal(self, life: Incarnation, item: StepItem) -> None:
+    def _distribute(self, incarnation: Incarnation, item: StepItem) -> None:
         """Pass each part of a step item to its stream."""
-        for request_id in item.begun:
+        for request_id in item.admitted:
             if stream := self._streams.get(request_id):
-                stream.begin()
-                if stream.unserved:  # the step of a doubted request waits for this confirmation
-                    line = self._lines[stream.rank]
-                    line.heard.append(stream.name)
-                    line.filled.set()
+                stream.on_admitted()
+                if stream.submissions_without_progress:  # the step of a suspect waits for this confirmation
+                    command_queue = self._command_queues[stream.rank]
+                    command_queue.confirmed.append(stream.name)
+                    command_queue.filled.set()
         for request_id, message in item.refused:
             if (stream := self._streams.get(request_id)) and not stream.ended:
                 self._refuse(stream, message)
         for output in item.outputs:
             if (stream := self._streams.get(output.request_id)) and not stream.ended:
-                self._take(stream, output)
-                life.fruitful = life.fruitful or stream.fruitful or output.finish_reason in ("stop", "length")
+                self._deliver(stream, output)
+                incarnation.made_progress = (
+                    incarnation.made_progress or stream.made_progress or output.finish_reason in ("stop", "length")
+                )
 
-    def _take(self, stream: OpenStream, output: SequenceOutput) -> None:
-        first, before = not stream.answered, stream.fruitful
-        if first:
+    def _deliver(self, stream: OpenStream, output: SequenceOutput) -> None:
+        is_first_output, had_progress = not stream.has_first_token, stream.made_progress
+        if is_first_output:
             # A request for prompt logprobs computes its whole prompt, so its cached tokens say nothing of the cache.
-            scored = stream.request.params.prompt_logprobs is not None
-            self._balancer.started(stream.name, None if scored else output.cached_tokens)
-        self._balancer.progressed(stream.name, len(output.token_ids), 0 if first else 1)
-        self._admission.progressed(stream.name, len(output.token_ids))
-        stream.queue.put_nowait(stream.take(output))
+            has_prompt_logprobs = stream.request.params.prompt_logprobs is not None
+            self._balancer.on_first_output(stream.name, None if has_prompt_logprobs else output.cached_tokens)
+        self._balancer.on_tokens(stream.name, len(output.token_ids), 0 if is_first_output else 1)
+        self._admission.on_tokens(stream.name, len(output.token_ids))
+        stream.queue.put_nowait(stream.record(output))
         if stream.ended:
-            self._admission.left(stream.name, stopped=output.finish_reason == "stop")
-        if (stream.fruitful and not before) or stream.ended:
-            self._settle(stream)
+            self._admission.on_ended(stream.name, stopped=output.finish_reason == "stop")
+        if (stream.made_progress and not had_progress) or stream.ended:
+            self._on_settled(stream)
 
     def _end_all(self, reason: str) -> None:
         """End every open stream with the reason, and refuse later requests with it."""
-        self._down = self._down or reason
+        self._closed_reason = self._closed_reason or reason
         for stream in self._streams.values():
-            stream.end(self._down, "abort")
+            stream.end(self._closed_reason, "abort")
 
 
-def _pace_of(info: RankInfo) -> StepTimes | None:
+def _step_times_of(info: RankInfo) -> StepTimes | None:
     """Return the measured step times of a rank; None if they were not measured."""
     if info.step_costs is None:
         return None
     config = info.config
-    return StepTimes.reported(
+    return StepTimes.from_costs(
         info.step_costs, config.prefill_share, info.speculative_num_draft_tokens, config.attn_dp_size
     )

@@ -14,16 +14,16 @@ from typing import Any
 
 import ray
 
-from cluster.actors.engine_loop import EngineLoop, StepEngine, kind_of
-from cluster.actors.gpus import own_gpus, see_only
+from cluster.actors.engine_loop import EngineLoop, StepEngine, failure_kind_of
+from cluster.actors.gpus import hide_other_gpus, reserved_gpus
 from cluster.actors.grammar_transfer import GrammarCache
-from cluster.actors.loading import in_a_thread_that_ends
+from cluster.actors.loading import run_in_temporary_thread
 from cluster.actors.messages import Commands, Failure, Heartbeat, LoadError, StepItem
 from cluster.actors.network_interface import choose_interface, node_address
-from cluster.actors.process_settings import settle
+from cluster.actors.process_settings import tune_gil_and_gc
 from cluster.arch.hub import fetch
 from cluster.config import ConfigError, EngineConfig
-from cluster.distributed.cpu_progress import Effort, Pulse, reads
+from cluster.distributed.cpu_progress import ProgressTracker, ThreadCpuTime, disk_waits
 from cluster.observability.logs import LogSettings, configure
 from cluster.status import RankInfo
 
@@ -32,14 +32,15 @@ logger = logging.getLogger(__name__)
 FACTORY = "cluster.engine:build_rank"
 # The module with `open_store` and `Rendezvous`, used if the factory's module has none. Given by name, because importing
 # it loads torch.
-MESH = "cluster.distributed.mesh"
+MESH_MODULE = "cluster.distributed.mesh"
 ACTOR_OPTIONS: dict[str, Any] = {
     "max_restarts": 0,
     "max_task_retries": 0,
     "concurrency_groups": {"commands": 1, "outputs": 1, "control": 2, "heartbeat": 1, "end": 1, "grammars": 1},
 }
 LOAD_THREADS = "aerie-load"
-READING_NICENESS = 10  # of the thread that reads grammars: a grammar may take tenths of a second, and steps come first
+# Of the thread that reads grammars: a grammar may take tenths of a second, and steps come first.
+GRAMMAR_THREAD_NICENESS = 10
 
 
 class ShardActor:
@@ -54,7 +55,7 @@ class ShardActor:
         self,
         rank: int,
         world: int,
-        neighbours: int = 1,
+        ranks_on_node: int = 1,
         factory: str = FACTORY,
         epoch: int = 0,
         log: LogSettings | None = None,
@@ -63,22 +64,22 @@ class ShardActor:
             configure(log, rank=rank)
         self._rank = rank
         self._world = world
-        self._neighbours = neighbours  # ranks of the gang on this node, this one included: they share its cores
+        self._ranks_on_node = ranks_on_node  # ranks of the gang on this node, this one included: they share its cores
         self._factory = factory
         self._epoch = epoch
         self._store: Any = None
-        self._loop: EngineLoop | None = None
-        self._loading = Effort(LOAD_THREADS)
-        self._pulse = Pulse(self._loading)
-        self._serving: bytes | None = None
+        self._engine_loop: EngineLoop | None = None
+        self._load_cpu_time = ThreadCpuTime(LOAD_THREADS)
+        self._load_progress = ProgressTracker(self._load_cpu_time)
+        self._replica_sample: bytes | None = None
         self._grammars = GrammarCache()
 
     @ray.method(concurrency_group="control")
     def open_store(self) -> tuple[str, int]:
         """Open the store through which the ranks meet, on rank 0; return its host and port."""
-        self._loading.begin()  # the store's module imports torch, which may take long
+        self._load_cpu_time.use_current_thread()  # the store's module imports torch, which may take long
         host = node_address()
-        self._store = self._beside_factory("open_store")(host)
+        self._store = self._from_factory_module("open_store")(host)
         return host, self._store.port
 
     @ray.method(concurrency_group="control")
@@ -88,58 +89,62 @@ class ShardActor:
         Raises:
             ConfigError: the files cannot be downloaded; the message says what was tried.
         """
-        self._loading.begin()
+        self._load_cpu_time.use_current_thread()
         fetch(config)
 
     @ray.method(concurrency_group="control")
-    def load(self, config: EngineConfig, meeting: tuple[str, int] | None = None) -> RankInfo:
+    def load(self, config: EngineConfig, store_address: tuple[str, int] | None = None) -> RankInfo:
         """Load the models, meet the other ranks, and start stepping; return this rank's settings and hardware.
 
-        `meeting` is the host and port of rank 0's store, or None if the gang has one rank.
+        `store_address` is the host and port of rank 0's store, or None if the gang has one rank.
 
         Raises:
             ConfigError: the config or a checkpoint cannot be served; the message names the setting.
             LoadError: any other failure.
         """
-        self._loading.begin()
-        threads = config.num_threads or max(
-            1, (len(os.sched_getaffinity(0)) - 1) // self._neighbours
-        )  # one core for REST
+        self._load_cpu_time.use_current_thread()
+        # One core for REST.
+        threads = config.num_threads or max(1, (len(os.sched_getaffinity(0)) - 1) // self._ranks_on_node)
         os.environ["OMP_NUM_THREADS"] = str(threads)  # Ray sets it to the actor's CPUs; torch reads it when imported
-        interface, gpus = choose_interface(node_address()), own_gpus()
-        see_only(gpus)
-        own = config.model_copy(update={"num_threads": threads})
+        interface, gpus = choose_interface(node_address()), reserved_gpus()
+        hide_other_gpus(gpus)
+        rank_config = config.model_copy(update={"num_threads": threads})
         try:
-            rendezvous = None if meeting is None else self._beside_factory("Rendezvous")(*meeting, self._epoch)
-            build = self._beside_factory(self._factory.partition(":")[2])
-            engine: StepEngine = in_a_thread_that_ends(lambda: build(own, self._rank, rendezvous, self._store))
+            rendezvous = (
+                None if store_address is None else self._from_factory_module("Rendezvous")(*store_address, self._epoch)
+            )
+            build = self._from_factory_module(self._factory.partition(":")[2])
+            engine: StepEngine = run_in_temporary_thread(
+                lambda: build(rank_config, self._rank, rendezvous, self._store)
+            )
         except ConfigError:
             raise
         except Exception as error:
             logger.exception("rank %d could not load", self._rank)
-            raise LoadError(f"{type(error).__name__}: {error}", kind_of(error)) from None
+            raise LoadError(f"{type(error).__name__}: {error}", failure_kind_of(error)) from None
         node: str = ray.get_runtime_context().get_node_id()
         info = replace(engine.info(), world=self._world, pid=os.getpid(), node=node, gpus=gpus, interface=interface)
-        settle()
-        self._loop = EngineLoop(engine, self._rank, self._world)
-        self._loop.start()
+        tune_gil_and_gc()
+        self._engine_loop = EngineLoop(engine, self._rank, self._world)
+        self._engine_loop.start()
         Thread(target=self._prepare_grammars, args=(engine,), name="grammars", daemon=True).start()
         return info
 
     @ray.method(concurrency_group="commands")
     def put(self, commands: Commands) -> None:
         """Pass commands to the loop, in the order of the calls. Names of grammars are replaced by the grammars."""
-        self._running.put(self._grammars.whole(commands))
+        self._running_loop.put(self._grammars.resolve_names(commands))
 
     @ray.method(concurrency_group="grammars")
     def read_grammar(self, name: str, grammar: str) -> str:
         """Read a compiled grammar while steps go on. Return why the grammar cannot be used, or an empty string if it
         can. Afterwards a request with the grammar's `name` may be submitted to the leader of this rank's group.
         """
-        os.setpriority(os.PRIO_PROCESS, 0, READING_NICENESS)  # on Linux: of this thread only, which does nothing else
-        self._grammars.keep(name, grammar)
+        # On Linux: of this thread only, which does nothing else.
+        os.setpriority(os.PRIO_PROCESS, 0, GRAMMAR_THREAD_NICENESS)
+        self._grammars.add(name, grammar)
         try:
-            self._running.engine.read_grammar(grammar)
+            self._running_loop.engine.read_grammar(grammar)
         except ValueError as error:
             return str(error)
         except Exception as error:  # must end this request only, not the whole gang
@@ -149,7 +154,7 @@ class ShardActor:
 
     def _prepare_grammars(self, engine: StepEngine) -> None:
         """Prepare the engine for grammars while steps go on; otherwise the first request with a grammar would wait."""
-        os.setpriority(os.PRIO_PROCESS, 0, READING_NICENESS)  # of this thread
+        os.setpriority(os.PRIO_PROCESS, 0, GRAMMAR_THREAD_NICENESS)  # of this thread
         try:
             engine.prepare_grammars()
         except ConfigError as error:
@@ -160,47 +165,47 @@ class ShardActor:
     @ray.method(concurrency_group="outputs")
     def outputs(self) -> Iterator[tuple[StepItem, ...]]:
         """Stream the items of the steps, several at once if the reader is slower than the steps."""
-        loop = self._running
-        while (items := loop.drain()) or not loop.over:
+        loop = self._running_loop
+        while (items := loop.drain()) or not loop.has_ended:
             if items:
                 yield tuple(items)
 
     @ray.method(concurrency_group="end")
     def end(self) -> Failure | None:
         """Wait for the end of the loop. Return the failure that ended the loop, or None if the loop was stopped."""
-        return self._running.wait()
+        return self._running_loop.wait()
 
     @ray.method(concurrency_group="heartbeat")
     def heartbeat(self) -> Heartbeat:
         """Return the rank's progress, without waiting for a step. During loading, CPU time and disk reads count."""
-        if self._loop is not None:
-            return self._loop.heartbeat()
-        self._pulse.look(reads())
-        return Heartbeat(self._rank, 0, True, self._pulse.age_s, 0, "load")
+        if self._engine_loop is not None:
+            return self._engine_loop.heartbeat()
+        self._load_progress.update(disk_waits())
+        return Heartbeat(self._rank, 0, True, self._load_progress.idle_s, 0, "load")
 
     @ray.method(concurrency_group="control")
     def metrics(self) -> list[bytes]:
         """Return the rank's registry sample, followed by the replica's sample if `keep_serving_sample` was called."""
-        own = self._running.engine.metrics.serialize()
-        return [own] if self._serving is None else [own, self._serving]
+        rank_sample = self._running_loop.engine.metrics.serialize()
+        return [rank_sample] if self._replica_sample is None else [rank_sample, self._replica_sample]
 
     @ray.method(concurrency_group="commands")
     def keep_serving_sample(self, sample: bytes) -> None:
         """Keep the replica's own registry sample, so that other replicas can read it here."""
-        self._serving = sample
+        self._replica_sample = sample
 
     @ray.method(concurrency_group="control")
     def stop(self) -> bool:
         """End the loops of all ranks after a step; return whether this rank's loop ended in time."""
-        return self._loop is None or self._loop.stop()
+        return self._engine_loop is None or self._engine_loop.stop()
 
     @property
-    def _running(self) -> EngineLoop:
-        if self._loop is None:
+    def _running_loop(self) -> EngineLoop:
+        if self._engine_loop is None:
             raise RuntimeError(f"rank {self._rank} has no engine yet; call load first")
-        return self._loop
+        return self._engine_loop
 
-    def _beside_factory(self, name: str) -> Any:
+    def _from_factory_module(self, name: str) -> Any:
         """Return the object `name` of the factory's module. If the module lacks it, take `cluster.distributed.mesh`."""
         module = importlib.import_module(self._factory.partition(":")[0])
-        return getattr(module, name) if hasattr(module, name) else getattr(importlib.import_module(MESH), name)
+        return getattr(module, name) if hasattr(module, name) else getattr(importlib.import_module(MESH_MODULE), name)

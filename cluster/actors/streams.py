@@ -11,7 +11,8 @@ from typing import Literal
 from cluster.actors.messages import Loss
 from cluster.request import Request, SequenceOutput, SpeculationCounts
 
-RESUMES = 3  # a stream that was resumed this many times and never went on is taken for the cause of the losses
+# A stream that was resumed this many times and never went on is taken for the cause of the losses.
+MAX_FRUITLESS_RESUMES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,50 +24,52 @@ class StreamRefusal:
 
 @dataclass(slots=True, eq=False)
 class OpenStream:
-    """One open request. `request` is the request as it arrived, with a seed; `dealt` are the tokens sent to the client.
+    """One open request. `request` is the request as it arrived, with a seed; `sent_tokens` are the tokens sent to the
+    client.
 
     `rank` is the leader that serves the request. `started`: the stream has had an output, so the request no longer
     counts as queued; `cached_tokens` tokens of its prompt were cached. `ended`: the stream will have no more outputs.
 
-    Four fields are about the present incarnation. `submitted`: the request was submitted. `begun`: a step admitted the
-    request. `answered`: the prompt got a first token. `fruitful`: more tokens came after the first; the stream "went
-    on". A first token alone proves nothing: a request that kills every step after its prompt gets one in each
-    incarnation. `involved` is about the previous incarnation: its last steps worked on the request, which had not gone
-    on.
+    Four fields are about the present incarnation. `submitted`: the request was submitted. `admitted`: a step admitted
+    the request. `has_first_token`: the prompt got a first token. `made_progress`: more tokens came after the first; the
+    stream "went on". A first token alone proves nothing: a request that kills every step after its prompt gets one in
+    each incarnation. `in_fatal_step` is about the previous incarnation: its last steps worked on the request, which had
+    not gone on.
     """
 
     request: Request
     queue: asyncio.Queue[SequenceOutput | StreamRefusal] = field(default_factory=asyncio.Queue)
     rank: int = -1
-    dealt: list[int] = field(default_factory=list)
+    sent_tokens: list[int] = field(default_factory=list)
     started: bool = False
     ended: bool = False
     submitted: bool = False
-    begun: bool = False
-    answered: bool = False
-    fruitful: bool = False
-    involved: bool = False
+    admitted: bool = False
+    has_first_token: bool = False
+    made_progress: bool = False
+    in_fatal_step: bool = False
     submissions: int = 0
-    fruitless_resumes: int = 0  # incarnations in a row that resumed the stream and were lost while it was `involved`
-    unserved: int = 0  # incarnations in a row to which the request was submitted without going on
+    # Incarnations in a row that resumed the stream and were lost while it was `in_fatal_step`.
+    fruitless_resumes: int = 0
+    submissions_without_progress: int = 0  # incarnations in a row to which the request was submitted without going on
     cached_tokens: int = 0
-    trees: list[int] = field(default_factory=list)  # tokens that each tree of this incarnation committed
-    earlier: SpeculationCounts | None = None  # summed over earlier incarnations
+    tokens_per_tree: list[int] = field(default_factory=list)  # tokens that each tree of this incarnation committed
+    earlier_counts: SpeculationCounts | None = None  # summed over earlier incarnations
 
     @property
     def name(self) -> str:
         """The request's id."""
         return self.request.request_id
 
-    def place(self, rank: int) -> None:
+    def assign_rank(self, rank: int) -> None:
         """Assign the request to the leader `rank`."""
         self.rank = rank
 
-    def begin(self) -> None:
+    def on_admitted(self) -> None:
         """Note that a step of the present incarnation admits the request."""
-        self.begun = True
+        self.admitted = True
 
-    def leave(self) -> None:
+    def on_reader_gone(self) -> None:
         """Note that the stream's reader is gone."""
         self.ended = True
 
@@ -81,49 +84,55 @@ class OpenStream:
         """
         self.submissions += 1
         self.submitted = True
-        if not self.dealt:
+        if not self.sent_tokens:
             return self.request
         return replace(
             self.request,
             params=replace(self.request.params, prompt_logprobs=None),
-            prompt_token_ids=self.request.prompt_token_ids + tuple(self.dealt),
-            resumed_tokens=self.request.resumed_tokens + len(self.dealt),
+            prompt_token_ids=self.request.prompt_token_ids + tuple(self.sent_tokens),
+            resumed_tokens=self.request.resumed_tokens + len(self.sent_tokens),
         )
 
-    def take(self, output: SequenceOutput) -> SequenceOutput:
+    def record(self, output: SequenceOutput) -> SequenceOutput:
         """Record an output of the present incarnation, and return the output to send to the client. The returned output
         has the cached tokens of the stream's first output; the last output has the counts of all incarnations.
         """
         if not self.started:
             self.started, self.cached_tokens = True, output.cached_tokens
         if output.token_ids:
-            if self.answered:  # the first output in an incarnation ends the prompt; each later one is a verified tree
-                self.trees.append(len(output.token_ids))
-                self.fruitful, self.fruitless_resumes, self.unserved = True, 0, 0
-            self.answered = True
-            self.dealt += output.token_ids
+            # The first output in an incarnation ends the prompt; each later one is a verified tree.
+            if self.has_first_token:
+                self.tokens_per_tree.append(len(output.token_ids))
+                self.made_progress, self.fruitless_resumes, self.submissions_without_progress = True, 0, 0
+            self.has_first_token = True
+            self.sent_tokens += output.token_ids
         self.ended = output.finish_reason is not None
-        speculation = _added(self.earlier, output.speculation) if self.ended else output.speculation
+        speculation = _sum_counts(self.earlier_counts, output.speculation) if self.ended else output.speculation
         # Report cached tokens of the client's prompt only: a resumed request also finds generated tokens cached.
         return replace(output, cached_tokens=self.cached_tokens, speculation=speculation)
 
-    def lose(self, nodes: int) -> None:
-        """Note that the present incarnation is over. `nodes` is the number of drafted tokens per tree, 0 without
-        speculation.
+    def on_incarnation_lost(self, drafted_per_tree: int) -> None:
+        """Note that the present incarnation is over. `drafted_per_tree` is the number of drafted tokens per tree, 0
+        without speculation.
         """
-        unserved = self.submitted and not self.fruitful
-        self.unserved += unserved
-        # A process may die before it reports `begun`. After more than RESUMES losses assume that the request had begun.
-        self.involved = unserved and (self.begun or self.unserved > RESUMES)
-        self.fruitless_resumes += self.involved and self.submissions > 1
-        if nodes and self.trees:
-            accepted = [0] * max(self.trees)
-            for tokens in self.trees:
+        without_progress = self.submitted and not self.made_progress
+        self.submissions_without_progress += without_progress
+        # A process may die before it reports `admitted`. After more than MAX_FRUITLESS_RESUMES losses assume that the
+        # request was admitted.
+        self.in_fatal_step = without_progress and (
+            self.admitted or self.submissions_without_progress > MAX_FRUITLESS_RESUMES
+        )
+        self.fruitless_resumes += self.in_fatal_step and self.submissions > 1
+        if drafted_per_tree and self.tokens_per_tree:
+            accepted = [0] * max(self.tokens_per_tree)
+            for tokens in self.tokens_per_tree:
                 accepted[tokens - 1] += 1
-            lived = SpeculationCounts(len(self.trees), nodes * len(self.trees), tuple(accepted))
-            self.earlier = _added(self.earlier, lived)
-        self.trees = []
-        self.submitted = self.begun = self.answered = self.fruitful = False
+            counts = SpeculationCounts(
+                len(self.tokens_per_tree), drafted_per_tree * len(self.tokens_per_tree), tuple(accepted)
+            )
+            self.earlier_counts = _sum_counts(self.earlier_counts, counts)
+        self.tokens_per_tree = []
+        self.submitted = self.admitted = self.has_first_token = self.made_progress = False
 
     def end(self, reason: str, finish_reason: Literal["abort", "error"] = "error") -> None:
         """End the stream with an output that holds `reason`. The `finish_reason` is "error" if the request is at fault,
@@ -134,7 +143,7 @@ class OpenStream:
             self.queue.put_nowait(SequenceOutput(self.name, (), finish_reason=finish_reason, error=reason))
 
 
-def _added(first: SpeculationCounts | None, second: SpeculationCounts | None) -> SpeculationCounts | None:
+def _sum_counts(first: SpeculationCounts | None, second: SpeculationCounts | None) -> SpeculationCounts | None:
     """Return the sum of two counts, whose `accepted` may differ in length."""
     if first is None or second is None:
         return first or second
@@ -156,63 +165,70 @@ class Recovery:
     In a bisection, streams are submitted in batches: the streams that had tokens, one half of the suspects, half of the
     remaining suspects and so on, and last all other streams. A batch is submitted when every stream of the batch before
     went on or is over. If the incarnation is lost meanwhile, the suspects not yet submitted are cleared: in the next
-    incarnation they are submitted before the suspects. A stream that was alone in the fatal step, was resumed `RESUMES`
-    times and never went on is ended. Requests that arrive during a bisection are submitted last.
+    incarnation they are submitted before the suspects. A stream that was alone in the fatal step, was resumed
+    `MAX_FRUITLESS_RESUMES` times and never went on is ended. Requests that arrive during a bisection are submitted
+    last.
     """
 
     def __init__(self) -> None:
         self._suspects: list[OpenStream] = []
         self._cleared: list[OpenStream] = []  # suspects that were held back during a loss
-        self._held: list[OpenStream] = []  # suspects that are not submitted yet
-        self._last: list[OpenStream] | None = None  # streams to submit after the suspects; None without a bisection
+        self._unsubmitted_suspects: list[OpenStream] = []  # suspects that are not submitted yet
+        self._deferred: list[OpenStream] | None = None  # streams to submit after the suspects; None without a bisection
         self._pending: set[str] = set()  # names of submitted streams that must go on or end before the next batch
-        self._repeated = False  # whether to bisect in the next incarnation
+        self._bisecting = False  # whether to bisect in the next incarnation
 
-    def lost(self, streams: list[OpenStream], loss: Loss) -> None:
+    def on_loss(self, streams: list[OpenStream], loss: Loss) -> None:
         """Note that an incarnation is over, and end the stream found to be the cause. The caller has called `lose` on
         each open stream before.
         """
-        involved = [stream for stream in streams if stream.involved]
-        again = [stream for stream in self._suspects if stream in involved]
-        self._cleared = [stream for stream in self._held if again and stream not in again]
-        self._repeated = bool(again) or bool(involved and self._last is not None)
-        self._suspects = again or involved
-        self._held, self._last, self._pending = [], None, set()
-        if len(involved) == 1 and involved[0].fruitless_resumes >= RESUMES:
-            self._suspects, self._repeated = [], False
-            involved[0].end(
-                f"request {involved[0].name} was resumed {RESUMES} times and never went on, as the gang was lost "
-                f"each time; it may be the cause ({loss})"
+        in_fatal_step = [stream for stream in streams if stream.in_fatal_step]
+        repeated_suspects = [stream for stream in self._suspects if stream in in_fatal_step]
+        self._cleared = [
+            stream for stream in self._unsubmitted_suspects if repeated_suspects and stream not in repeated_suspects
+        ]
+        self._bisecting = bool(repeated_suspects) or bool(in_fatal_step and self._deferred is not None)
+        self._suspects = repeated_suspects or in_fatal_step
+        self._unsubmitted_suspects, self._deferred, self._pending = [], None, set()
+        if len(in_fatal_step) == 1 and in_fatal_step[0].fruitless_resumes >= MAX_FRUITLESS_RESUMES:
+            self._suspects, self._bisecting = [], False
+            in_fatal_step[0].end(
+                f"request {in_fatal_step[0].name} was resumed {MAX_FRUITLESS_RESUMES} times and never went on, as the "
+                f"gang was lost each time; it may be the cause ({loss})"
             )
 
     def begin(self, streams: list[OpenStream]) -> list[OpenStream]:
         """Begin a new incarnation. Return those of the open `streams` (sorted by age) to submit now, in order."""
-        served = sorted(streams, key=lambda stream: not stream.started)
-        if not self._repeated:
-            return served
-        self._held = [stream for stream in served if stream in self._suspects]
-        others = [stream for stream in served if stream not in self._suspects]
-        proven = [stream for stream in others if stream.started]
+        ordered = sorted(streams, key=lambda stream: not stream.started)
+        if not self._bisecting:
+            return ordered
+        self._unsubmitted_suspects = [stream for stream in ordered if stream in self._suspects]
+        others = [stream for stream in ordered if stream not in self._suspects]
+        with_tokens = [stream for stream in others if stream.started]
         cleared = [stream for stream in others if stream in self._cleared and not stream.started]
-        self._last = [stream for stream in others if stream not in proven and stream not in cleared]
-        self._pending = {stream.name for stream in proven + cleared}
-        return proven + cleared + self.settled("")
+        self._deferred = [stream for stream in others if stream not in with_tokens and stream not in cleared]
+        self._pending = {stream.name for stream in with_tokens + cleared}
+        return with_tokens + cleared + self.on_settled("")
 
-    def arrived(self, stream: OpenStream) -> bool:
-        """Return whether a new stream may be submitted now. If not, a later call of `settled` returns the stream."""
-        if self._last is not None:
-            self._last.append(stream)
-        return self._last is None
+    def on_arrival(self, stream: OpenStream) -> bool:
+        """Return whether a new stream may be submitted now. If not, a later call of `on_settled` returns the stream."""
+        if self._deferred is not None:
+            self._deferred.append(stream)
+        return self._deferred is None
 
-    def settled(self, name: str) -> list[OpenStream]:
+    def on_settled(self, name: str) -> list[OpenStream]:
         """Note that a stream went on in this incarnation or is over; return the streams to submit now."""
         self._pending.discard(name)
-        if self._pending or self._last is None:
+        if self._pending or self._deferred is None:
             return []
-        if held := [stream for stream in self._held if not stream.ended]:
-            half = (len(held) + 1) // 2
-            turn, self._held = held[:half], held[half:]
-            self._pending = {stream.name for stream in turn}
-            return turn
-        turn, self._held, self._last = [stream for stream in self._last if not stream.ended], [], None
-        return turn
+        if suspects := [stream for stream in self._unsubmitted_suspects if not stream.ended]:
+            half = (len(suspects) + 1) // 2
+            batch, self._unsubmitted_suspects = suspects[:half], suspects[half:]
+            self._pending = {stream.name for stream in batch}
+            return batch
+        batch, self._unsubmitted_suspects, self._deferred = (
+            [stream for stream in self._deferred if not stream.ended],
+            [],
+            None,
+        )
+        return batch

@@ -7,8 +7,8 @@ from functools import cache
 from cluster.observability.step_times import StepTimes
 
 TAU_S = 5.0  # time constant of the mean: a burst is forgotten after about this long
-KNOWN_TOKENS = 8  # tokens per running request after which the measured rate is used
-GUESSED_PER_S = 10.0  # tokens per second, assumed before `KNOWN_TOKENS` if step times were not measured
+MIN_MEASURED_TOKENS = 8  # tokens per running request after which the measured rate is used
+DEFAULT_TOKENS_PER_S = 10.0  # tokens per second, assumed before `MIN_MEASURED_TOKENS` if step times were not measured
 
 
 class TokenRate:
@@ -18,40 +18,42 @@ class TokenRate:
         """`num_steps` is the depth of a drafted tree; requests are spread over `groups` attention groups."""
         self._num_steps, self._groups = num_steps, groups
         self._tokens = self._request_s = self._seconds = 0.0
-        self._ever = 0  # tokens
+        self._total_tokens = 0  # tokens
 
-    def given(self, tokens: int) -> None:
+    def on_tokens(self, tokens: int) -> None:
         """Note that running requests got `tokens`."""
         self._tokens += tokens
-        self._ever += tokens
+        self._total_tokens += tokens
 
-    def passed(self, seconds: float, running: int) -> None:
+    def on_time_passed(self, seconds: float, running: int) -> None:
         """Note that `running` requests ran for `seconds`."""
         if not running:
             return
-        kept = math.exp(-seconds / TAU_S)
-        self._tokens *= kept
-        self._request_s = self._request_s * kept + seconds * running
-        self._seconds = self._seconds * kept + seconds
+        decay = math.exp(-seconds / TAU_S)
+        self._tokens *= decay
+        self._request_s = self._request_s * decay + seconds * running
+        self._seconds = self._seconds * decay + seconds
 
-    def by_running(self, running: Sequence[int], longest: int, pace: StepTimes | None) -> Callable[[int], float]:
+    def rates_by_running(
+        self, running: Sequence[int], longest: int, step_times: StepTimes | None
+    ) -> Callable[[int], float]:
         """Return a function: number of running requests in a group -> tokens per second of each request, if the longest
-        request has `longest` tokens. `running` holds the lengths of the gang's running requests. `pace` holds the
+        request has `longest` tokens. `running` holds the lengths of the gang's running requests. `step_times` holds the
         measured step times, or is None if steps are not measured.
         """
-        known = self._tokens and self._ever >= KNOWN_TOKENS * max(1, len(running))
-        if pace is None:
-            per_s = self._tokens / self._request_s if known else GUESSED_PER_S
-            return lambda count: per_s
+        is_measured = self._tokens and self._total_tokens >= MIN_MEASURED_TOKENS * max(1, len(running))
+        if step_times is None:
+            tokens_per_s = self._tokens / self._request_s if is_measured else DEFAULT_TOKENS_PER_S
+            return lambda count: tokens_per_s
 
         def step_s(count: int, length: int) -> float:
-            return 1e-6 * pace.decoding((length,) * count)
+            return 1e-6 * step_times.decoding((length,) * count)
 
         # Tokens per second = tokens per step / seconds per step. The tokens per step are those measured at the usual
         # number of requests per group, or a guess.
-        if known:
-            usual = max(1, round(self._request_s / self._seconds / self._groups))
-            tokens = self._tokens / self._request_s * step_s(usual, max(running, default=longest))
+        if is_measured:
+            usual_count = max(1, round(self._request_s / self._seconds / self._groups))
+            tokens = self._tokens / self._request_s * step_s(usual_count, max(running, default=longest))
         else:  # guess: half of a tree's levels are accepted, and prompt rows take the share `pace.share` of the time
-            tokens = (1 + self._num_steps / 2) * (1 - pace.share)
+            tokens = (1 + self._num_steps / 2) * (1 - step_times.share)
         return cache(lambda count: tokens / step_s(count, longest))

@@ -2,8 +2,8 @@
 
 from cluster.arch.draft import DraftLayer, DraftSpec, aux_boundaries, read_draft
 from cluster.arch.keys import Shapes, read_json
-from cluster.arch.layer import Latent, LayerGeometry, Moe
-from cluster.arch.read import TARGET_FAMILIES, is_native, outline, read_target
+from cluster.arch.layer import LatentSizes, LayerGeometry, Moe
+from cluster.arch.read import TARGET_FAMILIES, is_mistral_native, read_recurrent_target, read_target
 from cluster.arch.rope import Rope
 from cluster.arch.target import TargetArch
 
@@ -11,16 +11,16 @@ __all__ = [
     "TARGET_FAMILIES",
     "DraftLayer",
     "DraftSpec",
-    "Latent",
+    "LatentSizes",
     "LayerGeometry",
     "Moe",
     "Rope",
     "Shapes",
     "TargetArch",
     "aux_boundaries",
-    "is_native",
-    "outline",
+    "is_mistral_native",
     "read_draft",
     "read_json",
+    "read_recurrent_target",
     "read_target",
 ]

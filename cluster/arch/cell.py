@@ -11,8 +11,8 @@ is exact, so every kernel reads the same values back, in every dtype and every o
 
 from dataclasses import dataclass
 
-LINE = 64  # bytes of a cache line; a head's codes should not span more lines than necessary
-ALIGNED = 16  # bytes; a GPU can then load many codes at once from any slot
+CACHE_LINE_BYTES = 64  # a head's codes should not span more lines than necessary
+ALIGNMENT_BYTES = 16  # a GPU can then load many codes at once from any slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +20,8 @@ class CodedCell:
     """A cell of `shape` [parts, KV heads, d] in FP8: all codes in order, one scale byte per group (e + 127), zero
     padding.
 
-    A cell is padded to a multiple of `LINE` bytes or, if that would add more than a sixteenth to the cell, of `ALIGNED`
-    bytes. A cell with one part is a latent cell: its first `latent` numbers are the latent.
+    A cell is padded to a multiple of `CACHE_LINE_BYTES` or, if that would add more than a sixteenth to the cell, of
+    `ALIGNMENT_BYTES`. A cell with one part is a latent cell: its first `latent` numbers are the latent.
     """
 
     shape: tuple[int, int, int]
@@ -44,6 +44,10 @@ class CodedCell:
     @property
     def nbytes(self) -> int:
         """Size of a cell in bytes."""
-        taken = self.numbers + sum(count for count, _ in self.groups)
-        lines = -(-taken // LINE) * LINE
-        return lines if 16 * (lines - taken) <= taken else -(-taken // ALIGNED) * ALIGNED
+        unpadded_bytes = self.numbers + sum(count for count, _ in self.groups)
+        line_padded_bytes = -(-unpadded_bytes // CACHE_LINE_BYTES) * CACHE_LINE_BYTES
+        return (
+            line_padded_bytes
+            if 16 * (line_padded_bytes - unpadded_bytes) <= unpadded_bytes
+            else -(-unpadded_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        )

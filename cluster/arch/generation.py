@@ -5,7 +5,7 @@ from pathlib import Path
 from cluster.arch.keys import read_json
 from cluster.config import ConfigError
 
-BOUNDS: dict[str, tuple[float, float]] = {
+SAMPLING_BOUNDS: dict[str, tuple[float, float]] = {
     "temperature": (0.0, 100.0),
     "top_p": (0.0, 1.0),
     "top_k": (-1, 2**31 - 1),
@@ -23,17 +23,17 @@ def sampling_defaults(folder: str) -> dict[str, float]:
     """
     if not (Path(folder) / "generation_config.json").is_file():
         return {}
-    given = read_json(folder, "generation_config.json")
-    found: dict[str, float] = {}
-    for name, (least, most) in BOUNDS.items():
-        if (value := given.get(name)) is None:
+    generation_config = read_json(folder, "generation_config.json")
+    defaults: dict[str, float] = {}
+    for name, (minimum, maximum) in SAMPLING_BOUNDS.items():
+        if (value := generation_config.get(name)) is None:
             continue
-        number = isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
-        if number and (name != "top_k" or value == int(value)):
-            found[name] = int(value) if name == "top_k" else value
+        is_in_bounds = isinstance(value, int | float) and not isinstance(value, bool) and minimum <= value <= maximum
+        if is_in_bounds and (name != "top_k" or value == int(value)):
+            defaults[name] = int(value) if name == "top_k" else value
         else:
             raise ConfigError(
-                f"generation_config.json of {folder!r}: {name} must be a number in [{least}, {most}], a whole one for "
-                f"top_k, got {value!r}; mend it, or set sampling_defaults to openai"
+                f"generation_config.json of {folder!r}: {name} must be a number in [{minimum}, {maximum}], a whole "
+                f"number for top_k, got {value!r}; correct it, or set sampling_defaults to openai"
             )
-    return found
+    return defaults

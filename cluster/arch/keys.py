@@ -21,7 +21,7 @@ def read_json(folder: str, name: str) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"{name} is missing in {folder!r}; {_what_it_is(Path(folder))}") from None
+        raise ConfigError(f"{name} is missing in {folder!r}; {_folder_hint(Path(folder))}") from None
     except OSError as error:
         raise ConfigError(f"{name} in {folder!r} cannot be read: {error.strerror}") from None
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
@@ -46,9 +46,9 @@ def check_folder(folder: str) -> None:
         )
 
 
-def _what_it_is(folder: Path) -> str:
+def _folder_hint(folder: Path) -> str:
     """Return the end of an error message: which folder or file to give instead of a folder without a config."""
-    snapshots = sorted(str(each) for each in folder.glob("snapshots/*") if each.is_dir())
+    snapshots = sorted(str(path) for path in folder.glob("snapshots/*") if path.is_dir())
     if snapshots:
         return f"this is a cache of the Hugging Face hub: give the folder of a revision in it, as {snapshots[-1]!r}"
     if (folder / "adapter_config.json").is_file():
@@ -61,21 +61,21 @@ def _what_it_is(folder: Path) -> str:
 class ConfigKeys:
     """Typed access to a config's keys. A null value counts as missing; every error names the file and the key."""
 
-    def __init__(self, data: Mapping[str, Any], where: str, file: str = "config.json") -> None:
-        self.data, self.where, self.file = data, where, file
+    def __init__(self, data: Mapping[str, Any], folder: str, file: str = "config.json") -> None:
+        self.data, self.folder, self.file = data, folder, file
 
     def error(self, message: str) -> ConfigError:
         """Return an error about a value of this config; it names the file and the folder."""
-        return ConfigError(f"{self.file} of {self.where!r}: {message}")
+        return ConfigError(f"{self.file} of {self.folder!r}: {message}")
 
-    def having(self, data: Mapping[str, Any]) -> "ConfigKeys":
+    def with_data(self, data: Mapping[str, Any]) -> "ConfigKeys":
         """Return other values of the same file, for the same error messages."""
-        return ConfigKeys(data, self.where, self.file)
+        return ConfigKeys(data, self.folder, self.file)
 
-    def over(self, defaults: Mapping[str, Any]) -> "ConfigKeys":
+    def with_defaults(self, defaults: Mapping[str, Any]) -> "ConfigKeys":
         """Return the same keys, with `defaults` for missing keys."""
-        given = {key: value for key, value in self.data.items() if value is not None}
-        return self.having({**defaults, **given})
+        present = {key: value for key, value in self.data.items() if value is not None}
+        return self.with_data({**defaults, **present})
 
     def integer(self, key: str, default: int | None = None) -> int:
         """Return a positive integer."""
@@ -106,9 +106,9 @@ class ConfigKeys:
         value = self.data.get(key) or {}
         if not isinstance(value, Mapping):
             raise self.error(f"{key} must be an object, got {value!r}")
-        return self.having(value)
+        return self.with_data(value)
 
-    def numbers(self, key: str) -> list[int] | None:
+    def integers(self, key: str) -> list[int] | None:
         """Return a list of integers, or None if the key is missing."""
         value = self.data.get(key)
         if value is None or (isinstance(value, list) and all(type(i) is int for i in value)):
@@ -116,16 +116,16 @@ class ConfigKeys:
         raise self.error(f"{key} must be a list of integers, got {value!r}")
 
 
-def family_of(keys: ConfigKeys, known: Sequence[str], what: str) -> str:
-    """Return the first entry of `architectures` that is in `known`; `what` names the model's role in the error."""
+def family_of(keys: ConfigKeys, served: Sequence[str], role: str) -> str:
+    """Return the first entry of `architectures` that is in `served`; `role` names the model's role in the error."""
     names = keys.data.get("architectures") or []
     for name in names:
-        if name in known:
+        if name in served:
             return str(name)
-    raise keys.error(f"architectures {names} names no {what} served here; known: {', '.join(known)}")
+    raise keys.error(f"architectures {names} names no {role} served here; known: {', '.join(served)}")
 
 
-def dtype_of(data: Mapping[str, Any]) -> str:
+def dtype_of(config: Mapping[str, Any]) -> str:
     """Return the name of the dtype in which the weights are stored."""
-    name = data.get("dtype") or data.get("torch_dtype") or "bfloat16"
+    name = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
     return str(name).removeprefix("torch.")

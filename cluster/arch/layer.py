@@ -9,11 +9,11 @@ from cluster.arch.keys import ConfigKeys
 from cluster.arch.rope import Rope, rope_of
 
 Activation = Literal["silu", "gelu_tanh"]
-PLAIN = Rope(10000.0)
+DEFAULT_ROPE = Rope(10000.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Latent:
+class LatentSizes:
     """Multi-head latent attention (arXiv 2405.04434): k and v of all heads are computed from one latent of width
     `kv_rank`.
 
@@ -87,7 +87,7 @@ class LayerGeometry:
     attention_bias: bool = False
     mlp_bias: bool = False
     out_bias: bool = False
-    rope: Rope = PLAIN
+    rope: Rope = DEFAULT_ROPE
     sliding_window: int | None = None
     scale: float | None = None
     sinks: bool = False
@@ -98,7 +98,7 @@ class LayerGeometry:
     gated: bool = False
     activation: Activation = "silu"
     moe: Moe | None = None
-    latent: Latent | None = None
+    latent: LatentSizes | None = None
 
     @property
     def softmax_scale(self) -> float:
@@ -111,7 +111,7 @@ class LayerGeometry:
         return (2 if self.latent is None else 1), self.kv_heads, self.head_dim
 
     @property
-    def coded_cell(self) -> CodedCell:
+    def fp8_cell(self) -> CodedCell:
         """The layout of one token's entry in an FP8 KV pool."""
         return CodedCell(self.cell, None if self.latent is None else self.latent.kv_rank)
 
@@ -133,33 +133,33 @@ class LayerGeometry:
         return min(self.moe.intermediate, self.moe.shared or self.moe.intermediate)
 
 
-def experts_of(layers: Iterable[LayerGeometry]) -> Moe | None:
+def moe_of(layers: Iterable[LayerGeometry]) -> Moe | None:
     """Return the `Moe` that all MoE layers of a model share. Return None if no layer has experts."""
     return next((layer.moe for layer in layers if layer.moe is not None), None)
 
 
 def geometry_of(
-    keys: ConfigKeys, activation: Activation = "silu", theta: float = 10000.0, partial: bool = False
+    keys: ConfigKeys, activation: Activation = "silu", theta: float = 10000.0, allow_partial_rotary: bool = False
 ) -> LayerGeometry:
     """Return a layer read from the keys that most families share; a family replaces fields that differ. For `theta` and
-    `partial` see `rope_of`.
+    `allow_partial_rotary` see `rope_of`.
     """
     hidden, heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
     kv_heads = keys.integer("num_key_value_heads", heads)
     if heads % kv_heads:
         raise keys.error(f"num_key_value_heads {kv_heads} must divide {heads} heads")
-    known = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh",)}[activation]
+    accepted_names = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh",)}[activation]
     key = "hidden_activation" if keys.data.get("hidden_activation") is not None else "hidden_act"
-    if keys.data.get(key, known[0]) not in known:
-        raise keys.error(f"{key} must be {known[0]}, got {keys.data[key]!r}")
+    if keys.data.get(key, accepted_names[0]) not in accepted_names:
+        raise keys.error(f"{key} must be {accepted_names[0]}, got {keys.data[key]!r}")
     head_dim = keys.integer("head_dim", max(1, hidden // heads))
     if head_dim % 2:
         raise keys.error(f"head_dim must be even for rotary embeddings, got {head_dim}")
-    bias, rope = keys.flag("attention_bias"), rope_of(keys, theta, partial=partial)
-    rotated = int(head_dim * rope.partial)
-    if rotated % 2 or not rotated:
+    bias, rope = keys.flag("attention_bias"), rope_of(keys, theta, allow_partial_rotary=allow_partial_rotary)
+    rotated_dims = int(head_dim * rope.partial)
+    if rotated_dims % 2 or not rotated_dims:
         raise keys.error(
-            f"partial_rotary_factor {rope.partial} of head_dim {head_dim} is {rotated} "
+            f"partial_rotary_factor {rope.partial} of head_dim {head_dim} is {rotated_dims} "
             "dimensions, which must be even and not 0"
         )
     return LayerGeometry(
@@ -177,8 +177,8 @@ def geometry_of(
     )
 
 
-def sliding(keys: ConfigKeys, count: int, default: list[bool]) -> list[bool]:
-    """Return which of `count` layers have a sliding window: from `layer_types`, or `default` without this key.
+def sliding_layers(keys: ConfigKeys, num_layers: int, default: list[bool]) -> list[bool]:
+    """Return which of `num_layers` layers have a sliding window: from `layer_types`, or `default` without this key.
 
     Raises:
         ConfigError: the list has another length, or a type that is neither full nor sliding attention.
@@ -186,16 +186,16 @@ def sliding(keys: ConfigKeys, count: int, default: list[bool]) -> list[bool]:
     types = keys.data.get("layer_types")
     if types is None:
         return default
-    known = {"full_attention": False, "sliding_attention": True}
-    if not isinstance(types, list) or len(types) != count:
-        raise keys.error(f"layer_types must list the {count} layers, got {types!r}")
-    other = sorted({str(t) for t in types if t not in known})
-    if other:
-        raise keys.error(f"layer_types {other} are recognised and not served; known: {list(known)}")
-    return [known[t] for t in types]
+    is_sliding = {"full_attention": False, "sliding_attention": True}
+    if not isinstance(types, list) or len(types) != num_layers:
+        raise keys.error(f"layer_types must list the {num_layers} layers, got {types!r}")
+    unknown_types = sorted({str(t) for t in types if t not in is_sliding})
+    if unknown_types:
+        raise keys.error(f"layer_types {unknown_types} are recognised and not served; known: {list(is_sliding)}")
+    return [is_sliding[t] for t in types]
 
 
-def with_sliding_window(layer: LayerGeometry, window: int | None, which: list[bool]) -> tuple[LayerGeometry, ...]:
-    """Return one copy of `layer` per entry of `which`. Copies for true entries have the sliding window `window`."""
-    narrow = replace(layer, sliding_window=window)
-    return tuple(narrow if small else layer for small in which)
+def with_sliding_window(layer: LayerGeometry, window: int | None, windowed: list[bool]) -> tuple[LayerGeometry, ...]:
+    """Return one copy of `layer` per entry of `windowed`. Copies for true entries have the sliding window `window`."""
+    windowed_layer = replace(layer, sliding_window=window)
+    return tuple(windowed_layer if slides else layer for slides in windowed)

@@ -12,7 +12,7 @@ from cluster.arch.families.llama import llama, ministral3, mistral
 from cluster.arch.families.mistral_native import mistral_native
 from cluster.arch.families.mixtral import mixtral
 from cluster.arch.families.qwen import mimo, qwen2, qwen3, qwen3_moe
-from cluster.arch.families.wrapped import WRAPPERS, wrapped
+from cluster.arch.families.wrapped import WRAPPERS, read_wrapped
 from cluster.arch.keys import ConfigKeys, family_of, read_json
 from cluster.arch.layer import geometry_of
 from cluster.arch.quantisation import quantisation_of
@@ -32,11 +32,11 @@ FAMILIES: dict[str, Callable[[ConfigKeys], TargetArch]] = {
     "Gemma3ForCausalLM": gemma3,
     "DeepseekV3ForCausalLM": deepseek_v3,
     "Glm4MoeForCausalLM": glm4_moe,
-    **{name: partial(wrapped, wrapper=name) for name in WRAPPERS},
+    **{name: partial(read_wrapped, wrapper=name) for name in WRAPPERS},
 }
 TARGET_FAMILIES = tuple(FAMILIES)
 # Architecture names with one of these parts have layers with recurrent state, which is not served.
-STATEFUL = (
+RECURRENT_NAME_PARTS = (
     "Mamba",
     "Qwen3Next",
     "Qwen3_5",
@@ -60,10 +60,10 @@ STATEFUL = (
 )
 
 
-ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
-def _refuse_original(folder: str) -> None:
+def _refuse_llama_original(folder: str) -> None:
     """Refuse Llama's original format, which also has a params.json."""
     if any(Path(folder).glob("consolidated.*.pth")):
         raise ConfigError(
@@ -72,13 +72,13 @@ def _refuse_original(folder: str) -> None:
         )
 
 
-def is_native(folder: str) -> bool:
+def is_mistral_native(folder: str) -> bool:
     """Whether the folder has Mistral's own format: a params.json and no complete Hugging Face checkpoint."""
-    root = Path(folder)
-    if not (root / "params.json").is_file():
+    path = Path(folder)
+    if not (path / "params.json").is_file():
         return False
-    ours = ("model.safetensors", "model.safetensors.index.json")
-    return not (root / "config.json").is_file() or not any((root / name).is_file() for name in ours)
+    weight_files = ("model.safetensors", "model.safetensors.index.json")
+    return not (path / "config.json").is_file() or not any((path / name).is_file() for name in weight_files)
 
 
 def read_target(folder: str) -> TargetArch:
@@ -87,16 +87,16 @@ def read_target(folder: str) -> TargetArch:
     Raises:
         ConfigError: there is no config, or the config has a family or feature that is not served, named in the message.
     """
-    if is_native(folder):
-        _refuse_original(folder)
+    if is_mistral_native(folder):
+        _refuse_llama_original(folder)
         return mistral_native(ConfigKeys(read_json(folder, "params.json"), folder, "params.json"))
-    if all((Path(folder) / name).is_file() for name in ADAPTER):
+    if all((Path(folder) / name).is_file() for name in ADAPTER_FILES):
         raise ConfigError(
-            f"{folder!r} has an adapter (LoRA) beside the model, {' and '.join(ADAPTER)}, which is not applied; merge "
-            "it into the weights, or remove these files to serve the model without it"
+            f"{folder!r} has an adapter (LoRA) next to the model, {' and '.join(ADAPTER_FILES)}, which is not applied; "
+            "merge it into the weights, or remove these files to serve the model without it"
         )
     keys = ConfigKeys(read_json(folder, "config.json"), folder)
-    name = _stateful(keys)
+    name = _recurrent_architecture(keys)
     if name is not None:
         raise ConfigError(
             f"config.json of {folder!r}: {name} is recognised; its linear-attention or state-space layers are not "
@@ -106,7 +106,7 @@ def read_target(folder: str) -> TargetArch:
     return FAMILIES[family_of(keys, TARGET_FAMILIES, "target")](keys)
 
 
-def outline(folder: str) -> TargetArch | None:
+def read_recurrent_target(folder: str) -> TargetArch | None:
     """Return what a draft must know (width, vocabulary, number of layers) of a target with recurrent-state layers.
 
     A target with such layers is recognised but not served. For any other folder, return None.
@@ -114,15 +114,15 @@ def outline(folder: str) -> TargetArch | None:
     Raises:
         ConfigError: the config lacks one of these values.
     """
-    if is_native(folder):
+    if is_mistral_native(folder):
         return None
     keys = ConfigKeys(read_json(folder, "config.json"), folder)
-    name = _stateful(keys)
+    name = _recurrent_architecture(keys)
     if name is None:
         return None
-    return target_of(keys, name, (geometry_of(keys, partial=True),) * keys.integer("num_hidden_layers"))
+    return target_of(keys, name, (geometry_of(keys, allow_partial_rotary=True),) * keys.integer("num_hidden_layers"))
 
 
-def _stateful(keys: ConfigKeys) -> str | None:
+def _recurrent_architecture(keys: ConfigKeys) -> str | None:
     names = [str(name) for name in keys.data.get("architectures") or []]
-    return next((n for n in names if n not in FAMILIES and any(part in n for part in STATEFUL)), None)
+    return next((n for n in names if n not in FAMILIES and any(part in n for part in RECURRENT_NAME_PARTS)), None)

@@ -11,12 +11,12 @@ from typing import Self
 from cluster.arch.draft import DraftSpec, read_draft
 from cluster.arch.draft.sample import Sample, read_sample
 from cluster.arch.dtypes import cache_dtype, compute_dtype
-from cluster.arch.layer import LayerGeometry, Moe, experts_of
+from cluster.arch.layer import LayerGeometry, Moe, moe_of
 from cluster.arch.read import read_target
 from cluster.arch.safetensors.stored import stored_shapes
 from cluster.arch.safetensors.tensors import check_tensors
 from cluster.arch.target import TargetArch
-from cluster.config import LONGEST_CONTEXT, ConfigError, EngineConfig
+from cluster.config import MAX_CONTEXT_LENGTH, ConfigError, EngineConfig
 from cluster.config.resolved import ResolvedSettings
 from cluster.config.tree_shape import DEFAULT_NUM_STEPS
 
@@ -48,30 +48,37 @@ class ResolvedConfig(ResolvedSettings):
     @property
     def experts(self) -> tuple[Moe | None, Moe | None]:
         """The experts of the target and of the draft. A model without experts has None."""
-        of_draft = () if self.draft is None else (layer.geometry for layer in self.draft.layers)
-        return experts_of(self.target.layers), experts_of(of_draft)
+        draft_layers = () if self.draft is None else (layer.geometry for layer in self.draft.layers)
+        return moe_of(self.target.layers), moe_of(draft_layers)
 
     @property
-    def runners(self) -> int:
+    def num_draft_runners(self) -> int:
         """Length of the draft runner list: one runner that drafts every level, or one per level. 0 without a draft."""
         return 0 if self.draft is None else min(self.draft.runners, max(1, self.shape.num_steps))
 
     @property
-    def longest_chunk(self) -> int:
+    def max_chunk_rows(self) -> int:
         """The most prompt rows of one step: a request has no more."""
         return min(self.chunk_rows, self.context_length)
 
-    def smaller(self, requests: int, rows: int) -> Self:
-        """Return the facts for at most `requests` running requests, and `rows` prompt rows in a step."""
-        settings = self.settings.model_copy(update={"max_running_requests": requests, "chunked_prefill_size": rows})
-        return replace(self, settings=settings, chunk_rows=rows, mixed_rows=min(self.mixed_rows, rows))
+    def with_limits(self, max_requests: int, max_prompt_rows: int) -> Self:
+        """Return the facts for at most `max_requests` running requests, and `max_prompt_rows` prompt rows in a step."""
+        settings = self.settings.model_copy(
+            update={"max_running_requests": max_requests, "chunked_prefill_size": max_prompt_rows}
+        )
+        return replace(
+            self,
+            settings=settings,
+            chunk_rows=max_prompt_rows,
+            mixed_chunk_rows=min(self.mixed_chunk_rows, max_prompt_rows),
+        )
 
 
 def resolve_models(
-    config: EngineConfig, device: str = "cpu", in_c: Callable[[], bool] = lambda: True
+    config: EngineConfig, device: str = "cpu", has_c_kernels: Callable[[], bool] = lambda: True
 ) -> ResolvedConfig:
-    """Return the facts of an engine with these settings. A rank gives its `device`, and `in_c`, which returns whether
-    the kernels of a CPU are in C. A check before the start knows neither, and needs neither.
+    """Return the facts of an engine with these settings. A rank gives its `device`, and `has_c_kernels`, which returns
+    whether the kernels of a CPU are in C. A check before the start leaves both at their defaults.
 
     Raises:
         ConfigError: a folder holds no model served here, the draft does not fit the target, the draft cannot fill the
@@ -82,11 +89,11 @@ def resolve_models(
     if folder is not None:
         overrides, token_map = config.speculative_draft_overrides, config.speculative_token_map
         draft = read_draft(folder, stored_shapes(folder), target, overrides, token_map)
-        config = _settled(config, draft)
+        config = _complete_settings(config, draft)
         sample = read_sample(folder, draft.vocab_size, draft.hidden)
-    dtype = compute_dtype(target, config.dtype, device, in_c)
-    rows = config.speculative_forced_rows
-    models = ResolvedConfig.of(
+    dtype = compute_dtype(target, config.dtype, device, has_c_kernels)
+    forced_rows = config.speculative_forced_rows
+    resolved = ResolvedConfig.from_settings(
         config,
         device=device,
         target=target,
@@ -94,11 +101,11 @@ def resolve_models(
         sample=sample,
         dtype=dtype,
         kv_cache_dtype=cache_dtype(config.kv_cache_dtype, dtype),
-        context_length=config.context_length or min(target.max_position, LONGEST_CONTEXT),
-        forced_rows=FORCED_ROWS[device] if rows is None else rows,
+        context_length=config.context_length or min(target.max_position, MAX_CONTEXT_LENGTH),
+        forced_rows=FORCED_ROWS[device] if forced_rows is None else forced_rows,
         steps_ahead=int(config.overlap and device == "cuda"),
     )
-    topk, steps = models.shape.topk, models.shape.num_steps
+    topk, steps = resolved.shape.topk, resolved.shape.num_steps
     if draft is not None and topk > draft.draft_vocab_size:
         raise ConfigError(
             f"speculative_eagle_topk {topk} is more than the draft's vocabulary of {draft.draft_vocab_size}; lower it"
@@ -108,24 +115,26 @@ def resolve_models(
             f"speculative_num_steps {steps} is more than the {draft.runners} MTP layers of {folder!r}, each of which "
             f"makes one level; lower it to {draft.runners}"
         )
-    return models
+    return resolved
 
 
-def check_models(config: EngineConfig, device: str = "cpu", in_c: Callable[[], bool] = lambda: True) -> ResolvedConfig:
+def check_models(
+    config: EngineConfig, device: str = "cpu", has_c_kernels: Callable[[], bool] = lambda: True
+) -> ResolvedConfig:
     """Return `resolve_models` of the same arguments; heads, MLPs and experts are checked to split over the ranks.
 
     Raises:
         ConfigError: a check failed; the message names the setting and the remedy.
     """
-    models = resolve_models(config, device, in_c)
-    check_tensors(config.model_path, models.target)
-    of_target, of_draft = models.experts
-    check_parts(config.ep_size, of_target, of_draft if models.draft_is_sharded else None)
-    _check_split(models, "the target", models.target.layers)
-    if models.draft is not None and models.draft_is_sharded:
+    resolved = resolve_models(config, device, has_c_kernels)
+    check_tensors(config.model_path, resolved.target)
+    target_moe, draft_moe = resolved.experts
+    check_expert_shards(config.ep_size, target_moe, draft_moe if resolved.draft_is_sharded else None)
+    _check_split(resolved, "the target", resolved.target.layers)
+    if resolved.draft is not None and resolved.draft_is_sharded:
         hint = ", or set speculative_draft_parallel to replicated"
-        _check_split(models, "the draft", [layer.geometry for layer in models.draft.layers], hint)
-    return models
+        _check_split(resolved, "the draft", [layer.geometry for layer in resolved.draft.layers], hint)
+    return resolved
 
 
 def check_heads(geometry: LayerGeometry, ranks: int) -> None:
@@ -142,52 +151,52 @@ def check_heads(geometry: LayerGeometry, ranks: int) -> None:
         )
 
 
-def check_parts(ep_size: int, *models: Moe | None) -> None:
-    """Raise if some of the `ep_size` expert-parallel parts would hold no expert. Models without experts are None.
+def check_expert_shards(ep_size: int, *moes: Moe | None) -> None:
+    """Raise if some of the `ep_size` expert-parallel shards would hold no expert. Models without experts are None.
 
     Raises:
         ConfigError: the message says which `ep_size` is possible.
     """
-    fewest = min((moe.experts for moe in models if moe is not None), default=1)
+    fewest = min((moe.experts for moe in moes if moe is not None), default=1)
     if fewest == 1 < ep_size:
         raise ConfigError(f"ep_size {ep_size} is for experts, and no model that is sharded has several; set it to 1")
     if fewest < ep_size:
         raise ConfigError(f"ep_size {ep_size} leaves ranks without any of {fewest} experts; lower it")
 
 
-def _settled(config: EngineConfig, draft: DraftSpec) -> EngineConfig:
+def _complete_settings(config: EngineConfig, draft: DraftSpec) -> EngineConfig:
     """Return the settings with the draft's algorithm. If no depth is set, the depth becomes one that MTP layers can
     draft.
     """
-    given = config.speculative_algorithm
-    fits = ("NEXTN", "EAGLE") if draft.kind == "mtp" else (draft.algorithm,)
-    if given is not None and given not in fits:
+    configured = config.speculative_algorithm
+    allowed = ("NEXTN", "EAGLE") if draft.kind == "mtp" else (draft.algorithm,)
+    if configured is not None and configured not in allowed:
         raise ConfigError(
-            f"speculative_algorithm {given} does not fit the draft, which is {draft.dialect}; set it to {fits[0]} or "
-            "leave it out"
+            f"speculative_algorithm {configured} does not fit the draft, which is {draft.dialect}; set it to "
+            f"{allowed[0]} or leave it out"
         )
-    found: dict[str, object] = {"speculative_algorithm": given or fits[0]}
+    updates: dict[str, object] = {"speculative_algorithm": configured or allowed[0]}
     if config.speculative_num_steps is None and 1 < draft.runners < DEFAULT_NUM_STEPS:
-        found["speculative_num_steps"] = draft.runners
-    return config.model_copy(update=found)
+        updates["speculative_num_steps"] = draft.runners
+    return config.model_copy(update=updates)
 
 
-def _check_split(models: ResolvedConfig, name: str, layers: Sequence[LayerGeometry], hint: str = "") -> None:
-    tp, ep, group = models.settings.tp_size, models.settings.ep_size, models.group_size
+def _check_split(resolved: ResolvedConfig, name: str, layers: Sequence[LayerGeometry], hint: str = "") -> None:
+    tp, ep, group = resolved.settings.tp_size, resolved.settings.ep_size, resolved.group_size
     try:
         check_heads(layers[0], group)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}{hint}") from None
     for layer in layers:
-        cut = [("an MLP", layer.intermediate, tp, f"tp_size {tp}; lower tp_size")]
+        splits = [("an MLP", layer.intermediate, tp, f"tp_size {tp}; lower tp_size")]
         if (moe := layer.moe) is not None:
-            over = f"tp_size {tp}" if ep == 1 else f"tp_size / ep_size, {tp // ep}"
-            cut = [("an expert", moe.intermediate, tp // ep, f"{over}; lower tp_size or raise ep_size")]
+            divisor = f"tp_size {tp}" if ep == 1 else f"tp_size / ep_size, {tp // ep}"
+            splits = [("an expert", moe.intermediate, tp // ep, f"{divisor}; lower tp_size or raise ep_size")]
             if moe.shared and ep == 1:
-                cut.append(("a shared expert", moe.shared, tp, f"tp_size {tp}; lower tp_size"))
+                splits.append(("a shared expert", moe.shared, tp, f"tp_size {tp}; lower tp_size"))
             elif moe.shared:
-                over = f"the {group} ranks of an attention group"
-                cut.append(("a shared expert", moe.shared, group, f"{over}; lower tp_size or raise attn_dp_size"))
-        for what, columns, ranks, remedy in cut:
+                divisor = f"the {group} ranks of an attention group"
+                splits.append(("a shared expert", moe.shared, group, f"{divisor}; lower tp_size or raise attn_dp_size"))
+        for part_name, columns, ranks, remedy in splits:
             if columns < ranks:
-                raise ConfigError(f"{name}: {what} of {columns} columns cannot be split over {remedy}{hint}")
+                raise ConfigError(f"{name}: {part_name} of {columns} columns cannot be split over {remedy}{hint}")

@@ -9,7 +9,7 @@ from typing import Any
 
 from cluster.arch.keys import ConfigKeys, dtype_of, read_json
 from cluster.arch.layer import LayerGeometry
-from cluster.arch.rope import longest_of
+from cluster.arch.rope import max_positions_of
 from cluster.config import ConfigError
 
 
@@ -20,8 +20,8 @@ class TargetArch:
     - `tied`: the head is the embedding.
     - `max_position`: the maximum number of tokens of a text, by the config.
     - `embed_scale` multiplies the embedding's rows. `softcap` c maps logits x to c * tanh(x / c).
-    - `names`: (pattern, replacement) pairs that map our tensor names to the checkpoint's, applied in order.
-    - `ignored`: patterns of stored tensors that the target does not use (a vision tower, an MTP draft).
+    - `tensor_name_rules`: (pattern, replacement) pairs that map our tensor names to the checkpoint's, applied in order.
+    - `ignored_patterns`: patterns of stored tensors that the target does not use (a vision tower, an MTP draft).
     - `query_scaling` (length, beta): queries at position p are multiplied by 1 + beta log(1 + p // length).
     """
 
@@ -34,8 +34,8 @@ class TargetArch:
     eos_token_ids: tuple[int, ...]
     embed_scale: float | None = None
     softcap: float | None = None
-    names: tuple[tuple[str, str], ...] = ()
-    ignored: tuple[str, ...] = ()
+    tensor_name_rules: tuple[tuple[str, str], ...] = ()
+    ignored_patterns: tuple[str, ...] = ()
     query_scaling: tuple[int, float] | None = None
 
     @property
@@ -55,63 +55,64 @@ class TargetArch:
 
     def stored_name(self, name: str) -> str:
         """Return the checkpoint's name for the tensor `name`."""
-        for pattern, replacement in self.names:
+        for pattern, replacement in self.tensor_name_rules:
             name = re.sub(pattern, replacement, name)
         return name
 
 
-def target_of(keys: ConfigKeys, family: str, layers: tuple[LayerGeometry, ...], **own: Any) -> TargetArch:
-    """Return the target with these layers. Keys common to all configs are read here; `own` has values of the family.
+def target_of(keys: ConfigKeys, family: str, layers: tuple[LayerGeometry, ...], **family_fields: Any) -> TargetArch:
+    """Return the target with these layers. Keys common to all configs are read here; `family_fields` has values of the
+    family.
 
     Raises:
         ConfigError: the layers cannot share a KV pool, or a config value has the wrong type.
     """
     if len({(layer.hidden, layer.heads, layer.cell) for layer in layers}) != 1:
         raise keys.error("layers that differ in heads or widths are not served")
-    given: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "family": family,
         "vocab_size": keys.integer("vocab_size"),
         "layers": layers,
         "tied": keys.flag("tie_word_embeddings"),
-        "max_position": _longest(keys, layers),
+        "max_position": _max_text_length(keys, layers),
         "dtype": dtype_of(keys.data),
-        "eos_token_ids": end_tokens(keys.where, keys.data),
+        "eos_token_ids": read_eos_token_ids(keys.folder, keys.data),
     }
-    return TargetArch(**(given | own))
+    return TargetArch(**(fields | family_fields))
 
 
-def end_tokens(folder: str, config: Mapping[str, Any]) -> tuple[int, ...]:
+def read_eos_token_ids(folder: str, config: Mapping[str, Any]) -> tuple[int, ...]:
     """Return all end tokens that generation_config.json, config.json and the tokenizer's config name. Often one of the
     three files lacks the token that ends the model's turns; SGLang reads all three as well.
     """
-    found: dict[int, None] = {}
-    for data in (_beside(folder, "generation_config.json"), config):
+    token_ids: dict[int, None] = {}
+    for data in (_read_json_if_present(folder, "generation_config.json"), config):
         ids = data.get("eos_token_id")
         ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
         if any(type(i) is not int or i < 0 for i in ids):
             raise ConfigError(f"config of {folder!r}: eos_token_id must be token ids, got {ids!r}")
-        found |= dict.fromkeys(ids)
-    return tuple(found | dict.fromkeys(_end_of_tokenizer(folder)))
+        token_ids |= dict.fromkeys(ids)
+    return tuple(token_ids | dict.fromkeys(_tokenizer_eos_token_ids(folder)))
 
 
-def _beside(folder: str, name: str) -> dict[str, Any]:
+def _read_json_if_present(folder: str, name: str) -> dict[str, Any]:
     return read_json(folder, name) if (Path(folder) / name).is_file() else {}
 
 
-def _end_of_tokenizer(folder: str) -> list[int]:
+def _tokenizer_eos_token_ids(folder: str) -> list[int]:
     """Return the id of tokenizer_config.json's `eos_token`, from its own or tokenizer.json's added tokens."""
-    given = _beside(folder, "tokenizer_config.json")
-    end = given.get("eos_token")
-    end = end.get("content") if isinstance(end, Mapping) else end
-    if not isinstance(end, str):
+    tokenizer_config = _read_json_if_present(folder, "tokenizer_config.json")
+    eos_token = tokenizer_config.get("eos_token")
+    eos_token = eos_token.get("content") if isinstance(eos_token, Mapping) else eos_token
+    if not isinstance(eos_token, str):
         return []
-    listed = given.get("added_tokens_decoder")
-    for at, each in listed.items() if isinstance(listed, Mapping) else ():
-        if isinstance(each, Mapping) and each.get("content") == end and str(at).isdecimal():
-            return [int(at)]
-    for each in _added_tokens(Path(folder) / "tokenizer.json"):
-        if isinstance(each, Mapping) and each.get("content") == end and type(each.get("id")) is int:
-            return [each["id"]]
+    added_tokens = tokenizer_config.get("added_tokens_decoder")
+    for token_id, token in added_tokens.items() if isinstance(added_tokens, Mapping) else ():
+        if isinstance(token, Mapping) and token.get("content") == eos_token and str(token_id).isdecimal():
+            return [int(token_id)]
+    for token in _added_tokens(Path(folder) / "tokenizer.json"):
+        if isinstance(token, Mapping) and token.get("content") == eos_token and type(token.get("id")) is int:
+            return [token["id"]]
     return []
 
 
@@ -120,19 +121,19 @@ def _added_tokens(path: Path) -> list[Any]:
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     start = text.find("[", text.find('"added_tokens"'))
     try:
-        found = json.JSONDecoder().raw_decode(text, start)[0] if '"added_tokens"' in text else []
+        tokens = json.JSONDecoder().raw_decode(text, start)[0] if '"added_tokens"' in text else []
     except ValueError:
         return []
-    return found if isinstance(found, list) else []
+    return tokens if isinstance(tokens, list) else []
 
 
-def _longest(keys: ConfigKeys, layers: tuple[LayerGeometry, ...]) -> int:
+def _max_text_length(keys: ConfigKeys, layers: tuple[LayerGeometry, ...]) -> int:
     """Return the maximum text length: the config's length, as extended by rope scaling. A model with dual chunk
     attention (Qwen2.5-1M) is limited to a chunk minus its local part: up to that length, dual chunk attention equals
     plain attention.
     """
-    longest = max(layer.rope.longest(longest_of(keys)) for layer in layers)
-    chunks = keys.section("dual_chunk_attention_config")
-    if not chunks.data:
-        return longest
-    return min(longest, max(1, chunks.integer("chunk_size") - chunks.integer("local_size")))
+    positions = max(layer.rope.max_positions(max_positions_of(keys)) for layer in layers)
+    chunk_attention = keys.section("dual_chunk_attention_config")
+    if not chunk_attention.data:
+        return positions
+    return min(positions, max(1, chunk_attention.integer("chunk_size") - chunk_attention.integer("local_size")))

@@ -6,52 +6,59 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-WORD = 32
+WORD_BITS = 32
 
 
-def words(width: int) -> int:
+def word_count(width: int) -> int:
     """Return the number of words that hold `width` bits."""
-    return -(-width // WORD)
+    return -(-width // WORD_BITS)
 
 
-def packed(visible: Tensor) -> Tensor:
+def pack_bits(visible: Tensor) -> Tensor:
     """Pack a visibility mask `[.., w]` to bits `[.., ceil(w / 32)]`, int32."""
     width = visible.shape[-1]
-    if width <= WORD:  # the usual case takes fewer operators; with bit 31 the sum wraps to the right negative number
-        return (visible * _places(width, visible.device)).sum(-1, keepdim=True, dtype=torch.int32)
-    padded = F.pad(visible.to(torch.int64), (0, -width % WORD)).view(*visible.shape[:-1], words(width), WORD)
-    numbers: Tensor = padded << torch.arange(WORD, device=visible.device)
-    return numbers.sum(-1).to(torch.int32)
+    if (
+        width <= WORD_BITS
+    ):  # the usual case takes fewer operators; with bit 31 the sum wraps to the right negative number
+        return (visible * _bit_values(width, visible.device)).sum(-1, keepdim=True, dtype=torch.int32)
+    padded = F.pad(visible.to(torch.int64), (0, -width % WORD_BITS)).view(
+        *visible.shape[:-1], word_count(width), WORD_BITS
+    )
+    shifted_bits: Tensor = padded << torch.arange(WORD_BITS, device=visible.device)
+    return shifted_bits.sum(-1).to(torch.int32)
 
 
-def visible_in(bits: Tensor, width: int) -> Tensor:
+def unpack_bits(bits: Tensor, width: int) -> Tensor:
     """Unpack `bits` `[.., ceil(w / 32)]` to the visibility mask `[.., w]`."""
-    if width <= WORD:
-        return (bits & _places(width, bits.device)) != 0
-    return (bits[..., None] & _places(WORD, bits.device) != 0).flatten(-2)[..., :width]
+    if width <= WORD_BITS:
+        return (bits & _bit_values(width, bits.device)) != 0
+    return (bits[..., None] & _bit_values(WORD_BITS, bits.device) != 0).flatten(-2)[..., :width]
 
 
 @cache
-def _places(count: int, device: torch.device) -> Tensor:
+def _bit_values(count: int, device: torch.device) -> Tensor:
     """Return the values 2 ** j of the first `count` bits of a word, int32; 2 ** 31 wraps to the lowest int32."""
     return (1 << torch.arange(count, device=device)).to(torch.int32)
 
 
 @cache
-def line_bits(rows: int, width: int, device: torch.device) -> Tensor:
-    """Return the bits `[1, rows, words]` of the last `rows` of a chain of `width`: each sees itself and all before it.
+def chain_bits(rows: int, width: int, device: torch.device) -> Tensor:
+    """Return the bits `[1, rows, word_count]` of the last `rows` of a chain of `width`: each sees itself and all before
+    it.
 
     Cached, so that `Visibility.of` recognises a chain by identity.
     """
-    return packed(in_line(rows, width, device))
+    return pack_bits(chain_mask(rows, width, device))
 
 
 @cache
-def own_bits(start: int, rows: int, width: int, device: torch.device) -> Tensor:
-    """Return the bits `[1, rows, words]` of rows that each see only their own window slot: `start`, `start` + 1, ..."""
-    return packed(torch.eye(width, dtype=torch.bool, device=device)[None, start : start + rows])
+def self_bits(start: int, rows: int, width: int, device: torch.device) -> Tensor:
+    """Return the bits `[1, rows, word_count]` of rows that each see only their own window slot: `start`, `start` + 1,
+    ...
+    """
+    return pack_bits(torch.eye(width, dtype=torch.bool, device=device)[None, start : start + rows])
 
 
-def in_line(rows: int, width: int, device: torch.device) -> Tensor:
-    """Return the mask `[1, rows, width]` that `line_bits` packs: row i sees slots 0 to width - rows + i."""
+def chain_mask(rows: int, width: int, device: torch.device) -> Tensor:
+    """Return the mask `[1, rows, width]` that `chain_bits` packs: row i sees slots 0 to width - rows + i."""
     return torch.ones(1, rows, width, dtype=torch.bool, device=device).tril_(width - rows)

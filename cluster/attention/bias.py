@@ -11,18 +11,18 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from cluster.attention.ancestor_bits import in_line, line_bits, visible_in
+from cluster.attention.ancestor_bits import chain_bits, chain_mask, unpack_bits
 
 MASKED = float("-inf")
 
 
-def bias_of(visible: Tensor, dtype: torch.dtype) -> Tensor:
+def mask_bias(visible: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the bias of a visibility mask, in the mask's shape."""
-    return torch.where(visible, *_either(dtype, visible.device))
+    return torch.where(visible, *_visible_and_masked_bias(dtype, visible.device))
 
 
 @cache
-def _either(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+def _visible_and_masked_bias(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the scalar biases of a visible and of a masked cell. Cached, so that a step creates no scalars."""
     return torch.zeros((), dtype=dtype, device=device), torch.full((), MASKED, dtype=dtype, device=device)
 
@@ -31,52 +31,57 @@ def _either(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
 class Visibility:
     """What q rows of each of R requests see: all committed tokens, and the window slots in the mask `visible`
     `[R or 1, q, w]`. Rows at label `first` and above see no label below `first`. `bias` is the bias of `visible`;
-    `whole` is True only if that bias is 0 everywhere.
+    `all_visible` is True only if that bias is 0 everywhere.
     """
 
     visible: Tensor
     bias: Tensor
     first: int
-    whole: bool = False
+    all_visible: bool = False
 
     @staticmethod
     def of(bits: Tensor, width: int, first: int, dtype: torch.dtype) -> "Visibility":
         """Return the visibility for tree `bits` `[R or 1, q, ceil(w / 32)]`. Masks of chains are cached."""
         rows, device = bits.shape[1], bits.device
-        if bits is line_bits(rows, width, device):
-            return Visibility(*_line(rows, width, dtype, device), first, rows == 1)
-        visible = visible_in(bits, width)
-        return Visibility(visible, bias_of(visible, dtype), first)
+        if bits is chain_bits(rows, width, device):
+            return Visibility(*_chain_visibility(rows, width, dtype, device), first, rows == 1)
+        visible = unpack_bits(bits, width)
+        return Visibility(visible, mask_bias(visible, dtype), first)
 
     @staticmethod
     def text(rows: int, first: int, dtype: torch.dtype, device: torch.device) -> "Visibility":
         """Return the visibility of the rows of a prompt chunk: each sees the chunk's rows up to itself."""
-        visible = in_line(rows, rows, device)
-        return Visibility(visible, bias_of(visible, dtype), first)
+        visible = chain_mask(rows, rows, device)
+        return Visibility(visible, mask_bias(visible, dtype), first)
 
-    def narrows(self, sliding_window: int | None) -> bool:
+    def limits_committed_tokens(self, sliding_window: int | None) -> bool:
         """Return whether the sliding window or `first` may hide committed tokens from a row."""
         return sliding_window is not None or self.first > 0
 
-    def narrowed(self, labels: Tensor, lens: Tensor, sliding_window: int | None) -> Tensor:
-        """Return the bias `[R, q, P + w]` with the sliding window and `first` applied. The P cells have the `labels`
-        `[R, P]` (-1 for padding); w window slots follow. `lens` `[R]` tokens are committed.
+    def limited_bias(self, cell_labels: Tensor, committed_lens: Tensor, sliding_window: int | None) -> Tensor:
+        """Return the bias `[R, q, P + w]` with the sliding window and `first` applied. The P cells have the
+        `cell_labels` `[R, P]` (-1 for padding); w window slots follow. `committed_lens` `[R]` tokens are committed.
         """
         # If slot j is the depth-th visible slot of a row, its label is lens + depth - 1. A row's last visible slot is
         # the row itself, so the last column has the row's own label. Labels of masked slots are not used.
-        depth = self.visible.cumsum(-1)
-        label = lens[:, None, None] + depth - 1
-        own = label[..., -1:]
+        depths = self.visible.cumsum(-1)
+        slot_labels = committed_lens[:, None, None] + depths - 1
+        row_label = slot_labels[..., -1:]
         # The lowest label that the row sees: own - window + 1, and `first` for rows at `first` or above. It is never
         # below 0, so padding cells, labelled -1, are always masked.
-        low = torch.zeros_like(own) if sliding_window is None else (own - (sliding_window - 1)).clamp_(min=0)
+        lowest_label = (
+            torch.zeros_like(row_label) if sliding_window is None else (row_label - (sliding_window - 1)).clamp_(min=0)
+        )
         if self.first:
-            low = torch.where(own >= self.first, low.clamp(min=self.first), low)
-        return bias_of(torch.cat([labels[:, None] >= low, self.visible & (label >= low)], 2), self.bias.dtype)
+            lowest_label = torch.where(row_label >= self.first, lowest_label.clamp(min=self.first), lowest_label)
+        return mask_bias(
+            torch.cat([cell_labels[:, None] >= lowest_label, self.visible & (slot_labels >= lowest_label)], 2),
+            self.bias.dtype,
+        )
 
 
 @cache
-def _line(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the mask and the bias of `line_bits`."""
-    visible = in_line(rows, width, device)
-    return visible, bias_of(visible, dtype)
+def _chain_visibility(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the mask and the bias of `chain_bits`."""
+    visible = chain_mask(rows, width, device)
+    return visible, mask_bias(visible, dtype)

@@ -15,36 +15,36 @@ from torch import Tensor
 from cluster.attention.bias import MASKED
 from cluster.kv.page_table import PageTable
 
-LARGE = 1 << 24
+READ_SEPARATELY_BYTES = 1 << 24
 """If the cells of all requests have this many bytes or more in one layer, requests are read one by one. A smaller copy
 of all requests stays in the CPU's caches, and one call is faster than many. From 32 MB on, the copy alone takes four
 times as long as attention, because each call then gets new memory from the operating system."""
-LONG = 1 << 22
+READ_IN_PIECES_BYTES = 1 << 22
 """A request of several runs with this many bytes or more in one layer is read in pieces instead of copied."""
-RUN = 1 << 18
+READ_IN_PLACE_BYTES = 1 << 18
 """A run of slots with this many bytes or more is read in place, as a piece. Shorter runs are copied together with their
 neighbours, which costs less than separate matrix products."""
 
 
 class CellPiece(NamedTuple):
-    """`length` cells of each of R requests in order of position. `read` is a pool slice (only if R is 1), or the slots
+    """`length` cells of each of R requests in order of position. `slots` is a pool slice (only if R is 1), or the slots
     `[R * length]`.
     """
 
-    read: slice | Tensor
+    slots: slice | Tensor
     length: int
 
 
-def look(numbers: Tensor) -> list[Any] | None:
+def host_values(tensor: Tensor) -> list[Any] | None:
     """Return the values of a tensor of lengths or pages; None if it is on a GPU, where reading would wait.
 
     This is the only place where attention reads tensors on the host.
     """
-    return numbers.tolist() if numbers.is_cpu else None
+    return tensor.tolist() if tensor.is_cpu else None
 
 
 class RequestCells:
-    """The cells of R >= 1 requests: their committed tokens, and up to `more` window slots after them.
+    """The cells of R >= 1 requests: their committed tokens, and up to `max_window_slots` window slots after them.
 
     `lens` `[R]` tokens are committed, at most `longest`. Padding beyond a request's own length reads the request's own
     first window slot, masked. That slot is always written before it is read. A request must not read memory of other
@@ -53,86 +53,99 @@ class RequestCells:
     """
 
     def __init__(
-        self, table: PageTable, rows: Tensor, lens: Tensor, longest: int, more: int, written: Tensor | None = None
+        self,
+        table: PageTable,
+        rows: Tensor,
+        lens: Tensor,
+        longest: int,
+        max_window_slots: int,
+        written_slots: Tensor | None = None,
     ) -> None:
         self.rows, self.lens = rows, lens
-        self._table, self._more, self._written = table, more, written
-        self.counts: list[int] | None = look(lens)
-        self.longest = min(longest, table.length) if self.counts is None else max(self.counts)
+        self._table, self._max_window_slots, self._written_slots = table, max_window_slots, written_slots
+        self.host_lens: list[int] | None = host_values(lens)
+        self.longest = min(longest, table.length) if self.host_lens is None else max(self.host_lens)
         self._pages: list[list[int]] | None = None
-        self._beyond: Tensor | None = None
+        self._is_padding: Tensor | None = None
         self._slots: Tensor | None = None
         self._bias: Tensor | None = None
         self._pieces: dict[tuple[int, int, int, bool], list[CellPiece]] = {}
 
-    def apart(self, width: int, cell: int) -> bool:
-        """Return whether requests of `width` window slots and `cell` bytes per token should be read one by one."""
-        if self.counts is None:
+    def reads_separately(self, width: int, cell_bytes: int) -> bool:
+        """Return whether requests of `width` window slots, with `cell_bytes` per token, should be read one by one."""
+        if self.host_lens is None:
             return False
-        return len(self.counts) == 1 or len(self.counts) * (self.longest + width) * cell >= LARGE
+        return (
+            len(self.host_lens) == 1
+            or len(self.host_lens) * (self.longest + width) * cell_bytes >= READ_SEPARATELY_BYTES
+        )
 
     def slots(self, width: int) -> Tensor:
         """Return the slots `[R, P + width]`: committed tokens padded to P = `longest`, then `width` window slots."""
         if self._slots is None:
-            after = torch.arange(self._more, device=self.lens.device)
-            found = self._table.first_slots(self.rows, self.longest + self._more)
+            window_offsets = torch.arange(self._max_window_slots, device=self.lens.device)
+            all_slots = self._table.first_slots(self.rows, self.longest + self._max_window_slots)
             # Window slot j of request r is at position lens[r] + j. Padding becomes the request's first window slot.
-            window = found.gather(1, (self.lens[:, None] + after).clamp_(max=found.shape[1] - 1))
-            if self._written is not None:
-                window = torch.where(after < self._written[:, None], window, window[:, :1])
-            prefix = torch.where(self.beyond, window[:, :1], found[:, : self.longest])
+            window = all_slots.gather(1, (self.lens[:, None] + window_offsets).clamp_(max=all_slots.shape[1] - 1))
+            if self._written_slots is not None:
+                window = torch.where(window_offsets < self._written_slots[:, None], window, window[:, :1])
+            prefix = torch.where(self.is_padding, window[:, :1], all_slots[:, : self.longest])
             self._slots = torch.cat([prefix, window], 1)
         return self._slots[:, : self.longest + width]
 
     @property
-    def beyond(self) -> Tensor:
+    def is_padding(self) -> Tensor:
         """The mask `[R, P]` of padding: positions at or after a request's committed length."""
-        if self._beyond is None:
-            self._beyond = torch.arange(self.longest, device=self.lens.device) >= self.lens[:, None]
-        return self._beyond
+        if self._is_padding is None:
+            self._is_padding = torch.arange(self.longest, device=self.lens.device) >= self.lens[:, None]
+        return self._is_padding
 
     def bias(self, dtype: torch.dtype) -> Tensor:
-        """Return the bias `[R, 1, P + more]` that masks only the padding."""
+        """Return the bias `[R, 1, P + max_window_slots]` that masks only the padding."""
         if self._bias is None:
-            shape = (*self.lens.shape, 1, self.longest + self._more)
+            shape = (*self.lens.shape, 1, self.longest + self._max_window_slots)
             self._bias = torch.zeros(shape, dtype=dtype, device=self.lens.device)
-            self._bias[:, 0, : self.longest].masked_fill_(self.beyond, MASKED)
+            self._bias[:, 0, : self.longest].masked_fill_(self.is_padding, MASKED)
         return self._bias
 
-    def labels(self, apart: bool) -> Tensor:
+    def labels(self, pad_front: bool) -> Tensor:
         """Return the positions `[R, P]` of the committed tokens, padded with -1 to P.
 
-        The padding is at the end, as in `slots`. If requests are read one by one (`apart`), the padding is at the
+        The padding is at the end, as in `slots`. If requests are read one by one (`pad_front`), the padding is at the
         front, so that a read of L < P + w cells matches the last L columns of the bias.
         """
-        number = torch.arange(self.longest, device=self.lens.device)
-        if apart:
-            return (number + (self.lens[:, None] - self.longest)).clamp_(min=-1)
-        return number.masked_fill(self.beyond, -1)
+        positions = torch.arange(self.longest, device=self.lens.device)
+        if pad_front:
+            return (positions + (self.lens[:, None] - self.longest)).clamp_(min=-1)
+        return positions.masked_fill(self.is_padding, -1)
 
-    def pieces(self, at: int, width: int, cell: int, several: bool) -> list[CellPiece]:
-        """Return the pieces by which request `at` is read alone: committed tokens, then `width` window slots.
+    def pieces(self, request: int, width: int, cell_bytes: int, allow_several: bool) -> list[CellPiece]:
+        """Return the pieces by which request `request` is read alone: committed tokens, then `width` window slots.
 
-        A token has `cell` bytes. A request in one run is one slice. A request of several runs is copied as one piece,
-        unless it has `LONG` bytes or more and `several` pieces are allowed. Then each run of `RUN` bytes or more is a
-        slice, and the cells between these runs are copied.
+        A token has `cell_bytes` bytes. A request in one run is one slice. A request of several runs is copied as one
+        piece, unless it has `READ_IN_PIECES_BYTES` bytes or more and `allow_several` pieces are allowed. Then each run
+        of `READ_IN_PLACE_BYTES` bytes or more is a slice, and the cells between these runs are copied.
         """
-        assert self.counts is not None
-        key = (at, width, cell, several)
+        assert self.host_lens is not None
+        key = (request, width, cell_bytes, allow_several)
         if key in self._pieces:
             return self._pieces[key]
         if self._pages is None:
-            most = -(-(self.longest + self._more) // self._table.page_size)
-            self._pages = look(self._table.device_pages.index_select(0, self.rows)[:, :most])
+            max_pages = -(-(self.longest + self._max_window_slots) // self._table.page_size)
+            self._pages = host_values(self._table.device_pages.index_select(0, self.rows)[:, :max_pages])
             assert self._pages is not None
-        size, count = self._table.page_size, self.counts[at] + width
-        least = -(-RUN // cell) if several and count * cell >= LONG else None
+        page_size, count = self._table.page_size, self.host_lens[request] + width
+        min_slots = (
+            -(-READ_IN_PLACE_BYTES // cell_bytes)
+            if allow_several and count * cell_bytes >= READ_IN_PIECES_BYTES
+            else None
+        )
         self._pieces[key] = pieces = []
-        for first, last, start in spans_of(self._pages[at][: -(-count // size)], size, least):
+        for first, last, start in slot_spans(self._pages[request][: -(-count // page_size)], page_size, min_slots):
             length = min(last, count) - first
             if start is None:
-                read = self._table.first_slots(self.rows[at : at + 1], count)[0, first : first + length]
-                pieces.append(CellPiece(read, length))
+                slots = self._table.first_slots(self.rows[request : request + 1], count)[0, first : first + length]
+                pieces.append(CellPiece(slots, length))
             else:
                 pieces.append(CellPiece(slice(start, start + length), length))
         return pieces
@@ -148,21 +161,22 @@ class Span(NamedTuple):
     start: int | None
 
 
-def spans_of(pages: Sequence[int], size: int, least: int | None) -> Iterator[Span]:
-    """Yield the runs of at least `least` slots in `pages` of `size` tokens, and the spans between them, in order.
+def slot_spans(pages: Sequence[int], page_size: int, min_slots: int | None) -> Iterator[Span]:
+    """Yield the runs of at least `min_slots` slots in `pages` of `page_size` tokens, and the spans between them, in
+    order.
 
-    If `least` is None, yield all pages as one span. It has a start only if all pages are consecutive.
+    If `min_slots` is None, yield all pages as one span. It has a start only if all pages are consecutive.
     """
     # Indices at which a run of consecutive page numbers ends.
-    ends = [at for at, (page, after) in enumerate(pairwise(pages), 1) if after != page + 1]
-    ends.append(len(pages))
-    loose = begin = 0  # pages before `loose` are already in a yielded span
-    for end in ends:
-        if len(ends) == 1 or (least is not None and (end - begin) * size >= least):
-            if loose < begin:
-                yield Span(loose * size, begin * size, None)
-            yield Span(begin * size, end * size, pages[begin] * size)
-            loose = end
-        begin = end
-    if loose < len(pages):
-        yield Span(loose * size, len(pages) * size, None)
+    run_ends = [index for index, (page, next_page) in enumerate(pairwise(pages), 1) if next_page != page + 1]
+    run_ends.append(len(pages))
+    pending_start = run_start = 0  # pages before `pending_start` are already in a yielded span
+    for run_end in run_ends:
+        if len(run_ends) == 1 or (min_slots is not None and (run_end - run_start) * page_size >= min_slots):
+            if pending_start < run_start:
+                yield Span(pending_start * page_size, run_start * page_size, None)
+            yield Span(run_start * page_size, run_end * page_size, pages[run_start] * page_size)
+            pending_start = run_end
+        run_start = run_end
+    if pending_start < len(pages):
+        yield Span(pending_start * page_size, len(pages) * page_size, None)

@@ -16,26 +16,26 @@ from cluster.attention.cells import CellPiece, RequestCells
 from cluster.batch import AttentionMetadata, HostBounds, PromptRows, TreeRows
 from cluster.kv.page_table import PageTable
 
-MOST_ROWS = 256
+MAX_ROWS_IN_PIECES = 256
 """A request with more query rows per KV head is not read in pieces, because then all scores are in memory at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class GatherSpec:
-    """Facts about a runner's layers: `cell` bytes of a token in one layer, `repeat` query heads for each KV head, the
-    `dtype` of biases, and the sliding `windows` that occur (None: full attention).
+    """Facts about a runner's layers: `cell_bytes` bytes of a token in one layer, `heads_per_kv_head` query heads for
+    each KV head, the `dtype` of biases, and the sliding `windows` that occur (None: full attention).
     """
 
-    cell: int
-    repeat: int
+    cell_bytes: int
+    heads_per_kv_head: int
     dtype: torch.dtype
     windows: Collection[int | None]
 
-    def may_part(self, rows: int) -> bool:
+    def may_read_in_pieces(self, rows: int) -> bool:
         """Return whether a request of `rows` rows may be read in pieces. Not in half precision, where the scores of
         pieces would be rounded more than those of a single call.
         """
-        return self.repeat * rows <= MOST_ROWS and self.dtype in (torch.float32, torch.float64)
+        return self.heads_per_kv_head * rows <= MAX_ROWS_IN_PIECES and self.dtype in (torch.float32, torch.float64)
 
 
 @dataclass(slots=True)
@@ -45,7 +45,7 @@ class AttentionCall:
 
     `pieces` hold the cells in order of position; with R > 1 there is one piece. `biases` maps a sliding window to a
     bias `[R or 1, q, c]` over the last c cells; all rows see the cells before these. A bias of None means that all rows
-    see all cells. If `back` is set, it selects the real rows out of the padded `[R * q]`, in batch order.
+    see all cells. If `unpad_index` is set, it selects the real rows out of the padded `[R * q]`, in batch order.
     """
 
     requests: int
@@ -53,42 +53,55 @@ class AttentionCall:
     rows: slice | Tensor
     pieces: Sequence[CellPiece]
     biases: Mapping[int | None, Tensor | None]
-    back: Tensor | None = None
+    unpad_index: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """Prompt chunks of `counts` rows, sorted by length, that are attended together. They start at prompt row `begin`.
+    """Prompt chunks of `row_counts` rows, sorted by length, that are attended together. They start at prompt row
+    `first_row`.
 
-    If their lengths differ, they are padded to the longest: `rows` and `back` are as in `AttentionCall`, with `rows`
-    counted from prompt row 0.
+    If their lengths differ, they are padded to the longest: `rows` and `unpad_index` are as in `AttentionCall`, with
+    `rows` counted from prompt row 0.
     """
 
-    begin: int
-    counts: list[int]
+    first_row: int
+    row_counts: list[int]
     cells: RequestCells
     rows: Tensor | None = None
-    back: Tensor | None = None
+    unpad_index: Tensor | None = None
 
-    def parts(self, at: int, first: int, reader: GatherSpec) -> list[AttentionCall]:
-        """Return the calls for these chunks. Prompt rows begin at batch row `at`; `first`: see `AttentionMetadata`."""
-        cells, q = self.cells, self.counts[-1]
-        if cells.apart(q, reader.cell):
-            return list(self._apart(at + self.begin, first, reader))
-        sight = Visibility.text(q, first, reader.dtype, cells.lens.device)
-        biases = {width: over(sight, cells, width) for width in reader.windows}
-        begin = at + self.begin
-        rows = slice(begin, begin + q * len(self.counts)) if self.rows is None else self.rows + at
-        return [AttentionCall(len(self.counts), q, rows, [copied(cells, q)], biases, self.back)]
+    def calls(self, first_prompt_row: int, first: int, spec: GatherSpec) -> list[AttentionCall]:
+        """Return the calls for these chunks. Prompt rows begin at batch row `first_prompt_row`; `first`: see
+        `AttentionMetadata`.
+        """
+        cells, padded_rows = self.cells, self.row_counts[-1]
+        if cells.reads_separately(padded_rows, spec.cell_bytes):
+            return list(self._separate_calls(first_prompt_row + self.first_row, first, spec))
+        visibility = Visibility.text(padded_rows, first, spec.dtype, cells.lens.device)
+        biases = {sliding_window: padded_bias(visibility, cells, sliding_window) for sliding_window in spec.windows}
+        first_row = first_prompt_row + self.first_row
+        rows = (
+            slice(first_row, first_row + padded_rows * len(self.row_counts))
+            if self.rows is None
+            else self.rows + first_prompt_row
+        )
+        return [
+            AttentionCall(
+                len(self.row_counts), padded_rows, rows, [gathered_piece(cells, padded_rows)], biases, self.unpad_index
+            )
+        ]
 
-    def _apart(self, begin: int, first: int, reader: GatherSpec) -> Iterator[AttentionCall]:
+    def _separate_calls(self, first_row: int, first: int, spec: GatherSpec) -> Iterator[AttentionCall]:
         cells = self.cells
-        for i, q in enumerate(self.counts):
-            sight, own = Visibility.text(q, first, reader.dtype, cells.lens.device), slice(i, i + 1)
-            biases = {width: behind(sight, cells, own, width) for width in reader.windows}
-            pieces = cells.pieces(i, q, reader.cell, reader.may_part(q))
-            yield AttentionCall(1, q, slice(begin, begin + q), pieces, biases)
-            begin += q
+        for i, chunk_rows in enumerate(self.row_counts):
+            visibility, request = Visibility.text(chunk_rows, first, spec.dtype, cells.lens.device), slice(i, i + 1)
+            biases = {
+                sliding_window: tail_bias(visibility, cells, request, sliding_window) for sliding_window in spec.windows
+            }
+            pieces = cells.pieces(i, chunk_rows, spec.cell_bytes, spec.may_read_in_pieces(chunk_rows))
+            yield AttentionCall(1, chunk_rows, slice(first_row, first_row + chunk_rows), pieces, biases)
+            first_row += chunk_rows
 
 
 class Gather:
@@ -110,95 +123,126 @@ class Gather:
         self._tree: tuple[TreeRows, RequestCells] | None = None
         self._text: tuple[PromptRows, list[Chunks]] | None = None
 
-    def parts(self, seen: AttentionMetadata, reader: GatherSpec) -> list[AttentionCall]:
+    def calls(self, metadata: AttentionMetadata, spec: GatherSpec) -> list[AttentionCall]:
         """Return the calls that cover the batch rows in order: those of the tree, then those of prompt chunks."""
-        parts, rows = [], 0
-        if seen.tree is not None and seen.tree.lens.shape[0]:
-            parts += self._of_tree(seen.tree, seen.first, reader)
-            rows = seen.tree.lens.shape[0] * seen.tree.bits.shape[1]
-        if seen.text is not None:
-            for chunks in self._chunks(seen.text):
-                parts += chunks.parts(rows, seen.first, reader)
-        return parts
+        calls, num_rows = [], 0
+        if metadata.tree is not None and metadata.tree.lens.shape[0]:
+            calls += self._tree_calls(metadata.tree, metadata.first, spec)
+            num_rows = metadata.tree.lens.shape[0] * metadata.tree.bits.shape[1]
+        if metadata.text is not None:
+            for chunks in self._chunks(metadata.text):
+                calls += chunks.calls(num_rows, metadata.first, spec)
+        return calls
 
-    def _of_tree(self, tree: TreeRows, first: int, reader: GatherSpec) -> list[AttentionCall]:
+    def _tree_calls(self, tree: TreeRows, first: int, spec: GatherSpec) -> list[AttentionCall]:
         # The same tensors mean the same requests, so draft levels, verify and extend share one `RequestCells`.
         if self._tree is None or self._tree[0].lens is not tree.lens or self._tree[0].rows is not tree.rows:
-            window = self._window + self._bounds.forced
-            self._tree = tree, RequestCells(self.table, tree.rows, tree.lens, self._bounds.longest, window)
-        cells, r, q = self._tree[1], tree.lens.shape[0], tree.bits.shape[1]
-        sight = Visibility.of(tree.bits, tree.width, first, reader.dtype)
-        if not cells.apart(tree.width, reader.cell):
-            together = {width: over(sight, cells, width) for width in reader.windows}
-            return [AttentionCall(r, q, slice(0, r * q), [copied(cells, tree.width)], together)]
-        biases = {width: behind(sight, cells, slice(0, r), width) for width in reader.windows}
-        parts = []
-        for i in range(r):
-            pieces = cells.pieces(i, tree.width, reader.cell, reader.may_part(q))
-            own = {width: of_request(bias, i) for width, bias in biases.items()}
-            parts.append(AttentionCall(1, q, slice(i * q, i * q + q), pieces, own))
-        return parts
+            window = self._window + self._bounds.forced_nodes
+            self._tree = tree, RequestCells(self.table, tree.rows, tree.lens, self._bounds.max_seq_len, window)
+        cells, num_requests, q_rows = self._tree[1], tree.lens.shape[0], tree.bits.shape[1]
+        visibility = Visibility.of(tree.bits, tree.width, first, spec.dtype)
+        if not cells.reads_separately(tree.width, spec.cell_bytes):
+            shared_biases = {
+                sliding_window: padded_bias(visibility, cells, sliding_window) for sliding_window in spec.windows
+            }
+            return [
+                AttentionCall(
+                    num_requests,
+                    q_rows,
+                    slice(0, num_requests * q_rows),
+                    [gathered_piece(cells, tree.width)],
+                    shared_biases,
+                )
+            ]
+        biases = {
+            sliding_window: tail_bias(visibility, cells, slice(0, num_requests), sliding_window)
+            for sliding_window in spec.windows
+        }
+        calls = []
+        for request in range(num_requests):
+            pieces = cells.pieces(request, tree.width, spec.cell_bytes, spec.may_read_in_pieces(q_rows))
+            request_biases = {sliding_window: bias_of_request(bias, request) for sliding_window, bias in biases.items()}
+            calls.append(
+                AttentionCall(1, q_rows, slice(request * q_rows, request * q_rows + q_rows), pieces, request_biases)
+            )
+        return calls
 
     def _chunks(self, text: PromptRows) -> list[Chunks]:
         if self._text is None or self._text[0] is not text:
             lengths = [stop - start for start, stop in self._bounds.chunks]
-            self._text = text, [self._padded(text, lengths, part) for part in alike(lengths)]
+            self._text = (
+                text,
+                [self._padded(text, lengths, chunk_range) for chunk_range in similar_length_ranges(lengths)],
+            )
         return self._text[1]
 
-    def _padded(self, text: PromptRows, lengths: list[int], part: slice) -> Chunks:
-        """Return the chunks at indices `part`, padded to the longest. `lengths` are the row counts of all chunks."""
-        begin, counts, q = sum(lengths[: part.start]), lengths[part], lengths[part.stop - 1]
-        longest = max(start for start, _ in self._bounds.chunks[part])
-        given, device = (self.table, text.rows[part], text.starts[part], longest, q), text.starts.device
-        if counts[0] == q:
-            return Chunks(begin, counts, RequestCells(*given))
-        firsts = text.indptr[part]
-        real = text.indptr[part.start + 1 : part.stop + 1] - firsts
-        row = torch.arange(q, device=device)
-        # Padding rows repeat the chunk's row 0; `back` drops their results.
-        rows = (firsts[:, None] + torch.where(row < real[:, None], row, 0)).view(-1)
+    def _padded(self, text: PromptRows, lengths: list[int], chunk_range: slice) -> Chunks:
+        """Return the chunks at indices `chunk_range`, padded to the longest. `lengths` are the row counts of all
+        chunks.
+        """
+        first_row, row_counts, padded_rows = (
+            sum(lengths[: chunk_range.start]),
+            lengths[chunk_range],
+            lengths[chunk_range.stop - 1],
+        )
+        longest = max(start for start, _ in self._bounds.chunks[chunk_range])
+        cell_arguments, device = (
+            (self.table, text.rows[chunk_range], text.starts[chunk_range], longest, padded_rows),
+            text.starts.device,
+        )
+        if row_counts[0] == padded_rows:
+            return Chunks(first_row, row_counts, RequestCells(*cell_arguments))
+        firsts = text.indptr[chunk_range]
+        real_rows = text.indptr[chunk_range.start + 1 : chunk_range.stop + 1] - firsts
+        row_offsets = torch.arange(padded_rows, device=device)
+        # Padding rows repeat the chunk's row 0; `unpad_index` drops their results.
+        rows = (firsts[:, None] + torch.where(row_offsets < real_rows[:, None], row_offsets, 0)).view(-1)
         # Real row k of chunk i is padded row i * q + (k - real rows before chunk i) = k + ahead[i].
-        ahead = torch.arange(len(counts), device=device) * q - (firsts - begin)
-        back = torch.arange(sum(counts), device=device) + ahead.repeat_interleave(real, output_size=sum(counts))
-        return Chunks(begin, counts, RequestCells(*given, real), rows, back)
+        padding_shift = torch.arange(len(row_counts), device=device) * padded_rows - (firsts - first_row)
+        unpad_index = torch.arange(sum(row_counts), device=device) + padding_shift.repeat_interleave(
+            real_rows, output_size=sum(row_counts)
+        )
+        return Chunks(first_row, row_counts, RequestCells(*cell_arguments, real_rows), rows, unpad_index)
 
 
-def alike(lengths: Sequence[int]) -> Iterator[slice]:
+def similar_length_ranges(sorted_lengths: Sequence[int]) -> Iterator[slice]:
     """Split chunks, sorted by length, into runs whose longest chunk is at most twice the shortest; yield the slices."""
-    begin = 0
-    for end in range(1, len(lengths) + 1):
-        if end == len(lengths) or lengths[end] > 2 * lengths[begin]:
-            yield slice(begin, end)
-            begin = end
+    range_start = 0
+    for range_end in range(1, len(sorted_lengths) + 1):
+        if range_end == len(sorted_lengths) or sorted_lengths[range_end] > 2 * sorted_lengths[range_start]:
+            yield slice(range_start, range_end)
+            range_start = range_end
 
 
-def copied(cells: RequestCells, width: int) -> CellPiece:
+def gathered_piece(cells: RequestCells, width: int) -> CellPiece:
     """Return one piece that copies all requests' committed tokens, padded, and `width` window slots."""
     slots = cells.slots(width)
     return CellPiece(slots.reshape(-1), slots.shape[1])
 
 
-def over(sight: Visibility, cells: RequestCells, sliding_window: int | None) -> Tensor:
-    """Return the bias `[R, q, P + w]` over the cells of `copied`."""
-    if sight.narrows(sliding_window):
-        return sight.narrowed(cells.labels(False), cells.lens, sliding_window)
-    (_, q, width), whole = sight.bias.shape, cells.bias(sight.bias.dtype)
-    if sight.whole:
-        return whole[..., : cells.longest + width]
-    seen = whole[..., : cells.longest].expand(-1, q, -1)
-    return torch.cat([seen, sight.bias.expand(seen.shape[0], -1, -1)], 2)
+def padded_bias(visibility: Visibility, cells: RequestCells, sliding_window: int | None) -> Tensor:
+    """Return the bias `[R, q, P + w]` over the cells of `gathered_piece`."""
+    if visibility.limits_committed_tokens(sliding_window):
+        return visibility.limited_bias(cells.labels(False), cells.lens, sliding_window)
+    (_, q, width), padding_bias = visibility.bias.shape, cells.bias(visibility.bias.dtype)
+    if visibility.all_visible:
+        return padding_bias[..., : cells.longest + width]
+    committed_bias = padding_bias[..., : cells.longest].expand(-1, q, -1)
+    return torch.cat([committed_bias, visibility.bias.expand(committed_bias.shape[0], -1, -1)], 2)
 
 
-def behind(sight: Visibility, cells: RequestCells, requests: slice, sliding_window: int | None) -> Tensor | None:
+def tail_bias(
+    visibility: Visibility, cells: RequestCells, requests: slice, sliding_window: int | None
+) -> Tensor | None:
     """Return the bias `[R or 1, q, c]` over the last c cells of each request in `requests`, for reading one by one.
 
     All rows see the cells before these. Returns None if all rows see all cells.
     """
-    if sight.narrows(sliding_window):
-        return sight.narrowed(cells.labels(True)[requests], cells.lens[requests], sliding_window)
-    return None if sight.whole else sight.bias
+    if visibility.limits_committed_tokens(sliding_window):
+        return visibility.limited_bias(cells.labels(True)[requests], cells.lens[requests], sliding_window)
+    return None if visibility.all_visible else visibility.bias
 
 
-def of_request(bias: Tensor | None, request: int) -> Tensor | None:
+def bias_of_request(bias: Tensor | None, request: int) -> Tensor | None:
     """Return the bias `[1, q, c]` of one request. `bias` is `[R, q, c]`, or `[1, q, c]` if all requests share it."""
     return bias if bias is None or bias.shape[0] == 1 else bias[request : request + 1]

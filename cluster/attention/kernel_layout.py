@@ -5,17 +5,17 @@ from torch import Tensor
 from cluster.kv.pool import KVPool
 
 
-def with_rows_whole(tensor: Tensor) -> Tensor:
+def with_contiguous_rows(tensor: Tensor) -> Tensor:
     """Return `tensor` `[T, .., d]`, copied if one of its T entries is not contiguous. The row stride may be any."""
-    whole = 1
+    contiguous_stride = 1
     for size, stride in zip(reversed(tensor.shape[1:]), reversed(tensor.stride()[1:]), strict=True):
-        if size != 1 and stride != whole:
+        if size != 1 and stride != contiguous_stride:
             return tensor.contiguous()
-        whole *= size
+        contiguous_stride *= size
     return tensor
 
 
-def fitting(q: Tensor, kv: Tensor, pool: KVPool) -> tuple[Tensor, Tensor]:
+def checked_cells(q: Tensor, kv: Tensor, pool: KVPool) -> tuple[Tensor, Tensor]:
     """Return `q` `[T, nh, d]` and `kv` `[T, parts, nkv, d]` with contiguous rows, checked against the pool's cells.
 
     Raises:
@@ -23,4 +23,4 @@ def fitting(q: Tensor, kv: Tensor, pool: KVPool) -> tuple[Tensor, Tensor]:
     """
     if q.dtype != pool.dtype or kv.dtype != q.dtype or kv.shape[1:] != pool.cell:
         raise ValueError(f"cells {list(kv.shape)} of {kv.dtype} for a pool of {list(pool.cell)} of {pool.dtype}")
-    return with_rows_whole(q), with_rows_whole(kv)
+    return with_contiguous_rows(q), with_contiguous_rows(kv)

@@ -19,9 +19,9 @@ class AttentionShape(NamedTuple):
     scale: float | None = None
     value_dim: int | None = None
 
-    def filled(self, pool: KVPool) -> tuple[int, tuple[int | None, ...], float, int]:
+    def with_defaults(self, pool: KVPool) -> tuple[int, tuple[int | None, ...], float, int]:
         """Return heads, sliding windows, scale and value width over `pool`, with the defaults filled in."""
-        size = pool.cell[2]
+        key_dim = pool.cell[2]
         windows = tuple(self.sliding_windows) or (None,) * pool.layers
-        scale = size**-0.5 if self.scale is None else self.scale
-        return self.heads, windows, scale, size if self.value_dim is None else self.value_dim
+        scale = key_dim**-0.5 if self.scale is None else self.scale
+        return self.heads, windows, scale, key_dim if self.value_dim is None else self.value_dim

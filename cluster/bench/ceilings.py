@@ -15,62 +15,63 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """`bytes` read from memory per second, and `flops` per second of torch's product of two square matrices."""
+    """Bytes read from memory per second, and operations per second of torch's product of two square matrices."""
 
-    bytes: float
-    flops: float
+    bytes_per_s: float
+    flops_per_s: float
 
-    def least_seconds(self, read: float, computed: float) -> float:
-        """Return the least time to read `read` bytes and do `computed` operations, if both overlap completely."""
-        return max(read / self.bytes, computed / self.flops)
+    def least_seconds(self, bytes_read: float, operations: float) -> float:
+        """Return the least time to read the bytes and to do the operations, if both overlap completely."""
+        return max(bytes_read / self.bytes_per_s, operations / self.flops_per_s)
 
-    def best(self, other: "Ceilings") -> "Ceilings":
+    def highest(self, other: "Ceilings") -> "Ceilings":
         """Return the higher value of each ceiling: interference only lowers a measured ceiling."""
-        return Ceilings(max(self.bytes, other.bytes), max(self.flops, other.flops))
+        return Ceilings(max(self.bytes_per_s, other.bytes_per_s), max(self.flops_per_s, other.flops_per_s))
 
 
 @dataclass(frozen=True, slots=True)
-class Tried:
+class ProbeSizes:
     """The sizes to measure ceilings with: bytes of an array too large for any cache, and rows of a square matrix."""
 
     read_bytes: int
-    side: int
+    matrix_side: int
 
 
-TRIED = {"cpu": Tried(1 << 28, 1536), "cuda": Tried(1 << 32, 8192)}
+PROBE_SIZES = {"cpu": ProbeSizes(1 << 28, 1536), "cuda": ProbeSizes(1 << 32, 8192)}
 
 
-def ceilings(repeats: int = 5, device: torch.device = CPU, dtype: torch.dtype = torch.float32) -> Ceilings:
+def measure_ceilings(repeats: int = 5, device: torch.device = CPU, dtype: torch.dtype = torch.float32) -> Ceilings:
     """Measure a device's ceilings with torch's current threads: the best of `repeats` runs after a warm-up.
 
     Matrices are multiplied in `dtype`. On a CPU float32 is tried too, because CPUs often multiply 16-bit numbers as
     float32.
     """
-    tried = TRIED[device.type]
-    memory = torch.ones(tried.read_bytes // 4, device=device)
-    read = best_seconds(memory.sum, device, repeats)
+    sizes = PROBE_SIZES[device.type]
+    memory = torch.ones(sizes.read_bytes // 4, device=device)
+    read_seconds = best_seconds(memory.sum, device, repeats)
     del memory
     flops = []
-    for kind in {dtype, torch.float32} if device.type == "cpu" else {dtype}:
-        square = torch.randn(tried.side, tried.side, device=device).to(kind)  # constants would draw less power
-        flops.append(2 * tried.side**3 / best_seconds(partial(torch.mm, square, square), device, repeats))
-    return Ceilings(tried.read_bytes / read, max(flops))
+    for compute_dtype in {dtype, torch.float32} if device.type == "cpu" else {dtype}:
+        # Random, because constants would draw less power.
+        matrix = torch.randn(sizes.matrix_side, sizes.matrix_side, device=device).to(compute_dtype)
+        flops.append(2 * sizes.matrix_side**3 / best_seconds(partial(torch.mm, matrix, matrix), device, repeats))
+    return Ceilings(sizes.read_bytes / read_seconds, max(flops))
 
 
-def best_seconds(work: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Return the least time of `work` on the device, over `repeats` runs after a warm-up."""
+def best_seconds(call: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Return the least time of `call` on the device, over `repeats` runs after a warm-up."""
     timer = timer_of(device)
-    moments = [timer.now()]
+    timestamps = [timer.now()]
     for _ in range(repeats + 1):
-        work()
-        moments.append(timer.now())
+        call()
+        timestamps.append(timer.now())
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return min(timer.between(*span) for span in pairwise(moments[1:]))
+    return min(timer.between(*span) for span in pairwise(timestamps[1:]))
 
 
-def timed(work: Callable[[], object]) -> float:
-    """Run `work` once and return its seconds by the host's clock."""
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
+def call_seconds(call: Callable[[], object]) -> float:
+    """Run `call` once and return its seconds by the host's clock."""
+    started_at = time.perf_counter()
+    call()
+    return time.perf_counter() - started_at

@@ -26,21 +26,22 @@ from cluster.bench.cases import (
     rude,
     serving,
 )
-from cluster.bench.goals import Goal, verdict
-from cluster.bench.pair import Pair, named
+from cluster.bench.goals import Goal, goal_summary
+from cluster.bench.pair import ModelPair, resolve_folders
 from cluster.bench.random_models import PRESETS
 from cluster.bench.report import json_line, write_json
 
 
 class Part(NamedTuple):
     """A measurement: its module, and the longest that it takes on two free cores: `minutes` in full, `quick_s` seconds
-    with --quick. It measures a pair of a target and its draft, or (`own`) serves the demo pair or needs no model.
+    with --quick. It measures a pair of a target and its draft. If `standalone`, it serves the demo pair or needs no
+    model.
     """
 
     module: ModuleType
     minutes: float
     quick_s: float
-    own: bool = False
+    standalone: bool = False
 
 
 PARTS = {
@@ -52,27 +53,30 @@ PARTS = {
     "peers": Part(peers, 30, 300),  # against vLLM's CPU build
     "lockstep": Part(lockstep, 15, 90),  # what lockstep costs data-parallel ranks
     "roofline": Part(roofline, 15, 60),  # the time of each phase of a step against the least possible time
-    "faults": Part(faults, 15, 180, own=True),  # what clients see when processes die
-    "crowd": Part(crowd, 5, 90, own=True),  # the same as faults, while many requests queue
-    "rude": Part(rude, 15, 180, own=True),  # whether abusive clients disturb streams
-    "overload": Part(overload, 5, 120, own=True),  # answers and refusals when clients send five times the capacity
-    "cache": Part(cache, 5, 30, own=True),  # attention over a KV cache in FP8, against one in the model's dtype
-    "packed": Part(packed, 5, 30, own=True),  # matrix products with weights that stay quantised
+    "faults": Part(faults, 15, 180, standalone=True),  # what clients see when processes die
+    "crowd": Part(crowd, 5, 90, standalone=True),  # the same as faults, while many requests queue
+    "rude": Part(rude, 15, 180, standalone=True),  # whether abusive clients disturb streams
+    "overload": Part(
+        overload, 5, 120, standalone=True
+    ),  # answers and refusals when clients send five times the capacity
+    "cache": Part(cache, 5, 30, standalone=True),  # attention over a KV cache in FP8, against one in the model's dtype
+    "packed": Part(packed, 5, 30, standalone=True),  # matrix products with weights that stay quantised
 }
 DEFAULT_PARTS = ("offline", "serving")
-WITHOUT_A_DRAFT = ("peers", "roofline")  # these parts can measure plain decoding alone
-OF_SOME = ("contexts", "shape", "layers", "accept_length")  # options of only those parts whose `Size` has such a field
-MISSED = 1  # exit status: a goal was missed, something failed, or outputs that must be equal differ
+DRAFT_OPTIONAL = ("peers", "roofline")  # these parts can measure plain decoding alone
+# Options of only those parts whose `Size` has such a field.
+PART_OPTIONS = ("contexts", "shape", "layers", "accept_length")
+EXIT_FAILED = 1  # exit status: a goal was missed, something failed, or outputs that must be equal differ
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of `aerie bench`."""
-    lasts = ", ".join(f"{part} ({own.minutes:g} min, quick {own.quick_s:g} s)" for part, own in PARTS.items())
+    durations = ", ".join(f"{part} ({info.minutes:g} min, quick {info.quick_s:g} s)" for part, info in PARTS.items())
     parser.add_argument(
         "parts",
         nargs="*",
         metavar="PART",
-        help=f"any of the following, with the longest that each takes on two free cores: {lasts} "
+        help=f"any of the following, with the longest that each takes on two free cores: {durations} "
         f"(default: {' '.join(DEFAULT_PARTS)})",
     )
     parser.add_argument("--model", metavar="DIR", help="folder of the target (default: the demo's)")
@@ -92,11 +96,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help=f"for roofline and peers, in place of folders: random weights of {', '.join(PRESETS)}",
     )
-    parser.add_argument("--layers", type=int, metavar="N", help="so many layers of --shape (default: all that fit)")
+    parser.add_argument("--layers", type=int, metavar="N", help="number of layers of --shape (default: all that fit)")
     parser.add_argument(
         "--accept-length", type=float, metavar="A", help="tokens that a step of roofline accepts (default: the draft's)"
     )
-    parser.add_argument("--repeats", type=int, metavar="N", help="turns of each contender (default: the part's own)")
+    parser.add_argument("--repeats", type=int, metavar="N", help="repeats of each contender (default: the part's own)")
     parser.add_argument(
         "--quick",
         action="store_true",
@@ -120,43 +124,44 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(f"unknown part {part!r}; the parts are {', '.join(PARTS)}")
     if args.shape and (args.model or args.draft):
         raise ValueError("--shape makes its own model and draft; leave out --model and --draft")
-    for name in OF_SOME:
-        takers = [part for part, own in PARTS.items() if hasattr(own.module.QUICK, name)]
-        if getattr(args, name) and not set(takers) & set(parts):
+    for name in PART_OPTIONS:
+        parts_with_option = [part for part, info in PARTS.items() if hasattr(info.module.QUICK, name)]
+        if getattr(args, name) and not set(parts_with_option) & set(parts):
             option = f"--{name.replace('_', '-')}"
-            raise ValueError(f"{option} is an option of {' and '.join(takers)}, which the parts leave out")
-    good = True
+            raise ValueError(f"{option} is an option of {' and '.join(parts_with_option)}, which the parts leave out")
+    passed = True
     for part in parts:
         result, text = _measure(part, args)
-        good = good and bool(result.get("identical", True)) and not result.get("failed", 0)
-        good = good and all(goal["met"] for goal in result["goals"])
+        passed = passed and bool(result.get("identical", True)) and not result.get("failed", 0)
+        passed = passed and all(goal["met"] for goal in result["goals"])
         print(json_line(result) if args.json else f"{text}\n", flush=True)
         if args.out is not None:
             write_json(result, args.out / f"{part}.json")
             (args.out / f"{part}.txt").write_text(text + "\n", encoding="utf-8")
-    return 0 if good else MISSED
+    return 0 if passed else EXIT_FAILED
 
 
 def _measure(part: str, args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """Measure one part; return its figures and goals, as data and as text."""
     module = PARTS[part].module
     size = module.QUICK if args.quick else module.Size()
-    own = {"repeats": args.repeats, "batches": tuple(args.batches or ()), "contexts": tuple(args.contexts or ())}
-    own |= {name: getattr(args, name) for name in OF_SOME if name != "contexts"}
-    size = replace(size, **{name: value for name, value in own.items() if value and hasattr(size, name)})
-    if not PARTS[part].own:
-        pair = Pair(*named(args.model, args.draft, part in WITHOUT_A_DRAFT), args.dtype, args.num_threads)
-        result = module.measure(pair, size, say=_progress)
+    options = {"repeats": args.repeats, "batches": tuple(args.batches or ()), "contexts": tuple(args.contexts or ())}
+    options |= {name: getattr(args, name) for name in PART_OPTIONS if name != "contexts"}
+    size = replace(size, **{name: value for name, value in options.items() if value and hasattr(size, name)})
+    if not PARTS[part].standalone:
+        pair = ModelPair(*resolve_folders(args.model, args.draft, part in DRAFT_OPTIONAL), args.dtype, args.num_threads)
+        result = module.measure(pair, size, log_progress=_print_progress)
     else:
-        result = module.measure(size, say=_progress)
-    judged = PARTS[part].own or not (args.model or args.draft or args.shape)  # a pair's goals are the demo pair's
-    goals: list[Goal] = module.goals(result) if judged and hasattr(module, "goals") else []
+        result = module.measure(size, log_progress=_print_progress)
+    # The goals of a part that measures a pair hold for the demo pair only.
+    has_goals = PARTS[part].standalone or not (args.model or args.draft or args.shape)
+    goals: list[Goal] = module.goals(result) if has_goals and hasattr(module, "goals") else []
     lines = [module.show(result)]
     lines += [] if result.get("identical", True) else ["DIFFERENT: outputs that must be equal are not"]
     lines += [f"FAILED: {result['failed']}"] if result.get("failed", 0) else []
-    lines += [verdict(goals, args.quick)] if goals else []
-    return result | {"goals": [goal.facts(args.quick) for goal in goals]}, "\n".join(lines)
+    lines += [goal_summary(goals, args.quick)] if goals else []
+    return result | {"goals": [goal.as_json(args.quick) for goal in goals]}, "\n".join(lines)
 
 
-def _progress(text: str) -> None:
+def _print_progress(text: str) -> None:
     print(text, file=sys.stderr, flush=True)

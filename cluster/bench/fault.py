@@ -12,157 +12,160 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.bench.server import TWO_RANKS, ServerProcess
-from cluster.bench.streams import HOST, ClientStream, Prompt, errors_of, page, run_together, served_model
+from cluster.bench.streams import HOST, ClientStream, Prompt, get_page, served_model, stream_all, stream_errors
 
-GANG = ("dtype=float64", *TWO_RANKS)
-OPEN_TOKENS = 6  # a fault waits until streams have this many tokens
-WAIT_S = 120.0
+GANG_SETTINGS = ("dtype=float64", *TWO_RANKS)
+MIN_STREAM_TOKENS = 6  # a fault waits until streams have this many tokens
+HEALTHY_TIMEOUT_S = 120.0
 POLL_S = 0.02
-SLOW_S = 12.0
-SLOW_ON_S, SLOW_OFF_S = 0.01, 0.09  # a slowed process runs for `SLOW_ON_S`, then is stopped for `SLOW_OFF_S`, and so on
-REPLICA, ENGINE = "ServeReplica:", "-engine"  # parts of Ray's name for the process of an engine replica
+SLOWDOWN_S = 12.0
+RUN_SLICE_S, STOP_SLICE_S = 0.01, 0.09  # a slowed process runs for the first, then is stopped for the second, and so on
+REPLICA_PREFIX, ENGINE_PART = "ServeReplica:", "-engine"  # parts of Ray's name for the process of an engine replica
 
 
 @dataclass(frozen=True, slots=True)
 class StreamLoad:
-    """The prompts that every round streams. `wanted` has the streams of a run without a fault, in the same order."""
+    """The prompts that every round streams. `reference_streams` are the streams of a run without a fault, in the same
+    order.
+    """
 
     model: str
     prompts: Sequence[Prompt]
     max_tokens: int
-    wanted: Sequence[ClientStream]
+    reference_streams: Sequence[ClientStream]
 
-    def different(self, streams: Sequence[ClientStream]) -> int:
+    def count_different(self, streams: Sequence[ClientStream]) -> int:
         """Return how many streams finished with tokens that differ from those without a fault."""
-        pairs = zip(streams, self.wanted, strict=True)
-        return sum(stream.error is None and stream.token_ids != wanted.token_ids for stream, wanted in pairs)
+        pairs = zip(streams, self.reference_streams, strict=True)
+        return sum(stream.error is None and stream.token_ids != reference.token_ids for stream, reference in pairs)
 
 
-def undisturbed(server: ServerProcess, prompts: Sequence[Prompt], max_tokens: int) -> StreamLoad:
+def run_without_fault(server: ServerProcess, prompts: Sequence[Prompt], max_tokens: int) -> StreamLoad:
     """Stream all prompts once without a fault.
 
     Raises:
         RuntimeError: a stream failed without a fault.
     """
     model = served_model(server.port)
-    wanted = run_together(server.port, model, prompts, max_tokens)
-    if errors := errors_of(wanted):
-        raise RuntimeError(f"the undisturbed run failed: {errors[0]}")
-    return StreamLoad(model, prompts, max_tokens, wanted)
+    reference_streams = stream_all(server.port, model, prompts, max_tokens)
+    if errors := stream_errors(reference_streams):
+        raise RuntimeError(f"the run without a fault failed: {errors[0]}")
+    return StreamLoad(model, prompts, max_tokens, reference_streams)
 
 
 class Fault:
-    """One fault, such as "kill rank 0", caused while streams run. `open` streams were unfinished at that moment.
+    """One fault, such as "kill rank 0", caused while streams run. `open_streams` counts the unfinished streams at that
+    moment.
 
     `unhealthy_s`: seconds from the fault until /health failed. `healthy_s`: until /health answered 200 again. Both are
     None if that has not happened.
     """
 
-    def __init__(self, server: ServerProcess, what: str, due: Callable[[list[ClientStream]], bool]) -> None:
-        """`what` is a verb (kill, freeze, slow) and a victim. The fault happens once `due(streams)` is true."""
-        self.verb, _, self.whom = what.partition(" ")
-        self.before = server_info(server.port)
-        self.open = 0
+    def __init__(self, server: ServerProcess, description: str, is_due: Callable[[list[ClientStream]], bool]) -> None:
+        """`description` is a verb (kill, freeze, slow) and a victim. The fault happens once `due(streams)` is true."""
+        self.verb, _, self.victim = description.partition(" ")
+        self.info_before = server_info(server.port)
+        self.open_streams = 0
         self.unhealthy_s: float | None = None
         self.healthy_s: float | None = None
-        self._server, self._due = server, due
-        self._began: float | None = None
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._poll, daemon=True)
+        self._server, self._is_due = server, is_due
+        self._fault_at: float | None = None
+        self._stop_polling = threading.Event()
+        self._thread = threading.Thread(target=self._poll_health, daemon=True)
 
     @property
-    def seconds(self) -> float | None:
+    def elapsed_s(self) -> float | None:
         """Seconds since the fault; None before it."""
-        return None if self._began is None else time.monotonic() - self._began
+        return None if self._fault_at is None else time.monotonic() - self._fault_at
 
-    def look(self, streams: list[ClientStream]) -> None:
+    def trigger_if_due(self, streams: list[ClientStream]) -> None:
         """Cause the fault if it is due. Call it repeatedly while the streams run."""
-        if self._began is not None or not self._due(streams):
+        if self._fault_at is not None or not self._is_due(streams):
             return
-        victim = victim_of(self._server, self.before, self.whom)
-        self.open = sum(stream.ended is None for stream in streams)
-        self._began = time.monotonic()
+        pid = victim_pid(self._server, self.info_before, self.victim)
+        self.open_streams = sum(stream.ended_at is None for stream in streams)
+        self._fault_at = time.monotonic()
         self._thread.start()
-        hurt(self.verb, victim)
+        apply_fault(self.verb, pid)
 
-    def settle(self) -> None:
-        """Wait until the server is healthy again, at most `WAIT_S`, then stop polling /health.
+    def wait_until_healthy(self) -> None:
+        """Wait until the server is healthy again, at most `HEALTHY_TIMEOUT_S`, then stop polling /health.
 
         A slowed process loses no gang, so after such a fault there is no wait.
         """
-        if self._began is None:
+        if self._fault_at is None:
             return
         if self.verb != "slow":
-            self._thread.join(WAIT_S)
-        self._over.set()
+            self._thread.join(HEALTHY_TIMEOUT_S)
+        self._stop_polling.set()
         self._thread.join()
 
-    def losses(self, after: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the gang losses since the fault. `after` is the server's info, read after the fault."""
+    def gang_failures(self, info_after: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the gang losses since the fault. `info_after` is the server's info, read after the fault."""
         # A new replica does not know the losses of the killed replica.
-        known = 0 if self.whom == "replica" else len(self.before.get("restarts", ()))
-        losses: list[dict[str, Any]] = after.get("restarts", [])[known:]
-        return losses
+        earlier_count = 0 if self.victim == "replica" else len(self.info_before.get("restarts", ()))
+        failures: list[dict[str, Any]] = info_after.get("restarts", [])[earlier_count:]
+        return failures
 
-    def _poll(self) -> None:
-        while not self._over.wait(POLL_S):
-            asked_s = self.seconds
-            well = is_healthy(self._server.port)
-            if not well and self.unhealthy_s is None:
-                self.unhealthy_s = asked_s
-            if well and self.unhealthy_s is not None:
-                self.healthy_s = self.seconds
+    def _poll_health(self) -> None:
+        while not self._stop_polling.wait(POLL_S):
+            probe_started_s = self.elapsed_s
+            healthy = is_healthy(self._server.port)
+            if not healthy and self.unhealthy_s is None:
+                self.unhealthy_s = probe_started_s
+            if healthy and self.unhealthy_s is not None:
+                self.healthy_s = self.elapsed_s
                 return
 
 
-def victim_of(server: ServerProcess, info: dict[str, Any], whom: str) -> int:
-    """Return the pid of the process `whom` names: "replica" (the engine's), or a rank listed in `info`."""
-    if whom == "replica":
-        (engine,) = [p.pid for p in server.processes() if REPLICA in p.name and ENGINE in p.name]
-        return engine
-    return int(next(rank["pid"] for rank in info["ranks"] if rank["rank"] == int(whom.split()[1])))
+def victim_pid(server: ServerProcess, info: dict[str, Any], victim: str) -> int:
+    """Return the pid of the process `victim` names: "replica" (the engine's), or a rank listed in `info`."""
+    if victim == "replica":
+        (pid,) = [p.pid for p in server.processes() if REPLICA_PREFIX in p.name and ENGINE_PART in p.name]
+        return pid
+    return int(next(rank["pid"] for rank in info["ranks"] if rank["rank"] == int(victim.split()[1])))
 
 
-def hurt(verb: str, pid: int) -> None:
-    """Do `verb` to a process: kill it, freeze it, or slow it down for `SLOW_S` from a thread."""
+def apply_fault(verb: str, pid: int) -> None:
+    """Do `verb` to a process: kill it, freeze it, or slow it down for `SLOWDOWN_S` from a thread."""
     if verb == "kill":
         os.kill(pid, signal.SIGKILL)
     elif verb == "freeze":
         os.kill(pid, signal.SIGSTOP)
     else:
-        threading.Thread(target=slow_down, args=(pid, SLOW_S), daemon=True).start()
+        threading.Thread(target=slow_down, args=(pid, SLOWDOWN_S), daemon=True).start()
 
 
 def slow_down(pid: int, seconds: float) -> None:
     """For `seconds`, stop the process and let it continue, again and again, so that it runs a tenth of the time."""
-    until = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds
     with suppress(ProcessLookupError):
-        while time.monotonic() < until:
+        while time.monotonic() < deadline:
             os.kill(pid, signal.SIGSTOP)
-            time.sleep(SLOW_OFF_S)
+            time.sleep(STOP_SLICE_S)
             os.kill(pid, signal.SIGCONT)
-            time.sleep(SLOW_ON_S)
+            time.sleep(RUN_SLICE_S)
 
 
 def is_healthy(port: int) -> bool:
     """Return whether /health answers 200."""
-    with suppress(OSError), urllib.request.urlopen(f"http://{HOST}:{port}/health", timeout=10) as answer:
-        return bool(answer.status == 200)
+    with suppress(OSError), urllib.request.urlopen(f"http://{HOST}:{port}/health", timeout=10) as response:
+        return bool(response.status == 200)
     return False
 
 
 def server_info(port: int) -> dict[str, Any]:
     """Return the JSON object of /server_info."""
-    info: dict[str, Any] = json.loads(page(port, "/server_info"))
+    info: dict[str, Any] = json.loads(get_page(port, "/server_info"))
     return info
 
 
-def idle_info(port: int) -> dict[str, Any]:
+def info_when_idle(port: int) -> dict[str, Any]:
     """Wait until ranks report and none runs a request or uses pages, at most 20 s; then return /server_info."""
-    until = time.monotonic() + 20.0
+    deadline = time.monotonic() + 20.0
     while True:
         info = server_info(port)
         ranks = info.get("ranks", [])
-        if (ranks and not any(rank["pages_used"] or rank["running"] for rank in ranks)) or time.monotonic() > until:
+        if (ranks and not any(rank["pages_used"] or rank["running"] for rank in ranks)) or time.monotonic() > deadline:
             return info
         time.sleep(0.2)

@@ -13,13 +13,13 @@ QUICK_SLACK = 4.0
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """One goal for the figure `what`: `value` must be at most `bound`; if `at_least`, at least `bound`.
+    """One goal for the figure `name`: `value` must be at most `bound`; if `at_least`, at least `bound`.
 
     A quick run measures too little to judge speed, so its bound is looser by the factor `slack`. Figures that must hold
     in any run, such as a count of failures, have a slack of 1.
     """
 
-    what: str
+    name: str
     value: float
     bound: float
     at_least: bool = False
@@ -31,23 +31,23 @@ class Goal:
             return self.bound
         return self.bound / self.slack if self.at_least else self.bound * self.slack
 
-    def met(self, quick: bool) -> bool:
+    def is_met(self, quick: bool) -> bool:
         """Return whether `value` keeps that bound. NaN never does."""
         bound = self.bound_of(quick)
         return self.value >= bound if self.at_least else self.value <= bound
 
-    def facts(self, quick: bool) -> dict[str, Any]:
+    def as_json(self, quick: bool) -> dict[str, Any]:
         """Return the goal as it was checked, JSON-ready."""
-        side = "at_least" if self.at_least else "at_most"
-        return {"what": self.what, "value": self.value, side: self.bound_of(quick), "met": self.met(quick)}
+        relation = "at_least" if self.at_least else "at_most"
+        return {"what": self.name, "value": self.value, relation: self.bound_of(quick), "met": self.is_met(quick)}
 
 
-def verdict(goals: Sequence[Goal], quick: bool) -> str:
+def goal_summary(goals: Sequence[Goal], quick: bool) -> str:
     """Return the lines printed below a bench's tables: how many goals were met, then each missed goal."""
-    missed = [goal for goal in goals if not goal.met(quick)]
-    loose = " (--quick: looser bounds)" if quick and any(goal.slack > 1 for goal in goals) else ""
-    lines = [f"goals{loose}: {len(goals) - len(missed)} of {len(goals)} met"]
+    missed = [goal for goal in goals if not goal.is_met(quick)]
+    slack_note = " (--quick: looser bounds)" if quick and any(goal.slack > 1 for goal in goals) else ""
+    lines = [f"goals{slack_note}: {len(goals) - len(missed)} of {len(goals)} met"]
     for goal in missed:
-        side = "at least" if goal.at_least else "at most"
-        lines.append(f"MISSED {goal.what}: {goal.value:.4g}, goal {side} {goal.bound_of(quick):.4g}")
+        relation = "at least" if goal.at_least else "at most"
+        lines.append(f"MISSED {goal.name}: {goal.value:.4g}, goal {relation} {goal.bound_of(quick):.4g}")
     return "\n".join(lines)

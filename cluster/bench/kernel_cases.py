@@ -8,96 +8,98 @@ import torch
 from torch import Tensor
 
 from cluster.arch.layer import LayerGeometry
-from cluster.attention.ancestor_bits import line_bits
+from cluster.attention.ancestor_bits import chain_bits
 from cluster.attention.gather import Gather
 from cluster.batch import AttentionMetadata, HostBounds, PromptRows, TreeRows
-from cluster.bench.ceilings import timed
+from cluster.bench.ceilings import call_seconds
 from cluster.bench.report import median, ratio
 from cluster.engine.backends import bind_attention
 from cluster.kernels.interface import Kernels
-from cluster.kv.codes import coded
+from cluster.kv.codes import encode
 from cluster.kv.page_table import PageTable
 from cluster.kv.pool import pool_bytes
 
 CPU = torch.device("cpu")
-PAGE = 16
+PAGE_SIZE = 16
 LAYER = LayerGeometry(2048, 32, 8, 64, 8192, 1e-5)  # a layer of a model with a billion parameters
 SMALL_LAYER = LayerGeometry(256, 4, 2, 64, 512, 1e-5)
-LOADS = (("decode", 1, 1), ("decode", 8, 1), ("chain", 8, 4), ("tree", 4, 16), ("prompt", 1, 256))
+ATTENTION_LOADS = (("decode", 1, 1), ("decode", 8, 1), ("chain", 8, 4), ("tree", 4, 16), ("prompt", 1, 256))
 """Calls of attention: name, requests, rows of each request."""
 
 
 class KernelCase(NamedTuple):
-    """One call of a kernel on some rows. `read`: bytes that the call must read. `computed`: its floating-point
+    """One call of a kernel on some rows. `bytes_read`: bytes that the call must read. `operations`: its floating-point
     operations.
     """
 
     kernel: str
     rows: str
     run: Callable[[], object]
-    read: float
-    computed: float
+    bytes_read: float
+    operations: float
 
 
-class Compared(NamedTuple):
+class Comparison(NamedTuple):
     """Seconds of one call of each contender, and how many times as fast the first one is: medians over the turns."""
 
     seconds: float
-    other_seconds: float
-    times: float
+    baseline_seconds: float
+    speedup: float
 
 
-def compare(own: Callable[[], object], other: Callable[[], object], repeats: int) -> Compared:
+def compare_calls(candidate: Callable[[], object], baseline: Callable[[], object], repeats: int) -> Comparison:
     """Call both contenders alternately, in `repeats` turns of some milliseconds, after one call each as a warm-up."""
-    own(), other()
-    calls = max(1, min(200, int(0.005 / max(1e-6, timed(own), timed(other)))))
+    candidate(), baseline()
+    calls = max(1, min(200, int(0.005 / max(1e-6, call_seconds(candidate), call_seconds(baseline)))))
     seconds: tuple[list[float], list[float]] = ([], [])
-    for turn in range(repeats):
-        for which in (0, 1) if turn % 2 else (1, 0):
-            seconds[which].append(timed(partial(_repeated, (own, other)[which], calls)) / calls)
-    times = median([ratio(b, a) for a, b in zip(*seconds, strict=True)])
-    return Compared(median(seconds[0]), median(seconds[1]), times)
+    for repeat in range(repeats):
+        for contender in (0, 1) if repeat % 2 else (1, 0):
+            seconds[contender].append(
+                call_seconds(partial(_call_repeatedly, (candidate, baseline)[contender], calls)) / calls
+            )
+    speedup = median([ratio(b, a) for a, b in zip(*seconds, strict=True)])
+    return Comparison(median(seconds[0]), median(seconds[1]), speedup)
 
 
-def _repeated(run: Callable[[], object], calls: int) -> None:
+def _call_repeatedly(call: Callable[[], object], calls: int) -> None:
     for _ in range(calls):
-        run()
+        call()
 
 
 def attention_cases(
     g: LayerGeometry, prefix: int, kernels: Kernels, dtype: torch.dtype, fp8: bool = False
 ) -> Iterator[KernelCase]:
-    """Yield a case for each of `LOADS`, over prefixes of `prefix` tokens. The cache is in FP8 if `fp8`, otherwise in
-    `dtype`. The random rows are the same for any `kernels` and cache.
+    """Yield a case for each of `ATTENTION_LOADS`, over prefixes of `prefix` tokens. The cache is in FP8 if `fp8`,
+    otherwise in `dtype`. The random rows are the same for any `kernels` and cache.
     """
-    dice = torch.Generator().manual_seed(3)
-    for name, requests, rows in LOADS:
-        table = PageTable(requests, prefix + rows, PAGE, CPU)
+    generator = torch.Generator().manual_seed(3)
+    for name, requests, rows in ATTENTION_LOADS:
+        table = PageTable(requests, prefix + rows, PAGE_SIZE, CPU)
         pages = table.device_pages.shape[1]
-        order = torch.randperm(requests * pages, generator=torch.Generator().manual_seed(1)).to(torch.int32)
-        table.device_pages[:requests] = order.view(requests, pages) + 1  # scattered pages; no request gets page 0
-        slots = (requests * pages + 1) * PAGE
+        page_order = torch.randperm(requests * pages, generator=torch.Generator().manual_seed(1)).to(torch.int32)
+        table.device_pages[:requests] = page_order.view(requests, pages) + 1  # scattered pages; no request gets page 0
+        slots = (requests * pages + 1) * PAGE_SIZE
         pool, attention = bind_attention([g], slots, dtype, Gather(table, rows), kernels, fp8)
-        held = torch.randn(slots, *g.cell, generator=torch.Generator().manual_seed(2)).to(dtype)
-        pool.kv[0] = held if pool.coded is None else coded(held, pool.coded)
-        number, lens = torch.arange(requests), torch.full((requests,), prefix)
-        write = table.slots(number[:, None], prefix + torch.arange(rows)).flatten()
-        tree = text = None
+        cells = torch.randn(slots, *g.cell, generator=torch.Generator().manual_seed(2)).to(dtype)
+        pool.kv[0] = cells if pool.fp8_cell is None else encode(cells, pool.fp8_cell)
+        request_rows, prefix_lens = torch.arange(requests), torch.full((requests,), prefix)
+        write_slots = table.slots(request_rows[:, None], prefix + torch.arange(rows)).flatten()
+        tree_rows = prompt_rows = None
         if name == "prompt":
-            text = PromptRows(number, lens, torch.tensor([0, rows]))
+            prompt_rows = PromptRows(request_rows, prefix_lens, torch.tensor([0, rows]))
         else:
-            tree = TreeRows(number, lens, line_bits(rows, rows, CPU), rows)
-        q = torch.randn(requests * rows, g.heads, g.head_dim, generator=dice).to(dtype)
-        kv = torch.randn(requests * rows, *g.cell, generator=dice).to(dtype)
-        metadata = AttentionMetadata(write, tree, text)
-        bounds = HostBounds(prefix, ((prefix, prefix + rows),) if text else ())
-        run = partial(_attend, attention, q, kv, metadata, bounds)
-        read = requests * (prefix + rows) * pool_bytes([g], dtype, fp8)
-        computed = 4 * requests * rows * (prefix + rows / 2) * g.heads * g.head_dim
-        yield KernelCase(f"attend, {name}", f"{requests} x {rows} rows", run, read, computed)
+            tree_rows = TreeRows(request_rows, prefix_lens, chain_bits(rows, rows, CPU), rows)
+        q = torch.randn(requests * rows, g.heads, g.head_dim, generator=generator).to(dtype)
+        kv = torch.randn(requests * rows, *g.cell, generator=generator).to(dtype)
+        metadata = AttentionMetadata(write_slots, tree_rows, prompt_rows)
+        bounds = HostBounds(prefix, ((prefix, prefix + rows),) if prompt_rows else ())
+        call = partial(_run_attention, attention, q, kv, metadata, bounds)
+        bytes_read = requests * (prefix + rows) * pool_bytes([g], dtype, fp8)
+        operations = 4 * requests * rows * (prefix + rows / 2) * g.heads * g.head_dim
+        yield KernelCase(f"attend, {name}", f"{requests} x {rows} rows", call, bytes_read, operations)
 
 
-def _attend(attention: Any, q: Tensor, kv: Tensor, metadata: AttentionMetadata, bounds: HostBounds) -> None:
+def _run_attention(attention: Any, q: Tensor, kv: Tensor, metadata: AttentionMetadata, bounds: HostBounds) -> None:
     attention.prepare(bounds)
     attention.bind(metadata)
     attention(0, q, kv)

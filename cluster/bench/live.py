@@ -4,13 +4,13 @@ import shutil
 import time
 from typing import TextIO
 
-from cluster.bench.streams import ClientStream, accept_length, pace
+from cluster.bench.streams import ClientStream, accept_length, total_tokens_per_second
 from cluster.tools.terminal import Screen
 
-BAR = 12
-NAME = 28
-WIDEST = 120
-PLAIN_EVERY_S = 2.0
+BAR_WIDTH = 12
+NAME_WIDTH = 28
+MAX_WIDTH = 120
+LINE_INTERVAL_S = 2.0
 
 
 class LiveView:
@@ -18,42 +18,53 @@ class LiveView:
 
     def __init__(self, title: str, max_tokens: int, out: TextIO | None = None) -> None:
         self._title, self._max_tokens, self._screen = title, max_tokens, Screen(out)
-        self._told = time.monotonic()
-        self._said_end = False
+        self._printed_at = time.monotonic()
+        self._printed_end = False
 
     def __call__(self, streams: list[ClientStream]) -> None:
         """Show the streams as they are now."""
         size = shutil.get_terminal_size()
         if self._screen.is_terminal and len(streams) + 3 <= size.lines:
-            lines = [self._line(stream, min(WIDEST, size.columns - 1)) for stream in streams]
+            lines = [self._line(stream, min(MAX_WIDTH, size.columns - 1)) for stream in streams]
             self._screen.redraw([(line, None) for line in (self._title, *lines, self._total(streams))])
             return
-        ended = all(stream.ended is not None for stream in streams)
+        all_ended = all(stream.ended_at is not None for stream in streams)
         now = time.monotonic()
-        if (ended and not self._said_end) or now - self._told >= PLAIN_EVERY_S:
-            self._told, self._said_end = now, ended
+        if (all_ended and not self._printed_end) or now - self._printed_at >= LINE_INTERVAL_S:
+            self._printed_at, self._printed_end = now, all_ended
             self._screen.line(f"{self._title}: {self._total(streams)}")
 
     def _line(self, stream: ClientStream, width: int) -> str:
-        done = len(stream.token_ids)
-        filled = BAR * done // self._max_tokens
-        bar = "#" * filled + "." * (BAR - filled)
-        head = f"  {short(stream.prompt.text, NAME):{NAME}} {bar} {done:4d} {stream.tokens_per_second:6.1f}/s  "
+        token_count = len(stream.token_ids)
+        filled_width = BAR_WIDTH * token_count // self._max_tokens
+        bar = "#" * filled_width + "." * (BAR_WIDTH - filled_width)
+        head = (
+            f"  {last_line(stream.prompt.text, NAME_WIDTH):{NAME_WIDTH}} {bar} {token_count:4d} "
+            f"{stream.tokens_per_second:6.1f}/s  "
+        )
         tail = "".join(c if " " <= c <= "~" else "?" for c in stream.text[-200:].replace("\n", " \\n "))
-        room = max(1, width - len(head))
-        return head + (stream.error or tail)[-room:]
+        tail_width = max(1, width - len(head))
+        return head + (stream.error or tail)[-tail_width:]
 
     def _total(self, streams: list[ClientStream]) -> str:
         tokens = sum(len(stream.token_ids) for stream in streams)
-        ended = [stream for stream in streams if stream.ended is not None]
+        ended_streams = [stream for stream in streams if stream.ended_at is not None]
         seconds = max(stream.seconds for stream in streams)
-        speed = pace(streams) if len(ended) == len(streams) else tokens / seconds if seconds else 0.0
-        accepted = accept_length(ended)
-        length = f", accept length {accepted:.2f}" if accepted else ""
-        return f"{len(ended)} of {len(streams)} streams done, {tokens} tokens, {speed:.1f} tokens/s{length}"
+        speed = (
+            total_tokens_per_second(streams)
+            if len(ended_streams) == len(streams)
+            else tokens / seconds
+            if seconds
+            else 0.0
+        )
+        mean_accept_length = accept_length(ended_streams)
+        accept_text = f", accept length {mean_accept_length:.2f}" if mean_accept_length else ""
+        return (
+            f"{len(ended_streams)} of {len(streams)} streams done, {tokens} tokens, {speed:.1f} tokens/s{accept_text}"
+        )
 
 
-def short(text: str, width: int) -> str:
+def last_line(text: str, width: int) -> str:
     """Return the last non-blank line of a text, cut to `width` characters."""
     lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]
     line = lines[-1]

@@ -1,8 +1,8 @@
 """An oracle draft: synthetic acceptance at any accept length, whatever the draft's weights are.
 
 The real draft runs all its forwards and chooses a tree. That tree is then replaced by a tree of the same size: correct
-tokens along one path, as deep as the wanted accept length, and wrong tokens elsewhere. All work is done on the device,
-from tables made beforehand, so steps can be captured and never wait for the host.
+tokens along one path, as deep as the accept length requires, and wrong tokens elsewhere. All work is done on the
+device, from tables made beforehand, so steps can be captured and never wait for the host.
 
 Legend: R requests, N nodes, S depth, L tokens of a text.
 """
@@ -22,40 +22,41 @@ from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.tree import DraftTree, ancestors_of
 from cluster.spec.verify import Accepted
 
-LUCK = 4093  # size of a table of random numbers; each chooses between two depths. Prime, so any stride visits all
+# Size of the table of random numbers that choose between two depths. It is prime, so any stride visits all numbers.
+FRACTION_COUNT = 4093
 
 
-class Truth(Protocol):
+class ExpectedTokens(Protocol):
     """Tells which tokens the target is going to choose."""
 
-    def after(self, batch: Batch, bonus: Tensor, count: int) -> Tensor:
+    def next_tokens(self, batch: Batch, bonus: Tensor, count: int) -> Tensor:
         """Return each decoding request's bonus token and the `count` tokens after it, `[R, count + 1]`."""
         ...
 
 
-class Counting:
-    """The truth of a target that always chooses the next token id (`random_models`)."""
+class CountingTokens:
+    """The tokens of a target that always chooses the next token id (`random_models`)."""
 
     def __init__(self, vocab: int) -> None:
         self._vocab = vocab
 
-    def after(self, batch: Batch, bonus: Tensor, count: int) -> Tensor:
+    def next_tokens(self, batch: Batch, bonus: Tensor, count: int) -> Tensor:
         """Return consecutive token ids from the bonus on, modulo the vocabulary."""
         return (bonus[:, None] + torch.arange(count + 1, device=bonus.device)) % self._vocab
 
 
-class WrittenTruth:
-    """The truth from `texts` `[n, L]`, which include the prompts. The request with seed i generates text i."""
+class RecordedTokens:
+    """The tokens of `texts` `[n, L]`, which include the prompts. The request with seed i generates text i."""
 
     def __init__(self, texts: Tensor) -> None:
         self._texts = texts
 
-    def after(self, batch: Batch, bonus: Tensor, count: int) -> Tensor:
+    def next_tokens(self, batch: Batch, bonus: Tensor, count: int) -> Tensor:
         """Return the tokens at each request's position in its text. Beyond the text's end, its last token repeats."""
         texts, length = self._texts.shape
-        which = batch.sampling.seeds[: batch.decodes].remainder(texts)
-        at = batch.seq_lens[:, None] + torch.arange(count + 1, device=bonus.device)
-        return self._texts.index_select(0, which).gather(1, at.clamp(max=length - 1))
+        text_index = batch.sampling.seeds[: batch.decodes].remainder(texts)
+        positions = batch.seq_lens[:, None] + torch.arange(count + 1, device=bonus.device)
+        return self._texts.index_select(0, text_index).gather(1, positions.clamp(max=length - 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ class TreeTemplate:
 
 
 @cache
-def template(num_steps: int, nodes: int, device: torch.device) -> TreeTemplate:
+def tree_template(num_steps: int, nodes: int, device: torch.device) -> TreeTemplate:
     """Return a tree with one path of `num_steps` nodes below the root, or fewer if `nodes` is too small. The remaining
     nodes are spread evenly, as children of the nodes on the path.
     """
@@ -78,39 +79,55 @@ def template(num_steps: int, nodes: int, device: torch.device) -> TreeTemplate:
     depths = [0]
     for parent in parents[1:]:
         depths.append(depths[parent] + 1)
-    above = torch.tensor(parents, device=device)
+    parent_tensor = torch.tensor(parents, device=device)
     path = torch.arange(nodes, device=device) <= deepest
-    return TreeTemplate(above, torch.tensor(depths, device=device), ancestors_of(above[None], deepest)[0], path)
+    return TreeTemplate(
+        parent_tensor, torch.tensor(depths, device=device), ancestors_of(parent_tensor[None], deepest)[0], path
+    )
 
 
 class OracleDraft:
     """A `Draft` whose trees have an accept length of `accept_length` on average, bonus token included.
 
-    A target that deviates from the truth, as rounding in half precision may cause, accepts fewer tokens.
+    If the target deviates from the expected tokens, as rounding in half precision may cause, it accepts fewer tokens.
     """
 
-    def __init__(self, inner: Draft, truth: Truth, accept_length: float, vocab: int, device: torch.device) -> None:
-        self._inner, self._truth, self._wanted, self._vocab = inner, truth, accept_length - 1, vocab
-        self._luck = torch.rand(LUCK, generator=torch.Generator().manual_seed(0)).to(device)
+    def __init__(
+        self, inner: Draft, expected: ExpectedTokens, accept_length: float, vocab: int, device: torch.device
+    ) -> None:
+        self._inner, self._expected, self._accepted_tokens, self._vocab = inner, expected, accept_length - 1, vocab
+        self._fractions = torch.rand(FRACTION_COUNT, generator=torch.Generator().manual_seed(0)).to(device)
 
-    def draft(self, batch: Batch, carried: EagleDraftInput, drawing: PhaseSampling, shape: TreeShape) -> DraftTree:
+    def draft(
+        self, batch: Batch, draft_input: EagleDraftInput, phase_sampling: PhaseSampling, shape: TreeShape
+    ) -> DraftTree:
         """Run the real draft, and return the oracle's tree of the same size."""
-        tree = self._inner.draft(batch, carried, drawing, shape)
-        (r, n), steps = tree.tokens.shape, shape.num_steps
+        tree = self._inner.draft(batch, draft_input, phase_sampling, shape)
+        (requests, nodes), steps = tree.tokens.shape, shape.num_steps
         if not steps:
             return tree
-        made = template(steps, n, tree.tokens.device)
-        truth = self._truth.after(batch, carried.bonus, steps).index_select(1, made.depths)
-        luck = self._luck.index_select(0, (batch.seq_lens + 7 * batch.decode_rows) % LUCK)
-        # Correct to depth floor(luck + wanted); for luck uniform in [0, 1), the mean of that depth is `wanted`.
-        right = made.path & (made.depths <= (luck + self._wanted)[:, None])
-        wrong = torch.where(tree.tokens == truth, (truth + 1) % self._vocab, tree.tokens)
-        tokens = torch.where(right, truth, wrong)
-        shapes = made.parents.expand(r, n), made.depths.expand(r, n), made.ancestors.expand(r, n, n)
+        template_tree = tree_template(steps, nodes, tree.tokens.device)
+        expected = self._expected.next_tokens(batch, draft_input.bonus, steps).index_select(1, template_tree.depths)
+        fraction = self._fractions.index_select(0, (batch.seq_lens + 7 * batch.decode_rows) % FRACTION_COUNT)
+        # Correct to depth floor(fraction + a) with a = `_accepted_tokens`. As fractions are uniform in [0, 1), the mean
+        # of that depth is a.
+        is_correct = template_tree.path & (template_tree.depths <= (fraction + self._accepted_tokens)[:, None])
+        wrong_tokens = torch.where(tree.tokens == expected, (expected + 1) % self._vocab, tree.tokens)
+        tokens = torch.where(is_correct, expected, wrong_tokens)
+        shapes = (
+            template_tree.parents.expand(requests, nodes),
+            template_tree.depths.expand(requests, nodes),
+            template_tree.ancestors.expand(requests, nodes, nodes),
+        )
         return DraftTree(tokens, *shapes)
 
     def extend(
-        self, batch: Batch, accepted: Accepted, features: list[Tensor], draw: SamplingInputs, shape: TreeShape
+        self,
+        batch: Batch,
+        accepted: Accepted,
+        target_hidden: list[Tensor],
+        sampling_inputs: SamplingInputs,
+        shape: TreeShape,
     ) -> EagleDraftInput:
         """Run the real draft's extend."""
-        return self._inner.extend(batch, accepted, features, draw, shape)
+        return self._inner.extend(batch, accepted, target_hidden, sampling_inputs, shape)

@@ -15,7 +15,7 @@ from cluster.paths.checkout import CHECKOUT, DEMO_DRAFT, DEMO_TARGET, demo_path
 from cluster.train.corpus import heldout_prompts
 
 KV_TOKENS_PER_REQUEST = 512
-ANY_ROWS = 1 << 20
+UNLIMITED_ROWS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,26 +41,26 @@ class TreeChoice:
         return f"topk {self.topk}, {self.num_steps} levels, {self.nodes} nodes"
 
 
-def shipped() -> TreeChoice:
+def default_tree() -> TreeChoice:
     """Return the default tree, which a config has if it names a draft but sets nothing about the tree."""
     config = EngineConfig(model_path="-", speculative_algorithm="EAGLE3", speculative_draft_model_path="-")
-    tree = ResolvedSettings.of(config).shape
+    tree = ResolvedSettings.from_settings(config).shape
     return TreeChoice(tree.num_steps, tree.topk, tree.num_draft_tokens if tree.topk > 1 else 0)
 
 
-def named(target: str | None, draft: str | None, alone: bool = False) -> tuple[str, str]:
-    """Return the folders of a target and its draft; the demo's folders replace missing ones. If `alone`, a target may
-    be given without a draft: the target is then measured without speculation, and the returned draft is "".
+def resolve_folders(target: str | None, draft: str | None, draft_optional: bool = False) -> tuple[str, str]:
+    """Return the folders of a target and its draft; the demo's folders replace missing ones. If `draft_optional`, a
+    target may be set without a draft: the target is then measured without speculation, and the returned draft is "".
 
     Raises:
-        ConfigError: a target is given without the draft it needs, or this installation has no demo.
+        ConfigError: a target is set without the draft that it needs, or this installation has no demo.
     """
     if target is not None and draft is None:
-        if alone:
+        if draft_optional:
             return target, ""
         raise ConfigError("--model needs --draft as well: the demo's draft fits the demo's target only")
-    instead = "give --model DIR and --draft DIR"
-    return target or demo_path(DEMO_TARGET, instead), draft or demo_path(DEMO_DRAFT, instead)
+    hint = "give --model DIR and --draft DIR"
+    return target or demo_path(DEMO_TARGET, hint), draft or demo_path(DEMO_DRAFT, hint)
 
 
 def short_path(folder: str) -> str:
@@ -69,7 +69,7 @@ def short_path(folder: str) -> str:
 
 
 PLAIN = TreeChoice(0)
-DEFAULT = shipped()
+DEFAULT_TREE = default_tree()
 
 
 @cache
@@ -86,7 +86,7 @@ def _prompts(target: str, count: int, length: int) -> list[list[int]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class ModelPair:
     """A target and its draft, with the dtype and the number of torch threads of their engines."""
 
     target: str = str(CHECKOUT / DEMO_TARGET)
@@ -110,7 +110,7 @@ class Pair:
         """
         return [str(_tokenizer(self.target).decode(ids)) for ids in self.prompts(count, length)]
 
-    def config(self, shape: TreeChoice, requests: int) -> EngineConfig:
+    def config(self, tree: TreeChoice, requests: int) -> EngineConfig:
         """Return the config of an engine for `requests` running requests. Prefix reuse is off, so that a repeat does
         all the work again; chunked prefill is off, so that batches do not depend on step costs measured at start.
         """
@@ -121,16 +121,16 @@ class Pair:
             "max_running_requests": requests,
             "max_total_tokens": requests * KV_TOKENS_PER_REQUEST,
             "chunked_prefill_size": -1,
-            "mixed_prefill_size": ANY_ROWS,
+            "mixed_prefill_size": UNLIMITED_ROWS,
             "disable_radix_cache": True,
         }
-        if shape.num_steps:
+        if tree.num_steps:
             draft = read_draft(self.draft, Checkpoint(self.draft).shapes, read_target(self.target))
             settings |= {
                 "speculative_algorithm": draft.algorithm,
                 "speculative_draft_model_path": self.draft,
-                "speculative_num_steps": shape.num_steps,
-                "speculative_eagle_topk": shape.topk,
-                "speculative_num_draft_tokens": shape.nodes,
+                "speculative_num_steps": tree.num_steps,
+                "speculative_eagle_topk": tree.topk,
+                "speculative_num_draft_tokens": tree.nodes,
             }
         return EngineConfig.from_kwargs(settings)

@@ -6,16 +6,18 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from cluster.bench.goals import Goal
-from cluster.bench.pair import Pair
-from cluster.bench.ranks import Case, RankProcesses, RankRequest, RankRun, Size, StepRecord, settings_of
+from cluster.bench.pair import ModelPair
+from cluster.bench.ranks import GangCase, RankProcesses, RankRequest, RankRun, Size, StepRecord, gang_settings
 from cluster.bench.report import median, medians, p99, ratio, table
 
-LONG = "long"
+LONG_PROMPT = "long"
 DEFAULT_SHARE = 0.5
 GOAL_STEP, GOAL_FIRST = 2.2, 2.5  # at DEFAULT_SHARE, for `Interference.median_ratio` and `Interference.first_ratio`
-OPENING_TOKENS = 8  # prompt length of a decoding request; short, because decoding is measured
-SHORTER = 4  # on one rank, the prompt is this many times shorter, so that other contexts hardly grow during its prefill
-LASTING = 5  # on one rank, other requests generate `LASTING` x `steady_tokens` tokens, so that they outlast the prompt
+SHORT_PROMPT_TOKENS = 8  # prompt length of a decoding request; short, because decoding is measured
+# On one rank, the prompt is this many times shorter, so that other contexts hardly grow during its prefill.
+PROMPT_DIVISOR = 4
+# On one rank, other requests generate this many times `steady_tokens` tokens, so that they outlast the prompt.
+OUTLAST_FACTOR = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,85 +48,116 @@ class Interference:
     first_cpu_ratio: float = 0.0
 
 
-class First(NamedTuple):
+class FirstTokenCost(NamedTuple):
     """The cost of the long prompt's first token: wall seconds, and the slower rank's CPU seconds summed over steps."""
 
     seconds: float
-    cpu: float
+    cpu_seconds: float
 
 
-Stalls = dict[str, Interference]  # the interference figures of one repeat, by the name of the case
+InterferenceByCase = dict[str, Interference]  # the interference figures of one repeat, by the name of the case
 
 
-def interference_of(lives: Sequence[RankRun], alone: First) -> Interference:
+def compute_interference(rank_runs: Sequence[RankRun], isolated: FirstTokenCost) -> Interference:
     """Return the interference in one run of a gang. The first rank decodes; the last rank takes the long prompt. In a
-    gang of one rank, one rank does both. `alone` is the cost of the same prompt without other requests.
+    gang of one rank, one rank does both. `isolated` is the cost of the same prompt without other requests.
     """
-    a, b = lives[0], lives[-1]
-    submitted, first = b.submitted[LONG], b.times[LONG][0]
-    took = first_of(lives)
-    early = [b.times[name] for name, at in b.submitted.items() if name != LONG and at < submitted]
-    late = [b.times[name] for name, at in b.submitted.items() if name != LONG and at >= first]
+    first_rank, last_rank = rank_runs[0], rank_runs[-1]
+    submitted_at, first_token_at = last_rank.submitted_at[LONG_PROMPT], last_rank.output_times[LONG_PROMPT][0]
+    cost = first_token_cost(rank_runs)
+    earlier_outputs = [
+        last_rank.output_times[name]
+        for name, request_at in last_rank.submitted_at.items()
+        if name != LONG_PROMPT and request_at < submitted_at
+    ]
+    later_outputs = [
+        last_rank.output_times[name]
+        for name, request_at in last_rank.submitted_at.items()
+        if name != LONG_PROMPT and request_at >= first_token_at
+    ]
     # Busy: from the time when every request has an output until the long prompt is submitted or a request ends.
-    windows = [(max(times[0] for times in early), min(submitted, *(times[-1] for times in early)))]
-    if late:
-        windows.append((max(times[0] for times in late), min(times[-1] for times in late)))
-    busy = [gap for window in windows for gap in gaps(a, *window)]
-    prefill, middle = gaps(a, submitted, first), median(busy)
-    steps = list(zip(a.steps, b.steps, strict=True))
+    windows = [
+        (max(times[0] for times in earlier_outputs), min(submitted_at, *(times[-1] for times in earlier_outputs)))
+    ]
+    if later_outputs:
+        windows.append((max(times[0] for times in later_outputs), min(times[-1] for times in later_outputs)))
+    busy_intervals = [interval for window in windows for interval in output_intervals(first_rank, *window)]
+    prefill_intervals, busy_median = output_intervals(first_rank, submitted_at, first_token_at), median(busy_intervals)
+    steps = list(zip(first_rank.steps, last_rank.steps, strict=True))
     return Interference(
-        ratio=ratio(p99(prefill), middle),
-        median_ratio=ratio(median(prefill), middle),
-        tail_ratio=ratio(p99(prefill), p99(busy)),
+        ratio=ratio(p99(prefill_intervals), busy_median),
+        median_ratio=ratio(median(prefill_intervals), busy_median),
+        tail_ratio=ratio(p99(prefill_intervals), p99(busy_intervals)),
         cpu_ratio=ratio(
-            _cpu([s for s in steps if submitted <= s[1].began < first and s[1].prompt_rows]),
-            _cpu([s for s in steps if any(began <= s[1].began < ended for began, ended in windows)]),
+            _median_cpu_seconds(
+                [s for s in steps if submitted_at <= s[1].started_at < first_token_at and s[1].prompt_rows]
+            ),
+            _median_cpu_seconds(
+                [
+                    s
+                    for s in steps
+                    if any(window_start <= s[1].started_at < window_end for window_start, window_end in windows)
+                ]
+            ),
         ),
-        busy_median_ms=1000 * middle,
-        busy_p99_ms=1000 * p99(busy),
-        prefill_median_ms=1000 * median(prefill),
-        prefill_p99_ms=1000 * p99(prefill),
-        first_token_s=took.seconds,
-        prompt_steps=sum(s.prompt_rows > 0 for s in b.steps if submitted <= s.began < first),
-        first_ratio=ratio(took.seconds, alone.seconds),
-        first_cpu_ratio=ratio(took.cpu, alone.cpu),
+        busy_median_ms=1000 * busy_median,
+        busy_p99_ms=1000 * p99(busy_intervals),
+        prefill_median_ms=1000 * median(prefill_intervals),
+        prefill_p99_ms=1000 * p99(prefill_intervals),
+        first_token_s=cost.seconds,
+        prompt_steps=sum(s.prompt_rows > 0 for s in last_rank.steps if submitted_at <= s.started_at < first_token_at),
+        first_ratio=ratio(cost.seconds, isolated.seconds),
+        first_cpu_ratio=ratio(cost.cpu_seconds, isolated.cpu_seconds),
     )
 
 
-def gaps(life: RankRun, start: float, stop: float) -> list[float]:
+def output_intervals(rank_run: RankRun, start: float, stop: float) -> list[float]:
     """Return the seconds between successive outputs of each request, for outputs between `start` and `stop`."""
     return [
         after - before
-        for times in life.times.values()
-        for before, after in pairwise(times)
+        for output_times in rank_run.output_times.values()
+        for before, after in pairwise(output_times)
         if start <= before and after <= stop
     ]
 
 
-def measured(ranks: RankProcesses, pair: Pair, size: Size, backwards: bool = False) -> Stalls:
-    """Run one repeat. On two ranks and on one rank, the prompt runs alone, and with decoding requests at each share."""
-    stalls: Stalls = {}
-    for world in (2, 1):
-        alone = first_of(ranks.run(alone_case(pair, size, world)))
-        for share in size.shares[:: -1 if backwards else 1]:
-            stalls[_name(world, share)] = interference_of(ranks.run(interference_case(pair, size, world, share)), alone)
-    return stalls
+def measure_interference(
+    ranks: RankProcesses, pair: ModelPair, size: Size, reverse: bool = False
+) -> InterferenceByCase:
+    """Run one repeat. On two ranks and on one rank, the long prompt runs without load, and with decoding requests at
+    each share.
+    """
+    figures: InterferenceByCase = {}
+    for rank_count in (2, 1):
+        isolated_cost = first_token_cost(ranks.run(isolated_case(pair, size, rank_count)))
+        for share in size.shares[:: -1 if reverse else 1]:
+            figures[_case_name(rank_count, share)] = compute_interference(
+                ranks.run(interference_case(pair, size, rank_count, share)), isolated_cost
+            )
+    return figures
 
 
-def first_of(lives: Sequence[RankRun]) -> First:
+def first_token_cost(rank_runs: Sequence[RankRun]) -> FirstTokenCost:
     """Return the wall and CPU seconds from the long prompt's submission to its first token."""
-    submitted, first = lives[-1].submitted[LONG], lives[-1].times[LONG][0]
-    steps = zip(*(life.steps for life in lives), strict=True)
-    return First(first - submitted, sum(max(s.cpu for s in at) for at in steps if submitted <= at[-1].began < first))
+    submitted_at, first_token_at = rank_runs[-1].submitted_at[LONG_PROMPT], rank_runs[-1].output_times[LONG_PROMPT][0]
+    steps = zip(*(rank_run.steps for rank_run in rank_runs), strict=True)
+    return FirstTokenCost(
+        first_token_at - submitted_at,
+        sum(
+            max(step.cpu_seconds for step in rank_steps)
+            for rank_steps in steps
+            if submitted_at <= rank_steps[-1].started_at < first_token_at
+        ),
+    )
 
 
-def alone_case(pair: Pair, size: Size, world: int) -> Case:
+def isolated_case(pair: ModelPair, size: Size, rank_count: int) -> GangCase:
     """Return the case in which the last rank runs only the long prompt, in full chunks."""
-    long = _long(pair, size, world)
-    return Case(_settings(pair, size, world), [RankRequest(LONG, world - 1, long, 2)])
+    long_prompt = _long_prompt(pair, size, rank_count)
+    return GangCase(_settings(pair, size, rank_count), [RankRequest(LONG_PROMPT, rank_count - 1, long_prompt, 2)])
 
 
-def interference_case(pair: Pair, size: Size, world: int, share: float) -> Case:
+def interference_case(pair: ModelPair, size: Size, rank_count: int, share: float) -> GangCase:
     """Return the case of the long prompt with decoding requests.
 
     With two ranks, rank 0 decodes all the time and resubmits its requests when they end; rank 1 decodes, takes the
@@ -132,82 +165,108 @@ def interference_case(pair: Pair, size: Size, world: int, share: float) -> Case:
     requests would queue behind the prompt. Steps get longer as contexts grow, so one more request follows the prompt,
     to measure the busy latency at the grown contexts.
     """
-    prompts = pair.prompts(2 * size.requests, OPENING_TOKENS)
-    long = _long(pair, size, world)
+    prompts = pair.prompts(2 * size.requests, SHORT_PROMPT_TOKENS)
+    long_prompt = _long_prompt(pair, size, rank_count)
 
-    def steady(name: str, dp_rank: int, again: bool = False, after: bool = False) -> list[RankRequest]:
-        mine = prompts[size.requests * dp_rank :]
+    def steady_requests(
+        name: str, dp_rank: int, resubmit: bool = False, wait_for_idle: bool = False
+    ) -> list[RankRequest]:
+        rank_prompts = prompts[size.requests * dp_rank :]
         return [
-            RankRequest(f"{name}{i}", dp_rank, mine[i], size.steady_tokens, again, alone=after and not i)
-            for i in range(size.requests)
+            RankRequest(
+                f"{name}{number}",
+                dp_rank,
+                rank_prompts[number],
+                size.steady_tokens,
+                resubmit,
+                wait_until_idle=wait_for_idle and not number,
+            )
+            for number in range(size.requests)
         ]
 
-    settings = _settings(pair, size, world, prefill_share=share)
-    if world == 1:
-        lasting = [RankRequest(f"a{i + 1}", 0, prompts[i], LASTING * size.steady_tokens) for i in range(size.requests)]
-        first = RankRequest("a0", 0, prompts[-1], size.steady_tokens)
-        last = RankRequest("z", 0, prompts[-2], size.steady_tokens, after=LONG)
-        return Case(settings, [first, *lasting, RankRequest(LONG, 0, long, 2, after="a0"), last], until="z")
-    jobs = steady("a", 0, again=True)
-    jobs += [*steady("b", 1), RankRequest(LONG, 1, long, 2, alone=True), *steady("c", 1, after=True)]
-    return Case(settings, jobs, until=f"c{size.requests - 1}")
+    settings = _settings(pair, size, rank_count, prefill_share=share)
+    if rank_count == 1:
+        lasting_requests = [
+            RankRequest(f"a{number + 1}", 0, prompts[number], OUTLAST_FACTOR * size.steady_tokens)
+            for number in range(size.requests)
+        ]
+        first_request = RankRequest("a0", 0, prompts[-1], size.steady_tokens)
+        last_request = RankRequest("z", 0, prompts[-2], size.steady_tokens, after_request=LONG_PROMPT)
+        return GangCase(
+            settings,
+            [
+                first_request,
+                *lasting_requests,
+                RankRequest(LONG_PROMPT, 0, long_prompt, 2, after_request="a0"),
+                last_request,
+            ],
+            last_request="z",
+        )
+    requests = steady_requests("a", 0, resubmit=True)
+    requests += [
+        *steady_requests("b", 1),
+        RankRequest(LONG_PROMPT, 1, long_prompt, 2, wait_until_idle=True),
+        *steady_requests("c", 1, wait_for_idle=True),
+    ]
+    return GangCase(settings, requests, last_request=f"c{size.requests - 1}")
 
 
-def stalled(repeats: Sequence[Stalls]) -> dict[str, dict[str, float]]:
+def median_interference(repeats: Sequence[InterferenceByCase]) -> dict[str, dict[str, float]]:
     """Return the medians over the repeats, by case, JSON-ready."""
-    return {name: medians([stalls[name] for stalls in repeats]) for name in repeats[0]}
+    return {name: medians([figures[name] for figures in repeats]) for name in repeats[0]}
 
 
-def interference_goals(stalls: Mapping[str, Mapping[str, Any]]) -> list[Goal]:
+def interference_goals(interferences: Mapping[str, Mapping[str, Any]]) -> list[Goal]:
     """Return the goals for `median_ratio` and `first_ratio` at the default share."""
-    found = []
-    for name, stall in stalls.items():
+    goal_list = []
+    for name, figures in interferences.items():
         if name.endswith(f" {DEFAULT_SHARE}"):
-            found.append(Goal(f"step / usual, {name}", stall["median_ratio"], GOAL_STEP))
-            found.append(Goal(f"first token / alone, {name}", stall["first_ratio"], GOAL_FIRST))
-    return found
+            goal_list.append(Goal(f"step / usual, {name}", figures["median_ratio"], GOAL_STEP))
+            goal_list.append(Goal(f"first token / alone, {name}", figures["first_ratio"], GOAL_FIRST))
+    return goal_list
 
 
-def show_stalls(stalls: Mapping[str, Mapping[str, Any]], tokens: int) -> str:
+def show_interference(interferences: Mapping[str, Mapping[str, Any]], tokens: int) -> str:
     """Return the figures as a table, with the goals at the default share."""
     rows = []
-    for name, s in stalls.items():
-        usual = name.endswith(f" {DEFAULT_SHARE}")
-        goals = (GOAL_STEP, GOAL_FIRST) if usual else (None, None)
+    for name, figures in interferences.items():
+        is_default = name.endswith(f" {DEFAULT_SHARE}")
+        goals = (GOAL_STEP, GOAL_FIRST) if is_default else (None, None)
         rows.append(
             (
-                name, s["median_ratio"], goals[0], s["first_ratio"], goals[1], s["first_token_s"],
-                round(s["prompt_steps"]), s["busy_median_ms"], s["prefill_median_ms"], s["busy_p99_ms"],
-                s["prefill_p99_ms"], s["ratio"], s["cpu_ratio"], s["first_cpu_ratio"],
+                name, figures["median_ratio"], goals[0], figures["first_ratio"], goals[1], figures["first_token_s"],
+                round(figures["prompt_steps"]), figures["busy_median_ms"], figures["prefill_median_ms"],
+                figures["busy_p99_ms"], figures["prefill_p99_ms"], figures["ratio"], figures["cpu_ratio"],
+                figures["first_cpu_ratio"],
             )
         )  # fmt: skip
     headers = (
         "prefill_share", "step / usual", "goal", "first token / alone", "goal", "first token, s", "steps",
-        "usual, ms", "beside", "usual p99", "beside p99", "p99 / usual", "step, CPU", "first, CPU",
+        "usual, ms", "prefill, ms", "usual p99", "prefill p99", "p99 / usual", "step, CPU", "first, CPU",
     )  # fmt: skip
     return "\n".join(
         [
-            f"stall: requests decode while a prompt is taken, one of {tokens} tokens on the other rank, or of "
-            f"{tokens // SHORTER} on theirs; usual is without it, alone is the prompt with nobody decoding",
+            f"stall: requests decode during the prefill of a prompt of {tokens} tokens on the other rank, or of "
+            f"{tokens // PROMPT_DIVISOR} on the same; usual: without the prompt; alone: the prompt without requests",
             table(headers, rows),
-            "step: median time between two outputs of a request, as its user sees it",
+            "step: median time between two outputs of a request, as a client sees it",
         ]
     )
 
 
-def _long(pair: Pair, size: Size, world: int) -> list[int]:
-    [tokens] = pair.prompts(1, size.long_tokens if world > 1 else size.long_tokens // SHORTER)
+def _long_prompt(pair: ModelPair, size: Size, rank_count: int) -> list[int]:
+    [tokens] = pair.prompts(1, size.long_tokens if rank_count > 1 else size.long_tokens // PROMPT_DIVISOR)
     return tokens
 
 
-def _name(world: int, share: float) -> str:
-    return f"{'other rank' if world > 1 else 'same rank'}, {share}"
+def _case_name(rank_count: int, share: float) -> str:
+    return f"{'other rank' if rank_count > 1 else 'same rank'}, {share}"
 
 
-def _settings(pair: Pair, size: Size, world: int, **more: object) -> dict[str, Any]:
-    room = {"max_total_tokens": size.long_tokens + size.requests * 2048 + 1024, "mixed_prefill_size": None}
-    return settings_of(pair, 2 * size.requests, world, **room, **more)
+def _settings(pair: ModelPair, size: Size, rank_count: int, **overrides: object) -> dict[str, Any]:
+    capacity = {"max_total_tokens": size.long_tokens + size.requests * 2048 + 1024, "mixed_prefill_size": None}
+    return gang_settings(pair, 2 * size.requests, rank_count, **capacity, **overrides)
 
 
-def _cpu(steps: Sequence[tuple[StepRecord, StepRecord]]) -> float:
-    return median([max(a.cpu, b.cpu) for a, b in steps])
+def _median_cpu_seconds(steps: Sequence[tuple[StepRecord, StepRecord]]) -> float:
+    return median([max(a.cpu_seconds, b.cpu_seconds) for a, b in steps])

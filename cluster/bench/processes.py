@@ -14,10 +14,10 @@ KIB, MIB = 1024, 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class ProcessEntry:
-    """One process. `started` (clock ticks since boot) distinguishes the process from a later one with the same pid."""
+    """One process. `start_ticks` (since boot) distinguishes the process from a later one with the same pid."""
 
     pid: int
-    started: int
+    start_ticks: int
     name: str = field(compare=False)  # a process may rename itself
 
 
@@ -30,23 +30,23 @@ class Memory:
     proportional_mib: float
 
 
-def tree_of(pid: int) -> list[ProcessEntry]:
+def process_tree(pid: int) -> list[ProcessEntry]:
     """Return the process and all its descendants that are alive; zombies do not count as alive."""
     children: dict[int, list[ProcessEntry]] = {}
-    found = []
+    processes = []
     for folder in PROC.iterdir():
         if not folder.name.isdigit() or (stat := _stat(int(folder.name))) is None:
             continue
         process, parent = stat
         children.setdefault(parent, []).append(process)
         if process.pid == pid:
-            found.append(process)
-    for process in found:  # `found` grows while it is iterated: breadth first over the descendants
-        found.extend(children.get(process.pid, []))
-    return found
+            processes.append(process)
+    for process in processes:  # the list grows while it is iterated: breadth first over the descendants
+        processes.extend(children.get(process.pid, []))
+    return processes
 
 
-def memory_of(processes: Iterable[ProcessEntry]) -> Memory:
+def memory_usage(processes: Iterable[ProcessEntry]) -> Memory:
     """Return the memory that the processes use now; ended processes are not counted."""
     count, resident, proportional = 0, 0, 0
     for process in processes:
@@ -61,22 +61,22 @@ def memory_of(processes: Iterable[ProcessEntry]) -> Memory:
     return Memory(count, resident * KIB / MIB, proportional * KIB / MIB)
 
 
-def alive(processes: Iterable[ProcessEntry]) -> list[ProcessEntry]:
+def still_alive(processes: Iterable[ProcessEntry]) -> list[ProcessEntry]:
     """Return the processes that are still alive."""
-    return [process for process in processes if (now := _stat(process.pid)) is not None and now[0] == process]
+    return [process for process in processes if (current := _stat(process.pid)) is not None and current[0] == process]
 
 
-def end(processes: Iterable[ProcessEntry], within_s: float) -> list[ProcessEntry]:
-    """Wait up to `within_s` for the processes to end, kill the rest, and return the killed processes."""
-    left = alive(processes)
-    until = time.monotonic() + within_s
-    while left and time.monotonic() < until:
+def wait_or_kill(processes: Iterable[ProcessEntry], timeout_s: float) -> list[ProcessEntry]:
+    """Wait up to `timeout_s` for the processes to end, kill the rest, and return the killed processes."""
+    remaining = still_alive(processes)
+    deadline = time.monotonic() + timeout_s
+    while remaining and time.monotonic() < deadline:
         time.sleep(0.05)
-        left = alive(left)
-    for process in left:
+        remaining = still_alive(remaining)
+    for process in remaining:
         with suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGKILL)
-    return left
+    return remaining
 
 
 def _stat(pid: int) -> tuple[ProcessEntry, int] | None:
@@ -87,13 +87,13 @@ def _stat(pid: int) -> tuple[ProcessEntry, int] | None:
         return None
     name, fields = text[text.index("(") + 1 : text.rindex(")")], text[text.rindex(")") + 2 :].split()
     if name.startswith("ray::"):  # Ray puts a worker's role into its command line; `stat` cuts the name
-        name = _command(pid) or name
+        name = _command_name(pid) or name
     if fields[0] in "ZX":
         return None
     return ProcessEntry(pid, int(fields[19]), name), int(fields[1])
 
 
-def _command(pid: int) -> str:
+def _command_name(pid: int) -> str:
     with suppress(OSError):
         return (PROC / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").split(b" ")[0].decode(errors="replace")
     return ""

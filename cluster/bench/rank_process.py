@@ -8,37 +8,39 @@ from dataclasses import asdict
 from typing import Any
 
 from cluster.bench.ranks import RankRequest, RankRun, StepRecord
-from cluster.bench.runs import params_of
+from cluster.bench.runs import fixed_length_params
 from cluster.bench.streams import HOST
 from cluster.config import EngineConfig
 from cluster.distributed.mesh import Rendezvous
 from cluster.engine import Engine, build_rank
 from cluster.request import Request
 
-Prepare = Callable[[Engine, EngineConfig, Mapping[str, Any]], dict[str, list[float]]]
-"""Changes an engine before a case, given its config and the case's `options`; returns lists for `RankRun.recorded`."""
+PrepareEngine = Callable[[Engine, EngineConfig, Mapping[str, Any]], dict[str, list[float]]]
+"""Changes an engine before a case, by its config and the case's `options`; returns lists for `RankRun.extra_times`."""
 
 
-def main(rank: int, prepare: Prepare = lambda *_: {}) -> None:
+def main(rank: int, prepare: PrepareEngine = lambda *_: {}) -> None:
     """Run cases until stdin ends. `prepare` changes the engine of each case."""
     for line in sys.stdin:
         message = json.loads(line)
         try:
-            answer = asdict(_live(rank, Rendezvous(HOST, message["port"], message["epoch"]), message["case"], prepare))
+            response = asdict(
+                _run_case(rank, Rendezvous(HOST, message["port"], message["epoch"]), message["case"], prepare)
+            )
         except Exception as error:  # the parent process reports any failure
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(answer), flush=True)
+            response = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(response), flush=True)
 
 
-def _live(rank: int, rendezvous: Rendezvous, case: Mapping[str, Any], prepare: Prepare) -> RankRun:
+def _run_case(rank: int, rendezvous: Rendezvous, case: Mapping[str, Any], prepare: PrepareEngine) -> RankRun:
     config = EngineConfig.from_kwargs(case["settings"])
     engine = build_rank(config, rank, rendezvous if config.tp_size > 1 else None)
     assert isinstance(engine, Engine), "only ranks that take requests are measured"
-    recorded = prepare(engine, config, case["options"])
+    extra_times = prepare(engine, config, case["options"])
     try:
-        life = _steps(engine, case)
-        life.recorded = recorded
-        return life
+        rank_run = _run_requests(engine, case)
+        rank_run.extra_times = extra_times
+        return rank_run
     except BaseException as error:
         engine.close(f"{type(error).__name__}: {error}")
         raise
@@ -46,34 +48,38 @@ def _live(rank: int, rendezvous: Rendezvous, case: Mapping[str, Any], prepare: P
         engine.close()
 
 
-def _steps(engine: Engine, case: Mapping[str, Any]) -> RankRun:
-    """Submit the requests and step until the gang leaves: when request `until` ends, or when no rank has work left."""
+def _run_requests(engine: Engine, case: Mapping[str, Any]) -> RankRun:
+    """Submit the requests and step until the gang leaves: when request `last_request` ends, or when no rank has work
+    left.
+    """
     waiting = [
-        job for job in (RankRequest(**fields) for fields in case["jobs"]) if job.dp_rank == engine.info().dp_rank
+        request
+        for request in (RankRequest(**fields) for fields in case["requests"])
+        if request.dp_rank == engine.info().dp_rank
     ]
     running: dict[str, RankRequest] = {}
-    life, lives, over = RankRun(), 0, set[str]()
-    while not engine.left:
-        for job in list(waiting):
-            if job.alone and running:
+    rank_run, run_number, finished = RankRun(), 0, set[str]()
+    while not engine.has_ended:
+        for request in list(waiting):
+            if request.wait_until_idle and running:
                 break
-            if job.after and job.after not in over:
+            if request.after_request and request.after_request not in finished:
                 continue
-            waiting.remove(job)
-            name = f"{job.name}#{lives}" if job.name in life.submitted else job.name
-            running[name], lives = job, lives + 1
-            life.submitted[name] = time.perf_counter()
-            engine.submit(Request(name, tuple(job.prompt), params_of(job.new_tokens)))
-        began, cpu = time.perf_counter(), time.process_time()
+            waiting.remove(request)
+            name = f"{request.name}#{run_number}" if request.name in rank_run.submitted_at else request.name
+            running[name], run_number = request, run_number + 1
+            rank_run.submitted_at[name] = time.perf_counter()
+            engine.submit(Request(name, tuple(request.prompt), fixed_length_params(request.new_tokens)))
+        started_at, cpu_seconds = time.perf_counter(), time.process_time()
         result = engine.step()
-        ended, cpu = time.perf_counter(), time.process_time() - cpu
-        life.steps.append(
+        ended_at, cpu_seconds = time.perf_counter(), time.process_time() - cpu_seconds
+        rank_run.steps.append(
             StepRecord(
-                began=began,
-                seconds=ended - began,
-                cpu=cpu,
-                phases=result.stats.phase_seconds,
-                decodes=result.stats.decode_requests,
+                started_at=started_at,
+                seconds=ended_at - started_at,
+                cpu_seconds=cpu_seconds,
+                phase_seconds=result.stats.phase_seconds,
+                decode_requests=result.stats.decode_requests,
                 prompt_rows=result.stats.prompt_rows,
                 target_rows=result.stats.target_rows,
                 padded_rows=result.stats.padded_rows,
@@ -81,19 +87,19 @@ def _steps(engine: Engine, case: Mapping[str, Any]) -> RankRun:
         )
         for output in result.outputs:
             name = output.request_id
-            life.times.setdefault(name, []).append(ended)
-            life.tokens.setdefault(name, []).extend(output.token_ids)
+            rank_run.output_times.setdefault(name, []).append(ended_at)
+            rank_run.tokens.setdefault(name, []).extend(output.token_ids)
             if output.finish_reason is None:
                 continue
-            job = running.pop(name)
-            over.add(name)
-            if job.again:
-                waiting.append(job)
-            if name == case["until"]:
+            request = running.pop(name)
+            finished.add(name)
+            if request.resubmit:
+                waiting.append(request)
+            if name == case["last_request"]:
                 engine.leave()
-        if not case["until"] and not waiting and engine.quiet:
+        if not case["last_request"] and not waiting and engine.is_idle:
             engine.leave()
-    return life
+    return rank_run
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
-from cluster.bench.pair import DEFAULT, Pair
+from cluster.bench.pair import DEFAULT_TREE, ModelPair
 from cluster.bench.streams import HOST
 from cluster.distributed.mesh import open_store
 from cluster.paths.checkout import CHECKOUT
@@ -40,16 +40,16 @@ class Size:
 QUICK = Size(2, new_tokens=12, long_tokens=1024, steady_tokens=48, shares=(0.5,), repeats=1)
 
 
-def settings_of(pair: Pair, requests: int, world: int, **more: object) -> dict[str, Any]:
-    """Return the settings of a gang of `world` data-parallel ranks; `more` overrides them."""
-    settings = pair.config(DEFAULT, requests).model_dump(exclude_none=True)
+def gang_settings(pair: ModelPair, requests: int, ranks: int, **overrides: object) -> dict[str, Any]:
+    """Return the settings of a gang of `ranks` data-parallel ranks; `overrides` overrides them."""
+    settings = pair.config(DEFAULT_TREE, requests).model_dump(exclude_none=True)
     return {
         **settings,
         "num_threads": pair.num_threads or 1,
         "chunked_prefill_size": CHUNK_ROWS,
-        "tp_size": world,
-        "attn_dp_size": world,
-        **more,
+        "tp_size": ranks,
+        "attn_dp_size": ranks,
+        **overrides,
     }
 
 
@@ -57,29 +57,29 @@ def settings_of(pair: Pair, requests: int, world: int, **more: object) -> dict[s
 class RankRequest:
     """A greedy request to one data-parallel rank; EOS is ignored.
 
-    `again`: the request is resubmitted whenever it ends, as `name#N` with a new number. `alone`: the request waits
-    until its rank runs nothing; later requests of the rank wait too. `after`: the name of a request that must end
-    before this one starts.
+    `resubmit`: the request is resubmitted whenever it ends, as `name#N` with a new number. `wait_until_idle`: the
+    request waits until its rank runs nothing; later requests of the rank wait too. `after_request`: the name of a
+    request that must end before this one starts.
     """
 
     name: str
     dp_rank: int
     prompt: Sequence[int]
     new_tokens: int
-    again: bool = False
-    alone: bool = False
-    after: str = ""
+    resubmit: bool = False
+    wait_until_idle: bool = False
+    after_request: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
-    """One run of a gang. The run ends when request `until` has ended; if `until` is empty, when all requests have
-    ended. `options` are for another program than `rank_process`.
+class GangCase:
+    """One run of a gang. The run ends when request `last_request` has ended; if `last_request` is empty, when all
+    requests have ended. `options` are for another program than `rank_process`.
     """
 
     settings: Mapping[str, Any]
-    jobs: Sequence[RankRequest]
-    until: str = ""
+    requests: Sequence[RankRequest]
+    last_request: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -87,15 +87,15 @@ class Case:
 class StepRecord:
     """One step of one rank: its start (on a clock that all processes share), wall and CPU seconds, and contents.
 
-    `phases` are seconds by phase, as in `StepStats.phase_seconds`: a replayed step has the phase `replay` in place of
-    draft, target and extend.
+    `phase_seconds` are seconds by phase, as in `StepStats.phase_seconds`: a replayed step has the phase `replay` in
+    place of draft, target and extend.
     """
 
-    began: float
+    started_at: float
     seconds: float
-    cpu: float
-    phases: Mapping[str, float]
-    decodes: int
+    cpu_seconds: float
+    phase_seconds: Mapping[str, float]
+    decode_requests: int
     prompt_rows: int
     target_rows: int
     padded_rows: int
@@ -105,27 +105,27 @@ class StepRecord:
 class RankRun:
     """The record of one rank: its steps; and by request, the time of submission, the times of outputs, and the tokens.
 
-    `recorded`: lists of seconds that another program than `rank_process` adds, by name.
+    `extra_times`: lists of seconds that another program than `rank_process` adds, by name.
     """
 
     steps: list[StepRecord] = field(default_factory=list)
-    submitted: dict[str, float] = field(default_factory=dict)
-    times: dict[str, list[float]] = field(default_factory=dict)
+    submitted_at: dict[str, float] = field(default_factory=dict)
+    output_times: dict[str, list[float]] = field(default_factory=dict)
     tokens: dict[str, list[int]] = field(default_factory=dict)
-    recorded: dict[str, list[float]] = field(default_factory=dict)
+    extra_times: dict[str, list[float]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, answer: Mapping[str, Any]) -> Self:
+    def of(cls, record: Mapping[str, Any]) -> Self:
         """Return the record from the JSON object that a rank's process wrote."""
-        return cls(**{**answer, "steps": [StepRecord(**step) for step in answer["steps"]]})
+        return cls(**{**record, "steps": [StepRecord(**step) for step in record["steps"]]})
 
 
 class RankProcesses:
-    """The processes of `world` ranks. `run` sends a case to the first `tp_size` of them."""
+    """The processes of `rank_count` ranks. `run` sends a case to the first `tp_size` of them."""
 
-    def __init__(self, world: int, program: str = "cluster.bench.rank_process") -> None:
+    def __init__(self, rank_count: int, program: str = "cluster.bench.rank_process") -> None:
         """`program` is the module that each process runs. It calls `rank_process.main`."""
-        self.world, self._program = world, program
+        self.rank_count, self._program = rank_count, program
         self._epoch = 0
         self._processes: list[subprocess.Popen[str]] = []
 
@@ -136,7 +136,7 @@ class RankProcesses:
             "TORCH_CPP_LOG_LEVEL": "ERROR",
             "PYTHONWARNINGS": "ignore",
         }
-        for rank in range(self.world):
+        for rank in range(self.rank_count):
             self._processes.append(
                 subprocess.Popen(
                     [sys.executable, "-m", self._program, str(rank)],
@@ -154,39 +154,39 @@ class RankProcesses:
             process.kill()
             process.wait()
 
-    def run(self, case: Case) -> list[RankRun]:
+    def run(self, case: GangCase) -> list[RankRun]:
         """Run a case and return the records of its ranks, in rank order.
 
         Raises:
             RuntimeError: a rank failed, ended or did not answer; the message names it.
         """
-        world = int(case.settings.get("tp_size", 1))
+        rank_count = int(case.settings.get("tp_size", 1))
         self._epoch += 1
         store = open_store(HOST)
-        line = json.dumps({"port": store.port, "epoch": self._epoch, "case": asdict(case)})
-        for process in self._processes[:world]:
+        message = json.dumps({"port": store.port, "epoch": self._epoch, "case": asdict(case)})
+        for process in self._processes[:rank_count]:
             assert process.stdin is not None
-            process.stdin.write(line + "\n")
+            process.stdin.write(message + "\n")
             process.stdin.flush()
-        return [RankRun.of(answer) for answer in self._answers(world)]
+        return [RankRun.of(answer) for answer in self._answers(rank_count)]
 
-    def _answers(self, world: int) -> list[dict[str, Any]]:
-        answers: dict[int, dict[str, Any]] = {}
-        until = time.monotonic() + CASE_TIMEOUT_S
+    def _answers(self, rank_count: int) -> list[dict[str, Any]]:
+        records: dict[int, dict[str, Any]] = {}
+        deadline = time.monotonic() + CASE_TIMEOUT_S
         with selectors.DefaultSelector() as selector:
-            for rank, process in enumerate(self._processes[:world]):
+            for rank, process in enumerate(self._processes[:rank_count]):
                 assert process.stdout is not None
                 selector.register(process.stdout, selectors.EVENT_READ, rank)
-            while len(answers) < world:
-                ready = selector.select(max(0.0, until - time.monotonic()))
+            while len(records) < rank_count:
+                ready = selector.select(max(0.0, deadline - time.monotonic()))
                 if not ready:
-                    raise RuntimeError(f"no answer from ranks {sorted(set(range(world)) - set(answers))}")
+                    raise RuntimeError(f"no answer from ranks {sorted(set(range(rank_count)) - set(records))}")
                 for key, _ in ready:
-                    text = key.fileobj.readline()  # type: ignore[union-attr]
-                    if not text:
+                    line = key.fileobj.readline()  # type: ignore[union-attr]
+                    if not line:
                         raise RuntimeError(f"rank {key.data} ended, exit code {self._processes[key.data].wait()}")
-                    answer = json.loads(text)
-                    if "error" in answer:
-                        raise RuntimeError(f"rank {key.data} failed: {answer['error']}")
-                    answers[key.data] = answer
-        return [answers[rank] for rank in range(world)]
+                    record = json.loads(line)
+                    if "error" in record:
+                        raise RuntimeError(f"rank {key.data} failed: {record['error']}")
+                    records[key.data] = record
+        return [records[rank] for rank in range(rank_count)]

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from cluster.bench.runs import EngineRun, Texts
+from cluster.bench.runs import EngineRun, TokenLists
 
 
 class Transformers:
@@ -23,17 +23,17 @@ class Transformers:
         self.model.generation_config.eos_token_id = None
 
     @torch.inference_mode()
-    def run(self, prompts: Texts, new_tokens: int) -> EngineRun:
+    def run(self, prompts: TokenLists, new_tokens: int) -> EngineRun:
         """Continue the prompts as one batch; all must have the same length."""
-        how = {"max_new_tokens": new_tokens, "do_sample": False, "use_cache": True, "pad_token_id": 0}
+        generate_options = {"max_new_tokens": new_tokens, "do_sample": False, "use_cache": True, "pad_token_id": 0}
         ids = torch.tensor([list(prompt) for prompt in prompts], device=self._device)
-        started = time.perf_counter()
-        made = self.model.generate(ids, attention_mask=torch.ones_like(ids), **how)
-        tokens = made[:, ids.shape[1] :].tolist()
-        return EngineRun(tokens=tokens, seconds=time.perf_counter() - started)
+        started_at = time.perf_counter()
+        sequences = self.model.generate(ids, attention_mask=torch.ones_like(ids), **generate_options)
+        tokens = sequences[:, ids.shape[1] :].tolist()
+        return EngineRun(tokens=tokens, seconds=time.perf_counter() - started_at)
 
     @torch.inference_mode()
-    def log_probabilities(self, texts: Texts) -> list[torch.Tensor]:
+    def log_probabilities(self, texts: TokenLists) -> list[torch.Tensor]:
         """Return, for each text, the log-probabilities `[T, V]` of the token after each of its tokens."""
         rows = (torch.tensor([list(text)], device=self._device) for text in texts)
         return [self.model(input_ids=row, use_cache=False).logits[0].float().log_softmax(-1) for row in rows]

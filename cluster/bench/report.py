@@ -9,30 +9,36 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-Say = Callable[[str], None]  # shows a line of progress
+LogProgress = Callable[[str], None]  # shows a line of progress
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Return rows under headers as text; columns with only numbers are right-aligned."""
-    cells = [[_shown(cell) for cell in row] for row in rows]
-    right = [all(_is_number(row[at]) for row in rows) for at in range(len(headers))]
-    widths = [max(len(line[at]) for line in [list(headers), *cells]) for at in range(len(headers))]
+    cells = [[_cell_text(cell) for cell in row] for row in rows]
+    right_aligned = [all(_is_number(row[column]) for row in rows) for column in range(len(headers))]
+    widths = [max(len(line[column]) for line in [list(headers), *cells]) for column in range(len(headers))]
 
-    def line(parts: Sequence[str]) -> str:
-        padded = [p.rjust(w) if r else p.ljust(w) for p, w, r in zip(parts, widths, right, strict=True)]
+    def line(texts: Sequence[str]) -> str:
+        padded = [p.rjust(w) if r else p.ljust(w) for p, w, r in zip(texts, widths, right_aligned, strict=True)]
         return "  ".join(padded).rstrip()
 
     return "\n".join([line(headers), line(["-" * width for width in widths]), *map(line, cells)])
 
 
-def records(rows: Sequence[Mapping[str, object]]) -> str:
+def records_table(rows: Sequence[Mapping[str, object]]) -> str:
     """Return a table of rows with the same keys; the keys are the headers."""
     return table(list(rows[0]), [list(row.values()) for row in rows])
 
 
-def columns(rows: Sequence[Mapping[str, Any]], keys: Mapping[str, str], whole: Sequence[str] = ()) -> str:
-    """Return a table of some values of each row. `keys` maps headers to keys; numbers under `whole` are rounded."""
-    cells = [[round(row[key]) if header in whole else row[key] for header, key in keys.items()] for row in rows]
+def columns_table(
+    rows: Sequence[Mapping[str, Any]], keys: Mapping[str, str], rounded_headers: Sequence[str] = ()
+) -> str:
+    """Return a table of some values of each row. `keys` maps headers to keys. Numbers under `rounded_headers` are
+    rounded.
+    """
+    cells = [
+        [round(row[key]) if header in rounded_headers else row[key] for header, key in keys.items()] for row in rows
+    ]
     return table(list(keys), cells)
 
 
@@ -48,8 +54,12 @@ def mean(values: Sequence[float]) -> float:
 
 def medians(items: Sequence[Any]) -> dict[str, float]:
     """Return the median of each field over items of one dataclass. Fields that are None in any item are left out."""
-    values = {own.name: [getattr(item, own.name) for item in items] for own in fields(items[0])}
-    return {name: median([float(one) for one in of]) for name, of in values.items() if None not in of}
+    values = {field_info.name: [getattr(item, field_info.name) for item in items] for field_info in fields(items[0])}
+    return {
+        name: median([float(value) for value in field_values])
+        for name, field_values in values.items()
+        if None not in field_values
+    }
 
 
 def p99(values: Sequence[float]) -> float:
@@ -57,20 +67,20 @@ def p99(values: Sequence[float]) -> float:
     return sorted(values)[-(-99 * len(values) // 100) - 1] if values else 0.0
 
 
-def ratio(part: float, whole: float) -> float:
-    """Return `part / whole`, or 0.0 if `whole` is 0."""
-    return part / whole if whole else 0.0
+def ratio(numerator: float, denominator: float) -> float:
+    """Return the quotient, or 0.0 if the denominator is 0."""
+    return numerator / denominator if denominator else 0.0
 
 
-def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
+def first_difference(first: Sequence[int], second: Sequence[int]) -> int | None:
     """Return the first index at which two token lists differ, in value or length, or None if the lists are equal."""
-    for at, (a, b) in enumerate(zip(one, other, strict=False)):
+    for index, (a, b) in enumerate(zip(first, second, strict=False)):
         if a != b:
-            return at
-    return None if len(one) == len(other) else min(len(one), len(other))
+            return index
+    return None if len(first) == len(second) else min(len(first), len(second))
 
 
-def machine() -> dict[str, Any]:
+def machine_info() -> dict[str, Any]:
     """Return the CPU, Python version and load of this machine, without its host name."""
     return {
         "cpu": _cpu_model(),
@@ -106,7 +116,7 @@ def _is_number(cell: object) -> bool:
     return cell is None or (isinstance(cell, int | float) and not isinstance(cell, bool))
 
 
-def _shown(cell: object) -> str:
+def _cell_text(cell: object) -> str:
     if cell is None:
         return "-"
     if isinstance(cell, bool):

@@ -8,16 +8,16 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import cache
 
-from cluster.bench.hostile_grammars import asking
+from cluster.bench.hostile_grammars import hostile_request_fields
 from cluster.bench.streams import HOST
-from cluster.bench.wire import Reply, connect, head_of, post, read_reply
+from cluster.bench.wire import Reply, connect, post, read_reply, request_head
 
 CHAT_BYTES = 900_000
-KEYS = 50_000
-SLOW_BODY = 4096  # Content-Length of a slow body
-DRIP_S = 1.0  # seconds between two bytes of a slow body
+KEY_COUNT = 50_000
+SLOW_BODY_BYTES = 4096  # Content-Length of a slow body
+BYTE_INTERVAL_S = 1.0  # seconds between two bytes of a slow body
 SLOW_LIMIT_S = 60.0
-ABORT_S = (0.004, 0.029)  # a scrape is closed after a time in this range
+ABORT_RANGE_S = (0.004, 0.029)  # a scrape is closed after a time in this range
 
 
 @dataclass(slots=True)
@@ -32,7 +32,7 @@ class AnswerTally:
     left: int = 0
     examples: list[str] = field(default_factory=list)
 
-    def note(self, reply: Reply) -> None:
+    def count_reply(self, reply: Reply) -> None:
         """Count one reply."""
         if not reply.status:
             self.unanswered += 1
@@ -44,28 +44,28 @@ class AnswerTally:
             self.examples.append(f"{reply.status}: {reply.body[:80]!r}")
 
 
-async def act(name: str, port: int, model: str, count: int) -> AnswerTally:
-    """Do the act `name` `count` times and return the tally. `ACTS` limits how many run at once."""
+async def run_abuse(name: str, port: int, model: str, count: int) -> AnswerTally:
+    """Do the act `name` `count` times and return the tally. `ABUSE_KINDS` limits how many run at once."""
     tally = AnswerTally()
-    once, at_once = ACTS[name]
-    turn = asyncio.Semaphore(at_once or count)
+    abuse, concurrency = ABUSE_KINDS[name]
+    semaphore = asyncio.Semaphore(concurrency or count)
     rng = random.Random(count)
 
-    async def one(number: int) -> None:
-        async with turn:
-            await once(tally, port, model, number, rng)
+    async def run_one(number: int) -> None:
+        async with semaphore:
+            await abuse(tally, port, model, number, rng)
 
-    await asyncio.gather(*(one(number) for number in range(count)))
-    tally.examples = [text for text, _ in Counter(tally.examples).most_common(3)]
+    await asyncio.gather(*(run_one(number) for number in range(count)))
+    tally.examples = [example for example, _ in Counter(tally.examples).most_common(3)]
     return tally
 
 
-async def _leave(tally: AnswerTally, port: int, request: bytes, after_s: float) -> None:
-    """Send a request and abort the connection after `after_s`, even in the middle of the answer."""
+async def _abort_connection(tally: AnswerTally, port: int, request: bytes, delay_s: float) -> None:
+    """Send a request and abort the connection after `delay_s`, even in the middle of the answer."""
     try:
         _, writer = await asyncio.open_connection(HOST, port)
         writer.write(request)
-        await asyncio.sleep(after_s)
+        await asyncio.sleep(delay_s)
         writer.transport.abort()
         tally.left += 1
     except OSError as error:
@@ -73,63 +73,75 @@ async def _leave(tally: AnswerTally, port: int, request: bytes, after_s: float) 
         tally.examples.append(f"{type(error).__name__}: {error}")
 
 
-async def _scrape(tally: AnswerTally, port: int, model: str, number: int, rng: random.Random) -> None:
-    await _leave(tally, port, head_of("GET", "/metrics"), rng.uniform(*ABORT_S))
+async def _aborted_scrape(tally: AnswerTally, port: int, model: str, number: int, rng: random.Random) -> None:
+    await _abort_connection(tally, port, request_head("GET", "/metrics"), rng.uniform(*ABORT_RANGE_S))
 
 
 async def _disconnect(tally: AnswerTally, port: int, model: str, number: int, rng: random.Random) -> None:
     body = {"model": model, "prompt": f"Once upon a time, {number}", "max_tokens": 64, "stream": number % 2 == 0}
-    raw = json.dumps(body).encode()
-    await _leave(tally, port, head_of("POST", "/v1/completions", len(raw)) + raw, rng.uniform(0.0, 0.2))
+    encoded_body = json.dumps(body).encode()
+    await _abort_connection(
+        tally, port, request_head("POST", "/v1/completions", len(encoded_body)) + encoded_body, rng.uniform(0.0, 0.2)
+    )
 
 
-async def _chat(tally: AnswerTally, port: int, model: str, number: int, rng: random.Random) -> None:
+async def _long_chat(tally: AnswerTally, port: int, model: str, number: int, rng: random.Random) -> None:
     text = f"{number} " + "the quick brown fox " * (CHAT_BYTES // 20)
     body = {"model": model, "messages": [{"role": "user", "content": text[:CHAT_BYTES]}]}
-    tally.note(await post(port, "/v1/chat/completions", body))
+    tally.count_reply(await post(port, "/v1/chat/completions", body))
 
 
 @cache  # made once, so that encoding it does not take CPU time from the server
-def _body_of_keys(model: str) -> bytes:
-    return json.dumps({"model": model, "prompt": "x", **{f"k{i}": i for i in range(KEYS)}}).encode()
+def _many_keys_body(model: str) -> bytes:
+    return json.dumps({"model": model, "prompt": "x", **{f"k{i}": i for i in range(KEY_COUNT)}}).encode()
 
 
-async def _keys(tally: AnswerTally, port: int, model: str, number: int, rng: random.Random) -> None:
-    tally.note(await post(port, "/v1/completions", _body_of_keys(model)))
+async def _many_keys(tally: AnswerTally, port: int, model: str, number: int, rng: random.Random) -> None:
+    tally.count_reply(await post(port, "/v1/completions", _many_keys_body(model)))
 
 
-async def _grammar(tally: AnswerTally, port: int, model: str, number: int, rng: random.Random) -> None:
-    body = {"model": model, "prompt": "def", "max_tokens": 24, "temperature": 1, "seed": number, **asking(number)}
-    tally.note(await post(port, "/v1/completions", body))
+async def _hostile_grammar(tally: AnswerTally, port: int, model: str, number: int, rng: random.Random) -> None:
+    body = {
+        "model": model,
+        "prompt": "def",
+        "max_tokens": 24,
+        "temperature": 1,
+        "seed": number,
+        **hostile_request_fields(number),
+    }
+    tally.count_reply(await post(port, "/v1/completions", body))
 
 
-async def _ordinary(tally: AnswerTally, port: int, model: str, number: int, rng: random.Random) -> None:
+async def _ordinary_request(tally: AnswerTally, port: int, model: str, number: int, rng: random.Random) -> None:
     body = {"model": model, "prompt": "def", "max_tokens": 24, "temperature": 1, "seed": number}
-    tally.note(await post(port, "/v1/completions", body))
+    tally.count_reply(await post(port, "/v1/completions", body))
 
 
-async def _slow(tally: AnswerTally, port: int, model: str, number: int, rng: random.Random) -> None:
+async def _slow_body(tally: AnswerTally, port: int, model: str, number: int, rng: random.Random) -> None:
     async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, reply: Reply) -> None:
-        answer = asyncio.ensure_future(read_reply(reader, reply))
+        reading = asyncio.ensure_future(read_reply(reader, reply))
         try:
-            writer.write(head_of("POST", "/v1/completions", SLOW_BODY))
-            while not answer.done():
+            writer.write(request_head("POST", "/v1/completions", SLOW_BODY_BYTES))
+            while not reading.done():
                 writer.write(b" ")
-                await asyncio.wait((answer,), timeout=DRIP_S)
-            answer.result()
+                await asyncio.wait((reading,), timeout=BYTE_INTERVAL_S)
+            reading.result()
         finally:
-            answer.cancel()
+            reading.cancel()
 
-    tally.note(await connect(port, drip, SLOW_LIMIT_S))
+    tally.count_reply(await connect(port, drip, SLOW_LIMIT_S))
 
 
-Once = Callable[[AnswerTally, int, str, int, random.Random], Awaitable[None]]
-ACTS: dict[str, tuple[Once, int]] = {  # the coroutine that does one act, and how many run at once (0: all)
-    "aborted scrapes": (_scrape, 4),
-    "chats of 900 kB": (_chat, 16),
-    "bodies of 50,000 keys": (_keys, 8),
-    "slow bodies": (_slow, 0),
+Abuse = Callable[[AnswerTally, int, str, int, random.Random], Awaitable[None]]
+ABUSE_KINDS: dict[str, tuple[Abuse, int]] = {  # the coroutine that does one act, and how many run at once (0: all)
+    "aborted scrapes": (_aborted_scrape, 4),
+    "chats of 900 kB": (_long_chat, 16),
+    "bodies of 50,000 keys": (_many_keys, 8),
+    "slow bodies": (_slow_body, 0),
     "disconnects": (_disconnect, 16),
-    "ordinary requests": (_ordinary, 8),  # the baseline of hostile grammars: the same requests without a grammar
-    "hostile grammars": (_grammar, 8),
+    "ordinary requests": (
+        _ordinary_request,
+        8,
+    ),  # the baseline of hostile grammars: the same requests without a grammar
+    "hostile grammars": (_hostile_grammar, 8),
 }

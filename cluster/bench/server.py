@@ -13,15 +13,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-from cluster.api.core.api_keys import ENVIRONMENT
-from cluster.bench.processes import ProcessEntry, end, tree_of
+from cluster.api.core.api_keys import SCOPE_OF_VARIABLE
+from cluster.bench.processes import ProcessEntry, process_tree, wait_or_kill
 from cluster.bench.streams import HOST
 from cluster.paths.checkout import DEMO_CONFIG, demo_path
 
 START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 30.0
-KEPT_LINES = 40
-READY = "READY "
+OUTPUT_LINES = 40
+READY_PREFIX = "READY "
 TWO_RANKS = ("tp_size=2", "attn_dp_size=2")
 
 
@@ -33,7 +33,8 @@ class ServerProcess:
     """A server process. Entering the `with` block waits until the server is ready; leaving it stops the server and
     every process that the server started.
 
-    `ready_s` is the duration of the start. `left` lists processes that outlived the server and had to be killed.
+    `ready_s` is the duration of the start. `killed_processes` lists the processes that outlived the server and had to
+    be killed.
     """
 
     def __init__(self, settings: Sequence[str], config: Path | None = None) -> None:
@@ -45,15 +46,15 @@ class ServerProcess:
         """
         self.port = _unused_port()
         self.ready_s = 0.0
-        self.left: list[ProcessEntry] = []
+        self.killed_processes: list[ProcessEntry] = []
         self._settings = [f"http_port={self.port}", *settings]
         self._config = config or Path(demo_path(DEMO_CONFIG, "give --config FILE"))
-        self._said: deque[str] = deque(maxlen=KEPT_LINES)
+        self._output_lines: deque[str] = deque(maxlen=OUTPUT_LINES)
         self._ready = threading.Event()
         self._process: subprocess.Popen[str]
 
     def __enter__(self) -> Self:
-        started = time.monotonic()
+        started_at = time.monotonic()
         command = [sys.executable, "-m", "cluster.cli", "serve", "--config", str(self._config)]
         for setting in self._settings:
             command += ["--set", setting]
@@ -66,15 +67,15 @@ class ServerProcess:
             text=True,
             errors="replace",
             start_new_session=True,
-            env={k: v for k, v in os.environ.items() if k not in ENVIRONMENT} | {"PYTHONUNBUFFERED": "1"},
+            env={k: v for k, v in os.environ.items() if k not in SCOPE_OF_VARIABLE} | {"PYTHONUNBUFFERED": "1"},
         )
-        threading.Thread(target=self._listen, daemon=True).start()
+        threading.Thread(target=self._read_output, daemon=True).start()
         try:
             self._wait_ready()
         except BaseException:
             self._stop()
             raise
-        self.ready_s = time.monotonic() - started
+        self.ready_s = time.monotonic() - started_at
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -82,39 +83,41 @@ class ServerProcess:
 
     def processes(self) -> list[ProcessEntry]:
         """Return every live process of the server."""
-        return tree_of(self._process.pid)
+        return process_tree(self._process.pid)
 
-    def _listen(self) -> None:
+    def _read_output(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            self._said.append(line.rstrip())
-            if line.startswith(READY):
+            self._output_lines.append(line.rstrip())
+            if line.startswith(READY_PREFIX):
                 self._ready.set()
 
     def _wait_ready(self) -> None:
-        until = time.monotonic() + START_TIMEOUT_S
+        deadline = time.monotonic() + START_TIMEOUT_S
         while not self._ready.wait(0.05):
             if self._process.poll() is not None:
-                raise ServerError(f"aerie serve ended with exit code {self._process.returncode}:\n{self._last_words()}")
-            if time.monotonic() > until:
-                raise ServerError(f"aerie serve is not ready after {START_TIMEOUT_S:.0f} s:\n{self._last_words()}")
+                raise ServerError(
+                    f"aerie serve ended with exit code {self._process.returncode}:\n{self._last_output()}"
+                )
+            if time.monotonic() > deadline:
+                raise ServerError(f"aerie serve is not ready after {START_TIMEOUT_S:.0f} s:\n{self._last_output()}")
 
-    def _last_words(self) -> str:
+    def _last_output(self) -> str:
         time.sleep(0.2)  # the last lines may still be on their way through the pipe
-        return "\n".join(self._said)
+        return "\n".join(self._output_lines)
 
     def _stop(self) -> None:
         """Send SIGINT, wait, and kill the processes that are left, even if Ctrl-C ends the wait."""
-        process, family = self._process, self.processes()
-        grace = 0.0
+        process, processes = self._process, self.processes()
+        grace_s = 0.0
         try:
             with suppress(subprocess.TimeoutExpired):
                 if process.poll() is None:
                     process.send_signal(signal.SIGINT)
                     process.wait(STOP_TIMEOUT_S)
-                grace = 5.0
+                grace_s = 5.0
         finally:
-            self.left = end(family, grace)
+            self.killed_processes = wait_or_kill(processes, grace_s)
             process.wait()
 
 

@@ -11,8 +11,8 @@ import sys
 import time
 from typing import Any
 
-REPAIR = "AERIE_REPAIR"
-COUNTERS = {"vllm:spec_decode_num_drafts": "drafts", "vllm:spec_decode_num_accepted_tokens": "accepted"}
+REPAIR_VARIABLE = "AERIE_REPAIR"
+COUNTER_NAMES = {"vllm:spec_decode_num_drafts": "drafts", "vllm:spec_decode_num_accepted_tokens": "accepted"}
 
 
 def repair() -> None:
@@ -27,38 +27,40 @@ def repair() -> None:
         return
     import torch
 
-    def expand(output: Any, given: Any, ends: Any, *rest: Any, **sizes: Any) -> None:
-        replaced, by = rest[:2]
-        counts = torch.diff(ends, prepend=ends.new_zeros(1))
-        output.copy_(torch.where(given == replaced, by, given).repeat_interleave(counts))
+    def expand(output: Any, values: Any, cumulative_counts: Any, *replacement: Any, **sizes: Any) -> None:
+        old_value, new_value = replacement[:2]
+        counts = torch.diff(cumulative_counts, prepend=cumulative_counts.new_zeros(1))
+        output.copy_(torch.where(values == old_value, new_value, values).repeat_interleave(counts))
 
     cpu_triton_utils._expand_kernel_impl = expand
 
 
 def main() -> None:
     """Load the model, write a line that says "ready", and answer requests until the input ends."""
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    responses = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # vLLM's prints go to stderr, so that they do not mix with the answers
     from vllm import LLM, SamplingParams
 
     model = LLM(**json.loads(sys.argv[1]))
-    answers.write(json.dumps({"ready": True}) + "\n")
+    responses.write(json.dumps({"ready": True}) + "\n")
     for line in sys.stdin:
-        asked = json.loads(line)
-        limits = {"max_tokens": asked["new_tokens"], "ignore_eos": True, "detokenize": False}
+        request = json.loads(line)
+        limits = {"max_tokens": request["new_tokens"], "ignore_eos": True, "detokenize": False}
         params = [
-            SamplingParams(temperature=asked["temperature"], seed=i, **limits) for i in range(len(asked["prompts"]))
+            SamplingParams(temperature=request["temperature"], seed=i, **limits) for i in range(len(request["prompts"]))
         ]
-        prompts = [{"prompt_token_ids": prompt} for prompt in asked["prompts"]]
-        began = time.perf_counter()
+        prompts = [{"prompt_token_ids": prompt} for prompt in request["prompts"]]
+        started_at = time.perf_counter()
         outputs = model.generate(prompts, params, use_tqdm=False)
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - started_at
         tokens = [list(output.outputs[0].token_ids) for output in outputs]
-        counts = {COUNTERS[each.name]: each.value for each in model.get_metrics() if each.name in COUNTERS}
-        answers.write(json.dumps({"seconds": seconds, "tokens": tokens, **counts}) + "\n")
+        counts = {
+            COUNTER_NAMES[metric.name]: metric.value for metric in model.get_metrics() if metric.name in COUNTER_NAMES
+        }
+        responses.write(json.dumps({"seconds": seconds, "tokens": tokens, **counts}) + "\n")
 
 
-if REPAIR in os.environ:
+if REPAIR_VARIABLE in os.environ:
     repair()
 
 if __name__ == "__main__":

@@ -15,33 +15,33 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Reply:
-    """The reply to one request. `seconds` and `first_s` count from `began`. If there was no answer, `status` is 0 and
-    `error` says why.
+    """The reply to one request. `seconds` and `first_event_s` count from `started_at`. If there was no answer, `status`
+    is 0 and `error` says why.
 
-    For a stream, `first_s` is the time of the first event, and `failure` is the text of an error event. `whole`: the
-    whole body, or the stream up to `[DONE]`, was received.
+    For a stream, `first_event_s` is the time of the first event, and `error_event` is the text of an error event.
+    `received_all`: the complete body, or the stream up to `[DONE]`, was received.
     """
 
-    began: float = 0.0
+    started_at: float = 0.0
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)
     body: bytes = b""
     seconds: float = 0.0
-    first_s: float | None = None
-    whole: bool = False
-    failure: str = ""
+    first_event_s: float | None = None
+    received_all: bool = False
+    error_event: str = ""
     error: str = ""
 
     @property
     def complete(self) -> bool:
         """Whether everything was received and no event was an error."""
-        return self.whole and not self.failure and not self.error
+        return self.received_all and not self.error_event and not self.error
 
     @property
     def retry_after_s(self) -> float | None:
         """The seconds of the header Retry-After, or None without one."""
-        said = self.headers.get("retry-after", "")
-        return float(said) if said.isdigit() else None
+        header_value = self.headers.get("retry-after", "")
+        return float(header_value) if header_value.isdigit() else None
 
     @property
     def is_json(self) -> bool:
@@ -54,7 +54,7 @@ class Reply:
             return False
 
 
-def head_of(method: str, path: str, length: int | None = None) -> bytes:
+def request_head(method: str, path: str, length: int | None = None) -> bytes:
     """Return the head of an HTTP request. If a JSON body follows, `length` is its number of bytes."""
     lines = [f"{method} {path} HTTP/1.1", f"Host: {HOST}", "Connection: close"]
     if length is not None:
@@ -74,33 +74,33 @@ async def read_reply(reader: asyncio.StreamReader, reply: Reply) -> None:
     if not reply.headers.get("content-type", "").startswith("text/event-stream"):
         length = reply.headers.get("content-length")
         reply.body = await (reader.read() if length is None else reader.readexactly(int(length)))
-        reply.whole = True
+        reply.received_all = True
         return
     while line := await reader.readline():
         if line.startswith(b"data: [DONE]"):
-            reply.whole = True
+            reply.received_all = True
         elif line.startswith(b"data: "):
-            reply.first_s = reply.first_s or time.perf_counter() - reply.began
+            reply.first_event_s = reply.first_event_s or time.perf_counter() - reply.started_at
             if b'"error"' in line and "error" in json.loads(line.removeprefix(b"data: ")):
-                reply.failure = line[:300].decode(errors="replace")
+                reply.error_event = line[:300].decode(errors="replace")
 
 
 Exchange = Callable[[asyncio.StreamReader, asyncio.StreamWriter, Reply], Awaitable[None]]
 """A coroutine that sends a request and reads the answer into the reply."""
 
 
-async def connect(port: int, exchange: Exchange, within_s: float = TIMEOUT_S) -> Reply:
+async def connect(port: int, exchange: Exchange, timeout_s: float = TIMEOUT_S) -> Reply:
     """Run the exchange on a new connection and return the reply; failures are stored in `Reply.error`."""
-    reply = Reply(began=time.perf_counter())
+    reply = Reply(started_at=time.perf_counter())
     writer = None
     try:
-        async with asyncio.timeout(within_s):
+        async with asyncio.timeout(timeout_s):
             reader, writer = await asyncio.open_connection(HOST, port, limit=LINE_LIMIT)
             await exchange(reader, writer, reply)
     except (OSError, ValueError, TimeoutError, EOFError) as error:
         reply.error = f"{type(error).__name__}: {error}"
     finally:
-        reply.seconds = time.perf_counter() - reply.began
+        reply.seconds = time.perf_counter() - reply.started_at
         if writer is not None:
             writer.close()
     return reply
@@ -111,12 +111,12 @@ async def post(port: int, path: str, body: Mapping[str, Any] | bytes) -> Reply:
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
 
     async def exchange(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, reply: Reply) -> None:
-        writer.write(head_of("POST", path, len(raw)) + raw)
+        writer.write(request_head("POST", path, len(raw)) + raw)
         await read_reply(reader, reply)
 
     return await connect(port, exchange)
 
 
-def drive(work: Callable[..., Coroutine[Any, Any, T]], *args: object) -> T:
+def run_coroutine(coroutine_function: Callable[..., Coroutine[Any, Any, T]], *args: object) -> T:
     """Run a coroutine function to its end. Meant for a separate process, to leave the measuring process undisturbed."""
-    return asyncio.run(work(*args))
+    return asyncio.run(coroutine_function(*args))

@@ -12,7 +12,7 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
-WIDEST = 2  # a buffer is lent only if it is at most this many times as large as needed
+MAX_SIZE_RATIO = 2  # a buffer is lent only if it is at most this many times as large as needed
 
 
 class Buffers:
@@ -24,49 +24,50 @@ class Buffers:
 
     def __init__(self) -> None:
         self._free: defaultdict[torch.dtype, list[tuple[int, int]]] = defaultdict(list)
-        self._made: list[Tensor] = []
-        self._lent: dict[int, int] = {}
+        self._buffers: list[Tensor] = []
+        self._lent_buffers: dict[int, int] = {}
 
     @property
     def bytes(self) -> int:
         """The memory of all buffers, lent or free."""
-        return sum(buffer.nbytes for buffer in self._made)
+        return sum(buffer.nbytes for buffer in self._buffers)
 
     def lend(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return an uninitialised tensor with the size, strides and dtype of `like`, and the buffer that it lies in."""
-        which = self._taken(like.untyped_storage().nbytes() // like.itemsize, like.dtype)
-        buffer = self._made[which]
-        # The tensor keeps `held` alive, so the finalizer of `held` runs when the last view of the tensor is gone.
-        held = (ctypes.c_char * buffer.nbytes).from_address(buffer.data_ptr())
-        lent = torch.frombuffer(held, dtype=like.dtype)
-        place = lent.untyped_storage()._cdata
-        self._lent[place] = which
-        weakref.finalize(held, self._back, place).atexit = False
-        return lent.as_strided(like.size(), like.stride()), buffer
+        index = self._free_buffer_index(like.untyped_storage().nbytes() // like.itemsize, like.dtype)
+        buffer = self._buffers[index]
+        # The tensor keeps `memory_owner` alive, so the finalizer of `memory_owner` runs when the last view of the
+        # tensor is gone.
+        memory_owner = (ctypes.c_char * buffer.nbytes).from_address(buffer.data_ptr())
+        lent_tensor = torch.frombuffer(memory_owner, dtype=like.dtype)
+        storage_id = lent_tensor.untyped_storage()._cdata
+        self._lent_buffers[storage_id] = index
+        weakref.finalize(memory_owner, self._give_back, storage_id).atexit = False
+        return lent_tensor.as_strided(like.size(), like.stride()), buffer
 
-    def lasting(self, tensor: Tensor) -> Tensor:
+    def unowned_view(self, tensor: Tensor) -> Tensor:
         """Return a tensor over the same memory that does not keep its buffer lent; `tensor` itself if none is lent."""
-        which = self._lent.get(tensor.untyped_storage()._cdata)
-        if which is None:
+        index = self._lent_buffers.get(tensor.untyped_storage()._cdata)
+        if index is None:
             return tensor
-        place = self._made[which].untyped_storage()
+        storage = self._buffers[index].untyped_storage()
         empty = torch.empty(0, dtype=tensor.dtype)
-        return empty.set_(place, tensor.storage_offset(), tensor.size(), tensor.stride())
+        return empty.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
 
-    def _taken(self, numbers: int, dtype: torch.dtype) -> int:
+    def _free_buffer_index(self, needed_size: int, dtype: torch.dtype) -> int:
         """Return the index of the smallest free buffer that fits, or of a new one."""
         free = self._free[dtype]
-        at = bisect_left(free, (numbers, 0))
-        found, which = free.pop(at) if at < len(free) else (0, 0)
-        if numbers <= found <= WIDEST * numbers:
-            return which
+        position = bisect_left(free, (needed_size, 0))
+        size, index = free.pop(position) if position < len(free) else (0, 0)
+        if needed_size <= size <= MAX_SIZE_RATIO * needed_size:
+            return index
         # Put back one that is too large. It may also be too small: a garbage collection between the bisection and the
         # pop frees buffers, which shifts the list.
-        if found:
-            insort(free, (found, which))
-        self._made.append(torch.empty(numbers, dtype=dtype))
-        return len(self._made) - 1
+        if size:
+            insort(free, (size, index))
+        self._buffers.append(torch.empty(needed_size, dtype=dtype))
+        return len(self._buffers) - 1
 
-    def _back(self, place: int) -> None:
-        which = self._lent.pop(place)
-        insort(self._free[self._made[which].dtype], (self._made[which].numel(), which))
+    def _give_back(self, storage_id: int) -> None:
+        index = self._lent_buffers.pop(storage_id)
+        insort(self._free[self._buffers[index].dtype], (self._buffers[index].numel(), index))

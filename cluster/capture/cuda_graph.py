@@ -1,6 +1,6 @@
 """A program captured on a GPU: a sequence of CUDA graphs, with calls of the host between them.
 
-A capture records kernels without running them. So a program that calls the host in its middle (`recorder.hosted`) is
+A capture records kernels without running them. So a program that calls the host in its middle (`recorder.host_call`) is
 captured in segments: each segment is launched as soon as its capture ends, the host makes its call on the results, and
 the capture of the next segment begins. So capturing also runs the program once, as recording a tape does. A program
 without such calls is one segment.
@@ -14,8 +14,8 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from cluster.capture.recorder import answered, recorded_by
-from cluster.device.wait_hook import catch_up
+from cluster.capture.recorder import call_on_host, recorded_by
+from cluster.device.wait_hook import wait_for_device
 
 T = TypeVar("T")
 
@@ -35,7 +35,7 @@ class Segments(Protocol):
     def drop(self) -> None:
         """Discard the segment under capture, after an error."""
 
-    def held(self) -> int:
+    def reserved_bytes(self) -> int:
         """Return the bytes of memory that captured programs work in."""
 
 
@@ -45,10 +45,10 @@ class Graph(Generic[T]):
     def __init__(self, program: Callable[[], T], segments: Segments) -> None:
         """Capture `program` and run it once."""
         self._segments = segments
-        self._parts: list[Callable[[], object]] = []
-        catch_up()  # `ready` waits for the device too, but not under the watchdog: it could wait forever
+        self._segments_and_calls: list[Callable[[], object]] = []
+        wait_for_device()  # `ready` waits for the device too, but not under the watchdog: it could wait forever
         segments.ready()
-        before = segments.held()
+        bytes_before = segments.reserved_bytes()
         with torch.inference_mode(), recorded_by(self):
             try:
                 segments.begin()
@@ -57,7 +57,7 @@ class Graph(Generic[T]):
                 segments.drop()
                 raise
             self._end()
-        self._bytes = segments.held() - before
+        self._bytes = segments.reserved_bytes() - bytes_before
 
     @property
     def bytes(self) -> int:
@@ -65,41 +65,41 @@ class Graph(Generic[T]):
         return self._bytes
 
     def __len__(self) -> int:
-        return len(self._parts)
+        return len(self._segments_and_calls)
 
     def replay(self) -> None:
         """Launch the segments on the current stream, with the host's calls between them."""
         with torch.inference_mode():
-            for part in self._parts:
-                part()
+            for segment in self._segments_and_calls:
+                segment()
 
-    def opaque(self, run: Callable[..., Any], given: tuple[Any, ...]) -> Any:
+    def opaque(self, run: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         """Make the call: the capture records the kernels that it launches."""
-        return run(*given)
+        return run(*arguments)
 
-    def native(self, run: Callable[..., None], given: tuple[Any, ...]) -> None:
+    def native(self, run: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         """Make the call: the capture records the kernels that it launches."""
-        run(*given)
+        run(*arguments)
 
-    def hosted(self, run: Callable[..., Tensor | None], given: tuple[Any, ...]) -> Tensor | None:
+    def host_call(self, run: Callable[..., Tensor | None], arguments: tuple[Any, ...]) -> Tensor | None:
         """End the segment, make the host's call, and begin the next segment."""
         self._end()
         # The output is allocated between two captures, so it lies outside the graph pool: no graph overwrites it.
         with recorded_by(None):
-            made = answered(run, given)
+            output = call_on_host(run, arguments)
 
-        def again() -> None:
-            answer = answered(run, given)
-            if made is not None and answer is not None:
-                made.copy_(answer)
+        def call_again() -> None:
+            new_output = call_on_host(run, arguments)
+            if output is not None and new_output is not None:
+                output.copy_(new_output)
 
-        self._parts.append(again)
+        self._segments_and_calls.append(call_again)
         self._segments.begin()
-        return made
+        return output
 
     def _end(self) -> None:
         launch = self._segments.end()
-        self._parts.append(launch)
+        self._segments_and_calls.append(launch)
         launch()
 
 
@@ -109,7 +109,7 @@ class CudaSegments:
     def __init__(self) -> None:
         self._pool: Any = torch.cuda.graph_pool_handle()
         self._stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        self._noting: Any = None
+        self._stream_context: Any = None
         self._graph: Any = None
 
     def ready(self) -> None:
@@ -119,8 +119,8 @@ class CudaSegments:
 
     def begin(self) -> None:
         """Begin to capture. Mode "thread_local": CUDA calls of other threads are neither captured nor an error."""
-        self._graph, self._noting = torch.cuda.CUDAGraph(), torch.cuda.stream(self._stream)
-        self._noting.__enter__()
+        self._graph, self._stream_context = torch.cuda.CUDAGraph(), torch.cuda.stream(self._stream)
+        self._stream_context.__enter__()
         self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
     def end(self) -> Callable[[], object]:
@@ -129,7 +129,7 @@ class CudaSegments:
         try:
             graph.capture_end()
         finally:
-            self._left()
+            self._leave_stream()
         launch: Callable[[], object] = graph.replay
         return launch
 
@@ -142,12 +142,12 @@ class CudaSegments:
         except RuntimeError:  # expected: the error that led here has made the capture invalid
             pass
         finally:
-            self._left()
+            self._leave_stream()
 
-    def held(self) -> int:
+    def reserved_bytes(self) -> int:
         """Return all memory that torch has reserved. During a capture only the graph pool grows."""
         return torch.cuda.memory_reserved()
 
-    def _left(self) -> None:
-        self._noting.__exit__(None, None, None)
-        self._graph = self._noting = None
+    def _leave_stream(self) -> None:
+        self._stream_context.__exit__(None, None, None)
+        self._graph = self._stream_context = None

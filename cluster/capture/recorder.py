@@ -1,11 +1,12 @@
-"""How a program marks the calls that a recorder cannot see by itself: `native`, `opaque`, `hosted` and `ahead`.
+"""How a program marks the calls that a recorder cannot see by itself: `native`, `opaque`, `host_call` and
+`run_before_replays`.
 
 A program is recorded as a tape on a CPU (`cluster/capture/tape.py`), or as CUDA graphs on a GPU
 (`cluster/capture/cuda_graph.py`). Both recorders see torch's operators. The program marks all other calls:
 - `native` and `opaque`: device work that is repeated as one call.
-- `hosted`: a call of the host in the middle of the program. A tape repeats it in its place. A CUDA graph ends before
+- `host_call`: a call of the host in the middle of the program. A tape repeats it in its place. A CUDA graph ends before
   it, and another begins after it.
-- `ahead`: a call of the host before each run. It is not recorded; the code that replays the program makes it.
+- `run_before_replays`: a call of the host before each run. It is not recorded; the code that replays makes it.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,8 +18,8 @@ from typing import Any, Protocol, TypeVar
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from cluster.device.transfers import Landing, brought
-from cluster.device.wait_hook import catch_up
+from cluster.device.transfers import HostCopies, copy_to_device
+from cluster.device.wait_hook import wait_for_device
 
 R = TypeVar("R")
 T_co = TypeVar("T_co", covariant=True)
@@ -46,35 +47,35 @@ class Captured(Protocol[T_co]):
 class Recorder(Protocol):
     """Records a program while it runs. Each method makes the call and records it."""
 
-    def opaque(self, run: Callable[..., Any], given: tuple[Any, ...]) -> Any:
+    def opaque(self, run: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         """See the function `opaque`."""
 
-    def native(self, run: Callable[..., None], given: tuple[Any, ...]) -> None:
+    def native(self, run: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         """See the function `native`."""
 
-    def hosted(self, run: Callable[..., Tensor | None], given: tuple[Any, ...]) -> Tensor | None:
-        """See the function `hosted`."""
+    def host_call(self, run: Callable[..., Tensor | None], arguments: tuple[Any, ...]) -> Tensor | None:
+        """See the function `host_call`."""
 
 
 @dataclass(slots=True)
-class Ahead:
+class CallsBeforeReplay:
     """Calls of the host before each run of a program. A call that returns False makes the step run eagerly, because the
     recorded program does not fit what the call prepared. The program's first, eager run collects `calls`; then they are
-    `known`.
+    `collected`.
     """
 
     calls: list[Callable[[], bool]] = field(default_factory=list)
-    known: bool = False
+    collected: bool = False
 
     def ready(self) -> bool:
         """Make all calls; return whether the program may be recorded, or replayed, for this step."""
         # A list, not all() over a generator: every call must be made, even after one that returned False.
-        made = [call() for call in self.calls]
-        return all(made)
+        results = [call() for call in self.calls]
+        return all(results)
 
 
 _recorder: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
-_ahead: ContextVar[Ahead | None] = ContextVar("ahead", default=None)
+_calls_before_replay: ContextVar[CallsBeforeReplay | None] = ContextVar("calls_before_replay", default=None)
 
 
 @contextmanager
@@ -88,34 +89,34 @@ def recorded_by(recorder: Recorder | None) -> Iterator[None]:
 
 
 @contextmanager
-def repeated(ahead: Ahead) -> Iterator[None]:
+def replayable(calls_before_replay: CallsBeforeReplay) -> Iterator[None]:
     """Run a program that will be replayed later: this block is its first, eager run, or the run that is recorded."""
-    token = _ahead.set(ahead)
+    token = _calls_before_replay.set(calls_before_replay)
     try:
         yield
     finally:
-        _ahead.reset(token)
-        ahead.known = True
+        _calls_before_replay.reset(token)
+        calls_before_replay.collected = True
 
 
-def repeats() -> bool:
+def is_replayable() -> bool:
     """Return whether the running program will be replayed later."""
-    return _ahead.get() is not None
+    return _calls_before_replay.get() is not None
 
 
-def ahead(call: Callable[[], bool]) -> None:
+def run_before_replays(call: Callable[[], bool]) -> None:
     """Make `call` now, and have it made before each later run of this program. A repeated request is ignored.
 
     Raises:
         CaptureError: the program is being recorded, and its first run did not ask for this call.
     """
-    found = _ahead.get()
-    assert found is not None, "nobody repeats what runs"
-    if call in found.calls:
+    calls_before_replay = _calls_before_replay.get()
+    assert calls_before_replay is not None, "the running program is not replayable"
+    if call in calls_before_replay.calls:
         return
-    if found.known:
+    if calls_before_replay.collected:
         raise CaptureError(f"{call}: needed first while it is recorded, which is too late")
-    found.calls.append(call)
+    calls_before_replay.calls.append(call)
     call()
 
 
@@ -126,41 +127,42 @@ def unrecorded() -> Iterator[None]:
         yield
 
 
-def opaque(run: Callable[..., R], *given: Any) -> R:
-    """Return `run(*given)`, a tensor whose shape must not change between replays.
+def opaque(run: Callable[..., R], *arguments: Any) -> R:
+    """Return `run(*arguments)`, a tensor whose shape must not change between replays.
 
     A tape records it as one call, so `run` may branch on the data in each replay. On a GPU its kernels are captured.
     """
     recorder = _recorder.get()
     if recorder is None:
-        return run(*given)
-    output: R = recorder.opaque(run, given)
+        return run(*arguments)
+    output: R = recorder.opaque(run, arguments)
     return output
 
 
-def native(run: Callable[..., None], *given: Any) -> None:
-    """Make `run(*given)`, which writes to memory and returns nothing. It is recorded as one call."""
+def native(run: Callable[..., None], *arguments: Any) -> None:
+    """Make `run(*arguments)`, which writes to memory and returns nothing. It is recorded as one call."""
     recorder = _recorder.get()
     if recorder is None:
-        run(*given)
+        run(*arguments)
     else:
-        recorder.native(run, given)
+        recorder.native(run, arguments)
 
 
-def hosted(run: Callable[..., Tensor | None], *given: Any) -> Tensor | None:
-    """Make `run(*given)` on the host. Wait for the tensors in `given` (at least one) and pass copies in host memory.
+def host_call(run: Callable[..., Tensor | None], *arguments: Any) -> Tensor | None:
+    """Make `run(*arguments)` on the host. Wait for the tensors in `arguments` (at least one) and pass copies in host
+    memory.
 
     `run` returns None or a host tensor, whose shape must not change between replays; return it on the device.
     """
     recorder = _recorder.get()
-    return answered(run, given) if recorder is None else recorder.hosted(run, given)
+    return call_on_host(run, arguments) if recorder is None else recorder.host_call(run, arguments)
 
 
-def answered(run: Callable[..., Tensor | None], given: tuple[Any, ...]) -> Tensor | None:
-    """Make the call of `hosted` without recording it."""
-    asked = [one for one in given if isinstance(one, Tensor)]
-    landing = Landing(asked)
-    catch_up()  # under the watchdog: `landing.wait` alone would block forever if a peer is lost
-    landed = iter(landing.wait())
-    made = run(*(next(landed) if isinstance(one, Tensor) else one for one in given))
-    return None if made is None else brought(made, asked[0].device)
+def call_on_host(run: Callable[..., Tensor | None], arguments: tuple[Any, ...]) -> Tensor | None:
+    """Make the call of `host_call` without recording it."""
+    tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+    copies = HostCopies(tensors)
+    wait_for_device()  # under the watchdog: `copies.wait` alone would block forever if a peer is lost
+    host_tensors = iter(copies.wait())
+    output = run(*(next(host_tensors) if isinstance(argument, Tensor) else argument for argument in arguments))
+    return None if output is None else copy_to_device(output, tensors[0].device)

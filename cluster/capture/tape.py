@@ -39,12 +39,16 @@ class Tape(Generic[T]):
         Raises:
             CaptureError: the program reads a device value on the host, or makes a tensor from host values.
         """
-        lender = Buffers() if buffers is None else buffers
-        before, recorder = lender.bytes, _Recorder(lender, substitute)
+        program_buffers = Buffers() if buffers is None else buffers
+        bytes_before, recorder = program_buffers.bytes, _Recorder(program_buffers, substitute)
         with torch.inference_mode(), recorded_by(recorder), recorder:
             self.output: T = program()
-        self._calls, self.buffers, self._bytes = joined(recorder.calls), recorder.used, lender.bytes - before
-        self._held = recorder.held
+        self._calls, self.buffers, self._bytes = (
+            join_calls(recorder.calls),
+            recorder.used,
+            program_buffers.bytes - bytes_before,
+        )
+        self._keep_alive = recorder.keep_alive
 
     @property
     def bytes(self) -> int:
@@ -61,17 +65,17 @@ class Tape(Generic[T]):
                 call()
 
 
-def joined(calls: Sequence[Callable[[], object]]) -> list[Callable[[], object]]:
+def join_calls(calls: Sequence[Callable[[], object]]) -> list[Callable[[], object]]:
     """Merge neighbouring calls of C kernels into one call each, by the attribute `joins` of their functions."""
-    found: list[Callable[[], object]] = []
+    joined_calls: list[Callable[[], object]] = []
     for joins, group in groupby(calls, lambda call: getattr(getattr(call, "func", None), "joins", None)):
-        some = list(group)
-        found += some if joins is None else [joins(some)]
-    return found
+        neighbours = list(group)
+        joined_calls += neighbours if joins is None else [joins(neighbours)]
+    return joined_calls
 
 
 # Operators that need tensor values on the host, often for the shape of their output; each with what it needs.
-ASKING = {
+HOST_READS = {
     "aten::_local_scalar_dense": "a value",
     "aten::item": "a value",
     "aten::is_nonzero": "a value",
@@ -84,29 +88,29 @@ ASKING = {
 }
 
 
-MEMORY = {"aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided"}
+ALLOCATIONS = {"aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided"}
 """Operators that only allocate. They are not recorded."""
 
 
-def asks(function: OpOverload, args: Any, kwargs: Any) -> str | None:
+def host_value_read(function: OpOverload, args: Any, kwargs: Any) -> str | None:
     """Return what an operator must read of the tensors' values on the host; None if nothing."""
     name: str = function._schema.name
     if name == "aten::index" and any(isinstance(index, Tensor) and index.dtype == torch.bool for index in args[1]):
         return "a count"
     if name == "aten::repeat_interleave" and kwargs.get("output_size") is None:
         return "a sum" if any(isinstance(arg, Tensor) for arg in args[1:] or args) else None
-    return ASKING.get(name)
+    return HOST_READS.get(name)
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records each operator that computes something. `used`: the buffers of the program's tensors. `held`: tensors that
-    substituted calls use by raw address, which must stay alive.
+    """Records each operator that computes something. `used`: the buffers of the program's tensors. `keep_alive`:
+    tensors that substituted calls use by raw address, which must stay alive.
     """
 
     def __init__(self, buffers: Buffers, substitute: Substitute | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[Callable[[], object]] = []
-        self.held: list[Any] = []
+        self.keep_alive: list[Any] = []
         self._substitute = substitute
         self._buffers, self._used = buffers, dict[int, Tensor]()
 
@@ -115,24 +119,24 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The buffers that the program's tensors lay in, each once."""
         return list(self._used.values())
 
-    def opaque(self, run: Callable[..., Any], given: tuple[Any, ...]) -> Any:
+    def opaque(self, run: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         """Record one call, whose output is copied into a buffer."""
         with unrecorded():
-            return self._answered(run, run(*given), given)
+            return self._record_call(run, run(*arguments), arguments)
 
-    def native(self, run: Callable[..., None], given: tuple[Any, ...]) -> None:
+    def native(self, run: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         """Record one call."""
         with unrecorded():
-            run(*given)
-            self.calls.append(partial(run, *self._lasting(given)))
+            run(*arguments)
+            self.calls.append(partial(run, *self._unowned(arguments)))
 
-    def hosted(self, run: Callable[..., Tensor | None], given: tuple[Any, ...]) -> Tensor | None:
+    def host_call(self, run: Callable[..., Tensor | None], arguments: tuple[Any, ...]) -> Tensor | None:
         """Record one call. On a CPU the device's memory is the host's, so nothing is copied to the host."""
         with unrecorded():
-            made = run(*given)
-            if made is not None:
-                return self._answered(run, made, given)
-            self.calls.append(partial(run, *self._lasting(given)))
+            output = run(*arguments)
+            if output is not None:
+                return self._record_call(run, output, arguments)
+            self.calls.append(partial(run, *self._unowned(arguments)))
         return None
 
     def __torch_dispatch__(self, function: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -140,47 +144,51 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = function._schema.name
         if name in ("aten::lift_fresh", "aten::lift_fresh_copy"):
             raise CaptureError(f"{name}: a program takes no numbers from the host; they belong to its inputs")
-        if what := asks(function, args, kwargs):
-            raise CaptureError(f"{name}: a program must not ask for {what}")
+        if host_value := host_value_read(function, args, kwargs):
+            raise CaptureError(f"{name}: a program must not ask for {host_value}")
         result = function(*args, **kwargs)
         # An output in the storage of an argument is a view or an in-place result: it needs no buffer of its own.
-        given = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        argument_storages = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         if not function._schema.is_mutable:
-            result = tree_map_only(Tensor, lambda one: one if _storage(one) in given else self._lent(one), result)
+            result = tree_map_only(
+                Tensor,
+                lambda tensor: tensor if _storage(tensor) in argument_storages else self._buffered_copy(tensor),
+                result,
+            )
         outputs = [output for output in tree_leaves(result) if isinstance(output, Tensor)]
         # Pure views and allocations are not recorded: the recorded calls already hold the resulting addresses.
-        computed = any(output.numel() and _storage(output) not in given for output in outputs)
-        if name not in MEMORY and (function._schema.is_mutable or computed):
-            args, kwargs, outputs = self._lasting((args, kwargs, outputs))
-            faster = None if self._substitute is None else self._substitute(function, args, kwargs, outputs)
-            if faster is not None:
-                self.held.append((args, outputs))
-                self.calls += faster
+        computed = any(output.numel() and _storage(output) not in argument_storages for output in outputs)
+        if name not in ALLOCATIONS and (function._schema.is_mutable or computed):
+            args, kwargs, outputs = self._unowned((args, kwargs, outputs))
+            substitute_calls = None if self._substitute is None else self._substitute(function, args, kwargs, outputs)
+            if substitute_calls is not None:
+                self.keep_alive.append((args, outputs))
+                self.calls += substitute_calls
             elif function._schema.is_mutable:
                 self.calls.append(lambda: function(*args, **kwargs))
             else:
-                self.calls.append(_replayed(function, args, kwargs, outputs))
+                self.calls.append(_replay_call(function, args, kwargs, outputs))
         return result
 
-    def _answered(self, run: Callable[..., Any], answer: Tensor, given: tuple[Any, ...]) -> Tensor:
-        """Return `answer`, the result of `run(*given)`, in a buffer; every replay fills it with a new result."""
-        made = self._lent(answer)
-        held, lasting = self._lasting(given), self._buffers.lasting(made)
-        self.calls.append(lambda: lasting.copy_(run(*held)))
-        return made
+    def _record_call(self, run: Callable[..., Any], first_result: Tensor, arguments: tuple[Any, ...]) -> Tensor:
+        """Return `first_result`, the result of `run(*arguments)`, in a buffer, which every replay fills again."""
+        buffered = self._buffered_copy(first_result)
+        unowned_arguments, unowned_output = self._unowned(arguments), self._buffers.unowned_view(buffered)
+        self.calls.append(lambda: unowned_output.copy_(run(*unowned_arguments)))
+        return buffered
 
-    def _lent(self, made: Tensor) -> Tensor:
-        """Return a copy of `made` in a buffer."""
-        if not made.numel():
-            return made
-        lent, buffer = self._buffers.lend(made)
+    def _buffered_copy(self, tensor: Tensor) -> Tensor:
+        """Return a copy of `tensor` in a buffer."""
+        if not tensor.numel():
+            return tensor
+        copy, buffer = self._buffers.lend(tensor)
         self._used[buffer.data_ptr()] = buffer
-        return lent.copy_(made)
+        return copy.copy_(tensor)
 
-    def _lasting(self, given: T) -> T:
-        """Replace all tensors by those of `Buffers.lasting`: recorded calls must not keep buffers lent."""
-        lasting: T = tree_map_only(Tensor, self._buffers.lasting, given)
-        return lasting
+    def _unowned(self, tree: T) -> T:
+        """Replace all tensors by those of `Buffers.unowned_view`: recorded calls must not keep buffers lent."""
+        unowned: T = tree_map_only(Tensor, self._buffers.unowned_view, tree)
+        return unowned
 
 
 def _storage(tensor: Tensor) -> int:
@@ -188,43 +196,47 @@ def _storage(tensor: Tensor) -> int:
     return number
 
 
-def _replayed(function: OpOverload, args: Any, kwargs: Any, outputs: list[Tensor]) -> Callable[[], object]:
+def _replay_call(function: OpOverload, args: Any, kwargs: Any, outputs: list[Tensor]) -> Callable[[], object]:
     """Return a call that recomputes `outputs`: by the operator's `out=` variant, or by a copy where it has none."""
-    into = _into(function)
-    if into is not None:
-        variant, names = into
+    out_variant = _out_variant(function)
+    if out_variant is not None:
+        variant, out_names = out_variant
         allowed = {argument.name for argument in variant._schema.arguments}
-        given = {key: value for key, value in kwargs.items() if key in allowed}
-        return lambda: variant(*args, **given, **dict(zip(names, outputs, strict=True)))
+        allowed_kwargs = {key: value for key, value in kwargs.items() if key in allowed}
+        return lambda: variant(*args, **allowed_kwargs, **dict(zip(out_names, outputs, strict=True)))
 
     if len(function._schema.returns) == 1 and len(outputs) == 1:
-        only = outputs[0]
-        return lambda: only.copy_(function(*args, **kwargs))
+        single_output = outputs[0]
+        return lambda: single_output.copy_(function(*args, **kwargs))
 
-    def copied() -> None:
-        for output, again in zip(outputs, tree_leaves(function(*args, **kwargs)), strict=True):
-            output.copy_(again)
+    def copy_outputs() -> None:
+        for output, new_output in zip(outputs, tree_leaves(function(*args, **kwargs)), strict=True):
+            output.copy_(new_output)
 
-    return copied
+    return copy_outputs
 
 
 # Arguments of factory functions that their `out=` variants lack: the output tensor determines them.
-OF_A_FACTORY = {"dtype", "layout", "device", "pin_memory"}
+FACTORY_ARGUMENTS = {"dtype", "layout", "device", "pin_memory"}
 
 
-def _into(function: OpOverload) -> tuple[OpOverload, list[str]] | None:
+def _out_variant(function: OpOverload) -> tuple[OpOverload, list[str]] | None:
     """Return the `out=` variant of an operator and the names of its output arguments; None if it has none."""
-    space, _, name = function._schema.name.partition("::")
-    packet = getattr(getattr(torch.ops, space), name)
+    namespace, _, name = function._schema.name.partition("::")
+    packet = getattr(getattr(torch.ops, namespace), name)
 
-    def taken(of: OpOverload, but: set[str]) -> list[tuple[str, str]]:
-        return [(one.name, str(one.type)) for one in of._schema.arguments if one.name not in but]
+    def argument_types(operator: OpOverload, excluded: set[str]) -> list[tuple[str, str]]:
+        return [
+            (schema_argument.name, str(schema_argument.type))
+            for schema_argument in operator._schema.arguments
+            if schema_argument.name not in excluded
+        ]
 
     for overload in packet.overloads():
         variant = getattr(packet, overload)
         written = [argument.name for argument in variant._schema.arguments if argument.is_out]
         if len(written) != len(function._schema.returns):
             continue
-        if taken(variant, set(written)) == taken(function, OF_A_FACTORY):
+        if argument_types(variant, set(written)) == argument_types(function, FACTORY_ARGUMENTS):
             return variant, written
     return None

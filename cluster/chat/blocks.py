@@ -8,22 +8,22 @@ from typing import Any, NoReturn
 
 from cluster.chat.reading import BlockResult, ToolCallText
 
-MARKS = re.compile(r'["\\{}\[\]]')
-SPACE = re.compile(r"[ \t\n\r]*")
+STRUCTURAL_CHARS = re.compile(r'["\\{}\[\]]')
+WHITESPACE = re.compile(r"[ \t\n\r]*")
 
 
-def _refuse(constant: str) -> NoReturn:
+def _reject_constant(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is no number in JSON")
 
 
-DECODER = JSONDecoder(parse_constant=_refuse)
+DECODER = JSONDecoder(parse_constant=_reject_constant)
 
 
-class ValueEnd:
+class ValueEndFinder:
     """Finds the end of an object or list in a growing text; each character is examined once."""
 
     def __init__(self, start: int) -> None:
-        self._at = start
+        self._position = start
         self._depth = 0
         self._in_string = False
 
@@ -31,91 +31,91 @@ class ValueEnd:
         """Return the index after the value's last bracket, or None if it is missing. `text` may only grow between
         calls.
         """
-        while (mark := MARKS.search(text, self._at)) is not None:
-            character = mark[0]
-            if character == "\\" and self._in_string and mark.end() == len(text):
+        while (match := STRUCTURAL_CHARS.search(text, self._position)) is not None:
+            character = match[0]
+            if character == "\\" and self._in_string and match.end() == len(text):
                 break  # the escaped character has not come yet
-            self._at = mark.end() + (character == "\\" and self._in_string)
+            self._position = match.end() + (character == "\\" and self._in_string)
             if character == '"':
                 self._in_string = not self._in_string
             elif not self._in_string and character != "\\":
                 self._depth += 1 if character in "{[" else -1
                 if self._depth <= 0:
-                    return self._at
+                    return self._position
         else:
-            self._at = max(self._at, len(text))
+            self._position = max(self._position, len(text))
         return None
 
 
-def members(text: str) -> dict[str, str] | None:
+def object_members(text: str) -> dict[str, str] | None:
     """Return the text of each member of an object, or None if the text is no object. A repeated name has its last
     value.
     """
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     try:
-        at = _after(text, 0, "{")
-        if text[at : at + 1] == "}":
-            return found if not text[at + 1 :].strip() else None
+        position = _expect(text, 0, "{")
+        if text[position : position + 1] == "}":
+            return result if not text[position + 1 :].strip() else None
         while True:
-            name, at = _value(text, at)
+            name, position = _decode_value(text, position)
             if not isinstance(name, str):
                 return None
-            start = _after(text, _space(text, at), ":")
-            _, end = _value(text, start)
-            found[name] = text[start:end]
-            at = _space(text, end)
-            if text[at : at + 1] == "}":
-                return found if not text[at + 1 :].strip() else None
-            at = _after(text, at, ",")
+            start = _expect(text, _skip_space(text, position), ":")
+            _, end = _decode_value(text, start)
+            result[name] = text[start:end]
+            position = _skip_space(text, end)
+            if text[position : position + 1] == "}":
+                return result if not text[position + 1 :].strip() else None
+            position = _expect(text, position, ",")
     except (ValueError, RecursionError):
         return None
 
 
-def items(text: str) -> list[str] | None:
+def list_items(text: str) -> list[str] | None:
     """Return the texts of a list's items, or None if the text is not a list or the list is empty."""
-    found = []
+    result = []
     try:
-        at = _after(text, 0, "[")
+        start = _expect(text, 0, "[")
         while True:
-            _, end = _value(text, at)
-            found.append(text[at:end])
-            at = _space(text, end)
-            if text[at : at + 1] == "]":
-                return found if not text[at + 1 :].strip() else None
-            at = _after(text, at, ",")
+            _, end = _decode_value(text, start)
+            result.append(text[start:end])
+            start = _skip_space(text, end)
+            if text[start : start + 1] == "]":
+                return result if not text[start + 1 :].strip() else None
+            start = _expect(text, start, ",")
     except (ValueError, RecursionError):
         return None
 
 
-def loaded(text: str) -> Any:
+def try_parse_json(text: str) -> Any:
     """Return the value of a JSON text, or None if the text is invalid. The value of null is also None."""
     try:
-        return json.loads(text, parse_constant=_refuse)
+        return json.loads(text, parse_constant=_reject_constant)
     except (ValueError, RecursionError):
         return None
 
 
-def _space(text: str, at: int) -> int:
-    found = SPACE.match(text, at)
-    return at if found is None else found.end()
+def _skip_space(text: str, position: int) -> int:
+    match = WHITESPACE.match(text, position)
+    return position if match is None else match.end()
 
 
-def _after(text: str, at: int, expected: str) -> int:
-    if text[at : at + 1] != expected:
-        raise JSONDecodeError(f"expected {expected}", "", at)
-    return _space(text, at + 1)
+def _expect(text: str, position: int, expected: str) -> int:
+    if text[position : position + 1] != expected:
+        raise JSONDecodeError(f"expected {expected}", "", position)
+    return _skip_space(text, position + 1)
 
 
-def _value(text: str, at: int) -> tuple[Any, int]:
-    return DECODER.raw_decode(text, at)
+def _decode_value(text: str, position: int) -> tuple[Any, int]:
+    return DECODER.raw_decode(text, position)
 
 
-DEEPEST = 16
+MAX_SCHEMA_DEPTH = 16
 """Depth of nested references and alternatives after which a schema counts as allowing anything."""
-TYPES = {dict: "object", list: "array", str: "string", bool: "boolean", int: "integer", float: "number"}
+JSON_TYPES = {dict: "object", list: "array", str: "string", bool: "boolean", int: "integer", float: "number"}
 
 
-def member(text: str, name: str, schema: Mapping[str, Any]) -> str:
+def encode_member(text: str, name: str, schema: Mapping[str, Any]) -> str:
     """Return the JSON of the member `name` of an object with this schema, written by the model as `text`.
 
     If the text is JSON of a type that the schema allows, it is returned unchanged; but a text in quotes becomes a
@@ -124,187 +124,200 @@ def member(text: str, name: str, schema: Mapping[str, Any]) -> str:
     true, false and null, because chat templates write arguments so.
     """
     properties = schema.get("properties")
-    declared = properties.get(name) if isinstance(properties, Mapping) else None
-    kinds = _kinds(schema.get("additionalProperties") if declared is None else declared, schema, DEEPEST)
-    written = text.strip()
-    value = loaded(written)
-    kind = "null" if written == "null" else None if value is None else TYPES[type(value)]
-    if kinds is None:
-        return json.dumps(text, ensure_ascii=False) if kind is None else written
-    if kind in kinds - {"string"} or (kind == "integer" and "number" in kinds):
-        return written
-    if "boolean" in kinds and written.lower() in ("true", "false"):
-        return written.lower()
-    if "null" in kinds and written.lower() in ("null", "none"):
+    member_schema = properties.get(name) if isinstance(properties, Mapping) else None
+    allowed_types = _allowed_types(
+        schema.get("additionalProperties") if member_schema is None else member_schema, schema, MAX_SCHEMA_DEPTH
+    )
+    stripped = text.strip()
+    value = try_parse_json(stripped)
+    value_type = "null" if stripped == "null" else None if value is None else JSON_TYPES[type(value)]
+    if allowed_types is None:
+        return json.dumps(text, ensure_ascii=False) if value_type is None else stripped
+    if value_type in allowed_types - {"string"} or (value_type == "integer" and "number" in allowed_types):
+        return stripped
+    if "boolean" in allowed_types and stripped.lower() in ("true", "false"):
+        return stripped.lower()
+    if "null" in allowed_types and stripped.lower() in ("null", "none"):
         return "null"
-    if "string" in kinds or kind is None:
+    if "string" in allowed_types or value_type is None:
         return json.dumps(text, ensure_ascii=False)
-    return written
+    return stripped
 
 
-def _kinds(schema: Any, root: Mapping[str, Any], deepest: int) -> set[str] | None:
+def _allowed_types(schema: Any, root: Mapping[str, Any], depth_left: int) -> set[str] | None:
     """Return the types that a schema allows, or None if it allows any type."""
-    if not isinstance(schema, Mapping) or not deepest:
+    if not isinstance(schema, Mapping) or not depth_left:
         return None
     if isinstance(reference := schema.get("$ref"), str):
-        return _kinds(_found(reference, root), root, deepest - 1)
-    kind, values = schema.get("type"), schema.get("enum", [schema["const"]] if "const" in schema else None)
-    if isinstance(kind, str):
-        return {kind}
-    if isinstance(kind, list):
-        return {each for each in kind if isinstance(each, str)}
+        return _allowed_types(_resolve_reference(reference, root), root, depth_left - 1)
+    type_names, values = schema.get("type"), schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if isinstance(type_names, str):
+        return {type_names}
+    if isinstance(type_names, list):
+        return {allowed for allowed in type_names if isinstance(allowed, str)}
     if isinstance(values, list) and values:
-        return {"null" if value is None else TYPES[type(value)] for value in values}
+        return {"null" if value is None else JSON_TYPES[type(value)] for value in values}
     for name in ("anyOf", "oneOf"):
-        if isinstance(parts := schema.get(name), list) and parts:
-            each = [_kinds(part, root, deepest - 1) for part in parts]
-            return None if None in each else {one for kinds in each for one in kinds or ()}
-    every = schema.get("allOf")
-    known = [_kinds(part, root, deepest - 1) for part in every] if isinstance(every, list) else []
-    return next((kinds for kinds in known if kinds is not None), None)
+        if isinstance(subschemas := schema.get(name), list) and subschemas:
+            allowed = [_allowed_types(subschema, root, depth_left - 1) for subschema in subschemas]
+            return None if None in allowed else {type_name for types in allowed for type_name in types or ()}
+    all_of = schema.get("allOf")
+    branches = (
+        [_allowed_types(subschema, root, depth_left - 1) for subschema in all_of] if isinstance(all_of, list) else []
+    )
+    return next((types for types in branches if types is not None), None)
 
 
-def _found(reference: str, root: Mapping[str, Any]) -> Any:
+def _resolve_reference(reference: str, root: Mapping[str, Any]) -> Any:
     """Return the target of a reference inside the schema, or None if the target does not exist."""
-    found: Any = root
-    for part in reference.removeprefix("#").split("/")[1:]:
-        name = part.replace("~1", "/").replace("~0", "~")
-        found = found.get(name) if isinstance(found, Mapping) else None
-    return found
+    target: Any = root
+    for segment in reference.removeprefix("#").split("/")[1:]:
+        name = segment.replace("~1", "/").replace("~0", "~")
+        target = target.get(name) if isinstance(target, Mapping) else None
+    return target
 
 
-MOST_HEADING = 512  # characters between a trigger and the JSON
+MAX_HEADING_LENGTH = 512  # characters between a trigger and the JSON
 NO_CALL = BlockResult(1)
 """The result for a trigger (a begin mark) that begins no call. Its first character becomes text; the rest is parsed
 again.
 """
-Calls = Callable[[str, re.Match[str]], Sequence[ToolCallText]]
+ParseCalls = Callable[[str, re.Match[str]], Sequence[ToolCallText]]
 """A function that takes a JSON text and its heading, and returns the calls in them. It returns no call if the text is
 malformed.
 """
 
 
-class JsonBlock:
-    """Parses a heading, a JSON object or list, and the marks (`closing`) that may follow the JSON. `heading` matches
-    all text before the first brace. If the group `list` of this pattern matched, the JSON is a list that begins at that
+class JsonBlockReader:
+    """Parses a heading, a JSON object or list, and the `closing_marks` that may follow the JSON. `heading` matches all
+    text before the first brace. If the group `list` of this pattern matched, the JSON is a list that begins at that
     group.
     """
 
-    def __init__(self, heading: re.Pattern[str], calls: Calls, closing: Sequence[str]) -> None:
-        self._heading, self._calls, self._closing = heading, calls, closing
-        self._match: re.Match[str] | None = None
+    def __init__(self, heading: re.Pattern[str], parse_calls: ParseCalls, closing_marks: Sequence[str]) -> None:
+        self._heading, self._parse_calls, self._closing_marks = heading, parse_calls, closing_marks
+        self._heading_match: re.Match[str] | None = None
         self._start = 0
-        self._end: ValueEnd | None = None
+        self._end_finder: ValueEndFinder | None = None
 
-    def read(self, text: str) -> BlockResult | None:
-        """Return the block once it is complete, else None; see `BlockReader.read`."""
-        if self._end is None:
-            brace = text.find("{", 0, MOST_HEADING)
+    def parse(self, text: str) -> BlockResult | None:
+        """Return the block once it is complete, else None; see `BlockReader.parse`."""
+        if self._end_finder is None:
+            brace = text.find("{", 0, MAX_HEADING_LENGTH)
             if brace < 0:
-                return None if len(text) < MOST_HEADING else NO_CALL
-            self._match = self._heading.fullmatch(text[:brace])
-            if self._match is None:
+                return None if len(text) < MAX_HEADING_LENGTH else NO_CALL
+            self._heading_match = self._heading.fullmatch(text[:brace])
+            if self._heading_match is None:
                 return NO_CALL
-            as_list = "list" in self._match.groupdict() and self._match["list"] is not None
-            self._start = self._match.start("list") if as_list else brace
-            self._end = ValueEnd(self._start)
-        end = self._end.find(text)
+            is_list = "list" in self._heading_match.groupdict() and self._heading_match["list"] is not None
+            self._start = self._heading_match.start("list") if is_list else brace
+            self._end_finder = ValueEndFinder(self._start)
+        end = self._end_finder.find(text)
         if end is None:
             return None
-        assert self._match is not None
-        return BlockResult(end, self._calls(text[self._start : end], self._match), self._closing)
+        assert self._heading_match is not None
+        return BlockResult(end, self._parse_calls(text[self._start : end], self._heading_match), self._closing_marks)
 
 
-def named_call(text: str, fields: Sequence[str]) -> list[ToolCallText]:
+def calls_of_object(text: str, fields: Sequence[str]) -> list[ToolCallText]:
     """Return the call in an object that has a name, and arguments in one of `fields`. Another object is no call."""
-    found = members(text)
-    name = loaded(found["name"]) if found is not None and "name" in found else None
-    if found is None or not isinstance(name, str) or not name:
+    members = object_members(text)
+    name = try_parse_json(members["name"]) if members is not None and "name" in members else None
+    if members is None or not isinstance(name, str) or not name:
         return []
-    given = next((found[field] for field in fields if field in found), "{}")
-    inner = loaded(given)
-    if isinstance(inner, str):  # some models write the object as a string
-        given = inner
-    return [ToolCallText(name, given)] if members(given) is not None else []
+    arguments = next((members[field] for field in fields if field in members), "{}")
+    decoded = try_parse_json(arguments)
+    if isinstance(decoded, str):  # some models write the object as a string
+        arguments = decoded
+    return [ToolCallText(name, arguments)] if object_members(arguments) is not None else []
 
 
-def named_calls(text: str, fields: Sequence[str]) -> list[ToolCallText]:
-    """Return the calls in a list of objects (see `named_call`), or no call if one of the objects is not a call."""
-    calls = [named_call(item, fields) for item in items(text) or ()]
-    return [call for one in calls for call in one] if all(calls) else []
+def calls_of_list(text: str, fields: Sequence[str]) -> list[ToolCallText]:
+    """Return the calls in a list of objects (see `calls_of_object`), or no call if one of the objects is not a call."""
+    calls = [calls_of_object(item, fields) for item in list_items(text) or ()]
+    return [call for item_calls in calls for call in item_calls] if all(calls) else []
 
 
-def headed_call(text: str, heading: re.Match[str]) -> list[ToolCallText]:
+def calls_of_heading(text: str, heading: re.Match[str]) -> list[ToolCallText]:
     """Return the call whose name is in the heading, or no call if the text is not an object."""
-    return [ToolCallText(heading["name"], text)] if members(text) is not None else []
+    return [ToolCallText(heading["name"], text)] if object_members(text) is not None else []
 
 
-class TaggedBlock:
+class TaggedBlockReader:
     """Parses a call whose arguments are each enclosed in marks.
 
-    `ends` maps each trigger to the mark that ends its block; that mark may also occur inside a value. `whole` matches a
-    block up to that mark, with the groups `name` and `arguments`. `argument` matches one argument, with the groups
-    `key` and `value`. `inner` are the marks around a value. The tool's schema decides how a value is read
-    (`member`).
+    `end_marks` maps each trigger to the mark that ends its block; that mark may also occur inside a value.
+    `call_pattern` matches a block up to that mark, with the groups `name` and `arguments`. `argument_pattern` matches
+    one argument, with the groups `key` and `value`. `value_marks` are the marks before and after a value. The tool's
+    schema decides how a value is read (`encode_member`).
 
-    The first trigger of `ends` is the regular one. A block that begins with another trigger lacks the regular one. Such
-    a block is a call only if it names a known tool, and the regular end mark may follow it.
+    The first trigger of `end_marks` is the regular one. A block that begins with another trigger lacks the regular one.
+    Such a block is a call only if it names a known tool, and the regular end mark may follow it.
     """
 
     def __init__(
         self,
-        whole: re.Pattern[str],
-        argument: re.Pattern[str],
-        ends: Mapping[str, str],
-        inner: tuple[str, str],
+        call_pattern: re.Pattern[str],
+        argument_pattern: re.Pattern[str],
+        end_marks: Mapping[str, str],
+        value_marks: tuple[str, str],
         tools: Mapping[str, Mapping[str, Any]],
     ) -> None:
-        self._whole, self._argument, self._ends, self._inner = whole, argument, ends, inner
+        self._call_pattern, self._argument_pattern, self._end_marks, self._value_marks = (
+            call_pattern,
+            argument_pattern,
+            end_marks,
+            value_marks,
+        )
         self._tools = tools
-        self._from = 0
+        self._search_start = 0
 
-    def read(self, text: str) -> BlockResult | None:
-        """Return the block once it is complete, else None; see `BlockReader.read`."""
-        first, *others = self._ends
-        trigger = next((one for one in others if text.startswith(one)), first)
-        end = self._ends[trigger]
-        while (at := text.find(end, self._from)) >= 0:
-            self._from = at + 1
-            body = text[:at]
-            if self._open(body):
+    def parse(self, text: str) -> BlockResult | None:
+        """Return the block once it is complete, else None; see `BlockReader.parse`."""
+        regular_trigger, *other_triggers = self._end_marks
+        trigger = next((other for other in other_triggers if text.startswith(other)), regular_trigger)
+        end_mark = self._end_marks[trigger]
+        while (position := text.find(end_mark, self._search_start)) >= 0:
+            self._search_start = position + 1
+            body = text[:position]
+            if self._ends_inside_value(body):
                 continue
-            calls = self._calls(body)
-            if trigger != first and not (calls and calls[0].name in self._tools):
+            calls = self._parse_calls(body)
+            if trigger != regular_trigger and not (calls and calls[0].name in self._tools):
                 return NO_CALL
-            if not calls and self._begins_again(body):
+            if not calls and self._has_second_trigger(body):
                 return NO_CALL
-            return BlockResult(at + len(end), calls, () if trigger == first else (self._ends[first],))
-        self._from = max(self._from, len(text) - len(end) + 1)
+            return BlockResult(
+                position + len(end_mark),
+                calls,
+                () if trigger == regular_trigger else (self._end_marks[regular_trigger],),
+            )
+        self._search_start = max(self._search_start, len(text) - len(end_mark) + 1)
         return None
 
-    def _open(self, body: str) -> bool:
+    def _ends_inside_value(self, body: str) -> bool:
         """Whether the body ends inside a value: the end mark after it belongs to the value. Values may contain begin
         marks.
         """
-        begin, end = self._inner
-        at = 0
-        while (at := body.find(begin, at)) >= 0:
-            if (at := body.find(end, at)) < 0:
+        begin, end = self._value_marks
+        position = 0
+        while (position := body.find(begin, position)) >= 0:
+            if (position := body.find(end, position)) < 0:
                 return True
         return False
 
-    def _begins_again(self, body: str) -> bool:
+    def _has_second_trigger(self, body: str) -> bool:
         """Whether a trigger occurs again before any value: then the first trigger was only mentioned in text."""
-        values = body.find(self._inner[0])
-        return any(body.find(trigger, 1, values if values >= 0 else None) >= 0 for trigger in self._ends)
+        first_value = body.find(self._value_marks[0])
+        return any(body.find(trigger, 1, first_value if first_value >= 0 else None) >= 0 for trigger in self._end_marks)
 
-    def _calls(self, body: str) -> list[ToolCallText]:
-        found = self._whole.fullmatch(body)
-        if found is None:
+    def _parse_calls(self, body: str) -> list[ToolCallText]:
+        match = self._call_pattern.fullmatch(body)
+        if match is None:
             return []
-        schema = self._tools.get(found["name"], {})
-        given: dict[str, str] = {}
-        for argument in self._argument.finditer(found["arguments"]):
-            given[argument["key"]] = member(argument["value"], argument["key"], schema)
-        inside = ", ".join(f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in given.items())
-        return [ToolCallText(found["name"], "{" + inside + "}")]
+        schema = self._tools.get(match["name"], {})
+        arguments: dict[str, str] = {}
+        for argument in self._argument_pattern.finditer(match["arguments"]):
+            arguments[argument["key"]] = encode_member(argument["value"], argument["key"], schema)
+        members_json = ", ".join(f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in arguments.items())
+        return [ToolCallText(match["name"], "{" + members_json + "}")]

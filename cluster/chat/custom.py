@@ -9,66 +9,73 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
-from cluster.chat.blocks import loaded
-from cluster.chat.events import CallArguments, CallBegun, Event
+from cluster.chat.blocks import try_parse_json
+from cluster.chat.events import CallArguments, CallStarted, Event
 from cluster.chat.reading import AnswerReader
 
-FIELD = "input"
+INPUT_FIELD = "input"
 
 
-def schema_of_input(pattern: str | None = None) -> dict[str, Any]:
+def input_schema(pattern: str | None = None) -> dict[str, Any]:
     """Return the JSON schema of arguments that hold the text. `pattern` is a regular expression for the whole text."""
-    text = {"type": "string"} if pattern is None else {"type": "string", "pattern": pattern}
-    return {"type": "object", "properties": {FIELD: text}, "required": [FIELD], "additionalProperties": False}
+    input_type = {"type": "string"} if pattern is None else {"type": "string", "pattern": pattern}
+    return {
+        "type": "object",
+        "properties": {INPUT_FIELD: input_type},
+        "required": [INPUT_FIELD],
+        "additionalProperties": False,
+    }
 
 
-def arguments_of(text: str) -> str:
+def arguments_json(text: str) -> str:
     """Return the JSON arguments of a call with this text."""
-    return json.dumps({FIELD: text}, ensure_ascii=False)
+    return json.dumps({INPUT_FIELD: text}, ensure_ascii=False)
 
 
-def text_of(arguments: str) -> str:
+def input_text(arguments: str) -> str:
     """Return the text in the arguments of a call: the string `input`, or the only member if that is a string. Any other
     arguments are returned unchanged; they are possible if no grammar constrains the model.
     """
-    found = loaded(arguments)
-    if isinstance(found, dict):
-        given = found.get(FIELD, next(iter(found.values())) if len(found) == 1 else None)
-        if isinstance(given, str):
-            return given
+    arguments_value = try_parse_json(arguments)
+    if isinstance(arguments_value, dict):
+        input_value = arguments_value.get(
+            INPUT_FIELD, next(iter(arguments_value.values())) if len(arguments_value) == 1 else None
+        )
+        if isinstance(input_value, str):
+            return input_value
     return arguments
 
 
 class CustomReader:
     """An `AnswerReader` that reports calls of custom tools with their text in place of their arguments."""
 
-    def __init__(self, reader: AnswerReader, names: Collection[str]) -> None:
-        """`names` are the custom tools. `reader` must report all arguments of a call in one event."""
+    def __init__(self, reader: AnswerReader, custom_tool_names: Collection[str]) -> None:
+        """`custom_tool_names` are the custom tools. `reader` must report all arguments of a call in one event."""
         self._reader = reader
-        self._names = names
-        self._called: set[int] = set()
+        self._custom_tool_names = custom_tool_names
+        self._custom_calls: set[int] = set()
 
     @property
-    def thinks(self) -> bool:
+    def is_reasoning(self) -> bool:
         """Whether the next text is reasoning."""
-        return self._reader.thinks
+        return self._reader.is_reasoning
 
     def push(self, text: str) -> list[Event]:
         """Return the events that this text completes."""
-        return self._told(self._reader.push(text))
+        return self._convert(self._reader.push(text))
 
     def finish(self) -> list[Event]:
         """Return the remaining events, at the end of the answer."""
-        return self._told(self._reader.finish())
+        return self._convert(self._reader.finish())
 
-    def _told(self, events: Sequence[Event]) -> list[Event]:
-        told: list[Event] = []
+    def _convert(self, events: Sequence[Event]) -> list[Event]:
+        converted: list[Event] = []
         for event in events:
-            if isinstance(event, CallBegun) and event.name in self._names:
-                self._called.add(event.call)
-                told.append(replace(event, custom=True))
-            elif isinstance(event, CallArguments) and event.call in self._called:
-                told.append(CallArguments(event.call, text_of(event.text)))
+            if isinstance(event, CallStarted) and event.name in self._custom_tool_names:
+                self._custom_calls.add(event.call_index)
+                converted.append(replace(event, custom=True))
+            elif isinstance(event, CallArguments) and event.call_index in self._custom_calls:
+                converted.append(CallArguments(event.call_index, input_text(event.text)))
             else:
-                told.append(event)
-        return told
+                converted.append(event)
+        return converted

@@ -20,12 +20,12 @@ class ReasoningPiece:
 
 
 @dataclass(frozen=True, slots=True)
-class CallBegun:
-    """The model calls a tool. `call` numbers the calls of an answer from 0; `call_id` is unique in the conversation.
-    The input of a `custom` tool is a text, not a JSON object.
+class CallStarted:
+    """The model calls a tool. `call_index` numbers the calls of an answer from 0; `call_id` is unique in the
+    conversation. The input of a `custom` tool is a text, not a JSON object.
     """
 
-    call: int
+    call_index: int
     call_id: str
     name: str
     custom: bool = False
@@ -33,15 +33,15 @@ class CallBegun:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """A piece of the input of call number `call`. The input is JSON arguments, or the text of a custom tool."""
+    """A piece of the input of call number `call_index`. The input is JSON arguments, or the text of a custom tool."""
 
-    call: int
+    call_index: int
     text: str
 
 
-Event = TextPiece | ReasoningPiece | CallBegun | CallArguments
+Event = TextPiece | ReasoningPiece | CallStarted | CallArguments
 
-Kind = Literal["said", "thought", "call"]
+SectionKind = Literal["text", "reasoning", "call"]
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class Section:
     """One section; `index` numbers the sections of an answer from 0. `call_id` and `name` are set for a call only."""
 
     index: int
-    kind: Kind
+    kind: SectionKind
     call_id: str = ""
     name: str = ""
     pieces: list[str] = field(default_factory=list)
@@ -61,14 +61,14 @@ class Section:
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class SectionStarted:
     """A section begins. The previous section is already closed."""
 
     section: Section
 
 
 @dataclass(frozen=True, slots=True)
-class Grown:
+class SectionDelta:
     """A section got more text."""
 
     section: Section
@@ -76,71 +76,75 @@ class Grown:
 
 
 @dataclass(frozen=True, slots=True)
-class Closed:
+class SectionEnded:
     """A section is complete."""
 
     section: Section
 
 
-Change = Opened | Grown | Closed
+SectionEvent = SectionStarted | SectionDelta | SectionEnded
 
 
 class Sections:
     """Groups events, in their order, into sections. Consecutive pieces of one kind form one section; each call is a
-    section of its own. If `thought` is false, reasoning is left out.
+    section of its own. If `include_reasoning` is false, reasoning is left out.
     """
 
-    def __init__(self, thought: bool = True) -> None:
-        self._thought = thought
-        self.all: list[Section] = []
-        self._open: Section | None = None
-        self._call = -1
+    def __init__(self, include_reasoning: bool = True) -> None:
+        self._include_reasoning = include_reasoning
+        self.sections: list[Section] = []
+        self._open_section: Section | None = None
+        self._call_index = -1
 
     @property
     def has_calls(self) -> bool:
         """Whether the answer calls a tool."""
-        return any(section.kind == "call" for section in self.all)
+        return any(section.kind == "call" for section in self.sections)
 
-    def take(self, events: Sequence[Event]) -> Iterator[Change]:
+    def add(self, events: Sequence[Event]) -> Iterator[SectionEvent]:
         """Yield the changes that the next events make.
 
         Raises:
             ValueError: arguments belong to a call other than the last call begun.
         """
         for event in events:
-            if isinstance(event, ReasoningPiece) and not self._thought:
+            if isinstance(event, ReasoningPiece) and not self._include_reasoning:
                 continue
-            if isinstance(event, CallBegun):
-                self._call = event.call
+            if isinstance(event, CallStarted):
+                self._call_index = event.call_index
                 yield from self._begin("call", event.call_id, event.name)
             elif isinstance(event, CallArguments):
-                if self._open is None or self._open.kind != "call" or self._call != event.call:
-                    raise ValueError(f"arguments of call {event.call} come after it has ended")
+                if (
+                    self._open_section is None
+                    or self._open_section.kind != "call"
+                    or self._call_index != event.call_index
+                ):
+                    raise ValueError(f"arguments of call {event.call_index} come after it has ended")
                 yield from self._grow(event.text)
             else:
-                kind: Kind = "said" if isinstance(event, TextPiece) else "thought"
-                if event.text and (self._open is None or self._open.kind != kind):
+                kind: SectionKind = "text" if isinstance(event, TextPiece) else "reasoning"
+                if event.text and (self._open_section is None or self._open_section.kind != kind):
                     yield from self._begin(kind)
                 yield from self._grow(event.text)
 
-    def end(self) -> Iterator[Change]:
+    def end(self) -> Iterator[SectionEvent]:
         """End the answer: close the open section. An answer without sections gets one empty text."""
-        if not self.all:
-            yield from self._begin("said")
+        if not self.sections:
+            yield from self._begin("text")
         yield from self._close()
 
-    def _begin(self, kind: Kind, call_id: str = "", name: str = "") -> Iterator[Change]:
+    def _begin(self, kind: SectionKind, call_id: str = "", name: str = "") -> Iterator[SectionEvent]:
         yield from self._close()
-        self._open = Section(len(self.all), kind, call_id, name)
-        self.all.append(self._open)
-        yield Opened(self._open)
+        self._open_section = Section(len(self.sections), kind, call_id, name)
+        self.sections.append(self._open_section)
+        yield SectionStarted(self._open_section)
 
-    def _grow(self, text: str) -> Iterator[Change]:
-        if text and self._open is not None:
-            self._open.pieces.append(text)
-            yield Grown(self._open, text)
+    def _grow(self, text: str) -> Iterator[SectionEvent]:
+        if text and self._open_section is not None:
+            self._open_section.pieces.append(text)
+            yield SectionDelta(self._open_section, text)
 
-    def _close(self) -> Iterator[Change]:
-        if self._open is not None:
-            yield Closed(self._open)
-        self._open = None
+    def _close(self) -> Iterator[SectionEvent]:
+        if self._open_section is not None:
+            yield SectionEnded(self._open_section)
+        self._open_section = None

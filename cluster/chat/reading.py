@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from cluster.chat.events import CallArguments, CallBegun, Event, ReasoningPiece, TextPiece
+from cluster.chat.events import CallArguments, CallStarted, Event, ReasoningPiece, TextPiece
 
 Tools = Mapping[str, Mapping[str, Any]]
 """The JSON schema of each tool's arguments, by the tool's name."""
@@ -26,19 +26,19 @@ class ToolCallText:
 
 @dataclass(frozen=True, slots=True)
 class BlockResult:
-    """A parsed block, which ends at index `end`. `calls` is empty if the block is malformed. The marks `closing` may
+    """A parsed block, which ends at index `end`. `calls` is empty if the block is malformed. The `closing_marks` may
     follow the block.
     """
 
     end: int
     calls: Sequence[ToolCallText] = ()
-    closing: Sequence[str] = ()
+    closing_marks: Sequence[str] = ()
 
 
 class BlockReader(Protocol):
     """Parses one block of calls, which begins with a trigger, while it grows."""
 
-    def read(self, text: str) -> BlockResult | None:
+    def parse(self, text: str) -> BlockResult | None:
         """Return the result, or None while the block is incomplete. `text` may only grow between calls."""
         ...
 
@@ -53,21 +53,22 @@ class ThinkingMarks:
 
 @dataclass(frozen=True, slots=True)
 class CallingMarks:
-    """How a family calls tools. `triggers` are the marks that begin a block of calls; `block` makes the reader of a
-    block. If `first` is true, a block may only be at the start of the answer, perhaps after characters in `skipped`.
+    """How a family calls tools. `triggers` are the marks that begin a block of calls; `block_reader` makes the reader
+    of a block. If `only_at_start` is true, a block may only be at the start of the answer, perhaps after characters in
+    `skipped_chars`.
     """
 
     triggers: tuple[str, ...]
-    block: Callable[[Tools], BlockReader]
-    first: bool = False
-    skipped: str = ""
+    block_reader: Callable[[Tools], BlockReader]
+    only_at_start: bool = False
+    skipped_chars: str = ""
 
 
 class AnswerReader(Protocol):
     """Turns the text of one answer, in pieces of any size, into events."""
 
     @property
-    def thinks(self) -> bool:
+    def is_reasoning(self) -> bool:
         """Whether the next text is reasoning."""
         ...
 
@@ -80,7 +81,7 @@ class AnswerReader(Protocol):
         ...
 
 
-class Numbering:
+class CallNumbering:
     """Numbers calls and turns them into events."""
 
     def __init__(self, new_id: Callable[[], str]) -> None:
@@ -89,46 +90,49 @@ class Numbering:
 
     def events(self, calls: Sequence[ToolCallText]) -> list[Event]:
         """Return the events of complete calls."""
-        found: list[Event] = []
+        numbered_events: list[Event] = []
         for call in calls:
-            found += [CallBegun(self._calls, self._new_id(), call.name), CallArguments(self._calls, call.arguments)]
+            numbered_events += [
+                CallStarted(self._calls, self._new_id(), call.name),
+                CallArguments(self._calls, call.arguments),
+            ]
             self._calls += 1
-        return found
+        return numbered_events
 
 
 class BufferedReader:
-    """Base of readers. It holds text until a step (a parsing method) can classify it. A step chooses the next one."""
+    """Base of readers. It buffers text until a step (a parsing method) can classify it. A step chooses the next one."""
 
     _step: Callable[[bool], list[Event] | None]
-    """The current step. It consumes held text and returns the events in it, or None if it needs more text. Its argument
-    says whether the answer has ended.
+    """The current step. It consumes buffered text and returns the events in it, or None if it needs more text. Its
+    argument `is_final` says whether the answer has ended.
     """
 
     def __init__(self) -> None:
-        self._held = ""
+        self._buffer = ""
 
     def push(self, text: str) -> list[Event]:
         """Return the events that this text completes."""
-        self._held += text
-        return self._all(last=False)
+        self._buffer += text
+        return self._run_steps(is_final=False)
 
     def finish(self) -> list[Event]:
         """Return the remaining events, at the end of the answer."""
-        return self._all(last=True)
+        return self._run_steps(is_final=True)
 
-    def _all(self, last: bool) -> list[Event]:
+    def _run_steps(self, is_final: bool) -> list[Event]:
         """Run steps until one needs more text."""
-        found: list[Event] = []
-        while (events := self._step(last)) is not None:
-            found += events
-        return found
+        result: list[Event] = []
+        while (events := self._step(is_final)) is not None:
+            result += events
+        return result
 
 
 class MarkedReader(BufferedReader):
     """The reader of all families that mark reasoning and calls in running text.
 
-    If `thinking` is None, reasoning is not separated. If `calling` is None, no tools may be called. `opened` says that
-    the prompt has begun the reasoning, `closed` that the prompt has ended the reasoning.
+    If `thinking` is None, reasoning is not separated. If `calling` is None, no tools may be called. `reasoning_started`
+    says that the prompt has begun the reasoning, `reasoning_ended` that the prompt has ended the reasoning.
     """
 
     def __init__(
@@ -138,128 +142,133 @@ class MarkedReader(BufferedReader):
         tools: Tools,
         new_id: Callable[[], str],
         *,
-        opened: bool = False,
-        closed: bool = False,
+        reasoning_started: bool = False,
+        reasoning_ended: bool = False,
     ) -> None:
         super().__init__()
         self._thinking, self._calling, self._tools = thinking, calling, tools
-        self._numbering = Numbering(new_id)
-        self._block: BlockReader | None = None
-        self._lead = 0  # length of the white space held before the block
-        self._closing: list[str] = []
-        self._fresh = False  # the parser is at a border of reasoning or a call: white space is dropped
-        self._nothing_said = True
-        begins = self._beginning if thinking is not None and not closed else self._said
-        self._step = self._thought if thinking is not None and opened else begins
+        self._call_numbering = CallNumbering(new_id)
+        self._block_reader: BlockReader | None = None
+        self._block_offset = 0  # length of the white space before the block in the buffer
+        self._closing_marks: list[str] = []
+        self._at_boundary = False  # next to reasoning or a call: white space is dropped
+        self._answer_is_empty = True
+        first_step = self._parse_start if thinking is not None and not reasoning_ended else self._parse_text
+        self._step = self._parse_reasoning if thinking is not None and reasoning_started else first_step
 
     @property
-    def thinks(self) -> bool:
+    def is_reasoning(self) -> bool:
         """Whether the next text is reasoning."""
-        return self._step == self._thought
+        return self._step == self._parse_reasoning
 
-    def _beginning(self, last: bool) -> list[Event] | None:
+    def _parse_start(self, is_final: bool) -> list[Event] | None:
         assert self._thinking is not None
-        text, begin = self._held.lstrip(), self._thinking.begin
+        text, begin = self._buffer.lstrip(), self._thinking.begin
         if text.startswith(begin):
-            self._held, self._fresh, self._step = text[len(begin) :], True, self._thought
-        elif begin.startswith(text) and not last:
+            self._buffer, self._at_boundary, self._step = text[len(begin) :], True, self._parse_reasoning
+        elif begin.startswith(text) and not is_final:
             return None
         else:
-            self._step = self._said
+            self._step = self._parse_text
         return []
 
-    def _thought(self, last: bool) -> list[Event] | None:
+    def _parse_reasoning(self, is_final: bool) -> list[Event] | None:
         assert self._thinking is not None
-        if self._fresh and not self._skip_space():
+        if self._at_boundary and not self._skip_space():
             return None
-        before, end, after = self._held.partition(self._thinking.end)
+        reasoning, end, remaining = self._buffer.partition(self._thinking.end)
         if end:
-            self._held, self._fresh, self._step = after, True, self._said
-            before = before.rstrip()
-            return [ReasoningPiece(before)] if before else []
-        ready = len(self._held) if last else _settled(self._held, (self._thinking.end,))
-        return [ReasoningPiece(text) for text in self._take(ready)] or None
+            self._buffer, self._at_boundary, self._step = remaining, True, self._parse_text
+            reasoning = reasoning.rstrip()
+            return [ReasoningPiece(reasoning)] if reasoning else []
+        length = len(self._buffer) if is_final else _safe_length(self._buffer, (self._thinking.end,))
+        return [ReasoningPiece(text) for text in self._take_text(length)] or None
 
-    def _said(self, last: bool) -> list[Event] | None:
-        if self._fresh and not self._skip_space():
+    def _parse_text(self, is_final: bool) -> list[Event] | None:
+        if self._at_boundary and not self._skip_space():
             return None
         triggers = self._triggers()
-        at = min((at for trigger in triggers if (at := self._held.find(trigger)) >= 0), default=-1)
-        if self._calling is not None and self._calling.first and triggers:
-            return self._first(at, last)
-        if at >= 0 and self._calling is not None:
-            return self._begin_block(at)
-        ready = len(self._held) if last else _settled(self._held, triggers)
-        self._nothing_said &= ready == 0
-        return [TextPiece(text) for text in self._take(ready)] or None
+        position = min((position for trigger in triggers if (position := self._buffer.find(trigger)) >= 0), default=-1)
+        if self._calling is not None and self._calling.only_at_start and triggers:
+            return self._parse_first_block(position, is_final)
+        if position >= 0 and self._calling is not None:
+            return self._begin_block(position)
+        length = len(self._buffer) if is_final else _safe_length(self._buffer, triggers)
+        self._answer_is_empty &= length == 0
+        return [TextPiece(text) for text in self._take_text(length)] or None
 
     def _triggers(self) -> tuple[str, ...]:
-        if self._calling is None or (self._calling.first and not self._nothing_said):
+        if self._calling is None or (self._calling.only_at_start and not self._answer_is_empty):
             return ()
         return self._calling.triggers
 
-    def _first(self, at: int, last: bool) -> list[Event] | None:
+    def _parse_first_block(self, position: int, is_final: bool) -> list[Event] | None:
         """Begin a block if the answer starts with a trigger; otherwise treat the rest of the answer as text."""
         assert self._calling is not None
-        rest = self._held.lstrip(self._calling.skipped)
-        if at >= 0 and at == len(self._held) - len(rest):
-            return self._begin_block(at)
-        if not last and any(trigger.startswith(rest) for trigger in self._calling.triggers):
+        stripped = self._buffer.lstrip(self._calling.skipped_chars)
+        if position >= 0 and position == len(self._buffer) - len(stripped):
+            return self._begin_block(position)
+        if not is_final and any(trigger.startswith(stripped) for trigger in self._calling.triggers):
             return None
-        self._nothing_said = False
+        self._answer_is_empty = False
         return []
 
-    def _begin_block(self, at: int) -> list[Event]:
+    def _begin_block(self, position: int) -> list[Event]:
         assert self._calling is not None
-        text = self._held[:at].rstrip(self._calling.skipped or None)
-        self._held, self._lead = self._held[len(text) :], at - len(text)
-        self._block, self._step = self._calling.block(self._tools), self._in_block
-        self._fresh = False
+        text = self._buffer[:position].rstrip(self._calling.skipped_chars or None)
+        self._buffer, self._block_offset = self._buffer[len(text) :], position - len(text)
+        self._block_reader, self._step = self._calling.block_reader(self._tools), self._parse_block
+        self._at_boundary = False
         return [TextPiece(text)] if text else []
 
-    def _in_block(self, last: bool) -> list[Event] | None:
-        assert self._block is not None
-        read = self._block.read(self._held[self._lead :])
-        if read is None and not last:
+    def _parse_block(self, is_final: bool) -> list[Event] | None:
+        assert self._block_reader is not None
+        result = self._block_reader.parse(self._buffer[self._block_offset :])
+        if result is None and not is_final:
             return None
-        end = len(self._held) if read is None else self._lead + read.end
-        text, self._held = self._held[:end], self._held[end:]
-        if read is None or not read.calls:
-            self._nothing_said, self._step = False, self._said
+        end = len(self._buffer) if result is None else self._block_offset + result.end
+        text, self._buffer = self._buffer[:end], self._buffer[end:]
+        if result is None or not result.calls:
+            self._answer_is_empty, self._step = False, self._parse_text
             return [TextPiece(text)]
-        self._closing, self._step = list(read.closing), self._closed
-        return self._numbering.events(read.calls)
+        self._closing_marks, self._step = list(result.closing_marks), self._skip_closing_marks
+        return self._call_numbering.events(result.calls)
 
-    def _closed(self, last: bool) -> list[Event] | None:
+    def _skip_closing_marks(self, is_final: bool) -> list[Event] | None:
         """Skip the marks that close the block. At the end of the answer, also skip a mark that is cut off."""
-        while self._closing:
-            text, end = self._held.lstrip(), self._closing[0]
-            if not text.startswith(end) and any(one != text and one.startswith(text) for one in self._closing):
-                if not last:
+        while self._closing_marks:
+            text, mark = self._buffer.lstrip(), self._closing_marks[0]
+            if not text.startswith(mark) and any(
+                other != text and other.startswith(text) for other in self._closing_marks
+            ):
+                if not is_final:
                     return None
                 text = ""
-            self._held = text.removeprefix(end) if text.startswith(end) or not text else self._held
-            self._closing.pop(0)
-        self._fresh, self._step = True, self._said
+            self._buffer = text.removeprefix(mark) if text.startswith(mark) or not text else self._buffer
+            self._closing_marks.pop(0)
+        self._at_boundary, self._step = True, self._parse_text
         return []
 
     def _skip_space(self) -> bool:
-        """Drop white space at a border, and return whether other text follows."""
-        self._held = self._held.lstrip()
-        self._fresh = not self._held
-        return bool(self._held)
+        """Drop white space at a boundary, and return whether other text follows."""
+        self._buffer = self._buffer.lstrip()
+        self._at_boundary = not self._buffer
+        return bool(self._buffer)
 
-    def _take(self, count: int) -> list[str]:
-        text, self._held = self._held[:count], self._held[count:]
+    def _take_text(self, count: int) -> list[str]:
+        text, self._buffer = self._buffer[:count], self._buffer[count:]
         return [text] if text else []
 
 
-def _settled(text: str, marks: Sequence[str]) -> int:
+def _safe_length(text: str, marks: Sequence[str]) -> int:
     """Return the length of the text that can be reported: all but a possible mark and white space at its end."""
     if not marks:
         return len(text)
-    at = len(text)
+    length = len(text)
     for mark in marks:
         sizes = range(min(len(mark) - 1, len(text)), 0, -1)
-        at = min(at, len(text) - next((size for size in sizes if mark.startswith(text[-size:])), 0))
-    return len(text[:at].rstrip())
+        length = min(
+            length,
+            len(text) - next((size for size in sizes if mark.startswith(text[-size:])), 0),
+        )
+    return len(text[:length].rstrip())

@@ -1,25 +1,25 @@
 """The settings of one engine, vLLM's names for them, and the tree shape that they define."""
 
 from cluster.config.engine_config import (
-    CACHES,
     DRAFT_FACTS,
-    KV_SIZES,
-    LONGEST_CONTEXT,
+    KV_CACHE_DTYPES,
+    KV_SIZE_SETTINGS,
+    MAX_CONTEXT_LENGTH,
     ConfigError,
     EngineConfig,
     Settings,
     as_config_error,
-    nearest,
+    spelling_hint,
 )
 
 __all__ = [
-    "CACHES",
     "DRAFT_FACTS",
-    "KV_SIZES",
-    "LONGEST_CONTEXT",
+    "KV_CACHE_DTYPES",
+    "KV_SIZE_SETTINGS",
+    "MAX_CONTEXT_LENGTH",
     "ConfigError",
     "EngineConfig",
     "Settings",
     "as_config_error",
-    "nearest",
+    "spelling_hint",
 ]

@@ -2,14 +2,14 @@
 
 from typing import Any
 
-EXPERT_SWITCH = "enable_expert_parallel"
+EXPERT_PARALLEL_ALIAS = "enable_expert_parallel"
 """The only alias whose values differ as well: true means `ep_size` = number of ranks, false means 1."""
 ALIASES: dict[str, str] = {
     "model": "model_path",
     "tokenizer": "tokenizer_path",
     "tensor_parallel_size": "tp_size",
     "data_parallel_size": "attn_dp_size",
-    EXPERT_SWITCH: "ep_size",
+    EXPERT_PARALLEL_ALIAS: "ep_size",
     "dp_size": "attn_dp_size",
     "block_size": "page_size",
     "max_model_len": "context_length",
@@ -31,8 +31,8 @@ SPECULATIVE_CONFIG: dict[str, str] = {
 }
 
 
-def spelled(sub: str, value: Any) -> Any:
+def convert_speculative_value(key: str, value: Any) -> Any:
     """Convert a value of `speculative_config` for `EngineConfig`: methods in upper case, vLLM's `*mtp` as NEXTN."""
-    if sub != "method" or not isinstance(value, str):
+    if key != "method" or not isinstance(value, str):
         return value
     return "NEXTN" if value.lower().endswith("mtp") else value.upper()

@@ -10,13 +10,13 @@ from typing import Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from cluster.config.aliases import ALIASES, EXPERT_SWITCH, SPECULATIVE_CONFIG, spelled
+from cluster.config.aliases import ALIASES, EXPERT_PARALLEL_ALIAS, SPECULATIVE_CONFIG, convert_speculative_value
 
-Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
-Cache = Literal["auto", "fp8_e4m3"]
-CACHES: tuple[str, ...] = get_args(Cache)
+ComputeDtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
+KvCacheDtype = Literal["auto", "fp8_e4m3"]
+KV_CACHE_DTYPES: tuple[str, ...] = get_args(KvCacheDtype)
 
-NEED_A_DRAFT = (
+DRAFT_SETTINGS = (
     "speculative_num_steps",
     "speculative_eagle_topk",
     "speculative_num_draft_tokens",
@@ -24,8 +24,8 @@ NEED_A_DRAFT = (
     "speculative_draft_overrides",
     "speculative_token_map",
 )
-LONGEST_CONTEXT = 1 << 24  # float32, in which rotary angles are computed, is exact for integers up to this
-KV_SIZES = ("max_total_tokens", "kv_cache_gb", "mem_fraction_static")
+MAX_CONTEXT_LENGTH = 1 << 24  # float32, in which rotary angles are computed, is exact for integers up to this
+KV_SIZE_SETTINGS = ("max_total_tokens", "kv_cache_gb", "mem_fraction_static")
 
 DRAFT_FACTS: dict[str, tuple[Any, ...]] = {
     "aux_numbering": ("outputs", "boundaries"),
@@ -43,21 +43,21 @@ class ConfigError(ValueError):
     """A setting that cannot be used; the message names it and says what to write instead."""
 
 
-def nearest(key: str, known: list[str]) -> str:
+def spelling_hint(key: str, known_names: list[str]) -> str:
     """Return a hint such as `; did you mean 'page_size'?`, or an empty string if no known name is close."""
-    match = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-    return f"; did you mean {match[0]!r}?" if match else ""
+    matches = difflib.get_close_matches(key, known_names, n=1, cutoff=0.6)
+    return f"; did you mean {matches[0]!r}?" if matches else ""
 
 
 def as_config_error(error: ValidationError) -> ConfigError:
     """Return one error with all mistakes that pydantic found, one line each; every line names its setting."""
     lines = []
     for detail in error.errors(include_url=False, include_context=False):
-        where = ".".join(str(part) for part in detail["loc"])
-        what = detail["msg"].removeprefix("Value error, ")
+        location = ".".join(str(key) for key in detail["loc"])
+        message = detail["msg"].removeprefix("Value error, ")
         if detail["type"] not in ("value_error", "missing"):
-            what += f", got {detail['input']!r}"
-        lines.append(f"{where}: {what}" if where else what)
+            message += f", got {detail['input']!r}"
+        lines.append(f"{location}: {message}" if location else message)
     return ConfigError("\n".join(lines))
 
 
@@ -70,10 +70,10 @@ class Settings(BaseModel):
     @classmethod
     def _refuse_unknown_keys(cls, data: Any) -> Any:
         if isinstance(data, Mapping):
-            known = list(cls.model_fields)
+            known_names = list(cls.model_fields)
             for key in data:
-                if key not in known:
-                    raise ConfigError(f"unknown setting {key!r}{nearest(str(key), known)}")
+                if key not in known_names:
+                    raise ConfigError(f"unknown setting {key!r}{spelling_hint(str(key), known_names)}")
         return data
 
 
@@ -84,30 +84,32 @@ class EngineConfig(Settings):
     tokenizer_path: str | None = Field(
         default=None, description="folder of the tokenizer, or the name of a model on a hub; unset: the target's"
     )
-    dtype: Dtype = Field(
+    dtype: ComputeDtype = Field(
         default="auto",
-        description="what models compute in; auto: what the checkpoint is in on a GPU; on a CPU float32, but bfloat16 "
-        "for a target in bfloat16 of 134 million parameters and more, where the kernels are in C",
+        description="compute dtype of the models; auto: on a GPU the checkpoint's dtype; on a CPU float32, but "
+        "bfloat16 for a bfloat16 target with at least 134 million parameters if the kernels are in C",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="where the ranks compute; auto: on GPUs where there are any"
+        default="auto", description="device of the ranks; auto: GPUs if there are any, else the CPU"
     )
-    kv_cache_dtype: Cache = Field(
+    kv_cache_dtype: KvCacheDtype = Field(
         default="auto",
-        description="what the KV caches of target and draft hold; auto: numbers of the dtype that models compute in; "
-        "fp8_e4m3: a byte a number, and a scale for each cell and KV head",
+        description="dtype of the KV caches of target and draft; auto: the compute dtype; fp8_e4m3: one byte per "
+        "number, with one scale per cell and KV head",
     )
     attention_backend: Literal["auto", "torch", "c", "triton", "flashinfer"] = Field(
         default="auto",
-        description="what attention and the kernels beside it run in; auto: C on a CPU, Triton on "
-        "a GPU, torch where these cannot be had; flashinfer: attention by FlashInfer, the rest as triton",
+        description="implementation of attention and of the other kernels; auto: C on a CPU, Triton on a GPU, "
+        "torch if these are not available; flashinfer: attention by FlashInfer, the other kernels by "
+        "Triton",
     )
     context_length: int | None = Field(
         default=None,
         ge=8,
-        le=LONGEST_CONTEXT,
-        description="most tokens of a prompt and what follows it, even beyond what the model's config promises, which "
-        "a warning says; unset: what the config promises, as its rope scaling stretches it",
+        le=MAX_CONTEXT_LENGTH,
+        description="maximum number of tokens of a prompt and its output together; it may exceed the length in "
+        "the model's config, which logs a warning; unset: the length in the config, extended by its "
+        "rope scaling",
     )
     page_size: int = Field(default=16, ge=1, le=1024, description="tokens of a KV page, the unit that requests share")
     max_total_tokens: int | None = Field(default=None, ge=1, description="KV capacity of one rank, in tokens")
@@ -116,12 +118,13 @@ class EngineConfig(Settings):
         default=None,
         gt=0,
         lt=1,
-        description="unless max_total_tokens or kv_cache_gb is set: on CUDA the part of the device for weights and KV "
-        "together, unset: what the largest steps leave; on a CPU the part for KV of the memory that is free after "
-        "loading, shared by the ranks of a node, unset: 0.3",
+        description="used if neither max_total_tokens nor kv_cache_gb is set; on CUDA the fraction of device "
+        "memory for weights and KV together, unset: all that the largest steps leave; on a CPU the "
+        "fraction, for KV, of the memory that is free after loading, shared by the ranks of a node, "
+        "unset: 0.3",
     )
     max_running_requests: int = Field(
-        default=64, ge=1, le=4096, description="requests that a group of ranks runs at once"
+        default=64, ge=1, le=4096, description="maximum number of requests that a group of ranks runs at once"
     )
     chunked_prefill_size: int = Field(default=512, ge=-1, description="prompt rows per step and rank; -1: no limit")
     mixed_prefill_size: int | None = Field(
@@ -133,28 +136,29 @@ class EngineConfig(Settings):
         default=0.5,
         gt=0,
         lt=1,
-        description="part of a step's time that prompt rows may take while a request of any rank decodes",
+        description="fraction of a step's time that prompt rows may take while a request of any rank decodes",
     )
     max_queued_tokens: int = Field(
         default=65536,
         ge=1,
-        description="tokens that may wait, prompts and expected answers; a request beyond them is refused, unless "
-        "none waits or it would wait for a second at most",
+        description="maximum number of queued tokens, prompts and expected outputs together; a request that "
+        "exceeds it is refused, unless the queue is empty or the request would wait for at most one "
+        "second",
     )
     max_queued_requests: int = Field(
         default=1024,
         ge=1,
-        description="requests that may wait for their first token; one more is refused, unless it would wait for a "
-        "second at most",
+        description="maximum number of requests that wait for their first token; one more is refused, unless it "
+        "would wait for at most one second",
     )
     max_queue_wait_s: float = Field(
         default=30.0,
         gt=0,
-        description="seconds until the first token; a request that is expected to wait for more than seven tenths of "
-        "them is refused, unless it waits for other requests for a second at most",
+        description="maximum seconds until the first token; a request that is expected to wait for more than "
+        "seven tenths of it is refused, unless it waits for other requests for at most one second",
     )
     disable_radix_cache: bool = Field(
-        default=False, description="compute every prompt whole, in place of reusing the KV of a prefix seen before"
+        default=False, description="compute every prompt completely instead of reusing the KV of a known prefix"
     )
     speculative_algorithm: Literal["EAGLE", "EAGLE3", "NEXTN"] | None = Field(
         default=None, description="unset: recognised from the draft's folder"
@@ -166,23 +170,26 @@ class EngineConfig(Settings):
         default=None,
         ge=1,
         le=16,
-        description="levels of a drafted tree; unset: 3, less where the draft has fewer layers",
+        description="levels of a drafted tree; unset: 3, or fewer if the draft has fewer layers",
     )
     speculative_forced_tokens: int = Field(
-        default=8, ge=0, le=64, description="nodes that a grammar may add to a drafted tree; they cost no draft"
+        default=8,
+        ge=0,
+        le=64,
+        description="nodes that a grammar may add to a drafted tree; the draft does not compute them",
     )
     speculative_forced_rows: int | None = Field(
-        default=None, ge=0, description="rows that a step may spend on them; unset: 4 on a CPU, 256 on a GPU"
+        default=None, ge=0, description="rows per step for nodes that grammars add; unset: 4 on a CPU, 256 on a GPU"
     )
     speculative_eagle_topk: int | None = Field(
-        default=None, ge=1, le=32, description="children of each node that is drafted on; unset: 1, a chain"
+        default=None, ge=1, le=32, description="children of each drafted node; unset: 1, a chain"
     )
     speculative_num_draft_tokens: int | None = Field(
         default=None,
         ge=2,
         le=512,
-        description="nodes of a tree that are verified, the root included; unset: of a chain its levels + 1, of a tree "
-        "four for each level, or as many as there can be",
+        description="nodes of a tree that are verified, root included; unset: levels + 1 for a chain; four per "
+        "level for a tree, or the maximum if that is less",
     )
     speculative_batch_tiers: dict[int, int] = Field(
         default_factory=dict,
@@ -190,79 +197,90 @@ class EngineConfig(Settings):
     )
     speculative_draft_parallel: Literal["sharded", "replicated"] = Field(
         default="sharded",
-        description="cut the draft over the ranks of a group as the target is, or give each a whole one",
+        description="sharded: the draft is split over the ranks of a group like the target; replicated: each rank "
+        "has a full copy",
     )
     speculative_draft_overrides: dict[str, Any] = Field(
-        default_factory=dict, description="facts that a draft's tensors do not show, as {aux_numbering: boundaries}"
+        default_factory=dict,
+        description="facts that a draft's tensors do not show, such as {aux_numbering: boundaries}",
     )
     speculative_token_map: str | None = Field(
         default=None, description="file (.json or .safetensors) of the only token ids that the draft proposes; FR-Spec"
     )
-    tp_size: int = Field(default=1, ge=1, le=1024, description="ranks in all, over which a gang's weights are cut")
+    tp_size: int = Field(
+        default=1, ge=1, le=1024, description="total number of ranks, over which the weights of a gang are sharded"
+    )
     attn_dp_size: int = Field(
-        default=1, ge=1, description="groups that the ranks form for attention, each with requests of its own"
+        default=1, ge=1, description="number of attention groups that the ranks form, each with its own requests"
     )
     ep_size: int = Field(
         default=1,
         ge=1,
-        description="parts that whole experts are divided into, each held by tp_size / ep_size ranks; 1: every expert "
-        "is cut by columns over all ranks",
+        description="number of shards that the experts are divided into, each held by tp_size / ep_size ranks; 1: "
+        "every expert is split by columns over all ranks",
     )
     vocab_parallel: Literal["attention", "world"] = Field(
-        default="attention", description="cut the head over the ranks of a group, or over all ranks"
+        default="attention",
+        description="attention: the head is sharded over the ranks of a group; world: over all ranks",
     )
     dp_padding: Literal["auto", "padded", "exact"] = Field(
         default="auto",
-        description="pad every group's rows to the fullest group's, or exchange as many as each has; auto: exact on a "
-        "CPU, on a GPU padded where that adds few",
+        description="padded: every group's rows are padded to those of the fullest group; exact: as many rows are "
+        "exchanged as each group has; auto: exact on a CPU; on a GPU padded if that adds few rows",
     )
     one_shot_all_reduce: bool = Field(
         default=False,
-        description="on CUDA, sums of at most 512 KiB by a kernel that reads the peers' memory, in place of NCCL",
+        description="on CUDA, compute sums of at most 512 KiB by a kernel that reads the memory of the other "
+        "ranks, instead of by NCCL",
     )
     overlap: bool = Field(
         default=True,
-        description="begin a step before the results of the one before are read, on devices that run behind the host",
+        description="start a step before the results of the previous step are read, on devices that run "
+        "asynchronously to the host",
     )
     capture: Literal["auto", "on", "off"] = Field(
         default="auto",
-        description="replay captured programs in place of running steps of the same shape anew; auto: of steps without "
-        "prompts, on a CPU with the kernels in C and on a GPU with Triton's",
+        description="replay captured programs instead of running steps of the same shape eagerly; auto: for steps "
+        "without prompts, on a CPU with the C kernels and on a GPU with Triton's",
     )
     capture_sizes: tuple[int, ...] | None = Field(
         default=None,
-        description="[1, 2, 4, 8]: pad steps that are captured to these numbers of requests and prompt rows; programs "
-        "of decoding are then captured at start; unset: on a CPU exact sizes, captured when they recur, on a GPU 1, 2, "
-        "3, 4, 6, 8 and so on up to 512, captured at start",
+        description="[1, 2, 4, 8]: captured steps are padded to these numbers of requests and prompt rows; "
+        "programs for decoding are then captured at start; unset: on a CPU exact sizes, captured when "
+        "they recur; on a GPU 1, 2, 3, 4, 6, 8 and so on up to 512, captured at start",
     )
     debug_lockstep: bool = Field(
-        default=False, description="compare the plans of all ranks before every step, and stop where they differ"
+        default=False, description="compare the plans of all ranks before every step, and stop if they differ"
     )
     random_seed: int = Field(
-        default=0, ge=0, description="begins the generator that gives seeds to requests without a seed"
+        default=0, ge=0, description="seed of the generator that gives seeds to requests without a seed"
     )
     num_threads: int | None = Field(
         default=None,
         ge=1,
-        description="torch threads of one rank; unset: its share of the cores, one of which a server leaves to itself",
+        description="torch threads of one rank; unset: its share of the cores; a server keeps one core for itself",
     )
     routing_policy: Literal["expected_load", "round_robin", "total_tokens", "total_requests"] = Field(
         default="expected_load",
-        description="which group a request goes to: the one whose steps it makes least longer, the "
-        "next in turn, or the one with the fewest tokens or requests",
+        description="which group gets a request: the group whose steps it lengthens least, the next one in turn, "
+        "or the one with the fewest tokens or requests",
     )
     watchdog_timeout_s: float = Field(
-        default=3.0, gt=0, description="a rank that does not answer, or is busy without progress, for so long is frozen"
+        default=3.0,
+        gt=0,
+        description="a rank that does not answer, or is busy without progress, for this long counts as frozen",
     )
     start_timeout_s: float = Field(
         default=3600.0,
         gt=0,
-        description="how long the first start of a gang may take, its models' loading included, their download not",
+        description="maximum time for the first start of a gang; loading its models is included, downloading them "
+        "is not",
     )
     restart_timeout_s: float | None = Field(
         default=None,
         gt=0,
-        description="how long open streams wait for a gang to restart; unset: 4 times its first start, at least 60 s",
+        description="how long open streams wait for a gang to restart; unset: 4 times the duration of its first "
+        "start, at least 60 s",
     )
 
     @classmethod
@@ -273,46 +291,50 @@ class EngineConfig(Settings):
             ConfigError: an unknown key (with the nearest known one), a key given twice under two spellings, or a bad
                 value.
         """
-        flat: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
 
-        def put(spelling: str, name: str, value: Any) -> None:
-            if name in flat:
+        def set_once(spelling: str, name: str, value: Any) -> None:
+            if name in fields:
                 raise ConfigError(f"{spelling!r} sets {name!r}, which is already set; give it once")
-            flat[name] = value
+            fields[name] = value
 
         for key, value in kwargs.items():
             if key == "speculative_config":
                 if not isinstance(value, Mapping):
                     raise ConfigError("speculative_config must be a mapping with method, model, num_speculative_tokens")
-                for sub, sub_value in value.items():
-                    if sub not in SPECULATIVE_CONFIG:
-                        hint = nearest(sub, list(SPECULATIVE_CONFIG))
-                        raise ConfigError(f"unknown setting 'speculative_config.{sub}'{hint}")
-                    put(f"speculative_config.{sub}", SPECULATIVE_CONFIG[sub], spelled(sub, sub_value))
+                for sub_key, sub_value in value.items():
+                    if sub_key not in SPECULATIVE_CONFIG:
+                        hint = spelling_hint(sub_key, list(SPECULATIVE_CONFIG))
+                        raise ConfigError(f"unknown setting 'speculative_config.{sub_key}'{hint}")
+                    set_once(
+                        f"speculative_config.{sub_key}",
+                        SPECULATIVE_CONFIG[sub_key],
+                        convert_speculative_value(sub_key, sub_value),
+                    )
                 continue
             name = ALIASES.get(key, key)
             if name not in cls.model_fields:
-                raise ConfigError(f"unknown setting {key!r}{nearest(key, [*cls.model_fields, *ALIASES])}")
-            put(key, name, _parts(kwargs, value) if key == EXPERT_SWITCH else value)
+                raise ConfigError(f"unknown setting {key!r}{spelling_hint(key, [*cls.model_fields, *ALIASES])}")
+            set_once(key, name, _expert_parallel_size(kwargs, value) if key == EXPERT_PARALLEL_ALIAS else value)
         try:
-            return cls.model_validate(flat)
+            return cls.model_validate(fields)
         except ValidationError as error:
             raise as_config_error(error) from None
 
     @field_validator("kv_cache_dtype", mode="before")
     @classmethod
-    def _refuse_other_caches(cls, given: Any) -> Any:
-        if given not in CACHES:
-            why = "; of FP8 e4m3 alone is, as e5m2 rounds twice as coarsely" if "fp8" in str(given) else ""
-            raise ConfigError(f"{given!r} is not served{why}; set fp8_e4m3, or auto for the dtype of the model")
-        return given
+    def _refuse_unserved_cache_dtype(cls, dtype: Any) -> Any:
+        if dtype not in KV_CACHE_DTYPES:
+            reason = "; of FP8 e4m3 alone is, as e5m2 rounds twice as coarsely" if "fp8" in str(dtype) else ""
+            raise ConfigError(f"{dtype!r} is not served{reason}; set fp8_e4m3, or auto for the dtype of the model")
+        return dtype
 
     @model_validator(mode="after")
-    def _check_together(self) -> Self:
+    def _check_combinations(self) -> Self:
         if self.speculative_draft_model_path is None:
             if self.speculative_algorithm is not None:
                 raise ConfigError("speculative_algorithm needs speculative_draft_model_path: the folder of the draft")
-            for name in NEED_A_DRAFT:
+            for name in DRAFT_SETTINGS:
                 if getattr(self, name) not in (None, {}):
                     raise ConfigError(f"{name} needs speculative_draft_model_path: the folder of the draft")
         if self.attention_backend == "flashinfer" and self.kv_cache_dtype == "fp8_e4m3":
@@ -320,9 +342,9 @@ class EngineConfig(Settings):
                 "attention_backend flashinfer cannot read kv_cache_dtype fp8_e4m3, whose scales, one for each cell and "
                 "KV head, are not those of FlashInfer; set kv_cache_dtype to auto, or attention_backend to triton"
             )
-        sized = [name for name in KV_SIZES if getattr(self, name) is not None]
-        if len(sized) > 1:
-            raise ConfigError(f"{' and '.join(sized)} each size the KV cache; give one of them")
+        size_settings = [name for name in KV_SIZE_SETTINGS if getattr(self, name) is not None]
+        if len(size_settings) > 1:
+            raise ConfigError(f"{' and '.join(size_settings)} each size the KV cache; give one of them")
         if not (self.speculative_token_map or ".json").endswith((".json", ".safetensors")):
             raise ConfigError(
                 f"speculative_token_map {self.speculative_token_map!r} must be a .json list of token ids or a "
@@ -330,7 +352,9 @@ class EngineConfig(Settings):
             )
         for fact, value in self.speculative_draft_overrides.items():
             if fact not in DRAFT_FACTS:
-                raise ConfigError(f"speculative_draft_overrides: unknown fact {fact!r}{nearest(fact, [*DRAFT_FACTS])}")
+                raise ConfigError(
+                    f"speculative_draft_overrides: unknown fact {fact!r}{spelling_hint(fact, [*DRAFT_FACTS])}"
+                )
             if value not in DRAFT_FACTS[fact]:
                 raise ConfigError(
                     f"speculative_draft_overrides: {fact} must be one of {DRAFT_FACTS[fact]}, got {value!r}"
@@ -360,8 +384,8 @@ class EngineConfig(Settings):
         return self
 
 
-def _parts(kwargs: Mapping[str, Any], switch: Any) -> Any:
+def _expert_parallel_size(kwargs: Mapping[str, Any], enabled: Any) -> Any:
     """Convert vLLM's `enable_expert_parallel` to `ep_size`: true is the number of ranks (whole experts), false is 1."""
-    if not isinstance(switch, bool):
-        raise ConfigError(f"{EXPERT_SWITCH} must be true or false, got {switch!r}; ep_size takes a number")
-    return kwargs.get("tp_size", kwargs.get("tensor_parallel_size", 1)) if switch else 1
+    if not isinstance(enabled, bool):
+        raise ConfigError(f"{EXPERT_PARALLEL_ALIAS} must be true or false, got {enabled!r}; ep_size takes a number")
+    return kwargs.get("tp_size", kwargs.get("tensor_parallel_size", 1)) if enabled else 1

@@ -23,8 +23,9 @@ class ResolvedSettings:
 
     `settings` are the settings themselves, for those that are facts as they are. `shape` is the deepest tree, `tiers`
     are all trees by depth, and `forced_shape` is the deepest tree with all nodes that a grammar may add. A step runs at
-    most `chunk_rows` prompt rows on each rank, and at most `mixed_rows` if some request decodes. `paced` says that a
-    share of the step's time limits these as well. `group_size` is the number of ranks in an attention group.
+    most `chunk_rows` prompt rows on each rank, and at most `mixed_chunk_rows` if some request decodes.
+    `prefill_time_limited` says that a share of the step's time limits these as well. `group_size` is the number of
+    ranks in an attention group.
     """
 
     settings: EngineConfig
@@ -32,47 +33,53 @@ class ResolvedSettings:
     tiers: tuple[TreeShape, ...]
     forced_shape: TreeShape
     chunk_rows: int
-    mixed_rows: int
-    paced: bool
+    mixed_chunk_rows: int
+    prefill_time_limited: bool
     group_size: int
     fp8_cache: bool
     draft_is_sharded: bool
 
     @classmethod
-    def of(cls, settings: EngineConfig, **more: Any) -> Self:
-        """Return the facts that `settings` decide, and `more` fields of a subclass. For a draft with MTP layers the
-        settings must hold its depth, as `resolve_models` fills it in.
+    def from_settings(cls, settings: EngineConfig, **subclass_fields: Any) -> Self:
+        """Return the facts that `settings` decide, and the fields of a subclass, `subclass_fields`. For a draft with
+        MTP layers the settings must hold its depth, as `resolve_models` fills it in.
 
         Raises:
             ConfigError: the tree cannot be; see `tree_shape`.
         """
-        shape, rows, mixed = tree_shape(settings), settings.chunked_prefill_size, settings.mixed_prefill_size
-        chunk_rows = rows if rows > 0 else UNLIMITED
+        shape, chunked_size, mixed_size = (
+            tree_shape(settings),
+            settings.chunked_prefill_size,
+            settings.mixed_prefill_size,
+        )
+        chunk_rows = chunked_size if chunked_size > 0 else UNLIMITED
         return cls(
             settings=settings,
             shape=shape,
             tiers=tiers(shape),
-            forced_shape=shape.forcing(),
+            forced_shape=shape.with_forced_nodes(),
             chunk_rows=chunk_rows,
-            mixed_rows=chunk_rows if mixed is None else min(chunk_rows, mixed),
-            paced=mixed is None,
+            mixed_chunk_rows=chunk_rows if mixed_size is None else min(chunk_rows, mixed_size),
+            prefill_time_limited=mixed_size is None,
             group_size=settings.tp_size // settings.attn_dp_size,
             fp8_cache=settings.kv_cache_dtype == "fp8_e4m3",
             draft_is_sharded=settings.speculative_draft_parallel == "sharded",
-            **more,
+            **subclass_fields,
         )
 
     @property
-    def positions_beyond(self) -> int:
+    def max_positions_ahead(self) -> int:
         """How many positions the rows of a step may lie beyond the longest committed length that the host knows. The
         depth of a tree counts twice, as the host may not know yet how much of the tree before was accepted.
         """
         return 2 * self.forced_shape.num_steps + 3
 
-    def levels_at(self, decodes: int) -> int:
-        """Return the most tree levels of a step in which `decodes` requests of a rank decode."""
+    def max_tree_levels(self, num_decodes: int) -> int:
+        """Return the most tree levels of a step in which `num_decodes` requests of a rank decode."""
         limits = self.settings.speculative_batch_tiers.items()
-        return min([self.shape.num_steps, *(most for count, most in limits if decodes >= count)])
+        return min(
+            [self.shape.num_steps, *(max_levels for min_decodes, max_levels in limits if num_decodes >= min_decodes)]
+        )
 
 
 def tokenizer_folder(settings: EngineConfig) -> str:

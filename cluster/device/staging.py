@@ -8,37 +8,47 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cluster.device.transfers import brought
+from cluster.device.transfers import copy_to_device
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
-    """Named lists of 64-bit integers on the device. They follow each other in `words`, each padded to a multiple of
-    `each` integers; `lengths` are their lengths without padding, by name.
+class StagedLists:
+    """Named lists of 64-bit integers on the device. They follow each other in `integers`, each padded to a multiple of
+    `alignment` integers; `lengths` are their lengths without padding, by name.
     """
 
-    words: Tensor
+    integers: Tensor
     lengths: dict[str, int]
-    each: int = 1
+    alignment: int = 1
 
     def lists(self) -> dict[str, Tensor]:
-        """Return the lists by name, without padding, as views of `words`."""
-        parts = self.words.split_with_sizes([padded(length, self.each) for length in self.lengths.values()])
-        named = zip(self.lengths.items(), parts, strict=True)
-        return {name: part if self.each == 1 else part[:length] for (name, length), part in named}
+        """Return the lists by name, without padding, as views of `integers`."""
+        padded_lists = self.integers.split_with_sizes(
+            [round_up(length, self.alignment) for length in self.lengths.values()]
+        )
+        lists_with_lengths = zip(self.lengths.items(), padded_lists, strict=True)
+        return {
+            name: padded_list if self.alignment == 1 else padded_list[:length]
+            for (name, length), padded_list in lists_with_lengths
+        }
 
-    def cut(self, lists: int) -> "tuple[Sent, Sent]":
-        """Return the first `lists` lists, and the rest."""
-        pairs = list(self.lengths.items())
-        first, others = dict(pairs[:lists]), dict(pairs[lists:])
-        sizes = [sum(padded(length, self.each) for length in part.values()) for part in (first, others)]
-        words, rest = self.words.split_with_sizes(sizes)
-        return Sent(words, first, self.each), Sent(rest, others, self.each)
+    def split_at(self, count: int) -> "tuple[StagedLists, StagedLists]":
+        """Return the first `count` lists, and the rest."""
+        all_lengths = list(self.lengths.items())
+        first_lengths, other_lengths = dict(all_lengths[:count]), dict(all_lengths[count:])
+        sizes = [
+            sum(round_up(length, self.alignment) for length in list_lengths.values())
+            for list_lengths in (first_lengths, other_lengths)
+        ]
+        first_words, other_words = self.integers.split_with_sizes(sizes)
+        return StagedLists(first_words, first_lengths, self.alignment), StagedLists(
+            other_words, other_lengths, self.alignment
+        )
 
 
-def padded(length: int, each: int) -> int:
-    """Round `length` up to a multiple of `each`."""
-    return length + -length % each
+def round_up(length: int, alignment: int) -> int:
+    """Round `length` up to a multiple of `alignment`."""
+    return length + -length % alignment
 
 
 class Staging:
@@ -46,30 +56,30 @@ class Staging:
     multiple of 16 bytes: Triton would compile a second kernel for pointers without this alignment.
     """
 
-    def __init__(self, device: torch.device, each: int | None = None) -> None:
+    def __init__(self, device: torch.device, alignment: int | None = None) -> None:
         self._device = device
-        self._each = (2 if device.type == "cuda" else 1) if each is None else each
-        self._words: list[int] = []
+        self._alignment = (2 if device.type == "cuda" else 1) if alignment is None else alignment
+        self._integers: list[int] = []
         self._lengths: dict[str, int] = {}
 
-    def add(self, name: str, words: Iterable[int]) -> None:
+    def add(self, name: str, integers: Iterable[int]) -> None:
         """Append a list."""
-        start = len(self._words)
-        self._words += words
-        self._lengths[name] = len(self._words) - start
-        self._words += [0] * (-len(self._words) % self._each)
+        start = len(self._integers)
+        self._integers += integers
+        self._lengths[name] = len(self._integers) - start
+        self._integers += [0] * (-len(self._integers) % self._alignment)
 
     def __len__(self) -> int:
         return len(self._lengths)
 
-    def sent(self) -> Sent:
+    def send(self) -> StagedLists:
         """Queue one copy to the device, and return the lists there."""
-        return Sent(brought(int64(self._words), self._device), self._lengths, self._each)
+        return StagedLists(copy_to_device(int64_tensor(self._integers), self._device), self._lengths, self._alignment)
 
 
-def int64(words: list[int]) -> Tensor:
-    """Return `torch.tensor(words, dtype=torch.int64)`, in a tenth of the time."""
-    return torch.frombuffer(array("q", words), dtype=torch.int64) if words else torch.zeros(0, dtype=torch.int64)
+def int64_tensor(integers: list[int]) -> Tensor:
+    """Return `torch.tensor(integers, dtype=torch.int64)`, in a tenth of the time."""
+    return torch.frombuffer(array("q", integers), dtype=torch.int64) if integers else torch.zeros(0, dtype=torch.int64)
 
 
 def bits_of(value: float) -> int:

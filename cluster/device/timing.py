@@ -23,7 +23,7 @@ class Timer(Protocol):
     def reached(self, moment: Any) -> bool:
         """Return whether the device has reached a moment; does not wait."""
 
-    def here(self) -> None:
+    def make_current(self) -> None:
         """Make this device the current one of the calling thread: CUDA keeps a current device per thread."""
 
 
@@ -42,7 +42,7 @@ class HostTimer:
         """Return True: a CPU has done all work that it was given."""
         return True
 
-    def here(self) -> None:
+    def make_current(self) -> None:
         """Do nothing: there is one CPU."""
 
 
@@ -73,25 +73,25 @@ class EventTimer:
         """Query the event."""
         return moment is None or bool(moment.query())
 
-    def here(self) -> None:
+    def make_current(self) -> None:
         """Set CUDA's current device."""
         if self._device.index is not None:  # without an index it is the default device of every thread
             torch.cuda.set_device(self._device)
 
 
-HOST = HostTimer()
+HOST_TIMER = HostTimer()
 
 
 def timer_of(device: torch.device) -> Timer:
     """Return the timer of a device."""
-    return EventTimer(device) if device.type == "cuda" else HOST
+    return EventTimer(device) if device.type == "cuda" else HOST_TIMER
 
 
 @dataclass(slots=True)
 class Spans:
     """Collects time spans of a device's work. Call `take` only when the device has reached the end of all of them."""
 
-    timer: Timer = HOST
+    timer: Timer = HOST_TIMER
     _spans: list[tuple[Timer, Any, Any]] = field(default_factory=list)
     _started: Any = None
 

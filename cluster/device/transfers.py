@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 
-def brought(numbers: Tensor, device: torch.device) -> Tensor:
-    """Queue a copy of a host tensor to the device, and return it; on a CPU return `numbers` itself."""
+def copy_to_device(host_tensor: Tensor, device: torch.device) -> Tensor:
+    """Queue a copy of a host tensor to the device, and return it; on a CPU return `host_tensor` itself."""
     if device.type != "cuda":
-        return numbers
-    return numbers.pin_memory().to(device, non_blocking=True)
+        return host_tensor
+    return host_tensor.pin_memory().to(device, non_blocking=True)
 
 
-class Landing:
+class HostCopies:
     """Copies of tensors to the host, in flight. They hold the values after all work queued before the copies; work that
     is queued later does not change them. On a CPU nothing is copied: they are the tensors themselves.
     """
@@ -27,8 +27,8 @@ class Landing:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         """Queue the copies, and an event after them."""
         self._tensors, self._event = list(tensors), None
-        if any(one.is_cuda for one in tensors):
-            self._tensors = [_pinned(one) for one in tensors]
+        if any(tensor.is_cuda for tensor in tensors):
+            self._tensors = [_copy_to_pinned(tensor) for tensor in tensors]
             event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
             self._event = event
@@ -40,6 +40,6 @@ class Landing:
         return self._tensors
 
 
-def _pinned(tensor: Tensor) -> Tensor:
-    there = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return there.copy_(tensor.contiguous(), non_blocking=True)
+def _copy_to_pinned(tensor: Tensor) -> Tensor:
+    host_tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host_tensor.copy_(tensor.contiguous(), non_blocking=True)

@@ -10,8 +10,8 @@ _wait: ContextVar[Callable[[], None] | None] = ContextVar("wait", default=None)
 
 
 @contextmanager
-def watched(wait: Callable[[], None]) -> Iterator[None]:
-    """Have `catch_up` call `wait` in this block. `wait` raises if the device will never finish its work."""
+def wait_hook_set(wait: Callable[[], None]) -> Iterator[None]:
+    """Have `wait_for_device` call `wait` in this block. `wait` raises if the device will never finish its work."""
     token = _wait.set(wait)
     try:
         yield
@@ -19,9 +19,9 @@ def watched(wait: Callable[[], None]) -> Iterator[None]:
         _wait.reset(token)
 
 
-def catch_up() -> None:
-    """Wait until the device has done all work queued so far. Outside a `watched` block return at once: the next read of
-    a result waits by itself.
+def wait_for_device() -> None:
+    """Wait until the device has done all work queued so far. Outside a `wait_hook_set` block return at once: the next
+    read of a result waits by itself.
 
     Raises:
         GangError: the device is stuck, or a peer is lost.

@@ -18,25 +18,27 @@ logger = logging.getLogger(__name__)
 TASKS = Path("/proc/self/task")
 
 
-class CpuScope(Protocol):
+class CpuTimeSource(Protocol):
     """Threads whose CPU time counts as progress."""
 
     def seconds(self) -> float:
         """Return the CPU seconds so far."""
 
 
-class Effort:
-    """CPU seconds of the thread that called `begin` and of the threads it started since. Usable from any thread."""
+class ThreadCpuTime:
+    """CPU seconds of the thread that called `use_current_thread` and of the threads it started since. Usable from any
+    thread.
+    """
 
     def __init__(self, name: str) -> None:
         """`name` becomes the threads' name: at most 15 characters, and unique to them in this process."""
         self._name = name
         self._thread = ""
-        self._known: dict[str, bool] = {}  # by task id: whether the thread counts
+        self._counted_by_task: dict[str, bool] = {}  # by task id: whether the thread counts
 
-    def begin(self) -> None:
+    def use_current_thread(self) -> None:
         """Make the calling thread the computing one from now on. If it cannot be renamed, only this thread counts."""
-        self._thread, self._known = str(threading.get_native_id()), {}
+        self._thread, self._counted_by_task = str(threading.get_native_id()), {}
         try:
             (TASKS / self._thread / "comm").write_text(self._name)
         except OSError as error:
@@ -47,15 +49,16 @@ class Effort:
         if not TASKS.is_dir():
             return time.process_time()
         tasks = [task.name for task in TASKS.iterdir()]
-        self._known = {task: known for task in tasks if (known := self._is_own(task)) is not None}
-        return sum(cpu_seconds(int(task)) for task, own in self._known.items() if own)
+        self._counted_by_task = {task: counted for task in tasks if (counted := self._is_own(task)) is not None}
+        return sum(cpu_seconds(int(task)) for task, counts in self._counted_by_task.items() if counts)
 
     def _is_own(self, task: str) -> bool | None:
         """Return whether a thread counts; None if it has ended."""
-        if task == self._thread:  # not from the cache: it may hold an answer from before this thread called `begin`
+        # The cached answer for this thread may be from before it called `use_current_thread`.
+        if task == self._thread:
             return True
-        if task in self._known:
-            return self._known[task]
+        if task in self._counted_by_task:
+            return self._counted_by_task[task]
         try:
             return (TASKS / task / "comm").read_text().strip() == self._name
         except OSError:
@@ -71,48 +74,51 @@ def cpu_seconds(thread: int) -> float:
         return 0.0
 
 
-def reads() -> int:
+def disk_waits() -> int:
     """Return how often this process waited for a disk: major page faults plus block reads."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_majflt + usage.ru_inblock
 
 
-class Pulse:
-    """Tracks the time of the last progress, by repeated calls of `look`.
+class ProgressTracker:
+    """Tracks the time of the last progress, by repeated calls of `update`.
 
-    Progress is a changed mark, or CPU time of at least a share `SHARE` of the time since the last progress. The share
-    is small because the machine may be busy. It is not 0 because a thread that waits with a timeout wakes up at times.
+    Progress is a changed mark, or CPU time of at least a share `MIN_CPU_SHARE` of the time since the last progress. The
+    share is small because the machine may be busy. It is not 0 because a thread that waits with a timeout wakes up at
+    times.
     """
 
-    SHARE = 0.001
-    LEAST_S = 0.001
+    MIN_CPU_SHARE = 0.001
+    MIN_CPU_S = 0.001
 
-    def __init__(self, effort: CpuScope) -> None:
-        self._effort = effort
+    def __init__(self, cpu_time: CpuTimeSource) -> None:
+        self._cpu_time = cpu_time
         self._marks: object = None
         self._cpu_s = 0.0
-        self._moved = self._marked = time.monotonic()
+        self._last_progress_at = self._last_mark_at = time.monotonic()
 
-    def beat(self) -> None:
+    def note_progress(self) -> None:
         """Note progress now."""
-        self._moved = self._marked = time.monotonic()
+        self._last_progress_at = self._last_mark_at = time.monotonic()
 
-    def look(self, marks: object, waits: bool = False) -> None:
+    def update(self, marks: object, waits: bool = False) -> None:
         """Note progress since the last call, if any. CPU time does not count if the rank `waits` for its peers."""
-        now, cpu_s = time.monotonic(), self._effort.seconds()
+        now, cpu_s = time.monotonic(), self._cpu_time.seconds()
         self._cpu_s = min(self._cpu_s, cpu_s)  # the sum shrinks when a thread ends
         if marks != self._marks:
             self._marks, self._cpu_s = marks, cpu_s
-            self._moved = self._marked = now
-        elif not waits and cpu_s - self._cpu_s >= max(self.LEAST_S, self.SHARE * (now - self._moved)):
-            self._cpu_s, self._moved = cpu_s, now
+            self._last_progress_at = self._last_mark_at = now
+        elif not waits and cpu_s - self._cpu_s >= max(
+            self.MIN_CPU_S, self.MIN_CPU_SHARE * (now - self._last_progress_at)
+        ):
+            self._cpu_s, self._last_progress_at = cpu_s, now
 
     @property
-    def age_s(self) -> float:
+    def idle_s(self) -> float:
         """Seconds since the last progress: a changed mark or CPU time."""
-        return time.monotonic() - self._moved
+        return time.monotonic() - self._last_progress_at
 
     @property
-    def unmarked_s(self) -> float:
+    def since_mark_s(self) -> float:
         """Seconds since the last changed mark; CPU time does not count."""
-        return time.monotonic() - self._marked
+        return time.monotonic() - self._last_mark_at

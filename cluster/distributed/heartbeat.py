@@ -18,32 +18,33 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cluster.distributed.cpu_progress import Pulse, cpu_seconds
-from cluster.distributed.errors import ALARM, ExitReason, ExitReasons
+from cluster.distributed.cpu_progress import ProgressTracker, cpu_seconds
+from cluster.distributed.errors import ALARM_KEY, ExitReason, ExitReasons
 from cluster.distributed.progress import ProgressClock
 from cluster.observability.logs import first_line
 
 logger = logging.getLogger(__name__)
 
-BEATS = 8  # heartbeats within the watchdog's limit
-LONGEST_S, SHORTEST_S = 0.5, 0.05  # between two heartbeats
-LATE_S = 1.0  # a round later than this: this whole process was stopped, so the silence says nothing about the peers
+HEARTBEATS_PER_LIMIT = 8  # heartbeats within the watchdog's limit
+MAX_PERIOD_S, MIN_PERIOD_S = 0.5, 0.05  # between two heartbeats
+MAX_DELAY_S = 1.0  # a longer delay means that this whole process was stopped: silence then says nothing about peers
 FOREVER = timedelta(days=365)
-NEVER_SENT = 0x41E  # tag of a message that nobody sends: waiting for it only shows the end of the connection
+UNUSED_TAG = 0x41E  # tag of a message that nobody sends: waiting for it only shows the end of the connection
 
 
 @dataclass(slots=True)
 class PeerHeartbeat:
-    """The last heartbeat of a rank. `heard` is when it came and `moved` when the rank last made progress, both on our
-    clock. `count` numbers the rank's heartbeats, `passed` counts the moments that its device has reached.
+    """The last heartbeat of a rank. `received_at` is when it came and `last_progress_at` when the rank last made
+    progress, both on our clock. `count` numbers the rank's heartbeats, `device_moments` counts the moments that its
+    device has reached.
     """
 
-    heard: float
-    moved: float
+    received_at: float
+    last_progress_at: float
     count: int = -1
     step: int = 0
     phase: str = "start"
-    passed: int = 0
+    device_moments: int = 0
 
 
 @dataclass(slots=True)
@@ -59,7 +60,7 @@ class StepThread:
 
 class HeartbeatMonitor:
     """Sends the heartbeats of one rank and receives those of its peers. `alarm` is set as soon as a peer leaves with a
-    reason or dies, or the store is gone; `effort.thread` is the id of the thread that steps.
+    reason or dies, or the store is gone; `step_thread.thread` is the id of the thread that steps.
     """
 
     def __init__(
@@ -74,91 +75,96 @@ class HeartbeatMonitor:
         self._store, self._exit_reasons, self._clock, self._position = store, exit_reasons, clock, position
         self._group, self._rank, self._world = group, exit_reasons.rank, exit_reasons.world
         now = time.monotonic()
-        self.signs = [PeerHeartbeat(now, now) for _ in range(self._world)]
-        self.answered = now
+        self.peer_heartbeats = [PeerHeartbeat(now, now) for _ in range(self._world)]
+        self.store_answered_at = now
         """When the store last answered, on our clock."""
         self.alarm = threading.Event()
-        self.effort = StepThread()
-        self.period_s = LONGEST_S
-        self._pulse, self._count, self._all = Pulse(self.effort), 0, False
-        self._over = threading.Event()
+        self.step_thread = StepThread()
+        self.period_s = MAX_PERIOD_S
+        self._progress, self._count, self._all_started = ProgressTracker(self.step_thread), 0, False
+        self._stopped = threading.Event()
 
     def start(self) -> None:
         """Start both threads."""
-        for call in (self._run, self._feel):
-            threading.Thread(target=call, name=f"heartbeat-{self._rank}", daemon=True).start()
+        for target in (self._run, self._watch_connection):
+            threading.Thread(target=target, name=f"heartbeat-{self._rank}", daemon=True).start()
 
     def stop(self) -> None:
         """Send no more heartbeats, and raise no alarm from now on."""
-        self._over.set()
+        self._stopped.set()
 
-    def hurry(self, limit_s: float) -> None:
+    def set_limit(self, limit_s: float) -> None:
         """Shorten the heartbeat period so that a silence of `limit_s` is noticed in time."""
-        self.period_s = min(LONGEST_S, max(SHORTEST_S, limit_s / BEATS))
+        self.period_s = min(MAX_PERIOD_S, max(MIN_PERIOD_S, limit_s / HEARTBEATS_PER_LIMIT))
 
-    def fresh(self, rank: int) -> bool:
+    def is_fresh(self, rank: int) -> bool:
         """Return whether a heartbeat of `rank` came within the last four periods."""
-        return time.monotonic() - self.signs[rank].heard < 4 * self.period_s
+        return time.monotonic() - self.peer_heartbeats[rank].received_at < 4 * self.period_s
 
     def _run(self) -> None:
         try:
-            while not self._over.is_set():
-                began, period = time.monotonic(), self.period_s
-                self._beat()
-                self._hear()
-                self.answered = time.monotonic()
-                self._pause(period)
-                self._forgive(time.monotonic() - began - period)
+            while not self._stopped.is_set():
+                started_at, period = time.monotonic(), self.period_s
+                self._send_heartbeat()
+                self._receive_heartbeats()
+                self.store_answered_at = time.monotonic()
+                self._wait_for_alarm(period)
+                self._exclude_delay(time.monotonic() - started_at - period)
         except RuntimeError as error:
-            if not self._over.is_set():
+            if not self._stopped.is_set():
                 logger.warning("rank %d: the store of the gang is gone: %s", self._rank, first_line(error))
                 self.alarm.set()
 
-    def _beat(self) -> None:
+    def _send_heartbeat(self) -> None:
         step, phase = self._position()
-        self._pulse.look((step, phase, self._clock.marks), self._clock.waits)
+        self._progress.update((step, phase, self._clock.progress_count), self._clock.is_waiting)
         self._count += 1
-        beat = (self._count, step, phase, self._clock.passed, self._pulse.age_s)
-        self._store.set(f"beat/{self._rank}", json.dumps(beat))
+        heartbeat = (self._count, step, phase, self._clock.device_moments, self._progress.idle_s)
+        self._store.set(f"beat/{self._rank}", json.dumps(heartbeat))
 
-    def _hear(self) -> None:
+    def _receive_heartbeats(self) -> None:
         keys = [f"beat/{rank}" for rank in range(self._world)]
-        self._all = self._all or bool(self._store.check(keys))  # a rank that still loads has no key yet
-        if not self._all:
+        self._all_started = self._all_started or bool(self._store.check(keys))  # a rank that still loads has no key yet
+        if not self._all_started:
             return
         now = time.monotonic()
-        for sign, said in zip(self.signs, self._store.multi_get(keys), strict=True):
-            count, step, phase, passed, age_s = json.loads(said)
-            if count != sign.count:
-                sign.count, sign.step, sign.phase, sign.passed = count, step, phase, passed
-                sign.heard, sign.moved = now, max(sign.moved, now - age_s)
+        for heartbeat, encoded in zip(self.peer_heartbeats, self._store.multi_get(keys), strict=True):
+            count, step, phase, passed, age_s = json.loads(encoded)
+            if count != heartbeat.count:
+                heartbeat.count, heartbeat.step, heartbeat.phase, heartbeat.device_moments = count, step, phase, passed
+                heartbeat.received_at, heartbeat.last_progress_at = now, max(heartbeat.last_progress_at, now - age_s)
 
-    def _pause(self, seconds: float) -> None:
+    def _wait_for_alarm(self, seconds: float) -> None:
         """Wait until the next heartbeat is due; set `alarm` as soon as a peer leaves with a reason."""
         if self.alarm.is_set():
-            self._over.wait(seconds)
+            self._stopped.wait(seconds)
             return
         try:
-            self._store.wait([ALARM], timedelta(seconds=seconds))
+            self._store.wait([ALARM_KEY], timedelta(seconds=seconds))
         except dist.DistStoreError:
             return
-        if not self._over.is_set():
+        if not self._stopped.is_set():
             self.alarm.set()
 
-    def _forgive(self, late_s: float) -> None:
+    def _exclude_delay(self, delay_s: float) -> None:
         """Do not count the time in which this process was stopped as silence of the peers."""
-        if late_s > LATE_S:
-            for sign in self.signs:
-                sign.heard, sign.moved = sign.heard + late_s, sign.moved + late_s
+        if delay_s > MAX_DELAY_S:
+            for heartbeat in self.peer_heartbeats:
+                heartbeat.received_at, heartbeat.last_progress_at = (
+                    heartbeat.received_at + delay_s,
+                    heartbeat.last_progress_at + delay_s,
+                )
 
-    def _feel(self) -> None:
+    def _watch_connection(self) -> None:
         """Wait for the end of the connection to the rank before this one; then publish an exit reason for that rank."""
-        before = (self._rank - 1) % self._world
+        previous_rank = (self._rank - 1) % self._world
         try:
-            work: Any = dist.irecv(torch.zeros(1), group=self._group, group_src=before, tag=NEVER_SENT)
+            work: Any = dist.irecv(torch.zeros(1), group=self._group, group_src=previous_rank, tag=UNUSED_TAG)
             self._group = None
             work.wait(FOREVER)
         except RuntimeError as error:
-            if not self._over.is_set():
-                logger.info("rank %d: the connection to rank %d ended: %s", self._rank, before, first_line(error))
-                self._exit_reasons.say(ExitReason(before, "its process is gone"), before)
+            if not self._stopped.is_set():
+                logger.info(
+                    "rank %d: the connection to rank %d ended: %s", self._rank, previous_rank, first_line(error)
+                )
+                self._exit_reasons.publish(ExitReason(previous_rank, "its process is gone"), previous_rank)

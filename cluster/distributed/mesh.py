@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from cluster.device.timing import HOST, EventTimer
+from cluster.device.timing import HOST_TIMER, EventTimer
 from cluster.distributed import nccl
 from cluster.distributed.errors import (
     ExitReason,
@@ -27,7 +27,7 @@ from cluster.distributed.errors import (
     StuckDeviceError,
 )
 from cluster.distributed.heartbeat import HeartbeatMonitor
-from cluster.distributed.process_group import Axis, Shard, added
+from cluster.distributed.process_group import Axis, Shard, sum_in_order
 from cluster.distributed.progress import ProgressClock
 from cluster.observability.logs import first_line
 
@@ -41,10 +41,10 @@ __all__ = [
     "Shard",
     "Store",
     "StuckDeviceError",
-    "added",
     "join",
     "open_store",
-    "threads_run_first",
+    "sum_in_order",
+    "with_realtime_threads",
 ]
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ PrefixStore: Any = dist.PrefixStore  # type: ignore[attr-defined]
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=600)  # a last resort: the replica's watch over the gang acts long before
 JOIN_TIMEOUT = timedelta(seconds=120)
-NAP = timedelta(seconds=60)  # one wait of a sleeping rank, which is repeated until a rank rings
+SLEEP_POLL_TIMEOUT = timedelta(seconds=60)  # one wait of a sleeping rank; it is repeated until a rank wakes the others
 
 
 class Rendezvous(NamedTuple):
@@ -89,9 +89,9 @@ class Mesh:
     """This rank's place in the gang: the axis of all ranks (`world`), that of its attention group (`attn`), the store.
 
     `facts` and `attn_facts` are the same two axes over gloo; on a CPU they are `world` and `attn` themselves.
-    `position` is the (step, phase) of this rank, readable by other threads. `store` and `bell` are two connections to
-    the store, because the method `sleep` blocks one of them. `heartbeat_monitor` is None on CPUs, where collectives
-    report a dead peer.
+    `position` is the (step, phase) of this rank, readable by other threads. `store` and `wake_store` are two
+    connections to the store, because the method `sleep` blocks one of them. `heartbeat_monitor` is None on CPUs, where
+    collectives report a dead peer.
     """
 
     rank: int = 0
@@ -102,7 +102,7 @@ class Mesh:
     epoch: int = 0
     position: tuple[int, str] = (0, "start")
     store: Any = None
-    bell: Any = None
+    wake_store: Any = None
     _exit_reasons: ExitReasons | None = None
     heartbeat_monitor: HeartbeatMonitor | None = None
     _closed: bool = False
@@ -118,7 +118,7 @@ class Mesh:
         return self.rank // self.attn.size
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         """Whether this rank is the leader of its attention group, which schedules for the group."""
         return self.attn.rank == 0
 
@@ -130,10 +130,10 @@ class Mesh:
         """All-gather one row of integers: return the rows of all ranks, in rank order."""
         if self.facts.size == 1:
             return [row]
-        every = self.facts.gather(torch.tensor([row], dtype=torch.int64), [1] * self.facts.size)
-        return [tuple(line) for line in every.tolist()]
+        gathered = self.facts.gather(torch.tensor([row], dtype=torch.int64), [1] * self.facts.size)
+        return [tuple(rank_row) for rank_row in gathered.tolist()]
 
-    def everyones(self, name: str, text: str) -> list[str]:
+    def all_gather_text(self, name: str, text: str) -> list[str]:
         """Publish `text` under `name` in the store, wait for all ranks, and return their texts in rank order."""
         if self.store is None:
             return [text]
@@ -141,7 +141,8 @@ class Mesh:
         return [self.store.get(f"{name}/{rank}").decode() for rank in range(self.world.size)]
 
     def sleep(self, step: int) -> None:
-        """Wait, without using the CPU, until any rank calls `ring` for this step; a `ring` before this call counts.
+        """Wait, without using the CPU, until any rank calls `wake_ranks` for this step; a `wake_ranks` before this call
+        counts.
 
         Raises:
             PeerLostError: the gang is gone.
@@ -149,31 +150,31 @@ class Mesh:
         assert self.store is not None
         while not self._closed:
             try:
-                self.store.wait([f"ring/{step}"], NAP)
+                self.store.wait([f"ring/{step}"], SLEEP_POLL_TIMEOUT)
                 return
             except dist.DistStoreError:
                 continue
             except RuntimeError as error:
                 raise PeerLostError(f"rank 0 is gone: {first_line(error)}", 0, step, "asleep") from error
 
-    def ring(self, step: int) -> None:
+    def wake_ranks(self, step: int) -> None:
         """Wake every rank that sleeps at `step`; any thread may call this."""
-        if self.bell is not None and not self._closed:
+        if self.wake_store is not None and not self._closed:
             try:
-                self.bell.set(f"ring/{step}", "1")
+                self.wake_store.set(f"ring/{step}", "1")
             except RuntimeError:
                 return  # rank 0 is gone; sleeping ranks notice it themselves
 
-    def forget(self, step: int) -> None:
-        """Delete the store's key of `ring` for an earlier step, from which every rank has woken."""
-        if self.rank == 0 and step >= 0 and self.bell is not None:
-            self.bell.delete_key(f"ring/{step}")
+    def delete_wake_key(self, step: int) -> None:
+        """Delete the store's key of `wake_ranks` for an earlier step, from which every rank has woken."""
+        if self.rank == 0 and step >= 0 and self.wake_store is not None:
+            self.wake_store.delete_key(f"ring/{step}")
 
-    def proclaim(self, store: Any) -> None:
+    def start_heartbeats(self, store: Any) -> None:
         """Start the heartbeats of this rank; `store` is a connection used by nothing else."""
         assert self._exit_reasons is not None, "a rank alone has no peers"
         clock, group = self.world.clock, self.facts.group
-        # The prefix is that of `ExitReasons`, whose key `ALARM` the monitor waits for.
+        # The prefix is that of `ExitReasons`, whose key `ALARM_KEY` the monitor waits for.
         self.heartbeat_monitor = HeartbeatMonitor(
             PrefixStore("exit_reasons", store), self._exit_reasons, clock, lambda: self.position, group
         )
@@ -183,10 +184,10 @@ class Mesh:
         """Return the error to raise for `cause`, which the loss of a peer has caused; see `ExitReasons.explain`."""
         assert self._exit_reasons is not None, "a rank alone has no peers"
         return self._exit_reasons.explain(
-            cause, *self.position, None if self.heartbeat_monitor is None else self.heartbeat_monitor.fresh
+            cause, *self.position, None if self.heartbeat_monitor is None else self.heartbeat_monitor.is_fresh
         )
 
-    def loss(self, error: RuntimeError, *, in_collective: bool = False) -> PeerLostError | None:
+    def peer_loss(self, error: RuntimeError, *, in_collective: bool = False) -> PeerLostError | None:
         """Return the loss of a peer if it caused `error`, which a step raised (`in_collective`: in a collective); None
         if the error is this rank's own.
 
@@ -195,33 +196,33 @@ class Mesh:
         """
         if self.world.size == 1:
             return None
-        if nccl.of_device(error) and self._exit_reasons is not None:
-            return self._exit_reasons.bereaved(*self.position)
-        if isinstance(error, torch.OutOfMemoryError) or not (in_collective or nccl.of_collectives(error)):
+        if nccl.is_device_error(error) and self._exit_reasons is not None:
+            return self._exit_reasons.blamed_peer(*self.position)
+        if isinstance(error, torch.OutOfMemoryError) or not (in_collective or nccl.is_collective_error(error)):
             return None
         return self.explain(first_line(error) + nccl.advice(str(error)))
 
     @contextmanager
-    def naming(self) -> Iterator[None]:
+    def reporting_peer_loss(self) -> Iterator[None]:
         """Raise an error of this block as `PeerLostError` if the loss of a peer has caused it."""
         try:
             yield
         except GangError:
             raise
         except RuntimeError as error:
-            lost = self.loss(error)
-            if lost is None:
+            peer_loss = self.peer_loss(error)
+            if peer_loss is None:
                 raise
-            raise lost from error
+            raise peer_loss from error
 
-    def say(self, exit_reason: ExitReason) -> None:
+    def publish_exit_reason(self, exit_reason: ExitReason) -> None:
         """Publish this rank's exit reason; the first one is never replaced."""
         if self._exit_reasons is not None:
-            self._exit_reasons.say(exit_reason)
+            self._exit_reasons.publish(exit_reason)
 
-    def close(self, reason: str = "", drop: Callable[[], object] = lambda: None) -> None:
-        """Leave the gang: peers that wait for this rank get an error at once, and can read `reason`. `drop` releases
-        the graphs that hold collectives.
+    def close(self, reason: str = "", release_graphs: Callable[[], object] = lambda: None) -> None:
+        """Leave the gang: peers that wait for this rank get an error at once, and can read `reason`. `release_graphs`
+        releases the graphs that hold collectives.
         """
         if self._closed:
             return
@@ -229,15 +230,15 @@ class Mesh:
         if self.heartbeat_monitor is not None:
             self.heartbeat_monitor.stop()
         if reason or self.heartbeat_monitor is not None:
-            self.say(ExitReason(self.rank if reason else None, reason))
+            self.publish_exit_reason(ExitReason(self.rank if reason else None, reason))
         if self.world.size > 1 and dist.is_initialized():
-            self._abort(drop)
+            self._abort(release_graphs)
 
-    def _abort(self, drop: Callable[[], object]) -> None:
+    def _abort(self, release_graphs: Callable[[], object]) -> None:
         """Abort the process groups. Unlike destroying them, this also releases a thread that waits in a collective."""
         axes = (self.world, self.attn, self.facts, self.attn_facts)
-        own = [axis.group for axis in axes[:2] if axis.group is not None and axis.direct]
-        if nccl.abort(own, drop):
+        nccl_groups = [axis.group for axis in axes[:2] if axis.group is not None and axis.direct]
+        if nccl.abort(nccl_groups, release_graphs):
             dist.distributed_c10d._abort_process_group()
         else:  # torch's own abort would wait for the communicators, up to the timeout of the group
             logger.error("rank %d: NCCL does not end its communicators; the end of the process will", self.rank)
@@ -257,34 +258,34 @@ def join(
     """
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "0")
     if device.type == "cuda":
-        nccl.settle(os.environ)
+        nccl.disable_torch_supervision(os.environ)
     try:
         tcp = store.tcp if store is not None else _client(rendezvous)
         prefix = PrefixStore(f"epoch/{rendezvous.epoch}", tcp)
         if dist.is_initialized():
             dist.destroy_process_group()
-        attn_tp = world // attn_dp
-        groups = [list(range(g * attn_tp, (g + 1) * attn_tp)) for g in range(attn_dp)]
-        with threads_run_first():
+        group_size = world // attn_dp
+        groups = [list(range(g * group_size, (g + 1) * group_size)) for g in range(attn_dp)]
+        with with_realtime_threads():
             dist.init_process_group("gloo", store=prefix, rank=rank, world_size=world, timeout=COLLECTIVE_TIMEOUT)
             facts, attn_facts = _axes(rank, world, groups, "gloo", ProgressClock())
         axes = (facts, attn_facts)
         if device.type == "cuda":
             axes = _axes(rank, world, groups, "nccl", facts.clock, device)
-            nccl.warm(axes, device)
-        tcp, bell = _client(rendezvous), _client(rendezvous)
+            nccl.warm_up(axes, device)
+        tcp, wake_store = _client(rendezvous), _client(rendezvous)
     except RuntimeError as error:
-        why = first_line(error) + nccl.advice(str(error))
-        raise PeerLostError(f"the ranks did not meet: {why}", None, 0, "join") from error
-    exit_reasons = ExitReasons(PrefixStore("exit_reasons", bell), rank, world)
-    mesh = Mesh(rank, *axes, facts, attn_facts, rendezvous.epoch, (0, "join"), tcp, bell, exit_reasons)
+        problem = first_line(error) + nccl.advice(str(error))
+        raise PeerLostError(f"the ranks did not meet: {problem}", None, 0, "join") from error
+    exit_reasons = ExitReasons(PrefixStore("exit_reasons", wake_store), rank, world)
+    mesh = Mesh(rank, *axes, facts, attn_facts, rendezvous.epoch, (0, "join"), tcp, wake_store, exit_reasons)
     if device.type == "cuda":
-        mesh.proclaim(_client(rendezvous))
+        mesh.start_heartbeats(_client(rendezvous))
     return mesh
 
 
 @contextmanager
-def threads_run_first() -> Iterator[None]:
+def with_realtime_threads() -> Iterator[None]:
     """Give threads that are started in this block real-time priority, if the system allows it (CAP_SYS_NICE).
 
     gloo's threads hardly compute, but other ranks wait for the data that they carry. On a host with as many ranks as
@@ -317,12 +318,12 @@ def _axes(
     and not with the first collective.
     """
     direct = backend == "nccl"
-    timer = EventTimer(device or torch.device("cuda")) if direct else HOST
-    given: dict[str, Any] = {"backend": backend, "timeout": COLLECTIVE_TIMEOUT, "device_id": device}
-    whole = Axis(rank, world, dist.new_group(**given), direct, clock, timer)
-    attn_tp = len(groups[0])
-    if attn_tp == 1:
-        return whole, Axis(clock=clock)
+    timer = EventTimer(device or torch.device("cuda")) if direct else HOST_TIMER
+    options: dict[str, Any] = {"backend": backend, "timeout": COLLECTIVE_TIMEOUT, "device_id": device}
+    world_axis = Axis(rank, world, dist.new_group(**options), direct, clock, timer)
+    group_size = len(groups[0])
+    if group_size == 1:
+        return world_axis, Axis(clock=clock)
     # Torch requires that every rank creates all groups, in the same order, its own or not.
-    made = [dist.new_group(ranks, **given) for ranks in groups]
-    return whole, Axis(rank % attn_tp, attn_tp, made[rank // attn_tp], direct, clock, timer)
+    group_handles = [dist.new_group(ranks, **options) for ranks in groups]
+    return world_axis, Axis(rank % group_size, group_size, group_handles[rank // group_size], direct, clock, timer)

@@ -27,12 +27,12 @@ thread kills the process when that watchdog hangs, as it may when the device han
 after an abort the watchdog rethrows CUDA's error in its own thread, uncaught, which ends the process. BLOCKING_WAIT:
 each collective blocks the host, which then can neither capture nor check its peers.
 """
-OLD_NAMES = {
+OLD_VARIABLE_NAMES = {
     "NCCL_ASYNC_ERROR_HANDLING": "TORCH_NCCL_ASYNC_ERROR_HANDLING",
     "NCCL_BLOCKING_WAIT": "TORCH_NCCL_BLOCKING_WAIT",
 }
-ABORT_S = 1.0  # communicators that take longer to end are left to the end of the process
-WARM_S = 120.0
+ABORT_TIMEOUT_S = 1.0  # communicators that take longer to end are left to the end of the process
+WARM_UP_TIMEOUT_S = 120.0
 
 ADVICE = (
     ("Duplicate GPU", "two ranks use one GPU: give each its own"),
@@ -52,23 +52,23 @@ ADVICE = (
 """(text in the message of an error, advice), the most specific first."""
 
 
-def settle(environment: MutableMapping[str, str]) -> None:
+def disable_torch_supervision(environment: MutableMapping[str, str]) -> None:
     """Set the variables of `SETTINGS`, which torch reads when it makes a communicator.
 
     Raises:
         ConfigError: one of them is already set to another value.
     """
     for name, value in SETTINGS.items():
-        for given in (name, *(old for old, new in OLD_NAMES.items() if new == name)):
-            if environment.get(given, value) != value:
+        for variable in (name, *(old_name for old_name, new_name in OLD_VARIABLE_NAMES.items() if new_name == name)):
+            if environment.get(variable, value) != value:
                 raise ConfigError(
-                    f"{given} is {environment[given]} in the environment, and NCCL under the gang's own supervision "
-                    f"needs {value}; unset it"
+                    f"{variable} is {environment[variable]} in the environment, and NCCL under the gang's own "
+                    f"supervision needs {value}; unset it"
                 )
         environment[name] = value
 
 
-def warm(axes: Sequence[Axis], device: torch.device) -> None:
+def warm_up(axes: Sequence[Axis], device: torch.device) -> None:
     """Run each kind of collective once on every axis and wait: NCCL must not open connections during a capture.
 
     Raises:
@@ -77,40 +77,42 @@ def warm(axes: Sequence[Axis], device: torch.device) -> None:
     for axis in axes:
         if axis.size == 1:
             continue
-        one = torch.ones(axis.size, 1, device=device)
-        axis.all_reduce(one.clone())
-        axis.gather(one[:1], [1] * axis.size)
-        axis.reduce_scatter(one, [1] * axis.size)
-        axis.all_to_all(one, [1] * axis.size, [1] * axis.size)
-        axis.broadcast(one[:1].clone())
-        ended, until = axis.timer.now(), time.monotonic() + WARM_S
-        while not axis.timer.reached(ended):
-            if time.monotonic() > until:
+        ones = torch.ones(axis.size, 1, device=device)
+        axis.all_reduce(ones.clone())
+        axis.gather(ones[:1], [1] * axis.size)
+        axis.reduce_scatter(ones, [1] * axis.size)
+        axis.all_to_all(ones, [1] * axis.size, [1] * axis.size)
+        axis.broadcast(ones[:1].clone())
+        moment, deadline = axis.timer.now(), time.monotonic() + WARM_UP_TIMEOUT_S
+        while not axis.timer.reached(moment):
+            if time.monotonic() > deadline:
                 raise RuntimeError(
-                    f"NCCL's communicator of {axis.size} ranks gave no sum within {WARM_S:g} s; is NCCL_SOCKET_IFNAME "
-                    "an interface that all nodes reach? NCCL_DEBUG=INFO says how far it came"
+                    f"NCCL's communicator of {axis.size} ranks gave no sum within {WARM_UP_TIMEOUT_S:g} s; is "
+                    "NCCL_SOCKET_IFNAME an interface that all nodes reach? NCCL_DEBUG=INFO says how far it came"
                 )
             time.sleep(1e-3)
 
 
-def abort(groups: Sequence[Any], drop: Callable[[], object] = lambda: None, seconds: float = ABORT_S) -> bool:
-    """Abort communicators, and call `drop`, which releases the graphs that hold their collectives. Return after at most
-    `seconds`: whether all communicators have ended.
+def abort(
+    groups: Sequence[Any], release_graphs: Callable[[], object] = lambda: None, timeout_s: float = ABORT_TIMEOUT_S
+) -> bool:
+    """Abort communicators, and call `release_graphs`, which releases the graphs that hold their collectives. Return
+    after at most `timeout_s`: whether all communicators have ended.
 
     Each call runs in its own thread, as they wait for each other. An abort tells the device to leave its collectives,
     then waits until the last graph with collectives is destroyed (`commDestroySync` in NCCL's init.cc). A running graph
     can be destroyed only when the device has left it. And one communicator may wait for the end of another.
     """
-    threads = [threading.Thread(target=_quietly, args=(group.abort,), daemon=True) for group in groups]
-    for thread in (*threads, threading.Thread(target=drop, daemon=True)):
+    threads = [threading.Thread(target=_ignoring_errors, args=(group.abort,), daemon=True) for group in groups]
+    for thread in (*threads, threading.Thread(target=release_graphs, daemon=True)):
         thread.start()
-    until = time.monotonic() + seconds
+    deadline = time.monotonic() + timeout_s
     for thread in threads:
-        thread.join(max(0.0, until - time.monotonic()))
+        thread.join(max(0.0, deadline - time.monotonic()))
     return not any(thread.is_alive() for thread in threads)
 
 
-def _quietly(call: Callable[[], object]) -> None:
+def _ignoring_errors(call: Callable[[], object]) -> None:
     try:
         call()
     except RuntimeError:  # the error of a broken communicator, which is why it is aborted
@@ -119,21 +121,21 @@ def _quietly(call: Callable[[], object]) -> None:
 
 def advice(text: str) -> str:
     """Return advice on an error of NCCL, in brackets; an empty string for other errors."""
-    found = next((words for sign, words in ADVICE if sign in text), "")
-    return f" ({found})" if found and ("NCCL" in text or "nccl" in text) else ""
+    hint = next((hint_text for pattern, hint_text in ADVICE if pattern in text), "")
+    return f" ({hint})" if hint and ("NCCL" in text or "nccl" in text) else ""
 
 
-def of_collectives(error: BaseException) -> bool:
+def is_collective_error(error: BaseException) -> bool:
     """Return whether an error comes from a collective, of gloo or NCCL."""
     text = str(error)
     return isinstance(error, torch.distributed.DistError) or any(word in text for word in ("gloo", "NCCL", "nccl"))
 
 
-def of_device(error: BaseException) -> bool:
+def is_device_error(error: BaseException) -> bool:
     """Return whether CUDA reports an error of the device, other than lack of memory.
 
     It may be caused by a peer: CUDA reports an abort during a replay, or the loss of a peer's memory, with the next
     call, whatever that call does.
     """
-    device = isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error)
-    return device and not isinstance(error, torch.OutOfMemoryError)
+    is_device = isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error)
+    return is_device and not isinstance(error, torch.OutOfMemoryError)

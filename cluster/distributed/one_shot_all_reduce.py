@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MOST_BYTES = 1 << 19  # above this size NCCL is about as fast
-MOST_RANKS = 8  # on one node, each with NVLink to all others
+MAX_BYTES = 1 << 19  # above this size NCCL is about as fast
+MAX_RANKS = 8  # on one node, each with NVLink to all others
 DTYPES = (torch.float32, torch.bfloat16)  # that the kernel can add
-ALIGNED = 16  # bytes that the kernel reads at once
+ALIGNMENT_BYTES = 16  # bytes that the kernel reads at once
 
 
 class WrongSumError(RuntimeError):
@@ -28,21 +28,21 @@ class OneShot:
 
     def __init__(self, group: Any, size: int, device: torch.device) -> None:
         """Raises RuntimeError where the ranks cannot read each other's memory."""
-        if size > MOST_RANKS:
-            raise RuntimeError(f"{size} ranks are more than {MOST_RANKS}")
+        if size > MAX_RANKS:
+            raise RuntimeError(f"{size} ranks are more than {MAX_RANKS}")
         symmetric: Any = import_module("torch.distributed._symmetric_memory")  # slow, and rarely asked for
         self._name = group.group_name
         self._buffers: dict[torch.dtype, Tensor] = {}
         for dtype in DTYPES:
-            buffer = symmetric.empty(MOST_BYTES // dtype.itemsize, dtype=dtype, device=device)
+            buffer = symmetric.empty(MAX_BYTES // dtype.itemsize, dtype=dtype, device=device)
             symmetric.rendezvous(buffer, self._name)
             self._buffers[dtype] = buffer
 
     @staticmethod
-    def takes(rows: Tensor) -> bool:
+    def supports(rows: Tensor) -> bool:
         """Return whether the kernel can sum `rows`. All ranks decide alike, as shapes and dtypes are the same."""
-        size = rows.numel() * rows.element_size()
-        return rows.dtype in DTYPES and 0 < size <= MOST_BYTES and size % ALIGNED == 0
+        num_bytes = rows.numel() * rows.element_size()
+        return rows.dtype in DTYPES and 0 < num_bytes <= MAX_BYTES and num_bytes % ALIGNMENT_BYTES == 0
 
     def __call__(self, rows: Tensor) -> Tensor:
         """Return the sum of all ranks' `rows`."""
@@ -54,22 +54,22 @@ class OneShot:
 def check_against_reference(
     one_shot: "OneShot",
     rank: int,
-    twin: Callable[[Tensor], Tensor],
-    every: Callable[[Tensor], Tensor],
+    reference: Callable[[Tensor], Tensor],
+    all_gather: Callable[[Tensor], Tensor],
     device: torch.device,
 ) -> None:
-    """Compare the kernel's sums of random rows with `twin`, the reference all-reduce, and between ranks, with `every`,
-    an all-gather. All ranks of the axis call this together.
+    """Compare the kernel's sums of random rows with `reference`, the reference all-reduce, and between ranks, with
+    `all_gather`, an all-gather. All ranks of the axis call this together.
 
     Raises:
         WrongSumError: sums differ.
     """
-    source = torch.Generator().manual_seed(rank)
+    generator = torch.Generator().manual_seed(rank)
     for dtype in DTYPES:
-        for numbers in (8, 4096, MOST_BYTES // dtype.itemsize):
-            rows = torch.randn(1, numbers, generator=source).to(device, dtype)
-            summed, expected = one_shot(rows), twin(rows.clone())
+        for count in (8, 4096, MAX_BYTES // dtype.itemsize):
+            rows = torch.randn(1, count, generator=generator).to(device, dtype)
+            summed, expected = one_shot(rows), reference(rows.clone())
             if not torch.allclose(summed.float(), expected.float(), rtol=0.05, atol=0.05):
-                raise WrongSumError(f"sums of {numbers} numbers in {dtype} are not those of the ordinary all-reduce")
-            if not bool((every(summed) == summed).all()):
-                raise WrongSumError(f"ranks get different sums of {numbers} numbers in {dtype}")
+                raise WrongSumError(f"sums of {count} numbers in {dtype} are not those of the ordinary all-reduce")
+            if not bool((all_gather(summed) == summed).all()):
+                raise WrongSumError(f"ranks get different sums of {count} numbers in {dtype}")

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
-from cluster.device.timing import HOST, Timer
+from cluster.device.timing import HOST_TIMER, Timer
 from cluster.distributed.one_shot_all_reduce import OneShot
 from cluster.distributed.progress import ProgressClock
 
@@ -41,11 +41,11 @@ class Axis:
     group: Any = None
     direct: bool = False
     clock: ProgressClock = field(default_factory=ProgressClock)
-    timer: Timer = HOST
+    timer: Timer = HOST_TIMER
     one_shot: OneShot | None = None
 
     @property
-    def part(self) -> Shard:
+    def shard(self) -> Shard:
         """This rank's shard of what the axis splits."""
         return Shard(self.rank, self.size)
 
@@ -53,65 +53,65 @@ class Axis:
         """All-gather: own rows `[counts[rank], ..]` -> all ranks' rows `[sum(counts), ..]`, in rank order."""
         if self.size == 1:
             return rows
-        every = rows.new_empty(sum(counts), *rows.shape[1:])
-        began = self.clock.begin(self.timer)
+        gathered = rows.new_empty(sum(counts), *rows.shape[1:])
+        entered_at = self.clock.begin(self.timer)
         if self.direct and len(set(counts)) == 1:
-            dist.all_gather_into_tensor(every, rows.contiguous(), group=self.group)
+            dist.all_gather_into_tensor(gathered, rows.contiguous(), group=self.group)
         else:
-            own = rows.repeat(self.size, *[1] * (rows.dim() - 1))
-            dist.all_to_all_single(every, own, list(counts), [rows.shape[0]] * self.size, group=self.group)
-        self.clock.end(began, self.timer)
-        return every
+            repeated = rows.repeat(self.size, *[1] * (rows.dim() - 1))
+            dist.all_to_all_single(gathered, repeated, list(counts), [rows.shape[0]] * self.size, group=self.group)
+        self.clock.end(entered_at, self.timer)
+        return gathered
 
     def reduce_scatter(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """Reduce-scatter: partial sums of all ranks' rows `[sum(counts), ..]` -> own rows `[counts[rank], ..]`."""
         if self.size == 1:
             return rows
-        own = counts[self.rank]
-        began = self.clock.begin(self.timer)
+        own_count = counts[self.rank]
+        entered_at = self.clock.begin(self.timer)
         if self.direct and len(set(counts)) == 1:
-            summed = rows.new_empty(own, *rows.shape[1:])
+            summed = rows.new_empty(own_count, *rows.shape[1:])
             dist.reduce_scatter_tensor(summed, rows.contiguous(), group=self.group)
-            self.clock.end(began, self.timer)
+            self.clock.end(entered_at, self.timer)
             return summed
-        parts = rows.new_empty(self.size * own, *rows.shape[1:])
-        dist.all_to_all_single(parts, rows.contiguous(), [own] * self.size, list(counts), group=self.group)
-        self.clock.end(began, self.timer)
-        return added(parts.view(self.size, own, *rows.shape[1:]))
+        received = rows.new_empty(self.size * own_count, *rows.shape[1:])
+        dist.all_to_all_single(received, rows.contiguous(), [own_count] * self.size, list(counts), group=self.group)
+        self.clock.end(entered_at, self.timer)
+        return sum_in_order(received.view(self.size, own_count, *rows.shape[1:]))
 
-    def all_to_all(self, rows: Tensor, sent: Sequence[int], taken: Sequence[int]) -> Tensor:
+    def all_to_all(self, rows: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Tensor:
         """All-to-all: rows sorted by destination rank, `sent[r]` to rank r -> received rows, `taken[r]` from rank r.
 
         Callers agree on the counts first: `sent[r]` on this rank equals `taken[this rank]` on rank r.
         """
         if self.size == 1:
             return rows
-        came = rows.new_empty(sum(taken), *rows.shape[1:])
-        began = self.clock.begin(self.timer)
-        dist.all_to_all_single(came, rows.contiguous(), list(taken), list(sent), group=self.group)
-        self.clock.end(began, self.timer)
-        return came
+        received = rows.new_empty(sum(receive_counts), *rows.shape[1:])
+        entered_at = self.clock.begin(self.timer)
+        dist.all_to_all_single(received, rows.contiguous(), list(receive_counts), list(send_counts), group=self.group)
+        self.clock.end(entered_at, self.timer)
+        return received
 
     def all_reduce(self, rows: Tensor) -> Tensor:
         """All-reduce: partial sums of the same rows -> their sum, same bits on every rank; NCCL sums in place."""
         if self.size == 1:
             return rows
         if not self.direct:
-            return added(self.gather(rows, [rows.shape[0]] * self.size).view(self.size, *rows.shape))
-        began = self.clock.begin(self.timer)
-        if self.one_shot is not None and self.one_shot.takes(rows):
+            return sum_in_order(self.gather(rows, [rows.shape[0]] * self.size).view(self.size, *rows.shape))
+        entered_at = self.clock.begin(self.timer)
+        if self.one_shot is not None and self.one_shot.supports(rows):
             rows = self.one_shot(rows)
         else:
             dist.all_reduce(rows, group=self.group)
-        self.clock.end(began, self.timer)
+        self.clock.end(entered_at, self.timer)
         return rows
 
     def broadcast(self, values: Tensor) -> Tensor:
         """Overwrite `values` in place with those of the group's first rank."""
         if self.size > 1:
-            began = self.clock.begin(self.timer)
+            entered_at = self.clock.begin(self.timer)
             dist.broadcast(values, group=self.group, group_src=0)
-            self.clock.end(began, self.timer)
+            self.clock.end(entered_at, self.timer)
         return values
 
     def leave(self) -> None:
@@ -119,9 +119,9 @@ class Axis:
         self.group = None
 
 
-def added(parts: Tensor) -> Tensor:
+def sum_in_order(summands: Tensor) -> Tensor:
     """Return the sum over the first dimension, added in order so that every rank gets the same bits."""
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
+    total = summands[0]
+    for summand in summands[1:]:
+        total = total + summand
     return total

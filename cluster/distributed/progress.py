@@ -4,75 +4,77 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from cluster.device.timing import HOST, Spans, Timer
+from cluster.device.timing import HOST_TIMER, Spans, Timer
 
 
 @dataclass(slots=True)
 class ProgressClock:
     """Counts the progress of this rank and its device. Other threads may read the counters.
 
-    `begun` is the number of collectives entered; `calls` is the number that returned (on a GPU: were queued). `parts`
-    counts the parts of layers that a rank without peers has reached: the places where ranks with peers enter a
-    collective. On a GPU, `passed` counts the recorded moments that the device has reached, and `awaiting` is True while
-    the host only waits for the device.
+    `collectives_entered` is the number of collectives entered; `collectives_returned` is the number that returned (on a
+    GPU: were queued). `layer_marks` counts the parts of layers that a rank without peers has reached: the places where
+    ranks with peers enter a collective. On a GPU, `device_moments` counts the recorded moments that the device has
+    reached, and `waits_for_device` is True while the host only waits for the device.
     """
 
-    calls: int = 0
-    begun: int = 0
-    parts: int = 0
-    passed: int = 0
-    awaiting: bool = False
-    device: Timer = HOST
-    _waits: Spans = field(default_factory=Spans)
-    _ahead: deque[Any] = field(default_factory=deque)
+    collectives_returned: int = 0
+    collectives_entered: int = 0
+    layer_marks: int = 0
+    device_moments: int = 0
+    waits_for_device: bool = False
+    device_timer: Timer = HOST_TIMER
+    _collective_spans: Spans = field(default_factory=Spans)
+    _pending_moments: deque[Any] = field(default_factory=deque)
 
     @property
-    def marks(self) -> int:
+    def progress_count(self) -> int:
         """The sum of all counters; it grows with every progress."""
-        return self.calls + self.begun + self.parts + self.passed
+        return self.collectives_returned + self.collectives_entered + self.layer_marks + self.device_moments
 
     @property
-    def waits(self) -> bool:
+    def is_waiting(self) -> bool:
         """Whether this rank is in a collective, or waits for its device."""
-        return self.begun > self.calls or self.awaiting
+        return self.collectives_entered > self.collectives_returned or self.waits_for_device
 
-    def begin(self, timer: Timer = HOST) -> Any:
+    def begin(self, timer: Timer = HOST_TIMER) -> Any:
         """Note that a collective is entered; return the moment, for `end`."""
-        self.begun += 1
-        return self._noted(timer.now(), timer)
+        self.collectives_entered += 1
+        return self._record(timer.now(), timer)
 
-    def end(self, began: Any, timer: Timer = HOST) -> None:
-        """Note that the collective entered at `began` has returned."""
-        self._noted(self._waits.add(timer, began), timer)
-        self.calls += 1
+    def end(self, entered_at: Any, timer: Timer = HOST_TIMER) -> None:
+        """Note that the collective entered at `entered_at` has returned."""
+        self._record(self._collective_spans.add(timer, entered_at), timer)
+        self.collectives_returned += 1
 
-    def replayed(self, count: int) -> None:
+    def count_replayed(self, count: int) -> None:
         """Note `count` collectives that the replay of a captured program queued."""
-        self.begun += count
-        self.calls += count
+        self.collectives_entered += count
+        self.collectives_returned += count
 
-    def part(self) -> None:
+    def mark_layer(self) -> None:
         """Note that a rank without peers reaches a part of a layer."""
-        self.parts += 1
+        self.layer_marks += 1
         self.mark()
 
     def mark(self) -> None:
-        """Record a moment here, which `look` counts once the device has reached it."""
-        if self.device is not HOST:
-            self._noted(self.device.now(), self.device)
+        """Record a moment here, which `poll_device` counts once the device has reached it."""
+        if self.device_timer is not HOST_TIMER:
+            self._record(self.device_timer.now(), self.device_timer)
 
-    def look(self) -> int:
-        """Count the moments that the device has reached; return `passed`. Only for the thread that queues its work."""
-        while self._ahead and self.device.reached(self._ahead[0]):
-            self._ahead.popleft()
-            self.passed += 1
-        return self.passed
+    def poll_device(self) -> int:
+        """Count the moments that the device has reached; return `device_moments`. Only for the thread that queues its
+        work.
+        """
+        while self._pending_moments and self.device_timer.reached(self._pending_moments[0]):
+            self._pending_moments.popleft()
+            self.device_moments += 1
+        return self.device_moments
 
-    def _noted(self, moment: Any, timer: Timer) -> Any:
-        if timer is not HOST:
-            self._ahead.append(moment)
+    def _record(self, moment: Any, timer: Timer) -> Any:
+        if timer is not HOST_TIMER:
+            self._pending_moments.append(moment)
         return moment
 
-    def split(self) -> Spans:
+    def take_collective_spans(self) -> Spans:
         """Return the spans spent in collectives since the last call; `take` them once the device has finished them."""
-        return self._waits.split()
+        return self._collective_spans.split()

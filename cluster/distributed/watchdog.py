@@ -9,35 +9,35 @@ import threading
 import time
 from typing import Any
 
-from cluster.device.timing import HOST, Timer
+from cluster.device.timing import HOST_TIMER, Timer
 from cluster.distributed.errors import ExitReason, GangError, PeerLostError, StuckDeviceError
 from cluster.distributed.heartbeat import HeartbeatMonitor, PeerHeartbeat
 from cluster.distributed.mesh import Mesh
 
 LOADING_S = 600.0  # the limit before the first request: ranks compile and capture, and may be minutes apart
-LOOK_S = 2.0  # after this time without progress (or half of the limit) a wait checks the peers' heartbeats
-HELD_UP_S = 1.0  # a longer gap between two polls means that this process was stopped; such a gap does not count
-SHORTEST_S, LONGEST_S = 5e-5, 1e-3  # between two polls of the device
-SHARE = 0.02  # the time between two polls, as a share of the wait so far
+CHECK_AFTER_S = 2.0  # after this time without progress (or half of the limit) a wait checks the peers' heartbeats
+MAX_POLL_GAP_S = 1.0  # a longer gap between two polls means that this process was stopped; such a gap does not count
+MIN_POLL_S, MAX_POLL_S = 5e-5, 1e-3  # between two polls of the device
+POLL_SHARE = 0.02  # the time between two polls, as a share of the wait so far
 
 
 class DeviceWatchdog:
-    """Waits for the device of one rank. `limit_s` is the watchdog's limit: `LOADING_S` until `serve` sets it."""
+    """Waits for the device of one rank. `limit_s` is its limit: `LOADING_S` until `start_serving` sets it."""
 
     def __init__(self, mesh: Mesh, timer: Timer) -> None:
         """`timer` is the timer of this rank's device."""
         self._mesh, self.timer, self._clock = mesh, timer, mesh.world.clock
-        self.limit_s, self._serves = LOADING_S, False
-        self._clock.device = timer
+        self.limit_s, self._serving = LOADING_S, False
+        self._clock.device_timer = timer
         self._thread = 0  # id of the thread that steps
 
-    def serve(self, limit_s: float) -> None:
+    def start_serving(self, limit_s: float) -> None:
         """Use `limit_s` as the limit from now on: the gang begins to serve requests."""
-        self.limit_s, self._serves = limit_s, True
+        self.limit_s, self._serving = limit_s, True
         if self._mesh.heartbeat_monitor is not None:
-            self._mesh.heartbeat_monitor.hurry(limit_s)
+            self._mesh.heartbeat_monitor.set_limit(limit_s)
 
-    def follow(self) -> None:
+    def use_current_thread(self) -> None:
         """Make the calling thread the one that steps: its work goes to this device, and its CPU time counts as progress
         in the heartbeats. Another thread may have loaded the engine.
         """
@@ -46,13 +46,13 @@ class DeviceWatchdog:
         self._thread = thread
         self.timer.here()
         if self._mesh.heartbeat_monitor is not None:
-            self._mesh.heartbeat_monitor.effort.thread = thread
+            self._mesh.heartbeat_monitor.step_thread.thread = thread
 
     def mark(self) -> Any:
         """Return a moment after all work queued so far, for `wait`."""
         return self.timer.now()
 
-    def catch_up(self) -> None:
+    def wait_for_device(self) -> None:
         """Wait until the device has done all work queued so far. Raises as `wait` does."""
         self.wait(self.mark())
 
@@ -64,69 +64,86 @@ class DeviceWatchdog:
             StuckDeviceError: this rank's own device makes no progress.
             RuntimeError: an error of the device's driver.
         """
-        if self.timer is HOST or self.timer.reached(moment):
-            self._clock.look()
+        if self.timer is HOST_TIMER or self.timer.reached(moment):
+            self._clock.poll_device()
             return
-        self._clock.awaiting = True
+        self._clock.waits_for_device = True
         try:
             self._poll(moment)
         finally:
-            self._clock.awaiting = False
+            self._clock.waits_for_device = False
 
     def _poll(self, moment: Any) -> None:
         heartbeat_monitor = self._mesh.heartbeat_monitor
         # Seconds of this wait, and those since the device last reached a moment.
-        waited = still = 0.0
-        passed, last = self._clock.look(), time.monotonic()
+        waited_s = idle_s = 0.0
+        device_moments, last_poll_at = self._clock.poll_device(), time.monotonic()
         while not self.timer.reached(moment):
             if heartbeat_monitor is not None and heartbeat_monitor.alarm.is_set():
                 raise self._mesh.explain("a peer left while this rank's device waited for it")
-            time.sleep(min(LONGEST_S, max(SHORTEST_S, SHARE * waited)))
+            time.sleep(min(MAX_POLL_S, max(MIN_POLL_S, POLL_SHARE * waited_s)))
             now = time.monotonic()
-            waited, still = waited + now - last, still + (now - last if now - last < HELD_UP_S else 0.0)
-            last = now
-            if self._clock.look() != passed:
-                passed, still = self._clock.passed, 0.0
-            if still > min(LOOK_S, self.limit_s / 2):
-                self._look(heartbeat_monitor, still)
+            waited_s, idle_s = (
+                waited_s + now - last_poll_at,
+                idle_s + (now - last_poll_at if now - last_poll_at < MAX_POLL_GAP_S else 0.0),
+            )
+            last_poll_at = now
+            if self._clock.poll_device() != device_moments:
+                device_moments, idle_s = self._clock.device_moments, 0.0
+            if idle_s > min(CHECK_AFTER_S, self.limit_s / 2):
+                self._check_ranks(heartbeat_monitor, idle_s)
 
-    def _look(self, heartbeat_monitor: HeartbeatMonitor | None, still: float) -> None:
-        """Raise if this device or a peer is lost; this rank's device has made no progress for `still` seconds."""
+    def _check_ranks(self, heartbeat_monitor: HeartbeatMonitor | None, idle_s: float) -> None:
+        """Raise if this device or a peer is lost; this rank's device has made no progress for `idle_s` seconds."""
         if heartbeat_monitor is None:
-            if still > self.limit_s:
-                raise self._lost(self._mesh.rank, f"has done nothing for {still:.1f} s")
+            if idle_s > self.limit_s:
+                raise self._blame(self._mesh.rank, f"has done nothing for {idle_s:.1f} s")
             return
-        now, own, signs = time.monotonic(), self._mesh.rank, heartbeat_monitor.signs
-        unanswered = now - heartbeat_monitor.answered
+        now, own_rank, heartbeats = time.monotonic(), self._mesh.rank, heartbeat_monitor.peer_heartbeats
+        unanswered_s = now - heartbeat_monitor.store_answered_at
         # Rank 0 keeps the store: if the store does not answer the other ranks, rank 0 hangs.
-        if own and unanswered > self.limit_s:
-            raise self._lost(0, f"and its store have not answered for {unanswered:.1f} s", said=signs[0])
+        if own_rank and unanswered_s > self.limit_s:
+            raise self._blame(
+                0, f"and its store have not answered for {unanswered_s:.1f} s", last_heartbeat=heartbeats[0]
+            )
         # The longest silence of a peer; `rank` is negated, so that the lowest of several equally silent ranks is taken.
-        silence, rank = max((now - sign.heard, -rank) for rank, sign in enumerate(signs) if rank != own)
-        heard = own == 0 or unanswered < self.limit_s / 2  # heartbeats come through the store: no answer, no heartbeats
-        if heard and silence > self.limit_s:
-            raise self._lost(-rank, f"has given no sign for {silence:.1f} s", said=signs[-rank])
-        # Only if no rank at all makes progress is the gang stuck: `quiet` is the time since the last progress of any.
-        quiet = min([still, *(now - sign.moved for rank, sign in enumerate(signs) if rank != own)])
-        if still > self.limit_s and quiet > self.limit_s:
-            behind = self._furthest_behind(signs)
-            raise self._lost(behind, f"is furthest behind, and no rank has done anything for {quiet:.1f} s")
+        silent_s, rank = max(
+            (now - heartbeat.received_at, -rank) for rank, heartbeat in enumerate(heartbeats) if rank != own_rank
+        )
+        # Heartbeats come through the store: if it does not answer, no heartbeat can come.
+        store_answers = own_rank == 0 or unanswered_s < self.limit_s / 2
+        if store_answers and silent_s > self.limit_s:
+            raise self._blame(-rank, f"has given no sign for {silent_s:.1f} s", last_heartbeat=heartbeats[-rank])
+        # The gang is stuck only if no rank makes progress: `gang_idle_s` is the time since the last progress of any.
+        gang_idle_s = min(
+            [
+                idle_s,
+                *(now - heartbeat.last_progress_at for rank, heartbeat in enumerate(heartbeats) if rank != own_rank),
+            ]
+        )
+        if idle_s > self.limit_s and gang_idle_s > self.limit_s:
+            last_rank = self._furthest_behind(heartbeats)
+            raise self._blame(last_rank, f"is furthest behind, and no rank has done anything for {gang_idle_s:.1f} s")
 
-    def _furthest_behind(self, signs: list[PeerHeartbeat]) -> int:
+    def _furthest_behind(self, heartbeats: list[PeerHeartbeat]) -> int:
         """Return the rank whose device is furthest behind; among equals a peer before this rank, then the lowest."""
-        own = self._mesh.rank
-        places = [(sign.step, sign.passed) for sign in signs]
-        places[own] = (self._mesh.position[0], self._clock.passed)
-        return min(range(len(places)), key=lambda rank: (places[rank], rank == own))
+        own_rank = self._mesh.rank
+        progress = [(heartbeat.step, heartbeat.device_moments) for heartbeat in heartbeats]
+        progress[own_rank] = (self._mesh.position[0], self._clock.device_moments)
+        return min(range(len(progress)), key=lambda rank: (progress[rank], rank == own_rank))
 
-    def _lost(self, rank: int, what: str, said: PeerHeartbeat | None = None) -> GangError:
+    def _blame(self, rank: int, problem: str, last_heartbeat: PeerHeartbeat | None = None) -> GangError:
         """Return the error that blames `rank`. If a peer is blamed, publish it as this rank's exit reason first."""
         step, phase = self._mesh.position
-        last = "" if said is None or said.count < 0 else f", its last in step {said.step}, phase {said.phase}"
-        name = "watchdog_timeout_s" if self._serves else "while loading"
-        limit = f"the limit is {self.limit_s:g} s, {name}"
-        reason = f"rank {rank} {what}{last} ({limit}; waited for in step {step}, phase {phase})"
+        last_position = (
+            ""
+            if last_heartbeat is None or last_heartbeat.count < 0
+            else f", its last in step {last_heartbeat.step}, phase {last_heartbeat.phase}"
+        )
+        limit_name = "watchdog_timeout_s" if self._serving else "while loading"
+        limit = f"the limit is {self.limit_s:g} s, {limit_name}"
+        reason = f"rank {rank} {problem}{last_position} ({limit}; waited for in step {step}, phase {phase})"
         if rank == self._mesh.rank:
             return StuckDeviceError(f"the device of {reason}", rank, step, phase)
-        self._mesh.say(ExitReason(rank, reason))
+        self._mesh.publish_exit_reason(ExitReason(rank, reason))
         return PeerLostError(reason, rank, step, phase)

@@ -1,9 +1,9 @@
 """All-to-all of rows for expert-parallel experts: which rows go to which ranks, in what order, and with what data.
 
-Experts are divided into `parts`. Neighbouring ranks share one part: each of them holds some columns of the part's
-experts. A row goes once to every rank of each part that holds one of its experts, with the weights and ids of all its
-experts. Legend: m rows that a rank carries (its share of its group's rows), k experts that a row takes, H hidden, n
-ranks, S rows that a rank sends.
+Experts are divided into `ep_size` parts; part i is that of EP rank i. Neighbouring ranks may share one EP rank: each of
+them then holds some columns of the part's experts. A row goes once to every rank of each part that holds one of its
+experts, with the weights and ids of all its experts. Legend: m rows that a rank carries (its share of its group's
+rows), k experts that a row takes, H hidden, n ranks, S rows that a rank sends.
 """
 
 from collections.abc import Sequence
@@ -11,83 +11,87 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cluster.device.wait_hook import catch_up
-from cluster.distributed.mesh import Shard, added
-from cluster.models.context import part_of_experts
+from cluster.device.wait_hook import wait_for_device
+from cluster.distributed.mesh import Shard, sum_in_order
+from cluster.models.context import expert_shard
 
-Table = tuple[tuple[int, ...], ...]
-"""The number of rows that each rank sends to each part, `[n][parts]`; the same on all ranks."""
+RowCounts = tuple[tuple[int, ...], ...]
+"""The number of rows that each rank sends to each EP rank, `[n][ep_size]`; the same on all ranks."""
 
-INTEGERS = {torch.float64: torch.int64, torch.float32: torch.int32, torch.float16: torch.int16}
-INTEGERS[torch.bfloat16] = torch.int16
+INTEGER_DTYPES = {torch.float64: torch.int64, torch.float32: torch.int32, torch.float16: torch.int16}
+INTEGER_DTYPES[torch.bfloat16] = torch.int16
 
 
 class AllToAll:
-    """Where this rank's m rows go: `counts` of rows to each part, indices of the rows that go `to` each rank."""
+    """Where this rank's m rows go: `counts` of rows by EP rank, and `rows_to_rank`, the indices of the rows by rank."""
 
-    def __init__(self, taken: Tensor, parts: int, ranks: int) -> None:
-        """`taken` `[m, k]` are the parts that hold the experts of each row. Waits for the device to read the counts."""
-        hits = taken.new_zeros(taken.shape[0], parts, dtype=torch.bool).scatter_(1, taken, True)
-        self.carried = taken.shape[0]
-        going = hits.sum(0)
-        catch_up()  # wait under the watchdog: `tolist` alone would hang if a peer is lost
-        self.counts: tuple[int, ...] = tuple(going.tolist())
-        each = torch.split(hits.t().nonzero()[:, 1], list(self.counts))
-        self.to = [each[part] for part in held(parts, ranks)]
+    def __init__(self, ep_ranks: Tensor, ep_size: int, world_size: int) -> None:
+        """`ep_ranks` `[m, k]` are those of the experts of each row. Waits for the device to read the counts."""
+        is_sent = ep_ranks.new_zeros(ep_ranks.shape[0], ep_size, dtype=torch.bool).scatter_(1, ep_ranks, True)
+        self.num_rows = ep_ranks.shape[0]
+        counts = is_sent.sum(0)
+        wait_for_device()  # wait under the watchdog: `tolist` alone would hang if a peer is lost
+        self.counts: tuple[int, ...] = tuple(counts.tolist())
+        rows_to_ep_rank = torch.split(is_sent.t().nonzero()[:, 1], list(self.counts))
+        self.rows_to_rank = [rows_to_ep_rank[ep_rank] for ep_rank in ep_ranks_of(ep_size, world_size)]
 
     @property
     def rows(self) -> Tensor:
         """The indices of the rows to send, in order of destination rank, `[S]`."""
-        return torch.cat(self.to)
+        return torch.cat(self.rows_to_rank)
 
-    def summed(self, came: Tensor, common: range) -> Tensor:
+    def sum_received(self, received: Tensor, common_ranks: range) -> Tensor:
         """Partial sums that came back, `[.., H]` -> their sums `[m, H]`, added in rank order.
 
-        `came` holds, rank by rank, one sum for each row that went to that rank. If the rank is in `common`, one more
-        sum follows for every row that this rank carries.
+        `received` holds, rank by rank, one sum for each row that went to that rank. If the rank is in `common_ranks`,
+        one more sum follows for every row that this rank carries.
         """
-        every = torch.arange(self.carried, device=came.device)
-        places = []
-        for rank, went in enumerate(self.to):
-            places.append(went + rank * self.carried)
-            if rank in common:
-                places.append(every + rank * self.carried)
+        all_rows = torch.arange(self.num_rows, device=received.device)
+        targets = []
+        for rank, rows in enumerate(self.rows_to_rank):
+            targets.append(rows + rank * self.num_rows)
+            if rank in common_ranks:
+                targets.append(all_rows + rank * self.num_rows)
         # Row i from rank r is added at place r * m + i. A place gets at most two numbers, so the order in which a GPU
         # adds them, which is not fixed, does not change the sum.
-        total = came.new_zeros(len(self.to) * self.carried, came.shape[1]).index_add_(0, torch.cat(places), came)
-        return added(total.view(len(self.to), self.carried, came.shape[1]))
+        total = received.new_zeros(len(self.rows_to_rank) * self.num_rows, received.shape[1]).index_add_(
+            0, torch.cat(targets), received
+        )
+        return sum_in_order(total.view(len(self.rows_to_rank), self.num_rows, received.shape[1]))
 
 
-def held(parts: int, ranks: int) -> list[int]:
-    """Return the part of the experts that each rank holds."""
-    return [part_of_experts(parts, Shard(rank, ranks)).rank for rank in range(ranks)]
+def ep_ranks_of(ep_size: int, world_size: int) -> list[int]:
+    """Return the EP rank of each rank."""
+    return [expert_shard(ep_size, Shard(rank, world_size)).rank for rank in range(world_size)]
 
 
-def flows(table: Table, rank: int) -> tuple[list[int], list[int]]:
+def send_receive_counts(row_counts: RowCounts, rank: int) -> tuple[list[int], list[int]]:
     """Return the numbers of rows that `rank` sends to each rank and receives from each."""
-    parts = held(len(table[0]), len(table))
-    return [table[rank][part] for part in parts], [row[parts[rank]] for row in table]
+    ep_ranks = ep_ranks_of(len(row_counts[0]), len(row_counts))
+    return [row_counts[rank][ep_rank] for ep_rank in ep_ranks], [counts[ep_ranks[rank]] for counts in row_counts]
 
 
-def impossible(table: Table, carried: Sequence[int], active: int) -> int | None:
-    """Return the first rank whose counts are impossible for its rows, or None. A row goes to at least 1 part, and to at
-    most min(active, parts) parts.
+def first_invalid_rank(row_counts: RowCounts, num_rows: Sequence[int], experts_per_row: int) -> int | None:
+    """Return the first rank whose counts are impossible for its rows, or None. A row goes to at least 1 EP rank,
+    and to at most min(experts_per_row, ep_size).
     """
-    for rank, (counts, rows) in enumerate(zip(table, carried, strict=True)):
-        most = rows * min(active, len(counts))
-        if not all(0 <= count <= rows for count in counts) or not rows <= sum(counts) <= most:
+    for rank, (counts, rows) in enumerate(zip(row_counts, num_rows, strict=True)):
+        max_sent = rows * min(experts_per_row, len(counts))
+        if not all(0 <= count <= rows for count in counts) or not rows <= sum(counts) <= max_sent:
             return rank
     return None
 
 
-def packed(rows: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+def pack_rows(rows: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
     """Join rows `[m, H]`, weights `[m, k]` and expert ids `[m, k]` to `[m, H + 2 k]`. Ids travel as bit patterns,
     because bfloat16, for example, cannot represent all ids as numbers.
     """
-    return torch.cat([rows, weights, experts.to(INTEGERS[rows.dtype]).view(rows.dtype)], 1)
+    return torch.cat([rows, weights, experts.to(INTEGER_DTYPES[rows.dtype]).view(rows.dtype)], 1)
 
 
-def unpacked(given: Tensor, active: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Split what `packed` joined: rows, weights, ids as int64."""
-    rows, weights, experts = torch.split(given, [given.shape[1] - 2 * active, active, active], 1)
-    return rows, weights, experts.view(INTEGERS[given.dtype]).long()
+def unpack_rows(packed: Tensor, experts_per_row: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Split what `pack_rows` joined: rows, weights, ids as int64."""
+    rows, weights, experts = torch.split(
+        packed, [packed.shape[1] - 2 * experts_per_row, experts_per_row, experts_per_row], 1
+    )
+    return rows, weights, experts.view(INTEGER_DTYPES[packed.dtype]).long()

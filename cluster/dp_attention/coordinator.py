@@ -20,13 +20,13 @@ class Coordinator:
     ) -> None:
         """`shapes` are the trees by tier, deepest last. `target` and `draft` are the exchange calls of the models."""
         self._mesh, self._rule, self._shapes, self._target, self._draft = mesh, rule, shapes, target, draft
-        self._ops = zlib.crc32(repr((target, draft)).encode())
-        self._digest = 0
+        self._ops_checksum = zlib.crc32(repr((target, draft)).encode())
+        self._plan_digest = 0
         self._plan: StepPlan | None = None
-        self._sum: tuple[tuple[object, ...], int] = (), 0
-        self._script: tuple[tuple[object, ...], list[ScriptCall]] = (), []
+        self._cached_fingerprint: tuple[tuple[object, ...], int] = (), 0
+        self._cached_script: tuple[tuple[object, ...], list[ScriptCall]] = (), []
         self.step = 0
-        self.order = self.results = 0
+        self.step_input_checksum = self.results_checksum = 0
         """Checksums for the next header: of the step input and of the last results of this rank's group."""
 
     def header(self) -> RankFacts:
@@ -34,49 +34,52 @@ class Coordinator:
         return RankFacts(
             self._mesh.epoch,
             self.step,
-            self._digest,
-            self._mesh.world.clock.calls,
+            self._plan_digest,
+            self._mesh.world.clock.collectives_returned,
             num_steps=len(self._shapes) - 1,
-            rule=self._fingerprint(),
-            order=self.order,
-            results=self.results,
+            rule_checksum=self._fingerprint(),
+            step_input_checksum=self.step_input_checksum,
+            results_checksum=self.results_checksum,
         )
 
     def agree(self, facts: RankFacts) -> StepPlan:
-        """Return the plan of the next step, on which all ranks agree. Call `taken` when that step is over.
+        """Return the plan of the next step, on which all ranks agree. Call `finish_step` when that step is over.
 
         Raises:
-            OutOfStepError: a rank's header differs from the others', or `taken` was not called for the last step.
+            OutOfStepError: a rank's header differs from the others', or `finish_step` was not called for the last step.
         """
         self._mesh.enter("agree", self.step)
         if self._plan is not None:
-            raise self._off(self._mesh.rank, f"agrees on step {self.step} but has not taken the one before")
-        table = [RankFacts(*row) for row in self._mesh.all_gather_row(facts)]
+            raise self._out_of_step_error(
+                self._mesh.rank, f"agrees on step {self.step} but has not taken the one before"
+            )
+        facts_by_rank = [RankFacts(*rank_facts) for rank_facts in self._mesh.all_gather_row(facts)]
         for name in HEADER:
-            self._compare(name, [getattr(row, name) for row in table], range(len(table)))
+            self._compare(name, [getattr(rank_facts, name) for rank_facts in facts_by_rank], range(len(facts_by_rank)))
         # Step inputs and results must be equal within a group only: different groups serve different requests.
-        for leader in range(0, len(table), self._rule.attn_tp):
-            group = range(leader, min(leader + self._rule.attn_tp, len(table)))
+        for leader in range(0, len(facts_by_rank), self._rule.attn_tp):
+            group = range(leader, min(leader + self._rule.attn_tp, len(facts_by_rank)))
             for name in GROUP_HEADER:
-                self._compare(name, [getattr(table[rank], name) for rank in group], group)
-        plan = self._rule.plan(table, self._shapes[-1])
+                self._compare(name, [getattr(facts_by_rank[rank], name) for rank in group], group)
+        plan = self._rule.plan(facts_by_rank, self._shapes[-1])
         if plan.step != self.step:
-            raise self._off(self._mesh.rank, f"has a plan for step {plan.step} in step {self.step}")
-        self.step, self._digest, self._plan = self.step + 1, plan.digest, plan
+            raise self._out_of_step_error(self._mesh.rank, f"has a plan for step {plan.step} in step {self.step}")
+        self.step, self._plan_digest, self._plan = self.step + 1, plan.digest, plan
         return plan
 
     def script(self) -> list[ScriptCall]:
         """Return the exchange calls that the agreed step makes, in order."""
         assert self._plan is not None, "there is no script before a plan"
         plan = self._plan
-        runs = plan.key, plan.counted, plan.order_words, plan.scored, plan.empty or plan.leaving
-        given = runs, self._shapes, self._rule.attn_tp
-        if given != self._script[0]:  # many steps have the script of the step before, so the last script is kept
+        plan_key = plan.key, plan.routes_to_experts, plan.step_input_len, plan.scored, plan.empty or plan.leaving
+        cache_key = plan_key, self._shapes, self._rule.attn_tp
+        # Many steps have the script of the step before, so the last script is kept.
+        if cache_key != self._cached_script[0]:
             shape = plan.tree(self._shapes)
-            self._script = given, script(plan, shape, self._target, self._draft, self._rule.attn_tp > 1)
-        return self._script[1]
+            self._cached_script = cache_key, script(plan, shape, self._target, self._draft, self._rule.attn_tp > 1)
+        return self._cached_script[1]
 
-    def taken(self) -> None:
+    def finish_step(self) -> None:
         """Note that the agreed step is over: the next `agree` may follow."""
         self._plan = None
 
@@ -86,16 +89,16 @@ class Coordinator:
         Raises:
             OutOfStepError: a rank has another plan.
         """
-        table = self._mesh.all_gather_row((plan.digest,))
-        self._compare("plan", [row[0] for row in table], range(len(table)))
+        digests = self._mesh.all_gather_row((plan.digest,))
+        self._compare("plan", [digest[0] for digest in digests], range(len(digests)))
 
     def _fingerprint(self) -> int:
         """A checksum of everything besides the facts that determines plans and scripts; cached until a part changes."""
-        given = self._mesh.world.size, self._mesh.attn.size, self._rule, self._shapes
-        if any(a is not b for a, b in zip_longest(given, self._sum[0])):
+        inputs = self._mesh.world.size, self._mesh.attn.size, self._rule, self._shapes
+        if any(a is not b for a, b in zip_longest(inputs, self._cached_fingerprint[0])):
             trees = [(s.num_steps, s.topk, s.num_draft_tokens) for s in self._shapes]
-            self._sum = given, zlib.crc32(repr((given[:3], trees, self._ops)).encode())
-        return self._sum[1]
+            self._cached_fingerprint = inputs, zlib.crc32(repr((inputs[:3], trees, self._ops_checksum)).encode())
+        return self._cached_fingerprint[1]
 
     def _compare(self, name: str, values: list[int], ranks: range) -> None:
         """Raise unless all values are equal. The error names the first rank that differs from the most common value.
@@ -103,11 +106,13 @@ class Coordinator:
         """
         if len(set(values)) == 1:
             return
-        right = max(values, key=values.count)
-        odd = next(i for i, value in enumerate(values) if value != right)
-        other = ranks[values.index(right)]
-        raise self._off(ranks[odd], f"is at {name} {values[odd]}, rank {other} at {right}")
+        majority = max(values, key=values.count)
+        odd_index = next(i for i, value in enumerate(values) if value != majority)
+        majority_rank = ranks[values.index(majority)]
+        raise self._out_of_step_error(
+            ranks[odd_index], f"is at {name} {values[odd_index]}, rank {majority_rank} at {majority}"
+        )
 
-    def _off(self, rank: int, what: str) -> OutOfStepError:
+    def _out_of_step_error(self, rank: int, problem: str) -> OutOfStepError:
         step = self.step if self._plan is None else self._plan.step
-        return OutOfStepError(f"rank {rank} {what} (step {step}, phase agree)", rank, step, "agree")
+        return OutOfStepError(f"rank {rank} {problem} (step {step}, phase agree)", rank, step, "agree")

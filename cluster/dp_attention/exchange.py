@@ -16,9 +16,16 @@ from torch import Tensor
 
 from cluster.capture.recorder import opaque
 from cluster.distributed.mesh import Axis, GangError, Mesh, OutOfStepError
-from cluster.dp_attention.all2all import AllToAll, Table, flows, impossible, packed, unpacked
+from cluster.dp_attention.all2all import (
+    AllToAll,
+    RowCounts,
+    first_invalid_rank,
+    pack_rows,
+    send_receive_counts,
+    unpack_rows,
+)
 from cluster.dp_attention.plan import ScriptCall
-from cluster.dp_attention.step_input_codec import shared
+from cluster.dp_attention.step_input_codec import broadcast_from_leader
 from cluster.models.exchange import ExpertParallelLayer, Shards
 
 T = TypeVar("T")
@@ -31,14 +38,14 @@ class Exchange:
     the number of parts of the experts.
     """
 
-    def __init__(self, mesh: Mesh, dtype: torch.dtype, vocab_over_world: bool = False, parts: int = 1) -> None:
-        self._mesh, self._dtype, self.wide = mesh, dtype, vocab_over_world and mesh.attn_dp > 1
-        self._parts = parts
-        self._vocab = mesh.world if self.wide else mesh.attn
+    def __init__(self, mesh: Mesh, dtype: torch.dtype, vocab_over_world: bool = False, ep_size: int = 1) -> None:
+        self._mesh, self._dtype, self.over_world = mesh, dtype, vocab_over_world and mesh.attn_dp > 1
+        self._ep_size = ep_size
+        self._vocab = mesh.world if self.over_world else mesh.attn
         self.size = self._vocab.size
-        self.counted = False
+        self.routes_to_experts = False
         self._script: deque[ScriptCall] = deque()
-        self._call = ScriptCall("before the script", "", ())
+        self._current_call = ScriptCall("before the script", "", ())
         self._step = 0
 
     @property
@@ -46,12 +53,12 @@ class Exchange:
         """The shards of embedding and head; None if there is only one shard."""
         return None if self.size == 1 else self
 
-    def begin(self, step: int, calls: Iterable[ScriptCall], counted: bool = False) -> None:
-        """Begin a step with the calls of its script. `counted` is `StepPlan.counted`."""
-        self._step, self._script, self.counted = step, deque(calls), counted
+    def begin(self, step: int, calls: Iterable[ScriptCall], routes_to_experts: bool = False) -> None:
+        """Begin a step with the calls of its script. `routes_to_experts` is that of `StepPlan`."""
+        self._step, self._script, self.routes_to_experts = step, deque(calls), routes_to_experts
 
     @property
-    def rest(self) -> tuple[ScriptCall, ...]:
+    def remaining_calls(self) -> tuple[ScriptCall, ...]:
         """The calls of the script that are not made yet."""
         return tuple(self._script)
 
@@ -63,12 +70,16 @@ class Exchange:
         """
         for number, (call, planned) in enumerate(zip_longest(calls, self._script)):
             if call != planned:
-                self._call = planned or self._call
-                would = "ends" if call is None else f"calls {call.op} of rows {list(call.rows)} in phase {call.phase}"
-                comes = "the step ends" if planned is None else f"{_words(self._call)} comes next"
-                raise self._off(f"is about to replay a program that {would} as its call {number} where {comes}")
+                self._current_call = planned or self._current_call
+                program_does = (
+                    "ends" if call is None else f"calls {call.op} of rows {list(call.rows)} in phase {call.phase}"
+                )
+                script_says = "the step ends" if planned is None else f"{_describe(self._current_call)} comes next"
+                raise self._out_of_step_error(
+                    f"is about to replay a program that {program_does} as its call {number} where {script_says}"
+                )
         self._script.clear()
-        self._call = self._call._replace(phase="replay")
+        self._current_call = self._current_call._replace(phase="replay")
 
     def end(self) -> None:
         """Check that the step has made all calls of its script.
@@ -77,250 +88,270 @@ class Exchange:
             OutOfStepError: names the first call left out.
         """
         if self._script:
-            self._call = self._script[0]
-            raise self._off(f"ended where {_words(self._call)} comes next")
+            self._current_call = self._script[0]
+            raise self._out_of_step_error(f"ended where {_describe(self._current_call)} comes next")
 
-    def share(self, words: list[int]) -> list[int]:
-        """Broadcast the leader's `words` (a packed step input) to the attention group, over gloo."""
-        attn, count = self._mesh.attn_facts, self._next("share").rows[self._mesh.dp_rank]
-        if self._mesh.leads and len(words) != count:
-            raise self._off(f"brings {len(words)} words to share where {count} are planned")
-        return self._run(attn, shared, words, count, attn)
+    def share(self, integers: list[int]) -> list[int]:
+        """Broadcast the leader's `integers` (a packed step input) to the attention group, over gloo."""
+        axis, count = self._mesh.attn_facts, self._next_call("share").rows[self._mesh.dp_rank]
+        if self._mesh.is_leader and len(integers) != count:
+            raise self._out_of_step_error(f"brings {len(integers)} words to share where {count} are planned")
+        return self._run_collective(axis, broadcast_from_leader, integers, count, axis)
 
     def reduce(self, rows: Tensor) -> Tensor:
         """Partial sums of own rows `[T, ..]` -> their sum over the attention group."""
-        call = self._next("reduce")
-        self._check(rows, self._own(call), call.width)
-        return self._summed(rows)
+        call = self._next_call("reduce")
+        self._check_shape(rows, self._own_rows(call), call.width)
+        return self._all_reduce(rows)
 
     def gather(self, rows: Tensor) -> Tensor:
         """Own rows `[T, H]` -> the rows of every group."""
-        call = self._next("gather")
-        self._check(rows, self._own(call), call.width)
-        return self._spread(rows, call)
+        call = self._next_call("gather")
+        self._check_shape(rows, self._own_rows(call), call.width)
+        return self._all_gather_rows(rows, call)
 
-    def scatter(self, rows: Tensor, common: Tensor | None = None) -> Tensor:
-        """Partial sums for the rows of every group -> own rows `[T, H]`, summed over the world. `common` `[T, H]` are
-        further partial sums for own rows; they are added to `rows` in place.
+    def scatter(self, rows: Tensor, group_sums: Tensor | None = None) -> Tensor:
+        """Partial sums for the rows of every group -> own rows `[T, H]`, summed over the world. `group_sums` `[T, H]`
+        are further partial sums for own rows; they are added to `rows` in place.
         """
-        call = self._next("scatter")
-        if common is not None:
-            own = self._own(call)
-            self._check(rows, sum(call.rows), call.width)
-            self._check(common, own, call.width)
-            rows.narrow(0, sum(call.rows[: self._mesh.dp_rank]), own).add_(common)
-        return self._collect(rows, call)
+        call = self._next_call("scatter")
+        if group_sums is not None:
+            own_rows = self._own_rows(call)
+            self._check_shape(rows, sum(call.rows), call.width)
+            self._check_shape(group_sums, own_rows, call.width)
+            rows.narrow(0, sum(call.rows[: self._mesh.dp_rank]), own_rows).add_(group_sums)
+        return self._reduce_scatter(rows, call)
 
-    def to_experts(self, rows: Tensor, experts: ExpertParallelLayer, common: Tensor | None) -> Tensor:
+    def to_experts(self, rows: Tensor, experts: ExpertParallelLayer, group_sums: Tensor | None) -> Tensor:
         """Own rows `[T, H]` -> the sums of their experts' outputs, equal bit by bit to those of `gather` and `scatter`.
         Ranks first exchange counts. Then each rank sends the rows that it carries to the ranks that hold their experts.
         """
-        start, stop = self._mesh.attn.part.span(rows.shape[0])  # each rank of a group carries a share of its rows
-        mine = rows[start:stop]
-        weights, chosen, parts = experts.choose(mine)
-        all2all = AllToAll(parts, self._parts, self._mesh.world.size)
-        table = self.counts(all2all)
-        came = self.dispatch(packed(mine, weights, chosen)[all2all.rows], table, all2all)
-        made = experts.run(*unpacked(came, chosen.shape[1]))
-        return self.combine(made, table, all2all, common)
+        start, stop = self._mesh.attn.shard.span(rows.shape[0])  # each rank of a group carries a share of its rows
+        own_rows = rows[start:stop]
+        weights, expert_ids, ep_ranks = experts.choose(own_rows)
+        all2all = AllToAll(ep_ranks, self._ep_size, self._mesh.world.size)
+        row_counts = self.counts(all2all)
+        received = self.dispatch(pack_rows(own_rows, weights, expert_ids)[all2all.rows], row_counts, all2all)
+        outputs = experts.run(*unpack_rows(received, expert_ids.shape[1]))
+        return self.combine(outputs, row_counts, all2all, group_sums)
 
-    def counts(self, all2all: AllToAll) -> Table:
+    def counts(self, all2all: AllToAll) -> RowCounts:
         """All-gather how many rows each rank sends to each part of the experts. `all2all` has the counts of this rank.
 
         Raises:
             OutOfStepError: the counts of a rank are impossible for the planned rows.
         """
-        call, mesh = self._next("counts"), self._mesh
-        carried = self._counts(call)
-        if (all2all.carried, len(all2all.counts)) != (carried[mesh.rank], call.width):
-            brings = f"brings counts of {all2all.carried} rows for {len(all2all.counts)} parts"
-            raise self._off(f"{brings} where {carried[mesh.rank]} rows for {call.width} parts are planned")
-        table = self._run(mesh.facts, lambda: tuple(mesh.all_gather_row(all2all.counts)))
-        odd = impossible(table, carried, call.columns)
-        if odd is not None:
-            what = f"counts {list(table[odd])} of {carried[odd]} rows, which cannot be"
-            raise self._off(f"tells {what}", odd)
-        return table
+        call, mesh = self._next_call("counts"), self._mesh
+        planned_rows = self._rows_per_rank(call)
+        if (all2all.num_rows, len(all2all.counts)) != (planned_rows[mesh.rank], call.width):
+            actual = f"brings counts of {all2all.num_rows} rows for {len(all2all.counts)} parts"
+            raise self._out_of_step_error(
+                f"{actual} where {planned_rows[mesh.rank]} rows for {call.width} parts are planned"
+            )
+        row_counts = self._run_collective(mesh.facts, lambda: tuple(mesh.all_gather_row(all2all.counts)))
+        invalid_rank = first_invalid_rank(row_counts, planned_rows, call.columns)
+        if invalid_rank is not None:
+            problem = f"counts {list(row_counts[invalid_rank])} of {planned_rows[invalid_rank]} rows, which cannot be"
+            raise self._out_of_step_error(f"tells {problem}", invalid_rank)
+        return row_counts
 
-    def dispatch(self, rows: Tensor, table: Table, all2all: AllToAll) -> Tensor:
+    def dispatch(self, rows: Tensor, row_counts: RowCounts, all2all: AllToAll) -> Tensor:
         """Rows in order of destination rank -> the rows that come to the experts of this rank, in order of source rank.
 
         Raises:
-            OutOfStepError: the rows do not match the `table` of counts.
+            OutOfStepError: the rows do not match the `row_counts` of counts.
         """
-        call, world = self._next("dispatch"), self._mesh.world
-        sent, taken = flows(table, world.rank)
-        if all2all.counts != table[world.rank]:
-            raise self._off(f"is about to dispatch {list(all2all.counts)} rows and told {list(table[world.rank])}")
-        self._check(rows, sum(sent), call.width)
-        return self._run(world, world.all_to_all, rows, sent, taken)
+        call, world = self._next_call("dispatch"), self._mesh.world
+        send_counts, receive_counts = send_receive_counts(row_counts, world.rank)
+        if all2all.counts != row_counts[world.rank]:
+            raise self._out_of_step_error(
+                f"is about to dispatch {list(all2all.counts)} rows and told {list(row_counts[world.rank])}"
+            )
+        self._check_shape(rows, sum(send_counts), call.width)
+        return self._run_collective(world, world.all_to_all, rows, send_counts, receive_counts)
 
-    def combine(self, made: Tensor, table: Table, all2all: AllToAll, common: Tensor | None) -> Tensor:
-        """Send back the partial sums `made`, which are in the order of the rows that came, each to the rank that
+    def combine(self, outputs: Tensor, row_counts: RowCounts, all2all: AllToAll, common: Tensor | None) -> Tensor:
+        """Send back the partial sums `outputs`, which are in the order of the rows that came, each to the rank that
         carries its row. Return own rows, summed; `common` is as in `scatter`.
         """
-        call, mesh = self._next("combine"), self._mesh
-        carried, (sent, taken) = self._counts(call), flows(table, mesh.rank)
-        self._check(made, sum(taken), call.width)
-        back, group = list(torch.split(made, taken)), range(0)
+        call, mesh = self._next_call("combine"), self._mesh
+        rows_per_rank, (dispatched_counts, received_counts) = (
+            self._rows_per_rank(call),
+            send_receive_counts(row_counts, mesh.rank),
+        )
+        self._check_shape(outputs, sum(received_counts), call.width)
+        returned, group_ranks = list(torch.split(outputs, received_counts)), range(0)
         if common is not None:
-            self._check(common, self._own(call), call.width)
+            self._check_shape(common, self._own_rows(call), call.width)
             # Sums of `common` stay in the group: append for each of its ranks the sums of the rows that it carries.
-            group = range(mesh.dp_rank * mesh.attn.size, (mesh.dp_rank + 1) * mesh.attn.size)
-            for rank, more in zip(group, torch.split(common, carried[group.start : group.stop]), strict=True):
-                back[rank] = torch.cat([back[rank], more])
-            sent = [count + (rank in group) * carried[mesh.rank] for rank, count in enumerate(sent)]
-        # On the way back this rank sends `gone[r]` rows to rank r, and takes `sent[r]` rows from it.
-        gone = [rows.shape[0] for rows in back]
-        came = self._run(mesh.world, mesh.world.all_to_all, torch.cat(back), gone, sent)
-        return self._join(all2all.summed(came, group), call)
+            group_ranks = range(mesh.dp_rank * mesh.attn.size, (mesh.dp_rank + 1) * mesh.attn.size)
+            for rank, common_rows in zip(
+                group_ranks, torch.split(common, rows_per_rank[group_ranks.start : group_ranks.stop]), strict=True
+            ):
+                returned[rank] = torch.cat([returned[rank], common_rows])
+            dispatched_counts = [
+                count + (rank in group_ranks) * rows_per_rank[mesh.rank] for rank, count in enumerate(dispatched_counts)
+            ]
+        # On the way back this rank sends `send_counts[r]` rows to rank r, and takes `dispatched_counts[r]` from it.
+        send_counts = [rows.shape[0] for rows in returned]
+        received = self._run_collective(
+            mesh.world, mesh.world.all_to_all, torch.cat(returned), send_counts, dispatched_counts
+        )
+        return self._gather_group(all2all.sum_received(received, group_ranks), call)
 
     def embed(self, ids: Tensor, lookup: Callable[[Tensor], Tensor]) -> Tensor:
         """Token ids `[T]` -> rows `[T, H]`, where `lookup` gives zeros for ids of another shard."""
-        call = self._next("embed")
-        self._check(ids, self._own(call))
-        if self.wide:
-            return self._collect(lookup(self._spread(ids, call)), call)
+        call = self._next_call("embed")
+        self._check_shape(ids, self._own_rows(call))
+        if self.over_world:
+            return self._reduce_scatter(lookup(self._all_gather_rows(ids, call)), call)
         rows = lookup(ids)
-        self._check(rows, self._own(call), call.width)
-        return self._summed(rows)
+        self._check_shape(rows, self._own_rows(call), call.width)
+        return self._all_reduce(rows)
 
     def head(self, rows: Tensor, project: Callable[[Tensor], Tensor]) -> tuple[Tensor, int]:
         """Rows `[T, H]` -> this shard's logits `[T', v]` of the rows scored here, computed by `project`; and the index
         of the first own row among these rows.
         """
-        call = self._next("head")
-        self._check(rows, self._own(call), call.width)
-        logits = project(self._spread(rows, call) if self.wide else rows)
-        self._check(logits, self._scored(call), call.columns)
-        return logits, self._first(call)
+        call = self._next_call("head")
+        self._check_shape(rows, self._own_rows(call), call.width)
+        logits = project(self._all_gather_rows(rows, call) if self.over_world else rows)
+        self._check_shape(logits, self._num_scored_rows(call), call.columns)
+        return logits, self._first_own_row(call)
 
     def spread(self, numbers: Tensor) -> Tensor:
         """Int64 numbers of own rows `[T, k]` -> the numbers of the rows of every group, `[T', k]`."""
-        call = self._next("spread")
-        self._check(numbers, self._own(call), call.width, torch.int64)
-        return self._spread(numbers, call)
+        call = self._next_call("spread")
+        self._check_shape(numbers, self._own_rows(call), call.width, torch.int64)
+        return self._all_gather_rows(numbers, call)
 
     def highest(self, numbers: Tensor) -> Tensor:
         """A float64 of each row scored, `[T', 1]` -> the maximum over all shards."""
-        call = self._next("highest")
-        self._check(numbers, self._scored(call), call.width, torch.float64)
-        return self._every(numbers).amax(0)
+        call = self._next_call("highest")
+        self._check_shape(numbers, self._num_scored_rows(call), call.width, torch.float64)
+        return self._all_gather_shards(numbers).amax(0)
 
     def add(self, numbers: Tensor) -> Tensor:
         """Int64 numbers of each row scored, `[T', k]` -> their sums over all shards."""
-        call = self._next("add")
-        self._check(numbers, self._scored(call), call.width, torch.int64)
-        return self._run(self._vocab, self._vocab.all_reduce, numbers)
+        call = self._next_call("add")
+        self._check_shape(numbers, self._num_scored_rows(call), call.width, torch.int64)
+        return self._run_collective(self._vocab, self._vocab.all_reduce, numbers)
 
     def compare(self, numbers: Tensor) -> Tensor:
         """Float64 numbers of each row scored, `[T', k]` -> the numbers of all shards for own rows, `[n, T, k]`."""
-        call = self._next("compare")
-        self._check(numbers, self._scored(call), call.width, torch.float64)
-        first = self._first(call)
-        return self._every(numbers)[:, first : first + self._own(call)]
+        call = self._next_call("compare")
+        self._check_shape(numbers, self._num_scored_rows(call), call.width, torch.float64)
+        first = self._first_own_row(call)
+        return self._all_gather_shards(numbers)[:, first : first + self._own_rows(call)]
 
-    def _next(self, op: str) -> ScriptCall:
+    def _next_call(self, op: str) -> ScriptCall:
         """Take the next call off the script; it must be `op`."""
         if not self._script:
-            self._call = self._call._replace(phase=f"after {self._call.phase}")
-            raise self._off(f"calls {op} where the step ends")
-        self._call = self._script.popleft()
-        self._mesh.enter(self._call.phase, self._step)
-        if self._call.op != op:
-            raise self._off(f"calls {op} where {_words(self._call)} comes next")
-        return self._call
+            self._current_call = self._current_call._replace(phase=f"after {self._current_call.phase}")
+            raise self._out_of_step_error(f"calls {op} where the step ends")
+        self._current_call = self._script.popleft()
+        self._mesh.enter(self._current_call.phase, self._step)
+        if self._current_call.op != op:
+            raise self._out_of_step_error(f"calls {op} where {_describe(self._current_call)} comes next")
+        return self._current_call
 
-    def _check(self, rows: Tensor, count: int, width: int | None = None, dtype: torch.dtype | None = None) -> None:
+    def _check_shape(
+        self, rows: Tensor, count: int, width: int | None = None, dtype: torch.dtype | None = None
+    ) -> None:
         """Raise unless `rows` have the planned shape and dtype; `width` is None for token ids `[T]`."""
         planned = (count,) if width is None else (count, width)
         dtype = torch.int64 if width is None else dtype or self._dtype
         if rows.shape != planned or rows.dtype != dtype:
-            brings = f"brings {list(rows.shape)} of {rows.dtype}"
-            raise self._off(f"{brings} to {self._call.op} where {list(planned)} of {dtype} are planned")
+            actual = f"brings {list(rows.shape)} of {rows.dtype}"
+            raise self._out_of_step_error(
+                f"{actual} to {self._current_call.op} where {list(planned)} of {dtype} are planned"
+            )
 
-    def _own(self, call: ScriptCall) -> int:
+    def _own_rows(self, call: ScriptCall) -> int:
         return call.rows[self._mesh.dp_rank]
 
-    def _scored(self, call: ScriptCall) -> int:
+    def _num_scored_rows(self, call: ScriptCall) -> int:
         """T', the number of rows that each shard of the vocabulary scores."""
-        return sum(call.rows) if self.wide else self._own(call)
+        return sum(call.rows) if self.over_world else self._own_rows(call)
 
-    def _first(self, call: ScriptCall) -> int:
+    def _first_own_row(self, call: ScriptCall) -> int:
         """The index of the first own row among the rows scored."""
-        return sum(call.rows[: self._mesh.dp_rank]) if self.wide else 0
+        return sum(call.rows[: self._mesh.dp_rank]) if self.over_world else 0
 
-    def _off(self, what: str, rank: int | None = None) -> OutOfStepError:
+    def _out_of_step_error(self, problem: str, rank: int | None = None) -> OutOfStepError:
         """The error that says that this rank, or `rank`, is out of step."""
-        rank, phase = self._mesh.rank if rank is None else rank, self._call.phase
-        return OutOfStepError(f"rank {rank} {what} (step {self._step}, phase {phase})", rank, self._step, phase)
+        rank, phase = self._mesh.rank if rank is None else rank, self._current_call.phase
+        return OutOfStepError(f"rank {rank} {problem} (step {self._step}, phase {phase})", rank, self._step, phase)
 
-    def _run(self, axis: Axis, collective: Callable[..., T], *given: Any) -> T:
+    def _run_collective(self, axis: Axis, collective: Callable[..., T], *arguments: Any) -> T:
         """Run one collective over `axis`, and check that the collective was entered exactly once. Pass its tensors in
-        `given`, not in a closure: a tape could not reuse the buffers of tensors that a recorded closure holds.
+        `arguments`, not in a closure: a tape could not reuse the buffers of tensors that a recorded closure holds.
         """
         if axis.size == 1:
-            return collective(*given)
-        result: T = opaque(self._entered, self._call, collective, *given)
+            return collective(*arguments)
+        result: T = opaque(self._enter_collective, self._current_call, collective, *arguments)
         return result
 
-    def _entered(self, call: ScriptCall, collective: Callable[..., T], *given: Any) -> T:
+    def _enter_collective(self, call: ScriptCall, collective: Callable[..., T], *arguments: Any) -> T:
         """Return the result of the collective of `call`. A tape makes this call again in every replay."""
         clock = self._mesh.world.clock
-        entered = clock.calls + 1
+        expected_calls = clock.collectives_returned + 1
         try:
-            result = collective(*given)
+            result = collective(*arguments)
         except GangError:
             raise
         except RuntimeError as error:
-            lost = self._mesh.loss(error, in_collective=True)  # a lost peer shows as a RuntimeError of the backend
-            if lost is None:
+            # A lost peer shows as a RuntimeError of the backend.
+            peer_loss = self._mesh.peer_loss(error, in_collective=True)
+            if peer_loss is None:
                 raise
-            raise lost from error
-        if clock.calls != entered:
-            raise self._off(f"did not enter the collective of {_words(call)} exactly once")
+            raise peer_loss from error
+        if clock.collectives_returned != expected_calls:
+            raise self._out_of_step_error(f"did not enter the collective of {_describe(call)} exactly once")
         return result
 
-    def _counts(self, call: ScriptCall) -> list[int]:
+    def _rows_per_rank(self, call: ScriptCall) -> list[int]:
         """The rows that each rank of the world carries: the ranks of a group split its rows as `Shard.span` does."""
         n = self._mesh.attn.size
         return [rows * (i + 1) // n - rows * i // n for rows in call.rows for i in range(n)]
 
-    def _summed(self, rows: Tensor) -> Tensor:
+    def _all_reduce(self, rows: Tensor) -> Tensor:
         """Partial sums of own rows -> their sum over the attention group."""
         attn = self._mesh.attn
-        return self._run(attn, attn.all_reduce, rows)
+        return self._run_collective(attn, attn.all_reduce, rows)
 
-    def _spread(self, rows: Tensor, call: ScriptCall) -> Tensor:
+    def _all_gather_rows(self, rows: Tensor, call: ScriptCall) -> Tensor:
         """Own rows -> the rows of every group. With one group, own rows are all rows."""
         world = self._mesh.world
         if self._mesh.attn_dp == 1:
             return rows
-        start, stop = self._mesh.attn.part.span(rows.shape[0])
-        counts = self._counts(call)
-        return self._run(world, lambda own: world.gather(own, counts), rows[start:stop])
+        start, stop = self._mesh.attn.shard.span(rows.shape[0])
+        counts = self._rows_per_rank(call)
+        return self._run_collective(world, lambda own: world.gather(own, counts), rows[start:stop])
 
-    def _every(self, numbers: Tensor) -> Tensor:
+    def _all_gather_shards(self, numbers: Tensor) -> Tensor:
         """Numbers of the rows scored, `[T', k]` -> the numbers of all shards, `[n, T', k]`."""
         axis, (count, width) = self._vocab, numbers.shape
-        every = self._run(axis, lambda own: axis.gather(own, [count] * axis.size), numbers)
-        return every.view(axis.size, count, width)
+        gathered = self._run_collective(axis, lambda own: axis.gather(own, [count] * axis.size), numbers)
+        return gathered.view(axis.size, count, width)
 
-    def _collect(self, rows: Tensor, call: ScriptCall) -> Tensor:
+    def _reduce_scatter(self, rows: Tensor, call: ScriptCall) -> Tensor:
         """Partial sums of every group's rows -> own rows, summed over the world."""
         world = self._mesh.world
-        self._check(rows, sum(call.rows), call.width)
+        self._check_shape(rows, sum(call.rows), call.width)
         if self._mesh.attn_dp == 1:
-            return self._run(world, world.all_reduce, rows)
-        counts = self._counts(call)
-        return self._join(self._run(world, lambda sums: world.reduce_scatter(sums, counts), rows), call)
+            return self._run_collective(world, world.all_reduce, rows)
+        counts = self._rows_per_rank(call)
+        return self._gather_group(
+            self._run_collective(world, lambda partial_sums: world.reduce_scatter(partial_sums, counts), rows), call
+        )
 
-    def _join(self, mine: Tensor, call: ScriptCall) -> Tensor:
+    def _gather_group(self, carried_rows: Tensor, call: ScriptCall) -> Tensor:
         """The rows that this rank carries -> all rows of its group."""
-        attn, planned = self._mesh.attn, self._own(call)
+        attn, planned = self._mesh.attn, self._own_rows(call)
         counts = [planned * (i + 1) // attn.size - planned * i // attn.size for i in range(attn.size)]
-        return self._run(attn, lambda own: attn.gather(own, counts), mine)
+        return self._run_collective(attn, lambda rows: attn.gather(rows, counts), carried_rows)
 
 
-def _words(call: ScriptCall) -> str:
+def _describe(call: ScriptCall) -> str:
     return f"{call.op} of rows {list(call.rows)}"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-MOST_ROWS = 1024
+MAX_CAPTURED_ROWS = 1024
 """Most target rows of a captured step, counted with the deepest tree. The buffers of a program grow with its rows; the
 time that it saves does not."""
 
@@ -23,14 +23,14 @@ class Sizes(NamedTuple):
 
     decodes: int
     prompt_rows: int
-    finals: int
+    finishing_prompts: int
 
-    def rows(self, nodes: int) -> int:
-        """The target rows, R N + c, with trees of N `nodes`."""
-        return self.decodes * nodes + self.prompt_rows
+    def rows(self, tree_nodes: int) -> int:
+        """The target rows, R N + c, with trees of N `tree_nodes`."""
+        return self.decodes * tree_nodes + self.prompt_rows
 
 
-def most(groups: Sequence[Sizes]) -> Sizes:
+def max_sizes(groups: Sequence[Sizes]) -> Sizes:
     """The largest of each size over the groups."""
     return Sizes(*(max(column) for column in zip(*groups, strict=True)))
 
@@ -39,21 +39,21 @@ def most(groups: Sequence[Sizes]) -> Sizes:
 class Buckets:
     """The sizes of captured programs, ascending. If `sizes` is empty, programs have exactly the sizes that occur.
 
-    A captured step has at most `rows` target rows. It has prompt rows only if `prompts` is True. If `alike` is True,
-    all groups must run the same sizes in a captured step: a graph cannot hold an all-to-all that exchanges parts of
-    different sizes.
+    A captured step has at most `max_rows` target rows. It has prompt rows only if `allow_prompts` is True. If
+    `equal_sizes` is True, all groups must run the same sizes in a captured step: a graph cannot hold an all-to-all that
+    exchanges parts of different sizes.
     """
 
     sizes: tuple[int, ...] = ()
-    rows: int = MOST_ROWS
-    prompts: bool = True
-    alike: bool = False
+    max_rows: int = MAX_CAPTURED_ROWS
+    allow_prompts: bool = True
+    equal_sizes: bool = False
 
-    def hold(self, own: Sizes, nodes: int) -> bool:
-        """Whether a captured program may have the sizes `own`, with trees of `nodes` nodes."""
-        return own.rows(nodes) <= self.rows and (self.prompts or not own.prompt_rows)
+    def can_hold(self, sizes: Sizes, tree_nodes: int) -> bool:
+        """Whether a captured program may have the sizes `sizes`, with trees of `tree_nodes` nodes."""
+        return sizes.rows(tree_nodes) <= self.max_rows and (self.allow_prompts or not sizes.prompt_rows)
 
-    def fitted(self, groups: Sequence[Sizes]) -> Sizes | None:
+    def fit(self, groups: Sequence[Sizes]) -> Sizes | None:
         """Return the smallest sizes of a program into which each of `groups` fits, or None if a group is too large for
         any program.
 
@@ -61,36 +61,36 @@ class Buckets:
         point.
         """
         if not self.sizes:
-            largest = most(groups)
-            return largest._replace(prompt_rows=_with_ends(groups, largest.finals))
-        decodes = self._least(max(own.decodes for own in groups))
-        finals = self._least(max(own.finals for own in groups))
-        if decodes is None or finals is None:
+            needed = max_sizes(groups)
+            return needed._replace(prompt_rows=_prompt_rows_needed(groups, needed.finishing_prompts))
+        decodes = self._bucket(max(group.decodes for group in groups))
+        finishing_prompts = self._bucket(max(group.finishing_prompts for group in groups))
+        if decodes is None or finishing_prompts is None:
             return None
-        rows = self._least(_with_ends(groups, finals))
-        return None if rows is None else Sizes(decodes, rows, finals)
+        prompt_rows = self._bucket(_prompt_rows_needed(groups, finishing_prompts))
+        return None if prompt_rows is None else Sizes(decodes, prompt_rows, finishing_prompts)
 
-    def _least(self, count: int) -> int | None:
+    def _bucket(self, count: int) -> int | None:
         """Return the smallest size that is at least `count`, but 0 for 0; None if `count` is larger than every size."""
         if count == 0 or count > self.sizes[-1]:
             return None if count else 0
         return self.sizes[bisect_left(self.sizes, count)]
 
-    def spans(self) -> list[range]:
+    def padded_ranges(self) -> list[range]:
         """For each size, the range of the numbers of requests that are padded to it."""
         return [range(below + 1, size + 1) for below, size in pairwise((0, *self.sizes))]
 
 
-def _with_ends(groups: Sequence[Sizes], finals: int) -> int:
-    """Return the most prompt rows that a group needs in a program of `finals` finishing prompts: its own rows, and one
-    idle row if it has fewer finishing prompts.
+def _prompt_rows_needed(groups: Sequence[Sizes], finishing_prompts: int) -> int:
+    """Return the most prompt rows that a group needs in a program of `finishing_prompts` finishing prompts: its own
+    rows, and one idle row if it has fewer finishing prompts.
     """
-    return max(own.prompt_rows + (own.finals < finals) for own in groups)
+    return max(group.prompt_rows + (group.finishing_prompts < finishing_prompts) for group in groups)
 
 
-def multiples(sizes: Sequence[int], of: int) -> tuple[int, ...]:
-    """Return ascending `sizes`, each rounded up to a multiple of `of`, without duplicates."""
-    return tuple(dict.fromkeys(-(-size // of) * of for size in sizes))
+def multiples(sizes: Sequence[int], divisor: int) -> tuple[int, ...]:
+    """Return ascending `sizes`, each rounded up to a multiple of `divisor`, without duplicates."""
+    return tuple(dict.fromkeys(-(-size // divisor) * divisor for size in sizes))
 
 
 def sizes_up_to(largest: int) -> tuple[int, ...]:

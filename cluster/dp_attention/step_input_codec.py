@@ -23,118 +23,140 @@ from cluster.batch import (
 from cluster.device.staging import bits_of, float_of
 from cluster.distributed.mesh import Axis
 
-WORD = 8  # bytes of text per integer
+BYTES_PER_INTEGER = 8  # bytes of text per integer
 
 
-def pack(order: StepInput) -> list[int]:
-    """Return `order` as 64-bit integers: each list follows its length, and a float is given by its bits."""
-    words = [int(order.mode), len(order.decodes)]
-    for decode in order.decodes:
-        words += decode
-    words.append(len(order.lens))
-    for pair in order.lens:
-        words += pair
-    words.append(len(order.chunks))
-    for chunk in order.chunks:
-        words += (chunk.row, chunk.start, chunk.stop, int(chunk.final), chunk.scored, *chunk.tokens)
-    words.append(len(order.samplings))
-    for s in order.samplings:
-        words += (s.row, bits_of(s.temperature), s.top_k, bits_of(s.top_p), bits_of(s.min_p), s.seed)
-    words.append(len(order.adjustings))
-    for each in order.adjustings:
-        words += _adjusting_words(each)
-    words.append(len(order.constraints))
-    for constraint in order.constraints:
-        words += _constraint_words(constraint)
-    words.append(len(order.writes))
-    for write in order.writes:
-        words += write
-    words.append(len(order.copies))
-    for copy in order.copies:
-        words += copy
-    return words
+def pack(step_input: StepInput) -> list[int]:
+    """Return `step_input` as 64-bit integers: each list follows its length, and a float is given by its bits."""
+    integers = [int(step_input.mode), len(step_input.decodes)]
+    for decode in step_input.decodes:
+        integers += decode
+    integers.append(len(step_input.lens))
+    for pair in step_input.lens:
+        integers += pair
+    integers.append(len(step_input.chunks))
+    for chunk in step_input.chunks:
+        integers += (chunk.row, chunk.start, chunk.stop, int(chunk.final), chunk.scored, *chunk.tokens)
+    integers.append(len(step_input.samplings))
+    for sampling in step_input.samplings:
+        integers += (
+            sampling.row,
+            bits_of(sampling.temperature),
+            sampling.top_k,
+            bits_of(sampling.top_p),
+            bits_of(sampling.min_p),
+            sampling.seed,
+        )
+    integers.append(len(step_input.penalties))
+    for penalties in step_input.penalties:
+        integers += _pack_penalties(penalties)
+    integers.append(len(step_input.constraints))
+    for grammar in step_input.constraints:
+        integers += _pack_grammar(grammar)
+    integers.append(len(step_input.writes))
+    for write in step_input.writes:
+        integers += write
+    integers.append(len(step_input.copies))
+    for copy in step_input.copies:
+        integers += copy
+    return integers
 
 
-def unpack(words: list[int]) -> StepInput:
-    """Return the step input that `pack` packed into `words`."""
-    w = iter(words)  # arguments are evaluated from left to right, so they read the words in order
+def unpack(integers: list[int]) -> StepInput:
+    """Return the step input that `pack` packed into `integers`."""
+    remaining = iter(integers)  # arguments are evaluated from left to right, so they read the integers in order
     return StepInput(
-        mode=SamplingMode(next(w)),
-        decodes=tuple(DecodeRequest(next(w), next(w), next(w)) for _ in range(next(w))),
-        lens=tuple((next(w), next(w)) for _ in range(next(w))),
-        chunks=tuple(_chunk(w) for _ in range(next(w))),
+        mode=SamplingMode(next(remaining)),
+        decodes=tuple(DecodeRequest(next(remaining), next(remaining), next(remaining)) for _ in range(next(remaining))),
+        lens=tuple((next(remaining), next(remaining)) for _ in range(next(remaining))),
+        chunks=tuple(_unpack_chunk(remaining) for _ in range(next(remaining))),
         samplings=tuple(
-            RowSampling(next(w), float_of(next(w)), next(w), float_of(next(w)), float_of(next(w)), next(w))
-            for _ in range(next(w))
+            RowSampling(
+                next(remaining),
+                float_of(next(remaining)),
+                next(remaining),
+                float_of(next(remaining)),
+                float_of(next(remaining)),
+                next(remaining),
+            )
+            for _ in range(next(remaining))
         ),
-        adjustings=tuple(_adjusting(w) for _ in range(next(w))),
-        constraints=tuple(_constraint(w) for _ in range(next(w))),
-        writes=tuple(PageWrite(next(w), next(w), next(w)) for _ in range(next(w))),
-        copies=tuple(PageCopy(next(w), next(w), next(w)) for _ in range(next(w))),
+        penalties=tuple(_unpack_penalties(remaining) for _ in range(next(remaining))),
+        constraints=tuple(_unpack_grammar(remaining) for _ in range(next(remaining))),
+        writes=tuple(PageWrite(next(remaining), next(remaining), next(remaining)) for _ in range(next(remaining))),
+        copies=tuple(PageCopy(next(remaining), next(remaining), next(remaining)) for _ in range(next(remaining))),
     )
 
 
-def checksum(order: StepInput) -> int:
-    """Return a checksum of `order`: equal step inputs have equal checksums on every rank."""
-    return zlib.crc32(array("q", pack(order)))
+def checksum(step_input: StepInput) -> int:
+    """Return a checksum of `step_input`: equal step inputs have equal checksums on every rank."""
+    return zlib.crc32(array("q", pack(step_input)))
 
 
-def shared(words: list[int], count: int, axis: Axis) -> list[int]:
+def broadcast_from_leader(integers: list[int], count: int, axis: Axis) -> list[int]:
     """Broadcast the leader's `count` words, and return them on every rank of the group."""
-    row = torch.tensor(words, dtype=torch.int64) if axis.rank == 0 else torch.empty(count, dtype=torch.int64)
-    got: list[int] = axis.broadcast(row).tolist()
-    return got
+    buffer = torch.tensor(integers, dtype=torch.int64) if axis.rank == 0 else torch.empty(count, dtype=torch.int64)
+    received: list[int] = axis.broadcast(buffer).tolist()
+    return received
 
 
-def _adjusting_words(each: RowPenalties) -> Iterator[int]:
-    yield from (each.row, bits_of(each.presence), bits_of(each.frequency), bits_of(each.repetition))
-    yield from (each.missing, each.prompt_len, int(each.allowed is not None))
-    for tokens in (each.tokens, each.late, each.allowed or (), *each.bad_words):
+def _pack_penalties(penalties: RowPenalties) -> Iterator[int]:
+    yield from (penalties.row, bits_of(penalties.presence), bits_of(penalties.frequency), bits_of(penalties.repetition))
+    yield from (penalties.min_tokens_left, penalties.prompt_len, int(penalties.allowed is not None))
+    for tokens in (penalties.tokens, penalties.stop_tokens, penalties.allowed or (), *penalties.bad_words):
         yield len(tokens)
         yield from tokens
     yield 0  # ends the list of bad words, as none of them is empty
-    yield len(each.bias)
-    for token, bias in each.bias:
+    yield len(penalties.bias)
+    for token, bias in penalties.bias:
         yield from (token, bits_of(bias))
 
 
-def _adjusting(w: Iterator[int]) -> RowPenalties:
-    def some() -> tuple[int, ...]:
-        return tuple(next(w) for _ in range(next(w)))
+def _unpack_penalties(integers: Iterator[int]) -> RowPenalties:
+    def token_list() -> tuple[int, ...]:
+        return tuple(next(integers) for _ in range(next(integers)))
 
-    row, presence, frequency, repetition = next(w), *(float_of(next(w)) for _ in range(3))
-    missing, prompt_len, restricted = next(w), next(w), bool(next(w))
-    tokens, late, allowed, bad_words = some(), some(), some(), tuple(iter(some, ()))
+    row, presence, frequency, repetition = next(integers), *(float_of(next(integers)) for _ in range(3))
+    min_tokens_left, prompt_len, has_allowed = next(integers), next(integers), bool(next(integers))
+    tokens, stop_tokens, allowed, bad_words = token_list(), token_list(), token_list(), tuple(iter(token_list, ()))
     return RowPenalties(
         row=row,
         presence=presence,
         frequency=frequency,
         repetition=repetition,
-        missing=missing,
+        min_tokens_left=min_tokens_left,
         prompt_len=prompt_len,
         tokens=tokens,
-        late=late,
-        bias=tuple((next(w), float_of(next(w))) for _ in range(next(w))),
-        allowed=allowed if restricted else None,
+        stop_tokens=stop_tokens,
+        bias=tuple((next(integers), float_of(next(integers))) for _ in range(next(integers))),
+        allowed=allowed if has_allowed else None,
         bad_words=bad_words,
     )
 
 
-def _constraint_words(constraint: RowGrammar) -> Iterator[int]:
-    text = constraint.grammar.encode()
-    yield from (constraint.row, len(text))
-    yield from array("q", text + bytes(-len(text) % WORD))  # padded to whole integers
-    yield len(constraint.tokens)
-    yield from constraint.tokens
+def _pack_grammar(grammar: RowGrammar) -> Iterator[int]:
+    text = grammar.grammar.encode()
+    yield from (grammar.row, len(text))
+    yield from array("q", text + bytes(-len(text) % BYTES_PER_INTEGER))  # padded to whole integers
+    yield len(grammar.tokens)
+    yield from grammar.tokens
 
 
-def _constraint(w: Iterator[int]) -> RowGrammar:
-    row, length = next(w), next(w)
-    text = array("q", (next(w) for _ in range(-(-length // WORD)))).tobytes()[:length].decode()
-    return RowGrammar(row, text, tuple(next(w) for _ in range(next(w))))
+def _unpack_grammar(integers: Iterator[int]) -> RowGrammar:
+    row, length = next(integers), next(integers)
+    text = array("q", (next(integers) for _ in range(-(-length // BYTES_PER_INTEGER)))).tobytes()[:length].decode()
+    return RowGrammar(row, text, tuple(next(integers) for _ in range(next(integers))))
 
 
-def _chunk(w: Iterator[int]) -> PromptChunk:
+def _unpack_chunk(integers: Iterator[int]) -> PromptChunk:
     """Read one chunk. The number of tokens is not packed: a chunk has one per row, and one more unless it is final."""
-    row, start, stop, final, scored = next(w), next(w), next(w), bool(next(w)), next(w)
-    return PromptChunk(row, start, stop, final, tuple(next(w) for _ in range(stop - start + (not final))), scored)
+    row, start, stop, final, scored = (
+        next(integers),
+        next(integers),
+        next(integers),
+        bool(next(integers)),
+        next(integers),
+    )
+    return PromptChunk(
+        row, start, stop, final, tuple(next(integers) for _ in range(stop - start + (not final))), scored
+    )

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from cluster.batch import Batch, HostBounds, PageWrite, PromptBatch, PromptChunk, PromptRows, SamplingMode, StepInput
 from cluster.config.resolved import ResolvedSettings
-from cluster.device.staging import Sent, Staging
-from cluster.kv.pool import SlotMemory, cells_of
+from cluster.device.staging import StagedLists, Staging
+from cluster.kv.pool import SlotMemory, copied_slots
 from cluster.models.runner import DraftRunner, TargetRunner
 from cluster.spec.step import RequestTables
 
@@ -27,104 +27,111 @@ class Assembler:
         resolved: ResolvedSettings,
         slots: Ordered[SlotMemory],
         runners: Ordered[TargetRunner | DraftRunner],
-        turns: int = 1,
+        buffer_sets: int = 1,
     ) -> None:
-        """`slots` is all memory that is indexed by slots, for copies of pages.
-        `runners` get the host's bounds before each step. They have `turns` buffer sets, one for each step that may be
-        in flight.
+        """`slots` is all memory that is indexed by slots, for copies of pages. `runners` get the host's bounds before
+        each step. They have `buffer_sets` buffer sets, one for each step that may be in flight.
         """
-        self.turns = turns
-        self.turn = 0
+        self.buffer_sets = buffer_sets
+        self.buffer_set = 0
         """The buffer set of the step that was sent last."""
-        self._table, self._sampling, self._adjusting = tables.pages, tables.sampling, tables.adjusting
+        self._table, self._sampling, self._logits_tables = tables.pages, tables.sampling, tables.logits_tables
         self._slots, self._runners = slots, runners
         self._device = self._table.device_pages.device
-        self._window, self._beyond = resolved.shape.window, resolved.positions_beyond
-        self._ahead = torch.arange(self._window + resolved.forced_shape.forced, device=self._device)
-        none = torch.zeros(0, dtype=torch.int64, device=self._device)
-        self._no_prompt = PromptBatch(none, none, none, none, none, None, none, none)
+        self._window, self._positions_beyond = resolved.shape.window, resolved.max_positions_ahead
+        self._window_offsets = torch.arange(self._window + resolved.forced_shape.forced_nodes, device=self._device)
+        empty = torch.zeros(0, dtype=torch.int64, device=self._device)
+        self._empty_prompt = PromptBatch(empty, empty, empty, empty, empty, None, empty, empty)
 
     @property
     def idle_row(self) -> int:
         """The table row of idle requests."""
         return self._table.idle_row
 
-    def send(self, order: StepInput, forced: int) -> Sent:
+    def send(self, step_input: StepInput, forced_nodes: int) -> StagedLists:
         """Send the numbers of a step to the device, and apply its changes to tables and pools there. Return the numbers
-        that `batch` needs. The trees of the step hold up to `forced` nodes that grammars force.
+        that `batch` needs. The trees of the step hold up to `forced_nodes` nodes that grammars force.
         """
         staging = Staging(self._device)
-        if order.adjustings or SamplingMode.ADJUSTED in order.mode:
-            self._adjusting.adjustments.make()
-        finals = [chunk.row for chunk in order.chunks if chunk.final] + [self.idle_row] * order.idle_finals
-        staging.add("rows", [decode.row for decode in order.decodes] + finals)
-        if order.chunks:
-            _stage_prompt(order, staging, self.idle_row)
-        if SamplingMode.PROMPT_LOGPROBS in order.mode:
-            staging.add("scored", _scored(order.chunks))
-        inputs = len(staging)  # the lists so far are the program's inputs; the lists below are applied here
-        changes = bool(order.lens or order.copies or order.writes or order.samplings)
-        if changes:
-            staging.add("set", (row for row, _ in order.lens))
-            staging.add("lens", (count for _, count in order.lens))
-            staging.add("copies", cells_of(order.copies, self._table.page_size))
-            _stage_writes(order.writes, staging)
-            self._sampling.stage(order.samplings, staging)
-            self._adjusting.stage(order, staging)
-        sent = staging.sent()
-        if changes:
-            sent, rest = sent.cut(inputs)
-            self._change(order, rest.lists())
-        longest = max((decode.most for decode in order.decodes), default=0)
-        chunks = tuple((chunk.start, chunk.stop) for chunk in order.chunks)
-        self.turn = (self.turn + 1) % self.turns  # a step in flight may still use the last buffer set
-        bounds = HostBounds(longest, chunks, forced, tuple(decode.least for decode in order.decodes), self.turn)
-        positions = max((longest, *(stop for _, stop in chunks))) + self._beyond
+        if step_input.penalties or SamplingMode.ADJUSTED in step_input.mode:
+            self._logits_tables.adjustments.allocate()
+        finals = [chunk.row for chunk in step_input.chunks if chunk.final] + [
+            self.idle_row
+        ] * step_input.idle_finishing_prompts
+        staging.add("rows", [decode.row for decode in step_input.decodes] + finals)
+        if step_input.chunks:
+            _stage_prompt(step_input, staging, self.idle_row)
+        if SamplingMode.PROMPT_LOGPROBS in step_input.mode:
+            staging.add("scored", _scored_row_indices(step_input.chunks))
+        input_count = len(staging)  # the lists so far are the program's inputs; the lists below are applied here
+        has_changes = bool(step_input.lens or step_input.copies or step_input.writes or step_input.samplings)
+        if has_changes:
+            staging.add("set", (row for row, _ in step_input.lens))
+            staging.add("lens", (count for _, count in step_input.lens))
+            staging.add("copies", copied_slots(step_input.copies, self._table.page_size))
+            _stage_writes(step_input.writes, staging)
+            self._sampling.stage(step_input.samplings, staging)
+            self._logits_tables.stage(step_input, staging)
+        sent = staging.send()
+        if has_changes:
+            sent, staged_changes = sent.split_at(input_count)
+            self._apply_changes(step_input, staged_changes.lists())
+        max_seq_len = max((decode.max_seq_len for decode in step_input.decodes), default=0)
+        chunks = tuple((chunk.start, chunk.stop) for chunk in step_input.chunks)
+        self.buffer_set = (self.buffer_set + 1) % self.buffer_sets  # a step in flight may still use the last buffer set
+        bounds = HostBounds(
+            max_seq_len,
+            chunks,
+            forced_nodes,
+            tuple(decode.min_seq_len for decode in step_input.decodes),
+            self.buffer_set,
+        )
+        positions = max((max_seq_len, *(stop for _, stop in chunks))) + self._positions_beyond
         for runner in self._runners:
             runner.prepare(bounds, positions)
         return sent
 
-    def _change(self, order: StepInput, changes: dict[str, Tensor]) -> None:
+    def _apply_changes(self, step_input: StepInput, changes: dict[str, Tensor]) -> None:
         """Apply the changes on the device, queued behind the steps in flight, which still use the old values."""
-        if order.writes:
+        if step_input.writes:
             self._table.apply(changes["cleared"], changes["written"].view(3, -1))
-        if order.samplings:
+        if step_input.samplings:
             self._sampling.put(changes)
-            self._adjusting.put(order, changes)
-        if order.lens:
+            self._logits_tables.put(step_input, changes)
+        if step_input.lens:
             self._table.commit(changes["set"], changes["lens"])
-        if order.copies:
+        if step_input.copies:
             for memory in self._slots:
                 memory.move_kv_cache(*changes["copies"].view(2, -1))
 
-    def batch(self, sent: Sent, mode: SamplingMode, forced: int) -> Batch:
+    def batch(self, sent: StagedLists, mode: SamplingMode, forced_nodes: int) -> Batch:
         """Build the batch of a step. A captured program begins here: only torch operators run, no value is read."""
         lists = sent.lists()
         rows = lists["rows"]
         decode_rows = rows[: sent.lengths["rows"] - sent.lengths.get("final rows", 0)]
         seq_lens = self._table.lens.index_select(0, decode_rows)
-        ahead = self._ahead[: self._window + forced]
+        window_offsets = self._window_offsets[: self._window + forced_nodes]
         return Batch(
             rows=rows,
             decode_rows=decode_rows,
             seq_lens=seq_lens,
-            window=self._table.slots(decode_rows[:, None], seq_lens[:, None] + ahead),
-            sampling=self._sampling.take(rows, SamplingMode.NOISY in mode, SamplingMode.FILTERED in mode),
-            prompt=self._prompt(lists) if "tokens" in lists else self._no_prompt,
+            window=self._table.slots(decode_rows[:, None], seq_lens[:, None] + window_offsets),
+            sampling=self._sampling.take(rows, SamplingMode.RANDOM in mode, SamplingMode.FILTERED in mode),
+            prompt=self._prompt(lists) if "tokens" in lists else self._empty_prompt,
             mode=mode,
             scored=lists.get("scored"),
         )
 
-    def _prompt(self, sent: dict[str, Tensor]) -> PromptBatch:
+    def _prompt(self, lists: dict[str, Tensor]) -> PromptBatch:
         return PromptBatch(
-            rows=sent["token rows"],
-            token_ids=sent["tokens"],
-            next_ids=sent["next"],
-            positions=sent["positions"],
-            write=self._table.slots(sent["token rows"], sent["positions"]),
-            text=PromptRows(sent["chunk rows"], sent["starts"], sent["indptr"]),
-            final_rows=sent["final rows"],
-            final_lens=sent["final lens"],
+            rows=lists["token rows"],
+            token_ids=lists["tokens"],
+            next_ids=lists["next"],
+            positions=lists["positions"],
+            write=self._table.slots(lists["token rows"], lists["positions"]),
+            text=PromptRows(lists["chunk rows"], lists["starts"], lists["indptr"]),
+            final_rows=lists["final rows"],
+            final_lens=lists["final lens"],
         )
 
 
@@ -135,40 +142,40 @@ def _stage_writes(writes: Ordered[PageWrite], staging: Staging) -> None:
     staging.add("written", (number for column in zip(*writes[len(cleared) :], strict=True) for number in column))
 
 
-def _stage_prompt(order: StepInput, staging: Staging, idle_row: int) -> None:
+def _stage_prompt(step_input: StepInput, staging: Staging, idle_row: int) -> None:
     """Stage the prompt chunks: lists with one number per row, per chunk, and per prompt that ends."""
-    chunks, idle = order.chunks, order.idle_finals
-    empty = max(0, order.chunk_places - len(chunks))
+    chunks, idle_finals = step_input.chunks, step_input.idle_finishing_prompts
+    padding_chunks = max(0, step_input.padded_chunks - len(chunks))
     tokens: list[int] = []
-    after: list[int] = []
+    next_tokens: list[int] = []
     indptr = [0]
     final_rows: list[int] = []
     for chunk in chunks:
-        tokens += chunk.tokens[: _length(chunk)]
+        tokens += chunk.tokens[: _row_count(chunk)]
         indptr.append(len(tokens))
-        after += chunk.tokens[1:]
+        next_tokens += chunk.tokens[1:]
         if chunk.final:  # the next token is not known: extend inserts the one that the target chooses
-            after.append(0)
+            next_tokens.append(0)
             final_rows.append(len(tokens) - 1)
     staging.add("tokens", tokens)
-    staging.add("next", after)
-    staging.add("positions", (at for chunk in chunks for at in range(chunk.start, chunk.stop)))
-    staging.add("token rows", (chunk.row for chunk in chunks for _ in range(_length(chunk))))
+    staging.add("next", next_tokens)
+    staging.add("positions", (position for chunk in chunks for position in range(chunk.start, chunk.stop)))
+    staging.add("token rows", (chunk.row for chunk in chunks for _ in range(_row_count(chunk))))
     # Padding entries of "final rows" point at row 0, a dummy row: padding puts idle chunks first.
-    staging.add("final rows", final_rows + [0] * idle)
-    staging.add("final lens", [chunk.stop for chunk in chunks if chunk.final] + [0] * idle)
-    staging.add("indptr", indptr + [len(tokens)] * empty)  # chunks without rows
-    staging.add("starts", [chunk.start for chunk in chunks] + [0] * empty)
-    staging.add("chunk rows", [chunk.row for chunk in chunks] + [idle_row] * empty)
+    staging.add("final rows", final_rows + [0] * idle_finals)
+    staging.add("final lens", [chunk.stop for chunk in chunks if chunk.final] + [0] * idle_finals)
+    staging.add("indptr", indptr + [len(tokens)] * padding_chunks)  # chunks without rows
+    staging.add("starts", [chunk.start for chunk in chunks] + [0] * padding_chunks)
+    staging.add("chunk rows", [chunk.row for chunk in chunks] + [idle_row] * padding_chunks)
 
 
-def _scored(chunks: Iterable[PromptChunk]) -> Iterator[int]:
+def _scored_row_indices(chunks: Iterable[PromptChunk]) -> Iterator[int]:
     """The indices, among prompt rows, of rows that return log-probabilities: the first `scored` of each chunk."""
     start = 0
     for chunk in chunks:
         yield from range(start, start + chunk.scored)
-        start += _length(chunk)
+        start += _row_count(chunk)
 
 
-def _length(chunk: PromptChunk) -> int:
+def _row_count(chunk: PromptChunk) -> int:
     return chunk.stop - chunk.start

@@ -19,12 +19,12 @@ from cluster.attention.shape import AttentionShape
 from cluster.config import ConfigError
 from cluster.kernels.flashinfer import library as flashinfer_library
 from cluster.kernels.interface import Kernels
-from cluster.kernels.library import KIND_OF, library
+from cluster.kernels.library import KIND_NAMES, library
 from cluster.kv.pool import KVPool
 from cluster.models.runner import AttentionBackend
-from cluster.sampling.token_bitmask import Bars
+from cluster.sampling.token_bitmask import ApplyTokenBitmask
 from cluster.sampling.torch_sampler import Sampler
-from cluster.spec.tree import Sprout
+from cluster.spec.tree import GrowthFactory
 from cluster.spec.verify import Accept
 
 IMPLEMENTATIONS: dict[str, dict[str, str]] = {
@@ -65,10 +65,10 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
         "flashinfer": "cluster.spec.triton_tree:accept",
     },
     "bitmask": {
-        "torch": "cluster.sampling.token_bitmask:barred",
+        "torch": "cluster.sampling.token_bitmask:apply_token_bitmask",
         "c": "cluster.sampling.token_bitmask:CTokenBitmask",
-        "triton": "cluster.sampling.token_bitmask:barred",
-        "flashinfer": "cluster.sampling.token_bitmask:barred",
+        "triton": "cluster.sampling.token_bitmask:apply_token_bitmask",
+        "flashinfer": "cluster.sampling.token_bitmask:apply_token_bitmask",
     },
 }
 """`module:name` by kind and backend. A module is imported only when it is needed: Triton takes a second to load."""
@@ -77,7 +77,7 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
 class TreeBackend(NamedTuple):
     """How draft trees grow, and how the accepted path of a tree is found."""
 
-    sprout: Sprout
+    create_growth: GrowthFactory
     accept: Accept
 
 
@@ -90,24 +90,24 @@ def implementation(kind: str, backend: str) -> Any:
 def select_kernels(setting: str, device: torch.device, dtype: torch.dtype) -> Kernels:
     """Return the kernels for a value of the setting `attention_backend`.
 
-    `auto` selects C on a CPU and Triton on a GPU. Where they are not available, it selects torch, and `about` of the
-    torch kernels says why. FlashInfer serves only where the setting names it, because the speed of FlashInfer has not
-    been measured yet.
+    `auto` selects C on a CPU and Triton on a GPU. Where they are not available, it selects torch, and `description` of
+    the torch kernels says why. FlashInfer serves only where the setting names it, because the speed of FlashInfer has
+    not been measured yet.
 
     Raises:
         ConfigError: the setting names a backend that is not available here.
     """
     if setting == "torch":
-        return _made("torch")
+        return _create_kernels("torch")
     backend = setting if setting != "auto" else "triton" if device.type == "cuda" else "c"
     if backend == "triton":
-        kernels = _triton(device)
+        kernels = _triton_kernels(device)
     else:
-        kernels = _flashinfer(device, dtype) if backend == "flashinfer" else _c(device, dtype)
+        kernels = _flashinfer_kernels(device, dtype) if backend == "flashinfer" else _c_kernels(device, dtype)
     if not isinstance(kernels, str):
         return kernels
     if setting == "auto":
-        return _made("torch", f"torch; {backend.title()} {kernels.split(';')[0]}")
+        return _create_kernels("torch", f"torch; {backend.title()} {kernels.split(';')[0]}")
     raise ConfigError(f"attention_backend {setting} {kernels}")
 
 
@@ -118,64 +118,68 @@ def bind_attention(
 
     All layers have the same cell. The pool stores cells in FP8 or in `dtype`, which is the dtype of queries.
     """
-    g = layers[0]
+    geometry = layers[0]
     pool = implementation("pool", kernels.name)(
-        len(layers), slots, g.cell, dtype, gather.device, g.coded_cell if fp8 else None
+        len(layers), slots, geometry.cell, dtype, gather.device, geometry.fp8_cell if fp8 else None
     )
-    more: tuple[Any, ...] = ()
+    extra_arguments: tuple[Any, ...] = ()
     if kernels.flashinfer is not None:
-        more = kernels.flashinfer, [kernels.flashinfer.share(layer) for layer in layers]
+        extra_arguments = kernels.flashinfer, [kernels.flashinfer.share(layer) for layer in layers]
     elif kernels.library is not None:
-        more = (kernels.library,)
+        extra_arguments = (kernels.library,)
     # Attention in torch gathers cells by indices; other attention reads the page table itself.
     pages = gather if kernels.name == "torch" else gather.table
-    shape = AttentionShape(g.heads, tuple(layer.sliding_window for layer in layers), g.scale, g.value_dim)
-    return pool, implementation("attention", kernels.name)(pool, pages, shape, *more)
+    shape = AttentionShape(
+        geometry.heads, tuple(layer.sliding_window for layer in layers), geometry.scale, geometry.value_dim
+    )
+    return pool, implementation("attention", kernels.name)(pool, pages, shape, *extra_arguments)
 
 
 def sampler_of(kernels: Kernels) -> Sampler:
     """Return the sampler of the same backend as `kernels`."""
-    sampler: Sampler = _served("sampler", kernels)
+    sampler: Sampler = _instance("sampler", kernels)
     return sampler
 
 
 def tree_backend_of(kernels: Kernels) -> TreeBackend:
     """Return growth and acceptance of trees of the same backend as `kernels`."""
-    found = implementation("accept", kernels.name)
-    accept = found(kernels.library) if kernels.library is not None else found
+    function_or_class = implementation("accept", kernels.name)
+    accept = function_or_class(kernels.library) if kernels.library is not None else function_or_class
     return TreeBackend(implementation("growth", kernels.name), accept)
 
 
-def bitmask_of(kernels: Kernels) -> Bars:
+def bitmask_of(kernels: Kernels) -> ApplyTokenBitmask:
     """Return the function that applies token bitmasks to logits, of the same backend as `kernels`."""
-    found = implementation("bitmask", kernels.name)
-    bitmask: Bars = found(kernels.library) if kernels.library is not None else found
-    return bitmask
+    function_or_class = implementation("bitmask", kernels.name)
+    apply_bitmask: ApplyTokenBitmask = (
+        function_or_class(kernels.library) if kernels.library is not None else function_or_class
+    )
+    return apply_bitmask
 
 
-def _served(kind: str, kernels: Kernels) -> Any:
+def _instance(kind: str, kernels: Kernels) -> Any:
     """Return an instance of the class that serves `kind`; classes of C take the compiled library."""
     return implementation(kind, kernels.name)(*(() if kernels.library is None else (kernels.library,)))
 
 
-def _made(backend: str, *given: Any) -> Kernels:
-    kernels: Kernels = implementation("kernels", backend)(*given)
+def _create_kernels(backend: str, *arguments: Any) -> Kernels:
+    kernels: Kernels = implementation("kernels", backend)(*arguments)
     return kernels
 
 
-def _c(device: torch.device, dtype: torch.dtype) -> Kernels | str:
+def _c_kernels(device: torch.device, dtype: torch.dtype) -> Kernels | str:
     """Return the kernels in C, or why they are not available."""
     if device.type != "cpu":
         return f"runs on a CPU and device is {device.type}; set attention_backend to auto"
-    if dtype not in KIND_OF:
-        known = ", ".join(str(each).removeprefix("torch.") for each in KIND_OF)
-        return f"computes in {known}, and dtype is {str(dtype).removeprefix('torch.')}; set one of them, or auto"
-    if (found := library()) is None:
+    if dtype not in KIND_NAMES:
+        supported = ", ".join(str(supported_dtype).removeprefix("torch.") for supported_dtype in KIND_NAMES)
+        return f"computes in {supported}, and dtype is {str(dtype).removeprefix('torch.')}; set one of them, or auto"
+    if (compiled := library()) is None:
         return "is not compiled here; install gcc or clang, or set attention_backend to auto"
-    return _made("c", found, dtype)
+    return _create_kernels("c", compiled, dtype)
 
 
-def _triton(device: torch.device) -> Kernels | str:
+def _triton_kernels(device: torch.device) -> Kernels | str:
     """Return the kernels in Triton, or why they are not available."""
     if importlib.util.find_spec("triton") is None:
         return "is not installed; pip install triton, or set attention_backend to auto"
@@ -185,12 +189,12 @@ def _triton(device: torch.device) -> Kernels | str:
             f"runs on a GPU and device is {device.type}; set attention_backend to auto, or TRITON_INTERPRET=1 in the "
             "environment, which is slow"
         )
-    return _made("triton")
+    return _create_kernels("triton")
 
 
-def _flashinfer(device: torch.device, dtype: torch.dtype) -> Kernels | str:
+def _flashinfer_kernels(device: torch.device, dtype: torch.dtype) -> Kernels | str:
     """Return FlashInfer's attention with Triton's kernels, or why they are not available."""
-    found = flashinfer_library.find(device, dtype)
-    if isinstance(found, str) or isinstance(triton := _triton(device), str):
-        return found if isinstance(found, str) else triton
-    return _made("flashinfer", found)
+    module = flashinfer_library.find(device, dtype)
+    if isinstance(module, str) or isinstance(triton := _triton_kernels(device), str):
+        return module if isinstance(module, str) else triton
+    return _create_kernels("flashinfer", module)

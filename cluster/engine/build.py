@@ -23,17 +23,23 @@ from cluster.engine.calibrate import measure_pace
 from cluster.engine.captures import Captures, capture_decoding, captures_of
 from cluster.engine.draft_sample import check_sample
 from cluster.engine.engine import Engine, EngineParts, Rank
-from cluster.engine.grammars import LateMatchers
-from cluster.engine.host_memory import keep_freed
+from cluster.engine.grammars import LazyMatchers
+from cluster.engine.host_memory import cache_freed_memory
 from cluster.engine.lockstep import Lockstep
 from cluster.engine.memory import RankMemory, allocate
 from cluster.engine.models import RankModels, device_facts, kernels_of, load_models
-from cluster.engine.one_shot_setting import refuse_summing, sum_in_one_shot
+from cluster.engine.one_shot_setting import check_one_shot_setting, enable_one_shot
 from cluster.engine.programs import Programs
-from cluster.engine.rank_agreement import same_everywhere
+from cluster.engine.rank_agreement import check_rank_agreement
 from cluster.engine.scheduler import Scheduler
 from cluster.engine.step_loop import StepLoop
-from cluster.engine.workspace import SMALLER_KV, beside, fitting, measured_needs, rehearsed
+from cluster.engine.workspace import (
+    SMALLER_KV,
+    leave_room_for_steps,
+    measure_largest_steps,
+    measure_memory,
+    refuse_out_of_memory,
+)
 from cluster.kv.device_memory import DeviceMemory, memory_of
 from cluster.kv.pool import SlotMemory
 from cluster.models.runner import DraftRunner, TargetRunner
@@ -53,7 +59,7 @@ from cluster.tokenizer.tokenizer import TextTokenizer
 
 logger = logging.getLogger(__name__)
 
-GPU_WASTE = 0.5  # largest share of idle rows with which a GPU pads instead of sending exact counts
+MAX_GPU_PADDING = 0.5  # largest share of idle rows with which a GPU pads instead of sending exact counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +85,11 @@ class EnginePlan:
         runners, topk = self.memory.draft_runner_list, self.resolved.shape.topk
         if not runners:
             return NoDraft()
-        model, sprout = runners[0].model, tree_backend_of(self.models.kernels).sprout
-        ranking = CoupledRanking(model.target_ids, topk, model.own_ids, sampler_of(self.models.kernels))
+        model, create_growth = runners[0].model, tree_backend_of(self.models.kernels).create_growth
+        ranking = CoupledRanking(model.target_ids, topk, model.shard_target_ids, sampler_of(self.models.kernels))
         if len(runners) == 1:
-            return EagleDraft(runners[0], ranking, sprout)
-        return MultiLayerDraft(runners, ranking, self.memory.cache.table, sprout)
+            return EagleDraft(runners[0], ranking, create_growth)
+        return MultiLayerDraft(runners, ranking, self.memory.cache.table, create_growth)
 
 
 def build_engine(config: EngineConfig) -> Engine:
@@ -92,11 +98,11 @@ def build_engine(config: EngineConfig) -> Engine:
     Raises:
         ConfigError: something cannot run as configured; the message names the setting and the remedy.
     """
-    prepared = prepare_alone(config)
+    prepared = prepare_single_rank(config)
     return engine_of(prepared, prepared.draft())
 
 
-def prepare_alone(config: EngineConfig, memory: DeviceMemory | None = None) -> EnginePlan:
+def prepare_single_rank(config: EngineConfig, memory: DeviceMemory | None = None) -> EnginePlan:
     """Load the models and allocate the memory of a gang of one rank; `engine_of` makes the engine, with any draft.
     `memory` replaces the memory that the device reports. Models named on a hub are downloaded after the settings were
     checked.
@@ -106,8 +112,8 @@ def prepare_alone(config: EngineConfig, memory: DeviceMemory | None = None) -> E
     """
     if (ranks := config.tp_size) > 1:
         raise ConfigError(f"tp_size {ranks} needs {ranks} processes, and this is one; leave it out, or use aerie serve")
-    device = _device(config)
-    refuse_summing(config, device)
+    device = _select_device(config)
+    check_one_shot_setting(config, device)
     return prepare(resolve_models(fetch(config), *device_facts(config, device)), Mesh(), device, memory)
 
 
@@ -118,7 +124,7 @@ def engine_of(prepared: EnginePlan, draft: Draft) -> Engine:
         ConfigError: as `build_engine`.
     """
     engine = assemble(prepared, draft)
-    assert isinstance(engine, Engine), "a rank alone leads"
+    assert isinstance(engine, Engine), "a single rank is the leader"
     return engine
 
 
@@ -132,15 +138,15 @@ def build_rank(config: EngineConfig, rank: int, rendezvous: Rendezvous | None, s
     """
     if rendezvous is None:
         return build_engine(config)
-    device = _device(config)
+    device = _select_device(config)
     if device.type == "cuda":
         device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    refuse_summing(config, device)
+    check_one_shot_setting(config, device)
     config = fetch(config)
     resolved = check_models(config, *device_facts(config, device))
     mesh = join(rank, config.tp_size, config.attn_dp_size, rendezvous, device, store)
-    sum_in_one_shot(config, mesh, device)
+    enable_one_shot(config, mesh, device)
     prepared = prepare(resolved, mesh, device)
     return assemble(prepared, prepared.draft())
 
@@ -154,22 +160,24 @@ def prepare(
         ConfigError: something cannot run as configured, or ranks are configured differently.
     """
     kernels = kernels_of(resolved, device)
-    same_everywhere(resolved, kernels, mesh)
-    _host(resolved.settings, device)
+    check_rank_agreement(resolved, kernels, mesh)
+    _configure_host(resolved.settings, device)
     _warn_of_context(resolved)
-    deepest = resolved.context_length + resolved.positions_beyond
+    max_position = resolved.context_length + resolved.max_positions_ahead
     memory = memory_of(device) if memory is None else memory
     if memory is None:
-        models, weights = load_models(resolved, mesh, device, kernels, deepest), 0
+        models, weights = load_models(resolved, mesh, device, kernels, max_position), 0
     else:
-        remedy, before = "raise tp_size, or serve a quantised checkpoint", memory.free()
-        models = fitting(lambda: load_models(resolved, mesh, device, kernels, deepest), memory, "the weights", remedy)
-        weights = max(0, before - memory.free())  # other processes may have freed memory meanwhile
-    pools = allocated(models, mesh, device, memory, weights)
-    return EnginePlan(mesh, device, models, pools, memory, weights)
+        remedy, free_before = "raise tp_size, or serve a quantised checkpoint", memory.free_bytes()
+        models = refuse_out_of_memory(
+            lambda: load_models(resolved, mesh, device, kernels, max_position), memory, "the weights", remedy
+        )
+        weights = max(0, free_before - memory.free_bytes())  # other processes may have freed memory meanwhile
+    rank_memory = allocate_memory(models, mesh, device, memory, weights)
+    return EnginePlan(mesh, device, models, rank_memory, memory, weights)
 
 
-def allocated(
+def allocate_memory(
     models: RankModels, mesh: Mesh, device: torch.device, memory: DeviceMemory | None, weights: int
 ) -> RankMemory:
     """Allocate the memory of a rank besides its models, which take `weights` bytes. On a device with memory of its own,
@@ -181,13 +189,13 @@ def allocated(
     if memory is None:
         return allocate(models, mesh, device)
 
-    def trial(models: RankModels, pools: RankMemory) -> Lockstep:
-        prepared = EnginePlan(mesh, device, models, pools)
+    def build_lockstep(models: RankModels, trial_memory: RankMemory) -> Lockstep:
+        prepared = EnginePlan(mesh, device, models, trial_memory)
         return _lockstep(prepared, prepared.draft(), captures_of(models.resolved.settings, device, models, mesh))
 
-    needs = measured_needs(models, mesh, device, memory, weights, trial)
+    breakdown = measure_memory(models, mesh, device, memory, weights, build_lockstep)
     remedy = f"lower {SMALLER_KV}"
-    return fitting(lambda: allocate(models, mesh, device, needs), memory, "KV caches", remedy)
+    return refuse_out_of_memory(lambda: allocate(models, mesh, device, breakdown), memory, "KV caches", remedy)
 
 
 def assemble(prepared: EnginePlan, draft: Draft) -> Rank:
@@ -203,28 +211,30 @@ def assemble(prepared: EnginePlan, draft: Draft) -> Rank:
     lockstep = _lockstep(prepared, draft, captures)
     if memory.draft_runner_list:
         check_sample(resolved, lockstep, memory.cache)
-    own, taken = prepared.device_memory, 0
-    if own is not None:
-        taken = rehearsed(lockstep, resolved, own, memory.cache.table)
-    pace = measure_pace(lockstep, memory.cache, resolved) if resolved.paced else None
+    device_memory, step_bytes = prepared.device_memory, 0
+    if device_memory is not None:
+        step_bytes = measure_largest_steps(lockstep, resolved, device_memory, memory.cache.table)
+    pace = measure_pace(lockstep, memory.cache, resolved) if resolved.prefill_time_limited else None
     captured = None
     if captures is not None:
         capture = partial(capture_decoding, lockstep, resolved, captures.buckets)
-        captured = capture() if own is None else beside(taken, capture, mesh, own)  # must leave `taken` bytes free
-    memory.watch.take()  # drop the forward times of the steps so far
-    lockstep.watch.serve(config.watchdog_timeout_s)
+        captured = (  # the programs must leave `step_bytes` bytes free
+            capture() if device_memory is None else leave_room_for_steps(step_bytes, capture, mesh, device_memory)
+        )
+    memory.forward_spans.take()  # drop the forward times of the steps so far
+    lockstep.watchdog.start_serving(config.watchdog_timeout_s)
     name = name_of(config.model_path) or "model"
     metrics = EngineMetrics(model_name=name, rank=mesh.rank, depths=resolved.forced_shape.num_steps)
-    info = _info(prepared, pace, captured)
+    info = _rank_info(prepared, pace, captured)
     logger.info("rank %d: computes in %s; kernels in %s", mesh.rank, info.dtype, info.kernels)
     for line in info.attention:
         logger.info("rank %d: attention of the %s", mesh.rank, line)
-    for doubt in info.draft.doubts if info.draft is not None and mesh.rank == 0 else ():
-        logger.warning("draft %s: %s", config.speculative_draft_model_path, doubt)
-    kept = mesh.rank, info.kv_tokens, info.kv_cache_dtype, info.kv_bytes_per_token, info.kv_sized_by
-    logger.info("rank %d: KV cache of %d tokens in %s, %d bytes a token (%s)", *kept)
-    loop = StepLoop(lockstep, metrics, info, memory.watch)
-    if not mesh.leads:
+    for warning in info.draft.doubts if info.draft is not None and mesh.rank == 0 else ():
+        logger.warning("draft %s: %s", config.speculative_draft_model_path, warning)
+    kv_log_values = mesh.rank, info.kv_tokens, info.kv_cache_dtype, info.kv_bytes_per_token, info.kv_sized_by
+    logger.info("rank %d: KV cache of %d tokens in %s, %d bytes a token (%s)", *kv_log_values)
+    loop = StepLoop(lockstep, metrics, info, memory.forward_spans)
+    if not mesh.is_leader:
         return loop
     return Engine(
         EngineParts(
@@ -242,26 +252,26 @@ def _lockstep(prepared: EnginePlan, draft: Draft, captures: Captures | None) -> 
     mesh, device, models, memory = prepared.mesh, prepared.device, prepared.models, prepared.memory
     resolved, config, dtype = models.resolved, models.resolved.settings, models.dtype
     rows = config.max_running_requests + 1  # the last row is that of idle requests
-    carried = EagleDraftInput.create_idle_input(resolved.draft, resolved.shape.topk, dtype, device, rows)
+    draft_inputs = EagleDraftInput.create_idle_input(resolved.draft, resolved.shape.topk, dtype, device, rows)
     runners: list[TargetRunner | DraftRunner] = [memory.target_runner, *memory.draft_runner_list]
-    slots: list[SlotMemory] = [runner.pool for runner in runners]
+    slot_memories: list[SlotMemory] = [runner.pool for runner in runners]
     if isinstance(draft, MultiLayerDraft):
-        slots.append(draft)
+        slot_memories.append(draft)
     buckets = None if captures is None else captures.buckets
     target, kernels = resolved.target, models.kernels
-    vocab, turns = target.vocab_size, 1 if kernels.flashinfer is None else 2
-    matchers = LateMatchers(tokenizer_folder(config), vocab, target.eos_token_ids)
-    grammars = GrammarTable(vocab, matchers, bitmask_of(kernels))
-    adjusting = LogitsTables(PenaltyTable(rows, vocab, dtype, device), grammars)
-    tables = RequestTables(memory.cache.table, SamplingTable(rows, dtype, device), adjusting, carried)
-    waste, apart = GPU_WASTE if resolved.device == "cuda" else 0.0, config.ep_size > 1
-    rule = PlanRule(mesh.attn.size, config.dp_padding, waste, buckets, resolved.forced_rows, apart)
+    vocab, buffer_sets = target.vocab_size, 1 if kernels.flashinfer is None else 2
+    matcher_factory = LazyMatchers(tokenizer_folder(config), vocab, target.eos_token_ids)
+    grammars = GrammarTable(vocab, matcher_factory, bitmask_of(kernels))
+    logits_tables = LogitsTables(PenaltyTable(rows, vocab, dtype, device), grammars)
+    tables = RequestTables(memory.cache.table, SamplingTable(rows, dtype, device), logits_tables, draft_inputs)
+    max_padding, expert_parallel = MAX_GPU_PADDING if resolved.device == "cuda" else 0.0, config.ep_size > 1
+    rule = PlanRule(mesh.attn.size, config.dp_padding, max_padding, buckets, resolved.forced_rows, expert_parallel)
     return Lockstep(
         mesh=mesh,
         coordinator=Coordinator(mesh, rule, resolved.tiers, *models.ops),
         exchange=models.exchange,
         programs=Programs(
-            Assembler(tables, resolved, slots, runners, turns),
+            Assembler(tables, resolved, slot_memories, runners, buffer_sets),
             Step(
                 memory.target_runner,
                 draft,
@@ -274,39 +284,39 @@ def _lockstep(prepared: EnginePlan, draft: Draft, captures: Captures | None) -> 
             mesh.world.clock,
             None if captures is None else captures.capture,
         ),
-        shapes=resolved.tiers,
-        watch=DeviceWatchdog(mesh, timer_of(device)),
-        lag=resolved.steps_ahead,
+        tree_shapes=resolved.tiers,
+        watchdog=DeviceWatchdog(mesh, timer_of(device)),
+        max_in_flight=resolved.steps_ahead,
         debug=config.debug_lockstep,
     )
 
 
-def _device(config: EngineConfig) -> torch.device:
+def _select_device(config: EngineConfig) -> torch.device:
     available = torch.cuda.is_available()
     if config.device == "cuda" and not available:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        visible_devices = os.environ.get("CUDA_VISIBLE_DEVICES")
         raise ConfigError(
             f"device is cuda but torch {torch.__version__} sees no CUDA device (CUDA_VISIBLE_DEVICES is "
-            f"{visible or 'not set'}); install a CUDA build of torch, or set device to cpu"
+            f"{visible_devices or 'not set'}); install a CUDA build of torch, or set device to cpu"
         )
     return torch.device("cuda" if available and config.device != "cpu" else "cpu")
 
 
-def _host(config: EngineConfig, device: torch.device) -> None:
+def _configure_host(config: EngineConfig, device: torch.device) -> None:
     if device.type == "cpu":
-        keep_freed()
+        cache_freed_memory()
         torch.set_num_threads(config.num_threads or max(1, (os.cpu_count() or 1) // config.tp_size))
 
 
 def _warn_of_context(resolved: ResolvedConfig) -> None:
     """Warn of a `context_length` beyond what the target's config promises."""
-    if resolved.context_length > (most := resolved.target.max_position):
+    if resolved.context_length > (max_position := resolved.target.max_position):
         logger.warning(
             "context_length %d is beyond the %d tokens that the target's config promises (max_position_embeddings, "
             "stretched by its rope scaling); it is served as set, and texts beyond %d may be poor",
             resolved.context_length,
-            most,
-            most,
+            max_position,
+            max_position,
         )
 
 
@@ -317,9 +327,9 @@ def _tokenizer(config: EngineConfig) -> TextTokenizer | None:
     return TextTokenizer.load(folder)
 
 
-def _info(prepared: EnginePlan, pace: StepTimes | None, captured: CaptureInfo | None) -> RankInfo:
+def _rank_info(prepared: EnginePlan, pace: StepTimes | None, captured: CaptureInfo | None) -> RankInfo:
     resolved, memory, mesh = prepared.resolved, prepared.memory, prepared.mesh
-    config, shape, pages = resolved.settings, resolved.shape, memory.cache.total
+    config, shape, pages = resolved.settings, resolved.shape, memory.cache.total_pages
     tokens = pages * config.page_size
     return RankInfo(
         config=config,
@@ -331,7 +341,7 @@ def _info(prepared: EnginePlan, pace: StepTimes | None, captured: CaptureInfo | 
         vocab_size=resolved.target.vocab_size,
         eos_token_ids=tuple(resolved.target.eos_token_ids),
         attention_backend=prepared.models.kernels.name,
-        kernels=prepared.models.kernels.about,
+        kernels=prepared.models.kernels.description,
         attention=prepared.models.attention,
         quantised=prepared.models.quantised,
         experts=prepared.models.experts,

@@ -17,27 +17,27 @@ from cluster.engine.lockstep import Lockstep
 from cluster.kv.cache import KVCache, Lease
 from cluster.observability.step_times import Curve, StepTimes
 
-MOST_ROWS = 4096  # most prompt rows of a measured step
-ROUNDS, ENOUGH_S = 6, 3.0  # most rounds, and the seconds after which no further round begins
-STRIDE = 7919  # between the token ids of neighbouring rows, so that not all rows choose the same experts
-ROWS = 16  # the first point of the curve of prompt rows
-MORE_DECODES, MORE_ROWS = 4, 2  # factors from one point of a curve to the next
-STEEP = 2.0  # a curve ends at this multiple of the time of its first step, and is extrapolated from there
-LONG = 2048  # prefix length for measuring attention, of decoding requests and of many prompt rows
-DEEP = 8192  # prefix length for measuring a single row: no processor caches this much
-SHALLOW = 128  # shorter prefixes are not measured: the time they add is below the noise of the clock
+MAX_MEASURED_ROWS = 4096  # most prompt rows of a measured step
+MAX_ROUNDS, MAX_SECONDS = 6, 3.0  # most rounds, and the seconds after which no further round begins
+TOKEN_STRIDE = 7919  # between the token ids of neighbouring rows, so that not all rows choose the same experts
+FIRST_ROWS = 16  # the first point of the curve of prompt rows
+DECODES_FACTOR, ROWS_FACTOR = 4, 2  # factors from one point of a curve to the next
+MAX_SLOWDOWN = 2.0  # a curve ends at this multiple of the time of its first step, and is extrapolated from there
+LONG_PREFIX = 2048  # prefix length for measuring attention, of decoding requests and of many prompt rows
+DEEP_PREFIX = 8192  # prefix length for measuring a single row: no processor caches this much
+MIN_PREFIX = 128  # shorter prefixes are not measured: the time they add is below the noise of the clock
 
 
 class TrialLoad(NamedTuple):
     """A step to be timed. In every group `decodes` requests decode, with `committed` tokens each. In addition the first
-    group, or every group if `crowd`, runs `rows` prompt rows after a prefix of `start` tokens.
+    group, or every group if `all_groups`, runs `rows` prompt rows after a prefix of `start` tokens.
     """
 
     decodes: int
     committed: int = 0
     rows: int = 0
     start: int = 0
-    crowd: bool = False
+    all_groups: bool = False
 
 
 class StepLimits(NamedTuple):
@@ -51,26 +51,26 @@ class StepLimits(NamedTuple):
 def measure_pace(lockstep: Lockstep, cache: KVCache, resolved: ResolvedConfig) -> StepTimes:
     """Return the pace of this gang, the same on every rank. All ranks must call this, with an empty cache."""
     config, shape = resolved.settings, resolved.shape
-    length = min(resolved.context_length, cache.total * cache.page_size - shape.window)
-    most_rows = max(1, min(resolved.chunk_rows, MOST_ROWS, length // 2))
-    limits = StepLimits(config.max_running_requests, most_rows, length)
-    length = min(length, DEEP + limits.rows)
-    tokens = tuple(STRIDE * index % resolved.target.vocab_size for index in range(length + 1))
+    length = min(resolved.context_length, cache.total_pages * cache.page_size - shape.window)
+    max_rows = max(1, min(resolved.chunk_rows, MAX_MEASURED_ROWS, length // 2))
+    limits = StepLimits(config.max_running_requests, max_rows, length)
+    length = min(length, DEEP_PREFIX + limits.rows)
+    tokens = tuple(TOKEN_STRIDE * index % resolved.target.vocab_size for index in range(length + 1))
     trial = _Trial(lockstep, resolved, tokens)
-    if lockstep.mesh.leads:
+    if lockstep.mesh.is_leader:
         lease = cache.open(tokens, length + shape.window)
         assert lease is not None, "an empty cache holds a request"
         trial.begin(cache, lease)
     trial.run(TrialLoad(1, rows=1))  # warm-up: the first step initialises libraries and buffers
-    given = (limits, config.prefill_share, shape.num_draft_tokens, lockstep.mesh.attn_dp)
-    pace = fit(trial.time, *given)
-    for _ in range(ROUNDS - 1):
-        if trial.spent < ENOUGH_S:
-            trial.again()
-            pace = fit(trial.time, *given)
+    fit_arguments = (limits, config.prefill_share, shape.num_draft_tokens, lockstep.mesh.attn_dp)
+    pace = fit(trial.time, *fit_arguments)
+    for _ in range(MAX_ROUNDS - 1):
+        if trial.spent_s < MAX_SECONDS:
+            trial.repeat()
+            pace = fit(trial.time, *fit_arguments)
     if trial.lease is not None:
         cache.close(trial.lease, tokens, 0)
-    lockstep.mesh.world.clock.split()  # drop the waits of these steps from the statistics
+    lockstep.mesh.world.clock.take_collective_spans()  # drop the waits of these steps from the statistics
     return pace
 
 
@@ -84,89 +84,101 @@ class _Trial:
     resolved: ResolvedConfig
     tokens: tuple[int, ...]
     lease: Lease | None = None
-    spent: float = 0.0
-    best: dict[TrialLoad, float] = field(default_factory=dict)
-    _first: StepInput = field(default=StepInput())
+    spent_s: float = 0.0
+    best_us: dict[TrialLoad, float] = field(default_factory=dict)
+    _first_step_input: StepInput = field(default=StepInput())
 
     def begin(self, cache: KVCache, lease: Lease) -> None:
         """Use `lease`. The first step input brings its table row to the device and to followers."""
         self.lease = lease
         greedy = RowSampling(lease.row, 0.0, 0, 1.0, 0.0, 0)
-        self._first = StepInput(samplings=(greedy,), writes=cache.table.unsent)
-        cache.table.sent()
+        self._first_step_input = StepInput(samplings=(greedy,), writes=cache.table.unsent_writes)
+        cache.table.mark_sent()
 
     def time(self, load: TrialLoad) -> float:
         """Return the best time so far of a step with this load, in microseconds; the same on every rank."""
-        if load not in self.best:
-            self.best[load] = self._everyones(self.run(load))
-        return self.best[load]
+        if load not in self.best_us:
+            self.best_us[load] = self._slowest_rank_us(self.run(load))
+        return self.best_us[load]
 
-    def again(self) -> None:
+    def repeat(self) -> None:
         """Run one more round of all loads timed so far."""
-        for load, best in self.best.items():
-            self.best[load] = min(best, self._everyones(self.run(load)))
+        for load, best in self.best_us.items():
+            self.best_us[load] = min(best, self._slowest_rank_us(self.run(load)))
 
-    def _everyones(self, seconds: float) -> float:
-        """Return the time of the slowest rank in microseconds, at least 1; adds it to `spent`."""
-        slowest = max(us for (us,) in self.lockstep.mesh.all_gather_row((int(1e6 * seconds),)))
-        self.spent += slowest / 1e6
+    def _slowest_rank_us(self, seconds: float) -> float:
+        """Return the time of the slowest rank in microseconds, at least 1; adds it to `spent_s`."""
+        slowest = max(rank_us for (rank_us,) in self.lockstep.mesh.all_gather_row((int(1e6 * seconds),)))
+        self.spent_s += slowest / 1e6
         return max(1.0, slowest)
 
     def run(self, load: TrialLoad) -> float:
         """Run a step with this load; returns the seconds that it took on this rank."""
-        order = StepInput()
+        step_input = StepInput()
         if self.lease is not None:
-            order, self._first = self._first, StepInput()
-            at = (self.lease.row, load.committed)
-            order = order._replace(decodes=(DecodeRequest(*at, load.committed),) * load.decodes, lens=(at,))
-            if load.rows and (load.crowd or self.lockstep.mesh.dp_rank == 0):
+            step_input, self._first_step_input = self._first_step_input, StepInput()
+            committed_entry = (self.lease.row, load.committed)
+            step_input = step_input._replace(
+                decodes=(DecodeRequest(*committed_entry, load.committed),) * load.decodes, lens=(committed_entry,)
+            )
+            if load.rows and (load.all_groups or self.lockstep.mesh.dp_rank == 0):
                 stop = load.start + load.rows
                 chunk = PromptChunk(self.lease.row, load.start, stop, False, self.tokens[load.start : stop + 1])
-                order = order._replace(chunks=(chunk,))
-        began = time.perf_counter()
-        ran = self.lockstep.run(order, int(self.lease is not None), self.resolved.levels_at(load.decodes))
-        if ran.output is not None:
-            self.lockstep.read(ran)
-        return time.perf_counter() - began
+                step_input = step_input._replace(chunks=(chunk,))
+        started = time.perf_counter()
+        step = self.lockstep.run(step_input, int(self.lease is not None), self.resolved.max_tree_levels(load.decodes))
+        if step.output is not None:
+            self.lockstep.read(step)
+        return time.perf_counter() - started
 
 
 def fit(time: Callable[[TrialLoad], float], limits: StepLimits, share: float, tree: int, groups: int) -> StepTimes:
     """Return the pace of a gang of `groups`, fitted to a few steps; `time` measures a step, in microseconds."""
     # Curve 1: time by decoding requests. The number grows by factors until the step takes twice as long.
-    alone = time(TrialLoad(1))
-    decode = [(1, alone)]
-    while decode[-1][0] < limits.decodes and decode[-1][1] < STEEP * alone:
-        more = min(decode[-1][0] * MORE_DECODES, limits.decodes)
-        decode.append((more, time(TrialLoad(more))))
+    single_us = time(TrialLoad(1))
+    decode = [(1, single_us)]
+    while decode[-1][0] < limits.decodes and decode[-1][1] < MAX_SLOWDOWN * single_us:
+        next_count = min(decode[-1][0] * DECODES_FACTOR, limits.decodes)
+        decode.append((next_count, time(TrialLoad(next_count))))
     # Curve 2: time by target rows, of one decoding request (`tree` rows) and a growing prompt chunk.
-    few = min(ROWS, limits.rows)
-    target = [(tree, alone), (tree + few, time(TrialLoad(1, rows=few)))]
-    rows = few
-    while rows < limits.rows and (target[-1][1] < STEEP * alone or len(target) == 2):
-        rows = min(rows * MORE_ROWS, limits.rows)
+    few_rows = min(FIRST_ROWS, limits.rows)
+    target = [(tree, single_us), (tree + few_rows, time(TrialLoad(1, rows=few_rows)))]
+    rows = few_rows
+    while rows < limits.rows and (target[-1][1] < MAX_SLOWDOWN * single_us or len(target) == 2):
+        rows = min(rows * ROWS_FACTOR, limits.rows)
         target.append((tree + rows, time(TrialLoad(1, rows=rows))))
-    last = target[-1][1]
+    max_rows_us = target[-1][1]
 
-    # If all groups run the rows, the step takes longer by `crowd` times the rows' own time for each other group.
-    crowd = 0.0
-    if groups > 1 and last > alone:
-        together = time(TrialLoad(1, rows=rows, crowd=True))
-        crowd = min(1.0, max(0.0, (together - last) / (last - alone) / (groups - 1)))
-    long, deep = min(LONG, limits.tokens - rows), min(DEEP, limits.tokens - rows)
-    token = prefix = pair = 0.0
-    if deep >= SHALLOW:
-        # `token`: per request and token of its length. `prefix` and `pair`: a chunk of n rows after p tokens costs
-        # p * (prefix + pair * n). One row and `rows` rows give two equations for the two unknowns.
-        readers, usual = decode[min(1, len(decode) - 1)]
-        token = max(0.0, time(TrialLoad(readers, long)) - usual) / (readers * long)
-        more_one = max(0.0, time(TrialLoad(1, rows=1, start=deep)) - time(TrialLoad(1, rows=1))) / deep
-        more_rows = max(more_one, (time(TrialLoad(1, rows=rows, start=long)) - last) / long)
-        pair = (more_rows - more_one) / (rows - 1) if rows > 1 else more_one
-        prefix = max(0.0, more_one - pair)
-    return StepTimes(share, tree, _rising(decode), token, _rising(target), prefix, pair, crowd, groups)
+    # If all groups run the rows, the step takes longer by `group_factor` times the rows' own time for each other group.
+    group_factor = 0.0
+    if groups > 1 and max_rows_us > single_us:
+        all_groups_us = time(TrialLoad(1, rows=rows, all_groups=True))
+        group_factor = min(1.0, max(0.0, (all_groups_us - max_rows_us) / (max_rows_us - single_us) / (groups - 1)))
+    long_prefix, deep_prefix = min(LONG_PREFIX, limits.tokens - rows), min(DEEP_PREFIX, limits.tokens - rows)
+    token_us = prefix_us = pair_us = 0.0
+    if deep_prefix >= MIN_PREFIX:
+        # `token_us`: per request and token of its length. `prefix_us` and `pair_us`: a chunk of n rows after p tokens
+        # costs p * (prefix_us + pair_us * n). One row and `rows` rows give two equations for the two unknowns.
+        decode_count, decode_us = decode[min(1, len(decode) - 1)]
+        token_us = max(0.0, time(TrialLoad(decode_count, long_prefix)) - decode_us) / (decode_count * long_prefix)
+        one_row_us = max(0.0, time(TrialLoad(1, rows=1, start=deep_prefix)) - time(TrialLoad(1, rows=1))) / deep_prefix
+        per_token_us = max(one_row_us, (time(TrialLoad(1, rows=rows, start=long_prefix)) - max_rows_us) / long_prefix)
+        pair_us = (per_token_us - one_row_us) / (rows - 1) if rows > 1 else one_row_us
+        prefix_us = max(0.0, one_row_us - pair_us)
+    return StepTimes(
+        share,
+        tree,
+        _non_decreasing(decode),
+        token_us,
+        _non_decreasing(target),
+        prefix_us,
+        pair_us,
+        group_factor,
+        groups,
+    )
 
 
-def _rising(points: Sequence[tuple[int, float]]) -> Curve:
+def _non_decreasing(points: Sequence[tuple[int, float]]) -> Curve:
     """Return the points with each time raised to the time before if it is lower: less work never takes longer."""
     times = accumulate((us for _, us in points), max)
-    return tuple((at, us) for (at, _), us in zip(points, times, strict=True))
+    return tuple((count, us) for (count, _), us in zip(points, times, strict=True))

@@ -15,7 +15,7 @@ from cluster.capture.cuda_graph import CudaSegments, Graph
 from cluster.capture.tape import Tape
 from cluster.config import ConfigError, EngineConfig
 from cluster.distributed.mesh import Mesh
-from cluster.dp_attention.sizes import MOST_ROWS, Buckets, Sizes, multiples, sizes_up_to
+from cluster.dp_attention.sizes import MAX_CAPTURED_ROWS, Buckets, Sizes, multiples, sizes_up_to
 from cluster.engine.lockstep import Lockstep
 from cluster.engine.models import RankModels
 from cluster.engine.programs import Capture
@@ -25,14 +25,18 @@ from cluster.status import CaptureInfo
 
 logger = logging.getLogger(__name__)
 
-MODES = (SamplingMode(0), SamplingMode.NOISY, SamplingMode.NOISY | SamplingMode.FILTERED)
+MODES = (SamplingMode(0), SamplingMode.RANDOM, SamplingMode.RANDOM | SamplingMode.FILTERED)
 AUTO_BYTES = 1 << 28  # most memory of all tapes with capture auto
-LARGEST = 512  # largest default size on a GPU (requests or prompt rows), unless max_running_requests is larger
-NOT_YET = "graphs of whole steps with FlashInfer have not run on a GPU yet; capture on captures steps that decode"
-BY_RANKS = "a rank whose plan of FlashInfer's comes out unlike the captured one would launch anew what others replay"
-BY_TORCH = "attention by torch reads as far as the longest request may be, which a graph would fix"
-BY_EXPERTS = "products of experts wait for the host, unless they are in bfloat16 on a Hopper or Blackwell GPU"
-UNEVEN = "with dp_padding exact groups exchange parts of different sizes, which a graph is not to hold"
+MAX_DEFAULT_SIZE = 512  # largest default size on a GPU (requests or prompt rows), unless max_running_requests is larger
+FLASHINFER_REASON = (
+    "graphs of whole steps with FlashInfer have not run on a GPU yet; capture on captures steps that decode"
+)
+RANKS_REASON = (
+    "a rank whose plan of FlashInfer's comes out unlike the captured one would run eagerly what others replay"
+)
+TORCH_REASON = "attention by torch reads as far as the longest request may be, which a graph would fix"
+EXPERTS_REASON = "products of experts wait for the host, unless they are in bfloat16 on a Hopper or Blackwell GPU"
+UNEVEN_REASON = "with dp_padding exact groups exchange parts of different sizes, which no graph may contain"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,34 +67,34 @@ def captures_of(config: EngineConfig, device: torch.device, models: RankModels, 
     if config.capture == "off" or library is None or not rows:
         return None
     sizes = buckets_of(config, device, mesh).sizes
-    return Captures(capture, Buckets(sizes, min(MOST_ROWS, rows), prompts=False))
+    return Captures(capture, Buckets(sizes, min(MAX_CAPTURED_ROWS, rows), allow_prompts=False))
 
 
 def _graphs(config: EngineConfig, models: RankModels, mesh: Mesh) -> Captures | None:
-    """`captures_of` on a GPU. A reason `why` not to capture is an error if capture is on, otherwise a log line."""
+    """`captures_of` on a GPU. A reason `reason` not to capture is an error if capture is on, otherwise a log line."""
     if config.capture == "off":
         return None
-    kernels, why, remedy = models.kernels, "", "attention_backend to triton"
-    experts = any(part is not None for part in models.resolved.experts)
+    kernels, reason, remedy = models.kernels, "", "attention_backend to triton"
+    experts = any(experts_of_model is not None for experts_of_model in models.resolved.experts)
     capability = torch.cuda.get_device_capability()
     if experts and not reads_ends(models.dtype, capability):
-        why, remedy = BY_EXPERTS, "dtype to bfloat16" if reads_ends(torch.bfloat16, capability) else ""
+        reason, remedy = EXPERTS_REASON, "dtype to bfloat16" if reads_ends(torch.bfloat16, capability) else ""
     elif kernels.name not in ("triton", "flashinfer"):
-        why = BY_TORCH
+        reason = TORCH_REASON
     elif kernels.flashinfer is not None and mesh.world.size > 1:
-        why = BY_RANKS
+        reason = RANKS_REASON
     elif config.dp_padding == "exact" and mesh.attn_dp > 1:
-        why, remedy = UNEVEN, "dp_padding to auto or padded"
-    if why and config.capture == "on":
-        raise ConfigError(f"capture on: {why}; set {remedy}{', or ' * bool(remedy)}capture to auto or off")
+        reason, remedy = UNEVEN_REASON, "dp_padding to auto or padded"
+    if reason and config.capture == "on":
+        raise ConfigError(f"capture on: {reason}; set {remedy}{', or ' * bool(remedy)}capture to auto or off")
     if kernels.flashinfer is not None and config.capture == "auto":
-        why = why or NOT_YET
-    if why:
-        logger.info("rank %d: steps are launched anew, not captured: %s", mesh.rank, why)
+        reason = reason or FLASHINFER_REASON
+    if reason:
+        logger.info("rank %d: steps run eagerly, not captured: %s", mesh.rank, reason)
         return None
     buckets, segments = buckets_of(config, torch.device("cuda"), mesh), CudaSegments()
     if kernels.flashinfer is not None:  # its graphs have a fixed number of prompt chunks, which is not in the key
-        buckets = replace(buckets, prompts=False)
+        buckets = replace(buckets, allow_prompts=False)
     return Captures(lambda program: Graph(program, segments), buckets)
 
 
@@ -100,8 +104,11 @@ def row_bytes(models: RankModels) -> int:
     for tapes of few rows, which have buffers of their own beside those of many rows.
     """
     arch = models.resolved.target
-    layer = max(8 * one.hidden + 3 * one.mlp_columns + 2 * one.heads * one.head_dim for one in arch.layers)
-    return 2 * (layer + 2 * arch.vocab_size) * models.dtype.itemsize
+    layer_numbers = max(
+        8 * layer_arch.hidden + 3 * layer_arch.mlp_columns + 2 * layer_arch.heads * layer_arch.head_dim
+        for layer_arch in arch.layers
+    )
+    return 2 * (layer_numbers + 2 * arch.vocab_size) * models.dtype.itemsize
 
 
 def buckets_of(config: EngineConfig, device: torch.device, mesh: Mesh) -> Buckets:
@@ -116,15 +123,15 @@ def buckets_of(config: EngineConfig, device: torch.device, mesh: Mesh) -> Bucket
     """
     if device.type != "cuda":
         return Buckets() if config.capture_sizes is None else Buckets(config.capture_sizes)
-    sizes, shares = config.capture_sizes, mesh.attn.size if mesh.attn_dp > 1 else 1
+    sizes, group_ranks = config.capture_sizes, mesh.attn.size if mesh.attn_dp > 1 else 1
     if sizes is None:
-        sizes = multiples(sizes_up_to(max(LARGEST, config.max_running_requests)), shares)
-    if odd := [size for size in sizes if size % shares]:
+        sizes = multiples(sizes_up_to(max(MAX_DEFAULT_SIZE, config.max_running_requests)), group_ranks)
+    if uneven_sizes := [size for size in sizes if size % group_ranks]:
         raise ConfigError(
-            f"capture_sizes has {odd[0]}, which the {shares} ranks of an attention group cannot share evenly; "
-            f"give multiples of {shares}"
+            f"capture_sizes has {uneven_sizes[0]}, which the {group_ranks} ranks of an attention group cannot share "
+            f"evenly; give multiples of {group_ranks}"
         )
-    return Buckets(sizes, prompts=config.capture == "on", alike=mesh.attn_dp > 1)
+    return Buckets(sizes, allow_prompts=config.capture == "on", equal_sizes=mesh.attn_dp > 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,29 +147,31 @@ def decoding_steps(resolved: ResolvedConfig, buckets: Buckets) -> Iterator[Decod
     """Yield one step for each program that decoding can need if all groups have the same load, for the common `MODES`.
     The largest steps come first, so that on a GPU the programs of smaller steps fit into their memory.
     """
-    for span in reversed(buckets.spans()):
-        if Sizes(span.stop - 1, 0, 0).rows(resolved.shape.num_draft_tokens) > MOST_ROWS:
+    for size_range in reversed(buckets.padded_ranges()):
+        if Sizes(size_range.stop - 1, 0, 0).rows(resolved.shape.num_draft_tokens) > MAX_CAPTURED_ROWS:
             continue
-        numbers = range(span.start, min(span.stop, resolved.settings.max_running_requests + 1))
-        tiers = {resolved.levels_at(number) for number in numbers}
-        yield from (Decoding(span.stop - 1, tier, mode) for tier in sorted(tiers, reverse=True) for mode in MODES)
+        request_counts = range(size_range.start, min(size_range.stop, resolved.settings.max_running_requests + 1))
+        tiers = {resolved.max_tree_levels(count) for count in request_counts}
+        yield from (Decoding(size_range.stop - 1, tier, mode) for tier in sorted(tiers, reverse=True) for mode in MODES)
 
 
 def capture_decoding(lockstep: Lockstep, resolved: ResolvedConfig, buckets: Buckets) -> CaptureInfo:
     """Capture all `decoding_steps` with idle requests, before the first request; all ranks must call this."""
-    began, programs = time.perf_counter(), lockstep.programs
+    started, programs = time.perf_counter(), lockstep.programs
     for step in decoding_steps(resolved, buckets):
-        order = StepInput(decodes=(DecodeRequest(programs.assembler.idle_row, 0),) * step.requests, mode=step.mode)
-        for _ in range(2 * programs.assembler.turns):  # per turn: an eager first run, then the run that is captured
-            ran = lockstep.run(order if lockstep.mesh.leads else StepInput(), 0, step.num_steps)
-            if ran.output is not None:
-                lockstep.read(ran)
-        programs.keep()
-    lockstep.mesh.world.clock.split()
-    held = sum(program.captured.bytes for program in programs.captured.values())
+        step_input = StepInput(decodes=(DecodeRequest(programs.assembler.idle_row, 0),) * step.requests, mode=step.mode)
+        for _ in range(
+            2 * programs.assembler.buffer_sets
+        ):  # per turn: an eager first run, then the run that is captured
+            in_flight = lockstep.run(step_input if lockstep.mesh.is_leader else StepInput(), 0, step.num_steps)
+            if in_flight.output is not None:
+                lockstep.read(in_flight)
+        programs.pin_all()
+    lockstep.mesh.world.clock.take_collective_spans()
+    captured_bytes = sum(program.captured.bytes for program in programs.captured.values())
     return CaptureInfo(
         sizes=buckets.sizes,
         programs=len(programs.captured),
-        mb=round(held / 1e6, 3),
-        seconds=round(time.perf_counter() - began, 3),
+        mb=round(captured_bytes / 1e6, 3),
+        seconds=round(time.perf_counter() - started, 3),
     )

@@ -31,15 +31,20 @@ class DecodeScheduler:
         """Add the requests that decode to `schedule`, with pages for their windows."""
         while True:
             schedule.decodes = [
-                (s, s.lease) for s in self.running if s.lease is not None and not (s.prefilling or s.ends)
+                (request, request.lease)
+                for request in self.running
+                if request.lease is not None and not (request.prefilling or request.will_end)
             ]
             # `reach` bounds the committed tokens from above: results of steps in flight are not known yet.
-            reaches = [min(s.reach, s.longest) + self.window_of(s) for s, _ in schedule.decodes]
-            if self._cache.grow([lease for _, lease in schedule.decodes], reaches):
+            needed_tokens = [
+                min(request.max_committed, request.max_running_tokens) + self.window_of(request)
+                for request, _ in schedule.decodes
+            ]
+            if self._cache.grow([lease for _, lease in schedule.decodes], needed_tokens):
                 break
             self._retract(self.running[-1])
-            schedule.retracted += 1
-        schedule.num_steps = self._resolved.levels_at(len(schedule.decodes))
+            schedule.retracted_count += 1
+        schedule.num_steps = self._resolved.max_tree_levels(len(schedule.decodes))
 
     def publish(self) -> None:
         """Put all pages that the last step completed into the radix tree, where other requests find them."""
@@ -47,27 +52,27 @@ class DecodeScheduler:
             if sequence.lease is not None:
                 self._cache.publish(sequence.lease, sequence.tokens, sequence.committed)
 
-    def stop(self, sequence: RequestState, sound: int) -> None:
-        """Close the lease of a running request. Other requests may read the KV of its first `sound` tokens."""
+    def stop(self, sequence: RequestState, shared_tokens: int) -> None:
+        """Close the lease of a running request. Other requests may read the KV of its first `shared_tokens` tokens."""
         assert sequence.lease is not None, "only a running request has a lease"
         self.running.remove(sequence)
-        self._cache.close(sequence.lease, sequence.tokens, sound)
-        sequence.leave()
+        self._cache.close(sequence.lease, sequence.tokens, shared_tokens)
+        sequence.detach()
 
     def window_of(self, sequence: RequestState) -> int:
         """W for this request. A request with a grammar may also have forced nodes, which need more slots."""
         return self._window if sequence.request.params.grammar is None else max(self._window, self._shape.window)
 
-    def growth(self, sequence: RequestState) -> int:
+    def max_new_pages(self, sequence: RequestState) -> int:
         """The most new pages that a running request can need for its next step. The step that now begins commits at
         most S + 1 tokens, and a request that still runs has at most `longest` committed.
         """
         assert sequence.lease is not None, "only running requests grow"
         if sequence.prefilling:
-            most = len(sequence.tokens)
+            max_tokens = len(sequence.tokens)
         else:
-            most = min(sequence.reach + sequence.most_of(self._shape), sequence.longest)
-        return max(0, self._cache.pages_for(most + self.window_of(sequence)) - sequence.lease.pages)
+            max_tokens = min(sequence.max_committed + sequence.max_new_tokens(self._shape), sequence.max_running_tokens)
+        return max(0, self._cache.pages_for(max_tokens + self.window_of(sequence)) - sequence.lease.page_count)
 
     def _retract(self, sequence: RequestState) -> None:
         self.stop(sequence, sequence.committed)

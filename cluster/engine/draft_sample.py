@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from cluster.arch.draft.sample import FILE
+from cluster.arch.draft.sample import SAMPLE_FILE
 from cluster.arch.resolve import ResolvedConfig
 from cluster.batch import PromptChunk, RowSampling, StepInput
 from cluster.config import ConfigError
@@ -25,27 +25,29 @@ shifts the demo draft's hidden state by 5e-7 in float32, 0.001 in float16 and 0.
 shifts it by 0.09, aux layers off by one by 0.21 and 0.26, other misreadings by 0.9 and more."""
 FP8_CACHE = 0.05
 """The tolerance with KV caches in FP8, in any dtype; the demo draft's hidden state shifts by 0.02."""
-HALF = 0.01  # a larger tolerance means half precision, where a near-tied token may become the most likely one
+HALF_PRECISION_TOLERANCE = (
+    0.01  # a larger tolerance means half precision, where a near-tied token may become the most likely one
+)
 
 
 def take_sample(tokens: tuple[int, ...], lockstep: Lockstep, cache: KVCache) -> EagleDraftInput | None:
     """Return the output of the draft's extend after `tokens`, for one request; None on a follower. All ranks of the
     gang must call this.
     """
-    deepest = len(lockstep.shapes) - 1
-    if not lockstep.mesh.leads:
-        lockstep.read(lockstep.run(StepInput(), 0, deepest))
+    max_tier = len(lockstep.tree_shapes) - 1
+    if not lockstep.mesh.is_leader:
+        lockstep.read(lockstep.run(StepInput(), 0, max_tier))
         return None
-    lease = cache.open(tokens, len(tokens) + lockstep.shapes[-1].window)
+    lease = cache.open(tokens, len(tokens) + lockstep.tree_shapes[-1].window)
     assert lease is not None, "an empty cache holds a request"
     chunk = PromptChunk(lease.row, 0, len(tokens), True, tokens)
     greedy = RowSampling(lease.row, 0.0, 0, 1.0, 0.0, 0)
-    order = StepInput(chunks=(chunk,), samplings=(greedy,), writes=cache.table.unsent)
-    lockstep.read(lockstep.run(order, 1, deepest))
-    cache.table.sent()
+    step_input = StepInput(chunks=(chunk,), samplings=(greedy,), writes=cache.table.unsent_writes)
+    lockstep.read(lockstep.run(step_input, 1, max_tier))
+    cache.table.mark_sent()
     cache.close(lease, tokens, 0)
-    row = torch.tensor([lease.row], device=lockstep.step.carried.bonus.device)
-    return lockstep.step.carried.take(row)
+    row = torch.tensor([lease.row], device=lockstep.step.draft_inputs.bonus.device)
+    return lockstep.step.draft_inputs.take(row)
 
 
 def check_sample(resolved: ResolvedConfig, lockstep: Lockstep, cache: KVCache) -> None:
@@ -60,28 +62,38 @@ def check_sample(resolved: ResolvedConfig, lockstep: Lockstep, cache: KVCache) -
     sample, folder = resolved.sample, resolved.settings.speculative_draft_model_path
     if sample is None:
         return
-    count, mapped = len(sample.tokens), resolved.settings.speculative_token_map is not None
-    if count > resolved.context_length or count + resolved.shape.window > cache.total * cache.page_size:
-        logger.warning("%s of %r is not checked: its %d tokens do not fit", FILE, folder, count)
+    token_count, has_token_map = len(sample.tokens), resolved.settings.speculative_token_map is not None
+    if (
+        token_count > resolved.context_length
+        or token_count + resolved.shape.window > cache.total_pages * cache.page_size
+    ):
+        logger.warning("%s of %r is not checked: its %d tokens do not fit", SAMPLE_FILE, folder, token_count)
         return
-    given = take_sample(sample.tokens, lockstep, cache)
-    if given is None:
+    draft_output = take_sample(sample.tokens, lockstep, cache)
+    if draft_output is None:
         return
-    wanted, most = torch.tensor(sample.hidden, dtype=torch.float64), TOLERANCE[given.hidden.dtype]
+    expected_hidden, tolerance = torch.tensor(sample.hidden, dtype=torch.float64), TOLERANCE[draft_output.hidden.dtype]
     if resolved.fp8_cache:
-        most = max(most, FP8_CACHE)
-    hidden = float((given.hidden[0].double().cpu() - wanted).norm() / wanted.norm())
-    probability = 0.0
-    if not mapped:
+        tolerance = max(tolerance, FP8_CACHE)
+    hidden_error = float((draft_output.hidden[0].double().cpu() - expected_hidden).norm() / expected_hidden.norm())
+    probability_error = 0.0
+    if not has_token_map:
         # In half precision, two tokens that are equally likely up to rounding may swap between machines. Then the
         # sample's token may be missing from the proposals, and the probability of the best proposal is compared.
-        proposed = given.topk_index[0].tolist()
-        at = proposed.index(sample.token) if sample.token in proposed else 0 if most > HALF else None
-        here = 0.0 if at is None else math.exp(given.topk_logprobs[0, at])
-        probability = abs(here - math.exp(sample.logprob))
-    if not (hidden <= most and probability <= most):
+        proposals = draft_output.topk_index[0].tolist()
+        index = (
+            proposals.index(sample.token)
+            if sample.token in proposals
+            else 0
+            if tolerance > HALF_PRECISION_TOLERANCE
+            else None
+        )
+        actual_probability = 0.0 if index is None else math.exp(draft_output.topk_logprobs[0, index])
+        probability_error = abs(actual_probability - math.exp(sample.logprob))
+    if not (hidden_error <= tolerance and probability_error <= tolerance):
         raise ConfigError(
-            f"draft {folder!r} does not reproduce its {FILE}: its hidden state is off by {hidden:.3g}, its most likely "
-            f"token's probability by {probability:.3g} (at most {most:g}). Its config or speculative_draft_overrides "
-            "describe another draft, or the target is another one. Correct them, or remove the file"
+            f"draft {folder!r} does not reproduce its {SAMPLE_FILE}: its hidden state is off by {hidden_error:.3g}, "
+            f"its most likely token's probability by {probability_error:.3g} (at most {tolerance:g}). Its config or "
+            "speculative_draft_overrides describe another draft, or the target is another one. Correct them, or remove "
+            "the file"
         )

@@ -4,8 +4,10 @@ import logging
 
 logger = logging.getLogger(__name__)
 
-TREES = 200  # verified trees after which a draft is judged
-LEAST = 0.05  # least share of trees with an accepted token: a working draft has several times it, chance less
+MIN_TREES = 200  # verified trees after which a draft is judged
+MIN_ACCEPTED_SHARE = (
+    0.05  # least share of trees with an accepted token: a working draft has several times it, chance less
+)
 REASONS = (
     "the draft was trained for another target, another tokenizer or another kind of text; its vocabulary map (d2t) is "
     "wrong; or its config is misread: which layers of the target it reads (aux_numbering), or another of "
@@ -21,24 +23,24 @@ class DraftWatch:
         self._rank = rank
         self._doubts = doubts
         self._trees = self._accepted = 0
-        self._told = False
+        self._warned = False
 
     @property
     def rejected(self) -> bool:
-        """Whether at least `TREES` trees were verified, and hardly any of them had an accepted token."""
-        return self._trees >= TREES and self._accepted < LEAST * self._trees
+        """Whether at least `MIN_TREES` trees were verified, and hardly any of them had an accepted token."""
+        return self._trees >= MIN_TREES and self._accepted < MIN_ACCEPTED_SHARE * self._trees
 
-    def saw(self, accepted: int) -> None:
+    def count_tree(self, accepted: int) -> None:
         """Count one verified tree, of which `accepted` drafted tokens were accepted. Trees of requests with a grammar
         must not be counted: forced nodes are accepted whatever the draft proposes.
         """
         self._trees += 1
         self._accepted += accepted > 0
-        if self.rejected and not self._told:
-            self._told = True
-            noted = "".join(f" Noted when it was read: {doubt}." for doubt in self._doubts)
+        if self.rejected and not self._warned:
+            self._warned = True
+            doubts_text = "".join(f" Noted when it was read: {doubt}." for doubt in self._doubts)
             logger.warning(
                 "rank %d: the draft was accepted in %d of %d trees, so it only costs time. Likely reasons: %s.%s "
                 "Check it with `aerie inspect TARGET --draft DRAFT` and `aerie probe-draft DRAFT --target TARGET`",
-                *(self._rank, self._accepted, self._trees, REASONS, noted),
+                *(self._rank, self._accepted, self._trees, REASONS, doubts_text),
             )

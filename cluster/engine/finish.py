@@ -9,9 +9,11 @@ from cluster.tokenizer.tokenizer import TextTokenizer
 
 
 class Cut(NamedTuple):
-    """How many tokens of a run are kept, and why the request ends after them. It goes on if `reason` is None."""
+    """How many of the given tokens belong to the output, and why the request ends after them. It goes on if `reason` is
+    None.
+    """
 
-    kept: int
+    token_count: int
     reason: FinishReason | None = None
     stop_reason: str | int | None = None
 
@@ -30,26 +32,29 @@ class FinishCheck:
         """`prompt_token_ids` are the tokens before the first generated one; stop strings match only after them. End
         tokens of `vocab_size` or more, which a config or a client may name, are dropped: they are never generated.
         """
-        ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos_token_ids))
-        self.ends = {token for token in ends if 0 <= token < vocab_size}
-        self._stops: StopStrings | None = None
+        end_tokens = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos_token_ids))
+        self.end_tokens = {token for token in end_tokens if 0 <= token < vocab_size}
+        self._stop_strings: StopStrings | None = None
         if params.stop and tokenizer is not None:
-            least = 0 if params.adjustments is None else params.adjustments.min_tokens
-            self._stops = StopStrings(tokenizer, prompt_token_ids, params.stop, least)
+            min_tokens = 0 if params.adjustments is None else params.adjustments.min_tokens
+            self._stop_strings = StopStrings(tokenizer, prompt_token_ids, params.stop, min_tokens)
 
-    def cut(self, run: Sequence[int], room: int) -> Cut:
-        """Return where the run ends the request. `room` is the number of tokens that max_tokens still allows."""
-        if run and not room:
+    def cut(self, tokens: Sequence[int], remaining_tokens: int) -> Cut:
+        """Return where `tokens` end the request. `remaining_tokens` is the number of tokens that max_tokens still
+        allows.
+        """
+        if tokens and not remaining_tokens:
             return Cut(0, "length")
-        if self._stops is None and len(run) < room and self.ends.isdisjoint(run):  # the common case, without a loop
-            return Cut(len(run))
-        for kept, token in enumerate(run, start=1):
-            if token in self.ends:
-                return Cut(kept, "stop", token)
-            if self._stops is not None:
-                self._stops.push((token,))
-                if self._stops.hit is not None:
-                    return Cut(kept, "stop", self._stops.hit.stop)
-            if kept == room:
-                return Cut(kept, "length")
-        return Cut(len(run))
+        # The common case, without a loop.
+        if self._stop_strings is None and len(tokens) < remaining_tokens and self.end_tokens.isdisjoint(tokens):
+            return Cut(len(tokens))
+        for count, token in enumerate(tokens, start=1):
+            if token in self.end_tokens:
+                return Cut(count, "stop", token)
+            if self._stop_strings is not None:
+                self._stop_strings.push((token,))
+                if self._stop_strings.hit is not None:
+                    return Cut(count, "stop", self._stop_strings.hit.stop)
+            if count == remaining_tokens:
+                return Cut(count, "length")
+        return Cut(len(tokens))

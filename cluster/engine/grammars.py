@@ -8,14 +8,14 @@ from cluster.sampling.grammars import Matcher
 from cluster.tokenizer.tokenizer import TextTokenizer
 
 
-class LateMatchers:
+class LazyMatchers:
     """Makes matchers. Loads the tokenizer only at the first grammar or at `prepare`, because loading takes seconds."""
 
-    def __init__(self, tokenizer_path: str, vocab_size: int, ends: tuple[int, ...]) -> None:
-        """`tokenizer_path` is the folder of the tokenizer; `ends` are the tokens that end a text (EOS)."""
-        self._path, self._vocab_size, self._ends = tokenizer_path, vocab_size, ends
+    def __init__(self, tokenizer_path: str, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+        """`tokenizer_path` is the folder of the tokenizer; `eos_token_ids` are the tokens that end a text (EOS)."""
+        self._path, self._vocab_size, self._eos_token_ids = tokenizer_path, vocab_size, eos_token_ids
         self._lock = Lock()
-        self._made: Matchers | None = None
+        self._loaded: Matchers | None = None
 
     def __call__(self, grammar: str) -> Matcher:
         """Return a new matcher, at the beginning of a compiled grammar."""
@@ -29,19 +29,19 @@ class LateMatchers:
         """
         self._matchers.prepare()
 
-    def read(self, grammar: str) -> None:
+    def preload(self, grammar: str) -> None:
         """Compile a grammar ahead of time, so that its matchers are made quickly. Any thread may call this.
 
         Raises:
-            GrammarError: as `Matchers.read`.
+            GrammarError: as `Matchers.load`.
         """
-        self._matchers.read(grammar)
+        self._matchers.load(grammar)
 
     @property
     def _matchers(self) -> Matchers:
         with self._lock:  # two threads would load twice
-            if self._made is None:
+            if self._loaded is None:
                 tokenizer = TextTokenizer.load(self._path)
-                vocabulary = Vocabulary.of(tokenizer, self._vocab_size, self._ends)
-                self._made = Matchers(vocabulary, lambda text: tokenizer.encode(text, add_special_tokens=False))
-            return self._made
+                vocabulary = Vocabulary.from_tokenizer(tokenizer, self._vocab_size, self._eos_token_ids)
+                self._loaded = Matchers(vocabulary, lambda text: tokenizer.encode(text, add_special_tokens=False))
+            return self._loaded

@@ -9,19 +9,20 @@ import ctypes
 import os
 
 TRIM_THRESHOLD, TOP_PAD, MMAP_THRESHOLD = -1, -2, -3  # parameters of mallopt(3)
-KEPT_BYTES = 1 << 28
+CACHED_BYTES = 1 << 28
 HEAP_BYTES = 1 << 26  # largest heap of threads other than the main one; with a smaller TOP_PAD free heaps are returned
-LARGEST_PIECE = 1 << 25  # the largest MMAP_THRESHOLD that the library accepts
+MAX_MMAP_THRESHOLD = 1 << 25  # the largest MMAP_THRESHOLD that the library accepts
 
 
-def keep_freed() -> bool:
-    """Make this process keep up to `KEPT_BYTES` of freed memory, in blocks of up to `LARGEST_PIECE`, for later use.
+def cache_freed_memory() -> bool:
+    """Make this process keep up to `CACHED_BYTES` of freed memory, in blocks of up to `MAX_MMAP_THRESHOLD`, for later
+    use.
 
     Returns False if nothing was changed: the allocator is not the GNU C library's, or environment variables set it up.
     """
-    named = any(name.startswith("MALLOC_") for name in os.environ)
-    if named or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
+    configured = any(name.startswith("MALLOC_") for name in os.environ)
+    if configured or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    settings = {TRIM_THRESHOLD: KEPT_BYTES, TOP_PAD: HEAP_BYTES, MMAP_THRESHOLD: LARGEST_PIECE}
+    settings = {TRIM_THRESHOLD: CACHED_BYTES, TOP_PAD: HEAP_BYTES, MMAP_THRESHOLD: MAX_MMAP_THRESHOLD}
     return mallopt is not None and all(mallopt(setting, value) for setting, value in settings.items())

@@ -12,12 +12,12 @@ from typing import Any
 from cluster.batch import StepInput
 from cluster.config.tree_shape import TreeShape
 from cluster.device.timing import Spans
-from cluster.device.wait_hook import watched
+from cluster.device.wait_hook import wait_hook_set
 from cluster.distributed.mesh import Mesh
 from cluster.distributed.watchdog import DeviceWatchdog
 from cluster.dp_attention.coordinator import Coordinator
 from cluster.dp_attention.exchange import Exchange
-from cluster.dp_attention.padding import padded
+from cluster.dp_attention.padding import pad_step_input
 from cluster.dp_attention.plan import StepPlan
 from cluster.dp_attention.step_input_codec import checksum, pack, unpack
 from cluster.engine.programs import Programs
@@ -32,48 +32,49 @@ class StepInFlight:
     """A step that this rank has begun with its gang, until its results are committed. `output` is None if no rank had
     rows, or if the gang ends with this step.
 
-    `shape` is the tree of the step's tier. `waits` are the spans in collectives, `ended` is a mark of the step's end on
-    the device. `seconds` are the times of the phases. `StepLoop` adds `schedule`, and
-    `forwards`, the spans of the model forwards. `began` is when the host began to schedule the step.
+    `shape` is the tree of the step's tier. `wait_spans` are the spans in collectives, `end_mark` is a mark of the
+    step's end on the device. `seconds` are the times of the phases. `StepLoop` adds `schedule`, and `forwards`, the
+    spans of the model forwards. `started_at` is when the host began to schedule the step.
 
-    Set when the results are read: `took`, the seconds until then, from the later of two moments: this step began, or
-    the step before was read. This rank spent `waited` seconds in collectives, and `own` outside collectives.
+    Set when the results are read: `elapsed_s`, the seconds until then, from the later of two moments: this step began,
+    or the step before was read. This rank spent `wait_s` seconds in collectives, and `own_s` outside collectives.
     """
 
     plan: StepPlan
     shape: TreeShape
     output: StepOutput | None
-    waits: Spans
+    wait_spans: Spans
     seconds: dict[str, float]
-    began: float
-    ended: Any = None
+    started_at: float
+    end_mark: Any = None
     schedule: Schedule = field(default_factory=Schedule)
     forwards: Spans = field(default_factory=Spans)
-    took: float = 0.0
-    own: float = 0.0
-    waited: float = 0.0
+    elapsed_s: float = 0.0
+    own_s: float = 0.0
+    wait_s: float = 0.0
 
 
 @dataclass(slots=True)
 class Lockstep:
-    """One rank's side of the steps of its gang; `shapes` are the trees by tier.
+    """One rank's side of the steps of its gang; `tree_shapes` are the trees by tier.
 
-    `lag` is the number of steps in flight (results not read) when the host begins the next step. Changes that the host
-    makes meanwhile reach the device with a later step input, queued behind the steps in flight. So the host frees pages
-    and reuses table rows at once: what a step in flight still writes to them is overwritten before another step reads
-    it. `leaving` asks for the end of the gang in the next step; `left` says that the gang has ended.
+    `max_in_flight` is the number of steps in flight (results not read) when the host begins the next step. Changes that
+    the host makes meanwhile reach the device with a later step input, queued behind the steps in flight. So the host
+    frees pages and reuses table rows at once: what a step in flight still writes to them is overwritten before another
+    step reads it. `end_requested` asks for the end of the gang in the next step; `has_ended` says that the gang has
+    ended.
     """
 
     mesh: Mesh
     coordinator: Coordinator
     exchange: Exchange
     programs: Programs
-    shapes: tuple[TreeShape, ...]
-    watch: DeviceWatchdog
-    lag: int = 0
+    tree_shapes: tuple[TreeShape, ...]
+    watchdog: DeviceWatchdog
+    max_in_flight: int = 0
     debug: bool = False
-    left: bool = False
-    leaving: bool = False
+    has_ended: bool = False
+    end_requested: bool = False
 
     @property
     def step(self) -> Step:
@@ -83,51 +84,54 @@ class Lockstep:
     @property
     def grammars(self) -> GrammarTable:
         """The grammars of the running requests of this rank's group."""
-        return self.step.adjusting.grammars
+        return self.step.logits_tables.grammars
 
-    def run(self, order: StepInput, requests: int, num_steps: int, decode_us: int = 0) -> StepInFlight:
-        """Begin one step with the gang; `read` waits for the end of the step. `order` is the work of this group (empty
-        on a follower), `requests` the number of this rank's waiting and running requests, `num_steps` its vote for the
-        tier, `decode_us` that of its `Schedule`.
+    def run(self, step_input: StepInput, requests: int, num_steps: int, decode_us: int = 0) -> StepInFlight:
+        """Begin one step with the gang; `read` waits for the end of the step. `step_input` is the work of this group
+        (empty on a follower), `requests` the number of this rank's waiting and running requests, `num_steps` its vote
+        for the tier, `decode_us` that of its `Schedule`.
 
         Raises:
             OutOfStepError: ranks disagree, or this rank was about to deviate from the script.
             PeerLostError: a peer is gone.
         """
-        began = time.perf_counter()
-        self.watch.follow()
-        # Followers must know the length of the packed input before its broadcast, so it is among the facts.
-        words = pack(order) if self.mesh.attn.size > 1 and self.mesh.leads else []
-        facts = self.coordinator.header()._replace(
-            decodes=len(order.decodes),
-            prompt_rows=sum(chunk.stop - chunk.start for chunk in order.chunks),
-            finals=sum(chunk.final for chunk in order.chunks),
-            scored=sum(chunk.scored for chunk in order.chunks),
-            order_words=len(words),
+        started = time.perf_counter()
+        self.watchdog.use_current_thread()
+        # Followers must know the length of the packed input before its broadcast, so it is in the header.
+        packed_input = pack(step_input) if self.mesh.attn.size > 1 and self.mesh.is_leader else []
+        header = self.coordinator.header()._replace(
+            decodes=len(step_input.decodes),
+            prompt_rows=sum(chunk.stop - chunk.start for chunk in step_input.chunks),
+            finishing_prompts=sum(chunk.final for chunk in step_input.chunks),
+            scored=sum(chunk.scored for chunk in step_input.chunks),
+            step_input_len=len(packed_input),
             num_steps=num_steps,
-            mode=int(order.mode),
+            mode=int(step_input.mode),
             requests=requests,
-            leaving=int(self.leaving),
+            leaving=int(self.end_requested),
             decode_us=decode_us,
             captured=self.programs.checksum,
         )
-        # `naming` raises errors that a lost peer caused as its loss; waits for the device are under the watchdog.
-        with self.mesh.naming(), watched(self.watch.catch_up):
-            plan = self.coordinator.agree(facts)
+        # If a lost peer causes an error, `reporting_peer_loss` raises the loss instead; waits for the device are under
+        # the watchdog.
+        with self.mesh.reporting_peer_loss(), wait_hook_set(self.watchdog.wait_for_device):
+            plan = self.coordinator.agree(header)
             if self.debug:
                 self.coordinator.confirm(plan)
-            agreed = time.perf_counter() - began
-            self.left = plan.leaving
-            shape = plan.tree(self.shapes)
+            agree_s = time.perf_counter() - started
+            self.has_ended = plan.leaving
+            shape = plan.tree(self.tree_shapes)
             # From here to `end` each collective is compared with the script before it is entered.
-            self.exchange.begin(plan.step, self.coordinator.script(), plan.counted)
-            output = None if plan.empty or plan.leaving else self._run(order, words, plan, shape)
+            self.exchange.begin(plan.step, self.coordinator.script(), plan.routes_to_experts)
+            output = None if plan.empty or plan.leaving else self._run(step_input, packed_input, plan, shape)
             self.exchange.end()
-            self.coordinator.taken()
-            ended = self.watch.mark()
-        return StepInFlight(plan, shape, output, self.mesh.world.clock.split(), {"agree": agreed}, began, ended)
+            self.coordinator.finish_step()
+            end_mark = self.watchdog.mark()
+        return StepInFlight(
+            plan, shape, output, self.mesh.world.clock.take_collective_spans(), {"agree": agree_s}, started, end_mark
+        )
 
-    def read(self, ran: StepInFlight) -> StepOutput:
+    def read(self, step: StepInFlight) -> StepOutput:
         """Wait for the results of a step that has an output, and return them on the host. All ranks of a group must
         read them between the same two steps, because the next header carries a checksum of the results.
 
@@ -135,34 +139,38 @@ class Lockstep:
             PeerLostError: a peer is gone, or its heartbeats have stopped.
             StuckDeviceError: this rank's device makes no progress.
         """
-        assert ran.output is not None, "nothing was run"
-        with self.mesh.naming(), watched(self.watch.catch_up):
-            self.watch.wait(ran.ended)
-            ran.output = ran.output.read()
+        assert step.output is not None, "a step without rows has no results"
+        with self.mesh.reporting_peer_loss(), wait_hook_set(self.watchdog.wait_for_device):
+            self.watchdog.wait(step.end_mark)
+            step.output = step.output.read()
         if self.mesh.attn.size > 1:  # the next header carries this: ranks with different tokens have diverged
-            self.coordinator.results = _results(ran.output, ran.plan.decodes[self.mesh.dp_rank])
-        return ran.output
+            self.coordinator.results_checksum = _results_checksum(step.output, step.plan.decodes[self.mesh.dp_rank])
+        return step.output
 
-    def _run(self, order: StepInput, words: list[int], plan: StepPlan, shape: TreeShape) -> StepOutput:
+    def _run(self, step_input: StepInput, packed_input: list[int], plan: StepPlan, shape: TreeShape) -> StepOutput:
         """Share the step input in the group, pad and run it."""
         mesh = self.mesh
         if mesh.attn.size > 1:
-            words = self.exchange.share(words)
-            if not mesh.leads:
-                order = unpack(words)
+            packed_input = self.exchange.share(packed_input)
+            if not mesh.is_leader:
+                step_input = unpack(packed_input)
         # The mode of the plan, not of the own requests: it decides which calls are in the script.
-        order = padded(order._replace(mode=plan.mode), plan, mesh.dp_rank, self.programs.assembler.idle_row)
+        step_input = pad_step_input(
+            step_input._replace(mode=plan.mode), plan, mesh.dp_rank, self.programs.assembler.idle_row
+        )
         if mesh.attn.size > 1:  # the next header carries this: ranks with different inputs have diverged
-            self.coordinator.order = checksum(order)
-        return self.programs.run(order, plan, shape)
+            self.coordinator.step_input_checksum = checksum(step_input)
+        return self.programs.run(step_input, plan, shape)
 
 
-def _results(output: StepOutput, real: int) -> int:
-    """Return a checksum of the results of prompts and of the first `real` decoding requests; others are idle."""
-    first, _, drawn = output.prompts
-    numbers = [*first, *drawn]
-    for request in range(real):
-        tokens, accept_len, *_ = output.decoded(request)
-        numbers += tokens
-        numbers.append(accept_len)
-    return zlib.crc32(array("q", numbers))
+def _results_checksum(output: StepOutput, real_requests: int) -> int:
+    """Return a checksum of the results of prompts and of the first `real_requests` decoding requests, without idle
+    ones.
+    """
+    first_tokens, _, inputs_checksum = output.prompt_results
+    values = [*first_tokens, *inputs_checksum]
+    for request in range(real_requests):
+        tokens, accept_len, *_ = output.decode_result(request)
+        values += tokens
+        values.append(accept_len)
+    return zlib.crc32(array("q", values))

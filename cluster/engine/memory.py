@@ -9,7 +9,7 @@ from cluster.device.timing import Spans, timer_of
 from cluster.distributed.mesh import Mesh
 from cluster.engine.backends import bind_attention
 from cluster.engine.models import RankModels
-from cluster.kv.budget import Capacity, Needs, kv_capacity, page_count
+from cluster.kv.budget import Capacity, MemoryBreakdown, kv_capacity, page_count
 from cluster.kv.cache import KVCache
 from cluster.kv.page_table import PageTable
 from cluster.models.runner import DraftRunner, TargetRunner
@@ -23,31 +23,42 @@ class RankMemory:
     cache: KVCache
     target_runner: TargetRunner
     draft_runner_list: list[DraftRunner]
-    watch: Spans
+    forward_spans: Spans
 
 
-def allocate(models: RankModels, mesh: Mesh, device: torch.device, needs: Needs | None = None) -> RankMemory:
-    """Allocate pools in the memory that is left after all models are loaded, of the same size on all ranks. `needs` are
-    the measured needs of a device with memory of its own; on a CPU they are None.
+def allocate(
+    models: RankModels, mesh: Mesh, device: torch.device, breakdown: MemoryBreakdown | None = None
+) -> RankMemory:
+    """Allocate pools in the memory that is left after all models are loaded, of the same size on all ranks. `breakdown`
+    are the measured needs of a device with memory of its own; on a CPU they are None.
 
     Raises:
         ConfigError: not even a short request would fit, or the device has less memory than the settings ask for.
     """
-    capacity = kv_capacity(models.resolved, mesh, models.token_bytes, needs)
+    capacity = kv_capacity(models.resolved, mesh, models.token_bytes, breakdown)
     return allocate_pages(models, device, page_count(models.resolved, capacity), capacity)
 
 
 def allocate_pages(models: RankModels, device: torch.device, pages: int, capacity: Capacity) -> RankMemory:
     """Allocate pools of `pages` pages and the sink page; `capacity` says what determined their size."""
-    resolved, watch = models.resolved, Spans(timer_of(device))
+    resolved, forward_spans = models.resolved, Spans(timer_of(device))
     config, spec = resolved.settings, resolved.draft
-    longest = resolved.context_length + resolved.forced_shape.window
-    table = PageTable(config.max_running_requests, longest, config.page_size, device)
+    max_request_tokens = resolved.context_length + resolved.forced_shape.window
+    table = PageTable(config.max_running_requests, max_request_tokens, config.page_size, device)
     cache = KVCache(pages, table, radix=not config.disable_radix_cache)
     slots = (pages + 1) * config.page_size
     gather = Gather(table, resolved.shape.window)
-    shared = slots, models.dtype, gather, models.kernels, resolved.fp8_cache
-    first, *others = [bind_attention(layers, *shared) for layers in models.layers]
+    attention_arguments = slots, models.dtype, gather, models.kernels, resolved.fp8_cache
+    target_attention, *draft_attentions = [bind_attention(layers, *attention_arguments) for layers in models.layers]
     boundaries = spec.aux_boundaries if spec is not None and spec.use_aux_hidden_state else ()
-    drafts = [DraftRunner(model, *own, watch) for model, own in zip(models.drafts, others, strict=True)]
-    return RankMemory(capacity, cache, TargetRunner(models.target, *first, watch, boundaries), drafts, watch)
+    drafts = [
+        DraftRunner(model, *attention, forward_spans)
+        for model, attention in zip(models.drafts, draft_attentions, strict=True)
+    ]
+    return RankMemory(
+        capacity,
+        cache,
+        TargetRunner(models.target, *target_attention, forward_spans, boundaries),
+        drafts,
+        forward_spans,
+    )

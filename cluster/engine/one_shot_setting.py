@@ -9,7 +9,7 @@ from cluster.distributed.mesh import Mesh
 from cluster.distributed.one_shot_all_reduce import OneShot, check_against_reference
 
 
-def refuse_summing(config: EngineConfig, device: torch.device) -> None:
+def check_one_shot_setting(config: EngineConfig, device: torch.device) -> None:
     """Raise `ConfigError` if the setting is on but cannot work (not on CUDA) or would change nothing (one rank)."""
     if config.one_shot_all_reduce and device.type != "cuda":
         raise ConfigError(f"one_shot_all_reduce reads the memory of other GPUs, and device is {device.type}; unset it")
@@ -17,7 +17,7 @@ def refuse_summing(config: EngineConfig, device: torch.device) -> None:
         raise ConfigError("one_shot_all_reduce needs several ranks, and tp_size is 1; unset it")
 
 
-def sum_in_one_shot(config: EngineConfig, mesh: Mesh, device: torch.device) -> None:
+def enable_one_shot(config: EngineConfig, mesh: Mesh, device: torch.device) -> None:
     """If the setting is on, make the axes of a mesh sum few rows by the one-shot kernel. All ranks must call this.
 
     Raises:

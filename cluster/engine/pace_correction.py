@@ -7,53 +7,56 @@ changes tokens.
 from dataclasses import dataclass, field
 from math import inf, sqrt
 
-QUICK, SLOW = 0.2, 0.02  # relative change of an estimate by its first observation; the smallest by a later one
-MOST = 3.0  # limits `dearer` to [1/3, 3]: a machine that is busy for a while must not starve prompts
-TELLING = 1 / 20  # prompt rows are measured only if they are predicted to take this share of the decoding time
+FIRST_CHANGE, MIN_CHANGE = (
+    0.2,
+    0.02,
+)  # relative change of an estimate by its first observation; the smallest by a later one
+MAX_DRIFT = 3.0  # limits `dearer` to [1/3, 3]: a machine that is busy for a while must not starve prompts
+MIN_PROMPT_SHARE = 1 / 20  # prompt rows are measured only if they are predicted to take this share of the decoding time
 
 
 @dataclass(slots=True)
 class RunningMedian:
-    """A running estimate of the median of observed values, kept between `least` and `most`. An observation moves the
-    estimate by a factor that does not depend on the observed value, so outliers count no more than other values.
+    """A running estimate of the median of observed values, kept between `minimum` and `maximum`. An observation moves
+    the estimate by a factor that does not depend on the observed value, so outliers count no more than other values.
     """
 
-    least: float = 0.0
-    most: float = inf
+    minimum: float = 0.0
+    maximum: float = inf
     value: float = 1.0
-    seen: int = 0
+    observations: int = 0
 
-    def see(self, value: float) -> None:
+    def observe(self, value: float) -> None:
         """Move the estimate towards `value`, by a factor that shrinks with the number of observations."""
-        self.seen += 1
-        factor = 1.0 + max(SLOW, QUICK / sqrt(self.seen))
-        moved = self.value * factor if value > self.value else self.value / factor
-        self.value = min(self.most, max(self.least, moved))
+        self.observations += 1
+        factor = 1.0 + max(MIN_CHANGE, FIRST_CHANGE / sqrt(self.observations))
+        new_value = self.value * factor if value > self.value else self.value / factor
+        self.value = min(self.maximum, max(self.minimum, new_value))
 
 
 @dataclass(slots=True)
 class Correction:
-    """Ratios of measured to predicted times. `usual`: steps that only decode. `dearer`: prompt rows beside decoding,
-    after the time of the whole step is divided by `usual`. `alone`: steps of prompt rows only; routers predict waits by
-    `alone`.
+    """Ratios of measured to predicted times. `decode_drift`: steps that only decode. `prompt_drift`: prompt rows beside
+    decoding, after the time of the whole step is divided by `decode_drift`. `prefill_drift`: steps of prompt rows only;
+    routers predict waits by `prefill_drift`.
     """
 
-    usual: RunningMedian = field(default_factory=RunningMedian)
-    dearer: RunningMedian = field(default_factory=lambda: RunningMedian(1.0 / MOST, MOST))
-    alone: RunningMedian = field(default_factory=RunningMedian)
+    decode_drift: RunningMedian = field(default_factory=RunningMedian)
+    prompt_drift: RunningMedian = field(default_factory=lambda: RunningMedian(1.0 / MAX_DRIFT, MAX_DRIFT))
+    prefill_drift: RunningMedian = field(default_factory=RunningMedian)
 
-    def decoded(self, decode_us: float, took_us: float) -> None:
-        """Observe a step that only decoded: it took `took_us`, and `decode_us` was predicted."""
-        self.usual.see(took_us / decode_us)
+    def observe_decode(self, decode_us: float, measured_us: float) -> None:
+        """Observe a step that only decoded: it took `measured_us`, and `decode_us` was predicted."""
+        self.decode_drift.observe(measured_us / decode_us)
 
-    def prompted(self, busy_us: float, rows_us: float, took_us: float) -> None:
-        """Observe a step with prompt rows beside decoding: the step took `took_us`; `busy_us` was predicted for the
-        decoding, and `rows_us` for the prompt rows.
+    def observe_mixed(self, decode_us: float, prompt_us: float, measured_us: float) -> None:
+        """Observe a step with prompt rows beside decoding: the step took `measured_us`; `decode_us` was predicted for
+        the decoding, and `prompt_us` for the prompt rows.
         """
-        if rows_us >= TELLING * busy_us:
+        if prompt_us >= MIN_PROMPT_SHARE * decode_us:
             # took = usual * (busy + dearer * rows), solved for `dearer`
-            self.dearer.see((took_us / self.usual.value - busy_us) / rows_us)
+            self.prompt_drift.observe((measured_us / self.decode_drift.value - decode_us) / prompt_us)
 
-    def prefilled(self, alone_us: float, took_us: float) -> None:
-        """Observe a step of prompt rows only: it took `took_us`, and `alone_us` was predicted."""
-        self.alone.see(took_us / alone_us)
+    def observe_prefill(self, prefill_us: float, measured_us: float) -> None:
+        """Observe a step of prompt rows only: it took `measured_us`, and `prefill_us` was predicted."""
+        self.prefill_drift.observe(measured_us / prefill_us)

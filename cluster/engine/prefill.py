@@ -23,12 +23,12 @@ from cluster.engine.decode import DecodeScheduler
 from cluster.engine.pace_correction import Correction
 from cluster.engine.request_state import RequestState
 from cluster.engine.schedule import Chunk, Schedule
-from cluster.kv.cache import KVCache, Next
+from cluster.kv.cache import KVCache, NextPages
 from cluster.observability.step_times import PrefillBudget, StepTimes
 
 SCORED_ROWS = 512
 """Most prompt rows of a step that return log-probabilities: the logits of all of them are in memory at once."""
-WORTH_WAITING = 16
+MIN_SHARED_TOKENS = 16
 """A request waits for another prompt only to share at least this many tokens, rounded up to pages. Waiting may cost a
 step, and the fixed cost of a step equals that of some rows.
 """
@@ -39,23 +39,23 @@ class RemainingRows:
     """What is left of a step's prefill budget: `rows` prompt rows and, if there is a `pace` (see `Schedule`),
     `allowance` microseconds of predicted time.
 
-    `spent` is the predicted time of the chunks so far. `beside` counts the target rows of the step so far. `prefilling`
-    is the number of other groups that run prompt rows. `first` is True until a chunk has been taken. The first chunk
-    gets at least `StepTimes.least` rows, even if their cost exceeds the allowance; the next step has that much less.
-    `scored` is the number of rows that may still return log-probabilities.
+    `spent_us` is the predicted time of the chunks so far. `target_rows` counts the target rows of the step so far.
+    `prefilling_groups` is the number of other groups that run prompt rows. `is_first_chunk` is True until a chunk has
+    been taken. The first chunk gets at least `StepTimes.min_rows` rows, even if their cost exceeds the allowance; the
+    next step has that much less. `scored_rows` is the number of rows that may still return log-probabilities.
     """
 
     rows: int
     allowance: float = 0.0
     pace: StepTimes | None = None
-    spent: float = 0.0
-    beside: int = 0
-    prefilling: int = 0
-    first: bool = True
-    scored: int = SCORED_ROWS
+    spent_us: float = 0.0
+    target_rows: int = 0
+    prefilling_groups: int = 0
+    is_first_chunk: bool = True
+    scored_rows: int = SCORED_ROWS
 
     @property
-    def left(self) -> bool:
+    def has_rows(self) -> bool:
         """Whether one more prompt row may join the step."""
         return self.rows > 0 and (self.pace is None or self.allowance > 0.0)
 
@@ -63,23 +63,25 @@ class RemainingRows:
         """Whether `take` would give at least one row to a chunk that begins at token `start()`. `start` is a function,
         because it is called only if the answer depends on it.
         """
-        if not self.left or self.pace is None or self.first:
-            return self.left
-        return self.pace.cost(self.beside, start(), 1, self.prefilling) <= self.allowance
+        if not self.has_rows or self.pace is None or self.is_first_chunk:
+            return self.has_rows
+        return self.pace.cost(self.target_rows, start(), 1, self.prefilling_groups) <= self.allowance
 
     def take(self, start: int, stop: int) -> int:
         """Take as many prompt rows as the budget allows, of `start` to `stop - 1`. Return their number, maybe 0."""
         count = min(stop - start, self.rows)
         if self.pace is not None:
-            paid = self.pace.rows(self.beside, start, count, self.allowance, self.prefilling)
+            affordable_rows = self.pace.max_rows(self.target_rows, start, count, self.allowance, self.prefilling_groups)
             # A chunk reads its whole prefix, so the first chunk gets enough rows to be worth it.
-            least = self.pace.least(self.beside, start, count, self.prefilling) if self.first else 0
-            count = min(count, max(paid, least))
-            cost = self.pace.cost(self.beside, start, count, self.prefilling)
-            self.allowance, self.spent = self.allowance - cost, self.spent + cost
+            min_rows = (
+                self.pace.min_rows(self.target_rows, start, count, self.prefilling_groups) if self.is_first_chunk else 0
+            )
+            count = min(count, max(affordable_rows, min_rows))
+            cost_us = self.pace.cost(self.target_rows, start, count, self.prefilling_groups)
+            self.allowance, self.spent_us = self.allowance - cost_us, self.spent_us + cost_us
         self.rows -= count
-        self.beside += count
-        self.first = False
+        self.target_rows += count
+        self.is_first_chunk = False
         return count
 
 
@@ -93,117 +95,134 @@ class PrefillScheduler:
         set, only the sizes of the config limit them.
         """
         self._cache, self._decode, self._waiting = cache, decode, decode.waiting
-        self._ahead = cache.pages_for(WORTH_WAITING)  # the pages that two prompts must share for one to wait
-        self._budget, self._mixed_budget = resolved.chunk_rows, resolved.mixed_rows
-        self._pace = pace if resolved.paced else None
-        self._overdrawn = 0.0  # microseconds, 0 or less: what the last step took beyond its allowance
+        self._shared_pages = cache.pages_for(MIN_SHARED_TOKENS)  # the pages that two prompts must share for one to wait
+        self._max_rows, self._max_mixed_rows = resolved.chunk_rows, resolved.mixed_chunk_rows
+        self._pace = pace if resolved.prefill_time_limited else None
+        self._overdraft_us = 0.0  # microseconds, 0 or less: what the last step took beyond its allowance
         self.correction = Correction()
 
-    def schedule(self, schedule: Schedule, busiest: int, prefilling: int) -> None:
+    def schedule(self, schedule: Schedule, max_decode_us: int, prefilling_groups: int) -> None:
         """Add prompt chunks and admitted requests to `schedule`, whose decoding requests are known.
 
-        `busiest` is the largest `decode_us` of other groups, whose requests wait while this group computes prompt rows.
-        `prefilling` is the number of other groups that run prompt rows.
+        `max_decode_us` is the largest `decode_us` of other groups, whose requests wait while this group computes prompt
+        rows. `prefilling_groups` is the number of other groups that run prompt rows.
         """
-        committed, pace, prefill_budget = [s.reach for s, _ in schedule.decodes], self._pace, None
-        schedule.decode_us = len(committed) if pace is None else int(pace.decoding(committed)) if committed else 0
-        if pace is not None and (committed or busiest):
-            prefill_budget = pace.prefill_budget(committed, busiest)
-        room = self._room(schedule, prefill_budget, busiest, prefilling)
+        committed_tokens, pace, prefill_budget = (
+            [request.max_committed for request, _ in schedule.decodes],
+            self._pace,
+            None,
+        )
+        schedule.decode_us = (
+            len(committed_tokens) if pace is None else int(pace.decoding(committed_tokens)) if committed_tokens else 0
+        )
+        if pace is not None and (committed_tokens or max_decode_us):
+            prefill_budget = pace.prefill_budget(committed_tokens, max_decode_us)
+        remaining_rows = self._remaining_rows(schedule, prefill_budget, max_decode_us, prefilling_groups)
         for sequence in self._decode.running:
-            if sequence.prefilling and room.left:
-                self._ride(schedule, sequence, room)
-        if self._waiting and not schedule.retracted:  # after a retraction pages are short: admit nobody
-            self._admit_waiting(schedule, room)
-        self._overdrawn = min(0.0, room.allowance)  # taken from the allowance of the next step
+            if sequence.prefilling and remaining_rows.has_rows:
+                self._add_chunk(schedule, sequence, remaining_rows)
+        if self._waiting and not schedule.retracted_count:  # after a retraction pages are short: admit nobody
+            self._admit_waiting(schedule, remaining_rows)
+        self._overdraft_us = min(0.0, remaining_rows.allowance)  # taken from the allowance of the next step
         if prefill_budget is not None:
-            schedule.busy_us, schedule.rows_us = prefill_budget.busy, room.spent
+            schedule.mixed_decode_us, schedule.prompt_us = prefill_budget.busy, remaining_rows.spent_us
         elif pace is not None and schedule.chunks:
-            costs = (pace.cost(0, chunk.start, chunk.stop - chunk.start, prefilling) for chunk in schedule.chunks)
-            schedule.alone_us = pace.fixed + sum(costs)
+            chunk_costs = (
+                pace.cost(0, chunk.start, chunk.stop - chunk.start, prefilling_groups) for chunk in schedule.chunks
+            )
+            schedule.prefill_us = pace.fixed + sum(chunk_costs)
 
-    def learn(self, schedule: Schedule, decode_us: int, prompt_rows: int, took_us: float) -> None:
-        """Update the correction of the pace by a finished step, which took `took_us`. `decode_us` is the largest of all
-        groups, and `prompt_rows` the largest number of prompt rows of any group.
+    def learn(self, schedule: Schedule, decode_us: int, prompt_rows: int, measured_us: float) -> None:
+        """Update the correction of the pace by a finished step, which took `measured_us`. `decode_us` is the largest of
+        all groups, and `prompt_rows` the largest number of prompt rows of any group.
         """
         if self._pace is None:
             return
         if not decode_us:
-            telling = schedule.alone_us > 2 * self._pace.fixed  # prompt rows, not the fixed cost, took most of the time
-            if telling and schedule.prompt_rows >= prompt_rows:  # otherwise another group determined the time
-                self.correction.prefilled(schedule.alone_us, took_us)
+            # Prompt rows, not the fixed cost, took most of the time.
+            is_significant = schedule.prefill_us > 2 * self._pace.fixed
+            if is_significant and schedule.prompt_rows >= prompt_rows:  # otherwise another group determined the time
+                self.correction.observe_prefill(schedule.prefill_us, measured_us)
         elif not prompt_rows:
-            self.correction.decoded(decode_us, took_us)
-        elif schedule.rows_us:
-            self.correction.prompted(schedule.busy_us, schedule.rows_us, took_us)
+            self.correction.observe_decode(decode_us, measured_us)
+        elif schedule.prompt_us:
+            self.correction.observe_mixed(schedule.mixed_decode_us, schedule.prompt_us, measured_us)
 
-    def _room(
-        self, schedule: Schedule, prefill_budget: PrefillBudget | None, busiest: int, prefilling: int
+    def _remaining_rows(
+        self, schedule: Schedule, prefill_budget: PrefillBudget | None, max_decode_us: int, prefilling_groups: int
     ) -> RemainingRows:
         """Return the step's budget of prompt rows. `prefill_budget` is None without a pace or if no group decodes."""
-        if not schedule.decodes and not busiest:  # no stream waits for this step: only the chunk size limits prompts
-            return RemainingRows(self._budget)
+        # If no stream waits for this step, only the chunk size limits prompts.
+        if not schedule.decodes and not max_decode_us:
+            return RemainingRows(self._max_rows)
         if prefill_budget is None or self._pace is None:
-            return RemainingRows(self._mixed_budget)
-        # Prompt rows take `dearer` times the time that the pace predicts, so the allowance is divided by `dearer`.
-        allowance = prefill_budget.allowance / self.correction.dearer.value + self._overdrawn
-        beside = len(schedule.decodes) * self._pace.tree
-        return RemainingRows(self._mixed_budget, allowance, self._pace, beside=beside, prefilling=prefilling)
+            return RemainingRows(self._max_mixed_rows)
+        # Prompt rows take `prompt_drift` times the time that the pace predicts, so the allowance is divided by it.
+        allowance = prefill_budget.allowance / self.correction.prompt_drift.value + self._overdraft_us
+        decode_rows = len(schedule.decodes) * self._pace.tree
+        return RemainingRows(
+            self._max_mixed_rows, allowance, self._pace, target_rows=decode_rows, prefilling_groups=prefilling_groups
+        )
 
-    def _ride(self, schedule: Schedule, sequence: RequestState, room: RemainingRows) -> None:
-        """Add the next chunk of a request's prompt to the step, with as many rows as the budget `room` allows."""
-        start, end = sequence.reach, len(sequence.tokens)
-        if sequence.scores_left(start, end):
-            if not room.scored:  # no scored row is left in this step: the request waits for the next one
+    def _add_chunk(self, schedule: Schedule, sequence: RequestState, remaining_rows: RemainingRows) -> None:
+        """Add the next chunk of a request's prompt to the step, with as many rows as `remaining_rows` allows."""
+        start, end = sequence.max_committed, len(sequence.tokens)
+        if sequence.missing_scores(start, end):
+            if not remaining_rows.scored_rows:  # no scored row is left in this step: the request waits for the next one
                 return
-            end = min(end, start + room.scored)
-        stop = start + room.take(start, end)
+            end = min(end, start + remaining_rows.scored_rows)
+        stop = start + remaining_rows.take(start, end)
         if stop > start and sequence.lease is not None:
-            scored = sequence.scores_left(start, stop)
-            room.scored -= scored
+            scored = sequence.missing_scores(start, stop)
+            remaining_rows.scored_rows -= scored
             schedule.chunks.append(Chunk(sequence, sequence.lease, start, stop, stop == len(sequence.tokens), scored))
 
-    def _admit_waiting(self, schedule: Schedule, room: RemainingRows) -> None:
+    def _admit_waiting(self, schedule: Schedule, remaining_rows: RemainingRows) -> None:
         """Admit requests in order of arrival, while there are pages and at least one prompt row for each request."""
         running = self._decode.running
-        coming = {self._next(s) for s in running if not s.known} - {None}  # the next pages of running prompts
-        spare = sum(map(self._decode.growth, running))  # pages that must stay free for running requests
-        passed = 0  # number of requests at the front of the queue that wait for a shared prefix
-        while room.left and passed < min(len(self._waiting), self._cache.free_rows):
-            sequence = self._waiting[passed]
-            wanted = self._next(sequence) if coming and sequence.cacheable is None else None
-            if wanted is not None and wanted in coming:
+        # The next pages of running prompts.
+        upcoming_pages = {self._next_pages(request) for request in running if not request.prompt_committed} - {None}
+        reserved_pages = sum(map(self._decode.max_new_pages, running))  # pages that must stay free for running requests
+        skipped = 0  # number of requests at the front of the queue that wait for a shared prefix
+        while remaining_rows.has_rows and skipped < min(len(self._waiting), self._cache.free_rows):
+            sequence = self._waiting[skipped]
+            next_pages = self._next_pages(sequence) if upcoming_pages and sequence.max_cached_tokens is None else None
+            if next_pages is not None and next_pages in upcoming_pages:
                 # The request stays in the queue. The pages that it will need beyond the shared ones stay reserved.
-                whole = self._cache.pages_for(len(sequence.tokens) + self._decode.window_of(sequence))
-                spare += max(0, whole - wanted.entry - self._ahead)
-                passed += 1
+                page_count = self._cache.pages_for(len(sequence.tokens) + self._decode.window_of(sequence))
+                reserved_pages += max(0, page_count - next_pages.first_index - self._shared_pages)
+                skipped += 1
                 continue
-            fresh = sequence.cached_tokens is None
-            begins = partial(self._cache.most_cached, sequence.tokens, sequence.request.cache_salt, sequence.cacheable)
-            if not room.fits(begins) or not self._admit(sequence, spare):
+            is_first_admission = sequence.cached_tokens is None
+            cached_start = partial(
+                self._cache.max_cached_tokens, sequence.tokens, sequence.request.cache_salt, sequence.max_cached_tokens
+            )
+            if not remaining_rows.fits(cached_start) or not self._admit(sequence, reserved_pages):
                 break  # the first request that does not fit ends admission: no small one may pass it
-            del self._waiting[passed]
-            spare += self._decode.growth(sequence)
-            coming.add(self._next(sequence))
-            if fresh:
-                schedule.fresh.append(sequence)
+            del self._waiting[skipped]
+            reserved_pages += self._decode.max_new_pages(sequence)
+            upcoming_pages.add(self._next_pages(sequence))
+            if is_first_admission:
+                schedule.first_admitted.append(sequence)
             schedule.admitted.append(sequence)
-            self._ride(schedule, sequence, room)
+            self._add_chunk(schedule, sequence, remaining_rows)
 
-    def _next(self, sequence: RequestState) -> Next | None:
-        """The pages of the next `WORTH_WAITING` tokens that a request computes, as a key; None if too few remain."""
-        return self._cache.next(sequence.tokens, self._ahead, sequence.lease, sequence.request.cache_salt)
+    def _next_pages(self, sequence: RequestState) -> NextPages | None:
+        """The pages of the next `MIN_SHARED_TOKENS` tokens that a request computes, as a key; None if fewer remain."""
+        return self._cache.next_pages(sequence.tokens, self._shared_pages, sequence.lease, sequence.request.cache_salt)
 
-    def _admit(self, sequence: RequestState, spare: int) -> bool:
-        """Admit a request if `spare` pages and the pages of its own first window stay free, so that no retraction
-        follows in the next step. Return whether it was admitted.
+    def _admit(self, sequence: RequestState, reserved_pages: int) -> bool:
+        """Admit a request if `reserved_pages` pages and the pages of its own first window stay free, so that no
+        retraction follows in the next step. Return whether it was admitted.
         """
-        known = len(sequence.tokens)
-        window = self._cache.pages_for(known + self._decode.window_of(sequence)) - self._cache.pages_for(known)
-        salt, most = sequence.request.cache_salt, sequence.cacheable
-        lease = self._cache.open(sequence.tokens, known, spare + window, salt, most)
+        token_count = len(sequence.tokens)
+        window_pages = self._cache.pages_for(token_count + self._decode.window_of(sequence)) - self._cache.pages_for(
+            token_count
+        )
+        salt, max_cached_tokens = sequence.request.cache_salt, sequence.max_cached_tokens
+        lease = self._cache.open(sequence.tokens, token_count, reserved_pages + window_pages, salt, max_cached_tokens)
         if lease is None:
             return False
-        sequence.join(lease)
+        sequence.attach(lease)
         self._decode.running.append(sequence)
         return True

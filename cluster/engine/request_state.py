@@ -14,15 +14,16 @@ from cluster.request import Request, SpeculationCounts, TokenLogprob
 class RequestState:
     """The state of one request, from its submission to its end.
 
-    - `tokens`: prompt and output. The request ends at `limit` tokens.
-    - `committed`: how many tokens have KV in every pool, by the results read so far. `reach`: the most that may have it
-      when all steps in flight are over. `unread`: the steps in flight that each give at least one token.
+    - `tokens`: prompt and output. The request ends at `max_tokens` tokens.
+    - `committed`: how many tokens have KV in every pool, by the results read so far. `max_committed`: the most that may
+      have it when all steps in flight are over. `steps_in_flight`: the steps in flight that each give at least one
+      token.
     - `prefilling`: until the last prompt row is in a step. Then the request decodes, and its last token is the bonus
-      token. `known`: the results of all prompt rows have been read.
+      token. `prompt_committed`: the results of all prompt rows have been read.
     - `cached_tokens`: number of tokens found in the cache at the first admission. `steps`, `drafted`, `accepted`: see
       `SpeculationCounts`.
     - `scores`: log-probabilities of the prompt's tokens from the second on, if requested and as far as computed.
-      `told`: they have been returned, which happens once.
+      `scores_returned`: they have been returned, which happens once.
     """
 
     request: Request
@@ -31,21 +32,21 @@ class RequestState:
     prompt_len: int
     accepted: list[int]
     committed: int = 0
-    reach: int = 0
-    unread: int = 0
+    max_committed: int = 0
+    steps_in_flight: int = 0
     prefilling: bool = True
-    known: bool = False
+    prompt_committed: bool = False
     lease: Lease | None = None
     cached_tokens: int | None = None
     steps: int = 0
     drafted: int = 0
     scores: list[TokenLogprob] = field(default_factory=list)
-    told: bool = False
+    scores_returned: bool = False
     times: RequestTimes = field(default_factory=RequestTimes)
-    limit: int = field(init=False)
+    max_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.limit = self.prompt_len + self.request.params.max_tokens
+        self.max_tokens = self.prompt_len + self.request.params.max_tokens
 
     @property
     def row(self) -> int:
@@ -55,104 +56,113 @@ class RequestState:
 
     def sampling(self) -> RowSampling:
         """The sampling parameters, as an entry of `StepInput`."""
-        p = self.request.params
-        assert p.seed is not None, "every request is given a seed when it is submitted"
-        return RowSampling(self.row, p.temperature, p.top_k, p.top_p, p.min_p, p.seed)
+        params = self.request.params
+        assert params.seed is not None, "`submit` gives every request a seed"
+        return RowSampling(self.row, params.temperature, params.top_k, params.top_p, params.min_p, params.seed)
 
-    def adjusting(self) -> RowPenalties:
+    def penalties(self) -> RowPenalties:
         """The logit adjustments, as an entry of `StepInput`."""
-        a = self.request.params.adjustments
-        assert a is not None, "only adjusted requests are asked"
+        adjustments = self.request.params.adjustments
+        assert adjustments is not None, "only for requests with logit adjustments"
         return RowPenalties(
             row=self.row,
-            presence=a.presence_penalty,
-            frequency=a.frequency_penalty,
-            repetition=a.repetition_penalty,
-            missing=max(0, a.min_tokens - (len(self.tokens) - self.prompt_len)),
+            presence=adjustments.presence_penalty,
+            frequency=adjustments.frequency_penalty,
+            repetition=adjustments.repetition_penalty,
+            min_tokens_left=max(0, adjustments.min_tokens - (len(self.tokens) - self.prompt_len)),
             prompt_len=self.prompt_len,
             tokens=tuple(self.tokens),
-            late=tuple(sorted(self.finish.ends)) if a.min_tokens else (),
-            bias=a.bias,
-            allowed=a.allowed_token_ids,
-            bad_words=a.bad_words_token_ids,
+            stop_tokens=tuple(sorted(self.finish.end_tokens)) if adjustments.min_tokens else (),
+            bias=adjustments.bias,
+            allowed=adjustments.allowed_token_ids,
+            bad_words=adjustments.bad_words_token_ids,
         )
 
     def constraint(self) -> RowGrammar:
         """The grammar and the output so far, as an entry of `StepInput`."""
         grammar = self.request.params.grammar
-        assert grammar is not None, "only constrained requests are asked"
+        assert grammar is not None, "only for requests with a grammar"
         return RowGrammar(self.row, grammar, tuple(self.tokens[self.prompt_len :]))
 
     @property
-    def cacheable(self) -> int | None:
+    def max_cached_tokens(self) -> int | None:
         """How many tokens of the request may come from the cache; None means no limit. A row whose prompt
         log-probability is still missing has to be computed, because the cache holds no logits.
         """
-        return len(self.scores) if self.scores_left(0, self.prompt_len) else None
+        return len(self.scores) if self.missing_scores(0, self.prompt_len) else None
 
-    def scores_left(self, start: int, stop: int) -> int:
+    def missing_scores(self, start: int, stop: int) -> int:
         """How many of prompt rows `start` to `stop - 1` must return log-probabilities. The last row never does."""
-        if self.request.params.prompt_logprobs is None or self.told or len(self.scores) == self.prompt_len - 1:
+        if (
+            self.request.params.prompt_logprobs is None
+            or self.scores_returned
+            or len(self.scores) == self.prompt_len - 1
+        ):
             return 0
         return max(0, min(stop, self.prompt_len - 1) - start)
 
-    def tell_scores(self) -> tuple[TokenLogprob, ...]:
+    def take_scores(self) -> tuple[TokenLogprob, ...]:
         """Return the log-probabilities of the prompt and drop them; they are returned only once."""
-        told, self.scores, self.told = tuple(self.scores), [], True
-        return told
+        scores, self.scores, self.scores_returned = tuple(self.scores), [], True
+        return scores
 
     @property
-    def room(self) -> int:
+    def remaining_tokens(self) -> int:
         """The number of tokens that the request may still generate."""
-        return self.limit - len(self.tokens)
+        return self.max_tokens - len(self.tokens)
 
     @property
-    def longest(self) -> int:
-        """The most committed tokens of a running request: it has fewer than `limit` tokens, the last is the bonus."""
-        return self.limit - 2
+    def max_running_tokens(self) -> int:
+        """The most committed tokens of a running request: fewer than `max_tokens`, and the last is the bonus."""
+        return self.max_tokens - 2
 
     @property
-    def ends(self) -> bool:
+    def will_end(self) -> bool:
         """Whether the steps in flight are certain to end the request by max_tokens."""
-        return self.limit - len(self.tokens) <= self.unread
+        return self.max_tokens - len(self.tokens) <= self.steps_in_flight
 
-    def join(self, lease: Lease) -> None:
+    def attach(self, lease: Lease) -> None:
         """Begin to run on a lease. Its cached tokens count as committed from the start."""
-        self.lease, self.committed, self.reach, self.unread = lease, lease.cached, lease.cached, 0
+        self.lease, self.committed, self.max_committed, self.steps_in_flight = (
+            lease,
+            lease.cached_tokens,
+            lease.cached_tokens,
+            0,
+        )
         if self.cached_tokens is None:
-            self.cached_tokens = lease.cached
+            self.cached_tokens = lease.cached_tokens
 
-    def leave(self) -> None:
+    def detach(self) -> None:
         """Note that the lease is closed. If the request joins again, it prefills again."""
-        self.lease, self.prefilling, self.known = None, True, False
-        self.committed = self.reach = self.unread = 0
+        self.lease, self.prefilling, self.prompt_committed = None, True, False
+        self.committed = self.max_committed = self.steps_in_flight = 0
 
     def begin_prompt(self, stop: int, final: bool) -> None:
         """Note that a step with prompt rows up to `stop` is in flight. If `final`, the request decodes from now on."""
-        self.reach, self.prefilling = stop, not final
-        self.unread += final
+        self.max_committed, self.prefilling = stop, not final
+        self.steps_in_flight += final
 
-    def prefilled(self, stop: int, final: bool) -> None:
+    def commit_prompt(self, stop: int, final: bool) -> None:
         """Note that the results of a step from `begin_prompt` were read: tokens up to `stop` are committed."""
-        self.committed, self.known = stop, final
-        self.unread -= final
+        self.committed, self.prompt_committed = stop, final
+        self.steps_in_flight -= final
 
-    def most_of(self, shape: TreeShape) -> int:
+    def max_new_tokens(self, shape: TreeShape) -> int:
         """The most tokens that a tree of this shape commits. The forced levels count only with a grammar."""
-        return (shape.drafted if self.request.params.grammar is None else shape).num_steps + 1
+        return (shape.drafted_shape if self.request.params.grammar is None else shape).num_steps + 1
 
     def begin_tree(self, shape: TreeShape) -> None:
         """Note that a step with a tree of this shape is in flight."""
-        self.reach += self.most_of(shape)
-        self.unread += 1
+        self.max_committed += self.max_new_tokens(shape)
+        self.steps_in_flight += 1
 
-    def accepted_run(self, count: int, shape: TreeShape) -> None:
+    def commit_tree(self, count: int, shape: TreeShape) -> None:
         """Note that a tree's results were read: the last bonus and accepted draft tokens, `count` in all, commit."""
         self.committed += count
-        self.reach -= self.most_of(shape) - count  # `begin_tree` assumed that all levels are accepted
-        self.unread -= 1
+        self.max_committed -= self.max_new_tokens(shape) - count  # `begin_tree` assumed that all levels are accepted
+        self.steps_in_flight -= 1
 
-    def count(self, accept_len: int, drafted: int) -> None:
+    def count_tree(self, accept_len: int, drafted: int) -> None:
         """Count one verified tree."""
         self.steps += 1
         self.drafted += drafted

@@ -22,7 +22,7 @@ class RequestTimes:
         """Note that the request is admitted for the first time."""
         self.admitted = now
 
-    def give_tokens(self, now: float) -> None:
+    def record_tokens(self, now: float) -> None:
         """Note that the request got tokens."""
         if self.first_token is None:
             self.first_token = now

@@ -23,7 +23,7 @@ class Chunk:
     final: bool
     scored: int = 0
 
-    def order(self) -> PromptChunk:
+    def to_prompt_chunk(self) -> PromptChunk:
         """The chunk as plain values."""
         tokens = self.sequence.tokens[self.start : self.stop + 1]  # one more, for the EAGLE shift
         return PromptChunk(self.lease.row, self.start, self.stop, self.final, tuple(tokens), self.scored)
@@ -34,50 +34,58 @@ class Schedule:
     """The work of one step.
 
     `decodes` are requests with their leases: the results of a request are committed only if it still has the same lease
-    when they are read. `retracted` counts the requests retracted for this step. `fresh` are the requests of `admitted`
-    that are admitted for the first time. `num_steps` is this rank's vote for the depth of the step's trees.
+    when they are read. `retracted_count` counts the requests retracted for this step. `first_admitted` are the requests
+    of `admitted` that are admitted for the first time. `num_steps` is this rank's vote for the depth of the step's
+    trees.
 
     The times are predictions by the pace: the `StepTimes` that were fitted to steps measured at start. There is no pace
     if `mixed_prefill_size` is set. Then all times but `decode_us` are 0.
 
     - `decode_us`: the time of this rank's decoding alone. Without a pace it is no time but the number of decoding
       requests.
-    - `busy_us`, `rows_us`: set if a request decodes (of another group: in the last plan); `PrefillBudget.busy`, and the
-      time of this rank's prompt rows.
-    - `alone_us`: set otherwise; the time of a step with only this rank's prompt rows.
+    - `mixed_decode_us`, `prompt_us`: set if a request decodes (of another group: in the last plan);
+      `PrefillBudget.busy`, and the time of this rank's prompt rows.
+    - `prefill_us`: set otherwise; the time of a step with only this rank's prompt rows.
     """
 
     decodes: list[tuple[RequestState, Lease]] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
-    retracted: int = 0
+    retracted_count: int = 0
     admitted: list[RequestState] = field(default_factory=list)
-    fresh: list[RequestState] = field(default_factory=list)
+    first_admitted: list[RequestState] = field(default_factory=list)
     copies: tuple[PageCopy, ...] = ()
     num_steps: int = 0
     decode_us: int = 0
-    busy_us: float = 0.0
-    rows_us: float = 0.0
-    alone_us: float = 0.0
+    mixed_decode_us: float = 0.0
+    prompt_us: float = 0.0
+    prefill_us: float = 0.0
 
     @property
     def prompt_rows(self) -> int:
         """c, the prompt rows of the step."""
         return sum(chunk.stop - chunk.start for chunk in self.chunks)
 
-    def order(self, writes: tuple[PageWrite, ...]) -> StepInput:
+    def to_step_input(self, writes: tuple[PageWrite, ...]) -> StepInput:
         """Return the work as plain values. Sorts `chunks` in place by length, so that chunks of equal length are
         neighbours; the results of the step have the same order.
         """
         self.chunks.sort(key=lambda chunk: chunk.stop - chunk.start)
         decodes = [sequence for sequence, _ in self.decodes]
-        drawing = decodes + [chunk.sequence for chunk in self.chunks if chunk.final]  # these get a token in the step
-        mode = mode_of(sequence.request.params for sequence in drawing)
+        sampled = decodes + [chunk.sequence for chunk in self.chunks if chunk.final]  # these get a token in the step
+        mode = mode_of(sequence.request.params for sequence in sampled)
         return StepInput(
-            decodes=tuple(DecodeRequest(lease.row, min(s.reach, s.longest), s.committed) for s, lease in self.decodes),
-            chunks=tuple(chunk.order() for chunk in self.chunks),
-            samplings=tuple(s.sampling() for s in self.admitted),
-            adjustings=tuple(s.adjusting() for s in self.admitted if s.request.params.adjustments is not None),
-            constraints=tuple(s.constraint() for s in self.admitted if s.request.params.grammar is not None),
+            decodes=tuple(
+                DecodeRequest(lease.row, min(request.max_committed, request.max_running_tokens), request.committed)
+                for request, lease in self.decodes
+            ),
+            chunks=tuple(chunk.to_prompt_chunk() for chunk in self.chunks),
+            samplings=tuple(request.sampling() for request in self.admitted),
+            penalties=tuple(
+                request.penalties() for request in self.admitted if request.request.params.adjustments is not None
+            ),
+            constraints=tuple(
+                request.constraint() for request in self.admitted if request.request.params.grammar is not None
+            ),
             writes=writes,
             copies=self.copies,
             mode=mode | SamplingMode.PROMPT_LOGPROBS if any(chunk.scored for chunk in self.chunks) else mode,
@@ -91,12 +99,12 @@ class Schedule:
             chunk.sequence.begin_prompt(chunk.stop, chunk.final)
 
 
-def mode_of(drawing: Iterable[RequestParams]) -> SamplingMode:
+def mode_of(params_of_requests: Iterable[RequestParams]) -> SamplingMode:
     """The sampling mode of a step in which requests with these parameters draw tokens."""
     mode = 0  # a plain int, because `|=` on an `IntFlag` is slow
-    for params in drawing:
+    for params in params_of_requests:
         if not params.greedy:
-            mode |= SamplingMode.NOISY.value
+            mode |= SamplingMode.RANDOM.value
             if params.top_k or params.top_p < 1 or params.min_p > 0:
                 mode |= SamplingMode.FILTERED.value
         if params.logprobs is not None:
@@ -104,7 +112,7 @@ def mode_of(drawing: Iterable[RequestParams]) -> SamplingMode:
         if params.adjustments is not None:
             mode |= SamplingMode.ADJUSTED.value
             if params.adjustments.bad_words_token_ids:
-                mode |= SamplingMode.WORDS.value
+                mode |= SamplingMode.BAD_WORDS.value
         if params.grammar is not None:
             mode |= SamplingMode.CONSTRAINED.value
         if params.return_tree:

@@ -28,17 +28,17 @@ class Scheduler:
     @property
     def queued_tokens(self) -> int:
         """The prompt tokens of waiting and running requests that are not computed yet."""
-        running = sum(len(s.tokens) - s.reach for s in self.running if s.prefilling)
-        return running + sum(len(s.tokens) for s in self.waiting)
+        running = sum(len(request.tokens) - request.max_committed for request in self.running if request.prefilling)
+        return running + sum(len(request.tokens) for request in self.waiting)
 
-    def schedule(self, busiest: int = 0, prefilling: int = 0) -> Schedule:
-        """Return the work of the next step, and grow the leases to hold it. `busiest` and `prefilling`, of other
-        groups, as in `PrefillScheduler.schedule`.
+    def schedule(self, max_decode_us: int = 0, prefilling_groups: int = 0) -> Schedule:
+        """Return the work of the next step, and grow the leases to hold it. `max_decode_us` and `prefilling_groups`, of
+        other groups, as in `PrefillScheduler.schedule`.
         """
         schedule = Schedule()
         self.decode.publish()  # first, so that requests admitted now find the pages of the last step
         self.decode.schedule(schedule)
-        self.prefill.schedule(schedule, busiest, prefilling)
+        self.prefill.schedule(schedule, max_decode_us, prefilling_groups)
         schedule.copies = self._cache.take_copies()
         return schedule
 

@@ -25,30 +25,30 @@ class StepResult:
 
 class StepLoop:
     """A rank of a gang. By itself it is a follower, which runs the steps of the leader of its attention group; a leader
-    is an `Engine`, which has a step loop. One thread owns it; any thread may use `ring`, `close`, `position`,
+    is an `Engine`, which has a step loop. One thread owns it; any thread may use `wake_ranks`, `close`, `position`,
     `progress`, `prepare_grammars` and `read_grammar`.
     """
 
     has_work = False
     """A follower never has work of its own."""
 
-    def __init__(self, lockstep: Lockstep, metrics: EngineMetrics, info: RankInfo, forwards: Spans) -> None:
-        """`forwards` collects the spans of model forwards; each step takes those that it added."""
-        self.lockstep, self.metrics, self._info, self._forwards = lockstep, metrics, info, forwards
-        self.quiet = True
+    def __init__(self, lockstep: Lockstep, metrics: EngineMetrics, info: RankInfo, forward_spans: Spans) -> None:
+        """`forward_spans` collects the spans of model forwards; each step takes those that it added."""
+        self.lockstep, self.metrics, self._info, self._forward_spans = lockstep, metrics, info, forward_spans
+        self.is_idle = True
         """Whether no rank had requests in the last step."""
         self.steps = self.padded_rows = 0
         self.own_seconds = 0.0
-        self._rung = threading.Event()
-        self._slept_at = -1  # the step of the last sleep; the next sleep deletes the key of its ring
-        self.flights: deque[StepInFlight] = deque()
+        self._wake_event = threading.Event()
+        self._slept_at = -1  # the step of the last sleep; the next sleep deletes the wake-up key of that step
+        self.in_flight: deque[StepInFlight] = deque()
         """Steps whose results are not read yet, the oldest first."""
-        self._read_at = 0.0
+        self._last_read_at = 0.0
 
     @property
-    def left(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether the gang has ended by agreement, in a step that all ranks took part in."""
-        return self.lockstep.left
+        return self.lockstep.has_ended
 
     @property
     def position(self) -> tuple[int, str]:
@@ -57,62 +57,67 @@ class StepLoop:
 
     @property
     def progress(self) -> tuple[int, bool]:
-        """`ProgressClock.marks`, and whether this rank is in a collective or waits for its device."""
+        """`ProgressClock.progress_count`, and whether this rank is in a collective or waits for its device."""
         clock = self.lockstep.mesh.world.clock
-        return clock.marks, clock.waits
+        return clock.progress_count, clock.is_waiting
 
-    def begin(self, order: StepInput, schedule: Schedule, requests: int) -> StepInFlight:
-        """Begin the next step of the gang; `order` and `requests` as in `Lockstep.run`."""
-        flight = self.lockstep.run(order, requests, schedule.num_steps, schedule.decode_us)
-        flight.schedule, flight.forwards, self.quiet = schedule, self._forwards.split(), flight.plan.quiet
+    def begin(self, step_input: StepInput, schedule: Schedule, requests: int) -> StepInFlight:
+        """Begin the next step of the gang; `step_input` and `requests` as in `Lockstep.run`."""
+        step = self.lockstep.run(step_input, requests, schedule.num_steps, schedule.decode_us)
+        step.schedule, step.forwards, self.is_idle = schedule, self._forward_spans.split(), step.plan.no_requests
         self.steps += 1
-        self.padded_rows += self.idle_rows(flight)
-        if flight.output is not None:
-            self.flights.append(flight)
-        return flight
+        self.padded_rows += self.idle_rows(step)
+        if step.output is not None:
+            self.in_flight.append(step)
+        return step
 
-    def due(self, last: StepInFlight) -> StepInFlight | None:
-        """If the results of a step are due after `last` has begun, wait for them and return that step; else None.
+    def read_due(self, last_begun: StepInFlight) -> StepInFlight | None:
+        """If the results of a step are due after `last_begun` has begun, wait for them and return that step; else None.
 
-        At most `Lockstep.lag` steps stay in flight. If `last` ran nothing, none stays: the device has no work that
-        could overlap.
+        At most `Lockstep.max_in_flight` steps stay in flight. If `last_begun` ran nothing, none stays: the device has
+        no work that could overlap.
         """
-        if len(self.flights) <= (0 if last.output is None else self.lockstep.lag):
+        if len(self.in_flight) <= (0 if last_begun.output is None else self.lockstep.max_in_flight):
             return None
-        due = self.flights.popleft()
-        self.lockstep.read(due)
-        before, self._read_at = self._read_at, time.perf_counter()
-        due.took, due.waited = self._read_at - max(due.began, before), due.waits.take()
-        due.own = max(0.0, due.took - due.waited)  # 0: the wait to agree may be before `took` begins
-        self.own_seconds += due.own
-        return due
+        step = self.in_flight.popleft()
+        self.lockstep.read(step)
+        previous_read_at, self._last_read_at = self._last_read_at, time.perf_counter()
+        step.elapsed_s, step.wait_s = (
+            self._last_read_at - max(step.started_at, previous_read_at),
+            step.wait_spans.take(),
+        )
+        step.own_s = max(0.0, step.elapsed_s - step.wait_s)  # 0: the wait to agree may be before `elapsed_s` begins
+        self.own_seconds += step.own_s
+        return step
 
-    def idle_rows(self, flight: StepInFlight) -> int:
+    def idle_rows(self, step: StepInFlight) -> int:
         """The padding rows of a step's target phase on this rank."""
-        return flight.plan.idle(self.lockstep.mesh.dp_rank).rows(flight.shape.num_draft_tokens)
+        return step.plan.idle(self.lockstep.mesh.dp_rank).rows(step.shape.num_draft_tokens)
 
     def leave(self) -> None:
         """Make the next step end the gang on every rank."""
-        self.lockstep.leaving = True
+        self.lockstep.end_requested = True
 
     def sleep(self) -> None:
-        """Block, without using the CPU, until a rank rings. A ring since the last step counts, so no ring is missed."""
+        """Block, without using the CPU, until a rank calls `wake_ranks`. A call since the last step counts, so none is
+        missed.
+        """
         mesh, step = self.lockstep.mesh, self.lockstep.coordinator.step
         if mesh.world.size == 1:
-            self._rung.wait()
-            self._rung.clear()
+            self._wake_event.wait()
+            self._wake_event.clear()
         else:
             mesh.sleep(step)
-            mesh.forget(self._slept_at)
+            mesh.delete_wake_key(self._slept_at)
             self._slept_at = step
 
-    def ring(self) -> None:
+    def wake_ranks(self) -> None:
         """Wake all sleeping ranks of the gang."""
         mesh = self.lockstep.mesh
         if mesh.world.size == 1:
-            self._rung.set()
+            self._wake_event.set()
         else:
-            mesh.ring(self.lockstep.coordinator.step)
+            mesh.wake_ranks(self.lockstep.coordinator.step)
 
     def prepare_grammars(self) -> None:
         """Load what the first request with a grammar would otherwise wait for.
@@ -128,11 +133,11 @@ class StepLoop:
         Raises:
             GrammarError: the text is not a compiled grammar for this model.
         """
-        self.lockstep.grammars.read(grammar)
+        self.lockstep.grammars.preload(grammar)
 
     def close(self, reason: str = "") -> None:
         """Leave the gang at once. The steps of the peers then raise, and the peers can read `reason`."""
-        self.lockstep.mesh.close(reason, self.lockstep.programs.drop)
+        self.lockstep.mesh.close(reason, self.lockstep.programs.remove_all)
 
     def info(self) -> RankInfo:
         """The resolved settings of this rank, with all that was chosen automatically."""
@@ -144,13 +149,13 @@ class StepLoop:
         """Run the leader's step on this rank's shards."""
         lockstep = self.lockstep
         # The plan ignores the votes of followers.
-        step = self.due(self.begin(StepInput(), Schedule(num_steps=len(lockstep.shapes) - 1), 0))
+        step = self.read_due(self.begin(StepInput(), Schedule(num_steps=len(lockstep.tree_shapes) - 1), 0))
         stats = StepStats(rank=lockstep.mesh.rank)
         if step is not None and step.output is not None:
             stats = StepStats(
                 phase_seconds=step.seconds | step.output.phases.seconds(),
-                waited_seconds=step.waited,
-                own_seconds=step.own,
+                waited_seconds=step.wait_s,
+                own_seconds=step.own_s,
                 padded_rows=self.idle_rows(step),
                 rank=lockstep.mesh.rank,
             )
@@ -172,5 +177,5 @@ class StepLoop:
     def abort(self, request_id: str) -> None:
         """Do nothing: a follower has no requests."""
 
-    def on_begun(self, call: Callable[[tuple[str, ...]], None]) -> None:
+    def on_admitted(self, callback: Callable[[tuple[str, ...]], None]) -> None:
         """Do nothing: a follower admits no requests."""

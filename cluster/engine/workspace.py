@@ -18,14 +18,14 @@ from cluster.engine.lockstep import Lockstep
 from cluster.engine.memory import RankMemory, allocate_pages
 from cluster.engine.models import RankModels
 from cluster.engine.prefill import SCORED_ROWS
-from cluster.kv.budget import GB, Capacity, Needs
+from cluster.kv.budget import GB, Capacity, MemoryBreakdown
 from cluster.kv.device_memory import OUT_OF_MEMORY, DeviceMemory
 from cluster.kv.page_table import PageTable
 
-DRAWS = SamplingMode.NOISY | SamplingMode.FILTERED | SamplingMode.LOGPROBS | SamplingMode.ADJUSTED
-ALL = DRAWS | SamplingMode.CONSTRAINED | SamplingMode.TREES | SamplingMode.PROMPT_LOGPROBS
+SAMPLING_MODES = SamplingMode.RANDOM | SamplingMode.FILTERED | SamplingMode.LOGPROBS | SamplingMode.ADJUSTED
+ALL_MODES = SAMPLING_MODES | SamplingMode.CONSTRAINED | SamplingMode.TREES | SamplingMode.PROMPT_LOGPROBS
 SMALLER_KV = "max_total_tokens, kv_cache_gb, mem_fraction_static or capture_sizes"
-FEWEST_ROWS = 16  # the lowest chunked_prefill_size that an error advises
+MIN_ADVISED_ROWS = 16  # the lowest chunked_prefill_size that an error advises
 T = TypeVar("T")
 Measure = Callable[[int, int], int]
 """A function of a number of requests and a number of prompt rows. It returns the bytes that the largest step with them
@@ -33,143 +33,160 @@ takes, or raises one of `OUT_OF_MEMORY`.
 """
 
 
-def largest_orders(resolved: ResolvedConfig) -> Iterator[StepInput]:
+def largest_step_inputs(resolved: ResolvedConfig) -> Iterator[StepInput]:
     """Yield the largest steps: all requests decode at their greatest length, with a whole prompt chunk, once with all
     sampling features and once with none; then the step in which the most prompts end.
 
     The page table is empty, so all cells are in the sink page and a pool of one page is enough.
     """
-    requests, rows, context_length = (
+    requests, max_rows, context_length = (
         resolved.settings.max_running_requests,
-        resolved.longest_chunk,
+        resolved.max_chunk_rows,
         resolved.context_length,
     )
-    longest = max(0, context_length - resolved.forced_shape.window)
-    decodes = tuple(DecodeRequest(row, longest) for row in range(requests))
-    lens = tuple((row, longest) for row in range(requests))
+    max_decode_len = max(0, context_length - resolved.forced_shape.window)
+    decodes = tuple(DecodeRequest(row, max_decode_len) for row in range(requests))
+    lens = tuple((row, max_decode_len) for row in range(requests))
 
     def chunk(row: int, count: int, scored: int = 0) -> PromptChunk:
         start = max(0, context_length - count)
         return PromptChunk(row, start, start + count, True, (0,) * count, scored)
 
-    each = max(1, rows // requests)
-    ends = tuple(chunk(row, each) for row in range(max(1, min(requests, rows // each))))
-    yield StepInput(decodes=decodes, chunks=(chunk(0, rows, min(rows, SCORED_ROWS)),), lens=lens, mode=ALL)
-    yield StepInput(decodes=decodes, chunks=(chunk(0, rows),), lens=lens)
-    yield StepInput(chunks=ends, mode=DRAWS)
+    rows_per_prompt = max(1, max_rows // requests)
+    finishing_chunks = tuple(
+        chunk(row, rows_per_prompt) for row in range(max(1, min(requests, max_rows // rows_per_prompt)))
+    )
+    yield StepInput(
+        decodes=decodes, chunks=(chunk(0, max_rows, min(max_rows, SCORED_ROWS)),), lens=lens, mode=ALL_MODES
+    )
+    yield StepInput(decodes=decodes, chunks=(chunk(0, max_rows),), lens=lens)
+    yield StepInput(chunks=finishing_chunks, mode=SAMPLING_MODES)
 
 
 def run_largest(lockstep: Lockstep, resolved: ResolvedConfig, table: PageTable) -> None:
     """Run the largest steps, before the first request; all ranks must call this."""
-    for order in largest_orders(resolved):
-        ran = lockstep.run(order if lockstep.mesh.leads else StepInput(), 0, resolved.shape.num_steps)
-        if ran.output is not None:
-            lockstep.read(ran)
+    for step_input in largest_step_inputs(resolved):
+        step = lockstep.run(step_input if lockstep.mesh.is_leader else StepInput(), 0, resolved.shape.num_steps)
+        if step.output is not None:
+            lockstep.read(step)
     table.lens.zero_()
-    lockstep.mesh.world.clock.split()
+    lockstep.mesh.world.clock.take_collective_spans()
 
 
-def fitting(load: Callable[[], T], memory: DeviceMemory, what: str, remedy: str) -> T:
+def refuse_out_of_memory(load: Callable[[], T], memory: DeviceMemory, description: str, remedy: str) -> T:
     """Return the result of `load`.
 
     Raises:
-        ConfigError: `load` ran out of memory. The message says that `what` does not fit, and gives the `remedy`.
+        ConfigError: `load` ran out of memory. The message says that `description` does not fit, and gives the `remedy`.
     """
-    memory.begin()
+    memory.reset_peak()
     try:
         return load()
     except OUT_OF_MEMORY as error:
-        raise ConfigError(f"{what} do not fit the device of {memory.total / GB:.1f} GB ({error}); {remedy}") from None
+        raise ConfigError(
+            f"{description} do not fit the device of {memory.total_bytes / GB:.1f} GB ({error}); {remedy}"
+        ) from None
 
 
-def measured_needs(
+def measure_memory(
     models: RankModels,
     mesh: Mesh,
     device: torch.device,
     memory: DeviceMemory,
     weights: int,
-    trial: Callable[[RankModels, RankMemory], Lockstep],
-) -> Needs:
-    """Return `needs_of` the models, measured with pools of one page. `trial` makes the `Lockstep` that runs the
-    measured steps.
+    build_lockstep: Callable[[RankModels, RankMemory], Lockstep],
+) -> MemoryBreakdown:
+    """Return `memory_breakdown_of` the models, measured with pools of one page. `build_lockstep` makes the `Lockstep`
+    that runs the measured steps.
     """
     resolved = models.resolved
     page_bytes = resolved.settings.page_size * models.token_bytes
     graphs = device.type == "cuda" and captures_of(resolved.settings, device, models, mesh) is not None
 
-    def measure(requests: int, rows: int) -> int:
-        own = replace(models, resolved=resolved.smaller(requests, rows))
-        memory.begin()
-        pools = allocate_pages(own, device, 1, Capacity(resolved.settings.page_size, "a trial"))
-        run_largest(trial(own, pools), own.resolved, pools.cache.table)
-        return memory.taken() - 2 * page_bytes  # without the page and the sink page
+    def measure_workspace(requests: int, rows: int) -> int:
+        smaller_models = replace(models, resolved=resolved.with_limits(requests, rows))
+        memory.reset_peak()
+        trial_memory = allocate_pages(smaller_models, device, 1, Capacity(resolved.settings.page_size, "a trial"))
+        run_largest(build_lockstep(smaller_models, trial_memory), smaller_models.resolved, trial_memory.cache.table)
+        return memory.peak_bytes() - 2 * page_bytes  # without the page and the sink page
 
-    def needs(workspace: int) -> Needs:
-        return Needs(memory.total, memory.free(), weights, workspace, workspace if graphs else 0)
+    def memory_breakdown(workspace: int) -> MemoryBreakdown:
+        return MemoryBreakdown(memory.total_bytes, memory.free_bytes(), weights, workspace, workspace if graphs else 0)
 
-    least = resolved.shape.window * models.token_bytes + 2 * page_bytes
-    return needs_of(resolved, mesh, least, needs, measure)
+    min_kv_bytes = resolved.shape.window * models.token_bytes + 2 * page_bytes
+    return memory_breakdown_of(resolved, mesh, min_kv_bytes, memory_breakdown, measure_workspace)
 
 
-def needs_of(resolved: ResolvedConfig, mesh: Mesh, least: int, own: Callable[[int], Needs], measure: Measure) -> Needs:
-    """Return the `Needs` of the rank that has the least left for KV. All ranks must call this, and get the same result.
-    `least` are the bytes of the smallest KV cache. `own` returns the needs of this rank with a given workspace.
+def memory_breakdown_of(
+    resolved: ResolvedConfig,
+    mesh: Mesh,
+    min_kv_bytes: int,
+    own_breakdown: Callable[[int], MemoryBreakdown],
+    measure: Measure,
+) -> MemoryBreakdown:
+    """Return the `MemoryBreakdown` of the rank that has the least left for KV. All ranks must call this, and get the
+    same result. `min_kv_bytes` are the bytes of the smallest KV cache. `own_breakdown` returns the breakdown of this
+    rank with a given workspace.
 
     Steps of half the size run first. The full steps run only if half of the size leaves enough for KV.
 
     Raises:
-        ConfigError: less than the smallest KV cache is left; the message lists all needs, and which settings to lower
-            to which values.
+        ConfigError: less than the smallest KV cache is left; the message lists the whole breakdown, and which settings
+            to lower to which values.
     """
-    settings, requests, rows = resolved.settings, resolved.settings.max_running_requests, resolved.longest_chunk
+    settings, requests, rows = resolved.settings, resolved.settings.max_running_requests, resolved.max_chunk_rows
 
-    def needs(workspace: int) -> Needs:
-        all_ranks = [Needs(*row) for row in mesh.all_gather_row(tuple(own(workspace)))]
-        return min(all_ranks, key=lambda one: one.left)
+    def smallest_breakdown(workspace: int) -> MemoryBreakdown:
+        all_ranks = [MemoryBreakdown(*row) for row in mesh.all_gather_row(tuple(own_breakdown(workspace)))]
+        return min(all_ranks, key=lambda breakdown: breakdown.kv_bytes)
 
-    def tried(count: int, beside: int) -> Needs:
+    def breakdown_of_step(count: int, prompt_rows: int) -> MemoryBreakdown:
         try:
-            return needs(measure(count, beside))
+            return smallest_breakdown(measure(count, prompt_rows))
         except OUT_OF_MEMORY as error:
             if mesh.world.size > 1:  # peers wait in the middle of the step: there is no way to go on
                 raise ConfigError(
-                    f"a step of {count} requests and {beside} prompt rows does not fit beside the weights, which take "
-                    f"{own(0).weights / GB:.3f} GB ({error}); halve max_running_requests and chunked_prefill_size"
+                    f"a step of {count} requests and {prompt_rows} prompt rows does not fit beside the weights, which "
+                    f"take {own_breakdown(0).weights / GB:.3f} GB ({error}); halve max_running_requests and "
+                    "chunked_prefill_size"
                 ) from None
-        return needs(own(0).total)  # a rank alone is out of memory: count the step as the whole device
+        # A single rank is out of memory: count the step as the whole device.
+        return smallest_breakdown(own_breakdown(0).total)
 
-    half = tried(-(-requests // 2), -(-rows // 2))
-    found = tried(requests, rows) if half.left >= least else half
-    if found.left >= least:
-        return found
-    fewer = _most(lambda count: tried(count, rows).left >= least, requests)
-    shorter = _most(lambda count: tried(requests, count).left >= least, rows)
-    remedies = [f"max_running_requests (now {requests}) to {fewer}"] if fewer else []
+    half = breakdown_of_step(-(-requests // 2), -(-rows // 2))
+    full = breakdown_of_step(requests, rows) if half.kv_bytes >= min_kv_bytes else half
+    if full.kv_bytes >= min_kv_bytes:
+        return full
+    fitting_requests = _largest_fitting(lambda count: breakdown_of_step(count, rows).kv_bytes >= min_kv_bytes, requests)
+    fitting_rows = _largest_fitting(lambda count: breakdown_of_step(requests, count).kv_bytes >= min_kv_bytes, rows)
+    remedies = [f"max_running_requests (now {requests}) to {fitting_requests}"] if fitting_requests else []
     remedies += (
-        [f"chunked_prefill_size (now {settings.chunked_prefill_size}) to {shorter}"] if shorter >= FEWEST_ROWS else []
+        [f"chunked_prefill_size (now {settings.chunked_prefill_size}) to {fitting_rows}"]
+        if fitting_rows >= MIN_ADVISED_ROWS
+        else []
     )
     if not remedies:
         remedies = ["context_length or the tree's size", "raise tp_size, to spread the model over more GPUs"]
-    of = "half of the largest steps" if found is half else "the largest steps"
+    measured_steps = "half of the largest steps" if full is half else "the largest steps"
     raise ConfigError(
-        f"no memory is left for a KV cache: {found.about}, for {of}, {requests} requests beside {rows} prompt rows; "
-        f"the smallest KV cache takes {least / GB:.3f} GB: lower {', or '.join(remedies)}"
+        f"no memory is left for a KV cache: {full.description}, for {measured_steps}, {requests} requests beside "
+        f"{rows} prompt rows; the smallest KV cache takes {min_kv_bytes / GB:.3f} GB: lower {', or '.join(remedies)}"
     )
 
 
-def _most(fits: Callable[[int], bool], most: int) -> int:
-    """Return the largest number below `most` that fits, or 0. Doubles from 1, then bisects: small steps run first."""
+def _largest_fitting(fits: Callable[[int], bool], limit: int) -> int:
+    """Return the largest number below `limit` that fits, or 0. Doubles from 1, then bisects: small steps run first."""
     low, high = 0, 1
-    while high < most and fits(high):
+    while high < limit and fits(high):
         low, high = high, 2 * high
-    high = min(high, most)
+    high = min(high, limit)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
 
 
-def rehearsed(lockstep: Lockstep, resolved: ResolvedConfig, memory: DeviceMemory, table: PageTable) -> int:
+def measure_largest_steps(lockstep: Lockstep, resolved: ResolvedConfig, memory: DeviceMemory, table: PageTable) -> int:
     """Run the largest steps on the finished engine, and return the bytes that they take.
 
     Raises:
@@ -177,24 +194,24 @@ def rehearsed(lockstep: Lockstep, resolved: ResolvedConfig, memory: DeviceMemory
     """
     try:
         run_largest(lockstep, resolved, table)  # allocates the buffers that are made once and kept
-        memory.begin()
+        memory.reset_peak()
         run_largest(lockstep, resolved, table)
     except OUT_OF_MEMORY as error:
         raise ConfigError(f"the largest steps do not fit beside the KV cache ({error}); lower {SMALLER_KV}") from None
-    return memory.taken()
+    return memory.peak_bytes()
 
 
-def beside(taken: int, capture: Callable[[], T], mesh: Mesh, memory: DeviceMemory) -> T:
-    """Return the result of `capture`. The captured programs must leave `taken` bytes free for the largest steps.
+def leave_room_for_steps(step_bytes: int, capture: Callable[[], T], mesh: Mesh, memory: DeviceMemory) -> T:
+    """Return the result of `capture`. The captured programs must leave `step_bytes` bytes free for the largest steps.
 
     Raises:
         ConfigError: the programs do not fit, or leave too little.
     """
-    captured = fitting(capture, memory, "captured programs", f"lower {SMALLER_KV}")
-    lacks = max(row[0] for row in mesh.all_gather_row((taken - memory.free(),)))
-    if lacks > 0:
+    captured = refuse_out_of_memory(capture, memory, "captured programs", f"lower {SMALLER_KV}")
+    missing_bytes = max(row[0] for row in mesh.all_gather_row((step_bytes - memory.free_bytes(),)))
+    if missing_bytes > 0:
         raise ConfigError(
-            f"captured programs have left {lacks / GB:.3f} GB too little for the largest steps, which take "
-            f"{taken / GB:.3f} GB; lower {SMALLER_KV} by as much"
+            f"captured programs have left {missing_bytes / GB:.3f} GB too little for the largest steps, which take "
+            f"{step_bytes / GB:.3f} GB; lower {SMALLER_KV} by as much"
         )
     return captured

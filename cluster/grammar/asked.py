@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["json_object", "json_schema", "regex", "ebnf", "choice", "structural_tag", "chat"]
+GrammarKind = Literal["json_object", "json_schema", "regex", "ebnf", "choice", "structural_tag", "chat"]
 
 
 class GrammarError(ValueError):
@@ -27,6 +27,6 @@ class Grammar:
     If `compact`, JSON in the output has no white space between JSON tokens.
     """
 
-    kind: Kind
+    kind: GrammarKind
     text: str = ""
     compact: bool = False

@@ -12,13 +12,13 @@ from itertools import pairwise
 from typing import TypeVar
 
 from cluster.grammar.asked import GrammarError
-from cluster.grammar.nodes import LAST, SURROGATES, Alt, Chars, Literal, Node, Ref, Repeat, Seq, chars
-from cluster.grammar.regex import END, START, Look
+from cluster.grammar.nodes import MAX_CODE_POINT, SURROGATES, Alt, Chars, Literal, Node, Ref, Repeat, Seq, chars
+from cluster.grammar.regex import END, START, Lookahead
 
 MAX_STATES = 600  # of a deterministic automaton; xgrammar needs one mask over the vocabulary for each state
-MAX_EXPLORED = 6000  # formulas that one inclusion test explores
-MAX_NONDETERMINISTIC = 20_000
-MAX_VISITED = 400_000  # visits of nondeterministic states along steps that read nothing; takes about a second
+MAX_EXPLORED_FORMULAS = 6000  # formulas that one inclusion test explores
+MAX_NFA_STATES = 20_000
+MAX_VISITS = 400_000  # visits of nondeterministic states along steps that read nothing; takes about a second
 
 S = TypeVar("S", bound=Hashable)
 Formula = int | tuple[str, frozenset["Formula"]]
@@ -35,67 +35,67 @@ class TooLargeError(GrammarError):
 class Automaton:
     """A minimal deterministic automaton. State 0 is the start; every state can reach an accepting state.
 
-    `steps[state]` maps each next state to the characters that lead there.
+    `transitions[state]` maps each next state to the characters that lead there.
     """
 
-    steps: list[dict[int, Chars]]
+    transitions: list[dict[int, Chars]]
     accepting: list[bool]
 
 
-def intersection(required: Sequence[Node], most: int = MAX_STATES) -> Automaton | None:
+def intersection(required: Sequence[Node], max_states: int = MAX_STATES) -> Automaton | None:
     """Return the automaton of the texts that match every expression of `required`, or None if no text does.
 
-    The expressions come from `regex.read`.
+    The expressions come from `regex.parse_with_anchors`.
 
     Raises:
-        TooLargeError: the automaton would need more than `most` states.
+        TooLargeError: the automaton would need more than `max_states` states.
     """
-    space = _Space()
-    start = _all([space.start(node) for node in required])
-    return _minimal(*space.explored(start, 2 * most), most)
+    nfa = _AlternatingAutomaton()
+    start = _and([nfa.start_formula(node) for node in required])
+    return _minimize(*nfa.determinize(start, 2 * max_states), max_states)
 
 
 def includes(outer: Sequence[Node], inner: Node) -> bool:
     """Whether every text that matches `inner` matches all of `outer`. Also False if the test needs too many states."""
-    space = _Space()
+    nfa = _AlternatingAutomaton()
     # `inner` is included exactly if "inner and not outer" accepts no text: search its derivatives for an accepting one.
-    start = _all([space.start(inner), _not(_all([space.start(node) for node in outer]))])
-    space.settle()
-    seen, waiting = {start}, [start]
-    while waiting:
-        formula = waiting.pop()
-        if space.accepts(formula):
+    start = _and([nfa.start_formula(inner), _not(_and([nfa.start_formula(node) for node in outer]))])
+    nfa.split_alphabet()
+    visited, pending = {start}, [start]
+    while pending:
+        formula = pending.pop()
+        if nfa.accepts(formula):
             return False
-        if len(seen) > MAX_EXPLORED:
+        if len(visited) > MAX_EXPLORED_FORMULAS:
             return False
-        for letter in range(len(space.letters)):
-            after = space.derivative(formula, letter)
-            if after != FALSE and after not in seen:
-                seen.add(after)
-                waiting.append(after)
+        for letter in range(len(nfa.alphabet)):
+            derivative = nfa.derivative(formula, letter)
+            if derivative != FALSE and derivative not in visited:
+                visited.add(derivative)
+                pending.append(derivative)
     return True
 
 
-def _any(formulas: Iterable[Formula]) -> Formula:
-    return _joined("or", formulas, neutral=FALSE, absorbing=TRUE)
+def _or(formulas: Iterable[Formula]) -> Formula:
+    return _combine("or", formulas, neutral=FALSE, absorbing=TRUE)
 
 
-def _all(formulas: Iterable[Formula]) -> Formula:
-    return _joined("and", formulas, neutral=TRUE, absorbing=FALSE)
+def _and(formulas: Iterable[Formula]) -> Formula:
+    return _combine("and", formulas, neutral=TRUE, absorbing=FALSE)
 
 
-def _joined(kind: str, formulas: Iterable[Formula], neutral: Formula, absorbing: Formula) -> Formula:
-    parts: set[Formula] = set()
+def _combine(operator: str, formulas: Iterable[Formula], neutral: Formula, absorbing: Formula) -> Formula:
+    operands: set[Formula] = set()
     for formula in formulas:
         if formula == absorbing:
             return absorbing
-        if not isinstance(formula, int) and formula[0] == kind:
-            parts |= formula[1]
+        if not isinstance(formula, int) and formula[0] == operator:
+            operands |= formula[1]
         elif formula != neutral:
-            parts.add(formula)
-    if len(parts) == 1:
-        return parts.pop()
-    return (kind, frozenset(parts)) if parts else neutral
+            operands.add(formula)
+    if len(operands) == 1:
+        return operands.pop()
+    return (operator, frozenset(operands)) if operands else neutral
 
 
 def _not(formula: Formula) -> Formula:
@@ -107,269 +107,293 @@ def _not(formula: Formula) -> Formula:
 
 
 @dataclass(slots=True)
-class _State:
+class _NfaState:
     """A state of the nondeterministic automaton.
 
-    Either it reads a character of `reads` and goes to the state `after`; or, without reading, it goes to any state in
-    `free`. An entry of `free` is (condition, state); the condition is None, START, END or a lookahead. If `rest`, this
-    state accepts any remaining text.
+    Either it reads a character of `chars` and goes to the state `next_state`; or, without reading, it goes to any state
+    in `epsilon_edges`. An epsilon edge is (condition, state); the condition is None, START, END or a lookahead. If
+    `accepts_rest`, this state accepts any remaining text.
     """
 
-    reads: Chars | None = None
-    after: int = 0
-    free: list[tuple[Ref | None, int]] = field(default_factory=list)
-    rest: bool = False
+    chars: Chars | None = None
+    next_state: int = 0
+    epsilon_edges: list[tuple[Ref | None, int]] = field(default_factory=list)
+    accepts_rest: bool = False
 
 
 @dataclass(slots=True)
-class _Space:
+class _AlternatingAutomaton:
     """The nondeterministic states of all expressions of one query, and derivatives of formulas over these states."""
 
-    states: list[_State] = field(default_factory=list)
-    letters: list[Chars] = field(default_factory=list)  # classes; no expression distinguishes characters of one class
-    _letters_of: dict[Chars, frozenset[int]] = field(default_factory=dict)
-    _looks: dict[Look, int] = field(default_factory=dict)
-    _visited: int = 0
-    _expanded: dict[int, Formula] = field(default_factory=dict)
-    _derived: dict[tuple[Formula, int], Formula] = field(default_factory=dict)
+    states: list[_NfaState] = field(default_factory=list)
+    alphabet: list[Chars] = field(default_factory=list)  # classes; no expression distinguishes characters of one class
+    _letters_of_chars: dict[Chars, frozenset[int]] = field(default_factory=dict)
+    _lookahead_states: dict[Lookahead, int] = field(default_factory=dict)
+    _num_visits: int = 0
+    _expansion_cache: dict[int, Formula] = field(default_factory=dict)
+    _derivative_cache: dict[tuple[Formula, int], Formula] = field(default_factory=dict)
 
-    def start(self, node: Node) -> Formula:
+    def start_formula(self, node: Node) -> Formula:
         """Build the states of an expression. Return the formula that holds for exactly the texts that match it."""
         return self._expand(
-            self._built(node, self._add(_State(free=[(END, self._add(_State(rest=True)))]))), True, set()
+            self._build(
+                node, self._add_state(_NfaState(epsilon_edges=[(END, self._add_state(_NfaState(accepts_rest=True)))]))
+            ),
+            True,
+            set(),
         )
 
-    def _add(self, state: _State) -> int:
-        if len(self.states) >= MAX_NONDETERMINISTIC:
+    def _add_state(self, state: _NfaState) -> int:
+        if len(self.states) >= MAX_NFA_STATES:
             raise TooLargeError("the expression is too large")
         self.states.append(state)
         return len(self.states) - 1
 
-    def _built(self, node: Node, then: int) -> int:
-        """Build the states of a node, followed by the state `then`; return the first state."""
+    def _build(self, node: Node, following: int) -> int:
+        """Build the states of a node, followed by the state `following`; return the first state."""
         match node:
             case Chars():
-                return self._add(_State(reads=node, after=then))
+                return self._add_state(_NfaState(chars=node, next_state=following))
             case Literal(text):
                 for character in reversed(text):
-                    then = self._add(_State(reads=Chars(((ord(character),) * 2,)), after=then))
-                return then
-            case Seq(parts):
-                for part in reversed(parts):
-                    then = self._built(part, then)
-                return then
-            case Alt(parts):
-                return self._add(_State(free=[(None, self._built(part, then)) for part in parts]))
-            case Repeat(part, least, most):
-                return self._repeated(part, least, most, then)
-            case Look():
-                if node not in self._looks:
-                    self._looks[node] = self._built(node.part, self._add(_State(rest=True)))
-                return self._add(_State(free=[(node, then)]))
+                    following = self._add_state(_NfaState(chars=Chars(((ord(character),) * 2,)), next_state=following))
+                return following
+            case Seq(children):
+                for child in reversed(children):
+                    following = self._build(child, following)
+                return following
+            case Alt(children):
+                return self._add_state(
+                    _NfaState(epsilon_edges=[(None, self._build(child, following)) for child in children])
+                )
+            case Repeat(child, min_count, max_count):
+                return self._build_repeat(child, min_count, max_count, following)
+            case Lookahead():
+                if node not in self._lookahead_states:
+                    self._lookahead_states[node] = self._build(
+                        node.child, self._add_state(_NfaState(accepts_rest=True))
+                    )
+                return self._add_state(_NfaState(epsilon_edges=[(node, following)]))
             case Ref():
-                return self._add(_State(free=[(node, then)]))
+                return self._add_state(_NfaState(epsilon_edges=[(node, following)]))
             case _:
                 raise AssertionError(f"{node} is no expression")
 
-    def _repeated(self, part: Node, least: int, most: int | None, then: int) -> int:
-        """Build the states of a repetition before the state `then`: `least` copies, then a loop or optional copies."""
-        if most is None:
-            loop = self._add(_State())
-            self.states[loop].free = [(None, then), (None, self._built(part, loop))]
-            then = loop
+    def _build_repeat(self, child: Node, min_count: int, max_count: int | None, following: int) -> int:
+        """Build a repetition before the state `following`: `min_count` copies, then a loop or optional copies."""
+        if max_count is None:
+            loop = self._add_state(_NfaState())
+            self.states[loop].epsilon_edges = [(None, following), (None, self._build(child, loop))]
+            following = loop
         else:
-            end = then
-            for _ in range(most - least):
-                then = self._add(_State(free=[(None, end), (None, self._built(part, then))]))
-        for _ in range(least):
-            then = self._built(part, then)
-        return then
+            end = following
+            for _ in range(max_count - min_count):
+                following = self._add_state(
+                    _NfaState(epsilon_edges=[(None, end), (None, self._build(child, following))])
+                )
+        for _ in range(min_count):
+            following = self._build(child, following)
+        return following
 
-    def _expand(self, state: int, first: bool, above: set[int]) -> Formula:
+    def _expand(self, state: int, at_start: bool, passed: set[int]) -> Formula:
         """Return the formula, over states that read a character, that means the same as `state`.
 
-        `first`: no character has been read yet. `above`: states that were passed without reading before `state`;
+        `at_start`: no character has been read yet. `passed`: states that were passed without reading before `state`;
         returning to such a state adds nothing.
         """
-        if not first and not above and state in self._expanded:
-            return self._expanded[state]
-        parts: list[Formula] = []
-        seen, waiting = {state} | above, [state]
-        while waiting:
-            at = self.states[current := waiting.pop()]
-            self._visited += 1
-            if self._visited > MAX_VISITED:
+        if not at_start and not passed and state in self._expansion_cache:
+            return self._expansion_cache[state]
+        alternatives: list[Formula] = []
+        visited, pending = {state} | passed, [state]
+        while pending:
+            nfa_state = self.states[current := pending.pop()]
+            self._num_visits += 1
+            if self._num_visits > MAX_VISITS:
                 raise TooLargeError("the expressions need too many states together")
-            if at.rest:
-                parts.append(TRUE)
-            elif at.reads is not None:
-                parts.append(current)
-            for condition, target in at.free:
-                if target in seen or (condition == START and not first):
+            if nfa_state.accepts_rest:
+                alternatives.append(TRUE)
+            elif nfa_state.chars is not None:
+                alternatives.append(current)
+            for condition, target in nfa_state.epsilon_edges:
+                if target in visited or (condition == START and not at_start):
                     continue
                 if condition is None or condition == START:
-                    seen.add(target)
-                    waiting.append(target)
+                    visited.add(target)
+                    pending.append(target)
                     continue
-                held: Formula = AT_END
-                if isinstance(condition, Look):
-                    held = self._expand(self._looks[condition], first, set())
-                    held = _not(held) if condition.negated else held
-                parts.append(_all([held, self._expand(target, first, seen)]))
-        found = _any(parts)
-        if not first and not above:
-            self._expanded[state] = found
-        return found
+                condition_formula: Formula = AT_END
+                if isinstance(condition, Lookahead):
+                    condition_formula = self._expand(self._lookahead_states[condition], at_start, set())
+                    condition_formula = _not(condition_formula) if condition.negated else condition_formula
+                alternatives.append(_and([condition_formula, self._expand(target, at_start, visited)]))
+        result = _or(alternatives)
+        if not at_start and not passed:
+            self._expansion_cache[state] = result
+        return result
 
-    def settle(self) -> None:
-        """Split all characters into `letters`: classes of characters that no expression distinguishes. Call this after
-        the last `start`.
-        """
-        classes = {state.reads for state in self.states if state.reads is not None}
-        borders = {0, SURROGATES[0], SURROGATES[1] + 1, LAST + 1}
-        borders.update(border for one in classes for low, high in one.ranges for border in (low, high + 1))
-        cuts = sorted(borders)
-        held: list[list[Chars]] = [[] for _ in cuts]
-        places = {cut: at for at, cut in enumerate(cuts)}
-        for one in classes:
-            for low, high in one.ranges:
-                for at in range(places[low], places[high + 1]):
-                    held[at].append(one)
+    def split_alphabet(self) -> None:
+        """Split all characters into the classes of `alphabet`. Call this after the last `start_formula`."""
+        classes = {state.chars for state in self.states if state.chars is not None}
+        borders = {0, SURROGATES[0], SURROGATES[1] + 1, MAX_CODE_POINT + 1}
+        borders.update(border for char_set in classes for low, high in char_set.ranges for border in (low, high + 1))
+        sorted_borders = sorted(borders)
+        classes_of_interval: list[list[Chars]] = [[] for _ in sorted_borders]
+        interval_of_border = {cut: index for index, cut in enumerate(sorted_borders)}
+        for char_set in classes:
+            for low, high in char_set.ranges:
+                for index in range(interval_of_border[low], interval_of_border[high + 1]):
+                    classes_of_interval[index].append(char_set)
         ranges: dict[frozenset[Chars], list[tuple[int, int]]] = {}
-        for at, (low, after) in enumerate(pairwise(cuts)):
+        for index, (low, next_low) in enumerate(pairwise(sorted_borders)):
             if low != SURROGATES[0]:
-                ranges.setdefault(frozenset(held[at]), []).append((low, after - 1))
-        self.letters = [chars(*found) for found in ranges.values()]
-        self._letters_of = {one: frozenset(at for at, of in enumerate(ranges) if one in of) for one in classes}
+                ranges.setdefault(frozenset(classes_of_interval[index]), []).append((low, next_low - 1))
+        self.alphabet = [chars(*letter_ranges) for letter_ranges in ranges.values()]
+        self._letters_of_chars = {
+            char_set: frozenset(index for index, char_sets in enumerate(ranges) if char_set in char_sets)
+            for char_set in classes
+        }
 
     def derivative(self, formula: Formula, letter: int) -> Formula:
         """Return the formula that must hold for the rest of a text if `formula` holds for `letter` and that rest."""
         if isinstance(formula, int):
-            state = self.states[formula] if formula != AT_END else _State()
-            if state.reads is None or letter not in self._letters_of[state.reads]:
+            state = self.states[formula] if formula != AT_END else _NfaState()
+            if state.chars is None or letter not in self._letters_of_chars[state.chars]:
                 return FALSE
-            return self._expand(state.after, False, set())
+            return self._expand(state.next_state, False, set())
         key = (formula, letter)
-        found = self._derived.get(key)
-        if found is None:
-            kind, parts = formula
-            derived = [self.derivative(part, letter) for part in parts]
-            found = _not(derived[0]) if kind == "not" else _any(derived) if kind == "or" else _all(derived)
-            self._derived[key] = found
-        return found
+        result = self._derivative_cache.get(key)
+        if result is None:
+            operator, operands = formula
+            derived = [self.derivative(operand, letter) for operand in operands]
+            result = _not(derived[0]) if operator == "not" else _or(derived) if operator == "or" else _and(derived)
+            self._derivative_cache[key] = result
+        return result
 
     def accepts(self, formula: Formula) -> bool:
         """Whether a formula holds for the empty text."""
         if isinstance(formula, int):
             return formula == AT_END
-        kind, parts = formula
-        if kind == "not":
-            return not self.accepts(next(iter(parts)))
-        return any(map(self.accepts, parts)) if kind == "or" else all(map(self.accepts, parts))
+        operator, operands = formula
+        if operator == "not":
+            return not self.accepts(next(iter(operands)))
+        return any(map(self.accepts, operands)) if operator == "or" else all(map(self.accepts, operands))
 
-    def explored(self, start: Formula, most: int) -> tuple[list[dict[int, int]], list[bool], list[Chars]]:
+    def determinize(self, start: Formula, max_states: int) -> tuple[list[dict[int, int]], list[bool], list[Chars]]:
         """Return the deterministic automaton of a formula: next states by letter, accepting flags, and the letters.
 
         Raises:
-            TooLargeError: the automaton needs more than `most` states.
+            TooLargeError: the automaton needs more than `max_states` states.
         """
-        self.settle()
-        numbers, order = {start: 0}, [start]
-        steps: list[dict[int, int]] = []
-        for formula in order:  # `order` grows during this loop
-            found = {}
-            for letter in range(len(self.letters)):
-                after = self.derivative(formula, letter)
-                if after == FALSE:
+        self.split_alphabet()
+        state_numbers, formulas = {start: 0}, [start]
+        transitions: list[dict[int, int]] = []
+        for formula in formulas:  # `formulas` grows during this loop
+            next_states = {}
+            for letter in range(len(self.alphabet)):
+                derivative = self.derivative(formula, letter)
+                if derivative == FALSE:
                     continue
-                if after not in numbers:
-                    if len(order) >= most:
+                if derivative not in state_numbers:
+                    if len(formulas) >= max_states:
                         raise TooLargeError("the expressions need too many states together")
-                    numbers[after] = len(order)
-                    order.append(after)
-                found[letter] = numbers[after]
-            steps.append(found)
-        return steps, [self.accepts(formula) for formula in order], self.letters
+                    state_numbers[derivative] = len(formulas)
+                    formulas.append(derivative)
+                next_states[letter] = state_numbers[derivative]
+            transitions.append(next_states)
+        return transitions, [self.accepts(formula) for formula in formulas], self.alphabet
 
 
-def _minimal(
-    steps: list[dict[int, int]], accepting: list[bool], letters: list[Chars], most: int = MAX_STATES
+def _minimize(
+    transitions: list[dict[int, int]], accepting: list[bool], alphabet: list[Chars], max_states: int = MAX_STATES
 ) -> Automaton | None:
     """Return the minimal automaton (Moore 1956): equivalent states are merged, and states that cannot reach an
     accepting state are dropped. Return None if no text is accepted.
 
     Raises:
-        TooLargeError: the minimal automaton has more than `most` states.
+        TooLargeError: the minimal automaton has more than `max_states` states.
     """
     live = {state for state, accepts in enumerate(accepting) if accepts}
-    before = -1
-    while len(live) > before:
-        before = len(live)
-        live.update(state for state, after in enumerate(steps) if not live.isdisjoint(after.values()))
+    count_before = -1
+    while len(live) > count_before:
+        count_before = len(live)
+        live.update(state for state, next_states in enumerate(transitions) if not live.isdisjoint(next_states.values()))
     if 0 not in live:
         return None
-    kept = sorted(live)
-    useful = {state: {letter: to for letter, to in steps[state].items() if to in live} for state in kept}
-    blocks = {state: int(accepting[state]) for state in kept}
+    live_states = sorted(live)
+    live_transitions = {
+        state: {letter: target for letter, target in transitions[state].items() if target in live}
+        for state in live_states
+    }
+    blocks = {state: int(accepting[state]) for state in live_states}
     count = 0
     while len(set(blocks.values())) > count:
         count = len(set(blocks.values()))
         # Two states stay in one block while they agree on acceptance and step to the same blocks. Refine until stable.
-        signs: dict[tuple[int, tuple[tuple[int, int], ...]], int] = {}
+        block_numbers: dict[tuple[int, tuple[tuple[int, int], ...]], int] = {}
         blocks = {
-            state: signs.setdefault(
-                (blocks[state], tuple((letter, blocks[to]) for letter, to in sorted(useful[state].items()))), len(signs)
+            state: block_numbers.setdefault(
+                (
+                    blocks[state],
+                    tuple((letter, blocks[target]) for letter, target in sorted(live_transitions[state].items())),
+                ),
+                len(block_numbers),
             )
-            for state in kept
+            for state in live_states
         }
-    if count > most:
+    if count > max_states:
         raise TooLargeError("the expressions need too many states together")
-    found: list[dict[int, Chars]] = [{} for _ in range(count)]
-    ends = [False] * count
-    for state in kept:
-        ends[blocks[state]] = accepting[state]
+    merged: list[dict[int, Chars]] = [{} for _ in range(count)]
+    merged_accepting = [False] * count
+    for state in live_states:
+        merged_accepting[blocks[state]] = accepting[state]
         ranges: dict[int, list[tuple[int, int]]] = {}
-        for letter, to in useful[state].items():
-            ranges.setdefault(blocks[to], []).extend(letters[letter].ranges)
-        found[blocks[state]] = {to: chars(*parts) for to, parts in ranges.items()}
-    return Automaton(found, ends)
+        for letter, target in live_transitions[state].items():
+            ranges.setdefault(blocks[target], []).extend(alphabet[letter].ranges)
+        merged[blocks[state]] = {target: chars(*letter_ranges) for target, letter_ranges in ranges.items()}
+    return Automaton(merged, merged_accepting)
 
 
-def restricted(
-    automaton: Automaton, start: S, step: Callable[[S, str], S | None], accepts: Callable[[S], bool]
+def product(
+    automaton: Automaton, start: S, next_state: Callable[[S, str], S | None], accepts: Callable[[S], bool]
 ) -> Automaton | None:
-    """Return the automaton of the texts that both `automaton` and a second machine accept, or None if there is no such
-    text.
+    """Return the automaton of the texts that both `automaton` and a second machine accept, or None if there are none.
 
-    `start` is the second machine's first state. `step` returns its state after a character, or None if the machine
-    rejects the text. `accepts` tells whether a state accepts. `automaton` must use few characters, because each code
-    point becomes a letter.
+    `start` is the second machine's first state. `next_state` returns its state after a character, or None if the
+    machine rejects the text. `accepts` tells whether a state accepts. `automaton` must use few characters, because each
+    code point becomes a letter.
 
     Raises:
         TooLargeError: the product has too many states.
     """
-    letters = sorted({code for after in automaton.steps for read in after.values() for code in codes(read)})
-    places = {code: at for at, code in enumerate(letters)}
-    numbers, order = {(0, start): 0}, [(0, start)]
-    steps: list[dict[int, int]] = []
-    for state, inner in order:  # `order` grows during this loop
-        found = {}
-        for to, read in automaton.steps[state].items():
-            for code in codes(read):
-                after = step(inner, chr(code))
-                if after is None:
+    letters = sorted(
+        {
+            code
+            for successors in automaton.transitions
+            for characters in successors.values()
+            for code in code_points(characters)
+        }
+    )
+    letter_of_code = {code: index for index, code in enumerate(letters)}
+    state_numbers, pairs = {(0, start): 0}, [(0, start)]
+    transitions: list[dict[int, int]] = []
+    for state, other_state in pairs:  # `pairs` grows during this loop
+        next_states = {}
+        for target, characters in automaton.transitions[state].items():
+            for code in code_points(characters):
+                successors = next_state(other_state, chr(code))
+                if successors is None:
                     continue
-                if (to, after) not in numbers:
-                    if len(order) >= MAX_EXPLORED:
+                if (target, successors) not in state_numbers:
+                    if len(pairs) >= MAX_EXPLORED_FORMULAS:
                         raise TooLargeError("it needs too many states")
-                    numbers[to, after] = len(order)
-                    order.append((to, after))
-                found[places[code]] = numbers[to, after]
-        steps.append(found)
-    ends = [automaton.accepting[state] and accepts(inner) for state, inner in order]
-    return _minimal(steps, ends, [Chars(((code, code),)) for code in letters])
+                    state_numbers[target, successors] = len(pairs)
+                    pairs.append((target, successors))
+                next_states[letter_of_code[code]] = state_numbers[target, successors]
+        transitions.append(next_states)
+    accepting = [automaton.accepting[state] and accepts(other_state) for state, other_state in pairs]
+    return _minimize(transitions, accepting, [Chars(((code, code),)) for code in letters])
 
 
-def codes(read: Chars) -> Iterator[int]:
+def code_points(characters: Chars) -> Iterator[int]:
     """Return the code points of a class."""
-    return (code for low, high in read.ranges for code in range(low, high + 1))
+    return (code for low, high in characters.ranges for code in range(low, high + 1))

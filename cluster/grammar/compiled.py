@@ -5,7 +5,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from cluster.grammar.asked import GrammarError
-from cluster.grammar.bounded import SHORT
+from cluster.grammar.bounded import SHORT_LENGTH
 from cluster.grammar.portable import PortableGrammar
 from cluster.grammar.schema.convert import object_grammar, schema_grammar
 from cluster.grammar.vocabulary import Vocabulary
@@ -13,13 +13,13 @@ from cluster.grammar.vocabulary import Vocabulary
 if TYPE_CHECKING:
     from xgrammar import CompiledGrammar, GrammarCompiler
 
-KEPT_BYTES = 384 << 20
+CACHE_BYTES = 384 << 20
 """Memory for xgrammar's caches: a third for masks of single rules, the rest for whole grammars."""
-THREADS = 1  # compiling shares the CPU with the engine's steps, or runs in a child whose processor time is limited
-BOUNDED = [{"type": "string", "maxLength": most} for most in (SHORT, SHORT + 1)]
-COMMON = (
+NUM_THREADS = 1  # compiling shares the CPU with the engine's steps, or runs in a child whose processor time is limited
+BOUNDED_STRINGS = [{"type": "string", "maxLength": max_length} for max_length in (SHORT_LENGTH, SHORT_LENGTH + 1)]
+COMMON_GRAMMARS = (
     *(PortableGrammar(object_grammar(compact)) for compact in (False, True)),
-    PortableGrammar(schema_grammar({"type": "array", "prefixItems": BOUNDED, "minItems": 2, "maxItems": 2})),
+    PortableGrammar(schema_grammar({"type": "array", "prefixItems": BOUNDED_STRINGS, "minItems": 2, "maxItems": 2})),
 )
 """Grammars of any JSON object and of strings of bounded length. Most grammars share rules with them. Making the masks
 of one such string takes longer than making all masks that only an ordinary schema needs.
@@ -33,7 +33,7 @@ class MaskCompiler:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
-        self._made: dict[bool, GrammarCompiler] = {}
+        self._compilers: dict[bool, GrammarCompiler] = {}
         self._lock = Lock()
 
     def prepare(self) -> None:
@@ -41,8 +41,8 @@ class MaskCompiler:
         for which later grammars, in this process or a fork, then do not wait.
         """
         self._vocabulary.prepare()
-        for common in COMMON:
-            self.compile(common)
+        for grammar in COMMON_GRAMMARS:
+            self.compile(grammar)
 
     def compile(self, portable: PortableGrammar) -> "CompiledGrammar":
         """Return the compiled grammar.
@@ -52,15 +52,16 @@ class MaskCompiler:
             MemoryError: there is too little memory.
         """
         source = portable.source
-        compiler = self._compiler(keeps=True)
-        if portable.tokens:
-            # `with_marks` needs a stop token. Without one nothing is cached, so that no rule gets another rule's masks.
-            if never := self._vocabulary.stops[:1]:
-                source = json.dumps(with_marks(json.loads(source), never[0]))
+        compiler = self._compiler(use_cache=True)
+        if portable.special_token_ids:
+            # `with_distinct_rules` needs a stop token. Without one nothing is cached, so that no rule gets the masks of
+            # another rule.
+            if stop_ids := self._vocabulary.stop_token_ids[:1]:
+                source = json.dumps(with_distinct_rules(json.loads(source), stop_ids[0]))
             else:
-                compiler = self._compiler(keeps=False)
+                compiler = self._compiler(use_cache=False)
         try:
-            return (compiler.compile_structural_tag if portable.tag else compiler.compile_grammar)(source)
+            return (compiler.compile_structural_tag if portable.is_structural_tag else compiler.compile_grammar)(source)
         except MemoryError:
             raise
         except Exception as error:  # xgrammar's C++ code raises errors of many types
@@ -68,31 +69,33 @@ class MaskCompiler:
                 raise MemoryError from error
             raise GrammarError(str(error)) from error
 
-    def _compiler(self, keeps: bool) -> "GrammarCompiler":
+    def _compiler(self, use_cache: bool) -> "GrammarCompiler":
         from xgrammar import GrammarCompiler
 
         with self._lock:
-            if keeps not in self._made:
-                self._made[keeps] = GrammarCompiler(
-                    self._vocabulary.info, max_threads=THREADS, cache_enabled=keeps, cache_limit_bytes=KEPT_BYTES
+            if use_cache not in self._compilers:
+                self._compilers[use_cache] = GrammarCompiler(
+                    self._vocabulary.tokenizer_info,
+                    max_threads=NUM_THREADS,
+                    cache_enabled=use_cache,
+                    cache_limit_bytes=CACHE_BYTES,
                 )
-            return self._made[keeps]
+            return self._compilers[use_cache]
 
 
-def with_marks(tag: Any, never: int) -> Any:
+def with_distinct_rules(tag: Any, stop_id: int) -> Any:
     """Return a structural tag that allows the same outputs as `tag`, and whose rules xgrammar's cache can tell apart.
 
     xgrammar 0.2.8 recognises a rule by a checksum of its automaton. The checksum leaves out which token an edge takes,
     so a rule with one special token would get the masks of a rule with another special token. Therefore each special
-    token gets an alternative that no output takes: the token `never`, then the special token's id as text, which makes
-    the checksums differ. `never` is a stop token: xgrammar's masks never allow a stop token inside a grammar, and no
-    matcher is given one.
+    token gets an alternative that no output takes: the token `stop_id`, then the special token's id as text, which
+    makes the checksums differ. xgrammar's masks never allow a stop token inside a grammar, and no matcher receives one.
     """
     if isinstance(tag, list):
-        return [with_marks(part, never) for part in tag]
+        return [with_distinct_rules(inner, stop_id) for inner in tag]
     if not isinstance(tag, dict):
         return tag
     if tag.get("type") != "token":
-        return {name: with_marks(part, never) for name, part in tag.items()}
-    mark = [{"type": "token", "token": never}, {"type": "const_string", "value": f"<{tag['token']}>"}]
-    return {"type": "or", "elements": [tag, {"type": "sequence", "elements": mark}]}
+        return {name: with_distinct_rules(inner, stop_id) for name, inner in tag.items()}
+    unreachable = [{"type": "token", "token": stop_id}, {"type": "const_string", "value": f"<{tag['token']}>"}]
+    return {"type": "or", "elements": [tag, {"type": "sequence", "elements": unreachable}]}

@@ -19,18 +19,18 @@ from threading import Lock, Thread
 
 from cluster.grammar.asked import Grammar, GrammarError
 from cluster.grammar.forks import (
-    BROKEN,
+    CHILD_TIMEOUT_S,
     COMPILED,
-    GONE,
-    LATE,
-    NUMBER,
-    PATIENCE_S,
+    DIED,
+    NUMBER_BYTES,
+    OUT_OF_TIME,
     READY,
-    SLOW,
-    UNSURE,
+    REFUSED_WHILE_BUSY,
+    START_FAILED,
+    TIMED_OUT,
     frame,
     read_frame,
-    spent_in,
+    time_spent_in,
 )
 from cluster.grammar.limits import TOO_LARGE
 from cluster.grammar.sources import MAX_CHARACTERS
@@ -38,18 +38,18 @@ from cluster.grammar.vocabulary import Vocabulary
 
 logger = logging.getLogger(__name__)
 
-AT_ONCE = 2
-SECONDS = 10.0  # processor time that compiling one grammar may take
-START_S = 300.0  # time in which the process must import xgrammar and its dependencies, and make tables and masks
+MAX_CONCURRENT = 2
+MAX_PROCESSOR_S = 10.0  # processor time that compiling one grammar may take
+START_TIMEOUT_S = 300.0  # in this time the process must import xgrammar and its dependencies, and make tables and masks
 GRACE_S = 5.0  # extra time for the forking process to report that a child's time is over
 NICENESS = 10  # the process gets a whole core, or about a tenth of it while the engine and the server need the core
-TRIES = 2  # attempts, if the process was killed from outside
-NOT_ITS_FAULT = (0, -signal.SIGKILL, -signal.SIGTERM)
-CACHED = 64
-CACHED_CHARACTERS = 32 << 20
+MAX_ATTEMPTS = 2  # attempts, if the process was killed from outside
+RETRYABLE_EXIT_CODES = (0, -signal.SIGKILL, -signal.SIGTERM)
+MAX_CACHED = 64
+MAX_CACHED_CHARACTERS = 32 << 20
 
 
-COMMON = (Grammar("json_object"), Grammar("json_object", compact=True))
+COMMON_GRAMMARS = (Grammar("json_object"), Grammar("json_object", compact=True))
 
 
 class CompilerError(RuntimeError):
@@ -58,30 +58,32 @@ class CompilerError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class CompileResult:
-    """The result of compiling a grammar: either the `text` that ranks read, or a `refusal` with the reason. `lasting`:
-    compiling the grammar again would give the same result.
+    """The result of compiling a grammar: either the `text` that ranks read, or a `refusal` with the reason. If
+    `is_lasting`, compiling the grammar again would give the same result.
     """
 
     text: str = ""
     refusal: str = ""
-    lasting: bool = True
+    is_lasting: bool = True
 
 
 class Compiler:
-    """Compiles grammars for one vocabulary, at most `at_once` at a time, in a process that starts on first use."""
+    """Compiles grammars for one vocabulary, at most `max_concurrent` at once, in a process that starts on first use."""
 
-    def __init__(self, vocabulary: Vocabulary, at_once: int = AT_ONCE, seconds: float = SECONDS) -> None:
-        """`seconds` is the processor time that each grammar may take."""
-        self._pool = ThreadPoolExecutor(at_once, thread_name_prefix="grammar")
-        self._process = CompilerProcess(vocabulary, seconds)
-        self._done: OrderedDict[Grammar, CompileResult] = OrderedDict()
-        self._under_way: dict[Grammar, asyncio.Task[CompileResult]] = {}
+    def __init__(
+        self, vocabulary: Vocabulary, max_concurrent: int = MAX_CONCURRENT, processor_s: float = MAX_PROCESSOR_S
+    ) -> None:
+        """`processor_s` is the processor time that each grammar may take."""
+        self._pool = ThreadPoolExecutor(max_concurrent, thread_name_prefix="grammar")
+        self._process = CompilerProcess(vocabulary, processor_s)
+        self._cache: OrderedDict[Grammar, CompileResult] = OrderedDict()
+        self._pending: dict[Grammar, asyncio.Task[CompileResult]] = {}
 
     async def warm(self) -> None:
         """Start the process and compile the most common grammars. Errors are ignored here, because the first request
         will report the same errors.
         """
-        for grammar in COMMON:
+        for grammar in COMMON_GRAMMARS:
             with suppress(GrammarError, CompilerError):
                 await self.compile(grammar)
 
@@ -94,18 +96,18 @@ class Compiler:
         """
         if len(grammar.text) > MAX_CHARACTERS:
             raise GrammarError(f"it has {len(grammar.text)} characters; at most {MAX_CHARACTERS} are allowed")
-        found = self._done.get(grammar)
-        if found is None:
-            task = self._under_way.get(grammar)
+        result = self._cache.get(grammar)
+        if result is None:
+            task = self._pending.get(grammar)
             if task is None:
-                task = self._under_way[grammar] = asyncio.create_task(self._compile(grammar))
+                task = self._pending[grammar] = asyncio.create_task(self._compile(grammar))
             # Cancelling one request must not cancel a compilation that other requests may await.
-            found = await asyncio.shield(task)
+            result = await asyncio.shield(task)
         else:
-            self._done.move_to_end(grammar)
-        if found.refusal:
-            raise GrammarError(found.refusal)
-        return found.text
+            self._cache.move_to_end(grammar)
+        if result.refusal:
+            raise GrammarError(result.refusal)
+        return result.text
 
     def close(self) -> None:
         """End the process. Grammars that are being compiled are refused."""
@@ -115,14 +117,17 @@ class Compiler:
 
     async def _compile(self, grammar: Grammar) -> CompileResult:
         try:
-            found = await asyncio.get_running_loop().run_in_executor(self._pool, self._process.compile, grammar)
+            result = await asyncio.get_running_loop().run_in_executor(self._pool, self._process.compile, grammar)
         finally:
-            del self._under_way[grammar]
-        if found.lasting:
-            self._done[grammar] = found
-        while len(self._done) > CACHED or sum(len(each.text) for each in self._done.values()) > CACHED_CHARACTERS:
-            self._done.popitem(last=False)
-        return found
+            del self._pending[grammar]
+        if result.is_lasting:
+            self._cache[grammar] = result
+        while (
+            len(self._cache) > MAX_CACHED
+            or sum(len(cached.text) for cached in self._cache.values()) > MAX_CACHED_CHARACTERS
+        ):
+            self._cache.popitem(last=False)
+        return result
 
 
 class CompilerProcess:
@@ -130,12 +135,12 @@ class CompilerProcess:
     threads may compile at once.
     """
 
-    def __init__(self, vocabulary: Vocabulary, seconds: float) -> None:
+    def __init__(self, vocabulary: Vocabulary, processor_s: float) -> None:
         self._vocabulary = vocabulary
-        self._seconds = seconds
+        self._processor_s = processor_s
         self._running: RunningCompiler | None = None
         self._closed = False
-        self._starting = Lock()
+        self._start_lock = Lock()
 
     @property
     def pid(self) -> int | None:
@@ -149,7 +154,7 @@ class CompilerProcess:
         Raises:
             CompilerError: no process can be started.
         """
-        with self._starting:
+        with self._start_lock:
             running = self._running
             if running is None or running.process.poll() is not None:
                 running = self._start()
@@ -161,34 +166,40 @@ class CompilerProcess:
         Raises:
             CompilerError: no process could be started, or the machine is too busy.
         """
-        asked = {"kind": grammar.kind, "text": grammar.text, "compact": grammar.compact, "seconds": self._seconds}
-        for _ in range(TRIES):
+        request = {"kind": grammar.kind, "text": grammar.text, "compact": grammar.compact, "seconds": self._processor_s}
+        for _ in range(MAX_ATTEMPTS):
             running = self.start()
             try:
-                reply = running.ask(json.dumps(asked).encode(), PATIENCE_S + GRACE_S)
+                reply = running.send_grammar(json.dumps(request).encode(), CHILD_TIMEOUT_S + GRACE_S)
             except TimeoutError:
                 self.end(running)
                 raise CompilerError("the process that compiles grammars does not answer; try again") from None
-            if reply is not None and reply[:1] != GONE:
-                return self._answer(reply)
-            code = self.end(running) if reply is None else int(reply[1:])
-            logger.warning("the compiler of a grammar (%s) ended with %s", grammar.kind, code)
-            if code not in NOT_ITS_FAULT:
+            if reply is not None and reply[:1] != DIED:
+                return self._parse_reply(reply)
+            exit_code = self.end(running) if reply is None else int(reply[1:])
+            logger.warning("the compiler of a grammar (%s) ended with %s", grammar.kind, exit_code)
+            if exit_code not in RETRYABLE_EXIT_CODES:
                 break
         return CompileResult(refusal=TOO_LARGE)
 
-    def _answer(self, reply: bytes) -> CompileResult:
-        mark, text = reply[:1], reply[1:].decode()
-        if mark == LATE:
-            spent = spent_in(reply)
+    def _parse_reply(self, reply: bytes) -> CompileResult:
+        status, text = reply[:1], reply[1:].decode()
+        if status == TIMED_OUT:
+            time_spent = time_spent_in(reply)
             raise CompilerError(
-                f"this machine is too busy to compile it: it got {spent.processor:.1f} s of processor time in "
-                f"{spent.passed:.0f} s; try again"
+                f"this machine is too busy to compile it: it got {time_spent.processor_s:.1f} s of processor time in "
+                f"{time_spent.elapsed_s:.0f} s; try again"
             )
-        if mark == SLOW:
-            why = f"it takes longer than {self._seconds:g} s of processor time to compile; make it shorter or simpler"
-            return CompileResult(refusal=why, lasting=not spent_in(reply).on_a_busy_machine)
-        return CompileResult(text) if mark == COMPILED else CompileResult(refusal=text, lasting=mark != UNSURE)
+        if status == OUT_OF_TIME:
+            reason = (
+                f"it takes longer than {self._processor_s:g} s of processor time to compile; make it shorter or simpler"
+            )
+            return CompileResult(refusal=reason, is_lasting=not time_spent_in(reply).machine_was_busy)
+        return (
+            CompileResult(text)
+            if status == COMPILED
+            else CompileResult(refusal=text, is_lasting=status != REFUSED_WHILE_BUSY)
+        )
 
     def close(self) -> None:
         """End the process for good, from any thread. Threads that wait for an answer are released at once."""
@@ -208,125 +219,125 @@ class CompilerProcess:
 
     def _start(self) -> "RunningCompiler":
         tokens = [token.decode("latin-1") for token in self._vocabulary.tokens]
-        first = json.dumps({"tokens": tokens, "stops": self._vocabulary.stops}).encode()
-        for _ in range(TRIES):
+        vocabulary_json = json.dumps({"tokens": tokens, "stops": self._vocabulary.stop_token_ids}).encode()
+        for _ in range(MAX_ATTEMPTS):
             self.end()
             if self._closed:
                 raise CompilerError("grammars are not compiled any more: the server ends")
             self._running = running = RunningCompiler()
             try:
-                reply = running.begin(first)
+                reply = running.send_vocabulary(vocabulary_json)
             except TimeoutError:
-                reply = BROKEN + b"it does not answer"
+                reply = START_FAILED + b"it does not answer"
             if reply == READY:
                 return running
-            code = self.end()
-            why = f"it ended with {code}" if reply is None else reply.removeprefix(BROKEN).decode()
-            if reply is not None or code not in NOT_ITS_FAULT:
+            exit_code = self.end()
+            reason = f"it ended with {exit_code}" if reply is None else reply.removeprefix(START_FAILED).decode()
+            if reply is not None or exit_code not in RETRYABLE_EXIT_CODES:
                 break
-        raise CompilerError(f"the process that compiles grammars does not start: {why}")
+        raise CompilerError(f"the process that compiles grammars does not start: {reason}")
 
 
 class RunningCompiler:
     """One running process, and a thread that reads its answers."""
 
     def __init__(self) -> None:
-        here = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "OMP_NUM_THREADS": "1"}
+        environment = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "cluster.grammar.forks"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             bufsize=0,
-            env=os.environ | here,
+            env=os.environ | environment,
             start_new_session=True,
         )
         assert self.process.stdin is not None and self.process.stdout is not None
-        self._requests, self._replies = self.process.stdin, self.process.stdout
-        self._first: Future[bytes | None] = Future()
-        self._asked: dict[bytes, Future[bytes | None]] = {}
-        self._numbers = count()
-        self._lock, self._writing = Lock(), Lock()
-        self._over = False
-        _give_way(self.process.pid)  # before the import of xgrammar, which takes most of a second
+        self._request_pipe, self._reply_pipe = self.process.stdin, self.process.stdout
+        self._ready_reply: Future[bytes | None] = Future()
+        self._pending_replies: dict[bytes, Future[bytes | None]] = {}
+        self._request_numbers = count()
+        self._lock, self._write_lock = Lock(), Lock()
+        self._has_ended = False
+        _lower_priority(self.process.pid)  # before the import of xgrammar, which takes most of a second
         self._reader = Thread(target=self._read, name="grammar-answers", daemon=True)
         self._reader.start()
 
-    def begin(self, vocabulary: bytes) -> bytes | None:
+    def send_vocabulary(self, vocabulary_json: bytes) -> bytes | None:
         """Send the vocabulary and return the answer of the process: `READY`, an error, or None if the process ended.
 
         Raises:
             TimeoutError: the process does not answer in time.
         """
-        until = time.monotonic() + START_S
-        self._send(vocabulary, until)
-        return self._first.result(max(0.0, until - time.monotonic()))
+        deadline = time.monotonic() + START_TIMEOUT_S
+        self._send(vocabulary_json, deadline)
+        return self._ready_reply.result(max(0.0, deadline - time.monotonic()))
 
-    def ask(self, grammar: bytes, seconds: float) -> bytes | None:
+    def send_grammar(self, grammar_json: bytes, timeout_s: float) -> bytes | None:
         """Send a grammar and return the answer, or None if the process ended.
 
         Raises:
-            TimeoutError: there is no answer after `seconds`.
+            TimeoutError: there is no answer after `timeout_s`.
         """
-        until = time.monotonic() + seconds
-        number, answer = next(self._numbers).to_bytes(NUMBER, "big"), Future[bytes | None]()
+        deadline = time.monotonic() + timeout_s
+        request_id, reply = next(self._request_numbers).to_bytes(NUMBER_BYTES, "big"), Future[bytes | None]()
         with self._lock:
-            if self._over:
+            if self._has_ended:
                 return None
-            self._asked[number] = answer
-        self._send(number + grammar, until)
-        return answer.result(max(0.0, until - time.monotonic()))
+            self._pending_replies[request_id] = reply
+        self._send(request_id + grammar_json, deadline)
+        return reply.result(max(0.0, deadline - time.monotonic()))
 
     def end(self) -> int:
         """Kill the process and return its exit code."""
         self.process.kill()
-        code = self.process.wait()
+        exit_code = self.process.wait()
         self._reader.join()
-        for pipe in (self._requests, self._replies):
+        for pipe in (self._request_pipe, self._reply_pipe):
             pipe.close()
-        return code
+        return exit_code
 
-    def _send(self, content: bytes, until: float) -> None:
+    def _send(self, content: bytes, deadline: float) -> None:
         """Write a frame to the pipe. Raises TimeoutError if the process does not read it."""
         try:
-            with self._writing:
-                _write(self._requests.fileno(), frame(content), until)
+            with self._write_lock:
+                _write(self._request_pipe.fileno(), frame(content), deadline)
         except (BrokenPipeError, ValueError):
             return  # the process has ended or the pipe was closed; the reader thread reports that
 
     def _read(self) -> None:
         """Deliver answers until the process ends; then answer all open requests with None."""
-        source = self._replies.fileno()
-        first = read_frame(source)
-        self._first.set_result(first)
-        while first is not None and (reply := read_frame(source)) is not None:
+        read_fd = self._reply_pipe.fileno()
+        ready_reply = read_frame(read_fd)
+        self._ready_reply.set_result(ready_reply)
+        while ready_reply is not None and (reply := read_frame(read_fd)) is not None:
             with self._lock:
-                answer = self._asked.pop(reply[:NUMBER])
-            answer.set_result(reply[NUMBER:])
+                pending = self._pending_replies.pop(reply[:NUMBER_BYTES])
+            pending.set_result(reply[NUMBER_BYTES:])
         with self._lock:
-            self._over = True
-            left, self._asked = list(self._asked.values()), {}
-        for answer in left:
-            answer.set_result(None)
+            self._has_ended = True
+            unanswered, self._pending_replies = list(self._pending_replies.values()), {}
+        for pending in unanswered:
+            pending.set_result(None)
 
 
-def _write(pipe: int, content: bytes, until: float) -> None:
-    """Write all bytes to a pipe in pieces of at most PIPE_BUF. Raises TimeoutError at `until`."""
-    poll = select.poll()
-    poll.register(pipe, select.POLLOUT)
+def _write(write_fd: int, content: bytes, deadline: float) -> None:
+    """Write all bytes to a pipe in pieces of at most PIPE_BUF. Raises TimeoutError at `deadline`."""
+    poller = select.poll()
+    poller.register(write_fd, select.POLLOUT)
     rest = memoryview(content)
     while rest:
-        if not poll.poll(max(0.0, 1000 * (until - time.monotonic()))):
+        if not poller.poll(max(0.0, 1000 * (deadline - time.monotonic()))):
             raise TimeoutError
-        rest = rest[os.write(pipe, rest[: select.PIPE_BUF]) :]
+        rest = rest[os.write(write_fd, rest[: select.PIPE_BUF]) :]
 
 
-def _give_way(pid: int) -> None:
+def _lower_priority(pid: int) -> None:
     """Lower the priority of a process that leads its own session. Linux shares processors first among sessions
     (sched(7), autogroups); niceness counts only within a session. So the session's priority is lowered too.
     """
     os.setpriority(os.PRIO_PROCESS, pid, min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICENESS))
-    for _ in range(TRIES):
+    for _ in range(MAX_ATTEMPTS):
         try:
             Path(f"/proc/{pid}/autogroup").write_text(str(NICENESS), encoding="ascii")
         except BlockingIOError:  # the kernel allows ten such changes per second

@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 from cluster.grammar.asked import GrammarError
 from cluster.grammar.nodes import (
     EMPTY,
-    NOTHING,
+    NO_MATCH,
     Alt,
-    Blank,
     Chars,
     Literal,
     Node,
@@ -16,21 +15,22 @@ from cluster.grammar.nodes import (
     Regular,
     Repeat,
     Seq,
+    Whitespace,
     alt,
     repeat,
     seq,
 )
-from cluster.grammar.notation import text_of
+from cluster.grammar.notation import node_to_text
 
 MAX_RULES = 20_000
 
 
 @dataclass(slots=True)
 class Rule:
-    """The body of a rule. `before` is a lookahead: how the text after the rule begins, or None if that is unknown."""
+    """The body of a rule. `lookahead` describes how the text after the rule begins; it is None if that is unknown."""
 
     body: Node
-    before: Node | None = None
+    lookahead: Node | None = None
 
 
 @dataclass(slots=True)
@@ -38,31 +38,31 @@ class Rules:
     """Named rules, added one by one."""
 
     rules: dict[str, Rule] = field(default_factory=dict)
-    _names: dict[Node, str] = field(default_factory=dict)
+    _rule_names: dict[Node, str] = field(default_factory=dict)
 
-    def reserve(self) -> Ref:
-        """Return a new name whose body `tell` sets later, so that the rule may refer to itself."""
+    def reserve_name(self) -> Ref:
+        """Return a new name whose body `define` sets later, so that the rule may refer to itself."""
         if len(self.rules) >= MAX_RULES:
             raise GrammarError(f"it needs more than {MAX_RULES} rules; make it shorter")
         name = f"r{len(self.rules)}"
-        self.rules[name] = Rule(NOTHING)
+        self.rules[name] = Rule(NO_MATCH)
         return Ref(name)
 
-    def tell(self, name: Ref, body: Node, before: Node | None = None) -> Ref:
+    def define(self, name: Ref, body: Node, lookahead: Node | None = None) -> Ref:
         """Set the body of a reserved name."""
-        self.rules[name.name] = Rule(body, before)
+        self.rules[name.name] = Rule(body, lookahead)
         return name
 
-    def add(self, body: Node, before: Node | None = None) -> Ref:
+    def add(self, body: Node, lookahead: Node | None = None) -> Ref:
         """Return a reference to a rule with this body. An existing rule is reused, otherwise a rule is added."""
         if isinstance(body, Ref):
             return body
-        known = self._names.get(body)
-        if known is None:
-            known = self._names[body] = self.tell(self.reserve(), body, before).name
-        return Ref(known)
+        name = self._rule_names.get(body)
+        if name is None:
+            name = self._rule_names[body] = self.define(self.reserve_name(), body, lookahead).name
+        return Ref(name)
 
-    def written(self, root: Node, compact: bool = False) -> str:
+    def to_ebnf(self, root: Node, compact: bool = False) -> str:
         """Return the grammar of `root` in xgrammar's notation, without rules that match no finite text.
 
         If `compact`, leave out white space without meaning.
@@ -70,99 +70,99 @@ class Rules:
         Raises:
             GrammarError: `root` matches no finite text.
         """
-        kept_of = _compacted if compact else _as_it_is
-        useful = self._useful()
-        body = _pruned(kept_of(root), useful)
+        simplify = _without_whitespace if compact else _unchanged
+        productive = self._productive_names()
+        body = _prune(simplify(root), productive)
         if body is None:
             raise GrammarError("nothing can match: something requires itself without end, or allows no value")
-        lines = [f"root ::= {text_of(body)}"]
-        waiting = list(_names(body))
-        seen = set(waiting)
-        while waiting:
-            rule = self.rules[name := waiting.pop()]
-            kept = _pruned(kept_of(rule.body), useful) or EMPTY
-            before = "" if rule.before is None else f" (= {text_of(kept_of(rule.before))})"
-            lines.append(f"{name} ::= ({text_of(kept)}){before}")
-            more = [other for other in _names(kept) if other not in seen]
-            seen.update(more)
-            waiting += dict.fromkeys(more)
+        lines = [f"root ::= {node_to_text(body)}"]
+        pending = list(_referenced_names(body))
+        visited = set(pending)
+        while pending:
+            rule = self.rules[name := pending.pop()]
+            pruned = _prune(simplify(rule.body), productive) or EMPTY
+            lookahead = "" if rule.lookahead is None else f" (= {node_to_text(simplify(rule.lookahead))})"
+            lines.append(f"{name} ::= ({node_to_text(pruned)}){lookahead}")
+            new_names = [other for other in _referenced_names(pruned) if other not in visited]
+            visited.update(new_names)
+            pending += dict.fromkeys(new_names)
         return "\n".join(lines) + "\n"
 
-    def _useful(self) -> set[str]:
+    def _productive_names(self) -> set[str]:
         """Return the names of the rules that match some finite text."""
-        useful: set[str] = set()
-        before = -1
-        while len(useful) > before:
-            before = len(useful)
+        productive: set[str] = set()
+        count_before = -1
+        while len(productive) > count_before:
+            count_before = len(productive)
             for name, rule in self.rules.items():  # most rules refer to earlier ones, so about two passes are enough
-                if name not in useful and _ends(rule.body, useful):
-                    useful.add(name)
-        return useful
+                if name not in productive and _is_productive(rule.body, productive):
+                    productive.add(name)
+        return productive
 
 
-def _as_it_is(node: Node) -> Node:
+def _unchanged(node: Node) -> Node:
     return node
 
 
-def _compacted(node: Node) -> Node:
+def _without_whitespace(node: Node) -> Node:
     """Return the node without white space that has no meaning."""
     match node:
-        case Blank():
+        case Whitespace():
             return EMPTY
-        case Seq(parts):
-            return seq(*map(_compacted, parts))
-        case Alt(parts):
-            return alt(*map(_compacted, parts))
-        case Repeat(part, least, most):
-            return repeat(_compacted(part), least, most)
+        case Seq(children):
+            return seq(*map(_without_whitespace, children))
+        case Alt(children):
+            return alt(*map(_without_whitespace, children))
+        case Repeat(child, min_count, max_count):
+            return repeat(_without_whitespace(child), min_count, max_count)
         case _:
             return node
 
 
-def _ends(node: Node, useful: set[str]) -> bool:
-    """Whether the node matches some finite text. `useful` names the rules that are known to match one."""
+def _is_productive(node: Node, productive: set[str]) -> bool:
+    """Whether the node matches some finite text. `productive` names the rules that are known to match one."""
     match node:
         case Ref(name):
-            return name in useful
-        case Seq(parts):
-            return all(_ends(part, useful) for part in parts)
-        case Alt(parts):
-            return any(_ends(part, useful) for part in parts)
-        case Repeat(part, least, _):
-            return least == 0 or _ends(part, useful)
-        case Regular(part):
-            return _ends(part, useful)
+            return name in productive
+        case Seq(children):
+            return all(_is_productive(child, productive) for child in children)
+        case Alt(children):
+            return any(_is_productive(child, productive) for child in children)
+        case Repeat(child, min_count, _):
+            return min_count == 0 or _is_productive(child, productive)
+        case Regular(child):
+            return _is_productive(child, productive)
         case Chars(ranges):
             return bool(ranges)
-        case Literal() | Blank():
+        case Literal() | Whitespace():
             return True
 
 
-def _pruned(node: Node, useful: set[str]) -> Node | None:
+def _prune(node: Node, productive: set[str]) -> Node | None:
     """Return the node without the parts that match no finite text, or None if nothing is left."""
-    if not _ends(node, useful):
+    if not _is_productive(node, productive):
         return None
     match node:
-        case Seq(parts):
-            return Seq(tuple(kept for part in parts if (kept := _pruned(part, useful)) is not None))
-        case Alt(parts):
-            return Alt(tuple(kept for part in parts if (kept := _pruned(part, useful)) is not None))
-        case Repeat(part, least, most):
-            kept = _pruned(part, useful)
-            return EMPTY if kept is None else Repeat(kept, least, most)
-        case Regular(part):
-            return Regular(_pruned(part, useful) or EMPTY)
+        case Seq(children):
+            return Seq(tuple(pruned for child in children if (pruned := _prune(child, productive)) is not None))
+        case Alt(children):
+            return Alt(tuple(pruned for child in children if (pruned := _prune(child, productive)) is not None))
+        case Repeat(child, min_count, max_count):
+            pruned = _prune(child, productive)
+            return EMPTY if pruned is None else Repeat(pruned, min_count, max_count)
+        case Regular(child):
+            return Regular(_prune(child, productive) or EMPTY)
         case _:
             return node
 
 
-def _names(node: Node) -> Iterator[str]:
+def _referenced_names(node: Node) -> Iterator[str]:
     """Yield the names of the rules that a node refers to."""
     match node:
         case Ref(name):
             yield name
-        case Seq(parts) | Alt(parts):
-            for part in parts:
-                yield from _names(part)
-        case Repeat(part, _, _):
-            yield from _names(part)
+        case Seq(children) | Alt(children):
+            for child in children:
+                yield from _referenced_names(child)
+        case Repeat(child, _, _):
+            yield from _referenced_names(child)

@@ -21,49 +21,49 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.grammar.asked import Grammar, GrammarError
-from cluster.grammar.limits import TOO_LARGE, Stopwatch, TimeSpent, limit, no_more_limit
+from cluster.grammar.limits import TOO_LARGE, Stopwatch, TimeSpent, remove_time_limit, set_limits
 from cluster.grammar.vocabulary import Vocabulary
 from cluster.grammar.worker import SlowGrammarError, Worker
 
-READY, BROKEN = b"=", b"!"
+READY, START_FAILED = b"=", b"!"
 COMPILED, REFUSED = b"+", b"-"
-UNSURE = b"~"  # refused for its compile time, which was measured while other processes also used the processor
-# SLOW: the child used up its processor time. LATE: the child did not get that processor time within `PATIENCE_S`. In
-# both cases the text is the time spent, as JSON.
-SLOW, LATE = b"t", b"l"
-GONE = b"x"  # the child died; the text is its exit code
-PATIENCE_S = 60.0  # wall-clock time that a child may take
+REFUSED_WHILE_BUSY = b"~"  # refused for its compile time, measured while other processes also used the processor
+# OUT_OF_TIME: the child used up its processor time. TIMED_OUT: the child did not get that processor time within
+# `CHILD_TIMEOUT_S`. In both cases the text is the time spent, as JSON.
+OUT_OF_TIME, TIMED_OUT = b"t", b"l"
+DIED = b"x"  # the child died; the text is its exit code
+CHILD_TIMEOUT_S = 60.0  # wall-clock time that a child may take
 PR_SET_PDEATHSIG = 1  # option of prctl(2): the signal sent to a child when its parent dies
-NUMBER = 8  # size of a frame's length and of a request number, in bytes
+NUMBER_BYTES = 8  # size of a frame's length and of a request number, in bytes
 
 
 @dataclass(slots=True)
 class Child:
-    """A process that compiles one grammar. It writes its answer to `pipe` and ends, which closes the pipe. `late`: it
-    was killed because it still ran at the time `until`.
+    """A process that compiles one grammar. It writes its answer to `pipe` and ends, which closes the pipe.
+    `timed_out`: it was killed because it still ran at the time `deadline`.
     """
 
-    number: bytes
+    request_id: bytes
     pid: int
     pipe: int
-    until: float
-    began: float = field(default_factory=time.monotonic)
-    answer: bytearray = field(default_factory=bytearray)
-    late: bool = False
+    deadline: float
+    started_at: float = field(default_factory=time.monotonic)
+    reply: bytearray = field(default_factory=bytearray)
+    timed_out: bool = False
 
-    def ended(self) -> bytes:
+    def reap(self) -> bytes:
         """Reap the child after its pipe closed, and return its answer."""
         _, status, usage = os.wait4(self.pid, 0)
-        code = os.waitstatus_to_exitcode(status)
-        if not code:
-            return bytes(self.answer)
-        spent = {"processor": usage.ru_utime + usage.ru_stime, "passed": time.monotonic() - self.began}
-        if self.late or code == -signal.SIGPROF:
-            return (LATE if self.late else SLOW) + json.dumps(spent).encode()
-        return GONE + str(code).encode()
+        exit_code = os.waitstatus_to_exitcode(status)
+        if not exit_code:
+            return bytes(self.reply)
+        time_spent = {"processor_s": usage.ru_utime + usage.ru_stime, "elapsed_s": time.monotonic() - self.started_at}
+        if self.timed_out or exit_code == -signal.SIGPROF:
+            return (TIMED_OUT if self.timed_out else OUT_OF_TIME) + json.dumps(time_spent).encode()
+        return DIED + str(exit_code).encode()
 
 
-class Forks:
+class ForkServer:
     """Forks a child for each incoming grammar as soon as it arrives, and sends the answers."""
 
     def __init__(self, worker: Worker, requests: int, replies: int) -> None:
@@ -76,94 +76,96 @@ class Forks:
         """Serve requests until the pipe of requests is closed."""
         self._selector.register(self._requests, selectors.EVENT_READ)
         while True:
-            waits = [child.until - time.monotonic() for child in self._children.values() if not child.late]
-            for key, _ in self._selector.select(max(0.0, min(waits)) if waits else None):
+            remaining_times = [
+                child.deadline - time.monotonic() for child in self._children.values() if not child.timed_out
+            ]
+            for key, _ in self._selector.select(max(0.0, min(remaining_times)) if remaining_times else None):
                 if key.fd != self._requests:
-                    self._read(self._children[key.fd])
-                elif (asked := read_frame(self._requests)) is not None:
-                    self._begin(asked[:NUMBER], json.loads(asked[NUMBER:]))
+                    self._read_child(self._children[key.fd])
+                elif (request := read_frame(self._requests)) is not None:
+                    self._fork_child(request[:NUMBER_BYTES], json.loads(request[NUMBER_BYTES:]))
                 else:
                     return
             for child in self._children.values():
-                if not child.late and time.monotonic() > child.until:
-                    child.late = True
+                if not child.timed_out and time.monotonic() > child.deadline:
+                    child.timed_out = True
                     os.kill(child.pid, signal.SIGKILL)
 
-    def _begin(self, number: bytes, request: dict[str, Any]) -> None:
-        source, end = os.pipe()
-        parent, pid = os.getpid(), os.fork()
+    def _fork_child(self, request_id: bytes, request: dict[str, Any]) -> None:
+        read_fd, write_fd = os.pipe()
+        parent_pid, pid = os.getpid(), os.fork()
         if not pid:
-            code = 1
+            exit_code = 1
             try:
                 ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
                 # The parent may have died before prctl took effect.
-                if os.getppid() == parent:
-                    write_all(end, replied(self._worker, request))
-                    code = 0
+                if os.getppid() == parent_pid:
+                    write_all(write_fd, compile_reply(self._worker, request))
+                    exit_code = 0
             finally:
-                os._exit(code)
-        os.close(end)
-        self._children[source] = Child(number, pid, source, time.monotonic() + PATIENCE_S)
-        self._selector.register(source, selectors.EVENT_READ)
+                os._exit(exit_code)
+        os.close(write_fd)
+        self._children[read_fd] = Child(request_id, pid, read_fd, time.monotonic() + CHILD_TIMEOUT_S)
+        self._selector.register(read_fd, selectors.EVENT_READ)
 
-    def _read(self, child: Child) -> None:
+    def _read_child(self, child: Child) -> None:
         piece = os.read(child.pipe, 1 << 20)
         if piece:
-            child.answer += piece
+            child.reply += piece
             return
         self._selector.unregister(child.pipe)
         os.close(child.pipe)
         del self._children[child.pipe]
-        write_all(self._replies, frame(child.number + child.ended()))
+        write_all(self._replies, frame(child.request_id + child.reap()))
 
 
-def replied(worker: Worker, request: dict[str, Any]) -> bytes:
+def compile_reply(worker: Worker, request: dict[str, Any]) -> bytes:
     """Compile a grammar within the limits of processor time and memory, and return the answer."""
-    watch = Stopwatch()
-    limit(request["seconds"])
+    stopwatch = Stopwatch()
+    set_limits(request["seconds"])
     try:
         return COMPILED + worker.compile(Grammar(request["kind"], request["text"], request["compact"])).encode()
     except SlowGrammarError as error:
-        return (UNSURE if watch.read().on_a_busy_machine else REFUSED) + str(error).encode()
+        return (REFUSED_WHILE_BUSY if stopwatch.measure().machine_was_busy else REFUSED) + str(error).encode()
     except GrammarError as error:
         return REFUSED + str(error).encode("utf-8", "backslashreplace")
     except MemoryError:
         return REFUSED + TOO_LARGE.encode()
     finally:
-        no_more_limit()
+        remove_time_limit()
 
 
-def spent_in(answer: bytes) -> TimeSpent:
-    """Return the time that a child spent. `answer` is marked `SLOW` or `LATE`."""
-    return TimeSpent(**json.loads(answer[1:]))
+def time_spent_in(reply: bytes) -> TimeSpent:
+    """Return the time that a child spent. `reply` is marked `OUT_OF_TIME` or `TIMED_OUT`."""
+    return TimeSpent(**json.loads(reply[1:]))
 
 
 def frame(content: bytes) -> bytes:
     """Return a frame with this content."""
-    return len(content).to_bytes(NUMBER, "big") + content
+    return len(content).to_bytes(NUMBER_BYTES, "big") + content
 
 
-def read_frame(source: int) -> bytes | None:
+def read_frame(read_fd: int) -> bytes | None:
     """Return the content of the next frame from a pipe, or None if the pipe has ended."""
-    head = _read_exactly(source, NUMBER)
-    return None if head is None else _read_exactly(source, int.from_bytes(head, "big"))
+    header = _read_exactly(read_fd, NUMBER_BYTES)
+    return None if header is None else _read_exactly(read_fd, int.from_bytes(header, "big"))
 
 
-def _read_exactly(source: int, size: int) -> bytes | None:
-    found = bytearray()
-    while len(found) < size:
-        piece = os.read(source, size - len(found))
+def _read_exactly(read_fd: int, size: int) -> bytes | None:
+    content = bytearray()
+    while len(content) < size:
+        piece = os.read(read_fd, size - len(content))
         if not piece:
             return None
-        found += piece
-    return bytes(found)
+        content += piece
+    return bytes(content)
 
 
-def write_all(end: int, content: bytes) -> None:
+def write_all(write_fd: int, content: bytes) -> None:
     """Write all bytes to a pipe, blocking while it is full."""
     rest = memoryview(content)
     while rest:
-        rest = rest[os.write(end, rest) :]
+        rest = rest[os.write(write_fd, rest) :]
 
 
 def main() -> None:
@@ -173,16 +175,16 @@ def main() -> None:
     replies = os.dup(1)
     os.dup2(2, 1)  # keep output that libraries print out of the frames
     try:
-        first = json.loads(read_frame(0) or b"{}")
-        tokens = tuple(token.encode("latin-1") for token in first["tokens"])
-        worker = Worker(Vocabulary(tokens, tuple(first["stops"])))
+        vocabulary_fields = json.loads(read_frame(0) or b"{}")
+        tokens = tuple(token.encode("latin-1") for token in vocabulary_fields["tokens"])
+        worker = Worker(Vocabulary(tokens, tuple(vocabulary_fields["stops"])))
         worker.prepare()
     except Exception as error:
-        write_all(replies, frame(BROKEN + repr(error).encode()))
+        write_all(replies, frame(START_FAILED + repr(error).encode()))
         raise
     gc.freeze()  # a garbage collection in a child would write to, and so copy, the shared memory pages
     write_all(replies, frame(READY))
-    Forks(worker, 0, replies).run()
+    ForkServer(worker, 0, replies).run()
 
 
 if __name__ == "__main__":

@@ -3,12 +3,12 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-LAST = 0x10FFFF
+MAX_CODE_POINT = 0x10FFFF
 SURROGATES = (0xD800, 0xDFFF)  # never in valid text; xgrammar's own `[^..]` would allow them
-MOST_STATES = 100  # of one automaton, roughly; xgrammar does not precompute the masks of a larger automaton
+MAX_AUTOMATON_STATES = 100  # of one automaton, roughly; xgrammar does not precompute the masks of a larger automaton
 # First code points of each UTF-8 length. A range in xgrammar's Regex(..) that crosses such a code point also matches
 # invalid bytes.
-UTF8_LENGTHS = (0x80, 0x800, 0x10000, LAST + 1)
+UTF8_LENGTHS = (0x80, 0x800, 0x10000, MAX_CODE_POINT + 1)
 
 Ranges = tuple[tuple[int, int], ...]
 
@@ -36,44 +36,44 @@ class Ref:
 
 @dataclass(frozen=True, slots=True)
 class Seq:
-    """The parts, one after the other."""
+    """The children, one after the other."""
 
-    parts: tuple["Node", ...]
+    children: tuple["Node", ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Alt:
-    """One of the parts. If there are no parts, the node matches nothing, not even the empty text."""
+    """One of the children. If there are none, the node matches nothing, not even the empty text."""
 
-    parts: tuple["Node", ...]
+    children: tuple["Node", ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """`part`, repeated `least` to `most` times. If `most` is None, there is no upper bound."""
+    """`child`, repeated `min_count` to `max_count` times. If `max_count` is None, there is no upper bound."""
 
-    part: "Node"
-    least: int
-    most: int | None
+    child: "Node"
+    min_count: int
+    max_count: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class Regular:
-    """A `part` without references to rules. xgrammar compiles it as one automaton, which is much faster."""
+    """A `child` without references to rules. xgrammar compiles it as one automaton, which is much faster."""
 
-    part: "Node"
+    child: "Node"
 
 
 @dataclass(frozen=True, slots=True)
-class Blank:
-    """White space without meaning. A compact grammar leaves the `part` out."""
+class Whitespace:
+    """White space without meaning. A compact grammar leaves the `child` out."""
 
-    part: "Node"
+    child: "Node"
 
 
-Node = Chars | Literal | Ref | Seq | Alt | Repeat | Regular | Blank
+Node = Chars | Literal | Ref | Seq | Alt | Repeat | Regular | Whitespace
 EMPTY = Literal("")
-NOTHING = Alt(())
+NO_MATCH = Alt(())
 
 
 def chars(*ranges: tuple[int, int]) -> Chars:
@@ -84,67 +84,67 @@ def chars(*ranges: tuple[int, int]) -> Chars:
             merged[-1][1] = max(merged[-1][1], high)
         else:
             merged.append([low, high])
-    return Chars(tuple(_without(merged, *SURROGATES)))
+    return Chars(tuple(_exclude_range(merged, *SURROGATES)))
 
 
-def _without(ranges: Iterable[Sequence[int]], low: int, high: int) -> Iterator[tuple[int, int]]:
+def _exclude_range(ranges: Iterable[Sequence[int]], low: int, high: int) -> Iterator[tuple[int, int]]:
     """Yield the ranges without the code points `low` to `high`."""
-    for first, last in ranges:
-        if first < low:
-            yield first, min(last, low - 1)
-        if last > high:
-            yield max(first, high + 1), last
+    for start, end in ranges:
+        if start < low:
+            yield start, min(end, low - 1)
+        if end > high:
+            yield max(start, high + 1), end
 
 
-def one_of(text: str) -> Chars:
+def chars_of(characters: str) -> Chars:
     """Return a node that matches one of these characters."""
-    return chars(*((ord(character), ord(character)) for character in text))
+    return chars(*((ord(character), ord(character)) for character in characters))
 
 
-def complement(of: Chars) -> Chars:
-    """Return all characters that are not in `of`."""
-    return minus(chars((0, LAST)), of)
+def complement(excluded: Chars) -> Chars:
+    """Return all characters that are not in `excluded`."""
+    return minus(chars((0, MAX_CODE_POINT)), excluded)
 
 
-def minus(one: Chars, other: Chars) -> Chars:
-    """Return the characters of `one` that are not in `other`."""
-    ranges: list[tuple[int, int]] = list(one.ranges)
-    for low, high in other.ranges:
-        ranges = list(_without(ranges, low, high))
+def minus(base: Chars, removed: Chars) -> Chars:
+    """Return the characters of `base` that are not in `removed`."""
+    ranges: list[tuple[int, int]] = list(base.ranges)
+    for low, high in removed.ranges:
+        ranges = list(_exclude_range(ranges, low, high))
     return Chars(tuple(ranges))
 
 
-def both(one: Chars, other: Chars) -> Chars:
+def common_chars(first: Chars, second: Chars) -> Chars:
     """Return the characters that are in both classes."""
-    return minus(one, minus(one, other))
+    return minus(first, minus(first, second))
 
 
-def seq(*parts: Node) -> Node:
-    """Return the parts in sequence: nested sequences flattened, adjacent literals joined, empty parts dropped."""
-    kept: list[Node] = []
-    flat = (inner for part in parts for inner in (part.parts if isinstance(part, Seq) else (part,)))
-    for part in flat:
-        before = kept[-1] if kept else None
-        if isinstance(part, Literal) and isinstance(before, Literal):
-            kept[-1] = Literal(before.text + part.text)
-        elif part != EMPTY:
-            kept.append(part)
-    return kept[0] if len(kept) == 1 else Seq(tuple(kept)) if kept else EMPTY
+def seq(*nodes: Node) -> Node:
+    """Return the nodes in sequence: nested sequences flattened, adjacent literals joined, empty nodes dropped."""
+    elements: list[Node] = []
+    flattened = (element for node in nodes for element in (node.children if isinstance(node, Seq) else (node,)))
+    for node in flattened:
+        previous = elements[-1] if elements else None
+        if isinstance(node, Literal) and isinstance(previous, Literal):
+            elements[-1] = Literal(previous.text + node.text)
+        elif node != EMPTY:
+            elements.append(node)
+    return elements[0] if len(elements) == 1 else Seq(tuple(elements)) if elements else EMPTY
 
 
-def alt(*parts: Node) -> Node:
-    """Return a choice of the parts: nested choices flattened, duplicates and empty classes dropped."""
-    flat = (inner for part in parts for inner in (part.parts if isinstance(part, Alt) else (part,)))
-    kept = tuple(dict.fromkeys(part for part in flat if part != Chars(())))
-    return kept[0] if len(kept) == 1 else Alt(kept)
+def alt(*nodes: Node) -> Node:
+    """Return a choice of the nodes: nested choices flattened, duplicates and empty classes dropped."""
+    flattened = (alternative for node in nodes for alternative in (node.children if isinstance(node, Alt) else (node,)))
+    alternatives = tuple(dict.fromkeys(node for node in flattened if node != Chars(())))
+    return alternatives[0] if len(alternatives) == 1 else Alt(alternatives)
 
 
-def repeat(part: Node, least: int = 0, most: int | None = None) -> Node:
-    """Return `part` repeated `least` to `most` times. If `most` is None, there is no upper bound."""
-    return part if (least, most) == (1, 1) else EMPTY if most == 0 else Repeat(part, least, most)
+def repeat(node: Node, min_count: int = 0, max_count: int | None = None) -> Node:
+    """Return `node` repeated `min_count` to `max_count` times. If `max_count` is None, there is no upper bound."""
+    return node if (min_count, max_count) == (1, 1) else EMPTY if max_count == 0 else Repeat(node, min_count, max_count)
 
 
-def automaton(node: Node) -> Node:
+def as_automaton(node: Node) -> Node:
     """Return the node in a `Regular` if xgrammar compiles that correctly and fast, otherwise the node itself."""
     return Regular(node) if fits_automaton(node) else node
 
@@ -155,26 +155,26 @@ def fits_automaton(node: Node) -> bool:
     xgrammar's automata are wrong for some repetitions inside other repetitions or branches: its `(?:ab*)?` matches b.
     So the node must be a sequence; its parts may be repeated, but inside a part there must be no repetition.
     """
-    parts = node.parts if isinstance(node, Seq) else (node,)
-    repeated = (part.part if isinstance(part, Repeat) else part for part in parts)
-    return all(map(_is_simple, repeated)) and states(node) <= MOST_STATES
+    elements = node.children if isinstance(node, Seq) else (node,)
+    bodies = (element.child if isinstance(element, Repeat) else element for element in elements)
+    return all(map(_is_simple, bodies)) and count_states(node) <= MAX_AUTOMATON_STATES
 
 
 def _is_simple(node: Node) -> bool:
     """Whether a node consists only of characters, sequences and branches."""
     if isinstance(node, Seq | Alt):
-        return all(map(_is_simple, node.parts))
+        return all(map(_is_simple, node.children))
     return isinstance(node, Chars | Literal) and node != EMPTY
 
 
-def states(node: Node) -> int:
+def count_states(node: Node) -> int:
     """Return the approximate number of states of the node's automaton."""
     match node:
         case Literal(text):
             return len(text)
-        case Seq(parts) | Alt(parts):
-            return sum(map(states, parts))
-        case Repeat(part, least, most):
-            return states(part) * max(1, least if most is None else most)
+        case Seq(children) | Alt(children):
+            return sum(map(count_states, children))
+        case Repeat(child, min_count, max_count):
+            return count_states(child) * max(1, min_count if max_count is None else max_count)
         case _:
             return 1

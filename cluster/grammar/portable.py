@@ -13,31 +13,31 @@ from cluster.grammar.asked import GrammarError
 
 @dataclass(frozen=True, slots=True)
 class PortableGrammar:
-    """A grammar for ranks. If `tag`, `source` is a structural tag as JSON; otherwise it is rules in xgrammar's
-    notation. `tokens` are the ids of the special tokens in the tag.
+    """A grammar for ranks. If `is_structural_tag`, `source` is a structural tag as JSON; otherwise it is rules in
+    xgrammar's notation. `special_token_ids` are the ids of the special tokens in the tag.
     """
 
     source: str
-    tag: bool = False
-    tokens: tuple[int, ...] = ()
+    is_structural_tag: bool = False
+    special_token_ids: tuple[int, ...] = ()
 
-    def text(self) -> str:
+    def to_text(self) -> str:
         """Return the grammar as one text."""
-        return json.dumps({"tag": self.tag, "tokens": self.tokens}) + "\n" + self.source
+        return json.dumps({"tag": self.is_structural_tag, "tokens": self.special_token_ids}) + "\n" + self.source
 
     @classmethod
-    def of(cls, text: str) -> Self:
-        """Parse a text that the method `text` returned.
+    def from_text(cls, text: str) -> Self:
+        """Parse a text that the method `to_text` returned.
 
         Raises:
             GrammarError: the text has another form.
         """
-        head, newline, source = text.partition("\n")
+        header, newline, source = text.partition("\n")
         try:
-            fields = json.loads(head)
-            found = cls(source, bool(fields["tag"]), tuple(map(int, fields["tokens"])))
+            fields = json.loads(header)
+            grammar = cls(source, bool(fields["tag"]), tuple(map(int, fields["tokens"])))
         except (ValueError, KeyError, TypeError) as error:
-            raise GrammarError("the compiled grammar cannot be read: it has no head") from error
+            raise GrammarError("the compiled grammar cannot be read: it has no header") from error
         if not newline:
-            raise GrammarError("the compiled grammar cannot be read: it is cut")
-        return found
+            raise GrammarError("the compiled grammar cannot be read: it is cut off")
+        return grammar

@@ -1,8 +1,9 @@
 """Unicode properties that `\\p{...}` may name: the general categories of characters, and some properties of ECMAScript.
 
 Unicode grows with each version, and a client that checks an output may know a newer version than this Python does. So
-each property has two sets: characters that have the property in every version (`sure`), and characters that have it in
-some version (`possible`). `\\p` matches only `sure`. `\\P`, and `\\p` in a negated class, exclude all of `possible`.
+each property has two sets: characters that have the property in every version (`in_every_version`), and characters that
+have it in some version (`in_some_version`). `\\p` matches only `in_every_version`. `\\P`, and `\\p` in a negated class,
+exclude all of `in_some_version`.
 """
 
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from cluster.grammar.nodes import Chars, chars, complement
 PLANES = ((0, 0x3347F), (0xE0000, 0xE01EF))
 UNASSIGNED = "Cn"
 RECLASSIFIED = frozenset({0x295, 0x1171E})  # their category differs between Unicode 14 and 17, so it is uncertain
-PRIVATE = chars((0xF0000, 0xFFFFD), (0x100000, 0x10FFFD))
+PRIVATE_USE = chars((0xF0000, 0xFFFFD), (0x100000, 0x10FFFD))
 LONG_NAMES = {
     "Letter": "L", "Cased_Letter": "LC", "Uppercase_Letter": "Lu", "Lowercase_Letter": "Ll", "Titlecase_Letter": "Lt",
     "Modifier_Letter": "Lm", "Other_Letter": "Lo", "Mark": "M", "Nonspacing_Mark": "Mn", "Spacing_Mark": "Mc",
@@ -27,15 +28,15 @@ LONG_NAMES = {
     "Separator": "Z", "Space_Separator": "Zs", "Line_Separator": "Zl", "Paragraph_Separator": "Zp", "Other": "C",
     "Control": "Cc", "Format": "Cf", "Private_Use": "Co",
 }  # fmt: skip
-GROUPS = {"LC": ("Lu", "Ll", "Lt")}
+CATEGORY_GROUPS = {"LC": ("Lu", "Ll", "Lt")}
 CATEGORIES = frozenset(LONG_NAMES.values())
 
 
 class Property(NamedTuple):
     """The characters that have a property in every version of Unicode, and those that may have it in some version."""
 
-    sure: Chars
-    possible: Chars
+    in_every_version: Chars
+    in_some_version: Chars
 
 
 # Unicode's PropList and emoji-data, version 17.
@@ -60,60 +61,65 @@ PICTOGRAPHS = chars(
 )  # fmt: skip
 MAYBE_PICTOGRAPHS = chars((0xA9, 0xA9), (0xAE, 0xAE), (0x2000, 0x32FF), (0x1F000, 0x1FFFF))
 
-SETTLED = {
+VERSION_INDEPENDENT = {
     "ASCII": chars((0, 0x7F)),
     "Any": complement(Chars(())),
     "Emoji_Component": EMOJI_COMPONENT,
     "Regional_Indicator": REGIONAL_INDICATOR,
     "White_Space": WHITE_SPACE,
 }
-FIXED = {name: Property(found, found) for name, found in SETTLED.items()}
-FIXED["Extended_Pictographic"] = Property(PICTOGRAPHS, MAYBE_PICTOGRAPHS)
+NAMED_PROPERTIES = {name: Property(members, members) for name, members in VERSION_INDEPENDENT.items()}
+NAMED_PROPERTIES["Extended_Pictographic"] = Property(PICTOGRAPHS, MAYBE_PICTOGRAPHS)
 # For each property: categories whose characters all have it, and categories of which some characters have it.
-DERIVED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+FROM_CATEGORIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "Alphabetic": (("L", "Nl"), ("M", "So")),
     "Lowercase": (("Ll",), ("Lm", "Lo", "Mn", "Nl", "So")),
     "Uppercase": (("Lu",), ("Nl", "So")),
 }
-OTHERS = (*FIXED, *DERIVED)  # the properties that are not general categories
+OTHER_PROPERTY_NAMES = (*NAMED_PROPERTIES, *FROM_CATEGORIES)  # the properties that are not general categories
 
 
 def property_of(name: str) -> Property | None:
     """Return the property that `\\p{name}` names, or None if it is not supported, such as a script. A category may be
     given by its short or long name, also after `gc=` or `General_Category=`.
     """
-    bare = name.removeprefix("gc=").removeprefix("General_Category=")
-    if LONG_NAMES.get(bare, bare) in CATEGORIES:
-        return _united((LONG_NAMES.get(bare, bare),))
-    return _united(*DERIVED[name]) if name in DERIVED else FIXED.get(name)
+    category_name = name.removeprefix("gc=").removeprefix("General_Category=")
+    if LONG_NAMES.get(category_name, category_name) in CATEGORIES:
+        return _from_categories((LONG_NAMES.get(category_name, category_name),))
+    return _from_categories(*FROM_CATEGORIES[name]) if name in FROM_CATEGORIES else NAMED_PROPERTIES.get(name)
 
 
 @cache
-def _united(names: tuple[str, ...], further: tuple[str, ...] = ()) -> Property:
-    """Return a property that all characters of the categories `names` have, and some characters of the categories
-    `further`.
+def _from_categories(full_categories: tuple[str, ...], partial_categories: tuple[str, ...] = ()) -> Property:
+    """Return a property that all characters of the `full_categories` have, and some characters of the
+    `partial_categories`.
 
-    A character that this Python's Unicode does not assign yet may get any category, so it is in `possible`.
+    A character that this Python's Unicode does not assign yet may get any category, so it is in `in_some_version`.
     """
-    found = _categories()
+    characters_of_category = _categories()
 
-    def of(some: tuple[str, ...]) -> Iterator[tuple[int, int]]:
-        for name in some:
-            for short, members in found.items():
-                if short != UNASSIGNED and (short in GROUPS.get(name, ()) or short.startswith(name)):
+    def ranges_of(categories: tuple[str, ...]) -> Iterator[tuple[int, int]]:
+        for name in categories:
+            for short_name, members in characters_of_category.items():
+                if short_name != UNASSIGNED and (
+                    short_name in CATEGORY_GROUPS.get(name, ()) or short_name.startswith(name)
+                ):
                     yield from members.ranges
 
-    return Property(chars(*of(names)), chars(*of(names), *of(further), *found[UNASSIGNED].ranges))
+    return Property(
+        chars(*ranges_of(full_categories)),
+        chars(*ranges_of(full_categories), *ranges_of(partial_categories), *characters_of_category[UNASSIGNED].ranges),
+    )
 
 
 @cache
 def _categories() -> dict[str, Chars]:
     """Return the characters of each two-letter category, according to this Python's Unicode version."""
-    found: dict[str, list[tuple[int, int]]] = {"Co": list(PRIVATE.ranges)}
+    ranges_of_category: dict[str, list[tuple[int, int]]] = {"Co": list(PRIVATE_USE.ranges)}
     for low, high in PLANES:
         for code in range(low, high + 1):
             if code not in RECLASSIFIED:
-                found.setdefault(category(chr(code)), []).append((code, code))
-    found.pop(UNASSIGNED, None)
-    assigned = chars(*(pair for pairs in found.values() for pair in pairs))
-    return {name: chars(*pairs) for name, pairs in found.items()} | {UNASSIGNED: complement(assigned)}
+                ranges_of_category.setdefault(category(chr(code)), []).append((code, code))
+    ranges_of_category.pop(UNASSIGNED, None)
+    assigned = chars(*(pair for pairs in ranges_of_category.values() for pair in pairs))
+    return {name: chars(*pairs) for name, pairs in ranges_of_category.items()} | {UNASSIGNED: complement(assigned)}

@@ -20,19 +20,19 @@ from cluster.grammar.nodes import (
     Seq,
     alt,
     chars,
+    chars_of,
     complement,
     minus,
-    one_of,
     repeat,
     seq,
 )
-from cluster.grammar.properties import OTHERS, property_of
+from cluster.grammar.properties import OTHER_PROPERTY_NAMES, property_of
 
 MAX_DEPTH = 100
 MAX_REPEATS = 10_000
-DIGIT = one_of("0123456789")
+DIGIT = chars_of("0123456789")
 WORD = chars((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A))
-SPACE = one_of(" \t\n\r\f\v")
+SPACE = chars_of(" \t\n\r\f\v")
 # Dialects disagree about which of these characters are white space. `\s` and `\S` both leave out the disputed
 # characters, so that no dialect rejects an output.
 WIDE_SPACE = chars(
@@ -49,9 +49,9 @@ CLASSES = {
     "S": complement(WIDE_SPACE),
 }
 # inside a negated class, where the disputed characters must be in the class
-OUTSIDE = CLASSES | {"s": WIDE_SPACE, "S": complement(SPACE)}
-ANY = minus(complement(one_of("\n\r\x85")), chars((0x2028, 0x2029)))
-CONTROL = {"t": "\t", "n": "\n", "r": "\r", "f": "\f", "v": "\v", "0": "\0"}
+CLASSES_IN_NEGATED = CLASSES | {"s": WIDE_SPACE, "S": complement(SPACE)}
+ANY = minus(complement(chars_of("\n\r\x85")), chars((0x2028, 0x2029)))
+CONTROL_ESCAPES = {"t": "\t", "n": "\n", "r": "\r", "f": "\f", "v": "\v", "0": "\0"}
 UNSUPPORTED = {
     "(?<=": "lookbehind",
     "(?<!": "lookbehind",
@@ -60,16 +60,16 @@ UNSUPPORTED = {
     "(?#": "comments",
     "(?(": "conditions",
 }
-START, END = Ref("^"), Ref("$")  # anchors, kept by `read` and removed by `plain`
+START, END = Ref("^"), Ref("$")  # anchors, kept by `parse_with_anchors` and removed by `without_anchors`
 
 
 @dataclass(frozen=True, slots=True)
-class Look(Ref):
-    """A lookahead: the rest of the text must begin with `part` or, if `negated`, must not begin with `part`. `read`
-    returns such nodes; `plain` returns None if there are any.
+class Lookahead(Ref):
+    """A lookahead: the rest of the text must begin with `child` or, if `negated`, must not begin with `child`.
+    `parse_with_anchors` returns such nodes; `without_anchors` returns None if there are any.
     """
 
-    part: Node
+    child: Node
     negated: bool
 
 
@@ -79,286 +79,304 @@ def parse(expression: str) -> Node:
     Raises:
         GrammarError: the text is not a valid expression, or uses unsupported syntax.
     """
-    node = plain(read(expression))
+    node = without_anchors(parse_with_anchors(expression))
     if node is None:
         raise GrammarError("lookahead is not supported here")
     return node
 
 
-def read(expression: str) -> Node:
-    """Return an expression with its anchors and lookaheads kept as `START`, `END` and `Look` nodes.
+def parse_with_anchors(expression: str) -> Node:
+    """Return an expression with its anchors and lookaheads kept as `START`, `END` and `Lookahead` nodes.
 
     Raises:
         GrammarError: the text is not a valid expression, or uses unsupported syntax.
     """
-    node = _Reader(expression).read()
-    _check_anchors(node, first=True, last=True)
+    node = _RegexParser(expression).parse_all()
+    _check_anchors(node, is_first=True, is_last=True)
     return node
 
 
-def plain(node: Node) -> Node | None:
+def without_anchors(node: Node) -> Node | None:
     """Return an expression without its anchors, so that it describes the whole text. Return None if the expression has
     lookaheads.
     """
-    return None if any(isinstance(ref, Look) for ref in refs(node)) else mapped(node, lambda _: EMPTY, Ref)
+    return (
+        None
+        if any(isinstance(ref, Lookahead) for ref in anchors_and_lookaheads(node))
+        else map_nodes(node, lambda _: EMPTY, Ref)
+    )
 
 
-def open_sided(node: Node, rest: Node) -> Node:
-    """Add `rest` on the side of an expression that has no anchor: after an expression with only ^, before an expression
-    with only $. An expression with both anchors, or with neither, describes the whole text and is returned unchanged.
+def with_open_sides(node: Node, any_text: Node) -> Node:
+    """Add `any_text` on the side of an expression that has no anchor: after an expression with only ^, before an
+    expression with only $. An expression with both anchors, or with neither, describes the whole text and is returned
+    unchanged.
     """
-    anchors = {ref for ref in refs(node) if ref in (START, END)}
+    anchors = {ref for ref in anchors_and_lookaheads(node) if ref in (START, END)}
     if len(anchors) != 1:
         return node
-    return seq(node, rest) if START in anchors else seq(rest, node)
+    return seq(node, any_text) if START in anchors else seq(any_text, node)
 
 
-def refs(node: Node) -> Iterator[Ref]:
+def anchors_and_lookaheads(node: Node) -> Iterator[Ref]:
     """Yield the anchors and lookaheads of an expression, except those inside a lookahead."""
     match node:
         case Ref():
             yield node
-        case Seq(parts) | Alt(parts):
-            for part in parts:
-                yield from refs(part)
-        case Repeat(part, _, _):
-            yield from refs(part)
+        case Seq(children) | Alt(children):
+            for child in children:
+                yield from anchors_and_lookaheads(child)
+        case Repeat(child, _, _):
+            yield from anchors_and_lookaheads(child)
 
 
 @dataclass(slots=True)
-class _Reader:
-    """A recursive-descent parser of one expression; `at` is the index of the next character."""
+class _RegexParser:
+    """A recursive-descent parser of one expression; `position` is the index of the next character."""
 
     text: str
-    at: int = 0
+    position: int = 0
     depth: int = 0
 
-    def read(self) -> Node:
-        node = self._branches()
-        if self.at < len(self.text):
-            raise self._wrong("unmatched )")
+    def parse_all(self) -> Node:
+        node = self._parse_branches()
+        if self.position < len(self.text):
+            raise self._error("unmatched )")
         return node
 
-    def _wrong(self, what: str) -> GrammarError:
-        return GrammarError(f"at character {self.at + 1} of the expression: {what}")
+    def _error(self, problem: str) -> GrammarError:
+        return GrammarError(f"at character {self.position + 1} of the expression: {problem}")
 
-    def _next(self) -> str:
-        return self.text[self.at : self.at + 1]
+    def _next_character(self) -> str:
+        return self.text[self.position : self.position + 1]
 
-    def _skip(self, text: str) -> bool:
-        found = self.text.startswith(text, self.at)
-        self.at += len(text) if found else 0
-        return found
+    def _skip_text(self, text: str) -> bool:
+        matches = self.text.startswith(text, self.position)
+        self.position += len(text) if matches else 0
+        return matches
 
-    def _branches(self) -> Node:
-        branches = [self._sequence()]
-        while self._skip("|"):
-            branches.append(self._sequence())
+    def _parse_branches(self) -> Node:
+        branches = [self._parse_sequence()]
+        while self._skip_text("|"):
+            branches.append(self._parse_sequence())
         return alt(*branches)
 
-    def _sequence(self) -> Node:
-        parts: list[Node] = []
-        while self._next() not in ("", "|", ")"):
-            parts.append(self._repeated(self._atom()))
-        return seq(*parts)
+    def _parse_sequence(self) -> Node:
+        nodes: list[Node] = []
+        while self._next_character() not in ("", "|", ")"):
+            nodes.append(self._parse_quantifier(self._parse_atom()))
+        return seq(*nodes)
 
-    def _atom(self) -> Node:
-        character = self._next()
+    def _parse_atom(self) -> Node:
+        character = self._next_character()
         if character == "(":
-            return self._group()
+            return self._parse_group()
         if character == "[":
-            return self._class()
+            return self._parse_class()
         if character == "\\":
-            return self._escape(negated=False)
+            return self._parse_escape(negated=False)
         if character in "*+?{":
-            raise self._wrong(f"{character} repeats nothing")
-        self.at += 1
+            raise self._error(f"{character} repeats nothing")
+        self.position += 1
         if character in "^$":
             return START if character == "^" else END
         return ANY if character == "." else Literal(character)
 
-    def _group(self) -> Node:
-        for opening, what in UNSUPPORTED.items():
-            if self.text.startswith(opening, self.at):
-                raise self._wrong(f"{what} are not supported" if what[-1] == "s" else f"{what} is not supported")
-        self.at += 1
-        sign = self.text[self.at : self.at + 2]
-        look = sign in ("?=", "?!")
-        if look:
-            self.at += 2
-        elif self._skip("?") and not self._skip(":"):
-            self._skip("P")
-            name, closed, _ = self.text[self.at + 1 :].partition(">")
-            if self._next() != "<" or not closed or not name.isidentifier():
-                raise self._wrong("flags are not supported")
-            self.at += len(name) + 2
+    def _parse_group(self) -> Node:
+        for opening, feature in UNSUPPORTED.items():
+            if self.text.startswith(opening, self.position):
+                raise self._error(
+                    f"{feature} are not supported" if feature[-1] == "s" else f"{feature} is not supported"
+                )
+        self.position += 1
+        prefix = self.text[self.position : self.position + 2]
+        is_lookahead = prefix in ("?=", "?!")
+        if is_lookahead:
+            self.position += 2
+        elif self._skip_text("?") and not self._skip_text(":"):
+            self._skip_text("P")
+            name, closing, _ = self.text[self.position + 1 :].partition(">")
+            if self._next_character() != "<" or not closing or not name.isidentifier():
+                raise self._error("flags are not supported")
+            self.position += len(name) + 2
         self.depth += 1
         if self.depth > MAX_DEPTH:
-            raise self._wrong(f"groups are nested more than {MAX_DEPTH} deep")
-        node = self._branches()
-        if not self._skip(")"):
-            raise self._wrong("a ( is not closed")
+            raise self._error(f"groups are nested more than {MAX_DEPTH} deep")
+        node = self._parse_branches()
+        if not self._skip_text(")"):
+            raise self._error("a ( is not closed")
         self.depth -= 1
-        return Look(sign, node, negated=sign == "?!") if look else node
+        return Lookahead(prefix, node, negated=prefix == "?!") if is_lookahead else node
 
-    def _repeated(self, node: Node) -> Node:
-        count = self._count()
+    def _parse_quantifier(self, node: Node) -> Node:
+        count = self._parse_count()
         if count is None:
             return node
         if isinstance(node, Ref):
-            raise self._wrong("^, $ and lookaheads cannot be repeated")
-        self._skip("?")  # a lazy quantifier matches the same texts
-        if self._next() in ("*", "+", "?") or self._count() is not None:
-            raise self._wrong("two repetitions in a row")
+            raise self._error("^, $ and lookaheads cannot be repeated")
+        self._skip_text("?")  # a lazy quantifier matches the same texts
+        if self._next_character() in ("*", "+", "?") or self._parse_count() is not None:
+            raise self._error("two repetitions in a row")
         return repeat(node, *count)
 
-    def _count(self) -> tuple[int, int | None] | None:
+    def _parse_count(self) -> tuple[int, int | None] | None:
         """Consume a quantifier and return its bounds. Return None if no quantifier comes next."""
-        for sign, count in (("*", (0, None)), ("+", (1, None)), ("?", (0, 1))):
-            if self._skip(sign):
-                return count
-        if not self._skip("{"):
+        for quantifier, bounds in (("*", (0, None)), ("+", (1, None)), ("?", (0, 1))):
+            if self._skip_text(quantifier):
+                return bounds
+        if not self._skip_text("{"):
             return None
-        inside, closed, _ = self.text[self.at :].partition("}")
-        least, comma, most = inside.partition(",")
-        numbers = [part for part in (least, most) if part]
-        if not closed or not least or not all(part.isascii() and part.isdigit() and len(part) < 9 for part in numbers):
-            raise self._wrong("a repetition is {n}, {n,} or {n,m}; write \\{ for the character")
-        low, high = int(least), int(most) if most else None if comma else int(least)
-        if max(low, high or 0) > MAX_REPEATS or (high is not None and high < low):
-            raise self._wrong(f"a repetition ends at {MAX_REPEATS}, and not before it begins")
-        self.at += len(inside) + 1
-        return low, high
+        body, closing, _ = self.text[self.position :].partition("}")
+        min_text, comma, max_text = body.partition(",")
+        numbers = [number for number in (min_text, max_text) if number]
+        if (
+            not closing
+            or not min_text
+            or not all(number.isascii() and number.isdigit() and len(number) < 9 for number in numbers)
+        ):
+            raise self._error("a repetition is {n}, {n,} or {n,m}; write \\{ for the character")
+        min_count, max_count = int(min_text), int(max_text) if max_text else None if comma else int(min_text)
+        if max(min_count, max_count or 0) > MAX_REPEATS or (max_count is not None and max_count < min_count):
+            raise self._error(f"a repetition count is at most {MAX_REPEATS}, and its maximum is not below its minimum")
+        self.position += len(body) + 1
+        return min_count, max_count
 
-    def _class(self) -> Node:
-        self.at += 1
-        negated = self._skip("^")
-        if self._next() == "]":
-            raise self._wrong("an empty class; write \\] for the character")
-        found: list[tuple[int, int]] = []
-        while not self._skip("]"):
-            low = self._member(negated)
-            if self._next() == "-" and self.text[self.at + 1 : self.at + 2] not in ("]", ""):
-                self.at += 1
-                high = self._member(negated)
-                if len(low) != 1 or len(high) != 1 or low[0][0] != low[0][1] or low[0][0] > high[0][0]:
-                    raise self._wrong("a range that is none")
-                low = ((low[0][0], high[0][0]),)
-            found += low
-        return complement(chars(*found)) if negated else chars(*found)
+    def _parse_class(self) -> Node:
+        self.position += 1
+        negated = self._skip_text("^")
+        if self._next_character() == "]":
+            raise self._error("an empty class; write \\] for the character")
+        ranges: list[tuple[int, int]] = []
+        while not self._skip_text("]"):
+            member = self._parse_class_member(negated)
+            if self._next_character() == "-" and self.text[self.position + 1 : self.position + 2] not in ("]", ""):
+                self.position += 1
+                range_end = self._parse_class_member(negated)
+                if (
+                    len(member) != 1
+                    or len(range_end) != 1
+                    or member[0][0] != member[0][1]
+                    or member[0][0] > range_end[0][0]
+                ):
+                    raise self._error("an invalid range")
+                member = ((member[0][0], range_end[0][0]),)
+            ranges += member
+        return complement(chars(*ranges)) if negated else chars(*ranges)
 
-    def _member(self, negated: bool) -> tuple[tuple[int, int], ...]:
+    def _parse_class_member(self, negated: bool) -> tuple[tuple[int, int], ...]:
         """Consume one character or escape of a class and return its ranges."""
-        character = self._next()
+        character = self._next_character()
         if not character:
-            raise self._wrong("a [ is not closed")
+            raise self._error("a [ is not closed")
         if character == "\\":
-            return self._escape(negated).ranges
-        pair = self.text[self.at : self.at + 2]
+            return self._parse_escape(negated).ranges
+        pair = self.text[self.position : self.position + 2]
         if pair in ("--", "&&", "||", "~~") or character == "[":
-            raise self._wrong(f"write \\{character} in a class")
-        self.at += 1
+            raise self._error(f"write \\{character} in a class")
+        self.position += 1
         return ((ord(character), ord(character)),)
 
-    def _escape(self, negated: bool) -> Chars:
+    def _parse_escape(self, negated: bool) -> Chars:
         """Consume a backslash escape and return its characters. `negated`: the escape stands in a negated class."""
-        character = self.text[self.at + 1 : self.at + 2]
-        classes = OUTSIDE if negated else CLASSES
+        character = self.text[self.position + 1 : self.position + 2]
+        classes = CLASSES_IN_NEGATED if negated else CLASSES
         if character in ("p", "P"):
-            return self._property(negated)
+            return self._parse_property(negated)
         if character in classes:
-            self.at += 2
+            self.position += 2
             return classes[character]
         digits = {"x": 2, "u": 4}.get(character)
         if digits:
-            number = self.text[self.at + 2 : self.at + 2 + digits]
+            number = self.text[self.position + 2 : self.position + 2 + digits]
             if len(number) < digits or not all(digit in "0123456789abcdefABCDEF" for digit in number):
-                raise self._wrong(f"\\{character} takes {digits} hexadecimal digits")
-            self.at += 2 + digits
+                raise self._error(f"\\{character} takes {digits} hexadecimal digits")
+            self.position += 2 + digits
             return Chars(((int(number, 16),) * 2,))
-        if character == "0" and self.text[self.at + 2 : self.at + 3].isdigit():
-            raise self._wrong("octal escapes are not supported")
-        if character not in CONTROL and (not character or character.isalnum()):
+        if character == "0" and self.text[self.position + 2 : self.position + 3].isdigit():
+            raise self._error("octal escapes are not supported")
+        if character not in CONTROL_ESCAPES and (not character or character.isalnum()):
             backwards = character.isdigit() or character == "k"
-            raise self._wrong("backreferences are not supported" if backwards else f"\\{character} is not supported")
-        self.at += 2
-        return one_of(CONTROL.get(character, character))
+            raise self._error("backreferences are not supported" if backwards else f"\\{character} is not supported")
+        self.position += 2
+        return chars_of(CONTROL_ESCAPES.get(character, character))
 
-    def _property(self, negated: bool) -> Chars:
+    def _parse_property(self, negated: bool) -> Chars:
         r"""Return the characters of `\p{NAME}` or `\P{NAME}`. `negated`: the escape stands in a negated class."""
-        without = self.text[self.at + 1] == "P"
-        name, closed, _ = self.text[self.at + 3 :].partition("}")
-        if self.text[self.at + 2 : self.at + 3] != "{" or not closed:
-            raise self._wrong(r"a property is written as \p{NAME}")
-        found = property_of(name)
-        if found is None:
-            known = f"general categories such as L and Lu, {', '.join(OTHERS)}"
-            raise self._wrong(rf"\p{{{name[:40]}}} is not supported; known are {known}")
-        self.at += len(name) + 4
+        is_complement = self.text[self.position + 1] == "P"
+        name, closing, _ = self.text[self.position + 3 :].partition("}")
+        if self.text[self.position + 2 : self.position + 3] != "{" or not closing:
+            raise self._error(r"a property is written as \p{NAME}")
+        unicode_property = property_of(name)
+        if unicode_property is None:
+            known = f"general categories such as L and Lu, {', '.join(OTHER_PROPERTY_NAMES)}"
+            raise self._error(rf"\p{{{name[:40]}}} is not supported; known are {known}")
+        self.position += len(name) + 4
         # An output must not hold a character that another Unicode version would reject. So \P, or \p in a negated
-        # class, also excludes the characters that have the property only in some version (`possible`). \P in a negated
-        # class excludes nothing: like \p, it admits only `sure`.
-        members = found.possible if without != negated else found.sure
-        return complement(members) if without else members
+        # class, also excludes the characters that have the property only in some version. \P in a negated class
+        # excludes nothing: like \p, it admits only the characters that have the property in every version.
+        characters = unicode_property.in_some_version if is_complement != negated else unicode_property.in_every_version
+        return complement(characters) if is_complement else characters
 
 
-def _check_anchors(node: Node, first: bool, last: bool) -> None:
-    """Raise if text could precede a ^ or follow a $. `first`: the node starts the whole text. `last`: it ends it."""
+def _check_anchors(node: Node, is_first: bool, is_last: bool) -> None:
+    """Raise if text could precede a ^ or follow a $. `is_first`: the node starts the whole text. `is_last`: it ends
+    the whole text.
+    """
     match node:
-        case Look():
+        case Lookahead():
             return  # anchors inside a lookahead are relative to it
         case Ref():
-            if not (first if node == START else last):
+            if not (is_first if node == START else is_last):
                 raise GrammarError("the expression has ^ or $ inside, where it cannot match")
-        case Seq(parts):
-            for at, part in enumerate(parts):
-                begins = first and all(isinstance(before, Ref) for before in parts[:at])
-                ends = last and all(isinstance(after, Ref) for after in parts[at + 1 :])
-                _check_anchors(part, begins, ends)
-        case Alt(parts):
-            for part in parts:
-                _check_anchors(part, first, last)
-        case Repeat(part, _, _):
-            _check_anchors(part, first=False, last=False)
+        case Seq(children):
+            for index, child in enumerate(children):
+                starts_text = is_first and all(isinstance(previous, Ref) for previous in children[:index])
+                ends_text = is_last and all(isinstance(following, Ref) for following in children[index + 1 :])
+                _check_anchors(child, starts_text, ends_text)
+        case Alt(children):
+            for child in children:
+                _check_anchors(child, is_first, is_last)
+        case Repeat(child, _, _):
+            _check_anchors(child, is_first=False, is_last=False)
 
 
-def mapped(node: Node, change: Callable[[Node], Node], kind: type[Node]) -> Node:
-    """Return the node with `change` applied to every part of the type `kind`."""
-    if isinstance(node, kind):
+def map_nodes(node: Node, change: Callable[[Node], Node], node_type: type[Node]) -> Node:
+    """Return the node with `change` applied to every part of the type `node_type`."""
+    if isinstance(node, node_type):
         return change(node)
     match node:
-        case Seq(parts):
-            return seq(*(mapped(part, change, kind) for part in parts))
-        case Alt(parts):
-            return alt(*(mapped(part, change, kind) for part in parts))
-        case Repeat(part, least, most):
-            return repeat(mapped(part, change, kind), least, most)
+        case Seq(children):
+            return seq(*(map_nodes(child, change, node_type) for child in children))
+        case Alt(children):
+            return alt(*(map_nodes(child, change, node_type) for child in children))
+        case Repeat(child, min_count, max_count):
+            return repeat(map_nodes(child, change, node_type), min_count, max_count)
         case _:
             return node
 
 
-def lengths(node: Node) -> tuple[int, int | None]:
+def length_bounds(node: Node) -> tuple[int, int | None]:
     """Return the minimum and maximum length, in characters, of texts that match. None means no maximum."""
     match node:
         case Literal(text):
             return len(text), len(text)
-        case Seq(parts):
-            pairs = [lengths(part) for part in parts]
-            return sum(least for least, _ in pairs), _summed([most for _, most in pairs])
+        case Seq(children):
+            bounds = [length_bounds(child) for child in children]
+            return sum(min_length for min_length, _ in bounds), _sum_or_none([max_length for _, max_length in bounds])
         case Alt(()):
             return 0, 0
-        case Alt(parts):
-            pairs = [lengths(part) for part in parts]
-            ends = [most for _, most in pairs]
-            most = None if None in ends else max(end for end in ends if end is not None)
-            return min(least for least, _ in pairs), most
-        case Repeat(part, fewest, times):
-            least, most = lengths(part)
-            endless = most is None or (times is None and most > 0)
-            return least * fewest, None if endless else (most or 0) * (times or 0)
+        case Alt(children):
+            bounds = [length_bounds(child) for child in children]
+            max_lengths = [max_length for _, max_length in bounds]
+            max_length = None if None in max_lengths else max(length for length in max_lengths if length is not None)
+            return min(min_length for min_length, _ in bounds), max_length
+        case Repeat(child, min_count, max_count):
+            min_length, max_length = length_bounds(child)
+            is_unbounded = max_length is None or (max_count is None and max_length > 0)
+            return min_length * min_count, None if is_unbounded else (max_length or 0) * (max_count or 0)
         case _:
             return 1, 1
 
 
-def _summed(numbers: list[int | None]) -> int | None:
+def _sum_or_none(numbers: list[int | None]) -> int | None:
     return None if None in numbers else sum(number for number in numbers if number is not None)

@@ -7,17 +7,17 @@ import numpy as np
 from cluster.grammar.asked import Grammar, GrammarError
 from cluster.grammar.limits import Stopwatch
 from cluster.grammar.matching import Matchers, TextMatcher
-from cluster.grammar.sources import portable
-from cluster.grammar.vocabulary import Vocabulary, one_of
+from cluster.grammar.sources import to_portable
+from cluster.grammar.vocabulary import Vocabulary, random_allowed_token
 
-MAX_COMPILED = 64 << 20  # bytes of a compiled grammar, in each rank that reads it, with a small vocabulary
-COMPILED_PER_ID = 1 << 10  # the same limit per id of a large vocabulary, because a mask has one bit per id
-SHOWN = 300  # characters of xgrammar's error message that a client sees
-WALKS = 3
+MAX_COMPILED_BYTES = 64 << 20  # bytes of a compiled grammar, in each rank that reads it, with a small vocabulary
+COMPILED_BYTES_PER_ID = 1 << 10  # the same limit per id of a large vocabulary, because a mask has one bit per id
+MAX_MESSAGE_LENGTH = 300  # characters of xgrammar's error message that a client sees
+NUM_WALKS = 3
 WALK_TOKENS = 48
 SLOW_TOKEN_S = 0.005  # processor time per token, averaged over a walk
 # xgrammar's error messages begin with the place in xgrammar's code.
-WHERE = re.compile(r"^\[[\d:]+\] \S+:\d+: |^Check failed: \(.*?\) is false: ")
+CODE_LOCATION = re.compile(r"^\[[\d:]+\] \S+:\d+: |^Check failed: \(.*?\) is false: ")
 
 
 class SlowGrammarError(GrammarError):
@@ -36,37 +36,37 @@ class Worker:
         self._matchers.prepare()
 
     def compile(self, grammar: Grammar) -> str:
-        """Compile a grammar, try it out, and return it as the text that ranks read (`Matchers.read`).
+        """Compile a grammar, try it out, and return it as the text that ranks read (`Matchers.load`).
 
         Raises:
             GrammarError: the grammar is refused; the message says why.
             SlowGrammarError: the grammar is refused because computing its masks takes too long.
             MemoryError: there is too little memory.
         """
-        text = portable(grammar).text()
+        text = to_portable(grammar).to_text()
         try:
-            size = self._matchers.read(text).bytes
+            size = self._matchers.load(text).num_bytes
         except GrammarError as error:
-            raise GrammarError(shortened(str(error))) from error
-        if size > (most := max_compiled(len(self._vocabulary.tokens))):
-            raise GrammarError(f"compiled it is larger than {most >> 20} MiB; bound fewer or shorter strings")
-        for seed in range(WALKS):
-            try_out(self._matchers.matcher(text), self._vocabulary, seed)
+            raise GrammarError(shorten_message(str(error))) from error
+        if size > (max_size := max_compiled_bytes(len(self._vocabulary.tokens))):
+            raise GrammarError(f"compiled it is larger than {max_size >> 20} MiB; bound fewer or shorter strings")
+        for seed in range(NUM_WALKS):
+            random_walk(self._matchers.matcher(text), self._vocabulary, seed)
         return text
 
 
-def max_compiled(ids: int) -> int:
-    """Return the maximum size, in bytes, of a compiled grammar over a vocabulary of `ids` tokens."""
-    return max(MAX_COMPILED, COMPILED_PER_ID * ids)
+def max_compiled_bytes(num_tokens: int) -> int:
+    """Return the maximum size, in bytes, of a compiled grammar over a vocabulary of `num_tokens` tokens."""
+    return max(MAX_COMPILED_BYTES, COMPILED_BYTES_PER_ID * num_tokens)
 
 
-def shortened(reason: str) -> str:
-    """Return xgrammar's error message on one line, without the place in xgrammar's code, cut to `SHOWN` characters."""
-    line = " ".join(WHERE.sub("", WHERE.sub("", reason.strip())).split())
-    return line if len(line) <= SHOWN else line[: SHOWN - 3] + "..."
+def shorten_message(message: str) -> str:
+    """Return xgrammar's error message on one line, without xgrammar's code location, cut to `MAX_MESSAGE_LENGTH`."""
+    line = " ".join(CODE_LOCATION.sub("", CODE_LOCATION.sub("", message.strip())).split())
+    return line if len(line) <= MAX_MESSAGE_LENGTH else line[: MAX_MESSAGE_LENGTH - 3] + "..."
 
 
-def try_out(matcher: TextMatcher, vocabulary: Vocabulary, seed: int) -> None:
+def random_walk(matcher: TextMatcher, vocabulary: Vocabulary, seed: int) -> None:
     """Take one random walk through a grammar, as a model would.
 
     Raises:
@@ -74,19 +74,19 @@ def try_out(matcher: TextMatcher, vocabulary: Vocabulary, seed: int) -> None:
         SlowGrammarError: computing the masks takes too long.
     """
     random = np.random.default_rng(seed)
-    row = np.zeros(vocabulary.words, np.int32)
-    text_row = ~vocabulary.stop_row
-    watch = Stopwatch()
+    bitmask = np.zeros(vocabulary.bitmask_words, np.int32)
+    not_stop_bitmask = ~vocabulary.stop_bitmask
+    stopwatch = Stopwatch()
     for step in range(WALK_TOKENS):
-        matcher.fill((), row)
-        row &= text_row
-        if not row.any():
+        matcher.fill((), bitmask)
+        bitmask &= not_stop_bitmask
+        if not bitmask.any():
             if not matcher.finished:
                 raise GrammarError("nothing can match" if not step else "it has a dead end: nothing can follow there")
             break
-        matcher.accept([one_of(row, random)])
-        spent = watch.read().processor
-        if spent > SLOW_TOKEN_S * (step + 20):
+        matcher.accept([random_allowed_token(bitmask, random)])
+        processor_s = stopwatch.measure().processor_s
+        if processor_s > SLOW_TOKEN_S * (step + 20):
             raise SlowGrammarError(
-                f"it is too ambiguous: a token takes {1000 * spent / (step + 1):.0f} ms; make it simpler"
+                f"it is too ambiguous: a token takes {1000 * processor_s / (step + 1):.0f} ms; make it simpler"
             )

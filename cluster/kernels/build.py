@@ -15,13 +15,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-COMPILED = HERE / "compiled"
-KINDS = {"f64": 64, "f32": 32, "bf16": 16}
+KERNELS_FOLDER = Path(__file__).resolve().parent
+COMPILED = KERNELS_FOLDER / "compiled"
+NUMBER_KINDS = {"f64": 64, "f32": 32, "bf16": 16}
 FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-ffp-contract=fast", "-fno-math-errno", "-fvisibility=default", "-Wno-psabi")
-OF_KERNEL = {"choice": ("-ffp-contract=off",)}
+KERNEL_FLAGS = {"choice": ("-ffp-contract=off",)}
 """Extra flags of single kernels, given after all others. `choice` must give the same bits with and without FMA."""
-X86 = {
+X86_LEVELS = {
     "avx512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mprefer-vector-width=512"),
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
     "baseline": (),
@@ -36,9 +36,9 @@ VARIANTS: dict[str, dict[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {
 CPUs that multiply bfloat16 in pairs (AVX512-BF16) or tiles (AMX). If the compiler or assembler does not support a
 variant, the library is made without that variant.
 """
-LEVELS: dict[str, tuple[str, ...]] = X86 if platform.machine() in ("x86_64", "AMD64") else {"baseline": ()}
+LEVELS: dict[str, tuple[str, ...]] = X86_LEVELS if platform.machine() in ("x86_64", "AMD64") else {"baseline": ()}
 TIMEOUT_S = 300
-PLACE = "compiling-"  # prefix of the temporary folders in which libraries are compiled
+WORK_FOLDER_PREFIX = "compiling-"  # prefix of the temporary folders in which libraries are compiled
 
 
 class BuildError(RuntimeError):
@@ -47,108 +47,114 @@ class BuildError(RuntimeError):
 
 def sources() -> list[Path]:
     """Return the C files: those of the kernels, and the shared ones in `c/`."""
-    return sorted(HERE.glob("*/*.c"))
+    return sorted(KERNELS_FOLDER.glob("*/*.c"))
 
 
-def digest(level: str, extra: Sequence[str] = ()) -> str:
+def digest(level: str, extra_flags: Sequence[str] = ()) -> str:
     """Return a digest of all inputs of a level's library: flags, sources and headers."""
-    made = hashlib.sha256(f"{' '.join([*FLAGS, *LEVELS[level], *extra])} {OF_KERNEL} {VARIANTS}".encode())
-    for path in sorted([*sources(), *HERE.glob("*/*.h")]):
-        made.update(path.relative_to(HERE).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
-    return made.hexdigest()[:16]
+    hasher = hashlib.sha256(f"{' '.join([*FLAGS, *LEVELS[level], *extra_flags])} {KERNEL_FLAGS} {VARIANTS}".encode())
+    for path in sorted([*sources(), *KERNELS_FOLDER.glob("*/*.h")]):
+        hasher.update(path.relative_to(KERNELS_FOLDER).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return hasher.hexdigest()[:16]
 
 
-def file_of(level: str, extra: Sequence[str] = ()) -> str:
+def library_name(level: str, extra_flags: Sequence[str] = ()) -> str:
     """Return the file name of a level's library."""
-    return f"aerie-{level}-{digest(level, extra)}.so"
+    return f"aerie-{level}-{digest(level, extra_flags)}.so"
 
 
 def compiler() -> str | None:
     """Return the C compiler: `CC`, or the first of cc, gcc and clang that is found; None if there is none."""
     names = [os.environ["CC"]] if os.environ.get("CC") else ["cc", "gcc", "clang"]
-    return next((found for name in names if (found := shutil.which(name))), None)
+    return next((path for name in names if (path := shutil.which(name))), None)
 
 
-def compile_level(level: str, folder: Path, extra: Sequence[str] = ()) -> Path:
-    """Return the library of `level` in `folder`, and compile it if it does not exist; `extra` are additional flags. If
-    several processes need it at the same time, as the ranks of a host do, one process compiles and the others wait.
+def compile_level(level: str, folder: Path, extra_flags: Sequence[str] = ()) -> Path:
+    """Return the library of `level` in `folder`, and compile it if it does not exist; `extra_flags` are additional
+    flags. If several processes need it at the same time, as the ranks of a host do, one process compiles and the others
+    wait.
 
     Raises:
         BuildError: there is no compiler, or it fails.
         OSError: `folder` cannot be written.
     """
-    made = folder / file_of(level, extra)
-    if made.exists():
-        return made
+    library_path = folder / library_name(level, extra_flags)
+    if library_path.exists():
+        return library_path
     if (cc := compiler()) is None:
         raise BuildError("there is no C compiler; install gcc or clang, or set CC")
     folder.mkdir(parents=True, exist_ok=True)
-    with _alone_in(folder) as alone, tempfile.TemporaryDirectory(prefix=PLACE, dir=folder) as place:
-        if alone:
-            _remove_left(folder, Path(place))
-        if made.exists():  # another process compiled it while this one waited for the lock
-            return made
-        commands = _commands(cc, level, place, extra)
-        variants = [_commands(cc, level, place, extra, name) for name in VARIANTS.get(level, {})]
-        with ThreadPoolExecutor(os.cpu_count()) as several:
-            tries = [[several.submit(_ran, each) for each in variant] for variant in variants]
-            list(several.map(_ran, commands))
-        for variant, tried in zip(variants, tries, strict=True):  # a variant is linked only if all of it compiled
-            commands += [] if any(each.exception() for each in tried) else variant
+    with (
+        _lock_folder(folder) as locked,
+        tempfile.TemporaryDirectory(prefix=WORK_FOLDER_PREFIX, dir=folder) as work_folder,
+    ):
+        if locked:
+            _remove_stale_work_folders(folder, Path(work_folder))
+        if library_path.exists():  # another process compiled it while this one waited for the lock
+            return library_path
+        commands = _commands(cc, level, work_folder, extra_flags)
+        variants = [_commands(cc, level, work_folder, extra_flags, name) for name in VARIANTS.get(level, {})]
+        with ThreadPoolExecutor(os.cpu_count()) as executor:
+            variant_jobs = [[executor.submit(_run_compiler, job) for job in variant] for variant in variants]
+            list(executor.map(_run_compiler, commands))
+        for variant, jobs in zip(variants, variant_jobs, strict=True):  # a variant is linked only if all of it compiled
+            commands += [] if any(job.exception() for job in jobs) else variant
         objects = [command[-1] for command in commands]
-        _ran([cc, "-shared", *extra, *objects, "-lm", "-o", f"{place}/made.so"])
-        Path(f"{place}/made.so").replace(made)  # atomic: no process ever loads a library that is half written
-    return made
+        _run_compiler([cc, "-shared", *extra_flags, *objects, "-lm", "-o", f"{work_folder}/made.so"])
+        Path(f"{work_folder}/made.so").replace(
+            library_path
+        )  # atomic: no process ever loads a library that is half written
+    return library_path
 
 
-def _remove_left(folder: Path, own: Path) -> None:
+def _remove_stale_work_folders(folder: Path, own_folder: Path) -> None:
     """Remove the temporary folders of processes that were killed while compiling. The caller must hold the lock."""
-    for place in folder.glob(f"{PLACE}*"):
-        if place != own:
-            shutil.rmtree(place, ignore_errors=True)
+    for work_folder in folder.glob(f"{WORK_FOLDER_PREFIX}*"):
+        if work_folder != own_folder:
+            shutil.rmtree(work_folder, ignore_errors=True)
 
 
 @contextmanager
-def _alone_in(folder: Path) -> Iterator[bool]:
+def _lock_folder(folder: Path) -> Iterator[bool]:
     """Hold a lock on `folder`, for which other processes wait. Yields False on file systems without locks."""
-    held, locked = os.open(folder, os.O_RDONLY), False
+    descriptor, locked = os.open(folder, os.O_RDONLY), False
     try:
         with suppress(OSError):
-            fcntl.flock(held, fcntl.LOCK_EX)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
             locked = True
         yield locked
     finally:
-        os.close(held)
+        os.close(descriptor)
 
 
-def _commands(cc: str, level: str, place: str, extra: Sequence[str], variant: str = "") -> list[list[str]]:
+def _commands(cc: str, level: str, work_folder: str, extra_flags: Sequence[str], variant: str = "") -> list[list[str]]:
     """Return the compile commands for all kernels and number kinds, or for those of a `variant`.
 
     The last argument of each command is its object file.
     """
-    own, more = VARIANTS[level][variant] if variant else ((), ())
+    variant_kernels, variant_flags = VARIANTS[level][variant] if variant else ((), ())
     commands = []
     for path in sources():
         kernel = path.parent.name
-        if variant and kernel not in own:
+        if variant and kernel not in variant_kernels:
             continue
-        kinds = {"": 0} if kernel == "c" else {"bf16": KINDS["bf16"]} if variant else KINDS
-        flags = [*FLAGS, *LEVELS[level], *extra, *OF_KERNEL.get(kernel, ()), *more]
+        kinds = {"": 0} if kernel == "c" else {"bf16": NUMBER_KINDS["bf16"]} if variant else NUMBER_KINDS
+        flags = [*FLAGS, *LEVELS[level], *extra_flags, *KERNEL_FLAGS.get(kernel, ()), *variant_flags]
         commands += [
-            [cc, *flags, f"-DKIND={kind}", "-c", str(path), "-o", f"{place}/{path.stem}{name}{variant}.o"]
+            [cc, *flags, f"-DKIND={kind}", "-c", str(path), "-o", f"{work_folder}/{path.stem}{name}{variant}.o"]
             for name, kind in kinds.items()
         ]
     return commands
 
 
-def _ran(command: list[str]) -> None:
+def _run_compiler(command: list[str]) -> None:
     """Run a compiler command; raise `BuildError` if it fails or takes over `TIMEOUT_S`."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        completed = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
         raise BuildError(f"{' '.join(command)} took over {TIMEOUT_S} s") from None
-    if done.returncode:
-        raise BuildError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr}")
+    if completed.returncode:
+        raise BuildError(f"{' '.join(command)} ended with {completed.returncode}:\n{completed.stderr}")
 
 
 def compile_all(folder: Path = COMPILED) -> list[Path]:

@@ -15,12 +15,12 @@ from torch._ops import OpOverload
 
 from cluster.kernels.library import Library
 
-MOST_BYTES = 1 << 20
+MAX_BYTES = 1 << 20
 """The most bytes that one call copies; for more, torch is faster, as it uses several threads."""
 Call = partial[None]
 aten = torch.ops.aten
-PLACES = ("table", "row_ids", "column_ids", "out")
-NUMBERS = (
+POINTER_FIELDS = ("table", "row_ids", "column_ids", "out")
+INTEGER_FIELDS = (
     *("rows", "columns", "size", "table_rows", "table_columns", "row_stride", "column_stride"),
     *("row_ids_row", "row_ids_column", "column_ids_row", "column_ids_column", "wraps"),
 )
@@ -29,7 +29,7 @@ NUMBERS = (
 class CellsStruct(Structure):
     """The C struct `aerie_cells`, field by field."""
 
-    _fields_ = (*((name, c_void_p) for name in PLACES), *((name, c_int64) for name in NUMBERS))
+    _fields_ = (*((name, c_void_p) for name in POINTER_FIELDS), *((name, c_int64) for name in INTEGER_FIELDS))
 
 
 class Copies:
@@ -37,17 +37,17 @@ class Copies:
 
     def __init__(self, library: Library) -> None:
         # These kernels move bytes, so the functions of any dtype serve all dtypes.
-        found = (library.functions[name, torch.float32] for name in ("gather", "scatter", "place", "cells"))
-        self._gather, self._scatter, self._place, self._cells = found
-        self._known: dict[OpOverload, Callable[..., list[Call] | None]] = {
-            aten.index_select.default: self._select,
-            aten.embedding.default: lambda out, table, ids, *_: self._gathered(out, table, ids),
+        functions = (library.functions[name, torch.float32] for name in ("gather", "scatter", "place", "cells"))
+        self._gather, self._scatter, self._place, self._cells = functions
+        self._replacements: dict[OpOverload, Callable[..., list[Call] | None]] = {
+            aten.index_select.default: self._index_select,
+            aten.embedding.default: lambda out, table, ids, *_: self._gather_rows(out, table, ids),
             aten.take.default: self._take,
             aten.index_copy_.default: self._copy_rows,
             aten.cat.default: self._cat,
             aten.cat.out: self._cat,
-            aten.gather.default: self._pick,
-            aten.index.Tensor: self._index,
+            aten.gather.default: self._gather_columns,
+            aten.index.Tensor: self._index_cells,
         }
 
     def __call__(
@@ -57,71 +57,103 @@ class Copies:
 
         The calls keep their argument structs alive, but not the tensors to which the structs point.
         """
-        known = self._known.get(function)
-        if known is None or len(outputs) != 1 or not 0 < outputs[0].nbytes <= MOST_BYTES or options.keys() - {"out"}:
+        replacement = self._replacements.get(function)
+        if (
+            replacement is None
+            or len(outputs) != 1
+            or not 0 < outputs[0].nbytes <= MAX_BYTES
+            or options.keys() - {"out"}
+        ):
             return None
-        return known(outputs[0], *args)
+        return replacement(outputs[0], *args)
 
-    def _select(self, out: Tensor, table: Tensor, dim: int, ids: Tensor) -> list[Call] | None:
-        return self._gathered(out, table, ids) if dim == 0 and table.dim() else None
+    def _index_select(self, out: Tensor, table: Tensor, dim: int, ids: Tensor) -> list[Call] | None:
+        return self._gather_rows(out, table, ids) if dim == 0 and table.dim() else None
 
     def _take(self, out: Tensor, table: Tensor, ids: Tensor) -> list[Call] | None:
-        return self._gathered(out, table.view(-1), ids, wraps=True) if table.is_contiguous() else None
+        return self._gather_rows(out, table.view(-1), ids, negative_ids_wrap=True) if table.is_contiguous() else None
 
-    def _gathered(self, out: Tensor, table: Tensor, ids: Tensor, wraps: bool = False) -> list[Call] | None:
-        size = _row_bytes(table)
-        if not (_are_flat(out, table, ids) and _are_ids(ids) and out.nbytes == ids.numel() * size):
+    def _gather_rows(
+        self, out: Tensor, table: Tensor, ids: Tensor, negative_ids_wrap: bool = False
+    ) -> list[Call] | None:
+        row_bytes = _row_bytes(table)
+        if not (_are_contiguous(out, table, ids) and _are_ids(ids) and out.nbytes == ids.numel() * row_bytes):
             return None
-        places, wide = (table.data_ptr(), ids.data_ptr(), out.data_ptr()), ids.dtype == torch.int64
-        return [partial(self._gather, *places, ids.numel(), size, table.shape[0], wide, wraps)]
+        addresses, int64_ids = (table.data_ptr(), ids.data_ptr(), out.data_ptr()), ids.dtype == torch.int64
+        return [partial(self._gather, *addresses, ids.numel(), row_bytes, table.shape[0], int64_ids, negative_ids_wrap)]
 
-    def _copy_rows(self, table: Tensor, same: Tensor, dim: int, ids: Tensor, given: Tensor) -> list[Call] | None:
-        size = _row_bytes(table)
-        flat = _are_flat(table, ids, given) and given.dtype == table.dtype
-        if not (dim == 0 and flat and _are_ids(ids) and given.nbytes == ids.numel() * size):
+    def _copy_rows(
+        self, table: Tensor, destination: Tensor, dim: int, ids: Tensor, source: Tensor
+    ) -> list[Call] | None:
+        row_bytes = _row_bytes(table)
+        all_contiguous = _are_contiguous(table, ids, source) and source.dtype == table.dtype
+        if not (dim == 0 and all_contiguous and _are_ids(ids) and source.nbytes == ids.numel() * row_bytes):
             return None
-        places, wide = (table.data_ptr(), ids.data_ptr(), given.data_ptr()), ids.dtype == torch.int64
-        return [partial(self._scatter, *places, ids.numel(), size, table.shape[0], wide)]
+        addresses, int64_ids = (table.data_ptr(), ids.data_ptr(), source.data_ptr()), ids.dtype == torch.int64
+        return [partial(self._scatter, *addresses, ids.numel(), row_bytes, table.shape[0], int64_ids)]
 
-    def _cat(self, out: Tensor, parts: Sequence[Tensor], dim: int = 0) -> list[Call] | None:
+    def _cat(self, out: Tensor, tensors: Sequence[Tensor], dim: int = 0) -> list[Call] | None:
         dim %= out.dim()
-        # `out` is `count` rows of `whole` bytes; each part fills its own columns of all rows, from byte `at` on.
-        count, whole = prod(out.shape[:dim]), prod(out.shape[dim:]) * out.itemsize
-        calls, at = list[Call](), out.data_ptr()
-        for part in parts:
+        # `out` is `num_rows` rows of `out_row_bytes` bytes; each part fills its own columns of all rows, from byte
+        # `address` on.
+        num_rows, out_row_bytes = prod(out.shape[:dim]), prod(out.shape[dim:]) * out.itemsize
+        calls, address = list[Call](), out.data_ptr()
+        for tensor in tensors:
             # A matrix whose rows are contiguous, at any row stride, joined along its columns.
-            spaced = part.dim() == 2 == dim + 1 and (part.stride(1) == 1 or part.shape[1] == 1)
-            if part.dtype != out.dtype or part.dim() != out.dim() or not (part.is_contiguous() or spaced):
+            is_strided_matrix = tensor.dim() == 2 == dim + 1 and (tensor.stride(1) == 1 or tensor.shape[1] == 1)
+            if (
+                tensor.dtype != out.dtype
+                or tensor.dim() != out.dim()
+                or not (tensor.is_contiguous() or is_strided_matrix)
+            ):
                 return None
-            size = prod(part.shape[dim:]) * out.itemsize
-            stride = part.stride(0) * out.itemsize if spaced else size
-            if size:
-                calls.append(partial(self._place, part.data_ptr(), at, count, size, stride, whole))
-            at += size
+            tensor_row_bytes = prod(tensor.shape[dim:]) * out.itemsize
+            tensor_stride = tensor.stride(0) * out.itemsize if is_strided_matrix else tensor_row_bytes
+            if tensor_row_bytes:
+                calls.append(
+                    partial(
+                        self._place,
+                        tensor.data_ptr(),
+                        address,
+                        num_rows,
+                        tensor_row_bytes,
+                        tensor_stride,
+                        out_row_bytes,
+                    )
+                )
+            address += tensor_row_bytes
         return calls if out.is_contiguous() else None
 
-    def _pick(self, out: Tensor, table: Tensor, dim: int, ids: Tensor) -> list[Call] | None:
+    def _gather_columns(self, out: Tensor, table: Tensor, dim: int, ids: Tensor) -> list[Call] | None:
         if not (table.dim() == 2 and dim in (1, -1) and out.is_contiguous() and ids.dtype == torch.int64):
             return None
-        own = CellsStruct(rows=ids.shape[0], columns=ids.shape[1], wraps=False, table_rows=ids.shape[0])
-        own.column_ids, own.column_ids_row, own.column_ids_column = ids.data_ptr(), *_strides(ids)
-        return self._of_cells(own, out, table)
+        arguments = CellsStruct(rows=ids.shape[0], columns=ids.shape[1], wraps=False, table_rows=ids.shape[0])
+        arguments.column_ids, arguments.column_ids_row, arguments.column_ids_column = ids.data_ptr(), *_strides(ids)
+        return self._cells_call(arguments, out, table)
 
-    def _index(self, out: Tensor, table: Tensor, ids: Sequence[Tensor | None]) -> list[Call] | None:
+    def _index_cells(self, out: Tensor, table: Tensor, ids: Sequence[Tensor | None]) -> list[Call] | None:
         if table.dim() != 2 or out.dim() != 2 or len(ids) != 2 or not out.is_contiguous():
             return None
-        if any(each is None or each.dtype != torch.int64 for each in ids):
+        if any(index is None or index.dtype != torch.int64 for index in ids):
             return None
-        rows, columns = (each.expand(out.shape) for each in ids if each is not None)
-        own = CellsStruct(rows=out.shape[0], columns=out.shape[1], wraps=True, table_rows=table.shape[0])
-        own.row_ids, own.row_ids_row, own.row_ids_column = rows.data_ptr(), *_strides(rows)
-        own.column_ids, own.column_ids_row, own.column_ids_column = columns.data_ptr(), *_strides(columns)
-        return self._of_cells(own, out, table)
+        rows, columns = (index.expand(out.shape) for index in ids if index is not None)
+        arguments = CellsStruct(rows=out.shape[0], columns=out.shape[1], wraps=True, table_rows=table.shape[0])
+        arguments.row_ids, arguments.row_ids_row, arguments.row_ids_column = rows.data_ptr(), *_strides(rows)
+        arguments.column_ids, arguments.column_ids_row, arguments.column_ids_column = (
+            columns.data_ptr(),
+            *_strides(columns),
+        )
+        return self._cells_call(arguments, out, table)
 
-    def _of_cells(self, own: CellsStruct, out: Tensor, table: Tensor) -> list[Call]:
-        own.table, own.out, own.size, own.table_columns = table.data_ptr(), out.data_ptr(), out.itemsize, table.shape[1]
-        own.row_stride, own.column_stride = (stride * table.itemsize for stride in table.stride())
-        return [partial(self._cells, byref(own))]
+    def _cells_call(self, arguments: CellsStruct, out: Tensor, table: Tensor) -> list[Call]:
+        arguments.table, arguments.out, arguments.size, arguments.table_columns = (
+            table.data_ptr(),
+            out.data_ptr(),
+            out.itemsize,
+            table.shape[1],
+        )
+        arguments.row_stride, arguments.column_stride = (stride * table.itemsize for stride in table.stride())
+        return [partial(self._cells, byref(arguments))]
 
 
 def _strides(ids: Tensor) -> tuple[int, int]:
@@ -137,5 +169,5 @@ def _are_ids(ids: Tensor) -> bool:
     return ids.dtype in (torch.int64, torch.int32)
 
 
-def _are_flat(*tensors: Tensor) -> bool:
-    return all(each.is_contiguous() for each in tensors)
+def _are_contiguous(*tensors: Tensor) -> bool:
+    return all(tensor.is_contiguous() for tensor in tensors)

@@ -22,10 +22,10 @@ def operators_of(library: Library | None) -> Callable[..., list[partial[None]] |
         return None
     copies, numbers = Copies(library), NumberKernels(library)
 
-    def calls(
+    def replace_operator(
         function: OpOverload, args: Sequence[Any], options: Mapping[str, Any], outputs: Sequence[Tensor]
     ) -> list[partial[None]] | None:
-        found = copies(function, args, options, outputs)
-        return numbers(function, args, options, outputs) if found is None else found
+        copy_calls = copies(function, args, options, outputs)
+        return numbers(function, args, options, outputs) if copy_calls is None else copy_calls
 
-    return calls
+    return replace_operator

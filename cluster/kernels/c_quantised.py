@@ -10,14 +10,14 @@ from torch import Tensor
 from cluster.capture.recorder import native
 from cluster.kernels.interface import Stack, Weight
 from cluster.kernels.library import Function
-from cluster.kernels.panels import columns_of, fitting_bias, fitting_ends, fitting_rows
+from cluster.kernels.panels import checked_bias, checked_ends, checked_rows, panel_columns_of
 from cluster.kernels.quantised import Quantised
 
 KINDS = ("int4", "int8", "int8 with zeros", "fp8", "fp4")  # in the order of the enum in codes/unpack.h
 # C decodes fp8 to value / 256 and fp4 to 2 * value. The scales are multiplied by the inverse, which is exact.
-FACTORS = {"fp8": 256.0, "fp4": 0.5}
-SMALLEST_GROUP = 16
-NAN = 0x7F  # the code of NaN in FP8 e4m3, without its sign; C would decode it as a number
+SCALE_FACTORS = {"fp8": 256.0, "fp4": 0.5}
+MIN_GROUP = 16
+FP8_NAN = 0x7F  # the code of NaN in FP8 e4m3, without its sign; C would decode it as a number
 
 
 class Codes(NamedTuple):
@@ -38,57 +38,61 @@ class Codes(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of codes, scales and zeros."""
-        return sum(part.nbytes for part in (self.codes, self.scales, self.zeros) if part is not None)
+        return sum(tensor.nbytes for tensor in (self.codes, self.scales, self.zeros) if tensor is not None)
 
 
-def knows(matrix: Quantised) -> bool:
+def supports(matrix: Quantised) -> bool:
     """Return whether C can multiply by this matrix: it supports kind and group size, and no code of FP8 is NaN."""
-    whole = matrix.groups == 1 or (matrix.group % 8 == 0 and matrix.group >= SMALLEST_GROUP)
-    if matrix.kind not in KINDS or not whole or matrix.codes.is_meta:
-        return matrix.kind in KINDS and whole
-    return matrix.kind != "fp8" or not bool(((matrix.codes & NAN) == NAN).any())
+    aligned_groups = matrix.groups == 1 or (matrix.group % 8 == 0 and matrix.group >= MIN_GROUP)
+    if matrix.kind not in KINDS or not aligned_groups or matrix.codes.is_meta:
+        return matrix.kind in KINDS and aligned_groups
+    return matrix.kind != "fp8" or not bool(((matrix.codes & FP8_NAN) == FP8_NAN).any())
 
 
 def in_panels(matrix: Quantised, dtype: torch.dtype) -> Codes:
     """Lay out a matrix `[O, I]` in panels, as a stack of one expert, for rows of `dtype`."""
     outputs, inputs = matrix.shape
-    kind, each, codes = str(matrix.kind), columns_of(dtype), matrix.codes.contiguous()
+    kind, panel_columns, codes = str(matrix.kind), panel_columns_of(dtype), matrix.codes.contiguous()
     zeros = matrix.zeros
     if kind == "int8":  # c ^ 128 as a signed byte is c - 128; with zeros, (c - 128) - (z - 128) = c - z
         codes, zeros = codes ^ 128, None if zeros is None else zeros ^ 128
         kind = kind if zeros is None else "int8 with zeros"
     if kind == "fp4":
-        codes = _pairs(codes)
+        codes = _pack_pairs(codes)
     if kind == "int4":
-        codes = _pairs(F.pad(codes, (0, -inputs % 8))).view(torch.int32)
-    scales = matrix.scales * FACTORS.get(kind, 1.0)
+        codes = _pack_pairs(F.pad(codes, (0, -inputs % 8))).view(torch.int32)
+    scales = matrix.scales * SCALE_FACTORS.get(kind, 1.0)
     group = inputs if matrix.groups == 1 else matrix.group
-    parts = (_columns(codes, each), _columns(scales, each), None if zeros is None else _columns(zeros, each))
-    return Codes(*parts, KINDS.index(kind), group, inputs, outputs, dtype)
+    panels = (
+        _to_panels(codes, panel_columns),
+        _to_panels(scales, panel_columns),
+        None if zeros is None else _to_panels(zeros, panel_columns),
+    )
+    return Codes(*panels, KINDS.index(kind), group, inputs, outputs, dtype)
 
 
-def _pairs(codes: Tensor) -> Tensor:
+def _pack_pairs(codes: Tensor) -> Tensor:
     """Pack 4-bit codes `[O, I]` two to a byte, the first one in the low half."""
     codes = F.pad(codes, (0, codes.shape[1] % 2))
     return codes[:, 0::2] | codes[:, 1::2] << 4
 
 
-def stacked(matrices: Iterable[Quantised], dtype: torch.dtype) -> Codes:
+def stacked_in_panels(matrices: Iterable[Quantised], dtype: torch.dtype) -> Codes:
     """Lay out matrices `[O, I]`, which must satisfy `fit`, as experts. Each is laid out before the next is read."""
-    made = [in_panels(matrix, dtype) for matrix in matrices]
-    zeros = [each.zeros for each in made if each.zeros is not None]
-    return made[0]._replace(
-        codes=torch.cat([each.codes for each in made]),
-        scales=torch.cat([each.scales for each in made]),
+    expert_panels = [in_panels(matrix, dtype) for matrix in matrices]
+    zeros = [panels.zeros for panels in expert_panels if panels.zeros is not None]
+    return expert_panels[0]._replace(
+        codes=torch.cat([panels.codes for panels in expert_panels]),
+        scales=torch.cat([panels.scales for panels in expert_panels]),
         zeros=torch.cat(zeros) if zeros else None,
     )
 
 
-def _columns(given: Tensor, each: int) -> Tensor:
-    """Arrange `[O, n]` in panels of c = `each` columns: `[1, O / c, n, c]`."""
-    outputs, count = given.shape
-    whole = F.pad(given, (0, 0, 0, -outputs % each)).view(1, -1, each, count)
-    return whole.transpose(2, 3).contiguous()
+def _to_panels(matrix: Tensor, panel_columns: int) -> Tensor:
+    """Arrange `[O, n]` in panels of c = `panel_columns` columns: `[1, O / c, n, c]`."""
+    outputs, count = matrix.shape
+    padded = F.pad(matrix, (0, 0, 0, -outputs % panel_columns)).view(1, -1, panel_columns, count)
+    return padded.transpose(2, 3).contiguous()
 
 
 def _product(codes: Codes, function: Function, rows: Tensor, bias: Tensor | None, ends: Tensor | None) -> Tensor:
@@ -97,15 +101,17 @@ def _product(codes: Codes, function: Function, rows: Tensor, bias: Tensor | None
     Raises:
         ValueError: rows, bias or ends have the wrong width, dtype or device. The C code does not check this.
     """
-    rows, count = fitting_rows(rows, codes.inputs, codes.dtype), rows.shape[0]
-    bias = None if bias is None else fitting_bias(bias, rows, codes.outputs)
-    ends = None if ends is None else fitting_ends(ends, codes.codes.shape[0])
-    out = rows.new_empty(count, codes.outputs)
-    held = [None if part is None else part.data_ptr() for part in (codes.codes, codes.scales, codes.zeros, bias)]
-    sizes = count, codes.inputs, codes.outputs, codes.group, codes.kind, codes.scales.dtype == torch.float32
-    where = None if ends is None else ends.data_ptr()
+    rows, num_rows = checked_rows(rows, codes.inputs, codes.dtype), rows.shape[0]
+    bias = None if bias is None else checked_bias(bias, rows, codes.outputs)
+    ends = None if ends is None else checked_ends(ends, codes.codes.shape[0])
+    out = rows.new_empty(num_rows, codes.outputs)
+    addresses = [
+        None if tensor is None else tensor.data_ptr() for tensor in (codes.codes, codes.scales, codes.zeros, bias)
+    ]
+    sizes = num_rows, codes.inputs, codes.outputs, codes.group, codes.kind, codes.scales.dtype == torch.float32
+    ends_address = None if ends is None else ends.data_ptr()
     experts, threads = codes.codes.shape[0], torch.get_num_threads()
-    native(function, rows.data_ptr(), *held, out.data_ptr(), *sizes, where, experts, threads)
+    native(function, rows.data_ptr(), *addresses, out.data_ptr(), *sizes, ends_address, experts, threads)
     return out
 
 

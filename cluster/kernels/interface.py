@@ -64,18 +64,18 @@ class HeadNorms(NamedTuple):
 
 
 class Groups(NamedTuple):
-    """T rows with k `chosen` experts each, `[T, k]`. These T k choices are sorted by expert into T k places; choices of
-    one expert keep their order.
+    """T rows with k `topk_ids` experts each, `[T, k]`. These T k choices are sorted by expert into T k places; choices
+    of one expert keep their order.
 
-    `source` `[T k]` is the row at each place, `expert` `[T k]` the expert. `ends` `[E]` int32 says where each expert's
-    places end. `place` `[T, k]` is the place of each choice.
+    `source_rows` `[T k]` is the row at each place, `place_experts` `[T k]` the expert. `ends` `[E]` int32 says where
+    each expert's places end. `places` `[T, k]` is the place of each choice.
     """
 
-    chosen: Tensor
-    source: Tensor
-    expert: Tensor
+    topk_ids: Tensor
+    source_rows: Tensor
+    place_experts: Tensor
     ends: Tensor
-    place: Tensor
+    places: Tensor
 
 
 class Activation(NamedTuple):
@@ -91,14 +91,14 @@ class Activation(NamedTuple):
 class Kernels(Protocol):
     """The operators of a step except attention.
 
-    `name`: the backend. `about`: a description for users, with the reason if it is a fallback. `digits`: kernels with
-    equal `digits` give the same bits. `library`: the compiled C library, if any. `flashinfer`: set if FlashInfer
-    attends.
+    `name`: the backend. `description`: a description for users, with the reason if it is a fallback. `numerics`:
+    kernels with equal `numerics` give the same bits. `library`: the compiled C library, if any. `flashinfer`: set if
+    FlashInfer attends.
     """
 
     name: str
-    about: str
-    digits: str
+    description: str
+    numerics: str
     library: Library | None
     flashinfer: FlashInfer | None
 
@@ -108,37 +108,39 @@ class Kernels(Protocol):
     def stack(self, matrices: Tensor) -> Stack:
         """Return a stack from `matrices` `[E, inputs, outputs]`, in this backend's layout."""
 
-    def keeps(self, matrix: Quantised, dtype: torch.dtype) -> bool:
+    def keeps_quantised(self, matrix: Quantised, dtype: torch.dtype) -> bool:
         """Return whether rows of `dtype` can be multiplied by a matrix like this one while it stays quantised."""
 
     def quantised(self, matrix: Quantised, dtype: torch.dtype) -> Weight:
-        """Return a weight from `matrix` `[outputs, inputs]`, for rows of `dtype`. It stays quantised if `keeps` is
-        True for the matrix.
+        """Return a weight from `matrix` `[outputs, inputs]`, for rows of `dtype`. It stays quantised if
+        `keeps_quantised` is True for the matrix.
         """
 
     def quantised_stack(self, matrices: Iterable[Quantised], dtype: torch.dtype) -> Stack:
         """Return a stack from the experts' `matrices` `[outputs, inputs]`, which must be of one kind. Like `quantised`,
-        it keeps them quantised if `keeps` is True for them.
+        it keeps them quantised if `keeps_quantised` is True for them.
         """
 
     def norm(self, rows: Tensor, scale: Tensor, eps: float) -> Tensor:
         """Return RMSNorm of `[.., H]` times `scale` `[H]`, computed in the dtype of `scale`, which may be wider."""
 
-    def add_norm(self, rows: Tensor, more: Tensor | None, scale: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """Return the sum `rows + more` `[T, H]` (`rows` if `more` is None), and the sum's RMSNorm times `scale`."""
+    def add_norm(self, rows: Tensor, residual: Tensor | None, scale: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """Return the sum `rows + residual` `[T, H]` (`rows` if `residual` is None), and the sum's RMSNorm times
+        `scale`.
+        """
 
     def rotate(self, heads: Tensor, angles: Angles, norms: HeadNorms | None = None) -> None:
         """Apply `norms`, if given, to `heads` `[T, n, >= d]`, then rotate the first d numbers of each head in place."""
 
-    def activate(self, both: Tensor, activation: Activation) -> Tensor:
+    def activate(self, gate_up: Tensor, activation: Activation) -> Tensor:
         """Apply a gated activation to gates and ups side by side: `[T, 2 I]` -> `[T, I]`."""
 
-    def group(self, chosen: Tensor, experts: int) -> Groups:
-        """Sort rows by expert; `chosen` `[T, k]` are expert numbers below `experts`."""
+    def group(self, topk_ids: Tensor, experts: int) -> Groups:
+        """Sort rows by expert; `topk_ids` `[T, k]` are expert numbers below `experts`."""
 
-    def combine(self, made: Tensor, groups: Groups, weights: Tensor, bias: Tensor | None) -> Tensor:
+    def combine(self, expert_outputs: Tensor, groups: Groups, weights: Tensor, bias: Tensor | None) -> Tensor:
         """Return the weighted sum of each row's expert outputs, `[T, H]`: weights * (made + bias of the expert).
 
-        `made` `[T k, H]` are the outputs by place, `bias` `[E, H]`, `weights` `[T, k]`. The sum of a row goes in order
-        of its experts, so that it does not depend on the batch.
+        `expert_outputs` `[T k, H]` are the outputs by place, `bias` `[E, H]`, `weights` `[T, k]`. The sum of a row goes
+        in order of its experts, so that it does not depend on the batch.
         """

@@ -11,23 +11,23 @@ from ctypes import CDLL, Structure, c_double, c_int64, c_void_p
 from functools import partial
 from typing import Any
 
-WHOLES, FLOATS = 16, 2
+MAX_INTEGERS, MAX_DOUBLES = 16, 2
 """The most integer (or pointer) and floating-point arguments of a kernel, as in `kernels/c/calls.c`."""
-MACHINES = ("x86_64", "AMD64", "aarch64", "arm64")
+SUPPORTED_MACHINES = ("x86_64", "AMD64", "aarch64", "arm64")
 """Machines whose calling convention allows more arguments than a function takes; see `kernels/c/calls.c`."""
 
 
 class CallStruct(Structure):
     """The C struct `aerie_call`, field by field."""
 
-    _fields_ = (("run", c_void_p), ("wholes", c_int64 * WHOLES), ("floats", c_double * FLOATS))
+    _fields_ = (("run", c_void_p), ("integers", c_int64 * MAX_INTEGERS), ("doubles", c_double * MAX_DOUBLES))
 
 
 class Joiner:
     """Joins calls of the functions of one library."""
 
-    def __init__(self, held: CDLL) -> None:
-        self._run = held.aerie_calls
+    def __init__(self, shared_library: CDLL) -> None:
+        self._run = shared_library.aerie_calls
         self._run.argtypes, self._run.restype = [c_void_p, c_int64], c_int64
 
     def __call__(self, calls: Sequence[partial[None]]) -> Callable[[], None]:
@@ -36,7 +36,7 @@ class Joiner:
         Raises:
             TypeError: an argument is neither a number nor a pointer.
         """
-        table = (CallStruct * len(calls))(*map(_call, calls))
+        table = (CallStruct * len(calls))(*map(_call_struct, calls))
         return _Joined(partial(self._run, ctypes.addressof(table), len(calls)), table, tuple(calls))
 
 
@@ -52,34 +52,34 @@ class _Joined:
         Raises:
             IndexError: a call was given the index of a row that its table does not have.
         """
-        if missing := self._run():
-            raise IndexError(f"{missing} rows of tables were asked for that the tables do not have")
+        if missing_rows := self._run():
+            raise IndexError(f"{missing_rows} row indices are outside their tables")
 
 
-def joiner_of(held: CDLL) -> Joiner | None:
+def joiner_of(shared_library: CDLL) -> Joiner | None:
     """Return the joiner for this library's functions; None on a machine where joining is not known to work."""
-    return Joiner(held) if platform.machine() in MACHINES else None
+    return Joiner(shared_library) if platform.machine() in SUPPORTED_MACHINES else None
 
 
-def _call(call: partial[None]) -> CallStruct:
+def _call_struct(call: partial[None]) -> CallStruct:
     """Return the C struct of one call: its function, and its arguments split into integers and doubles."""
-    found, wholes, floats = CallStruct(), 0, 0
+    call_struct, integer_count, double_count = CallStruct(), 0, 0
     function: Any = call.func
-    found.run = ctypes.cast(function, c_void_p).value
-    for kind, given in zip(function.argtypes, call.args, strict=True):
-        if kind is c_double:
-            found.floats[floats] = given
-            floats += 1
+    call_struct.run = ctypes.cast(function, c_void_p).value
+    for argument_type, argument in zip(function.argtypes, call.args, strict=True):
+        if argument_type is c_double:
+            call_struct.doubles[double_count] = argument
+            double_count += 1
         else:
-            found.wholes[wholes] = _address(given) if kind is c_void_p else given
-            wholes += 1
-    return found
+            call_struct.integers[integer_count] = _address(argument) if argument_type is c_void_p else argument
+            integer_count += 1
+    return call_struct
 
 
-def _address(given: Any) -> int:
+def _address(argument: Any) -> int:
     """Return the address of a pointer argument, which is a number, None, or the result of `byref`."""
-    if given is None or isinstance(given, int):
-        return given or 0
-    if not hasattr(given, "_obj"):
-        raise TypeError(f"a pointer is needed, not a {type(given).__name__}")
-    return ctypes.addressof(given._obj)
+    if argument is None or isinstance(argument, int):
+        return argument or 0
+    if not hasattr(argument, "_obj"):
+        raise TypeError(f"a pointer is needed, not a {type(argument).__name__}")
+    return ctypes.addressof(argument._obj)

@@ -11,7 +11,12 @@ from cluster.capture.recorder import native
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Whether kernels run in Triton's interpreter on a CPU (`TRITON_INTERPRET=1`). Its matrix products of bfloat16 are
 silently wrong, so kernels widen the factors there (`WIDEN`)."""
-WIDE = {torch.float64: tl.float64, torch.float32: tl.float32, torch.bfloat16: tl.float32, torch.float16: tl.float32}
+ACC_DTYPES = {
+    torch.float64: tl.float64,
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.float32,
+    torch.float16: tl.float32,
+}
 """The Triton dtype in which numbers of a torch dtype are summed."""
 
 Grid = tuple[int, ...]
@@ -20,22 +25,24 @@ Grid = tuple[int, ...]
 def launch(kernel: Any, grid: Grid, arguments: tuple[Any, ...], **constants: Any) -> None:
     """Launch `kernel` on `grid`; do nothing if a side of `grid` is 0. A tape records the launch as one call.
 
-    `arguments` is the `NamedTuple` that stands above the kernel. `constants` are the kernel's constants, in capitals,
+    `arguments` is the `NamedTuple` defined above the kernel. `constants` are the kernel's constants, in capitals,
     and Triton's `num_warps` and `num_stages`.
     """
     if all(grid):
-        native(_started, kernel, grid, arguments, constants)
+        native(_launch_kernel, kernel, grid, arguments, constants)
 
 
-def _started(kernel: Any, grid: Grid, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
+def _launch_kernel(kernel: Any, grid: Grid, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
     kernel[grid](*arguments, **constants)
 
 
-def whole(size: int, least: int = 16) -> int:
-    """Return the smallest power of two >= `size` and `least`: Triton's block sizes are powers of two."""
-    return max(least, 1 << max(0, size - 1).bit_length())
+def next_power_of_2(size: int, minimum: int = 16) -> int:
+    """Return the smallest power of two >= `size` and `minimum`: Triton's block sizes are powers of two."""
+    return max(minimum, 1 << max(0, size - 1).bit_length())
 
 
-def warps(block: int, each: int = 128) -> int:
-    """Return the number of warps for a block of `block` numbers (a power of two): one per `each` numbers, 1 to 32."""
-    return max(1, min(32, block // each))
+def warps(block_size: int, numbers_per_warp: int = 128) -> int:
+    """Return the number of warps for a block of `block_size` numbers (a power of two): one per `numbers_per_warp`
+    numbers, 1 to 32.
+    """
+    return max(1, min(32, block_size // numbers_per_warp))

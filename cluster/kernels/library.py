@@ -12,16 +12,16 @@ from pathlib import Path
 import torch
 
 from cluster.config import ConfigError
-from cluster.kernels.build import COMPILED, LEVELS, VARIANTS, BuildError, compile_level, file_of
+from cluster.kernels.build import COMPILED, LEVELS, VARIANTS, BuildError, compile_level, library_name
 from cluster.kernels.joined import joiner_of
 from cluster.paths.cache_folder import cache_folder
 
 logger = logging.getLogger(__name__)
-KIND_OF = {torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16"}
-CAPABILITIES = {"AVX512": "avx512", "AVX2": "avx2"}
-FLAGS_OF = {"tiles": {"amx_bf16", "amx_tile", "avx512_bf16"}, "pairs": {"avx512_bf16"}}
+KIND_NAMES = {torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16"}
+LEVEL_OF_CAPABILITY = {"AVX512": "avx512", "AVX2": "avx2"}
+VARIANT_CPU_FLAGS = {"tiles": {"amx_bf16", "amx_tile", "avx512_bf16"}, "pairs": {"avx512_bf16"}}
 """For each variant, the CPU flags in /proc/cpuinfo that it needs; the best variant first."""
-CODES = {"p": c_void_p, "i": c_int64, "d": c_double}  # letters of `SIGNATURES`: pointer, integer, double
+ARGUMENT_TYPES = {"p": c_void_p, "i": c_int64, "d": c_double}  # letters of `SIGNATURES`: pointer, integer, double
 SIGNATURES = {
     "product": "ppppiiipii",
     "codes": "ppppppiiiiiipii",
@@ -63,17 +63,21 @@ class Library:
 
 def level_of_cpu() -> str:
     """Return the best level that this CPU supports and that torch may use (`ATEN_CPU_CAPABILITY`)."""
-    level = CAPABILITIES.get(torch.backends.cpu.get_cpu_capability(), "baseline")
+    level = LEVEL_OF_CAPABILITY.get(torch.backends.cpu.get_cpu_capability(), "baseline")
     return level if level in LEVELS else "baseline"
 
 
 def variants_of_cpu() -> list[str]:
     """Return the variants that this CPU supports, the best one first."""
     try:
-        has = set(Path("/proc/cpuinfo").read_text(encoding="utf-8").split())
+        cpu_words = set(Path("/proc/cpuinfo").read_text(encoding="utf-8").split())
     except OSError:
         return []
-    return [name for name, flags in FLAGS_OF.items() if flags <= has and name in VARIANTS.get(level_of_cpu(), {})]
+    return [
+        name
+        for name, flags in VARIANT_CPU_FLAGS.items()
+        if flags <= cpu_words and name in VARIANTS.get(level_of_cpu(), {})
+    ]
 
 
 @cache
@@ -84,60 +88,62 @@ def library() -> Library | None:
     """
     level, variants = level_of_cpu(), variants_of_cpu()
     try:
-        found = opened(level, _found(level), *variants)
+        loaded = load_library(level, _library_path(level), *variants)
     except (BuildError, OSError) as error:
         logger.warning("no C kernels, torch serves in their place: %s", error)
         return None
-    if variants and found.variant != variants[0]:
+    if variants and loaded.variant != variants[0]:
         logger.warning(
             "this CPU multiplies bfloat16 in %s, which the kernels in C do not: the compiler that made %s is too old "
             "(install gcc 11 or newer and remove that file), or the system refuses this process the registers",
             variants[0],
-            found.path,
+            loaded.path,
         )
-    return found
+    return loaded
 
 
-def _found(level: str) -> Path:
-    if (made := COMPILED / file_of(level)).exists():
-        return made
+def _library_path(level: str) -> Path:
+    if (installed := COMPILED / library_name(level)).exists():
+        return installed
     try:
         return compile_level(level, cache_folder() / "kernels")
     except ConfigError as error:
         raise BuildError(str(error)) from None
 
 
-def opened(level: str, path: Path, *variants: str) -> Library:
+def load_library(level: str, path: Path, *variants: str) -> Library:
     """Load the library at `path`, with the first of `variants` that it contains and that this process may use."""
-    held = CDLL(str(path))
-    _share_threads(held)
-    variant = next((name for name in variants if _has(held, name)), "")
+    shared_library = CDLL(str(path))
+    _share_threads(shared_library)
+    variant = next((name for name in variants if _has_usable_variant(shared_library, name)), "")
     functions: dict[tuple[str, torch.dtype], Function] = {}
-    joins = joiner_of(held)
+    joiner = joiner_of(shared_library)
     for name, signature in SIGNATURES.items():
-        for dtype, kind in KIND_OF.items():
-            own = variant and kind == "bf16" and name in VARIANTS[level][variant][0]
-            function = getattr(held, f"aerie_{name}_{kind}{f'_{variant}' if own else ''}")
-            function.argtypes, function.restype = [CODES[code] for code in signature], None
-            function.joins = joins
+        for dtype, kind in KIND_NAMES.items():
+            has_variant = variant and kind == "bf16" and name in VARIANTS[level][variant][0]
+            function = getattr(shared_library, f"aerie_{name}_{kind}{f'_{variant}' if has_variant else ''}")
+            function.argtypes, function.restype = [ARGUMENT_TYPES[code] for code in signature], None
+            function.joins = joiner
             functions[name, dtype] = function
     return Library(level, path, functions, variant)
 
 
-def _has(held: CDLL, variant: str) -> bool:
+def _has_usable_variant(shared_library: CDLL, variant: str) -> bool:
     """Return whether the library contains `variant` and this process may use it. A process must ask Linux for AMX."""
-    return hasattr(held, f"aerie_product_bf16_{variant}") and (variant != "tiles" or bool(held.aerie_ask_for_tiles()))
+    return hasattr(shared_library, f"aerie_product_bf16_{variant}") and (
+        variant != "tiles" or bool(shared_library.aerie_ask_for_tiles())
+    )
 
 
-def _share_threads(held: CDLL) -> None:
+def _share_threads(shared_library: CDLL) -> None:
     """Let the kernels use the threads of torch's OpenMP runtime. If that runtime is not GNU's, kernels run on the
     calling thread only.
     """
-    known = ctypes.CDLL(None)
+    process = ctypes.CDLL(None)
     names = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
     try:
-        found = [ctypes.cast(getattr(known, name), c_void_p) for name in names]
+        runtime_functions = [ctypes.cast(getattr(process, name), c_void_p) for name in names]
     except AttributeError:
         return
-    held.aerie_runtime.argtypes, held.aerie_runtime.restype = [c_void_p] * 3, None
-    held.aerie_runtime(*found)
+    shared_library.aerie_runtime.argtypes, shared_library.aerie_runtime.restype = [c_void_p] * 3, None
+    shared_library.aerie_runtime(*runtime_functions)

@@ -7,30 +7,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-PANEL = 64  # bytes of c numbers in the dtype of sums: c is the number of lanes of a sum in C
-STEP = 32  # inputs of a tile (AMX)
+PANEL_BYTES = 64  # bytes of c numbers in the dtype of sums: c is the number of lanes of a sum in C
+TILE_INPUTS = 32  # inputs of a tile (AMX)
 
 
-def columns_of(dtype: torch.dtype) -> int:
+def panel_columns_of(dtype: torch.dtype) -> int:
     """Return c, the columns of a panel, for rows of `dtype`: 8 in float64, else 16."""
-    return PANEL // torch.promote_types(dtype, torch.float32).itemsize
+    return PANEL_BYTES // torch.promote_types(dtype, torch.float32).itemsize
 
 
 def in_panels(matrices: Tensor) -> Tensor:
     """Lay out `[E, inputs, outputs]` as `[E, ceil(outputs / c), inputs, c]`, with zeros after the last column."""
-    (experts, inputs, outputs), each = matrices.shape, columns_of(matrices.dtype)
-    whole = F.pad(matrices, (0, -outputs % each)).view(experts, inputs, -1, each)
-    return whole.transpose(1, 2).contiguous()
+    (experts, inputs, outputs), panel_columns = matrices.shape, panel_columns_of(matrices.dtype)
+    padded = F.pad(matrices, (0, -outputs % panel_columns)).view(experts, inputs, -1, panel_columns)
+    return padded.transpose(1, 2).contiguous()
 
 
 def in_tiles(matrices: Tensor) -> Tensor:
     """Lay out `[E, inputs, outputs]` in bfloat16 as `[E, ceil(outputs / c), ceil(inputs / 32) * 16, c, 2]`: inputs in
     pairs, as AMX reads them, with zeros after the last column and the last input.
     """
-    (experts, inputs, outputs), each = matrices.shape, columns_of(matrices.dtype)
-    pairs, panels = -(-inputs // STEP) * STEP // 2, -(-outputs // each)
-    whole = F.pad(matrices, (0, -outputs % each, 0, -inputs % STEP)).view(experts, pairs, 2, panels, each)
-    return whole.permute(0, 3, 1, 4, 2).contiguous()
+    (experts, inputs, outputs), panel_columns = matrices.shape, panel_columns_of(matrices.dtype)
+    pairs, panels = -(-inputs // TILE_INPUTS) * TILE_INPUTS // 2, -(-outputs // panel_columns)
+    padded = F.pad(matrices, (0, -outputs % panel_columns, 0, -inputs % TILE_INPUTS)).view(
+        experts, pairs, 2, panels, panel_columns
+    )
+    return padded.permute(0, 3, 1, 4, 2).contiguous()
 
 
 def out_of_panels(panels: Tensor, inputs: int, outputs: int) -> Tensor:
@@ -40,7 +42,7 @@ def out_of_panels(panels: Tensor, inputs: int, outputs: int) -> Tensor:
     return panels.transpose(1, 2).flatten(2)[:, :inputs, :outputs].contiguous()
 
 
-def fitting_rows(rows: Tensor, inputs: int, dtype: torch.dtype) -> Tensor:
+def checked_rows(rows: Tensor, inputs: int, dtype: torch.dtype) -> Tensor:
     """Return `rows` `[T, inputs]`, contiguous.
 
     Raises:
@@ -51,7 +53,7 @@ def fitting_rows(rows: Tensor, inputs: int, dtype: torch.dtype) -> Tensor:
     return rows.contiguous()
 
 
-def fitting_bias(bias: Tensor, rows: Tensor, outputs: int) -> Tensor:
+def checked_bias(bias: Tensor, rows: Tensor, outputs: int) -> Tensor:
     """Return `bias` `[outputs]`, contiguous.
 
     Raises:
@@ -62,7 +64,7 @@ def fitting_bias(bias: Tensor, rows: Tensor, outputs: int) -> Tensor:
     return bias.contiguous()
 
 
-def fitting_ends(ends: Tensor, experts: int) -> Tensor:
+def checked_ends(ends: Tensor, experts: int) -> Tensor:
     """Return `ends` `[experts]`, the end of each expert's rows, contiguous.
 
     Raises:

@@ -54,8 +54,8 @@ class TorchKernels:
     library: Library | None = None
     flashinfer: FlashInfer | None = None
 
-    def __init__(self, about: str = "torch") -> None:
-        self.about, self.digits = about, "torch"
+    def __init__(self, description: str = "torch") -> None:
+        self.description, self.numerics = description, "torch"
 
     def weight(self, matrix: Tensor) -> Weight:
         """See `Kernels.weight`."""
@@ -65,17 +65,17 @@ class TorchKernels:
         """See `Kernels.stack`."""
         return DenseStack(matrices)
 
-    def keeps(self, matrix: Quantised, dtype: torch.dtype) -> bool:
+    def keeps_quantised(self, matrix: Quantised, dtype: torch.dtype) -> bool:
         """Return False: torch multiplies by floating-point matrices only, so quantised weights are dequantised."""
         return False
 
     def quantised(self, matrix: Quantised, dtype: torch.dtype) -> Weight:
         """Dequantise the matrix; see `Kernels.quantised`."""
-        return self.weight(rounded(matrix, dtype).t().contiguous())
+        return self.weight(dequantised_as(matrix, dtype).t().contiguous())
 
     def quantised_stack(self, matrices: Iterable[Quantised], dtype: torch.dtype) -> Stack:
         """Dequantise the matrices; see `Kernels.quantised_stack`."""
-        return self.stack(torch.stack([rounded(matrix, dtype).t() for matrix in matrices]))
+        return self.stack(torch.stack([dequantised_as(matrix, dtype).t() for matrix in matrices]))
 
     def norm(self, rows: Tensor, scale: Tensor, eps: float) -> Tensor:
         """See `Kernels.norm`."""
@@ -83,52 +83,58 @@ class TorchKernels:
             return torch.rms_norm(rows.to(scale.dtype), scale.shape, scale, eps).to(rows.dtype)
         return torch.rms_norm(rows, scale.shape, scale, eps)
 
-    def add_norm(self, rows: Tensor, more: Tensor | None, scale: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_norm(self, rows: Tensor, residual: Tensor | None, scale: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """See `Kernels.add_norm`."""
-        total = rows if more is None else rows + more
-        return total, self.norm(total, scale, eps)
+        residual_sum = rows if residual is None else rows + residual
+        return residual_sum, self.norm(residual_sum, scale, eps)
 
     def rotate(self, heads: Tensor, angles: Angles, norms: HeadNorms | None = None) -> None:
         """See `Kernels.rotate`."""
         if norms is not None:
-            n = norms.queries
-            heads[:, :n] = self.norm(heads[:, :n], norms.q, norms.eps)
-            heads[:, n:] = self.norm(heads[:, n:], norms.k, norms.eps)
-        if (d := angles.cos.shape[-1]) < heads.shape[-1]:
-            heads = heads[..., :d]
+            query_heads = norms.queries
+            heads[:, :query_heads] = self.norm(heads[:, :query_heads], norms.q, norms.eps)
+            heads[:, query_heads:] = self.norm(heads[:, query_heads:], norms.k, norms.eps)
+        if (rotary_dim := angles.cos.shape[-1]) < heads.shape[-1]:
+            heads = heads[..., :rotary_dim]
         # Half-split rotation: (x1 cos - x2 sin, x2 cos + x1 sin); `angles.sin` has the sign of its half.
-        rolled = heads.roll(d // 2, -1)
-        heads.mul_(angles.cos).addcmul_(rolled, angles.sin)
+        swapped_halves = heads.roll(rotary_dim // 2, -1)
+        heads.mul_(angles.cos).addcmul_(swapped_halves, angles.sin)
 
-    def activate(self, both: Tensor, activation: Activation) -> Tensor:
+    def activate(self, gate_up: Tensor, activation: Activation) -> Tensor:
         """See `Kernels.activate`."""
-        gate, up = both.chunk(2, -1)
+        gate, up = gate_up.chunk(2, -1)
         if activation.kind != "clamped":
-            return FUNCTIONS[activation.kind](gate).mul_(up)
+            return ACTIVATION_FUNCTIONS[activation.kind](gate).mul_(up)
         gate = gate.clamp(max=activation.limit)
         up = up.clamp(-activation.limit, activation.limit)
         return (up + 1) * gate * torch.sigmoid(gate * activation.alpha)
 
-    def group(self, chosen: Tensor, experts: int) -> Groups:
+    def group(self, topk_ids: Tensor, experts: int) -> Groups:
         """See `Kernels.group`."""
-        expert, order = chosen.flatten().sort(stable=True)
-        ends = torch.searchsorted(expert, torch.arange(experts, device=expert.device), right=True, out_int32=True)
-        # The inverse permutation of `order`: choice order[i] is at place i.
-        place = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
-        return Groups(chosen, order // chosen.shape[1], expert, ends, place.view_as(chosen))
+        sorted_experts, sorted_choices = topk_ids.flatten().sort(stable=True)
+        ends = torch.searchsorted(
+            sorted_experts, torch.arange(experts, device=sorted_experts.device), right=True, out_int32=True
+        )
+        # The inverse permutation of `sorted_choices`: choice sorted_choices[i] is at place i.
+        places = torch.empty_like(sorted_choices).scatter_(
+            0, sorted_choices, torch.arange(sorted_choices.shape[0], device=sorted_choices.device)
+        )
+        return Groups(topk_ids, sorted_choices // topk_ids.shape[1], sorted_experts, ends, places.view_as(topk_ids))
 
-    def combine(self, made: Tensor, groups: Groups, weights: Tensor, bias: Tensor | None) -> Tensor:
+    def combine(self, expert_outputs: Tensor, groups: Groups, weights: Tensor, bias: Tensor | None) -> Tensor:
         """See `Kernels.combine`."""
-        made = made if bias is None else made + bias[groups.expert]
+        expert_outputs = expert_outputs if bias is None else expert_outputs + bias[groups.place_experts]
         # Add in order of place, that is of experts, one by one: torch.sum could use another order for another shape.
-        place, rank = groups.place.sort(-1)
-        parts = made.index_select(0, place.view(-1)).view(*place.shape, made.shape[1])
-        return reduce(torch.add, parts.mul_(weights.gather(1, rank)[..., None]).unbind(1))
+        sorted_places, choice_order = groups.places.sort(-1)
+        row_outputs = expert_outputs.index_select(0, sorted_places.view(-1)).view(
+            *sorted_places.shape, expert_outputs.shape[1]
+        )
+        return reduce(torch.add, row_outputs.mul_(weights.gather(1, choice_order)[..., None]).unbind(1))
 
 
-def rounded(matrix: Quantised, dtype: torch.dtype) -> Tensor:
+def dequantised_as(matrix: Quantised, dtype: torch.dtype) -> Tensor:
     """Return `matrix` `[O, I]` dequantised in float32 or wider, then rounded to `dtype`."""
-    return matrix.numbers(torch.promote_types(dtype, torch.float32)).to(dtype)
+    return matrix.dequantised(torch.promote_types(dtype, torch.float32)).to(dtype)
 
 
 def gelu_tanh(rows: Tensor) -> Tensor:
@@ -136,4 +142,4 @@ def gelu_tanh(rows: Tensor) -> Tensor:
     return F.gelu(rows, approximate="tanh")
 
 
-FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu_tanh": gelu_tanh}
+ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu_tanh": gelu_tanh}

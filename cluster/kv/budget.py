@@ -15,10 +15,10 @@ from cluster.kv.free_memory import free_memory
 CPU_FRACTION = 0.3  # default share for KV of the memory that is free on a CPU after loading
 GB = 1e9
 # Reserve, as shares of the measured workspace and of the device: a later step may fragment the allocator's blocks more.
-SPARE = 0.1, 0.01
-# Share of the reserve that a configured size may use. A start that is configured with the size which an earlier start
-# found must pass, although the later start may measure slightly less free memory.
-RESTART = 0.5
+RESERVE_SHARES = 0.1, 0.01
+# The share of the reserve that a configured size may use. A start that is configured with the size which an earlier
+# start found must pass, although the later start may measure slightly less free memory.
+USABLE_RESERVE_SHARE = 0.5
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -30,7 +30,7 @@ class Capacity:
     sized_by: str
 
 
-class Needs(NamedTuple):
+class MemoryBreakdown(NamedTuple):
     """Memory of a rank's device, in bytes: its `total`, what is `free` after loading, the `weights`, the measured
     `workspace` of the largest steps, and the memory of captured programs (`graphs`).
     """
@@ -42,41 +42,43 @@ class Needs(NamedTuple):
     graphs: int
 
     @property
-    def spare(self) -> int:
-        """The reserve that stays free; see `SPARE`."""
-        return int(max(SPARE[0] * self.workspace, SPARE[1] * self.total))
+    def reserve(self) -> int:
+        """The reserve that stays free; see `RESERVE_SHARES`."""
+        return int(max(RESERVE_SHARES[0] * self.workspace, RESERVE_SHARES[1] * self.total))
 
     @property
-    def left(self) -> int:
-        """Bytes left for KV caches; negative if workspace, captured programs and reserve alone do not fit."""
-        return self.free - self.workspace - self.graphs - self.spare
+    def kv_bytes(self) -> int:
+        """Bytes that remain for KV caches; negative if workspace, captured programs and reserve alone do not fit."""
+        return self.free - self.workspace - self.graphs - self.reserve
 
     @property
-    def about(self) -> str:
+    def description(self) -> str:
         """The breakdown of the device's memory as text, for messages."""
         graphs = f", captured programs {self.graphs / GB:.3f}" if self.graphs else ""
         return (
-            f"of {self.total / GB:.3f} GB weights take {self.weights / GB:.3f}, others {self.others / GB:.3f}, "
-            f"workspaces {self.workspace / GB:.3f}{graphs}, and {self.spare / GB:.3f} stay spare"
+            f"of {self.total / GB:.3f} GB weights take {self.weights / GB:.3f}, others {self.other_bytes / GB:.3f}, "
+            f"workspaces {self.workspace / GB:.3f}{graphs}, and {self.reserve / GB:.3f} stay spare"
         )
 
     @property
-    def others(self) -> int:
+    def other_bytes(self) -> int:
         """Bytes used by anything but the weights: other processes, the driver, collectives."""
         return max(0, self.total - self.free - self.weights)
 
 
-def kv_capacity(resolved: ResolvedConfig, mesh: Mesh, token_bytes: int, needs: Needs | None = None) -> Capacity:
+def kv_capacity(
+    resolved: ResolvedConfig, mesh: Mesh, token_bytes: int, breakdown: MemoryBreakdown | None = None
+) -> Capacity:
     """Return the KV capacity of one rank, equal on every rank of the gang. Call it after all models are loaded.
 
-    `token_bytes` are the bytes of one token in the pools of all runners together. `needs` is given for a device with
-    its own memory, and None on a CPU. In order of precedence, the capacity is:
+    `token_bytes` are the bytes of one token in the pools of all runners together. `breakdown` is given for a device
+    with its own memory, and None on a CPU. In order of precedence, the capacity is:
 
     1. `max_total_tokens`, if set.
     2. `kv_cache_gb`, if set.
     3. On a device with its own memory: `mem_fraction_static` of the device minus the weights; if it is not set,
-       `needs.left`. On a CPU: `mem_fraction_static` of the free memory, divided among the ranks of the machine; the
-       rank with the least memory decides for all.
+       `breakdown.kv_bytes`. On a CPU: `mem_fraction_static` of the free memory, divided among the ranks of the machine;
+       the rank with the least memory decides for all.
 
     Capacities 2 and 3 never exceed what all running requests need at full context. A capacity of 0 is possible;
     `page_count` refuses it.
@@ -85,73 +87,95 @@ def kv_capacity(resolved: ResolvedConfig, mesh: Mesh, token_bytes: int, needs: N
         ConfigError: the system does not report its free memory, or the configured size does not fit on the device.
     """
     config = resolved.settings
-    if needs is not None:
-        return _of_device(resolved, needs, token_bytes)
-    assert resolved.device != "cuda", "what a device has left is measured"
+    if breakdown is not None:
+        return _device_capacity(resolved, breakdown, token_bytes)
+    assert resolved.device != "cuda", "on a GPU the free memory must be measured first"
     if config.max_total_tokens is not None:
         return Capacity(config.max_total_tokens, "max_total_tokens")
-    most, enough = _most(resolved)
+    max_useful_tokens, max_reason = _max_useful_tokens(resolved)
     if config.kv_cache_gb is not None:
         tokens = int(config.kv_cache_gb * GB) // token_bytes
-        return Capacity(most, enough) if tokens > most else Capacity(tokens, f"kv_cache_gb {config.kv_cache_gb:g}")
-    place = _place()
-    places = [row[0] for row in mesh.all_gather_row((place,))]  # waits until every rank has loaded
-    room, words = _room(config, places.count(place))
-    own = max(0, room) // token_bytes
-    tokens = min(row[0] for row in mesh.all_gather_row((own,)))
-    if tokens >= most:
-        return Capacity(most, enough)
-    if tokens < own:
-        words = f"the rank with the least room; here {words}"
-    return Capacity(tokens, words)
+        return (
+            Capacity(max_useful_tokens, max_reason)
+            if tokens > max_useful_tokens
+            else Capacity(tokens, f"kv_cache_gb {config.kv_cache_gb:g}")
+        )
+    machine_id = _machine_id()
+    machine_ids = [row[0] for row in mesh.all_gather_row((machine_id,))]  # waits until every rank has loaded
+    kv_bytes, explanation = _cpu_kv_bytes(config, machine_ids.count(machine_id))
+    rank_tokens = max(0, kv_bytes) // token_bytes
+    tokens = min(row[0] for row in mesh.all_gather_row((rank_tokens,)))
+    if tokens >= max_useful_tokens:
+        return Capacity(max_useful_tokens, max_reason)
+    if tokens < rank_tokens:
+        explanation = f"the rank with the least room; here {explanation}"
+    return Capacity(tokens, explanation)
 
 
-def _most(resolved: ResolvedConfig) -> tuple[int, str]:
+def _max_useful_tokens(resolved: ResolvedConfig) -> tuple[int, str]:
     """Return the tokens of all running requests at full context, each in whole pages, and a text about them."""
-    size, requests = resolved.settings.page_size, resolved.settings.max_running_requests
-    most = requests * -(-(resolved.context_length + resolved.shape.window) // size) * size
-    return most, f"{requests} requests at the full context of {resolved.context_length} tokens need no more"
+    page_size, requests = resolved.settings.page_size, resolved.settings.max_running_requests
+    max_tokens = requests * -(-(resolved.context_length + resolved.shape.window) // page_size) * page_size
+    return max_tokens, f"{requests} requests at the full context of {resolved.context_length} tokens need no more"
 
 
-def _of_device(resolved: ResolvedConfig, needs: Needs, token_bytes: int) -> Capacity:
+def _device_capacity(resolved: ResolvedConfig, breakdown: MemoryBreakdown, token_bytes: int) -> Capacity:
     """Return the capacity on a device with its own memory. One page is subtracted for the sink page.
 
     Raises:
         ConfigError: the configured size is larger than what is left; the message says which setting to lower, and to
             which value.
     """
-    config, (most, enough) = resolved.settings, _most(resolved)
-    left = max(0, needs.left // token_bytes - config.page_size)
-    sure = left - -(-left // 100)  # size to advise, 1 % below `left`: the next start may find slightly less free memory
-    fits = max(0, int(needs.left + RESTART * needs.spare) // token_bytes - config.page_size)
+    config, (max_useful_tokens, max_reason) = resolved.settings, _max_useful_tokens(resolved)
+    available_tokens = max(0, breakdown.kv_bytes // token_bytes - config.page_size)
+    # 1 % below `available_tokens`: the next start may find slightly less free memory.
+    advised_tokens = available_tokens - -(-available_tokens // 100)
+    allowed_tokens = max(
+        0, int(breakdown.kv_bytes + USABLE_RESERVE_SHARE * breakdown.reserve) // token_bytes - config.page_size
+    )
     if config.max_total_tokens is not None:
-        if config.max_total_tokens > fits:
-            raise _too_much(needs, token_bytes, config.max_total_tokens, left, f"max_total_tokens to {sure}")
+        if config.max_total_tokens > allowed_tokens:
+            raise _too_large_error(
+                breakdown,
+                token_bytes,
+                config.max_total_tokens,
+                available_tokens,
+                f"max_total_tokens to {advised_tokens}",
+            )
         return Capacity(config.max_total_tokens, "max_total_tokens")
-    words = f"what is left: {needs.about}"
-    asked, remedy = left, ""
+    explanation = f"what is left: {breakdown.description}"
+    requested_tokens, remedy = available_tokens, ""
     if config.kv_cache_gb is not None:
-        asked, words = int(config.kv_cache_gb * GB) // token_bytes, f"kv_cache_gb {config.kv_cache_gb:g}"
-        remedy = f"kv_cache_gb to {int(sure * token_bytes / GB * 1e4) / 1e4:g}"
+        requested_tokens, explanation = (
+            int(config.kv_cache_gb * GB) // token_bytes,
+            f"kv_cache_gb {config.kv_cache_gb:g}",
+        )
+        remedy = f"kv_cache_gb to {int(advised_tokens * token_bytes / GB * 1e4) / 1e4:g}"
     elif config.mem_fraction_static is not None:
         fraction = config.mem_fraction_static
-        asked = int(fraction * needs.total - needs.weights) // token_bytes - config.page_size
-        words = (
-            f"mem_fraction_static {fraction:g} of {needs.total / GB:.1f} GB less {needs.weights / GB:.1f} GB of weights"
+        requested_tokens = int(fraction * breakdown.total - breakdown.weights) // token_bytes - config.page_size
+        explanation = (
+            f"mem_fraction_static {fraction:g} of {breakdown.total / GB:.1f} GB less "
+            f"{breakdown.weights / GB:.1f} GB of weights"
         )
-        lower = int((needs.weights + (sure + config.page_size) * token_bytes) / needs.total * 1e4) / 1e4
-        remedy = f"mem_fraction_static to {lower:g}"
-    if asked >= most:
-        asked, words = most, enough
-    if asked > fits:
-        raise _too_much(needs, token_bytes, asked, left, remedy)
-    return Capacity(max(0, asked), words)
+        advised_fraction = (
+            int((breakdown.weights + (advised_tokens + config.page_size) * token_bytes) / breakdown.total * 1e4) / 1e4
+        )
+        remedy = f"mem_fraction_static to {advised_fraction:g}"
+    if requested_tokens >= max_useful_tokens:
+        requested_tokens, explanation = max_useful_tokens, max_reason
+    if requested_tokens > allowed_tokens:
+        raise _too_large_error(breakdown, token_bytes, requested_tokens, available_tokens, remedy)
+    return Capacity(max(0, requested_tokens), explanation)
 
 
-def _too_much(needs: Needs, token_bytes: int, asked: int, left: int, remedy: str) -> ConfigError:
+def _too_large_error(
+    breakdown: MemoryBreakdown, token_bytes: int, requested_tokens: int, available_tokens: int, remedy: str
+) -> ConfigError:
     return ConfigError(
-        f"a KV cache of {asked} tokens takes {asked * token_bytes / GB:.3f} GB, and {left * token_bytes / GB:.3f} GB "
-        f"are left for it ({needs.about}): lower {remedy}, or lower max_running_requests or chunked_prefill_size"
+        f"a KV cache of {requested_tokens} tokens takes {requested_tokens * token_bytes / GB:.3f} GB, and "
+        f"{available_tokens * token_bytes / GB:.3f} GB are left for it ({breakdown.description}): lower {remedy}, or "
+        "lower max_running_requests or chunked_prefill_size"
     )
 
 
@@ -161,39 +185,39 @@ def page_count(resolved: ResolvedSettings, capacity: Capacity) -> int:
     Raises:
         ConfigError: the pages do not hold one window and a prompt of one token.
     """
-    size, window = resolved.settings.page_size, resolved.shape.window
-    pages = capacity.tokens // size
-    if pages * size <= window + 1:
+    page_size, window = resolved.settings.page_size, resolved.shape.window
+    pages = capacity.tokens // page_size
+    if pages * page_size <= window + 1:
         raise ConfigError(
-            f"the KV cache gets {pages} pages of {size} tokens ({capacity.sized_by}), too few for a window "
+            f"the KV cache gets {pages} pages of {page_size} tokens ({capacity.sized_by}), too few for a window "
             f"of {window} tokens and a prompt; raise max_total_tokens, kv_cache_gb or mem_fraction_static, or free "
             "memory"
         )
     return pages
 
 
-def _room(config: EngineConfig, ranks: int) -> tuple[int, str]:
+def _cpu_kv_bytes(config: EngineConfig, ranks: int) -> tuple[int, str]:
     """Return the KV bytes of one of the `ranks` that share this machine's memory, and a text that explains them."""
-    given = config.mem_fraction_static
-    source = "" if given is not None else ", the default,"
-    among = f" for each of {ranks} ranks" if ranks > 1 else ""
-    fraction, free = CPU_FRACTION if given is None else given, free_memory()
-    room = int(fraction * free) // ranks
-    words = (
-        f"mem_fraction_static {fraction:g}{source} of the {free / GB:.1f} GB free after loading: {room / GB:.2f} "
-        f"GB{among}; {(1.0 - fraction) * free / GB:.1f} GB stay for workspaces and others"
+    configured_fraction = config.mem_fraction_static
+    source = "" if configured_fraction is not None else ", the default,"
+    per_rank = f" for each of {ranks} ranks" if ranks > 1 else ""
+    fraction, free_bytes = CPU_FRACTION if configured_fraction is None else configured_fraction, free_memory()
+    kv_bytes = int(fraction * free_bytes) // ranks
+    explanation = (
+        f"mem_fraction_static {fraction:g}{source} of the {free_bytes / GB:.1f} GB free after loading: "
+        f"{kv_bytes / GB:.2f} GB{per_rank}; {(1.0 - fraction) * free_bytes / GB:.1f} GB stay for workspaces and others"
     )
-    return room, words
+    return kv_bytes, explanation
 
 
-def _place() -> int:
+def _machine_id() -> int:
     """Return a number that identifies this machine: all ranks on it get the same one.
 
     Two containers of one machine get the same number too, even if each has its own memory limit. A rank then takes only
     a share of the limit of its container: less than possible, never more.
     """
     try:
-        machine = BOOT_ID.read_text().strip()
+        machine_name = BOOT_ID.read_text().strip()
     except OSError:
-        machine = platform.node()
-    return int.from_bytes(hashlib.blake2b(machine.encode(), digest_size=7).digest(), "big")
+        machine_name = platform.node()
+    return int.from_bytes(hashlib.blake2b(machine_name.encode(), digest_size=7).digest(), "big")

@@ -19,42 +19,42 @@ from typing import NamedTuple
 from cluster.batch import PageCopy
 from cluster.kv.page_table import PageTable
 from cluster.kv.pages import PageAllocator
-from cluster.kv.radix import Key, Node, RadixTree, common
+from cluster.kv.radix import Key, Node, RadixTree, common_prefix_length
 
 
-class Next(NamedTuple):
-    """The pages that a request will compute next: the node before them (or the salt, if no node is before them), the
-    index of the first page, and the tokens of the pages plus the token after them. Two equal values mean that the pages
-    would be equal.
+class NextPages(NamedTuple):
+    """The pages that a request will compute next: the `parent` node (or the salt, if no page is before them), the index
+    of the first page in the request, and the tokens of the pages plus the token after them. Two equal values mean that
+    the pages would be equal.
     """
 
-    after: Node | int
-    entry: int
+    parent: Node | int
+    first_index: int
     tokens: Key
 
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """Pages of one running request, in token order: `len(locked)` tree pages, then `own` pages.
+    """Pages of one running request, in token order: the tree pages of `locked_nodes`, then `own_pages`.
 
-    `cached` counts the tokens found in the cache when the lease was opened. `source` is a node whose cells the next
-    step copies into the first own page; the node is locked until then. The first `committed` of the request's `tokens`
-    have their KV cells. A lease reads and shares only pages of its own `salt`.
+    `cached_tokens` counts the tokens found in the cache when the lease was opened. `copy_source` is a node whose cells
+    the next step copies into the first own page; the node is locked until then. The first `committed` of the request's
+    `tokens` have their KV cells. A lease reads and shares only pages of its own `salt`.
     """
 
     row: int
-    locked: list[Node]
-    own: list[int] = field(default_factory=list)
-    cached: int = 0
-    source: Node | None = None
+    locked_nodes: list[Node]
+    own_pages: list[int] = field(default_factory=list)
+    cached_tokens: int = 0
+    copy_source: Node | None = None
     tokens: Sequence[int] = ()
     committed: int = 0
     salt: int = 0
 
     @property
-    def pages(self) -> int:
+    def page_count(self) -> int:
         """The number of pages that the request can read."""
-        return len(self.locked) + len(self.own)
+        return len(self.locked_nodes) + len(self.own_pages)
 
 
 class KVCache:
@@ -71,24 +71,24 @@ class KVCache:
         self._copies: list[PageCopy] = []
 
     @property
-    def total(self) -> int:
+    def total_pages(self) -> int:
         """All pages, without the sink page."""
         return self._allocator.count
 
     @property
-    def free(self) -> int:
+    def free_pages(self) -> int:
         """Pages with no owner."""
-        return self._allocator.free
+        return self._allocator.free_count
 
     @property
-    def cached(self) -> int:
+    def evictable_pages(self) -> int:
         """Pages in the tree that no lease locks; eviction can free them."""
         return self._tree.evictable
 
     @property
-    def used(self) -> int:
+    def used_pages(self) -> int:
         """Pages that running requests lock or own."""
-        return self.total - self.free - self.cached
+        return self.total_pages - self.free_pages - self.evictable_pages
 
     @property
     def free_rows(self) -> int:
@@ -99,43 +99,50 @@ class KVCache:
         """The number of pages that hold `tokens` tokens."""
         return -(-tokens // self.page_size)
 
-    def most_cached(self, tokens: Sequence[int], salt: int = 0, most: int | None = None) -> int:
-        """Return an upper bound of the tokens that `open` would find cached, at most `most`.
+    def max_cached_tokens(self, tokens: Sequence[int], salt: int = 0, max_tokens: int | None = None) -> int:
+        """Return an upper bound of the tokens that `open` would find cached, at most `max_tokens`.
 
         The bound is the tokens of the matching whole pages, plus all but one cell of the next page, which `open` may
         copy.
         """
         if not self._radix:
             return 0
-        found = min(len(self._tree.match(tokens, salt)) * self.page_size + self.page_size, len(tokens)) - 1
-        return found if most is None else min(found, most)
+        cached_tokens = min(len(self._tree.match(tokens, salt)) * self.page_size + self.page_size, len(tokens)) - 1
+        return cached_tokens if max_tokens is None else min(cached_tokens, max_tokens)
 
     def open(
-        self, tokens: Sequence[int], reach: int, spare: int = 0, salt: int = 0, most: int | None = None
+        self,
+        tokens: Sequence[int],
+        needed_tokens: int,
+        reserved_pages: int = 0,
+        salt: int = 0,
+        max_cached_tokens: int | None = None,
     ) -> Lease | None:
-        """Return a lease for a request with the known `tokens`, with pages for its first `reach` tokens.
+        """Return a lease for a request with the known `tokens`, with pages for its first `needed_tokens` tokens.
 
         Locks the longest prefix cached under `salt`, and takes pages for the rest. At least one token is left to
         compute. If another page already holds the first cells of the first new page, the next step copies these cells,
-        unless the other page must be evicted. If `most` is given, at most `most` cached tokens are used, in whole
-        pages, and no cells are copied.
+        unless the other page must be evicted. If `max_cached_tokens` is given, at most `max_cached_tokens` cached
+        tokens are used, in whole pages, and no cells are copied.
 
-        Returns None, and changes no page, if rows or pages are too few, or if fewer than `spare` pages would stay free
-        or evictable.
+        Returns None, and changes no page, if rows or pages are too few, or if fewer than `reserved_pages` pages would
+        stay free or evictable.
         """
-        if not self._rows or spare >= self.free + self.cached:
+        if not self._rows or reserved_pages >= self.free_pages + self.evictable_pages:
             return None
         path = self._tree.match(tokens, salt) if self._radix else []
-        path = path if most is None else path[: most // self.page_size]
+        path = path if max_cached_tokens is None else path[: max_cached_tokens // self.page_size]
         self._tree.lock(path)
-        lease = Lease(self._rows[-1], path, cached=len(path) * self.page_size, salt=salt)
-        copy = self._shared_cells(lease, tokens) if self._radix and most is None else None
-        wanted = self.pages_for(reach) - len(path)
-        if wanted + spare > self.free + self.cached and lease.source is not None:
+        lease = Lease(self._rows[-1], path, cached_tokens=len(path) * self.page_size, salt=salt)
+        copy = self._shared_cells(lease, tokens) if self._radix and max_cached_tokens is None else None
+        new_pages = self.pages_for(needed_tokens) - len(path)
+        if new_pages + reserved_pages > self.free_pages + self.evictable_pages and lease.copy_source is not None:
             # The lock on the source keeps one page from eviction. Give up the copy rather than the request.
             self._release_source(lease)
             copy = None
-        if wanted + spare > self.free + self.cached or not self.grow([lease], [reach]):
+        if new_pages + reserved_pages > self.free_pages + self.evictable_pages or not self.grow(
+            [lease], [needed_tokens]
+        ):
             self._unlock(lease)
             return None
         self._rows.pop()
@@ -143,32 +150,35 @@ class KVCache:
         self.table.write([lease.row] * len(path), range(len(path)), [node.page for node in path])
         if copy is not None:
             page, cells = copy
-            self._copies.append(PageCopy(page, lease.own[0], cells))
-            lease.cached += cells
+            self._copies.append(PageCopy(page, lease.own_pages[0], cells))
+            lease.cached_tokens += cells
         return lease
 
-    def grow(self, leases: Sequence[Lease], reaches: Sequence[int]) -> bool:
-        """Give each lease i pages for its first `reaches[i]` tokens, and evict cached pages if needed.
+    def grow(self, leases: Sequence[Lease], needed_tokens: Sequence[int]) -> bool:
+        """Give each lease i pages for its first `needed_tokens[i]` tokens, and evict cached pages if needed.
 
         Returns False and changes nothing if free and evictable pages do not suffice for all leases.
         """
-        wanted = [max(0, self.pages_for(reach) - lease.pages) for lease, reach in zip(leases, reaches, strict=True)]
-        total = sum(wanted)
-        if total == 0:
+        new_pages = [
+            max(0, self.pages_for(needed) - lease.page_count)
+            for lease, needed in zip(leases, needed_tokens, strict=True)
+        ]
+        total_new_pages = sum(new_pages)
+        if total_new_pages == 0:
             return True
-        if total > self.free + self._tree.evictable:
+        if total_new_pages > self.free_pages + self._tree.evictable:
             return False
-        if total > self.free:
-            self._allocator.give(self._tree.evict(total - self.free))
-        pages = self._allocator.take(total)
+        if total_new_pages > self.free_pages:
+            self._allocator.release(self._tree.evict(total_new_pages - self.free_pages))
+        pages = self._allocator.allocate(total_new_pages)
         rows: list[int] = []
         indices: list[int] = []
         start = 0
-        for lease, count in zip(leases, wanted, strict=True):
-            rows += [lease.row] * count
-            indices += range(lease.pages, lease.pages + count)
-            lease.own += pages[start : start + count]
-            start += count
+        for lease, page_count in zip(leases, new_pages, strict=True):
+            rows += [lease.row] * page_count
+            indices += range(lease.page_count, lease.page_count + page_count)
+            lease.own_pages += pages[start : start + page_count]
+            start += page_count
         self.table.write(rows, indices, pages)
         return True
 
@@ -181,11 +191,15 @@ class KVCache:
             return
         self._release_source(lease)
         lease.tokens, lease.committed = tokens, committed
-        if min(committed, len(tokens) - 1) < (len(lease.locked) + 1) * self.page_size:  # no further page is full
+        if min(committed, len(tokens) - 1) < (len(lease.locked_nodes) + 1) * self.page_size:  # no further page is full
             return
-        surplus, swapped = self._hand_over(lease, tokens, committed)
-        self._allocator.give(surplus)
-        self.table.write([lease.row] * len(swapped), swapped, [lease.locked[index].page for index in swapped])
+        duplicate_pages, replaced_indices = self._move_to_tree(lease, tokens, committed)
+        self._allocator.release(duplicate_pages)
+        self.table.write(
+            [lease.row] * len(replaced_indices),
+            replaced_indices,
+            [lease.locked_nodes[index].page for index in replaced_indices],
+        )
 
     def close(self, lease: Lease, tokens: Sequence[int], committed: int) -> None:
         """End a lease. Full pages of the first `committed` tokens go to the tree as in `publish`; other own pages are
@@ -196,9 +210,9 @@ class KVCache:
         """
         if self._leases.pop(lease.row, None) is not lease:
             raise ValueError(f"row {lease.row} is closed twice")
-        surplus, _ = self._hand_over(lease, tokens, committed) if self._radix else ([], [])
+        duplicate_pages, _ = self._move_to_tree(lease, tokens, committed) if self._radix else ([], [])
         self._unlock(lease)
-        self._allocator.give(surplus + lease.own)
+        self._allocator.release(duplicate_pages + lease.own_pages)
         self.table.clear(lease.row)
         self._rows.append(lease.row)
 
@@ -207,72 +221,74 @@ class KVCache:
         copies, self._copies = tuple(self._copies), []
         return copies
 
-    def next(self, tokens: Sequence[int], count: int, lease: Lease | None = None, salt: int = 0) -> Next | None:
-        """Return the `count` pages of `tokens` after the pages cached under `salt`, or after the locked pages of
+    def next_pages(
+        self, tokens: Sequence[int], page_count: int, lease: Lease | None = None, salt: int = 0
+    ) -> NextPages | None:
+        """Return the `page_count` pages of `tokens` after the pages cached under `salt`, or after the locked pages of
         `lease`.
 
-        Returns None without `radix`, or if `tokens` do not contain the token after the `count` pages. Two requests with
-        equal results would compute the same pages, so the scheduler lets one of them wait.
+        Returns None without `radix`, or if `tokens` do not contain the token after the `page_count` pages. Two requests
+        with equal results would compute the same pages, so the scheduler lets one of them wait.
         """
         if not self._radix:
             return None
-        path = self._tree.match(tokens, salt) if lease is None else lease.locked
-        begin = len(path) * self.page_size
-        end = begin + count * self.page_size
+        path = self._tree.match(tokens, salt) if lease is None else lease.locked_nodes
+        start = len(path) * self.page_size
+        end = start + page_count * self.page_size
         if len(tokens) <= end:
             return None
-        return Next(path[-1] if path else salt, len(path), tuple(tokens[begin : end + 1]))
+        return NextPages(path[-1] if path else salt, len(path), tuple(tokens[start : end + 1]))
 
-    def _hand_over(self, lease: Lease, tokens: Sequence[int], committed: int) -> tuple[list[int], list[int]]:
+    def _move_to_tree(self, lease: Lease, tokens: Sequence[int], committed: int) -> tuple[list[int], list[int]]:
         """Turn full own pages into locked tree pages.
 
         Returns the own pages that the tree did not take because it had equal pages, and their indices in the page
         table. At these indices the caller must write the tree's pages.
         """
-        first = len(lease.locked)
-        count = min(committed, len(tokens) - 1) // self.page_size - first
+        first_own_index = len(lease.locked_nodes)
+        count = min(committed, len(tokens) - 1) // self.page_size - first_own_index
         if count < 1:
             return [], []
-        nodes = self._tree.insert(tokens, lease.own[:count], lease.locked, lease.salt)
+        nodes = self._tree.insert(tokens, lease.own_pages[:count], lease.locked_nodes, lease.salt)
         self._tree.lock(nodes)
-        swapped = [at for at, node in enumerate(nodes) if node.page != lease.own[at]]
-        surplus = [lease.own[at] for at in swapped]
-        lease.locked += nodes
-        del lease.own[:count]
-        return surplus, [first + at for at in swapped]
+        replaced = [offset for offset, node in enumerate(nodes) if node.page != lease.own_pages[offset]]
+        duplicate_pages = [lease.own_pages[offset] for offset in replaced]
+        lease.locked_nodes += nodes
+        del lease.own_pages[:count]
+        return duplicate_pages, [first_own_index + offset for offset in replaced]
 
     def _shared_cells(self, lease: Lease, tokens: Sequence[int]) -> tuple[int, int] | None:
         """Return the page that already holds most cells of the lease's first own page, and their number, or None
         without such a page.
 
-        A page of the tree is locked here, as the lease's `source`. An own page of a running request needs no lock: if
-        that request ends, the copy still runs before any later step writes to the page.
+        A page of the tree is locked here, as the lease's `copy_source`. An own page of a running request needs no lock:
+        if that request ends, the copy still runs before any later step writes to the page.
         """
-        nearest = self._tree.nearest(tokens, lease.locked, lease.salt)
+        nearest = self._tree.nearest(tokens, lease.locked_nodes, lease.salt)
         page, cells = (nearest[0].page, nearest[1]) if nearest else (0, 0)
-        begin = len(lease.locked) * self.page_size
-        rest = tuple(tokens[begin : begin + self.page_size + 1])
-        last = lease.locked[-1:]
+        start = len(lease.locked_nodes) * self.page_size
+        page_tokens = tuple(tokens[start : start + self.page_size + 1])
+        last_locked = lease.locked_nodes[-1:]
         for other in self._leases.values():
-            if other.own and other.salt == lease.salt and other.locked[-1:] == last:
+            if other.own_pages and other.salt == lease.salt and other.locked_nodes[-1:] == last_locked:
                 # Cell p depends on token p + 1 too (the EAGLE shift), so n common tokens are n - 1 equal cells.
-                tail = tuple(other.tokens[begin : min(begin + self.page_size, other.committed) + 1])
-                shared = common(tail, rest) - 1
+                other_tokens = tuple(other.tokens[start : min(start + self.page_size, other.committed) + 1])
+                shared = common_prefix_length(other_tokens, page_tokens) - 1
                 if shared > cells:
-                    page, cells, nearest = other.own[0], shared, None
+                    page, cells, nearest = other.own_pages[0], shared, None
         if nearest is not None:
-            lease.source = nearest[0]
-            self._tree.lock([lease.source])
+            lease.copy_source = nearest[0]
+            self._tree.lock([lease.copy_source])
         return (page, cells) if cells else None
 
     def _unlock(self, lease: Lease) -> None:
         self._release_source(lease)
-        self._tree.unlock(lease.locked)
+        self._tree.unlock(lease.locked_nodes)
 
     def _release_source(self, lease: Lease) -> None:
-        if lease.source is not None:
-            self._tree.unlock([lease.source])
-            lease.source = None
+        if lease.copy_source is not None:
+            self._tree.unlock([lease.copy_source])
+            lease.copy_source = None
 
     def check(self) -> None:
         """Check that every page has exactly one owner, one lock for each lease that reads it, and the right page table
@@ -282,18 +298,23 @@ class KVCache:
             AssertionError: a page is lost or owned twice, or a lock or a page table entry is wrong.
         """
         self._tree.check()
-        own = [page for lease in self._leases.values() for page in lease.own]
-        tree = {node.page: node for node in self._tree.nodes()}
-        assert len(tree) == self._tree.pages, "the tree has a page twice"
-        assert len(set(own) | tree.keys()) == len(own) + len(tree), "a page has two owners"
-        assert len(own) + len(tree) + self.free == self.total, "a page has no owner"
-        locks: Counter[Node] = Counter()
+        own_pages = [page for lease in self._leases.values() for page in lease.own_pages]
+        tree_nodes = {node.page: node for node in self._tree.nodes()}
+        assert len(tree_nodes) == self._tree.pages, "the tree has a page twice"
+        assert len(set(own_pages) | tree_nodes.keys()) == len(own_pages) + len(tree_nodes), "a page has two owners"
+        assert len(own_pages) + len(tree_nodes) + self.free_pages == self.total_pages, "a page has no owner"
+        expected_locks: Counter[Node] = Counter()
         for lease in self._leases.values():
-            locks.update(lease.locked if lease.source is None else [*lease.locked, lease.source])
-            parents = [self._tree.root(lease.salt), *lease.locked]
-            assert all(node.parent is before for node, before in zip(lease.locked, parents, strict=False)), "no path"
-            pages = [node.page for node in lease.locked] + lease.own
-            assert self.table.held[lease.row, : len(pages)].tolist() == pages, f"row {lease.row} has other pages"
-        for node in tree.values():
-            assert node.locks == locks.pop(node, 0), f"page {node.page} has {node.locks} locks"
-        assert not locks, "a request reads pages that are not in the tree"
+            expected_locks.update(
+                lease.locked_nodes if lease.copy_source is None else [*lease.locked_nodes, lease.copy_source]
+            )
+            expected_parents = [self._tree.root(lease.salt), *lease.locked_nodes]
+            assert all(
+                node.parent is expected_parent
+                for node, expected_parent in zip(lease.locked_nodes, expected_parents, strict=False)
+            ), "no path"
+            pages = [node.page for node in lease.locked_nodes] + lease.own_pages
+            assert self.table.host_pages[lease.row, : len(pages)].tolist() == pages, f"row {lease.row} has other pages"
+        for node in tree_nodes.values():
+            assert node.locks == expected_locks.pop(node, 0), f"page {node.page} has {node.locks} locks"
+        assert not expected_locks, "a request reads pages that are not in the tree"

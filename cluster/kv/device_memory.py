@@ -1,8 +1,8 @@
-"""Device memory: how much is free, and the peak that was taken while something ran.
+"""Device memory: how much is free, and the peak that was used while something ran.
 
-Counted is the memory that the allocator takes from the device, not the sizes of tensors: the allocator takes large
-blocks, and keeps the parts that it cannot fill. Collectives, matrix libraries and other processes take memory outside
-the allocator.
+These numbers count the memory that the allocator takes from the device, not the sizes of tensors: the allocator takes
+large blocks, and keeps the parts that it cannot fill. Collectives, matrix libraries and other processes take memory
+outside the allocator.
 """
 
 import gc
@@ -22,53 +22,57 @@ class DeviceMemory(Protocol):
     """The memory of one device, as one process sees it. All sizes are bytes."""
 
     @property
-    def total(self) -> int:
+    def total_bytes(self) -> int:
         """The memory of the device."""
 
-    def free(self) -> int:
+    def free_bytes(self) -> int:
         """Release the allocator's unused blocks, then return what this process can still take. The memory of captured
-        programs stays taken, although their tensors may be freed.
+        programs stays in use, although their tensors may be freed.
         """
 
-    def begin(self) -> None:
+    def reset_peak(self) -> None:
         """Release the allocator's unused blocks and reset the peak."""
 
-    def taken(self) -> int:
-        """The peak of the memory in use since `begin`, minus the memory in use at `begin`."""
+    def peak_bytes(self) -> int:
+        """The peak of the memory in use since `reset_peak`, minus the memory in use when `reset_peak` was called."""
 
 
 class CudaMemory:
     """The memory of a GPU. Not yet tested on a GPU near its limit."""
 
     def __init__(self, device: torch.device) -> None:
-        # At `begin`: bytes reserved by torch's allocator, and bytes used outside it.
-        self._device, self._held, self._beside = device, 0, 0
+        # At `reset_peak`: bytes reserved by torch's allocator, and bytes used outside it.
+        self._device, self._reserved_before, self._outside_before = device, 0, 0
 
     @property
-    def total(self) -> int:
+    def total_bytes(self) -> int:
         """The memory of the GPU."""
         return torch.cuda.mem_get_info(self._device)[1]
 
-    def free(self) -> int:
+    def free_bytes(self) -> int:
         """Empty torch's cache, then return the GPU's free memory."""
         gc.collect()  # tensors in reference cycles would keep their blocks
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(self._device)[0]
 
-    def begin(self) -> None:
+    def reset_peak(self) -> None:
         """Empty torch's cache, reset the peak, and note what is in use."""
-        used = self.total - self.free()
+        used_bytes = self.total_bytes - self.free_bytes()
         torch.cuda.reset_peak_memory_stats(self._device)
-        self._held = torch.cuda.memory_reserved(self._device)
-        self._beside = used - self._held
+        self._reserved_before = torch.cuda.memory_reserved(self._device)
+        self._outside_before = used_bytes - self._reserved_before
 
-    def taken(self) -> int:
-        """The peak since `begin`. Outside torch's allocator no peak is known, so the present use counts instead."""
+    def peak_bytes(self) -> int:
+        """The peak since `reset_peak`. Outside torch's allocator no peak is known, so the present use counts."""
         torch.cuda.synchronize(self._device)
-        free, total = torch.cuda.mem_get_info(self._device)
-        beside = total - free - torch.cuda.memory_reserved(self._device)
-        return torch.cuda.max_memory_reserved(self._device) - self._held + max(0, beside - self._beside)
+        free_bytes, total_bytes = torch.cuda.mem_get_info(self._device)
+        outside = total_bytes - free_bytes - torch.cuda.memory_reserved(self._device)
+        return (
+            torch.cuda.max_memory_reserved(self._device)
+            - self._reserved_before
+            + max(0, outside - self._outside_before)
+        )
 
 
 def memory_of(device: torch.device) -> DeviceMemory | None:

@@ -28,36 +28,36 @@ def free_memory(root: Path = Path("/")) -> int:
     except (OSError, StopIteration, IndexError, ValueError):
         remedy = "set max_total_tokens or kv_cache_gb"
         raise ConfigError(f"/proc/meminfo does not tell how much memory is free; {remedy}") from None
-    return max(0, min([available, *_left_by_cgroups(root)]))
+    return max(0, min([available, *_available_by_cgroup(root)]))
 
 
-def _left_by_cgroups(root: Path) -> list[int]:
+def _available_by_cgroup(root: Path) -> list[int]:
     """Return limit - usage of every memory cgroup with a limit, from this process's own up to the top."""
     try:
         entries = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
     except OSError:
         return []
-    found = []
+    available_by_cgroup = []
     for _, controllers, path in (entry for entry in entries if len(entry) == 3):
         for name, mounts, limit, usage, cache in (V2, V1):
             if name not in controllers.split(","):
                 continue
             for mount in mounts:
                 # In a container the path may be the host's and not exist here. The mount's top is then its own cgroup.
-                own = root / mount / path.strip("/")
-                for folder in (own, *own.parents):
+                process_folder = root / mount / path.strip("/")
+                for folder in (process_folder, *process_folder.parents):
                     if folder.is_relative_to(root / mount):
-                        left = _left(folder, limit, usage, cache)
-                        found += [] if left is None else [left]
-    return found
+                        available_bytes = _available_in_cgroup(folder, limit, usage, cache)
+                        available_by_cgroup += [] if available_bytes is None else [available_bytes]
+    return available_by_cgroup
 
 
-def _left(folder: Path, limit: str, usage: str, cache: tuple[str, ...]) -> int | None:
+def _available_in_cgroup(folder: Path, limit: str, usage: str, cache: tuple[str, ...]) -> int | None:
     try:
-        most, used = (folder / limit).read_text().strip(), int((folder / usage).read_text())
-        if most == "max":
+        limit_text, used_bytes = (folder / limit).read_text().strip(), int((folder / usage).read_text())
+        if limit_text == "max":
             return None
         stat = dict(line.split()[:2] for line in (folder / "memory.stat").read_text().splitlines())
-        return int(most) - used + sum(int(stat.get(name, 0)) for name in cache)
+        return int(limit_text) - used_bytes + sum(int(stat.get(name, 0)) for name in cache)
     except (OSError, ValueError):
         return None

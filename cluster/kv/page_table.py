@@ -1,8 +1,8 @@
 """The page table: the pages of each running request, in token order.
 
-There are two copies. The host's copy (`held`) is always current. The device's copy (`device_pages`) is as of the last
-step. Changes since then travel with the next step's `StepInput`, so leaders and followers of an attention group apply
-the same changes. The number of committed tokens of a request is decided on the device; the host learns it later.
+There are two copies. The host's copy (`host_pages`) is always current. The device's copy (`device_pages`) is as of the
+last step. Changes since then travel with the next step's `StepInput`, so leaders and followers of an attention group
+apply the same changes. The number of committed tokens of a request is decided on the device; the host learns it later.
 """
 
 from collections.abc import Sequence
@@ -25,12 +25,12 @@ class PageTable:
         """
         self.page_size, self.idle_row = page_size, rows
         shape = (rows + 1, -(-length // page_size))
-        self.held = np.zeros(shape, dtype=np.int32)
+        self.host_pages = np.zeros(shape, dtype=np.int32)
         self.device_pages = torch.zeros(shape, dtype=torch.int32, device=device)
         self.lens = torch.zeros(rows + 1, dtype=torch.int64, device=device)
         self._offsets = torch.arange(page_size, dtype=torch.int32, device=device)
-        self._cleared: list[int] = []
-        self._written: dict[tuple[int, int], int] = {}
+        self._cleared_rows: list[int] = []
+        self._unsent_pages: dict[tuple[int, int], int] = {}
 
     @property
     def length(self) -> int:
@@ -40,24 +40,24 @@ class PageTable:
     def write(self, rows: Sequence[int], indices: Sequence[int], pages: Sequence[int]) -> None:
         """For each i, make page `pages[i]` entry `indices[i]` of row `rows[i]`, on the host."""
         if rows:
-            self.held[rows, indices] = pages
-            self._written.update(zip(zip(rows, indices, strict=True), pages, strict=True))
+            self.host_pages[rows, indices] = pages
+            self._unsent_pages.update(zip(zip(rows, indices, strict=True), pages, strict=True))
 
     def clear(self, row: int) -> None:
         """Set all entries of a row to the sink page, on the host. Earlier unsent writes to the row are dropped."""
-        self.held[row] = 0
-        self._cleared.append(row)
-        self._written = {at: page for at, page in self._written.items() if at[0] != row}
+        self.host_pages[row] = 0
+        self._cleared_rows.append(row)
+        self._unsent_pages = {position: page for position, page in self._unsent_pages.items() if position[0] != row}
 
     @property
-    def unsent(self) -> tuple[PageWrite, ...]:
-        """The changes since the last `sent`: first the cleared rows, then the last write of each entry."""
-        cleared = (PageWrite(row, -1, 0) for row in self._cleared)
-        return (*cleared, *(PageWrite(row, entry, page) for (row, entry), page in self._written.items()))
+    def unsent_writes(self) -> tuple[PageWrite, ...]:
+        """The changes since the last `mark_sent`: first the cleared rows, then the last write of each entry."""
+        cleared = (PageWrite(row, -1, 0) for row in self._cleared_rows)
+        return (*cleared, *(PageWrite(row, entry, page) for (row, entry), page in self._unsent_pages.items()))
 
-    def sent(self) -> None:
+    def mark_sent(self) -> None:
         """Forget the unsent changes: the step that applies them has been sent to this device and to the followers."""
-        self._cleared, self._written = [], {}
+        self._cleared_rows, self._unsent_pages = [], {}
 
     def apply(self, cleared: Tensor, written: Tensor) -> None:
         """Update the device's copy: clear rows `cleared` `[n]`, then write `written` `[3, m]`: rows, entries, pages."""
@@ -76,9 +76,9 @@ class PageTable:
 
         slot = page * page_size + position % page_size. Positions past the end of the table get its last slot.
         """
-        at = positions.clamp(max=self.length - 1)
-        pages = self.device_pages[rows, at.div(self.page_size, rounding_mode="floor")]
-        return pages.to(torch.int64).mul_(self.page_size).add_(at.remainder(self.page_size))
+        positions_in_table = positions.clamp(max=self.length - 1)
+        pages = self.device_pages[rows, positions_in_table.div(self.page_size, rounding_mode="floor")]
+        return pages.to(torch.int64).mul_(self.page_size).add_(positions_in_table.remainder(self.page_size))
 
     def first_slots(self, rows: Tensor, count: int) -> Tensor:
         """Return the pool slots `[R, count]`, int32, of the first `count` tokens of `rows` `[R]`.

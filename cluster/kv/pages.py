@@ -11,31 +11,31 @@ class PageAllocator:
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self._free = list(range(1, count + 1))  # a heap, as `take` returns the lowest pages
+        self._free = list(range(1, count + 1))  # a heap, as `allocate` returns the lowest pages
         self._is_free = [False] + [True] * count
 
     @property
-    def free(self) -> int:
+    def free_count(self) -> int:
         """The number of pages without an owner."""
         return len(self._free)
 
-    def take(self, count: int) -> list[int]:
-        """Take and return the `count` lowest free pages in ascending order.
+    def allocate(self, count: int) -> list[int]:
+        """Return the `count` lowest free pages in ascending order; they are no longer free.
 
-        Taking the lowest pages makes consecutive pages of a request mostly adjacent in memory, which CPU attention
-        uses.
+        The choice of the lowest pages makes consecutive pages of a request mostly adjacent in memory, which CPU
+        attention uses.
 
         Raises:
-            MemoryError: fewer pages are free; nothing is taken.
+            MemoryError: fewer pages are free; none is allocated.
         """
         if count > len(self._free):
             raise MemoryError(f"{count} pages wanted, {len(self._free)} free")
-        taken = [heappop(self._free) for _ in range(count)]
-        for page in taken:
+        pages = [heappop(self._free) for _ in range(count)]
+        for page in pages:
             self._is_free[page] = False
-        return taken
+        return pages
 
-    def give(self, pages: Sequence[int]) -> None:
+    def release(self, pages: Sequence[int]) -> None:
         """Free `pages`.
 
         Raises:

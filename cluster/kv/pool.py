@@ -43,35 +43,36 @@ class KVPool:
         cell: Cell,
         dtype: torch.dtype,
         device: torch.device,
-        coded: CodedCell | None = None,
+        fp8_cell: CodedCell | None = None,
     ) -> None:
-        """Allocate `slots` slots, those of the sink page included. With `coded`, cells are stored in that FP8 layout.
+        """Allocate `slots` slots, those of the sink page included. With `fp8_cell`, cells are stored in that FP8
+        layout.
 
         The memory starts as zeros, because steps that run only for timing read cells that were never written.
         """
-        self.layers, self.slots, self.cell, self.dtype, self.coded = layers, slots, cell, dtype, coded
-        shape, kept = (cell, dtype) if coded is None else ((coded.nbytes,), torch.uint8)
-        self.kv = zeros((layers, slots, *shape), kept, device)
+        self.layers, self.slots, self.cell, self.dtype, self.fp8_cell = layers, slots, cell, dtype, fp8_cell
+        shape, stored_dtype = (cell, dtype) if fp8_cell is None else ((fp8_cell.nbytes,), torch.uint8)
+        self.kv = zeros((layers, slots, *shape), stored_dtype, device)
 
     def move_kv_cache(self, destination: Tensor, source: Tensor) -> None:
         """Copy cells from slot to slot in every layer; see `SlotMemory.move_kv_cache`."""
         self.kv.index_copy_(1, destination.reshape(-1), self.kv.index_select(1, source.reshape(-1)))
 
 
-def cells_of(copies: Sequence[PageCopy], page_size: int) -> list[int]:
+def copied_slots(copies: Sequence[PageCopy], page_size: int) -> list[int]:
     """Return the slots that `copies` write, followed by the slots that they read, in the same order."""
-    written = [copy.target * page_size + cell for copy in copies for cell in range(copy.tokens)]
-    return written + [copy.source * page_size + cell for copy in copies for cell in range(copy.tokens)]
+    written_slots = [copy.target * page_size + cell for copy in copies for cell in range(copy.tokens)]
+    return written_slots + [copy.source * page_size + cell for copy in copies for cell in range(copy.tokens)]
 
 
-def slot_bytes(layers: int, cell: Cell, dtype: torch.dtype, coded: CodedCell | None = None) -> int:
+def slot_bytes(layers: int, cell: Cell, dtype: torch.dtype, fp8_cell: CodedCell | None = None) -> int:
     """Return the bytes of one token in a pool of `layers` layers."""
-    return layers * (prod(cell) * dtype.itemsize if coded is None else coded.nbytes)
+    return layers * (prod(cell) * dtype.itemsize if fp8_cell is None else fp8_cell.nbytes)
 
 
 def pool_bytes(layers: Sequence[LayerGeometry], dtype: torch.dtype, fp8: bool) -> int:
     """Return the bytes of one token in the pool of `layers`, in FP8 or in `dtype`."""
-    return slot_bytes(len(layers), layers[0].cell, dtype, layers[0].coded_cell if fp8 else None)
+    return slot_bytes(len(layers), layers[0].cell, dtype, layers[0].fp8_cell if fp8 else None)
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -81,6 +82,6 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     size = prod(shape) * dtype.itemsize
-    raw = np.zeros(size + ALIGNMENT, dtype=np.uint8)
-    start = -raw.ctypes.data % ALIGNMENT
-    return torch.from_numpy(raw[start : start + size]).view(dtype).view(shape)
+    buffer = np.zeros(size + ALIGNMENT, dtype=np.uint8)
+    start = -buffer.ctypes.data % ALIGNMENT
+    return torch.from_numpy(buffer[start : start + size]).view(dtype).view(shape)

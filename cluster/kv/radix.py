@@ -35,9 +35,9 @@ class Node:
 
     def find(self, key: Key) -> tuple[int, "Node | None"]:
         """Return the index where a child with `key` is or would be inserted, and the child, or None."""
-        at = bisect_left(self.children, key, key=_key_of)
-        found = at < len(self.children) and self.children[at].key == key
-        return at, self.children[at] if found else None
+        index = bisect_left(self.children, key, key=_key_of)
+        is_match = index < len(self.children) and self.children[index].key == key
+        return index, self.children[index] if is_match else None
 
 
 _key_of = attrgetter("key")
@@ -83,7 +83,7 @@ class RadixTree:
                 break
             path.append(child)
             node = child
-        self._use(node)
+        self._mark_used(node)
         return path
 
     def nearest(self, tokens: Sequence[int], path: Sequence[Node], salt: int = 0) -> tuple[Node, int] | None:
@@ -95,39 +95,43 @@ class RadixTree:
         node, start = path[-1] if path else self._roots.get(salt), len(path) * self.page_size
         if node is None:
             return None
-        rest = tuple(tokens[start : start + self.page_size + 1])
-        at, _ = node.find(rest)
-        # In sorted order, the longest common prefix with `rest` is at a neighbour of the place where `rest` belongs.
-        siblings = node.children[max(0, at - 1) : at + 1]
-        shared, best = max(((common(child.key, rest) - 1, child) for child in siblings), key=_first, default=(0, node))
-        if shared < 1:
+        page_tokens = tuple(tokens[start : start + self.page_size + 1])
+        index, _ = node.find(page_tokens)
+        # In sorted order, the longest common prefix with `page_tokens` is at a neighbour of where they belong.
+        siblings = node.children[max(0, index - 1) : index + 1]
+        shared_cells, best_node = max(
+            ((common_prefix_length(child.key, page_tokens) - 1, child) for child in siblings),
+            key=_shared_count,
+            default=(0, node),
+        )
+        if shared_cells < 1:
             return None
-        self._use(best)
-        return best, shared
+        self._mark_used(best_node)
+        return best_node, shared_cells
 
     def insert(
-        self, tokens: Sequence[int], pages: Sequence[int], after: Sequence[Node] = (), salt: int = 0
+        self, tokens: Sequence[int], pages: Sequence[int], prefix_nodes: Sequence[Node] = (), salt: int = 0
     ) -> list[Node]:
         """Add `pages` under `salt`. `tokens` are all tokens of the sequence; `pages` hold the tokens after the nodes of
-        `after`.
+        `prefix_nodes`.
 
         Returns one node for each page whose following token is in `tokens`. If the tree already had a node with the
         same key, that node is returned; its page differs from the given one, which the caller frees.
         """
-        node = after[-1] if after else self._roots.get(salt) or Node((salt,), -1, None)
+        node = prefix_nodes[-1] if prefix_nodes else self._roots.get(salt) or Node((salt,), -1, None)
         nodes: list[Node] = []
-        for key, page in zip(self._keys(tokens, len(after)), pages, strict=False):
-            at, child = node.find(key)
+        for key, page in zip(self._keys(tokens, len(prefix_nodes)), pages, strict=False):
+            index, child = node.find(key)
             if child is None:
                 child = Node(key, page, node)
-                node.children.insert(at, child)
+                node.children.insert(index, child)
                 self.pages += 1
                 self._unlocked[child] = None
                 if node.parent is None:  # a new root is kept from its first child on
                     self._roots[salt] = node
             nodes.append(child)
             node = child
-        self._use(node)
+        self._mark_used(node)
         return nodes
 
     def lock(self, path: Sequence[Node]) -> None:
@@ -161,7 +165,7 @@ class RadixTree:
         freed: list[int] = []
         while len(freed) < count and self._unlocked:
             node, _ = self._unlocked.popitem(last=False)
-            assert node.parent is not None and not node.children, "a page goes after those that follow it"
+            assert node.parent is not None and not node.children, "children are evicted before their parents"
             siblings = node.parent.children
             del siblings[node.parent.find(node.key)[0] if len(siblings) > 1 else 0]
             if not siblings and node.parent.parent is None:
@@ -184,20 +188,22 @@ class RadixTree:
         Raises:
             AssertionError: they do not.
         """
-        order = {node: at for at, node in enumerate(self._unlocked)}
+        list_positions = {node: index for index, node in enumerate(self._unlocked)}
         count = 0
         for node in self.nodes():
             count += 1
-            assert (node in order) == (node.locks == 0), f"page {node.page} has {node.locks} locks"
+            assert (node in list_positions) == (node.locks == 0), f"page {node.page} has {node.locks} locks"
             parent = node.parent
             if parent is not None and parent.parent is not None:
                 assert node.locks <= parent.locks, f"page {node.page} is locked and its parent is not"
-                if parent in order:
-                    assert order[node] < order[parent], f"page {parent.page} would go before one that follows it"
-        assert count == self.pages and len(order) <= count, "the tree miscounts its pages"
+                if parent in list_positions:
+                    assert list_positions[node] < list_positions[parent], (
+                        f"page {parent.page} would be evicted before a child"
+                    )
+        assert count == self.pages and len(list_positions) <= count, "the tree miscounts its pages"
         assert all(root.children and root.key == (salt,) for salt, root in self._roots.items()), "a salt has no page"
 
-    def _use(self, node: Node) -> None:
+    def _mark_used(self, node: Node) -> None:
         """Mark `node` and its unlocked ancestors as used now.
 
         The loop stops at the first locked node: by the precondition of `lock` all ancestors of a locked node are
@@ -209,13 +215,13 @@ class RadixTree:
             node = node.parent
 
 
-def common(one: Key, other: Key) -> int:
+def common_prefix_length(first: Key, second: Key) -> int:
     """Return the length of the common prefix of two keys."""
-    for at, (a, b) in enumerate(zip(one, other, strict=False)):
+    for index, (a, b) in enumerate(zip(first, second, strict=False)):
         if a != b:
-            return at
-    return min(len(one), len(other))
+            return index
+    return min(len(first), len(second))
 
 
-def _first(pair: tuple[int, Node]) -> int:
+def _shared_count(pair: tuple[int, Node]) -> int:
     return pair[0]

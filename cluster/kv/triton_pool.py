@@ -4,11 +4,11 @@ from math import prod
 
 from torch import Tensor
 
-from cluster.kernels.launch import launch, whole
+from cluster.kernels.launch import launch, next_power_of_2
 from cluster.kernels.move.gpu import MoveArguments, move
 from cluster.kv.pool import KVPool
 
-NUMBERS = 128  # elements of a cell that one program moves
+ELEMENTS_PER_PROGRAM = 128  # elements of a cell that one program moves
 
 
 class TritonPool(KVPool):
@@ -24,7 +24,14 @@ class TritonPool(KVPool):
             super().move_kv_cache(destination, source)
             return
         (rows, count), (layers, _, *shape) = destination.shape, self.kv.shape
-        cell = prod(shape)
+        cell_elements = prod(shape)
         arguments = MoveArguments(self.kv, destination.contiguous(), source.contiguous(), self.kv.stride(0), count)
-        grid = layers, rows, -(-cell // NUMBERS)
-        launch(move, grid, arguments, CELL=cell, ROWS=whole(count, 1), BLOCK=NUMBERS)
+        grid = layers, rows, -(-cell_elements // ELEMENTS_PER_PROGRAM)
+        launch(
+            move,
+            grid,
+            arguments,
+            CELL_SIZE=cell_elements,
+            SLOT_BLOCK=next_power_of_2(count, 1),
+            BLOCK=ELEMENTS_PER_PROGRAM,
+        )

@@ -6,23 +6,23 @@ import torch
 from torch import Tensor
 
 
-def joined(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+def concat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     """Return `torch.cat(parts, dim)`; fast on the meta device, on which models are built to check headers.
 
     On the meta device `torch.cat` would import torch's compiler, which takes longer than the rest of the check.
     """
-    first = parts[0]
+    first = tensors[0]
     if first.device.type != "meta":
-        return torch.cat(list(parts), dim)
+        return torch.cat(list(tensors), dim)
     shape = list(first.shape)
-    shape[dim] = sum(part.shape[dim] for part in parts)
+    shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
     return first.new_empty(shape)
 
 
-def chosen(given: Tensor, index: Tensor, dim: int) -> Tensor:
-    """Return `torch.index_select(given, dim, index)`; fast on the meta device, as `joined` is."""
-    if given.device.type != "meta":
-        return given.index_select(dim, index.to(given.device))
-    shape = list(given.shape)
+def select_indices(tensor: Tensor, index: Tensor, dim: int) -> Tensor:
+    """Return `torch.index_select(tensor, dim, index)`; fast on the meta device, as `concat` is."""
+    if tensor.device.type != "meta":
+        return tensor.index_select(dim, index.to(tensor.device))
+    shape = list(tensor.shape)
     shape[dim] = index.shape[0]
-    return given.new_empty(shape)
+    return tensor.new_empty(shape)

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from cluster.arch import Latent
+from cluster.arch import LatentSizes
 from cluster.kernels.interface import Angles, HeadNorms, Kernels, Weight
 from cluster.models.exchange import TokenExchange
 
@@ -26,16 +26,16 @@ class Attend(Protocol):
         """Attend in `layer` of the runner's pool."""
 
 
-class GrownQueries:
+class ScaledQueries:
     """An `Attend` that multiplies queries at position p by 1 + beta log(1 + p // length) (Llama 4, Ministral 3)."""
 
     def __init__(self, attend: Attend, positions: Tensor, length: int, beta: float) -> None:
         self._attend = attend
-        self._growth = 1 + beta * torch.log1p((positions // length).double())
+        self._query_scale = 1 + beta * torch.log1p((positions // length).double())
 
     def __call__(self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
         """Scale the queries, then attend."""
-        return self._attend(layer, q * self._growth.to(q.dtype)[:, None, None], kv, sinks)
+        return self._attend(layer, q * self._query_scale.to(q.dtype)[:, None, None], kv, sinks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,17 +60,17 @@ class SelfAttention:
     def __call__(self, rows: Tensor, angles: Angles, attend: Attend, layer: int, exchange: TokenExchange) -> Tensor:
         """`[T, in]` -> `[T, H]`; `in` is H, or 2 H in the first layer of an EAGLE-3 draft."""
         # Packed heads per row: nh of q, nkv of k, nkv of v, and nh of gates if `gated`.
-        count, rotated = rows.shape[0], self.heads + self.kv_heads
-        end = rotated + self.kv_heads
-        blocks = end + (self.heads if self.gated else 0)
-        packed = self.qkv(rows, self.qkv_bias).view(count, blocks, self.head_dim)
-        self.kernels.rotate(packed[:, :rotated], angles, self.norms)
-        q, kv, gate = packed.split_with_sizes([self.heads, 2 * self.kv_heads, blocks - end], 1)
-        kv = kv.view(count, 2, self.kv_heads, self.head_dim)
-        seen = attend(layer, q, kv) if self.sinks is None else attend(layer, q, kv, self.sinks)
+        num_rows, rotated_heads = rows.shape[0], self.heads + self.kv_heads
+        kv_end = rotated_heads + self.kv_heads
+        packed_heads = kv_end + (self.heads if self.gated else 0)
+        packed = self.qkv(rows, self.qkv_bias).view(num_rows, packed_heads, self.head_dim)
+        self.kernels.rotate(packed[:, :rotated_heads], angles, self.norms)
+        q, kv, gate = packed.split_with_sizes([self.heads, 2 * self.kv_heads, packed_heads - kv_end], 1)
+        kv = kv.view(num_rows, 2, self.kv_heads, self.head_dim)
+        attended = attend(layer, q, kv) if self.sinks is None else attend(layer, q, kv, self.sinks)
         if self.gated:
-            seen = seen * gate.flatten(1).sigmoid()
-        return exchange.reduce(self.out(seen, self.out_bias))
+            attended = attended * gate.flatten(1).sigmoid()
+        return exchange.reduce(self.out(attended, self.out_bias))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,26 +93,26 @@ class LatentAttention:
     values: Tensor
     out: Weight
     out_bias: Tensor | None
-    sizes: Latent
+    sizes: LatentSizes
     heads: int
 
     def __call__(self, rows: Tensor, angles: Angles, attend: Attend, layer: int, exchange: TokenExchange) -> Tensor:
         """`[T, in]` -> `[T, H]`; `in` as in `SelfAttention`."""
-        count, sizes, kernels = rows.shape[0], self.sizes, self.kernels
+        num_rows, sizes, kernels = rows.shape[0], self.sizes, self.kernels
         queries = rows
         if self.q_down is not None and self.q_norm is not None:
             queries = kernels.norm(self.q_down(rows, self.q_down_bias), self.q_norm, sizes.eps)
-        q = self.q_up(queries).view(count, self.heads, sizes.nope + sizes.rope)
+        q = self.q_up(queries).view(num_rows, self.heads, sizes.nope + sizes.rope)
         latent = self.kv_down(rows, self.kv_down_bias)
         normed = kernels.norm(latent[:, : sizes.kv_rank], self.kv_norm, sizes.eps)
         cell = torch.cat([normed, latent[:, sizes.kv_rank :]], -1)
-        cell = cell.view(count, 1, 1, sizes.kv_rank + sizes.rope)
+        cell = cell.view(num_rows, 1, 1, sizes.kv_rank + sizes.rope)
         kernels.rotate(cell[:, 0, :, sizes.kv_rank :], angles)
         kernels.rotate(q[..., sizes.nope :], angles)
         # q . (K c) = (q K) . c: multiply the queries by `keys`, not the cached latents c. Multiply by `values` after
         # attention. So attention reads the latents as they are.
         absorbed = torch.bmm(q[..., : sizes.nope].transpose(0, 1), self.keys).transpose(0, 1)
-        seen = attend(layer, torch.cat([absorbed, q[..., sizes.nope :]], -1), cell)
-        seen = torch.bmm(seen.view(count, self.heads, sizes.kv_rank).transpose(0, 1), self.values)
-        rows = seen.transpose(0, 1).reshape(count, self.heads * sizes.value)
+        attended = attend(layer, torch.cat([absorbed, q[..., sizes.nope :]], -1), cell)
+        attended = torch.bmm(attended.view(num_rows, self.heads, sizes.kv_rank).transpose(0, 1), self.values)
+        rows = attended.transpose(0, 1).reshape(num_rows, self.heads * sizes.value)
         return exchange.reduce(self.out(rows, self.out_bias))

@@ -23,45 +23,52 @@ class Sharding(NamedTuple):
     experts: Shard = Shard()
 
     @property
-    def apart(self) -> bool:
+    def expert_parallel(self) -> bool:
         """Whether the model is expert-parallel: some experts are on other ranks only."""
         return self.experts.size > 1
 
     @property
-    def columns(self) -> Shard:
+    def expert_columns(self) -> Shard:
         """Return this rank's shard of the columns of the experts that it holds."""
-        each = self.mlp.size // self.experts.size
-        return Shard(self.mlp.rank % each, each)
+        ranks_per_shard = self.mlp.size // self.experts.size
+        return Shard(self.mlp.rank % ranks_per_shard, ranks_per_shard)
 
     @property
-    def shared(self) -> Shard:
+    def shared_expert(self) -> Shard:
         """Return the shard of the columns of a shared expert, an MLP that every token takes.
 
         If expert-parallel, rows are sent to the ranks of their routed experts, but the shared expert runs in the rows'
         own attention group.
         """
-        return self.attention if self.apart else self.mlp
+        return self.attention if self.expert_parallel else self.mlp
 
 
-def part_of_experts(ep_size: int, world: Shard) -> Shard:
+def expert_shard(ep_size: int, world: Shard) -> Shard:
     """Return the shard of experts that a rank of the world holds; neighbouring ranks have the same shard."""
     return Shard(world.rank * ep_size // world.size, ep_size)
 
 
-def where_experts_are(moe: Moe, ep_size: int, ranks: int) -> str:
-    """Return in words which of `ranks` ranks hold which experts; the text is the same on every rank."""
+def describe_expert_placement(moe: Moe, ep_size: int, ranks: int) -> str:
+    """Return a text that says which of `ranks` ranks hold which experts; it is the same on every rank."""
     if ep_size == 1:
         return f"{moe.experts} experts" + (f", each by columns over {ranks} ranks" if ranks > 1 else "")
-    each, held = ranks // ep_size, []
-    for part in range(ep_size):
-        start, stop = Shard(part, ep_size).span(moe.experts)
+    ranks_per_shard, placements = ranks // ep_size, []
+    for shard_index in range(ep_size):
+        start, stop = Shard(shard_index, ep_size).span(moe.experts)
         ids = f"{start} to {stop - 1}" if stop - start > 1 else f"{start}"
-        last = (part + 1) * each - 1
-        held.append(f"{ids} on " + (f"rank {last}" if each == 1 else f"ranks {part * each} to {last} by columns"))
-    return f"{moe.experts} experts, {', '.join(held)}"
+        last_rank = (shard_index + 1) * ranks_per_shard - 1
+        placements.append(
+            f"{ids} on "
+            + (
+                f"rank {last_rank}"
+                if ranks_per_shard == 1
+                else f"ranks {shard_index * ranks_per_shard} to {last_rank} by columns"
+            )
+        )
+    return f"{moe.experts} experts, {', '.join(placements)}"
 
 
-WHOLE = Sharding()
+UNSHARDED = Sharding()
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +85,6 @@ class ModelContext:
     kernels: Kernels = field(default_factory=TorchKernels)
 
     @classmethod
-    def dry(cls, sharding: Sharding = WHOLE) -> "ModelContext":
+    def headers_only(cls, sharding: Sharding = UNSHARDED) -> "ModelContext":
         """Return the context of a model on torch's meta device, which needs only the headers of its checkpoint."""
         return cls(torch.float32, torch.device("meta"), NoExchange(), sharding, 1)

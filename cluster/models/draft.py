@@ -13,8 +13,8 @@ from torch import Tensor
 from cluster.arch import DraftLayer, DraftSpec
 from cluster.config import ConfigError
 from cluster.kernels.interface import Angles, Kernels
-from cluster.models.attention import Attend, GrownQueries, LatentAttention, SelfAttention
-from cluster.models.checkpoint import Checkpoint, placed
+from cluster.models.attention import Attend, LatentAttention, ScaledQueries, SelfAttention
+from cluster.models.checkpoint import Checkpoint, to_device
 from cluster.models.context import ModelContext
 from cluster.models.exchange import TokenExchange
 from cluster.models.experts import Experts
@@ -41,9 +41,9 @@ class DraftBlock:
     residual_normed: bool
 
     @property
-    def ops(self) -> tuple[str, ...]:
+    def exchange_calls(self) -> tuple[str, ...]:
         """Return the exchange calls of a forward, in order."""
-        return ("reduce", *self.mlp.ops)
+        return ("reduce", *self.mlp.exchange_calls)
 
     def __call__(
         self, embedding: Tensor, hidden: Tensor, angles: Angles, attend: Attend, layer: int, exchange: TokenExchange
@@ -63,16 +63,16 @@ def load_block(load: Loader, prefix: str, layer: DraftLayer, residual_normed: bo
     """Load this rank's shard of the layer under `prefix`."""
     g = layer.geometry
 
-    def scale(name: str) -> Tensor:
+    def norm_weight(name: str) -> Tensor:
         return load.norm(f"{prefix}.{name}.weight", g.hidden, g.unit_offset)
 
     attention = load.attention if g.latent is None else load.latent
     return DraftBlock(
         kernels=load.kernels,
-        embed_norm=scale("input_layernorm") if layer.pair else None,
-        hidden_norm=None if layer.hidden_norm == "none" else scale(layer.hidden_norm),
+        embed_norm=norm_weight("input_layernorm") if layer.pair else None,
+        hidden_norm=None if layer.hidden_norm == "none" else norm_weight(layer.hidden_norm),
         attention=attention(f"{prefix}.self_attn", g, 2 * g.hidden if layer.pair else g.hidden),
-        post_norm=scale("post_attention_layernorm"),
+        post_norm=norm_weight("post_attention_layernorm"),
         mlp=load.mlp(f"{prefix}.mlp", g) if g.moe is None else load.experts(f"{prefix}.mlp", g, g.moe),
         eps=g.eps,
         residual_normed=residual_normed and layer.pair,
@@ -114,9 +114,9 @@ class DraftModel(ABC):
     def _load(self, load: Loader) -> None:
         """Load the tensors that only this family has, for its `fuse_aux` and `forward`."""
 
-    def reach(self, positions: int) -> None:
+    def prepare_positions(self, positions: int) -> None:
         """Prepare rotary tables for positions below `positions`. The host calls this before a step."""
-        self._rotary.reach(positions)
+        self._rotary.prepare_positions(positions)
 
     @abstractmethod
     def fuse_aux(self, aux_hidden: Tensor) -> Tensor:
@@ -127,10 +127,10 @@ class DraftModel(ABC):
         """Rows, with the token after each and its hidden -> (input of the head, recurrent hidden), `[T, H]` each."""
 
     @property
-    def ops(self) -> tuple[tuple[str, ...], tuple[str, ...], int, int]:
+    def exchange_calls(self) -> tuple[tuple[str, ...], tuple[str, ...], int, int]:
         """Return the exchange calls of a forward and of the head, in order; H; the width of this shard's logits."""
         assert self._head is not None
-        forward = ("embed", *(op for layer in self._layers for op in layer.ops))
+        forward = ("embed", *(op for layer in self._layers for op in layer.exchange_calls))
         return forward, ("head",), self.spec.hidden, self._head.columns
 
     def set_embed_and_head(self, embed: Embedding, head: Head) -> None:
@@ -139,7 +139,7 @@ class DraftModel(ABC):
         self._head = head if self._head is None else self._head
 
     @property
-    def own_ids(self) -> Tensor:
+    def shard_target_ids(self) -> Tensor:
         """Return the target ids of this shard's columns, `[v]`; padding columns have 0."""
         assert self._head is not None
         start, count = self._head.start, self._head.columns
@@ -156,9 +156,9 @@ class DraftModel(ABC):
 
         The recurrent hidden is taken after the final norm if the spec's `recurrent` is "post", else before the norm.
         """
-        angles = self._rotary.at(positions)
+        angles = self._rotary.angles_at(positions)
         if self.spec.query_scaling is not None:
-            attend = GrownQueries(attend, positions, *self.spec.query_scaling)
+            attend = ScaledQueries(attend, positions, *self.spec.query_scaling)
         for index, layer in enumerate(self._layers):
             hidden = layer(embedding, hidden, angles, attend, index, self._exchange)
         normed = hidden if self._norm is None else self._kernels.norm(hidden, self._norm, self.spec.layer.eps)
@@ -178,7 +178,7 @@ def vocabulary_map(spec: DraftSpec, checkpoint: Checkpoint, device: torch.device
         ConfigError: `d2t` is missing but needed, or is not an ascending map into the target's ids.
     """
     if spec.token_map:
-        checkpoint.drop("t2d")
+        checkpoint.mark_name_used("t2d")
         return torch.tensor(spec.token_map, device=device)
     identity = torch.arange(spec.draft_vocab_size).to(device)
     if not spec.vocab_map:
@@ -186,25 +186,25 @@ def vocabulary_map(spec: DraftSpec, checkpoint: Checkpoint, device: torch.device
             raise ConfigError(
                 f"tensor 'd2t' is missing in {checkpoint.folder!r}: draft_vocab_size {spec.draft_vocab_size} needs it"
             )
-        checkpoint.drop("t2d")
+        checkpoint.mark_name_used("t2d")
         return identity
-    offsets = checkpoint.take("d2t", (spec.draft_vocab_size,)).long()
+    offsets = checkpoint.tensor("d2t", (spec.draft_vocab_size,)).long()
     if offsets.is_meta:
         if "t2d" in checkpoint.shapes:
-            checkpoint.take("t2d", (spec.vocab_size,))
+            checkpoint.tensor("t2d", (spec.vocab_size,))
         return identity
     ids = identity.cpu() + offsets
-    increasing = bool((ids[1:] > ids[:-1]).all()) and int(ids[0]) >= 0 and int(ids[-1]) < spec.vocab_size
+    is_valid = bool((ids[1:] > ids[:-1]).all()) and int(ids[0]) >= 0 and int(ids[-1]) < spec.vocab_size
     if "t2d" in checkpoint.shapes:
-        mask = checkpoint.take("t2d", (spec.vocab_size,)).bool()
-        increasing = (
-            increasing
+        mask = checkpoint.tensor("t2d", (spec.vocab_size,)).bool()
+        is_valid = (
+            is_valid
             and int(mask.sum()) == spec.draft_vocab_size
             and bool(mask[ids.clamp(0, spec.vocab_size - 1)].all())
         )
-    if not increasing:
+    if not is_valid:
         raise ConfigError(
             f"tensor 'd2t' in {checkpoint.folder!r} is not a map into the target's {spec.vocab_size} ids; it must hold "
             "offsets (target id minus draft id) that ascend and agree with 't2d'"
         )
-    return placed(ids, torch.int64, device)
+    return to_device(ids, torch.int64, device)

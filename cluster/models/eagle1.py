@@ -17,11 +17,13 @@ class Eagle1Draft(DraftModel):
     def _load(self, load: Loader) -> None:
         spec, h = self.spec, self.spec.hidden
         self._fc = load.projection("fc.weight", h, 2 * h)
-        self._fc_bias = load.take("fc.bias", h) if spec.fc_bias else None
-        self._pair_norms: tuple[Tensor, ...] | None = None
+        self._fc_bias = load.tensor("fc.bias", h) if spec.fc_bias else None
+        self._input_norms: tuple[Tensor, ...] | None = None
         if spec.pair_norms:
             offset = spec.layer.unit_offset
-            self._pair_norms = tuple(load.norm(f"{part}_norm.weight", h, offset) for part in ("embed", "hidden"))
+            self._input_norms = tuple(
+                load.norm(f"{input_name}_norm.weight", h, offset) for input_name in ("embed", "hidden")
+            )
 
     def fuse_aux(self, aux_hidden: Tensor) -> Tensor:
         """Return the target's post-norm hidden `[T, H]` as it is."""
@@ -32,8 +34,8 @@ class Eagle1Draft(DraftModel):
         embedding, eps = self._embedding(token_ids), self.spec.layer.eps
         if self.spec.zero_first:  # the first row of a sequence is at position i for runner i (see `MultiLayerDraft`)
             embedding = embedding.masked_fill((positions == self._first_position)[:, None], 0)
-        if self._pair_norms is not None:
-            embedding = self._kernels.norm(embedding, self._pair_norms[0], eps)
-            hidden = self._kernels.norm(hidden, self._pair_norms[1], eps)
-        both = [embedding, hidden] if self.spec.concat_order == "embed_first" else [hidden, embedding]
-        return self._run(embedding, self._fc(torch.cat(both, -1), self._fc_bias), positions, attend)
+        if self._input_norms is not None:
+            embedding = self._kernels.norm(embedding, self._input_norms[0], eps)
+            hidden = self._kernels.norm(hidden, self._input_norms[1], eps)
+        inputs = [embedding, hidden] if self.spec.concat_order == "embed_first" else [hidden, embedding]
+        return self._run(embedding, self._fc(torch.cat(inputs, -1), self._fc_bias), positions, attend)

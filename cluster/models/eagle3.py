@@ -18,9 +18,9 @@ class Eagle3Draft(DraftModel):
     def _load(self, load: Loader) -> None:
         spec = self.spec
         self._fc = load.projection("fc.weight", spec.hidden, spec.fc_in) if spec.fc else None
-        self._concat_norm = load.take("input_norm.weight", spec.fc_in) if spec.norm_before_fc else None
+        self._concat_norm = load.tensor("input_norm.weight", spec.fc_in) if spec.norm_before_fc else None
         aux_norms = range(spec.num_aux) if spec.fc_norm else range(0)
-        self._aux_norms = [load.take(f"fc_norm.{i}.weight", spec.target_hidden) for i in aux_norms]
+        self._aux_norms = [load.tensor(f"fc_norm.{i}.weight", spec.target_hidden) for i in aux_norms]
 
     def fuse_aux(self, aux_hidden: Tensor) -> Tensor:
         """The target's aux hidden `[T, A]` -> the draft's hidden `[T, H]`."""
@@ -28,8 +28,11 @@ class Eagle3Draft(DraftModel):
         if self._concat_norm is not None:
             aux_hidden = self._kernels.norm(aux_hidden, self._concat_norm, eps)
         if self._aux_norms:
-            parts = torch.split(aux_hidden, self.spec.target_hidden, -1)
-            normed = [self._kernels.norm(p, w, eps) for p, w in zip(parts, self._aux_norms, strict=True)]
+            aux_states = torch.split(aux_hidden, self.spec.target_hidden, -1)
+            normed = [
+                self._kernels.norm(state, weight, eps)
+                for state, weight in zip(aux_states, self._aux_norms, strict=True)
+            ]
             aux_hidden = torch.cat(normed, -1)
         return aux_hidden if self._fc is None else self._fc(aux_hidden)
 

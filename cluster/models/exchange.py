@@ -14,7 +14,7 @@ class Shards(Protocol):
     order, and get the same numbers.
 
     If the head is sharded over the attention group, the T' rows are the group's own T rows. If the head is sharded over
-    the world (`wide`), the T' rows are those of all groups, one group after the other.
+    the world (`over_world`), the T' rows are those of all groups, one group after the other.
     """
 
     @property
@@ -22,11 +22,11 @@ class Shards(Protocol):
         """Return n, the number of shards."""
 
     @property
-    def wide(self) -> bool:
+    def over_world(self) -> bool:
         """Whether this rank also scores rows of other groups."""
 
     def spread(self, numbers: Tensor) -> Tensor:
-        """Int64 numbers of own rows, `[T, k]` -> those of the rows of all groups, `[T', k]`. Only if `wide`."""
+        """Int64 numbers of own rows, `[T, k]` -> those of the rows of all groups, `[T', k]`. Only if `over_world`."""
 
     def highest(self, numbers: Tensor) -> Tensor:
         """Float64 `[T', 1]` -> the maximum of each row over all shards; NaN counts as highest."""
@@ -39,13 +39,13 @@ class Shards(Protocol):
 
 
 class ExpertRouting(NamedTuple):
-    """The k experts of each of T rows: `weights`, ids `experts`, and the shards of experts that hold them, `parts`;
+    """The k experts of each of T rows: `weights`, ids `experts`, and the shards of experts that hold them, `shards`;
     `[T, k]` each.
     """
 
     weights: Tensor
     experts: Tensor
-    parts: Tensor
+    shards: Tensor
 
 
 class ExpertParallelLayer(Protocol):
@@ -73,17 +73,17 @@ class TokenExchange(Protocol):
     def gather(self, rows: Tensor) -> Tensor:
         """All-gather: own rows `[T, H]` -> the rows of all groups."""
 
-    def scatter(self, rows: Tensor, common: Tensor | None = None) -> Tensor:
-        """Reduce-scatter: partial sums for the rows of all groups -> own rows `[T, H]`, summed. `common` `[T, H]` are
-        further partial sums for own rows, which only ranks of this attention group have.
+    def scatter(self, rows: Tensor, group_sums: Tensor | None = None) -> Tensor:
+        """Reduce-scatter: partial sums for the rows of all groups -> own rows `[T, H]`, summed. `group_sums` `[T, H]`
+        are further partial sums for own rows, which only ranks of this attention group have.
         """
 
     @property
-    def counted(self) -> bool:
+    def routes_to_experts(self) -> bool:
         """Whether rows of this step go only to the ranks of their experts (`to_experts`), not to all ranks."""
 
-    def to_experts(self, rows: Tensor, experts: ExpertParallelLayer, common: Tensor | None) -> Tensor:
-        """All-to-all: own rows `[T, H]` -> the sum of the outputs of their experts; `common` as in `scatter`."""
+    def to_experts(self, rows: Tensor, experts: ExpertParallelLayer, group_sums: Tensor | None) -> Tensor:
+        """All-to-all: own rows `[T, H]` -> the sum of the outputs of their experts; `group_sums` as in `scatter`."""
 
     def embed(self, ids: Tensor, lookup: Callable[[Tensor], Tensor]) -> Tensor:
         """Token ids `[T]` -> rows `[T, H]`, summed over shards; `lookup` gives zeros for ids of other shards."""
@@ -92,7 +92,7 @@ class TokenExchange(Protocol):
         """Rows `[T, H]` -> this shard's logits `[T', v]`, computed by `project`, and the index of the first own row."""
 
 
-EXPERTS = "experts"
+EXPERT_CALLS = "experts"
 """Placeholder in a list of exchange calls: the calls around an expert-parallel layer. The step's plan chooses them."""
 
 
@@ -107,34 +107,34 @@ class NoExchange:
 
     def reduce(self, rows: Tensor) -> Tensor:
         """Own rows, unchanged."""
-        self._clock.part()
+        self._clock.mark_layer()
         return rows
 
     def gather(self, rows: Tensor) -> Tensor:
         """Own rows, unchanged."""
-        self._clock.part()
+        self._clock.mark_layer()
         return rows
 
-    def scatter(self, rows: Tensor, common: Tensor | None = None) -> Tensor:
-        """Own rows, plus `common`."""
-        self._clock.part()
-        return rows if common is None else rows + common
+    def scatter(self, rows: Tensor, group_sums: Tensor | None = None) -> Tensor:
+        """Own rows, plus `group_sums`."""
+        self._clock.mark_layer()
+        return rows if group_sums is None else rows + group_sums
 
     @property
-    def counted(self) -> bool:
+    def routes_to_experts(self) -> bool:
         """False: this rank holds all experts."""
         return False
 
-    def to_experts(self, rows: Tensor, experts: ExpertParallelLayer, common: Tensor | None) -> Tensor:
+    def to_experts(self, rows: Tensor, experts: ExpertParallelLayer, group_sums: Tensor | None) -> Tensor:
         """Never called, because this rank holds all experts."""
         raise AssertionError("a rank that holds all experts has nowhere to send rows")
 
     def embed(self, ids: Tensor, lookup: Callable[[Tensor], Tensor]) -> Tensor:
         """Return the rows of the whole embedding."""
-        self._clock.part()
+        self._clock.mark_layer()
         return lookup(ids)
 
     def head(self, rows: Tensor, project: Callable[[Tensor], Tensor]) -> tuple[Tensor, int]:
         """Return the logits of the whole head."""
-        self._clock.part()
+        self._clock.mark_layer()
         return project(rows), 0

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cluster.arch import Moe
 from cluster.kernels.interface import Activation, Kernels, Stack, Weight
-from cluster.models.exchange import EXPERTS, ExpertRouting, TokenExchange
+from cluster.models.exchange import EXPERT_CALLS, ExpertRouting, TokenExchange
 from cluster.models.mlp import Mlp
 
 
@@ -33,31 +33,31 @@ class Gate:
         """
         moe = self.moe
         scores = self.weight(rows.to(self.weight.dtype), self.bias)
-        wide = scores if scores.dtype == torch.float64 else scores.float()
-        scores = wide.softmax(-1) if moe.scoring == "softmax" else wide.sigmoid()
-        ranked = scores if self.correction is None else scores + self.correction
+        precise_scores = scores if scores.dtype == torch.float64 else scores.float()
+        scores = precise_scores.softmax(-1) if moe.scoring == "softmax" else precise_scores.sigmoid()
+        ranking = scores if self.correction is None else scores + self.correction
         if moe.groups > 1:
-            grouped = ranked.view(-1, moe.groups, moe.experts // moe.groups)
-            best = grouped.topk(min(2, grouped.shape[-1]), -1).values.sum(-1).topk(moe.top_groups, -1).indices
+            grouped = ranking.view(-1, moe.groups, moe.experts // moe.groups)
+            best_groups = grouped.topk(min(2, grouped.shape[-1]), -1).values.sum(-1).topk(moe.top_groups, -1).indices
             # Experts outside the best groups cannot be chosen.
-            closed = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(1, best, False)
-            ranked = grouped.masked_fill(closed[..., None], float("-inf")).view_as(ranked)
-        chosen = ranked.topk(moe.active, -1).indices
-        weights = scores.gather(1, chosen)
+            excluded = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(1, best_groups, False)
+            ranking = grouped.masked_fill(excluded[..., None], float("-inf")).view_as(ranking)
+        expert_ids = ranking.topk(moe.active, -1).indices
+        weights = scores.gather(1, expert_ids)
         if moe.renormalise:
             weights = weights / weights.sum(-1, keepdim=True)
-        return (weights * moe.scale).to(rows.dtype), chosen
+        return (weights * moe.scale).to(rows.dtype), expert_ids
 
 
 @dataclass(frozen=True, slots=True)
 class LocalExperts:
-    """This rank's experts in an expert-parallel layer: ids `first` to `first + count - 1`. `parts` `[experts]` gives
-    for each expert of the layer the shard of experts that holds it.
+    """This rank's experts in an expert-parallel layer: ids `first` to `first + count - 1`. `shard_of_expert`
+    `[experts]` gives for each expert of the layer the shard of experts that holds it.
     """
 
     first: int
     count: int
-    parts: Tensor
+    shard_of_expert: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +65,8 @@ class Experts:
     """E gated MLPs: `gate_up` `[E, H, 2 I]`, `down` `[E, I, H]`, biases `[E, 2 I]` and `[E, H]`.
 
     `shared` is an MLP that every token takes. `shared_gate` `[H, 1]` is replicated: each rank multiplies its partial
-    sum of `shared` by the gate's sigmoid. `held` says which experts this rank holds if the layer is expert-parallel;
-    `shared` is then sharded like attention. If `held` is None, the rank has columns of all experts, and of `shared`.
+    sum of `shared` by the gate's sigmoid. `local` says which experts this rank holds if the layer is expert-parallel;
+    `shared` is then sharded like attention. If `local` is None, the rank has columns of all experts, and of `shared`.
     """
 
     kernels: Kernels
@@ -78,59 +78,61 @@ class Experts:
     shared: Mlp | None
     activation: Activation
     shared_gate: Weight | None = None
-    held: LocalExperts | None = None
+    local: LocalExperts | None = None
 
     @property
-    def ops(self) -> tuple[str, ...]:
+    def exchange_calls(self) -> tuple[str, ...]:
         """Return the exchange calls of a forward, in order."""
-        return ("gather", "scatter") if self.held is None else (EXPERTS,)
+        return ("gather", "scatter") if self.local is None else (EXPERT_CALLS,)
 
     def __call__(self, rows: Tensor, exchange: TokenExchange) -> Tensor:
         """Own rows `[T, H]` -> `[T, H]`."""
-        if self.held is None:
+        if self.local is None:
             rows = exchange.gather(rows)
-            out, common = self.run(rows, *self.gate(rows)), self.common(rows)
-            return exchange.scatter(out if common is None else out + common)
-        common = self.common(rows)
-        if exchange.counted:
-            return exchange.to_experts(rows, self, common)
+            out, shared_output = self.run(rows, *self.gate(rows)), self.shared_output(rows)
+            return exchange.scatter(out if shared_output is None else out + shared_output)
+        shared_output = self.shared_output(rows)
+        if exchange.routes_to_experts:
+            return exchange.to_experts(rows, self, shared_output)
         rows = exchange.gather(rows)
-        return exchange.scatter(self.run(rows, *self.gate(rows)), common)
+        return exchange.scatter(self.run(rows, *self.gate(rows)), shared_output)
 
     def choose(self, rows: Tensor) -> ExpertRouting:
         """Rows `[T, H]` -> their experts, which may be on any rank. Only for expert-parallel layers."""
-        assert self.held is not None, "all experts are here"
-        weights, chosen = self.gate(rows)
-        return ExpertRouting(weights, chosen, self.held.parts[chosen])
+        assert self.local is not None, "all experts are here"
+        weights, expert_ids = self.gate(rows)
+        return ExpertRouting(weights, expert_ids, self.local.shard_of_expert[expert_ids])
 
-    def common(self, rows: Tensor) -> Tensor | None:
+    def shared_output(self, rows: Tensor) -> Tensor | None:
         """Return this rank's partial sum of the shared MLP, `[T, H]`; None if there is no shared MLP."""
         if self.shared is None:
             return None
-        common = self.shared.part(rows)
-        return common if self.shared_gate is None else common * self.shared_gate(rows).sigmoid()
+        shared_output = self.shared.partial_sum(rows)
+        return shared_output if self.shared_gate is None else shared_output * self.shared_gate(rows).sigmoid()
 
     def run(self, rows: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """Run each expert of this rank once, on the rows that chose it; return each row's weighted sum, `[T, H]`.
 
         `weights` and ids `experts` are `[T, k]`. The terms of a row are added in order of expert ids.
         """
-        if self.held is None:
+        if self.local is None:
             groups = self.kernels.group(experts, self.gate.moe.experts)
-            made = self._made(rows, groups.source, groups.ends, groups.expert)
-            return self.kernels.combine(made, groups, weights, self.down_bias)
-        first, count = self.held.first, self.held.count
+            outputs = self._expert_outputs(rows, groups.source_rows, groups.ends, groups.place_experts)
+            return self.kernels.combine(outputs, groups, weights, self.down_bias)
+        first, count = self.local.first, self.local.count
         # Experts of other ranks become one extra group, number `count`, which sorts behind all others. Nothing is
         # computed for its places; their uninitialised output is replaced by zeros.
-        here = torch.where((experts < first) | (experts >= first + count), count, experts - first)
-        groups = self.kernels.group(here, count + 1)
-        own = groups.expert.clamp(max=count - 1)
-        made = self._made(rows, groups.source, groups.ends[:count], own)
-        made = made if self.down_bias is None else made + self.down_bias[own]
-        return self.kernels.combine(made.masked_fill_((groups.expert == count)[:, None], 0.0), groups, weights, None)
+        local_ids = torch.where((experts < first) | (experts >= first + count), count, experts - first)
+        groups = self.kernels.group(local_ids, count + 1)
+        expert_of_row = groups.place_experts.clamp(max=count - 1)
+        outputs = self._expert_outputs(rows, groups.source_rows, groups.ends[:count], expert_of_row)
+        outputs = outputs if self.down_bias is None else outputs + self.down_bias[expert_of_row]
+        return self.kernels.combine(
+            outputs.masked_fill_((groups.place_experts == count)[:, None], 0.0), groups, weights, None
+        )
 
-    def _made(self, rows: Tensor, source: Tensor, ends: Tensor, expert: Tensor) -> Tensor:
+    def _expert_outputs(self, rows: Tensor, source: Tensor, ends: Tensor, expert: Tensor) -> Tensor:
         """Return the experts' outputs at the places of `Groups`, `[T k, H]`, without the bias of `down`."""
-        inner = self.gate_up(rows.index_select(0, source), ends)
-        inner = inner if self.gate_up_bias is None else inner + self.gate_up_bias[expert]
-        return self.down(self.kernels.activate(inner, self.activation), ends)
+        activations = self.gate_up(rows.index_select(0, source), ends)
+        activations = activations if self.gate_up_bias is None else activations + self.gate_up_bias[expert]
+        return self.down(self.kernels.activate(activations, self.activation), ends)

@@ -29,9 +29,9 @@ class DecoderLayer:
     after_mlp: Tensor | None = None
 
     @property
-    def ops(self) -> tuple[str, ...]:
+    def exchange_calls(self) -> tuple[str, ...]:
         """Return the exchange calls of a forward, in order."""
-        return ("reduce", *self.mlp.ops)
+        return ("reduce", *self.mlp.exchange_calls)
 
     def __call__(
         self, hidden: Tensor, normed: Tensor, angles: Angles, attend: Attend, layer: int, exchange: TokenExchange
@@ -39,9 +39,9 @@ class DecoderLayer:
         """Residual stream entering the layer, and that after `input_norm`, `[T, H]` each -> two tensors `[T, H]` whose
         sum is the residual stream leaving the layer. The next `add_norm` adds them up.
         """
-        out = self._after(self.attention(normed, angles, attend, layer, exchange), self.after_attention)
+        out = self._normed(self.attention(normed, angles, attend, layer, exchange), self.after_attention)
         hidden, normed = self.kernels.add_norm(hidden, out, self.post_norm, self.eps)
-        return hidden, self._after(self.mlp(normed, exchange), self.after_mlp)
+        return hidden, self._normed(self.mlp(normed, exchange), self.after_mlp)
 
-    def _after(self, out: Tensor, scale: Tensor | None) -> Tensor:
-        return out if scale is None else self.kernels.norm(out, scale, self.eps)
+    def _normed(self, out: Tensor, weight: Tensor | None) -> Tensor:
+        return out if weight is None else self.kernels.norm(out, weight, self.eps)

@@ -25,15 +25,15 @@ class Mlp:
     activation: Activation = SILU
 
     @property
-    def ops(self) -> tuple[str, ...]:
+    def exchange_calls(self) -> tuple[str, ...]:
         """Return the exchange calls of a forward, in order."""
         return "gather", "scatter"
 
     def __call__(self, rows: Tensor, exchange: TokenExchange) -> Tensor:
         """Own rows `[T, H]` -> `[T, H]`: gather the rows of all ranks, compute partial sums, sum and scatter these."""
-        return exchange.scatter(self.part(exchange.gather(rows)))
+        return exchange.scatter(self.partial_sum(exchange.gather(rows)))
 
-    def part(self, rows: Tensor) -> Tensor:
+    def partial_sum(self, rows: Tensor) -> Tensor:
         """Return this rank's partial sum for rows that are gathered already, `[T, H]`."""
-        both = self.gate_up(rows, self.gate_up_bias)
-        return self.down(self.kernels.activate(both, self.activation), self.down_bias)
+        gate_and_up = self.gate_up(rows, self.gate_up_bias)
+        return self.down(self.kernels.activate(gate_and_up, self.activation), self.down_bias)

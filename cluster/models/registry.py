@@ -10,7 +10,7 @@ from cluster.models.draft import DraftModel
 from cluster.models.eagle1 import Eagle1Draft
 from cluster.models.eagle3 import Eagle3Draft
 from cluster.models.target import DecoderTarget, read_embed_and_head, target_checkpoint
-from cluster.models.vocab import chosen_head
+from cluster.models.vocab import select_head_columns
 
 DRAFTS: dict[Kind, type[Eagle3Draft] | type[Eagle1Draft]] = {
     "eagle3": Eagle3Draft,
@@ -26,18 +26,18 @@ def check_target(folder: str, arch: TargetArch) -> None:
     Raises:
         ConfigError: a tensor is missing, unknown or of the wrong shape; the message names it.
     """
-    DecoderTarget(arch, target_checkpoint(folder, arch, dry=True), ModelContext.dry())
+    DecoderTarget(arch, target_checkpoint(folder, arch, dry=True), ModelContext.headers_only())
 
 
 def check_draft(folder: str, spec: DraftSpec) -> None:
     """Check all runners of the draft in `folder` as `check_target` does; raises `ConfigError` as well."""
     for runner in range(spec.runners):
-        DRAFTS[spec.kind](spec, draft_checkpoint(folder, spec, runner, dry=True), ModelContext.dry())
+        DRAFTS[spec.kind](spec, draft_checkpoint(folder, spec, runner, dry=True), ModelContext.headers_only())
 
 
 def draft_checkpoint(folder: str, spec: DraftSpec, runner: int = 0, dry: bool = False) -> Checkpoint:
     """Open the checkpoint of the draft in `folder`, with the names of one runner. If `dry`, only headers are read."""
-    return Checkpoint(folder, partial(spec.stored_name, runner=runner), spec.ignored(runner), dry)
+    return Checkpoint(folder, partial(spec.stored_name, runner=runner), spec.ignored_by(runner), dry)
 
 
 def load_target(folder: str, arch: TargetArch, context: ModelContext) -> DecoderTarget:
@@ -77,9 +77,9 @@ def share_embed_and_head(draft: DraftModel, target: DecoderTarget, context: Mode
     """
     spec, vocab = draft.spec, context.sharding.vocab
     embed, head = target.get_embed_and_head()
-    if embed.part != vocab and not (spec.embed == "own" and spec.head != "target"):
+    if embed.shard != vocab and not (spec.embed == "own" and spec.head != "target"):
         embed, head = read_embed_and_head(target.folder, target.arch, context)
     if spec.head == "target" and (spec.vocab_map or spec.token_map):
-        whole = head if embed.part.size == 1 else read_embed_and_head(target.folder, target.arch, context)[1]
-        head = chosen_head(whole, draft.target_ids, vocab, context.kernels)
+        full_head = head if embed.shard.size == 1 else read_embed_and_head(target.folder, target.arch, context)[1]
+        head = select_head_columns(full_head, draft.target_ids, vocab, context.kernels)
     draft.set_embed_and_head(embed, head)

@@ -9,10 +9,10 @@ from cluster.arch import Rope
 from cluster.config import ConfigError
 from cluster.kernels.interface import Angles
 from cluster.kv.pool import zeros
-from cluster.models.arithmetic import joined
+from cluster.models.arithmetic import concat
 
-START = 16384  # rows of a table that are computed at the start
-ROWS = 1024  # rows computed at a time when a request needs more; a step waits for them
+INITIAL_ROWS = 16384  # rows of a table that are computed at the start
+ROWS_PER_EXTENSION = 1024  # rows computed at a time when a request needs more; a step waits for them
 
 
 def frequencies(rope: Rope, dim: int) -> Tensor:
@@ -32,8 +32,8 @@ def frequencies(rope: Rope, dim: int) -> Tensor:
     if rope.yarn is not None:
         yarn = rope.yarn
         first, last = (
-            dim * math.log(yarn.length / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
-            for turns in (yarn.beta_fast, yarn.beta_slow)
+            dim * math.log(yarn.original_length / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+            for rotations in (yarn.beta_fast, yarn.beta_slow)
         )
         if yarn.truncate:
             first, last = math.floor(first), math.ceil(last)
@@ -52,8 +52,8 @@ def dynamic_frequencies(rope: Rope, dim: int, positions: Tensor) -> Tensor:
     """
     assert rope.dynamic is not None
     factor, length = rope.dynamic
-    texts = (positions + 1).clamp(min=length).double()
-    base = rope.theta * (factor * texts / length - (factor - 1)) ** (dim / (dim - 2))
+    text_lengths = (positions + 1).clamp(min=length).double()
+    base = rope.theta * (factor * text_lengths / length - (factor - 1)) ** (dim / (dim - 2))
     return 1.0 / base[:, None] ** (torch.arange(0, dim, 2, dtype=torch.float64) / dim)
 
 
@@ -61,17 +61,18 @@ class RotaryTable:
     """cos and signed sin per position, `[P, 1, d]` each; see `Angles`.
 
     The table is allocated for all P positions that may ever be served, so that its address never changes and captured
-    programs can read it. Rows behind the first `START` are computed when `reach` needs them. On a CPU, rows that were
-    never written take no physical memory.
+    programs can read it. Rows behind the first `INITIAL_ROWS` are computed when `prepare_positions` needs them. On a
+    CPU, rows that were never written take no physical memory.
     """
 
     def __init__(self, rope: Rope, head_dim: int, positions: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Allocate a table of `positions` rows for `head_dim` rotated dimensions, and compute the first `START` rows.
+        """Allocate a table of `positions` rows for `head_dim` rotated dimensions, and compute the first `INITIAL_ROWS`
+        rows.
 
         Raises:
             ConfigError: the system does not grant the address space.
         """
-        self._rope, self._dim, self._positions, self._made = rope, head_dim, positions, 0
+        self._rope, self._dim, self._positions, self._computed_rows = rope, head_dim, positions, 0
         try:
             self._cos, self._sin = (zeros((positions, 1, head_dim), dtype, device) for _ in range(2))
         except MemoryError:
@@ -79,41 +80,41 @@ class RotaryTable:
                 f"this machine has no room for rotary tables of {positions} positions; lower context_length"
             ) from None
         if device.type != "meta":
-            self.reach(START)
+            self.prepare_positions(INITIAL_ROWS)
 
-    def reach(self, positions: int) -> None:
+    def prepare_positions(self, positions: int) -> None:
         """Compute the missing rows of positions below `positions`. The host calls this before a step."""
-        while self._made < min(positions, self._positions):
-            start, stop = self._made, min(self._made + ROWS, self._positions)
+        while self._computed_rows < min(positions, self._positions):
+            start, stop = self._computed_rows, min(self._computed_rows + ROWS_PER_EXTENSION, self._positions)
             cos, sin = self._rows(start, stop)
             self._cos[start:stop, 0].copy_(torch.cat([cos, cos], -1))
             self._sin[start:stop, 0].copy_(torch.cat([-sin, sin], -1))
-            self._made = stop
+            self._computed_rows = stop
 
-    def at(self, positions: Tensor) -> Angles:
+    def angles_at(self, positions: Tensor) -> Angles:
         """Return the angles of rows at `positions` `[T]`."""
         return Angles(self._cos.index_select(0, positions), self._sin.index_select(0, positions))
 
     def _rows(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Return cos and sin of positions `start` to `stop - 1`, `[stop - start, d / 2]` each, in at least float32."""
         rope, positions = self._rope, torch.arange(start, stop)
-        late = rope.dynamic is not None and stop > rope.dynamic[1]
-        inverse = dynamic_frequencies(rope, self._dim, positions) if late else frequencies(rope, self._dim)
+        is_dynamic = rope.dynamic is not None and stop > rope.dynamic[1]
+        inverse = dynamic_frequencies(rope, self._dim, positions) if is_dynamic else frequencies(rope, self._dim)
         if self._cos.dtype != torch.float64:
             inverse = inverse.float()
         angle = positions[:, None].to(inverse.dtype) * inverse
-        grown = 1.0 if rope.yarn is None else rope.yarn.attention
-        return angle.cos() * grown, angle.sin() * grown
+        magnitude = 1.0 if rope.yarn is None else rope.yarn.attention_factor
+        return angle.cos() * magnitude, angle.sin() * magnitude
 
 
-def half_split(weight: Tensor, heads: int, rotated: int | None = None) -> Tensor:
+def half_split(weight: Tensor, heads: int, num_rotated: int | None = None) -> Tensor:
     """Permute weight rows `[n * d, ..]` of `heads` heads from rope over neighbouring pairs to the half-split layout.
 
-    Only the last `rotated` rows of each head are permuted (None: all). As q and k are permuted in the same way, scores
-    do not change.
+    Only the last `num_rotated` rows of each head are permuted (None: all). As q and k are permuted in the same way,
+    scores do not change.
     """
     # Of the rotated rows: (0, 1, 2, 3, ..) -> (0, 2, 4, .., 1, 3, 5, ..).
-    split = weight.view(heads, -1, *weight.shape[1:])
-    keep = 0 if rotated is None else split.shape[1] - rotated
-    turned = split[:, keep:]
-    return joined([split[:, :keep], turned[:, 0::2], turned[:, 1::2]], 1).reshape(weight.shape)
+    per_head = weight.view(heads, -1, *weight.shape[1:])
+    num_unrotated = 0 if num_rotated is None else per_head.shape[1] - num_rotated
+    rotated_rows = per_head[:, num_unrotated:]
+    return concat([per_head[:, :num_unrotated], rotated_rows[:, 0::2], rotated_rows[:, 1::2]], 1).reshape(weight.shape)

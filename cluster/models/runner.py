@@ -22,8 +22,8 @@ class AttentionBackend(Attend, Protocol):
     def prepare(self, bounds: HostBounds) -> None:
         """Prepare a step within `bounds`. Bounds that are wider than necessary do not change results."""
 
-    def bind(self, seen: AttentionMetadata) -> None:
-        """Use `seen` for the attention calls of the next forward. On a GPU this must not wait for the device."""
+    def bind(self, metadata: AttentionMetadata) -> None:
+        """Use `metadata` for the attention calls of the next forward. On a GPU this must not wait for the device."""
 
 
 M = TypeVar("M", DecoderTarget, DraftModel)
@@ -31,21 +31,21 @@ M = TypeVar("M", DecoderTarget, DraftModel)
 
 @dataclass(frozen=True, slots=True)
 class ModelRunner(Generic[M]):
-    """A model with its pool and its attention; `watch` measures the time of its forwards."""
+    """A model with its pool and its attention; `timer` measures the time of its forwards."""
 
     model: M
     pool: KVPool
     attention: AttentionBackend
-    watch: Spans
+    timer: Spans
 
     def prepare(self, bounds: HostBounds, positions: int) -> None:
         """Prepare a step within `bounds`, in which all rows are at positions below `positions`."""
         self.attention.prepare(bounds)
-        self.model.reach(positions)
+        self.model.prepare_positions(positions)
 
     def logits(self, hidden: Tensor) -> ShardedLogits:
         """Input of the head `[T, H]` -> logits over the model's vocabulary."""
-        with self.watch:
+        with self.timer:
             return self.model.logits(hidden)
 
 
@@ -55,10 +55,10 @@ class TargetRunner(ModelRunner[DecoderTarget]):
 
     boundaries: tuple[int, ...]
 
-    def forward(self, token_ids: Tensor, positions: Tensor, seen: AttentionMetadata) -> tuple[Tensor, list[Tensor]]:
+    def forward(self, token_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> tuple[Tensor, list[Tensor]]:
         """Rows `[T]` -> post-norm hidden `[T, H]`, and the residual stream at each boundary, `[T, H]` each."""
-        with self.watch:
-            self.attention.bind(seen)
+        with self.timer:
+            self.attention.bind(metadata)
             return self.model.forward(token_ids, positions, self.attention, self.boundaries)
 
 
@@ -69,13 +69,13 @@ class DraftRunner(ModelRunner[DraftModel]):
 
     def fuse_aux(self, aux_hidden: Tensor) -> Tensor:
         """The target's hidden states `[T, A]` -> the draft's hidden `[T, H]`."""
-        with self.watch:
+        with self.timer:
             return self.model.fuse_aux(aux_hidden)
 
     def forward(
-        self, token_ids: Tensor, positions: Tensor, hidden: Tensor, seen: AttentionMetadata
+        self, token_ids: Tensor, positions: Tensor, hidden: Tensor, metadata: AttentionMetadata
     ) -> tuple[Tensor, Tensor]:
         """Rows `[T]` and their hidden `[T, H]` -> (input of the head, recurrent hidden), `[T, H]` each."""
-        with self.watch:
-            self.attention.bind(seen)
+        with self.timer:
+            self.attention.bind(metadata)
             return self.model.forward(token_ids, positions, hidden, self.attention)

@@ -7,14 +7,22 @@ If tensors and config disagree, the checkpoint is refused. Shape legend: O outpu
 import torch
 from torch import Tensor
 
-from cluster.models.arithmetic import chosen
-from cluster.models.stored import Files, StoredMatrix
+from cluster.models.arithmetic import select_indices
+from cluster.models.stored import StoredMatrix, StoredTensors
 
-BLOCK = 128  # outputs and inputs per block of FP8 if the config gives no `weight_block_size`
-USUAL = (16, 32, 64, 128, 256, 512, 1024)  # group sizes to try if the config gives none and the last group is partial
+DEFAULT_BLOCK = 128  # outputs and inputs per block of FP8 if the config gives no `weight_block_size`
+COMMON_GROUP_SIZES = (
+    16,
+    32,
+    64,
+    128,
+    256,
+    512,
+    1024,
+)  # group sizes to try if the config gives none and the last group is partial
 
 
-def beside(files: Files, asked: StoredMatrix, name: str) -> tuple[Tensor, int]:
+def read_scales(files: StoredTensors, matrix: StoredMatrix, name: str) -> tuple[Tensor, int]:
     """Return scales or zeros `name` of the requested part as `[O, G]`, and how many inputs share one of them.
 
     On disk there is one scale for the tensor, one for each output, G for each output, or one for each block.
@@ -22,71 +30,74 @@ def beside(files: Files, asked: StoredMatrix, name: str) -> tuple[Tensor, int]:
     Raises:
         ConfigError: the number of scales does not agree with the config, or with the shape of the matrix.
     """
-    (outputs, inputs), (start, stop) = asked.shape, asked.outputs
-    held = files.read(name, (), asked.device)
-    if held.numel() == 1:
-        held = held.reshape(1, 1)
-    elif held.shape == (outputs,):
-        held = held[:, None]
-    elif held.dim() == 4 and held.shape[1] == held.shape[3] == 1:  # ModelOpt's FP8_PB_WO
-        held = held[:, 0, :, 0]
-    if held.dim() != 2:
-        raise files.wrong(name, f"is {list(held.shape)}, but scales of {asked.stored!r} have two dimensions at most")
-    tall, wide = _block_of(files, asked, name, (held.shape[0], held.shape[1]))
-    if held.shape[0] == 1:
-        held = held.expand(stop - start, -1)
-    elif tall == 1:
-        held = held[start:stop]
+    (outputs, inputs), (start, stop) = matrix.shape, matrix.outputs
+    scales = files.read(name, (), matrix.device)
+    if scales.numel() == 1:
+        scales = scales.reshape(1, 1)
+    elif scales.shape == (outputs,):
+        scales = scales[:, None]
+    elif scales.dim() == 4 and scales.shape[1] == scales.shape[3] == 1:  # ModelOpt's FP8_PB_WO
+        scales = scales[:, 0, :, 0]
+    if scales.dim() != 2:
+        raise files.error(name, f"is {list(scales.shape)}, but scales of {matrix.stored!r} have two dimensions at most")
+    block_outputs, block_inputs = _scale_block(files, matrix, name, (scales.shape[0], scales.shape[1]))
+    if scales.shape[0] == 1:
+        scales = scales.expand(stop - start, -1)
+    elif block_outputs == 1:
+        scales = scales[start:stop]
     else:
-        held = chosen(held, groups_of(start, stop, tall, held), 0)
-    return of_inputs(files, asked, held, wide or inputs)
+        scales = select_indices(scales, group_indices(start, stop, block_outputs, scales), 0)
+    return select_inputs(files, matrix, scales, block_inputs or inputs)
 
 
-def group_size(files: Files, asked: StoredMatrix, name: str, groups: int) -> int:
+def group_size(files: StoredTensors, matrix: StoredMatrix, name: str, groups: int) -> int:
     """Return how many inputs share a scale of `name`, which has `groups` scales for each output.
 
     Raises:
-        ConfigError: as `beside`.
+        ConfigError: as `read_scales`.
     """
-    outputs, inputs = asked.shape
-    return _block_of(files, asked, name, (outputs, groups))[1] or inputs
+    outputs, inputs = matrix.shape
+    return _scale_block(files, matrix, name, (outputs, groups))[1] or inputs
 
 
-def _block_of(files: Files, asked: StoredMatrix, name: str, counts: tuple[int, int]) -> tuple[int, int]:
+def _scale_block(files: StoredTensors, matrix: StoredMatrix, name: str, counts: tuple[int, int]) -> tuple[int, int]:
     """Return how many outputs and inputs share a scale of `name`, as in `Scheme.block` (0: all).
 
-    `counts` are the numbers of scales along outputs and inputs. Raises `ConfigError` as `beside`.
+    `counts` are the numbers of scales along outputs and inputs. Raises `ConfigError` as `read_scales`.
     """
-    (outputs, inputs), scheme = asked.shape, files.scheme(asked.stored)
+    (outputs, inputs), scheme = matrix.shape, files.scheme(matrix.stored)
     if scheme.block is not None:
-        wanted = tuple(_parts(size, of) for size, of in zip(asked.shape, scheme.block, strict=True))
-        if counts == wanted:
+        expected = tuple(
+            _num_blocks(size, block_size) for size, block_size in zip(matrix.shape, scheme.block, strict=True)
+        )
+        if counts == expected:
             return scheme.block
         if scheme.block[0] == 1 and counts[0] == outputs:
-            problem = f"has {counts[1]} groups of {inputs} inputs, and {scheme.said}, which makes {wanted[1]}"
+            problem = f"has {counts[1]} groups of {inputs} inputs, and {scheme.config_quote}, which makes {expected[1]}"
         else:
             problem = (
-                f"is {list(counts)} but {asked.stored!r} of {list(asked.shape)} needs {list(wanted)}, as {scheme.said}"
+                f"is {list(counts)} but {matrix.stored!r} of {list(matrix.shape)} needs {list(expected)}, as "
+                f"{scheme.config_quote}"
             )
-        raise files.wrong(name, f"{problem}; config.json and the tensors must agree")
-    blocks = (_parts(outputs, BLOCK), _parts(inputs, BLOCK))
+        raise files.error(name, f"{problem}; config.json and the tensors must agree")
+    block_counts = (_num_blocks(outputs, DEFAULT_BLOCK), _num_blocks(inputs, DEFAULT_BLOCK))
     if counts == (1, 1):
         return 0, 0
-    if counts == blocks and outputs != blocks[0]:
-        return BLOCK, BLOCK
+    if counts == block_counts and outputs != block_counts[0]:
+        return DEFAULT_BLOCK, DEFAULT_BLOCK
     sizes = _group_sizes(inputs, counts[1])
     if counts[0] != outputs or not sizes:
-        raise files.wrong(
+        raise files.error(
             name,
-            f"is {list(counts)} but {asked.stored!r} of {list(asked.shape)} needs {list(blocks)}, one per block of "
-            f"{BLOCK} x {BLOCK}, or some for each of its outputs",
+            f"is {list(counts)} but {matrix.stored!r} of {list(matrix.shape)} needs {list(block_counts)}, one per "
+            f"block of {DEFAULT_BLOCK} x {DEFAULT_BLOCK}, or some for each of its outputs",
         )
     if len(sizes) > 1:
-        either = " or ".join(map(str, sizes))
-        raise files.wrong(
+        size_choices = " or ".join(map(str, sizes))
+        raise files.error(
             name,
-            f"has {counts[1]} groups of {inputs} inputs, which may be of {either}; quantization_config in config.json "
-            "must say group_size (or weight_block_size)",
+            f"has {counts[1]} groups of {inputs} inputs, which may be of {size_choices}; quantization_config in "
+            "config.json must say group_size (or weight_block_size)",
         )
     return 1, sizes[0]
 
@@ -95,61 +106,61 @@ def _group_sizes(inputs: int, groups: int) -> list[int]:
     """Return the possible sizes of `groups` groups of `inputs` inputs; several only if the last may be partial."""
     if groups == 1:
         return [inputs]
-    even = {inputs // groups} if inputs % groups == 0 else set()
-    return sorted(even | {size for size in USUAL if _parts(inputs, size) == groups})
+    exact_sizes = {inputs // groups} if inputs % groups == 0 else set()
+    return sorted(exact_sizes | {size for size in COMMON_GROUP_SIZES if _num_blocks(inputs, size) == groups})
 
 
-def _parts(size: int, each: int) -> int:
-    """Return ceil(size / each), the number of parts of `each`; 1 if `each` is 0."""
-    return -(-size // each) if each else 1
+def _num_blocks(size: int, block_size: int) -> int:
+    """Return ceil(size / each), the number of parts of `block_size`; 1 if `block_size` is 0."""
+    return -(-size // block_size) if block_size else 1
 
 
-def of_inputs(files: Files, asked: StoredMatrix, given: Tensor, each: int) -> tuple[Tensor, int]:
+def select_inputs(files: StoredTensors, matrix: StoredMatrix, values: Tensor, size: int) -> tuple[Tensor, int]:
     """Cut scales or zeros `[O, G]` of all inputs to the requested inputs; return these, and how many inputs share one.
 
-    A group has `each` inputs, the last one perhaps fewer. If the requested inputs are not whole groups of neighbours,
+    A group has `size` inputs, the last one perhaps fewer. If the requested inputs are not whole groups of neighbours,
     each input gets an entry of its own, and the group size is 1.
     """
-    inputs, groups, (start, stop) = asked.shape[-1], given.shape[1], asked.inputs
-    own = _given_order(files, asked, each, groups)
+    inputs, groups, (start, stop) = matrix.shape[-1], values.shape[1], matrix.inputs
+    input_groups = _stored_group_index(files, matrix, size, groups)
     if groups == 1:
-        return given, stop - start
-    if own is None and start % each == 0 and (stop % each == 0 or stop == inputs):
-        return given[:, start // each : -(-stop // each)], each
-    own = groups_of(0, inputs, each, given) if own is None else own
-    return chosen(given, own[start:stop], 1), 1
+        return values, stop - start
+    if input_groups is None and start % size == 0 and (stop % size == 0 or stop == inputs):
+        return values[:, start // size : -(-stop // size)], size
+    input_groups = group_indices(0, inputs, size, values) if input_groups is None else input_groups
+    return select_indices(values, input_groups[start:stop], 1), 1
 
 
-def groups_of(start: int, stop: int, each: int, given: Tensor) -> Tensor:
-    """Return the group (of `each` neighbours) of numbers `start` to `stop - 1`, as an index into `given`."""
-    device = "cpu" if given.is_meta else given.device  # arithmetic on the meta device is slow
-    return torch.arange(start, stop, device=device) // each
+def group_indices(start: int, stop: int, size: int, scales: Tensor) -> Tensor:
+    """Return the group (of `size` neighbours) of numbers `start` to `stop - 1`, as an index into `scales`."""
+    device = "cpu" if scales.is_meta else scales.device  # arithmetic on the meta device is slow
+    return torch.arange(start, stop, device=device) // size
 
 
-def _given_order(files: Files, asked: StoredMatrix, each: int, groups: int) -> Tensor | None:
-    """Return the group of each input as `g_idx` gives it, `[I]`; None if each group is `each` neighbouring inputs.
+def _stored_group_index(files: StoredTensors, matrix: StoredMatrix, size: int, groups: int) -> Tensor | None:
+    """Return the group of each input as `g_idx` gives it, `[I]`; None if each group is `size` neighbouring inputs.
 
     Raises:
-        ConfigError: `g_idx` names a group without scales, or puts more than `each` inputs into one group.
+        ConfigError: `g_idx` names a group without scales, or puts more than `size` inputs into one group.
     """
-    stem, inputs = asked.stem, asked.shape[-1]
-    for name, likely in ((f"{stem}.weight_g_idx", True), (f"{stem}.g_idx", files.quantisation.by_activation)):
-        if not files.has(name):
+    stem, inputs = matrix.stem, matrix.shape[-1]
+    for name, expected_by_config in ((f"{stem}.weight_g_idx", True), (f"{stem}.g_idx", files.quantisation.desc_act)):
+        if not files.has_stored(name):
             continue
-        files.entry(name, (inputs,))
-        held = files.read(name)
-        if held.is_meta:  # only headers are read, so the config decides
-            return held if likely else None
-        held = held.long()
-        if held.min() < 0 or not held.any():  # left blank by the writer
+        files.locate(name, (inputs,))
+        group_index = files.read(name)
+        if group_index.is_meta:  # only headers are read, so the config decides
+            return group_index if expected_by_config else None
+        group_index = group_index.long()
+        if group_index.min() < 0 or not group_index.any():  # left blank by the writer
             return None
-        if torch.equal(held, torch.arange(inputs, device=held.device) // each):
+        if torch.equal(group_index, torch.arange(inputs, device=group_index.device) // size):
             return None
-        sizes = held.bincount(minlength=groups)
+        sizes = group_index.bincount(minlength=groups)
         if len(sizes) > groups:
-            raise files.wrong(name, f"names group {len(sizes) - 1}, but there are scales of {groups} groups")
-        if (most := int(sizes.max())) > each:
-            said = files.scheme(asked.stored).said or f"{groups} groups of {inputs} inputs have at most {each}"
-            raise files.wrong(name, f"puts {most} inputs into one group, and {said}")
-        return held
+            raise files.error(name, f"names group {len(sizes) - 1}, but there are scales of {groups} groups")
+        if (largest_group := int(sizes.max())) > size:
+            rule = files.scheme(matrix.stored).config_quote or f"{groups} groups of {inputs} inputs have at most {size}"
+            raise files.error(name, f"puts {largest_group} inputs into one group, and {rule}")
+        return group_index
     return None

@@ -21,18 +21,20 @@ from cluster.config import ConfigError
 
 Index = tuple[slice | int, ...]
 CPU = torch.device("cpu")
-PART = 8 << 20  # bytes that a thread reads at once; also the size of a pinned buffer
-THREADS = 4  # reading threads: enough to keep a disk, or copies from the page cache, busy
-SHORT = 4096  # bytes; shorter pieces are read together with the bytes between them, which the disk reads anyway
+CHUNK_BYTES = 8 << 20  # bytes that a thread reads at once; also the size of a pinned buffer
+READ_THREADS = 4  # reading threads: enough to keep a disk, or copies from the page cache, busy
+SHORT_PIECE_BYTES = (
+    4096  # bytes; shorter pieces are read together with the bytes between them, which the disk reads anyway
+)
 
 
 class SliceRun(NamedTuple):
     """`pieces` pieces of a slice, of `length` bytes each. In the file the first piece is at byte `start`, and the next
-    ones follow at distances of `stride` bytes. In the slice the pieces are contiguous from byte `at` on.
+    ones follow at distances of `stride` bytes. In the slice the pieces are contiguous from byte `offset` on.
     """
 
     start: int
-    at: int
+    offset: int
     length: int
     pieces: int = 1
     stride: int = 0
@@ -43,35 +45,41 @@ class SliceRun(NamedTuple):
         return (self.pieces - 1) * self.stride + self.length
 
 
-def runs_of(shape: tuple[int, ...], index: Index, itemsize: int) -> tuple[tuple[int, ...], Iterator[SliceRun]]:
+def slice_runs(shape: tuple[int, ...], index: Index, itemsize: int) -> tuple[tuple[int, ...], Iterator[SliceRun]]:
     """Return the shape of what `index` selects of a tensor, and its runs, whose `start` is relative to the tensor."""
-    whole = (*index, *[slice(None)] * (len(shape) - len(index)))
-    bounds, kept = list[tuple[int, int]](), list[int]()
-    for one, size in zip(whole, shape, strict=True):
-        start, stop, _ = slice(one, one + 1).indices(size) if isinstance(one, int) else one.indices(size)
+    full_index = (*index, *[slice(None)] * (len(shape) - len(index)))
+    bounds, result_shape = list[tuple[int, int]](), list[int]()
+    for selector, size in zip(full_index, shape, strict=True):
+        start, stop, _ = (
+            slice(selector, selector + 1).indices(size) if isinstance(selector, int) else selector.indices(size)
+        )
         bounds.append((start, max(start, stop)))
-        kept += [] if isinstance(one, int) else [max(0, stop - start)]
-    # Dimensions from `split` on are selected whole, so each entry of dimension split - 1 is `inner` contiguous bytes. A
-    # piece is the selected range of dimension split - 1. The entries of dimension split - 2 are the pieces of a run,
-    # `stride` apart. Each entry of the earlier dimensions is a run of its own.
+        result_shape += [] if isinstance(selector, int) else [max(0, stop - start)]
+    # Dimensions from `split` on are selected whole, so each entry of dimension split - 1 is `inner_bytes` contiguous
+    # bytes. A piece is the selected range of dimension split - 1. The entries of dimension split - 2 are the pieces of
+    # a run, at distances of `stride`. Each entry of the earlier dimensions is a run of its own.
     split = len(shape)
     while split and bounds[split - 1] == (0, shape[split - 1]):
         split -= 1
-    inner = prod(shape[split:]) * itemsize
-    head, last = bounds[: max(0, split - 1)], bounds[split - 1] if split else (0, 1)
-    length = (last[1] - last[0]) * inner
-    strides = [prod(shape[at + 1 :]) * itemsize for at in range(len(shape))]
+    inner_bytes = prod(shape[split:]) * itemsize
+    outer_bounds, last = bounds[: max(0, split - 1)], bounds[split - 1] if split else (0, 1)
+    length = (last[1] - last[0]) * inner_bytes
+    strides = [prod(shape[offset + 1 :]) * itemsize for offset in range(len(shape))]
 
-    (first, stop), stride = (head[-1], strides[len(head) - 1]) if head else ((0, 1), 0)
+    (first, stop), stride = (outer_bounds[-1], strides[len(outer_bounds) - 1]) if outer_bounds else ((0, 1), 0)
 
     def runs() -> Iterator[SliceRun]:
-        at, count = 0, stop - first
-        for place in product(*(range(a, b) for a, b in head[:-1])):
-            start = sum(p * s for p, s in zip(place, strides, strict=False)) + first * stride + last[0] * inner
-            yield SliceRun(start, at, length, count, stride)
-            at += count * length
+        offset, count = 0, stop - first
+        for position in product(*(range(low, high) for low, high in outer_bounds[:-1])):
+            start = (
+                sum(i * stride_of_dim for i, stride_of_dim in zip(position, strides, strict=False))
+                + first * stride
+                + last[0] * inner_bytes
+            )
+            yield SliceRun(start, offset, length, count, stride)
+            offset += count * length
 
-    return tuple(kept), runs()
+    return tuple(result_shape), runs()
 
 
 class PinnedBuffers:
@@ -80,35 +88,37 @@ class PinnedBuffers:
     def __init__(
         self,
         device: torch.device,
-        make: Callable[[int], Tensor] = lambda size: torch.empty(size, dtype=torch.uint8, pin_memory=True),
-        event: Callable[[], Any] = torch.cuda.Event,
+        allocate: Callable[[int], Tensor] = lambda size: torch.empty(size, dtype=torch.uint8, pin_memory=True),
+        make_event: Callable[[], Any] = torch.cuda.Event,
     ) -> None:
         self._device = device
         self._free: SimpleQueue[tuple[Tensor, Any]] = SimpleQueue()
-        for _ in range(THREADS):
-            self._free.put((make(PART), event()))
+        for _ in range(READ_THREADS):
+            self._free.put((allocate(CHUNK_BYTES), make_event()))
 
-    def send(self, fill: Callable[[memoryview], None], to: Tensor) -> None:
-        """Let `fill` write bytes into a free buffer, and copy them to `to` on the device; at most `PART` bytes."""
-        buffer, read = self._free.get()
+    def send(self, fill: Callable[[memoryview], None], destination: Tensor) -> None:
+        """Let `fill` write bytes into a free buffer, and copy them to `destination` on the device; at most
+        `CHUNK_BYTES` bytes.
+        """
+        buffer, copied = self._free.get()
         try:
-            read.synchronize()
-            fill(bytes_of(buffer)[: to.numel()])
-            to.copy_(buffer[: to.numel()], non_blocking=True)
-            read.record(*((torch.cuda.current_stream(to.device),) if to.is_cuda else ()))
+            copied.synchronize()
+            fill(memory_of(buffer)[: destination.numel()])
+            destination.copy_(buffer[: destination.numel()], non_blocking=True)
+            copied.record(*((torch.cuda.current_stream(destination.device),) if destination.is_cuda else ()))
         finally:
-            self._free.put((buffer, read))
+            self._free.put((buffer, copied))
 
 
 class SliceReader:
     """Reads slices of tensors; `nbytes` counts the bytes requested from files."""
 
-    def __init__(self, pinned: Callable[[torch.device], PinnedBuffers] = PinnedBuffers) -> None:
+    def __init__(self, make_buffers: Callable[[torch.device], PinnedBuffers] = PinnedBuffers) -> None:
         self.nbytes = 0
-        self._counting = Lock()
+        self._count_lock = Lock()
         self._files: dict[Path, int] = {}
         self._pool: ThreadPoolExecutor | None = None
-        self._pinned, self._buffers = pinned, dict[torch.device, PinnedBuffers]()
+        self._make_buffers, self._buffers = make_buffers, dict[torch.device, PinnedBuffers]()
 
     def read(
         self,
@@ -124,31 +134,31 @@ class SliceReader:
         Raises:
             ConfigError: the file ends before the slice does.
         """
-        kept, runs = runs_of(shape, index, dtype.itemsize)
+        result_shape, runs = slice_runs(shape, index, dtype.itemsize)
         device = CPU if device is None else device
-        count = prod(kept) * dtype.itemsize
-        raw = torch.empty(count, dtype=torch.uint8, device=device)
+        num_bytes = prod(result_shape) * dtype.itemsize
+        raw = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         if device.type != "cpu" and device not in self._buffers:
-            self._buffers[device] = self._pinned(device)
-        if count:
-            source = self._open(path)
-            parts = _parts([run._replace(start=run.start + start) for run in runs])
-            if count <= PART:
-                for part in parts:
-                    self._fill(path, source, part, raw, device)
+            self._buffers[device] = self._make_buffers(device)
+        if num_bytes:
+            descriptor = self._open(path)
+            chunks = _chunks([run._replace(start=run.start + start) for run in runs])
+            if num_bytes <= CHUNK_BYTES:
+                for chunk in chunks:
+                    self._fill(path, descriptor, chunk, raw, device)
             else:
                 if self._pool is None:
-                    self._pool = ThreadPoolExecutor(THREADS, "aerie-load")
-                for done in [self._pool.submit(self._fill, path, source, part, raw, device) for part in parts]:
-                    done.result()
-        return raw.view(dtype).view(kept)
+                    self._pool = ThreadPoolExecutor(READ_THREADS, "aerie-load")
+                for future in [self._pool.submit(self._fill, path, descriptor, chunk, raw, device) for chunk in chunks]:
+                    future.result()
+        return raw.view(dtype).view(result_shape)
 
     def close(self) -> None:
         """Close the files, stop the threads and free the buffers."""
         if self._pool is not None:
             self._pool.shutdown()
-        for source in self._files.values():
-            os.close(source)
+        for descriptor in self._files.values():
+            os.close(descriptor)
         self._pool = None
         self._files.clear()
         self._buffers.clear()
@@ -158,67 +168,69 @@ class SliceReader:
             self._files[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         return self._files[path]
 
-    def _fill(self, path: Path, source: int, part: list[SliceRun], raw: Tensor, device: torch.device) -> None:
-        """Read the runs of a part, which are contiguous in the slice, to their place in `raw`."""
-        begin, end = part[0].at, part[-1].at + part[-1].pieces * part[-1].length
+    def _fill(self, path: Path, descriptor: int, chunk: list[SliceRun], raw: Tensor, device: torch.device) -> None:
+        """Read the runs of a chunk, which are contiguous in the slice, to their place in `raw`."""
+        begin, end = chunk[0].offset, chunk[-1].offset + chunk[-1].pieces * chunk[-1].length
 
         def fill(view: memoryview) -> None:
-            for run in part:
-                to = view[run.at - begin :][: run.pieces * run.length]
+            for run in chunk:
+                destination = view[run.offset - begin :][: run.pieces * run.length]
                 if run.pieces == 1:
-                    self._read(path, source, run.start, to)
+                    self._read(path, descriptor, run.start, destination)
                     continue
                 # Short pieces: read the whole span, then copy the pieces out of it.
-                around = torch.empty(run.span, dtype=torch.uint8, device=CPU)
-                self._read(path, source, run.start, bytes_of(around))
-                cut = around.as_strided((run.pieces, run.length), (run.stride, 1))
-                torch.frombuffer(to, dtype=torch.uint8).view(run.pieces, run.length).copy_(cut)
+                span_bytes = torch.empty(run.span, dtype=torch.uint8, device=CPU)
+                self._read(path, descriptor, run.start, memory_of(span_bytes))
+                pieces = span_bytes.as_strided((run.pieces, run.length), (run.stride, 1))
+                torch.frombuffer(destination, dtype=torch.uint8).view(run.pieces, run.length).copy_(pieces)
 
-        if (through := self._buffers.get(device)) is not None:
-            through.send(fill, raw[begin:end])
+        if (buffers := self._buffers.get(device)) is not None:
+            buffers.send(fill, raw[begin:end])
         else:
-            fill(bytes_of(raw)[begin:end])
+            fill(memory_of(raw)[begin:end])
 
-    def _read(self, path: Path, source: int, start: int, view: memoryview) -> None:
-        with self._counting:
+    def _read(self, path: Path, descriptor: int, start: int, view: memoryview) -> None:
+        with self._count_lock:
             self.nbytes += len(view)
-        done = 0
-        while done < len(view):
+        bytes_read = 0
+        while bytes_read < len(view):
             try:
-                got = os.preadv(source, [view[done:]], start + done)
+                count = os.preadv(descriptor, [view[bytes_read:]], start + bytes_read)
             except OSError as error:  # such as a failing network file system
                 raise OSError(error.errno, error.strerror, str(path)) from None
-            if not got:
-                raise ConfigError(f"{str(path)!r} ends at byte {start + done}, within a tensor; copy the file again")
-            done += got
+            if not count:
+                raise ConfigError(
+                    f"{str(path)!r} ends at byte {start + bytes_read}, within a tensor; copy the file again"
+                )
+            bytes_read += count
 
 
-def bytes_of(tensor: Tensor) -> memoryview:
+def memory_of(tensor: Tensor) -> memoryview:
     """Return the memory of a uint8 tensor on the CPU."""
-    given: Any = tensor.numpy()
-    return memoryview(given)
+    array: Any = tensor.numpy()
+    return memoryview(array)
 
 
-def _parts(runs: list[SliceRun]) -> Iterator[list[SliceRun]]:
-    """Cut and group runs into parts of at most `PART` bytes of the slice. A run of several short pieces is not grouped
-    with others; it is cut into parts whose span in the file is at most `PART` bytes.
+def _chunks(runs: list[SliceRun]) -> Iterator[list[SliceRun]]:
+    """Cut and group runs into chunks of at most `CHUNK_BYTES` bytes of the slice. A run of several short pieces is not
+    grouped with others; it is cut into chunks whose span in the file is at most `CHUNK_BYTES` bytes.
     """
-    part: list[SliceRun] = []
+    chunk: list[SliceRun] = []
     for run in runs:
-        if run.pieces > 1 and run.length < SHORT and run.length <= PART:
-            if part:
-                yield part
-            # (each - 1) * stride + length <= PART
-            part, each = [], (PART - run.length) // run.stride + 1
-            for i in range(0, run.pieces, each):
-                start, at = run.start + i * run.stride, run.at + i * run.length
-                yield [run._replace(start=start, at=at, pieces=min(each, run.pieces - i))]
+        if run.pieces > 1 and run.length < SHORT_PIECE_BYTES and run.length <= CHUNK_BYTES:
+            if chunk:
+                yield chunk
+            # (pieces_per_chunk - 1) * stride + length <= CHUNK_BYTES
+            chunk, pieces_per_chunk = [], (CHUNK_BYTES - run.length) // run.stride + 1
+            for i in range(0, run.pieces, pieces_per_chunk):
+                start, offset = run.start + i * run.stride, run.offset + i * run.length
+                yield [run._replace(start=start, offset=offset, pieces=min(pieces_per_chunk, run.pieces - i))]
             continue
-        for i, cut in product(range(run.pieces), range(0, run.length, PART)):
-            at, length = run.at + i * run.length + cut, min(PART, run.length - cut)
-            if part and at + length - part[0].at > PART:
-                yield part
-                part = []
-            part.append(SliceRun(run.start + i * run.stride + cut, at, length))
-    if part:
-        yield part
+        for i, start_in_piece in product(range(run.pieces), range(0, run.length, CHUNK_BYTES)):
+            offset, length = run.offset + i * run.length + start_in_piece, min(CHUNK_BYTES, run.length - start_in_piece)
+            if chunk and offset + length - chunk[0].offset > CHUNK_BYTES:
+                yield chunk
+                chunk = []
+            chunk.append(SliceRun(run.start + i * run.stride + start_in_piece, offset, length))
+    if chunk:
+        yield chunk

@@ -15,27 +15,27 @@ Span = tuple[int, int]
 Index = tuple[slice | int, ...]
 
 
-class Files(Protocol):
+class StoredTensors(Protocol):
     """A checkpoint as the readers of quantised formats see it; names are those on disk."""
 
     quantisation: Quantisation
 
-    def entry(self, stored: str, shape: tuple[int, ...] | None = None) -> TensorLocation:
+    def locate(self, stored: str, shape: tuple[int, ...] | None = None) -> TensorLocation:
         """Return where the tensor lies, and count it as used; raises `ConfigError` if missing or of another shape."""
 
-    def has(self, stored: str) -> bool:
+    def has_stored(self, stored: str) -> bool:
         """Whether the tensor exists."""
 
     def read(self, stored: str, index: Index = (), device: torch.device | None = None) -> Tensor:
         """Return what `index` selects of the tensor, on `device` (None: the CPU), and count it as used."""
 
-    def skip(self, stored: str) -> None:
+    def mark_used(self, stored: str) -> None:
         """Count the tensor as used, if it exists."""
 
     def scheme(self, stored: str) -> Scheme:
         """Return the quantisation scheme that the config gives for the matrix `stored`."""
 
-    def wrong(self, stored: str, problem: str) -> ConfigError:
+    def error(self, stored: str, problem: str) -> ConfigError:
         """Return an error that names the tensor and a `problem` with it."""
 
 

@@ -9,33 +9,36 @@ from cluster.kernels.quantised import Quantised
 
 @dataclass(slots=True)
 class QuantisationTally:
-    """Counts of packed and of dequantised weights, by kind. Packed weights have `numbers` values in `nbytes` bytes."""
+    """Counts of packed and of dequantised weights, by kind. Packed weights have `num_values` values in `nbytes`."""
 
     packed: Counter[str] = field(default_factory=Counter)
     dequantised: Counter[str] = field(default_factory=Counter)
-    numbers: int = 0
+    num_values: int = 0
     nbytes: int = 0
 
-    def keep(self, matrix: Quantised, made: Weight | Stack, count: int = 1) -> None:
-        """Count `count` matrices like `matrix` that stay packed, as `made`."""
-        self.packed[matrix.about] += count
+    def count_packed(self, matrix: Quantised, weight: Weight | Stack, count: int = 1) -> None:
+        """Count `count` matrices like `matrix` that stay packed, as `weight`."""
+        self.packed[matrix.description] += count
         outputs, inputs = matrix.shape
-        self.numbers += count * outputs * inputs
-        self.nbytes += made.nbytes
+        self.num_values += count * outputs * inputs
+        self.nbytes += weight.nbytes
 
-    def lines(self, activations: bool) -> list[str]:
-        """Return the tally in words. `activations` says whether the checkpoint's config wants quantised activations."""
-        said = []
+    def summary_lines(self, activations: bool) -> list[str]:
+        """Return the tally as sentences. `activations` says whether the checkpoint's config asks for quantised
+        activations.
+        """
+        lines = []
         if self.packed:
-            said.append(f"{self.packed.total()} quantised weights stay packed: {_shown(self.packed)}")
+            lines.append(f"{self.packed.total()} quantised weights stay packed: {_format_counts(self.packed)}")
         if self.dequantised:
-            said.append(
-                f"{self.dequantised.total()} quantised weights were dequantised on load: {_shown(self.dequantised)}"
+            lines.append(
+                f"{self.dequantised.total()} quantised weights were dequantised on load: "
+                f"{_format_counts(self.dequantised)}"
             )
-        if said and activations:
-            said.append("activations are not quantised, as its config would have it: products are at least as exact")
-        return said
+        if lines and activations:
+            lines.append("activations are not quantised, as its config would have it: products are at least as exact")
+        return lines
 
 
-def _shown(counts: Counter[str]) -> str:
-    return ", ".join(f"{count} {about}" for about, count in sorted(counts.items()))
+def _format_counts(counts: Counter[str]) -> str:
+    return ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from cluster.arch import TargetArch
-from cluster.models.attention import Attend, GrownQueries
+from cluster.models.attention import Attend, ScaledQueries
 from cluster.models.checkpoint import Checkpoint
-from cluster.models.context import WHOLE, ModelContext
+from cluster.models.context import UNSHARDED, ModelContext
 from cluster.models.load import Loader
 from cluster.models.rotary import RotaryTable
 from cluster.models.vocab import Embedding, Head, ShardedLogits, load_embedding, load_head, tied_head
@@ -42,19 +42,19 @@ class DecoderTarget:
             self._embed_scale = torch.tensor(scale, dtype=dtype, device=device)
 
     @property
-    def ops(self) -> tuple[tuple[str, ...], tuple[str, ...], int, int]:
+    def exchange_calls(self) -> tuple[tuple[str, ...], tuple[str, ...], int, int]:
         """Return the exchange calls of a forward and of the head, in order; H; the width of this shard's logits."""
-        forward = ("embed", *(op for layer in self._layers for op in layer.ops))
+        forward = ("embed", *(op for layer in self._layers for op in layer.exchange_calls))
         return forward, ("head",), self.arch.hidden, self._head.columns
 
     def get_embed_and_head(self) -> tuple[Embedding, Head]:
         """Return the embedding (without `embed_scale`) and the head, for a draft to share."""
         return self._embed, self._head
 
-    def reach(self, positions: int) -> None:
+    def prepare_positions(self, positions: int) -> None:
         """Prepare rotary tables for positions below `positions`. The host calls this before a step."""
         for rotary in self._rotaries:
-            rotary.reach(positions)
+            rotary.prepare_positions(positions)
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, attend: Attend, boundaries: tuple[int, ...]
@@ -66,18 +66,18 @@ class DecoderTarget:
         hidden = self._embed(token_ids, self._exchange)
         if self._embed_scale is not None:
             hidden = hidden * self._embed_scale
-        angles = [rotary.at(positions) for rotary in self._rotaries]
+        angles = [rotary.angles_at(positions) for rotary in self._rotaries]
         if self.arch.query_scaling is not None:
-            attend = GrownQueries(attend, positions, *self.arch.query_scaling)
+            attend = ScaledQueries(attend, positions, *self.arch.query_scaling)
         aux: list[Tensor] = []
-        # The residual stream is `hidden` + `more`: the addition is left to `add_norm`, one kernel for sum and norm.
-        more: Tensor | None = None
+        # The residual stream is `hidden` + `residual_update`: `add_norm` adds them, in one kernel with the norm.
+        residual_update: Tensor | None = None
         for index, layer in enumerate(self._layers):
-            hidden, normed = self._kernels.add_norm(hidden, more, layer.input_norm, layer.eps)
+            hidden, normed = self._kernels.add_norm(hidden, residual_update, layer.input_norm, layer.eps)
             if index in boundaries:
                 aux.append(hidden)
-            hidden, more = layer(hidden, normed, angles[self._rope_of[index]], attend, index, self._exchange)
-        hidden, normed = self._kernels.add_norm(hidden, more, self._norm, self.arch.layer.eps)
+            hidden, residual_update = layer(hidden, normed, angles[self._rope_of[index]], attend, index, self._exchange)
+        hidden, normed = self._kernels.add_norm(hidden, residual_update, self._norm, self.arch.layer.eps)
         if self.arch.num_layers in boundaries:
             aux.append(hidden)
         return normed, aux
@@ -94,18 +94,18 @@ class DecoderTarget:
 
 def target_checkpoint(folder: str, arch: TargetArch, dry: bool = False) -> Checkpoint:
     """Open the checkpoint of `arch` in `folder`, with the names of its family. If `dry`, only headers are read."""
-    return Checkpoint(folder, arch.stored_name, arch.ignored, dry)
+    return Checkpoint(folder, arch.stored_name, arch.ignored_patterns, dry)
 
 
 def read_embed_and_head(folder: str, arch: TargetArch, context: ModelContext) -> tuple[Embedding, Head]:
     """Read the whole embedding and head of the target in `folder`, whatever the sharding of `context`."""
-    load = Loader(target_checkpoint(folder, arch), replace(context, sharding=WHOLE))
+    load = Loader(target_checkpoint(folder, arch), replace(context, sharding=UNSHARDED))
     embed = load_embedding(load, "embed_tokens.weight", arch.vocab_size, arch.hidden)
     return embed, _head(load, arch, embed)
 
 
 def _head(load: Loader, arch: TargetArch, embed: Embedding) -> Head:
     """Return the head. It is tied to the embedding only if the config says so and the checkpoint has no own head."""
-    if arch.tied and not load.checkpoint.holds("lm_head.weight"):
+    if arch.tied and not load.checkpoint.contains("lm_head.weight"):
         return tied_head(embed, arch.vocab_size, load.kernels)
     return load_head(load, "lm_head.weight", arch.vocab_size, arch.hidden)

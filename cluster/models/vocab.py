@@ -11,27 +11,27 @@ from torch import Tensor
 
 from cluster.distributed.mesh import Shard
 from cluster.kernels.interface import Kernels, Weight
-from cluster.models.arithmetic import joined
+from cluster.models.arithmetic import concat
 from cluster.models.exchange import Shards, TokenExchange
 from cluster.models.load import Loader
 
-ALL = Shard()
+UNSHARDED = Shard()
 
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
-    """An embedding or its shard `part`: `weight` `[v, H]` has the rows of ids `start` to `start + v - 1`."""
+    """An embedding or its shard `shard`: `weight` `[v, H]` has the rows of ids `start` to `start + v - 1`."""
 
     weight: Tensor
     start: int = 0
-    part: Shard = ALL
+    shard: Shard = UNSHARDED
 
     def __call__(self, ids: Tensor, exchange: TokenExchange) -> Tensor:
         """Token ids `[T]` -> rows `[T, H]`."""
         return exchange.embed(ids, self._lookup)  # sums the shards' rows
 
     def _lookup(self, ids: Tensor) -> Tensor:
-        if self.part.size == 1:
+        if self.shard.size == 1:
             return F.embedding(ids, self.weight)
         # Ids of other shards get zeros, so that the sum over all shards is the embedding.
         local = ids - self.start
@@ -43,15 +43,15 @@ class Embedding:
 class ShardedLogits:
     """The logits of a head on one rank: `values` `[T', v]` for the columns `start` to `start + v - 1` of `vocab`.
 
-    Columns beyond the vocabulary are -inf, so that they are never chosen. This rank's own rows begin at row `first`;
-    other rows belong to other groups. `shards` connects to the ranks with other columns; it is None if this rank has
-    all columns.
+    Columns beyond the vocabulary are -inf, so that they are never chosen. This rank's own rows begin at row
+    `first_row`; other rows belong to other groups. `shards` connects to the ranks with other columns; it is None if
+    this rank has all columns.
     """
 
     values: Tensor
     vocab: int
     start: int = 0
-    first: int = 0
+    first_row: int = 0
     shards: Shards | None = None
 
 
@@ -68,25 +68,25 @@ class Head:
         """Return v, the number of columns of this shard."""
         return self.weight.shape[1]
 
-    def __call__(self, rows: Tensor, exchange: TokenExchange, cap: float | None = None) -> ShardedLogits:
-        """Rows `[T, H]` -> this shard's logits. If `cap` (softcap) is given, logits x become cap * tanh(x / cap)."""
-        values, first = exchange.head(rows, self.weight)
-        if cap is not None:
-            values = torch.tanh(values / cap) * cap
+    def __call__(self, rows: Tensor, exchange: TokenExchange, softcap: float | None = None) -> ShardedLogits:
+        """Rows `[T, H]` -> this shard's logits. If `softcap` c is given, logits x become c * tanh(x / c)."""
+        values, first_row = exchange.head(rows, self.weight)
+        if softcap is not None:
+            values = torch.tanh(values / softcap) * softcap
         if self.start + self.columns > self.vocab:
             values[:, max(0, self.vocab - self.start) :] = float("-inf")
-        return ShardedLogits(values, self.vocab, self.start, first, exchange.shards)
+        return ShardedLogits(values, self.vocab, self.start, first_row, exchange.shards)
 
 
 def load_embedding(load: Loader, name: str, vocab: int, hidden: int) -> Embedding:
     """Return this rank's shard of the embedding `name` `[V, H]`."""
-    part = load.sharding.vocab
-    each = -(-vocab // part.size)
-    start, stop = min(vocab, part.rank * each), min(vocab, (part.rank + 1) * each)
-    weight = load.take(name, vocab, hidden, rows=None if part.size == 1 else (start, stop))
-    if stop - start < each:
-        weight = joined([weight, weight.new_zeros(each - (stop - start), hidden)])
-    return Embedding(weight, start, part)
+    shard = load.sharding.vocab
+    ids_per_shard = -(-vocab // shard.size)
+    start, stop = min(vocab, shard.rank * ids_per_shard), min(vocab, (shard.rank + 1) * ids_per_shard)
+    weight = load.tensor(name, vocab, hidden, rows=None if shard.size == 1 else (start, stop))
+    if stop - start < ids_per_shard:
+        weight = concat([weight, weight.new_zeros(ids_per_shard - (stop - start), hidden)])
+    return Embedding(weight, start, shard)
 
 
 def load_head(load: Loader, name: str, vocab: int, hidden: int) -> Head:
@@ -99,11 +99,11 @@ def tied_head(embedding: Embedding, vocab: int, kernels: Kernels) -> Head:
     return Head(kernels.weight(embedding.weight.t().contiguous()), vocab, embedding.start)
 
 
-def chosen_head(whole: Head, ids: Tensor, part: Shard, kernels: Kernels) -> Head:
+def select_head_columns(full_head: Head, ids: Tensor, shard: Shard, kernels: Kernels) -> Head:
     """Return this rank's shard of the head with only the columns of `ids` `[Vd]` (FR-Spec, arXiv 2502.14856)."""
-    each = -(-ids.shape[0] // part.size)
-    start = part.rank * each
-    weight = whole.weight.dense()[:, ids[start : start + each]]
-    if weight.shape[1] < each:
-        weight = joined([weight, weight.new_zeros(weight.shape[0], each - weight.shape[1])], 1)
+    ids_per_shard = -(-ids.shape[0] // shard.size)
+    start = shard.rank * ids_per_shard
+    weight = full_head.weight.dense()[:, ids[start : start + ids_per_shard]]
+    if weight.shape[1] < ids_per_shard:
+        weight = concat([weight, weight.new_zeros(weight.shape[0], ids_per_shard - weight.shape[1])], 1)
     return Head(kernels.weight(weight.contiguous()), ids.shape[0], start)

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from cluster.distributed.mesh import Shard
 from cluster.kernels.interface import Stack, Weight
-from cluster.kernels.quantised import Quantised, alike, fit
-from cluster.models.arithmetic import chosen, joined
-from cluster.models.checkpoint import Checkpoint, Matrix, placed
+from cluster.kernels.quantised import Quantised, can_join, unified
+from cluster.models.arithmetic import concat, select_indices
+from cluster.models.checkpoint import Checkpoint, CheckpointMatrix, to_device
 from cluster.models.context import ModelContext
 from cluster.models.stored import Span
 
 
-class _UnlikeError(Exception):
+class _MixedQuantisationError(Exception):
     """The experts of one layer are quantised in different ways."""
 
 
@@ -29,13 +29,13 @@ class WeightLoader:
         self.sharding, self.kernels = context.sharding, context.kernels
         self._widest = torch.promote_types(self.dtype, torch.float32)
 
-    def take(
+    def tensor(
         self, name: str, *shape: int, rows: Span | None = None, columns: Span | None = None, expert: int | None = None
     ) -> Tensor:
         """Return one tensor in the compute dtype; `rows`, `columns` and `expert` as in `Checkpoint.matrix`."""
         return self._dense(self.matrix(name, *shape, rows=rows, columns=columns, expert=expert))
 
-    def wide(self, name: str, *shape: int) -> Tensor:
+    def precise_tensor(self, name: str, *shape: int) -> Tensor:
         """Return one tensor in at least float32, for values that half precision would round too much."""
         return self._dense(self.checkpoint.matrix(name, shape, device=self.device), self._widest)
 
@@ -44,121 +44,129 @@ class WeightLoader:
         coarse.
         """
         if not unit_offset:
-            return self.take(name, size)
-        weight = self.wide(name, size)
+            return self.tensor(name, size)
+        weight = self.precise_tensor(name, size)
         return weight if weight.device.type == "meta" else 1 + weight  # arithmetic on the meta device is slow
 
     def matrix(
         self, name: str, *shape: int, rows: Span | None = None, columns: Span | None = None, expert: int | None = None
-    ) -> Matrix:
-        """Return one tensor as `take` does, but a matrix that is quantised on disk stays quantised."""
-        held = self.checkpoint.matrix(name, shape, rows, columns, expert, self.device)
-        return held if isinstance(held, Quantised) else self._dense(held)
+    ) -> CheckpointMatrix:
+        """Return one tensor as `tensor` does, but a matrix that is quantised on disk stays quantised."""
+        matrix = self.checkpoint.matrix(name, shape, rows, columns, expert, self.device)
+        return matrix if isinstance(matrix, Quantised) else self._dense(matrix)
 
-    def weight(self, matrix: Matrix) -> Weight:
+    def weight(self, matrix: CheckpointMatrix) -> Weight:
         """Return a weight from `matrix` `[outputs, inputs]`, the layout of checkpoints."""
-        if isinstance(matrix, Quantised) and self.kernels.keeps(matrix, self.dtype):
-            made = self.kernels.quantised(matrix, self.dtype)
-            self.checkpoint.tally.keep(matrix, made)
-            return made
+        if isinstance(matrix, Quantised) and self.kernels.keeps_quantised(matrix, self.dtype):
+            weight = self.kernels.quantised(matrix, self.dtype)
+            self.checkpoint.tally.count_packed(matrix, weight)
+            return weight
         dense = self._dense(matrix) if isinstance(matrix, Quantised) else matrix
         return self.kernels.weight(dense.t().contiguous())
 
-    def stack(self, experts: range, matrix_of: Callable[[int], Matrix]) -> Stack:
+    def stack(self, experts: range, matrix_of: Callable[[int], CheckpointMatrix]) -> Stack:
         """Return the weights of these experts, each from `matrix_of(expert)` `[outputs, inputs]`, read one by one."""
         first, count = matrix_of(experts[0]), len(experts)
-        if isinstance(first, Quantised) and self.kernels.keeps(first, self.dtype):
+        if isinstance(first, Quantised) and self.kernels.keeps_quantised(first, self.dtype):
             try:
-                made = self.kernels.quantised_stack(self._like(first, experts, matrix_of), self.dtype)
-            except _UnlikeError:
+                packed_stack = self.kernels.quantised_stack(self._alike_matrices(first, experts, matrix_of), self.dtype)
+            except _MixedQuantisationError:
                 pass  # the stack must be of one kind, so it becomes dense
             else:
-                self.checkpoint.tally.keep(first, made, count)
-                return made
+                self.checkpoint.tally.count_packed(first, packed_stack, count)
+                return packed_stack
         dense = self._dense(first)
-        whole = torch.empty(count, *dense.t().shape, dtype=self.dtype, device=self.device)
-        whole[0] = dense.t()
-        for place, expert in enumerate(experts[1:], 1):
-            whole[place] = self._dense(matrix_of(expert)).t()
-        return self.kernels.stack(whole)
+        stacked = torch.empty(count, *dense.t().shape, dtype=self.dtype, device=self.device)
+        stacked[0] = dense.t()
+        for position, expert in enumerate(experts[1:], 1):
+            stacked[position] = self._dense(matrix_of(expert)).t()
+        return self.kernels.stack(stacked)
 
-    def _like(self, first: Quantised, experts: range, matrix_of: Callable[[int], Matrix]) -> Iterator[Quantised]:
+    def _alike_matrices(
+        self, first: Quantised, experts: range, matrix_of: Callable[[int], CheckpointMatrix]
+    ) -> Iterator[Quantised]:
         """Yield the experts' matrices, which must be quantised in the same way as the `first`.
 
         Raises:
-            _UnlikeError: one of them is not.
+            _MixedQuantisationError: one of them is not.
         """
         yield first
         for expert in experts[1:]:
             matrix = matrix_of(expert)
-            quantised = isinstance(matrix, Quantised) and self.kernels.keeps(matrix, self.dtype)
-            if not isinstance(matrix, Quantised) or not quantised or not fit([first, matrix], zeros=True):
-                raise _UnlikeError
+            quantised = isinstance(matrix, Quantised) and self.kernels.keeps_quantised(matrix, self.dtype)
+            if not isinstance(matrix, Quantised) or not quantised or not can_join([first, matrix], zeros=True):
+                raise _MixedQuantisationError
             yield matrix
 
-    def _dense(self, matrix: Matrix, dtype: torch.dtype | None = None) -> Tensor:
+    def _dense(self, matrix: CheckpointMatrix, dtype: torch.dtype | None = None) -> Tensor:
         """Return the matrix as a tensor on the device, in `dtype` (None: the compute dtype)."""
         if isinstance(matrix, Quantised):
-            self.checkpoint.tally.dequantised[matrix.about] += 1
-            matrix = matrix.numbers(self._widest)
-        return placed(matrix, self.dtype if dtype is None else dtype, self.device)
+            self.checkpoint.tally.dequantised[matrix.description] += 1
+            matrix = matrix.dequantised(self._widest)
+        return to_device(matrix, self.dtype if dtype is None else dtype, self.device)
 
-    def beneath(self, parts: list[Matrix]) -> Matrix:
-        """Concatenate the outputs of matrices with equal inputs. If all are quantised and `fit`, so is the result."""
-        quantised = [part for part in parts if isinstance(part, Quantised)]
-        if len(quantised) == len(parts) and fit(quantised):
-            return side_by_side(quantised)
-        return joined([self._dense(part) for part in parts])
+    def concat_outputs(self, matrices: list[CheckpointMatrix]) -> CheckpointMatrix:
+        """Concatenate the outputs of matrices with equal inputs. The result is quantised if all are and `can_join`."""
+        quantised = [matrix for matrix in matrices if isinstance(matrix, Quantised)]
+        if len(quantised) == len(matrices) and can_join(quantised):
+            return concat_quantised_outputs(quantised)
+        return concat([self._dense(matrix) for matrix in matrices])
 
     def projection(self, name: str, rows: int, columns: int) -> Weight:
         """Return the weight `name` of `rows` outputs and `columns` inputs."""
         return self.weight(self.matrix(name, rows, columns))
 
-    def outputs(
+    def column_parallel(
         self, names: list[str], rows: list[int], spans: list[Span], columns: int, bias: bool
-    ) -> tuple[Matrix, Tensor | None]:
+    ) -> tuple[CheckpointMatrix, Tensor | None]:
         """Return column-parallel projections packed into one, `[sum of spans, columns]`, and their biases.
 
         `names[i]` has `rows[i]` outputs on disk, of which those in `spans[i]` are read.
         """
-        each = list(zip(names, rows, spans, strict=True))
-        weight = self.beneath([self.matrix(f"{name}.weight", r, columns, rows=span) for name, r, span in each])
-        biases = [self.take(f"{name}.bias", r, rows=span) for name, r, span in each] if bias else []
-        return weight, joined(biases) if bias else None
+        projections = list(zip(names, rows, spans, strict=True))
+        weight = self.concat_outputs(
+            [self.matrix(f"{name}.weight", num_outputs, columns, rows=span) for name, num_outputs, span in projections]
+        )
+        biases = (
+            [self.tensor(f"{name}.bias", num_outputs, rows=span) for name, num_outputs, span in projections]
+            if bias
+            else []
+        )
+        return weight, concat(biases) if bias else None
 
-    def inputs(
-        self, name: str, rows: int, columns: int, span: Span, bias: bool, part: Shard
+    def row_parallel(
+        self, name: str, rows: int, columns: int, span: Span, bias: bool, shard: Shard
     ) -> tuple[Weight, Tensor | None]:
         """Return a row-parallel projection of the inputs in `span`, and its bias.
 
-        Partial sums of all ranks are added up, so only rank 0 of `part` has the bias.
+        Partial sums of all ranks are added up, so only rank 0 of `shard` has the bias.
         """
         weight = self.weight(self.matrix(f"{name}.weight", rows, columns, columns=span))
-        added = self.take(f"{name}.bias", rows) if bias else None
-        return weight, added if part.rank == 0 else None
+        bias_tensor = self.tensor(f"{name}.bias", rows) if bias else None
+        return weight, bias_tensor if shard.rank == 0 else None
 
 
-def side_by_side(parts: list[Quantised]) -> Quantised:
-    """Concatenate the outputs of quantised matrices that `fit`."""
-    parts = alike(parts)
-    zeros = [part.zeros for part in parts if part.zeros is not None]
+def concat_quantised_outputs(matrices: list[Quantised]) -> Quantised:
+    """Concatenate the outputs of quantised matrices that `can_join`."""
+    matrices = unified(matrices)
+    zeros = [matrix.zeros for matrix in matrices if matrix.zeros is not None]
     return replace(
-        parts[0],
-        codes=joined([part.codes for part in parts]),
-        scales=joined([part.scales for part in parts]),
-        zeros=joined(zeros) if zeros else None,
+        matrices[0],
+        codes=concat([matrix.codes for matrix in matrices]),
+        scales=concat([matrix.scales for matrix in matrices]),
+        zeros=concat(zeros) if zeros else None,
     )
 
 
-def in_order(matrix: Matrix, change: Callable[[Tensor], Tensor]) -> Matrix:
+def permute_outputs(matrix: CheckpointMatrix, change: Callable[[Tensor], Tensor]) -> CheckpointMatrix:
     """Return `matrix` `[outputs, inputs]` with its outputs permuted as `change` permutes a vector `[outputs]`."""
     # `change` is applied to 0, 1, 2, ..; the result is the index to select by.
-    order = change(torch.arange(matrix.shape[0]))
+    index = change(torch.arange(matrix.shape[0]))
     if isinstance(matrix, Quantised):
-        return matrix.each(lambda part: chosen(part, order, 0))
-    return chosen(matrix, order, 0)
+        return matrix.map_tensors(lambda tensor: select_indices(tensor, index, 0))
+    return select_indices(matrix, index, 0)
 
 
-def apart(order: Tensor) -> Tensor:
+def split_alternating(entries: Tensor) -> Tensor:
     """Split alternating entries (gate, up, gate, up, ..) into all gates, then all ups."""
-    return joined([order[0::2], order[1::2]])
+    return concat([entries[0::2], entries[1::2]])

@@ -18,10 +18,10 @@ SCHEMA = 1  # version of the JSON format
 
 # Families whose series are not added up: of several samples with the same labels, the greatest value is kept. For start
 # times the greatest is the latest, so that the restart of any process shows.
-LATEST = frozenset({"aerie_build_info", "process_start_time_seconds"})
+MAX_FAMILIES = frozenset({"aerie_build_info", "process_start_time_seconds"})
 
 # Our metric family -> its names at vLLM, under which it is exported a second time.
-TOOL_NAMES: Mapping[str, tuple[str, ...]] = {
+VLLM_NAMES: Mapping[str, tuple[str, ...]] = {
     "aerie_drafts": ("vllm:spec_decode_num_drafts",),
     "aerie_verified_nodes": ("vllm:spec_decode_num_draft_tokens",),
     "aerie_accepted_draft_tokens": ("vllm:spec_decode_num_accepted_tokens",),
@@ -59,24 +59,24 @@ def merge(samples: Iterable[bytes]) -> bytes:
     totals: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
     pages = [json.loads(sample) for sample in samples]
     served_as = {page["served_as"] for page in pages if page.get("served_as")}
-    rename = {"model_name": served_as.pop()} if len(served_as) == 1 else {}
+    renamed_labels = {"model_name": served_as.pop()} if len(served_as) == 1 else {}
     for page in pages:
         if page.get("schema") != SCHEMA:
             raise ValueError(f"metrics sample has schema {page.get('schema')!r}, this process reads {SCHEMA}")
-        given = {**rename, "replica": page["replica"]} if page.get("replica") else rename
-        for name, kind, text, series in page["families"]:
-            family = families.setdefault(name, Metric(name, text, kind))
-            if family.type != kind:
-                raise ValueError(f"metric {name!r} is declared as {family.type} and as {kind}")
+        added_labels = {**renamed_labels, "replica": page["replica"]} if page.get("replica") else renamed_labels
+        for name, metric_type, help_text, series in page["families"]:
+            family = families.setdefault(name, Metric(name, help_text, metric_type))
+            if family.type != metric_type:
+                raise ValueError(f"metric {name!r} is declared as {family.type} and as {metric_type}")
             sums = totals.setdefault(name, {})
             for suffix, labels, value in series:
-                key = (suffix, tuple({**labels, **given}.items()))
-                known = sums.get(key, 0.0)
-                sums[key] = max(known, value) if name in LATEST else known + value
+                key = (suffix, tuple({**labels, **added_labels}.items()))
+                previous = sums.get(key, 0.0)
+                sums[key] = max(previous, value) if name in MAX_FAMILIES else previous + value
     for name, sums in totals.items():
         for (suffix, pairs), value in sums.items():
             families[name].add_sample(name + suffix, dict(pairs), value)
-    return generate_latest(_Page([*families.values(), *_second_names(families)]))
+    return generate_latest(_Page([*families.values(), *_vllm_families(families)]))
 
 
 class Sums:
@@ -91,11 +91,17 @@ class Sums:
 
     def total(self, name: str, **labels: str) -> float:
         """Return the sum of the series of a name that have these labels; 0.0 if there are none."""
-        return sum(value for own, value in self._series.get(name, ()) if labels.items() <= own.items())
+        return sum(
+            value for series_labels, value in self._series.get(name, ()) if labels.items() <= series_labels.items()
+        )
 
     def by(self, label: str, name: str, **labels: str) -> dict[str, float]:
         """Return for each value of `label` the sum that `total` returns."""
-        values = dict.fromkeys(own[label] for own, _ in self._series.get(name, ()) if labels.items() <= own.items())
+        values = dict.fromkeys(
+            series_labels[label]
+            for series_labels, _ in self._series.get(name, ())
+            if labels.items() <= series_labels.items()
+        )
         return {value: self.total(name, **{**labels, label: value}) for value in values}
 
 
@@ -132,7 +138,7 @@ class _Page(Collector):
         return self._families
 
 
-def of_replica(sample: bytes, replica: str) -> bytes:
+def with_replica(sample: bytes, replica: str) -> bytes:
     """Return the serialised sample of a rank with the id of its Serve replica, which the rank does not know."""
     return b'{"replica":' + json.dumps(replica).encode() + b"," + sample.removeprefix(b"{")
 
@@ -154,33 +160,35 @@ def serialize(registry: CollectorRegistry, served_as: str | None = None, replica
     return json.dumps(page, separators=(",", ":")).encode()
 
 
-def _second_names(families: Mapping[str, Metric]) -> list[Metric]:
-    """Return copies of the families of `TOOL_NAMES` under vLLM's names, and KV usage computed from the page counts."""
-    made = []
-    for ours, others in TOOL_NAMES.items():
-        if source := families.get(ours):
-            for other in others:
-                family = Metric(other, source.documentation, source.type)
+def _vllm_families(families: Mapping[str, Metric]) -> list[Metric]:
+    """Return copies of the families of `VLLM_NAMES` under vLLM's names, and KV usage computed from the page counts."""
+    copies = []
+    for own_name, vllm_names in VLLM_NAMES.items():
+        if source := families.get(own_name):
+            for vllm_name in vllm_names:
+                family = Metric(vllm_name, source.documentation, source.type)
                 for sample in source.samples:
-                    family.add_sample(other + sample.name.removeprefix(ours), _tool_labels(sample.labels), sample.value)
-                made.append(family)
+                    family.add_sample(
+                        vllm_name + sample.name.removeprefix(own_name), _vllm_labels(sample.labels), sample.value
+                    )
+                copies.append(family)
     if pages := families.get("aerie_kv_pages"):
         used: dict[tuple[tuple[str, str], ...], float] = {}
         total: dict[tuple[tuple[str, str], ...], float] = {}
         for sample in pages.samples:
-            labels = _tool_labels(sample.labels)
+            labels = _vllm_labels(sample.labels)
             state = labels.pop("state")
             key = tuple(labels.items())
             total[key] = total.get(key, 0.0) + sample.value
             used[key] = used.get(key, 0.0) + (sample.value if state == "used" else 0.0)
         family = Metric(KV_USAGE, "Share of KV pages held by requests", "gauge")
-        for key, pages_in_all in total.items():
-            family.add_sample(KV_USAGE, dict(key), used[key] / pages_in_all if pages_in_all else 0.0)
-        made.append(family)
-    return made
+        for key, total_pages in total.items():
+            family.add_sample(KV_USAGE, dict(key), used[key] / total_pages if total_pages else 0.0)
+        copies.append(family)
+    return copies
 
 
-def _tool_labels(labels: Mapping[str, str]) -> dict[str, str]:
+def _vllm_labels(labels: Mapping[str, str]) -> dict[str, str]:
     """Return labels under vLLM's names: `rank` becomes `engine`, `depth` (from 1) becomes `position` (from 0)."""
-    words = {"rank": "engine", "depth": "position"}
-    return {words.get(k, k): str(int(v) - 1) if k == "depth" else v for k, v in labels.items()}
+    label_names = {"rank": "engine", "depth": "position"}
+    return {label_names.get(k, k): str(int(v) - 1) if k == "depth" else v for k, v in labels.items()}

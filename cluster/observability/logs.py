@@ -26,9 +26,9 @@ LogFormat = Literal["text", "json"]
 
 FOLDER = "logs"  # in `cache_folder()`
 LIMIT_BYTES = 64 << 20  # a file of this size is renamed to FILE.1, replacing an older FILE.1
-KEPT_LOGS = 20  # log files of `aerie serve` that the default folder keeps, the latest ones
-OURS = "cluster"
-SERVE = "ray.serve"  # Serve's logger; in a replica, its records do not propagate to the root logger
+MAX_LOGS = 20  # log files of `aerie serve` that the default folder keeps, the latest ones
+OWN_LOGGER = "cluster"
+SERVE_LOGGER = "ray.serve"  # Serve's logger; in a replica, its records do not propagate to the root logger
 
 request_id: ContextVar[str] = ContextVar("request_id", default="")
 """The id of the request that the current task serves; empty outside a request."""
@@ -54,13 +54,13 @@ def default_path(name: str) -> Path:
     return cache_folder() / FOLDER / f"{name}.log"
 
 
-def drop_old(folder: Path, keep: int = KEPT_LOGS) -> None:
-    """Remove all but the `keep` latest logs of `aerie serve` in a folder; files with other names stay."""
+def remove_old_logs(folder: Path, max_logs: int = MAX_LOGS) -> None:
+    """Remove all but the `max_logs` latest logs of `aerie serve` in a folder; files with other names stay."""
     logs: list[tuple[float, Path]] = []
     for path in folder.glob("serve-*.log*"):
         with suppress(OSError):  # another starting server may have removed it
             logs.append((path.stat().st_mtime, path))
-    for _, path in sorted(logs, reverse=True)[keep:]:
+    for _, path in sorted(logs, reverse=True)[max_logs:]:
         with suppress(OSError):
             path.unlink()
 
@@ -80,20 +80,20 @@ def configure(settings: LogSettings, *, rank: int | None = None, to_stderr: bool
     if to_stderr:
         handlers.append(logging.StreamHandler(sys.stderr))
         handlers[1].setLevel(logging.WARNING)
-    for logger, old in _installed:
-        logger.removeHandler(old)
-        old.close()
+    for logger, handler_before in _installed:
+        logger.removeHandler(handler_before)
+        handler_before.close()
     _installed.clear()
     formatter = (JsonLines if settings.format == "json" else TextLines)(rank)
     for handler in handlers:
         handler.setFormatter(formatter)
-        handler.addFilter(_wanted)
+        handler.addFilter(_should_log)
         _installed.append((logging.getLogger(), handler))
-    if (last := _last_logger(SERVE)) is not logging.getLogger():
-        _installed.append((last, Relay(handlers[0])))
+    if (last_logger := _last_logger(SERVE_LOGGER)) is not logging.getLogger():
+        _installed.append((last_logger, Relay(handlers[0])))
     for logger, handler in _installed:
         logger.addHandler(handler)
-    logging.getLogger(OURS).setLevel(logging.INFO)
+    logging.getLogger(OWN_LOGGER).setLevel(logging.INFO)
 
 
 def _last_logger(name: str) -> logging.Logger:
@@ -104,8 +104,8 @@ def _last_logger(name: str) -> logging.Logger:
     return logger
 
 
-def _wanted(record: logging.LogRecord) -> bool:
-    return record.levelno >= logging.WARNING or record.name.partition(".")[0] == OURS
+def _should_log(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.WARNING or record.name.partition(".")[0] == OWN_LOGGER
 
 
 class Relay(logging.Handler):
@@ -133,7 +133,7 @@ class SharedFile(logging.Handler):
         """Raises OSError if the file cannot be opened."""
         super().__init__()
         self._path = path
-        self._limit = limit_bytes
+        self._limit_bytes = limit_bytes
         Path(path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._file = self._open()
 
@@ -144,8 +144,8 @@ class SharedFile(logging.Handler):
         try:
             line = (self.format(record) + "\n").encode(errors="backslashreplace")
             if not self._is_current():
-                old, self._file = self._file, self._open()
-                os.close(old)
+                old_file, self._file = self._file, self._open()
+                os.close(old_file)
             os.write(self._file, line)
             self._rotate()
         except Exception:
@@ -155,9 +155,9 @@ class SharedFile(logging.Handler):
         """Close the file at the first call only: a second call could close a descriptor of another file."""
         self.acquire()
         try:
-            old, self._file = self._file, -1
-            if old >= 0:
-                os.close(old)
+            old_file, self._file = self._file, -1
+            if old_file >= 0:
+                os.close(old_file)
         finally:
             self.release()
         super().close()
@@ -168,14 +168,14 @@ class SharedFile(logging.Handler):
     def _is_current(self) -> bool:
         """Return whether the open file still has this path. Another process may have renamed it and begun another."""
         try:
-            named = Path(self._path).stat()
+            path_status = Path(self._path).stat()
         except FileNotFoundError:
             return False
-        return os.path.samestat(named, os.fstat(self._file))
+        return os.path.samestat(path_status, os.fstat(self._file))
 
     def _rotate(self) -> None:
-        facts = os.fstat(self._file)
-        if facts.st_size < self._limit or not stat.S_ISREG(facts.st_mode):
+        status = os.fstat(self._file)
+        if status.st_size < self._limit_bytes or not stat.S_ISREG(status.st_mode):
             return
         fcntl.flock(self._file, fcntl.LOCK_EX)  # without the lock, a second process would rename the new file
         try:
@@ -194,18 +194,18 @@ class TextLines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line of a record. Control characters are escaped, since clients may have sent them."""
-        words = [_time(record), record.levelname, record.name]
+        parts = [_time(record), record.levelname, record.name]
         if self._rank is not None:
-            words.append(f"[rank {self._rank}]")
+            parts.append(f"[rank {self._rank}]")
         if request := request_id.get():
-            words.append(f"[request {request}]")
-        words.append(record.getMessage())
+            parts.append(f"[request {request}]")
+        parts.append(record.getMessage())
         if fields := getattr(record, "fields", None):
-            words += [f"{name}={value}" for name, value in fields.items() if value is not None]
-        text = " ".join(words)
+            parts += [f"{name}={value}" for name, value in fields.items() if value is not None]
+        text = " ".join(parts)
         if record.exc_info:
             text += "\n" + self.formatException(record.exc_info)
-        return _CONTROL.sub(lambda found: repr(found.group())[1:-1], text).replace("\n", "\n    ")
+        return _CONTROL.sub(lambda match: repr(match.group())[1:-1], text).replace("\n", "\n    ")
 
 
 class JsonLines(logging.Formatter):
@@ -247,13 +247,13 @@ def level_and_logger(line: str) -> tuple[int, str]:
     if line.startswith("{"):
         try:
             data = json.loads(line)
-            words = ["", data["level"], data["logger"]]
+            parts = ["", data["level"], data["logger"]]
         except (ValueError, KeyError):
             return 0, ""
     else:
-        words = line.split(" ", 3)
-    level = logging.getLevelNamesMapping().get(words[1], 0) if len(words) > 2 else 0
-    return level, words[2] if level else ""
+        parts = line.split(" ", 3)
+    level = logging.getLevelNamesMapping().get(parts[1], 0) if len(parts) > 2 else 0
+    return level, parts[2] if level else ""
 
 
 class LogFollower:
@@ -261,33 +261,33 @@ class LogFollower:
 
     def __init__(self, path: str) -> None:
         self._path = Path(path)
-        self._inode, self._at = self._state()
-        self._rest = ""
+        self._inode, self._offset = self._state()
+        self._partial_line = ""
 
     def _state(self) -> tuple[int, int]:
         try:
-            facts = self._path.stat()
+            status = self._path.stat()
         except OSError:
             return 0, 0
-        return facts.st_ino, facts.st_size
+        return status.st_ino, status.st_size
 
     def lines(self) -> list[str]:
         """Return the complete lines since the previous call. Lines written just before a rotation are missed."""
         try:
             with self._path.open("rb") as file:
-                facts = os.fstat(file.fileno())
-                if facts.st_ino != self._inode:
-                    self._inode, self._at, self._rest = facts.st_ino, 0, ""
-                file.seek(self._at)
-                data = file.read(max(0, facts.st_size - self._at))
+                status = os.fstat(file.fileno())
+                if status.st_ino != self._inode:
+                    self._inode, self._offset, self._partial_line = status.st_ino, 0, ""
+                file.seek(self._offset)
+                data = file.read(max(0, status.st_size - self._offset))
         except FileNotFoundError:  # rotated, and no process has begun the next file
-            self._inode, self._at, self._rest = 0, 0, ""
+            self._inode, self._offset, self._partial_line = 0, 0, ""
             return []
         except OSError:
             return []
-        self._at += len(data)
-        *whole, self._rest = (self._rest + data.decode(errors="replace")).split("\n")
-        return whole
+        self._offset += len(data)
+        *complete_lines, self._partial_line = (self._partial_line + data.decode(errors="replace")).split("\n")
+        return complete_lines
 
 
 def first_line(error: BaseException) -> str:

@@ -68,7 +68,8 @@ class StepStats:
     forwards, including waits for peers, and 0 in a replayed step. `status` is the state after the step and replaces the
     previous one. `accept_lens` has the number of tokens, bonus included, for each request that verified a tree.
     `accepted_by_depth[i]` counts the requests whose accepted path reached depth i + 1, so its sum is the number of
-    accepted draft tokens. `launched_anew` is 1 if the step ran eagerly because a check before capture or replay failed.
+    accepted draft tokens. `eager_fallbacks` is 1 if the step ran eagerly because a check before capture or replay
+    failed.
     """
 
     phase_seconds: dict[str, float] = field(default_factory=dict)
@@ -89,7 +90,7 @@ class StepStats:
     admitted: int = 0
     retracted: int = 0
     nonfinite: int = 0
-    launched_anew: int = 0
+    eager_fallbacks: int = 0
     rank: int = 0
     status: EngineStatus = field(default_factory=EngineStatus)
 
@@ -137,7 +138,7 @@ SUMS = {
     "admitted": ("aerie_admitted_requests", "Requests admitted, each counted once"),
     "retracted": ("aerie_retractions", "Requests sent back to the queue because pages ran out"),
     "nonfinite": ("aerie_nonfinite_requests", "Requests that ended because their logits were not finite"),
-    "launched_anew": ("aerie_launched_anew", "Steps not replayed, as a plan was unlike the captured one"),
+    "eager_fallbacks": ("aerie_launched_anew", "Steps not replayed, as a plan was unlike the captured one"),
 }
 # Field of EngineStatus: name and help text of its gauge.
 STATES = {
@@ -162,39 +163,43 @@ class EngineMetrics:
         self.registry = registry if registry is not None else CollectorRegistry()
         self.rank = rank
         names = ("model_name", "rank")
-        own = {"model_name": model_name, "rank": str(rank)}
+        own_labels = {"model_name": model_name, "rank": str(rank)}
 
-        def counter(name: str, text: str, *extra: str) -> Counter:
-            return Counter(name, text, (*names, *extra), registry=self.registry)
+        def counter(name: str, help_text: str, *extra: str) -> Counter:
+            return Counter(name, help_text, (*names, *extra), registry=self.registry)
 
-        def gauge(name: str, text: str, *extra: str) -> Gauge:
-            return Gauge(name, text, (*names, *extra), registry=self.registry)
+        def gauge(name: str, help_text: str, *extra: str) -> Gauge:
+            return Gauge(name, help_text, (*names, *extra), registry=self.registry)
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...], *extra: str) -> BulkHistogram:
-            return BulkHistogram(name, text, (*names, *extra), buckets=buckets, registry=self.registry)
+        def histogram(name: str, help_text: str, buckets: tuple[float, ...], *extra: str) -> BulkHistogram:
+            return BulkHistogram(name, help_text, (*names, *extra), buckets=buckets, registry=self.registry)
 
         phase = histogram("aerie_step_phase_seconds", "Time of one phase of one step", PHASE_BUCKETS, "phase")
         pages = gauge("aerie_kv_pages", "KV pages by state; the three add up to the pool", "state")
         accept = histogram("aerie_accept_length", "Tokens committed per tree, bonus included", ACCEPT_LEN_BUCKETS)
         self._depth = counter("aerie_accepted_by_depth", "Draft tokens accepted at a depth of the tree", "depth")
-        self._own = own
-        self._depths = [self._depth.labels(**own, depth=str(level + 1)) for level in range(depths)]
-        self.registry.register(ProcessFacts({**own, "process": "rank"}))
-        self._phases = {name: phase.labels(**own, phase=name) for name in PHASES}
-        self._accept = accept.labels(**own)
-        self._steps = counter("aerie_steps", "Steps taken").labels(**own)
-        ended = counter("aerie_finished_requests", "Requests that ended at a rank, by reason", "finished_reason")
-        self._finished = {reason: ended.labels(**own, finished_reason=reason) for reason in get_args(FinishReason)}
-        self._stages = [histogram(name, text, E2E_BUCKETS).labels(**own) for name, text in STAGES.items()]
-        self._sums = [(name, counter(*spec).labels(**own)) for name, spec in SUMS.items()]
-        self._accepted = counter("aerie_accepted_draft_tokens", "Draft tokens accepted").labels(**own)
+        self._own_labels = own_labels
+        self._depths = [self._depth.labels(**own_labels, depth=str(level + 1)) for level in range(depths)]
+        self.registry.register(ProcessFacts({**own_labels, "process": "rank"}))
+        self._phases = {name: phase.labels(**own_labels, phase=name) for name in PHASES}
+        self._accept = accept.labels(**own_labels)
+        self._steps = counter("aerie_steps", "Steps taken").labels(**own_labels)
+        finished = counter("aerie_finished_requests", "Requests that ended at a rank, by reason", "finished_reason")
+        self._finished = {
+            reason: finished.labels(**own_labels, finished_reason=reason) for reason in get_args(FinishReason)
+        }
+        self._stages = [
+            histogram(name, help_text, E2E_BUCKETS).labels(**own_labels) for name, help_text in STAGES.items()
+        ]
+        self._sums = [(name, counter(*spec).labels(**own_labels)) for name, spec in SUMS.items()]
+        self._accepted = counter("aerie_accepted_draft_tokens", "Draft tokens accepted").labels(**own_labels)
         self._latest = EngineStatus()
         for name, spec in STATES.items():
-            self._follow(gauge(*spec).labels(**own), name)
+            self._export_status_field(gauge(*spec).labels(**own_labels), name)
         for state in PAGE_STATES:
-            self._follow(pages.labels(**own, state=state), f"pages_{state}")
+            self._export_status_field(pages.labels(**own_labels, state=state), f"pages_{state}")
 
-    def _follow(self, gauge: Gauge, name: str) -> None:
+    def _export_status_field(self, gauge: Gauge, name: str) -> None:
         """Make a gauge read field `name` of the latest status at each scrape, so that a step has no cost for it."""
         gauge.set_function(lambda: float(getattr(self._latest, name)))
 
@@ -218,7 +223,7 @@ class EngineMetrics:
             self._accepted.inc(sum(stats.accepted_by_depth))
         for depth, count in enumerate(stats.accepted_by_depth):
             if depth == len(self._depths):
-                self._depths.append(self._depth.labels(**self._own, depth=str(depth + 1)))
+                self._depths.append(self._depth.labels(**self._own_labels, depth=str(depth + 1)))
             if count:
                 self._depths[depth].inc(count)
         self._latest = stats.status
@@ -250,29 +255,29 @@ class ServingMetrics:
         self._served_as, self._replica = model_name, replica
         names = ("model_name",)
 
-        def counter(name: str, text: str, *extra: str) -> Counter:
-            return Counter(name, text, (*names, *extra), registry=self.registry)
+        def counter(name: str, help_text: str, *extra: str) -> Counter:
+            return Counter(name, help_text, (*names, *extra), registry=self.registry)
 
-        def gauge(name: str, text: str, *extra: str) -> Gauge:
-            return Gauge(name, text, (*names, *extra), registry=self.registry)
+        def gauge(name: str, help_text: str, *extra: str) -> Gauge:
+            return Gauge(name, help_text, (*names, *extra), registry=self.registry)
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> BulkHistogram:
-            made = BulkHistogram(name, text, names, buckets=buckets, registry=self.registry)
-            return made.labels(model_name=model_name)
+        def histogram(name: str, help_text: str, buckets: tuple[float, ...]) -> BulkHistogram:
+            metric = BulkHistogram(name, help_text, names, buckets=buckets, registry=self.registry)
+            return metric.labels(model_name=model_name)
 
         requests = counter("aerie_requests", "Requests ended, by outcome", "outcome")
         self.outcomes = {name: requests.labels(model_name=model_name, outcome=name) for name in OUTCOMES}
-        open_ = gauge("aerie_open_requests", "Requests at REST replicas, by state", "state")
-        self.waiting = open_.labels(model_name=model_name, state="waiting")
-        self.streaming = open_.labels(model_name=model_name, state="streaming")
+        open_requests = gauge("aerie_open_requests", "Requests at REST replicas, by state", "state")
+        self.waiting = open_requests.labels(model_name=model_name, state="waiting")
+        self.streaming = open_requests.labels(model_name=model_name, state="streaming")
         self.ttft = histogram("aerie_ttft_seconds", "Arrival to first token", TTFT_BUCKETS)
         self.itl = histogram("aerie_itl_seconds", "Time per token after the first", ITL_BUCKETS)
         self.e2e = histogram("aerie_e2e_seconds", "Arrival to the end of the request", E2E_BUCKETS)
         self.prompt_tokens = histogram("aerie_request_prompt_tokens", "Prompt tokens of a request", TOKEN_BUCKETS)
         self.generation_tokens = histogram("aerie_request_generation_tokens", "Tokens sent", TOKEN_BUCKETS)
         self._losses = counter("aerie_rank_losses", "Times that a gang was lost, by the rank to blame", "rank", "kind")
-        about = "Responses begun, by route and HTTP status; 499: the client left before"
-        self._responses = counter("aerie_http_responses", about, "route", "status")
+        help_of_responses = "Responses begun, by route and HTTP status; 499: the client left before"
+        self._responses = counter("aerie_http_responses", help_of_responses, "route", "status")
         builds = gauge("aerie_build_info", "Always 1; the labels are versions", *BUILD)
         builds.labels(model_name=model_name, **BUILD).set(1)
         self.registry.register(ProcessFacts({"model_name": model_name, "rank": "", "process": "replica"}))

@@ -2,7 +2,7 @@
 
 A step with prompt rows may take 1 / (1 - share) times the time of its decoding alone: with share 0.5 twice the time,
 one half for decoding and one half for prompts. `engine/calibrate.py` measures a few steps at start and fits a
-`StepTimes`, which other modules call the pace.
+`StepTimes`, which some modules call the pace.
 """
 
 from bisect import bisect_left, bisect_right
@@ -12,7 +12,7 @@ from typing import NamedTuple, Self
 
 from cluster.status import StepCosts
 
-READING = 1 / 6  # largest share of a chunk's cost that reads its prefix: no long prefix is read for a few rows
+MAX_PREFIX_READ_SHARE = 1 / 6  # of a chunk's cost: reading a long prefix must not serve only a few rows
 
 Curve = tuple[tuple[int, float], ...]
 """Points (size, microseconds) in order of size."""
@@ -50,7 +50,7 @@ class StepTimes:
     groups: int = 1
 
     @classmethod
-    def reported(cls, costs: StepCosts, share: float, tree: int, groups: int) -> Self:
+    def from_costs(cls, costs: StepCosts, share: float, tree: int, groups: int) -> Self:
         """Return the step times of reported `costs`. (Microseconds per token are milliseconds per 1000 tokens.)"""
         return cls(
             share=share,
@@ -67,43 +67,47 @@ class StepTimes:
     @property
     def fixed(self) -> float:
         """The time of a step without target rows: `target` extrapolated to 0 rows."""
-        return max(0.0, _at(self.target, 0))
+        return max(0.0, _interpolate(self.target, 0))
 
     def decoding(self, committed: Sequence[int]) -> float:
         """Return the time of a step that only decodes; `committed` has the number of tokens of each request."""
         # Each of the n requests is charged for the longest one's tokens: decode(n) + token * n * max(committed).
-        return max(0.0, _at(self.decode, len(committed))) + self.token * len(committed) * max(committed, default=0)
+        return max(0.0, _interpolate(self.decode, len(committed))) + self.token * len(committed) * max(
+            committed, default=0
+        )
 
-    def prefill_budget(self, committed: Sequence[int], busiest: float) -> PrefillBudget:
-        """Return the times of a step for this rank's decoding and for its prompt rows, if decoding takes `busiest` on
-        the busiest other rank. A rank with less decoding than that is idle meanwhile, except for its part in the work
-        for others' rows.
+    def prefill_budget(self, committed: Sequence[int], busiest_us: float) -> PrefillBudget:
+        """Return the times of a step for this rank's decoding and for its prompt rows, if decoding takes `busiest_us`
+        on the busiest other rank. A rank with less decoding than that is idle meanwhile, except for its part in the
+        work for others' rows.
         """
-        own, crowded = self.decoding(committed), self.crowd * (self.groups - 1)
-        # most: decoding time of the step. Of the idle time most - own, the share c / (1 + c), with
+        own_us, shared_share = self.decoding(committed), self.crowd * (self.groups - 1)
+        # Of the idle time decode_us - own_us, the share c / (1 + c), with
         # c = crowd * (groups - 1), goes to work for other groups' rows and counts as busy.
-        most = max(own, busiest)
-        busy = own + (most - own) * crowded / (1.0 + crowded)
-        return PrefillBudget(busy, most / (1.0 - self.share) - busy)
+        decode_us = max(own_us, busiest_us)
+        busy_us = own_us + (decode_us - own_us) * shared_share / (1.0 + shared_share)
+        return PrefillBudget(busy_us, decode_us / (1.0 - self.share) - busy_us)
 
-    def cost(self, beside: int, start: int, rows: int, others: int = 0) -> float:
-        """Return the time of `rows` prompt rows after `start` tokens, beside `beside` other target rows, while `others`
-        other groups run prompt rows too.
+    def cost(self, other_rows: int, start: int, rows: int, other_groups: int = 0) -> float:
+        """Return the time of `rows` prompt rows after `start` tokens, beside `other_rows` other target rows, while
+        `other_groups` other groups run prompt rows too.
         """
         if not rows:
             return 0.0
-        work = _at(self.target, beside + rows) - _at(self.target, beside)
-        return work * (1.0 + self.crowd * others) + start * (self.prefix + self.pair * rows)
+        work = _interpolate(self.target, other_rows + rows) - _interpolate(self.target, other_rows)
+        return work * (1.0 + self.crowd * other_groups) + start * (self.prefix + self.pair * rows)
 
-    def rows(self, beside: int, start: int, most: int, allowance: float, others: int = 0) -> int:
-        """Return the largest number of rows from `start` on, up to `most`, that costs no more than `allowance`."""
-        counts = range(1, most + 1)
-        return bisect_right(counts, allowance, key=lambda rows: self.cost(beside, start, rows, others))
+    def max_rows(self, other_rows: int, start: int, limit: int, allowance: float, other_groups: int = 0) -> int:
+        """Return the largest number of rows from `start` on, up to `limit`, that costs no more than `allowance`."""
+        counts = range(1, limit + 1)
+        return bisect_right(counts, allowance, key=lambda rows: self.cost(other_rows, start, rows, other_groups))
 
-    def least(self, beside: int, start: int, most: int, others: int = 0) -> int:
-        """Return the fewest rows, up to `most`, for which reading the prefix is at most `READING` of their cost."""
-        counts, needed = range(1, most), start * self.prefix / READING
-        return 1 + bisect_left(counts, needed, key=lambda rows: self.cost(beside, start, rows, others))
+    def min_rows(self, other_rows: int, start: int, limit: int, other_groups: int = 0) -> int:
+        """Return the fewest rows, up to `limit`, for which reading the prefix is at most `MAX_PREFIX_READ_SHARE` of
+        their cost.
+        """
+        counts, needed_us = range(1, limit), start * self.prefix / MAX_PREFIX_READ_SHARE
+        return 1 + bisect_left(counts, needed_us, key=lambda rows: self.cost(other_rows, start, rows, other_groups))
 
     def costs(self) -> StepCosts:
         """Return the measured costs in the form that a rank reports, in milliseconds."""
@@ -118,13 +122,13 @@ class StepTimes:
 
 
 def _curve(ms: Mapping[str, float]) -> Curve:
-    return tuple(sorted((int(at), 1000 * value) for at, value in ms.items()))
+    return tuple(sorted((int(size), 1000 * value) for size, value in ms.items()))
 
 
-def _at(curve: Curve, at: int) -> float:
-    """Return the value of a curve at `at`: linear between its points, and extrapolated beyond both ends."""
+def _interpolate(curve: Curve, size: int) -> float:
+    """Return the value of a curve at `size`: linear between its points, and extrapolated beyond both ends."""
     if len(curve) == 1:
         return curve[0][1]
-    right = min(max(1, bisect_left(curve, at, key=lambda point: point[0])), len(curve) - 1)
+    right = min(max(1, bisect_left(curve, size, key=lambda point: point[0])), len(curve) - 1)
     (low, before), (high, after) = curve[right - 1], curve[right]
-    return before + (after - before) * (at - low) / (high - low)
+    return before + (after - before) * (size - low) / (high - low)

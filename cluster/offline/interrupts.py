@@ -7,29 +7,29 @@ from contextlib import contextmanager
 from types import FrameType
 
 
-class HeldInterrupt:
-    """Whether Ctrl-C was pressed while `interrupt_held` deferred it."""
+class DeferredInterrupt:
+    """Whether Ctrl-C was pressed while `defer_interrupt` deferred it."""
 
     pressed = False
 
 
 @contextmanager
-def interrupt_held() -> Iterator[HeldInterrupt]:
+def defer_interrupt() -> Iterator[DeferredInterrupt]:
     """Record the first Ctrl-C instead of raising KeyboardInterrupt; a second Ctrl-C raises as usual.
 
     The caller checks `pressed` between steps. Only the main thread gets Ctrl-C, so in other threads this does nothing.
     """
-    held = HeldInterrupt()
+    interrupt = DeferredInterrupt()
     if threading.current_thread() is not threading.main_thread():
-        yield held
+        yield interrupt
         return
 
-    def note(number: int, frame: FrameType | None) -> None:
-        held.pressed = True
-        signal.signal(number, before)
+    def record_interrupt(number: int, frame: FrameType | None) -> None:
+        interrupt.pressed = True
+        signal.signal(number, previous_handler)
 
-    before = signal.signal(signal.SIGINT, note)
+    previous_handler = signal.signal(signal.SIGINT, record_interrupt)
     try:
-        yield held
+        yield interrupt
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, previous_handler)

@@ -11,18 +11,26 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from typing import Any, Self
 
-from cluster.api.core.adapter import GenerateCall, Reader
+from cluster.api.core.adapter import GenerateCall, RequestReader
 from cluster.api.core.errors import ApiError
 from cluster.api.core.fields import WARNING_HEADER
 from cluster.api.openai.answers import read_chat, read_completion
-from cluster.chat.formats.choose import named
+from cluster.chat.formats.choose import canonical_parser_names
 from cluster.config import ConfigError
 from cluster.engine.build import build_engine
 from cluster.engine.engine import Engine
-from cluster.offline.arguments import Params, Prompt, PromptPlace, config_of, conversations_of, params_for, prompts_of
-from cluster.offline.interrupts import interrupt_held
+from cluster.offline.arguments import (
+    Params,
+    Prompt,
+    PromptLocation,
+    config_of,
+    conversations_of,
+    params_for,
+    prompts_of,
+)
+from cluster.offline.interrupts import defer_interrupt
 from cluster.offline.local_model import LocalModel, SamplingDefaults
-from cluster.offline.outputs import GrowingAnswer, RequestOutput
+from cluster.offline.outputs import PendingAnswer, RequestOutput
 from cluster.offline.progress import Progress
 from cluster.offline.stepping import steps
 from cluster.request import SequenceOutput as StepOutput
@@ -31,7 +39,8 @@ from cluster.status import RankInfo
 logger = logging.getLogger(__name__)
 
 Steps = Generator[tuple[StepOutput, ...], None, None]
-HELD = 2  # the engine holds at most HELD * max_running_requests sequences: enough to fill each place that gets free
+# The engine holds at most this number times max_running_requests sequences: enough to fill each slot that gets free.
+MAX_SUBMITTED_PER_SLOT = 2
 
 
 class LLM:
@@ -62,12 +71,12 @@ class LLM:
         """
         if sampling_defaults not in ("model", "openai"):
             raise ConfigError(f"sampling_defaults must be 'model' or 'openai', got {sampling_defaults!r}")
-        parsers = named(tool_call_parser, reasoning_parser)
+        parsers = canonical_parser_names(tool_call_parser, reasoning_parser)
         self._lock = threading.Lock()
-        self._over = ""  # the error message of calls after close() or a failed step
+        self._closed_message = ""  # the error message of calls after close() or a failed step
         self._engine: Engine | None = build_engine(config_of(model, draft, tokenizer, settings))
         self._model = LocalModel(self._engine, parsers, sampling_defaults)
-        self._free = weakref.finalize(self, self._model.close)
+        self._finalizer = weakref.finalize(self, self._model.close)
 
     def generate(
         self,
@@ -86,19 +95,19 @@ class LLM:
             ValueError: a prompt or a parameter cannot be served. The message names it, and nothing is generated.
             RuntimeError: this object is closed, or its engine failed.
         """
-        given, many = prompts_of(prompts)
-        params = params_for(sampling_params, len(given), "prompts")
-        with self._running() as engine:
-            asked = []
-            for at, (prompt, own) in enumerate(zip(given, params, strict=True)):
-                place = PromptPlace("prompt", "prompts", at if many else None)
+        prompt_list, is_list = prompts_of(prompts)
+        params = params_for(sampling_params, len(prompt_list), "prompts")
+        with self._locked_engine() as engine:
+            answers = []
+            for index, (prompt, prompt_params) in enumerate(zip(prompt_list, params, strict=True)):
+                location = PromptLocation("prompt", "prompts", index if is_list else None)
                 if isinstance(prompt, str) and self._model.tokenizer is None:
                     remedy = "give token ids, or a folder with a tokenizer as tokenizer"
-                    raise ValueError(f"{place.name}: a text needs a tokenizer, and this model has none; {remedy}")
+                    raise ValueError(f"{location.name}: a text needs a tokenizer, and this model has none; {remedy}")
                 text = prompt if isinstance(prompt, str) else None
-                call = self._understood(read_completion, {"prompt": [prompt], **own.body()}, place)
-                asked.append(GrowingAnswer(text, call.choices, call.shape))
-            return self._answered(engine, asked, use_tqdm)
+                call = self._prepare_call(read_completion, {"prompt": [prompt], **prompt_params.body()}, location)
+                answers.append(PendingAnswer(text, call.choices, call.formatter))
+            return self._run_batch(engine, answers, use_tqdm)
 
     def chat(
         self,
@@ -124,9 +133,9 @@ class LLM:
             ValueError: a conversation or a parameter cannot be served, or the model has no chat template.
             RuntimeError: this object is closed, or its engine failed.
         """
-        given, many = conversations_of(messages)
-        params = params_for(sampling_params, len(given), "messages")
-        beside = {
+        conversations, is_list = conversations_of(messages)
+        params = params_for(sampling_params, len(conversations), "messages")
+        other_fields = {
             "tools": None if tools is None else list(tools),
             "tool_choice": tool_choice,
             "parallel_tool_calls": parallel_tool_calls,
@@ -136,15 +145,17 @@ class LLM:
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
         }
-        with self._running() as engine:
+        with self._locked_engine() as engine:
             if self._model.tokenizer is None or not self._model.tokenizer.has_template:
                 raise ValueError("messages: this model has no chat template; give a prompt to generate()")
-            asked = []
-            for at, (talk, own) in enumerate(zip(given, params, strict=True)):
-                place = PromptPlace("messages", "messages", at if many else None)
-                call = self._understood(read_chat, {"messages": talk, **own.chat_body(), **beside}, place)
-                asked.append(GrowingAnswer(None, call.choices, call.shape))
-            return self._answered(engine, asked, use_tqdm)
+            answers = []
+            for index, (conversation, prompt_params) in enumerate(zip(conversations, params, strict=True)):
+                location = PromptLocation("messages", "messages", index if is_list else None)
+                call = self._prepare_call(
+                    read_chat, {"messages": conversation, **prompt_params.chat_body(), **other_fields}, location
+                )
+                answers.append(PendingAnswer(None, call.choices, call.formatter))
+            return self._run_batch(engine, answers, use_tqdm)
 
     def info(self) -> RankInfo:
         """Return the resolved settings, including every value that was chosen automatically.
@@ -152,13 +163,13 @@ class LLM:
         Raises:
             RuntimeError: this object is closed, or its engine failed.
         """
-        with self._running() as engine:
+        with self._locked_engine() as engine:
             return engine.info()
 
     def close(self) -> None:
         """Free the model's memory and end its helper process and thread, after any running call. Idempotent."""
         with self._lock:
-            self._end("this LLM is closed; make a new one")
+            self._close_engine("this LLM is closed; make a new one")
 
     def __enter__(self) -> Self:
         return self
@@ -167,21 +178,23 @@ class LLM:
         self.close()
 
     @contextmanager
-    def _running(self) -> Iterator[Engine]:
+    def _locked_engine(self) -> Iterator[Engine]:
         """Yield the engine under the lock, so that one caller uses it at a time."""
         with self._lock:
             if self._engine is None:
-                raise RuntimeError(self._over)
+                raise RuntimeError(self._closed_message)
             yield self._engine
 
-    def _end(self, why: str) -> None:
-        """Close the engine; later calls raise RuntimeError with the message `why`. The caller holds the lock."""
+    def _close_engine(self, message: str) -> None:
+        """Close the engine; later calls raise RuntimeError with the message `message`. The caller holds the lock."""
         if self._engine is not None:
             self._engine.close()
-            self._engine, self._over = None, why
-            self._free()
+            self._engine, self._closed_message = None, message
+            self._finalizer()
 
-    def _understood(self, read: Reader, body: Mapping[str, Any], place: PromptPlace) -> GenerateCall:
+    def _prepare_call(
+        self, read_request: RequestReader, body: Mapping[str, Any], location: PromptLocation
+    ) -> GenerateCall:
         """Parse the request body of one prompt into its sequences. Errors name the prompt's index in the list.
 
         Raises:
@@ -189,42 +202,42 @@ class LLM:
             RuntimeError: the request failed with a status of 500 or above: its grammar cannot be compiled now.
         """
         try:
-            with place.origins.named():
-                call = self._model.understood(read(self._model, self._model.limits, body))
+            with location.origins.translate_errors():
+                call = self._model.prepare_call(read_request(self._model, self._model.limits, body))
         except ApiError as error:
-            kind = ValueError if error.status < 500 else RuntimeError
-            raise kind(place.told(error.message)) from None
+            error_class = ValueError if error.status < 500 else RuntimeError
+            raise error_class(location.prefix_message(error.message)) from None
         if WARNING_HEADER in call.headers:
-            logger.warning("%s", place.told(call.headers[WARNING_HEADER]))
+            logger.warning("%s", location.prefix_message(call.headers[WARNING_HEADER]))
         return call
 
-    def _answered(self, engine: Engine, answers: Sequence[GrowingAnswer], use_tqdm: bool) -> list[RequestOutput]:
+    def _run_batch(self, engine: Engine, answers: Sequence[PendingAnswer], use_tqdm: bool) -> list[RequestOutput]:
         """Run all sequences until they finish and return one output per prompt."""
-        owners = {choice.request.request_id: (answer, choice) for answer in answers for choice in answer.choices}
-        requests = [choice.request for _, choice in owners.values()]
-        given = steps(engine, requests, HELD * engine.config.max_running_requests)
-        bar = Progress(len(answers), use_tqdm)
-        with interrupt_held() as held, bar, closing(self._guarded(given)) as taken:
-            for outputs in taken:
+        unfinished = {choice.request.request_id: (answer, choice) for answer in answers for choice in answer.choices}
+        requests = [choice.request for _, choice in unfinished.values()]
+        step_outputs = steps(engine, requests, MAX_SUBMITTED_PER_SLOT * engine.config.max_running_requests)
+        progress = Progress(len(answers), use_tqdm)
+        with defer_interrupt() as interrupt, progress, closing(self._close_on_failure(step_outputs)) as guarded_outputs:
+            for outputs in guarded_outputs:
                 for output in outputs:
-                    answer, choice = owners[output.request_id]
-                    answer.take(choice, output)
-                    bar.gave(len(output.token_ids))
+                    answer, choice = unfinished[output.request_id]
+                    answer.add_output(choice, output)
+                    progress.add_tokens(len(output.token_ids))
                     if output.finish_reason is not None:
-                        del owners[output.request_id]
-                        if answer.ended:
-                            bar.done(answer)
-                if held.pressed and owners:
+                        del unfinished[output.request_id]
+                        if answer.is_finished:
+                            progress.add_finished(answer)
+                if interrupt.pressed and unfinished:
                     raise KeyboardInterrupt
-        tokenizer = None if self._model.tokenizer is None else self._model.tokenizer.text
+        tokenizer = None if self._model.tokenizer is None else self._model.tokenizer.text_tokenizer
         return [answer.output(tokenizer) for answer in answers]
 
-    def _guarded(self, given: Steps) -> Steps:
-        """Yield the items of `given`. If the engine fails inside a step, close it: its state is no longer reliable."""
+    def _close_on_failure(self, step_outputs: Steps) -> Steps:
+        """Yield the items of `step_outputs`. If the engine fails inside a step, close it: its state is not reliable."""
         try:
-            yield from given
+            yield from step_outputs
         except (ValueError, GeneratorExit):  # a request was refused before the first step, or the caller stopped
             raise
         except BaseException as error:
-            self._end(f"the engine of this LLM failed ({type(error).__name__}: {error}); make a new one")
+            self._close_engine(f"the engine of this LLM failed ({type(error).__name__}: {error}); make a new one")
             raise

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar
 from cluster.api.core.adapter import CoreRequest, GenerateCall
 from cluster.api.core.grammars import Grammars
 from cluster.api.core.limits import ModelInfo, RequestLimits
-from cluster.api.core.tokenizer import ChatTokenizer, Parsers
+from cluster.api.core.tokenizer import ChatTokenizer, ParserNames
 from cluster.api.http.calls import prepare
 from cluster.arch.generation import sampling_defaults
 from cluster.config.resolved import tokenizer_folder
@@ -20,10 +20,12 @@ SamplingDefaults = Literal["model", "openai"]
 
 class LocalModel:
     """The model facts, tokenizer and grammar compiler of one engine, in the form of the protocol
-    `cluster.api.core.service.Served`. Usable from any thread.
+    `cluster.api.core.service.ServedModel`. Usable from any thread.
     """
 
-    def __init__(self, engine: Engine, parsers: Parsers = (None, None), defaults: SamplingDefaults = "model") -> None:
+    def __init__(
+        self, engine: Engine, parsers: ParserNames = (None, None), defaults: SamplingDefaults = "model"
+    ) -> None:
         """Read the tokenizer and the chat template. `parsers` are the settings tool_call_parser and reasoning_parser;
         `defaults` is the setting sampling_defaults.
 
@@ -40,22 +42,22 @@ class LocalModel:
             context_length=info.context_length,
             vocab_size=info.vocab_size,
             created=0,
-            kv_room=info.max_request_tokens,
+            kv_cache_tokens=info.max_request_tokens,
             eos_token_ids=info.eos_token_ids,
-            sampling=sampling_defaults(path) if defaults == "model" else {},
+            sampling_defaults=sampling_defaults(path) if defaults == "model" else {},
         )
         self.limits = RequestLimits.of(info.context_length)
         self.grammars = Grammars(self.tokenizer, self.model)
         self._loop = _LoopThread()
 
-    def understood(self, asked: CoreRequest) -> GenerateCall:
+    def prepare_call(self, core_request: CoreRequest) -> GenerateCall:
         """Return the sequences of a parsed request, and the shape of its answer.
 
         Raises:
             ApiError: the request cannot be served; the message names the field.
         """
-        with asked.origins.named():
-            return self._loop.run(prepare(self, self.limits, asked, 0))
+        with core_request.origins.translate_errors():
+            return self._loop.run(prepare(self, self.limits, core_request, 0))
 
     def close(self) -> None:
         """End the process that compiles grammars, and the event loop's thread."""
@@ -73,9 +75,9 @@ class _LoopThread:
         self._thread = threading.Thread(target=self._serve, name="aerie-offline", daemon=True)
         self._thread.start()
 
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run `work` in the loop and return its result; blocks."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run `coroutine` in the loop and return its result; blocks."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     def close(self) -> None:
         """Cancel all tasks and end the thread. The garbage collector may call this in any thread."""
@@ -88,8 +90,8 @@ class _LoopThread:
         self._loop.close()
 
     async def _stop(self) -> None:
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
+        other_tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in other_tasks:
             task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
+        await asyncio.gather(*other_tasks, return_exceptions=True)
         self._loop.stop()

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from cluster.api.core.adapter import AnswerShape
-from cluster.api.core.sequences import Delta, OutputSequence, joined
-from cluster.api.openai.answers import ranked
+from cluster.api.core.adapter import AnswerFormatter
+from cluster.api.core.sequences import Delta, OutputSequence, join_deltas
+from cluster.api.openai.answers import ranked_logprobs
 from cluster.request import SequenceOutput as StepOutput
 from cluster.request import TokenLogprob
 from cluster.tokenizer.tokenizer import TextTokenizer
@@ -75,67 +75,76 @@ class RequestOutput:
         return self.outputs[0].text
 
 
-class GrowingAnswer:
+class PendingAnswer:
     """The answers to one prompt while they are generated. `choices` are its sequences, ordered by index."""
 
-    def __init__(self, prompt: str | None, choices: Sequence[OutputSequence], shape: AnswerShape) -> None:
-        """`shape` formats the answer as the REST API does. `prompt` is the prompt's text, if it was given as text."""
-        self.choices, self._prompt, self._shape = choices, prompt, shape
+    def __init__(self, prompt: str | None, choices: Sequence[OutputSequence], formatter: AnswerFormatter) -> None:
+        """`formatter` formats the answer as the REST API does. `prompt` is the prompt's text; None if it has none."""
+        self.choices, self._prompt, self._formatter = choices, prompt, formatter
         self._deltas: list[list[Delta]] = [[] for _ in choices]
         self._errors: dict[int, str] = {}
 
     @property
-    def ended(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether all sequences have finished or failed."""
         return all(choice.finished or choice.index in self._errors for choice in self.choices)
 
-    def take(self, choice: OutputSequence, output: StepOutput) -> None:
+    def add_output(self, choice: OutputSequence, output: StepOutput) -> None:
         """Add a step's output to one of the sequences. A failed sequence keeps its tokens; the error is logged."""
         if output.error is not None:
             logger.warning("%s", output.error)
             self._errors[choice.index] = output.error
         else:
-            self._deltas[choice.index].append(choice.take(output))
+            self._deltas[choice.index].append(choice.process_output(output))
 
     def output(self, tokenizer: TextTokenizer | None) -> RequestOutput:
-        """Return the complete answers; call it when `ended` is true."""
-        body = self._shape.body([delta for deltas in self._deltas for delta in deltas])
-        whole = [joined(index, deltas) for index, deltas in enumerate(self._deltas)]
-        first = self.choices[0]
-        scores: list[dict[int, Logprob] | None] | None = None
-        if (most := first.request.params.prompt_logprobs) is not None:
-            scores = [None, *(_logprobs(entry, most, tokenizer) for entry in whole[0].prompt_logprobs)]
+        """Return the complete answers; call it when `is_finished` is true."""
+        body = self._formatter.body([delta for deltas in self._deltas for delta in deltas])
+        joined_deltas = [join_deltas(index, deltas) for index, deltas in enumerate(self._deltas)]
+        first_choice = self.choices[0]
+        prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        if (num_alternatives := first_choice.request.params.prompt_logprobs) is not None:
+            prompt_logprobs = [
+                None,
+                *(_logprobs(entry, num_alternatives, tokenizer) for entry in joined_deltas[0].prompt_logprobs),
+            ]
         return RequestOutput(
             prompt=self._prompt,
-            prompt_token_ids=list(first.request.prompt_token_ids),
-            outputs=[self._completion(delta, body["choices"][delta.index], tokenizer) for delta in whole],
-            prompt_logprobs=scores,
-            num_cached_tokens=first.cached_tokens,
+            prompt_token_ids=list(first_choice.request.prompt_token_ids),
+            outputs=[self._completion(delta, body["choices"][delta.index], tokenizer) for delta in joined_deltas],
+            prompt_logprobs=prompt_logprobs,
+            num_cached_tokens=first_choice.cached_tokens,
         )
 
     def _completion(
-        self, delta: Delta, written: Mapping[str, Any], tokenizer: TextTokenizer | None
+        self, delta: Delta, rest_choice: Mapping[str, Any], tokenizer: TextTokenizer | None
     ) -> CompletionOutput:
-        """Return one answer; `written` is its entry in `choices` of the REST answer's body."""
-        choice, message = self.choices[delta.index], written.get("message")
-        counts, most, error = choice.speculation, choice.request.params.logprobs, self._errors.get(delta.index)
+        """Return one answer; `rest_choice` is its entry in `choices` of the REST answer's body."""
+        choice, message = self.choices[delta.index], rest_choice.get("message")
+        speculation, num_alternatives, error = (
+            choice.speculation,
+            choice.request.params.logprobs,
+            self._errors.get(delta.index),
+        )
         return CompletionOutput(
             index=delta.index,
-            text=written["text"] if message is None else message["content"] or "",
+            text=rest_choice["text"] if message is None else message["content"] or "",
             token_ids=list(delta.token_ids),
-            finish_reason="error" if error is not None else written["finish_reason"],
+            finish_reason="error" if error is not None else rest_choice["finish_reason"],
             stop_reason=delta.stop_reason,
-            logprobs=None if most is None else [_logprobs(entry, most, tokenizer) for entry in delta.logprobs],
-            cumulative_logprob=None if most is None else sum(entry.logprob for entry in delta.logprobs),
-            accept_length=counts.accept_length if counts else 1.0,
+            logprobs=None
+            if num_alternatives is None
+            else [_logprobs(entry, num_alternatives, tokenizer) for entry in delta.logprobs],
+            cumulative_logprob=None if num_alternatives is None else sum(entry.logprob for entry in delta.logprobs),
+            accept_length=speculation.accept_length if speculation else 1.0,
             message=message,
             error=error,
         )
 
 
-def _logprobs(entry: TokenLogprob, most: int, tokenizer: TextTokenizer | None) -> dict[int, Logprob]:
-    """Return the log-probabilities of a token and of the `most` likeliest alternatives, by token id."""
+def _logprobs(entry: TokenLogprob, num_alternatives: int, tokenizer: TextTokenizer | None) -> dict[int, Logprob]:
+    """Return the log-probabilities of a token and of the `num_alternatives` likeliest alternatives, by token id."""
     return {
         token: Logprob(logprob, rank or None, None if tokenizer is None else tokenizer.token_text(token)[0])
-        for token, (logprob, rank) in ranked(entry, most).items()
+        for token, (logprob, rank) in ranked_logprobs(entry, num_alternatives).items()
     }

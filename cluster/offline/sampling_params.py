@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from cluster.api.core.constraints import constraint_in
-from cluster.api.core.errors import ApiError, shown
-from cluster.api.core.fields import REMEDIES, SPELLINGS
+from cluster.api.core.constraints import constraint_of_request
+from cluster.api.core.errors import ApiError, truncated_repr
+from cluster.api.core.fields import FIELD_ALIASES, REMEDIES
 from cluster.api.core.generation import CompletionRequest
 
 
@@ -73,28 +73,28 @@ class SamplingParams:
             ValueError: a value is invalid for every model; the message names the field.
         """
         try:
-            constraint_in(CompletionRequest.read({**self.body(), "prompt": ""})[0])
+            constraint_of_request(CompletionRequest.read({**self.body(), "prompt": ""})[0])
         except ApiError as error:
             raise ValueError(error.message) from None
 
     def body(self) -> dict[str, Any]:
         """Return the fields that are not None, as in the body of a /v1/completions request."""
-        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
         if isinstance(self.structured_outputs, StructuredOutputsParams):
-            given["structured_outputs"] = asdict(self.structured_outputs)
+            values["structured_outputs"] = asdict(self.structured_outputs)
         if isinstance(self.structured_outputs, StructuredOutputsParams | Mapping):
-            held = {name: value for name, value in given["structured_outputs"].items() if value is not None}
-            given["structured_outputs"] = {name: _as_json(value) for name, value in held.items()}
+            constraint = {name: value for name, value in values["structured_outputs"].items() if value is not None}
+            values["structured_outputs"] = {name: _as_json(value) for name, value in constraint.items()}
         if isinstance(self.logit_bias, Mapping):
-            given["logit_bias"] = {str(token): bias for token, bias in self.logit_bias.items()}
-        return {name: _as_json(value) for name, value in given.items() if value is not None}
+            values["logit_bias"] = {str(token): bias for token, bias in self.logit_bias.items()}
+        return {name: _as_json(value) for name, value in values.items() if value is not None}
 
     def chat_body(self) -> dict[str, Any]:
         """Return the fields that are not None, as in the body of a /v1/chat/completions request."""
-        given = self.body()
-        if (alternatives := given.pop("logprobs", None)) is not None:
-            given |= {"logprobs": True, "top_logprobs": alternatives}
-        return given
+        values = self.body()
+        if (alternatives := values.pop("logprobs", None)) is not None:
+            values |= {"logprobs": True, "top_logprobs": alternatives}
+        return values
 
 
 def _as_json(value: Any) -> Any:
@@ -104,22 +104,30 @@ def _as_json(value: Any) -> Any:
     return dict(value) if isinstance(value, Mapping) else value
 
 
-def params_of(given: Any) -> SamplingParams:
+def params_of(value: Any) -> SamplingParams:
     """Return the parameters of one prompt from `SamplingParams`, a mapping of its fields, or None (the defaults).
 
     Raises:
         ValueError: a field is unknown (the message says what to write instead), or a value is invalid.
     """
-    if given is None:
+    if value is None:
         return SamplingParams()
-    if isinstance(given, SamplingParams):
-        return given
-    if not isinstance(given, Mapping):
-        raise ValueError(f"sampling_params must be SamplingParams, or a list with one per prompt, got {shown(given)}")
-    known = [field.name for field in fields(SamplingParams)]
-    for name in given:
-        if name not in known:
-            close = [SPELLINGS[name]] if name in SPELLINGS else difflib.get_close_matches(str(name), known, n=1)
-            remedy = REMEDIES.get(name) or (f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}")
-            raise ValueError(f"sampling_params: unknown field {shown(name)}; {remedy}")
-    return SamplingParams(**given)
+    if isinstance(value, SamplingParams):
+        return value
+    if not isinstance(value, Mapping):
+        raise ValueError(
+            f"sampling_params must be SamplingParams, or a list with one per prompt, got {truncated_repr(value)}"
+        )
+    known_fields = [field.name for field in fields(SamplingParams)]
+    for name in value:
+        if name not in known_fields:
+            suggestions = (
+                [FIELD_ALIASES[name]]
+                if name in FIELD_ALIASES
+                else difflib.get_close_matches(str(name), known_fields, n=1)
+            )
+            remedy = REMEDIES.get(name) or (
+                f"did you mean {suggestions[0]!r}?" if suggestions else f"known are {', '.join(known_fields)}"
+            )
+            raise ValueError(f"sampling_params: unknown field {truncated_repr(name)}; {remedy}")
+    return SamplingParams(**value)

@@ -8,32 +8,33 @@ from cluster.request import Request, SequenceOutput
 
 
 def steps(
-    engine: Engine, requests: Sequence[Request], at_once: int | None = None
+    engine: Engine, requests: Sequence[Request], max_in_engine: int | None = None
 ) -> Generator[tuple[SequenceOutput, ...], None, None]:
     """Yield the outputs of each step until all `requests` have finished. Closing the generator, or an error, aborts
     unfinished requests that were submitted.
 
-    The engine holds at most `at_once` requests, running and waiting. If `at_once` is None, all are submitted at once.
-    The scheduler looks at every waiting request in every step, so a long list should be submitted in parts.
+    The engine holds at most `max_in_engine` requests, running and waiting. If `max_in_engine` is None, all are
+    submitted at once. The scheduler looks at every waiting request in every step, so a long list should be submitted in
+    parts.
 
     Raises:
         ValueError: a request cannot be served. In that case no request is started.
     """
     for request in requests:
         engine.check(request)
-    most = len(requests) if at_once is None else at_once
-    coming, held = deque(requests), set[str]()
+    limit = len(requests) if max_in_engine is None else max_in_engine
+    pending, in_engine = deque(requests), set[str]()
     try:
-        while coming or engine.has_work:
-            while coming and len(held) < most:
-                request = coming.popleft()
+        while pending or engine.has_work:
+            while pending and len(in_engine) < limit:
+                request = pending.popleft()
                 engine.submit(request)
-                held.add(request.request_id)
+                in_engine.add(request.request_id)
             outputs = engine.step().outputs
-            held.difference_update(output.request_id for output in outputs if output.finish_reason is not None)
+            in_engine.difference_update(output.request_id for output in outputs if output.finish_reason is not None)
             yield outputs
     finally:
-        for request_id in held:
+        for request_id in in_engine:
             engine.abort(request_id)
 
 

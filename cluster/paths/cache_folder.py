@@ -12,10 +12,10 @@ from pathlib import Path
 from cluster.config import ConfigError
 
 
-def unusable_home() -> str:
+def default_folder_problem() -> str:
     """Return why the usual folder cannot be used; empty if it can. The folder is created if it is missing."""
     try:
-        folder = _usual()
+        folder = _default_folder()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except RuntimeError:
         return "there is no home folder"
@@ -30,20 +30,24 @@ def cache_folder() -> Path:
     Raises:
         ConfigError: neither the usual folder nor the temporary one can be used.
     """
-    if not (why := unusable_home()):
-        return _usual()
+    if not (problem := default_folder_problem()):
+        return _default_folder()
     folder = Path(tempfile.gettempdir()) / f"aerie-cache-{os.getuid()}"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
-        facts = folder.lstat()
+        status = folder.lstat()
     except OSError as error:
-        raise ConfigError(f"{why}, and {str(folder)!r} cannot be made: {error.strerror}; set XDG_CACHE_HOME") from None
+        raise ConfigError(
+            f"{problem}, and {str(folder)!r} cannot be made: {error.strerror}; set XDG_CACHE_HOME"
+        ) from None
     # Everyone may create files in the temporary folder, so refuse a symlink or a folder that another user controls.
-    if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid() or facts.st_mode & 0o022:
-        raise ConfigError(f"{why}, and others can write {str(folder)!r}; set XDG_CACHE_HOME to a folder of your own")
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise ConfigError(
+            f"{problem}, and others can write {str(folder)!r}; set XDG_CACHE_HOME to a folder of your own"
+        )
     return folder
 
 
-def _usual() -> Path:
+def _default_folder() -> Path:
     """Return the usual folder. Raises RuntimeError if the user has no home folder."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "aerie"

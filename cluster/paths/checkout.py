@@ -5,31 +5,31 @@ from pathlib import Path
 
 from cluster.config import ConfigError
 
-HOME = "AERIE_HOME"
+HOME_VARIABLE = "AERIE_HOME"
 CHECKOUT = Path(__file__).resolve().parents[2]
 DEMO_CONFIG = "deploy/local.yaml"
 DEMO_TARGET, DEMO_DRAFT = "models/demo/target", "models/demo/draft"
 
 
-def homes() -> tuple[Path, ...]:
+def search_folders() -> tuple[Path, ...]:
     """Return the folders in which relative paths of a config are searched, in order: AERIE_HOME, the working directory,
     the checkout. An installed package has no checkout: there is no pyproject.toml beside it.
     """
-    home = (Path(os.environ[HOME]),) if HOME in os.environ else ()
-    own = (CHECKOUT,) if (CHECKOUT / "pyproject.toml").is_file() else ()
-    return (*home, Path.cwd(), *own)
+    home = (Path(os.environ[HOME_VARIABLE]),) if HOME_VARIABLE in os.environ else ()
+    checkout = (CHECKOUT,) if (CHECKOUT / "pyproject.toml").is_file() else ()
+    return (*home, Path.cwd(), *checkout)
 
 
-def demo_path(name: str, instead: str) -> str:
+def demo_path(name: str, alternative: str) -> str:
     """Return the absolute path of a file or folder of the demo, which only the source repository holds.
 
     Raises:
-        ConfigError: it is not found; the message includes `instead`, which says what to pass in its place.
+        ConfigError: it is not found; the message includes `alternative`, which says what to pass in its place.
     """
-    for home in homes():
-        if (home / name).exists():
-            return str((home / name).resolve())
+    for folder in search_folders():
+        if (folder / name).exists():
+            return str((folder / name).resolve())
     raise ConfigError(
-        f"the demo is part of Aerie's source repository ({name} there) and not of this installation; {instead}, or "
-        f"set {HOME} to a checkout"
+        f"the demo is part of Aerie's source repository ({name} there) and not of this installation; {alternative}, or "
+        f"set {HOME_VARIABLE} to a checkout"
     )

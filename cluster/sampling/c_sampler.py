@@ -13,16 +13,16 @@ from cluster.capture.recorder import native
 from cluster.kernels.library import Library
 from cluster.sampling.noise import Noise, at_least_float32
 from cluster.sampling.sampling_inputs import SamplerInput, SamplingInputs
-from cluster.sampling.token_bitmask import BARRED, WORD
-from cluster.sampling.torch_sampler import least_of
+from cluster.sampling.token_bitmask import DISALLOWED_TOKEN_BIAS, TOKENS_PER_WORD
+from cluster.sampling.torch_sampler import row_thresholds
 
 POINTERS = ("logits", "keys", "which", "hashes", "inverse", "scale", "least", "masks", "scores", "columns", "total")
 NUMBERS = (
     *("requests", "each", "size", "stride", "keys_stride", "position", "inverse_stride", "scale_stride"),
     *("words", "count", "kind", "threads"),
 )
-BEST, LIKELIEST, FOUND = range(3)
-MOST = 64
+BEST, TOP_LOGPROBS, SHARD_BEST = range(3)
+MAX_COUNT = 64
 """The largest `count` of one call: the most tokens of a row that it can return."""
 
 
@@ -42,111 +42,139 @@ class CSampler:
     def __init__(self, library: Library) -> None:
         self._library = library
 
-    def noise(self, seeds: Tensor, first: Tensor, count: int, hashes: Tensor, dtype: torch.dtype) -> Noise:
+    def noise(self, seeds: Tensor, first_positions: Tensor, count: int, hashes: Tensor, dtype: torch.dtype) -> Noise:
         """Compute the keys only; see `Sampler.noise`."""
-        first, keys = first.contiguous(), first.new_empty(first.shape[0], count)
-        run = self._library.functions["keys", torch.float32]  # it handles integers only: the dtype does not matter
-        native(run, seeds.data_ptr(), first.data_ptr(), keys.data_ptr(), first.shape[0], seeds.stride(0), count)
+        first_positions, keys = first_positions.contiguous(), first_positions.new_empty(first_positions.shape[0], count)
+        keys_function = self._library.functions[
+            "keys", torch.float32
+        ]  # it handles integers only: the dtype does not matter
+        native(
+            keys_function,
+            seeds.data_ptr(),
+            first_positions.data_ptr(),
+            keys.data_ptr(),
+            first_positions.shape[0],
+            seeds.stride(0),
+            count,
+        )
         return Noise(keys, hashes, dtype)
 
-    def best(self, rows: SamplerInput) -> tuple[Tensor, Tensor]:
+    def best(self, sampler_input: SamplerInput) -> tuple[Tensor, Tensor]:
         """Return the best column and its score; see `Sampler.best`."""
-        scores, columns, _ = self._run(BEST, rows, 1)
+        scores, columns, _ = self._run(BEST, sampler_input, 1)
         return columns[:, 0], scores[:, 0]
 
-    def likeliest(self, rows: SamplerInput, count: int) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities and columns of the best; see `Sampler.likeliest`."""
-        scores, columns, _ = self._run(LIKELIEST, rows, count)
+    def top_logprobs(self, sampler_input: SamplerInput, count: int) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities and columns of the best; see `Sampler.top_logprobs`."""
+        scores, columns, _ = self._run(TOP_LOGPROBS, sampler_input, count)
         return scores, columns
 
-    def found(self, rows: SamplerInput, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the best of a shard and its log-sum-exp; see `Sampler.found`."""
-        return self._run(FOUND, rows, min(count, rows.values.shape[1]))
+    def shard_best(self, sampler_input: SamplerInput, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the best of a shard and its log-sum-exp; see `Sampler.shard_best`."""
+        return self._run(SHARD_BEST, sampler_input, min(count, sampler_input.logits.shape[1]))
 
     def _run(self, kind: int, inputs: SamplerInput, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return scores and columns `[T, count]`, and the log-sum-exp `[T, 1]`, which only `FOUND` fills.
+        """Return scores and columns `[T, count]`, and the log-sum-exp `[T, 1]`, which only `SHARD_BEST` fills.
 
         Raises:
             ValueError: `count`, the masks or `draws` do not fit the logits, or masks come with filters.
         """
-        values, draws, least, masks = inputs
-        rows, size = values.shape
-        if not 1 <= count <= min(size, MOST):
-            raise ValueError(f"{count} of {size} columns; C takes 1 to {MOST} of at least as many")
+        values, draws, thresholds, masks = inputs
+        rows, column_count = values.shape
+        if not 1 <= count <= min(column_count, MAX_COUNT):
+            raise ValueError(f"{count} of {column_count} columns; C takes 1 to {MAX_COUNT} of at least as many")
         if masks is not None:
-            if masks.shape[0] != rows or masks.shape[1] * WORD < size:
+            if masks.shape[0] != rows or masks.shape[1] * TOKENS_PER_WORD < column_count:
                 raise ValueError(f"masks {list(masks.shape)} do not fit logits {list(values.shape)}")
-            if least is None and any(draw.sampling.filtered for draw in draws):
-                raise ValueError("what filters keep follows from logits that are barred already")
+            if thresholds is None and any(draw.sampling.any_filtered for draw in draws):
+                raise ValueError("with filters, the masks must be applied to the logits beforehand")
             masks = masks.contiguous()
         noise = draws[0].noise if draws else None
         if noise is not None and at_least_float32(noise.dtype) != at_least_float32(values.dtype):
             values = values.to(at_least_float32(noise.dtype))
-        values, wide = values if values.stride(1) == 1 else values.contiguous(), at_least_float32(values.dtype)
-        made = (
-            values.new_empty(rows, count, dtype=wide),
+        values, score_dtype = values if values.stride(1) == 1 else values.contiguous(), at_least_float32(values.dtype)
+        outputs = (
+            values.new_empty(rows, count, dtype=score_dtype),
             values.new_empty(rows, count, dtype=torch.int64),
-            values.new_empty(rows, 1, dtype=wide),
+            values.new_empty(rows, 1, dtype=score_dtype),
         )
         if noise is None:
-            self._call(kind, values, made, {} if masks is None else {"masks": masks}, (rows, 1))
-            return made
+            self._call(kind, values, outputs, {} if masks is None else {"masks": masks}, (rows, 1))
+            return outputs
         # One call for each entry of `draws`, on its rows.
-        counts = [draw.requests * draw.each for draw in draws]
-        if sum(counts) != rows:
-            raise ValueError(f"{rows} rows of logits, and draws of {sum(counts)}")
+        draw_rows = [draw.requests * draw.rows_per_request for draw in draws]
+        if sum(draw_rows) != rows:
+            raise ValueError(f"{rows} rows of logits, and draws of {sum(draw_rows)}")
         start = 0
-        for draw, of_draw in zip(draws, counts, strict=True):
-            if of_draw:
-                cut = slice(start, start + of_draw)
-                some, own = (values, made) if of_draw == rows else (values[cut], tuple(each[cut] for each in made))
-                kept = least_of(some, draw) if least is None else least[cut]
-                drawn = _drawn(draw, some, kept)
+        for draw, row_count in zip(draws, draw_rows, strict=True):
+            if row_count:
+                row_slice = slice(start, start + row_count)
+                draw_values, draw_outputs = (
+                    (values, outputs)
+                    if row_count == rows
+                    else (values[row_slice], tuple(output[row_slice] for output in outputs))
+                )
+                draw_thresholds = row_thresholds(draw_values, draw) if thresholds is None else thresholds[row_slice]
+                tensors = _draw_tensors(draw, draw_values, draw_thresholds)
                 if masks is not None:
-                    drawn["masks"] = masks[cut]
-                self._call(kind, some, own, drawn, (draw.requests, draw.each))
-            start += of_draw
-        return made
+                    tensors["masks"] = masks[row_slice]
+                self._call(kind, draw_values, draw_outputs, tensors, (draw.requests, draw.rows_per_request))
+            start += row_count
+        return outputs
 
     def _call(
-        self, kind: int, values: Tensor, made: tuple[Tensor, ...], drawn: dict[str, Tensor], rows: tuple[int, int]
+        self,
+        kind: int,
+        values: Tensor,
+        outputs: tuple[Tensor, ...],
+        optional_tensors: dict[str, Tensor],
+        rows: tuple[int, int],
     ) -> None:
-        """Fill `made` (scores, columns, log-sum-exp) for logits `values`; `rows` is (requests, rows per request)."""
-        scores, columns, total = made
-        size, (requests, each) = values.shape[1], rows
-        given = {"logits": values, "scores": scores, "columns": columns, "total": total, **drawn}
-        struct = ChoiceStruct(requests=requests, each=each, size=size, stride=values.stride(0), count=scores.shape[1])
-        struct.kind, struct.threads, struct.barred = kind, torch.get_num_threads(), BARRED
-        for name, tensor in given.items():
+        """Fill `outputs` (scores, columns, log-sum-exp) for logits `values`; `rows` is (requests, rows per request)."""
+        scores, columns, total = outputs
+        column_count, (request_count, rows_per_request) = values.shape[1], rows
+        tensors = {"logits": values, "scores": scores, "columns": columns, "total": total, **optional_tensors}
+        struct = ChoiceStruct(
+            requests=request_count,
+            each=rows_per_request,
+            size=column_count,
+            stride=values.stride(0),
+            count=scores.shape[1],
+        )
+        struct.kind, struct.threads, struct.barred = kind, torch.get_num_threads(), DISALLOWED_TOKEN_BIAS
+        for name, tensor in tensors.items():
             setattr(struct, name, tensor.data_ptr())
-        if "masks" in drawn:
-            struct.words = drawn["masks"].shape[1]
-        if "keys" in drawn:
-            keys = drawn["keys"]
+        if "masks" in optional_tensors:
+            struct.words = optional_tensors["masks"].shape[1]
+        if "keys" in optional_tensors:
+            keys = optional_tensors["keys"]
             # If a request has one key, all its rows use that key. Otherwise row i uses key i, or key `which[i]`.
             struct.keys_stride, struct.position = keys.stride(0), int(keys.shape[1] > 1)
-            struct.inverse_stride, struct.scale_stride = drawn["inverse"].stride(0), drawn["scale"].stride(0)
+            struct.inverse_stride, struct.scale_stride = (
+                optional_tensors["inverse"].stride(0),
+                optional_tensors["scale"].stride(0),
+            )
         native(self._library.functions["choice", values.dtype], byref(struct))
 
 
-def _drawn(draw: SamplingInputs, values: Tensor, least: Tensor | None) -> dict[str, Tensor]:
+def _draw_tensors(draw: SamplingInputs, values: Tensor, thresholds: Tensor | None) -> dict[str, Tensor]:
     """Return the tensors of `draw` that the C function reads, by the names of `POINTERS`, for rows of logits `values`.
 
     Raises:
         ValueError: the noise does not have one token per column. The C code does not check this.
     """
-    noise, sampling, wide = draw.noise, draw.sampling, at_least_float32(values.dtype)
+    noise, sampling, score_dtype = draw.noise, draw.sampling, at_least_float32(values.dtype)
     assert noise is not None, "all requests share a mode"
     if noise.hashes.shape[0] != values.shape[1]:
         raise ValueError(f"noise of {noise.hashes.shape[0]} tokens for {values.shape[1]} columns")
-    drawn = {
+    tensors = {
         "keys": noise.keys if noise.keys.stride(1) == 1 else noise.keys.contiguous(),
         "hashes": noise.hashes.contiguous(),
-        "inverse": sampling.inverse_temperature.to(wide),
-        "scale": sampling.noise_scale.to(wide),
+        "inverse": sampling.inverse_temperature.to(score_dtype),
+        "scale": sampling.noise_scale.to(score_dtype),
     }
-    if draw.which is not None:
-        drawn["which"] = draw.which.contiguous()
-    if least is not None:
-        drawn["least"] = least.to(wide).contiguous()
-    return drawn
+    if draw.noise_index is not None:
+        tensors["which"] = draw.noise_index.contiguous()
+    if thresholds is not None:
+        tensors["least"] = thresholds.to(score_dtype).contiguous()
+    return tensors

@@ -16,18 +16,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cluster.batch import RowGrammar, StepInput
-from cluster.capture.recorder import hosted
+from cluster.capture.recorder import host_call
 from cluster.grammar.asked import GrammarError
-from cluster.sampling.token_bitmask import WORD, Bars, CTokenBitmask
+from cluster.sampling.token_bitmask import TOKENS_PER_WORD, ApplyTokenBitmask, CTokenBitmask
 
 logger = logging.getLogger(__name__)
 
 Mask = NDArray[np.int32]
 T = TypeVar("T")
 
-BURST_S, SHARE_S = 0.1, 0.01
-"""CPU seconds that the grammar of a request may take: `BURST_S` at once, and `SHARE_S` more for each step. The longest
-call is not counted, because it may contain a pause of the process or the machine.
+CPU_BURST_S, CPU_SHARE_PER_STEP_S = 0.1, 0.01
+"""CPU seconds that the grammar of a request may take: `CPU_BURST_S` at once, and `CPU_SHARE_PER_STEP_S` more for each
+step. The longest call is not counted, because it may contain a pause of the process or the machine.
 """
 
 
@@ -42,20 +42,21 @@ class Matcher(Protocol):
         grammar does not allow `path`, the mask is arbitrary.
         """
 
-    def forced(self, path: Sequence[int], most: int) -> list[int]:
-        """Return the first `most` tokens of the only text that the grammar allows after `path`; none if it allows more.
+    def forced(self, path: Sequence[int], max_tokens: int) -> list[int]:
+        """Return the first `max_tokens` tokens of the only text that the grammar allows after `path`; none if it allows
+        more.
 
         A text can be cut into tokens in several ways; these are the tokens that the model most likely chooses.
         """
 
 
-class Make(Protocol):
+class MatcherFactory(Protocol):
     """Creates matchers of compiled grammars."""
 
     def __call__(self, grammar: str) -> Matcher:
         """Return a matcher at the beginning of `grammar`; raises `GrammarError` if that is not a compiled grammar."""
 
-    def read(self, grammar: str) -> None:
+    def preload(self, grammar: str) -> None:
         """Do the slow part of creating a matcher in advance, in any thread; raises as `__call__` does."""
 
     def prepare(self) -> None:
@@ -67,28 +68,33 @@ class Make(Protocol):
 class GrammarPosition:
     """The position of a request in its grammar, and the CPU time that it took. It loses its matcher if that fails."""
 
-    def __init__(self, constraint: RowGrammar, make: Make) -> None:
+    def __init__(self, constraint: RowGrammar, create_matcher: MatcherFactory) -> None:
         self._matcher: Matcher | None = None
-        self._spent = self._longest = 0.0  # CPU seconds beyond the shares of past steps; the longest call among them
-        self._matcher = self._tried(make, constraint.grammar)
+        self._cpu_s = self._longest_call_s = (
+            0.0  # CPU seconds beyond the shares of past steps; the longest call among them
+        )
+        self._matcher = self._call_and_charge(create_matcher, constraint.grammar)
         self.accept(constraint.tokens)
-        self._spent = self._longest = 0.0  # creating the matcher is not charged
+        self._cpu_s = self._longest_call_s = 0.0  # creating the matcher is not charged
 
     @property
-    def slow(self) -> bool:
+    def is_slow(self) -> bool:
         """Whether the grammar takes so much CPU time that other requests wait too long."""
-        return self._spent - self._longest > BURST_S
+        return self._cpu_s - self._longest_call_s > CPU_BURST_S
 
     def accept(self, tokens: Sequence[int]) -> None:
-        """Advance by the tokens committed in one step, and deduct `SHARE_S` from the CPU time spent."""
+        """Advance by the tokens committed in one step, and deduct `CPU_SHARE_PER_STEP_S` from the CPU time spent."""
         if self._matcher is not None:
-            self._tried(self._matcher.accept, tokens)
-        self._spent, self._longest = max(0.0, self._spent - SHARE_S), max(0.0, self._longest - SHARE_S)
+            self._call_and_charge(self._matcher.accept, tokens)
+        self._cpu_s, self._longest_call_s = (
+            max(0.0, self._cpu_s - CPU_SHARE_PER_STEP_S),
+            max(0.0, self._longest_call_s - CPU_SHARE_PER_STEP_S),
+        )
 
     def fill(self, paths: Sequence[Sequence[int]], out: Mask) -> None:
         """Write the bitmasks after `paths` (padded with -1) into `out` `[n, words]`; zeros if the grammar failed."""
         if self._matcher is not None:
-            self._tried(self._fill, self._matcher, paths, out)
+            self._call_and_charge(self._fill, self._matcher, paths, out)
         if self._matcher is None:
             out.fill(0)
 
@@ -97,50 +103,50 @@ class GrammarPosition:
         for path, mask in zip(paths, out, strict=True):
             matcher.fill([token for token in path if token >= 0], mask)
 
-    def forced(self, path: Sequence[int], most: int) -> list[int]:
+    def forced_tokens(self, path: Sequence[int], max_tokens: int) -> list[int]:
         """Return the forced tokens, see `Matcher.forced`; none if the grammar failed."""
-        return (None if self._matcher is None else self._tried(self._matcher.forced, path, most)) or []
+        return (None if self._matcher is None else self._call_and_charge(self._matcher.forced, path, max_tokens)) or []
 
-    def _tried(self, run: Callable[..., T], *given: Any) -> T | None:
+    def _call_and_charge(self, function: Callable[..., T], *arguments: Any) -> T | None:
         """Return `run(*given)` and charge its CPU time; return None and drop the matcher if it raises."""
-        began, found = time.thread_time(), None
+        started_s, result = time.thread_time(), None
         try:
-            found = run(*given)
+            result = function(*arguments)
         except GrammarError as error:
             self._matcher = None
             logger.warning("a request ends because of its grammar: %s", error)
         except Exception:
             self._matcher = None
             logger.exception("a request ends because its grammar cannot be matched")
-        took = time.thread_time() - began
-        self._spent, self._longest = self._spent + took, max(self._longest, took)
-        return found
+        elapsed_s = time.thread_time() - started_s
+        self._cpu_s, self._longest_call_s = self._cpu_s + elapsed_s, max(self._longest_call_s, elapsed_s)
+        return result
 
 
 class GrammarTable:
     """The positions of running requests in their grammars, by table row.
 
     If a grammar fails, the request's logits become NaN, so that only this request ends, with an error. If a grammar
-    takes too much CPU time, `slow` is True for the request, and the leader of its group should end it. Only the leader
-    decides, because ranks measure different times.
+    takes too much CPU time, `is_slow` is True for the request, and the leader of its group should end it. Only the
+    leader decides, because ranks measure different times.
     """
 
-    def __init__(self, vocab: int, make: Make, bars: Bars) -> None:
-        self._vocab, self._make, self._bars = vocab, make, bars
-        self._places: dict[int, GrammarPosition] = {}
+    def __init__(self, vocab: int, create_matcher: MatcherFactory, apply_bitmask: ApplyTokenBitmask) -> None:
+        self._vocab, self._create_matcher, self._apply_bitmask = vocab, create_matcher, apply_bitmask
+        self._positions: dict[int, GrammarPosition] = {}
 
     @property
-    def frugal(self) -> bool:
+    def has_fused_bitmask(self) -> bool:
         """Whether `apply` needs no temporary memory, so that splitting rows into blocks would only cost a copy."""
-        return isinstance(self._bars, CTokenBitmask)
+        return isinstance(self._apply_bitmask, CTokenBitmask)
 
-    def read(self, grammar: str) -> None:
+    def preload(self, grammar: str) -> None:
         """Do the slow part of admitting a request with this grammar in advance, in any thread.
 
         Raises:
             GrammarError: `grammar` is not a compiled grammar for this model.
         """
-        self._make.read(grammar)
+        self._create_matcher.preload(grammar)
 
     def prepare(self) -> None:
         """Do in advance the work that the first grammar would wait for, in any thread.
@@ -148,33 +154,35 @@ class GrammarTable:
         Raises:
             ConfigError: no grammar can be matched over this model's tokens.
         """
-        self._make.prepare()
+        self._create_matcher.prepare()
 
-    def slow(self, row: int) -> bool:
+    def is_slow(self, row: int) -> bool:
         """Whether the grammar of the request in `row` takes so much CPU time that other requests wait too long."""
-        place = self._places.get(row)
-        return place is not None and place.slow
+        position = self._positions.get(row)
+        return position is not None and position.is_slow
 
-    def put(self, order: StepInput) -> None:
+    def put(self, step_input: StepInput) -> None:
         """Admit requests: a row whose request has a grammar gets a new position, the other admitted rows get none."""
-        for each in order.samplings:
-            self._places.pop(each.row, None)
-        for constraint in order.constraints:
-            self._places[constraint.row] = GrammarPosition(constraint, self._make)
+        for sampling in step_input.samplings:
+            self._positions.pop(sampling.row, None)
+        for constraint in step_input.constraints:
+            self._positions[constraint.row] = GrammarPosition(constraint, self._create_matcher)
 
     def commit(self, rows: Tensor, tokens: Tensor, lens: Tensor) -> None:
         """Advance the grammars of `rows` `[B]` by the first `lens` `[B]` of `tokens` `[B, n]`."""
-        hosted(self._commit, rows, tokens, lens)
+        host_call(self._commit, rows, tokens, lens)
 
     def _commit(self, rows: Tensor, tokens: Tensor, lens: Tensor) -> None:
-        for row, run, count in zip(rows.tolist(), tokens.tolist(), lens.tolist(), strict=True):
-            if row in self._places:
-                self._places[row].accept(run[:count])
+        for row, row_tokens, count in zip(rows.tolist(), tokens.tolist(), lens.tolist(), strict=True):
+            if row in self._positions:
+                self._positions[row].accept(row_tokens[:count])
 
-    def forced(self, row: int, path: Sequence[int], most: int) -> list[int]:
-        """Return up to `most` tokens that the grammar of the request in `row` forces after `path`; none without one."""
-        place = self._places.get(row)
-        return [] if place is None else place.forced(path, most)
+    def forced_tokens(self, row: int, path: Sequence[int], max_tokens: int) -> list[int]:
+        """Return up to `max_tokens` tokens that the grammar of the request in `row` forces after `path`; none without
+        one.
+        """
+        position = self._positions.get(row)
+        return [] if position is None else position.forced_tokens(path, max_tokens)
 
     def apply(self, logits: Tensor, rows: Tensor, path: Tensor, ids: Tensor | None) -> Tensor:
         """Return logits `[R, n, v]` of the requests in `rows` `[R]` with disallowed tokens masked out, in float32 at
@@ -182,24 +190,24 @@ class GrammarTable:
         before each row, padded with -1. `ids` is as in `LogitsProcessor.apply`.
         """
         masks = self.masks(rows, path)
-        return self._bars(logits.flatten(0, 1), masks.flatten(0, 1), ids).view(logits.shape)
+        return self._apply_bitmask(logits.flatten(0, 1), masks.flatten(0, 1), ids).view(logits.shape)
 
     def masks(self, rows: Tensor, path: Tensor) -> Tensor:
         """Return the token bitmasks of the requests in `rows` `[R]` after `path` `[R, n, D]`: int32 `[R, n, words]`.
 
         A request without a grammar has all bits set; a request whose grammar failed has none.
         """
-        masks = hosted(self._masks, rows, path)
+        masks = host_call(self._masks, rows, path)
         assert masks is not None
         return masks
 
-    def _masks(self, rows: Tensor, path: Tensor) -> Tensor:
+    def _masks(self, rows: Tensor, paths: Tensor) -> Tensor:
         """Compute `masks`, on the host."""
-        masks = np.empty((*path.shape[:2], -(-self._vocab // WORD)), np.int32)
-        for row, paths, own in zip(rows.tolist(), path.tolist(), masks, strict=True):
-            place = self._places.get(row)
-            if place is None:
-                own.fill(-1)
+        masks = np.empty((*paths.shape[:2], -(-self._vocab // TOKENS_PER_WORD)), np.int32)
+        for row, row_paths, row_masks in zip(rows.tolist(), paths.tolist(), masks, strict=True):
+            position = self._positions.get(row)
+            if position is None:
+                row_masks.fill(-1)
             else:
-                place.fill(paths, own)
+                position.fill(row_paths, row_masks)
         return torch.from_numpy(masks)

@@ -14,7 +14,7 @@ from cluster.sampling.grammars import GrammarTable
 from cluster.sampling.penalties import PenaltyTable
 from cluster.sampling.row_blocks import blocks, concat
 
-AT_ONCE = 4  # temporary numbers per logit while logits are adjusted
+TEMPORARIES_PER_LOGIT = 4  # temporary numbers per logit while logits are adjusted
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,35 +24,39 @@ class LogitsTables:
     adjustments: PenaltyTable
     grammars: GrammarTable
 
-    def stage(self, order: StepInput, staging: Staging) -> None:
+    def stage(self, step_input: StepInput, staging: Staging) -> None:
         """Add the adjustments of admitted requests to the next copy to the device; `put` writes them to the table."""
-        self.adjustments.stage(order, staging)
+        self.adjustments.stage(step_input, staging)
 
-    def put(self, order: StepInput, sent: Mapping[str, Tensor]) -> None:
+    def put(self, step_input: StepInput, staged: Mapping[str, Tensor]) -> None:
         """Write what `stage` sent to the tables."""
-        self.adjustments.put(order, sent)
-        self.grammars.put(order)
+        self.adjustments.put(step_input, staged)
+        self.grammars.put(step_input)
 
-    def of(self, rows: Tensor, mode: SamplingMode) -> "LogitsProcessor | None":
+    def processor_of(self, rows: Tensor, mode: SamplingMode) -> "LogitsProcessor | None":
         """Return the processor of the requests in `rows` `[R]`, in a step of this mode; None if no logits change."""
         adjustments = self.adjustments if SamplingMode.ADJUSTED in mode else None
         grammars = self.grammars if SamplingMode.CONSTRAINED in mode else None
-        return LogitsProcessor(rows, adjustments, grammars, SamplingMode.WORDS in mode) if mode.adjusts else None
+        return (
+            LogitsProcessor(rows, adjustments, grammars, SamplingMode.BAD_WORDS in mode)
+            if mode.changes_logits
+            else None
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class LogitsProcessor:
     """Adjusts the logits of the R requests in table rows `rows`.
 
-    `adjustments` and `grammars` are None if no request of the step needs that table. `words`: some request has bad
-    words. `path` `[R, n, D]` are the tokens before each row of logits that the tables have not counted yet, padded with
-    -1. If `path` is None, the tables have counted all tokens.
+    `adjustments` and `grammars` are None if no request of the step needs that table. `has_bad_words`: some request has
+    bad words. `path` `[R, n, D]` are the tokens before each row of logits that the tables have not counted yet, padded
+    with -1. If `path` is None, the tables have counted all tokens.
     """
 
     rows: Tensor
     adjustments: PenaltyTable | None
     grammars: GrammarTable | None
-    words: bool = False
+    has_bad_words: bool = False
     path: Tensor | None = None
 
     def after(self, path: Tensor) -> "LogitsProcessor":
@@ -66,36 +70,42 @@ class LogitsProcessor:
     def commit(self, tokens: Tensor, lens: Tensor) -> None:
         """Tell the tables that the first `lens` `[R]` of `tokens` `[R, n]` were generated for these requests."""
         if self.adjustments is not None:
-            self.adjustments.commit(self.rows, tokens, lens, self.words)
+            self.adjustments.commit(self.rows, tokens, lens, self.has_bad_words)
         if self.grammars is not None:
             self.grammars.commit(self.rows, tokens, lens)
 
     @property
-    def masks_alone(self) -> bool:
+    def only_bitmasks(self) -> bool:
         """Whether only grammars change logits, and a sampler can apply their bitmasks without copying the logits."""
-        return self.adjustments is None and self.grammars is not None and self.grammars.frugal
+        return self.adjustments is None and self.grammars is not None and self.grammars.has_fused_bitmask
 
-    def masks(self, each: int) -> Tensor:
-        """Return the token bitmasks of grammars after `each` rows of every request, `[R * each, words]`."""
+    def masks(self, rows_per_request: int) -> Tensor:
+        """Return the token bitmasks of grammars after `rows_per_request` rows of every request, `[R * each, words]`."""
         assert self.grammars is not None, "no request of the step has a grammar"
-        return self.grammars.masks(self.rows, self._paths(each)).flatten(0, 1)
+        return self.grammars.masks(self.rows, self._paths(rows_per_request)).flatten(0, 1)
 
     def apply(self, logits: Tensor, ids: Tensor | None = None) -> Tensor:
         """Return adjusted logits `[R, n, V]`, in float32 at least. `ids` `[V]` are the token ids of the columns. If
         `ids` is None, column i is token id i.
         """
-        r, n, width = logits.shape
+        r, n, vocab = logits.shape
         path = self._paths(n)
-        if self.adjustments is None and self.grammars is not None and self.grammars.frugal:
-            return self._block(logits, self.rows, path, ids)
-        cuts = blocks(r, AT_ONCE * n * width, logits.device)
-        return concat([self._block(logits[cut], self.rows[cut], path[cut], ids) for cut in cuts])
+        if self.adjustments is None and self.grammars is not None and self.grammars.has_fused_bitmask:
+            return self._apply_block(logits, self.rows, path, ids)
+        request_blocks = blocks(r, TEMPORARIES_PER_LOGIT * n * vocab, logits.device)
+        return concat(
+            [self._apply_block(logits[block], self.rows[block], path[block], ids) for block in request_blocks]
+        )
 
-    def _paths(self, each: int) -> Tensor:
-        count = self.rows.shape[0]
-        return self.rows.new_full((count, each, 0), -1) if self.path is None else self.path.expand(count, each, -1)
+    def _paths(self, rows_per_request: int) -> Tensor:
+        request_count = self.rows.shape[0]
+        return (
+            self.rows.new_full((request_count, rows_per_request, 0), -1)
+            if self.path is None
+            else self.path.expand(request_count, rows_per_request, -1)
+        )
 
-    def _block(self, logits: Tensor, rows: Tensor, path: Tensor, ids: Tensor | None) -> Tensor:
+    def _apply_block(self, logits: Tensor, rows: Tensor, path: Tensor, ids: Tensor | None) -> Tensor:
         if self.adjustments is not None:
-            logits = self.adjustments.apply(logits, rows, path, ids, self.words)
+            logits = self.adjustments.apply(logits, rows, path, ids, self.has_bad_words)
         return logits if self.grammars is None else self.grammars.apply(logits, rows, path, ids)

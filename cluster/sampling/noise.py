@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cluster.sampling.row_blocks import blocks, concat
 
-KEPT = 1 << 22  # the most noise values that are computed once and kept; if there are more, each use computes them
+MAX_CACHED_VALUES = 1 << 22  # if there are more noise values, they are not cached: each use computes them
 
 
 def _signed(value: int, bits: int) -> int:
@@ -24,12 +24,12 @@ GOLDEN_32, MIX_A, MIX_B = (_signed(v, 32) for v in (0x9E3779B1, 0x85EBCA6B, 0xC2
 GOLDEN_64, MIX_C, MIX_D = (_signed(v, 64) for v in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
-def _mix_(x: Tensor, between: Tensor | int = 0) -> Tensor:
+def _mix_(x: Tensor, xor_between: Tensor | int = 0) -> Tensor:
     """Apply MurmurHash3's 32-bit finaliser in place on int32 (Appleby, public domain); masks make the shifts logical.
 
-    `between` is XORed in after the first of the two rounds.
+    `xor_between` is XORed in after the first of the two rounds.
     """
-    x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(MIX_A).bitwise_xor_(between)
+    x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(MIX_A).bitwise_xor_(xor_between)
     x.bitwise_xor_((x >> 13).bitwise_and_(0x7FFFF)).mul_(MIX_B)
     return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
 
@@ -52,9 +52,9 @@ def noise_keys(seeds: Tensor, positions: Tensor) -> Tensor:
     return _mix_64(_mix_64(seeds + GOLDEN_64)[:, None] + positions * GOLDEN_64)
 
 
-def keys_along(seeds: Tensor, first: Tensor, count: int) -> Tensor:
-    """Return the keys `[B, count]` of `count` positions from `first` `[B]` on, for each of `seeds` `[B]`."""
-    return noise_keys(seeds, first[:, None] + torch.arange(count, device=first.device))
+def keys_along(seeds: Tensor, first_positions: Tensor, count: int) -> Tensor:
+    """Return the keys `[B, count]` of `count` positions from `first_positions` `[B]` on, for each of `seeds` `[B]`."""
+    return noise_keys(seeds, first_positions[:, None] + torch.arange(count, device=first_positions.device))
 
 
 def token_hashes(ids: Tensor) -> Tensor:
@@ -82,9 +82,9 @@ def gumbel_of(bits: Tensor, dtype: torch.dtype) -> Tensor:
 
     In half precision, rounding would give one token in 256 no chance and make one in 1024 certain.
     """
-    wide = at_least_float32(dtype)
+    float_dtype = at_least_float32(dtype)
     # u = (bits + 0.5) / 2^31, below 1; noise = -log(-log(1 - u))
-    uniform = bits.to(wide).add_(0.5).mul_(2.0**-31).clamp_(max=1 - torch.finfo(wide).eps / 2)
+    uniform = bits.to(float_dtype).add_(0.5).mul_(2.0**-31).clamp_(max=1 - torch.finfo(float_dtype).eps / 2)
     return uniform.neg_().log1p_().neg_().log_().neg_()
 
 
@@ -103,52 +103,64 @@ def gumbel(keys: Tensor, hashes: Tensor, dtype: torch.dtype) -> Tensor:
 class Noise:
     """Noise at m positions of B requests for V tokens, as `keys` `[B, m]` and `hashes` `[V]`.
 
-    `kept` `[B, m, V]` are the values if at most `KEPT`, computed once and read several times; else it is None.
+    `cached_values` `[B, m, V]` are the values if at most `MAX_CACHED_VALUES`, computed once and read several times;
+    else it is None.
     """
 
     keys: Tensor
     hashes: Tensor
     dtype: torch.dtype
-    kept: Tensor | None = None
+    cached_values: Tensor | None = None
 
     @staticmethod
     def of(keys: Tensor, hashes: Tensor, dtype: torch.dtype) -> "Noise":
-        """Return the noise under `keys`, in `dtype` but at least float32; its values too if at most `KEPT`."""
+        """Return the noise under `keys`, in `dtype` but at least float32; its values too if at most
+        `MAX_CACHED_VALUES`.
+        """
         (b, m), vocab = keys.shape, hashes.shape[0]
-        if b * m * vocab > KEPT:
+        if b * m * vocab > MAX_CACHED_VALUES:
             return Noise(keys, hashes, dtype)
-        parts = [gumbel(keys[block], hashes, dtype) for block in blocks(b, m * vocab, keys.device)]
-        return Noise(keys, hashes, dtype, concat(parts))
+        block_values = [gumbel(keys[block], hashes, dtype) for block in blocks(b, m * vocab, keys.device)]
+        return Noise(keys, hashes, dtype, concat(block_values))
 
     def narrow(self, requests: slice) -> "Noise":
         """Return the noise of some requests."""
-        return Noise(self.keys[requests], self.hashes, self.dtype, None if self.kept is None else self.kept[requests])
+        return Noise(
+            self.keys[requests],
+            self.hashes,
+            self.dtype,
+            None if self.cached_values is None else self.cached_values[requests],
+        )
 
     def at(self, first: int, count: int = 1) -> "Noise":
         """Return the noise at the m positions number `first` to `first + count - 1`."""
-        kept = None if self.kept is None else self.kept[:, first : first + count]
-        return Noise(self.keys[:, first : first + count], self.hashes, self.dtype, kept)
+        cached_values = None if self.cached_values is None else self.cached_values[:, first : first + count]
+        return Noise(self.keys[:, first : first + count], self.hashes, self.dtype, cached_values)
 
-    def pick(self, which: Tensor) -> "Noise":
-        """Return the noise at one position of each request: number `which` `[B]` of the m."""
-        keys, kept = self.keys.gather(1, which[:, None]), self.kept
-        if kept is not None:
-            kept = kept.gather(1, which[:, None, None].expand(-1, -1, kept.shape[2]))
-        return Noise(keys, self.hashes, self.dtype, kept)
+    def pick(self, position_index: Tensor) -> "Noise":
+        """Return the noise at one position of each request: number `position_index` `[B]` of the m."""
+        keys, cached_values = self.keys.gather(1, position_index[:, None]), self.cached_values
+        if cached_values is not None:
+            cached_values = cached_values.gather(
+                1, position_index[:, None, None].expand(-1, -1, cached_values.shape[2])
+            )
+        return Noise(keys, self.hashes, self.dtype, cached_values)
 
     def over(self, ids: Tensor, hashes: Tensor) -> "Noise":
         """Return the noise of tokens `ids` `[Vd]` only; `hashes` `[Vd]` are their hashes."""
-        if self.kept is None:
+        if self.cached_values is None:
             return Noise(self.keys, hashes, self.dtype)
-        return Noise(self.keys, hashes, self.dtype, self.kept.gather(2, ids.expand(*self.kept.shape[:2], -1)))
+        return Noise(
+            self.keys, hashes, self.dtype, self.cached_values.gather(2, ids.expand(*self.cached_values.shape[:2], -1))
+        )
 
-    def values(self, which: Tensor | None = None) -> Tensor:
-        """Return the values `[B, m, V]`. If `which` `[B, n]` is given, return those at these position numbers only,
-        `[B, n, V]`.
+    def values(self, position_index: Tensor | None = None) -> Tensor:
+        """Return the values `[B, m, V]`. If `position_index` `[B, n]` is given, return those at these position numbers
+        only, `[B, n, V]`.
         """
-        made = gumbel(self.keys, self.hashes, self.dtype) if self.kept is None else self.kept
-        if which is None:
-            return made
-        b, m, vocab = made.shape
-        rows = torch.arange(b, device=made.device)[:, None] * m + which
-        return made.reshape(b * m, vocab).index_select(0, rows.view(-1)).view(*which.shape, vocab)
+        values = gumbel(self.keys, self.hashes, self.dtype) if self.cached_values is None else self.cached_values
+        if position_index is None:
+            return values
+        b, m, vocab = values.shape
+        rows = torch.arange(b, device=values.device)[:, None] * m + position_index
+        return values.reshape(b * m, vocab).index_select(0, rows.view(-1)).view(*position_index.shape, vocab)

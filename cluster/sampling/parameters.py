@@ -31,24 +31,26 @@ class SamplingTable:
         rows: list[int] = []
         ints: list[int] = []
         floats: list[float] = []
-        for s in samplings:
-            greedy = s.temperature < GREEDY_BELOW
-            rows.append(s.row)
-            ints += (0 if greedy else s.top_k, s.seed)
-            floats += (1.0, 0.0, 1.0, 0.0) if greedy else (1.0 / s.temperature, 1.0, s.top_p, s.min_p)
+        for sampling in samplings:
+            greedy = sampling.temperature < GREEDY_BELOW
+            rows.append(sampling.row)
+            ints += (0 if greedy else sampling.top_k, sampling.seed)
+            floats += (
+                (1.0, 0.0, 1.0, 0.0) if greedy else (1.0 / sampling.temperature, 1.0, sampling.top_p, sampling.min_p)
+            )
         staging.add("sampling rows", rows)
         staging.add("sampling ints", ints)
         staging.add("sampling floats", map(bits_of, floats))
 
-    def put(self, sent: Mapping[str, Tensor]) -> None:
+    def put(self, staged: Mapping[str, Tensor]) -> None:
         """Write the parameters that `stage` sent."""
-        rows = sent["sampling rows"]
-        floats = sent["sampling floats"].view(torch.float64).view(-1, 4)
+        rows = staged["sampling rows"]
+        floats = staged["sampling floats"].view(torch.float64).view(-1, 4)
         self._floats.index_copy_(0, rows, floats.to(self._floats.dtype))
-        self._ints.index_copy_(0, rows, sent["sampling ints"].view(-1, 2))
+        self._ints.index_copy_(0, rows, staged["sampling ints"].view(-1, 2))
 
-    def take(self, rows: Tensor, noisy: bool, filtered: bool) -> SamplingBatch:
-        """Return the parameters of table rows `rows` `[B]`; `noisy` and `filtered` as in `SamplingBatch`."""
-        inverse, scale, top_p, min_p = self._floats.index_select(0, rows).unbind(1)
+    def take(self, rows: Tensor, any_random: bool, any_filtered: bool) -> SamplingBatch:
+        """Return the parameters of table rows `rows` `[B]`; `any_random` and `any_filtered` as in `SamplingBatch`."""
+        inverse_temperature, noise_scale, top_p, min_p = self._floats.index_select(0, rows).unbind(1)
         top_k, seeds = self._ints.index_select(0, rows).unbind(1)
-        return SamplingBatch(inverse, scale, top_k, top_p, min_p, seeds, noisy, filtered)
+        return SamplingBatch(inverse_temperature, noise_scale, top_k, top_p, min_p, seeds, any_random, any_filtered)

@@ -5,15 +5,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-BLOCK = 1 << 22  # the most numbers of a block on a GPU; a block has at least one row, even if the row has more
-CACHED = 1 << 17  # the same on a CPU: about as many as fit into the CPU's caches, temporaries included
+MAX_BLOCK = 1 << 22  # the most numbers of a block on a GPU; a block has at least one row, even if the row has more
+MAX_CPU_BLOCK = 1 << 17  # the same on a CPU: about as many as fit into the CPU's caches, temporaries included
 
 
-def blocks(count: int, each: int, device: torch.device) -> list[slice]:
-    """Return slices that cut `count` rows (or requests) of `each` numbers into blocks; if 0, one empty slice."""
-    size = min(BLOCK, CACHED) if device.type == "cpu" else BLOCK
-    step = max(1, size // max(1, each))
-    return [slice(start, min(count, start + step)) for start in range(0, max(1, count), step)]
+def blocks(count: int, numbers_per_row: int, device: torch.device) -> list[slice]:
+    """Return slices that cut `count` rows (or requests) of `numbers_per_row` numbers into blocks; if 0, one empty
+    slice.
+    """
+    block_size = min(MAX_BLOCK, MAX_CPU_BLOCK) if device.type == "cpu" else MAX_BLOCK
+    block_rows = max(1, block_size // max(1, numbers_per_row))
+    return [slice(start, min(count, start + block_rows)) for start in range(0, max(1, count), block_rows)]
 
 
 def concat(parts: Sequence[Tensor]) -> Tensor:

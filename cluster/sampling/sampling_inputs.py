@@ -11,63 +11,66 @@ from cluster.batch import SamplingBatch
 from cluster.sampling.logits_processor import LogitsProcessor
 from cluster.sampling.noise import Noise
 
-WORDS = 6
+PACKED_NUMBERS = 6
 """64-bit numbers per row that ranks exchange: inverse temperature, noise scale, top_p, min_p, top_k, noise key."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingInputs:
-    """Sampling inputs of R requests with `each` rows of logits per request.
+    """Sampling inputs of R requests with `rows_per_request` rows of logits per request.
 
-    `noise` covers m positions of each request; it is None if no request of the step samples. Row i of request r has
-    the noise number `which[r, i]` (`which` is `[R, each]`). If `which` is None, row i has noise number i; if m is 1,
-    all rows have number 0. `adjust` applies penalties and grammars; it is None if no request of the step has any.
+    `noise` covers m positions of each request; it is None if no request of the step samples. Row i of request r has the
+    noise number `which[r, i]` (`noise_index` is `[R, each]`). If `noise_index` is None, row i has noise number i; if m
+    is 1, all rows have number 0. `processor` applies penalties and grammars; it is None if no request of the step has
+    any.
     """
 
-    each: int
+    rows_per_request: int
     sampling: SamplingBatch
     noise: Noise | None
-    which: Tensor | None = None
-    adjust: LogitsProcessor | None = None
+    noise_index: Tensor | None = None
+    processor: LogitsProcessor | None = None
 
     @property
     def requests(self) -> int:
         """R."""
         return self.sampling.seeds.shape[0]
 
-    def of(self, block: slice) -> "SamplingInputs":
-        """Return the inputs of the requests in `block`, for logits that are adjusted already: `adjust` is not used."""
-        if self.noise is None or block.stop - block.start == self.requests:
+    def narrow(self, requests: slice) -> "SamplingInputs":
+        """Return the inputs of the requests in `requests`, for logits that are adjusted already: `processor` is not
+        used.
+        """
+        if self.noise is None or requests.stop - requests.start == self.requests:
             return self
-        which = None if self.which is None else self.which[block]
-        sampling = self.sampling.narrow(block.start, block.stop)
-        return SamplingInputs(self.each, sampling, self.noise.narrow(block), which)
+        noise_index = None if self.noise_index is None else self.noise_index[requests]
+        sampling = self.sampling.narrow(requests.start, requests.stop)
+        return SamplingInputs(self.rows_per_request, sampling, self.noise.narrow(requests), noise_index)
 
     def by_row(self, numbers: Tensor) -> Tensor:
         """Repeat a number of each request, `[R]`, for each of its rows, `[R * each]`."""
-        return numbers[:, None].expand(self.requests, self.each).reshape(-1)
+        return numbers[:, None].expand(self.requests, self.rows_per_request).reshape(-1)
 
     def keys(self) -> Tensor:
         """Return the noise key of each row, `[R * each]`."""
         assert self.noise is not None, "nobody samples"
         keys = self.noise.keys
-        if self.which is not None:
-            return keys.gather(1, self.which).view(-1)
-        return keys.expand(self.requests, self.each).reshape(-1)
+        if self.noise_index is not None:
+            return keys.gather(1, self.noise_index).view(-1)
+        return keys.expand(self.requests, self.rows_per_request).reshape(-1)
 
 
 class SamplerInput(NamedTuple):
-    """The input of a `Sampler`: logits `values` `[T, v]`, and how their scores are computed, in float32 at least.
+    """The input of a `Sampler`: `logits` `[T, v]`, and how their scores are computed, in float32 at least.
 
-    `draws` are the sampling inputs of the T rows, in order; if `draws` is empty, the scores are the logits. `least`
-    `[T, 1]` are the lowest tempered logits that filters keep; it is given only if this rank cannot compute them alone.
-    `masks` are token bitmasks of grammars, int32 `[T, words]` with a bit for each column: the result is the same as for
-    logits to which `barred` applied the masks. Masks are given only if no request has filters.
+    `draws` are the sampling inputs of the T rows, in order; if `draws` is empty, the scores are the logits.
+    `thresholds` `[T, 1]` are the lowest tempered logits that filters keep; it is given only if this rank cannot compute
+    them alone. `masks` are token bitmasks of grammars, int32 `[T, words]` with a bit for each column: the result is the
+    same as for logits to which `apply_token_bitmask` applied the masks. Masks are given only if no request has filters.
     """
 
-    values: Tensor
+    logits: Tensor
     draws: Sequence[SamplingInputs] = ()
-    least: Tensor | None = None
+    thresholds: Tensor | None = None
     masks: Tensor | None = None
 
 
@@ -77,69 +80,86 @@ class PhaseSampling:
 
     sampling: SamplingBatch
     noise: Noise | None
-    adjust: LogitsProcessor | None
+    processor: LogitsProcessor | None
 
     def narrow(self, start: int, stop: int) -> "PhaseSampling":
         """Return the inputs of requests `start` to `stop - 1`."""
         noise = None if self.noise is None else self.noise.narrow(slice(start, stop))
-        adjust = None if self.adjust is None else self.adjust.narrow(slice(start, stop))
-        return PhaseSampling(self.sampling.narrow(start, stop), noise, adjust)
+        processor = None if self.processor is None else self.processor.narrow(slice(start, stop))
+        return PhaseSampling(self.sampling.narrow(start, stop), noise, processor)
 
-    def at(self, position: int, each: int = 1, path: Tensor | None = None) -> SamplingInputs:
-        """Return the inputs of `each` rows per request that all sample the token at noise number `position`.
+    def at_position(self, position: int, rows_per_request: int = 1, path: Tensor | None = None) -> SamplingInputs:
+        """Return the inputs of `rows_per_request` rows per request that all sample the token at noise number
+        `position`.
 
         `path` `[R, each, D]` are the uncommitted tokens before that token; only penalties and grammars need them.
         """
         noise = None if self.noise is None else self.noise.at(position)
-        return SamplingInputs(each, self.sampling, noise, None, self._after(path))
+        return SamplingInputs(rows_per_request, self.sampling, noise, None, self._after(path))
 
-    def along(self, each: int, positions: int, which: Tensor | None, path: Tensor | None) -> SamplingInputs:
-        """Return the inputs of `each` rows per request, at the first `positions` noise numbers; `which` as in
-        `SamplingInputs`, `path` as in `at`.
+    def along_positions(
+        self, rows_per_request: int, positions: int, noise_index: Tensor | None, path: Tensor | None
+    ) -> SamplingInputs:
+        """Return the inputs of `rows_per_request` rows per request, at the first `positions` noise numbers;
+        `noise_index` as in `SamplingInputs`, `path` as in `at_position`.
         """
         noise = None if self.noise is None else self.noise.at(0, positions)
-        return SamplingInputs(each, self.sampling, noise, which, self._after(path))
+        return SamplingInputs(rows_per_request, self.sampling, noise, noise_index, self._after(path))
 
-    def next(self, which: Tensor) -> SamplingInputs:
-        """Return the inputs of one row per request, whose token has noise number `which` `[R]`."""
+    def at_position_of_each(self, noise_index: Tensor) -> SamplingInputs:
+        """Return the inputs of one row per request, whose token has noise number `noise_index` `[R]`."""
         return SamplingInputs(
-            1, self.sampling, None if self.noise is None else self.noise.pick(which), None, self.adjust
+            1, self.sampling, None if self.noise is None else self.noise.pick(noise_index), None, self.processor
         )
 
     def _after(self, path: Tensor | None) -> LogitsProcessor | None:
-        return self.adjust if self.adjust is None or path is None else self.adjust.after(path)
+        return self.processor if self.processor is None or path is None else self.processor.after(path)
 
 
-def words_of(draws: Sequence[SamplingInputs]) -> Tensor:
-    """Return the sampling inputs of the T rows of `draws` as int64 `[T, WORDS]`; floats are stored as float64 bits."""
-    parts = []
-    for draw in draws:
-        s = draw.sampling
-        floats = [draw.by_row(one).double() for one in (s.inverse_temperature, s.noise_scale, s.top_p, s.min_p)]
-        bits = [one.view(torch.int64) for one in floats]
-        parts.append(torch.stack([*bits, draw.by_row(s.top_k), draw.keys()], 1))
-    return torch.cat(parts)
-
-
-def checksum(draws: Sequence[SamplingInputs], real: Sequence[Tensor]) -> Tensor:
-    """Return a checksum `[1]` of the sampling inputs, which ranks compare. `real` has one mask `[R]` per entry of
-    `draws`: False for idle requests, because they share table cells whose content may differ between ranks.
+def pack_inputs(sampling_inputs: Sequence[SamplingInputs]) -> Tensor:
+    """Return the sampling inputs of the T rows of `sampling_inputs` as int64 `[T, WORDS]`; floats are stored as float64
+    bits.
     """
-    rows = torch.cat([draw.by_row(some) for draw, some in zip(draws, real, strict=True)])
-    words = words_of(draws).mul_(rows[:, None]).view(-1)
+    packed = []
+    for inputs in sampling_inputs:
+        sampling = inputs.sampling
+        floats = [
+            inputs.by_row(values).double()
+            for values in (sampling.inverse_temperature, sampling.noise_scale, sampling.top_p, sampling.min_p)
+        ]
+        bits = [values.view(torch.int64) for values in floats]
+        packed.append(torch.stack([*bits, inputs.by_row(sampling.top_k), inputs.keys()], 1))
+    return torch.cat(packed)
+
+
+def checksum(sampling_inputs: Sequence[SamplingInputs], is_real: Sequence[Tensor]) -> Tensor:
+    """Return a checksum `[1]` of the sampling inputs, which ranks compare. `is_real` has one mask `[R]` per entry of
+    `sampling_inputs`: False for idle requests, because they share table cells whose content may differ between ranks.
+    """
+    row_mask = torch.cat([inputs.by_row(mask) for inputs, mask in zip(sampling_inputs, is_real, strict=True)])
+    packed = pack_inputs(sampling_inputs).mul_(row_mask[:, None]).view(-1)
     # Sum of word i times (2 i + 1), modulo 2^64: odd weights, so that every bit counts, and the order counts.
-    weights = torch.arange(words.shape[0], device=words.device).mul_(2).add_(1)
-    return words.mul_(weights).sum(0, keepdim=True)
+    weights = torch.arange(packed.shape[0], device=packed.device).mul_(2).add_(1)
+    return packed.mul_(weights).sum(0, keepdim=True)
 
 
-def draw_of(words: Tensor, like: SamplingInputs) -> SamplingInputs:
-    """Inverse of `words_of`: return the rows as requests with one row each; dtypes, token hashes and flags are those of
-    `like`. Seeds are zero, as the keys already contain them.
+def unpack_inputs(packed: Tensor, template: SamplingInputs) -> SamplingInputs:
+    """Inverse of `pack_inputs`: return the rows as requests with one row each; dtypes, token hashes and flags are those
+    of `template`. Seeds are zero, as the keys already contain them.
     """
-    assert like.noise is not None, "nobody samples"
-    sampling, noise = like.sampling, like.noise
-    floats = words.view(torch.float64)[:, :4].to(sampling.inverse_temperature.dtype)
-    inverse, scale, top_p, min_p = floats.unbind(1)
-    top_k, keys = words[:, 4], words[:, 5]
-    one = SamplingBatch(inverse, scale, top_k, top_p, min_p, torch.zeros_like(keys), sampling.noisy, sampling.filtered)
-    return SamplingInputs(1, one, Noise(keys[:, None], noise.hashes, noise.dtype))
+    assert template.noise is not None, "nobody samples"
+    sampling, noise = template.sampling, template.noise
+    floats = packed.view(torch.float64)[:, :4].to(sampling.inverse_temperature.dtype)
+    inverse_temperature, noise_scale, top_p, min_p = floats.unbind(1)
+    top_k, keys = packed[:, 4], packed[:, 5]
+    sampling_batch = SamplingBatch(
+        inverse_temperature,
+        noise_scale,
+        top_k,
+        top_p,
+        min_p,
+        torch.zeros_like(keys),
+        sampling.any_random,
+        sampling.any_filtered,
+    )
+    return SamplingInputs(1, sampling_batch, Noise(keys[:, None], noise.hashes, noise.dtype))

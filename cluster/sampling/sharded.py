@@ -20,20 +20,27 @@ from torch import Tensor
 from cluster.batch import SamplingMode
 from cluster.models.exchange import Shards
 from cluster.models.vocab import ShardedLogits
-from cluster.sampling.filters import AT_ONCE, INTEGER, float_of, mass_of, ordered, thresholds
+from cluster.sampling.filters import (
+    INTEGER_DTYPE,
+    TEMPORARIES_PER_LOGIT,
+    float_of_ordered_bits,
+    logit_mass,
+    ordered_bits,
+    thresholds,
+)
 from cluster.sampling.noise import at_least_float32
-from cluster.sampling.radix_select import Digit, descend, histogram_
+from cluster.sampling.radix_select import Digit, histogram_, radix_descend
 from cluster.sampling.row_blocks import blocks
-from cluster.sampling.sampling_inputs import WORDS, SamplerInput, SamplingInputs, draw_of, words_of
+from cluster.sampling.sampling_inputs import PACKED_NUMBERS, SamplerInput, SamplingInputs, pack_inputs, unpack_inputs
 
-DIGIT = 8  # bits of one histogram: 256 numbers of a row travel at once, in 4 rounds for 32 bits
-CHOSEN = 2  # numbers per row that describe a shard's best: score and column
-ASKED = 2  # numbers that name the log-probability to compute: row and token
+DIGIT_BITS = 8  # bits of one histogram: 256 numbers of a row travel at once, in 4 rounds for 32 bits
+NUMBERS_PER_CHOICE = 2  # numbers per row that describe a shard's best: score and column
+NUMBERS_PER_QUERY = 2  # numbers that name the log-probability to compute: row and token
 
 
-def proposed(count: int, columns: int) -> int:
-    """Return how many numbers per row a shard sends: scores and columns of its `count` best, and the log-sum-exp."""
-    return 2 * min(count, columns) + 1
+def numbers_sent_per_row(top_count: int, columns: int) -> int:
+    """Return how many numbers per row a shard sends: scores and columns of its `top_count` best, and log-sum-exp."""
+    return 2 * min(top_count, columns) + 1
 
 
 class ShardedHead(NamedTuple):
@@ -46,27 +53,29 @@ class ShardedHead(NamedTuple):
     bits: int
     wide: bool
 
-    def choosing(self, mode: SamplingMode, told: int) -> list[tuple[str, int]]:
-        """Return the calls of `Shards` that choose tokens, as (name, numbers per row); a shard sends `told`.
+    def sampling_calls(self, mode: SamplingMode, numbers_per_row: int) -> list[tuple[str, int]]:
+        """Return the calls of `Shards` that choose tokens, as (name, numbers per row); a shard sends `numbers_per_row`.
 
         If logits are adjusted, all logits are sent, because only a row's own group has the row's penalties and grammar.
         """
-        if mode.adjusts:
+        if mode.changes_logits:
             return [("compare", self.columns)]
         calls = []
-        if self.wide and SamplingMode.NOISY in mode:
-            calls.append(("spread", WORDS))
+        if self.wide and SamplingMode.RANDOM in mode:
+            calls.append(("spread", PACKED_NUMBERS))
         if SamplingMode.FILTERED in mode:
-            rounds = [("add", 1 << DIGIT)] * -(-self.bits // DIGIT)
-            calls += [("highest", 1), *rounds, ("add", 1), *rounds]
-        return [*calls, ("compare", told)]
+            histogram_calls = [("add", 1 << DIGIT_BITS)] * -(-self.bits // DIGIT_BITS)
+            calls += [("highest", 1), *histogram_calls, ("add", 1), *histogram_calls]
+        return [*calls, ("compare", numbers_per_row)]
 
-    def asking(self, top: int) -> list[tuple[str, int]]:
-        """Return the calls that give the log-probabilities of one token per row and of the `top` likeliest tokens."""
-        asked = [("spread", ASKED)] if self.wide else []
-        return [*asked, ("compare", proposed(top, self.columns) + 1)]
+    def logprob_calls(self, top_count: int) -> list[tuple[str, int]]:
+        """Return the calls that give the log-probabilities of one token per row and of the `top_count` likeliest
+        tokens.
+        """
+        spread_call = [("spread", NUMBERS_PER_QUERY)] if self.wide else []
+        return [*spread_call, ("compare", numbers_sent_per_row(top_count, self.columns) + 1)]
 
-    def ranking(self) -> list[tuple[str, int]]:
+    def rank_calls(self) -> list[tuple[str, int]]:
         """Return the calls that count the tokens that are at least as likely as a given token."""
         return [*([("spread", 1)] if self.wide else []), ("highest", 1), ("add", 1)]
 
@@ -74,94 +83,109 @@ class ShardedHead(NamedTuple):
 class ShardedRows:
     """`LogitRows` of which this rank holds one shard. Tempered logits are recomputed in each round, block by block."""
 
-    def __init__(self, columns: ShardedLogits, shards: Shards, inverse: Tensor) -> None:
-        """`inverse` `[T', 1]` are the inverse temperatures."""
-        self.vocab, self._values, self._shards, self._inverse = columns.vocab, columns.values, shards, inverse
-        count, each = self._values.shape
-        self._blocks = blocks(count, AT_ONCE * each, self._values.device)
-        self._columns = shards.size * each  # columns beyond the vocabulary are -inf, so they come last
+    def __init__(self, logits: ShardedLogits, shards: Shards, inverse_temperature: Tensor) -> None:
+        """`inverse_temperature` `[T', 1]` are the inverse temperatures."""
+        self.vocab, self._values, self._shards, self._inverse = logits.vocab, logits.values, shards, inverse_temperature
+        count, shard_columns = self._values.shape
+        self._blocks = blocks(count, TEMPORARIES_PER_LOGIT * shard_columns, self._values.device)
+        self._columns = shards.size * shard_columns  # columns beyond the vocabulary are -inf, so they come last
 
-    def highest(self) -> Tensor:
-        """Return the highest logit over all shards; see `LogitRows.highest`."""
-        own = torch.cat([self._tempered(block).amax(1, keepdim=True) for block in self._blocks])
-        return self._shards.highest(own.double()).to(self._inverse.dtype)
+    def max_logits(self) -> Tensor:
+        """Return the highest logit over all shards; see `LogitRows.max_logits`."""
+        shard_max = torch.cat([self._tempered_block(block).amax(1, keepdim=True) for block in self._blocks])
+        return self._shards.highest(shard_max.double()).to(self._inverse.dtype)
 
-    def kth(self, rank: Tensor) -> Tensor:
-        """Search by count: `columns - rank` logits may be below the result; see `LogitRows.kth`."""
-        return self._found(self._columns - rank, lambda _: None)
+    def kth_logits(self, rank: Tensor) -> Tensor:
+        """Search by count: `columns - rank` logits may be below the result; see `LogitRows.kth_logits`."""
+        return self._search(self._columns - rank, lambda _: None)
 
-    def weigh(self, top: Tensor, kth: Tensor) -> Tensor:
-        """Return the mass over all shards; see `LogitRows.weigh`."""
-        self._top, self._least = top, kth
-        self._total = self._shards.add(torch.cat([self._mass(block).sum(1, keepdim=True) for block in self._blocks]))
-        return self._total
+    def total_mass(self, max_logits: Tensor, top_k_threshold: Tensor) -> Tensor:
+        """Return the mass over all shards; see `LogitRows.total_mass`."""
+        self._max_logits, self._top_k_threshold = max_logits, top_k_threshold
+        self._total_mass = self._shards.add(
+            torch.cat([self._block_mass(block).sum(1, keepdim=True) for block in self._blocks])
+        )
+        return self._total_mass
 
-    def reaching(self, needed: Tensor) -> Tensor:
-        """Search by mass: the mass `total - needed` may be below the result; see `LogitRows.reaching`."""
-        return self._found(self._total - needed, self._mass)
+    def mass_threshold(self, needed_mass: Tensor) -> Tensor:
+        """Search by mass: the mass `_total_mass - needed_mass` may be below it; see `LogitRows.mass_threshold`."""
+        return self._search(self._total_mass - needed_mass, self._block_mass)
 
-    def _mass(self, block: slice) -> Tensor:
-        return mass_of(self._tempered(block), self._top[block], self._least[block])
+    def _block_mass(self, block: slice) -> Tensor:
+        return logit_mass(self._tempered_block(block), self._max_logits[block], self._top_k_threshold[block])
 
-    def _tempered(self, block: slice) -> Tensor:
+    def _tempered_block(self, block: slice) -> Tensor:
         return self._values[block].to(self._inverse.dtype) * self._inverse[block]
 
-    def _found(self, spare: Tensor, weights: Callable[[slice], Tensor | None]) -> Tensor:
-        """Return the largest logit of each row so that the weight of all logits below it is at most `spare`.
+    def _search(self, remaining_weight: Tensor, block_weights: Callable[[slice], Tensor | None]) -> Tensor:
+        """Return the largest logit of each row so that the weight of all logits below it is at most `remaining_weight`.
 
-        Each round sums one histogram over blocks and shards. `weights` returns the weights of a block, or None if each
-        logit weighs 1.
+        Each round sums one histogram over blocks and shards. `block_weights` returns the weights of a block, or None if
+        each logit weighs 1.
         """
 
-        def part(block: slice, place: Digit) -> Tensor:
-            bins = torch.empty(block.stop - block.start, 1 << DIGIT, dtype=torch.int64, device=spare.device)
-            here = place._replace(found=place.found[block])
-            return histogram_(bins, ordered(self._tempered(block)), here, weights(block))
+        def block_histogram(block: slice, digit: Digit) -> Tensor:
+            bins = torch.empty(
+                block.stop - block.start, 1 << DIGIT_BITS, dtype=torch.int64, device=remaining_weight.device
+            )
+            block_digit = digit._replace(prefix=digit.prefix[block])
+            return histogram_(bins, ordered_bits(self._tempered_block(block)), block_digit, block_weights(block))
 
-        def filled(place: Digit) -> Tensor:
-            return self._shards.add(torch.cat([part(block, place) for block in self._blocks]))
+        def histogram(digit: Digit) -> Tensor:
+            return self._shards.add(torch.cat([block_histogram(block, digit) for block in self._blocks]))
 
         dtype = self._inverse.dtype
-        return float_of(descend(filled, spare, DIGIT, INTEGER[dtype]), dtype)
+        return float_of_ordered_bits(
+            radix_descend(histogram, remaining_weight, DIGIT_BITS, INTEGER_DTYPE[dtype]), dtype
+        )
 
 
-def scored_rows(columns: ShardedLogits, draws: Sequence[SamplingInputs], masks: Tensor | None = None) -> SamplerInput:
-    """Return the sampler's input for the T' rows scored here. `draws` and `masks` are those of own rows, in order."""
-    shards = columns.shards
-    if shards is None or draws[0].noise is None:
-        return SamplerInput(columns.values, draws, None, masks)
-    if shards.wide:
-        draws = [draw_of(shards.spread(words_of(draws)), draws[0])]
-    if not draws[0].sampling.filtered:
-        return SamplerInput(columns.values, draws, None, masks)
+def sampler_input_of(
+    logits: ShardedLogits, sampling_inputs: Sequence[SamplingInputs], masks: Tensor | None = None
+) -> SamplerInput:
+    """Return the sampler's input for the T' rows scored here. `sampling_inputs` and `masks` are those of own rows, in
+    order.
+    """
+    shards = logits.shards
+    if shards is None or sampling_inputs[0].noise is None:
+        return SamplerInput(logits.values, sampling_inputs, None, masks)
+    if shards.over_world:
+        sampling_inputs = [unpack_inputs(shards.spread(pack_inputs(sampling_inputs)), sampling_inputs[0])]
+    if not sampling_inputs[0].sampling.any_filtered:
+        return SamplerInput(logits.values, sampling_inputs, None, masks)
 
     def by_row(name: str) -> Tensor:
-        return torch.cat([draw.by_row(getattr(draw.sampling, name)) for draw in draws])[:, None]
+        return torch.cat([inputs.by_row(getattr(inputs.sampling, name)) for inputs in sampling_inputs])[:, None]
 
-    rows = ShardedRows(columns, shards, by_row("inverse_temperature"))
-    least = thresholds(rows, by_row("top_k"), by_row("top_p"), by_row("min_p"))
-    return SamplerInput(columns.values, draws, least, masks)
+    sharded_rows = ShardedRows(logits, shards, by_row("inverse_temperature"))
+    shard_thresholds = thresholds(sharded_rows, by_row("top_k"), by_row("top_p"), by_row("min_p"))
+    return SamplerInput(logits.values, sampling_inputs, shard_thresholds, masks)
 
 
-def best_of_all(columns: ShardedLogits, shards: Shards, chosen: Tensor, score: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the best column of own rows and its score, `[T]` each. `chosen` and `score` `[T']` are this shard's best.
+def merge_best(
+    logits: ShardedLogits, shards: Shards, best_columns: Tensor, best_scores: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the best column of own rows and its score, `[T]` each. `best_columns` and `best_scores` `[T']` are this
+    shard's best.
 
     As within a shard, the lowest column wins a tie, and NaN counts as highest.
     """
-    every = shards.compare(torch.stack([score.double(), (chosen + columns.start).double()], 1))
-    highest, shard = every[..., 0].max(0)
-    return every[..., 1].gather(0, shard[None])[0].long(), highest.to(score.dtype)
+    shard_bests = shards.compare(torch.stack([best_scores.double(), (best_columns + logits.start).double()], 1))
+    highest, shard = shard_bests[..., 0].max(0)
+    return shard_bests[..., 1].gather(0, shard[None])[0].long(), highest.to(best_scores.dtype)
 
 
-def whole(columns: ShardedLogits) -> ShardedLogits:
-    """Return all columns of own rows. If the rank has all, they are `columns`; else they are gathered, in float32 at
+def gather_columns(logits: ShardedLogits) -> ShardedLogits:
+    """Return all columns of own rows. If the rank has all, they are `logits`; else they are gathered, in float32 at
     least.
     """
-    if columns.shards is None:
-        return columns
-    every = columns.shards.compare(columns.values.double())  # `compare` takes float64; the way there and back is exact
-    joined = every.transpose(0, 1).flatten(1)[:, : columns.vocab]
-    return ShardedLogits(joined.to(at_least_float32(columns.values.dtype)), columns.vocab)
+    if logits.shards is None:
+        return logits
+    shard_logits = logits.shards.compare(
+        logits.values.double()
+    )  # `compare` takes float64; the way there and back is exact
+    all_logits = shard_logits.transpose(0, 1).flatten(1)[:, : logits.vocab]
+    return ShardedLogits(all_logits.to(at_least_float32(logits.values.dtype)), logits.vocab)
 
 
 class ShardBest(NamedTuple):
@@ -172,30 +196,35 @@ class ShardBest(NamedTuple):
     values: Tensor
     columns: Tensor
     total: Tensor
-    other: Tensor | None = None
+    extra: Tensor | None = None
 
 
 class MergedBest(NamedTuple):
-    """The best scores of own rows over all shards, in float64, with fields as in `ShardBest`; `others` `[n, T, 1]` are
+    """The best scores of own rows over all shards, in float64, with fields as in `ShardBest`; `extras` `[n, T, 1]` are
     each shard's `other`.
     """
 
     values: Tensor
     columns: Tensor
     total: Tensor
-    others: Tensor
+    extras: Tensor
 
 
-def top_of_all(columns: ShardedLogits, shards: Shards, found: ShardBest, count: int) -> MergedBest:
-    """Return the `count` best of all shards; `found` is this shard's best. The lowest column wins a tie."""
+def merge_top(logits: ShardedLogits, shards: Shards, shard_best: ShardBest, count: int) -> MergedBest:
+    """Return the `count` best of all shards; `shard_best` is this shard's best. The lowest column wins a tie."""
     # Sort this shard's candidates by column. Shards follow in order of rank, so all candidates are in order of columns,
     # and the stable sort below keeps that order among ties.
-    at, order = found.columns.sort(1)
-    numbers = [found.values.gather(1, order), at + columns.start, found.total]
-    numbers += [] if found.other is None else [found.other]
-    every = shards.compare(torch.cat([each.double() for each in numbers], 1))
-    k = at.shape[1]
-    values, ids = (part.transpose(0, 1).flatten(1) for part in (every[..., :k], every[..., k : 2 * k]))
-    highest, pick = values.sort(dim=1, descending=True, stable=True)
-    total = every[..., 2 * k].logsumexp(0)[:, None]
-    return MergedBest(highest[:, :count], ids.gather(1, pick[:, :count]).long(), total, every[..., 2 * k + 1 :])
+    sorted_columns, column_order = shard_best.columns.sort(1)
+    sent = [shard_best.values.gather(1, column_order), sorted_columns + logits.start, shard_best.total]
+    sent += [] if shard_best.extra is None else [shard_best.extra]
+    gathered = shards.compare(torch.cat([numbers.double() for numbers in sent], 1))
+    candidates = sorted_columns.shape[1]
+    values, ids = (
+        shard_part.transpose(0, 1).flatten(1)
+        for shard_part in (gathered[..., :candidates], gathered[..., candidates : 2 * candidates])
+    )
+    highest, best_first = values.sort(dim=1, descending=True, stable=True)
+    total = gathered[..., 2 * candidates].logsumexp(0)[:, None]
+    return MergedBest(
+        highest[:, :count], ids.gather(1, best_first[:, :count]).long(), total, gathered[..., 2 * candidates + 1 :]
+    )

@@ -13,62 +13,63 @@ from torch import Tensor
 from cluster.capture.recorder import native
 from cluster.kernels.library import Library
 from cluster.sampling.noise import at_least_float32
-from cluster.sampling.penalties import BANNED
+from cluster.sampling.penalties import BANNED_TOKEN_BIAS
 
-BARRED = 1000 * BANNED
+DISALLOWED_TOKEN_BIAS = 1000 * BANNED_TOKEN_BIAS
 """Added to the logit of a token that the grammar does not allow. It is lower than the logit of any banned token, so
 that the grammar prevails over bans: several bans of a token add up, and a repetition penalty multiplies them by up to
 100.
 """
-WORD = 32  # tokens per word of a mask
+TOKENS_PER_WORD = 32  # tokens per word of a mask
 
-Bars = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""A function that returns what `barred` returns for the same arguments."""
+ApplyTokenBitmask = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""A function that returns what `apply_token_bitmask` returns for the same arguments."""
 
 
-def barred(logits: Tensor, masks: Tensor, ids: Tensor | None) -> Tensor:
-    """Return logits `[T, v]`, in float32 at least, with `BARRED` added where `masks` has a 0. Reference implementation.
+def apply_token_bitmask(logits: Tensor, masks: Tensor, ids: Tensor | None) -> Tensor:
+    """Return logits `[T, v]`, in float32 at least, with `DISALLOWED_TOKEN_BIAS` added where `masks` has a 0. Reference
+    implementation.
 
     `masks` `[T, words]` int32 has one bit per token id. A mask of zeros allows nothing and makes its row NaN. `ids`
     `[v]` are the token ids of the columns. If `ids` is None, column i is token id i.
     """
-    wide, octets = logits.to(at_least_float32(logits.dtype)), masks.view(torch.uint8)
-    bars = (
-        _table(wide.dtype, wide.device)
-        .index_select(0, octets.flatten().int())
-        .view(masks.shape[0], masks.shape[1] * WORD)
+    wide_logits, mask_bytes = logits.to(at_least_float32(logits.dtype)), masks.view(torch.uint8)
+    mask_logits = (
+        _byte_logits(wide_logits.dtype, wide_logits.device)
+        .index_select(0, mask_bytes.flatten().int())
+        .view(masks.shape[0], masks.shape[1] * TOKENS_PER_WORD)
     )
-    bars = bars[:, : logits.shape[1]] if ids is None else bars.index_select(1, ids)
+    mask_logits = mask_logits[:, : logits.shape[1]] if ids is None else mask_logits.index_select(1, ids)
     empty = (masks == 0).all(1, keepdim=True)
-    return wide + bars.masked_fill(empty, float("nan"))
+    return wide_logits + mask_logits.masked_fill(empty, float("nan"))
 
 
 @cache  # never freed: captured CUDA graphs read this tensor
-def _table(dtype: torch.dtype, device: torch.device) -> Tensor:
+def _byte_logits(dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return `[256, 8]`: for each value of a mask's byte, what is added to the logits of its eight tokens."""
     bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
-    return torch.from_numpy(bits == 0).to(device, dtype) * BARRED
+    return torch.from_numpy(bits == 0).to(device, dtype) * DISALLOWED_TOKEN_BIAS
 
 
 class CTokenBitmask:
-    """`Bars` in C; results must equal those of `barred` to the bit."""
+    """`ApplyTokenBitmask` in C; results must equal those of `apply_token_bitmask` to the bit."""
 
     def __init__(self, library: Library) -> None:
         self._library = library
 
     def __call__(self, logits: Tensor, masks: Tensor, ids: Tensor | None) -> Tensor:
-        """Apply the masks in one pass; arguments and result as in `barred`.
+        """Apply the masks in one pass; arguments and result as in `apply_token_bitmask`.
 
         Raises:
             ValueError: the masks do not fit the logits.
         """
         (count, size), words = logits.shape, masks.shape[1]
-        if masks.shape[0] != count or (ids is None and words * WORD < size):
+        if masks.shape[0] != count or (ids is None and words * TOKENS_PER_WORD < size):
             raise ValueError(f"masks {list(masks.shape)} do not fit logits {list(logits.shape)}")
         logits, masks = logits if logits.stride(1) == 1 else logits.contiguous(), masks.contiguous()
         out = logits.new_empty(count, size, dtype=at_least_float32(logits.dtype))
-        told = None if ids is None else ids.data_ptr()
-        numbers = count, size, logits.stride(0), words, BARRED, torch.get_num_threads()
-        run = self._library.functions["bar", logits.dtype]
-        native(run, logits.data_ptr(), masks.data_ptr(), told, out.data_ptr(), *numbers)
+        ids_pointer = None if ids is None else ids.data_ptr()
+        sizes = count, size, logits.stride(0), words, DISALLOWED_TOKEN_BIAS, torch.get_num_threads()
+        function = self._library.functions["bar", logits.dtype]
+        native(function, logits.data_ptr(), masks.data_ptr(), ids_pointer, out.data_ptr(), *sizes)
         return out

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from cluster.batch import SamplingBatch
-from cluster.sampling.filters import AT_ONCE, least_kept
+from cluster.sampling.filters import TEMPORARIES_PER_LOGIT, filter_thresholds
 from cluster.sampling.noise import Noise, at_least_float32, keys_along
 from cluster.sampling.row_blocks import blocks
 from cluster.sampling.sampling_inputs import SamplerInput, SamplingInputs
-from cluster.sampling.token_bitmask import barred
+from cluster.sampling.token_bitmask import apply_token_bitmask
 
-FAR = 64.0
+FILTERED_PENALTY = 64.0
 """Subtracted from the scores of tokens that a filter removes. Noise values differ by 26 at most, so these tokens end
 below all kept ones, and their probability is too small to matter to a draft. Their order among themselves remains."""
 
@@ -26,25 +26,25 @@ below all kept ones, and their probability is too small to matter to a draft. Th
 class Sampler(Protocol):
     """Finds the best columns of rows of logits, by their scores."""
 
-    def noise(self, seeds: Tensor, first: Tensor, count: int, hashes: Tensor, dtype: torch.dtype) -> Noise:
-        """Return the noise of requests with `seeds` `[B]` at `count` positions from `first` `[B]` on, for the tokens
-        with `hashes` `[v]`.
+    def noise(self, seeds: Tensor, first_positions: Tensor, count: int, hashes: Tensor, dtype: torch.dtype) -> Noise:
+        """Return the noise of requests with `seeds` `[B]` at `count` positions from `first_positions` `[B]` on, for the
+        tokens with `hashes` `[v]`.
         """
 
-    def best(self, rows: SamplerInput) -> tuple[Tensor, Tensor]:
+    def best(self, sampler_input: SamplerInput) -> tuple[Tensor, Tensor]:
         """Return the column of the highest score, and that score, `[T]` each.
 
         NaN and +inf count as highest, so the returned score tells whether any logit of the row was NaN or +inf. The
         lowest column wins a tie.
         """
 
-    def likeliest(self, rows: SamplerInput, count: int) -> tuple[Tensor, Tensor]:
+    def top_logprobs(self, sampler_input: SamplerInput, count: int) -> tuple[Tensor, Tensor]:
         """Return the log-softmax of the scores for the `count` best columns, and these columns, `[T, count]` each.
 
         For a row whose log-softmax is NaN, the columns are 0 to `count - 1`.
         """
 
-    def found(self, rows: SamplerInput, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    def shard_best(self, sampler_input: SamplerInput, count: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return the `count` best scores and their columns, `[T, count]` each, and the log-sum-exp over the v columns,
         `[T, 1]`, without masks. The shards of a vocabulary merge these into log-probabilities.
 
@@ -56,122 +56,163 @@ class Sampler(Protocol):
 class TorchSampler:
     """`Sampler` by torch operators: the reference implementation."""
 
-    def noise(self, seeds: Tensor, first: Tensor, count: int, hashes: Tensor, dtype: torch.dtype) -> Noise:
+    def noise(self, seeds: Tensor, first_positions: Tensor, count: int, hashes: Tensor, dtype: torch.dtype) -> Noise:
         """Return the noise, with its values if there are few; see `Noise.of`."""
-        keys = keys_along(seeds, first, count)
+        keys = keys_along(seeds, first_positions, count)
         return Noise.of(keys, hashes, dtype)
 
-    def best(self, rows: SamplerInput) -> tuple[Tensor, Tensor]:
+    def best(self, sampler_input: SamplerInput) -> tuple[Tensor, Tensor]:
         """Take the maximum of the scores, block by block; see `Sampler.best`."""
-        score, chosen = by_block(rows, lambda ranked: tuple(ranked.max(-1)))
-        return chosen, score.to(at_least_float32(score.dtype))
+        best_scores, best_columns = reduce_by_block(sampler_input, lambda scores: tuple(scores.max(-1)))
+        return best_columns, best_scores.to(at_least_float32(best_scores.dtype))
 
-    def likeliest(self, rows: SamplerInput, count: int) -> tuple[Tensor, Tensor]:
-        """Take the log-softmax of the scores and its top `count`, block by block; see `Sampler.likeliest`."""
-        wide = at_least_float32(rows.values.dtype)
-        likely, chosen = by_block(rows, lambda ranked: tuple(ranked.log_softmax(-1, dtype=wide).topk(count, -1)))
-        return likely, first_of_nan(likely, chosen)
+    def top_logprobs(self, sampler_input: SamplerInput, count: int) -> tuple[Tensor, Tensor]:
+        """Take the log-softmax of the scores and its top `count`, block by block; see `Sampler.top_logprobs`."""
+        score_dtype = at_least_float32(sampler_input.logits.dtype)
+        log_probabilities, columns = reduce_by_block(
+            sampler_input, lambda scores: tuple(scores.log_softmax(-1, dtype=score_dtype).topk(count, -1))
+        )
+        return log_probabilities, columns_without_nan(log_probabilities, columns)
 
-    def found(self, rows: SamplerInput, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Take the top `count` and the log-sum-exp of the scores, block by block; see `Sampler.found`."""
-        wide, taken = at_least_float32(rows.values.dtype), best_and_total if rows.draws else best_in_order
-        top, columns, total = by_block(rows, lambda ranked: taken(ranked.to(wide), count))
+    def shard_best(self, sampler_input: SamplerInput, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Take the top `count` and the log-sum-exp of the scores, block by block; see `Sampler.shard_best`."""
+        score_dtype, reduction = (
+            at_least_float32(sampler_input.logits.dtype),
+            top_and_logsumexp if sampler_input.draws else top_in_column_order,
+        )
+        top, columns, total = reduce_by_block(sampler_input, lambda scores: reduction(scores.to(score_dtype), count))
         return top, columns, total
 
 
 TORCH = TorchSampler()
 
 
-def scored(
-    logits: Tensor, sampling: SamplingBatch, noise: Noise, which: Tensor | None = None, least: Tensor | None = None
+def score_logits(
+    logits: Tensor,
+    sampling: SamplingBatch,
+    noise: Noise,
+    noise_index: Tensor | None = None,
+    thresholds: Tensor | None = None,
 ) -> Tensor:
     """Return the scores `[R, n, v]`, which the chosen token maximises: filtered, tempered logits plus noise.
 
-    `which` is as in `SamplingInputs`. `least` `[R, n, 1]` are the filters' thresholds. If `least` is None, they are
-    computed here, which needs all columns of a row.
+    `noise_index` is as in `SamplingInputs`. `thresholds` `[R, n, 1]` are the filters' thresholds. If `thresholds` is
+    None, they are computed here, which needs all columns of a row.
     """
-    made = noise.values(which)
-    # score = logit / temperature - FAR [if filtered out] + noise_scale * noise; greedy rows have scale 0.
-    tempered = logits.to(made.dtype) * sampling.inverse_temperature[:, None, None]
-    if sampling.filtered:
-        tempered.add_(tempered < (least_kept(tempered, sampling) if least is None else least), alpha=-FAR)
-    return tempered.addcmul_(made, sampling.noise_scale[:, None, None])
+    noise_values = noise.values(noise_index)
+    # score = logit / temperature - FILTERED_PENALTY [if filtered out] + noise_scale * noise; greedy rows have scale 0.
+    tempered = logits.to(noise_values.dtype) * sampling.inverse_temperature[:, None, None]
+    if sampling.any_filtered:
+        tempered.add_(
+            tempered < (filter_thresholds(tempered, sampling) if thresholds is None else thresholds),
+            alpha=-FILTERED_PENALTY,
+        )
+    return tempered.addcmul_(noise_values, sampling.noise_scale[:, None, None])
 
 
-Taken = Callable[[Tensor], tuple[Tensor, ...]]
+Reduction = Callable[[Tensor], tuple[Tensor, ...]]
 """A reduction over the last dimension of the scores `[.., v]` of some rows."""
 
 
-def by_block(rows: SamplerInput, taken: Taken) -> tuple[Tensor, ...]:
-    """Return the reduction `taken` over the scores of all rows, computed block by block. If no request samples, the
+def reduce_by_block(sampler_input: SamplerInput, reduction: Reduction) -> tuple[Tensor, ...]:
+    """Return the reduction `reduction` over the scores of all rows, computed block by block. If no request samples, the
     scores are the logits.
     """
-    values, draws, least, masks = rows
-    values = values if masks is None else barred(values, masks, None)
-    width, device = values.shape[1], values.device
-    if not draws or draws[0].noise is None:
-        return joined([taken(values[block]) for block in blocks(values.shape[0], width, device)])
-    parts, start = [], 0
-    for draw in [each for each in draws if each.requests] or draws[:1]:
-        assert draw.noise is not None, "all requests share a mode"
-        r, n = draw.requests, draw.each
-        logits = values[start : start + r * n].view(r, n, width)
-        kept = None if least is None else least[start : start + r * n].view(r, n, 1)
-        for block in blocks(r, (n + draw.noise.keys.shape[1]) * width, device):
-            some, here = draw.of(block), None if kept is None else kept[block]
-            assert some.noise is not None, "part of some noise"
-            parts.append(taken(scored(logits[block], some.sampling, some.noise, some.which, here).view(-1, width)))
-        start += r * n
-    return joined(parts)
+    values, sampling_inputs, thresholds, masks = sampler_input
+    values = values if masks is None else apply_token_bitmask(values, masks, None)
+    columns, device = values.shape[1], values.device
+    if not sampling_inputs or sampling_inputs[0].noise is None:
+        return concat_results([reduction(values[block]) for block in blocks(values.shape[0], columns, device)])
+    block_results, start = [], 0
+    for inputs in [inputs_of_draw for inputs_of_draw in sampling_inputs if inputs_of_draw.requests] or sampling_inputs[
+        :1
+    ]:
+        assert inputs.noise is not None, "all requests share a mode"
+        requests, rows_per_request = inputs.requests, inputs.rows_per_request
+        logits = values[start : start + requests * rows_per_request].view(requests, rows_per_request, columns)
+        draw_thresholds = (
+            None
+            if thresholds is None
+            else thresholds[start : start + requests * rows_per_request].view(requests, rows_per_request, 1)
+        )
+        for block in blocks(requests, (rows_per_request + inputs.noise.keys.shape[1]) * columns, device):
+            block_inputs, block_thresholds = (
+                inputs.narrow(block),
+                None if draw_thresholds is None else draw_thresholds[block],
+            )
+            assert block_inputs.noise is not None, "part of some noise"
+            block_results.append(
+                reduction(
+                    score_logits(
+                        logits[block],
+                        block_inputs.sampling,
+                        block_inputs.noise,
+                        block_inputs.noise_index,
+                        block_thresholds,
+                    ).view(-1, columns)
+                )
+            )
+        start += requests * rows_per_request
+    return concat_results(block_results)
 
 
-def best_and_total(wide: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+def top_and_logsumexp(scores: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the `count` best of rows `[.., v]` (all, if v is less), their columns, and the log-sum-exp of each row."""
-    top = wide.topk(min(count, wide.shape[1]), -1)
-    return top.values, top.indices, wide.logsumexp(-1, keepdim=True)
+    top = scores.topk(min(count, scores.shape[1]), -1)
+    return top.values, top.indices, scores.logsumexp(-1, keepdim=True)
 
 
-def best_in_order(wide: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """As `best_and_total` for rows `[T, v]`, but ties are in order of columns, and a row's bits do not depend on T."""
-    size, device = wide.shape[1], wide.device
-    twice = wide if wide.shape[0] > 1 else torch.cat([wide, wide])  # torch sums a single row in another order
-    top, columns, total = best_and_total(twice, count)
-    top, columns, total = (each[: wide.shape[0]] for each in (top, columns, total))
+def top_in_column_order(scores: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """As `top_and_logsumexp` for rows `[T, v]`, but ties are in column order, and a row's bits do not depend on T."""
+    column_count, device = scores.shape[1], scores.device
+    padded_scores = (
+        scores if scores.shape[0] > 1 else torch.cat([scores, scores])
+    )  # torch sums a single row in another order
+    top, columns, total = top_and_logsumexp(padded_scores, count)
+    top, columns, total = (result[: scores.shape[0]] for result in (top, columns, total))
     # If several columns have the value of the last one in `top`, it is undefined which of them `topk` took. Take the
     # lowest of them instead: the greatest `size - column`. The first of them comes after all columns of greater value.
-    at_cut, every = top == top[:, -1:], torch.arange(size, device=device)
-    lowest = torch.where(wide == top[:, -1:], size - every, 0).topk(top.shape[1], -1).values
-    place = (every[: top.shape[1]] - at_cut.logical_not().sum(1, keepdim=True)).clamp_(min=0)
-    columns = torch.where(at_cut, size - lowest.gather(1, place), columns)
+    is_tie, column_numbers = top == top[:, -1:], torch.arange(column_count, device=device)
+    lowest_columns = torch.where(scores == top[:, -1:], column_count - column_numbers, 0).topk(top.shape[1], -1).values
+    tie_index = (column_numbers[: top.shape[1]] - is_tie.logical_not().sum(1, keepdim=True)).clamp_(min=0)
+    columns = torch.where(is_tie, column_count - lowest_columns.gather(1, tie_index), columns)
     # Sort by column, then stably by value: ties stay in order of columns.
-    columns, by_column = columns.sort(1)
-    top, by_value = top.gather(1, by_column).sort(dim=1, descending=True, stable=True)
-    return top, columns.gather(1, by_value), total
+    columns, column_order = columns.sort(1)
+    top, value_order = top.gather(1, column_order).sort(dim=1, descending=True, stable=True)
+    return top, columns.gather(1, value_order), total
 
 
-def joined(parts: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+def concat_results(block_results: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
     """Concatenate the blocks of each result."""
-    return parts[0] if len(parts) == 1 else tuple(torch.cat(each) for each in zip(*parts, strict=True))
+    return (
+        block_results[0]
+        if len(block_results) == 1
+        else tuple(torch.cat(results) for results in zip(*block_results, strict=True))
+    )
 
 
-def first_of_nan(likely: Tensor, columns: Tensor) -> Tensor:
-    """Return `columns`, but 0, 1, 2, .. where `likely` is NaN, because the columns of NaN are undefined."""
-    return torch.where(likely == likely, columns, _first(likely.shape[-1], likely.device))
+def columns_without_nan(log_probabilities: Tensor, columns: Tensor) -> Tensor:
+    """Return `columns`, but 0, 1, 2, .. where `log_probabilities` is NaN, because the columns of NaN are undefined."""
+    return torch.where(
+        log_probabilities == log_probabilities,
+        columns,
+        _column_numbers(log_probabilities.shape[-1], log_probabilities.device),
+    )
 
 
 @cache
-def _first(count: int, device: torch.device) -> Tensor:
+def _column_numbers(count: int, device: torch.device) -> Tensor:
     return torch.arange(count, device=device)
 
 
-def least_of(values: Tensor, draw: SamplingInputs) -> Tensor | None:
+def row_thresholds(values: Tensor, inputs: SamplingInputs) -> Tensor | None:
     """Return the filters' thresholds `[R n, 1]` for logits `values` `[R n, v]`; None if no request has filters."""
-    if not draw.sampling.filtered:
+    if not inputs.sampling.any_filtered:
         return None
-    parts, width = [], values.shape[1]
-    logits = values.view(draw.requests, draw.each, width)
-    for block in blocks(draw.requests, AT_ONCE * draw.each * width, values.device):
-        sampling = draw.sampling.narrow(block.start, block.stop)
+    block_thresholds, columns = [], values.shape[1]
+    logits = values.view(inputs.requests, inputs.rows_per_request, columns)
+    for block in blocks(inputs.requests, TEMPORARIES_PER_LOGIT * inputs.rows_per_request * columns, values.device):
+        sampling = inputs.sampling.narrow(block.start, block.stop)
         tempered = logits[block].to(at_least_float32(values.dtype)) * sampling.inverse_temperature[:, None, None]
-        parts.append(least_kept(tempered, sampling).view(-1, 1))
-    return torch.cat(parts)
+        block_thresholds.append(filter_thresholds(tempered, sampling).view(-1, 1))
+    return torch.cat(block_thresholds)

@@ -27,18 +27,31 @@ class CAccept:
     def __init__(self, library: Library) -> None:
         self._run = library.functions["accept", torch.float32]  # it handles integers only: the dtype does not matter
 
-    def __call__(self, tree: DraftTree, chosen: Tensor, first: Tensor, num_steps: int) -> Accepted:
+    def __call__(self, tree: DraftTree, target_tokens: Tensor, first_tokens: Tensor, num_steps: int) -> Accepted:
         """Return the accepted paths; arguments and result as in `verify.accept`."""
-        (trees, nodes), wide = chosen.shape, num_steps + 1
-        chosen = chosen.contiguous()
-        rows = [each if each.stride(1) == 1 else each.contiguous() for each in (tree.tokens, tree.parents, tree.depths)]
-        path, taken = chosen.new_empty(trees, wide), chosen.new_empty(trees, wide)
-        lens, bonus = chosen.new_empty(trees), chosen.new_empty(trees)
-        given = AcceptStruct(trees=trees, nodes=nodes, wide=wide)
-        given.tokens_stride, given.parents_stride, given.depths_stride = (each.stride(0) for each in rows)
+        (trees, nodes), path_length = target_tokens.shape, num_steps + 1
+        target_tokens = target_tokens.contiguous()
+        tree_tensors = [
+            tree_tensor if tree_tensor.stride(1) == 1 else tree_tensor.contiguous()
+            for tree_tensor in (tree.tokens, tree.parents, tree.depths)
+        ]
+        path, path_tokens = target_tokens.new_empty(trees, path_length), target_tokens.new_empty(trees, path_length)
+        lens, bonus = target_tokens.new_empty(trees), target_tokens.new_empty(trees)
+        struct = AcceptStruct(trees=trees, nodes=nodes, wide=path_length)
+        struct.tokens_stride, struct.parents_stride, struct.depths_stride = (
+            tree_tensor.stride(0) for tree_tensor in tree_tensors
+        )
         # In the order of POINTERS; the last one is scratch memory, one byte per node.
-        told = (*rows, chosen, path, taken, lens, bonus, chosen.new_empty(nodes, dtype=torch.int8))
-        for name, tensor in zip(POINTERS, told, strict=True):
-            setattr(given, name, tensor.data_ptr())
-        native(self._run, byref(given))
-        return Accepted(path, taken, lens, with_prompts(bonus, first))
+        tensors = (
+            *tree_tensors,
+            target_tokens,
+            path,
+            path_tokens,
+            lens,
+            bonus,
+            target_tokens.new_empty(nodes, dtype=torch.int8),
+        )
+        for name, tensor in zip(POINTERS, tensors, strict=True):
+            setattr(struct, name, tensor.data_ptr())
+        native(self._run, byref(struct))
+        return Accepted(path, path_tokens, lens, with_prompts(bonus, first_tokens))

@@ -15,8 +15,8 @@ def compact(pool: KVPool, window: Tensor, path: Tensor) -> None:
     `window` `[R, W]` are pool slots; `path` `[R, S + 1]` are node numbers from the root on, 0 beyond the accepted path.
     """
     width = path.shape[1]
-    own = torch.arange(width, device=path.device)
+    window_positions = torch.arange(width, device=path.device)
     # Beyond the path, source = destination. So S + 1 rows are always copied, and the host need not know accept_len.
     # Sources and destinations overlap; `move_kv_cache` reads all sources before it writes.
-    source = window.gather(1, torch.where(path > 0, path, own))
-    pool.move_kv_cache(window[:, :width], source)
+    source_slots = window.gather(1, torch.where(path > 0, path, window_positions))
+    pool.move_kv_cache(window[:, :width], source_slots)

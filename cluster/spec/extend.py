@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cluster.arch import DraftSpec
-from cluster.attention.ancestor_bits import line_bits
+from cluster.attention.ancestor_bits import chain_bits
 from cluster.batch import AttentionMetadata, Batch, with_prompts
 from cluster.config.tree_shape import TreeShape
 from cluster.spec.inputs import EagleDraftExtendInput
@@ -16,32 +16,38 @@ from cluster.spec.verify import Accepted
 
 
 def extend_input(
-    batch: Batch, accepted: Accepted, features: list[Tensor], shape: TreeShape, draft: DraftSpec
+    batch: Batch, accepted: Accepted, target_hidden: list[Tensor], shape: TreeShape, draft: DraftSpec
 ) -> EagleDraftExtendInput:
     """Return rows `[R (S + 1) + c]`: the row at position p pairs the target's hidden at p with the token at p + 1."""
-    r, n, width, device = batch.decodes, shape.num_draft_tokens, shape.num_steps + 1, accepted.bonus.device
+    r, n, path_length, device = batch.decodes, shape.num_draft_tokens, shape.num_steps + 1, accepted.bonus.device
     prompt = batch.prompt
-    # Rows of `features`: node j of request i is row i N + j, and prompt rows follow from row R N on.
-    nodes = torch.arange(r, device=device)[:, None] * n + accepted.path
-    source = with_prompts(nodes.view(-1), torch.arange(r * n, r * n + prompt.token_ids.shape[0], device=device))
+    # Rows of `target_hidden`: node j of request i is row i N + j, and prompt rows follow from row R N on.
+    node_rows = torch.arange(r, device=device)[:, None] * n + accepted.path
+    source_rows = with_prompts(
+        node_rows.view(-1), torch.arange(r * n, r * n + prompt.token_ids.shape[0], device=device)
+    )
     # The last row of a finished prompt is followed by the token that the target has just chosen.
-    after = prompt.next_ids.index_copy(0, prompt.final_rows, accepted.bonus[r:])
-    positions = batch.seq_lens[:, None] + torch.arange(width, device=device)
+    next_ids = prompt.next_ids.index_copy(0, prompt.final_rows, accepted.bonus[r:])
+    positions = batch.seq_lens[:, None] + torch.arange(path_length, device=device)
     # Rows beyond accept_len are computed but not used. The next proposals follow the last committed row of each
     # request: row i (S + 1) + accept_len - 1.
-    last = torch.arange(r, device=device) * width + accepted.accept_len - 1
+    last_committed_rows = torch.arange(r, device=device) * path_length + accepted.accept_len - 1
     return EagleDraftExtendInput(
-        hidden=EagleDraftExtendInput.hidden_of(draft, features, source),
-        token_ids=with_prompts(accepted.tokens.view(-1), after),
+        hidden=EagleDraftExtendInput.hidden_of(draft, target_hidden, source_rows),
+        token_ids=with_prompts(accepted.tokens.view(-1), next_ids),
         positions=with_prompts(positions.view(-1), prompt.positions),
-        select=with_prompts(last, prompt.final_rows + r * width),
+        select=with_prompts(last_committed_rows, prompt.final_rows + r * path_length),
     )
 
 
-def extend_seen(batch: Batch, shape: TreeShape) -> AttentionMetadata:
+def extend_attention(batch: Batch, shape: TreeShape) -> AttentionMetadata:
     """Return the attention metadata of the rows of `extend_input`: each decoding request's S + 1 rows are a causal
     chain after its committed tokens, and prompt chunks are as in the target's forward.
     """
-    width = shape.num_steps + 1
-    write = with_prompts(batch.window[:, :width].reshape(-1), batch.prompt.write)
-    return AttentionMetadata(write, batch.tree(line_bits(width, width, write.device), width), batch.prompt.text)
+    path_length = shape.num_steps + 1
+    written_slots = with_prompts(batch.window[:, :path_length].reshape(-1), batch.prompt.write)
+    return AttentionMetadata(
+        written_slots,
+        batch.tree(chain_bits(path_length, path_length, written_slots.device), path_length),
+        batch.prompt.text,
+    )

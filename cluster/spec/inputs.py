@@ -91,14 +91,14 @@ class EagleDraftExtendInput:
         return compute
 
     @classmethod
-    def hidden_of(cls, draft: DraftSpec | None, features: Sequence[Tensor], source: Tensor) -> Tensor:
-        """Return rows `source` `[T]` of all `features`, side by side, in a new buffer `[T, A]`.
+    def hidden_of(cls, draft: DraftSpec | None, target_hidden: Sequence[Tensor], source: Tensor) -> Tensor:
+        """Return rows `source` `[T]` of all `target_hidden`, side by side, in a new buffer `[T, A]`.
 
         Raises:
             ValueError: the widths of the features do not sum to A.
         """
-        width, given = cls.hidden_size_for(draft), sum(feature.shape[1] for feature in features)
-        if given != width:
-            raise ValueError(f"the target's hidden states are {given} wide together, and the draft takes {width}")
-        hidden = features[0].new_empty(source.shape[0], width, dtype=cls.dtype_for(features[0].dtype))
-        return torch.cat([feature.index_select(0, source) for feature in features], 1, out=hidden)
+        width, total_width = cls.hidden_size_for(draft), sum(feature.shape[1] for feature in target_hidden)
+        if total_width != width:
+            raise ValueError(f"the target's hidden states are {total_width} wide together, and the draft takes {width}")
+        hidden = target_hidden[0].new_empty(source.shape[0], width, dtype=cls.dtype_for(target_hidden[0].dtype))
+        return torch.cat([feature.index_select(0, source) for feature in target_hidden], 1, out=hidden)

@@ -8,16 +8,16 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from cluster.attention.ancestor_bits import own_bits, words
+from cluster.attention.ancestor_bits import self_bits, word_count
 from cluster.config.tree_shape import TreeShape
 from cluster.models.vocab import ShardedLogits
 from cluster.sampling.sampling_inputs import PhaseSampling
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.propose import Ranking
-from cluster.spec.tree import DraftTree, Sprout
+from cluster.spec.tree import DraftTree, GrowthFactory
 
 
-class Levels(Protocol):
+class LevelRunner(Protocol):
     """Runs the levels of a step's trees, one after another."""
 
     def run(self, level: int, tokens: Tensor, parent: Tensor | None) -> ShardedLogits:
@@ -30,50 +30,55 @@ class Levels(Protocol):
 
 
 def grow(
-    carried: EagleDraftInput, drawing: PhaseSampling, shape: TreeShape, ranking: Ranking, levels: Levels, sprout: Sprout
+    draft_input: EagleDraftInput,
+    phase_sampling: PhaseSampling,
+    shape: TreeShape,
+    ranking: Ranking,
+    level_runner: LevelRunner,
+    create_growth: GrowthFactory,
 ) -> DraftTree:
     """Return EAGLE-2's dynamic trees (arXiv 2406.16858): each level keeps the K best candidates by cumulative score.
 
     The tree is the root and the N - 1 best candidates of all levels.
     """
-    # The carried proposals are the K rows of level 1.
-    grown = sprout(carried.topk_index, carried.topk_logprobs, shape.num_steps)
-    tokens, parent = carried.topk_index, None
-    path = None if drawing.adjust is None else tokens[..., None]
+    # The proposals in `draft_input` are the K rows of level 1.
+    growth = create_growth(draft_input.topk_index, draft_input.topk_logprobs, shape.num_steps)
+    tokens, parent_index = draft_input.topk_index, None
+    path = None if phase_sampling.processor is None else tokens[..., None]
     for level in range(1, shape.num_steps):
         # A row of `level` proposes the token at seq_len + 1 + level, which has noise number `level`.
-        columns = levels.run(level, tokens, parent)
-        likely, proposed = ranking.propose(columns, drawing.at(level, shape.topk, path))
-        grown.add(proposed, likely)
+        logits = level_runner.run(level, tokens, parent_index)
+        log_probabilities, proposals = ranking.propose(logits, phase_sampling.at_position(level, shape.topk, path))
+        growth.add(proposals, log_probabilities)
         if level < shape.num_steps - 1:
-            tokens, parent = grown.best()
+            tokens, parent_index = growth.best()
             # Penalties and grammars also need the tokens from the root to each row, `[R, K, level]`.
             if path is not None:
-                path = torch.cat([after(path, parent), tokens[..., None]], 2)
-    return grown.tree(carried.bonus, shape.num_draft_tokens)
+                path = torch.cat([gather_by_parent(path, parent_index), tokens[..., None]], 2)
+    return growth.tree(draft_input.bonus, shape.num_draft_tokens)
 
 
 class Ancestry:
     """The ancestor masks of a tree's rows, as bits: each row sees its ancestors in earlier levels, and itself."""
 
-    def __init__(self, carried: EagleDraftInput, shape: TreeShape) -> None:
-        self._r, self._k = carried.topk_index.shape
-        self._width, self._device = (shape.num_steps - 1) * self._k, carried.topk_index.device
+    def __init__(self, draft_input: EagleDraftInput, shape: TreeShape) -> None:
+        self._r, self._k = draft_input.topk_index.shape
+        self._width, self._device = (shape.num_steps - 1) * self._k, draft_input.topk_index.device
         self._bits: Tensor | None = None
 
     def descend(self, level: int, parent: Tensor | None) -> Tensor:
         """Return the bits `[R, K, words]` of the rows of `level` over the `level` K window slots so far. `parent` is as
-        in `Levels.run`.
+        in `LevelRunner.run`.
         """
         # bits(row) = bits(parent) | own slot, (level - 1) K + row.
-        own = own_bits((level - 1) * self._k, self._k, self._width, self._device)
+        own_slot_bits = self_bits((level - 1) * self._k, self._k, self._width, self._device)
         if self._bits is None or parent is None:
-            self._bits = own.expand(self._r, -1, -1)
+            self._bits = own_slot_bits.expand(self._r, -1, -1)
         else:
-            self._bits = after(self._bits, parent) | own
-        return self._bits[..., : words(level * self._k)]
+            self._bits = gather_by_parent(self._bits, parent) | own_slot_bits
+        return self._bits[..., : word_count(level * self._k)]
 
 
-def after(rows: Tensor, parent: Tensor | None) -> Tensor:
+def gather_by_parent(rows: Tensor, parent: Tensor | None) -> Tensor:
     """Return for each row the entry of its parent in `rows` `[R, K, ..]`; if `parent` is None, return `rows`."""
     return rows if parent is None else rows.gather(1, parent[..., None].expand_as(rows))

@@ -12,7 +12,7 @@ from torch import Tensor
 from cluster.models.runner import DraftRunner
 from cluster.models.vocab import ShardedLogits
 from cluster.sampling.noise import token_hashes
-from cluster.sampling.sampler import adjusted, likeliest
+from cluster.sampling.sampler import adjust_logits, top_logprobs
 from cluster.sampling.sampling_inputs import SamplingInputs
 from cluster.sampling.torch_sampler import TORCH, Sampler
 from cluster.spec.inputs import EagleDraftInput
@@ -22,10 +22,10 @@ from cluster.spec.verify import Accepted
 class Ranking(Protocol):
     """Picks the proposals of a draft from its logits."""
 
-    def propose(self, columns: ShardedLogits, draw: SamplingInputs) -> tuple[Tensor, Tensor]:
+    def propose(self, logits: ShardedLogits, inputs: SamplingInputs) -> tuple[Tensor, Tensor]:
         """Logits of n rows of each of B requests -> the K best (log-probability, target token id), `[B, n, K]` each.
 
-        All rows propose tokens for the same position; `draw` holds the target's noise there.
+        All rows propose tokens for the same position; `inputs` holds the target's noise there.
         """
         ...
 
@@ -36,37 +36,47 @@ class CoupledRanking:
     Where draft and target agree on the distribution, they then also agree on the sampled token.
     """
 
-    def __init__(self, target_ids: Tensor, topk: int, own_ids: Tensor | None = None, sampler: Sampler = TORCH) -> None:
-        """`target_ids` `[Vd]` map the draft vocabulary to target ids. `own_ids` `[v]` are the target ids of this rank's
-        columns. If `own_ids` is None, the rank has all columns.
+    def __init__(
+        self, target_ids: Tensor, topk: int, shard_ids: Tensor | None = None, sampler: Sampler = TORCH
+    ) -> None:
+        """`target_ids` `[Vd]` map the draft vocabulary to target ids. `shard_ids` `[v]` are the target ids of this
+        rank's columns. If `shard_ids` is None, the rank has all columns.
         """
         self._target_ids, self._topk, self._sampler = target_ids, topk, sampler
-        in_order = torch.equal(target_ids, torch.arange(target_ids.shape[0], device=target_ids.device))
-        self._ids = None if in_order else target_ids
+        is_identity = torch.equal(target_ids, torch.arange(target_ids.shape[0], device=target_ids.device))
+        self._ids = None if is_identity else target_ids
         self._hashes = token_hashes(target_ids)
-        self._own = (target_ids, self._hashes) if own_ids is None else (own_ids, token_hashes(own_ids))
+        self._shard_ids_and_hashes = (
+            (target_ids, self._hashes) if shard_ids is None else (shard_ids, token_hashes(shard_ids))
+        )
 
-    def propose(self, columns: ShardedLogits, draw: SamplingInputs) -> tuple[Tensor, Tensor]:
+    def propose(self, logits: ShardedLogits, inputs: SamplingInputs) -> tuple[Tensor, Tensor]:
         """Return the K best by tempered, adjusted draft logits plus noise; see `Ranking.propose`."""
-        columns, masks = adjusted(columns, [draw], self._ids)
+        logits, masks = adjust_logits(logits, [inputs], self._ids)
         # Noise is keyed by target id, so take the noise of the ids that the columns stand for. Adjusted logits are
         # whole rows, so they need the ids of all columns.
-        if draw.noise is not None:
-            own = self._own if draw.adjust is None else (self._target_ids, self._hashes)
-            draw = replace(draw, noise=draw.noise.over(*own))
-        likely, chosen = likeliest(columns, draw, self._topk, self._sampler, masks)
-        shape = draw.requests, draw.each, self._topk
-        return likely.view(shape), self._target_ids.take(chosen).view(shape)
+        if inputs.noise is not None:
+            ids_and_hashes = (
+                self._shard_ids_and_hashes if inputs.processor is None else (self._target_ids, self._hashes)
+            )
+            inputs = replace(inputs, noise=inputs.noise.over(*ids_and_hashes))
+        log_probabilities, columns = top_logprobs(logits, inputs, self._topk, self._sampler, masks)
+        shape = inputs.requests, inputs.rows_per_request, self._topk
+        return log_probabilities.view(shape), self._target_ids.take(columns).view(shape)
 
 
-def carry(
-    runner: DraftRunner, ranking: Ranking, draw: SamplingInputs, accepted: Accepted, gave: tuple[Tensor, Tensor]
+def next_draft_input(
+    runner: DraftRunner,
+    ranking: Ranking,
+    inputs: SamplingInputs,
+    accepted: Accepted,
+    extend_output: tuple[Tensor, Tensor],
 ) -> EagleDraftInput:
     """Return what requests carry to the next draft phase.
 
-    `gave` is the output of extend at each request's last committed row: (input of the head, recurrent hidden), `[B, H]`
-    each. `draw` as in `Ranking.propose`.
+    `extend_output` is the output of extend at each request's last committed row: (input of the head, recurrent hidden),
+    `[B, H]` each. `inputs` as in `Ranking.propose`.
     """
-    normed, recurrent = gave
-    likely, proposed = ranking.propose(runner.logits(normed), draw)
-    return EagleDraftInput(likely[:, 0], proposed[:, 0], recurrent, accepted.bonus)
+    normed, recurrent = extend_output
+    log_probabilities, proposals = ranking.propose(runner.logits(normed), inputs)
+    return EagleDraftInput(log_probabilities[:, 0], proposals[:, 0], recurrent, accepted.bonus)

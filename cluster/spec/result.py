@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cluster.device.timing import Timer
-from cluster.device.transfers import Landing
+from cluster.device.transfers import HostCopies
 from cluster.request import StepTree
 from cluster.sampling.sampler import Logprobs, Scores
 from cluster.spec.tree import DraftTree
@@ -21,17 +21,17 @@ from cluster.spec.verify import Accepted
 
 @dataclass(frozen=True, slots=True)
 class PhaseTimes:
-    """The times at which the device began each phase of a step, and at which it ended the step: `moments` has one
+    """The times at which the device began each phase of a step, and at which it ended the step: `timestamps` has one
     entry more than `names`.
     """
 
     timer: Timer
-    moments: list[Any]
+    timestamps: list[Any]
     names: tuple[str, ...] = ("draft", "target", "extend")
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds that each phase took."""
-        spans = zip(self.names, pairwise(self.moments), strict=True)
+        spans = zip(self.names, pairwise(self.timestamps), strict=True)
         return {name: self.timer.between(*span) for name, span in spans}
 
 
@@ -49,91 +49,92 @@ class Trees:
         """Return a copy of the trees of one step."""
         return Trees(torch.cat([tree.tokens, tree.parents, accepted.path], 1), tree.tokens.shape[1])
 
-    def read(self, request: int, tokens: list[int], drafted: int) -> StepTree:
+    def read(self, request: int, tokens: list[int], drafted_nodes: int) -> StepTree:
         """Return the tree of decoding request number `request`, for which the step committed `tokens`.
 
-        The first `drafted` nodes are the root and the draft's; a grammar forced the others. Padding is left out.
+        The first `drafted_nodes` nodes are the root and the draft's; a grammar forced the others. Padding is left out.
         """
-        numbers: list[int] = self.packed[request].tolist()
-        ids, parents, path = numbers[: self.nodes], numbers[self.nodes : 2 * self.nodes], numbers[2 * self.nodes :]
+        values: list[int] = self.packed[request].tolist()
+        token_ids, parents, path = values[: self.nodes], values[self.nodes : 2 * self.nodes], values[2 * self.nodes :]
         # Padding comes last, and each padding node is its own parent.
-        real = next((node for node in range(1, self.nodes) if parents[node] == node), self.nodes)
+        node_count = next((node for node in range(1, self.nodes) if parents[node] == node), self.nodes)
         return StepTree(
-            token_ids=tuple(ids[:real]),
-            parents=tuple(parents[:real]),
+            token_ids=tuple(token_ids[:node_count]),
+            parents=tuple(parents[:node_count]),
             accepted=tuple(path[: len(tokens)]),
             bonus=tokens[-1],
-            forced=max(0, real - drafted),
+            forced=max(0, node_count - drafted_nodes),
         )
 
 
 @dataclass(slots=True)
 class StepOutput:
-    """The results of a step: tensors on the device; after `read`, in host memory, with `numbers` as integers.
+    """The results of a step: tensors on the device; after `read`, in host memory, with `values` as integers.
 
-    `packed` int64 holds `tokens`, `accept_len`, `finite` and, if `counted`, `nodes` of each of the R decoding requests,
-    then `first` `[F]`, `sound` `[c]` and `drawn` `[0 or 1]`. R is `requests`, S + 1 `width`, F `finals`, c `rows`.
+    `packed` int64 holds `tokens`, `accept_len`, `finite` and, if `has_node_counts`, `nodes` of each of the R decoding
+    requests, then `first_tokens` `[F]`, `finite_rows` `[c]` and `inputs_checksum` `[0 or 1]`. R is `requests`, S + 1
+    `path_length`, F `final_prompts`, c `prompt_rows`.
 
     - `tokens`: S + 1 per request, of which the first `accept_len` are committed. The target's scores of the first
       `finite` tokens are finite. `nodes`: the number of nodes of the tree, without root and padding.
-    - `first`: the token after each finished prompt. `sound`: whether the hidden of each prompt row is finite; for the
-      last row of a prompt, whether the score of its `first` is finite too.
-    - `drawn`: a checksum of the sampling inputs if the head is sharded and a request samples, else empty. Ranks compare
-      it, because their tokens are equal even if their inputs differ.
+    - `first_tokens`: the token after each finished prompt. `finite_rows`: whether the hidden of each prompt row is
+      finite; for the last row of a prompt, whether the score of its first token is finite too.
+    - `inputs_checksum`: a checksum of the sampling inputs if the head is sharded and a request samples, else empty.
+      Ranks compare it, because their tokens are equal even if their inputs differ.
     - `logprobs`: those of all T tokens; `scores`: log-probabilities and ranks of prompt tokens; `trees`: the verified
       trees. Each is None if no request asked for it.
     """
 
     packed: Tensor
     requests: int
-    width: int
-    finals: int
-    rows: int
+    path_length: int
+    final_prompts: int
+    prompt_rows: int
     phases: PhaseTimes
-    counted: bool = False
+    has_node_counts: bool = False
     logprobs: Logprobs | None = None
     scores: Scores | None = None
     trees: Trees | None = None
-    numbers: list[int] = field(default_factory=list)
-    landing: Landing | None = None
+    values: list[int] = field(default_factory=list)
+    host_copy: HostCopies | None = None
 
     @staticmethod
     def of(
         tree: DraftTree, accepted: Accepted, scores: Tensor, prompts: tuple[Tensor, Tensor, Tensor], phases: PhaseTimes
     ) -> "StepOutput":
-        """Pack the results. `scores` `[R, S + 1]` are those of `accepted.tokens`; `prompts` is (`first`, `sound`,
-        `drawn`).
+        """Pack the results. `scores` `[R, S + 1]` are those of `accepted.tokens`; `prompts` is (`first_tokens`,
+        `finite_rows`, `inputs_checksum`).
         """
         # x - x is 0 for finite x, else NaN. The running product is 0 from the first score that is not finite on.
         finite = (scores - scores == 0).cumprod(1).sum(1, keepdim=True)
-        nodes = []
+        node_counts = []
         if tree.padded:  # the root and padding nodes are their own parents; count the others
-            own = torch.arange(tree.parents.shape[1], device=tree.parents.device)
-            nodes = [(tree.parents != own).sum(1, keepdim=True)]
-        rows = torch.cat([accepted.tokens, accepted.accept_len[:, None], finite, *nodes], 1)
-        sizes = rows.shape[0], accepted.tokens.shape[1], prompts[0].shape[0], prompts[1].shape[0]
-        return StepOutput(torch.cat([rows.view(-1), *prompts]), *sizes, phases, tree.padded)
+            node_numbers = torch.arange(tree.parents.shape[1], device=tree.parents.device)
+            node_counts = [(tree.parents != node_numbers).sum(1, keepdim=True)]
+        request_rows = torch.cat([accepted.tokens, accepted.accept_len[:, None], finite, *node_counts], 1)
+        sizes = request_rows.shape[0], accepted.tokens.shape[1], prompts[0].shape[0], prompts[1].shape[0]
+        return StepOutput(torch.cat([request_rows.view(-1), *prompts]), *sizes, phases, tree.padded)
 
-    def each(self, change: Callable[[Tensor], Tensor]) -> "StepOutput":
+    def map_tensors(self, change: Callable[[Tensor], Tensor]) -> "StepOutput":
         """Return a copy with `change` applied to each tensor, always in the same order."""
         logprobs, scores, trees = self.logprobs, self.scores, self.trees
         return replace(
             self,
             packed=change(self.packed),
-            logprobs=None if logprobs is None else logprobs.each(change),
-            scores=None if scores is None else Scores(scores.logprobs.each(change), change(scores.ranks)),
+            logprobs=None if logprobs is None else logprobs.map_tensors(change),
+            scores=None if scores is None else Scores(scores.logprobs.map_tensors(change), change(scores.ranks)),
             trees=None if trees is None else replace(trees, packed=change(trees.packed)),
         )
 
-    def kept(self) -> "StepOutput":
+    def clone(self) -> "StepOutput":
         """Return a copy in new memory: a later replay of the captured program does not overwrite it."""
-        return self.each(Tensor.clone)
+        return self.map_tensors(Tensor.clone)
 
     def start_copy(self) -> "StepOutput":
         """Queue the copy to the host, behind the step and before the next one. The step must be queued already."""
         tensors = list[Tensor]()
-        self.each(lambda one: tensors.append(one) or one)  # type: ignore[func-returns-value]
-        self.landing = Landing(tensors)
+        self.map_tensors(lambda tensor: tensors.append(tensor) or tensor)  # type: ignore[func-returns-value]
+        self.host_copy = HostCopies(tensors)
         return self
 
     def read(self) -> "StepOutput":
@@ -141,21 +142,28 @@ class StepOutput:
         meanwhile. Without `start_copy` the tensors must be in host memory already.
         """
         output = self
-        if self.landing is not None:
-            landed = iter(self.landing.wait())
-            output = self.each(lambda _: next(landed))
-        output.numbers = output.packed.tolist()
+        if self.host_copy is not None:
+            host_tensors = iter(self.host_copy.wait())
+            output = self.map_tensors(lambda _: next(host_tensors))
+        output.values = output.packed.tolist()
         return output
 
-    def decoded(self, request: int) -> tuple[list[int], int, int, int | None]:
+    def decode_result(self, request: int) -> tuple[list[int], int, int, int | None]:
         """Return `tokens`, `accept_len`, `finite` and `nodes` of a decoding request; `nodes` is None if not counted."""
-        width = self.width
-        row = self.numbers[request * (width + 2 + self.counted) : (request + 1) * (width + 2 + self.counted)]
-        return row[:width], row[width], row[width + 1], row[-1] if self.counted else None
+        path_length = self.path_length
+        row = self.values[
+            request * (path_length + 2 + self.has_node_counts) : (request + 1)
+            * (path_length + 2 + self.has_node_counts)
+        ]
+        return row[:path_length], row[path_length], row[path_length + 1], row[-1] if self.has_node_counts else None
 
     @property
-    def prompts(self) -> tuple[list[int], list[int], list[int]]:
-        """The lists `first`, `sound` and `drawn`."""
-        start = self.requests * (self.width + 2 + self.counted)
-        rest, ends = self.numbers[start:], self.finals + self.rows
-        return rest[: self.finals], rest[self.finals : ends], rest[ends:]
+    def prompt_results(self) -> tuple[list[int], list[int], list[int]]:
+        """The lists `first_tokens`, `finite_rows` and `inputs_checksum`."""
+        start = self.requests * (self.path_length + 2 + self.has_node_counts)
+        prompt_values, checksum_index = self.values[start:], self.final_prompts + self.prompt_rows
+        return (
+            prompt_values[: self.final_prompts],
+            prompt_values[self.final_prompts : checksum_index],
+            prompt_values[checksum_index:],
+        )

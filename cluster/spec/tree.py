@@ -35,19 +35,19 @@ class DraftTree:
     ancestors: Tensor
     padded: bool = False
 
-    def paths(self, deepest: int) -> Tensor:
+    def paths(self, max_depth: int) -> Tensor:
         """Return the tokens from below the root to each node (its own included), `[R, N, deepest]`, padded with -1."""
         r, n = self.tokens.shape
         # paths[i, depth(j)] = token(j) for every ancestor-or-self j of node i. All other nodes write to column 0, the
         # root's, which is cut off.
-        place = torch.where(self.ancestors, self.depths[:, None], 0)
-        paths = self.tokens.new_full((r, n, deepest + 1), -1)
-        return paths.scatter_(2, place, self.tokens[:, None].expand(r, n, n))[..., 1:]
+        target_columns = torch.where(self.ancestors, self.depths[:, None], 0)
+        paths = self.tokens.new_full((r, n, max_depth + 1), -1)
+        return paths.scatter_(2, target_columns, self.tokens[:, None].expand(r, n, n))[..., 1:]
 
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Proposals of all levels: `tokens`, cumulative `scores` and `parents` `[R, C]`; `depths` `[C]`, up to `deepest`.
+    """Proposals of all levels: `tokens`, cumulative `scores` and `parents` `[R, C]`; `depths` `[C]`, up to `max_depth`.
 
     `parents` are candidate numbers, -1 for the root.
     """
@@ -56,12 +56,12 @@ class Candidates:
     scores: Tensor
     parents: Tensor
     depths: Tensor
-    deepest: int
+    max_depth: int
 
     @staticmethod
     def of(levels: list[tuple[Tensor, Tensor, Tensor]]) -> "Candidates":
         """Join `levels`, each (tokens, scores, parents): `[R, K]` of the first level, `[R, K^2]` of the others."""
-        tokens, scores, parents = (torch.cat(part, 1) for part in zip(*levels, strict=True))
+        tokens, scores, parents = (torch.cat(column, 1) for column in zip(*levels, strict=True))
         depths = depths_of(tokens.shape[1], levels[0][0].shape[1], tokens.device)
         return Candidates(tokens, scores, parents, depths, len(levels))
 
@@ -73,20 +73,20 @@ def depths_of(count: int, topk: int, device: torch.device) -> Tensor:
     return (number - topk).div(topk * topk, rounding_mode="floor").add_(2)
 
 
-def clean(log_probabilities: Tensor) -> Tensor:
+def clamp_log_probabilities(log_probabilities: Tensor) -> Tensor:
     """Return log-probabilities that are safe to add up: NaN and very small ones become FLOOR, and DECAY is subtracted.
 
     The result is at least float32. Half precision would round DECAY away, and a tie could then select a child without
     its parent.
     """
-    wide = log_probabilities.to(at_least_float32(log_probabilities.dtype))
-    return wide.nan_to_num(FLOOR, 0.0, FLOOR).clamp(FLOOR, 0.0) - DECAY
+    wide_log_probabilities = log_probabilities.to(at_least_float32(log_probabilities.dtype))
+    return wide_log_probabilities.nan_to_num(FLOOR, 0.0, FLOOR).clamp(FLOOR, 0.0) - DECAY
 
 
 class Growth(Protocol):
     """A growing tree as in EAGLE-2: the K candidates of a level with the best scores are the rows of the next."""
 
-    def add(self, proposed: Tensor, likely: Tensor) -> None:
+    def add(self, proposals: Tensor, log_probabilities: Tensor) -> None:
         """Add a level: the K proposals after each of its K rows, and their log-probabilities, `[R, K, K]` each."""
         ...
 
@@ -99,37 +99,37 @@ class Growth(Protocol):
         ...
 
 
-Sprout = Callable[[Tensor, Tensor, int], Growth]
+GrowthFactory = Callable[[Tensor, Tensor, int], Growth]
 """A factory of `Growth`: (proposals after the bonus `[R, K]`, their log-probabilities `[R, K]`, depth S)."""
 
 
 class TorchGrowth:
     """`Growth` by torch operators: the reference implementation."""
 
-    def __init__(self, tokens: Tensor, likely: Tensor, num_steps: int) -> None:
+    def __init__(self, tokens: Tensor, log_probabilities: Tensor, num_steps: int) -> None:
         """Start with the K candidates of level 1; `num_steps` is not used."""
-        self._number = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        self._tokens, self._score = tokens, clean(likely)
-        self._levels = [(tokens, self._score, torch.full_like(tokens, -1))]
-        self._before = 0
+        self._row_candidates = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        self._tokens, self._scores = tokens, clamp_log_probabilities(log_probabilities)
+        self._levels = [(tokens, self._scores, torch.full_like(tokens, -1))]
+        self._previous_candidates = 0
 
-    def add(self, proposed: Tensor, likely: Tensor) -> None:
+    def add(self, proposals: Tensor, log_probabilities: Tensor) -> None:
         """Append K^2 candidates; see `Growth.add`."""
-        r, k = self._number.shape
+        r, k = self._row_candidates.shape
         # `_before`: candidates of all levels before this one. `_number`, `_score` `[R, K]`: those of this level's rows.
-        self._before += self._tokens.shape[1]
+        self._previous_candidates += self._tokens.shape[1]
         # Cumulative score of child j of row i = score(i) + log p(j | i); it is candidate `_before` + i K + j.
-        self._score = (self._score[..., None] + clean(likely)).view(r, k * k)
-        self._tokens = proposed.reshape(r, k * k)
-        parents = self._number[..., None].expand(r, k, k).reshape(r, k * k)
-        self._levels.append((self._tokens, self._score, parents))
+        self._scores = (self._scores[..., None] + clamp_log_probabilities(log_probabilities)).view(r, k * k)
+        self._tokens = proposals.reshape(r, k * k)
+        parents = self._row_candidates[..., None].expand(r, k, k).reshape(r, k * k)
+        self._levels.append((self._tokens, self._scores, parents))
 
     def best(self) -> tuple[Tensor, Tensor]:
         """Select the K best candidates of the level that was added last; see `Growth.best`."""
-        k = self._number.shape[1]
+        k = self._row_candidates.shape[1]
         # pick = i K + j, so the parent's row is pick // K.
-        self._score, pick = self._score.topk(k, 1)
-        self._number = self._before + pick
+        self._scores, pick = self._scores.topk(k, 1)
+        self._row_candidates = self._previous_candidates + pick
         return self._tokens.gather(1, pick), pick // k
 
     def tree(self, bonus: Tensor, nodes: int) -> DraftTree:
@@ -141,41 +141,41 @@ def best_tree(candidates: Candidates, bonus: Tensor, nodes: int) -> DraftTree:
     """Return trees of the root and the `nodes - 1` best candidates by cumulative score (EAGLE-2's selection)."""
     r, c = candidates.tokens.shape
     # Sorted by candidate number, so that parents come before their children.
-    chosen = candidates.scores.topk(nodes - 1, dim=1).indices.sort(dim=1).values
-    tokens = torch.cat([bonus[:, None], candidates.tokens.gather(1, chosen)], 1)
+    chosen_candidates = candidates.scores.topk(nodes - 1, dim=1).indices.sort(dim=1).values
+    tokens = torch.cat([bonus[:, None], candidates.tokens.gather(1, chosen_candidates)], 1)
     # number[candidate] = node. Column C stands for the root, node 0. The parent of a chosen candidate is chosen too
     # (see DECAY), so the zeros of the other candidates are never read.
-    number = torch.zeros(r, c + 1, dtype=torch.int64, device=tokens.device)
-    number.scatter_(1, chosen, torch.arange(1, nodes, device=tokens.device).expand(r, -1))
-    above = candidates.parents.gather(1, chosen)
-    parents = number.gather(1, torch.where(above < 0, c, above))
+    node_numbers = torch.zeros(r, c + 1, dtype=torch.int64, device=tokens.device)
+    node_numbers.scatter_(1, chosen_candidates, torch.arange(1, nodes, device=tokens.device).expand(r, -1))
+    parent_candidates = candidates.parents.gather(1, chosen_candidates)
+    parents = node_numbers.gather(1, torch.where(parent_candidates < 0, c, parent_candidates))
     root = torch.zeros(r, 1, dtype=torch.int64, device=tokens.device)
-    depths = torch.cat([root, candidates.depths.expand(r, -1).gather(1, chosen)], 1)
+    depths = torch.cat([root, candidates.depths.expand(r, -1).gather(1, chosen_candidates)], 1)
     parents = torch.cat([root, parents], 1)
-    return DraftTree(tokens, parents, depths, ancestors_of(parents, candidates.deepest))
+    return DraftTree(tokens, parents, depths, ancestors_of(parents, candidates.max_depth))
 
 
 def ancestors_of(parents: Tensor, depth: int) -> Tensor:
     """Return the ancestor-or-self mask `[R, N, N]` of trees at most `depth` deep."""
     r, n = parents.shape
     # mask(i) = {i} + mask(parent(i)): each round reaches one level further up.
-    own = torch.eye(n, dtype=torch.bool, device=parents.device).expand(r, -1, -1)
-    mask = own
+    self_mask = torch.eye(n, dtype=torch.bool, device=parents.device).expand(r, -1, -1)
+    mask = self_mask
     for _ in range(depth):
-        mask = own | mask.gather(1, parents[..., None].expand(-1, -1, n))
+        mask = self_mask | mask.gather(1, parents[..., None].expand(-1, -1, n))
     return mask
 
 
 def chain(tokens: Tensor) -> DraftTree:
     """Return trees of one branch: `tokens` `[R, N]`, root first. At topk 1 `best_tree` gives the same, more slowly."""
     r, n = tokens.shape
-    parents, depths, lower = _branch(n, tokens.device)
-    return DraftTree(tokens, parents.expand(r, n), depths.expand(r, n), lower.expand(r, n, n))
+    parents, depths, ancestors = _chain_tensors(n, tokens.device)
+    return DraftTree(tokens, parents.expand(r, n), depths.expand(r, n), ancestors.expand(r, n, n))
 
 
 @cache  # never freed: captured CUDA graphs read these tensors
-def _branch(nodes: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def _chain_tensors(nodes: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Return parents `[N]`, depths `[N]` and the ancestor-or-self mask `[N, N]` of one branch."""
     depths = torch.arange(nodes, device=device)
-    lower = torch.ones(nodes, nodes, dtype=torch.bool, device=device).tril_()
-    return (depths - 1).clamp_(min=0), depths, lower
+    ancestors = torch.ones(nodes, nodes, dtype=torch.bool, device=device).tril_()
+    return (depths - 1).clamp_(min=0), depths, ancestors

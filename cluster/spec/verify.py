@@ -33,29 +33,30 @@ Accept = Callable[[DraftTree, Tensor, Tensor, int], Accepted]
 """A function that returns what `accept` returns for the same arguments."""
 
 
-def accept(tree: DraftTree, chosen: Tensor, first: Tensor, num_steps: int) -> Accepted:
+def accept(tree: DraftTree, target_tokens: Tensor, first_tokens: Tensor, num_steps: int) -> Accepted:
     """Return the accepted paths. The reference implementation.
 
-    `chosen` `[R, N]` is the target's token after every node, `first` `[F]` its token after each finished prompt.
+    `target_tokens` `[R, N]` is the target's token after every node, `first_tokens` `[F]` its token after each finished
+    prompt.
     """
-    r, n = chosen.shape
-    # wanted[i] = (choice at parent(i) == token(i)). The root holds the bonus token, which is always wanted.
-    wanted = chosen.gather(1, tree.parents) == tree.tokens
-    wanted[:, 0].fill_(True)
-    # A node is on the path if it and all its ancestors are wanted. Siblings hold different tokens, so at most one of
-    # them is wanted.
-    on_path = (wanted[:, None] | ~tree.ancestors).all(-1)
-    # Padding nodes are not below the root, but could be wanted by accident.
+    r, n = target_tokens.shape
+    # is_expected[i] = (choice at parent(i) == token(i)). The root holds the bonus token, which is always expected.
+    is_expected = target_tokens.gather(1, tree.parents) == tree.tokens
+    is_expected[:, 0].fill_(True)
+    # A node is on the path if it and all its ancestors are expected. Siblings hold different tokens, so at most one of
+    # them is expected.
+    on_path = (is_expected[:, None] | ~tree.ancestors).all(-1)
+    # Padding nodes are not below the root, but could be expected by accident.
     if tree.padded:
         on_path.logical_and_(tree.ancestors[..., 0])
     # Nodes on the path = 1 (root) + accepted drafts = accepted drafts + 1 (bonus) = committed tokens.
     accept_len = on_path.sum(1)
     # path[depth] = node. Rejected nodes all go to one more column, S + 1, which is cut off; no host sync is needed.
-    path = torch.zeros(r, num_steps + 2, dtype=torch.int64, device=chosen.device)
-    nodes = torch.arange(n, device=chosen.device).expand(r, n)
+    path = torch.zeros(r, num_steps + 2, dtype=torch.int64, device=target_tokens.device)
+    nodes = torch.arange(n, device=target_tokens.device).expand(r, n)
     path.scatter_(1, torch.where(on_path, tree.depths, num_steps + 1), nodes)
     path = path[:, :-1]
     # The new bonus is the choice after the last node of the path; tokens beyond accept_len are not used.
-    tokens = chosen.gather(1, path)
-    last = tokens.gather(1, accept_len[:, None] - 1)[:, 0]
-    return Accepted(path, tokens, accept_len, with_prompts(last, first))
+    tokens = target_tokens.gather(1, path)
+    last_tokens = tokens.gather(1, accept_len[:, None] - 1)[:, 0]
+    return Accepted(path, tokens, accept_len, with_prompts(last_tokens, first_tokens))

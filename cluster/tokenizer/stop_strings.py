@@ -30,51 +30,53 @@ class StopFinder:
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = sorted((s for s in stops if s), key=len, reverse=True)
-        self._borders = [_borders(stop) for stop in self._stops]
+        self._prefix_functions = [_prefix_function(stop) for stop in self._stops]
         self._matched = [0] * len(self._stops)  # per stop string, the length of its prefix at the end of the fed text
-        self._fed = 0  # characters fed so far
+        self._chars_read = 0
 
     def find(self, piece: str) -> StopHit | None:
         """Feed the next piece of text. Return a hit if the piece completes a stop string. Do not call `find` after a
         hit.
         """
         if not self._stops:
-            self._fed += len(piece)
+            self._chars_read += len(piece)
             return None
         for character in piece:
-            self._fed += 1
-            for which, stop in enumerate(self._stops):
-                matched = self._matched[which]
+            self._chars_read += 1
+            for index, stop in enumerate(self._stops):
+                matched = self._matched[index]
                 while matched and stop[matched] != character:
-                    matched = self._borders[which][matched - 1]
+                    matched = self._prefix_functions[index][matched - 1]
                 if stop[matched] == character:
                     matched += 1
                 if matched == len(stop):
-                    return StopHit(stop, self._fed - len(stop), self._fed)
-                self._matched[which] = matched
+                    return StopHit(stop, self._chars_read - len(stop), self._chars_read)
+                self._matched[index] = matched
         return None
 
     def skip(self, piece: str) -> None:
         """Skip text in which stop strings do not count."""
-        self._fed += len(piece)
+        self._chars_read += len(piece)
 
     @property
-    def held(self) -> int:
+    def pending_chars(self) -> int:
         """The number of last characters fed that may be the beginning of a stop string."""
         return max(self._matched, default=0)
 
 
-def _borders(word: str) -> list[int]:
-    """Return, for every prefix of `word`, the length of its longest proper prefix that is also its suffix."""
-    borders = [0] * len(word)
+def _prefix_function(word: str) -> list[int]:
+    """Return the Knuth-Morris-Pratt prefix function of `word`: for each prefix, the length of its longest proper prefix
+    that is also its suffix.
+    """
+    lengths = [0] * len(word)
     length = 0
-    for at in range(1, len(word)):
-        while length and word[at] != word[length]:
-            length = borders[length - 1]
-        if word[at] == word[length]:
+    for position in range(1, len(word)):
+        while length and word[position] != word[length]:
+            length = lengths[length - 1]
+        if word[position] == word[length]:
             length += 1
-        borders[at] = length
-    return borders
+        lengths[position] = length
+    return lengths
 
 
 class StopStrings:
@@ -89,31 +91,31 @@ class StopStrings:
     ) -> None:
         self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_token_ids)
         self._finder = StopFinder(stops)
-        self._early = min_tokens  # tokens to come in whose text stop strings do not count
+        self._min_tokens_left = min_tokens  # in the text of this many next tokens, stop strings are ignored
         self.hit: StopHit | None = None
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Return the text that these tokens complete. Do not call `push` after a hit."""
         text = ""
-        if self._early:
-            early, token_ids = token_ids[: self._early], token_ids[self._early :]
-            self.pass_over(len(early))
-            text = self._detokenizer.push(early)
+        if self._min_tokens_left:
+            early_ids, token_ids = token_ids[: self._min_tokens_left], token_ids[self._min_tokens_left :]
+            self.count_hidden_tokens(len(early_ids))
+            text = self._detokenizer.push(early_ids)
             self._finder.skip(text)
         return text + self._find(self._detokenizer.push(token_ids))
 
-    def pass_over(self, tokens: int) -> None:
+    def count_hidden_tokens(self, count: int) -> None:
         """Count tokens that have no text here, such as special tokens."""
-        self._early = max(0, self._early - tokens)
+        self._min_tokens_left = max(0, self._min_tokens_left - count)
 
     def finish(self) -> str:
         """Return the rest of the text."""
         return self._find(self._detokenizer.finish())
 
     @property
-    def held(self) -> int:
+    def pending_chars(self) -> int:
         """The number of last characters that may be the beginning of a stop string."""
-        return self._finder.held
+        return self._finder.pending_chars
 
     def _find(self, piece: str) -> str:
         self.hit = self._finder.find(piece)
@@ -130,68 +132,70 @@ class StoppedText:
         stops: Sequence[str] = (),
         include_stop: bool = False,
         min_tokens: int = 0,
-        shown: Mapping[int, str] | None = None,
+        special_token_names: Mapping[int, str] | None = None,
     ) -> None:
-        """`include_stop` shows the stop string or the stop token that ends the text. `shown` maps special tokens to the
-        names under which the text shows them; stop strings are searched in the text without these names.
+        """`include_stop` shows the stop string or the stop token that ends the text. `special_token_names` maps special
+        tokens to the names under which the text shows them; stop strings are searched in the text without these names.
         """
         self._stops = StopStrings(tokenizer, prompt_token_ids, stops, min_tokens)
-        self._shown = shown or {}
+        self._special_token_names = special_token_names or {}
         # Names of special tokens that were not sent yet, each with the number of text characters before it.
-        self._names: list[tuple[int, str]] = []
+        self._pending_names: list[tuple[int, str]] = []
         self._include_stop = include_stop
-        self._waiting = ""  # text held back, since a stop string may begin in it
-        self.sent = 0  # characters returned so far, without names of special tokens
+        self._buffered_text = ""  # text held back, since a stop string may begin in it
+        self.num_sent_chars = 0  # characters returned so far, without names of special tokens
 
     @property
     def hit(self) -> StopHit | None:
         """The stop string that ended the text, or None."""
         return self._stops.hit
 
-    def textual(self, output: SequenceOutput) -> tuple[int, ...]:
+    def visible_token_ids(self, output: SequenceOutput) -> tuple[int, ...]:
         """Return the tokens of an output whose text is shown: a stop token that ends it is like a stop string."""
-        by_token = output.finish_reason == "stop" and isinstance(output.stop_reason, int)
-        return output.token_ids[:-1] if by_token and not self._include_stop else output.token_ids
+        stopped_by_token = output.finish_reason == "stop" and isinstance(output.stop_reason, int)
+        return output.token_ids[:-1] if stopped_by_token and not self._include_stop else output.token_ids
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Return the text that can be shown after these tokens. It is empty after a stop string."""
-        if not self._shown:
+        if not self._special_token_names:
             return self._push(token_ids)
         text, run = "", list[int]()
         for token in token_ids:
-            if token in self._shown:
+            if token in self._special_token_names:
                 text += self._push(run) if run else ""
                 run = []
                 if not self.hit:
-                    self._names.append((self.sent + len(self._waiting), self._shown[token]))
-                    text += self._named("")
-                self._stops.pass_over(1)
+                    self._pending_names.append(
+                        (self.num_sent_chars + len(self._buffered_text), self._special_token_names[token])
+                    )
+                    text += self._insert_names("")
+                self._stops.count_hidden_tokens(1)
             else:
                 run.append(token)
         return text + (self._push(run) if run else "")
 
     def _push(self, token_ids: Sequence[int]) -> str:
-        return "" if self.hit else self._release(self._stops.push(token_ids), last=False)
+        return "" if self.hit else self._release(self._stops.push(token_ids), is_last=False)
 
     def finish(self) -> str:
         """Return the rest of the text, held back until now because a stop string might have begun in it."""
-        return "" if self.hit else self._release(self._stops.finish(), last=True)
+        return "" if self.hit else self._release(self._stops.finish(), is_last=True)
 
-    def _release(self, piece: str, last: bool) -> str:
-        text = self._waiting + piece
+    def _release(self, piece: str, is_last: bool) -> str:
+        text = self._buffered_text + piece
         if self.hit:
-            ready = (self.hit.end if self._include_stop else self.hit.start) - self.sent
+            num_ready = (self.hit.end if self._include_stop else self.hit.start) - self.num_sent_chars
         else:
-            ready = len(text) - (0 if last else self._stops.held)
-        self._waiting = text[ready:]
-        self.sent += ready
-        return self._named(text[:ready]) if self._names else text[:ready]
+            num_ready = len(text) - (0 if is_last else self._stops.pending_chars)
+        self._buffered_text = text[num_ready:]
+        self.num_sent_chars += num_ready
+        return self._insert_names(text[:num_ready]) if self._pending_names else text[:num_ready]
 
-    def _named(self, text: str) -> str:
-        """Return `text`, which `sent` already counts, with the names of special tokens inserted."""
-        begin, found, at = self.sent - len(text), "", 0
-        while self._names and self._names[0][0] <= self.sent:
-            place, name = self._names.pop(0)
-            found += text[at : place - begin] + name
-            at = max(at, place - begin)
-        return found + text[at:]
+    def _insert_names(self, text: str) -> str:
+        """Return `text`, which `num_sent_chars` already counts, with the names of special tokens inserted."""
+        start, result, position = self.num_sent_chars - len(text), "", 0
+        while self._pending_names and self._pending_names[0][0] <= self.num_sent_chars:
+            name_position, name = self._pending_names.pop(0)
+            result += text[position : name_position - start] + name
+            position = max(position, name_position - start)
+        return result + text[position:]

@@ -17,8 +17,8 @@ from tokenizers import Tokenizer
 from cluster.tokenizer.tokenizer import BYTE_OF_CHARACTER
 
 LETTERS = string.ascii_letters.encode() + bytes(range(0x80, 0x100))  # bytes beyond ASCII count as letters
-NFC_SHRINKS = 3  # NFC turns at most 3 bytes of UTF-8 into 1: the Kelvin sign into K
-KEEPING = frozenset({"ByteLevel", "Metaspace", "Split", "Digits", "Sequence"})  # pre-tokenizers that drop no text
+NFC_SHRINK_FACTOR = 3  # NFC turns at most 3 bytes of UTF-8 into 1: the Kelvin sign into K
+LOSSLESS_PRE_TOKENIZERS = frozenset({"ByteLevel", "Metaspace", "Split", "Digits", "Sequence"})
 
 
 class TokenFloor:
@@ -29,35 +29,39 @@ class TokenFloor:
         self._letters_per_token = letters_per_token
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer) -> Self:
+    def from_tokenizer(cls, tokenizer: Tokenizer) -> Self:
         """Derive the bound from a tokenizer's vocabulary, normalizer and pre-tokenizer."""
-        shrinks = _shrinks(tokenizer)
-        if not shrinks:
+        shrink_factor = _shrink_factor(tokenizer)
+        if not shrink_factor:
             return cls(0, 0)
         added = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
         byte_level = _is_byte_level(tokenizer)
-        longest = letters = 0
+        max_bytes = max_letters = 0
         for token in tokenizer.get_vocab(with_added_tokens=True):
-            whole = token in added or not byte_level
-            raw = token.encode() if whole else bytes(BYTE_OF_CHARACTER.get(character, 0) for character in token)
-            longest = max(longest, len(raw))
-            letters = max(letters, _letters(raw))
-        return cls(shrinks * longest, shrinks * letters)
+            is_plain_text = token in added or not byte_level
+            raw = token.encode() if is_plain_text else bytes(BYTE_OF_CHARACTER.get(character, 0) for character in token)
+            max_bytes = max(max_bytes, len(raw))
+            max_letters = max(max_letters, _count_letters(raw))
+        return cls(shrink_factor * max_bytes, shrink_factor * max_letters)
 
-    def fewest(self, text: str) -> int:
+    def lower_bound(self, text: str) -> int:
         """Return a lower bound on the number of tokens of the text."""
         if not self._bytes_per_token:
             return 0
         raw = text.encode("utf-8", "replace")
-        fewest = -(-len(raw) // self._bytes_per_token)  # rounded up
-        return max(fewest, -(-_letters(raw) // self._letters_per_token)) if self._letters_per_token else fewest
+        min_tokens = -(-len(raw) // self._bytes_per_token)  # rounded up
+        return (
+            max(min_tokens, -(-_count_letters(raw) // self._letters_per_token))
+            if self._letters_per_token
+            else min_tokens
+        )
 
 
-def _letters(raw: bytes) -> int:
+def _count_letters(raw: bytes) -> int:
     return len(raw) - len(raw.translate(None, LETTERS))
 
 
-def _shrinks(tokenizer: Tokenizer) -> int:
+def _shrink_factor(tokenizer: Tokenizer) -> int:
     """Return the factor by which the normalizer may shorten a text, or 0 if the tokenizer may drop text."""
     if type(tokenizer.model).__name__ != "BPE":
         return 0
@@ -70,12 +74,12 @@ def _shrinks(tokenizer: Tokenizer) -> int:
     if not (_is_byte_level(tokenizer) or tokenizer.model.byte_fallback):
         return 0
     for node in _nodes(tokenizer.pre_tokenizer):
-        if node["type"] not in KEEPING or node.get("behavior") == "Removed":
+        if node["type"] not in LOSSLESS_PRE_TOKENIZERS or node.get("behavior") == "Removed":
             return 0
     factor = 1
     for node in _nodes(tokenizer.normalizer):
         if node["type"] == "NFC":
-            factor *= NFC_SHRINKS
+            factor *= NFC_SHRINK_FACTOR
         elif node["type"] == "Replace":
             pattern = node["pattern"].get("String")
             if pattern is None or len(node["content"].encode()) < len(pattern.encode()):
@@ -89,14 +93,14 @@ def _is_byte_level(tokenizer: Tokenizer) -> bool:
     return any(node["type"] == "ByteLevel" for node in _nodes(tokenizer.pre_tokenizer))
 
 
-def _nodes(part: Any) -> Iterator[dict[str, Any]]:
+def _nodes(component: Any) -> Iterator[dict[str, Any]]:
     """Yield the JSON of a tokenizer's component, and of all components inside it."""
-    waiting = [json.loads(part.__getstate__())] if part is not None else []
-    while waiting:
-        node = waiting.pop()
+    pending = [json.loads(component.__getstate__())] if component is not None else []
+    while pending:
+        node = pending.pop()
         if isinstance(node, list):
-            waiting.extend(node)
+            pending.extend(node)
         elif isinstance(node, dict):
             if isinstance(node.get("type"), str):
                 yield node
-            waiting.extend(value for value in node.values() if isinstance(value, list | dict))
+            pending.extend(value for value in node.values() if isinstance(value, list | dict))

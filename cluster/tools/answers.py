@@ -42,16 +42,16 @@ class ServerAnswers:
             NoAnswerError: the server cannot be reached or lists no model.
         """
         self._client = client
-        served = [card["id"] for card in client.json("/v1/models").get("data", [])]
-        if not served:
+        model_ids = [card["id"] for card in client.json("/v1/models").get("data", [])]
+        if not model_ids:
             raise NoAnswerError(f"{client.url} has no model")
-        self._model = served[0] if model is None else model
+        self._model = model_ids[0] if model is None else model
         self.name = f"{self._model} at {client.url}"
 
     def answer(self, body: Mapping[str, Any]) -> Generator[AnswerPart, None, None]:
         """Yield the parts of the answer from POST /v1/chat/completions with `stream` on."""
-        asked = {**body, "model": self._model, "stream": True, "return_token_ids": True}
-        with closing(self._client.events("/v1/chat/completions", asked)) as events:
+        request_body = {**body, "model": self._model, "stream": True, "return_token_ids": True}
+        with closing(self._client.events("/v1/chat/completions", request_body)) as events:
             for event in events:
                 for choice in event.get("choices", ()):
                     text, ids = choice["delta"].get("content") or "", choice.get("token_ids") or ()

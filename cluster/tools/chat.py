@@ -16,12 +16,12 @@ from cluster.config import ConfigError
 from cluster.tools.answers import AnswerPart, Answers, ServerAnswers
 from cluster.tools.client import Client, NoAnswerError, add_server_arguments
 from cluster.tools.conversation import Conversation
-from cluster.tools.engine_flags import add_engine_arguments, engine_flags_given
+from cluster.tools.engine_flags import add_engine_arguments, given_engine_flags
 from cluster.tools.terminal import Colour, Screen
 
 PROMPT = "> "
-COLOURS: tuple[Colour, Colour] = ("cyan", "magenta")
-SETTINGS = {"temperature": "0.7", "seed": "7", "max_tokens": "256"}  # the values are examples for the help text
+STEP_COLOURS: tuple[Colour, Colour] = ("cyan", "magenta")
+EXAMPLE_SETTINGS = {"temperature": "0.7", "seed": "7", "max_tokens": "256"}  # the values are examples for the help text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,8 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_server_arguments(parser, None)
     parser.add_argument("--model", metavar="NAME", help="with --url: a name of the model (default: the one it has)")
-    parser.add_argument("--system", metavar="TEXT", default="", help="what the model is told first")
-    for name, example in SETTINGS.items():
+    parser.add_argument("--system", metavar="TEXT", default="", help="the system message")
+    for name, example in EXAMPLE_SETTINGS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", metavar=example, help="as /set in the chat")
     add_engine_arguments(parser)
 
@@ -45,26 +45,26 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: a setting cannot be honoured.
         ValueError: a request field cannot have the given value.
     """
-    talk, screen = Conversation(args.system), Screen()
-    for name in SETTINGS:
-        talk.set(name, getattr(args, name) or "")
+    conversation, screen = Conversation(args.system), Screen()
+    for name in EXAMPLE_SETTINGS:
+        conversation.set(name, getattr(args, name) or "")
     try:
         answers = _answers(args)
     except NoAnswerError as error:
         print(f"aerie chat: {error}", file=sys.stderr)
         return 1
-    typed = sys.stdin.isatty()
-    if typed:
+    is_interactive = sys.stdin.isatty()
+    if is_interactive:
         with suppress(ImportError):
             import readline  # noqa: F401 - edits the lines of input()
         screen.line(f"{answers.name}; /help lists commands, Ctrl-D ends", "dim")
-    whole = True
-    while (line := _line(typed, screen)) not in (None, "/exit"):
+    all_succeeded = True
+    while (line := _read_line(is_interactive, screen)) not in (None, "/exit"):
         if line.startswith("/"):
-            whole &= _obey(line, talk, screen)
+            all_succeeded &= _run_command(line, conversation, screen)
         elif line.strip():
-            whole &= _ask(line, talk, answers, screen)
-    return 0 if typed or whole else 1
+            all_succeeded &= _print_answer(line, conversation, answers, screen)
+    return 0 if is_interactive or all_succeeded else 1
 
 
 def _answers(args: argparse.Namespace) -> Answers:
@@ -75,10 +75,12 @@ def _answers(args: argparse.Namespace) -> Answers:
         NoAnswerError: the server cannot be reached.
     """
     if (args.dir is None) == (args.url is None):
-        raise ConfigError("who shall answer? aerie chat MODEL, or aerie chat --url http://127.0.0.1:8000")
+        raise ConfigError("give either MODEL or --url: aerie chat MODEL, or aerie chat --url http://127.0.0.1:8000")
     if args.url is not None:
-        if given := engine_flags_given(args):
-            raise ConfigError(f"{given[0]} is for an engine here; with --url, the server has its own settings")
+        if engine_flags := given_engine_flags(args):
+            raise ConfigError(
+                f"{engine_flags[0]} is for an engine in this process; with --url, the server has its own settings"
+            )
         return ServerAnswers(Client(args.url, args.api_key), args.model)
     if args.model is not None or args.api_key is not None:
         raise ConfigError("--model and --api-key go with --url")
@@ -86,27 +88,27 @@ def _answers(args: argparse.Namespace) -> Answers:
     return answers
 
 
-def _line(typed: bool, screen: Screen) -> str | None:
+def _read_line(is_interactive: bool, screen: Screen) -> str | None:
     """Return the next input line, or None at the end of the input. Ctrl-C at a terminal discards the line."""
     while True:
-        if typed and not screen.is_terminal:
+        if is_interactive and not screen.is_terminal:
             print(PROMPT, end="", file=sys.stderr, flush=True)
         try:
-            return input(PROMPT if typed and screen.is_terminal else "")
+            return input(PROMPT if is_interactive and screen.is_terminal else "")
         except EOFError:
-            if typed:
+            if is_interactive:
                 screen.line("")
             return None
         except KeyboardInterrupt:
-            if not typed:
+            if not is_interactive:
                 raise
             screen.line("")
 
 
-def _obey(line: str, talk: Conversation, screen: Screen) -> bool:
+def _run_command(line: str, conversation: Conversation, screen: Screen) -> bool:
     """Run a slash command and print its result or error; return whether it succeeded."""
     try:
-        screen.line(talk.command(line), "dim")
+        screen.line(conversation.command(line), "dim")
     except ValueError as error:
         print(f"aerie chat: {error}", file=sys.stderr)
         return False
@@ -118,36 +120,37 @@ class PrintedAnswer:
     """The answer printed so far: its text, and the token count of each step that produced tokens."""
 
     text: str = ""
-    runs: list[int] = field(default_factory=list)
+    step_tokens: list[int] = field(default_factory=list)
     finish_reason: str | None = None
-    began: float = field(default_factory=time.perf_counter)
+    started_at: float = field(default_factory=time.perf_counter)
 
-    def add(self, run: AnswerPart) -> None:
+    def add(self, part: AnswerPart) -> None:
         """Append the output of the next step."""
-        self.text += run.text
-        self.runs += [run.tokens] if run.tokens else []
-        self.finish_reason = run.finish_reason or self.finish_reason
+        self.text += part.text
+        self.step_tokens += [part.tokens] if part.tokens else []
+        self.finish_reason = part.finish_reason or self.finish_reason
 
     def summary(self) -> str:
         """Return one line: tokens, accept length, tokens per second, finish reason."""
-        tokens, trees = sum(self.runs), self.runs[1:]  # the first run comes from prefill, each later one from a tree
-        length = f"accept length {sum(trees) / len(trees):.2f}, " if trees else ""
-        pace = tokens / (time.perf_counter() - self.began)
-        end = "stopped" if self.finish_reason is None else f"finished by {self.finish_reason}"
-        return f"[{tokens} tokens, {length}{pace:.1f} tokens/s, {end}]"
+        # The first entry comes from prefill, each later one from a tree.
+        tokens, tree_steps = sum(self.step_tokens), self.step_tokens[1:]
+        accept_length_text = f"accept length {sum(tree_steps) / len(tree_steps):.2f}, " if tree_steps else ""
+        tokens_per_second = tokens / (time.perf_counter() - self.started_at)
+        ending = "stopped" if self.finish_reason is None else f"finished by {self.finish_reason}"
+        return f"[{tokens} tokens, {accept_length_text}{tokens_per_second:.1f} tokens/s, {ending}]"
 
 
-def _ask(question: str, talk: Conversation, answers: Answers, screen: Screen) -> bool:
+def _print_answer(question: str, conversation: Conversation, answers: Answers, screen: Screen) -> bool:
     """Print the answer as it streams. If there is one, add question and answer to the conversation and return True."""
     answer = PrintedAnswer()
     try:
-        with closing(answers.answer(talk.body(question))) as runs:
-            for run in runs:
-                colour = COLOURS[len(answer.runs) % 2]
-                answer.add(run)  # added before it is shown, because Ctrl-C may come between the two
-                screen.write(run.text, colour)
+        with closing(answers.answer(conversation.body(question))) as parts:
+            for part in parts:
+                colour = STEP_COLOURS[len(answer.step_tokens) % 2]
+                answer.add(part)  # added before it is shown, because Ctrl-C may come between the two
+                screen.write(part.text, colour)
     except KeyboardInterrupt:
-        if not answer.runs:  # otherwise the partial answer is kept
+        if not answer.step_tokens:  # otherwise the partial answer is kept
             screen.line("")
             return False
     except ValueError as error:
@@ -156,5 +159,5 @@ def _ask(question: str, talk: Conversation, answers: Answers, screen: Screen) ->
         return False
     screen.line("")
     screen.line(answer.summary(), "dim")
-    talk.answered(question, answer.text)
+    conversation.add_answer(question, answer.text)
     return True

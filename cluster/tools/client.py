@@ -10,10 +10,10 @@ from urllib.parse import urlsplit
 
 from cluster.config import ConfigError
 
-KEY = "OPENAI_API_KEY"  # the environment variable that OpenAI's own clients read
+API_KEY_VARIABLE = "OPENAI_API_KEY"  # the environment variable that OpenAI's own clients read
 PAGE_TIMEOUT_S = 10.0
 STREAM_TIMEOUT_S = 600.0  # a stream pauses while a lost gang restarts
-SHOWN = 200  # characters of an error body to show if it is not a JSON error object
+MAX_SHOWN_ERROR_CHARS = 200  # characters of an error body to show if it is not a JSON error object
 
 
 class NoAnswerError(ValueError):
@@ -23,7 +23,9 @@ class NoAnswerError(ValueError):
 def add_server_arguments(parser: argparse.ArgumentParser, url: str | None) -> None:
     """Declare --url, with `url` as its default, and --api-key."""
     parser.add_argument("--url", default=url, help="the server, as http://127.0.0.1:8000")
-    parser.add_argument("--api-key", metavar="KEY", help=f"for a server that asks for one (default: {KEY})")
+    parser.add_argument(
+        "--api-key", metavar="KEY", help=f"for a server that asks for one (default: {API_KEY_VARIABLE})"
+    )
 
 
 class Client:
@@ -37,8 +39,8 @@ class Client:
         stream_timeout_s: float = STREAM_TIMEOUT_S,
     ) -> None:
         """`url` may end in /v1, as for OpenAI's clients. A stream may pause for `stream_timeout_s`, also before its
-        first event. If `api_key` is None, the key in the variable `KEY` is used,
-        if set.
+        first event. If `api_key` is None, the key in the variable `API_KEY_VARIABLE` is used, if
+        set.
 
         Raises:
             ConfigError: `url` is not an http or https URL.
@@ -51,10 +53,10 @@ class Client:
         if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
             raise ConfigError(f"--url must be as http://127.0.0.1:8000, got {url!r}")
         self.url, self._page_timeout_s, self._stream_timeout_s = url, page_timeout_s, stream_timeout_s
-        self._make = HTTPSConnection if parts.scheme == "https" else HTTPConnection
-        self._place = (parts.hostname, port)
-        self._base = parts.path.rstrip("/").removesuffix("/v1")
-        key = os.environ.get(KEY, "") if api_key is None else api_key
+        self._connection_class = HTTPSConnection if parts.scheme == "https" else HTTPConnection
+        self._host_and_port = (parts.hostname, port)
+        self._base_path = parts.path.rstrip("/").removesuffix("/v1")
+        key = os.environ.get(API_KEY_VARIABLE, "") if api_key is None else api_key
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
 
     def page(self, path: str) -> str:
@@ -63,11 +65,11 @@ class Client:
         Raises:
             NoAnswerError: the server cannot be reached, or the status is not 200.
         """
-        connection = self._make(*self._place, timeout=self._page_timeout_s)
+        connection = self._connection_class(*self._host_and_port, timeout=self._page_timeout_s)
         try:
-            return self._answer(connection, "GET", path).read().decode()
+            return self._request(connection, "GET", path).read().decode()
         except (OSError, HTTPException, ValueError) as error:
-            raise self._no_answer(error) from None
+            raise self._no_answer_error(error) from None
         finally:
             connection.close()
 
@@ -78,12 +80,12 @@ class Client:
             NoAnswerError: for the reasons of `page`, or because the body is not a JSON object.
         """
         try:
-            found = json.loads(self.page(path))
+            parsed = json.loads(self.page(path))
         except json.JSONDecodeError:
-            found = None
-        if not isinstance(found, dict):
-            raise NoAnswerError(f"{self.url}{path} is no JSON object; is it a server of Aerie's?")
-        return found
+            parsed = None
+        if not isinstance(parsed, dict):
+            raise NoAnswerError(f"{self.url}{path} is not a JSON object; is this an Aerie server?")
+        return parsed
 
     def events(self, path: str, body: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:
         """Yield the events of the stream that POST `path` answers. Closing the generator aborts the request.
@@ -91,11 +93,11 @@ class Client:
         Raises:
             NoAnswerError: the request fails, the stream ends early, or one of its events is an error.
         """
-        connection = self._make(*self._place, timeout=self._page_timeout_s)
+        connection = self._connection_class(*self._host_and_port, timeout=self._page_timeout_s)
         try:
             connection.connect()  # under the short timeout; the stream itself may pause for longer
             connection.sock.settimeout(self._stream_timeout_s)
-            for line in self._answer(connection, "POST", path, json.dumps(body)):
+            for line in self._request(connection, "POST", path, json.dumps(body)):
                 if line.startswith(b"data: [DONE]"):
                     return
                 if line.startswith(b"data: "):
@@ -105,28 +107,28 @@ class Client:
                     yield event
             raise NoAnswerError("the stream ended before the answer did")
         except (OSError, HTTPException, ValueError) as error:
-            raise self._no_answer(error) from None
+            raise self._no_answer_error(error) from None
         finally:
             connection.close()
 
-    def _answer(self, connection: HTTPConnection, method: str, path: str, body: str | None = None) -> HTTPResponse:
-        connection.request(method, self._base + path, body, {"Content-Type": "application/json", **self._headers})
-        answer = connection.getresponse()
-        if answer.status == 200:
-            return answer
-        said = answer.read(1 << 16).decode(errors="replace")
+    def _request(self, connection: HTTPConnection, method: str, path: str, body: str | None = None) -> HTTPResponse:
+        connection.request(method, self._base_path + path, body, {"Content-Type": "application/json", **self._headers})
+        response = connection.getresponse()
+        if response.status == 200:
+            return response
+        response_text = response.read(1 << 16).decode(errors="replace")
         try:
-            message = json.loads(said)["error"]["message"]
+            message = json.loads(response_text)["error"]["message"]
         except (ValueError, KeyError, TypeError):
-            message = f"status {answer.status}: {said[:SHOWN]}"
-        after = answer.headers.get("Retry-After")
-        raise NoAnswerError(_one_line(message) + (f" (try again in {after} s)" if after else ""))
+            message = f"status {response.status}: {response_text[:MAX_SHOWN_ERROR_CHARS]}"
+        retry_after = response.headers.get("Retry-After")
+        raise NoAnswerError(_one_line(message) + (f" (try again in {retry_after} s)" if retry_after else ""))
 
-    def _no_answer(self, error: Exception) -> NoAnswerError:
+    def _no_answer_error(self, error: Exception) -> NoAnswerError:
         if isinstance(error, NoAnswerError):
             return error
-        said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        return NoAnswerError(f"no answer from {self.url}: {_one_line(said or type(error).__name__)}")
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        return NoAnswerError(f"no answer from {self.url}: {_one_line(reason or type(error).__name__)}")
 
 
 def _one_line(text: object) -> str:

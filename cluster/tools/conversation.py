@@ -6,17 +6,17 @@ from typing import Any
 from cluster.api.core.conversation import ChatRequest
 from cluster.api.core.errors import ApiError
 
-OURS = (
+RESERVED_FIELDS = (
     *("messages", "model", "stream", "stream_options", "n", "return_token_ids", "return_tree"),
     *("logprobs", "top_logprobs"),
 )
 HELP = """\
 /set NAME VALUE   a field of the requests, such as temperature, top_p, seed, max_tokens or stop; without VALUE: the
                   server's default again; without NAME: what is set
-/system TEXT      what the model is told first; without TEXT: nothing
-/reset            forget what was said
+/system TEXT      set the system message; without TEXT: remove it
+/reset            forget all messages but the system message
 /exit             as Ctrl-D
-Ctrl-C stops an answer. A line that begins with a space may begin with a slash after it."""
+Ctrl-C stops an answer. To send a line that begins with a slash, put a space before it."""
 
 
 class Conversation:
@@ -25,16 +25,16 @@ class Conversation:
     def __init__(self, system: str = "") -> None:
         self.system = system
         self.settings: dict[str, Any] = {}
-        self._said: list[dict[str, str]] = []
+        self._messages: list[dict[str, str]] = []
 
     def body(self, question: str) -> dict[str, Any]:
         """Return the body of the request that asks `question`."""
-        told = [{"role": "system", "content": self.system}] if self.system else []
-        return {**self.settings, "messages": [*told, *self._said, {"role": "user", "content": question}]}
+        system_messages = [{"role": "system", "content": self.system}] if self.system else []
+        return {**self.settings, "messages": [*system_messages, *self._messages, {"role": "user", "content": question}]}
 
-    def answered(self, question: str, answer: str) -> None:
+    def add_answer(self, question: str, answer: str) -> None:
         """Append a question and its answer to the messages."""
-        self._said += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        self._messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
     def command(self, line: str) -> str:
         """Run a slash command; return the text to show to the user.
@@ -42,16 +42,16 @@ class Conversation:
         Raises:
             ValueError: the command or the field is unknown, or the field cannot have this value.
         """
-        word, _, rest = line.partition(" ")
+        word, _, argument = line.partition(" ")
         if word == "/set":
-            name, _, value = rest.strip().partition(" ")
+            name, _, value = argument.strip().partition(" ")
             self.set(name, value.strip())
             return " ".join(f"{key}={json.dumps(value)}" for key, value in self.settings.items()) or "nothing is set"
         if word == "/system":
-            self.system = rest.strip()
-            return "told first from now on" if self.system else "nothing is told first"
+            self.system = argument.strip()
+            return "the system message is set" if self.system else "there is no system message"
         if word == "/reset":
-            self._said = []
+            self._messages = []
             return "forgotten"
         if word == "/help":
             return HELP
@@ -68,14 +68,14 @@ class Conversation:
             self.settings.pop(name, None)
             return
         try:
-            given = json.loads(value)
+            parsed_value = json.loads(value)
         except json.JSONDecodeError:
-            given = value
-        settings = {**self.settings, name: given}
+            parsed_value = value
+        settings = {**self.settings, name: parsed_value}
         try:
             _, unknown = ChatRequest.read({**settings, "messages": [{"role": "user", "content": ""}]})
         except ApiError as error:
             raise ValueError(error.message) from None
-        if name in OURS or unknown:
+        if name in RESERVED_FIELDS or unknown:
             raise ValueError(unknown[0].replace(" ignored", "") if unknown else f"{name} cannot be set in a chat")
         self.settings = settings

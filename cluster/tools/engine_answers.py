@@ -14,7 +14,7 @@ from cluster.api.openai.answers import read_chat
 from cluster.config import ConfigError, EngineConfig
 from cluster.engine.build import build_engine
 from cluster.engine.engine import Engine
-from cluster.offline.interrupts import interrupt_held
+from cluster.offline.interrupts import defer_interrupt
 from cluster.offline.local_model import LocalModel
 from cluster.offline.stepping import steps
 from cluster.tools.answers import AnswerPart
@@ -40,26 +40,26 @@ class EngineAnswers:
                 f"{path!r} has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json): add "
                 "that of the model it is made from, or continue text with aerie generate"
             )
-        drafts = "without a draft" if info.draft is None else f"{info.draft.algorithm} draft"
-        self.name = f"{path}, {drafts}, {info.dtype} on {info.device}"
+        draft_text = "without a draft" if info.draft is None else f"{info.draft.algorithm} draft"
+        self.name = f"{path}, {draft_text}, {info.dtype} on {info.device}"
 
     def answer(self, body: Mapping[str, Any]) -> Generator[AnswerPart, None, None]:
         """Yield the parts of the answer, one step at a time. Ctrl-C takes effect after the current step."""
-        with interrupt_held() as held:
-            [choice] = self._understood(body).choices
-            with closing(steps(self._engine, [choice.request])) as taken:
-                for outputs in taken:
+        with defer_interrupt() as interrupt:
+            [choice] = self._parse(body).choices
+            with closing(steps(self._engine, [choice.request])) as step_outputs:
+                for outputs in step_outputs:
                     for output in outputs:
                         if output.error is not None:
                             raise ValueError(output.error)
-                        delta = choice.take(output)
+                        delta = choice.process_output(output)
                         yield AnswerPart(delta.text, len(delta.token_ids), delta.finish_reason)
-                    if held.pressed and not choice.finished:
+                    if interrupt.pressed and not choice.finished:
                         raise KeyboardInterrupt
 
-    def _understood(self, body: Mapping[str, Any]) -> GenerateCall:
+    def _parse(self, body: Mapping[str, Any]) -> GenerateCall:
         try:
-            return self._model.understood(read_chat(self._model, self._model.limits, body))
+            return self._model.prepare_call(read_chat(self._model, self._model.limits, body))
         except ApiError as error:
             raise ValueError(error.message) from None
 

@@ -3,9 +3,9 @@
 import argparse
 from typing import Any
 
-from cluster.config import CACHES, DRAFT_FACTS, ConfigError
+from cluster.config import DRAFT_FACTS, KV_CACHE_DTYPES, ConfigError
 
-TREE = (
+TREE_FLAGS = (
     ("num_steps", "speculative_num_steps", "depth of the tree"),
     ("topk", "speculative_eagle_topk", "children per node"),
     ("num_draft_tokens", "speculative_num_draft_tokens", "nodes of the tree, root included"),
@@ -19,25 +19,27 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DRAFT",
         help="a draft, EAGLE, EAGLE-3 or MTP layers: its folder or its name on a hub; without it, plain decoding",
     )
-    for flag, _, text in TREE:
+    for flag, _, text in TREE_FLAGS:
         parser.add_argument(f"--{flag.replace('_', '-')}", type=int, help=text)
     parser.add_argument("--no-speculation", action="store_true", help="ignore --draft")
     dtypes = ["auto", "float64", "float32", "bfloat16", "float16"]
     parser.add_argument("--dtype", choices=dtypes, help="(default: auto, see docs/settings.md)")
-    parser.add_argument("--kv-cache-dtype", choices=CACHES, help="what the KV caches hold (default: auto, as --dtype)")
+    parser.add_argument(
+        "--kv-cache-dtype", choices=KV_CACHE_DTYPES, help="what the KV caches hold (default: auto, as --dtype)"
+    )
     parser.add_argument("--page-size", type=int)
     parser.add_argument(
         "--context-length", type=int, metavar="N", help="most tokens of a request (default: what the model allows)"
     )
 
 
-PLAIN = ("dtype", "kv_cache_dtype", "page_size", "context_length")
+SAME_NAME_FLAGS = ("dtype", "kv_cache_dtype", "page_size", "context_length")
 """Flags whose name equals the setting's name."""
 
 
-def engine_flags_given(args: argparse.Namespace) -> list[str]:
+def given_engine_flags(args: argparse.Namespace) -> list[str]:
     """Return the engine flags that are on the command line."""
-    names = ("draft", *(flag for flag, _, _ in TREE), "no_speculation", *PLAIN)
+    names = ("draft", *(flag for flag, _, _ in TREE_FLAGS), "no_speculation", *SAME_NAME_FLAGS)
     return [f"--{name.replace('_', '-')}" for name in names if getattr(args, name) not in (None, False)]
 
 
@@ -47,12 +49,12 @@ def engine_settings(args: argparse.Namespace, model: str) -> dict[str, object]:
     Raises:
         ConfigError: flags of the tree are given without --draft.
     """
-    plain = {name: getattr(args, name) for name in PLAIN}
-    settings: dict[str, object] = {"model_path": model} | {k: v for k, v in plain.items() if v is not None}
+    same_name_settings = {name: getattr(args, name) for name in SAME_NAME_FLAGS}
+    settings: dict[str, object] = {"model_path": model} | {k: v for k, v in same_name_settings.items() if v is not None}
     if args.draft and not args.no_speculation:
         settings["speculative_draft_model_path"] = args.draft
-        settings |= {name: given for flag, name, _ in TREE if (given := getattr(args, flag)) is not None}
-    elif not args.draft and any(getattr(args, flag) for flag, _, _ in TREE):
+        settings |= {name: value for flag, name, _ in TREE_FLAGS if (value := getattr(args, flag)) is not None}
+    elif not args.draft and any(getattr(args, flag) for flag, _, _ in TREE_FLAGS):
         raise ConfigError("--num-steps, --topk and --num-draft-tokens need --draft")
     return settings
 
@@ -64,17 +66,19 @@ def add_override_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def overrides_of(words: list[str]) -> dict[str, Any]:
+def parse_overrides(arguments: list[str]) -> dict[str, Any]:
     """Return `fact=value` arguments as a value of `speculative_draft_overrides`.
 
     Raises:
         ConfigError: a fact is unknown or does not take the value.
     """
-    made: dict[str, Any] = {}
-    for word in words:
-        fact, _, value = word.partition("=")
+    overrides: dict[str, Any] = {}
+    for argument in arguments:
+        fact, _, value = argument.partition("=")
         values = {str(v).lower(): v for v in DRAFT_FACTS.get(fact, ())}
         if value.lower() not in values:
-            raise ConfigError(f"--draft-override {word!r}: {fact!r} takes {list(values)}; facts: {list(DRAFT_FACTS)}")
-        made[fact] = values[value.lower()]
-    return made
+            raise ConfigError(
+                f"--draft-override {argument!r}: {fact!r} takes {list(values)}; facts: {list(DRAFT_FACTS)}"
+            )
+        overrides[fact] = values[value.lower()]
+    return overrides

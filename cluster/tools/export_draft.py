@@ -17,14 +17,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from cluster.arch import DraftSpec, read_draft, read_json, read_target
-from cluster.arch.draft.sample import FILE as SAMPLE
+from cluster.arch.draft.sample import SAMPLE_FILE as SAMPLE
 from cluster.arch.hub import folder_of
 from cluster.config import ConfigError
 from cluster.models.checkpoint import Checkpoint
 
 Config = dict[str, Any]
-IDS = "eagle_aux_hidden_state_layer_ids"
-ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
+AUX_LAYER_IDS_KEY = "eagle_aux_hidden_state_layer_ids"
+ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
 
 
 def export_draft(folder: str, target: str, dialect: str, out: str, layers: int | None = None) -> DraftSpec:
@@ -45,13 +45,13 @@ def export_draft(folder: str, target: str, dialect: str, out: str, layers: int |
         raise ConfigError(f"draft {folder!r} is {spec.dialect}; only EAGLE-3 drafts can be exported")
     if spec.layer.latent is not None or not spec.use_aux_hidden_state:
         raise ConfigError(f"draft {folder!r}: latent attention and use_aux_hidden_state false cannot be exported")
-    tensors = {name: checkpoint.take(name) for name in checkpoint.shapes}
-    count = layers or spec.num_layers
-    meaning, config_of = DIALECTS[dialect]
-    _may_say(spec, dialect, meaning, count, folder, arch.num_layers)
-    for i in range(spec.num_layers, count):
-        tensors |= idle_layer(tensors, i, meaning, spec.hidden)
-    config = config_of(spec) | _geometry(spec, count, read_json(folder, "config.json"), dialect == "speculators")
+    tensors = {name: checkpoint.tensor(name) for name in checkpoint.shapes}
+    num_layers = layers or spec.num_layers
+    later_input, config_of = DIALECTS[dialect]
+    _check_expressible(spec, dialect, later_input, num_layers, folder, arch.num_layers)
+    for i in range(spec.num_layers, num_layers):
+        tensors |= idle_layer(tensors, i, later_input, spec.hidden)
+    config = config_of(spec) | _geometry(spec, num_layers, read_json(folder, "config.json"), dialect == "speculators")
     if dialect == "specforge":
         tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
     if dialect == "modelopt":
@@ -64,78 +64,86 @@ def export_draft(folder: str, target: str, dialect: str, out: str, layers: int |
     return read_draft(out, Checkpoint(out).shapes, arch)
 
 
-def _may_say(spec: DraftSpec, dialect: str, meaning: str, count: int, folder: str, target_layers: int) -> None:
+def _check_expressible(
+    spec: DraftSpec, dialect: str, later_input: str, num_layers: int, folder: str, target_layers: int
+) -> None:
     """Raise a ConfigError if the dialect cannot express the draft; the message names every such property."""
-    lost = []
+    inexpressible = []
     if dialect != "speculators":
         if 0 in spec.aux_boundaries:
-            lost.append("the embedding as an aux hidden state, which is no layer's output")
+            inexpressible.append("the embedding as an aux hidden state, which is no layer's output")
         if spec.norm_before_residual:
-            lost.append("norm_before_residual")
+            inexpressible.append("norm_before_residual")
         if target_layers in spec.aux_boundaries and target_layers in [b - 1 for b in spec.aux_boundaries]:
-            lost.append("these aux layers")
+            inexpressible.append("these aux layers")
     if spec.layer.interleaved or spec.layer.sliding_window:
-        lost.append("interleaved rope or a window")
-    if count < spec.num_layers:
-        lost.append(f"{spec.num_layers} layers in {count} (raise --layers)")
-    later = {"pair" if layer.pair else layer.hidden_norm for layer in spec.layers[1:]}
-    if later - {meaning}:
-        lost.append(f"later layers with other inputs ({', '.join(sorted(later))})")
-    if lost:
-        raise ConfigError(f"draft {folder!r} cannot be written as {dialect}, which cannot express: {'; '.join(lost)}")
+        inexpressible.append("interleaved rope or a window")
+    if num_layers < spec.num_layers:
+        inexpressible.append(f"{spec.num_layers} layers in {num_layers} (raise --layers)")
+    later_inputs = {"pair" if layer.pair else layer.hidden_norm for layer in spec.layers[1:]}
+    if later_inputs - {later_input}:
+        inexpressible.append(f"later layers with other inputs ({', '.join(sorted(later_inputs))})")
+    if inexpressible:
+        raise ConfigError(
+            f"draft {folder!r} cannot be written as {dialect}, which cannot express: {'; '.join(inexpressible)}"
+        )
 
 
-def idle_layer(tensors: dict[str, Tensor], index: int, meaning: str, hidden: int) -> dict[str, Tensor]:
-    """Return a layer that adds nothing: layer 0 with both output projections zero. `meaning` names the
+def idle_layer(tensors: dict[str, Tensor], index: int, later_input: str, hidden: int) -> dict[str, Tensor]:
+    """Return a layer that adds nothing: layer 0 with both output projections zero. `later_input` names the
     inputs of the layer, as in `DIALECTS`.
     """
-    made: dict[str, Tensor] = {}
+    layer_tensors: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if not name.startswith("layers.0."):
             continue
-        part = name.removeprefix("layers.0.")
-        if part == "hidden_norm.weight" and meaning == "input_layernorm":
+        suffix = name.removeprefix("layers.0.")
+        if suffix == "hidden_norm.weight" and later_input == "input_layernorm":
             continue
-        if part.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")) and meaning != "pair":
+        if suffix.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")) and later_input != "pair":
             tensor = tensor[:, hidden:]  # layer 0 reads [embedding, hidden]; later layers read hidden alone
-        silent = part.startswith(("self_attn.o_proj", "mlp.down_proj"))
-        made[f"layers.{index}.{part}"] = torch.zeros_like(tensor) if silent else tensor.clone()
-    return made
+        is_output_projection = suffix.startswith(("self_attn.o_proj", "mlp.down_proj"))
+        layer_tensors[f"layers.{index}.{suffix}"] = torch.zeros_like(tensor) if is_output_projection else tensor.clone()
+    return layer_tensors
 
 
-def _geometry(spec: DraftSpec, count: int, given: Config, nested: bool) -> Config:
-    g = spec.layer
-    made = {
-        "model_type": "qwen3" if g.qk_norm else "llama",
-        "hidden_size": g.hidden,
-        "intermediate_size": g.intermediate,
-        "num_hidden_layers": count,
-        "num_attention_heads": g.heads,
-        "num_key_value_heads": g.kv_heads,
-        "head_dim": g.head_dim,
+def _geometry(spec: DraftSpec, num_layers: int, source_config: Config, nested: bool) -> Config:
+    layer = spec.layer
+    layer_config = {
+        "model_type": "qwen3" if layer.qk_norm else "llama",
+        "hidden_size": layer.hidden,
+        "intermediate_size": layer.intermediate,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": layer.heads,
+        "num_key_value_heads": layer.kv_heads,
+        "head_dim": layer.head_dim,
         "hidden_act": "silu",
-        "rms_norm_eps": g.eps,
-        "attention_bias": g.out_bias,
-        "mlp_bias": g.mlp_bias,
+        "rms_norm_eps": layer.eps,
+        "attention_bias": layer.out_bias,
+        "mlp_bias": layer.mlp_bias,
         "vocab_size": spec.vocab_size,
-        **{key: value for key, value in given.items() if key in ROPE},
+        **{key: value for key, value in source_config.items() if key in ROPE_KEYS},
     }
     if nested:
-        return {"transformer_layer_config": made}
-    return made | {"draft_vocab_size": spec.draft_vocab_size, "torch_dtype": spec.dtype, "tie_word_embeddings": False}
+        return {"transformer_layer_config": layer_config}
+    return layer_config | {
+        "draft_vocab_size": spec.draft_vocab_size,
+        "torch_dtype": spec.dtype,
+        "tie_word_embeddings": False,
+    }
 
 
 def _flags(spec: DraftSpec) -> Config:
     return {"norm_output": spec.recurrent == "post", "fc_norm": spec.fc_norm, "norm_before_fc": spec.norm_before_fc}
 
 
-def _outputs(spec: DraftSpec) -> list[int]:
+def _aux_output_layers(spec: DraftSpec) -> list[int]:
     """Return the aux layers by output: boundary j (the input of layer j) is the output of layer j - 1."""
     return [boundary - 1 for boundary in spec.aux_boundaries]
 
 
 def _specforge(spec: DraftSpec) -> Config:
-    eagle = {IDS: _outputs(spec), "use_aux_hidden_state": True}
+    eagle = {AUX_LAYER_IDS_KEY: _aux_output_layers(spec), "use_aux_hidden_state": True}
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         "target_hidden_size": spec.target_hidden,
@@ -147,7 +155,7 @@ def _specforge(spec: DraftSpec) -> Config:
 
 def _modelopt(spec: DraftSpec) -> Config:
     eagle = {
-        IDS: _outputs(spec),
+        AUX_LAYER_IDS_KEY: _aux_output_layers(spec),
         "use_aux_hidden_state": True,
         "use_input_layernorm_in_first_layer": True,
         "use_last_layernorm": spec.final_norm,
@@ -161,7 +169,7 @@ def _deepspec(spec: DraftSpec) -> Config:
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         "target_hidden_size": spec.target_hidden,
-        "target_layer_ids": _outputs(spec),
+        "target_layer_ids": _aux_output_layers(spec),
         **_flags(spec),
     }
 
@@ -180,7 +188,7 @@ def _speculators(spec: DraftSpec) -> Config:
         "draft_vocab_size": spec.draft_vocab_size,
         "target_hidden_size": spec.target_hidden,
         "norm_before_residual": spec.norm_before_residual,
-        IDS: list(spec.aux_boundaries),
+        AUX_LAYER_IDS_KEY: list(spec.aux_boundaries),
         **_flags(spec),
     }
 

@@ -21,12 +21,12 @@ MAX_TOKENS = 128
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of `aerie generate`."""
-    words = (
+    positionals = (
         parser.add_argument("dir", metavar="MODEL", help=f"the target: its folder, or {HUB_NAME}"),
         parser.add_argument("text", metavar="PROMPT", help="the text to continue"),
     )
-    for word in words:  # not nargs="?": a flag between the two would leave the second one without its value
-        word.required = False
+    for positional in positionals:  # not nargs="?": a flag between the two would leave the second one without its value
+        positional.required = False
     parser.add_argument("--model", "--model-path", metavar="MODEL", help="another way to give MODEL")
     parser.add_argument("--prompt", metavar="TEXT", help="another way to give PROMPT")
     parser.add_argument(
@@ -56,35 +56,35 @@ def run(args: argparse.Namespace) -> int:
     model, text = _model_and_text(args)
     engine = build_engine(EngineConfig.from_kwargs(engine_settings(args, model)))
     prompt = _prompt_ids(args, model, text, engine)
-    room = engine.info().max_request_tokens - len(prompt)
+    max_new_tokens = engine.info().max_request_tokens - len(prompt)
     params = RequestParams(
         temperature=args.temperature,
         top_k=args.top_k,
         top_p=args.top_p,
         min_p=args.min_p,
         seed=signed_seed(args.seed),
-        max_tokens=max(1, min(MAX_TOKENS, room)) if args.max_tokens is None else args.max_tokens,
+        max_tokens=max(1, min(MAX_TOKENS, max_new_tokens)) if args.max_tokens is None else args.max_tokens,
         stop=tuple(args.stop),
         ignore_eos=args.ignore_eos,
     )
-    words = None if engine.tokenizer is None else StoppedText(engine.tokenizer, prompt, params.stop)
-    screen, said, ids, last = Screen(), "", list[int](), SequenceOutput("generate", ())
-    started, before = time.perf_counter(), engine.status().steps
+    text_stream = None if engine.tokenizer is None else StoppedText(engine.tokenizer, prompt, params.stop)
+    screen, printed_text, ids, last_output = Screen(), "", list[int](), SequenceOutput("generate", ())
+    started_at, steps_before = time.perf_counter(), engine.status().steps
     for output in chain.from_iterable(steps(engine, [Request("generate", tuple(prompt), params)])):
-        piece = _numbers(output, bool(ids)) if words is None else _words(output, words)
-        said += piece
+        new_text = _new_ids(output, bool(ids)) if text_stream is None else _new_text(output, text_stream)
+        printed_text += new_text
         ids += output.token_ids
-        last = output
+        last_output = output
         if not args.json:
-            screen.write(piece)
-    seconds, counts = time.perf_counter() - started, last.speculation
+            screen.write(new_text)
+    seconds, speculation = time.perf_counter() - started_at, last_output.speculation
     result = {
-        "text": None if words is None else said,
+        "text": None if text_stream is None else printed_text,
         "token_ids": ids,
         "prompt_token_ids": prompt,
-        "finish_reason": last.finish_reason,
-        "accept_length": counts.accept_length if counts else 1.0,
-        "steps": engine.status().steps - before,
+        "finish_reason": last_output.finish_reason,
+        "accept_length": speculation.accept_length if speculation else 1.0,
+        "steps": engine.status().steps - steps_before,
         "seconds": seconds,
     }
     if args.json:
@@ -92,22 +92,22 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(
             f"\n[{len(ids)} tokens in {result['steps']} steps and {seconds:.2f} s, "
-            f"accept length {result['accept_length']:.2f}, finished by {last.finish_reason}]"
+            f"accept length {result['accept_length']:.2f}, finished by {last_output.finish_reason}]"
         )
-    if last.error is not None:
-        print(f"aerie generate: {last.error}", file=sys.stderr)
-    return 0 if last.error is None else 1
+    if last_output.error is not None:
+        print(f"aerie generate: {last_output.error}", file=sys.stderr)
+    return 0 if last_output.error is None else 1
 
 
-def _words(output: SequenceOutput, text: StoppedText) -> str:
+def _new_text(output: SequenceOutput, text_stream: StoppedText) -> str:
     """Return the new text of one output, as the REST API cuts it."""
-    piece = text.push(text.textual(output))
-    return piece if output.finish_reason is None else piece + text.finish()
+    new_text = text_stream.push(text_stream.visible_token_ids(output))
+    return new_text if output.finish_reason is None else new_text + text_stream.finish()
 
 
-def _numbers(output: SequenceOutput, begun: bool) -> str:
-    """Return the token ids of one output, joined by commas. If the printed list has `begun`, a comma comes first."""
-    return "".join(f",{token}" for token in output.token_ids).removeprefix("" if begun else ",")
+def _new_ids(output: SequenceOutput, has_printed: bool) -> str:
+    """Return the token ids of one output, joined by commas. If ids were printed before, a comma comes first."""
+    return "".join(f",{token}" for token in output.token_ids).removeprefix("" if has_printed else ",")
 
 
 def _model_and_text(args: argparse.Namespace) -> tuple[str, str | None]:
@@ -116,13 +116,13 @@ def _model_and_text(args: argparse.Namespace) -> tuple[str, str | None]:
     Raises:
         ConfigError: the model or the prompt is missing or given twice.
     """
-    words = [word for word in (args.dir, args.text) if word is not None]
-    if args.model is not None and len(words) == 2:
+    positionals = [positional for positional in (args.dir, args.text) if positional is not None]
+    if args.model is not None and len(positionals) == 2:
         raise ConfigError("the model is given twice, as MODEL and as --model; give it once")
-    model = args.model if args.model is not None else words.pop(0) if words else None
+    model = args.model if args.model is not None else positionals.pop(0) if positionals else None
     if model is None:
-        raise ConfigError('which model? aerie generate MODEL "prompt"; MODEL is a folder or a name on a hub')
-    texts = [*words, *([] if args.prompt is None else [args.prompt])]
+        raise ConfigError('no model is given: aerie generate MODEL "prompt"; MODEL is a folder or a name on a hub')
+    texts = [*positionals, *([] if args.prompt is None else [args.prompt])]
     if len(texts) + (args.prompt_token_ids is not None) != 1:
         raise ConfigError('give one prompt: aerie generate MODEL "prompt", --prompt or --prompt-token-ids')
     return model, texts[0] if texts else None
@@ -131,7 +131,7 @@ def _model_and_text(args: argparse.Namespace) -> tuple[str, str | None]:
 def _prompt_ids(args: argparse.Namespace, model: str, text: str | None, engine: Engine) -> list[int]:
     if text is None:
         try:
-            return [int(part) for part in args.prompt_token_ids.split(",")]
+            return [int(token) for token in args.prompt_token_ids.split(",")]
         except ValueError:
             raise ConfigError(
                 f"--prompt-token-ids must be integers joined by commas, got {args.prompt_token_ids!r}"

@@ -13,16 +13,19 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from cluster.arch.dtypes import BYTES
+from cluster.arch.dtypes import COMPUTE_DTYPE_BYTES
 from cluster.arch.hub.names import HUB_NAME, hub_model
-from cluster.arch.hub.outline import outline
-from cluster.arch.hub.snapshot import resolved
-from cluster.config import CACHES, ConfigError
-from cluster.tools.engine_flags import add_override_argument, overrides_of
+from cluster.arch.hub.outline import header_folder
+from cluster.arch.hub.snapshot import resolve_commit
+from cluster.config import KV_CACHE_DTYPES, ConfigError
+from cluster.tools.engine_flags import add_override_argument, parse_overrides
 from cluster.tools.summary import ASSUMED_DEVICE, Report, summary
 
-DRIVERS = ("/dev/nvidiactl", "/dev/dxg")  # device files of NVIDIA's driver: Linux, and Windows Subsystem for Linux
-UNSHOWN = ("tensors", "spec", "choices", "doubts", "folder", "quantised")
+DRIVER_DEVICES = (
+    "/dev/nvidiactl",
+    "/dev/dxg",
+)  # device files of NVIDIA's driver: Linux, and Windows Subsystem for Linux
+HIDDEN_FACTS = ("tensors", "spec", "choices", "doubts", "folder", "quantised")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,14 +35,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tp", type=int, default=1, help="number of ranks")
     parser.add_argument("--dp", type=int, default=1, help="number of attention groups that the ranks form")
     parser.add_argument("--ep", type=int, default=1, help="ep_size: parts that whole experts are divided into")
-    parser.add_argument("--dtype", default="auto", choices=["auto", *BYTES])
+    parser.add_argument("--dtype", default="auto", choices=["auto", *COMPUTE_DTYPE_BYTES])
     parser.add_argument(
         "--device",
         choices=["cuda", "cpu"],
         help="what dtype and memory are told for (default: a GPU, and beside it this machine where it has none)",
     )
     parser.add_argument(
-        "--kv-cache-dtype", default="auto", choices=CACHES, help="what the KV caches hold (default: auto, as --dtype)"
+        "--kv-cache-dtype",
+        default="auto",
+        choices=KV_CACHE_DTYPES,
+        help="what the KV caches hold (default: auto, as --dtype)",
     )
     add_override_argument(parser)
     parser.add_argument("--token-map", metavar="FILE", help="speculative_token_map: a .json or .safetensors file")
@@ -53,21 +59,21 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: an override is wrong, or a flag of the draft is given without --draft.
     """
-    overrides = overrides_of(args.draft_override)
+    overrides = parse_overrides(args.draft_override)
     if args.draft is None and (overrides or args.token_map):
         raise ConfigError("--draft-override and --token-map apply to a draft; give --draft as well")
     with ExitStack() as stack:
-        shown: dict[str, str] = {}  # temporary folder of headers -> name of the model on a hub
+        hub_names: dict[str, str] = {}  # temporary folder of headers -> name of the model on a hub
         try:
-            folders = [_folder_of(given, stack, shown) for given in (args.path, args.draft)]
+            folders = [_local_folder(model, stack, hub_names) for model in (args.path, args.draft)]
         except ConfigError as error:
             report = Report(problems=[str(error)])
         else:
-            how = argparse.Namespace(**{**vars(args), "path": folders[0], "draft": folders[1]})
-            report = _report(how, overrides, args.device or ASSUMED_DEVICE)
-            if args.device is None and not gpu_here():
-                report.here = _here(_report(how, overrides, "cpu"), report)
-            report = _named(report, shown)
+            resolved_args = argparse.Namespace(**{**vars(args), "path": folders[0], "draft": folders[1]})
+            report = _report(resolved_args, overrides, args.device or ASSUMED_DEVICE)
+            if args.device is None and not has_gpu():
+                report.here = _cpu_differences(_report(resolved_args, overrides, "cpu"), report)
+            report = _with_hub_names(report, hub_names)
     if args.json:
         print(json.dumps(asdict(report)))
     else:
@@ -75,9 +81,9 @@ def run(args: argparse.Namespace) -> int:
     return 1 if report.problems or (report.here or {}).get("problems") else 0
 
 
-def gpu_here() -> bool:
+def has_gpu() -> bool:
     """Return whether this machine has a GPU to serve on. torch is imported only if a driver's device file exists."""
-    if not any(Path(driver).exists() for driver in DRIVERS):
+    if not any(Path(driver).exists() for driver in DRIVER_DEVICES):
         return False
     return bool(importlib.import_module("torch").cuda.is_available())
 
@@ -90,75 +96,81 @@ def _report(args: argparse.Namespace, overrides: dict[str, Any] | None, device: 
             return report
     module = importlib.import_module("cluster.tools.tensor_report")
     setup = module.ServingSetup(args.tp, args.dp, args.ep, args.dtype, device, args.kv_cache_dtype)
-    found: Report = module.inspect(args.path, args.draft, setup, (overrides, args.token_map))
-    return found
+    report_of_tensors: Report = module.inspect(args.path, args.draft, setup, (overrides, args.token_map))
+    return report_of_tensors
 
 
-def _here(here: Report, report: Report) -> dict[str, Any]:
-    """Return the memory in `here`, and its quantised weights and its problems if they differ from those in `report`."""
-    found = dict(here.memory)
-    for name, one, two in (("target", here.target, report.target), ("draft", here.draft or {}, report.draft or {})):
-        if one.get("quantised") != two.get("quantised"):
-            found[f"{name}_quantised"] = one.get("quantised")
-    if here.problems != report.problems:
-        found["problems"] = here.problems
-    return found
+def _cpu_differences(cpu_report: Report, gpu_report: Report) -> dict[str, Any]:
+    """Return the memory in `cpu_report`, and its quantised weights and its problems if they differ from those in
+    `gpu_report`.
+    """
+    differences = dict(cpu_report.memory)
+    for name, on_cpu, on_gpu in (
+        ("target", cpu_report.target, gpu_report.target),
+        ("draft", cpu_report.draft or {}, gpu_report.draft or {}),
+    ):
+        if on_cpu.get("quantised") != on_gpu.get("quantised"):
+            differences[f"{name}_quantised"] = on_cpu.get("quantised")
+    if cpu_report.problems != gpu_report.problems:
+        differences["problems"] = cpu_report.problems
+    return differences
 
 
-def _folder_of(given: str | None, stack: ExitStack, shown: dict[str, str]) -> str | None:
-    """Return `given` if it is a folder or None. If it is the name of a model on a hub, return a temporary folder with
-    the model's configs and headers. The folder exists until `stack` is closed. Add the folder and the name to `shown`.
+def _local_folder(model_argument: str | None, stack: ExitStack, hub_names: dict[str, str]) -> str | None:
+    """Return `model_argument` if it is a folder or None. If it is the name of a model on a hub, return a temporary
+    folder with the model's configs and headers. The folder exists until `stack` is closed. Add the folder and the name
+    to `hub_names`.
 
     Raises:
         ConfigError: the model cannot be read from the hub.
     """
-    model = None if given is None else hub_model(given)
+    model = None if model_argument is None else hub_model(model_argument)
     if model is None:
-        return given
-    model = resolved(model)
-    folder = stack.enter_context(outline(model))
-    shown[folder] = model.shown
+        return model_argument
+    model = resolve_commit(model)
+    folder = stack.enter_context(header_folder(model))
+    hub_names[folder] = model.display_name
     return folder
 
 
-def _named(report: Report, shown: dict[str, str]) -> Report:
+def _with_hub_names(report: Report, hub_names: dict[str, str]) -> Report:
     """Return the report with temporary folders replaced by the names of their models."""
-    if not shown:
+    if not hub_names:
         return report
     text = json.dumps(asdict(report), ensure_ascii=False)
-    for folder, name in shown.items():
+    for folder, name in hub_names.items():
         text = text.replace(folder, name)
     return Report(**json.loads(text))
 
 
 def _print(report: Report, tensors: bool) -> None:
-    for title, found in (("target", report.target), ("draft", report.draft or {})):
-        if not found:
+    for title, model_report in (("target", report.target), ("draft", report.draft or {})):
+        if not model_report:
             continue
-        facts = [f"{key} {_shown(value)}" for key, value in found.items() if key not in UNSHOWN]
-        print(f"{title} {found['folder']}: {', '.join(facts)}")
-        for line in found.get("quantised", ()):
+        facts = [f"{key} {_formatted(value)}" for key, value in model_report.items() if key not in HIDDEN_FACTS]
+        print(f"{title} {model_report['folder']}: {', '.join(facts)}")
+        for line in model_report.get("quantised", ()):
             print(f"  {line}")
-        for fact, choice in found.get("choices", {}).items():
+        for fact, choice in model_report.get("choices", {}).items():
             print(f"  {fact} = {choice['value']}  ({choice['source']})")
-        for doubt in found.get("doubts", ()):
+        for doubt in model_report.get("doubts", ()):
             print(f"  doubt: {doubt}")
     for key, value in (report.memory | report.features).items():
-        print(f"{key}: {_shown(value)}")
+        print(f"{key}: {_formatted(value)}")
     if report.here:
-        here = ", ".join(f"{key} {_shown(value)}" for key, value in report.here.items())
+        here = ", ".join(f"{key} {_formatted(value)}" for key, value in report.here.items())
         print(f"this machine has no GPU; here it is served with: {here}")
     for problem in report.problems:
         print(f"problem: {problem}")
     verdict = "can be served" if not report.problems else f"cannot be served: {len(report.problems)} problem(s)"
     print(f"{Path(str(report.target.get('folder', 'this'))).name}: {verdict}")
-    for found in (report.target, report.draft or {}) if tensors else ():
-        for tensor in found.get("tensors", ()):
-            held = f"{tensor['numbers']:,} numbers per rank"
-            lies = f"{tensor['name']} {tensor['shape']} {tensor['dtype']} in {tensor['file']}"
-            print(f"  {lies} -> {tensor['goes_to']}, {held}")
+    for model_report in (report.target, report.draft or {}) if tensors else ():
+        for tensor in model_report.get("tensors", ()):
+            elements = f"{tensor['numbers']:,} numbers per rank"
+            stored_tensor = f"{tensor['name']} {tensor['shape']} {tensor['dtype']} in {tensor['file']}"
+            print(f"  {stored_tensor} -> {tensor['goes_to']}, {elements}")
 
 
-def _shown(value: object) -> str:
+def _formatted(value: object) -> str:
     """Return an integer with commas between thousands, and any other value as `str`."""
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

@@ -3,7 +3,7 @@ the draft's tensors, if the tensors allow several.
 
 Each value of each fact that the tensors do not settle is tried on a few short prompts with fixed seeds, so all readings
 draft for the same text. A value that differs from the draft's config or format is recommended only if its accept length
-is higher by the factor `MARGIN`.
+is higher by the factor `MIN_IMPROVEMENT`.
 """
 
 import argparse
@@ -12,13 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cluster.arch.draft.sample import FILE
+from cluster.arch.draft.sample import SAMPLE_FILE
 from cluster.arch.hub import fetch
 from cluster.config import DRAFT_FACTS, ConfigError, EngineConfig
 from cluster.engine.build import build_engine
 from cluster.offline.stepping import complete
 from cluster.request import Request, RequestParams
-from cluster.tools.sample_draft import settings_of
+from cluster.tools.sample_draft import pair_settings
 
 PROMPTS = (
     "def median(values):\n    ordered = sorted(values)\n    middle = len(ordered) // 2\n",
@@ -28,11 +28,11 @@ PROMPTS = (
     "import argparse\n\nparser = argparse.ArgumentParser()\nparser.add_argument(",
     "To boil an egg, first bring the water to",
 )
-NEW_TOKENS = 64
+MAX_NEW_TOKENS = 64
 NUM_STEPS = 4
-MARGIN = 1.04
-"""Another value is used only if its accept length is more than `MARGIN` times the best so far. The demo draft's accept
-length changes by up to 2%, up or down, between readings that differ by one aux layer.
+MIN_IMPROVEMENT = 1.04
+"""Another value is used only if its accept length is more than `MIN_IMPROVEMENT` times the best so far. The demo
+draft's accept length changes by up to 2%, up or down, between readings that differ by one aux layer.
 """
 
 
@@ -46,38 +46,42 @@ class Reading(NamedTuple):
     error: str = ""
 
 
-def probe_draft(draft: str, target: str, algorithm: str | None, say: Callable[[Reading], None]) -> dict[str, Any]:
+def probe_draft(draft: str, target: str, algorithm: str | None, report: Callable[[Reading], None]) -> dict[str, Any]:
     """Return the overrides to set: values that differ from the draft's config or format and have a higher accept length
-    by the factor `MARGIN`. Facts are tried one by one, starting from the best reading so far. `say` is called with
-    every reading.
+    by the factor `MIN_IMPROVEMENT`. Facts are tried one by one, starting from the best reading so far. `report` is
+    called with every reading.
 
     Raises:
         ConfigError: the pair cannot be served or has no tokenizer, or the draft has a sample, which settles its facts.
     """
-    config = fetch(EngineConfig.from_kwargs(settings_of(draft, target, algorithm)))
+    config = fetch(EngineConfig.from_kwargs(pair_settings(draft, target, algorithm)))
     target, draft = config.model_path, config.speculative_draft_model_path or draft
-    if (Path(draft) / FILE).exists():
-        raise ConfigError(f"draft {draft!r} has a {FILE}, which settles how it is read; remove it to probe anyway")
-    best, facts = _read(draft, target, algorithm, {})
-    say(best)
+    if (Path(draft) / SAMPLE_FILE).exists():
+        raise ConfigError(
+            f"draft {draft!r} has a {SAMPLE_FILE}, which settles how it is read; remove it to probe anyway"
+        )
+    best, facts = _measure_reading(draft, target, algorithm, {})
+    report(best)
     if best.error:
         raise ConfigError(best.error)
     for fact, value in facts.items():
-        for other in DRAFT_FACTS.get(fact, ()):
-            if other == value:
+        for candidate in DRAFT_FACTS.get(fact, ()):
+            if candidate == value:
                 continue
-            reading, _ = _read(draft, target, algorithm, {**best.overrides, fact: other})
-            say(reading)
-            if reading.accept_length > MARGIN * best.accept_length:
+            reading, _ = _measure_reading(draft, target, algorithm, {**best.overrides, fact: candidate})
+            report(reading)
+            if reading.accept_length > MIN_IMPROVEMENT * best.accept_length:
                 best = reading
     return best.overrides
 
 
-def _read(draft: str, target: str, algorithm: str | None, overrides: dict[str, Any]) -> tuple[Reading, dict[str, Any]]:
+def _measure_reading(
+    draft: str, target: str, algorithm: str | None, overrides: dict[str, Any]
+) -> tuple[Reading, dict[str, Any]]:
     """Generate with the draft read by `overrides`; return the reading and the value of each of its facts."""
-    settings = settings_of(draft, target, algorithm) | {
+    settings = pair_settings(draft, target, algorithm) | {
         "max_running_requests": len(PROMPTS),
-        "context_length": 2 * NEW_TOKENS + 64,
+        "context_length": 2 * MAX_NEW_TOKENS + 64,
         "speculative_num_steps": NUM_STEPS,
         "speculative_draft_overrides": overrides,
     }
@@ -87,12 +91,18 @@ def _read(draft: str, target: str, algorithm: str | None, overrides: dict[str, A
         return Reading(overrides, 0.0, str(error)), {}
     if engine.tokenizer is None:
         raise ConfigError(f"target {target!r} has no tokenizer.json, which the probe's prompts need")
-    params = [RequestParams(seed=seed, max_tokens=NEW_TOKENS, ignore_eos=True) for seed in range(len(PROMPTS))]
-    prompts = [tuple(engine.tokenizer.encode(text)[-NEW_TOKENS:]) for text in PROMPTS]
-    complete(engine, [Request(p, ids, own) for p, ids, own in zip(PROMPTS, prompts, params, strict=True)])
-    described = engine.info().draft
-    assert described is not None, "a draft was asked for"
-    facts = {fact: chosen.value for fact, chosen in described.choices.items()}
+    params = [RequestParams(seed=seed, max_tokens=MAX_NEW_TOKENS, ignore_eos=True) for seed in range(len(PROMPTS))]
+    prompts = [tuple(engine.tokenizer.encode(text)[-MAX_NEW_TOKENS:]) for text in PROMPTS]
+    complete(
+        engine,
+        [
+            Request(prompt, prompt_ids, request_params)
+            for prompt, prompt_ids, request_params in zip(PROMPTS, prompts, params, strict=True)
+        ],
+    )
+    draft_info = engine.info().draft
+    assert draft_info is not None, "a draft was asked for"
+    facts = {fact: chosen.value for fact, chosen in draft_info.choices.items()}
     return Reading(overrides, engine.status().accept_length), facts
 
 
@@ -108,20 +118,20 @@ def run(args: argparse.Namespace) -> int:
     """Print every reading, and the setting to make."""
     readings: list[Reading] = []
 
-    def say(reading: Reading) -> None:
+    def report(reading: Reading) -> None:
         readings.append(reading)
         if not args.json:
-            print(f"{_words(reading.overrides):<50} {reading.error or f'accept length {reading.accept_length:.3f}'}")
+            print(f"{_describe(reading.overrides):<50} {reading.error or f'accept length {reading.accept_length:.3f}'}")
 
-    best = probe_draft(args.draft, args.target, args.algorithm, say)
+    best = probe_draft(args.draft, args.target, args.algorithm, report)
     if args.json:
         print(json.dumps({"readings": [r._asdict() for r in readings], "speculative_draft_overrides": best}))
     elif best:
         print(f"set speculative_draft_overrides: {json.dumps(best)}")
     else:
-        print(f"no other reading is better by {MARGIN - 1:.0%}: leave speculative_draft_overrides as it is")
+        print(f"no other reading is better by {MIN_IMPROVEMENT - 1:.0%}: leave speculative_draft_overrides as it is")
     return 0
 
 
-def _words(overrides: dict[str, Any]) -> str:
+def _describe(overrides: dict[str, Any]) -> str:
     return ", ".join(f"{fact} {value}" for fact, value in overrides.items()) or "as its config and format say"

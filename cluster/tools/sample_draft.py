@@ -9,19 +9,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from cluster.arch.draft.sample import FILE, Sample
+from cluster.arch.draft.sample import SAMPLE_FILE, Sample
 from cluster.arch.keys import check_folder
 from cluster.config import ConfigError, EngineConfig
 from cluster.engine.build import build_engine
 from cluster.spec.inputs import EagleDraftInput
-from cluster.tools.engine_flags import add_override_argument, overrides_of
+from cluster.tools.engine_flags import add_override_argument, parse_overrides
 
-TOKENS = 24
-CLEAR = math.log(0.55)  # a probability above one half, with a margin for rounding
-TEXT = "def walk(path):\n    for name in sorted(os.listdir(path)):\n        yield os.path.join(path, name)\n" * 2
+SAMPLE_TOKENS = 24
+CLEAR_LOGPROB = math.log(0.55)  # a probability above one half, with a margin for rounding
+SAMPLE_TEXT = "def walk(path):\n    for name in sorted(os.listdir(path)):\n        yield os.path.join(path, name)\n" * 2
 
 
-def settings_of(draft: str, target: str, algorithm: str | None) -> dict[str, object]:
+def pair_settings(draft: str, target: str, algorithm: str | None) -> dict[str, object]:
     """Return the engine settings that name a target, its draft and the speculative algorithm."""
     return {"model_path": target, "speculative_algorithm": algorithm, "speculative_draft_model_path": draft}
 
@@ -36,42 +36,42 @@ def sample_draft(
         ConfigError: `draft` is not a folder, a sample exists already, or the pair cannot be served.
     """
     check_folder(draft)
-    file = Path(draft) / FILE
+    file = Path(draft) / SAMPLE_FILE
     if file.exists():
-        raise ConfigError(f"{str(file)!r} is there already; remove it to write another one")
-    settings = settings_of(draft, target, algorithm) | {
+        raise ConfigError(f"{str(file)!r} exists already; remove it to write another one")
+    settings = pair_settings(draft, target, algorithm) | {
         "max_running_requests": 1,
-        "context_length": 4 * TOKENS,
+        "context_length": 4 * SAMPLE_TOKENS,
         "dtype": dtype,
         "speculative_draft_overrides": overrides or {},
     }
     engine = build_engine(EngineConfig.from_kwargs(settings))
     if engine.tokenizer is None:
-        tokens = [i % engine.info().vocab_size for i in range(1, TOKENS + 1)]
+        tokens = [i % engine.info().vocab_size for i in range(1, SAMPLE_TOKENS + 1)]
     else:
-        tokens = engine.tokenizer.encode(TEXT)[:TOKENS]
-    sample = clearest(engine.sample_draft, tokens)
+        tokens = engine.tokenizer.encode(SAMPLE_TEXT)[:SAMPLE_TOKENS]
+    sample = clearest_sample(engine.sample_draft, tokens)
     file.write_text(json.dumps(sample._asdict()) + "\n", encoding="utf-8")
     return list(sample.tokens)
 
 
-def clearest(sample_draft: Callable[[tuple[int, ...]], EagleDraftInput], tokens: Sequence[int]) -> Sample:
+def clearest_sample(sample_draft: Callable[[tuple[int, ...]], EagleDraftInput], tokens: Sequence[int]) -> Sample:
     """Return the draft's output after the longest prefix of `tokens` (more than half of them) whose next token is
-    clear. A token is clear if its log-probability is above `CLEAR`: it then stays the likeliest under another machine's
-    rounding. If no next token is clear, the prefix with the likeliest next token is used.
+    clear. A token is clear if its log-probability is above `CLEAR_LOGPROB`: it then stays the likeliest under another
+    machine's rounding. If no next token is clear, the prefix with the likeliest next token is used.
     """
     best: Sample | None = None
-    for count in range(len(tokens), len(tokens) // 2, -1):
-        given = sample_draft(tuple(tokens[:count]))
+    for prefix_length in range(len(tokens), len(tokens) // 2, -1):
+        draft_input = sample_draft(tuple(tokens[:prefix_length]))
         sample = Sample(
-            tokens=tuple(tokens[:count]),
-            hidden=tuple(float(f"{number:.7g}") for number in given.hidden[0].tolist()),
-            token=int(given.topk_index[0, 0]),
-            logprob=float(given.topk_logprobs[0, 0]),
+            tokens=tuple(tokens[:prefix_length]),
+            hidden=tuple(float(f"{number:.7g}") for number in draft_input.hidden[0].tolist()),
+            token=int(draft_input.topk_index[0, 0]),
+            logprob=float(draft_input.topk_logprobs[0, 0]),
         )
         if best is None or sample.logprob > best.logprob:
             best = sample
-        if best.logprob > CLEAR:
+        if best.logprob > CLEAR_LOGPROB:
             break
     assert best is not None, "no tokens"
     return best
@@ -88,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the sample and print its file."""
-    overrides = overrides_of(args.draft_override)
+    overrides = parse_overrides(args.draft_override)
     tokens = sample_draft(args.draft, args.target, args.algorithm, args.dtype, overrides)
-    print(f"{Path(args.draft) / FILE}: the output of {args.draft} after {len(tokens)} tokens of {args.target}")
+    print(f"{Path(args.draft) / SAMPLE_FILE}: the output of {args.draft} after {len(tokens)} tokens of {args.target}")
     return 0

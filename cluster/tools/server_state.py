@@ -7,7 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.tools.client import Client, NoAnswerError
 
-REMEMBERED_S = 15.0  # a gang is dropped if no /server_info page has described it for this long
+GANG_MEMORY_S = 15.0  # a gang is dropped if no /server_info page has described it for this long
 RANK_FACTS = ("step", "phase", "running", "waiting", "accept_length")
 
 
@@ -19,9 +19,9 @@ class ServerWatch:
     def __init__(self, client: Client) -> None:
         self._client = client
         self._gangs: dict[str, tuple[float, dict[str, Any]]] = {}
-        self._before: tuple[float, dict[str, float]] | None = None
+        self._last_sums: tuple[float, dict[str, float]] | None = None
 
-    def look(self) -> dict[str, Any]:
+    def poll(self) -> dict[str, Any]:
         """Return the server's state. Tokens per second and accept length cover the time since the last call. Both are
         None at the first call. The accept length is also None if nothing was drafted.
 
@@ -34,25 +34,27 @@ class ServerWatch:
         sums = totals(self._client.page("/metrics"))
         now = time.monotonic()
         self._gangs[info.get("gang", "")] = now, info
-        self._gangs = {name: seen for name, seen in self._gangs.items() if now - seen[0] < REMEMBERED_S}
-        then, before = self._before or (now, sums)
-        self._before = now, sums
-        grew = {name: value - before.get(name, 0.0) for name, value in sums.items()}
-        tokens, drafts = grew.get("aerie_generated_tokens_total", 0.0), grew.get("aerie_drafts_total", 0.0)
-        accepted = grew.get("aerie_accepted_draft_tokens_total", 0.0)
+        self._gangs = {name: entry for name, entry in self._gangs.items() if now - entry[0] < GANG_MEMORY_S}
+        last_time, last_sums = self._last_sums or (now, sums)
+        self._last_sums = now, sums
+        increases = {name: value - last_sums.get(name, 0.0) for name, value in sums.items()}
+        tokens, drafts = increases.get("aerie_generated_tokens_total", 0.0), increases.get("aerie_drafts_total", 0.0)
+        accepted = increases.get("aerie_accepted_draft_tokens_total", 0.0)
         return {
             "url": self._client.url,
             "model": info.get("model_id"),
             "version": info.get("version"),
             # the sum over replicas falls when a replica ends
-            "tokens_per_second": max(0.0, tokens) / (now - then) if now > then else None,
+            "tokens_per_second": max(0.0, tokens) / (now - last_time) if now > last_time else None,
             "accept_length": 1.0 + accepted / drafts if drafts > 0 and accepted >= 0 else None,
             "streaming": int(sums.get("aerie_open_requests/streaming", 0)),
             "waiting": int(sums.get("aerie_open_requests/waiting", 0)),
             "losses": int(sums.get("aerie_rank_losses_total", 0)),
             "restarts": int(sums.get("aerie_gang_restarts_total", 0)),
             "resumed_streams": int(sums.get("aerie_resumed_streams_total", 0)),
-            "gangs": [{**gang_of(facts), "age_s": now - at} for _, (at, facts) in sorted(self._gangs.items())],
+            "gangs": [
+                {**gang_of(facts), "age_s": now - seen_at} for _, (seen_at, facts) in sorted(self._gangs.items())
+            ],
         }
 
 
@@ -70,7 +72,7 @@ def totals(page: str) -> dict[str, float]:
 
 def gang_of(info: dict[str, Any]) -> dict[str, Any]:
     """Return the state of one gang from its /server_info. A rank without a heartbeat is `silent`."""
-    beats = {beat["rank"]: beat for beat in info.get("ranks", [])}
+    heartbeats = {heartbeat["rank"]: heartbeat for heartbeat in info.get("ranks", [])}
     return {
         "gang": info.get("gang", ""),
         "healthy": info["healthy"],
@@ -78,19 +80,19 @@ def gang_of(info: dict[str, Any]) -> dict[str, Any]:
         "epoch": info["epoch"],
         "queued_tokens": info["queued_tokens"],
         "restarts": info["restarts"],
-        "ranks": [_rank_of(rank, beats.get(rank)) for rank in range(info.get("world", len(beats)))],
+        "ranks": [_rank_of(rank, heartbeats.get(rank)) for rank in range(info.get("world", len(heartbeats)))],
     }
 
 
-def _rank_of(rank: int, beat: dict[str, Any] | None) -> dict[str, Any]:
-    if beat is None:
+def _rank_of(rank: int, heartbeat: dict[str, Any] | None) -> dict[str, Any]:
+    if heartbeat is None:
         return {"rank": rank, "state": "silent"}
-    pages = {state: beat[f"pages_{state}"] for state in ("free", "used", "cached")}
-    whole = sum(pages.values()) or 1
+    pages = {state: heartbeat[f"pages_{state}"] for state in ("free", "used", "cached")}
+    total_pages = sum(pages.values()) or 1
     return {
         "rank": rank,
-        "state": "busy" if beat["busy"] else "idle",
-        **{name: beat[name] for name in RANK_FACTS},
-        "kv_used": pages["used"] / whole,
-        "kv_cached": pages["cached"] / whole,
+        "state": "busy" if heartbeat["busy"] else "idle",
+        **{name: heartbeat[name] for name in RANK_FACTS},
+        "kv_used": pages["used"] / total_pages,
+        "kv_cached": pages["cached"] / total_pages,
     }

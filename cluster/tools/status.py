@@ -14,7 +14,7 @@ from cluster.tools.server_state import ServerWatch
 from cluster.tools.terminal import Colour, Screen
 
 URL = "http://127.0.0.1:8000"
-EVERY_S = 1.0
+INTERVAL_S = 1.0
 TIMEOUT_S = 3.0
 REASON_WIDTH = 76
 HEADERS = ("rank", "state", "step", "phase", "running", "waiting", "KV used", "cached", "accept length")
@@ -38,14 +38,14 @@ def run(args: argparse.Namespace) -> int:
     watch, screen = ServerWatch(Client(args.url, args.api_key, TIMEOUT_S)), Screen()
     try:
         if args.once:
-            watch.look()
-            time.sleep(EVERY_S)  # a rate needs two looks
-            _show(watch.look(), args.json, screen)
+            watch.poll()
+            time.sleep(INTERVAL_S)  # a rate needs two polls
+            _show(watch.poll(), args.json, screen)
             return 0
         while True:
-            began = time.monotonic()
-            _show(_look(watch), args.json, screen)
-            time.sleep(max(0.0, began + EVERY_S - time.monotonic()))
+            started_at = time.monotonic()
+            _show(_poll(watch), args.json, screen)
+            time.sleep(max(0.0, started_at + INTERVAL_S - time.monotonic()))
     except NoAnswerError as error:
         print(f"aerie status: {error}", file=sys.stderr)
         return 1
@@ -53,9 +53,9 @@ def run(args: argparse.Namespace) -> int:
         return 0
 
 
-def _look(watch: ServerWatch) -> dict[str, Any]:
+def _poll(watch: ServerWatch) -> dict[str, Any]:
     try:
-        return watch.look()
+        return watch.poll()
     except NoAnswerError as error:
         return {"error": str(error)}
 
@@ -83,14 +83,14 @@ def lines_of(state: dict[str, Any]) -> list[Line]:
 
 
 def _gang_lines(gang: dict[str, Any]) -> list[Line]:
-    heard = "" if gang["age_s"] < 2 * EVERY_S else f", {gang['age_s']:.0f} s ago"
-    head = f"gang {gang['gang']}, life {gang['epoch']}, {gang['queued_tokens']} tokens queued{heard}: "
-    lines: list[Line] = [(head + "serving", "green")] if gang["healthy"] else [(head + "not serving", "red")]
+    age_text = "" if gang["age_s"] < 2 * INTERVAL_S else f", {gang['age_s']:.0f} s ago"
+    prefix = f"gang {gang['gang']}, incarnation {gang['epoch']}, {gang['queued_tokens']} tokens queued{age_text}: "
+    lines: list[Line] = [(prefix + "serving", "green")] if gang["healthy"] else [(prefix + "not serving", "red")]
     lines += [(f"  {line}", "red") for line in wrap(gang["reason"], REASON_WIDTH)]
-    first, *rows = columns([HEADERS, *map(_cells, gang["ranks"])])
-    lines += [(first, "dim"), *((row, None) for row in rows)]
+    header, *rows = columns([HEADERS, *map(_cells, gang["ranks"])])
+    lines += [(header, "dim"), *((row, None) for row in rows)]
     if gang["restarts"]:
-        lines.append((_loss(gang["restarts"][-1]), "dim"))
+        lines.append((_loss_line(gang["restarts"][-1]), "dim"))
     return lines
 
 
@@ -98,14 +98,18 @@ def _cells(rank: dict[str, Any]) -> tuple[str, ...]:
     if rank["state"] == "silent":
         return (str(rank["rank"]), "silent", *["-"] * (len(HEADERS) - 2))
     numbers = (str(rank["step"]), rank["phase"] or "-", str(rank["running"]), str(rank["waiting"]))
-    kept = (f"{rank['kv_used']:.0%}", f"{rank['kv_cached']:.0%}", _figure(rank["accept_length"] or None))
-    return (str(rank["rank"]), rank["state"], *numbers, *kept)
+    kv_and_accept_length = (
+        f"{rank['kv_used']:.0%}",
+        f"{rank['kv_cached']:.0%}",
+        _figure(rank["accept_length"] or None),
+    )
+    return (str(rank["rank"]), rank["state"], *numbers, *kv_and_accept_length)
 
 
-def _loss(loss: dict[str, Any]) -> str:
-    at = datetime.fromtimestamp(loss["at"], UTC).strftime("%Y-%m-%d %H:%M:%SZ")
-    back = "not back yet" if loss["restored_s"] is None else f"served again after {loss['restored_s']:.1f} s"
-    return f"latest loss, {at}: rank {loss['rank']} {loss['kind']} at step {loss['step']}; {back}"
+def _loss_line(loss: dict[str, Any]) -> str:
+    lost_at = datetime.fromtimestamp(loss["at"], UTC).strftime("%Y-%m-%d %H:%M:%SZ")
+    recovery = "not back yet" if loss["restored_s"] is None else f"served again after {loss['restored_s']:.1f} s"
+    return f"latest loss, {lost_at}: rank {loss['rank']} {loss['kind']} at step {loss['step']}; {recovery}"
 
 
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from cluster.arch.dtypes import BYTES, PLAIN, cache_dtype, compute_dtype
+from cluster.arch.dtypes import COMPUTE_DTYPE_BYTES, UNQUANTISED_DTYPES, cache_dtype, compute_dtype
 from cluster.arch.read import read_target
 from cluster.arch.safetensors.stored import stored_tensors
 from cluster.arch.safetensors.tensors import ATTENTION_SCALES, check_tensors, target_tensors
@@ -29,9 +29,9 @@ class Report:
     here: dict[str, Any] | None = None
 
 
-def described(folder: str, arch: TargetArch) -> dict[str, Any]:
+def describe_target(folder: str, arch: TargetArch) -> dict[str, Any]:
     """Return a target's sizes, dtype and files, as JSON-ready values."""
-    held = stored_tensors(folder)
+    tensors = stored_tensors(folder)
     return {
         "folder": folder,
         "family": arch.family,
@@ -41,8 +41,8 @@ def described(folder: str, arch: TargetArch) -> dict[str, Any]:
         "context_length": arch.max_position,
         "stored_dtype": arch.dtype,
         "parameters": sum(prod(shape) for _, shape in target_tensors(arch)),
-        "stored_bytes": sum(stored.stop - stored.start for _, _, stored in held.values()),
-        "files": len({path for path, _, _ in held.values()}),
+        "stored_bytes": sum(stored.stop - stored.start for _, _, stored in tensors.values()),
+        "files": len({path for path, _, _ in tensors.values()}),
     }
 
 
@@ -64,24 +64,31 @@ def summary(folder: str, dtype: str = "auto", device: str = ASSUMED_DEVICE, cach
     try:
         arch = read_target(folder)
         check_tensors(folder, arch)
-        held = stored_tensors(folder)
+        tensors = stored_tensors(folder)
     except ConfigError:
         return None
-    if any(stored.dtype not in PLAIN or re.search(ATTENTION_SCALES, name) for name, (_, _, stored) in held.items()):
+    if any(
+        stored.dtype not in UNQUANTISED_DTYPES or re.search(ATTENTION_SCALES, name)
+        for name, (_, _, stored) in tensors.items()
+    ):
         return None
-    compute = compute_dtype(arch, dtype, device)
-    kept = cache_dtype(cache, compute)
-    cell = prod(arch.layer.cell) * BYTES[kept] if kept in BYTES else arch.layer.coded_cell.nbytes
-    target = described(folder, arch)
+    compute_dtype_name = compute_dtype(arch, dtype, device)
+    kv_dtype = cache_dtype(cache, compute_dtype_name)
+    cell_bytes = (
+        prod(arch.layer.cell) * COMPUTE_DTYPE_BYTES[kv_dtype]
+        if kv_dtype in COMPUTE_DTYPE_BYTES
+        else arch.layer.fp8_cell.nbytes
+    )
+    target = describe_target(folder, arch)
     memory = {
         "tp": 1,
         "dp": 1,
         "ep": 1,
-        "dtype": compute,
-        "kv_cache_dtype": kept,
+        "dtype": compute_dtype_name,
+        "kv_cache_dtype": kv_dtype,
         "device": device,
-        "target_bytes_per_rank": target["parameters"] * BYTES[compute],
+        "target_bytes_per_rank": target["parameters"] * COMPUTE_DTYPE_BYTES[compute_dtype_name],
         "draft_bytes_per_rank": 0,
-        "kv_bytes_per_token": arch.num_layers * cell,
+        "kv_bytes_per_token": arch.num_layers * cell_bytes,
     }
     return Report(target, None, memory, features_of(arch))

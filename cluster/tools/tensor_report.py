@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from cluster.arch import DraftSpec, TargetArch, outline, read_draft, read_target
+from cluster.arch import DraftSpec, TargetArch, read_draft, read_recurrent_target, read_target
 from cluster.arch.draft.sample import read_sample
 from cluster.arch.dtypes import cache_dtype, compute_dtype
-from cluster.arch.layer import experts_of
-from cluster.arch.resolve import check_parts
+from cluster.arch.layer import moe_of
+from cluster.arch.resolve import check_expert_shards
 from cluster.config import ConfigError
 from cluster.config.tree_shape import DEFAULT_NUM_STEPS
 from cluster.distributed.mesh import Shard
@@ -25,23 +25,23 @@ from cluster.kernels.interface import Stack, Weight
 from cluster.kernels.quantised import Quantised
 from cluster.kernels.torch_kernels import TorchKernels
 from cluster.kv.pool import pool_bytes
-from cluster.models.checkpoint import Checkpoint, Matrix
-from cluster.models.context import WHOLE, ModelContext, Sharding, where_experts_are
-from cluster.models.formats import place_of
+from cluster.models.checkpoint import Checkpoint, CheckpointMatrix
+from cluster.models.context import UNSHARDED, ModelContext, Sharding, describe_expert_placement
+from cluster.models.formats import codes_name_of
 from cluster.models.load import local_heads
 from cluster.models.registry import DRAFTS
 from cluster.models.stored import Span
 from cluster.models.target import DecoderTarget
-from cluster.spec.multilayer import kept_bytes
-from cluster.tools.summary import ASSUMED_DEVICE, Report, described, features_of
+from cluster.spec.multilayer import buffer_bytes
+from cluster.tools.summary import ASSUMED_DEVICE, Report, describe_target, features_of
 
 META = torch.device("meta")
-NOT_SHOWN = ("names", "choices", "ignored_patterns", "token_map", "doubts")
+HIDDEN_FIELDS = ("tensor_name_rules", "choices", "ignored_patterns", "token_map", "doubts")
 Settings = tuple[dict[str, Any] | None, str | None]  # `speculative_draft_overrides` and `speculative_token_map`
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class PlacedTensor:
     """One tensor: the part of the model that it goes to, its file, and how many of its elements one rank holds."""
 
     name: str
@@ -56,8 +56,8 @@ class TensorRecorder(Checkpoint):
     """A checkpoint without data that records every tensor taken, and continues after a problem to find all of them."""
 
     def __init__(self, folder: str, stored_name: Any, ignored: tuple[str, ...]) -> None:
-        super().__init__(folder, stored_name, ignored, dry=True)
-        self.placed: list[Placed] = []
+        super().__init__(folder, stored_name, ignored, headers_only=True)
+        self.placed: list[PlacedTensor] = []
         self.problems: list[str] = []
 
     def matrix(
@@ -68,29 +68,29 @@ class TensorRecorder(Checkpoint):
         columns: Span | None = None,
         expert: int | None = None,
         device: torch.device | None = None,
-    ) -> Matrix:
+    ) -> CheckpointMatrix:
         """Return the tensor without data. If it is missing or wrong, record the problem and return a tensor of the
         right shape.
         """
         try:
-            cut = super().matrix(name, shape, rows, columns, expert)
+            shard = super().matrix(name, shape, rows, columns, expert)
         except ConfigError as error:
             if shape is None:
                 raise
             self.problems.append(str(error))
-            self._taken.add(self._stored_name(name))
-            whole = torch.empty(shape if expert is None else shape[1:], device=META)
-            cut = whole if rows is None else whole[rows[0] : rows[1]]
-            return cut if columns is None else cut[..., columns[0] : columns[1]]
-        stored = self._stored_name(name)
-        path, raw, entry = self._files[place_of(self, stored)]
+            self._used.add(self._stored_name(name))
+            unsharded = torch.empty(shape if expert is None else shape[1:], device=META)
+            shard = unsharded if rows is None else unsharded[rows[0] : rows[1]]
+            return shard if columns is None else shard[..., columns[0] : columns[1]]
+        stored_name = self._stored_name(name)
+        path, file_name, entry = self._files[codes_name_of(self, stored_name)]
         dtype = str(entry.dtype).removeprefix("torch.")
-        self.placed.append(Placed(raw, name, path.name, dtype, entry.shape, prod(cut.shape)))
-        return cut
+        self.placed.append(PlacedTensor(file_name, name, path.name, dtype, entry.shape, prod(shard.shape)))
+        return shard
 
-    def elsewhere(self, name: str, shape: tuple[int, ...]) -> None:
+    def check_only(self, name: str, shape: tuple[int, ...]) -> None:
         """Record that another rank holds this tensor: this rank holds 0 of its elements."""
-        super().elsewhere(name, shape)
+        super().check_only(name, shape)
         if self.placed and self.placed[-1].goes_to == name:
             self.placed[-1] = replace(self.placed[-1], numbers=0)
 
@@ -98,8 +98,8 @@ class TensorRecorder(Checkpoint):
         """Return the bytes of the tensors that this rank loads. Packed tensors (in `tally`) keep their size; all others
         are converted to `dtype`.
         """
-        numbers = sum(placed.numbers for placed in self.placed) - self.tally.numbers
-        return numbers * dtype.itemsize + self.tally.nbytes
+        converted_elements = sum(tensor.numbers for tensor in self.placed) - self.tally.num_values
+        return converted_elements * dtype.itemsize + self.tally.nbytes
 
     def finish(self) -> list[str]:
         """Record the tensors that no part of the model took as a problem."""
@@ -110,23 +110,23 @@ class TensorRecorder(Checkpoint):
             return []
 
 
-class OnCpu(TorchKernels):
+class CpuPackingKernels(TorchKernels):
     """Packs quantised weights as the kernels in C do, for models without data on a CPU."""
 
-    def keeps(self, matrix: Quantised, dtype: torch.dtype) -> bool:
+    def keeps_quantised(self, matrix: Quantised, dtype: torch.dtype) -> bool:
         """Return whether the kernels in C keep this format quantised."""
-        return c_quantised.knows(matrix)
+        return c_quantised.supports(matrix)
 
     def quantised(self, matrix: Quantised, dtype: torch.dtype) -> Weight:
         """Return a weight packed as for the kernels in C; it cannot be multiplied."""
-        return c_quantised.CodePanels(c_quantised.in_panels(matrix, dtype), _never)
+        return c_quantised.CodePanels(c_quantised.in_panels(matrix, dtype), _refuse_product)
 
     def quantised_stack(self, matrices: Iterable[Quantised], dtype: torch.dtype) -> Stack:
         """Return a stack of expert weights packed as for the kernels in C; it cannot be multiplied."""
-        return c_quantised.CodePanelStack(c_quantised.stacked(matrices, dtype), _never)
+        return c_quantised.CodePanelStack(c_quantised.stacked_in_panels(matrices, dtype), _refuse_product)
 
 
-def _never(*given: object) -> None:
+def _refuse_product(*arguments: object) -> None:
     raise AssertionError("a model without data computes nothing")
 
 
@@ -142,8 +142,8 @@ class RankSetup:
     @property
     def context(self) -> ModelContext:
         """The context to build models without data."""
-        context = replace(ModelContext.dry(self.sharding), dtype=self.dtype)
-        return context if self.device == "cuda" else replace(context, kernels=OnCpu())
+        context = replace(ModelContext.headers_only(self.sharding), dtype=self.dtype)
+        return context if self.device == "cuda" else replace(context, kernels=CpuPackingKernels())
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,10 +172,10 @@ class ServingSetup:
         attention = Shard(0, self.tp // self.dp)
         return Sharding(attention, Shard(0, self.tp), attention, Shard(self.ep - 1, self.ep))
 
-    def rank_of(self, arch: TargetArch) -> RankSetup:
+    def rank_setup(self, arch: TargetArch) -> RankSetup:
         """Return how a rank computes this target, or a draft of it."""
-        compute = DTYPES[compute_dtype(arch, self.dtype, self.device)]
-        return RankSetup(compute, self.device, self.sharding, self.cache == "fp8_e4m3")
+        dtype = DTYPES[compute_dtype(arch, self.dtype, self.device)]
+        return RankSetup(dtype, self.device, self.sharding, self.cache == "fp8_e4m3")
 
 
 def inspect(
@@ -190,94 +190,94 @@ def inspect(
     report, sharding = Report(), setup.sharding
     try:
         arch = read_target(path)
-        moe = experts_of(arch.layers)
+        moe = moe_of(arch.layers)
         if moe is not None or draft is None:
-            check_parts(setup.ep, moe)
-        place = setup.rank_of(arch)
-        taken = _target(report, path, arch, place)
+            check_expert_shards(setup.ep, moe)
+        rank_setup = setup.rank_setup(arch)
+        target_bytes = _target(report, path, arch, rank_setup)
         layers = [local_heads(g, sharding.attention) for g in arch.layers]
     except ConfigError as error:
         report.problems.append(str(error))
         if draft is not None:
-            _alone(report, path, draft, setup, settings)
+            _inspect_draft_only(report, path, draft, setup, settings)
         return report
-    compute = str(place.dtype).removeprefix("torch.")
+    dtype_name = str(rank_setup.dtype).removeprefix("torch.")
     report.memory = {
         "tp": setup.tp,
         "dp": setup.dp,
         "ep": setup.ep,
-        "dtype": compute,
-        "kv_cache_dtype": cache_dtype(setup.cache, compute),
+        "dtype": dtype_name,
+        "kv_cache_dtype": cache_dtype(setup.cache, dtype_name),
         "device": setup.device,
-        "target_bytes_per_rank": taken,
+        "target_bytes_per_rank": target_bytes,
         "draft_bytes_per_rank": 0,
-        "kv_bytes_per_token": pool_bytes(layers, place.dtype, place.fp8_cache),
+        "kv_bytes_per_token": pool_bytes(layers, rank_setup.dtype, rank_setup.fp8_cache),
     }
     report.features = features_of(arch)
     if moe is not None and setup.tp > 1:
-        report.features["experts_on"] = where_experts_are(moe, setup.ep, setup.tp)
+        report.features["experts_on"] = describe_expert_placement(moe, setup.ep, setup.tp)
     if draft is not None:
         try:
-            _draft(report, draft, arch, place, settings)
+            _draft(report, draft, arch, rank_setup, settings)
         except ConfigError as error:
             report.problems.append(str(error))
     return report
 
 
-def _alone(report: Report, path: str, draft: str, setup: ServingSetup, settings: Settings) -> None:
+def _inspect_draft_only(report: Report, path: str, draft: str, setup: ServingSetup, settings: Settings) -> None:
     """Report the draft of a target that is recognised but cannot be served. The memory covers the draft only."""
     try:
-        arch = outline(path)
+        arch = read_recurrent_target(path)
         if arch is None:
             return
         report.target = {"folder": path, "family": arch.family, "served": False, "tensors": []}
         report.memory = {"draft_bytes_per_rank": 0, "kv_bytes_per_token": 0}
         report.features = {"checked": "the draft alone"}
-        _draft(report, draft, arch, setup.rank_of(arch), settings)
+        _draft(report, draft, arch, setup.rank_setup(arch), settings)
     except ConfigError as error:
         if str(error) not in report.problems:
             report.problems.append(str(error))
 
 
-def _target(report: Report, path: str, arch: TargetArch, place: RankSetup) -> int:
+def _target(report: Report, path: str, arch: TargetArch, rank_setup: RankSetup) -> int:
     """Add the target to the report; return the bytes of its weights on one rank."""
-    recorder = TensorRecorder(path, arch.stored_name, arch.ignored)
-    held = DecoderTarget(arch, recorder, place.context)
-    report.target = {**described(path, arch), "tensors": [asdict(placed) for placed in recorder.placed]}
-    if held.quantised:
-        report.target["quantised"] = held.quantised
+    recorder = TensorRecorder(path, arch.stored_name, arch.ignored_patterns)
+    target = DecoderTarget(arch, recorder, rank_setup.context)
+    report.target = {**describe_target(path, arch), "tensors": [asdict(placed) for placed in recorder.placed]}
+    if target.quantised:
+        report.target["quantised"] = target.quantised
     report.problems += recorder.problems
-    return recorder.bytes_in(place.dtype)
+    return recorder.bytes_in(rank_setup.dtype)
 
 
-def _draft(report: Report, path: str, arch: TargetArch, place: RankSetup, settings: Settings) -> None:
+def _draft(report: Report, path: str, arch: TargetArch, rank_setup: RankSetup, settings: Settings) -> None:
     """Add the draft to the report. Its memory counts the runners that the default `speculative_num_steps` loads."""
     spec: DraftSpec = read_draft(path, Checkpoint(path).shapes, arch, *settings)
-    compute, sharding = place.dtype, place.sharding
-    moe = experts_of(layer.geometry for layer in spec.layers)
-    if moe is not None or experts_of(arch.layers) is None:
-        check_parts(sharding.experts.size, moe)
-    tensors, taken, loaded, quantised = [], 0, min(spec.runners, DEFAULT_NUM_STEPS), list[str]()
+    dtype, sharding = rank_setup.dtype, rank_setup.sharding
+    moe = moe_of(layer.geometry for layer in spec.layers)
+    if moe is not None or moe_of(arch.layers) is None:
+        check_expert_shards(sharding.experts.size, moe)
+    tensors, draft_bytes, loaded_runners, quantised = [], 0, min(spec.runners, DEFAULT_NUM_STEPS), list[str]()
     for runner in range(spec.runners):
-        recorder = TensorRecorder(path, partial(spec.stored_name, runner=runner), spec.ignored(runner))
-        quantised = DRAFTS[spec.kind](spec, recorder, place.context).quantised
+        recorder = TensorRecorder(path, partial(spec.stored_name, runner=runner), spec.ignored_by(runner))
+        quantised = DRAFTS[spec.kind](spec, recorder, rank_setup.context).quantised
         tensors += [{**asdict(placed), "runner": runner} for placed in recorder.placed]
-        if runner < loaded:
-            taken += recorder.bytes_in(compute)
+        if runner < loaded_runners:
+            draft_bytes += recorder.bytes_in(dtype)
         report.problems += recorder.problems
-    own = [local_heads(layer.geometry, sharding.attention) for layer in spec.layers]
-    shared = [name for name, source in (("embedding", spec.embed), ("head", spec.head)) if source == "target"]
-    report.draft = {"folder": path, **asdict(spec.info()), "shared_with_target": shared, "tensors": tensors}
+    draft_layers = [local_heads(layer.geometry, sharding.attention) for layer in spec.layers]
+    shared_tensors = [name for name, source in (("embedding", spec.embed), ("head", spec.head)) if source == "target"]
+    report.draft = {"folder": path, **asdict(spec.info()), "shared_with_target": shared_tensors, "tensors": tensors}
     report.draft["sample"] = read_sample(path, spec.vocab_size, spec.hidden) is not None
-    if moe is not None and sharding != WHOLE:
-        report.draft["experts_on"] = where_experts_are(moe, sharding.experts.size, sharding.mlp.size)
-    report.draft["spec"] = {k: v for k, v in asdict(spec).items() if k not in NOT_SHOWN}
+    if moe is not None and sharding != UNSHARDED:
+        report.draft["experts_on"] = describe_expert_placement(moe, sharding.experts.size, sharding.mlp.size)
+    report.draft["spec"] = {k: v for k, v in asdict(spec).items() if k not in HIDDEN_FIELDS}
     if quantised:
         report.draft["quantised"] = quantised
-    report.memory["draft_bytes_per_rank"] = taken
-    cells = loaded * pool_bytes(own, compute, place.fp8_cache)
-    kept = kept_bytes(loaded, spec.hidden, compute)
-    report.memory["kv_bytes_per_token"] += cells + kept
+    report.memory["draft_bytes_per_rank"] = draft_bytes
+    kv_bytes = loaded_runners * pool_bytes(draft_layers, dtype, rank_setup.fp8_cache)
+    hidden_bytes = buffer_bytes(loaded_runners, spec.hidden, dtype)
+    report.memory["kv_bytes_per_token"] += kv_bytes + hidden_bytes
     report.features["speculation"] = spec.algorithm
-    if sharding != WHOLE and spec.runners > 1:
+    if sharding != UNSHARDED and spec.runners > 1:
         report.features["draft_runners"] = spec.runners

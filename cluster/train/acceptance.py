@@ -59,40 +59,40 @@ class AcceptanceProbe:
         """Return the acceptance of chains of `steps` tokens. Every row is drafted from the end of its prompt."""
         length = self.ids.shape[1] - 1 - steps
         embeddings = self.embedding[self.ids[:, 1 : length + steps]]
-        kept = draft.kept_ids
-        agrees: list[torch.Tensor] = []
-        near: list[torch.Tensor] = []
+        vocab_ids = draft.draft_vocab_ids
+        top1_matches: list[torch.Tensor] = []
+        top4_matches: list[torch.Tensor] = []
         for step, logits in enumerate(draft.unroll(self.aux_hidden[:, :length], embeddings, steps)):
             shift = 2 + step  # step i at cell t predicts token t + 2 + i
-            scores = logits + self.temperature * self.noise[:, shift : shift + length, kept]
-            best = kept[scores.topk(4, dim=-1).indices]
-            path = self.ids[:, shift : shift + length, None]
-            agrees.append(best[..., 0] == path[..., 0])
-            near.append((best == path).any(-1))
-        accepted = torch.stack(agrees, dim=-1)
-        return self._walk(accepted, torch.stack(near, dim=-1))
+            scores = logits + self.temperature * self.noise[:, shift : shift + length, vocab_ids]
+            top4_tokens = vocab_ids[scores.topk(4, dim=-1).indices]
+            text_tokens = self.ids[:, shift : shift + length, None]
+            top1_matches.append(top4_tokens[..., 0] == text_tokens[..., 0])
+            top4_matches.append((top4_tokens == text_tokens).any(-1))
+        accepted = torch.stack(top1_matches, dim=-1)
+        return self._walk(accepted, torch.stack(top4_matches, dim=-1))
 
-    def _walk(self, accepted: torch.Tensor, near: torch.Tensor) -> Acceptance:
-        """Follow each row from its first new token, chain after chain. `accepted` and `near` are [B, T cells, S steps]:
-        whether a step's best token, or one of its best four, equals the text.
+    def _walk(self, accepted: torch.Tensor, top4_matches: torch.Tensor) -> Acceptance:
+        """Follow each row from its first new token, chain after chain. `accepted` and `top4_matches` are [B, T cells, S
+        steps]: whether a step's best token, or one of its best four, equals the text.
         """
         steps = accepted.shape[-1]
-        runs = accepted.long().cumprod(-1).sum(-1)  # accepted tokens of a chain that starts at each cell
-        reached, taken, close = [0] * steps, [0] * steps, [0] * steps
-        chains = committed = 0
-        for row in range(len(runs)):
+        accepted_lengths = accepted.long().cumprod(-1).sum(-1)  # accepted tokens of a chain that starts at each cell
+        reached_counts, top1_counts, top4_counts = [0] * steps, [0] * steps, [0] * steps
+        chains = num_tokens = 0
+        for row in range(len(accepted_lengths)):
             cell = self.start - 1
-            while cell < runs.shape[1]:
-                run = int(runs[row, cell])
-                for depth in range(min(run + 1, steps)):
-                    reached[depth] += 1
-                    taken[depth] += depth < run
-                    close[depth] += bool(near[row, cell, depth])
+            while cell < accepted_lengths.shape[1]:
+                accepted_length = int(accepted_lengths[row, cell])
+                for depth in range(min(accepted_length + 1, steps)):
+                    reached_counts[depth] += 1
+                    top1_counts[depth] += depth < accepted_length
+                    top4_counts[depth] += bool(top4_matches[row, cell, depth])
                 chains += 1
-                committed += run + 1
-                cell += run + 1  # the accepted tokens and the bonus token
+                num_tokens += accepted_length + 1
+                cell += accepted_length + 1  # the accepted tokens and the bonus token
         return Acceptance(
-            committed / max(chains, 1),
-            tuple(a / max(b, 1) for a, b in zip(taken, reached, strict=True)),
-            tuple(a / max(b, 1) for a, b in zip(close, reached, strict=True)),
+            num_tokens / max(chains, 1),
+            tuple(a / max(b, 1) for a, b in zip(top1_counts, reached_counts, strict=True)),
+            tuple(a / max(b, 1) for a, b in zip(top4_counts, reached_counts, strict=True)),
         )

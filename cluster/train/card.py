@@ -37,7 +37,7 @@ def _acceptance_table(report: DraftReport) -> str:
     return "\n".join(rows)
 
 
-def _listed(numbers: Sequence[float]) -> str:
+def _joined(numbers: Sequence[float]) -> str:
     return ", ".join(f"{number:g}" for number in numbers)
 
 
@@ -78,7 +78,7 @@ def _training_table(facts: CardFacts) -> str:
 def write_card(path: Path, facts: CardFacts) -> None:
     """Write the card as markdown with the metadata header that model hubs read."""
     target, draft = facts.target_report, facts.draft_report
-    bits = target.heldout_loss * facts.heldout_tokens / facts.heldout_bytes / math.log(2)
+    bits_per_byte = target.heldout_loss * facts.heldout_tokens / facts.heldout_bytes / math.log(2)
     path.write_text(
         f"""---
 license: psf-2.0
@@ -111,14 +111,14 @@ norms; float32).
 
 The draft learned by training-time test: {facts.draft.steps} unrolled steps of weight {facts.draft.step_decay:g}^i,
 a loss between cross entropy and the accepted share, a quarter of the steps on real text, the others on
-{draft.sampled_tokens:,} tokens of the target's own continuations (temperatures {_listed(facts.draft.temperatures)}).
-Aux hidden states are the outputs of layers {_listed(facts.draft.shape.aux_layer_ids)} (counted from 0),
+{draft.sampled_tokens:,} tokens of the target's own continuations (temperatures {_joined(facts.draft.temperatures)}).
+Aux hidden states are the outputs of layers {_joined(facts.draft.shape.aux_layer_ids)} (counted from 0),
 un-normed, low to high.
 
 ## Figures, on held-out files
 
 Target: loss {target.heldout_loss:.3f} nats per token (perplexity {math.exp(target.heldout_loss):.1f}),
-{bits:.3f} bits per byte.
+{bits_per_byte:.3f} bits per byte.
 
 Draft: chain of 5 on held-out prompts (64 tokens, then 128 new tokens, end tokens ignored), choosing with
 the sampler's own noise. A depth's share counts the cells that were reached; accept_len counts the bonus

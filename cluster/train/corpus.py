@@ -20,9 +20,9 @@ TESTS_PER_MILLE = (
     150  # of every thousand test files, how many are used; all tests are more text than the library itself
 )
 
-_LEFT_OUT_DIRECTORIES = frozenset({"site-packages", "dist-packages", "__pycache__", "pydoc_data"})
+_EXCLUDED_DIRECTORIES = frozenset({"site-packages", "dist-packages", "__pycache__", "pydoc_data"})
 _TEST_DIRECTORIES = frozenset({"test", "tests", "idle_test"})
-_SHORTEST = 400
+_MIN_CHARACTERS = 400
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,10 @@ def _is_test(path: str) -> bool:
     return bool(_TEST_DIRECTORIES.intersection(path.split("/")[:-1]))
 
 
-def _belongs(path: str) -> bool:
+def _is_in_corpus(path: str) -> bool:
     """Return whether a file is part of the corpus: no installed packages, generated files or codec tables."""
     parts = path.split("/")
-    if _LEFT_OUT_DIRECTORIES.intersection(parts) or any(part.startswith("config-") for part in parts):
+    if _EXCLUDED_DIRECTORIES.intersection(parts) or any(part.startswith("config-") for part in parts):
         return False
     if parts[-1].startswith("_sysconfigdata"):  # a generated file that describes the machine
         return False
@@ -65,7 +65,7 @@ def is_heldout(path: str) -> bool:
 def _all_files() -> list[str]:
     root = library_root()
     paths = (file.relative_to(root).as_posix() for file in root.rglob("*.py") if file.is_file())
-    return sorted(path for path in paths if _belongs(path))
+    return sorted(path for path in paths if _is_in_corpus(path))
 
 
 def heldout_files() -> list[str]:
@@ -84,13 +84,13 @@ def train_files() -> list[str]:
 
 def read_text(path: str) -> str | None:
     """Return the file's text with `\\n` line ends, or None if the file is unreadable, not UTF-8 or below
-    `_SHORTEST`.
+    `_MIN_CHARACTERS`.
     """
     try:
         text = (library_root() / path).read_text(encoding="utf-8")
     except (UnicodeDecodeError, OSError):
         return None
-    return text if len(text) >= _SHORTEST else None
+    return text if len(text) >= _MIN_CHARACTERS else None
 
 
 def texts(paths: list[str]) -> Iterator[str]:
@@ -105,7 +105,7 @@ def chat_examples(paths: list[str], count: int, seed: int) -> list[ChatExample]:
     """Return up to `count` chats. A question has the name and the first docstring line of a function; the answer is the
     function's source.
     """
-    found: list[ChatExample] = []
+    examples: list[ChatExample] = []
     for path in paths:
         text = None if _is_test(path) else read_text(path)
         if text is None:
@@ -124,13 +124,13 @@ def chat_examples(paths: list[str], count: int, seed: int) -> list[ChatExample]:
             if not docstring or not 120 <= len(source) <= 1600:
                 continue
             first_line = docstring.strip().splitlines()[0]
-            found.append(ChatExample(f"Write the Python function `{node.name}`. {first_line}", source))
-    random.Random(seed).shuffle(found)
-    return found[:count]
+            examples.append(ChatExample(f"Write the Python function `{node.name}`. {first_line}", source))
+    random.Random(seed).shuffle(examples)
+    return examples[:count]
 
 
-def _without_indent(line: str, width: int) -> str:
-    return line[width:] if not line[:width].strip() else line
+def _without_indent(line: str, indent: int) -> str:
+    return line[indent:] if not line[:indent].strip() else line
 
 
 def heldout_prompts(tokenizer: PreTrainedTokenizerBase, count: int, length: int, seed: int = 0) -> list[list[int]]:

@@ -10,12 +10,12 @@ from transformers import PreTrainedTokenizerBase
 
 from cluster.train.corpus import chat_examples, heldout_files, texts, train_files
 
-Ids = NDArray[np.int64]
+TokenIds = NDArray[np.int64]
 
 CHAT_COUNT = 1500
 
 
-def _join(documents: list[list[int]], end_of_text: int) -> Ids:
+def _concatenate(documents: list[list[int]], end_of_text: int) -> TokenIds:
     """Concatenate documents, with the end-of-text id before each."""
     return np.concatenate([np.asarray([end_of_text, *document], dtype=np.int64) for document in documents])
 
@@ -30,25 +30,27 @@ def chat_documents(tokenizer: PreTrainedTokenizerBase, count: int, seed: int = 0
     documents: list[list[int]] = []
     for example in chat_examples(train_files(), count, seed):
         messages = [{"role": "user", "content": example.question}, {"role": "assistant", "content": example.answer}]
-        text = tokenizer.apply_chat_template(messages, tokenize=False)
-        documents.append(tokenizer.encode(str(text), add_special_tokens=False))
+        chat_text = tokenizer.apply_chat_template(messages, tokenize=False)
+        documents.append(tokenizer.encode(str(chat_text), add_special_tokens=False))
     return documents
 
 
-def encode_corpus(tokenizer: PreTrainedTokenizerBase, cache: Path, *, files: int | None = None) -> tuple[Ids, Ids]:
+def encode_corpus(
+    tokenizer: PreTrainedTokenizerBase, cache: Path, *, files: int | None = None
+) -> tuple[TokenIds, TokenIds]:
     """Return (train ids, held-out ids), from the file `cache` if it exists. `files` limits how many files each of the
     two has.
     """
     if cache.exists():
-        with np.load(cache) as stored:
-            return stored["train"], stored["heldout"]
+        with np.load(cache) as cached:
+            return cached["train"], cached["heldout"]
     end_of_text = int(tokenizer.convert_tokens_to_ids("<|endoftext|>"))  # type: ignore[arg-type]
     paths = train_files() if files is None else train_files()[:files]
     documents = _encode(tokenizer, texts(paths))
     documents += chat_documents(tokenizer, CHAT_COUNT if files is None else 8)
-    order = np.random.default_rng(0).permutation(len(documents))
-    train = _join([documents[int(index)] for index in order], end_of_text)
-    heldout = _join(_encode(tokenizer, texts(heldout_files()[:files])), end_of_text)
+    document_order = np.random.default_rng(0).permutation(len(documents))
+    train = _concatenate([documents[int(index)] for index in document_order], end_of_text)
+    heldout = _concatenate(_encode(tokenizer, texts(heldout_files()[:files])), end_of_text)
     cache.parent.mkdir(parents=True, exist_ok=True)
     np.savez(cache, train=train, heldout=heldout)
     return train, heldout
@@ -61,7 +63,7 @@ class Windows:
     Every epoch shifts the window boundaries by a random offset and shuffles the windows.
     """
 
-    def __init__(self, ids: Ids, length: int, batch: int, seed: int) -> None:
+    def __init__(self, ids: TokenIds, length: int, batch: int, seed: int) -> None:
         self.ids = torch.from_numpy(ids)
         self.length = length
         self.batch = batch
@@ -69,25 +71,25 @@ class Windows:
         self.per_epoch = (len(ids) - length) // length
         if self.per_epoch < 1:
             raise ValueError(f"{len(ids)} token ids are too few for windows of {length}")
-        self._orders: dict[int, tuple[int, Ids]] = {}
+        self._epoch_orders: dict[int, tuple[int, TokenIds]] = {}
 
-    def _order(self, epoch: int) -> tuple[int, Ids]:
-        if epoch not in self._orders:
+    def _epoch_order(self, epoch: int) -> tuple[int, TokenIds]:
+        if epoch not in self._epoch_orders:
             rng = np.random.default_rng((self.seed, epoch))
-            self._orders[epoch] = int(rng.integers(self.length)), rng.permutation(self.per_epoch)
-        return self._orders[epoch]
+            self._epoch_orders[epoch] = int(rng.integers(self.length)), rng.permutation(self.per_epoch)
+        return self._epoch_orders[epoch]
 
     def __call__(self, step: int) -> torch.Tensor:
         """Return the token ids [batch, length] of one step."""
-        rows: list[torch.Tensor] = []
+        windows: list[torch.Tensor] = []
         for index in range(step * self.batch, (step + 1) * self.batch):
-            offset, order = self._order(index // self.per_epoch)
-            start = offset + int(order[index % self.per_epoch]) * self.length
-            rows.append(self.ids[start : start + self.length])
-        return torch.stack(rows)
+            offset, window_order = self._epoch_order(index // self.per_epoch)
+            start = offset + int(window_order[index % self.per_epoch]) * self.length
+            windows.append(self.ids[start : start + self.length])
+        return torch.stack(windows)
 
 
-def rows_of(step: int, count: int, batch: int, seed: int) -> torch.Tensor:
+def shuffled_rows(step: int, count: int, batch: int, seed: int) -> torch.Tensor:
     """Return which of `count` rows the step reads, [batch]. Every epoch shuffles the rows anew."""
     epoch, index = divmod(step, max(1, count // batch))
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))

@@ -8,7 +8,7 @@ from torch.nn import functional
 from transformers import LlamaForCausalLM
 
 from cluster.train.acceptance import Acceptance, AcceptanceProbe
-from cluster.train.dataset import Ids, Windows, rows_of
+from cluster.train.dataset import TokenIds, Windows, shuffled_rows
 from cluster.train.eagle3 import DraftShape, Eagle3TrainingDraft
 from cluster.train.loop import TrainingRun, train_for
 from cluster.train.optimizer import Optimizers
@@ -54,8 +54,8 @@ class DraftReport:
 def most_frequent(ids: torch.Tensor, vocab_size: int, count: int) -> tuple[torch.Tensor, float]:
     """Return the `count` most frequent ids of a text, ascending, and the share of the text that these ids cover."""
     counts = torch.bincount(ids.flatten(), minlength=vocab_size)
-    best = counts.topk(count).indices
-    return best.sort().values, float(counts[best].sum() / counts.sum())
+    top_ids = counts.topk(count).indices
+    return top_ids.sort().values, float(counts[top_ids].sum() / counts.sum())
 
 
 @torch.no_grad()
@@ -64,18 +64,18 @@ def start_from_target(draft: Eagle3TrainingDraft, target: LlamaForCausalLM) -> N
     hidden half of its input), and `fc` mostly copies the highest aux hidden state.
     """
     width = draft.shape.hidden_size  # the attention input is [embedding, hidden], each of this width
-    last = target.model.layers[-1]
+    last_layer = target.model.layers[-1]
     attention = draft.midlayer.self_attn
     for name in ("q_proj", "k_proj", "v_proj"):
         weight = getattr(attention, name).weight
         weight[:, :width].mul_(0.5)
-        weight[:, width:].copy_(getattr(last.self_attn, name).weight)
-    attention.o_proj.weight.copy_(last.self_attn.o_proj.weight)
-    draft.midlayer.mlp.load_state_dict(last.mlp.state_dict())
-    draft.midlayer.hidden_norm.weight.copy_(last.input_layernorm.weight)
-    draft.midlayer.post_attention_layernorm.weight.copy_(last.post_attention_layernorm.weight)
+        weight[:, width:].copy_(getattr(last_layer.self_attn, name).weight)
+    attention.o_proj.weight.copy_(last_layer.self_attn.o_proj.weight)
+    draft.midlayer.mlp.load_state_dict(last_layer.mlp.state_dict())
+    draft.midlayer.hidden_norm.weight.copy_(last_layer.input_layernorm.weight)
+    draft.midlayer.post_attention_layernorm.weight.copy_(last_layer.post_attention_layernorm.weight)
     draft.norm.weight.copy_(target.model.norm.weight)
-    draft.lm_head.weight.copy_(target.lm_head.weight[draft.kept_ids])
+    draft.lm_head.weight.copy_(target.lm_head.weight[draft.draft_vocab_ids])
     draft.fc.weight.mul_(0.1)
     draft.fc.weight[:, -width:] += torch.eye(width)
 
@@ -91,34 +91,34 @@ def unrolled_loss(
     length = ids.shape[1] - recipe.steps
     aux_hidden, logits = features(target, ids, recipe.shape.aux_layer_ids)
     embeddings = target.model.embed_tokens(ids[:, 1:])
-    usable = draft.t2d[logits.argmax(dim=-1)]
-    teacher = functional.softmax(logits[..., draft.kept_ids], dim=-1)
-    return chain_loss(draft.unroll(aux_hidden[:, :length], embeddings, recipe.steps), teacher, usable, recipe)
+    is_usable = draft.t2d[logits.argmax(dim=-1)]
+    teacher = functional.softmax(logits[..., draft.draft_vocab_ids], dim=-1)
+    return chain_loss(draft.unroll(aux_hidden[:, :length], embeddings, recipe.steps), teacher, is_usable, recipe)
 
 
 def chain_loss(
-    drafted: list[torch.Tensor], teacher: torch.Tensor, usable: torch.Tensor, recipe: DraftRecipe
+    draft_logits: list[torch.Tensor], teacher: torch.Tensor, usable: torch.Tensor, recipe: DraftRecipe
 ) -> torch.Tensor:
-    """Return the weighted mean of the losses of a chain's steps. `drafted` has one tensor of logits [B, T, V] per step;
-    `teacher` is [B, L, V]; `usable` [B, L] selects the positions that count.
+    """Return the weighted mean of the losses of a chain's steps. `draft_logits` has one tensor of logits [B, T, V] per
+    step; `teacher` is [B, L, V]; `usable` [B, L] selects the positions that count.
 
     Step i at cell t is compared with the teacher at position t + 1 + i. p is the teacher's distribution, q the draft's.
     Loss of a position: w CE(p, q) + (1 - w) (1 - overlap); overlap = sum(min(p, q)), w = exp(-sharpness overlap).
     """
-    length = drafted[0].shape[1]
+    length = draft_logits[0].shape[1]
     total = teacher.new_zeros(())
-    weights = 0.0
-    for step, logits in enumerate(drafted):
+    weight_sum = 0.0
+    for step, logits in enumerate(draft_logits):
         cells = slice(step + 1, step + 1 + length)
         p, log_q = teacher[:, cells], logits.log_softmax(dim=-1)
         cross_entropy = -(p * log_q).sum(-1)
         overlap = torch.minimum(p, log_q.exp()).sum(-1)
-        mix = torch.exp(-recipe.overlap_sharpness * overlap.detach())
-        position_loss = mix * cross_entropy + (1 - mix) * (1 - overlap)
+        cross_entropy_weight = torch.exp(-recipe.overlap_sharpness * overlap.detach())
+        position_loss = cross_entropy_weight * cross_entropy + (1 - cross_entropy_weight) * (1 - overlap)
         weight = recipe.step_decay**step
         total = total + weight * position_loss[usable[:, cells]].mean()
-        weights += weight
-    return total / weights
+        weight_sum += weight
+    return total / weight_sum
 
 
 class DraftText:
@@ -126,7 +126,7 @@ class DraftText:
     draft such text.
     """
 
-    def __init__(self, samples: torch.Tensor, train: Ids, recipe: DraftRecipe) -> None:
+    def __init__(self, samples: torch.Tensor, train: TokenIds, recipe: DraftRecipe) -> None:
         self.samples = samples
         self.rows = max(1, recipe.tokens_per_step // samples.shape[1])
         self.windows = Windows(train, recipe.length, max(1, recipe.tokens_per_step // recipe.length), recipe.seed)
@@ -134,13 +134,13 @@ class DraftText:
 
     def __call__(self, step: int) -> torch.Tensor:
         """Return the token ids [B, L] of one step."""
-        rounds, turn = divmod(step, 4)
-        if turn == 3:
-            return self.windows(rounds)
-        return self.samples[rows_of(3 * rounds + turn, len(self.samples), self.rows, self.seed)]
+        cycle, step_in_cycle = divmod(step, 4)
+        if step_in_cycle == 3:
+            return self.windows(cycle)
+        return self.samples[shuffled_rows(3 * cycle + step_in_cycle, len(self.samples), self.rows, self.seed)]
 
 
-def sample_text(target: LlamaForCausalLM, train: Ids, recipe: DraftRecipe, cache: Path) -> torch.Tensor:
+def sample_text(target: LlamaForCausalLM, train: TokenIds, recipe: DraftRecipe, cache: Path) -> torch.Tensor:
     """Return the target's continuations of train-text prompts [samples, prompt + sample length], cached in `cache`."""
     if cache.exists():
         stored: torch.Tensor = torch.load(cache, weights_only=True)
@@ -157,7 +157,7 @@ def sample_text(target: LlamaForCausalLM, train: Ids, recipe: DraftRecipe, cache
 def train_draft(
     recipe: DraftRecipe,
     target: LlamaForCausalLM,
-    train: Ids,
+    train: TokenIds,
     heldout_prompts: list[list[int]],
     *,
     minutes: float,
@@ -166,22 +166,22 @@ def train_draft(
     """Generate samples, train for `minutes` on them and on real text, round the weights to bf16 and measure."""
     samples = sample_text(target, train, recipe, work / "samples.pt")
     text = torch.cat([samples.flatten(), torch.from_numpy(train)])
-    kept, coverage = most_frequent(text, recipe.shape.vocab_size, recipe.shape.draft_vocab_size)
+    vocab_ids, coverage = most_frequent(text, recipe.shape.vocab_size, recipe.shape.draft_vocab_size)
     torch.manual_seed(recipe.seed)
     draft = Eagle3TrainingDraft(recipe.shape)
-    draft.set_vocabulary(kept)
+    draft.set_vocabulary(vocab_ids)
     start_from_target(draft, target)
     prompts = torch.tensor(heldout_prompts)
     probes = {
         f"{temperature}": AcceptanceProbe(target, prompts, 128, temperature, recipe.shape.aux_layer_ids)
         for temperature in (0.0, 0.8, 1.0)
     }
-    read = DraftText(samples, train, recipe)
+    training_text = DraftText(samples, train, recipe)
     tokens = 0
 
     def loss_at(step: int) -> torch.Tensor:
         nonlocal tokens
-        ids = read(step)
+        ids = training_text(step)
         tokens += ids.numel()
         return unrolled_loss(draft, target, ids, recipe)
 
@@ -189,7 +189,7 @@ def train_draft(
         return "; ".join(f"T={name} {probe.measure(draft)}" for name, probe in probes.items())
 
     optimizers = Optimizers(*split_parameters(draft), matrix_lr=recipe.matrix_lr, other_lr=recipe.other_lr)
-    print(f"draft vocabulary {len(kept)} covers {coverage:.4f}; untrained {evaluate()}", flush=True)
+    print(f"draft vocabulary {len(vocab_ids)} covers {coverage:.4f}; untrained {evaluate()}", flush=True)
     run = TrainingRun("draft", work / "draft.pt", minutes)
     steps, seconds = train_for(run, draft, optimizers, loss_at, evaluate)
     with torch.no_grad():

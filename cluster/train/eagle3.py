@@ -62,7 +62,7 @@ class Attention(nn.Module):
         """
         shape, step = self.shape, len(cells)
         rows, length = x.shape[:2]
-        group = shape.heads // shape.kv_heads
+        heads_per_kv_head = shape.heads // shape.kv_heads
         positions = torch.arange(step, step + length)
 
         def split(y: torch.Tensor, heads: int) -> torch.Tensor:
@@ -72,18 +72,18 @@ class Attention(nn.Module):
         k = rotate(split(self.k_proj(x), shape.kv_heads), positions, shape.rope_theta)
         v = split(self.v_proj(x), shape.kv_heads)
         cells.append((k, v))
-        q = q.reshape(rows, shape.kv_heads, group, length, shape.head_dim)
+        q = q.reshape(rows, shape.kv_heads, heads_per_kv_head, length, shape.head_dim)
         first_k, first_v = cells[0]
         future = torch.ones(length, length, dtype=torch.bool).triu(1)
-        scores = (q.flatten(2, 3) @ first_k.mT).view(rows, shape.kv_heads, group, length, length)
+        scores = (q.flatten(2, 3) @ first_k.mT).view(rows, shape.kv_heads, heads_per_kv_head, length, length)
         scores = scores.masked_fill(future, float("-inf"))
-        own = [(q * key[:, :, None]).sum(-1, keepdim=True) for key, _ in cells[1:]]  # cell t with cell t alone
-        weights = torch.cat([scores, *own], dim=-1).softmax(dim=-1)
-        mixed = (weights[..., :length].flatten(2, 3) @ first_v).view_as(q)
+        later_scores = [(q * key[:, :, None]).sum(-1, keepdim=True) for key, _ in cells[1:]]  # cell t with cell t alone
+        weights = torch.cat([scores, *later_scores], dim=-1).softmax(dim=-1)
+        attended = (weights[..., :length].flatten(2, 3) @ first_v).view_as(q)
         for index, (_, value) in enumerate(cells[1:]):
-            mixed = mixed + weights[..., length + index, None] * value[:, :, None]
-        merged: torch.Tensor = self.o_proj(mixed.flatten(1, 2).transpose(1, 2).flatten(2))
-        return merged
+            attended = attended + weights[..., length + index, None] * value[:, :, None]
+        output: torch.Tensor = self.o_proj(attended.flatten(1, 2).transpose(1, 2).flatten(2))
+        return output
 
 
 def mlp(shape: DraftShape) -> LlamaMLP:
@@ -132,13 +132,13 @@ class Eagle3TrainingDraft(nn.Module):
         self.register_buffer("t2d", torch.zeros(shape.vocab_size, dtype=torch.bool))
 
     @property
-    def kept_ids(self) -> torch.Tensor:
+    def draft_vocab_ids(self) -> torch.Tensor:
         """The target ids of the draft vocabulary, ascending, [V]: d2t stores the difference target id - draft id."""
         return torch.arange(len(self.d2t)) + self.d2t
 
-    def set_vocabulary(self, kept_ids: torch.Tensor) -> None:
+    def set_vocabulary(self, draft_vocab_ids: torch.Tensor) -> None:
         """Set the draft vocabulary to these distinct target ids [V]."""
-        ascending = kept_ids.sort().values
+        ascending = draft_vocab_ids.sort().values
         self.d2t.copy_(ascending - torch.arange(len(ascending)))
         self.t2d.zero_()
         self.t2d[ascending] = True
@@ -161,7 +161,7 @@ class Eagle3TrainingDraft(nn.Module):
 
 def save_draft(draft: Eagle3TrainingDraft, directory: Path) -> None:
     """Write config.json and model.safetensors, with weights in bf16."""
-    own = {
+    config = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
         "num_hidden_layers": 1,
@@ -177,16 +177,16 @@ def save_draft(draft: Eagle3TrainingDraft, directory: Path) -> None:
         name: tensor.bfloat16().contiguous() if tensor.is_floating_point() else tensor.clone()
         for name, tensor in draft.state_dict().items()
     }
-    write_checkpoint(directory, draft.shape, tensors, own)
+    write_checkpoint(directory, draft.shape, tensors, config)
 
 
 def write_checkpoint(
-    directory: Path, shape: DraftShape, tensors: dict[str, torch.Tensor], own: dict[str, object]
+    directory: Path, shape: DraftShape, tensors: dict[str, torch.Tensor], format_config: dict[str, object]
 ) -> None:
-    """Write `tensors`, and a config with the sizes of `shape` and the format's `own` keys."""
+    """Write `tensors`, and a config with the sizes of `shape` and the format's `format_config` keys."""
     directory.mkdir(parents=True, exist_ok=True)
     config = {
-        **own,
+        **format_config,
         "hidden_size": shape.hidden_size,
         "intermediate_size": shape.intermediate_size,
         "num_attention_heads": shape.heads,

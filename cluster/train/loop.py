@@ -17,27 +17,29 @@ class ThreadChoice:
     """Chooses the number of torch threads of each step on a shared machine: all `threads`, or one fewer.
 
     A step is as slow as its slowest thread, so while other work takes a core, one thread can be faster than two. Steps
-    use the count whose latest step was faster. Every `explore`-th step tries the other count.
+    use the count whose latest step was faster. Every `explore_every`-th step tries the other count.
     """
 
-    def __init__(self, threads: int, explore: int = 10) -> None:
-        self.threads, self.explore = threads, explore
-        self._counts = sorted({threads, max(1, threads - 1)})
-        self._recent: dict[int, float] = {}
+    def __init__(self, threads: int, explore_every: int = 10) -> None:
+        self.threads, self.explore_every = threads, explore_every
+        self._candidates = sorted({threads, max(1, threads - 1)})
+        self._latest_seconds: dict[int, float] = {}
         self._step = 0
-        self._used = threads
+        self._current = threads
 
     def set(self) -> None:
         """Choose the count for the next step and set it in torch."""
-        best = min(self._counts, key=lambda count: self._recent.get(count, 0.0))  # an untried count comes first
-        others = [count for count in self._counts if count != best]
+        fastest = min(
+            self._candidates, key=lambda count: self._latest_seconds.get(count, 0.0)
+        )  # an untried count comes first
+        other_counts = [count for count in self._candidates if count != fastest]
         self._step += 1
-        self._used = others[0] if others and self._step % self.explore == 0 else best
-        torch.set_num_threads(self._used)
+        self._current = other_counts[0] if other_counts and self._step % self.explore_every == 0 else fastest
+        torch.set_num_threads(self._current)
 
     def record(self, seconds: float) -> None:
         """Record the time of the step that ran with the chosen count."""
-        self._recent[self._used] = seconds
+        self._latest_seconds[self._current] = seconds
 
 
 @dataclass(frozen=True)
@@ -66,35 +68,35 @@ def train_for(
     """
     step, elapsed, budget, checkpoint = 0, 0.0, run.minutes * 60.0, run.checkpoint
     if checkpoint.exists():
-        stored = torch.load(checkpoint, weights_only=True)
-        module.load_state_dict(stored["module"])
-        optimizers.load_state_dict(stored["optimizers"])
-        step, elapsed = int(stored["step"]), float(stored["elapsed"])
-    saved, smooth = elapsed, 0.0
+        saved_state = torch.load(checkpoint, weights_only=True)
+        module.load_state_dict(saved_state["module"])
+        optimizers.load_state_dict(saved_state["optimizers"])
+        step, elapsed = int(saved_state["step"]), float(saved_state["elapsed"])
+    saved_at, mean_loss = elapsed, 0.0
     threads = ThreadChoice(torch.get_num_threads())
 
-    def spent() -> float:
+    def budget_share() -> float:
         return max(elapsed / budget, step / run.steps)
 
-    with tqdm(total=100, initial=round(100 * spent()), unit="%", desc=run.label, mininterval=5.0) as bar:
-        while spent() < 1.0:
-            started = time.monotonic()
+    with tqdm(total=100, initial=round(100 * budget_share()), unit="%", desc=run.label, mininterval=5.0) as progress:
+        while budget_share() < 1.0:
+            started_at = time.monotonic()
             threads.set()
             loss = loss_at(step)
             loss.backward()  # type: ignore[no-untyped-call]
-            optimizers.step(clock_factor(spent()))
+            optimizers.step(clock_factor(budget_share()))
             step += 1
-            seconds = time.monotonic() - started
+            seconds = time.monotonic() - started_at
             threads.record(seconds)
             elapsed += seconds
-            value = float(loss.detach())
-            smooth = value if smooth == 0.0 else 0.95 * smooth + 0.05 * value
-            bar.set_postfix(step=step, threads=torch.get_num_threads(), loss=f"{smooth:.3f}", refresh=False)
-            bar.update(round(100 * spent()) - bar.n)
-            if elapsed - saved > run.save_every_s or spent() >= 1.0:
-                saved = elapsed
+            loss_value = float(loss.detach())
+            mean_loss = loss_value if mean_loss == 0.0 else 0.95 * mean_loss + 0.05 * loss_value
+            progress.set_postfix(step=step, threads=torch.get_num_threads(), loss=f"{mean_loss:.3f}", refresh=False)
+            progress.update(round(100 * budget_share()) - progress.n)
+            if elapsed - saved_at > run.save_every_s or budget_share() >= 1.0:
+                saved_at = elapsed
                 _save(checkpoint, module, optimizers, step, elapsed)
-                bar.write(f"{run.label}: step {step}, {elapsed:.0f} s, loss {smooth:.4f}, {evaluate()}")
+                progress.write(f"{run.label}: step {step}, {elapsed:.0f} s, loss {mean_loss:.4f}, {evaluate()}")
     torch.set_num_threads(threads.threads)
     return step, elapsed
 

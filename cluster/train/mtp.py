@@ -59,8 +59,8 @@ class MtpLayer(nn.Module):
         self, embedding: torch.Tensor, hidden: torch.Tensor, cells: list[tuple[torch.Tensor, torch.Tensor]]
     ) -> torch.Tensor:
         """Map embedding and hidden [B, T, H] to the hidden of the next level, before the final norm, [B, T, H]."""
-        joined = torch.cat([self.enorm(embedding), self.hnorm(hidden)], dim=-1)
-        out: torch.Tensor = self.transformer(self.eh_proj(joined), cells)
+        layer_input = torch.cat([self.enorm(embedding), self.hnorm(hidden)], dim=-1)
+        out: torch.Tensor = self.transformer(self.eh_proj(layer_input), cells)
         return out
 
 
@@ -103,30 +103,30 @@ class MtpDraft(nn.Module):
         levels sees the cells of level 0 and, of every later level, only the cell at the query's position. When
         drafting, its KV cache holds exactly these cells.
         """
-        length, again = hidden.shape[1], self.shape.count == 1
+        length, shares_one_layer = hidden.shape[1], self.shape.count == 1
         cells: list[tuple[torch.Tensor, torch.Tensor]] = []
         logits: list[torch.Tensor] = []
         for level in range(levels):
-            layer = self.layers[0 if again else level]
+            layer = self.layers[0 if shares_one_layer else level]
             assert isinstance(layer, MtpLayer)
-            hidden = layer(embeddings[:, level : level + length], hidden, cells if again else [])
+            hidden = layer(embeddings[:, level : level + length], hidden, cells if shares_one_layer else [])
             logits.append(layer.shared_head.norm(hidden) @ self.head.T)
         return logits
 
 
 def save_mtp(draft: MtpDraft, directory: Path) -> None:
     """Write config.json and model.safetensors in bf16. The format stores norm weights as weight - 1."""
-    first = draft.shape.first_index
-    own = {
+    first_index = draft.shape.first_index
+    config = {
         "architectures": ["Step3p5MTP"],
         "model_type": "step3p5_mtp",
-        "num_hidden_layers": first,
+        "num_hidden_layers": first_index,
         "num_nextn_predict_layers": draft.shape.count,
     }
     tensors: dict[str, torch.Tensor] = {}
-    for index, trained in enumerate(draft.layers):
-        at = f"model.layers.{first + index}."
-        for name, tensor in trained.state_dict().items():
-            tensors[at + name] = (tensor - 1 if tensor.ndim == 1 else tensor).bfloat16().contiguous()
-        tensors[at + "shared_head.output.weight"] = draft.head.bfloat16().clone()
-    write_checkpoint(directory, draft.shape.layer, tensors, own)
+    for index, layer in enumerate(draft.layers):
+        prefix = f"model.layers.{first_index + index}."
+        for name, tensor in layer.state_dict().items():
+            tensors[prefix + name] = (tensor - 1 if tensor.ndim == 1 else tensor).bfloat16().contiguous()
+        tensors[prefix + "shared_head.output.weight"] = draft.head.bfloat16().clone()
+    write_checkpoint(directory, draft.shape.layer, tensors, config)

@@ -65,35 +65,35 @@ class Optimizers:
     def __init__(
         self, matrices: list[nn.Parameter], others: list[nn.Parameter], *, matrix_lr: float, other_lr: float
     ) -> None:
-        self.trained = matrices + others
-        self.parts: list[torch.optim.Optimizer] = [
+        self.parameters = matrices + others
+        self.optimizers: list[torch.optim.Optimizer] = [
             Muon(matrices, lr=matrix_lr),
             torch.optim.AdamW(others, lr=other_lr, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0),
         ]
-        self.peaks = [matrix_lr, other_lr]
+        self.peak_lrs = [matrix_lr, other_lr]
 
     def step(self, factor: float) -> None:
         """Clip the gradients, update the parameters at `factor` times the peak rates, and clear the gradients."""
-        nn.utils.clip_grad_norm_(self.trained, 1.0)
-        for part, peak in zip(self.parts, self.peaks, strict=True):
-            for group in part.param_groups:
-                group["lr"] = peak * factor
-            part.step()
-            part.zero_grad(set_to_none=True)
+        nn.utils.clip_grad_norm_(self.parameters, 1.0)
+        for optimizer, peak_lr in zip(self.optimizers, self.peak_lrs, strict=True):
+            for group in optimizer.param_groups:
+                group["lr"] = peak_lr * factor
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
 
     def state_dict(self) -> list[dict[str, Any]]:
         """Return the states of both optimizers, Muon first."""
-        return [part.state_dict() for part in self.parts]
+        return [optimizer.state_dict() for optimizer in self.optimizers]
 
     def load_state_dict(self, states: list[dict[str, Any]]) -> None:
         """Restore the states of both optimizers."""
-        for part, state in zip(self.parts, states, strict=True):
-            part.load_state_dict(state)
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            optimizer.load_state_dict(state)
 
 
 def clock_factor(progress: float, warmup: float = 0.015, floor: float = 0.02) -> float:
     """Return the learning rate factor at `progress` (0 to 1) of the budget: a short warmup, then linear decay."""
     if progress < warmup:
         return max(0.05, progress / warmup)
-    left = max(0.0, 1.0 - progress) / (1.0 - warmup)
-    return floor + (1.0 - floor) * left
+    remaining = max(0.0, 1.0 - progress) / (1.0 - warmup)
+    return floor + (1.0 - floor) * remaining

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 from transformers import LlamaForCausalLM
 
-from cluster.train.dataset import Ids, Windows, rows_of
+from cluster.train.dataset import TokenIds, Windows, shuffled_rows
 from cluster.train.draft import DraftRecipe, chain_loss, sample_text
 from cluster.train.loop import TrainingRun, train_for
 from cluster.train.mtp import MtpDraft, MtpShape
@@ -41,7 +41,7 @@ class MtpText:
 
 
 @torch.no_grad()
-def read_text(target: LlamaForCausalLM, train: Ids, recipe: DraftRecipe, work: Path) -> MtpText:
+def read_text(target: LlamaForCausalLM, train: TokenIds, recipe: DraftRecipe, work: Path) -> MtpText:
     """Return the target's samples, one row of real text for every three samples, and the target's hidden states on all
     rows. The result is cached in `work`.
     """
@@ -49,8 +49,8 @@ def read_text(target: LlamaForCausalLM, train: Ids, recipe: DraftRecipe, work: P
     if cache.exists():
         return MtpText(**torch.load(cache, weights_only=True))
     samples = sample_text(target, train, recipe, work / "samples.pt")
-    real = Windows(train, samples.shape[1], max(1, len(samples) // 3), recipe.seed)(0)
-    ids = torch.cat([samples, real])
+    real_text = Windows(train, samples.shape[1], max(1, len(samples) // 3), recipe.seed)(0)
+    ids = torch.cat([samples, real_text])
     hidden = torch.cat(
         [target.model(input_ids=rows, use_cache=False).last_hidden_state for rows in torch.split(ids, 16)]
     )
@@ -63,25 +63,25 @@ def mtp_loss(draft: MtpDraft, target: LlamaForCausalLM, text: MtpText, recipe: M
     length = text.ids.shape[1] - recipe.levels
     embeddings = target.model.embed_tokens(text.ids[:, 1:])
     teacher = functional.softmax(target.lm_head(text.hidden), dim=-1)
-    drafted = draft.unroll(text.hidden[:, :length], embeddings, recipe.levels)
-    return chain_loss(drafted, teacher, torch.ones_like(text.ids, dtype=torch.bool), recipe.draft)
+    draft_logits = draft.unroll(text.hidden[:, :length], embeddings, recipe.levels)
+    return chain_loss(draft_logits, teacher, torch.ones_like(text.ids, dtype=torch.bool), recipe.draft)
 
 
-def train_mtp(recipe: MtpRecipe, target: LlamaForCausalLM, train: Ids, *, work: Path) -> MtpDraft:
+def train_mtp(recipe: MtpRecipe, target: LlamaForCausalLM, train: TokenIds, *, work: Path) -> MtpDraft:
     """Train for `recipe.steps` steps, resuming from the checkpoint in `work` if there is one."""
-    given = recipe.draft
-    text = read_text(target, train, given, work)
-    torch.manual_seed(given.seed)
-    draft = MtpDraft(MtpShape(given.shape, recipe.layers, len(target.model.layers)), target)
-    batch = max(1, given.tokens_per_step // text.ids.shape[1])
+    draft_recipe = recipe.draft
+    text = read_text(target, train, draft_recipe, work)
+    torch.manual_seed(draft_recipe.seed)
+    draft = MtpDraft(MtpShape(draft_recipe.shape, recipe.layers, len(target.model.layers)), target)
+    batch = max(1, draft_recipe.tokens_per_step // text.ids.shape[1])
 
     def loss_at(step: int) -> torch.Tensor:
-        return mtp_loss(draft, target, text(rows_of(step, len(text.ids), batch, given.seed)), recipe)
+        return mtp_loss(draft, target, text(shuffled_rows(step, len(text.ids), batch, draft_recipe.seed)), recipe)
 
     train_for(
         TrainingRun(f"mtp {recipe.layers}", work / f"mtp-{recipe.layers}.pt", steps=recipe.steps),
         draft,
-        Optimizers(*split_parameters(draft), matrix_lr=given.matrix_lr, other_lr=given.other_lr),
+        Optimizers(*split_parameters(draft), matrix_lr=draft_recipe.matrix_lr, other_lr=draft_recipe.other_lr),
         loss_at,
         lambda: f"{sum(p.numel() for p in draft.parameters()):,} parameters",
     )

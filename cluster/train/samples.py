@@ -43,46 +43,50 @@ def continue_rows(
 
     A token is the argmax of logits + temperature * `gumbel` noise of the token's position, so temperature 0 is greedy.
     """
-    rows, length = prompts.shape
+    batch, prompt_length = prompts.shape
     heads = Heads.of(target)
-    ids = torch.cat([prompts, prompts.new_zeros(rows, count)], dim=1)
-    caches = target.lm_head.weight.new_zeros(len(target.model.layers), 2, rows, heads.kv, length + count, heads.width)
-    start, width = 0, length
+    ids = torch.cat([prompts, prompts.new_zeros(batch, count)], dim=1)
+    caches = target.lm_head.weight.new_zeros(
+        len(target.model.layers), 2, batch, heads.kv, prompt_length + count, heads.width
+    )
+    start, num_tokens = 0, prompt_length
     while True:
-        hidden = _forward(target, ids[:, start : start + width], caches, start, heads)
+        hidden = _forward(target, ids[:, start : start + num_tokens], caches, start, heads)
         logits = target.lm_head(target.model.norm(hidden[:, -1]))
-        position = start + width
-        ids[:, position] = draw(logits, temperatures, seed, position)
-        if position == length + count - 1:
+        position = start + num_tokens
+        ids[:, position] = sample_tokens(logits, temperatures, seed, position)
+        if position == prompt_length + count - 1:
             return ids
-        start, width = position, 1
+        start, num_tokens = position, 1
 
 
 def _forward(
     target: LlamaForCausalLM, ids: torch.Tensor, caches: torch.Tensor, start: int, heads: Heads
 ) -> torch.Tensor:
     """Map ids [B, q] at positions start.. to the final hidden before the norm, [B, q, H]; fill the caches."""
-    rows, width = ids.shape
-    end = start + width
-    positions = torch.arange(start, end)
-    future = torch.arange(end)[None, :] > positions[:, None]
+    batch, num_tokens = ids.shape
+    stop = start + num_tokens
+    positions = torch.arange(start, stop)
+    future = torch.arange(stop)[None, :] > positions[:, None]
     hidden: torch.Tensor = target.model.embed_tokens(ids)
     for layer, (keys, values) in zip(target.model.layers, caches, strict=True):
         attention = layer.self_attn
         x = layer.input_layernorm(hidden)
         q, k, v = (
-            projection(x).view(rows, width, -1, heads.width).transpose(1, 2)
+            projection(x).view(batch, num_tokens, -1, heads.width).transpose(1, 2)
             for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
         )
-        keys[:, :, start:end] = rotate(k, positions, heads.theta)
-        values[:, :, start:end] = v
+        keys[:, :, start:stop] = rotate(k, positions, heads.theta)
+        values[:, :, start:stop] = v
         q = rotate(q, positions, heads.theta) * heads.width**-0.5
-        q = q.reshape(rows, heads.kv, heads.query // heads.kv * width, heads.width)
-        scores = q @ keys[:, :, :end].mT
-        if width > 1:  # a single row is the last position and sees all positions
-            scores = scores.view(rows, heads.kv, -1, width, end).masked_fill(future, float("-inf")).view_as(scores)
-        mixed = (scores.softmax(dim=-1) @ values[:, :, :end]).view(rows, heads.query, width, heads.width)
-        hidden = hidden + attention.o_proj(mixed.transpose(1, 2).flatten(2))
+        q = q.reshape(batch, heads.kv, heads.query // heads.kv * num_tokens, heads.width)
+        scores = q @ keys[:, :, :stop].mT
+        if num_tokens > 1:  # a single row is the last position and sees all positions
+            scores = (
+                scores.view(batch, heads.kv, -1, num_tokens, stop).masked_fill(future, float("-inf")).view_as(scores)
+            )
+        attended = (scores.softmax(dim=-1) @ values[:, :, :stop]).view(batch, heads.query, num_tokens, heads.width)
+        hidden = hidden + attention.o_proj(attended.transpose(1, 2).flatten(2))
         hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
     return hidden
 
@@ -93,7 +97,7 @@ def gumbel(rows: int, vocab_size: int, seed: int, position: int) -> torch.Tensor
     return -torch.empty(rows, vocab_size).exponential_(generator=generator).log()
 
 
-def draw(logits: torch.Tensor, temperatures: torch.Tensor, seed: int, position: int) -> torch.Tensor:
+def sample_tokens(logits: torch.Tensor, temperatures: torch.Tensor, seed: int, position: int) -> torch.Tensor:
     """Sample token ids [B] from logits [B, V] at temperatures [B]."""
     if not bool(temperatures.any()):
         return logits.argmax(dim=-1)
@@ -111,12 +115,14 @@ def write_samples(
     seed: int,
 ) -> torch.Tensor:
     """Continue every prompt [rows, P]; return [rows, P + count]. Row i has `temperatures[i % len(temperatures)]`."""
-    choice = torch.tensor(temperatures)[torch.arange(len(prompts)) % len(temperatures)]
+    row_temperatures = torch.tensor(temperatures)[torch.arange(len(prompts)) % len(temperatures)]
     chunks: list[torch.Tensor] = []
-    with tqdm(total=len(prompts) * count, unit="tok", desc="samples", mininterval=5.0) as bar:
-        for index, (rows, heat) in enumerate(zip(torch.split(prompts, batch), torch.split(choice, batch), strict=True)):
-            chunks.append(continue_rows(target, rows, count, heat, seed + index))
-            bar.update(len(rows) * count)
+    with tqdm(total=len(prompts) * count, unit="tok", desc="samples", mininterval=5.0) as progress:
+        for index, (rows, chunk_temperatures) in enumerate(
+            zip(torch.split(prompts, batch), torch.split(row_temperatures, batch), strict=True)
+        ):
+            chunks.append(continue_rows(target, rows, count, chunk_temperatures, seed + index))
+            progress.update(len(rows) * count)
     return torch.cat(chunks)
 
 
@@ -125,18 +131,18 @@ def features(
     target: LlamaForCausalLM, ids: torch.Tensor, aux_layer_ids: tuple[int, ...]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return aux hidden [B, T, A] (un-normed, low to high) and logits [B, T, vocab] of the target on ids [B, T]."""
-    caught: dict[int, torch.Tensor] = {}
+    captured: dict[int, torch.Tensor] = {}
 
-    def catcher(index: int):  # type: ignore[no-untyped-def]
-        def catch(module: torch.nn.Module, inputs: object, output: torch.Tensor) -> None:
-            caught[index] = output
+    def make_hook(index: int):  # type: ignore[no-untyped-def]
+        def capture(module: torch.nn.Module, inputs: object, output: torch.Tensor) -> None:
+            captured[index] = output
 
-        return catch
+        return capture
 
-    handles = [target.model.layers[index].register_forward_hook(catcher(index)) for index in aux_layer_ids]
+    handles = [target.model.layers[index].register_forward_hook(make_hook(index)) for index in aux_layer_ids]
     try:
         logits = target(input_ids=ids, use_cache=False).logits
     finally:
         for handle in handles:
             handle.remove()
-    return torch.cat([caught[index] for index in aux_layer_ids], dim=-1), logits
+    return torch.cat([captured[index] for index in aux_layer_ids], dim=-1), logits

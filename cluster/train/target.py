@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from cluster.train.dataset import Ids, Windows, with_repeats
+from cluster.train.dataset import TokenIds, Windows, with_repeats
 from cluster.train.loop import TrainingRun, train_for
 from cluster.train.optimizer import Optimizers
 
@@ -87,7 +87,7 @@ def next_token_loss(target: LlamaForCausalLM, ids: torch.Tensor) -> torch.Tensor
 
 
 @torch.no_grad()
-def heldout_loss(target: LlamaForCausalLM, ids: Ids, length: int, limit: int | None = None) -> float:
+def heldout_loss(target: LlamaForCausalLM, ids: TokenIds, length: int, limit: int | None = None) -> float:
     """Return the mean cross entropy over consecutive windows of held-out ids, at most `limit` windows."""
     rows = torch.from_numpy(ids)
     count = len(rows) // length
@@ -97,14 +97,14 @@ def heldout_loss(target: LlamaForCausalLM, ids: Ids, length: int, limit: int | N
 
 
 def train_target(
-    recipe: TargetRecipe, train: Ids, heldout: Ids, *, minutes: float, checkpoint: Path
+    recipe: TargetRecipe, train: TokenIds, heldout: TokenIds, *, minutes: float, checkpoint: Path
 ) -> tuple[LlamaForCausalLM, TargetReport]:
     """Train for `minutes`, including the time before a resume; then round the weights to bf16 and measure the loss."""
     target = build_target(recipe).train()
     optimizers = Optimizers(*split_parameters(target), matrix_lr=recipe.matrix_lr, other_lr=recipe.other_lr)
-    half = recipe.length // 2
+    half_length = recipe.length // 2
     long_rows = Windows(train, recipe.length, recipe.tokens_per_step // recipe.length, recipe.seed)
-    short_rows = Windows(train, half, recipe.tokens_per_step // half, recipe.seed + 1)
+    short_rows = Windows(train, half_length, recipe.tokens_per_step // half_length, recipe.seed + 1)
 
     def loss_at(step: int) -> torch.Tensor:
         ids = (long_rows if step % 4 == 3 else short_rows)(step)
@@ -117,9 +117,9 @@ def train_target(
         loss_at,
         lambda: f"held-out loss {heldout_loss(target, heldout, recipe.length, 32):.4f}",
     )
-    rounded = round_to_bf16(target)
-    loss = heldout_loss(rounded, heldout, recipe.length)
-    return rounded, TargetReport(steps, steps * recipe.tokens_per_step, seconds, loss)
+    rounded_target = round_to_bf16(target)
+    loss = heldout_loss(rounded_target, heldout, recipe.length)
+    return rounded_target, TargetReport(steps, steps * recipe.tokens_per_step, seconds, loss)
 
 
 def round_to_bf16(target: LlamaForCausalLM) -> LlamaForCausalLM:

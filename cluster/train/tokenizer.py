@@ -15,7 +15,7 @@ END_OF_TEXT = "<|endoftext|>"
 IM_START = "<|im_start|>"
 IM_END = "<|im_end|>"
 
-_PIECES = r"(?:\r?\n)+[ \t]*| ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|[ \t]+|\s"
+_PRETOKEN_PATTERN = r"(?:\r?\n)+[ \t]*| ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|[ \t]+|\s"
 
 # The model was trained on messages without tools. The template lists tools in a form that many models know. The model
 # makes a tool call only if a grammar forces one; its arguments then follow the schema but are meaningless.
@@ -43,7 +43,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = VOCAB_SIZE) -> Token
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(_PIECES), behavior="isolated"),
+            pre_tokenizers.Split(Regex(_PRETOKEN_PATTERN), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )

@@ -9,5 +9,5 @@ def build(
     config: EngineConfig, rank: int = 0, rendezvous: Rendezvous | None = None, store: Store | None = None
 ) -> Rank:
     engine = build_rank(config, rank, rendezvous, store)
-    engine.lockstep.lag = 1
+    engine.lockstep.max_in_flight = 1
     return engine

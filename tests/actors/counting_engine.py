@@ -62,10 +62,10 @@ class CountingEngine:
         self.requests: dict[str, list[Any]] = {}
         self.steps = 0
         self.aborted = 0
-        self.left = False
+        self.has_ended = False
         self.position = (0, "start")
         self.progress = (0, False)
-        self._begun: Callable[[tuple[str, ...]], None] = lambda ids: None
+        self._on_admitted: Callable[[tuple[str, ...]], None] = lambda ids: None
         self._waiting: dict[str, Request] = {}
         self._link = link
         self._bell = link or _alone()
@@ -80,7 +80,7 @@ class CountingEngine:
         return bool(self.requests or self._waiting)
 
     @property
-    def quiet(self) -> bool:
+    def is_idle(self) -> bool:
         return self._quiet if self._link is not None else not self.has_work
 
     def check(self, request: Request) -> None:
@@ -104,7 +104,7 @@ class CountingEngine:
             request = self._waiting.pop(name)
             self.requests[name] = [request, request.resumed_tokens, 0]
         if taken:
-            self._begun(tuple(taken))
+            self._on_admitted(tuple(taken))
         if any(_trouble(self.requests[name][0], self.rank) == (SUDDEN, self.rank) for name in taken):
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -118,7 +118,7 @@ class CountingEngine:
     def sleep(self) -> None:
         self._bell.sleep(self.steps)
 
-    def ring(self) -> None:
+    def wake_ranks(self) -> None:
         self._bell.ring(self.steps)
 
     def leave(self) -> None:
@@ -148,9 +148,9 @@ class CountingEngine:
         if self._link is not None:  # one row more, as what is left after the step counts
             after = self._exchange({"work": self.has_work}, "commit")
             self._quiet = not any(row["work"] for row in after)
-            self.left = any(row["leave"] for row in every)
+            self.has_ended = any(row["leave"] for row in every)
         else:
-            self.left = self._leaving
+            self.has_ended = self._leaving
         return Result(outputs)
 
     def _suffer(self, kinds: set[int]) -> None:
@@ -183,8 +183,8 @@ class CountingEngine:
     def status(self) -> Status:
         return Status(self.steps, len(self.requests), aborted=self.aborted)
 
-    def on_begun(self, call: Callable[[tuple[str, ...]], None]) -> None:
-        self._begun = call
+    def on_admitted(self, call: Callable[[tuple[str, ...]], None]) -> None:
+        self._on_admitted = call
 
     def info(self) -> RankInfo:
         return rank_info(self.config.page_size, speculative_num_draft_tokens=4)

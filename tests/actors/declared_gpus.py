@@ -137,7 +137,7 @@ def refused(layout: Layout, name: str = "other/deployment/gang", **waits: float)
     """What is said of a layout that has no room, and after how long."""
     began = time.monotonic()
     try:
-        asyncio.run(reserve(replace(layout, **{"join_s": 0.5, "busy_s": 0.5, **waits}), name)).remove()
+        asyncio.run(reserve(replace(layout, **{"join_wait_s": 0.5, "busy_wait_s": 0.5, **waits}), name)).remove()
     except PlacementError as error:
         return {"said": str(error), "after_s": time.monotonic() - began}
     return {"said": "", "after_s": time.monotonic() - began}
@@ -187,7 +187,7 @@ def main() -> None:
             "too many": refused(layout({**any_node, "placement_group_config": None}, {"tp_size": 32})),
             "two gangs": refused(layout({}, {}, num_replicas=2)),
             "another's": refused(layout({}, {})),
-            "its own": refused(layout({}, {}), "section/aerie-my-model/next", leaves_s=0.5),
+            "its own": refused(layout({}, {}), "section/aerie-my-model/next", redeploy_wait_s=0.5),
         }
         auto = changed({"accelerator_type": None, "placement_group_config": None}, {"device": "auto"})
         found["auto"] = parse(auto).llm.device(cluster_gpus())

@@ -35,7 +35,7 @@ class Replica:
             Layout(({"CPU": cpus},) * count, strategy, wait_s=20.0), f"test/{strategy}-{count}-{cpus}"
         )
         placement.remove()
-        return list(placement.nodes)
+        return list(placement.node_of_rank)
 
     async def start(self) -> dict[str, Any]:
         config = EngineConfig(model_path="counting", tp_size=2, attn_dp_size=2)
@@ -47,7 +47,7 @@ class Replica:
         placement = self.gang._placement
         assert placement is not None
         interfaces = [info.interface for info in self.gang.infos]
-        return {"nodes": list(placement.nodes), "interfaces": interfaces}
+        return {"nodes": list(placement.node_of_rank), "interfaces": interfaces}
 
     async def count(self, tokens: int) -> list[int]:
         return (await read(self.router, ask("wide", SLOW, 1, max_tokens=tokens)))[0]
@@ -55,7 +55,7 @@ class Replica:
     async def after(self) -> dict[str, Any]:
         placement = self.gang._placement
         assert placement is not None
-        return {"nodes": list(placement.nodes), **asdict(self.gang.history())}
+        return {"nodes": list(placement.node_of_rank), **asdict(self.gang.history())}
 
     async def stop(self) -> None:
         await self.router.close()

@@ -19,7 +19,7 @@ async def placed(**engine):
     llm = parse({"llm_configs": [{"model_loading_config": loading, "engine_kwargs": engine}]}).llm
     device, why = llm.device(cluster_gpus())
     placement = await reserve(llm.layout(device), "test")
-    options = [placement.options(rank) for rank in range(placement.layout.world)]
+    options = [placement.actor_options(rank) for rank in range(placement.layout.world)]
     placement.remove()
     return device, why, [(o["num_cpus"], o["num_gpus"]) for o in options]
 

@@ -109,14 +109,14 @@ def test_streams_of_a_lost_gang_have_the_tokens_of_an_undisturbed_one(
             assert now.tokens == was.tokens
             assert [entry.token_id for entry in now.logprobs] == [entry.token_id for entry in was.logprobs]
             assert [entry.logprob for entry in now.logprobs] == pytest.approx([e.logprob for e in was.logprobs])
-        (loss,) = gang.losses
+        (loss,) = gang.gang_errors
         assert (loss.rank, loss.kind) == (rank, "died" if how == signal.SIGKILL else "frozen"), reason
         assert loss.phase not in ("", "start", "join") and loss.step > 0
         assert loss.noticed_s < (1.0 if how == signal.SIGKILL else 7.0)
         assert loss.restored_s is not None and loss.restored_s < (20 if how == signal.SIGKILL else 25)
         print(f"{loss}; noticed after {loss.noticed_s:.2f} s, serving after {loss.restored_s:.1f} s")
         await until(lambda: not router._streams)
-        beats = (await router.status()).beats
+        beats = (await router.status()).heartbeats
         assert all(beat.status.pages_used == 0 and beat.status.running == 0 for beat in beats), beats
 
     with_gang(real(name, world, attn_dp, factory), body)

@@ -83,7 +83,7 @@ def test_a_killed_rank_is_named_and_every_stream_goes_on(rank: int) -> None:
         crowd = Crowd(router, 8, max_tokens=400)
         await crowd.flowing()
         killed = pids(gang)
-        steps = (await router.status()).beats[0].steps
+        steps = (await router.status()).heartbeats[0].steps
         asked = time.monotonic()
         os.kill(killed[rank], signal.SIGKILL)
         reason = await asyncio.wait_for(unhealthy(router), 1.5)
@@ -101,7 +101,7 @@ def test_a_killed_rank_is_named_and_every_stream_goes_on(rank: int) -> None:
         assert loss.noticed_s < 1.5 and loss.restored_s is not None and 0 < loss.restored_s < 20
         assert status.history.epoch == 1
         assert [loss.restored_s is None for loss in heard] == [True, False]
-        assert heard[1] == replace(heard[0], restored_s=heard[1].restored_s, attempts=1) == gang.losses[0]
+        assert heard[1] == replace(heard[0], restored_s=heard[1].restored_s, attempts=1) == gang.gang_errors[0]
         speculation = crowd.last["c0"].speculation
         assert speculation is not None
         # of 200 outputs the first of each life ends a prompt, and every other one is a tree of two tokens
@@ -130,16 +130,16 @@ def test_it_may_happen_twice_and_a_client_may_leave_meanwhile() -> None:
         leaver = asyncio.create_task(read(router, ask("leaver", SLOW, 1, max_tokens=100_000)))
         await crowd.flowing()
         os.kill(pids(gang)[1], signal.SIGKILL)
-        await until(lambda: gang.losses)
+        await until(lambda: gang.gang_errors)
         leaver.cancel()
-        await until(lambda: not gang.trouble())
+        await until(lambda: not gang.unhealthy_reason())
         now = {name: len(tokens) for name, tokens in crowd.sent.items()}
         await until(lambda: all(len(tokens) > now[name] for name, tokens in crowd.sent.items()))
         os.kill(pids(gang)[0], signal.SIGKILL)
         await crowd.check()
-        assert [(loss.rank, loss.kind, loss.epoch) for loss in gang.losses] == [(1, "died", 0), (0, "died", 1)]
+        assert [(loss.rank, loss.kind, loss.epoch) for loss in gang.gang_errors] == [(1, "died", 0), (0, "died", 1)]
         status = await router.status()
-        assert status.beats[0].status.running == 0 and status.running == 0
+        assert status.heartbeats[0].status.running == 0 and status.running == 0
 
     with_gang(spec("killed-twice", world=2), body)
 
@@ -147,11 +147,11 @@ def test_it_may_happen_twice_and_a_client_may_leave_meanwhile() -> None:
 def test_a_sleeping_gang_that_loses_a_rank_comes_back() -> None:
     async def body(gang: Gang, router: Router) -> None:
         assert (await read(router, ask("a", 1)))[0] == [2, 3, 4, 5, 6, 7]
-        await until(lambda: gang.beats[0] is not None)
+        await until(lambda: gang.heartbeats[0] is not None)
         os.kill(pids(gang)[1], signal.SIGKILL)
-        await until(lambda: gang.losses and not gang.trouble(), 30)
+        await until(lambda: gang.gang_errors and not gang.unhealthy_reason(), 30)
         assert (await asyncio.wait_for(read(router, ask("b", 1)), 20))[0] == [2, 3, 4, 5, 6, 7]
-        assert (gang.losses[0].rank, gang.losses[0].kind) == (1, "died")
+        assert (gang.gang_errors[0].rank, gang.gang_errors[0].kind) == (1, "died")
 
     with_gang(spec("killed-asleep", world=2), body)
 
@@ -168,7 +168,7 @@ def test_a_frozen_rank_is_named_within_the_limit_and_replaced(rank: int) -> None
         assert reason.startswith(f"rank {rank} frozen at step ") and "no heartbeat" in reason
         await crowd.check(40)
         assert time.monotonic() - asked < 30
-        (loss,) = gang.losses
+        (loss,) = gang.gang_errors
         assert (loss.rank, loss.kind) == (rank, "frozen") and loss.restored_s is not None
         assert not psutil.pid_exists(frozen)
 
@@ -185,7 +185,7 @@ def test_a_rank_that_freezes_for_a_moment_is_forgiven() -> None:
         finally:
             os.kill(pids(gang)[1], signal.SIGCONT)
         await crowd.check()
-        assert gang.losses == [] and (await router.status()).healthy
+        assert gang.gang_errors == [] and (await router.status()).healthy
 
     with_gang(spec("moment", world=2, watchdog_timeout_s=1.5), body)
 
@@ -194,10 +194,10 @@ def test_a_replica_that_stood_still_does_not_blame_its_ranks() -> None:
     async def body(gang: Gang, router: Router) -> None:
         crowd = Crowd(router, 4, max_tokens=200)
         await crowd.flowing()
-        gang.life.ask()  # type: ignore[union-attr]
+        gang.incarnation.request_heartbeats()  # type: ignore[union-attr]
         time.sleep(2.0)  # this process hears nobody for longer than a frozen rank is given
         await crowd.check()
-        assert gang.losses == []
+        assert gang.gang_errors == []
 
     with_gang(spec("stood-still", world=2, watchdog_timeout_s=0.8), body)
 
@@ -207,7 +207,7 @@ def test_a_slow_rank_is_not_killed() -> None:
     async def body(gang: Gang, router: Router) -> None:
         tokens, _ = await asyncio.wait_for(read(router, ask("slow", CRAWL, ON + 1, 5, max_tokens=12)), 30)
         assert tokens == list(range(6, 18))
-        assert gang.losses == []
+        assert gang.gang_errors == []
 
     # a step takes 1.6 s, which is more than the three limits after which a rank that does not move is given up
     with_gang(spec("slow", world=2, watchdog_timeout_s=0.5), body)
@@ -217,11 +217,11 @@ def test_a_slow_rank_is_not_killed() -> None:
 def test_a_step_that_fails_on_one_rank_is_told_from_its_messengers(trouble: int, kind: str) -> None:
     async def body(gang: Gang, router: Router) -> None:
         task = asyncio.create_task(read(router, ask("trouble", trouble, ON + 1, 3, max_tokens=4)))
-        await until(lambda: gang.losses)
-        loss = gang.losses[0]
+        await until(lambda: gang.gang_errors)
+        loss = gang.gang_errors[0]
         assert (loss.rank, loss.kind, loss.phase) == (1, kind, "target")
         task.cancel()
-        await until(lambda: not gang.trouble(), 30)
+        await until(lambda: not gang.unhealthy_reason(), 30)
 
     with_gang(spec(f"fails-{kind}", world=2), body)
 
@@ -241,7 +241,7 @@ def test_a_request_that_ends_the_gang_again_and_again_ends_and_the_others_go_on(
         assert "poison was resumed 3 times and never went on" in (last.error or "")
         assert "rank 1 died" in (last.error or "")
         await crowd.check(60)
-        assert len(gang.losses) == 4 and router.lost == ""
+        assert len(gang.gang_errors) == 4 and router.lost_reason == ""
 
     with_gang(spec(f"poison-{kind}", world=2), body)
 
@@ -249,7 +249,7 @@ def test_a_request_that_ends_the_gang_again_and_again_ends_and_the_others_go_on(
 def test_a_gang_that_cannot_come_back_is_given_up_within_the_bound() -> None:
     async def body(gang: Gang, router: Router) -> None:
         task = asyncio.create_task(read(router, ask("long", SLOW, 1, max_tokens=100_000)))
-        await until(lambda: "long" in router._streams and router._streams["long"].dealt)
+        await until(lambda: "long" in router._streams and router._streams["long"].sent_tokens)
         gang.spec = replace(gang.spec, config=gang.spec.config.model_copy(update={"model_path": "bad-on-0"}))
         asked = time.monotonic()
         os.kill(pids(gang)[1], signal.SIGKILL)
@@ -257,24 +257,24 @@ def test_a_gang_that_cannot_come_back_is_given_up_within_the_bound() -> None:
         assert 5 < time.monotonic() - asked < 9
         assert last.finish_reason == "abort" and len(tokens) > 0
         assert "rank 1 died" in (last.error or "") and "restart_timeout_s 6" in (last.error or "")
-        assert router.lost == last.error and not (await router.status()).healthy
+        assert router.lost_reason == last.error and not (await router.status()).healthy
         with pytest.raises(Unavailable) as refused:
             await read(router, ask("later", 1))
-        assert str(refused.value) == router.lost
+        assert str(refused.value) == router.lost_reason
 
     with_gang(spec("given-up", world=2, restart_timeout_s=6), body)
 
 
 def test_a_gang_whose_lives_give_no_token_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """That they begin requests does not count: on a broken machine each life's first step is its last."""
-    monkeypatch.setattr("cluster.actors.gang.FRUITLESS", 2)
+    monkeypatch.setattr("cluster.actors.gang.MAX_FRUITLESS_INCARNATIONS", 2)
 
     async def body(gang: Gang, router: Router) -> None:
         await read(router, ask("well", 1))
         reading = [asyncio.create_task(read(router, ask(f"broken-{i}", CRASH, ON, 3))) for i in range(2)]
         ends = await asyncio.wait_for(asyncio.gather(*reading), 60)
         assert all(last.finish_reason == "abort" for _, last in ends)
-        assert "2 lives in a row served no request" in router.lost and len(gang.losses) == 3
+        assert "2 incarnations in a row served no request" in router.lost_reason and len(gang.gang_errors) == 3
 
     with_gang(spec("fruitless"), body)
 
@@ -285,9 +285,9 @@ def test_closing_while_the_gang_restarts_leaves_nothing() -> None:
     async def body(gang: Gang, router: Router) -> None:
         started.extend(pids(gang))
         task = asyncio.create_task(read(router, ask("long", SLOW, 1, max_tokens=100_000)))
-        await until(lambda: "long" in router._streams and router._streams["long"].dealt)
+        await until(lambda: "long" in router._streams and router._streams["long"].sent_tokens)
         os.kill(pids(gang)[0], signal.SIGKILL)
-        await until(lambda: gang.losses)
+        await until(lambda: gang.gang_errors)
         await asyncio.sleep(0.3)
         await router.close()
         _, last = await task
@@ -302,11 +302,11 @@ def test_followers_get_no_requests_and_are_watched() -> None:
     async def body(gang: Gang, router: Router) -> None:
         crowd = Crowd(router, 6, max_tokens=300)
         await crowd.flowing()
-        await gang.pulse(2.0)
-        running = [beat.status.running for beat in gang.beats if beat is not None]
+        await gang.request_heartbeats(2.0)
+        running = [beat.status.running for beat in gang.heartbeats if beat is not None]
         assert running == [3, 0, 3, 0]
         os.kill(pids(gang)[3], signal.SIGKILL)
         await crowd.check()
-        assert [(loss.rank, loss.kind) for loss in gang.losses] == [(3, "died")]
+        assert [(loss.rank, loss.kind) for loss in gang.gang_errors] == [(3, "died")]
 
     with_gang(spec("followers", world=4, attn_dp_size=2), body)

@@ -8,7 +8,7 @@ import ray
 from cluster.actors.cluster_capacity import Layout
 from cluster.actors.gang import Gang, GangSpec, GangStartError
 from cluster.actors.messages import Overloaded
-from cluster.actors.peer_gangs import deployment_samples, publish, replica_of
+from cluster.actors.peer_gangs import deployment_samples, publish, replica_id_of
 from cluster.actors.placement import PlacementError
 from cluster.actors.router import Router
 from cluster.config import ConfigError, EngineConfig
@@ -28,7 +28,7 @@ def test_requests_stream_side_by_side_and_nothing_is_left():
         status = await router.status()
         assert status.healthy and status.running == 0 and status.queued_tokens == 0
         assert status.ranks[0].context_length == 4096
-        assert status.beats[0].status.running == 0 and status.beats[0].phase
+        assert status.heartbeats[0].status.running == 0 and status.heartbeats[0].phase
         assert (status.history.epoch, status.history.restarts) == (0, ())
         page = merge(await router.metrics()).decode()
         labels = 'model_name="counting",rank="0",replica="side-by-side"'
@@ -40,8 +40,8 @@ def test_requests_stream_side_by_side_and_nothing_is_left():
 def test_two_ranks_share_the_work():
     async def body(gang: Gang, router: Router) -> None:
         await asyncio.gather(*(read(router, ask(f"r{i}", SLOW, i, max_tokens=20)) for i in range(8)))
-        await gang.pulse(2.0)
-        steps = [beat.steps for beat in gang.beats if beat is not None]
+        await gang.request_heartbeats(2.0)
+        steps = [beat.steps for beat in gang.heartbeats if beat is not None]
         assert len(steps) == 2 and all(10 <= n <= 20 for n in steps), steps
 
     with_gang(spec("two-ranks", world=2), body)
@@ -59,7 +59,7 @@ def test_leaving_aborts_within_a_step_or_two():
         await asyncio.gather(task, return_exceptions=True)
         await asyncio.sleep(0.2)
         status = await router.status()
-        assert status.beats[0].status.aborted == 2 and status.beats[0].status.running == 0
+        assert status.heartbeats[0].status.aborted == 2 and status.heartbeats[0].status.running == 0
         assert status.running == 0 and status.queued_tokens == 0
 
     with_gang(spec("leaving"), body)
@@ -114,7 +114,7 @@ def test_a_gang_that_cannot_start_says_why_at_once_and_leaves_nothing(name, sett
 
 
 def test_no_room_says_what_is_missing():
-    layout = Layout(({"CPU": 1.0, "GPU": 2.0},), join_s=0.5)
+    layout = Layout(({"CPU": 1.0, "GPU": 2.0},), join_wait_s=0.5)
     with pytest.raises(PlacementError, match=r"no node of the cluster has a GPU: set device to cpu"):
         with_gang(GangSpec(EngineConfig(model_path="x"), layout, "test/no-room"), None)  # type: ignore[arg-type]
     assert left_behind("no-room") == []
@@ -128,7 +128,7 @@ def test_samples_are_of_the_gangs_of_one_deployment_only():
         await asyncio.gather(*(gang.start() for gang in gangs))
         try:
             for gang in gangs:
-                serving = ServingMetrics(model_name="m", replica=replica_of(gang.spec.name))
+                serving = ServingMetrics(model_name="m", replica=replica_id_of(gang.spec.name))
                 serving.on_refused("invalid")
                 await publish(gang, serving.serialize())
             found = await deployment_samples(first)

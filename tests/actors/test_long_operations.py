@@ -29,7 +29,7 @@ def run_loop(folder: Path, trouble: str) -> EngineLoop:
     loop.start()
     ids = tuple(3 + i % 60 for i in range(ROWS + 50))
     loop.put(Commands((Request("long", ids, RequestParams(max_tokens=1, temperature=0.0)),)))
-    assert [item.begun for item in loop.drain(timeout_s=30)] == [("long",)]
+    assert [item.admitted for item in loop.drain(timeout_s=30)] == [("long",)]
     return loop
 
 
@@ -41,9 +41,9 @@ def test_an_operation_that_computes_is_no_freeze_however_long_it_takes(tmp_path:
     loop, began, longest = run_loop(tmp_path, BURN), time.monotonic(), 0.0
     while not (items := loop.drain(timeout_s=0.1)):
         beat = loop.heartbeat()
-        longest = max(longest, beat.unmarked_s)
+        longest = max(longest, beat.since_mark_s)
         assert verdict(loop) is None
-        assert beat.unmarked_s <= LIMIT_S or (beat.busy and not beat.waits and beat.phase == "target")
+        assert beat.since_mark_s <= LIMIT_S or (beat.busy and not beat.is_waiting and beat.phase == "target")
     assert items[0].outputs[0].finish_reason == "length"
     assert time.monotonic() - began > BURN_S > 3 * LIMIT_S and longest > 3 * LIMIT_S
     assert loop.stop()
@@ -94,7 +94,7 @@ def test_of_two_ranks_the_one_that_waits_is_never_blamed(tmp_path: Path, trouble
                 pipe.send("heartbeat")
             beats, items = zip(*(pipe.recv() for pipe in pipes), strict=True)
             outputs = [output for item in items[1] for output in item.outputs]
-            waited = max(waited, beats[0].age_s if beats[0].waits else 0.0)
+            waited = max(waited, beats[0].idle_s if beats[0].is_waiting else 0.0)
             said = judge([RankEvidence(beat) for beat in beats], LIMIT_S)
             assert said is None or (trouble == BLOCK and said.rank == 1)
         assert waited > 3 * LIMIT_S, "rank 0 did not have to wait"

@@ -39,7 +39,7 @@ def collect(loop: EngineLoop, *names: str, within_s: float = 5.0) -> tuple[list[
     items, final, until = [], {}, time.monotonic() + within_s
     while not set(names) <= set(final) and time.monotonic() < until:
         for item in loop.drain(timeout_s=0.5):
-            if not item.begun:
+            if not item.admitted:
                 items.append(item)
             final |= {output.request_id: output for output in item.outputs if output.finish_reason is not None}
     assert set(names) <= set(final), f"only {sorted(final)} ended"
@@ -72,7 +72,7 @@ def test_an_idle_loop_sleeps_and_a_submit_wakes_it(loop):
 def test_what_a_step_takes_in_is_said_before_the_step(loop):
     loop.put(Commands(submits=(ask("a", POISON), ask("b", 1))))
     assert loop.wait() is not None
-    assert [item.begun for item in loop.drain()] == [("a", "b")]
+    assert [item.admitted for item in loop.drain()] == [("a", "b")]
 
 
 def told(loop: EngineLoop, within_s: float) -> list[StepItem]:
@@ -82,13 +82,13 @@ def told(loop: EngineLoop, within_s: float) -> list[StepItem]:
     return items
 
 
-@pytest.mark.parametrize("last", [Commands(heard=("b",)), Commands(aborts=("b",))])
+@pytest.mark.parametrize("last", [Commands(confirmed=("b",)), Commands(aborts=("b",))])
 def test_the_step_of_a_doubted_request_waits_until_the_replica_has_heard_that_it_begins(loop, monkeypatch, last):
-    monkeypatch.setattr("cluster.actors.engine_loop.TOLD_S", 30.0)
-    loop.put(Commands(submits=(ask("a", 1), ask("b", 7)), doubted=("a", "b")))
+    monkeypatch.setattr("cluster.actors.engine_loop.CONFIRMATION_TIMEOUT_S", 30.0)
+    loop.put(Commands(submits=(ask("a", 1), ask("b", 7)), suspects=("a", "b")))
     (item,) = told(loop, 0.3)
-    assert item.begun == ("a", "b") and not item.outputs
-    loop.put(Commands(heard=("a",)))
+    assert item.admitted == ("a", "b") and not item.outputs
+    loop.put(Commands(confirmed=("a",)))
     assert told(loop, 0.3) == []
     loop.put(last)
     collect(loop, "a")
@@ -97,12 +97,12 @@ def test_the_step_of_a_doubted_request_waits_until_the_replica_has_heard_that_it
 
 
 def test_a_replica_that_never_answers_does_not_stop_the_step(loop, monkeypatch):
-    monkeypatch.setattr("cluster.actors.engine_loop.TOLD_S", 0.2)
+    monkeypatch.setattr("cluster.actors.engine_loop.CONFIRMATION_TIMEOUT_S", 0.2)
     asked = time.monotonic()
-    loop.put(Commands(submits=(ask("a", 7),), doubted=("a",)))
+    loop.put(Commands(submits=(ask("a", 7),), suspects=("a",)))
     collect(loop, "a")
     assert time.monotonic() - asked > 0.2
-    monkeypatch.setattr("cluster.actors.engine_loop.TOLD_S", 30.0)
+    monkeypatch.setattr("cluster.actors.engine_loop.CONFIRMATION_TIMEOUT_S", 30.0)
     loop.put(Commands(submits=(ask("a", 7),)))
     collect(loop, "a")
 
@@ -137,7 +137,7 @@ def test_a_step_that_raises_ends_the_loop_and_says_who_where_and_why(loop):
     loop.put(Commands(submits=(ask("b", POISON),)))
     failure = loop.wait()
     assert failure is not None
-    assert (failure.by, failure.rank, failure.kind, failure.phase) == (3, 3, "failed", "target")
+    assert (failure.reported_by, failure.rank, failure.kind, failure.phase) == (3, 3, "failed", "target")
     assert failure.step >= steps
     assert failure.reason.startswith("RuntimeError: poisoned (")
     beat = loop.heartbeat()
@@ -146,7 +146,7 @@ def test_a_step_that_raises_ends_the_loop_and_says_who_where_and_why(loop):
     loop.put(Commands(submits=(ask("c", 1),)))
     items = loop.drain()
     assert all(output.finish_reason is None for item in items for output in item.outputs)
-    assert loop.over and loop.drain(timeout_s=5) == []
+    assert loop.has_ended and loop.drain(timeout_s=5) == []
 
 
 def test_the_pulse_of_a_stuck_step_ages(loop):
@@ -155,19 +155,19 @@ def test_the_pulse_of_a_stuck_step_ages(loop):
     time.sleep(0.1)
     loop.heartbeat()  # sees it enter a phase
     time.sleep(0.2)
-    assert 0.1 < loop.heartbeat().age_s < 0.29
+    assert 0.1 < loop.heartbeat().idle_s < 0.29
     time.sleep(0.2)
-    assert loop.heartbeat().age_s > 0.35 and loop.heartbeat().busy
+    assert loop.heartbeat().idle_s > 0.35 and loop.heartbeat().busy
     collect(loop, "a", within_s=15)
 
 
 def test_a_slow_step_that_goes_from_phase_to_phase_is_no_stuck_one(loop):
     loop.put(Commands(submits=(ask("a", CRAWL, 1, max_tokens=2),)))
     ages, phases = [], []
-    assert [item.begun for item in loop.drain(timeout_s=2)] == [("a",)]
+    assert [item.admitted for item in loop.drain(timeout_s=2)] == [("a",)]
     while not (items := loop.drain(timeout_s=0.05)):
         beat = loop.heartbeat()
-        ages.append(beat.age_s)
+        ages.append(beat.idle_s)
         phases.append(beat.phase)
     assert items[0].outputs[0].token_ids == (2, 3)
     assert len(ages) > 20 and max(ages) < 0.8  # of 1.6 s
@@ -180,7 +180,7 @@ def test_stop_ends_a_waiting_reader_and_a_busy_loop():
     loop.put(Commands(submits=(ask("a", SLOW, 1, max_tokens=10_000),)))
     assert loop.drain(timeout_s=2)
     assert loop.stop(timeout_s=2)
-    assert loop.over and loop.wait() is None and loop.drain(timeout_s=5) is not None
+    assert loop.has_ended and loop.wait() is None and loop.drain(timeout_s=5) is not None
 
 
 @pytest.fixture
@@ -254,7 +254,7 @@ def test_a_rank_that_fails_is_named_by_its_peers(gang):
     gang[2].put(Commands(submits=(seeded("b", POISON, 1),)))
     failures = [loop.wait() for loop in gang]
     assert time.monotonic() - asked < 1.0
-    assert [(f.by, f.rank, f.kind) for f in failures] == [(0, 2, "lost"), (1, 2, "lost"), (2, 2, "failed")]
+    assert [(f.reported_by, f.rank, f.kind) for f in failures] == [(0, 2, "lost"), (1, 2, "lost"), (2, 2, "failed")]
     assert {f.phase for f in failures} == {"target"} and len({f.step for f in failures}) == 1
 
 

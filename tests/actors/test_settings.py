@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cluster.actors.placement import device_of, layout_of, rank_order
+from cluster.actors.placement import device_of, layout_of, bundle_of_each_rank
 from cluster.api.launch import flags
-from cluster.api.launch.overlay import lay_over
+from cluster.api.launch.overlay import apply_overrides
 from cluster.api.launch.plan import LOCAL_DEPLOYMENT, make_plan
 from cluster.api.serve.settings import DEPLOYMENT_OPTIONS, parse, resolve_engine_paths, resolve_path
 from cluster.config import ConfigError, EngineConfig
@@ -95,7 +95,7 @@ def test_every_deploy_file_is_valid_and_the_two_defaults_serve_the_same():
 
 def set_all(*overrides: str) -> dict:
     base = {"applications": [{"args": args(engine_kwargs={"block_size": 4, "speculative_algorithm": "EAGLE3"})}]}
-    made = lay_over(base, overrides)
+    made = apply_overrides(base, overrides)
     assert base["applications"][0]["args"]["llm_configs"][0]["engine_kwargs"]["block_size"] == 4
     return made
 
@@ -153,24 +153,24 @@ def test_another_model_leaves_the_draft_of_the_file_behind(tmp_path):
     assert plan.engine.model_path == target
     assert plan.engine.speculative_draft_model_path is None
     assert plan.settings.llm.model_loading_config.model_id == Path(target).name
-    assert "models/demo/draft" in plan.left_behind and "--draft" in plan.left_behind
+    assert "models/demo/draft" in plan.unused_draft_note and "--draft" in plan.unused_draft_note
     # whatever the order, what is set stays
     for words in (
         [f"model_path={target}", f"speculative_draft_model_path={draft}", "model_id=mine"],
         ["model_id=mine", f"speculative_draft_model_path={draft}", f"model_path={target}"],
     ):
         plan = make_plan(None, words)
-        assert (plan.engine.speculative_draft_model_path, plan.left_behind) == (draft, "")
+        assert (plan.engine.speculative_draft_model_path, plan.unused_draft_note) == (draft, "")
         assert plan.settings.llm.model_loading_config.model_id == "mine"
     same = make_plan(None, ["model_path=models/demo/target"])
-    assert same.engine.speculative_draft_model_path is not None and not same.left_behind
+    assert same.engine.speculative_draft_model_path is not None and not same.unused_draft_note
 
 
 def served(*words: str):
     parser = argparse.ArgumentParser()
     flags.add_arguments(parser)
     args = parser.parse_args(words)
-    return make_plan(args.config, flags.overrides_of(args), flags.model_of(args))
+    return make_plan(args.config, flags.parse_overrides(args), flags.model_of(args))
 
 
 def test_a_folder_is_enough(tmp_path, monkeypatch):
@@ -205,7 +205,7 @@ def test_a_folder_in_place_of_a_config_file_s_model():
     target = target_folder()
     plan = served(target, "--config", str(CHECKOUT / "deploy" / "local.yaml"))
     assert (plan.engine.model_path, plan.engine.tp_size) == (target, 2)
-    assert plan.engine.speculative_draft_model_path is None and plan.left_behind
+    assert plan.engine.speculative_draft_model_path is None and plan.unused_draft_note
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_a_draft_that_is_left_behind_is_named_in_every_spelling(tmp_path, nested
     file.write_text(yaml.safe_dump({"applications": [application]}))
     plan = served(target_folder(), "--config", str(file))
     assert plan.engine.speculative_draft_model_path is None
-    assert said in plan.left_behind and bool(plan.left_behind) == bool(said)
+    assert said in plan.unused_draft_note and bool(plan.unused_draft_note) == bool(said)
 
 
 def test_what_is_served_without_a_config_stops_as_the_demo_does():
@@ -236,7 +236,7 @@ def test_llm_configs_may_be_a_file_under_settings(tmp_path):
     file = tmp_path / "m.yaml"
     file.write_text(yaml.safe_dump(args(engine_kwargs={"page_size": 4})["llm_configs"][0]))
     for entry in (str(file), [str(file)]):
-        made = lay_over({"applications": [{"args": {"llm_configs": entry}}]}, ["dtype=float64"])
+        made = apply_overrides({"applications": [{"args": {"llm_configs": entry}}]}, ["dtype=float64"])
         (llm,) = made["applications"][0]["args"]["llm_configs"]
         assert llm["engine_kwargs"] == {"page_size": 4, "dtype": "float64"}
 
@@ -259,12 +259,12 @@ def test_llm_configs_may_be_a_file_under_settings(tmp_path):
 )
 def test_a_file_of_the_wrong_form_is_refused_by_name(base, said):
     with pytest.raises(ConfigError, match=re.escape(said)):
-        lay_over(base, ["dtype=float64"])
+        apply_overrides(base, ["dtype=float64"])
 
 
 def test_parts_of_a_file_may_be_empty():
     empty = {"applications": [{"args": {"llm_configs": [{"engine_kwargs": None, "deployment_config": None}]}}]}
-    made = lay_over({**empty, "http_options": None}, ["dtype=float64", "http_port=1", "num_replicas=2"])
+    made = apply_overrides({**empty, "http_options": None}, ["dtype=float64", "http_port=1", "num_replicas=2"])
     assert made["http_options"] == {"port": 1}
     assert made["applications"][0]["args"]["llm_configs"][0]["deployment_config"] == {"num_replicas": 2}
 
@@ -333,8 +333,8 @@ def test_relative_paths_are_found_from_home_the_working_directory_and_the_checko
 
 def test_ranks_follow_nodes_own_node_first():
     nodes = {0: "far", 1: "own", 2: "far", 3: "own", 4: "third"}
-    assert rank_order(nodes, own_node="own") == (1, 3, 0, 2, 4)
-    assert rank_order(nodes, own_node="elsewhere") == (0, 2, 1, 3, 4)
+    assert bundle_of_each_rank(nodes, own_node="own") == (1, 3, 0, 2, 4)
+    assert bundle_of_each_rank(nodes, own_node="elsewhere") == (0, 2, 1, 3, 4)
 
 
 GPU, CPU = {"GPU": 1.0}, {"CPU": 1.0}
@@ -371,13 +371,13 @@ def test_ranks_on_cuda_reserve_a_gpu_each_and_those_on_a_cpu_none():
 
 def test_a_machine_without_the_gpus_that_are_asked_for_is_said_so():
     plan = served(target_folder(), "--tp", "2")
-    plan.check_room({"GPU": 0.0})
-    plan.check_room({"GPU": 2.0})
+    plan.check_resources({"GPU": 0.0})
+    plan.check_resources({"GPU": 2.0})
     with pytest.raises(ConfigError, match="need 2 GPU, and this machine has 1; lower tp_size"):
-        plan.check_room({"GPU": 1.0})
+        plan.check_resources({"GPU": 1.0})
     with pytest.raises(ConfigError, match="need 1 GPU, and this machine has 0; set device to cpu"):
-        served(target_folder(), "--set", "device=cuda").check_room({"GPU": 0.0})
-    make_plan(None, []).check_room({"GPU": 1.0})  # the demo is served on the CPU wherever it is
+        served(target_folder(), "--set", "device=cuda").check_resources({"GPU": 0.0})
+    make_plan(None, []).check_resources({"GPU": 1.0})  # the demo is served on the CPU wherever it is
 
 
 def test_default_bundles():

@@ -77,7 +77,7 @@ def test_a_step_that_computes_for_many_limits_is_not_killed_nor_is_the_rank_that
             assert time.monotonic() - began > BURN_S > 3 * LIMIT_S, "it was not slow"
             assert long.finish == "length"
         # a machine that is busy with other things may make an answer late, but says nothing about the step
-        assert gang.losses == [] and [reason for reason in reasons if "heartbeat" not in reason] == []
+        assert gang.gang_errors == [] and [reason for reason in reasons if "heartbeat" not in reason] == []
 
     with_gang(real(f"burns-{world}", tmp_path, world, BURN), body)
 
@@ -91,7 +91,7 @@ def test_a_rank_that_waits_for_nothing_in_a_layer_is_frozen_and_its_streams_go_o
             assert reason.startswith(f"rank {world - 1} frozen at step ") and "did nothing for" in reason
             await asyncio.wait_for(long.task, 120)
             assert long.finish == "length"
-        (loss,) = gang.losses
+        (loss,) = gang.gang_errors
         assert (loss.rank, loss.kind, loss.phase) == (world - 1, "frozen", "target")
 
     with_gang(real(f"blocks-{world}", tmp_path, world, BLOCK), body)
@@ -104,18 +104,18 @@ def test_a_restart_may_take_as_long_as_the_first_start_made_likely(
 ) -> None:
     """A short load where restarts have little patience, and a long one where they have what a server has."""
     if floors is not None:
-        monkeypatch.setattr(gangs, "PATIENCE_FLOOR_S", floors)
-        monkeypatch.setattr(gangs, "STILL_FLOOR_S", floors)
+        monkeypatch.setattr(gangs, "MIN_RESTART_TIMEOUT_S", floors)
+        monkeypatch.setattr(gangs, "MIN_STALL_TIMEOUT_S", floors)
 
     async def body(gang: Gang, router: Router) -> None:
-        assert gang.start_s > load_s and gang.patience_s > 2 * load_s
+        assert gang.start_s > load_s and gang.restart_timeout_s > 2 * load_s
         readers = [Reader(router, f"r{i}", 5, TOKENS, 0) for i in range(2)]
         await until(lambda: all(reader.tokens for reader in readers), 60)
         os.kill(pids(gang)[0], signal.SIGKILL)
-        await until(lambda: gang.losses and gang.losses[0].restored_s is not None, 2 * load_s + 120)
+        await until(lambda: gang.gang_errors and gang.gang_errors[0].restored_s is not None, 2 * load_s + 120)
         await asyncio.wait_for(asyncio.gather(*(reader.task for reader in readers)), 120)
         assert [(reader.finish, len(reader.tokens)) for reader in readers] == [("length", TOKENS)] * 2
-        (loss,) = gang.losses
+        (loss,) = gang.gang_errors
         assert loss.attempts == 1 and (loss.restored_s or 0.0) > load_s
 
     name = f"loads-{load_s:.0f}"

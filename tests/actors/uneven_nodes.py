@@ -51,14 +51,14 @@ class Replica:
     async def gang(self, name: str) -> dict[str, Any]:
         """The nodes of a gang's ranks in rank order, what each says of itself, and what the gang answers."""
         config = EngineConfig(model_path="counting", tp_size=WORLD, attn_dp_size=GROUPS, device="cuda")
-        layout = replace(layout_of(WORLD, device="cuda"), group=WORLD // GROUPS)
+        layout = replace(layout_of(WORLD, device="cuda"), group_size=WORLD // GROUPS)
         gang = Gang(GangSpec(config, layout, gang_name("test", name), "tests.actors.uneven_nodes:make_engine"))
         await gang.start()
         router = Router(gang)
         router.start()
         assert gang._placement is not None
         tokens = (await read(router, ask(name, 1)))[0]
-        found = {"nodes": gang._placement.nodes, "said": [info.kernels for info in gang.infos], "tokens": tokens}
+        found = {"nodes": gang._placement.node_of_rank, "said": [info.kernels for info in gang.infos], "tokens": tokens}
         await router.close()
         await gang.stop()
         return found

@@ -55,7 +55,7 @@ def save_tokenizer(folder: Path, template: str | None = TEMPLATE, marks: Sequenc
 
 
 RANK = rank_info(page_size=16, pid=7)
-BEAT = Heartbeat(0, steps=3, busy=False, age_s=0.0, status=EngineStatus(steps=3, accept_length=2.5))
+BEAT = Heartbeat(0, steps=3, busy=False, idle_s=0.0, status=EngineStatus(steps=3, accept_length=2.5))
 
 
 class ScriptedEngine:
@@ -76,7 +76,7 @@ class ScriptedEngine:
         self.step_s = 0.0
         self.speculates = True
         self.tree: StepTree | None = None
-        self._tokenizer = tokenizer.text
+        self._tokenizer = tokenizer.text_tokenizer
         self._seeds = Seeds(0)
 
     def _token(self, request: Request, at: int) -> int:
@@ -149,7 +149,7 @@ class ScriptedEngine:
             if reason:
                 return
 
-    def full(self) -> Overloaded | None:
+    def overload(self) -> Overloaded | None:
         return Overloaded("the server is full", self.retry_after_s) if self.retry_after_s else None
 
     async def status(self) -> GangStatus:
@@ -169,11 +169,11 @@ class ScriptedService:
         self.grammars = Grammars(self.tokenizer, self.model)
         self.metrics = ServingMetrics(model_name=MODEL)
 
-    async def samples(self) -> list[bytes]:
+    async def metric_samples(self) -> list[bytes]:
         return [self.metrics.serialize(), *await self.engine.metrics()]
 
     async def metrics_page(self) -> bytes:
-        return merge(await self.samples())
+        return merge(await self.metric_samples())
 
     def outcomes(self) -> dict[str, float]:
         """Requests ended so far by outcome, those with any."""

@@ -146,10 +146,10 @@ def test_a_replica_that_drains_refuses_new_calls_and_ends_open_ones_in_their_tim
                 await http.get("/ready"),
                 await http.get("/health"),
             ]
-        assert drain.open == 1
+        assert drain.open_calls == 1
         await asyncio.wait_for(visitor.call, 30)
         assert b"".join(message.get("body", b"") for message in visitor.sent).endswith(b"data: [DONE]\n\n")
-        assert drain.open == 0
+        assert drain.open_calls == 0
         return answers
 
     answers = asyncio.run(scene())

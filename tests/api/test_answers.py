@@ -62,7 +62,7 @@ def test_chat_without_max_tokens_may_fill_the_context(client: Client, service: S
 
 
 def test_without_max_tokens_what_fits_the_kv_cache_is_asked_for(client: Client, service: ScriptedService) -> None:
-    service.model = replace(service.model, kv_room=40)
+    service.model = replace(service.model, kv_cache_tokens=40)
     service.engine.script = b"ok"
     client.chat()
     client.complete(prompt="x" * 30)

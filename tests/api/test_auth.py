@@ -12,7 +12,7 @@ import pytest
 from fastapi import FastAPI
 from starlette.routing import Route
 
-from cluster.api.core.api_keys import PAGE, ApiKey, ApiKeys, digest_of
+from cluster.api.core.api_keys import PAGE_PATHS, ApiKey, ApiKeys, digest_of
 from cluster.api.http.middleware import SCOPES
 from cluster.api.http.routes import make_app
 from cluster.api.page import HERE
@@ -22,7 +22,7 @@ from tests.api.scripted import MODEL, Client, ScriptedService, http_scope
 ANN, BOB, ROOT = "sk-aerie-key-of-ann", "sk-aerie-key-of-bob", "sk-aerie-key-of-root"
 KEYS = ApiKeys(None, [ApiKey("ann", "use", digest_of(ANN.encode())), ApiKey("bob", "use", digest_of(BOB.encode())),
                    ApiKey("root", "admin", digest_of(ROOT.encode()))])  # fmt: skip
-HEALTH, ADMINS, SHELL = {"/health", "/ready"}, {"/server_info"}, {*PAGE}
+HEALTH, ADMINS, SHELL = {"/health", "/ready"}, {"/server_info"}, {*PAGE_PATHS}
 
 Headers = list[tuple[bytes, bytes]]
 

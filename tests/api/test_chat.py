@@ -180,9 +180,9 @@ def test_what_a_server_refuses_is_one_line(url: str, service: ScriptedService) -
 @pytest.mark.parametrize(
     ("words", "status", "said"),
     [
-        ([], 2, "who shall answer?"),
-        (["DIR", "--url", "http://127.0.0.1:1"], 2, "who shall answer?"),
-        (["--url", "http://127.0.0.1:1", "--draft", "D"], 2, "--draft is for an engine here"),
+        ([], 2, "give either MODEL or --url"),
+        (["DIR", "--url", "http://127.0.0.1:1"], 2, "give either MODEL or --url"),
+        (["--url", "http://127.0.0.1:1", "--draft", "D"], 2, "--draft is for an engine in this process"),
         (["--url", "nonsense"], 2, "--url must be as"),
         (["--url", "http://127.0.0.1:1"], 1, "no answer from http://127.0.0.1:1: Connection refused"),
         (["DIR", "--model", MODEL], 2, "--model and --api-key go with --url"),

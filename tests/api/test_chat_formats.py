@@ -8,7 +8,7 @@ import pytest
 from cluster.api.core.fields import WARNING_HEADER
 from cluster.api.core.tokenizer import ChatTokenizer
 from cluster.api.http.routes import make_app
-from cluster.chat.formats.choose import named
+from cluster.chat.formats.choose import canonical_parser_names
 from tests.api.scripted import EOS, Client, ScriptedService, events, save_tokenizer
 from tests.api.test_tools import HI, MARKS, NOW, WEATHER, streamed, whole
 from tests.unit.chat.transcripts import OSLO
@@ -33,14 +33,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def served(folder: Path, calls: str, thought: str | None = None) -> tuple[Client, ScriptedService]:
     service = ScriptedService(folder)
-    service.tokenizer = ChatTokenizer.load(str(folder), named(calls, thought))
+    service.tokenizer = ChatTokenizer.load(str(folder), canonical_parser_names(calls, thought))
     return Client(make_app(service)), service
 
 
 def ids_of(service: ScriptedService, text: str) -> list[int]:
     """A text as tokens, its marks as special ones."""
     assert service.tokenizer is not None
-    return service.tokenizer.text.encode(text, False)
+    return service.tokenizer.text_tokenizer.encode(text, False)
 
 
 def message_of(client: Client, **body: Any) -> dict[str, Any]:

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from cluster.api.anthropic.blocks import BILLING
+from cluster.api.anthropic.blocks import BILLING_PREFIX
 from cluster.api.core import wire
 from cluster.api.core.errors import ApiError
 from cluster.api.core.fields import WARNING_HEADER
 from cluster.api.core.tools import Function
-from cluster.api.core.wire import ALIVE, EventStream
+from cluster.api.core.wire import KEEP_ALIVE, EventStream
 from cluster.api.http.routes import make_app
 from tests.api.scripted import MODEL, Client, ScriptedService, save_tokenizer
 from tests.api.test_tools import HI
@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def prompt_of(service: ScriptedService) -> str:
     assert service.tokenizer is not None
-    return service.tokenizer.text.library.decode(
+    return service.tokenizer.text_tokenizer.backend_tokenizer.decode(
         list(service.engine.requests[-1].prompt_token_ids), skip_special_tokens=False
     )
 
@@ -65,7 +65,7 @@ def test_claude_codes_line_about_billing_is_in_no_prompt(service: ScriptedServic
     client = Client(make_app(service))
     prompts = []
     for number in (1, 2):
-        line = {"type": "text", "text": f"{BILLING} cc_version=2; cch={number};"}
+        line = {"type": "text", "text": f"{BILLING_PREFIX} cc_version=2; cch={number};"}
         system = [line, {"type": "text", "text": "Be brief."}]
         body = {"model": MODEL, "messages": HI, "max_tokens": 1, "system": system}
         assert client.post("/v1/messages", body).status_code == 200
@@ -101,7 +101,7 @@ def test_too_long_is_said_in_words_that_clients_look_for(service: ScriptedServic
 def test_ends_of_lines_that_python_knows_and_events_do_not_are_escaped() -> None:
     """httpx's lines, by which LiteLLM, Dify and others read events, end where `str.splitlines` sees an end."""
     text = "a\u2028b\u2029c\x85d\x0be"
-    sent = wire.event({"text": text}).decode()
+    sent = wire.sse_event({"text": text}).decode()
     assert sent.splitlines() == [sent.removesuffix("\n\n"), ""]
     assert json.loads(sent.removeprefix("data: ")) == {"text": text}
 
@@ -137,7 +137,7 @@ def test_a_name_of_a_tool_may_have_128_characters() -> None:
 
 def test_a_silent_stream_says_that_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """While a long call is written, or thought that is not shown, nothing else is sent."""
-    monkeypatch.setattr(wire, "ALIVE_AFTER_S", 0.05)
+    monkeypatch.setattr(wire, "KEEP_ALIVE_INTERVAL_S", 0.05)
     sent: list[bytes] = []
 
     async def events() -> AsyncGenerator[bytes, None]:
@@ -163,13 +163,13 @@ def test_a_silent_stream_says_that_it_goes_on(monkeypatch: pytest.MonkeyPatch) -
     answer = EventStream(events(), nothing(), {}, failed)
     asyncio.run(answer({"type": "http"}, receive, send))
     assert sent[:2] == [b"start", b"data: 1\n\n"] and sent[-2:] == [b"data: 2\n\n", b""]
-    assert len(sent[2:-2]) >= 2 and set(sent[2:-2]) == {ALIVE}
+    assert len(sent[2:-2]) >= 2 and set(sent[2:-2]) == {KEEP_ALIVE}
 
 
 def test_what_is_left_out_is_as_the_models_makers_have_it(service: ScriptedService) -> None:
     """As with vLLM and SGLang; what a request says counts, also where it says what is usual."""
     sampling = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty": 1.05}
-    service.model = replace(service.model, sampling=sampling)
+    service.model = replace(service.model, sampling_defaults=sampling)
     client = Client(make_app(service))
     bodies: dict[str, dict[str, Any]] = {
         "/v1/completions": {"prompt": "hi"},

@@ -16,7 +16,7 @@ def test_the_gpu_layouts() -> None:
     layout = llm.layout()
     assert layout.world == llm.engine_config().attn_dp_size == 8
     assert layout.strategy == "STRICT_PACK" and layout.bundles[0]["GPU"] == 1
-    assert layout.leaves_s == 600  # a redeploy in place waits for the streams of the replica that leaves
+    assert layout.redeploy_wait_s == 600  # a redeploy in place waits for the streams of the replica that leaves
 
     given = one_host["args"]["llm_configs"][0]
     wide = LLMConfig.model_validate(
@@ -29,9 +29,9 @@ def test_the_gpu_layouts() -> None:
 
 def test_what_a_redeploy_has_room_for_decides_how_long_its_gang_waits() -> None:
     given = yaml.safe_load(FILE.read_text())["applications"][0]["args"]
-    assert parse(given).llm.layout().leaves_s == 0
+    assert parse(given).llm.layout().redeploy_wait_s == 0
     given["llm_configs"][0]["deployment_config"]["max_surge_percent"] = 0
-    assert parse(given).llm.layout().leaves_s == 60
+    assert parse(given).llm.layout().redeploy_wait_s == 60
 
 
 def test_how_many_gangs_there_will_be_at_least_and_how_long_they_wait_is_in_the_layout() -> None:

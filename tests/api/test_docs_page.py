@@ -6,7 +6,7 @@ from typing import Any
 
 from cluster.api.core.conversation import ChatRequest
 from cluster.api.core.generation import CompletionRequest
-from cluster.api.http.openapi import page_of
+from cluster.api.http.openapi import render_page
 from tests.api.scripted import Client
 
 VOID = {"meta"}
@@ -66,7 +66,7 @@ def test_what_it_says_cannot_be_markup() -> None:
         "requestBody": {"content": {evil: {"schema": {"$ref": "#/components/schemas/E"}}}},
         "responses": {evil: {"description": evil}},
     }
-    page = page_of(
+    page = render_page(
         {"info": {"title": evil, "version": evil}, "paths": {evil: {evil: operation}},
          "components": {"schemas": {"E": schema}}}
     )  # fmt: skip

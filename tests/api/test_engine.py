@@ -37,7 +37,7 @@ class ThreadedEngine:
         threading.Thread(target=self._deal, daemon=True).start()
 
     def _deal(self) -> None:
-        while not self.loop.over:
+        while not self.loop.has_ended:
             for item in self.loop.drain(0.2):
                 for output in item.outputs:
                     self._put(output.request_id, output)
@@ -64,11 +64,11 @@ class ThreadedEngine:
             del self._queues[request.request_id]
             self.loop.put(Commands((), (request.request_id,)))
 
-    def full(self) -> Overloaded | None:
+    def overload(self) -> Overloaded | None:
         return None
 
     async def status(self) -> GangStatus:
-        return GangStatus(True, beats=(self.loop.heartbeat(),))
+        return GangStatus(True, heartbeats=(self.loop.heartbeat(),))
 
     async def metrics(self) -> list[bytes]:
         return []
@@ -92,7 +92,7 @@ class EngineService:
         self.grammars = Grammars(self.tokenizer, self.model)
         self.metrics = ServingMetrics(model_name=MODEL)
 
-    async def samples(self) -> list[bytes]:
+    async def metric_samples(self) -> list[bytes]:
         return []
 
     async def metrics_page(self) -> bytes:

@@ -100,7 +100,7 @@ def test_tokens_there_and_back(client: Client) -> None:
     assert chat["tokens"][0] == IM_START
     hi: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
     asked = [{"prompt": "x"}, hi, {**hi, "add_special_tokens": True}, {"prompt": "x", "add_special_tokens": False}]
-    assert [TokenizeRequest.model_validate(each).special for each in asked] == [True, False, True, False]
+    assert [TokenizeRequest.model_validate(each).adds_special_tokens for each in asked] == [True, False, True, False]
     for path, body, param in (
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}, "prompt"),

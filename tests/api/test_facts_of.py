@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from cluster.api.serve import application
-from cluster.api.serve.application import _facts_of, _made_of
-from cluster.api.serve.resilient_client import Attempt, GoneError
+from cluster.api.serve.application import _wait_for_model_facts, _settings_key_of
+from cluster.api.serve.resilient_client import Attempt, EngineGoneError
 from cluster.api.serve.settings import AppSettings
 from cluster.request import Request
 
@@ -33,14 +33,14 @@ def test_replicas_of_other_settings_are_asked_again(monkeypatch: pytest.MonkeyPa
     """While a service is redeployed, those before it answer too, or die while they are asked."""
     monkeypatch.setattr(application, "RETRY_S", 0.001)
     old, own = ("old", {"context_length": 4}), ("own", {"context_length": 2})
-    calls = Answers(old, GoneError("the actor died"), old, own, old)
-    assert asyncio.run(_facts_of(calls, "own")) == {"context_length": 2}
+    calls = Answers(old, EngineGoneError("the actor died"), old, own, old)
+    assert asyncio.run(_wait_for_model_facts(calls, "own")) == {"context_length": 2}
     assert calls.left == [old]
 
 
 def made_of(model_id: str = "a", **engine: object) -> str:
     settings = {"model_loading_config": {"model_id": model_id, "model_source": "/m"}, "engine_kwargs": engine}
-    return _made_of(AppSettings.model_validate({"llm_configs": [settings]}))
+    return _settings_key_of(AppSettings.model_validate({"llm_configs": [settings]}))
 
 
 def test_settings_of_which_facts_follow_are_told_apart() -> None:

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from cluster.actors.messages import GangHistory, Loss
-from cluster.api.core.api_keys import PAGE, ApiKey, ApiKeys, digest_of
+from cluster.api.core.api_keys import PAGE_PATHS, ApiKey, ApiKeys, digest_of
 from cluster.api.http.routes import make_app
 from cluster.api.page import HERE
 from cluster.api.serve.settings import parse
@@ -20,9 +20,9 @@ LOSS = Loss(1, "died", 7, "extend", "10.0.0.7 reset the connection of pid 4321",
 
 
 def test_every_file_of_the_page_is_served_and_no_other(client: Client) -> None:
-    names = {path.rpartition("/")[2] or "index.html" for path in PAGE}
+    names = {path.rpartition("/")[2] or "index.html" for path in PAGE_PATHS}
     assert names == {file.name for file in HERE.iterdir() if file.suffix not in (".py", "")}
-    for path in PAGE:
+    for path in PAGE_PATHS:
         answer = client.get(path)
         assert answer.status_code == 200 and answer.text
         policy = answer.headers["content-security-policy"].split("; ")
@@ -70,7 +70,7 @@ def test_the_page_asks_nobody_else_and_reads_no_markup() -> None:
 
 def test_the_page_can_be_left_out(service: ScriptedService) -> None:
     client = Client(make_app(service, page=False))
-    for path in (*PAGE, "/server_state"):
+    for path in (*PAGE_PATHS, "/server_state"):
         assert client.get(path).status_code == 404
     assert client.get("/health").status_code == 200
     models = [{"model_loading_config": {"model_id": "m"}}]
@@ -141,8 +141,8 @@ def test_a_state_without_an_engine_is_a_state(client: Client, service: ScriptedS
 
 
 def test_the_files_of_the_page_are_counted_together(client: Client) -> None:
-    for path in (*PAGE, "/server_state"):
+    for path in (*PAGE_PATHS, "/server_state"):
         client.get(path)
     page = client.get("/metrics").text
-    assert f'route="other",status="200"}} {len(PAGE)}.0' in page and 'route="/server_state",status="200"} 1.0' in page
-    assert not any(f'route="{path}"' in page for path in PAGE)
+    assert f'route="other",status="200"}} {len(PAGE_PATHS)}.0' in page and 'route="/server_state",status="200"} 1.0' in page
+    assert not any(f'route="{path}"' in page for path in PAGE_PATHS)

@@ -9,24 +9,24 @@ from typing import Any
 import pytest
 
 from cluster.actors.messages import GangStatus, Overloaded, Unavailable
-from cluster.actors.streams import RESUMES
-from cluster.api.serve.feed import feed
+from cluster.actors.streams import MAX_FRUITLESS_RESUMES
+from cluster.api.serve.feed import stream_items
 from cluster.api.serve.resilient_client import (
-    ROOM_S,
-    GoneError,
-    Item,
-    Leaving,
-    Refused,
+    LIMIT_VALID_S,
+    EngineGoneError,
+    StreamItem,
+    StreamAbandoned,
+    RequestRefused,
     ResilientClient,
-    Rooms,
-    StreamSign,
+    SharedTokenLimit,
+    StreamHeartbeat,
 )
 from cluster.config import EngineConfig
 from cluster.request import Request, RequestParams, SequenceOutput, SpeculationCounts
 
-SIGN = StreamSign("target (float64)", 3, "m, m", 4096)
+SIGN = StreamHeartbeat("target (float64)", 3, "m, m", 4096)
 TOKENS = 24
-Fate = Callable[[Request, int], Item | None]  # (request, item number) -> what comes instead of the next output
+Fate = Callable[[Request, int], StreamItem | None]  # (request, item number) -> what comes instead of the next output
 
 
 @dataclass
@@ -60,12 +60,12 @@ class Attempt:
         self._items, self._fate, self._request, self._number = items, fate, request, 0
         self._closing: asyncio.Future[None] | None = None
 
-    async def next(self, timeout_s: float) -> Item:
+    async def next(self, timeout_s: float) -> StreamItem:
         instead = self._fate(self._request, self._number)
         self._number += 1
         if instead is not None:
             return instead
-        item: Item = await anext(self._items)
+        item: StreamItem = await anext(self._items)
         return item
 
     def close(self) -> None:
@@ -82,26 +82,26 @@ class Calls:
         engine = self.engine
         engine.requests.append(request)
         fate = engine.fates[min(len(engine.requests), len(engine.fates)) - 1] if engine.fates else well
-        return Attempt(feed(engine, request, SIGN, 1.0, lambda: ""), fate, request)
+        return Attempt(stream_items(engine, request, SIGN, 1.0, lambda: ""), fate, request)
 
     async def call(self, method: str) -> Any:
-        raise GoneError("nobody")
+        raise EngineGoneError("nobody")
 
 
-def well(request: Request, number: int) -> Item | None:
+def well(request: Request, number: int) -> StreamItem | None:
     return None
 
 
 def dies_at(at: int) -> Fate:
-    def fate(request: Request, number: int) -> Item | None:
+    def fate(request: Request, number: int) -> StreamItem | None:
         if number == at:
-            raise GoneError("the actor died")
+            raise EngineGoneError("the actor died")
         return None
 
     return fate
 
 
-def says(at: int, item: Item) -> Fate:
+def says(at: int, item: StreamItem) -> Fate:
     return lambda request, number: item if number == at else None
 
 
@@ -155,17 +155,17 @@ def test_many_deaths_lose_and_repeat_nothing_and_the_counts_of_trees_are_those_o
 def test_a_stream_that_gets_nowhere_ends_with_an_error() -> None:
     outputs, engine, _ = run(dies_at(3), dies_at(1))
     assert tokens_of(outputs) == WHOLE[:4]
-    assert outputs[-1].finish_reason == "error" and f"resumed {RESUMES} times" in (outputs[-1].error or "")
-    assert len(engine.requests) == 1 + RESUMES
+    assert outputs[-1].finish_reason == "error" and f"resumed {MAX_FRUITLESS_RESUMES} times" in (outputs[-1].error or "")
+    assert len(engine.requests) == 1 + MAX_FRUITLESS_RESUMES
 
 
 def test_progress_between_deaths_makes_every_resume_the_first() -> None:
-    outputs, _, _ = run(*[dies_at(2)] * (2 * RESUMES), well)
+    outputs, _, _ = run(*[dies_at(2)] * (2 * MAX_FRUITLESS_RESUMES), well)
     assert tokens_of(outputs) == WHOLE
 
 
 def test_a_replica_with_too_little_room_is_passed_over() -> None:
-    small = says(0, replace(SIGN, room=TOKENS))
+    small = says(0, replace(SIGN, max_request_tokens=TOKENS))
     outputs, engine, resumed = run(small, small, well)
     assert tokens_of(outputs) == WHOLE and len(engine.requests) == 3 and not resumed
     outputs, engine, resumed = run(dies_at(2), small, well)
@@ -176,10 +176,10 @@ def test_a_replica_with_too_little_room_is_passed_over() -> None:
 
 def test_what_requests_may_count_on_is_the_least_room_that_was_heard_of_lately() -> None:
     now = [0.0]
-    rooms = Rooms(lambda: now[0])
-    assert [rooms.heard(room) for room in (100, 90, 100)] == [100, 90, 90]
-    now[0] = ROOM_S
-    assert rooms.heard(100) == 100, "the smaller one is heard of no more"
+    rooms = SharedTokenLimit(lambda: now[0])
+    assert [rooms.update(room) for room in (100, 90, 100)] == [100, 90, 90]
+    now[0] = LIMIT_VALID_S
+    assert rooms.update(100) == 100, "the smaller one is heard of no more"
 
 
 def test_nobody_comes_back_in_time() -> None:
@@ -189,12 +189,12 @@ def test_nobody_comes_back_in_time() -> None:
 
 
 def test_an_engine_that_leaves_hands_its_streams_over() -> None:
-    outputs, _, resumed = run(says(4, Leaving("shutting down")), well)
+    outputs, _, resumed = run(says(4, StreamAbandoned("shutting down")), well)
     assert tokens_of(outputs) == WHOLE and len(resumed) == 1
 
 
 def test_a_full_queue_refuses_a_new_stream_and_not_one_that_was_taken_before() -> None:
-    full = says(0, Refused("the queue holds 9 tokens", 7.5))
+    full = says(0, RequestRefused("the queue holds 9 tokens", 7.5))
     with pytest.raises(Overloaded, match="holds 9") as refused:
         run(full, well)
     assert refused.value.retry_after_s == 7.5
@@ -203,7 +203,7 @@ def test_a_full_queue_refuses_a_new_stream_and_not_one_that_was_taken_before() -
 
 
 def test_a_request_that_cannot_be_served() -> None:
-    bad = says(1, Refused("prompt: too long"))
+    bad = says(1, RequestRefused("prompt: too long"))
     with pytest.raises(ValueError, match="too long"):
         run(bad)
     outputs, _, _ = run(dies_at(3), bad)
@@ -212,7 +212,7 @@ def test_a_request_that_cannot_be_served() -> None:
 
 def test_tokens_of_two_models_are_never_mixed() -> None:
     """Nor are tokens of one read by another: a replica of another model does not begin a stream."""
-    another = says(0, StreamSign("another", 0, "another, m", 4096))
+    another = says(0, StreamHeartbeat("another", 0, "another, m", 4096))
     outputs, _, _ = run(dies_at(3), another)
     assert tokens_of(outputs) == WHOLE[:4]
     assert outputs[-1].finish_reason == "abort" and "another is served now" in (outputs[-1].error or "")
@@ -224,7 +224,7 @@ def test_tokens_of_two_models_are_never_mixed() -> None:
 
 
 def test_a_stream_may_begin_where_the_same_model_computes_otherwise() -> None:
-    outputs, _, _ = run(dies_at(1), says(0, StreamSign("target (float32)", 0, "m, m", 4096)))  # nothing was sent yet
+    outputs, _, _ = run(dies_at(1), says(0, StreamHeartbeat("target (float32)", 0, "m, m", 4096)))  # nothing was sent yet
     assert outputs[-1].finish_reason == "length"
 
 
@@ -281,39 +281,39 @@ FAILED = SequenceOutput("r", (), finish_reason="error", error="the gang is lost"
     ("script", "leaving", "items"),
     [
         ((OUTPUT, END), "", [SIGN, OUTPUT, END]),
-        ((Overloaded("full", 7.5),), "", [Refused("full", 7.5)]),
-        ((Unavailable("rank 1 died"),), "", [Leaving("rank 1 died")]),
-        ((ValueError("prompt: bad"),), "", [SIGN, Refused("prompt: bad")]),
+        ((Overloaded("full", 7.5),), "", [RequestRefused("full", 7.5)]),
+        ((Unavailable("rank 1 died"),), "", [StreamAbandoned("rank 1 died")]),
+        ((ValueError("prompt: bad"),), "", [SIGN, RequestRefused("prompt: bad")]),
         ((OUTPUT, 0.12, END), "", [SIGN, OUTPUT, SIGN, SIGN, END]),
         ((OUTPUT, FAILED), "", [SIGN, OUTPUT, FAILED]),
-        ((OUTPUT, FAILED), "lost", [SIGN, OUTPUT, Leaving("lost")]),
-        ((OUTPUT,), "", [SIGN, OUTPUT, Leaving("its stream ended without a reason")]),
+        ((OUTPUT, FAILED), "lost", [SIGN, OUTPUT, StreamAbandoned("lost")]),
+        ((OUTPUT,), "", [SIGN, OUTPUT, StreamAbandoned("its stream ended without a reason")]),
     ],
     ids=["outputs", "full", "lost", "at fault", "a pause", "an error", "an error of a replica that leaves", "cut"],
 )
-def test_feed(script: Any, leaving: str, items: list[Item]) -> None:
+def test_feed(script: Any, leaving: str, items: list[StreamItem]) -> None:
     engine = Scripted(*script)
     asked = iter([""])  # it begins to leave only after it has taken the request
 
-    async def whole() -> list[Item]:
-        return [item async for item in feed(engine, Request("r", (1,)), SIGN, 0.05, lambda: next(asked, leaving))]
+    async def whole() -> list[StreamItem]:
+        return [item async for item in stream_items(engine, Request("r", (1,)), SIGN, 0.05, lambda: next(asked, leaving))]
 
     assert asyncio.run(whole()) == items
     assert engine.closed
 
 
 def test_an_engine_that_is_leaving_already_takes_nothing() -> None:
-    async def whole() -> list[Item]:
-        return [item async for item in feed(Scripted(OUTPUT), Request("r", (1,)), SIGN, 0.05, lambda: "leaving")]
+    async def whole() -> list[StreamItem]:
+        return [item async for item in stream_items(Scripted(OUTPUT), Request("r", (1,)), SIGN, 0.05, lambda: "leaving")]
 
-    assert asyncio.run(whole()) == [Leaving("leaving")], "without a sign, so that no resume is counted"
+    assert asyncio.run(whole()) == [StreamAbandoned("leaving")], "without a sign, so that no resume is counted"
 
 
 def test_a_feed_that_is_closed_while_it_waits_closes_the_engines_stream() -> None:
     engine = Scripted(OUTPUT, 30.0, END)
 
     async def whole() -> None:
-        items = feed(engine, Request("r", (1,)), SIGN, 0.05, lambda: "")
+        items = stream_items(engine, Request("r", (1,)), SIGN, 0.05, lambda: "")
         assert [await anext(items) for _ in range(3)] == [SIGN, OUTPUT, SIGN]
         await items.aclose()
         assert engine.closed
@@ -326,9 +326,9 @@ def test_a_feed_ends_where_its_reader_is_gone(script: Any) -> None:
     engine = Scripted(*script)
     gone: list[bool] = []
 
-    async def whole() -> list[Item]:
+    async def whole() -> list[StreamItem]:
         items = []
-        async for item in feed(engine, Request("r", (1,)), SIGN, 0.05, lambda: "", lambda: bool(gone)):
+        async for item in stream_items(engine, Request("r", (1,)), SIGN, 0.05, lambda: "", lambda: bool(gone)):
             items.append(item)
             if item == OUTPUT:
                 gone.append(True)

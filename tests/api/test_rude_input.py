@@ -13,9 +13,9 @@ from fastapi import FastAPI
 from cluster.api.anthropic import request as anthropic_request
 from cluster.api.core import conversation, errors, tokenizer
 from cluster.api.core import fields as field_tables
-from cluster.api.core.errors import shown
-from cluster.api.core.fields import MAX_WARNINGS, WARNING_HEADER, sort_fields
-from cluster.api.core.limits import LEAST_BODY, RequestLimits
+from cluster.api.core.errors import truncated_repr
+from cluster.api.core.fields import MAX_WARNINGS, WARNING_HEADER, select_honoured_fields
+from cluster.api.core.limits import MIN_BODY_BYTES, RequestLimits
 from cluster.api.core.wire import MAX_CONTAINERS, MAX_KEYS
 from cluster.api.http import calls
 from cluster.api.http.routes import make_app
@@ -56,8 +56,8 @@ class CountedText:
 @pytest.fixture
 def counted(service: ScriptedService) -> CountedText:
     assert service.tokenizer is not None
-    service.tokenizer.text = CountedText(service.tokenizer.text)  # type: ignore[assignment]
-    return service.tokenizer.text  # type: ignore[return-value]
+    service.tokenizer.text_tokenizer = CountedText(service.tokenizer.text_tokenizer)  # type: ignore[assignment]
+    return service.tokenizer.text_tokenizer  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("path", [COMPLETE, CHAT])
@@ -122,8 +122,8 @@ def test_no_part_of_a_long_body_is_worked_on_in_the_event_loop(
     noted(conversation, "check_messages")
     noted(calls, "_check_ids")
     noted(calls, "StoppedText")
-    noted(tokenizer, "messages_for")
-    noted(calls, "chat_of")
+    noted(tokenizer, "template_messages")
+    noted(calls, "chat_output_of")
     assert service.tokenizer is not None
     noted(service.tokenizer._template, "apply_chat_template")
     path, body = LONG_BODIES[name]
@@ -135,10 +135,10 @@ def test_no_part_of_a_long_body_is_worked_on_in_the_event_loop(
 def test_only_a_few_unknown_fields_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[str] = []
     monkeypatch.setattr(field_tables.difflib, "get_close_matches", lambda name, *_, **__: compared.append(name) or [])
-    _, warnings = sort_fields({f"field_{i}": i for i in range(50_000)}, {"model"})
+    _, warnings = select_honoured_fields({f"field_{i}": i for i in range(50_000)}, {"model"})
     assert len(compared) == MAX_WARNINGS
     assert warnings[-1] == f"and {50_000 - MAX_WARNINGS} more"
-    sort_fields({"x" * 1_000_000: 1}, {"model"})
+    select_honoured_fields({"x" * 1_000_000: 1}, {"model"})
     assert len(compared) == MAX_WARNINGS
 
 
@@ -191,7 +191,7 @@ def test_a_list_of_mistakes_costs_one(client: Client, name: str, monkeypatch: py
 
     def counting(error: Any) -> Any:
         complaints.append(error.error_count())
-        return errors.invalid(error)
+        return errors.from_validation_error(error)
 
     monkeypatch.setattr(field_tables, "invalid", counting)
     answer = client.post(path, body)
@@ -233,9 +233,9 @@ def test_a_warning_never_repeats_all_it_is_about(client: Client) -> None:
 
 
 def test_what_is_shown_of_a_value() -> None:
-    assert shown("abc") == "'abc'"
-    assert shown([1, "a", {"k": None}]) == "[1, 'a', {'k': None}]"
-    assert len(shown("x" * 100)) == len(shown(["x" * 10] * 100)) == len(shown({"k" * 100: 1})) == 60
+    assert truncated_repr("abc") == "'abc'"
+    assert truncated_repr([1, "a", {"k": None}]) == "[1, 'a', {'k': None}]"
+    assert len(truncated_repr("x" * 100)) == len(truncated_repr(["x" * 10] * 100)) == len(truncated_repr({"k" * 100: 1})) == 60
 
     class Costly(list[int]):
         """Counts how much of it is looked at."""
@@ -247,14 +247,14 @@ def test_what_is_shown_of_a_value() -> None:
                 type(self).seen += 1
                 yield item
 
-    shown(Costly(range(1_000_000)))
+    truncated_repr(Costly(range(1_000_000)))
     assert Costly.seen < 60
 
 
 def test_the_limits_follow_from_the_context_length() -> None:
-    assert RequestLimits.of(512).body_bytes == LEAST_BODY
+    assert RequestLimits.of(512).body_bytes == MIN_BODY_BYTES
     large = RequestLimits.of(131_072)
-    assert large.body_bytes == 4 * LEAST_BODY
+    assert large.body_bytes == 4 * MIN_BODY_BYTES
     ids = json.dumps({"prompt": [199_999] * 131_071}).encode()  # a full context, as long as token ids get
     assert len(ids) < large.body_bytes
     assert large.messages == 32_768

@@ -139,7 +139,7 @@ def test_an_unfinished_character_is_the_outputs(services: Services) -> None:
         answer = choice(client, prompt=prompt, max_tokens=6, seed=5, echo=True, return_token_ids=True, ignore_eos=True)
         tokenizer = services[1].tokenizer
         assert tokenizer is not None
-        assert answer["text"] == tokenizer.text.decode([*prompt, *answer["token_ids"]])
+        assert answer["text"] == tokenizer.text_tokenizer.decode([*prompt, *answer["token_ids"]])
 
 
 @pytest.mark.parametrize("top", [0, 3])
@@ -162,7 +162,7 @@ def test_prompt_logprobs_of_both_endpoints(services: Services, top: int) -> None
                     assert own["logprob"] == pytest.approx(float(row[token]), abs=2e-3)
                     assert own["rank"] == int((likely.indices == token).nonzero()) + 1
                     assert {*entry} == {str(token), *map(str, likely.indices[:top].tolist())}
-                    assert own["decoded_token"] == services[0].tokenizer.text.token_text(token)[0]  # type: ignore[union-attr]
+                    assert own["decoded_token"] == services[0].tokenizer.text_tokenizer.token_text(token)[0]  # type: ignore[union-attr]
                     ranks = sorted(value["rank"] for value in entry.values())
                     assert ranks == [*range(1, top + 1), *([own["rank"]] if own["rank"] > top else [])]
 

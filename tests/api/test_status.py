@@ -26,7 +26,7 @@ def test_a_server_that_serves_loses_its_gang_and_is_gone(local_ray: LocalRay) ->
         assert sorted(shards()) == [f"{gang['gang']}#{rank}.0" for rank in range(2)]
         assert (state["model"], gang["healthy"], state["losses"]) == ("counting", True, 0)
         assert [rank["rank"] for rank in gang["ranks"]] == [0, 1]
-        assert f"gang {gang['gang']}, life 0, 0 tokens queued: serving\n" in once(url).stdout
+        assert f"gang {gang['gang']}, incarnation 0, 0 tokens queued: serving\n" in once(url).stdout
         with PtyCommand("status", "--url", url) as status:
             status.until(r"life 0, 0 tokens queued: serving")
             body = {"model": "counting", "prompt": [1], "max_tokens": 4000, "stream": True}

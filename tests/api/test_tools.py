@@ -12,7 +12,7 @@ import pytest
 from cluster.api.core.fields import WARNING_HEADER
 from cluster.api.core.tokenizer import ChatTokenizer
 from cluster.api.http.routes import make_app
-from cluster.chat.formats.choose import FORMATS, named
+from cluster.chat.formats.choose import FORMATS, canonical_parser_names
 from tests.api.scripted import MODEL, Client, events, save_tokenizer
 from tests.api.test_engine import TREE, EngineService, stopped
 from tests.tiny import draft_folder, target_folder
@@ -33,7 +33,7 @@ NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalP
 NOW = {"type": "function", "function": {"name": "now", "description": "The time."}}
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 HI = [{"role": "user", "content": "hi"}]
-MARKS = sorted({name for format in FORMATS.values() for name in format.special})
+MARKS = sorted({name for format in FORMATS.values() for name in format.special_tokens})
 VOCAB = 259 + len(MARKS)
 TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
@@ -60,7 +60,7 @@ def services(folder: Path) -> Iterator[list[EngineService]]:
 
 def clients(services: list[EngineService], folder: Path, parser: str) -> list[Client]:
     """Without a mark for thought, which the random target would begin and never end."""
-    parsers = named(parser, None if parser == "gpt-oss" else "none")
+    parsers = canonical_parser_names(parser, None if parser == "gpt-oss" else "none")
     for service in services:
         service.tokenizer = ChatTokenizer.load(str(folder), parsers)
     return [Client(make_app(service)) for service in services]
@@ -236,7 +236,7 @@ def demo() -> Iterator[EngineService]:
 def test_the_demo_pair_calls_where_it_must(demo: EngineService) -> None:
     """It was not trained to: the grammar makes the call."""
     assert demo.tokenizer is not None
-    assert (demo.tokenizer.chosen.calls, demo.tokenizer.chosen.thought) == ("hermes", "none")
+    assert (demo.tokenizer.chosen_format.call_format, demo.tokenizer.chosen_format.reasoning_format) == ("hermes", "none")
     client = Client(make_app(demo))
     body = {"messages": HI, "tools": [WEATHER, NOW], "parallel_tool_calls": False, "max_tokens": 300, "seed": 3}
     for choice, name in (("required", None), ({"type": "function", "function": {"name": "weather"}}, "weather")):

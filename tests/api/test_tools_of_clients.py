@@ -135,7 +135,7 @@ def test_every_type_of_tool_that_the_client_knows_is_taken(client: Client, servi
 def test_a_choice_names_a_tool_of_any_kind_that_is_called(client: Client, service: ScriptedService) -> None:
     def chosen(choice: dict[str, Any]) -> Any:
         request, _ = ResponseRequest.read({"input": "hi", "tools": TOOLS, "tool_choice": choice})
-        found = request.translated().chat.choice
+        found = request.to_chat().chat.choice
         return found.mode, found.names, found.single
 
     assert chosen({"type": "custom", "name": "edit"}) == ("required", ("edit",), True)

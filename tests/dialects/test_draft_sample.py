@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster.arch.draft.sample import FILE, read_sample
+from cluster.arch.draft.sample import SAMPLE_FILE, read_sample
 from cluster.arch.resolve import check_models
 from cluster.cli import main
 from cluster.config import ConfigError, EngineConfig
@@ -16,7 +16,7 @@ from cluster.engine import build_engine
 from cluster.paths.checkout import CHECKOUT, DEMO_DRAFT, DEMO_TARGET, demo_path
 from cluster.request import Request, RequestParams
 from cluster.spec.inputs import EagleDraftInput
-from cluster.tools.sample_draft import clearest, sample_draft
+from cluster.tools.sample_draft import clearest_sample, sample_draft
 from tests.tiny import draft_folder, target_folder
 
 
@@ -61,7 +61,7 @@ def test_loading_with_a_sample_leaves_no_trace(tmp_path: Path) -> None:
                 tokens += output.token_ids
                 assert output.cached_tokens == 0
         texts.append((tokens, engine.status().accept_length, engine.status().steps))
-        if not (Path(draft) / FILE).exists():
+        if not (Path(draft) / SAMPLE_FILE).exists():
             sample_draft(draft, target, "EAGLE3")
     assert texts[0] == texts[1]
 
@@ -70,7 +70,7 @@ def test_loading_with_a_sample_leaves_no_trace(tmp_path: Path) -> None:
 def test_a_fact_read_otherwise_is_refused(tmp_path: Path, overrides: dict[str, object]) -> None:
     target, draft = pair(tmp_path)
     sample_draft(draft, target, "EAGLE3")
-    with pytest.raises(ConfigError, match=rf"{FILE}.*is off by.*speculative_draft_overrides"):
+    with pytest.raises(ConfigError, match=rf"{SAMPLE_FILE}.*is off by.*speculative_draft_overrides"):
         build_engine(config(target, draft, speculative_draft_overrides=overrides))
 
 
@@ -85,7 +85,7 @@ def test_a_sample_is_taken_where_the_likeliest_token_has_no_equal(likely: dict[i
         made.topk_index[0, 0], made.topk_logprobs[0, 0] = len(tokens), math.log(likely.get(len(tokens), 0.3))
         return made
 
-    sample = clearest(given, range(24))
+    sample = clearest_sample(given, range(24))
     assert (len(sample.tokens), sample.token) == (taken, taken)
     assert sample.tokens == tuple(range(taken))
 
@@ -99,7 +99,7 @@ def test_a_token_map_changes_what_is_likeliest_and_not_the_hidden(tmp_path: Path
     target = target_folder()
     draft = str(shutil.copytree(draft_folder(target, own_head=False), tmp_path / "draft"))
     sample_draft(draft, target, "EAGLE3")
-    likeliest = json.loads((Path(draft) / FILE).read_text())["token"]
+    likeliest = json.loads((Path(draft) / SAMPLE_FILE).read_text())["token"]
     hot = tmp_path / "hot.json"
     hot.write_text(json.dumps([token for token in range(64) if token != likeliest]))
     build_engine(config(target, draft, speculative_token_map=str(hot)))
@@ -129,7 +129,7 @@ def test_a_sample_that_does_not_fit_is_left_unchecked_and_said(
 def test_a_sample_is_not_overwritten(tmp_path: Path) -> None:
     target, draft = pair(tmp_path)
     sample_draft(draft, target, "EAGLE3")
-    with pytest.raises(ConfigError, match="is there already; remove it"):
+    with pytest.raises(ConfigError, match="exists already; remove it"):
         sample_draft(draft, target, "EAGLE3")
 
 
@@ -155,7 +155,7 @@ def test_a_malformed_sample_is_refused_from_the_file_alone(
 ) -> None:
     target, draft = pair(tmp_path)
     sample_draft(draft, target, "EAGLE3")
-    file = Path(draft) / FILE
+    file = Path(draft) / SAMPLE_FILE
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     with pytest.raises(ConfigError, match=message):
         check_models(config(target, draft))

@@ -10,7 +10,7 @@ import torch
 
 import cluster.engine.backends
 import cluster.spec.draft
-from cluster.arch.draft.sample import FILE
+from cluster.arch.draft.sample import SAMPLE_FILE
 from cluster.config import ConfigError
 from cluster.engine import Engine
 from cluster.engine.backends import bind_attention
@@ -77,7 +77,7 @@ REFUSED: dict[str, tuple[Callable[[Tensors], None], str]] = {
 def spoiled(to: Path, tensors: Callable[[Tensors], None] | None = None, **config: object) -> str:
     """The demo draft with a mistake and without its sample, which would refuse it."""
     folder = copy_of(DRAFT, to / "draft", tensors, **config)
-    (to / "draft" / FILE).unlink()
+    (to / "draft" / SAMPLE_FILE).unlink()
     return folder
 
 
@@ -153,7 +153,7 @@ def test_another_runners_pool_costs_acceptance(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(cluster.engine.backends, "library", lambda: None)
 
     def spoil(engine: Engine) -> None:
-        draft = engine._p.lockstep.step._draft
+        draft = engine._parts.lockstep.step._draft
         assert isinstance(draft, EagleDraft)
         own, g = draft._runner, draft._runner.model.spec.layer
         pool, attention = bind_attention(

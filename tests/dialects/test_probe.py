@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from cluster.arch.draft.sample import FILE
+from cluster.arch.draft.sample import SAMPLE_FILE
 from cluster.cli import main
 from cluster.config import ConfigError, EngineConfig
 from cluster.engine import build_engine
 from cluster.tools.probe_draft import Reading, probe_draft
-from cluster.tools.sample_draft import settings_of
+from cluster.tools.sample_draft import pair_settings
 from tests.dialects.demo import DRAFT, TARGET
 from tests.tiny import draft_folder, target_folder
 from tests.unit.models.checkpoints import copy_of
@@ -24,7 +24,7 @@ ROUNDING = 1e-4
 
 def unsampled(to: Path, **config: object) -> str:
     folder = copy_of(DRAFT, to / "draft", None, **config)
-    (to / "draft" / FILE).unlink()
+    (to / "draft" / SAMPLE_FILE).unlink()
     return folder
 
 
@@ -45,11 +45,11 @@ def test_two_wrong_facts_are_found_and_the_sample_then_taken_holds(
     assert found["speculative_draft_overrides"] == {"norm_before_residual": False, "recurrent": "pre"}
     words = ["--draft-override", "norm_before_residual=false", "--draft-override", "recurrent=pre"]
     assert main(["sample-draft", draft, "--target", TARGET, *words]) == 0
-    mine, ours = (json.loads((Path(folder) / FILE).read_text()) for folder in (draft, DRAFT))
+    mine, ours = (json.loads((Path(folder) / SAMPLE_FILE).read_text()) for folder in (draft, DRAFT))
     assert (mine["tokens"], mine["token"]) == (ours["tokens"], ours["token"])
     off = math.dist(mine["hidden"], ours["hidden"]) / math.hypot(*ours["hidden"])
     assert off < ROUNDING and abs(mine["logprob"] - ours["logprob"]) < ROUNDING
-    settings = settings_of(draft, TARGET, "EAGLE3") | {"context_length": 128, "max_running_requests": 1}
+    settings = pair_settings(draft, TARGET, "EAGLE3") | {"context_length": 128, "max_running_requests": 1}
     with pytest.raises(ConfigError, match="is off by"):
         build_engine(EngineConfig.from_kwargs(settings))
     build_engine(

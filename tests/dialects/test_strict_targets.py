@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cluster.arch import TARGET_FAMILIES, read_target
-from cluster.arch.safetensors.stored import normal_name
+from cluster.arch.safetensors.stored import normalise_name
 from cluster.arch.safetensors.tensors import check_tensors, target_tensors
 from cluster.config import ConfigError
-from cluster.models.checkpoint import Checkpoint, Matrix
+from cluster.models.checkpoint import Checkpoint, CheckpointMatrix
 from cluster.tools.summary import summary
 from cluster.tools.tensor_report import inspect
 from tests.families import FAMILIES, all_cases, made
@@ -47,7 +47,7 @@ def test_the_list_of_tensors_is_what_the_loader_takes(family: str, case: str, mo
     taken: dict[str, tuple[int, ...] | None] = {}
     matrix = Checkpoint.matrix
 
-    def note(self: Checkpoint, name: str, shape: tuple[int, ...] | None = None, *cut: Any, **more: Any) -> Matrix:
+    def note(self: Checkpoint, name: str, shape: tuple[int, ...] | None = None, *cut: Any, **more: Any) -> CheckpointMatrix:
         taken[name] = shape
         return matrix(self, name, shape, *cut, **more)
 
@@ -144,7 +144,7 @@ def test_one_wrong_tensor_is_named(family: str, change: Callable[[Tensors, str],
             with pytest.raises(ConfigError) as caught:
                 check(str(folder))
             assert time.perf_counter() - started < 2.0
-            assert normal_name(expected) in str(caught.value), (name, str(caught.value))
+            assert normalise_name(expected) in str(caught.value), (name, str(caught.value))
             assert str(file) in str(caught.value), (name, str(caught.value))
         tried += 1
     assert tried >= 6
@@ -172,7 +172,7 @@ def test_a_tensor_that_an_index_promises_is_looked_for_in_its_file(tmp_path: Pat
     held = load_file(folder / table[name])
     del held[name]
     save_file(held, folder / table[name])
-    with pytest.raises(ConfigError, match=rf"{re.escape(normal_name(name))}' is missing in '.*{table[name]}'"):
+    with pytest.raises(ConfigError, match=rf"{re.escape(normalise_name(name))}' is missing in '.*{table[name]}'"):
         check_target(str(folder))
 
 

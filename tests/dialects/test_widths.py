@@ -103,7 +103,7 @@ def batch_of(decodes: int, prompt_rows: int) -> Batch:
         decode_rows=rows[:decodes],
         seq_lens=torch.full((decodes,), 5),
         window=torch.zeros(decodes, 0, dtype=torch.int64),
-        sampling=SamplingBatch(each, each, each, each, each, rows, noisy=False, filtered=False),
+        sampling=SamplingBatch(each, each, each, each, each, rows, any_random=False, any_filtered=False),
         prompt=PromptBatch(prompt, prompt, prompt + 1, prompt, prompt, None, last, prompt[:finals]),
         mode=SamplingMode(0),
     )

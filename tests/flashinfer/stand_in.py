@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cluster.capture import recorder
-from cluster.device.staging import Sent
+from cluster.device.staging import StagedLists
 from cluster.engine.assembler import Assembler
 from cluster.engine.lockstep import Lockstep, StepInFlight
 from cluster.kernels.flashinfer import library as flashinfer_library
@@ -295,7 +295,7 @@ def stand_in_serves(set_attribute: Callable[[object, str, Any], None], sizes: bo
         DEVICE.finish()
         return given
 
-    def sent(self: Assembler, *given: Any, **named: Any) -> Sent:
+    def sent(self: Assembler, *given: Any, **named: Any) -> StagedLists:
         DEVICE.send()
         return send(self, *given, **named)
 

@@ -31,7 +31,7 @@ def maker(one: Case, unknown: int) -> Callable[..., FlashInferAttention]:
 
     class Told(FlashInferAttention):
         def prepare(self, bounds: HostBounds) -> None:
-            super().prepare(bounds._replace(least=tuple(max(0, count - unknown) for count in one.committed)))
+            super().prepare(bounds._replace(min_seq_lens=tuple(max(0, count - unknown) for count in one.committed)))
 
     def make(pool: KVPool, table: Any, shape: AttentionShape) -> Told:
         shares = [Share(not window, not (window and one.latent)) for window in shape.sliding_windows]
@@ -89,9 +89,9 @@ class Steps:
     def run(self, count: int) -> None:
         for at in range(count):
             DEVICE.begin()
-            self.plans.begin(HostBounds(20, ((0, 3),), least=(9, 10 + at), turn=at % 2))
+            self.plans.begin(HostBounds(20, ((0, 3),), min_seq_lens=(9, 10 + at), buffer_set=at % 2))
             for key in (flashinfer_plans.ForwardKey(4), flashinfer_plans.ForwardKey(0)):
-                assert self.plans._asked_for(key) is not None
+                assert self.plans._request_plan(key) is not None
             if at:
                 DEVICE.finish()
         DEVICE.finish()
@@ -109,17 +109,17 @@ def test_a_plan_on_its_way_is_not_written_over(plans: RunnerPlans) -> None:
     before = DEVICE.plans
     Steps(plans).run(4)
     assert DEVICE.plans - before == 8, "two forwards, planned once a step"
-    assert [len(held) for held in plans._sets] == [2, 2]
+    assert [len(held) for held in plans._eager_plans] == [2, 2]
 
 
 def test_one_wrapper_would_be(plans: RunnerPlans) -> None:
-    plans._sets = (plans._sets[0],) * 2
+    plans._eager_plans = (plans._eager_plans[0],) * 2
     with pytest.raises(AssertionError, match="while its copy may be under way"):
         Steps(plans).run(2)
 
 
 def test_kinds_of_forwards_that_are_gone_give_their_wrappers_back(plans: RunnerPlans) -> None:
     for each in range(1, 60):
-        plans.begin(HostBounds(20, least=(9, 10)))
-        assert plans._asked_for(flashinfer_plans.ForwardKey(each)) is not None
-    assert max(len(held) for held in plans._sets) <= flashinfer_plans.KEPT
+        plans.begin(HostBounds(20, min_seq_lens=(9, 10)))
+        assert plans._request_plan(flashinfer_plans.ForwardKey(each)) is not None
+    assert max(len(held) for held in plans._eager_plans) <= flashinfer_plans.MAX_PLANS

@@ -19,11 +19,11 @@ from cluster.attention.flashinfer import readers as flashinfer_readers
 from cluster.attention.flashinfer.plans import ForwardKey, RunnerPlans
 from cluster.batch import SamplingMode
 from cluster.capture import recorder
-from cluster.capture.recorder import Ahead
+from cluster.capture.recorder import CallsBeforeReplay
 from cluster.config import EngineConfig
 from cluster.dp_attention.sizes import Buckets
 from cluster.engine import Engine, build_engine, captures
-from cluster.engine.programs import UNLIKE
+from cluster.engine.programs import EAGER_FALLBACK_WARNING
 from cluster.observability.metrics import merge
 from tests.flashinfer.device import DEVICE, PLANNED
 from tests.flashinfer.stand_in import Paged, stand_in_serves
@@ -31,7 +31,7 @@ from tests.flashinfer.test_engine import FAMILIES, SHAPES, pair
 from tests.parity.harness import SAMPLING, config_of, request, run
 from tests.static.stream import Stream, on_stream, unwatched
 
-SIZES = Buckets((1, 2), prompts=False)
+SIZES = Buckets((1, 2), allow_prompts=False)
 WITH_PROMPTS = Buckets((1, 2, 4, 8, 16))
 pytestmark = pytest.mark.timeout(1200)
 
@@ -56,9 +56,9 @@ def config(shape: str, family: str, **settings: Any) -> EngineConfig:
 def serve(patch: pytest.MonkeyPatch, of: EngineConfig, buckets: Buckets = SIZES) -> tuple[Engine, Stream]:
     stand_in_serves(patch.setattr)
     patch.setattr(flashinfer_readers, "WORKSPACE", 1)
-    patch.setattr(captures, "MODES", (SamplingMode.NOISY,))
+    patch.setattr(captures, "MODES", (SamplingMode.RANDOM,))
     stream = on_stream(patch, buckets)
-    patch.setattr(flashinfer_plans, "brought", recorder.brought)
+    patch.setattr(flashinfer_plans, "copy_to_device", recorder.copy_to_device)
     patch.setattr(DEVICE, "host", lambda: unwatched(stream))
     return build_engine(of), stream
 
@@ -69,14 +69,14 @@ def served(engine: Engine, stream: Stream, turns: int = 2) -> int:
     for _ in range(turns):
         assert run(engine, requests()).tokens == plain(engine.config.model_path)
     assert stream.launches > launched + 3, "few steps were replayed"
-    return engine._p.lockstep.programs.launched_anew
+    return engine._parts.lockstep.programs.eager_fallbacks
 
 
 def check(patch: pytest.MonkeyPatch, of: EngineConfig) -> Engine:
     engine, stream = serve(patch, of)
-    repeated = DEVICE.repeated
+    replayable = DEVICE.replayable
     assert not served(engine, stream)
-    assert DEVICE.repeated == repeated, "what decodes was captured before the first request, and only that"
+    assert DEVICE.replayable == replayable, "what decodes was captured before the first request, and only that"
     return engine
 
 
@@ -87,8 +87,8 @@ ALL = [(shape, family) for shape in SHAPES for family in FAMILIES]
 @pytest.mark.parametrize(("shape", "family"), ALL)
 def test_all_families_by_both_shapes(monkeypatch: pytest.MonkeyPatch, shape: str, family: str) -> None:
     """Sliding windows and sinks among them."""
-    programs = check(monkeypatch, config(shape, family))._p.lockstep.programs.captured
-    assert {key.turn for key in programs} == {0, 1} and all(program.ahead.calls for program in programs.values())
+    programs = check(monkeypatch, config(shape, family))._parts.lockstep.programs.captured
+    assert {key.buffer_set for key in programs} == {0, 1} and all(program.host_calls.calls for program in programs.values())
 
 
 @pytest.mark.slow
@@ -97,7 +97,7 @@ def test_chunks_of_prompts_in_graphs_are_tritons(monkeypatch: pytest.MonkeyPatch
     """Their number is no part of a key, and a wrapper for graphs has a batch of one size."""
     engine, stream = serve(monkeypatch, config("tree", family, disable_radix_cache=True), WITH_PROMPTS)
     assert not served(engine, stream, 4)
-    assert any(key.sizes[0].prompt_rows for key in engine._p.lockstep.programs.captured)
+    assert any(key.sizes[0].prompt_rows for key in engine._parts.lockstep.programs.captured)
 
 
 @pytest.mark.slow
@@ -108,7 +108,7 @@ def test_tapes_give_the_tokens_of_plain_decoding(monkeypatch: pytest.MonkeyPatch
     before = DEVICE.runs
     for _ in range(2):
         assert run(engine, requests()).tokens == plain(engine.config.model_path)
-    assert DEVICE.runs > before and not engine._p.lockstep.programs.launched_anew
+    assert DEVICE.runs > before and not engine._parts.lockstep.programs.eager_fallbacks
 
 
 def found(patch: pytest.MonkeyPatch, what: str) -> None:
@@ -123,7 +123,7 @@ def test_one_set_of_wrappers_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def one(self: RunnerPlans, *given: Any) -> None:
         true(self, *given)
-        self._sets, self._stay = (self._sets[0],) * 2, (self._stay[0],) * 2
+        self._eager_plans, self._captured_plans = (self._eager_plans[0],) * 2, (self._captured_plans[0],) * 2
 
     monkeypatch.setattr(RunnerPlans, "__init__", one)
     found(monkeypatch, "while its copy may be under way")
@@ -131,37 +131,37 @@ def test_one_set_of_wrappers_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_stale_plan_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs are repeated as if nothing had to be done before."""
-    monkeypatch.setattr(Ahead, "ready", lambda self: True)
+    monkeypatch.setattr(CallsBeforeReplay, "ready", lambda self: True)
     found(monkeypatch, "a stale plan")
 
 
 def test_a_plan_for_another_key_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each plan is made in the place of the one for one request less or more."""
-    true = RunnerPlans.again
+    true = RunnerPlans.plan_again
 
     def other(self: RunnerPlans, key: ForwardKey, turn: int) -> dict[str, Any] | None:
-        held, wrong = self._stay[turn], key._replace(requests=3 - key.requests)
+        held, wrong = self._captured_plans[turn], key._replace(requests=3 - key.requests)
         if wrong in held:
             held[key], held[wrong] = held[wrong], held[key]
         return true(self, key, turn)
 
-    monkeypatch.setattr(RunnerPlans, "again", other)
+    monkeypatch.setattr(RunnerPlans, "plan_again", other)
     found(monkeypatch, "the batch of graphs is of one size")
 
 
 @pytest.mark.slow
 def test_plans_of_another_program_are_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, _ = serve(monkeypatch, config("chain", "grouped"))
-    programs = engine._p.lockstep.programs
-    held = programs._started
+    programs = engine._parts.lockstep.programs
+    held = programs._pinned
     for key in list(held):
         if key.sizes[0].decodes == 1:
             other = key._replace(sizes=(key.sizes[0]._replace(decodes=2),))
             one, two = held[key], held[other]
-            held[key], held[other] = replace(one, ahead=two.ahead), replace(two, ahead=one.ahead)
+            held[key], held[other] = replace(one, host_calls=two.host_calls), replace(two, host_calls=one.host_calls)
     for _ in range(2):
         assert run(engine, requests()).tokens == plain(engine.config.model_path)
-    assert programs.launched_anew > 3
+    assert programs.eager_fallbacks > 3
 
 
 def unlike(patch: pytest.MonkeyPatch, change: Callable[[Paged, int], None]) -> list[str]:
@@ -199,7 +199,7 @@ def test_a_plan_with_other_numbers_is_launched_anew_and_counted(
     count, page = served(engine, stream, 3), merge([engine.metrics.serialize()]).decode()
     shown = re.search(r"^aerie_launched_anew_total{.*} (\S+)$", page, re.MULTILINE)
     assert shown is not None and 1 < float(shown[1]) <= count
-    assert [record.message for record in caplog.records].count(UNLIKE) == 1
+    assert [record.message for record in caplog.records].count(EAGER_FALLBACK_WARNING) == 1
 
 
 @pytest.mark.slow
@@ -207,7 +207,7 @@ def test_were_numbers_not_compared_a_graph_would_meet_others(monkeypatch: pytest
     planted = unlike(monkeypatch, grid)
     engine, stream = serve(monkeypatch, config("chain", "grouped"))
     planted.append("from now on")
-    true = Ahead.ready
-    monkeypatch.setattr(Ahead, "ready", lambda self: true(self) or True)
+    true = CallsBeforeReplay.ready
+    monkeypatch.setattr(CallsBeforeReplay, "ready", lambda self: true(self) or True)
     with pytest.raises(AssertionError, match="with other numbers than it was launched with"):
         served(engine, stream)

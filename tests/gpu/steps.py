@@ -11,7 +11,7 @@ import torch
 
 from cluster.capture.cuda_graph import Graph
 from cluster.config import ConfigError, EngineConfig
-from cluster.device.transfers import Landing, brought
+from cluster.device.transfers import HostCopies, copy_to_device
 from cluster.engine import Engine, StepResult, build_engine
 from tests.parity.automata import walked
 from tests.parity.harness import run
@@ -52,7 +52,7 @@ def check_tokens(
     of = config(target, draft, shape, **more)
     anew = walked(build_engine(on(device, of, capture="off")))
     assert replays(anew, kind, sampling) == (expected, 0)
-    if device == "cuda" and any(part is not None for part in anew._p.resolved.experts):
+    if device == "cuda" and any(part is not None for part in anew._parts.resolved.experts):
         # In float64 the products of experts read their counts on the host, so such a step is not captured.
         assert replays(walked(build_engine(on(device, of, capture="auto"))), kind, sampling) == (expected, 0)
         with pytest.raises(ConfigError, match="capture on"):
@@ -65,7 +65,7 @@ def check_tokens(
             assert tokens == expected
             count += again
         assert count > 3
-        programs = [one.captured for one in captured._p.lockstep.programs.captured.values()]
+        programs = [one.captured for one in captured._parts.lockstep.programs.captured.values()]
         assert device != "cuda" or all(isinstance(one, Graph) for one in programs)
         if device == "cuda" and kind != "grammar":
             assert all(len(one) == 1 for one in programs), "one graph"
@@ -95,8 +95,8 @@ def check_landing(device: str) -> None:
     for number in range(50):
         if device == "cuda":
             torch.cuda._sleep(200_000)
-        x.copy_(brought(torch.full((1 << 16,), number), there))
-        landings.append(Landing([x if device == "cuda" else x.clone()]))
+        x.copy_(copy_to_device(torch.full((1 << 16,), number), there))
+        landings.append(HostCopies([x if device == "cuda" else x.clone()]))
     for number, landing in enumerate(landings):
         (landed,) = landing.wait()
         assert landed.device.type == "cpu" and bool((landed == number).all())

@@ -13,7 +13,7 @@ from torch import Tensor
 from cluster.attention.flashinfer.backend import FlashInferAttention
 from cluster.attention.shape import AttentionShape
 from cluster.capture.cuda_graph import CudaSegments, Graph
-from cluster.capture.recorder import Ahead, repeated
+from cluster.capture.recorder import CallsBeforeReplay, replayable
 from cluster.engine import build_engine
 from cluster.kernels.flashinfer.library import FlashInfer, Share, find
 from cluster.kv.page_table import PageTable
@@ -49,7 +49,7 @@ def attention_of(one: Case) -> FlashInferAttention:
 
 
 def given(one: Case, attention: FlashInferAttention, unknown: int, turn: int = 0) -> Tensor:
-    attention.prepare(known(one, unknown)._replace(turn=turn))
+    attention.prepare(known(one, unknown)._replace(buffer_set=turn))
     attention.bind(there(one.seen()))
     return attention(1, one.q.to(CUDA), one.kv.to(CUDA), there(one.sinks))
 
@@ -88,7 +88,7 @@ def test_graphs_of_both_turns_give_what_steps_give(kind: str, dtype: torch.dtype
     """Each is planned anew before its replay, while the replay of the other may be under way."""
     base = {"heads": 4, "kv_heads": 2, "page_size": 16, "lies": "scattered", "dtype": dtype}
     one = Wide(**base | SHAPES["ragged"] | KINDS[kind])
-    attention, aheads, graphs = attention_of(one), [Ahead(), Ahead()], []
+    attention, aheads, graphs = attention_of(one), [CallsBeforeReplay(), CallsBeforeReplay()], []
     seen, q, kv, sinks, segments = there(one.seen()), one.q.to(CUDA), one.kv.to(CUDA), there(one.sinks), CudaSegments()
 
     def program() -> Tensor:
@@ -97,13 +97,13 @@ def test_graphs_of_both_turns_give_what_steps_give(kind: str, dtype: torch.dtype
 
     with torch.inference_mode():
         for turn, ahead in enumerate(aheads):
-            attention.prepare(known(one, 1)._replace(turn=turn))
-            with repeated(ahead):
+            attention.prepare(known(one, 1)._replace(buffer_set=turn))
+            with replayable(ahead):
                 program()
             torch.cuda.synchronize()
-            attention.prepare(known(one, 2)._replace(turn=turn))
+            attention.prepare(known(one, 2)._replace(buffer_set=turn))
             assert ahead.ready() and len(ahead.calls) == 1
-            with repeated(ahead):
+            with replayable(ahead):
                 graphs.append(Graph(program, segments))
             torch.cuda.synchronize()
         expected = {}
@@ -114,7 +114,7 @@ def test_graphs_of_both_turns_give_what_steps_give(kind: str, dtype: torch.dtype
         for at in range(40):
             unknown, turn = (0, 3, 40, 9)[at // 2 % 4], at % 2
             torch.cuda._sleep(1_000_000)
-            attention.prepare(known(one, unknown)._replace(turn=turn))
+            attention.prepare(known(one, unknown)._replace(buffer_set=turn))
             assert aheads[turn].ready(), "its plan launches with other numbers"
             graphs[turn].replay()
             out = graphs[turn].output.clone()
@@ -137,6 +137,6 @@ def test_an_engine_gives_the_tokens_of_triton(topk: int) -> None:
         engine = build_engine(config_of(target, draft, topk, 3, **settings))
         assert engine.info().attention_backend == backend
         texts.append(run(engine, [request(str(i), p, GREEDY, max_tokens=24) for i, p in enumerate(prompts(4))]).tokens)
-        assert not engine._p.lockstep.programs.launched_anew
+        assert not engine._parts.lockstep.programs.eager_fallbacks
         alike = [texts[0][name][:8] == texts[-1][name][:8] for name in texts[0]]
         assert sum(alike) >= len(alike) - 1

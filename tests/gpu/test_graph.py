@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from cluster.capture.cuda_graph import CudaSegments, Graph
-from cluster.capture.recorder import hosted
+from cluster.capture.recorder import host_call
 from cluster.capture.tape import Tape
 
 pytestmark = [
@@ -47,10 +47,10 @@ def called(x: Tensor, said: list[float]) -> list[Tensor]:
         return doubled * 10
 
     doubled = x * 2
-    answer = hosted(say, doubled)
+    answer = host_call(say, doubled)
     assert answer is not None
     total = answer + doubled
-    hosted(lambda one: said.append(float(one.sum())), total)
+    host_call(lambda one: said.append(float(one.sum())), total)
     return [total, total.sum(-1)]
 
 

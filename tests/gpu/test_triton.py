@@ -17,7 +17,7 @@ from cluster.kv.pool import KVPool
 from cluster.sampling import filters
 from cluster.sampling.noise import keys_along
 from cluster.sampling.sampling_inputs import SamplingInputs
-from cluster.sampling.triton_sampler import TritonSampler, least_kept
+from cluster.sampling.triton_sampler import TritonSampler, row_thresholds
 from tests.gpu.trees import check_trees
 from tests.unit.attention.dense import Case
 from tests.unit.attention.test_twins import KINDS, SHAPES, TREE
@@ -47,7 +47,7 @@ def on_the_device(case: Case) -> Tensor:
     table = PageTable(case.table.idle_row, case.table.length, case.page_size, CUDA)
     table.device_pages.copy_(case.table.device_pages)
     filled = case.filled()
-    pool = KVPool(2, filled.slots, filled.cell, case.dtype, CUDA, filled.coded)
+    pool = KVPool(2, filled.slots, filled.cell, case.dtype, CUDA, filled.fp8_cell)
     pool.kv.copy_(filled.kv)
     attention = TritonAttention(pool, table, AttentionShape(case.heads, (None, case.window), 0.3, case.values))
     attention.bind(there(case.seen()))
@@ -96,8 +96,8 @@ def test_thresholds_are_those_of_torch_there(dtype: torch.dtype) -> None:
     logits = there(logits_of(4 * count, vocab, dtype))
     draw = SamplingInputs(4, sampling, None)
     wide = logits.to(sampling.inverse_temperature.dtype).view(count, 4, vocab)
-    twin = filters.least_kept(wide * sampling.inverse_temperature[:, None, None], sampling)
-    assert torch.equal(least_kept(logits, draw), twin.view(-1, 1))
+    twin = filters.filter_thresholds(wide * sampling.inverse_temperature[:, None, None], sampling)
+    assert torch.equal(row_thresholds(logits, draw), twin.view(-1, 1))
 
 
 @pytest.mark.parametrize(("k", "steps", "nodes"), [(4, 3, 16), (8, 5, 32), (10, 8, 60)])

@@ -11,7 +11,7 @@ from uuid import UUID
 
 from jsonschema import Draft7Validator, Draft202012Validator, FormatChecker
 
-from cluster.grammar.schema.convert import loaded
+from cluster.grammar.schema.convert import parse_exact_json
 
 CHECKS = FormatChecker(formats=())
 READ: dict[str, Callable[[str], object]] = {
@@ -62,4 +62,4 @@ for format_name in READ | WRITTEN:
 def validator_of(schema: Any) -> Draft7Validator | Draft202012Validator:
     """A validator of a schema in which 0.07 is a multiple of 0.01. Lists of `items` are of draft 7."""
     kind = Draft7Validator if re.search(r'"items": \[|draft-07', json.dumps(schema)) else Draft202012Validator
-    return kind(loaded(json.dumps(schema)), format_checker=CHECKS)
+    return kind(parse_exact_json(json.dumps(schema)), format_checker=CHECKS)

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from cluster.grammar.asked import Grammar
-from cluster.grammar.bounded import BLOCK, SHORT
+from cluster.grammar.bounded import BLOCK_LENGTH, SHORT_LENGTH
 from tests.grammar.walks import STOPS, allowed, bytewise, demo, mask
 
-BOUNDS = [(0, 9), (3, 12), (9, 9), (0, SHORT), (0, SHORT + 1), (1, 2 * SHORT), (5, 100), (99, 101), (0, 300), (0, 5000)]
+BOUNDS = [(0, 9), (3, 12), (9, 9), (0, SHORT_LENGTH), (0, SHORT_LENGTH + 1), (1, 2 * SHORT_LENGTH), (5, 100), (99, 101), (0, 300), (0, 5000)]
 LETTERS = ("a", "é", "大", "😀", '\\"', "\\n", "\\u0000")  # as JSON writes them; each is one character
 
 
@@ -20,13 +20,13 @@ def bounded(least: int, most: int) -> Grammar:
 @pytest.mark.parametrize(("least", "most"), BOUNDS)
 def test_texts_have_as_many_characters_as_are_allowed(least: int, most: int) -> None:
     random = np.random.default_rng(least + most)
-    lengths = {0, least - 1, least, most, most + 1, most + 20, BLOCK, SHORT, SHORT + 1, 2 * SHORT, (least + most) // 2}
+    lengths = {0, least - 1, least, most, most + 1, most + 20, BLOCK_LENGTH, SHORT_LENGTH, SHORT_LENGTH + 1, 2 * SHORT_LENGTH, (least + most) // 2}
     for length in sorted(each for each in lengths if each >= 0):
         text = "".join(random.choice(LETTERS, length)) if length else ""
         assert bytewise().accepts(bounded(least, most), f'"{text}"') == (least <= length <= most), length
 
 
-@pytest.mark.parametrize("most", [20, SHORT + 1, 60, 300])
+@pytest.mark.parametrize("most", [20, SHORT_LENGTH + 1, 60, 300])
 def test_a_mask_has_every_token_that_may_come(most: int) -> None:
     """At the beginnings and ends of blocks, and where few characters are left."""
     tokens, matcher = demo().vocabulary.tokens, demo().matcher(bounded(0, most))
@@ -34,7 +34,7 @@ def test_a_mask_has_every_token_that_may_come(most: int) -> None:
     letter = tokens.index(b"a")
     matcher.accept([tokens.index(b'"')])
     for taken in range(most + 1):
-        if taken % BLOCK in (0, 1, BLOCK // 2, BLOCK - 1) or most - taken < 4:
+        if taken % BLOCK_LENGTH in (0, 1, BLOCK_LENGTH // 2, BLOCK_LENGTH - 1) or most - taken < 4:
             found = set(allowed(mask(matcher, demo().vocabulary)).tolist()) - set(STOPS)
             for token in ids:
                 may = matcher._matcher.accept_token(token)
@@ -49,4 +49,4 @@ def test_bounds_share_the_rules_of_their_ends() -> None:
     """So the masks that one bound needs are made for another: a long text has few more rules than blocks."""
     rules = {most: set(demo()._compiled(bounded(0, most)).splitlines()) for most in (20, 25, 300)}
     assert len({line.partition("::=")[2] for line in rules[25] - rules[20]}) < 10
-    assert len(rules[300]) < 2 * SHORT + 300 / BLOCK
+    assert len(rules[300]) < 2 * SHORT_LENGTH + 300 / BLOCK_LENGTH

@@ -21,7 +21,7 @@ from cluster.grammar.asked import Grammar, GrammarError
 from cluster.grammar.compiler import (
     GRACE_S,
     NICENESS,
-    PATIENCE_S,
+    CHILD_TIMEOUT_S,
     Compiler,
     CompilerError,
     CompileResult,
@@ -35,7 +35,7 @@ SLOW = Grammar("json_schema", json.dumps({"properties": {f"p{at}": {"type": "str
 
 @pytest.fixture
 def compile_in_two() -> Iterator[Compiler]:
-    made = Compiler(demo().vocabulary, at_once=2, seconds=1.0)
+    made = Compiler(demo().vocabulary, max_concurrent=2, processor_s=1.0)
     yield made
     made.close()
 
@@ -60,7 +60,7 @@ def test_a_hundred_hostile_grammars(compile_in_two: Compiler, some: tuple[Gramma
                     assert 0 < len(str(found)) < 500 and "\n" not in str(found)
                 else:
                     demo().matchers.matcher(found)
-            assert time.monotonic() - began < PATIENCE_S + GRACE_S, some[at : at + 2]
+            assert time.monotonic() - began < CHILD_TIMEOUT_S + GRACE_S, some[at : at + 2]
         assert walk(demo(), demo().matchers.matcher(await compile_in_two.compile(GOOD)), 1) in (b"yes", b"no")
 
     asyncio.run(all_of_them())
@@ -100,7 +100,7 @@ def test_a_process_that_was_killed_is_replaced(compile_in_two: Compiler) -> None
 
 @pytest.mark.slow
 def test_a_process_that_is_killed_at_work_takes_up_the_work_again() -> None:
-    process = CompilerProcess(demo().vocabulary, seconds=4.0)
+    process = CompilerProcess(demo().vocabulary, processor_s=4.0)
     try:
         assert process.compile(GOOD).text
 
@@ -141,7 +141,7 @@ def used(pid: int | None) -> float:
 
 @pytest.mark.slow
 def test_time_is_limited_and_nothing_has_to_start_anew() -> None:
-    process = CompilerProcess(demo().vocabulary, seconds=2.0)
+    process = CompilerProcess(demo().vocabulary, processor_s=2.0)
     try:
         assert process.compile(GOOD).text
         pid = process.pid
@@ -158,7 +158,7 @@ def children(pid: int | None) -> str:
 
 
 def test_a_child_does_not_outlive_its_parent() -> None:
-    process = CompilerProcess(demo().vocabulary, seconds=30.0)
+    process = CompilerProcess(demo().vocabulary, processor_s=30.0)
     assert process.compile(GOOD).text
     with ThreadPoolExecutor(1) as pool:
         work = pool.submit(process.compile, SLOW)
@@ -183,7 +183,7 @@ def test_grammars_are_compiled_once(compile_in_two: Compiler, monkeypatch: pytes
         return compile_one(self, grammar)
 
     monkeypatch.setattr(CompilerProcess, "compile", counting)
-    monkeypatch.setattr(compiler, "CACHED", 3)
+    monkeypatch.setattr(compiler, "MAX_CACHED", 3)
     wrong = Grammar("regex", "(")
 
     async def often() -> None:
@@ -217,7 +217,7 @@ def test_a_request_that_is_cancelled_leaves_the_others(compile_in_two: Compiler)
 
 def test_closing_ends_the_processes_and_what_they_compile() -> None:
     async def closed() -> None:
-        made = Compiler(demo().vocabulary, at_once=1, seconds=30.0)
+        made = Compiler(demo().vocabulary, max_concurrent=1, processor_s=30.0)
         await made.compile(GOOD)
         pid = made._process.pid
         slow = asyncio.create_task(made.compile(SLOW))

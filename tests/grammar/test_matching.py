@@ -10,9 +10,9 @@ import pytest
 
 from cluster.grammar import matching
 from cluster.grammar.asked import Grammar, GrammarError
-from cluster.grammar.limits import address_space
+from cluster.grammar.limits import address_space_bytes
 from cluster.grammar.matching import TextMatcher
-from cluster.grammar.vocabulary import Row, Vocabulary
+from cluster.grammar.vocabulary import Bitmask, Vocabulary
 from tests.grammar.schema.samples import CALL, PERSON, TREE
 from tests.grammar.walks import STOPS, allowed, bytewise, demo, grammars_of, mask
 
@@ -70,13 +70,13 @@ def test_a_mask_after_a_path_is_the_mask_when_it_is_committed(name: str) -> None
 
 def test_a_mask_is_made_once_until_tokens_come(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever asks: masks of a step, and the search for forced text."""
-    made, make = list[tuple[int, ...]](), TextMatcher._make
+    made, make = list[tuple[int, ...]](), TextMatcher._compute_bitmask
 
-    def counted(matcher: TextMatcher, path: Sequence[int], out: Row) -> None:
+    def counted(matcher: TextMatcher, path: Sequence[int], out: Bitmask) -> None:
         made.append(tuple(path))
         make(matcher, path, out)
 
-    monkeypatch.setattr(TextMatcher, "_make", counted)
+    monkeypatch.setattr(TextMatcher, "_compute_bitmask", counted)
     grammars = demo()
     matcher = grammars.matcher(GRAMMARS["person"])
     forced = matcher.forced((), 4)
@@ -161,7 +161,7 @@ def test_what_is_forced() -> None:
 def little_memory(more: int) -> Iterator[None]:
     """What takes more raises, in place of taking the machine down."""
     before = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (address_space() + more, before[1]))
+    resource.setrlimit(resource.RLIMIT_AS, (address_space_bytes() + more, before[1]))
     try:
         yield
     finally:
@@ -236,7 +236,7 @@ def test_grammars_are_kept_within_a_limit(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(matching, "CACHED_BYTES", 1)
     one, other = (demo().worker.compile(Grammar("regex", text)) for text in ("a+", "b+"))
     matchers = matching.Matchers(demo().vocabulary)
-    first = matchers.read(one)
-    assert matchers.read(one) is first
-    matchers.read(other)
-    assert matchers.read(one) is not first
+    first = matchers.load(one)
+    assert matchers.load(one) is first
+    matchers.load(other)
+    assert matchers.load(one) is not first

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import xgrammar
 
-from cluster.bench.random_vocabulary import SENTENCE_PIECE, STOP, made_up_tokens
-from cluster.bench.real_sized import schema_of
+from cluster.bench.random_vocabulary import SENTENCE_PIECE_SIZE, STOP_TOKEN_ID, random_tokens
+from cluster.bench.real_sized import object_schema
 from cluster.chat.formats.choose import FORMATS
 from cluster.grammar.asked import Grammar
 from cluster.grammar.matching import Matchers
-from cluster.grammar.vocabulary import Vocabulary, ids_in, one_of
-from cluster.grammar.worker import Worker, max_compiled
+from cluster.grammar.vocabulary import Vocabulary, allowed_token_ids, random_allowed_token
+from cluster.grammar.worker import Worker, max_compiled_bytes
 from tests.grammar.schema.samples import CALL, PERSON
 from tests.grammar.test_matching import GRAMMARS
 from tests.grammar.walks import Grammars, demo, mask
@@ -39,7 +39,7 @@ ASKED = (
 
 @cache
 def large() -> Grammars:
-    vocabulary = Vocabulary(tuple(made_up_tokens(SENTENCE_PIECE)), (STOP,))
+    vocabulary = Vocabulary(tuple(random_tokens(SENTENCE_PIECE_SIZE)), (STOP_TOKEN_ID,))
     worker = Worker(vocabulary)
     worker.prepare()
     return Grammars(vocabulary, worker, Matchers(vocabulary))
@@ -51,23 +51,23 @@ def test_tables_are_made_once_and_little_travels(monkeypatch: pytest.MonkeyPatch
     for name in ("TokenizerInfo", "GrammarCompiler"):
         whole = getattr(xgrammar, name)
         monkeypatch.setattr(xgrammar, name, lambda *a, whole=whole, name=name, **b: made.append(name) or whole(*a, **b))
-    table_of = Vocabulary._row_of
-    monkeypatch.setattr(Vocabulary, "_row_of", lambda self, bits: made.append("row") or table_of(self, bits))
+    table_of = Vocabulary._bitmask_of
+    monkeypatch.setattr(Vocabulary, "_bitmask_of", lambda self, bits: made.append("row") or table_of(self, bits))
     texts = [worker.compile(grammar) for grammar in ASKED]
     assert made == [], "what compiling needs of the vocabulary was made before"
     assert max(map(len, texts)) < 20_000
-    sizes = [matchers.read(text).bytes for text in texts]
+    sizes = [matchers.load(text).num_bytes for text in texts]
     assert made == ["GrammarCompiler"], "one for all grammars of a rank"
     assert min(sizes) > 1 << 20, "masks would be megabytes"
-    assert len(vocabulary.tokens) == SENTENCE_PIECE
+    assert len(vocabulary.tokens) == SENTENCE_PIECE_SIZE
 
 
 def test_several_tools_with_many_fields_are_no_too_large_grammar() -> None:
     """Two tools of twenty fields were refused with 262,144 ids, and accepted with the demo's 2,048."""
-    given = {name: schema_of(20, name) for name in ("one", "two", "three")}
-    form = FORMATS["hermes"].written(given, True)
+    given = {name: object_schema(20, name) for name in ("one", "two", "three")}
+    form = FORMATS["hermes"].calls_form(given, True)
     text = large().worker.compile(Grammar("chat", json.dumps({"type": "structural_tag", "format": form})))
-    assert 64 << 20 < large().matchers.read(text).bytes < max_compiled(SENTENCE_PIECE)
+    assert 64 << 20 < large().matchers.load(text).num_bytes < max_compiled_bytes(SENTENCE_PIECE_SIZE)
 
 
 def _token(token: int) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def test_a_special_token_of_one_grammar_does_not_stand_for_that_of_another(
     texts = [bytes((byte,)) for byte in range(256)] + [f"\xff{name}".encode("latin-1") for name in "abc"] + [b"", b""]
     vocabulary = Vocabulary(tuple(texts), stops)
     shared, random = Matchers(vocabulary), np.random.default_rng(5)
-    plain = xgrammar.GrammarCompiler(vocabulary.info, cache_enabled=False)
+    plain = xgrammar.GrammarCompiler(vocabulary.tokenizer_info, cache_enabled=False)
     pairs = [pair for _ in range(2) for pair in permutations((256, 257, 258), 2)]
     for form, (one, two) in [(form, pair) for pair in pairs for form in WITH_TOKENS.values()]:
         tag = {"type": "structural_tag", "format": form(one, two)}
@@ -118,11 +118,11 @@ def test_a_special_token_of_one_grammar_does_not_stand_for_that_of_another(
         found, wanted = shared.matcher(portable), alone.matcher(portable)
         for _ in range(20):
             row = mask(found, vocabulary)
-            assert ids_in(row).tolist() == ids_in(mask(wanted, vocabulary)).tolist()
-            row &= ~vocabulary.stop_row
+            assert allowed_token_ids(row).tolist() == allowed_token_ids(mask(wanted, vocabulary)).tolist()
+            row &= ~vocabulary.stop_bitmask
             if not row.any():
                 break
-            token = one_of(row, random)
+            token = random_allowed_token(row, random)
             found.accept([token])
             wanted.accept([token])
 
@@ -134,11 +134,11 @@ def test_masks_over_many_tokens_are_what_can_be_committed() -> None:
         matcher, other = large().matchers.matcher(text), large().matchers.matcher(text)
         for _ in range(12):
             row = mask(matcher, large().vocabulary)
-            found = ids_in(row)
+            found = allowed_token_ids(row)
             assert found.tolist() == np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist()
-            refused = np.setdiff1d(random.integers(0, SENTENCE_PIECE, 40), found)
+            refused = np.setdiff1d(random.integers(0, SENTENCE_PIECE_SIZE, 40), found)
             assert not any(other._matcher.accept_token(int(token)) for token in refused)
-            token = one_of(row & ~large().vocabulary.stop_row, random)
+            token = random_allowed_token(row & ~large().vocabulary.stop_bitmask, random)
             assert token in found
             matcher.accept([token])
             other.accept([token])
@@ -146,8 +146,8 @@ def test_masks_over_many_tokens_are_what_can_be_committed() -> None:
 
 def test_every_allowed_token_is_chosen_alike() -> None:
     vocabulary = Vocabulary(tuple(bytes((at,)) for at in range(200)), ())
-    row, random = vocabulary._row_of([0, 31, 32, 100, 199]), np.random.default_rng(1)
-    found = np.bincount([one_of(row, random) for _ in range(5000)], minlength=200)
+    row, random = vocabulary._bitmask_of([0, 31, 32, 100, 199]), np.random.default_rng(1)
+    found = np.bincount([random_allowed_token(row, random) for _ in range(5000)], minlength=200)
     assert np.flatnonzero(found).tolist() == [0, 31, 32, 100, 199] and found.max() < 1.2 * 1000
 
 
@@ -156,12 +156,12 @@ def test_what_all_texts_begin_with_over_many_tokens() -> None:
     ids = {text: token for token, text in enumerate(vocabulary.tokens)}
     same = [token for text, token in ids.items() if text.startswith(b" pro")]
     assert len(same) > 50
-    for tokens in (same, same[:1], [*same, ids[b" a"]], [*same, ids[b"a"]], [*same, STOP], []):
+    for tokens in (same, same[:1], [*same, ids[b" a"]], [*same, ids[b"a"]], [*same, STOP_TOKEN_ID], []):
         texts = [vocabulary.tokens[token] for token in tokens]
         longest = max(texts, key=len, default=b"")
         sure = next((at for at in range(len(longest), -1, -1) if all(_agree(text, longest[:at]) for text in texts)), 0)
-        wanted = b"" if STOP in tokens else longest[:sure]
-        assert vocabulary.shared(vocabulary._row_of(tokens)) == wanted
+        wanted = b"" if STOP_TOKEN_ID in tokens else longest[:sure]
+        assert vocabulary.common_prefix(vocabulary._bitmask_of(tokens)) == wanted
 
 
 def _agree(text: bytes, begin: bytes) -> bool:
@@ -193,15 +193,15 @@ def test_masks_of_rules_that_other_grammars_have_are_those_made_for_this_one(nam
     shared.prepare()
     for other in [*SHARING, name]:
         text = demo()._compiled(SHARING[other])
-        shared.read(text)
+        shared.load(text)
     one, two = shared.matcher(text), alone.matcher(text)
     random = np.random.default_rng(2)
     for _ in range(60):
         row = mask(one, vocabulary)
         assert np.array_equal(row, mask(two, vocabulary))
-        row &= ~vocabulary.stop_row
+        row &= ~vocabulary.stop_bitmask
         if not row.any():
             break
-        token = one_of(row, random)
+        token = random_allowed_token(row, random)
         one.accept([token])
         two.accept([token])

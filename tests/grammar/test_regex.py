@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from cluster.grammar.asked import Grammar, GrammarError
-from cluster.grammar.regex import lengths, parse
+from cluster.grammar.regex import length_bounds, parse
 from tests.grammar.walks import bytewise, demo, walk
 
 EXPRESSIONS = [
@@ -147,10 +147,10 @@ def test_properties_of_characters(expression: str, matched: Sequence[str], other
 
 
 def test_lengths_of_what_matches() -> None:
-    assert lengths(parse("ab?(c|de){2,3}")) == (3, 8)
-    assert lengths(parse("a+")) == (1, None)
-    assert lengths(parse("(|ab)*")) == (0, None)
-    assert lengths(parse("")) == (0, 0)
+    assert length_bounds(parse("ab?(c|de){2,3}")) == (3, 8)
+    assert length_bounds(parse("a+")) == (1, None)
+    assert length_bounds(parse("(|ab)*")) == (0, None)
+    assert length_bounds(parse("")) == (0, 0)
 
 
 def made_up(chance: random.Random, depth: int) -> str:

@@ -5,7 +5,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 
 from cluster.config import ConfigError
-from cluster.grammar.vocabulary import SPECIAL, Vocabulary
+from cluster.grammar.vocabulary import SPECIAL_TOKEN_PREFIX, Vocabulary
 from cluster.tokenizer.tokenizer import TextTokenizer
 from tests.grammar.walks import DEMO, STOPS, allowed
 from tests.unit.tokenizer.test_tokenizer import byte_fallback, byte_level
@@ -14,7 +14,7 @@ TOKENIZERS = {"demo": lambda: TextTokenizer.load(str(DEMO)), "byte-level": byte_
 
 
 def first_letter(tokenizer: TextTokenizer) -> int:
-    found = tokenizer.library.token_to_id("a")
+    found = tokenizer.backend_tokenizer.token_to_id("a")
     assert found is not None
     return int(found)
 
@@ -22,26 +22,26 @@ def first_letter(tokenizer: TextTokenizer) -> int:
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_every_token_writes_what_it_decodes_to(name: str) -> None:
     tokenizer = TOKENIZERS[name]()
-    size = tokenizer.library.get_vocab_size()
-    vocabulary = Vocabulary.of(tokenizer, size, ())
-    special = {i for i, token in tokenizer.library.get_added_tokens_decoder().items() if token.special}
+    size = tokenizer.backend_tokenizer.get_vocab_size()
+    vocabulary = Vocabulary.from_tokenizer(tokenizer, size, ())
+    special = {i for i, token in tokenizer.backend_tokenizer.get_added_tokens_decoder().items() if token.special}
     before = first_letter(tokenizer)  # so that a space after it is not the first character, which decoding may strip
     for token in range(size):
         written = vocabulary.tokens[token]
-        assert written.startswith(SPECIAL) == (token in special) or len(written) == 1, token
+        assert written.startswith(SPECIAL_TOKEN_PREFIX) == (token in special) or len(written) == 1, token
         if token in special:
-            assert written == SPECIAL + str(tokenizer.library.id_to_token(token)).encode()
+            assert written == SPECIAL_TOKEN_PREFIX + str(tokenizer.backend_tokenizer.id_to_token(token)).encode()
             continue
-        decoded = tokenizer.library.decode([before, token], skip_special_tokens=True)
+        decoded = tokenizer.backend_tokenizer.decode([before, token], skip_special_tokens=True)
         assert decoded == "a" + written.decode("utf-8", "replace")
-        assert written in (b"", vocabulary.info.decoded_vocab[token])
+        assert written in (b"", vocabulary.tokenizer_info.decoded_vocab[token])
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_sequences_decode_to_their_tokens_bytes(name: str) -> None:
     tokenizer = TOKENIZERS[name]()
-    size = tokenizer.library.get_vocab_size()
-    tokens = Vocabulary.of(tokenizer, size, ()).tokens
+    size = tokenizer.backend_tokenizer.get_vocab_size()
+    tokens = Vocabulary.from_tokenizer(tokenizer, size, ()).tokens
     random = np.random.default_rng(3)
     checked = 0
     for _ in range(2000):
@@ -58,30 +58,30 @@ def test_sequences_decode_to_their_tokens_bytes(name: str) -> None:
 
 def test_a_character_in_parts() -> None:
     tokenizer = byte_level()
-    tokens = Vocabulary.of(tokenizer, 263, ()).tokens
+    tokens = Vocabulary.from_tokenizer(tokenizer, 263, ()).tokens
     assert b"".join(tokens[i] for i in tokenizer.encode("a€ 😀")) == "a€ 😀".encode()
     assert any(text == b"\xe2\x82" for text in tokens)
 
 
 def test_padding_and_stops_write_nothing() -> None:
     tokenizer = TextTokenizer.load(str(DEMO))
-    vocabulary = Vocabulary.of(tokenizer, 2100, (*STOPS, 5, 9999))
-    assert len(vocabulary.tokens) == 2100 and vocabulary.words == 66
+    vocabulary = Vocabulary.from_tokenizer(tokenizer, 2100, (*STOPS, 5, 9999))
+    assert len(vocabulary.tokens) == 2100 and vocabulary.bitmask_words == 66
     assert not any(vocabulary.tokens[2048:])
-    assert [vocabulary.tokens[i] for i in (0, 1, 2, 5)] == [b"", SPECIAL + b"<|im_start|>", b"", b""]
-    assert vocabulary.stops == (0, 2, 5)
-    assert allowed(vocabulary.stop_row).tolist() == [0, 2, 5]
-    usable = set(allowed(vocabulary.usable_row).tolist())
+    assert [vocabulary.tokens[i] for i in (0, 1, 2, 5)] == [b"", SPECIAL_TOKEN_PREFIX + b"<|im_start|>", b"", b""]
+    assert vocabulary.stop_token_ids == (0, 2, 5)
+    assert allowed(vocabulary.stop_bitmask).tolist() == [0, 2, 5]
+    usable = set(allowed(vocabulary.usable_bitmask).tolist())
     assert usable == {i for i, text in enumerate(vocabulary.tokens) if text} - {1} | {0, 2, 5}
-    assert set(allowed(vocabulary.usable_with([1])).tolist()) == usable | {1}
+    assert set(allowed(vocabulary.usable_bitmask_with([1])).tolist()) == usable | {1}
 
 
 def test_a_vocabulary_smaller_than_the_tokenizer() -> None:
-    assert len(Vocabulary.of(TextTokenizer.load(str(DEMO)), 1000, STOPS).tokens) == 1000
+    assert len(Vocabulary.from_tokenizer(TextTokenizer.load(str(DEMO)), 1000, STOPS).tokens) == 1000
 
 
 def test_a_tokenizer_that_joins_words_is_refused() -> None:
     words = Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1, "##b": 2}, unk_token="[UNK]"))
     words.decoder = decoders.WordPiece()
     with pytest.raises(ConfigError, match="byte-level or SentencePiece"):
-        Vocabulary.of(TextTokenizer(words), 3, (0,))
+        Vocabulary.from_tokenizer(TextTokenizer(words), 3, (0,))

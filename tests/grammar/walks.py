@@ -9,7 +9,7 @@ import numpy as np
 
 from cluster.grammar.asked import Grammar
 from cluster.grammar.matching import Matchers, TextMatcher
-from cluster.grammar.vocabulary import Row, Vocabulary
+from cluster.grammar.vocabulary import Bitmask, Vocabulary
 from cluster.grammar.worker import Worker
 from cluster.tokenizer.tokenizer import TextTokenizer
 
@@ -45,7 +45,7 @@ def grammars_of(vocabulary: Vocabulary) -> Grammars:
 
 @cache
 def demo() -> Grammars:
-    return grammars_of(Vocabulary.of(TextTokenizer.load(str(DEMO)), 2048, STOPS))
+    return grammars_of(Vocabulary.from_tokenizer(TextTokenizer.load(str(DEMO)), 2048, STOPS))
 
 
 @cache
@@ -54,13 +54,13 @@ def bytewise() -> Grammars:
     return grammars_of(Vocabulary((*(bytes((byte,)) for byte in range(256)), b""), (256,)))
 
 
-def mask(matcher: TextMatcher, vocabulary: Vocabulary, path: tuple[int, ...] = ()) -> Row:
-    row = np.full(vocabulary.words, 0x55555555, np.int32)  # whatever was there before
+def mask(matcher: TextMatcher, vocabulary: Vocabulary, path: tuple[int, ...] = ()) -> Bitmask:
+    row = np.full(vocabulary.bitmask_words, 0x55555555, np.int32)  # whatever was there before
     matcher.fill(path, row)
     return row
 
 
-def allowed(row: Row) -> np.ndarray:
+def allowed(row: Bitmask) -> np.ndarray:
     return np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
 
 
@@ -77,7 +77,7 @@ def walk(grammars: Grammars, matcher: TextMatcher, seed: int, most: int = 25, en
     for step in range(end):
         found = allowed(mask(matcher, grammars.vocabulary))
         assert len(found), f"a dead end after {output!r}"
-        stops = [token for token in grammars.vocabulary.stops if token in found]
+        stops = [token for token in grammars.vocabulary.stop_token_ids if token in found]
         assert bool(stops) == matcher.finished
         if stops and (step >= most or len(stops) == len(found) or random.random() < 0.1):
             matcher.accept([stops[0]])

@@ -18,7 +18,7 @@ from cluster.capture.tape import Tape
 from cluster.kernels.c_kernels import CKernels
 from cluster.kernels.c_operators import operators_of
 from cluster.kernels.interface import Activation, Angles, HeadNorms
-from cluster.kernels.library import Library, opened
+from cluster.kernels.library import Library, load_library
 from cluster.sampling.c_sampler import CSampler
 from cluster.sampling.sampling_inputs import SamplerInput
 from tests.unit.attention.dense import Case
@@ -81,7 +81,7 @@ def results(library: Library) -> Iterator[tuple[str, Tensor]]:
         for vocab in (1, 7, 33, 2049, 5000):
             logits, draw = logits_of(12, vocab, dtype), draw_of(unfiltered(4, dtype), 3, vocab, dtype)
             for draws in ([draw], [replace(draw, noise=None)]):
-                found = CSampler(library).found(SamplerInput(logits, draws), min(vocab, 9))
+                found = CSampler(library).shard_best(SamplerInput(logits, draws), min(vocab, 9))
                 yield f"choice {dtype} {vocab} {draws[0].noise is None}", torch.cat(found, 1)
     for shape in SHAPES:
         for kind in KINDS:
@@ -104,7 +104,7 @@ def digests(library: Library) -> dict[str, str]:
 if __name__ == "__main__":
     torch.set_num_threads(2)
     level, path, *variants = sys.argv[1:]
-    library = opened(level, Path(path), *variants)
+    library = load_library(level, Path(path), *variants)
     assert [library.variant] == (variants or [""])
     for name, digest in digests(library).items():
         print(f"{digest} {name}")

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 import cluster.kernels.library
-from cluster.kernels.build import COMPILED, LEVELS, VARIANTS, compile_level, compiler, file_of
-from cluster.kernels.library import level_of_cpu, opened, variants_of_cpu
+from cluster.kernels.build import COMPILED, LEVELS, VARIANTS, compile_level, compiler, library_name
+from cluster.kernels.library import level_of_cpu, load_library, variants_of_cpu
 from cluster.kernels.library import library as library_of_cpu
 from tests.kernels.calls import results
 
@@ -32,7 +32,7 @@ def runnable() -> list[str]:
 
 def library_of(level: str, folder: Path) -> Path:
     """What the installation compiled if it is of these sources, else compiled now."""
-    installed = COMPILED / file_of(level)
+    installed = COMPILED / library_name(level)
     return installed if installed.exists() else compile_level(level, folder)
 
 
@@ -44,9 +44,9 @@ def test_levels_agree(tmp_path: Path) -> None:
     levels = runnable()
     if len(levels) < 2:
         pytest.skip(f"this CPU runs {levels} alone")
-    *others, here = (dict(results(opened(level, library_of(level, tmp_path)))) for level in levels)
+    *others, here = (dict(results(load_library(level, library_of(level, tmp_path)))) for level in levels)
     for variant in variants_of_cpu():
-        library = opened(levels[-1], library_of(levels[-1], tmp_path), variant)
+        library = load_library(levels[-1], library_of(levels[-1], tmp_path), variant)
         assert library.variant == variant
         own = dict(results(library))
         apart = {name for name, out in own.items() if not torch.equal(bits(out), bits(here[name]))}
@@ -110,7 +110,7 @@ def test_a_compiler_that_does_not_know_a_variant_makes_a_library_without(
     old.write_text(f'#!/bin/sh\n{refused}\nexec {compiler()} "$@"\n')
     old.chmod(0o755)
     monkeypatch.setenv("CC", str(old))
-    library = opened("avx512", compile_level("avx512", tmp_path / "made", ("-O0",)), "tiles", "pairs")
+    library = load_library("avx512", compile_level("avx512", tmp_path / "made", ("-O0",)), "tiles", "pairs")
     assert library.variant == "pairs"
     assert library.functions["product", torch.bfloat16].__name__ == "aerie_product_bf16_pairs"
 

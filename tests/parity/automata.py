@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cluster.engine import Rank
-from cluster.sampling.grammars import Make, Matcher
+from cluster.sampling.grammars import MatcherFactory, Matcher
 from tests.parity.harness import VOCAB
 
 R = TypeVar("R", bound=Rank)
@@ -81,14 +81,14 @@ class Walker:
 class Either:
     """Makes matchers of automata, which are lists, and of compiled grammars as they are made otherwise."""
 
-    def __init__(self, true: Make) -> None:
-        self.read, self._true = true.read, true
+    def __init__(self, true: MatcherFactory) -> None:
+        self.preload, self._inner = true.preload, true
 
     def __call__(self, grammar: str) -> Matcher:
-        return Walker(grammar) if grammar.startswith("[") else self._true(grammar)
+        return Walker(grammar) if grammar.startswith("[") else self._inner(grammar)
 
 
 def walked(rank: R) -> R:
     """Have a rank match automata too."""
-    rank.lockstep.grammars._make = Either(rank.lockstep.grammars._make)
+    rank.lockstep.grammars._create_matcher = Either(rank.lockstep.grammars._create_matcher)
     return rank

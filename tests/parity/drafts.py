@@ -125,6 +125,6 @@ class CorrectedDraft(_Knowing):
 
 def correct(engine: Engine, truth: Texts, rate: float) -> None:
     """Put a `CorrectedDraft` around the engine's own draft."""
-    draft = CorrectedDraft(engine._p.lockstep.step._draft, truth, rate)
+    draft = CorrectedDraft(engine._parts.lockstep.step._draft, truth, rate)
     draft.tie(engine)
-    engine._p.lockstep.step._draft = draft
+    engine._parts.lockstep.step._draft = draft

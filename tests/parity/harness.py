@@ -12,7 +12,7 @@ import torch
 from cluster.config import EngineConfig
 from cluster.config.tree_shape import tree_shape
 from cluster.engine import Engine, StepResult, build_engine
-from cluster.engine.build import engine_of, prepare_alone
+from cluster.engine.build import engine_of, prepare_single_rank
 from cluster.request import Request, RequestParams, SequenceOutput
 from tests.parity.drafts import OracleDraft, Texts, correct
 from tests.tiny import draft_folder, target_folder
@@ -98,7 +98,7 @@ def speculative(config: EngineConfig, kind: str = "model", truth: Texts | None =
     if kind == "oracle":
         shape = tree_shape(config)
         oracle = OracleDraft(shape, truth or {}, rate, VOCAB, 32)
-        engine = engine_of(prepare_alone(config), oracle)
+        engine = engine_of(prepare_single_rank(config), oracle)
         oracle.tie(engine)
         return engine
     engine = build_engine(config)
@@ -136,7 +136,7 @@ def run(
             after_step(engine, step)
     status = engine.status()
     assert status.pages_used == 0, "pages stay in use after the last request"
-    assert status.pages_free + status.pages_cached == engine._p.cache.total
+    assert status.pages_free + status.pages_cached == engine._parts.cache.total_pages
     return result
 
 

@@ -25,19 +25,19 @@ NO_CODE = 255
 
 def memory_of(engine: Engine) -> list[Tensor]:
     """What the engine's models keep by slot, the slots in the first dimension."""
-    step = engine._p.lockstep.step
+    step = engine._parts.lockstep.step
     draft = step._draft
     runners = getattr(draft, "_runners", [draft._runner] if hasattr(draft, "_runner") else [])
     pools = [step._target.pool, *(runner.pool for runner in runners)]
-    return [pool.kv.transpose(0, 1) for pool in pools] + list(getattr(draft, "_gave", ()))
+    return [pool.kv.transpose(0, 1) for pool in pools] + list(getattr(draft, "_passed_hidden", ()))
 
 
 def written(engine: Engine) -> Tensor:
     """Which slots hold something: pages of the radix tree, and the committed tokens of running requests."""
-    cache = engine._p.cache
-    held = torch.zeros((cache.total + 1) * cache.page_size, dtype=torch.bool)
-    held.view(cache.total + 1, cache.page_size)[[node.page for node in cache._tree.nodes()]] = True
-    for sequence in engine._p.scheduler.running:
+    cache = engine._parts.cache
+    held = torch.zeros((cache.total_pages + 1) * cache.page_size, dtype=torch.bool)
+    held.view(cache.total_pages + 1, cache.page_size)[[node.page for node in cache._tree.nodes()]] = True
+    for sequence in engine._parts.scheduler.running:
         held[held_slots(cache.table, sequence.row, sequence.committed)] = True
     return held
 
@@ -46,19 +46,19 @@ def poison(engine: Engine, memory: list[Tensor], value: float, order: StepInput 
     """Fill the sink, all free pages and the free ends of used ones, and what idle requests carry; what the step of a
     late `order` reads stays, though the host may have moved on.
     """
-    held, table = written(engine), engine._p.cache.table
+    held, table = written(engine), engine._parts.cache.table
     size = table.page_size
     for copy in order.copies:
         held[copy.source * size : copy.source * size + copy.tokens] = True
     read = [(decode.row, int(table.lens[decode.row])) for decode in order.decodes]
     assert all(decode.least <= count for decode, (_, count) in zip(order.decodes, read, strict=True))
     for row, count in read + [(chunk.row, chunk.start) for chunk in order.chunks]:
-        held[table.first_slots(torch.tensor([row]), min(count, table.held.shape[1] * size))] = True
+        held[table.first_slots(torch.tensor([row]), min(count, table.host_pages.shape[1] * size))] = True
     held[:size] = False  # the sink
     free = (~held).nonzero()[:, 0]
     for cells in memory:
         cells.index_fill_(0, free, value if cells.is_floating_point() else NO_CODE)
-    carried, idle = engine._p.lockstep.step.carried, engine._p.cache.table.idle_row
+    carried, idle = engine._parts.lockstep.step.draft_inputs, engine._parts.cache.table.idle_row
     carried.hidden[idle] = value
     carried.topk_logprobs[idle] = value
 
@@ -73,7 +73,7 @@ def poisoned() -> Iterator[None]:
         self._memory = memory_of(self)  # type: ignore[attr-defined]
 
     def step(self: Engine) -> StepResult:
-        late, value = self._p.lockstep.programs, POISONS[self._loop.steps % 2]
+        late, value = self._parts.lockstep.programs, POISONS[self._loop.steps % 2]
         if isinstance(late, LatePrograms):  # what the host writes now would overtake steps under way
             late.before = lambda order: poison(self, self._memory, value, order)  # type: ignore[attr-defined]
         else:

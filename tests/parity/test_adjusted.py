@@ -110,7 +110,7 @@ def test_plain_decoding_equals_transformers_own_processors(kind: str) -> None:
     engine = build_engine(config_of(folder))
     for i, prompt in enumerate(prompts()):
         one = request(f"{i}", prompt, GREEDY, max_tokens=24, adjustments=KINDS[kind], stop_token_ids=(14,))
-        ends = [14, *engine._p.resolved.target.eos_token_ids]
+        ends = [14, *engine._parts.resolved.target.eos_token_ids]
         text, made = list(prompt), processors(KINDS[kind], len(prompt), ends)
         while len(text) < len(prompt) + 24 and not (len(text) > len(prompt) and text[-1] in ends):
             ids = torch.tensor([text])

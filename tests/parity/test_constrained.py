@@ -94,7 +94,7 @@ def test_captured_steps_call_the_host(topk: int, num_steps: int, sampling: str) 
     engine = walked(build_engine(config(topk, num_steps, capture="on")))
     for _ in range(2):
         assert run(engine, requests).ended == alone
-    programs = engine._p.lockstep.programs
+    programs = engine._parts.lockstep.programs
     if isinstance(programs, Programs):  # a device that runs late replays nothing
         assert any(SamplingMode.CONSTRAINED in SamplingMode(key.mode) for key in programs.captured), (
             "some steps were replayed"
@@ -113,7 +113,7 @@ def test_retraction_changes_nothing(topk: int, num_steps: int) -> None:
 def test_what_is_counted_as_drafted_is_what_was(topk: int, num_steps: int) -> None:
     """Trees that a grammar may add to have room that nothing fills as a rule, those of free requests always."""
     engine = walked(build_engine(config(topk, num_steps)))
-    drafted = engine._p.resolved.shape.num_draft_tokens - 1
+    drafted = engine._parts.resolved.shape.num_draft_tokens - 1
     verified: list[int] = []
     requests = [replace(one, params=replace(one.params, return_tree=True)) for one in asked("0.8")]
     result = run(engine, requests, lambda _, step: verified.append(step.stats.verified_nodes))

@@ -66,7 +66,7 @@ def test_text_is_that_of_plain_decoding(
 def watched(engine: Engine) -> Iterator[list[tuple[str, int, DraftTree]]]:
     """Every request's tree with its committed count, as drafted."""
     seen: list[tuple[str, int, DraftTree]] = []
-    inner = engine._p.lockstep.step._draft
+    inner = engine._parts.lockstep.step._draft
     assert isinstance(inner, MultiLayerDraft)
     true = inner.draft
 
@@ -129,7 +129,7 @@ def test_no_runner_reads_anothers_pool(topk: int) -> None:
     clean = drafted(build_engine(settings("step", topk)))
     for own in (False, True):
         engine = build_engine(settings("step", topk))
-        draft = engine._p.lockstep.step._draft
+        draft = engine._parts.lockstep.step._draft
         assert isinstance(draft, MultiLayerDraft)
         for runner in draft._runners:
             poisoned(runner, [r.pool for r in draft._runners if (r is runner) == own])

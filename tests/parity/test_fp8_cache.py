@@ -31,13 +31,13 @@ def asked() -> list[Request]:
 
 def held_by(engine: Engine, of_draft: bool, found: Held) -> Callable[[Engine, StepResult], None]:
     """Notes after every step what each running request has committed: `[layers, tokens, bytes]` of each pool."""
-    step = engine._p.lockstep.step
+    step = engine._parts.lockstep.step
     pools = [step._target.pool, *([step._draft._runner.pool] if of_draft else [])]
 
     def note(engine: Engine, _: StepResult) -> None:
-        for sequence in engine._p.scheduler.running:
-            if sequence.committed > sequence.lease.cached:
-                slots = held_slots(engine._p.cache.table, sequence.lease.row, sequence.committed)
+        for sequence in engine._parts.scheduler.running:
+            if sequence.committed > sequence.lease.cached_tokens:
+                slots = held_slots(engine._parts.cache.table, sequence.lease.row, sequence.committed)
                 found[sequence.request.request_id] = [pool.kv[:, slots].clone() for pool in pools]
 
     return note

@@ -96,7 +96,7 @@ def test_a_reader_that_has_seen_enough_ends_it() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "which model?"),
+        ([], "no model is given"),
         (["DIR"], "give one prompt"),
         (["DIR", "a", "--prompt", "b"], "give one prompt"),
         (["DIR", "a", *IDS], "give one prompt"),
@@ -142,7 +142,7 @@ def test_the_context_is_as_long_as_it_is_set(
     assert "context_length 30 is beyond the 20 tokens" in caplog.text
     capsys.readouterr()
     assert main(["chat", "--url", "http://127.0.0.1:1", "--context-length", "30"]) == 2
-    assert "--context-length is for an engine here" in capsys.readouterr().err
+    assert "--context-length is for an engine in this process" in capsys.readouterr().err
 
 
 DRAFTS = {

@@ -123,7 +123,7 @@ def test_the_drafts_experts_are_what_it_drafts_with(family: str) -> None:
 
     def trees(spoil: bool) -> list[list[int]]:
         engine = build_engine(config)
-        step = engine._p.lockstep.step
+        step = engine._parts.lockstep.step
         draft = step._draft
         model = draft._runner.model  # type: ignore[attr-defined]
         assert len(model._layers) == 1

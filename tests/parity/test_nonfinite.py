@@ -127,7 +127,7 @@ def test_only_pages_before_the_bad_token_are_kept(page_size: int) -> None:
         late = run(engine, [replace(requests()[-1], request_id=f"late{turn}")]).last[f"late{turn}"]
         assert late.finish_reason == "error"
         assert late.cached_tokens == (sound // page_size * page_size if turn else 0)
-        assert engine._p.cache.cached == sound // page_size
+        assert engine._parts.cache.evictable_pages == sound // page_size
 
 
 @pytest.mark.parametrize("beside", [False, True])
@@ -166,8 +166,8 @@ def carriers(seen: list[bool]) -> Callable[[Engine, StepResult], None]:
     """Notes after each step whether the only running request's carriers are finite."""
 
     def look(engine: Engine, _: StepResult) -> None:
-        rows = [sequence.row for sequence in engine._p.scheduler.running if not sequence.prefilling]
-        seen.extend(engine._p.lockstep.step.carried.hidden[rows].isfinite().all(-1).tolist())
+        rows = [sequence.row for sequence in engine._parts.scheduler.running if not sequence.prefilling]
+        seen.extend(engine._parts.lockstep.step.draft_inputs.hidden[rows].isfinite().all(-1).tolist())
 
     return look
 

@@ -17,7 +17,7 @@ def overlapped(topk: int, memory: str = "ample", kind: str = "corrected", rate: 
     requests = grid_requests("0.8", 8)
     config = config_of(*tiny_pair(), topk, 3, chunked_prefill_size=9)
     engine = speculative(scarce(config, requests, 6) if memory == "scarce" else config, kind, truth("0.8"), rate)
-    return engine if isinstance(engine._p.lockstep.programs, LatePrograms) else delay(engine)
+    return engine if isinstance(engine._parts.lockstep.programs, LatePrograms) else delay(engine)
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def forced_nodes_see_themselves_alone(patch: Patch) -> None:
 
         return wrong
 
-    changed(patch, cluster.spec.step, "forced_into", make)
+    changed(patch, cluster.spec.step, "add_forced_nodes", make)
 
 
 BUGS = (

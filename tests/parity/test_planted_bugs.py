@@ -59,12 +59,12 @@ def extend_input_bug(patch: Patch, turn: Callable[..., tuple[object, ...]]) -> N
 
 @bug("mask rows of two nodes are swapped")
 def _(patch: Patch) -> None:
-    changed(patch, cluster.spec.step, "packed", lambda true: lambda seen: true(seen.roll(1, 1)))
+    changed(patch, cluster.spec.step, "pack_bits", lambda true: lambda seen: true(seen.roll(1, 1)))
 
 
 @bug("every node sees the whole tree")
 def _(patch: Patch) -> None:
-    changed(patch, cluster.spec.step, "packed", lambda true: lambda seen: true(torch.ones_like(seen)))
+    changed(patch, cluster.spec.step, "pack_bits", lambda true: lambda seen: true(torch.ones_like(seen)))
 
 
 @bug("the accepted path is read with the wrong stride")
@@ -142,12 +142,12 @@ def _(patch: Patch) -> None:
 
 @bug("a page is freed twice")
 def _(patch: Patch) -> None:
-    changed(patch, PageAllocator, "give", lambda true: lambda self, pages: true(self, [*pages, *pages[-1:]]))
+    changed(patch, PageAllocator, "release", lambda true: lambda self, pages: true(self, [*pages, *pages[-1:]]))
 
 
 @bug("a page is not freed")
 def _(patch: Patch) -> None:
-    changed(patch, PageAllocator, "give", lambda true: lambda self, pages: true(self, pages[:-1]))
+    changed(patch, PageAllocator, "release", lambda true: lambda self, pages: true(self, pages[:-1]))
 
 
 @bug("a closed request's cached pages stay locked")
@@ -167,7 +167,7 @@ def _(patch: Patch) -> None:
 
 @bug("a page is swapped for the tree's without telling the slot table")
 def _(patch: Patch) -> None:
-    changed(patch, KVCache, "_hand_over", lambda true: lambda self, *given: (true(self, *given)[0], []))
+    changed(patch, KVCache, "_move_to_tree", lambda true: lambda self, *given: (true(self, *given)[0], []))
 
 
 @bug("shared cells are not copied")
@@ -188,7 +188,7 @@ def _(patch: Patch) -> None:
 
 @bug("a cell is taken for shared whose next token is another one")
 def _(patch: Patch) -> None:
-    changed(patch, cluster.kv.radix, "common", lambda true: lambda one, other: min(true(one, other) + 1, 4))
+    changed(patch, cluster.kv.radix, "common_prefix_length", lambda true: lambda one, other: min(true(one, other) + 1, 4))
 
 
 @bug("positions inside the tree are off by one")
@@ -261,8 +261,8 @@ def _(patch: Patch) -> None:
 @bug("the draft vocabulary map is read as target ids, not as offsets")
 def _(patch: Patch) -> None:
     def absolute(spec, checkpoint, device) -> torch.Tensor:  # type: ignore[no-untyped-def]
-        checkpoint.drop("t2d")
-        return checkpoint.take("d2t").long()
+        checkpoint.mark_name_used("t2d")
+        return checkpoint.tensor("d2t").long()
 
     patch.setattr(cluster.models.draft, "vocabulary_map", absolute)
 
@@ -272,14 +272,14 @@ def _(patch: Patch) -> None:
     def make(true):  # type: ignore[no-untyped-def]
         return lambda self, at: [max(1, n - 1) if i == 1 else n for i, n in enumerate(true(self, at))]
 
-    changed(patch, StepOutput, "decoded", make)
+    changed(patch, StepOutput, "decode_result", make)
 
 
 @bug("a run is not cut where the request ends")
 def _(patch: Patch) -> None:
     def make(true):  # type: ignore[no-untyped-def]
         def whole(self, run, room) -> Cut:  # type: ignore[no-untyped-def]
-            return true(self, run, room)._replace(kept=len(run))
+            return true(self, run, room)._replace(token_count=len(run))
 
         return whole
 
@@ -345,14 +345,14 @@ def _(patch: Patch) -> None:
 
 @bug("the last committed token is not seen")
 def _(patch: Patch) -> None:
-    patch.setattr(RequestCells, "beyond", property(lambda self: torch.arange(self.longest) >= self.lens[:, None] - 1))
+    patch.setattr(RequestCells, "is_padding", property(lambda self: torch.arange(self.longest) >= self.lens[:, None] - 1))
 
 
 @bug("beyond its own tokens a request reads the sink")
 def _(patch: Patch) -> None:
     def make(true):  # type: ignore[no-untyped-def]
         def sunk(self, width):  # type: ignore[no-untyped-def]
-            return true(self, width).masked_fill(torch.nn.functional.pad(self.beyond, (0, width)), 0)
+            return true(self, width).masked_fill(torch.nn.functional.pad(self.is_padding, (0, width)), 0)
 
         return sunk
 
@@ -372,7 +372,7 @@ def _(patch: Patch) -> None:
     changed(
         patch,
         cluster.engine.committer,
-        "_logprobs",
+        "_token_logprobs",
         lambda true: lambda stepped, row, *rest: true(stepped, max(0, row - 1), *rest),
     )
 

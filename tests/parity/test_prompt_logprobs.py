@@ -98,18 +98,18 @@ def test_prompts_are_scored_however_they_are_cut(topk: int, chunk: int) -> None:
 @pytest.mark.parametrize("topk", [0, 3])
 def test_scored_rows_of_a_step_are_bounded(topk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, most = engine_of(topk, chunked_prefill_size=-1), []
-    scheduler = engine._p.scheduler
-    room, schedule = scheduler.prefill._room, scheduler.schedule
+    scheduler = engine._parts.scheduler
+    room, schedule = scheduler.prefill._remaining_rows, scheduler.schedule
 
     def narrow(*given: Any) -> RemainingRows:
-        return replace(room(*given), scored=7)
+        return replace(room(*given), scored_rows=7)
 
     def counted(*given: int) -> Schedule:
         plan = schedule(*given)
         most.append(sum(chunk.scored for chunk in plan.chunks))
         return plan
 
-    monkeypatch.setattr(scheduler.prefill, "_room", narrow)
+    monkeypatch.setattr(scheduler.prefill, "_remaining_rows", narrow)
     monkeypatch.setattr(scheduler, "schedule", counted)
     requests = asked("greedy")
     check_all(run(engine, requests), requests, "greedy")
@@ -158,14 +158,14 @@ def test_a_prompt_that_was_retracted_half_scored_goes_on() -> None:
         rows += step.stats.prompt_rows
         sequence = next(iter(engine._sequences.values()), None)
         if sequence is not None and sequence.lease is not None and sequence.prefilling and retracted < 4:
-            engine._p.scheduler.decode.publish()
-            engine._p.scheduler.decode._retract(sequence)
+            engine._parts.scheduler.decode.publish()
+            engine._parts.scheduler.decode._retract(sequence)
             retracted += 1
 
     result = run(engine, [one], after)
     assert retracted == 4
     check_all(result, [one], "greedy")
-    again = engine.config.page_size + 10 * engine._p.lockstep.lag  # less than a page, and what was under way
+    again = engine.config.page_size + 10 * engine._parts.lockstep.max_in_flight  # less than a page, and what was under way
     assert len(one.prompt_token_ids) <= rows < len(one.prompt_token_ids) + 4 * again
 
 

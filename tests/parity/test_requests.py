@@ -228,7 +228,7 @@ def totals(result: Run, name: str) -> tuple[int, int]:
 def test_counts_add_up(kind: str, topk: int, num_steps: int) -> None:
     engine = engine_of(topk, num_steps, kind, "0.8")
     result = run(engine, grid_requests("0.8", 8))
-    nodes = engine._p.resolved.shape.num_draft_tokens - 1
+    nodes = engine._parts.resolved.shape.num_draft_tokens - 1
     for name, output in result.last.items():
         counts, (tokens, from_trees) = output.speculation, totals(result, name)
         if counts is None:

@@ -75,7 +75,7 @@ def test_the_path_is_what_came_and_asking_changes_nothing(shape: tuple[int, int]
     (topk, num_steps), (target, draft) = shape, tiny_pair()
     config = config_of(target, draft, topk, num_steps) if topk else config_of(target)
     engine = speculative(config, "corrected", truth(sampling)) if topk else build_engine(config)
-    if late and not isinstance(engine._p.lockstep.programs, LatePrograms):
+    if late and not isinstance(engine._parts.lockstep.programs, LatePrograms):
         delay(engine)
     asked = asking(grid_requests(sampling, 8))
     result = run(engine, asked)
@@ -86,7 +86,7 @@ def test_the_path_is_what_came_and_asking_changes_nothing(shape: tuple[int, int]
 
 
 def config_nodes(engine: Engine) -> int:
-    return engine._p.resolved.shape.num_draft_tokens
+    return engine._parts.resolved.shape.num_draft_tokens
 
 
 @pytest.mark.parametrize(("topk", "num_steps", "sampling"), [(1, 4, "greedy"), (3, 3, "0.8")])
@@ -108,7 +108,7 @@ def test_the_nodes_are_those_that_the_reference_proposes(
 
     monkeypatch.setattr(Watch, "_expected", noting)
     engine = build_engine(config_of(target, draft, topk, num_steps))
-    if late and not isinstance(engine._p.lockstep.programs, LatePrograms):
+    if late and not isinstance(engine._parts.lockstep.programs, LatePrograms):
         delay(engine)
     watch.attach(engine)
     asked, seen = asking(grid_requests(sampling, 3)), 0

@@ -42,7 +42,7 @@ def towards_the_end() -> LogitAdjustments:
 
 @cache
 def grammars() -> Grammars:
-    return grammars_of(Vocabulary.of(TextTokenizer.load(str(DEMO)), VOCAB, (EOS,)))
+    return grammars_of(Vocabulary.from_tokenizer(TextTokenizer.load(str(DEMO)), VOCAB, (EOS,)))
 
 
 @cache

@@ -10,7 +10,7 @@ from cluster.config.tree_shape import TreeShape
 from cluster.engine import Engine, StepResult
 from cluster.sampling.noise import Noise, noise_keys, token_hashes
 from cluster.sampling.sampling_inputs import PhaseSampling
-from cluster.sampling.torch_sampler import scored
+from cluster.sampling.torch_sampler import score_logits
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.tree import DECAY, FLOOR, DraftTree
 from tests.late import owners
@@ -43,8 +43,8 @@ class Watch:
 
     def attach(self, engine: Engine, trees: bool = True) -> None:
         """Watch the engine's pools, and every tree that it drafts."""
-        inner = engine._p.lockstep.step._draft
-        self._pools = (engine._p.lockstep.step._target.pool, inner._runner.pool)
+        inner = engine._parts.lockstep.step._draft
+        self._pools = (engine._parts.lockstep.step._target.pool, inner._runner.pool)
         if not trees:
             return
 
@@ -57,20 +57,20 @@ class Watch:
 
             extend = staticmethod(inner.extend)
 
-        engine._p.lockstep.step._draft = Watched()
+        engine._parts.lockstep.step._draft = Watched()
 
     def __call__(self, engine: Engine, _: StepResult) -> None:
         """Compare the committed KV of every running request in both pools."""
         references = ([one.kv for one in self._passes.values()], list(self._kv.values()))
         names = list(self.texts)
-        for sequence in engine._p.scheduler.running:
-            if sequence.lease is None or sequence.committed == sequence.lease.cached:  # its first step may be under way
+        for sequence in engine._parts.scheduler.running:
+            if sequence.lease is None or sequence.committed == sequence.lease.cached_tokens:  # its first step may be under way
                 continue
             at = names.index(sequence.request.request_id.split("/")[0])
             if sequence.tokens != self.texts[names[at]][: len(sequence.tokens)]:
                 self.errors.append(f"tokens of {names[at]} are {sequence.tokens}")
             known = min(sequence.committed, len(self.texts[names[at]]) - 1)
-            slots = held_slots(engine._p.cache.table, sequence.lease.row, known)
+            slots = held_slots(engine._parts.cache.table, sequence.lease.row, known)
             for what, (pool, reference) in zip(
                 ("target", "draft"), zip(self._pools, references, strict=True), strict=True
             ):
@@ -87,7 +87,7 @@ class Watch:
     ) -> None:
         """Compare one request's carriers and tree with an independent EAGLE-2 expansion."""
         name, at = request_id.split("/")[0], int(batch.seq_lens[i])
-        text, shape = self.texts[name], engine._p.resolved.shape
+        text, shape = self.texts[name], engine._parts.resolved.shape
         if at >= len(text):
             return
         wanted = self._expected(engine, text, self._fused[name][:at], at, batch, i)
@@ -102,7 +102,7 @@ class Watch:
         assert len(wanted.tokens) == shape.num_draft_tokens
 
     def _expected(self, engine: Engine, text: list[int], fused: Tensor, at: int, batch: Batch, i: int) -> "Expected":
-        shape = engine._p.resolved.shape
+        shape = engine._parts.resolved.shape
         sampling = batch.sampling.narrow(i, i + 1)
         ids = torch.tensor(self.draft.target_ids)
 
@@ -110,9 +110,9 @@ class Watch:
             """The topk proposals after the last of `tokens`, and its recurrent hidden."""
             logits, recurrent, _ = self.draft.run(tokens, hidden)
             line = logits[None, -1:]
-            if batch.sampling.noisy:
+            if batch.sampling.any_random:
                 keys = noise_keys(sampling.seeds, torch.tensor([[hidden.shape[0] + 1]]))
-                line = scored(line, sampling, Noise.of(keys, token_hashes(ids), line.dtype))
+                line = score_logits(line, sampling, Noise.of(keys, token_hashes(ids), line.dtype))
             best = line[0, 0].log_softmax(-1).topk(shape.topk)
             return [
                 (p, int(ids[j])) for p, j in zip(best.values.tolist(), best.indices.tolist(), strict=True)

@@ -116,21 +116,21 @@ class BehindPrograms:
         self._device, self._clock = device, mesh.world.clock
         self.assembler, self.step = programs.assembler, programs.step
 
-    def drop(self) -> None:
-        self._programs.drop()
+    def remove_all(self) -> None:
+        self._programs.remove_all()
 
     @property
     def checksum(self) -> int:
         return self._programs.checksum
 
     @property
-    def launched_anew(self) -> int:
-        return self._programs.launched_anew
+    def eager_fallbacks(self) -> int:
+        return self._programs.eager_fallbacks
 
     def run(self, order: StepInput, plan: StepPlan, shape: TreeShape) -> Output:
         output, script = Output(), self._host.script
         noted = [Moment() for _ in range(MOMENTS)]
-        self._clock._ahead.extend(noted)
+        self._clock._pending_moments.extend(noted)
 
         def program() -> None:
             self._device.ahead = list(noted)
@@ -161,11 +161,11 @@ def put_behind(
         device.advance()
         return result
 
-    exchange._entered = entered
+    exchange._enter_collective = entered
     lockstep.exchange = HostExchange()
     lockstep.programs = BehindPrograms(lockstep.programs, exchange, lockstep.exchange, device, mesh)
-    mesh.proclaim(meshes._client(where))
-    lockstep.watch = DeviceWatchdog(mesh, device)
-    lockstep.watch.serve(limit_s)
+    mesh.start_heartbeats(meshes._client(where))
+    lockstep.watchdog = DeviceWatchdog(mesh, device)
+    lockstep.watchdog.start_serving(limit_s)
     device.start()
     return rank

@@ -65,7 +65,7 @@ def run(case: dict[str, Any], rank: int, where: Rendezvous, store: Store | None)
         engine, where, config.watchdog_timeout_s, fault if guilty else lambda step, call: None, plant == "aborts"
     )
     if plant == "leaves" and guilty:
-        true = engine.lockstep.watch.wait
+        true = engine.lockstep.watchdog.wait
 
         def wait(moment: Any) -> None:
             while not fault.due and not moment.reached:
@@ -74,17 +74,17 @@ def run(case: dict[str, Any], rank: int, where: Rendezvous, store: Store | None)
                 raise ValueError("a bug of this rank alone")
             true(moment)
 
-        engine.lockstep.watch.wait = wait
+        engine.lockstep.watchdog.wait = wait
     loop = EngineLoop(engine, rank, config.tp_size)
     loop.start()
     loop.put(Commands(submits=tuple(asked(action) for action in case["actions"] if action["dp_rank"] == rank)))
     healthy, left = plant in ("", "slow"), sum(action["dp_rank"] == rank for action in case["actions"])
-    while not loop.over:
+    while not loop.has_ended:
         for item in loop.drain(0.05):
             for output in item.outputs:
                 say({"tokens": [output.request_id, list(output.token_ids)]})
                 left -= output.finish_reason is not None
-        if healthy and rank == 0 and not left and engine.quiet:
+        if healthy and rank == 0 and not left and engine.is_idle:
             loop.stop()
     at, failure = time.monotonic(), loop.failure
     if failure is None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from cluster.batch import SamplingMode
-from cluster.device.staging import Sent
+from cluster.device.staging import StagedLists
 from cluster.distributed.mesh import Axis
 from cluster.dp_attention.plan import ScriptCall, StepPlan
 from cluster.dp_attention.sizes import Buckets
@@ -27,11 +27,11 @@ def other_sizes(harm: Harm) -> None:
 
 def captured_nothing(harm: Harm) -> None:
     for key in harm.lockstep.programs.captured:
-        harm.lockstep.programs.forget(key)
+        harm.lockstep.programs.remove(key)
 
 
 def lacks_a_program(harm: Harm) -> None:
-    harm.lockstep.programs.forget(next(iter(harm.lockstep.programs.captured)))
+    harm.lockstep.programs.remove(next(iter(harm.lockstep.programs.captured)))
 
 
 def a_program_more(harm: Harm) -> None:
@@ -58,14 +58,14 @@ def replayed(change: Callable[[tuple[ScriptCall, ...]], tuple[ScriptCall, ...]])
 
     def plant(harm: Harm) -> None:
         programs = harm.lockstep.programs
-        true = programs._replayed
+        true = programs._replay
 
-        def wrong(program: Program, sent: Sent) -> StepOutput:
+        def wrong(program: Program, sent: StagedLists) -> StepOutput:
             if harm.due(harm.exchange._step):
                 program = replace(program, calls=change(program.calls))
             return true(program, sent)
 
-        harm.put(programs, "_replayed", wrong)
+        harm.put(programs, "_replay", wrong)
 
     return plant
 

@@ -31,7 +31,7 @@ def told(change: Callable[[tuple[int, ...]], tuple[int, ...]], more: int = 0) ->
 
     def wrong(true: Callable[..., Any], all2all: AllToAll) -> Any:
         other = copy(all2all)
-        other.counts, other.carried = change(all2all.counts), all2all.carried + more
+        other.counts, other.draft_inputs = change(all2all.counts), all2all.num_rows + more
         return true(other)
 
     return wrong
@@ -66,7 +66,7 @@ def sends_to_all(harm: Harm) -> None:
     """Runs a step whose rows go by counts as one whose rows go to all."""
 
     def run(true: Callable[..., Any], *given: Any) -> Any:
-        harm.exchange.counted = False
+        harm.exchange.routes_to_experts = False
         return true(*given)
 
     harm.in_run(run)
@@ -101,9 +101,9 @@ OF_EXPERTS: dict[str, Plant] = {
     "combine before dispatch": back_at_once,
     "rows to all experts": sends_to_all,
     "other rule of experts": set_before(
-        lambda harm: setattr(harm.coordinator, "_rule", replace(harm.coordinator._rule, apart=False))
+        lambda harm: setattr(harm.coordinator, "_rule", replace(harm.coordinator._rule, expert_parallel=False))
     ),
-    "other plan, counts": planned(lambda plan: plan._replace(counted=not plan.counted)),
+    "other plan, counts": planned(lambda plan: plan._replace(routes_to_experts=not plan.routes_to_experts)),
 }
 """For a target and a draft with experts, of which each rank holds some; rows go to them by counts."""
 

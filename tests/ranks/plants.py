@@ -16,7 +16,7 @@ from cluster.batch import Batch, SamplingMode
 from cluster.config.tree_shape import TreeShape
 from cluster.distributed.mesh import Axis
 from cluster.dp_attention.plan import RankFacts, StepPlan
-from cluster.dp_attention.sizes import Sizes, most
+from cluster.dp_attention.sizes import Sizes, max_sizes
 from cluster.engine import Rank, lockstep
 from cluster.spec.inputs import EagleDraftInput
 from tests.ranks.harm import Harm, Plant, instead, planned, set_before, twice
@@ -38,7 +38,7 @@ def skip(op: str, phase: str) -> Plant:
         call = harm.exchange._script[0]
         own, every = call.rows[harm.mesh.dp_rank], sum(call.rows)
         if op == "head":
-            return rows.new_zeros(harm.exchange._scored(call), call.columns), harm.exchange._first(call)
+            return rows.new_zeros(harm.exchange._num_scored_rows(call), call.columns), harm.exchange._first_own_row(call)
         if op == "embed":
             assert local is not None
             return local(rows)
@@ -71,7 +71,7 @@ def draft_level(harm: Harm) -> None:
 
     def draft(batch: Any, carried: Any, noise: Any, shape: TreeShape) -> Any:
         if shape.num_steps > 1 and harm.due(harm.exchange._step):
-            shape = harm.lockstep.shapes[shape.num_steps - 1]
+            shape = harm.lockstep.tree_shapes[shape.num_steps - 1]
         return true(batch, carried, noise, shape)
 
     harm.put(harm.step._draft, "draft", draft)
@@ -85,7 +85,7 @@ def no_extend(harm: Harm) -> None:
     def extend(batch: Batch, *args: Any) -> EagleDraftInput:
         if not harm.due(harm.exchange._step):
             return true(batch, *args)
-        spec, carried = draft._runner.model.spec, harm.step.carried
+        spec, carried = draft._runner.model.spec, harm.step.draft_inputs
         rows, device = batch.rows.shape[0], carried.hidden.device
         return EagleDraftInput.create_idle_input(spec, draft._ranking._topk, carried.hidden.dtype, device, rows)
 
@@ -111,7 +111,7 @@ def not_entered(name: str) -> Plant:
 
 
 def other_tier(harm: Harm) -> None:
-    harm.in_run(lambda true, batch, shape: true(batch, harm.lockstep.shapes[shape.num_steps - 1]))
+    harm.in_run(lambda true, batch, shape: true(batch, harm.lockstep.tree_shapes[shape.num_steps - 1]))
 
 
 def not_taken(harm: Harm) -> None:
@@ -133,7 +133,7 @@ def stale_plan(harm: Harm) -> None:
 
     def agree(facts: RankFacts) -> StepPlan:
         plan = true(facts)
-        changed = last and last[0].decodes != plan.decodes and not plan.quiet
+        changed = last and last[0].decodes != plan.decodes and not plan.no_requests
         if changed and harm.due(plan.step):
             return last[0]  # type: ignore[no-any-return]
         last[:] = [plan]
@@ -164,13 +164,13 @@ def false_facts(harm: Harm) -> None:
 
 def no_idle_rows(harm: Harm) -> None:
     """Forgets to pad."""
-    true = lockstep.padded
+    true = lockstep.pad_step_input
 
     def padded(order: Any, plan: StepPlan, group: int, idle_row: int) -> Any:
         full = true(order, plan, group, idle_row)
         return order if full != order and harm.due(plan.step) else full
 
-    harm.put(lockstep, "padded", padded)
+    harm.put(lockstep, "pad_step_input", padded)
 
 
 def later(harm: Harm, by: int) -> None:
@@ -183,7 +183,7 @@ def other_tree(harm: Harm) -> None:
 
 
 def other_padding(harm: Harm) -> None:
-    harm.coordinator._rule = replace(harm.coordinator._rule, padding="padded", waste=0.9)
+    harm.coordinator._rule = replace(harm.coordinator._rule, padding="padded", max_idle_share=0.9)
 
 
 def unpacked(wrong: Callable[[Any], Any]) -> Plant:
@@ -259,12 +259,12 @@ def without(name: str) -> Plant:
 
 def other_padded(plan: StepPlan) -> StepPlan:
     """Padded where it is not, and the other way round."""
-    real = tuple(map(Sizes, plan.decodes, plan.prompt_rows, plan.finals))
-    return plan._replace(sizes=(most(real),) * len(real) if plan.sizes == real else real)
+    real = tuple(map(Sizes, plan.decodes, plan.prompt_rows, plan.finishing_prompts))
+    return plan._replace(sizes=(max_sizes(real),) * len(real) if plan.sizes == real else real)
 
 
 def other_mode(plan: StepPlan) -> StepPlan:
-    return plan._replace(mode=plan.mode ^ SamplingMode.NOISY)
+    return plan._replace(mode=plan.mode ^ SamplingMode.RANDOM)
 
 
 def breaks(*_: Any) -> Any:
@@ -335,7 +335,7 @@ PLANTS: dict[str, Plant] = {
     "stale epoch": set_before(lambda harm: setattr(harm.mesh, "epoch", harm.mesh.epoch - 1)),
     "skipped step": set_before(lambda harm: later(harm, 1)),
     "step taken twice": set_before(lambda harm: later(harm, -1)),
-    "other last plan": set_before(lambda harm: setattr(harm.coordinator, "_digest", 1)),
+    "other last plan": set_before(lambda harm: setattr(harm.coordinator, "_plan_digest", 1)),
     "agrees twice": agrees_twice,
     "other padding rule": set_before(other_padding),
     "other tree": set_before(other_tree),

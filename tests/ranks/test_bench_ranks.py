@@ -2,7 +2,7 @@
 
 import pytest
 
-from cluster.bench.ranks import Case, RankProcesses, RankRequest
+from cluster.bench.ranks import GangCase, RankProcesses, RankRequest
 from tests.tiny import draft_folder, target_folder
 
 
@@ -16,17 +16,17 @@ def test_ranks_run_a_case_to_its_end(world: int) -> None:
         "tp_size": world, "attn_dp_size": world,
     }  # fmt: skip
     jobs = [
-        RankRequest("a", 0, [3, 4, 5], 6, again=True),
+        RankRequest("a", 0, [3, 4, 5], 6, resubmit=True),
         RankRequest("b", world - 1, [6, 7], 9),
-        RankRequest("long", world - 1, list(range(1, 60)), 30, alone=world > 1),
+        RankRequest("long", world - 1, list(range(1, 60)), 30, wait_until_idle=world > 1),
         RankRequest("after", world - 1, [8, 9], 50),
-        RankRequest("last", world - 1, [8, 9], 5, after="b"),
+        RankRequest("last", world - 1, [8, 9], 5, after_request="b"),
     ]
     with RankProcesses(world) as ranks:
-        lives = ranks.run(Case(settings, jobs, until="long"))
-        again = ranks.run(Case(settings, [job for job in jobs if not job.again]))
+        lives = ranks.run(GangCase(settings, jobs, last_request="long"))
+        again = ranks.run(GangCase(settings, [job for job in jobs if not job.resubmit]))
         with pytest.raises(RuntimeError, match="failed: ConfigError"):
-            ranks.run(Case({**settings, "model_path": "/nowhere"}, jobs))
+            ranks.run(GangCase({**settings, "model_path": "/nowhere"}, jobs))
     assert len({len(life.steps) for life in lives}) == 1
     tokens = {name: got for life in lives for name, got in life.tokens.items()}
     assert any(name.startswith("a#") for name in tokens)
@@ -34,8 +34,10 @@ def test_ranks_run_a_case_to_its_end(world: int) -> None:
     alone = {name: got for life in again for name, got in life.tokens.items()}
     assert (alone["b"], alone["long"]) == (tokens["b"], tokens["long"])
     for name in ("b", "last"):
-        assert name in lives[world - 1].times
-    assert lives[world - 1].submitted["last"] >= lives[world - 1].times["b"][-1], "it waits until that one has ended"
+        assert name in lives[world - 1].output_times
+    assert lives[world - 1].submitted_at["last"] >= lives[world - 1].output_times["b"][-1], (
+        "it waits until that one has ended"
+    )
     if world > 1:
-        assert lives[1].submitted["long"] >= lives[1].times["b"][-1], "it waits until nothing else runs"
-        assert lives[1].submitted["after"] > lives[1].submitted["long"], "it waits behind the one that waits"
+        assert lives[1].submitted_at["long"] >= lives[1].output_times["b"][-1], "it waits until nothing else runs"
+        assert lives[1].submitted_at["after"] > lives[1].submitted_at["long"], "it waits behind the one that waits"

@@ -11,7 +11,7 @@ from cluster.arch.resolve import resolve_models
 from cluster.config import EngineConfig
 from cluster.distributed.mesh import Axis, Mesh
 from cluster.engine.build import prepare
-from cluster.models.checkpoint import Checkpoint, Matrix
+from cluster.models.checkpoint import Checkpoint, CheckpointMatrix
 from cluster.models.formats import Span
 from tests.families import made
 from tests.ranks.test_experts import UNEVEN
@@ -38,7 +38,7 @@ def read_by(rank: int, tp: int, dp: int, monkeypatch: pytest.MonkeyPatch, **sett
         columns: Span | None = None,
         expert: int | None = None,
         device: torch.device | None = None,
-    ) -> Matrix:
+    ) -> CheckpointMatrix:
         got = true(self, name, shape, rows, columns, expert, device)
         if (
             not isinstance(got, torch.Tensor) or got.is_meta

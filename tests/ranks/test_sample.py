@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.arch.draft.sample import FILE
+from cluster.arch.draft.sample import SAMPLE_FILE
 from cluster.tools.sample_draft import sample_draft
 from tests.parity.harness import tiny_pair
 from tests.ranks.gang import Case, Life, Lost
@@ -32,7 +32,7 @@ def test_ranks_agree_with_one_rank(ranks: Gangs, sampled: tuple[str, str], dp: i
 
 
 def test_no_rank_starts_with_a_wrong_one(ranks: Gangs, sampled: tuple[str, str]) -> None:
-    file = Path(sampled[1]) / FILE
+    file = Path(sampled[1]) / SAMPLE_FILE
     sample = json.loads(file.read_text())
     file.write_text(json.dumps({**sample, "hidden": [*sample["hidden"][1:], sample["hidden"][0]]}))
     given = config(*sampled, tp_size=2, attn_dp_size=2)

@@ -107,7 +107,7 @@ def run(case: dict[str, Any], rank: int = 0, rendezvous: Rendezvous | None = Non
     tree.FLOOR = LOWEST
     engine = walked(build_rank(config, rank, rendezvous, store if rank == 0 else None))
     if os.environ.get("OVERLAP") == "1":
-        engine.lockstep.lag = 1
+        engine.lockstep.max_in_flight = 1
     logs = Logs(engine)
     undo: Callable[[], None] | None = None
     if case["plant"] and rank == case["guilty"]:
@@ -125,7 +125,7 @@ def run(case: dict[str, Any], rank: int = 0, rendezvous: Rendezvous | None = Non
 
 def _steps(engine: Rank, case: dict[str, Any], logs: Logs) -> Life:
     mesh, began = engine.lockstep.mesh, time.monotonic()
-    actions = deque(a for a in case["actions"] if mesh.leads and a["dp_rank"] == mesh.dp_rank)
+    actions = deque(a for a in case["actions"] if mesh.is_leader and a["dp_rank"] == mesh.dp_rank)
     last = max((a["step"] for a in case["actions"]), default=0)
     life = Life({}, {}, {}, {}, [], [], 0, 0, [], [], 0, 0.0, [])
     if isinstance(engine, Engine):
@@ -133,7 +133,7 @@ def _steps(engine: Rank, case: dict[str, Any], logs: Logs) -> Life:
         _watch_retraction(engine, life.retracted)
         if case["shaken"] is not None:
             _shake(engine, Random(case["shaken"] * 1009 + mesh.rank))
-    while len(life.rows) <= last or not engine.quiet:
+    while len(life.rows) <= last or not engine.is_idle:
         while actions and actions[0]["step"] <= len(life.rows):
             _do(engine, actions.popleft())
         _step(engine, life)
@@ -143,7 +143,7 @@ def _steps(engine: Rank, case: dict[str, Any], logs: Logs) -> Life:
     life.pages_used = engine.status().pages_used
     engine.leave()
     engine.step()
-    assert engine.left, "the ranks did not leave together"
+    assert engine.has_ended, "the ranks did not leave together"
     engine.close()
     life.world_log, life.attn_log = logs.world.told(), logs.attn.told()
     life.seconds = time.monotonic() - began
@@ -157,7 +157,7 @@ def _told(lines: Sequence[TokenLogprob]) -> list[list[Any]]:
 def _step(engine: Rank, life: Life) -> None:
     result = engine.step()
     loop = engine._loop if isinstance(engine, Engine) else engine
-    assert not loop._forwards._spans, "spans of forwards that no step took"
+    assert not loop._forward_spans._spans, "spans of forwards that no step took"
     life.padded += result.stats.padded_rows
     life.replayed += "replay" in result.stats.phase_seconds
     life.rows.append(result.stats.target_rows)
@@ -182,7 +182,7 @@ def _nap(engine: Rank, rings: bool) -> Nap:
 
     def ring() -> None:
         rang.append(time.monotonic())
-        engine.ring()
+        engine.wake_ranks()
 
     if rings:
         threading.Timer(RING_AFTER_S, ring).start()
@@ -196,9 +196,9 @@ def _watch_trees(engine: Engine, trees: dict[str, int]) -> None:
     """Keep a checksum of all trees that counted for each request: not of a step begun before its end was known. What
     is captured drafts unseen, so nothing is kept then.
     """
-    if engine._p.lockstep.programs._capture is not None:
+    if engine._parts.lockstep.programs._capture is not None:
         return
-    drafter, drafted = engine._p.lockstep.step._draft, deque[dict[int, bytes]]()
+    drafter, drafted = engine._parts.lockstep.step._draft, deque[dict[int, bytes]]()
     true, true_commit = drafter.draft, engine._committer.commit
 
     def draft(batch: Batch, *given: Any) -> DraftTree:
@@ -221,7 +221,7 @@ def _watch_trees(engine: Engine, trees: dict[str, int]) -> None:
 
 
 def _watch_retraction(engine: Engine, names: list[str]) -> None:
-    scheduler = engine._p.scheduler.decode
+    scheduler = engine._parts.scheduler.decode
     true = scheduler._retract
 
     def retract(sequence: Any) -> None:
@@ -233,7 +233,7 @@ def _watch_retraction(engine: Engine, names: list[str]) -> None:
 
 def _shake(engine: Engine, random: Random) -> None:
     """Random tiers and chunk sizes from step to step."""
-    scheduler, deepest = engine._p.scheduler, engine._p.resolved.shape.num_steps
+    scheduler, deepest = engine._parts.scheduler, engine._parts.resolved.shape.num_steps
     true = scheduler.schedule
 
     def schedule(*given: int) -> Any:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from cluster.device.staging import Sent, Staging
+from cluster.device.staging import StagedLists, Staging
 from cluster.engine import Engine
 
 NAME = "sim"
@@ -27,12 +27,12 @@ FAKE = FakeTensorMode()  # one for all engines: constants of a device are kept
 def simulated(engine: Engine) -> Iterator[None]:
     """The engine's programs on that device; what a step sends is the one thing that comes from the host."""
 
-    def sent(staging: Staging) -> Sent:
-        return Sent(torch.empty(sum(staging._lengths.values()), dtype=torch.int64, device=NAME), staging._lengths)
+    def sent(staging: Staging) -> StagedLists:
+        return StagedLists(torch.empty(sum(staging._lengths.values()), dtype=torch.int64, device=NAME), staging._lengths)
 
     with FAKE, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Staging, "sent", sent)
-        _Move().into(engine._p.lockstep.programs)
+        patch.setattr(Staging, "send", sent)
+        _Move().into(engine._parts.lockstep.programs)
         yield
 
 

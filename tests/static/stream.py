@@ -22,10 +22,10 @@ from cluster.batch import SamplingMode, StepInput
 from cluster.capture import recorder
 from cluster.capture.cuda_graph import Graph
 from cluster.capture.recorder import recorded_by
-from cluster.capture.tape import _replayed, asks
+from cluster.capture.tape import _replay_call, host_value_read
 from cluster.config import EngineConfig
 from cluster.config.tree_shape import TreeShape
-from cluster.device.transfers import Landing
+from cluster.device.transfers import HostCopies
 from cluster.distributed.mesh import Mesh
 from cluster.dp_attention.plan import StepPlan
 from cluster.dp_attention.sizes import Buckets
@@ -94,7 +94,7 @@ class Stream(TorchDispatchMode):
     def drop(self) -> None:
         self._noted = None
 
-    def held(self) -> int:
+    def reserved_bytes(self) -> int:
         return sum(one.untyped_storage().nbytes() for one in self._pool)
 
     def poison(self) -> None:
@@ -114,12 +114,12 @@ class Stream(TorchDispatchMode):
 
         self.queue(call)
 
-    def hosted(self, run: Callable[..., Any], given: tuple[Any, ...]) -> Any:
-        return recorder.answered(run, given)
+    def host_call(self, run: Callable[..., Any], given: tuple[Any, ...]) -> Any:
+        return recorder.call_on_host(run, given)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, schema = kwargs or {}, function._schema
-        if what := asks(function, args, kwargs):
+        if what := host_value_read(function, args, kwargs):
             raise Unkind(f"{schema.name} asks for {what}")
         if schema.name in ("aten::lift_fresh", "aten::lift_fresh_copy"):
             if self._noted is not None:
@@ -134,7 +134,7 @@ class Stream(TorchDispatchMode):
         real = tree_map(self._place, meta)
         outputs = [one for one in tree_leaves(real) if isinstance(one, Tensor)]
         if outputs and not schema.name.startswith(("aten::empty", "aten::new_empty")):
-            self.queue(_replayed(function, args, kwargs, outputs))
+            self.queue(_replay_call(function, args, kwargs, outputs))
         return real
 
     def _place(self, meta: Any) -> Any:
@@ -277,7 +277,7 @@ def on_stream(patch: pytest.MonkeyPatch, buckets: Buckets | None = None) -> Stre
         return Captures(lambda program: StreamGraph(program, stream), of)
 
     def decoding(lockstep: Lockstep, *given: Any) -> Any:
-        lockstep.programs, lockstep.lag = OnStream(lockstep.programs, stream), 1  # type: ignore[assignment]
+        lockstep.programs, lockstep.max_in_flight = OnStream(lockstep.programs, stream), 1  # type: ignore[assignment]
         return true(lockstep, *given)
 
     patch.setattr(build, "captures_of", graphs)
@@ -288,7 +288,7 @@ def on_stream(patch: pytest.MonkeyPatch, buckets: Buckets | None = None) -> Stre
 def cross(patch: pytest.MonkeyPatch, stream: Stream) -> None:
     """Copies between host and device are queued, and there is no other way to a number."""
 
-    class Landed(Landing):
+    class Landed(HostCopies):
         def __init__(self, tensors: Sequence[Tensor]) -> None:
             with _disable_current_modes():
                 self._tensors = [spoilt(torch.empty(one.shape, dtype=one.dtype)) for one in tensors]
@@ -302,7 +302,7 @@ def cross(patch: pytest.MonkeyPatch, stream: Stream) -> None:
             assert self._came
             return self._tensors
 
-    def brought(numbers: Tensor, device: torch.device) -> Tensor:
+    def copy_to_device(numbers: Tensor, device: torch.device) -> Tensor:
         if stream._noted is not None:
             raise Unkind("numbers of the host in a captured segment")
         with _disable_current_modes():
@@ -316,11 +316,11 @@ def cross(patch: pytest.MonkeyPatch, stream: Stream) -> None:
         with unwatched(stream):
             return true(run, given)
 
-    true = recorder.answered
+    true = recorder.call_on_host
     for place in ("cluster.capture.recorder", "cluster.spec.result"):
         patch.setattr(f"{place}.Landing", Landed)
     for place in ("cluster.capture.recorder", "cluster.device.staging"):
-        patch.setattr(f"{place}.brought", brought)
+        patch.setattr(f"{place}.brought", copy_to_device)
     for place in ("cluster.capture.recorder", "cluster.capture.cuda_graph"):
         patch.setattr(f"{place}.answered", answered)
     for name in ("from_numpy", "frombuffer"):

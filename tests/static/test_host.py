@@ -14,7 +14,7 @@ from tests.parity.harness import SAMPLING, config_of, tiny_pair
 from tests.static.trap import Trap, reads
 
 LOOKS = "attention.cells.look"  # on a CPU alone: how long requests are, and in which pages
-FINITE = "attention.torch_backend.kept_out"  # on a CPU alone: whether cells are finite
+FINITE = "attention.torch_backend.mask_bad_cells"  # on a CPU alone: whether cells are finite
 
 
 @pytest.mark.parametrize("sampling", SAMPLING)
@@ -33,7 +33,7 @@ def test_one_copy_in_and_one_out(backend: str, topk: int, sampling: str) -> None
             engine.step()
         asked, sent, back, steps = asked + trap.asked, sent + trap.sent, back + read, steps + 1
     assert set(asked) <= ({FINITE} if torchs else set())
-    assert sent == {"device.staging.int64": steps}
+    assert sent == {"device.staging.int64_tensor": steps}
     assert (back.pop(LOOKS, 0) > 0) == torchs
     assert back == {"spec.result.read": steps}
     assert steps > 5

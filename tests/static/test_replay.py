@@ -13,7 +13,7 @@ from torch import Tensor
 from cluster.batch import SamplingMode
 from cluster.capture.tape import Tape
 from cluster.config import EngineConfig
-from cluster.device.staging import Sent
+from cluster.device.staging import StagedLists
 from cluster.engine import Engine, build_engine
 from cluster.engine.programs import TAPES, Program
 from cluster.request import LogitAdjustments, Request, RequestParams, TokenLogprob
@@ -45,24 +45,24 @@ class Compared:
     """Runs every step that is to be replayed as it is as well, from the same state, and compares all it leaves."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, engine: Engine) -> None:
-        programs = engine._p.lockstep.programs
-        carried = programs.step.carried
+        programs = engine._parts.lockstep.programs
+        carried = programs.step.draft_inputs
         self.replays = Counter[int]()
-        self._state = [*memory_of(engine), engine._p.cache.table.lens]
+        self._state = [*memory_of(engine), engine._parts.cache.table.lens]
         self._state += [carried.topk_logprobs, carried.topk_index, carried.hidden, carried.bonus]
-        adjustments = programs.step.adjusting.adjustments
+        adjustments = programs.step.logits_tables.adjustments
         adjustments.make()
         self._state += [adjustments.marks, adjustments.missing]
         self._places: dict[int, list[int]] = {}
-        self._replayed, self._programs = programs._replayed, programs
-        self._shapes = {shape.num_steps: shape for shape in engine._p.lockstep.shapes}
-        monkeypatch.setattr(programs, "_replayed", self.replayed)
+        self._replayed, self._programs = programs._replay, programs
+        self._shapes = {shape.num_steps: shape for shape in engine._parts.lockstep.tree_shapes}
+        monkeypatch.setattr(programs, "_replay", self.replayed)
 
-    def replayed(self, program: Program, sent: Sent) -> StepOutput:
+    def replayed(self, program: Program, sent: StagedLists) -> StepOutput:
         tape: Any = program.captured
         before = self._copied()
         key = next(key for key, one in self._programs.captured.items() if one is program)
-        batch = self._programs.assembler.batch(sent, SamplingMode(key.mode), key.forced)
+        batch = self._programs.assembler.batch(sent, SamplingMode(key.mode), key.forced_nodes)
         run = self._programs.step.run(batch, self._shapes[key.num_steps])
         wanted = [run.packed, *_logprobs(run), *self._copied()]
         with torch.inference_mode():
@@ -152,14 +152,14 @@ def test_what_a_replay_gave_is_read_after_the_next_replay() -> None:
     config = config_of(*tiny_pair(), 3)
     plain = texts(build_engine(config), PARAMS["log-probabilities"])
     engine = build_engine(config.model_copy(update={"capture": "on"}))
-    engine.lockstep.lag = 1
+    engine.lockstep.max_in_flight = 1
     assert rounded(texts(engine, PARAMS["log-probabilities"])) == rounded(plain), "requests share steps with others"
 
 
 def test_programs_of_the_start_stay_and_of_the_others_those_used_last() -> None:
     config = config_of(*tiny_pair(), 1, capture="on", capture_sizes=(1, 2), max_running_requests=2)
     engine = build_engine(config)
-    programs = engine._p.lockstep.programs
+    programs = engine._parts.lockstep.programs
     started = programs.captured
     assert len(started) == 6, "two sizes, three modes"
     one = next(iter(started.values()))
@@ -167,9 +167,9 @@ def test_programs_of_the_start_stay_and_of_the_others_those_used_last() -> None:
         programs.add((number, 0, ()), one)
     later = [key for key in programs.captured if key not in started]
     assert later == [(number, 0, ()) for number in range(3, TAPES + 3)] and started.items() <= programs.captured.items()
-    assert programs.checksum == sum(program.number for program in programs.captured.values())
+    assert programs.checksum == sum(program.checksum for program in programs.captured.values())
     for key in programs.captured:
-        programs.forget(key)
+        programs.remove(key)
     assert programs.checksum == 0
 
 
@@ -177,7 +177,7 @@ def test_decoding_is_captured_before_the_first_request(monkeypatch: pytest.Monke
     """For each number of requests, each tier that numbers of this size have, and each mode."""
     config = config_of(*tiny_pair(), 3, speculative_batch_tiers={4: 1, 6: 0}, max_running_requests=6)
     engine = build_engine(config.model_copy(update={"capture": "on", "capture_sizes": (1, 2, 4, 8)}))
-    programs, info = engine._p.lockstep.programs, engine.info().captured
+    programs, info = engine._parts.lockstep.programs, engine.info().captured
     alone = [key for key in programs.captured if not key.sizes[0].prompt_rows]
     keys = {(key.num_steps, key.sizes[0].decodes, key.mode) for key in alone}
     tiers = ((3, 1), (3, 2), (3, 4), (1, 4), (1, 8), (0, 8))
@@ -200,7 +200,7 @@ def test_an_end_of_a_prompt_that_is_not_finite_spoils_nobody(sampling: str) -> N
     alone = texts_of(engine, sound, params)
     bad = min(set(range(9, VOCAB)) - {token for tokens in alone.values() for token in tokens})
     with torch.inference_mode():
-        engine._p.lockstep.step._target.model._embed.weight[bad] = math.nan
+        engine._parts.lockstep.step._target.model._embed.weight[bad] = math.nan
     broken = {f"bad {n}": (8, 7, bad) for n in range(2)}
     got = texts_of(engine, sound | broken, params)
     assert got == alone | {name: [] for name in broken}

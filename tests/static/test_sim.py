@@ -36,12 +36,12 @@ from tests.static.sim import NAME, simulated
 
 MODES = (
     SamplingMode(0),
-    SamplingMode.NOISY,
-    SamplingMode.NOISY | SamplingMode.FILTERED,
-    SamplingMode.NOISY | SamplingMode.LOGPROBS | SamplingMode.TREES,
+    SamplingMode.RANDOM,
+    SamplingMode.RANDOM | SamplingMode.FILTERED,
+    SamplingMode.RANDOM | SamplingMode.LOGPROBS | SamplingMode.TREES,
     SamplingMode.PROMPT_LOGPROBS,
     SamplingMode.ADJUSTED,
-    SamplingMode.NOISY | SamplingMode.FILTERED | SamplingMode.ADJUSTED | SamplingMode.WORDS,
+    SamplingMode.RANDOM | SamplingMode.FILTERED | SamplingMode.ADJUSTED | SamplingMode.BAD_WORDS,
 )
 PROMPTS = (PromptChunk(3, 0, 2, True, (5, 6)), PromptChunk(4, 4, 11, False, tuple(range(2, 10))))
 CHANGES = {
@@ -68,7 +68,7 @@ WAYS = list(product(*AXES))
 def check(pair: Pair, topk: int, ways: Iterable[tuple[int, SamplingMode, bool]]) -> None:
     """Run a step in each of these ways, as a chain or a tree."""
     engine = engine_of(pair, topk)
-    programs, shapes = engine._p.lockstep.programs, engine._p.resolved.tiers
+    programs, shapes = engine._parts.lockstep.programs, engine._parts.resolved.tiers
     assert len(shapes) == 4
     with simulated(engine):
         for tier, mode, prompts in ways:
@@ -76,8 +76,8 @@ def check(pair: Pair, topk: int, ways: Iterable[tuple[int, SamplingMode, bool]])
             adjustings = (ADJUSTING,) if SamplingMode.ADJUSTED in mode else ()
             if SamplingMode.PROMPT_LOGPROBS in mode:
                 chunks = tuple(chunk._replace(scored=chunk.stop - chunk.start - chunk.final) for chunk in chunks)
-            order = StepInput(decodes=DECODES, chunks=chunks, adjustings=adjustings, **CHANGES, mode=mode)
-            output = programs._run(programs.assembler.send(order, shape.forced), mode, shape)
+            order = StepInput(decodes=DECODES, chunks=chunks, penalties=adjustings, **CHANGES, mode=mode)
+            output = programs._run(programs.assembler.send(order, shape.forced_nodes), mode, shape)
             finals, rows = sum(chunk.final for chunk in chunks), sum(chunk.stop - chunk.start for chunk in chunks)
             assert output.packed.shape == (len(DECODES) * (shape.num_steps + 3) + finals + rows,)
             assert output.packed.device == torch.device(NAME, 0)
@@ -119,8 +119,8 @@ def test_what_asks_or_comes_from_elsewhere_is_caught(
 
     monkeypatch.setattr(Step, "run", asking)
     with simulated(engine), pytest.raises(error):
-        programs = engine._p.lockstep.programs
-        programs._run(programs.assembler.send(StepInput(decodes=DECODES), 0), SamplingMode(0), engine._p.resolved.shape)
+        programs = engine._parts.lockstep.programs
+        programs._run(programs.assembler.send(StepInput(decodes=DECODES), 0), SamplingMode(0), engine._parts.resolved.shape)
 
 
 def turn_of(pair: Pair) -> tuple[int, list[int]]:

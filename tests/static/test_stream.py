@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from cluster.batch import SamplingMode
-from cluster.capture.recorder import hosted, native, recorded_by
+from cluster.capture.recorder import host_call, native, recorded_by
 from cluster.config import EngineConfig
-from cluster.device.staging import Sent
+from cluster.device.staging import StagedLists
 from cluster.dp_attention.sizes import Buckets
 from cluster.engine import Engine, build_engine
 from cluster.engine.programs import Program, Programs
 from cluster.request import LogitAdjustments, Request
-from cluster.sampling.token_bitmask import barred
+from cluster.sampling.token_bitmask import apply_token_bitmask
 from cluster.spec import result
 from cluster.spec.result import StepOutput
 from tests.parity.automata import automaton, walked
@@ -63,7 +63,7 @@ def config(target: str, draft: str | None, shape: str, **settings: object) -> En
 
 
 def steps_of(engine: Engine) -> list[tuple[SamplingMode, bool]]:
-    programs: Any = engine._p.lockstep.programs
+    programs: Any = engine._parts.lockstep.programs
     assert isinstance(programs, OnStream)
     return programs.modes
 
@@ -104,7 +104,7 @@ GRID = list(product(KINDS, SHAPES, ("greedy", "0.8")))
 def test_tokens_are_those_of_plain_decoding(kind: str, shape: str, sampling: str) -> None:
     engine, stream = check(config(*tiny_pair(), shape), kind, sampling, turns=3 if kind == "grammar" else 2)
     steps = steps_of(engine)
-    segments = [len(program.captured) for program in engine._p.lockstep.programs.captured.values()]  # type: ignore[arg-type]
+    segments = [len(program.captured) for program in engine._parts.lockstep.programs.captured.values()]  # type: ignore[arg-type]
     assert sum(again for _, again in steps) > 3
     if kind == "grammar":
         assert any(again and SamplingMode.CONSTRAINED in mode for mode, again in steps), (
@@ -118,10 +118,10 @@ def test_tokens_are_those_of_plain_decoding(kind: str, shape: str, sampling: str
 @pytest.mark.parametrize("kind", ["free", "grammar"])
 def test_steps_with_prompts_are_captured_too_where_asked(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """And tokens are barred by torch's operators, as on a GPU."""
-    monkeypatch.setattr("cluster.engine.build.bitmask_of", lambda _: barred)
+    monkeypatch.setattr("cluster.engine.build.bitmask_of", lambda _: apply_token_bitmask)
     of = config(*tiny_pair(), "tree", disable_radix_cache=True, capture="on")
     engine, _ = check(of, kind, "0.8", 3, Buckets((1, 2, 4, 8, 16, 32, 64, 96)))
-    assert any(key.sizes[0].prompt_rows for key in engine._p.lockstep.programs.captured)
+    assert any(key.sizes[0].prompt_rows for key in engine._parts.lockstep.programs.captured)
 
 
 FAMILY_PAIRS = diagonal()
@@ -163,7 +163,7 @@ ROWS = torch.arange(4.0)
         (lambda: ROWS.add(1).cpu(), "cpu"),
         (lambda: ROWS[ROWS > 1], "asks for a count"),
         (lambda: torch.tensor([1.0]), "numbers of the host"),
-        (lambda: result.Landing([ROWS.add(1)]).wait(), "waits while a segment is captured"),
+        (lambda: result.HostCopies([ROWS.add(1)]).wait(), "waits while a segment is captured"),
     ],
 )
 def test_what_a_gpu_cannot_capture_is_caught(
@@ -200,7 +200,7 @@ def test_the_host_is_called_between_segments_anew_in_each_replay() -> None:
 
     def program() -> torch.Tensor:
         doubled = x * 2
-        answer = hosted(say, doubled)
+        answer = host_call(say, doubled)
         assert answer is not None
         return answer + doubled
 
@@ -227,7 +227,7 @@ def noticed(shape: str, kind: str) -> None:
 
 def test_an_answer_of_the_host_that_a_replay_does_not_renew_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     alone(tiny_pair()[0], "grammar", "0.8")
-    true = StreamGraph.hosted
+    true = StreamGraph.host_call
 
     def once(self: StreamGraph, call: Any, given: tuple[Any, ...]) -> Any:
         answers: list[Any] = []
@@ -238,7 +238,7 @@ def test_an_answer_of_the_host_that_a_replay_does_not_renew_is_noticed(monkeypat
 
         return true(self, stale, given)
 
-    monkeypatch.setattr(StreamGraph, "hosted", once)
+    monkeypatch.setattr(StreamGraph, "host_call", once)
     noticed("chain", "grammar")
 
 
@@ -250,10 +250,10 @@ def test_results_that_are_read_where_they_lie_are_noticed(monkeypatch: pytest.Mo
 
 def test_inputs_that_are_not_brought_to_their_place_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     alone(tiny_pair()[0], "free", "0.8")
-    true = Programs._replayed
+    true = Programs._replay
 
-    def elsewhere(self: Programs, program: Program, sent: Sent) -> StepOutput:
-        return true(self, program, program.sent)
+    def elsewhere(self: Programs, program: Program, sent: StagedLists) -> StepOutput:
+        return true(self, program, program.inputs)
 
-    monkeypatch.setattr(Programs, "_replayed", elsewhere)
+    monkeypatch.setattr(Programs, "_replay", elsewhere)
     noticed("plain", "free")

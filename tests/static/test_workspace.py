@@ -12,20 +12,20 @@ from cluster.arch.resolve import resolve_models
 from cluster.config import ConfigError, EngineConfig
 from cluster.distributed.mesh import Mesh
 from cluster.engine import Engine, build, workspace
-from cluster.engine.build import engine_of, prepare_alone
+from cluster.engine.build import engine_of, prepare_single_rank
 from cluster.engine.memory import RankMemory
 from cluster.engine.models import RankModels
 from cluster.engine.programs import Programs
-from cluster.engine.workspace import beside, measured_needs, needs_of, rehearsed
+from cluster.engine.workspace import leave_room_for_steps, measure_memory, memory_breakdown_of, measure_largest_steps
 from cluster.kv import pool
-from cluster.kv.budget import Needs
+from cluster.kv.budget import MemoryBreakdown
 from cluster.kv.device_memory import DeviceMemory
 from cluster.request import LogitAdjustments, Request, RequestParams
 from tests.device_memory import DeviceMemoryError, SimulatedMemory
 from tests.parity.harness import VOCAB, run, tiny_pair
 
 CONTEXT, NEW, BESIDE, TOTAL = 160, 16, 100_000, 1_500_000
-MEASURED = dict[tuple[int, ...], Needs]()
+MEASURED = dict[tuple[int, ...], MemoryBreakdown]()
 
 
 @pytest.fixture(autouse=True)
@@ -38,14 +38,14 @@ def in_sight(monkeypatch: pytest.MonkeyPatch) -> None:
 def measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Devices alike, with as many requests and rows, have been measured by the first test that needs it."""
 
-    def needs(models: RankModels, mesh: Mesh, device: object, memory: DeviceMemory, *more: Any) -> Needs:
+    def needs(models: RankModels, mesh: Mesh, device: object, memory: DeviceMemory, *more: Any) -> MemoryBreakdown:
         settings = models.resolved.settings
-        key = memory.total, settings.max_running_requests, settings.chunked_prefill_size
+        key = memory.total_bytes, settings.max_running_requests, settings.chunked_prefill_size
         if key not in MEASURED:
-            MEASURED[key] = measured_needs(models, mesh, device, memory, *more)  # type: ignore[arg-type]
+            MEASURED[key] = measure_memory(models, mesh, device, memory, *more)  # type: ignore[arg-type]
         return MEASURED[key]
 
-    monkeypatch.setattr(build, "measured_needs", needs)
+    monkeypatch.setattr(build, "measure_memory", needs)
 
 
 def config(**settings: object) -> EngineConfig:
@@ -72,7 +72,7 @@ def config(**settings: object) -> EngineConfig:
 def started(total: int, **settings: object) -> tuple[Engine, SimulatedMemory]:
     memory = SimulatedMemory(total, BESIDE)
     with memory:
-        prepared = prepare_alone(config(**settings), memory)
+        prepared = prepare_single_rank(config(**settings), memory)
         return engine_of(prepared, prepared.draft()), memory
 
 
@@ -115,10 +115,10 @@ def test_nothing_runs_out_after_the_start_and_little_is_left_unused() -> None:
 @pytest.mark.usefixtures("measured_once")
 def test_a_cache_that_takes_all_there_is_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last check before serving, with a measurement that says nothing is needed."""
-    monkeypatch.setattr(Needs, "left", property(lambda needs: needs.free - 150_000))
+    monkeypatch.setattr(MemoryBreakdown, "kv_bytes", property(lambda needs: needs.free - 150_000))
     with pytest.raises(ConfigError, match=r"largest steps do not fit beside the KV cache.*lower max_total_tokens"):
         started(TOTAL, max_total_tokens=1500)
-    monkeypatch.setattr(Needs, "left", property(lambda needs: needs.free + 100_000))
+    monkeypatch.setattr(MemoryBreakdown, "kv_bytes", property(lambda needs: needs.free + 100_000))
     with pytest.raises(ConfigError, match=r"KV caches do not fit .*lower max_total_tokens"):
         started(TOTAL, max_total_tokens=1840)
 
@@ -155,7 +155,7 @@ def test_a_trial_is_given_back_before_what_serves_is_made(monkeypatch: pytest.Mo
     monkeypatch.setattr(build, "allocate", allocate)
     memory = SimulatedMemory(2_500_000, BESIDE)
     with memory:
-        prepare_alone(config(capture="on"), memory)
+        prepare_single_rank(config(capture="on"), memory)
     assert len(made) == 2 and alive == [0]
 
 
@@ -171,11 +171,11 @@ def test_a_refusal_names_the_largest_that_fits(each: int, row: int, said: str) -
     """500 bytes are free, 50 of them are for the smallest cache, and at least 10 stay spare."""
     resolved = resolve_models(config(max_running_requests=16, chunked_prefill_size=64))
 
-    def own(workspace: int) -> Needs:
-        return Needs(1000, 500, 300, workspace, 0)
+    def own(workspace: int) -> MemoryBreakdown:
+        return MemoryBreakdown(1000, 500, 300, workspace, 0)
 
     with pytest.raises(ConfigError, match=r"no memory is left .*weights take.*" + said):
-        needs_of(resolved, Mesh(), 50, own, lambda requests, rows: requests * each + rows * row)
+        memory_breakdown_of(resolved, Mesh(), 50, own, lambda requests, rows: requests * each + rows * row)
 
 
 @pytest.mark.slow
@@ -203,13 +203,13 @@ def test_captured_programs_leave_the_largest_steps_what_they_take(monkeypatch: p
         return "captured"
 
     with memory:
-        taken = rehearsed(None, None, memory, None)  # type: ignore[arg-type]
+        taken = measure_largest_steps(None, None, memory, None)  # type: ignore[arg-type]
         assert 100_000 <= taken < 120_000
-        assert beside(taken, lambda: program(40_000), Mesh(), memory) == "captured"
+        assert leave_room_for_steps(taken, lambda: program(40_000), Mesh(), memory) == "captured"
         with pytest.raises(ConfigError, match=r"too little for the largest steps.*lower .*capture_sizes"):
-            beside(taken, lambda: program(45_000), Mesh(), memory)
+            leave_room_for_steps(taken, lambda: program(45_000), Mesh(), memory)
         with pytest.raises(ConfigError, match=r"captured programs do not fit.*lower .*capture_sizes"):
-            beside(taken, lambda: program(90_000), Mesh(), memory)
+            leave_room_for_steps(taken, lambda: program(90_000), Mesh(), memory)
 
 
 @pytest.mark.usefixtures("measured_once")
@@ -224,7 +224,7 @@ def test_weights_are_what_stays_of_loading(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(build, "load_models", load)
     memory = SimulatedMemory(TOTAL, BESIDE)
     with memory:
-        assert 0 < prepare_alone(config(max_total_tokens=200), memory).weights < 400_000
+        assert 0 < prepare_single_rank(config(max_total_tokens=200), memory).weights < 400_000
 
 
 def test_weights_that_do_not_fit_are_refused_as_such() -> None:
@@ -235,19 +235,19 @@ def test_weights_that_do_not_fit_are_refused_as_such() -> None:
 def test_the_device_is_as_unkind_as_it_says() -> None:
     memory = SimulatedMemory(200_000, 0)
     with memory:
-        memory.begin()
+        memory.reset_peak()
         small = [torch.zeros(500) for _ in range(12)]
-        assert memory.taken() >= 24_000
+        assert memory.peak_bytes() >= 24_000
         del small[::2]
         held = memory.reserved
         assert memory.allocated == 12_000 + 6 * ((-2000) % 16)
         large = torch.zeros(6000)
         assert memory.reserved > held, "what is free in cut blocks is of no use for large tensors"
         del large, small
-        assert memory.free() == 200_000
+        assert memory.free_bytes() == 200_000
         with memory.capturing():
             torch.zeros(6000)
         torch.zeros(6000)
-        assert memory.allocated == 0 and memory.free() < 200_000 - 24_000, "a program's memory is its own"
+        assert memory.allocated == 0 and memory.free_bytes() < 200_000 - 24_000, "a program's memory is its own"
         with pytest.raises(DeviceMemoryError):
             torch.zeros(60_000)

@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cluster
-from cluster.capture.tape import asks
+from cluster.capture.tape import host_value_read
 
 ROOT = Path(cluster.__file__).parent
 
@@ -38,7 +38,7 @@ class Trap(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = function._schema.name, kwargs or {}
-        if asks(function, args, kwargs):
+        if host_value_read(function, args, kwargs):
             self.asked[_place()] += 1
         elif name == "aten::lift_fresh":  # torch.tensor of Python numbers
             self.sent[_place()] += 1

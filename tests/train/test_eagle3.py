@@ -96,9 +96,9 @@ def test_draft_vocabulary_round_trip() -> None:
     draft = random_draft()
     chosen = draft.t2d.nonzero()[:, 0]
     assert len(chosen) == SHAPE.draft_vocab_size
-    assert torch.equal(draft.kept_ids, chosen)
+    assert torch.equal(draft.draft_vocab_ids, chosen)
     assert draft.d2t.dtype == torch.int64
-    assert bool((draft.kept_ids.diff() > 0).all())
+    assert bool((draft.draft_vocab_ids.diff() > 0).all())
     draft_ids = torch.arange(SHAPE.draft_vocab_size)
     assert torch.equal(draft_ids + draft.d2t[draft_ids], chosen)
 

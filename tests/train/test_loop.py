@@ -29,7 +29,7 @@ def test_rate_warms_up_and_decays_to_its_floor() -> None:
 
 def test_threads_follow_the_faster_count() -> None:
     before = torch.get_num_threads()
-    choice = ThreadChoice(2, explore=10)
+    choice = ThreadChoice(2, explore_every=10)
     used: list[int] = []
     for _ in range(30):
         choice.set()
@@ -69,7 +69,7 @@ def test_a_run_by_steps_takes_them_whatever_the_clock_says(tmp_path: Path) -> No
     rates: list[float] = []
 
     def loss_at(step: int) -> torch.Tensor:
-        rates.append(optimizers.parts[0].param_groups[0]["lr"])
+        rates.append(optimizers.optimizers[0].param_groups[0]["lr"])
         return module.weight.sum()
 
     def train(steps: int) -> int:

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster.bench.pair import PLAIN, Pair, TreeChoice
-from cluster.bench.runs import params_of, run_together
+from cluster.bench.pair import PLAIN, ModelPair, TreeChoice
+from cluster.bench.runs import fixed_length_params, run_batch
 from cluster.engine import build_engine
 from cluster.train.draft import DraftRecipe
 from cluster.train.eagle3 import DraftShape
@@ -93,10 +93,10 @@ def test_training_learns_and_the_engine_serves_it(count: int, tmp_path: Path) ->
         losses.append(float(loss.detach()))
     assert losses[-1] < 0.7 * losses[0]
     save_mtp(draft, tmp_path)
-    pair = Pair(folder, str(tmp_path), "float64", 1)
+    pair = ModelPair(folder, str(tmp_path), "float64", 1)
     engines = [build_engine(pair.config(shape, 4)) for shape in (PLAIN, TreeChoice(LEVELS))]
     for temperature in (0.0, 0.8):
-        params = [params_of(24, temperature, seed) for seed in range(4)]
-        plain, drafted = (run_together(engine, prompts[:4].tolist(), params) for engine in engines)
+        params = [fixed_length_params(24, temperature, seed) for seed in range(4)]
+        plain, drafted = (run_batch(engine, prompts[:4].tolist(), params) for engine in engines)
         assert drafted.tokens == plain.tokens
         assert drafted.accept_length > 1.2, "a trained draft gets some tokens right"

@@ -28,7 +28,7 @@ def main(names: list[str]) -> int:
             for capability in (90, 100):
                 made = compiled(one, capability)
                 fits = made.shared <= SHARED_MEMORY and not made.spilled
-                waits = made.name == "attend" and not one.constants["CODED"] and not made.copies
+                waits = made.name == "attend" and not one.constants["FP8_GROUPS"] and not made.copies
                 bad += not fits or waits
                 numbers = f"{made.shared:8} {made.registers:9} {made.spilled:8}"
                 wrong = "" if fits else "  TOO MUCH"

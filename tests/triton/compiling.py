@@ -58,16 +58,16 @@ def watching() -> Iterator[list[Started]]:
     """Notes what is started instead of starting it. Only where programs are not interpreted."""
     assert not cluster.kernels.launch.INTERPRETED, "an interpreted program cannot be compiled; set TRITON_INTERPRET=0"
     seen: list[Started] = []
-    kept = cluster.kernels.launch._started
+    kept = cluster.kernels.launch._launch_kernel
 
     def noted(program: Any, grid: Any, given: tuple[Any, ...], constants: dict[str, Any]) -> None:
         seen.append(Started(program, given, constants))
 
-    cluster.kernels.launch._started = noted
+    cluster.kernels.launch._launch_kernel = noted
     try:
         yield seen
     finally:
-        cluster.kernels.launch._started = kept
+        cluster.kernels.launch._launch_kernel = kept
 
 
 def compiled(started: Started, capability: int) -> Compiled:

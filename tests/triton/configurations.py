@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from cluster.arch.cell import CodedCell
-from cluster.attention.ancestor_bits import line_bits
-from cluster.attention.flashinfer.plans import LISTING
+from cluster.attention.ancestor_bits import chain_bits
+from cluster.attention.flashinfer.plans import PAGES_PER_PROGRAM
 from cluster.attention.shape import AttentionShape
-from cluster.attention.triton_backend import Before, LayerCall, TritonAttention
+from cluster.attention.triton_backend import PrefixAttention, LayerCall, TritonAttention
 from cluster.batch import AttentionMetadata, PromptRows, SamplingBatch, TreeRows
 from cluster.kernels.interface import Activation, Angles, HeadNorms
 from cluster.kernels.join.gpu import ListPagesArguments, list_pages
@@ -22,7 +22,7 @@ from cluster.kv.pool import KVPool
 from cluster.kv.triton_pool import TritonPool
 from cluster.sampling.noise import Noise
 from cluster.sampling.sampling_inputs import SamplerInput, SamplingInputs
-from cluster.sampling.triton_sampler import TritonSampler, least_kept
+from cluster.sampling.triton_sampler import TritonSampler, row_thresholds
 from cluster.spec.triton_tree import TritonGrowth, accept
 from tests.triton.compiling import Started, watching
 
@@ -32,15 +32,15 @@ CPU = torch.device("cpu")
 class Window(TritonAttention):
     """What is left of a tree where FlashInfer attends its committed tokens, and of a text's sinks."""
 
-    def _attend_tree(self, call: LayerCall, tree: TreeRows, before: Before | None = None) -> None:
+    def _attend_tree(self, call: LayerCall, tree: TreeRows, before: PrefixAttention | None = None) -> None:
         super()._attend_tree(call, tree, self._before(call, tree.lens.to(torch.int32)))
 
     def _attend_text(self, call: LayerCall, text: PromptRows, first_row: int) -> None:
         self._join(call, self._before(call, None))
 
-    def _before(self, call: LayerCall, until: Tensor | None) -> Before:
+    def _before(self, call: LayerCall, until: Tensor | None) -> PrefixAttention:
         lse = torch.zeros(call.q.shape[:2], dtype=torch.promote_types(call.q.dtype, torch.float32))
-        return Before(call.out.view(call.q.shape[0], self._heads, self._value_dim), lse, until)
+        return PrefixAttention(call.out.view(call.q.shape[0], self._heads, self._value_dim), lse, until)
 
 
 class Shape(NamedTuple):
@@ -92,7 +92,7 @@ def started(shape: Shape, dtype: torch.dtype) -> Iterator[tuple[str, Started]]:
     for name, (requests, each) in TREES.items():
         width = each + 4
         rows = torch.arange(requests)
-        tree = TreeRows(rows, torch.full((requests,), 9), line_bits(each, width, CPU).expand(requests, -1, -1), width)
+        tree = TreeRows(rows, torch.full((requests,), 9), chain_bits(each, width, CPU).expand(requests, -1, -1), width)
         with watching() as seen:
             _attend(shape, dtype, requests * each, tree, None)
             if shape.window is None and not shape.fp8:
@@ -108,7 +108,7 @@ def started(shape: Shape, dtype: torch.dtype) -> Iterator[tuple[str, Started]]:
         table = PageTable(2, 4096, 16, CPU)
         pages, listed = table.device_pages, torch.zeros(9, dtype=torch.int32)
         arguments = ListPagesArguments(pages, text.rows, text.rows.to(torch.int32), listed, pages.stride(0))
-        launch(list_pages, (2, 1), arguments, BLOCK=LISTING)
+        launch(list_pages, (2, 1), arguments, BLOCK=PAGES_PER_PROGRAM)
     yield from ((f"{one.program.__name__}, prompts", one) for one in seen)
 
 
@@ -118,17 +118,17 @@ def chosen() -> Iterator[tuple[str, Started]]:
     noise = Noise(torch.zeros(rows, 1, dtype=torch.int64), torch.zeros(vocab, dtype=torch.int32), torch.bfloat16)
     numbers = [torch.ones(rows) for _ in range(2)]
     whole = torch.zeros(rows, dtype=torch.int64)
-    sampling = SamplingBatch(*numbers, whole, *numbers, whole, noisy=True, filtered=False)
+    sampling = SamplingBatch(*numbers, whole, *numbers, whole, any_random=True, any_filtered=False)
     logits = torch.zeros(rows, vocab, dtype=torch.bfloat16)
     for name, draw in (("greedy", SamplingInputs(1, sampling, None)), ("sampled", SamplingInputs(1, sampling, noise))):
         with watching() as seen:
             TritonSampler().best(SamplerInput(logits, [draw], torch.zeros(rows, 1) if draw.noise else None))
-            TritonSampler().likeliest(SamplerInput(logits, [draw]), 8)
+            TritonSampler().top_logprobs(SamplerInput(logits, [draw]), 8)
         yield from ((f"{one.program.__name__}, {name}", one) for one in seen)
-    filtered = replace(sampling, filtered=True)
+    filtered = replace(sampling, any_filtered=True)
     for dtype in (torch.bfloat16, torch.float32):
         with watching() as seen:
-            least_kept(logits.to(dtype), SamplingInputs(1, filtered, noise))
+            row_thresholds(logits.to(dtype), SamplingInputs(1, filtered, noise))
         yield from ((f"{one.program.__name__}, {dtype}", one) for one in seen)
     with watching() as seen:
         TritonSampler().noise(whole, whole, 7, noise.hashes, torch.bfloat16)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from cluster.attention.ancestor_bits import line_bits
+from cluster.attention.ancestor_bits import chain_bits
 from cluster.attention.shape import AttentionShape
 from cluster.attention.triton_backend import TritonAttention
 from cluster.batch import AttentionMetadata, PromptRows, TreeRows
@@ -101,6 +101,6 @@ def test_rows_that_no_text_has_are_zeros() -> None:
 def test_cells_of_another_width_are_refused() -> None:
     table, attention = one_head()
     row, lens = torch.tensor([0]), torch.tensor([0])
-    attention.bind(AttentionMetadata(table.slots(row, torch.arange(1)), TreeRows(row, lens, line_bits(1, 1, CPU), 1)))
+    attention.bind(AttentionMetadata(table.slots(row, torch.arange(1)), TreeRows(row, lens, chain_bits(1, 1, CPU), 1)))
     with pytest.raises(ValueError, match="for a pool"):
         attention(0, torch.ones(1, 4, 24), torch.ones(1, 2, 2, 25))

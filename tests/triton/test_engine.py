@@ -47,7 +47,7 @@ def test_requests_of_all_samplings_decode_together(drafts: bool, monkeypatch: py
     """Each row has its own temperature and filters. Kernels read neighbouring numbers of what they are given, or take
     its stride.
     """
-    started, apart = launch._started, set()
+    started, apart = launch._launch_kernel, set()
 
     def checked(kernel: Any, grid: Any, arguments: Any, constants: dict[str, Any]) -> None:
         first, *_ = fields = arguments._fields  # a stride without a tensor's name is that of the first one
@@ -57,7 +57,7 @@ def test_requests_of_all_samplings_decode_together(drafts: bool, monkeypatch: py
                 apart.add((type(arguments).__name__, name))
         started(kernel, grid, arguments, constants)
 
-    monkeypatch.setattr(launch, "_started", checked)
+    monkeypatch.setattr(launch, "_launch_kernel", checked)
     target, draft = tiny_pair()
     own = SHAPES["tree"] if drafts else {}
     plain = build_engine(config_of(target, attention_backend="torch", disable_radix_cache=True))

@@ -18,7 +18,7 @@ def choices(rows: int, active: int, experts: int) -> torch.Tensor:
 
 @pytest.mark.parametrize(("active", "experts"), [(1, 1), (1, 5), (3, 5), (8, 40)])
 def test_places_are_the_twins(active: int, experts: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cluster.kernels.triton_kernels.CHOICES", 16)
+    monkeypatch.setattr("cluster.kernels.triton_kernels.MAX_BLOCK_CHOICES", 16)
     for rows in (0, 1, 7, 40 if experts < 40 else 9):
         chosen = choices(rows, active, experts)
         given, expected = OWN.group(chosen, experts), TWIN.group(chosen, experts)

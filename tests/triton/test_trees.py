@@ -93,12 +93,12 @@ def test_more_candidates_than_a_program_holds_are_torchs(monkeypatch: pytest.Mon
     made, asked = [], []
 
     def told(*given: Any) -> DraftTree:
-        asked.append(triton_tree.MOST)
+        asked.append(triton_tree.MAX_CANDIDATES)
         return best_tree(*given)
 
     monkeypatch.setattr(triton_tree, "best_tree", told)
     for most in (21, 20):
-        monkeypatch.setattr(triton_tree, "MOST", most)
+        monkeypatch.setattr(triton_tree, "MAX_CANDIDATES", most)
         own = TritonGrowth(tokens[0], likely[0], 3)
         grown(own, tokens, likely)
         made.append(own.tree(torch.arange(3), 9))
@@ -122,4 +122,4 @@ def test_paths_of_random_trees(nodes: int, steps: int, vocab: int) -> None:
 
 def test_the_engines_trees_are_tritons_beside_its_kernels() -> None:
     backend = tree_backend_of(TritonKernels())
-    assert backend.sprout is TritonGrowth and backend.accept is accept
+    assert backend.create_growth is TritonGrowth and backend.accept is accept

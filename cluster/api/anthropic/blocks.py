@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, PlainValidator
 
-from cluster.api.core.errors import wrong
-from cluster.api.core.fields import Strict, Text, read_at, read_each, text_of_parts
-from cluster.api.core.translated import Dialogue, not_taken, readable_json
+from cluster.api.core.errors import invalid_value
+from cluster.api.core.fields import StrictModel, Text, read_list, text_of_parts, validate_at
+from cluster.api.core.translated import Dialogue, require_utf8_json, unsupported_part
 
 Role = Literal["user", "assistant", "system"]
 ServerResult = Literal[
@@ -23,47 +23,53 @@ ServerResult = Literal[
 ]
 
 
-class TextBlock(Strict):
+class TextBlock(StrictModel):
     """A text block."""
 
     type: Literal["text"]
     text: Text
 
 
-class ToolReferenceBlock(Strict):
+class ToolReferenceBlock(StrictModel):
     """A tool that a tool search has found, in the result of the search."""
 
     type: Literal["tool_reference"]
     tool_name: Text
 
 
-def _text(value: Any) -> str:
+def _read_text(value: Any) -> str:
     return "" if value is None else text_of_parts(value, {"text": "text"})
 
 
-def _result_text(value: Any) -> str:
+def _read_result_text(value: Any) -> str:
     """Return the result of a tool as text: its texts, and the names of tools that a search has found."""
     return "" if value is None else text_of_parts(value, {"text": "text", "tool_reference": "tool_name"})
 
 
-Texts = Annotated[str, PlainValidator(_text, json_schema_input_type=str | list[TextBlock])]
-Given = Annotated[str, PlainValidator(_result_text, json_schema_input_type=str | list[TextBlock | ToolReferenceBlock])]
-BILLING = "x-anthropic-billing-header:"
+Texts = Annotated[str, PlainValidator(_read_text, json_schema_input_type=str | list[TextBlock])]
+ToolResultText = Annotated[
+    str, PlainValidator(_read_result_text, json_schema_input_type=str | list[TextBlock | ToolReferenceBlock])
+]
+BILLING_PREFIX = "x-anthropic-billing-header:"
 
 
-def _system(value: Any) -> str:
+def _read_system(value: Any) -> str:
     """Return the system text without Claude Code's billing block. The block is meant for Anthropic's own servers and
     changes with every request, so no prefix of a prompt with it would be found in the prefix cache.
     """
     if isinstance(value, list):
-        value = [part for part in value if not (isinstance(part, dict) and str(part.get("text")).startswith(BILLING))]
-    return _text(value)
+        value = [
+            block
+            for block in value
+            if not (isinstance(block, dict) and str(block.get("text")).startswith(BILLING_PREFIX))
+        ]
+    return _read_text(value)
 
 
-System = Annotated[str, PlainValidator(_system, json_schema_input_type=str | list[TextBlock])]
+System = Annotated[str, PlainValidator(_read_system, json_schema_input_type=str | list[TextBlock])]
 
 
-class ThinkingBlock(Strict):
+class ThinkingBlock(StrictModel):
     """Thinking of an earlier answer. This server signs nothing, so the signature is ignored."""
 
     type: Literal["thinking"]
@@ -71,60 +77,62 @@ class ThinkingBlock(Strict):
     signature: str = ""
 
 
-class ToolUseBlock(Strict):
+class ToolUseBlock(StrictModel):
     """A tool call of the assistant."""
 
     type: Literal["tool_use"]
     id: Text
     name: Text
-    input: Annotated[dict[str, Any], AfterValidator(readable_json)]
+    input: Annotated[dict[str, Any], AfterValidator(require_utf8_json)]
 
 
-class ServerToolUseBlock(Strict):
+class ServerToolUseBlock(StrictModel):
     """A call of a tool that another server ran during an earlier answer."""
 
     type: Literal["server_tool_use", "mcp_tool_use"]
     id: Text
     name: Text
-    input: Annotated[dict[str, Any], AfterValidator(readable_json)]
+    input: Annotated[dict[str, Any], AfterValidator(require_utf8_json)]
 
 
-class ServerToolResultBlock(Strict):
+class ServerToolResultBlock(StrictModel):
     """The result of a tool that another server ran: pages found, output of code, or an error."""
 
     type: ServerResult
     tool_use_id: Text
-    content: Annotated[Any, AfterValidator(readable_json)] = None
+    content: Annotated[Any, AfterValidator(require_utf8_json)] = None
 
     @property
     def text(self) -> str:
         """The result as text: a string unchanged, texts joined, anything else as JSON without encrypted fields."""
-        given = _readable_part(self.content)
-        return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+        readable = _without_encrypted_fields(self.content)
+        return readable if isinstance(readable, str) else json.dumps(readable, ensure_ascii=False)
 
 
-def _readable_part(value: Any) -> Any:
+def _without_encrypted_fields(value: Any) -> Any:
     """Return a value without encrypted fields; a list of text blocks becomes one text."""
     if isinstance(value, list):
-        if value and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in value):
-            return "".join(part["text"] for part in value)
-        return [_readable_part(part) for part in value]
+        if value and all(isinstance(item, dict) and isinstance(item.get("text"), str) for item in value):
+            return "".join(item["text"] for item in value)
+        return [_without_encrypted_fields(item) for item in value]
     if isinstance(value, dict):
-        return {name: _readable_part(part) for name, part in value.items() if not name.startswith("encrypted_")}
+        return {
+            name: _without_encrypted_fields(item) for name, item in value.items() if not name.startswith("encrypted_")
+        }
     return value
 
 
-class ToolResultBlock(Strict):
+class ToolResultBlock(StrictModel):
     """The result of a tool. `is_error` is ignored: chat templates have no field for it, so the content must say it."""
 
     type: Literal["tool_result"]
     tool_use_id: Text
-    content: Given = ""
+    content: ToolResultText = ""
     is_error: bool = False
 
 
 Block = TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock | ServerToolUseBlock | ServerToolResultBlock
-OF_ROLES: Mapping[str, Mapping[str, type[Block]]] = {
+BLOCK_TYPES_OF_ROLE: Mapping[str, Mapping[str, type[Block]]] = {
     "user": {"text": TextBlock, "tool_result": ToolResultBlock},
     "assistant": {
         "text": TextBlock,
@@ -142,7 +150,7 @@ REMEDIES: Mapping[str, str] = {
 }
 
 
-class Message(Strict):
+class Message(StrictModel):
     """A message of the user or the assistant, or a system message between them."""
 
     role: Role
@@ -167,83 +175,85 @@ def messages_of(value: Any) -> list[MessageContent]:
     """
     if value == []:
         raise ValueError("must not be empty")
-    return read_each(value, _message, "messages")
+    return read_list(value, _read_message, "messages")
 
 
-def _message(value: Any, path: str) -> MessageContent:
-    message = read_at(Message, value, path)
-    content, where = message.content, f"{path}.content"
+def _read_message(value: Any, path: str) -> MessageContent:
+    message = validate_at(Message, value, path)
+    content, content_path = message.content, f"{path}.content"
     if not isinstance(content, list):
         try:
             return MessageContent(message.role, text_of_parts(content, {"text": "text"}), ())
         except ValueError as error:
-            raise wrong(where, str(error), "invalid_type") from None
-    blocks = [_block(one, message.role, f"{where}.{at}") for at, one in enumerate(content)]
+            raise invalid_value(content_path, str(error), "invalid_type") from None
+    blocks = [_read_block(block, message.role, f"{content_path}.{index}") for index, block in enumerate(content)]
     return MessageContent(message.role, "", blocks)
 
 
-def _block(value: Any, role: str, path: str) -> Block:
-    kind = value.get("type") if isinstance(value, dict) else None
-    kinds = OF_ROLES[role]
-    found = kinds.get(kind) if isinstance(kind, str) else None
-    if isinstance(value, dict) and found is None:
-        may = f"a message of role {role} may have {', '.join(kinds)}"
-        raise not_taken(f"{path}.type", kind, REMEDIES.get(str(kind), may))
-    return read_at(found or TextBlock, value, path)
+def _read_block(value: Any, role: str, path: str) -> Block:
+    block_type = value.get("type") if isinstance(value, dict) else None
+    block_classes = BLOCK_TYPES_OF_ROLE[role]
+    block_class = block_classes.get(block_type) if isinstance(block_type, str) else None
+    if isinstance(value, dict) and block_class is None:
+        allowed_types = f"a message of role {role} may have {', '.join(block_classes)}"
+        raise unsupported_part(f"{path}.type", block_type, REMEDIES.get(str(block_type), allowed_types))
+    return validate_at(block_class or TextBlock, value, path)
 
 
 def dialogue_of(messages: Sequence[MessageContent], system: str | None) -> Dialogue:
     """Return the messages as chat messages, with the system text as the first."""
-    made = Dialogue()
+    dialogue = Dialogue()
     if system:  # an empty system message would replace the template's default one
-        made.say("system", system, "system", at="")
-    for at, message in enumerate(messages):
-        made.end_turn()
-        path = f"messages.{at}"
+        dialogue.add_text("system", system, "system", text_field="")
+    for index, message in enumerate(messages):
+        dialogue.end_turn()
+        path = f"messages.{index}"
         if not message.blocks:
-            made.say(message.role, message.text, path)
+            dialogue.add_text(message.role, message.text, path)
         elif message.role == "assistant":
-            _assistant(made, message.blocks, path)
+            _add_assistant_message(dialogue, message.blocks, path)
         else:
-            _other(made, message, path)
-    return made
+            _add_other_message(dialogue, message, path)
+    return dialogue
 
 
-def _assistant(made: Dialogue, blocks: Sequence[Block], path: str) -> None:
+def _add_assistant_message(dialogue: Dialogue, blocks: Sequence[Block], path: str) -> None:
     """Add an assistant's message. Consecutive text blocks are joined, and so are consecutive thinking blocks."""
-    for first, run in _runs(blocks):
-        origin = f"{path}.content.{first}"
+    for first_index, run in _block_runs(blocks):
+        origin = f"{path}.content.{first_index}"
         if isinstance(run[0], ServerToolResultBlock):
-            made.result(run[0].tool_use_id, run[0].text, origin, "tool_use_id", "content")
+            dialogue.add_tool_result(run[0].tool_use_id, run[0].text, origin, "tool_use_id", "content")
         elif isinstance(run[0], ToolUseBlock | ServerToolUseBlock):
             arguments = json.dumps(run[0].input, ensure_ascii=False)
-            made.call(run[0].id, run[0].name, arguments, origin, id_at="id")
+            dialogue.add_tool_call(run[0].id, run[0].name, arguments, origin, id_field="id")
         elif isinstance(run[0], ThinkingBlock):
-            made.think("".join(one.thinking for one in run if isinstance(one, ThinkingBlock)), origin)
+            dialogue.add_reasoning("".join(block.thinking for block in run if isinstance(block, ThinkingBlock)), origin)
         else:
-            made.say("assistant", _joined(run), path)
+            dialogue.add_text("assistant", _joined_text(run), path)
 
 
-def _other(made: Dialogue, message: MessageContent, path: str) -> None:
+def _add_other_message(dialogue: Dialogue, message: MessageContent, path: str) -> None:
     """Add a user or system message. Tool results become separate messages; consecutive text blocks are joined."""
-    for first, run in _runs(message.blocks):
+    for first_index, run in _block_runs(message.blocks):
         if isinstance(run[0], ToolResultBlock):
-            made.result(run[0].tool_use_id, run[0].content, f"{path}.content.{first}", "tool_use_id", "content")
+            dialogue.add_tool_result(
+                run[0].tool_use_id, run[0].content, f"{path}.content.{first_index}", "tool_use_id", "content"
+            )
         else:
-            made.say(message.role, _joined(run), path)
+            dialogue.add_text(message.role, _joined_text(run), path)
 
 
-def _joined(run: Sequence[Block]) -> str:
-    return "".join(one.text for one in run if isinstance(one, TextBlock))
+def _joined_text(run: Sequence[Block]) -> str:
+    return "".join(block.text for block in run if isinstance(block, TextBlock))
 
 
-def _runs(blocks: Sequence[Block]) -> list[tuple[int, list[Block]]]:
+def _block_runs(blocks: Sequence[Block]) -> list[tuple[int, list[Block]]]:
     """Return (index of the first block, blocks) of each run of text or thinking blocks. Others are runs of one."""
     runs: list[tuple[int, list[Block]]] = []
-    for at, block in enumerate(blocks):
-        joins = isinstance(block, TextBlock | ThinkingBlock) and runs and type(runs[-1][1][0]) is type(block)
-        if joins:
+    for index, block in enumerate(blocks):
+        extends_run = isinstance(block, TextBlock | ThinkingBlock) and runs and type(runs[-1][1][0]) is type(block)
+        if extends_run:
             runs[-1][1].append(block)
         else:
-            runs.append((at, [block]))
+            runs.append((index, [block]))
     return runs

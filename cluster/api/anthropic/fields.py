@@ -3,7 +3,7 @@
 from typing import Any
 
 from cluster.api.core.fields import FieldTable
-from cluster.api.core.translated import table_of
+from cluster.api.core.translated import build_field_table
 
 # These fields label, meter or route a call, or tune the prompt cache, so they cannot change the answer.
 HARMLESS = frozenset(
@@ -49,6 +49,6 @@ REMEDIES: dict[str, str] = {
     "logprobs": "use /v1/chat/completions",
     "top_logprobs": "use /v1/chat/completions",
 }
-TABLE: FieldTable = table_of(HARMLESS, REFUSED, REMEDIES)
-COUNT_TABLE: FieldTable = table_of(HARMLESS | {"max_tokens", "stream", "stop_sequences"}, REFUSED, REMEDIES)
+TABLE: FieldTable = build_field_table(HARMLESS, REFUSED, REMEDIES)
+COUNT_TABLE: FieldTable = build_field_table(HARMLESS | {"max_tokens", "stream", "stop_sequences"}, REFUSED, REMEDIES)
 """The table of /v1/messages/count_tokens: fields that do not change the prompt are harmless there."""

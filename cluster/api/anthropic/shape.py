@@ -10,13 +10,13 @@ from cluster.api.core.adapter import CoreRequest, GenerateCall
 from cluster.api.core.errors import ApiError
 from cluster.api.core.limits import RequestLimits
 from cluster.api.core.sequences import Delta, usage
-from cluster.api.core.service import Served
-from cluster.api.core.tools import left_out_warnings
-from cluster.api.core.wire import event
-from cluster.chat.events import Change, Grown, Opened, Section, Sections
+from cluster.api.core.service import ServedModel
+from cluster.api.core.tools import unsupported_tool_warnings
+from cluster.api.core.wire import sse_event
+from cluster.chat.events import Section, SectionDelta, SectionEvent, Sections, SectionStarted
 from cluster.chat.formats.choose import NONE
 
-TYPES: Mapping[int, str] = {
+ERROR_TYPES: Mapping[int, str] = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
@@ -26,8 +26,8 @@ TYPES: Mapping[int, str] = {
     504: "timeout_error",
 }
 
-_KINDS = sorted({*TYPES.values(), "invalid_request_error", "overloaded_error"})
-ENVELOPE: Mapping[str, Any] = {
+_ERROR_TYPE_NAMES = sorted({*ERROR_TYPES.values(), "invalid_request_error", "overloaded_error"})
+ENVELOPE_SCHEMA: Mapping[str, Any] = {
     "type": "object",
     "required": ["type", "error"],
     "properties": {
@@ -35,7 +35,7 @@ ENVELOPE: Mapping[str, Any] = {
         "error": {
             "type": "object",
             "required": ["type", "message"],
-            "properties": {"type": {"enum": _KINDS}, "message": {"type": "string"}},
+            "properties": {"type": {"enum": _ERROR_TYPE_NAMES}, "message": {"type": "string"}},
         },
     },
 }
@@ -44,144 +44,150 @@ ENVELOPE: Mapping[str, Any] = {
 
 def anthropic_envelope(error: ApiError) -> dict[str, Any]:
     """Return the body of an error answer, or the data of the event `error`. The message names the wrong field."""
-    kind = TYPES.get(error.status, "api_error" if error.status > 500 else "invalid_request_error")
+    error_type = ERROR_TYPES.get(error.status, "api_error" if error.status > 500 else "invalid_request_error")
     if error.code == "overloaded":
-        kind = "overloaded_error"
-    return {"type": "error", "error": {"type": kind, "message": error.message}}
+        error_type = "overloaded_error"
+    return {"type": "error", "error": {"type": error_type, "message": error.message}}
 
 
-Sent = tuple[str, dict[str, Any]]
+NamedEvent = tuple[str, dict[str, Any]]
 SIGNATURE = "unsigned"
 """The signature of every thinking block. Clients do not send a block without a signature back; this server ignores its
 value.
 """
 
 
-class MessageShape:
+class MessageFormatter:
     """One message. Text, reasoning and tool calls become blocks, in order."""
 
-    alive = event({"type": "ping"}, "ping")
+    keep_alive = sse_event({"type": "ping"}, "ping")
 
-    def __init__(self, about: GenerateCall) -> None:
-        # Not `about` itself: it refers to this shape, and such a cycle would keep long prompts in memory.
-        self._id, self._model, self._choices = about.call_id, about.model, about.choices
-        self._sections = Sections(about.shows_reasoning)
-        self._end: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
-        self._begun = False
+    def __init__(self, call: GenerateCall) -> None:
+        # `call` itself is not stored: it refers to this formatter, and such a cycle would keep long prompts in memory.
+        self._id, self._model, self._choices = call.call_id, call.model, call.choices
+        self._sections = Sections(call.shows_reasoning)
+        self._end_fields: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
+        self._started = False
 
     def body(self, deltas: Sequence[Delta]) -> dict[str, Any]:
         """Return the whole message."""
         for delta in deltas:
-            for _ in self._changed(delta):
+            for _ in self._block_events(delta):
                 pass
-        return self._message([_whole(section) for section in self._sections.all])
+        return self._message([_complete_block(section) for section in self._sections.all])
 
     def events(self, delta: Delta) -> bytes:
         """Return the events of one delta; the first delta also opens the message, and the last one ends it."""
-        made = [] if self._begun else [("message_start", {"message": self._message([])}), ("ping", {})]
-        self._begun = True
-        made += self._changed(delta)
+        named_events = [] if self._started else [("message_start", {"message": self._message([])}), ("ping", {})]
+        self._started = True
+        named_events += self._block_events(delta)
         if delta.finish_reason is not None:
-            made.append(("message_delta", {"delta": self._end, "usage": self._usage()}))
-            made.append(("message_stop", {}))
-        return b"".join(event({"type": name, **data}, name) for name, data in made)
+            named_events.append(("message_delta", {"delta": self._end_fields, "usage": self._usage()}))
+            named_events.append(("message_stop", {}))
+        return b"".join(sse_event({"type": name, **data}, name) for name, data in named_events)
 
-    def end(self) -> bytes:
+    def final_events(self) -> bytes:
         """Return nothing: `events` of the last delta has ended the message."""
         return b""
 
-    def failed(self, error: ApiError) -> bytes:
+    def error_events(self, error: ApiError) -> bytes:
         """Return the event `error`, whose data is Anthropic's error envelope."""
-        return event(anthropic_envelope(error), "error")
+        return sse_event(anthropic_envelope(error), "error")
 
-    def _changed(self, delta: Delta) -> Iterator[Sent]:
+    def _block_events(self, delta: Delta) -> Iterator[NamedEvent]:
         """Yield the events about blocks that one delta causes."""
-        for change in self._sections.take(delta.events):
-            yield from _told(change)
+        for change in self._sections.add(delta.events):
+            yield from _change_events(change)
         if delta.finish_reason is not None:
             for change in self._sections.end():
-                yield from _told(change)
-            self._end = self._ended(delta)
+                yield from _change_events(change)
+            self._end_fields = self._stop_fields(delta)
 
-    def _ended(self, delta: Delta) -> dict[str, Any]:
-        stopped = delta.stop_reason if isinstance(delta.stop_reason, str) else None
+    def _stop_fields(self, delta: Delta) -> dict[str, Any]:
+        stop_sequence = delta.stop_reason if isinstance(delta.stop_reason, str) else None
         reason = "tool_use" if self._sections.has_calls else "end_turn"
         if delta.finish_reason == "length":
             reason = "max_tokens"
-        elif stopped is not None:
+        elif stop_sequence is not None:
             reason = "stop_sequence"
-        return {"stop_reason": reason, "stop_sequence": stopped}
+        return {"stop_reason": reason, "stop_sequence": stop_sequence}
 
     def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
-        head = {"id": self._id, "type": "message", "role": "assistant", "model": self._model}
-        return {**head, "content": content, **self._end, "usage": self._usage()}
+        identity = {"id": self._id, "type": "message", "role": "assistant", "model": self._model}
+        return {**identity, "content": content, **self._end_fields, "usage": self._usage()}
 
     def _usage(self) -> dict[str, Any]:
         """Return the usage so far. As in Anthropic's API, input tokens exclude those read from the cache."""
-        used = usage(self._choices)
-        cached = used["prompt_tokens_details"]["cached_tokens"]
+        call_usage = usage(self._choices)
+        cached_tokens = call_usage["prompt_tokens_details"]["cached_tokens"]
         return {
-            "input_tokens": used["prompt_tokens"] - cached,
+            "input_tokens": call_usage["prompt_tokens"] - cached_tokens,
             "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": cached,
-            "output_tokens": used["completion_tokens"],
-            "output_tokens_details": {"thinking_tokens": used["completion_tokens_details"]["reasoning_tokens"]},
+            "cache_read_input_tokens": cached_tokens,
+            "output_tokens": call_usage["completion_tokens"],
+            "output_tokens_details": {"thinking_tokens": call_usage["completion_tokens_details"]["reasoning_tokens"]},
             "service_tier": "standard",
         }
 
 
-def _told(change: Change) -> Iterator[Sent]:
+def _change_events(change: SectionEvent) -> Iterator[NamedEvent]:
     section = change.section
-    at = {"index": section.index}
-    if isinstance(change, Opened):
-        yield "content_block_start", {**at, "content_block": _empty(section)}
-    elif isinstance(change, Grown):
-        yield "content_block_delta", {**at, "delta": _delta(section, change.text)}
+    index_field = {"index": section.index}
+    if isinstance(change, SectionStarted):
+        yield "content_block_start", {**index_field, "content_block": _empty_block(section)}
+    elif isinstance(change, SectionDelta):
+        yield "content_block_delta", {**index_field, "delta": _block_delta(section, change.text)}
     else:
-        if section.kind == "thought":
-            yield "content_block_delta", {**at, "delta": {"type": "signature_delta", "signature": SIGNATURE}}
-        yield "content_block_stop", at
+        if section.kind == "reasoning":
+            yield "content_block_delta", {**index_field, "delta": {"type": "signature_delta", "signature": SIGNATURE}}
+        yield "content_block_stop", index_field
 
 
-def _empty(section: Section) -> dict[str, Any]:
+def _empty_block(section: Section) -> dict[str, Any]:
     if section.kind == "call":
         return {"type": "tool_use", "id": section.call_id, "name": section.name, "input": {}}
-    if section.kind == "thought":
+    if section.kind == "reasoning":
         return {"type": "thinking", "thinking": "", "signature": ""}
     return {"type": "text", "text": ""}
 
 
-def _delta(section: Section, text: str) -> dict[str, Any]:
+def _block_delta(section: Section, text: str) -> dict[str, Any]:
     if section.kind == "call":
         return {"type": "input_json_delta", "partial_json": text}
-    if section.kind == "thought":
+    if section.kind == "reasoning":
         return {"type": "thinking_delta", "thinking": text}
     return {"type": "text_delta", "text": text}
 
 
-def _whole(section: Section) -> dict[str, Any]:
+def _complete_block(section: Section) -> dict[str, Any]:
     if section.kind == "call":
-        return {**_empty(section), "input": arguments_of(section.text)}
-    if section.kind == "thought":
+        return {**_empty_block(section), "input": parse_partial_arguments(section.text)}
+    if section.kind == "reasoning":
         return {"type": "thinking", "thinking": section.text, "signature": SIGNATURE}
     return {"type": "text", "text": section.text}
 
 
-def arguments_of(text: str) -> dict[str, Any]:
+def parse_partial_arguments(text: str) -> dict[str, Any]:
     """Return the arguments of a call. If they were cut off, return their complete part, as a streaming client does."""
     try:
-        found = from_json(text, allow_partial=True) if text else {}
+        arguments = from_json(text, allow_partial=True) if text else {}
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return arguments if isinstance(arguments, dict) else {}
 
 
 def read_message(
-    service: Served, limits: RequestLimits, body: Mapping[str, Any], kind: type[CountRequest] = MessagesRequest
+    service: ServedModel,
+    limits: RequestLimits,
+    body: Mapping[str, Any],
+    request_class: type[CountRequest] = MessagesRequest,
 ) -> CoreRequest:
-    """Read a body of /v1/messages, or of /v1/messages/count_tokens with `kind` CountRequest."""
-    request, warnings = kind.read(body)
-    chat, origins = request.checked(service, limits)
-    thinks = service.tokenizer is not None and service.tokenizer.chosen.thought != NONE
-    warnings += [*map(origins.reworded, left_out_warnings(chat.tools)), *request.said_beside(thinks)]
-    return CoreRequest(chat, warnings, "msg_", MessageShape, origins, "request-id")
+    """Read a body of /v1/messages, or of /v1/messages/count_tokens with `request_class` CountRequest."""
+    request, warnings = request_class.read(body)
+    chat, origins = request.to_checked_chat(service, limits)
+    can_think = service.tokenizer is not None and service.tokenizer.chosen_format.reasoning_format != NONE
+    warnings += [
+        *map(origins.translate_warning, unsupported_tool_warnings(chat.tools)),
+        *request.thinking_warnings(can_think),
+    ]
+    return CoreRequest(chat, warnings, "msg_", MessageFormatter, origins, "request-id")

@@ -6,57 +6,57 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from cluster.api.core.conversation import ChatRequest, TokenizeRequest, unread
-from cluster.api.core.errors import ApiError, path_of
+from cluster.api.core.conversation import ChatRequest, TokenizeRequest, unknown_field_warnings
+from cluster.api.core.errors import ApiError, field_path
 from cluster.api.core.generation import CompletionRequest
 from cluster.api.core.limits import RequestLimits
 from cluster.api.core.sequences import Delta, OutputSequence
-from cluster.api.core.service import Served
-from cluster.api.core.tools import left_out_warnings
+from cluster.api.core.service import ServedModel
+from cluster.api.core.tools import unsupported_tool_warnings
 from cluster.tokenizer.tokenizer import TextTokenizer
 
 
 class Origins:
     """Maps fields of a chat request to the fields of the body they came from, by prefixes of their paths."""
 
-    def __init__(self, names: Mapping[str, str]) -> None:
-        self._names = names
+    def __init__(self, body_paths: Mapping[str, str]) -> None:
+        self._body_paths = body_paths
 
-    def own(self, path: str) -> str:
+    def body_path(self, path: str) -> str:
         """Return the path in the body for a path in the chat request; the longest known prefix decides."""
         parts = path.split(".")
         for count in range(len(parts), 0, -1):
-            found = self._names.get(".".join(parts[:count]))
-            if found is not None:
-                return path_of(found, *parts[count:])
+            source_path = self._body_paths.get(".".join(parts[:count]))
+            if source_path is not None:
+                return field_path(source_path, *parts[count:])
         return path
 
-    def reworded(self, warning: str) -> str:
+    def translate_warning(self, warning: str) -> str:
         """Return a warning, which begins with a path in the chat request, with the path in the body instead."""
-        path, _, about = warning.partition(":")
-        return f"{self.own(path)}:{about}"
+        path, _, text = warning.partition(":")
+        return f"{self.body_path(path)}:{text}"
 
     @contextmanager
-    def named(self) -> Iterator[None]:
+    def translate_errors(self) -> Iterator[None]:
         """Inside this context, an `ApiError` that leaves it names the field of the body."""
         try:
             yield
         except ApiError as error:
             if error.param is None:
                 raise
-            param = self.own(error.param)
+            param = self.body_path(error.param)
             message = error.message
             if message.startswith(f"{error.param}:"):
                 message = param + message.removeprefix(error.param)
-            kept = {"status": error.status, "code": error.code, "kind": error.kind, "headers": error.headers}
-            raise ApiError(message, param=param, **kept) from None  # type: ignore[arg-type]
+            attributes = {"status": error.status, "code": error.code, "kind": error.kind, "headers": error.headers}
+            raise ApiError(message, param=param, **attributes) from None  # type: ignore[arg-type]
 
 
-class AnswerShape(Protocol):
+class AnswerFormatter(Protocol):
     """Writes the answer of one call in the form of its API. It remembers what was sent, so a call needs its own."""
 
     @property
-    def alive(self) -> bytes:
+    def keep_alive(self) -> bytes:
         """The keep-alive of a stream."""
         ...
 
@@ -68,11 +68,11 @@ class AnswerShape(Protocol):
         """Return the stream events for one delta. Those of the first delta also open the stream."""
         ...
 
-    def end(self) -> bytes:
+    def final_events(self) -> bytes:
         """Return the events after the last delta."""
         ...
 
-    def failed(self, error: ApiError) -> bytes:
+    def error_events(self, error: ApiError) -> bytes:
         """Return the events that report an error after the stream has begun."""
         ...
 
@@ -81,15 +81,15 @@ class AnswerShape(Protocol):
 class CoreRequest:
     """The body of any API as a completion or chat request (`fields`), with warnings about ignored fields.
 
-    `shape` builds the object that writes the answer. The answer's id begins with `prefix`. If `id_header` is not empty,
-    a response header of that name also has the id. `origins` translates names of `fields` in errors and warnings into
-    the names in the client's body.
+    `make_formatter` builds the object that writes the answer. The answer's id begins with `prefix`. If `id_header` is
+    not empty, a response header of that name also has the id. `origins` translates names of `fields` in errors and
+    warnings into the names in the client's body.
     """
 
     fields: CompletionRequest | ChatRequest
     warnings: list[str]
     prefix: str
-    shape: Callable[["GenerateCall"], AnswerShape]
+    make_formatter: Callable[["GenerateCall"], AnswerFormatter]
     origins: Origins = field(default_factory=lambda: Origins({}))
     id_header: str = ""
 
@@ -98,33 +98,33 @@ class CoreRequest:
 class GenerateCall:
     """A call that is ready for the engine: its sequences, and all that its answer needs.
 
-    `headers` are the HTTP headers of the answer. `echoes` has the texts of the prompts if answers begin with them.
-    `scores` is the number of prompt log-probabilities in the answer; a large answer is serialised off the event loop.
-    `created` is Unix seconds.
+    `headers` are the HTTP headers of the answer. `echoed_prompts` has the texts of the prompts if answers begin with
+    them. `prompt_logprob_count` is the number of prompt log-probabilities in the answer; a large answer is serialised
+    off the event loop. `created` is Unix seconds.
     """
 
-    asked: CoreRequest
+    request: CoreRequest
     call_id: str
     model: str
     choices: Sequence[OutputSequence]
     tokenizer: TextTokenizer | None
     headers: dict[str, str] = field(default_factory=dict)
-    echoes: tuple[str, ...] = ()
-    scores: int = 0
+    echoed_prompts: tuple[str, ...] = ()
+    prompt_logprob_count: int = 0
     created: int = field(default_factory=lambda: int(time.time()))
-    shape: AnswerShape = field(init=False)
+    formatter: AnswerFormatter = field(init=False)
 
     def __post_init__(self) -> None:
-        self.shape = self.asked.shape(self)
+        self.formatter = self.request.make_formatter(self)
 
     @property
     def shows_reasoning(self) -> bool:
         """Whether the answer includes the reasoning."""
-        fields = self.asked.fields
+        fields = self.request.fields
         return not isinstance(fields, ChatRequest) or fields.include_reasoning
 
 
-Reader = Callable[[Served, RequestLimits, Mapping[str, Any]], CoreRequest]
+RequestReader = Callable[[ServedModel, RequestLimits, Mapping[str, Any]], CoreRequest]
 """A function that parses the body of one API. It raises an ApiError that names the wrong field if the body cannot be
 served.
 """
@@ -133,16 +133,18 @@ served.
 F = TypeVar("F", CompletionRequest, ChatRequest, TokenizeRequest)
 
 
-def checked(service: Served, limits: RequestLimits, kind: type[F], body: Mapping[str, Any]) -> tuple[F, list[str]]:
+def read_checked_request(
+    service: ServedModel, limits: RequestLimits, request_class: type[F], body: Mapping[str, Any]
+) -> tuple[F, list[str]]:
     """Return the request in a JSON body, checked against the model and the limits, and warnings about ignored fields.
 
     Raises:
         ApiError: the body cannot be served; the error names the field at fault.
     """
-    fields, warnings = kind.read(body)
+    fields, warnings = request_class.read(body)
     fields.check(service.model, limits)
     if isinstance(fields, TokenizeRequest):
-        return fields, warnings + left_out_warnings(fields.tools)
+        return fields, warnings + unsupported_tool_warnings(fields.tools)
     if isinstance(fields, ChatRequest):
-        warnings += left_out_warnings(fields.tools) + unread(fields.messages)
-    return fields.filled(service.model.sampling), warnings
+        warnings += unsupported_tool_warnings(fields.tools) + unknown_field_warnings(fields.messages)
+    return fields.with_defaults(service.model.sampling_defaults), warnings

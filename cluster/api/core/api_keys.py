@@ -27,18 +27,18 @@ from cluster.config import ConfigError
 logger = logging.getLogger(__name__)
 
 Scope = Literal["use", "admin"]
-ENVIRONMENT: Mapping[str, Scope] = {"AERIE_API_KEY": "use", "AERIE_ADMIN_API_KEY": "admin"}
+SCOPE_OF_VARIABLE: Mapping[str, Scope] = {"AERIE_API_KEY": "use", "AERIE_ADMIN_API_KEY": "admin"}
 """Environment variables that hold keys in plain text, separated by commas, and the scope of these keys."""
-PROBED = frozenset({"/health", "/ready"})
-PAGE = ("/", *(f"/page/{name}" for name in ("style.css", "icon.svg", "page.js", "server.js", "overview.js")))
-PAGE += tuple(f"/page/{name}" for name in ("chart.js", "playground.js", "steps.js", "tree.js", "dom.js"))
-OPEN = PROBED | {*PAGE}
+PROBE_PATHS = frozenset({"/health", "/ready"})
+PAGE_PATHS = ("/", *(f"/page/{name}" for name in ("style.css", "icon.svg", "page.js", "server.js", "overview.js")))
+PAGE_PATHS += tuple(f"/page/{name}" for name in ("chart.js", "playground.js", "steps.js", "tree.js", "dom.js"))
+PATHS_WITHOUT_KEY = PROBE_PATHS | {*PAGE_PATHS}
 """Paths that need no key: probes send none, and browsers send none for the page's files, which hold no data."""
-LOOK_S = 1.0  # seconds between two checks of the file
-LARGEST = 1 << 20  # bytes of a keys file
-EASY = 16  # a key of fewer characters can be guessed, and gives a warning
-NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")
-LINE = re.compile(rf"\s*({NAME.pattern})\s+({'|'.join(get_args(Scope))})\s+sha256:([0-9a-f]{{64}})\s*")
+CHECK_INTERVAL_S = 1.0  # seconds between two checks of the file
+MAX_FILE_BYTES = 1 << 20  # of a keys file
+MIN_SAFE_CHARACTERS = 16  # a key of fewer characters can be guessed, and gives a warning
+NAME_PATTERN = re.compile(r"[A-Za-z0-9._@-]{1,64}")
+LINE_PATTERN = re.compile(rf"\s*({NAME_PATTERN.pattern})\s+({'|'.join(get_args(Scope))})\s+sha256:([0-9a-f]{{64}})\s*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class ApiKey:
     scope: Scope
     digest: bytes = field(repr=False)
 
-    def line(self) -> str:
+    def to_line(self) -> str:
         """Return this key as a line of a keys file."""
         return f"{self.name} {self.scope} sha256:{self.digest.hex()}\n"
 
@@ -59,89 +59,91 @@ def digest_of(token: bytes) -> bytes:
     return hashlib.sha256(token).digest()
 
 
-def parse(text: str, where: str) -> tuple[ApiKey, ...]:
-    """Return the keys in the text of a file; `where` names the file in errors, which quote no line.
+def parse_keys(text: str, source: str) -> tuple[ApiKey, ...]:
+    """Return the keys in the text of a file; `source` names the file in errors, which quote no line.
 
     Raises:
         ConfigError: a line has another form, or a name or a key occurs twice.
     """
     keys = []
     for number, line in enumerate(text.splitlines(), 1):
-        said = line.partition("#")[0]
-        found = LINE.fullmatch(said)
-        if found is not None:
-            keys.append(ApiKey(found[1], "admin" if found[2] == "admin" else "use", bytes.fromhex(found[3])))
-        elif said.strip():
+        content = line.partition("#")[0]
+        match = LINE_PATTERN.fullmatch(content)
+        if match is not None:
+            keys.append(ApiKey(match[1], "admin" if match[2] == "admin" else "use", bytes.fromhex(match[3])))
+        elif content.strip():
             raise ConfigError(
-                f"{where}, line {number}: must be NAME SCOPE sha256:HEX, SCOPE being {' or '.join(get_args(Scope))}; "
+                f"{source}, line {number}: must be NAME SCOPE sha256:HEX, SCOPE being {' or '.join(get_args(Scope))}; "
                 "`aerie keys create` makes such lines"
             )
-    return _distinct(keys, where)
+    return _require_distinct(keys, source)
 
 
-def _distinct(keys: Sequence[ApiKey], where: str) -> tuple[ApiKey, ...]:
+def _require_distinct(keys: Sequence[ApiKey], source: str) -> tuple[ApiKey, ...]:
     names, digests = set[str](), set[bytes]()
     for key in keys:
         if key.name in names or key.digest in digests:
-            raise ConfigError(f"{where}: {key.name!r} is a name or a key that is there twice; remove one of them")
+            raise ConfigError(f"{source}: {key.name!r} is a name or a key that is there twice; remove one of them")
         names.add(key.name)
         digests.add(key.digest)
     return tuple(keys)
 
 
-def read(path: Path) -> tuple[ApiKey, ...]:
+def read_keys_file(path: Path) -> tuple[ApiKey, ...]:
     """Return the keys of a file.
 
     Raises:
-        ConfigError: `parse` refuses the text, the file is too large or not regular, or every user may write it.
+        ConfigError: `parse_keys` refuses the text, the file is too large or not regular, or every user may write it.
         OSError: the file cannot be read.
     """
-    where, facts = f"api_keys_file {str(path)!r}", path.stat()
-    if not stat.S_ISREG(facts.st_mode) or facts.st_size > LARGEST:
-        raise ConfigError(f"{where} must be a file of at most {LARGEST} bytes")
-    if facts.st_mode & stat.S_IWOTH:
-        raise ConfigError(f"{where} can be written by every user of the machine: chmod o-w it")
+    source, file_status = f"api_keys_file {str(path)!r}", path.stat()
+    if not stat.S_ISREG(file_status.st_mode) or file_status.st_size > MAX_FILE_BYTES:
+        raise ConfigError(f"{source} must be a file of at most {MAX_FILE_BYTES} bytes")
+    if file_status.st_mode & stat.S_IWOTH:
+        raise ConfigError(f"{source} can be written by every user of the machine: chmod o-w it")
     try:
-        return parse(path.read_bytes().decode(), where)
+        return parse_keys(path.read_bytes().decode(), source)
     except UnicodeDecodeError:
-        raise ConfigError(f"{where} is not text in UTF-8") from None
+        raise ConfigError(f"{source} is not text in UTF-8") from None
 
 
-def of_environment(environment: Mapping[str, str]) -> tuple[ApiKey, ...]:
-    """Return the keys in the variables of `ENVIRONMENT`. Each key is named after its variable.
+def keys_from_environment(environment: Mapping[str, str]) -> tuple[ApiKey, ...]:
+    """Return the keys in the variables of `SCOPE_OF_VARIABLE`. Each key is named after its variable.
 
     Raises:
         ConfigError: a variable is set and holds no key, or a key that cannot be sent in a header.
     """
     keys: list[ApiKey] = []
-    for variable, scope in ENVIRONMENT.items():
+    for variable, scope in SCOPE_OF_VARIABLE.items():
         tokens = [token.strip() for token in environment[variable].split(",")] if variable in environment else []
         for number, token in enumerate(tokens, 1):
-            if not token or not all("!" <= sign <= "~" for sign in token):
+            if not token or not all("!" <= character <= "~" for character in token):
                 raise ConfigError(f"{variable} must hold keys of printable ASCII, with commas between; or unset it")
-            if len(token) < EASY:
-                logger.warning("a key in %s has fewer than %d characters: it can be guessed", variable, EASY)
+            if len(token) < MIN_SAFE_CHARACTERS:
+                logger.warning(
+                    "a key in %s has fewer than %d characters: it can be guessed", variable, MIN_SAFE_CHARACTERS
+                )
             keys.append(ApiKey(variable if number == 1 else f"{variable}.{number}", scope, digest_of(token.encode())))
-    return _distinct(keys, " and ".join(ENVIRONMENT))
+    return _require_distinct(keys, " and ".join(SCOPE_OF_VARIABLE))
 
 
 class ApiKeys:
     """The keys of one process. Used on one event loop; reading the file blocks that loop."""
 
     def __init__(
-        self, path: Path | None, fixed: Sequence[ApiKey] = (), clock: Callable[[], float] = time.monotonic
+        self, path: Path | None, static_keys: Sequence[ApiKey] = (), clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Read the file; the keys `fixed` are always valid.
+        """Read the file; the keys `static_keys` are always valid.
 
         Raises:
             ConfigError, OSError: the file is malformed or cannot be read, or there is no key at all.
         """
-        self._path, self._fixed, self._clock = path, tuple(fixed), clock
-        self._seen, self._trouble = _version(path), ""
-        self._keys = self._read()
+        self._path, self._static_keys, self._clock = path, tuple(static_keys), clock
+        self._loaded_version, self._last_error = _file_version(path), ""
+        self._keys = self._read_keys()
         if not self._keys:
             raise ConfigError(f"api_keys_file {str(path)!r} holds no key; make one: aerie keys create {path} NAME")
-        self._looked = clock()
+        self._last_check_at = clock()
 
     @classmethod
     def load(cls, path: str | None, environment: Mapping[str, str] = os.environ) -> "ApiKeys | None":
@@ -150,56 +152,60 @@ class ApiKeys:
         Raises:
             ConfigError: the file or a variable is set, and cannot be used.
         """
-        fixed = of_environment(environment)
-        if path is None and not fixed:
+        environment_keys = keys_from_environment(environment)
+        if path is None and not environment_keys:
             return None
         try:
-            return cls(None if path is None else Path(path), fixed)
+            return cls(None if path is None else Path(path), environment_keys)
         except OSError as error:
             raise ConfigError(f"api_keys_file {path!r} cannot be read: {error.strerror}") from None
 
     def find(self, token: bytes) -> ApiKey | None:
         """Return the key that a client sent, None if it is unknown. The time does not depend on which key matches."""
-        self._look()
-        digest, found = digest_of(token), None
+        self._reload_if_changed()
+        digest, matching_key = digest_of(token), None
         for key in self._keys:
             if hmac.compare_digest(key.digest, digest):
-                found = key
-        return found
+                matching_key = key
+        return matching_key
 
     def __str__(self) -> str:
         return ", ".join(f"{key.name} ({key.scope})" for key in self._keys)
 
-    def _look(self) -> None:
+    def _reload_if_changed(self) -> None:
         """Read the file again if it has changed. The same error is logged once, not every second."""
         now = self._clock()
-        if self._path is None or now < self._looked + LOOK_S:
+        if self._path is None or now < self._last_check_at + CHECK_INTERVAL_S:
             return
-        self._looked, trouble = now, ""
+        self._last_check_at, error_text = now, ""
         try:
-            version = _version(self._path)
-            if version != self._seen:
-                self._seen = version  # set before reading: a malformed file is not read again until it changes
-                self._keys = self._read()
+            version = _file_version(self._path)
+            if version != self._loaded_version:
+                self._loaded_version = (
+                    version  # set before reading: a malformed file is not read again until it changes
+                )
+                self._keys = self._read_keys()
                 logger.info("the API keys are now: %s", self or "none, so that nobody is let in")
         except (OSError, ConfigError) as error:
-            trouble = str(error)
-            if trouble != self._trouble:
+            error_text = str(error)
+            if error_text != self._last_error:
                 logger.error("the API keys stay as they were: %s", error)
-        self._trouble = trouble
+        self._last_error = error_text
 
-    def _read(self) -> tuple[ApiKey, ...]:
+    def _read_keys(self) -> tuple[ApiKey, ...]:
         if self._path is None:
-            return self._fixed
-        return _distinct([*read(self._path), *self._fixed], f"api_keys_file {str(self._path)!r} and the environment")
+            return self._static_keys
+        return _require_distinct(
+            [*read_keys_file(self._path), *self._static_keys], f"api_keys_file {str(self._path)!r} and the environment"
+        )
 
 
-def _version(path: Path | None) -> tuple[int, ...]:
+def _file_version(path: Path | None) -> tuple[int, ...]:
     """Return facts about a file of which at least one changes when the file is written or replaced."""
     if path is None:
         return ()
-    facts = path.stat()
-    return facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns
+    file_status = path.stat()
+    return file_status.st_dev, file_status.st_ino, file_status.st_size, file_status.st_mtime_ns, file_status.st_ctime_ns
 
 
 def is_loopback(host: str | None) -> bool:
@@ -210,13 +216,14 @@ def is_loopback(host: str | None) -> bool:
         return host == "localhost"
 
 
-def check_reach(host: str | None, keys: ApiKeys | None, allowed: bool) -> None:
-    """Refuse to start a server that has no keys and that other machines can reach. `allowed` permits such a server.
+def check_exposure(host: str | None, keys: ApiKeys | None, allow_unauthenticated: bool) -> None:
+    """Refuse to start a server that has no keys and that other machines can reach, unless
+    `allow_unauthenticated` is true.
 
     Raises:
         ConfigError: the server would be reachable without keys; the message names the settings that help.
     """
-    if keys is None and not allowed and not is_loopback(host):
+    if keys is None and not allow_unauthenticated and not is_loopback(host):
         raise ConfigError(
             f"http_host {host!r} is reachable from other machines and there are no API keys: set api_keys_file (`aerie "
             "keys create FILE NAME` makes one) or the variable AERIE_API_KEY, or use 127.0.0.1 behind a gateway; to "

@@ -6,26 +6,26 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, ConfigDict, FailFast, Field, PlainValidator
 
-from cluster.api.core.errors import missing, path_of, shown, unsupported, wrong
-from cluster.api.core.fields import MAX_WARNINGS, Strict, Text, text_of_parts
+from cluster.api.core.errors import field_path, invalid_value, missing_parameter, truncated_repr, unsupported_parameter
+from cluster.api.core.fields import MAX_WARNINGS, StrictModel, Text, text_of_parts
 from cluster.api.core.generation import GenerationFields, check_model
 from cluster.api.core.limits import ModelInfo, RequestLimits
-from cluster.api.core.tools import CallableTool, Choice, LeftOutTool, ToolChoice, Tools
+from cluster.api.core.tools import CallableTool, Choice, ToolChoice, Tools, UnsupportedTool
 from cluster.chat import custom
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-ROLES_SHOWN = ", ".join(ROLES)
+ROLES_TEXT = ", ".join(ROLES)
 
 
-def _plain_text(value: Any) -> str:
+def _read_content(value: Any) -> str:
     """Return the content of a message: a string, or the joined text of its parts."""
     return text_of_parts(value, {"text": "text"})
 
 
-Content = Annotated[str, PlainValidator(_plain_text, json_schema_input_type=str | list[dict[str, str]])]
+Content = Annotated[str, PlainValidator(_read_content, json_schema_input_type=str | list[dict[str, str]])]
 
 
-def _calls(value: Any) -> Any:
+def _read_calls(value: Any) -> Any:
     """Return the calls of a message; null becomes []. A custom tool call becomes a function call whose `input` is its
     text.
     """
@@ -37,21 +37,21 @@ def _calls(value: Any) -> Any:
 def _as_function(call: Any) -> Any:
     if not isinstance(call, dict) or call.get("type") != "custom":
         return call
-    called = call.get("custom")
-    if not isinstance(called, dict) or not isinstance(called.get("input"), str):
+    custom_call = call.get("custom")
+    if not isinstance(custom_call, dict) or not isinstance(custom_call.get("input"), str):
         raise ValueError("a call of type custom must have custom, an object with name and input, both strings")
-    function = {"name": called.get("name"), "arguments": custom.arguments_of(called["input"])}
+    function = {"name": custom_call.get("name"), "arguments": custom.arguments_json(custom_call["input"])}
     return {"id": call.get("id"), "type": "function", "function": function}
 
 
-class CalledFunction(Strict):
+class CalledFunction(StrictModel):
     """The function in a tool call; `arguments` is a JSON object as text, as in answers."""
 
     name: Text
     arguments: Text = "{}"
 
 
-class ToolCall(Strict):
+class ToolCall(StrictModel):
     """A function call in an assistant's message, in the form that answers have."""
 
     id: Text | None = None
@@ -59,14 +59,14 @@ class ToolCall(Strict):
     function: CalledFunction
 
 
-class CalledCustom(Strict):
+class CalledCustom(StrictModel):
     """The custom tool in a tool call, and its input text."""
 
     name: Text
     input: Text
 
 
-class CustomToolCall(Strict):
+class CustomToolCall(StrictModel):
     """A custom tool call in an assistant's message, in the form that answers have."""
 
     id: Text | None = None
@@ -77,9 +77,10 @@ class CustomToolCall(Strict):
 Calls = list[ToolCall | CustomToolCall]
 
 
-class ChatMessage(Strict):
+class ChatMessage(StrictModel):
     """One message. `content` may be null in an assistant's message, which may have calls instead. `reasoning` and
-    `reasoning_content` mean the same. Unknown fields are not read, except those in `WITH_MEANING`, which are refused.
+    `reasoning_content` mean the same. Unknown fields are ignored, except those in `REFUSED_MESSAGE_FIELDS`,
+    which are refused.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -87,74 +88,78 @@ class ChatMessage(Strict):
     role: str
     content: Content | None = None
     name: Text | None = None
-    tool_calls: Annotated[list[ToolCall], FailFast(), BeforeValidator(_calls, json_schema_input_type=Calls | None)] = (
-        Field(default_factory=list)
-    )
+    tool_calls: Annotated[
+        list[ToolCall], FailFast(), BeforeValidator(_read_calls, json_schema_input_type=Calls | None)
+    ] = Field(default_factory=list)
     tool_call_id: Text | None = None
     reasoning_content: Text | None = None
     reasoning: Text | None = None
 
     @property
-    def thought(self) -> str | None:
+    def reasoning_text(self) -> str | None:
         """The reasoning of the assistant in this message."""
         return self.reasoning_content or self.reasoning
 
 
-WITH_MEANING = frozenset({"audio", "function_call", "prefix", "partial"})
+REFUSED_MESSAGE_FIELDS = frozenset({"audio", "function_call", "prefix", "partial"})
 """Unsupported fields of a message that would change the answer. They are refused; other fields give a warning."""
 
 
-def unread(messages: Sequence[ChatMessage]) -> list[str]:
+def unknown_field_warnings(messages: Sequence[ChatMessage]) -> list[str]:
     """Return one warning for each unknown field name. It is no error: clients keep their own fields in messages."""
     names = {name: None for message in messages for name, value in (message.model_extra or {}).items() if value}
-    return [f"messages: {shown(name)} is not read" for name in names]
+    return [f"messages: {truncated_repr(name)} is not read" for name in names]
 
 
-OF_ROLE = dict.fromkeys(("tool_calls", "reasoning_content", "reasoning"), "assistant") | {"tool_call_id": "tool"}
+ROLE_OF_FIELD = dict.fromkeys(("tool_calls", "reasoning_content", "reasoning"), "assistant") | {"tool_call_id": "tool"}
 
 
-def check_messages(messages: Sequence[ChatMessage], most: int) -> None:
-    """Check the number, the roles and the fields of messages; `most` is the limit of messages.
+def check_messages(messages: Sequence[ChatMessage], max_messages: int) -> None:
+    """Check the number, the roles and the fields of messages; there may be at most `max_messages`.
 
     Raises:
         ApiError: 400 that names the message and the field.
     """
-    if len(messages) > most:
-        raise wrong("messages", f"at most {most}, got {len(messages)}")
-    for at, message in enumerate(messages):
-        path = f"messages.{at}"
+    if len(messages) > max_messages:
+        raise invalid_value("messages", f"at most {max_messages}, got {len(messages)}")
+    for index, message in enumerate(messages):
+        path = f"messages.{index}"
         if message.role not in ROLES:
             remedy = "; answer a call as role tool" if message.role == "function" else ""
-            raise wrong(f"{path}.role", f"must be one of {ROLES_SHOWN}, got {shown(message.role)}{remedy}")
-        for name, role in OF_ROLE.items():
+            raise invalid_value(
+                f"{path}.role", f"must be one of {ROLES_TEXT}, got {truncated_repr(message.role)}{remedy}"
+            )
+        for name, role in ROLE_OF_FIELD.items():
             if getattr(message, name) and message.role != role:
-                raise wrong(f"{path}.{name}", f"only a message of role {role} has it, not {message.role}")
+                raise invalid_value(f"{path}.{name}", f"only a message of role {role} has it, not {message.role}")
         if message.content is None and message.role != "assistant":
-            raise missing(f"{path}.content")
+            raise missing_parameter(f"{path}.content")
         if message.role == "tool" and not message.tool_call_id:
-            raise missing(f"{path}.tool_call_id")
-        for call_at, call in enumerate(message.tool_calls):
-            _check_arguments(call, f"{path}.tool_calls.{call_at}.function.arguments")
+            raise missing_parameter(f"{path}.tool_call_id")
+        for call_index, call in enumerate(message.tool_calls):
+            _check_arguments(call, f"{path}.tool_calls.{call_index}.function.arguments")
         for name, value in (message.model_extra or {}).items():
-            if value and name in WITH_MEANING:
-                extra = path_of(path, name)
-                raise unsupported(extra, f"{shown(value)} is not supported by this server; leave it out")
+            if value and name in REFUSED_MESSAGE_FIELDS:
+                extra_path = field_path(path, name)
+                raise unsupported_parameter(
+                    extra_path, f"{truncated_repr(value)} is not supported by this server; leave it out"
+                )
 
 
 def _check_arguments(call: ToolCall, path: str) -> None:
     try:
-        found = json.loads(call.function.arguments or "{}")
+        arguments = json.loads(call.function.arguments or "{}")
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        raise wrong(path, f"must be a JSON object as text, got {shown(call.function.arguments)}")
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise invalid_value(path, f"must be a JSON object as text, got {truncated_repr(call.function.arguments)}")
 
 
 Messages = Annotated[list[ChatMessage], FailFast()]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
-class ConversationFields(Strict):
+class ConversationFields(StrictModel):
     """Fields that /v1/chat/completions and /tokenize share. Without `tool_choice` the model may call any of `tools`."""
 
     tools: Tools = Field(default_factory=list)
@@ -165,14 +170,14 @@ class ConversationFields(Strict):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
     @property
-    def served_tools(self) -> list[CallableTool]:
+    def supported_tools(self) -> list[CallableTool]:
         """The tools that this server can call; tools of other types are left out."""
-        return [tool for tool in self.tools if not isinstance(tool, LeftOutTool)]
+        return [tool for tool in self.tools if not isinstance(tool, UnsupportedTool)]
 
     @property
     def choice(self) -> ToolChoice:
         """The tool choice in effect: mode `none` without callable tools, else `tool_choice`, by default `auto`."""
-        if not self.served_tools:
+        if not self.supported_tools:
             return ToolChoice(mode="none")
         return self.tool_choice or ToolChoice(mode="auto")
 
@@ -182,62 +187,69 @@ class ConversationFields(Strict):
         names = self.choice.names
         if self.choice.mode == "none":
             return []
-        return [tool for tool in self.served_tools if names is None or tool.function.name in names]
+        return [tool for tool in self.supported_tools if names is None or tool.function.name in names]
 
     @property
-    def shown_tools(self) -> list[dict[str, Any]]:
+    def template_tools(self) -> list[dict[str, Any]]:
         """The tools that the chat template shows to the model, as functions."""
         if self.choice.mode == "none":
             return []
-        return [tool.as_function() for tool in self.served_tools]
+        return [tool.as_function() for tool in self.supported_tools]
 
-    def check_conversation(self, messages: Sequence[ChatMessage], most_messages: int, most_tools: int) -> None:
+    def check_conversation(self, messages: Sequence[ChatMessage], max_messages: int, max_tools: int) -> None:
         """Check messages, tools and tool choice for what the field types cannot express.
 
         Raises:
             ApiError: 400 that names the field.
         """
-        check_messages(messages, most_messages)
-        if len(self.tools) > most_tools:
-            raise wrong("tools", f"at most {most_tools}, got {len(self.tools)}")
+        check_messages(messages, max_messages)
+        if len(self.tools) > max_tools:
+            raise invalid_value("tools", f"at most {max_tools}, got {len(self.tools)}")
         names: set[str] = set()
-        for at, tool in enumerate(self.tools):
-            if isinstance(tool, LeftOutTool):
+        for index, tool in enumerate(self.tools):
+            if isinstance(tool, UnsupportedTool):
                 continue
-            function, path = tool.function, f"tools.{at}.{tool.type}"
+            function, path = tool.function, f"tools.{index}.{tool.type}"
             if function.name in names:
-                raise wrong(f"{path}.name", f"{shown(function.name)} is the name of another tool")
+                raise invalid_value(f"{path}.name", f"{truncated_repr(function.name)} is the name of another tool")
             if function.schema_of_arguments["type"] != "object":
-                raise wrong(f"{path}.parameters", "must be the schema of an object")
+                raise invalid_value(f"{path}.parameters", "must be the schema of an object")
             names.add(function.name)
         if self.tool_choice is not None:
             self._check_choice(self.tool_choice, names)
         if self.continue_final_message:
-            self._check_continued(messages)
+            self._check_continue_final_message(messages)
 
-    def _check_choice(self, wanted: ToolChoice, names: Collection[str]) -> None:
+    def _check_choice(self, choice: ToolChoice, names: Collection[str]) -> None:
         """Check that `tool_choice` names only tools in `names`, the tools that this server can call."""
-        left_out = [tool for tool in self.tools if isinstance(tool, LeftOutTool)]
-        if wanted.mode == "required" and not names:
-            kinds = ", ".join(dict.fromkeys(shown(tool.type) for tool in left_out[:MAX_WARNINGS]))
-            why = f" that this server runs: it does not run {kinds}" if kinds else ""
-            raise wrong("tool_choice", f"needs tools, and there are none{why}")
-        for name in wanted.names or ():
+        unsupported_tools = [tool for tool in self.tools if isinstance(tool, UnsupportedTool)]
+        if choice.mode == "required" and not names:
+            unsupported_types = ", ".join(
+                dict.fromkeys(truncated_repr(tool.type) for tool in unsupported_tools[:MAX_WARNINGS])
+            )
+            reason = f" that this server runs: it does not run {unsupported_types}" if unsupported_types else ""
+            raise invalid_value("tool_choice", f"needs tools, and there are none{reason}")
+        for name in choice.names or ():
             if name in names:
                 continue
-            kind = next((tool.type for tool in left_out if name in (tool.name, tool.type)), None)
-            if kind is not None:
-                why = f"{shown(name)} is a tool of type {shown(kind)}, which this server does not run; choose another"
-                raise wrong("tool_choice", why)
-            raise wrong("tool_choice", f"{shown(name)} is none of the tools")
+            tool_type = next((tool.type for tool in unsupported_tools if name in (tool.name, tool.type)), None)
+            if tool_type is not None:
+                reason = (
+                    f"{truncated_repr(name)} is a tool of type {truncated_repr(tool_type)}, which this server does not "
+                    "run; choose another"
+                )
+                raise invalid_value("tool_choice", reason)
+            raise invalid_value("tool_choice", f"{truncated_repr(name)} is none of the tools")
 
-    def _check_continued(self, messages: Sequence[ChatMessage]) -> None:
+    def _check_continue_final_message(self, messages: Sequence[ChatMessage]) -> None:
         if "add_generation_prompt" in self.model_fields_set and self.add_generation_prompt:
-            raise wrong(
+            raise invalid_value(
                 "continue_final_message", "contradicts add_generation_prompt: true; send false, or leave it out"
             )
         if messages[-1].role != "assistant" or not messages[-1].content or messages[-1].tool_calls:
-            raise wrong("continue_final_message", "the last message must be an assistant's, with text and no calls")
+            raise invalid_value(
+                "continue_final_message", "the last message must be an assistant's, with text and no calls"
+            )
 
 
 class ChatRequest(ConversationFields, GenerationFields):
@@ -253,7 +265,7 @@ class ChatRequest(ConversationFields, GenerationFields):
     top_logprobs: int | None = Field(default=None, ge=0)
     add_special_tokens: bool = False
 
-    def top_logprobs_wanted(self) -> int | None:
+    def requested_top_logprobs(self) -> int | None:
         """Return `top_logprobs`, by default 0, if `logprobs` is true. Otherwise return None."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
@@ -261,7 +273,7 @@ class ChatRequest(ConversationFields, GenerationFields):
         """Check the shared fields, the messages and the tools."""
         super().check(model, limits)
         if self.top_logprobs and not self.logprobs:
-            raise wrong("top_logprobs", "needs logprobs: true")
+            raise invalid_value("top_logprobs", "needs logprobs: true")
         self.check_conversation(self.messages, limits.messages, limits.tools)
 
 
@@ -274,7 +286,7 @@ class TokenizeRequest(ConversationFields):
     add_special_tokens: bool | None = None
 
     @property
-    def special(self) -> bool:
+    def adds_special_tokens(self) -> bool:
         """Whether special tokens are added: by default to a prompt, but not to messages: a template adds them."""
         return not self.messages if self.add_special_tokens is None else self.add_special_tokens
 
@@ -283,7 +295,7 @@ class TokenizeRequest(ConversationFields):
         """Return the request and warnings. Exactly one of `prompt` and `messages` must be sent."""
         fields, warnings = super().read(body)
         if (fields.prompt is None) == (not fields.messages):
-            raise wrong("prompt", "send either prompt or messages")
+            raise invalid_value("prompt", "send either prompt or messages")
         return fields, warnings
 
     def check(self, model: ModelInfo, limits: RequestLimits) -> None:

@@ -14,17 +14,17 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import Scope
 
 from cluster.actors.messages import Overloaded
-from cluster.api.proxy.refusals import FULL, held_s
+from cluster.api.proxy.refusals import FULL_HEADER, hold_s
 
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1  # the smallest Retry-After of a request refused as overloaded
-RESTART_S = 5.0  # Retry-After while the time that an engine needs to start is unknown
+DEFAULT_RESTART_S = 5.0  # Retry-After while the time that an engine needs to start is unknown
 NOT_FOUND = 404
-CLIENT_GONE = 499  # as in nginx: this status is only in logs and metrics, since the client has left
+CLIENT_CLOSED_REQUEST = 499  # as in nginx: this status is only in logs and metrics, since the client has left
 MAX_PATH = 200  # characters of a field's path; limited because clients choose the names in it
 MAX_METHOD = 16
-ELSEWHERE: Mapping[str, str] = {
+MISSING_APIS: Mapping[str, str] = {
     "embeddings": "embeddings: its models continue text",
     "audio": "speech and transcription: its models read and write text",
     "images": "images: its models read and write text",
@@ -43,7 +43,7 @@ ELSEWHERE: Mapping[str, str] = {
     "score": "scoring by pairs: prompt_logprobs score a text",
 }
 """APIs of OpenAI or vLLM that are missing here, by the first part of their path under /v1; for 404 messages."""
-SHOWN_CHARACTERS = 60  # the most characters of a refused value in a message
+MAX_QUOTED_CHARACTERS = 60  # the most characters of a refused value in a message
 
 
 class ApiError(Exception):
@@ -82,45 +82,45 @@ Envelope = Callable[[ApiError], Mapping[str, Any]]
 """A function that makes the body of an error in the form of one API."""
 
 
-def wrong(param: str, why: str, code: str = "invalid_value") -> ApiError:
+def invalid_value(param: str, reason: str, code: str = "invalid_value") -> ApiError:
     """Return a 400 for the field `param`, whose path begins the message."""
-    return ApiError(f"{param}: {why}", param=param, code=code)
+    return ApiError(f"{param}: {reason}", param=param, code=code)
 
 
-def wrong_type(param: str, expected: str, value: Any) -> ApiError:
+def invalid_type(param: str, expected: str, value: Any) -> ApiError:
     """Return a 400 for a field whose value has another type than `expected`."""
-    return wrong(param, f"must be {expected}, got {shown(value)}", "invalid_type")
+    return invalid_value(param, f"must be {expected}, got {truncated_repr(value)}", "invalid_type")
 
 
-def missing(param: str) -> ApiError:
+def missing_parameter(param: str) -> ApiError:
     """Return a 400 for a field that must be sent."""
-    return wrong(param, "required", "missing_required_parameter")
+    return invalid_value(param, "required", "missing_required_parameter")
 
 
-def unsupported(param: str, why: str) -> ApiError:
+def unsupported_parameter(param: str, reason: str) -> ApiError:
     """Return a 400 for a field that this server, or this model, does not honour."""
-    return wrong(param, why, "unsupported_parameter")
+    return invalid_value(param, reason, "unsupported_parameter")
 
 
-class ClientGoneError(Exception):
+class ClientDisconnectedError(Exception):
     """The client closed the connection before its answer was complete."""
 
 
-def overloaded(error: Overloaded, whoever: bool = False) -> ApiError:
-    """Return a 503 for a full queue; Retry-After says when a request is likely to be admitted. `whoever` says that a
-    request of any client would be refused now. A header then lets the proxy repeat this answer for a while.
+def overloaded_error(error: Overloaded, for_every_client: bool = False) -> ApiError:
+    """Return a 503 for a full queue; Retry-After says when a request is likely to be admitted. `for_every_client`
+    says that a request of any client would be refused now. A header then lets the proxy repeat this answer for a while.
     """
-    held = {FULL.decode(): f"{held_s(error.retry_after_s):.3f}"} if whoever else {}
+    proxy_headers = {FULL_HEADER.decode(): f"{hold_s(error.retry_after_s):.3f}"} if for_every_client else {}
     return ApiError(
         str(error) or "the server is full; try again shortly",
         status=503,
         kind="overloaded_error",
         code="overloaded",
-        headers={"Retry-After": str(max(RETRY_AFTER_S, math.ceil(error.retry_after_s))), **held},
+        headers={"Retry-After": str(max(RETRY_AFTER_S, math.ceil(error.retry_after_s))), **proxy_headers},
     )
 
 
-def unavailable(reason: str, retry_after_s: float = RESTART_S) -> ApiError:
+def unavailable_error(reason: str, retry_after_s: float = DEFAULT_RESTART_S) -> ApiError:
     """Return a 503 with Retry-After for an engine that makes no progress, is lost, or shuts down."""
     return ApiError(
         reason,
@@ -131,97 +131,99 @@ def unavailable(reason: str, retry_after_s: float = RESTART_S) -> ApiError:
     )
 
 
-def internal(where: str) -> ApiError:
-    """Return a 500 for a failure of the server; the log has the detail under `where` (a request id or a path)."""
+def internal_error(source: str) -> ApiError:
+    """Return a 500 for a failure of the server; the log has the detail under `source` (a request id or a path)."""
     return ApiError(
-        f"the server failed to answer this request ({where}); its log has the cause",
+        f"the server failed to answer this request ({source}); its log has the cause",
         status=500,
         kind="server_error",
         code="internal_error",
     )
 
 
-def not_served(method: str, path: str, routes: Sequence[BaseRoute]) -> ApiError:
+def not_found_error(method: str, path: str, routes: Sequence[BaseRoute]) -> ApiError:
     """Return a 404 that lists the routes. If the path belongs to another API of OpenAI or vLLM, the 404 names it."""
     first = path.removeprefix("/v1").strip("/").partition("/")[0]
-    missing = f"this server has no {ELSEWHERE[first]}; " if path.startswith("/v1/") and first in ELSEWHERE else ""
+    missing_api = (
+        f"this server has no {MISSING_APIS[first]}; " if path.startswith("/v1/") and first in MISSING_APIS else ""
+    )
     served = ", ".join(route.path for route in routes if isinstance(route, Route) and route.path != path)
-    message = f"{missing}nothing is served under {method[:MAX_METHOD]} {shown(path)}; served are {served}"
+    message = f"{missing_api}nothing is served under {method[:MAX_METHOD]} {truncated_repr(path)}; served are {served}"
     return ApiError(message, status=NOT_FOUND, code="unknown_url")
 
 
-def shown(value: Any) -> str:
-    """Return a value as text for an error message, cut to `SHOWN_CHARACTERS`. A large value costs no more time."""
+def truncated_repr(value: Any) -> str:
+    """Return a value as text for an error message, cut to `MAX_QUOTED_CHARACTERS`. A large value costs no more time."""
     text = ""
-    for piece in _pieces(value):
-        text += piece
-        if len(text) > SHOWN_CHARACTERS:
-            return text[: SHOWN_CHARACTERS - 3] + "..."
+    for chunk in _repr_chunks(value):
+        text += chunk
+        if len(text) > MAX_QUOTED_CHARACTERS:
+            return text[: MAX_QUOTED_CHARACTERS - 3] + "..."
     return text
 
 
-def _pieces(value: Any) -> Iterator[str]:
-    """Yield `repr(value)` piece by piece; no piece is much longer than `SHOWN_CHARACTERS`."""
+def _repr_chunks(value: Any) -> Iterator[str]:
+    """Yield `repr(value)` in chunks; no chunk is much longer than `MAX_QUOTED_CHARACTERS`."""
     if isinstance(value, str):
-        yield repr(value[: SHOWN_CHARACTERS + 1])
+        yield repr(value[: MAX_QUOTED_CHARACTERS + 1])
     elif isinstance(value, list):
         yield "["
-        for at, item in enumerate(value):
-            yield ", " if at else ""
-            yield from _pieces(item)
+        for index, item in enumerate(value):
+            yield ", " if index else ""
+            yield from _repr_chunks(item)
         yield "]"
     elif isinstance(value, dict):
         yield "{"
-        for at, (key, item) in enumerate(value.items()):
-            yield ", " if at else ""
-            yield from _pieces(key)
+        for index, (key, item) in enumerate(value.items()):
+            yield ", " if index else ""
+            yield from _repr_chunks(key)
             yield ": "
-            yield from _pieces(item)
+            yield from _repr_chunks(item)
         yield "}"
     else:
         yield repr(value)
 
 
-def path_of(*parts: object) -> str:
+def field_path(*parts: object) -> str:
     """Return the path of a field, such as `messages.0.role`, cut to `MAX_PATH` characters."""
     text = ".".join(str(part)[:MAX_PATH] for part in parts)
     return text if len(text) <= MAX_PATH else text[: MAX_PATH - 3] + "..."
 
 
-def invalid(error: ValidationError, *where: object) -> ApiError:
+def from_validation_error(error: ValidationError, *parent_path: object) -> ApiError:
     """Return pydantic's first complaint as a 400: one line that begins with the field's path, in words for a client.
-    `where` is the path of the value that was validated.
+    `parent_path` is the path of the value that was validated.
     """
-    first = error.errors(include_url=False)[0]
-    param = path_of(*where, *first["loc"])
-    kind = first["type"]
-    if kind == "missing":
-        return wrong(param, "required", "missing_required_parameter")
-    if kind == "value_error":
-        message = str(first["msg"]).removeprefix("Value error, ")
+    complaint = error.errors(include_url=False)[0]
+    param = field_path(*parent_path, *complaint["loc"])
+    complaint_type = complaint["type"]
+    if complaint_type == "missing":
+        return invalid_value(param, "required", "missing_required_parameter")
+    if complaint_type == "value_error":
+        message = str(complaint["msg"]).removeprefix("Value error, ")
     else:
-        message = f"{_plain(kind, first)}, got {shown(first['input'])}"
-    wrong_type = kind.endswith("_type")
-    return wrong(param, message, "invalid_type" if wrong_type else "invalid_value")
+        message = f"{_in_json_terms(complaint_type, complaint)}, got {truncated_repr(complaint['input'])}"
+    is_type_error = complaint_type.endswith("_type")
+    return invalid_value(param, message, "invalid_type" if is_type_error else "invalid_value")
 
 
-def _plain(kind: str, complaint: Mapping[str, Any]) -> str:
+def _in_json_terms(complaint_type: str, complaint: Mapping[str, Any]) -> str:
     """Return pydantic's complaint in JSON's terms instead of Python's."""
     context = complaint.get("ctx", {})
-    if kind == "too_short":
-        least = context["min_length"]
-        return "must not be empty" if least == 1 else f"must have at least {least} items"
-    if kind == "too_long":
+    if complaint_type == "too_short":
+        min_length = context["min_length"]
+        return "must not be empty" if min_length == 1 else f"must have at least {min_length} items"
+    if complaint_type == "too_long":
         return f"must have at most {context['max_length']} items"
-    if kind == "string_pattern_mismatch":  # patterns are [A-Za-z0-9._:-]{1,MOST}, with different limits
-        most = context["pattern"].removesuffix("}$").rpartition(",")[2]
-        return f"must be 1 to {most} letters, digits or any of . _ : -"
-    if kind in PLAIN:
-        return PLAIN[kind]
+    if complaint_type == "string_pattern_mismatch":  # patterns are [A-Za-z0-9._:-]{1,MOST}, with different limits
+        max_length = context["pattern"].removesuffix("}$").rpartition(",")[2]
+        return f"must be 1 to {max_length} letters, digits or any of . _ : -"
+    if complaint_type in MESSAGE_OF_TYPE:
+        return MESSAGE_OF_TYPE[complaint_type]
     return str(complaint["msg"]).replace("Input should", "must", 1)
 
 
-PLAIN: Mapping[str, str] = {
+MESSAGE_OF_TYPE: Mapping[str, str] = {
     "bool_type": "must be true or false",
     "int_type": "must be an integer",
     "int_from_float": "must be an integer",
@@ -238,27 +240,27 @@ PLAIN: Mapping[str, str] = {
 }
 
 
-def install(app: FastAPI, envelope_of: Callable[[Scope], Envelope]) -> None:
+def install_error_handlers(app: FastAPI, envelope_of: Callable[[Scope], Envelope]) -> None:
     """Install the handlers that answer every error, routing errors too, in the envelope of the requested API."""
 
-    async def from_routing(request: Request, error: Exception) -> Response:
+    async def handle_routing_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        made = ApiError(str(error.detail), status=error.status_code, headers=error.headers)
+        api_error = ApiError(str(error.detail), status=error.status_code, headers=error.headers)
         if error.status_code == NOT_FOUND:
-            made = not_served(request.method, request.url.path, app.routes)
-        return made.response(envelope_of(request.scope))
+            api_error = not_found_error(request.method, request.url.path, app.routes)
+        return api_error.response(envelope_of(request.scope))
 
-    async def from_us(request: Request, error: Exception) -> Response:
+    async def handle_api_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
         return error.response(envelope_of(request.scope))
 
-    async def nobody_there(request: Request, error: Exception) -> Response:
-        return Response(status_code=CLIENT_GONE)
+    async def handle_client_disconnected(request: Request, error: Exception) -> Response:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
 
-    async def unexpected(request: Request, error: Exception) -> Response:
-        return internal(request.url.path).response(envelope_of(request.scope))
+    async def handle_unexpected_error(request: Request, error: Exception) -> Response:
+        return internal_error(request.url.path).response(envelope_of(request.scope))
 
-    app.add_exception_handler(HTTPException, from_routing)
-    app.add_exception_handler(ApiError, from_us)
-    app.add_exception_handler(ClientGoneError, nobody_there)
-    app.add_exception_handler(Exception, unexpected)
+    app.add_exception_handler(HTTPException, handle_routing_error)
+    app.add_exception_handler(ApiError, handle_api_error)
+    app.add_exception_handler(ClientDisconnectedError, handle_client_disconnected)
+    app.add_exception_handler(Exception, handle_unexpected_error)

@@ -9,13 +9,20 @@ from typing import Annotated, Any, ClassVar, NamedTuple, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
-from cluster.api.core.errors import ApiError, invalid, shown, unsupported, wrong, wrong_type
+from cluster.api.core.errors import (
+    ApiError,
+    from_validation_error,
+    invalid_type,
+    invalid_value,
+    truncated_repr,
+    unsupported_parameter,
+)
 
 WARNING_HEADER = "x-aerie-warning"
 MAX_WARNINGS = 8  # unknown fields that are named, with a suggestion; further ones are only counted
 MAX_NAME = 64  # a longer name gets no suggestion, since the cost of the search grows with its length
 
-SPELLINGS: dict[str, str] = {
+FIELD_ALIASES: dict[str, str] = {
     "rid": "request_id",
     "min_new_tokens": "min_tokens",
     "no_stop_trim": "include_stop_str_in_output",
@@ -123,11 +130,11 @@ class FieldTable(NamedTuple):
     remedies: Mapping[str, str]
 
 
-GENERATION = FieldTable(HARMLESS, REFUSED, REMEDIES)
+GENERATION_TABLE = FieldTable(HARMLESS, REFUSED, REMEDIES)
 
 
-def sort_fields(
-    body: Mapping[str, Any], honoured: Collection[str], table: FieldTable = GENERATION
+def select_honoured_fields(
+    body: Mapping[str, Any], honoured: Collection[str], table: FieldTable = GENERATION_TABLE
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the honoured fields that are not null, in the server's spelling, and warnings about unknown fields.
 
@@ -135,32 +142,34 @@ def sort_fields(
         ApiError: 400 for a refused field whose value is not neutral, or a field sent in two spellings with different
             values.
     """
-    kept: dict[str, Any] = {}
+    selected: dict[str, Any] = {}
     warnings = []
-    unknown = 0
+    unknown_count = 0
     for name, value in body.items():
         if value is None:
             continue
-        ours = SPELLINGS.get(name, name)
-        if ours in honoured:
-            if ours in kept and kept[ours] != value:
-                raise wrong(name, f"given twice, as {ours} too; send one")
-            kept[ours] = value
+        canonical_name = FIELD_ALIASES.get(name, name)
+        if canonical_name in honoured:
+            if canonical_name in selected and selected[canonical_name] != value:
+                raise invalid_value(name, f"given twice, as {canonical_name} too; send one")
+            selected[canonical_name] = value
         elif name in table.refused or name in table.remedies:
-            if not any(_same(value, neutral) for neutral in table.refused.get(name, ())):
-                raise _refusal(name, value, table)
+            if not any(_json_equal(value, neutral) for neutral in table.refused.get(name, ())):
+                raise _refused_field_error(name, value, table)
         elif name not in table.harmless:
-            unknown += 1
-            if unknown <= MAX_WARNINGS:
-                warnings.append(_warning(name, honoured))
-    if unknown > MAX_WARNINGS:
-        warnings.append(f"and {unknown - MAX_WARNINGS} more")
-    return kept, warnings
+            unknown_count += 1
+            if unknown_count <= MAX_WARNINGS:
+                warnings.append(_unknown_field_warning(name, honoured))
+    if unknown_count > MAX_WARNINGS:
+        warnings.append(f"and {unknown_count - MAX_WARNINGS} more")
+    return selected, warnings
 
 
-def _warning(name: str, honoured: Collection[str]) -> str:
-    close = difflib.get_close_matches(name, honoured, n=1, cutoff=0.75) if len(name) <= MAX_NAME else []
-    return f"unknown field {shown(name)} ignored" + (f"; did you mean {close[0]!r}?" if close else "")
+def _unknown_field_warning(name: str, honoured: Collection[str]) -> str:
+    similar_names = difflib.get_close_matches(name, honoured, n=1, cutoff=0.75) if len(name) <= MAX_NAME else []
+    return f"unknown field {truncated_repr(name)} ignored" + (
+        f"; did you mean {similar_names[0]!r}?" if similar_names else ""
+    )
 
 
 def warning_headers(warnings: list[str]) -> dict[str, str]:
@@ -170,26 +179,28 @@ def warning_headers(warnings: list[str]) -> dict[str, str]:
     return {WARNING_HEADER: "; ".join(warnings).encode("ascii", "backslashreplace").decode("ascii")}
 
 
-def _refusal(name: str, value: Any, table: FieldTable) -> ApiError:
-    neutral = table.refused.get(name, ())
-    remedy = table.remedies.get(name) or (f"leave it out or send {shown(neutral[0])}" if neutral else "leave it out")
-    return unsupported(name, f"{shown(value)} is not supported by this server; {remedy}")
+def _refused_field_error(name: str, value: Any, table: FieldTable) -> ApiError:
+    neutral_values = table.refused.get(name, ())
+    remedy = table.remedies.get(name) or (
+        f"leave it out or send {truncated_repr(neutral_values[0])}" if neutral_values else "leave it out"
+    )
+    return unsupported_parameter(name, f"{truncated_repr(value)} is not supported by this server; {remedy}")
 
 
-def _same(value: Any, neutral: Any) -> bool:
+def _json_equal(value: Any, neutral: Any) -> bool:
     """Whether two JSON values are equal: 1 equals 1.0, but 0 does not equal false."""
     return isinstance(value, bool) == isinstance(neutral, bool) and bool(value == neutral)
 
 
-Part = TypeVar("Part", bound=BaseModel)
+Model = TypeVar("Model", bound=BaseModel)
 Item = TypeVar("Item")
 
 
-class Strict(BaseModel):
+class StrictModel(BaseModel):
     """Base of the request models. `table` lists the fields that a body does not honour."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True, protected_namespaces=())
-    table: ClassVar[FieldTable] = GENERATION
+    table: ClassVar[FieldTable] = GENERATION_TABLE
 
     @classmethod
     def honoured(cls) -> Collection[str]:
@@ -203,42 +214,42 @@ class Strict(BaseModel):
         Raises:
             ApiError: 400 that names the first wrong field.
         """
-        kept, warnings = sort_fields(body, cls.honoured(), cls.table)
+        selected, warnings = select_honoured_fields(body, cls.honoured(), cls.table)
         try:
-            return cls.model_validate(kept), warnings
+            return cls.model_validate(selected), warnings
         except ValidationError as error:
-            raise invalid(error) from None
+            raise from_validation_error(error) from None
 
 
-def read_at(kind: type[Part], value: Any, path: str) -> Part:
-    """Validate a part of a body as a `kind`; `path` is the path of the part.
+def validate_at(model_class: type[Model], value: Any, path: str) -> Model:
+    """Validate a part of a body as a `model_class`; `path` is the path of the part.
 
     Raises:
         ApiError: 400 that names the wrong field, with `path` before it.
     """
     if not isinstance(value, dict):
-        raise wrong_type(path, "an object", value)
+        raise invalid_type(path, "an object", value)
     try:
-        return kind.model_validate(value)
+        return model_class.model_validate(value)
     except ValidationError as error:
-        raise invalid(error, path) from None
+        raise from_validation_error(error, path) from None
 
 
-def read_each(value: Any, read: Callable[[Any, str], Item], path: str) -> list[Item]:
-    """Return the items of a list, each read by `read`, which gets the item and its path. ValueError for other types."""
+def read_list(value: Any, read_item: Callable[[Any, str], Item], path: str) -> list[Item]:
+    """Return the items of a list; `read_item` reads each from its value and its path. ValueError for other types."""
     if not isinstance(value, list):
-        raise ValueError(f"must be a list, got {shown(value)}")
-    return [read(item, f"{path}.{at}") for at, item in enumerate(value)]
+        raise ValueError(f"must be a list, got {truncated_repr(value)}")
+    return [read_item(item, f"{path}.{index}") for index, item in enumerate(value)]
 
 
 def require(*checks: tuple[object, str, str]) -> None:
     """Raise a 400 for the first check that fails. A check is a condition, the field's path, and what must hold."""
-    for holds, param, why in checks:
-        if not holds:
-            raise wrong(param, why)
+    for is_satisfied, param, reason in checks:
+        if not is_satisfied:
+            raise invalid_value(param, reason)
 
 
-def readable(text: str) -> str:
+def require_utf8(text: str) -> str:
     """Return `text`. Raise ValueError if UTF-8 cannot encode it: a JSON escape may be half of a surrogate pair."""
     try:
         text.encode()
@@ -255,55 +266,58 @@ def list_of_stops(value: Any) -> Any:
 def list_of_prompts(value: Any) -> list[Any]:
     """Return `str | list[str] | list[int] | list[list[int]]` as a list of prompts. ValueError for anything else."""
     if isinstance(value, str):
-        return [readable(value)]
-    shape = "must be a string, a list of strings, a list of token ids or a list of such lists"
+        return [require_utf8(value)]
+    allowed_types = "must be a string, a list of strings, a list of token ids or a list of such lists"
     if not isinstance(value, list):
-        raise ValueError(f"{shape}, got {shown(value)}")
+        raise ValueError(f"{allowed_types}, got {truncated_repr(value)}")
     if not value:
         raise ValueError("must not be an empty list")
     first = value[0]
     if isinstance(first, str):
-        _all_of(str, value, "strings")
-        return [readable(text) for text in value]
+        _check_item_types(str, value, "strings")
+        return [require_utf8(text) for text in value]
     if isinstance(first, list):
-        for at, ids in enumerate(value):
+        for index, ids in enumerate(value):
             if not isinstance(ids, list):
-                raise ValueError(f"item {at} must be a list of token ids like the first, got {shown(ids)}")
-            _all_of(int, ids, "token ids", f"item {at}: ")
+                raise ValueError(f"item {index} must be a list of token ids like the first, got {truncated_repr(ids)}")
+            _check_item_types(int, ids, "token ids", f"item {index}: ")
         return value
     if not isinstance(first, int) or isinstance(first, bool):
-        raise ValueError(f"{shape}, got a list that begins with {shown(first)}")
-    _all_of(int, value, "token ids")
+        raise ValueError(f"{allowed_types}, got a list that begins with {truncated_repr(first)}")
+    _check_item_types(int, value, "token ids")
     return [value]
 
 
-def _all_of(kind: type, items: list[Any], what: str, where: str = "") -> None:
-    for at, item in enumerate(items):
-        if type(item) is not kind:
-            raise ValueError(f"{where}must hold {what} only, got {shown(item)} at position {at}")
+def _check_item_types(expected_type: type, items: list[Any], type_name: str, prefix: str = "") -> None:
+    for index, item in enumerate(items):
+        if type(item) is not expected_type:
+            raise ValueError(f"{prefix}must hold {type_name} only, got {truncated_repr(item)} at position {index}")
 
 
-def text_of_parts(value: Any, kinds: Mapping[str, str]) -> str:
-    """Return a string, or the joined texts of a list of parts; `kinds` maps the type of a part to its text field.
+def text_of_parts(value: Any, text_field_of_type: Mapping[str, str]) -> str:
+    """Return a string, or the joined texts of a list of content parts. `text_field_of_type` maps the type of a part
+    to the name of its text field.
 
     Raises:
         ValueError: the value has another type, a part is of another type (such as an image), or a text is invalid.
     """
     if isinstance(value, str):
-        return readable(value)
+        return require_utf8(value)
     if not isinstance(value, list):
-        raise ValueError(f"must be a string or a list of text parts, got {shown(value)}")
+        raise ValueError(f"must be a string or a list of text parts, got {truncated_repr(value)}")
     texts = []
-    for at, part in enumerate(value):
-        kind = part.get("type") if isinstance(part, dict) else None
-        name = kinds.get(kind) if isinstance(kind, str) else None
-        if name is None:
-            got = shown(part if kind is None else kind)
-            raise ValueError(f"part {at} must be of type {' or '.join(kinds)}: this model reads text, not {got}")
-        if not isinstance(part.get(name), str):
-            raise ValueError(f"part {at}: {name} must be a string, got {shown(part.get(name))}")
-        texts.append(readable(part[name]))
+    for index, part in enumerate(value):
+        part_type = part.get("type") if isinstance(part, dict) else None
+        text_field = text_field_of_type.get(part_type) if isinstance(part_type, str) else None
+        if text_field is None:
+            received = truncated_repr(part if part_type is None else part_type)
+            raise ValueError(
+                f"part {index} must be of type {' or '.join(text_field_of_type)}: this model reads text, not {received}"
+            )
+        if not isinstance(part.get(text_field), str):
+            raise ValueError(f"part {index}: {text_field} must be a string, got {truncated_repr(part.get(text_field))}")
+        texts.append(require_utf8(part[text_field]))
     return "".join(texts)
 
 
-Text = Annotated[str, AfterValidator(readable)]
+Text = Annotated[str, AfterValidator(require_utf8)]

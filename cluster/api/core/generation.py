@@ -7,46 +7,46 @@ from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, ConfigDict, FailFast, Field, PlainValidator
 
-from cluster.api.core.errors import ApiError, shown, wrong
-from cluster.api.core.fields import Strict, Text, list_of_prompts, list_of_stops, require
+from cluster.api.core.errors import ApiError, invalid_value, truncated_repr
+from cluster.api.core.fields import StrictModel, Text, list_of_prompts, list_of_stops, require
 from cluster.api.core.limits import ModelInfo, RequestLimits
-from cluster.request import GREEDY_BELOW, MOST, LogitAdjustments, RequestParams, signed_seed
+from cluster.request import GREEDY_BELOW, TOKEN_COUNT_LIMIT, LogitAdjustments, RequestParams, signed_seed
 from cluster.tokenizer.tokenizer import TextTokenizer
 
-MOST_BIAS = 100  # the largest absolute value in logit_bias, as at OpenAI
+MAX_BIAS = 100  # the largest absolute value in logit_bias, as at OpenAI
 
 
-def _biases(value: Any) -> Any:
+def _read_biases(value: Any) -> Any:
     """Return `logit_bias` with integer keys, which JSON can only write as strings; stops at the first wrong entry."""
     if not isinstance(value, Mapping):
-        raise ValueError(f"must map token ids to numbers, got {shown(value)}")
-    made = {}
+        raise ValueError(f"must map token ids to numbers, got {truncated_repr(value)}")
+    biases = {}
     for name, bias in value.items():
         if not (isinstance(name, str) and name.isascii() and name.isdigit() and len(name) < 10):
-            raise ValueError(f"must map token ids to numbers, got the id {shown(name)}")
-        if isinstance(bias, bool) or not isinstance(bias, (int, float)) or not -MOST_BIAS <= bias <= MOST_BIAS:
-            raise ValueError(f"{name}: must be a number in [-{MOST_BIAS}, {MOST_BIAS}], got {shown(bias)}")
-        made[int(name)] = float(bias)
-    return made
+            raise ValueError(f"must map token ids to numbers, got the id {truncated_repr(name)}")
+        if isinstance(bias, bool) or not isinstance(bias, (int, float)) or not -MAX_BIAS <= bias <= MAX_BIAS:
+            raise ValueError(f"{name}: must be a number in [-{MAX_BIAS}, {MAX_BIAS}], got {truncated_repr(bias)}")
+        biases[int(name)] = float(bias)
+    return biases
 
 
-Bias = Annotated[float, Field(ge=-MOST_BIAS, le=MOST_BIAS)]
+Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
 
 
-class PenaltyFields(Strict):
+class PenaltyFields(StrictModel):
     """Penalties, biases and banned tokens; the default of each field means off."""
 
     presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
     frequency_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
     repetition_penalty: float = Field(default=1.0, ge=0.01, le=100.0)
-    logit_bias: Annotated[dict[int, float], BeforeValidator(_biases, json_schema_input_type=dict[str, Bias])] = Field(
-        default_factory=dict
+    logit_bias: Annotated[dict[int, float], BeforeValidator(_read_biases, json_schema_input_type=dict[str, Bias])] = (
+        Field(default_factory=dict)
     )
     allowed_token_ids: Annotated[list[int], FailFast()] = Field(default_factory=list, min_length=1)
     bad_words: Annotated[list[Text], FailFast()] = Field(default_factory=list)
-    min_tokens: int = Field(default=0, ge=0, lt=MOST)
+    min_tokens: int = Field(default=0, ge=0, lt=TOKEN_COUNT_LIMIT)
 
-    def check_adjustments(self, vocab_size: int, limits: RequestLimits) -> None:
+    def check_logit_adjustments(self, vocab_size: int, limits: RequestLimits) -> None:
         """Check what the types of these fields cannot express: token ids and limits.
 
         Raises:
@@ -63,25 +63,25 @@ class PenaltyFields(Strict):
             (all(word.strip() for word in self.bad_words), "bad_words", "an empty word cannot be banned; leave it out"),
         )
 
-    def adjustments(self, tokenizer: TextTokenizer | None, vocab_size: int) -> LogitAdjustments | None:
+    def logit_adjustments(self, tokenizer: TextTokenizer | None, vocab_size: int) -> LogitAdjustments | None:
         """Return the requested adjustments, or None if there are none. A bad word is banned in two tokenizations: at
         the start of a text, and after a space. A tokenization with an id of `vocab_size` or more is skipped, because
         the model cannot generate it.
         """
-        words = []
+        word_tokens = []
         for word in self.bad_words if tokenizer is not None else ():
             assert tokenizer is not None
-            words += [tuple(tokenizer.encode(start + word.lstrip(), False)) for start in ("", " ")]
-        made = LogitAdjustments(
+            word_tokens += [tuple(tokenizer.encode(prefix + word.lstrip(), False)) for prefix in ("", " ")]
+        adjustments = LogitAdjustments(
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
             repetition_penalty=self.repetition_penalty,
             bias=tuple((token, bias) for token, bias in self.logit_bias.items() if bias),
             allowed_token_ids=tuple(dict.fromkeys(self.allowed_token_ids)) or None,
-            bad_words_token_ids=tuple(dict.fromkeys(word for word in words if word and max(word) < vocab_size)),
+            bad_words_token_ids=tuple(dict.fromkeys(word for word in word_tokens if word and max(word) < vocab_size)),
             min_tokens=self.min_tokens,
         )
-        return None if made == LogitAdjustments() else made
+        return None if adjustments == LogitAdjustments() else adjustments
 
 
 MAX_TEMPERATURE = 100.0
@@ -89,21 +89,21 @@ NO_SEED = -1  # what vLLM's clients send for "no seed"
 Prompts = str | list[str] | list[int] | list[list[int]]
 Stops = str | list[str]
 # Validation stops at the first wrong item, since a client may send a list of any length.
-Ids = Annotated[list[int], FailFast()]
+TokenIds = Annotated[list[int], FailFast()]
 
 
-def check_model(model: ModelInfo, asked: str | None) -> None:
+def check_model(model: ModelInfo, requested_model: str | None) -> None:
     """Refuse a model name other than the served one; a missing name is accepted.
 
     Raises:
         ApiError: 404.
     """
-    if asked is not None and asked != model.model_id:
-        message = f"the model {shown(asked)} does not exist; this server has {model.model_id!r}"
+    if requested_model is not None and requested_model != model.model_id:
+        message = f"the model {truncated_repr(requested_model)} does not exist; this server has {model.model_id!r}"
         raise ApiError(message, status=404, param="model", code="model_not_found")
 
 
-class StreamOptions(Strict):
+class StreamOptions(StrictModel):
     """`stream_options`. `continuous_usage_stats` puts the usage so far into every chunk. `include_obfuscation` asks for
     padding that hides the length of a chunk. It is accepted and does nothing: the number of tokens in a step reveals
     more than the length.
@@ -116,17 +116,23 @@ class StreamOptions(Strict):
     include_obfuscation: bool = False
 
 
-def too_long(model: ModelInfo, prompt: int, wanted: int) -> str:
-    """Return the message for a request that does not fit: `prompt` + `wanted` tokens. Clients search for known
-    sentences in it. LiteLLM looks for OpenAI's. Anthropic's clients look for Anthropic's two, to shorten the prompt or
-    lower `max_tokens`.
+def context_exceeded_message(model: ModelInfo, prompt_tokens: int, output_tokens: int) -> str:
+    """Return the message for a request that does not fit: `prompt_tokens` + `output_tokens` tokens. Clients search for
+    known sentences in it. LiteLLM looks for OpenAI's. Anthropic's clients look for Anthropic's two, to shorten the
+    prompt or lower `max_tokens`.
     """
-    has = f"this model's maximum context length is {model.context_length} tokens"
-    if model.room < model.context_length:
-        has = f"this model's maximum context length is {model.room} tokens here, for which the KV cache has room"
-    if prompt >= model.room:
-        return f"prompt is too long: {prompt} tokens > {model.room - 1} maximum, as {has}"
-    return f"input length and `max_tokens` exceed context limit: {prompt} + {wanted} > {model.room}, as {has}"
+    limit_text = f"this model's maximum context length is {model.context_length} tokens"
+    if model.max_request_tokens < model.context_length:
+        limit_text = (
+            f"this model's maximum context length is {model.max_request_tokens} tokens here, for which the KV cache "
+            "has room"
+        )
+    if prompt_tokens >= model.max_request_tokens:
+        return f"prompt is too long: {prompt_tokens} tokens > {model.max_request_tokens - 1} maximum, as {limit_text}"
+    return (
+        f"input length and `max_tokens` exceed context limit: {prompt_tokens} + {output_tokens} > "
+        f"{model.max_request_tokens}, as {limit_text}"
+    )
 
 
 class GenerationFields(PenaltyFields):
@@ -158,7 +164,7 @@ class GenerationFields(PenaltyFields):
     stop: Annotated[list[Text], FailFast(), BeforeValidator(list_of_stops, json_schema_input_type=Stops)] = Field(
         default_factory=list
     )
-    stop_token_ids: Ids = Field(default_factory=list)
+    stop_token_ids: TokenIds = Field(default_factory=list)
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     return_token_ids: bool = False
@@ -170,44 +176,46 @@ class GenerationFields(PenaltyFields):
     request_id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._:-]{1,64}$")
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
 
-    def filled(self, defaults: Mapping[str, float]) -> Self:
+    def with_defaults(self, defaults: Mapping[str, float]) -> Self:
         """Return this request with `defaults` for the fields that the client left out."""
-        missing = {name: value for name, value in defaults.items() if name not in self.model_fields_set}
-        return self.model_copy(update=missing) if missing else self
+        missing_values = {name: value for name, value in defaults.items() if name not in self.model_fields_set}
+        return self.model_copy(update=missing_values) if missing_values else self
 
-    def top_logprobs_wanted(self) -> int | None:
+    def requested_top_logprobs(self) -> int | None:
         """The number of alternatives to report for each output token, or None if no log-probabilities are wanted."""
         raise NotImplementedError
 
     @property
-    def samples(self) -> int:
+    def samples_per_prompt(self) -> int:
         """The number of outputs generated for each prompt. With `best_of`, only the best `n` of them are returned."""
         return self.n
 
-    def prompt_logprobs_wanted(self) -> int | None:
+    def requested_prompt_logprobs(self) -> int | None:
         """The number of alternatives to report for each prompt token, or None if no log-probabilities are wanted."""
         return self.prompt_logprobs
 
     @property
-    def most_new_tokens(self) -> int | None:
+    def max_output_tokens(self) -> int | None:
         """The limit of the output in tokens that the client set, or None."""
         return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
 
-    def kept(self, ids: tuple[int, ...], room: int, default_tokens: int) -> tuple[int, ...]:
+    def truncated_prompt(self, ids: tuple[int, ...], max_request_tokens: int, default_tokens: int) -> tuple[int, ...]:
         """Return the last `truncate_prompt_tokens` tokens of a prompt, or the whole prompt if that field is not set.
 
-        -1 keeps as many tokens as fit into `room` together with the output. The length of the output is `max_tokens` if
-        it is set, else `default_tokens`. If `max_tokens` is not set and `default_tokens` fills `room`, one output token
-        is assumed.
+        -1 keeps as many tokens as fit into `max_request_tokens` together with the output. The length of the output is
+        `max_tokens` if it is set, else `default_tokens`. If `max_tokens` is not set and `default_tokens` fills
+        `max_request_tokens`, one output token is assumed.
         """
-        most = self.truncate_prompt_tokens
-        if most is not None and most < 0:
-            asked = self.most_new_tokens
-            least = default_tokens if default_tokens < room else 1
-            most = max(1, room - (least if asked is None else asked))
-        return ids if most is None else ids[-most:]
+        max_prompt_tokens = self.truncate_prompt_tokens
+        if max_prompt_tokens is not None and max_prompt_tokens < 0:
+            requested_tokens = self.max_output_tokens
+            assumed_tokens = default_tokens if default_tokens < max_request_tokens else 1
+            max_prompt_tokens = max(
+                1, max_request_tokens - (assumed_tokens if requested_tokens is None else requested_tokens)
+            )
+        return ids if max_prompt_tokens is None else ids[-max_prompt_tokens:]
 
-    def sequences(self) -> int:
+    def returned_sequences(self) -> int:
         """The number of sequences that the request returns: prompts times `n`."""
         return self.n
 
@@ -218,18 +226,18 @@ class GenerationFields(PenaltyFields):
             ApiError: 404 for another model, 400 for a value beyond a limit or fields that contradict each other.
         """
         check_model(model, self.model)
-        self.check_adjustments(model.vocab_size, limits)
+        self.check_logit_adjustments(model.vocab_size, limits)
         vocab, stops, ids = model.vocab_size, self.stop, self.stop_token_ids
-        tops, scores = self.top_logprobs_wanted(), self.prompt_logprobs
-        of_tops = "logprobs" if isinstance(self, CompletionRequest) else "top_logprobs"
+        top_logprobs, prompt_logprobs = self.requested_top_logprobs(), self.prompt_logprobs
+        top_logprobs_field = "logprobs" if isinstance(self, CompletionRequest) else "top_logprobs"
         longest = max((len(stop) for stop in stops), default=0)
-        unscored = "not in a stream; leave out stream, or send echo and logprobs to /v1/completions"
-        one_stream = self.stream and self.sequences() == 1
-        one_tree = "only allowed when stream is true, n is 1 and there is one prompt"
-        both = (self.max_tokens, self.max_completion_tokens)
-        two_limits = f"differs from max_completion_tokens ({both[1]}); send one of them"
-        cut = "must be positive, or -1 for as many tokens as fit, got 0"
-        most = f"must be at most {limits.logprobs}, got"
+        no_stream_message = "not in a stream; leave out stream, or send echo and logprobs to /v1/completions"
+        is_single_stream = self.stream and self.returned_sequences() == 1
+        tree_message = "only allowed when stream is true, n is 1 and there is one prompt"
+        sent_limits = (self.max_tokens, self.max_completion_tokens)
+        conflict_message = f"differs from max_completion_tokens ({sent_limits[1]}); send one of them"
+        truncation_message = "must be positive, or -1 for as many tokens as fit, got 0"
+        too_many = f"must be at most {limits.logprobs}, got"
         require(
             (self.n <= limits.choices, "n", f"must be at most {limits.choices}, got {self.n}"),
             (len(stops) <= limits.stops, "stop", f"at most {limits.stops} strings, got {len(stops)}"),
@@ -237,45 +245,63 @@ class GenerationFields(PenaltyFields):
             (longest <= limits.stop_characters, "stop", f"at most {limits.stop_characters} characters per string"),
             (len(ids) <= limits.stop_token_ids, "stop_token_ids", f"at most {limits.stop_token_ids} ids"),
             (all(0 <= token < vocab for token in ids), "stop_token_ids", f"ids must lie in [0, {vocab})"),
-            (tops is None or tops <= limits.logprobs, of_tops, f"{most} {tops}"),
+            (
+                top_logprobs is None or top_logprobs <= limits.logprobs,
+                top_logprobs_field,
+                f"{too_many} {top_logprobs}",
+            ),
             (self.stream_options is None or self.stream, "stream_options", "only allowed when stream is true"),
-            (scores is None or scores <= limits.logprobs, "prompt_logprobs", f"{most} {scores}"),
-            (scores is None or not self.stream, "prompt_logprobs", unscored),
-            (self.truncate_prompt_tokens != 0, "truncate_prompt_tokens", cut),
-            (not self.return_tree or one_stream, "return_tree", one_tree),
-            (None in both or both[0] == both[1], "max_tokens", two_limits),
+            (
+                prompt_logprobs is None or prompt_logprobs <= limits.logprobs,
+                "prompt_logprobs",
+                f"{too_many} {prompt_logprobs}",
+            ),
+            (prompt_logprobs is None or not self.stream, "prompt_logprobs", no_stream_message),
+            (self.truncate_prompt_tokens != 0, "truncate_prompt_tokens", truncation_message),
+            (not self.return_tree or is_single_stream, "return_tree", tree_message),
+            (None in sent_limits or sent_limits[0] == sent_limits[1], "max_tokens", conflict_message),
         )
 
-    def sampling(self, model: ModelInfo, prompt_tokens: int, default_tokens: int, prompt: str) -> RequestParams:
+    def sampling_params(
+        self, model: ModelInfo, prompt_tokens: int, default_tokens: int, prompt_path: str
+    ) -> RequestParams:
         """Return the sampling parameters for one prompt; the caller adds seed, logit adjustments and grammar.
 
-        If the prompt alone fills the context, the error names `prompt`, the path of a field. If `max_tokens` is not
-        set, the output may have `default_tokens` tokens, or fewer if fewer fit.
+        If the prompt alone fills the context, the error names `prompt_path`, the path of a field. If `max_tokens` is
+        not set, the output may have `default_tokens` tokens, or fewer if fewer fit.
 
         Raises:
             ApiError: 400 if prompt and output together exceed the context or the KV cache, or if `min_tokens` exceeds
                 the limit of output tokens.
         """
-        room = model.room - prompt_tokens
-        asked = self.most_new_tokens
-        wanted = min(default_tokens, max(room, 1)) if asked is None else asked
-        if wanted > room:
-            param = prompt if room < 1 else ("max_completion_tokens" if self.max_tokens is None else "max_tokens")
-            remedy = "shorten the prompt" if room < 1 else f"ask for at most {room}"
-            raise wrong(param, f"{too_long(model, prompt_tokens, wanted)}; {remedy}", "context_length_exceeded")
-        if self.min_tokens > wanted:
-            raise wrong("min_tokens", f"must be at most max_tokens ({wanted}), got {self.min_tokens}")
+        available_tokens = model.max_request_tokens - prompt_tokens
+        requested_tokens = self.max_output_tokens
+        max_tokens = min(default_tokens, max(available_tokens, 1)) if requested_tokens is None else requested_tokens
+        if max_tokens > available_tokens:
+            param = (
+                prompt_path
+                if available_tokens < 1
+                else ("max_completion_tokens" if self.max_tokens is None else "max_tokens")
+            )
+            remedy = "shorten the prompt" if available_tokens < 1 else f"ask for at most {available_tokens}"
+            raise invalid_value(
+                param,
+                f"{context_exceeded_message(model, prompt_tokens, max_tokens)}; {remedy}",
+                "context_length_exceeded",
+            )
+        if self.min_tokens > max_tokens:
+            raise invalid_value("min_tokens", f"must be at most max_tokens ({max_tokens}), got {self.min_tokens}")
         return RequestParams(
             temperature=0.0 if self.temperature < GREEDY_BELOW or self.top_p == 0 else self.temperature,
             top_k=0 if self.top_k < 0 or self.top_k >= model.vocab_size else self.top_k,
             top_p=self.top_p or 1.0,
             min_p=self.min_p,
-            max_tokens=wanted,
+            max_tokens=max_tokens,
             stop=tuple(dict.fromkeys(self.stop)),
             stop_token_ids=tuple(dict.fromkeys(self.stop_token_ids)),
             ignore_eos=self.ignore_eos,
-            logprobs=self.top_logprobs_wanted(),
-            prompt_logprobs=self.prompt_logprobs_wanted(),
+            logprobs=self.requested_top_logprobs(),
+            prompt_logprobs=self.requested_prompt_logprobs(),
             return_tree=self.return_tree,
         )
 
@@ -311,45 +337,47 @@ class CompletionRequest(GenerationFields):
     logprobs: int | None = Field(default=None, ge=0)
     add_special_tokens: bool = True
 
-    def top_logprobs_wanted(self) -> int | None:
+    def requested_top_logprobs(self) -> int | None:
         """Return the value of `logprobs`."""
         return self.logprobs
 
     @property
-    def samples(self) -> int:
+    def samples_per_prompt(self) -> int:
         """The value of `best_of`; without `best_of` that of `n`."""
         return self.best_of or self.n
 
-    def prompt_logprobs_wanted(self) -> int | None:
+    def requested_prompt_logprobs(self) -> int | None:
         """The larger of `prompt_logprobs` and (only with `echo`) `logprobs`, or None if neither is set."""
-        echoed = self.logprobs if self.echo else None
-        return max((most for most in (self.prompt_logprobs, echoed) if most is not None), default=None)
+        echo_logprobs = self.logprobs if self.echo else None
+        return max((count for count in (self.prompt_logprobs, echo_logprobs) if count is not None), default=None)
 
     def check(self, model: ModelInfo, limits: RequestLimits) -> None:
         """Check the shared fields, and `best_of`."""
         super().check(model, limits)
-        best, n = self.best_of or self.n, self.n
-        unknown = "which output is best is known at the end; leave out best_of or stream"
+        best_of, n = self.best_of or self.n, self.n
+        stream_message = "which output is best is known at the end; leave out best_of or stream"
         require(
-            (best <= limits.choices, "best_of", f"must be at most {limits.choices}, got {best}"),
-            (best >= n, "best_of", f"must be at least n ({n}), got {best}"),
-            (best == n or not self.stream, "best_of", unknown),
+            (best_of <= limits.choices, "best_of", f"must be at most {limits.choices}, got {best_of}"),
+            (best_of >= n, "best_of", f"must be at least n ({n}), got {best_of}"),
+            (best_of == n or not self.stream, "best_of", stream_message),
         )
 
-    def sampling(self, model: ModelInfo, prompt_tokens: int, default_tokens: int, prompt: str) -> RequestParams:
-        """Return the parameters of `GenerationFields.sampling`. `best_of` turns log-probabilities on: they rank the
-        outputs.
+    def sampling_params(
+        self, model: ModelInfo, prompt_tokens: int, default_tokens: int, prompt_path: str
+    ) -> RequestParams:
+        """Return the parameters of `GenerationFields.sampling_params`. `best_of` turns log-probabilities on:
+        they rank the outputs.
         """
-        params = super().sampling(model, prompt_tokens, default_tokens, prompt)
-        return replace(params, logprobs=params.logprobs or 0) if self.samples > self.n else params
+        params = super().sampling_params(model, prompt_tokens, default_tokens, prompt_path)
+        return replace(params, logprobs=params.logprobs or 0) if self.samples_per_prompt > self.n else params
 
-    def sequences(self) -> int:
+    def returned_sequences(self) -> int:
         """The number of returned sequences: `n` for each prompt."""
         return self.n * len(self.prompt)
 
 
-class DetokenizeRequest(Strict):
+class DetokenizeRequest(StrictModel):
     """The body of /detokenize."""
 
     model: str | None = None
-    tokens: Ids
+    tokens: TokenIds

@@ -4,7 +4,7 @@ import asyncio
 import logging
 
 from cluster.api.core.constraints import OutputConstraint
-from cluster.api.core.errors import RETRY_AFTER_S, ApiError, unsupported, wrong
+from cluster.api.core.errors import RETRY_AFTER_S, ApiError, invalid_value, unsupported_parameter
 from cluster.api.core.limits import ModelInfo
 from cluster.api.core.tokenizer import ChatTokenizer
 from cluster.config import ConfigError
@@ -20,8 +20,8 @@ class Grammars:
 
     def __init__(self, tokenizer: ChatTokenizer | None, model: ModelInfo) -> None:
         self._tokenizer, self._model = tokenizer, model
-        self._making: asyncio.Task[Compiler] | None = None
-        self._warming: asyncio.Task[None] | None = None
+        self._compiler_task: asyncio.Task[Compiler] | None = None
+        self._warmup_task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Start the compiler in the background, so that the first request with a grammar does not wait for it.
@@ -29,9 +29,9 @@ class Grammars:
         Needs a running event loop.
         """
         if self._tokenizer is not None:
-            self._made(self._tokenizer)
+            self._get_compiler_task(self._tokenizer)
 
-    async def compiled(self, constraint: OutputConstraint) -> str:
+    async def compile(self, constraint: OutputConstraint) -> str:
         """Return the compiled grammar of a constraint, as the ranks read it.
 
         Raises:
@@ -40,15 +40,17 @@ class Grammars:
         """
         field = constraint.field
         if self._tokenizer is None:
-            raise unsupported(field, "this model is served without a tokenizer, which a grammar needs; leave it out")
+            raise unsupported_parameter(
+                field, "this model is served without a tokenizer, which a grammar needs; leave it out"
+            )
         try:
             # Shielded: several requests wait for this task, so cancelling one of the requests must not cancel the task.
-            compiler = await asyncio.shield(self._made(self._tokenizer))
+            compiler = await asyncio.shield(self._get_compiler_task(self._tokenizer))
             return await compiler.compile(constraint.grammar)
         except GrammarError as error:
-            raise wrong(field, str(error)) from None
+            raise invalid_value(field, str(error)) from None
         except ConfigError as error:
-            raise unsupported(field, str(error)) from None
+            raise unsupported_parameter(field, str(error)) from None
         except CompilerError as error:
             logger.exception("a grammar cannot be compiled")
             raise ApiError(
@@ -62,27 +64,32 @@ class Grammars:
 
     def close(self) -> None:
         """End the process that compiles."""
-        making = self._making
-        if making is not None and making.done() and not making.cancelled() and making.exception() is None:
-            making.result().close()
+        compiler_task = self._compiler_task
+        if (
+            compiler_task is not None
+            and compiler_task.done()
+            and not compiler_task.cancelled()
+            and compiler_task.exception() is None
+        ):
+            compiler_task.result().close()
 
-    def _made(self, tokenizer: ChatTokenizer) -> "asyncio.Task[Compiler]":
+    def _get_compiler_task(self, tokenizer: ChatTokenizer) -> "asyncio.Task[Compiler]":
         """Return the task that makes the compiler. All calls share it: reading a large vocabulary takes tenths of a
         second.
         """
-        if self._making is None:
-            self._making = asyncio.create_task(self._make(tokenizer))
-            self._making.add_done_callback(_looked_at)
-        return self._making
+        if self._compiler_task is None:
+            self._compiler_task = asyncio.create_task(self._create_compiler(tokenizer))
+            self._compiler_task.add_done_callback(_log_compiler_failure)
+        return self._compiler_task
 
-    async def _make(self, tokenizer: ChatTokenizer) -> Compiler:
-        size, ends = self._model.vocab_size, self._model.eos_token_ids
-        compiler = Compiler(await asyncio.to_thread(Vocabulary.of, tokenizer.text, size, ends))
-        self._warming = asyncio.create_task(compiler.warm())
+    async def _create_compiler(self, tokenizer: ChatTokenizer) -> Compiler:
+        vocab_size, eos_token_ids = self._model.vocab_size, self._model.eos_token_ids
+        compiler = Compiler(await asyncio.to_thread(Vocabulary.from_tokenizer, tokenizer.text_tokenizer, vocab_size, eos_token_ids))
+        self._warmup_task = asyncio.create_task(compiler.warm())
         return compiler
 
 
-def _looked_at(making: "asyncio.Task[Compiler]") -> None:
+def _log_compiler_failure(compiler_task: "asyncio.Task[Compiler]") -> None:
     """Log the error of a compiler that cannot be made. Requests with a grammar get the same error as their answer."""
-    if not making.cancelled() and (error := making.exception()) is not None:
-        logger.info("no output can be held to a grammar: %s", error)
+    if not compiler_task.cancelled() and (error := compiler_task.exception()) is not None:
+        logger.info("grammars cannot be enforced: %s", error)

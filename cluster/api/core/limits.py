@@ -19,30 +19,30 @@ from cluster.api.proxy.body_time_limit import BYTES_PER_S, GRACE_S
 class ModelInfo:
     """The one model that is served. `created` is Unix seconds.
 
-    `context_length` is the largest number of tokens of a request, prompt and output together. `kv_room` is the number
-    of tokens of one request that fit into the KV cache of a rank, or None if unknown. Token ids of a prompt lie below
-    `vocab_size`; `eos_token_ids` end an output. `sampling` maps names of request fields to the defaults that the
-    model's makers recommend.
+    `context_length` is the largest number of tokens of a request, prompt and output together. `kv_cache_tokens` is
+    the number of tokens of one request that fit into the KV cache of a rank, or None if unknown. Token ids of a prompt
+    lie below `vocab_size`; `eos_token_ids` end an output. `sampling_defaults` maps names of request fields to the
+    defaults that the model's makers recommend.
     """
 
     model_id: str
     context_length: int
     vocab_size: int
     created: int
-    kv_room: int | None = None
+    kv_cache_tokens: int | None = None
     eos_token_ids: tuple[int, ...] = ()
-    sampling: Mapping[str, float] = field(default_factory=dict)
+    sampling_defaults: Mapping[str, float] = field(default_factory=dict)
 
     @property
-    def room(self) -> int:
+    def max_request_tokens(self) -> int:
         """The largest number of tokens of a request that is served: the context, or less if the KV cache is small."""
-        return self.context_length if self.kv_room is None else min(self.context_length, self.kv_room)
+        return self.context_length if self.kv_cache_tokens is None else min(self.context_length, self.kv_cache_tokens)
 
 
-LEAST_BODY = 1 << 20  # bytes
+MIN_BODY_BYTES = 1 << 20  # bytes
 BODY_BYTES_PER_TOKEN = 32  # per token of the context; a token is 3 to 5 bytes of text, or 6 per JSON-escaped character
-BODIES_HELD = 128  # bodies of the full length that may be in memory at once
-LEAST_MESSAGES = 1024
+MAX_FULL_BODIES = 128  # bodies of the full length that may be in memory at once
+MIN_MESSAGES = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +51,13 @@ class RequestLimits:
     413 (size), 408 (time) or 503 (memory).
     """
 
-    body_bytes: int = LEAST_BODY
-    held_bytes: int = BODIES_HELD * LEAST_BODY  # of all bodies being read and encoded; more give a 503
+    body_bytes: int = MIN_BODY_BYTES
+    held_bytes: int = MAX_FULL_BODIES * MIN_BODY_BYTES  # of all bodies being read and encoded; more give a 503
     body_grace_s: float = GRACE_S  # a body must arrive within body_grace_s + (bytes so far) / body_bytes_per_s
     body_bytes_per_s: int = BYTES_PER_S
     choices: int = 128  # n
     sequences: int = 128  # prompts * n
-    messages: int = LEAST_MESSAGES
+    messages: int = MIN_MESSAGES
     tools: int = 256
     stops: int = 64
     stop_characters: int = 256
@@ -77,19 +77,23 @@ class RequestLimits:
         (at most 9 bytes each) or as text that JSON escapes. A conversation may have one message per 4 tokens of the
         context, and at least 1,024: in the usual chat formats the markers around a message alone take 4 tokens.
         """
-        body = max(LEAST_BODY, BODY_BYTES_PER_TOKEN * context_length)
-        return cls(body_bytes=body, held_bytes=BODIES_HELD * body, messages=max(LEAST_MESSAGES, context_length // 4))
+        body_bytes = max(MIN_BODY_BYTES, BODY_BYTES_PER_TOKEN * context_length)
+        return cls(
+            body_bytes=body_bytes,
+            held_bytes=MAX_FULL_BODIES * body_bytes,
+            messages=max(MIN_MESSAGES, context_length // 4),
+        )
 
 
 T = TypeVar("T")
 
 INLINE_CHARACTERS = 2048  # work on at most this many characters or bytes runs on the event loop: well under 1 ms
-THREADS = max(1, min(4, (os.cpu_count() or 1) // 4))
-_POOL = ThreadPoolExecutor(THREADS, thread_name_prefix="offload")
+THREAD_COUNT = max(1, min(4, (os.cpu_count() or 1) // 4))
+_POOL = ThreadPoolExecutor(THREAD_COUNT, thread_name_prefix="offload")
 
 
-async def off_loop(size: int, work: Callable[[], T]) -> T:
-    """Return the result of `work`, run in a thread if `size`, the input's length, exceeds `INLINE_CHARACTERS`."""
-    if size <= INLINE_CHARACTERS:
+async def run_off_loop(input_length: int, work: Callable[[], T]) -> T:
+    """Return the result of `work`, which runs in a thread if `input_length` exceeds `INLINE_CHARACTERS`."""
+    if input_length <= INLINE_CHARACTERS:
         return work()
     return await asyncio.get_running_loop().run_in_executor(_POOL, work)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.actors.messages import EngineClient, Overloaded, Unavailable
-from cluster.api.core.errors import ApiError, internal, overloaded, unavailable
+from cluster.api.core.errors import ApiError, internal_error, overloaded_error, unavailable_error
 from cluster.chat.events import Event, TextPiece
 from cluster.chat.reading import AnswerReader
 from cluster.observability.metrics import Outcome, RequestTimer
@@ -57,7 +57,7 @@ class OutputSequence:
         self.prompt_index = prompt_index
         self.request = request
         self.timer: RequestTimer | None = None
-        self.tokens = 0
+        self.completion_tokens = 0
         self.cached_tokens = 0
         self.speculation: SpeculationCounts | None = None
         self.finished = False
@@ -70,26 +70,31 @@ class OutputSequence:
         """The length of the prompt in tokens."""
         return len(self.request.prompt_token_ids)
 
-    def began(self, timer: RequestTimer) -> None:
+    def attach_timer(self, timer: RequestTimer) -> None:
         """Attach the timer, which records the tokens and the end of this sequence."""
         self.timer = timer
 
-    def take(self, output: SequenceOutput) -> Delta:
+    def process_output(self, output: SequenceOutput) -> Delta:
         """Count the tokens of one output of the engine, and return the output as a `Delta`.
 
         Raises:
             ApiError: the engine aborted the sequence or failed on it.
         """
         if output.finish_reason in ("error", "abort"):
-            ours = output.finish_reason == "error"
-            why = output.error or output.finish_reason
-            logger.log(logging.ERROR if ours else logging.INFO, "request %s was ended: %s", output.request_id, why)
-            if not ours:
-                raise unavailable(f"the server ended request {output.request_id} early; it may be shutting down")
+            is_server_error = output.finish_reason == "error"
+            reason = output.error or output.finish_reason
+            logger.log(
+                logging.ERROR if is_server_error else logging.INFO,
+                "request %s was ended: %s",
+                output.request_id,
+                reason,
+            )
+            if not is_server_error:
+                raise unavailable_error(f"the server ended request {output.request_id} early; it may be shutting down")
             if output.error_code is not None and output.error is not None:
-                raise _fault(output.error, output.error_code)
-            raise internal(output.request_id)
-        self.tokens += len(output.token_ids)
+                raise _request_fault_error(output.error, output.error_code)
+            raise internal_error(output.request_id)
+        self.completion_tokens += len(output.token_ids)
         self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
         self.speculation = output.speculation or self.speculation
         self.finished = output.finish_reason is not None
@@ -99,29 +104,40 @@ class OutputSequence:
                 self.timer.on_finish(output.finish_reason, self.prompt_tokens)
         text, events = "", tuple[Event, ...]()
         if self._text:
-            ids = self._text.textual(output)
-            text, events = self._plain(self._text, ids) if self._reader is None else self._read(self._reader, ids)
-        end = (output.finish_reason, output.stop_reason)
+            ids = self._text.visible_token_ids(output)
+            text, events = (
+                self._push_text(self._text, ids) if self._reader is None else self._parse_tokens(self._reader, ids)
+            )
+        end_fields = (output.finish_reason, output.stop_reason)
         return Delta(
-            self.index, text, output.token_ids, output.logprobs, *end, events, output.prompt_logprobs, output.tree
+            self.index,
+            text,
+            output.token_ids,
+            output.logprobs,
+            *end_fields,
+            events,
+            output.prompt_logprobs,
+            output.tree,
         )
 
-    def _plain(self, shown: StoppedText, token_ids: Sequence[int]) -> tuple[str, tuple[Event, ...]]:
-        text = shown.push(token_ids)
+    def _push_text(self, stopped_text: StoppedText, token_ids: Sequence[int]) -> tuple[str, tuple[Event, ...]]:
+        text = stopped_text.push(token_ids)
         if self.finished:
-            text += shown.finish()
+            text += stopped_text.finish()
         return text, (TextPiece(text),) if text else ()
 
-    def _read(self, reader: AnswerReader, token_ids: Sequence[int]) -> tuple[str, tuple[Event, ...]]:
+    def _parse_tokens(self, reader: AnswerReader, token_ids: Sequence[int]) -> tuple[str, tuple[Event, ...]]:
         """Parse the tokens one by one, so that the count of reasoning tokens is exact."""
         assert self._text is not None
         text, events = "", list[Event]()
         for token in token_ids:
-            before = reader.thinks
+            was_thinking = reader.is_reasoning
             piece = self._text.push((token,))
             events += reader.push(piece)
             text += piece
-            self.reasoning_tokens += before or reader.thinks  # markers that open and close reasoning count too
+            self.reasoning_tokens += (
+                was_thinking or reader.is_reasoning
+            )  # markers that open and close reasoning count too
         if self.finished:
             piece = self._text.finish()
             events += [*reader.push(piece), *reader.finish()]
@@ -129,14 +145,14 @@ class OutputSequence:
         return text, tuple(events)
 
 
-def _fault(message: str, code: ErrorCode) -> ApiError:
+def _request_fault_error(message: str, code: ErrorCode) -> ApiError:
     """Return the error for a fault that the request itself caused; its message may be shown to the client."""
     if code == "slow_grammar":
         return ApiError(message, code=code)
     return ApiError(message, status=500, kind="server_error", code=code)
 
 
-def joined(index: int, deltas: Sequence[Delta]) -> Delta:
+def join_deltas(index: int, deltas: Sequence[Delta]) -> Delta:
     """Join all deltas of one sequence into one, for an answer that is not streamed."""
     return Delta(
         index,
@@ -150,7 +166,7 @@ def joined(index: int, deltas: Sequence[Delta]) -> Delta:
     )
 
 
-async def run(engine: EngineClient, choices: Sequence[OutputSequence]) -> AsyncGenerator[Delta, None]:
+async def generate_deltas(engine: EngineClient, choices: Sequence[OutputSequence]) -> AsyncGenerator[Delta, None]:
     """Yield the deltas of all choices, step by step. If the generator is closed or a choice fails, all are aborted.
 
     Raises:
@@ -159,27 +175,29 @@ async def run(engine: EngineClient, choices: Sequence[OutputSequence]) -> AsyncG
     """
     outcome: Outcome = "abort"
     try:
-        async with aclosing(merged(engine, [choice.request for choice in choices])) as outputs:
-            async for at, output in outputs:
+        async with aclosing(merge_outputs(engine, [choice.request for choice in choices])) as outputs:
+            async for index, output in outputs:
                 if output.token_ids or output.finish_reason:
-                    yield choices[at].take(output)
-        if late := [choice.request.request_id for choice in choices if not choice.finished]:
-            logger.error("the engine ended the stream of %s without a finish reason", late)
-            raise internal(late[0])
+                    yield choices[index].process_output(output)
+        if unfinished_ids := [choice.request.request_id for choice in choices if not choice.finished]:
+            logger.error("the engine ended the stream of %s without a finish reason", unfinished_ids)
+            raise internal_error(unfinished_ids[0])
     except ApiError as error:
         outcome = "overloaded" if error.code == "overloaded" else "invalid" if error.status < 500 else "error"
         raise
     except Exception:
         outcome = "error"
         logger.exception("request %s failed", choices[0].request.request_id)
-        raise internal(choices[0].request.request_id) from None
+        raise internal_error(choices[0].request.request_id) from None
     finally:
         for choice in choices:
             if choice.timer:
                 choice.timer.on_finish(outcome, choice.prompt_tokens)  # no effect on a choice that has ended
 
 
-async def merged(engine: EngineClient, requests: Sequence[Request]) -> AsyncGenerator[tuple[int, SequenceOutput], None]:
+async def merge_outputs(
+    engine: EngineClient, requests: Sequence[Request]
+) -> AsyncGenerator[tuple[int, SequenceOutput], None]:
     """Yield pairs (index of the request, output). If the generator is closed or a request fails, all are aborted.
 
     A request that finds the engine's queue full is submitted again when another request of the call gets its first
@@ -189,47 +207,47 @@ async def merged(engine: EngineClient, requests: Sequence[Request]) -> AsyncGene
     Raises:
         ApiError: 503 if the queue is full or the engine is unavailable, 400 if the engine refuses a request.
     """
-    turns = _Turns(len(requests))
+    queue_retries = _QueueRetries(len(requests))
     if len(requests) == 1:  # no task and no queue between the engine and the client
-        async with aclosing(_outputs(engine, requests[0], turns)) as outputs:
+        async with aclosing(_outputs(engine, requests[0], queue_retries)) as outputs:
             async for output in outputs:
                 yield 0, output
         return
     queue: asyncio.Queue[tuple[int, SequenceOutput | Exception | None]] = asyncio.Queue()
 
-    async def pump(at: int) -> None:
+    async def pump(index: int) -> None:
         try:
-            async with aclosing(_outputs(engine, requests[at], turns)) as outputs:
+            async with aclosing(_outputs(engine, requests[index], queue_retries)) as outputs:
                 async for output in outputs:
-                    queue.put_nowait((at, output))
-            queue.put_nowait((at, None))
+                    queue.put_nowait((index, output))
+            queue.put_nowait((index, None))
         except Exception as error:
-            queue.put_nowait((at, error))
+            queue.put_nowait((index, error))
 
-    tasks = [asyncio.create_task(pump(at)) for at in range(len(requests))]
+    tasks = [asyncio.create_task(pump(index)) for index in range(len(requests))]
     try:
         running = len(tasks)
         while running:
-            at, item = await queue.get()
+            index, item = await queue.get()
             if isinstance(item, Exception):
                 raise item
             if item is None:
                 running -= 1
             else:
-                yield at, item
+                yield index, item
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class _Turns:
+class _QueueRetries:
     """The requests of a call that wait because the queue was full. When another request of the call gets its first
     output or ends, the request that has waited longest is woken.
     """
 
     def __init__(self, count: int) -> None:
-        self._there = count  # requests that are with the engine, or are being submitted
+        self._submitted = count  # requests that are with the engine, or are being submitted
         self._waiting: deque[asyncio.Event] = deque()
 
     async def wait(self, refusal: ApiError) -> None:
@@ -238,61 +256,63 @@ class _Turns:
         Raises:
             ApiError: `refusal`, if no other request of the call is with the engine: nothing would end the wait.
         """
-        self._there -= 1
-        if not self._there:
+        self._submitted -= 1
+        if not self._submitted:
             raise refusal
-        turn = asyncio.Event()
-        self._waiting.append(turn)
-        await turn.wait()
+        wakeup = asyncio.Event()
+        self._waiting.append(wakeup)
+        await wakeup.wait()
 
-    def moved(self) -> None:
+    def wake_one(self) -> None:
         """Wake one waiting request. Another request got its first output or ended, so the queue may have a place."""
         if self._waiting:
-            self._there += 1
+            self._submitted += 1
             self._waiting.popleft().set()
 
-    def ended(self) -> None:
+    def request_ended(self) -> None:
         """Record that a request has ended: wake one waiting request, and count one request less with the engine."""
-        self.moved()
-        self._there -= 1
+        self.wake_one()
+        self._submitted -= 1
 
 
-async def _outputs(engine: EngineClient, request: Request, turns: _Turns) -> AsyncGenerator[SequenceOutput, None]:
+async def _outputs(
+    engine: EngineClient, request: Request, queue_retries: _QueueRetries
+) -> AsyncGenerator[SequenceOutput, None]:
     """Yield one request's outputs. The engine's iterator is always closed at the end, which aborts an unfinished
     request.
     """
-    begun = False
+    has_output = False
     while True:
         stream = engine.generate(request)
         try:
             async for output in stream:
-                if not begun:
-                    begun = True
-                    turns.moved()
+                if not has_output:
+                    has_output = True
+                    queue_retries.wake_one()
                 yield output
-            turns.ended()
+            queue_retries.request_ended()
             return
         except Overloaded as error:
-            refusal = overloaded(error)
+            refusal = overloaded_error(error)
         except Unavailable as error:
-            raise unavailable(str(error), error.retry_after_s) from None
+            raise unavailable_error(str(error), error.retry_after_s) from None
         except ValueError as error:
-            name, colon, _ = str(error).partition(": ")  # a message "FIELD: ..." names the wrong field
-            blamed = name if colon and name.isidentifier() else None
-            raise ApiError(str(error), param=blamed, code="invalid_value") from None
+            name, separator, _ = str(error).partition(": ")  # a message "FIELD: ..." names the wrong field
+            param = name if separator and name.isidentifier() else None
+            raise ApiError(str(error), param=param, code="invalid_value") from None
         finally:
             close = getattr(stream, "aclose", None)
             if close is not None:
                 await close()
-        await turns.wait(refusal)
+        await queue_retries.wait(refusal)
 
 
-def usage_so_far(choice: OutputSequence) -> dict[str, int]:
+def sequence_usage(choice: OutputSequence) -> dict[str, int]:
     """Return the usage of one sequence so far, for `continuous_usage_stats`."""
     return {
         "prompt_tokens": choice.prompt_tokens,
-        "completion_tokens": choice.tokens,
-        "total_tokens": choice.prompt_tokens + choice.tokens,
+        "completion_tokens": choice.completion_tokens,
+        "total_tokens": choice.prompt_tokens + choice.completion_tokens,
     }
 
 
@@ -302,20 +322,20 @@ def usage(choices: Sequence[OutputSequence]) -> dict[str, Any]:
     Completion tokens include a final stop token. Prediction tokens are the draft's: all verified nodes except roots,
     accepted or not.
     """
-    first_of_prompt = {choice.prompt_index: choice for choice in reversed(choices)}.values()
-    prompt = sum(choice.prompt_tokens for choice in first_of_prompt)
-    completion = sum(choice.tokens for choice in choices)
+    first_choices = {choice.prompt_index: choice for choice in reversed(choices)}.values()
+    prompt_tokens = sum(choice.prompt_tokens for choice in first_choices)
+    completion_tokens = sum(choice.completion_tokens for choice in choices)
     counts = [choice.speculation for choice in choices if choice.speculation]
-    accepted = sum(count.accepted_tokens for count in counts)
+    accepted_tokens = sum(count.accepted_tokens for count in counts)
     return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": sum(choice.cached_tokens for choice in first_of_prompt)},
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(choice.cached_tokens for choice in first_choices)},
         "completion_tokens_details": {
             "reasoning_tokens": sum(choice.reasoning_tokens for choice in choices),
-            "accepted_prediction_tokens": accepted,
-            "rejected_prediction_tokens": sum(count.drafted for count in counts) - accepted,
+            "accepted_prediction_tokens": accepted_tokens,
+            "rejected_prediction_tokens": sum(count.drafted for count in counts) - accepted_tokens,
         },
     }
 

@@ -12,12 +12,12 @@ from cluster.observability.metrics import ServingMetrics
 class GrammarCompiler(Protocol):
     """Compiles the grammars that constrain outputs; implemented by `cluster.api.core.grammars.Grammars`."""
 
-    async def compiled(self, constraint: OutputConstraint) -> str:
+    async def compile(self, constraint: OutputConstraint) -> str:
         """Return the compiled grammar of a constraint, or raise an `ApiError` that names its field."""
         ...
 
 
-class Served(Protocol):
+class ServedModel(Protocol):
     """What is needed to read and validate a request: model, tokenizer, grammar compiler."""
 
     @property
@@ -36,7 +36,7 @@ class Served(Protocol):
         ...
 
 
-class Service(Served, Protocol):
+class Service(ServedModel, Protocol):
     """Everything the routes use. The routes read the properties on every call, so a property may get its value after
     the app is made.
     """
@@ -51,7 +51,7 @@ class Service(Served, Protocol):
         """The metrics of this replica."""
         ...
 
-    async def samples(self) -> list[bytes]:
+    async def metric_samples(self) -> list[bytes]:
         """The registry samples of all replicas and ranks (see `cluster.observability.metrics`)."""
         ...
 

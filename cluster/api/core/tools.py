@@ -10,19 +10,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PlainValidator
 
-from cluster.api.core.errors import missing, shown
-from cluster.api.core.fields import MAX_WARNINGS, Strict, Text, read_at, read_each
+from cluster.api.core.errors import missing_parameter, truncated_repr
+from cluster.api.core.fields import MAX_WARNINGS, StrictModel, Text, read_list, validate_at
 from cluster.chat import custom
 
 logger = logging.getLogger(__name__)
 
 MODES = ("auto", "none", "required")
-NAMED = '{"type": "function", "function": {"name": ...}}'
+NAMED_TOOL_FORM = '{"type": "function", "function": {"name": ...}}'
 MAX_TYPE = 64  # characters of a tool's type
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
 
 
-class Function(Strict):
+class Function(StrictModel):
     """A function declaration; `parameters` is the JSON schema of an object. `docs/chat.md` explains `strict`."""
 
     name: Name
@@ -38,7 +38,7 @@ class Function(Strict):
         return {"type": "object", **self.parameters}
 
 
-class Tool(Strict):
+class Tool(StrictModel):
     """A function that the model may call; the client runs it."""
 
     type: Literal["function"]
@@ -49,21 +49,21 @@ class Tool(Strict):
         return self.model_dump(exclude_unset=True)
 
 
-class InputGrammar(Strict):
+class InputGrammar(StrictModel):
     """A grammar for the input text of a custom tool."""
 
     syntax: Literal["lark", "regex"]
     definition: Text
 
 
-class InputFormat(Strict):
+class InputFormat(StrictModel):
     """The format of a custom tool's input: any text, or text that follows a grammar."""
 
     type: Literal["text", "grammar"]
     grammar: InputGrammar | None = None
 
 
-class Custom(Strict):
+class Custom(StrictModel):
     """A custom tool declaration: name, description, input format."""
 
     name: Name
@@ -71,7 +71,7 @@ class Custom(Strict):
     format: InputFormat | None = None
 
 
-class ChatCustomTool(Strict):
+class ChatCustomTool(StrictModel):
     """A tool that takes one text. The model sees a function with one string, `input`; see `cluster.chat.custom`."""
 
     type: Literal["custom"]
@@ -89,26 +89,26 @@ class ChatCustomTool(Strict):
         pattern = grammar.definition if grammar is not None and grammar.syntax == "regex" else None
         return Function(
             name=self.custom.name,
-            description=self._described(),
-            parameters=custom.schema_of_input(pattern),
+            description=self._description_with_grammar(),
+            parameters=custom.input_schema(pattern),
             strict=pattern is not None,
         )
 
     def as_function(self) -> dict[str, Any]:
         """Return the tool for the chat template. The grammar is in the description, so that the model can read it."""
-        described = self._described()
-        function = {"name": self.custom.name, "parameters": custom.schema_of_input()}
-        return {"type": "function", "function": function | ({"description": described} if described else {})}
+        description = self._description_with_grammar()
+        function = {"name": self.custom.name, "parameters": custom.input_schema()}
+        return {"type": "function", "function": function | ({"description": description} if description else {})}
 
-    def _described(self) -> str | None:
-        said, grammar = self.custom.description, self.grammar
+    def _description_with_grammar(self) -> str | None:
+        description, grammar = self.custom.description, self.grammar
         if grammar is None:
-            return said
-        asked = f"The input must follow this {grammar.syntax} grammar:\n{grammar.definition}"
-        return f"{said}\n{asked}" if said else asked
+            return description
+        instruction = f"The input must follow this {grammar.syntax} grammar:\n{grammar.definition}"
+        return f"{description}\n{instruction}" if description else instruction
 
 
-class LeftOutTool(Strict):
+class UnsupportedTool(StrictModel):
     """A tool of a type that this server cannot call. The chat template does not show it to the model."""
 
     type: str = Field(min_length=1, json_schema_extra={"not": {"enum": ["function", "custom"]}})
@@ -116,7 +116,7 @@ class LeftOutTool(Strict):
 
 
 CallableTool = Tool | ChatCustomTool
-AnyTool = Tool | ChatCustomTool | LeftOutTool
+AnyTool = Tool | ChatCustomTool | UnsupportedTool
 
 
 def read_tools(value: Any) -> list[AnyTool]:
@@ -126,49 +126,49 @@ def read_tools(value: Any) -> list[AnyTool]:
         ApiError: 400 that names the tool and the field.
         ValueError: `value` is not a list.
     """
-    return read_each(value, _read, "tools")
+    return read_list(value, _read_tool, "tools")
 
 
-def _read(value: Any, path: str) -> AnyTool:
-    if isinstance(value, Tool | ChatCustomTool | LeftOutTool):
+def _read_tool(value: Any, path: str) -> AnyTool:
+    if isinstance(value, Tool | ChatCustomTool | UnsupportedTool):
         return value
-    kind = value.get("type") if isinstance(value, Mapping) else None
-    if kind == "custom":
-        return _checked(read_at(ChatCustomTool, value, path), f"{path}.custom.format")
-    if not isinstance(kind, str) or kind in ("", "function"):
-        return read_at(Tool, value, path)
-    return LeftOutTool(type=kind, name=value.get("name"))
+    tool_type = value.get("type") if isinstance(value, Mapping) else None
+    if tool_type == "custom":
+        return _check_format(validate_at(ChatCustomTool, value, path), f"{path}.custom.format")
+    if not isinstance(tool_type, str) or tool_type in ("", "function"):
+        return validate_at(Tool, value, path)
+    return UnsupportedTool(type=tool_type, name=value.get("name"))
 
 
-def _checked(tool: ChatCustomTool, path: str) -> ChatCustomTool:
-    asked = tool.custom.format
-    if asked is not None and asked.type == "grammar" and asked.grammar is None:
-        raise missing(f"{path}.grammar")
+def _check_format(tool: ChatCustomTool, path: str) -> ChatCustomTool:
+    input_format = tool.custom.format
+    if input_format is not None and input_format.type == "grammar" and input_format.grammar is None:
+        raise missing_parameter(f"{path}.grammar")
     return tool
 
 
 Tools = Annotated[list[AnyTool], PlainValidator(read_tools, json_schema_input_type=list[AnyTool])]
 
 
-def left_out_warnings(tools: Sequence[AnyTool]) -> list[str]:
+def unsupported_tool_warnings(tools: Sequence[AnyTool]) -> list[str]:
     """Return one warning for each of the first `MAX_WARNINGS` tools left out, one for the rest. Log each type once."""
-    left_out = [(at, tool) for at, tool in enumerate(tools) if isinstance(tool, LeftOutTool)]
-    for _, tool in left_out[:MAX_WARNINGS]:
-        _log_once(shown(tool.type))
-    told = [
-        f"tools.{at}: {shown(tool.type)} is not run by this server; the model is not told of it"
-        for at, tool in left_out[:MAX_WARNINGS]
+    unsupported = [(index, tool) for index, tool in enumerate(tools) if isinstance(tool, UnsupportedTool)]
+    for _, tool in unsupported[:MAX_WARNINGS]:
+        _log_unsupported_type(truncated_repr(tool.type))
+    warnings = [
+        f"tools.{index}: {truncated_repr(tool.type)} is not run by this server; the model is not told of it"
+        for index, tool in unsupported[:MAX_WARNINGS]
     ]
-    more = len(left_out) - len(told)
-    return [*told, f"tools: {more} more are left out"] if more else told
+    rest_count = len(unsupported) - len(warnings)
+    return [*warnings, f"tools: {rest_count} more are left out"] if rest_count else warnings
 
 
 @lru_cache(maxsize=64)
-def _log_once(kind: str) -> None:
-    logger.warning("a client declares tools of type %s, which this server does not run: they are left out", kind)
+def _log_unsupported_type(tool_type: str) -> None:
+    logger.warning("a client declares tools of type %s, which this server does not run: they are left out", tool_type)
 
 
-class ToolChoice(Strict):
+class ToolChoice(StrictModel):
     """Which tools an answer may, must or must not call.
 
     `names` are the tools that may be called; None means all. `single` is true if the client named one tool: as at
@@ -188,42 +188,44 @@ def read_choice(value: Any) -> Any:
         return value
     if isinstance(value, str):
         if value not in MODES:
-            raise ValueError(f"must be one of {', '.join(MODES)}, or {NAMED}, got {shown(value)}")
+            raise ValueError(f"must be one of {', '.join(MODES)}, or {NAMED_TOOL_FORM}, got {truncated_repr(value)}")
         return ToolChoice(mode=value)  # type: ignore[arg-type]
     if not isinstance(value, Mapping):
-        raise ValueError(f"must be one of {', '.join(MODES)}, or {NAMED}, got {shown(value)}")
-    kind = value.get("type")
-    if kind in NAMING:
-        return ToolChoice(mode="required", names=(_name(value),), single=True)
-    if kind == "allowed_tools" and isinstance(value.get("allowed_tools"), Mapping):
+        raise ValueError(f"must be one of {', '.join(MODES)}, or {NAMED_TOOL_FORM}, got {truncated_repr(value)}")
+    choice_type = value.get("type")
+    if choice_type in CALLABLE_TYPES:
+        return ToolChoice(mode="required", names=(_tool_name(value),), single=True)
+    if choice_type == "allowed_tools" and isinstance(value.get("allowed_tools"), Mapping):
         allowed = value["allowed_tools"]
         mode, tools = allowed.get("mode"), allowed.get("tools")
         if mode not in ("auto", "required") or not isinstance(tools, list) or not tools:
             raise ValueError("allowed_tools must have the mode auto or required, and a list of tools")
-        called = [tool for tool in tools if not _is_left_out(tool)]
-        if not called:
+        supported = [tool for tool in tools if not _is_unsupported(tool)]
+        if not supported:
             raise ValueError("allowed_tools has no tool that this server calls: name a function or a custom tool")
-        return ToolChoice(mode=mode, names=tuple(dict.fromkeys(map(_name, called))))
-    if _is_left_out(value):
-        raise ValueError(f"tools of type {shown(kind)} are not run by this server; name a function or a custom tool")
-    raise ValueError(f"must be {NAMED} or allowed_tools, got {shown(dict(value))}")
+        return ToolChoice(mode=mode, names=tuple(dict.fromkeys(map(_tool_name, supported))))
+    if _is_unsupported(value):
+        raise ValueError(
+            f"tools of type {truncated_repr(choice_type)} are not run by this server; name a function or a custom tool"
+        )
+    raise ValueError(f"must be {NAMED_TOOL_FORM} or allowed_tools, got {truncated_repr(dict(value))}")
 
 
-NAMING = ("function", "custom")
+CALLABLE_TYPES = ("function", "custom")
 
 
-def _is_left_out(value: Any) -> bool:
+def _is_unsupported(value: Any) -> bool:
     """Whether an entry of `tool_choice` names a tool of a type that this server cannot call."""
-    kind = value.get("type") if isinstance(value, Mapping) else None
-    return isinstance(kind, str) and kind not in (*NAMING, "allowed_tools")
+    tool_type = value.get("type") if isinstance(value, Mapping) else None
+    return isinstance(tool_type, str) and tool_type not in (*CALLABLE_TYPES, "allowed_tools")
 
 
-def _name(value: Any) -> str:
-    kind = value.get("type") if isinstance(value, Mapping) else None
-    named = value.get(kind) if kind in NAMING else None
-    name = named.get("name") if isinstance(named, Mapping) else None
+def _tool_name(value: Any) -> str:
+    tool_type = value.get("type") if isinstance(value, Mapping) else None
+    declaration = value.get(tool_type) if tool_type in CALLABLE_TYPES else None
+    name = declaration.get("name") if isinstance(declaration, Mapping) else None
     if not isinstance(name, str):
-        raise ValueError(f"must name a tool as {NAMED}, got {shown(value)}")
+        raise ValueError(f"must name a tool as {NAMED_TOOL_FORM}, got {truncated_repr(value)}")
     return name
 
 

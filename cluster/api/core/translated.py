@@ -9,28 +9,28 @@ from pydantic import ConfigDict
 from cluster.api.core import constraints, fields
 from cluster.api.core.adapter import Origins
 from cluster.api.core.conversation import ChatRequest
-from cluster.api.core.errors import ApiError, path_of, shown, unsupported
-from cluster.api.core.fields import FieldTable, Strict
+from cluster.api.core.errors import ApiError, field_path, truncated_repr, unsupported_parameter
+from cluster.api.core.fields import FieldTable, StrictModel
 from cluster.api.core.generation import PenaltyFields
 from cluster.api.core.limits import RequestLimits
-from cluster.api.core.service import Served
+from cluster.api.core.service import ServedModel
 
-SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "stop_token_ids", "ignore_eos")
-OTHERS = ("stop", "include_stop_str_in_output", "routed_dp_rank", "request_id", "cache_salt")
-CHATS = ("chat_template_kwargs", "include_reasoning", "separate_reasoning")
-FORMS = ("structured_outputs", *constraints.FIELDS)
-EXTENSIONS = frozenset({*PenaltyFields.model_fields, *FORMS, *SAMPLING, *OTHERS, *CHATS})
+SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "seed", "stop_token_ids", "ignore_eos")
+OTHER_FIELDS = ("stop", "include_stop_str_in_output", "routed_dp_rank", "request_id", "cache_salt")
+CHAT_FIELDS = ("chat_template_kwargs", "include_reasoning", "separate_reasoning")
+CONSTRAINT_FIELDS = ("structured_outputs", *constraints.TOP_LEVEL_KINDS)
+EXTENSIONS = frozenset({*PenaltyFields.model_fields, *CONSTRAINT_FIELDS, *SAMPLING_FIELDS, *OTHER_FIELDS, *CHAT_FIELDS})
 """Fields of a chat request that every API takes under the same name, with the same meaning and the same errors."""
 
 
-class Translated(NamedTuple):
+class ChatTranslation(NamedTuple):
     """A body as a chat request, and the fields of the body that its parts came from."""
 
     chat: ChatRequest
     origins: Origins
 
 
-class TranslatedBody(Strict):
+class TranslatedBody(StrictModel):
     """Base of the bodies that become chat requests. `model_extra` holds the extensions, unchanged."""
 
     model_config = ConfigDict(extra="allow")
@@ -41,22 +41,22 @@ class TranslatedBody(Strict):
         """The names of the API's own fields and of the extensions."""
         return {*cls.model_fields, *cls.extensions}
 
-    def asked_beside(self) -> dict[str, Any]:
+    def extension_fields(self) -> dict[str, Any]:
         """Return the extensions in this body, unchanged."""
         return dict(self.model_extra or {})
 
-    def checked(self, service: Served, limits: RequestLimits) -> Translated:
+    def to_checked_chat(self, service: ServedModel, limits: RequestLimits) -> ChatTranslation:
         """Return this body as a chat request that is checked against the model and the limits.
 
         Raises:
             ApiError: the body cannot be served; the error names the field of this body.
         """
-        chat, origins = self.translated()
-        with origins.named():
+        chat, origins = self.to_chat()
+        with origins.translate_errors():
             chat.check(service.model, limits)
-        return Translated(chat.filled(service.model.sampling), origins)
+        return ChatTranslation(chat.with_defaults(service.model.sampling_defaults), origins)
 
-    def translated(self) -> Translated:
+    def to_chat(self) -> ChatTranslation:
         """Return this body as a chat request.
 
         Raises:
@@ -65,31 +65,31 @@ class TranslatedBody(Strict):
         raise NotImplementedError
 
 
-def translation(chat: Mapping[str, Any], origins: Origins) -> Translated:
+def validate_chat(chat: Mapping[str, Any], origins: Origins) -> ChatTranslation:
     """Validate `chat`, the translation of a body, as a chat request; a 400 names the field of the body."""
-    with origins.named():
-        read, _ = ChatRequest.read(chat)
-    return Translated(read, origins)
+    with origins.translate_errors():
+        request, _ = ChatRequest.read(chat)
+    return ChatTranslation(request, origins)
 
 
-def table_of(
+def build_field_table(
     harmless: Collection[str], refused: Mapping[str, tuple[Any, ...]], remedies: Mapping[str, str]
 ) -> FieldTable:
     """Return the table of an API. A field that only other endpoints honour is refused, never ignored."""
-    elsewhere: dict[str, tuple[Any, ...]] = {}  # for each such field its default, which is accepted
+    chat_defaults: dict[str, tuple[Any, ...]] = {}  # for each such field its default, which is accepted
     for name, field in ChatRequest.model_fields.items():
         default = field.get_default(call_default_factory=True)
-        plain = isinstance(default, bool | int | str | list)
-        elsewhere[name] = (default,) if plain and not field.is_required() else ()
-    both = {**elsewhere, **fields.REFUSED, **refused}
+        has_json_default = isinstance(default, bool | int | str | list)
+        chat_defaults[name] = (default,) if has_json_default and not field.is_required() else ()
+    all_refused = {**chat_defaults, **fields.REFUSED, **refused}
     return FieldTable(
         frozenset({*fields.HARMLESS, *harmless}),
-        {name: values for name, values in both.items() if name in refused or name not in harmless},
+        {name: values for name, values in all_refused.items() if name in refused or name not in harmless},
         {**{name: fields.REMEDIES[name] for name in fields.REFUSED if name in fields.REMEDIES}, **remedies},
     )
 
 
-def readable_json(value: Any) -> Any:
+def require_utf8_json(value: Any) -> Any:
     """Return a JSON value of a body unchanged, if UTF-8 can encode all its strings.
 
     Raises:
@@ -102,9 +102,9 @@ def readable_json(value: Any) -> Any:
     return value
 
 
-def not_taken(path: str, value: Any, remedy: str) -> ApiError:
+def unsupported_part(path: str, value: Any, remedy: str) -> ApiError:
     """Return a 400 for a part of a body that this server knows and does not honour."""
-    return unsupported(path, f"{shown(value)} is not supported by this server; {remedy}")
+    return unsupported_parameter(path, f"{truncated_repr(value)} is not supported by this server; {remedy}")
 
 
 class Dialogue:
@@ -117,60 +117,60 @@ class Dialogue:
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
         self.origins: dict[str, str] = {}
-        self._turn: dict[str, Any] | None = None
+        self._open_message: dict[str, Any] | None = None
 
-    def say(self, role: str, text: str, origin: str, at: str = "content") -> None:
-        """Add a message, or the text of the assistant's turn. The text came from the field `at` of `origin`, or from
-        `origin` itself if `at` is empty.
+    def add_text(self, role: str, text: str, origin: str, text_field: str = "content") -> None:
+        """Add a message, or the text of the assistant's turn. The text came from the field `text_field` of
+        `origin`, or from `origin` itself if `text_field` is empty.
         """
         if role == "assistant":
-            turn = self._assistant(origin, not_after=("content", "tool_calls"))
-            turn["content"] = text
+            message = self._assistant_message(origin, blocking_fields=("content", "tool_calls"))
+            message["content"] = text
         else:
-            self._add({"role": role, "content": text}, origin)
-        self.origins[f"{self._last}.content"] = path_of(origin, at) if at else origin
+            self._add_message({"role": role, "content": text}, origin)
+        self.origins[f"{self._last_path}.content"] = field_path(origin, text_field) if text_field else origin
 
-    def think(self, text: str, origin: str) -> None:
+    def add_reasoning(self, text: str, origin: str) -> None:
         """Add the reasoning that precedes the assistant's next text or tool call."""
-        turn = self._assistant(origin, not_after=("reasoning_content", "content", "tool_calls"))
-        turn["reasoning_content"] = text
-        self.origins[f"{self._last}.reasoning_content"] = origin
+        message = self._assistant_message(origin, blocking_fields=("reasoning_content", "content", "tool_calls"))
+        message["reasoning_content"] = text
+        self.origins[f"{self._last_path}.reasoning_content"] = origin
 
-    def call(self, call_id: str, name: str, arguments: str, origin: str, id_at: str) -> None:
-        """Add a tool call of the assistant; its id came from the field `id_at` of `origin`."""
-        turn = self._assistant(origin, not_after=())
-        calls = turn.setdefault("tool_calls", [])
-        path = f"{self._last}.tool_calls.{len(calls)}"
-        self.origins |= {path: origin, f"{path}.function": origin, f"{path}.id": path_of(origin, id_at)}
+    def add_tool_call(self, call_id: str, name: str, arguments: str, origin: str, id_field: str) -> None:
+        """Add a tool call of the assistant; its id came from the field `id_field` of `origin`."""
+        message = self._assistant_message(origin, blocking_fields=())
+        calls = message.setdefault("tool_calls", [])
+        path = f"{self._last_path}.tool_calls.{len(calls)}"
+        self.origins |= {path: origin, f"{path}.function": origin, f"{path}.id": field_path(origin, id_field)}
         function = {"name": name, "arguments": arguments}
         calls.append({"id": call_id, "type": "function", "function": function})
 
-    def result(self, call_id: str, text: str, origin: str, id_at: str, at: str) -> None:
-        """Add the result of a tool; text and id came from the fields `at` and `id_at` of `origin`."""
-        self._add({"role": "tool", "tool_call_id": call_id, "content": text}, origin)
-        self.origins[f"{self._last}.tool_call_id"] = path_of(origin, id_at)
-        self.origins[f"{self._last}.content"] = path_of(origin, at)
+    def add_tool_result(self, call_id: str, text: str, origin: str, id_field: str, text_field: str) -> None:
+        """Add the result of a tool; text and id came from the fields `text_field` and `id_field` of `origin`."""
+        self._add_message({"role": "tool", "tool_call_id": call_id, "content": text}, origin)
+        self.origins[f"{self._last_path}.tool_call_id"] = field_path(origin, id_field)
+        self.origins[f"{self._last_path}.content"] = field_path(origin, text_field)
 
     def end_turn(self) -> None:
         """End the assistant's turn: its next part begins a new message."""
-        self._turn = None
+        self._open_message = None
 
     @property
-    def _last(self) -> str:
+    def _last_path(self) -> str:
         return f"messages.{len(self.messages) - 1}"
 
-    def _add(self, message: dict[str, Any], origin: str) -> dict[str, Any]:
-        self._turn = None
+    def _add_message(self, message: dict[str, Any], origin: str) -> dict[str, Any]:
+        self._open_message = None
         self.messages.append(message)
-        self.origins[self._last] = origin
+        self.origins[self._last_path] = origin
         return message
 
-    def _assistant(self, origin: str, not_after: tuple[str, ...]) -> dict[str, Any]:
+    def _assistant_message(self, origin: str, blocking_fields: tuple[str, ...]) -> dict[str, Any]:
         """Return the assistant's open message. If no message is open, or the open one already has a part in
-        `not_after`, add a new message and return that.
+        `blocking_fields`, add a new message and return that.
         """
-        turn = self._turn
-        if turn is None or any(turn.get(part) for part in not_after):
-            turn = self._add({"role": "assistant", "content": ""}, origin)
-            self._turn = turn
-        return turn
+        message = self._open_message
+        if message is None or any(message.get(field) for field in blocking_fields):
+            message = self._add_message({"role": "assistant", "content": ""}, origin)
+            self._open_message = message
+        return message

@@ -1,8 +1,8 @@
 """The app's own ASGI middleware, from the inside out: HEAD requests, draining, access control, redirects, access log.
 
-Requests are denied by default: without a key, only GET and HEAD of the pages in `OPEN` pass. A key of scope admin may
-use every route; `SCOPES` lists the routes for other keys. The routes themselves decide which route a request matches,
-so the guard and the router cannot disagree about a path.
+Requests are denied by default: without a key, only GET and HEAD of the pages in `PATHS_WITHOUT_KEY` pass. A key of scope
+admin may use every route; `SCOPES` lists the routes for other keys. The routes themselves decide which route a request
+matches, so the guard and the router cannot disagree about a path.
 """
 
 import asyncio
@@ -19,23 +19,23 @@ from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.api.anthropic.shape import anthropic_envelope
-from cluster.api.core.api_keys import OPEN, PAGE, ApiKey, ApiKeys
+from cluster.api.core.api_keys import PAGE_PATHS, PATHS_WITHOUT_KEY, ApiKey, ApiKeys
 from cluster.api.core.api_keys import Scope as KeyScope
-from cluster.api.core.errors import CLIENT_GONE, ApiError, Envelope
+from cluster.api.core.errors import CLIENT_CLOSED_REQUEST, ApiError, Envelope
 from cluster.api.core.sequences import OutputSequence, usage
 from cluster.api.core.service import Service
 from cluster.observability.logs import request_id
 from cluster.observability.metrics import Outcome
 
-OF_PATHS: Mapping[str, Envelope] = {"/v1/messages": anthropic_envelope}
+ENVELOPE_BY_PATH: Mapping[str, Envelope] = {"/v1/messages": anthropic_envelope}
 """Maps a path to the envelope for this path and all paths below it. All other paths use OpenAI's envelope."""
 
 
 def envelope_of(scope: Scope) -> Envelope:
     """Return the envelope for errors of a request, also for a path without a route."""
     path = scope["path"].removeprefix(scope.get("root_path", "").rstrip("/"))
-    for above, envelope in OF_PATHS.items():
-        if path == above or path.startswith(f"{above}/"):
+    for path_prefix, envelope in ENVELOPE_BY_PATH.items():
+        if path == path_prefix or path.startswith(f"{path_prefix}/"):
             return envelope
     return ApiError.envelope
 
@@ -52,18 +52,18 @@ class HeadAsGet:
             await self._app(scope, receive, send)
             return
 
-        async def without_body(message: Message) -> None:
+        async def send_without_body(message: Message) -> None:
             await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
 
-        await self._app({**scope, "method": "GET"}, receive, without_body)
+        await self._app({**scope, "method": "GET"}, receive, send_without_body)
 
 
-GENERATION = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"})
-REFUSED = GENERATION | {"/ready"}
+GENERATION_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"})
+DRAINED_PATHS = GENERATION_PATHS | {"/ready"}
 RETRY_AFTER_S = 5  # about the time until another server, or the next one at this address, is ready
 # While draining, `aerie serve` repeats its call of `Drain.begin`. If none comes for LAPSE_S, `aerie serve` was killed,
 # and the replica accepts calls again.
-LAPSE_S = 30.0
+DRAIN_LEASE_S = 30.0
 SHUTTING_DOWN = "the server is shutting down"
 
 
@@ -71,31 +71,31 @@ class Drain:
     """Whether one replica accepts calls, and how many are open. Used only on the event loop that serves the calls."""
 
     def __init__(self) -> None:
-        self.open = 0
-        self._until = 0.0
+        self.open_calls = 0
+        self._refuse_until = 0.0
 
     @property
     def refusing(self) -> bool:
         """Whether new calls are refused now."""
-        return time.monotonic() < self._until
+        return time.monotonic() < self._refuse_until
 
     def begin(self) -> int:
-        """Refuse new calls for the next `LAPSE_S` seconds, and return the number of open calls. `aerie serve` calls
-        this repeatedly until the server ends.
+        """Refuse new calls for the next `DRAIN_LEASE_S` seconds, and return the number of open calls. `aerie serve`
+        calls this repeatedly until the server ends.
         """
         if not self.refusing:
-            logger.info("draining: %d open calls go on, new ones are refused", self.open)
-        self._until = time.monotonic() + LAPSE_S
-        return self.open
+            logger.info("draining: %d open calls go on, new ones are refused", self.open_calls)
+        self._refuse_until = time.monotonic() + DRAIN_LEASE_S
+        return self.open_calls
 
     @contextmanager
-    def one_more(self) -> Iterator[None]:
+    def count_call(self) -> Iterator[None]:
         """Count a call as open inside the block."""
-        self.open += 1
+        self.open_calls += 1
         try:
             yield
         finally:
-            self.open -= 1
+            self.open_calls -= 1
 
 
 class DrainMiddleware:
@@ -108,7 +108,7 @@ class DrainMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one call, or refuse it while draining."""
         path = scope.get("path")
-        if scope["type"] != "http" or path not in REFUSED:
+        if scope["type"] != "http" or path not in DRAINED_PATHS:
             await self._app(scope, receive, send)
         elif self._drain.refusing:
             error = ApiError(
@@ -119,8 +119,8 @@ class DrainMiddleware:
                 headers={"Retry-After": str(RETRY_AFTER_S), "Connection": "close"},
             )
             await error.response(envelope_of(scope))(scope, receive, send)
-        elif path in GENERATION:
-            with self._drain.one_more():
+        elif path in GENERATION_PATHS:
+            with self._drain.count_call():
                 await self._app(scope, receive, send)
         else:
             await self._app(scope, receive, send)
@@ -146,22 +146,22 @@ SCOPES: Mapping[str, KeyScope] = {
     "/docs": "use",
     "/server_info": "admin",  # paths, addresses, process ids, causes of faults
     "/server_state": "use",  # no paths, addresses or process ids; only admins get causes of faults
-    **dict.fromkeys(PAGE, "use"),
+    **dict.fromkeys(PAGE_PATHS, "use"),
 }
 """The scope that each declared path needs. A route that is missing here needs scope admin."""
-KEY, ANONYMOUS = "aerie.key", "aerie.anonymous"
+KEY_ENTRY, ANONYMOUS_ENTRY = "aerie.key", "aerie.anonymous"  # keys of the scope, set by `Guard`
 POLICY_VIOLATION = 1008  # the close code of a refused websocket
 
 
-def key_of(call: Scope) -> ApiKey | None:
+def key_of(scope: Scope) -> ApiKey | None:
     """Return the API key of a call, or None if the server has no keys or the call came without a key."""
-    key: ApiKey | None = call.get(KEY)
+    key: ApiKey | None = scope.get(KEY_ENTRY)
     return key
 
 
-def is_anonymous(call: Scope) -> bool:
+def is_anonymous(scope: Scope) -> bool:
     """Return whether a call came without a key to a server that has keys. Its answer names no causes of faults."""
-    return ANONYMOUS in call
+    return ANONYMOUS_ENTRY in scope
 
 
 class Guard:
@@ -177,40 +177,41 @@ class Guard:
             await self._app(scope, receive, send)
         elif scope["type"] != "http":
             await send({"type": "websocket.close", "code": POLICY_VIOLATION})
-        elif (denied := self._denied(scope)) is not None:
-            await denied.response(envelope_of(scope))(scope, receive, send)
+        elif (error := self._access_error(scope)) is not None:
+            await error.response(envelope_of(scope))(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
-    def _denied(self, call: Scope) -> ApiError | None:
+    def _access_error(self, scope: Scope) -> ApiError | None:
         """Return the error that denies a call. For an allowed call, note its key in the scope and return None."""
-        token, route = _token(call), self._route(call)
+        token, route = _token_of(scope), self._route(scope)
         key = None if token is None else self._keys.find(token)
         if key is not None:
-            call[KEY] = key
-            needed = "use" if route is None else SCOPES.get(route, "admin")  # without a route the answer is a 404
-            return None if key.scope == "admin" or needed == "use" else _not_allowed()
-        if route in OPEN and call["method"] in ("GET", "HEAD"):
-            call[ANONYMOUS] = True
+            scope[KEY_ENTRY] = key
+            # without a route the answer is a 404
+            required_scope = "use" if route is None else SCOPES.get(route, "admin")
+            return None if key.scope == "admin" or required_scope == "use" else _insufficient_scope_error()
+        if route in PATHS_WITHOUT_KEY and scope["method"] in ("GET", "HEAD"):
+            scope[ANONYMOUS_ENTRY] = True
             return None
-        return _no_key(token)
+        return _invalid_key_error(token)
 
-    def _route(self, call: Scope) -> str | None:
+    def _route(self, scope: Scope) -> str | None:
         """Return the declared path of the first route that matches the call's path with any method; None if no route
         does.
         """
         for route in self._routes:
-            if route.matches(call)[0] is not Match.NONE:
+            if route.matches(scope)[0] is not Match.NONE:
                 return getattr(route, "path", "")
         return None
 
 
-def _token(call: Scope) -> bytes | None:
+def _token_of(scope: Scope) -> bytes | None:
     """Return a call's key: its Bearer token or Anthropic's x-api-key. None if the call has no key or two different
     keys.
     """
     tokens = set()
-    for name, value in call["headers"]:
+    for name, value in scope["headers"]:
         if name == b"x-api-key":
             tokens.add(value.strip())
         elif name == b"authorization":
@@ -220,35 +221,35 @@ def _token(call: Scope) -> bytes | None:
     return tokens.pop() if len(tokens) == 1 else None
 
 
-def _no_key(token: bytes | None) -> ApiError:
-    wrong = "the API key is not valid" if token else "an API key is needed, and no more than one"
+def _invalid_key_error(token: bytes | None) -> ApiError:
+    problem = "the API key is not valid" if token else "an API key is needed, and no more than one"
     return ApiError(
-        f"{wrong}; send it as 'Authorization: Bearer KEY'",
+        f"{problem}; send it as 'Authorization: Bearer KEY'",
         status=401,
         code="invalid_api_key",
         headers={"WWW-Authenticate": "Bearer"},
     )
 
 
-def _not_allowed() -> ApiError:
+def _insufficient_scope_error() -> ApiError:
     return ApiError(
         "this needs an API key of scope admin", status=403, kind="permission_error", code="insufficient_permissions"
     )
 
 
-def cache_salt(key: ApiKey | None, said: str | None) -> int:
+def cache_salt(key: ApiKey | None, client_salt: str | None) -> int:
     """Return the salt of a request; only requests with the same salt share cached prefixes. The salt is a hash of
-    `said` (the body's `cache_salt`) keyed by the API key, or 0 if both are None. So no client can choose a `cache_salt`
-    that leads to the salt of another key.
+    `client_salt` (the body's `cache_salt`) keyed by the API key, or 0 if both are None. So no client can choose a
+    `cache_salt` that leads to the salt of another key.
     """
-    if key is None and said is None:
+    if key is None and client_salt is None:
         return 0
     secret = b"" if key is None else key.digest
-    text = (said or "").encode("utf-8", "surrogatepass")
+    text = (client_salt or "").encode("utf-8", "surrogatepass")
     return int.from_bytes(hashlib.blake2b(text, key=secret, digest_size=16, person=b"aerie cache salt").digest(), "big")
 
 
-class SlashBehindPrefix:
+class TrailingSlashRedirect:
     """ASGI middleware that redirects the application's prefix without a slash (`/llm/one`) to the page at `/llm/one/`.
 
     The page names its files by relative paths. The redirect is relative too, since a proxy in front may add a prefix.
@@ -264,23 +265,23 @@ class SlashBehindPrefix:
             await self._app(scope, receive, send)
             return
         query = "?" + scope["query_string"].decode("latin-1") if scope["query_string"] else ""
-        there = f"./{quote(prefix.rpartition('/')[2])}/{query}"
-        await Response(status_code=307, headers={"Location": there})(scope, receive, send)
+        location = f"./{quote(prefix.rpartition('/')[2])}/{query}"
+        await Response(status_code=307, headers={"Location": location})(scope, receive, send)
 
 
 logger = logging.getLogger(__name__)
 access_logger = logging.getLogger("cluster.api.http.access_log")  # the name by which operators filter the log
 
 UNLOGGED = frozenset({"/health", "/ready", "/metrics", "/server_state"})  # polled every few seconds
-OTHER = "other"  # the route under which all paths without a declared route are counted
-NOTED = "aerie.choices"  # key of the scope under which `note` keeps the sequences of a call
-SHOWN = 200  # characters of a path that a line shows
+OTHER_ROUTE = "other"  # the route under which all paths without a declared route are counted
+CHOICES_ENTRY = "aerie.choices"  # key of the scope under which `attach_call` stores the sequences of a call
+MAX_LOGGED_PATH = 200  # characters of a path that a line shows
 
 
-def note(scope: Scope, call_id: str, choices: Sequence[OutputSequence]) -> None:
+def attach_call(scope: Scope, call_id: str, choices: Sequence[OutputSequence]) -> None:
     """Attach the id and the sequences of a parsed call to its scope, for the access log."""
     request_id.set(call_id)
-    scope[NOTED] = choices
+    scope[CHOICES_ENTRY] = choices
 
 
 class AccessLog:
@@ -298,77 +299,77 @@ class AccessLog:
     """
 
     def __init__(self, app: ASGIApp, service: Service, routes: Iterable[str]) -> None:
-        """`routes` are the declared paths; all other paths are counted together under `OTHER`."""
+        """`routes` are the declared paths; all other paths are counted together under `OTHER_ROUTE`."""
         self._app = app
         self._service = service
         self._routes = frozenset(routes)
-        service.metrics.expect_routes([*sorted(self._routes), OTHER])
+        service.metrics.expect_routes([*sorted(self._routes), OTHER_ROUTE])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one call, count its response and log it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        arrived = time.perf_counter()
-        token = request_id.set("")
-        status, whole = 0, False
+        arrived_at = time.perf_counter()
+        context_token = request_id.set("")
+        status, body_complete = 0, False
 
-        async def noting(message: Message) -> None:
-            nonlocal status, whole
+        async def send_and_record(message: Message) -> None:
+            nonlocal status, body_complete
             if message["type"] == "http.response.start":
                 status = message["status"]
             elif message["type"] == "http.response.body" and not message.get("more_body"):
-                whole = True
+                body_complete = True
             await send(message)
 
         try:
-            await self._app(scope, receive, noting)
+            await self._app(scope, receive, send_and_record)
         except asyncio.CancelledError:
-            status = status or CLIENT_GONE
+            status = status or CLIENT_CLOSED_REQUEST
             raise
         except Exception:
             status = status or 500
             raise
         finally:
             route = self._route(scope)
-            self._service.metrics.on_response(route, status or CLIENT_GONE)
+            self._service.metrics.on_response(route, status or CLIENT_CLOSED_REQUEST)
             if route not in UNLOGGED:
                 access_logger.info(
                     "%s %s",
                     scope["method"],
-                    scope["path"][:SHOWN],
-                    extra={"fields": _fields(scope, status, whole, arrived)},
+                    scope["path"][:MAX_LOGGED_PATH],
+                    extra={"fields": _log_fields(scope, status, body_complete, arrived_at)},
                 )
-            request_id.reset(token)
+            request_id.reset(context_token)
 
     def _route(self, scope: Scope) -> str:
-        declared = getattr(scope.get("route"), "path", scope["path"])
-        return declared if declared in self._routes else OTHER
+        path = getattr(scope.get("route"), "path", scope["path"])
+        return path if path in self._routes else OTHER_ROUTE
 
 
-def _fields(scope: Scope, status: int, whole: bool, arrived: float) -> dict[str, Any]:
+def _log_fields(scope: Scope, status: int, body_complete: bool, arrived_at: float) -> dict[str, Any]:
     """Return the fields of a log line, except method and path. A value that is not known is None."""
-    fields: dict[str, Any] = {"status": status or CLIENT_GONE}
+    fields: dict[str, Any] = {"status": status or CLIENT_CLOSED_REQUEST}
     if (key := key_of(scope)) is not None:
         fields["key"] = key.name
-    choices: Sequence[OutputSequence] = scope.get(NOTED, ())
+    choices: Sequence[OutputSequence] = scope.get(CHOICES_ENTRY, ())
     timers = [choice.timer for choice in choices if choice.timer is not None]
     if choices:
-        used = usage(choices)
-        firsts = [timer.first_token_s for timer in timers if timer.first_token_s is not None]
-        fields["prompt_tokens"] = used["prompt_tokens"]
-        fields["completion_tokens"] = used["completion_tokens"]
-        fields["first_token_s"] = round(min(firsts), 4) if firsts else None
-    fields["total_s"] = round(time.perf_counter() - arrived, 4)
-    fields["outcome"] = _outcome({timer.outcome for timer in timers}, status, whole)
+        token_usage = usage(choices)
+        first_token_times = [timer.first_token_s for timer in timers if timer.first_token_s is not None]
+        fields["prompt_tokens"] = token_usage["prompt_tokens"]
+        fields["completion_tokens"] = token_usage["completion_tokens"]
+        fields["first_token_s"] = round(min(first_token_times), 4) if first_token_times else None
+    fields["total_s"] = round(time.perf_counter() - arrived_at, 4)
+    fields["outcome"] = _outcome({timer.outcome for timer in timers}, status, body_complete)
     return fields
 
 
-def _outcome(ends: set[Outcome | None], status: int, whole: bool) -> str:
-    if status in (0, CLIENT_GONE):
+def _outcome(outcomes: set[Outcome | None], status: int, body_complete: bool) -> str:
+    if status in (0, CLIENT_CLOSED_REQUEST):
         return "gone"
-    if "error" in ends or (status >= 500 and status != 503):
+    if "error" in outcomes or (status >= 500 and status != 503):
         return "error"
     if status >= 400:
         return "refused"
-    return "ok" if whole and "abort" not in ends else "gone"
+    return "ok" if body_complete and "abort" not in outcomes else "gone"

@@ -15,13 +15,13 @@ from cluster.chat.formats.choose import ChosenFormat
 from cluster.observability.exposition import Sums
 from cluster.status import RankInfo
 
-COUNTS = (
+COUNTER_NAMES = (
     *("generated_tokens", "prompt_tokens", "cached_tokens", "drafts", "verified_nodes", "accepted_draft_tokens"),
     *("rank_losses", "gang_restarts", "resumed_streams"),
 )
-OF_DRAFT = ("algorithm", "kind", "runners", "doubts")
-OF_RANK = ("generated_tokens", "drafts", "accepted_draft_tokens")
-SETTINGS = (
+DRAFT_FIELDS = ("algorithm", "kind", "runners", "doubts")
+RANK_COUNTER_NAMES = ("generated_tokens", "drafts", "accepted_draft_tokens")
+SETTING_NAMES = (
     *(
         "dtype",
         "device",
@@ -44,14 +44,19 @@ SETTINGS = (
 )
 
 
-def state_of(model_id: str, status: GangStatus, samples: Sequence[bytes], causes: bool) -> dict[str, Any]:
+def build_server_state(
+    model_id: str, status: GangStatus, samples: Sequence[bytes], include_reasons: bool
+) -> dict[str, Any]:
     """Return the state of one gang (`status`), and counts since the start, summed over all replicas (`samples`). The
-    difference of two reads gives a rate. If `causes` is true, faults include their reasons, which may name addresses
-    and processes.
+    difference of two reads gives a rate. If `include_reasons` is true, faults include their reasons, which may name
+    addresses and processes.
     """
     sums = Sums(samples)
-    infos, beats = {info.rank: info for info in status.ranks}, {beat.rank: beat for beat in status.beats}
-    world = next((info.world for info in status.ranks), len(beats))
+    infos, heartbeats = (
+        {info.rank: info for info in status.ranks},
+        {heartbeat.rank: heartbeat for heartbeat in status.heartbeats},
+    )
+    world_size = next((info.world for info in status.ranks), len(heartbeats))
     return {
         "at": time.time(),
         "model": model_id,
@@ -59,50 +64,50 @@ def state_of(model_id: str, status: GangStatus, samples: Sequence[bytes], causes
         "gang": status.history.gang,
         "life": status.history.epoch,
         "healthy": status.healthy,
-        "reason": status.reason if causes else "",
+        "reason": status.reason if include_reasons else "",
         "requests": {
             **{state: int(sums.total("aerie_open_requests", state=state)) for state in ("waiting", "streaming")},
             "queued_tokens": status.queued_tokens,
         },
-        "counts": {name: int(sums.total(f"aerie_{name}_total")) for name in COUNTS},
-        "accepted_by_depth": _depths(sums),
-        "ranks": [_rank(rank, beats.get(rank), sums) for rank in range(world)],
-        "losses": [_loss(loss, causes) for loss in status.history.restarts],
+        "counts": {name: int(sums.total(f"aerie_{name}_total")) for name in COUNTER_NAMES},
+        "accepted_by_depth": _accepted_by_depth(sums),
+        "ranks": [_rank(rank, heartbeats.get(rank), sums) for rank in range(world_size)],
+        "losses": [_loss(loss, include_reasons) for loss in status.history.restarts],
         "settings": _settings(infos.get(0)),
     }
 
 
-def _depths(sums: Sums, **labels: str) -> list[int]:
+def _accepted_by_depth(sums: Sums, **labels: str) -> list[int]:
     """Return the number of accepted draft tokens at each depth, from depth 1 on."""
-    found = sums.by("depth", "aerie_accepted_by_depth_total", **labels)
-    return [int(found[depth]) for depth in sorted(found, key=int)]
+    counts_by_depth = sums.by("depth", "aerie_accepted_by_depth_total", **labels)
+    return [int(counts_by_depth[depth]) for depth in sorted(counts_by_depth, key=int)]
 
 
-def _rank(rank: int, beat: Heartbeat | None, sums: Sums) -> dict[str, Any]:
+def _rank(rank: int, heartbeat: Heartbeat | None, sums: Sums) -> dict[str, Any]:
     """Return the state of one rank: `silent` if there is no heartbeat. Counts are sums over this rank of all gangs."""
-    own = str(rank)
-    counts = {name: int(sums.total(f"aerie_{name}_total", rank=own)) for name in OF_RANK}
-    told = {"rank": rank, **counts, "accepted_by_depth": _depths(sums, rank=own)}
-    if beat is None:
-        return {**told, "state": "silent"}
-    now = beat.status
+    rank_label = str(rank)
+    counts = {name: int(sums.total(f"aerie_{name}_total", rank=rank_label)) for name in RANK_COUNTER_NAMES}
+    fields = {"rank": rank, **counts, "accepted_by_depth": _accepted_by_depth(sums, rank=rank_label)}
+    if heartbeat is None:
+        return {**fields, "state": "silent"}
+    rank_status = heartbeat.status
     return {
-        **told,
-        "state": "busy" if beat.busy else "idle",
-        "step": beat.step,
-        "phase": beat.phase,
-        "quiet_s": round(beat.age_s, 3),
-        "running": now.running,
-        "waiting": now.waiting,
-        "accept_length": now.accept_length,
-        "draft_rejected": now.draft_rejected,
-        "pages": {"used": now.pages_used, "cached": now.pages_cached, "free": now.pages_free},
+        **fields,
+        "state": "busy" if heartbeat.busy else "idle",
+        "step": heartbeat.step,
+        "phase": heartbeat.phase,
+        "quiet_s": round(heartbeat.idle_s, 3),
+        "running": rank_status.running,
+        "waiting": rank_status.waiting,
+        "accept_length": rank_status.accept_length,
+        "draft_rejected": rank_status.draft_rejected,
+        "pages": {"used": rank_status.pages_used, "cached": rank_status.pages_cached, "free": rank_status.pages_free},
     }
 
 
-def _loss(loss: Loss, causes: bool) -> dict[str, Any]:
+def _loss(loss: Loss, include_reasons: bool) -> dict[str, Any]:
     names = ("rank", "kind", "step", "phase", "epoch", "at", "noticed_s", "restored_s", "attempts")
-    return {**{name: getattr(loss, name) for name in names}, "reason": loss.reason if causes else ""}
+    return {**{name: getattr(loss, name) for name in names}, "reason": loss.reason if include_reasons else ""}
 
 
 def _settings(info: RankInfo | None) -> dict[str, Any]:
@@ -113,47 +118,51 @@ def _settings(info: RankInfo | None) -> dict[str, Any]:
     return {
         "ranks": info.world,
         "attention_groups": info.config.attn_dp_size,
-        "draft": {name: getattr(draft, name) for name in OF_DRAFT} if draft is not None else None,
-        **{name: getattr(info, name) for name in SETTINGS},
+        "draft": {name: getattr(draft, name) for name in DRAFT_FIELDS} if draft is not None else None,
+        **{name: getattr(info, name) for name in SETTING_NAMES},
     }
 
 
-def facts_of(model: ModelInfo, limits: RequestLimits, status: GangStatus, chosen: ChosenFormat) -> dict[str, Any]:
+def build_server_info(
+    model: ModelInfo, limits: RequestLimits, status: GangStatus, chat_formats: ChosenFormat
+) -> dict[str, Any]:
     """Return the content of `/server_info`. `internal_states` holds the mean accept length, because SGLang's benchmark
-    reads it there. `chosen` names the formats of tool calls and reasoning in chat answers.
+    reads it there. `chat_formats` names the formats of tool calls and reasoning in chat answers.
     """
-    lengths = [beat.status.accept_length for beat in status.beats if beat.status.accept_length]
+    accept_lengths = [heartbeat.status.accept_length for heartbeat in status.heartbeats if heartbeat.status.accept_length]
     history = asdict(status.history)
     return {
         "version": __version__,
         "model_id": model.model_id,
-        "sampling_defaults": dict(model.sampling),
+        "sampling_defaults": dict(model.sampling_defaults),
         "healthy": status.healthy,
         "reason": status.reason,
         "queued_tokens": status.queued_tokens,
         "running": status.running,
-        "tool_call_parser": chosen.calls,
-        "reasoning_parser": chosen.thought,
+        "tool_call_parser": chat_formats.call_format,
+        "reasoning_parser": chat_formats.reasoning_format,
         "limits": {name: getattr(limits, name) for name in RequestLimits.__slots__},
-        **(status.ranks[0].described() if status.ranks else {}),
+        **(status.ranks[0].as_dict() if status.ranks else {}),
         **history.pop("decided"),
         **history,
         "ranks": _ranks(status),
-        "internal_states": [{"avg_spec_accept_length": sum(lengths) / len(lengths)}] if lengths else [{}],
+        "internal_states": [{"avg_spec_accept_length": sum(accept_lengths) / len(accept_lengths)}]
+        if accept_lengths
+        else [{}],
     }
 
 
 def _ranks(status: GangStatus) -> list[dict[str, Any]]:
-    where = {info.rank: {"pid": info.pid, "node": info.node, "gpus": info.gpus} for info in status.ranks}
+    process_facts = {info.rank: {"pid": info.pid, "node": info.node, "gpus": info.gpus} for info in status.ranks}
     return [
         {
-            "rank": beat.rank,
-            **where.get(beat.rank, {"pid": None, "node": None, "gpus": None}),
-            "steps": beat.steps,
-            "busy": beat.busy,
-            "step": beat.step,
-            "phase": beat.phase,
-            **asdict(beat.status),
+            "rank": heartbeat.rank,
+            **process_facts.get(heartbeat.rank, {"pid": None, "node": None, "gpus": None}),
+            "steps": heartbeat.steps,
+            "busy": heartbeat.busy,
+            "step": heartbeat.step,
+            "phase": heartbeat.phase,
+            **asdict(heartbeat.status),
         }
-        for beat in status.beats
+        for heartbeat in status.heartbeats
     ]

@@ -7,7 +7,7 @@ import threading
 from cluster.observability.logs import LogFollower, level_and_logger
 
 POLL_S = 0.3
-OWN = "cluster.api.launch.serve"  # this logger's module prints its messages itself
+SERVE_LOGGER = "cluster.api.launch.serve"  # this logger's module prints its messages itself
 
 
 class Console:
@@ -16,27 +16,27 @@ class Console:
     def __init__(self, path: str) -> None:
         self._path = path
         self._follower = LogFollower(path)
-        self._over = threading.Event()
+        self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="console", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
         """Print the remaining lines, then end the thread."""
-        self._over.set()
+        self._stopped.set()
         self._thread.join(timeout=2.0)
 
     def _run(self) -> None:
-        while not self._over.wait(POLL_S):
-            self._show()
-        self._show()
+        while not self._stopped.wait(POLL_S):
+            self._print_new_lines()
+        self._print_new_lines()
 
-    def _show(self) -> None:
-        worst = 0
+    def _print_new_lines(self) -> None:
+        highest_level = 0
         for line in self._follower.lines():
             level, logger = level_and_logger(line)
-            if level >= logging.WARNING and logger != OWN:
+            if level >= logging.WARNING and logger != SERVE_LOGGER:
                 print(line, file=sys.stderr)
-                worst = max(worst, level)
-        if worst >= logging.ERROR:
+                highest_level = max(highest_level, level)
+        if highest_level >= logging.ERROR:
             print(f"aerie serve: more in the log, {self._path}", file=sys.stderr)
         sys.stderr.flush()

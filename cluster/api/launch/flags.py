@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from cluster.api.launch.overlay import Override
-from cluster.api.launch.plan import here
+from cluster.api.launch.plan import existing_path_or_name
 from cluster.arch.hub.names import HUB_NAME
 from cluster.chat.formats.choose import REASONING_NAMES, TOOL_NAMES
 from cluster.config import ConfigError
@@ -115,10 +115,10 @@ def model_of(args: argparse.Namespace) -> str | None:
 
 def overrides_of(args: argparse.Namespace) -> list[Override]:
     """Return the overrides of the flags, then those of `--set`: where both name a setting, `--set` wins."""
-    given = {flag: getattr(args, flag) for flag in FLAGS}
-    if given["draft"] is not None:
-        given["draft"] = here(given["draft"])
-    if given["api_keys_file"] is not None:
-        given["api_keys_file"] = str(Path(given["api_keys_file"]).absolute())
-    flags: list[Override] = [(FLAGS[flag], value) for flag, value in given.items() if value is not None]
+    flag_values = {flag: getattr(args, flag) for flag in FLAGS}
+    if flag_values["draft"] is not None:
+        flag_values["draft"] = existing_path_or_name(flag_values["draft"])
+    if flag_values["api_keys_file"] is not None:
+        flag_values["api_keys_file"] = str(Path(flag_values["api_keys_file"]).absolute())
+    flags: list[Override] = [(FLAGS[flag], value) for flag, value in flag_values.items() if value is not None]
     return [*flags, *args.overrides]

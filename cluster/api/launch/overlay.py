@@ -9,8 +9,8 @@ import yaml
 
 from cluster.api.serve.settings import DEPLOYMENT_OPTIONS, AppSettings, LLMConfig, read_yaml, resolve_path
 from cluster.arch.hub import hub_model, name_of
-from cluster.config import ConfigError, EngineConfig, nearest
-from cluster.config.aliases import ALIASES, EXPERT_SWITCH, SPECULATIVE_CONFIG, spelled
+from cluster.config import ConfigError, EngineConfig, spelling_hint
+from cluster.config.aliases import ALIASES, EXPERT_PARALLEL_ALIAS, SPECULATIVE_CONFIG, convert_speculative_value
 
 Override = str | tuple[str, Any]  # "key=value" with a value in YAML, or a key and its value
 
@@ -20,21 +20,21 @@ MODEL_KEYS = {"model": "model_source", "model_path": "model_source", "tokenizer"
 HTTP_KEYS = {"http_host": "host", "http_port": "port"}
 FILE_KEYS = ("proxy_location", "http_options", "logging_config")
 APP_KEYS = tuple(name for name in AppSettings.model_fields if name != "llm_configs")
-SWITCHES = ("speculative_algorithm", "speculative_draft_model_path")  # set to null, either turns speculation off
+SPECULATION_SWITCHES = ("speculative_algorithm", "speculative_draft_model_path")  # either as null: no speculation
 
 
-def lay_over(data: Mapping[str, Any], overrides: Sequence[Override]) -> dict[str, Any]:
+def apply_overrides(data: Mapping[str, Any], overrides: Sequence[Override]) -> dict[str, Any]:
     """Return a copy of a Serve config with the overrides applied. The model comes first, since another model removes
     the file's draft, tokenizer and name, which later overrides may set again.
 
     Raises:
         ConfigError: a key is unknown (the message has the nearest known key), or a part of the file has a wrong form.
     """
-    made: dict[str, Any] = deepcopy(dict(data))
-    pairs = [_read(override) if isinstance(override, str) else override for override in overrides]
+    config: dict[str, Any] = deepcopy(dict(data))
+    pairs = [_parse_override(override) if isinstance(override, str) else override for override in overrides]
     for key, value in sorted(pairs, key=lambda pair: MODEL_KEYS.get(pair[0]) != "model_source"):
-        _set(made, key, value)
-    return made
+        _set(config, key, value)
+    return config
 
 
 def llm_entry(data: dict[str, Any]) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def llm_entry(data: dict[str, Any]) -> dict[str, Any]:
     return entry
 
 
-def _read(override: str) -> tuple[str, Any]:
+def _parse_override(override: str) -> tuple[str, Any]:
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise ConfigError(f"--set takes key=value, got {override!r}")
@@ -69,34 +69,34 @@ def _read(override: str) -> tuple[str, Any]:
 
 def _set(data: dict[str, Any], key: str, value: Any) -> None:
     if key in HTTP_KEYS:
-        _inner(data, "http_options")[HTTP_KEYS[key]] = value
+        _submapping(data, "http_options")[HTTP_KEYS[key]] = value
         return
-    head, _, rest = key.partition(".")
+    head, _, subkey = key.partition(".")
     if head in FILE_KEYS:
-        _descend(data, key, value)
+        _set_dotted(data, key, value)
         return
     if head in APP_KEYS:
-        _descend(_app_args(data), key, value)
+        _set_dotted(_app_args(data), key, value)
         return
     llm = llm_entry(data)
     if MODEL_KEYS.get(key) == "model_source":
         _set_model(llm, value)
     elif key in MODEL_KEYS:
-        _inner(llm, "model_loading_config")[MODEL_KEYS[key]] = value
+        _submapping(llm, "model_loading_config")[MODEL_KEYS[key]] = value
     elif ALIASES.get(key, key) in EngineConfig.model_fields:  # before Serve's options: both have max_queued_requests
         _set_engine(llm, key, value)
     elif key in DEPLOYMENT_OPTIONS:
-        _inner(llm, "deployment_config")[key] = value
-    elif head == "speculative_config" and rest in SPECULATIVE_CONFIG:
-        _set_engine(llm, SPECULATIVE_CONFIG[rest], spelled(rest, value))
+        _submapping(llm, "deployment_config")[key] = value
+    elif head == "speculative_config" and subkey in SPECULATIVE_CONFIG:
+        _set_engine(llm, SPECULATIVE_CONFIG[subkey], convert_speculative_value(subkey, value))
     elif key == "accelerator_type":
         llm[key] = value
-    elif head == "engine_kwargs" and ALIASES.get(rest, rest) in EngineConfig.model_fields:
-        _set_engine(llm, rest, value)
-    elif head in LLMConfig.model_fields and rest:
-        _descend(llm, key, value)
+    elif head == "engine_kwargs" and ALIASES.get(subkey, subkey) in EngineConfig.model_fields:
+        _set_engine(llm, subkey, value)
+    elif head in LLMConfig.model_fields and subkey:
+        _set_dotted(llm, key, value)
     else:
-        known = [
+        known_keys = [
             *EngineConfig.model_fields,
             *ALIASES,
             *HTTP_KEYS,
@@ -105,28 +105,28 @@ def _set(data: dict[str, Any], key: str, value: Any) -> None:
             "accelerator_type",
             *APP_KEYS,
         ]
-        raise ConfigError(f"unknown setting {key!r}{nearest(key, known)}")
+        raise ConfigError(f"unknown setting {key!r}{spelling_hint(key, known_keys)}")
 
 
-def _set_model(llm: dict[str, Any], folder: Any) -> None:
-    """Set the target to `folder`, a folder or hub name. Unless it is the same target as before, remove the draft, the
+def _set_model(llm: dict[str, Any], source: Any) -> None:
+    """Set the target to `source`, a folder or hub name. Unless it is the same target as before, remove the draft, the
     tokenizer and the name of the old one.
     """
-    loading = _inner(llm, "model_loading_config")
-    before = loading.get("model_source") or loading.get("model_id")
-    loading["model_source"] = folder
-    if before is not None and resolve_path(str(before)) == resolve_path(str(folder)):
+    loading_config = _submapping(llm, "model_loading_config")
+    old_source = loading_config.get("model_source") or loading_config.get("model_id")
+    loading_config["model_source"] = source
+    if old_source is not None and resolve_path(str(old_source)) == resolve_path(str(source)):
         return
-    loading.pop("tokenizer_source", None)
-    loading["model_id"] = _name_of(resolve_path(str(folder)))
-    engine = _inner(llm, "engine_kwargs")
-    for name in [k for k in engine if ALIASES.get(k, k).startswith("speculative_")]:
-        del engine[name]
+    loading_config.pop("tokenizer_source", None)
+    loading_config["model_id"] = _served_name(resolve_path(str(source)))
+    engine_kwargs = _submapping(llm, "engine_kwargs")
+    for name in [k for k in engine_kwargs if ALIASES.get(k, k).startswith("speculative_")]:
+        del engine_kwargs[name]
     for name in ("tokenizer", "tokenizer_path"):
-        engine.pop(name, None)
+        engine_kwargs.pop(name, None)
 
 
-def _name_of(source: str) -> str:
+def _served_name(source: str) -> str:
     """Return the name under which the model is served: its hub name without a revision, or its folder's name."""
     model = hub_model(source)
     return model.name if model is not None else name_of(str(Path(source).resolve())) or source
@@ -134,41 +134,43 @@ def _name_of(source: str) -> str:
 
 def _set_engine(llm: dict[str, Any], key: str, value: Any) -> None:
     """Set an engine setting and remove its other spellings. Turning speculation off removes all settings of it."""
-    engine = _inner(llm, "engine_kwargs")
+    engine_kwargs = _submapping(llm, "engine_kwargs")
     name = ALIASES.get(key, key)
     # Flatten speculative_config first, so that each setting has one place.
-    nested = _inner(engine, "speculative_config", "engine_kwargs.speculative_config")
-    del engine["speculative_config"]
-    for sub, sub_value in nested.items():
-        engine[SPECULATIVE_CONFIG.get(sub, f"speculative_config.{sub}")] = spelled(sub, sub_value)
-    for spelling in [other for other in engine if ALIASES.get(other, other) == name]:
-        del engine[spelling]
-    if name in SWITCHES and value is None:
-        for other in [k for k in engine if ALIASES.get(k, k).startswith("speculative_")]:
-            del engine[other]
-    engine[key if key == EXPERT_SWITCH else name] = value  # EXPERT_SWITCH is a boolean, ep_size a number
+    nested = _submapping(engine_kwargs, "speculative_config", "engine_kwargs.speculative_config")
+    del engine_kwargs["speculative_config"]
+    for nested_key, nested_value in nested.items():
+        engine_kwargs[SPECULATIVE_CONFIG.get(nested_key, f"speculative_config.{nested_key}")] = convert_speculative_value(
+            nested_key, nested_value
+        )
+    for spelling in [other for other in engine_kwargs if ALIASES.get(other, other) == name]:
+        del engine_kwargs[spelling]
+    if name in SPECULATION_SWITCHES and value is None:
+        for other in [k for k in engine_kwargs if ALIASES.get(k, k).startswith("speculative_")]:
+            del engine_kwargs[other]
+    engine_kwargs[key if key == EXPERT_PARALLEL_ALIAS else name] = value  # EXPERT_SWITCH is a boolean, ep_size a number
 
 
-def _inner(data: dict[str, Any], name: str, shown: str = "") -> dict[str, Any]:
+def _submapping(data: dict[str, Any], name: str, display_name: str = "") -> dict[str, Any]:
     """Return the mapping `name` of `data`; create it if it is missing or null."""
-    inner = data.get(name)
-    if inner is None:
-        inner = data[name] = {}
-    if not isinstance(inner, dict):
-        raise ConfigError(f"{shown or name} must be a mapping, got {inner!r}")
-    return inner
+    mapping = data.get(name)
+    if mapping is None:
+        mapping = data[name] = {}
+    if not isinstance(mapping, dict):
+        raise ConfigError(f"{display_name or name} must be a mapping, got {mapping!r}")
+    return mapping
 
 
-def _descend(data: dict[str, Any], key: str, value: Any) -> None:
+def _set_dotted(data: dict[str, Any], key: str, value: Any) -> None:
     """Set a dotted key; missing mappings on the path are created."""
     *path, last = key.split(".")
-    for part in path:
-        inner = data.get(part)
-        if inner is None:
-            inner = data[part] = {}
-        if not isinstance(inner, dict):
-            raise ConfigError(f"unknown setting {key!r}: {part!r} is a value, not a mapping")
-        data = inner
+    for name in path:
+        mapping = data.get(name)
+        if mapping is None:
+            mapping = data[name] = {}
+        if not isinstance(mapping, dict):
+            raise ConfigError(f"unknown setting {key!r}: {name!r} is a value, not a mapping")
+        data = mapping
     data[last] = value
 
 
@@ -177,4 +179,4 @@ def _app_args(data: dict[str, Any]) -> dict[str, Any]:
     applications = data.setdefault("applications", [{}])
     if not isinstance(applications, list) or len(applications) != 1 or not isinstance(applications[0], dict):
         raise ConfigError("applications must be a list with one entry, the application to serve")
-    return _inner(applications[0], "args", "applications.args")
+    return _submapping(applications[0], "args", "applications.args")

@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
-from cluster.api.core.api_keys import ApiKeys, check_reach
-from cluster.api.launch.overlay import Override, lay_over, llm_entry
-from cluster.api.serve.model_sources import pinned
+from cluster.api.core.api_keys import ApiKeys, check_exposure
+from cluster.api.launch.overlay import Override, apply_overrides, llm_entry
+from cluster.api.serve.model_sources import pin_hub_models
 from cluster.api.serve.settings import AppSettings, parse, read_yaml, resolve_engine_paths, resolve_path
-from cluster.arch.hub import outlined
+from cluster.arch.hub import header_folders
 from cluster.arch.resolve import check_models
 from cluster.config import ConfigError, EngineConfig, Settings, as_config_error
 from cluster.config.aliases import ALIASES
@@ -66,7 +66,7 @@ class ServePlan:
     settings: AppSettings
     engine: EngineConfig
     keys: ApiKeys | None
-    left_behind: str = ""  # a note for the user if the config's draft is unused
+    unused_draft_note: str = ""  # a message for the user if the config's draft is not used
 
     @property
     def http(self) -> HttpOptions:
@@ -94,20 +94,20 @@ class ServePlan:
         layout = self.settings.llm.layout(self.settings.llm.device(gpus)[0])
         return self.replicas * sum(bundle.get(name, 0.0) for bundle in layout.bundles)
 
-    def check_room(self, available: Mapping[str, float]) -> None:
+    def check_resources(self, available: Mapping[str, float]) -> None:
         """Check that the gangs need no more of any resource than `available` has; other resources are not checked.
 
         Raises:
             ConfigError: a resource is not enough; the message names it.
         """
-        for name, there in available.items():
-            asked = self.resources(name, available.get("GPU", 0.0))
-            if asked > there:
-                remedy = "lower tp_size or num_replicas" if there else "set device to cpu"
+        for name, available_amount in available.items():
+            required_amount = self.resources(name, available.get("GPU", 0.0))
+            if required_amount > available_amount:
+                remedy = "lower tp_size or num_replicas" if available_amount else "set device to cpu"
                 raise ConfigError(
-                    f"{self.replicas} replica(s) of {self.engine.tp_size} rank(s) need {asked:g} {name}, and this "
-                    f"machine has {there:g}; {remedy}, change placement_group_config, or give the --address of a "
-                    "cluster that has them"
+                    f"{self.replicas} replica(s) of {self.engine.tp_size} rank(s) need {required_amount:g} {name}, and "
+                    f"this machine has {available_amount:g}; {remedy}, change placement_group_config, or give the "
+                    "--address of a cluster that has them"
                 )
 
 
@@ -122,37 +122,39 @@ def make_plan(config: str | None, overrides: Sequence[Override], model: str | No
         ConfigError: a setting or model cannot be served; the message names the setting.
     """
     if model is not None:
-        overrides = [("model_source", here(model)), *overrides]
-    data = _base(config, model)
+        overrides = [("model_source", existing_path_or_name(model)), *overrides]
+    data = _base_config(config, model)
     if not isinstance(data, Mapping):
         raise ConfigError(f"config {config!r} must be a mapping with http_options and applications")
-    made = lay_over(data, overrides)
+    merged = apply_overrides(data, overrides)
     try:
-        file = ServeFile.model_validate(made)
+        file = ServeFile.model_validate(merged)
     except ValidationError as error:
         raise as_config_error(error) from None
     settings = parse(file.applications[0].args)
-    left_behind = _left_behind(data, resolve_engine_paths(settings.llm.engine_config())) if overrides else ""
-    settings = pinned(settings)
+    unused_draft_note = (
+        _unused_draft_note(data, resolve_engine_paths(settings.llm.engine_config())) if overrides else ""
+    )
+    settings = pin_hub_models(settings)
     engine = resolve_engine_paths(settings.llm.engine_config())
-    with outlined(engine) as seen:
-        draft = seen.speculative_draft_model_path
+    with header_folders(engine) as outlined_config:
+        draft = outlined_config.speculative_draft_model_path
         if draft is not None and not any((Path(draft) / name).is_file() for name in ("config.json", "params.json")):
             raise ConfigError(f"speculative_draft_model_path {draft!r} has no config.json; give the folder of a draft")
-        check_models(seen)
+        check_models(outlined_config)
     keys = ApiKeys.load(settings.api_keys_file)
-    check_reach(file.http_options.host, keys, settings.allow_unauthenticated)
-    return ServePlan(file, settings, engine, keys, left_behind)
+    check_exposure(file.http_options.host, keys, settings.allow_unauthenticated)
+    return ServePlan(file, settings, engine, keys, unused_draft_note)
 
 
-def here(folder: str) -> str:
+def existing_path_or_name(folder: str) -> str:
     """Return a folder from the command line as an absolute path if it exists. Otherwise return it unchanged: it is a
     hub name, or a path to be resolved like one in a config.
     """
     return str(Path(folder).resolve()) if Path(folder).exists() else folder
 
 
-def _base(config: str | None, model: str | None) -> Any:
+def _base_config(config: str | None, model: str | None) -> Any:
     """Return the config to override: the file's; for a model without a file, the defaults; otherwise the demo's."""
     if config is not None:
         return read_yaml(config)
@@ -162,14 +164,16 @@ def _base(config: str | None, model: str | None) -> Any:
     return read_yaml(demo_path(DEMO_CONFIG, "give a model, aerie serve MODEL, or --config FILE"))
 
 
-def _left_behind(data: Mapping[str, Any], engine: EngineConfig) -> str:
+def _unused_draft_note(data: Mapping[str, Any], engine: EngineConfig) -> str:
     """Return a note if the config's draft is not used because another target is served; otherwise an empty string."""
-    llm = llm_entry(lay_over(data, []))
+    llm = llm_entry(apply_overrides(data, []))
     source = (llm.get("model_loading_config") or {}).get("model_source")
-    given = llm.get("engine_kwargs") or {}
-    nested = given.get("speculative_config")
-    flat = (v for k, v in given.items() if ALIASES.get(k, k) == "speculative_draft_model_path")
-    draft = nested.get("model") if isinstance(nested, Mapping) else next(flat, None)
+    engine_kwargs = llm.get("engine_kwargs") or {}
+    nested = engine_kwargs.get("speculative_config")
+    flat_drafts = (
+        value for name, value in engine_kwargs.items() if ALIASES.get(name, name) == "speculative_draft_model_path"
+    )
+    draft = nested.get("model") if isinstance(nested, Mapping) else next(flat_drafts, None)
     if (
         draft is None
         or engine.speculative_draft_model_path is not None

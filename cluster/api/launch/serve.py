@@ -26,8 +26,8 @@ from typing import Any, get_args
 import ray
 from ray.exceptions import RayError
 
-from cluster.actors.local_ray import LocalRay, gpus_here, uses_haproxy
-from cluster.api.core.api_keys import ENVIRONMENT
+from cluster.actors.local_ray import LocalRay, num_local_gpus, uses_haproxy
+from cluster.api.core.api_keys import SCOPE_OF_VARIABLE
 from cluster.api.launch import flags
 from cluster.api.launch.console import Console
 from cluster.api.launch.plan import ServePlan, check_port, make_plan
@@ -36,15 +36,15 @@ from cluster.api.launch.stop import StopSignals, drain
 from cluster.api.proxy.middleware import CALLBACK, IMPORT_PATH
 from cluster.arch.hub import HubModel, fetch, hub_models
 from cluster.config import ConfigError
-from cluster.observability.logs import LogFormat, LogSettings, configure, default_path, drop_old
-from cluster.paths.cache_folder import cache_folder, unusable_home
+from cluster.observability.logs import LogFormat, LogSettings, configure, default_path, remove_old_logs
+from cluster.paths.cache_folder import cache_folder, default_folder_problem
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.1
 DELETE_TIMEOUT_S = 2.0
-FAILED = 1
-SHOWN_LINES = 12  # the last lines of an error from Ray that the terminal shows
+EXIT_FAILED = 1
+MAX_ERROR_LINES = 12  # the last lines of an error from Ray that the terminal shows
 
 
 class StartError(RuntimeError):
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     failed. Raises ConfigError if a setting or file cannot be used.
     """
     signals = StopSignals()
-    with signals.taken():
+    with signals.installed():
         return _serve(args, signals)
 
 
@@ -97,17 +97,17 @@ def _serve(args: argparse.Namespace, signals: StopSignals) -> int:
     phases = StartPhases()
     address = args.address or os.environ.get("RAY_ADDRESS")
     plan = make_plan(args.config, flags.overrides_of(args), flags.model_of(args))
-    if plan.left_behind:
-        _say(plan.left_behind)
+    if plan.unused_draft_note:
+        _report(plan.unused_draft_note)
     if address:
         _check_environment()
-    plan = _with_log(plan, args, own_ray=not address)
+    plan = _with_log_options(plan, args, own_ray=not address)
     name = plan.file.applications[0].name
     check_port(plan.http)
     if address:
         check_alive(address)
     else:
-        plan.check_room({"GPU": gpus_here()})
+        plan.check_resources({"GPU": num_local_gpus()})
     log = plan.settings.log(name)
     configure(log, to_stderr=False)
     phases.end("settings")
@@ -115,43 +115,43 @@ def _serve(args: argparse.Namespace, signals: StopSignals) -> int:
         try:
             _fetch(plan, models, None if address else signals)
         except KeyboardInterrupt:
-            _say("stopping before the start was over")
+            _report("stopping before the start was over")
             return 0
         phases.end("download")
     os.environ.setdefault(CALLBACK, IMPORT_PATH)
-    _say_where(plan, log, address)
-    with ThreadPoolExecutor(1) as beside:
-        importing = beside.submit(importlib.import_module, "cluster.api.serve.application")
+    _report_locations(plan, log, address)
+    with ThreadPoolExecutor(1) as executor:
+        app_import = executor.submit(importlib.import_module, "cluster.api.serve.application")
         cluster = None if address else _local_ray(plan, args.verbose)
-        signals.on_second(functools.partial(_delete_soon, name) if cluster is None else cluster.kill)
+        signals.on_second_signal(functools.partial(_delete_application, name) if cluster is None else cluster.kill)
         console = None if address or args.verbose else Console(log.path)
         deployed = ready = False
         try:
             signals.check()
             _connect(cluster, address)
-            signals.release()  # `ray.init` is over: SIGTERM need not be held any longer
+            signals.release()  # `ray.init` has returned: SIGTERM need not be blocked any longer
             signals.check()
             phases.end("ray")
             deployed = True
-            _deploy(plan, importing, phases, signals)
+            _deploy(plan, app_import, phases, signals)
             _wait_ready(plan, signals)
             ready = True
             phases.end("model")
-            _say(f"started in {phases}")
+            _report(f"started in {phases}")
             print(f"READY {plan.url}/v1", flush=True)
             signals.wait()
-            _say("stopping")
-            drain(importlib.import_module("ray.serve"), name, plan.settings.drain_timeout_s, _say)
+            _report("stopping")
+            drain(importlib.import_module("ray.serve"), name, plan.settings.drain_timeout_s, _report)
         except (RuntimeError, RayError, TimeoutError) as error:
-            _say("\n".join(str(error).splitlines()[-SHOWN_LINES:]) or type(error).__name__, error=True)
-            return FAILED
+            _report("\n".join(str(error).splitlines()[-MAX_ERROR_LINES:]) or type(error).__name__, error=True)
+            return EXIT_FAILED
         except KeyboardInterrupt:
-            _say("stopping before the start was over")
+            _report("stopping before the start was over")
         finally:
             if console is not None:
                 console.stop()
-            _shut_down(cluster, plan, orderly=deployed if cluster is None else ready)
-            _say(f"ended; the log stays: {log.path}")
+            _shut_down(cluster, plan, graceful=deployed if cluster is None else ready)
+            _report(f"ended; the log stays: {log.path}")
     return 0
 
 
@@ -161,22 +161,22 @@ def _check_environment() -> None:
     Raises:
         ConfigError: such a variable is set.
     """
-    if any(variable in os.environ for variable in ENVIRONMENT):
+    if any(variable in os.environ for variable in SCOPE_OF_VARIABLE):
         raise ConfigError(
-            f"{' and '.join(ENVIRONMENT)} reach a running cluster only where they are set before `ray start`; unset "
-            "them here, or use --api-keys-file with the same path on every node"
+            f"{' and '.join(SCOPE_OF_VARIABLE)} reach a running cluster only where they are set before `ray start`; "
+            "unset them here, or use --api-keys-file with the same path on every node"
         )
 
 
-def _say_where(plan: ServePlan, log: LogSettings, address: str | None) -> None:
+def _report_locations(plan: ServePlan, log: LogSettings, address: str | None) -> None:
     """Print where the log and the API keys are, and what an operator must know about this machine."""
     if uses_haproxy():
-        _say("HAProxy's statistics and metrics pages listen on all addresses; Serve has no setting for that")
-    _say(f"log: {log.path}" + (" on every node" if address else ""))
-    if why := unusable_home():
-        _say(f"{why}: logs, and kernels that are compiled here, go to {cache_folder()}")
+        _report("HAProxy's statistics and metrics pages listen on all addresses; Serve has no setting for that")
+    _report(f"log: {log.path}" + (" on every node" if address else ""))
+    if reason := default_folder_problem():
+        _report(f"{reason}: logs, and kernels that are compiled here, go to {cache_folder()}")
     if plan.keys is not None:
-        _say(f"API keys: {plan.keys}")
+        _report(f"API keys: {plan.keys}")
 
 
 def _fetch(plan: ServePlan, models: dict[str, HubModel], signals: StopSignals | None) -> None:
@@ -188,28 +188,28 @@ def _fetch(plan: ServePlan, models: dict[str, HubModel], signals: StopSignals | 
         KeyboardInterrupt: a signal came during the download.
     """
     for model in models.values():
-        _say(f"{model.name}: revision {model.revision} is commit {model.commit}")
+        _report(f"{model.name}: revision {model.revision} is commit {model.commit}")
     if signals is not None:
         fetched = fetch(plan.engine, signals.check)
         for name, model in models.items():
-            _say(f"{model.name}: in {getattr(fetched, name)}")
+            _report(f"{model.name}: in {getattr(fetched, name)}")
 
 
-def _with_log(plan: ServePlan, args: argparse.Namespace, *, own_ray: bool) -> ServePlan:
+def _with_log_options(plan: ServePlan, args: argparse.Namespace, *, own_ray: bool) -> ServePlan:
     """Return the plan with the log options of the command line. By default a server with its own Ray has a new file."""
-    given: dict[str, str] = {}
+    log_options: dict[str, str] = {}
     if args.log_file is not None:
-        given["log_file"] = str(Path(args.log_file).absolute())
+        log_options["log_file"] = str(Path(args.log_file).absolute())
     elif plan.settings.log_file is None and own_ray:
         path = default_path(f"serve-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
-        drop_old(path.parent)
-        given["log_file"] = str(path)
+        remove_old_logs(path.parent)
+        log_options["log_file"] = str(path)
     if args.log_format is not None:
-        given["log_format"] = args.log_format
-    return replace(plan, settings=plan.settings.model_copy(update=given))
+        log_options["log_format"] = args.log_format
+    return replace(plan, settings=plan.settings.model_copy(update=log_options))
 
 
-def _delete_soon(name: str) -> None:
+def _delete_application(name: str) -> None:
     """Ask Serve to delete the application from a shared cluster, in a thread: a signal handler must take no locks."""
     serve = importlib.import_module("ray.serve")
     thread = threading.Thread(target=serve.delete, args=(name,), kwargs={"_blocking": False}, daemon=True)
@@ -233,15 +233,15 @@ def _connect(cluster: LocalRay | None, address: str | None) -> None:
         raise ConfigError(f"no Ray cluster answers at {address!r} (--address or RAY_ADDRESS): {error}") from None
 
 
-def _deploy(plan: ServePlan, importing: "Future[Any]", phases: StartPhases, signals: StopSignals) -> None:
+def _deploy(plan: ServePlan, app_import: "Future[Any]", phases: StartPhases, signals: StopSignals) -> None:
     """Start Serve and deploy the application, without waiting for the model.
 
     Raises:
         KeyboardInterrupt: a signal came meanwhile.
     """
-    app = importing.result()
+    application_module = app_import.result()
     signals.check()
-    serve = app.serve
+    serve = application_module.serve
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     serve.start(
         proxy_location=plan.file.proxy_location,
@@ -251,7 +251,7 @@ def _deploy(plan: ServePlan, importing: "Future[Any]", phases: StartPhases, sign
     phases.end("serve")
     signals.check()
     target = serve.RunTarget(
-        target=app.build_app(plan.settings),
+        target=application_module.build_app(plan.settings),
         name=plan.file.applications[0].name,
         route_prefix=plan.file.applications[0].route_prefix,
     )
@@ -278,41 +278,41 @@ def _wait_ready(plan: ServePlan, signals: StopSignals) -> None:
             if _is_healthy(plan.url):
                 return
         elif application.status in ("DEPLOY_FAILED", "UNHEALTHY"):
-            text = "\n".join([application.message, *(d.message for d in application.deployments.values())])
+            error_text = "\n".join([application.message, *(d.message for d in application.deployments.values())])
             # Serve reports the replica's exception as a traceback in text; its last ConfigError is the cause.
-            if refusal := re.findall(r"ConfigError: (.*)", text):
-                raise ConfigError(refusal[-1])
-            raise StartError(f"the application did not start ({application.status}):\n{text}")
+            if config_errors := re.findall(r"ConfigError: (.*)", error_text):
+                raise ConfigError(config_errors[-1])
+            raise StartError(f"the application did not start ({application.status}):\n{error_text}")
 
 
 def _is_healthy(url: str) -> bool:
     try:
-        with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
-            return bool(answer.status == 200)
+        with urllib.request.urlopen(f"{url}/health", timeout=5) as response:
+            return bool(response.status == 200)
     except (urllib.error.URLError, TimeoutError, ConnectionError):
         return False
 
 
-def _shut_down(cluster: LocalRay | None, plan: ServePlan, *, orderly: bool) -> None:
+def _shut_down(cluster: LocalRay | None, plan: ServePlan, *, graceful: bool) -> None:
     """End the processes of this server: its own Ray as a whole, or on a shared cluster only the application. Without
-    `orderly`, skip the shutdown of Serve: nothing is served yet, and Serve would wait for the replica's start.
+    `graceful`, skip the shutdown of Serve: nothing is served yet, and Serve would wait for the replica's start.
     """
     serve = importlib.import_module("ray.serve")
     if cluster is None:
         try:
-            if orderly and ray.is_initialized():
+            if graceful and ray.is_initialized():
                 serve.delete(plan.file.applications[0].name)
         finally:
             ray.shutdown()
         return
-    with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):  # Ray prints a line for each ended actor
+    with Path(os.devnull).open("w") as devnull, redirect_stdout(devnull):  # Ray prints a line for each ended actor
         try:
-            if orderly and ray.is_initialized():
+            if graceful and ray.is_initialized():
                 serve.shutdown()
         finally:
             cluster.stop()
 
 
-def _say(text: str, *, error: bool = False) -> None:
+def _report(text: str, *, error: bool = False) -> None:
     logger.log(logging.ERROR if error else logging.INFO, "%s", text)
     print(f"aerie serve: {text}", file=sys.stderr if error else sys.stdout, flush=True)

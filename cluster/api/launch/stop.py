@@ -10,7 +10,7 @@ from typing import Any
 
 from ray.exceptions import ActorUnavailableError, RayActorError
 
-STOPS = (signal.SIGINT, signal.SIGTERM)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 POLL_S = 0.2
 ANSWER_TIMEOUT_S = 5.0  # for the replicas' answers to a broadcast call
 ERRORS_TIMEOUT_S = 3.0  # for error events to reach their clients
@@ -25,22 +25,22 @@ class StopSignals:
     """
 
     def __init__(self) -> None:
-        self.asked = False
-        self._at_once: Callable[[], None] | None = None
+        self.stop_requested = False
+        self._on_second_signal: Callable[[], None] | None = None
 
     @contextmanager
-    def taken(self) -> Iterator[None]:
+    def installed(self) -> Iterator[None]:
         """Install the handlers inside the block. SIGTERM is blocked, and so kept pending, until `release`, for this
         thread and for the threads that it starts.
         """
-        before = {number: signal.getsignal(number) for number in STOPS}
+        previous_handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
         signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))
         self._install()
         try:
             yield
         finally:
             self.release()  # handle a SIGTERM that is still pending
-            for number, handler in before.items():
+            for number, handler in previous_handlers.items():
                 signal.signal(number, handler)
 
     def release(self) -> None:
@@ -48,70 +48,74 @@ class StopSignals:
         self._install()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))
 
-    def on_second(self, at_once: Callable[[], None]) -> None:
+    def on_second_signal(self, callback: Callable[[], None]) -> None:
         """Set the function that is called at the second signal, before the process ends."""
-        self._at_once = at_once
+        self._on_second_signal = callback
 
     def check(self) -> None:
         """Raise KeyboardInterrupt if a signal came, also one that is still pending."""
-        if self.asked or signal.SIGTERM in signal.sigpending():
+        if self.stop_requested or signal.SIGTERM in signal.sigpending():
             raise KeyboardInterrupt
 
     def wait(self) -> None:
         """Wait until a signal comes."""
-        while not self.asked:
+        while not self.stop_requested:
             time.sleep(POLL_S)
 
     def _install(self) -> None:
-        for number in STOPS:
+        for number in STOP_SIGNALS:
             signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
+        if self.stop_requested:
             try:
-                if self._at_once is not None:
-                    self._at_once()
+                if self._on_second_signal is not None:
+                    self._on_second_signal()
             finally:
                 os._exit(128 + number)
-        self.asked = True
+        self.stop_requested = True
 
 
-def drain(serve: Any, name: str, timeout_s: float, say: Callable[[str], None]) -> None:
+def drain(serve: Any, name: str, timeout_s: float, report: Callable[[str], None]) -> None:
     """Make an application refuse new calls, and wait for its open calls; calls open at the timeout end with an error.
 
     The call to the ingress replicas is repeated, so that a replica that starts meanwhile refuses too. Run this before
     `serve.shutdown`, which would first end the proxy, and all streams with it. `serve` is the module `ray.serve`, which
-    takes too long to import at the top of this file. `say` reports a failure; the shutdown then continues.
+    takes too long to import at the top of this file. `report` prints the progress, and also a failure; the shutdown
+    then continues.
     """
-    until = time.monotonic() + timeout_s
+    deadline = time.monotonic() + timeout_s
     try:
-        front: Any = serve.get_app_handle(name)
-        open_calls = _open_calls(front)
+        ingress: Any = serve.get_app_handle(name)
+        open_calls = _open_calls(ingress)
         if open_calls:
-            say(
-                f"draining: {_calls(open_calls)} open, new ones are refused (503); waiting up to {timeout_s:g} s; "
+            report(
+                f"draining: {_calls_text(open_calls)} open, new ones are refused (503); waiting up to {timeout_s:g} s; "
                 "another signal (Ctrl-C) ends at once"
             )
-        while open_calls and time.monotonic() < until:
+        while open_calls and time.monotonic() < deadline:
             time.sleep(POLL_S)
-            open_calls = _open_calls(front)
+            open_calls = _open_calls(ingress)
         if open_calls:
-            say(f"{_calls(open_calls)} open after graceful_shutdown_timeout_s ({timeout_s:g} s), ended with an error")
-            front.broadcast("end_streams").results(timeout_s=ANSWER_TIMEOUT_S, return_exceptions=True)
-            until = time.monotonic() + ERRORS_TIMEOUT_S
-            while _open_calls(front) and time.monotonic() < until:
+            report(
+                f"{_calls_text(open_calls)} open after graceful_shutdown_timeout_s ({timeout_s:g} s), "
+                "ended with an error"
+            )
+            ingress.broadcast("end_streams").results(timeout_s=ANSWER_TIMEOUT_S, return_exceptions=True)
+            deadline = time.monotonic() + ERRORS_TIMEOUT_S
+            while _open_calls(ingress) and time.monotonic() < deadline:
                 time.sleep(POLL_S)
         time.sleep(FLUSH_S)
     except Exception as error:
-        say(f"the replicas could not be told to drain: {type(error).__name__}: {error}")
+        report(f"the replicas could not be told to drain: {type(error).__name__}: {error}")
 
 
-def _open_calls(front: Any) -> int:
+def _open_calls(ingress: Any) -> int:
     """Tell all ingress replicas to refuse new calls; return the number of their open calls.
 
     A dead replica counts as 0 calls. A replica that does not answer may have open calls, so it counts as 1.
     """
-    answers = front.broadcast("drain").results(timeout_s=ANSWER_TIMEOUT_S, return_exceptions=True)
+    answers = ingress.broadcast("drain").results(timeout_s=ANSWER_TIMEOUT_S, return_exceptions=True)
     return sum(answer if isinstance(answer, int) else not _is_dead(answer) for answer in answers)
 
 
@@ -119,5 +123,5 @@ def _is_dead(answer: Any) -> bool:
     return isinstance(answer, RayActorError) and not isinstance(answer, ActorUnavailableError)
 
 
-def _calls(count: int) -> str:
+def _calls_text(count: int) -> str:
     return f"{count} call{'' if count == 1 else 's'}"

@@ -10,7 +10,7 @@ from pathlib import Path
 from fastapi import FastAPI
 from fastapi.responses import Response
 
-from cluster.api.core.api_keys import PAGE
+from cluster.api.core.api_keys import PAGE_PATHS
 
 HERE = Path(__file__).parent
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
@@ -30,15 +30,15 @@ HEADERS = {
 
 
 def add_page(app: FastAPI) -> None:
-    """Add a route for each file of the page, at its path in `PAGE`."""
-    for path in PAGE:
+    """Add a route for each file of the page, at its path in `PAGE_PATHS`."""
+    for path in PAGE_PATHS:
         app.add_api_route(path, _file(HERE / (path.rpartition("/")[2] or "index.html")), include_in_schema=False)
 
 
 def _file(file: Path) -> Callable[[], Awaitable[Response]]:
-    content, kind = file.read_bytes(), f"{TYPES[file.suffix]}; charset=utf-8"
+    content, content_type = file.read_bytes(), f"{TYPES[file.suffix]}; charset=utf-8"
 
     async def answer() -> Response:
-        return Response(content, headers={**HEADERS, "Content-Type": kind})
+        return Response(content, headers={**HEADERS, "Content-Type": content_type})
 
     return answer

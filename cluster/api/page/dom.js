@@ -2,7 +2,7 @@
 
 const SVG = "http://www.w3.org/2000/svg";
 
-function made(node, attributes, children) {
+function fill(node, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) {
     if (value !== null && value !== undefined) node.setAttribute(name, String(value));
   }
@@ -11,26 +11,26 @@ function made(node, attributes, children) {
 }
 
 export const byId = (id) => document.getElementById(id);
-export const element = (name, attributes = {}, ...children) => made(document.createElement(name), attributes, children);
-export const drawn = (name, attributes = {}, ...children) => made(document.createElementNS(SVG, name), attributes, children);
+export const element = (name, attributes = {}, ...children) => fill(document.createElement(name), attributes, children);
+export const svgElement = (name, attributes = {}, ...children) => fill(document.createElementNS(SVG, name), attributes, children);
 
-// Replace what is in a node, unless it would say the same: a selection in it then stays.
-export function show(node, ...children) {
-  const fresh = element("template");
-  fresh.content.append(...children);
-  const before = [...node.childNodes];
-  const same = [...fresh.content.childNodes];
-  if (before.length === same.length && before.every((child, at) => child.isEqualNode(same[at]))) return;
-  node.replaceChildren(...same);
+// Replaces the children of a node, unless they are equal: a text selection in it then stays.
+export function setChildren(node, ...children) {
+  const template = element("template");
+  template.content.append(...children);
+  const oldChildren = [...node.childNodes];
+  const newChildren = [...template.content.childNodes];
+  if (oldChildren.length === newChildren.length && oldChildren.every((child, index) => child.isEqualNode(newChildren[index]))) return;
+  node.replaceChildren(...newChildren);
 }
 
-export const say = (node, text) => {
+export const setText = (node, text) => {
   if (node.textContent !== text) node.textContent = text;
 };
 
-export const cells = (kind, values) => element("tr", {}, ...values.map((value) => (value instanceof Node ? value : element(kind, {}, value))));
+export const tableRow = (cellTag, values) => element("tr", {}, ...values.map((value) => (value instanceof Node ? value : element(cellTag, {}, value))));
 
-const SEEN = new Map([[" ", "\u00b7"], ["\n", "\u21b5"], ["\t", "\u21e5"], ["\r", "\u240d"]]);
+const VISIBLE_SPACES = new Map([[" ", "\u00b7"], ["\n", "\u21b5"], ["\t", "\u21e5"], ["\r", "\u240d"]]);
 
-// A token as one can see it: white space as signs.
-export const visible = (text) => (text === "" ? "\u2205" : [...text].map((sign) => SEEN.get(sign) ?? sign).join(""));
+// The text of a token with white space shown as visible characters.
+export const withVisibleSpaces = (text) => (text === "" ? "\u2205" : [...text].map((character) => VISIBLE_SPACES.get(character) ?? character).join(""));

@@ -1,91 +1,91 @@
-// The page itself: the door for the key, two views, and a look at the server once a second while the page is visible.
+// The page itself: the form for the API key, two views, and a refresh once per second while the page is visible.
 
-import { byId, say } from "./dom.js";
+import { byId, setText } from "./dom.js";
 import { showState } from "./overview.js";
-import { begin } from "./playground.js";
-import { key, Refused, state, useKey } from "./server.js";
+import { initPlayground } from "./playground.js";
+import { key, RequestError, fetchState, storeKey } from "./server.js";
 
-const EVERY_MS = 1000;
+const REFRESH_MS = 1000;
 const VIEWS = ["overview", "playground"];
 
 let timer = 0;
-let looking = false;
+let refreshing = false;
 
-function health(kind, text) {
+function showHealth(kind, text) {
   byId("health").className = kind;
-  say(byId("health"), text);
+  setText(byId("health"), text);
 }
 
-function open(allowed) {
+function showMain(allowed) {
   byId("door").hidden = allowed;
   document.querySelector("main").hidden = !allowed;
   byId("forget").hidden = !allowed || !key();
 }
 
-function denied(error) {
-  open(false);
-  health("bad", "a key is needed");
-  say(byId("denied"), key() ? error.message : "");
-  useKey("");
+function askForKey(error) {
+  showMain(false);
+  showHealth("bad", "a key is needed");
+  setText(byId("denied"), key() ? error.message : "");
+  storeKey("");
   byId("key").focus();
 }
 
-async function look() {
-  if (looking || document.hidden) return;
-  looking = true;
+async function refresh() {
+  if (refreshing || document.hidden) return;
+  refreshing = true;
   clearTimeout(timer);
-  let again = true;
+  let scheduleNext = true;
   try {
-    const now = await state();
-    open(true);
-    const lost = now.losses.at(-1);
-    const who = lost && lost.restored_s === null ? `: rank ${lost.rank} ${lost.kind.replaceAll("_", " ")}` : "";
-    health(now.healthy ? "good" : "bad", now.healthy ? "serving" : `not serving${now.reason ? `: ${now.reason}` : who}`);
-    say(byId("served"), `${now.model}, version ${now.version}`);
-    document.title = `${now.model} \u2013 Aerie`;
-    showState(now);
+    const state = await fetchState();
+    showMain(true);
+    const lastLoss = state.losses.at(-1);
+    const lossText = lastLoss && lastLoss.restored_s === null ? `: rank ${lastLoss.rank} ${lastLoss.kind.replaceAll("_", " ")}` : "";
+    showHealth(state.healthy ? "good" : "bad", state.healthy ? "serving" : `not serving${state.reason ? `: ${state.reason}` : lossText}`);
+    setText(byId("served"), `${state.model}, version ${state.version}`);
+    document.title = `${state.model} \u2013 Aerie`;
+    showState(state);
   } catch (error) {
-    if (error instanceof Refused && error.status === 401) {
-      again = false;
-      denied(error);
+    if (error instanceof RequestError && error.status === 401) {
+      scheduleNext = false;
+      askForKey(error);
     } else {
-      health("bad", `no answer: ${error.message}`);
+      showHealth("bad", `no answer: ${error.message}`);
     }
   } finally {
-    looking = false;
-    if (again) timer = setTimeout(look, EVERY_MS);
+    refreshing = false;
+    if (scheduleNext) timer = setTimeout(refresh, REFRESH_MS);
   }
 }
 
-function view(name, focus) {
-  for (const each of VIEWS) {
-    byId(each).hidden = each !== name;
-    const tab = byId(`tab-${each}`);
-    tab.setAttribute("aria-selected", String(each === name));
-    tab.tabIndex = each === name ? 0 : -1;
-    if (each === name && focus) tab.focus();
+function showView(name, focus) {
+  for (const viewName of VIEWS) {
+    byId(viewName).hidden = viewName !== name;
+    const tab = byId(`tab-${viewName}`);
+    tab.setAttribute("aria-selected", String(viewName === name));
+    tab.tabIndex = viewName === name ? 0 : -1;
+    if (viewName === name && focus) tab.focus();
   }
   history.replaceState(null, "", `#${name}`);
 }
 
-for (const [at, name] of VIEWS.entries()) {
-  byId(`tab-${name}`).addEventListener("click", () => view(name, false));
+for (const [index, name] of VIEWS.entries()) {
+  byId(`tab-${name}`).addEventListener("click", () => showView(name, false));
   byId(`tab-${name}`).addEventListener("keydown", (event) => {
-    const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
-    if (by) view(VIEWS[(at + by + VIEWS.length) % VIEWS.length], true);
+    const offset = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+    if (offset) showView(VIEWS[(index + offset + VIEWS.length) % VIEWS.length], true);
   });
 }
 byId("door").addEventListener("submit", (event) => {
   event.preventDefault();
-  useKey(byId("key").value.trim());
+  storeKey(byId("key").value.trim());
   byId("key").value = "";
-  look();
+  refresh();
 });
 byId("forget").addEventListener("click", () => {
-  useKey("");
+  storeKey("");
   location.reload();
 });
-document.addEventListener("visibilitychange", look);
-begin();
-if (VIEWS.includes(location.hash.slice(1))) view(location.hash.slice(1), false);
-look();
+document.addEventListener("visibilitychange", refresh);
+initPlayground();
+if (VIEWS.includes(location.hash.slice(1))) showView(location.hash.slice(1), false);
+refresh();

@@ -1,7 +1,7 @@
 // A prompt or a chat, streamed, with the tree of each step.
 
-import { byId, element, say, show } from "./dom.js";
-import { chunks } from "./server.js";
+import { byId, element, setText, setChildren } from "./dom.js";
+import { streamChunks } from "./server.js";
 import { Steps } from "./steps.js";
 
 const EXAMPLES = {
@@ -10,8 +10,8 @@ const EXAMPLES = {
 };
 
 let steps = null;
-let asked = null; // the AbortController of the answer that is coming
-let said = []; // the messages of the chat
+let currentRequest = null; // the AbortController of the answer that is being received
+let messages = []; // the messages of the chat
 
 const isChat = () => byId("kind").value === "chat";
 
@@ -29,7 +29,7 @@ function constraint() {
 function bodyOf(prompt) {
   const system = byId("system").value ? [{ role: "system", content: byId("system").value }] : [];
   const body = {
-    ...(isChat() ? { messages: [...system, ...said, { role: "user", content: prompt }] } : { prompt }),
+    ...(isChat() ? { messages: [...system, ...messages, { role: "user", content: prompt }] } : { prompt }),
     ...constraint(),
     temperature: byId("temperature").valueAsNumber,
     max_tokens: byId("max_tokens").valueAsNumber,
@@ -41,115 +41,115 @@ function bodyOf(prompt) {
   return body;
 }
 
-// One chunk of a stream: what its choice said becomes a step, or the end of the one before.
-function take(chunk, state) {
-  const tokens = (chunk.usage?.completion_tokens ?? state.tokens) - state.tokens;
-  state.tokens += tokens;
+// Shows one chunk of a stream: its text becomes a step, or is appended to the step before if it has no tokens.
+function showChunk(chunk, progress) {
+  const tokens = (chunk.usage?.completion_tokens ?? progress.tokens) - progress.tokens;
+  progress.tokens += tokens;
   const [choice] = chunk.choices;
   const text = choice?.text ?? choice?.delta?.content ?? "";
-  state.text += text;
+  progress.text += text;
   if (tokens > 0) steps.add(text, tokens, choice?.tree ?? null);
   else if (text && steps.steps.length) steps.extend(text);
-  if (choice?.finish_reason) state.end = choice.finish_reason;
-  if (!state.first && tokens > 0) state.first = performance.now();
-  const seconds = (performance.now() - state.began) / 1000;
-  const each = steps.steps.length ? (state.tokens / steps.steps.length).toFixed(2) : "0";
-  const end = state.end ? `, ended by ${state.end}` : "";
-  const wait = state.first ? `, the first after ${((state.first - state.began) / 1000).toFixed(2)} s` : "";
-  say(byId("tally"), `${state.tokens} tokens in ${steps.steps.length} steps (${each} each), ${seconds.toFixed(2)} s${wait}${end}`);
+  if (choice?.finish_reason) progress.finishReason = choice.finish_reason;
+  if (!progress.firstTokenAt && tokens > 0) progress.firstTokenAt = performance.now();
+  const seconds = (performance.now() - progress.startedAt) / 1000;
+  const tokensPerStep = steps.steps.length ? (progress.tokens / steps.steps.length).toFixed(2) : "0";
+  const endText = progress.finishReason ? `, ended by ${progress.finishReason}` : "";
+  const firstTokenText = progress.firstTokenAt ? `, the first after ${((progress.firstTokenAt - progress.startedAt) / 1000).toFixed(2)} s` : "";
+  setText(byId("tally"), `${progress.tokens} tokens in ${steps.steps.length} steps (${tokensPerStep} each), ${seconds.toFixed(2)} s${firstTokenText}${endText}`);
 }
 
-function busy(now) {
-  byId("run").disabled = now;
-  byId("stop").disabled = !now;
-  byId("answer").setAttribute("aria-busy", String(now));
+function setBusy(isBusy) {
+  byId("run").disabled = isBusy;
+  byId("stop").disabled = !isBusy;
+  byId("answer").setAttribute("aria-busy", String(isBusy));
 }
 
-async function run() {
+async function submitPrompt() {
   const prompt = byId("prompt").value;
-  say(byId("trouble"), "");
+  setText(byId("trouble"), "");
   let body;
   try {
     body = bodyOf(prompt);
   } catch (error) {
-    return say(byId("trouble"), error.message);
+    return setText(byId("trouble"), error.message);
   }
-  asked?.abort();
-  const own = (asked = new AbortController());
-  const state = { began: performance.now(), first: 0, tokens: 0, text: "", end: "" };
+  currentRequest?.abort();
+  const thisRequest = (currentRequest = new AbortController());
+  const progress = { startedAt: performance.now(), firstTokenAt: 0, tokens: 0, text: "", finishReason: "" };
   steps = new Steps(byId("answer"));
   byId("hint").hidden = !body.return_tree;
-  say(byId("tally"), "waiting for the first token");
-  showTurns(isChat() ? prompt : null);
-  busy(true);
+  setText(byId("tally"), "waiting for the first token");
+  showConversation(isChat() ? prompt : null);
+  setBusy(true);
   try {
     const path = isChat() ? "v1/chat/completions" : "v1/completions";
-    for await (const chunk of chunks(path, body, own.signal)) if (asked === own) take(chunk, state);
+    for await (const chunk of streamChunks(path, body, thisRequest.signal)) if (currentRequest === thisRequest) showChunk(chunk, progress);
   } catch (error) {
-    if (asked !== own) return;
-    if (own.signal.aborted) say(byId("tally"), `stopped after ${state.tokens} tokens`);
-    else say(byId("trouble"), error.message);
+    if (currentRequest !== thisRequest) return;
+    if (thisRequest.signal.aborted) setText(byId("tally"), `stopped after ${progress.tokens} tokens`);
+    else setText(byId("trouble"), error.message);
   }
-  if (asked !== own) return;
-  asked = null;
-  busy(false);
-  if (isChat() && state.text) {
-    said.push({ role: "user", content: prompt }, { role: "assistant", content: state.text });
+  if (currentRequest !== thisRequest) return;
+  currentRequest = null;
+  setBusy(false);
+  if (isChat() && progress.text) {
+    messages.push({ role: "user", content: prompt }, { role: "assistant", content: progress.text });
     byId("prompt").value = "";
     byId("anew").hidden = false;
   }
 }
 
-// What was said before, and the question that is being answered.
-function showTurns(question) {
-  const turns = [...said, ...(question === null ? [] : [{ role: "user", content: question }])];
-  const shown = isChat() ? turns : [];
-  show(byId("turns"), ...shown.map((turn) => element("li", { class: turn.role }, element("b", {}, turn.role), element("span", {}, turn.content))));
+// Shows the messages of the conversation, and the question that is being answered.
+function showConversation(question) {
+  const turns = [...messages, ...(question === null ? [] : [{ role: "user", content: question }])];
+  const visibleTurns = isChat() ? turns : [];
+  setChildren(byId("turns"), ...visibleTurns.map((turn) => element("li", { class: turn.role }, element("b", {}, turn.role), element("span", {}, turn.content))));
 }
 
-function settle() {
+function updateForm() {
   const form = byId("form").value;
   byId("constraint-label").hidden = !form;
   byId("constraint").required = Boolean(form);
   byId("system-label").hidden = !isChat();
-  byId("anew").hidden = !isChat() || !said.length;
-  say(byId("prompt-name"), isChat() ? "Message" : "Prompt");
+  byId("anew").hidden = !isChat() || !messages.length;
+  setText(byId("prompt-name"), isChat() ? "Message" : "Prompt");
 }
 
-export function begin() {
+export function initPlayground() {
   byId("prompt").value = "class Queue:\n    def __init__(self";
   byId("form").addEventListener("change", () => {
     byId("constraint").value = EXAMPLES[byId("form").value] ?? "";
-    settle();
+    updateForm();
   });
   byId("kind").addEventListener("change", () => {
-    settle();
-    showTurns(null);
+    updateForm();
+    showConversation(null);
   });
   byId("ask").addEventListener("submit", (event) => {
     event.preventDefault();
-    run();
+    submitPrompt();
   });
   byId("prompt").addEventListener("keydown", (event) => {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) byId("ask").requestSubmit();
   });
-  byId("stop").addEventListener("click", () => asked?.abort());
+  byId("stop").addEventListener("click", () => currentRequest?.abort());
   byId("anew").addEventListener("click", () => {
-    asked?.abort();
-    said = [];
+    currentRequest?.abort();
+    messages = [];
     steps = new Steps(byId("answer"));
-    showTurns(null);
-    settle();
+    showConversation(null);
+    updateForm();
   });
   byId("before").addEventListener("click", () => steps?.move(-1, false));
   byId("after").addEventListener("click", () => steps?.move(1, false));
   byId("answer").addEventListener("keydown", (event) => {
-    const ends = { Home: () => steps.choose(0, true), End: () => steps.choose(steps.steps.length - 1, true) };
-    const moves = { ArrowLeft: -1, ArrowUp: -1, ArrowRight: 1, ArrowDown: 1 };
-    if (!steps || !(event.key in ends || event.key in moves)) return;
+    const selectEnd = { Home: () => steps.select(0, true), End: () => steps.select(steps.steps.length - 1, true) };
+    const offsets = { ArrowLeft: -1, ArrowUp: -1, ArrowRight: 1, ArrowDown: 1 };
+    if (!steps || !(event.key in selectEnd || event.key in offsets)) return;
     event.preventDefault();
-    if (event.key in ends) ends[event.key]();
-    else steps.move(moves[event.key]);
+    if (event.key in selectEnd) selectEnd[event.key]();
+    else steps.move(offsets[event.key]);
   });
-  settle();
+  updateForm();
 }

@@ -1,41 +1,41 @@
-// What the page asks of its server, with the key that was typed in.
+// The page's requests to its server, with the API key that the user typed in.
 
-const STORED = "aerie-key";
-const PATIENCE_MS = 5000;
+const STORAGE_KEY = "aerie-key";
+const STATE_TIMEOUT_MS = 5000;
 
-export const key = () => sessionStorage.getItem(STORED) ?? "";
-export const useKey = (value) => (value ? sessionStorage.setItem(STORED, value) : sessionStorage.removeItem(STORED));
+export const key = () => sessionStorage.getItem(STORAGE_KEY) ?? "";
+export const storeKey = (value) => (value ? sessionStorage.setItem(STORAGE_KEY, value) : sessionStorage.removeItem(STORAGE_KEY));
 
-export class Refused extends Error {
+export class RequestError extends Error {
   constructor(status, message) {
     super(message);
     this.status = status;
   }
 }
 
-async function answer(path, options) {
-  const own = key() ? { Authorization: `Bearer ${key()}` } : {};
-  const response = await fetch(path, { ...options, cache: "no-store", headers: { ...own, ...options.headers } });
+async function request(path, options) {
+  const authorization = key() ? { Authorization: `Bearer ${key()}` } : {};
+  const response = await fetch(path, { ...options, cache: "no-store", headers: { ...authorization, ...options.headers } });
   if (response.ok) return response;
-  const said = await response.json().catch(() => null);
-  throw new Refused(response.status, said?.error?.message ?? `the server answered ${response.status}`);
+  const errorBody = await response.json().catch(() => null);
+  throw new RequestError(response.status, errorBody?.error?.message ?? `the server answered ${response.status}`);
 }
 
-export async function state() {
-  return (await answer("server_state", { signal: AbortSignal.timeout(PATIENCE_MS) })).json();
+export async function fetchState() {
+  return (await request("server_state", { signal: AbortSignal.timeout(STATE_TIMEOUT_MS) })).json();
 }
 
 // The chunks of a streamed answer, until it ends or `signal` aborts it.
-export async function* chunks(path, body, signal) {
+export async function* streamChunks(path, body, signal) {
   const headers = { "Content-Type": "application/json" };
-  const response = await answer(path, { method: "POST", headers, body: JSON.stringify(body), signal });
+  const response = await request(path, { method: "POST", headers, body: JSON.stringify(body), signal });
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  let rest = "";
+  let incompleteEvent = "";
   for (;;) {
     const { done, value } = await reader.read();
     if (done) throw new Error("the connection ended before the answer did");
-    const events = (rest + value).split("\n\n");
-    rest = events.pop();
+    const events = (incompleteEvent + value).split("\n\n");
+    incompleteEvent = events.pop();
     for (const event of events) {
       if (!event.startsWith("data: ")) continue; // a comment: the stream goes on
       const data = event.slice("data: ".length);

@@ -1,77 +1,77 @@
-// The steps of one answer: runs of text, each with the tree that gave it. Trees are kept for the last MOST_TREES steps.
+// The steps of one answer: spans of text, each with its tree. Trees are stored for the last MAX_TREES steps.
 
-import { byId, element, say } from "./dom.js";
-import { inWords, treeOf } from "./tree.js";
+import { byId, element, setText } from "./dom.js";
+import { summarize, drawTree } from "./tree.js";
 
-export const MOST_TREES = 1000;
-const DARKEST = 5;
+export const MAX_TREES = 1000;
+const DARKEST_CLASS = 5;
 
 export class Steps {
-  constructor(answer) {
-    this.answer = answer;
+  constructor(answerNode) {
+    this.answerNode = answerNode;
     this.steps = [];
-    this.chosen = -1;
-    this.follows = true; // shows the newest step until another one is chosen
-    this.due = false;
-    answer.replaceChildren();
+    this.selected = -1;
+    this.followsNewest = true; // shows the newest step until the user selects one
+    this.updateScheduled = false;
+    answerNode.replaceChildren();
     byId("shown").hidden = true;
   }
 
-  // What one step gave: its text, how many tokens that is, and its tree, if it has one.
+  // Adds a step: its text, its number of tokens, and its tree, if it has one.
   add(text, tokens, tree) {
     const number = this.steps.length;
     const forced = tree?.accepted.some((node) => tree.nodes[node].forced);
-    const kinds = ["run", `n${Math.min(DARKEST, Math.max(1, tokens))}`, forced && "forced", tree && "has-tree"];
-    const run = element("span", { class: kinds.filter(Boolean).join(" "), role: "option", tabindex: -1, "aria-selected": "false" }, text);
-    run.addEventListener("click", () => this.choose(number, false));
-    this.answer.append(run);
-    this.steps.push({ run, tokens, tree });
-    const old = this.steps[number - MOST_TREES];
-    if (old) old.tree = null;
-    if (number === 0) run.tabIndex = 0;
-    if (this.follows && tree && !this.due) {
-      this.due = true;
+    const classes = ["run", `n${Math.min(DARKEST_CLASS, Math.max(1, tokens))}`, forced && "forced", tree && "has-tree"];
+    const span = element("span", { class: classes.filter(Boolean).join(" "), role: "option", tabindex: -1, "aria-selected": "false" }, text);
+    span.addEventListener("click", () => this.select(number, false));
+    this.answerNode.append(span);
+    this.steps.push({ span, tokens, tree });
+    const oldStep = this.steps[number - MAX_TREES];
+    if (oldStep) oldStep.tree = null;
+    if (number === 0) span.tabIndex = 0;
+    if (this.followsNewest && tree && !this.updateScheduled) {
+      this.updateScheduled = true;
       requestAnimationFrame(() => {
-        this.due = false;
-        if (this.follows) this.mark(this.steps.length - 1);
+        this.updateScheduled = false;
+        if (this.followsNewest) this.markSelected(this.steps.length - 1);
       });
     }
   }
 
-  // Text that came with no tokens of its own, as what was held back for a stop string.
+  // Appends text that came without new tokens, such as text that was buffered for a stop string.
   extend(text) {
-    this.steps.at(-1).run.append(text);
+    this.steps.at(-1).span.append(text);
   }
 
-  choose(number, focus) {
+  select(number, focus) {
     if (number < 0 || number >= this.steps.length) return;
-    this.follows = false;
-    this.mark(number);
-    if (focus) this.steps[number].run.focus();
+    this.followsNewest = false;
+    this.markSelected(number);
+    if (focus) this.steps[number].span.focus();
   }
 
-  move(by, focus = true) {
-    this.choose(this.chosen < 0 ? 0 : this.chosen + by, focus);
+  move(offset, focus = true) {
+    this.select(this.selected < 0 ? 0 : this.selected + offset, focus);
   }
 
-  mark(number) {
-    for (const [at, on] of [[this.chosen, false], [number, true]]) {
-      const run = this.steps[at]?.run;
-      run?.setAttribute("aria-selected", String(on));
-      if (run) run.tabIndex = on ? 0 : -1;
+  markSelected(number) {
+    for (const [index, isSelected] of [[this.selected, false], [number, true]]) {
+      const span = this.steps[index]?.span;
+      span?.setAttribute("aria-selected", String(isSelected));
+      if (span) span.tabIndex = isSelected ? 0 : -1;
     }
-    if (this.chosen < 0 && number > 0) this.steps[0].run.tabIndex = -1;
-    this.chosen = number;
+    if (this.selected < 0 && number > 0) this.steps[0].span.tabIndex = -1;
+    this.selected = number;
     this.show(this.steps[number], number);
   }
 
   show({ tree, tokens }, number) {
     byId("shown").hidden = false;
-    say(byId("shown-title"), `Tree of step ${number + 1} of ${this.steps.length}`);
+    setText(byId("shown-title"), `Tree of step ${number + 1} of ${this.steps.length}`);
     byId("before").disabled = number === 0;
     byId("after").disabled = number === this.steps.length - 1;
-    const none = number === 0 ? "The first token follows the prompt: it has no tree." : `No tree is kept of this step, which gave ${tokens} tokens.`;
-    say(byId("shown-text"), tree ? inWords(tree) : none);
-    byId("tree").replaceChildren(...(tree ? [treeOf(tree)] : []));
+    const noTreeText = number === 0 ? "The first token follows the prompt: it has no tree." : `No tree is kept of this step, which gave ${tokens} tokens.`;
+    setText(byId("shown-text"), tree ? summarize(tree) : noTreeText);
+    byId("tree").replaceChildren(...(tree ? [drawTree(tree)] : []));
   }
 }

@@ -1,83 +1,83 @@
 // The tree of one step: levels from left to right, the accepted path and the bonus along the top.
 
-import { drawn, visible } from "./dom.js";
+import { svgElement, withVisibleSpaces } from "./dom.js";
 
-const ROW = 30;
-const BOX = 22;
+const ROW_HEIGHT = 30;
+const BOX_HEIGHT = 22;
 const GAP = 26;
-const SIGN = 7.3; // width of a sign of the font
-const MOST_SIGNS = 16;
-const EDGE = 4;
+const CHARACTER_WIDTH = 7.3; // in the font of the tree
+const MAX_CHARACTERS = 16;
+const MARGIN = 4;
 
-const short = (text) => {
-  const signs = [...visible(text)];
-  return signs.length > MOST_SIGNS ? `${signs.slice(0, MOST_SIGNS - 1).join("")}\u2026` : signs.join("");
+const shortened = (text) => {
+  const characters = [...withVisibleSpaces(text)];
+  return characters.length > MAX_CHARACTERS ? `${characters.slice(0, MAX_CHARACTERS - 1).join("")}\u2026` : characters.join("");
 };
 
-// Nodes with their children, the one that was taken first; the bonus is a child of the last accepted node.
-function linked(tree) {
+// Returns the root of nodes with their children, the accepted child first; the bonus is a child of the last accepted node.
+function linkNodes(tree) {
   const accepted = new Set(tree.accepted);
   const nodes = tree.nodes.map((node, number) => ({ ...node, number, accepted: accepted.has(number), children: [] }));
   for (const node of nodes) if (node.parent !== null) nodes[node.parent].children.push(node);
-  const last = nodes[tree.accepted.at(-1)];
+  const lastAccepted = nodes[tree.accepted.at(-1)];
   for (const node of nodes) node.children.sort((a, b) => b.accepted - a.accepted || a.number - b.number);
-  last.children.unshift({ ...tree.bonus, bonus: true, children: [] });
+  lastAccepted.children.unshift({ ...tree.bonus, bonus: true, children: [] });
   return nodes[0];
 }
 
-function place(root) {
-  const placed = [];
+function layOut(root) {
+  const nodes = [];
   let row = 0;
-  const visit = (node, parent, depth, first) => {
-    if (!first) row += 1;
-    Object.assign(node, { above: parent, depth, row, text: short(node.token) });
-    placed.push(node);
-    node.children.forEach((child, at) => visit(child, node, depth + 1, at === 0));
+  const visit = (node, parent, depth, isFirstChild) => {
+    if (!isFirstChild) row += 1;
+    Object.assign(node, { drawnParent: parent, depth, row, text: shortened(node.token) });
+    nodes.push(node);
+    node.children.forEach((child, index) => visit(child, node, depth + 1, index === 0));
   };
   visit(root, null, 0, true);
   const widths = [];
-  for (const node of placed) {
-    node.width = Math.max(BOX, SIGN * [...node.text].length + 12);
+  for (const node of nodes) {
+    node.width = Math.max(BOX_HEIGHT, CHARACTER_WIDTH * [...node.text].length + 12);
     widths[node.depth] = Math.max(widths[node.depth] ?? 0, node.width);
   }
-  const lefts = widths.map((_, depth) => EDGE + widths.slice(0, depth).reduce((sum, width) => sum + width + GAP, 0));
-  for (const node of placed) node.left = lefts[node.depth];
-  return { placed, width: lefts.at(-1) + widths.at(-1) + EDGE, height: (row + 1) * ROW };
+  const lefts = widths.map((_, depth) => MARGIN + widths.slice(0, depth).reduce((sum, width) => sum + width + GAP, 0));
+  for (const node of nodes) node.left = lefts[node.depth];
+  return { nodes, width: lefts.at(-1) + widths.at(-1) + MARGIN, height: (row + 1) * ROW_HEIGHT };
 }
 
-const middle = (node) => node.row * ROW + ROW / 2;
+const centerY = (node) => node.row * ROW_HEIGHT + ROW_HEIGHT / 2;
 
-export function kindOf(node) {
-  const kinds = ["node", node.accepted && "accepted", node.bonus && "bonus", node.forced && "forced", node.depth === 0 && "root"];
-  return kinds.filter(Boolean).join(" ");
+export function classOf(node) {
+  const classes = ["node", node.accepted && "accepted", node.bonus && "bonus", node.forced && "forced", node.depth === 0 && "root"];
+  return classes.filter(Boolean).join(" ");
 }
 
 const describe = (node) => {
-  const what = node.bonus ? "bonus" : node.depth === 0 ? "root" : node.accepted ? "accepted" : "not taken";
-  return `${JSON.stringify(node.token)}, token ${node.token_id}: ${what}${node.forced ? ", forced by the grammar" : ""}`;
+  const role = node.bonus ? "bonus" : node.depth === 0 ? "root" : node.accepted ? "accepted" : "not taken";
+  return `${JSON.stringify(node.token)}, token ${node.token_id}: ${role}${node.forced ? ", forced by the grammar" : ""}`;
 };
 
-export function treeOf(tree) {
-  const { placed, width, height } = place(linked(tree));
-  const picture = drawn("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": inWords(tree) });
-  const taken = (node) => Boolean(node.bonus || node.accepted);
-  for (const node of placed.slice(1).sort((a, b) => taken(a) - taken(b))) {
-    const start = node.above.left + node.above.width;
-    const path = `M${start} ${middle(node.above)}H${node.left - GAP / 2}V${middle(node)}H${node.left}`;
-    picture.append(drawn("path", { class: taken(node) ? "edge taken" : "edge", d: path }));
+export function drawTree(tree) {
+  const { nodes, width, height } = layOut(linkNodes(tree));
+  const svg = svgElement("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": summarize(tree) });
+  const isOnAcceptedPath = (node) => Boolean(node.bonus || node.accepted);
+  for (const node of nodes.slice(1).sort((a, b) => isOnAcceptedPath(a) - isOnAcceptedPath(b))) {
+    const start = node.drawnParent.left + node.drawnParent.width;
+    const path = `M${start} ${centerY(node.drawnParent)}H${node.left - GAP / 2}V${centerY(node)}H${node.left}`;
+    svg.append(svgElement("path", { class: isOnAcceptedPath(node) ? "edge taken" : "edge", d: path }));
   }
-  for (const node of placed) {
-    const box = drawn("rect", { x: node.left, y: middle(node) - BOX / 2, width: node.width, height: BOX, rx: node.bonus ? BOX / 2 : 4 });
-    const text = drawn("text", { x: node.left + node.width / 2, y: middle(node) + 4.5, "text-anchor": "middle" }, node.text);
-    picture.append(drawn("g", { class: kindOf(node) }, drawn("title", {}, describe(node)), box, text));
+  for (const node of nodes) {
+    const box = svgElement("rect", { x: node.left, y: centerY(node) - BOX_HEIGHT / 2, width: node.width, height: BOX_HEIGHT, rx: node.bonus ? BOX_HEIGHT / 2 : 4 });
+    const text = svgElement("text", { x: node.left + node.width / 2, y: centerY(node) + 4.5, "text-anchor": "middle" }, node.text);
+    svg.append(svgElement("g", { class: classOf(node) }, svgElement("title", {}, describe(node)), box, text));
   }
-  return picture;
+  return svg;
 }
 
-export function inWords(tree) {
+export function summarize(tree) {
   const proposed = tree.nodes.length - 1;
   const forced = tree.nodes.filter((node) => node.forced).length;
-  const taken = tree.accepted.length - 1;
+  const accepted = tree.accepted.length - 1;
   const grammar = forced ? `, ${forced} of them forced by the grammar` : "";
-  return `${proposed} proposed${grammar}; ${taken} accepted, then the bonus ${JSON.stringify(tree.bonus.token)}`;
+  return `${proposed} proposed${grammar}; ${accepted} accepted, then the bonus ${JSON.stringify(tree.bonus.token)}`;
 }

@@ -15,33 +15,33 @@ class SlowBodyError(Exception):
     """A body arrived too slowly. The message is for the client, with status 408."""
 
 
-async def read_pieces(
-    receive: Receive, take: Callable[[bytes], bool], grace_s: float = GRACE_S, bytes_per_s: int = BYTES_PER_S
+async def read_chunks(
+    receive: Receive, consume: Callable[[bytes], bool], grace_s: float = GRACE_S, bytes_per_s: int = BYTES_PER_S
 ) -> bool | None:
-    """Pass each piece of a body to `take`, until the body ends or `take` returns False. Return whether more of the body
-    is to come, or None if the client has left.
+    """Pass each chunk of a body to `consume`, until the body ends or `consume` returns False. Return whether more of
+    the body is to come, or None if the client has left.
 
     Raises:
         SlowBodyError: the body does not arrive within `grace_s`, plus a second for each `bytes_per_s` bytes.
     """
     clock, received = asyncio.get_running_loop().time, 0
-    began = clock()
+    started_at = clock()
     try:
-        async with asyncio.timeout_at(began + grace_s) as patience:
+        async with asyncio.timeout_at(started_at + grace_s) as time_limit:
             while True:
                 message = await receive()
                 if message["type"] == "http.disconnect":
                     return None
-                piece = message.get("body", b"")
-                received += len(piece)
-                wanted = take(piece)
+                chunk = message.get("body", b"")
+                received += len(chunk)
+                wants_more = consume(chunk)
                 if not message.get("more_body", False):
                     return False
-                if not wanted:
+                if not wants_more:
                     return True
-                patience.reschedule(began + grace_s + received / bytes_per_s)
+                time_limit.reschedule(started_at + grace_s + received / bytes_per_s)
     except TimeoutError:
         raise SlowBodyError(
-            f"the body came too slowly: {received} bytes in {clock() - began:.0f} s; it must arrive within {grace_s:g} "
-            f"s plus one second for every {bytes_per_s} bytes"
+            f"the body came too slowly: {received} bytes in {clock() - started_at:.0f} s; it must arrive within "
+            f"{grace_s:g} s plus one second for every {bytes_per_s} bytes"
         ) from None

@@ -20,8 +20,8 @@ from typing import Any, cast
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-VERSION = b"HTTP/1.1 "  # the first bytes of every answer of uvicorn
-FIRST_LOOK_S, LONGEST_LOOK_S = 0.01, 0.5  # first and longest pause between checks of a half-closed connection
+RESPONSE_PREFIX = b"HTTP/1.1 "  # the first bytes of every answer of uvicorn
+FIRST_CHECK_S, MAX_CHECK_S = 0.01, 0.5  # first and longest pause between checks of a half-closed connection
 
 
 class Connection(HttpToolsProtocol):
@@ -30,40 +30,40 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """Parse received bytes. A request that offers another protocol than WebSocket continues as HTTP/1.1."""
         self._unset_keepalive_if_required()
-        rest = memoryview(data)
+        remaining = memoryview(data)
         try:
-            while rest:
+            while remaining:
                 try:
-                    self.parser.feed_data(rest)
+                    self.parser.feed_data(remaining)
                     return
-                except httptools.HttpParserUpgrade as offer:
+                except httptools.HttpParserUpgrade as upgrade:
                     if self._should_upgrade():
                         self.handle_websocket_upgrade()
                         return
-                    rest = rest[offer.args[0] :]  # `args[0]` counts the bytes parsed so far: the head
-                    self.parser.feed_data(self._head_without_offer())
+                    remaining = remaining[upgrade.args[0] :]  # `args[0]` counts the bytes parsed so far: the head
+                    self.parser.feed_data(self._head_without_upgrade())
         except httptools.HttpParserError:
             self.send_400_response("Invalid HTTP request received.")
 
     def on_headers_complete(self) -> None:
         """Begin the request, unless its head will be parsed a second time without the offer."""
-        if not self._declined():
+        if not self._ignores_upgrade():
             super().on_headers_complete()
 
     def on_message_complete(self) -> None:
         """End the request's body, unless its head will be parsed a second time without the offer."""
-        if not self._declined():
+        if not self._ignores_upgrade():
             super().on_message_complete()
 
     def _should_upgrade(self) -> bool:
         """Return whether the request is a valid WebSocket upgrade; RFC 6455 allows it with GET alone."""
         return bool(self.parser.get_method() == b"GET" and super()._should_upgrade())
 
-    def _declined(self) -> bool:
+    def _ignores_upgrade(self) -> bool:
         """Return whether the request offers a protocol that this server ignores."""
         return bool(self.parser.should_upgrade() and not self._should_upgrade())
 
-    def _head_without_offer(self) -> bytes:
+    def _head_without_upgrade(self) -> bytes:
         """Return the head that was just parsed, without the header `Upgrade` and without its name in `Connection`."""
         method = self.parser.get_method()
         if method == b"CONNECT":  # httptools treats CONNECT as an offer without the header
@@ -71,7 +71,9 @@ class Connection(HttpToolsProtocol):
         lines = [b"%s %s HTTP/%s" % (method, self.url, self.parser.get_http_version().encode())]
         for name, value in self.headers:
             if name == b"connection":
-                value = b", ".join(word for word in map(bytes.strip, value.split(b",")) if word.lower() != b"upgrade")
+                value = b", ".join(
+                    token for token in map(bytes.strip, value.split(b",")) if token.lower() != b"upgrade"
+                )
             if name != b"upgrade" and (value or name != b"connection"):
                 lines.append(name + b": " + value)
         return b"\r\n".join([*lines, b"", b""])
@@ -83,38 +85,39 @@ class Connection(HttpToolsProtocol):
             return False
         cycle.keep_alive = False  # close it after the answer
         if not cycle.response_started and not self.pipeline:
-            self.transport.write(VERSION)  # a client that has left rejects this, which `_end_if_gone` then sees
-            cycle.transport = cast(asyncio.Transport, _Begun(self.transport))
+            # A client that has left rejects this, and `_abort_if_client_left` then notices it.
+            self.transport.write(RESPONSE_PREFIX)
+            cycle.transport = cast(asyncio.Transport, _PrefixSentTransport(self.transport))
             cycle.waiting_for_100_continue = False
-        self._look(FIRST_LOOK_S)
+        self._schedule_check(FIRST_CHECK_S)
         return True
 
-    def _look(self, pause_s: float) -> None:
+    def _schedule_check(self, pause_s: float) -> None:
         """Check after a pause whether the client has left, again and again until the answer ends; pauses double."""
-        asyncio.get_running_loop().call_later(pause_s, self._end_if_gone, min(2 * pause_s, LONGEST_LOOK_S))
+        asyncio.get_running_loop().call_later(pause_s, self._abort_if_client_left, min(2 * pause_s, MAX_CHECK_S))
 
-    def _end_if_gone(self, pause_s: float) -> None:
+    def _abort_if_client_left(self, pause_s: float) -> None:
         if self.cycle.response_complete or self.transport.is_closing():
             return
-        rejected = select.poll()
-        rejected.register(self.transport.get_extra_info("socket").fileno(), 0)  # 0: poll reports errors and hang-ups
-        if rejected.poll(0):
+        poller = select.poll()
+        poller.register(self.transport.get_extra_info("socket").fileno(), 0)  # 0: poll reports errors and hang-ups
+        if poller.poll(0):
             self.transport.abort()
         else:
-            self._look(pause_s)
+            self._schedule_check(pause_s)
 
 
-class _Begun:
-    """A transport on which `VERSION` has been sent already: the first write leaves it out."""
+class _PrefixSentTransport:
+    """A transport on which `RESPONSE_PREFIX` has been sent already: the first write leaves it out."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
-        self._sent = VERSION
+        self._prefix = RESPONSE_PREFIX
 
     def write(self, data: bytes) -> None:
-        """Write the data, without `VERSION` at its beginning if this is the first write."""
-        self._transport.write(data.removeprefix(self._sent))
-        self._sent = b""
+        """Write the data, without `RESPONSE_PREFIX` at its beginning if this is the first write."""
+        self._transport.write(data.removeprefix(self._prefix))
+        self._prefix = b""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)

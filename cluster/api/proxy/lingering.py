@@ -19,43 +19,43 @@ class Lingering:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request. The whole answer is sent first; its end is sent after the rest of the body was read."""
+        """Serve one request. The answer is sent first; its end is sent after the rest of the request body is read."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        rest = _UnreadBody(receive)
+        unread_body = _UnreadBody(receive)
 
-        async def sending(message: Message) -> None:
-            last = message["type"] == "http.response.body" and not message.get("more_body", False)
-            if not last or rest.over:
+        async def send_after_body(message: Message) -> None:
+            is_last = message["type"] == "http.response.body" and not message.get("more_body", False)
+            if not is_last or unread_body.is_complete:
                 await send(message)
                 return
             await send({**message, "more_body": True})
-            await rest.drop()
+            await unread_body.discard()
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-        await self._app(scope, rest.receive, sending)
+        await self._app(scope, unread_body.receive, send_after_body)
 
 
 class _UnreadBody:
-    """The part of a request's body that has not been read. `over` is True once the body is complete."""
+    """The part of a request's body that has not been read. `is_complete` is True once the body is complete."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
-        self.over = False
+        self.is_complete = False
 
     async def receive(self) -> Message:
         """Return the next message of the request."""
         message = await self._receive()
-        self.over = self.over or message["type"] != "http.request" or not message.get("more_body", False)
+        self.is_complete = self.is_complete or message["type"] != "http.request" or not message.get("more_body", False)
         return message
 
-    async def drop(self) -> None:
+    async def discard(self) -> None:
         """Read and drop the rest, up to `LINGER_BYTES` and for up to `LINGER_S`."""
-        dropped = 0
+        discarded_bytes = 0
         try:
             async with asyncio.timeout(LINGER_S):
-                while not self.over and dropped < LINGER_BYTES:
-                    dropped += len((await self.receive()).get("body", b""))
+                while not self.is_complete and discarded_bytes < LINGER_BYTES:
+                    discarded_bytes += len((await self.receive()).get("body", b""))
         except TimeoutError:
             return

@@ -1,12 +1,12 @@
-"""Middleware in front of Serve's HTTP proxy: passes requests on whole and one by one, and turns all errors into JSON.
+"""Middleware in front of Serve's HTTP proxy: buffers requests, passes them on one by one, and turns errors into JSON.
 
 By itself, Serve's proxy has four weaknesses:
 - It answers in plain text where the application cannot answer: while there is no replica, when a replica dies with a
   request, when a request takes too long or finds Serve's queue full.
 - It decodes some request headers before the application sees them, and fails on bytes that are not text.
-- It forwards each piece of a body by a call of some milliseconds, so a few hundred clients that send one byte per
+- It forwards each chunk of a body by a call of some milliseconds, so a few hundred clients that send one byte per
   second would keep it busy.
-- It begins requests as they arrive, hundreds in one turn of its event loop, while open streams wait.
+- It begins requests as they arrive, hundreds in one iteration of its event loop, while open streams wait.
 
 Serve calls `middlewares` in each proxy before it creates the HTTP server, because of the environment variable
 RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH. `aerie serve` sets it; on other clusters the nodes must set it. The call also
@@ -25,10 +25,10 @@ from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.api.proxy import serve_limits
-from cluster.api.proxy.body_time_limit import GRACE_S, SlowBodyError, read_pieces
+from cluster.api.proxy.body_time_limit import GRACE_S, SlowBodyError, read_chunks
 from cluster.api.proxy.lingering import Lingering
 from cluster.api.proxy.refusals import Refusals
-from cluster.api.proxy.serve_limits import Met
+from cluster.api.proxy.serve_limits import ServeLimit
 from cluster.api.proxy.throttle import Throttle
 
 CALLBACK = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
@@ -36,9 +36,9 @@ IMPORT_PATH = "cluster.api.proxy:middlewares"
 CONNECTION = "cluster.api.proxy.connections:Connection"  # by name, since importing it imports uvicorn
 RETRY_AFTER = (b"retry-after", b"1")
 NO_RETRY = (b"x-should-retry", b"false")  # without it, OpenAI's and Anthropic's clients retry a request after a 408
-LONGEST_ID = 256  # characters of a header in READ_BY_SERVE
+MAX_HEADER_LENGTH = 256  # characters of a header in HEADERS_OF_SERVE
 # Serve decodes these headers. The last one would let a client keep its request running after it has left.
-READ_BY_SERVE = frozenset(
+HEADERS_OF_SERVE = frozenset(
     {
         b"x-request-id",
         b"x-request-timeout-seconds",
@@ -48,19 +48,19 @@ READ_BY_SERVE = frozenset(
         b"x-request-disconnect-disabled",
     }
 )
-NOT_FOR_CLIENTS = b"x-request-disconnect-disabled"
+REMOVED_HEADER = b"x-request-disconnect-disabled"  # not passed on to Serve
 # status: (type, code, message) of the error that replaces a plain-text error of Serve, or a missing answer
-SAID: Mapping[int, tuple[str, str, str]] = {
+ERROR_BY_STATUS: Mapping[int, tuple[str, str, str]] = {
     404: ("invalid_request_error", "not_found", "no application serves this path"),
     408: ("server_error", "request_timeout", "the request took longer than this server allows; ask for fewer tokens"),
     429: ("overloaded_error", "overloaded", "the server is full; try again shortly"),
-    500: ("server_error", "replica_lost", "the replica that held this request is gone; send it again"),
+    500: ("server_error", "replica_lost", "the replica that served this request was lost; send it again"),
     503: ("server_error", "engine_unhealthy", "no replica serves requests now; try again shortly"),
 }
 MESSAGES = "/v1/messages"
-OF_ANTHROPIC = {"not_found": "not_found_error", "server_error": "api_error"}  # our code or type: Anthropic's type
-GATHERED = 1 << 20  # bytes of a body that are gathered before it is passed on; the rest is passed on in pieces
-GATHERED_BY_ALL = 256 << 20  # bytes gathered for all requests together; beyond that, bodies are passed on as they come
+ANTHROPIC_TYPES = {"not_found": "not_found_error", "server_error": "api_error"}  # our code or type: Anthropic's type
+MAX_BUFFERED_BODY = 1 << 20  # bytes of a body that are buffered before it is passed on; the rest is passed on in chunks
+MAX_BUFFERED_TOTAL = 256 << 20  # bytes buffered for all requests together; beyond, bodies are passed on as they come
 HEALTHZ = b"/-/healthz"  # Serve's own health page, passed through unchanged
 HEALTH_PAGES = ("/health", "/ready")  # the application's health pages
 TIMEOUT_HEADER = b"x-request-timeout-seconds"  # a client's own limit; it replaces http_options.request_timeout_s
@@ -70,25 +70,25 @@ ROUTES = "/-/routes"  # Serve's list of applications; not served, since it has n
 def middlewares() -> list[Middleware]:
     """Return the middleware for Serve to install, the outermost last; also patch uvicorn and Serve in this process."""
     importlib.import_module("uvicorn.config").HTTP_PROTOCOLS["auto"] = CONNECTION
-    serve_limits.listen()
-    return [Middleware(JsonErrors), Middleware(WholeRequests), Middleware(Lingering)]
+    serve_limits.patch_proxy()
+    return [Middleware(JsonErrors), Middleware(BufferedRequests), Middleware(Lingering)]
 
 
-def stands_before_serve() -> bool:
+def proxies_use_middlewares() -> bool:
     """Return whether this cluster's proxies use `middlewares`: replicas and proxies have the same environment."""
     return os.environ.get(CALLBACK) == IMPORT_PATH
 
 
-class WholeRequests:
-    """ASGI middleware that passes a request on once its body has arrived, one request per turn of the event loop. While
-    all replicas are known to be full, it answers with their refusal instead.
+class BufferedRequests:
+    """ASGI middleware that passes a request on once its body has arrived, one request per iteration of the event loop.
+    While all replicas are known to be full, it answers with their refusal instead.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._turns = Throttle()
-        self._held = 0
-        self._refusals = Refusals(self._turns.interrupt)
+        self._throttle = Throttle()
+        self._buffered_bytes = 0
+        self._refusals = Refusals(self._throttle.interrupt)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass one request on. A body that arrives too slowly gets a 408. If the client has left, drop the request."""
@@ -97,58 +97,60 @@ class WholeRequests:
             return
         body = bytearray()
 
-        def take(piece: bytes) -> bool:
-            body.extend(piece)
-            self._held += len(piece)
-            return len(body) < GATHERED and self._held < GATHERED_BY_ALL
+        def consume(chunk: bytes) -> bool:
+            body.extend(chunk)
+            self._buffered_bytes += len(chunk)
+            return len(body) < MAX_BUFFERED_BODY and self._buffered_bytes < MAX_BUFFERED_TOTAL
 
         try:
-            more = self._held >= GATHERED_BY_ALL or await read_pieces(receive, take, GRACE_S)
-        except SlowBodyError as slow:
-            error = ("invalid_request_error", "request_timeout", str(slow))
-            await _answer(send, 408, error, None, scope, [(b"connection", b"close")])
+            more_body = self._buffered_bytes >= MAX_BUFFERED_TOTAL or await read_chunks(receive, consume, GRACE_S)
+        except SlowBodyError as slow_body:
+            error = ("invalid_request_error", "request_timeout", str(slow_body))
+            await _send_error(send, 408, error, None, scope, [(b"connection", b"close")])
             return
         finally:
-            self._held -= len(body)
-        if more is None:
+            self._buffered_bytes -= len(body)
+        if more_body is None:
             return
-        if await self._refused(scope, send):
+        if await self._send_current_refusal(scope, send):
             return
-        length = len(body)
-        rest = _RequestRest({"type": "http.request", "body": bytes(body), "more_body": more}, receive)
+        body_bytes = len(body)
+        buffered_request = _BufferedRequest(
+            {"type": "http.request", "body": bytes(body), "more_body": more_body}, receive
+        )
         body.clear()  # free the body now, not when the answer ends
         try:
-            while not await self._turns.wait():  # False: a new refusal may apply to this request
-                if await self._refused(scope, send):
+            while not await self._throttle.wait():  # False: a new refusal may apply to this request
+                if await self._send_current_refusal(scope, send):
                     return
-            if not rest.gone:
-                self._turns.charge(length)
+            if not buffered_request.client_left:
+                self._throttle.on_begin(body_bytes)
                 refusals = self._refusals
-                learning = refusals.learning(scope, self._accounting(send))
-                await self._app(refusals.passing(scope), rest.receive, learning)
+                recording_send = refusals.recording_send(scope, self._reporting_send(send))
+                await self._app(refusals.forwarded_scope(scope), buffered_request.receive, recording_send)
         finally:
-            rest.close()
+            buffered_request.close()
 
-    async def _refused(self, scope: Scope, send: Send) -> bool:
+    async def _send_current_refusal(self, scope: Scope, send: Send) -> bool:
         """Answer with the refusal of the replicas and return True if all of them are full; else return False."""
-        if (refusal := self._refusals.standing(scope)) is None:
+        if (refusal := self._refusals.current_refusal(scope)) is None:
             return False
         await refusal.send(send)
         return True
 
-    def _accounting(self, send: Send) -> Send:
+    def _reporting_send(self, send: Send) -> Send:
         """Return a `send` for a request that begins; it tells `Throttle` if the request gets an error."""
 
-        async def account(message: Message) -> None:
+        async def send_and_report(message: Message) -> None:
             if message["type"] == "http.response.start" and message["status"] >= 400:
-                self._turns.refused()
+                self._throttle.on_refused()
             await send(message)
 
-        return account
+        return send_and_report
 
 
-class _RequestRest:
-    """The messages of a request for the app: first the gathered body, then the messages that follow it."""
+class _BufferedRequest:
+    """The messages of a request for the app: first the buffered body, then the messages that follow it."""
 
     def __init__(self, first: Message, receive: Receive) -> None:
         self._first: Message | None = first
@@ -156,18 +158,18 @@ class _RequestRest:
         self._next: asyncio.Future[Message] | None = asyncio.ensure_future(receive())
 
     @property
-    def gone(self) -> bool:
+    def client_left(self) -> bool:
         """Whether the client has already disconnected, so that nobody would read the answer."""
-        following = self._next
-        return following is not None and following.done() and following.result()["type"] == "http.disconnect"
+        next_message = self._next
+        return next_message is not None and next_message.done() and next_message.result()["type"] == "http.disconnect"
 
     async def receive(self) -> Message:
         """Return the next message."""
         if self._first is not None:
             message, self._first = self._first, None
             return message
-        following, self._next = self._next, None
-        return await (following or self._receive())
+        next_message, self._next = self._next, None
+        return await (next_message or self._receive())
 
     def close(self) -> None:
         """Stop waiting for a message; call it once `receive` is not called any more."""
@@ -187,23 +189,23 @@ class JsonErrors:
             await self._app(scope, receive, send)
             return
         if scope["path"][len(scope.get("root_path", "")) :] == ROUTES:  # as Serve compares the path
-            await _answer(send, 404, SAID[404], None, scope)
+            await _send_error(send, 404, ERROR_BY_STATUS[404], None, scope)
             return
-        if (wrong := _wrong_header(scope["headers"])) is not None:
+        if (invalid_header := _invalid_header(scope["headers"])) is not None:
             error = (
                 "invalid_request_error",
                 "invalid_value",
-                f"{wrong}: must be at most {LONGEST_ID} printable ASCII characters",
+                f"{invalid_header}: must be at most {MAX_HEADER_LENGTH} printable ASCII characters",
             )
-            await _answer(send, 400, error, wrong, scope)
+            await _send_error(send, 400, error, invalid_header, scope)
             return
-        headers = [pair for pair in scope["headers"] if pair[0] != NOT_FOR_CLIENTS]
-        with serve_limits.noted() as met:
-            state = _Answer(send, scope, met, self._has_replicas)
+        headers = [pair for pair in scope["headers"] if pair[0] != REMOVED_HEADER]
+        with serve_limits.record_limit() as limit:
+            response = _ResponseFilter(send, scope, limit, self._has_replicas)
             try:
-                await self._app({**scope, "headers": headers}, receive, state.send)
+                await self._app({**scope, "headers": headers}, receive, response.send)
             finally:
-                await state.finish()
+                await response.finish()
 
     async def _has_replicas(self, scope: Scope) -> bool:
         """Return whether Serve's own health page reports healthy replicas. Serve answers it without queueing."""
@@ -221,14 +223,16 @@ class JsonErrors:
         return statuses == [200]
 
 
-class _Answer:
+class _ResponseFilter:
     """Inspects the messages of one answer and replaces plain-text errors."""
 
-    def __init__(self, send: Send, scope: Scope, met: Met, has_replicas: Callable[[Scope], Awaitable[bool]]) -> None:
-        """`met` receives the limit that ends the call; `has_replicas` returns whether Serve has healthy replicas."""
+    def __init__(
+        self, send: Send, scope: Scope, limit: ServeLimit, has_replicas: Callable[[Scope], Awaitable[bool]]
+    ) -> None:
+        """`limit` receives the limit that ends the call; `has_replicas` returns whether Serve has healthy replicas."""
         self._send = send
         self._scope = scope
-        self._met = met
+        self._limit = limit
         self._has_replicas = has_replicas
         self._started = self._ended = self._replaced = self._streams = False
 
@@ -236,61 +240,74 @@ class _Answer:
         """Pass a message on, or send a JSON error in place of a plain-text one."""
         if message["type"] == "http.response.start":
             self._started = True
-            kind = dict(message["headers"]).get(b"content-type", b"")
-            self._streams = kind.startswith(b"text/event-stream")
+            content_type = dict(message["headers"]).get(b"content-type", b"")
+            self._streams = content_type.startswith(b"text/event-stream")
             status = message["status"]
-            if status >= 400 and kind.startswith(b"text/plain") and status in SAID:
+            if status >= 400 and content_type.startswith(b"text/plain") and status in ERROR_BY_STATUS:
                 self._replaced = True
-                kept = [pair for pair in message["headers"] if pair[0].lower() in (b"retry-after", b"x-request-id")]
-                await self._replace(status, kept)
+                kept_headers = [
+                    pair for pair in message["headers"] if pair[0].lower() in (b"retry-after", b"x-request-id")
+                ]
+                await self._send_json_error(status, kept_headers)
                 return
         if message["type"] == "http.response.body":
             self._ended = self._ended or not message.get("more_body", False)
         if not self._replaced:
             await self._send(message)
 
-    async def _replace(self, status: int, kept: list[tuple[bytes, bytes]]) -> None:
+    async def _send_json_error(self, status: int, kept_headers: list[tuple[bytes, bytes]]) -> None:
         """Send the JSON error that replaces a plain-text error. Exception: if Serve rejects a call of a health page
         because its queue is full, the engine is at work, so the answer follows Serve's own check of its replicas.
         """
-        asks = self._scope["method"] in ("GET", "HEAD") and self._scope["path"].endswith(HEALTH_PAGES)
-        if asks and self._met.queue is not None and await self._has_replicas(self._scope):
+        is_health_check = self._scope["method"] in ("GET", "HEAD") and self._scope["path"].endswith(HEALTH_PAGES)
+        if is_health_check and self._limit.max_queued_requests is not None and await self._has_replicas(self._scope):
             await self._send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
             await self._send({"type": "http.response.body", "body": b""})
             return
-        await _answer(self._send, status, _limit(self._met, self._scope) or SAID[status], None, self._scope, kept)
+        await _send_error(
+            self._send,
+            status,
+            _limit_error(self._limit, self._scope) or ERROR_BY_STATUS[status],
+            None,
+            self._scope,
+            kept_headers,
+        )
 
     async def finish(self) -> None:
         """End the answer when Serve sends nothing more: a missing answer or an open stream ends with an error."""
-        error = _limit(self._met, self._scope) or SAID[500]
+        error = _limit_error(self._limit, self._scope) or ERROR_BY_STATUS[500]
         if not self._started:
-            await _answer(self._send, 503, error, None, self._scope)
+            await _send_error(self._send, 503, error, None, self._scope)
         elif self._streams and not self._ended:
             name = b"event: error\n" if _is_anthropic(self._scope) else b""
-            event = name + b"data: " + _envelope(error, None, self._scope) + b"\n\n"
+            event = name + b"data: " + _error_body(error, None, self._scope) + b"\n\n"
             await self._send({"type": "http.response.body", "body": event, "more_body": False})
 
 
-def _limit(met: Met, scope: Scope) -> tuple[str, str, str] | None:
+def _limit_error(limit: ServeLimit, scope: Scope) -> tuple[str, str, str] | None:
     """Return the error for the limit of Serve that ended a call; None if no limit did."""
-    if met.queue is not None:
-        message = f"the queue of this server is full (max_queued_requests: {met.queue}); try again shortly"
+    if limit.max_queued_requests is not None:
+        message = (
+            f"the queue of this server is full (max_queued_requests: {limit.max_queued_requests}); try again shortly"
+        )
         return "overloaded_error", "overloaded", message
-    if met.timeout_s is not None:
-        own = any(name == TIMEOUT_HEADER for name, _ in scope["headers"])
-        limit = "the limit that it set itself (x-request-timeout-seconds)" if own else "the limit of this server"
-        named = "" if own else " (http_options.request_timeout_s)"
-        message = f"the request took longer than {met.timeout_s:g} s, {limit}{named}; ask for fewer tokens"
+    if limit.timeout_s is not None:
+        set_by_client = any(name == TIMEOUT_HEADER for name, _ in scope["headers"])
+        limit_text = (
+            "the limit that it set itself (x-request-timeout-seconds)" if set_by_client else "the limit of this server"
+        )
+        setting = "" if set_by_client else " (http_options.request_timeout_s)"
+        message = f"the request took longer than {limit.timeout_s:g} s, {limit_text}{setting}; ask for fewer tokens"
         return "server_error", "request_timeout", message
     return None
 
 
-def _wrong_header(headers: list[tuple[bytes, bytes]]) -> str | None:
+def _invalid_header(headers: list[tuple[bytes, bytes]]) -> str | None:
     """Return the name of the first header that Serve could not decode or that is too long; None if there is none."""
     for name, value in headers:
-        if name.lower().replace(b"_", b"-") in READ_BY_SERVE:
+        if name.lower().replace(b"_", b"-") in HEADERS_OF_SERVE:
             printable = all(0x20 <= byte < 0x7F for byte in value)
-            if not printable or len(value) > LONGEST_ID:
+            if not printable or len(value) > MAX_HEADER_LENGTH:
                 return name.decode("ascii", "replace")
     return None
 
@@ -300,28 +317,32 @@ def _is_anthropic(scope: Scope) -> bool:
     return f"{MESSAGES}/" in f"{scope['path']}/"
 
 
-def _envelope(error: tuple[str, str, str], param: str | None, scope: Scope) -> bytes:
+def _error_body(error: tuple[str, str, str], param: str | None, scope: Scope) -> bytes:
     kind, code, message = error
     if _is_anthropic(scope):
-        kind = OF_ANTHROPIC.get(code) or OF_ANTHROPIC.get(kind, kind)
+        kind = ANTHROPIC_TYPES.get(code) or ANTHROPIC_TYPES.get(kind, kind)
         return json.dumps({"type": "error", "error": {"type": kind, "message": message}}).encode()
     content: dict[str, Any] = {"message": message, "type": kind, "param": param, "code": code}
     return json.dumps({"error": content}).encode()
 
 
-async def _answer(
+async def _send_error(
     send: Send,
     status: int,
     error: tuple[str, str, str],
     param: str | None,
     scope: Scope,
-    kept: list[tuple[bytes, bytes]] | None = None,
+    extra_headers: list[tuple[bytes, bytes]] | None = None,
 ) -> None:
-    body = _envelope(error, param, scope)
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *(kept or [])]
+    body = _error_body(error, param, scope)
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+        *(extra_headers or []),
+    ]
     if status in (429, 503) and not any(name.lower() == b"retry-after" for name, _ in headers):
         headers.append(RETRY_AFTER)
-    if error[:2] == SAID[408][:2]:
+    if error[:2] == ERROR_BY_STATUS[408][:2]:
         headers.append(NO_RETRY)
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else body})

@@ -24,28 +24,28 @@ from cluster.actors.coalesced_call import CoalescedCall
 from cluster.actors.messages import EngineClient, GangStatus
 from cluster.actors.process_settings import settle
 from cluster.actors.shard import FACTORY
-from cluster.api.core.api_keys import ApiKeys, check_reach
-from cluster.api.proxy.middleware import stands_before_serve
+from cluster.api.core.api_keys import ApiKeys, check_exposure
+from cluster.api.proxy.middleware import proxies_use_middlewares
 from cluster.api.proxy.refusals import AnnounceRefusals
 from cluster.api.serve.engine_calls import HandleCalls
-from cluster.api.serve.feed import Callers, feed
-from cluster.api.serve.host import GangHost, when_leaving
-from cluster.api.serve.model_sources import pinned
+from cluster.api.serve.feed import CallerMonitor, stream_items
+from cluster.api.serve.host import GangHost, call_before_kill
+from cluster.api.serve.model_sources import pin_hub_models
 from cluster.api.serve.resilient_client import (
+    HEARTBEAT_SHARE,
     RETRY_S,
-    SIGN_SHARE,
     EngineCalls,
-    GoneError,
-    Item,
+    EngineGoneError,
     ResilientClient,
-    Rooms,
-    StreamSign,
+    SharedTokenLimit,
+    StreamHeartbeat,
+    StreamItem,
     folders_of,
 )
-from cluster.api.serve.rest_parts import Rest, load_rest, together
+from cluster.api.serve.rest_parts import RestParts, gather_or_cancel, load_rest
 from cluster.api.serve.settings import DEPLOYMENT_DEFAULTS, AppSettings, parse, resolve_engine_paths
 from cluster.arch.generation import sampling_defaults
-from cluster.arch.hub import describe
+from cluster.arch.hub import fetch_configs
 from cluster.config import EngineConfig
 from cluster.observability.logs import configure
 from cluster.observability.metrics import ServingMetrics, merge
@@ -60,28 +60,28 @@ PEERS_TIMEOUT_S = 0.8
 class RestService:
     """Implements `cluster.api.core.service.Service` for a replica that owns a gang."""
 
-    def __init__(self, engine: EngineClient, model: Any, rest: "Rest", metrics: ServingMetrics) -> None:
+    def __init__(self, engine: EngineClient, model: Any, rest: "RestParts", metrics: ServingMetrics) -> None:
         self.engine, self.model, self.tokenizer, self.metrics = engine, model, rest.tokenizer, metrics
-        self.grammars = rest.grammars(rest.tokenizer, model)
+        self.grammars = rest.grammars_class(rest.tokenizer, model)
         self.grammars.start()
-        self._samples, self._page = CoalescedCall(self._gather), CoalescedCall(self._make_page)
+        self._samples_call, self._page_call = CoalescedCall(self._collect_samples), CoalescedCall(self._render_page)
 
-    async def samples(self) -> list[bytes]:
+    async def metric_samples(self) -> list[bytes]:
         """Return the registry samples of all replicas and ranks that answer. Every replica returns the same set."""
-        return await self._samples.get()
+        return await self._samples_call.get()
 
     async def metrics_page(self) -> bytes:
         """Return the Prometheus text of all replicas and ranks that answer. Every replica returns the same page."""
-        return await self._page.get()
+        return await self._page_call.get()
 
-    async def _gather(self) -> list[bytes]:
-        ingresses, engines = await asyncio.gather(self._ingresses(), self.engine.metrics())
-        return [*ingresses, *engines]
+    async def _collect_samples(self) -> list[bytes]:
+        ingress_samples, engine_samples = await asyncio.gather(self._ingress_samples(), self.engine.metrics())
+        return [*ingress_samples, *engine_samples]
 
-    async def _make_page(self) -> bytes:
-        return await asyncio.to_thread(merge, await self._samples.get())
+    async def _render_page(self) -> bytes:
+        return await asyncio.to_thread(merge, await self._samples_call.get())
 
-    async def _ingresses(self) -> list[bytes]:
+    async def _ingress_samples(self) -> list[bytes]:
         """Return the registry samples of the replicas with REST routes; here, of this replica alone."""
         return [self.metrics.serialize()]
 
@@ -110,35 +110,35 @@ class Replica(GangOwner):
 
     async def __init__(self, settings: AppSettings, factory: str = FACTORY) -> None:  # type: ignore[misc]
         """Start the gang and load the REST routes at the same time; return when requests can be served."""
-        _begin_process(settings)
+        _set_up_process(settings)
         self._rest_options = await asyncio.to_thread(_rest_options, settings)
         self._host = GangHost(settings, factory)
-        sampling = _sampling(settings, self._host.config_here)
-        rest = asyncio.to_thread(load_rest, self._host.config_here, settings.parsers)
+        default_sampling = _default_sampling(settings, self._host.local_config)
+        rest_loading = asyncio.to_thread(load_rest, self._host.local_config, settings.parsers)
         try:
-            _, loaded = await together(self._host.start(), rest)
+            _, rest = await gather_or_cancel(self._host.start(), rest_loading)
         except BaseException:
             self._host.gang.kill()
             raise
-        self._make_app = loaded.make_app
-        model = loaded.model_info(
-            created=int(time.time()), **_model_facts(settings, self._host.gang.infos[0], sampling)
+        self._make_app = rest.make_app
+        model = rest.model_info_class(
+            created=int(time.time()), **_model_facts_of(settings, self._host.gang.infos[0], default_sampling)
         )
-        self._service = RestService(self._host.router, model, loaded, self._host.metrics)
-        self._drain = loaded.drain()
+        self._service = RestService(self._host.router, model, rest, self._host.metrics)
+        self._drain = rest.drain_class()
         self._replicas = settings.llm.fixed_replicas
-        when_leaving(self._host.leave)
+        call_before_kill(self._host.begin_shutdown)
         settle()
 
     def __serve_build_asgi_app__(self) -> Any:
         """The FastAPI app; Serve calls this once, after the constructor."""
         app = self._make_app(self._service, drain=self._drain, **self._rest_options)
-        replicas = self._replicas if stands_before_serve() else None
-        return AnnounceRefusals(app, serve.get_replica_context().replica_tag, replicas, self._refused_before)
+        replicas = self._replicas if proxies_use_middlewares() else None
+        return AnnounceRefusals(app, serve.get_replica_context().replica_tag, replicas, self._count_repeated_refusals)
 
-    def _refused_before(self, path: str, times: int) -> None:
-        self._service.metrics.on_refused("overloaded", times)
-        self._service.metrics.on_response(path, 503, times)
+    def _count_repeated_refusals(self, path: str, count: int) -> None:
+        self._service.metrics.on_refused("overloaded", count)
+        self._service.metrics.on_response(path, 503, count)
 
     async def drain(self) -> int:
         """Refuse new calls from now on; return how many calls are open."""
@@ -151,42 +151,46 @@ class EngineReplica(GangOwner):
 
     async def __init__(self, settings: AppSettings, factory: str = FACTORY) -> None:  # type: ignore[misc]
         """Start the gang; return when requests can be served."""
-        _begin_process(settings)
+        _set_up_process(settings)
         self._host = GangHost(settings, factory)
-        sampling = _sampling(settings, self._host.config_here)
+        default_sampling = _default_sampling(settings, self._host.local_config)
         await self._host.start()
         info = self._host.gang.infos[0]
-        self._facts = _model_facts(settings, info, sampling)
-        self._made_of = _made_of(settings)
-        config, computes = self._host.config, f"{info.dtype}, {info.kernels}, KV cache in {info.kv_cache_dtype}"
-        nodes = info.speculative_num_draft_tokens - 1
-        made = f"{config.model_path} ({computes})"
-        self._sign = StreamSign(made, nodes, folders_of(config), info.max_request_tokens)
-        self._period_s = SIGN_SHARE * config.watchdog_timeout_s
-        self._callers = Callers()
-        when_leaving(self._host.leave)
+        self._model_facts = _model_facts_of(settings, info, default_sampling)
+        self._settings_key = _settings_key_of(settings)
+        config, numerics = self._host.config, f"{info.dtype}, {info.kernels}, KV cache in {info.kv_cache_dtype}"
+        draft_tokens_per_tree = info.speculative_num_draft_tokens - 1
+        model = f"{config.model_path} ({numerics})"
+        self._heartbeat = StreamHeartbeat(model, draft_tokens_per_tree, folders_of(config), info.max_request_tokens)
+        self._heartbeat_period_s = HEARTBEAT_SHARE * config.watchdog_timeout_s
+        self._caller_monitor = CallerMonitor()
+        call_before_kill(self._host.begin_shutdown)
         settle()
 
-    async def generate(self, request: Request, caller: str = "") -> AsyncGenerator[Item, None]:
-        """Yield the items of `feed` for a request. Serve closes this generator when the ingress cancels its call.
-        `caller` is the full name of the ingress replica.
+    async def generate(self, request: Request, caller: str = "") -> AsyncGenerator[StreamItem, None]:
+        """Yield the items of `stream_items` for a request. Serve closes this generator when the ingress cancels its
+        call. `caller` is the full name of the ingress replica.
         """
-        with self._callers.stream(caller) as gone:
-            items = feed(self._host.router, request, self._sign, self._period_s, self._leaving, gone)
+        with self._caller_monitor.open_stream(caller) as caller_gone:
+            items = stream_items(
+                self._host.router, request, self._heartbeat, self._heartbeat_period_s, self._abandon_reason, caller_gone
+            )
             async with aclosing(items):
                 async for item in items:
                     yield item
 
-    def _leaving(self) -> str:
-        return "the engine replica is shutting down" if self._host.leaving else self._host.router.lost
+    def _abandon_reason(self) -> str:
+        return "the engine replica is shutting down" if self._host.shutting_down else self._host.router.lost_reason
 
     async def model_facts(self) -> tuple[str, dict[str, Any]]:
-        """Return the settings that decide the model (`_made_of`), and the fields of a `ModelInfo` except `created`."""
-        return self._made_of, self._facts
+        """Return the key of the settings that decide the model (`_settings_key_of`), and the fields of a `ModelInfo`
+        except `created`.
+        """
+        return self._settings_key, self._model_facts
 
-    async def patience_s(self) -> float:
-        """Return how many seconds streams wait for a gang, or for another engine replica (`Gang.patience_s`)."""
-        return self._host.gang.patience_s
+    async def restart_timeout_s(self) -> float:
+        """Return how many seconds streams wait for a restarting gang, or for another engine replica."""
+        return self._host.gang.restart_timeout_s
 
     async def status(self) -> GangStatus:
         """Return the health and load of this replica's gang (`EngineClient.status`)."""
@@ -200,20 +204,22 @@ class EngineReplica(GangOwner):
 class ResilientService(RestService):
     """Implements `Service` for an ingress replica; metrics also cover the other ingress replicas."""
 
-    def __init__(self, engine: EngineClient, model: Any, rest: "Rest", metrics: ServingMetrics, peers: Any) -> None:
+    def __init__(
+        self, engine: EngineClient, model: Any, rest: "RestParts", metrics: ServingMetrics, peers: Any
+    ) -> None:
         """`peers` is the handle of the ingress deployment itself."""
         super().__init__(engine, model, rest, metrics)
         self._peers = peers
 
-    async def _ingresses(self) -> list[bytes]:
+    async def _ingress_samples(self) -> list[bytes]:
         try:
-            asked = self._peers.broadcast("sample")
+            responses = self._peers.broadcast("sample")
             # In a thread, not by results_async: that drops all answers if one of them does not come in time.
-            answers = await asyncio.to_thread(asked.results, timeout_s=PEERS_TIMEOUT_S, return_exceptions=True)
+            results = await asyncio.to_thread(responses.results, timeout_s=PEERS_TIMEOUT_S, return_exceptions=True)
         except Exception:
             logger.exception("the metrics of the other ingress replicas cannot be read")
-            answers = []
-        return [sample for sample in answers if isinstance(sample, bytes)] or [self.metrics.serialize()]
+            results = []
+        return [sample for sample in results if isinstance(sample, bytes)] or [self.metrics.serialize()]
 
 
 class IngressReplica:
@@ -221,33 +227,37 @@ class IngressReplica:
 
     async def __init__(self, settings: AppSettings, engine: Any) -> None:  # type: ignore[misc]
         """Load the REST routes and wait for an engine replica; return when requests can be served."""
-        _begin_process(settings)
+        _set_up_process(settings)
         self._rest_options = await asyncio.to_thread(_rest_options, settings)
         context = serve.get_replica_context()
         config = resolve_engine_paths(settings.llm.engine_config())
-        calls = HandleCalls(engine, context.replica_id.to_full_id_str())
-        rest = asyncio.to_thread(lambda: load_rest(describe(config), settings.parsers))
-        facts, loaded = await together(_facts_of(calls, _made_of(settings)), rest)
-        patience_s = await calls.call("patience_s")
-        self._make_app = loaded.make_app
-        model = loaded.model_info(created=int(time.time()), **facts)
+        engine_calls = HandleCalls(engine, context.replica_id.to_full_id_str())
+        rest_loading = asyncio.to_thread(lambda: load_rest(fetch_configs(config), settings.parsers))
+        facts, rest = await gather_or_cancel(
+            _wait_for_model_facts(engine_calls, _settings_key_of(settings)), rest_loading
+        )
+        restart_timeout_s = await engine_calls.call("restart_timeout_s")
+        self._make_app = rest.make_app
+        model = rest.model_info_class(created=int(time.time()), **facts)
         self._metrics = ServingMetrics(model_name=model.model_id, replica=context.replica_id.unique_id)
-        rank, resumed = context.rank.rank, self._metrics.on_resumed
-        self._client = ResilientClient(calls, config, rank, resumed, patience_s, self._heard_of_room)
-        self._engine, self._rooms = engine, Rooms()
+        rank, on_resumed = context.rank.rank, self._metrics.on_resumed
+        self._client = ResilientClient(
+            engine_calls, config, rank, on_resumed, restart_timeout_s, self._update_token_limit
+        )
+        self._engine, self._token_limit = engine, SharedTokenLimit()
         peers = serve.get_deployment_handle(context.deployment, context.app_name)
-        self._service = ResilientService(self._client, model, loaded, self._metrics, peers)
-        self._drain = loaded.drain()
+        self._service = ResilientService(self._client, model, rest, self._metrics, peers)
+        self._drain = rest.drain_class()
         settle()
 
     def __serve_build_asgi_app__(self) -> Any:
         """The FastAPI app; Serve calls this once, after the constructor."""
         return self._make_app(self._service, drain=self._drain, **self._rest_options)
 
-    def _heard_of_room(self, room: int) -> None:
+    def _update_token_limit(self, max_request_tokens: int) -> None:
         """Note an engine replica's token limit, and advertise the smallest one, which fits every engine replica."""
-        if (least := self._rooms.heard(room)) != self._service.model.kv_room:
-            self._service.model = replace(self._service.model, kv_room=least)
+        if (smallest_limit := self._token_limit.update(max_request_tokens)) != self._service.model.kv_cache_tokens:
+            self._service.model = replace(self._service.model, kv_cache_tokens=smallest_limit)
 
     async def drain(self) -> int:
         """Refuse new calls from now on; return how many calls are open."""
@@ -257,15 +267,15 @@ class IngressReplica:
     async def end_streams(self) -> None:
         """End every open stream of this and of the engine replicas with an error: the server is shutting down."""
         self._client.end_streams()
-        asked = self._engine.broadcast("end_streams")
-        await asked.results_async(timeout_s=PEERS_TIMEOUT_S, return_exceptions=True)
+        responses = self._engine.broadcast("end_streams")
+        await responses.results_async(timeout_s=PEERS_TIMEOUT_S, return_exceptions=True)
 
     async def sample(self) -> bytes:
         """Return this replica's registry sample; the other ingress replicas call this (`ResilientService`)."""
         return self._metrics.serialize()
 
 
-def _begin_process(settings: AppSettings) -> None:
+def _set_up_process(settings: AppSettings) -> None:
     """Set up this replica's log, and bind its gRPC server to the node's own address."""
     configure(settings.log(serve.get_replica_context().app_name))
     _bind_to_node_only()
@@ -280,7 +290,7 @@ def _rest_options(settings: AppSettings) -> dict[str, Any]:
     keys = ApiKeys.load(settings.api_keys_file)
     if keys is None and not settings.allow_unauthenticated:
         client: Any = _get_global_client()
-        check_reach(client.http_config.host, keys, allowed=False)
+        check_exposure(client.http_config.host, keys, allow_unauthenticated=False)
     return {"keys": keys, "origins": settings.allowed_origins, "page": settings.page}
 
 
@@ -301,46 +311,47 @@ def _bind_to_node_only() -> None:
     replica.add_port_to_grpc_server = lambda server, address: add_port(server, address.replace("[::]", host))  # type: ignore[attr-defined]
 
 
-def _sampling(settings: AppSettings, config: EngineConfig) -> dict[str, float]:
+def _default_sampling(settings: AppSettings, config: EngineConfig) -> dict[str, float]:
     """Return default sampling parameters from the model's generation_config.json; empty with `sampling_defaults:
     openai`. Called before the gang loads, so that a broken file raises its ConfigError at once.
     """
     return sampling_defaults(config.model_path) if settings.sampling_defaults == "model" else {}
 
 
-def _model_facts(settings: AppSettings, info: RankInfo, sampling: dict[str, float]) -> dict[str, Any]:
+def _model_facts_of(settings: AppSettings, info: RankInfo, default_sampling: dict[str, float]) -> dict[str, Any]:
     """Return the fields of a `ModelInfo` except `created`; `info` is the report of rank 0."""
     return {
         "model_id": settings.llm.model_loading_config.model_id,
         "context_length": info.context_length,
         "vocab_size": info.vocab_size,
-        "kv_room": info.max_request_tokens,
+        "kv_cache_tokens": info.max_request_tokens,
         "eos_token_ids": info.eos_token_ids,
-        "sampling": sampling,
+        "sampling_defaults": default_sampling,
     }
 
 
-def _made_of(settings: AppSettings) -> str:
-    """Return the settings that decide the facts of a model, as one string that two replicas can compare."""
+def _settings_key_of(settings: AppSettings) -> str:
+    """Return the settings that decide the fields of a `ModelInfo`, as one string that two replicas can compare."""
     return f"{settings.llm.model_loading_config.model_id} {settings.llm.engine_config().model_dump_json()}"
 
 
-async def _facts_of(calls: EngineCalls, made_of: str) -> dict[str, Any]:
-    """Wait for an engine replica with the settings `made_of` and return its model facts. During a redeploy, engine
-    replicas of the old settings, perhaps with another model, answer too; their answers are ignored.
+async def _wait_for_model_facts(engine_calls: EngineCalls, settings_key: str) -> dict[str, Any]:
+    """Wait for an engine replica whose settings have the key `settings_key`, and return the fields of a `ModelInfo`
+    except `created`. During a redeploy, engine replicas of the old settings, perhaps with another model, answer too;
+    their answers are ignored.
     """
-    said = ""
+    logged_reason = ""
     while True:
         try:
-            others, facts = await calls.call("model_facts")
-            if others == made_of:
+            replica_settings_key, facts = await engine_calls.call("model_facts")
+            if replica_settings_key == settings_key:
                 return dict(facts)
-            why = "only engine replicas of other settings are up yet"
-        except GoneError as gone:
-            why = str(gone)
-        if why != said:
-            logger.info("no engine replica of these settings answers yet: %s", why)
-        said = why
+            reason = "only engine replicas of other settings are up yet"
+        except EngineGoneError as error:
+            reason = str(error)
+        if reason != logged_reason:
+            logger.info("no engine replica of these settings answers yet: %s", reason)
+        logged_reason = reason
         await asyncio.sleep(RETRY_S)
 
 
@@ -353,26 +364,26 @@ def build_app(settings: AppSettings, factory: str = FACTORY) -> Application:
     Raises:
         ConfigError: a hub has no such model or revision, or cannot be reached.
     """
-    settings = pinned(settings)
+    settings = pin_hub_models(settings)
     llm = settings.llm
     name = "aerie-" + llm.model_loading_config.model_id.replace("/", "--").replace(".", "_").replace("#", "_")
     if settings.ingress == "direct":
-        front = _deployment(serve.ingress()(Replica), name, llm.deployment_config, llm.runtime_env)
-        direct: Application = front.bind(settings, factory)
+        ingress = _deployment(serve.ingress()(Replica), name, llm.deployment_config, llm.runtime_env)
+        direct: Application = ingress.bind(settings, factory)
         return direct
     engine = _deployment(EngineReplica, f"{name}-engine", llm.deployment_config, llm.runtime_env)
-    front = _deployment(serve.ingress()(IngressReplica), name, settings.ingress_deployment_config, llm.runtime_env)
-    resilient: Application = front.bind(settings, engine.bind(settings, factory))
+    ingress = _deployment(serve.ingress()(IngressReplica), name, settings.ingress_deployment_config, llm.runtime_env)
+    resilient: Application = ingress.bind(settings, engine.bind(settings, factory))
     return resilient
 
 
-def _deployment(replica: Any, name: str, given: dict[str, Any], runtime_env: dict[str, Any]) -> Any:
-    """Return the deployment of a replica class, with `DEPLOYMENT_DEFAULTS` overridden by the options `given`."""
-    options = {**DEPLOYMENT_DEFAULTS, **given}
+def _deployment(replica: Any, name: str, configured_options: dict[str, Any], runtime_env: dict[str, Any]) -> Any:
+    """Return the deployment of a replica class: `DEPLOYMENT_DEFAULTS`, overridden by `configured_options`."""
+    options = {**DEPLOYMENT_DEFAULTS, **configured_options}
     options["ray_actor_options"] = {
         **DEPLOYMENT_DEFAULTS["ray_actor_options"],
         **({"runtime_env": runtime_env} if runtime_env else {}),
-        **given.get("ray_actor_options", {}),
+        **configured_options.get("ray_actor_options", {}),
     }
     deployment: Any = serve.deployment(replica)
     return deployment.options(name=name, **options)

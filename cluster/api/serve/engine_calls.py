@@ -1,4 +1,7 @@
-"""Calls from an ingress replica to the engine deployment through a Serve handle; a lost replica raises `GoneError`."""
+"""Calls from an ingress replica to the engine deployment through a Serve handle.
+
+A lost replica raises `EngineGoneError`.
+"""
 
 import asyncio
 import time
@@ -8,11 +11,11 @@ from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import BackPressureError, RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from cluster.api.serve.resilient_client import GoneError, Item, Refused, ShedError
+from cluster.api.serve.resilient_client import EngineGoneError, EngineQueueFullError, RequestRefused, StreamItem
 from cluster.observability.logs import first_line
 from cluster.request import Request, SequenceOutput
 
-STALL_S = 1.0  # a wait that ends this long after its timeout means that this process stalled, not the replica
+STALL_TOLERANCE_S = 1.0  # a wait that ends this long after its timeout means that this process stalled, not the replica
 
 
 class HandleCalls:
@@ -41,9 +44,9 @@ class HandleCalls:
         except RayTaskError:
             raise
         except BackPressureError as error:
-            raise ShedError(first_line(error)) from None
+            raise EngineQueueFullError(first_line(error)) from None
         except (RayError, RayServeException) as error:
-            raise GoneError(first_line(error)) from None
+            raise EngineGoneError(first_line(error)) from None
         except asyncio.CancelledError:
             response.cancel()
             raise
@@ -58,55 +61,55 @@ class HandleAttempt:
     def __init__(self, response: Any) -> None:
         """`response` is a `DeploymentResponseGenerator` of items."""
         self._response = response
-        self._coming: asyncio.Task[Item | None] | None = None
-        self._over = False
+        self._next_item_task: asyncio.Task[StreamItem | None] | None = None
+        self._finished = False
 
-    async def next(self, timeout_s: float) -> Item:
+    async def next(self, timeout_s: float) -> StreamItem:
         """Return the next item, or raise GoneError when none comes in time (`Attempt.next`)."""
-        if self._coming is None:  # a task, since a wait that times out must not cancel the call
-            self._coming = asyncio.ensure_future(self._next())
+        if self._next_item_task is None:  # a task, since a wait that times out must not cancel the call
+            self._next_item_task = asyncio.ensure_future(self._next_item())
         while True:
-            asked = time.monotonic()
-            done, _ = await asyncio.wait((self._coming,), timeout=timeout_s)
+            wait_started = time.monotonic()
+            done, _ = await asyncio.wait((self._next_item_task,), timeout=timeout_s)
             if done:
                 break
-            if time.monotonic() - asked < timeout_s + STALL_S:
-                raise GoneError(f"nothing came for {timeout_s:.1f} s")
-        task, self._coming = self._coming, None
+            if time.monotonic() - wait_started < timeout_s + STALL_TOLERANCE_S:
+                raise EngineGoneError(f"the engine replica sent nothing for {timeout_s:.1f} s")
+        task, self._next_item_task = self._next_item_task, None
         try:
             item = task.result()
         except RayTaskError:  # a fault of the engine's code, not of its process
-            self._over = True
+            self._finished = True
             raise
-        except BackPressureError as full:  # Serve's queue was full, so no replica got the call
-            self._over = True
-            message = f"the queue of this server is full (max_queued_requests: {full.args[1]})"
-            return Refused(message, full.retry_after_s or 1.0)
+        except BackPressureError as queue_full:  # Serve's queue was full, so no replica got the call
+            self._finished = True
+            message = f"the queue of this server is full (max_queued_requests: {queue_full.args[1]})"
+            return RequestRefused(message, queue_full.retry_after_s or 1.0)
         except (RayError, RayServeException, asyncio.CancelledError) as error:
-            raise GoneError(first_line(error)) from None
+            raise EngineGoneError(first_line(error)) from None
         if item is None:
-            self._over = True
-            raise GoneError("its stream ended")
-        self._over = isinstance(item, SequenceOutput) and item.finish_reason is not None
+            self._finished = True
+            raise EngineGoneError("its stream ended")
+        self._finished = isinstance(item, SequenceOutput) and item.finish_reason is not None
         return item
 
-    async def _next(self) -> Item | None:
+    async def _next_item(self) -> StreamItem | None:
         try:
-            item: Item = await anext(self._response)
+            item: StreamItem = await anext(self._response)
         except StopAsyncIteration:
             return None
         return item
 
     def close(self) -> None:
         """Cancel the call, unless it has ended."""
-        if self._coming is not None:
-            self._coming.add_done_callback(_looked_at)
-            self._coming.cancel()
-        if not self._over:
+        if self._next_item_task is not None:
+            self._next_item_task.add_done_callback(_retrieve_exception)
+            self._next_item_task.cancel()
+        if not self._finished:
             self._response.cancel()
 
 
-def _looked_at(task: "asyncio.Task[Item | None]") -> None:
+def _retrieve_exception(task: "asyncio.Task[StreamItem | None]") -> None:
     """Retrieve the error of a call that nobody awaits; otherwise asyncio logs a traceback for it."""
     if not task.cancelled():
         task.exception()

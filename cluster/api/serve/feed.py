@@ -18,66 +18,68 @@ import ray
 from ray.serve._private.constants import SERVE_NAMESPACE
 
 from cluster.actors.messages import EngineClient, Overloaded, Unavailable
-from cluster.api.serve.resilient_client import Item, Leaving, Refused, StreamSign
+from cluster.api.serve.resilient_client import RequestRefused, StreamAbandoned, StreamHeartbeat, StreamItem
 from cluster.request import Request, SequenceOutput
 
 
-async def feed(
+async def stream_items(
     engine: EngineClient,
     request: Request,
-    sign: StreamSign,
-    period_s: float,
-    leaving: Callable[[], str],
-    gone: Callable[[], bool] = lambda: False,
-) -> AsyncGenerator[Item, None]:
-    """Yield `sign`, then the outputs of a request, and `sign` again whenever there is no output for `period_s`.
+    heartbeat: StreamHeartbeat,
+    heartbeat_period_s: float,
+    abandon_reason: Callable[[], str],
+    caller_gone: Callable[[], bool] = lambda: False,
+) -> AsyncGenerator[StreamItem, None]:
+    """Yield `heartbeat`, then the outputs of a request, and `heartbeat` again whenever there is no output for
+    `heartbeat_period_s`.
 
-    A full queue yields `Refused` without a sign before it; an invalid request yields `Refused` after a sign.
-    `leaving()` returns why this replica gives up its streams, or an empty string. If it returns a reason and the
-    engine has ended the stream, `Leaving` is yielded, and the ingress may resume the stream elsewhere. A replica that
-    is leaving at the start yields `Leaving` at once and does not take the request. Closing this generator aborts the
-    request. The generator also ends when `gone()` returns True, which means that the ingress no longer exists;
-    `gone()` is called every `period_s` seconds and before each output.
+    A full queue yields `RequestRefused` without a heartbeat before it; an invalid request yields `RequestRefused` after
+    a heartbeat. `abandon_reason()` returns why this replica gives up its streams, or an empty string. If it returns a
+    reason and the engine has ended the stream, `StreamAbandoned` is yielded, and the ingress may resume the stream
+    elsewhere. If it returns a reason at the start, `StreamAbandoned` is yielded at once, and the request is not
+    submitted. Closing this generator aborts the request. The generator also ends when `caller_gone()` returns True,
+    which means that the ingress no longer exists; `caller_gone()` is called every `heartbeat_period_s` seconds and
+    before each output.
     """
-    if reason := leaving():
-        yield Leaving(reason)
+    if reason := abandon_reason():
+        yield StreamAbandoned(reason)
         return
     async with aclosing(_outputs(engine, request)) as outputs:
-        coming: asyncio.Task[SequenceOutput | None] | None = None
+        output_task: asyncio.Task[SequenceOutput | None] | None = None
         try:
-            coming = asyncio.ensure_future(_next(outputs))
-            await asyncio.sleep(0)  # the engine admits or refuses a request in its first turn of the event loop
-            if coming.done() and isinstance(error := coming.exception(), Overloaded):
-                yield Refused(str(error), error.retry_after_s)
+            output_task = asyncio.ensure_future(_next_output(outputs))
+            await asyncio.sleep(0)  # the engine admits or refuses a request in its first iteration of the event loop
+            if output_task.done() and isinstance(error := output_task.exception(), Overloaded):
+                yield RequestRefused(str(error), error.retry_after_s)
                 return
-            if coming.done() and isinstance(error := coming.exception(), Unavailable):
-                yield Leaving(str(error))
+            if output_task.done() and isinstance(error := output_task.exception(), Unavailable):
+                yield StreamAbandoned(str(error))
                 return
-            yield sign
-            while not gone():
-                done, _ = await asyncio.wait((coming,), timeout=period_s)
+            yield heartbeat
+            while not caller_gone():
+                done, _ = await asyncio.wait((output_task,), timeout=heartbeat_period_s)
                 if not done:
-                    yield sign
+                    yield heartbeat
                     continue
                 try:
-                    output = coming.result()
+                    output = output_task.result()
                 except ValueError as error:
-                    yield Refused(str(error))
+                    yield RequestRefused(str(error))
                     return
                 if output is None:
-                    yield Leaving(leaving() or "its stream ended without a reason")
+                    yield StreamAbandoned(abandon_reason() or "its stream ended without a reason")
                     return
-                if output.finish_reason in ("error", "abort") and (reason := leaving()):
-                    yield Leaving(reason)
+                if output.finish_reason in ("error", "abort") and (reason := abandon_reason()):
+                    yield StreamAbandoned(reason)
                     return
                 yield output
                 if output.finish_reason is not None:
                     return
-                coming = asyncio.ensure_future(_next(outputs))
+                output_task = asyncio.ensure_future(_next_output(outputs))
         finally:
-            if coming is not None:
-                coming.cancel()
-                await asyncio.gather(coming, return_exceptions=True)
+            if output_task is not None:
+                output_task.cancel()
+                await asyncio.gather(output_task, return_exceptions=True)
 
 
 async def _outputs(engine: EngineClient, request: Request) -> AsyncGenerator[SequenceOutput, None]:
@@ -87,16 +89,16 @@ async def _outputs(engine: EngineClient, request: Request) -> AsyncGenerator[Seq
             yield output
 
 
-async def _next(outputs: AsyncGenerator[SequenceOutput, None]) -> SequenceOutput | None:
+async def _next_output(outputs: AsyncGenerator[SequenceOutput, None]) -> SequenceOutput | None:
     return await anext(outputs, None)
 
 
 logger = logging.getLogger(__name__)
 
-PERIOD_S = 2.0
+CALLER_CHECK_S = 2.0
 
 
-def exists(name: str) -> bool:
+def replica_exists(name: str) -> bool:
     """Return whether a Serve replica of this full name exists.
 
     Raises:
@@ -109,46 +111,48 @@ def exists(name: str) -> bool:
     return True
 
 
-class Callers:
+class CallerMonitor:
     """The ingress replicas with open streams, by full replica name, and which of them are gone."""
 
-    def __init__(self, alive: Callable[[str], bool] = exists, period_s: float = PERIOD_S) -> None:
+    def __init__(
+        self, is_alive: Callable[[str], bool] = replica_exists, check_period_s: float = CALLER_CHECK_S
+    ) -> None:
         """Construct this object outside any request: the watch task runs in the context of the construction, and Serve
         cancels tasks in the context of a request.
         """
-        self._alive, self._period_s = alive, period_s
-        self._open, self._gone = Counter[str](), set[str]()
+        self._is_alive, self._check_period_s = is_alive, check_period_s
+        self._open_streams, self._gone_callers = Counter[str](), set[str]()
         self._context = contextvars.copy_context()
-        self._watching: asyncio.Task[None] | None = None
+        self._watch_task: asyncio.Task[None] | None = None
 
     @contextmanager
-    def stream(self, name: str) -> Iterator[Callable[[], bool]]:
+    def open_stream(self, name: str) -> Iterator[Callable[[], bool]]:
         """Count a stream of the caller `name` as open inside the block. Yield a function that returns whether the
         caller is gone; for an empty name it always returns False.
         """
         if not name:
             yield lambda: False
             return
-        self._open[name] += 1
-        if self._watching is None or self._watching.done():
-            self._watching = asyncio.get_running_loop().create_task(self._watch(), context=self._context)
+        self._open_streams[name] += 1
+        if self._watch_task is None or self._watch_task.done():
+            self._watch_task = asyncio.get_running_loop().create_task(self._check_callers(), context=self._context)
         try:
-            yield lambda: name in self._gone
+            yield lambda: name in self._gone_callers
         finally:
-            self._open[name] -= 1
-            if not self._open[name]:
-                del self._open[name]
-                self._gone.discard(name)
+            self._open_streams[name] -= 1
+            if not self._open_streams[name]:
+                del self._open_streams[name]
+                self._gone_callers.discard(name)
 
-    async def _watch(self) -> None:
-        while self._open:
-            await asyncio.sleep(self._period_s)
-            for name in [*self._open]:
+    async def _check_callers(self) -> None:
+        while self._open_streams:
+            await asyncio.sleep(self._check_period_s)
+            for name in [*self._open_streams]:
                 try:
-                    there = await asyncio.to_thread(self._alive, name)
+                    is_alive = await asyncio.to_thread(self._is_alive, name)
                 except Exception as error:  # no answer from Ray is no evidence that the caller is gone
                     logger.warning("whether %s exists is not known: %s", name, error)
                     continue
-                if not there and name in self._open and name not in self._gone:
-                    self._gone.add(name)
-                    logger.warning("%s is gone: its %d open streams end", name, self._open[name])
+                if not is_alive and name in self._open_streams and name not in self._gone_callers:
+                    self._gone_callers.add(name)
+                    logger.warning("%s is gone: its %d open streams end", name, self._open_streams[name])

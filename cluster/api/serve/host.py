@@ -14,9 +14,9 @@ from cluster.actors.messages import Loss
 from cluster.actors.peer_gangs import gang_name, publish
 from cluster.actors.placement import cluster_gpus
 from cluster.actors.router import Router
-from cluster.api.serve.model_sources import facts_of_sources
+from cluster.api.serve.model_sources import hub_source_facts
 from cluster.api.serve.settings import AppSettings, resolve_engine_paths
-from cluster.arch.hub import describe, hub_models, outlined, pin
+from cluster.arch.hub import fetch_configs, hub_models, pin, header_folders
 from cluster.arch.resolve import check_models, resolve_models
 from cluster.config import EngineConfig
 from cluster.observability.metrics import ServingMetrics
@@ -30,7 +30,7 @@ class GangHost:
     """Starts and stops the gang of a replica, and publishes `metrics`, which also count its losses and restarts.
 
     `config` holds the settings that the ranks get. It names hub models by their commit, since each node has its own
-    download folder. `config_here` holds the folders of this node instead, which contain all files but the weights.
+    download folder. `local_config` holds the folders of this node instead, which contain all files but the weights.
     """
 
     def __init__(self, settings: AppSettings, factory: str) -> None:
@@ -41,22 +41,22 @@ class GangHost:
         """
         context = serve.get_replica_context()
         llm = settings.llm
-        device, why = llm.device(cluster_gpus())
-        logger.info("the ranks run on %s (%s)", device, why)
-        self.config = _settled(resolve_engine_paths(llm.engine_config()).model_copy(update={"device": device}))
-        self.config_here = describe(self.config)
+        device, reason = llm.device(cluster_gpus())
+        logger.info("the ranks run on %s (%s)", device, reason)
+        self.config = _resolve_config(resolve_engine_paths(llm.engine_config()).model_copy(update={"device": device}))
+        self.local_config = fetch_configs(self.config)
         replica = context.replica_id.unique_id
         self.metrics = ServingMetrics(model_name=llm.model_loading_config.model_id, replica=replica)
         self.metrics.expect_ranks(self.config.tp_size)
-        self.leaving = False
+        self.shutting_down = False
         name = gang_name(f"{context.app_name}/{context.deployment}", replica)
-        if sources := facts_of_sources(self.config):
+        if sources := hub_source_facts(self.config):
             logger.info("models of a hub: %s", ", ".join(f"{fact} {value}" for fact, value in sources.items()))
-        decided, log = {"device_chosen_by": why, **sources}, settings.log(context.app_name)
+        decided, log = {"device_chosen_by": reason, **sources}, settings.log(context.app_name)
         spec = GangSpec(self.config, llm.layout(device), name, factory, decided=decided, log=log)
-        self.gang = Gang(spec, on_loss=self._note)
+        self.gang = Gang(spec, on_loss=self._count_loss)
         self.router = Router(self.gang, on_resumed=self.metrics.on_resumed, replica_rank=context.rank.rank)
-        self._publishing: asyncio.Task[None] | None = None
+        self._publish_task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Start the gang, the router and the publishing of metrics.
@@ -64,12 +64,12 @@ class GangHost:
         Raises:
             ConfigError, PlacementError, GangStartError: the gang cannot start; no process of it is left.
         """
-        started = time.monotonic()
+        started_at = time.monotonic()
         await self.gang.start()
         self.router.start()
-        self._publishing = asyncio.create_task(self._publish())
+        self._publish_task = asyncio.create_task(self._publish_metrics())
         logger.info(
-            "gang %s is ready after %.1f s: %s", self.gang.spec.name, time.monotonic() - started, self.gang.infos[0]
+            "gang %s is ready after %.1f s: %s", self.gang.spec.name, time.monotonic() - started_at, self.gang.infos[0]
         )
 
     def check_health(self) -> None:
@@ -80,45 +80,45 @@ class GangHost:
         Raises:
             RuntimeError: the gang is lost for good; the message is the reason.
         """
-        if reason := self.router.lost:
+        if reason := self.router.lost_reason:
             raise RuntimeError(reason)
 
-    def leave(self) -> None:
+    def begin_shutdown(self) -> None:
         """End all streams because Serve will soon kill this replica: clients still get an error event, and an ingress
         can still resume the streams elsewhere.
         """
-        self.leaving = True
+        self.shutting_down = True
         self.router.end_streams()
 
     async def close(self) -> None:
         """End the streams, the shards (one actor per rank) and the placement group."""
-        self.leaving = True
-        if self._publishing is not None:
-            self._publishing.cancel()
+        self.shutting_down = True
+        if self._publish_task is not None:
+            self._publish_task.cancel()
             await self.router.close()
         await self.gang.stop()
 
-    def _note(self, loss: Loss) -> None:
+    def _count_loss(self, loss: Loss) -> None:
         if loss.restored_s is None:
             self.metrics.on_loss(loss.rank, loss.kind)
         else:
             self.metrics.on_restart(loss.restored_s)
 
-    async def _publish(self) -> None:
+    async def _publish_metrics(self) -> None:
         """Publish this replica's registry sample at rank 0 whenever it changes, for other replicas to read."""
-        said = b""
+        published = b""
         while True:
             try:
                 sample = self.metrics.serialize()
-                if sample != said:
+                if sample != published:
                     await publish(self.gang, sample)
-                    said = sample
+                    published = sample
             except Exception:
                 logger.exception("the replica's own metrics could not be published at rank 0; trying again")
             await asyncio.sleep(PUBLISH_PERIOD_S)
 
 
-def _settled(config: EngineConfig) -> EngineConfig:
+def _resolve_config(config: EngineConfig) -> EngineConfig:
     """Return the settings with hub names resolved to commits and with the values that the draft's folder decides. Hub
     models are checked here, before any rank downloads their weights.
 
@@ -128,10 +128,10 @@ def _settled(config: EngineConfig) -> EngineConfig:
     if not hub_models(config):
         return config if config.speculative_draft_model_path is None else resolve_models(config).settings
     config = pin(config)
-    with outlined(config) as seen:
-        settled = check_models(seen).settings
-    # `settled` names folders of this node; ranks on other nodes need the commits.
-    return settled.model_copy(update={name: getattr(config, name) for name in hub_models(config)})
+    with header_folders(config) as outlined_config:
+        resolved = check_models(outlined_config).settings
+    # `resolved` names folders of this node; ranks on other nodes need the commits.
+    return resolved.model_copy(update={name: getattr(config, name) for name in hub_models(config)})
 
 
 # Open streams are ended min(END_MARGIN_S, END_SHARE * graceful_shutdown_timeout_s) seconds before Serve kills the
@@ -140,24 +140,24 @@ END_MARGIN_S = 1.5
 END_SHARE = 0.5
 
 
-def when_leaving(end: Callable[[], None]) -> None:
-    """Arrange that `end` is called on this event loop shortly before Serve kills this replica.
+def call_before_kill(callback: Callable[[], None]) -> None:
+    """Arrange that `callback` is called on this event loop shortly before Serve kills this replica.
 
     On a redeploy or scale-down Serve gives a replica `graceful_shutdown_timeout_s` for its open requests and then kills
     it, without notice to the replica's code. So this function wraps a private method of Serve's replica. A version of
     Serve without that method is not patched; its open streams are cut at the end.
     """
     replica: Any = getattr(importlib.import_module("ray.serve._private.replica"), "Replica", None)
-    stop = getattr(replica, "_perform_graceful_shutdown", None)
-    if stop is None:
+    original_shutdown = getattr(replica, "_perform_graceful_shutdown", None)
+    if original_shutdown is None:
         logger.warning("Serve's replica has no _perform_graceful_shutdown; streams open when it ends will be cut")
         return
     loop = asyncio.get_running_loop()
 
-    async def wrapped(self: Any) -> None:
-        limit_s = float(self._deployment_config.graceful_shutdown_timeout_s)
-        left_s = limit_s - min(END_MARGIN_S, END_SHARE * limit_s)
-        loop.call_soon_threadsafe(lambda: loop.call_later(left_s, end))
-        await stop(self)
+    async def shutdown_with_callback(self: Any) -> None:
+        graceful_timeout_s = float(self._deployment_config.graceful_shutdown_timeout_s)
+        delay_s = graceful_timeout_s - min(END_MARGIN_S, END_SHARE * graceful_timeout_s)
+        loop.call_soon_threadsafe(lambda: loop.call_later(delay_s, callback))
+        await original_shutdown(self)
 
-    replica._perform_graceful_shutdown = wrapped
+    replica._perform_graceful_shutdown = shutdown_with_callback

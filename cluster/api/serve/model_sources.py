@@ -8,11 +8,12 @@ from cluster.arch.hub import hub_models, pin
 from cluster.config import EngineConfig
 from cluster.config.aliases import ALIASES, SPECULATIVE_CONFIG
 
-SHOWN = {"model_path": "model", "speculative_draft_model_path": "draft", "tokenizer_path": "tokenizer"}
-LOADING = {"model_path": "model_source", "tokenizer_path": "tokenizer_source"}  # names in model_loading_config
+DISPLAY_NAMES = {"model_path": "model", "speculative_draft_model_path": "draft", "tokenizer_path": "tokenizer"}
+# the same settings by their names in model_loading_config
+LOADING_CONFIG_FIELDS = {"model_path": "model_source", "tokenizer_path": "tokenizer_source"}
 
 
-def pinned(settings: AppSettings) -> AppSettings:
+def pin_hub_models(settings: AppSettings) -> AppSettings:
     """Return the settings with every hub name resolved to a commit. Folders stay unchanged, since each node resolves
     them itself. Names that already hold a commit stay unchanged.
 
@@ -24,31 +25,33 @@ def pinned(settings: AppSettings) -> AppSettings:
     if not names:
         return settings
     config = pin(config)
-    loading, kwargs = settings.llm.model_loading_config, dict(settings.llm.engine_kwargs)
+    loading_config, engine_kwargs = settings.llm.model_loading_config, dict(settings.llm.engine_kwargs)
     for name in names:
         source = str(getattr(config, name))
-        if name in LOADING and (name == "model_path" or loading.tokenizer_source is not None):
-            loading = loading.model_copy(update={LOADING[name]: source})
+        if name in LOADING_CONFIG_FIELDS and (name == "model_path" or loading_config.tokenizer_source is not None):
+            loading_config = loading_config.model_copy(update={LOADING_CONFIG_FIELDS[name]: source})
         else:
-            kwargs = _with(kwargs, name, source)
-    llm = settings.llm.model_copy(update={"model_loading_config": loading, "engine_kwargs": kwargs})
+            engine_kwargs = _with_source(engine_kwargs, name, source)
+    llm = settings.llm.model_copy(update={"model_loading_config": loading_config, "engine_kwargs": engine_kwargs})
     return settings.model_copy(update={"llm_configs": [llm]})
 
 
-def facts_of_sources(config: EngineConfig) -> dict[str, str]:
+def hub_source_facts(config: EngineConfig) -> dict[str, str]:
     """Return the name, revision and commit of each hub model, as /server_info and the log show them."""
     facts: dict[str, str] = {}
     for name, model in hub_models(config).items():
-        shown = SHOWN[name]
-        facts |= {f"{shown}_source": model.name, f"{shown}_revision": model.revision, f"{shown}_commit": model.commit}
+        label = DISPLAY_NAMES[name]
+        facts |= {f"{label}_source": model.name, f"{label}_revision": model.revision, f"{label}_commit": model.commit}
     return facts
 
 
-def _with(kwargs: Mapping[str, Any], name: str, source: str) -> dict[str, Any]:
+def _with_source(engine_kwargs: Mapping[str, Any], name: str, source: str) -> dict[str, Any]:
     """Return `engine_kwargs` with the value `source` for the setting `name`, under the alias that the user gave."""
-    made = {key: source if ALIASES.get(key, key) == name else value for key, value in kwargs.items()}
-    nested = made.get("speculative_config")
+    updated = {key: source if ALIASES.get(key, key) == name else value for key, value in engine_kwargs.items()}
+    nested = updated.get("speculative_config")
     if isinstance(nested, Mapping):
-        own = {key: source if SPECULATIVE_CONFIG.get(key) == name else value for key, value in nested.items()}
-        made["speculative_config"] = own
-    return made
+        updated_nested = {
+            key: source if SPECULATIVE_CONFIG.get(key) == name else value for key, value in nested.items()
+        }
+        updated["speculative_config"] = updated_nested
+    return updated

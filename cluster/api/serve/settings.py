@@ -10,14 +10,14 @@ import yaml
 from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from cluster.actors.cluster_capacity import Layout, Strategy
-from cluster.actors.placement import Device, check_shares, device_of, layout_of
-from cluster.chat.formats.choose import named
-from cluster.config import ConfigError, EngineConfig, Settings, as_config_error, nearest
+from cluster.actors.placement import Device, check_gpu_shares, device_of, layout_of
+from cluster.chat.formats.choose import canonical_parser_names
+from cluster.config import ConfigError, EngineConfig, Settings, as_config_error, spelling_hint
 from cluster.observability.logs import LogFormat, LogSettings, default_path
-from cluster.paths.checkout import homes
+from cluster.paths.checkout import search_folders
 
 # Settings of Ray Serve LLM that Aerie does not honour, with the reason for the error message.
-FOREIGN: Mapping[str, str] = {
+UNSUPPORTED_SETTINGS: Mapping[str, str] = {
     "llm_engine": "the engine is Aerie's own",
     "lora_config": "LoRA adapters are not served",
     "server_cls": "the server class is fixed",
@@ -66,11 +66,11 @@ class ServingSettings(Settings):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_foreign_keys(cls, data: Any) -> Any:
+    def _refuse_unsupported_keys(cls, data: Any) -> Any:
         if isinstance(data, Mapping):
             for key in data:
-                if key in FOREIGN and key not in cls.model_fields:
-                    raise ConfigError(f"setting {key!r} is not honoured: {FOREIGN[key]}; remove it")
+                if key in UNSUPPORTED_SETTINGS and key not in cls.model_fields:
+                    raise ConfigError(f"setting {key!r} is not honoured: {UNSUPPORTED_SETTINGS[key]}; remove it")
         return data
 
 
@@ -104,7 +104,7 @@ class PlacementGroupConfig(ServingSettings):
     )
 
     @model_validator(mode="after")
-    def _one_form(self) -> Self:
+    def _check_bundles(self) -> Self:
         if (self.bundle_per_worker is None) == (self.bundles is None):
             raise ConfigError("placement_group_config needs bundle_per_worker or bundles, and not both")
         return self
@@ -140,34 +140,38 @@ class LLMConfig(ServingSettings):
         Raises:
             ConfigError: an engine setting is unknown or wrong.
         """
-        kwargs = dict(self.engine_kwargs)
-        loading = self.model_loading_config
+        engine_kwargs = dict(self.engine_kwargs)
+        loading_config = self.model_loading_config
         for name in ("tool_call_parser", "reasoning_parser"):
-            if name in kwargs:
-                raise ConfigError(f"engine_kwargs must not set {name!r}; give it beside llm_configs")
+            if name in engine_kwargs:
+                raise ConfigError(f"engine_kwargs must not set {name!r}; set it next to llm_configs")
         for name in ("model", "model_path"):
-            if name in kwargs:
+            if name in engine_kwargs:
                 raise ConfigError(f"engine_kwargs must not set {name!r}; use model_loading_config.model_source")
-        kwargs["model_path"] = loading.model_source or loading.model_id
-        if loading.tokenizer_source is not None:
+        engine_kwargs["model_path"] = loading_config.model_source or loading_config.model_id
+        if loading_config.tokenizer_source is not None:
             for name in ("tokenizer", "tokenizer_path"):
-                if name in kwargs:
+                if name in engine_kwargs:
                     raise ConfigError(f"model_loading_config.tokenizer_source is also set by engine_kwargs.{name}")
-            kwargs["tokenizer_path"] = loading.tokenizer_source
-        return EngineConfig.from_kwargs(kwargs)
+            engine_kwargs["tokenizer_path"] = loading_config.tokenizer_source
+        return EngineConfig.from_kwargs(engine_kwargs)
 
     @property
     def fixed_replicas(self) -> int | None:
         """The fixed number of replicas; None where Serve decides it (autoscaling)."""
-        given = self.deployment_config.get("num_replicas", 1)
-        return None if self.deployment_config.get("autoscaling_config") or not isinstance(given, int) else given
+        num_replicas = self.deployment_config.get("num_replicas", 1)
+        return (
+            None
+            if self.deployment_config.get("autoscaling_config") or not isinstance(num_replicas, int)
+            else num_replicas
+        )
 
     @property
-    def least_replicas(self) -> int:
+    def min_replicas(self) -> int:
         """The least number of replicas, and so of gangs, under any load; at least 1."""
-        scaling = self.deployment_config.get("autoscaling_config")
-        given = scaling.get("min_replicas", 1) if isinstance(scaling, Mapping) else self.fixed_replicas
-        return max(1, given) if isinstance(given, int) else 1
+        autoscaling = self.deployment_config.get("autoscaling_config")
+        count = autoscaling.get("min_replicas", 1) if isinstance(autoscaling, Mapping) else self.fixed_replicas
+        return max(1, count) if isinstance(count, int) else 1
 
     def device(self, gpus: float) -> tuple[Literal["cpu", "cuda"], str]:
         """Return the device of every rank in a cluster with `gpus` GPUs, and the reason for the choice.
@@ -175,16 +179,16 @@ class LLMConfig(ServingSettings):
         Raises:
             ConfigError: the device is cuda, and a bundle reserves no GPU, several, or (with several ranks) part of one.
         """
-        placing = self.placement_group_config
-        each = None if placing is None else placing.bundles or [placing.bundle_per_worker or {}]
+        placement = self.placement_group_config
+        bundles = None if placement is None else placement.bundles or [placement.bundle_per_worker or {}]
         config = self.engine_config()
         try:
-            device, why = device_of(config.device, each, self.accelerator_type, gpus)
-            if device == "cuda" and placing is not None:
-                check_shares(placing.bundles or [placing.bundle_per_worker or {}] * config.tp_size)
+            device, reason = device_of(config.device, bundles, self.accelerator_type, gpus)
+            if device == "cuda" and placement is not None:
+                check_gpu_shares(placement.bundles or [placement.bundle_per_worker or {}] * config.tp_size)
         except ValueError as error:
             raise ConfigError(str(error)) from None
-        return device, why
+        return device, reason
 
     def layout(self, device: Device = "auto") -> Layout:
         """Return the bundles of the gang, one per rank, for ranks on `device`. With max_surge_percent 0 a redeploy
@@ -194,21 +198,21 @@ class LLMConfig(ServingSettings):
         config = self.engine_config()
         options = {**DEPLOYMENT_DEFAULTS, **self.deployment_config}
         leaves_s = 0.0 if options["max_surge_percent"] else float(options["graceful_shutdown_timeout_s"])
-        placing = self.placement_group_config
+        placement = self.placement_group_config
         try:
             layout = layout_of(
                 config.tp_size,
-                bundle_per_worker=placing.bundle_per_worker if placing else None,
-                bundles=placing.bundles if placing else None,
-                strategy=placing.strategy if placing else "PACK",
+                bundle_per_worker=placement.bundle_per_worker if placement else None,
+                bundles=placement.bundles if placement else None,
+                strategy=placement.strategy if placement else "PACK",
                 device=config.device if device == "auto" else device,
                 accelerator_type=self.accelerator_type,
             )
         except ValueError as error:
             raise ConfigError(str(error)) from None
-        gangs, group = self.least_replicas, config.tp_size // config.attn_dp_size
-        wait_s = placing.wait_s if placing else None
-        return replace(layout, gangs=gangs, group=group, leaves_s=leaves_s, wait_s=wait_s)
+        gangs, group = self.min_replicas, config.tp_size // config.attn_dp_size
+        wait_s = placement.wait_s if placement else None
+        return replace(layout, gangs=gangs, group_size=group, redeploy_wait_s=leaves_s, wait_s=wait_s)
 
 
 class AppSettings(ServingSettings):
@@ -260,20 +264,22 @@ class AppSettings(ServingSettings):
         if isinstance(data, Mapping) and isinstance(data.get("llm_configs"), str):
             data = {**data, "llm_configs": [data["llm_configs"]]}  # `serve run builder llm_configs=file.yaml`
         if isinstance(data, Mapping) and isinstance(data.get("llm_configs"), list):
-            entries = [read_yaml(resolve_path(e)) if isinstance(e, str) else e for e in data["llm_configs"]]
+            entries = [
+                read_yaml(resolve_path(entry)) if isinstance(entry, str) else entry for entry in data["llm_configs"]
+            ]
             data = {**data, "llm_configs": entries}
         return data
 
     @field_validator("log_file", "api_keys_file")
     @classmethod
-    def _absolute(cls, path: str | None, of: ValidationInfo) -> str | None:
+    def _check_absolute(cls, path: str | None, info: ValidationInfo) -> str | None:
         if path is not None and not Path(path).is_absolute():
-            raise ConfigError(f"{of.field_name} {path!r} must be an absolute path: processes in other folders use it")
+            raise ConfigError(f"{info.field_name} {path!r} must be an absolute path: processes in other folders use it")
         return path
 
     @model_validator(mode="after")
-    def _known_parsers(self) -> Self:
-        named(self.tool_call_parser, self.reasoning_parser)
+    def _check_parsers(self) -> Self:
+        canonical_parser_names(self.tool_call_parser, self.reasoning_parser)
         return self
 
     @property
@@ -281,11 +287,11 @@ class AppSettings(ServingSettings):
         """The names of the tool-call format and the reasoning format, in Aerie's spelling; None lets the model's chat
         template decide.
         """
-        return named(self.tool_call_parser, self.reasoning_parser)
+        return canonical_parser_names(self.tool_call_parser, self.reasoning_parser)
 
     @field_validator("allowed_origins")
     @classmethod
-    def _origins(cls, origins: list[str]) -> list[str]:
+    def _check_origins(cls, origins: list[str]) -> list[str]:
         for origin in origins:
             if origin != "*" and not ORIGIN.fullmatch(origin):
                 raise ConfigError(
@@ -294,7 +300,7 @@ class AppSettings(ServingSettings):
         return origins
 
     @model_validator(mode="after")
-    def _one_model(self) -> Self:
+    def _check_single_model(self) -> Self:
         if len(self.llm_configs) != 1:
             raise ConfigError(
                 f"llm_configs must have exactly one entry, got {len(self.llm_configs)}; "
@@ -328,7 +334,7 @@ def _check_options(name: str, options: Mapping[str, Any]) -> None:
     for key in options:
         if key not in DEPLOYMENT_OPTIONS:
             hint = "; use placement_group_config" if key.startswith("placement_group") else ""
-            raise ConfigError(f"unknown setting '{name}.{key}'{hint or nearest(key, list(DEPLOYMENT_OPTIONS))}")
+            raise ConfigError(f"unknown setting '{name}.{key}'{hint or spelling_hint(key, list(DEPLOYMENT_OPTIONS))}")
 
 
 def parse(args: Mapping[str, Any]) -> AppSettings:
@@ -352,7 +358,7 @@ def resolve_path(path: str) -> str:
     """
     if Path(path).is_absolute():
         return path
-    for home in homes():
+    for home in search_folders():
         if (home / path).exists():
             return str((home / path).resolve())
     return path
@@ -361,8 +367,8 @@ def resolve_path(path: str) -> str:
 def resolve_engine_paths(config: EngineConfig) -> EngineConfig:
     """Return a copy of the config with its paths resolved on this machine (`resolve_path`)."""
     names = ("model_path", "tokenizer_path", "speculative_draft_model_path", "speculative_token_map")
-    found = {name: resolve_path(value) for name in names if (value := getattr(config, name)) is not None}
-    return config.model_copy(update=found)
+    resolved = {name: resolve_path(value) for name in names if (value := getattr(config, name)) is not None}
+    return config.model_copy(update=resolved)
 
 
 def read_yaml(path: str) -> Any:

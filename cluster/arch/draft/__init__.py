@@ -9,9 +9,9 @@ from cluster.arch.draft.eagle3 import read_eagle3
 from cluster.arch.draft.facts import FactResolver, aux_boundaries
 from cluster.arch.draft.mistral import read_mistral
 from cluster.arch.draft.mtp import read_mtp
-from cluster.arch.draft.recognise import is_native, kind_of
+from cluster.arch.draft.recognise import has_mistral_names, recognise_kind
 from cluster.arch.draft.spec import DraftLayer, DraftSpec, Kind, ResolvedFact
-from cluster.arch.draft.token_map import SETTING, map_doubts, read_token_map
+from cluster.arch.draft.token_map import SETTING, read_token_map, vocabulary_map_doubts
 from cluster.arch.keys import ConfigKeys, Shapes, read_json
 from cluster.arch.target import TargetArch
 from cluster.config import ConfigError
@@ -44,19 +44,19 @@ def read_draft(
         ConfigError: config and tensors disagree, the draft does not fit the target, or the draft's format is not
             served. The message gives both numbers that differ, or names the format.
     """
-    file = "params.json" if is_native(shapes) else "config.json"
+    file = "params.json" if has_mistral_names(shapes) else "config.json"
     keys = ConfigKeys(read_json(folder, file), folder, file)
     facts = FactResolver(overrides or {})
-    spec = READERS[kind_of(folder, keys.data, shapes)](folder, keys, shapes, target, facts)
+    spec = READERS[recognise_kind(folder, keys.data, shapes)](folder, keys, shapes, target, facts)
     if spec.vocab_map:
-        facts.doubts += map_doubts(folder, shapes, spec.draft_vocab_size, target.vocab_size)
+        facts.doubts += vocabulary_map_doubts(folder, shapes, spec.draft_vocab_size, target.vocab_size)
     spec = replace(spec, choices=tuple(facts.choices), doubts=tuple(facts.doubts))
     if token_map is None:
         return spec
     if spec.head != "target" or spec.vocab_map:
-        has = "a vocabulary map, d2t," if spec.vocab_map else "a head"
+        own_part = "a vocabulary map, d2t," if spec.vocab_map else "a head"
         raise ConfigError(
-            f"{SETTING} picks rows of the target's head, but draft {folder!r} has {has} of its own; leave it out"
+            f"{SETTING} picks rows of the target's head, but draft {folder!r} has {own_part} of its own; leave it out"
         )
     ids = read_token_map(token_map, target.vocab_size)
     return replace(spec, token_map=ids, draft_vocab_size=len(ids))

@@ -7,14 +7,14 @@ ids, nested geometry, `norm_before_residual`); ModelOpt's `eagle_config`; EAGLE-
 from cluster.arch.draft.facts import FactResolver, aux_boundaries
 from cluster.arch.draft.spec import DraftLayer, DraftSpec, HiddenNorm
 from cluster.arch.draft.widths import (
-    confirmed,
+    check_same_target,
+    check_same_width,
+    confirm_flag,
+    count_layers,
     draft_geometry,
-    layer_count,
-    rope_layout,
-    same_target,
-    same_width,
-    vocabulary_of,
-    windows_of,
+    layers_with_windows,
+    read_vocabulary,
+    with_rope_layout,
 )
 from cluster.arch.keys import ConfigKeys, Shapes, dtype_of
 from cluster.arch.layer import LayerGeometry
@@ -28,42 +28,45 @@ def read_eagle3(folder: str, outer: ConfigKeys, shapes: Shapes, target: TargetAr
     Raises:
         ConfigError: config and shapes disagree or do not fit the target; the message gives both numbers.
     """
-    speculators = outer.data.get("speculators_model_type") is not None
-    nested = outer.section("transformer_layer_config")
-    keys = nested.over(outer.data) if speculators else outer
+    is_speculators = outer.data.get("speculators_model_type") is not None
+    layer_config = outer.section("transformer_layer_config")
+    keys = layer_config.with_defaults(outer.data) if is_speculators else outer
     eagle = outer.section("eagle_config")
-    geometry = rope_layout(draft_geometry(folder, keys, shapes), facts, "neox", "Llama's half-split rope")
+    geometry = with_rope_layout(draft_geometry(folder, keys, shapes), facts, "neox", "Llama's half-split rope")
     use_aux = eagle.flag("use_aux_hidden_state", True)
-    same_target(folder, keys, target)
+    check_same_target(folder, keys, target)
     boundaries: tuple[int, ...] = ()
     if use_aux:
-        boundaries = aux_boundaries(keys.data, target.num_layers, folder, facts, speculators)
-    h = geometry.hidden
-    _check_fc(folder, shapes, use_aux, h, boundaries, target)
-    flag, both = "use_aux_norm" if keys.data.get("fc_norm") is None else "fc_norm", keys.over(eagle.data)
-    concat = confirmed(folder, both, "norm_before_fc", "input_norm.weight", "input_norm.weight" in shapes)
-    per_aux = any(name.startswith("fc_norm.") for name in shapes)
-    confirmed(folder, both, flag, "fc_norm.0.weight", per_aux)
-    vocabulary = vocabulary_of(folder, keys, shapes, target, h)
-    convention = "speculators' class default (vLLM assumes true)" if speculators else "EAGLE-3's un-normed residual"
-    before_residual = facts.flag("norm_before_residual", keys, False, convention)
+        boundaries = aux_boundaries(keys.data, target.num_layers, folder, facts, is_speculators)
+    hidden = geometry.hidden
+    _check_fc(folder, shapes, use_aux, hidden, boundaries, target)
+    norm_key, merged = (
+        "use_aux_norm" if keys.data.get("fc_norm") is None else "fc_norm",
+        keys.with_defaults(eagle.data),
+    )
+    norm_before_fc = confirm_flag(folder, merged, "norm_before_fc", "input_norm.weight", "input_norm.weight" in shapes)
+    has_fc_norm = any(name.startswith("fc_norm.") for name in shapes)
+    confirm_flag(folder, merged, norm_key, "fc_norm.0.weight", has_fc_norm)
+    vocabulary = read_vocabulary(folder, keys, shapes, target, hidden)
+    convention = "speculators' class default (vLLM assumes true)" if is_speculators else "EAGLE-3's un-normed residual"
+    norm_before_residual = facts.flag("norm_before_residual", keys, False, convention)
     norm_output = keys.flag("norm_output")
-    given = keys.data.get("norm_output") is not None
-    recurrent = facts.choose("recurrent", "post" if norm_output else "pre", "config" if given else "EAGLE-3: pre-norm")
+    is_set = keys.data.get("norm_output") is not None
+    recurrent = facts.choose("recurrent", "post" if norm_output else "pre", "config" if is_set else "EAGLE-3: pre-norm")
     final_norm = "norm.weight" in shapes or eagle.flag("use_last_layernorm", True)
     if "norm.weight" in shapes and not eagle.flag("use_last_layernorm", True):
         raise ConfigError(f"draft {folder!r}: eagle_config.use_last_layernorm is false but 'norm.weight' is there")
-    count = layer_count(folder, keys, shapes)
-    each = windows_of(keys, geometry, count, facts)
+    num_layers = count_layers(folder, keys, shapes)
+    geometries = layers_with_windows(keys, geometry, num_layers, facts)
     # ModelOpt's drafts have this norm even without aux states
-    normed = use_aux or "layers.0.hidden_norm.weight" in shapes
-    layers = [DraftLayer(each[0], pair=True, hidden_norm="hidden_norm" if normed else "none")]
-    layers += [later_layer(each[i], shapes, f"layers.{i}", h) for i in range(1, count)]
-    unused = [rf"^layers\.{i}\.input_layernorm\.weight$" for i, layer in enumerate(layers) if _sglang(layer)]
+    has_hidden_norm = use_aux or "layers.0.hidden_norm.weight" in shapes
+    layers = [DraftLayer(geometries[0], pair=True, hidden_norm="hidden_norm" if has_hidden_norm else "none")]
+    layers += [read_later_layer(geometries[i], shapes, f"layers.{i}", hidden) for i in range(1, num_layers)]
+    unused = [rf"^layers\.{i}\.input_layernorm\.weight$" for i, layer in enumerate(layers) if _is_sglang_layer(layer)]
     unused += [] if use_aux else [r"^fc\.weight$"]
     return DraftSpec(
         kind="eagle3",
-        dialect=_dialect(outer, shapes, speculators, recurrent == "post" or per_aux),
+        dialect=_dialect(outer, shapes, is_speculators, recurrent == "post" or has_fc_norm),
         layers=tuple(layers),
         target_hidden=target.hidden,
         vocab_size=target.vocab_size,
@@ -71,20 +74,20 @@ def read_eagle3(folder: str, outer: ConfigKeys, shapes: Shapes, target: TargetAr
         dtype=dtype_of(keys.data),
         input_source="aux" if use_aux else "final_postnorm",
         aux_boundaries=boundaries if use_aux else (),
-        norm_before_fc=concat,
-        fc_norm=per_aux,
+        norm_before_fc=norm_before_fc,
+        fc_norm=has_fc_norm,
         fc=use_aux,
-        norm_before_residual=before_residual,
+        norm_before_residual=norm_before_residual,
         final_norm=final_norm,
         recurrent=recurrent,
         embed=vocabulary.embed,
         head=vocabulary.head,
-        vocab_map=vocabulary.mapped,
+        vocab_map=vocabulary.has_d2t,
         ignored_patterns=tuple(unused),
     )
 
 
-def later_layer(geometry: LayerGeometry, shapes: Shapes, prefix: str, hidden: int) -> DraftLayer:
+def read_later_layer(geometry: LayerGeometry, shapes: Shapes, prefix: str, hidden: int) -> DraftLayer:
     """Return a layer after the first. Its kind follows from its tensors:
 
     - q_proj has 2 H inputs: the layer reads the embedding again (DeepSpec).
@@ -99,7 +102,7 @@ def later_layer(geometry: LayerGeometry, shapes: Shapes, prefix: str, hidden: in
     return DraftLayer(geometry, pair=False, hidden_norm=norm)
 
 
-def _sglang(layer: DraftLayer) -> bool:
+def _is_sglang_layer(layer: DraftLayer) -> bool:
     return not layer.pair and layer.hidden_norm == "hidden_norm"
 
 
@@ -107,24 +110,24 @@ def _check_fc(
     folder: str, shapes: Shapes, use_aux: bool, hidden: int, boundaries: tuple[int, ...], target: TargetArch
 ) -> None:
     if use_aux:
-        made = (hidden, len(boundaries) * target.hidden)
-        if "fc.weight" in shapes and shapes["fc.weight"] != made:
+        expected_shape = (hidden, len(boundaries) * target.hidden)
+        if "fc.weight" in shapes and shapes["fc.weight"] != expected_shape:
             raise ConfigError(
                 f"draft {folder!r}: fc.weight is {list(shapes['fc.weight'])} but {len(boundaries)} aux hidden states "
-                f"of {target.hidden} make it {list(made)}; correct num_aux_hidden_states or the layer ids"
+                f"of {target.hidden} make it {list(expected_shape)}; correct num_aux_hidden_states or the layer ids"
             )
     else:
-        same_width(folder, hidden, target)
+        check_same_width(folder, hidden, target)
 
 
-def _dialect(outer: ConfigKeys, shapes: Shapes, speculators: bool, newer: bool) -> str:
-    if speculators:
+def _dialect(outer: ConfigKeys, shapes: Shapes, is_speculators: bool, is_eagle31: bool) -> str:
+    if is_speculators:
         return "speculators"
     if "target_layer_ids" in outer.data:
         return "deepspec"
-    if newer:
+    if is_eagle31:
         return "eagle-3.1"
-    eagle = outer.section("eagle_config").data
-    if {"use_last_layernorm", "use_input_layernorm_in_first_layer", "use_mtp_layernorm"} & set(eagle):
+    eagle_keys = outer.section("eagle_config").data
+    if {"use_last_layernorm", "use_input_layernorm_in_first_layer", "use_mtp_layernorm"} & set(eagle_keys):
         return "modelopt"
-    return "specforge" if eagle else "original"
+    return "specforge" if eagle_keys else "original"

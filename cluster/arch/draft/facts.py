@@ -10,8 +10,8 @@ from typing import Any
 from cluster.arch.draft.spec import ResolvedFact
 from cluster.arch.keys import ConfigKeys
 
-IDS = "eagle_aux_hidden_state_layer_ids"
-OVERRIDE = "speculative_draft_overrides"
+AUX_IDS_KEY = "eagle_aux_hidden_state_layer_ids"
+OVERRIDES_SETTING = "speculative_draft_overrides"
 
 
 class FactResolver:
@@ -28,7 +28,7 @@ class FactResolver:
         choice.
         """
         if fact in self._overrides:
-            value, source = self._overrides[fact], OVERRIDE
+            value, source = self._overrides[fact], OVERRIDES_SETTING
         self.choices.append(ResolvedFact(fact, value, source))
         return value
 
@@ -36,16 +36,16 @@ class FactResolver:
         """Return a Boolean fact: the config's key of the same name or, if missing, `default` with the source
         `convention`.
         """
-        given = keys.data.get(fact) is not None
-        return bool(self.choose(fact, keys.flag(fact, default), "config" if given else convention))
+        is_configured = keys.data.get(fact) is not None
+        return bool(self.choose(fact, keys.flag(fact, default), "config" if is_configured else convention))
 
 
 def aux_boundaries(
     data: Mapping[str, Any],
     target_layers: int,
-    where: str,
+    folder: str,
     facts: FactResolver | None = None,
-    speculators: bool = False,
+    is_speculators: bool = False,
 ) -> tuple[int, ...]:
     """Return the residual-stream boundaries that the draft reads; boundary j is the stream entering target layer j.
 
@@ -65,19 +65,19 @@ def aux_boundaries(
     Raises:
         ConfigError: ids and count disagree, or the boundaries do not ascend within the target.
     """
-    keys, facts = ConfigKeys(data, where), facts or FactResolver({})
-    nested = keys.section("eagle_config").numbers(IDS)
-    listed, deep = keys.numbers(IDS), keys.numbers("target_layer_ids")
+    keys, facts = ConfigKeys(data, folder), facts or FactResolver({})
+    nested_ids = keys.section("eagle_config").integers(AUX_IDS_KEY)
+    top_level_ids, deepspec_ids = keys.integers(AUX_IDS_KEY), keys.integers("target_layer_ids")
     default = [2, target_layers // 2, target_layers - 3]
-    if nested is not None:
-        ids, numbering, source = nested, "outputs", f"convention of eagle_config.{IDS}"
-    elif listed is not None:
-        ids, numbering, source = listed, "boundaries", f"convention of a top-level {IDS}"
-    elif deep is not None:
-        ids, numbering, source = deep, "outputs", "convention of target_layer_ids"
+    if nested_ids is not None:
+        ids, numbering, source = nested_ids, "outputs", f"convention of eagle_config.{AUX_IDS_KEY}"
+    elif top_level_ids is not None:
+        ids, numbering, source = top_level_ids, "boundaries", f"convention of a top-level {AUX_IDS_KEY}"
+    elif deepspec_ids is not None:
+        ids, numbering, source = deepspec_ids, "outputs", "convention of target_layer_ids"
     else:
         ids, numbering, source = default, "boundaries", "EAGLE-3's default layers"
-    if speculators:
+    if is_speculators:
         numbering, source = "boundaries", "format speculators"
     elif numbering == "outputs" and target_layers in ids:
         numbering, source = "boundaries", f"no layer has the number {target_layers}"
@@ -87,14 +87,16 @@ def aux_boundaries(
         numbering, source = "outputs", "the ids are EAGLE-3's default boundaries less one"
     if facts.choose("aux_numbering", numbering, source) == "outputs":
         ids = [i + 1 for i in ids]
-    count = data.get("num_aux_hidden_states")
-    if count is not None and count != len(ids):
+    configured_count = data.get("num_aux_hidden_states")
+    if configured_count is not None and configured_count != len(ids):
         raise keys.error(
-            f"num_aux_hidden_states is {count} but {len(ids)} aux layers are named; list them in eagle_config.{IDS}"
+            f"num_aux_hidden_states is {configured_count} but {len(ids)} aux layers are named; list them in "
+            f"eagle_config.{AUX_IDS_KEY}"
         )
     if not ids or sorted(set(ids)) != ids or ids[0] < 0 or ids[-1] > target_layers:
         raise keys.error(
-            f"{IDS} give boundaries {ids}, which must ascend within the target's 0 to "
-            f"{target_layers}; set {OVERRIDE}: {{aux_numbering: outputs or boundaries}} to say how ids are numbered"
+            f"{AUX_IDS_KEY} give boundaries {ids}, which must ascend within the target's 0 to "
+            f"{target_layers}; set {OVERRIDES_SETTING}: {{aux_numbering: outputs or boundaries}} to say how ids are "
+            "numbered"
         )
     return tuple(ids)

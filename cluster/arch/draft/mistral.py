@@ -11,8 +11,14 @@ from typing import Any
 
 from cluster.arch.draft.facts import FactResolver
 from cluster.arch.draft.spec import DraftLayer, DraftSpec
-from cluster.arch.draft.widths import latent_geometry, rope_layout, same_target, same_width, vocabulary_of
-from cluster.arch.families.mistral_native import NAMES, NOT_SERVED, mistral_native, query_scaling
+from cluster.arch.draft.widths import (
+    check_same_target,
+    check_same_width,
+    latent_geometry,
+    read_vocabulary,
+    with_rope_layout,
+)
+from cluster.arch.families.mistral_native import NAMES, UNSERVED_KEYS, mistral_native, read_query_scaling
 from cluster.arch.keys import ConfigKeys, Shapes
 from cluster.arch.layer import LayerGeometry
 from cluster.arch.target import TargetArch
@@ -29,7 +35,7 @@ EAGLE_NAMES = (
     *NAMES,
 )
 KV_SCALES = r"^layers\.\d+\.attention\.[qkv]_fake_quantizer\.qscale_act$"
-LATENT_KEYS = ("q_lora_rank", "kv_lora_rank", "v_head_dim")
+MLA_KEYS = ("q_lora_rank", "kv_lora_rank", "v_head_dim")
 
 
 def read_mistral(folder: str, params: ConfigKeys, shapes: Shapes, target: TargetArch, facts: FactResolver) -> DraftSpec:
@@ -38,28 +44,36 @@ def read_mistral(folder: str, params: ConfigKeys, shapes: Shapes, target: Target
     Raises:
         ConfigError: config and shapes disagree or do not fit the target; the message gives both numbers.
     """
-    given = {key: value for key, value in params.data.items() if key not in NOT_SERVED}
-    plain = mistral_native(ConfigKeys(given | {"sliding_window": None}, folder, "params.json"))
-    same_target(folder, ConfigKeys({"vocab_size": params.data.get("vocab_size")}, folder, "params.json"), target)
-    latent = any(re.match(r"layers\.0\.attention\.(wq_[ab]|wkv_)", name) for name in shapes)
-    asked = [key for key in LATENT_KEYS if params.data.get(key) is not None]
-    if latent != bool(asked):
+    served_params = {key: value for key, value in params.data.items() if key not in UNSERVED_KEYS}
+    dense_target = mistral_native(ConfigKeys(served_params | {"sliding_window": None}, folder, "params.json"))
+    check_same_target(folder, ConfigKeys({"vocab_size": params.data.get("vocab_size")}, folder, "params.json"), target)
+    is_mla = any(re.match(r"layers\.0\.attention\.(wq_[ab]|wkv_)", name) for name in shapes)
+    mla_keys = [key for key in MLA_KEYS if params.data.get(key) is not None]
+    if is_mla != bool(mla_keys):
         raise ConfigError(
-            f"draft {folder!r}: its tensors are {'MLA' if latent else 'GQA'} attention but params.json "
-            f"{f'has none of {list(LATENT_KEYS)}' if latent else f'has {asked}, which belong to MLA'}"
+            f"draft {folder!r}: its tensors are {'MLA' if is_mla else 'GQA'} attention but params.json "
+            f"{f'has none of {list(MLA_KEYS)}' if is_mla else f'has {mla_keys}, which belong to MLA'}"
         )
-    geometry = _latent(params, plain) if latent else plain.layer
-    same_width(folder, geometry.hidden, target)
-    geometry = rope_layout(geometry, facts, "interleaved", "Mistral's format")
-    windows = params.data.get("sliding_window")
-    listed = windows if isinstance(windows, list) else [windows] * plain.num_layers
-    if len(listed) != plain.num_layers or any(w is not None and (type(w) is not int or w < 1) for w in listed):
-        raise ConfigError(f"params.json of {folder!r}: sliding_window must be a size or one per layer, got {windows!r}")
-    vocabulary = vocabulary_of(folder, ConfigKeys({}, folder, "params.json"), _common(shapes), target, geometry.hidden)
+    geometry = _mla_geometry(params, dense_target) if is_mla else dense_target.layer
+    check_same_width(folder, geometry.hidden, target)
+    geometry = with_rope_layout(geometry, facts, "interleaved", "Mistral's format")
+    sliding_window = params.data.get("sliding_window")
+    layer_windows = sliding_window if isinstance(sliding_window, list) else [sliding_window] * dense_target.num_layers
+    if len(layer_windows) != dense_target.num_layers or any(
+        window is not None and (type(window) is not int or window < 1) for window in layer_windows
+    ):
+        raise ConfigError(
+            f"params.json of {folder!r}: sliding_window must be a size or one per layer, got {sliding_window!r}"
+        )
+    vocabulary = read_vocabulary(
+        folder, ConfigKeys({}, folder, "params.json"), _common_names(shapes), target, geometry.hidden
+    )
     return DraftSpec(
         kind="mistral",
-        dialect="mistral-mla" if latent else "mistral",
-        layers=tuple(DraftLayer(replace(geometry, sliding_window=w), False, "input_layernorm") for w in listed),
+        dialect="mistral-mla" if is_mla else "mistral",
+        layers=tuple(
+            DraftLayer(replace(geometry, sliding_window=window), False, "input_layernorm") for window in layer_windows
+        ),
         target_hidden=target.hidden,
         vocab_size=target.vocab_size,
         draft_vocab_size=vocabulary.size,
@@ -68,35 +82,35 @@ def read_mistral(folder: str, params: ConfigKeys, shapes: Shapes, target: Target
         recurrent=facts.choose("recurrent", "post", "vLLM's Mistral EAGLE (SGLang's GQA variant: pre)"),
         embed=vocabulary.embed,
         head=vocabulary.head,
-        query_scaling=query_scaling(params),
-        names=EAGLE_NAMES,
+        query_scaling=read_query_scaling(params),
+        tensor_name_rules=EAGLE_NAMES,
         ignored_patterns=(KV_SCALES,),
     )
 
 
-def _common(shapes: Shapes) -> Shapes:
-    known = {"tok_embeddings.weight": "embed_tokens.weight", "output.weight": "lm_head.weight"}
-    return {ours: shapes[theirs] for theirs, ours in known.items() if theirs in shapes}
+def _common_names(shapes: Shapes) -> Shapes:
+    shared_names = {"tok_embeddings.weight": "embed_tokens.weight", "output.weight": "lm_head.weight"}
+    return {ours: shapes[theirs] for theirs, ours in shared_names.items() if theirs in shapes}
 
 
-def _latent(params: ConfigKeys, plain: TargetArch) -> LayerGeometry:
+def _mla_geometry(params: ConfigKeys, dense_target: TargetArch) -> LayerGeometry:
     """Return the dense MLA layer in DeepSeek's form. If `apply_scale` is true, YaRN scales the softmax instead of cos
     and sin.
     """
-    g, yarn = plain.layer, plain.layer.rope.yarn
-    data: dict[str, Any] = {key: params.data.get(key) for key in (*LATENT_KEYS, "qk_nope_head_dim", "qk_rope_head_dim")}
+    g, yarn = dense_target.layer, dense_target.layer.rope.yarn
+    data: dict[str, Any] = {key: params.data.get(key) for key in (*MLA_KEYS, "qk_nope_head_dim", "qk_rope_head_dim")}
     data |= {
         "hidden_size": g.hidden,
         "num_attention_heads": g.heads,
         "intermediate_size": g.intermediate,
         "rms_norm_eps": g.eps,
-        "vocab_size": plain.vocab_size,
+        "vocab_size": dense_target.vocab_size,
         "rope_theta": g.rope.theta,
         "n_routed_experts": 8,
     }
-    layer = latent_geometry(params.having(data))
+    layer = latent_geometry(params.with_data(data))
     if yarn is None:
         return layer
-    grown = yarn.attention if params.section("yarn").flag("apply_scale", True) else 1.0
-    rope = replace(g.rope, yarn=yarn._replace(attention=1.0))
-    return replace(layer, rope=rope, scale=layer.softmax_scale * grown**2)
+    magnitude = yarn.attention_factor if params.section("yarn").flag("apply_scale", True) else 1.0
+    rope = replace(g.rope, yarn=yarn._replace(attention_factor=1.0))
+    return replace(layer, rope=rope, scale=layer.softmax_scale * magnitude**2)

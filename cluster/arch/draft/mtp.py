@@ -11,10 +11,10 @@ from typing import Literal
 
 from cluster.arch.draft.facts import FactResolver
 from cluster.arch.draft.spec import DraftLayer, DraftSpec
-from cluster.arch.draft.widths import draft_geometry, is_latent, latent_geometry, same_target, same_width
+from cluster.arch.draft.widths import check_same_target, check_same_width, draft_geometry, is_latent, latent_geometry
 from cluster.arch.families.deepseek import NAMES as DEEPSEEK_NAMES
 from cluster.arch.families.glm import glm4_moe
-from cluster.arch.families.qwen import NEXT_DEFAULTS, NEXT_NAMES, qwen3_next_experts
+from cluster.arch.families.qwen import NEXT_DEFAULTS, NEXT_NAMES, read_qwen3_next_moe
 from cluster.arch.keys import ConfigKeys, Shapes, dtype_of
 from cluster.arch.layer import LayerGeometry
 from cluster.arch.target import TargetArch
@@ -25,24 +25,24 @@ from cluster.config import ConfigError
 class MtpFormat:
     """A producer's names for the tensors of an MTP layer, and its conventions, which `DraftSpec` explains.
 
-    `prefix` precedes all names, with the layer's number as {index}; `inner` also precedes the names of the decoder
-    layer. `joined` is the name of fc. `names` rename parts of the decoder layer.
+    `prefix` precedes all names, with the layer's number as {index}; `layer_prefix` also precedes the names of the
+    decoder layer. `fc` is the name of fc. `tensor_name_rules` rename parts of the decoder layer.
     """
 
     dialect: str
     prefix: str
-    inner: str
-    joined: str
+    layer_prefix: str
+    fc: str
     embed_norm: str
     hidden_norm: str
     norm: str
     head: str | None
-    order: Literal["embed_first", "hidden_first"] = "embed_first"
+    concat_order: Literal["embed_first", "hidden_first"] = "embed_first"
     zero_first: bool = True
     unit_offset: bool = False
     chained: bool = False
     recurrent: Literal["pre", "post"] = "post"
-    names: tuple[tuple[str, str], ...] = DEEPSEEK_NAMES
+    tensor_name_rules: tuple[tuple[str, str], ...] = DEEPSEEK_NAMES
 
 
 NEXTN = MtpFormat(
@@ -74,7 +74,7 @@ MIMO = MtpFormat(
     "hidden_layernorm.",
     "final_layernorm.",
     None,
-    order="hidden_first",
+    concat_order="hidden_first",
 )
 QWEN = MtpFormat(
     "qwen3-next",
@@ -87,22 +87,22 @@ QWEN = MtpFormat(
     None,
     zero_first=False,
     unit_offset=True,
-    names=NEXT_NAMES,
+    tensor_name_rules=NEXT_NAMES,
 )
 
 
-def format_of(shapes: Shapes) -> tuple[MtpFormat, list[int]]:
+def recognise_mtp_format(shapes: Shapes) -> tuple[MtpFormat, list[int]]:
     """Return the producer's format, and the numbers of the MTP layers."""
-    mimo = {int(m[1]) for n in shapes if (m := re.match(r"mtp_layers\.(\d+)\.", n))}
-    if mimo:
-        return MIMO, sorted(mimo)
+    mimo_layers = {int(match[1]) for n in shapes if (match := re.match(r"mtp_layers\.(\d+)\.", n))}
+    if mimo_layers:
+        return MIMO, sorted(mimo_layers)
     if any(name.startswith("mtp.") for name in shapes):
-        return QWEN, sorted({int(m[1]) for n in shapes if (m := re.match(r"mtp\.layers\.(\d+)\.", n))})
-    numbers = sorted(
-        {int(m[1]) for n in shapes if (m := re.match(r"layers\.(\d+)\.(eh_proj|shared_head|[eh]norm)\.", n))}
+        return QWEN, sorted({int(match[1]) for n in shapes if (match := re.match(r"mtp\.layers\.(\d+)\.", n))})
+    layer_numbers = sorted(
+        {int(match[1]) for n in shapes if (match := re.match(r"layers\.(\d+)\.(eh_proj|shared_head|[eh]norm)\.", n))}
     )
-    step = any(re.match(r"layers\.\d+\.(transformer|shared_head\.output)\.", n) for n in shapes)
-    return (STEP if step else NEXTN), numbers
+    is_step = any(re.match(r"layers\.\d+\.(transformer|shared_head\.output)\.", n) for n in shapes)
+    return (STEP if is_step else NEXTN), layer_numbers
 
 
 def read_mtp(folder: str, keys: ConfigKeys, shapes: Shapes, target: TargetArch, facts: FactResolver) -> DraftSpec:
@@ -111,76 +111,84 @@ def read_mtp(folder: str, keys: ConfigKeys, shapes: Shapes, target: TargetArch, 
     Raises:
         ConfigError: config and shapes disagree or do not fit the target; the message gives both numbers.
     """
-    same_target(folder, keys, target)
-    form, numbers = format_of(shapes)
-    if form is QWEN and numbers != [0]:
-        raise ConfigError(f"draft {folder!r}: 'mtp.layers' are {numbers}, but only one layer, 0, is served")
-    if numbers != list(range(numbers[0], numbers[0] + len(numbers))):
-        raise ConfigError(f"draft {folder!r}: its MTP layers are {numbers}, which must be consecutive")
-    given = keys.data.get("num_nextn_predict_layers")
-    if given is not None and given != len(numbers):
-        raise ConfigError(f"draft {folder!r}: num_nextn_predict_layers is {given} but it holds MTP layers {numbers}")
-    geometry = _geometry(folder, keys, shapes, form, form.inner.format(index=numbers[0]).rstrip("."))
-    if form.unit_offset:
-        geometry = replace(geometry, unit_offset=True)
-    same_width(folder, geometry.hidden, target)
-    at = form.prefix.format(index=numbers[0])
-    own_embed = f"{at}embed_tokens.weight" in shapes
-    names = (
-        (r"^fc\.", form.prefix + form.joined),
-        (r"^embed_norm\.", form.prefix + form.embed_norm),
-        (r"^hidden_norm\.", form.prefix + form.hidden_norm),
-        (r"^norm\.", form.prefix + form.norm),
-        (r"^lm_head\.", form.prefix + (form.head or "lm_head.")),
-        (r"^embed_tokens\.", form.prefix + "embed_tokens."),
-        (r"^layers\.0\.", form.inner),
-        *form.names,
+    check_same_target(folder, keys, target)
+    mtp_format, layer_numbers = recognise_mtp_format(shapes)
+    if mtp_format is QWEN and layer_numbers != [0]:
+        raise ConfigError(f"draft {folder!r}: 'mtp.layers' are {layer_numbers}, but only one layer, 0, is served")
+    if layer_numbers != list(range(layer_numbers[0], layer_numbers[0] + len(layer_numbers))):
+        raise ConfigError(f"draft {folder!r}: its MTP layers are {layer_numbers}, which must be consecutive")
+    configured_count = keys.data.get("num_nextn_predict_layers")
+    if configured_count is not None and configured_count != len(layer_numbers):
+        raise ConfigError(
+            f"draft {folder!r}: num_nextn_predict_layers is {configured_count} but it holds MTP layers {layer_numbers}"
+        )
+    geometry = _layer_geometry(
+        folder, keys, shapes, mtp_format, mtp_format.layer_prefix.format(index=layer_numbers[0]).rstrip(".")
     )
-    copies = [rf"^layers\.\d+\.{name}\.weight$" for name in ("shared_head\\.head", "embed_tokens") if not form.chained]
+    if mtp_format.unit_offset:
+        geometry = replace(geometry, unit_offset=True)
+    check_same_width(folder, geometry.hidden, target)
+    prefix = mtp_format.prefix.format(index=layer_numbers[0])
+    has_own_embed = f"{prefix}embed_tokens.weight" in shapes
+    names = (
+        (r"^fc\.", mtp_format.prefix + mtp_format.fc),
+        (r"^embed_norm\.", mtp_format.prefix + mtp_format.embed_norm),
+        (r"^hidden_norm\.", mtp_format.prefix + mtp_format.hidden_norm),
+        (r"^norm\.", mtp_format.prefix + mtp_format.norm),
+        (r"^lm_head\.", mtp_format.prefix + (mtp_format.head or "lm_head.")),
+        (r"^embed_tokens\.", mtp_format.prefix + "embed_tokens."),
+        (r"^layers\.0\.", mtp_format.layer_prefix),
+        *mtp_format.tensor_name_rules,
+    )
+    copy_patterns = [
+        rf"^layers\.\d+\.{name}\.weight$" for name in ("shared_head\\.head", "embed_tokens") if not mtp_format.chained
+    ]
     return DraftSpec(
         kind="mtp",
-        dialect=form.dialect,
+        dialect=mtp_format.dialect,
         layers=(DraftLayer(geometry, pair=False, hidden_norm="input_layernorm"),),
         target_hidden=target.hidden,
         vocab_size=target.vocab_size,
         draft_vocab_size=target.vocab_size,
         dtype=dtype_of(keys.data),
         input_source="final_postnorm",
-        concat_order=form.order,
+        concat_order=mtp_format.concat_order,
         pair_norms=True,
-        recurrent=facts.choose("recurrent", form.recurrent, f"format {form.dialect}"),
-        embed="own" if own_embed and form.chained else "target",
-        head="own" if form.chained else "target",
-        zero_first=form.zero_first,
-        runners=len(numbers),
-        first_index=numbers[0],
-        chained=form.chained,
-        names=names,
-        ignored_patterns=(*copies, *_others(form, numbers)),
+        recurrent=facts.choose("recurrent", mtp_format.recurrent, f"format {mtp_format.dialect}"),
+        embed="own" if has_own_embed and mtp_format.chained else "target",
+        head="own" if mtp_format.chained else "target",
+        zero_first=mtp_format.zero_first,
+        runners=len(layer_numbers),
+        first_index=layer_numbers[0],
+        chained=mtp_format.chained,
+        tensor_name_rules=names,
+        ignored_patterns=(*copy_patterns, *_target_patterns(mtp_format, layer_numbers)),
     )
 
 
-def _geometry(folder: str, keys: ConfigKeys, shapes: Shapes, form: MtpFormat, prefix: str) -> LayerGeometry:
+def _layer_geometry(folder: str, keys: ConfigKeys, shapes: Shapes, mtp_format: MtpFormat, prefix: str) -> LayerGeometry:
     """Return the decoder layer, with the target family's attention: latent as in DeepSeek, or grouped heads."""
-    dense = any(f"{prefix}.mlp.{part}_proj.weight" in shapes for part in ("gate", "up", "down"))
-    if form is QWEN:
-        given = keys.over(NEXT_DEFAULTS)
-        gated = replace(draft_geometry(folder, given, shapes, prefix, partial=True), gated=True)
-        return gated if dense else replace(gated, moe=qwen3_next_experts(keys))
+    is_dense = any(f"{prefix}.mlp.{part}_proj.weight" in shapes for part in ("gate", "up", "down"))
+    if mtp_format is QWEN:
+        full_keys = keys.with_defaults(NEXT_DEFAULTS)
+        gated_layer = replace(draft_geometry(folder, full_keys, shapes, prefix, allow_partial_rotary=True), gated=True)
+        return gated_layer if is_dense else replace(gated_layer, moe=read_qwen3_next_moe(keys))
     if is_latent(shapes, prefix):
-        return latent_geometry(keys, dense)
-    if dense:
+        return latent_geometry(keys, is_dense)
+    if is_dense:
         return draft_geometry(folder, keys, shapes, prefix)
-    if form is not NEXTN:
-        raise ConfigError(f"draft {folder!r}: {form.dialect} layers with experts are not served; its MLP is not dense")
-    alone = dict(keys.data) | {"num_hidden_layers": 1, "first_k_dense_replace": 0}
-    return glm4_moe(ConfigKeys(alone, folder, keys.file)).layer
+    if mtp_format is not NEXTN:
+        raise ConfigError(
+            f"draft {folder!r}: {mtp_format.dialect} layers with experts are not served; its MLP is not dense"
+        )
+    single_layer_config = dict(keys.data) | {"num_hidden_layers": 1, "first_k_dense_replace": 0}
+    return glm4_moe(ConfigKeys(single_layer_config, folder, keys.file)).layer
 
 
-def _others(form: MtpFormat, numbers: list[int]) -> tuple[str, ...]:
+def _target_patterns(mtp_format: MtpFormat, layer_numbers: list[int]) -> tuple[str, ...]:
     """Return patterns of the target's tensors in the same checkpoint."""
-    of_target = [r"^embed_tokens\.", r"^lm_head\.", r"^norm\."]
-    listed = "|".join(str(n) for n in numbers)
-    if form.prefix.startswith("layers."):
-        return (*of_target, rf"^layers\.(?!({listed})\.)\d+\.")
-    return (*of_target, r"^layers\.\d+\.")
+    patterns = [r"^embed_tokens\.", r"^lm_head\.", r"^norm\."]
+    own_numbers = "|".join(str(number) for number in layer_numbers)
+    if mtp_format.prefix.startswith("layers."):
+        return (*patterns, rf"^layers\.(?!({own_numbers})\.)\d+\.")
+    return (*patterns, r"^layers\.\d+\.")

@@ -29,12 +29,14 @@ REFUSED_NAMES = (
     (r"^mlp_?speculator", "an MLP speculator"),
     (r"^mtp(draftmodel)?$", "speculators' MTP layer, which has MiMo's names but not its order"),
 )
-MTP = r"^layers\.\d+\.(eh_proj|enorm|hnorm|shared_head)\.|^mtp_layers\.\d+\.|^mtp\."
-SERVED = "EAGLE-1/2, EAGLE-3 and 3.1, Mistral EAGLE, and MTP layers"
+MTP_TENSORS = r"^layers\.\d+\.(eh_proj|enorm|hnorm|shared_head)\.|^mtp_layers\.\d+\.|^mtp\."
+SERVED_FORMATS = "EAGLE-1/2, EAGLE-3 and 3.1, Mistral EAGLE, and MTP layers"
 
 
-def _refuse(folder: str, what: str, by: str) -> ConfigError:
-    return ConfigError(f"draft {folder!r} is {what} ({by}); that is not served, use one of: {SERVED}")
+def _not_served(folder: str, format_name: str, evidence: str) -> ConfigError:
+    return ConfigError(
+        f"draft {folder!r} is {format_name} ({evidence}); that is not served, use one of: {SERVED_FORMATS}"
+    )
 
 
 def refuse_unserved(folder: str, data: Mapping[str, Any], shapes: Shapes) -> None:
@@ -43,47 +45,47 @@ def refuse_unserved(folder: str, data: Mapping[str, Any], shapes: Shapes) -> Non
     Raises:
         ConfigError: the message names the format.
     """
-    for pattern, what in REFUSED_TENSORS:
-        found = next((name for name in shapes if re.search(pattern, name)), None)
-        if found is not None:
-            raise _refuse(folder, what, f"it holds {found!r}")
+    for pattern, format_name in REFUSED_TENSORS:
+        tensor = next((name for name in shapes if re.search(pattern, name)), None)
+        if tensor is not None:
+            raise _not_served(folder, format_name, f"it holds {tensor!r}")
     names = [str(name) for name in data.get("architectures") or []]
     names += [str(data[key]) for key in ("speculators_model_type", "model_type") if data.get(key)]
     for name in names:
-        for pattern, what in REFUSED_NAMES:
+        for pattern, format_name in REFUSED_NAMES:
             if re.search(pattern, name.lower()):
-                raise _refuse(folder, what, f"config.json says {name!r}")
+                raise _not_served(folder, format_name, f"config.json says {name!r}")
     if "dflash_config" in data:
-        raise _refuse(folder, "DFlash (arXiv 2602.06036)", "config.json has dflash_config")
+        raise _not_served(folder, "DFlash (arXiv 2602.06036)", "config.json has dflash_config")
     if (Path(folder) / "adapter_config.json").is_file():
-        raise _refuse(folder, "shipped with a LoRA adapter for its target", "adapter_config.json is beside it")
+        raise _not_served(folder, "shipped with a LoRA adapter for its target", "adapter_config.json is beside it")
 
 
-def kind_of(folder: str, data: Mapping[str, Any], shapes: Shapes) -> Kind:
+def recognise_kind(folder: str, data: Mapping[str, Any], shapes: Shapes) -> Kind:
     """Return the kind of draft that has these tensors.
 
     Raises:
         ConfigError: the format is not served; the message names it if it is known.
     """
     refuse_unserved(folder, data, shapes)
-    if is_native(shapes):
+    if has_mistral_names(shapes):
         return "mistral"
-    if any(re.search(MTP, name) for name in shapes):
+    if any(re.search(MTP_TENSORS, name) for name in shapes):
         return "mtp"
     if not any(name.startswith("layers.0.self_attn.") for name in shapes):
         raise ConfigError(
             f"draft {folder!r} is in no known format: there is no 'layers.0.self_attn' (or 'midlayer'); served are "
-            f"{SERVED}"
+            f"{SERVED_FORMATS}"
         )
     query = shapes.get("layers.0.self_attn.q_proj.weight", (0, 0))
-    whole = {"embed_tokens.weight", "norm.weight", "layers.1.self_attn.q_proj.weight"} <= shapes.keys()
-    entrance = {"fc.weight", "layers.0.hidden_norm.weight"} & shapes.keys()
-    if whole and not entrance and query[-1] == data.get("hidden_size"):
-        raise _refuse(folder, "a whole model, not a draft", "its layers read a hidden state and nothing beside it")
-    signs = ("layers.0.hidden_norm.weight", "layers.0.input_layernorm.weight", "norm.weight")
-    return "eagle3" if any(name in shapes for name in signs) else "eagle1"
+    has_all_model_tensors = {"embed_tokens.weight", "norm.weight", "layers.1.self_attn.q_proj.weight"} <= shapes.keys()
+    hidden_inputs = {"fc.weight", "layers.0.hidden_norm.weight"} & shapes.keys()
+    if has_all_model_tensors and not hidden_inputs and query[-1] == data.get("hidden_size"):
+        raise _not_served(folder, "a whole model, not a draft", "its layers read a hidden state and nothing beside it")
+    eagle3_tensors = ("layers.0.hidden_norm.weight", "layers.0.input_layernorm.weight", "norm.weight")
+    return "eagle3" if any(name in shapes for name in eagle3_tensors) else "eagle1"
 
 
-def is_native(shapes: Shapes) -> bool:
+def has_mistral_names(shapes: Shapes) -> bool:
     """Whether the tensors have the names of Mistral's own format."""
     return "eagle_linear.weight" in shapes or any(name.startswith("layers.0.attention.") for name in shapes)

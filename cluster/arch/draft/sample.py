@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeGuard
 
 from cluster.arch.keys import ConfigKeys, read_json
 
-FILE = "draft_sample.json"
+SAMPLE_FILE = "draft_sample.json"
 
 
 class Sample(NamedTuple):
@@ -30,21 +30,21 @@ def read_sample(folder: str, vocab_size: int, width: int) -> Sample | None:
     Raises:
         ConfigError: the file is malformed, or belongs to another draft.
     """
-    if not (Path(folder) / FILE).is_file():
+    if not (Path(folder) / SAMPLE_FILE).is_file():
         return None
-    keys = ConfigKeys(read_json(folder, FILE), folder, FILE)
-    tokens, hidden = keys.numbers("tokens"), keys.data.get("hidden")
+    keys = ConfigKeys(read_json(folder, SAMPLE_FILE), folder, SAMPLE_FILE)
+    tokens, hidden = keys.integers("tokens"), keys.data.get("hidden")
     token, logprob = keys.data.get("token"), keys.data.get("logprob")
-    if not tokens or type(token) is not int or not all(0 <= one < vocab_size for one in [*tokens, token]):
+    if not tokens or type(token) is not int or not all(0 <= token_id < vocab_size for token_id in [*tokens, token]):
         raise keys.error(f"tokens and token must be ids below the vocabulary's {vocab_size}")
-    if not isinstance(hidden, list) or not all(map(_finite, hidden)):
+    if not isinstance(hidden, list) or not all(map(_is_finite, hidden)):
         raise keys.error("hidden must list numbers")
     if len(hidden) != width or not any(hidden):
         raise keys.error(f"hidden must hold the draft's {width} numbers, got {len(hidden)}")
-    if not _finite(logprob) or logprob > 0:
+    if not _is_finite(logprob) or logprob > 0:
         raise keys.error(f"logprob must be a number of at most 0, got {logprob!r}")
     return Sample(tuple(tokens), tuple(map(float, hidden)), token, float(logprob))
 
 
-def _finite(value: object) -> TypeGuard[float]:
+def _is_finite(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

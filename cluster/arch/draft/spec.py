@@ -51,8 +51,8 @@ class DraftSpec:
     - `query_scaling` (length, beta): queries at position p are multiplied by 1 + beta log(1 + p // length).
     - `runners`: the number of models in the draft runner list; each has these `layers`. If `chained`, runner i reads
       the output of runner i - 1, otherwise the target's hidden.
-    - `names` map the model's tensor names to the checkpoint's, applied in order; {index} is `first_index` plus the
-      runner's number.
+    - `tensor_name_rules` map the model's tensor names to the checkpoint's, applied in order; {index} is `first_index`
+      plus the runner's number.
     """
 
     kind: Kind
@@ -84,7 +84,7 @@ class DraftSpec:
     chained: bool = False
     choices: tuple[ResolvedFact, ...] = ()
     doubts: tuple[str, ...] = ()
-    names: tuple[tuple[str, str], ...] = ()
+    tensor_name_rules: tuple[tuple[str, str], ...] = ()
     ignored_patterns: tuple[str, ...] = ()
 
     @property
@@ -126,18 +126,18 @@ class DraftSpec:
 
     def stored_name(self, name: str, runner: int = 0) -> str:
         """Return the checkpoint's name for the tensor `name` of runner `runner`."""
-        for pattern, replacement in self.names:
+        for pattern, replacement in self.tensor_name_rules:
             name = re.sub(pattern, replacement.replace("{index}", str(self.first_index + runner)), name)
         return name
 
-    def ignored(self, runner: int = 0) -> tuple[str, ...]:
+    def ignored_by(self, runner: int = 0) -> tuple[str, ...]:
         """Return patterns of stored tensors that a runner does not use, such as those of the target or of other
         runners.
         """
         if self.runners == 1:
             return self.ignored_patterns
-        others = "|".join(str(self.first_index + i) for i in range(self.runners) if i != runner)
-        return (*self.ignored_patterns, rf"^(layers|mtp_layers)\.({others})\.")
+        other_numbers = "|".join(str(self.first_index + i) for i in range(self.runners) if i != runner)
+        return (*self.ignored_patterns, rf"^(layers|mtp_layers)\.({other_numbers})\.")
 
     def info(self) -> DraftInfo:
         """Return a summary of the draft, with the source of each fact that tensors cannot show."""

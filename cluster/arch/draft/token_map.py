@@ -1,7 +1,7 @@
 """FR-Spec's token map (arXiv 2502.14856): the ids that a draft ranks with the target's own head, read from a file.
 
-The file is a JSON list of ids, or safetensors with one tensor of ids; never a pickle. `map_doubts` checks the map
-`d2t` in a draft's own checkpoint.
+The file is a JSON list of ids, or safetensors with one tensor of ids; never a pickle. `vocabulary_map_doubts` checks
+the map `d2t` in a draft's own checkpoint.
 """
 
 import json
@@ -15,8 +15,8 @@ from cluster.arch.safetensors.stored import stored_tensors
 from cluster.config import ConfigError
 
 SETTING = "speculative_token_map"
-WIDTHS = {"I64": "q", "I32": "i"}
-LARGEST = 64 << 20  # maximum bytes of a file, far beyond any vocabulary
+STRUCT_CODES = {"I64": "q", "I32": "i"}
+MAX_FILE_BYTES = 64 << 20  # maximum bytes of a file, far beyond any vocabulary
 
 
 def read_token_map(file: str, vocab_size: int) -> tuple[int, ...]:
@@ -28,18 +28,20 @@ def read_token_map(file: str, vocab_size: int) -> tuple[int, ...]:
     path = Path(file)
     if not path.is_file():
         raise ConfigError(f"{SETTING}: {file!r} is not a file")
-    if path.stat().st_size > LARGEST:
-        raise ConfigError(f"{SETTING}: {file!r} is larger than {LARGEST} bytes, so it is not a list of token ids")
-    ids = _from_json(path) if path.suffix == ".json" else _from_tensor(path)
-    wrong = next((i for i in ids if not 0 <= i < vocab_size), None)
-    if wrong is not None:
-        raise ConfigError(f"{SETTING}: {file!r} holds {wrong}, which is not an id of the target's {vocab_size}")
+    if path.stat().st_size > MAX_FILE_BYTES:
+        raise ConfigError(
+            f"{SETTING}: {file!r} is larger than {MAX_FILE_BYTES} bytes, so it is not a list of token ids"
+        )
+    ids = _read_json_ids(path) if path.suffix == ".json" else _read_tensor_ids(path)
+    invalid_id = next((i for i in ids if not 0 <= i < vocab_size), None)
+    if invalid_id is not None:
+        raise ConfigError(f"{SETTING}: {file!r} holds {invalid_id}, which is not an id of the target's {vocab_size}")
     if not ids or len(set(ids)) != len(ids):
         raise ConfigError(f"{SETTING}: {file!r} must hold each id once, and at least one; it holds {len(ids)}")
     return tuple(sorted(ids))
 
 
-def _from_json(path: Path) -> list[int]:
+def _read_json_ids(path: Path) -> list[int]:
     try:
         ids = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -49,18 +51,18 @@ def _from_json(path: Path) -> list[int]:
     return ids
 
 
-def _from_tensor(path: Path) -> list[int]:
-    held = read_header(path)
-    (stored,) = held.values() if len(held) == 1 else (None,)
-    if stored is None or stored.dtype not in WIDTHS or len(stored.shape) != 1:
-        found = {name: (one.dtype, list(one.shape)) for name, one in list(held.items())[:4]}
-        raise ConfigError(f"{SETTING}: {str(path)!r} must hold one tensor [ids] of I64 or I32; it holds {found}")
-    data = path.read_bytes()[stored.start : stored.stop]
-    return list(struct.unpack(f"<{stored.shape[0]}{WIDTHS[stored.dtype]}", data))
+def _read_tensor_ids(path: Path) -> list[int]:
+    tensors = read_header(path)
+    (location,) = tensors.values() if len(tensors) == 1 else (None,)
+    if location is None or location.dtype not in STRUCT_CODES or len(location.shape) != 1:
+        tensor_types = {name: (tensor.dtype, list(tensor.shape)) for name, tensor in list(tensors.items())[:4]}
+        raise ConfigError(f"{SETTING}: {str(path)!r} must hold one tensor [ids] of I64 or I32; it holds {tensor_types}")
+    data = path.read_bytes()[location.start : location.stop]
+    return list(struct.unpack(f"<{location.shape[0]}{STRUCT_CODES[location.dtype]}", data))
 
 
-def map_doubts(folder: str, shapes: Shapes, size: int, vocab_size: int) -> list[str]:
-    """Return doubts about the map `d2t` of `size` ids in a draft's folder.
+def vocabulary_map_doubts(folder: str, shapes: Shapes, map_size: int, vocab_size: int) -> list[str]:
+    """Return doubts about the map `d2t` of `map_size` ids in a draft's folder.
 
     A `d2t` of only zeros means the target's first ids. If the checkpoint has no `t2d` as well, such a `d2t` was most
     likely never filled in, and gives a doubt. A sparse file without data, as in an outline of a remote file, gives no
@@ -69,16 +71,16 @@ def map_doubts(folder: str, shapes: Shapes, size: int, vocab_size: int) -> list[
     Raises:
         ConfigError: a file of the folder is missing or malformed.
     """
-    if size == vocab_size or "t2d" in shapes:
+    if map_size == vocab_size or "t2d" in shapes:
         return []
-    path, _, stored = stored_tensors(folder)["d2t"]
+    path, _, location = stored_tensors(folder)["d2t"]
     with path.open("rb") as file:
-        if file.seek(stored.start, os.SEEK_HOLE) < stored.stop:
+        if file.seek(location.start, os.SEEK_HOLE) < location.stop:
             return []  # a hole in a sparse file reads as zeros
-        file.seek(stored.start)
-        if any(file.read(stored.stop - stored.start)):
+        file.seek(location.start)
+        if any(file.read(location.stop - location.start)):
             return []
     return [
-        f"its vocabulary map d2t holds only zeros, and no t2d confirms it: it drafts only the target's first {size} "
-        f"ids of {vocab_size}, as if the map had never been filled in"
+        f"its vocabulary map d2t holds only zeros, and no t2d confirms it: it drafts only the target's first "
+        f"{map_size} ids of {vocab_size}, as if the map had never been filled in"
     ]

@@ -7,39 +7,41 @@ from typing import Any, Literal, NamedTuple
 from cluster.arch.draft.facts import FactResolver
 from cluster.arch.families.deepseek import deepseek_v3
 from cluster.arch.keys import ConfigKeys, Shapes
-from cluster.arch.layer import LayerGeometry, geometry_of, sliding, with_sliding_window
+from cluster.arch.layer import LayerGeometry, geometry_of, sliding_layers, with_sliding_window
 from cluster.arch.safetensors.stored import name_on_disk, stored_tensors
 from cluster.arch.target import TargetArch
 from cluster.config import ConfigError
 
 
-def layer_count(folder: str, keys: ConfigKeys, shapes: Shapes) -> int:
+def count_layers(folder: str, keys: ConfigKeys, shapes: Shapes) -> int:
     """Return the number of layers by the config, 1 by default. The tensors must not hold more layers. A `midlayer` is
     the only layer, even if the config, copied from the target, says otherwise.
 
     Raises:
         ConfigError: a tensor belongs to a later layer; the message names it.
     """
-    numbers = {int(found[1]) for name in shapes if (found := re.match(r"layers\.(\d+)\.", name))}
-    count = keys.integer("num_hidden_layers", 1)
+    layer_numbers = {int(match[1]) for name in shapes if (match := re.match(r"layers\.(\d+)\.", name))}
+    num_layers = keys.integer("num_hidden_layers", 1)
     if (
-        count > 1
-        and numbers == {0}
-        and any(raw.startswith("midlayer.") for _, raw, _ in stored_tensors(folder).values())
+        num_layers > 1
+        and layer_numbers == {0}
+        and any(raw_name.startswith("midlayer.") for _, raw_name, _ in stored_tensors(folder).values())
     ):
-        count = 1
-    beyond = sorted(name for name in shapes if name.startswith(tuple(f"layers.{i}." for i in numbers if i >= count)))
-    if beyond:
-        named = name_on_disk(folder, beyond[0])
-        raise ConfigError(f"draft {folder!r} has num_hidden_layers {count} but holds {named!r}")
-    return count
+        num_layers = 1
+    extra_tensors = sorted(
+        name for name in shapes if name.startswith(tuple(f"layers.{i}." for i in layer_numbers if i >= num_layers))
+    )
+    if extra_tensors:
+        disk_name = name_on_disk(folder, extra_tensors[0])
+        raise ConfigError(f"draft {folder!r} has num_hidden_layers {num_layers} but holds {disk_name!r}")
+    return num_layers
 
 
 def draft_geometry(
-    folder: str, keys: ConfigKeys, shapes: Shapes, prefix: str = "layers.0", partial: bool = False
+    folder: str, keys: ConfigKeys, shapes: Shapes, prefix: str = "layers.0", allow_partial_rotary: bool = False
 ) -> LayerGeometry:
     """Return a layer's sizes. The number of heads comes from the config, biases from tensors, head_dim from the config
-    or, if missing there, from `q_proj`. `partial`: the format may rotate only a part of each head.
+    or, if missing there, from `q_proj`. `allow_partial_rotary`: the format may rotate only a part of each head.
 
     Raises:
         ConfigError: config and tensors disagree on a bias.
@@ -53,16 +55,18 @@ def draft_geometry(
     heads = data.get("num_attention_heads")
     if data.get("head_dim") is None and query and isinstance(heads, int) and heads > 0 and query[0] % heads == 0:
         data["head_dim"] = query[0] // heads
-    out, mlp = f"{prefix}.self_attn.o_proj.bias", f"{prefix}.mlp.up_proj.bias"
-    queries = f"{prefix}.self_attn.q_proj.bias" in shapes
-    qwen = str(keys.data.get("model_type")) in ("qwen2", "mimo")  # whose `attention_bias` means q, k and v only
-    held = qwen and queries and keys.data.get("attention_bias") is True
+    out_bias_name, mlp_bias_name = f"{prefix}.self_attn.o_proj.bias", f"{prefix}.mlp.up_proj.bias"
+    has_qkv_bias = f"{prefix}.self_attn.q_proj.bias" in shapes
+    is_qwen2 = str(keys.data.get("model_type")) in ("qwen2", "mimo")  # whose `attention_bias` means q, k and v only
+    bias_means_qkv_only = is_qwen2 and has_qkv_bias and keys.data.get("attention_bias") is True
     return replace(
-        geometry_of(ConfigKeys(data, keys.where), partial=partial),
-        attention_bias=queries,
-        out_bias=out in shapes if held else confirmed(folder, keys, "attention_bias", out, out in shapes),
+        geometry_of(ConfigKeys(data, keys.folder), allow_partial_rotary=allow_partial_rotary),
+        attention_bias=has_qkv_bias,
+        out_bias=out_bias_name in shapes
+        if bias_means_qkv_only
+        else confirm_flag(folder, keys, "attention_bias", out_bias_name, out_bias_name in shapes),
         qk_norm=any(f"{prefix}.self_attn.{part}_norm.weight" in shapes for part in "qk"),
-        mlp_bias=confirmed(folder, keys, "mlp_bias", mlp, mlp in shapes),
+        mlp_bias=confirm_flag(folder, keys, "mlp_bias", mlp_bias_name, mlp_bias_name in shapes),
     )
 
 
@@ -73,13 +77,15 @@ def is_latent(shapes: Shapes, prefix: str) -> bool:
     )
 
 
-def latent_geometry(keys: ConfigKeys, dense: bool = True) -> LayerGeometry:
+def latent_geometry(keys: ConfigKeys, has_dense_mlp: bool = True) -> LayerGeometry:
     """Return one layer of latent attention as DeepSeek-V3 configures it, with a dense MLP or with experts."""
-    data = dict(keys.data) | {"num_hidden_layers": 1, "first_k_dense_replace": int(dense)}
-    return deepseek_v3(keys.having(data)).layer
+    data = dict(keys.data) | {"num_hidden_layers": 1, "first_k_dense_replace": int(has_dense_mlp)}
+    return deepseek_v3(keys.with_data(data)).layer
 
 
-def windows_of(keys: ConfigKeys, geometry: LayerGeometry, count: int, facts: FactResolver) -> tuple[LayerGeometry, ...]:
+def layers_with_windows(
+    keys: ConfigKeys, geometry: LayerGeometry, num_layers: int, facts: FactResolver
+) -> tuple[LayerGeometry, ...]:
     """Return every layer's geometry. `layer_types` lists which layers have the `sliding_window`. Without `layer_types`,
     either all layers have the window or none.
 
@@ -87,27 +93,34 @@ def windows_of(keys: ConfigKeys, geometry: LayerGeometry, count: int, facts: Fac
     If such a config has only the key `sliding_window`, the window is applied to all layers and recorded as a doubt.
     """
     if keys.data.get("sliding_window") is None:
-        return (geometry,) * count
-    kind = str(keys.data.get("model_type"))
-    used = keys.flag("use_sliding_window", not kind.startswith("qwen"))
-    if kind == "llama" and used and not {"layer_types", "use_sliding_window"} & keys.data.keys():
+        return (geometry,) * num_layers
+    model_type = str(keys.data.get("model_type"))
+    uses_window = keys.flag("use_sliding_window", not model_type.startswith("qwen"))
+    if model_type == "llama" and uses_window and not {"layer_types", "use_sliding_window"} & keys.data.keys():
         remedy = "set it to null if the draft was trained with full attention"
-        note_window(facts, keys, keys.integer("sliding_window"), "every layer sees so many tokens", remedy)
-    return with_sliding_window(geometry, keys.integer("sliding_window"), sliding(keys, count, [used] * count))
-
-
-def note_window(facts: FactResolver, keys: ConfigKeys, used: int | None, reading: str, remedy: str) -> None:
-    """Record how a `sliding_window` was read if the draft's format does not define that key. `used` is the window that
-    the layers have, or None for full attention.
-    """
-    kind, given = keys.data.get("model_type"), keys.data["sliding_window"]
-    facts.choose("sliding_window", used, f"config.json has {given}, which type {kind} does not define")
-    facts.doubts.append(
-        f"its config.json has sliding_window {given}, which type {kind} does not define; {reading}; {remedy}"
+        record_window_doubt(facts, keys, keys.integer("sliding_window"), "every layer sees so many tokens", remedy)
+    return with_sliding_window(
+        geometry, keys.integer("sliding_window"), sliding_layers(keys, num_layers, [uses_window] * num_layers)
     )
 
 
-def rope_layout(geometry: LayerGeometry, facts: FactResolver, convention: str, source: str) -> LayerGeometry:
+def record_window_doubt(
+    facts: FactResolver, keys: ConfigKeys, used_window: int | None, interpretation: str, remedy: str
+) -> None:
+    """Record how a `sliding_window` was read if the draft's format does not define that key. `used_window` is the
+    window that the layers have, or None for full attention.
+    """
+    model_type, configured_window = keys.data.get("model_type"), keys.data["sliding_window"]
+    facts.choose(
+        "sliding_window", used_window, f"config.json has {configured_window}, which type {model_type} does not define"
+    )
+    facts.doubts.append(
+        f"its config.json has sliding_window {configured_window}, which type {model_type} does not define; "
+        f"{interpretation}; {remedy}"
+    )
+
+
+def with_rope_layout(geometry: LayerGeometry, facts: FactResolver, convention: str, source: str) -> LayerGeometry:
     """Return the layer with its checkpoint's rotary layout; latent attention always rotates neighbouring pairs."""
     if geometry.latent is not None:
         return geometry
@@ -115,16 +128,18 @@ def rope_layout(geometry: LayerGeometry, facts: FactResolver, convention: str, s
     return replace(geometry, interleaved=layout == "interleaved")
 
 
-def confirmed(folder: str, keys: ConfigKeys, key: str, name: str, present: bool) -> bool:
-    """Return `present`: whether the tensor `name` exists. If the config has the flag `key`, both must agree.
+def confirm_flag(folder: str, keys: ConfigKeys, key: str, tensor_name: str, is_present: bool) -> bool:
+    """Return `is_present`: whether the tensor `tensor_name` exists. If the config has the flag `key`, both must agree.
 
     Raises:
         ConfigError: the config says the opposite.
     """
-    if keys.data.get(key) is not None and keys.flag(key) != present:
-        state = "is there" if present else "is missing"
-        raise ConfigError(f"draft {folder!r}: config.json says {key} {keys.data[key]} but tensor {name!r} {state}")
-    return present
+    if keys.data.get(key) is not None and keys.flag(key) != is_present:
+        presence = "is there" if is_present else "is missing"
+        raise ConfigError(
+            f"draft {folder!r}: config.json says {key} {keys.data[key]} but tensor {tensor_name!r} {presence}"
+        )
+    return is_present
 
 
 class DraftVocabulary(NamedTuple):
@@ -133,15 +148,15 @@ class DraftVocabulary(NamedTuple):
     embed: Literal["own", "target"]
     head: Literal["own", "target", "tied"]
     size: int
-    mapped: bool
+    has_d2t: bool
 
 
-def vocabulary_of(
-    folder: str, keys: ConfigKeys, shapes: Shapes, target: TargetArch, hidden: int, mapped: bool = False
+def read_vocabulary(
+    folder: str, keys: ConfigKeys, shapes: Shapes, target: TargetArch, hidden: int, allow_d2t: bool = False
 ) -> DraftVocabulary:
     """Return the draft's vocabulary. Its size is the number of rows of the head; `draft_vocab_size` must be the same.
 
-    If `mapped`, a `d2t` may pick rows of the target's head. Otherwise a draft with a `d2t` must have its own head.
+    If `allow_d2t`, a `d2t` may pick rows of the target's head. Otherwise a draft with a `d2t` must have its own head.
 
     Raises:
         ConfigError: sizes disagree, or the draft needs the target's embedding or head and that does not fit the draft.
@@ -164,7 +179,7 @@ def vocabulary_of(
             "share the target's embedding; the draft's checkpoint must hold embed_tokens.weight"
         )
     if head == "target" and (
-        hidden != target.hidden or (size != target.vocab_size and not (mapped and "d2t" in shapes))
+        hidden != target.hidden or (size != target.vocab_size and not (allow_d2t and "d2t" in shapes))
     ):
         raise ConfigError(
             f"draft {folder!r}: without lm_head.weight it shares the target's head, which needs hidden_size "
@@ -173,7 +188,7 @@ def vocabulary_of(
     return DraftVocabulary("own" if own_embed else "target", head, size, "d2t" in shapes)
 
 
-def same_width(folder: str, hidden: int, target: TargetArch) -> None:
+def check_same_width(folder: str, hidden: int, target: TargetArch) -> None:
     """Raise unless the draft's layers have the target's width.
 
     Raises:
@@ -185,16 +200,16 @@ def same_width(folder: str, hidden: int, target: TargetArch) -> None:
         )
 
 
-def same_target(folder: str, keys: ConfigKeys, target: TargetArch) -> None:
+def check_same_target(folder: str, keys: ConfigKeys, target: TargetArch) -> None:
     """Raise if the draft was made for a target with another width or vocabulary.
 
     Raises:
         ConfigError: the message gives both numbers.
     """
-    given = keys.integer("target_hidden_size", target.hidden)
-    if given != target.hidden:
+    target_hidden_size = keys.integer("target_hidden_size", target.hidden)
+    if target_hidden_size != target.hidden:
         raise ConfigError(
-            f"draft {folder!r} does not fit the target: target_hidden_size {given} against {target.hidden}"
+            f"draft {folder!r} does not fit the target: target_hidden_size {target_hidden_size} against {target.hidden}"
         )
     if keys.integer("vocab_size", target.vocab_size) != target.vocab_size:
         raise ConfigError(

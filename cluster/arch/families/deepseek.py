@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from cluster.arch.keys import ConfigKeys
-from cluster.arch.layer import Latent, Moe, geometry_of
+from cluster.arch.layer import LatentSizes, Moe, geometry_of
 from cluster.arch.rope import mscale, scaling_of
 from cluster.arch.target import TargetArch, target_of
 
@@ -14,8 +14,8 @@ def deepseek_v3(keys: ConfigKeys) -> TargetArch:
     """Return the target of `DeepseekV3ForCausalLM`. Layers from `num_hidden_layers` on are MTP drafts."""
     if not keys.flag("rope_interleave", True):
         raise keys.error("rope_interleave false is not served")
-    count = keys.integer("num_hidden_layers")
-    latent = Latent(
+    num_layers = keys.integer("num_hidden_layers")
+    latent = LatentSizes(
         q_rank=None if keys.data.get("q_lora_rank") is None else keys.integer("q_lora_rank"),
         kv_rank=keys.integer("kv_lora_rank", 512),
         nope=keys.integer("qk_nope_head_dim", 128),
@@ -29,21 +29,21 @@ def deepseek_v3(keys: ConfigKeys) -> TargetArch:
     scale = float((latent.nope + latent.rope) ** -0.5)
     if scaling.data.get("mscale_all_dim"):
         scale *= mscale(scaling.number("factor", 1.0), scaling.number("mscale_all_dim", 1.0)) ** 2
-    dense = replace(geometry_of(keys.having(data)), latent=latent, scale=scale)
-    moe = grouped_experts(keys)
-    first = keys.data.get("first_k_dense_replace")
-    first = 3 if first is None else first
-    drafts = keys.data.get("num_nextn_predict_layers") or 0
+    dense = replace(geometry_of(keys.with_data(data)), latent=latent, scale=scale)
+    moe = read_grouped_moe(keys)
+    num_dense_layers = keys.data.get("first_k_dense_replace")
+    num_dense_layers = 3 if num_dense_layers is None else num_dense_layers
+    num_drafts = keys.data.get("num_nextn_predict_layers") or 0
     return target_of(
         keys,
         "DeepseekV3ForCausalLM",
-        tuple(dense if i < first else replace(dense, moe=moe) for i in range(count)),
-        names=NAMES,
-        ignored=tuple(rf"^layers\.{count + i}\." for i in range(drafts)),
+        tuple(dense if i < num_dense_layers else replace(dense, moe=moe) for i in range(num_layers)),
+        tensor_name_rules=NAMES,
+        ignored_patterns=tuple(rf"^layers\.{num_layers + i}\." for i in range(num_drafts)),
     )
 
 
-def grouped_experts(keys: ConfigKeys) -> Moe:
+def read_grouped_moe(keys: ConfigKeys) -> Moe:
     """Return experts chosen by groups with sigmoid scores and a correction bias, and shared experts for every token.
 
     Raises:

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from cluster.arch.families.deepseek import NAMES, grouped_experts
+from cluster.arch.families.deepseek import NAMES, read_grouped_moe
 from cluster.arch.keys import ConfigKeys
 from cluster.arch.layer import geometry_of
 from cluster.arch.target import TargetArch, target_of
@@ -20,19 +20,19 @@ DEFAULTS = {
 """Values of keys that a config leaves out."""
 
 
-def glm4_moe(given: ConfigKeys) -> TargetArch:
+def glm4_moe(config: ConfigKeys) -> TargetArch:
     """Return the target of `Glm4MoeForCausalLM`: q, k and v may have biases. Layers from `num_hidden_layers` on are MTP
     drafts.
     """
-    keys = given.over(DEFAULTS)
-    count = keys.integer("num_hidden_layers")
-    dense = replace(geometry_of(keys, partial=True), out_bias=False, qk_norm=keys.flag("use_qk_norm"))
-    sparse = replace(dense, moe=grouped_experts(keys))
-    drafts = keys.data.get("num_nextn_predict_layers") or 0
+    keys = config.with_defaults(DEFAULTS)
+    num_layers = keys.integer("num_hidden_layers")
+    dense = replace(geometry_of(keys, allow_partial_rotary=True), out_bias=False, qk_norm=keys.flag("use_qk_norm"))
+    sparse = replace(dense, moe=read_grouped_moe(keys))
+    num_drafts = keys.data.get("num_nextn_predict_layers") or 0
     return target_of(
         keys,
         "Glm4MoeForCausalLM",
-        tuple(dense if i < keys.data["first_k_dense_replace"] else sparse for i in range(count)),
-        names=NAMES,
-        ignored=tuple(rf"^layers\.{count + i}\." for i in range(drafts)),
+        tuple(dense if i < keys.data["first_k_dense_replace"] else sparse for i in range(num_layers)),
+        tensor_name_rules=NAMES,
+        ignored_patterns=tuple(rf"^layers\.{num_layers + i}\." for i in range(num_drafts)),
     )

@@ -18,18 +18,18 @@ def mistral(keys: ConfigKeys) -> TargetArch:
     """Return the target of `MistralForCausalLM`. All layers have the config's sliding window, by default 4096; null
     means no window.
     """
-    count = keys.integer("num_hidden_layers")
+    num_layers = keys.integer("num_hidden_layers")
     window = None
     if keys.data.get("sliding_window", 4096) is not None:
         window = keys.integer("sliding_window", 4096)
-    layers = with_sliding_window(geometry_of(keys), window, [window is not None] * count)
+    layers = with_sliding_window(geometry_of(keys), window, [window is not None] * num_layers)
     return target_of(keys, "MistralForCausalLM", layers)
 
 
 def ministral3(keys: ConfigKeys) -> TargetArch:
     """Return the target of `Ministral3ForCausalLM`: Mistral with scaling of queries, without a default window."""
-    scaling, given = scaling_of(keys), keys.having({"sliding_window": None, **keys.data})
-    grown = None
+    scaling, unwindowed_keys = scaling_of(keys), keys.with_data({"sliding_window": None, **keys.data})
+    query_scaling = None
     if scaling.data.get("llama_4_scaling_beta"):
-        grown = original_length(keys), scaling.number("llama_4_scaling_beta", 0.1)
-    return replace(mistral(given), family="Ministral3ForCausalLM", query_scaling=grown)
+        query_scaling = original_length(keys), scaling.number("llama_4_scaling_beta", 0.1)
+    return replace(mistral(unwindowed_keys), family="Ministral3ForCausalLM", query_scaling=query_scaling)

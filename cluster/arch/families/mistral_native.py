@@ -17,7 +17,7 @@ NAMES = (
     (r"\.mlp\.up_proj\.", ".feed_forward.w3."),
     (r"\.mlp\.down_proj\.", ".feed_forward.w2."),
 )
-SPELLED = {
+MISTRAL_KEYS = {
     "hidden_size": "dim",
     "num_hidden_layers": "n_layers",
     "num_attention_heads": "n_heads",
@@ -29,8 +29,8 @@ SPELLED = {
     "rope_theta": "rope_theta",
     "tie_word_embeddings": "tied_embeddings",
 }
-NOT_SERVED = ("moe", "q_lora_rank", "kv_lora_rank", "vision_encoder", "mamba")
-END_OF_TEXT = 2
+UNSERVED_KEYS = ("moe", "q_lora_rank", "kv_lora_rank", "vision_encoder", "mamba")
+EOS_TOKEN_ID = 2
 
 
 def mistral_native(params: ConfigKeys) -> TargetArch:
@@ -40,11 +40,13 @@ def mistral_native(params: ConfigKeys) -> TargetArch:
     Raises:
         ConfigError: the model has experts, latent attention or a vision tower.
     """
-    for key in NOT_SERVED:
+    for key in UNSERVED_KEYS:
         if params.data.get(key):
             raise params.error(f"{key} is recognised and not served in this format")
-    data: dict[str, Any] = {ours: params.data[theirs] for ours, theirs in SPELLED.items() if theirs in params.data}
-    data["eos_token_id"] = END_OF_TEXT
+    data: dict[str, Any] = {
+        hf_key: params.data[mistral_key] for hf_key, mistral_key in MISTRAL_KEYS.items() if mistral_key in params.data
+    }
+    data["eos_token_id"] = EOS_TOKEN_ID
     data["max_position_embeddings"] = params.integer("max_position_embeddings", params.integer("max_seq_len", 128000))
     yarn = params.section("yarn")
     if yarn.data:
@@ -57,18 +59,18 @@ def mistral_native(params: ConfigKeys) -> TargetArch:
         }
         if not yarn.flag("apply_scale", True):
             data["rope_scaling"]["attention_factor"] = 1.0
-    keys = params.having(data)
+    keys = params.with_data(data)
     window = params.data.get("sliding_window")
     if window is not None:
         window = params.integer("sliding_window")
-    count = keys.integer("num_hidden_layers")
+    num_layers = keys.integer("num_hidden_layers")
     layer = replace(geometry_of(keys), interleaved=True)
-    layers = with_sliding_window(layer, window, [window is not None] * count)
-    grown = query_scaling(params)
-    return target_of(keys, "Mistral (native)", layers, names=NAMES, query_scaling=grown)
+    layers = with_sliding_window(layer, window, [window is not None] * num_layers)
+    query_scaling_values = read_query_scaling(params)
+    return target_of(keys, "Mistral (native)", layers, tensor_name_rules=NAMES, query_scaling=query_scaling_values)
 
 
-def query_scaling(params: ConfigKeys) -> tuple[int, float] | None:
+def read_query_scaling(params: ConfigKeys) -> tuple[int, float] | None:
     """Return how queries are scaled with the position, as (length, beta); None if they are not scaled."""
     scaling = params.section("llama_4_scaling")
     if not scaling.data:

@@ -25,4 +25,4 @@ def mixtral(keys: ConfigKeys) -> TargetArch:
     if keys.data.get("sliding_window") is not None:
         layer = replace(layer, sliding_window=keys.integer("sliding_window"))
     layers = (layer,) * keys.integer("num_hidden_layers")
-    return target_of(keys, "MixtralForCausalLM", layers, names=NAMES)
+    return target_of(keys, "MixtralForCausalLM", layers, tensor_name_rules=NAMES)

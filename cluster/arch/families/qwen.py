@@ -3,42 +3,42 @@
 from dataclasses import replace
 
 from cluster.arch.keys import ConfigKeys
-from cluster.arch.layer import LayerGeometry, Moe, geometry_of, sliding, with_sliding_window
+from cluster.arch.layer import LayerGeometry, Moe, geometry_of, sliding_layers, with_sliding_window
 from cluster.arch.target import TargetArch, target_of
 
 
 def qwen2(keys: ConfigKeys) -> TargetArch:
     """Return the target of `Qwen2ForCausalLM`: q, k and v always have biases, the attention output never has one."""
     layer = replace(geometry_of(keys), attention_bias=True, out_bias=False)
-    return target_of(keys, "Qwen2ForCausalLM", _windows(keys, layer))
+    return target_of(keys, "Qwen2ForCausalLM", _layers_with_windows(keys, layer))
 
 
 def mimo(keys: ConfigKeys) -> TargetArch:
     """Return the target of `MiMoForCausalLM`: Qwen2, with an MTP draft in the same checkpoint."""
-    return replace(qwen2(keys), family="MiMoForCausalLM", ignored=(r"^mtp_layers\.",))
+    return replace(qwen2(keys), family="MiMoForCausalLM", ignored_patterns=(r"^mtp_layers\.",))
 
 
 def qwen3(keys: ConfigKeys) -> TargetArch:
     """Return the target of `Qwen3ForCausalLM`; head_dim is 128 by default."""
-    layer = replace(geometry_of(keys.over({"head_dim": 128})), qk_norm=True)
-    return target_of(keys, "Qwen3ForCausalLM", _windows(keys, layer))
+    layer = replace(geometry_of(keys.with_defaults({"head_dim": 128})), qk_norm=True)
+    return target_of(keys, "Qwen3ForCausalLM", _layers_with_windows(keys, layer))
 
 
 def qwen3_moe(keys: ConfigKeys) -> TargetArch:
     """Return the target of `Qwen3MoeForCausalLM`. `mlp_only_layers`, and layers between the MoE layers, are dense."""
-    count, step = keys.integer("num_hidden_layers"), keys.integer("decoder_sparse_step", 1)
-    dense = replace(geometry_of(keys), qk_norm=True, sliding_window=_window(keys))
+    num_layers, step = keys.integer("num_hidden_layers"), keys.integer("decoder_sparse_step", 1)
+    dense = replace(geometry_of(keys), qk_norm=True, sliding_window=_sliding_window(keys))
     moe = Moe(
         experts=keys.integer("num_experts", keys.integer("num_local_experts", 128)),
         active=keys.integer("num_experts_per_tok", 8),
         intermediate=keys.integer("moe_intermediate_size", 768),
         renormalise=keys.flag("norm_topk_prob"),
     )
-    only = keys.numbers("mlp_only_layers") or []
+    dense_layer_ids = keys.integers("mlp_only_layers") or []
     sparse = replace(dense, moe=moe)
-    layers = [sparse if i not in only and (i + 1) % step == 0 else dense for i in range(count)]
+    layers = [sparse if i not in dense_layer_ids and (i + 1) % step == 0 else dense for i in range(num_layers)]
     names = ((r"\.mlp\.router\.", ".mlp.gate."),)
-    return target_of(keys, "Qwen3MoeForCausalLM", tuple(layers), names=names)
+    return target_of(keys, "Qwen3MoeForCausalLM", tuple(layers), tensor_name_rules=names)
 
 
 NEXT_DEFAULTS = {"head_dim": 256, "partial_rotary_factor": 0.25}
@@ -50,7 +50,7 @@ NEXT_NAMES = (
 )
 
 
-def qwen3_next_experts(keys: ConfigKeys) -> Moe:
+def read_qwen3_next_moe(keys: ConfigKeys) -> Moe:
     """Return Qwen3-Next's experts, scored by a softmax over all experts, and a gated shared expert for every token."""
     experts, active = keys.integer("num_experts", 512), keys.integer("num_experts_per_tok", 10)
     if active > experts:
@@ -65,18 +65,18 @@ def qwen3_next_experts(keys: ConfigKeys) -> Moe:
     )
 
 
-def _window(keys: ConfigKeys) -> int | None:
+def _sliding_window(keys: ConfigKeys) -> int | None:
     """Return the sliding window if `use_sliding_window` is true, otherwise None."""
-    used = keys.flag("use_sliding_window") and keys.data.get("sliding_window", 4096) is not None
-    return keys.integer("sliding_window", 4096) if used else None
+    uses_window = keys.flag("use_sliding_window") and keys.data.get("sliding_window", 4096) is not None
+    return keys.integer("sliding_window", 4096) if uses_window else None
 
 
-def _windows(keys: ConfigKeys, layer: LayerGeometry) -> tuple[LayerGeometry, ...]:
+def _layers_with_windows(keys: ConfigKeys, layer: LayerGeometry) -> tuple[LayerGeometry, ...]:
     """Return the layers. If `use_sliding_window` is true, `layer_types` lists which layers have the sliding window;
     without `layer_types`, layers from `max_window_layers` on have it.
     """
-    count, window = keys.integer("num_hidden_layers"), _window(keys)
-    first = keys.data.get("max_window_layers", 28)
-    default = [window is not None and i >= first for i in range(count)]
-    which = sliding(keys, count, default)
-    return with_sliding_window(layer, window, [small and window is not None for small in which])
+    num_layers, window = keys.integer("num_hidden_layers"), _sliding_window(keys)
+    first_windowed = keys.data.get("max_window_layers", 28)
+    default = [window is not None and i >= first_windowed for i in range(num_layers)]
+    is_sliding = sliding_layers(keys, num_layers, default)
+    return with_sliding_window(layer, window, [slides and window is not None for slides in is_sliding])

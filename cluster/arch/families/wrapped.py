@@ -17,7 +17,7 @@ WRAPPERS = (
     "Gemma3ForConditionalGeneration",
     "KimiK25ForConditionalGeneration",
 )
-TEXT: dict[str, Callable[[ConfigKeys], TargetArch]] = {
+TEXT_FAMILIES: dict[str, Callable[[ConfigKeys], TargetArch]] = {
     "llama": llama,
     "mistral": mistral,
     "ministral3": ministral3,
@@ -26,32 +26,38 @@ TEXT: dict[str, Callable[[ConfigKeys], TargetArch]] = {
     "qwen2": qwen2,
     "gemma3_text": gemma3,
 }
-SEVEN_B: Mapping[str, Any] = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
+LLAMA_7B: Mapping[str, Any] = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
 # Values that published text_configs leave out, because they were the model type's defaults at the time.
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "llama": {**SEVEN_B, "intermediate_size": 11008, "vocab_size": 32000, "max_position_embeddings": 2048},
+    "llama": {**LLAMA_7B, "intermediate_size": 11008, "vocab_size": 32000, "max_position_embeddings": 2048},
     "mistral": {
-        **SEVEN_B,
+        **LLAMA_7B,
         "intermediate_size": 14336,
         "num_key_value_heads": 8,
         "vocab_size": 32000,
         "max_position_embeddings": 131072,
     },
-    "qwen2": {**SEVEN_B, "intermediate_size": 22016, "vocab_size": 151936, "max_position_embeddings": 32768},
+    "qwen2": {**LLAMA_7B, "intermediate_size": 22016, "vocab_size": 151936, "max_position_embeddings": 32768},
     "gemma3_text": {"hidden_size": 2304, "num_hidden_layers": 26, "intermediate_size": 9216},
 }
-NOT_TEXT = (r"^(vision_tower|multi_modal_projector|mm_projector)\.",)
+NON_TEXT_TENSORS = (r"^(vision_tower|multi_modal_projector|mm_projector)\.",)
 
 
-def wrapped(keys: ConfigKeys, wrapper: str) -> TargetArch:
+def read_wrapped(keys: ConfigKeys, wrapper: str) -> TargetArch:
     """Return the language model inside `wrapper`. Its family is named after the wrapper and the language model."""
-    text = keys.section("text_config")
-    kind = str(text.data.get("model_type") or "llama")
-    if kind not in TEXT:
-        raise keys.error(f"{wrapper} around {kind!r} is not served; known: {', '.join(TEXT)}")
-    given = {key: value for key, value in text.data.items() if value is not None or key == "sliding_window"}
-    outer = {key: keys.data[key] for key in ("dtype", "torch_dtype", "eos_token_id") if keys.data.get(key) is not None}
-    inner = keys.having({**DEFAULTS.get(kind, {}), **outer, **given})
-    arch = TEXT[kind](inner)
+    text_config = keys.section("text_config")
+    model_type = str(text_config.data.get("model_type") or "llama")
+    if model_type not in TEXT_FAMILIES:
+        raise keys.error(f"{wrapper} around {model_type!r} is not served; known: {', '.join(TEXT_FAMILIES)}")
+    text_fields = {
+        key: value for key, value in text_config.data.items() if value is not None or key == "sliding_window"
+    }
+    outer_fields = {
+        key: keys.data[key] for key in ("dtype", "torch_dtype", "eos_token_id") if keys.data.get(key) is not None
+    }
+    text_keys = keys.with_data({**DEFAULTS.get(model_type, {}), **outer_fields, **text_fields})
+    arch = TEXT_FAMILIES[model_type](text_keys)
     tied = keys.flag("tie_word_embeddings", arch.tied) if keys.data.get("tie_word_embeddings") else arch.tied
-    return replace(arch, family=f"{wrapper}/{arch.family}", tied=tied, ignored=(*arch.ignored, *NOT_TEXT))
+    return replace(
+        arch, family=f"{wrapper}/{arch.family}", tied=tied, ignored_patterns=(*arch.ignored_patterns, *NON_TEXT_TENSORS)
+    )

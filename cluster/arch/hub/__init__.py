@@ -5,17 +5,17 @@ fetched, and explains failures.
 """
 
 from cluster.arch.hub.names import HubModel, hub_model, name_of
-from cluster.arch.hub.settings import describe, fetch, folder_of, hub_models, is_pinned, outlined, pin
+from cluster.arch.hub.settings import fetch, fetch_configs, folder_of, header_folders, hub_models, is_pinned, pin
 
 __all__ = [
     "HubModel",
-    "describe",
     "fetch",
+    "fetch_configs",
     "folder_of",
+    "header_folders",
     "hub_model",
     "hub_models",
     "is_pinned",
     "name_of",
-    "outlined",
     "pin",
 ]

@@ -31,7 +31,7 @@ class HubModel:
         return f"{SCHEME}{self.name}@{self.revision}" + (f"#{self.commit}" if self.commit else "")
 
     @property
-    def shown(self) -> str:
+    def display_name(self) -> str:
         """The form used in messages, which every command accepts."""
         return f"{self.name}@{self.commit or self.revision}"
 
@@ -44,20 +44,20 @@ def hub_model(text: str) -> HubModel | None:
     Raises:
         ConfigError: no valid name follows hf://, or nothing follows the @.
     """
-    name, at, revision = text.removeprefix(SCHEME).partition("@")
-    forced = text.startswith(SCHEME)
+    name, separator, revision = text.removeprefix(SCHEME).partition("@")
+    has_scheme = text.startswith(SCHEME)
     try:
         validate_repo_id(name)
     except ValueError as error:
-        if forced:
+        if has_scheme:
             raise ConfigError(f"{text!r} does not name a model of a hub: {error}") from None
         return None
-    if not forced and Path(text).exists():
+    if not has_scheme and Path(text).exists():
         return None
-    if at and not revision:
+    if separator and not revision:
         raise ConfigError(f"{text!r} has no revision after its @; give a branch, a tag or a commit")
     commit = ""
-    if forced and COMMIT.fullmatch(revision.rpartition("#")[2]):
+    if has_scheme and COMMIT.fullmatch(revision.rpartition("#")[2]):
         revision, _, commit = revision.rpartition("#")
     elif COMMIT.fullmatch(revision):
         commit = revision

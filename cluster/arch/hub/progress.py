@@ -13,12 +13,12 @@ logger = logging.getLogger(__name__)
 
 Check = Callable[[], None]
 CHECK_PERIOD_S = 0.2
-THREAD = "aerie-download"
+THREAD_NAME = "aerie-download"
 LOG_PERIOD_S = 30.0
-BYTES = "huggingface_hub.snapshot_download"  # the library's name for the progress bar that counts bytes written
+BYTES_BAR = "huggingface_hub.snapshot_download"  # the library's name for the progress bar that counts bytes written
 
 
-def watched(name: str, download: Callable[[type[tqdm]], object], check: Check | None = None) -> None:
+def run_with_progress(name: str, download: Callable[[type[tqdm]], object], check: Check | None = None) -> None:
     """Run `download` with a class of progress bars. A bar is drawn on a terminal only, but it always logs the progress
     every `LOG_PERIOD_S`.
 
@@ -30,7 +30,7 @@ def watched(name: str, download: Callable[[type[tqdm]], object], check: Check | 
 
     class Bar(tqdm):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            self._counts_bytes, self._bytes = kwargs.get("name") == BYTES, 0.0
+            self._counts_bytes, self._bytes = kwargs.get("name") == BYTES_BAR, 0.0
             self._logged_at = time.monotonic()
             kwargs.setdefault("disable", None)  # draw only on a terminal
             kwargs["leave"] = False  # erase the bar at the end
@@ -46,12 +46,12 @@ def watched(name: str, download: Callable[[type[tqdm]], object], check: Check | 
             drawn: bool | None = super().update(n)
             return drawn
 
-    own_thread = ThreadPoolExecutor(1, thread_name_prefix=THREAD)
+    own_thread = ThreadPoolExecutor(1, thread_name_prefix=THREAD_NAME)
     try:
-        running = own_thread.submit(download, Bar)
-        while check is not None and wait([running], CHECK_PERIOD_S).not_done:
+        download_future = own_thread.submit(download, Bar)
+        while check is not None and wait([download_future], CHECK_PERIOD_S).not_done:
             check()
-        running.result()
+        download_future.result()
     except BaseException:
         interrupted.set()
         raise

@@ -15,12 +15,12 @@ from cluster.config import ConfigError
 logger = logging.getLogger(__name__)
 
 REVISIONS_SHOWN = 5  # at most 5 branches and 5 tags
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS)
+DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+NO_ACCESS_ERRNOS = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 @contextmanager
-def explained(model: HubModel) -> Iterator[None]:
+def explain_failures(model: HubModel) -> Iterator[None]:
     """A context manager: turns failures of the hub, the network or the disk into a ConfigError. Its message says what
     was tried, what went wrong and what to do.
     """
@@ -29,8 +29,8 @@ def explained(model: HubModel) -> Iterator[None]:
     except Exception as error:
         if not _is_from_outside(error):
             raise
-        logger.debug("%s could not be had", model.shown, exc_info=True)
-        raise ConfigError(f"{_tried(model)}: {_why(model, error)}") from None
+        logger.debug("%s could not be fetched", model.display_name, exc_info=True)
+        raise ConfigError(f"{_failure_prefix(model)}: {_failure_reason(model, error)}") from None
 
 
 def _is_from_outside(error: Exception) -> bool:
@@ -38,39 +38,43 @@ def _is_from_outside(error: Exception) -> bool:
     return isinstance(error, OSError) or type(error).__module__.startswith(("huggingface_hub", "http"))
 
 
-def not_cached(model: HubModel, missing: list[str]) -> ConfigError:
+def not_cached_error(model: HubModel, missing: list[str]) -> ConfigError:
     """Return the error for a model whose `missing` files are not in the cache while the hub may not be contacted."""
-    lacks = f"lacks {', '.join(missing[:3])}{' and others' if missing[3:] else ''} of it" if missing else "lacks it"
-    return ConfigError(f"{_tried(model)}: {_offline(model, lacks)}")
+    what_is_missing = (
+        f"lacks {', '.join(missing[:3])}{' and others' if missing[3:] else ''} of it" if missing else "lacks it"
+    )
+    return ConfigError(f"{_failure_prefix(model)}: {_offline_reason(model, what_is_missing)}")
 
 
-def _tried(model: HubModel) -> str:
-    return f"model folder {model.name!r} does not exist, and {model.shown} cannot be had from {constants.ENDPOINT}"
-
-
-def _offline(model: HubModel, lacks: str) -> str:
+def _failure_prefix(model: HubModel) -> str:
     return (
-        f"HF_HUB_OFFLINE is set, and the cache in {constants.HF_HUB_CACHE!r} {lacks}; give a folder, unset "
+        f"model folder {model.name!r} does not exist, and {model.display_name} cannot be had from {constants.ENDPOINT}"
+    )
+
+
+def _offline_reason(model: HubModel, what_is_missing: str) -> str:
+    return (
+        f"HF_HUB_OFFLINE is set, and the cache in {constants.HF_HUB_CACHE!r} {what_is_missing}; give a folder, unset "
         f"HF_HUB_OFFLINE, or fill the cache where there is a network: hf download {model.name} --revision "
         f"{model.commit or model.revision}"
     )
 
 
-def _why(model: HubModel, error: Exception) -> str:
+def _failure_reason(model: HubModel, error: Exception) -> str:
     """Return what went wrong and what to do, from the first known error in the chain of causes."""
     causes = list(_causes(error))
     for cause in causes:
         if isinstance(cause, errors.HfHubHTTPError):
-            return _answered(model, cause)
+            return _response_reason(model, cause)
         if isinstance(cause, errors.OfflineModeIsEnabled):
-            return _offline(model, "lacks it")
-        if isinstance(cause, OSError) and cause.errno in FULL:
+            return _offline_reason(model, "lacks it")
+        if isinstance(cause, OSError) and cause.errno in DISK_FULL_ERRNOS:
             return (
                 f"{cause.filename or constants.HF_HUB_CACHE!r} cannot be written: {cause.strerror}; make room there, "
                 "or set HF_HOME, or TMPDIR for temporary files, to a folder on another disk. Files that are whole are "
                 "kept"
             )
-        if isinstance(cause, OSError) and cause.errno in CLOSED:
+        if isinstance(cause, OSError) and cause.errno in NO_ACCESS_ERRNOS:
             return (
                 f"{cause.filename or constants.HF_HUB_CACHE!r} cannot be written: {cause.strerror}; set HF_HOME to a "
                 "folder that can"
@@ -84,15 +88,15 @@ def _why(model: HubModel, error: Exception) -> str:
     )
 
 
-def _answered(model: HubModel, error: errors.HfHubHTTPError) -> str:
+def _response_reason(model: HubModel, error: errors.HfHubHTTPError) -> str:
     """Return what the hub's error response means, and what to do."""
     token = "HF_TOKEN, or `hf auth login`," if get_token() is None else "the token that is set"
-    page = f"{constants.ENDPOINT}/{model.name}"
+    model_page = f"{constants.ENDPOINT}/{model.name}"
     if isinstance(error, errors.GatedRepoError):
         remedy = "set HF_TOKEN to a token of that account" if get_token() is None else "use a token of that account"
-        return f"it is gated: accept its licence at {page} and {remedy}"
+        return f"it is gated: accept its licence at {model_page} and {remedy}"
     if isinstance(error, errors.RevisionNotFoundError):
-        return f"it has no revision {model.revision!r}{_revisions(model)}"
+        return f"it has no revision {model.revision!r}{_existing_revisions(model)}"
     if isinstance(error, errors.RepositoryNotFoundError):
         return f"no such model is there, or it is private; check the name, and that {token} may read it"
     status = error.response.status_code
@@ -101,15 +105,15 @@ def _answered(model: HubModel, error: errors.HfHubHTTPError) -> str:
     return f"the hub answers {status} ({_first_line(error)}); try again later"
 
 
-def _revisions(model: HubModel) -> str:
+def _existing_revisions(model: HubModel) -> str:
     """Return some existing revisions, as the end of a sentence."""
     with suppress(Exception):  # the error message makes sense without this list
         refs = HfApi().list_repo_refs(model.name)
         parts = []
-        for kind, found in (("branches", refs.branches), ("tags", refs.tags)):
-            if found:
-                more = ", ..." if len(found) > REVISIONS_SHOWN else ""
-                parts.append(f"{kind} {', '.join(ref.name for ref in found[:REVISIONS_SHOWN])}{more}")
+        for kind, refs_of_kind in (("branches", refs.branches), ("tags", refs.tags)):
+            if refs_of_kind:
+                ellipsis = ", ..." if len(refs_of_kind) > REVISIONS_SHOWN else ""
+                parts.append(f"{kind} {', '.join(ref.name for ref in refs_of_kind[:REVISIONS_SHOWN])}{ellipsis}")
         if parts:
             return f"; it has {' and '.join(parts)}"
     return f"; see {constants.ENDPOINT}/{model.name}/tree/main"
@@ -125,20 +129,24 @@ def _first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), "no details")
 
 
-def no_room(model: HubModel, needed: int, free: int, folder: Path) -> ConfigError:
-    """Return the error for a disk that is too small, detected before the download. `needed` and `free` are bytes."""
+def disk_full_error(model: HubModel, needed_bytes: int, free_bytes: int, disk_folder: Path) -> ConfigError:
+    """Return the error for a disk that is too small, detected before the download."""
     return ConfigError(
-        f"{model.shown} needs {needed / 1e9:.2f} GB in {constants.HF_HUB_CACHE!r}, and the disk of {str(folder)!r} has "
-        f"{free / 1e9:.2f} GB free; make room there, or set HF_HOME to a folder on another disk"
+        f"{model.display_name} needs {needed_bytes / 1e9:.2f} GB in {constants.HF_HUB_CACHE!r}, and the disk of "
+        f"{str(disk_folder)!r} has {free_bytes / 1e9:.2f} GB free; make room there, or set HF_HOME to a "
+        "folder on another disk"
     )
 
 
-def damaged(model: HubModel, wrong: dict[str, tuple[str, str]]) -> ConfigError:
-    """Return the error for downloads with wrong hashes. `wrong` maps the name of a file to (the file's hash, the hub's
-    hash).
+def damaged_error(model: HubModel, mismatches: dict[str, tuple[str, str]]) -> ConfigError:
+    """Return the error for downloads with wrong hashes. `mismatches` maps the name of a file to (the file's hash, the
+    hub's hash).
     """
-    files = "; ".join(f"{name} has hash {found}, and {listed} is listed" for name, (found, listed) in wrong.items())
+    files = "; ".join(
+        f"{name} has hash {actual_hash}, and {expected_hash} is listed"
+        for name, (actual_hash, expected_hash) in mismatches.items()
+    )
     return ConfigError(
-        f"{model.shown} from {constants.ENDPOINT} arrived damaged: {files}. What is damaged has been removed; start "
-        "again to download it anew, and if that fails as well, look for a proxy or mirror that serves other files"
+        f"{model.display_name} from {constants.ENDPOINT} arrived damaged: {files}. What is damaged has been removed; "
+        "start again to download it anew, and if that fails as well, look for a proxy or mirror that serves other files"
     )

@@ -4,26 +4,26 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 from cluster.arch.hub.names import SCHEME, HubModel, hub_model
-from cluster.arch.hub.outline import outline
+from cluster.arch.hub.outline import header_folder
 from cluster.arch.hub.progress import Check
-from cluster.arch.hub.snapshot import described, resolved, whole
+from cluster.arch.hub.snapshot import fetch_all_files, fetch_config_files, resolve_commit
 from cluster.arch.resolve import resolve_models
 from cluster.config import EngineConfig
 
-WITH_WEIGHTS = ("model_path", "speculative_draft_model_path")
-NAMES = (*WITH_WEIGHTS, "tokenizer_path")
+WEIGHT_SETTINGS = ("model_path", "speculative_draft_model_path")
+MODEL_SETTINGS = (*WEIGHT_SETTINGS, "tokenizer_path")
 
 
 def hub_models(config: EngineConfig) -> dict[str, HubModel]:
     """Return the hub models that the settings name, by name of the setting. Settings that name folders are left out."""
-    given = {name: getattr(config, name) for name in NAMES}
-    found = {name: hub_model(text) for name, text in given.items() if text is not None}
-    return {name: model for name, model in found.items() if model is not None}
+    sources = {name: getattr(config, name) for name in MODEL_SETTINGS}
+    models = {name: hub_model(text) for name, text in sources.items() if text is not None}
+    return {name: model for name, model in models.items() if model is not None}
 
 
 def is_pinned(config: EngineConfig) -> bool:
     """Whether any setting names a hub model in the form that `pin` writes. Uses neither network nor disk."""
-    return any(str(getattr(config, name)).startswith(SCHEME) for name in NAMES)
+    return any(str(getattr(config, name)).startswith(SCHEME) for name in MODEL_SETTINGS)
 
 
 def pin(config: EngineConfig) -> EngineConfig:
@@ -33,17 +33,17 @@ def pin(config: EngineConfig) -> EngineConfig:
     Raises:
         ConfigError: the model or revision does not exist, or neither the hub nor the cache can tell.
     """
-    commits = {model: str(resolved(model)) for model in {*hub_models(config).values()}}
-    return _with(config, lambda name, model: commits[model])
+    commits = {model: str(resolve_commit(model)) for model in {*hub_models(config).values()}}
+    return _replace_models(config, lambda name, model: commits[model])
 
 
-def describe(config: EngineConfig) -> EngineConfig:
+def fetch_configs(config: EngineConfig) -> EngineConfig:
     """Return the settings with hub names replaced by folders on this node that hold all files except the weights.
 
     Raises:
         ConfigError: the files cannot be fetched.
     """
-    return _with(config, lambda name, model: str(described(model).folder))
+    return _replace_models(config, lambda name, model: str(fetch_config_files(model).folder))
 
 
 def fetch(config: EngineConfig, check: Check | None = None) -> EngineConfig:
@@ -59,13 +59,13 @@ def fetch(config: EngineConfig, check: Check | None = None) -> EngineConfig:
     if not hub_models(config):
         return config
     config = pin(config)
-    with outlined(config) as seen:
-        resolve_models(seen)
+    with header_folders(config) as header_config:
+        resolve_models(header_config)
 
     def folder(name: str, model: HubModel) -> str:
-        return str((whole(model, check) if name in WITH_WEIGHTS else described(model)).folder)
+        return str((fetch_all_files(model, check) if name in WEIGHT_SETTINGS else fetch_config_files(model)).folder)
 
-    return _with(config, folder)
+    return _replace_models(config, folder)
 
 
 def folder_of(source: str, *, weights: bool = True) -> str:
@@ -76,13 +76,13 @@ def folder_of(source: str, *, weights: bool = True) -> str:
         ConfigError: the files cannot be fetched.
     """
     model = hub_model(source)
-    return source if model is None else str((whole if weights else described)(model).folder)
+    return source if model is None else str((fetch_all_files if weights else fetch_config_files)(model).folder)
 
 
 @contextmanager
-def outlined(config: EngineConfig) -> Iterator[EngineConfig]:
+def header_folders(config: EngineConfig) -> Iterator[EngineConfig]:
     """A context manager: yields the settings with every hub name replaced by a folder with configs and headers, as
-    yielded by `outline`.
+    yielded by `header_folder`.
 
     Raises:
         ConfigError: the files cannot be fetched.
@@ -90,12 +90,12 @@ def outlined(config: EngineConfig) -> Iterator[EngineConfig]:
     with ExitStack() as stack:
 
         def folder(name: str, model: HubModel) -> str:
-            if name in WITH_WEIGHTS:
-                return stack.enter_context(outline(model))
-            return str(described(model).folder)
+            if name in WEIGHT_SETTINGS:
+                return stack.enter_context(header_folder(model))
+            return str(fetch_config_files(model).folder)
 
-        yield _with(config, folder)
+        yield _replace_models(config, folder)
 
 
-def _with(config: EngineConfig, place: Callable[[str, HubModel], str]) -> EngineConfig:
-    return config.model_copy(update={name: place(name, model) for name, model in hub_models(config).items()})
+def _replace_models(config: EngineConfig, folder_of_model: Callable[[str, HubModel], str]) -> EngineConfig:
+    return config.model_copy(update={name: folder_of_model(name, model) for name, model in hub_models(config).items()})

@@ -1,6 +1,6 @@
 """The files of one commit of a model in this node's cache: which files are used, how they are downloaded and verified.
 
-A model's files are its weights and its description: configs, tokenizer and chat template (`DESCRIPTION`).
+A model's files are its weights and its description: configs, tokenizer and chat template (`DESCRIPTION_FILES`).
 """
 
 import hashlib
@@ -21,14 +21,14 @@ from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import WeakFileLock
 
 from cluster.arch.hub.names import HubModel
-from cluster.arch.hub.progress import Check, watched
-from cluster.arch.hub.refusals import damaged, explained, no_room, not_cached
+from cluster.arch.hub.progress import Check, run_with_progress
+from cluster.arch.hub.refusals import damaged_error, disk_full_error, explain_failures, not_cached_error
 from cluster.arch.safetensors.stored import weight_files
 from cluster.config import ConfigError
 
 logger = logging.getLogger(__name__)
 
-DESCRIPTION = (
+DESCRIPTION_FILES = (
     "config.json",
     "generation_config.json",
     "params.json",
@@ -45,27 +45,27 @@ DESCRIPTION = (
     "chat_template.json",
 )
 """The files that are used besides the weights. No other files are downloaded: no pickles, GGUF or code."""
-CONFIGS = ("config.json", "params.json")
+CONFIG_FILES = ("config.json", "params.json")
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """The folder in the cache that holds, or will hold, the files of a commit.
 
-    `listed` maps the names of the files at the top level of the repository to their sizes and hashes. If neither the
-    cache nor the hub has this list, `listed` is None, and the folder is used as it is.
+    `files` maps the names of the files at the top level of the repository to their sizes and hashes. If neither the
+    cache nor the hub has this list, `files` is None, and the folder is used as it is.
     """
 
     model: HubModel
     folder: Path
-    listed: Mapping[str, RepoFile] | None
+    files: Mapping[str, RepoFile] | None
 
-    def lacks(self, names: Sequence[str]) -> list[str]:
+    def missing(self, names: Sequence[str]) -> list[str]:
         """Return the entries of `names` that are not in the folder."""
         return [name for name in names if not (self.folder / name).exists()]
 
     @property
-    def unverified(self) -> Path:
+    def unverified_path(self) -> Path:
         """The path of a file that lists downloads whose hashes are not compared yet. It lies beside the library's
         locks.
         """
@@ -73,7 +73,7 @@ class Snapshot:
         return repository.parent / ".locks" / repository.name / f"aerie-{self.model.commit}.json"
 
 
-def resolved(model: HubModel) -> HubModel:
+def resolve_commit(model: HubModel) -> HubModel:
     """Return the model with the commit that its revision names now. If the hub is unreachable, the cache decides.
 
     Raises:
@@ -81,64 +81,64 @@ def resolved(model: HubModel) -> HubModel:
     """
     if model.commit:
         return model
-    with explained(model):
+    with explain_failures(model):
         return replace(model, commit=HfApi().resolve_revision(model.name, revision=model.revision).resolved)
 
 
-def described(model: HubModel) -> Snapshot:
+def fetch_config_files(model: HubModel) -> Snapshot:
     """Return the snapshot of a model, after its description has been downloaded into its folder.
 
     Raises:
         ConfigError: the files cannot be fetched.
     """
-    model = resolved(model)
+    model = resolve_commit(model)
     repository = Path(constants.HF_HUB_CACHE).expanduser().resolve() / f"models--{model.name.replace('/', '--')}"
     folder = repository / "snapshots" / model.commit
-    with explained(model):
-        listed = _listed(model, folder)
-    snapshot = Snapshot(model, folder, listed)
-    if listed is not None:
-        _bring(snapshot, [name for name in DESCRIPTION if name in listed])
+    with explain_failures(model):
+        repo_files = _list_files(model, folder)
+    snapshot = Snapshot(model, folder, repo_files)
+    if repo_files is not None:
+        _fetch_missing(snapshot, [name for name in DESCRIPTION_FILES if name in repo_files])
     return snapshot
 
 
-def whole(model: HubModel, check: Check | None = None) -> Snapshot:
+def fetch_all_files(model: HubModel, check: Check | None = None) -> Snapshot:
     """Return the snapshot of a model, after all files, weights included, have been downloaded into its folder. `check`
     is called regularly during the download, and may raise to end it.
 
     Raises:
         ConfigError: the files cannot be fetched.
     """
-    snapshot = described(model)
-    _bring(snapshot, weights_of(snapshot), check)
+    snapshot = fetch_config_files(model)
+    _fetch_missing(snapshot, weight_names(snapshot), check)
     return snapshot
 
 
-def is_whole(snapshot: Snapshot) -> bool:
+def is_complete(snapshot: Snapshot) -> bool:
     """Whether the folder holds all weights, and all downloads have been verified."""
-    if snapshot.listed is None:
+    if snapshot.files is None:
         return True
-    names = weights_of(snapshot)
-    return bool(names) and not snapshot.lacks(names) and not snapshot.unverified.exists()
+    names = weight_names(snapshot)
+    return bool(names) and not snapshot.missing(names) and not snapshot.unverified_path.exists()
 
 
-def weights_of(snapshot: Snapshot) -> list[str]:
+def weight_names(snapshot: Snapshot) -> list[str]:
     """Return the names of the weight files, as `weight_files` would choose them in a folder with all listed files.
-    Empty if `listed` is None.
+    Empty if `snapshot.files` is None.
     """
-    if snapshot.listed is None:
+    if snapshot.files is None:
         return []
-    with tempfile.TemporaryDirectory(prefix="aerie-names-") as stand_in:
-        mirror(snapshot, Path(stand_in), sized=False)
+    with tempfile.TemporaryDirectory(prefix="aerie-names-") as temporary_folder:
+        mirror(snapshot, Path(temporary_folder), sized=False)
         try:
-            files, _ = weight_files(stand_in)
+            files, _ = weight_files(temporary_folder)
         except ConfigError as error:
-            raise ConfigError(str(error).replace(stand_in, snapshot.model.shown)) from None
-        return [path.name for path in files if path.name in snapshot.listed]
+            raise ConfigError(str(error).replace(temporary_folder, snapshot.model.display_name)) from None
+        return [path.name for path in files if path.name in snapshot.files]
 
 
-def mirror(snapshot: Snapshot, into: Path, *, sized: bool) -> None:
-    """Fill the empty folder `into` with one entry per listed file.
+def mirror(snapshot: Snapshot, destination: Path, *, sized: bool) -> None:
+    """Fill the empty folder `destination` with one entry per listed file.
 
     A file of the description that is in the cache becomes a link. Any other file becomes a file without data: a sparse
     file of the true size if `sized`, otherwise an empty file.
@@ -146,15 +146,15 @@ def mirror(snapshot: Snapshot, into: Path, *, sized: bool) -> None:
     Raises:
         OSError: the disk cannot hold a sparse file of that size.
     """
-    for name, file in (snapshot.listed or {}).items():
-        if name in DESCRIPTION and (snapshot.folder / name).exists():
-            (into / name).symlink_to(snapshot.folder / name)
+    for name, file in (snapshot.files or {}).items():
+        if name in DESCRIPTION_FILES and (snapshot.folder / name).exists():
+            (destination / name).symlink_to(snapshot.folder / name)
         else:
-            (into / name).touch()
-            os.truncate(into / name, file.size if sized else 0)
+            (destination / name).touch()
+            os.truncate(destination / name, file.size if sized else 0)
 
 
-def _listed(model: HubModel, folder: Path) -> dict[str, RepoFile] | None:
+def _list_files(model: HubModel, folder: Path) -> dict[str, RepoFile] | None:
     """Return the list of files at the top level of the repository, from the cache or, if missing there, from the hub.
 
     Return None if neither has the list, but configs of the commit are in the cache: put there by hand, or by an older
@@ -163,59 +163,61 @@ def _listed(model: HubModel, folder: Path) -> dict[str, RepoFile] | None:
     try:
         files = get_cached_repo_tree(model.name, revision=model.commit)
     except CachedRepoTreeNotFoundError:
-        here = any((folder / name).exists() for name in CONFIGS)
-        if constants.HF_HUB_OFFLINE and here:
+        has_configs = any((folder / name).exists() for name in CONFIG_FILES)
+        if constants.HF_HUB_OFFLINE and has_configs:
             return None
         if constants.HF_HUB_OFFLINE:
-            raise not_cached(model, []) from None
+            raise not_cached_error(model, []) from None
         try:
             tree = HfApi().list_repo_tree(model.name, revision=model.commit)
             files = [file for file in tree if isinstance(file, RepoFile)]
         except Exception as error:
-            if not here:
+            if not has_configs:
                 raise
-            logger.warning("%s is served from %s as it is, since the hub gave no list: %s", model.shown, folder, error)
+            logger.warning(
+                "%s is served from %s as it is, since the hub gave no list: %s", model.display_name, folder, error
+            )
             return None
     return {file.path: file for file in files if "/" not in file.path}
 
 
-def _bring(snapshot: Snapshot, names: Sequence[str], check: Check | None = None) -> None:
+def _fetch_missing(snapshot: Snapshot, names: Sequence[str], check: Check | None = None) -> None:
     """Download and verify missing `names`. One process of this node downloads; other processes wait for it.
 
-    A file is trusted only after its hash was compared. Until then its name is listed in `unverified`. So if a process
-    dies during the download, later processes do not trust its files.
+    A file is trusted only after its hash was compared. Until then its name is listed in `unverified_path`. So if a
+    process dies during the download, later processes do not trust its files.
     """
-    if not snapshot.lacks(names) and not snapshot.unverified.exists():
+    if not snapshot.missing(names) and not snapshot.unverified_path.exists():
         return
-    model, missing = snapshot.model, snapshot.lacks(names)
+    model, missing = snapshot.model, snapshot.missing(names)
     if constants.HF_HUB_OFFLINE and missing:
-        raise not_cached(model, missing)
-    with explained(model):
-        snapshot.unverified.parent.mkdir(parents=True, exist_ok=True)
-        with WeakFileLock(snapshot.unverified.with_suffix(".lock")):
-            if missing := snapshot.lacks(names):
+        raise not_cached_error(model, missing)
+    with explain_failures(model):
+        snapshot.unverified_path.parent.mkdir(parents=True, exist_ok=True)
+        with WeakFileLock(snapshot.unverified_path.with_suffix(".lock")):
+            if missing := snapshot.missing(names):
                 _download(snapshot, missing, check)
             _verify(snapshot)
 
 
 def _download(snapshot: Snapshot, missing: list[str], check: Check | None) -> None:
-    """Download files into the cache. Their names are listed in `unverified` before the first byte arrives."""
-    model, files = snapshot.model, snapshot.listed or {}
+    """Download files into the cache. Their names are listed in `unverified_path` before the first byte arrives."""
+    model, files = snapshot.model, snapshot.files or {}
     size = sum(files[name].size for name in missing)
     disk = next(folder for folder in snapshot.folder.parents if folder.exists())
     if (free := shutil.disk_usage(disk).free) < size:
-        raise no_room(model, size, free, disk)
-    before = _names_unverified(snapshot)
-    snapshot.unverified.write_text(json.dumps(sorted({*before, *missing})), encoding="utf-8")
-    where = (model.shown, len(missing), size / 1e9, str(snapshot.folder))
-    logger.info("downloading %s: %d files, %.2f GB, to %s", *where)
-    began = time.monotonic()
-    watched(
-        model.shown,
+        raise disk_full_error(model, size, free, disk)
+    already_unverified = _unverified_names(snapshot)
+    snapshot.unverified_path.write_text(json.dumps(sorted({*already_unverified, *missing})), encoding="utf-8")
+    log_values = (model.display_name, len(missing), size / 1e9, str(snapshot.folder))
+    logger.info("downloading %s: %d files, %.2f GB, to %s", *log_values)
+    started_at = time.monotonic()
+    run_with_progress(
+        model.display_name,
         lambda bar: snapshot_download(model.name, revision=model.commit, allow_patterns=missing, tqdm_class=bar),
         check,
     )
-    logger.info("downloaded %s in %.1f s", model.shown, time.monotonic() - began)
+    logger.info("downloaded %s in %.1f s", model.display_name, time.monotonic() - started_at)
 
 
 def _verify(snapshot: Snapshot) -> None:
@@ -224,41 +226,41 @@ def _verify(snapshot: Snapshot) -> None:
     Raises:
         ConfigError: some files differ; the message names them.
     """
-    listed = snapshot.listed or {}
-    names = [name for name in _names_unverified(snapshot) if name in listed and not snapshot.lacks([name])]
+    repo_files = snapshot.files or {}
+    names = [name for name in _unverified_names(snapshot) if name in repo_files and not snapshot.missing([name])]
     with ThreadPoolExecutor() as threads:
-        found = list(threads.map(lambda name: _hash(snapshot.folder / name, listed[name]), names))
-    wrong = {}
-    for name, given in zip(names, found, strict=True):
-        if given != (expected := _expected(listed[name])):
-            wrong[name] = given, expected
+        hashes = list(threads.map(lambda name: _hash_file(snapshot.folder / name, repo_files[name]), names))
+    mismatches = {}
+    for name, actual in zip(names, hashes, strict=True):
+        if actual != (expected := _expected_hash(repo_files[name])):
+            mismatches[name] = actual, expected
             blob = (snapshot.folder / name).resolve()
             (snapshot.folder / name).unlink()
             blob.unlink(missing_ok=True)
-    snapshot.unverified.unlink(missing_ok=True)
-    if wrong:
-        raise damaged(snapshot.model, wrong)
+    snapshot.unverified_path.unlink(missing_ok=True)
+    if mismatches:
+        raise damaged_error(snapshot.model, mismatches)
 
 
-def _names_unverified(snapshot: Snapshot) -> list[str]:
+def _unverified_names(snapshot: Snapshot) -> list[str]:
     """Return the names of unverified files. If the list is damaged, as on a full disk, all files count as
     unverified.
     """
     try:
-        return list(json.loads(snapshot.unverified.read_text(encoding="utf-8")))
+        return list(json.loads(snapshot.unverified_path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         return []
     except ValueError:
-        return list(snapshot.listed or ())
+        return list(snapshot.files or ())
 
 
-def _expected(file: RepoFile) -> str:
+def _expected_hash(file: RepoFile) -> str:
     """Return the hash that the hub lists: SHA-256 of a large (LFS) file, git's SHA-1 of any other."""
     return file.lfs.sha256 if file.lfs is not None else file.blob_id
 
 
-def _hash(path: Path, file: RepoFile) -> str:
-    """Return the hash of a file, of the same kind as `_expected`."""
-    own = hashlib.sha256() if file.lfs is not None else hashlib.sha1(b"blob %d\0" % path.stat().st_size)
+def _hash_file(path: Path, file: RepoFile) -> str:
+    """Return the hash of a file, of the same kind as `_expected_hash`."""
+    hasher = hashlib.sha256() if file.lfs is not None else hashlib.sha1(b"blob %d\0" % path.stat().st_size)
     with path.open("rb") as data:
-        return hashlib.file_digest(data, lambda: own).hexdigest()
+        return hashlib.file_digest(data, lambda: hasher).hexdigest()

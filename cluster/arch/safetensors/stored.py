@@ -5,12 +5,16 @@ import re
 from pathlib import Path
 
 from cluster.arch.keys import Shapes, check_folder
-from cluster.arch.quantisation import read_quantisation, with_whole
+from cluster.arch.quantisation import read_quantisation, with_unpacked_shapes
 from cluster.arch.safetensors.header import TensorLocation, read_header
 from cluster.config import ConfigError
 
-FILES = ("model.safetensors", "consolidated.safetensors")
-DECODER = ("layers", "embed_tokens", "norm")  # the parts of a model whose names begin with `model.` in most checkpoints
+WEIGHT_FILES = ("model.safetensors", "consolidated.safetensors")
+DECODER_PARTS = (
+    "layers",
+    "embed_tokens",
+    "norm",
+)  # the parts of a model whose names begin with `model.` in most checkpoints
 RENAMES = (
     (re.compile(r"^(model\.)?(language_model\.)?(model\.)?"), ""),
     (re.compile(r"^midlayer\."), "layers.0."),
@@ -20,7 +24,7 @@ RENAMES = (
 )
 
 
-def normal_name(name: str) -> str:
+def normalise_name(name: str) -> str:
     """Return the normalised name of a tensor: without `model.`, with `layers.0` for `midlayer`, and with `fc_norm.i`
     for legacy aux norms.
     """
@@ -40,38 +44,38 @@ def weight_files(folder: str) -> tuple[list[Path], dict[str, Path]]:
     """
     root = Path(folder)
     check_folder(folder)
-    for name in FILES:
+    for name in WEIGHT_FILES:
         index = root / f"{name}.index.json"
         if index.is_file():
-            files, places = _indexed(index)
+            files, file_of_tensor = _read_index(index)
             if root / name not in files and (root / name).is_file():
                 raise ConfigError(
                     f"{folder!r} has {name} and, beside it, {index.name}, which names other files; remove those that "
                     "are not meant"
                 )
-            return files, places
+            return files, file_of_tensor
         if (root / name).is_file():
             return [root / name], {}
     files = sorted(root.glob("*.safetensors"))
-    return [files[0] if len(files) == 1 else root / FILES[0]], {}
+    return [files[0] if len(files) == 1 else root / WEIGHT_FILES[0]], {}
 
 
-def _indexed(index: Path) -> tuple[list[Path], dict[str, Path]]:
+def _read_index(index: Path) -> tuple[list[Path], dict[str, Path]]:
     folder = str(index.parent)
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        named = {str(tensor): str(file) for tensor, file in weight_map.items()}
-        if not named:
+        file_names = {str(tensor): str(file) for tensor, file in weight_map.items()}
+        if not file_names:
             raise ValueError("no tensor")
     except OSError as error:
         raise ConfigError(f"{index.name} in {folder!r} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ConfigError(f"{index.name} in {folder!r} is not a weight index; write it again") from None
-    names = sorted(set(named.values()))
+    names = sorted(set(file_names.values()))
     for name in names:
         if Path(name).name != name:
             raise ConfigError(f"{index.name} in {folder!r} names {name!r}, which is outside the folder")
-    return [index.parent / name for name in names], {tensor: index.parent / file for tensor, file in named.items()}
+    return [index.parent / name for name in names], {tensor: index.parent / file for tensor, file in file_names.items()}
 
 
 def stored_tensors(folder: str) -> dict[str, tuple[Path, str, TensorLocation]]:
@@ -82,38 +86,45 @@ def stored_tensors(folder: str) -> dict[str, tuple[Path, str, TensorLocation]]:
     Raises:
         ConfigError: a file is missing, its header is malformed, or two tensors have the same name.
     """
-    found: dict[str, tuple[Path, str, TensorLocation]] = {}
-    files, places = weight_files(folder)
+    tensors: dict[str, tuple[Path, str, TensorLocation]] = {}
+    files, file_of_tensor = weight_files(folder)
     for path in files:
-        for raw, stored in read_header(path).items():
-            if places and places.get(raw) != path:
+        for raw_name, location in read_header(path).items():
+            if file_of_tensor and file_of_tensor.get(raw_name) != path:
                 continue
-            name = normal_name(raw)
-            if name in found:
-                raise ConfigError(f"tensor {raw!r} appears twice in {folder!r}, again in {path.name}")
-            found[name] = (path, raw, stored)
-    return found
+            name = normalise_name(raw_name)
+            if name in tensors:
+                raise ConfigError(f"tensor {raw_name!r} appears twice in {folder!r}, again in {path.name}")
+            tensors[name] = (path, raw_name, location)
+    return tensors
 
 
-def left_out(folder: str) -> list[tuple[Path, str]]:
+def unindexed_tensors(folder: str) -> list[tuple[Path, str]]:
     """Return the tensors in a folder's weight files that are not used, because of the index: (file, name) pairs.
 
     Raises:
         ConfigError: as `stored_tensors`.
     """
-    files, places = weight_files(folder)
-    return [(path, raw) for path in files for raw in read_header(path) if places and places.get(raw) != path]
+    files, file_of_tensor = weight_files(folder)
+    return [
+        (path, raw_name)
+        for path in files
+        for raw_name in read_header(path)
+        if file_of_tensor and file_of_tensor.get(raw_name) != path
+    ]
 
 
 def missing_tensor(folder: str, name: str) -> ConfigError:
     """Return the error for a missing tensor, given its normalised name; the message uses the checkpoint's naming."""
-    files, places = weight_files(folder)
-    raw = name_on_disk(folder, name)
-    where = places.get(raw, files[0] if len(files) == 1 else Path(folder))
-    beside = next((path.name for path, other in left_out(folder) if normal_name(other) == name), None)
-    says = "names another file for it" if raw in places else "leaves it out"
-    why = "" if beside is None else f"; {beside} holds it, but the index of the weights {says}"
-    return ConfigError(f"tensor {raw!r} is missing in {str(where)!r}{why}")
+    files, file_of_tensor = weight_files(folder)
+    raw_name = name_on_disk(folder, name)
+    expected_path = file_of_tensor.get(raw_name, files[0] if len(files) == 1 else Path(folder))
+    other_file = next(
+        (path.name for path, other_name in unindexed_tensors(folder) if normalise_name(other_name) == name), None
+    )
+    index_problem = "names another file for it" if raw_name in file_of_tensor else "leaves it out"
+    explanation = "" if other_file is None else f"; {other_file} holds it, but the index of the weights {index_problem}"
+    return ConfigError(f"tensor {raw_name!r} is missing in {str(expected_path)!r}{explanation}")
 
 
 def name_on_disk(folder: str, name: str) -> str:
@@ -125,17 +136,19 @@ def name_on_disk(folder: str, name: str) -> str:
     Raises:
         ConfigError: as `stored_tensors`.
     """
-    held = {normal: raw for normal, (_, raw, _) in stored_tensors(folder).items()}
-    listed = {normal_name(raw): raw for raw in weight_files(folder)[1]}
-    if (known := held.get(name, listed.get(name))) is not None:
-        return known
-    if name.startswith("layers.0.") and any(raw.startswith("midlayer.") for raw in held.values()):
+    raw_names = {normal: raw for normal, (_, raw, _) in stored_tensors(folder).items()}
+    indexed_names = {normalise_name(raw): raw for raw in weight_files(folder)[1]}
+    if (raw_name := raw_names.get(name, indexed_names.get(name))) is not None:
+        return raw_name
+    if name.startswith("layers.0.") and any(raw.startswith("midlayer.") for raw in raw_names.values()):
         return name.replace("layers.0.", "midlayer.", 1)
-    begun = {other.partition(".")[0]: raw.removesuffix(other) for other, raw in held.items() if raw.endswith(other)}
-    part = name.partition(".")[0]
-    decoder = next((begun[each] for each in DECODER if each in begun), "")
-    outside = "language_model." if decoder.startswith("language_model.") else ""
-    return begun.get(part, decoder if part in DECODER else outside) + name
+    prefixes = {
+        other.partition(".")[0]: raw.removesuffix(other) for other, raw in raw_names.items() if raw.endswith(other)
+    }
+    first_part = name.partition(".")[0]
+    decoder_prefix = next((prefixes[decoder_part] for decoder_part in DECODER_PARTS if decoder_part in prefixes), "")
+    outer_prefix = "language_model." if decoder_prefix.startswith("language_model.") else ""
+    return prefixes.get(first_part, decoder_prefix if first_part in DECODER_PARTS else outer_prefix) + name
 
 
 def stored_shapes(folder: str) -> Shapes:
@@ -145,5 +158,5 @@ def stored_shapes(folder: str) -> Shapes:
     Raises:
         ConfigError: as `stored_tensors`.
     """
-    shapes = {name: stored.shape for name, (_, _, stored) in stored_tensors(folder).items()}
-    return with_whole(shapes, read_quantisation(folder))
+    shapes = {name: location.shape for name, (_, _, location) in stored_tensors(folder).items()}
+    return with_unpacked_shapes(shapes, read_quantisation(folder))

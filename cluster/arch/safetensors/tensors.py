@@ -9,20 +9,20 @@ from cluster.arch.safetensors.stored import missing_tensor, stored_tensors
 from cluster.arch.target import TargetArch
 from cluster.config import ConfigError
 
-Named = Iterator[tuple[str, tuple[int, ...]]]
-IGNORED = r"rotary_emb\.inv_freq$"
+NamedShapes = Iterator[tuple[str, tuple[int, ...]]]
+IGNORED_TENSORS = r"rotary_emb\.inv_freq$"
 ATTENTION_SCALES = r"\.self_attn\.(q|k|v|kv|prob)_scale$|\.self_attn\.([qkv])_proj\.(\2_scale|output_scale)$"
 """Static scales of FP8 attention and FP8 KV caches from ModelOpt and compressed-tensors. They are ignored, because our
 KV cells have scales of their own.
 """
 # Suffixes of the scales of a quantised tensor, appended to its name or in place of its `.weight`.
-COMPANIONS = re.compile(
+SCALE_SUFFIXES = re.compile(
     r"(\.weight)?(_scale_inv|_scale|_zero_point|_shape|_g_idx|\.(input|activation|act)_scale|\.input_scale_ub|"
     r"\.input_zero_point|\.qscale_(act|weight)|\.scales|\.qzeros|\.g_idx)$"
 )
 
 
-def target_tensors(arch: TargetArch) -> Named:
+def target_tensors(arch: TargetArch) -> NamedShapes:
     """Yield (name, shape) of every tensor that the target needs. Names are ours, not the checkpoint's."""
     yield "embed_tokens.weight", (arch.vocab_size, arch.hidden)
     for index, layer in enumerate(arch.layers):
@@ -32,12 +32,12 @@ def target_tensors(arch: TargetArch) -> Named:
         yield "lm_head.weight", (arch.vocab_size, arch.hidden)
 
 
-def parameters(arch: TargetArch) -> int:
+def count_parameters(arch: TargetArch) -> int:
     """Return the number of parameters of the target."""
     return sum(prod(shape) for _, shape in target_tensors(arch))
 
 
-def layer_tensors(prefix: str, g: LayerGeometry) -> Named:
+def layer_tensors(prefix: str, g: LayerGeometry) -> NamedShapes:
     """Yield the tensors of one decoder layer."""
     before_mlp = ("after_attention", "before_mlp", "after_mlp") if g.sandwich else ("post_attention_layernorm",)
     for name in ("input_layernorm", *before_mlp):
@@ -49,13 +49,13 @@ def layer_tensors(prefix: str, g: LayerGeometry) -> Named:
         yield from _experts(f"{prefix}.mlp", g.hidden, g.moe)
 
 
-def _linear(name: str, rows: int, columns: int, bias: bool) -> Named:
+def _linear(name: str, rows: int, columns: int, bias: bool) -> NamedShapes:
     yield f"{name}.weight", (rows, columns)
     if bias:
         yield f"{name}.bias", (rows,)
 
 
-def _attention(prefix: str, g: LayerGeometry) -> Named:
+def _attention(prefix: str, g: LayerGeometry) -> NamedShapes:
     for part, heads in (("q", g.heads), ("k", g.kv_heads), ("v", g.kv_heads)):
         yield from _linear(f"{prefix}.{part}_proj", heads * g.head_dim, g.hidden, g.attention_bias)
     yield from _linear(f"{prefix}.o_proj", g.hidden, g.heads * g.head_dim, g.out_bias)
@@ -65,7 +65,7 @@ def _attention(prefix: str, g: LayerGeometry) -> Named:
         yield f"{prefix}.sinks", (g.heads,)
 
 
-def _latent(prefix: str, g: LayerGeometry) -> Named:
+def _latent(prefix: str, g: LayerGeometry) -> NamedShapes:
     sizes = g.latent
     assert sizes is not None
     queries = g.heads * (sizes.nope + sizes.rope)
@@ -81,13 +81,13 @@ def _latent(prefix: str, g: LayerGeometry) -> Named:
     yield from _linear(f"{prefix}.o_proj", g.hidden, g.heads * sizes.value, g.out_bias)
 
 
-def _mlp(prefix: str, hidden: int, columns: int, bias: bool) -> Named:
+def _mlp(prefix: str, hidden: int, columns: int, bias: bool) -> NamedShapes:
     for name in ("gate", "up"):
         yield from _linear(f"{prefix}.{name}_proj", columns, hidden, bias)
     yield from _linear(f"{prefix}.down_proj", hidden, columns, bias)
 
 
-def _experts(prefix: str, hidden: int, moe: Moe) -> Named:
+def _experts(prefix: str, hidden: int, moe: Moe) -> NamedShapes:
     e, i = moe.experts, moe.intermediate
     yield from _linear(f"{prefix}.router", e, hidden, moe.router_bias)
     if moe.correction:
@@ -104,18 +104,20 @@ def _experts(prefix: str, hidden: int, moe: Moe) -> Named:
         yield from _mlp(f"{prefix}.shared_experts", hidden, moe.shared, False)
 
 
-def _packed(name: str) -> tuple[tuple[str, ...], ...]:
+def _packed_alternatives(name: str) -> tuple[tuple[str, ...], ...]:
     """Return the sets of tensors that may replace `name`: MXFP4's, compressed-tensors', and that of AWQ and GPTQ."""
     stem = name.removesuffix(".weight")
-    beside = tuple(f"{stem}.{part}" for part in ("qweight", "qzeros", "scales"))
-    return (f"{name}_blocks", f"{name}_scales"), (f"{stem}.weight_packed", f"{stem}.weight_scale"), beside
+    awq_gptq_names = tuple(f"{stem}.{part}" for part in ("qweight", "qzeros", "scales"))
+    return (f"{name}_blocks", f"{name}_scales"), (f"{stem}.weight_packed", f"{stem}.weight_scale"), awq_gptq_names
 
 
-def blank_biases(unknown: Collection[str], held: Collection[str]) -> list[str]:
-    """Return the names in `unknown` that are biases of packed AWQ or GPTQ matrices in `held`. Quantisation tools write
-    zero biases even for models without biases.
+def packed_matrix_biases(unknown: Collection[str], stored_names: Collection[str]) -> list[str]:
+    """Return the names in `unknown` that are biases of packed AWQ or GPTQ matrices in `stored_names`. Quantisation
+    tools write zero biases even for models without biases.
     """
-    return [name for name in unknown if name.endswith(".bias") and f"{name.removesuffix('.bias')}.qweight" in held]
+    return [
+        name for name in unknown if name.endswith(".bias") and f"{name.removesuffix('.bias')}.qweight" in stored_names
+    ]
 
 
 def check_tensors(folder: str, arch: TargetArch) -> None:
@@ -125,28 +127,34 @@ def check_tensors(folder: str, arch: TargetArch) -> None:
     Raises:
         ConfigError: a tensor is missing, unknown or of the wrong shape; the message names tensor and file.
     """
-    held = stored_tensors(folder)
-    known = {arch.stored_name("lm_head.weight")} if arch.tied else set()
-    for asked, shape in target_tensors(arch):
-        name = arch.stored_name(asked)
-        if name not in held:
-            begun = next((parts for parts in _packed(name) if any(part in held for part in parts)), (name,))
-            missing = next((part for part in begun if part not in held), None)
-            known |= {name, *begun}
+    tensors = stored_tensors(folder)
+    expected_names = {arch.stored_name("lm_head.weight")} if arch.tied else set()
+    for model_name, shape in target_tensors(arch):
+        name = arch.stored_name(model_name)
+        if name not in tensors:
+            packed_names = next(
+                (parts for parts in _packed_alternatives(name) if any(part in tensors for part in parts)), (name,)
+            )
+            missing = next((part for part in packed_names if part not in tensors), None)
+            expected_names |= {name, *packed_names}
             if missing is None:
                 continue
             raise missing_tensor(folder, missing)
-        path, raw, stored = held[name]
-        if stored.shape != shape:
+        path, raw_name, location = tensors[name]
+        if location.shape != shape:
             raise ConfigError(
-                f"tensor {raw!r} in {str(path)!r} is {list(stored.shape)} but the config requires {list(shape)}"
+                f"tensor {raw_name!r} in {str(path)!r} is {list(location.shape)} but the config requires {list(shape)}"
             )
-        known.add(name)
-    ignored = [re.compile(pattern) for pattern in (IGNORED, ATTENTION_SCALES, *arch.ignored)]
-    for name, (path, raw, _) in held.items():
-        beside = COMPANIONS.sub("", name)
-        if name in known or f"{beside}.weight" in known or any(pattern.search(name) for pattern in ignored):
+        expected_names.add(name)
+    ignored = [re.compile(pattern) for pattern in (IGNORED_TENSORS, ATTENTION_SCALES, *arch.ignored_patterns)]
+    for name, (path, raw_name, _) in tensors.items():
+        base_name = SCALE_SUFFIXES.sub("", name)
+        if (
+            name in expected_names
+            or f"{base_name}.weight" in expected_names
+            or any(pattern.search(name) for pattern in ignored)
+        ):
             continue
-        if blank_biases([name], held):  # loading the weights checks that they are zero
+        if packed_matrix_biases([name], tensors):  # loading the weights checks that they are zero
             continue
-        raise ConfigError(f"tensors of {str(path)!r} that the model does not know: {[raw]}")
+        raise ConfigError(f"tensors of {str(path)!r} that the model does not know: {[raw_name]}")

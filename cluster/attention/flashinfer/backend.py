@@ -12,7 +12,7 @@ from torch import Tensor
 from cluster.attention.flashinfer.plans import RunnerPlans, WrapperPlan
 from cluster.attention.flashinfer.readers import CellReader, LatentReader, PagedReader
 from cluster.attention.shape import AttentionShape
-from cluster.attention.triton_backend import Before, LayerCall, TritonAttention
+from cluster.attention.triton_backend import LayerCall, PrefixAttention, TritonAttention
 from cluster.batch import AttentionMetadata, HostBounds, PromptRows, TreeRows
 from cluster.kernels.flashinfer.library import FlashInfer, Share
 from cluster.kv.page_table import PageTable
@@ -33,50 +33,54 @@ class FlashInferAttention(TritonAttention):
         shares: Sequence[Share],
     ) -> None:
         """Bind to a pool. `shares` says for each layer what FlashInfer computes; the rest is as in `TorchAttention`."""
-        assert pool.coded is None, "its FP8 caches have other scales than ours"
+        assert pool.fp8_cell is None, "its FP8 caches have other scales than ours"
         super().__init__(pool, table, shape)
-        given = flashinfer, pool.kv, table.page_size, self._heads, self._scale
-        latent = pool.kv.shape[2] == 1
-        reader: CellReader = LatentReader(*given, self._value_dim) if latent else PagedReader(*given)
+        reader_arguments = flashinfer, pool.kv, table.page_size, self._heads, self._scale
+        is_latent = pool.kv.shape[2] == 1
+        reader: CellReader = (
+            LatentReader(*reader_arguments, self._value_dim) if is_latent else PagedReader(*reader_arguments)
+        )
         self._plans = RunnerPlans(reader, table)
-        both = list(zip(shares, self._windows, strict=True))
-        self._of_trees = {window for share, window in both if share.trees}
-        self._of_texts = {window for share, window in both if share.texts}
-        self._tree: WrapperPlan | None = None
-        self._texts: dict[int, WrapperPlan | None] = {}
+        shares_and_windows = list(zip(shares, self._windows, strict=True))
+        self._tree_windows = {window for share, window in shares_and_windows if share.trees}
+        self._prompt_windows = {window for share, window in shares_and_windows if share.texts}
+        self._tree_plan: WrapperPlan | None = None
+        self._prompt_plans: dict[int, WrapperPlan | None] = {}
 
     def prepare(self, bounds: HostBounds) -> None:
         """Begin a step: plan FlashInfer's wrappers on the host, outside the captured program."""
         self._plans.begin(bounds)
 
-    def bind(self, seen: AttentionMetadata) -> None:
-        """Use `seen` for the calls of the next forward."""
-        super().bind(seen)
-        self._tree, self._texts = None, {}
-        if seen.first:
+    def bind(self, metadata: AttentionMetadata) -> None:
+        """Use `metadata` for the calls of the next forward."""
+        super().bind(metadata)
+        self._tree_plan, self._prompt_plans = None, {}
+        if metadata.first:
             return
-        if seen.tree is not None and self._of_trees:
-            self._tree = self._plans.tree(seen.tree)
-        if seen.text is not None:
-            self._texts = {window: self._plans.text(seen.text, window) for window in self._of_texts}
+        if metadata.tree is not None and self._tree_windows:
+            self._tree_plan = self._plans.tree(metadata.tree)
+        if metadata.text is not None:
+            self._prompt_plans = {window: self._plans.text(metadata.text, window) for window in self._prompt_windows}
 
-    def _attend_tree(self, call: LayerCall, tree: TreeRows, before: Before | None = None) -> None:
-        if self._tree is not None and call.window in self._of_trees:
-            before = self._read(self._tree, call, self._tree.until)
-        super()._attend_tree(call, tree, before)
+    def _attend_tree(self, call: LayerCall, tree: TreeRows, prefix: PrefixAttention | None = None) -> None:
+        if self._tree_plan is not None and call.window in self._tree_windows:
+            prefix = self._run_plan(self._tree_plan, call, self._tree_plan.prefix_lens)
+        super()._attend_tree(call, tree, prefix)
 
     def _attend_text(self, call: LayerCall, text: PromptRows, first_row: int) -> None:
-        plan = self._texts.get(call.window)
+        plan = self._prompt_plans.get(call.window)
         if plan is None:
             super()._attend_text(call, text, first_row)
             return
         rows = slice(first_row, first_row + plan.rows)
-        own = call._replace(q=call.q[rows], bad=call.bad[rows], out=call.out[rows])
-        self._join(own, self._read(plan, own))
+        prompt_call = call._replace(q=call.q[rows], nonfinite_rows=call.nonfinite_rows[rows], out=call.out[rows])
+        self._join(prompt_call, self._run_plan(plan, prompt_call))
 
-    def _read(self, plan: WrapperPlan, call: LayerCall, until: Tensor | None = None) -> Before:
+    def _run_plan(self, plan: WrapperPlan, call: LayerCall, prefix_lens: Tensor | None = None) -> PrefixAttention:
         """Run FlashInfer's attention of the plan's rows, which are the first of `call`. Its values go to `call.out`;
         later `_join` replaces them by the merged values.
         """
         values = call.out[: plan.rows].view(plan.rows, self._heads, self._value_dim)
-        return Before(values, self._plans.reader.run(plan.wrapper, call.memory, call.q[: plan.rows], values), until)
+        return PrefixAttention(
+            values, self._plans.reader.run(plan.wrapper, call.memory, call.q[: plan.rows], values), prefix_lens
+        )

@@ -1,13 +1,13 @@
 """FlashInfer plans of one runner. Before a step runs, the host plans the kinds of forward that the last step made.
 
 FlashInfer's fa3 kernels, and all kernels for latents, take lengths from the plan, not from the device. So a plan must
-not hold an upper bound of a length. For a tree it holds the tokens that are certainly committed (`HostBounds.least`);
-Triton, which reads the window anyway, also reads the tokens that a step under way commits. Lengths of prompts are
-known.
+not hold an upper bound of a length. For a tree it holds the tokens that are certainly committed
+(`HostBounds.min_seq_lens`); Triton, which reads the window anyway, also reads the tokens that a step under way commits.
+Lengths of prompts are known.
 
 A captured program holds its wrapper's launch arguments. So it has CUDA-graph wrappers with fixed buffers. Before each
-replay the host plans them again and compares the launch arguments (`Repeated`). Prompts have no such wrappers, since
-the number of chunks is not part of a program's key: in captured programs Triton attends them.
+replay the host plans them again and compares the launch arguments (`ReplannedForward`). Prompts have no such wrappers,
+since the number of chunks is not part of a program's key: in captured programs Triton attends them.
 """
 
 from collections.abc import Sequence
@@ -20,23 +20,23 @@ from torch import Tensor
 
 from cluster.attention.flashinfer.readers import AttentionWork, CellReader, GraphBuffers
 from cluster.batch import HostBounds, PromptRows, TreeRows
-from cluster.capture.recorder import ahead, repeats
-from cluster.device.transfers import brought
+from cluster.capture.recorder import is_replayable, run_before_replays
+from cluster.device.transfers import copy_to_device
 from cluster.kernels.join.gpu import ListPagesArguments, list_pages
 from cluster.kernels.launch import launch
 from cluster.kv.page_table import PageTable
 
-LISTING = 128  # pages of a request that one program lists
-KEPT = 16  # the most plans of a set; it has more only if the current step needs more
+PAGES_PER_PROGRAM = 128  # pages of a request that one program lists
+MAX_PLANS = 16  # the most plans of a set; it has more only if the current step needs more
 
 
 class ForwardKey(NamedTuple):
-    """A kind of forward. `each` is the number of tree rows per request, or 0 for prompts. `window` is the sliding
-    window of prompts as FlashInfer counts it, -1 for none. `requests` is the number of requests of a captured program;
-    it is 0 outside captured programs.
+    """A kind of forward. `rows_per_request` is the number of tree rows per request, or 0 for prompts. `window` is the
+    sliding window of prompts as FlashInfer counts it, -1 for none. `requests` is the number of requests of a captured
+    program; it is 0 outside captured programs.
     """
 
-    each: int
+    rows_per_request: int
     window: int = -1
     requests: int = 0
 
@@ -44,9 +44,9 @@ class ForwardKey(NamedTuple):
 @dataclass(slots=True)
 class WrapperPlan:
     """The plan of a `wrapper` in step `step`: `requests` requests with `rows` rows in all. A request has at most
-    `pages` pages. The pages of request i are written to `listed` from `starts[i]` on; the wrapper reads its first
-    `until[i]` tokens. `listed`, `starts` and `until` are int32 on the device. If `buffers` is set (captured programs),
-    their addresses never change.
+    `pages` pages. The pages of request i are written to `page_list` from `starts[i]` on; the wrapper reads its first
+    `prefix_lens[i]` tokens. `page_list`, `starts` and `prefix_lens` are int32 on the device. If `buffers` is set
+    (captured programs), their addresses never change.
     """
 
     wrapper: Any
@@ -55,9 +55,9 @@ class WrapperPlan:
     requests: int = 0
     rows: int = 0
     pages: int = 0
-    listed: Tensor | None = None
+    page_list: Tensor | None = None
     starts: Tensor | None = None
-    until: Tensor | None = None
+    prefix_lens: Tensor | None = None
 
 
 class RunnerPlans:
@@ -68,142 +68,158 @@ class RunnerPlans:
     def __init__(self, reader: CellReader, table: PageTable) -> None:
         self.reader = reader
         self._table, self._bounds, self._step = table, HostBounds(), 0
-        # Plans by buffer set (`HostBounds.turn`): those of eager steps, and those of captured programs.
-        self._sets: tuple[dict[ForwardKey, WrapperPlan], dict[ForwardKey, WrapperPlan]] = ({}, {})
-        self._stay: tuple[dict[ForwardKey, WrapperPlan], dict[ForwardKey, WrapperPlan]] = ({}, {})
-        self._asked: list[ForwardKey] = []
+        # Plans by buffer set (`HostBounds.buffer_set`): those of eager steps, and those of captured programs.
+        self._eager_plans: tuple[dict[ForwardKey, WrapperPlan], dict[ForwardKey, WrapperPlan]] = ({}, {})
+        self._captured_plans: tuple[dict[ForwardKey, WrapperPlan], dict[ForwardKey, WrapperPlan]] = ({}, {})
+        self._requested: list[ForwardKey] = []
 
     def begin(self, bounds: HostBounds) -> None:
         """Begin a step within these bounds: plan the kinds of forward that the last step had, as this step probably has
         them too.
         """
         self._step, self._bounds = self._step + 1, bounds
-        asked, self._asked = self._asked, []
-        for key in asked:
-            self._planned(key)
+        requested, self._requested = self._requested, []
+        for key in requested:
+            self._plan_for_step(key)
 
     def tree(self, tree: TreeRows) -> WrapperPlan | None:
         """Return the plan that reads a tree's certainly committed tokens. Returns None if there are none, if the bounds
         do not say how many there are, or if a plan has no room for the rows.
         """
-        requests, each = tree.rows.shape[0], tree.bits.shape[1]
-        if not requests or requests != len(self._bounds.least):
+        requests, rows_per_request = tree.rows.shape[0], tree.bits.shape[1]
+        if not requests or requests != len(self._bounds.min_seq_lens):
             return None
-        plan = self._repeated(ForwardKey(each, requests=requests)) if repeats() else self._asked_for(ForwardKey(each))
+        plan = (
+            self._captured_plan(ForwardKey(rows_per_request, requests=requests))
+            if is_replayable()
+            else self._request_plan(ForwardKey(rows_per_request))
+        )
         if plan is not None:
-            self._list(plan, tree.rows)
+            self._list_pages(plan, tree.rows)
         return plan
 
     def text(self, text: PromptRows, window: int) -> WrapperPlan | None:
         """Return the plan for prompts, in layers with a sliding `window` (0: none). Returns None in a program that may
         be captured, if the bounds have no chunks, or if a plan has no room for the rows.
         """
-        plan = None if repeats() else self._asked_for(ForwardKey(0, window - 1))
+        plan = None if is_replayable() else self._request_plan(ForwardKey(0, window - 1))
         if plan is not None:
-            self._list(plan, text.rows)
+            self._list_pages(plan, text.rows)
         return plan
 
-    def _asked_for(self, key: ForwardKey) -> WrapperPlan | None:
-        if key not in self._asked:
-            self._asked.append(key)
-        return self._planned(key)
+    def _request_plan(self, key: ForwardKey) -> WrapperPlan | None:
+        if key not in self._requested:
+            self._requested.append(key)
+        return self._plan_for_step(key)
 
     @torch.inference_mode()  # wrappers write to what they made in an earlier call
-    def _planned(self, key: ForwardKey) -> WrapperPlan | None:
-        held = self._sets[self._bounds.turn]
-        plan = held.get(key)
+    def _plan_for_step(self, key: ForwardKey) -> WrapperPlan | None:
+        plans = self._eager_plans[self._bounds.buffer_set]
+        plan = plans.get(key)
         if plan is not None and plan.step == self._step:
             return plan
-        chunks, least = self._bounds.chunks, self._bounds.least
-        rows = [key.each] * len(least) if key.each else [stop - start for start, stop in chunks]
-        lens = least if key.each else [stop for _, stop in chunks]
+        chunks, certain_lens = self._bounds.chunks, self._bounds.min_seq_lens
+        rows = (
+            [key.rows_per_request] * len(certain_lens)
+            if key.rows_per_request
+            else [stop - start for start, stop in chunks]
+        )
+        lens = certain_lens if key.rows_per_request else [stop for _, stop in chunks]
         if not any(lens) or not self.reader.fits(sum(rows)):
             return None
         if plan is None:
-            unused = [old for old, other in held.items() if other.step < self._step]
-            for old in unused[: max(0, len(held) + 1 - KEPT)]:
-                del held[old]
-            plan = held[key] = WrapperPlan(self.reader.wrapper(), self._step)
+            unused = [old_key for old_key, old_plan in plans.items() if old_plan.step < self._step]
+            for old_key in unused[: max(0, len(plans) + 1 - MAX_PLANS)]:
+                del plans[old_key]
+            plan = plans[key] = WrapperPlan(self.reader.wrapper(), self._step)
         self._plan(plan, key, rows, lens)
         return plan
 
     @torch.inference_mode()
-    def _repeated(self, key: ForwardKey) -> WrapperPlan | None:
+    def _captured_plan(self, key: ForwardKey) -> WrapperPlan | None:
         """Return the plan of a program that may be captured. The plan is made in the program's first, eager run."""
-        if not self.reader.fits(key.each * key.requests):
+        if not self.reader.fits(key.rows_per_request * key.requests):
             return None
-        held = self._stay[self._bounds.turn]
-        if key not in held:
-            longest, device = self._table.device_pages.shape[1], self._table.device_pages.device
-            buffers = GraphBuffers.of(key.requests, longest, device)
-            held[key] = plan = WrapperPlan(self.reader.wrapper(buffers), 0, buffers, pages=longest)
-            plan.listed, plan.starts = buffers.listed, buffers.starts
-            plan.until = torch.zeros(key.requests, dtype=torch.int32, device=device)
-        ahead(Repeated(self, key, self._bounds.turn))
-        return held[key]
+        plans = self._captured_plans[self._bounds.buffer_set]
+        if key not in plans:
+            max_pages, device = self._table.device_pages.shape[1], self._table.device_pages.device
+            buffers = GraphBuffers.of(key.requests, max_pages, device)
+            plans[key] = plan = WrapperPlan(self.reader.wrapper(buffers), 0, buffers, pages=max_pages)
+            plan.page_list, plan.starts = buffers.page_list, buffers.starts
+            plan.prefix_lens = torch.zeros(key.requests, dtype=torch.int32, device=device)
+        run_before_replays(ReplannedForward(self, key, self._bounds.buffer_set))
+        return plans[key]
 
     @torch.inference_mode()
-    def again(self, key: ForwardKey, turn: int) -> dict[str, Any] | None:
-        """Plan the current step for captured programs with this key and buffer set (`turn`); return the launch
+    def plan_again(self, key: ForwardKey, buffer_set: int) -> dict[str, Any] | None:
+        """Plan the current step for captured programs with this key and buffer set (`buffer_set`); return the launch
         arguments. Returns None if the step has another buffer set or another number of requests.
         """
-        least = self._bounds.least
-        if turn != self._bounds.turn or len(least) != key.requests:
+        certain_lens = self._bounds.min_seq_lens
+        if buffer_set != self._bounds.buffer_set or len(certain_lens) != key.requests:
             return None
-        plan = self._stay[turn][key]
+        plan = self._captured_plans[buffer_set][key]
         if plan.step != self._step:
-            self._plan(plan, key, [key.each] * key.requests, least)
-        return self.reader.launched(plan.wrapper)
+            self._plan(plan, key, [key.rows_per_request] * key.requests, certain_lens)
+        return self.reader.launch_arguments(plan.wrapper)
 
     def _plan(self, plan: WrapperPlan, key: ForwardKey, rows: Sequence[int], lens: Sequence[int]) -> None:
         """Plan requests with `rows` rows and `lens` tokens each.
 
         A length of 0 is planned as 1 token, because not all of FlashInfer's kernels document what they do with empty
-        requests. The merge ignores that token, because `until` is 0.
+        requests. The merge ignores that token, because `prefix_lens` is 0.
         """
-        device, size = self._table.device_pages.device, self._table.page_size
-        pages = [-(-max(1, count) // size) for count in lens]
-        starts = [0, *accumulate(pages)]
+        device, page_size = self._table.device_pages.device, self._table.page_size
+        page_counts = [-(-max(1, count) // page_size) for count in lens]
+        starts = [0, *accumulate(page_counts)]
         plan.step, plan.requests, plan.rows = self._step, len(rows), sum(rows)
         if plan.buffers is None:
-            plan.pages = max(pages)
-            plan.listed = torch.zeros(starts[-1], dtype=torch.int32, device=device)
-            told = brought(torch.tensor([*starts, *lens], dtype=torch.int32), device)
-            plan.starts, plan.until = told.split_with_sizes([len(starts), len(lens)])
+            plan.pages = max(page_counts)
+            plan.page_list = torch.zeros(starts[-1], dtype=torch.int32, device=device)
+            lens_on_device = copy_to_device(torch.tensor([*starts, *lens], dtype=torch.int32), device)
+            plan.starts, plan.prefix_lens = lens_on_device.split_with_sizes([len(starts), len(lens)])
         else:
-            assert plan.until is not None
-            plan.until.copy_(brought(torch.tensor(lens, dtype=torch.int32), device))
-        assert plan.listed is not None
-        seen = [max(1, count) for count in lens]
-        uniform = None if plan.buffers is None else (key.each, self._table.length)
+            assert plan.prefix_lens is not None
+            plan.prefix_lens.copy_(copy_to_device(torch.tensor(lens, dtype=torch.int32), device))
+        assert plan.page_list is not None
+        token_counts = [max(1, count) for count in lens]
+        graph_shape = None if plan.buffers is None else (key.rows_per_request, self._table.length)
         work = AttentionWork(
-            [0, *accumulate(rows)], starts, seen, plan.listed[: starts[-1]], not key.each, key.window, uniform
+            [0, *accumulate(rows)],
+            starts,
+            token_counts,
+            plan.page_list[: starts[-1]],
+            not key.rows_per_request,
+            key.window,
+            graph_shape,
         )
         self.reader.plan(plan.wrapper, work)
 
-    def _list(self, plan: WrapperPlan, rows: Tensor) -> None:
-        """Write the current pages of the plan's requests to `listed`. Their table rows are the first of `rows`."""
+    def _list_pages(self, plan: WrapperPlan, rows: Tensor) -> None:
+        """Write the current pages of the plan's requests to `page_list`. Their table rows are the first of `rows`."""
         pages = self._table.device_pages
-        grid = plan.requests, -(-plan.pages // LISTING)
-        assert plan.starts is not None and plan.listed is not None
-        arguments = ListPagesArguments(pages, rows, plan.starts, plan.listed, pages.stride(0))
-        launch(list_pages, grid, arguments, BLOCK=LISTING)
+        grid = plan.requests, -(-plan.pages // PAGES_PER_PROGRAM)
+        assert plan.starts is not None and plan.page_list is not None
+        arguments = ListPagesArguments(pages, rows, plan.starts, plan.page_list, pages.stride(0))
+        launch(list_pages, grid, arguments, BLOCK=PAGES_PER_PROGRAM)
 
 
 @dataclass(slots=True)
-class Repeated:
+class ReplannedForward:
     """A check before each run of a captured program: plan the current step, and return whether the launch arguments
-    equal `first`, those of the program's first plan.
+    equal `first_arguments`, those of the program's first plan.
     """
 
     plans: RunnerPlans
     key: ForwardKey
-    turn: int
-    first: dict[str, Any] | None = field(default=None, compare=False, repr=False)
+    buffer_set: int
+    first_arguments: dict[str, Any] | None = field(default=None, compare=False, repr=False)
 
     def __call__(self) -> bool:
-        """Plan the step; return False if the program does not fit the step and must run eagerly (`recorder.ahead`)."""
-        launched = self.plans.again(self.key, self.turn)
-        if self.first is None:
-            self.first = launched
-        return launched is not None and launched == self.first
+        """Plan the step; return False if the program does not fit the step and must run eagerly
+        (`recorder.run_before_replays`).
+        """
+        launch_arguments = self.plans.plan_again(self.key, self.buffer_set)
+        if self.first_arguments is None:
+            self.first_arguments = launch_arguments
+        return launch_arguments is not None and launch_arguments == self.first_arguments

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cluster.kernels.flashinfer.launch import latent_launch, paged_launch
-from cluster.kernels.flashinfer.library import LATENT_LINES, LINES, FlashInfer
+from cluster.kernels.flashinfer.library import MAX_LATENT_LINES, MAX_LINES, FlashInfer
 
 WORKSPACE = 384 << 20
 """Bytes for partial results of long prefixes, shared by all wrappers. FlashInfer advises 128 MB for small models."""
@@ -16,30 +16,30 @@ WORKSPACE = 384 << 20
 
 class AttentionWork(NamedTuple):
     """Attention of n requests. Request i has rows `rows[i]` to `rows[i + 1] - 1`, and `pages[i + 1] - pages[i]` pages,
-    which are in `listed` (int32, on the device) from `pages[i]` on. It has `lens[i]` >= 1 tokens, and each of its rows
-    sees all of them. If `causal`, its rows are the last of these tokens instead: each row sees itself and the tokens
-    before it, at most `window` of them (-1: all). `uniform` is set for captured programs only: the number of rows of
-    every request, and the most tokens of a request.
+    which are in `page_list` (int32, on the device) from `pages[i]` on. It has `lens[i]` >= 1 tokens, and each of its
+    rows sees all of them. If `causal`, its rows are the last of these tokens instead: each row sees itself and the
+    tokens before it, at most `window` of them (-1: all). `graph_shape` is set for captured programs only: the number of
+    rows of every request, and the most tokens of a request.
     """
 
     rows: Sequence[int]
     pages: Sequence[int]
     lens: Sequence[int]
-    listed: Tensor
+    page_list: Tensor
     causal: bool
     window: int = -1
-    uniform: tuple[int, int] | None = None
+    graph_shape: tuple[int, int] | None = None
 
 
 class GraphBuffers(NamedTuple):
     """Fixed int32 device buffers of a CUDA-graph wrapper, for n requests: row offsets `rows` `[n + 1]`, page offsets
-    `starts` `[n + 1]`, page numbers `listed` (as many as n requests can have), and `lens` `[n]`: the number of tokens
-    in a request's last page (keys and values), or in the request (latents).
+    `starts` `[n + 1]`, page numbers `page_list` (as many as n requests can have), and `lens` `[n]`: the number of
+    tokens in a request's last page (keys and values), or in the request (latents).
     """
 
     rows: Tensor
     starts: Tensor
-    listed: Tensor
+    page_list: Tensor
     lens: Tensor
 
     @classmethod
@@ -65,7 +65,7 @@ class CellReader(Protocol):
         log-sum-exps to base 2, `[T, nh]`.
         """
 
-    def launched(self, wrapper: Any) -> dict[str, Any]:
+    def launch_arguments(self, wrapper: Any) -> dict[str, Any]:
         """Return the launch arguments of `run` under the current plan. Two plans with equal launch arguments differ
         only in the contents of memory, so one CUDA graph serves both.
         """
@@ -79,44 +79,44 @@ class PagedReader:
 
     def __init__(self, flashinfer: FlashInfer, pool: Tensor, page_size: int, heads: int, scale: float) -> None:
         """`pool` is `[layers, slots, 2, nkv, d]`."""
-        *_, self._kv_heads, self._size = pool.shape
+        *_, self._kv_heads, self._head_dim = pool.shape
         self._flashinfer, self._page_size, self._heads, self._scale = flashinfer, page_size, heads, scale
         self._dtype, self._device = pool.dtype, pool.device
 
     def wrapper(self, buffers: GraphBuffers | None = None) -> Any:
         """See `CellReader`."""
-        kept: dict[str, Any] = {}
+        graph_arguments: dict[str, Any] = {}
         if buffers is not None:
-            kept = {
+            graph_arguments = {
                 "use_cuda_graph": True,
                 "qo_indptr_buf": buffers.rows,
                 "paged_kv_indptr_buf": buffers.starts,
-                "paged_kv_indices_buf": buffers.listed,
+                "paged_kv_indices_buf": buffers.page_list,
                 "paged_kv_last_page_len_buf": buffers.lens,
             }
-        given = {"kv_layout": "NHD", "backend": self._flashinfer.variant}
-        return self._flashinfer.paged(workspace(self._device), **given, **kept)
+        arguments = {"kv_layout": "NHD", "backend": self._flashinfer.variant}
+        return self._flashinfer.paged(workspace(self._device), **arguments, **graph_arguments)
 
     def plan(self, wrapper: Any, work: AttentionWork) -> None:
         """See `CellReader`."""
-        each, longest = work.uniform or (None, None)
+        rows_per_request, max_tokens = work.graph_shape or (None, None)
         wrapper.plan(
-            qo_indptr=_numbers(work.rows),
-            paged_kv_indptr=_numbers(work.pages),
-            paged_kv_indices=work.listed,
-            paged_kv_last_page_len=_numbers([(count - 1) % self._page_size + 1 for count in work.lens]),
+            qo_indptr=_int32_tensor(work.rows),
+            paged_kv_indptr=_int32_tensor(work.pages),
+            paged_kv_indices=work.page_list,
+            paged_kv_last_page_len=_int32_tensor([(count - 1) % self._page_size + 1 for count in work.lens]),
             num_qo_heads=self._heads,
             num_kv_heads=self._kv_heads,
-            head_dim_qk=self._size,
+            head_dim_qk=self._head_dim,
             page_size=self._page_size,
             causal=work.causal,
             sm_scale=self._scale,
             window_left=work.window,
             q_data_type=self._dtype,
             kv_data_type=self._dtype,
-            max_token_per_sequence=each,
-            max_sequence_kv=longest,
-            uniform_q_len=each,
+            max_token_per_sequence=rows_per_request,
+            max_sequence_kv=max_tokens,
+            uniform_q_len=rows_per_request,
         )
 
     def run(self, wrapper: Any, memory: Tensor, q: Tensor, out: Tensor) -> Tensor:
@@ -125,53 +125,53 @@ class PagedReader:
         _, lse = wrapper.run(q, paged_view(memory, self._page_size), out=out, return_lse=True)
         return lse
 
-    def launched(self, wrapper: Any) -> dict[str, Any]:
+    def launch_arguments(self, wrapper: Any) -> dict[str, Any]:
         """See `CellReader`."""
         return paged_launch(wrapper)
 
     def fits(self, rows: int) -> bool:
         """See `CellReader`."""
-        return rows * self._heads <= LINES
+        return rows * self._heads <= MAX_LINES
 
 
 class LatentReader:
     """FlashInfer for latent cells `[1, 1, d]` (MLA). The first `value` numbers are the value of all heads."""
 
     def __init__(
-        self, flashinfer: FlashInfer, pool: Tensor, page_size: int, heads: int, scale: float, value: int
+        self, flashinfer: FlashInfer, pool: Tensor, page_size: int, heads: int, scale: float, value_dim: int
     ) -> None:
         """`pool` is `[layers, slots, 1, 1, d]`."""
         self._flashinfer, self._page_size, self._heads, self._scale = flashinfer, page_size, heads, scale
-        self._value, self._behind = value, pool.shape[-1] - value
+        self._value_dim, self._rest_dim = value_dim, pool.shape[-1] - value_dim
         self._dtype, self._device = pool.dtype, pool.device
 
     def wrapper(self, buffers: GraphBuffers | None = None) -> Any:
         """See `CellReader`."""
-        kept: dict[str, Any] = {}
+        graph_arguments: dict[str, Any] = {}
         if buffers is not None:
-            kept = {
+            graph_arguments = {
                 "use_cuda_graph": True,
                 "qo_indptr": buffers.rows,
                 "kv_indptr": buffers.starts,
-                "kv_indices": buffers.listed,
+                "kv_indices": buffers.page_list,
                 "kv_len_arr": buffers.lens,
             }
-        return self._flashinfer.latent(workspace(self._device), backend=self._flashinfer.variant, **kept)
+        return self._flashinfer.latent(workspace(self._device), backend=self._flashinfer.variant, **graph_arguments)
 
     def plan(self, wrapper: Any, work: AttentionWork) -> None:
         """See `CellReader`."""
         assert work.window < 0, "latents have no sliding windows"
-        metadata = self._flashinfer.csr(
-            qo_indptr=_numbers(work.rows),
-            kv_indptr=_numbers(work.pages),
-            kv_indices=work.listed,
-            kv_len_arr=_numbers(work.lens),
+        metadata = self._flashinfer.make_metadata(
+            qo_indptr=_int32_tensor(work.rows),
+            kv_indptr=_int32_tensor(work.pages),
+            kv_indices=work.page_list,
+            kv_len_arr=_int32_tensor(work.lens),
         )
         wrapper.plan(
             metadata=metadata,
             num_heads=self._heads,
-            head_dim_ckv=self._value,
-            head_dim_kpe=self._behind,
+            head_dim_ckv=self._value_dim,
+            head_dim_kpe=self._rest_dim,
             page_size=self._page_size,
             causal=work.causal,
             sm_scale=self._scale,
@@ -183,17 +183,17 @@ class LatentReader:
     def run(self, wrapper: Any, memory: Tensor, q: Tensor, out: Tensor) -> Tensor:
         """See `CellReader`."""
         lse: Tensor
-        cells = memory.view(-1, self._page_size, self._value + self._behind)
+        cells = memory.view(-1, self._page_size, self._value_dim + self._rest_dim)
         _, lse = wrapper.run(query=q, kv_cache=cells, out=out, return_lse=True)
         return lse
 
-    def launched(self, wrapper: Any) -> dict[str, Any]:
+    def launch_arguments(self, wrapper: Any) -> dict[str, Any]:
         """See `CellReader`."""
         return latent_launch(wrapper)
 
     def fits(self, rows: int) -> bool:
         """See `CellReader`."""
-        return rows * self._heads <= LATENT_LINES
+        return rows * self._heads <= MAX_LATENT_LINES
 
 
 def paged_view(memory: Tensor, page_size: int) -> Tensor:
@@ -201,8 +201,8 @@ def paged_view(memory: Tensor, page_size: int) -> Tensor:
     return memory.view(-1, page_size, *memory.shape[1:]).transpose(1, 2)
 
 
-def _numbers(given: Sequence[int]) -> Tensor:
-    return torch.tensor(given, dtype=torch.int32)
+def _int32_tensor(numbers: Sequence[int]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
 
 
 @cache

@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 
 from cluster.bench.goals import Goal
-from cluster.bench.pair import PLAIN, Pair, TreeChoice, short_path
+from cluster.bench.pair import PLAIN, ModelPair, TreeChoice, short_path
 from cluster.bench.reference import Transformers
-from cluster.bench.report import Say, columns, machine, mean, ratio, table
-from cluster.bench.runs import EngineRun, Texts, params_of, run_together
-from cluster.bench.watched import Reached, watched_engine
+from cluster.bench.report import LogProgress, columns_table, machine_info, mean, ratio, table
+from cluster.bench.runs import EngineRun, TokenLists, fixed_length_params, run_batch
+from cluster.bench.watched import ReachedDepth, recording_engine
 from cluster.engine import build_engine
 
 CHAIN = TreeChoice(5)
 GOALS = {CHAIN: {0.0: 2.8, 0.8: 2.4}, TreeChoice(5, 4, 24): {0.0: 3.3, 0.8: 3.0}}
 GOAL_OF_BOUND = 0.85
-SLACK = 1.25  # slack of a quick run: its few prompts measure accept lengths less exactly
+GOAL_SLACK = 1.25  # slack of a quick run: its few prompts measure accept lengths less exactly
 TEMPERATURES = (0.0, 0.8)
 
 
@@ -39,35 +39,44 @@ class Size:
 QUICK = Size(prompts=8, new_tokens=32)
 
 
-def measure(pair: Pair, size: Size = Size(), say: Say = print) -> dict[str, Any]:
+def measure(pair: ModelPair, size: Size = Size(), log_progress: LogProgress = print) -> dict[str, Any]:
     """Run all measurements and return the figures, JSON-ready."""
-    goals = {str(shape): goal for shape, goal in GOALS.items()}
-    lengths, identical = accept_lengths(pair, size, list(GOALS), say)
-    say("acceptance: by depth at T=1")
+    goals_by_tree = {str(tree): goal for tree, goal in GOALS.items()}
+    length_rows, identical = accept_lengths(pair, size, list(GOALS), log_progress)
+    log_progress("acceptance: by depth at T=1")
     return {
         "what": "acceptance",
-        "machine": machine(),
+        "machine": machine_info(),
         "target": short_path(pair.target),
         **asdict(size),
         "identical": identical,
-        "accept_lengths": [{**at, "goal": goals[at["name"]][at["temperature"]]} for at in lengths],
-        **by_depth(pair, pair.prompts(size.prompts, size.prompt_tokens), size.new_tokens),
+        "accept_lengths": [{**row, "goal": goals_by_tree[row["name"]][row["temperature"]]} for row in length_rows],
+        **acceptance_by_depth(pair, pair.prompts(size.prompts, size.prompt_tokens), size.new_tokens),
     }
 
 
 def goals(result: dict[str, Any]) -> list[Goal]:
     """Return the demo pair's goals: accept lengths, and coupled acceptance as a share of its bound."""
-    lengths = [
-        Goal(f"accept length, {x['name']}, T={x['temperature']:g}", x["accept_length"], x["goal"], True, SLACK)
-        for x in result["accept_lengths"]
+    length_goals = [
+        Goal(
+            f"accept length, {row['name']}, T={row['temperature']:g}",
+            row["accept_length"],
+            row["goal"],
+            True,
+            GOAL_SLACK,
+        )
+        for row in result["accept_lengths"]
     ]
-    return [*lengths, Goal("coupled acceptance of the bound", result["of_bound"], GOAL_OF_BOUND, True, SLACK)]
+    return [*length_goals, Goal("coupled acceptance of the bound", result["of_bound"], GOAL_OF_BOUND, True, GOAL_SLACK)]
 
 
 def show(result: dict[str, Any]) -> str:
     """Return the figures and goals as tables."""
-    rows = [(x["name"], x["temperature"], x["accept_length"], x["goal"]) for x in result["accept_lengths"]]
-    depths = [d | {"depth": str(d["depth"]), "of_bound": f"{d['of_bound']:.0%}"} for d in result["by_depth"]]
+    rows = [(row["name"], row["temperature"], row["accept_length"], row["goal"]) for row in result["accept_lengths"]]
+    depths = [
+        depth_row | {"depth": str(depth_row["depth"]), "of_bound": f"{depth_row['of_bound']:.0%}"}
+        for depth_row in result["by_depth"]
+    ]
     keys = {"depth": "depth", "reached": "reached", "coupled": "coupled", "by probability": "likeliest"}
     keys |= {"bound": "bound", "of bound": "of_bound"}
     keys |= {"top-4 coupled": "top4_coupled", "top-4 by prob.": "top4_likeliest"}
@@ -77,87 +86,98 @@ def show(result: dict[str, Any]) -> str:
             table(("setting", "T", "accept length", "goal"), rows),
             "",
             f"acceptance by depth, {CHAIN}, T=1 (bound: sum(min(p, q)) at the same contexts)",
-            columns(depths, keys),
+            columns_table(depths, keys),
             f"coupled acceptance is {result['of_bound']:.1%} of the bound (goal {GOAL_OF_BOUND:.0%}); accept length "
             f"{result['accept_length_coupled']:.2f} coupled, {result['accept_length_likeliest']:.2f} by probability",
         ]
     )
 
 
-def heading(what: str, result: dict[str, Any]) -> str:
+def heading(title: str, result: dict[str, Any]) -> str:
     """Return the first line of a report: the prompts, and whether the tokens equal those of plain decoding."""
     return (
-        f"{what}: {result['prompts']} held-out prompts of {result['prompt_tokens']} tokens, {result['new_tokens']} new,"
-        f" EOS ignored; same tokens as plain decoding: {'yes' if result['identical'] else 'NO'}"
+        f"{title}: {result['prompts']} held-out prompts of {result['prompt_tokens']} tokens, {result['new_tokens']} "
+        f"new, EOS ignored; same tokens as plain decoding: {'yes' if result['identical'] else 'NO'}"
     )
 
 
-def by_depth(pair: Pair, prompts: Texts, new_tokens: int) -> dict[str, Any]:
+def acceptance_by_depth(pair: ModelPair, prompts: TokenLists, new_tokens: int) -> dict[str, Any]:
     """Measure acceptance by depth of a chain at T=1, ranked with noise and by probability only, and the bound."""
-    coupled, reached, ids = _watch(pair, prompts, new_tokens, alone=False)
-    likeliest, reached_alone, _ = _watch(pair, prompts, new_tokens, alone=True)
-    texts = [[*prompt, *made] for prompt, made in zip(prompts, coupled.tokens, strict=True)]
-    bounds = bounds_of(reached, texts, Transformers(pair.target, "float32", str(ids.device)), ids)
+    coupled_run, reached, ids = _record_chain(pair, prompts, new_tokens, by_probability=False)
+    likeliest_run, reached_by_probability, _ = _record_chain(pair, prompts, new_tokens, by_probability=True)
+    texts = [[*prompt, *generated] for prompt, generated in zip(prompts, coupled_run.tokens, strict=True)]
+    bounds = acceptance_bounds(reached, texts, Transformers(pair.target, "float32", str(ids.device)), ids)
     depths = []
     for depth in range(1, CHAIN.num_steps + 1):
-        here = [(r, bound) for r, bound in zip(reached, bounds, strict=True) if r.depth == depth]
-        alone = [r for r in reached_alone if r.depth == depth]
-        accepted = mean([r.proposed == r.token for r, _ in here])
-        bound = mean([bound for _, bound in here])
+        coupled_here = [(r, bound) for r, bound in zip(reached, bounds, strict=True) if r.depth == depth]
+        likeliest_here = [r for r in reached_by_probability if r.depth == depth]
+        accepted = mean([r.proposed == r.token for r, _ in coupled_here])
+        bound = mean([bound for _, bound in coupled_here])
         depths.append(
             {
                 "depth": depth,
-                "reached": len(here),
+                "reached": len(coupled_here),
                 "coupled": accepted,
-                "likeliest": mean([r.proposed == r.token for r in alone]),
+                "likeliest": mean([r.proposed == r.token for r in likeliest_here]),
                 "bound": bound,
                 "of_bound": ratio(accepted, bound),
-                "top4_coupled": mean([r.token in r.glance.coupled for r, _ in here]),
-                "top4_likeliest": mean([r.token in r.glance.likely for r, _ in here]),
+                "top4_coupled": mean([r.token in r.distribution.top_coupled for r, _ in coupled_here]),
+                "top4_likeliest": mean([r.token in r.distribution.top_by_probability for r, _ in coupled_here]),
             }
         )
     return {
         "by_depth": depths,
         "of_bound": ratio(sum(r.proposed == r.token for r in reached), sum(bounds)),
-        "accept_length_coupled": coupled.accept_length,
-        "accept_length_likeliest": likeliest.accept_length,
+        "accept_length_coupled": coupled_run.accept_length,
+        "accept_length_likeliest": likeliest_run.accept_length,
     }
 
 
-def bounds_of(reached: Sequence[Reached], texts: Texts, target: Transformers, ids: Tensor) -> list[float]:
+def acceptance_bounds(
+    reached: Sequence[ReachedDepth], texts: TokenLists, target: Transformers, ids: Tensor
+) -> list[float]:
     """Return sum(min(p, q)) for every reached context. A request's seed is the index of its text.
 
     q is zero outside the draft vocabulary `ids`, so only p at those ids counts.
     """
-    p = [log_probabilities[:, ids].exp() for log_probabilities in target.log_probabilities(texts)]
-    return [float(torch.minimum(p[r.seed][r.position - 1], r.glance.probabilities.float()).sum()) for r in reached]
+    target_probabilities = [log_probabilities[:, ids].exp() for log_probabilities in target.log_probabilities(texts)]
+    return [
+        float(torch.minimum(target_probabilities[r.seed][r.position - 1], r.distribution.probabilities.float()).sum())
+        for r in reached
+    ]
 
 
-def _watch(pair: Pair, prompts: Texts, new_tokens: int, alone: bool) -> tuple[EngineRun, list[Reached], Tensor]:
-    """Run a recording draft at T=1. Return the run, the reached depths (`Reached`), and the ids of the draft
+def _record_chain(
+    pair: ModelPair, prompts: TokenLists, new_tokens: int, by_probability: bool
+) -> tuple[EngineRun, list[ReachedDepth], Tensor]:
+    """Run a recording draft at T=1. Return the run, the reached depths (`ReachedDepth`), and the ids of the draft
     vocabulary.
     """
-    engine, draft = watched_engine(pair.config(CHAIN, len(prompts)), alone)
-    run = run_together(engine, prompts, [params_of(new_tokens, 1.0, seed) for seed in range(len(prompts))])
-    ends = [len(prompt) + new_tokens for prompt in prompts]
-    return run, [r for r in draft.reached if r.position < ends[r.seed]], draft.ids
+    engine, draft = recording_engine(pair.config(CHAIN, len(prompts)), by_probability)
+    run = run_batch(engine, prompts, [fixed_length_params(new_tokens, 1.0, seed) for seed in range(len(prompts))])
+    text_ends = [len(prompt) + new_tokens for prompt in prompts]
+    return run, [r for r in draft.reached if r.position < text_ends[r.seed]], draft.ids
 
 
-def accept_lengths(pair: Pair, size: Size, shapes: Sequence[TreeChoice], say: Say) -> tuple[list[dict[str, Any]], bool]:
+def accept_lengths(
+    pair: ModelPair, size: Size, trees: Sequence[TreeChoice], log_progress: LogProgress
+) -> tuple[list[dict[str, Any]], bool]:
     """Return, per tree and temperature, the accept length and the acceptance by depth; and whether all tokens equal
     those of plain decoding.
     """
-    figures, same, prompts = [], True, pair.prompts(size.prompts, size.prompt_tokens)
-    engines = {shape: build_engine(pair.config(shape, size.prompts)) for shape in (PLAIN, *shapes)}
+    figures, identical, prompts = [], True, pair.prompts(size.prompts, size.prompt_tokens)
+    engines = {tree: build_engine(pair.config(tree, size.prompts)) for tree in (PLAIN, *trees)}
     for temperature in TEMPERATURES:
-        params = [params_of(size.new_tokens, temperature, seed) for seed in range(size.prompts)]
-        truth: list[list[int]] = []
-        for shape, engine in engines.items():
-            say(f"acceptance: {shape} at T={temperature:g}")
-            run = run_together(engine, prompts, params)
-            truth = truth or run.tokens
-            same = same and run.tokens == truth
-            if shape != PLAIN:
-                at = {"name": str(shape), "temperature": temperature}
-                figures.append(at | {"accept_length": run.accept_length, "by_depth": run.by_depth(shape.num_steps)})
-    return figures, same
+        params = [fixed_length_params(size.new_tokens, temperature, seed) for seed in range(size.prompts)]
+        plain_tokens: list[list[int]] = []
+        for tree, engine in engines.items():
+            log_progress(f"acceptance: {tree} at T={temperature:g}")
+            run = run_batch(engine, prompts, params)
+            plain_tokens = plain_tokens or run.tokens
+            identical = identical and run.tokens == plain_tokens
+            if tree != PLAIN:
+                setting = {"name": str(tree), "temperature": temperature}
+                figures.append(
+                    setting | {"accept_length": run.accept_length, "by_depth": run.acceptance_by_depth(tree.num_steps)}
+                )
+    return figures, identical

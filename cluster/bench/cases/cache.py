@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from cluster.arch.layer import LayerGeometry
-from cluster.bench.kernel_cases import CPU, LAYER, SMALL_LAYER, attention_cases, compare
-from cluster.bench.report import Say, columns, machine, ratio
+from cluster.bench.kernel_cases import CPU, LAYER, SMALL_LAYER, attention_cases, compare_calls
+from cluster.bench.report import LogProgress, columns_table, machine_info, ratio
 from cluster.engine.backends import select_kernels
 from cluster.kv.pool import pool_bytes
 
@@ -30,38 +30,38 @@ QUICK = Size(SMALL_LAYER, (128,), repeats=2)
 
 
 @torch.inference_mode()
-def measure(size: Size, say: Say = print) -> dict[str, Any]:
+def measure(size: Size, log_progress: LogProgress = print) -> dict[str, Any]:
     """Return the microseconds of each contender, and the bytes of a token in one layer, JSON-ready."""
     figures = []
     for dtype in size.dtypes:
-        serving, name = select_kernels("auto", CPU, dtype), str(dtype).removeprefix("torch.")
-        plain, coded = (pool_bytes([size.layer], dtype, fp8) for fp8 in (False, True))
-        say(f"cache: {name} and FP8, kernels in {serving.about}")
+        kernels, name = select_kernels("auto", CPU, dtype), str(dtype).removeprefix("torch.")
+        dtype_bytes, fp8_bytes = (pool_bytes([size.layer], dtype, fp8) for fp8 in (False, True))
+        log_progress(f"cache: {name} and FP8, kernels in {kernels.description}")
         for prefix in size.prefixes:
-            cases = (attention_cases(size.layer, prefix, serving, dtype, fp8) for fp8 in (True, False))
-            for own, other in zip(*cases, strict=True):
-                took = compare(own.run, other.run, size.repeats)
+            cases = (attention_cases(size.layer, prefix, kernels, dtype, fp8) for fp8 in (True, False))
+            for fp8_case, dtype_case in zip(*cases, strict=True):
+                comparison = compare_calls(fp8_case.run, dtype_case.run, size.repeats)
                 figures.append(
                     {
                         "dtype": name,
                         "prefix": prefix,
-                        "what": own.kernel.removeprefix("attend, "),
-                        "rows": own.rows,
-                        "fp8_us": took.seconds * 1e6,
-                        "us": took.other_seconds * 1e6,
-                        "ratio": took.times,
-                        "fp8_bytes": coded,
-                        "bytes": plain,
-                        "bytes_ratio": ratio(plain, coded),
+                        "what": fp8_case.kernel.removeprefix("attend, "),
+                        "rows": fp8_case.rows,
+                        "fp8_us": comparison.seconds * 1e6,
+                        "us": comparison.baseline_seconds * 1e6,
+                        "ratio": comparison.speedup,
+                        "fp8_bytes": fp8_bytes,
+                        "bytes": dtype_bytes,
+                        "bytes_ratio": ratio(dtype_bytes, fp8_bytes),
                     }
                 )
-    return {"what": "cache", "machine": machine(), "figures": figures}
+    return {"what": "cache", "machine": machine_info(), "figures": figures}
 
 
 def show(result: dict[str, Any]) -> str:
     """Return the figures as a table."""
     keys = {"dtype": "dtype", "prefix": "prefix", "attention of": "what", "rows": "rows", "FP8 us": "fp8_us"}
     keys |= {"dtype's us": "us", "times as fast": "ratio", "bytes": "of", "times less": "bytes_ratio"}
-    rows = [{**one, "of": f"{one['fp8_bytes']} of {one['bytes']}"} for one in result["figures"]]
-    figures = columns(rows, keys, whole=("FP8 us", "dtype's us"))
+    rows = [{**figure, "of": f"{figure['fp8_bytes']} of {figure['bytes']}"} for figure in result["figures"]]
+    figures = columns_table(rows, keys, rounded_headers=("FP8 us", "dtype's us"))
     return f"{result['machine']['cpu']}; a token's bytes are those of one layer\n{figures}"

@@ -9,13 +9,13 @@ from dataclasses import asdict, dataclass
 from http.client import HTTPException
 from typing import Any
 
-from cluster.bench.cases.faults import prompts_of
-from cluster.bench.fault import GANG, OPEN_TOKENS, Fault, undisturbed
-from cluster.bench.report import Say, columns
+from cluster.bench.cases.faults import make_prompts
+from cluster.bench.fault import GANG_SETTINGS, MIN_STREAM_TOKENS, Fault, run_without_fault
+from cluster.bench.report import LogProgress, columns_table
 from cluster.bench.server import ServerProcess
-from cluster.bench.streams import ClientStream, errors_of, page, run_together
+from cluster.bench.streams import ClientStream, get_page, stream_all, stream_errors
 
-RESUMED, OPEN = "aerie_resumed_streams_total", "aerie_open_requests"
+RESUMED_METRIC, OPEN_METRIC = "aerie_resumed_streams_total", "aerie_open_requests"
 POLL_S = 0.05
 
 
@@ -53,74 +53,82 @@ class KillRound:
         return bool(self.cut or self.different or self.resumed < self.open or self.healthy_s is None)
 
 
-def measure(size: Size, say: Say) -> dict[str, Any]:
+def measure(size: Size, log_progress: LogProgress) -> dict[str, Any]:
     """Kill a rank `size.kills` times while streams run; return a `KillRound` for each kill."""
     rounds: list[KillRound] = []
 
-    def due(streams: list[ClientStream]) -> bool:
+    def is_due(streams: list[ClientStream]) -> bool:
         """Return whether enough streams decode and the replica has received all unfinished requests."""
-        decoding = sum(len(s.token_ids) >= OPEN_TOKENS for s in streams) >= size.streams
-        return decoding and counted(server.port, OPEN) >= sum(s.ended is None for s in streams)
+        decoding = sum(len(s.token_ids) >= MIN_STREAM_TOKENS for s in streams) >= size.streams
+        return decoding and read_metric(server.port, OPEN_METRIC) >= sum(s.ended_at is None for s in streams)
 
-    with ServerProcess([*GANG, f"max_running_requests={size.streams // 2}", "max_queue_wait_s=600"]) as server:
-        say(f"crowd: ready after {server.ready_s:.1f} s")
-        work = undisturbed(server, prompts_of(size.streams + size.queued), size.max_tokens)
-        for number in range(size.kills):
-            killed = f"rank {number % 2}"
-            counter = Counter(server.port, Fault(server, f"kill {killed}", due))
-            streams = run_together(server.port, work.model, work.prompts, work.max_tokens, counter.look)
-            resumed_s, resumed = counter.settle()
-            fault, cut, different = counter.fault, len(errors_of(streams)), work.different(streams)
-            rounds.append(KillRound(killed, fault.open, resumed, fault.healthy_s, resumed_s, cut, different))
-            say(f"crowd: {rounds[-1]}")
+    with ServerProcess([*GANG_SETTINGS, f"max_running_requests={size.streams // 2}", "max_queue_wait_s=600"]) as server:
+        log_progress(f"crowd: ready after {server.ready_s:.1f} s")
+        load = run_without_fault(server, make_prompts(size.streams + size.queued), size.max_tokens)
+        for round_number in range(size.kills):
+            victim = f"rank {round_number % 2}"
+            counter = ResumeCounter(server.port, Fault(server, f"kill {victim}", is_due))
+            streams = stream_all(server.port, load.model, load.prompts, load.max_tokens, counter.poll)
+            resumed_s, resumed = counter.wait_until_healthy()
+            fault, failed_count, different_count = (
+                counter.fault,
+                len(stream_errors(streams)),
+                load.count_different(streams),
+            )
+            rounds.append(
+                KillRound(
+                    victim, fault.open_streams, resumed, fault.healthy_s, resumed_s, failed_count, different_count
+                )
+            )
+            log_progress(f"crowd: {rounds[-1]}")
     return {
-        "rounds": [asdict(r) for r in rounds],
-        "failed": sum(r.failed for r in rounds),
-        "slowest_resumed_s": max((r.resumed_s or 0.0 for r in rounds), default=0.0),
+        "rounds": [asdict(kill_round) for kill_round in rounds],
+        "failed": sum(kill_round.failed for kill_round in rounds),
+        "slowest_resumed_s": max((kill_round.resumed_s or 0.0 for kill_round in rounds), default=0.0),
     }
 
 
-class Counter:
+class ResumeCounter:
     """Polls, from the fault on, how many streams have been resumed."""
 
     def __init__(self, port: int, fault: Fault) -> None:
         self.fault = fault
-        self._port, self._before = port, counted(port, RESUMED)
-        self._next_s = 0.0
-        self._times: list[tuple[float, float]] = []
+        self._port, self._initial_count = port, read_metric(port, RESUMED_METRIC)
+        self._next_poll_s = 0.0
+        self._samples: list[tuple[float, float]] = []
 
-    def look(self, streams: list[ClientStream]) -> None:
+    def poll(self, streams: list[ClientStream]) -> None:
         """Cause the fault once it is due, and then poll the count. Call it repeatedly while the streams run."""
-        self.fault.look(streams)
-        if self.fault.seconds is not None and self.fault.seconds >= self._next_s:
-            self._read(self.fault.seconds)
+        self.fault.trigger_if_due(streams)
+        if self.fault.elapsed_s is not None and self.fault.elapsed_s >= self._next_poll_s:
+            self._record_count(self.fault.elapsed_s)
 
-    def settle(self) -> tuple[float | None, int]:
+    def wait_until_healthy(self) -> tuple[float | None, int]:
         """Wait until the server is healthy again. Return the seconds from then until the last stream was resumed, and
         the number of resumed streams. The seconds are None if the server was never healthy again.
         """
-        self.fault.settle()
-        if self.fault.seconds is None:
+        self.fault.wait_until_healthy()
+        if self.fault.elapsed_s is None:
             return None, 0
-        self._read(self.fault.seconds)  # a last reading after the end
-        most = max((count for _, count in self._times), default=0.0)
-        last = next((when for when, count in self._times if count == most), 0.0)
-        return None if self.fault.healthy_s is None else max(0.0, last - self.fault.healthy_s), int(most)
+        self._record_count(self.fault.elapsed_s)  # a last reading after the end
+        max_count = max((count for _, count in self._samples), default=0.0)
+        last_growth_s = next((elapsed_s for elapsed_s, count in self._samples if count == max_count), 0.0)
+        return None if self.fault.healthy_s is None else max(0.0, last_growth_s - self.fault.healthy_s), int(max_count)
 
-    def _read(self, seconds: float) -> None:
-        self._next_s = seconds + POLL_S
+    def _record_count(self, elapsed_s: float) -> None:
+        self._next_poll_s = elapsed_s + POLL_S
         with suppress(OSError, HTTPException):  # /metrics may fail while the gang is down
-            self._times.append((seconds, counted(self._port, RESUMED) - self._before))
+            self._samples.append((elapsed_s, read_metric(self._port, RESUMED_METRIC) - self._initial_count))
 
 
-def counted(port: int, name: str) -> float:
-    """Return the sum of a metric's samples on /metrics: `RESUMED` streams so far, or `OPEN` requests now."""
-    lines = page(port, "/metrics").splitlines()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
+def read_metric(port: int, metric: str) -> float:
+    """Return the sum of a metric's samples on /metrics."""
+    lines = get_page(port, "/metrics").splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(metric))
 
 
 def show(result: dict[str, Any]) -> str:
     """Return the kills as a table."""
     keys = {"killed": "killed", "open then": "open", "resumed": "resumed", "cut": "cut", "different": "different"}
     keys |= {"200 again s": "healthy_s", "all resumed after s more": "resumed_s"}
-    return columns(result["rounds"], keys)
+    return columns_table(result["rounds"], keys)

@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from cluster.bench.cases.demo import PROMPTS
-from cluster.bench.fault import GANG, OPEN_TOKENS, Fault, StreamLoad, idle_info, undisturbed
-from cluster.bench.report import Say, columns
+from cluster.bench.fault import GANG_SETTINGS, MIN_STREAM_TOKENS, Fault, StreamLoad, info_when_idle, run_without_fault
+from cluster.bench.report import LogProgress, columns_table
 from cluster.bench.server import ServerProcess
-from cluster.bench.streams import Prompt, errors_of, run_together
+from cluster.bench.streams import Prompt, stream_all, stream_errors
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,73 +59,80 @@ class FaultRound:
         return bool(self.cut or self.different or self.pages_used)
 
 
-def measure(size: Size, say: Say) -> dict[str, Any]:
+def measure(size: Size, log_progress: LogProgress) -> dict[str, Any]:
     """Run every round. Return a `FaultRound` for each fault, and sums over all of them."""
     rounds: list[FaultRound] = []
-    for ingress, todo in size.rounds:
-        with ServerProcess([*GANG, f"ingress={ingress}"]) as server:
-            say(f"faults: {ingress} ingress ready after {server.ready_s:.1f} s")
-            work = undisturbed(server, prompts_of(size.streams), size.max_tokens)
-            for what in todo:
-                done = one_round(server, work, ingress, what)
-                rounds.append(done)
-                say(f"faults: {ingress}, {what}: cut {done.cut}, different {done.different}, {done.named}")
+    for ingress, fault_names in size.rounds:
+        with ServerProcess([*GANG_SETTINGS, f"ingress={ingress}"]) as server:
+            log_progress(f"faults: {ingress} ingress ready after {server.ready_s:.1f} s")
+            load = run_without_fault(server, make_prompts(size.streams), size.max_tokens)
+            for fault_name in fault_names:
+                result = run_round(server, load, ingress, fault_name)
+                rounds.append(result)
+                log_progress(
+                    f"faults: {ingress}, {fault_name}: cut {result.cut}, different {result.different}, {result.named}"
+                )
     return {
-        "rounds": [asdict(r) for r in rounds],
-        "kills": sum(r.what.startswith("kill") for r in rounds),
-        "streams_cut": sum(r.cut for r in rounds),
-        "streams_different": sum(r.different for r in rounds),
-        "failed": sum(r.failed for r in rounds),
-        "slowest_return_s": max((r.healthy_s or 0.0 for r in rounds), default=0.0),
-        "identical": not any(r.different for r in rounds),
+        "rounds": [asdict(fault_round) for fault_round in rounds],
+        "kills": sum(fault_round.what.startswith("kill") for fault_round in rounds),
+        "streams_cut": sum(fault_round.cut for fault_round in rounds),
+        "streams_different": sum(fault_round.different for fault_round in rounds),
+        "failed": sum(fault_round.failed for fault_round in rounds),
+        "slowest_return_s": max((fault_round.healthy_s or 0.0 for fault_round in rounds), default=0.0),
+        "identical": not any(fault_round.different for fault_round in rounds),
     }
 
 
-def prompts_of(count: int) -> list[Prompt]:
+def make_prompts(count: int) -> list[Prompt]:
     """Return `count` prompts; every second one is sampled at T=0.8 with a seed of its own."""
     texts = [prompt.text for prompt in PROMPTS]
     return [Prompt(texts[i // 2 % len(texts)], 0.8 if i % 2 else 0.0, 100 + i) for i in range(count)]
 
 
-def one_round(server: ServerProcess, work: StreamLoad, ingress: str, what: str) -> FaultRound:
-    """Open the streams, cause the fault `what` once every stream has tokens, wait for the end of all streams, and
+def run_round(server: ServerProcess, load: StreamLoad, ingress: str, fault_name: str) -> FaultRound:
+    """Open the streams, cause the fault `fault_name` once every stream has tokens, wait for the end of all streams, and
     compare their tokens.
     """
-    fault = Fault(server, what, lambda streams: all(len(s.token_ids) >= OPEN_TOKENS or s.ended for s in streams))
-    streams = run_together(server.port, work.model, work.prompts, work.max_tokens, fault.look)
-    fault.settle()
-    result = FaultRound(ingress, what, different=work.different(streams), errors=errors_of(streams))
+    fault = Fault(
+        server, fault_name, lambda streams: all(len(s.token_ids) >= MIN_STREAM_TOKENS or s.ended_at for s in streams)
+    )
+    streams = stream_all(server.port, load.model, load.prompts, load.max_tokens, fault.trigger_if_due)
+    fault.wait_until_healthy()
+    result = FaultRound(ingress, fault_name, different=load.count_different(streams), errors=stream_errors(streams))
     result.cut = len(result.errors)
     result.unhealthy_s, result.healthy_s = fault.unhealthy_s, fault.healthy_s
-    after = idle_info(server.port)
-    result.pages_used = sum(rank["pages_used"] for rank in after.get("ranks", ()))
-    losses = fault.losses(after)
-    result.restarts = len(losses)
-    if losses:
-        loss = losses[-1]
-        result.noticed_s = loss["noticed_s"]
-        result.named = f"rank {loss['rank']} {loss['kind']} at step {loss['step']}, phase {loss['phase']}"
+    info_after = info_when_idle(server.port)
+    result.pages_used = sum(rank["pages_used"] for rank in info_after.get("ranks", ()))
+    failures = fault.gang_failures(info_after)
+    result.restarts = len(failures)
+    if failures:
+        failure = failures[-1]
+        result.noticed_s = failure["noticed_s"]
+        result.named = f"rank {failure['rank']} {failure['kind']} at step {failure['step']}, phase {failure['phase']}"
     if fault.verb == "slow":
-        result.named = "slowest: " + slowest(after.get("ranks", ()), fault.before.get("ranks", ()))
+        result.named = "slowest: " + slowest(info_after.get("ranks", ()), fault.info_before.get("ranks", ()))
     return result
 
 
 def slowest(after: Sequence[dict[str, Any]], before: Sequence[dict[str, Any]]) -> str:
     """Return which rank took the longest per step, collectives excluded, and how many times longer than the fastest."""
-    earlier = {rank["rank"]: rank for rank in before}
-    own = {
-        r["rank"]: (r["own_seconds"] - earlier[r["rank"]]["own_seconds"])
-        / max(1, r["steps"] - earlier[r["rank"]]["steps"])
-        for r in after
-        if r["rank"] in earlier
+    before_by_rank = {rank["rank"]: rank for rank in before}
+    seconds_per_step = {
+        rank_info["rank"]: (rank_info["own_seconds"] - before_by_rank[rank_info["rank"]]["own_seconds"])
+        / max(1, rank_info["steps"] - before_by_rank[rank_info["rank"]]["steps"])
+        for rank_info in after
+        if rank_info["rank"] in before_by_rank
     }
-    worst = max(own, key=lambda rank: own[rank])
-    others = [seconds for rank, seconds in own.items() if rank != worst]
-    return f"rank {worst}, {own[worst] / max(1e-9, min(others, default=1.0)):.1f} times the fastest"
+    slowest_rank = max(seconds_per_step, key=lambda rank: seconds_per_step[rank])
+    other_seconds = [seconds for rank, seconds in seconds_per_step.items() if rank != slowest_rank]
+    return (
+        f"rank {slowest_rank}, {seconds_per_step[slowest_rank] / max(1e-9, min(other_seconds, default=1.0)):.1f} times "
+        f"the fastest"
+    )
 
 
 def show(result: dict[str, Any]) -> str:
     """Return the rounds as a table."""
     keys = {"ingress": "ingress", "done": "what", "cut": "cut", "different": "different", "noticed s": "noticed_s"}
     keys |= {"503 after s": "unhealthy_s", "200 again s": "healthy_s", "named": "named"}
-    return f"{columns(result['rounds'], keys)}\n\n{result['kills']} kills, {result['streams_cut']} streams cut"
+    return f"{columns_table(result['rounds'], keys)}\n\n{result['kills']} kills, {result['streams_cut']} streams cut"

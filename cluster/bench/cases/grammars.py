@@ -20,9 +20,9 @@ from typing import Any
 
 from cluster.bench import real_sized
 from cluster.bench.goals import Goal
-from cluster.bench.pair import DEFAULT, Pair
-from cluster.bench.report import Say, machine, median, ratio, table
-from cluster.bench.runs import Steady, params_of, steady_steps
+from cluster.bench.pair import DEFAULT_TREE, ModelPair
+from cluster.bench.report import LogProgress, machine_info, median, ratio, table
+from cluster.bench.runs import TimedDecoding, fixed_length_params, time_decoding
 from cluster.config import EngineConfig
 from cluster.engine import build_engine
 from cluster.grammar.asked import Grammar
@@ -34,8 +34,8 @@ from cluster.tokenizer.tokenizer import TextTokenizer
 GOAL_COST, GOAL_GAIN = 0.95, 1.2
 BATCHES = (1, 8)
 TEMPERATURES = (0.0, 0.8)
-ITEMS = 64
-NAMES = (
+ITEM_COUNT = 64
+MEMBER_NAMES = (
     ("customer_identifier", "shipping_address_line", "preferred_language", "subscription_status"),
     ("temperature_celsius", "relative_humidity", "measurement_station", "observation_status"),
     ("repository_owner", "default_branch_name", "continuous_integration", "license_identifier"),
@@ -59,28 +59,28 @@ class Size:
 QUICK = Size(prompts=4, new_tokens=40, repeats=1, real=real_sized.QUICK)
 
 
-def schema_of(names: Sequence[str]) -> dict[str, Any]:
+def list_schema(names: Sequence[str]) -> dict[str, Any]:
     """Return the schema of a list of objects with these members: strings, integers and an enum. The list must be longer
     than any answer, so all requests of a batch reach `new_tokens`, as free output does.
     """
-    kinds = ({"type": "string", "maxLength": 8}, {"type": "integer", "minimum": 0, "maximum": 999})
-    members: dict[str, Any] = {name: kinds[at % 2] for at, name in enumerate(names[:-1])}
+    value_schemas = ({"type": "string", "maxLength": 8}, {"type": "integer", "minimum": 0, "maximum": 999})
+    members: dict[str, Any] = {name: value_schemas[index % 2] for index, name in enumerate(names[:-1])}
     members[names[-1]] = {"enum": ["pending_confirmation", "completed_successfully"]}
     record = {"type": "object", "properties": members, "required": list(names), "additionalProperties": False}
-    return {"type": "array", "items": record, "minItems": ITEMS, "maxItems": ITEMS}
+    return {"type": "array", "items": record, "minItems": ITEM_COUNT, "maxItems": ITEM_COUNT}
 
 
-def compiled(pair: Pair, config: EngineConfig, compact: bool) -> list[str]:
-    """Return the schemas of all `NAMES`, compiled for the pair's vocabulary."""
+def compile_schemas(pair: ModelPair, config: EngineConfig, compact: bool) -> list[str]:
+    """Return the schemas of all `MEMBER_NAMES`, compiled for the pair's vocabulary."""
     engine = build_engine(config)
-    tokenizer, ends = TextTokenizer.load(pair.target), engine.info().eos_token_ids
-    worker = Worker(Vocabulary.of(tokenizer, engine.info().vocab_size, ends))
-    return [worker.compile(Grammar("json_schema", json.dumps(schema_of(names)), compact)) for names in NAMES]
+    tokenizer, eos_token_ids = TextTokenizer.load(pair.target), engine.info().eos_token_ids
+    worker = Worker(Vocabulary.from_tokenizer(tokenizer, engine.info().vocab_size, eos_token_ids))
+    return [worker.compile(Grammar("json_schema", json.dumps(list_schema(names)), compact)) for names in MEMBER_NAMES]
 
 
-def measure(pair: Pair, size: Size = Size(), say: Say = print) -> dict[str, Any]:
+def measure(pair: ModelPair, size: Size = Size(), log_progress: LogProgress = print) -> dict[str, Any]:
     """Run everything and return the figures, JSON-ready."""
-    config = pair.config(DEFAULT, size.prompts)
+    config = pair.config(DEFAULT_TREE, size.prompts)
     prompts = pair.prompts(size.prompts, size.prompt_tokens)
     engines = {
         "free": build_engine(config),
@@ -90,48 +90,51 @@ def measure(pair: Pair, size: Size = Size(), say: Say = print) -> dict[str, Any]
     }
     rows = []
     for compact in (False, True):
-        grammars = compiled(pair, config, compact)
+        grammars = compile_schemas(pair, config, compact)
         for temperature in TEMPERATURES:
             for batch in BATCHES:
-                say(f"grammars: temperature {temperature}, batch {batch}{', compact' if compact else ''}")
-                runs: dict[str, list[Steady]] = {name: [] for name in engines}
+                log_progress(f"grammars: temperature {temperature}, batch {batch}{', compact' if compact else ''}")
+                runs: dict[str, list[TimedDecoding]] = {name: [] for name in engines}
                 for repeat in range(size.repeats + 1):
                     for name in list(engines)[:: -1 if repeat % 2 else 1]:
-                        held = grammars if name != "free" else [None]
-                        params = [_params(size, temperature, at, held[at % len(held)]) for at in range(len(prompts))]
-                        runs[name].append(steady_steps(engines[name], prompts, params, batch))
+                        run_grammars = grammars if name != "free" else [None]
+                        params = [
+                            _request_params(size, temperature, index, run_grammars[index % len(run_grammars)])
+                            for index in range(len(prompts))
+                        ]
+                        runs[name].append(time_decoding(engines[name], prompts, params, batch))
                 rows.append({"temperature": temperature, "batch": batch, "compact": compact} | _figures(runs))
-    real = real_sized.measure(size.real, say)
+    real_rows = real_sized.measure(size.real, log_progress)
     return {
         "what": "grammars",
-        "machine": machine(),
+        "machine": machine_info(),
         "identical": all(row["identical"] for row in rows),
         "rows": rows,
-        "real_vocabularies": real,
+        "real_vocabularies": real_rows,
     }
 
 
-def _params(size: Size, temperature: float, seed: int, grammar: str | None) -> RequestParams:
-    params = params_of(size.new_tokens, temperature, seed)
+def _request_params(size: Size, temperature: float, seed: int, grammar: str | None) -> RequestParams:
+    params = fixed_length_params(size.new_tokens, temperature, seed)
     return params if grammar is None else replace(params, grammar=grammar, ignore_eos=False)
 
 
-def _figures(runs: dict[str, list[Steady]]) -> dict[str, Any]:
+def _figures(runs: dict[str, list[TimedDecoding]]) -> dict[str, Any]:
     """Return the figures. The first repeat is a warm-up and is left out."""
-    timed = {name: each[1:] for name, each in runs.items()}
-    first = {name: each[0].run for name, each in timed.items()}
-    accept = {name: run.accept_length for name, run in first.items()}
-    costs = zip(timed["free"], timed["masks"], strict=True)
-    forced = {name: zip(timed["masks"], timed[name], strict=True) for name in ("forced", "eight")}
+    timed_runs = {name: name_runs[1:] for name, name_runs in runs.items()}
+    first_runs = {name: name_runs[0].run for name, name_runs in timed_runs.items()}
+    accept_lengths = {name: run.accept_length for name, run in first_runs.items()}
+    free_and_masked = zip(timed_runs["free"], timed_runs["masks"], strict=True)
+    forced_pairs = {name: zip(timed_runs["masks"], timed_runs[name], strict=True) for name in ("forced", "eight")}
     return {
-        "accept_length": accept,
-        "cost": median([ratio(b.steps_per_second, a.steps_per_second) for a, b in costs]),
-        "gain": {name: ratio(accept[name], accept["masks"]) for name in forced},
+        "accept_length": accept_lengths,
+        "cost": median([ratio(b.steps_per_second, a.steps_per_second) for a, b in free_and_masked]),
+        "gain": {name: ratio(accept_lengths[name], accept_lengths["masks"]) for name in forced_pairs},
         "speed": {
             name: median([ratio(b.run.tokens_per_second, a.run.tokens_per_second) for a, b in pairs])
-            for name, pairs in forced.items()
+            for name, pairs in forced_pairs.items()
         },
-        "identical": all(first[name].tokens == first["masks"].tokens for name in forced),
+        "identical": all(first_runs[name].tokens == first_runs["masks"].tokens for name in forced_pairs),
     }
 
 
@@ -139,19 +142,19 @@ def goals(result: dict[str, Any]) -> list[Goal]:
     """Return the goals: steps per second with masks over steps per second without a grammar; the gain in accept length
     by eight forced nodes, for compact output; and the goals of `real_sized`.
     """
-    found = []
+    goal_list = []
     for row in result["rows"]:
-        what = f"T={row['temperature']:g}, batch {row['batch']}{', compact' if row['compact'] else ''}"
-        found.append(Goal(f"steps/s with a grammar over without, {what}", row["cost"], GOAL_COST, True))
+        setting = f"T={row['temperature']:g}, batch {row['batch']}{', compact' if row['compact'] else ''}"
+        goal_list.append(Goal(f"steps/s with a grammar over without, {setting}", row["cost"], GOAL_COST, True))
         if row["compact"]:
             gain = row["gain"]["eight"]
-            found.append(Goal(f"accept length by eight forced nodes, {what}", gain, GOAL_GAIN, True, slack=1.25))
-    return [*found, *real_sized.goals(result["real_vocabularies"])]
+            goal_list.append(Goal(f"accept length by eight forced nodes, {setting}", gain, GOAL_GAIN, True, slack=1.25))
+    return [*goal_list, *real_sized.goals(result["real_vocabularies"])]
 
 
 def show(result: dict[str, Any]) -> str:
     """Return the figures as a table."""
-    where = result["machine"]
+    machine = result["machine"]
     rows = [
         [
             f"{row['temperature']:g}",
@@ -159,13 +162,15 @@ def show(result: dict[str, Any]) -> str:
             "yes" if row["compact"] else "no",
             f"{row['cost']:.2f}",
             *(f"{row['accept_length'][name]:.2f}" for name in ("free", "masks", "forced", "eight")),
-            *(f"{row[what][name]:.2f}" for name in ("forced", "eight") for what in ("gain", "speed")),
+            *(f"{row[measure][name]:.2f}" for name in ("forced", "eight") for measure in ("gain", "speed")),
             "yes" if row["identical"] else "NO",
         ]
         for row in result["rows"]
     ]
-    names = ["T", "batch", "compact", "steps/s", "accept: free", "masks", "forced", "eight"]
-    names += ["forced: accept", "tokens/s", "eight: accept", "tokens/s", "same tokens"]
-    head = f"grammars: goals {GOAL_COST} of the steps per second without, {GOAL_GAIN} times"
-    real = real_sized.show(result["real_vocabularies"])
-    return f"{head} the accept length\n{where['cpu']}, {where['cores']} cores\n{table(names, rows)}\n\n{real}"
+    headers = ["T", "batch", "compact", "steps/s", "accept: free", "masks", "forced", "eight"]
+    headers += ["forced: accept", "tokens/s", "eight: accept", "tokens/s", "same tokens"]
+    title = f"grammars: goals {GOAL_COST} of the steps per second without, {GOAL_GAIN} times"
+    real_text = real_sized.show(result["real_vocabularies"])
+    return (
+        f"{title} the accept length\n{machine['cpu']}, {machine['cores']} cores\n{table(headers, rows)}\n\n{real_text}"
+    )

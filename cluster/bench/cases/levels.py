@@ -7,20 +7,20 @@ from dataclasses import asdict
 from typing import Any
 
 from cluster.bench.cases.acceptance import QUICK, Size, accept_lengths, heading
-from cluster.bench.pair import Pair, TreeChoice, short_path
-from cluster.bench.report import Say, machine, table
+from cluster.bench.pair import ModelPair, TreeChoice, short_path
+from cluster.bench.report import LogProgress, machine_info, table
 
 __all__ = ["QUICK", "Size", "measure", "show"]
 
 SHAPES = (TreeChoice(3), TreeChoice(3, 4, 16))
 
 
-def measure(pair: Pair, size: Size, say: Say = print) -> dict[str, Any]:
+def measure(pair: ModelPair, size: Size, log_progress: LogProgress = print) -> dict[str, Any]:
     """Return accept length and acceptance by depth on held-out prompts, JSON-ready."""
-    figures, identical = accept_lengths(pair, size, SHAPES, say)
+    figures, identical = accept_lengths(pair, size, SHAPES, log_progress)
     return {
         "what": "levels",
-        "machine": machine(),
+        "machine": machine_info(),
         "draft": short_path(pair.draft),
         **asdict(size),
         "identical": identical,
@@ -30,7 +30,7 @@ def measure(pair: Pair, size: Size, say: Say = print) -> dict[str, Any]:
 
 def show(result: dict[str, Any]) -> str:
     """Return the figures as a table."""
-    rows = [(x["name"], x["temperature"], x["accept_length"], *x["by_depth"]) for x in result["figures"]]
+    rows = [(row["name"], row["temperature"], row["accept_length"], *row["by_depth"]) for row in result["figures"]]
     return "\n".join(
         [
             heading(result["draft"], result),

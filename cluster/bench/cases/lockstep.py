@@ -13,21 +13,27 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.bench.goals import Goal
-from cluster.bench.pair import Pair, short_path
-from cluster.bench.prefill_interference import Stalls, interference_goals, measured, show_stalls, stalled
-from cluster.bench.ranks import QUICK, Case, RankProcesses, RankRequest, RankRun, Size, settings_of
-from cluster.bench.report import Say, machine, median, medians, ratio, table
+from cluster.bench.pair import ModelPair, short_path
+from cluster.bench.prefill_interference import (
+    InterferenceByCase,
+    interference_goals,
+    measure_interference,
+    median_interference,
+    show_interference,
+)
+from cluster.bench.ranks import QUICK, GangCase, RankProcesses, RankRequest, RankRun, Size, gang_settings
+from cluster.bench.report import LogProgress, machine_info, median, medians, ratio, table
 from cluster.observability.metrics import REPLAY
 
 __all__ = ["QUICK", "Size", "measure", "show"]
 
-ALONE = "dp1"
-ALL_ALONE = "dp1, all requests"
-IDLE = "dp2, one rank idle"
-BUSY = "dp2, both busy"
+ONE_RANK = "dp1"
+ONE_RANK_ALL = "dp1, all requests"
+ONE_IDLE = "dp2, one rank idle"
+BOTH_BUSY = "dp2, both busy"
 REPLICATED = "dp2, both busy, replicated draft"
-BUSY_LAUNCHED = "dp2, both busy, launched"
-REPLICATED_LAUNCHED = "dp2, both busy, replicated draft, launched"
+BOTH_BUSY_EAGER = "dp2, both busy, launched"
+REPLICATED_EAGER = "dp2, both busy, replicated draft, launched"
 UNEVEN = "dp2, uneven, exact counts"
 UNEVEN_PADDED = "dp2, uneven, padded"
 
@@ -47,87 +53,103 @@ class LockstepFigures:
     padded_share: float
 
 
-def measure(pair: Pair, size: Size, say: Say = print) -> dict[str, Any]:
+def measure(pair: ModelPair, size: Size, log_progress: LogProgress = print) -> dict[str, Any]:
     """Run all cases and return the figures, JSON-ready."""
     cases = _cases(pair, size)
-    runs: dict[str, list[LockstepFigures]] = {name: [] for name in cases}
-    texts: dict[str, dict[str, list[int]]] = {}
-    stalls: list[Stalls] = []
+    runs: dict[str, list[LockstepFigures]] = {case_name: [] for case_name in cases}
+    texts_by_case: dict[str, dict[str, list[int]]] = {}
+    interferences: list[InterferenceByCase] = []
     with RankProcesses(2) as ranks:
         for repeat in range(size.repeats):
-            say(f"lockstep: repeat {repeat + 1} of {size.repeats}, {len(cases)} gangs, and those with a long prompt")
-            stalls.append(measured(ranks, pair, size, bool(repeat % 2)))
-            for name in list(cases)[:: -1 if repeat % 2 else 1]:
-                lives = ranks.run(cases[name])
-                runs[name].append(figures(lives))
-                texts[name] = {job: tokens for life in lives for job, tokens in life.tokens.items()}
-    return report(pair, size, runs, texts, stalls)
+            log_progress(
+                f"lockstep: repeat {repeat + 1} of {size.repeats}, {len(cases)} gangs, and those with a long prompt"
+            )
+            interferences.append(measure_interference(ranks, pair, size, bool(repeat % 2)))
+            for case_name in list(cases)[:: -1 if repeat % 2 else 1]:
+                rank_runs = ranks.run(cases[case_name])
+                runs[case_name].append(figures(rank_runs))
+                texts_by_case[case_name] = {
+                    request_name: tokens for rank_run in rank_runs for request_name, tokens in rank_run.tokens.items()
+                }
+    return report(pair, size, runs, texts_by_case, interferences)
 
 
-def figures(lives: Sequence[RankRun]) -> LockstepFigures:
+def figures(rank_runs: Sequence[RankRun]) -> LockstepFigures:
     """Return the figures of a gang from the records of its ranks. Rank 0 has requests in every case."""
-    steps = list(zip(*(life.steps for life in lives), strict=True))
-    most = max(step[0].decodes for step in steps)
-    steady = [step for step in steps if step[0].decodes == most and not any(s.prompt_rows for s in step)]
-    drafts = [step[0].phases["draft"] for step in steady if REPLAY not in step[0].phases]
-    padded, target = (sum(getattr(s, name) for step in steps for s in step) for name in ("padded_rows", "target_rows"))
-    ended = max(times[-1] for life in lives for times in life.times.values())
-    began = min(at for life in lives for at in life.submitted.values())
+    steps = list(zip(*(rank_run.steps for rank_run in rank_runs), strict=True))
+    max_decodes = max(step[0].decode_requests for step in steps)
+    steady_steps = [
+        step for step in steps if step[0].decode_requests == max_decodes and not any(s.prompt_rows for s in step)
+    ]
+    draft_seconds = [step[0].phase_seconds["draft"] for step in steady_steps if REPLAY not in step[0].phase_seconds]
+    padded_rows, target_rows = (
+        sum(getattr(s, name) for step in steps for s in step) for name in ("padded_rows", "target_rows")
+    )
+    ended_at = max(times[-1] for rank_run in rank_runs for times in rank_run.output_times.values())
+    started_at = min(submitted_at for rank_run in rank_runs for submitted_at in rank_run.submitted_at.values())
     return LockstepFigures(
-        step_ms=1000 * median([step[0].seconds for step in steady]),
-        draft_ms=None if any(REPLAY in step[0].phases for step in steady) else 1000 * median(drafts),
+        step_ms=1000 * median([step[0].seconds for step in steady_steps]),
+        draft_ms=None
+        if any(REPLAY in step[0].phase_seconds for step in steady_steps)
+        else 1000 * median(draft_seconds),
         # The rank that arrives last waits for no other rank, so its time is the cost of the agreement itself.
-        agree_share=median([ratio(min(s.phases["agree"] for s in step), step[0].seconds) for step in steady]),
-        tokens_per_s=sum(len(t) for life in lives for t in life.tokens.values()) / (ended - began),
-        padded_share=ratio(padded, padded + target),
+        agree_share=median(
+            [ratio(min(s.phase_seconds["agree"] for s in step), step[0].seconds) for step in steady_steps]
+        ),
+        tokens_per_s=sum(len(t) for rank_run in rank_runs for t in rank_run.tokens.values()) / (ended_at - started_at),
+        padded_share=ratio(padded_rows, padded_rows + target_rows),
     )
 
 
 def report(
-    pair: Pair,
+    pair: ModelPair,
     size: Size,
     runs: dict[str, list[LockstepFigures]],
-    texts: dict[str, dict[str, list[int]]],
-    stalls: Sequence[Stalls],
+    texts_by_case: dict[str, dict[str, list[int]]],
+    interferences: Sequence[InterferenceByCase],
 ) -> dict[str, Any]:
     """Return all comparisons, with ratios taken within a repeat."""
 
-    def over(name: str, base: str, key: str = "step_ms") -> float:
-        pairs = zip(runs[name], runs[base], strict=True)
-        return median([ratio(getattr(a, key), getattr(b, key)) for a, b in pairs])
+    def median_ratio(name: str, baseline: str, figure: str = "step_ms") -> float:
+        pairs = zip(runs[name], runs[baseline], strict=True)
+        return median([ratio(getattr(a, figure), getattr(b, figure)) for a, b in pairs])
 
-    same = [tokens == texts[ALL_ALONE][job] for text in texts.values() for job, tokens in text.items()]
+    equal_texts = [
+        tokens == texts_by_case[ONE_RANK_ALL][request_name]
+        for text in texts_by_case.values()
+        for request_name, tokens in text.items()
+    ]
     return {
         "what": "lockstep",
-        "machine": machine(),
+        "machine": machine_info(),
         "target": short_path(pair.target),
         "repeats": size.repeats,
         "requests_per_rank": size.requests,
         "long_tokens": size.long_tokens,
-        "stall": stalled(stalls),
-        "idle_rank_step_ratio": over(IDLE, ALONE),
-        "both_busy_throughput_ratio": over(BUSY, ALL_ALONE, "tokens_per_s"),
-        "both_busy_step_ratio": over(BUSY, ALL_ALONE),
-        "agreement_share": median([f.agree_share for f in runs[BUSY]]),
+        "stall": median_interference(interferences),
+        "idle_rank_step_ratio": median_ratio(ONE_IDLE, ONE_RANK),
+        "both_busy_throughput_ratio": median_ratio(BOTH_BUSY, ONE_RANK_ALL, "tokens_per_s"),
+        "both_busy_step_ratio": median_ratio(BOTH_BUSY, ONE_RANK_ALL),
+        "agreement_share": median([f.agree_share for f in runs[BOTH_BUSY]]),
         "padding": {
             "idle_rows_share": median([f.padded_share for f in runs[UNEVEN_PADDED]]),
-            "step_ratio": over(UNEVEN_PADDED, UNEVEN),
+            "step_ratio": median_ratio(UNEVEN_PADDED, UNEVEN),
         },
         "replicated_draft": {
-            "step_ratio": over(REPLICATED, BUSY),
-            "draft_phase_ratio": over(REPLICATED_LAUNCHED, BUSY_LAUNCHED, "draft_ms"),
+            "step_ratio": median_ratio(REPLICATED, BOTH_BUSY),
+            "draft_phase_ratio": median_ratio(REPLICATED_EAGER, BOTH_BUSY_EAGER, "draft_ms"),
         },
-        "launched_step_ratio": over(BUSY_LAUNCHED, BUSY),
-        "gangs": {name: medians(of) for name, of in runs.items()},
-        "same_texts": sum(same),
-        "texts": len(same),
+        "launched_step_ratio": median_ratio(BOTH_BUSY_EAGER, BOTH_BUSY),
+        "gangs": {name: medians(gang_figures) for name, gang_figures in runs.items()},
+        "same_texts": sum(equal_texts),
+        "texts": len(equal_texts),
     }
 
 
 def goals(result: dict[str, Any]) -> list[Goal]:
     """Return the goals of prefill interference at the default `prefill_share`, and of equal tokens in every gang."""
-    texts = Goal("texts that differ from one rank's", result["texts"] - result["same_texts"], 0, slack=1)
-    return [*interference_goals(result["stall"]), texts]
+    text_goal = Goal("texts that differ from one rank's", result["texts"] - result["same_texts"], 0, slack=1)
+    return [*interference_goals(result["stall"]), text_goal]
 
 
 def show(result: dict[str, Any]) -> str:
@@ -137,24 +159,36 @@ def show(result: dict[str, Any]) -> str:
     def ms(name: str, key: str = "step_ms") -> str:
         return f"{gangs[name][key]:.2f}"
 
-    def pace(name: str) -> str:
+    def throughput(name: str) -> str:
         return f"{gangs[name]['tokens_per_s']:.1f}"
 
-    drafts = [ms(name, "draft_ms") for name in (REPLICATED_LAUNCHED, BUSY_LAUNCHED)]
+    drafts = [ms(name, "draft_ms") for name in (REPLICATED_EAGER, BOTH_BUSY_EAGER)]
     ratios = [
-        ("step, dp2 with one rank idle over dp1", result["idle_rank_step_ratio"], ms(IDLE), ms(ALONE), "ms"),
-        ("step, dp2 both busy over dp1 with all", result["both_busy_step_ratio"], ms(BUSY), ms(ALL_ALONE), "ms"),
-        ("tokens/s, the same", result["both_busy_throughput_ratio"], pace(BUSY), pace(ALL_ALONE), "tokens/s"),
+        ("step, dp2 with one rank idle over dp1", result["idle_rank_step_ratio"], ms(ONE_IDLE), ms(ONE_RANK), "ms"),
+        (
+            "step, dp2 both busy over dp1 with all",
+            result["both_busy_step_ratio"],
+            ms(BOTH_BUSY),
+            ms(ONE_RANK_ALL),
+            "ms",
+        ),
+        (
+            "tokens/s, the same",
+            result["both_busy_throughput_ratio"],
+            throughput(BOTH_BUSY),
+            throughput(ONE_RANK_ALL),
+            "tokens/s",
+        ),
         ("step, uneven ranks, padded over exact", padding["step_ratio"], ms(UNEVEN_PADDED), ms(UNEVEN), "ms"),
-        ("step, replicated over sharded draft", draft["step_ratio"], ms(REPLICATED), ms(BUSY), "ms"),
+        ("step, replicated over sharded draft", draft["step_ratio"], ms(REPLICATED), ms(BOTH_BUSY), "ms"),
         ("draft phase, the same, launched", draft["draft_phase_ratio"], *drafts, "ms"),
-        ("step, launched over captured", result["launched_step_ratio"], ms(BUSY_LAUNCHED), ms(BUSY), "ms"),
+        ("step, launched over captured", result["launched_step_ratio"], ms(BOTH_BUSY_EAGER), ms(BOTH_BUSY), "ms"),
     ]
     return "\n".join(
         [
             f"lockstep: two ranks over gloo on one machine, one torch thread each, {result['requests_per_rank']} "
             f"requests a rank, medians of {result['repeats']} repeats",
-            show_stalls(result["stall"], result["long_tokens"]),
+            show_interference(result["stall"], result["long_tokens"]),
             "",
             table(("comparison", "ratio", "this", "against", "unit"), ratios),
             f"agreement: {result['agreement_share']:.1%} of a step with both ranks busy",
@@ -165,30 +199,32 @@ def show(result: dict[str, Any]) -> str:
     )
 
 
-def _cases(pair: Pair, size: Size) -> dict[str, Case]:
+def _cases(pair: ModelPair, size: Size) -> dict[str, GangCase]:
     """Return every case except those of prefill interference. A request has the same prompt in all cases."""
     prompts = pair.prompts(2 * size.requests, size.prompt_tokens)
 
-    def jobs(first: int, second: int = 0, ranks: int = 2) -> list[RankRequest]:
-        on_first = [RankRequest(f"a{i}", 0, prompts[i], size.new_tokens) for i in range(first)]
+    def requests(first_count: int, second_count: int = 0, ranks: int = 2) -> list[RankRequest]:
+        on_first = [RankRequest(f"a{i}", 0, prompts[i], size.new_tokens) for i in range(first_count)]
         on_second = [
-            RankRequest(f"b{i}", ranks - 1, prompts[size.requests + i], size.new_tokens) for i in range(second)
+            RankRequest(f"b{i}", ranks - 1, prompts[size.requests + i], size.new_tokens) for i in range(second_count)
         ]
         return on_first + on_second
 
-    own, total = size.requests, 2 * size.requests
+    per_rank, both_ranks = size.requests, 2 * size.requests
 
-    def two(**more: object) -> dict[str, Any]:
-        return settings_of(pair, total, 2, **more)
+    def two_rank_settings(**overrides: object) -> dict[str, Any]:
+        return gang_settings(pair, both_ranks, 2, **overrides)
 
     return {
-        ALONE: Case(settings_of(pair, total, 1), jobs(own, ranks=1)),
-        ALL_ALONE: Case(settings_of(pair, total, 1), jobs(own, own, ranks=1)),
-        IDLE: Case(two(), jobs(own)),
-        BUSY: Case(two(), jobs(own, own)),
-        REPLICATED: Case(two(speculative_draft_parallel="replicated"), jobs(own, own)),
-        BUSY_LAUNCHED: Case(two(capture="off"), jobs(own, own)),
-        REPLICATED_LAUNCHED: Case(two(capture="off", speculative_draft_parallel="replicated"), jobs(own, own)),
-        UNEVEN: Case(two(dp_padding="exact"), jobs(own, 1)),
-        UNEVEN_PADDED: Case(two(dp_padding="padded"), jobs(own, 1)),
+        ONE_RANK: GangCase(gang_settings(pair, both_ranks, 1), requests(per_rank, ranks=1)),
+        ONE_RANK_ALL: GangCase(gang_settings(pair, both_ranks, 1), requests(per_rank, per_rank, ranks=1)),
+        ONE_IDLE: GangCase(two_rank_settings(), requests(per_rank)),
+        BOTH_BUSY: GangCase(two_rank_settings(), requests(per_rank, per_rank)),
+        REPLICATED: GangCase(two_rank_settings(speculative_draft_parallel="replicated"), requests(per_rank, per_rank)),
+        BOTH_BUSY_EAGER: GangCase(two_rank_settings(capture="off"), requests(per_rank, per_rank)),
+        REPLICATED_EAGER: GangCase(
+            two_rank_settings(capture="off", speculative_draft_parallel="replicated"), requests(per_rank, per_rank)
+        ),
+        UNEVEN: GangCase(two_rank_settings(dp_padding="exact"), requests(per_rank, 1)),
+        UNEVEN_PADDED: GangCase(two_rank_settings(dp_padding="padded"), requests(per_rank, 1)),
     }

@@ -12,14 +12,14 @@ from math import prod
 from typing import Any
 
 from cluster.bench.goals import Goal
-from cluster.bench.pair import DEFAULT, PLAIN, Pair, TreeChoice, short_path
+from cluster.bench.pair import DEFAULT_TREE, PLAIN, ModelPair, TreeChoice, short_path
 from cluster.bench.reference import Transformers
-from cluster.bench.report import Say, first_difference, machine, median, ratio, table
-from cluster.bench.runs import EngineRun, Texts, run_greedily
+from cluster.bench.report import LogProgress, first_difference, machine_info, median, ratio, table
+from cluster.bench.runs import EngineRun, TokenLists, run_batch_greedily
 from cluster.engine import build_engine
 
 BATCHES = (1, 8)
-TRIED = (
+TRIED_TREES = (
     *(TreeChoice(steps) for steps in (2, 3, 4, 5)),
     TreeChoice(3, 2, 6),
     TreeChoice(4, 2, 8),
@@ -28,27 +28,27 @@ TRIED = (
     TreeChoice(3, 4, 12),
     TreeChoice(4, 4, 16),
 )
-SHAPES = TRIED if DEFAULT in TRIED else (*TRIED, DEFAULT)
+SHAPES = TRIED_TREES if DEFAULT_TREE in TRIED_TREES else (*TRIED_TREES, DEFAULT_TREE)
 TRANSFORMERS = "transformers"
 GOAL_SPEEDUP = {1: 1.6, 8: 1.2}
 GOAL_TRANSFORMERS = {1: 3.0, 8: 2.0}
-GOAL_OUTSIDE = 0.15
+GOAL_OUTSIDE_SHARE = 0.15
 
-Work = Callable[[Texts], EngineRun]  # runs prompts as one batch
+RunBatch = Callable[[TokenLists], EngineRun]  # runs prompts as one batch
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The size of a measurement. At batch 1, only the first `alone` prompts run, one after another."""
+    """The size of a measurement. At batch 1, only the first `single_prompts` prompts run, one after another."""
 
     prompts: int = 8
-    alone: int = 4
+    single_prompts: int = 4
     prompt_tokens: int = 64
     new_tokens: int = 128
     repeats: int = 5
 
 
-QUICK = Size(prompts=8, alone=1, new_tokens=12, repeats=1)
+QUICK = Size(prompts=8, single_prompts=1, new_tokens=12, repeats=1)
 
 
 @dataclass(slots=True)
@@ -56,38 +56,40 @@ class Contender:
     """One way to generate, and all its runs, by batch size."""
 
     name: str
-    work: Work
+    run_batch: RunBatch
     runs: dict[int, list[EngineRun]] = field(default_factory=dict)
 
-    def run(self, prompts: Texts, batch: int) -> EngineRun:
+    def run(self, prompts: TokenLists, batch: int) -> EngineRun:
         """Run the prompts, `batch` at a time."""
-        whole = EngineRun()
+        total = EngineRun()
         for start in range(0, len(prompts), batch):
-            whole.add(self.work(prompts[start : start + batch]))
-        return whole
+            total.add(self.run_batch(prompts[start : start + batch]))
+        return total
 
     def speed(self, batch: int) -> float:
         """Return the median tokens per second."""
         return median([run.tokens_per_second for run in self.runs[batch]])
 
-    def against(self, other: "Contender", batch: int) -> float:
+    def speedup_over(self, other: "Contender", batch: int) -> float:
         """Return the speedup over `other`: the median of the ratios within each repeat."""
         pairs = zip(self.runs[batch], other.runs[batch], strict=True)
         return median([ratio(a.tokens_per_second, b.tokens_per_second) for a, b in pairs])
 
 
-def measure(pair: Pair, size: Size = Size(), say: Say = print) -> dict[str, Any]:
+def measure(pair: ModelPair, size: Size = Size(), log_progress: LogProgress = print) -> dict[str, Any]:
     """Run all contenders and return the figures, JSON-ready."""
-    return report(pair, size, SHAPES, run_contenders(pair, size, SHAPES, say))
+    return report(pair, size, SHAPES, run_contenders(pair, size, SHAPES, log_progress))
 
 
-def run_contenders(pair: Pair, size: Size, shapes: Sequence[TreeChoice], say: Say = print) -> dict[str, Contender]:
+def run_contenders(
+    pair: ModelPair, size: Size, trees: Sequence[TreeChoice], log_progress: LogProgress = print
+) -> dict[str, Contender]:
     """Warm up each contender once, unrecorded; then run all contenders in every repeat."""
     prompts = pair.prompts(size.prompts, size.prompt_tokens)
     contenders: dict[str, Contender] = {}
-    for shape in (PLAIN, *shapes):
-        engine = build_engine(pair.config(shape, max(BATCHES)))
-        contenders[str(shape)] = Contender(str(shape), partial(run_greedily, engine, new_tokens=size.new_tokens))
+    for tree in (PLAIN, *trees):
+        engine = build_engine(pair.config(tree, max(BATCHES)))
+        contenders[str(tree)] = Contender(str(tree), partial(run_batch_greedily, engine, new_tokens=size.new_tokens))
         dtype, device = engine.info().dtype, engine.info().device
     reference = Transformers(pair.target, dtype, device)
     contenders[TRANSFORMERS] = Contender(TRANSFORMERS, partial(reference.run, new_tokens=size.new_tokens))
@@ -95,25 +97,29 @@ def run_contenders(pair: Pair, size: Size, shapes: Sequence[TreeChoice], say: Sa
         contender.run(prompts[:1], 1)
         contender.runs = {batch: [] for batch in BATCHES}
     for repeat in range(size.repeats):
-        say(f"offline: repeat {repeat + 1} of {size.repeats}, {len(contenders)} contenders")
-        order = list(contenders.values())[:: -1 if repeat % 2 else 1]
+        log_progress(f"offline: repeat {repeat + 1} of {size.repeats}, {len(contenders)} contenders")
+        turn_order = list(contenders.values())[:: -1 if repeat % 2 else 1]
         for batch in BATCHES:
-            for contender in order:
-                contender.runs[batch].append(contender.run(prompts[: size.alone] if batch == 1 else prompts, batch))
+            for contender in turn_order:
+                contender.runs[batch].append(
+                    contender.run(prompts[: size.single_prompts] if batch == 1 else prompts, batch)
+                )
     return contenders
 
 
-def report(pair: Pair, size: Size, shapes: Sequence[TreeChoice], contenders: dict[str, Contender]) -> dict[str, Any]:
+def report(
+    pair: ModelPair, size: Size, trees: Sequence[TreeChoice], contenders: dict[str, Contender]
+) -> dict[str, Any]:
     """Return the figures of all contenders, the best settings, and plain decoding against `transformers`."""
     plain, reference = contenders[str(PLAIN)], contenders[TRANSFORMERS]
-    truth = {batch: plain.runs[batch][0].tokens for batch in BATCHES}
-    settings = [_setting(contenders[str(shape)], shape, plain, truth) for shape in (PLAIN, *shapes)]
-    tried = settings[1:]
-    best = {f"batch_{batch}": _best(tried, (batch,)) for batch in BATCHES}
-    best["overall"] = _best(tried, BATCHES)
+    plain_tokens = {batch: plain.runs[batch][0].tokens for batch in BATCHES}
+    settings = [_setting_figures(contenders[str(tree)], tree, plain, plain_tokens) for tree in (PLAIN, *trees)]
+    tree_settings = settings[1:]
+    best = {f"batch_{batch}": _best(tree_settings, (batch,)) for batch in BATCHES}
+    best["overall"] = _best(tree_settings, BATCHES)
     return {
         "what": "offline",
-        "machine": machine(),
+        "machine": machine_info(),
         "target": short_path(pair.target),
         "prompts": size.prompts,
         "prompt_tokens": size.prompt_tokens,
@@ -122,14 +128,16 @@ def report(pair: Pair, size: Size, shapes: Sequence[TreeChoice], contenders: dic
         "identical": all(setting["identical"] for setting in settings),
         "settings": settings,
         "best": best,
-        "default": str(DEFAULT),
+        "default": str(DEFAULT_TREE),
         "against_transformers": {
             f"batch_{batch}": {
                 "tokens_per_second": plain.speed(batch),
                 "transformers_tokens_per_second": reference.speed(batch),
-                "ratio": plain.against(reference, batch),
-                "same_texts": sum(a == b for a, b in zip(truth[batch], reference.runs[batch][0].tokens, strict=True)),
-                "texts": len(truth[batch]),
+                "ratio": plain.speedup_over(reference, batch),
+                "same_texts": sum(
+                    a == b for a, b in zip(plain_tokens[batch], reference.runs[batch][0].tokens, strict=True)
+                ),
+                "texts": len(plain_tokens[batch]),
             }
             for batch in BATCHES
         },
@@ -141,15 +149,21 @@ def goals(result: dict[str, Any]) -> list[Goal]:
     speed of plain decoding divided by the speed of `transformers`.
     """
     settings = {setting["name"]: setting for setting in result["settings"]}
-    found = []
+    goal_list = []
     for batch in BATCHES:
         key, name = f"batch_{batch}", result["best"][f"batch_{batch}"]
-        found.append(Goal(f"best speedup at batch {batch}", settings[name][key]["speedup"], GOAL_SPEEDUP[batch], True))
-        against = result["against_transformers"][key]["ratio"]
-        found.append(Goal(f"plain over transformers at batch {batch}", against, GOAL_TRANSFORMERS[batch], True))
+        goal_list.append(
+            Goal(f"best speedup at batch {batch}", settings[name][key]["speedup"], GOAL_SPEEDUP[batch], True)
+        )
+        transformers_ratio = result["against_transformers"][key]["ratio"]
+        goal_list.append(
+            Goal(f"plain over transformers at batch {batch}", transformers_ratio, GOAL_TRANSFORMERS[batch], True)
+        )
     shares = {name: settings[name][f"batch_{BATCHES[-1]}"] for name in (str(PLAIN), result["best"]["overall"])}
-    found += [Goal(f"share outside forwards, {name}", s["outside_share"], GOAL_OUTSIDE) for name, s in shares.items()]
-    return found
+    goal_list += [
+        Goal(f"share outside forwards, {name}", s["outside_share"], GOAL_OUTSIDE_SHARE) for name, s in shares.items()
+    ]
+    return goal_list
 
 
 def show(result: dict[str, Any]) -> str:
@@ -185,7 +199,7 @@ def show(result: dict[str, Any]) -> str:
         f"{settings[name][f'batch_{batch}']['outside_share']:.1%} ({name})"
         for name in (str(PLAIN), result["best"]["overall"])
     )
-    lines += [f"step time outside model forwards at batch {batch}: {shares} (goal under {GOAL_OUTSIDE:.0%})", ""]
+    lines += [f"step time outside model forwards at batch {batch}: {shares} (goal under {GOAL_OUTSIDE_SHARE:.0%})", ""]
     rows = [
         (
             f"batch {b}",
@@ -202,27 +216,29 @@ def show(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _setting(
-    contender: Contender, shape: TreeChoice, plain: Contender, truth: dict[int, list[list[int]]]
+def _setting_figures(
+    contender: Contender, tree: TreeChoice, plain: Contender, plain_tokens: dict[int, list[list[int]]]
 ) -> dict[str, Any]:
     runs = contender.runs
-    every = [(run, truth[batch]) for batch in BATCHES for run in runs[batch]]
-    differ = [first_difference(a, b) for run, texts in every for a, b in zip(run.tokens, texts, strict=True)]
-    whole = runs[BATCHES[-1]][0]
+    runs_and_texts = [(run, plain_tokens[batch]) for batch in BATCHES for run in runs[batch]]
+    first_differences = [
+        first_difference(a, b) for run, texts in runs_and_texts for a, b in zip(run.tokens, texts, strict=True)
+    ]
+    first_run = runs[BATCHES[-1]][0]
     figures: dict[str, Any] = {
         "name": contender.name,
-        "num_steps": shape.num_steps,
-        "topk": shape.topk,
-        "nodes": shape.nodes,
-        "accept_length": whole.accept_length,
-        "identical": all(at is None for at in differ),
-        "first_difference": min((at for at in differ if at is not None), default=None),
+        "num_steps": tree.num_steps,
+        "topk": tree.topk,
+        "nodes": tree.nodes,
+        "accept_length": first_run.accept_length,
+        "identical": all(index is None for index in first_differences),
+        "first_difference": min((index for index in first_differences if index is not None), default=None),
     }
     for batch in BATCHES:
         figures[f"batch_{batch}"] = {
             "tokens_per_second": contender.speed(batch),
-            "speedup": contender.against(plain, batch),
-            "outside_share": median([run.outside_share for run in runs[batch]]),
+            "speedup": contender.speedup_over(plain, batch),
+            "outside_share": median([run.outside_forward_share for run in runs[batch]]),
         }
     return figures
 

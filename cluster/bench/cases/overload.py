@@ -13,21 +13,22 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cluster.bench.goals import Goal
-from cluster.bench.report import Say, machine, median, p99, ratio, table
+from cluster.bench.report import LogProgress, machine_info, median, p99, ratio, table
 from cluster.bench.server import TWO_RANKS, ServerProcess
 from cluster.bench.streams import served_model
-from cluster.bench.wire import Reply, drive, post
+from cluster.bench.wire import Reply, post, run_coroutine
 
-REFUSAL_S = 0.1  # goal for the p99 of the seconds to a refusal
-GOODPUT = 0.9  # goal for the goodput, as a share of capacity
-WITHIN_TWO = 0.9  # goal for the share of refusals whose Retry-After is within a factor of two of the real wait
-NEAR_S = 2.0  # the real wait: median time to first token of admitted requests sent this close to the refused one
+GOAL_REFUSAL_S = 0.1  # goal for the p99 of the seconds to a refusal
+GOAL_GOODPUT = 0.9  # goal for the goodput, as a share of capacity
+GOAL_WITHIN_TWO = 0.9  # goal for the share of refusals whose Retry-After is within a factor of two of the real wait
+NEARBY_S = 2.0  # the real wait: median time to first token of admitted requests sent this close to the refused one
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
     """The server has `slots` slots per rank and a bound on waiting; each request has `max_tokens` tokens. A closed loop
-    of `capacity_s` seconds measures the capacity. Then an open loop sends `factor` x capacity for `seconds` seconds.
+    of `capacity_s` seconds measures the capacity. Then an open loop sends `load_factor` x capacity for `seconds`
+    seconds.
     """
 
     slots: int = 8
@@ -35,14 +36,14 @@ class Size:
     max_wait_s: float = 10.0
     capacity_s: float = 30.0
     seconds: float = 60.0
-    settle_s: float = 10.0  # time at the start, while the queue fills, that is not counted
-    factor: float = 5.0
+    warmup_s: float = 10.0  # time at the start, while the queue fills, that is not counted
+    load_factor: float = 5.0
 
 
-QUICK = Size(max_tokens=48, max_wait_s=4.0, capacity_s=8.0, seconds=20.0, settle_s=5.0)
+QUICK = Size(max_tokens=48, max_wait_s=4.0, capacity_s=8.0, seconds=20.0, warmup_s=5.0)
 
 
-def _body(model: str, number: int, max_tokens: int) -> dict[str, Any]:
+def _request_body(model: str, number: int, max_tokens: int) -> dict[str, Any]:
     """Return the body of a request. Its prompt begins with `number`. All prompts have the same number of characters,
     all outputs the same number of tokens.
     """
@@ -50,86 +51,112 @@ def _body(model: str, number: int, max_tokens: int) -> dict[str, Any]:
     return {"model": model, "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
 
 
-async def closed(port: int, model: str, clients: int, max_tokens: int, seconds: float) -> list[Reply]:
-    """Run a closed loop of `clients` clients for `seconds`; return the replies, `began` from the loop's start on."""
-    began = time.perf_counter()
-    found: list[Reply] = []
+async def closed_loop(port: int, model: str, clients: int, max_tokens: int, seconds: float) -> list[Reply]:
+    """Run a closed loop of `clients` clients for `seconds`. Return the replies; `started_at` counts from the loop's
+    start.
+    """
+    loop_started_at = time.perf_counter()
+    replies: list[Reply] = []
 
     async def client(number: int) -> None:
-        while time.perf_counter() - began < seconds:
+        while time.perf_counter() - loop_started_at < seconds:
             number += clients
-            found.append(await post(port, "/v1/completions", _body(model, number, max_tokens)))
+            replies.append(await post(port, "/v1/completions", _request_body(model, number, max_tokens)))
 
     await asyncio.gather(*(client(number) for number in range(clients)))
-    return [replace(reply, began=reply.began - began) for reply in found]
+    return [replace(reply, started_at=reply.started_at - loop_started_at) for reply in replies]
 
 
-async def opened(port: int, model: str, per_s: float, max_tokens: int, seconds: float) -> list[Reply]:
-    """Run an open loop: send `per_s` requests a second for `seconds`. When all have ended, return the replies."""
-    began = time.perf_counter()
+async def open_loop(port: int, model: str, requests_per_s: float, max_tokens: int, seconds: float) -> list[Reply]:
+    """Run an open loop: send `requests_per_s` requests a second for `seconds`. When all have ended, return the replies;
+    `started_at` counts from the loop's start.
+    """
+    loop_started_at = time.perf_counter()
     tasks: list[asyncio.Future[Reply]] = []
-    while (now := time.perf_counter() - began) < seconds:
-        while len(tasks) < now * per_s:
-            body = _body(model, 1_000_000 + len(tasks), max_tokens)
+    while (elapsed_s := time.perf_counter() - loop_started_at) < seconds:
+        while len(tasks) < elapsed_s * requests_per_s:
+            body = _request_body(model, 1_000_000 + len(tasks), max_tokens)
             tasks.append(asyncio.ensure_future(post(port, "/v1/completions", body)))
-        await asyncio.sleep(0.5 / per_s)
-    return [replace(reply, began=reply.began - began) for reply in await asyncio.gather(*tasks)]
+        await asyncio.sleep(0.5 / requests_per_s)
+    return [replace(reply, started_at=reply.started_at - loop_started_at) for reply in await asyncio.gather(*tasks)]
 
 
-def measure(size: Size, say: Say) -> dict[str, Any]:
-    """Measure the capacity, then overload the server; return the capacity and the figures of `judge`."""
+def measure(size: Size, log_progress: LogProgress) -> dict[str, Any]:
+    """Measure the capacity, then overload the server; return the capacity and the figures of `overload_figures`."""
     settings = [*TWO_RANKS, f"max_running_requests={size.slots}", f"max_queue_wait_s={size.max_wait_s}"]
-    with ServerProcess(settings) as server, ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as other:
-        say(f"overload: ready after {server.ready_s:.1f} s")
+    with (
+        ServerProcess(settings) as server,
+        ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as load_process,
+    ):
+        log_progress(f"overload: ready after {server.ready_s:.1f} s")
         model = served_model(server.port)
         clients = 2 * size.slots
-        other.submit(drive, closed, server.port, model, clients, size.max_tokens, 3.0).result()  # warm-up
-        done = other.submit(drive, closed, server.port, model, clients, size.max_tokens, size.capacity_s).result()
-        capacity = sum(one.complete for one in done) / max(one.began + one.seconds for one in done)
-        say(f"overload: capacity {capacity:.2f} requests/s with {clients} clients")
-        rate = size.factor * capacity
-        found = other.submit(drive, opened, server.port, model, rate, size.max_tokens, size.seconds).result()
-    return {"machine": machine(), "capacity": capacity, "offered": rate, **judge(found, size, capacity)}
-
-
-def judge(found: list[Reply], size: Size, capacity: float) -> dict[str, Any]:
-    """Return the figures of the requests under overload."""
-    refused = [one for one in found if one.status == 503]
-    taken = [one for one in found if one.status == 200 and one.complete]
-    others = [one for one in found if one.status != 503 and not (one.status == 200 and one.complete)]
-    ended = [one for one in taken if size.settle_s <= one.began + one.seconds <= size.seconds]
-    goodput = len(ended) / (size.seconds - size.settle_s)
-    ratios = []
-    for one in refused:
-        near = [two.first_s for two in taken if abs(two.began - one.began) < NEAR_S and two.first_s is not None]
-        if one.began >= size.settle_s and one.retry_after_s is not None and near:
-            ratios.append(one.retry_after_s / max(median(near), 0.001))
+        load_process.submit(
+            run_coroutine, closed_loop, server.port, model, clients, size.max_tokens, 3.0
+        ).result()  # warm-up
+        capacity_replies = load_process.submit(
+            run_coroutine, closed_loop, server.port, model, clients, size.max_tokens, size.capacity_s
+        ).result()
+        capacity = sum(reply.complete for reply in capacity_replies) / max(
+            reply.started_at + reply.seconds for reply in capacity_replies
+        )
+        log_progress(f"overload: capacity {capacity:.2f} requests/s with {clients} clients")
+        offered_per_s = size.load_factor * capacity
+        overload_replies = load_process.submit(
+            run_coroutine, open_loop, server.port, model, offered_per_s, size.max_tokens, size.seconds
+        ).result()
     return {
-        "requests": len(found),
-        "taken": len(taken),
+        "machine": machine_info(),
+        "capacity": capacity,
+        "offered": offered_per_s,
+        **overload_figures(overload_replies, size, capacity),
+    }
+
+
+def overload_figures(replies: list[Reply], size: Size, capacity: float) -> dict[str, Any]:
+    """Return the figures of the requests under overload."""
+    refused = [reply for reply in replies if reply.status == 503]
+    admitted = [reply for reply in replies if reply.status == 200 and reply.complete]
+    unserved = [reply for reply in replies if reply.status != 503 and not (reply.status == 200 and reply.complete)]
+    counted = [reply for reply in admitted if size.warmup_s <= reply.started_at + reply.seconds <= size.seconds]
+    goodput = len(counted) / (size.seconds - size.warmup_s)
+    ratios = []
+    for reply in refused:
+        nearby_waits = [
+            nearby.first_event_s
+            for nearby in admitted
+            if abs(nearby.started_at - reply.started_at) < NEARBY_S and nearby.first_event_s is not None
+        ]
+        if reply.started_at >= size.warmup_s and reply.retry_after_s is not None and nearby_waits:
+            ratios.append(reply.retry_after_s / max(median(nearby_waits), 0.001))
+    return {
+        "requests": len(replies),
+        "taken": len(admitted),
         "refused": len(refused),
-        "other": len(others),
-        "other_said": [f"{one.status}: {one.failure or one.error}" for one in others][:3],
+        "other": len(unserved),
+        "other_said": [f"{reply.status}: {reply.error_event or reply.error}" for reply in unserved][:3],
         "goodput": goodput,
         "goodput_of_capacity": ratio(goodput, capacity),
-        "refusal_p50_s": median([one.seconds for one in refused]),
-        "refusal_p99_s": p99([one.seconds for one in refused]),
-        "retry_after_p50_s": median([one.retry_after_s or 0.0 for one in refused if one.began >= size.settle_s]),
+        "refusal_p50_s": median([reply.seconds for reply in refused]),
+        "refusal_p99_s": p99([reply.seconds for reply in refused]),
+        "retry_after_p50_s": median(
+            [reply.retry_after_s or 0.0 for reply in refused if reply.started_at >= size.warmup_s]
+        ),
         "retry_after_over_wait_p50": median(ratios),
         "retry_after_within_two": ratio(sum(0.5 <= r <= 2.0 for r in ratios), len(ratios)),
-        "first_token_p50_s": median([one.first_s or 0.0 for one in taken]),
-        "first_token_p99_s": p99([one.first_s or 0.0 for one in taken]),
+        "first_token_p50_s": median([reply.first_event_s or 0.0 for reply in admitted]),
+        "first_token_p99_s": p99([reply.first_event_s or 0.0 for reply in admitted]),
         "max_wait_s": size.max_wait_s,
-        "not_json": sum(not one.is_json for one in refused),
+        "not_json": sum(not reply.is_json for reply in refused),
     }
 
 
 def goals(result: dict[str, Any]) -> list[Goal]:
     """Return the goals of refused and admitted requests."""
     return [
-        Goal("refusal p99, s", result["refusal_p99_s"], REFUSAL_S),
-        Goal("share of Retry-After near the real wait", result["retry_after_within_two"], WITHIN_TWO, True),
-        Goal("goodput of capacity", result["goodput_of_capacity"], GOODPUT, True),
+        Goal("refusal p99, s", result["refusal_p99_s"], GOAL_REFUSAL_S),
+        Goal("share of Retry-After near the real wait", result["retry_after_within_two"], GOAL_WITHIN_TWO, True),
+        Goal("goodput of capacity", result["goodput_of_capacity"], GOAL_GOODPUT, True),
         Goal("first token p99, s", result["first_token_p99_s"], result["max_wait_s"]),
         Goal("refusals that are not JSON", result["not_json"], 0, slack=1),
         Goal("requests neither served nor refused", result["other"], 0, slack=1),
@@ -143,7 +170,7 @@ def show(result: dict[str, Any]) -> str:
         ("offered, requests/s", "offered"),
         ("goodput, requests/s", "goodput"),
         ("goodput of capacity", "goodput_of_capacity"),
-        ("taken", "taken"),
+        ("admitted", "taken"),
         ("refused", "refused"),
         ("neither", "other"),
         ("refusal p50 s", "refusal_p50_s"),

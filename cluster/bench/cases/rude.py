@@ -18,24 +18,24 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from cluster.bench.cases.faults import prompts_of
-from cluster.bench.fault import REPLICA, server_info
+from cluster.bench.cases.faults import make_prompts
+from cluster.bench.fault import REPLICA_PREFIX, server_info
 from cluster.bench.goals import Goal
-from cluster.bench.report import Say, machine, records
-from cluster.bench.rudeness import ACTS, AnswerTally, act
+from cluster.bench.report import LogProgress, machine_info, records_table
+from cluster.bench.rudeness import ABUSE_KINDS, AnswerTally, run_abuse
 from cluster.bench.server import TWO_RANKS, ServerProcess
 from cluster.bench.streams import HOST, ClientStream, Prompt, served_model
-from cluster.bench.wire import drive
+from cluster.bench.wire import run_coroutine
 
-LIMIT_S = 0.5  # the longest pause that a stream may have
-LONG_S = 0.1  # longer pauses are counted
-OPEN_TOKENS = 4  # every stream has this many before the first phase
+MAX_PAUSE_S = 0.5  # the longest pause that a stream may have
+LONG_PAUSE_S = 0.1  # longer pauses are counted
+MIN_STREAM_TOKENS = 4  # every stream has this many before the first phase
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
     """The number of streams, the tokens after which a stream ends and is opened again, the seconds of the quiet phase,
-    and how often each of the `ACTS` is done.
+    and how often each of the `ABUSE_KINDS` is done.
     """
 
     streams: int = 8
@@ -50,8 +50,8 @@ QUICK = Size(quiet_s=5.0, times=(50, 16, 8, 50, 100, 80, 40))
 @dataclass(slots=True)
 class Phase:
     """A phase: `what` kind of abuse, or none, done `count` times. `pauses` has the longest pause of each stream, in
-    seconds. `long` counts pauses above `LONG_S` of all streams, `cut` failed streams. `replaced`: a rank, the gang or
-    the replica was replaced.
+    seconds. `long` counts pauses above `LONG_PAUSE_S` of all streams, `cut` failed streams. `replaced`: a rank, the
+    gang or the replica was replaced.
     """
 
     what: str
@@ -73,9 +73,9 @@ class Phase:
         """Whether the phase failed: a stream failed, a process was replaced, an answer was missing or not JSON, or a
         server error was not 503 (full). Long pauses are judged by `goals` instead.
         """
-        broken = any(status >= 500 and status != 503 for status in self.tally.statuses)
-        rude = self.tally.not_json or self.tally.unanswered or broken
-        return bool(self.cut or self.replaced or rude)
+        server_error = any(status >= 500 and status != 503 for status in self.tally.statuses)
+        bad_answers = self.tally.not_json or self.tally.unanswered or server_error
+        return bool(self.cut or self.replaced or bad_answers)
 
 
 class Listener:
@@ -83,75 +83,77 @@ class Listener:
 
     def __init__(self, port: int, model: str, prompt: Prompt, max_tokens: int) -> None:
         self._port, self._model, self._max_tokens = port, model, max_tokens
-        self._stop = threading.Event()
-        self._last: float | None = None  # time of the current stream's last event; None between streams
-        self.longest, self.long = 0.0, 0
+        self._stopped = threading.Event()
+        self._last_event_at: float | None = None  # time of the current stream's last event; None between streams
+        self.longest_pause_s, self.long_pauses = 0.0, 0
         self.errors: list[str] = []
         self.stream = ClientStream(prompt)
         threading.Thread(target=self._run, daemon=True).start()
 
     def take_pauses(self) -> tuple[float, int]:
         """Return the longest pause since the last call, an unfinished one included, and the number of long pauses."""
-        last, longest, long = self._last, self.longest, self.long
-        self.longest, self.long = 0.0, 0
-        return max(longest, time.perf_counter() - last if last is not None else 0.0), long
+        last_event_at, longest_pause_s, long_pauses = self._last_event_at, self.longest_pause_s, self.long_pauses
+        self.longest_pause_s, self.long_pauses = 0.0, 0
+        return max(
+            longest_pause_s, time.perf_counter() - last_event_at if last_event_at is not None else 0.0
+        ), long_pauses
 
     def stop(self) -> None:
         """Make the thread stop at the current stream's next event."""
-        self._stop.set()
+        self._stopped.set()
 
     def _run(self) -> None:
-        while not self._stop.is_set():
-            self.stream = ClientStream(self.stream.prompt, heard=self.heard)
+        while not self._stopped.is_set():
+            self.stream = ClientStream(self.stream.prompt, on_event=self.on_event)
             self.stream.run(self._port, self._model, self._max_tokens)
-            self._last = None
-            if self.stream.error is not None and not self._stop.is_set():
+            self._last_event_at = None
+            if self.stream.error is not None and not self._stopped.is_set():
                 self.errors.append(self.stream.error)
                 time.sleep(0.2)
 
-    def heard(self) -> None:
+    def on_event(self) -> None:
         """Record an event of the stream. After `stop`, raise ValueError, which ends the stream."""
         now = time.perf_counter()
-        if self._last is not None:
-            self.longest = max(self.longest, now - self._last)
-            self.long += now - self._last > LONG_S
-        self._last = now
-        if self._stop.is_set():
+        if self._last_event_at is not None:
+            self.longest_pause_s = max(self.longest_pause_s, now - self._last_event_at)
+            self.long_pauses += now - self._last_event_at > LONG_PAUSE_S
+        self._last_event_at = now
+        if self._stopped.is_set():
             raise ValueError("stopped")
 
 
-def measure(size: Size, say: Say) -> dict[str, Any]:
+def measure(size: Size, log_progress: LogProgress) -> dict[str, Any]:
     """Run all phases against one server; return the figures of each `Phase`."""
     context = multiprocessing.get_context("spawn")
-    with ServerProcess(TWO_RANKS) as server, ProcessPoolExecutor(1, context, initializer=os.setsid) as other:
-        say(f"rude: ready after {server.ready_s:.1f} s")
+    with ServerProcess(TWO_RANKS) as server, ProcessPoolExecutor(1, context, initializer=os.setsid) as abuse_process:
+        log_progress(f"rude: ready after {server.ready_s:.1f} s")
         model = served_model(server.port)
-        listeners = [Listener(server.port, model, p, size.max_tokens) for p in prompts_of(size.streams)]
-        other.submit(time.perf_counter).result()  # starts the process now, not during a measured phase
-        _wait(lambda: all(len(listener.stream.token_ids) >= OPEN_TOKENS for listener in listeners))
+        listeners = [Listener(server.port, model, prompt, size.max_tokens) for prompt in make_prompts(size.streams)]
+        abuse_process.submit(time.perf_counter).result()  # starts the process now, not during a measured phase
+        _wait_until(lambda: all(len(listener.stream.token_ids) >= MIN_STREAM_TOKENS for listener in listeners))
         phases = []
 
-        def abuse(what: str, count: int) -> AnswerTally:
+        def abuse(abuse_name: str, count: int) -> AnswerTally:
             if not count:
                 time.sleep(size.quiet_s)
                 return AnswerTally()
-            return other.submit(drive, act, what, server.port, model, count).result()
+            return abuse_process.submit(run_coroutine, run_abuse, abuse_name, server.port, model, count).result()
 
-        for what, count in (("nothing", 0), *zip(ACTS, size.times, strict=True)):
-            phase = _phase(server, listeners, what, count, abuse)
+        for abuse_name, count in (("nothing", 0), *zip(ABUSE_KINDS, size.times, strict=True)):
+            phase = _phase(server, listeners, abuse_name, count, abuse)
             phases.append(phase)
             tally = phase.tally
-            paused = f"longest pause {phase.longest_s:.2f} s, {phase.long} long, cut {phase.cut}"
-            say(f"rude: {count} {what}: {paused}, {tally.statuses}")
+            pause_text = f"longest pause {phase.longest_s:.2f} s, {phase.long} long, cut {phase.cut}"
+            log_progress(f"rude: {count} {abuse_name}: {pause_text}, {tally.statuses}")
         for listener in listeners:
             listener.stop()
     errors = [error for listener in listeners for error in listener.errors]
     return {
-        "machine": machine(),
+        "machine": machine_info(),
         "streams": size.streams,
-        "limit_s": LIMIT_S,
+        "limit_s": MAX_PAUSE_S,
         "quiet_s": phases[0].longest_s,
-        "phases": [_facts(phase) for phase in phases],
+        "phases": [_phase_figures(phase) for phase in phases],
         "errors": errors[:5],
         "failed": sum(phase.failed for phase in phases[1:]),
     }
@@ -160,48 +162,53 @@ def measure(size: Size, say: Say) -> dict[str, Any]:
 def _phase(
     server: ServerProcess,
     listeners: Sequence[Listener],
-    what: str,
+    abuse_name: str,
     count: int,
     abuse: Callable[[str, int], AnswerTally],
 ) -> Phase:
-    before = _identity(server)
-    cuts = sum(len(listener.errors) for listener in listeners)
+    before = _process_identity(server)
+    error_count = sum(len(listener.errors) for listener in listeners)
     for listener in listeners:
         listener.take_pauses()
-    began = time.perf_counter()
-    tally = abuse(what, count)
+    started_at = time.perf_counter()
+    tally = abuse(abuse_name, count)
     time.sleep(1.0)  # effects may be delayed
-    taken = [listener.take_pauses() for listener in listeners]
-    seconds = time.perf_counter() - began
-    cuts = sum(len(listener.errors) for listener in listeners) - cuts
-    pauses, long = [longest for longest, _ in taken], sum(count for _, count in taken)
-    return Phase(what, count, seconds, pauses, long, cuts, _identity(server) != before, tally)
+    pause_records = [listener.take_pauses() for listener in listeners]
+    seconds = time.perf_counter() - started_at
+    error_count = sum(len(listener.errors) for listener in listeners) - error_count
+    pauses, long_pauses = (
+        [longest_pause_s for longest_pause_s, _ in pause_records],
+        sum(count for _, count in pause_records),
+    )
+    return Phase(
+        abuse_name, count, seconds, pauses, long_pauses, error_count, _process_identity(server) != before, tally
+    )
 
 
-def _identity(server: ServerProcess) -> Any:
+def _process_identity(server: ServerProcess) -> Any:
     """Return a value that changes if a rank, the gang or the replica is replaced."""
     try:
         info = server_info(server.port)
     except (OSError, json.JSONDecodeError) as error:
         return f"{HOST} does not answer: {error}"
-    replicas = sorted(process.pid for process in server.processes() if process.name.startswith(REPLICA))
+    replicas = sorted(process.pid for process in server.processes() if process.name.startswith(REPLICA_PREFIX))
     ranks = [rank["pid"] for rank in info.get("ranks", ())]
     return info.get("epoch"), len(info.get("restarts", ())), ranks, replicas
 
 
-def _wait(condition: Callable[[], bool], within_s: float = 60.0) -> None:
-    until = time.monotonic() + within_s
+def _wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
     while not condition():
-        if time.monotonic() > until:
-            raise RuntimeError(f"the streams gave too few tokens in {within_s:.0f} s")
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"the streams gave too few tokens in {timeout_s:.0f} s")
         time.sleep(0.05)
 
 
-def _facts(phase: Phase) -> dict[str, Any]:
-    found = asdict(phase)
-    tally = found.pop("tally")
+def _phase_figures(phase: Phase) -> dict[str, Any]:
+    figures = asdict(phase)
+    tally = figures.pop("tally")
     return {
-        **found,
+        **figures,
         **tally,
         "longest_pause_s": phase.longest_s,
         "long_a_minute": 60 * phase.long / phase.seconds,
@@ -212,8 +219,11 @@ def _facts(phase: Phase) -> dict[str, Any]:
 
 def goals(result: dict[str, Any]) -> list[Goal]:
     """Return the goal of each abuse: the longest pause between two events of any stream, in seconds."""
-    rude = result["phases"][1:]
-    return [Goal(f"longest pause beside {p['what']}, s", p["longest_pause_s"], result["limit_s"]) for p in rude]
+    abuse_phases = result["phases"][1:]
+    return [
+        Goal(f"longest pause beside {phase['what']}, s", phase["longest_pause_s"], result["limit_s"])
+        for phase in abuse_phases
+    ]
 
 
 def show(result: dict[str, Any]) -> str:
@@ -234,6 +244,6 @@ def show(result: dict[str, Any]) -> str:
         }
         for phase in result["phases"]
     ]
-    verdict = f"{result['streams']} streams; a pause may last {result['limit_s']} s"
+    limit_text = f"{result['streams']} streams; a pause may last {result['limit_s']} s"
     errors = "".join(f"\n  {error}" for error in result["errors"])
-    return f"{records(rows)}\n\n{verdict}{errors}"
+    return f"{records_table(rows)}\n\n{limit_text}{errors}"

@@ -7,11 +7,19 @@ from typing import Any
 
 from cluster.bench.cases.demo import PROMPTS
 from cluster.bench.goals import Goal
-from cluster.bench.pair import Pair
-from cluster.bench.processes import memory_of
-from cluster.bench.report import Say, machine, median, table
+from cluster.bench.pair import ModelPair
+from cluster.bench.processes import memory_usage
+from cluster.bench.report import LogProgress, machine_info, median, table
 from cluster.bench.server import ServerProcess
-from cluster.bench.streams import ClientStream, Prompt, accept_length, first_token_ms, pace, run_together, served_model
+from cluster.bench.streams import (
+    ClientStream,
+    Prompt,
+    accept_length,
+    first_token_ms,
+    served_model,
+    stream_all,
+    total_tokens_per_second,
+)
 
 GOAL_START_S = 25.0
 
@@ -28,23 +36,23 @@ class Size:
 QUICK = Size(starts=1, rounds=1, new_tokens=32)
 
 
-def measure(pair: Pair, size: Size = Size(), say: Say = print) -> dict[str, Any]:
+def measure(pair: ModelPair, size: Size = Size(), log_progress: LogProgress = print) -> dict[str, Any]:
     """Start the server several times, stream, and read its memory; return the figures, JSON-ready."""
     starts, rounds = [], list[list[ClientStream]]()
     for number in range(size.starts):
-        say(f"serving: start {number + 1} of {size.starts}")
-        starts.append(_start(pair, size, rounds))
-    streams = [stream for together in rounds for stream in together]
+        log_progress(f"serving: start {number + 1} of {size.starts}")
+        starts.append(_measure_start(pair, size, rounds))
+    streams = [stream for round_streams in rounds for stream in round_streams]
     return {
         "what": "serving",
-        "machine": machine(),
+        "machine": machine_info(),
         "starts": size.starts,
         "ready_seconds": median([start["ready"] for start in starts]),
         "first_answer_seconds": median([start["answered"] for start in starts]),
         "streams_at_once": len(PROMPTS),
         "new_tokens": size.new_tokens,
         "rounds": len(rounds),
-        "tokens_per_second": median([pace(together) for together in rounds]),
+        "tokens_per_second": median([total_tokens_per_second(round_streams) for round_streams in rounds]),
         "first_token_ms": first_token_ms(streams),
         "accept_length": accept_length(streams),
         "failed": sum(stream.error is not None for stream in streams),
@@ -82,25 +90,25 @@ def show(result: dict[str, Any]) -> str:
     )
 
 
-def _start(pair: Pair, size: Size, rounds: list[list[ClientStream]]) -> dict[str, Any]:
+def _measure_start(pair: ModelPair, size: Size, rounds: list[list[ClientStream]]) -> dict[str, Any]:
     """Start the server once and add its streams to `rounds`. Return the seconds until it was ready and until its first
-    whole answer, and its memory.
+    complete answer, and its memory.
     """
     target, draft = Path(pair.target).resolve(), Path(pair.draft).resolve()
     settings = [f"model={target}", f"speculative_draft_model_path={draft}"]
     settings += [f"dtype={pair.dtype}"] + ([f"num_threads={pair.num_threads}"] if pair.num_threads else [])
-    began = time.monotonic()
+    started_at = time.monotonic()
     with ServerProcess(settings) as server:
         model = served_model(server.port)
-        (answer,) = run_together(server.port, model, [Prompt("import os\n")], 1)
-        found = {"ready": server.ready_s, "answered": time.monotonic() - began}
-        if answer.error is not None:
-            raise ValueError(f"the first request failed: {answer.error}")
-        idle = memory_of(server.processes())
-        rounds += [run_together(server.port, model, PROMPTS, size.new_tokens) for _ in range(size.rounds)]
+        (first_stream,) = stream_all(server.port, model, [Prompt("import os\n")], 1)
+        figures = {"ready": server.ready_s, "answered": time.monotonic() - started_at}
+        if first_stream.error is not None:
+            raise ValueError(f"the first request failed: {first_stream.error}")
+        idle = memory_usage(server.processes())
+        rounds += [stream_all(server.port, model, PROMPTS, size.new_tokens) for _ in range(size.rounds)]
         processes = server.processes()
         by_process: dict[str, float] = {}
         for process in processes:
-            by_process[process.name] = by_process.get(process.name, 0.0) + memory_of([process]).proportional_mib
-        memory = {"memory_idle": asdict(idle), "memory_loaded": asdict(memory_of(processes))}
-        return found | memory | {"memory_by_process_mib": by_process}
+            by_process[process.name] = by_process.get(process.name, 0.0) + memory_usage([process]).proportional_mib
+        memory = {"memory_idle": asdict(idle), "memory_loaded": asdict(memory_usage(processes))}
+        return figures | memory | {"memory_by_process_mib": by_process}

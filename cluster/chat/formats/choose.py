@@ -9,7 +9,7 @@ from cluster.chat.formats.harmony import HARMONY
 from cluster.chat.formats.hermes import HERMES
 from cluster.chat.formats.llama3 import LLAMA3
 from cluster.chat.formats.mistral import ARGS, CALLS, MISTRAL, MISTRAL_LIST
-from cluster.chat.formats.plan import THINK, ChatFormat, MarkedFormat
+from cluster.chat.formats.plan import THINK_MARKS, ChatFormat, MarkedFormat
 from cluster.chat.formats.qwen3_coder import QWEN3_CODER
 from cluster.config import ConfigError
 
@@ -34,7 +34,7 @@ TOOL_ALIASES = {
     "gpt_oss": "gpt-oss",
     "harmony": "gpt-oss",
 }
-THINKING = {"think": THINK, "mistral": MISTRAL.thinking}
+THINKING_MARKS = {"think": THINK_MARKS, "mistral": MISTRAL.thinking}
 REASONING_ALIASES = {
     **dict.fromkeys(("qwen3", "qwen3-thinking", "deepseek_r1", "deepseek-r1", "deepseek_v3", "deepseek-v3"), "think"),
     **dict.fromkeys(("deepseek-v31", "deepseek_v31", "glm45", "hermes", "step3", "nano_v3", "nemotron_3"), "think"),
@@ -42,70 +42,77 @@ REASONING_ALIASES = {
     "magistral": "mistral",
 }
 TOOL_NAMES = (NONE, *FORMATS)
-REASONING_NAMES = (NONE, *THINKING, HARMONY.name)
+REASONING_NAMES = (NONE, *THINKING_MARKS, HARMONY.name)
 
 
 @dataclass(frozen=True, slots=True)
 class ChosenFormat:
-    """The chat format of a model, or None for plain text. `calls` and `thought` name its formats of calls and
-    reasoning.
+    """The chat format of a model, or None for plain text. `call_format` and `reasoning_format` name its formats of
+    calls and reasoning.
     """
 
     format: ChatFormat | None
-    calls: str = NONE
-    thought: str = NONE
+    call_format: str = NONE
+    reasoning_format: str = NONE
 
 
-def named(tool_call_parser: str | None, reasoning_parser: str | None) -> tuple[str | None, str | None]:
+def canonical_parser_names(tool_call_parser: str | None, reasoning_parser: str | None) -> tuple[str | None, str | None]:
     """Return the two settings as names of this server. None or auto becomes None: `choose` then looks at the model.
 
     Raises:
         ConfigError: a name is unknown, or the two settings exclude each other.
     """
-    calls = _known("tool_call_parser", tool_call_parser, TOOL_ALIASES, TOOL_NAMES)
-    thought = _known("reasoning_parser", reasoning_parser, REASONING_ALIASES, REASONING_NAMES)
-    if HARMONY.name in (calls, thought) and not {calls, thought} <= {HARMONY.name, None}:
+    call_format = _canonical_name("tool_call_parser", tool_call_parser, TOOL_ALIASES, TOOL_NAMES)
+    reasoning_format = _canonical_name("reasoning_parser", reasoning_parser, REASONING_ALIASES, REASONING_NAMES)
+    if HARMONY.name in (call_format, reasoning_format) and not {call_format, reasoning_format} <= {HARMONY.name, None}:
         raise ConfigError(
-            f"tool_call_parser {calls!r} and reasoning_parser {thought!r} do not go together: {HARMONY.name} reads both"
+            f"tool_call_parser {call_format!r} and reasoning_parser {reasoning_format!r} do not go together: "
+            f"{HARMONY.name} reads both"
         )
-    return calls, thought
+    return call_format, reasoning_format
 
 
-def _known(setting: str, name: str | None, aliases: dict[str, str], known: Collection[str]) -> str | None:
+def _canonical_name(setting: str, name: str | None, aliases: dict[str, str], known: Collection[str]) -> str | None:
     if name is None or name == "auto":
         return None
-    found = aliases.get(name, name)
-    if found not in known:
+    canonical = aliases.get(name, name)
+    if canonical not in known:
         listed = ", ".join(["auto", *known, *(alias for alias in aliases if alias not in known)])
         raise ConfigError(f"{setting} {name!r} is not known; known are {listed}")
-    return found
+    return canonical
 
 
 def choose(
     template: str, tokens: Collection[str], model_type: str, settings: tuple[str | None, str | None]
 ) -> ChosenFormat:
     """Return the format of a model with this chat template (empty for none), these added `tokens`, and the `model_type`
-    of its config. `settings` are the results of `named`; a name in them takes precedence.
+    of its config. `settings` are the results of `canonical_parser_names`; a name in them takes precedence.
     """
-    calls, thought = settings
-    written = calls or (_calls_of(template, tokens, model_type) if thought != HARMONY.name else HARMONY.name)
-    if written == HARMONY.name:
+    call_format, reasoning_format = settings
+    call_format_name = call_format or (
+        _detect_call_format(template, tokens, model_type) if reasoning_format != HARMONY.name else HARMONY.name
+    )
+    if call_format_name == HARMONY.name:
         return ChosenFormat(HARMONY, HARMONY.name, HARMONY.name)
-    marks = thought or _thought_of(template, tokens)
-    base = FORMATS.get(written)
+    reasoning_name = reasoning_format or _detect_reasoning_format(template, tokens)
+    base = FORMATS.get(call_format_name)
     if base is None:
-        if marks == NONE:
+        if reasoning_name == NONE:
             return ChosenFormat(None)
         base = MarkedFormat(NONE)
     assert isinstance(base, MarkedFormat)
-    thinking = THINKING.get(marks)
-    shown = base.special if thinking is None else (*base.special, thinking.begin, thinking.end)
-    return ChosenFormat(replace(base, thinking=thinking, special=tuple(dict.fromkeys(shown))), written, marks)
+    thinking = THINKING_MARKS.get(reasoning_name)
+    special_tokens = base.special_tokens if thinking is None else (*base.special_tokens, thinking.begin, thinking.end)
+    return ChosenFormat(
+        replace(base, thinking=thinking, special_tokens=tuple(dict.fromkeys(special_tokens))),
+        call_format_name,
+        reasoning_name,
+    )
 
 
-def _calls_of(template: str, tokens: Collection[str], model_type: str) -> str:
+def _detect_call_format(template: str, tokens: Collection[str], model_type: str) -> str:
     """Return the name of the format of calls. The first true entry in the list decides."""
-    signs = (
+    checks = (
         (HARMONY.name, "<|channel|>" in tokens and ("<|channel|>" in template or model_type == "gpt_oss")),
         (MISTRAL.name, CALLS in tokens and ARGS in tokens),
         (MISTRAL_LIST.name, CALLS in tokens),
@@ -116,10 +123,10 @@ def _calls_of(template: str, tokens: Collection[str], model_type: str) -> str:
         (HERMES.name, "<tool_call>" in template),
         (LLAMA3.name, "<|python_tag|>" in tokens and "parameters" in template),
     )
-    return next((name for name, found in signs if found), NONE) if template else NONE
+    return next((name for name, matches in checks if matches), NONE) if template else NONE
 
 
-def _thought_of(template: str, tokens: Collection[str]) -> str:
+def _detect_reasoning_format(template: str, tokens: Collection[str]) -> str:
     if "[THINK]" in tokens:
         return "mistral"
     return "think" if "<think>" in tokens or "<think>" in template or "</think>" in template else NONE

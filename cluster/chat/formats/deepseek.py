@@ -2,35 +2,41 @@
 
 import re
 
-from cluster.chat.blocks import JsonBlock, headed_call
-from cluster.chat.formats.plan import THINK, CallSyntax, MarkedFormat
+from cluster.chat.blocks import JsonBlockReader, calls_of_heading
+from cluster.chat.formats.plan import THINK_MARKS, CallSyntax, MarkedFormat
 from cluster.chat.reading import CallingMarks
 
-ALL, ALL_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
-ONE, ONE_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
-SEP = "<｜tool▁sep｜>"
+CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+CALL_BEGIN, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+SEPARATOR = "<｜tool▁sep｜>"
 NAME = r"(?P<name>[A-Za-z0-9_.:-]+)"
-HEADING = re.compile(rf"(?:{ALL}\s*)?(?:{ONE}\s*)?(?:function\s*{SEP}\s*)?{NAME}\s*(?:```json|{SEP})\s*")
-CALLING = CallingMarks((ALL, ONE), lambda _: JsonBlock(HEADING, headed_call, ("```", ONE_END, ALL_END)))
-SPECIAL = (ALL, ALL_END, ONE, ONE_END, SEP, THINK.begin, THINK.end)
+HEADING = re.compile(
+    rf"(?:{CALLS_BEGIN}\s*)?(?:{CALL_BEGIN}\s*)?(?:function\s*{SEPARATOR}\s*)?{NAME}\s*(?:```json|{SEPARATOR})\s*"
+)
+CALLING = CallingMarks(
+    (CALLS_BEGIN, CALL_BEGIN), lambda _: JsonBlockReader(HEADING, calls_of_heading, ("```", CALL_END, CALLS_END))
+)
+SPECIAL = (CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEPARATOR, THINK_MARKS.begin, THINK_MARKS.end)
 
 DEEPSEEK_V3 = MarkedFormat(
     "deepseek_v3",
-    THINK,
+    THINK_MARKS,
     CALLING,
     CallSyntax(
-        before=lambda name: f"{ONE}function{SEP}{name}\n```json\n",
-        after=f"\n```{ONE_END}",
-        opening=ALL,
-        ending=ALL_END,
-        between="\n",
+        prefix=lambda name: f"{CALL_BEGIN}function{SEPARATOR}{name}\n```json\n",
+        suffix=f"\n```{CALL_END}",
+        opening=CALLS_BEGIN,
+        closing=CALLS_END,
+        separator="\n",
     ),
-    special=SPECIAL,
+    special_tokens=SPECIAL,
 )
 DEEPSEEK_V31 = MarkedFormat(
     "deepseek_v31",
-    THINK,
+    THINK_MARKS,
     CALLING,
-    CallSyntax(before=lambda name: f"{ONE}{name}{SEP}", after=ONE_END, opening=ALL, ending=ALL_END),
-    special=SPECIAL,
+    CallSyntax(
+        prefix=lambda name: f"{CALL_BEGIN}{name}{SEPARATOR}", suffix=CALL_END, opening=CALLS_BEGIN, closing=CALLS_END
+    ),
+    special_tokens=SPECIAL,
 )

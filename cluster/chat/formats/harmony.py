@@ -8,155 +8,173 @@ supports only the original tokenizer. It also parses tokens, and this server par
 import re
 from collections.abc import Sequence
 
-from cluster.chat.blocks import members
+from cluster.chat.blocks import object_members
 from cluster.chat.events import Event, ReasoningPiece, TextPiece
-from cluster.chat.formats.plan import Answer, CallSyntax, Form, Prompted, any_id, one_after_another, one_of, text
-from cluster.chat.reading import AnswerReader, BufferedReader, Numbering, ToolCallText, Tools
+from cluster.chat.formats.plan import (
+    AnswerForm,
+    CallSyntax,
+    GrammarForm,
+    PromptContext,
+    any_of,
+    const_text,
+    new_call_id,
+    sequence,
+)
+from cluster.chat.reading import AnswerReader, BufferedReader, CallNumbering, ToolCallText, Tools
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
 MARKS = (START, CHANNEL, MESSAGE, CONSTRAIN, END, CALL, RETURN)
 BODY_ENDS = (END, CALL, RETURN, START, CHANNEL)
 HEADING = re.compile(r"(?:<\|start\|>)?\s*(?:assistant)?\s*(?:to=|<\|channel\|>)")
-NAMED = re.compile(r"<\|channel\|>\s*(\w+)")
-TO = re.compile(r"to=functions\.([A-Za-z0-9_.:-]+)")
-MOST_HEADING = 512
-BEGINNINGS = ("assistant to=", "to=")
-AGAIN = f"{END}{START}assistant"
+CHANNEL_NAME = re.compile(r"<\|channel\|>\s*(\w+)")
+RECIPIENT = re.compile(r"to=functions\.([A-Za-z0-9_.:-]+)")
+MAX_HEADING_LENGTH = 512
+HEADING_STARTS = ("assistant to=", "to=")
+NEXT_MESSAGE = f"{END}{START}assistant"
 
 
 class HarmonyReader(BufferedReader):
-    """Parses the messages of an answer. If `tools` is None, no call is reported. `split` separates the reasoning."""
+    """Parses the messages of an answer. If `tools` is None, no call is reported."""
 
-    def __init__(self, tools: Tools | None, split: bool, within: bool) -> None:
-        """`within` says that the prompt has already begun the final message."""
+    def __init__(self, tools: Tools | None, separate_reasoning: bool, in_final_message: bool) -> None:
+        """With `separate_reasoning`, reasoning becomes events of its own. `in_final_message` says that the prompt has
+        already begun the final message.
+        """
         super().__init__()
-        self._calling, self._split = tools is not None, split
-        self._numbering = Numbering(any_id)
+        self._has_tools, self._separate_reasoning = tools is not None, separate_reasoning
+        self._call_numbering = CallNumbering(new_call_id)
         self._heading = ""
-        self._kind = "final"
-        self._name = ""
-        self._step = self._body if within else self._head
+        self._message_kind = "final"
+        self._tool_name = ""
+        self._step = self._parse_body if in_final_message else self._parse_heading
 
     @property
-    def thinks(self) -> bool:
+    def is_reasoning(self) -> bool:
         """Whether the next text is reasoning."""
-        return self._step == self._body and self._kind == "analysis"
+        return self._step == self._parse_body and self._message_kind == "analysis"
 
-    def _head(self, last: bool) -> list[Event] | None:
+    def _parse_heading(self, is_final: bool) -> list[Event] | None:
         """Parse a message's heading, up to its body. Anything that is not a heading is text."""
-        at = self._held.find(MESSAGE, 0, MOST_HEADING)
-        if at >= 0 and HEADING.match(self._held):
-            self._heading, self._held = self._held[: at + len(MESSAGE)], self._held[at + len(MESSAGE) :]
-            named, to = NAMED.search(self._heading), TO.search(self._heading)
-            self._kind = "call" if to and self._calling else named[1] if named else "final"
-            self._name = to[1] if to else ""
-            self._step = self._body
+        position = self._buffer.find(MESSAGE, 0, MAX_HEADING_LENGTH)
+        if position >= 0 and HEADING.match(self._buffer):
+            self._heading, self._buffer = (
+                self._buffer[: position + len(MESSAGE)],
+                self._buffer[position + len(MESSAGE) :],
+            )
+            channel, recipient = CHANNEL_NAME.search(self._heading), RECIPIENT.search(self._heading)
+            self._message_kind = "call" if recipient and self._has_tools else channel[1] if channel else "final"
+            self._tool_name = recipient[1] if recipient else ""
+            self._step = self._parse_body
             return []
-        if _may_begin(self._held) and len(self._held) < MOST_HEADING:
-            if not last or not self._held:
+        if _may_be_heading(self._buffer) and len(self._buffer) < MAX_HEADING_LENGTH:
+            if not is_final or not self._buffer:
                 return None
-            if self._held.startswith("<"):
-                self._held = ""  # drop a heading that is cut off
+            if self._buffer.startswith("<"):
+                self._buffer = ""  # drop a heading that is cut off
                 return None
-        self._heading, self._kind, self._step = "", "final", self._body
-        mark = next((mark for mark in BODY_ENDS if self._held.startswith(mark)), "")
-        self._held = self._held.removeprefix(mark)  # a stray mark, reported as text
+        self._heading, self._message_kind, self._step = "", "final", self._parse_body
+        mark = next((mark for mark in BODY_ENDS if self._buffer.startswith(mark)), "")
+        self._buffer = self._buffer.removeprefix(mark)  # a stray mark, reported as text
         return [TextPiece(mark)] if mark else []
 
-    def _body(self, last: bool) -> list[Event] | None:
-        ends = [at for mark in BODY_ENDS if (at := self._held.find(mark)) >= 0]
-        if ends:
-            at = min(ends)
-            whole, self._held = self._held[:at], self._held[at:]
-            closing = next((mark for mark in (END, CALL, RETURN) if self._held.startswith(mark)), "")
-            self._held = self._held.removeprefix(closing)
-            self._step = self._between
-            return self._told(whole, complete=True)
-        if self._kind == "call" and not last:
+    def _parse_body(self, is_final: bool) -> list[Event] | None:
+        body_ends = [position for mark in BODY_ENDS if (position := self._buffer.find(mark)) >= 0]
+        if body_ends:
+            position = min(body_ends)
+            body, self._buffer = self._buffer[:position], self._buffer[position:]
+            end_mark = next((mark for mark in (END, CALL, RETURN) if self._buffer.startswith(mark)), "")
+            self._buffer = self._buffer.removeprefix(end_mark)
+            self._step = self._await_heading
+            return self._events_of(body, is_complete=True)
+        if self._message_kind == "call" and not is_final:
             return None
-        ready = len(self._held) if last else _settled(self._held, BODY_ENDS)
-        if not ready:
+        length = len(self._buffer) if is_final else _safe_length(self._buffer, BODY_ENDS)
+        if not length:
             return None
-        piece, self._held = self._held[:ready], self._held[ready:]
-        return self._told(piece, complete=last)
+        piece, self._buffer = self._buffer[:length], self._buffer[length:]
+        return self._events_of(piece, is_complete=is_final)
 
-    def _between(self, last: bool) -> list[Event] | None:
+    def _await_heading(self, is_final: bool) -> list[Event] | None:
         """Wait, after a message, for the next heading."""
-        if not self._held:
+        if not self._buffer:
             return None
-        self._step = self._head
+        self._step = self._parse_heading
         return []
 
-    def _told(self, piece: str, complete: bool) -> list[Event]:
-        if self._kind == "call" and complete:
-            if members(piece.strip()) is None:
+    def _events_of(self, piece: str, is_complete: bool) -> list[Event]:
+        if self._message_kind == "call" and is_complete:
+            if object_members(piece.strip()) is None:
                 return [TextPiece(self._heading + piece)]
-            return self._numbering.events([ToolCallText(self._name, piece.strip())])
+            return self._call_numbering.events([ToolCallText(self._tool_name, piece.strip())])
         if not piece:
             return []
-        return [ReasoningPiece(piece) if self._kind == "analysis" and self._split else TextPiece(piece)]
+        return [
+            ReasoningPiece(piece) if self._message_kind == "analysis" and self._separate_reasoning else TextPiece(piece)
+        ]
 
 
-def _may_begin(held: str) -> bool:
+def _may_be_heading(buffered: str) -> bool:
     """Whether a heading may begin with this text."""
-    text = held[: _settled(held, MARKS)]
+    text = buffered[: _safe_length(buffered, MARKS)]
     if HEADING.match(text):
         return True
-    rest = text.removeprefix(START).lstrip()
-    return any(beginning.startswith(rest) for beginning in BEGINNINGS)
+    rest_of_heading = text.removeprefix(START).lstrip()
+    return any(start.startswith(rest_of_heading) for start in HEADING_STARTS)
 
 
-def _settled(held: str, marks: Sequence[str]) -> int:
+def _safe_length(buffered: str, marks: Sequence[str]) -> int:
     """Return the length of the text without an incomplete mark at its end."""
-    at = held.rfind("<")
-    part = held[at:]
-    return at if at >= 0 and any(mark != part and mark.startswith(part) for mark in marks) else len(held)
+    position = buffered.rfind("<")
+    tail = buffered[position:]
+    return (
+        position if position >= 0 and any(mark != tail and mark.startswith(tail) for mark in marks) else len(buffered)
+    )
 
 
 class HarmonyFormat:
     """The `ChatFormat` of gpt-oss."""
 
     name = "gpt-oss"
-    special = MARKS
-    thought_field = "thinking"
+    special_tokens = MARKS
+    reasoning_field = "thinking"
 
-    def reads(self, tools: bool, prompted: Prompted) -> bool:
+    def needs_reader(self, has_tools: bool, context: PromptContext) -> bool:
         """Return True: every answer has channel marks."""
         return True
 
-    def reader(self, tools: Tools | None, split: bool, prompted: Prompted) -> AnswerReader:
+    def reader(self, tools: Tools | None, separate_reasoning: bool, context: PromptContext) -> AnswerReader:
         """Return a reader of messages in channels; see `ChatFormat.reader`."""
-        return HarmonyReader(tools, split, within=_final_has_begun(prompted.text))
+        return HarmonyReader(tools, separate_reasoning, in_final_message=_final_has_begun(context.prompt))
 
-    def form(self, answer: Answer, calls: Form | None, prompted: Prompted) -> Form:
+    def answer_form(self, answer: AnswerForm, calls: GrammarForm | None, context: PromptContext) -> GrammarForm:
         """Return the form of a whole answer: an optional analysis message, then the final message or calls."""
-        said = _free() if answer == "free" else answer
-        if _final_has_begun(prompted.text):
-            return one_of([part for part in (said, calls) if part is not None])
-        thought = one_after_another(text(f"{CHANNEL}analysis{MESSAGE}"), _free(), text(AGAIN))
-        final = None if said is None else one_after_another(text(f"{CHANNEL}final{MESSAGE}"), said)
-        parts = [part for part in (final, calls) if part is not None]
-        return one_after_another({"type": "optional", "content": thought}, one_of(parts))
+        final_text = _any_text() if answer == "free" else answer
+        if _final_has_begun(context.prompt):
+            return any_of([form for form in (final_text, calls) if form is not None])
+        reasoning = sequence(const_text(f"{CHANNEL}analysis{MESSAGE}"), _any_text(), const_text(NEXT_MESSAGE))
+        final_message = None if final_text is None else sequence(const_text(f"{CHANNEL}final{MESSAGE}"), final_text)
+        forms = [form for form in (final_message, calls) if form is not None]
+        return sequence({"type": "optional", "content": reasoning}, any_of(forms))
 
-    def written(self, tools: Tools, several: bool) -> Form:
+    def calls_form(self, tools: Tools, several: bool) -> GrammarForm:
         """Return the form of a call. The model ends its answer after a call, so an answer has at most one."""
-        return WRITTEN.calls(tools, several)
+        return CALL_SYNTAX.calls_form(tools, several)
 
 
-WRITTEN = CallSyntax(
-    before=lambda name: f"{CHANNEL}commentary to=functions.{name} {CONSTRAIN}json{MESSAGE}", several=False
+CALL_SYNTAX = CallSyntax(
+    prefix=lambda name: f"{CHANNEL}commentary to=functions.{name} {CONSTRAIN}json{MESSAGE}", several=False
 )
 
 
-def _free() -> Form:
+def _any_text() -> GrammarForm:
     return {"type": "any_text", "excludes": list(MARKS)}
 
 
 def _final_has_begun(prompt: str) -> bool:
     """Whether the prompt ends inside a message to the user, as it does when a message is continued."""
-    at = prompt.rfind(MESSAGE)
-    return at > max(prompt.rfind(END), prompt.rfind(START), prompt.rfind(RETURN)) if at >= 0 else False
+    body_start = prompt.rfind(MESSAGE)
+    return body_start > max(prompt.rfind(END), prompt.rfind(START), prompt.rfind(RETURN)) if body_start >= 0 else False
 
 
 HARMONY = HarmonyFormat()

@@ -3,8 +3,8 @@
 import json
 import re
 
-from cluster.chat.blocks import JsonBlock, named_call
-from cluster.chat.formats.plan import THINK, CallSyntax, MarkedFormat
+from cluster.chat.blocks import JsonBlockReader, calls_of_object
+from cluster.chat.formats.plan import THINK_MARKS, CallSyntax, MarkedFormat
 from cluster.chat.reading import CallingMarks
 
 BEGIN, END = "<tool_call>", "</tool_call>"
@@ -13,9 +13,9 @@ FIELDS = ("arguments", "parameters")
 
 HERMES = MarkedFormat(
     "hermes",
-    THINK,
-    CallingMarks((BEGIN,), lambda _: JsonBlock(HEADING, lambda found, _: named_call(found, FIELDS), (END,))),
+    THINK_MARKS,
+    CallingMarks((BEGIN,), lambda _: JsonBlockReader(HEADING, lambda text, _: calls_of_object(text, FIELDS), (END,))),
     CallSyntax(
-        before=lambda name: f'{BEGIN}\n{{"name": {json.dumps(name)}, "arguments": ', after=f"}}\n{END}", between="\n"
+        prefix=lambda name: f'{BEGIN}\n{{"name": {json.dumps(name)}, "arguments": ', suffix=f"}}\n{END}", separator="\n"
     ),
 )

@@ -3,30 +3,30 @@
 import json
 import re
 
-from cluster.chat.blocks import JsonBlock, members, named_call
+from cluster.chat.blocks import JsonBlockReader, calls_of_object, object_members
 from cluster.chat.formats.plan import CallSyntax, MarkedFormat
 from cluster.chat.reading import CallingMarks, ToolCallText, Tools
 
-TAG = "<|python_tag|>"
+PYTHON_TAG = "<|python_tag|>"
 HEADING = re.compile(r"(?:<\|python_tag\|>)?\s*")
 FIELDS = ("parameters", "arguments")
 
 
-def _block(tools: Tools) -> JsonBlock:
+def _block_reader(tools: Tools) -> JsonBlockReader:
 
-    def calls(text: str, _: re.Match[str]) -> list[ToolCallText]:
+    def parse_calls(text: str, _: re.Match[str]) -> list[ToolCallText]:
         """An object is a call only if it names a tool and has arguments: an answer may be any other JSON."""
-        given = members(text) or {}
-        known = [call for call in named_call(text, FIELDS) if call.name in tools]
-        return known if any(field in given for field in FIELDS) else []
+        members = object_members(text) or {}
+        tool_calls = [call for call in calls_of_object(text, FIELDS) if call.name in tools]
+        return tool_calls if any(field in members for field in FIELDS) else []
 
-    return JsonBlock(HEADING, calls, ())
+    return JsonBlockReader(HEADING, parse_calls, ())
 
 
 LLAMA3 = MarkedFormat(
     "llama3_json",
     None,
-    CallingMarks((TAG, "{"), _block, first=True, skipped=" \t\r\n;"),
-    CallSyntax(before=lambda name: f'{{"name": {json.dumps(name)}, "parameters": ', after="}", between="; "),
-    special=(TAG,),
+    CallingMarks((PYTHON_TAG, "{"), _block_reader, only_at_start=True, skipped_chars=" \t\r\n;"),
+    CallSyntax(prefix=lambda name: f'{{"name": {json.dumps(name)}, "parameters": ', suffix="}", separator="; "),
+    special_tokens=(PYTHON_TAG,),
 )

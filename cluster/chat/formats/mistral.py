@@ -3,8 +3,8 @@
 import json
 import re
 
-from cluster.chat.blocks import JsonBlock, headed_call, named_calls
-from cluster.chat.formats.plan import CallSyntax, MarkedFormat, short_id
+from cluster.chat.blocks import JsonBlockReader, calls_of_heading, calls_of_list
+from cluster.chat.formats.plan import CallSyntax, MarkedFormat, new_short_call_id
 from cluster.chat.reading import CallingMarks, ThinkingMarks, ToolCallText
 
 CALLS, ARGS, ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
@@ -15,32 +15,32 @@ FIELDS = ("arguments", "parameters")
 
 
 def _calls(text: str, heading: re.Match[str]) -> list[ToolCallText]:
-    return named_calls(text, FIELDS) if heading["list"] is not None else headed_call(text, heading)
+    return calls_of_list(text, FIELDS) if heading["list"] is not None else calls_of_heading(text, heading)
 
 
-CALLING = CallingMarks((CALLS,), lambda _: JsonBlock(HEADING, _calls, ()))
-THOUGHT = ThinkingMarks("[THINK]", "[/THINK]")
-SPECIAL = (CALLS, ARGS, ID, THOUGHT.begin, THOUGHT.end)
+CALLING = CallingMarks((CALLS,), lambda _: JsonBlockReader(HEADING, _calls, ()))
+THINKING = ThinkingMarks("[THINK]", "[/THINK]")
+SPECIAL = (CALLS, ARGS, ID, THINKING.begin, THINKING.end)
 
 MISTRAL = MarkedFormat(
     "mistral",
-    THOUGHT,
+    THINKING,
     CALLING,
-    CallSyntax(before=lambda name: f"{CALLS}{name}{ARGS}"),
-    special=SPECIAL,
-    new_id=short_id,
+    CallSyntax(prefix=lambda name: f"{CALLS}{name}{ARGS}"),
+    special_tokens=SPECIAL,
+    new_id=new_short_call_id,
 )
 MISTRAL_LIST = MarkedFormat(
     "mistral_list",
-    THOUGHT,
+    THINKING,
     CALLING,
     CallSyntax(
-        before=lambda name: f'{{"name": {json.dumps(name)}, "arguments": ',
-        after="}",
+        prefix=lambda name: f'{{"name": {json.dumps(name)}, "arguments": ',
+        suffix="}",
         opening=f"{CALLS} [",
-        ending="]",
-        between=", ",
+        closing="]",
+        separator=", ",
     ),
-    special=SPECIAL,
-    new_id=short_id,
+    special_tokens=SPECIAL,
+    new_id=new_short_call_id,
 )

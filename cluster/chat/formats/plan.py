@@ -8,105 +8,105 @@ from typing import Any, Literal, Protocol
 
 from cluster.chat.reading import AnswerReader, CallingMarks, MarkedReader, ThinkingMarks, Tools
 
-Form = dict[str, Any]
+GrammarForm = dict[str, Any]
 """A part of a grammar, in the syntax of a structural tag; see `cluster.grammar.sources`."""
-THINK = ThinkingMarks("<think>", "</think>")
-LETTERS = string.ascii_letters + string.digits
+THINK_MARKS = ThinkingMarks("<think>", "</think>")
+ID_CHARS = string.ascii_letters + string.digits
 
 
-def any_id() -> str:
+def new_call_id() -> str:
     """Return a new id of a call."""
     return f"call_{secrets.token_hex(12)}"
 
 
-def short_id() -> str:
+def new_short_call_id() -> str:
     """Return a new id of nine letters and digits, the only form that Mistral's templates accept."""
-    return "".join(secrets.choice(LETTERS) for _ in range(9))
+    return "".join(secrets.choice(ID_CHARS) for _ in range(9))
 
 
-def text(value: str) -> Form:
-    """Return a form of exactly this text. `with_tokens` later replaces special tokens in it by token ids."""
+def const_text(value: str) -> GrammarForm:
+    """Return a form of exactly this text. `with_token_ids` later replaces special tokens in it by token ids."""
     return {"type": "const_string", "value": value}
 
 
-def json_value(schema: Any) -> Form:
+def json_value(schema: Any) -> GrammarForm:
     """Return a form of a JSON text that follows a schema."""
     return {"type": "json_schema", "json_schema": schema}
 
 
-def one_after_another(*parts: Form) -> Form:
-    """Return a form of these parts in sequence."""
-    inner = [one for part in parts for one in (part["elements"] if part["type"] == "sequence" else [part])]
-    kept = [part for part in inner if part != text("")]
-    return kept[0] if len(kept) == 1 else {"type": "sequence", "elements": kept}
+def sequence(*forms: GrammarForm) -> GrammarForm:
+    """Return a form of these forms in sequence."""
+    flattened = [element for form in forms for element in (form["elements"] if form["type"] == "sequence" else [form])]
+    elements = [form for form in flattened if form != const_text("")]
+    return elements[0] if len(elements) == 1 else {"type": "sequence", "elements": elements}
 
 
-def one_of(parts: Sequence[Form]) -> Form:
-    """Return a form of one of these parts."""
-    return parts[0] if len(parts) == 1 else {"type": "or", "elements": list(parts)}
+def any_of(forms: Sequence[GrammarForm]) -> GrammarForm:
+    """Return a form of one of these forms."""
+    return forms[0] if len(forms) == 1 else {"type": "or", "elements": list(forms)}
 
 
-def with_tokens(form: Any, tokens: Mapping[str, int]) -> Any:
-    """Return a form in which the special tokens inside constant texts are replaced by token ids."""
+def with_token_ids(form: Any, token_ids: Mapping[str, int]) -> Any:
+    """Return a form in which the special tokens inside constant texts are replaced by their `token_ids`."""
     if isinstance(form, list):
-        return [with_tokens(part, tokens) for part in form]
+        return [with_token_ids(inner, token_ids) for inner in form]
     if not isinstance(form, dict) or form.get("type") in ("json_schema", "regex", "grammar"):
         return form
     if form.get("type") != "const_string":
-        return {name: with_tokens(part, tokens) for name, part in form.items()}
-    parts = _split(form["value"], tokens)
-    return parts[0] if len(parts) == 1 else {"type": "sequence", "elements": parts}
+        return {name: with_token_ids(inner, token_ids) for name, inner in form.items()}
+    elements = _split(form["value"], token_ids)
+    return elements[0] if len(elements) == 1 else {"type": "sequence", "elements": elements}
 
 
-def _split(value: str, tokens: Mapping[str, int]) -> list[Form]:
+def _split(value: str, token_ids: Mapping[str, int]) -> list[GrammarForm]:
     """Split a text into constant texts and special tokens."""
-    places = [(at, -len(name), name) for name in tokens if (at := value.find(name)) >= 0]
-    if not places:
+    matches = [(position, -len(name), name) for name in token_ids if (position := value.find(name)) >= 0]
+    if not matches:
         return [{"type": "const_string", "value": value}]
-    at, _, name = min(places)
-    before = [{"type": "const_string", "value": value[:at]}] if at else []
-    rest = value[at + len(name) :]
-    return [*before, {"type": "token", "token": tokens[name]}, *(_split(rest, tokens) if rest else [])]
+    position, _, name = min(matches)
+    leading_text = [{"type": "const_string", "value": value[:position]}] if position else []
+    rest = value[position + len(name) :]
+    return [*leading_text, {"type": "token", "token": token_ids[name]}, *(_split(rest, token_ids) if rest else [])]
 
 
 @dataclass(frozen=True, slots=True)
 class CallSyntax:
-    """How a family writes calls: `opening`, the calls separated by `between`, `ending`. Each call is `before(name)`,
-    the arguments, `after`. `several` says whether an answer may have more than one call.
+    """How a family writes calls: `opening`, the calls separated by `separator`, `closing`. Each call is `prefix(name)`,
+    the arguments, `suffix`. `several` says whether an answer may have more than one call.
     """
 
-    before: Callable[[str], str]
-    after: str = ""
+    prefix: Callable[[str], str]
+    suffix: str = ""
     opening: str = ""
-    ending: str = ""
-    between: str = ""
-    arguments: Callable[[Mapping[str, Any]], Form] = json_value
+    closing: str = ""
+    separator: str = ""
+    arguments: Callable[[Mapping[str, Any]], GrammarForm] = json_value
     several: bool = True
 
-    def calls(self, tools: Tools, several: bool) -> Form:
+    def calls_form(self, tools: Tools, several: bool) -> GrammarForm:
         """Return the form of one call of one of the tools, or with `several` (here and in the family) of one or more
         calls.
         """
-        each = [
-            one_after_another(text(self.before(name)), self.arguments(schema), text(self.after))
+        call_forms = [
+            sequence(const_text(self.prefix(name)), self.arguments(schema), const_text(self.suffix))
             for name, schema in tools.items()
         ]
-        call, repeated = one_of(each), list[Form]()
+        call, further_calls = any_of(call_forms), list[GrammarForm]()
         if several and self.several:
-            more = {"type": "star", "content": one_after_another(text(self.between), call)}
-            call, repeated = (call, [more]) if self.between else ({"type": "plus", "content": call}, [])
-        return one_after_another(text(self.opening), call, *repeated, text(self.ending))
+            repetition = {"type": "star", "content": sequence(const_text(self.separator), call)}
+            call, further_calls = (call, [repetition]) if self.separator else ({"type": "plus", "content": call}, [])
+        return sequence(const_text(self.opening), call, *further_calls, const_text(self.closing))
 
 
 @dataclass(frozen=True, slots=True)
-class Prompted:
+class PromptContext:
     """What comes before an answer: the text of the prompt, and the text of the message that it continues, if any."""
 
-    text: str = ""
-    continued: str | None = None
+    prompt: str = ""
+    continued_message: str | None = None
 
 
-Answer = Form | Literal["free"] | None
+AnswerForm = GrammarForm | Literal["free"] | None
 """The form of an answer's text. "free" allows any text. None allows no text: the answer must be calls."""
 
 
@@ -119,32 +119,32 @@ class ChatFormat(Protocol):
         ...
 
     @property
-    def special(self) -> tuple[str, ...]:
+    def special_tokens(self) -> tuple[str, ...]:
         """Texts that the reader must see in an answer. In some tokenizers of the family they are special tokens."""
         ...
 
     @property
-    def thought_field(self) -> str:
+    def reasoning_field(self) -> str:
         """The name that the family's templates use for the reasoning of an assistant's message."""
         ...
 
-    def reads(self, tools: bool, prompted: Prompted) -> bool:
-        """Return whether an answer may contain more than text. `tools` says whether tools may be called."""
+    def needs_reader(self, has_tools: bool, context: PromptContext) -> bool:
+        """Return whether an answer may contain more than text. `has_tools` says whether tools may be called."""
         ...
 
-    def reader(self, tools: Tools | None, split: bool, prompted: Prompted) -> AnswerReader:
-        """Return a reader for one answer. If `tools` is None, no tool may be called. `split` reports reasoning
-        separately.
+    def reader(self, tools: Tools | None, separate_reasoning: bool, context: PromptContext) -> AnswerReader:
+        """Return a reader for one answer. If `tools` is None, no tool may be called. With `separate_reasoning`,
+        reasoning becomes events of its own.
         """
         ...
 
-    def form(self, answer: Answer, calls: Form | None, prompted: Prompted) -> Form:
+    def answer_form(self, answer: AnswerForm, calls: GrammarForm | None, context: PromptContext) -> GrammarForm:
         """Return the form of a whole answer: reasoning, then the text `answer` or `calls`. If `answer` is "free", the
         calls are optional. At least one of `answer` and `calls` is not None.
         """
         ...
 
-    def written(self, tools: Tools, several: bool) -> Form:
+    def calls_form(self, tools: Tools, several: bool) -> GrammarForm:
         """Return the form of calls."""
         ...
 
@@ -156,66 +156,81 @@ class MarkedFormat:
     name: str
     thinking: ThinkingMarks | None = None
     calling: CallingMarks | None = None
-    calls: CallSyntax | None = None
-    special: tuple[str, ...] = ()
-    new_id: Callable[[], str] = any_id
-    thought_field: str = "reasoning_content"
+    call_syntax: CallSyntax | None = None
+    special_tokens: tuple[str, ...] = ()
+    new_id: Callable[[], str] = new_call_id
+    reasoning_field: str = "reasoning_content"
 
-    def reads(self, tools: bool, prompted: Prompted) -> bool:
-        """Return True if calls are possible (with `tools`), or reasoning is (the prompt has not ended it)."""
-        return (tools and self.calling is not None) or (self.thinking is not None and not self._state(prompted)[1])
+    def needs_reader(self, has_tools: bool, context: PromptContext) -> bool:
+        """Return True if calls are possible (with `has_tools`), or reasoning is (the prompt has not ended it)."""
+        return (has_tools and self.calling is not None) or (
+            self.thinking is not None and not self._reasoning_state(context)[1]
+        )
 
-    def reader(self, tools: Tools | None, split: bool, prompted: Prompted) -> AnswerReader:
+    def reader(self, tools: Tools | None, separate_reasoning: bool, context: PromptContext) -> AnswerReader:
         """Return a reader for the marks of this format; see `ChatFormat.reader`."""
-        thinking = self.thinking if split else None
-        opened, closed = self._state(prompted)
+        thinking = self.thinking if separate_reasoning else None
+        reasoning_started, reasoning_ended = self._reasoning_state(context)
         calling = None if tools is None else self.calling
-        return MarkedReader(thinking, calling, tools or {}, self.new_id, opened=opened, closed=closed)
+        return MarkedReader(
+            thinking,
+            calling,
+            tools or {},
+            self.new_id,
+            reasoning_started=reasoning_started,
+            reasoning_ended=reasoning_ended,
+        )
 
-    def form(self, answer: Answer, calls: Form | None, prompted: Prompted) -> Form:
+    def answer_form(self, answer: AnswerForm, calls: GrammarForm | None, context: PromptContext) -> GrammarForm:
         """Return the form of a whole answer; if the prompt has ended the reasoning, of the rest only."""
-        opened, closed = self._state(prompted)
-        rest = self._rest(answer, calls)
-        if self.thinking is None or closed:
+        reasoning_started, reasoning_ended = self._reasoning_state(context)
+        rest = self._after_reasoning(answer, calls)
+        if self.thinking is None or reasoning_ended:
             return rest
         begin, end = self.thinking.begin, self.thinking.end
-        inside = one_after_another({"type": "any_text", "excludes": [end]}, text(end), SPACE)
-        thought = inside if opened else {"type": "optional", "content": one_after_another(text(begin), inside)}
-        return one_after_another(thought, rest)
+        rest_of_reasoning = sequence({"type": "any_text", "excludes": [end]}, const_text(end), NEWLINES)
+        reasoning = (
+            rest_of_reasoning
+            if reasoning_started
+            else {"type": "optional", "content": sequence(const_text(begin), rest_of_reasoning)}
+        )
+        return sequence(reasoning, rest)
 
-    def _rest(self, answer: Answer, calls: Form | None) -> Form:
+    def _after_reasoning(self, answer: AnswerForm, calls: GrammarForm | None) -> GrammarForm:
         """Return the form of what follows the reasoning."""
         if answer != "free":
-            return one_of([part for part in (answer, calls) if part is not None])
+            return any_of([form for form in (answer, calls) if form is not None])
         if calls is None:
-            return self._free()
-        if self.calling is not None and self.calling.first:
-            return one_of([self._free(), calls])
-        return one_after_another(self._free(), {"type": "optional", "content": calls})
+            return self._any_text()
+        if self.calling is not None and self.calling.only_at_start:
+            return any_of([self._any_text(), calls])
+        return sequence(self._any_text(), {"type": "optional", "content": calls})
 
-    def written(self, tools: Tools, several: bool) -> Form:
-        """Return the form of calls in the syntax `calls`."""
-        assert self.calls is not None
-        return self.calls.calls(tools, several)
+    def calls_form(self, tools: Tools, several: bool) -> GrammarForm:
+        """Return the form of calls in the syntax `call_syntax`."""
+        assert self.call_syntax is not None
+        return self.call_syntax.calls_form(tools, several)
 
-    def _free(self) -> Form:
+    def _any_text(self) -> GrammarForm:
         """Return the form of text without calls."""
         triggers = [] if self.calling is None else [mark for mark in self.calling.triggers if len(mark) > 1]
-        rest = {"type": "any_text", "excludes": list(dict.fromkeys([*triggers, *self.special]))}
-        if self.calling is None or not self.calling.first:
+        rest = {"type": "any_text", "excludes": list(dict.fromkeys([*triggers, *self.special_tokens]))}
+        if self.calling is None or not self.calling.only_at_start:
             return rest
-        first = {"type": "regex", "pattern": r"[^\s{;<]"}
-        return {"type": "optional", "content": one_after_another(first, rest)}
+        first_char = {"type": "regex", "pattern": r"[^\s{;<]"}
+        return {"type": "optional", "content": sequence(first_char, rest)}
 
-    def _state(self, prompted: Prompted) -> tuple[bool, bool]:
+    def _reasoning_state(self, context: PromptContext) -> tuple[bool, bool]:
         """Return two booleans: the prompt has begun the reasoning, the prompt has ended the reasoning."""
         if self.thinking is None:
             return False, False
-        if prompted.continued is not None:
-            opened = self.thinking.begin in prompted.continued and self.thinking.end not in prompted.continued
-            return opened, not opened
-        end = prompted.text.rstrip()
-        return end.endswith(self.thinking.begin), end.endswith(self.thinking.end)
+        if context.continued_message is not None:
+            is_started = (
+                self.thinking.begin in context.continued_message and self.thinking.end not in context.continued_message
+            )
+            return is_started, not is_started
+        prompt = context.prompt.rstrip()
+        return prompt.endswith(self.thinking.begin), prompt.endswith(self.thinking.end)
 
 
-SPACE: Form = {"type": "regex", "pattern": r"\n{0,2}"}
+NEWLINES: GrammarForm = {"type": "regex", "pattern": r"\n{0,2}"}

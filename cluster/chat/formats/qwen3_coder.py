@@ -4,38 +4,38 @@ sometimes omits `<tool_call>`, but not `</tool_call>`.
 
 import re
 
-from cluster.chat.blocks import TaggedBlock
-from cluster.chat.formats.plan import THINK, CallSyntax, MarkedFormat
+from cluster.chat.blocks import TaggedBlockReader
+from cluster.chat.formats.plan import THINK_MARKS, CallSyntax, MarkedFormat
 from cluster.chat.formats.tagged import tagged_arguments
 from cluster.chat.reading import CallingMarks
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"
-WHOLE = re.compile(
+CALL_PATTERN = re.compile(
     r"(?:<tool_call>\s*)?<function=(?P<name>[^>\s]+)>\s*"
     r"(?P<arguments>(?:<parameter=[^>]*>(?:(?!</parameter>).)*</parameter>\s*)*)(?:</function>\s*)?",
     re.DOTALL,
 )
-ARGUMENT = re.compile(r"<parameter=(?P<key>[^>]*)>\n?(?P<value>.*?)\n?</parameter>", re.DOTALL)
+ARGUMENT_PATTERN = re.compile(r"<parameter=(?P<key>[^>]*)>\n?(?P<value>.*?)\n?</parameter>", re.DOTALL)
 
 
-def _mark(name: str) -> tuple[str, str]:
+def _value_marks(name: str) -> tuple[str, str]:
     return f"<parameter={name}>\n", "\n</parameter>\n"
 
 
 QWEN3_CODER = MarkedFormat(
     "qwen3_coder",
-    THINK,
+    THINK_MARKS,
     CallingMarks(
         (BEGIN, FUNCTION),
-        lambda tools: TaggedBlock(
-            WHOLE, ARGUMENT, {BEGIN: END, FUNCTION: FUNCTION_END}, ("<parameter=", "</parameter>"), tools
+        lambda tools: TaggedBlockReader(
+            CALL_PATTERN, ARGUMENT_PATTERN, {BEGIN: END, FUNCTION: FUNCTION_END}, ("<parameter=", "</parameter>"), tools
         ),
     ),
     CallSyntax(
-        before=lambda name: f"{BEGIN}\n<function={name}>\n",
-        after=f"</function>\n{END}",
-        between="\n",
-        arguments=tagged_arguments(_mark),
+        prefix=lambda name: f"{BEGIN}\n<function={name}>\n",
+        suffix=f"</function>\n{END}",
+        separator="\n",
+        arguments=tagged_arguments(_value_marks),
     ),
 )

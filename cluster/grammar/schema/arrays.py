@@ -5,113 +5,139 @@ from typing import Any
 
 from cluster.grammar.asked import GrammarError
 from cluster.grammar.ebnf import Rules
-from cluster.grammar.nodes import EMPTY, NOTHING, Literal, Node, alt, repeat, seq
-from cluster.grammar.schema.keywords import Schema, finite, is_never, size, spelled, types_of
+from cluster.grammar.nodes import EMPTY, NO_MATCH, Literal, Node, alt, repeat, seq
+from cluster.grammar.schema.keywords import (
+    Schema,
+    canonical_text,
+    enumerated_values,
+    is_false_schema,
+    size_keyword,
+    types_of,
+)
 from cluster.grammar.schema.ordered import in_order
 from cluster.grammar.schema.strings import COMMA, SPACES, literal
 
-ANY_ORDER = 6  # a set of at most this many values may be written in any order, which takes one rule per subset
-FEW_VALUES: dict[str, list[Any]] = {"boolean": [True, False], "null": [None]}
+# A set of at most this many values may be written in any order, which takes one rule per subset.
+MAX_UNORDERED_VALUES = 6
+VALUES_OF_TYPE: dict[str, list[Any]] = {"boolean": [True, False], "null": [None]}
 
 
 def array_of(
-    rules: Rules, first: list[Node], rest: Node | None, least: int, most: int | None, sure: int | None = None
+    rules: Rules,
+    prefix_items: list[Node],
+    extra_item: Node | None,
+    min_items: int,
+    max_items: int | None,
+    required_prefix: int | None = None,
 ) -> Node:
-    """Return an array of `least` to `most` values: the values `first`, then any number of values `rest`. If `sure` is
-    None, all of `first` must be written. Otherwise the array may end after the first `sure` of them.
+    """Return an array of `min_items` to `max_items` values: the `prefix_items`, then any number of values `extra_item`.
+    If `required_prefix` is None, all of `prefix_items` must be written. Otherwise the array may end after the first
+    `required_prefix` of them.
     """
-    first = first if most is None else first[:most]
-    fewest = max(0, least - len(first))
-    room = None if most is None else most - len(first)
-    if rest is None or room == 0:
-        tail: Node = NOTHING if fewest else EMPTY
-    elif first:
-        tail = repeat(rules.add(seq(COMMA, rest)), fewest, room)
+    prefix_items = prefix_items if max_items is None else prefix_items[:max_items]
+    min_extra = max(0, min_items - len(prefix_items))
+    max_extra = None if max_items is None else max_items - len(prefix_items)
+    if extra_item is None or max_extra == 0:
+        tail: Node = NO_MATCH if min_extra else EMPTY
+    elif prefix_items:
+        tail = repeat(rules.add(seq(COMMA, extra_item)), min_extra, max_extra)
     else:
-        more = repeat(rules.add(seq(COMMA, rest)), max(0, fewest - 1), None if room is None else room - 1)
-        tail = seq(rest, more, SPACES)
-        tail = tail if fewest else alt(EMPTY, tail)
-    inside = seq(tail, SPACES) if first else tail
-    for at in reversed(range(len(first))):
-        inside = seq(COMMA if at else EMPTY, first[at], inside)
-        if sure is not None and at >= sure:
-            inside = alt(SPACES if at else EMPTY, inside)
-    return rules.add(seq(Literal("["), SPACES, inside, Literal("]")))
+        further_items = repeat(
+            rules.add(seq(COMMA, extra_item)), max(0, min_extra - 1), None if max_extra is None else max_extra - 1
+        )
+        tail = seq(extra_item, further_items, SPACES)
+        tail = tail if min_extra else alt(EMPTY, tail)
+    content = seq(tail, SPACES) if prefix_items else tail
+    for index in reversed(range(len(prefix_items))):
+        content = seq(COMMA if index else EMPTY, prefix_items[index], content)
+        if required_prefix is not None and index >= required_prefix:
+            content = alt(SPACES if index else EMPTY, content)
+    return rules.add(seq(Literal("["), SPACES, content, Literal("]")))
 
 
-def items_of(
+def array_of_schema(
     rules: Rules,
     schema: Schema,
     path: str,
-    value: Callable[[Any, str], Node],
-    choices: Callable[[Any, str], list[Schema]],
+    convert: Callable[[Any, str], Node],
+    plain_schemas: Callable[[Any, str], list[Schema]],
 ) -> Node:
-    """Return the array that a plain schema allows. `value` returns the grammar of a schema at a path; `choices` returns
-    the plain schemas of a schema at a path.
+    """Return the array that a plain schema allows. `convert` returns the grammar of a schema at a path; `plain_schemas`
+    returns the plain schemas of a schema at a path.
     """
-    least, most = size(schema, "minItems") or 0, size(schema, "maxItems")
-    if most is not None and most < least:
-        raise GrammarError(f"minItems {least} is more than maxItems {most}")
-    if schema.get("uniqueItems") and (most is None or most > 1):
-        return _set_of(rules, schema, choices(schema.get("items", True), f"{path}/items"), least, most)
+    min_items, max_items = size_keyword(schema, "minItems") or 0, size_keyword(schema, "maxItems")
+    if max_items is not None and max_items < min_items:
+        raise GrammarError(f"minItems {min_items} is more than maxItems {max_items}")
+    if schema.get("uniqueItems") and (max_items is None or max_items > 1):
+        return _set_of(rules, schema, plain_schemas(schema.get("items", True), f"{path}/items"), min_items, max_items)
     prefix = schema.get("prefixItems", [])
-    extra = schema.get("items", schema.get("unevaluatedItems"))
-    if not isinstance(prefix, list) or isinstance(extra, list):
+    extra_schema = schema.get("items", schema.get("unevaluatedItems"))
+    if not isinstance(prefix, list) or isinstance(extra_schema, list):
         raise GrammarError("prefixItems must be a list of schemas, and items one schema")
-    if is_never(extra):
-        extra = False
-    if extra is False and least > len(prefix):
-        raise GrammarError(f"minItems {least} is more than prefixItems allows")
-    if extra is None:
+    if is_false_schema(extra_schema):
+        extra_schema = False
+    if extra_schema is False and min_items > len(prefix):
+        raise GrammarError(f"minItems {min_items} is more than prefixItems allows")
+    if extra_schema is None:
         # Without `items`, undeclared values are allowed only if nothing is declared or `minItems` needs them.
-        extra = not prefix or least > len(prefix)
-    first = [value(part, f"{path}/prefixItems/{at}") for at, part in enumerate(prefix)]
-    rest = None if extra is False else value(extra, f"{path}/items")
-    return array_of(rules, first, rest, least, most, least if "minItems" in schema else None)
+        extra_schema = not prefix or min_items > len(prefix)
+    prefix_items = [convert(item_schema, f"{path}/prefixItems/{index}") for index, item_schema in enumerate(prefix)]
+    extra_item = None if extra_schema is False else convert(extra_schema, f"{path}/items")
+    return array_of(rules, prefix_items, extra_item, min_items, max_items, min_items if "minItems" in schema else None)
 
 
-def _set_of(rules: Rules, schema: Schema, choices: list[Schema], least: int, most: int | None) -> Node:
-    """Return an array of distinct values that the schema names. If there are more than `ANY_ORDER` values, they come in
-    the schema's order.
+def _set_of(rules: Rules, schema: Schema, plain_schemas: list[Schema], min_items: int, max_items: int | None) -> Node:
+    """Return an array of distinct values that the schema names. If there are more than `MAX_UNORDERED_VALUES` values,
+    they come in the schema's order.
     """
-    named = [_values(choice) for choice in choices]
-    if "prefixItems" in schema or None in named:
+    values_by_schema = [_allowed_values(plain_schema) for plain_schema in plain_schemas]
+    if "prefixItems" in schema or None in values_by_schema:
         raise GrammarError(
             "uniqueItems is not enforced unless items names its values with enum or const, because a grammar cannot "
             "remember what was written before; leave it out"
         )
-    values: list[Node] = list({spelled(value): literal(value) for part in named if part for value in part}.values())
-    if least > len(values):
-        raise GrammarError(f"minItems {least} is more than the {len(values)} values that items names")
-    most = len(values) if most is None else min(most, len(values))
-    if len(values) <= ANY_ORDER:
-        inside = _any_order(rules, values, least, most)
+    values: list[Node] = list(
+        {canonical_text(value): literal(value) for listed in values_by_schema if listed for value in listed}.values()
+    )
+    if min_items > len(values):
+        raise GrammarError(f"minItems {min_items} is more than the {len(values)} values that items names")
+    max_items = len(values) if max_items is None else min(max_items, len(values))
+    if len(values) <= MAX_UNORDERED_VALUES:
+        content = _any_order(rules, values, min_items, max_items)
     else:
-        ends: list[Node] = [NOTHING if count < least else SPACES if count else EMPTY for count in range(most + 1)]
-        inside = in_order(rules, [(value, False) for value in values], ends, most)
-    return rules.add(seq(Literal("["), SPACES, inside, Literal("]")))
+        ends: list[Node] = [
+            NO_MATCH if count < min_items else SPACES if count else EMPTY for count in range(max_items + 1)
+        ]
+        content = in_order(rules, [(value, False) for value in values], ends, max_items)
+    return rules.add(seq(Literal("["), SPACES, content, Literal("]")))
 
 
-def _values(schema: Schema) -> list[Any] | None:
+def _allowed_values(schema: Schema) -> list[Any] | None:
     """Return all values that a plain schema allows, or None if the schema does not name them."""
-    found = finite(schema)
-    if found is None and types_of(schema) <= FEW_VALUES.keys() and schema.keys() <= {"type"}:
-        found = [value for name in sorted(types_of(schema)) for value in FEW_VALUES[name]]
-    return found
+    values = enumerated_values(schema)
+    if values is None and types_of(schema) <= VALUES_OF_TYPE.keys() and schema.keys() <= {"type"}:
+        values = [value for name in sorted(types_of(schema)) for value in VALUES_OF_TYPE[name]]
+    return values
 
 
-def _any_order(rules: Rules, values: list[Node], least: int, most: int) -> Node:
-    """Return a rule for `least` to `most` of the values in any order, each at most once. There is one rule for each set
-    of values already written.
+def _any_order(rules: Rules, values: list[Node], min_items: int, max_items: int) -> Node:
+    """Return a rule for `min_items` to `max_items` of the values in any order, each at most once. There is one rule for
+    each set of values already written.
     """
-    states: dict[frozenset[int], Node] = {}
+    rule_of_written: dict[frozenset[int], Node] = {}
 
-    def state(written: frozenset[int]) -> Node:
-        if written not in states:
-            end: Node = NOTHING if len(written) < least else SPACES if written else EMPTY
-            left = [at for at in range(len(values)) if at not in written] if len(written) < most else []
-            comma = COMMA if written else EMPTY
-            states[written] = rules.add(alt(end, *(seq(comma, values[at], state(written | {at})) for at in left)))
-        return states[written]
+    def rule(written_indices: frozenset[int]) -> Node:
+        if written_indices not in rule_of_written:
+            end: Node = NO_MATCH if len(written_indices) < min_items else SPACES if written_indices else EMPTY
+            remaining = (
+                [index for index in range(len(values)) if index not in written_indices]
+                if len(written_indices) < max_items
+                else []
+            )
+            comma = COMMA if written_indices else EMPTY
+            rule_of_written[written_indices] = rules.add(
+                alt(end, *(seq(comma, values[index], rule(written_indices | {index})) for index in remaining))
+            )
+        return rule_of_written[written_indices]
 
-    return state(frozenset())
+    return rule(frozenset())

@@ -103,4 +103,4 @@ INTEGERS: dict[str, tuple[int, int]] = {
     **{f"int{bits}": (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) for bits in (8, 16, 32, 64)},
     **{f"uint{bits}": (0, 2**bits - 1) for bits in (8, 16, 32, 64)},
 }
-STORED = frozenset({"float", "double", "decimal"})  # storage types; they do not restrict the value
+STORAGE_TYPES = frozenset({"float", "double", "decimal"})  # storage types; they do not restrict the value

@@ -4,89 +4,101 @@ from decimal import Decimal
 from typing import Any
 
 from cluster.grammar.asked import GrammarError
-from cluster.grammar.schema.keywords import EXCLUDED, EmptyError, Schema, finite, is_never, spelled, types_of
+from cluster.grammar.schema.keywords import (
+    EXCLUDED_VALUES,
+    EmptyError,
+    Schema,
+    canonical_text,
+    enumerated_values,
+    is_false_schema,
+    types_of,
+)
 
-LARGER = ("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties")
-SMALLER = ("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties")
+LOWER_BOUNDS = ("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties")
+UPPER_BOUNDS = ("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties")
 
 
-def merged(one: Schema, two: Schema, path: str) -> Schema | None:
+def merge(left: Schema, right: Schema, path: str) -> Schema | None:
     """Return a plain schema for the values that are valid for both. Return None if types, enum or const show that there
     is no such value.
 
     Raises:
         GrammarError: the two have constraints that one schema cannot express together.
     """
-    one, two = _closing(one, two, path), _closing(two, one, path)
-    for mine, other in ((one, two), (two, one)):
-        if {"items", "unevaluatedItems"} & mine.keys() and len(other.get("prefixItems", ())) > len(
-            mine.get("prefixItems", ())
+    left, right = _with_other_properties(left, right, path), _with_other_properties(right, left, path)
+    for schema, other in ((left, right), (right, left)):
+        if {"items", "unevaluatedItems"} & schema.keys() and len(other.get("prefixItems", ())) > len(
+            schema.get("prefixItems", ())
         ):
             raise GrammarError(f"{path}: items is not enforced beside longer prefixItems of another part of the schema")
-    found = dict(one)
-    for name, value in two.items():
-        found[name] = _both(name, one[name], value, path) if name in one else value
-    if "type" in found and not found["type"]:
+    result = dict(left)
+    for name, value in right.items():
+        result[name] = _merge_keyword(name, left[name], value, path) if name in left else value
+    if "type" in result and not result["type"]:
         return None
-    return found if finite(found) != [] else None
+    return result if enumerated_values(result) != [] else None
 
 
-def _closing(one: Schema, two: Schema, path: str) -> Schema:
-    """Return `one` with the properties that only `two` declares. `additionalProperties` of `one` applies to these
-    properties.
+def _with_other_properties(schema: Schema, other: Schema, path: str) -> Schema:
+    """Return `schema` with the properties that only `other` declares. `additionalProperties` of `schema` applies to
+    these properties.
     """
-    extra = {"additionalProperties", "unevaluatedProperties", "patternProperties"} & one.keys()
-    named = two.get("properties", {})
-    beyond = named.keys() - one.get("properties", {}).keys() if isinstance(named, dict) else set()
-    if not beyond or all(one[name] is True for name in extra):
-        return one
-    if extra != {"additionalProperties"}:
+    extra_keywords = {"additionalProperties", "unevaluatedProperties", "patternProperties"} & schema.keys()
+    other_properties = other.get("properties", {})
+    undeclared = (
+        other_properties.keys() - schema.get("properties", {}).keys() if isinstance(other_properties, dict) else set()
+    )
+    if not undeclared or all(schema[name] is True for name in extra_keywords):
+        return schema
+    if extra_keywords != {"additionalProperties"}:
         raise GrammarError(
-            f"{path}: {min(extra)} is not enforced beside properties that another part of the schema declares"
+            f"{path}: {min(extra_keywords)} is not enforced beside properties that another part of the schema declares"
         )
-    properties = one.get("properties", {}) | dict.fromkeys(sorted(beyond), one["additionalProperties"])
-    return one | {"properties": properties}
+    properties = schema.get("properties", {}) | dict.fromkeys(sorted(undeclared), schema["additionalProperties"])
+    return schema | {"properties": properties}
 
 
-def _both(name: str, one: Any, two: Any, path: str) -> Any:
-    if one == two and type(one) is type(two):
-        return one
+def _merge_keyword(name: str, left: Any, right: Any, path: str) -> Any:
+    if left == right and type(left) is type(right):
+        return left
     if name == "type":
-        mine, other = types_of({"type": one}), types_of({"type": two})
-        whole = ("number" in mine and "integer" in other) or ("integer" in mine and "number" in other)
-        return sorted(mine & other | ({"integer"} if whole else set()))
+        left_types, right_types = types_of({"type": left}), types_of({"type": right})
+        integers_in_both = ("number" in left_types and "integer" in right_types) or (
+            "integer" in left_types and "number" in right_types
+        )
+        return sorted(left_types & right_types | ({"integer"} if integers_in_both else set()))
     if name in ("enum", "const"):
-        values = [[one], [two]] if name == "const" else [one, two]
-        both = {spelled(value) for value in values[0]} & {spelled(value) for value in values[1]}
-        if not both:
+        values = [[left], [right]] if name == "const" else [left, right]
+        common_values = {canonical_text(value) for value in values[0]} & {canonical_text(value) for value in values[1]}
+        if not common_values:
             raise EmptyError(f"{path}: no value is in every {name}")
-        return one if name == "const" else [value for value in one if spelled(value) in both]
-    if name in LARGER + SMALLER and all(isinstance(value, int | Decimal) for value in (one, two)):
-        return max(one, two) if name in LARGER else min(one, two)
+        return left if name == "const" else [value for value in left if canonical_text(value) in common_values]
+    if name in LOWER_BOUNDS + UPPER_BOUNDS and all(isinstance(value, int | Decimal) for value in (left, right)):
+        return max(left, right) if name in LOWER_BOUNDS else min(left, right)
     if name == "pattern":
-        return tuple(dict.fromkeys([*_texts(one), *_texts(two)]))  # a tuple of patterns: all must match
-    if name in ("additionalProperties", "unevaluatedProperties") and (is_never(one) or is_never(two)):
+        return tuple(dict.fromkeys([*_as_tuple(left), *_as_tuple(right)]))  # a tuple of patterns: all must match
+    if name in ("additionalProperties", "unevaluatedProperties") and (is_false_schema(left) or is_false_schema(right)):
         return False
-    if name == EXCLUDED:
-        return [*one, *two]
-    if name == "required" and isinstance(one, list) and isinstance(two, list):
-        return list(dict.fromkeys([*one, *two]))
-    if name == "properties" and isinstance(one, dict) and isinstance(two, dict):
-        shared = {
-            key: one[key] if one[key] == two[key] else {"allOf": [one[key], two[key]]}
-            for key in one.keys() & two.keys()
+    if name == EXCLUDED_VALUES:
+        return [*left, *right]
+    if name == "required" and isinstance(left, list) and isinstance(right, list):
+        return list(dict.fromkeys([*left, *right]))
+    if name == "properties" and isinstance(left, dict) and isinstance(right, dict):
+        merged_properties = {
+            key: left[key] if left[key] == right[key] else {"allOf": [left[key], right[key]]}
+            for key in left.keys() & right.keys()
         }
-        return {**one, **two, **shared}
+        return {**left, **right, **merged_properties}
     raise GrammarError(f"{path}: {name} is not enforced where two parts of the schema say different things about it")
 
 
-def _texts(pattern: Any) -> tuple[Any, ...]:
+def _as_tuple(pattern: Any) -> tuple[Any, ...]:
     return pattern if isinstance(pattern, tuple) else (pattern,)
 
 
 def with_unevaluated(schema: Schema, name: str, value: Any, path: str) -> Schema:
     """Return the schema with the rule `name: value` for properties or items that no keyword of the schema describes."""
-    others = ("additionalProperties",) if name == "unevaluatedProperties" else ("items",)
-    if any(other in schema for other in others):
-        return schema  # `others` describes every property or item, so the rule applies to none
-    return schema | {name: _both(name, schema[name], value, path) if name in schema else value}
+    covering_keywords = ("additionalProperties",) if name == "unevaluatedProperties" else ("items",)
+    if any(keyword in schema for keyword in covering_keywords):
+        return schema  # this keyword describes every property or item, so the rule applies to none
+    return schema | {name: _merge_keyword(name, schema[name], value, path) if name in schema else value}

@@ -1,30 +1,30 @@
-"""Comma-separated parts in a given order, each required or optional: properties of an object, values of a set."""
+"""Comma-separated elements in a given order, each required or optional: properties of an object, values of a set."""
 
 from cluster.grammar.asked import GrammarError
 from cluster.grammar.ebnf import Rules
-from cluster.grammar.nodes import EMPTY, NOTHING, Node, alt, seq
+from cluster.grammar.nodes import EMPTY, NO_MATCH, Node, alt, seq
 from cluster.grammar.schema.strings import COMMA
 
 MAX_STATES = 10_000
 
 
-def in_order(rules: Rules, parts: list[tuple[Node, bool]], ends: list[Node], most: int | None) -> Node:
-    """Return the parts in order, at most `most` of them. The bool of a part says whether it is required.
+def in_order(rules: Rules, elements: list[tuple[Node, bool]], end_nodes: list[Node], max_written: int | None) -> Node:
+    """Return the elements in order, at most `max_written` of them. The bool of an element says whether it is required.
 
-    `ends[n]` is the grammar of what follows the last part if n parts have been written; the last entry also holds for
-    larger n. There is one rule for each pair of a position in `parts` and a number of parts written.
+    `end_nodes[n]` is the grammar of what follows the last element if n elements have been written; the last entry also
+    holds for larger n. There is one rule for each pair of a position in `elements` and a number of elements written.
     """
-    cap = len(ends) - 1
-    if (len(parts) + 1) * (cap + 1) > MAX_STATES:
-        raise GrammarError("the least and the most number of parts are too large for so many parts")
-    states = ends
-    # states[n]: the rule for the text from this position on if n parts have been written.
-    for part, required in reversed(parts):
-        before: list[Node] = []
-        for written in range(cap + 1):
-            full = most is not None and written >= most
-            after = states[min(written + 1, cap)]
-            taken = NOTHING if full else seq(COMMA if written else EMPTY, part, after)
-            before.append(rules.add(taken if required else alt(taken, states[written])))
-        states = before
-    return states[0]
+    max_counted = len(end_nodes) - 1
+    if (len(elements) + 1) * (max_counted + 1) > MAX_STATES:
+        raise GrammarError("the minimum or the maximum number of elements is too large for so many elements")
+    nodes_by_count = end_nodes
+    # nodes_by_count[n]: the rule for the text from this position on if n elements have been written.
+    for element, required in reversed(elements):
+        nodes_before: list[Node] = []
+        for num_written in range(max_counted + 1):
+            is_full = max_written is not None and num_written >= max_written
+            next_node = nodes_by_count[min(num_written + 1, max_counted)]
+            with_element = NO_MATCH if is_full else seq(COMMA if num_written else EMPTY, element, next_node)
+            nodes_before.append(rules.add(with_element if required else alt(with_element, nodes_by_count[num_written])))
+        nodes_by_count = nodes_before
+    return nodes_by_count[0]

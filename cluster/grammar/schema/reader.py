@@ -10,22 +10,22 @@ from typing import Any
 from cluster.grammar.asked import GrammarError
 from cluster.grammar.schema.keywords import (
     ANNOTATIONS,
-    COMBINED,
+    COMBINING_KEYWORDS,
     CONSTRAINTS,
-    EXCLUDED,
-    LATE,
-    OFF,
-    OWN,
+    EXCLUDED_VALUES,
+    EXTENSION_PREFIXES,
+    INACTIVE_VALUES,
+    UNEVALUATED_KEYWORDS,
     EmptyError,
     Schema,
-    finite,
+    canonical_text,
+    disjoint_types,
+    enumerated_values,
     is_closed,
-    is_never,
-    kinds_of,
-    modern,
-    spelled,
+    is_false_schema,
+    modernize,
 )
-from cluster.grammar.schema.merging import merged, with_unevaluated
+from cluster.grammar.schema.merging import merge, with_unevaluated
 from cluster.grammar.schema.references import References
 
 MAX_CHOICES = 1000
@@ -38,7 +38,7 @@ class SchemaReader:
     references: References
     _resolving: list[int] = field(default_factory=list)
 
-    def checked(self, schema: Any, path: str) -> Schema:
+    def constraints_of(self, schema: Any, path: str) -> Schema:
         """Return the constraints of a schema. They are empty if the schema allows any value.
 
         Raises:
@@ -46,175 +46,200 @@ class SchemaReader:
         """
         if schema is True:
             return {}
-        if is_never(schema):
+        if is_false_schema(schema):
             raise EmptyError(f"{path}: {'false' if schema is False else 'not'} allows no value")
         if not isinstance(schema, dict):
             raise GrammarError(f"{path}: a schema must be an object or true")
-        kept: Schema = {}
-        for name, value in modern(schema, path).items():
-            if name in ANNOTATIONS or name.startswith(OWN) or OFF.get(name, OFF) is value:
+        constraints: Schema = {}
+        for name, value in modernize(schema, path).items():
+            if (
+                name in ANNOTATIONS
+                or name.startswith(EXTENSION_PREFIXES)
+                or INACTIVE_VALUES.get(name, INACTIVE_VALUES) is value
+            ):
                 continue
             if name not in CONSTRAINTS:
                 raise GrammarError(f"{path}: the keyword {name[:60]!r} is not enforced; leave it out")
             if value is None and name != "const":
                 raise GrammarError(f"{path}: {name} is null; leave it out")
-            kept[name] = value
-        return kept
+            constraints[name] = value
+        return constraints
 
-    def choices(self, schema: Any, path: str) -> list[Schema]:
+    def plain_schemas(self, schema: Any, path: str) -> list[Schema]:
         """Return plain schemas that are equivalent to a schema: a value is valid if at least one of them allows it."""
-        kept = self.checked(schema, path)
-        found: list[Schema] = [
-            {name: value for name, value in kept.items() if name not in COMBINED and name not in LATE}
+        constraints = self.constraints_of(schema, path)
+        result: list[Schema] = [
+            {
+                name: value
+                for name, value in constraints.items()
+                if name not in COMBINING_KEYWORDS and name not in UNEVALUATED_KEYWORDS
+            }
         ]
-        if "not" in kept:
-            excluded = self._finite(kept["not"], f"{path}/not")
+        if "not" in constraints:
+            excluded = self._listed_values(constraints["not"], f"{path}/not")
             if excluded is None:
                 raise GrammarError(f"{path}: not is not enforced unless it names values with const or enum")
-            found[0][EXCLUDED] = excluded
-        if "$ref" in kept:
-            target = self.references.resolved(kept["$ref"], schema, path)
+            result[0][EXCLUDED_VALUES] = excluded
+        if "$ref" in constraints:
+            target = self.references.resolve(constraints["$ref"], schema, path)
             if id(target) in self._resolving:
-                raise GrammarError(f"{path}: $ref {kept['$ref'][:80]!r} refers to itself beside other keywords")
+                raise GrammarError(f"{path}: $ref {constraints['$ref'][:80]!r} refers to itself beside other keywords")
             self._resolving.append(id(target))
-            found = self._product(found, self.choices(target, kept["$ref"]), path)
+            result = self._product(result, self.plain_schemas(target, constraints["$ref"]), path)
             self._resolving.pop()
-        for at, part in enumerate(parts_of(kept, "allOf", path)):
-            found = self._product(found, self.choices(part, f"{path}/allOf/{at}"), path)
+        for index, subschema in enumerate(subschemas_of(constraints, "allOf", path)):
+            result = self._product(result, self.plain_schemas(subschema, f"{path}/allOf/{index}"), path)
         for name in ("anyOf", "oneOf"):
-            if name in kept:
-                arms = [self.choices(part, f"{path}/{name}/{at}") for at, part in enumerate(parts_of(kept, name, path))]
+            if name in constraints:
+                branches = [
+                    self.plain_schemas(subschema, f"{path}/{name}/{index}")
+                    for index, subschema in enumerate(subschemas_of(constraints, name, path))
+                ]
                 if name == "oneOf":
-                    self.check_apart(arms, path)
-                found = self._product(found, [choice for arm in arms for choice in arm], path)
-        if "if" in kept:
-            found = self._product(found, self._conditional(kept, path), path)
-        for name in LATE:
-            if name in kept:
-                found = [with_unevaluated(choice, name, kept[name], path) for choice in found]
-        return found
+                    self.check_disjoint(branches, path)
+                result = self._product(result, [plain_schema for branch in branches for plain_schema in branch], path)
+        if "if" in constraints:
+            result = self._product(result, self._conditional_schemas(constraints, path), path)
+        for name in UNEVALUATED_KEYWORDS:
+            if name in constraints:
+                result = [with_unevaluated(plain_schema, name, constraints[name], path) for plain_schema in result]
+        return result
 
-    def _conditional(self, schema: Schema, path: str) -> list[Schema]:
+    def _conditional_schemas(self, schema: Schema, path: str) -> list[Schema]:
         """Return plain schemas of `if`, `then` and `else`: a value satisfies `if` and `then`, or it fails `if` and
         satisfies `else`.
         """
-        fails = self._failing(schema["if"], f"{path}/if")
-        held = self.choices(schema["if"], f"{path}/if")
-        arms = []
-        for ones, name in ((held, "then"), (fails, "else")):
+        failing = self._failing_schemas(schema["if"], f"{path}/if")
+        satisfying = self.plain_schemas(schema["if"], f"{path}/if")
+        result = []
+        for if_schemas, name in ((satisfying, "then"), (failing, "else")):
             if schema.get(name, True) is not False:
-                twos = self.choices(schema.get(name, True), f"{path}/{name}")
-                arms += self._merged(ones, twos, path)
-        return arms or _nothing(path)
+                branch_schemas = self.plain_schemas(schema.get(name, True), f"{path}/{name}")
+                result += self._merge_pairs(if_schemas, branch_schemas, path)
+        return result or _raise_empty(path)
 
-    def _failing(self, condition: Any, path: str) -> list[Schema]:
+    def _failing_schemas(self, condition: Any, path: str) -> list[Schema]:
         """Return plain schemas for the values that fail an `if`, which must compare properties with constants."""
-        kept = self.checked(condition, path)
-        named = kept.get("properties", {})
-        values = {name: self._finite(part, path) for name, part in named.items()} if isinstance(named, dict) else {}
-        if not values or None in values.values() or kept.keys() - {"type", "properties", "required"}:
+        constraints = self.constraints_of(condition, path)
+        properties = constraints.get("properties", {})
+        values_of_name = (
+            {name: self._listed_values(subschema, path) for name, subschema in properties.items()}
+            if isinstance(properties, dict)
+            else {}
+        )
+        if (
+            not values_of_name
+            or None in values_of_name.values()
+            or constraints.keys() - {"type", "properties", "required"}
+        ):
             raise GrammarError(f"{path}: if is not enforced unless it compares properties with const or enum")
         return [
-            {"type": "object", "properties": {name: {"not": {"enum": listed}}}, "required": [name]}
-            for name, listed in values.items()
+            {"type": "object", "properties": {name: {"not": {"enum": excluded}}}, "required": [name]}
+            for name, excluded in values_of_name.items()
         ]
 
-    def _product(self, ones: list[Schema], twos: list[Schema], path: str) -> list[Schema]:
-        """Return plain schemas for the values that are valid for one of `ones` and for one of `twos`.
+    def _product(self, left_schemas: list[Schema], right_schemas: list[Schema], path: str) -> list[Schema]:
+        """Return plain schemas for the values that are valid for one of `left_schemas` and for one of `right_schemas`.
 
         Raises:
             EmptyError: there are no such values.
         """
-        return self._merged(ones, twos, path) or _nothing(path)
+        return self._merge_pairs(left_schemas, right_schemas, path) or _raise_empty(path)
 
-    def _merged(self, ones: list[Schema], twos: list[Schema], path: str) -> list[Schema]:
-        if len(ones) * len(twos) > MAX_CHOICES:
+    def _merge_pairs(self, left_schemas: list[Schema], right_schemas: list[Schema], path: str) -> list[Schema]:
+        if len(left_schemas) * len(right_schemas) > MAX_CHOICES:
             raise GrammarError(f"{path}: allOf, anyOf and oneOf multiply to more than {MAX_CHOICES} cases")
-        pairs = [(one, two) for one in ones for two in twos]
+        pairs = [(left, right) for left in left_schemas for right in right_schemas]
         if len(pairs) > 1:
-            pairs = [(one, two) for one, two in pairs if not self._disjoint(one, two, path)]
-        found = [merged(one, two, path) for one, two in pairs]
-        return [schema for schema in found if schema is not None]
+            pairs = [(left, right) for left, right in pairs if not self._disjoint(left, right, path)]
+        merged = [merge(left, right, path) for left, right in pairs]
+        return [schema for schema in merged if schema is not None]
 
-    def _disjoint(self, one: Schema, two: Schema, path: str) -> bool:
+    def _disjoint(self, left: Schema, right: Schema, path: str) -> bool:
         """Whether no object is valid for both: a property that both describe, and at least one requires, has no value
         that is valid for both.
         """
-        names, others = one.get("properties", {}), two.get("properties", {})
-        if not isinstance(names, dict) or not isinstance(others, dict):
+        left_properties, right_properties = left.get("properties", {}), right.get("properties", {})
+        if not isinstance(left_properties, dict) or not isinstance(right_properties, dict):
             return False
-        required = {*_names_in(one.get("required")), *_names_in(two.get("required"))}
-        for name in required & names.keys() & others.keys():
+        required = {*_string_items(left.get("required")), *_string_items(right.get("required"))}
+        for name in required & left_properties.keys() & right_properties.keys():
             try:
-                self.choices({"allOf": [names[name], others[name]]}, path)
+                self.plain_schemas({"allOf": [left_properties[name], right_properties[name]]}, path)
             except EmptyError:
                 return True
             except GrammarError:
                 continue
         return False
 
-    def check_apart(self, arms: list[list[Schema]], path: str) -> None:
-        """Raise unless the arms of a oneOf are disjoint: a value generated from an arm must not be valid for another
-        arm.
+    def check_disjoint(self, branches: list[list[Schema]], path: str) -> None:
+        """Raise unless the branches of a oneOf are disjoint: a value generated from a branch must not be valid for
+        another branch.
         """
-        for at, arm in enumerate(arms):
-            for other in arms[:at]:
-                pairs = ((one, two) for one in arm for two in other)
-                if not all(self._apart(one, two, path) and self._apart(two, one, path) for one, two in pairs):
+        for index, branch in enumerate(branches):
+            for other_branch in branches[:index]:
+                pairs = ((left, right) for left in branch for right in other_branch)
+                if not all(
+                    self._excludes(left, right, path) and self._excludes(right, left, path) for left, right in pairs
+                ):
                     raise GrammarError(
                         f"{path}: oneOf is not enforced unless its schemas exclude each other, by their types or by "
                         "a required property with other constants; write anyOf if they may overlap"
                     )
 
-    def _apart(self, made: Schema, other: Schema, path: str) -> bool:
-        """Whether no value generated from the plain schema `made` is valid for `other`."""
-        values, others = finite(made), finite(other)
-        if values is not None and others is not None:
-            return not {spelled(value) for value in values} & {spelled(value) for value in others}
-        kinds, other_kinds = kinds_of(made), kinds_of(other)
-        if not kinds & other_kinds:
+    def _excludes(self, generated: Schema, other: Schema, path: str) -> bool:
+        """Whether no value generated from the plain schema `generated` is valid for `other`."""
+        values, other_values = enumerated_values(generated), enumerated_values(other)
+        if values is not None and other_values is not None:
+            return not {canonical_text(value) for value in values} & {canonical_text(value) for value in other_values}
+        types, other_types = disjoint_types(generated), disjoint_types(other)
+        if not types & other_types:
             return True
-        if kinds & other_kinds != {"object"}:
+        if types & other_types != {"object"}:
             return False
-        names = made.get("properties", {})
-        if is_closed(made) and set(other.get("required", ())) - names.keys() - set(made.get("required", ())):
+        properties = generated.get("properties", {})
+        if is_closed(generated) and set(other.get("required", ())) - properties.keys() - set(
+            generated.get("required", ())
+        ):
             return True
-        shared = (name for name in made.get("required", ()) if name in names and name in other.get("properties", {}))
-        for name in shared:
-            mine = self._constants(names[name], path)
-            theirs = self._constants(other["properties"][name], path)
-            if mine is not None and theirs is not None and not mine & theirs:
+        common_names = (
+            name for name in generated.get("required", ()) if name in properties and name in other.get("properties", {})
+        )
+        for name in common_names:
+            constants = self._constant_texts(properties[name], path)
+            other_constants = self._constant_texts(other["properties"][name], path)
+            if constants is not None and other_constants is not None and not constants & other_constants:
                 return True
         return False
 
-    def _constants(self, schema: Any, path: str) -> set[str] | None:
+    def _constant_texts(self, schema: Any, path: str) -> set[str] | None:
         try:
-            found = self._finite(schema, path)
+            values = self._listed_values(schema, path)
         except GrammarError:
             return None
-        return None if found is None else set(map(spelled, found))
+        return None if values is None else set(map(canonical_text, values))
 
-    def _finite(self, schema: Any, path: str) -> list[Any] | None:
+    def _listed_values(self, schema: Any, path: str) -> list[Any] | None:
         """Return the values that a schema names, without duplicates. Return None if the schema allows other
         values too.
         """
-        found = [finite(choice) for choice in self.choices(schema, path)]
-        if None in found:
+        value_lists = [enumerated_values(plain_schema) for plain_schema in self.plain_schemas(schema, path)]
+        if None in value_lists:
             return None
-        return list({spelled(value): value for values in found if values for value in values}.values())
+        return list({canonical_text(value): value for values in value_lists if values for value in values}.values())
 
 
-def parts_of(schema: Mapping[str, Any], name: str, path: str) -> list[Any]:
+def subschemas_of(schema: Mapping[str, Any], name: str, path: str) -> list[Any]:
     """Return the schemas under allOf, anyOf or oneOf."""
-    parts = schema.get(name, [])
-    if not isinstance(parts, list) or (name in schema and not parts):
+    subschemas = schema.get(name, [])
+    if not isinstance(subschemas, list) or (name in schema and not subschemas):
         raise GrammarError(f"{path}: {name} must be a list of schemas, and not an empty one")
-    return parts
+    return subschemas
 
 
-def _names_in(required: Any) -> list[str]:
+def _string_items(required: Any) -> list[str]:
     return [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
 
 
-def _nothing(path: str) -> list[Schema]:
-    raise EmptyError(f"{path}: no value can hold all that it asks for")
+def _raise_empty(path: str) -> list[Schema]:
+    raise EmptyError(f"{path}: no value satisfies all its constraints")

@@ -5,41 +5,51 @@ from collections.abc import Callable
 
 from cluster.grammar.automata import Automaton
 from cluster.grammar.ebnf import Rules
-from cluster.grammar.nodes import EMPTY, NOTHING, Chars, Node, alt, repeat, seq
+from cluster.grammar.nodes import EMPTY, NO_MATCH, Chars, Node, alt, repeat, seq
 
-MOST_NESTED = 12  # maximum depth of states written inline
+MAX_INLINE_DEPTH = 12  # maximum depth of states written inline
 
 
-def rules_of(
-    rules: Rules, automaton: Automaton, written: Callable[[Chars], Node], end: Node = EMPTY, before: Node | None = None
+def automaton_rules(
+    rules: Rules,
+    automaton: Automaton,
+    chars_node: Callable[[Chars], Node],
+    end: Node = EMPTY,
+    lookahead: Node | None = None,
 ) -> Node:
-    """Return the rules of an automaton. `written` returns the grammar of one character class; `end` follows the whole
-    text. Every rule reads the rest of the text and `end`, so the same lookahead `before` holds after every rule.
+    """Return the rules of an automaton. `chars_node` returns the grammar of one character class; `end` follows the
+    whole text. Every rule reads the rest of the text and `end`, so the same `lookahead` holds after every rule.
     """
-    named = {0: rules.reserve()} if _is_entered(automaton, 0) else {}
-    waiting = list(named)
-    entries = Counter(to for at, steps in enumerate(automaton.steps) for to in steps if to != at)
+    rule_of_state = {0: rules.reserve_name()} if _is_entered(automaton, 0) else {}
+    pending = list(rule_of_state)
+    entry_counts = Counter(
+        target for source, transitions in enumerate(automaton.transitions) for target in transitions if target != source
+    )
 
-    def reached(state: int, nested: int) -> Node:
-        if state not in named and entries[state] == 1 and nested < MOST_NESTED:
-            return body(state, nested + 1)
-        if state not in named:
-            named[state] = rules.reserve()
-            waiting.append(state)
-        return named[state]
+    def state_node(state: int, depth: int) -> Node:
+        if state not in rule_of_state and entry_counts[state] == 1 and depth < MAX_INLINE_DEPTH:
+            return body(state, depth + 1)
+        if state not in rule_of_state:
+            rule_of_state[state] = rules.reserve_name()
+            pending.append(state)
+        return rule_of_state[state]
 
-    def body(state: int, nested: int) -> Node:
-        steps = automaton.steps[state]
-        loop: Node = repeat(written(steps[state])) if state in steps else EMPTY
-        after = [seq(written(read), reached(to, nested)) for to, read in steps.items() if to != state]
-        return seq(loop, alt(*after, end if automaton.accepting[state] else NOTHING))
+    def body(state: int, depth: int) -> Node:
+        transitions = automaton.transitions[state]
+        loop: Node = repeat(chars_node(transitions[state])) if state in transitions else EMPTY
+        branches = [
+            seq(chars_node(characters), state_node(target, depth))
+            for target, characters in transitions.items()
+            if target != state
+        ]
+        return seq(loop, alt(*branches, end if automaton.accepting[state] else NO_MATCH))
 
-    start = named.get(0) or body(0, 0)
-    while waiting:
-        state = waiting.pop()
-        rules.tell(named[state], body(state, 0), before)
-    return start
+    start_node = rule_of_state.get(0) or body(0, 0)
+    while pending:
+        state = pending.pop()
+        rules.define(rule_of_state[state], body(state, 0), lookahead)
+    return start_node
 
 
 def _is_entered(automaton: Automaton, state: int) -> bool:
-    return any(state in steps for at, steps in enumerate(automaton.steps) if at != state)
+    return any(state in transitions for source, transitions in enumerate(automaton.transitions) if source != state)

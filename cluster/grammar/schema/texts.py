@@ -4,18 +4,42 @@ from collections.abc import Sequence
 
 from cluster.grammar.asked import GrammarError
 from cluster.grammar.automata import Automaton, TooLargeError, includes, intersection
-from cluster.grammar.nodes import EMPTY, LAST, NOTHING, Alt, Literal, Node, Ref, Repeat, Seq, alt, chars, repeat, seq
-from cluster.grammar.regex import ANY, END, Look, lengths, open_sided, parse, plain, read
+from cluster.grammar.nodes import (
+    EMPTY,
+    MAX_CODE_POINT,
+    NO_MATCH,
+    Alt,
+    Literal,
+    Node,
+    Ref,
+    Repeat,
+    Seq,
+    alt,
+    chars,
+    repeat,
+    seq,
+)
+from cluster.grammar.regex import (
+    ANY,
+    END,
+    Lookahead,
+    length_bounds,
+    parse,
+    parse_with_anchors,
+    with_open_sides,
+    without_anchors,
+)
 from cluster.grammar.schema.formats import ENCODINGS, FORMATS, NARROWER, UNRESTRICTED
-from cluster.grammar.schema.keywords import Schema, size
+from cluster.grammar.schema.keywords import Schema, size_keyword
 
-ALL = chars((0, LAST))
-SHARED_BY = 8  # the length is divided between at most this many copies of a repeated part that is itself unbounded
+ANY_CHARACTER = chars((0, MAX_CODE_POINT))
+# the length is divided between at most this many copies of a repeated part that is itself unbounded
+MAX_SHARED_COPIES = 8
 # characters that an automaton may count; a longer bound is divided between the repetitions of the expression
-MOST_COUNTED = 300
+MAX_COUNTED_LENGTH = 300
 
 
-def text_of_schema(schema: Schema, excluded: Sequence[str] = ()) -> Node | Automaton:
+def strings_of_schema(schema: Schema, excluded: Sequence[str] = ()) -> Node | Automaton:
     """Return the strings allowed by `minLength`, `maxLength`, `pattern`, `format` and `contentEncoding`, without
     `excluded`.
 
@@ -25,196 +49,243 @@ def text_of_schema(schema: Schema, excluded: Sequence[str] = ()) -> Node | Autom
     Raises:
         GrammarError: these keywords cannot be enforced, or no string satisfies all of them.
     """
-    least, most = size(schema, "minLength") or 0, size(schema, "maxLength")
-    if most is not None and most < least:
-        raise GrammarError(f"minLength {least} is more than maxLength {most}")
-    patterns = _patterns(schema)
-    named = _named(schema, beside_pattern=bool(patterns))
-    required: list[Node] = [*patterns, *map(parse, named), *other_than(excluded)]
-    for at in range(len(required)):
-        required[at], (low, high) = without_counting(required[at])
-        least, most = max(least, low), high if most is None else most if high is None else min(most, high)
-    if most is not None and most < least:
-        raise GrammarError(_excluded(schema))
+    min_length, max_length = size_keyword(schema, "minLength") or 0, size_keyword(schema, "maxLength")
+    if max_length is not None and max_length < min_length:
+        raise GrammarError(f"minLength {min_length} is more than maxLength {max_length}")
+    patterns = _pattern_nodes(schema)
+    format_patterns = _format_patterns(schema, has_pattern=bool(patterns))
+    required: list[Node] = [*patterns, *map(parse, format_patterns), *excluding(excluded)]
+    for index in range(len(required)):
+        required[index], (low, high) = without_length_lookaheads(required[index])
+        min_length, max_length = (
+            max(min_length, low),
+            high if max_length is None else max_length if high is None else min(max_length, high),
+        )
+    if max_length is not None and max_length < min_length:
+        raise GrammarError(_unsatisfiable_message(schema))
     required = list(dict.fromkeys(required))
     if not required:
-        return repeat(ALL, least, most)
+        return repeat(ANY_CHARACTER, min_length, max_length)
     # Pairs of a plain expression and the element of `required` whose condition it satisfies.
-    candidates = [(node, part) for part in required if (node := plain(part)) is not None]
+    candidates = [(node, requirement) for requirement in required if (node := without_anchors(requirement)) is not None]
     name = str(schema.get("format"))
-    if named and name in NARROWER:
+    if format_patterns and name in NARROWER:
         candidates.append((parse(NARROWER[name]), parse(FORMATS[name])))
-    for candidate, part in candidates:
-        fitted = with_lengths(candidate, least, most)
-        if fitted is not None and _held_by_others(required, part, fitted):
-            return fitted
-    return _together(schema, required, candidates, least, most)
+    for candidate, requirement in candidates:
+        restricted = with_lengths(candidate, min_length, max_length)
+        if restricted is not None and _satisfies_others(required, requirement, restricted):
+            return restricted
+    return _intersect(schema, required, candidates, min_length, max_length)
 
 
-def _together(
-    schema: Schema, required: Sequence[Node], candidates: Sequence[tuple[Node, Node]], least: int, most: int | None
+def _intersect(
+    schema: Schema,
+    required: Sequence[Node],
+    candidates: Sequence[tuple[Node, Node]],
+    min_length: int,
+    max_length: int | None,
 ) -> Node | Automaton:
     """Return the automaton of the intersection within the lengths. If the automaton is too large, return an expression
     for some of its texts.
     """
     try:
-        if max(least, most or 0) <= MOST_COUNTED:
-            bounds = [repeat(ALL, least, most)] if (least, most) != (0, None) else []
-            found = intersection([*required, *bounds])
-            if found is None:
-                raise GrammarError(_excluded(schema))
-            return found
+        if max(min_length, max_length or 0) <= MAX_COUNTED_LENGTH:
+            length_nodes = (
+                [repeat(ANY_CHARACTER, min_length, max_length)] if (min_length, max_length) != (0, None) else []
+            )
+            automaton = intersection([*required, *length_nodes])
+            if automaton is None:
+                raise GrammarError(_unsatisfiable_message(schema))
+            return automaton
     except TooLargeError:
         pass
-    for candidate, part in reversed(candidates):  # the narrower candidate comes last and needs fewer states
-        shorter = candidate if most is None else at_most(candidate, most)
-        if lengths(shorter)[0] >= least and shorter != NOTHING and _held_by_others(required, part, shorter):
-            return shorter
+    for candidate, requirement in reversed(candidates):  # the narrower candidate comes last and needs fewer states
+        restricted = candidate if max_length is None else limit_length(candidate, max_length)
+        if (
+            length_bounds(restricted)[0] >= min_length
+            and restricted != NO_MATCH
+            and _satisfies_others(required, requirement, restricted)
+        ):
+            return restricted
     raise GrammarError(
-        f"a string cannot be held to {_names(schema)}: it needs too many states; make the pattern simpler, or write "
-        "the bounds into it, as in ^[a-z]{2,5}$"
+        f"a string cannot satisfy {_keyword_names(schema)}: it needs too many states; make the pattern simpler, or "
+        "write the bounds into it, as in ^[a-z]{2,5}$"
     )
 
 
-def other_than(texts: Sequence[str]) -> list[Node]:
+def excluding(texts: Sequence[str]) -> list[Node]:
     """Return a list with one expression, for any text except `texts`. If `texts` is empty, the list is empty."""
-    return [seq(Look("?!", seq(alt(*map(Literal, texts)), END), negated=True), repeat(ALL))] if texts else []
+    return (
+        [seq(Lookahead("?!", seq(alt(*map(Literal, texts)), END), negated=True), repeat(ANY_CHARACTER))]
+        if texts
+        else []
+    )
 
 
-def _held_by_others(required: Sequence[Node], part: Node, fitted: Node) -> bool:
-    """Whether every expression except `part` matches all texts of `fitted`."""
-    others = [node for node in required if node != part]
-    return not others or includes(others, fitted)
+def _satisfies_others(required: Sequence[Node], requirement: Node, candidate: Node) -> bool:
+    """Whether every expression except `requirement` matches all texts of `candidate`."""
+    others = [node for node in required if node != requirement]
+    return not others or includes(others, candidate)
 
 
-def _names(schema: Schema) -> str:
+def _keyword_names(schema: Schema) -> str:
     names = [name for name in ("pattern", "format", "contentEncoding", "minLength", "maxLength") if name in schema]
     return " and ".join(names)
 
 
-def _excluded(schema: Schema) -> str:
-    return f"no string holds {_names(schema)}" + ("" if len(_names(schema).split()) == 1 else " together")
+def _unsatisfiable_message(schema: Schema) -> str:
+    return f"no string holds {_keyword_names(schema)}" + (
+        "" if len(_keyword_names(schema).split()) == 1 else " together"
+    )
 
 
-def _patterns(schema: Schema) -> list[Node]:
-    written = schema.get("pattern", ())
-    found = written if isinstance(written, tuple) else (written,)  # a tuple of patterns, if schemas were merged
-    if not all(isinstance(text, str) for text in found):
+def _pattern_nodes(schema: Schema) -> list[Node]:
+    pattern_value = schema.get("pattern", ())
+    # a tuple of patterns, if schemas were merged
+    patterns = pattern_value if isinstance(pattern_value, tuple) else (pattern_value,)
+    if not all(isinstance(text, str) for text in patterns):
         raise GrammarError("pattern must be a string")
-    return [open_sided(read(text), repeat(ALL)) for text in found]
+    return [with_open_sides(parse_with_anchors(text), repeat(ANY_CHARACTER)) for text in patterns]
 
 
-def _named(schema: Schema, beside_pattern: bool) -> list[str]:
+def _format_patterns(schema: Schema, has_pattern: bool) -> list[str]:
     """Return the expressions of `format` and `contentEncoding`.
 
     A format that JSON Schema does not define restricts nothing. If the schema also has a `pattern`, as generators
     write, the pattern decides. Otherwise the format is refused, because the client means a restriction.
     """
-    found = []
-    name, encoding = schema.get("format"), schema.get("contentEncoding")
-    if name is not None and name not in UNRESTRICTED:
-        if str(name) in FORMATS:
-            found.append(FORMATS[str(name)])
-        elif not beside_pattern:
+    patterns = []
+    format_name, encoding = schema.get("format"), schema.get("contentEncoding")
+    if format_name is not None and format_name not in UNRESTRICTED:
+        if str(format_name) in FORMATS:
+            patterns.append(FORMATS[str(format_name)])
+        elif not has_pattern:
             raise GrammarError(
-                f"format {str(name)[:40]!r} is not enforced; write its pattern beside it, or leave it out"
+                f"format {str(format_name)[:40]!r} is not enforced; write its pattern beside it, or leave it out"
             )
     if encoding is not None:
         if not isinstance(encoding, str) or encoding.lower() not in ENCODINGS:
             raise GrammarError(
                 f"contentEncoding {str(encoding)[:40]!r} is not enforced; known are {', '.join(ENCODINGS)}"
             )
-        found.append(ENCODINGS[encoding.lower()])
-    return found
+        patterns.append(ENCODINGS[encoding.lower()])
+    return patterns
 
 
-def without_counting(node: Node) -> tuple[Node, tuple[int, int | None]]:
+def without_length_lookaheads(node: Node) -> tuple[Node, tuple[int, int | None]]:
     """Return an expression without its lookaheads that count characters, `^(?=.{a,b}$)`; and the bounds (a, b) of all
     these lookaheads together.
 
     `(?=.{a,b}\\.?$)` is read as the bounds (a, b) too: any text of a to b characters satisfies that lookahead.
     """
-    kept: list[Node] = []
+    other_parts: list[Node] = []
     bounds = []
-    for part in node.parts if isinstance(node, Seq) else (node,):
-        counted = _counted(part) if all(isinstance(before, Ref) for before in kept) else None
-        if counted is None:
-            kept.append(part)
+    for child in node.children if isinstance(node, Seq) else (node,):
+        part_bounds = (
+            _length_lookahead_bounds(child) if all(isinstance(previous, Ref) for previous in other_parts) else None
+        )
+        if part_bounds is None:
+            other_parts.append(child)
         else:
-            bounds.append(counted)
+            bounds.append(part_bounds)
     if not bounds:
         return node, (0, None)
-    rest = seq(*kept)
-    found = plain(rest)
-    if found is None or not includes([repeat(ANY)], found):
+    rest = seq(*other_parts)
+    without_lookaheads = without_anchors(rest)
+    if without_lookaheads is None or not includes([repeat(ANY)], without_lookaheads):
         # the lookahead also required that the text has no line ends, which `.` does not match
-        rest = seq(Look("?=", seq(repeat(ANY), END), negated=False), rest)
+        rest = seq(Lookahead("?=", seq(repeat(ANY), END), negated=False), rest)
     return rest, (max(low for low, _ in bounds), min(high for _, high in bounds))
 
 
-def _counted(part: Node) -> tuple[int, int] | None:
-    if not isinstance(part, Look) or part.negated or not isinstance(part.part, Seq):
+def _length_lookahead_bounds(lookahead: Node) -> tuple[int, int] | None:
+    if not isinstance(lookahead, Lookahead) or lookahead.negated or not isinstance(lookahead.child, Seq):
         return None
-    first, *rest = part.part.parts
-    if not isinstance(first, Repeat) or first.part != ANY or first.most is None or rest[-1:] != [END]:
+    first, *rest = lookahead.child.children
+    if not isinstance(first, Repeat) or first.child != ANY or first.max_count is None or rest[-1:] != [END]:
         return None
-    optional = all(isinstance(node, Repeat) and node.least == 0 for node in rest[:-1])
-    return (first.least, first.most) if optional else None
+    rest_is_optional = all(isinstance(element, Repeat) and element.min_count == 0 for element in rest[:-1])
+    return (first.min_count, first.max_count) if rest_is_optional else None
 
 
-def with_lengths(node: Node, least: int, most: int | None) -> Node | None:
-    """Return a plain expression, restricted to texts of `least` to `most` characters by changing the counts of its only
-    repetition of variable length. Return None if that is not possible.
+def with_lengths(node: Node, min_length: int, max_length: int | None) -> Node | None:
+    """Return a plain expression, restricted to texts of `min_length` to `max_length` characters by changing the counts
+    of its only repetition of variable length. Return None if that is not possible.
     """
-    low, high = lengths(node)
-    if low >= least and (most is None or (high is not None and high <= most)):
+    low, high = length_bounds(node)
+    if low >= min_length and (max_length is None or (high is not None and high <= max_length)):
         return node
-    parts = node.parts if isinstance(node, Seq) else (node,)
-    flexible = [at for at, part in enumerate(parts) if len(set(lengths(part))) > 1]
-    if len(flexible) != 1 or not isinstance(part := parts[flexible[0]], Repeat) or len(set(lengths(part.part))) > 1:
+    children = node.children if isinstance(node, Seq) else (node,)
+    flexible_indices = [index for index, child in enumerate(children) if len(set(length_bounds(child))) > 1]
+    if (
+        len(flexible_indices) != 1
+        or not isinstance(child := children[flexible_indices[0]], Repeat)
+        or len(set(length_bounds(child.child))) > 1
+    ):
         return None
-    unit, fixed = lengths(part.part)[0], low - lengths(part)[0]
-    if not unit:
+    unit_length, fixed_length = length_bounds(child.child)[0], low - length_bounds(child)[0]
+    if not unit_length:
         return None
-    fewest = max(part.least, -(-(least - fixed) // unit))
-    times = (
-        part.most
-        if most is None
-        else min((most - fixed) // unit, (most - fixed) // unit if part.most is None else part.most)
+    min_count = max(child.min_count, -(-(min_length - fixed_length) // unit_length))
+    max_count = (
+        child.max_count
+        if max_length is None
+        else min(
+            (max_length - fixed_length) // unit_length,
+            (max_length - fixed_length) // unit_length if child.max_count is None else child.max_count,
+        )
     )
-    if times is not None and times < fewest:
+    if max_count is not None and max_count < min_count:
         return None
-    return seq(*parts[: flexible[0]], repeat(part.part, fewest, times), *parts[flexible[0] + 1 :])
+    return seq(
+        *children[: flexible_indices[0]],
+        repeat(child.child, min_count, max_count),
+        *children[flexible_indices[0] + 1 :],
+    )
 
 
-def at_most(node: Node, most: int) -> Node:
-    """Return an expression for some of the texts with at most `most` characters. The repetitions share this length."""
-    low, high = lengths(node)
-    if low > most:
-        return NOTHING
-    if high is not None and high <= most:
+def limit_length(node: Node, max_length: int) -> Node:
+    """Return an expression for some of the texts with at most `max_length` characters. The repetitions share them."""
+    low, high = length_bounds(node)
+    if low > max_length:
+        return NO_MATCH
+    if high is not None and high <= max_length:
         return node
     match node:
-        case Alt(parts):
-            return alt(*(at_most(part, most) for part in parts))
-        case Seq(parts):
-            spans = [lengths(part) for part in parts]
-            fixed = [0 if last is None else last - first for first, last in spans]
-            endless = [last is None for _, last in spans].count(True)
-            room = most - low
+        case Alt(children):
+            return alt(*(limit_length(child, max_length) for child in children))
+        case Seq(children):
+            bounds = [length_bounds(child) for child in children]
+            flexible_lengths = [0 if max_part is None else max_part - min_part for min_part, max_part in bounds]
+            num_unbounded = [max_part is None for _, max_part in bounds].count(True)
+            extra_length = max_length - low
             # the length left for each unbounded part if all bounded parts have their full length
-            each = max(0, room - sum(fixed)) // max(1, endless)
-            share = min(1.0, (room - each * endless) / max(1, sum(fixed)))
-            rooms = [each if last is None else int((last - first) * share) for first, last in spans]
-            shorter = [at_most(part, first + more) for part, (first, _), more in zip(parts, spans, rooms, strict=True)]
-            return NOTHING if NOTHING in shorter else seq(*shorter)
-        case Repeat(part, least, times):
-            if lengths(part)[1] is None:
-                part = at_most(part, most // max(least, min(SHARED_BY, times or SHARED_BY)))
-            if part == NOTHING:
-                return NOTHING if least else EMPTY
-            longest = max(1, lengths(part)[1] or 1)
-            fits = most // longest
-            return repeat(part, least, fits if times is None else min(fits, times)) if fits >= least else NOTHING
+            length_per_unbounded = max(0, extra_length - sum(flexible_lengths)) // max(1, num_unbounded)
+            flexible_share = min(
+                1.0, (extra_length - length_per_unbounded * num_unbounded) / max(1, sum(flexible_lengths))
+            )
+            extra_lengths = [
+                length_per_unbounded if max_part is None else int((max_part - min_part) * flexible_share)
+                for min_part, max_part in bounds
+            ]
+            limited = [
+                limit_length(child, min_part + extra)
+                for child, (min_part, _), extra in zip(children, bounds, extra_lengths, strict=True)
+            ]
+            return NO_MATCH if NO_MATCH in limited else seq(*limited)
+        case Repeat(child, min_count, max_count):
+            if length_bounds(child)[1] is None:
+                child = limit_length(
+                    child, max_length // max(min_count, min(MAX_SHARED_COPIES, max_count or MAX_SHARED_COPIES))
+                )
+            if child == NO_MATCH:
+                return NO_MATCH if min_count else EMPTY
+            max_child_length = max(1, length_bounds(child)[1] or 1)
+            num_fitting = max_length // max_child_length
+            return (
+                repeat(child, min_count, num_fitting if max_count is None else min(num_fitting, max_count))
+                if num_fitting >= min_count
+                else NO_MATCH
+            )
         case _:
             return node

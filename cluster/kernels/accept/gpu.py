@@ -12,10 +12,10 @@ class AcceptArguments(NamedTuple):
 
     tokens: Tensor
     parents: Tensor
-    chosen: Tensor
+    target_choices: Tensor
     path: Tensor
-    taken: Tensor
-    lens: Tensor
+    path_tokens: Tensor
+    path_lens: Tensor
     bonus: Tensor
     nodes: int
     tokens_stride: int
@@ -26,43 +26,44 @@ class AcceptArguments(NamedTuple):
 def accept(
     tokens,
     parents,
-    chosen,
+    target_choices,
     path,
-    taken,
-    lens,
+    path_tokens,
+    path_lens,
     bonus,
     nodes,
     tokens_stride,
     parents_stride,
-    WIDE: tl.constexpr,
+    PATH_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Walk down one tree of `nodes` nodes per program: from a node to the child whose token the target chose there,
-    `chosen` `[R, nodes]`. Padding nodes are their own parents.
+    `target_choices` `[R, nodes]`. Padding nodes are their own parents.
 
-    Writes `path` and `taken` `[R, WIDE]` (the nodes, and the token chosen after each), `lens` `[R]` (how many entries
-    are valid) and `bonus` `[R]` (the last valid token). Rows of `tokens` and `parents` are at their strides.
+    Writes `path` and `path_tokens` `[R, PATH_SIZE]` (the nodes, and the token chosen after each), `path_lens` `[R]`
+    (how many entries are valid) and `bonus` `[R]` (the last valid token). Rows of `tokens` and `parents` are at their
+    strides.
     """
-    tree, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    held = at < nodes
-    token = tl.load(tokens + tree * tokens_stride + at, mask=held, other=-1)
-    parent = tl.load(parents + tree * parents_stride + at, mask=held, other=-1)
+    tree, offsets = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    mask = offsets < nodes
+    tree_tokens = tl.load(tokens + tree * tokens_stride + offsets, mask=mask, other=-1)
+    tree_parents = tl.load(parents + tree * parents_stride + offsets, mask=mask, other=-1)
     # Padding entries and the root are their own parents; they are no children.
-    parent = tl.where(parent == at, -1, parent)
-    choice = tl.load(chosen + tree * nodes + at, mask=held, other=-1)
-    first = tl.sum(tl.where(at == 0, choice, 0), 0)
-    node, last, count, walks = 0, first, 1, True
-    tl.store(path + tree * WIDE, tl.full([], 0, tl.int64))
-    tl.store(taken + tree * WIDE, first)
-    for step in range(1, WIDE):
-        # The lowest matching child, or BLOCK if none. Once the walk ends, `walks` stays False, and the rest of `path`
-        # is 0, that of `taken` is `first`.
-        child = tl.min(tl.where((parent == node) & (token == last), at, BLOCK), 0)
-        walks = walks & (child < BLOCK)
-        node = tl.where(walks, child, node)
-        last = tl.where(walks, tl.sum(tl.where(at == node, choice, 0), 0), last)
-        count += walks.to(tl.int32)
-        tl.store(path + tree * WIDE + step, tl.where(walks, node, 0).to(tl.int64))
-        tl.store(taken + tree * WIDE + step, tl.where(walks, last, first))
-    tl.store(lens + tree, tl.full([], 0, tl.int64) + count)
-    tl.store(bonus + tree, last)
+    tree_parents = tl.where(tree_parents == offsets, -1, tree_parents)
+    choices = tl.load(target_choices + tree * nodes + offsets, mask=mask, other=-1)
+    first_choice = tl.sum(tl.where(offsets == 0, choices, 0), 0)
+    node, last_token, path_len, is_descending = 0, first_choice, 1, True
+    tl.store(path + tree * PATH_SIZE, tl.full([], 0, tl.int64))
+    tl.store(path_tokens + tree * PATH_SIZE, first_choice)
+    for step in range(1, PATH_SIZE):
+        # The lowest matching child, or BLOCK if none. Once the walk ends, `is_descending` stays False, and the rest of
+        # `path` is 0, that of `path_tokens` is `first_choice`.
+        child = tl.min(tl.where((tree_parents == node) & (tree_tokens == last_token), offsets, BLOCK), 0)
+        is_descending = is_descending & (child < BLOCK)
+        node = tl.where(is_descending, child, node)
+        last_token = tl.where(is_descending, tl.sum(tl.where(offsets == node, choices, 0), 0), last_token)
+        path_len += is_descending.to(tl.int32)
+        tl.store(path + tree * PATH_SIZE + step, tl.where(is_descending, node, 0).to(tl.int64))
+        tl.store(path_tokens + tree * PATH_SIZE + step, tl.where(is_descending, last_token, first_choice))
+    tl.store(path_lens + tree, tl.full([], 0, tl.int64) + path_len)
+    tl.store(bonus + tree, last_token)

@@ -1,9 +1,9 @@
 """Paged attention over trees and prompts (`AttentionMetadata`); a prefix is read once per block of lines and KV head.
 
 A line is one query head of one row. A program has `LINES` lines of one request that share a KV head. The positions that
-these lines see are cut into `SPLITS` parts. A program goes over one part, one tile at a time: first the tiles that all
-lines see entirely, then the other tiles, which need masks. If another library has attended the first positions, they
-are left out here and merged in `join`.
+these lines see are cut into `SPLITS` splits. A program goes over one split, one tile at a time: first the tiles that
+all lines see entirely, then the other tiles, which need masks. If another library has attended the first positions,
+they are left out here and merged in `join`.
 
 The softmax is online (as in FlashAttention), with scores times log2(e), because a GPU has an instruction for 2 ** x.
 """
@@ -14,15 +14,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cluster.kernels.store.gpu import power
+from cluster.kernels.store.gpu import power_of_two
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def ones(word):
+def popcount(words):
     """Return the number of bits set in each 32-bit word, by sums of 2, 4 and 8 adjacent bits, then of four bytes."""
-    x = word.to(tl.uint32, bitcast=True)
+    x = words.to(tl.uint32, bitcast=True)
     x -= (x >> 1) & 0x55555555
     x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
     x = (x + (x >> 4)) & 0x0F0F0F0F
@@ -30,112 +30,144 @@ def ones(word):
 
 
 @triton.jit
-def part_of(
+def load_cells(
     memory,
     scales,
     cells,
-    read,
-    FROM: tl.constexpr,
+    cell_mask,
+    FIRST: tl.constexpr,
     COUNT: tl.constexpr,
-    SIZE: tl.constexpr,
-    VALUE: tl.constexpr,
-    CODED: tl.constexpr,
-    OF: tl.constexpr,
-    ALL: tl.constexpr,
+    CELL_SIZE: tl.constexpr,
+    SECOND_SCALE_FROM: tl.constexpr,
+    FP8_GROUPS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    UNMASKED: tl.constexpr,
 ):
-    """Return numbers `FROM` to `FROM + COUNT - 1` of the cells that begin at offsets `cells`, as `[cells, COUNT]`.
+    """Return numbers `FIRST` to `FIRST + COUNT - 1` of the cells that begin at offsets `cells`, as `[cells, COUNT]`.
 
-    A cell has `SIZE` numbers; beyond these the result is 0. If `ALL`, all cells are read. If not, cells that the mask
-    `read` excludes give 0. Numbers are plain if `CODED` is 0. If `CODED` is 1, they are FP8 codes with one scale, at
-    `scales`, and are decoded to dtype `OF`. If `CODED` is 2, also FP8, but numbers from `VALUE` on use the next scale.
+    A cell has `CELL_SIZE` numbers; beyond these the result is 0. If `UNMASKED`, all cells are read. If not, cells that
+    the mask `cell_mask` excludes give 0. Numbers are plain if `FP8_GROUPS` is 0. If `FP8_GROUPS` is 1, they are FP8
+    codes with one scale, at `scales`, and are decoded to dtype `DTYPE`. If `FP8_GROUPS` is 2, also FP8, but numbers
+    from `SECOND_SCALE_FROM` on use the next scale.
     """
-    at = FROM + tl.arange(0, COUNT)
-    places = memory + cells[:, None] + at[None, :]
-    if ALL and FROM + COUNT <= SIZE:
-        found = tl.load(places)
-    elif ALL:
-        found = tl.load(places, mask=(at < SIZE)[None, :], other=0)
+    offsets = FIRST + tl.arange(0, COUNT)
+    pointers = memory + cells[:, None] + offsets[None, :]
+    if UNMASKED and FIRST + COUNT <= CELL_SIZE:
+        numbers = tl.load(pointers)
+    elif UNMASKED:
+        numbers = tl.load(pointers, mask=(offsets < CELL_SIZE)[None, :], other=0)
     else:
-        found = tl.load(places, mask=read[:, None] & (at < SIZE)[None, :], other=0)
-    if CODED > 0:
-        scale = power(tl.load(scales + cells, mask=read, other=0))[:, None]
-        if CODED == 2:
-            second = power(tl.load(scales + cells + 1, mask=read, other=0))[:, None]
-            scale = tl.where((at < VALUE)[None, :], scale, second)
-        found = (found.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale).to(OF)
-    return found
+        numbers = tl.load(pointers, mask=cell_mask[:, None] & (offsets < CELL_SIZE)[None, :], other=0)
+    if FP8_GROUPS > 0:
+        scale = power_of_two(tl.load(scales + cells, mask=cell_mask, other=0))[:, None]
+        if FP8_GROUPS == 2:
+            second_scale = power_of_two(tl.load(scales + cells + 1, mask=cell_mask, other=0))[:, None]
+            scale = tl.where((offsets < SECOND_SCALE_FROM)[None, :], scale, second_scale)
+        numbers = (numbers.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale).to(DTYPE)
+    return numbers
 
 
 @triton.jit
-def cells_of(pages, at, end, PAGE: tl.constexpr, CELL: tl.constexpr):
-    """Return the offsets of the cells of positions `at`: (page * PAGE + at % PAGE) * CELL; page is 0 from `end` on."""
-    page = tl.load(pages + at // PAGE, mask=at < end, other=0).to(tl.int64)
-    return (page * PAGE + at % PAGE) * CELL
+def cell_offsets(pages, positions, end, PAGE_SIZE: tl.constexpr, CELL_SIZE: tl.constexpr):
+    """Return the offsets of the cells at `positions`: (page * PAGE_SIZE + position % PAGE_SIZE) * CELL_SIZE; page is 0
+    from `end` on.
+    """
+    page = tl.load(pages + positions // PAGE_SIZE, mask=positions < end, other=0).to(tl.int64)
+    return (page * PAGE_SIZE + positions % PAGE_SIZE) * CELL_SIZE
 
 
 @triton.jit
-def taken_in(
-    highest,
-    total,
-    sums,
+def add_tile(
+    max_score,
+    weight_sum,
+    value_sum,
     q_front,
     q_back,
     memory,
     scales,
     cells,
-    read,
-    seen,
+    cell_mask,
+    visible,
     SCALE: tl.constexpr,
-    SIZE: tl.constexpr,
-    VALUE: tl.constexpr,
-    BEHIND: tl.constexpr,
-    SCALES: tl.constexpr,
-    CODED: tl.constexpr,
-    OF: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_OFFSET: tl.constexpr,
+    VALUE_SCALES_OFFSET: tl.constexpr,
+    FP8_GROUPS: tl.constexpr,
+    DTYPE: tl.constexpr,
     FRONT: tl.constexpr,
     BACK: tl.constexpr,
-    WIDTH: tl.constexpr,
-    WIDE: tl.constexpr,
-    WIDEN: tl.constexpr,
-    ALL: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    ACC_DTYPE: tl.constexpr,
+    UPCAST: tl.constexpr,
+    UNMASKED: tl.constexpr,
 ):
     """Add one tile to an online softmax (highest score m, sum, weighted values). Lines see the cells in the mask
-    `seen`; if `ALL`, they see all cells.
+    `visible`; if `UNMASKED`, they see all cells.
 
     With m' = max(m, scores): total' = total * 2^(m - m') + sum 2^(s - m'), and sums' likewise with the values.
     """
-    # FP8: values have one scale, at `scales + SCALES`. FRONT or BACK of a latent has one scale too, unless the boundary
-    # `VALUE` between latent and rotated key is inside it.
-    ALONE: tl.constexpr = 1 if CODED else 0
-    IN_FRONT: tl.constexpr = 1 if CODED == 2 and FRONT <= VALUE else CODED
-    IN_BACK: tl.constexpr = 1 if CODED == 2 and FRONT >= VALUE else CODED
-    SECOND: tl.constexpr = 1 if IN_BACK < CODED else 0
-    key = part_of(memory, scales, cells, read, 0, FRONT, SIZE, VALUE, IN_FRONT, OF, ALL)
-    if BEHIND == 0 and FRONT == VALUE:
-        value = key  # a latent: its first VALUE numbers are the value
+    # FP8: values have one scale, at `scales + VALUE_SCALES_OFFSET`. FRONT or BACK of a latent has one scale too, unless
+    # the boundary `VALUE_DIM` between latent and rotated key is inside it.
+    FP8_OF_VALUES: tl.constexpr = 1 if FP8_GROUPS else 0
+    FP8_OF_FRONT: tl.constexpr = 1 if FP8_GROUPS == 2 and FRONT <= VALUE_DIM else FP8_GROUPS
+    FP8_OF_BACK: tl.constexpr = 1 if FP8_GROUPS == 2 and FRONT >= VALUE_DIM else FP8_GROUPS
+    BACK_SCALE_OFFSET: tl.constexpr = 1 if FP8_OF_BACK < FP8_GROUPS else 0
+    key_front = load_cells(
+        memory, scales, cells, cell_mask, 0, FRONT, HEAD_DIM, VALUE_DIM, FP8_OF_FRONT, DTYPE, UNMASKED
+    )
+    if VALUE_OFFSET == 0 and FRONT == VALUE_DIM:
+        value = key_front  # a latent: its first `VALUE_DIM` numbers are the value
     else:
-        value = part_of(memory + BEHIND, scales + SCALES, cells, read, 0, WIDTH, VALUE, VALUE, ALONE, OF, ALL)
-    if WIDEN:
-        key, value = key.to(WIDE), value.to(WIDE)
-    scores = tl.dot(q_front, tl.trans(key), input_precision="ieee", out_dtype=WIDE)
+        value = load_cells(
+            memory + VALUE_OFFSET,
+            scales + VALUE_SCALES_OFFSET,
+            cells,
+            cell_mask,
+            0,
+            VALUE_BLOCK,
+            VALUE_DIM,
+            VALUE_DIM,
+            FP8_OF_VALUES,
+            DTYPE,
+            UNMASKED,
+        )
+    if UPCAST:
+        key_front, value = key_front.to(ACC_DTYPE), value.to(ACC_DTYPE)
+    scores = tl.dot(q_front, tl.trans(key_front), input_precision="ieee", out_dtype=ACC_DTYPE)
     if BACK:
-        behind = part_of(memory, scales + SECOND, cells, read, FRONT, BACK, SIZE, VALUE, IN_BACK, OF, ALL)
-        if WIDEN:
-            behind = behind.to(WIDE)
-        scores = tl.dot(q_back, tl.trans(behind), scores, input_precision="ieee", out_dtype=WIDE)
-    if not ALL:
-        scores = tl.where(seen, scores, float("-inf"))
-    most = tl.maximum(highest, tl.max(scores, 1) * SCALE)
-    finite = tl.where(most == float("-inf"), 0.0, most)  # a line that has seen nothing yet: -inf - (-inf) would be NaN
+        key_back = load_cells(
+            memory,
+            scales + BACK_SCALE_OFFSET,
+            cells,
+            cell_mask,
+            FRONT,
+            BACK,
+            HEAD_DIM,
+            VALUE_DIM,
+            FP8_OF_BACK,
+            DTYPE,
+            UNMASKED,
+        )
+        if UPCAST:
+            key_back = key_back.to(ACC_DTYPE)
+        scores = tl.dot(q_back, tl.trans(key_back), scores, input_precision="ieee", out_dtype=ACC_DTYPE)
+    if not UNMASKED:
+        scores = tl.where(visible, scores, float("-inf"))
+    new_max = tl.maximum(max_score, tl.max(scores, 1) * SCALE)
+    # A line without any visible cell so far: -inf - (-inf) would be NaN.
+    finite = tl.where(new_max == float("-inf"), 0.0, new_max)
     weights = tl.exp2(scores * SCALE - finite[:, None])
-    kept = tl.exp2(highest - finite)
-    total = total * kept + tl.sum(weights, 1)
-    sums = tl.dot(weights.to(value.dtype), value, sums * kept[:, None], input_precision="ieee", out_dtype=WIDE)
-    return most, total, sums
+    rescale = tl.exp2(max_score - finite)
+    weight_sum = weight_sum * rescale + tl.sum(weights, 1)
+    value_sum = tl.dot(
+        weights.to(value.dtype), value, value_sum * rescale[:, None], input_precision="ieee", out_dtype=ACC_DTYPE
+    )
+    return new_max, weight_sum, value_sum
 
 
 # Arguments that change from step to step: specialising on their values would compile the kernel again.
-CHANGING = ["bits_stride", "first_row", "each", "width", "chunks", "first", "window"]
+CHANGING_ARGUMENTS = ["bits_stride", "first_row", "rows_per_request", "width", "chunks", "first", "window"]
 
 
 class AttendArguments(NamedTuple):
@@ -144,211 +176,223 @@ class AttendArguments(NamedTuple):
     q: Tensor
     memory: Tensor
     pages: Tensor
-    bad: Tensor
+    nonfinite_rows: Tensor
     sinks: Tensor | None
     out: Tensor
     partials: Tensor | None
-    tables: Tensor
+    table_rows: Tensor
     starts: Tensor
     bits: Tensor | None
     indptr: Tensor | None
-    until: Tensor | None
+    prefix_lens: Tensor | None
     q_stride: int
     bits_stride: int
     first_row: int
-    each: int
+    rows_per_request: int
     width: int
     chunks: int
-    pages_each: int
+    pages_per_request: int
     first: int
     window: int
 
 
-@triton.jit(do_not_specialize=CHANGING)
+@triton.jit(do_not_specialize=CHANGING_ARGUMENTS)
 def attend(
     q,
     memory,
     pages,
-    bad,
+    nonfinite_rows,
     sinks,
     out,
     partials,
-    tables,
+    table_rows,
     starts,
     bits,
     indptr,
-    until,
+    prefix_lens,
     q_stride,
     bits_stride,
     first_row,
-    each,
+    rows_per_request,
     width,
     chunks,
-    pages_each,
+    pages_per_request,
     first,
     window,
-    TEXT: tl.constexpr,
-    SINKS: tl.constexpr,
+    IS_PROMPT: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     SCALE: tl.constexpr,
-    WORDS: tl.constexpr,
+    MASK_WORDS: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
-    SIZE: tl.constexpr,
-    VALUE: tl.constexpr,
-    CELL: tl.constexpr,
-    BEHIND: tl.constexpr,
-    NUMBERS: tl.constexpr,
-    SCALES: tl.constexpr,
-    CODED: tl.constexpr,
-    PAGE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    CELL_SIZE: tl.constexpr,
+    VALUE_OFFSET: tl.constexpr,
+    SCALES_OFFSET: tl.constexpr,
+    VALUE_SCALES_OFFSET: tl.constexpr,
+    FP8_GROUPS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
     SPLITS: tl.constexpr,
-    APART: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    CHUNKS: tl.constexpr,
+    SKIP_PREFIX: tl.constexpr,
+    HAS_LOWER_LIMIT: tl.constexpr,
+    MAX_CHUNKS: tl.constexpr,
     LINES: tl.constexpr,
     TILE: tl.constexpr,
     FRONT: tl.constexpr,
     BACK: tl.constexpr,
-    WIDTH: tl.constexpr,
-    WIDE: tl.constexpr,
-    WIDEN: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    ACC_DTYPE: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):
-    """Attend rows of q `[T, HEADS, SIZE]` over `memory` `[slots, CELL]` -> `out` `[T, HEADS, VALUE]`. If `SPLITS` > 1
-    or `APART`, write partial results to `partials` `[T, HEADS, SPLITS, WIDTH + 2]` instead.
+    """Attend rows of q `[T, HEADS, HEAD_DIM]` over `memory` `[slots, CELL_SIZE]` -> `out` `[T, HEADS, VALUE_DIM]`. If
+    `SPLITS` > 1 or `SKIP_PREFIX`, write partial results to `partials` `[T, HEADS, SPLITS, VALUE_BLOCK + 2]` instead.
 
-    A cell has the keys of all KV heads, then the values, `BEHIND` numbers after the keys. In FP8 (`CODED`), `CELL` is
-    in bytes, and the scales follow the `NUMBERS` codes: those of keys, and `SCALES` bytes later those of values.
+    A cell has the keys of all KV heads, then the values, `VALUE_OFFSET` numbers after the keys. In FP8 (`FP8_GROUPS`),
+    `CELL_SIZE` is in bytes, and the scales follow the `SCALES_OFFSET` codes: those of keys, and `VALUE_SCALES_OFFSET`
+    bytes later those of values.
 
-    Tree: program p has lines of request i = p // blocks. The request's `each` rows see the first `starts[i]` positions,
-    and of the `width` slots after these those in `bits`. If `APART`, positions before `until[i]` are left to another
-    library. Prompts (`TEXT`): chunk i has the rows from `indptr[i]` on, at positions from `starts[i]` on. There are
-    `chunks` chunks; `CHUNKS` is a power of two, at least `chunks`. Rows see all positions from 0 on unless `WINDOWED`;
-    then `window`, `first` or `until` may exclude the first ones.
+    Tree: program p has lines of request i = p // blocks. The request's `rows_per_request` rows see the first
+    `starts[i]` positions, and of the `width` slots after these those in `bits`. If `SKIP_PREFIX`, positions before
+    `prefix_lens[i]` are left to another library. Prompts (`IS_PROMPT`): chunk i has the rows from `indptr[i]` on, at
+    positions from `starts[i]` on. There are `chunks` chunks; `MAX_CHUNKS` is a power of two, at least `chunks`. Rows
+    see all positions from 0 on unless `HAS_LOWER_LIMIT`; then `window`, `first` or `prefix_lens` may exclude the first
+    ones.
 
     `SCALE` is the softmax scale times log2(e). It is a constant, because a kernel takes a float argument as a float32,
     which is too coarse in float64. Keys are read in two parts, `FRONT` and `BACK`, as sizes such as 576 are no power of
     two.
     """
-    REPEAT: tl.constexpr = HEADS // KV_HEADS
-    SECOND: tl.constexpr = BACK if BACK > 0 else 1
-    OF: tl.constexpr = q.dtype.element_ty
-    task, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    request, row, count, block = task, first_row, each, 0
-    if TEXT:
+    HEADS_PER_KV_HEAD: tl.constexpr = HEADS // KV_HEADS
+    BACK_OR_1: tl.constexpr = BACK if BACK > 0 else 1
+    DTYPE: tl.constexpr = q.dtype.element_ty
+    program, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    request, row, chunk_rows, block = program, first_row, rows_per_request, 0
+    if IS_PROMPT:
         # Chunk i has ceil(rows_i * REPEAT / LINES) tasks. Their cumulative sum tells which chunk this task belongs to.
-        chunk = tl.arange(0, CHUNKS)
-        begins = tl.load(indptr + chunk, mask=chunk < chunks, other=0).to(tl.int32)
-        counts = tl.load(indptr + chunk + 1, mask=chunk < chunks, other=0).to(tl.int32) - begins
-        blocks = tl.cdiv(counts * REPEAT, LINES)
-        until_task = tl.cumsum(blocks, 0)
-        request = tl.sum((until_task <= task).to(tl.int32), 0)
-        own_chunk = chunk == request  # none in a surplus task, which then has no rows
-        row = first_row + tl.sum(tl.where(own_chunk, begins, 0), 0)
-        count = tl.sum(tl.where(own_chunk, counts, 0), 0)
-        block = task - tl.sum(tl.where(own_chunk, until_task - blocks, 0), 0)
+        chunk = tl.arange(0, MAX_CHUNKS)
+        chunk_begins = tl.load(indptr + chunk, mask=chunk < chunks, other=0).to(tl.int32)
+        all_chunk_rows = tl.load(indptr + chunk + 1, mask=chunk < chunks, other=0).to(tl.int32) - chunk_begins
+        blocks = tl.cdiv(all_chunk_rows * HEADS_PER_KV_HEAD, LINES)
+        program_ends = tl.cumsum(blocks, 0)
+        request = tl.sum((program_ends <= program).to(tl.int32), 0)
+        is_own_chunk = chunk == request  # none in a surplus task, which then has no rows
+        row = first_row + tl.sum(tl.where(is_own_chunk, chunk_begins, 0), 0)
+        chunk_rows = tl.sum(tl.where(is_own_chunk, all_chunk_rows, 0), 0)
+        block = program - tl.sum(tl.where(is_own_chunk, program_ends - blocks, 0), 0)
         request = tl.minimum(request, chunks - 1)
     else:
-        blocks = tl.cdiv(each * REPEAT, LINES)
-        request, block = task // blocks, task % blocks
-        row = request * each
-    table, length = tl.load(tables + request).to(tl.int64), tl.load(starts + request).to(tl.int32)
-    line = block * LINES + tl.arange(0, LINES)
-    own_row, own_head = line // REPEAT, head * REPEAT + line % REPEAT
-    live = own_row < count
-    batch_row = (row + own_row).to(tl.int64)
+        blocks = tl.cdiv(rows_per_request * HEADS_PER_KV_HEAD, LINES)
+        request, block = program // blocks, program % blocks
+        row = request * rows_per_request
+    table, length = tl.load(table_rows + request).to(tl.int64), tl.load(starts + request).to(tl.int32)
+    lines = block * LINES + tl.arange(0, LINES)
+    line_rows, line_heads = lines // HEADS_PER_KV_HEAD, head * HEADS_PER_KV_HEAD + lines % HEADS_PER_KV_HEAD
+    is_line = line_rows < chunk_rows
+    batch_rows = (row + line_rows).to(tl.int64)
 
-    # Lines see positions `lowest` (0 unless `WINDOWED`) to `own`, all below `end`. In a tree, `own` is a label: the
-    # row's position in the sequence, length + its number of bits - 1. Its window slot is another number.
-    own = length + own_row
-    end = tl.max(tl.where(live, own, -1), 0) + 1
+    # Lines see positions `first_visible` (0 unless `HAS_LOWER_LIMIT`) to `last_visible`, all below `end`. In a tree,
+    # `last_visible` is a label: the row's position in the sequence, length + its number of bits - 1. Its window slot is
+    # another number.
+    last_visible = length + line_rows
+    end = tl.max(tl.where(is_line, last_visible, -1), 0) + 1
     ancestors = bits
-    if not TEXT:
+    if not IS_PROMPT:
         ancestors += request * bits_stride
         end = length + width
-        if WINDOWED:
-            own = tl.zeros([LINES], tl.int32) + (length - 1)
-            for word in tl.static_range(WORDS):
-                own += ones(tl.load(ancestors + own_row * WORDS + word, mask=live, other=0))
-    begin, highest_lowest = 0, 0
-    if WINDOWED:
-        lowest = tl.where(window > 0, tl.maximum(own - window + 1, 0), 0)
-        lowest = tl.where((first > 0) & (own >= first), tl.maximum(lowest, first), lowest)
-        if APART:
-            lowest = tl.maximum(lowest, tl.load(until + request).to(tl.int32))
-        begin = tl.min(tl.where(live, lowest, end), 0) // TILE
-        highest_lowest = tl.max(tl.where(live, lowest, 0), 0)
+        if HAS_LOWER_LIMIT:
+            last_visible = tl.zeros([LINES], tl.int32) + (length - 1)
+            for word in tl.static_range(MASK_WORDS):
+                last_visible += popcount(tl.load(ancestors + line_rows * MASK_WORDS + word, mask=is_line, other=0))
+    begin, max_first_visible = 0, 0
+    if HAS_LOWER_LIMIT:
+        first_visible = tl.where(window > 0, tl.maximum(last_visible - window + 1, 0), 0)
+        first_visible = tl.where((first > 0) & (last_visible >= first), tl.maximum(first_visible, first), first_visible)
+        if SKIP_PREFIX:
+            first_visible = tl.maximum(first_visible, tl.load(prefix_lens + request).to(tl.int32))
+        begin = tl.min(tl.where(is_line, first_visible, end), 0) // TILE
+        max_first_visible = tl.max(tl.where(is_line, first_visible, 0), 0)
     # This split has tiles `start` to `stop - 1`.
     tiles = tl.cdiv(end, TILE) - begin
-    share = tl.cdiv(tiles, SPLITS)
-    start, stop = begin + split * share, begin + tl.minimum((split + 1) * share, tiles)
+    tiles_per_split = tl.cdiv(tiles, SPLITS)
+    start, stop = begin + split * tiles_per_split, begin + tl.minimum((split + 1) * tiles_per_split, tiles)
 
-    queries = q + (batch_row * q_stride + own_head * SIZE)[:, None]
-    front, back = tl.arange(0, FRONT), FRONT + tl.arange(0, SECOND)
-    q_front = tl.load(queries + front[None, :], mask=live[:, None] & (front < SIZE)[None, :], other=0.0)
-    q_back = tl.load(queries + back[None, :], mask=live[:, None] & (back < SIZE)[None, :], other=0.0)
-    if WIDEN:
-        q_front, q_back = q_front.to(WIDE), q_back.to(WIDE)
-    pages += table * pages_each
-    scales = memory + NUMBERS + head
-    memory += head * SIZE
-    highest = tl.full([LINES], float("-inf"), WIDE)
-    total = tl.zeros([LINES], WIDE)
-    sums = tl.zeros([LINES, WIDTH], WIDE)
-    # All live lines see every position of tiles `whole_from` to `whole_until - 1`; the other tiles need masks.
-    reach = tl.min(tl.where(live, own + 1, end), 0) if TEXT else length
-    whole_from = tl.minimum(tl.maximum(tl.cdiv(highest_lowest, TILE), start), stop)
-    whole_until = tl.minimum(tl.maximum(reach // TILE, whole_from), stop)
+    q_rows = q + (batch_rows * q_stride + line_heads * HEAD_DIM)[:, None]
+    front, back = tl.arange(0, FRONT), FRONT + tl.arange(0, BACK_OR_1)
+    q_front = tl.load(q_rows + front[None, :], mask=is_line[:, None] & (front < HEAD_DIM)[None, :], other=0.0)
+    q_back = tl.load(q_rows + back[None, :], mask=is_line[:, None] & (back < HEAD_DIM)[None, :], other=0.0)
+    if UPCAST:
+        q_front, q_back = q_front.to(ACC_DTYPE), q_back.to(ACC_DTYPE)
+    pages += table * pages_per_request
+    scales = memory + SCALES_OFFSET + head
+    memory += head * HEAD_DIM
+    max_score = tl.full([LINES], float("-inf"), ACC_DTYPE)
+    weight_sum = tl.zeros([LINES], ACC_DTYPE)
+    value_sum = tl.zeros([LINES, VALUE_BLOCK], ACC_DTYPE)
+    # All lines in `is_line` see every position of tiles `whole_from` to `whole_until - 1`; the other tiles need masks.
+    visible_to_all = tl.min(tl.where(is_line, last_visible + 1, end), 0) if IS_PROMPT else length
+    whole_from = tl.minimum(tl.maximum(tl.cdiv(max_first_visible, TILE), start), stop)
+    whole_until = tl.minimum(tl.maximum(visible_to_all // TILE, whole_from), stop)
     for tile in range(whole_from, whole_until):
-        at = tile * TILE + tl.arange(0, TILE)
-        cells = cells_of(pages, at, end, PAGE, CELL)
-        highest, total, sums = taken_in(
-            highest, total, sums, q_front, q_back, memory, scales, cells, at < end, at, SCALE,
-            SIZE, VALUE, BEHIND, SCALES, CODED, OF, FRONT, BACK, WIDTH, WIDE, WIDEN, ALL=True,
+        positions = tile * TILE + tl.arange(0, TILE)
+        cells = cell_offsets(pages, positions, end, PAGE_SIZE, CELL_SIZE)
+        max_score, weight_sum, value_sum = add_tile(
+            max_score, weight_sum, value_sum, q_front, q_back, memory, scales, cells, positions < end, positions,
+            SCALE, HEAD_DIM, VALUE_DIM, VALUE_OFFSET, VALUE_SCALES_OFFSET, FP8_GROUPS, DTYPE, FRONT, BACK, VALUE_BLOCK,
+            ACC_DTYPE, UPCAST, UNMASKED=True,
         )  # fmt: skip
     for tile in range(start, stop - (whole_until - whole_from)):
         tile += tl.where(tile >= whole_from, whole_until - whole_from, 0)  # skips the tiles of the first loop
-        at = tile * TILE + tl.arange(0, TILE)
-        cells = cells_of(pages, at, end, PAGE, CELL)
-        if TEXT:
-            seen = live[:, None] & (at[None, :] <= own[:, None])
-            if WINDOWED:
-                seen &= at[None, :] >= lowest[:, None]
+        positions = tile * TILE + tl.arange(0, TILE)
+        cells = cell_offsets(pages, positions, end, PAGE_SIZE, CELL_SIZE)
+        if IS_PROMPT:
+            visible = is_line[:, None] & (positions[None, :] <= last_visible[:, None])
+            if HAS_LOWER_LIMIT:
+                visible &= positions[None, :] >= first_visible[:, None]
         else:
-            slot = at - length  # in the window; negative: committed, and visible
-            seen = live[:, None] & (slot < 0)[None, :]
+            window_slot = positions - length  # in the window; negative: committed, and visible
+            visible = is_line[:, None] & (window_slot < 0)[None, :]
             # The label of a window slot: length + the number of the row's ancestors in lower slots, counted below.
-            label = tl.zeros([LINES, TILE], tl.int32) + tl.minimum(at, length)[None, :]
-            for word in tl.static_range(WORDS):
-                held = tl.load(ancestors + own_row * WORDS + word, mask=live, other=0)[:, None]
-                place = slot - 32 * word
-                here, below = (place >= 0) & (place < 32) & (slot < width), place & 31
-                seen |= here[None, :] & (((held >> below[None, :]) & 1) != 0)
-                if WINDOWED:
-                    fewer = ones(held & ((1 << below[None, :]) - 1))  # ancestors in lower bits of this word
-                    label += tl.where(here[None, :], fewer, tl.where((place >= 32)[None, :], ones(held), 0))
-            if WINDOWED:
-                seen &= label >= lowest[:, None]
-        highest, total, sums = taken_in(
-            highest, total, sums, q_front, q_back, memory, scales, cells, at < end, seen, SCALE,
-            SIZE, VALUE, BEHIND, SCALES, CODED, OF, FRONT, BACK, WIDTH, WIDE, WIDEN, ALL=False,
+            labels = tl.zeros([LINES, TILE], tl.int32) + tl.minimum(positions, length)[None, :]
+            for word in tl.static_range(MASK_WORDS):
+                word_bits = tl.load(ancestors + line_rows * MASK_WORDS + word, mask=is_line, other=0)[:, None]
+                index = window_slot - 32 * word
+                in_word, bit_in_word = (index >= 0) & (index < 32) & (window_slot < width), index & 31
+                visible |= in_word[None, :] & (((word_bits >> bit_in_word[None, :]) & 1) != 0)
+                if HAS_LOWER_LIMIT:
+                    # Ancestors in lower bits of this word.
+                    lower_ancestors = popcount(word_bits & ((1 << bit_in_word[None, :]) - 1))
+                    labels += tl.where(
+                        in_word[None, :], lower_ancestors, tl.where((index >= 32)[None, :], popcount(word_bits), 0)
+                    )
+            if HAS_LOWER_LIMIT:
+                visible &= labels >= first_visible[:, None]
+        max_score, weight_sum, value_sum = add_tile(
+            max_score, weight_sum, value_sum, q_front, q_back, memory, scales, cells, positions < end, visible,
+            SCALE, HEAD_DIM, VALUE_DIM, VALUE_OFFSET, VALUE_SCALES_OFFSET, FP8_GROUPS, DTYPE, FRONT, BACK, VALUE_BLOCK,
+            ACC_DTYPE, UPCAST, UNMASKED=False,
         )  # fmt: skip
-    deep = tl.arange(0, WIDTH)
-    place = batch_row * HEADS + own_head
-    fits = live[:, None] & (deep < VALUE)[None, :]
-    if SPLITS > 1 or APART:
-        kept_at = (place * SPLITS + split) * (WIDTH + 2)
-        tl.store(partials + kept_at[:, None] + deep[None, :], sums, mask=fits)
-        tl.store(partials + kept_at + WIDTH, highest, mask=live)
-        tl.store(partials + kept_at + WIDTH + 1, total, mask=live)
+    value_offsets = tl.arange(0, VALUE_BLOCK)
+    index = batch_rows * HEADS + line_heads
+    value_mask = is_line[:, None] & (value_offsets < VALUE_DIM)[None, :]
+    if SPLITS > 1 or SKIP_PREFIX:
+        partial_offset = (index * SPLITS + split) * (VALUE_BLOCK + 2)
+        tl.store(partials + partial_offset[:, None] + value_offsets[None, :], value_sum, mask=value_mask)
+        tl.store(partials + partial_offset + VALUE_BLOCK, max_score, mask=is_line)
+        tl.store(partials + partial_offset + VALUE_BLOCK + 1, weight_sum, mask=is_line)
     else:
-        if SINKS:
+        if HAS_SINKS:
             # One more logit in the softmax, without a value.
-            sink = tl.load(sinks + own_head, mask=live, other=0.0).to(WIDE) * LOG2E
-            most = tl.maximum(highest, sink)
-            kept = tl.exp2(highest - most)
-            total = total * kept + tl.exp2(sink - most)
-            sums *= kept[:, None]
-        spoiled = tl.load(bad + batch_row, mask=live, other=0) != 0
-        sums = sums / tl.where(total == 0, 1.0, total)[:, None]
-        sums = tl.where(spoiled[:, None], float("nan"), sums)
-        tl.store(out + place[:, None] * VALUE + deep[None, :], sums.to(out.dtype.element_ty), mask=fits)
+            sink = tl.load(sinks + line_heads, mask=is_line, other=0.0).to(ACC_DTYPE) * LOG2E
+            new_max = tl.maximum(max_score, sink)
+            rescale = tl.exp2(max_score - new_max)
+            weight_sum = weight_sum * rescale + tl.exp2(sink - new_max)
+            value_sum *= rescale[:, None]
+        is_nonfinite = tl.load(nonfinite_rows + batch_rows, mask=is_line, other=0) != 0
+        value_sum = value_sum / tl.where(weight_sum == 0, 1.0, weight_sum)[:, None]
+        value_sum = tl.where(is_nonfinite[:, None], float("nan"), value_sum)
+        tl.store(
+            out + index[:, None] * VALUE_DIM + value_offsets[None, :],
+            value_sum.to(out.dtype.element_ty),
+            mask=value_mask,
+        )

@@ -11,29 +11,36 @@ from torch import Tensor
 
 
 @triton.jit
-def mixed(x, between):
-    """Return MurmurHash3's 32-bit finaliser of unsigned words; `between` is mixed in before the second round."""
-    x = ((x ^ (x >> 16)) * 0x85EBCA6B) ^ between
+def murmur_mix(x, salt):
+    """Return MurmurHash3's 32-bit finaliser of unsigned words; `salt` is mixed in before the second round."""
+    x = ((x ^ (x >> 16)) * 0x85EBCA6B) ^ salt
     x = (x ^ (x >> 13)) * 0xC2B2AE35
     return x ^ (x >> 16)
 
 
 @triton.jit
-def gumbel(key, hashes, WIDE: tl.constexpr):
+def gumbel(key, hashes, ACC_DTYPE: tl.constexpr):
     """Return Gumbel noise -log(-log(1 - u)) under a 64-bit `key`, for tokens with `hashes`; u is uniform in (0, 1)."""
-    low, high = key.to(tl.uint64, bitcast=True).to(tl.uint32), (key.to(tl.uint64, bitcast=True) >> 32).to(tl.uint32)
-    bits = mixed(low ^ hashes.to(tl.uint32, bitcast=True), high) & 0x7FFFFFFF
-    uniform = (bits.to(WIDE) + 0.5) * 4.656612873077393e-10  # (b + 0.5) / 2^31 for 31 bits b
-    least: tl.constexpr = 1.1102230246251565e-16 if tl.float64 == WIDE else 5.9604644775390625e-08
-    uniform = tl.minimum(uniform, 1 - least)  # rounding may give 1, for which log(0) = -inf
+    key_low, key_high = (
+        key.to(tl.uint64, bitcast=True).to(tl.uint32),
+        (key.to(tl.uint64, bitcast=True) >> 32).to(tl.uint32),
+    )
+    bits = murmur_mix(key_low ^ hashes.to(tl.uint32, bitcast=True), key_high) & 0x7FFFFFFF
+    uniform = (bits.to(ACC_DTYPE) + 0.5) * 4.656612873077393e-10  # (b + 0.5) / 2^31 for 31 bits b
+    half_epsilon: tl.constexpr = 1.1102230246251565e-16 if tl.float64 == ACC_DTYPE else 5.9604644775390625e-08
+    uniform = tl.minimum(uniform, 1 - half_epsilon)  # rounding may give 1, for which log(0) = -inf
     # log(1 - u) for small u, as Kahan computes log1p: the factor u / (1 - rest) corrects the rounding of rest = 1 - u.
-    rest = 1 - uniform
-    log = tl.where(rest == 1, -uniform, tl.log(rest) * (uniform / tl.where(rest == 1, 1.0, 1 - rest)))
-    return -tl.log(-log)
+    one_minus_uniform = 1 - uniform
+    log_of_one_minus_uniform = tl.where(
+        one_minus_uniform == 1,
+        -uniform,
+        tl.log(one_minus_uniform) * (uniform / tl.where(one_minus_uniform == 1, 1.0, 1 - one_minus_uniform)),
+    )
+    return -tl.log(-log_of_one_minus_uniform)
 
 
 @triton.jit
-def in_order(x):
+def sort_key(x):
     """Return signed integers in the order of the numbers `x`. NaN counts as infinity, the highest number. The lowest
     integer belongs to no number; it stands for "none".
 
@@ -45,95 +52,95 @@ def in_order(x):
 
 
 @triton.jit
-def number_of(order, WIDE: tl.constexpr):
-    """Return the number from its integer: the inverse of `in_order`."""
-    bits: tl.constexpr = WIDE.primitive_bitwidth - 1
-    return (order ^ ((order >> bits) & ((1 << bits) - 1))).to(WIDE, bitcast=True)
+def number_of_sort_key(sort_keys, ACC_DTYPE: tl.constexpr):
+    """Return the number from its integer: the inverse of `sort_key`."""
+    SIGN_SHIFT: tl.constexpr = ACC_DTYPE.primitive_bitwidth - 1
+    return (sort_keys ^ ((sort_keys >> SIGN_SHIFT) & ((1 << SIGN_SHIFT) - 1))).to(ACC_DTYPE, bitcast=True)
 
 
 @triton.jit
-def unsigned(order):
-    """Return the integers of `in_order` as unsigned ones in the same order, so that a search bit by bit starts at 0."""
-    KIND: tl.constexpr = tl.uint64 if order.dtype == tl.int64 else tl.uint32
-    return order.to(KIND, bitcast=True) ^ (tl.full([], 1, KIND) << (KIND.primitive_bitwidth - 1))
+def to_unsigned(sort_keys):
+    """Return the integers of `sort_key` as unsigned ones in the same order, so that a search bit by bit starts at 0."""
+    KIND: tl.constexpr = tl.uint64 if sort_keys.dtype == tl.int64 else tl.uint32
+    return sort_keys.to(KIND, bitcast=True) ^ (tl.full([], 1, KIND) << (KIND.primitive_bitwidth - 1))
 
 
 @triton.jit
-def signed(order):
-    """Return signed integers: the inverse of `unsigned`."""
-    KIND: tl.constexpr = tl.int64 if order.dtype == tl.uint64 else tl.int32
-    return (order ^ (tl.full([], 1, order.dtype) << (KIND.primitive_bitwidth - 1))).to(KIND, bitcast=True)
+def to_signed(sort_keys):
+    """Return signed integers: the inverse of `to_unsigned`."""
+    KIND: tl.constexpr = tl.int64 if sort_keys.dtype == tl.uint64 else tl.int32
+    return (sort_keys ^ (tl.full([], 1, sort_keys.dtype) << (KIND.primitive_bitwidth - 1))).to(KIND, bitcast=True)
 
 
 class BestOfPartArguments(NamedTuple):
     """What `best_of_part` takes, in its order; its constants follow by name."""
 
     logits: Tensor
-    inverse: Tensor | None
-    scale: Tensor | None
+    inverse_temperature: Tensor | None
+    noise_scale: Tensor | None
     keys: Tensor | None
     hashes: Tensor | None
-    least: Tensor | None
+    thresholds: Tensor | None
     values: Tensor
     ids: Tensor
     sums: Tensor
     stride: int
     columns: int
-    far: float
+    filter_penalty: float
 
 
 @triton.jit
 def best_of_part(
     logits,
-    inverse,
-    scale,
+    inverse_temperature,
+    noise_scale,
     keys,
     hashes,
-    least,
+    thresholds,
     values,
     ids,
     sums,
     stride,
     columns,
-    far,
-    NOISY: tl.constexpr,
-    FILTERED: tl.constexpr,
-    SUMMED: tl.constexpr,
+    filter_penalty,
+    IS_SAMPLED: tl.constexpr,
+    HAS_FILTERS: tl.constexpr,
+    WITH_LOGSUMEXP: tl.constexpr,
     COUNT: tl.constexpr,
-    WIDE: tl.constexpr,
+    ACC_DTYPE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Write the `COUNT` highest scores of one part of a row of `logits` `[T, columns]`: `values` and `ids`
-    `[T, parts, COUNT]`. If `SUMMED`, also write m = max score and sum exp(score - m) to `sums` `[T, parts, 2]`.
+    `[T, parts, COUNT]`. If `WITH_LOGSUMEXP`, also write m = max score and sum exp(score - m) to `sums` `[T, parts, 2]`.
 
-    Scores are the logits unless `NOISY`. If `NOISY`, scores are logits * `inverse` `[T]` + noise * `scale` `[T]`;
-    `gumbel` computes the noise from `keys` `[T]` and `hashes` `[columns]`. If `FILTERED` too, tempered logits below
-    `least` `[T]` are lowered by `far`.
+    Scores are the logits unless `IS_SAMPLED`. If `IS_SAMPLED`, scores are logits * `inverse_temperature` `[T]` + noise
+    * `noise_scale` `[T]`; `gumbel` computes the noise from `keys` `[T]` and `hashes` `[columns]`. If `HAS_FILTERS` too,
+    tempered logits below `thresholds` `[T]` are lowered by `filter_penalty`.
     """
     row, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    LOWEST: tl.constexpr = -(1 << (WIDE.primitive_bitwidth - 1))
-    at = part * BLOCK + tl.arange(0, BLOCK)
-    held = at < columns
-    score = tl.load(logits + row * stride + at, mask=held, other=0.0).to(WIDE)
-    if NOISY:
-        score *= tl.load(inverse + row).to(WIDE)
-        if FILTERED:
-            score = tl.where(score < tl.load(least + row), score - far, score)
-        noise = gumbel(tl.load(keys + row), tl.load(hashes + at, mask=held, other=0), WIDE)
-        score += noise * tl.load(scale + row).to(WIDE)
-    place = row * parts + part
-    if SUMMED:
-        most = tl.max(tl.where(held, score, float("-inf")), 0)
-        finite = tl.where(most == float("-inf"), 0.0, most)
-        tl.store(sums + 2 * place, most)
-        tl.store(sums + 2 * place + 1, tl.sum(tl.where(held, tl.exp(score - finite), 0.0), 0))
-    order = tl.where(held, in_order(score), LOWEST)
-    for one in tl.static_range(COUNT):
-        highest, which = tl.max(order, 0, return_indices=True, return_indices_tie_break_left=True)
-        tl.store(values + place * COUNT + one, number_of(highest, WIDE))
-        token = tl.where(highest == LOWEST, columns, part * BLOCK + which)  # `columns`: no token is left
-        tl.store(ids + place * COUNT + one, token)
-        order = tl.where(tl.arange(0, BLOCK) == which, LOWEST, order)
+    LOWEST: tl.constexpr = -(1 << (ACC_DTYPE.primitive_bitwidth - 1))
+    offsets = part * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < columns
+    scores = tl.load(logits + row * stride + offsets, mask=mask, other=0.0).to(ACC_DTYPE)
+    if IS_SAMPLED:
+        scores *= tl.load(inverse_temperature + row).to(ACC_DTYPE)
+        if HAS_FILTERS:
+            scores = tl.where(scores < tl.load(thresholds + row), scores - filter_penalty, scores)
+        noise = gumbel(tl.load(keys + row), tl.load(hashes + offsets, mask=mask, other=0), ACC_DTYPE)
+        scores += noise * tl.load(noise_scale + row).to(ACC_DTYPE)
+    part_index = row * parts + part
+    if WITH_LOGSUMEXP:
+        max_score = tl.max(tl.where(mask, scores, float("-inf")), 0)
+        finite_max = tl.where(max_score == float("-inf"), 0.0, max_score)
+        tl.store(sums + 2 * part_index, max_score)
+        tl.store(sums + 2 * part_index + 1, tl.sum(tl.where(mask, tl.exp(scores - finite_max), 0.0), 0))
+    sort_keys = tl.where(mask, sort_key(scores), LOWEST)
+    for rank in tl.static_range(COUNT):
+        best_key, best_index = tl.max(sort_keys, 0, return_indices=True, return_indices_tie_break_left=True)
+        tl.store(values + part_index * COUNT + rank, number_of_sort_key(best_key, ACC_DTYPE))
+        token = tl.where(best_key == LOWEST, columns, part * BLOCK + best_index)  # `columns`: no token is left
+        tl.store(ids + part_index * COUNT + rank, token)
+        sort_keys = tl.where(tl.arange(0, BLOCK) == best_index, LOWEST, sort_keys)
 
 
 class BestOfAllArguments(NamedTuple):
@@ -144,7 +151,7 @@ class BestOfAllArguments(NamedTuple):
     sums: Tensor
     values: Tensor
     ids: Tensor
-    total: Tensor
+    logsumexp: Tensor
     parts: int
     columns: int
 
@@ -156,38 +163,38 @@ def best_of_all(
     sums,
     values,
     ids,
-    total,
+    logsumexp,
     parts,
     columns,
-    SUMMED: tl.constexpr,
+    WITH_LOGSUMEXP: tl.constexpr,
     COUNT: tl.constexpr,
-    WIDE: tl.constexpr,
+    ACC_DTYPE: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Merge the results of the parts of each row: `values` and `ids` `[T, COUNT]`, log-sum-exp `total` `[T]`."""
-    row, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    LOWEST: tl.constexpr = -(1 << (WIDE.primitive_bitwidth - 1))
-    held = at < parts * COUNT
-    token = tl.load(part_ids + row * parts * COUNT + at, mask=held, other=columns)
-    score = tl.load(part_values + row * parts * COUNT + at, mask=held, other=0.0)
-    order = tl.where(token < columns, in_order(score), LOWEST)
-    for one in tl.static_range(COUNT):
-        highest, which = tl.max(order, 0, return_indices=True, return_indices_tie_break_left=True)
-        tl.store(values + row * COUNT + one, number_of(highest, WIDE))
-        tl.store(ids + row * COUNT + one, tl.sum(tl.where(at == which, token, 0), 0).to(tl.int64))
-        order = tl.where(at == which, LOWEST, order)
-    if SUMMED:
-        part = tl.arange(0, PARTS)
-        most = tl.load(sums + 2 * (row * parts + part), mask=part < parts, other=float("-inf"))
-        below = tl.load(sums + 2 * (row * parts + part) + 1, mask=part < parts, other=0.0)
-        top = tl.max(most, 0)
-        finite = tl.where(top == float("-inf"), 0.0, top)
-        tl.store(total + row, finite + tl.log(tl.sum(below * tl.exp(most - finite), 0)))
+    """Merge the results of the parts of each row: `values` and `ids` `[T, COUNT]`, log-sum-exp `logsumexp` `[T]`."""
+    row, offsets = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    LOWEST: tl.constexpr = -(1 << (ACC_DTYPE.primitive_bitwidth - 1))
+    mask = offsets < parts * COUNT
+    tokens = tl.load(part_ids + row * parts * COUNT + offsets, mask=mask, other=columns)
+    scores = tl.load(part_values + row * parts * COUNT + offsets, mask=mask, other=0.0)
+    sort_keys = tl.where(tokens < columns, sort_key(scores), LOWEST)
+    for rank in tl.static_range(COUNT):
+        best_key, best_index = tl.max(sort_keys, 0, return_indices=True, return_indices_tie_break_left=True)
+        tl.store(values + row * COUNT + rank, number_of_sort_key(best_key, ACC_DTYPE))
+        tl.store(ids + row * COUNT + rank, tl.sum(tl.where(offsets == best_index, tokens, 0), 0).to(tl.int64))
+        sort_keys = tl.where(offsets == best_index, LOWEST, sort_keys)
+    if WITH_LOGSUMEXP:
+        part_offsets = tl.arange(0, PARTS)
+        part_max = tl.load(sums + 2 * (row * parts + part_offsets), mask=part_offsets < parts, other=float("-inf"))
+        part_sums = tl.load(sums + 2 * (row * parts + part_offsets) + 1, mask=part_offsets < parts, other=0.0)
+        max_score = tl.max(part_max, 0)
+        finite_max = tl.where(max_score == float("-inf"), 0.0, max_score)
+        tl.store(logsumexp + row, finite_max + tl.log(tl.sum(part_sums * tl.exp(part_max - finite_max), 0)))
 
 
 @triton.jit
-def mixed_64(x):
+def splitmix(x):
     """Return SplitMix64's finaliser of unsigned 64-bit numbers."""
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
@@ -198,21 +205,22 @@ class KeysAlongArguments(NamedTuple):
     """What `keys_along` takes, in its order; its constants follow by name."""
 
     seeds: Tensor
-    first: Tensor
+    first_positions: Tensor
     keys: Tensor
     stride: int
     count: int
 
 
 @triton.jit
-def keys_along(seeds, first, keys, stride, count, BLOCK: tl.constexpr):
-    """Write the `keys` `[B, count]` of positions `first` `[B]` and the next ones, for `seeds` `[B]` at `stride`.
+def keys_along(seeds, first_positions, keys, stride, count, BLOCK: tl.constexpr):
+    """Write the `keys` `[B, count]` of positions `first_positions` `[B]` and the next ones, for `seeds` `[B]` at
+    `stride`.
 
     key(seed, position) = mix(mix(seed + golden) + position * golden): one SplitMix64 generator for each seed.
     """
-    request, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    request, offsets = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     golden = tl.full([BLOCK], 0x9E3779B97F4A7C15, tl.uint64)
-    seed = mixed_64(tl.load(seeds + request * stride).to(tl.uint64, bitcast=True) + golden)
-    position = tl.load(first + request).to(tl.uint64, bitcast=True) + at.to(tl.uint64)
-    key = mixed_64(seed + position * golden)
-    tl.store(keys + request * count + at, key.to(tl.int64, bitcast=True), mask=at < count)
+    seed = splitmix(tl.load(seeds + request * stride).to(tl.uint64, bitcast=True) + golden)
+    positions = tl.load(first_positions + request).to(tl.uint64, bitcast=True) + offsets.to(tl.uint64)
+    noise_keys = splitmix(seed + positions * golden)
+    tl.store(keys + request * count + offsets, noise_keys.to(tl.int64, bitcast=True), mask=offsets < count)

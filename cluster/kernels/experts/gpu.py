@@ -13,89 +13,96 @@ from torch import Tensor
 class GroupArguments(NamedTuple):
     """What `group` takes, in its order; its constants follow by name."""
 
-    chosen: Tensor
-    source: Tensor
-    expert: Tensor
-    place: Tensor
+    topk_ids: Tensor
+    source_rows: Tensor
+    place_experts: Tensor
+    places_of_choices: Tensor
     ends: Tensor
-    count: int
-    active: int
+    num_choices: int
+    experts_per_row: int
 
 
 @triton.jit
-def group(chosen, source, expert, place, ends, count, active, BLOCK: tl.constexpr):
+def group(
+    topk_ids, source_rows, place_experts, places_of_choices, ends, num_choices, experts_per_row, BLOCK: tl.constexpr
+):
     """Assign places to the choices of one expert per program, after the places of all lower experts: a stable counting
     sort.
 
-    `chosen` `[count]` are the choices, `active` for each row. Writes `source` and `expert` `[count]` (the row and the
-    expert at each place), `place` `[count]` (the place of each choice) and `ends` `[E]` (where an expert's places end).
+    `topk_ids` `[num_choices]` are the choices, `experts_per_row` for each row. Writes `source_rows` and `place_experts`
+    `[num_choices]` (the row and the expert at each place), `places_of_choices` `[num_choices]` (the place of each
+    choice) and `ends` `[E]` (where an expert's places end).
     """
-    own, at = tl.program_id(0), tl.arange(0, BLOCK)
-    below, mine = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
-    for start in range(0, count, BLOCK):
-        given = tl.load(chosen + start + at, mask=start + at < count, other=tl.num_programs(0))
-        below += (given < own).to(tl.int32)
-        mine += (given == own).to(tl.int32)
-    first = tl.sum(below, 0)  # the number of choices of lower experts is this expert's first place
-    tl.store(ends + own, first + tl.sum(mine, 0))
-    for start in range(0, count, BLOCK):
-        given = tl.load(chosen + start + at, mask=start + at < count, other=tl.num_programs(0))
-        is_own = given == own
-        to = (first + tl.cumsum(is_own.to(tl.int32), 0) - 1).to(tl.int64)
-        tl.store(place + start + at, to, mask=is_own)
-        tl.store(source + to, ((start + at) // active).to(tl.int64), mask=is_own)
-        tl.store(expert + to, given, mask=is_own)
-        first += tl.sum(is_own.to(tl.int32), 0)
+    own_expert, offsets = tl.program_id(0), tl.arange(0, BLOCK)
+    lower_counts, own_counts = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
+    for start in range(0, num_choices, BLOCK):
+        expert_ids = tl.load(topk_ids + start + offsets, mask=start + offsets < num_choices, other=tl.num_programs(0))
+        lower_counts += (expert_ids < own_expert).to(tl.int32)
+        own_counts += (expert_ids == own_expert).to(tl.int32)
+    first = tl.sum(lower_counts, 0)  # the number of choices of lower experts is this expert's first place
+    tl.store(ends + own_expert, first + tl.sum(own_counts, 0))
+    for start in range(0, num_choices, BLOCK):
+        expert_ids = tl.load(topk_ids + start + offsets, mask=start + offsets < num_choices, other=tl.num_programs(0))
+        is_own_choice = expert_ids == own_expert
+        target_places = (first + tl.cumsum(is_own_choice.to(tl.int32), 0) - 1).to(tl.int64)
+        tl.store(places_of_choices + start + offsets, target_places, mask=is_own_choice)
+        tl.store(
+            source_rows + target_places,
+            ((start + offsets) // experts_per_row).to(tl.int64),
+            mask=is_own_choice,
+        )
+        tl.store(place_experts + target_places, expert_ids, mask=is_own_choice)
+        first += tl.sum(is_own_choice.to(tl.int32), 0)
 
 
 class CombineArguments(NamedTuple):
     """What `combine` takes, in its order; its constants follow by name."""
 
-    made: Tensor
-    place: Tensor
+    expert_outputs: Tensor
+    places_of_choices: Tensor
     weights: Tensor
-    chosen: Tensor
+    topk_ids: Tensor
     bias: Tensor | None
     out: Tensor
     size: int
-    count: int
+    num_choices: int
 
 
 @triton.jit
 def combine(
-    made,
-    place,
+    expert_outputs,
+    places_of_choices,
     weights,
-    chosen,
+    topk_ids,
     bias,
     out,
     size,
-    count,
-    ACTIVE: tl.constexpr,
-    BIASED: tl.constexpr,
-    WIDE: tl.constexpr,
-    SLOTS: tl.constexpr,
+    num_choices,
+    EXPERTS_PER_ROW: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ACC_DTYPE: tl.constexpr,
+    EXPERTS_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute `out` `[T, size]`: for each row, the sum of weights * (made + bias) over the row's `ACTIVE` places, in
-    ascending order. `made` `[count, size]` has an entry per place, `weights` are `[T, ACTIVE]`. `bias` `[E, size]` has
-    an entry per expert, and is used only if `BIASED`.
+    """Compute `out` `[T, size]`: for each row, the sum of weights * (made + bias) over the row's `EXPERTS_PER_ROW`
+    places, in ascending order. `expert_outputs` `[num_choices, size]` has an entry per place, `weights` are `[T,
+    EXPERTS_PER_ROW]`. `bias` `[E, size]` has an entry per expert, and is used only if `HAS_BIAS`.
     """
-    row, slot = tl.program_id(0).to(tl.int64), tl.arange(0, SLOTS)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    held = at < size
-    places = tl.load(place + row * ACTIVE + slot, mask=slot < ACTIVE, other=count)
-    shares = tl.load(weights + row * ACTIVE + slot, mask=slot < ACTIVE, other=0.0).to(WIDE)
-    if BIASED:
-        experts = tl.load(chosen + row * ACTIVE + slot, mask=slot < ACTIVE, other=0)
-    total = tl.zeros([BLOCK], WIDE)
-    for _ in range(ACTIVE):
-        next_place = tl.min(places, 0)  # the lowest place not yet added; added ones are set to `count`
+    row, slot = tl.program_id(0).to(tl.int64), tl.arange(0, EXPERTS_BLOCK)
+    offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < size
+    places = tl.load(places_of_choices + row * EXPERTS_PER_ROW + slot, mask=slot < EXPERTS_PER_ROW, other=num_choices)
+    row_weights = tl.load(weights + row * EXPERTS_PER_ROW + slot, mask=slot < EXPERTS_PER_ROW, other=0.0).to(ACC_DTYPE)
+    if HAS_BIAS:
+        experts = tl.load(topk_ids + row * EXPERTS_PER_ROW + slot, mask=slot < EXPERTS_PER_ROW, other=0)
+    total = tl.zeros([BLOCK], ACC_DTYPE)
+    for _ in range(EXPERTS_PER_ROW):
+        next_place = tl.min(places, 0)  # the lowest place not yet added; added ones are set to `num_choices`
         is_next = places == next_place
-        part = tl.load(made + next_place * size + at, mask=held, other=0.0).to(WIDE)
-        if BIASED:
-            one = tl.sum(tl.where(is_next, experts, 0), 0)
-            part += tl.load(bias + one * size + at, mask=held, other=0.0).to(WIDE)
-        total += part * tl.sum(tl.where(is_next, shares, 0.0), 0)
-        places = tl.where(is_next, count, places)
-    tl.store(out + row * size + at, total.to(out.dtype.element_ty), mask=held)
+        output = tl.load(expert_outputs + next_place * size + offsets, mask=mask, other=0.0).to(ACC_DTYPE)
+        if HAS_BIAS:
+            expert_id = tl.sum(tl.where(is_next, experts, 0), 0)
+            output += tl.load(bias + expert_id * size + offsets, mask=mask, other=0.0).to(ACC_DTYPE)
+        total += output * tl.sum(tl.where(is_next, row_weights, 0.0), 0)
+        places = tl.where(is_next, num_choices, places)
+    tl.store(out + row * size + offsets, total.to(out.dtype.element_ty), mask=mask)

@@ -11,76 +11,81 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from cluster.kernels.choice.gpu import in_order, number_of, signed, unsigned
+from cluster.kernels.choice.gpu import number_of_sort_key, sort_key, to_signed, to_unsigned
 
 
 @triton.jit
-def tempered(logits, scale, at, held, WIDE: tl.constexpr):
+def load_tempered(logits, inverse_temperature, offsets, mask, ACC_DTYPE: tl.constexpr):
     """Load logits and multiply them by the inverse temperature."""
-    return tl.load(logits + at, mask=held, other=0.0).to(WIDE) * scale
+    return tl.load(logits + offsets, mask=mask, other=0.0).to(ACC_DTYPE) * inverse_temperature
 
 
 @triton.jit
-def mass_of(x, top, kth, MASS: tl.constexpr, LIBRARY: tl.constexpr):
-    """Return the integer mass floor(MASS * exp(x - top)) of tempered logits x; 0 below `kth`, the top_k threshold."""
-    if LIBRARY:
-        share = libdevice.exp(x - top)
+def integer_mass(scores, max_score, top_k_threshold, MASS: tl.constexpr, USE_LIBDEVICE: tl.constexpr):
+    """Return the integer mass floor(MASS * exp(score - max_score)) of tempered logits; 0 below `top_k_threshold`, the
+    top_k threshold.
+    """
+    if USE_LIBDEVICE:
+        probability = libdevice.exp(scores - max_score)
     else:
-        share = tl.exp(x - top)
-    return tl.where(x < kth, 0, (share * MASS).to(tl.int64))
+        probability = tl.exp(scores - max_score)
+    return tl.where(scores < top_k_threshold, 0, (probability * MASS).to(tl.int64))
 
 
 @triton.jit
-def least_with(
+def largest_threshold_with(
     logits,
-    scale,
+    inverse_temperature,
     columns,
-    needed,
-    top,
-    kth,
-    WEIGHED: tl.constexpr,
+    needed_weight,
+    max_score,
+    top_k_threshold,
+    BY_MASS: tl.constexpr,
     MASS: tl.constexpr,
-    LIBRARY: tl.constexpr,
-    WIDE: tl.constexpr,
+    USE_LIBDEVICE: tl.constexpr,
+    ACC_DTYPE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return the largest number t such that the tempered logits >= t together weigh at least `needed`.
+    """Return the largest number t such that the tempered logits >= t together weigh at least `needed_weight`.
 
-    Each logit weighs 1, or its mass if `WEIGHED`; all logits together must weigh at least `needed`. Radix select: each
-    pass over the row fixes the next two bits of t, the highest first, in the integers of `unsigned(in_order(x))`.
+    Each logit weighs 1, or its mass if `BY_MASS`; all logits together must weigh at least `needed_weight`. Radix
+    select: each pass over the row fixes the next two bits of t, the highest first, in the integers of
+    `to_unsigned(sort_key(scores))`.
     """
-    UNSIGNED: tl.constexpr = tl.uint64 if tl.float64 == WIDE else tl.uint32
+    UNSIGNED: tl.constexpr = tl.uint64 if tl.float64 == ACC_DTYPE else tl.uint32
     BITS: tl.constexpr = UNSIGNED.primitive_bitwidth
     digits = tl.arange(0, 4).to(UNSIGNED) << (BITS - 2)
-    found = tl.full([], 0, UNSIGNED)
+    threshold_bits = tl.full([], 0, UNSIGNED)
     for _ in range(BITS // 2):
-        tried = found | digits
-        weight = tl.zeros([4, BLOCK], tl.int64)
+        trial_bits = threshold_bits | digits
+        trial_weights = tl.zeros([4, BLOCK], tl.int64)
         for start in range(0, columns, BLOCK):
-            at = start + tl.arange(0, BLOCK)
-            held = at < columns
-            x = tempered(logits, scale, at, held, WIDE)
-            order = unsigned(in_order(x))
-            if WEIGHED:
-                own = tl.where(held, mass_of(x, top, kth, MASS, LIBRARY), 0)
+            offsets = start + tl.arange(0, BLOCK)
+            mask = offsets < columns
+            scores = load_tempered(logits, inverse_temperature, offsets, mask, ACC_DTYPE)
+            sort_keys = to_unsigned(sort_key(scores))
+            if BY_MASS:
+                weights_of_scores = tl.where(
+                    mask, integer_mass(scores, max_score, top_k_threshold, MASS, USE_LIBDEVICE), 0
+                )
             else:
-                own = held.to(tl.int64)
-            weight += tl.where(order[None, :] >= tried[:, None], own[None, :], 0)
-        enough = tl.sum(weight, 1) >= needed  # monotonic: a higher digit has less weight above it
-        found = found | tl.max(tl.where(enough, digits, 0), 0)
+                weights_of_scores = mask.to(tl.int64)
+            trial_weights += tl.where(sort_keys[None, :] >= trial_bits[:, None], weights_of_scores[None, :], 0)
+        is_enough = tl.sum(trial_weights, 1) >= needed_weight  # monotonic: a higher digit has less weight above it
+        threshold_bits = threshold_bits | tl.max(tl.where(is_enough, digits, 0), 0)
         digits = digits >> 2
-    return number_of(signed(found), WIDE)
+    return number_of_sort_key(to_signed(threshold_bits), ACC_DTYPE)
 
 
 class ThresholdArguments(NamedTuple):
     """What `threshold` takes, in its order; its constants follow by name."""
 
     logits: Tensor
-    inverse: Tensor
+    inverse_temperature: Tensor
     top_k: Tensor
     top_p: Tensor
     log_min_p: Tensor
-    least: Tensor
+    thresholds: Tensor
     stride: int
     columns: int
 
@@ -88,51 +93,75 @@ class ThresholdArguments(NamedTuple):
 @triton.jit
 def threshold(
     logits,
-    inverse,
+    inverse_temperature,
     top_k,
     top_p,
     log_min_p,
-    least,
+    thresholds,
     stride,
     columns,
     MASS: tl.constexpr,
-    LIBRARY: tl.constexpr,
-    WIDE: tl.constexpr,
+    USE_LIBDEVICE: tl.constexpr,
+    ACC_DTYPE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the threshold `least` `[T]` of each row of `logits` `[T, columns]`: the least tempered logit that top_k,
-    top_p and min_p all keep; -inf without filters. For a row with NaN or an infinite maximum, it is NaN, which removes
-    no token.
+    """Write the threshold `thresholds` `[T]` of each row of `logits` `[T, columns]`: the least tempered logit that
+    top_k, top_p and min_p all keep; -inf without filters. For a row with NaN or an infinite maximum, it is NaN, which
+    removes no token.
     """
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
-    scale = tl.load(inverse + row).to(WIDE)
-    most, odd = tl.full([BLOCK], float("-inf"), WIDE), tl.zeros([BLOCK], tl.int32)
+    temperature_factor = tl.load(inverse_temperature + row).to(ACC_DTYPE)
+    max_scores, nan_counts = tl.full([BLOCK], float("-inf"), ACC_DTYPE), tl.zeros([BLOCK], tl.int32)
     for start in range(0, columns, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        x = tempered(logits, scale, at, at < columns, WIDE)
-        x = tl.where(at < columns, x, float("-inf"))
-        odd += (x != x).to(tl.int32)
-        most = tl.where(x > most, x, most)
-    top = tl.max(most, 0)
-    finite = (tl.sum(odd, 0) == 0) & (top - top == 0)
-    kept = tl.full([], float("-inf"), WIDE)
-    if finite:
-        rank, share = tl.load(top_k + row), tl.load(top_p + row)
-        if (rank > 0) & (rank < columns):
-            kept = least_with(logits, scale, columns, rank, top, top, False, MASS, LIBRARY, WIDE, BLOCK)
-        kth = kept
-        if share < 1:
-            weight = tl.zeros([BLOCK], tl.int64)
+        offsets = start + tl.arange(0, BLOCK)
+        scores = load_tempered(logits, temperature_factor, offsets, offsets < columns, ACC_DTYPE)
+        scores = tl.where(offsets < columns, scores, float("-inf"))
+        nan_counts += (scores != scores).to(tl.int32)
+        max_scores = tl.where(scores > max_scores, scores, max_scores)
+    max_score = tl.max(max_scores, 0)
+    is_finite = (tl.sum(nan_counts, 0) == 0) & (max_score - max_score == 0)
+    lower_bound = tl.full([], float("-inf"), ACC_DTYPE)
+    if is_finite:
+        k, p = tl.load(top_k + row), tl.load(top_p + row)
+        if (k > 0) & (k < columns):
+            lower_bound = largest_threshold_with(
+                logits,
+                temperature_factor,
+                columns,
+                k,
+                max_score,
+                max_score,
+                False,
+                MASS,
+                USE_LIBDEVICE,
+                ACC_DTYPE,
+                BLOCK,
+            )
+        top_k_threshold = lower_bound
+        if p < 1:
+            masses = tl.zeros([BLOCK], tl.int64)
             for start in range(0, columns, BLOCK):
-                at = start + tl.arange(0, BLOCK)
-                held = at < columns
-                x = tempered(logits, scale, at, held, WIDE)
-                weight += tl.where(held, mass_of(x, top, kth, MASS, LIBRARY), 0)
-            needed = tl.ceil(tl.sum(weight, 0).to(tl.float64) * share.to(tl.float64)).to(tl.int64)
-            needed = tl.maximum(needed, 1)
-            nucleus = least_with(logits, scale, columns, needed, top, kth, True, MASS, LIBRARY, WIDE, BLOCK)
-            kept = tl.maximum(kept, nucleus)
+                offsets = start + tl.arange(0, BLOCK)
+                mask = offsets < columns
+                scores = load_tempered(logits, temperature_factor, offsets, mask, ACC_DTYPE)
+                masses += tl.where(mask, integer_mass(scores, max_score, top_k_threshold, MASS, USE_LIBDEVICE), 0)
+            needed_mass = tl.ceil(tl.sum(masses, 0).to(tl.float64) * p.to(tl.float64)).to(tl.int64)
+            needed_mass = tl.maximum(needed_mass, 1)
+            top_p_threshold = largest_threshold_with(
+                logits,
+                temperature_factor,
+                columns,
+                needed_mass,
+                max_score,
+                top_k_threshold,
+                True,
+                MASS,
+                USE_LIBDEVICE,
+                ACC_DTYPE,
+                BLOCK,
+            )
+            lower_bound = tl.maximum(lower_bound, top_p_threshold)
         # min_p: x >= top + log(min_p). The top token always stays.
-        kept = tl.minimum(tl.maximum(kept, top + tl.load(log_min_p + row).to(WIDE)), top)
-    tl.store(least + row, tl.where(finite, kept, float("nan")))
+        lower_bound = tl.minimum(tl.maximum(lower_bound, max_score + tl.load(log_min_p + row).to(ACC_DTYPE)), max_score)
+    tl.store(thresholds + row, tl.where(is_finite, lower_bound, float("nan")))

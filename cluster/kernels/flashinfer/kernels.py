@@ -12,5 +12,5 @@ class FlashInferKernels(TritonKernels):
     def __init__(self, flashinfer: FlashInfer) -> None:
         super().__init__()
         self.flashinfer = flashinfer
-        self.about = f"{self.about}; attention by FlashInfer {VERSION}, {flashinfer.variant}"
-        self.digits = f"flashinfer {VERSION}, {flashinfer.variant}"
+        self.description = f"{self.description}; attention by FlashInfer {VERSION}, {flashinfer.variant}"
+        self.numerics = f"flashinfer {VERSION}, {flashinfer.variant}"

@@ -47,17 +47,21 @@ class KernelMemory(NamedTuple):
 
 def paged_launch(wrapper: Any) -> dict[str, Any]:
     """Return all attributes that `run` reads of the wrapper for keys and values, under its current plan."""
-    return {name: _told(getattr(wrapper, name)) for name in PAGED}
+    return {name: _comparable(getattr(wrapper, name)) for name in PAGED}
 
 
 def latent_launch(wrapper: Any) -> dict[str, Any]:
     """Return all attributes that `run` reads of the wrapper for latents and of its `_planned_backend`."""
-    planned = wrapper._planned_backend
-    own = {name: _told(getattr(wrapper, name)) for name in LATENT}
-    return own | {f"planned.{name}": _told(getattr(planned, name)) for name in LATENT_BACKEND} | {"kind": type(planned)}
+    backend = wrapper._planned_backend
+    wrapper_attributes = {name: _comparable(getattr(wrapper, name)) for name in LATENT}
+    return (
+        wrapper_attributes
+        | {f"planned.{name}": _comparable(getattr(backend, name)) for name in LATENT_BACKEND}
+        | {"kind": type(backend)}
+    )
 
 
-def _told(value: Any) -> Any:
+def _comparable(value: Any) -> Any:
     """Return `value` in a form to compare: two forms are equal only if launches with the two values are the same."""
     if isinstance(value, Tensor):
         return KernelMemory(value.data_ptr(), tuple(value.shape), value.stride(), value.dtype)

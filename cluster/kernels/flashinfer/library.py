@@ -16,32 +16,32 @@ import torch
 from cluster.arch import LayerGeometry
 
 VERSION = "0.7.2.post1"
-LINES = 4_000_000
+MAX_LINES = 4_000_000
 """The most rows times query heads of one plan, whose work list has room for 131,072 blocks of 64."""
-LATENT_LINES = 900_000
+MAX_LATENT_LINES = 900_000
 """The same limit for latents, where the work list has room for 16,384 blocks."""
 
 
 class Share(NamedTuple):
     """What FlashInfer computes of a layer's attention: if `trees`, the committed tokens of trees; if `texts`, prompts
-    entirely. `why` is the reason why it does not compute both, empty if it does.
+    entirely. `reason` is the reason why it does not compute both, empty if it does.
     """
 
     trees: bool
     texts: bool
-    why: str = ""
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class FlashInfer:
-    """FlashInfer's wrapper classes for keys and values (`paged`) and for latents (`latent`), and `csr`, which makes the
-    metadata of `latent`. `variant` is the kernel family, fa2 or fa3. FlashInfer is used for the `head_sizes` and
-    `latent_sizes` (value size, size of the rest) only.
+    """FlashInfer's wrapper classes for keys and values (`paged`) and for latents (`latent`), and `make_metadata`, which
+    makes the metadata of `latent`. `variant` is the kernel family, fa2 or fa3. FlashInfer is used for the `head_sizes`
+    and `latent_sizes` (value size, size of the rest) only.
     """
 
     paged: Callable[..., Any]
     latent: Callable[..., Any]
-    csr: Callable[..., Any]
+    make_metadata: Callable[..., Any]
     variant: str
     head_sizes: frozenset[int] = frozenset({64, 128, 256})
     latent_sizes: frozenset[tuple[int, int]] = frozenset({(512, 64)})
@@ -49,30 +49,34 @@ class FlashInfer:
     def share(self, layer: LayerGeometry) -> Share:
         """Return what FlashInfer computes in a layer of this geometry."""
         if layer.latent is not None:
-            parts = layer.value_dim, layer.head_dim - layer.value_dim
-            if parts not in self.latent_sizes or layer.sliding_window is not None:
+            value_and_rest = layer.value_dim, layer.head_dim - layer.value_dim
+            if value_and_rest not in self.latent_sizes or layer.sliding_window is not None:
                 kind = " with a sliding window" if layer.sliding_window else ""
-                return Share(False, False, f"it is not asked for latents of {parts[0]} + {parts[1]} numbers{kind}")
+                return Share(
+                    False,
+                    False,
+                    f"it is not asked for latents of {value_and_rest[0]} + {value_and_rest[1]} numbers{kind}",
+                )
             if layer.heads & (layer.heads - 1) or layer.heads > 128:
                 return Share(True, False, "prompts over latents need a power of two of heads, at most 128")
             return Share(True, True)
         if layer.head_dim not in self.head_sizes:
-            known = sorted(self.head_sizes)
-            return Share(False, False, f"it is asked for heads of {known} numbers, and these have {layer.head_dim}")
+            supported = sorted(self.head_sizes)
+            return Share(False, False, f"it is asked for heads of {supported} numbers, and these have {layer.head_dim}")
         if layer.sliding_window is not None:
             return Share(False, True, "in its sliding windows a row's place counts, in a tree a node's depth")
         return Share(True, True)
 
-    def left(self, layers: Sequence[LayerGeometry], most_rows: int) -> Iterator[str]:
+    def triton_layers(self, layers: Sequence[LayerGeometry], most_rows: int) -> Iterator[str]:
         """Yield texts that say which attention of a runner's layers is left to Triton; a forward has at most
         `most_rows` rows.
         """
         shares, heads = [self.share(layer) for layer in layers], layers[0].heads
-        for share in dict.fromkeys(share for share in shares if share.why):
-            own = ", ".join(str(at) for at, one in enumerate(shares) if one == share)
-            what = "prompts" if share.trees else "trees" if share.texts else "all"
-            yield f"layers {own}: {what} by Triton: {share.why}"
-        limit = LINES if layers[0].latent is None else LATENT_LINES
+        for share in dict.fromkeys(share for share in shares if share.reason):
+            layer_numbers = ", ".join(str(layer_number) for layer_number, other in enumerate(shares) if other == share)
+            forwards = "prompts" if share.trees else "trees" if share.texts else "all"
+            yield f"layers {layer_numbers}: {forwards} by Triton: {share.reason}"
+        limit = MAX_LINES if layers[0].latent is None else MAX_LATENT_LINES
         if most_rows * heads > limit and any(share.trees or share.texts for share in shares):
             yield f"forwards of more than {limit // heads} rows: all by Triton: a plan has no room for more"
 
@@ -89,7 +93,7 @@ def find(device: torch.device, dtype: torch.dtype) -> FlashInfer | str:
         return f"is not installed; {remedy}"
     if (installed := version("flashinfer-python")) != VERSION:
         return f"is written for flashinfer-python {VERSION}, and {installed} is installed; {remedy}"
-    loaded, mla = importlib.import_module("flashinfer"), importlib.import_module("flashinfer.mla")
+    flashinfer, mla = importlib.import_module("flashinfer"), importlib.import_module("flashinfer.mla")
     variant = "fa3" if torch.cuda.get_device_capability(device)[0] == 9 else "fa2"
-    paged, latent = loaded.BatchPrefillWithPagedKVCacheWrapper, mla.BatchMLAPagedAttentionWrapper
-    return FlashInfer(paged, latent, mla.MLAPlanMetadata.csr, variant)
+    paged_wrapper, latent_wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper, mla.BatchMLAPagedAttentionWrapper
+    return FlashInfer(paged_wrapper, latent_wrapper, mla.MLAPlanMetadata.make_metadata, variant)

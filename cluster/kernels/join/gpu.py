@@ -13,91 +13,109 @@ class JoinArguments(NamedTuple):
     """What `join` takes, in its order; its constants follow by name."""
 
     partials: Tensor | None
-    bad: Tensor
+    nonfinite_rows: Tensor
     sinks: Tensor | None
-    before: Tensor | None
-    before_lse: Tensor | None
-    until: Tensor | None
+    prefix_out: Tensor | None
+    prefix_lse: Tensor | None
+    prefix_lens: Tensor | None
     out: Tensor
-    each: int
+    rows_per_request: int
 
 
 @triton.jit(do_not_specialize=["each"])
 def join(
     partials,
-    bad,
+    nonfinite_rows,
     sinks,
-    before,
-    before_lse,
-    until,
+    prefix_out,
+    prefix_lse,
+    prefix_lens,
     out,
-    each,
-    SINKS: tl.constexpr,
-    BEFORE: tl.constexpr,
+    rows_per_request,
+    HAS_SINKS: tl.constexpr,
+    HAS_PREFIX: tl.constexpr,
     HEADS: tl.constexpr,
-    VALUE: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     SPLITS: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    WIDE: tl.constexpr,
+    SPLITS_AT_ONCE: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    ACC_DTYPE: tl.constexpr,
 ):
-    """Merge the `partials` of each line `[T, HEADS, SPLITS, WIDTH + 2]` (values, highest score times log2(e), sum) into
-    `out`, `AT_ONCE` splits at a time. `SPLITS` and `AT_ONCE` are powers of two, but `SPLITS` is 0 without partials.
+    """Merge the `partials` of each line `[T, HEADS, SPLITS, VALUE_BLOCK + 2]` (values, highest score times log2(e),
+    sum) into `out`, `SPLITS_AT_ONCE` splits at a time. `SPLITS` and `SPLITS_AT_ONCE` are powers of two, but `SPLITS` is
+    0 without partials.
 
-    If `BEFORE`, also merge the attention of other positions: `before` `[T, HEADS, VALUE]` and its log-sum-exps to
-    base 2, `before_lse` `[T, HEADS]`. If `until` is given, do so only for requests whose entry of `until` is not 0; a
-    request has `each` rows.
+    If `HAS_PREFIX`, also merge the attention of other positions: `prefix_out` `[T, HEADS, VALUE_DIM]` and its
+    log-sum-exps to base 2, `prefix_lse` `[T, HEADS]`. If `prefix_lens` is given, do so only for requests whose entry of
+    `prefix_lens` is not 0; a request has `rows_per_request` rows.
 
-    out = sum_i 2^(m_i - m) values_i / sum_i 2^(m_i - m) total_i over the parts i, with m = max m_i. For `before`,
+    out = sum_i 2^(m_i - m) values_i / sum_i 2^(m_i - m) total_i over the parts i, with m = max m_i. For `prefix_out`,
     values are normalised: m_i = lse and total_i = 1. A sink adds 2^(sink - m) to the denominator.
     """
-    row, head, deep = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, WIDTH)
-    place = row * HEADS + head
-    highest, total, sums = tl.full([], float("-inf"), WIDE), tl.zeros([], WIDE), tl.zeros([WIDTH], WIDE)
+    row, head, value_offsets = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, VALUE_BLOCK)
+    line = row * HEADS + head
+    max_score, weight_sum, value_sum = (
+        tl.full([], float("-inf"), ACC_DTYPE),
+        tl.zeros([], ACC_DTYPE),
+        tl.zeros([VALUE_BLOCK], ACC_DTYPE),
+    )
     if SPLITS > 0:
-        parts = partials + (place * SPLITS + tl.arange(0, SPLITS)) * (WIDTH + 2)
-        highest = tl.max(tl.load(parts + WIDTH), 0)
-    if SINKS:
-        sink = tl.load(sinks + head).to(WIDE) * LOG2E
-        highest = tl.maximum(highest, sink)
-    if BEFORE:
-        counts = True
-        if until is not None:
-            counts = tl.load(until + row // each) > 0
-        edge = tl.where(counts, tl.load(before_lse + place).to(WIDE), float("-inf"))
-        highest = tl.maximum(highest, edge)
-    highest = tl.where(highest == float("-inf"), 0.0, highest)
-    for begin in tl.static_range(0, SPLITS, AT_ONCE):
-        parts = partials + (place * SPLITS + begin + tl.arange(0, AT_ONCE)) * (WIDTH + 2)
-        kept = tl.exp2(tl.load(parts + WIDTH) - highest)
-        total += tl.sum(tl.load(parts + WIDTH + 1) * kept, 0)
-        values = tl.load(parts[:, None] + deep[None, :], mask=(deep < VALUE)[None, :], other=0.0)
-        sums += tl.sum(values * kept[:, None], 0)
-    if BEFORE:
-        kept = tl.exp2(edge - highest)
-        total += kept
-        sums += tl.load(before + place * VALUE + deep, mask=(deep < VALUE) & counts, other=0.0).to(WIDE) * kept
-    if SINKS:
-        total += tl.exp2(sink - highest)
-    sums = tl.where(tl.load(bad + row) != 0, float("nan"), sums / tl.where(total == 0, 1.0, total))
-    tl.store(out + place * VALUE + deep, sums.to(out.dtype.element_ty), mask=deep < VALUE)
+        partial_starts = partials + (line * SPLITS + tl.arange(0, SPLITS)) * (VALUE_BLOCK + 2)
+        max_score = tl.max(tl.load(partial_starts + VALUE_BLOCK), 0)
+    if HAS_SINKS:
+        sink = tl.load(sinks + head).to(ACC_DTYPE) * LOG2E
+        max_score = tl.maximum(max_score, sink)
+    if HAS_PREFIX:
+        has_prefix = True
+        if prefix_lens is not None:
+            has_prefix = tl.load(prefix_lens + row // rows_per_request) > 0
+        prefix_score = tl.where(has_prefix, tl.load(prefix_lse + line).to(ACC_DTYPE), float("-inf"))
+        max_score = tl.maximum(max_score, prefix_score)
+    max_score = tl.where(max_score == float("-inf"), 0.0, max_score)
+    for begin in tl.static_range(0, SPLITS, SPLITS_AT_ONCE):
+        partial_starts = partials + (line * SPLITS + begin + tl.arange(0, SPLITS_AT_ONCE)) * (VALUE_BLOCK + 2)
+        rescale = tl.exp2(tl.load(partial_starts + VALUE_BLOCK) - max_score)
+        weight_sum += tl.sum(tl.load(partial_starts + VALUE_BLOCK + 1) * rescale, 0)
+        values = tl.load(
+            partial_starts[:, None] + value_offsets[None, :], mask=(value_offsets < VALUE_DIM)[None, :], other=0.0
+        )
+        value_sum += tl.sum(values * rescale[:, None], 0)
+    if HAS_PREFIX:
+        rescale = tl.exp2(prefix_score - max_score)
+        weight_sum += rescale
+        value_sum += (
+            tl.load(
+                prefix_out + line * VALUE_DIM + value_offsets, mask=(value_offsets < VALUE_DIM) & has_prefix, other=0.0
+            ).to(ACC_DTYPE)
+            * rescale
+        )
+    if HAS_SINKS:
+        weight_sum += tl.exp2(sink - max_score)
+    value_sum = tl.where(
+        tl.load(nonfinite_rows + row) != 0, float("nan"), value_sum / tl.where(weight_sum == 0, 1.0, weight_sum)
+    )
+    tl.store(out + line * VALUE_DIM + value_offsets, value_sum.to(out.dtype.element_ty), mask=value_offsets < VALUE_DIM)
 
 
 class ListPagesArguments(NamedTuple):
     """What `list_pages` takes, in its order; its constants follow by name."""
 
     pages: Tensor
-    rows: Tensor
+    table_rows: Tensor
     indptr: Tensor
-    listed: Tensor
-    pages_each: int
+    page_list: Tensor
+    pages_per_request: int
 
 
 @triton.jit(do_not_specialize=["pages_each"])
-def list_pages(pages, rows, indptr, listed, pages_each, BLOCK: tl.constexpr):
-    """Copy the first `indptr[i + 1] - indptr[i]` pages of table row `rows[i]` to `listed`, request after request."""
-    request, at = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+def list_pages(pages, table_rows, indptr, page_list, pages_per_request, BLOCK: tl.constexpr):
+    """Copy the first `indptr[i + 1] - indptr[i]` pages of table row `table_rows[i]` to `page_list`, request after
+    request.
+    """
+    request, offsets = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     begin = tl.load(indptr + request)
-    held = at < tl.load(indptr + request + 1) - begin
-    row = tl.load(rows + request).to(tl.int64)
-    tl.store(listed + begin + at, tl.load(pages + row * pages_each + at, mask=held, other=0), mask=held)
+    mask = offsets < tl.load(indptr + request + 1) - begin
+    row = tl.load(table_rows + request).to(tl.int64)
+    tl.store(
+        page_list + begin + offsets, tl.load(pages + row * pages_per_request + offsets, mask=mask, other=0), mask=mask
+    )

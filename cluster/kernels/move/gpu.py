@@ -14,22 +14,32 @@ class MoveArguments(NamedTuple):
     destination: Tensor
     source: Tensor
     layer_stride: int
-    count: int
+    slots_per_row: int
 
 
 @triton.jit
-def move(memory, destination, source, layer_stride, count, CELL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """In each layer of `memory` `[layers, slots, CELL]`, copy slot `source[r, i]` to `destination[r, i]`, `[R, count]`.
+def move(
+    memory,
+    destination,
+    source,
+    layer_stride,
+    slots_per_row,
+    CELL_SIZE: tl.constexpr,
+    SLOT_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """In each layer of `memory` `[layers, slots, CELL_SIZE]`, copy slot `source[r, i]` to `destination[r, i]`, `[R,
+    slots_per_row]`.
 
     One program handles all slots of a row, and reads them all before it writes. Slots of different rows are disjoint.
     """
     layer, row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    at, entry = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, ROWS)
-    moved = entry < count
-    given = tl.load(source + row * count + entry, mask=moved, other=0)
-    taken = tl.load(destination + row * count + entry, mask=moved, other=0)
-    held = moved[:, None] & (at < CELL)[None, :]
-    base = memory + layer * layer_stride + at[None, :]
-    cells = tl.load(base + given[:, None] * CELL, mask=held, other=0.0)
+    offsets, slot_index = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, SLOT_BLOCK)
+    slot_mask = slot_index < slots_per_row
+    source_slots = tl.load(source + row * slots_per_row + slot_index, mask=slot_mask, other=0)
+    destination_slots = tl.load(destination + row * slots_per_row + slot_index, mask=slot_mask, other=0)
+    mask = slot_mask[:, None] & (offsets < CELL_SIZE)[None, :]
+    base = memory + layer * layer_stride + offsets[None, :]
+    cells = tl.load(base + source_slots[:, None] * CELL_SIZE, mask=mask, other=0.0)
     tl.debug_barrier()  # all threads of the program have read before one of them writes
-    tl.store(base + taken[:, None] * CELL, cells, mask=held)
+    tl.store(base + destination_slots[:, None] * CELL_SIZE, cells, mask=mask)

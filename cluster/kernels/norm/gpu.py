@@ -11,7 +11,7 @@ class AddNormArguments(NamedTuple):
     """What `add_norm` takes, in its order; its constants follow by name."""
 
     rows: Tensor
-    more: Tensor | None
+    residual: Tensor | None
     scale: Tensor
     total: Tensor
     out: Tensor
@@ -22,20 +22,30 @@ class AddNormArguments(NamedTuple):
 
 @triton.jit
 def add_norm(
-    rows, more, scale, total, out, stride, size, eps, MORE: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr
+    rows,
+    residual,
+    scale,
+    total,
+    out,
+    stride,
+    size,
+    eps,
+    HAS_RESIDUAL: tl.constexpr,
+    ACC_DTYPE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """Write the RMS norm of x times `scale` `[size]` to `out`: out = x / sqrt(mean(x^2) + eps) * scale. If `MORE`, x is
-    `rows` + `more` `[T, size]`, which is also written to `total`; if not, x is `rows`. `rows` are at `stride`; the
-    other tensors are contiguous.
+    """Write the RMS norm of x times `scale` `[size]` to `out`: out = x / sqrt(mean(x^2) + eps) * scale. If
+    `HAS_RESIDUAL`, x is `rows` + `residual` `[T, size]`, which is also written to `total`; if not, x is `rows`. `rows`
+    are at `stride`; the other tensors are contiguous.
     """
-    row, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    held = at < size
-    given = tl.load(rows + row * stride + at, mask=held, other=0.0)
-    x = given.to(WIDE)
-    if MORE:
-        given = (x + tl.load(more + row * size + at, mask=held, other=0.0).to(WIDE)).to(given.dtype)
-        tl.store(total + row * size + at, given, mask=held)
-        x = given.to(WIDE)  # the norm is of the sum as rounded to its dtype, like torch's
+    row, offsets = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    mask = offsets < size
+    stored = tl.load(rows + row * stride + offsets, mask=mask, other=0.0)
+    x = stored.to(ACC_DTYPE)
+    if HAS_RESIDUAL:
+        stored = (x + tl.load(residual + row * size + offsets, mask=mask, other=0.0).to(ACC_DTYPE)).to(stored.dtype)
+        tl.store(total + row * size + offsets, stored, mask=mask)
+        x = stored.to(ACC_DTYPE)  # the norm is of the sum as rounded to its dtype, like torch's
     x *= 1 / tl.sqrt(tl.sum(x * x) / size + eps)
-    x *= tl.load(scale + at, mask=held, other=0.0).to(WIDE)
-    tl.store(out + row * size + at, x.to(given.dtype), mask=held)
+    x *= tl.load(scale + offsets, mask=mask, other=0.0).to(ACC_DTYPE)
+    tl.store(out + row * size + offsets, x.to(stored.dtype), mask=mask)

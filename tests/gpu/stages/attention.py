@@ -40,7 +40,7 @@ def attended(case: Case, stage: Stage, make: Any = TritonAttention) -> Any:
     device, held = stage.device, case.filled()
     table = PageTable(case.table.idle_row, case.table.length, case.page_size, device)
     table.device_pages.copy_(case.table.device_pages)
-    pool = TritonPool(2, held.slots, held.cell, case.dtype, device, held.coded)
+    pool = TritonPool(2, held.slots, held.cell, case.dtype, device, held.fp8_cell)
     pool.kv.copy_(held.kv)
     attention = make(pool, table, AttentionShape(case.heads, (None, case.window), 0.3, case.values))
     attention.bind(there(case.seen(), device))

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from cluster.bench.cases.roofline import Size, config_of, subject_of
-from cluster.bench.loaded import Loaded
-from cluster.bench.pair import Pair, TreeChoice
+from cluster.bench.cases.roofline import Size, engine_config, subject_of
+from cluster.bench.loaded import LoadedModels
+from cluster.bench.pair import ModelPair, TreeChoice
 from tests.gpu.stages.stage import Stage, run
 
 
@@ -50,9 +50,9 @@ def work(stage: Stage) -> None:
     tree = TreeChoice(*stage.either((2, 2, 4), (3, 4, 16)))
     sizes: dict[str, Any] = {"batches": (stage.either(4, 64),), "contexts": (stage.either(32, 2048),)}
     size = Size((tree,), **sizes, shape=stage.either("tiny", "llama-8b"), layers=stage.either(None, layers))
-    with subject_of(Pair(num_threads=stage.either(1, None)), size, print) as subject:
-        config = config_of(subject.pair, tree, size)
-        loaded = Loaded(config)
+    with subject_of(ModelPair(num_threads=stage.either(1, None)), size, print) as subject:
+        config = engine_config(subject.pair, tree, size)
+        loaded = LoadedModels(config)
         for what, of in stage.either(
             (("sizes 1, 2, 4", (1, 2, 4)),), (("sizes 1, 16, 64", (1, 16, 64)), ("the sizes of a GPU", None))
         ):

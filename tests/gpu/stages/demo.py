@@ -4,7 +4,7 @@ many tokens a second it gives, plain and speculating, and how many of a draft's 
 
 import time
 
-from cluster.bench.pair import PLAIN, Pair, TreeChoice
+from cluster.bench.pair import PLAIN, ModelPair, TreeChoice
 from cluster.config import EngineConfig
 from cluster.engine import build_engine
 from cluster.offline.stepping import complete, steps
@@ -18,13 +18,13 @@ def config(stage: Stage, tree: TreeChoice, requests: int, dtype: str, **settings
     """As `aerie bench` has engines of the pair, captured; dry by the kernels in C, as Triton is interpreted there."""
     captured = {"capture": "on"} if stage.dry else {"capture": "auto", "capture_sizes": tuple(sorted({1, requests}))}
     there = {"device": stage.device.type, "attention_backend": stage.either("c", "triton"), **captured}
-    return Pair(dtype=dtype).config(tree, requests).model_copy(update=there | settings)
+    return ModelPair(dtype=dtype).config(tree, requests).model_copy(update=there | settings)
 
 
 def asked(count: int, length: int, new: int, temperature: float) -> list[Request]:
     """Held-out prompts of so many tokens."""
     params = [RequestParams(temperature=temperature, seed=i, max_tokens=new, ignore_eos=True) for i in range(count)]
-    prompts = Pair().prompts(count, length)
+    prompts = ModelPair().prompts(count, length)
     return [Request(str(i), tuple(ids), one) for i, (ids, one) in enumerate(zip(prompts, params, strict=True))]
 
 

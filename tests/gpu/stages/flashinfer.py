@@ -16,7 +16,7 @@ from cluster.attention.flashinfer.backend import FlashInferAttention
 from cluster.attention.shape import AttentionShape
 from cluster.batch import HostBounds
 from cluster.capture.cuda_graph import CudaSegments, Graph
-from cluster.capture.recorder import Ahead, repeated
+from cluster.capture.recorder import CallsBeforeReplay, replayable
 from cluster.capture.tape import Tape
 from cluster.config import EngineConfig
 from cluster.engine import build_engine
@@ -67,7 +67,7 @@ def attention_of(stage: Stage, one: Case) -> FlashInferAttention:
 def known(one: Case, unknown: int) -> HostBounds:
     """What is known of the case's lengths if the last `unknown` committed tokens are not certain."""
     least = tuple(max(0, count - unknown) for count in one.committed)
-    return HostBounds(max(one.committed, default=0), tuple(one.chunks), least=least)
+    return HostBounds(max(one.committed, default=0), tuple(one.chunks), min_seq_lens=least)
 
 
 def attended(stage: Stage, one: Case, unknown: int) -> Tensor:
@@ -80,7 +80,7 @@ def attended(stage: Stage, one: Case, unknown: int) -> Tensor:
 
 def replayed(stage: Stage, one: Case, unknown: tuple[int, ...]) -> dict[str, Tensor]:
     """The same by one graph, planned for each of `unknown` before it is replayed, as the host is one step ahead."""
-    attention, device, ahead = attention_of(stage, one), stage.device, Ahead()
+    attention, device, ahead = attention_of(stage, one), stage.device, CallsBeforeReplay()
     seen, q, kv, sinks = (there(given, device) for given in (one.seen(), one.q, one.kv, one.sinks))
 
     def program() -> Tensor:
@@ -88,12 +88,12 @@ def replayed(stage: Stage, one: Case, unknown: tuple[int, ...]) -> dict[str, Ten
         return attention(1, q, kv, sinks)
 
     attention.prepare(known(one, 1))
-    with repeated(ahead):
+    with replayable(ahead):
         program()
     assert len(ahead.calls) == 1, "a tree's committed tokens are FlashInfer's"
     attention.prepare(known(one, 2))
     assert ahead.ready()
-    with repeated(ahead):
+    with replayable(ahead):
         graph = Tape(program) if stage.dry else Graph(program, CudaSegments())
     given = {}
     for count in unknown:
@@ -154,8 +154,8 @@ def tokens(stage: Stage, target: str, draft: str) -> None:
             engine = build_engine(EngineConfig.from_kwargs(settings | given))
             assert engine.info().attention_backend == backend
             texts[backend, capture] = complete(engine, asked)
-            facts[f"launched anew, {backend}, capture {capture}"] = engine._p.lockstep.programs.launched_anew
-            assert not engine._p.lockstep.programs.launched_anew
+            facts[f"launched anew, {backend}, capture {capture}"] = engine._parts.lockstep.programs.eager_fallbacks
+            assert not engine._parts.lockstep.programs.eager_fallbacks
         first, *others = texts.values()
         for text in others:
             alike = [one[:8] == other[:8] for one, other in zip(first, text, strict=True)]

@@ -20,7 +20,7 @@ from cluster.sampling import filters
 from cluster.sampling.noise import keys_along
 from cluster.sampling.sampling_inputs import SamplerInput, SamplingInputs
 from cluster.sampling.torch_sampler import TORCH
-from cluster.sampling.triton_sampler import TritonSampler, least_kept
+from cluster.sampling.triton_sampler import TritonSampler, row_thresholds
 from tests.gpu.stages.attention import attended, filled_with_nan, there
 from tests.gpu.stages.stage import Stage, run
 from tests.gpu.trees import check_trees
@@ -112,9 +112,9 @@ def choosing(stage: Stage) -> None:
         with stage.check(f"choose, {'noise' if noisy else 'greedy'}") as facts:
             logits, draw = logits_of(6, vocab, BF16, seed=stage.seed), draw_of(unfiltered(2, BF16), 3, vocab, BF16)
             draw = draw if noisy else replace(draw, noise=None)
-            every = TORCH.found(SamplerInput(logits, [draw]), vocab)
+            every = TORCH.shard_best(SamplerInput(logits, [draw]), vocab)
             here = [there(draw, stage.device)]
-            scores, columns, total = own.found(SamplerInput(logits.to(stage.device), here), 5)
+            scores, columns, total = own.shard_best(SamplerInput(logits.to(stage.device), here), 5)
             by_column = torch.empty_like(every[0]).scatter_(1, every[1], every[0])
             given = {"scores": scores, "total": total, "of columns": by_column.gather(1, columns.cpu())}
             stage.near(facts, given, {"scores": every[0][:, :5], "total": every[2], "of columns": every[0][:, :5]})
@@ -125,8 +125,8 @@ def choosing(stage: Stage) -> None:
         count = sampling.seeds.shape[0]
         logits = logits_of(4 * count, vocab, BF16, seed=stage.seed).to(stage.device)
         wide = logits.float().view(count, 4, vocab) * sampling.inverse_temperature[:, None, None]
-        least = least_kept(logits, SamplingInputs(4, sampling, None))
-        assert torch.equal(least, filters.least_kept(wide, sampling).view(-1, 1)), "to the bit"
+        least = row_thresholds(logits, SamplingInputs(4, sampling, None))
+        assert torch.equal(least, filters.filter_thresholds(wide, sampling).view(-1, 1)), "to the bit"
     with stage.check("keys of noise"):
         seeds, first = torch.tensor([0, 2**63 - 1, -1, 7]), torch.tensor([0, 1, 2**40, 9])
         hashes = torch.zeros(3, dtype=torch.int32, device=stage.device)

@@ -9,8 +9,8 @@ import os
 from typing import Any
 
 from cluster.bench.cases.roofline import Size, measure
-from cluster.bench.pair import PLAIN, Pair, TreeChoice
-from cluster.dp_attention.sizes import MOST_ROWS
+from cluster.bench.pair import PLAIN, ModelPair, TreeChoice
+from cluster.dp_attention.sizes import MAX_CAPTURED_ROWS
 from tests.gpu.stages.stage import Stage, run
 
 TREES = (PLAIN, TreeChoice(3, 1, 4), TreeChoice(5, 8, 32))
@@ -34,8 +34,10 @@ KEPT = (
 def work(stage: Stage, shape: str) -> None:
     accept, layers = float(os.environ.get("ACCEPT", 2.5)), int(os.environ.get("LAYERS", LAYERS[shape]))
     sizes: dict[str, Any] = {"trees": TREES, "batches": (1, 16, 64), "contexts": (2048, 8192), "steps": 20}
-    large = Size(**sizes, accept_length=accept, shape=shape, layers=layers, held=True, padded=True)
-    dry = Size(SMALL.trees, SMALL.batches, SMALL.contexts, SMALL.steps, 1.5, TINY[shape], held=True, padded=True)
+    large = Size(**sizes, accept_length=accept, shape=shape, layers=layers, random_contexts=True, padded=True)
+    dry = Size(
+        SMALL.trees, SMALL.batches, SMALL.contexts, SMALL.steps, 1.5, TINY[shape], random_contexts=True, padded=True
+    )
 
     def note(row: dict[str, Any]) -> None:
         figure = {name: row[name] for name in KEPT}
@@ -43,7 +45,7 @@ def work(stage: Stage, shape: str) -> None:
         print(figure)
 
     with stage.check(f"roofline of {shape}") as facts:
-        result = measure(Pair(num_threads=stage.either(1, None)), stage.either(dry, large), note=note)
+        result = measure(ModelPair(num_threads=stage.either(1, None)), stage.either(dry, large), on_figure=note)
         facts |= {name: result[name] for name in ("dtype", "kernels", "layers", "gigabytes_s", "gigaflops")}
         asked = stage.either(dry, large)
         loads = len(asked.trees) * len(asked.batches) * len(asked.contexts)
@@ -57,7 +59,7 @@ def work(stage: Stage, shape: str) -> None:
         ]
         facts["accept_lengths_off"] = len(off)
         large_ones = [
-            (tree, batch) for tree in asked.trees for batch in asked.batches if tree.nodes * batch > MOST_ROWS
+            (tree, batch) for tree in asked.trees for batch in asked.batches if tree.nodes * batch > MAX_CAPTURED_ROWS
         ]
         facts["too_large_to_capture"] = [f"{tree}, batch {batch}, captured" for tree, batch in large_ones]
         skipped = {name: why for name, why in result["skipped"].items() if name not in facts["too_large_to_capture"]}

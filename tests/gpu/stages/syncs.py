@@ -38,7 +38,7 @@ def watched(stage: Stage) -> Iterator[None]:
         with Trap() as trap:
             yield
         assert not trap.asked, f"the host asks in {dict(trap.asked)}"
-        assert set(trap.sent) <= {"device.staging.int64"}, f"the host sends in {dict(trap.sent)}"
+        assert set(trap.sent) <= {"device.staging.int64_tensor"}, f"the host sends in {dict(trap.sent)}"
         return
     true = StepOutput.read
 
@@ -88,11 +88,11 @@ def steps(engine: Engine, stage: Stage, count: int, watch: bool) -> dict[str, li
 
 def settled(engine: Engine, stage: Stage) -> dict[str, list[int]]:
     """The tokens of the same steps, run until nothing is made or captured any more that is made once."""
-    programs = engine._p.lockstep.programs
+    programs = engine._parts.lockstep.programs
     for _ in range(8):
-        before = programs.captured.keys(), set(programs._once)
+        before = programs.captured.keys(), set(programs._first_runs)
         tokens = steps(engine, stage, STEPS, watch=False)
-        if before == (programs.captured.keys(), set(programs._once)):
+        if before == (programs.captured.keys(), set(programs._first_runs)):
             return tokens
     raise AssertionError("each time that the same steps are run more of them are captured")
 
@@ -151,8 +151,8 @@ def without_numbers(engine: Engine) -> int:
     chunk = PromptChunk(3, 0, 2, True, (5, 6))
     order = StepInput(decodes=(DecodeRequest(0, 7), DecodeRequest(1, 9)), chunks=(chunk,), lens=((0, 7), (1, 9)))
     with simulated(engine):
-        programs = engine._p.lockstep.programs
-        output = programs._run(programs.assembler.send(order, 0), order.mode, engine._p.resolved.shape)
+        programs = engine._parts.lockstep.programs
+        output = programs._run(programs.assembler.send(order, 0), order.mode, engine._parts.resolved.shape)
         assert output.packed.device == torch.device(NAME, 0)
         return int(output.packed.shape[0])
 

@@ -47,7 +47,7 @@ def compare(stage: Stage, settings: dict[str, object], what: str, asked: list[Re
             given = [complete(engine, asked) for _ in range(stage.either(1, 2))]
             assert all(tokens == expected for tokens in given), f"{given} are not {expected}"
             if capture == "on":
-                facts["programs"] = len(engine._p.lockstep.programs.captured)
+                facts["programs"] = len(engine._parts.lockstep.programs.captured)
                 assert facts["programs"], "nothing was captured"
 
 

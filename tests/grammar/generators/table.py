@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.grammar.asked import GrammarError
-from cluster.grammar.schema.convert import loaded, schema_grammar
+from cluster.grammar.schema.convert import parse_exact_json, schema_grammar
 from cluster.grammar.schema.keywords import ANNOTATIONS
 from cluster.grammar.schema.references import References
 
@@ -41,7 +41,7 @@ def generators() -> dict[str, dict[str, Any]]:
 def refusal(schema: Any) -> str | None:
     """Why a schema is refused; None if it is not."""
     try:
-        schema_grammar(loaded(json.dumps(schema)))
+        schema_grammar(parse_exact_json(json.dumps(schema)))
     except GrammarError as error:
         return str(error)
     return None

@@ -8,7 +8,7 @@ from decimal import Decimal
 import pytest
 
 from cluster.grammar.asked import Grammar, GrammarError
-from cluster.grammar.schema.convert import loaded, schema_grammar
+from cluster.grammar.schema.convert import parse_exact_json, schema_grammar
 from tests.grammar.walks import bytewise
 
 PLAIN = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?")
@@ -56,7 +56,7 @@ def test_numbers_within_bounds_and_no_others(seed: int) -> None:
     texts = [text for text in texts if re.fullmatch(r"-?\d+(\.\d+)?", text)]
     try:
         schema_grammar(
-            loaded(json.dumps({"type": kind}).replace("}", "".join(f', "{k}": {v}' for k, v in bounds.items()) + "}"))
+            parse_exact_json(json.dumps({"type": kind}).replace("}", "".join(f', "{k}": {v}' for k, v in bounds.items()) + "}"))
         )
     except GrammarError:
         assert not any(holds(Decimal(text), bounds) and (kind == "number" or "." not in text) for text in texts)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cluster.grammar.asked import Grammar, GrammarError
-from cluster.grammar.schema.convert import loaded, schema_grammar
+from cluster.grammar.schema.convert import parse_exact_json, schema_grammar
 from tests.grammar.checks import validator_of
 from tests.grammar.schema.refusals import REFUSED
 from tests.grammar.schema.samples import SAMPLES
@@ -38,7 +38,7 @@ def test_outputs_are_valid(name: str) -> None:
 @pytest.mark.parametrize("name", SAMPLES)
 def test_a_valid_value_is_accepted(name: str) -> None:
     schema, value = SAMPLES[name]
-    validator_of(schema).validate(loaded(json.dumps(value)))
+    validator_of(schema).validate(parse_exact_json(json.dumps(value)))
     written = [json.dumps(value, ensure_ascii=False)]
     if not {"enum", "const"} & (schema.keys() if isinstance(schema, dict) else set()):
         written.append(json.dumps(value, ensure_ascii=False, separators=(",", ":")))
@@ -81,14 +81,14 @@ def test_what_is_not_valid_is_not_accepted(name: str) -> None:
     ):
         text = json.dumps(other, ensure_ascii=False)
         if demo().accepts(grammar(schema), text):
-            assert validator.is_valid(loaded(text)), text
+            assert validator.is_valid(parse_exact_json(text)), text
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_not_enforced_is_refused_by_name(name: str) -> None:
     schema, why = REFUSED[name]
     with pytest.raises(GrammarError, match=re.escape(why)) as refusal:
-        schema_grammar(loaded(json.dumps(schema)))
+        schema_grammar(parse_exact_json(json.dumps(schema)))
     assert len(str(refusal.value)) < 300
 
 
@@ -141,7 +141,7 @@ def test_what_a_validator_of_2020_12_reads_otherwise(schema: Any, held: list[Any
 def test_not_json_is_refused() -> None:
     for text in ("", "{", "NaN", "{'a': 1}", '{"minimum": Infinity}'):
         with pytest.raises(GrammarError, match="not JSON"):
-            loaded(text)
+            parse_exact_json(text)
 
 
 @pytest.mark.parametrize("name", [name for name in SAMPLES if name not in ("enum", "const")])

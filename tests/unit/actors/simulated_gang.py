@@ -51,7 +51,7 @@ class Outcome:
 
 
 @dataclass
-class _Rank:
+class _RankState:
     scheduler: Scheduler
     submitted: int = 0
     report: QueueReport | None = None
@@ -85,14 +85,14 @@ class SimulatedGang:
                 **self.settings,
             }
         )
-        self.resolved = ResolvedSettings.of(self.config)
+        self.resolved = ResolvedSettings.from_settings(self.config)
         groups, chunk = self.config.attn_dp_size, self.config.chunked_prefill_size
         self.pace: StepTimes = self.machine.pace(self.config.prefill_share, chunk, groups)
         self.balancer = Balancer.of(self.resolved)
-        self.balancer.restarted(self.kv_tokens // self.config.page_size)
+        self.balancer.on_restart(self.kv_tokens // self.config.page_size)
         self.admission = Admission(self.resolved, lambda: self.now, lambda rank: self._ranks[rank].report)
-        self.admission.started(self.kv_tokens, self.pace if self.measured else None)
-        self._ranks = [_Rank(self._scheduler()) for _ in range(groups)]
+        self.admission.on_gang_up(self.kv_tokens, self.pace if self.measured else None)
+        self._ranks = [_RankState(self._scheduler()) for _ in range(groups)]
         self._beat = 0.0
         self._open: dict[str, Outcome] = {}
         self.outcomes: list[Outcome] = []
@@ -127,8 +127,8 @@ class SimulatedGang:
         own = [1_000_000 + 100_003 * number + i for i in range(arrival.prompt - arrival.prefix)]
         params = RequestParams(max_tokens=arrival.most or arrival.tokens, seed=0)
         request = Request(str(number), tuple(shared + own), params)
-        place = self.balancer.place(request, self.admission.new_tokens(request))
-        expected, refused = self.admission.wait(arrival.prompt, place).seconds, self.admission.full() is not None
+        place = self.balancer.propose(request, self.admission.expected_new_tokens(request))
+        expected, refused = self.admission.expected_wait(arrival.prompt, place).seconds, self.admission.overload() is not None
         try:
             self.admission.check(request, place)
         except Overloaded:
@@ -137,11 +137,11 @@ class SimulatedGang:
         self.outcomes.append(outcome)
         if refused and not self.admits_all:
             return
-        self.balancer.choose(request, self.admission.new_tokens(request), place)
-        self.admission.entered(request, place)
+        self.balancer.choose(request, self.admission.expected_new_tokens(request), place)
+        self.admission.on_admitted(request, place)
         ids = list(request.prompt_token_ids)
         sequence = RequestState(request, FinishCheck(params, (), 64, None, ids), ids, len(ids), accepted=[0])
-        self.admission.sent(str(number))
+        self.admission.on_submitted(str(number))
         self._ranks[place.rank].submitted += 1
         self._ranks[place.rank].scheduler.waiting.append(sequence)
         self._open[str(number)] = outcome
@@ -175,18 +175,18 @@ class SimulatedGang:
             self._beat = self.now + BEAT_S
             for rank in self._ranks:
                 by_now = rank.scheduler.correction
-                drift = Drift(by_now.usual.value, by_now.dearer.value, by_now.alone.value)
+                drift = Drift(by_now.decode_drift.value, by_now.prompt_drift.value, by_now.prefill_drift.value)
                 rank.report = QueueReport(self.now, rank.scheduler.queued_tokens, rank.submitted, drift)
 
-    def _given(self, rank: _Rank, sequence: RequestState, tokens: int, steps: int) -> None:
+    def _given(self, rank: _RankState, sequence: RequestState, tokens: int, steps: int) -> None:
         name = sequence.request.request_id
         outcome = self._open[name]
         if outcome.waited < 0:
             outcome.waited = self.now - outcome.arrival.at
-        self.balancer.progressed(name, tokens, steps)
-        self.admission.progressed(name, tokens)
+        self.balancer.on_tokens(name, tokens, steps)
+        self.admission.on_tokens(name, tokens)
         if len(sequence.tokens) - sequence.prompt_len >= outcome.arrival.tokens:
             rank.scheduler.release(sequence)
-            self.balancer.ended(name)
-            self.admission.left(name, stopped=outcome.arrival.most > outcome.arrival.tokens)
+            self.balancer.on_ended(name)
+            self.admission.on_ended(name, stopped=outcome.arrival.most > outcome.arrival.tokens)
             del self._open[name]

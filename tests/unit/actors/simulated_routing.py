@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cluster.actors.balance import POLICIES, Balancer
-from cluster.bench.report import mean, p99, ratio, records
+from cluster.bench.report import mean, p99, ratio, records_table
 from cluster.kv.radix import RadixTree
 from cluster.request import Request, RequestParams
 
@@ -22,7 +22,7 @@ ROW_S = 25e-6  # cost of one row (a token in a forward)
 KV_S = 20e-9  # cost of one KV token that one request reads in one step
 BASELINE = "round_robin"
 VOCABULARY = 50_000
-MEMORY = 0.05  # weight of the latest request in the moving average of generated tokens, as in the router
+LEARNING_RATE = 0.05  # weight of the latest request in the moving average of generated tokens, as in the router
 FIRST_GUESS = 128.0  # initial value of that average
 
 
@@ -106,7 +106,7 @@ def table_of(rows: Sequence[Row]) -> str:
     ]
     return (
         f"routing, simulated: a step costs {STEP_S * 1e3:.0f} ms + {ROW_S * 1e6:.0f} us a row + "
-        f"{KV_S * 1e9:.0f} ns a KV token, of the slowest rank\n{records(cells)}"
+        f"{KV_S * 1e9:.0f} ns a KV token, of the slowest rank\n{records_table(cells)}"
     )
 
 
@@ -245,14 +245,14 @@ class _Gang:
         else:
             count = 1
             self._first.append(clock - running.job.arrives)
-            self._balancer.started(name, running.cached)
+            self._balancer.on_first_output(name, running.cached)
         running.new += count
-        self._balancer.progressed(name, count, int(decoding))
+        self._balancer.on_tokens(name, count, int(decoding))
         if running.new >= running.job.output:
             self._whole.append(clock - running.job.arrives)
-            self._mean_new += MEMORY * (running.new - self._mean_new)
+            self._mean_new += LEARNING_RATE * (running.new - self._mean_new)
             rank.running.remove(running)
-            self._balancer.ended(name)
+            self._balancer.on_ended(name)
             self._keep(rank.cache, running.job.request.prompt_token_ids)
 
     def _keep(self, cache: RadixTree, prompt: Sequence[int]) -> None:

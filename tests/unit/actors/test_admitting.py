@@ -39,10 +39,10 @@ def test_a_seed_that_is_given_is_kept_and_draws_nothing() -> None:
 def test_what_is_refused_draws_nothing() -> None:
     full, free = router(max_queued_requests=1), router()
     (first,) = seeds(full, None)
-    assert full.full() is not None
+    assert full.overload() is not None
     with pytest.raises(Overloaded, match="max_queued_requests is 1"):
         full._admit(Request("x", (1,), RequestParams()))
     full._forget(full._streams["r0"])
-    assert full.full() is None
+    assert full.overload() is None
     (second,) = seeds(full, None)
     assert [first, second] == seeds(free, None, None)

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from cluster.actors.balance import POLICIES, UNIT, Balancer, RankLoad
-from cluster.actors.prefix_estimates import PrefixIndex, chain_of
+from cluster.actors.balance import POLICIES, WORK_UNIT, Balancer, RankLoad
+from cluster.actors.prefix_estimates import PrefixIndex, page_hashes_of
 from cluster.config import EngineConfig
 from cluster.config.resolved import ResolvedSettings
 from cluster.kv.radix import RadixTree
@@ -24,10 +24,10 @@ def request(name: str, tokens: int = 8, first: int = 0, most: int = 64, **more: 
 
 def run(balancer: Balancer, name: str, tokens: int = 4, steps: int = 2) -> None:
     """From queued to its end."""
-    balancer.started(name)
-    balancer.progressed(name, 1, 0)
-    balancer.progressed(name, tokens, steps)
-    balancer.ended(name)
+    balancer.on_first_output(name)
+    balancer.on_tokens(name, 1, 0)
+    balancer.on_tokens(name, tokens, steps)
+    balancer.on_ended(name)
 
 
 def test_round_robin_takes_turns_whatever_the_load() -> None:
@@ -38,7 +38,7 @@ def test_round_robin_takes_turns_whatever_the_load() -> None:
 def test_total_requests_counts_heads() -> None:
     balancer = Balancer("total_requests", 3, PAGE)
     assert [balancer.choose(request(f"r{i}", 4000 if i == 0 else 8), 8.0) for i in range(4)] == [0, 1, 2, 0]
-    balancer.ended("r1")
+    balancer.on_ended("r1")
     assert balancer.choose(request("next"), 8.0) == 1
 
 
@@ -48,7 +48,7 @@ def test_total_tokens_counts_tokens_then_heads() -> None:
     assert [balancer.choose(request(f"short{i}", 20), 8.0) for i in range(5)] == [1] * 5
     # 100 against 100: the rank with one request has it.
     assert balancer.choose(request("tie", 20), 8.0) == 0
-    balancer.progressed("short0", 30, 10)
+    balancer.on_tokens("short0", 30, 10)
     assert balancer.choose(request("grown", 20), 8.0) == 0
 
 
@@ -94,7 +94,7 @@ def test_a_queued_prompt_keeps_others_away_until_it_is_computed() -> None:
     assert balancer.choose(request("long", 3000, most=2), 2.0) == 0
     assert balancer.choose(request("a", 40, 5000, most=2), 2.0) == 1
     assert balancer.choose(request("b", 40, 6000, most=2), 2.0) == 1
-    balancer.started("long")
+    balancer.on_first_output("long")
     assert balancer.choose(request("c", 40, 7000, most=2), 2.0) == 0
 
 
@@ -104,9 +104,9 @@ def test_one_long_stream_is_not_many_short_ones() -> None:
     for i in range(64):
         name = f"short{i}"
         balancer.choose(request(name, 8, 100 * i, most=9, routed_dp_rank=0), 9.0)
-        balancer.started(name)
+        balancer.on_first_output(name)
     balancer.choose(request("long", 8, 9999, most=512, routed_dp_rank=1), 512.0)
-    balancer.started("long")
+    balancer.on_first_output("long")
     assert balancer.choose(request("next", 8, 8888, most=9), 9.0) == 1
 
 
@@ -114,10 +114,10 @@ def test_a_low_accept_length_is_more_load() -> None:
     balancer = Balancer("expected_load", 2, PAGE, step_rows=8)
     for rank, name in enumerate(("slow", "fast")):
         balancer.choose(request(name, 8, 100 * rank, most=400, routed_dp_rank=rank), 200.0)
-        balancer.started(name)
+        balancer.on_first_output(name)
     for _ in range(8):
-        balancer.progressed("slow", 1, 1)
-        balancer.progressed("fast", 4, 1)
+        balancer.on_tokens("slow", 1, 1)
+        balancer.on_tokens("fast", 4, 1)
     slow, fast = (sum(balancer.load(rank).work) for rank in range(2))
     assert slow > 2 * fast
     assert balancer.choose(request("next", 8, 500, most=400), 200.0) == 1
@@ -126,8 +126,8 @@ def test_a_low_accept_length_is_more_load() -> None:
 def test_a_newcomer_is_expected_to_accept_like_the_gang() -> None:
     plain, told = Balancer("expected_load", 2, PAGE), Balancer("expected_load", 2, PAGE)
     told.choose(request("earlier", 8, 500, most=300), 300.0)
-    told.progressed("earlier", 3, 1)
-    told.ended("earlier")
+    told.on_tokens("earlier", 3, 1)
+    told.on_ended("earlier")
     for balancer in (plain, told):
         balancer.choose(request("a", 8, most=300, routed_dp_rank=0), 300.0)
     assert sum(plain.load(0).work) == pytest.approx(3 * sum(told.load(0).work), rel=0.01)
@@ -137,11 +137,11 @@ def test_a_request_that_outlives_its_estimate_goes_on() -> None:
     balancer = Balancer("expected_load", 1, PAGE)
     balancer.choose(request("a", 8, most=1000), 10.0)
     for _ in range(100):
-        balancer.progressed("a", 1, 1)
-    assert sum(balancer.load(0).work) >= 50 * UNIT  # half of the 100 it gave
+        balancer.on_tokens("a", 1, 1)
+    assert sum(balancer.load(0).work) >= 50 * WORK_UNIT  # half of the 100 it gave
     for _ in range(896):
-        balancer.progressed("a", 1, 1)
-    assert sum(balancer.load(0).work) < 20 * UNIT  # max_tokens is near
+        balancer.on_tokens("a", 1, 1)
+    assert sum(balancer.load(0).work) < 20 * WORK_UNIT  # max_tokens is near
 
 
 def test_a_prefix_draws_a_request_to_its_rank_until_the_load_outweighs_it() -> None:
@@ -149,7 +149,7 @@ def test_a_prefix_draws_a_request_to_its_rank_until_the_load_outweighs_it() -> N
     ids = tuple(range(400))
     assert balancer.choose(Request("first", ids), 8.0) == 0
     assert balancer.choose(Request("during", ids), 8.0) == 1  # nothing is cached before a request ends
-    balancer.ended("during")  # it never started: its rank computed nothing
+    balancer.on_ended("during")  # it never started: its rank computed nothing
     run(balancer, "first")
     assert balancer.load(0).pages == 99
     placed = [balancer.choose(Request(f"again{i}", (*ids, 1000 + i, 1)), 8.0) for i in range(200)]
@@ -169,15 +169,15 @@ def test_a_prefix_draws_requests_of_its_own_salt_only() -> None:
     balancer = Balancer("expected_load", 2, PAGE)
     ids, answer = tuple(range(40)), (7, 8, 9, 10)
     balancer.choose(Request("first", ids, routed_dp_rank=1, cache_salt=5), 8.0)
-    balancer.started("first")
-    balancer.ended("first", answer)
+    balancer.on_first_output("first")
+    balancer.on_ended("first", answer)
     following = (*ids, *answer, 1)
     assert balancer.choose(Request("of another", following, cache_salt=6), 8.0) == 0
     assert balancer.load(0).queued_tokens == 45
     assert balancer.choose(Request("of nobody", following, routed_dp_rank=1), 8.0) == 1
     assert balancer.load(1).queued_tokens == 45
-    balancer.ended("of another")
-    balancer.ended("of nobody")
+    balancer.on_ended("of another")
+    balancer.on_ended("of nobody")
     assert balancer.choose(Request("its own", following, cache_salt=5), 8.0) == 1
     assert balancer.load(1).queued_tokens == 45 - 40, "the generated tokens too"
 
@@ -188,9 +188,9 @@ def test_what_a_request_did_not_find_is_forgotten() -> None:
     run(balancer, "a")
     balancer.choose(request("b", 41), 8.0)
     assert (balancer.load(0).pages, balancer.load(0).queued_tokens) == (10, 1)
-    balancer.started("b", cached_tokens=12)
+    balancer.on_first_output("b", cached_tokens=12)
     assert balancer.load(0).pages == 3
-    balancer.started("b", cached_tokens=0)  # only the first time counts
+    balancer.on_first_output("b", cached_tokens=0)  # only the first time counts
     assert balancer.load(0).pages == 3
 
 
@@ -199,18 +199,18 @@ def test_a_restart_empties_the_caches_and_queues_what_is_open() -> None:
     balancer.choose(request("old", 41, routed_dp_rank=0), 8.0)
     run(balancer, "old")
     balancer.choose(request("a", 41, routed_dp_rank=0), 8.0)
-    balancer.started("a")
-    balancer.progressed("a", 5, 2)
-    balancer.restarted(PLENTY)
+    balancer.on_first_output("a")
+    balancer.on_tokens("a", 5, 2)
+    balancer.on_restart(PLENTY)
     assert [balancer.load(rank).pages for rank in range(2)] == [0, 0]
     assert balancer.load(0).queued_tokens == 41
     moved = replace(request("a", 46, routed_dp_rank=1), resumed_tokens=5)
     assert balancer.choose(moved, 8.0) == 1
     assert balancer.load(0) == RankLoad()
     assert (balancer.load(1).requests, balancer.load(1).tokens, balancer.load(1).queued_tokens) == (1, 46, 46)
-    balancer.started("a")
-    balancer.progressed("a", 10, 3)
-    balancer.ended("a", tuple(range(41, 41 + 15)))  # the 5 from before the move among them
+    balancer.on_first_output("a")
+    balancer.on_tokens("a", 10, 3)
+    balancer.on_ended("a", tuple(range(41, 41 + 15)))  # the 5 from before the move among them
     assert balancer.load(1).pages == (41 + 15 - 1) // PAGE
     balancer.choose(request("again", 57), 8.0)
     assert balancer.load(1).queued_tokens == 57 - 13 * PAGE
@@ -221,11 +221,11 @@ def test_calls_about_requests_that_are_not_open_change_nothing() -> None:
     for name in ("never", "gone"):
         if name == "gone":
             balancer.choose(request(name), 8.0)
-            balancer.ended(name)
-        balancer.started(name)
-        balancer.progressed(name, 3, 1)
-        balancer.ended(name)
-        balancer.ended(name, (1, 2, 3, 4, 5, 6, 7, 8, 9))
+            balancer.on_ended(name)
+        balancer.on_first_output(name)
+        balancer.on_tokens(name, 3, 1)
+        balancer.on_ended(name)
+        balancer.on_ended(name, (1, 2, 3, 4, 5, 6, 7, 8, 9))
     assert [balancer.load(rank) for rank in range(2)] == [RankLoad(), RankLoad()]
 
 
@@ -269,18 +269,18 @@ def test_random_histories_keep_the_books(policy: str, seed: int) -> None:
             stem = tuple(range(100 * draw.randrange(3), 100 * draw.randrange(3) + draw.randrange(1, 40)))
             choose(f"r{at}", (*stem, *draw.choices(range(5), k=draw.randrange(1, 12))))
         elif event == "restart":
-            balancer.restarted(PLENTY)
+            balancer.on_restart(PLENTY)
             for one in known.values():
                 one.queued = len(one.ids)
             held = [set(), set(), set()]
         elif not known:
             continue
         elif event == "start":
-            balancer.started(name)
+            balancer.on_first_output(name)
             known[name].queued = 0
         elif event == "go":
             count = draw.randrange(1, 6)
-            balancer.progressed(name, count, draw.randrange(2))
+            balancer.on_tokens(name, count, draw.randrange(2))
             known[name].tokens += count
             known[name].queued = 0
         elif event == "again":
@@ -289,7 +289,7 @@ def test_random_histories_keep_the_books(policy: str, seed: int) -> None:
                 held[known[name].rank] |= set(prefixes(known[name].ids))
             choose(name, ids)
         else:
-            balancer.ended(name)
+            balancer.on_ended(name)
             one = known.pop(name)
             if not one.queued:
                 held[one.rank] |= set(prefixes(one.ids))
@@ -303,8 +303,8 @@ def test_random_histories_keep_the_books(policy: str, seed: int) -> None:
             assert (sum(load.work) > 0) == bool(mine)
     assert len(known) > 3
     for name in list(known):
-        balancer.ended(name)
-    balancer.restarted(PLENTY)
+        balancer.on_ended(name)
+    balancer.on_restart(PLENTY)
     assert [balancer.load(rank) for rank in range(3)] == [RankLoad()] * 3
 
 
@@ -314,10 +314,10 @@ def test_the_index_agrees_with_the_radix_tree() -> None:
     pages = iter(range(10**6))
     for _ in range(300):
         ids, salt = [draw.randrange(2) for _ in range(draw.randrange(1, 40))], draw.choice((0, 0, 1, 1 << 70))
-        assert index.held(chain_of(ids, PAGE, salt)) == len(tree.match(ids, salt))
+        assert index.count_cached(page_hashes_of(ids, PAGE, salt)) == len(tree.match(ids, salt))
         count = (len(ids) - 1) // PAGE
         tree.insert(ids, [next(pages) for _ in range(count)], salt=salt)
-        index.add(chain_of(ids, PAGE, salt))
+        index.add(page_hashes_of(ids, PAGE, salt))
         assert len(index) == tree.pages
 
 
@@ -327,16 +327,16 @@ def test_the_index_is_bounded_and_forgets_ends_before_beginnings() -> None:
     for chain in chains:
         index.add(chain)
         assert len(index) <= 10
-    assert [index.held(chain) for chain in chains[-3:]] == [2, 4, 4]
+    assert [index.count_cached(chain) for chain in chains[-3:]] == [2, 4, 4]
     index.add(range(1000, 1100))
-    assert (len(index), index.held(range(1000, 1100))) == (10, 10)
+    assert (len(index), index.count_cached(range(1000, 1100))) == (10, 10)
 
 
 def test_settings_make_a_balancer() -> None:
     config = EngineConfig(model_path="x", tp_size=8, attn_dp_size=4, page_size=8, routing_policy="total_tokens")
-    balancer = Balancer.of(ResolvedSettings.of(config))
+    balancer = Balancer.of(ResolvedSettings.from_settings(config))
     assert (balancer.policy, balancer.dp_size, balancer.page_size) == ("total_tokens", 4, 8)
-    balancer = Balancer.of(ResolvedSettings.of(config.model_copy(update={"disable_radix_cache": True})))
+    balancer = Balancer.of(ResolvedSettings.from_settings(config.model_copy(update={"disable_radix_cache": True})))
     balancer.choose(request("a", 41), 8.0)
     run(balancer, "a")
     assert balancer.load(0).pages == 0  # a cache that is off holds nothing
@@ -344,15 +344,15 @@ def test_settings_make_a_balancer() -> None:
 
 def test_a_gang_that_begins_says_how_large_its_caches_are() -> None:
     balancer = Balancer("expected_load", 1, PAGE, index_pages=50)
-    balancer.restarted(20)
+    balancer.on_restart(20)
     for i in range(9):
         balancer.choose(request(f"r{i}", 100, 1000 * i), 8.0)
         run(balancer, f"r{i}")
     assert balancer.load(0).pages == 20
-    balancer.restarted(30)
+    balancer.on_restart(30)
     assert balancer.load(0).pages == 0
     off = Balancer("expected_load", 1, PAGE, index_pages=0)
-    off.restarted(20)
+    off.on_restart(20)
     off.choose(request("a", 41), 8.0)
     run(off, "a")
     assert off.load(0).pages == 0  # a cache that is off stays off

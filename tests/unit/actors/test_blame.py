@@ -17,7 +17,7 @@ def beat(
     waits: bool = False,
     unmarked_s: float = 0.0,
 ) -> Heartbeat:
-    return Heartbeat(rank, step, busy, age_s, step, phase, unmarked_s=unmarked_s, waits=waits)
+    return Heartbeat(rank, step, busy, age_s, step, phase, since_mark_s=unmarked_s, is_waiting=waits)
 
 
 def well(count: int) -> list[RankEvidence]:

@@ -6,9 +6,9 @@ from itertools import product
 import pytest
 
 from cluster.actors import placement
-from cluster.actors.cluster_capacity import Layout, Strategy, gangs_that_fit, never
-from cluster.actors.gpus import see_only
-from cluster.actors.placement import check_shares
+from cluster.actors.cluster_capacity import Layout, Strategy, gangs_that_fit, capacity_problem
+from cluster.actors.gpus import hide_other_gpus
+from cluster.actors.placement import check_gpu_shares
 
 GPU = {"GPU": 1.0, "CPU": 4.0}
 
@@ -53,9 +53,9 @@ def test_resources_that_ray_counts_in_small_steps_are_not_lost_to_rounding() -> 
 
 def test_bundles_that_differ_are_never_refused_where_they_fit() -> None:
     two = ({"GPU": 1.0, "CPU": 1.0}, {"CPU": 8.0})
-    assert never(Layout(two), [{"GPU": 1.0, "CPU": 2.0}, {"CPU": 8.0}]) == ""
-    assert "STRICT_PACK" in never(Layout(two, "STRICT_PACK"), [{"GPU": 1.0, "CPU": 8.0}, {"CPU": 8.0}])
-    assert "tp_size 2" in never(Layout(two), [{"GPU": 1.0, "CPU": 8.0}])
+    assert capacity_problem(Layout(two), [{"GPU": 1.0, "CPU": 2.0}, {"CPU": 8.0}]) == ""
+    assert "STRICT_PACK" in capacity_problem(Layout(two, "STRICT_PACK"), [{"GPU": 1.0, "CPU": 8.0}, {"CPU": 8.0}])
+    assert "tp_size 2" in capacity_problem(Layout(two), [{"GPU": 1.0, "CPU": 8.0}])
 
 
 EIGHT = node(8, kind="H100")
@@ -83,7 +83,7 @@ EIGHT = node(8, kind="H100")
 def test_what_can_never_be_placed_is_refused_with_the_field_and_the_remedy(
     layout: Layout, nodes: list[dict[str, float]], said: list[str]
 ) -> None:
-    words = never(layout, nodes)
+    words = capacity_problem(layout, nodes)
     assert all(part in words for part in said), words
 
 
@@ -93,9 +93,9 @@ def test_what_can_never_be_placed_is_refused_with_the_field_and_the_remedy(
 )
 def test_a_rank_has_one_gpu(bundles: list[dict[str, float]], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        check_shares(bundles)
-    check_shares([{"GPU": 0.5}])
-    check_shares([{"GPU": 1.0}] * 8)
+        check_gpu_shares(bundles)
+    check_gpu_shares([{"GPU": 0.5}])
+    check_gpu_shares([{"GPU": 1.0}] * 8)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_how_long_room_is_waited_for_follows_from_who_has_it(
     monkeypatch.setattr(placement.ray, "available_resources", lambda: {**EIGHT, "GPU": 1.0})
     table = {"id": {"name": holder, "state": "CREATED", "bundles": {0: {"GPU": 7.0, "CPU": 1.0}}}}
     monkeypatch.setattr(placement, "placement_group_table", lambda: table)
-    lack = placement._lack(Layout((GPU,) * world, leaves_s=600), "app/deployment/gang")
+    lack = placement._shortage_of(Layout((GPU,) * world, redeploy_wait_s=600), "app/deployment/gang")
     assert lack.wait_s == wait_s
     if world == 8:
         assert "GPU: needs 8, free 1 of 8" in lack.reason
@@ -123,7 +123,7 @@ def test_how_long_room_is_waited_for_follows_from_who_has_it(
 
 def test_a_rank_sees_its_own_gpus_also_where_ray_was_told_not_to_see_to_it() -> None:
     of_node = {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}
-    see_only(("6",), of_node)
+    hide_other_gpus(("6",), of_node)
     assert of_node == {"CUDA_VISIBLE_DEVICES": "6"}
-    see_only((), of_node)
+    hide_other_gpus((), of_node)
     assert of_node == {"CUDA_VISIBLE_DEVICES": "6"}

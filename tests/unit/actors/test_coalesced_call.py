@@ -21,7 +21,7 @@ def test_all_who_ask_at_once_share_one_answer_and_one_who_leaves_does_not_end_it
             await gate.wait()
             return len(made)
 
-        shared = CoalescedCall(make, fresh_s=60.0)
+        shared = CoalescedCall(make, max_age_s=60.0)
 
         async def request(name: str) -> int:
             WHO.set(name)
@@ -50,7 +50,7 @@ def test_an_old_answer_and_a_failure_are_made_again() -> None:
         return len(made)
 
     async def whole() -> None:
-        shared = CoalescedCall(make, fresh_s=0.0)
+        shared = CoalescedCall(make, max_age_s=0.0)
         assert await shared.get() == 1
         with pytest.raises(ValueError, match="not now"):
             await shared.get()

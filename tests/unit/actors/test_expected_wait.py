@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cluster.actors.admission import HEADROOM, SOON_S, Admission
+from cluster.actors.admission import HEADROOM, SHORT_WAIT_S, Admission
 from cluster.actors.prefill_speed import Drift
 from tests.unit.actors.simulated_gang import ACCEPT, Arrival, Outcome, SimulatedGang
 from tests.unit.engine.test_prefill_share import CPU, EIGHT_B, Machine
@@ -46,7 +46,7 @@ def judge(outcomes: list[Outcome], over_s: float, factor: float = FACTOR) -> Non
     ]
     assert not wrong, f"{len(wrong)} of {len(outcomes)}, as {wrong[:3]}"
     limit = HEADROOM * LIMIT_S
-    false = [one for one in outcomes if one.refused and (one.waited <= SOON_S or one.waited < limit / factor)]
+    false = [one for one in outcomes if one.refused and (one.waited <= SHORT_WAIT_S or one.waited < limit / factor)]
     assert not false, f"{len(false)} refused, as {false[:3]}"
 
 
@@ -127,7 +127,7 @@ def test_the_estimate_recovers_as_soon_as_a_burst_is_over() -> None:
     assert any(one.refused for one in served)
     over = sim.now
     later = sim.run([Arrival(over + 0.5 + i, 50, 5) for i in range(3)])[len(served) :]
-    assert all(one.expected < SOON_S and not one.refused for one in later)
+    assert all(one.expected < SHORT_WAIT_S and not one.refused for one in later)
 
 
 @pytest.mark.parametrize("load", ["bursts", "slots full", "KV full"])
@@ -157,13 +157,13 @@ def test_five_times_overload_gets_an_honest_retry_after(most: int, right: float)
 
 
 def test_refusals_by_the_hundred_cost_few_forecasts(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, run_ahead = [0], Admission._run_ahead
+    made, run_ahead = [0], Admission._new_forecast
 
     def counted(admission: Admission, now: float) -> Any:
         made[0] += 1
         return run_ahead(admission, now)
 
-    monkeypatch.setattr(Admission, "_run_ahead", counted)
+    monkeypatch.setattr(Admission, "_new_forecast", counted)
     sim = gang(admits_all=False)
     outcomes = sim.run([*burst(0.0), *(Arrival(1.0 + i / 400, 600, 20) for i in range(400))])
     assert sum(one.refused for one in outcomes) > 300

@@ -3,7 +3,7 @@
 import pytest
 
 from cluster.actors import grammar_transfer
-from cluster.actors.grammar_transfer import GrammarCache, name_of, named
+from cluster.actors.grammar_transfer import GrammarCache, grammar_name, with_grammar
 from cluster.actors.messages import Commands
 from cluster.request import Request, RequestParams
 
@@ -15,25 +15,25 @@ def asked(grammar: str | None) -> Request:
 def test_a_request_gets_the_grammar_of_its_name_and_of_no_other() -> None:
     kept = GrammarCache()
     for text in ("first", "second"):
-        kept.keep(name_of(text), text)
+        kept.add(grammar_name(text), text)
     free = asked(None)
     sent = Commands(
-        (named(asked("second"), name_of("second")), free, named(asked("third"), name_of("third"))), ("two",)
+        (with_grammar(asked("second"), grammar_name("second")), free, with_grammar(asked("third"), grammar_name("third"))), ("two",)
     )
-    whole = kept.whole(sent)
-    assert [request.params.grammar for request in whole.submits] == ["second", None, name_of("third")]
+    whole = kept.resolve_names(sent)
+    assert [request.params.grammar for request in whole.submits] == ["second", None, grammar_name("third")]
     assert whole.submits[1] is free and whole.aborts == ("two",)
-    assert name_of("first") != name_of("second")
+    assert grammar_name("first") != grammar_name("second")
 
 
 def test_old_grammars_make_room_but_not_those_whose_request_may_be_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(grammar_transfer.time, "monotonic", lambda: now)
-    monkeypatch.setattr(grammar_transfer, "KEPT_CHARACTERS", 10)
+    monkeypatch.setattr(grammar_transfer, "MAX_CACHED_CHARACTERS", 10)
     kept = GrammarCache()
     for text in ("a" * 6, "b" * 6):
-        kept.keep(name_of(text), text)
-    assert len(kept._kept) == 2, "both were read a moment ago"
-    now += grammar_transfer.KEPT_S + 1
-    kept.keep(name_of("b" * 6), "b" * 6)
-    assert list(kept._kept) == [name_of("b" * 6)]
+        kept.add(grammar_name(text), text)
+    assert len(kept._entries) == 2, "both were read a moment ago"
+    now += grammar_transfer.MIN_CACHED_S + 1
+    kept.add(grammar_name("b" * 6), "b" * 6)
+    assert list(kept._entries) == [grammar_name("b" * 6)]

@@ -21,21 +21,21 @@ from tests.info import rank_info
 def life() -> Incarnation:
     spec = GangSpec(EngineConfig(model_path="m"), layout_of(2, bundle_per_worker={"CPU": 1}), "test/by-hand")
     made = Incarnation(spec, None, 0)  # type: ignore[arg-type]
-    made._answered = [time.monotonic()] * 2
+    made._answered_at = [time.monotonic()] * 2
     return made
 
 
 def load(made: Incarnation, *loads: Any, time_s: float, still_s: float, progress: bool = False) -> list[Any]:
     async def working() -> None:
         while True:
-            made.beats[1] = Heartbeat(1, 0, True, 0.0, 0, "load")
-            made._answered[1] = time.monotonic()
+            made.heartbeats[1] = Heartbeat(1, 0, True, 0.0, 0, "load")
+            made._answered_at[1] = time.monotonic()
             await asyncio.sleep(0.05)
 
     async def whole() -> list[Any]:
         worker = asyncio.create_task(working()) if progress else None
         try:
-            return await made._loaded([done() for done in loads], time.monotonic() + time_s, still_s)
+            return await made._await_loads([done() for done in loads], time.monotonic() + time_s, still_s)
         finally:
             if worker is not None:
                 worker.cancel()
@@ -73,13 +73,13 @@ def test_what_was_said_of_a_rank_while_it_loaded_does_not_end_the_life_that_has_
 
     async def whole() -> None:
         await made.begin(30)
-        assert not made.alarm.is_set() and not any(sign.death or sign.failure for sign in made.signs())
-        made._unfollow()
+        assert not made.alarm.is_set() and not any(sign.death or sign.failure for sign in made.evidence())
+        made._cancel_watchers()
 
     made = life()
     call = SimpleNamespace(remote=lambda *_: None)
     shard = SimpleNamespace(open_store=call, load=call)
-    for name, instead in {"_create": lambda rank: shard, "_loaded": loaded, "_follow": follow}.items():
+    for name, instead in {"_create": lambda rank: shard, "_await_loads": loaded, "_watch_end": follow}.items():
         monkeypatch.setattr(made, name, instead)
     asyncio.run(whole())
 
@@ -112,7 +112,7 @@ def test_a_restart_may_take_as_long_as_the_first_start_made_likely_or_as_long_as
     config = EngineConfig(model_path="m", restart_timeout_s=given)
     gang = Gang(GangSpec(config, layout_of(1, bundle_per_worker={"CPU": 1}), "test/by-hand"))
     gang._start_s = start_s
-    assert gang.patience_s == gang.history().restart_timeout_s == patience_s
+    assert gang.restart_timeout_s == gang.history().restart_timeout_s == patience_s
 
 
 def test_a_later_life_has_as_much_kv_as_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +138,7 @@ def test_a_later_life_has_as_much_kv_as_the_first(monkeypatch: pytest.MonkeyPatc
     for spec in begun[1:]:
         assert EngineConfig.model_validate(spec.config.model_dump()) == spec.config, "one size, not two"
         assert (
-            page_count(ResolvedSettings.of(spec.config), Capacity(4096, "")) * 16
+            page_count(ResolvedSettings.from_settings(spec.config), Capacity(4096, "")) * 16
             == spec.config.max_total_tokens
             == 4096
         )
@@ -165,11 +165,11 @@ def test_one_rank_of_each_node_downloads_before_any_loads(monkeypatch: pytest.Mo
         done.clear()
         config = EngineConfig(model_path=model, tp_size=4)
         spec = GangSpec(config, layout_of(4, bundle_per_worker={"CPU": 1}), "test/by-hand")
-        made = Incarnation(spec, SimpleNamespace(nodes=("a", "a", "b", "b")), 0)  # type: ignore[arg-type]
-        for name, instead in {"_create": shard, "_follow": follow, "ask": list}.items():
+        made = Incarnation(spec, SimpleNamespace(node_of_rank=("a", "a", "b", "b")), 0)  # type: ignore[arg-type]
+        for name, instead in {"_create": shard, "_watch_end": follow, "request_heartbeats": list}.items():
             monkeypatch.setattr(made, name, instead)
         await made.begin(30)
-        made._unfollow()
+        made._cancel_watchers()
         return done
 
     pinned = f"hf://org/model@main#{'0' * 40}"

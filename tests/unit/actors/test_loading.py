@@ -6,12 +6,12 @@ import threading
 
 import pytest
 
-from cluster.actors.loading import in_a_thread_that_ends
+from cluster.actors.loading import run_in_temporary_thread
 
 THREADS = """
 import os, threading, time
 import torch
-from cluster.actors.loading import in_a_thread_that_ends
+from cluster.actors.loading import run_in_temporary_thread
 
 def count():
     return len(os.listdir("/proc/self/task"))
@@ -22,7 +22,7 @@ def compute():
 
 torch.set_num_threads(3)  # which starts a pool of torch's own for the whole process
 before = count()
-during = in_a_thread_that_ends(compute)
+during = run_in_temporary_thread(compute)
 until = time.monotonic() + 20
 while (after := count()) > before and time.monotonic() < until:
     time.sleep(0.01)  # OpenMP's threads were told to end
@@ -31,10 +31,10 @@ print(before, during, after)
 
 
 def test_it_gives_back_what_the_call_returns_or_raises() -> None:
-    thread = in_a_thread_that_ends(threading.current_thread)
+    thread = run_in_temporary_thread(threading.current_thread)
     assert thread is not threading.current_thread() and not thread.is_alive()
     with pytest.raises(KeyError, match="told"):
-        in_a_thread_that_ends(lambda: {}["told"])
+        run_in_temporary_thread(lambda: {}["told"])
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts threads in /proc")

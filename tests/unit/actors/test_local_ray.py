@@ -66,7 +66,7 @@ def test_rays_processes_are_in_one_group_that_is_not_ours_and_take_sigterm() -> 
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))
     started: list[subprocess.Popen[bytes]] = []
     try:
-        with local_ray._own_group():
+        with local_ray._own_process_group():
             started += [services.ConsolePopen(command) for command in (["sleep", "60"], ["true"], ["sleep", "60"])]
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)

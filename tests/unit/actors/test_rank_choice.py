@@ -15,8 +15,8 @@ def test_where_a_request_would_go_is_told_and_changes_nothing(policy: str) -> No
     for number in range(20):
         one = request(f"r{number}", 8 + 40 * (number % 4), first=100 * number)
         before = [balancer.load(at) for at in range(3)]
-        place = balancer.place(one, 8.0)
-        assert place == balancer.place(one, 8.0) and [balancer.load(at) for at in range(3)] == before
+        place = balancer.propose(one, 8.0)
+        assert place == balancer.propose(one, 8.0) and [balancer.load(at) for at in range(3)] == before
         assert balancer.choose(one, 8.0, place if number % 2 else None) == place.rank
 
 
@@ -24,8 +24,8 @@ def test_prompts_of_open_requests_are_found_as_well_as_those_in_the_cache() -> N
     balancer = Balancer("expected_load", 1, PAGE, index_pages=PLENTY)
 
     def found(tokens: int, **more: object) -> tuple[int, int]:
-        place: RankChoice = balancer.place(request("next", tokens, **more), 8.0)
-        return place.cached, place.shared
+        place: RankChoice = balancer.propose(request("next", tokens, **more), 8.0)
+        return place.cached_tokens, place.shared_tokens
 
     assert found(41) == (0, 0)
     balancer.choose(request("first", 21), 8.0)
@@ -34,6 +34,6 @@ def test_prompts_of_open_requests_are_found_as_well_as_those_in_the_cache() -> N
     assert found(41) == (20, 0), "in the cache, and nobody reads it"
     balancer.choose(request("second", 9), 8.0)
     assert found(41) == (20, 8)
-    assert Balancer("expected_load", 1, PAGE, index_pages=0).place(request("x", 41), 8.0).cached == 0
+    assert Balancer("expected_load", 1, PAGE, index_pages=0).propose(request("x", 41), 8.0).cached_tokens == 0
     scored = replace(request("scored", 41), params=RequestParams(max_tokens=1, prompt_logprobs=1))
-    assert balancer.place(scored, 8.0).cached == 0
+    assert balancer.propose(scored, 8.0).cached_tokens == 0

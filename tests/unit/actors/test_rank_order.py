@@ -5,7 +5,7 @@ from itertools import groupby
 
 import pytest
 
-from cluster.actors.placement import rank_order
+from cluster.actors.placement import bundle_of_each_rank
 
 
 def on_one(nodes: list[str], group: int) -> int:
@@ -20,7 +20,7 @@ def test_as_many_groups_as_can_be_are_on_one_node(group: int) -> None:
         world = group * draw.randint(1, 4)
         node_of = {bundle: draw.choice("abcd") for bundle in range(world)}
         own = draw.choice("abcde")
-        order = rank_order(node_of, own, group)
+        order = bundle_of_each_rank(node_of, own, group)
         nodes = [node_of[bundle] for bundle in order]
         assert sorted(order) == list(range(world))
         assert on_one(nodes, group) == sum([*node_of.values()].count(node) // group for node in "abcd")
@@ -31,10 +31,10 @@ def test_as_many_groups_as_can_be_are_on_one_node(group: int) -> None:
 
 def test_a_group_is_not_cut_for_the_replicas_node() -> None:
     node_of = dict(enumerate("abbccd"))
-    assert rank_order(node_of, "a", 2) == (0, 5, 1, 2, 3, 4)
-    assert rank_order(node_of, "elsewhere", 2) == (1, 2, 3, 4, 0, 5)
+    assert bundle_of_each_rank(node_of, "a", 2) == (0, 5, 1, 2, 3, 4)
+    assert bundle_of_each_rank(node_of, "elsewhere", 2) == (1, 2, 3, 4, 0, 5)
 
 
 def test_nodes_alike_go_by_their_first_bundle() -> None:
     """So a config whose bundles name their nodes has its ranks in that order."""
-    assert rank_order(dict(enumerate("zzaa")), "elsewhere", 2) == (0, 1, 2, 3)
+    assert bundle_of_each_rank(dict(enumerate("zzaa")), "elsewhere", 2) == (0, 1, 2, 3)

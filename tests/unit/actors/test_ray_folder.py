@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.actors.ray_folder import INSIDE, OWNER, OwnedFolder, remove_orphans
+from cluster.actors.ray_folder import SUBFOLDER, OWNER_FILE, OwnedFolder, remove_orphans
 
 
 @pytest.fixture(autouse=True)
@@ -19,8 +19,8 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_what_ray_opens_to_everyone_lies_in_what_nobody_else_may_enter(temporary: Path) -> None:
     folder = OwnedFolder()
-    folder.inside.chmod(0o777)  # as Ray does
-    assert folder.path.parent == temporary and folder.inside.parent == folder.path
+    folder.ray_folder.chmod(0o777)  # as Ray does
+    assert folder.path.parent == temporary and folder.ray_folder.parent == folder.path
     assert folder.path.stat().st_mode & 0o777 == 0o700
     folder.remove()
     folder.remove()
@@ -33,7 +33,7 @@ def test_the_folder_of_a_killed_owner_goes_and_that_of_a_living_one_stays(tempor
         "tempfile.tempdir = sys.argv[1]\n"
         "from cluster.actors.ray_folder import OwnedFolder\n"
         "folder = OwnedFolder()\n"
-        "(folder.inside / 'file').write_text('x')\n"
+        "(folder.ray_folder / 'file').write_text('x')\n"
         "print(folder.path, flush=True)\n"
         "signal.pause()\n"
     )
@@ -43,12 +43,12 @@ def test_the_folder_of_a_killed_owner_goes_and_that_of_a_living_one_stays(tempor
         theirs = Path(child.stdout.readline().strip())
         ours = OwnedFolder()
         assert remove_orphans() == []
-        assert (theirs / INSIDE / "file").exists()
+        assert (theirs / SUBFOLDER / "file").exists()
     finally:
         child.kill()
         child.wait()
     assert remove_orphans() == [theirs]
-    assert not theirs.exists() and ours.inside.exists()
+    assert not theirs.exists() and ours.ray_folder.exists()
 
 
 def test_what_only_looks_like_an_orphan_is_left_alone(temporary: Path) -> None:
@@ -58,7 +58,7 @@ def test_what_only_looks_like_an_orphan_is_left_alone(temporary: Path) -> None:
     for path in (open_to_all, unowned, elsewhere):
         path.mkdir(mode=0o700)
     for path in (open_to_all, elsewhere):
-        (path / OWNER).touch()
+        (path / OWNER_FILE).touch()
     open_to_all.chmod(0o755)
     (temporary / "aerie-link").symlink_to(elsewhere)
     (temporary / "aerie-file").touch()

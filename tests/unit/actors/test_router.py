@@ -11,7 +11,7 @@ import pytest
 from cluster.actors.incarnation import GangSpec
 from cluster.actors.messages import Commands, Loss, Overloaded, StepItem, Unavailable
 from cluster.actors.placement import layout_of
-from cluster.actors.router import Router, _pace_of
+from cluster.actors.router import Router, _step_times_of
 from cluster.config import EngineConfig
 from cluster.request import Request, RequestParams, SequenceOutput
 from cluster.status import EngineStatus, RankInfo, StepCosts
@@ -27,7 +27,7 @@ class Life:
     def __init__(self, spec: GangSpec, taking: Callable[[Commands], None]) -> None:
         self.spec, self.taken, self.failed = spec, [], ""  # type: ignore[var-annotated]
         self.said: Said = asyncio.Queue()
-        self.fruitful = False
+        self.made_progress = False
         self.status: EngineStatus | None = None
         self._taking = taking
         self.shards = [SimpleNamespace(put=SimpleNamespace(remote=self._put))]
@@ -47,7 +47,7 @@ class Life:
     def mark_alive(self) -> None:
         return
 
-    def heard(self, rank: int) -> tuple[float, EngineStatus] | None:
+    def last_status(self, rank: int) -> tuple[float, EngineStatus] | None:
         return None if self.status is None else (1e9, self.status)
 
     def mark_dead(self, rank: int, error: Exception) -> None:
@@ -62,14 +62,14 @@ class Gang:
         config = EngineConfig(model_path="m", page_size=4)
         self.spec = GangSpec(config, layout_of(1, bundle_per_worker={"CPU": 1}), "test/by-hand")
         self.infos: list[RankInfo] = []
-        self.start_s, self.lost = 12.3, ""
+        self.start_s, self.lost_reason = 12.3, ""
         self.taking: Callable[[Commands], None] = lambda commands: None
-        self.life: Any = None
+        self.incarnation: Any = None
 
     def begin(self) -> Life:
         self.infos = [rank_info(page_size=4, kv_pages=30)]
-        self.life = Life(self.spec, self.taking)
-        return self.life
+        self.incarnation = Life(self.spec, self.taking)
+        return self.incarnation
 
     async def watch(self, owner: Any) -> None:
         await asyncio.Event().wait()
@@ -115,10 +115,10 @@ def test_whatever_goes_wrong_with_a_call_is_the_end_of_the_life_and_not_of_the_t
         def refuses(commands: Commands) -> None:
             raise TypeError("cannot pickle")
 
-        gang.life._taking = refuses
+        gang.incarnation._taking = refuses
         task = asyncio.create_task(read(router, ask("a")))
-        await until(lambda: gang.life.failed)
-        assert "its commands failed: cannot pickle" in gang.life.failed
+        await until(lambda: gang.incarnation.failed)
+        assert "its commands failed: cannot pickle" in gang.incarnation.failed
         await router.on_down(LOSS)
         life = gang.begin()
         router.on_up()
@@ -133,10 +133,10 @@ def test_whatever_goes_wrong_with_a_call_is_the_end_of_the_life_and_not_of_the_t
 def test_whatever_goes_wrong_with_what_it_says_is_the_end_of_the_life(item: Any) -> None:
     async def body(router: Router, gang: Gang) -> None:
         task = asyncio.create_task(read(router, ask("a")))
-        await until(lambda: gang.life.taken)
-        gang.life.said.put_nowait(item)
-        await until(lambda: gang.life.failed)
-        assert "its outputs failed" in gang.life.failed
+        await until(lambda: gang.incarnation.taken)
+        gang.incarnation.said.put_nowait(item)
+        await until(lambda: gang.incarnation.failed)
+        assert "its outputs failed" in gang.incarnation.failed
         task.cancel()
 
     with_router(body)
@@ -144,19 +144,19 @@ def test_whatever_goes_wrong_with_what_it_says_is_the_end_of_the_life(item: Any)
 
 def test_what_a_shard_said_before_its_end_counts_and_only_what_it_had_begun_is_suspect() -> None:
     async def body(router: Router, gang: Gang) -> None:
-        first = gang.life
+        first = gang.incarnation
         names = [f"s{i}" for i in range(116)]
         tasks = [asyncio.create_task(read(router, ask(name))) for name in names]
         await until(lambda: len(first.taken) == 116)
-        first.said.put_nowait(StepItem(0, 0, begun=tuple(names[:16])))
+        first.said.put_nowait(StepItem(0, 0, admitted=tuple(names[:16])))
         for _ in range(2):
-            assert not first.fruitful, "their prompts alone are no proof that steps work"
+            assert not first.made_progress, "their prompts alone are no proof that steps work"
             first.said.put_nowait(outputs(1, *names[:16]))
             await until(first.said.empty)
-        first.said.put_nowait(StepItem(0, 1, begun=("s20",)))  # the fatal step
+        first.said.put_nowait(StepItem(0, 1, admitted=("s20",)))  # the fatal step
         first.said.put_nowait(None)
         await router.on_down(LOSS)
-        assert [s.name for s in router._streams.values() if s.involved] == ["s20"] and first.fruitful
+        assert [s.name for s in router._streams.values() if s.in_fatal_step] == ["s20"] and first.made_progress
         second = gang.begin()
         router.on_up()
         late = asyncio.create_task(read(router, ask("late")))
@@ -172,11 +172,11 @@ def test_a_stream_that_another_replica_had_taken_has_been_admitted() -> None:
     async def body(router: Router, gang: Gang) -> None:
         router._admission._config = gang.spec.config.model_copy(update={"max_queued_requests": 1})
         tasks = [asyncio.create_task(read(router, ask("first")))]
-        await until(lambda: gang.life.taken)
+        await until(lambda: gang.incarnation.taken)
         with pytest.raises(Overloaded):
             await read(router, ask("new"))
         tasks.append(asyncio.create_task(read(router, replace(ask("resumed"), resumed_tokens=3))))
-        await until(lambda: gang.life.taken == ["first", "resumed"])
+        await until(lambda: gang.incarnation.taken == ["first", "resumed"])
         for task in tasks:
             task.cancel()
 
@@ -188,9 +188,9 @@ def test_a_stream_that_has_begun_and_is_refused_ends_with_an_error() -> None:
 
     async def body(router: Router, gang: Gang) -> None:
         task = asyncio.create_task(read(router, ask("a")))
-        await until(lambda: gang.life.taken)
-        gang.life.said.put_nowait(outputs(1, "a"))
-        gang.life.said.put_nowait(StepItem(0, 1, refused=(("a", "no grammar"),)))
+        await until(lambda: gang.incarnation.taken)
+        gang.incarnation.said.put_nowait(outputs(1, "a"))
+        gang.incarnation.said.put_nowait(StepItem(0, 1, refused=(("a", "no grammar"),)))
         last = (await task)[-1]
         assert (last.finish_reason, last.error) == ("error", "the engine would not resume it: no grammar")
 
@@ -200,7 +200,7 @@ def test_a_stream_that_has_begun_and_is_refused_ends_with_an_error() -> None:
 def test_a_gang_that_is_lost_ends_its_streams_as_its_own_fault_and_takes_no_more() -> None:
     async def body(router: Router, gang: Gang) -> None:
         task = asyncio.create_task(read(router, ask("a")))
-        await until(lambda: gang.life.taken)
+        await until(lambda: gang.incarnation.taken)
         router.on_lost("rank 0 died (given up)")
         (last,) = await task
         assert (last.finish_reason, last.error) == ("abort", "rank 0 died (given up)")
@@ -215,8 +215,8 @@ def test_the_index_of_prefixes_is_as_large_as_the_cache_of_the_gang_that_came_up
     async def body(router: Router, gang: Gang) -> None:
         for i in range(9):
             task = asyncio.create_task(read(router, Request(f"r{i}", tuple(range(100 * i, 100 * i + 41)))))
-            await until(lambda name=f"r{i}": name in gang.life.taken)
-            gang.life.said.put_nowait(outputs(1, f"r{i}", ended=True))
+            await until(lambda name=f"r{i}": name in gang.incarnation.taken)
+            gang.incarnation.said.put_nowait(outputs(1, f"r{i}", ended=True))
             await task
         assert router._balancer.load(0).pages == 30
 
@@ -239,19 +239,19 @@ def test_waits_follow_from_the_costs_and_the_queue_that_ranks_report_also_after_
     async def body(router: Router, gang: Gang) -> None:
         def expected() -> float:
             router._admission._forecast = None
-            return router._admission.wait(5).seconds
+            return router._admission.expected_wait(5).seconds
 
         gang.infos = [rank_info(page_size=4, kv_pages=30_000, step_costs=COSTS)]
-        router._admission.started(120_000, _pace_of(gang.infos[0]))
+        router._admission.on_gang_up(120_000, _step_times_of(gang.infos[0]))
         tasks = [asyncio.create_task(read(router, ask("long", 4000)))]
-        await until(lambda: gang.life.taken == ["long"])
+        await until(lambda: gang.incarnation.taken == ["long"])
         assert expected() == pytest.approx(4.1, abs=0.3)
-        gang.life.status = EngineStatus(queued_tokens=0, submitted=0, prefill_drift=1.0)
+        gang.incarnation.status = EngineStatus(queued_tokens=0, submitted=0, prefill_drift=1.0)
         assert expected() == pytest.approx(4.1, abs=0.3), "the rank does not know of it yet"
-        gang.life.status = EngineStatus(queued_tokens=1000, submitted=1, prefill_drift=2.0)
-        router._admission._ranks[0].reported = 0.0
+        gang.incarnation.status = EngineStatus(queued_tokens=1000, submitted=1, prefill_drift=2.0)
+        router._admission._ranks[0].last_report_at = 0.0
         assert expected() == pytest.approx(2.2, abs=0.3), "at half the speed"
-        gang.life.said.put_nowait(outputs(1, "long"))
+        gang.incarnation.said.put_nowait(outputs(1, "long"))
         await until(lambda: not router._admission._ranks[0].queue)
         await router.on_down(LOSS)
         life = gang.begin()
@@ -259,7 +259,7 @@ def test_waits_follow_from_the_costs_and_the_queue_that_ranks_report_also_after_
         router.on_up()
         await until(lambda: life.taken == ["long"])
         (again,) = router._admission._ranks[0].queue.values()
-        assert (again.left, again.length, again.number, router._admission.waiting) == (4001, 4001, 1, 0)
+        assert (again.uncomputed_tokens, again.length, again.submission_number, router._admission.waiting) == (4001, 4001, 1, 0)
         assert expected() == pytest.approx(8.2, abs=0.6), "what was learned of the machine stays"
         for task in tasks:
             task.cancel()

@@ -33,7 +33,7 @@ def test_the_opening_of_the_store_is_seen_as_work(monkeypatch: pytest.MonkeyPatc
         until, ages = time.monotonic() + 1.0, []
         while time.monotonic() < until:
             time.sleep(0.2)
-            ages.append(shard.heartbeat().age_s)
+            ages.append(shard.heartbeat().idle_s)
     finally:
         over.set()
         opening.join()
@@ -46,7 +46,7 @@ def test_a_grammar_that_cannot_be_read_is_the_fault_of_its_request_alone(error: 
         raise error
 
     shard = ShardActor(0, 1)
-    shard._loop = SimpleNamespace(engine=SimpleNamespace(read_grammar=read_grammar))  # type: ignore[assignment]
+    shard._engine_loop = SimpleNamespace(engine=SimpleNamespace(read_grammar=read_grammar))  # type: ignore[assignment]
     said: list[str] = []
     reading = threading.Thread(target=lambda: said.append(shard.read_grammar("g", "{}")))  # it makes its thread nicer
     reading.start()

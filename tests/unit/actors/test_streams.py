@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from cluster.actors.messages import Loss
-from cluster.actors.streams import RESUMES, OpenStream, Recovery
+from cluster.actors.streams import MAX_FRUITLESS_RESUMES, OpenStream, Recovery
 from cluster.request import Request, RequestParams, Seeds, SequenceOutput, SpeculationCounts, TokenLogprob
 
 LOSS = Loss(1, "died", 7, "target", "the process died", 0, 0.0, 0.1)
@@ -23,9 +23,9 @@ def output(*tokens: int, **more: object) -> SequenceOutput:
 def test_a_stream_is_submitted_again_with_what_it_was_sent() -> None:
     s = stream(resumed=2)
     assert s.submission() == s.request
-    s.take(output(10))
-    s.take(output(11, 12))
-    s.lose(nodes=3)
+    s.record(output(10))
+    s.record(output(11, 12))
+    s.on_incarnation_lost(drafted_per_tree=3)
     again = s.submission()
     assert again.prompt_token_ids == (1, 2, 3, 4, 5, 6, 7, 10, 11, 12)
     assert again.resumed_tokens == 5
@@ -37,11 +37,11 @@ def test_what_was_asked_about_the_prompt_is_told_once() -> None:
     s = stream()
     s.request = replace(s.request, params=replace(s.request.params, prompt_logprobs=2))
     assert s.submission() == s.request
-    s.lose(nodes=3)
+    s.on_incarnation_lost(drafted_per_tree=3)
     assert s.submission() == s.request
     line = TokenLogprob(2, -0.5, ((2, -0.5),), 1)
-    assert s.take(output(10, prompt_logprobs=(line,))).prompt_logprobs == (line,)
-    s.lose(nodes=3)
+    assert s.record(output(10, prompt_logprobs=(line,))).prompt_logprobs == (line,)
+    s.on_incarnation_lost(drafted_per_tree=3)
     again = s.submission()
     assert again.params == replace(s.request.params, prompt_logprobs=None)
     assert again.prompt_token_ids == (*s.request.prompt_token_ids, 10)
@@ -51,33 +51,33 @@ def test_the_counts_of_all_lives_add_up() -> None:
     s = stream()
     s.submission()
     for tokens in ((1,), (2, 3), (4,), (5, 6, 7)):  # the first ends the prompt
-        s.take(output(*tokens))
-    s.lose(nodes=3)
+        s.record(output(*tokens))
+    s.on_incarnation_lost(drafted_per_tree=3)
     s.submission()
     for tokens in ((8,), (9, 10)):
-        s.take(output(*tokens))
-    s.lose(nodes=3)
+        s.record(output(*tokens))
+    s.on_incarnation_lost(drafted_per_tree=3)
     s.submission()
-    s.take(output(11))
-    last = s.take(output(12, 13, finish_reason="length", speculation=SpeculationCounts(5, 15, (1, 4, 0, 0))))
+    s.record(output(11))
+    last = s.record(output(12, 13, finish_reason="length", speculation=SpeculationCounts(5, 15, (1, 4, 0, 0))))
     assert last.speculation == SpeculationCounts(9, 27, (2, 6, 1, 0)), "each tree once"
 
 
 def test_without_speculation_there_is_nothing_to_add() -> None:
     s = stream()
     s.submission()
-    s.take(output(1))
-    s.take(output(2))
-    s.lose(nodes=0)
-    assert s.take(output(finish_reason="stop")).speculation is None
+    s.record(output(1))
+    s.record(output(2))
+    s.on_incarnation_lost(drafted_per_tree=0)
+    assert s.record(output(finish_reason="stop")).speculation is None
 
 
 def test_cached_tokens_stay_those_of_the_prompt() -> None:
     s = stream()
     s.cached_tokens = 4
-    assert s.take(output(1, cached_tokens=4)).cached_tokens == 4
-    s.lose(nodes=3)
-    assert s.take(output(2, cached_tokens=64)).cached_tokens == 4
+    assert s.record(output(1, cached_tokens=4)).cached_tokens == 4
+    s.on_incarnation_lost(drafted_per_tree=3)
+    assert s.record(output(2, cached_tokens=64)).cached_tokens == 4
 
 
 class Gang:
@@ -91,7 +91,7 @@ class Gang:
         self.streams, self.poison, self.room, self.announced, self.late = streams, poison, room, announced, late
         self.recovery = Recovery()
         self.given: list[list[str]] = []  # the streams of each life that were submitted at once, in order
-        self.losses, self.length = 0, 5
+        self.gang_errors, self.length = 0, 5
 
     def open(self) -> list[OpenStream]:
         return [s for s in self.streams if not s.ended]
@@ -107,32 +107,32 @@ class Gang:
             queue, turn = queue + turn, []
             while queue and len(running) < self.room:
                 running.append(queue.pop(0))
-                running[-1].begun = self.announced
-            if any(s.name in self.poison and s.answered >= self.late for s in running):
+                running[-1].admitted = self.announced
+            if any(s.name in self.poison and s.has_first_token >= self.late for s in running):
                 steps = 0
                 break
             for s in running:
-                before, s.started = s.fruitful, True
-                s.take(output(1, finish_reason="length" if len(s.dealt) == self.length - 1 else None))
-                if (s.fruitful and not before) or s.ended:
-                    turn += self.recovery.settled(s.name)
+                before, s.started = s.made_progress, True
+                s.record(output(1, finish_reason="length" if len(s.sent_tokens) == self.length - 1 else None))
+                if (s.made_progress and not before) or s.ended:
+                    turn += self.recovery.on_settled(s.name)
             running = [s for s in running if not s.ended]
             steps = None if steps is None else steps - 1
         if steps is not None:
             self.die()
 
     def die(self) -> None:
-        self.losses += 1
+        self.gang_errors += 1
         for s in self.open():
-            s.lose(nodes=3)
-        self.recovery.lost(self.open(), LOSS)
+            s.on_incarnation_lost(drafted_per_tree=3)
+        self.recovery.on_loss(self.open(), LOSS)
 
     def come_back(self, steps: int | None = None) -> None:
         self.live(self.recovery.begin(self.open()), steps)
 
     def serve_all(self) -> None:
         while self.open():
-            assert self.losses < 40, "no end"
+            assert self.gang_errors < 40, "no end"
             self.come_back()
 
 
@@ -151,7 +151,7 @@ def test_after_a_kill_all_come_back_at_once_those_that_had_tokens_first_and_agai
     gang.streams[100].started = True  # of an earlier life
     for _ in range(2):
         gang.come_back(steps=2)
-        assert not any(s.involved for s in gang.streams)
+        assert not any(s.in_fatal_step for s in gang.streams)
     gang.serve_all()
     everybody, running = [f"s{i}" for i in range(116)], [f"s{i}" for i in range(15)] + ["s100"]
     assert gang.given[0] == ["s100", *(n for n in everybody if n != "s100")]
@@ -163,16 +163,16 @@ def test_only_those_that_the_fatal_step_worked_on_are_suspects() -> None:
     waits, works, had = stream("waits"), stream("works"), stream("had")
     for s in (waits, works, had):
         s.submission()
-    works.begun = had.begun = True
-    works.take(output(1))
+    works.admitted = had.admitted = True
+    works.record(output(1))
     for _ in range(2):
-        had.take(output(1))
+        had.record(output(1))
     for s in (waits, works, had):
-        s.lose(nodes=3)
-    assert [s.involved for s in (waits, works, had)] == [False, True, False]
+        s.on_incarnation_lost(drafted_per_tree=3)
+    assert [s.in_fatal_step for s in (waits, works, had)] == [False, True, False]
     never = stream()
-    never.lose(nodes=3)
-    assert not never.involved and never.fruitless_resumes == 0
+    never.on_incarnation_lost(nodes=3)
+    assert not never.in_fatal_step and never.fruitless_resumes == 0
 
 
 def test_a_poison_alone_in_the_fatal_steps_ends_after_three_resumptions_and_the_others_go_on() -> None:
@@ -182,7 +182,7 @@ def test_a_poison_alone_in_the_fatal_steps_ends_after_three_resumptions_and_the_
     gang.streams[-1].ended, gang.poison = False, {"poison"}
     gang.come_back()
     gang.serve_all()
-    assert failed(gang) == {"poison"} and gang.losses == 1 + 4
+    assert failed(gang) == {"poison"} and gang.gang_errors == 1 + 4
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -197,8 +197,8 @@ def test_suspects_are_halved_and_only_the_poison_ends(count: int, place: float, 
     gang.serve_all()
     assert failed(gang) == {poison}
     # the first, the same once more, one for each halving, and those after which the last is resumed
-    assert gang.losses <= 2 + count.bit_length() + RESUMES
-    assert all(len(s.dealt) == gang.length for s in streams if s.name != poison)
+    assert gang.gang_errors <= 2 + count.bit_length() + MAX_FRUITLESS_RESUMES
+    assert all(len(s.sent_tokens) == gang.length for s in streams if s.name != poison)
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_suspects_are_halved_and_only_the_poison_ends(count: int, place: float, 
 def test_every_poison_ends_and_nobody_else(count: int, poison: set[str], room: int, announced: bool) -> None:
     gang = Gang(many(count), poison, room, announced)
     gang.serve_all()
-    assert failed(gang) == poison and (room > 4 or gang.losses <= 8)
+    assert failed(gang) == poison and (room > 4 or gang.gang_errors <= 8)
 
 
 def test_while_suspects_wait_newcomers_stay_behind_them() -> None:
@@ -219,13 +219,13 @@ def test_while_suspects_wait_newcomers_stay_behind_them() -> None:
     gang.come_back()
     recovery, late = gang.recovery, stream("late")
     assert [s.name for s in recovery.begin(streams)] == ["s0", "s1"]
-    assert not recovery.arrived(late)
-    assert recovery.settled("s0") == []
-    assert [s.name for s in recovery.settled("s1")] == ["s2"]
+    assert not recovery.on_arrival(late)
+    assert recovery.on_settled("s0") == []
+    assert [s.name for s in recovery.on_settled("s1")] == ["s2"]
     streams[3].ended = True
-    assert not recovery.arrived(stream("later")) and recovery.settled("nobody") == []
-    assert [s.name for s in recovery.settled("s2")] == ["late", "later"]
-    assert recovery.arrived(stream("latest"))
+    assert not recovery.on_arrival(stream("later")) and recovery.on_settled("nobody") == []
+    assert [s.name for s in recovery.on_settled("s2")] == ["late", "later"]
+    assert recovery.on_arrival(stream("latest"))
 
 
 def test_suspects_come_after_those_that_had_tokens_have_some_again() -> None:
@@ -236,25 +236,25 @@ def test_suspects_come_after_those_that_had_tokens_have_some_again() -> None:
     gang.come_back()
     gang.recovery._suspects.remove(good)  # as if it had had a token before the last loss
     assert gang.recovery.begin(streams) == [good]
-    assert gang.recovery.settled("somebody else") == []
-    assert gang.recovery.settled("good") == [bad]
-    assert gang.recovery.settled("bad") == [worse]
-    assert gang.recovery.settled("worse") == [waits]
+    assert gang.recovery.on_settled("somebody else") == []
+    assert gang.recovery.on_settled("good") == [bad]
+    assert gang.recovery.on_settled("bad") == [worse]
+    assert gang.recovery.on_settled("worse") == [waits]
 
 
 def test_a_step_beyond_the_prompt_wipes_the_slate_clean() -> None:
     s = stream()
     for _ in range(3):
         s.submission()
-        s.begun = True
-        s.lose(nodes=3)
-    assert (s.fruitless_resumes, s.unserved) == (2, 3)
+        s.admitted = True
+        s.on_incarnation_lost(drafted_per_tree=3)
+    assert (s.fruitless_resumes, s.submissions_without_progress) == (2, 3)
     s.submission()
-    s.take(output(1))
-    assert (s.fruitless_resumes, s.unserved) == (2, 3), "its prompt alone does not"
-    s.take(output(1))
-    s.lose(nodes=3)
-    assert (s.fruitless_resumes, s.unserved, s.involved) == (0, 0, False)
+    s.record(output(1))
+    assert (s.fruitless_resumes, s.submissions_without_progress) == (2, 3), "its prompt alone does not"
+    s.record(output(1))
+    s.on_incarnation_lost(drafted_per_tree=3)
+    assert (s.fruitless_resumes, s.submissions_without_progress, s.in_fatal_step) == (0, 0, False)
 
 
 def test_every_request_has_a_seed_and_keeps_its_own() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from cluster.api.core.errors import ApiError
-from cluster.api.core.fields import sort_fields
+from cluster.api.core.fields import select_honoured_fields
 from tests.compatibility import FILE, ROUTES, known, unknown, written
 
 ODD = "a value that asks for something"
@@ -24,8 +24,8 @@ def test_a_field_is_treated_as_the_file_says(path: str) -> None:
         kind = route.kind(name)
         if kind.startswith("refused"):
             with pytest.raises(ApiError) as caught:
-                sort_fields({name: ODD}, route.honoured, route.table)
+                select_honoured_fields({name: ODD}, route.honoured, route.table)
             assert caught.value.param == name
         else:
-            kept, warnings = sort_fields({name: ODD}, route.honoured, route.table)
+            kept, warnings = select_honoured_fields({name: ODD}, route.honoured, route.table)
             assert not warnings and bool(kept) == kind.startswith("honoured")

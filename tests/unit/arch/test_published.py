@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import save_file
 
 from cluster.arch import read_target
-from cluster.arch.draft.widths import draft_geometry, layer_count
+from cluster.arch.draft.widths import draft_geometry, count_layers
 from cluster.arch.keys import ConfigKeys
 from cluster.arch.rope import Rope, mscale, rope_of
-from cluster.arch.target import end_tokens
+from cluster.arch.target import read_eos_token_ids
 from cluster.config import ConfigError
 from tests.families import made, rope
 from tests.loading import check_target
@@ -64,16 +64,16 @@ def test_chunked_attention_serves_as_long_a_text_as_it_is_plain_for(tmp_path: Pa
 
 @pytest.mark.parametrize("listed", [True, False])
 def test_end_tokens_are_all_that_any_file_names(listed: bool, tmp_path: Path) -> None:
-    assert end_tokens(str(tmp_path), {"eos_token_id": 5}) == (5,)
+    assert read_eos_token_ids(str(tmp_path), {"eos_token_id": 5}) == (5,)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 5]}))
-    assert end_tokens(str(tmp_path), {"eos_token_id": 7}) == (2, 5, 7)
+    assert read_eos_token_ids(str(tmp_path), {"eos_token_id": 7}) == (2, 5, 7)
     added = {"9": {"content": "<|im_end|>"}, "8": {"content": "<pad>"}}
     odd = {"x": {"content": "<|im_end|>"}, "7": None}
     config = {"eos_token": {"content": "<|im_end|>"}, "added_tokens_decoder": added if listed else odd}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     tokens = [{"id": int(at), **each} for at, each in added.items()]
     (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": tokens}))
-    assert end_tokens(str(tmp_path), {}) == (2, 5, 9)
+    assert read_eos_token_ids(str(tmp_path), {}) == (2, 5, 9)
 
 
 def test_mimos_draft_has_biases_where_qwen2_has_them() -> None:
@@ -92,7 +92,7 @@ def test_a_midlayer_is_the_only_one(tmp_path: Path) -> None:
     """EAGLE3-Vicuna1.3-13B's config says 40, as its target's does."""
     save_file({"midlayer.input_layernorm.weight": torch.ones(2)}, tmp_path / "model.safetensors")
     shapes = {"layers.0.input_layernorm.weight": (2,)}
-    assert layer_count(str(tmp_path), of(num_hidden_layers=40), shapes) == 1
+    assert count_layers(str(tmp_path), of(num_hidden_layers=40), shapes) == 1
 
 
 def test_pickles_are_named_with_a_remedy(tmp_path: Path) -> None:

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from cluster.arch.cell import CodedCell
-from cluster.attention.ancestor_bits import packed
+from cluster.attention.ancestor_bits import pack_bits
 from cluster.attention.gather import Gather
 from cluster.attention.shape import AttentionShape
 from cluster.attention.torch_backend import TorchAttention
 from cluster.batch import AttentionMetadata, HostBounds, PromptRows, TreeRows
-from cluster.kv.codes import coded
+from cluster.kv.codes import encode
 from cluster.kv.page_table import PageTable
 from cluster.kv.pool import KVPool
 from cluster.models.runner import AttentionBackend
@@ -133,7 +133,7 @@ class Case:
     def seen(self) -> AttentionMetadata:
         requests, n, lengths = len(self.committed), len(self.parents), [stop - start for start, stop in self.chunks]
         lens = torch.tensor(self.committed, dtype=torch.int64)
-        tree = TreeRows(torch.arange(requests), lens, packed(self.ancestors[None]), n)
+        tree = TreeRows(torch.arange(requests), lens, pack_bits(self.ancestors[None]), n)
         text = PromptRows(
             torch.arange(requests, requests + len(lengths)),
             torch.tensor([start for start, _ in self.chunks], dtype=torch.int64),
@@ -152,7 +152,7 @@ class Case:
         pool = KVPool(*given, cell)
         for layer, numbers in zip(pool.kv, self.pool.kv, strict=True):
             written = numbers.isfinite().flatten(1).all(1)[:, None]
-            layer.copy_(torch.where(written, coded(numbers.nan_to_num(), cell), 255))
+            layer.copy_(torch.where(written, encode(numbers.nan_to_num(), cell), 255))
         return pool
 
     def given(self, over: int = 0, make: Callable[..., AttentionBackend] | None = None) -> Tensor:

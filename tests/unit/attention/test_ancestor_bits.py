@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cluster.attention.ancestor_bits import line_bits, own_bits, packed, visible_in, words
+from cluster.attention.ancestor_bits import chain_bits, self_bits, pack_bits, unpack_bits, word_count
 
 CPU = torch.device("cpu")
 
@@ -12,9 +12,9 @@ CPU = torch.device("cpu")
 def test_there_and_back(width: int) -> None:
     torch.manual_seed(width)
     visible = torch.rand(3, 5, width) < 0.5
-    bits = packed(visible)
+    bits = pack_bits(visible)
     assert (bits.shape, bits.dtype) == ((3, 5, -(-width // 32)), torch.int32)
-    assert torch.equal(visible_in(bits, width), visible)
+    assert torch.equal(unpack_bits(bits, width), visible)
     for j in range(width):
         assert torch.equal((bits[..., j // 32] >> (j % 32) & 1).bool(), visible[..., j]), "by the definition"
 
@@ -22,12 +22,12 @@ def test_there_and_back(width: int) -> None:
 @pytest.mark.parametrize(("rows", "width"), [(1, 1), (1, 7), (4, 4), (3, 40), (40, 40)])
 def test_rows_in_a_line(rows: int, width: int) -> None:
     expected = [[j <= width - rows + i for j in range(width)] for i in range(rows)]
-    assert visible_in(line_bits(rows, width, CPU), width).tolist() == [expected]
-    assert line_bits(rows, width, CPU) is line_bits(rows, width, CPU), "made once"
+    assert unpack_bits(chain_bits(rows, width, CPU), width).tolist() == [expected]
+    assert chain_bits(rows, width, CPU) is chain_bits(rows, width, CPU), "made once"
 
 
 @pytest.mark.parametrize(("start", "rows", "width"), [(0, 1, 1), (0, 4, 4), (4, 4, 12), (30, 5, 40)])
 def test_own_slots(start: int, rows: int, width: int) -> None:
-    seen = visible_in(own_bits(start, rows, width, CPU), width)
+    seen = unpack_bits(self_bits(start, rows, width, CPU), width)
     assert seen.tolist() == [[[j == start + i for j in range(width)] for i in range(rows)]]
-    assert words(width) == own_bits(start, rows, width, CPU).shape[2]
+    assert word_count(width) == self_bits(start, rows, width, CPU).shape[2]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cluster.arch.cell import CodedCell
-from cluster.attention.ancestor_bits import line_bits, packed
+from cluster.attention.ancestor_bits import chain_bits, pack_bits
 from cluster.attention.c_backend import CAttention
 from cluster.attention.shape import AttentionShape
 from cluster.batch import AttentionMetadata, HostBounds, PromptRows, TreeRows
@@ -63,7 +63,7 @@ def test_of_idle_rows_that_write_one_slot_the_last_one_stays() -> None:
     pool = KVPool(1, 32, (2, 4, 64), torch.float32, CPU)
     attention = CAttention(pool, table, AttentionShape(4, (None,)), c_library())
     idle, lens, before = torch.full((rows,), 4), torch.zeros(rows, dtype=torch.int64), torch.get_num_threads()
-    attention.bind(AttentionMetadata(table.slots(idle, lens), TreeRows(idle, lens, line_bits(1, 1, CPU), 1)))
+    attention.bind(AttentionMetadata(table.slots(idle, lens), TreeRows(idle, lens, chain_bits(1, 1, CPU), 1)))
     kv = torch.arange(float(rows)).view(rows, 1, 1, 1).expand(rows, 2, 4, 64).contiguous()
     try:
         torch.set_num_threads(5)
@@ -111,7 +111,7 @@ def test_a_row_has_the_same_bits_as_a_text_in_a_tree_and_alone(
             if kind == "text":
                 seen = AttentionMetadata(table.slots(row, here), None, PromptRows(row, lens, torch.tensor([0, n])))
             elif kind == "line":
-                seen = AttentionMetadata(table.slots(row, here), TreeRows(row, lens, line_bits(n, n, CPU), n))
+                seen = AttentionMetadata(table.slots(row, here), TreeRows(row, lens, chain_bits(n, n, CPU), n))
             else:  # every second node is on the path, the others are its siblings, which see the path and themselves
                 own = torch.eye(2 * n, dtype=torch.bool)
                 path = torch.arange(2 * n) % 2 == 0
@@ -120,7 +120,7 @@ def test_a_row_has_the_same_bits_as_a_text_in_a_tree_and_alone(
                 rows, cells = q[twice].clone(), kv[twice].clone()
                 cells[1::2] = 7.0
                 slots = table.slots(row, first + torch.arange(2 * n))
-                seen = AttentionMetadata(slots, TreeRows(row, lens, packed(visible[None]), 2 * n))
+                seen = AttentionMetadata(slots, TreeRows(row, lens, pack_bits(visible[None]), 2 * n))
             attention.bind(seen)
             out = attention(0, rows, cells)
             outs.append(out if kind != "tree" else out[0::2])
@@ -147,7 +147,7 @@ def check_not_finite(table: PageTable, attention: AttentionBackend, sizes: tuple
     q, kv = torch.ones(3, heads, size), torch.ones(3, 2, kv_heads, size)
     kv[1, 0, 0, 5] = float("inf")
     row, lens = torch.tensor([0]), torch.tensor([0])
-    attention.bind(AttentionMetadata(table.slots(row, torch.arange(3)), TreeRows(row, lens, line_bits(3, 3, CPU), 3)))
+    attention.bind(AttentionMetadata(table.slots(row, torch.arange(3)), TreeRows(row, lens, chain_bits(3, 3, CPU), 3)))
     out = attention(0, q, kv)
     assert out[1].isnan().all()
     assert out[[0, 2]].isfinite().all()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cluster.attention import cells
-from cluster.attention.cells import RequestCells, Span, spans_of
+from cluster.attention.cells import RequestCells, Span, slot_spans
 from tests.tables import table_of
 
 TABLE = (torch.randperm(39, generator=torch.Generator().manual_seed(3)) + 1)[:20].view(2, 10)
@@ -14,7 +14,7 @@ TABLE = (torch.randperm(39, generator=torch.Generator().manual_seed(3)) + 1)[:20
 def test_slots_at_the_end_of_the_table_and_beyond_a_requests_own(looks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A short chunk at the end of its row, padded to a longer one's rows: both read what they write themselves."""
     if not looks:
-        monkeypatch.setattr(cells, "look", lambda *_: None)
+        monkeypatch.setattr(cells, "host_values", lambda *_: None)
     written = torch.tensor([1, 6])
     both = RequestCells(table_of(TABLE), torch.tensor([0, 1]), torch.tensor([9, 0]), 9 if looks else 12, 6, written)
     slots = both.slots(6)
@@ -37,12 +37,12 @@ def test_labels_of_requests_that_are_read_one_by_one_end_together() -> None:
 
 def test_one_request_is_read_alone_and_many_where_they_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, lens = torch.tensor([0, 1]), torch.tensor([7, 3])
-    assert RequestCells(table_of(TABLE), rows[:1], lens[:1], 7, 2).apart(2, 8)
+    assert RequestCells(table_of(TABLE), rows[:1], lens[:1], 7, 2).reads_separately(2, 8)
     both = RequestCells(table_of(TABLE), rows, lens, 7, 2)
-    monkeypatch.setattr(cells, "LARGE", 2 * 9 * 8)
-    assert both.apart(2, 8) and not both.apart(1, 8) and not both.apart(2, 7)
-    monkeypatch.setattr(cells, "look", lambda *_: None)
-    assert not RequestCells(table_of(TABLE), rows, lens, 7, 2).apart(2, 1 << 30), "a GPU never looks"
+    monkeypatch.setattr(cells, "READ_SEPARATELY_BYTES", 2 * 9 * 8)
+    assert both.reads_separately(2, 8) and not both.reads_separately(1, 8) and not both.reads_separately(2, 7)
+    monkeypatch.setattr(cells, "host_values", lambda *_: None)
+    assert not RequestCells(table_of(TABLE), rows, lens, 7, 2).reads_separately(2, 1 << 30), "a GPU never looks"
 
 
 @pytest.mark.parametrize(
@@ -60,13 +60,13 @@ def test_one_request_is_read_alone_and_many_where_they_are_large(monkeypatch: py
     ],
 )
 def test_runs_and_what_is_between_them(pages: list[int], least: int | None, spans: list[Span]) -> None:
-    assert list(spans_of(pages, 4, least)) == spans
+    assert list(slot_spans(pages, 4, least)) == spans
 
 
 def test_the_last_piece_ends_with_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages of one token: 1 to 6 in a run, then 9, then 7 and 8."""
-    monkeypatch.setattr(cells, "LONG", 0)
-    monkeypatch.setattr(cells, "RUN", 4)
+    monkeypatch.setattr(cells, "READ_IN_PIECES_BYTES", 0)
+    monkeypatch.setattr(cells, "READ_IN_PLACE_BYTES", 4)
     table = table_of(torch.tensor([[1, 2, 3, 4, 5, 6, 9, 7, 8]]))
     one = RequestCells(table, torch.tensor([0]), torch.tensor([4]), 4, 5)
     assert one.pieces(0, 2, 1, True) == [(slice(1, 7), 6)]

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from cluster.arch.cell import CodedCell
-from cluster.attention.ancestor_bits import line_bits
+from cluster.attention.ancestor_bits import chain_bits
 from cluster.attention.c_backend import CAttention
 from cluster.attention.gather import Gather
 from cluster.attention.shape import AttentionShape
 from cluster.attention.torch_backend import TorchAttention
 from cluster.attention.triton_backend import TritonAttention
 from cluster.batch import AttentionMetadata, HostBounds, TreeRows
-from cluster.kv.codes import coded, decoded, largest
+from cluster.kv.codes import encode, decode, max_magnitude
 from cluster.kv.page_table import PageTable
 from cluster.kv.pool import KVPool
 from cluster.models.runner import AttentionBackend
@@ -62,13 +62,13 @@ def test_what_is_stored_is_what_the_twin_stores(backend: str, name: str, dtype: 
     kv = torch.randn(30, *cell.shape, generator=dice, dtype=torch.float64)
     kv *= 2.0 ** torch.randint(-20, 1, kv.shape, generator=dice)
     kv = (kv * torch.logspace(least, 37, 30, dtype=torch.float64).view(-1, 1, 1, 1)).to(dtype)
-    kv[7], kv[8, 0, 0] = 0, largest(dtype)
+    kv[7], kv[8, 0, 0] = 0, max_magnitude(dtype)
     row, lens = torch.tensor([0]), torch.tensor([0])
-    seen = AttentionMetadata(table.slots(row, torch.arange(30)), TreeRows(row, lens, line_bits(30, 30, CPU), 30))
+    seen = AttentionMetadata(table.slots(row, torch.arange(30)), TreeRows(row, lens, chain_bits(30, 30, CPU), 30))
     attention.prepare(HostBounds())
     attention.bind(seen)
     attention(0, torch.zeros(30, heads, cell.shape[2], dtype=dtype), kv)
-    assert torch.equal(pool.kv[0, seen.write], coded(kv, cell))
+    assert torch.equal(pool.kv[0, seen.write], encode(kv, cell))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -76,7 +76,7 @@ def test_a_cell_that_is_not_finite_stays_its_rows_own(backend: str) -> None:
     table, pool, attention = one_row(backend, torch.float32)
     attention.prepare(HostBounds())
     check_not_finite(table, attention, (6, 3, 20))
-    cells = decoded(pool.kv[0], CELLS["grouped"][0], torch.float32)
+    cells = decode(pool.kv[0], CELLS["grouped"][0], torch.float32)
     assert not cells[17].any() and cells[16].all() and cells[18].all()
 
 
@@ -86,12 +86,12 @@ def test_what_no_scale_reaches_counts_as_not_finite(backend: str, dtype: torch.d
     table, pool, attention = one_row(backend, dtype)
     row, lens = torch.tensor([0]), torch.tensor([0])
     kv = torch.ones(3, 2, 3, 20, dtype=dtype)
-    kv[1, 1, 2, 4], kv[2, 0, 0, 0] = -torch.finfo(dtype).max, largest(dtype)
+    kv[1, 1, 2, 4], kv[2, 0, 0, 0] = -torch.finfo(dtype).max, max_magnitude(dtype)
     attention.prepare(HostBounds())
-    attention.bind(AttentionMetadata(table.slots(row, torch.arange(3)), TreeRows(row, lens, line_bits(3, 3, CPU), 3)))
+    attention.bind(AttentionMetadata(table.slots(row, torch.arange(3)), TreeRows(row, lens, chain_bits(3, 3, CPU), 3)))
     out = attention(0, torch.zeros(3, 6, 20, dtype=dtype), kv)
     assert out[1].isnan().all() and out[[0, 2]].isfinite().all()
-    assert not decoded(pool.kv[0], CELLS["grouped"][0], dtype)[17].any()
+    assert not decode(pool.kv[0], CELLS["grouped"][0], dtype)[17].any()
 
 
 @pytest.mark.parametrize("kind", [{"kv_heads": 2}, {"latent": True, "kv_heads": 1}])

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from cluster.attention import cells
-from cluster.attention.ancestor_bits import line_bits
-from cluster.attention.gather import Gather, alike
+from cluster.attention.ancestor_bits import chain_bits
+from cluster.attention.gather import Gather, similar_length_ranges
 from cluster.attention.shape import AttentionShape
 from cluster.attention.torch_backend import TorchAttention
 from cluster.batch import AttentionMetadata, HostBounds, TreeRows
@@ -19,7 +19,7 @@ def test_a_batch_without_rows_attends_to_nothing() -> None:
     pool = KVPool(1, 8, (2, 2, 8), torch.float64, CPU)
     attention = TorchAttention(pool, Gather(table, 3), AttentionShape(4))
     none = torch.zeros(0, dtype=torch.int64)
-    attention.bind(AttentionMetadata(none, TreeRows(none, none, line_bits(3, 3, CPU), 3)))
+    attention.bind(AttentionMetadata(none, TreeRows(none, none, chain_bits(3, 3, CPU), 3)))
     out = attention(0, torch.zeros(0, 4, 8, dtype=torch.float64), torch.zeros(0, 2, 2, 8, dtype=torch.float64))
     assert out.shape == (0, 32)
 
@@ -42,11 +42,11 @@ def test_new_cells_are_written_and_others_stay() -> None:
 def test_the_next_step_finds_other_lengths_in_the_same_memory(looks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a step's phases share is forgotten when the next one is prepared, even if no tensor is another one."""
     if not looks:
-        monkeypatch.setattr(cells, "look", lambda *_: None)
+        monkeypatch.setattr(cells, "host_values", lambda *_: None)
     torch.manual_seed(0)
     table = table_of(torch.arange(1, 21).view(2, 10))
     pools = [KVPool(1, 21, (2, 2, 8), torch.float64, CPU) for _ in range(2)]
-    lens, rows, bits = torch.tensor([3, 5]), torch.tensor([0, 1]), line_bits(1, 1, CPU)
+    lens, rows, bits = torch.tensor([3, 5]), torch.tensor([0, 1]), chain_bits(1, 1, CPU)
     q, kv = torch.randn(2, 4, 8, dtype=torch.float64), torch.randn(2, 2, 2, 8, dtype=torch.float64)
     gather, outs = Gather(table, 1), []
     for pool in pools:
@@ -66,4 +66,4 @@ def test_the_next_step_finds_other_lengths_in_the_same_memory(looks: bool, monke
     [([], []), ([5], [(0, 1)]), ([1, 2, 3, 4, 9], [(0, 2), (2, 4), (4, 5)]), ([2, 4, 5], [(0, 2), (2, 3)])],
 )
 def test_chunks_are_padded_to_at_most_twice_their_length(lengths: list[int], parts: list[tuple[int, int]]) -> None:
-    assert [(part.start, part.stop) for part in alike(lengths)] == parts
+    assert [(part.start, part.stop) for part in similar_length_ranges(lengths)] == parts

@@ -36,9 +36,9 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 WAYS = {
     "as it comes": {},
-    "apart": {"LARGE": 0},
-    "in pieces": {"LARGE": 0, "LONG": 0, "RUN": 0},
-    "in long pieces": {"LARGE": 0, "LONG": 0, "RUN": 20 * 2 * 2 * 8 * 8},  # bytes of 20 tokens, of 80 latents
+    "apart": {"READ_SEPARATELY_BYTES": 0},
+    "in pieces": {"READ_SEPARATELY_BYTES": 0, "READ_IN_PIECES_BYTES": 0, "READ_IN_PLACE_BYTES": 0},
+    "in long pieces": {"READ_SEPARATELY_BYTES": 0, "READ_IN_PIECES_BYTES": 0, "READ_IN_PLACE_BYTES": 20 * 2 * 2 * 8 * 8},  # bytes of 20 tokens, of 80 latents
 }
 
 
@@ -67,17 +67,17 @@ def test_all_ways_give_what_the_definition_says(
             for name, value in limits.items():
                 patch.setattr(cells, name, value)
             assert torch.allclose(one.given(), expected, atol=1e-12, rtol=0), way
-    monkeypatch.setattr(cells, "look", lambda *_: None)
+    monkeypatch.setattr(cells, "host_values", lambda *_: None)
     for over in (0, 1, 50):
         assert torch.allclose(one.given(over), expected, atol=1e-12, rtol=0), f"not looked at, bound over by {over}"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_not_added_up_from_pieces(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("LARGE", "LONG", "RUN"):
+    for name in ("READ_SEPARATELY_BYTES", "READ_IN_PIECES_BYTES", "READ_IN_PLACE_BYTES"):
         monkeypatch.setattr(cells, name, 0)
     given = {"heads": 4, "kv_heads": 2, "committed": (60, 9), "parents": TREE, "chunks": ()}
     one = Case(**given, page_size=4, lies="scattered", dtype=dtype)
     together = one.given()
-    monkeypatch.setattr(cells, "look", lambda *_: None)
+    monkeypatch.setattr(cells, "host_values", lambda *_: None)
     assert torch.allclose(together, one.given(), atol=0.01)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cluster.attention.ancestor_bits import line_bits, packed
+from cluster.attention.ancestor_bits import chain_bits, pack_bits
 from cluster.attention.bias import Visibility
 from cluster.attention.gather import Gather
 from cluster.attention.shape import AttentionShape
@@ -25,7 +25,7 @@ def test_other_layers_keep_the_whole_text() -> None:
         TorchAttention(pools[1], Gather(table, 4), AttentionShape(4, (3, None))),
     )
     seen = AttentionMetadata(
-        torch.arange(10, 14), TreeRows(torch.tensor([0]), torch.tensor([9]), line_bits(4, 4, CPU), 4)
+        torch.arange(10, 14), TreeRows(torch.tensor([0]), torch.tensor([9]), chain_bits(4, 4, CPU), 4)
     )
     q, kv = torch.randn(4, 4, 8, dtype=torch.float64), torch.randn(4, 2, 2, 8, dtype=torch.float64)
     for attention in (plain, mixed):
@@ -47,6 +47,6 @@ def test_other_layers_keep_the_whole_text() -> None:
 def test_positions_are_counted_in_bits(window: int | None, first: int, seen: list[str]) -> None:
     """Four tokens, then a window of five slots of which one row sees three and another one."""
     visible = torch.tensor([[[True, True, False, False, True], [True, False, False, False, False]]])
-    sight = Visibility.of(packed(visible), 5, first, torch.float64)
-    bias = sight.narrowed(torch.arange(4)[None], torch.tensor([4]), window)
+    sight = Visibility.of(pack_bits(visible), 5, first, torch.float64)
+    bias = sight.limited_bias(torch.arange(4)[None], torch.tensor([4]), window)
     assert (bias[0] == 0).tolist() == [[sign == "#" for sign in row if sign != " "] for row in seen]

@@ -31,10 +31,12 @@ def serving_result() -> dict[str, object]:
 def test_parts_run_in_order_and_write_their_files(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(offline, "measure", lambda pair, size, say: {"what": "offline", "repeats": size.repeats})
+    monkeypatch.setattr(
+        offline, "measure", lambda pair, size, log_progress: {"what": "offline", "repeats": size.repeats}
+    )
     monkeypatch.setattr(offline, "show", lambda result: "the table")
     monkeypatch.setattr(offline, "goals", lambda result: [Goal("speed", 2.0, 1.6, at_least=True)])
-    monkeypatch.setattr(serving, "measure", lambda pair, size, say: serving_result())
+    monkeypatch.setattr(serving, "measure", lambda pair, size, log_progress: serving_result())
     assert command.run(parsed("--repeats", "7", "--json", "--out", str(tmp_path))) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["what"] for line in lines] == ["offline", "serving"]
@@ -48,23 +50,23 @@ def test_parts_run_in_order_and_write_their_files(
 def test_different_outputs_and_failures_are_said(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(levels, "measure", lambda pair, size, say: {"identical": False})
+    monkeypatch.setattr(levels, "measure", lambda pair, size, log_progress: {"identical": False})
     monkeypatch.setattr(levels, "show", lambda result: "")
-    assert command.run(parsed("levels")) == command.MISSED
+    assert command.run(parsed("levels")) == command.EXIT_FAILED
     assert "DIFFERENT" in capsys.readouterr().out
-    monkeypatch.setattr(levels, "measure", lambda pair, size, say: {"failed": 2})
-    assert command.run(parsed("levels")) == command.MISSED
+    monkeypatch.setattr(levels, "measure", lambda pair, size, log_progress: {"failed": 2})
+    assert command.run(parsed("levels")) == command.EXIT_FAILED
     assert "FAILED: 2" in capsys.readouterr().out
 
 
 def test_a_goal_that_is_missed_is_named_and_ends_with_another_status(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(overload, "measure", lambda size, say: {})
+    monkeypatch.setattr(overload, "measure", lambda size, log_progress: {})
     monkeypatch.setattr(overload, "show", lambda result: "the table")
     goals = [Goal("refusal, s", 30.0, 20.0), Goal("texts", 3, 3, at_least=True, slack=1)]
     monkeypatch.setattr(overload, "goals", lambda result: goals)
-    assert command.run(parsed("overload")) == command.MISSED
+    assert command.run(parsed("overload")) == command.EXIT_FAILED
     assert capsys.readouterr().out.splitlines()[:3] == [
         "the table",
         "goals: 1 of 2 met",
@@ -75,15 +77,15 @@ def test_a_goal_that_is_missed_is_named_and_ends_with_another_status(
     assert told[0] == {"what": "refusal, s", "value": 30.0, "at_most": 80.0, "met": True}
     assert told[1] == {"what": "texts", "value": 3, "at_least": 3, "met": True}
     goals[1] = Goal("texts", 2, 3, at_least=True, slack=1)
-    assert command.run(parsed("overload", "--quick")) == command.MISSED
+    assert command.run(parsed("overload", "--quick")) == command.EXIT_FAILED
     assert "MISSED texts: 2, goal at least 3" in capsys.readouterr().out
 
 
 def test_the_goals_of_the_demo_pair_are_not_those_of_another(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(acceptance, "measure", lambda pair, size, say: {})
+    monkeypatch.setattr(acceptance, "measure", lambda pair, size, log_progress: {})
     monkeypatch.setattr(acceptance, "show", lambda result: "")
     monkeypatch.setattr(acceptance, "goals", lambda result: [Goal("accept length", 1.0, 2.8, at_least=True)])
-    assert command.run(parsed("acceptance")) == command.MISSED
+    assert command.run(parsed("acceptance")) == command.EXIT_FAILED
     assert command.run(parsed("acceptance", "--model", str(tmp_path), "--draft", str(tmp_path))) == 0
 
 
@@ -108,12 +110,12 @@ def test_a_part_gets_its_size_and_who_to_tell(part: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(module, "show", lambda result: "")
     monkeypatch.setattr(module, "goals", lambda result: [], raising=False)
     assert command.run(parsed(part, "--quick")) == 0
-    assert given["size"] == module.QUICK and given["say"] is command._progress
+    assert given["size"] == module.QUICK and given["log_progress"] is command._print_progress
 
 
 def test_a_target_without_a_draft_is_compared_at_the_batches_that_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []
-    monkeypatch.setattr(peers, "measure", lambda pair, size, say: given.extend([pair, size]) or {})
+    monkeypatch.setattr(peers, "measure", lambda pair, size, log_progress: given.extend([pair, size]) or {})
     monkeypatch.setattr(peers, "show", lambda result: "")
     monkeypatch.setattr(peers, "goals", lambda result: [])
     assert command.run(parsed("peers", "--model", "/a/model", "--batches", "1", "8")) == 0

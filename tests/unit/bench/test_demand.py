@@ -9,8 +9,8 @@ from torch import Tensor
 
 from cluster.arch import LayerGeometry, Moe
 from cluster.arch.resolve import resolve_models
-from cluster.bench.ceilings import Ceilings, ceilings
-from cluster.bench.demand import Demand, ForwardRows, layer_demand, least_seconds, numbers_of, step_demand
+from cluster.bench.ceilings import Ceilings, measure_ceilings
+from cluster.bench.demand import Demand, ForwardRows, layer_demand, least_seconds, matrix_sizes, step_demand
 from cluster.config import EngineConfig
 from cluster.engine import build_engine
 from cluster.kernels.torch_kernels import Dense
@@ -42,7 +42,7 @@ def requests() -> list[Request]:
 def steady_products(config: EngineConfig, seen: list[tuple[int, int, int]]) -> Counter[str]:
     """Multiplications and additions of a step in which both requests decode, by phase."""
     engine, found = build_engine(config), Counter[str]()
-    step = engine._p.lockstep.step
+    step = engine._parts.lockstep.step
     phase = ""
 
     def enter(name: str) -> None:
@@ -51,7 +51,7 @@ def steady_products(config: EngineConfig, seen: list[tuple[int, int, int]]) -> C
         seen.clear()
         phase = name
 
-    step.enter = enter
+    step.enter_phase = enter
     for one in requests():
         engine.submit(one)
     for _ in range(2):
@@ -71,7 +71,7 @@ def test_operations_are_those_of_the_products(name: str, products: list[tuple[in
     done = steady_products(config, products)
     models = resolve_models(config)
     demand = step_demand(models, 2, -1.0, 8)  # rows that see one cell less than none: no attention
-    assert {phase: sum(each.computed for each in forwards) for phase, forwards in demand.items()} == {
+    assert {phase: sum(each.operations for each in forwards) for phase, forwards in demand.items()} == {
         phase: done[phase] for phase in ("draft", "target", "extend")
     }
 
@@ -81,27 +81,27 @@ def test_a_draft_of_several_layers_runs_the_levels_before_again() -> None:
     models = resolve_models(config_of(tiny_pair()[0], draft, 2, 3, speculative_algorithm="NEXTN"))
     demand = step_demand(models, 1, 10.0, 8)
     assert len(demand["draft"]) == 2 and len(demand["extend"]) == 3
-    assert demand["draft"][1].computed > 1.4 * demand["draft"][0].computed
+    assert demand["draft"][1].operations > 1.4 * demand["draft"][0].operations
 
 
 def test_bytes_of_a_layer() -> None:
     g = LayerGeometry(hidden=8, heads=4, kv_heads=2, head_dim=4, intermediate=16, eps=1e-5)
     weights = 8 * (16 + 8 + 8) + 16 * 8 + 3 * 8 * 16
-    assert numbers_of(g).common == weights
-    assert numbers_of(g, pair=True).common == weights + 8 * (16 + 8 + 8)
+    assert matrix_sizes(g).shared == weights
+    assert matrix_sizes(g, concatenated_input=True).shared == weights + 8 * (16 + 8 + 8)
     asked = layer_demand(g, ForwardRows(3, 2, 100.0), 2)
-    assert asked.read == 2 * (weights + 3 * 102 * 16)
-    assert asked.computed == 2 * 6 * weights + 2 * 6 * 101 * 4 * 8
+    assert asked.bytes_read == 2 * (weights + 3 * 102 * 16)
+    assert asked.operations == 2 * 6 * weights + 2 * 6 * 101 * 4 * 8
 
 
 def test_experts_that_some_rows_take_together() -> None:
     g = LayerGeometry(8, 4, 2, 4, 16, 1e-5, moe=Moe(experts=8, active=2, intermediate=4))
-    numbers, dice = numbers_of(g), torch.Generator().manual_seed(0)
-    assert (numbers.each, numbers.experts) == (3 * 8 * 4, 8)
+    numbers, dice = matrix_sizes(g), torch.Generator().manual_seed(0)
+    assert (numbers.per_expert, numbers.experts) == (3 * 8 * 4, 8)
     chosen = torch.rand(20000, 3, 8, generator=dice).topk(2, -1).indices
     seen = torch.nn.functional.one_hot(chosen, 8).sum((1, 2)).clamp(max=1).sum(1).double().mean()
-    assert numbers.touched(3) == pytest.approx(float(seen), rel=0.01)
-    assert numbers.touched(1) == pytest.approx(2.0)
+    assert numbers.expected_experts(3) == pytest.approx(float(seen), rel=0.01)
+    assert numbers.expected_experts(1) == pytest.approx(2.0)
 
 
 def test_a_window_bounds_what_is_read_of_a_prefix() -> None:
@@ -111,11 +111,11 @@ def test_a_window_bounds_what_is_read_of_a_prefix() -> None:
 
 def test_forwards_come_one_after_the_other() -> None:
     """One is bound by what it reads, the other by what it computes: their sum is bound by neither."""
-    best = Ceilings(bytes=100.0, flops=10.0)
+    best = Ceilings(bytes_per_s=100.0, flops_per_s=10.0)
     assert least_seconds([Demand(200.0, 0.0), Demand(0.0, 30.0)], best) == pytest.approx(5.0)
-    assert best.best(Ceilings(50.0, 20.0)) == Ceilings(100.0, 20.0)
+    assert best.highest(Ceilings(50.0, 20.0)) == Ceilings(100.0, 20.0)
 
 
 def test_a_cpu_has_ceilings() -> None:
-    found = ceilings(1, dtype=torch.bfloat16)
-    assert found.bytes > 1e8 and found.flops > 1e8
+    found = measure_ceilings(1, dtype=torch.bfloat16)
+    assert found.bytes_per_s > 1e8 and found.flops_per_s > 1e8

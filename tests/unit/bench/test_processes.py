@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from cluster.bench.processes import alive, end, memory_of, tree_of
+from cluster.bench.processes import memory_usage, process_tree, still_alive, wait_or_kill
 from cluster.bench.server import ServerError, ServerProcess
 
 CHILD = "import time; print(1, flush=True); time.sleep(60)"
@@ -15,21 +15,21 @@ def test_a_family_is_found_weighed_and_ended() -> None:
     with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
         parent.stdout.readline()  # the child is up
-        family = tree_of(parent.pid)
+        family = process_tree(parent.pid)
         assert family[0].pid == parent.pid
         assert len(family) == 2
-        memory = memory_of(family)
+        memory = memory_usage(family)
         assert memory.processes == 2
         assert 0 < memory.proportional_mib <= memory.resident_mib
-        assert alive(family) == family
-        assert end(family, 0.0) == family, "nobody asked them to end, so both were killed"
+        assert still_alive(family) == family
+        assert wait_or_kill(family, 0.0) == family, "nobody asked them to end, so both were killed"
         parent.wait(10)
     until = time.monotonic() + 5
-    while alive(family) and time.monotonic() < until:
+    while still_alive(family) and time.monotonic() < until:
         time.sleep(0.02)
-    assert alive(family) == []
-    assert memory_of(family).processes == 0
-    assert end(family, 0.0) == []
+    assert still_alive(family) == []
+    assert memory_usage(family).processes == 0
+    assert wait_or_kill(family, 0.0) == []
 
 
 def test_a_server_that_cannot_start_says_why() -> None:

@@ -35,5 +35,5 @@ def test_a_quick_run_ends_and_judges_its_goals(part: str, tmp_path: Path, capsys
     missed = [goal for goal in result["goals"] if not goal["met"]]
     assert bool(result["goals"]) is hasattr(command.PARTS[part].module, "goals")
     assert "DIFFERENT" not in text and "FAILED" not in text, text
-    assert status == (command.MISSED if missed else 0)
+    assert status == (command.EXIT_FAILED if missed else 0)
     assert all(f"MISSED {goal['what']}: " in text for goal in missed)

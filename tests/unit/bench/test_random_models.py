@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from cluster.arch import read_target
-from cluster.arch.safetensors.tensors import parameters
+from cluster.arch.safetensors.tensors import count_parameters
 from cluster.bench import random_models
-from cluster.bench.random_models import COMMON, PRESETS, Dice, RandomPiece, sown, write_pair
+from cluster.bench.random_models import COMMON_CONFIG, PRESETS, RandomNumbers, RandomSpan, generated_reads, write_pair
 from cluster.config import ConfigError
 from cluster.models.checkpoint import Checkpoint
 
@@ -19,51 +19,53 @@ CPU = torch.device("cpu")
     ("name", "billions"), [("llama-1b", 1.50), ("llama-8b", 8.03), ("qwen3-30b-a3b", 30.5), ("mla", 15.7)]
 )
 def test_presets_are_as_large_as_what_they_are_named_for(name: str, billions: float, tmp_path: Path) -> None:
-    arch = random_models._described(tmp_path, COMMON | PRESETS[name])
-    assert parameters(arch) / 1e9 == pytest.approx(billions, rel=0.01)
+    arch = random_models._write_config(tmp_path, COMMON_CONFIG | PRESETS[name])
+    assert count_parameters(arch) / 1e9 == pytest.approx(billions, rel=0.01)
 
 
 def test_weights_are_random_and_no_two_rows_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(random_models, "BLOCK", 4099)
+    monkeypatch.setattr(random_models, "PERIOD", 4099)
     made = write_pair(tmp_path, PRESETS["tiny"], None, CPU)
     held = Checkpoint(made.target)
-    embed, head = held.take("embed_tokens.weight"), held.take("lm_head.weight")
+    embed, head = held.tensor("embed_tokens.weight"), held.tensor("lm_head.weight")
     assert torch.allclose(head, embed.roll(1, 0) * embed.shape[1] ** -0.5, rtol=1e-6)
     assert embed.unique(dim=0).shape == embed.shape
-    gate = held.take("layers.1.mlp.gate_proj.weight")
+    gate = held.tensor("layers.1.mlp.gate_proj.weight")
     assert float(gate.std()) == pytest.approx(gate.shape[1] ** -0.5, rel=0.05)
-    assert (held.take("layers.0.input_layernorm.weight") == 1).all()
-    assert not torch.equal(gate, held.take("layers.2.mlp.gate_proj.weight"))
+    assert (held.tensor("layers.0.input_layernorm.weight") == 1).all()
+    assert not torch.equal(gate, held.tensor("layers.2.mlp.gate_proj.weight"))
 
 
 def test_what_is_sown_is_what_would_have_been_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every tensor of a target with experts, and of its draft, whole and a part of it."""
-    monkeypatch.setattr(random_models, "BLOCK", 4099)
+    monkeypatch.setattr(random_models, "PERIOD", 4099)
     small = {"num_hidden_layers": 4, "hidden_size": 32, "vocab_size": 40000, "intermediate_size": 48, "head_dim": 8}
     preset = PRESETS["qwen3-30b-a3b"] | small | {"num_experts": 4, "moe_intermediate_size": 16}
     written = write_pair(tmp_path / "written", preset, None, CPU)
-    made = write_pair(tmp_path / "sown", preset, None, CPU, sow=True)
+    made = write_pair(tmp_path / "sown", preset, None, CPU, generate_on_read=True)
     for there, here in ((written.target, made.target), (written.draft, made.draft)):
         one, other = Checkpoint(there), Checkpoint(here)
         assert one.shapes == other.shapes and len(one.shapes) > 10
         for name in one.shapes:
-            expected = one.take(name)
-            with sown(tmp_path / "sown", CPU):
-                assert torch.equal(other.take(name), expected), name
+            expected = one.tensor(name)
+            with generated_reads(tmp_path / "sown", CPU):
+                assert torch.equal(other.tensor(name), expected), name
                 if expected.dim() > 1:
-                    assert torch.equal(other.take(name, rows=(1, 3)), expected[1:3])
+                    assert torch.equal(other.tensor(name, rows=(1, 3)), expected[1:3])
         matrix = "lm_head.weight"
-        assert not Checkpoint(here).take(matrix).any(), "nothing is on the disk"
+        assert not Checkpoint(here).tensor(matrix).any(), "nothing is on the disk"
         assert other.finish() == []
 
 
 def test_layers_that_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     preset = PRESETS["tiny"] | {"num_hidden_layers": 40}
-    whole = parameters(random_models._described(tmp_path / "all", COMMON | preset)) * 4
-    each = (whole - parameters(random_models._described(tmp_path / "few", COMMON | PRESETS["tiny"])) * 4) / 36
+    whole = count_parameters(random_models._write_config(tmp_path / "all", COMMON_CONFIG | preset)) * 4
+    each = (
+        whole - count_parameters(random_models._write_config(tmp_path / "few", COMMON_CONFIG | PRESETS["tiny"])) * 4
+    ) / 36
     monkeypatch.setattr(random_models, "free_memory", lambda: 2 * (whole - 10.5 * each))
     made = write_pair(tmp_path, preset, None, CPU)
-    assert (made.layers, made.full) == (29, 40) and read_target(made.target).num_layers == 29
+    assert (made.layers, made.preset_layers) == (29, 40) and read_target(made.target).num_layers == 29
     assert write_pair(tmp_path, preset, 5, CPU).layers == 5
     monkeypatch.setattr(random_models, "free_memory", lambda: 1000)
     with pytest.raises(ConfigError, match="not even 4 of 40 layers fit this machine"):
@@ -71,16 +73,16 @@ def test_layers_that_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_what_cannot_be_made_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="the shapes are tiny, llama-1b"), random_models.made_up("llama-9b"):
+    with pytest.raises(ConfigError, match="the shapes are tiny, llama-1b"), random_models.random_model("llama-9b"):
         pass
     with pytest.raises(ConfigError, match="layers 3 are too few"):
         write_pair(tmp_path, PRESETS["tiny"], 3, CPU)
 
 
 def test_numbers_go_on_behind_the_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(random_models, "BLOCK", 7)
-    dice = Dice("float32")
+    monkeypatch.setattr(random_models, "PERIOD", 7)
+    dice = RandomNumbers("float32")
     with (tmp_path / "numbers").open("wb") as file:
-        dice.write(file, RandomPiece(5, 20, 2.0))
+        dice.write(file, RandomSpan(5, 20, 2.0))
     read = torch.frombuffer(bytearray((tmp_path / "numbers").read_bytes()), dtype=torch.float32)
     assert torch.equal(read, 2 * dice._block[(5 + torch.arange(20)) % 7])

@@ -1,4 +1,4 @@
-from cluster.bench.rank_counts import RankCounts, counts_of, since
+from cluster.bench.rank_counts import RankCounts, counter_growth, parse_counts
 from cluster.observability.metrics import EngineMetrics, StepStats, merge
 
 
@@ -14,8 +14,8 @@ PADDED = StepStats(padded_rows=8, rank=1)
 
 
 def test_what_every_rank_did_between_two_pages() -> None:
-    before = counts_of(page((0, TREES)))
-    after = counts_of(page((0, TREES), (0, TREES), (1, PADDED)))
+    before = parse_counts(page((0, TREES)))
+    after = parse_counts(page((0, TREES), (0, TREES), (1, PADDED)))
     assert before == {0: RankCounts(2, 7, 2, 5, 0), 1: RankCounts()}
-    assert since(before, after) == {0: RankCounts(2, 7, 2, 5, 0), 1: RankCounts(padded_rows=8)}
-    assert since({}, after)[0] == RankCounts(4, 14, 4, 10, 0), "a rank that was not there before"
+    assert counter_growth(before, after) == {0: RankCounts(2, 7, 2, 5, 0), 1: RankCounts(padded_rows=8)}
+    assert counter_growth({}, after)[0] == RankCounts(4, 14, 4, 10, 0), "a rank that was not there before"

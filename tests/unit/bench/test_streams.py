@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from cluster.bench.streams import Prompt, accept_length, pace, run_together, served_model
+from cluster.bench.streams import Prompt, accept_length, served_model, stream_all, total_tokens_per_second
 
 COUNTS = {"num_spec_steps": 2, "num_accepted_draft_tokens": 1}
 
@@ -70,11 +70,11 @@ def port() -> Iterator[int]:
 def test_streams_run_together_and_are_read_to_their_end(port: int) -> None:
     looks = []
     prompts = [Prompt("x"), Prompt("y", 0.8, 7)]
-    streams = run_together(port, served_model(port), prompts, 5, lambda s: looks.append(len(s)))
+    streams = stream_all(port, served_model(port), prompts, 5, lambda s: looks.append(len(s)))
     assert [s.token_ids for s in streams] == [[1, 2, 3, 4, 5]] * 2
     assert [(s.text, s.finish_reason, s.error) for s in streams] == [("abcde", "length", None)] * 2
     assert accept_length(streams) == 1.5
-    assert pace(streams) > 0
+    assert total_tokens_per_second(streams) > 0
     assert looks[-1] == 2
     asked = next(body for body in Handler.asked if body["prompt"] == "y")
     assert (asked["model"], asked["temperature"], asked["seed"], asked["max_tokens"]) == ("tiny", 0.8, 7, 5)
@@ -85,13 +85,13 @@ def test_streams_run_together_and_are_read_to_their_end(port: int) -> None:
     [("refuse", "status 400"), ("short", "ended with 'stop' after 1 of 5"), ("break", "the engine failed")],
 )
 def test_what_goes_wrong_is_kept(port: int, prompt: str, said: str) -> None:
-    (stream,) = run_together(port, "tiny", [Prompt(prompt)], 5)
+    (stream,) = stream_all(port, "tiny", [Prompt(prompt)], 5)
     assert stream.error is not None
     assert said in stream.error
 
 
 def test_nobody_listens() -> None:
-    (stream,) = run_together(1, "tiny", [Prompt("x")], 5)
+    (stream,) = stream_all(1, "tiny", [Prompt("x")], 5)
     assert stream.error is not None
-    assert stream.ended is not None
-    assert pace([stream]) == 0.0
+    assert stream.ended_at is not None
+    assert total_tokens_per_second([stream]) == 0.0

@@ -5,7 +5,7 @@ import pytest
 from benchmarks.overlap import Size, figures
 from benchmarks.simulated_device import simulate
 from cluster.bench.ranks import RankRun, StepRecord
-from cluster.bench.runs import params_of
+from cluster.bench.runs import fixed_length_params
 from cluster.engine import build_engine
 from cluster.request import Request
 from tests.parity.harness import config_of, tiny_pair
@@ -19,7 +19,7 @@ def record(began: float, agree: float = 0.0, decodes: int = 4, prompt_rows: int 
 def test_what_the_host_does_is_what_is_left_of_a_step() -> None:
     """Steps of 6 ms, of which the host waits 3.5 for the device and 1 for its peer, and the device 0.3 for the host."""
     life = RankRun([record(0.0, prompt_rows=9), *(record(0.006 * n, 0.001) for n in range(1, 12))])
-    life.recorded = {"waited": [0.0035] * 11, "gaps": [0.0003] * 11, "sent": [0.0004] * 11}
+    life.extra_times = {"wait_seconds": [0.0035] * 11, "idle_seconds": [0.0003] * 11, "assemble_seconds": [0.0004] * 11}
     found = figures([life, life], Size(requests=4))
     assert (found.step_ms, found.host_ms, found.parts_ms, found.gap_share) == pytest.approx((6.0, 1.5, 0.7, 0.05))
     alone = figures([life], Size(requests=4))
@@ -32,12 +32,12 @@ def test_a_simulated_device_works_while_the_host_does_something_else(ahead: bool
     engine = build_engine(config_of(*tiny_pair(), max_running_requests=2))
     device = simulate(engine, 0.02, 2, ahead)
     for name in "ab":
-        engine.submit(Request(name, (1, 2, 3), params_of(30)))
+        engine.submit(Request(name, (1, 2, 3), fixed_length_params(30)))
     began = time.perf_counter()
     tokens = 0
     while engine.has_work:
         tokens += sum(len(output.token_ids) for output in engine.step().outputs)
     assert tokens == 60
-    assert time.perf_counter() - began >= 0.02 * len(device.gaps)
-    assert len(device.waited) >= 9 and all(waited <= 0.02 for waited in device.waited)
-    assert ahead == (len(device.gaps) > 10), "requests ended while one more step was under way"
+    assert time.perf_counter() - began >= 0.02 * len(device.idle_seconds)
+    assert len(device.wait_seconds) >= 9 and all(waited <= 0.02 for waited in device.wait_seconds)
+    assert ahead == (len(device.idle_seconds) > 10), "requests ended while one more step was under way"

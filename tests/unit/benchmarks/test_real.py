@@ -11,9 +11,9 @@ import pytest
 
 from benchmarks.real import __main__ as real
 from benchmarks.real import build, pieces, prompts
-from benchmarks.real.answers import body_of, cut
-from benchmarks.real.comparison import NEAR, compared, differences
-from benchmarks.real.kept import Kept
+from benchmarks.real.answers import cut_at_end_token, request_body
+from benchmarks.real.comparison import NEAR_TIE, compare_answers, differences
+from benchmarks.real.kept import ResultCache
 from benchmarks.real.table import report
 from cluster.paths.checkout import CHECKOUT, DEMO_TARGET
 
@@ -74,7 +74,7 @@ def test_a_build_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_file_of_prompts_that_is_not_understood_is_refused(tmp_path: Path, text: str, word: str) -> None:
     (tmp_path / "prompts.txt").write_text(text, encoding="utf-8")
     with pytest.raises(ValueError, match=word):
-        prompts.read(tmp_path / "prompts.txt")
+        prompts.read_prompts(tmp_path / "prompts.txt")
 
 
 def test_differences_are_judged_by_the_gap_at_the_first_of_them() -> None:
@@ -82,7 +82,7 @@ def test_differences_are_judged_by_the_gap_at_the_first_of_them() -> None:
 
     def gap(context: Any, right: int | None, own: int | None) -> float:
         asked.append((list(context), right, own))
-        return NEAR / 2 if own == 9 else -2 * NEAR
+        return NEAR_TIE / 2 if own == 9 else -2 * NEAR_TIE
 
     same, near, ended = [5, 6, 7], [5, 9, 1], [5]
     found = differences(["a", "b", "c"], [[1], [2], [3]], [[5, 6, 7]] * 3, [same, near, ended], gap)
@@ -99,7 +99,7 @@ def result(ours: list[int], text: str = "xy", sampled: list[int] | None = None) 
     engine = {"prompts": [[1, 2]], "greedy": {"1": [[5, 6]], "16": [[5, 6]]}, "sampled": [[3]]}
     served = {"greedy": [ours], "greedy_texts": [text], "sampled": [sampled or [3]]}
     gaps = {7: 5e-4, 8: 0.5}
-    return compared(["p"], reference, engine, served, lambda _, __, own: gaps[own or 0])
+    return compare_answers(["p"], reference, engine, served, lambda _, __, own: gaps[own or 0])
 
 
 @pytest.mark.parametrize(
@@ -119,33 +119,36 @@ def test_the_table_says_what_is_wrong(found: dict[str, Any], good: bool, word: s
 
 
 def test_pieces_that_do_not_join_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = prompts.read()[:45]
-    found = pieces.checked(DEMO, asked)
+    asked = prompts.read_prompts()[:45]
+    found = pieces.check_pieces(DEMO, asked)
     assert (found["other_pieces"], found["other_decode"]) == (0, 0)
     assert found["texts"] == len(asked) + -(-found["vocab_size"] // pieces.WIDTH)
     assert report({"pieces": found})[1]
     monkeypatch.setattr(pieces.IncrementalDetokenizer, "finish", lambda self: "!")
-    found = pieces.checked(DEMO, asked[:3], vocab_size=pieces.WIDTH)
+    found = pieces.check_pieces(DEMO, asked[:3], vocab_size=pieces.WIDTH)
     assert found["other_pieces"] == 4 and not report({"pieces": found})[1]
 
 
 def test_requests_are_those_of_clients() -> None:
-    chat = next(prompt for prompt in prompts.read() if len(prompt.messages) == 3)
-    path, body = body_of(chat, 8, 0.0, 3)
+    chat = next(prompt for prompt in prompts.read_prompts() if len(prompt.messages) == 3)
+    path, body = request_body(chat, 8, 0.0, 3)
     assert path == "/v1/chat/completions" and [m["role"] for m in body["messages"]] == ["user", "assistant", "user"]
-    path, body = body_of(prompts.Prompt("a", "text"), 8, 1.0, 3)
+    path, body = request_body(prompts.Prompt("a", "text"), 8, 1.0, 3)
     assert (path, body["prompt"], body["temperature"], body["seed"]) == ("/v1/completions", "text", 1.0, 3)
-    assert cut([4, 5, 1, 0, 0], ends=[1, 106]) == [4, 5] and cut([4, 5], ends=[1]) == [4, 5]
+    assert cut_at_end_token([4, 5, 1, 0, 0], end_ids=[1, 106]) == [4, 5] and cut_at_end_token([4, 5], end_ids=[1]) == [
+        4,
+        5,
+    ]
 
 
 def test_what_a_stage_has_made_before_an_interruption_is_kept(tmp_path: Path) -> None:
     file = tmp_path / "parts"
-    assert Kept(file).get("a", lambda: [1]) == [1]
+    assert ResultCache(file).get_or_make("a", lambda: [1]) == [1]
     with file.open("a", encoding="utf-8") as out:
         out.write('["b", [')  # a process that was killed amid a line
-    kept = Kept(file)
-    assert kept.get("a", lambda: [0]) == [1] and kept.get("b", lambda: [2]) == [2]
-    assert Kept(file).get("b", lambda: [0]) == [2]
+    kept = ResultCache(file)
+    assert kept.get_or_make("a", lambda: [0]) == [1] and kept.get_or_make("b", lambda: [2]) == [2]
+    assert ResultCache(file).get_or_make("b", lambda: [0]) == [2]
 
 
 def test_a_stage_is_run_again_where_what_it_depends_on_has_changed(
@@ -162,11 +165,11 @@ def test_a_stage_is_run_again_where_what_it_depends_on_has_changed(
 
     monkeypatch.setattr(subprocess, "run", run)
     words = ["--root", str(tmp_path), "--model", str(model), "--stages", "pieces"]
-    assert real.main(real.arguments(words)) == 0 and real.main(real.arguments(words)) == 0
+    assert real.main(real.parse_arguments(words)) == 0 and real.main(real.parse_arguments(words)) == 0
     assert ran == ["pieces"]
     (model / "model.safetensors").write_bytes(b"other weights")
-    assert real.main(real.arguments(words)) == 0
-    assert real.main(real.arguments([*words, "--new-tokens", "3"])) == 0
-    assert real.main(real.arguments([*words, "--new-tokens", "3", "--again"])) == 0
+    assert real.main(real.parse_arguments(words)) == 0
+    assert real.main(real.parse_arguments([*words, "--new-tokens", "3"])) == 0
+    assert real.main(real.parse_arguments([*words, "--new-tokens", "3", "--again"])) == 0
     assert ran == ["pieces"] * 4
     assert "every id of 1" in capsys.readouterr().out

@@ -46,7 +46,7 @@ def test_what_lasts_lies_where_the_lent_tensor_lay_and_holds_nothing() -> None:
     buffers = Buffers()
     lent, _ = buffers.lend(torch.empty(2, 4))
     lent.copy_(torch.arange(8.0).view(2, 4))
-    lasting = buffers.lasting(lent[:, 1:3])
+    lasting = buffers.unowned_view(lent[:, 1:3])
     assert lasting.tolist() == [[1, 2], [5, 6]] and lasting.data_ptr() == lent.data_ptr() + 4
     place = lent.data_ptr()
     del lent

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from cluster.api.core.adapter import CoreRequest, GenerateCall
 from cluster.api.core.conversation import ChatRequest
 from cluster.api.core.sequences import Delta, OutputSequence
-from cluster.chat.events import CallArguments, CallBegun, Event, ReasoningPiece, TextPiece
+from cluster.chat.events import CallArguments, CallStarted, Event, ReasoningPiece, TextPiece
 from cluster.request import FinishReason, Request, RequestParams
 
 TEXTS = st.text(max_size=5)
@@ -23,7 +23,7 @@ def answers(draw: st.DrawFn) -> list[Event]:
     calls = 0
     for kind in draw(st.lists(st.sampled_from(["said", "thought", "call"]), max_size=6)):
         if kind == "call":
-            made.append(CallBegun(calls, f"call_{calls}", f"tool_{draw(st.integers(0, 2))}"))
+            made.append(CallStarted(calls, f"call_{calls}", f"tool_{draw(st.integers(0, 2))}"))
             made += [CallArguments(calls, text) for text in draw(st.lists(TEXTS, max_size=3))]
             calls += 1
         else:
@@ -44,7 +44,7 @@ def steps(
 def about(call_id: str, tokens: int = 9) -> GenerateCall:
     """A call of one sequence that has made so many tokens."""
     choice = OutputSequence(0, 0, Request("r", PROMPT, RequestParams(max_tokens=99), 0), None)
-    choice.tokens, choice.cached_tokens = tokens, CACHED
+    choice.completion_tokens, choice.cached_tokens = tokens, CACHED
     fields = ChatRequest.read({"messages": [{"role": "user", "content": "hi"}], "temperature": 0.5})[0]
     shape: Any = lambda call: None  # noqa: E731 - the tests make the shape
     return GenerateCall(CoreRequest(fields, [], "", shape), call_id, "demo", [choice], None, created=1_700_000_000)

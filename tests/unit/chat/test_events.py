@@ -6,12 +6,12 @@ from hypothesis import strategies as st
 
 from cluster.chat.events import (
     CallArguments,
-    CallBegun,
-    Change,
-    Closed,
+    CallStarted,
+    SectionEvent,
+    SectionEnded,
     Event,
-    Grown,
-    Opened,
+    SectionDelta,
+    SectionStarted,
     ReasoningPiece,
     Section,
     Sections,
@@ -20,10 +20,10 @@ from cluster.chat.events import (
 from tests.unit.chat.random_answers import answers
 
 
-def changes(sections: Sections, events: list[Event], cuts: int = 1) -> list[Change]:
-    found: list[Change] = []
+def changes(sections: Sections, events: list[Event], cuts: int = 1) -> list[SectionEvent]:
+    found: list[SectionEvent] = []
     for at in range(0, len(events), cuts):
-        found += sections.take(events[at : at + cuts])
+        found += sections.add(events[at : at + cuts])
     return [*found, *sections.end()]
 
 
@@ -35,22 +35,22 @@ def test_an_answer_of_all_kinds() -> None:
     sections = Sections()
     events: list[Event] = [
         ReasoningPiece("let "), ReasoningPiece("me"), TextPiece("I"), TextPiece(" look"),
-        CallBegun(0, "a", "find"), CallArguments(0, '{"x"'), CallArguments(0, ":1}"),
-        CallBegun(1, "b", "stop"), TextPiece("!"),
+        CallStarted(0, "a", "find"), CallArguments(0, '{"x"'), CallArguments(0, ":1}"),
+        CallStarted(1, "b", "stop"), TextPiece("!"),
     ]  # fmt: skip
     found = changes(sections, events)
-    assert outline(sections.all) == [
-        ("thought", "", "", "let me"),
-        ("said", "", "", "I look"),
+    assert outline(sections.sections) == [
+        ("reasoning", "", "", "let me"),
+        ("text", "", "", "I look"),
         ("call", "a", "find", '{"x":1}'),
         ("call", "b", "stop", ""),
-        ("said", "", "", "!"),
+        ("text", "", "", "!"),
     ]
     assert [(type(change).__name__, change.section.index) for change in found] == [
-        ("Opened", 0), ("Grown", 0), ("Grown", 0), ("Closed", 0),
-        ("Opened", 1), ("Grown", 1), ("Grown", 1), ("Closed", 1),
-        ("Opened", 2), ("Grown", 2), ("Grown", 2), ("Closed", 2),
-        ("Opened", 3), ("Closed", 3), ("Opened", 4), ("Grown", 4), ("Closed", 4),
+        ("SectionStarted", 0), ("SectionDelta", 0), ("SectionDelta", 0), ("SectionEnded", 0),
+        ("SectionStarted", 1), ("SectionDelta", 1), ("SectionDelta", 1), ("SectionEnded", 1),
+        ("SectionStarted", 2), ("SectionDelta", 2), ("SectionDelta", 2), ("SectionEnded", 2),
+        ("SectionStarted", 3), ("SectionEnded", 3), ("SectionStarted", 4), ("SectionDelta", 4), ("SectionEnded", 4),
     ]  # fmt: skip
     assert sections.has_calls
 
@@ -63,34 +63,34 @@ def test_what_grows_is_what_is_there_at_the_end(events: list[Event], cuts: int) 
     texts: list[str] = []
     closed = 0
     for change in changes(sections, events, cuts):
-        if isinstance(change, Opened):
+        if isinstance(change, SectionStarted):
             assert closed == len(opened), "the one before is closed"
             opened.append(change.section)
             texts.append("")
-        elif isinstance(change, Grown):
+        elif isinstance(change, SectionDelta):
             assert change.text and change.section is opened[-1] and closed < len(opened)
             texts[-1] += change.text
         else:
-            assert isinstance(change, Closed) and change.section is opened[-1]
+            assert isinstance(change, SectionEnded) and change.section is opened[-1]
             closed += 1
-    assert opened == sections.all and closed == len(opened) >= 1
-    assert texts == [section.text for section in sections.all]
-    for kind, of in (("said", TextPiece), ("thought", ReasoningPiece), ("call", CallArguments)):
+    assert opened == sections.sections and closed == len(opened) >= 1
+    assert texts == [section.text for section in sections.sections]
+    for kind, of in (("text", TextPiece), ("reasoning", ReasoningPiece), ("call", CallArguments)):
         whole = "".join(event.text for event in events if isinstance(event, of))
-        assert "".join(section.text for section in sections.all if section.kind == kind) == whole
-    begun = [(event.call_id, event.name) for event in events if isinstance(event, CallBegun)]
-    assert [(section.call_id, section.name) for section in sections.all if section.kind == "call"] == begun
+        assert "".join(section.text for section in sections.sections if section.kind == kind) == whole
+    begun = [(event.call_id, event.name) for event in events if isinstance(event, CallStarted)]
+    assert [(section.call_id, section.name) for section in sections.sections if section.kind == "call"] == begun
 
 
 def test_an_answer_without_events_is_an_empty_text() -> None:
     sections = Sections()
-    assert [type(change) for change in changes(sections, [TextPiece(""), ReasoningPiece("")])] == [Opened, Closed]
-    assert outline(sections.all) == [("said", "", "", "")]
+    assert [type(change) for change in changes(sections, [TextPiece(""), ReasoningPiece("")])] == [SectionStarted, SectionEnded]
+    assert outline(sections.sections) == [("text", "", "", "")]
 
 
-@pytest.mark.parametrize("before", [[], [CallBegun(0, "a", "f"), TextPiece("x")], [CallBegun(1, "a", "f")]])
+@pytest.mark.parametrize("before", [[], [CallStarted(0, "a", "f"), TextPiece("x")], [CallStarted(1, "a", "f")]])
 def test_arguments_without_their_call_are_an_error(before: list[Event]) -> None:
     sections = Sections()
-    list(sections.take(before))
+    list(sections.add(before))
     with pytest.raises(ValueError, match="arguments of call 0"):
-        list(sections.take([CallArguments(0, "{}")]))
+        list(sections.add([CallArguments(0, "{}")]))

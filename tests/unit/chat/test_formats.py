@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from cluster.chat.events import CallArguments, CallBegun, Event, ReasoningPiece, TextPiece
+from cluster.chat.events import CallArguments, CallStarted, Event, ReasoningPiece, TextPiece
 from tests.unit.chat.transcripts import TOOLS, TRANSCRIPTS, Transcript, merged, reader_of
 
 
@@ -86,13 +86,13 @@ def test_thought_is_text_where_it_is_not_told_apart() -> None:
 def test_calls_are_numbered_and_have_ids_of_their_own() -> None:
     for transcript in TRANSCRIPTS.values():
         told = read(transcript, [transcript.text])
-        begun = [event for event in told if isinstance(event, CallBegun)]
-        assert [event.call for event in begun] == list(range(len(begun)))
-        assert [event.call for event in told if isinstance(event, CallArguments)] == list(range(len(begun)))
+        begun = [event for event in told if isinstance(event, CallStarted)]
+        assert [event.call_index for event in begun] == list(range(len(begun)))
+        assert [event.call_index for event in told if isinstance(event, CallArguments)] == list(range(len(begun)))
         assert len({event.call_id for event in begun}) == len(begun)
         assert all(event.name in TOOLS for event in begun)
     told = read(TRANSCRIPTS["mistral"], [TRANSCRIPTS["mistral"].text])
-    assert {len(event.call_id) for event in told if isinstance(event, CallBegun)} == {9}
+    assert {len(event.call_id) for event in told if isinstance(event, CallStarted)} == {9}
 
 
 def test_a_long_call_costs_time_in_proportion() -> None:

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from cluster.chat.events import Event
-from cluster.chat.formats.choose import FORMATS, THINKING, ChosenFormat, choose, named
-from cluster.chat.formats.plan import ChatFormat, Prompted, with_tokens
+from cluster.chat.formats.choose import FORMATS, THINKING_MARKS, ChosenFormat, choose, canonical_parser_names
+from cluster.chat.formats.plan import ChatFormat, PromptContext, with_token_ids
 from cluster.grammar.asked import Grammar, GrammarError
 from cluster.grammar.matching import Matchers, TextMatcher
-from cluster.grammar.vocabulary import SPECIAL, Vocabulary
+from cluster.grammar.vocabulary import SPECIAL_TOKEN_PREFIX, Vocabulary
 from cluster.grammar.worker import Worker
 from tests.unit.chat.transcripts import OSLO, TOOLS, TRANSCRIPTS, merged
 
@@ -30,10 +30,10 @@ NOW: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties
 NOTE: dict[str, Any] = {"type": "object", "additionalProperties": {"type": "string", "maxLength": 3}}
 SCHEMAS = {"weather": WEATHER, "now": NOW, "note": NOTE}
 STOP = 256
-NAMES = sorted({name for format in FORMATS.values() for name in format.special if not name.startswith("<think")})
+NAMES = sorted({name for format in FORMATS.values() for name in format.special_tokens if not name.startswith("<think")})
 NAMES = [name for name in NAMES if name not in ("</think>", "<tool_call>", "</tool_call>") and "arg_" not in name]
 TOKENS = {name: STOP + 1 + at for at, name in enumerate(NAMES)}
-VOCABULARY = Vocabulary((*(bytes([i]) for i in range(256)), b"", *(SPECIAL + name.encode() for name in NAMES)), (STOP,))
+VOCABULARY = Vocabulary((*(bytes([i]) for i in range(256)), b"", *(SPECIAL_TOKEN_PREFIX + name.encode() for name in NAMES)), (STOP,))
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ MATCHERS = Matchers(VOCABULARY)
 
 
 def compiled(worker: Worker, form: Any) -> str:
-    return worker.compile(Grammar("chat", json.dumps({"type": "structural_tag", "format": with_tokens(form, TOKENS)})))
+    return worker.compile(Grammar("chat", json.dumps({"type": "structural_tag", "format": with_token_ids(form, TOKENS)})))
 
 
 def matcher_of(worker: Worker, form: Any) -> TextMatcher:
@@ -70,7 +70,7 @@ def text_of(ids: list[int]) -> str:
 def walk(matcher: TextMatcher, seed: int, most: int = 4000) -> list[int]:
     """Tokens that are drawn from what is allowed, letters least, until the end is allowed and drawn."""
     random = np.random.default_rng(seed)
-    row = np.zeros(VOCABULARY.words, np.int32)
+    row = np.zeros(VOCABULARY.bitmask_words, np.int32)
     taken: list[int] = []
     while len(taken) < most:
         matcher.fill((), row)
@@ -86,7 +86,7 @@ def walk(matcher: TextMatcher, seed: int, most: int = 4000) -> list[int]:
 
 
 def read(format: ChatFormat, text: str, prompt: str = "") -> list[tuple[str, ...]]:
-    reader = format.reader(SCHEMAS, True, Prompted(prompt))
+    reader = format.reader(SCHEMAS, True, PromptContext(prompt))
     told: list[Event] = [*reader.push(text), *reader.finish()]
     return merged(told)
 
@@ -94,7 +94,7 @@ def read(format: ChatFormat, text: str, prompt: str = "") -> list[tuple[str, ...
 @pytest.mark.parametrize(("name", "several"), [*((name, True) for name in FORMATS), ("hermes", False)])
 def test_a_required_call_is_one_by_its_schema(worker: Worker, name: str, several: bool) -> None:
     format = FORMATS[name]
-    held = compiled(worker, format.written(SCHEMAS, several))  # without the thought, which ends by chance
+    held = compiled(worker, format.calls_form(SCHEMAS, several))  # without the thought, which ends by chance
     most = 0
     for seed in range(5):
         told = read(format, text_of(walk(MATCHERS.matcher(held), seed)))
@@ -115,7 +115,7 @@ def test_what_families_write_is_allowed(worker: Worker, name: str) -> None:
         return
     format = FORMATS[transcript.format]
     free = {tool: {"type": "object", "additionalProperties": True} for tool in TOOLS}
-    form = format.form("free", format.written(free, True), Prompted(transcript.prompt))
+    form = format.answer_form("free", format.calls_form(free, True), PromptContext(transcript.prompt))
     matcher = matcher_of(worker, form)
     matcher.accept(ids_of(transcript.text.removesuffix("<|call|>")))
     assert matcher.finished
@@ -146,7 +146,7 @@ def test_members_that_a_schema_does_not_name_are_held_to_what_it_says_of_them(wo
     counts = {"type": "object", "additionalProperties": {"type": "integer"}}
 
     def taken(schema: dict[str, Any], *members: tuple[str, str]) -> bool:
-        form = FORMATS[name].written({"f": schema}, False)
+        form = FORMATS[name].calls_form({"f": schema}, False)
         inside = {
             "glm45": "".join(f"<arg_key>{a}</arg_key>\n<arg_value>{b}</arg_value>\n" for a, b in members),
             "qwen3_coder": "".join(f"<parameter={a}>\n{b}\n</parameter>\n" for a, b in members),
@@ -180,35 +180,35 @@ def test_members_that_a_schema_does_not_name_are_held_to_what_it_says_of_them(wo
 
 def test_thought_comes_before_what_is_held(worker: Worker) -> None:
     answer = {"type": "json_schema", "json_schema": WEATHER}
-    for name, thinking in (("hermes", THINKING["think"]), ("mistral", THINKING["mistral"])):
+    for name, thinking in (("hermes", THINKING_MARKS["think"]), ("mistral", THINKING_MARKS["mistral"])):
         assert thinking is not None
         format = FORMATS[name]
-        form = format.form(answer, None, Prompted())
+        form = format.answer_form(answer, None, PromptContext())
         for text in (OSLO, f"{thinking.begin}any <b> [text] {{{thinking.end}{OSLO}"):
             matcher = matcher_of(worker, form)
             matcher.accept(ids_of(text))
             assert matcher.finished, text
-        opened = matcher_of(worker, format.form(answer, None, Prompted(f"x{thinking.begin}\n")))
+        opened = matcher_of(worker, format.answer_form(answer, None, PromptContext(f"x{thinking.begin}\n")))
         opened.accept(ids_of(f"hm{thinking.end}\n\n"))
         assert not opened.finished
         opened.accept(ids_of(OSLO))
         assert opened.finished
-    closed = matcher_of(worker, FORMATS["hermes"].form(answer, None, Prompted("<think>\n\n</think>\n\n")))
+    closed = matcher_of(worker, FORMATS["hermes"].answer_form(answer, None, PromptContext("<think>\n\n</think>\n\n")))
     assert np.flatnonzero(np.unpackbits(filled(closed).view(np.uint8), bitorder="little")).tolist() == [ord("{")]
-    harmony = matcher_of(worker, FORMATS["gpt-oss"].form(answer, None, Prompted("<|start|>assistant")))
+    harmony = matcher_of(worker, FORMATS["gpt-oss"].answer_form(answer, None, PromptContext("<|start|>assistant")))
     harmony.accept(ids_of("<|channel|>analysis<|message|>{<|end|><|start|>assistant<|channel|>final<|message|>" + OSLO))
     assert harmony.finished
 
 
 def filled(matcher: TextMatcher) -> Any:
-    row = np.zeros(VOCABULARY.words, np.int32)
+    row = np.zeros(VOCABULARY.bitmask_words, np.int32)
     matcher.fill((), row)
     return row
 
 
 def test_special_tokens_are_allowed_where_they_are_meant_and_nowhere_else(worker: Worker) -> None:
     format = FORMATS["mistral"]
-    matcher = matcher_of(worker, format.written(SCHEMAS, True))
+    matcher = matcher_of(worker, format.calls_form(SCHEMAS, True))
     special = {TOKENS[name] for name in NAMES}
 
     def allowed() -> set[int]:
@@ -221,7 +221,7 @@ def test_special_tokens_are_allowed_where_they_are_meant_and_nowhere_else(worker
     assert not allowed() & special, "inside of a string"
     matcher.accept(ids_of('a", "days": 1}'))
     assert allowed() & special == {TOKENS["[TOOL_CALLS]"]}
-    free = matcher_of(worker, format.form("free", format.written(SCHEMAS, True), Prompted("[THINK]a[/THINK]")))
+    free = matcher_of(worker, format.answer_form("free", format.calls_form(SCHEMAS, True), PromptContext("[THINK]a[/THINK]")))
     matcher = free
     assert allowed() & special == {TOKENS["[TOOL_CALLS]"]}, "in free text a call may begin, and no other mark comes"
 
@@ -250,15 +250,15 @@ TEMPLATES: dict[str, tuple[str, set[str], str, ChosenFormat]] = {
 def test_the_format_is_what_the_model_says(name: str) -> None:
     template, tokens, kind, expected = TEMPLATES[name]
     found = choose(template, tokens, kind, (None, None))
-    assert (found.calls, found.thought) == (expected.calls, expected.thought)
-    forced = choose(template, tokens, kind, named("glm", "qwen3"))
-    assert (forced.calls, forced.thought) == ("glm45", "think")
-    assert choose(template, tokens, kind, named("none", "none")).format is None
+    assert (found.call_format, found.reasoning_format) == (expected.call_format, expected.reasoning_format)
+    forced = choose(template, tokens, kind, canonical_parser_names("glm", "qwen3"))
+    assert (forced.call_format, forced.reasoning_format) == ("glm45", "think")
+    assert choose(template, tokens, kind, canonical_parser_names("none", "none")).format is None
 
 
 def test_compact_json_is_compact_after_the_thought(worker: Worker) -> None:
     answer = {"type": "json_schema", "json_schema": WEATHER, "compact": True}
-    form = FORMATS["hermes"].form(answer, None, Prompted())
+    form = FORMATS["hermes"].answer_form(answer, None, PromptContext())
     for text, allowed in (('{"city":"a","days":1}', True), ('{"city": "a"', False)):
         matcher = matcher_of(worker, form)
         if allowed:

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.chat.events import CallArguments, CallBegun, Event, ReasoningPiece, TextPiece
+from cluster.chat.events import CallArguments, CallStarted, Event, ReasoningPiece, TextPiece
 from cluster.chat.formats.choose import FORMATS
-from cluster.chat.formats.plan import Prompted
+from cluster.chat.formats.plan import PromptContext
 from cluster.chat.reading import AnswerReader
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}, "required": ["city"]}
@@ -272,7 +272,7 @@ TRANSCRIPTS: dict[str, Transcript] = {
 
 
 def reader_of(transcript: Transcript, calls: bool = True, split: bool = True) -> AnswerReader:
-    return FORMATS[transcript.format].reader(TOOLS if calls else None, split, Prompted(transcript.prompt))
+    return FORMATS[transcript.format].reader(TOOLS if calls else None, split, PromptContext(transcript.prompt))
 
 
 def merged(events: Sequence[Event]) -> list[Event3]:
@@ -286,7 +286,7 @@ def merged(events: Sequence[Event]) -> list[Event3]:
                     found[-1] = (kind, found[-1][1] + text)
                 else:
                     found.append((kind, text))
-            case CallBegun(_, _, name):
+            case CallStarted(_, _, name):
                 found.append(("call", name, ""))
             case CallArguments(_, text):
                 _, name, before = found[-1]

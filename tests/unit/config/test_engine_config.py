@@ -7,7 +7,7 @@ import pytest
 from cluster.config import ConfigError, EngineConfig
 from cluster.config.aliases import ALIASES, SPECULATIVE_CONFIG
 from cluster.config.resolved import ResolvedSettings
-from cluster.config.tree_shape import DEFAULT_NUM_STEPS, DEFAULT_TOPK, PLAIN, TreeShape, tree_shape
+from cluster.config.tree_shape import DEFAULT_NUM_STEPS, DEFAULT_TOPK, NO_SPECULATION, TreeShape, tree_shape
 
 EAGLE = {"model_path": "target", "speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "draft"}
 # A value per aliased setting, so that every alias is tried with something valid.
@@ -113,7 +113,7 @@ def test_speculative_config_maps_onto_our_names() -> None:
     assert made.speculative_algorithm == "EAGLE3"
     assert made.speculative_draft_model_path == "draft"
     assert made.speculative_num_steps == 5
-    assert tree_shape(made) == TreeShape(num_steps=5, topk=1, num_draft_tokens=6, room=8)
+    assert tree_shape(made) == TreeShape(num_steps=5, topk=1, num_draft_tokens=6, max_forced_nodes=8)
     assert set(SPECULATIVE_CONFIG.values()) <= set(EngineConfig.model_fields)
     for method, algorithm in (("eagle", "EAGLE"), ("deepseek_mtp", "NEXTN"), ("mtp", "NEXTN"), (None, None)):
         made = config(speculative_config={"method": method, "model": "draft"})
@@ -179,12 +179,12 @@ def test_a_bad_value_names_its_setting(given: dict[str, Any], names: list[str]) 
 
 def test_a_tier_begins_with_its_own_number_of_requests() -> None:
     tiered = config(**{**EAGLE, "speculative_num_steps": 3, "speculative_batch_tiers": {3: 1, 5: 0}})
-    assert [ResolvedSettings.of(tiered).levels_at(decodes) for decodes in range(1, 7)] == [3, 3, 1, 1, 0, 0]
+    assert [ResolvedSettings.from_settings(tiered).max_tree_levels(decodes) for decodes in range(1, 7)] == [3, 3, 1, 1, 0, 0]
 
 
 def test_no_speculation_is_a_tree_of_one_node() -> None:
-    assert tree_shape(config()) == PLAIN == TreeShape(num_steps=0, topk=1, num_draft_tokens=1)
-    assert PLAIN.window == 1
+    assert tree_shape(config()) == NO_SPECULATION == TreeShape(num_steps=0, topk=1, num_draft_tokens=1)
+    assert NO_SPECULATION.window == 1
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from cluster.arch.resolve import resolve_models
 from cluster.config import EngineConfig
 from cluster.config.resolved import UNLIMITED, ResolvedSettings, tokenizer_folder
-from cluster.config.tree_shape import PLAIN
+from cluster.config.tree_shape import NO_SPECULATION
 from tests.parity.harness import tiny_pair
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -83,7 +83,7 @@ def test_no_other_module_decides_what_auto_is() -> None:
 def test_no_other_module_makes_trees_of_settings() -> None:
     calls = [(where, node.func) for where, node in nodes() if isinstance(node, ast.Call)]
     made = {where for where, call in calls if isinstance(call, ast.Name) and call.id in ("tree_shape", "tiers")}
-    forced = {where for where, call in calls if isinstance(call, ast.Attribute) and call.attr == "forcing"}
+    forced = {where for where, call in calls if isinstance(call, ast.Attribute) and call.attr == "with_forced_nodes"}
     assert (made, forced) == (set(), {"cluster/dp_attention/plan.py"})  # a step has as many forced nodes as it needs
 
 
@@ -106,27 +106,27 @@ def eagle(**settings: Any) -> EngineConfig:
     ],
 )
 def test_how_many_prompt_rows_a_step_has(given: dict[str, int], rows: tuple[int, int, bool]) -> None:
-    resolved = ResolvedSettings.of(config(**given))
-    assert (resolved.chunk_rows, resolved.mixed_rows, resolved.paced) == rows
+    resolved = ResolvedSettings.from_settings(config(**given))
+    assert (resolved.chunk_rows, resolved.mixed_chunk_rows, resolved.prefill_time_limited) == rows
 
 
 def test_trees_by_tier_and_with_forced_nodes() -> None:
-    plain = ResolvedSettings.of(config())
-    assert (plain.shape, plain.tiers, plain.forced_shape) == (PLAIN, (PLAIN,), PLAIN)
-    deep = ResolvedSettings.of(eagle(speculative_num_steps=3, speculative_eagle_topk=2, speculative_forced_tokens=5))
+    plain = ResolvedSettings.from_settings(config())
+    assert (plain.shape, plain.tiers, plain.forced_shape) == (NO_SPECULATION, (NO_SPECULATION,), NO_SPECULATION)
+    deep = ResolvedSettings.from_settings(eagle(speculative_num_steps=3, speculative_eagle_topk=2, speculative_forced_tokens=5))
     assert [tier.num_steps for tier in deep.tiers] == [0, 1, 2, 3] and deep.tiers[-1] is deep.shape
     assert [tier.num_draft_tokens for tier in deep.tiers] == [1, 3, 7, 11]
     assert (deep.forced_shape.num_steps, deep.forced_shape.num_draft_tokens) == (8, 16)
-    assert deep.positions_beyond == 19
+    assert deep.max_positions_ahead == 19
 
 
 def test_levels_fall_with_the_load() -> None:
-    resolved = ResolvedSettings.of(eagle(speculative_num_steps=4, speculative_batch_tiers={4: 3, 8: 0, 16: 9}))
-    assert [resolved.levels_at(decodes) for decodes in (0, 3, 4, 7, 8, 16)] == [4, 4, 3, 3, 0, 0]
+    resolved = ResolvedSettings.from_settings(eagle(speculative_num_steps=4, speculative_batch_tiers={4: 3, 8: 0, 16: 9}))
+    assert [resolved.max_tree_levels(decodes) for decodes in (0, 3, 4, 7, 8, 16)] == [4, 4, 3, 3, 0, 0]
 
 
 def test_ranks_and_the_draft_s_parts() -> None:
-    resolved = ResolvedSettings.of(eagle(tp_size=8, attn_dp_size=2, speculative_draft_parallel="replicated"))
+    resolved = ResolvedSettings.from_settings(eagle(tp_size=8, attn_dp_size=2, speculative_draft_parallel="replicated"))
     assert (resolved.group_size, resolved.draft_is_sharded) == (4, False)
 
 
@@ -150,13 +150,13 @@ def test_what_the_checkpoint_decides() -> None:
     resolved = resolve_models(config(model_path=target))
     promised = resolved.target.max_position
     assert (resolved.dtype, resolved.kv_cache_dtype, resolved.fp8_cache) == ("float32", "float32", False)
-    assert resolved.context_length == promised and resolved.longest_chunk == min(512, promised)
+    assert resolved.context_length == promised and resolved.max_chunk_rows == min(512, promised)
     packed = resolve_models(config(model_path=target, dtype="float64", kv_cache_dtype="fp8_e4m3"))
     assert (packed.dtype, packed.kv_cache_dtype, packed.fp8_cache) == ("float64", "fp8_e4m3", True)
     longer = resolve_models(config(model_path=target, context_length=2 * promised, chunked_prefill_size=-1))
-    assert longer.context_length == longer.longest_chunk == 2 * promised
-    fewer = longer.smaller(3, 16)
-    assert (fewer.settings.max_running_requests, fewer.chunk_rows, fewer.longest_chunk) == (3, 16, 16)
+    assert longer.context_length == longer.max_chunk_rows == 2 * promised
+    fewer = longer.with_limits(3, 16)
+    assert (fewer.settings.max_running_requests, fewer.chunk_rows, fewer.max_chunk_rows) == (3, 16, 16)
 
 
 def test_facts_are_frozen() -> None:

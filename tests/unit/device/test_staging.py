@@ -14,22 +14,22 @@ def test_lists_come_out_as_they_were_put_in(each: int) -> None:
     staging = Staging(torch.device("cpu"), each)
     for name, words in LISTS.items():
         staging.add(name, words)
-    sent = staging.sent()
+    sent = staging.send()
     assert {name: one.tolist() for name, one in sent.lists().items()} == LISTS
-    first, others = sent.cut(3)
+    first, others = sent.split_at(3)
     assert {name: one.tolist() for part in (first, others) for name, one in part.lists().items()} == LISTS
-    start = sent.words.data_ptr()
+    start = sent.integers.data_ptr()
     assert all((one.data_ptr() - start) % (8 * each) == 0 for one in sent.lists().values() if len(one))
 
 
 def test_on_a_gpu_each_is_aligned_for_triton() -> None:
-    assert Staging(torch.device("cuda"))._each == 2 and Staging(torch.device("cpu"))._each == 1
+    assert Staging(torch.device("cuda"))._alignment == 2 and Staging(torch.device("cpu"))._alignment == 1
 
 
 def test_a_timer_of_the_only_gpu_leaves_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank alone is given no number of a device, which `set_device` would refuse."""
     given: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "set_device", given.append)
-    timer_of(torch.device("cuda")).here()
-    timer_of(torch.device("cuda", 1)).here()
+    timer_of(torch.device("cuda")).make_current()
+    timer_of(torch.device("cuda", 1)).make_current()
     assert given == [torch.device("cuda", 1)]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from cluster.device.timing import HOST, Spans
+from cluster.device.timing import HOST_TIMER, Spans
 from cluster.distributed.progress import ProgressClock
 from cluster.spec.result import PhaseTimes
 
@@ -48,13 +48,13 @@ def test_waits_of_two_kinds_of_collectives_add_up() -> None:
     """The ranks' facts go over the host, their rows over the device."""
     clock, queue = ProgressClock(), Queue()
     began = clock.begin(queue)
-    assert clock.waits
+    assert clock.is_waiting
     queue.tell(4.0)
     clock.end(began, queue)
-    assert not clock.waits and clock.calls == 1
-    began = clock.begin(HOST)
-    clock.end(began, HOST)
-    assert clock.split().take() == pytest.approx(4.0, abs=0.1)
+    assert not clock.is_waiting and clock.collectives_returned == 1
+    began = clock.begin(HOST_TIMER)
+    clock.end(began, HOST_TIMER)
+    assert clock.take_collective_spans().take() == pytest.approx(4.0, abs=0.1)
 
 
 def test_phases_are_what_lies_between_their_moments() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.distributed.cpu_progress import Effort, Pulse
+from cluster.distributed.cpu_progress import ThreadCpuTime, ProgressTracker
 
 
 def burn(until: threading.Event) -> None:
@@ -17,12 +17,12 @@ def burn(until: threading.Event) -> None:
 
 
 @contextmanager
-def computing(effort: Effort, work: Callable[[threading.Event], None]) -> Iterator[None]:
+def computing(effort: ThreadCpuTime, work: Callable[[threading.Event], None]) -> Iterator[None]:
     """A thread that begins `effort` and does some work until the end."""
     begun, over = threading.Event(), threading.Event()
 
     def run() -> None:
-        effort.begin()
+        effort.use_current_thread()
         begun.set()
         work(over)
 
@@ -36,7 +36,7 @@ def computing(effort: Effort, work: Callable[[threading.Event], None]) -> Iterat
         thread.join()
 
 
-def grows(effort: Effort, by: float = 0.05, within_s: float = 30.0) -> bool:
+def grows(effort: ThreadCpuTime, by: float = 0.05, within_s: float = 30.0) -> bool:
     began, until = effort.seconds(), time.monotonic() + within_s
     while time.monotonic() < until:
         if effort.seconds() - began > by:
@@ -46,7 +46,7 @@ def grows(effort: Effort, by: float = 0.05, within_s: float = 30.0) -> bool:
 
 
 def test_the_thread_that_computes_counts() -> None:
-    effort = Effort("aerie-test-1")
+    effort = ThreadCpuTime("aerie-test-1")
     with computing(effort, burn):
         assert grows(effort)
 
@@ -58,13 +58,13 @@ def test_a_thread_that_it_started_counts_too() -> None:
         over.wait()
         helper.join()
 
-    effort = Effort("aerie-test-2")
+    effort = ThreadCpuTime("aerie-test-2")
     with computing(effort, starts_another):
         assert grows(effort)
 
 
 def test_no_other_thread_of_the_process_counts() -> None:
-    effort, over = Effort("aerie-test-3"), threading.Event()
+    effort, over = ThreadCpuTime("aerie-test-3"), threading.Event()
     other = threading.Thread(target=burn, args=(over,))
     other.start()
     try:
@@ -80,17 +80,17 @@ def test_where_threads_may_take_no_names_the_one_that_computes_still_counts(monk
         raise PermissionError("read-only")
 
     monkeypatch.setattr(Path, "write_text", refused)
-    effort = Effort("aerie-test-4")
+    effort = ThreadCpuTime("aerie-test-4")
     with computing(effort, burn):
         assert grows(effort)
 
 
 def test_a_thread_that_begins_while_others_are_looked_at_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A look that found the thread before it had its name keeps what it found; the thread counts all the same."""
-    effort, named = Effort("aerie-test-5"), threading.Event()
-    own = Effort._is_own
+    effort, named = ThreadCpuTime("aerie-test-5"), threading.Event()
+    own = ThreadCpuTime._is_own
 
-    def slow(self: Effort, task: str) -> bool | None:
+    def slow(self: ThreadCpuTime, task: str) -> bool | None:
         found = own(self, task)
         if task == str(thread.native_id):
             looked.set()
@@ -101,19 +101,19 @@ def test_a_thread_that_begins_while_others_are_looked_at_counts(monkeypatch: pyt
 
     def run() -> None:
         begin.wait()
-        effort.begin()
+        effort.use_current_thread()
         named.set()
         burn(over)
 
     thread = threading.Thread(target=run)
     thread.start()
-    monkeypatch.setattr(Effort, "_is_own", slow)
+    monkeypatch.setattr(ThreadCpuTime, "_is_own", slow)
     look = threading.Thread(target=effort.seconds)
     look.start()
     looked.wait()
     begin.set()
     look.join()
-    monkeypatch.setattr(Effort, "_is_own", own)
+    monkeypatch.setattr(ThreadCpuTime, "_is_own", own)
     try:
         assert grows(effort)
     finally:
@@ -121,7 +121,7 @@ def test_a_thread_that_begins_while_others_are_looked_at_counts(monkeypatch: pyt
         thread.join()
 
 
-class Spent(Effort):
+class Spent(ThreadCpuTime):
     """CPU seconds by hand."""
 
     def __init__(self) -> None:
@@ -135,12 +135,12 @@ class Spent(Effort):
 def aged(marks: object, spent: float, waits: bool = False, after_s: float = 0.2) -> tuple[bool, bool]:
     """Whether a pulse of marks 1 and no CPU time is young, by anything and by marks, at the next look."""
     effort = Spent()
-    pulse = Pulse(effort)
-    pulse.look(1)
+    pulse = ProgressTracker(effort)
+    pulse.update(1)
     time.sleep(after_s)
     effort.spent = spent
-    pulse.look(marks, waits)
-    return pulse.age_s < after_s, pulse.unmarked_s < after_s
+    pulse.update(marks, waits)
+    return pulse.idle_s < after_s, pulse.since_mark_s < after_s
 
 
 def test_marks_and_cpu_time_are_signs_of_life() -> None:
@@ -155,11 +155,11 @@ def test_marks_and_cpu_time_are_signs_of_life() -> None:
 def test_the_cpu_time_of_a_thread_that_ended_is_not_missed() -> None:
     effort = Spent()
     effort.spent = 50.0
-    pulse = Pulse(effort)
-    pulse.look(1)
+    pulse = ProgressTracker(effort)
+    pulse.update(1)
     effort.spent = 1.0
-    pulse.look(1)
+    pulse.update(1)
     time.sleep(0.1)
     effort.spent = 1.1
-    pulse.look(1)
-    assert pulse.age_s < 0.1
+    pulse.update(1)
+    assert pulse.idle_s < 0.1

@@ -19,18 +19,18 @@ HEADER = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d/Proc
 
 def test_the_settings_are_those_that_torch_reads() -> None:
     text = HEADER.read_text()
-    for name in (*nccl.SETTINGS, *nccl.OLD_NAMES):
+    for name in (*nccl.SETTINGS, *nccl.OLD_VARIABLE_NAMES):
         assert f'"{name}"' in text, name
     assert "NoHandling = 0" in text
 
 
 def test_they_are_set_and_another_value_is_refused_by_name() -> None:
     environment = {"TORCH_NCCL_ENABLE_MONITORING": "0"}
-    nccl.settle(environment)
+    nccl.disable_torch_supervision(environment)
     assert environment == nccl.SETTINGS
-    for name in (*nccl.SETTINGS, *nccl.OLD_NAMES):
+    for name in (*nccl.SETTINGS, *nccl.OLD_VARIABLE_NAMES):
         with pytest.raises(ConfigError, match=f"{name} is 1 .* needs 0; unset it"):
-            nccl.settle({name: "1"})
+            nccl.disable_torch_supervision({name: "1"})
 
 
 @pytest.mark.parametrize(
@@ -52,8 +52,8 @@ def test_an_error_says_what_to_do(text: str, words: str) -> None:
 def test_errors_are_told_apart() -> None:
     of_nccl, of_gloo = dist.DistBackendError("NCCL error: x"), RuntimeError("[gloo/pair.cc] closed")
     of_cuda, memory = torch.AcceleratorError("CUDA error: unspecified launch failure"), torch.OutOfMemoryError("CUDA")
-    assert [nccl.of_collectives(error) for error in (of_nccl, of_gloo, of_cuda, memory)] == [True, True, False, False]
-    assert [nccl.of_device(error) for error in (of_nccl, of_gloo, of_cuda, memory)] == [False, False, True, False]
+    assert [nccl.is_collective_error(error) for error in (of_nccl, of_gloo, of_cuda, memory)] == [True, True, False, False]
+    assert [nccl.is_device_error(error) for error in (of_nccl, of_gloo, of_cuda, memory)] == [False, False, True, False]
 
 
 class Group:
@@ -69,8 +69,8 @@ def test_an_abort_that_hangs_holds_nobody_up() -> None:
     """Both begin although the first does not end: it may wait for the second."""
     ended, forever = threading.Event(), threading.Event()
     began = time.monotonic()
-    assert not nccl.abort([Group(forever.wait), Group(ended.set)], seconds=0.2)
-    assert ended.is_set() and time.monotonic() - began < nccl.ABORT_S
+    assert not nccl.abort([Group(forever.wait), Group(ended.set)], timeout_s=0.2)
+    assert ended.is_set() and time.monotonic() - began < nccl.ABORT_TIMEOUT_S
     forever.set()
     assert nccl.abort([Group(raises), Group(ended.set)]) and nccl.abort([])
 
@@ -89,7 +89,7 @@ def test_graphs_are_dropped_while_a_communicator_that_waits_for_it_ends() -> Non
 
     assert nccl.abort([Group(abort), Group(abort)], drop, 60.0)
     dropped.clear()
-    assert not nccl.abort([Group(abort)], seconds=0.2)
+    assert not nccl.abort([Group(abort)], timeout_s=0.2)
     dropped.set()
 
 
@@ -121,17 +121,17 @@ entered: list[int] = []
 
 def test_every_kind_of_collective_is_run_once_and_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     entered.clear()
-    nccl.warm([Warmed(0, 2), Warmed(0, 1)], torch.device("cpu"))
+    nccl.warm_up([Warmed(0, 2), Warmed(0, 1)], torch.device("cpu"))
     assert len(entered) == 5
-    monkeypatch.setattr(nccl, "WARM_S", 0.05)
+    monkeypatch.setattr(nccl, "WARM_UP_TIMEOUT_S", 0.05)
     with pytest.raises(RuntimeError, match=r"communicator of 2 ranks gave no sum .* NCCL_SOCKET_IFNAME"):
-        nccl.warm([Warmed(0, 2, timer=Slow())], torch.device("cpu"))
+        nccl.warm_up([Warmed(0, 2, timer=Slow())], torch.device("cpu"))
 
 
 def test_a_clock_counts_what_the_device_has_passed() -> None:
     clock = ProgressClock()
-    clock.part()
-    assert (clock.look(), clock.marks) == (0, 1)  # a CPU is where its host is
+    clock.mark_layer()
+    assert (clock.poll_device(), clock.progress_count) == (0, 1)  # a CPU is where its host is
 
     class Late(Slow):
         come = 0
@@ -146,11 +146,11 @@ def test_a_clock_counts_what_the_device_has_passed() -> None:
         def reached(self, moment: int) -> bool:
             return moment <= self.come
 
-    timer = clock.device = Late()
+    timer = clock.device_timer = Late()
     clock.end(clock.begin(timer), timer)
-    clock.part()
-    assert (timer.noted, clock.look()) == (3, 0)
+    clock.mark_layer()
+    assert (timer.noted, clock.poll_device()) == (3, 0)
     timer.come = 2
-    assert (clock.look(), clock.look(), clock.marks) == (2, 2, 6)
-    clock.awaiting = True
-    assert clock.waits
+    assert (clock.poll_device(), clock.poll_device(), clock.progress_count) == (2, 2, 6)
+    clock.waits_for_device = True
+    assert clock.is_waiting

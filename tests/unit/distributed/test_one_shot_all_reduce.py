@@ -10,10 +10,10 @@ from torch import Tensor
 
 from cluster.config import ConfigError, EngineConfig
 from cluster.distributed import one_shot_all_reduce
-from cluster.distributed.one_shot_all_reduce import DTYPES, MOST_BYTES, OneShot, WrongSumError, check_against_reference
+from cluster.distributed.one_shot_all_reduce import DTYPES, MAX_BYTES, OneShot, WrongSumError, check_against_reference
 from cluster.distributed.process_group import Axis
 from cluster.engine import build_engine
-from cluster.engine.one_shot_setting import refuse_summing, sum_in_one_shot
+from cluster.engine.one_shot_setting import check_one_shot_setting, enable_one_shot
 
 TAKES = "Tensor symm_buffer, Tensor local_input, str reduce_op, str group_name"
 CPU = torch.device("cpu")
@@ -36,15 +36,15 @@ def test_the_installed_torch_has_the_operators_that_are_called() -> None:
         (4, torch.bfloat16, False),  # 8 bytes
         (5, torch.float32, False),
         (0, torch.float32, False),
-        (MOST_BYTES // 4, torch.float32, True),
-        (MOST_BYTES // 4 + 4, torch.float32, False),
+        (MAX_BYTES // 4, torch.float32, True),
+        (MAX_BYTES // 4 + 4, torch.float32, False),
         (8, torch.float16, False),
         (8, torch.float64, False),
         (8, torch.int64, False),
     ],
 )
 def test_few_rows_that_the_kernel_can_read_take_it(numbers: int, dtype: torch.dtype, taken: bool) -> None:
-    assert OneShot.takes(torch.zeros(1, numbers, dtype=dtype)) is taken
+    assert OneShot.supports(torch.zeros(1, numbers, dtype=dtype)) is taken
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_it_equals_its_twin_and_an_axis_uses_it_for_few_rows_only(symmetric: lis
     symmetric.clear()
     axis, rows = Axis(0, 2, direct=True, one_shot=kernel), torch.arange(8.0).view(4, 2).t()
     assert torch.equal(axis.all_reduce(rows), rows * 2) and symmetric == [("sum", "g")]
-    assert axis.clock.calls == 1
+    assert axis.clock.collectives_returned == 1
     with pytest.raises((RuntimeError, ValueError)):  # NCCL's, which is not there
         axis.all_reduce(torch.zeros(5))
 
@@ -113,7 +113,7 @@ def test_the_setting_is_refused_where_it_cannot_be_had() -> None:
     with pytest.raises(ConfigError, match=r"one_shot_all_reduce .* device is cpu; unset it"):
         build_engine(config(device="cpu"))
     with pytest.raises(ConfigError, match=r"one_shot_all_reduce .* tp_size is 1; unset it"):
-        refuse_summing(config(), torch.device("cuda"))
+        check_one_shot_setting(config(), torch.device("cuda"))
     mesh: Any = SimpleNamespace(world=Axis(0, 9, SimpleNamespace(group_name="g"), direct=True), attn=Axis())
     with pytest.raises(ConfigError, match=r"one_shot_all_reduce cannot be had among 9 ranks: .*; unset it"):
-        sum_in_one_shot(config(tp_size=9), mesh, CPU)
+        enable_one_shot(config(tp_size=9), mesh, CPU)

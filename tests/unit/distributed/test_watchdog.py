@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cluster.device.wait_hook import catch_up, watched
+from cluster.device.wait_hook import wait_for_device, wait_hook_set
 from cluster.distributed import watchdog as watches
-from cluster.distributed.errors import ExitReason, ExitReasons, PeerLostError, StuckDeviceError, believed, bounded
+from cluster.distributed.errors import ExitReason, ExitReasons, PeerLostError, StuckDeviceError, rank_at_fault, run_with_timeout
 from cluster.distributed.heartbeat import PeerHeartbeat, StepThread
 from cluster.distributed.mesh import Axis, Mesh
 from cluster.distributed.progress import ProgressClock
@@ -55,26 +55,26 @@ class Signs:
         self._began = now
 
     @property
-    def answered(self) -> float:
+    def store_answered_at(self) -> float:
         return time.monotonic() if self._store else self._began
 
     @property
-    def signs(self) -> list[PeerHeartbeat]:
+    def peer_heartbeats(self) -> list[PeerHeartbeat]:
         now = time.monotonic()
         for rank, sign in enumerate(self._signs):
             if self._store and rank not in self._silent:
-                sign.heard = now
-                sign.moved = sign.moved if rank in self._still else now
+                sign.received_at = now
+                sign.last_progress_at = sign.last_progress_at if rank in self._still else now
         return self._signs
 
-    def hurry(self, limit_s: float) -> None:
+    def set_limit(self, limit_s: float) -> None:
         """Nothing to hurry."""
 
 
 class Told(Mesh):
     """A mesh that notes what is said."""
 
-    def say(self, exit_reason: ExitReason) -> None:
+    def publish_exit_reason(self, exit_reason: ExitReason) -> None:
         said.append(exit_reason)
 
     def explain(self, cause: str) -> PeerLostError:
@@ -90,7 +90,7 @@ def watch(rank: int, signs: Signs | None, timer: Timer) -> DeviceWatchdog:
     given: Any = signs
     mesh = Told(rank, Axis(rank, world, clock=ProgressClock()), position=(4, "target"), heartbeat_monitor=given)
     made = DeviceWatchdog(mesh, timer)
-    made.serve(LIMIT_S)
+    made.start_serving(LIMIT_S)
     return made
 
 
@@ -99,14 +99,14 @@ def lost(made: DeviceWatchdog) -> Any:
     with pytest.raises((PeerLostError, StuckDeviceError)) as caught:
         made.wait(made.mark())
     assert LIMIT_S / 2 < time.monotonic() - began < LIMIT_S + 2
-    assert not made._clock.awaiting
+    assert not made._clock.waits_for_device
     return caught.value
 
 
 def test_a_rank_that_gives_no_sign_is_blamed_although_others_go_on() -> None:
     error = lost(watch(0, Signs(3, silent=(2,)), Timer()))
     assert error.rank == 2 and "rank 2 has given no sign for 0." in str(error) and "watchdog_timeout_s" in str(error)
-    assert "its last in step 4, phase target" in str(error) and said[0].blames == 2
+    assert "its last in step 4, phase target" in str(error) and said[0].blamed_rank == 2
 
 
 def test_rank_0_is_blamed_where_the_store_stands_still() -> None:
@@ -164,7 +164,7 @@ def test_an_alarm_ends_the_wait_at_once() -> None:
 
 def test_a_process_that_was_held_up_blames_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """It sleeps through ten limits, and its device is done soon after."""
-    monkeypatch.setattr(watches, "HELD_UP_S", LIMIT_S / 4)
+    monkeypatch.setattr(watches, "MAX_POLL_GAP_S", LIMIT_S / 4)
     until = time.monotonic() + LIMIT_S * 1.5
     timer = Timer(lambda: time.monotonic() > until)
     made = watch(0, None, timer)
@@ -178,23 +178,23 @@ def test_a_rank_with_a_reason_of_its_own_is_believed_before_those_who_blame() ->
         ExitReason(None, "closed"),
         ExitReason(2, "rank 2 has given no sign"),
     )
-    assert believed({}) is None and believed({0: seen}) is None
-    assert believed({0: other, 1: own}) == ExitReason(1, "rank 1 left: ValueError")
-    assert believed({0: seen, 3: other}) == ExitReason(2, "rank 2 has given no sign (so rank 3)")
+    assert rank_at_fault({}) is None and rank_at_fault({0: seen}) is None
+    assert rank_at_fault({0: other, 1: own}) == ExitReason(1, "rank 1 left: ValueError")
+    assert rank_at_fault({0: seen, 3: other}) == ExitReason(2, "rank 2 has given no sign (so rank 3)")
 
 
 def test_a_call_that_blocks_is_left_behind() -> None:
     forever = threading.Event()
-    assert not bounded(forever.wait, 0.05) and bounded(lambda: None, 5.0)
+    assert not run_with_timeout(forever.wait, 0.05) and run_with_timeout(lambda: None, 5.0)
     forever.set()
 
 
 def test_whoever_asks_the_device_amid_a_step_waits_under_watch() -> None:
-    catch_up()  # nobody watches
+    wait_for_device()  # nobody watches
     made = watch(0, Signs(3, silent=(2,)), Timer())
-    with watched(made.catch_up), pytest.raises(PeerLostError, match="rank 2 has given no sign"):
-        catch_up()
-    catch_up()
+    with wait_hook_set(made.wait_for_device), pytest.raises(PeerLostError, match="rank 2 has given no sign"):
+        wait_for_device()
+    wait_for_device()
 
 
 class Heard(ExitReasons):
@@ -204,10 +204,10 @@ class Heard(ExitReasons):
         super().__init__(None, 0, 2)
         self._gone = gone
 
-    def _say(self, exit_reason: ExitReason, rank: int) -> None:
+    def _publish(self, exit_reason: ExitReason, rank: int) -> None:
         said.append(exit_reason)
 
-    def heard(self) -> dict[int, ExitReason]:
+    def published_reasons(self) -> dict[int, ExitReason]:
         return {1: ExitReason(1, "its process is gone")} if self._gone else {}
 
 
@@ -224,17 +224,17 @@ class Heard(ExitReasons):
 def test_an_error_is_a_peers_only_if_it_can_be(error: RuntimeError, alone: str, after: str) -> None:
     for gone, words in ((False, alone), (True, after)):
         mesh = Mesh(0, Axis(0, 2), _exit_reasons=Heard(gone))
-        lost = mesh.loss(error)
+        lost = mesh.peer_loss(error)
         assert (lost is None) == (not words) and words in str(lost or ""), lost
-    assert Mesh().loss(error) is None
+    assert Mesh().peer_loss(error) is None
 
 
 def test_the_thread_that_steps_is_the_one_whose_work_peers_hear_of() -> None:
     """Not the one that has loaded the engine, which does nothing from then on."""
     engine = build_engine(config_of(tiny_pair()[0]))
-    heartbeat_monitor: Any = SimpleNamespace(effort=StepThread())
+    heartbeat_monitor: Any = SimpleNamespace(step_thread=StepThread())
     engine.lockstep.mesh.heartbeat_monitor = heartbeat_monitor
-    loaded, ids = heartbeat_monitor.effort.thread, list[int]()
+    loaded, ids = heartbeat_monitor.step_thread.thread, list[int]()
     engine.submit(request("a", [3, 1, 4], SAMPLING["greedy"], max_tokens=2))
 
     def loop() -> None:
@@ -244,19 +244,19 @@ def test_the_thread_that_steps_is_the_one_whose_work_peers_hear_of() -> None:
     thread = threading.Thread(target=loop)
     thread.start()
     thread.join()
-    assert [heartbeat_monitor.effort.thread] == ids != [loaded]
+    assert [heartbeat_monitor.step_thread.thread] == ids != [loaded]
 
 
 def test_the_thread_that_steps_works_for_the_device() -> None:
     """CUDA's current device is a thread's own, and the one that loads is another."""
     timer = Timer()
     watch = DeviceWatchdog(Mesh(), timer)
-    watch.follow()
+    watch.use_current_thread()
     assert timer.thread == threading.get_native_id()
     timer.thread = 0
-    watch.follow()
+    watch.use_current_thread()
     assert timer.thread == 0, "once a thread"
-    other = threading.Thread(target=watch.follow)
+    other = threading.Thread(target=watch.use_current_thread)
     other.start()
     other.join()
     assert timer.thread not in (0, threading.get_native_id())

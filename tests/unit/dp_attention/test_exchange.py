@@ -19,9 +19,9 @@ def begun(*calls: ScriptCall) -> Exchange:
 def test_a_script_that_is_followed_leaves_nothing() -> None:
     exchange = begun(SUM, GATHER)
     rows = torch.ones(3, 8)
-    assert exchange.rest == (SUM, GATHER)
+    assert exchange.remaining_calls == (SUM, GATHER)
     assert torch.equal(exchange.reduce(rows), rows) and torch.equal(exchange.gather(rows[:2]), rows[:2])
-    assert exchange.rest == ()
+    assert exchange.remaining_calls == ()
     exchange.end()
 
 

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from cluster.arch import Moe
 from cluster.distributed.mesh import Mesh, OutOfStepError, Shard
-from cluster.dp_attention.all2all import impossible, packed, unpacked
+from cluster.dp_attention.all2all import first_invalid_rank, pack_rows, unpack_rows
 from cluster.dp_attention.exchange import Exchange
 from cluster.dp_attention.plan import ExpertParallel
 from cluster.engine.backends import select_kernels
 from cluster.kernels.interface import Activation, Kernels
 from cluster.kernels.torch_kernels import TorchKernels
-from cluster.models.context import Sharding, part_of_experts
+from cluster.models.context import Sharding, expert_shard
 from cluster.models.exchange import NoExchange
 from cluster.models.experts import Experts, Gate, LocalExperts
 from cluster.models.mlp import Mlp
@@ -50,18 +50,18 @@ class Weights:
             return (torch.randn(*shape, dtype=torch.float64) * 0.5).to(dtype)
 
         e = moe.experts
-        added = (numbers(e, 2 * COLUMNS), numbers(e, H)) if biases else (None, None)
+        sum_in_order = (numbers(e, 2 * COLUMNS), numbers(e, H)) if biases else (None, None)
         made = numbers(H, e), numbers(e, H, 2 * COLUMNS), numbers(e, COLUMNS, H)
-        return cls(moe, *made, *added, numbers(H, 2 * COLUMNS), numbers(COLUMNS, H), numbers(H, 1))
+        return cls(moe, *made, *sum_in_order, numbers(H, 2 * COLUMNS), numbers(COLUMNS, H), numbers(H, 1))
 
     def held(self, kernels: Kernels, sharding: Sharding) -> Experts:
         """What one rank holds of them."""
         moe, own = self.moe, slice(*sharding.experts.span(self.moe.experts))
-        columns = slice(*sharding.columns.span(COLUMNS))
+        columns = slice(*sharding.expert_columns.span(COLUMNS))
         both = [*range(columns.start, columns.stop), *range(COLUMNS + columns.start, COLUMNS + columns.stop)]
-        start, stop = sharding.shared.span(COLUMNS)
+        start, stop = sharding.shared_expert.span(COLUMNS)
         common = [*range(start, stop), *range(COLUMNS + start, COLUMNS + stop)]
-        first = sharding.columns.rank == 0
+        first = sharding.expert_columns.rank == 0
         size = sharding.experts.size
         parts = [p for p in range(size) for _ in range(*Shard(p, size).span(moe.experts))]
         return Experts(
@@ -89,8 +89,8 @@ class Weights:
 def exchanged(weights: Weights, kernels: Kernels, rows: list[Tensor], parts: int, counted: bool, mesh: Mesh) -> Tensor:
     """This rank's output for the rows of its group, of those of all groups."""
     dtype, counts = rows[0].dtype, tuple(each.shape[0] for each in rows)
-    sharding = Sharding(mesh.attn.part, mesh.world.part, Shard(), part_of_experts(parts, mesh.world.part))
-    exchange = Exchange(mesh, dtype, parts=parts)
+    sharding = Sharding(mesh.attn.shard, mesh.world.shard, Shard(), expert_shard(parts, mesh.world.shard))
+    exchange = Exchange(mesh, dtype, ep_size=parts)
     exchange.begin(1, ExpertParallel(parts, weights.moe.active).calls("target", counts, H, counted), counted)
     out = weights.held(kernels, sharding)(rows[mesh.dp_rank], exchange)
     exchange.end()
@@ -150,7 +150,7 @@ def test_ids_travel_as_they_are_in_memory(dtype: torch.dtype) -> None:
     """Also those that are no number of the dtype."""
     ids = torch.tensor([[0, 511], [257, 32_767]])
     rows, weights = torch.randn(2, 6).to(dtype), torch.rand(2, 2).to(dtype)
-    came = unpacked(packed(rows, weights, ids)[torch.tensor([1, 0, 1])], 2)
+    came = unpack_rows(pack_rows(rows, weights, ids)[torch.tensor([1, 0, 1])], 2)
     for got, given in zip(came, (rows, weights, ids), strict=True):
         assert torch.equal(got, given[[1, 0, 1]])
 
@@ -168,11 +168,11 @@ def test_ids_travel_as_they_are_in_memory(dtype: torch.dtype) -> None:
 )
 def test_counts_that_cannot_be_are_found(table: tuple[tuple[int, ...], ...], odd: int | None) -> None:
     """Of ranks that carry 2, no and 3 rows, each of which goes to one part or both."""
-    assert impossible(table, [2, 0, 3], active=4) == odd
+    assert first_invalid_rank(table, [2, 0, 3], experts_per_row=4) == odd
 
 
 def test_one_active_expert_is_one_part() -> None:
-    assert impossible(((2, 2),), [3], active=1) == 0 and impossible(((2, 1),), [3], active=1) is None
+    assert first_invalid_rank(((2, 2),), [3], experts_per_row=1) == 0 and first_invalid_rank(((2, 1),), [3], experts_per_row=1) is None
 
 
 class Liar(Meeting):
@@ -193,7 +193,7 @@ def test_a_rank_that_tells_the_impossible_is_named_on_every_rank() -> None:
             mesh.facts = Liar(1, 2, mesh.world.board, mesh.world.clock)  # type: ignore[attr-defined]
         with pytest.raises(OutOfStepError) as caught:
             exchanged(weights, TorchKernels(), rows, 2, True, mesh)
-        assert caught.value.rank == 1 and mesh.world.clock.calls == 1
+        assert caught.value.rank == 1 and mesh.world.clock.collectives_returned == 1
         return str(caught.value)
 
     said = on_ranks(2, 2, run)

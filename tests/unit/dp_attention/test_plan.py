@@ -6,13 +6,13 @@ from itertools import product
 import pytest
 
 from cluster.batch import DecodeRequest, PromptChunk, SamplingMode, StepInput
-from cluster.config.tree_shape import PLAIN, TreeShape, tiers
+from cluster.config.tree_shape import NO_SPECULATION, TreeShape, tiers
 from cluster.distributed.mesh import Mesh, OutOfStepError
 from cluster.dp_attention.coordinator import Coordinator
-from cluster.dp_attention.padding import padded
+from cluster.dp_attention.padding import pad_step_input
 from cluster.dp_attention.plan import ExpertParallel, Ops, PlanRule, RankFacts, ScriptCall, script
-from cluster.dp_attention.sizes import MOST_ROWS, Buckets
-from cluster.models.exchange import EXPERTS
+from cluster.dp_attention.sizes import MAX_CAPTURED_ROWS, Buckets
+from cluster.models.exchange import EXPERT_CALLS
 from cluster.sampling.sharded import ShardedHead
 
 SHAPE = TreeShape(num_steps=3, topk=2, num_draft_tokens=6)
@@ -41,14 +41,14 @@ def test_trees_have_room_for_what_grammars_force_while_it_costs_few_rows(decodes
     shape = SHAPE.model_copy(update={"room": 6})
     shapes = tiers(shape)
     free = [facts(decodes[0]), facts(decodes[1])]
-    plan = replace(rule(), forced_rows=8).plan(free, shape)
-    assert plan.forced == 0 and plan.tree(shapes) == shape
+    plan = replace(rule(), max_forced_rows=8).plan(free, shape)
+    assert plan.forced_nodes == 0 and plan.tree(shapes) == shape
     constrained = [free[0], free[1]._replace(mode=int(SamplingMode.CONSTRAINED))]
-    other = replace(rule(), forced_rows=8).plan(constrained, shape)
-    assert other.forced == forced and other.tree(shapes).num_draft_tokens == shape.num_draft_tokens + forced
-    assert other.tree(shapes).drafted.num_draft_tokens == shape.num_draft_tokens
+    other = replace(rule(), max_forced_rows=8).plan(constrained, shape)
+    assert other.forced_nodes == forced and other.tree(shapes).num_draft_tokens == shape.num_draft_tokens + forced
+    assert other.tree(shapes).drafted_shape.num_draft_tokens == shape.num_draft_tokens
     voted = [fact._replace(num_steps=0) for fact in constrained]
-    assert replace(rule(), forced_rows=8).plan(voted, shape).tree(shapes).num_draft_tokens == 1
+    assert replace(rule(), max_forced_rows=8).plan(voted, shape).tree(shapes).num_draft_tokens == 1
 
 
 def test_padding_gives_every_group_the_rows_of_the_largest() -> None:
@@ -73,11 +73,11 @@ def test_rows_go_to_experts_by_counts_unless_sizes_have_to_be_known(
     padding: str, sizes: tuple[int, ...] | None, counted: bool
 ) -> None:
     """A padded step has equal parts, and a captured one must not ask for a value."""
-    made, table = replace(rule(padding, buckets=sizes), apart=True), [facts(2), facts(4, 3)]
+    made, table = replace(rule(padding, buckets=sizes), expert_parallel=True), [facts(2), facts(4, 3)]
     plan = made.plan(table, SHAPE)
-    assert plan.counted is counted and not replace(made, apart=False).plan(table, SHAPE).counted
-    assert not made.plan(table[:1], SHAPE).counted, "one group has all rows on each of its ranks"
-    ops = Ops(("reduce", EXPERTS, "reduce", "gather", "scatter"), (), 8, apart=ExpertParallel(2, 3))
+    assert plan.routes_to_experts is counted and not replace(made, expert_parallel=False).plan(table, SHAPE).routes_to_experts
+    assert not made.plan(table[:1], SHAPE).routes_to_experts, "one group has all rows on each of its ranks"
+    ops = Ops(("reduce", EXPERT_CALLS, "reduce", "gather", "scatter"), (), 8, expert_parallel=ExpertParallel(2, 3))
     rows = tuple(own.rows(6) for own in plan.sizes)
     brought = (
         [("counts", 2, 3), ("dispatch", 14, 0), ("combine", 8, 0)] if counted else [("gather", 8, 0), ("scatter", 8, 0)]
@@ -97,15 +97,15 @@ def test_steps_are_run_at_the_sizes_of_programs() -> None:
     assert not large.captured and large.sizes == ((3, 7, 3), (1, 0, 0), (5, 2, 1), (1, 9, 0))
     assert rule("exact", buckets=()).plan(table, SHAPE).sizes == rule("exact").plan(table, SHAPE).sizes
     assert rule("exact", buckets=()).plan(table, SHAPE).captured
-    for count, within in ((MOST_ROWS // 6, True), (MOST_ROWS // 6 + 1, False)):
+    for count, within in ((MAX_CAPTURED_ROWS // 6, True), (MAX_CAPTURED_ROWS // 6 + 1, False)):
         assert rule(buckets=()).plan([facts(count)], SHAPE).captured is within
 
 
 def test_steps_with_bad_words_are_not_captured_but_padded_as_any() -> None:
     for padding in ("exact", "padded"):
-        table = [facts(3, 7, 3)._replace(mode=int(SamplingMode.ADJUSTED | SamplingMode.WORDS)), facts(1)]
+        table = [facts(3, 7, 3)._replace(mode=int(SamplingMode.ADJUSTED | SamplingMode.BAD_WORDS)), facts(1)]
         plan = rule(padding, buckets=(1, 2, 4, 8)).plan(table, SHAPE)
-        assert not plan.captured and plan.mode == SamplingMode.ADJUSTED | SamplingMode.WORDS
+        assert not plan.captured and plan.mode == SamplingMode.ADJUSTED | SamplingMode.BAD_WORDS
         assert plan.sizes == rule(padding).plan(table, SHAPE).sizes
 
 
@@ -118,18 +118,18 @@ def test_steps_with_a_grammar_are_captured() -> None:
 def test_graphs_over_several_groups_are_of_steps_that_are_alike_in_all() -> None:
     """Where they are not, collectives have parts of several sizes."""
     for padding, groups, captured in (("exact", 1, True), ("exact", 2, False), ("padded", 2, True)):
-        of = replace(rule(padding), buckets=Buckets((2, 4), alike=True))
+        of = replace(rule(padding), buckets=Buckets((2, 4), equal_sizes=True))
         plan = of.plan([facts(3), facts(1)][:groups], SHAPE)
         assert plan.captured is captured
         assert not captured or {own.decodes for own in plan.sizes} == {4}
 
 
 def test_steps_that_show_trees_are_not_captured() -> None:
-    table = [facts(3, 7, 3)._replace(mode=int(SamplingMode.NOISY | SamplingMode.TREES)), facts(1)]
+    table = [facts(3, 7, 3)._replace(mode=int(SamplingMode.RANDOM | SamplingMode.TREES)), facts(1)]
     plan = rule("exact", buckets=(1, 2, 4, 8)).plan(table, SHAPE)
-    assert not plan.captured and plan.mode == SamplingMode.NOISY | SamplingMode.TREES
+    assert not plan.captured and plan.mode == SamplingMode.RANDOM | SamplingMode.TREES
     assert rule("exact", buckets=(1, 2, 4, 8)).plan([facts(3, 7, 3), facts(1)], SHAPE).captured
-    assert script(plan, SHAPE, TARGET, DRAFT) == script(plan._replace(mode=SamplingMode.NOISY), SHAPE, TARGET, DRAFT)
+    assert script(plan, SHAPE, TARGET, DRAFT) == script(plan._replace(mode=SamplingMode.RANDOM), SHAPE, TARGET, DRAFT)
 
 
 def test_the_key_is_what_a_step_runs() -> None:
@@ -137,7 +137,7 @@ def test_the_key_is_what_a_step_runs() -> None:
     small = rule("exact", buckets=(1, 2, 4, 8))
     keys = [small.plan([facts(*load), facts(1)], SHAPE).key for load in ((3, 7, 1), (4, 5, 1), (3, 7, 2), (2, 7, 1))]
     assert keys[0] == keys[1] and len(set(keys)) == 3
-    others = (facts(3, 7, 1, num_steps=2), facts(3, 7, 1)._replace(mode=int(SamplingMode.NOISY)))
+    others = (facts(3, 7, 1, num_steps=2), facts(3, 7, 1)._replace(mode=int(SamplingMode.RANDOM)))
     assert len({keys[0], *(small.plan([other, facts(1)], SHAPE).key for other in others)}) == 3
     assert small.plan([facts(3, 7, 1), facts(2)], SHAPE).key != keys[0], "collectives have counts of all groups"
 
@@ -152,7 +152,7 @@ def test_the_script_has_the_rows_that_are_run() -> None:
 def test_a_group_counts_once_whatever_its_followers_say() -> None:
     table = [facts(3, 4, 1), facts(num_steps=0), facts(1), facts(num_steps=0)]
     plan = rule("exact", attn_tp=2).plan(table, SHAPE)
-    assert plan.decodes == (3, 1) and plan.prompt_rows == (4, 0) and plan.finals == (1, 0) and plan.num_steps == 3
+    assert plan.decodes == (3, 1) and plan.prompt_rows == (4, 0) and plan.finishing_prompts == (1, 0) and plan.num_steps == 3
 
 
 def test_every_rank_learns_what_each_groups_decoding_takes() -> None:
@@ -165,9 +165,9 @@ def test_every_rank_learns_what_each_groups_decoding_takes() -> None:
 
 def test_quiet_and_leaving_are_for_everybody() -> None:
     nobody = [facts(), facts()]
-    assert rule().plan(nobody, SHAPE).quiet and not rule().plan(nobody, SHAPE).leaving
+    assert rule().plan(nobody, SHAPE).no_requests and not rule().plan(nobody, SHAPE).leaving
     waits = [facts(), facts()._replace(requests=1)]
-    assert not rule().plan(waits, SHAPE).quiet, "a request that only waits is work"
+    assert not rule().plan(waits, SHAPE).no_requests, "a request that only waits is work"
     assert rule().plan([facts()._replace(leaving=1), facts(2)], SHAPE).leaving
 
 
@@ -182,7 +182,7 @@ def test_the_script_of_a_step() -> None:
     target = [ScriptCall("target", op, (19, 6)) for op in TARGET.forward] + [ScriptCall("target", "head", (13, 6))]
     extend = [ScriptCall("extend", op, (15, 4)) for op in DRAFT.forward]
     assert script(plan, SHAPE, TARGET, DRAFT) == level * 2 + target + extend
-    assert script(plan, PLAIN, TARGET, None) == [
+    assert script(plan, NO_SPECULATION, TARGET, None) == [
         *(ScriptCall("target", op, (9, 1)) for op in TARGET.forward),
         ScriptCall("target", "head", (3, 1)),
     ]
@@ -205,10 +205,10 @@ def test_the_script_of_a_draft_runner_list() -> None:
 
 def test_a_step_runs_in_the_mode_of_every_group() -> None:
     """A follower's is that of its leader."""
-    modes = (SamplingMode.NOISY, SamplingMode(0), SamplingMode.LOGPROBS, SamplingMode.FILTERED)
+    modes = (SamplingMode.RANDOM, SamplingMode(0), SamplingMode.LOGPROBS, SamplingMode.FILTERED)
     table = [facts(1)._replace(mode=int(mode)) for mode in modes]
-    assert rule().plan(table, SHAPE).mode == SamplingMode.NOISY | SamplingMode.LOGPROBS | SamplingMode.FILTERED
-    assert rule(attn_tp=2).plan(table, SHAPE).mode == SamplingMode.NOISY | SamplingMode.LOGPROBS
+    assert rule().plan(table, SHAPE).mode == SamplingMode.RANDOM | SamplingMode.LOGPROBS | SamplingMode.FILTERED
+    assert rule(attn_tp=2).plan(table, SHAPE).mode == SamplingMode.RANDOM | SamplingMode.LOGPROBS
     assert rule().plan(table, SHAPE).digest != rule().plan(table[:3] + table[1:2], SHAPE).digest
 
 
@@ -225,9 +225,9 @@ def test_the_script_after_a_sharded_head() -> None:
     """Candidates alone; with noise, filters and log-probabilities what these need as well, in this order."""
     levels, nodes, last, told = (4, 2), (13, 6), (3, 1), (9, 4)
     best = [("draft", "compare", levels, 5), ("target", "compare", nodes, 2), ("extend", "compare", last, 5)]
-    assert after_heads(SamplingMode(0), False) == after_heads(SamplingMode.NOISY, False) == [best[0], *best]
+    assert after_heads(SamplingMode(0), False) == after_heads(SamplingMode.RANDOM, False) == [best[0], *best]
     sampled = [each for one in best for each in ((one[0], "spread", one[2], 6), one)]
-    assert after_heads(SamplingMode.NOISY, True) == [*sampled[:2], *sampled]
+    assert after_heads(SamplingMode.RANDOM, True) == [*sampled[:2], *sampled]
     assert after_heads(SamplingMode.LOGPROBS, False)[4:] == [("extend", "compare", told, 42)]
     assert after_heads(SamplingMode.LOGPROBS, True)[4:] == [
         ("extend", "spread", told, 2),
@@ -235,7 +235,7 @@ def test_the_script_after_a_sharded_head() -> None:
     ]
     for bits in (32, 64):
         digits = [("target", "add", nodes, 256)] * (bits // 8)
-        filtered = after_heads(SamplingMode.NOISY | SamplingMode.FILTERED, False, bits)
+        filtered = after_heads(SamplingMode.RANDOM | SamplingMode.FILTERED, False, bits)
         search = [("target", "highest", nodes, 1), *digits, ("target", "add", nodes, 1), *digits]
         assert [call for call in filtered if call[0] == "target"] == [*search, best[1]]
 
@@ -273,18 +273,18 @@ def test_tiers_keep_the_width_and_never_outgrow_what_their_levels_propose() -> N
         (2, 2, 6),
         (3, 2, 6),
     ]
-    assert tiers(PLAIN) == (PLAIN,)
+    assert tiers(NO_SPECULATION) == (NO_SPECULATION,)
 
 
 def test_idle_rows_are_requests_and_chunks_on_the_idle_row() -> None:
     plan = rule("padded").plan([facts(2, 5), facts(3, 8)], SHAPE)
     chunk = PromptChunk(1, 0, 5, True, (4, 4, 4, 4, 4))
     order = StepInput(decodes=(DecodeRequest(0, 9), DecodeRequest(2, 4)), chunks=(chunk,))
-    made = padded(order, plan, 0, idle_row=7)
+    made = pad_step_input(order, plan, 0, idle_row=7)
     assert made.decodes == (DecodeRequest(0, 9), DecodeRequest(2, 4), DecodeRequest(7, 0))
     assert made.chunks[-1] == chunk and [c.row for c in made.chunks] == [7, 7, 7, 1]
     assert sum(c.stop - c.start for c in made.chunks) == 8 and not any(c.final for c in made.chunks[:3])
-    assert padded(order, rule("exact").plan([facts(2, 5), facts(3, 8)], SHAPE), 0, 7) is order
+    assert pad_step_input(order, rule("exact").plan([facts(2, 5), facts(3, 8)], SHAPE), 0, 7) is order
 
 
 def test_a_captured_step_has_idle_ends_and_room_for_any_chunks() -> None:
@@ -292,8 +292,8 @@ def test_a_captured_step_has_idle_ends_and_room_for_any_chunks() -> None:
     order = StepInput(
         decodes=(DecodeRequest(0, 9), DecodeRequest(2, 4)), chunks=(PromptChunk(1, 0, 5, True, (4, 4, 4, 4, 4)),)
     )
-    made = padded(order, plan, 0, idle_row=7)
-    assert (len(made.decodes), made.idle_finals, made.chunk_places) == (4, 3, 8)
+    made = pad_step_input(order, plan, 0, idle_row=7)
+    assert (len(made.decodes), made.idle_finishing_prompts, made.padded_chunks) == (4, 3, 8)
     assert [chunk.row for chunk in made.chunks] == [7, 7, 7, 1]
 
 
@@ -308,7 +308,7 @@ class FakeMesh(Mesh):
         return [row, RankFacts(*row)._replace(**self.change)]
 
 
-@pytest.mark.parametrize("name", ["epoch", "step", "digest", "calls", "rule", "captured"])
+@pytest.mark.parametrize("name", ["epoch", "step", "digest", "calls", "rule_checksum", "captured"])
 def test_a_header_that_differs_names_rank_step_and_field(name: str) -> None:
     coordinator = Coordinator(FakeMesh({name: 99}), rule(), tiers(SHAPE), TARGET)
     with pytest.raises(
@@ -323,14 +323,14 @@ def test_steps_go_on_while_headers_agree() -> None:
     plans = []
     for _ in range(4):
         plans.append(coordinator.agree(coordinator.header()))
-        coordinator.taken()
+        coordinator.finish_step()
     assert [plan.step for plan in plans] == [0, 1, 2, 3] and plans[0].decodes == (0, 3)
 
 
 def test_a_stale_plan_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     coordinator = Coordinator(FakeMesh({}), rule(), tiers(SHAPE), TARGET)
     first = coordinator.agree(coordinator.header())
-    coordinator.taken()
+    coordinator.finish_step()
     monkeypatch.setattr(PlanRule, "plan", lambda *_: first)
     with pytest.raises(OutOfStepError, match="rank 0 has a plan for step 0 in step 1"):
         coordinator.agree(coordinator.header())
@@ -347,14 +347,14 @@ def test_who_differs_from_most_is_guilty_whoever_looks() -> None:
     for own in range(4):
         mesh = FakeMesh({})
         mesh.rank = own
-        table = [facts()._replace(step=0, rule=9 if rank == 2 else 8) for rank in range(4)]
+        table = [facts()._replace(step=0, rule_checksum=9 if rank == 2 else 8) for rank in range(4)]
         mesh.all_gather_row = lambda _, table=table: table  # type: ignore[method-assign, misc]
         coordinator = Coordinator(mesh, rule(), tiers(SHAPE), TARGET)
-        with pytest.raises(OutOfStepError, match="rank 2 is at rule 9, rank 0 at 8"):
+        with pytest.raises(OutOfStepError, match="rank 2 is at rule_checksum 9, rank 0 at 8"):
             coordinator.agree(coordinator.header())
 
 
-@pytest.mark.parametrize("name", ["order", "results"])
+@pytest.mark.parametrize("name", ["step_input_checksum", "results_checksum"])
 @pytest.mark.parametrize("attn_tp", [1, 2])
 def test_ranks_of_a_group_ran_the_same_order_to_the_same_tokens(attn_tp: int, name: str) -> None:
     coordinator = Coordinator(FakeMesh({name: 5}), rule(attn_tp=attn_tp), tiers(SHAPE), TARGET)

@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 
-from cluster.dp_attention.sizes import Buckets, Sizes, most, sizes_up_to
+from cluster.dp_attention.sizes import Buckets, Sizes, max_sizes, sizes_up_to
 
 
 def test_the_sizes_are_few_and_end_where_they_shall() -> None:
@@ -17,39 +17,39 @@ def test_the_sizes_are_few_and_end_where_they_shall() -> None:
 def test_at_most_a_third_of_what_is_run_is_idle(largest: int) -> None:
     buckets = Buckets(sizes_up_to(largest))
     for size in range(1, largest + 1):
-        fitted = buckets.fitted([Sizes(size, 0, 0)])
+        fitted = buckets.fit([Sizes(size, 0, 0)])
         assert fitted is not None and size <= fitted.decodes < 1.5 * size
-        assert buckets.fitted([fitted]) == fitted
+        assert buckets.fit([fitted]) == fitted
     for rows, finals in product(range(1, min(largest, 100)), range(20)):
         for own in (Sizes(0, rows, finals), Sizes(5, rows, finals)) if finals <= rows else ():
-            run = buckets.fitted([own])
+            run = buckets.fit([own])
             assert run is None or 3 * (run.prompt_rows - rows) <= run.prompt_rows
-            assert run is None or run.finals == finals or run.prompt_rows > rows, "there is an idle row to end with"
+            assert run is None or run.finishing_prompts == finals or run.prompt_rows > rows, "there is an idle row to end with"
 
 
 def test_what_is_too_large_for_all_programs_has_none() -> None:
-    assert Buckets((2, 4)).fitted([Sizes(3, 0, 0)]) == (4, 0, 0)
-    assert Buckets((2, 4)).fitted([Sizes(1, 4, 1)]) is None, "no room for the idle row of an idle end"
+    assert Buckets((2, 4)).fit([Sizes(3, 0, 0)]) == (4, 0, 0)
+    assert Buckets((2, 4)).fit([Sizes(1, 4, 1)]) is None, "no room for the idle row of an idle end"
     for own in (Sizes(5, 0, 0), Sizes(1, 5, 1), Sizes(1, 5, 5)):
-        assert Buckets((2, 4)).fitted([own]) is None
-        assert Buckets().fitted([own]) == own
+        assert Buckets((2, 4)).fit([own]) is None
+        assert Buckets().fit([own]) == own
 
 
 def test_groups_that_share_a_program_have_an_idle_row_each_that_lacks_an_end() -> None:
     buckets = Buckets((1, 2, 4, 8, 16))
-    assert buckets.fitted([Sizes(1, 8, 1), Sizes(3, 2, 2)]) == (4, 16, 2)
-    assert buckets.fitted([Sizes(1, 8, 2), Sizes(3, 2, 1)]) == (4, 8, 2)
-    assert Buckets().fitted([Sizes(0, 5, 1), Sizes(0, 5, 0)]) == (0, 6, 1)
-    assert Buckets().fitted([Sizes(0, 5, 1), Sizes(2, 4, 0)]) == (2, 5, 1)
+    assert buckets.fit([Sizes(1, 8, 1), Sizes(3, 2, 2)]) == (4, 16, 2)
+    assert buckets.fit([Sizes(1, 8, 2), Sizes(3, 2, 1)]) == (4, 8, 2)
+    assert Buckets().fit([Sizes(0, 5, 1), Sizes(0, 5, 0)]) == (0, 6, 1)
+    assert Buckets().fit([Sizes(0, 5, 1), Sizes(2, 4, 0)]) == (2, 5, 1)
 
 
 def test_every_number_of_requests_runs_at_one_size() -> None:
     buckets = Buckets((1, 2, 4, 8))
-    spans = buckets.spans()
+    spans = buckets.padded_ranges()
     assert [list(span) for span in spans] == [[1], [2], [3, 4], [5, 6, 7, 8]]
     for span in spans:
-        assert {buckets.fitted([Sizes(count, 0, 0)]) for count in span} == {Sizes(span[-1], 0, 0)}
+        assert {buckets.fit([Sizes(count, 0, 0)]) for count in span} == {Sizes(span[-1], 0, 0)}
 
 
 def test_the_largest_of_each() -> None:
-    assert most([Sizes(1, 9, 0), Sizes(4, 2, 2)]) == (4, 9, 2)
+    assert max_sizes([Sizes(1, 9, 0), Sizes(4, 2, 2)]) == (4, 9, 2)

@@ -20,16 +20,16 @@ FULL = StepInput(
     lens=((2, 3),),
     chunks=(PromptChunk(1, 0, 2, False, (4, 5, 6), 2), PromptChunk(3, 15, 18, True, (7, 8, 9))),
     samplings=(RowSampling(3, 0.7, 5, 0.9, 0.01, 1 << 61),),
-    adjustings=(
+    penalties=(
         RowPenalties(3, 0.5, -0.25, 1.5, 2, 3, (4, 5, 6, 7), (1,), ((2, -100.0), (9, 0.5)), (2, 3), ((5, 6), (7,))),
         RowPenalties(1, 0.0, 0.0, 1.0, 0, 1, (4,), (), (), None, ()),
     ),
     constraints=(RowGrammar(3, '{"é": "12345"}', (4, 5)), RowGrammar(2, "", ())),
     writes=(PageWrite(3, 0, 12), PageWrite(1, -1, 0)),
     copies=(PageCopy(12, 14, 7), PageCopy(12, 15, 3)),
-    mode=SamplingMode.NOISY | SamplingMode.LOGPROBS,
+    mode=SamplingMode.RANDOM | SamplingMode.LOGPROBS,
 )
-PADDING = ("idle_finals", "chunk_places")
+PADDING = ("idle_finishing_prompts", "padded_chunks")
 """What padding to a plan adds: every rank of a group makes it of the same plan, so it does not travel."""
 
 

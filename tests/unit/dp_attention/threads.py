@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from cluster.distributed.mesh import Axis, Mesh, added
+from cluster.distributed.mesh import Axis, Mesh, sum_in_order
 from cluster.distributed.progress import ProgressClock
 
 T = TypeVar("T")
@@ -50,7 +50,7 @@ class Meeting(Axis):
         return torch.cat(self._swap([rows] * self.size)) if self.size > 1 else rows
 
     def reduce_scatter(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        return added(torch.stack(self._swap(list(torch.split(rows, list(counts))))))
+        return sum_in_order(torch.stack(self._swap(list(torch.split(rows, list(counts))))))
 
     def all_to_all(self, rows: Tensor, sent: Sequence[int], taken: Sequence[int]) -> Tensor:
         found = self._swap(list(torch.split(rows, list(sent))))

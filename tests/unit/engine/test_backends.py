@@ -13,7 +13,7 @@ import cluster.kernels.build
 import cluster.kernels.library
 from cluster.config import ConfigError
 from cluster.engine.backends import select_kernels
-from cluster.kernels.build import BuildError, compile_level, compiler, digest, file_of
+from cluster.kernels.build import BuildError, compile_level, compiler, digest, library_name
 from cluster.kernels.c_kernels import CKernels
 from cluster.kernels.library import level_of_cpu, library
 from tests.unit.kernels.library import c_library
@@ -24,8 +24,8 @@ CPU = torch.device("cpu")
 def test_c_serves_where_it_can() -> None:
     level = c_library().level
     chosen = select_kernels("auto", CPU, torch.float32)
-    assert (chosen.name, chosen.about) == ("c", f"C, compiled for {level}")
-    assert select_kernels("torch", CPU, torch.float32).about == "torch"
+    assert (chosen.name, chosen.description) == ("c", f"C, compiled for {level}")
+    assert select_kernels("torch", CPU, torch.float32).description == "torch"
 
 
 def test_what_sums_bfloat16_in_a_way_of_its_own_has_digits_of_its_own() -> None:
@@ -33,7 +33,7 @@ def test_what_sums_bfloat16_in_a_way_of_its_own_has_digits_of_its_own() -> None:
     several = [replace(c_library(), variant=variant) for variant in ("", "pairs", "tiles")]
     for dtype, differ in ((torch.float32, False), (torch.float64, False), (torch.bfloat16, True)):
         kernels = [CKernels(library, dtype) for library in several]
-        assert len({each.digits for each in kernels}) == len({each.about for each in kernels}) == (3 if differ else 1)
+        assert len({each.numerics for each in kernels}) == len({each.description for each in kernels}) == (3 if differ else 1)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_what_sums_bfloat16_in_a_way_of_its_own_has_digits_of_its_own() -> None:
 )
 def test_what_c_cannot_do_is_said(device: torch.device, dtype: torch.dtype, why: str) -> None:
     chosen = select_kernels("auto", device, dtype)
-    assert chosen.name == "torch" and chosen.about.endswith(why)
+    assert chosen.name == "torch" and chosen.description.endswith(why)
     with pytest.raises(ConfigError, match=f"attention_backend c .*{why}; set"):
         select_kernels("c", device, dtype)
 
@@ -55,7 +55,7 @@ def test_without_a_compiler_torch_serves_and_says_so(
     monkeypatch.setenv("CC", "no-such-compiler")
     monkeypatch.setattr(cluster.engine.backends, "library", library.__wrapped__)
     assert compiler() is None
-    assert select_kernels("auto", CPU, torch.float32).about == "torch; C is not compiled here"
+    assert select_kernels("auto", CPU, torch.float32).description == "torch; C is not compiled here"
     assert "there is no C compiler; install gcc or clang, or set CC" in caplog.text
     with pytest.raises(ConfigError, match="attention_backend c is not compiled here; install gcc or clang"):
         select_kernels("c", CPU, torch.float32)
@@ -91,13 +91,13 @@ def test_a_compiler_that_takes_too_long_and_a_user_without_a_home_are_told(
     (tmp_path / "file").touch()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "file"))
     with pytest.raises(BuildError, match=r"there is no home folder, .*; set XDG_CACHE_HOME"):
-        cluster.kernels.library._found(level_of_cpu())
+        cluster.kernels.library._library_path(level_of_cpu())
 
 
 def test_what_a_process_left_that_was_killed_amid_compiling_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    left = tmp_path / f"{cluster.kernels.build.PLACE}x"
+    left = tmp_path / f"{cluster.kernels.build.WORK_FOLDER_PREFIX}x"
     left.mkdir()
     (left / "half.o").touch()
     (tmp_path / "aerie-other.so").touch()
@@ -109,7 +109,7 @@ def test_what_a_process_left_that_was_killed_amid_compiling_is_removed(
 
 def test_a_library_is_named_by_all_it_is_made_of() -> None:
     level = level_of_cpu()
-    assert digest(level) in file_of(level)
+    assert digest(level) in library_name(level)
     assert digest(level) != digest(level, ("-O1",))
 
 

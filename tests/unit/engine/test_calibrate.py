@@ -78,18 +78,18 @@ def test_a_slow_model_is_measured_once_and_a_fast_one_at_its_best(monkeypatch: p
     fast = measured(0.001), list(loads)
     assert fast[0] == pytest.approx(1.0)
     taken = fast[1][1:]  # the first one is for what is made on first use
-    assert max(map(taken.count, taken)) <= calibrate.ROUNDS
+    assert max(map(taken.count, taken)) <= calibrate.MAX_ROUNDS
 
 
 def test_what_steps_took_is_learned() -> None:
     engine = engine_of(mixed_prefill_size=None)
-    correction = engine._p.scheduler.correction
+    correction = engine._parts.scheduler.correction
     engine.submit(request("steady", [5, 6], GREEDY, max_tokens=60))
     for _ in range(8):
         engine.step()
-    assert (correction.usual.seen, correction.dearer.seen) == (7, 0), "the first step decodes nothing"
+    assert (correction.decode_drift.observations, correction.prompt_drift.observations) == (7, 0), "the first step decodes nothing"
     engine.submit(request("long", [t % 23 for t in range(400)], GREEDY, max_tokens=2))
     engine.step()
-    assert (correction.usual.seen, correction.dearer.seen) == (7, 1)
+    assert (correction.decode_drift.observations, correction.prompt_drift.observations) == (7, 1)
     fixed = engine_of()
-    assert run(fixed, ASKED).tokens and fixed._p.scheduler.correction.usual.seen == 0, "no pace, nothing to correct"
+    assert run(fixed, ASKED).tokens and fixed._parts.scheduler.correction.decode_drift.observations == 0, "no pace, nothing to correct"

@@ -10,7 +10,7 @@ import torch
 from cluster.capture.cuda_graph import Graph
 from cluster.capture.tape import Tape
 from cluster.config import ConfigError
-from cluster.device.wait_hook import watched
+from cluster.device.wait_hook import wait_hook_set
 from cluster.distributed.mesh import Axis, Mesh
 from cluster.dp_attention.sizes import multiples, sizes_up_to
 from cluster.engine import build_engine, captures
@@ -38,13 +38,13 @@ def without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("capture", ["auto", "on"])
 def test_graphs_are_of_tritons_kernels(capture: str) -> None:
     of = captures_of(config_of(tiny_pair()[0], capture=capture), CUDA, models("triton"), Mesh())
-    assert of is not None and of.buckets.sizes == sizes_up_to(512) and not of.buckets.alike
+    assert of is not None and of.buckets.sizes == sizes_up_to(512) and not of.buckets.equal_sizes
     assert of.buckets.prompts == (capture == "on")
 
 
 @pytest.mark.parametrize(
     ("name", "ranks", "why"),
-    [("torch", 1, "as far as the longest"), ("flashinfer", 2, "a rank whose plan .* would launch anew")],
+    [("torch", 1, "as far as the longest"), ("flashinfer", 2, "a rank whose plan .* would run eagerly")],
 )
 def test_what_a_graph_cannot_hold_is_refused_or_launched_anew(
     name: str, ranks: int, why: str, caplog: pytest.LogCaptureFixture
@@ -104,12 +104,12 @@ def test_on_a_cpu_it_is_a_tape_of_exact_sizes() -> None:
     assert of is not None
     made = [of.capture(cast(Any, lambda: torch.ones(3) + 1)) for _ in range(2)]
     assert all(isinstance(one, Tape) for one in made) and made[0].bytes > made[1].bytes, "they share memory"
-    assert of.buckets.sizes == () and not of.buckets.alike and of.buckets.prompts
+    assert of.buckets.sizes == () and not of.buckets.equal_sizes and of.buckets.prompts
 
 
 def test_ranks_of_several_groups_share_rows_evenly() -> None:
     buckets = buckets_of(config_of(tiny_pair()[0], capture="on"), CUDA, TWO_GROUPS)
-    assert buckets.alike and all(size % 2 == 0 for size in buckets.sizes)
+    assert buckets.equal_sizes and all(size % 2 == 0 for size in buckets.sizes)
     assert buckets.sizes == multiples(sizes_up_to(512), 2) and buckets.sizes[:4] == (2, 4, 6, 8)
     given = config_of(tiny_pair()[0], capture="on", capture_sizes=(2, 3))
     with pytest.raises(ConfigError, match=r"capture_sizes has 3, .* give multiples of 2"):
@@ -139,7 +139,7 @@ class Noting:
     def drop(self) -> None:
         self.did.append("drop")
 
-    def held(self) -> int:
+    def reserved_bytes(self) -> int:
         return 0
 
 
@@ -154,7 +154,7 @@ def test_a_capture_that_fails_is_dropped(fails: bool) -> None:
 def test_what_waits_before_a_capture_waits_under_watch() -> None:
     """A peer that is lost just then is named: nothing that blocks the host comes before the wait that is watched."""
     segments = Noting()
-    with watched(lambda: segments.did.append("watched")):
+    with wait_hook_set(lambda: segments.did.append("watched")):
         Graph(lambda: 1, segments)
     assert segments.did == ["watched", "ready", "begin", "end", "launch"]
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from cluster.batch import StepInput
-from cluster.device.staging import Sent
+from cluster.device.staging import StagedLists
 from cluster.engine import Engine, build_engine
 from cluster.engine.lockstep import Lockstep, StepInFlight
 from cluster.observability.exposition import Sums
@@ -36,7 +36,7 @@ def test_every_end_of_a_request_is_counted_with_the_stages_that_it_has_left_behi
     for name in ("prefills", "waits"):
         engine.submit(request(name, [5] * 20, GREEDY, max_tokens=3))
     engine.step()
-    while not engine._sequences["prefills"].known:
+    while not engine._sequences["prefills"].prompt_committed:
         engine.step()
     for name in ("waits", "prefills", "nobody"):
         engine.abort(name)
@@ -64,13 +64,13 @@ def test_a_quiet_step_loses_no_change_of_the_page_table() -> None:
 
 def watched(engine: Engine) -> list[StepInput]:
     """Orders as they are run, after each of which the device's page table must equal the host's."""
-    assembler, table = engine._p.lockstep.programs.assembler, engine._p.cache.table
+    assembler, table = engine._parts.lockstep.programs.assembler, engine._parts.cache.table
     true, sent = assembler.send, []
 
-    def send(order: StepInput, forced: int) -> Sent:
+    def send(order: StepInput, forced: int) -> StagedLists:
         sent.append(order)
         made = true(order, forced)
-        assert np.array_equal(table.device_pages.numpy(), table.held)
+        assert np.array_equal(table.device_pages.numpy(), table.host_pages)
         return made
 
     assembler.send = send  # type: ignore[method-assign]
@@ -103,6 +103,6 @@ def test_prompts_give_way_to_those_who_decode_in_other_groups(
     engine = build_engine(config_of(tiny_pair()[0], mixed_prefill_size=4))
     engine.submit(request("a", [5], GREEDY, max_tokens=1))
     engine.step()
-    assert engine._prefilling == (700 in of_others)
+    assert engine._prefilling_groups == (700 in of_others)
     engine.submit(request("b", [6] * 20, GREEDY, max_tokens=1))
     assert engine.step().stats.prompt_rows == rows

@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from cluster.arch.draft.token_map import map_doubts
+from cluster.arch.draft.token_map import vocabulary_map_doubts
 from cluster.cli import main
 from cluster.engine import build_engine
-from cluster.engine.draft_watch import TREES, DraftWatch
+from cluster.engine.draft_watch import MIN_TREES, DraftWatch
 from cluster.request import LogitAdjustments, Request, RequestParams
 from tests.parity.harness import config_of, run
 from tests.tiny import draft_folder, target_folder
@@ -27,22 +27,22 @@ from tests.unit.models.checkpoints import copy_of
 def test_a_draft_that_is_hardly_ever_accepted_is_said_once(every: int, caplog: pytest.LogCaptureFixture) -> None:
     """Never, or by chance now and then."""
     watch = DraftWatch(3, ("its map is odd",))
-    for tree in range(2 * TREES):
-        assert watch.rejected == (tree >= TREES)
-        watch.saw(int(every > 0 and tree % every == 0))
+    for tree in range(2 * MIN_TREES):
+        assert watch.rejected == (tree >= MIN_TREES)
+        watch.count_tree(int(every > 0 and tree % every == 0))
     [record] = caplog.records
     text = record.getMessage()
-    assert text.startswith(f"rank 3: the draft was accepted in {TREES // every if every else 0} of {TREES} trees")
+    assert text.startswith(f"rank 3: the draft was accepted in {MIN_TREES // every if every else 0} of {MIN_TREES} trees")
     assert "Noted when it was read: its map is odd." in text and "probe-draft" in text
-    for _ in range(TREES):
-        watch.saw(1)
+    for _ in range(MIN_TREES):
+        watch.count_tree(1)
     assert not watch.rejected
 
 
 def test_a_draft_that_is_accepted_is_fine(caplog: pytest.LogCaptureFixture) -> None:
     watch = DraftWatch(0)
-    for tree in range(2 * TREES):
-        watch.saw(int(tree % 10 == 0))
+    for tree in range(2 * MIN_TREES):
+        watch.count_tree(int(tree % 10 == 0))
     assert not watch.rejected and not caplog.records
 
 
@@ -55,7 +55,7 @@ def test_the_engine_tells_of_a_draft_that_is_hardly_ever_accepted(
     (tmp_path / "ids.json").write_text("[3, 7]")
     engine = build_engine(config_of(target, draft, speculative_token_map=str(tmp_path / "ids.json")))
     banned = LogitAdjustments(bias=((3, -100.0), (7, -100.0)))
-    params = RequestParams(max_tokens=TREES, ignore_eos=True, adjustments=banned, seed=1)
+    params = RequestParams(max_tokens=MIN_TREES, ignore_eos=True, adjustments=banned, seed=1)
     assert not engine.status().draft_rejected
     run(engine, [Request("a", (1, 2, 3), params)])
     assert not engine.status().draft_rejected, "the first token is the prompt's"
@@ -98,11 +98,11 @@ def test_nothing_is_said_of_a_map_that_is_not_there(tmp_path: Path) -> None:
     """An outline of a remote file has its header and its size, and a hole in place of the tensors."""
     file, shapes = tmp_path / "model.safetensors", {"d2t": (4096,)}
     save_file({"d2t": torch.zeros(4096, dtype=torch.int64)}, file)
-    assert len(map_doubts(str(tmp_path), shapes, 4096, 8192)) == 1
+    assert len(vocabulary_map_doubts(str(tmp_path), shapes, 4096, 8192)) == 1
     whole = file.read_bytes()
     file.write_bytes(whole[: 8 + int.from_bytes(whole[:8], "little")])
     os.truncate(file, len(whole))
-    assert map_doubts(str(tmp_path), shapes, 4096, 8192) == []
+    assert vocabulary_map_doubts(str(tmp_path), shapes, 4096, 8192) == []
 
 
 @pytest.mark.parametrize(

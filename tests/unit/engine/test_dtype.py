@@ -6,10 +6,10 @@ from typing import Literal
 import pytest
 import torch
 
-from cluster.arch.dtypes import MANY
+from cluster.arch.dtypes import MIN_BFLOAT16_PARAMETERS
 from cluster.arch.read import read_target
 from cluster.arch.resolve import resolve_models
-from cluster.arch.safetensors.tensors import parameters
+from cluster.arch.safetensors.tensors import count_parameters
 from cluster.config import EngineConfig
 from cluster.engine import build_engine
 from cluster.engine.models import device_facts
@@ -36,9 +36,9 @@ def test_a_large_target_stays_narrow_on_a_cpu_where_that_is_faster(
         config = EngineConfig(model_path=folder, attention_backend=backend)
         return resolve_models(config, *device_facts(config, CPU)).dtype
 
-    size = parameters(read_target(narrow))
-    assert size < MANY and dtype_of(narrow) == "float32"
-    monkeypatch.setattr("cluster.arch.dtypes.MANY", size)
+    size = count_parameters(read_target(narrow))
+    assert size < MIN_BFLOAT16_PARAMETERS and dtype_of(narrow) == "float32"
+    monkeypatch.setattr("cluster.arch.dtypes.MIN_BFLOAT16_PARAMETERS", size)
     assert dtype_of(narrow) == "bfloat16"
     assert dtype_of(wide) == "float32", "not stored so"
     assert dtype_of(narrow, "torch") == "float32"
@@ -47,7 +47,7 @@ def test_a_large_target_stays_narrow_on_a_cpu_where_that_is_faster(
 def test_inspect_says_what_the_engine_computes_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     c_library()
     folder = copy_of(target_folder(), tmp_path / "target", None, torch_dtype="bfloat16", dtype="bfloat16")
-    monkeypatch.setattr("cluster.arch.dtypes.MANY", 1)
+    monkeypatch.setattr("cluster.arch.dtypes.MIN_BFLOAT16_PARAMETERS", 1)
     config = EngineConfig(model_path=folder, device="cpu", max_total_tokens=256, mixed_prefill_size=8)
     assert build_engine(config).info().dtype == "bfloat16"
     for report in (inspect(folder, None, ServingSetup(device="cpu")), summary(folder, device="cpu")):

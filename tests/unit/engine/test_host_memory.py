@@ -13,7 +13,7 @@ import ctypes, resource, runpy, sys, threading
 
 libc = ctypes.CDLL(None)
 libc.malloc.argtypes, libc.malloc.restype, libc.free.argtypes = [ctypes.c_size_t], ctypes.c_void_p, [ctypes.c_void_p]
-said = runpy.run_path(sys.argv[2])["keep_freed"]() if sys.argv[1] == "kept" else None
+said = runpy.run_path(sys.argv[2])["cache_freed_memory"]() if sys.argv[1] == "kept" else None
 
 def step():
     pieces = [libc.malloc(4 << 20) for _ in range(20)]
@@ -41,7 +41,7 @@ PAGES = 4 * 20 * (4 << 20) // 4096
 
 
 def steps(how: str, where: str = "main", **environment: str) -> tuple[str, int]:
-    """What `keep_freed` said, and the pages that the system gave to four steps of 80 MB after some like them."""
+    """What `cache_freed_memory` said, and the pages that the system gave to four steps of 80 MB after some like them."""
     mine = {name: value for name, value in os.environ.items() if "MALLOC" not in name and name != "GLIBC_TUNABLES"}
     command = [sys.executable, "-c", STEPS, how, host_memory.__file__, where]
     done = subprocess.run(command, env={**mine, **environment}, capture_output=True, text=True, check=True, timeout=60)
@@ -52,7 +52,7 @@ def steps(how: str, where: str = "main", **environment: str) -> tuple[str, int]:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="of the GNU C library")
 @pytest.mark.parametrize(("where", "given_back"), [("main", PAGES // 2), ("thread", PAGES // 8)])
 def test_a_step_takes_the_memory_that_the_one_before_has_freed(where: str, given_back: int) -> None:
-    assert steps("as it is", where)[1] > given_back, "the allocator keeps it by itself: keep_freed is not needed"
+    assert steps("as it is", where)[1] > given_back, "the allocator keeps it by itself: cache_freed_memory is not needed"
     said, pages = steps("kept", where)
     assert said == "True" and pages < PAGES // 100
 
@@ -67,4 +67,4 @@ def test_what_the_environment_says_stays(environment: dict[str, str]) -> None:
 
 def test_another_allocator_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ctypes.CDLL", lambda name: object())
-    assert not host_memory.keep_freed()
+    assert not host_memory.cache_freed_memory()

@@ -8,7 +8,7 @@ from cluster.batch import SamplingMode
 from cluster.engine.schedule import mode_of
 from cluster.request import LogitAdjustments, RequestParams
 
-NOISY, FILTERED = SamplingMode.NOISY, SamplingMode.NOISY | SamplingMode.FILTERED
+NOISY, FILTERED = SamplingMode.RANDOM, SamplingMode.RANDOM | SamplingMode.FILTERED
 ASKED: list[tuple[dict[str, Any], SamplingMode]] = [
     ({}, NOISY),
     ({"top_k": 5}, FILTERED),
@@ -19,7 +19,7 @@ ASKED: list[tuple[dict[str, Any], SamplingMode]] = [
     ({"adjustments": LogitAdjustments(presence_penalty=0.5)}, NOISY | SamplingMode.ADJUSTED),
     (
         {"adjustments": LogitAdjustments(bad_words_token_ids=((4, 5),))},
-        NOISY | SamplingMode.ADJUSTED | SamplingMode.WORDS,
+        NOISY | SamplingMode.ADJUSTED | SamplingMode.BAD_WORDS,
     ),
     ({"grammar": "{}"}, NOISY | SamplingMode.CONSTRAINED),
     ({"return_tree": True}, NOISY | SamplingMode.TREES),

@@ -7,7 +7,7 @@ from statistics import median
 
 import pytest
 
-from cluster.engine.pace_correction import MOST, Correction, RunningMedian
+from cluster.engine.pace_correction import MAX_DRIFT, Correction, RunningMedian
 from cluster.engine.schedule import Schedule
 from cluster.engine.scheduler import Scheduler
 from tests.unit.engine.test_prefill_share import CPU, EIGHT_B, PACE, Machine, decoding, scheduler_of
@@ -49,7 +49,7 @@ def test_rows_that_became_dearer_or_cheaper_get_their_share_again(machine: Machi
     ratios = rides(scheduler, now, 8192)
     mean = sum(ratios) / len(ratios)
     assert mean <= 1.15 / (1 - share)
-    assert mean >= 0.85 / (1 - share) or scheduler.correction.dearer.value < 1.02 / MOST, "as cheap as they may seem"
+    assert mean >= 0.85 / (1 - share) or scheduler.correction.prompt_drift.value < 1.02 / MAX_DRIFT, "as cheap as they may seem"
 
 
 def test_a_machine_that_is_slower_in_all_it_does_changes_nothing() -> None:
@@ -83,11 +83,11 @@ def test_a_few_steps_a_hundred_times_as_long_change_next_to_nothing() -> None:
 def test_no_machine_makes_rows_dearer_than_three_times_or_cheaper_than_a_third() -> None:
     correction = Correction()
     for _ in range(500):
-        correction.prompted(1000.0, 1000.0, 1e9)
-    assert correction.dearer.value == MOST
+        correction.observe_mixed(1000.0, 1000.0, 1e9)
+    assert correction.prompt_drift.value == MAX_DRIFT
     for _ in range(500):
-        correction.prompted(1000.0, 1000.0, 1.0)
-    assert correction.dearer.value == pytest.approx(1 / MOST)
+        correction.observe_mixed(1000.0, 1000.0, 1.0)
+    assert correction.prompt_drift.value == pytest.approx(1 / MAX_DRIFT)
 
 
 def test_steps_that_tell_nothing_teach_nothing() -> None:
@@ -96,9 +96,9 @@ def test_steps_that_tell_nothing_teach_nothing() -> None:
     scheduler.learn(Schedule(), 0, False, 500.0)
     scheduler.learn(Schedule(), 0, True, 500.0)
     scheduler.learn(Schedule(), 1000, True, 9000.0)  # the rows are another group's
-    scheduler.learn(Schedule(busy_us=1000.0, rows_us=20.0), 1000, True, 90000.0)
-    assert (correction.usual.seen, correction.dearer.seen, correction.dearer.value) == (0, 0, 1.0)
-    scheduler_of(None, 300).learn(Schedule(busy_us=1000.0, rows_us=2000.0), 1000, True, 90000.0)
+    scheduler.learn(Schedule(mixed_decode_us=1000.0, prompt_us=20.0), 1000, True, 90000.0)
+    assert (correction.decode_drift.observations, correction.prompt_drift.observations, correction.prompt_drift.value) == (0, 0, 1.0)
+    scheduler_of(None, 300).learn(Schedule(mixed_decode_us=1000.0, prompt_us=2000.0), 1000, True, 90000.0)
 
 
 @pytest.mark.parametrize("by", [0.6, 1.0, 1.7])
@@ -123,7 +123,7 @@ def test_a_rank_that_decodes_nothing_itself_lets_the_others_have_their_share(by:
 def test_a_running_median_comes_to_the_median_and_stays_near_it() -> None:
     rng, running = Random(3), RunningMedian()
     for _ in range(400):
-        running.see(4.0 * rng.choice((0.9, 1.0, 1.0, 30.0)))
+        running.observe(4.0 * rng.choice((0.9, 1.0, 1.0, 30.0)))
     assert running.value == pytest.approx(4.0, rel=0.15)
 
 
@@ -133,14 +133,14 @@ def test_what_prompts_take_alone_is_learned_from_steps_that_tell() -> None:
     scheduler.waiting.append(sequence("long", 4000))
     for _ in range(8):
         plan = scheduler.schedule()
-        assert plan.alone_us == pytest.approx(PACE.fixed + PACE.cost(0, plan.chunks[0].start, 300))
-        scheduler.learn(plan, 0, 400, 9 * plan.alone_us)
-        scheduler.learn(plan, 0, 300, 2 * plan.alone_us)
+        assert plan.prefill_us == pytest.approx(PACE.fixed + PACE.cost(0, plan.chunks[0].start, 300))
+        scheduler.learn(plan, 0, 400, 9 * plan.prefill_us)
+        scheduler.learn(plan, 0, 300, 2 * plan.prefill_us)
         advance(plan)
-    assert 1.6 < scheduler.correction.alone.value < 2.2
-    seen = scheduler.correction.alone.seen
+    assert 1.6 < scheduler.correction.prefill_drift.value < 2.2
+    seen = scheduler.correction.prefill_drift.observations
     scheduler = scheduler_of(PACE, 300)
     scheduler.waiting.append(sequence("short", 3))
     plan = scheduler.schedule()
-    scheduler.learn(plan, 0, 3, 9 * plan.alone_us)
-    assert (seen, scheduler.correction.alone.seen) == (8, 0)
+    scheduler.learn(plan, 0, 3, 9 * plan.prefill_us)
+    assert (seen, scheduler.correction.prefill_drift.observations) == (8, 0)

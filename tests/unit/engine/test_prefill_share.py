@@ -12,7 +12,7 @@ from cluster.engine.calibrate import StepLimits, TrialLoad, fit
 from cluster.engine.scheduler import Scheduler
 from cluster.kv.cache import KVCache
 from cluster.kv.page_table import PageTable
-from cluster.observability.step_times import READING, StepTimes
+from cluster.observability.step_times import MAX_PREFIX_READ_SHARE, StepTimes
 from tests.unit.engine.test_scheduler import advance, of_tokens, sequence
 
 PACE = StepTimes(0.5, 4, ((1, 320.0), (9, 640.0)), 0.0, ((4, 320.0), (104, 1320.0)), 0.02, 0.01)
@@ -55,7 +55,7 @@ EIGHT_B = Machine(tree=4, read=5300.0, row=32.0, slot=0.044, pair=0.0018, levels
 def scheduler_of(pace: StepTimes | None, chunk: int, mixed: int | None = None, tokens: int = 6000) -> Scheduler:
     config = EngineConfig(model_path="", chunked_prefill_size=chunk, mixed_prefill_size=mixed)
     cache = KVCache(tokens // 8 + 64, PageTable(8, tokens + 512, 16, torch.device("cpu")), False)
-    return Scheduler(ResolvedSettings.of(config), cache, 6, pace)
+    return Scheduler(ResolvedSettings.from_settings(config), cache, 6, pace)
 
 
 @dataclass(frozen=True)
@@ -96,12 +96,12 @@ def decoding(scheduler: Scheduler, count: int) -> None:
 @pytest.mark.parametrize("start", [0, 1, 999, 8000])
 @pytest.mark.parametrize("allowance", [0.5, 70.0, 640.0, 50000.0])
 def test_rows_are_the_most_that_the_allowance_pays(start: int, allowance: float) -> None:
-    rows = PACE.rows(16, start, 700, allowance)
+    rows = PACE.max_rows(16, start, 700, allowance)
     assert rows == 0 or PACE.cost(16, start, rows) <= allowance
     assert rows == 700 or PACE.cost(16, start, rows + 1) > allowance
-    least = PACE.least(16, start, 700)
-    assert READING * PACE.cost(16, start, least) >= start * PACE.prefix or least == 700
-    assert least == 1 or READING * PACE.cost(16, start, least - 1) < start * PACE.prefix
+    least = PACE.min_rows(16, start, 700)
+    assert MAX_PREFIX_READ_SHARE * PACE.cost(16, start, least) >= start * PACE.prefix or least == 700
+    assert least == 1 or MAX_PREFIX_READ_SHARE * PACE.cost(16, start, least - 1) < start * PACE.prefix
 
 
 @pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
@@ -186,7 +186,7 @@ def test_chunks_are_whole_while_nobody_decodes_and_paced_while_somebody_does() -
         sizes.append(plan.prompt_rows)
         advance(plan)
     assert sizes[0] == sizes[-1] == 300
-    assert sizes[1] == PACE.rows(0, 300, 300, PACE.prefill_budget([], 360).allowance) < 60
+    assert sizes[1] == PACE.max_rows(0, 300, 300, PACE.prefill_budget([], 360).allowance) < 60
     assert sizes[1] >= sizes[3] > 0
 
 
@@ -195,7 +195,7 @@ def test_several_prompts_share_the_allowance() -> None:
     scheduler.waiting.extend([sequence("a", 10), sequence("b", 5), sequence("c", 4000), sequence("d", 100)])
     plan = scheduler.schedule(360)
     assert [chunk.sequence.request.request_id for chunk in plan.chunks] == ["a", "b", "c"]
-    assert plan.prompt_rows == PACE.rows(0, 0, 300, PACE.prefill_budget([], 360).allowance)
+    assert plan.prompt_rows == PACE.max_rows(0, 0, 300, PACE.prefill_budget([], 360).allowance)
 
 
 def test_a_second_prompt_does_not_ride_on_what_the_first_left_over() -> None:
@@ -211,7 +211,7 @@ def test_a_second_prompt_does_not_ride_on_what_the_first_left_over() -> None:
     for _ in range(3):
         plan = scheduler.schedule(400)
         assert [chunk.sequence for chunk in plan.chunks] == [b]
-        assert (plan.admitted, plan.fresh, [*scheduler.waiting]) == ([], [], [c])
+        assert (plan.admitted, plan.first_admitted, [*scheduler.waiting]) == ([], [], [c])
         advance(plan)
     assert c.committed == 0 and c.lease is None
     scheduler.release(b)
@@ -223,7 +223,7 @@ def test_prompts_of_other_groups_make_rows_dearer() -> None:
     machine, share = CPU, 1 / 3
 
     def time(load: TrialLoad) -> float:
-        more = machine.row * share * load.rows if load.crowd else 0.0
+        more = machine.row * share * load.rows if load.all_groups else 0.0
         return machine.time(load) + more
 
     pace = fit(time, StepLimits(64, 512, 8000), 0.5, 4, 2)
@@ -276,7 +276,7 @@ def test_who_is_let_in_beside_decoding_gets_rows(radix: bool) -> None:
     cache = KVCache(700, PageTable(8, 4000, 16, torch.device("cpu")), radix)
     pace = StepTimes(0.5, 4, PACE.decode, 0.0, PACE.target, 0.2, 0.01)
     config = EngineConfig(model_path="", chunked_prefill_size=300)
-    scheduler, admitted = Scheduler(ResolvedSettings.of(config), cache, 6, pace), 0
+    scheduler, admitted = Scheduler(ResolvedSettings.from_settings(config), cache, 6, pace), 0
     for number in range(40):
         scheduler.waiting.append(of_tokens(f"{number}", [rng.randrange(2)] * rng.randint(1, 500), 4))
     for _ in range(600):
@@ -285,6 +285,6 @@ def test_who_is_let_in_beside_decoding_gets_rows(radix: bool) -> None:
         assert all(one in riding for one in plan.admitted)
         admitted += len(plan.admitted)
         advance(plan)
-        for one in [one for one in scheduler.running if not one.prefilling and one.room <= 0]:
+        for one in [one for one in scheduler.running if not one.prefilling and one.remaining_tokens <= 0]:
             scheduler.release(one)
     assert admitted >= 40 and not scheduler.waiting

@@ -10,7 +10,7 @@ def test_stages_end_where_vllm_ends_them() -> None:
     times = RequestTimes(queued=10.0)
     times.admit(11.0)
     for now in (13.0, 15.0, 19.0):  # the steps that gave it tokens
-        times.give_tokens(now)
+        times.record_tokens(now)
     times.finish(metrics, "stop")
     one = RequestTimes(queued=10.0)
     one.admit(11.0)

@@ -59,16 +59,16 @@ def test_a_request_id_is_used_once_at_a_time(engine: Engine) -> None:
 
 
 def test_a_rank_alone_is_quiet_as_soon_as_it_has_nothing_to_do(engine: Engine) -> None:
-    assert engine.quiet
+    assert engine.is_idle
     for ended in (False, True):
         engine.submit(request("r", [5], GREEDY, max_tokens=4))
-        assert not engine.quiet
+        assert not engine.is_idle
         engine.step()
-        assert not engine.quiet
+        assert not engine.is_idle
         while ended and engine.has_work:
             engine.step()
         engine.abort("r")
-        assert engine.quiet, "no further step is taken, so the loop must sleep now"
+        assert engine.is_idle, "no further step is taken, so the loop must sleep now"
 
 
 def test_aborting_is_idempotent_and_knows_waiting_requests(engine: Engine) -> None:
@@ -125,7 +125,7 @@ def test_statistics_of_a_speculating_step() -> None:
 
 def test_the_resolved_settings_are_told(engine: Engine) -> None:
     info = engine.info()
-    assert json.loads(json.dumps(info.described()))["config"]["model_path"] == info.config.model_path
+    assert json.loads(json.dumps(info.as_dict()))["config"]["model_path"] == info.config.model_path
     assert info.dtype == "float64"
     assert info.kv_pages == 10
     assert info.speculative_num_draft_tokens == 1

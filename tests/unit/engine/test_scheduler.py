@@ -21,7 +21,7 @@ WINDOW = 6
 
 def made(pages: int, page_size: int = 4, rows: int = 4, budget: int = 16, radix: bool = False) -> Scheduler:
     cache = KVCache(pages, PageTable(rows, 200, page_size, torch.device("cpu")), radix)
-    return Scheduler(ResolvedSettings.of(EngineConfig(model_path="", chunked_prefill_size=budget)), cache, WINDOW)
+    return Scheduler(ResolvedSettings.from_settings(EngineConfig(model_path="", chunked_prefill_size=budget)), cache, WINDOW)
 
 
 def sequence(name: str, prompt: int, max_tokens: int = 20) -> RequestState:
@@ -44,10 +44,10 @@ def advance(plan: Schedule, accept: int = 1) -> None:
     shape = TreeShape(num_steps=accept - 1, topk=1, num_draft_tokens=accept)
     plan.begin(shape)
     for one, _ in plan.decodes:
-        one.accepted_run(accept, shape)
+        one.commit_tree(accept, shape)
         one.tokens += [7] * accept
     for chunk in plan.chunks:
-        chunk.sequence.prefilled(chunk.stop, chunk.final)
+        chunk.sequence.commit_prompt(chunk.stop, chunk.final)
         if chunk.final:
             chunk.sequence.tokens.append(7)
 
@@ -101,8 +101,8 @@ def test_the_last_admitted_goes_back_to_the_front_and_keeps_its_tokens() -> None
     for _ in range(12):
         advance(plan, accept=2)
         plan = scheduler.schedule()
-        retracted += plan.retracted
-        if plan.retracted:
+        retracted += plan.retracted_count
+        if plan.retracted_count:
             break
     assert retracted == 1
     assert names(plan) == (["a"], [])
@@ -247,7 +247,7 @@ def test_admission_counts_a_shared_prefix_once(page_size: int) -> None:
         advance(plan)
         plan = scheduler.schedule()
         scheduler._cache.check()
-        assert (len(plan.decodes), plan.retracted) == (8, 0)
+        assert (len(plan.decodes), plan.retracted_count) == (8, 0)
 
 
 def test_what_was_matched_cannot_be_evicted_as_well() -> None:
@@ -257,7 +257,7 @@ def test_what_was_matched_cannot_be_evicted_as_well() -> None:
     plan = scheduler.schedule()
     advance(plan)
     scheduler.release(plan.chunks[0].sequence)
-    assert (scheduler._cache.free, scheduler._cache.cached) == (2, 8)
+    assert (scheduler._cache.free_pages, scheduler._cache.evictable_pages) == (2, 8)
     scheduler.waiting.extend([shared("b", 90), shared("c", 91)])
     assert names(scheduler.schedule())[1] == [("b", 32, 34)], "with its window b takes the last two pages"
     scheduler._cache.check()
@@ -278,7 +278,7 @@ def test_admission_does_not_cause_retraction(page_size: int, seed: int) -> None:
         speculative_num_steps=5,
     )
     cache = KVCache(120 // page_size, PageTable(6, 200, page_size, torch.device("cpu")), bool(seed % 2))
-    scheduler, admissions, retracted = Scheduler(ResolvedSettings.of(config), cache, WINDOW), 0, 0
+    scheduler, admissions, retracted = Scheduler(ResolvedSettings.from_settings(config), cache, WINDOW), 0, 0
     for number in range(60):
         scheduler.waiting.append(sequence(f"{number}", random.randint(1, 40), random.randint(1, 40)))
     plan = scheduler.schedule()
@@ -287,14 +287,14 @@ def test_admission_does_not_cause_retraction(page_size: int, seed: int) -> None:
         admissions += admitted
         advance(plan, 6)
         for one in list(scheduler.running):
-            if not one.prefilling and one.room <= 0:
+            if not one.prefilling and one.remaining_tokens <= 0:
                 scheduler.release(one)
         if not scheduler.running and not scheduler.waiting:
             break
         plan = scheduler.schedule()
         cache.check()
-        assert not (admitted and plan.retracted)
-        retracted += plan.retracted
+        assert not (admitted and plan.retracted_count)
+        retracted += plan.retracted_count
     assert not scheduler.waiting and not scheduler.running
     assert admissions > 10
 
@@ -312,7 +312,7 @@ def test_random_traffic_always_ends(seed: int, radix: bool) -> None:
         if not unfinished:
             break
         plan = scheduler.schedule()
-        retracted += plan.retracted
+        retracted += plan.retracted_count
         cache.check()
         assert plan.prompt_rows <= 9
         for one, lease in plan.decodes:
@@ -328,5 +328,5 @@ def test_random_traffic_always_ends(seed: int, radix: bool) -> None:
                 scheduler.release(one)
                 unfinished.remove(one)
     assert not unfinished
-    assert cache.used == 0
+    assert cache.used_pages == 0
     assert retracted > 0

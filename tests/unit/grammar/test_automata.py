@@ -7,7 +7,7 @@ import re
 import pytest
 
 from cluster.grammar.automata import Automaton, TooLargeError, includes, intersection
-from cluster.grammar.regex import parse, read
+from cluster.grammar.regex import parse, parse_with_anchors
 from cluster.grammar.schema.formats import FORMATS, NARROWER
 
 TEXTS = ["".join(text) for size in range(5) for text in itertools.product("ab1\n", repeat=size)]
@@ -18,9 +18,9 @@ def accepts(automaton: Automaton | None, text: str) -> bool:
     for character in text:
         if automaton is None or state is None:
             return False
-        steps = automaton.steps[state].items()
+        steps = automaton.transitions[state].items()
         code = ord(character)
-        state = next((to for to, read in steps if any(low <= code <= high for low, high in read.ranges)), None)
+        state = next((to for to, parse_with_anchors in steps if any(low <= code <= high for low, high in parse_with_anchors.ranges)), None)
     return automaton is not None and state is not None and automaton.accepting[state]
 
 
@@ -43,7 +43,7 @@ def expressions(seed: int, count: int) -> list[str]:
     while len(found) < count:
         expression = made_up(chance, 3)
         try:
-            read(expression)
+            parse_with_anchors(expression)
         except ValueError:
             continue
         found.append(expression)
@@ -58,7 +58,7 @@ def matches(expression: str, text: str) -> bool:
 @pytest.mark.parametrize("seed", range(60))
 def test_an_automaton_matches_what_python_matches(seed: int) -> None:
     (expression,) = expressions(seed, 1)
-    automaton = intersection([read(expression)])
+    automaton = intersection([parse_with_anchors(expression)])
     assert [text for text in TEXTS if accepts(automaton, text)] == [
         text for text in TEXTS if matches(expression, text)
     ], expression
@@ -67,19 +67,19 @@ def test_an_automaton_matches_what_python_matches(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(40))
 def test_an_intersection_matches_what_all_match_and_an_expression_includes_it(seed: int) -> None:
     several = expressions(1000 + seed, 2)
-    automaton = intersection([read(expression) for expression in several])
+    automaton = intersection([parse_with_anchors(expression) for expression in several])
     both = [text for text in TEXTS if all(matches(expression, text) for expression in several)]
     assert [text for text in TEXTS if accepts(automaton, text)] == both, several
     one, two = several
-    if includes([read(one)], read(two)):
+    if includes([parse_with_anchors(one)], parse_with_anchors(two)):
         assert all(matches(one, text) for text in TEXTS if matches(two, text)), several
 
 
 def test_inclusion_of_known_expressions() -> None:
-    assert includes([read(r"^\d{4}-\d{2}-\d{2}$")], parse(FORMATS["date"]))
-    assert not includes([parse(FORMATS["date"])], read(r"^\d{4}-\d{2}-\d{2}$"))
+    assert includes([parse_with_anchors(r"^\d{4}-\d{2}-\d{2}$")], parse(FORMATS["date"]))
+    assert not includes([parse(FORMATS["date"])], parse_with_anchors(r"^\d{4}-\d{2}-\d{2}$"))
     assert includes([parse(FORMATS["uuid"])], parse(FORMATS["uuid4"]))
-    assert includes([read("^(?!x)"), read("a*")], read("a{2,3}")) is False  # `^(?!x)` as a whole text is the empty one
+    assert includes([parse_with_anchors("^(?!x)"), parse_with_anchors("a*")], parse_with_anchors("a{2,3}")) is False  # `^(?!x)` as a whole text is the empty one
 
 
 @pytest.mark.parametrize("name", NARROWER)
@@ -89,18 +89,18 @@ def test_a_narrower_form_of_a_format_is_a_part_of_what_its_rfc_allows(name: str)
         "email": rf"(?=[^@]{{1,64}}@)[A-Za-z0-9_+-]+(?:\.[A-Za-z0-9_+-]+)*@{label}(?:\.{label})*",
         "uri": rf"[a-zA-Z]+://{label}(?:\.{label})*(?::\d+)?(?:/[^?#]*)?(?:\?[^#]*)?(?:#[^#]*)?",
     }
-    assert includes([read(whole[name])], parse(NARROWER[name]))
+    assert includes([parse_with_anchors(whole[name])], parse(NARROWER[name]))
 
 
 def test_equal_states_are_one_and_states_without_end_are_none() -> None:
-    automaton = intersection([read("(?:aa|ba|ca)d?")])
-    assert automaton is not None and len(automaton.steps) == 4
-    assert intersection([read("a+"), read("b+")]) is None
-    assert intersection([read("a(?!b)b")]) is None
+    automaton = intersection([parse_with_anchors("(?:aa|ba|ca)d?")])
+    assert automaton is not None and len(automaton.transitions) == 4
+    assert intersection([parse_with_anchors("a+"), parse_with_anchors("b+")]) is None
+    assert intersection([parse_with_anchors("a(?!b)b")]) is None
 
 
 def test_an_automaton_has_a_limit() -> None:
     with pytest.raises(TooLargeError, match="too many states"):
-        intersection([read("(?:a|b)*a(?:a|b){12}")])
+        intersection([parse_with_anchors("(?:a|b)*a(?:a|b){12}")])
     with pytest.raises(TooLargeError, match="too large"):
-        intersection([read("(?:(?:a{100}){100}){10}")])
+        intersection([parse_with_anchors("(?:(?:a{100}){100}){10}")])

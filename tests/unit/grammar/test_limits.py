@@ -12,8 +12,8 @@ import pytest
 from cluster.grammar import forks
 from cluster.grammar.asked import Grammar, GrammarError
 from cluster.grammar.compiler import Compiler, CompilerError, CompileResult, CompilerProcess
-from cluster.grammar.forks import COMPILED, LATE, REFUSED, SLOW, UNSURE, Child, replied
-from cluster.grammar.limits import MEMORY, TOO_LARGE, Stopwatch, TimeSpent
+from cluster.grammar.forks import COMPILED, TIMED_OUT, REFUSED, OUT_OF_TIME, REFUSED_WHILE_BUSY, Child, compile_reply
+from cluster.grammar.limits import MAX_MEMORY_BYTES, TOO_LARGE, Stopwatch, TimeSpent
 from cluster.grammar.vocabulary import Vocabulary
 from cluster.grammar.worker import SlowGrammarError, Worker
 
@@ -34,7 +34,7 @@ class Odd(Worker):
             while True:
                 sum(range(1000))
         elif self._run == "fills memory":
-            bytearray(2 * MEMORY)
+            bytearray(2 * MAX_MEMORY_BYTES)
         elif self._run == "is slow":
             raise SlowGrammarError("it is too ambiguous")
         return "done"
@@ -45,14 +45,14 @@ def answer_of(worker: Worker) -> bytes:
     source, end = os.pipe()
     pid = os.fork()
     if not pid:
-        forks.write_all(end, replied(worker, REQUEST))
+        forks.write_all(end, compile_reply(worker, REQUEST))
         os._exit(0)
     os.close(end)
     child = Child(b"", pid, source, time.monotonic() + 60)
     while piece := os.read(source, 1 << 16):
-        child.answer += piece
+        child.reply += piece
     os.close(source)
-    return child.ended()
+    return child.reap()
 
 
 def test_waiting_costs_a_grammar_nothing() -> None:
@@ -61,9 +61,9 @@ def test_waiting_costs_a_grammar_nothing() -> None:
 
 def test_computing_ends_a_grammar_at_its_limit() -> None:
     answer = answer_of(Odd("computes"))
-    assert answer[:1] == SLOW
-    spent = forks.spent_in(answer)
-    assert 0.2 < spent.processor < 1.5 * spent.passed, "what the system counted, in ticks"
+    assert answer[:1] == OUT_OF_TIME
+    spent = forks.time_spent_in(answer)
+    assert 0.2 < spent.processor_s < 1.5 * spent.elapsed_s, "what the system counted, in ticks"
 
 
 def clock(*readings: float) -> Iterator[float]:
@@ -80,42 +80,42 @@ def test_a_machine_is_busy_where_less_processor_time_than_time_passed(
 ) -> None:
     used, told = clock(2.0, 2.0 + processor), clock(50.0, 50.0 + passed)
     watch = Stopwatch(lambda: next(used), lambda: next(told))
-    spent = watch.read()
-    assert (spent.processor, spent.passed) == pytest.approx((processor, passed))
-    assert spent.on_a_busy_machine == busy
+    spent = watch.measure()
+    assert (spent.processor_s, spent.elapsed_s) == pytest.approx((processor, passed))
+    assert spent.machine_was_busy == busy
 
 
-@pytest.mark.parametrize(("busy", "mark"), [(False, REFUSED), (True, UNSURE)])
+@pytest.mark.parametrize(("busy", "mark"), [(False, REFUSED), (True, REFUSED_WHILE_BUSY)])
 def test_masks_that_take_too_long_are_refused_for_good_only_on_a_quiet_machine(
     busy: bool, mark: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Stopwatch, "read", lambda self: TimeSpent(0.5 if busy else 1.0, 1.0))
-    monkeypatch.setattr(forks, "limit", lambda seconds: None)
-    assert replied(Odd("is slow"), REQUEST) == mark + b"it is too ambiguous"
+    monkeypatch.setattr(Stopwatch, "measure", lambda self: TimeSpent(0.5 if busy else 1.0, 1.0))
+    monkeypatch.setattr(forks, "set_limits", lambda processor_s: None)
+    assert compile_reply(Odd("is slow"), REQUEST) == mark + b"it is too ambiguous"
 
 
 def answered(reply: bytes) -> CompileResult:
-    return CompilerProcess(Vocabulary((b"a",), ()), 10.0)._answer(reply)
+    return CompilerProcess(Vocabulary((b"a",), ()), 10.0)._parse_reply(reply)
 
 
 def spent(mark: bytes, processor: float, passed: float) -> bytes:
-    return mark + json.dumps({"processor": processor, "passed": passed}).encode()
+    return mark + json.dumps({"processor_s": processor, "elapsed_s": passed}).encode()
 
 
 def test_what_answers_mean() -> None:
     assert answered(COMPILED + b"rules") == CompileResult("rules")
-    assert answered(REFUSED + b"why") == CompileResult(refusal="why") and answered(UNSURE + b"why").lasting is False
-    slow = answered(spent(SLOW, 10.0, 10.2))
-    assert "longer than 10 s of processor time" in slow.refusal and slow.lasting
-    assert answered(spent(SLOW, 10.0, 40.0)).lasting is False
+    assert answered(REFUSED + b"why") == CompileResult(refusal="why") and answered(REFUSED_WHILE_BUSY + b"why").is_lasting is False
+    slow = answered(spent(OUT_OF_TIME, 10.0, 10.2))
+    assert "longer than 10 s of processor time" in slow.refusal and slow.is_lasting
+    assert answered(spent(OUT_OF_TIME, 10.0, 40.0)).is_lasting is False
     with pytest.raises(CompilerError, match=r"too busy to compile it: it got 3.0 s of processor time in 60 s"):
-        answered(spent(LATE, 3.0, 60.0))
+        answered(spent(TIMED_OUT, 3.0, 60.0))
 
 
 def test_a_refusal_that_may_be_the_machines_fault_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = [
-        CompileResult(refusal="slow", lasting=False),
-        CompileResult(refusal="slow", lasting=False),
+        CompileResult(refusal="slow", is_lasting=False),
+        CompileResult(refusal="slow", is_lasting=False),
         CompileResult("rules"),
     ]
     monkeypatch.setattr(CompilerProcess, "compile", lambda self, grammar: answers.pop(0))

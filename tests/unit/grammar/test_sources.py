@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cluster.grammar.asked import Grammar, GrammarError
-from cluster.grammar.sources import MAX_CHARACTERS, source
+from cluster.grammar.sources import MAX_CHARACTERS, xgrammar_source
 from tests.grammar.walks import demo, walk
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 4}}, "required": ["city"]}
@@ -118,7 +118,7 @@ def test_formats_inside_of_one_another() -> None:
 )  # fmt: skip
 def test_what_is_not_supported_is_named(grammar: Grammar, why: str) -> None:
     with pytest.raises(GrammarError, match=re.escape(why)) as refusal:
-        source(grammar)
+        xgrammar_source(grammar)
     assert len(str(refusal.value)) < 400
 
 

@@ -48,10 +48,10 @@ def matrix(kind: Kind, inputs: int, outputs: int, group: int, zeros: bool = Fals
 def test_rows_times_a_packed_weight(kind: Kind, zeros: bool, dtype: torch.dtype) -> None:
     for inputs, outputs, group in SIZES:
         held = matrix(kind, inputs, outputs, group, zeros)
-        assert c_kernels().keeps(held, dtype)
-        weight, numbers = c_kernels().quantised(held, dtype), held.numbers(torch.float64).t()
+        assert c_kernels().keeps_quantised(held, dtype)
+        weight, numbers = c_kernels().quantised(held, dtype), held.dequantised(torch.float64).t()
         assert (weight.shape, weight.dtype) == ((inputs, outputs), dtype)
-        exact = numbers if dtype == torch.float64 else held.numbers().t().to(dtype)
+        exact = numbers if dtype == torch.float64 else held.dequantised().t().to(dtype)
         assert torch.equal(weight.dense(), exact)
         bias, every = made(outputs, dtype=dtype, seed=1), made(max(ROWS), inputs, dtype=dtype, seed=2)
         alone = torch.cat([weight(row) for row in every.split(1)])
@@ -68,7 +68,7 @@ def test_more_rows_than_are_laid_out_at_once(kind: Kind, zeros: bool, dtype: tor
     held = matrix(kind, 600, 70, 88, zeros)
     weight, every = c_kernels().quantised(held, dtype), made(530, 600, dtype=dtype, seed=2)
     out = weight(every)
-    close(out, every.double() @ held.numbers(torch.float64).t(), dtype)
+    close(out, every.double() @ held.dequantised(torch.float64).t(), dtype)
     for row in (0, 95, 96, 255, 256, 257, 511, 512, 529):
         assert torch.equal(weight(every[row : row + 1]), out[row : row + 1])
 
@@ -93,20 +93,20 @@ def test_every_code_is_its_number() -> None:
             codes = codes[(codes & 127) != 127][:, None] if kind == "fp8" else codes
             held = Quantised(kind, codes, torch.ones(len(codes), 1), None, 1)
             for dtype in DTYPES:
-                assert torch.equal(c_kernels().quantised(held, dtype).dense(), held.numbers().t().to(dtype))
+                assert torch.equal(c_kernels().quantised(held, dtype).dense(), held.dequantised().t().to(dtype))
 
 
 def test_what_c_cannot_keep_is_known() -> None:
     held, kernels = matrix("int4", 96, 33, 32), c_kernels()
-    assert kernels.keeps(held, torch.float32)
-    assert not kernels.keeps(held, torch.float16)
-    assert not kernels.keeps(replace(held, kind="fp8_e5m2"), torch.float32)
+    assert kernels.keeps_quantised(held, torch.float32)
+    assert not kernels.keeps_quantised(held, torch.float16)
+    assert not kernels.keeps_quantised(replace(held, kind="fp8_e5m2"), torch.float32)
     for group in (1, 12):
         held_by = replace(held, scales=torch.ones(33, 96 // group), group=group)
-        assert not kernels.keeps(held_by, torch.float32)
+        assert not kernels.keeps_quantised(held_by, torch.float32)
     nan = torch.full_like(held.codes, 255)
-    assert not kernels.keeps(replace(held, kind="fp8", codes=nan), torch.float32)
-    assert not TorchKernels().keeps(held, torch.float32)
+    assert not kernels.keeps_quantised(replace(held, kind="fp8", codes=nan), torch.float32)
+    assert not TorchKernels().keeps_quantised(held, torch.float32)
 
 
 def test_the_bytes_are_those_of_the_codes_and_scales() -> None:

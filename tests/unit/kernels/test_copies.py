@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cluster.capture.tape import Tape
-from cluster.kernels.c_copies import MOST_BYTES, Copies
+from cluster.kernels.c_copies import MAX_BYTES, Copies
 from tests.unit.kernels.library import c_library
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int32, torch.bool)
@@ -117,7 +117,7 @@ def test_what_c_does_not_do_is_left_to_torch() -> None:
         (select, (table[:, :4], 0, ids)),
         (select, (table, 0, torch.tensor([3, 0, 1])[::2])),
         (select, (table[0, 0], 0, torch.tensor([0]))),
-        (select, (torch.empty(MOST_BYTES // 4, 1), 0, torch.zeros(MOST_BYTES // 4 + 1, dtype=torch.int64))),
+        (select, (torch.empty(MAX_BYTES // 4, 1), 0, torch.zeros(MAX_BYTES // 4 + 1, dtype=torch.int64))),
         (torch.ops.aten.add.Tensor, (table, table)),
         (torch.ops.aten.cat.default, ([table.t(), table.t()], 0)),
         (torch.ops.aten.cat.default, ([table, table.double()], 0)),

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from cluster.capture.tape import Tape, joined
+from cluster.capture.tape import Tape, join_calls
 from cluster.kernels.interface import Activation
-from cluster.kernels.joined import FLOATS, WHOLES
+from cluster.kernels.joined import MAX_DOUBLES, MAX_INTEGERS
 from cluster.kernels.library import SIGNATURES
 from tests.unit.kernels.library import c_kernels, c_library
 
@@ -18,7 +18,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
 def test_every_kernel_takes_as_many_arguments_as_a_call_holds() -> None:
     for name, signature in SIGNATURES.items():
-        assert signature.count("d") <= FLOATS and len(signature) - signature.count("d") <= WHOLES, name
+        assert signature.count("d") <= MAX_DOUBLES and len(signature) - signature.count("d") <= MAX_INTEGERS, name
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -59,7 +59,7 @@ def test_order_pointers_and_doubles_are_those_of_the_calls() -> None:
 
     for call in calls(outs):
         call()
-    together = joined(calls(again))
+    together = join_calls(calls(again))
     assert len(together) == 1
     together[0]()
     assert all(torch.equal(one, other) for one, other in zip(outs, again, strict=True)) and outs[3].any()
@@ -71,7 +71,7 @@ def test_other_calls_stay_where_they_are_between_joined_ones() -> None:
     logits, masks, out = torch.ones(1, 32), torch.full((1, 1), 5, dtype=torch.int32), torch.zeros(1, 32)
     places = (logits.data_ptr(), masks.data_ptr(), None, out.data_ptr(), 1, 32, 32, 1, -8.0, 1)
     one: Callable[[], Any] = partial(run, *places)
-    calls = joined([one, one, lambda: seen.append(f"{out[0, :3].tolist()}"), one])
+    calls = join_calls([one, one, lambda: seen.append(f"{out[0, :3].tolist()}"), one])
     assert len(calls) == 3
     for call in calls:
         call()
@@ -82,4 +82,4 @@ def test_what_is_neither_number_nor_pointer_is_refused() -> None:
     run = c_library().functions["keys", torch.float32]
     bad = partial(run, "text", 0, 0, 1, 1, 1)
     with pytest.raises(TypeError, match="str"):
-        joined([bad, bad])
+        join_calls([bad, bad])

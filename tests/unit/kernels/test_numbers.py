@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from cluster.capture.tape import Tape
-from cluster.kernels.c_numbers import KINDS, MOST, NumberKernels
+from cluster.kernels.c_numbers import KINDS, MAX_NUMBERS, NumberKernels
 from tests.unit.kernels.library import c_library
 
 WHOLE = (torch.int64, torch.int32)
@@ -60,7 +60,7 @@ LEFT: dict[str, Program] = {
     "at least": lambda a, b: a.clamp(min=1),
     "columns": lambda a, b: a.sum(0),
     "bfloat16": lambda a, b: a.bfloat16() + b.bfloat16(),
-    "many": lambda a, b: a.repeat(MOST, 1) + 1,
+    "many": lambda a, b: a.repeat(MAX_NUMBERS, 1) + 1,
     "whole numbers as floats": lambda a, b: a.to(torch.int64).float(),
 }
 

@@ -12,7 +12,7 @@ from cluster.config import ConfigError, EngineConfig
 from cluster.config.tree_shape import TreeShape
 from cluster.distributed.mesh import Mesh
 from cluster.kv import budget
-from cluster.kv.budget import Capacity, Needs, kv_capacity, page_count
+from cluster.kv.budget import Capacity, MemoryBreakdown, kv_capacity, page_count
 from cluster.kv.free_memory import free_memory
 from tests.unit.dp_attention.threads import on_ranks
 
@@ -29,7 +29,7 @@ def resolved(context: int, window: int = 5, device: str = "cpu", **settings: obj
     """The facts of an engine whose chains take a window of so many slots."""
     unread = dict.fromkeys(("target", "draft", "sample", "dtype", "kv_cache_dtype", "forced_rows", "steps_ahead"))
     config = EngineConfig(model_path="", **settings)
-    facts = ResolvedConfig.of(config, device=device, context_length=context, **unread)
+    facts = ResolvedConfig.from_settings(config, device=device, context_length=context, **unread)
     return replace(facts, shape=TreeShape(num_steps=window - 1, topk=1, num_draft_tokens=window))
 
 
@@ -64,7 +64,7 @@ def of_gang(places: list[int], free: list[int], monkeypatch: pytest.MonkeyPatch)
     """What ranks on these machines find that see so much free memory each."""
     here = local()
     monkeypatch.setattr(budget, "free_memory", lambda: free[here.rank])
-    monkeypatch.setattr(budget, "_place", lambda: places[here.rank])
+    monkeypatch.setattr(budget, "_machine_id", lambda: places[here.rank])
 
     def rank(mesh: Mesh) -> Capacity:
         here.rank = mesh.rank
@@ -81,10 +81,10 @@ def test_ranks_share_a_machine_and_agree_on_the_least(monkeypatch: pytest.Monkey
     assert "the rank with the least room" not in found[2].sized_by
 
 
-NEEDS = Needs(total=100 * GB, free=70 * GB, weights=25 * GB, workspace=8 * GB, graphs=2 * GB)
+NEEDS = MemoryBreakdown(total=100 * GB, free=70 * GB, weights=25 * GB, workspace=8 * GB, graphs=2 * GB)
 
 
-def of_device(needs: Needs = NEEDS, context: int = 10**8, **settings: object) -> Capacity:
+def of_device(needs: MemoryBreakdown = NEEDS, context: int = 10**8, **settings: object) -> Capacity:
     return kv_capacity(resolved(context, device="cuda", **settings), Mesh(), TOKEN, needs)
 
 

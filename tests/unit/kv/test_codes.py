@@ -6,8 +6,8 @@ from torch import Tensor
 
 from cluster.arch.cell import CodedCell
 from cluster.batch import PageCopy
-from cluster.kv.codes import coded, decoded, largest
-from cluster.kv.pool import KVPool, cells_of, slot_bytes
+from cluster.kv.codes import encode, decode, max_magnitude
+from cluster.kv.pool import KVPool, copied_slots, slot_bytes
 from tests.unit.attention.fp8 import MAGNITUDES, bound, held
 
 CPU = torch.device("cpu")
@@ -21,7 +21,7 @@ CELLS = {
 
 def drawn(cell: CodedCell, dtype: torch.dtype, count: int = 60) -> Tensor:
     """Cells of sizes from the smallest numbers of `dtype` to its largest, and numbers of many sizes in each."""
-    dice, most = torch.Generator().manual_seed(1), largest(dtype)
+    dice, most = torch.Generator().manual_seed(1), max_magnitude(dtype)
     kv = torch.randn(count, *cell.shape, generator=dice, dtype=torch.float64)
     kv *= 2.0 ** torch.randint(-18, 1, kv.shape, generator=dice)
     kv /= kv.abs().amax((1, 2, 3), keepdim=True)
@@ -35,12 +35,12 @@ def test_cells_hold_what_the_definition_says(name: str, dtype: torch.dtype) -> N
     cell = CELLS[name]
     kv = drawn(cell, dtype)
     kv[3] = 0
-    stored = coded(kv, cell)
+    stored = encode(kv, cell)
     assert stored.shape == (len(kv), cell.nbytes) and stored.dtype == torch.uint8
-    back = decoded(stored, cell, dtype)
+    back = decode(stored, cell, dtype)
     assert back.dtype == dtype and back.isfinite().all()
     assert torch.equal(back.double(), held(kv, cell.latent))
-    assert torch.equal(decoded(coded(back, cell), cell, dtype), back), "what was read back is held as it is"
+    assert torch.equal(decode(encode(back, cell), cell, dtype), back), "what was read back is held as it is"
     off = (back.double() - kv.double()).abs()
     assert (off <= bound(kv, cell.latent)).all(), "3 bits of mantissa"
     assert off.max() > 0
@@ -50,7 +50,7 @@ def test_ties_go_to_even_codes_and_all_numbers_of_e4m3_are_kept() -> None:
     cell = CodedCell((1, 1, 255), 255)
     between = (MAGNITUDES[1:] + MAGNITUDES[:-1]) / 2
     kv = torch.cat([MAGNITUDES, between, torch.tensor([448.0, -448.0])]).view(1, 1, 1, 255)
-    back = decoded(coded(kv, cell), cell, torch.float64)[0, 0, 0]
+    back = decode(encode(kv, cell), cell, torch.float64)[0, 0, 0]
     assert torch.equal(back[:127], MAGNITUDES)
     low = torch.arange(126)
     assert torch.equal(back[127:253], MAGNITUDES[low + low % 2])
@@ -59,17 +59,17 @@ def test_ties_go_to_even_codes_and_all_numbers_of_e4m3_are_kept() -> None:
 def test_a_scale_is_the_smallest_that_fits() -> None:
     cell = CodedCell((1, 1, 2), 2)
     for most, byte in ((448.0, 127), (448.5, 128), (224.5, 127), (224.0, 126), (0.0, 10), (1e-45, 10)):
-        assert coded(torch.tensor([[[[most, -most / 2]]]], dtype=torch.float64), cell)[0, 2] == byte, most
+        assert encode(torch.tensor([[[[most, -most / 2]]]], dtype=torch.float64), cell)[0, 2] == byte, most
 
 
 @pytest.mark.parametrize("name", CELLS)
 def test_a_cell_depends_on_nothing_but_itself(name: str) -> None:
     kv = drawn(CELLS[name], torch.float32)
-    alone = torch.cat([coded(one[None], CELLS[name]) for one in kv])
-    assert torch.equal(alone, coded(kv, CELLS[name]))
+    alone = torch.cat([encode(one[None], CELLS[name]) for one in kv])
+    assert torch.equal(alone, encode(kv, CELLS[name]))
     other = kv.clone()
     other[:, 0, 0, 0] *= 1000
-    changed = (coded(other, CELLS[name]) != coded(kv, CELLS[name])).any(0).nonzero()[:, 0].tolist()
+    changed = (encode(other, CELLS[name]) != encode(kv, CELLS[name])).any(0).nonzero()[:, 0].tolist()
     first = CELLS[name].groups[0][1]
     assert all(at < first or at == CELLS[name].numbers for at in changed), "a group is its own business too"
 
@@ -79,7 +79,7 @@ def test_cells_take_what_they_are_said_to() -> None:
     assert CodedCell((2, 1, 128)).nbytes == 256 + 2 + 14, "where these would cost too much, 16"
     assert CodedCell((1, 1, 576), 512).nbytes == 576 + 2 + 14
     pool = KVPool(3, 8, (2, 2, 4), torch.bfloat16, CPU, CodedCell((2, 2, 4)))
-    assert pool.kv.nbytes == 8 * slot_bytes(3, (2, 2, 4), torch.bfloat16, pool.coded)
+    assert pool.kv.nbytes == 8 * slot_bytes(3, (2, 2, 4), torch.bfloat16, pool.fp8_cell)
 
 
 def test_codes_move_with_their_scales_in_every_layer() -> None:
@@ -87,10 +87,10 @@ def test_codes_move_with_their_scales_in_every_layer() -> None:
     pool, kv = KVPool(3, 16, cell.shape, torch.float32, CPU, cell), torch.randn(3, 16, 2, 2, 8)
     kv *= 10.0 ** torch.arange(-8, 8).view(16, 1, 1, 1)
     for layer, numbers in zip(pool.kv, kv, strict=True):
-        layer.copy_(coded(numbers, cell))
-    before = torch.stack([decoded(layer, cell, torch.float32) for layer in pool.kv])
+        layer.copy_(encode(numbers, cell))
+    before = torch.stack([decode(layer, cell, torch.float32) for layer in pool.kv])
     pool.move_kv_cache(torch.tensor([[1, 2], [8, 9]]), torch.tensor([[2, 1], [8, 11]]))
-    pool.move_kv_cache(*torch.tensor(cells_of([PageCopy(1, 3, 3)], 4)).view(2, -1))
-    after = torch.stack([decoded(layer, cell, torch.float32) for layer in pool.kv])
+    pool.move_kv_cache(*torch.tensor(copied_slots([PageCopy(1, 3, 3)], 4)).view(2, -1))
+    after = torch.stack([decode(layer, cell, torch.float32) for layer in pool.kv])
     came_from = [0, 2, 1, 3, 4, 5, 6, 7, 8, 11, 10, 11, 4, 5, 6, 15]
     assert torch.equal(after, before[:, came_from])

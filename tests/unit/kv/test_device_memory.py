@@ -44,22 +44,22 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
 
 def test_what_is_cached_is_free_and_counts_again_when_it_is_taken(cuda: Cuda) -> None:
     memory = memory_of(GPU)
-    assert isinstance(memory, CudaMemory) and memory.total == 1000
-    assert memory.free() == 750
+    assert isinstance(memory, CudaMemory) and memory.total_bytes == 1000
+    assert memory.free_bytes() == 750
     cuda.reserved, cuda.cached = 260, 60
-    memory.begin()
-    assert memory.taken() == 0, "the peak of what came before is forgotten"
+    memory.reset_peak()
+    assert memory.peak_bytes() == 0, "the peak of what came before is forgotten"
     cuda.reserved, cuda.cached, cuda.peak = 230, 30, 290
-    assert memory.taken() == 90
+    assert memory.peak_bytes() == 90
 
 
 def test_what_libraries_take_beside_torch_counts_and_what_others_give_back_does_not(cuda: Cuda) -> None:
     memory = CudaMemory(GPU)
-    memory.begin()
+    memory.reset_peak()
     cuda.others = 80
-    assert memory.taken() == 30
+    assert memory.peak_bytes() == 30
     cuda.others = 20
-    assert memory.taken() == 0
+    assert memory.peak_bytes() == 0
 
 
 def test_a_cpu_has_no_memory_of_its_own() -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 import torch
 
 from cluster.batch import PageCopy
-from cluster.kv.pool import KVPool, cells_of
+from cluster.kv.pool import KVPool, copied_slots
 
 CPU = torch.device("cpu")
 
@@ -28,9 +28,9 @@ def test_cells_of_a_page_are_copied_in_every_pool_before_any_is_overwritten() ->
     parts = [KVPool(layers, 16, (2, 1, 2), torch.float64, CPU) for layers in (1, 3)]
     for pool in parts:
         pool.kv.copy_(torch.arange(16.0).view(1, 16, 1, 1, 1).expand_as(pool.kv))
-    copies = torch.tensor(cells_of([PageCopy(1, 2, 3), PageCopy(2, 3, 2)], 4)).view(2, -1)
+    copies = torch.tensor(copied_slots([PageCopy(1, 2, 3), PageCopy(2, 3, 2)], 4)).view(2, -1)
     for pool in parts:
         pool.move_kv_cache(*copies)
         slots = pool.kv[-1, :, 1, 0, 1].tolist()
         assert slots == [0, 1, 2, 3, 4, 5, 6, 7, 4, 5, 6, 11, 8, 9, 14, 15]
-    assert cells_of([], 4) == []
+    assert copied_slots([], 4) == []

@@ -158,7 +158,7 @@ class Format:
     """How to write a projection, what the config says of it, and what keeps it packed, None: nothing."""
 
     write: Callable[[Tensor], tuple[Tensors, Tensor]]
-    about: str | None
+    description: str | None
     config: dict[str, Any] = field(default_factory=dict)
 
 

@@ -124,6 +124,6 @@ def _run(
         at += rows
     assert at == count
     if isinstance(exchange, Summed):
-        forward, head, *_ = target.ops
+        forward, head, *_ = target.exchange_calls
         assert exchange.ops == [*forward, *head] * len(chunks), "the ops that a target declares are those it calls"
     return torch.cat(logits), [torch.cat(parts) for parts in zip(*streams, strict=True)]

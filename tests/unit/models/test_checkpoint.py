@@ -141,7 +141,7 @@ def test_a_missing_tensor_is_named_as_the_checkpoint_would_name_it(
     names |= {f"{decoder}norm.weight", f"{head}weight"}
     save_file({name: torch.ones(2) for name in names - {named}}, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match=rf"^tensor '{re.escape(named)}' is missing in '.*model\.safetensors'$"):
-        Checkpoint(str(tmp_path)).take(missing)
+        Checkpoint(str(tmp_path)).tensor(missing)
 
 
 @pytest.mark.parametrize("damage", ["missing", "empty", "cut", "text"])

@@ -35,7 +35,7 @@ def both(name: str, size: int) -> list[tuple[Tensor, Tensor]]:
         own = tuple(replace(one, geometry=local_heads(one.geometry, part)) for one in draft.spec.layers)
         normed, recurrent = draft.forward(tokens, torch.arange(len(TEXT)), hidden, Causal(own))
         logits = exchange.logits(draft.logits(normed))
-        assert exchange.ops == [*draft.ops[0], *draft.ops[1]]
+        assert exchange.ops == [*draft.exchange_calls[0], *draft.exchange_calls[1]]
         return logits, recurrent
 
     return on_shards(size, rank)

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from cluster.arch.keys import ConfigKeys
-from cluster.arch.quantisation import quantisation_of, with_whole
+from cluster.arch.quantisation import quantisation_of, with_unpacked_shapes
 from cluster.config import ConfigError
 from cluster.kernels.torch_kernels import TorchKernels
 from cluster.models.checkpoint import Checkpoint
@@ -32,7 +32,7 @@ def test_partial_groups_mean_what_the_config_says(kind: str, caplog: pytest.LogC
     folder, oracle = quantised(kind)
     tokens = text(2, 40)
     logits, _ = oracle.forward(tokens)
-    about = PARTIAL[kind].about
+    about = PARTIAL[kind].description
     for size, kernels in ((1, None), (2, None), (1, TorchKernels())):
         caplog.clear()
         with caplog.at_level(logging.INFO, logger="cluster.models.checkpoint"):
@@ -46,8 +46,8 @@ def test_partial_groups_mean_what_the_config_says(kind: str, caplog: pytest.LogC
 @pytest.mark.parametrize("columns", [(0, 80), (80, 128), (40, 120), (81, 127)], ids=str)
 def test_cuts_of_partial_groups_are_cuts_of_the_whole(kind: str, columns: tuple[int, int]) -> None:
     checkpoint = Checkpoint(quantised(kind)[0])
-    whole = checkpoint.take(NAME, SHAPE)
-    cut = checkpoint.take(NAME, SHAPE, (70, 150), columns)
+    whole = checkpoint.tensor(NAME, SHAPE)
+    cut = checkpoint.tensor(NAME, SHAPE, (70, 150), columns)
     assert torch.equal(whole[70:150, slice(*columns)], cut)
 
 
@@ -132,11 +132,11 @@ def test_the_order_of_inputs_counts(order: list[int], message: str | None, tmp_p
     folder = copy_of(quantised("gptq, uneven")[0], tmp_path / "other", reorder(order))
     if message is not None:
         with pytest.raises(ConfigError, match=message):
-            Checkpoint(folder).take(NAME, SHAPE)
+            Checkpoint(folder).tensor(NAME, SHAPE)
         return
     blank = max(order) < 1
     plain = copy_of(quantised("gptq, uneven")[0], tmp_path / "plain", lambda held: held.pop(f"{UP}.g_idx"))
-    by_neighbours, ours = Checkpoint(plain).take(NAME, SHAPE), Checkpoint(folder).take(NAME, SHAPE)
+    by_neighbours, ours = Checkpoint(plain).tensor(NAME, SHAPE), Checkpoint(folder).tensor(NAME, SHAPE)
     group = torch.arange(128) // UNEVEN if blank else torch.tensor(order)
     same = group == torch.arange(128) // UNEVEN
     assert torch.equal(ours[:, same], by_neighbours[:, same])
@@ -152,9 +152,9 @@ def test_shapes_decide_without_a_config_only_where_one_size_fits(tmp_path: Path)
             with pytest.raises(
                 ConfigError, match=r"a\.weight_scale' in .* 2 groups of 192 inputs, .* 96 or 128; .*group_size"
             ):
-                Checkpoint(str(tmp_path)).take("a.weight", (24, 192))
+                Checkpoint(str(tmp_path)).tensor("a.weight", (24, 192))
             continue
-        held = Checkpoint(str(tmp_path)).take("a.weight", (24, 192))
+        held = Checkpoint(str(tmp_path)).tensor("a.weight", (24, 192))
         assert torch.equal(held, codes.float() * scales.repeat_interleave(size, 1))
 
 
@@ -169,12 +169,12 @@ def test_rules_of_single_modules() -> None:
     given = {"quant_method": "compressed-tensors", "config_groups": groups}
     found = quantisation_of(ConfigKeys({"quantization_config": given}, "here"))
     schemes = {
-        name: found.of(f"model.layers.{name}") for name in ("0.mlp.up_proj", "0.mlp.down_proj", "1.mlp.down_proj")
+        name: found.scheme_of(f"model.layers.{name}") for name in ("0.mlp.up_proj", "0.mlp.down_proj", "1.mlp.down_proj")
     }
     assert [(scheme.bits, scheme.block) for scheme in schemes.values()] == [(4, (1, 128)), (8, (1, 0)), (4, (1, 32))]
-    assert found.of("model.layers.0.router").block == (64, 128)
+    assert found.scheme_of("model.layers.0.router").block == (64, 128)
     shapes = {"layers.0.mlp.down_proj.weight_packed": (16, 8), "layers.1.mlp.down_proj.weight_packed": (16, 8)}
-    whole = with_whole(shapes, found)
+    whole = with_unpacked_shapes(shapes, found)
     assert whole["layers.0.mlp.down_proj.weight"] == (16, 32) and whole["layers.1.mlp.down_proj.weight"] == (16, 64)
     rules = {"-:.*gate": {}, r".*\.up_proj": {"bits": 8}, ".*": {"group_size": -1}}
     found = quantisation_of(
@@ -182,6 +182,6 @@ def test_rules_of_single_modules() -> None:
             {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 64, "dynamic": rules}}, "here"
         )
     )
-    assert found.of("model.gate").block is None
-    assert (found.of("a.up_proj").bits, found.of("a.up_proj").block) == (8, (1, 64))
-    assert (found.of("a.q_proj").bits, found.of("a.q_proj").block) == (4, (1, 0))
+    assert found.scheme_of("model.gate").block is None
+    assert (found.scheme_of("a.up_proj").bits, found.scheme_of("a.up_proj").block) == (8, (1, 64))
+    assert (found.scheme_of("a.q_proj").bits, found.scheme_of("a.q_proj").block) == (4, (1, 0))

@@ -17,7 +17,7 @@ from cluster.config import ConfigError
 from cluster.kernels.quantised import Quantised
 from cluster.kernels.torch_kernels import TorchKernels
 from cluster.models.checkpoint import Checkpoint
-from cluster.models.formats import Index, halves, powers
+from cluster.models.formats import Index, unpack_nibbles, powers_of_two
 from tests.exact import Oracle, exact
 from tests.families import SIZES, random_model
 from tests.loading import check_target
@@ -69,7 +69,7 @@ def test_packed_targets_are_their_numbers(kind: str, caplog: pytest.LogCaptureFi
     folder, oracle = of(kind)
     tokens = text(2, 40)
     logits, stream = oracle.forward(tokens)
-    about = "fp4 by groups of 32" if kind == "mxfp4" else FORMATS[kind].about
+    about = "fp4 by groups of 32" if kind == "mxfp4" else FORMATS[kind].description
     for size in (1, 2):
         caplog.clear()
         with caplog.at_level(logging.INFO, logger="cluster.models.checkpoint"):
@@ -111,13 +111,13 @@ def test_experts_stay_packed_too(kind: str) -> None:
 def test_slices_are_cuts_of_the_whole(kind: str, rows: tuple[int, int] | None, columns: tuple[int, int] | None) -> None:
     folder = quantised(kind)[0]
     with_name = Checkpoint(folder), "layers.1.mlp.up_proj.weight"
-    whole = with_name[0].take(with_name[1], (192, 128))
+    whole = with_name[0].tensor(with_name[1], (192, 128))
     cut = whole[slice(*rows) if rows else slice(None), slice(*columns) if columns else slice(None)]
     held = with_name[0].matrix(with_name[1], (192, 128), rows, columns)
     assert isinstance(held, Quantised)
-    assert torch.equal(held.numbers(), cut)
+    assert torch.equal(held.dequantised(), cut)
     aligned = columns != (7, 50) or "row" in kind or "tensor" in kind
-    assert c_kernels().keeps(held, torch.float32) == (aligned and kind != "gptq by activation")
+    assert c_kernels().keeps_quantised(held, torch.float32) == (aligned and kind != "gptq by activation")
 
 
 HOST = "weight_shape", "g_idx"  # what the reading code itself looks at
@@ -139,12 +139,12 @@ def test_codes_are_unpacked_where_they_are_asked_for(kind: str, monkeypatch: pyt
         return true(self, stored, index, device)
 
     for rows, columns in cuts:
-        expected = checkpoint.take(name, shape, rows, columns, expert)
+        expected = checkpoint.tensor(name, shape, rows, columns, expert)
         with monkeypatch.context() as patched, torch.device("meta"):
             patched.setattr(Checkpoint, "read", read)
             held = checkpoint.matrix(name, shape, rows, columns, expert, torch.device("cpu"))
             assert isinstance(held, Quantised)
-            numbers = held.numbers()
+            numbers = held.dequantised()
         assert numbers.device.type == "cpu" and torch.equal(numbers, expected)
     assert all(stored.endswith(HOST) for stored in host), host
 
@@ -153,8 +153,8 @@ def test_a_cut_of_blocks_has_the_scales_of_its_place(tmp_path: Path) -> None:
     codes, scales = torch.randn(300, 280).to(torch.float8_e4m3fn), torch.rand(3, 3)
     save_file({"a.weight": codes, "a.weight_scale_inv": scales}, tmp_path / "model.safetensors")
     checkpoint = Checkpoint(str(tmp_path))
-    whole = checkpoint.take("a.weight", (300, 280))
-    assert torch.equal(whole[130:260, 100:200], checkpoint.take("a.weight", (300, 280), (130, 260), (100, 200)))
+    whole = checkpoint.tensor("a.weight", (300, 280))
+    assert torch.equal(whole[130:260, 100:200], checkpoint.tensor("a.weight", (300, 280), (130, 260), (100, 200)))
     assert float(whole[299, 0]) == float(codes[299, 0].float() * scales[2, 0])
 
 
@@ -164,8 +164,8 @@ def test_every_mxfp4_value() -> None:
     for exponent in (0, 1, 126, 127, 128, 250):
         scales = torch.full((16, 1), exponent, dtype=torch.uint8)
         theirs = convert_moe_packed_tensors(blocks[None], scales[None], dtype=torch.float64)[0].T
-        held = Quantised("fp4", halves(blocks).flatten(-2), powers(scales), None, 32)
-        assert torch.equal(held.numbers().double(), theirs)
+        held = Quantised("fp4", unpack_nibbles(blocks).flatten(-2), powers_of_two(scales), None, 32)
+        assert torch.equal(held.dequantised().double(), theirs)
 
 
 def test_activations_stay_as_they_are_and_it_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -151,13 +151,13 @@ def whole(rope: Rope, dim: int, positions: int, dtype: torch.dtype) -> torch.Ten
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_a_table_that_grows_has_the_bits_of_one_that_is_whole(dtype: torch.dtype) -> None:
-    positions = rotary.START + 3 * rotary.ROWS + 77
+    positions = rotary.INITIAL_ROWS + 3 * rotary.ROWS_PER_EXTENSION + 77
     table = RotaryTable(Rope(1e4), 40, positions, dtype, torch.device("cpu"))
     expected = whole(Rope(1e4), 40, positions, dtype)
-    for reach in (1, rotary.START + 1, rotary.START + 2, 10 * positions):
-        table.reach(reach)
+    for reach in (1, rotary.INITIAL_ROWS + 1, rotary.INITIAL_ROWS + 2, 10 * positions):
+        table.prepare_positions(reach)
         known = min(reach, positions)
-        assert torch.equal(table.at(torch.arange(known)).cos[:, 0], expected[:known])
+        assert torch.equal(table.angles_at(torch.arange(known)).cos[:, 0], expected[:known])
 
 
 def test_rows_are_there_before_the_step_that_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,8 +165,8 @@ def test_rows_are_there_before_the_step_that_reads_them(monkeypatch: pytest.Monk
     folder = made("llama", "yarn").folder
     asked = [request(f"{n}", text(n, n), GREEDY, max_tokens=40, ignore_eos=True) for n in (3, 60, 130)]
     texts = run(build_engine(config_of(folder)), asked).tokens
-    monkeypatch.setattr(rotary, "START", 4)
-    monkeypatch.setattr(rotary, "ROWS", 3)
+    monkeypatch.setattr(rotary, "INITIAL_ROWS", 4)
+    monkeypatch.setattr(rotary, "ROWS_PER_EXTENSION", 3)
     truth = {one.request_id: [*one.prompt_token_ids, *texts[one.request_id]] for one in asked}
     config = config_of(folder, draft_folder(folder), 3, 3, chunked_prefill_size=16)
     assert run(speculative(config, "corrected", truth, 0.8), asked).tokens == texts
@@ -177,7 +177,7 @@ def test_rows_that_nobody_reaches_take_no_memory() -> None:
     """Four million positions: 4 GB of tables, of which a few megabytes are there."""
     table = RotaryTable(Rope(1e4), 128, 1 << 22, torch.float32, torch.device("cpu"))
     before = resident()
-    table.reach(rotary.START + 2 * rotary.ROWS)
+    table.prepare_positions(rotary.INITIAL_ROWS + 2 * rotary.ROWS_PER_EXTENSION)
     assert resident() - before < 64 << 20
 
 

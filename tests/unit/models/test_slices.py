@@ -46,8 +46,8 @@ class Event:
 def test_a_slice_is_numpys(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: int, short: int, pinned: bool
 ) -> None:
-    monkeypatch.setattr(slices, "PART", part)
-    monkeypatch.setattr(slices, "SHORT", short)
+    monkeypatch.setattr(slices, "CHUNK_BYTES", part)
+    monkeypatch.setattr(slices, "SHORT_PIECE_BYTES", short)
     draw, path, made = random.Random(part + short), tmp_path / "numbers", list[int]()
 
     def make(size: int) -> torch.Tensor:
@@ -70,7 +70,7 @@ def test_a_slice_is_numpys(
         assert found.shape == want.shape and found.dtype == dtype
         assert torch.equal(*(each.contiguous().view(-1).view(torch.uint8) for each in (found, want)))  # NaN too
     reader.close()
-    assert made == ([part] * slices.THREADS if pinned else [])
+    assert made == ([part] * slices.READ_THREADS if pinned else [])
 
 
 def read_bytes(folder: str, part: Shard) -> tuple[int, int]:
@@ -93,7 +93,7 @@ def read_bytes(folder: str, part: Shard) -> tuple[int, int]:
 
 def test_a_rank_reads_its_own_slices_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a target whose tensors but norms are all cut in two."""
-    monkeypatch.setattr(slices, "SHORT", 1)  # the slices here are shorter than any of a real model
+    monkeypatch.setattr(slices, "SHORT_PIECE_BYTES", 1)  # the slices here are shorter than any of a real model
     folder = target_folder(vocab_size=64, hidden=32, layers=2, heads=4, kv_heads=2)
     whole, stored = read_bytes(folder, Shard())
     assert whole == stored
@@ -109,7 +109,7 @@ def test_a_file_that_was_cut_short_is_refused_by_name(tmp_path: Path) -> None:
     with (tmp_path / "model.safetensors").open("r+b") as file:
         file.truncate(300)
     with pytest.raises(ConfigError, match=r"model.safetensors' ends at byte 300, within a tensor; copy the file again"):
-        checkpoint.take("one")
+        checkpoint.tensor("one")
 
 
 def test_a_disk_that_fails_says_at_which_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,12 +121,12 @@ def test_a_disk_that_fails_says_at_which_file(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(slices.os, "preadv", stale)
     with pytest.raises(OSError, match=r"Stale file handle: '.*/model.safetensors'"):
-        checkpoint.take("one")
+        checkpoint.tensor("one")
 
 
 def test_what_goes_to_a_device_is_never_whole_on_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a tensor of eighty parts at most one buffer for each thread is filled at a time."""
-    monkeypatch.setattr(slices, "PART", 1000)
+    monkeypatch.setattr(slices, "CHUNK_BYTES", 1000)
     save_file({"one": torch.arange(20_000)}, tmp_path / "model.safetensors")
     checkpoint = Checkpoint(str(tmp_path))
     held: list[Any] = []
@@ -134,6 +134,6 @@ def test_what_goes_to_a_device_is_never_whole_on_the_host(tmp_path: Path, monkey
         torch.device("cpu"), lambda size: held.append(size) or torch.empty(size, dtype=torch.uint8), Event
     )
     Event.waited = 0
-    assert torch.equal(checkpoint.take("one"), torch.arange(20_000))
-    assert sum(held) == slices.THREADS * 1000
+    assert torch.equal(checkpoint.tensor("one"), torch.arange(20_000))
+    assert sum(held) == slices.READ_THREADS * 1000
     assert Event.waited == 160

@@ -81,7 +81,7 @@ def test_two_ranks_share_the_rows(tmp_path: Path) -> None:
         draft = load_draft(folder, load_target(target_folder(), given), given, token_map=file)
         each = -(-len(HOT) // 2)
         own = sorted(HOT)[part.rank * each : (part.rank + 1) * each]
-        assert draft.own_ids.tolist() == own + [0] * (each - len(own))
+        assert draft.shard_target_ids.tolist() == own + [0] * (each - len(own))
         return exchange.logits(draft.logits(ROWS))
 
     for logits in on_shards(2, rank):
@@ -98,7 +98,7 @@ def test_text_is_that_of_plain_decoding(sampling: str, topk: int, tmp_path: Path
     """The draft proposes nothing but the ids of the map; the target says what it would have said."""
     ids = list(range(1, VOCAB, 2))
     engine = build_engine(settings(tmp_path, topk, ids))
-    draft, seen = engine._p.lockstep.step._draft, []
+    draft, seen = engine._parts.lockstep.step._draft, []
     true = draft.draft
     draft.draft = lambda *given: seen.append(true(*given)) or seen[-1]  # type: ignore[method-assign,func-returns-value]
     result = run(engine, grid_requests(sampling, 8))

@@ -18,7 +18,7 @@ from cluster.observability.logs import (
     LogSettings,
     SharedFile,
     configure,
-    drop_old,
+    remove_old_logs,
     level_and_logger,
     request_id,
 )
@@ -235,7 +235,7 @@ def test_the_logs_of_the_latest_servers_are_kept(tmp_path: Path) -> None:
     for age, name in enumerate(["serve-c.log", "serve-b.log.1", "serve-a.log", "mine.log"]):
         (tmp_path / name).touch()
         os.utime(tmp_path / name, (10**9 - age, 10**9 - age))
-    drop_old(tmp_path, keep=2)
+    remove_old_logs(tmp_path, max_logs=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.log", "serve-b.log.1", "serve-c.log"]
 
 
@@ -246,5 +246,5 @@ def test_a_log_that_another_server_removes_meanwhile_is_passed_by(
         (tmp_path / name).touch()
     found = [*tmp_path.glob("*"), tmp_path / "serve-gone.log"]
     monkeypatch.setattr(Path, "glob", lambda self, pattern: iter(found))
-    drop_old(tmp_path, keep=0)
+    remove_old_logs(tmp_path, max_logs=0)
     assert list(tmp_path.iterdir()) == []

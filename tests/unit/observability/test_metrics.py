@@ -9,7 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.actors.messages import LossKind
-from cluster.observability.exposition import TOOL_NAMES, of_replica
+from cluster.observability.exposition import VLLM_NAMES, with_replica
 from cluster.observability.metrics import (
     LOSS_KINDS,
     OUTCOMES,
@@ -173,7 +173,7 @@ def test_merge_adds_replicas_and_keeps_ranks_apart() -> None:
 
 def test_a_replica_that_is_away_takes_nothing_from_the_others() -> None:
     """While its gang restarts its ranks answer nothing; a sum without them would look like counters that began anew."""
-    ranks = [of_replica(engine(0, STEP).serialize(), name) for name in ("a", "b")]
+    ranks = [with_replica(engine(0, STEP).serialize(), name) for name in ("a", "b")]
     both, one = series(merge(ranks)), series(merge(ranks[:1]))
     assert one.items() <= both.items()
     name = "aerie_generated_tokens_total"
@@ -225,7 +225,7 @@ def test_every_second_name_has_a_source() -> None:
         json.loads(engine(0).serialize())["families"]
         + json.loads(ServingMetrics(model_name="m").serialize())["families"]
     )
-    assert set(TOOL_NAMES) <= {family[0] for family in page}
+    assert set(VLLM_NAMES) <= {family[0] for family in page}
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from cluster import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from cluster.api.http.routes import make_app
 from cluster.cli import main
 from cluster.config import ConfigError
-from cluster.offline.llm import HELD
+from cluster.offline.llm import MAX_SUBMITTED_PER_SLOT
 from tests.api.scripted import Client
 from tests.api.test_engine import EngineService
 from tests.parity.test_nonfinite import BAD, EMBEDDING, spoiled
@@ -107,7 +107,7 @@ def test_answers_of_a_batch_are_those_of_the_rest_api(
 ) -> None:
     """More sequences than the engine is given at once; each prompt has parameters of its own."""
     llm: LLM = request.getfixturevalue(kind)
-    assert kind == "plain" or len(ASKED) > HELD * 3
+    assert kind == "plain" or len(ASKED) > MAX_SUBMITTED_PER_SLOT * 3
     prompts = [prompt for prompt, _ in ASKED]
     outputs = llm.generate(prompts, [SamplingParams(**given) for _, given in ASKED], use_tqdm=False)
     assert [output.prompt for output in outputs] == prompts

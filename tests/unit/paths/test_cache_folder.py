@@ -8,7 +8,7 @@ from typing import NoReturn
 import pytest
 
 from cluster.config import ConfigError
-from cluster.paths.cache_folder import cache_folder, unusable_home
+from cluster.paths.cache_folder import cache_folder, default_folder_problem
 
 
 @pytest.fixture(autouse=True)
@@ -24,13 +24,13 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_it_is_in_the_home_folder_or_where_xdg_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache_folder() == tmp_path / "home" / ".cache" / "aerie" and cache_folder().stat().st_mode & 0o777 == 0o700
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert cache_folder() == tmp_path / "xdg" / "aerie" and not unusable_home()
+    assert cache_folder() == tmp_path / "xdg" / "aerie" and not default_folder_problem()
 
 
 def test_without_a_home_it_is_a_temporary_folder_of_this_user(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (temporary / "file").touch()
     monkeypatch.setenv("HOME", str(temporary / "file"))
-    assert "Not a directory" in unusable_home()
+    assert "Not a directory" in default_folder_problem()
     expected = temporary / f"aerie-cache-{os.getuid()}"
     assert cache_folder() == cache_folder() == expected and expected.stat().st_mode & 0o777 == 0o700
 
@@ -38,10 +38,10 @@ def test_without_a_home_it_is_a_temporary_folder_of_this_user(temporary: Path, m
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(Path, "home", no_home)
-    assert unusable_home() == "there is no home folder" and cache_folder() == expected
+    assert default_folder_problem() == "there is no home folder" and cache_folder() == expected
     monkeypatch.undo()
     monkeypatch.setattr(os, "access", lambda *_: False)
-    assert unusable_home().endswith("cannot be written")
+    assert default_folder_problem().endswith("cannot be written")
 
 
 def test_a_temporary_folder_of_others_is_refused(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:

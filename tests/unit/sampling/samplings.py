@@ -9,10 +9,10 @@ from cluster.batch import RowSampling, SamplingBatch
 from cluster.device.staging import Staging
 from cluster.models.vocab import ShardedLogits
 from cluster.request import RequestParams
-from cluster.sampling.filters import least_kept
+from cluster.sampling.filters import filter_thresholds
 from cluster.sampling.noise import Noise
 from cluster.sampling.parameters import SamplingTable
-from cluster.sampling.sampler import choose, likeliest
+from cluster.sampling.sampler import choose, top_logprobs
 from cluster.sampling.sampling_inputs import SamplingInputs
 from cluster.sampling.torch_sampler import TORCH, Sampler
 
@@ -25,7 +25,7 @@ def sampling_of(
     table = SamplingTable(1, dtype, torch.device("cpu"))
     staging = Staging(torch.device("cpu"))
     table.stage([RowSampling(0, params.temperature, params.top_k, params.top_p, params.min_p, 0)], staging)
-    table.put(staging.sent().lists())
+    table.put(staging.send().lists())
     noisy = params.temperature > 0
     filtered = noisy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
     batch = table.take(torch.zeros(requests, dtype=torch.int64), noisy, filtered)
@@ -53,10 +53,10 @@ def best_of(
     logits: Tensor, sampling: SamplingBatch, noise: Noise | None, count: int, sampler: Sampler = TORCH
 ) -> tuple[Tensor, Tensor]:
     """The `count` likeliest of each row of logits `[R, n, V]`, `[R, n, count]` each."""
-    likely, columns = likeliest(whole(logits), SamplingInputs(logits.shape[1], sampling, noise), count, sampler)
+    likely, columns = top_logprobs(whole(logits), SamplingInputs(logits.shape[1], sampling, noise), count, sampler)
     return likely.view(*logits.shape[:2], count), columns.view(*logits.shape[:2], count)
 
 
 def filtered(tempered: Tensor, sampling: SamplingBatch) -> Tensor:
     """-inf where the filters rule out a token of their tempered logits `[R, n, V]`."""
-    return tempered.masked_fill(tempered < least_kept(tempered, sampling), float("-inf"))
+    return tempered.masked_fill(tempered < filter_thresholds(tempered, sampling), float("-inf"))

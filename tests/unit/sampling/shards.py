@@ -14,7 +14,7 @@ from cluster.dp_attention.exchange import Exchange
 from cluster.dp_attention.plan import ScriptCall
 from cluster.kernels.torch_kernels import Dense
 from cluster.models.vocab import Head, ShardedLogits
-from cluster.sampling.filters import least_kept
+from cluster.sampling.filters import filter_thresholds
 from cluster.sampling.noise import Noise, at_least_float32, noise_keys, vocabulary_hashes
 from cluster.sampling.sampling_inputs import SamplingInputs
 from cluster.sampling.sharded import ShardedHead
@@ -99,8 +99,8 @@ def seated(
             *(ScriptCall("target", op, after, n) for op, n in calls),
         ]
         exchange.begin(0, script if exchange.shards is not None else script[:1])
-        axis: Any = mesh.world if exchange.wide else mesh.attn
-        start = min(vocab, axis.part.rank * columns)
+        axis: Any = mesh.world if exchange.over_world else mesh.attn
+        start = min(vocab, axis.shard.rank * columns)
         made = Head(Cut(torch.empty(vocab, columns), start), vocab, start)(logits[group], exchange)
         axis.sent = 0
         answer = run(Seat(group, exchange, axis, made))
@@ -129,7 +129,7 @@ class Group:
                 logits[row, dice.randrange(vocab)] = dice.choice((float("nan"), float("inf"), float("-inf")))
         both = sampling(requests + finals, dtype, mode, dice)
         keys = noise_keys(both.seeds, torch.arange(positions).expand(requests + finals, -1))
-        noise = Noise.of(keys, vocabulary_hashes(vocab, CPU), dtype) if SamplingMode.NOISY in mode else None
+        noise = Noise.of(keys, vocabulary_hashes(vocab, CPU), dtype) if SamplingMode.RANDOM in mode else None
         tree = None if noise is None else noise.narrow(slice(0, requests))
         ends = None if noise is None else noise.narrow(slice(requests, None)).at(0)
         which = torch.randint(positions, (requests, nodes))
@@ -151,13 +151,13 @@ class Group:
         """Of every row, `[T, 1]`."""
         parts, start = [], 0
         for draw in self.draws:
-            r, n = draw.requests, draw.each
+            r, n = draw.requests, draw.rows_per_request
             rows = (
                 self.logits[start : start + r * n]
                 .view(r, n, self.logits.shape[1])
                 .to(draw.sampling.inverse_temperature.dtype)
             )
-            parts.append(least_kept(rows * draw.sampling.inverse_temperature[:, None, None], draw.sampling).view(-1, 1))
+            parts.append(filter_thresholds(rows * draw.sampling.inverse_temperature[:, None, None], draw.sampling).view(-1, 1))
             start += r * n
         return torch.cat(parts)
 
@@ -170,7 +170,7 @@ def sampling(requests: int, dtype: torch.dtype, mode: SamplingMode, dice: random
     names = ("inverse_temperature", "noise_scale", "top_k", "top_p", "min_p")
     columns = [torch.cat([getattr(one, name) for one in (*each, blank)]) for name in names]
     seeds = torch.tensor([dice.getrandbits(60) for _ in range(requests)], dtype=torch.int64)
-    return SamplingBatch(*columns, seeds, SamplingMode.NOISY in mode, SamplingMode.FILTERED in mode)
+    return SamplingBatch(*columns, seeds, SamplingMode.RANDOM in mode, SamplingMode.FILTERED in mode)
 
 
 def head_of(grid: Grid, vocab: int, dtype: torch.dtype) -> ShardedHead:

@@ -8,10 +8,10 @@ from torch import Tensor
 from cluster.batch import SamplingBatch
 from cluster.engine.backends import sampler_of
 from cluster.kernels.torch_kernels import TorchKernels
-from cluster.sampling.c_sampler import MOST, CSampler
+from cluster.sampling.c_sampler import MAX_COUNT, CSampler
 from cluster.sampling.noise import Noise, at_least_float32, gumbel_of, noise_bits, noise_keys, vocabulary_hashes
 from cluster.sampling.sampling_inputs import SamplerInput, SamplingInputs
-from cluster.sampling.token_bitmask import barred
+from cluster.sampling.token_bitmask import apply_token_bitmask
 from cluster.sampling.torch_sampler import TORCH, TorchSampler
 from cluster.spec.tree import FLOOR
 from tests.unit.kernels.library import c_kernels, c_library
@@ -45,14 +45,14 @@ def draw_of(sampling: SamplingBatch, each: int, vocab: int, dtype: torch.dtype, 
 def all_scores(logits: Tensor, draw: SamplingInputs | None) -> Tensor:
     """Every score as C makes it, `[T, v]`: a few columns at a time, so that none is passed over."""
     vocab, parts = logits.shape[1], []
-    for start in range(0, vocab, MOST):
-        some = logits[:, start : start + MOST]
+    for start in range(0, vocab, MAX_COUNT):
+        some = logits[:, start : start + MAX_COUNT]
         width = some.shape[1]
         here = [SamplingInputs(1, sampling_of(0), None)]
         if draw is not None and draw.noise is not None:
             noise = Noise(draw.noise.keys, draw.noise.hashes[start : start + width], draw.noise.dtype)
-            here = [SamplingInputs(draw.each, draw.sampling, noise, draw.which)]
-        values, columns, _ = c_chooser().found(SamplerInput(some, here), width)
+            here = [SamplingInputs(draw.rows_per_request, draw.sampling, noise, draw.noise_index)]
+        values, columns, _ = c_chooser().shard_best(SamplerInput(some, here), width)
         parts.append(torch.empty_like(values).scatter_(1, columns, values))
     return torch.cat(parts, 1)
 
@@ -72,7 +72,7 @@ def test_scores_are_those_of_the_twin(vocab: int, dtype: torch.dtype, spread: fl
     sampling, logits = unfiltered(4, dtype), logits_of(12, vocab, dtype, spread)
     draw = draw_of(sampling, 3, vocab, dtype)
     found = torch.cat(
-        [TORCH.found(SamplerInput(logits[:, i : i + 1], [cut(draw, i)]), 1)[0] for i in range(min(vocab, 70))], 1
+        [TORCH.shard_best(SamplerInput(logits[:, i : i + 1], [cut(draw, i)]), 1)[0] for i in range(min(vocab, 70))], 1
     )
     ours = all_scores(logits, draw)[:, :70]
     assert ours.dtype == found.dtype == at_least_float32(dtype)
@@ -83,7 +83,7 @@ def cut(draw: SamplingInputs, column: int) -> SamplingInputs:
     """The draw of one column."""
     assert draw.noise is not None
     noise = Noise(draw.noise.keys, draw.noise.hashes[column : column + 1], draw.noise.dtype)
-    return SamplingInputs(draw.each, draw.sampling, noise, draw.which)
+    return SamplingInputs(draw.rows_per_request, draw.sampling, noise, draw.noise_index)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -101,11 +101,11 @@ def test_what_is_passed_over_is_not_among_the_best(vocab: int, dtype: torch.dtyp
         columns, score = c_chooser().best(SamplerInput(logits, given))
         assert torch.equal(columns, order[:, 0]) and torch.equal(score, values[:, 0])
         for count in {min(count, vocab) for count in ((1, 2, 5, 32, 64) if vocab < 10_000 else (4,))}:
-            got, at, total = c_chooser().found(SamplerInput(logits, given), count)
+            got, at, total = c_chooser().shard_best(SamplerInput(logits, given), count)
             assert torch.equal(got, values[:, :count]) and torch.equal(at, order[:, :count])
             near = NEAR[total.dtype]
             assert torch.allclose(total[:, 0].double(), every.double().logsumexp(1), rtol=near, atol=near)
-            likely, at = c_chooser().likeliest(SamplerInput(logits, given), count)
+            likely, at = c_chooser().top_logprobs(SamplerInput(logits, given), count)
             assert torch.equal(likely, got - total) and torch.equal(at, order[:, :count])
 
 
@@ -114,16 +114,16 @@ def test_what_is_passed_over_is_not_among_the_best(vocab: int, dtype: torch.dtyp
 def test_masks_give_to_the_bit_what_barred_logits_give(vocab: int, dtype: torch.dtype) -> None:
     """Also in a row whose mask is empty, and in one whose mask allows all."""
     logits, masks = made(6, vocab, dtype)
-    bars = barred(logits, masks, None)
+    bars = apply_token_bitmask(logits, masks, None)
     for each in ([SamplingInputs(6, sampling_of(1), None)], [draw_of(unfiltered(2, dtype), 3, vocab, dtype)]):
         for sampler in (c_chooser(), TORCH):
             found, wanted = (
                 [sampler.best(SamplerInput(logits, each, None, masks))],
                 [sampler.best(SamplerInput(bars, each))],
             )
-            for count in {1, min(5, vocab), min(MOST, vocab)}:
-                found.append(sampler.likeliest(SamplerInput(logits, each, None, masks), count))
-                wanted.append(sampler.likeliest(SamplerInput(bars, each), count))
+            for count in {1, min(5, vocab), min(MAX_COUNT, vocab)}:
+                found.append(sampler.top_logprobs(SamplerInput(logits, each, None, masks), count))
+                wanted.append(sampler.top_logprobs(SamplerInput(bars, each), count))
             for one, two in zip(found, wanted, strict=True):
                 assert same(one[0], two[0]) and same(one[1], two[1])
 
@@ -134,7 +134,7 @@ def test_masks_that_c_cannot_apply_are_refused() -> None:
     for wrong in (masks[:3], masks[:, :3]):
         with pytest.raises(ValueError, match="do not fit"):
             c_chooser().best(SamplerInput(logits, [plain], None, wrong))
-    with pytest.raises(ValueError, match="barred already"):
+    with pytest.raises(ValueError, match="must be applied to the logits beforehand"):
         c_chooser().best(SamplerInput(logits, [filtered], None, masks))
 
 
@@ -147,8 +147,8 @@ def test_filters_keep_what_they_keep_for_the_twin(dtype: torch.dtype) -> None:
         wanted, best = TORCH.best(SamplerInput(logits, [draw], least))
         assert torch.equal(columns, wanted)
         assert torch.allclose(score, best, rtol=NEAR[best.dtype], atol=NEAR[best.dtype])
-        likely, columns = c_chooser().likeliest(SamplerInput(logits, [draw], least), 8)
-        twin, wanted = TORCH.likeliest(SamplerInput(logits, [draw], least), 8)
+        likely, columns = c_chooser().top_logprobs(SamplerInput(logits, [draw], least), 8)
+        twin, wanted = TORCH.top_logprobs(SamplerInput(logits, [draw], least), 8)
         if dtype != torch.bfloat16:  # it has ties
             assert ((columns == wanted) | (twin < FLOOR)).all(), (
                 "what is ruled out has few digits left to be ordered by"
@@ -163,28 +163,28 @@ def test_a_row_has_the_same_bits_alone_among_others_and_on_any_number_of_threads
     try:
         torch.set_num_threads(1)
         one = [
-            *c_chooser().found(SamplerInput(logits, [draw]), 4),
-            *c_chooser().likeliest(SamplerInput(logits, [draw]), 4),
+            *c_chooser().shard_best(SamplerInput(logits, [draw]), 4),
+            *c_chooser().top_logprobs(SamplerInput(logits, [draw]), 4),
         ]
         torch.set_num_threads(4)
         many = [
-            *c_chooser().found(SamplerInput(logits, [draw]), 4),
-            *c_chooser().likeliest(SamplerInput(logits, [draw]), 4),
+            *c_chooser().shard_best(SamplerInput(logits, [draw]), 4),
+            *c_chooser().top_logprobs(SamplerInput(logits, [draw]), 4),
         ]
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(a, b) for a, b in zip(one, many, strict=True))
-    assert draw.noise is not None and draw.which is not None
+    assert draw.noise is not None and draw.noise_index is not None
     for request in (0, 17, 39):
         here = slice(request, request + 1)
         for row in range(3):
             noise = draw.noise.narrow(here)
-            alone = [SamplingInputs(1, sampling.narrow(request, request + 1), noise, draw.which[here, row : row + 1])]
+            alone = [SamplingInputs(1, sampling.narrow(request, request + 1), noise, draw.noise_index[here, row : row + 1])]
             number = 3 * request + row
             some = logits[number : number + 1]
             got = [
-                *c_chooser().found(SamplerInput(some, alone), 4),
-                *c_chooser().likeliest(SamplerInput(some, alone), 4),
+                *c_chooser().shard_best(SamplerInput(some, alone), 4),
+                *c_chooser().top_logprobs(SamplerInput(some, alone), 4),
             ]
             assert all(torch.equal(a[0], b[number]) for a, b in zip(got, one, strict=True))
 
@@ -196,7 +196,7 @@ def test_numbers_that_are_not_finite(noisy: bool, dtype: torch.dtype) -> None:
     vocab, sampling = 203, unfiltered(7, dtype)
     logits = logits_of(7, vocab, dtype)
     draw = draw_of(sampling, 1, vocab, dtype) if noisy else SamplingInputs(7, sampling_of(1), None)
-    sound = c_chooser().found(SamplerInput(logits, [draw]), 3)
+    sound = c_chooser().shard_best(SamplerInput(logits, [draw]), 3)
     logits[0, [9, 150]] = NAN
     logits[1, [40, 41]] = INF
     logits[2, 7], logits[2, 190] = INF, NAN
@@ -207,10 +207,10 @@ def test_numbers_that_are_not_finite(noisy: bool, dtype: torch.dtype) -> None:
     assert score[[0, 2]].isnan().all() and score[1] == INF and score[3] == -INF and score[4].isfinite()
     wanted, twin = TORCH.best(SamplerInput(logits, [draw]))
     assert torch.equal(columns, wanted) and torch.equal(score.isfinite(), twin.isfinite())
-    likely, columns = c_chooser().likeliest(SamplerInput(logits, [draw]), 3)
+    likely, columns = c_chooser().top_logprobs(SamplerInput(logits, [draw]), 3)
     assert likely[:4].isnan().all() and columns[:4].tolist() == [[0, 1, 2]] * 4
     assert likely[4].tolist() == [0.0, -INF, -INF] and columns[4].tolist() == [0, 1, 2]
-    found, columns, total = c_chooser().found(SamplerInput(logits, [draw]), 3)
+    found, columns, total = c_chooser().shard_best(SamplerInput(logits, [draw]), 3)
     assert total[[0, 2]].isnan().all() and total[[1, 3]].view(-1).tolist() == [INF, -INF]
     assert columns[1].tolist()[:2] == [40, 41] and found[1, :2].isinf().all()
     assert all(torch.equal(a[5:], b[5:]) for a, b in zip((found, columns, total), sound, strict=True))
@@ -257,7 +257,7 @@ def test_keys_of_noise_are_the_same_numbers() -> None:
         hashes = vocabulary_hashes(4, CPU)
         ours, twin = (each.noise(seeds, first, 5, hashes, torch.float32) for each in (c_chooser(), TORCH))
         assert torch.equal(ours.keys, twin.keys) and torch.equal(ours.values(), twin.values())
-        assert ours.kept is None
+        assert ours.cached_values is None
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -268,15 +268,15 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="3 rows of logits, and draws of 2"):
         c_chooser().best(SamplerInput(torch.zeros(3, 8), [draw]))
     with pytest.raises(ValueError, match="9 of 8 columns"):
-        c_chooser().likeliest(SamplerInput(logits, [draw]), 9)
+        c_chooser().top_logprobs(SamplerInput(logits, [draw]), 9)
     assert c_chooser().best(SamplerInput(logits[:0], [SamplingInputs(0, sampling_of(0), None)]))[0].shape == (0,)
 
 
 def test_rows_need_not_lie_together() -> None:
     logits, draw = logits_of(6, 300, torch.float32), draw_of(unfiltered(6, torch.float32), 1, 100, torch.float32)
-    got = c_chooser().found(SamplerInput(logits[:, 100:200], [draw]), 3)
-    wanted = c_chooser().found(SamplerInput(logits[:, 100:200].contiguous(), [draw]), 3)
-    turned = c_chooser().found(SamplerInput(logits[:, 100:200].t().contiguous().t(), [draw]), 3)
+    got = c_chooser().shard_best(SamplerInput(logits[:, 100:200], [draw]), 3)
+    wanted = c_chooser().shard_best(SamplerInput(logits[:, 100:200].contiguous(), [draw]), 3)
+    turned = c_chooser().shard_best(SamplerInput(logits[:, 100:200].t().contiguous().t(), [draw]), 3)
     for one, other, third in zip(got, wanted, turned, strict=True):
         assert torch.equal(one, other) and torch.equal(third, other)
 

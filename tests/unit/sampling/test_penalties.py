@@ -12,10 +12,10 @@ Words = tuple[tuple[int, ...], ...]
 def admit(table: PenaltyTable, row: int, words: Words | None, tokens: tuple[int, ...] = (3, 4, 5)) -> None:
     """A request in `row`; None: without adjustments."""
     adjusting = () if words is None else (RowPenalties(row, 0.0, 0.0, 1.0, 0, 3, tokens, (), (), None, words),)
-    order = StepInput(samplings=(RowSampling(row, 1.0, 0, 1.0, 0.0, 0),), adjustings=adjusting)
+    order = StepInput(samplings=(RowSampling(row, 1.0, 0, 1.0, 0.0, 0),), penalties=adjusting)
     staging = Staging(torch.device("cpu"))
     table.stage(order, staging)
-    table.put(order, staging.sent().lists())
+    table.put(order, staging.send().lists())
 
 
 def test_the_table_of_words_shrinks_when_those_with_many_have_gone() -> None:
@@ -24,13 +24,13 @@ def test_the_table_of_words_shrinks_when_those_with_many_have_gone() -> None:
     table.make()
     admit(table, 0, ((6,), (7, 8)))
     admit(table, 1, tuple((9,) * 5 for _ in range(30)))
-    assert table.words.shape == (4, 30, 5) and table.tails.shape == (4, 4)
-    assert table.words[0, :2].tolist() == [[-1] * 4 + [6], [-1] * 3 + [7, 8]]
+    assert table.bad_words.shape == (4, 30, 5) and table.recent_tokens.shape == (4, 4)
+    assert table.bad_words[0, :2].tolist() == [[-1] * 4 + [6], [-1] * 3 + [7, 8]]
     admit(table, 1, None)
     admit(table, 2, ((2,),))
-    assert table.words.shape == (4, 2, 2) and table.tails.shape == (4, 1)
-    assert table.words[0].tolist() == [[-1, 6], [7, 8]] and table.words[2].tolist() == [[-1, 2], [-1, -1]]
-    assert table.words[1].tolist() == [[-1, -1], [-1, -1]] and table.tails[0].tolist() == [5]
+    assert table.bad_words.shape == (4, 2, 2) and table.recent_tokens.shape == (4, 1)
+    assert table.bad_words[0].tolist() == [[-1, 6], [7, 8]] and table.bad_words[2].tolist() == [[-1, 2], [-1, -1]]
+    assert table.bad_words[1].tolist() == [[-1, -1], [-1, -1]] and table.recent_tokens[0].tolist() == [5]
     admit(table, 0, None)
     admit(table, 3, ((1,),))
-    assert table.words.shape == (4, 1, 1) and table.words[2].tolist() == [[2]]
+    assert table.bad_words.shape == (4, 1, 1) and table.bad_words[2].tolist() == [[2]]

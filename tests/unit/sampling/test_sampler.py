@@ -14,10 +14,10 @@ from cluster.batch import SamplingBatch
 from cluster.models.vocab import ShardedLogits
 from cluster.request import RequestParams
 from cluster.sampling import filters
-from cluster.sampling.filters import LogitRows, float_of, ordered
+from cluster.sampling.filters import LogitRows, float_of_ordered_bits, ordered_bits
 from cluster.sampling.noise import Noise, gumbel, noise_keys, token_hashes, vocabulary_hashes
 from cluster.sampling.radix_select import RadixSelect, SortedSelect, ThresholdSearch
-from cluster.sampling.sampler import TOP_LOGPROBS, choose, likeliest, logprobs
+from cluster.sampling.sampler import TOP_LOGPROBS, choose, top_logprobs, logprobs
 from cluster.sampling.sampling_inputs import SamplingInputs
 from cluster.spec.tree import FLOOR
 from tests.unit.sampling.samplings import best_of, chosen, filtered, sampling_of, whole
@@ -75,15 +75,15 @@ def plain(logits: Tensor, sampling: SamplingBatch, keys: Tensor, which: Tensor) 
 def test_blocks_choose_what_the_whole_does(
     block: int, kept: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cluster.sampling.row_blocks.BLOCK", block)
-    monkeypatch.setattr("cluster.sampling.noise.KEPT", kept)
+    monkeypatch.setattr("cluster.sampling.row_blocks.MAX_BLOCK", block)
+    monkeypatch.setattr("cluster.sampling.noise.MAX_CACHED_VALUES", kept)
     torch.manual_seed(3)
     sampling, r = mixed(dtype), len(MIXED)
     logits = torch.randn(r, 4, 37, dtype=torch.float64).mul(3).to(dtype)
     keys = noise_keys(sampling.seeds, torch.arange(5).expand(r, -1))
     which = torch.randint(5, (r, 4))
     noise = Noise.of(keys, vocabulary_hashes(37, keys.device), dtype)
-    assert (noise.kept is None) == (not kept)
+    assert (noise.cached_values is None) == (not kept)
     got, won = chosen(logits, sampling, noise, which)
     ranked = plain(logits, sampling, keys, which)
     assert torch.equal(got, ranked.argmax(-1))
@@ -96,7 +96,7 @@ def test_blocks_choose_what_the_whole_does(
 
 @pytest.mark.parametrize("block", [1, 1 << 22])
 def test_the_likeliest_are_those_of_the_whole_distribution(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cluster.sampling.row_blocks.BLOCK", block)
+    monkeypatch.setattr("cluster.sampling.row_blocks.MAX_BLOCK", block)
     torch.manual_seed(5)
     sampling, r, ids = mixed(torch.float64), len(MIXED), torch.tensor([3, 5, 8, 13, 21, 34, 55])
     logits = torch.randn(r, 3, len(ids), dtype=torch.float64)
@@ -115,7 +115,7 @@ def test_the_likeliest_are_those_of_the_whole_distribution(block: int, monkeypat
 
 @pytest.mark.parametrize("block", [1, 1 << 22])
 def test_logprobs_are_the_models_own(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cluster.sampling.row_blocks.BLOCK", block)
+    monkeypatch.setattr("cluster.sampling.row_blocks.MAX_BLOCK", block)
     torch.manual_seed(6)
     logits, rows, tokens = torch.randn(9, 50), torch.tensor([7, 0, 0, 8]), torch.tensor([1, 2, 3, 49])
     got, plainly = logprobs(whole(logits), rows, tokens), logits[rows].log_softmax(-1)
@@ -130,9 +130,9 @@ def test_logprobs_are_the_models_own(block: int, monkeypatch: pytest.MonkeyPatch
 def test_ordered_integers_compare_as_the_floats_do(dtype: torch.dtype) -> None:
     tiny, end = torch.finfo(dtype).smallest_normal, float("inf")
     floats = torch.tensor([-end, -3e38, -2.5, -tiny, -0.0, 0.0, tiny / 4, 1e-3, 7.0, end], dtype=dtype)
-    numbers = ordered(floats)
+    numbers = ordered_bits(floats)
     assert bool((numbers[1:] > numbers[:-1]).all())
-    assert torch.equal(ordered(numbers.view(dtype)).view(dtype), floats)
+    assert torch.equal(ordered_bits(numbers.view(dtype)).view(dtype), floats)
 
 
 @pytest.mark.parametrize("by", [SortedSelect, RadixSelect])
@@ -149,12 +149,12 @@ def test_the_least_that_is_needed_equals_a_walk_from_the_top(
         weights = torch.randint(0, 4, floats.shape, generator=generator)
         weights[:, 5] = 1
         needed = torch.stack([torch.randint(1, int(row.sum()) + 1, (1,), generator=generator) for row in weights])
-        got = float_of(by(ordered(floats)).least(needed, weights), dtype)
+        got = float_of_ordered_bits(by(ordered_bits(floats)).threshold(needed, weights), dtype)
         for row, weight, need, found in zip(floats, weights, needed, got, strict=True):
             wanted = max(v for v in row.tolist() if int(weight[row >= v].sum()) >= int(need))
             assert float(found) == wanted
         rank = needed.clamp(max=floats.shape[1])
-        counted = float_of(by(ordered(floats)).least(rank), dtype)
+        counted = float_of_ordered_bits(by(ordered_bits(floats)).threshold(rank), dtype)
         assert torch.equal(counted, floats.sort(1, descending=True).values.gather(1, rank - 1))
 
 
@@ -164,7 +164,7 @@ def test_the_least_that_is_needed_equals_a_walk_from_the_top(
 def test_thresholds_keep_what_sorting_keeps(
     vocab: int, dtype: torch.dtype, few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cluster.sampling.radix_select.FEW", few)
+    monkeypatch.setattr("cluster.sampling.radix_select.SORT_LIMIT", few)
     torch.manual_seed(vocab)
     sampling = mixed(dtype)
     for scale in (0.1, 2.0, 30.0):
@@ -177,8 +177,8 @@ def test_thresholds_keep_what_sorting_keeps(
 @pytest.mark.parametrize("kept", [0, 1 << 22])
 def test_parts_of_the_noise_are_those_of_the_whole(kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of requests, of positions, of tokens, in any order: kept or made anew, the same bits."""
-    monkeypatch.setattr("cluster.sampling.noise.KEPT", kept)
-    monkeypatch.setattr("cluster.sampling.row_blocks.BLOCK", 100)
+    monkeypatch.setattr("cluster.sampling.noise.MAX_CACHED_VALUES", kept)
+    monkeypatch.setattr("cluster.sampling.row_blocks.MAX_BLOCK", 100)
     generator = torch.Generator().manual_seed(4)
     keys = noise_keys(torch.arange(5), torch.arange(4).expand(5, -1))
     hashes = vocabulary_hashes(30, keys.device)
@@ -242,10 +242,10 @@ class Peak(TorchDispatchMode):
 
 
 class Alone:
-    """Stands for n shards that all found what this one did; `wide` ones have no rows of other groups."""
+    """Stands for n shards that all found what this one did; `over_world` ones have no rows of other groups."""
 
     def __init__(self, size: int, wide: bool) -> None:
-        self.size, self.wide = size, wide
+        self.size, self.over_world = size, wide
 
     def spread(self, numbers: Tensor) -> Tensor:
         return numbers
@@ -301,5 +301,5 @@ def test_choosing_for_64_trees_of_64_nodes_takes_a_tenth_of_their_logits(
     assert 0 < choosing.most < 0.1 * logits.nbytes, f"{choosing.most / logits.nbytes:.2f} of the logits"
     drafted = torch.empty(r * topk, width, device=meta)
     with Peak(drafted) as drafting:
-        likeliest(ShardedLogits(drafted, vocab, shards=shards), SamplingInputs(topk, sampling, noise.at(0)), topk)
+        top_logprobs(ShardedLogits(drafted, vocab, shards=shards), SamplingInputs(topk, sampling, noise.at(0)), topk)
     assert 0 < drafting.most < 0.1 * logits.nbytes, f"{drafting.most / logits.nbytes:.2f} of the target's logits"

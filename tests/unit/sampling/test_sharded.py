@@ -10,10 +10,10 @@ from torch import Tensor
 from cluster.batch import SamplingMode
 from cluster.sampling.c_sampler import CSampler
 from cluster.sampling.noise import Noise, gumbel_of, noise_keys, token_hashes, vocabulary_hashes
-from cluster.sampling.sampler import TOP_LOGPROBS, Logprobs, choose, likeliest, logprobs, ranks
+from cluster.sampling.sampler import TOP_LOGPROBS, Logprobs, choose, top_logprobs, logprobs, ranks
 from cluster.sampling.sampling_inputs import SamplingInputs, checksum
-from cluster.sampling.sharded import CHOSEN, proposed, scored_rows
-from cluster.sampling.torch_sampler import FAR, TORCH, Sampler
+from cluster.sampling.sharded import NUMBERS_PER_CHOICE, numbers_sent_per_row, sampler_input_of
+from cluster.sampling.torch_sampler import FILTERED_PENALTY, TORCH, Sampler
 from cluster.spec.propose import CoupledRanking
 from tests.unit.kernels.library import c_library
 from tests.unit.sampling.samplings import sampling_of, whole
@@ -30,7 +30,7 @@ GRIDS = [
     Grid(2, 2, True),
 ]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
-ALL = SamplingMode.NOISY | SamplingMode.FILTERED
+ALL = SamplingMode.RANDOM | SamplingMode.FILTERED
 
 
 @pytest.fixture(params=["torch", "c"])
@@ -50,7 +50,7 @@ def groups_of(grid: Grid, dtype: torch.dtype, mode: SamplingMode, trial: int) ->
     return [Group.random(vocab, nodes, dtype, mode, dice) for _ in range(grid.dp)]
 
 
-@pytest.mark.parametrize("mode", [SamplingMode(0), SamplingMode.NOISY, ALL], ids=["greedy", "sampled", "filtered"])
+@pytest.mark.parametrize("mode", [SamplingMode(0), SamplingMode.RANDOM, ALL], ids=["greedy", "sampled", "filtered"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_shards_choose_what_one_rank_chooses(
@@ -64,7 +64,7 @@ def test_shards_choose_what_one_rank_chooses(
         def rank(seat: Seat, groups: list[Group] = groups) -> tuple[Tensor, Tensor]:
             return choose(seat.columns, groups[seat.group].of_shard(seat.columns), sampler)
 
-        answers = seated(grid, [g.logits for g in groups], head_of(grid, vocab, dtype).choosing(mode, CHOSEN), rank)
+        answers = seated(grid, [g.logits for g in groups], head_of(grid, vocab, dtype).sampling_calls(mode, NUMBERS_PER_CHOICE), rank)
         for number, (tokens, scores) in enumerate(answers):
             group = groups[number // grid.tp]
             true_tokens, true_scores = choose(whole(group.logits), group.draws, sampler)
@@ -80,11 +80,11 @@ def test_thresholds_of_shards_are_exactly_those_of_the_whole(grid: Grid, dtype: 
         head = head_of(grid, groups[0].logits.shape[1], dtype)
 
         def rank(seat: Seat, groups: list[Group] = groups) -> Tensor:
-            least = scored_rows(seat.columns, groups[seat.group].of_shard(seat.columns)).least
+            least = sampler_input_of(seat.columns, groups[seat.group].of_shard(seat.columns)).thresholds
             assert least is not None
             return least
 
-        calls = [call for call in head.choosing(ALL, CHOSEN) if call[0] != "compare"]
+        calls = [call for call in head.sampling_calls(ALL, NUMBERS_PER_CHOICE) if call[0] != "compare"]
         for number, least in enumerate(seated(grid, [g.logits for g in groups], calls, rank)):
             scored = groups if grid.wide else [groups[number // grid.tp]]
             sane = torch.cat([group.logits for group in scored]).amax(1).isfinite()
@@ -97,7 +97,7 @@ def in_order(likely: Tensor, count: int) -> Tensor:
 
 
 @pytest.mark.parametrize("mapped", [False, True])
-@pytest.mark.parametrize("mode", [SamplingMode(0), SamplingMode.NOISY, ALL], ids=["greedy", "sampled", "filtered"])
+@pytest.mark.parametrize("mode", [SamplingMode(0), SamplingMode.RANDOM, ALL], ids=["greedy", "sampled", "filtered"])
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_shards_propose_what_one_rank_proposes(grid: Grid, mode: SamplingMode, mapped: bool, sampler: Sampler) -> None:
     """With a reduced vocabulary, whose tokens are those of other shards of the target, and with fewer columns than are
@@ -112,7 +112,7 @@ def test_shards_propose_what_one_rank_proposes(grid: Grid, mode: SamplingMode, m
         for _ in range(grid.dp):
             both = sampling(dice.randrange(4), dtype, mode, dice)
             keys = noise_keys(both.seeds, torch.full((both.seeds.shape[0], 1), 9))
-            noise = Noise.of(keys, vocabulary_hashes(3 * vocab, CPU), dtype) if SamplingMode.NOISY in mode else None
+            noise = Noise.of(keys, vocabulary_hashes(3 * vocab, CPU), dtype) if SamplingMode.RANDOM in mode else None
             groups.append(SamplingInputs(each, both, noise))
             logits.append(torch.randn(both.seeds.shape[0] * each, vocab, dtype=dtype) * 3)
 
@@ -127,7 +127,7 @@ def test_shards_propose_what_one_rank_proposes(grid: Grid, mode: SamplingMode, m
             return CoupledRanking(ids, topk, own, sampler).propose(seat.columns, draw)
 
         head = head_of(grid, vocab, dtype)
-        answers = seated(grid, logits, head.choosing(mode, proposed(topk, head.columns)), rank)
+        answers = seated(grid, logits, head.sampling_calls(mode, numbers_sent_per_row(topk, head.columns)), rank)
         for number, (likely, tokens) in enumerate(answers):
             group = number // grid.tp
             true_likely, true_tokens = ranking.propose(whole(logits[group]), groups[group])
@@ -144,14 +144,14 @@ def test_ties_and_numbers_that_are_not_finite_among_proposals(grid: Grid, sample
     for rows in logits:
         rows[3, 7], rows[4, 7], rows[5, :] = float("inf"), float("nan"), float("-inf")
     draw, head = SamplingInputs(6, sampling_of(1), None), head_of(grid, vocab, torch.float64)
-    calls = head.choosing(SamplingMode(0), proposed(topk, head.columns))
+    calls = head.sampling_calls(SamplingMode(0), numbers_sent_per_row(topk, head.columns))
     for number, (likely, columns) in enumerate(
-        seated(grid, logits, calls, lambda seat: likeliest(seat.columns, draw, topk, sampler))
+        seated(grid, logits, calls, lambda seat: top_logprobs(seat.columns, draw, topk, sampler))
     ):
         wanted = logits[number // grid.tp].log_softmax(-1)
         assert torch.equal(columns[:3], in_order(wanted[:3], topk))
         assert torch.allclose(likely[:3], wanted[:3].gather(1, columns[:3]))
-        alone, first = likeliest(whole(logits[number // grid.tp]), draw, topk, sampler)
+        alone, first = top_logprobs(whole(logits[number // grid.tp]), draw, topk, sampler)
         assert likely[3:].isnan().all() and alone[3:].isnan().all()
         assert columns[3:].tolist() == first[3:].tolist() == [list(range(topk))] * 3
 
@@ -164,7 +164,7 @@ def test_log_probabilities_are_those_of_the_whole(grid: Grid, dtype: torch.dtype
         logits = [torch.randn(5 + group, vocab, dtype=torch.float64).to(dtype) for group in range(grid.dp)]
         rows = [torch.randint(5 + group, (4,)) for group in range(grid.dp)]
         tokens = [torch.randint(vocab, (4,)) for _ in range(grid.dp)]
-        calls = head_of(grid, vocab, dtype).asking(TOP_LOGPROBS)
+        calls = head_of(grid, vocab, dtype).logprob_calls(TOP_LOGPROBS)
 
         def rank(seat: Seat, rows: list[Tensor] = rows, tokens: list[Tensor] = tokens) -> Logprobs:
             return logprobs(seat.columns, rows[seat.group], tokens[seat.group])
@@ -192,7 +192,7 @@ def test_ranks_are_those_of_the_whole(grid: Grid, dtype: torch.dtype) -> None:
         def rank(seat: Seat, tokens: list[Tensor] = tokens) -> Tensor:
             return ranks(seat.columns, tokens[seat.group])
 
-        for number, got in enumerate(seated(grid, logits, head_of(grid, vocab, dtype).ranking(), rank)):
+        for number, got in enumerate(seated(grid, logits, head_of(grid, vocab, dtype).rank_calls(), rank)):
             group = number // grid.tp
             rows = zip(logits[group].tolist(), tokens[group].tolist(), strict=True)
             assert got.tolist() == [sum(x >= row[token] for x in row) for row, token in rows]
@@ -210,26 +210,26 @@ def test_what_travels_of_a_row_does_not_grow_with_the_vocabulary(grid: Grid, voc
     logits = [torch.randn(rows, vocab) for _ in range(grid.dp)]
 
     def sent(mode: SamplingMode, told_of_row: int) -> float:
-        calls = head.choosing(mode, told_of_row)
+        calls = head.sampling_calls(mode, told_of_row)
 
         def rank(seat: Seat) -> int:
-            chosen = replace(both, noisy=SamplingMode.NOISY in mode, filtered=SamplingMode.FILTERED in mode)
+            chosen = replace(both, any_random=SamplingMode.RANDOM in mode, any_filtered=SamplingMode.FILTERED in mode)
             hashes = vocabulary_hashes(head.columns, CPU, seat.columns.start)
             draw = SamplingInputs(1, chosen, Noise(keys, hashes, torch.float32) if mode else None)
-            if told_of_row == CHOSEN:
+            if told_of_row == NUMBERS_PER_CHOICE:
                 choose(seat.columns, [draw])
             else:
-                likeliest(seat.columns, draw, topk)
+                top_logprobs(seat.columns, draw, topk)
             return seat.axis.sent
 
         return max(seated(grid, logits, calls, rank)) / 8 / rows / (grid.dp if grid.wide else 1)
 
     spread = 6 / grid.shards if grid.wide else 0
-    assert sent(SamplingMode(0), CHOSEN) == 2
-    assert sent(SamplingMode(0), proposed(topk, head.columns)) == 9
-    assert sent(SamplingMode.NOISY, CHOSEN) == 2 + spread
-    assert sent(ALL, CHOSEN) == 2 + spread + 2 + 2 * 4 * 256, "two searches of four digits"
-    assert sum(width for _, width in head.asking(TOP_LOGPROBS)) <= 44
+    assert sent(SamplingMode(0), NUMBERS_PER_CHOICE) == 2
+    assert sent(SamplingMode(0), numbers_sent_per_row(topk, head.columns)) == 9
+    assert sent(SamplingMode.RANDOM, NUMBERS_PER_CHOICE) == 2 + spread
+    assert sent(ALL, NUMBERS_PER_CHOICE) == 2 + spread + 2 + 2 * 4 * 256, "two searches of four digits"
+    assert sum(width for _, width in head.logprob_calls(TOP_LOGPROBS)) <= 44
 
 
 def test_the_checksum_tells_how_rows_draw() -> None:
@@ -257,4 +257,4 @@ def test_what_filters_rule_out_stays_below_what_they_keep() -> None:
     ends = torch.tensor([0, 0x7FFFFFFF], dtype=torch.int32)
     for dtype in (torch.float32, torch.float64):
         low, high = sorted(gumbel_of(ends, dtype).tolist())
-        assert high - low < FAR / 2
+        assert high - low < FILTERED_PENALTY / 2

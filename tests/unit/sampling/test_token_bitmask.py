@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from cluster.sampling.noise import at_least_float32
-from cluster.sampling.token_bitmask import BARRED, WORD, CTokenBitmask, barred
+from cluster.sampling.token_bitmask import DISALLOWED_TOKEN_BIAS, TOKENS_PER_WORD, CTokenBitmask, apply_token_bitmask
 from tests.unit.kernels.library import c_kernels
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
@@ -16,7 +16,7 @@ def made(rows: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Logits at a stride of their own, and masks of which one is empty and one allows all."""
     random = torch.Generator().manual_seed(size)
     logits = torch.randn(rows, size + 3, generator=random).to(dtype)[:, :size]
-    words = -(-size // WORD)
+    words = -(-size // TOKENS_PER_WORD)
     masks = torch.randint(-(2**31), 2**31, (rows, words), generator=random, dtype=torch.int64).to(torch.int32)
     if rows > 2:
         masks[1], masks[2] = 0, -1
@@ -31,13 +31,13 @@ def same(one: Tensor, other: Tensor) -> bool:
 @pytest.mark.parametrize("size", SIZES)
 def test_the_twin_bars_what_a_mask_does_not_have(size: int, dtype: torch.dtype) -> None:
     logits, masks = made(4, size, dtype)
-    given = barred(logits, masks, None)
+    given = apply_token_bitmask(logits, masks, None)
     assert given.dtype == at_least_float32(dtype)
     for row in range(4):
         for token in range(size):
-            allowed = masks[row, token // WORD].item() >> token % WORD & 1
+            allowed = masks[row, token // TOKENS_PER_WORD].item() >> token % TOKENS_PER_WORD & 1
             wide = logits[row, token].to(given.dtype)
-            expected = wide + (float("nan") if row == 1 else 0.0 if allowed else BARRED)
+            expected = wide + (float("nan") if row == 1 else 0.0 if allowed else DISALLOWED_TOKEN_BIAS)
             assert same(given[row, token], expected)
 
 
@@ -49,9 +49,9 @@ def test_c_is_the_twin(size: int, dtype: torch.dtype) -> None:
     bars = CTokenBitmask(library)
     for rows in (0, 1, 4, 70):
         logits, masks = made(rows, size, dtype)
-        assert same(bars(logits, masks, None), barred(logits, masks, None))
+        assert same(bars(logits, masks, None), apply_token_bitmask(logits, masks, None))
         ids = torch.randperm(size, generator=torch.Generator().manual_seed(rows))[: size // 2 + 1]
-        assert same(bars(logits[:, : len(ids)], masks, ids), barred(logits[:, : len(ids)], masks, ids))
+        assert same(bars(logits[:, : len(ids)], masks, ids), apply_token_bitmask(logits[:, : len(ids)], masks, ids))
 
 
 def test_masks_that_do_not_fit_are_refused() -> None:

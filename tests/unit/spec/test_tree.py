@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cluster.spec.tree import Candidates, DraftTree, TorchGrowth, best_tree, chain, clean
+from cluster.spec.tree import Candidates, DraftTree, TorchGrowth, best_tree, chain, clamp_log_probabilities
 
 
 def candidates_of(topk: int, steps: int, draw: Tensor) -> Candidates:
@@ -53,7 +53,7 @@ def assert_valid(tree: DraftTree, steps: int) -> None:
 def test_growth_is_that_of_each_request_alone(topk: int) -> None:
     steps, requests = 4, 5
     draw = torch.randn(requests, steps, topk, topk, dtype=torch.float64).sub(3).clamp(max=0)
-    c, costs = candidates_of(topk, steps, draw), clean(draw).tolist()
+    c, costs = candidates_of(topk, steps, draw), clamp_log_probabilities(draw).tolist()
     for i in range(requests):
         scores, parents, depths = list(costs[i][0][0]), [-1] * topk, [1] * topk
         rows = list(range(topk))

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from cluster.tokenizer.token_floor import NFC_SHRINKS, TokenFloor
+from cluster.tokenizer.token_floor import NFC_SHRINK_FACTOR, TokenFloor
 
 SAMPLE = ["the quick brown fox  jumps over the lazy dog    \n\n    and again the fox, ünïcödé ﬁne 日本語 日本語"] * 4
 
@@ -51,12 +51,12 @@ TEXTS = st.text() | st.text(st.sampled_from("ab ▁\u212a\u0301e<|end|>\n"), max
 def test_no_text_has_fewer_tokens(name: str, text: str) -> None:
     tokenizer = SOUND[name]
     ids = tokenizer.encode(text, add_special_tokens=False).ids
-    assert TokenFloor.of(tokenizer).fewest(text) <= len(ids)
+    assert TokenFloor.from_tokenizer(tokenizer).lower_bound(text) <= len(ids)
 
 
 @pytest.mark.parametrize("name", SOUND)
 def test_a_long_text_has_many(name: str) -> None:
-    assert TokenFloor.of(SOUND[name]).fewest("ab" * 100_000) > 1000
+    assert TokenFloor.from_tokenizer(SOUND[name]).lower_bound("ab" * 100_000) > 1000
 
 
 def test_nfc_shrinks_no_more_than_is_said() -> None:
@@ -66,7 +66,7 @@ def test_nfc_shrinks_no_more_than_is_said() -> None:
             continue
         composed, apart = unicodedata.normalize("NFC", character), unicodedata.normalize("NFD", character)
         for written in (character, apart):
-            assert len(written.encode()) <= NFC_SHRINKS * len(composed.encode())
+            assert len(written.encode()) <= NFC_SHRINK_FACTOR * len(composed.encode())
 
 
 def unsound() -> dict[str, Tokenizer]:
@@ -88,4 +88,4 @@ def unsound() -> dict[str, Tokenizer]:
 
 @pytest.mark.parametrize("name", unsound())
 def test_nothing_is_claimed_of_a_tokenizer_that_may_lose_text(name: str) -> None:
-    assert TokenFloor.of(unsound()[name]).fewest(" " * 1_000_000) == 0
+    assert TokenFloor.from_tokenizer(unsound()[name]).lower_bound(" " * 1_000_000) == 0

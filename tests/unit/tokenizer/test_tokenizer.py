@@ -70,7 +70,7 @@ FIRST_BYTE = 3  # the id of byte 0 in `byte_fallback`
 @given(data=st.data(), prompt=BYTES, output=BYTES)
 def test_any_byte_tokens_in_any_split_decode_as_a_whole(data: st.DataObject, prompt: bytes, output: bytes) -> None:
     """Also a run of byte tokens that is no UTF-8: its whole characters stay, and U+FFFD stands for the rest alone."""
-    letters = [BYTE_FALLBACK.library.token_to_id(letter) for letter in "ab"]
+    letters = [BYTE_FALLBACK.backend_tokenizer.token_to_id(letter) for letter in "ab"]
     before, ids = ([FIRST_BYTE + byte for byte in text] for text in (prompt, output))
     ids = data.draw(st.permutations([*ids, *letters]).map(list)) if data.draw(st.booleans()) else ids
     whole = BYTE_FALLBACK.decode([*before, *ids])
@@ -82,7 +82,7 @@ def test_any_byte_tokens_in_any_split_decode_as_a_whole(data: st.DataObject, pro
 def test_an_answer_that_stops_amid_a_character_keeps_those_before_it() -> None:
     """A model writes rare letters byte by byte and is cut by max_tokens: `tokenizers` would write U+FFFD for each."""
     ids = [FIRST_BYTE + byte for byte in "𝔢𝔢𝔢".encode()[:-2]]
-    assert BYTE_FALLBACK.decode(ids) == BYTE_FALLBACK.decode_freely(ids) == "𝔢𝔢\ufffd"
+    assert BYTE_FALLBACK.decode(ids) == BYTE_FALLBACK.decode_without_gil(ids) == "𝔢𝔢\ufffd"
     assert stream(BYTE_FALLBACK, [], [[one] for one in ids]) == "𝔢𝔢\ufffd"
 
 
@@ -90,7 +90,7 @@ def test_an_answer_that_stops_amid_a_character_keeps_those_before_it() -> None:
 @given(data=st.data(), prompt=BYTES, output=BYTES)
 def test_any_bytes_in_any_split_decode_as_a_whole(data: st.DataObject, prompt: bytes, output: bytes) -> None:
     ids = data.draw(st.permutations([*output, EOS, 9999]).map(list)) if data.draw(st.booleans()) else [*output]
-    own = BYTE_LEVEL.settled([*prompt])
+    own = BYTE_LEVEL.decode_complete([*prompt])
     streamed = stream(BYTE_LEVEL, [*prompt], data.draw(split(ids)))
     assert own + streamed == BYTE_LEVEL.decode([*prompt, *ids])
 
@@ -103,7 +103,7 @@ def test_real_text_in_any_split(data: st.DataObject, prompt: str, output: str, f
     at = data.draw(st.integers(0, len(ids)))
     streamed = stream(tokenizer, ids[:at], data.draw(split(ids[at:])))
     assert (prompt + output).endswith(streamed)
-    assert tokenizer.settled(tokenizer.textual(ids[:at])) + streamed == tokenizer.decode(ids)
+    assert tokenizer.decode_complete(tokenizer.visible_token_ids(ids[:at])) + streamed == tokenizer.decode(ids)
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -137,7 +137,7 @@ def test_garbage_stays_within_the_window(ids: list[int]) -> None:
     for token in ids:
         streamed += detokenizer.push([token])
         assert len(detokenizer._window) <= WINDOW_TOKENS
-    assert BYTE_LEVEL.settled(BYTE_LEVEL.textual(ids)) + streamed + detokenizer.finish() == BYTE_LEVEL.decode(ids + ids)
+    assert BYTE_LEVEL.decode_complete(BYTE_LEVEL.visible_token_ids(ids)) + streamed + detokenizer.finish() == BYTE_LEVEL.decode(ids + ids)
 
 
 def test_half_a_character_in_the_prompt_is_finished_once() -> None:
@@ -166,7 +166,7 @@ def test_the_first_stop_is_found_in_any_split(data: st.DataObject, text: str, st
     finder = StopFinder(stops)
     hit = None
     for piece in data.draw(split([*map(ord, text)])):
-        before = finder._fed
+        before = finder._chars_read
         hit = finder.find("".join(map(chr, piece)))
         if hit:
             assert before < hit.end <= before + len(piece)
@@ -186,7 +186,7 @@ def test_streamed_text_is_the_text_cut_at_the_stop(
     for piece in data.draw(split(BYTE_LEVEL.encode(text))):
         streamed += stopped.push(piece)
         assert cut.startswith(streamed)
-        assert stopped.sent == len(streamed)
+        assert stopped.num_sent_chars == len(streamed)
     assert streamed + stopped.finish() == cut
     assert (stopped.hit is None) == (expected is None)
 
@@ -214,7 +214,7 @@ def test_special_tokens_that_are_shown_change_no_stop(
         hit_by_now = expected is not None and expected[2] <= at
         wanted += (MARK if at <= cut and not hit_by_now else "") + text[at : max(at, min(at + len(piece), cut))]
         ids, at = [*ids, EOS, *BYTE_LEVEL.encode(piece)], at + len(piece)
-    stopped = StoppedText(BYTE_LEVEL, [], stops, include_stop=include, shown={EOS: MARK})
+    stopped = StoppedText(BYTE_LEVEL, [], stops, include_stop=include, special_token_names={EOS: MARK})
     streamed = ""
     for piece in data.draw(split(ids)):
         streamed += stopped.push(piece)

@@ -8,7 +8,7 @@ from typing import ClassVar
 import pytest
 
 from cluster.config import ConfigError
-from cluster.tools.client import KEY, Client, NoAnswerError
+from cluster.tools.client import API_KEY_VARIABLE, Client, NoAnswerError
 
 STREAM = b'data: {"at": 1}\n\n: a comment\n\ndata: {"at": 2}\n\n'
 
@@ -59,11 +59,11 @@ def test_pages_and_streams(url: str) -> None:
 
 
 def test_the_key_is_that_of_the_flag_or_of_the_environment(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(KEY, "env")
+    monkeypatch.setenv(API_KEY_VARIABLE, "env")
     for key, sent in ((None, "Bearer env"), ("flag", "Bearer flag"), ("", None)):
         Client(url, key).page("/ok")
         assert Handler.heard[-1] == ("/ok", sent)
-    monkeypatch.delenv(KEY)
+    monkeypatch.delenv(API_KEY_VARIABLE)
     Client(url).page("/ok")
     assert Handler.heard[-1] == ("/ok", None)
 

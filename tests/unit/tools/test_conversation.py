@@ -13,7 +13,7 @@ def messages(talk: Conversation, question: str = "q") -> list[tuple[str, str]]:
 
 def test_a_question_follows_all_that_was_said() -> None:
     talk = Conversation("be brief")
-    talk.answered("a", "b")
+    talk.add_answer("a", "b")
     said = [("system", "be brief"), (USER, "a"), (ASSISTANT, "b"), (USER, "q")]
     assert messages(talk) == said
     assert messages(talk) == said, "asking alone changes nothing"

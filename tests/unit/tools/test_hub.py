@@ -32,7 +32,7 @@ def test_it_says_what_it_says_of_a_folder(
     hub: FakeHub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, first: int
 ) -> None:
     """With a header that is longer than what is asked for at first, and with one that is not."""
-    monkeypatch.setattr(outline, "FIRST", first)
+    monkeypatch.setattr(outline, "FIRST_REQUEST_BYTES", first)
     target = target_folder()
     draft = draft_folder(target, draft_vocab=40)  # with a d2t, which is read as well
     hub.add("org/target", target)

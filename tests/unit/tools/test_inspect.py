@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from cluster.arch.dtypes import computed_in
+from cluster.arch.dtypes import select_compute_dtype
 from cluster.cli import main
 from cluster.config import EngineConfig
 from cluster.engine import build_engine
-from cluster.tools.inspect import gpu_here
+from cluster.tools.inspect import has_gpu
 from cluster.tools.summary import summary
 from cluster.tools.tensor_report import ServingSetup, inspect
 from tests.families import made
@@ -53,7 +53,7 @@ def test_a_cache_in_fp8_costs_what_its_pools_take(draft: bool, capsys: pytest.Ca
     settings = {"dtype": "float32", "device": "cpu", "max_total_tokens": 1 << 12, "num_threads": 1}
     settings |= {"speculative_draft_model_path": folder, "kv_cache_dtype": "fp8_e4m3", "mixed_prefill_size": 8}
     engine = build_engine(EngineConfig(model_path=target, **settings))
-    info, step = engine.info(), engine._p.lockstep.step
+    info, step = engine.info(), engine._parts.lockstep.step
     assert (info.kv_cache_dtype, info.kv_bytes_per_token) == ("fp8_e4m3", (4 + draft) * 48)
     runners = [step._target, *([step._draft._runner] if draft else [])]
     assert sum(one.pool.kv.nbytes for one in runners) == (info.kv_tokens + info.page_size) * info.kv_bytes_per_token
@@ -81,7 +81,7 @@ def test_a_token_costs_what_the_engine_takes_for_it_where_it_is_written(layers: 
 def test_the_dtype_is_that_of_the_engine(tmp_path: Path, stored: str, device: str, dtype: str) -> None:
     """Inspect assumes a GPU, and says so; here an engine can be asked on a CPU only."""
     plain = dtype if dtype != "auto" else stored if device == "cuda" and stored != "float8_e4m3fn" else "float32"
-    assert computed_in(stored, dtype, device) == plain
+    assert select_compute_dtype(stored, dtype, device) == plain
     target = copy_of(target_folder(), tmp_path / "target", None, torch_dtype=stored, dtype=stored)
     if device == "cuda":
         for report in (inspect(target, None, ServingSetup(dtype=dtype)), summary(target, dtype)):
@@ -100,7 +100,7 @@ def test_without_a_gpu_it_says_what_is_served_here_and_on_a_gpu(
     given = ["inspect", target, *(["--draft", draft_folder(target_folder())] if draft else [])]
 
     def told(gpu: bool, *more: str) -> str:
-        monkeypatch.setattr("cluster.tools.inspect.gpu_here", lambda: gpu)
+        monkeypatch.setattr("cluster.tools.inspect.has_gpu", lambda: gpu)
         assert main([*given, *more]) == 0
         return capsys.readouterr().out
 
@@ -120,11 +120,11 @@ def test_without_a_gpu_it_says_what_is_served_here_and_on_a_gpu(
 
 
 def test_a_machine_without_a_driver_has_no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("cluster.tools.inspect.DRIVERS", (str(tmp_path / "none"),))
-    assert not gpu_here()
+    monkeypatch.setattr("cluster.tools.inspect.DRIVER_DEVICES", (str(tmp_path / "none"),))
+    assert not has_gpu()
     (tmp_path / "driver").touch()
-    monkeypatch.setattr("cluster.tools.inspect.DRIVERS", (str(tmp_path / "none"), str(tmp_path / "driver")))
-    assert gpu_here() == torch.cuda.is_available()
+    monkeypatch.setattr("cluster.tools.inspect.DRIVER_DEVICES", (str(tmp_path / "none"), str(tmp_path / "driver")))
+    assert has_gpu() == torch.cuda.is_available()
 
 
 def test_every_problem_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

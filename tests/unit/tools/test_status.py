@@ -8,13 +8,13 @@ import pytest
 
 from cluster.actors.messages import GangHistory, GangStatus, Heartbeat, Loss
 from cluster.api.core.limits import ModelInfo, RequestLimits
-from cluster.api.http.server_state import facts_of
+from cluster.api.http.server_state import build_server_info
 from cluster.chat.formats.choose import ChosenFormat
 from cluster.observability.metrics import EngineMetrics, ServingMetrics, StepStats, merge
 from cluster.status import EngineStatus
 from cluster.tools import server_state
 from cluster.tools.client import NoAnswerError
-from cluster.tools.server_state import REMEMBERED_S, ServerWatch
+from cluster.tools.server_state import GANG_MEMORY_S, ServerWatch
 from cluster.tools.status import lines_of
 from tests.info import rank_info
 
@@ -24,7 +24,7 @@ BEAT = Heartbeat(
     0,
     steps=9,
     busy=True,
-    age_s=0.0,
+    idle_s=0.0,
     step=10,
     phase="draft",
     status=EngineStatus(running=2, waiting=1, accept_length=2.5, pages_free=6, pages_used=3, pages_cached=1),
@@ -36,7 +36,7 @@ def info(gang: str, reason: str = "", losses: tuple[Loss, ...] = ()) -> dict[str
     history = GangHistory(epoch=len(losses), restarts=losses, gang=gang)
     status = GangStatus(not reason, reason, 12, 2, history, ranks, (BEAT,))
     found: dict[str, Any] = json.loads(
-        json.dumps(facts_of(ModelInfo("demo", 512, 64, 0), RequestLimits(), status, ChosenFormat(None)))
+        json.dumps(build_server_info(ModelInfo("demo", 512, 64, 0), RequestLimits(), status, ChosenFormat(None)))
     )
     return found
 
@@ -71,31 +71,31 @@ def test_rates_are_those_between_two_looks(clock: list[float]) -> None:
     pages = Pages()
     watch = ServerWatch(pages)  # type: ignore[arg-type]
     pages.engine.observe_step(STEP)
-    first = watch.look()
+    first = watch.poll()
     assert (first["tokens_per_second"], first["accept_length"]) == (None, None)
     clock[0] += 2.0
     pages.engine.observe_step(STEP)
     timer = pages.serving.on_start()
     pages.serving.on_start()
     timer.on_tokens(1)
-    second = watch.look()
+    second = watch.poll()
     assert (second["tokens_per_second"], second["accept_length"]) == (2.5, 2.5)
     assert (second["streaming"], second["waiting"], second["losses"]) == (1, 1, 0)
     clock[0] += 1.0
-    quiet = watch.look()
+    quiet = watch.poll()
     assert (quiet["tokens_per_second"], quiet["accept_length"]) == (0.0, None)
     pages.engine = EngineMetrics(model_name="m", rank=0)  # a replica left: the sum falls
     clock[0] += 1.0
-    assert watch.look()["tokens_per_second"] == 0.0
+    assert watch.poll()["tokens_per_second"] == 0.0
 
 
 def test_gangs_that_answer_in_turn_are_all_shown_until_they_are_gone(clock: list[float]) -> None:
     pages = Pages()
     watch = ServerWatch(pages)  # type: ignore[arg-type]
     ages = []
-    for name in itertools.chain(("two", "one"), itertools.repeat("one", int(REMEMBERED_S) + 1)):
+    for name in itertools.chain(("two", "one"), itertools.repeat("one", int(GANG_MEMORY_S) + 1)):
         pages.info = info(f"a/b/{name}")
-        ages.append({gang["gang"]: gang["age_s"] for gang in watch.look()["gangs"]})
+        ages.append({gang["gang"]: gang["age_s"] for gang in watch.poll()["gangs"]})
         clock[0] += 1.0
     assert ages[1] == {"a/b/one": 0.0, "a/b/two": 1.0}
     assert ages[-1] == {"a/b/one": 0.0}
@@ -105,25 +105,25 @@ def test_another_kind_of_server_is_named() -> None:
     pages = Pages()
     pages.info = {"vllm_config": ""}
     with pytest.raises(NoAnswerError, match="no server of Aerie's"):
-        ServerWatch(pages).look()  # type: ignore[arg-type]
+        ServerWatch(pages).poll()  # type: ignore[arg-type]
 
 
 def test_the_table(clock: list[float]) -> None:
     pages = Pages()
     watch = ServerWatch(pages)  # type: ignore[arg-type]
-    watch.look()
+    watch.poll()
     clock[0] += 2.0
     pages.engine.observe_step(STEP)
     pages.serving.on_loss(1, "died")
     long = "rank 1 died at step 218, phase target: " + "the process died " * 9 + "(restarting)"
     pages.info = info("a/b/one", long, (LOSS,))
-    lines = lines_of(watch.look())
+    lines = lines_of(watch.poll())
     text = [line for line, _ in lines]
     assert text[1].split("   ") == [
         *("2.5 tokens/s", "accept length 2.50", "streaming 0", "waiting 0"),
         *("losses 1", "restarts 0", "resumed streams 0"),
     ]
-    assert lines[3] == ("gang a/b/one, life 1, 12 tokens queued: not serving", "red")
+    assert lines[3] == ("gang a/b/one, incarnation 1, 12 tokens queued: not serving", "red")
     at = next(i for i, line in enumerate(text) if line.startswith("rank"))
     assert " ".join(line.strip() for line in text[4:at]) == long, "whole, over several lines"
     assert text[at + 1].split() == ["0", "busy", "10", "draft", "2", "1", "30%", "10%", "2.50"]
@@ -131,4 +131,4 @@ def test_the_table(clock: list[float]) -> None:
     assert len({len(line) for line in text[at : at + 3]}) == 1, "columns"
     assert text[at + 3] == "latest loss, 2023-11-14 22:13:20Z: rank 1 died at step 218; not back yet"
     pages.info = info("a/b/one")
-    assert ("gang a/b/one, life 0, 12 tokens queued: serving", "green") in lines_of(watch.look())
+    assert ("gang a/b/one, incarnation 0, 12 tokens queued: serving", "green") in lines_of(watch.poll())

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from cluster.offline.interrupts import interrupt_held
+from cluster.offline.interrupts import defer_interrupt
 from cluster.tools.terminal import Screen
 
 
@@ -87,7 +87,7 @@ def test_without_a_terminal_every_table_follows_the_last() -> None:
 def test_the_first_interrupt_is_noted_and_the_second_is_raised() -> None:
     before = signal.default_int_handler
     signal.signal(signal.SIGINT, before)  # it is ignored where the tests run in the background
-    with pytest.raises(KeyboardInterrupt), interrupt_held() as held:
+    with pytest.raises(KeyboardInterrupt), defer_interrupt() as held:
         assert not held.pressed
         signal.raise_signal(signal.SIGINT)
         assert held.pressed

@@ -3,7 +3,7 @@
 from typing import Any
 
 from cluster.api.core.fields import FieldTable
-from cluster.api.core.translated import table_of
+from cluster.api.core.translated import build_field_table
 
 # These fields tune the prompt cache, or tools that are left out anyway, so they cannot change the answer.
 HARMLESS = frozenset({"max_tool_calls", "prompt_cache_retention", "image"})
@@ -50,4 +50,4 @@ REMEDIES: dict[str, str] = {
     "function_call": "use tool_choice",
     "n": "send several requests",
 }
-TABLE: FieldTable = table_of(HARMLESS, REFUSED, REMEDIES)
+TABLE: FieldTable = build_field_table(HARMLESS, REFUSED, REMEDIES)

@@ -5,44 +5,44 @@ from typing import Annotated, Any, Literal
 
 from pydantic import PlainValidator
 
-from cluster.api.core.errors import shown, wrong_type
-from cluster.api.core.fields import Strict, Text, read_at, readable, text_of_parts
-from cluster.api.core.translated import Dialogue, not_taken
+from cluster.api.core.errors import invalid_type, truncated_repr
+from cluster.api.core.fields import StrictModel, Text, require_utf8, text_of_parts, validate_at
+from cluster.api.core.translated import Dialogue, unsupported_part
 from cluster.api.openai.responses.tool_call_items import OTHER_KINDS, CalledTool, OtherItem
-from cluster.api.openai.responses.tools import ResponseTool, joined, read_tools
-from cluster.chat.custom import arguments_of
+from cluster.api.openai.responses.tools import ResponseTool, qualified_name, read_tools
+from cluster.chat.custom import arguments_json
 
-TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+TEXT_FIELDS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 Role = Literal["user", "assistant", "system", "developer"]
 
 
-class InputText(Strict):
+class InputText(StrictModel):
     """A text part in the content of a message."""
 
     type: Literal["input_text", "output_text", "text"]
     text: str
 
 
-class RefusalPart(Strict):
+class RefusalPart(StrictModel):
     """A refusal in the content of an earlier assistant message."""
 
     type: Literal["refusal"]
     refusal: str
 
 
-def _message_text(value: Any) -> str:
-    return text_of_parts(value, TEXTS)
+def _read_message_text(value: Any) -> str:
+    return text_of_parts(value, TEXT_FIELDS)
 
 
-def _thought_text(value: Any) -> str:
+def _read_reasoning_text(value: Any) -> str:
     return "" if value is None else text_of_parts(value, {"reasoning_text": "text", "summary_text": "text"})
 
 
-Content = Annotated[str, PlainValidator(_message_text, json_schema_input_type=str | list[InputText | RefusalPart])]
-Output = Annotated[str, PlainValidator(_message_text, json_schema_input_type=str | list[InputText])]
+Content = Annotated[str, PlainValidator(_read_message_text, json_schema_input_type=str | list[InputText | RefusalPart])]
+Output = Annotated[str, PlainValidator(_read_message_text, json_schema_input_type=str | list[InputText])]
 
 
-class MessageItem(Strict):
+class MessageItem(StrictModel):
     """A message of any role. An assistant message may be an output item of an earlier response, unchanged."""
 
     type: Literal["message"] = "message"
@@ -54,7 +54,7 @@ class TextInput(MessageItem):
     """An `input` that is a plain string: one user message."""
 
 
-class FunctionCallItem(Strict):
+class FunctionCallItem(StrictModel):
     """A function call of the assistant. `arguments` is JSON as text."""
 
     type: Literal["function_call"]
@@ -64,7 +64,7 @@ class FunctionCallItem(Strict):
     arguments: Text
 
 
-class CustomCallItem(Strict):
+class CustomCallItem(StrictModel):
     """A custom tool call of the assistant, with its input text."""
 
     type: Literal["custom_tool_call"]
@@ -74,7 +74,7 @@ class CustomCallItem(Strict):
     input: Text
 
 
-class CallOutputItem(Strict):
+class CallOutputItem(StrictModel):
     """The output of a function call or a custom tool call."""
 
     type: Literal["function_call_output", "custom_tool_call_output"]
@@ -82,36 +82,36 @@ class CallOutputItem(Strict):
     output: Output
 
 
-class AdditionalToolsItem(Strict):
+class AdditionalToolsItem(StrictModel):
     """An item that declares more tools, in addition to `tools` of the body."""
 
     type: Literal["additional_tools"]
     tools: list[Any]
 
 
-class ThoughtPart(Strict):
+class ReasoningPart(StrictModel):
     """A part of the model's reasoning or of its summary."""
 
     type: Literal["reasoning_text", "summary_text"]
     text: str
 
 
-Thoughts = Annotated[str, PlainValidator(_thought_text, json_schema_input_type=list[ThoughtPart] | None)]
+ReasoningText = Annotated[str, PlainValidator(_read_reasoning_text, json_schema_input_type=list[ReasoningPart] | None)]
 
 
-class ReasoningItem(Strict):
+class ReasoningItem(StrictModel):
     """Reasoning of an earlier response. If `content` is empty, the summary is used instead."""
 
     type: Literal["reasoning"]
-    content: Thoughts = ""
-    summary: Thoughts = ""
+    content: ReasoningText = ""
+    summary: ReasoningText = ""
     encrypted_content: None = None
 
 
 Item = (
     MessageItem | FunctionCallItem | CustomCallItem | CallOutputItem | ReasoningItem | AdditionalToolsItem | OtherItem
 )
-ITEMS: Mapping[str, type[Item]] = {
+ITEM_CLASSES: Mapping[str, type[Item]] = {
     "message": MessageItem,
     "function_call": FunctionCallItem,
     "function_call_output": CallOutputItem,
@@ -121,8 +121,8 @@ ITEMS: Mapping[str, type[Item]] = {
     "additional_tools": AdditionalToolsItem,
     **dict.fromkeys(OTHER_KINDS, OtherItem),
 }
-REFERENCE = "nothing is stored here: send the item itself (clients do so where they are told store: false)"
-NOT_TAKEN = "items may be message, function_call, function_call_output, reasoning, and calls of other tools"
+REFERENCE_REMEDY = "nothing is stored here: send the item itself (clients do so where they are told store: false)"
+ITEM_TYPES_REMEDY = "items may be message, function_call, function_call_output, reasoning, and calls of other tools"
 
 
 def items_of(value: Any) -> list[Item]:
@@ -133,81 +133,90 @@ def items_of(value: Any) -> list[Item]:
         ValueError: `value` is neither a string nor a non-empty list.
     """
     if isinstance(value, str):
-        return [TextInput(role="user", content=readable(value))]
+        return [TextInput(role="user", content=require_utf8(value))]
     if not isinstance(value, list):
-        raise ValueError(f"must be a string or a list of items, got {shown(value)}")
+        raise ValueError(f"must be a string or a list of items, got {truncated_repr(value)}")
     if not value:
         raise ValueError("must not be empty")
-    return [_item(one, f"input.{at}") for at, one in enumerate(value)]
+    return [_read_item(item, f"input.{index}") for index, item in enumerate(value)]
 
 
-def _item(value: Any, path: str) -> Item:
+def _read_item(value: Any, path: str) -> Item:
     if not isinstance(value, dict):
-        raise wrong_type(path, "an object", value)
-    kind = value.get("type", "message" if "role" in value else "item_reference" if "id" in value else None)
-    found = ITEMS.get(kind) if isinstance(kind, str) else None
-    if found is None:
-        raise not_taken(f"{path}.type", kind, REFERENCE if kind == "item_reference" else NOT_TAKEN)
-    if found is ReasoningItem and isinstance(value.get("encrypted_content"), str):
+        raise invalid_type(path, "an object", value)
+    item_type = value.get("type", "message" if "role" in value else "item_reference" if "id" in value else None)
+    item_class = ITEM_CLASSES.get(item_type) if isinstance(item_type, str) else None
+    if item_class is None:
+        raise unsupported_part(
+            f"{path}.type", item_type, REFERENCE_REMEDY if item_type == "item_reference" else ITEM_TYPES_REMEDY
+        )
+    if item_class is ReasoningItem and isinstance(value.get("encrypted_content"), str):
         remedy = "it was encrypted elsewhere; send the item with its content, or leave it out"
-        raise not_taken(f"{path}.encrypted_content", value["encrypted_content"], remedy)
-    return read_at(found, value, path)
+        raise unsupported_part(f"{path}.encrypted_content", value["encrypted_content"], remedy)
+    return validate_at(item_class, value, path)
 
 
 def dialogue_of(items: list[Item], instructions: str | None) -> Dialogue:
     """Return the items as chat messages, with the instructions as the first, a system message."""
-    made = Dialogue()
+    dialogue = Dialogue()
     if instructions:  # an empty system message would replace the template's default one
-        made.say("system", instructions, "instructions", at="")
-    for at, item in enumerate(items):
-        path = f"input.{at}"
+        dialogue.add_text("system", instructions, "instructions", text_field="")
+    for index, item in enumerate(items):
+        path = f"input.{index}"
         if isinstance(item, TextInput):
-            made.say(item.role, item.content, "input", at="")
+            dialogue.add_text(item.role, item.content, "input", text_field="")
         elif isinstance(item, MessageItem):
-            made.say(item.role, item.content, path)
+            dialogue.add_text(item.role, item.content, path)
         elif isinstance(item, FunctionCallItem):
-            made.call(item.call_id, joined(item.name, item.namespace), item.arguments, path, id_at="call_id")
+            dialogue.add_tool_call(
+                item.call_id, qualified_name(item.name, item.namespace), item.arguments, path, id_field="call_id"
+            )
         elif isinstance(item, CustomCallItem):
-            arguments = arguments_of(item.input)
-            made.call(item.call_id, joined(item.name, item.namespace), arguments, path, id_at="call_id")
+            arguments = arguments_json(item.input)
+            dialogue.add_tool_call(
+                item.call_id, qualified_name(item.name, item.namespace), arguments, path, id_field="call_id"
+            )
         elif isinstance(item, CallOutputItem):
-            made.result(item.call_id, item.output, path, id_at="call_id", at="output")
+            dialogue.add_tool_result(item.call_id, item.output, path, id_field="call_id", text_field="output")
         elif isinstance(item, OtherItem):
-            _add_other(made, item, path)
+            _add_calls_and_results(dialogue, item, path)
         elif isinstance(item, ReasoningItem) and (item.content or item.summary):
-            made.think(item.content or item.summary, path)
-    return made
+            dialogue.add_reasoning(item.content or item.summary, path)
+    return dialogue
 
 
-def _add_other(made: Dialogue, item: OtherItem, path: str) -> None:
-    for part in item.parts:
+def _add_calls_and_results(dialogue: Dialogue, item: OtherItem, path: str) -> None:
+    for part in item.calls_and_results:
         if isinstance(part, CalledTool):
-            made.call(part.call_id, part.name, part.arguments, path, id_at="call_id")
+            dialogue.add_tool_call(part.call_id, part.name, part.arguments, path, id_field="call_id")
         else:
-            made.result(part.call_id, part.text, path, id_at="call_id", at="")
+            dialogue.add_tool_result(part.call_id, part.text, path, id_field="call_id", text_field="")
 
 
-def tools_in(items: Sequence[Item]) -> list[tuple[str, ResponseTool]]:
+def declared_tools(items: Sequence[Item]) -> list[tuple[str, ResponseTool]]:
     """Return the tools in input items, each with its path: declared tools, and tools that a tool search has found.
 
     Raises:
         ApiError: 400 that names the tool and the field.
     """
-    found: list[tuple[str, ResponseTool]] = []
-    for at, item in enumerate(items):
-        path = f"input.{at}.tools"
-        declared = item.tools if isinstance(item, AdditionalToolsItem) else None
+    tools: list[tuple[str, ResponseTool]] = []
+    for index, item in enumerate(items):
+        path = f"input.{index}.tools"
+        item_tools = item.tools if isinstance(item, AdditionalToolsItem) else None
         if isinstance(item, OtherItem) and item.type == "tool_search_output":
-            declared = (item.model_extra or {}).get("tools")
-        if isinstance(declared, list):
-            found += [(f"{path}.{place}", tool) for place, tool in enumerate(read_tools(declared, path))]
-    return found
+            item_tools = (item.model_extra or {}).get("tools")
+        if isinstance(item_tools, list):
+            tools += [(f"{path}.{tool_index}", tool) for tool_index, tool in enumerate(read_tools(item_tools, path))]
+    return tools
 
 
-def left_out(items: Sequence[Item]) -> list[str]:
+def ignored_item_warnings(items: Sequence[Item]) -> list[str]:
     """Return one warning for each type of items that are left out of the prompt."""
-    places: dict[str, int] = {}
-    for at, item in enumerate(items):
-        if isinstance(item, OtherItem) and not item.parts:
-            places.setdefault(item.type, at)
-    return [f"input.{at}: items of type {kind!r} are left out, as this model reads text" for kind, at in places.items()]
+    first_index_of_type: dict[str, int] = {}
+    for index, item in enumerate(items):
+        if isinstance(item, OtherItem) and not item.calls_and_results:
+            first_index_of_type.setdefault(item.type, index)
+    return [
+        f"input.{index}: items of type {item_type!r} are left out, as this model reads text"
+        for item_type, index in first_index_of_type.items()
+    ]

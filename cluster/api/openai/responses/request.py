@@ -7,26 +7,26 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, ConfigDict, FailFast, Field, PlainValidator
 
 from cluster.api.core.adapter import Origins
-from cluster.api.core.errors import wrong
-from cluster.api.core.fields import FieldTable, Strict, Text
-from cluster.api.core.translated import Translated, TranslatedBody, readable_json, translation
+from cluster.api.core.errors import invalid_value
+from cluster.api.core.fields import FieldTable, StrictModel, Text
+from cluster.api.core.translated import ChatTranslation, TranslatedBody, require_utf8_json, validate_chat
 from cluster.api.openai.responses.fields import TABLE
-from cluster.api.openai.responses.items import Item, dialogue_of, items_of, left_out, tools_in
+from cluster.api.openai.responses.items import Item, declared_tools, dialogue_of, ignored_item_warnings, items_of
 from cluster.api.openai.responses.tools import (
+    ChatTools,
     ChoiceInput,
-    Offered,
     ResponseTool,
     ToolChoice,
     ToolInput,
     chat_choice,
-    offered,
     read_choice,
     read_tools,
+    to_chat_tools,
 )
 
-LOGPROBS = "message.output_text.logprobs"
+LOGPROBS_OPTION = "message.output_text.logprobs"
 # Only LOGPROBS has an effect. Answers here have none of the other parts, and reasoning items always hold their text.
-Included = Literal[
+IncludeOption = Literal[
     "message.output_text.logprobs",
     "reasoning.encrypted_content",
     "file_search_call.results",
@@ -46,16 +46,16 @@ ORIGINS: Mapping[str, str] = {
 }
 
 
-class TextOptions(Strict):
+class TextOptions(StrictModel):
     """`text`: the form of the answer. `medium` is the only verbosity that is accepted."""
 
     model_config = ConfigDict(extra="forbid")
 
-    format: Annotated[dict[str, Any], AfterValidator(readable_json)] | None = None
+    format: Annotated[dict[str, Any], AfterValidator(require_utf8_json)] | None = None
     verbosity: Literal["medium"] | None = None
 
 
-class ReasoningOptions(Strict):
+class ReasoningOptions(StrictModel):
     """`reasoning`. `summary` has no effect: no summaries are made. A reasoning item holds the reasoning itself."""
 
     model_config = ConfigDict(extra="forbid")
@@ -67,7 +67,7 @@ class ReasoningOptions(Strict):
     mode: Literal["standard"] | None = None
 
 
-class ResponseStreamOptions(Strict):
+class ResponseStreamOptions(StrictModel):
     """`stream_options`. `include_obfuscation` is accepted and does nothing, as for the other endpoints."""
 
     model_config = ConfigDict(extra="forbid")
@@ -93,7 +93,7 @@ class ResponseRequest(TranslatedBody):
     )
     tool_choice: Annotated[ToolChoice, PlainValidator(read_choice, json_schema_input_type=ChoiceInput)] = "auto"
     parallel_tool_calls: bool = True
-    include: Annotated[list[Included], FailFast()] = Field(default_factory=list)
+    include: Annotated[list[IncludeOption], FailFast()] = Field(default_factory=list)
     top_logprobs: int = Field(default=0, ge=0)
     metadata: Annotated[dict[Text, Text], Field(max_length=16)] = Field(default_factory=dict)
     user: Text | None = None
@@ -103,43 +103,48 @@ class ResponseRequest(TranslatedBody):
     @property
     def wants_logprobs(self) -> bool:
         """Whether output texts must have the log-probabilities of their tokens."""
-        return LOGPROBS in self.include
+        return LOGPROBS_OPTION in self.include
 
-    def translated(self) -> Translated:
-        """Return this body as a chat request, as described at `TranslatedBody.translated`."""
+    def to_chat(self) -> ChatTranslation:
+        """Return this body as a chat request, as described at `TranslatedBody.to_chat`."""
         if self.stream_options is not None and not self.stream:
-            raise wrong("stream_options", "only allowed when stream is true")
+            raise invalid_value("stream_options", "only allowed when stream is true")
         if self.top_logprobs and not self.wants_logprobs:
-            raise wrong("top_logprobs", f"needs include: [{LOGPROBS!r}]")
-        spoken, tools = dialogue_of(self.input, self.instructions), self.offered
+            raise invalid_value("top_logprobs", f"needs include: [{LOGPROBS_OPTION!r}]")
+        dialogue, tools = dialogue_of(self.input, self.instructions), self.chat_tools
         chat: dict[str, Any] = {
-            **self.asked_beside(),
+            **self.extension_fields(),
             "model": self.model,
-            "messages": spoken.messages,
+            "messages": dialogue.messages,
             "stream": self.stream,
             "max_completion_tokens": self.max_output_tokens,
             "response_format": _response_format(self.text.format),
             "reasoning_effort": self.reasoning.effort if self.reasoning else None,
             "logprobs": self.wants_logprobs,
             "top_logprobs": self.top_logprobs if self.wants_logprobs else None,
-            "tools": tools.chat or None,
-            "tool_choice": chat_choice(self.tool_choice, tools.names),
+            "tools": tools.tools or None,
+            "tool_choice": chat_choice(self.tool_choice, tools.client_tools),
             "parallel_tool_calls": self.parallel_tool_calls,
         }
-        return translation(chat, Origins({**ORIGINS, **spoken.origins, **tools.origins}))
+        return validate_chat(chat, Origins({**ORIGINS, **dialogue.origins, **tools.origins}))
 
     @cached_property
-    def offered(self) -> Offered:
+    def chat_tools(self) -> ChatTools:
         """The tools in the body and in its input items, as tools of a chat request."""
-        return offered([(f"tools.{at}", tool) for at, tool in enumerate(self.tools)], tools_in(self.input))
+        return to_chat_tools(
+            [(f"tools.{index}", tool) for index, tool in enumerate(self.tools)], declared_tools(self.input)
+        )
 
-    def said_beside(self) -> list[str]:
+    def ignored_item_warnings(self) -> list[str]:
         """Return warnings about input items that are left out of the prompt."""
-        return left_out(self.input)
+        return ignored_item_warnings(self.input)
 
 
-def _response_format(form: Mapping[str, Any] | None) -> dict[str, Any] | None:
+def _response_format(text_format: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """Return `text.format` as a `response_format`, which has the schema and its name in `json_schema`."""
-    if form is None or form.get("type") != "json_schema":
-        return None if form is None else dict(form)
-    return {"type": "json_schema", "json_schema": {name: part for name, part in form.items() if name != "type"}}
+    if text_format is None or text_format.get("type") != "json_schema":
+        return None if text_format is None else dict(text_format)
+    return {
+        "type": "json_schema",
+        "json_schema": {name: value for name, value in text_format.items() if name != "type"},
+    }

@@ -10,15 +10,15 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from pydantic import ConfigDict
 
-from cluster.api.core.fields import Strict
-from cluster.chat.blocks import loaded
+from cluster.api.core.fields import StrictModel
+from cluster.chat.blocks import try_parse_json
 
 CallKind = Literal["local_shell_call", "shell_call", "apply_patch_call", "tool_search_call", "program"]
 OutputKind = Literal[
     "local_shell_call_output", "shell_call_output", "apply_patch_call_output", "tool_search_output", "program_output"
 ]
-WholeKind = Literal["mcp_call", "file_search_call", "code_interpreter_call", "web_search_call"]
-SilentKind = Literal[
+CallWithOutputKind = Literal["mcp_call", "file_search_call", "code_interpreter_call", "web_search_call"]
+IgnoredKind = Literal[
     "image_generation_call",
     "computer_call",
     "computer_call_output",
@@ -26,9 +26,9 @@ SilentKind = Literal[
     "mcp_approval_request",
     "mcp_approval_response",
 ]
-OtherKind = Literal[CallKind, OutputKind, WholeKind, SilentKind]
+OtherKind = Literal[CallKind, OutputKind, CallWithOutputKind, IgnoredKind]
 OTHER_KINDS: tuple[str, ...] = get_args(OtherKind)
-ARGUMENTS: Mapping[str, str] = {
+ARGUMENTS_FIELD: Mapping[str, str] = {
     "local_shell_call": "action",
     "shell_call": "action",
     "apply_patch_call": "operation",
@@ -40,7 +40,7 @@ ARGUMENTS: Mapping[str, str] = {
     "web_search_call": "action",
 }
 """For each item type that is a call: the field with the arguments of the tool."""
-GIVEN_BACK: Mapping[str, tuple[str, ...]] = {
+OUTPUT_FIELDS: Mapping[str, tuple[str, ...]] = {
     "local_shell_call_output": ("output",),
     "shell_call_output": ("output",),
     "apply_patch_call_output": ("output", "status"),
@@ -69,7 +69,7 @@ class ToolResult(NamedTuple):
     text: str
 
 
-class OtherItem(Strict):
+class OtherItem(StrictModel):
     """A call or an output of a tool that is not a function. `model_extra` holds the fields of OpenAI's item type."""
 
     model_config = ConfigDict(extra="allow")
@@ -77,36 +77,38 @@ class OtherItem(Strict):
     type: OtherKind
 
     @property
-    def parts(self) -> list[CalledTool | ToolResult]:
+    def calls_and_results(self) -> list[CalledTool | ToolResult]:
         """The function call in this item, the output in this item, or both. Empty if the item is left out."""
         fields = self.model_extra or {}
-        found = next((fields[name] for name in GIVEN_BACK.get(self.type, ()) if fields.get(name)), None)
-        if self.type in get_args(WholeKind) and found is None:
+        output = next((fields[name] for name in OUTPUT_FIELDS.get(self.type, ()) if fields.get(name)), None)
+        if self.type in get_args(CallWithOutputKind) and output is None:
             return []  # no later item has the output, so the call would never get its result
         call_id = str(fields.get("call_id") or fields.get("id") or self.type)
-        made: list[CalledTool | ToolResult] = []
-        if self.type in ARGUMENTS:
+        result: list[CalledTool | ToolResult] = []
+        if self.type in ARGUMENTS_FIELD:
             name = fields.get("name") or self.type.removesuffix("_call")
-            made.append(
-                CalledTool(call_id, str(name), _arguments(fields.get(ARGUMENTS[self.type]), ARGUMENTS[self.type]))
+            result.append(
+                CalledTool(
+                    call_id, str(name), _arguments(fields.get(ARGUMENTS_FIELD[self.type]), ARGUMENTS_FIELD[self.type])
+                )
             )
-        if self.type in GIVEN_BACK:
-            made.append(ToolResult(call_id, _text(found)))
-        return made
+        if self.type in OUTPUT_FIELDS:
+            result.append(ToolResult(call_id, _output_text(output)))
+        return result
 
 
-def _arguments(given: Any, field: str) -> str:
+def _arguments(value: Any, field: str) -> str:
     """Return a tool's arguments as the text of a JSON object. Any other value becomes an object with one field,
     `field`.
     """
-    found = loaded(given) if isinstance(given, str) and field == "arguments" else given
-    return json.dumps(found if isinstance(found, dict) else {field: given}, ensure_ascii=False)
+    arguments = try_parse_json(value) if isinstance(value, str) and field == "arguments" else value
+    return json.dumps(arguments if isinstance(arguments, dict) else {field: value}, ensure_ascii=False)
 
 
-def _text(given: Any) -> str:
+def _output_text(value: Any) -> str:
     """Return the output of a tool as text: a string unchanged, the joined texts of parts, anything else as JSON."""
-    if given is None or isinstance(given, str):
-        return given or ""
-    if isinstance(given, list) and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in given):
-        return "".join(part["text"] for part in given)
-    return json.dumps(given, ensure_ascii=False)
+    if value is None or isinstance(value, str):
+        return value or ""
+    if isinstance(value, list) and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in value):
+        return "".join(part["text"] for part in value)
+    return json.dumps(value, ensure_ascii=False)

@@ -10,17 +10,17 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field
 
-from cluster.api.core.errors import missing, shown, wrong
-from cluster.api.core.fields import Strict, Text, read_at, read_each
-from cluster.api.core.tools import NAMING, LeftOutTool
-from cluster.api.core.translated import not_taken, readable_json
+from cluster.api.core.errors import invalid_value, missing_parameter, truncated_repr
+from cluster.api.core.fields import StrictModel, Text, read_list, validate_at
+from cluster.api.core.tools import CALLABLE_TYPES, UnsupportedTool
+from cluster.api.core.translated import require_utf8_json, unsupported_part
 
 Kind = Literal["function", "custom", "tool_search"]
-SEARCH = "tool_search"
-Schema = Annotated[dict[str, Any], AfterValidator(readable_json)]
+TOOL_SEARCH = "tool_search"
+Schema = Annotated[dict[str, Any], AfterValidator(require_utf8_json)]
 
 
-class FunctionTool(Strict):
+class FunctionTool(StrictModel):
     """A function tool."""
 
     type: Literal["function"]
@@ -30,7 +30,7 @@ class FunctionTool(Strict):
     strict: bool | None = None
 
 
-class ResponseInputFormat(Strict):
+class ResponseInputFormat(StrictModel):
     """The format of a custom tool's input: any text, or text that follows a grammar (`syntax`, `definition`)."""
 
     type: Literal["text", "grammar"]
@@ -38,7 +38,7 @@ class ResponseInputFormat(Strict):
     definition: Text | None = None
 
 
-class ResponseCustomTool(Strict):
+class ResponseCustomTool(StrictModel):
     """A custom tool: it takes one text."""
 
     type: Literal["custom"]
@@ -47,7 +47,7 @@ class ResponseCustomTool(Strict):
     format: ResponseInputFormat | None = None
 
 
-class SearchTool(Strict):
+class SearchTool(StrictModel):
     """A search for further tools that the client runs; the model sees a function called `tool_search`."""
 
     type: Literal["tool_search"]
@@ -56,7 +56,7 @@ class SearchTool(Strict):
     parameters: Schema | None = None
 
 
-class NamespaceTool(Strict):
+class NamespaceTool(StrictModel):
     """A group of tools under a common name."""
 
     type: Literal["namespace"]
@@ -65,27 +65,27 @@ class NamespaceTool(Strict):
     tools: list[Any]
 
 
-Single = FunctionTool | ResponseCustomTool | SearchTool | LeftOutTool
-ResponseTool = Single | NamespaceTool
+SingleTool = FunctionTool | ResponseCustomTool | SearchTool | UnsupportedTool
+ResponseTool = SingleTool | NamespaceTool
 
 
 class NamespaceInput(NamespaceTool):
     """A namespace in a body. Only for the OpenAPI schema."""
 
-    tools: list[FunctionTool | ResponseCustomTool | LeftOutTool]
+    tools: list[FunctionTool | ResponseCustomTool | UnsupportedTool]
 
 
-class ServerSearchTool(Strict):
+class ServerSearchTool(StrictModel):
     """A tool search that the server would run; it is left out. Only for the OpenAPI schema."""
 
     type: Literal["tool_search"]
     execution: Literal["server"] | None = None
 
 
-class OtherTool(LeftOutTool):
+class OtherTool(UnsupportedTool):
     """Any other tool; it is left out. Only for the OpenAPI schema."""
 
-    type: str = Field(min_length=1, json_schema_extra={"not": {"enum": [*NAMING, "namespace", SEARCH]}})
+    type: str = Field(min_length=1, json_schema_extra={"not": {"enum": [*CALLABLE_TYPES, "namespace", TOOL_SEARCH]}})
 
 
 ToolInput = FunctionTool | ResponseCustomTool | SearchTool | NamespaceInput | ServerSearchTool | OtherTool
@@ -98,34 +98,36 @@ def read_tools(value: Any, path: str = "tools") -> list[ResponseTool]:
         ApiError: 400 that names the tool and the field.
         ValueError: `value` is not a list.
     """
-    return read_each(value, _read, path)
+    return read_list(value, _read_tool, path)
 
 
-def _read(value: Any, path: str, inside: bool = False) -> ResponseTool:
-    """Read one tool. `inside` says that the tool is in a namespace, which may hold no namespace and no tool search."""
-    kind = value.get("type", "") if isinstance(value, dict) else ""
-    if kind == "custom":
-        return _checked(read_at(ResponseCustomTool, value, path), f"{path}.format")
-    if not isinstance(kind, str) or kind in ("", "function"):
-        return read_at(FunctionTool, value, path)
-    if kind == "namespace" and not inside:
-        space = read_at(NamespaceTool, value, path)
-        tools = [_read(tool, f"{path}.tools.{at}", inside=True) for at, tool in enumerate(space.tools)]
-        return space.model_copy(update={"tools": tools})
-    if kind == SEARCH and value.get("execution") == "client" and not inside:
-        return read_at(SearchTool, value, path)
-    return LeftOutTool(type=kind, name=value.get("name"))
+def _read_tool(value: Any, path: str, in_namespace: bool = False) -> ResponseTool:
+    """Read one tool. A namespace (`in_namespace`) may hold no other namespace and no tool search."""
+    tool_type = value.get("type", "") if isinstance(value, dict) else ""
+    if tool_type == "custom":
+        return _check_format(validate_at(ResponseCustomTool, value, path), f"{path}.format")
+    if not isinstance(tool_type, str) or tool_type in ("", "function"):
+        return validate_at(FunctionTool, value, path)
+    if tool_type == "namespace" and not in_namespace:
+        namespace = validate_at(NamespaceTool, value, path)
+        tools = [
+            _read_tool(tool, f"{path}.tools.{index}", in_namespace=True) for index, tool in enumerate(namespace.tools)
+        ]
+        return namespace.model_copy(update={"tools": tools})
+    if tool_type == TOOL_SEARCH and value.get("execution") == "client" and not in_namespace:
+        return validate_at(SearchTool, value, path)
+    return UnsupportedTool(type=tool_type, name=value.get("name"))
 
 
-def _checked(tool: ResponseCustomTool, path: str) -> ResponseCustomTool:
+def _check_format(tool: ResponseCustomTool, path: str) -> ResponseCustomTool:
     if tool.format is not None and tool.format.type == "grammar":
         for name in ("syntax", "definition"):
             if getattr(tool.format, name) is None:
-                raise missing(f"{path}.{name}")
+                raise missing_parameter(f"{path}.{name}")
     return tool
 
 
-class Own(NamedTuple):
+class ClientTool(NamedTuple):
     """The client's own identification of a tool: kind, name, and namespace if it has one."""
 
     kind: Kind
@@ -133,76 +135,82 @@ class Own(NamedTuple):
     namespace: str | None = None
 
 
-def joined(name: str, namespace: str | None) -> str:
+def qualified_name(name: str, namespace: str | None) -> str:
     """Return the name by which the model calls a tool. If the tool is in a namespace, the namespace comes first."""
     return f"{namespace}.{name}" if namespace else name
 
 
 @dataclass(frozen=True, slots=True)
-class Offered:
+class ChatTools:
     """The tools of a body as tools of a chat request. `origins` maps paths of the chat request to paths of the body;
-    `names` maps the names that the model uses to the client's names.
+    `client_tools` maps the names that the model uses to the client's names.
     """
 
-    chat: list[dict[str, Any]]
+    tools: list[dict[str, Any]]
     origins: dict[str, str]
-    names: dict[str, Own]
+    client_tools: dict[str, ClientTool]
 
 
-def offered(tools: Iterable[tuple[str, ResponseTool]], found: Iterable[tuple[str, ResponseTool]] = ()) -> Offered:
-    """Return tools, each with its path in the body, as tools of a chat request. `found` are tools from input items,
-    such as the result of a search. A found tool with a known name is the same tool again and is skipped.
+def to_chat_tools(
+    tools: Iterable[tuple[str, ResponseTool]], found_tools: Iterable[tuple[str, ResponseTool]] = ()
+) -> ChatTools:
+    """Return tools, each with its path in the body, as tools of a chat request. `found_tools` are tools from input
+    items, such as the result of a search. A found tool with a known name is the same tool again and is skipped.
     """
-    made = Offered([], {}, {})
-    for again, (path, tool) in [*((False, one) for one in tools), *((True, one) for one in found)]:
-        for own_path, namespace, member in _members(path, tool):
-            if again and _full_name(member, namespace) in made.names:
+    result = ChatTools([], {}, {})
+    for is_found, (path, tool) in [*((False, entry) for entry in tools), *((True, entry) for entry in found_tools)]:
+        for body_path, namespace, member in _single_tools(path, tool):
+            if is_found and _qualified_name_of(member, namespace) in result.client_tools:
                 continue
-            place = f"tools.{len(made.chat)}"
-            made.origins[place] = own_path
-            made.origins.update({f"{place}.{kind}": own_path for kind in NAMING})
-            made.origins[f"{place}.custom.format.grammar"] = f"{own_path}.format"
-            made.chat.append(_chat_tool(member, namespace))
-            if not isinstance(member, LeftOutTool):
-                name = SEARCH if isinstance(member, SearchTool) else member.name
-                space = None if namespace is None else namespace.name
-                made.names[_full_name(member, namespace)] = Own(member.type, name, space)
-    return made
+            chat_path = f"tools.{len(result.tools)}"
+            result.origins[chat_path] = body_path
+            result.origins.update({f"{chat_path}.{tool_type}": body_path for tool_type in CALLABLE_TYPES})
+            result.origins[f"{chat_path}.custom.format.grammar"] = f"{body_path}.format"
+            result.tools.append(_chat_tool(member, namespace))
+            if not isinstance(member, UnsupportedTool):
+                name = TOOL_SEARCH if isinstance(member, SearchTool) else member.name
+                namespace_name = None if namespace is None else namespace.name
+                result.client_tools[_qualified_name_of(member, namespace)] = ClientTool(
+                    member.type, name, namespace_name
+                )
+    return result
 
 
-def _full_name(tool: Single, space: NamespaceTool | None) -> str:
+def _qualified_name_of(tool: SingleTool, namespace: NamespaceTool | None) -> str:
     """Return the name by which the model calls a tool; meaningless for a tool that is left out."""
-    name = SEARCH if isinstance(tool, SearchTool) else str(tool.name)
-    return joined(name, None if space is None else space.name)
+    name = TOOL_SEARCH if isinstance(tool, SearchTool) else str(tool.name)
+    return qualified_name(name, None if namespace is None else namespace.name)
 
 
-def _members(path: str, tool: ResponseTool) -> Iterator[tuple[str, NamespaceTool | None, Single]]:
+def _single_tools(path: str, tool: ResponseTool) -> Iterator[tuple[str, NamespaceTool | None, SingleTool]]:
     """Yield (path, namespace, tool) for a tool, or for each tool of a namespace."""
     if isinstance(tool, NamespaceTool):
-        yield from ((f"{path}.tools.{at}", tool, member) for at, member in enumerate(tool.tools))
+        yield from ((f"{path}.tools.{index}", tool, inner_tool) for index, inner_tool in enumerate(tool.tools))
     else:
         yield path, None, tool
 
 
-def _chat_tool(tool: Single, space: NamespaceTool | None) -> dict[str, Any]:
-    if isinstance(tool, LeftOutTool):
+def _chat_tool(tool: SingleTool, namespace: NamespaceTool | None) -> dict[str, Any]:
+    if isinstance(tool, UnsupportedTool):
         return {"type": tool.type, "name": tool.name}
     if isinstance(tool, SearchTool):
-        function = {"name": SEARCH, **tool.model_dump(exclude={"type", "execution"}, exclude_none=True)}
+        function = {"name": TOOL_SEARCH, **tool.model_dump(exclude={"type", "execution"}, exclude_none=True)}
         return {"type": "function", "function": function}
-    said = tool.model_dump(exclude={"type", "format"}, exclude_none=True)
-    said["name"] = _full_name(tool, space)
-    if space is not None and space.description:
-        said["description"] = "\n".join(part for part in (space.description, tool.description) if part)
+    declaration = tool.model_dump(exclude={"type", "format"}, exclude_none=True)
+    declaration["name"] = _qualified_name_of(tool, namespace)
+    if namespace is not None and namespace.description:
+        declaration["description"] = "\n".join(
+            description for description in (namespace.description, tool.description) if description
+        )
     if isinstance(tool, FunctionTool):
-        return {"type": "function", "function": said}
+        return {"type": "function", "function": declaration}
     if tool.format is not None and tool.format.type == "grammar":
         grammar = {"syntax": tool.format.syntax, "definition": tool.format.definition}
-        said["format"] = {"type": "grammar", "grammar": grammar}
-    return {"type": "custom", "custom": said}
+        declaration["format"] = {"type": "grammar", "grammar": grammar}
+    return {"type": "custom", "custom": declaration}
 
 
-class NamedChoice(Strict):
+class NamedChoice(StrictModel):
     """`tool_choice`: this function or custom tool must be called. The namespace of the tool may be left out."""
 
     type: Literal["function", "custom"]
@@ -210,7 +218,7 @@ class NamedChoice(Strict):
     namespace: Text | None = None
 
 
-class AllowedTools(Strict):
+class AllowedTools(StrictModel):
     """`tool_choice`: only these tools may be called. With mode `required`, at least one of them must be called."""
 
     type: Literal["allowed_tools"]
@@ -221,12 +229,12 @@ class AllowedTools(Strict):
 class AllowedToolsInput(AllowedTools):
     """Allowed tools in a body. Only for the OpenAPI schema."""
 
-    tools: list[NamedChoice | LeftOutTool] = Field(min_length=1)
+    tools: list[NamedChoice | UnsupportedTool] = Field(min_length=1)
 
 
 ToolChoice = Literal["none", "auto", "required"] | NamedChoice | AllowedTools
 ChoiceInput = Literal["none", "auto", "required"] | NamedChoice | AllowedToolsInput
-NOT_CALLED = "it is not run by this server; choose a tool of type 'function' or 'custom'"
+NOT_RUN_REMEDY = "it is not run by this server; choose a tool of type 'function' or 'custom'"
 
 
 def read_choice(value: Any) -> ToolChoice:
@@ -238,67 +246,71 @@ def read_choice(value: Any) -> ToolChoice:
     """
     if isinstance(value, str):
         if value not in ("none", "auto", "required"):
-            raise ValueError(f"must be 'none', 'auto', 'required' or an object, got {shown(value)}")
+            raise ValueError(f"must be 'none', 'auto', 'required' or an object, got {truncated_repr(value)}")
         return value  # type: ignore[return-value]
     if not isinstance(value, dict):
-        raise ValueError(f"must be a string or an object, got {shown(value)}")
-    kind = value.get("type")
-    if kind == "allowed_tools":
-        choice = read_at(AllowedTools, value, "tool_choice")
-        tools = [_allowed(tool, f"tool_choice.tools.{at}") for at, tool in enumerate(choice.tools)]
+        raise ValueError(f"must be a string or an object, got {truncated_repr(value)}")
+    choice_type = value.get("type")
+    if choice_type == "allowed_tools":
+        choice = validate_at(AllowedTools, value, "tool_choice")
+        tools = [_read_allowed(tool, f"tool_choice.tools.{index}") for index, tool in enumerate(choice.tools)]
         return choice.model_copy(update={"tools": tools})
-    if kind == SEARCH:
-        return NamedChoice(type="function", name=SEARCH)
-    if kind not in NAMING:
-        raise not_taken("tool_choice.type", kind, NOT_CALLED)
-    return read_at(NamedChoice, value, "tool_choice")
+    if choice_type == TOOL_SEARCH:
+        return NamedChoice(type="function", name=TOOL_SEARCH)
+    if choice_type not in CALLABLE_TYPES:
+        raise unsupported_part("tool_choice.type", choice_type, NOT_RUN_REMEDY)
+    return validate_at(NamedChoice, value, "tool_choice")
 
 
-def _allowed(value: Any, path: str) -> NamedChoice | LeftOutTool:
-    """Read one allowed tool. A namespace, and any tool that is left out, becomes a `LeftOutTool` with its type."""
-    kind = value.get("type") if isinstance(value, dict) else None
-    if kind == SEARCH:
-        return NamedChoice(type="function", name=SEARCH)
-    if isinstance(kind, str) and kind and kind not in NAMING:
-        return LeftOutTool(type=kind, name=value.get("name"))
-    return read_at(NamedChoice, value, path)
+def _read_allowed(value: Any, path: str) -> NamedChoice | UnsupportedTool:
+    """Read one allowed tool. A namespace, and any tool that is left out, becomes an `UnsupportedTool` with its type."""
+    tool_type = value.get("type") if isinstance(value, dict) else None
+    if tool_type == TOOL_SEARCH:
+        return NamedChoice(type="function", name=TOOL_SEARCH)
+    if isinstance(tool_type, str) and tool_type and tool_type not in CALLABLE_TYPES:
+        return UnsupportedTool(type=tool_type, name=value.get("name"))
+    return validate_at(NamedChoice, value, path)
 
 
-def chat_choice(choice: ToolChoice, names: Mapping[str, Own]) -> Any:
-    """Return `tool_choice` in the form of a chat request; `names` is `Offered.names`."""
+def chat_choice(choice: ToolChoice, client_tools: Mapping[str, ClientTool]) -> Any:
+    """Return `tool_choice` in the form of a chat request; `client_tools` is `ChatTools.client_tools`."""
     if isinstance(choice, NamedChoice):
-        return _named(choice, names)
+        return _named_choice(choice, client_tools)
     if isinstance(choice, AllowedTools):
-        tools = [one for tool in choice.tools for one in _allowed_of(tool, names)]
+        tools = [allowed for tool in choice.tools for allowed in _allowed_choices(tool, client_tools)]
         return {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode, "tools": tools}}
     return choice
 
 
-def _allowed_of(tool: NamedChoice | LeftOutTool, names: Mapping[str, Own]) -> list[dict[str, Any]]:
+def _allowed_choices(
+    tool: NamedChoice | UnsupportedTool, client_tools: Mapping[str, ClientTool]
+) -> list[dict[str, Any]]:
     """Return one allowed tool in the form of a chat request. A namespace becomes all of its tools."""
     if isinstance(tool, NamedChoice):
-        return [_named(tool, names)]
+        return [_named_choice(tool, client_tools)]
     if tool.type != "namespace":
         return [{"type": tool.type}]
-    members = [full for full, own in names.items() if own.namespace == tool.name]
-    return [_function_named(name) for name in members or [str(tool.name)]]
+    member_names = [qualified for qualified, client_tool in client_tools.items() if client_tool.namespace == tool.name]
+    return [_function_choice(name) for name in member_names or [str(tool.name)]]
 
 
-def _named(choice: NamedChoice, names: Mapping[str, Own]) -> dict[str, Any]:
+def _named_choice(choice: NamedChoice, client_tools: Mapping[str, ClientTool]) -> dict[str, Any]:
     """Return a choice under the name that the model uses. A name without a namespace may be a tool of any namespace.
 
     Raises:
         ApiError: 400 if several namespaces have a tool of this name.
     """
-    name = joined(choice.name, choice.namespace)
-    if name not in names:
-        found = [full for full, own in names.items() if own.name == name]
-        if len(found) > 1:
-            where = ", ".join(found)[:200]
-            raise wrong("tool_choice", f"{shown(name)} is a tool of several namespaces; say which: {where}")
-        name = found[0] if found else name
-    return _function_named(name)
+    name = qualified_name(choice.name, choice.namespace)
+    if name not in client_tools:
+        candidates = [qualified for qualified, client_tool in client_tools.items() if client_tool.name == name]
+        if len(candidates) > 1:
+            candidates_text = ", ".join(candidates)[:200]
+            raise invalid_value(
+                "tool_choice", f"{truncated_repr(name)} is a tool of several namespaces; say which: {candidates_text}"
+            )
+        name = candidates[0] if candidates else name
+    return _function_choice(name)
 
 
-def _function_named(name: str) -> dict[str, Any]:
+def _function_choice(name: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name}}

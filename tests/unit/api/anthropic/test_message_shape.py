@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from cluster.actors.messages import Overloaded
-from cluster.api.anthropic.shape import MessageShape, anthropic_envelope, arguments_of
-from cluster.api.core.errors import ApiError, internal, overloaded, unavailable
+from cluster.api.anthropic.shape import MessageFormatter, anthropic_envelope, parse_partial_arguments
+from cluster.api.core.errors import ApiError, internal_error, overloaded_error, unavailable_error
 from cluster.api.core.sequences import Delta
-from cluster.chat.events import CallArguments, CallBegun, Event, ReasoningPiece, TextPiece
+from cluster.chat.events import CallArguments, CallStarted, Event, ReasoningPiece, TextPiece
 from cluster.request import FinishReason
 from tests.api.test_other_apis import named
 from tests.unit.chat.random_answers import about, answers, steps
@@ -22,7 +22,7 @@ EVENTS: list[Event] = [
     ReasoningPiece("hm"),
     TextPiece("I "),
     TextPiece("ask"),
-    CallBegun(0, "call_1", "find"),
+    CallStarted(0, "call_1", "find"),
     CallArguments(0, '{"x":1}'),
 ]
 TEXTS = {"text_delta": "text", "thinking_delta": "thinking", "input_json_delta": "partial_json"}
@@ -30,8 +30,8 @@ TEXTS = {"text_delta": "text", "thinking_delta": "thinking", "input_json_delta":
 
 def streamed(deltas: list[Delta]) -> list[dict[str, Any]]:
     """The data of all events, each of which is as it should be by itself."""
-    shape = MessageShape(about("msg_1"))
-    found = named((b"".join(shape.events(delta) for delta in deltas) + shape.end()).decode())
+    shape = MessageFormatter(about("msg_1"))
+    found = named((b"".join(shape.events(delta) for delta in deltas) + shape.final_events()).decode())
     for name, data in found:
         assert name == data["type"]
         if name != "ping":
@@ -74,7 +74,7 @@ def test_a_scripted_answer_is_streamed_so() -> None:
 @given(events=answers(), each=st.integers(1, 5), finish=st.sampled_from(["stop", "length"]))
 def test_the_stream_adds_up_to_the_whole(events: list[Event], each: int, finish: FinishReason) -> None:
     deltas = steps(events, each, finish)
-    whole = MessageShape(about("msg_1")).body(deltas)
+    whole = MessageFormatter(about("msg_1")).body(deltas)
     Message.model_validate(whole)
     blocks: list[dict[str, Any]] = []
     texts: list[str] = []
@@ -97,7 +97,7 @@ def test_the_stream_adds_up_to_the_whole(events: list[Event], each: int, finish:
             is_open = False
             block = blocks[-1]
             if block["type"] == "tool_use":
-                block["input"] = arguments_of(texts[-1])
+                block["input"] = parse_partial_arguments(texts[-1])
             else:
                 block[block["type"]] = texts[-1]
         elif kind == "message_delta":
@@ -111,10 +111,10 @@ def test_the_stream_adds_up_to_the_whole(events: list[Event], each: int, finish:
 
 
 def test_a_stop_sequence_is_named() -> None:
-    body = MessageShape(about("msg_1")).body(steps([TextPiece("x"), CallBegun(0, "a", "f")], stop="END"))
+    body = MessageFormatter(about("msg_1")).body(steps([TextPiece("x"), CallStarted(0, "a", "f")], stop="END"))
     assert (body["stop_reason"], body["stop_sequence"]) == ("stop_sequence", "END")
     [end] = [Delta(0, finish_reason="stop", stop_reason=257)]
-    body = MessageShape(about("msg_1")).body([end])
+    body = MessageFormatter(about("msg_1")).body([end])
     assert (body["stop_reason"], body["stop_sequence"], body["content"]) == (
         "end_turn",
         None,
@@ -133,7 +133,7 @@ def test_a_stop_sequence_is_named() -> None:
     ],
 )
 def test_arguments_are_an_object_whatever_the_model_wrote(text: str, found: Any) -> None:
-    assert arguments_of(text) == found
+    assert parse_partial_arguments(text) == found
 
 
 def test_errors_have_the_types_of_their_statuses() -> None:
@@ -144,10 +144,10 @@ def test_errors_have_the_types_of_their_statuses() -> None:
         bad, "authentication_error", "permission_error", "not_found_error", bad, bad, "request_too_large", bad,
         "api_error", "api_error",
     ]  # fmt: skip
-    assert anthropic_envelope(overloaded(Overloaded("full")))["error"] == {
+    assert anthropic_envelope(overloaded_error(Overloaded("full")))["error"] == {
         "type": "overloaded_error",
         "message": "full",
     }
-    assert anthropic_envelope(unavailable("gone"))["error"] == {"type": "api_error", "message": "gone"}
-    shape = MessageShape(about("msg_1"))
-    assert named(shape.failed(internal("msg_1")).decode()) == [("error", anthropic_envelope(internal("msg_1")))]
+    assert anthropic_envelope(unavailable_error("gone"))["error"] == {"type": "api_error", "message": "gone"}
+    shape = MessageFormatter(about("msg_1"))
+    assert named(shape.error_events(internal_error("msg_1")).decode()) == [("error", anthropic_envelope(internal_error("msg_1")))]

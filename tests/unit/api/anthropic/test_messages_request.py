@@ -7,7 +7,7 @@ from anthropic.types import MessageCountTokensParams, message_create_params
 from anthropic.types.beta import message_create_params as beta_params
 
 from cluster.api.anthropic.fields import HARMLESS, REFUSED, REMEDIES, TABLE
-from cluster.api.anthropic.request import BUDGET, NO_THOUGHTS, CountRequest, MessagesRequest
+from cluster.api.anthropic.request import BUDGET_WARNING, NO_THINKING_WARNING, CountRequest, MessagesRequest
 from cluster.api.core.conversation import ChatRequest
 from cluster.api.core.errors import ApiError
 
@@ -17,7 +17,7 @@ HI = [{"role": "user", "content": "hi"}]
 def chat_of(**body: Any) -> ChatRequest:
     request, warnings = MessagesRequest.read({"messages": HI, "max_tokens": 9, **body})
     assert not warnings
-    return request.translated().chat
+    return request.to_chat().chat
 
 
 def messages_of(*messages: dict[str, Any], **body: Any) -> list[dict[str, Any]]:
@@ -128,9 +128,9 @@ def test_how_much_to_think(thinking: Any, effort: str | None, becomes: str | Non
 def test_what_of_thinking_is_not_honoured_is_said() -> None:
     def said(thinks: bool, **thinking: Any) -> list[str]:
         request, _ = MessagesRequest.read({"messages": HI, "max_tokens": 9, "thinking": thinking})
-        return request.said_beside(thinks)
+        return request.thinking_warnings(thinks)
 
-    for thinks, expected in ((True, [BUDGET]), (False, [NO_THOUGHTS])):
+    for thinks, expected in ((True, [BUDGET_WARNING]), (False, [NO_THINKING_WARNING])):
         assert said(thinks, type="enabled", budget_tokens=2048) == expected
         assert said(thinks, type="adaptive") == said(thinks, type="disabled") == []
     on = chat_of(thinking={"type": "enabled"}, chat_template_kwargs={"a": 1})

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cluster.api.core import api_keys
-from cluster.api.core.api_keys import ApiKey, ApiKeys, check_reach, digest_of, is_loopback, of_environment, parse
+from cluster.api.core.api_keys import ApiKey, ApiKeys, check_exposure, digest_of, is_loopback, keys_from_environment, parse_keys
 from cluster.api.http.middleware import cache_salt
 from cluster.config import ConfigError
 
@@ -45,7 +45,7 @@ def test_a_file_says_who_may_do_what(file: Path) -> None:
     assert names(made, "token-of-ann", "token-of-bob", "token-of-an", "", "ann") == ["ann", "bob", None, None, None]
     bob = made.find(b"token-of-bob")
     assert bob is not None and bob.scope == "admin"
-    assert parse(bob.line(), "x") == (bob,), "a line that is written reads as it was"
+    assert parse_keys(bob.to_line(), "x") == (bob,), "a line that is written reads as it was"
 
 
 LINES = {
@@ -96,7 +96,7 @@ def test_files_that_are_no_keys_file(tmp_path: Path, file: Path) -> None:
 def test_the_environment_has_keys_of_both_scopes(file: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert ApiKeys.load(None, {}) is None
     given = {"AERIE_API_KEY": "first-key-of-many, second-key-of-many", "AERIE_ADMIN_API_KEY": "short"}
-    found = of_environment(given)
+    found = keys_from_environment(given)
     assert [(key.name, key.scope) for key in found] == [
         ("AERIE_API_KEY", "use"),
         ("AERIE_API_KEY.2", "use"),
@@ -221,12 +221,12 @@ def test_salts_differ_by_key_and_by_what_the_client_says() -> None:
 )  # fmt: skip
 def test_beyond_loopback_there_are_keys_or_an_explicit_word(host: str | None, loopback: bool) -> None:
     assert is_loopback(host) == loopback
-    check_reach(host, ApiKeys(None, [ApiKey("ann", "use", b"")]), allowed=False)
-    check_reach(host, None, allowed=True)
+    check_exposure(host, ApiKeys(None, [ApiKey("ann", "use", b"")]), allow_unauthenticated=False)
+    check_exposure(host, None, allow_unauthenticated=True)
     if loopback:
-        check_reach(host, None, allowed=False)
+        check_exposure(host, None, allow_unauthenticated=False)
         return
     with pytest.raises(ConfigError) as refused:
-        check_reach(host, None, allowed=False)
+        check_exposure(host, None, allow_unauthenticated=False)
     for word in ("api_keys_file", "AERIE_API_KEY", "allow_unauthenticated", "aerie keys create"):
         assert word in str(refused.value)

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from cluster.api.core.constraints import FIELDS, constraint_of
-from cluster.api.core.errors import ApiError, wrong
+from cluster.api.core.constraints import TOP_LEVEL_KINDS, constraint_of
+from cluster.api.core.errors import ApiError, invalid_value
 from cluster.grammar.asked import Grammar, GrammarError
 
 SCHEMA = {"type": "object", "properties": {"é": {"type": "integer"}}}
@@ -72,7 +72,7 @@ def test_what_is_asked(name: str) -> None:
     [
         {},
         {"model": "m"},
-        dict.fromkeys(["response_format", "structured_outputs", *FIELDS]),
+        dict.fromkeys(["response_format", "structured_outputs", *TOP_LEVEL_KINDS]),
         {"response_format": {"type": "text"}},
         {"structured_outputs": {}},
         {"structured_outputs": {"json": None, "json_object": False, "choice": [], "disable_fallback": False}},
@@ -133,6 +133,6 @@ def test_two_at_once_are_refused_and_both_named(body: dict[str, Any]) -> None:
 
 
 def test_a_grammar_that_is_not_honoured_is_a_400_that_names_the_field() -> None:
-    error = wrong("guided_json", str(GrammarError("#: the keyword 'not' is not enforced; leave it out")))
+    error = invalid_value("guided_json", str(GrammarError("#: the keyword 'not' is not enforced; leave it out")))
     assert (error.status, error.param, error.code) == (400, "guided_json", "invalid_value")
     assert error.message == "guided_json: #: the keyword 'not' is not enforced; leave it out"

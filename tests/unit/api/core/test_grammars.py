@@ -25,7 +25,7 @@ def test_a_machine_too_busy_to_compile_is_an_overload_that_may_be_tried_again(mo
     tokenizer: Any = object()
     grammars = Grammars(tokenizer, ModelInfo("m", 64, 256, created=0))
     with pytest.raises(ApiError, match=r"^response_format: this machine is too busy") as busy:
-        asyncio.run(grammars.compiled(OutputConstraint("response_format", Grammar("json_object"))))
+        asyncio.run(grammars.compile(OutputConstraint("response_format", Grammar("json_object"))))
     error = busy.value
     assert (error.status, error.kind, error.code, error.param) == (
         503, "overloaded_error", "overloaded", "response_format",

@@ -9,7 +9,7 @@ import pytest
 from cluster.actors.admission import Admission
 from cluster.actors.messages import Overloaded
 from cluster.api.core.errors import ApiError
-from cluster.api.core.sequences import merged
+from cluster.api.core.sequences import merge_outputs
 from cluster.config import EngineConfig
 from cluster.config.resolved import ResolvedSettings
 from cluster.request import Request, RequestParams, SequenceOutput
@@ -21,8 +21,8 @@ class Engine:
     """Admits as a router does; a request that was admitted gets its tokens one by one, in `pace_s` each."""
 
     def __init__(self, pace_s: float = 0.001, **settings: Any) -> None:
-        self.admission = Admission(ResolvedSettings.of(EngineConfig(model_path="m", **settings)))
-        self.admission.started(1 << 24)
+        self.admission = Admission(ResolvedSettings.from_settings(EngineConfig(model_path="m", **settings)))
+        self.admission.on_gang_up(1 << 24)
         self.pace_s, self.open, self.most, self.refused = pace_s, 0, 0, 0
 
     async def generate(self, request: Request) -> AsyncIterator[SequenceOutput]:
@@ -31,17 +31,17 @@ class Engine:
         except Overloaded:
             self.refused += 1
             raise
-        self.admission.entered(request)
+        self.admission.on_admitted(request)
         self.open += 1
         self.most = max(self.most, self.open)
         try:
             for at in range(TEXT):
                 await asyncio.sleep(self.pace_s)
-                self.admission.progressed(request.request_id, 1)
+                self.admission.on_tokens(request.request_id, 1)
                 yield SequenceOutput(request.request_id, (at,), finish_reason="stop" if at == TEXT - 1 else None)
         finally:
             self.open -= 1
-            self.admission.left(request.request_id, stopped=False)
+            self.admission.on_ended(request.request_id, stopped=False)
 
 
 def requests(count: int, prompt: int, tokens: int = 256) -> list[Request]:
@@ -51,7 +51,7 @@ def requests(count: int, prompt: int, tokens: int = 256) -> list[Request]:
 def all_of(engine: Engine, asked: list[Request]) -> dict[int, list[int]]:
     async def whole() -> dict[int, list[int]]:
         found: dict[int, list[int]] = {}
-        async for at, output in merged(engine, asked):  # type: ignore[arg-type]
+        async for at, output in merge_outputs(engine, asked):  # type: ignore[arg-type]
             found.setdefault(at, []).extend(output.token_ids)
         return found
 
@@ -81,7 +81,7 @@ def test_a_call_of_which_nothing_is_taken_is_refused() -> None:
         others = [asyncio.create_task(_drain(engine, one)) for one in requests(2, 40)]
         await asyncio.sleep(0.01)
         with pytest.raises(ApiError) as refused:
-            async for _ in merged(engine, [Request(f"n{at}", (1,)) for at in range(5)]):  # type: ignore[arg-type]
+            async for _ in merge_outputs(engine, [Request(f"n{at}", (1,)) for at in range(5)]):  # type: ignore[arg-type]
                 raise AssertionError("there is no room")
         assert refused.value.status == 503 and refused.value.code == "overloaded" and engine.refused == 5
         await asyncio.gather(*others)
@@ -99,9 +99,9 @@ def test_a_call_whose_rest_finds_the_queue_full_of_others_ends_refused() -> None
 
     async def whole() -> None:
         engine = Engine(max_queued_requests=1)
-        async for at, output in merged(engine, requests(3, 40)):  # type: ignore[arg-type]
+        async for at, output in merge_outputs(engine, requests(3, 40)):  # type: ignore[arg-type]
             if at == 0 and output.finish_reason is None:
-                engine.admission.entered(Request("another", (1,)))
+                engine.admission.on_admitted(Request("another", (1,)))
 
     with pytest.raises(ApiError) as refused:
         asyncio.run(asyncio.wait_for(whole(), 10))
@@ -111,7 +111,7 @@ def test_a_call_whose_rest_finds_the_queue_full_of_others_ends_refused() -> None
 def test_closing_it_aborts_those_that_run_and_those_that_wait() -> None:
     async def whole() -> Engine:
         engine = Engine(max_queued_requests=1)
-        outputs = merged(engine, requests(6, 40))  # type: ignore[arg-type]
+        outputs = merge_outputs(engine, requests(6, 40))  # type: ignore[arg-type]
         assert (await anext(outputs))[0] == 0
         await outputs.aclose()
         return engine

@@ -7,7 +7,7 @@ from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from cluster.api.core.conversation import ChatMessage
-from cluster.api.core.tokenizer import messages_for, one_call_each, rendered
+from cluster.api.core.tokenizer import template_messages, split_parallel_calls, render_prompt
 
 FIRST_ALONE = (  # gpt-oss: a first message of the system's; the loop has no place for another
     "{% if messages[0].role in ['system', 'developer'] %}[{{ messages[0].content }}]{% endif %}"
@@ -36,7 +36,7 @@ def through(template: str, messages: list[dict[str, Any]]) -> tuple[str, list[st
         raise TemplateError(message)
 
     compiled = ImmutableSandboxedEnvironment().from_string(template, globals={"raise_exception": refuse})
-    return rendered(lambda form: compiled.render(messages=form), messages)
+    return render_prompt(lambda form: compiled.render(messages=form), messages)
 
 
 def said(role: str, content: str) -> dict[str, Any]:
@@ -86,9 +86,9 @@ def test_two_calls_in_one_message_are_sent_as_two_with_their_results() -> None:
     text, warnings = through(ONE_CALL, messages)
     parts = ["user:hi", "C:I look. a", "tool:of a", "C:b", "tool:of b", "C:c", "tool:without an id", "user:more", ""]
     assert text == ";".join(parts) and not warnings
-    assert one_call_each(one_call_each(messages)) == one_call_each(messages)
+    assert split_parallel_calls(split_parallel_calls(messages)) == split_parallel_calls(messages)
     without = [messages[0], messages[1], messages[5]]
-    assert [len(each.get("tool_calls", ())) for each in one_call_each(without)] == [0, 1, 1, 1, 0]
+    assert [len(each.get("tool_calls", ())) for each in split_parallel_calls(without)] == [0, 1, 1, 1, 0]
 
 
 def test_what_is_refused_in_every_form_is_refused_as_it_came() -> None:
@@ -106,7 +106,7 @@ def test_gpt_oss_takes_back_what_it_thought_said_and_called() -> None:
             "tool_calls": [{"id": "call_a", "function": {"name": "a", "arguments": "{}"}}],
         }
     )
-    text, warnings = through(FIRST_ALONE, [said("user", "hi"), *messages_for([answer], "thinking"), result("a")])
+    text, warnings = through(FIRST_ALONE, [said("user", "hi"), *template_messages([answer], "thinking"), result("a")])
     assert (text, warnings) == ("U:hi;A(hm\n\nI look.)>a;T:of a;", [])
-    (other,) = messages_for([answer], "reasoning_content")
+    (other,) = template_messages([answer], "reasoning_content")
     assert (other["content"], other["reasoning_content"]) == ("I look.", "hm")

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cluster.api.core.errors import ApiError
-from cluster.api.core.wire import MAX_DEPTH, parse
+from cluster.api.core.wire import MAX_DEPTH, parse_body
 
 NUMBERS = st.integers(-(10**30), 10**30) | st.floats(allow_nan=False, allow_infinity=False)
 VALUES = st.recursive(
@@ -24,23 +24,23 @@ VALUES = st.recursive(
     value=st.dictionaries(st.text(), VALUES, max_size=5), ascii_only=st.booleans(), indent=st.sampled_from([None, 2])
 )
 def test_good_json_comes_through(value: dict[str, Any], ascii_only: bool, indent: int | None) -> None:
-    assert parse(json.dumps(value, ensure_ascii=ascii_only, indent=indent).encode()) == value
+    assert parse_body(json.dumps(value, ensure_ascii=ascii_only, indent=indent).encode()) == value
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(body=st.binary(max_size=60) | st.text(st.sampled_from('{}[]":,\\0e-.tn'), max_size=60).map(str.encode))
 def test_anything_else_is_a_400(body: bytes) -> None:
     try:
-        assert isinstance(parse(body), dict)
+        assert isinstance(parse_body(body), dict)
     except ApiError as error:
         assert (error.status, error.code) == (400, "invalid_json")
 
 
 def test_depth_is_counted_outside_strings() -> None:
     deep = '{"a":' * MAX_DEPTH + '"' + "[{" * 500 + '\\""' + "}" * MAX_DEPTH
-    assert parse(deep.encode())
+    assert parse_body(deep.encode())
     with pytest.raises(ApiError, match="nested deeper"):
-        parse(('{"a":' + deep + "}").encode())
+        parse_body(('{"a":' + deep + "}").encode())
 
 
 @pytest.mark.parametrize("unit", ['"', '\\"', '"\\', "[]", '""', "\\", '"a', "{}"])
@@ -48,5 +48,5 @@ def test_a_megabyte_of_anything_is_quick(unit: str) -> None:
     body = (unit * ((1 << 20) // len(unit))).encode()
     started = time.process_time()
     with pytest.raises(ApiError):
-        parse(body)
+        parse_body(body)
     assert time.process_time() - started < 2.0

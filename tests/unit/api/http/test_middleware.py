@@ -3,7 +3,7 @@
 import pytest
 
 from cluster.api.http import middleware
-from cluster.api.http.middleware import LAPSE_S, Drain
+from cluster.api.http.middleware import DRAIN_LEASE_S, Drain
 
 
 def test_who_is_heard_no_more_was_killed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -11,11 +11,11 @@ def test_who_is_heard_no_more_was_killed(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(middleware.time, "monotonic", lambda: now)
     one = Drain()
     assert not one.refusing
-    with one.one_more():
+    with one.count_call():
         assert one.begin() == 1 and one.refusing
-    now += LAPSE_S - 1
+    now += DRAIN_LEASE_S - 1
     assert one.refusing and one.begin() == 0
-    now += LAPSE_S - 1
+    now += DRAIN_LEASE_S - 1
     assert one.refusing
     now += 2
     assert not one.refusing

@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-from cluster.api.launch.overlay import lay_over, llm_entry
+from cluster.api.launch.overlay import apply_overrides, llm_entry
 from cluster.config import EngineConfig
 
 
 def parts(*overrides: str) -> int:
     """The `ep_size` of two ranks with these settings, in turn."""
-    given = llm_entry(lay_over({}, ["model_path=m", "tensor_parallel_size=2", *overrides]))["engine_kwargs"]
+    given = llm_entry(apply_overrides({}, ["model_path=m", "tensor_parallel_size=2", *overrides]))["engine_kwargs"]
     return EngineConfig.from_kwargs({"model_path": "m", **given}).ep_size
 
 
@@ -20,7 +20,7 @@ def test_a_switch_of_vllm_stays_one() -> None:
 
 def name_of(folder: Path) -> str:
     folder.mkdir(parents=True)
-    return str(llm_entry(lay_over({}, [("model_source", str(folder))]))["model_loading_config"]["model_id"])
+    return str(llm_entry(apply_overrides({}, [("model_source", str(folder))]))["model_loading_config"]["model_id"])
 
 
 def test_a_model_is_served_under_its_folders_name_or_that_of_the_hub(tmp_path: Path) -> None:

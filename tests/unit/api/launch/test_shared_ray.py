@@ -33,7 +33,7 @@ def test_nobody_answers(address: Callable[[], str]) -> None:
 
 
 def test_who_takes_connections_and_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_ray, "ANSWER_S", 0.5)
+    monkeypatch.setattr(shared_ray, "ANSWER_TIMEOUT_S", 0.5)
     with socket.create_server(("", 0)) as silent:
         with pytest.raises(ConfigError, match=r"DEADLINE_EXCEEDED|UNAVAILABLE"):
             check_alive(f"127.0.0.1:{silent.getsockname()[1]}")

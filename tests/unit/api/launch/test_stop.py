@@ -78,7 +78,7 @@ def signals(monkeypatch: pytest.MonkeyPatch) -> Iterator[StopSignals]:
     monkeypatch.setattr(os, "_exit", leave)
     made = StopSignals()
     before = signal.getsignal(signal.SIGTERM)
-    with made.taken():
+    with made.installed():
         yield made
     assert signal.getsignal(signal.SIGTERM) == before
     assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
@@ -89,7 +89,7 @@ import os, signal, threading, time
 from cluster.api.launch.stop import StopSignals
 
 signals = StopSignals()
-with signals.taken():
+with signals.installed():
     signals.check()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as Ray's own handler, it ends the process
     beside = threading.Thread(target=time.sleep, args=(0.5,))  # a thread that could take the signal
@@ -100,13 +100,13 @@ with signals.taken():
         try:
             signals.check()
         except KeyboardInterrupt:
-            print("asked", signals.asked)
+            print("asked", signals.stop_requested)
         signals.release()
 
 again = StopSignals()
-with again.taken():
+with again.installed():
     os.kill(os.getpid(), signal.SIGTERM)  # never released
-print("asked", again.asked)
+print("asked", again.stop_requested)
 """
 
 
@@ -123,13 +123,13 @@ def test_the_first_signal_asks_and_the_second_ends_whatever_fails(
     def fails() -> None:
         raise RuntimeError("Ray is half gone")
 
-    signals.on_second(fails)
+    signals.on_second_signal(fails)
     signals.release()
-    assert not signals.asked
+    assert not signals.stop_requested
     os.kill(os.getpid(), signal.SIGTERM)
     began = time.monotonic()
     signals.wait()
-    assert signals.asked and time.monotonic() - began < 5
+    assert signals.stop_requested and time.monotonic() - began < 5
     with pytest.raises(Left, match=status):
         os.kill(os.getpid(), second)
         time.sleep(5)
@@ -148,7 +148,7 @@ def test_ray_ends_whatever_serve_says(monkeypatch: pytest.MonkeyPatch) -> None:
     own: Any = SimpleNamespace(stop=lambda: ended.append("stopped"))
     for cluster in (own, None):
         with pytest.raises(RuntimeError, match="controller is gone"):
-            serve_command._shut_down(cluster, plan, orderly=True)
+            serve_command._shut_down(cluster, plan, graceful=True)
     assert ended == ["stopped", "disconnected"]
 
 
@@ -160,5 +160,5 @@ def test_a_start_that_is_stopped_does_not_wait_for_serve(monkeypatch: pytest.Mon
     halves = SimpleNamespace(shutdown=lambda: ended.append("asked"))
     monkeypatch.setattr(serve_command.importlib, "import_module", lambda _: halves)
     for orderly in (False, True):
-        serve_command._shut_down(own, SimpleNamespace(), orderly=orderly)  # type: ignore[arg-type]
+        serve_command._shut_down(own, SimpleNamespace(), graceful=orderly)  # type: ignore[arg-type]
     assert ended == ["stopped", "asked", "stopped"]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cluster.api.openai.answers import offsets
+from cluster.api.openai.answers import token_offsets
 
 
 @pytest.mark.parametrize(
@@ -22,6 +22,6 @@ from cluster.api.openai.answers import offsets
 )
 def test_offsets(text: str, tokens: list[str | bytes], expected: list[int]) -> None:
     raw = [token if isinstance(token, bytes) else token.encode() for token in tokens]
-    found = offsets(text, raw)
+    found = token_offsets(text, raw)
     assert found == expected
     assert found == sorted(found) and all(at <= len(text) for at in found)

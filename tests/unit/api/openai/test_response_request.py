@@ -11,13 +11,13 @@ from cluster.api.core.conversation import ChatRequest
 from cluster.api.core.errors import ApiError
 from cluster.api.core.translated import EXTENSIONS
 from cluster.api.openai.responses.fields import HARMLESS, REFUSED, REMEDIES, TABLE
-from cluster.api.openai.responses.request import Included, ResponseRequest
+from cluster.api.openai.responses.request import IncludeOption, ResponseRequest
 
 
 def chat_of(**body: Any) -> ChatRequest:
     request, warnings = ResponseRequest.read({"input": "hi", **body})
     assert not warnings
-    return request.translated().chat
+    return request.to_chat().chat
 
 
 def messages_of(**body: Any) -> list[dict[str, Any]]:
@@ -118,7 +118,7 @@ def test_allowed_tools_limit_the_choice() -> None:
     choice = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "b"}]}
     chat = chat_of(tools=tools, tool_choice=choice)
     assert [tool.function.name for tool in chat.callable_tools] == ["b"]
-    assert len(chat.shown_tools) == 3
+    assert len(chat.template_tools) == 3
 
 
 @pytest.mark.parametrize("form", [{"type": "text"}, {"type": "json_object"}])
@@ -136,7 +136,7 @@ def test_every_field_of_the_api_is_of_one_kind() -> None:
         kinds = [name in own, name in EXTENSIONS, name in HARMLESS, name in REFUSED]
         assert sum(kinds) == 1, (name, kinds)
     assert {*REFUSED} <= {*REMEDIES}
-    assert {*get_args(Included)} == {*get_args(ResponseIncludable)}
+    assert {*get_args(IncludeOption)} == {*get_args(ResponseIncludable)}
 
 
 def test_what_only_chats_take_is_refused_and_not_ignored() -> None:
@@ -158,11 +158,11 @@ def test_what_is_refused_says_why(field: str) -> None:
 
 def test_errors_name_the_field_that_was_sent() -> None:
     origins = Origins({"messages": "input", "messages.2": "input.5", "messages.2.tool_calls.0.function": "input.6"})
-    assert origins.own("messages") == "input"
-    assert origins.own("messages.2.role") == "input.5.role"
-    assert origins.own("messages.2.tool_calls.0.function.arguments") == "input.6.arguments"
-    assert origins.own("seed") == "seed"
-    with pytest.raises(ApiError) as found, origins.named():
+    assert origins.body_path("messages") == "input"
+    assert origins.body_path("messages.2.role") == "input.5.role"
+    assert origins.body_path("messages.2.tool_calls.0.function.arguments") == "input.6.arguments"
+    assert origins.body_path("seed") == "seed"
+    with pytest.raises(ApiError) as found, origins.translate_errors():
         raise ApiError("messages.2: no", status=404, param="messages.2", code="c", kind="k", headers={"a": "b"})
     error = found.value
     assert (error.message, error.param, error.status, error.code) == ("input.5: no", "input.5", 404, "c")

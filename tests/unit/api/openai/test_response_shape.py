@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from cluster.api.anthropic.shape import MessageShape
+from cluster.api.anthropic.shape import MessageFormatter
 from cluster.api.core.adapter import GenerateCall
 from cluster.api.core.sequences import Delta
 from cluster.api.openai.responses.request import ResponseRequest
-from cluster.api.openai.responses.shape import ResponseShape
-from cluster.chat.events import CallArguments, CallBegun, Event, ReasoningPiece, TextPiece
+from cluster.api.openai.responses.shape import ResponseFormatter
+from cluster.chat.events import CallArguments, CallStarted, Event, ReasoningPiece, TextPiece
 from cluster.request import FinishReason
 from tests.api.test_other_apis import named
 from tests.unit.chat.random_answers import about, answers, steps
@@ -25,18 +25,18 @@ EVENTS: list[Event] = [
     ReasoningPiece("hm"),
     TextPiece("I "),
     TextPiece("ask"),
-    CallBegun(0, "call_1", "find"),
+    CallStarted(0, "call_1", "find"),
     CallArguments(0, '{"x":1}'),
 ]
 
 
-def shape_of(**body: Any) -> ResponseShape:
+def shape_of(**body: Any) -> ResponseFormatter:
     asked, _ = ResponseRequest.read({"input": "hi", **body})
-    return ResponseShape(asked, about("resp_1"))
+    return ResponseFormatter(asked, about("resp_1"))
 
 
 @pytest.mark.parametrize(
-    "of", [lambda call: ResponseShape(ResponseRequest.read({"input": "hi"})[0], call), MessageShape]
+    "of", [lambda call: ResponseFormatter(ResponseRequest.read({"input": "hi"})[0], call), MessageFormatter]
 )
 def test_a_shape_does_not_refer_to_its_call(of: Callable[[GenerateCall], Any]) -> None:
     """The call refers to its shape: a cycle would keep the tokens of a prompt until the next garbage collection."""
@@ -44,9 +44,9 @@ def test_a_shape_does_not_refer_to_its_call(of: Callable[[GenerateCall], Any]) -
     assert all(value is not call for value in vars(of(call)).values())
 
 
-def streamed(shape: ResponseShape, deltas: list[Delta]) -> list[dict[str, Any]]:
+def streamed(shape: ResponseFormatter, deltas: list[Delta]) -> list[dict[str, Any]]:
     """The data of all events, each of which is as it should be by itself."""
-    found = named((b"".join(shape.events(delta) for delta in deltas) + shape.end()).decode())
+    found = named((b"".join(shape.events(delta) for delta in deltas) + shape.final_events()).decode())
     assert [data["sequence_number"] for _, data in found] == [*range(len(found))]
     for name, data in found:
         assert data["type"] == name == OFFICIAL.validate_python(data).type

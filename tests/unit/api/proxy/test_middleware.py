@@ -13,8 +13,8 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
 from cluster.api.proxy import middleware, serve_limits
 from cluster.api.proxy.connections import Connection
-from cluster.api.proxy.middleware import JsonErrors, Lingering, WholeRequests, middlewares
-from cluster.api.proxy.throttle import Cores
+from cluster.api.proxy.middleware import JsonErrors, Lingering, BufferedRequests, middlewares
+from cluster.api.proxy.throttle import CpuLoad
 
 START, BODY = "http.response.start", "http.response.body"
 
@@ -113,7 +113,7 @@ def ended_by(
     whole = {"type": "http", "method": "POST", "path": "/v1/completions", "raw_path": b"/x", "headers": [], **scope}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(serves_proxy, "get_http_response_status", serves_proxy.get_http_response_status)
-        serve_limits.listen()
+        serve_limits.patch_proxy()
         asyncio.run(JsonErrors(app)(whole, None, send))  # type: ignore[arg-type]
     return sent
 
@@ -167,7 +167,7 @@ def test_anthropics_routes_have_errors_of_its_form(path: str) -> None:
     name, data, *_ = sent[-1]["body"].split(b"\n")
     assert name == b"event: error"
     lost = json.loads(data.removeprefix(b"data: "))
-    assert lost == {"type": "error", "error": {"type": "api_error", "message": middleware.SAID[500][2]}}
+    assert lost == {"type": "error", "error": {"type": "api_error", "message": middleware.ERROR_BY_STATUS[500][2]}}
     for status, kind in ((404, "not_found_error"), (503, "api_error"), (429, "overloaded_error")):
         sent, _ = ask([{"type": START, "status": status, "headers": PLAIN}, {"type": BODY, "body": b"no"}], path=path)
         assert json.loads(sent[1]["body"])["error"]["type"] == kind
@@ -191,7 +191,7 @@ def test_a_client_cannot_keep_its_request_alive() -> None:
 def test_it_is_what_serve_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(uvicorn.config, "HTTP_PROTOCOLS", dict(uvicorn.config.HTTP_PROTOCOLS))
     monkeypatch.setattr(serves_proxy, "get_http_response_status", serves_proxy.get_http_response_status)
-    assert [middleware.cls for middleware in middlewares()] == [JsonErrors, WholeRequests, Lingering]
+    assert [middleware.cls for middleware in middlewares()] == [JsonErrors, BufferedRequests, Lingering]
     config = uvicorn.Config(lambda: None, factory=True, log_config=None)  # as Serve makes it
     config.load()
     assert config.http_protocol_class is Connection
@@ -224,9 +224,9 @@ def passed_on(*coming: dict[str, Any] | float) -> tuple[list[Any], list[Any]]:
         async def send(message: Any) -> None:
             sent.append(message)
 
-        outer = WholeRequests(app)
+        outer = BufferedRequests(app)
         await outer({"type": "http", "method": "POST", "path": "/x", "raw_path": b"/x", "headers": []}, receive, send)
-        assert outer._held == 0
+        assert outer._buffered_bytes == 0
 
     asyncio.run(whole())
     return given, sent
@@ -238,7 +238,7 @@ def test_a_body_goes_on_in_one_piece() -> None:
 
 
 def test_a_long_body_goes_on_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(middleware, "GATHERED", 3)
+    monkeypatch.setattr(middleware, "MAX_BUFFERED_BODY", 3)
     coming = [piece(b"ab"), piece(b"cd"), piece(b"ef"), piece(b"g", False)]
     assert passed_on(*coming) == ([(b"abcd", True), (b"ef", True), (b"g", False)], [])
 
@@ -261,7 +261,7 @@ def test_a_slow_body_is_answered_before_serve_hears_of_it(monkeypatch: pytest.Mo
 
 def test_of_many_that_come_at_once_each_waits_for_a_turn_of_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever shares the loop with 100 new requests is served between any two of them."""
-    monkeypatch.setattr(Cores, "full", lambda _: False)
+    monkeypatch.setattr(CpuLoad, "saturated", lambda _: False)
     order: list[str] = []
 
     async def whole() -> None:
@@ -276,7 +276,7 @@ def test_of_many_that_come_at_once_each_waits_for_a_turn_of_the_loop(monkeypatch
                 order.append("old")
                 await asyncio.sleep(0)
 
-        outer = WholeRequests(app)
+        outer = BufferedRequests(app)
         scope = {"type": "http", "method": "POST", "path": "/x", "raw_path": b"/x", "headers": []}
         await asyncio.gather(*(outer(scope, receive, receive) for _ in range(100)), stream())  # type: ignore[arg-type]
 

@@ -6,10 +6,10 @@ import json
 from typing import Any
 
 from cluster.actors.messages import Overloaded
-from cluster.api.core.errors import overloaded
-from cluster.api.proxy.middleware import JsonErrors, WholeRequests
-from cluster.api.proxy.refusals import FULL, REPEATED, AnnounceRefusals, Refusals, held_s
-from cluster.api.proxy.throttle import LONGEST_REST_S, Cores, Throttle
+from cluster.api.core.errors import overloaded_error
+from cluster.api.proxy.middleware import JsonErrors, BufferedRequests
+from cluster.api.proxy.refusals import FULL_HEADER, REPEATS_HEADER, AnnounceRefusals, Refusals, hold_s
+from cluster.api.proxy.throttle import MAX_PAUSE_S, CpuLoad, Throttle
 
 START, BODY = "http.response.start", "http.response.body"
 WAIT_S = 8.0
@@ -29,16 +29,16 @@ class Replica:
     async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
         self.asked += 1
         if self.full:
-            await overloaded(Overloaded("full", WAIT_S), self.whoever).response()(scope, receive, send)
+            await overloaded_error(Overloaded("full", WAIT_S), self.whoever).response()(scope, receive, send)
             return
         await send({"type": START, "status": 200, "headers": [(b"content-type", b"application/json")]})
         await send({"type": BODY, "body": b"{}"})
 
 
-class Full(Cores):
+class Full(CpuLoad):
     """A machine whose cores are always busy."""
 
-    def full(self) -> bool:
+    def saturated(self) -> bool:
         return True
 
 
@@ -52,8 +52,8 @@ class Proxy:
         async def route(scope: Any, receive: Any, send: Any) -> None:
             await next(turns).app(scope, receive, send)
 
-        self._app = WholeRequests(JsonErrors(route))  # in Serve's order, the last of `middlewares` outermost
-        self._app._refusals = Refusals(self._app._turns.interrupt, lambda: self.now)
+        self._app = BufferedRequests(JsonErrors(route))  # in Serve's order, the last of `middlewares` outermost
+        self._app._refusals = Refusals(self._app._throttle.interrupt, lambda: self.now)
 
     def ask(self, path: str = "/v1/completions", method: str = "POST", headers: Any = ()) -> tuple[int, Any, Any]:
         """Status, headers and body of one answer."""
@@ -83,17 +83,17 @@ def test_a_refusal_is_repeated_while_it_holds_and_all_are_counted() -> None:
     assert all(answer == answers[0] for answer in answers)
     status, headers, body = answers[0]
     assert (status, headers[b"retry-after"], body["error"]["code"]) == (503, b"8", "overloaded")
-    assert FULL not in headers and replica.asked == 1
+    assert FULL_HEADER not in headers and replica.asked == 1
     replica.full = False
     assert proxy.ask()[0] == 503 and replica.asked == 1
-    proxy.now += held_s(WAIT_S)
+    proxy.now += hold_s(WAIT_S)
     assert proxy.ask()[0] == 200
     assert proxy.ask()[0] == 200
     assert replica.counted == [("/v1/completions", 10)]
 
 
 def test_it_holds_for_a_small_part_of_the_wait() -> None:
-    assert [held_s(wait) for wait in (0.0, 2.0, 8.0, 1e4)] == [0.0, 0.1, 0.4, 1.0]
+    assert [hold_s(wait) for wait in (0.0, 2.0, 8.0, 1e4)] == [0.0, 0.1, 0.4, 1.0]
 
 
 def test_other_paths_and_methods_are_asked() -> None:
@@ -144,7 +144,7 @@ def test_where_serve_decides_how_many_replicas_there_are_each_is_asked() -> None
     for asked in (1, 2, 3):
         status, headers, body = proxy.ask()
         assert (status, body["error"]["code"], replica.asked) == (503, "overloaded", asked)
-        assert FULL not in headers
+        assert FULL_HEADER not in headers
 
 
 def test_a_sign_that_is_none_is_not_believed() -> None:
@@ -152,7 +152,7 @@ def test_a_sign_that_is_none_is_not_believed() -> None:
     replica = Replica()
     proxy = Proxy(replica)
     for sign in (b"", b"0.4", b"a b c", b"a 1 0.4 more", b"\xff 1 0.4"):
-        replica.app._sign = sign  # before the seconds, which the answer brings
+        replica.app._announcement = sign  # before the seconds, which the answer brings
         assert proxy.ask()[0] == 503
     assert replica.asked == 5
 
@@ -161,7 +161,7 @@ def test_a_client_cannot_count() -> None:
     replica = Replica()
     replica.full = False
     proxy = Proxy(replica)
-    for name in (REPEATED, REPEATED.title()):
+    for name in (REPEATS_HEADER, REPEATS_HEADER.title()):
         assert proxy.ask(headers=[(name, b"1000")])[0] == 200
     assert replica.counted == []
 
@@ -172,8 +172,8 @@ def test_a_refusal_answers_those_that_wait_for_their_turn() -> None:
     """
     replica = Replica()
     proxy = Proxy(replica)
-    proxy._app._turns = Throttle(Full())
-    proxy._app._refusals = Refusals(proxy._app._turns.interrupt)
+    proxy._app._throttle = Throttle(Full())
+    proxy._app._refusals = Refusals(proxy._app._throttle.interrupt)
 
     async def all_ask() -> list[tuple[int, float]]:
         clock = asyncio.get_running_loop().time
@@ -187,5 +187,5 @@ def test_a_refusal_answers_those_that_wait_for_their_turn() -> None:
 
     *same, other = asyncio.run(all_ask())
     assert [status for status, _ in same] == [503] * 4 and other[0] == 503
-    assert max(seconds for _, seconds in same) < 0.5 * LONGEST_REST_S < other[1]
+    assert max(seconds for _, seconds in same) < 0.5 * MAX_PAUSE_S < other[1]
     assert replica.asked == 2

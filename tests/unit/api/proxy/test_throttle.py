@@ -8,14 +8,14 @@ import pytest
 
 from cluster.api.proxy.throttle import (
     BEGIN_S,
-    HELD_S,
-    LONGEST_REST_S,
-    LOOK_S,
+    SATURATED_S,
+    MAX_PAUSE_S,
+    CHECK_S,
     REFUSE_S,
-    SHARE,
-    Cores,
+    CPU_SHARE,
+    CpuLoad,
     Throttle,
-    rest_s,
+    pause_s,
 )
 
 
@@ -36,40 +36,40 @@ class Machine:
         self.now += seconds
         self.stat.write_text(f"cpu  {self._busy} 0 0 {self._idle} {self._disk} 0 0 0 9 9\ncpu0 0 0 0 0 0 0 0 0 0 0\n")
 
-    def cores(self) -> Cores:
-        return Cores(self.stat, lambda: self.now)
+    def cores(self) -> CpuLoad:
+        return CpuLoad(self.stat, lambda: self.now)
 
 
 def test_a_machine_is_full_while_no_core_was_idle(tmp_path: Path) -> None:
     machine = Machine(tmp_path)
     cores = machine.cores()
-    assert not cores.full()
+    assert not cores.saturated()
     for busy, disk, full in ((1.0, 0.0, True), (0.5, 0.0, False), (0.9, 0.0, True), (0.5, 0.5, False)):
-        machine.passes(HELD_S, busy, disk)
-        assert cores.full() is full
+        machine.passes(SATURATED_S, busy, disk)
+        assert cores.saturated() is full
 
 
 def test_a_machine_found_full_counts_as_full_for_a_second(tmp_path: Path) -> None:
     """Else a moment's room would let a burst begin at once."""
     machine = Machine(tmp_path)
     cores = machine.cores()
-    cores.full()
-    machine.passes(LOOK_S, busy=1.0)
-    assert cores.full()
-    machine.passes(HELD_S * 0.9, busy=0.0)
-    assert cores.full()
-    machine.passes(HELD_S * 0.2, busy=0.0)
-    assert not cores.full()
+    cores.saturated()
+    machine.passes(CHECK_S, busy=1.0)
+    assert cores.saturated()
+    machine.passes(SATURATED_S * 0.9, busy=0.0)
+    assert cores.saturated()
+    machine.passes(SATURATED_S * 0.2, busy=0.0)
+    assert not cores.saturated()
 
 
 def test_the_counters_are_read_now_and_then(tmp_path: Path) -> None:
     machine = Machine(tmp_path)
     cores = machine.cores()
-    assert not cores.full()
-    machine.passes(LOOK_S / 2, busy=1.0)
-    assert not cores.full()
-    machine.passes(LOOK_S / 2, busy=1.0)
-    assert cores.full()
+    assert not cores.saturated()
+    machine.passes(CHECK_S / 2, busy=1.0)
+    assert not cores.saturated()
+    machine.passes(CHECK_S / 2, busy=1.0)
+    assert cores.saturated()
 
 
 @pytest.mark.parametrize("text", [None, "", "cpu a b c d e f g h\n"])
@@ -79,31 +79,31 @@ def test_without_counters_no_machine_is_full(tmp_path: Path, text: str | None) -
     cores = machine.cores()
     for _ in range(3):
         machine.now += 1.0
-        assert not cores.full()
+        assert not cores.saturated()
 
 
 def test_this_machine_has_counters() -> None:
-    assert Cores()._count() is not None
+    assert CpuLoad()._read_ticks() is not None
 
 
 def test_a_rest_keeps_the_cost_of_beginnings_to_an_eighth_of_the_machine() -> None:
-    assert rest_s(0, 2) == pytest.approx(0.024)
-    assert rest_s(0, 64) == pytest.approx(0.024 / 32)
-    assert rest_s(100_000, 2) == pytest.approx(0.036)
-    assert rest_s(1 << 20, 2) == LONGEST_REST_S
+    assert pause_s(0, 2) == pytest.approx(0.024)
+    assert pause_s(0, 64) == pytest.approx(0.024 / 32)
+    assert pause_s(100_000, 2) == pytest.approx(0.036)
+    assert pause_s(1 << 20, 2) == MAX_PAUSE_S
 
 
-class Given(Cores):
+class Given(CpuLoad):
     def __init__(self, full: bool) -> None:
         super().__init__()
         self._given = full
 
-    def full(self) -> bool:
+    def saturated(self) -> bool:
         return self._given
 
 
 def began(full: bool, charged: bool = True) -> list[float]:
-    """When each of four requests that come at once begins, in seconds after the first; a rest is `LONGEST_REST_S`."""
+    """When each of four requests that come at once begins, in seconds after the first; a rest is `MAX_PAUSE_S`."""
 
     async def all_begin() -> list[float]:
         turns, times = Throttle(Given(full)), []
@@ -113,7 +113,7 @@ def began(full: bool, charged: bool = True) -> list[float]:
             await turns.wait()
             times.append(clock())
             if charged:
-                turns.charge(1 << 30)
+                turns.on_begin(1 << 30)
 
         await asyncio.gather(*(one() for _ in range(4)))
         return [each - times[0] for each in times]
@@ -123,12 +123,12 @@ def began(full: bool, charged: bool = True) -> list[float]:
 
 def test_on_a_full_machine_requests_begin_with_rests_between_them() -> None:
     for turn, at in enumerate(began(full=True)):
-        assert at >= turn * LONGEST_REST_S * 0.99
+        assert at >= turn * MAX_PAUSE_S * 0.99
 
 
 @pytest.mark.parametrize(("full", "charged"), [(False, True), (True, False)])
 def test_nobody_rests_on_a_machine_with_room_or_after_who_has_left(full: bool, charged: bool) -> None:
-    assert began(full, charged)[-1] < 3 * LONGEST_REST_S
+    assert began(full, charged)[-1] < 3 * MAX_PAUSE_S
 
 
 def test_an_interrupt_ends_all_waits_and_keeps_the_order_of_those_who_ask_again() -> None:
@@ -143,12 +143,12 @@ def test_an_interrupt_ends_all_waits_and_keeps_the_order_of_those_who_ask_again(
             given.append((number, turn))
 
         assert await turns.wait()
-        turns.charge(1 << 30)
+        turns.on_begin(1 << 30)
         tasks = [asyncio.ensure_future(one(number)) for number in range(4)]
         await asyncio.sleep(0)
         tasks[1].cancel()
         turns.interrupt()
-        await asyncio.sleep(LONGEST_REST_S / 10)
+        await asyncio.sleep(MAX_PAUSE_S / 10)
         assert given == [(0, False), (2, False), (3, False)]
         tasks[2].cancel()
         await asyncio.wait(tasks)
@@ -166,21 +166,21 @@ def test_a_refused_request_lets_the_next_one_begin_sooner() -> None:
         began = clock()
         for refused in (True, True, True, False):
             assert await turns.wait()
-            turns.charge(0)
+            turns.on_begin(0)
             if refused:
-                asyncio.get_running_loop().call_soon(turns.refused)  # while the next one waits
+                asyncio.get_running_loop().call_soon(turns.on_refused)  # while the next one waits
         return clock() - began
 
-    rest = (rest_s(0, os.cpu_count() or 1)) / 3
-    assert 3 * rest * 0.99 <= asyncio.run(all_begin()) < 3 * rest + rest_s(0, os.cpu_count() or 1)
+    rest = (pause_s(0, os.cpu_count() or 1)) / 3
+    assert 3 * rest * 0.99 <= asyncio.run(all_begin()) < 3 * rest + pause_s(0, os.cpu_count() or 1)
 
 
 class RefusedAtOnce(Throttle):
     """A refusal of an earlier request comes after each turn is given, before the request with that turn is charged."""
 
-    def _begin(self) -> None:
-        super()._begin()
-        self.refused()
+    def _begin_next(self) -> None:
+        super()._begin_next()
+        self.on_refused()
 
 
 def test_a_refusal_between_a_turn_and_its_charge_does_not_skip_a_rest() -> None:
@@ -193,11 +193,11 @@ def test_a_refusal_between_a_turn_and_its_charge_does_not_skip_a_rest() -> None:
         async def one() -> None:
             await turns.wait()
             times.append(clock())
-            turns.charge(1 << 30)
+            turns.on_begin(1 << 30)
 
         await asyncio.gather(*(one() for _ in range(3)))
         return [each - times[0] for each in times]
 
-    longest = LONGEST_REST_S - (BEGIN_S - REFUSE_S) / (SHARE * (os.cpu_count() or 1))
+    longest = MAX_PAUSE_S - (BEGIN_S - REFUSE_S) / (CPU_SHARE * (os.cpu_count() or 1))
     for turn, at in enumerate(asyncio.run(all_begin())):
         assert at >= turn * longest * 0.9

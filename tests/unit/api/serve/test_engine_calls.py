@@ -10,7 +10,7 @@ from ray.serve.exceptions import BackPressureError
 
 from cluster.actors.messages import GangStatus, Overloaded
 from cluster.api.serve.engine_calls import HandleCalls
-from cluster.api.serve.resilient_client import GoneError, ResilientClient
+from cluster.api.serve.resilient_client import EngineGoneError, ResilientClient
 from cluster.config import EngineConfig
 from cluster.request import Request, RequestParams
 
@@ -72,5 +72,5 @@ def test_the_status_is_the_last_known_one_while_serve_sheds() -> None:
 
 
 def test_what_is_no_full_queue_is_a_lost_engine() -> None:
-    with pytest.raises(GoneError):
+    with pytest.raises(EngineGoneError):
         asyncio.run(HandleCalls(Handle(RayActorError()), "me").call("status"))  # type: ignore[arg-type]

@@ -4,22 +4,22 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from cluster.api.serve.feed import Callers
+from cluster.api.serve.feed import CallerMonitor
 
-PERIOD_S = 0.01
+CALLER_CHECK_S = 0.01
 
 
 async def until(condition: Callable[[], bool]) -> None:
     for _ in range(500):
         if condition():
             return
-        await asyncio.sleep(PERIOD_S)
+        await asyncio.sleep(CALLER_CHECK_S)
     raise AssertionError("waited in vain")
 
 
-def with_callers(alive: Callable[[str], bool], body: Callable[[Callers], Coroutine[Any, Any, None]]) -> None:
+def with_callers(alive: Callable[[str], bool], body: Callable[[CallerMonitor], Coroutine[Any, Any, None]]) -> None:
     async def whole() -> None:
-        await body(Callers(alive, PERIOD_S))
+        await body(CallerMonitor(alive, CALLER_CHECK_S))
 
     asyncio.run(whole())
 
@@ -31,16 +31,16 @@ def test_all_streams_of_one_that_is_gone_are_told_and_those_of_others_are_not() 
         asked.append(name)
         return name != "killed"
 
-    async def body(callers: Callers) -> None:
-        with callers.stream("killed") as first, callers.stream("killed") as second, callers.stream("busy") as other:
+    async def body(callers: CallerMonitor) -> None:
+        with callers.open_stream("killed") as first, callers.open_stream("killed") as second, callers.open_stream("busy") as other:
             assert not first()
             await until(lambda: first() and second())
             assert not other()
         await until(lambda: asyncio.all_tasks() == {asyncio.current_task()})  # a question may be under way
         asked.clear()
-        await asyncio.sleep(5 * PERIOD_S)
+        await asyncio.sleep(5 * CALLER_CHECK_S)
         assert not asked, "without open streams nobody asks"
-        with callers.stream("killed") as again:
+        with callers.open_stream("killed") as again:
             assert not again(), "a stream begun later is asked about anew"
             await until(again)
 
@@ -54,8 +54,8 @@ def test_silence_gives_nobody_up_and_who_has_no_name_is_not_asked_about() -> Non
         asked.append(name)
         raise RuntimeError("the GCS does not answer")
 
-    async def body(callers: Callers) -> None:
-        with callers.stream("a") as gone, callers.stream("") as nameless:
+    async def body(callers: CallerMonitor) -> None:
+        with callers.open_stream("a") as gone, callers.open_stream("") as nameless:
             await until(lambda: len(asked) > 3)
             assert not gone() and not nameless() and set(asked) == {"a"}
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from cluster.api.launch.plan import make_plan
-from cluster.api.serve.model_sources import facts_of_sources, pinned
+from cluster.api.serve.model_sources import hub_source_facts, pin_hub_models
 from cluster.api.serve.settings import AppSettings, parse
 from cluster.config import ConfigError
 from tests.fake_hub import FakeHub, commit_of
@@ -40,7 +40,7 @@ def settings(kwargs: dict[str, Any], **loading: Any) -> AppSettings:
 )
 def test_every_name_gets_its_commit(models: FakeHub, draft: dict[str, Any]) -> None:
     given = settings(draft, model_source="org/target", tokenizer_source="org/target")
-    made = pinned(given)
+    made = pin_hub_models(given)
     engine = made.llm.engine_config()
     assert engine.model_path == engine.tokenizer_path == f"hf://org/target@{MAIN}"
     assert engine.speculative_draft_model_path == f"hf://org/draft@{MAIN}"
@@ -48,22 +48,22 @@ def test_every_name_gets_its_commit(models: FakeHub, draft: dict[str, Any]) -> N
     assert made.llm.model_loading_config.model_id == "m"
     asked = len(models.log)
     assert sum("/revision/" in sent.path for sent in models.log) == 2, "of a name that is given twice, once"
-    assert pinned(made) == made and len(models.log) == asked, "what has a commit is not asked for again"
-    assert facts_of_sources(engine)["draft_commit"] == commit_of("main")
-    assert facts_of_sources(engine)["model_revision"] == "main"
+    assert pin_hub_models(made) == made and len(models.log) == asked, "what has a commit is not asked for again"
+    assert hub_source_facts(engine)["draft_commit"] == commit_of("main")
+    assert hub_source_facts(engine)["model_revision"] == "main"
 
 
 def test_a_model_id_alone_may_be_a_name_and_folders_stay(models: FakeHub) -> None:
-    made = pinned(settings({}, model_id="org/target"))
+    made = pin_hub_models(settings({}, model_id="org/target"))
     assert made.llm.model_loading_config.model_source == f"hf://org/target@{MAIN}"
     assert made.llm.model_loading_config.model_id == "org/target"
     folder = settings({}, model_source=target_folder())
-    assert pinned(folder) == folder
+    assert pin_hub_models(folder) == folder
 
 
 def test_a_plan_checks_a_model_without_its_weights(models: FakeHub) -> None:
     plan = make_plan(None, [("speculative_draft_model_path", "org/draft"), ("tp_size", 2)], "org/target@main")
-    assert plan.settings.llm.model_loading_config.model_id == "org/target" and not plan.left_behind
+    assert plan.settings.llm.model_loading_config.model_id == "org/target" and not plan.unused_draft_note
     assert plan.engine.model_path == f"hf://org/target@{MAIN}"
     with pytest.raises(ConfigError, match=r"cannot be split over 3 ranks"):
         make_plan(None, [("tp_size", 3)], "org/target")
@@ -79,5 +79,5 @@ def test_a_note_of_a_draft_left_behind_knows_the_model_by_its_name(models: FakeH
         "applications: [{args: {llm_configs: [{model_loading_config: {model_id: m, model_source: org/target},"
         " engine_kwargs: {speculative_draft_model_path: org/draft}}]}}]"
     )
-    assert not make_plan(str(file), ["speculative_algorithm=null"]).left_behind
-    assert "'org/draft' belongs to 'org/target'" in make_plan(str(file), [], target_folder()).left_behind
+    assert not make_plan(str(file), ["speculative_algorithm=null"]).unused_draft_note
+    assert "'org/draft' belongs to 'org/target'" in make_plan(str(file), [], target_folder()).unused_draft_note

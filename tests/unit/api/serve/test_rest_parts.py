@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cluster.api.core.conversation import ChatRequest
-from cluster.api.serve.rest_parts import Rest, load_rest, together
+from cluster.api.serve.rest_parts import RestParts, load_rest, gather_or_cancel
 from cluster.config import ConfigError, EngineConfig
 from cluster.paths.checkout import CHECKOUT, DEMO_TARGET
 
@@ -28,14 +28,14 @@ def test_of_two_things_that_load_the_first_failure_ends_the_start() -> None:
     async def gives() -> int:
         return 3
 
-    assert asyncio.run(together(gives(), gives())) == (3, 3)
+    assert asyncio.run(gather_or_cancel(gives(), gives())) == (3, 3)
     for pair in ((endless(), fails()), (fails(), endless())):
         with pytest.raises(ConfigError, match="no tokenizer"):
-            asyncio.run(asyncio.wait_for(together(*pair), 10))
+            asyncio.run(asyncio.wait_for(gather_or_cancel(*pair), 10))
     assert ended.count("endless") >= 1
 
 
-def rest_of(folder: Path, **more: str) -> Rest:
+def rest_of(folder: Path, **more: str) -> RestParts:
     return load_rest(EngineConfig.model_validate({"model_path": str(folder), **more}), (None, None))
 
 

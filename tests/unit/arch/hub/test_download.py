@@ -12,7 +12,7 @@ from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
 from cluster.arch.hub import fetch, hub_models, pin, snapshot
-from cluster.arch.hub.snapshot import is_whole
+from cluster.arch.hub.snapshot import is_complete
 from cluster.config import ConfigError, EngineConfig
 from tests.fake_hub import FakeHub, commit_of
 from tests.tiny import draft_folder, target_folder
@@ -122,7 +122,7 @@ def test_what_is_cached_is_served_without_a_network(
     hub.add("org/model", files)
     hub.add("org/half", files)
     folder = fetched()
-    snapshot.described(snapshot.resolved(hub_models(settings("org/half"))["model_path"]))  # its configs alone
+    snapshot.fetch_config_files(snapshot.resolve_commit(hub_models(settings("org/half"))["model_path"]))  # its configs alone
     hub.log.clear()
     if how == "offline":
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -160,9 +160,9 @@ def test_a_cut_connection_is_taken_up_where_it_ended(
     size = (files / WEIGHTS).stat().st_size
     at = size // 8 * 4
     hub.add("org/model", files, cut={WEIGHTS: at})
-    snapshot.described(snapshot.resolved(hub_models(settings())["model_path"]))
+    snapshot.fetch_config_files(snapshot.resolve_commit(hub_models(settings())["model_path"]))
     hub.log.clear()
-    folder = snapshot.whole(hub_models(settings())["model_path"]).folder
+    folder = snapshot.fetch_all_files(hub_models(settings())["model_path"]).folder
     assert (folder / WEIGHTS).read_bytes() == (files / WEIGHTS).read_bytes()
     sent = hub.downloads(WEIGHTS)
     assert [(one.range, one.status) for one in sent] == [("", 200), (f"bytes={at}-", 206)]
@@ -172,29 +172,29 @@ def test_a_cut_connection_is_taken_up_where_it_ended(
 @pytest.mark.parametrize("file", [WEIGHTS, "config.json"])
 def test_damaged_files_are_refused_by_name(hub: FakeHub, files: Path, file: str) -> None:
     repository = hub.add("org/model", files)
-    model = snapshot.resolved(hub_models(settings())["model_path"])
+    model = snapshot.resolve_commit(hub_models(settings())["model_path"])
     if file == WEIGHTS:
-        snapshot.described(model)
+        snapshot.fetch_config_files(model)
     repository.damaged = {file}
     for _ in range(2):
         with pytest.raises(ConfigError, match=rf"arrived damaged: {file} has hash \w+, and \w+ is listed"):
-            snapshot.whole(model)
+            snapshot.fetch_all_files(model)
         there = Path(constants.HF_HUB_CACHE) / "models--org--model" / "snapshots" / model.commit
         assert not (there / file).exists() and len(blobs(hub)) == len(list(there.iterdir()))
     repository.damaged = set()
-    assert is_whole(snapshot.whole(model))
+    assert is_complete(snapshot.fetch_all_files(model))
 
 
 def test_damage_is_found_after_a_process_died(hub: FakeHub, files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It had downloaded everything, and compared nothing yet."""
     hub.add("org/model", files, damaged={WEIGHTS})
-    model = snapshot.resolved(hub_models(settings())["model_path"])
-    snapshot.described(model)
+    model = snapshot.resolve_commit(hub_models(settings())["model_path"])
+    snapshot.fetch_config_files(model)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(snapshot, "_verify", lambda found: (_ for _ in ()).throw(KeyboardInterrupt))
-        snapshot.whole(model)
+        snapshot.fetch_all_files(model)
     with pytest.raises(ConfigError, match=f"arrived damaged: {WEIGHTS}"):
-        snapshot.described(model)
+        snapshot.fetch_config_files(model)
 
 
 def test_a_file_of_another_size_is_refused_by_name(hub: FakeHub, files: Path) -> None:
@@ -220,16 +220,16 @@ def test_a_disk_without_room_is_told_before_a_byte_comes(
 LIMITED = """
 import resource
 from cluster.arch.hub import hub_model
-from cluster.arch.hub.snapshot import resolved, whole
+from cluster.arch.hub.snapshot import fetch_all_files, resolve_commit
 from cluster.config import ConfigError
-model = resolved(hub_model("org/model"))
+model = resolve_commit(hub_model("org/model"))
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
 try:
-    whole(model)
+    fetch_all_files(model)
 except ConfigError as error:
     print(error)
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    print(whole(model).folder)
+    print(fetch_all_files(model).folder)
 """
 
 
@@ -268,8 +268,8 @@ def test_processes_that_start_together_download_once(hub: FakeHub, files: Path) 
         process.stdin.write("\n")
         process.stdin.flush()
     folders = {process.communicate(timeout=120)[0].strip() for process in started}
-    assert len(folders) == 1 and is_whole(
-        snapshot.described(hub_models(settings(f"org/model@{commit_of('main')}"))["model_path"])
+    assert len(folders) == 1 and is_complete(
+        snapshot.fetch_config_files(hub_models(settings(f"org/model@{commit_of('main')}"))["model_path"])
     )
     whole = [sent for sent in hub.downloads() if "/resolve/" in sent.path and not sent.range]
     assert len(whole) == len({sent.path for sent in whole}) == 5

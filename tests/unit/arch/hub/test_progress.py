@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cluster.arch.hub import progress
-from cluster.arch.hub.progress import BYTES, THREAD, watched
+from cluster.arch.hub.progress import BYTES_BAR, THREAD_NAME, run_with_progress
 
 
 @pytest.fixture
@@ -32,9 +32,9 @@ def test_an_interrupt_ends_it() -> None:
                 time.sleep(0.001)
 
     with pytest.raises(KeyboardInterrupt):
-        watched("org/model", download)
+        run_with_progress("org/model", download)
     for thread in threading.enumerate():
-        if thread.name.startswith(THREAD):
+        if thread.name.startswith(THREAD_NAME):
             thread.join(10)
             assert not thread.is_alive()
 
@@ -44,10 +44,10 @@ def test_the_log_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch, caplog: pyt
     monkeypatch.setattr(progress.time, "monotonic", lambda: next(times))
 
     def download(bar: Any) -> None:
-        with bar(total=8_000_000_000, name=BYTES) as shown:
+        with bar(total=8_000_000_000, name=BYTES_BAR) as shown:
             for _ in range(3):
                 shown.update(2_000_000_000)
 
     with caplog.at_level(logging.INFO, "cluster.arch.hub.progress"):
-        watched("org/model", download)
+        run_with_progress("org/model", download)
     assert caplog.messages == ["downloading org/model: 4.00 of 8.00 GB"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from cluster.arch.safetensors.header import SIZES, parse_header, read_header
+from cluster.arch.safetensors.header import DTYPE_BYTES, parse_header, read_header
 from cluster.config import ConfigError
 from cluster.models.checkpoint import DTYPES
 
@@ -33,7 +33,7 @@ def changed(name: str, **entry: object) -> dict[str, object]:
 
 
 def test_every_dtype_has_its_size() -> None:
-    assert {name: dtype.itemsize for name, dtype in DTYPES.items()} == SIZES
+    assert {name: dtype.itemsize for name, dtype in DTYPES.items()} == DTYPE_BYTES
 
 
 def test_a_good_header_says_where_everything_lies() -> None:

@@ -2,9 +2,9 @@ import pytest
 import torch
 
 from cluster.bench.cases import acceptance
-from cluster.bench.pair import Pair
-from cluster.bench.runs import params_of, run_together
-from cluster.bench.watched import watched_engine
+from cluster.bench.pair import ModelPair
+from cluster.bench.runs import fixed_length_params, run_batch
+from cluster.bench.watched import recording_engine
 from cluster.engine import build_engine
 from tests.tiny import draft_folder, target_folder
 
@@ -13,37 +13,37 @@ NEW = 24
 
 
 @pytest.fixture
-def pair() -> Pair:
+def pair() -> ModelPair:
     target = target_folder(spread=0.3)
-    return Pair(target, draft_folder(target, draft_vocab=40), "float64", 1)
+    return ModelPair(target, draft_folder(target, draft_vocab=40), "float64", 1)
 
 
 @pytest.mark.parametrize("alone", [False, True])
-def test_watching_changes_nothing_and_sees_every_depth_that_was_reached(pair: Pair, alone: bool) -> None:
-    params = [params_of(NEW, 1.0, seed) for seed in range(len(PROMPTS))]
-    engine, draft = watched_engine(pair.config(acceptance.CHAIN, len(PROMPTS)), alone)
-    run = run_together(engine, PROMPTS, params)
-    usual = run_together(build_engine(pair.config(acceptance.CHAIN, len(PROMPTS))), PROMPTS, params)
+def test_watching_changes_nothing_and_sees_every_depth_that_was_reached(pair: ModelPair, alone: bool) -> None:
+    params = [fixed_length_params(NEW, 1.0, seed) for seed in range(len(PROMPTS))]
+    engine, draft = recording_engine(pair.config(acceptance.CHAIN, len(PROMPTS)), alone)
+    run = run_batch(engine, PROMPTS, params)
+    usual = run_batch(build_engine(pair.config(acceptance.CHAIN, len(PROMPTS))), PROMPTS, params)
     assert run.tokens == usual.tokens
-    assert alone or (run.steps, run.accepted) == (usual.steps, usual.accepted)
+    assert alone or (run.steps, run.accepted_tokens) == (usual.steps, usual.accepted_tokens)
     texts = [[*prompt, *made] for prompt, made in zip(PROMPTS, run.tokens, strict=True)]
     inside = [r for r in draft.reached if r.position < len(texts[r.seed])]
     assert all(texts[r.seed][r.position] == r.token for r in inside)
     assert len([r for r in draft.reached if r.depth == 1]) == run.steps
     for seen in draft.reached:
-        best = (seen.glance.likely if alone else seen.glance.coupled)[0]
+        best = (seen.distribution.top_by_probability if alone else seen.distribution.top_coupled)[0]
         assert seen.proposed == best
-        assert float(seen.glance.probabilities.sum()) == pytest.approx(1.0)
+        assert float(seen.distribution.probabilities.sum()) == pytest.approx(1.0)
     hits = sum(r.proposed == r.token for r in draft.reached)
-    assert run.accepted <= hits <= run.accepted + 5 * len(PROMPTS), "all but what the last steps cut"
+    assert run.accepted_tokens <= hits <= run.accepted_tokens + 5 * len(PROMPTS), "all but what the last steps cut"
     deeper = [(r.seed, r.position) for r in draft.reached if r.depth > 1]
     accepted = {(r.seed, r.position) for r in draft.reached if r.proposed == r.token}
     assert all((seed, position - 1) in accepted for seed, position in deeper)
 
 
-def test_the_bound_is_the_overlap_of_both_distributions(pair: Pair) -> None:
-    engine, draft = watched_engine(pair.config(acceptance.CHAIN, 1))
-    run = run_together(engine, PROMPTS[:1], [params_of(NEW, 1.0, 0)])
+def test_the_bound_is_the_overlap_of_both_distributions(pair: ModelPair) -> None:
+    engine, draft = recording_engine(pair.config(acceptance.CHAIN, 1))
+    run = run_batch(engine, PROMPTS[:1], [fixed_length_params(NEW, 1.0, 0)])
     text = PROMPTS[0] + run.tokens[0]
     reached = [r for r in draft.reached if r.position < len(text)]
 
@@ -56,17 +56,17 @@ def test_the_bound_is_the_overlap_of_both_distributions(pair: Pair) -> None:
         def log_probabilities(self, texts: list[list[int]]) -> list[torch.Tensor]:
             p = torch.zeros(len(texts[0]), 64)
             for r in reached:
-                p[r.position - 1, draft.ids] = r.glance.probabilities.float()
+                p[r.position - 1, draft.ids] = r.distribution.probabilities.float()
             outside = torch.ones(64, dtype=torch.bool).index_fill_(0, draft.ids, False).float()
             return [(p if self.agrees else outside.expand_as(p) / outside.sum()).log()]
 
-    assert acceptance.bounds_of(reached, [text], Copy(True), draft.ids) == pytest.approx([1.0] * len(reached))  # type: ignore[arg-type]
-    assert acceptance.bounds_of(reached, [text], Copy(False), draft.ids) == [0.0] * len(reached)  # type: ignore[arg-type]
+    assert acceptance.acceptance_bounds(reached, [text], Copy(True), draft.ids) == pytest.approx([1.0] * len(reached))  # type: ignore[arg-type]
+    assert acceptance.acceptance_bounds(reached, [text], Copy(False), draft.ids) == [0.0] * len(reached)  # type: ignore[arg-type]
 
 
-def test_accept_lengths_at_equal_tokens(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Pair, "prompts", lambda self, count, length: PROMPTS[:count])
-    result = acceptance.measure(pair, acceptance.Size(3, 6, 12), say=lambda _: None)
+def test_accept_lengths_at_equal_tokens(pair: ModelPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ModelPair, "prompts", lambda self, count, length: PROMPTS[:count])
+    result = acceptance.measure(pair, acceptance.Size(3, 6, 12), log_progress=lambda _: None)
     assert result["identical"] is True
     assert [(x["name"], x["temperature"]) for x in result["accept_lengths"]] == [
         ("chain of 5", 0.0),

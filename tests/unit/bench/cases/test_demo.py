@@ -2,7 +2,7 @@ import io
 
 import pytest
 
-from cluster.bench.cases.demo import PROMPTS, Side, compare
+from cluster.bench.cases.demo import PROMPTS, ServerFigures, compare
 from cluster.bench.live import LiveView
 from cluster.bench.report import json_line
 from cluster.bench.streams import ClientStream, Prompt
@@ -10,11 +10,11 @@ from cluster.bench.streams import ClientStream, Prompt
 
 def stream(prompt: Prompt, tokens: list[int], started: float, ended: float, steps: int = 0) -> ClientStream:
     made = ClientStream(prompt, "some\ntext", list(tokens), started, started + 0.5, ended, "length")
-    made.steps, made.accepted = steps, max(0, len(tokens) - 1 - steps) if steps else 0
+    made.steps, made.accepted_tokens = steps, max(0, len(tokens) - 1 - steps) if steps else 0
     return made
 
 
-def side(seconds: float, steps: int = 0, changed: bool = False) -> Side:
+def side(seconds: float, steps: int = 0, changed: bool = False) -> ServerFigures:
     together = [
         [
             stream(p, [at, 1, 2, 3, 9 if changed and at == 2 else 4], 10.0, 10.0 + seconds, steps)
@@ -22,7 +22,7 @@ def side(seconds: float, steps: int = 0, changed: bool = False) -> Side:
         ]
         for _ in range(2)
     ]
-    return Side(3.0, together, [[stream(PROMPTS[0], [0, 1, 2, 3, 4], 20.0, 20.0 + seconds / 4, steps)]])
+    return ServerFigures(3.0, together, [[stream(PROMPTS[0], [0, 1, 2, 3, 4], 20.0, 20.0 + seconds / 4, steps)]])
 
 
 def test_both_sides_are_compared() -> None:
@@ -47,8 +47,8 @@ def test_other_tokens_are_said_with_their_place() -> None:
 
 def test_a_failed_stream_is_counted() -> None:
     broken = side(5.0)
-    broken.together[1][3].error = "status 503"
-    broken.together[1][3].token_ids = [3]
+    broken.batch_rounds[1][3].error = "status 503"
+    broken.batch_rounds[1][3].token_ids = [3]
     result = compare(side(2.0, steps=2), broken)
     assert (result["failed"], result["identical"]) == (1, False)
 
@@ -56,7 +56,7 @@ def test_a_failed_stream_is_counted() -> None:
 def test_plain_progress_where_there_is_no_terminal() -> None:
     out = io.StringIO()
     view = LiveView("round 1", 5, out)
-    streams = side(2.0, steps=2).together[0]
+    streams = side(2.0, steps=2).batch_rounds[0]
     view(streams)
     view(streams)
     assert out.getvalue() == "round 1: 8 of 8 streams done, 40 tokens, 20.0 tokens/s, accept length 2.00\n"
@@ -69,9 +69,9 @@ def test_a_terminal_is_redrawn_in_place() -> None:
 
     out = Terminal()
     view = LiveView("round 1", 5, out)
-    view(side(2.0, steps=2).together[0])
+    view(side(2.0, steps=2).batch_rounds[0])
     first = out.getvalue()
-    view(side(2.0, steps=2).together[0])
+    view(side(2.0, steps=2).batch_rounds[0])
     assert first.count("\n") == len(PROMPTS) + 2
     assert out.getvalue()[len(first) :].startswith(f"\x1b[{len(PROMPTS) + 2}A")
     assert "\\n" in first, "line ends inside a text are shown, not printed"

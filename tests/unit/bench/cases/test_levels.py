@@ -4,7 +4,7 @@ import pytest
 
 from cluster.bench.cases import levels
 from cluster.bench.cases.acceptance import Size
-from cluster.bench.pair import Pair
+from cluster.bench.pair import ModelPair
 from cluster.bench.runs import EngineRun
 from tests.tiny import target_folder
 from tests.unit.models import draft_folders as write
@@ -13,17 +13,17 @@ PROMPTS = [[(7 * i + 3 * j) % 60 + 2 for j in range(6)] for i in range(5)]
 
 
 def test_shares_are_of_the_trees_that_reached_a_depth() -> None:
-    run = EngineRun(paths=Counter({0: 4, 1: 2, 3: 2}))
-    run.add(EngineRun(paths=Counter({0: 2})))
-    assert run.by_depth(4) == [4 / 10, 2 / 4, 2 / 2, 0.0]
-    assert EngineRun().by_depth(2) == [0.0, 0.0]
+    run = EngineRun(accept_counts=Counter({0: 4, 1: 2, 3: 2}))
+    run.add(EngineRun(accept_counts=Counter({0: 2})))
+    assert run.acceptance_by_depth(4) == [4 / 10, 2 / 4, 2 / 2, 0.0]
+    assert EngineRun().acceptance_by_depth(2) == [0.0, 0.0]
 
 
 def test_a_runner_list_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """One layer is by the quick run of `test_quick`, of the demo pair."""
-    pair = Pair(target_folder(spread=0.3), write.mtp("step", 3), "float64", 1)
-    monkeypatch.setattr(Pair, "prompts", lambda self, count, length: PROMPTS)
-    result = levels.measure(pair, Size(prompts=len(PROMPTS), new_tokens=24), say=lambda _: None)
+    pair = ModelPair(target_folder(spread=0.3), write.mtp("step", 3), "float64", 1)
+    monkeypatch.setattr(ModelPair, "prompts", lambda self, count, length: PROMPTS)
+    result = levels.measure(pair, Size(prompts=len(PROMPTS), new_tokens=24), log_progress=lambda _: None)
     assert result["identical"]
     assert [(x["name"], x["temperature"]) for x in result["figures"]] == [
         (str(shape), temperature) for temperature in (0.0, 0.8) for shape in levels.SHAPES

@@ -2,21 +2,21 @@ import pytest
 
 from cluster.bench.cases import lockstep
 from cluster.bench.cases.lockstep import LockstepFigures, figures, report, show
-from cluster.bench.pair import Pair
+from cluster.bench.pair import ModelPair
 from cluster.bench.prefill_interference import (
-    First,
-    alone_case,
-    gaps,
+    FirstTokenCost,
+    compute_interference,
     interference_case,
-    interference_of,
+    isolated_case,
+    median_interference,
+    output_intervals,
     p99,
-    show_stalls,
-    stalled,
+    show_interference,
 )
 from cluster.bench.ranks import RankRun, Size, StepRecord
 from cluster.config import EngineConfig
 
-ALONE = First(0.5, 0.25)
+ALONE = FirstTokenCost(0.5, 0.25)
 
 
 def step(
@@ -36,12 +36,14 @@ def two_lives() -> list[RankRun]:
     ends = [0.1 * i for i in range(1, 11)] + [1.3, 1.6, 1.9, 2.2, 2.7]
     begins = [0.0, *ends[:-1]]
     a = RankRun(
-        times={"a0": ends, "a1": ends}, tokens={"a0": [1] * 15, "a1": [1] * 15}, submitted={"a0": 0.0, "a1": 0.0}
+        output_times={"a0": ends, "a1": ends},
+        tokens={"a0": [1] * 15, "a1": [1] * 15},
+        submitted_at={"a0": 0.0, "a1": 0.0},
     )
     b = RankRun(
-        times={"b0": ends[:9], "b1": ends[:10], "long": ends[14:]},
+        output_times={"b0": ends[:9], "b1": ends[:10], "long": ends[14:]},
         tokens={"b0": [1] * 9, "b1": [1] * 10, "long": [1]},
-        submitted={"b0": 0.0, "b1": 0.0, "long": 1.0},
+        submitted_at={"b0": 0.0, "b1": 0.0, "long": 1.0},
     )
     for at, (began, ended) in enumerate(zip(begins, ends, strict=True)):
         a.steps.append(step(began, ended - began, agree=0.02))
@@ -51,7 +53,7 @@ def two_lives() -> list[RankRun]:
 
 
 def test_a_stall_is_the_slowest_gap_while_the_other_prefills_over_the_usual_one() -> None:
-    stall = interference_of(two_lives(), ALONE)
+    stall = compute_interference(two_lives(), ALONE)
     assert stall.busy_median_ms == pytest.approx(100.0)
     assert stall.prefill_p99_ms == pytest.approx(500.0)
     assert stall.ratio == pytest.approx(5.0)
@@ -66,12 +68,12 @@ def test_busy_is_before_the_long_prompt_and_after_it() -> None:
     a, b = two_lives()
     after = [2.7 + 0.3 * i for i in range(1, 13)]
     for name in ("a0", "a1"):
-        a.times[name] += after
-    b.times["c0"], b.submitted["c0"] = after, 2.7
+        a.output_times[name] += after
+    b.output_times["c0"], b.submitted_at["c0"] = after, 2.7
     began = [2.7, *after[:-1]]
     a.steps += [step(at, 0.3) for at in began]
     b.steps += [step(at, 0.3, decodes=1, prompt_rows=int(at == 2.7)) for at in began]
-    stall = interference_of([a, b], ALONE)
+    stall = compute_interference([a, b], ALONE)
     assert stall.busy_median_ms == pytest.approx(300.0), "11 gaps of 0.3 s against 8 of 0.1 s, of each request"
     assert stall.prompt_steps == 5, "the later request's prompt is not the long one's"
 
@@ -80,11 +82,11 @@ def test_on_one_rank_usual_is_before_the_long_prompt() -> None:
     """Those that decode meanwhile, and start anew while the prompt is taken, are no measure of what is usual."""
     ends = [0.1 * i for i in range(1, 9)] + [1.0, 1.2, 1.4, 1.6]
     life = RankRun(
-        times={"a0": ends[:8], "a1": ends, "a0#2": ends[9:], "long": [1.6]},
-        submitted={"a0": 0.0, "a1": 0.0, "long": 0.8, "a0#2": 0.8},
+        output_times={"a0": ends[:8], "a1": ends, "a0#2": ends[9:], "long": [1.6]},
+        submitted_at={"a0": 0.0, "a1": 0.0, "long": 0.8, "a0#2": 0.8},
     )
     life.steps = [step(before, after - before) for before, after in zip([0.0, *ends], ends, strict=False)]
-    stall = interference_of([life], First(0.2, 0.2))
+    stall = compute_interference([life], FirstTokenCost(0.2, 0.2))
     assert stall.busy_median_ms == pytest.approx(100.0)
     assert stall.prefill_median_ms == pytest.approx(200.0)
     assert (stall.median_ratio, stall.first_ratio) == (pytest.approx(2.0), pytest.approx(4.0))
@@ -93,23 +95,23 @@ def test_on_one_rank_usual_is_before_the_long_prompt() -> None:
 def test_the_stalling_cases_are_paced_by_their_share() -> None:
     size = Size(requests=2, long_tokens=100, steady_tokens=9)
     for world in (2, 1):
-        alone = alone_case(Pair(), size, world)
-        assert [(job.name, job.dp_rank) for job in alone.jobs] == [("long", world - 1)]
+        alone = isolated_case(ModelPair(), size, world)
+        assert [(job.name, job.dp_rank) for job in alone.requests] == [("long", world - 1)]
         for share in size.shares:
-            case = interference_case(Pair(), size, world, share)
+            case = interference_case(ModelPair(), size, world, share)
             config = EngineConfig.from_kwargs(case.settings)
             assert (config.prefill_share, config.mixed_prefill_size) == (share, None)
-            [long] = [job for job in case.jobs if job.name == "long"]
+            [long] = [job for job in case.requests if job.name == "long"]
             assert long.dp_rank == world - 1
-            assert bool(long.after) is (world == 1), "a rank alone goes on decoding"
-            lasting = [job for job in case.jobs if job.dp_rank == 0 and (job.again or job.new_tokens > 9 * 4)]
+            assert bool(long.after_request) is (world == 1), "a rank alone goes on decoding"
+            lasting = [job for job in case.requests if job.dp_rank == 0 and (job.resubmit or job.new_tokens > 9 * 4)]
             assert len(lasting) == 2, "as many as are to decode are there for as long as the prompt takes"
 
 
 def test_gaps_belong_to_one_request_and_lie_inside_the_window() -> None:
-    life = RankRun(times={"a": [0.0, 1.0, 3.0, 6.0], "b": [2.0, 2.5]})
-    assert gaps(life, 1.0, 6.0) == [2.0, 3.0, 0.5]
-    assert gaps(life, 1.0, 5.9) == [2.0, 0.5]
+    life = RankRun(output_times={"a": [0.0, 1.0, 3.0, 6.0], "b": [2.0, 2.5]})
+    assert output_intervals(life, 1.0, 6.0) == [2.0, 3.0, 0.5]
+    assert output_intervals(life, 1.0, 5.9) == [2.0, 0.5]
     assert p99(list(range(1, 101))) == 99
     assert p99([]) == 0.0
 
@@ -129,38 +131,38 @@ def test_a_captured_step_is_one_phase_and_the_others_figures_are_still_there() -
     """Steps are captured by default: the first of a kind are launched, all later ones replayed."""
     lives = two_lives()
     for life in lives:
-        life.steps = [step(one.began, one.seconds, replayed=at > 1) for at, one in enumerate(life.steps[:10])]
+        life.steps = [step(one.started_at, one.seconds, replayed=at > 1) for at, one in enumerate(life.steps[:10])]
     got = figures(lives)
     assert got.draft_ms is None, "two launched steps do not stand for the others"
     assert got.step_ms == pytest.approx(100.0) and got.agree_share == pytest.approx(0.1)
 
 
 def test_the_drafts_phase_is_measured_where_every_step_is_launched() -> None:
-    cases = lockstep._cases(Pair(), Size(requests=2))
+    cases = lockstep._cases(ModelPair(), Size(requests=2))
     captured = {name: EngineConfig.from_kwargs(case.settings).capture for name, case in cases.items()}
     assert {name for name, how in captured.items() if how == "off"} == {
-        lockstep.BUSY_LAUNCHED,
-        lockstep.REPLICATED_LAUNCHED,
+        lockstep.BOTH_BUSY_EAGER,
+        lockstep.REPLICATED_EAGER,
     }
 
 
 def test_the_report_has_the_ratios_and_the_table_their_goal() -> None:
     steps = {
-        lockstep.ALONE: 0.010, lockstep.ALL_ALONE: 0.020, lockstep.IDLE: 0.015, lockstep.BUSY: 0.030,
+        lockstep.ONE_RANK: 0.010, lockstep.ONE_RANK_ALL: 0.020, lockstep.ONE_IDLE: 0.015, lockstep.BOTH_BUSY: 0.030,
         lockstep.REPLICATED: 0.033, lockstep.UNEVEN: 0.020, lockstep.UNEVEN_PADDED: 0.025,
-        lockstep.BUSY_LAUNCHED: 0.036, lockstep.REPLICATED_LAUNCHED: 0.045,
+        lockstep.BOTH_BUSY_EAGER: 0.036, lockstep.REPLICATED_EAGER: 0.045,
     }  # fmt: skip
     runs = {
         name: [LockstepFigures(s, s / 5 if "launched" in name else None, 0.04, 10 / s, 0.25)] * 3
         for name, s in steps.items()
     }
     texts = {name: {"a0": [1, 2]} for name in steps}
-    texts[lockstep.IDLE] = {"a0": [1, 3]}
+    texts[lockstep.ONE_IDLE] = {"a0": [1, 3]}
     stalls = {
-        "other rank, 0.25": interference_of(two_lives(), ALONE),
-        "other rank, 0.5": interference_of(two_lives(), ALONE),
+        "other rank, 0.25": compute_interference(two_lives(), ALONE),
+        "other rank, 0.5": compute_interference(two_lives(), ALONE),
     }
-    result = report(Pair(), Size(), runs, texts, [stalls])
+    result = report(ModelPair(), Size(), runs, texts, [stalls])
     assert result["stall"]["other rank, 0.5"]["median_ratio"] == pytest.approx(3.0)
     assert result["idle_rank_step_ratio"] == pytest.approx(1.5)
     assert result["both_busy_throughput_ratio"] == pytest.approx(2 / 3)
@@ -168,16 +170,19 @@ def test_the_report_has_the_ratios_and_the_table_their_goal() -> None:
     assert result["replicated_draft"] == {"step_ratio": pytest.approx(1.1), "draft_phase_ratio": pytest.approx(1.25)}
     assert result["launched_step_ratio"] == pytest.approx(1.2)
     assert (result["same_texts"], result["texts"]) == (8, 9)
-    missed = [goal.what for goal in lockstep.goals(result) if not goal.met(quick=False)]
+    missed = [goal.name for goal in lockstep.goals(result) if not goal.is_met(quick=False)]
     assert missed == [
         "step / usual, other rank, 0.5",
         "first token / alone, other rank, 0.5",
         "texts that differ from one rank's",
     ]
-    assert [goal.what for goal in lockstep.goals(result) if not goal.met(quick=True)] == missed[2:], (
+    assert [goal.name for goal in lockstep.goals(result) if not goal.is_met(quick=True)] == missed[2:], (
         "looser, but for texts"
     )
-    goals = {line[:16].strip(): line.split()[4:7:2] for line in show_stalls(stalled([stalls]), 100).splitlines()}
+    goals = {
+        line[:16].strip(): line.split()[4:7:2]
+        for line in show_interference(median_interference([stalls]), 100).splitlines()
+    }
     assert goals["other rank, 0.5"] == ["2.20", "2.50"]
     assert goals["other rank, 0.25"] == ["-", "-"]
     text = show(result)

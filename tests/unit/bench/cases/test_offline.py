@@ -1,29 +1,29 @@
 import pytest
 
 from cluster.bench.cases import offline
-from cluster.bench.pair import Pair, TreeChoice
+from cluster.bench.pair import ModelPair, TreeChoice
 from tests.tiny import draft_folder, target_folder
 
-SIZE = offline.Size(prompts=9, alone=2, prompt_tokens=6, new_tokens=10, repeats=2)
+SIZE = offline.Size(prompts=9, single_prompts=2, prompt_tokens=6, new_tokens=10, repeats=2)
 SHAPES = (TreeChoice(2), TreeChoice(2, 4, 8))
 
 
 @pytest.fixture
-def pair(monkeypatch: pytest.MonkeyPatch) -> Pair:
-    def prompts(self: Pair, count: int, length: int) -> list[list[int]]:
+def pair(monkeypatch: pytest.MonkeyPatch) -> ModelPair:
+    def prompts(self: ModelPair, count: int, length: int) -> list[list[int]]:
         return [[(7 * i + 3 * j) % 60 + 2 for j in range(length)] for i in range(count)]
 
-    monkeypatch.setattr(Pair, "prompts", prompts)
+    monkeypatch.setattr(ModelPair, "prompts", prompts)
     target = target_folder()
-    return Pair(target, draft_folder(target, draft_vocab=40), "float64", 1)
+    return ModelPair(target, draft_folder(target, draft_vocab=40), "float64", 1)
 
 
-def test_contenders_do_the_same_work_and_the_figures_follow_from_it(pair: Pair) -> None:
-    contenders = offline.run_contenders(pair, SIZE, SHAPES, say=lambda _: None)
+def test_contenders_do_the_same_work_and_the_figures_follow_from_it(pair: ModelPair) -> None:
+    contenders = offline.run_contenders(pair, SIZE, SHAPES, log_progress=lambda _: None)
     assert list(contenders) == ["plain", "chain of 2", "topk 4, 2 levels, 8 nodes", "transformers"]
     for contender in contenders.values():
         assert {batch: len(runs) for batch, runs in contender.runs.items()} == {1: 2, 8: 2}
-        for batch, texts in ((1, SIZE.alone), (8, SIZE.prompts)):
+        for batch, texts in ((1, SIZE.single_prompts), (8, SIZE.prompts)):
             for run in contender.runs[batch]:
                 assert [len(tokens) for tokens in run.tokens] == [SIZE.new_tokens] * texts
                 assert 0 <= run.forward_seconds < run.seconds
@@ -44,8 +44,8 @@ def test_contenders_do_the_same_work_and_the_figures_follow_from_it(pair: Pair) 
         assert words in shown
 
 
-def test_other_tokens_make_the_figures_worthless(pair: Pair) -> None:
-    contenders = offline.run_contenders(pair, SIZE, SHAPES[:1], say=lambda _: None)
+def test_other_tokens_make_the_figures_worthless(pair: ModelPair) -> None:
+    contenders = offline.run_contenders(pair, SIZE, SHAPES[:1], log_progress=lambda _: None)
     contenders["chain of 2"].runs[8][1].tokens[3][4] += 1
     result = offline.report(pair, SIZE, SHAPES[:1], contenders)
     assert result["identical"] is False
@@ -59,4 +59,4 @@ def test_the_median_of_ratios_within_a_repeat() -> None:
 
     fast, slow = contender(20, 4, 60), contender(10, 2, 20)
     assert fast.speed(1) == 20
-    assert fast.against(slow, 1) == 2
+    assert fast.speedup_over(slow, 1) == 2

@@ -7,28 +7,28 @@ from typing import Any
 import pytest
 
 from cluster.bench.cases import rude
-from cluster.bench.cases.overload import Size, goals, judge, show
-from cluster.bench.cases.rude import Listener, Phase, _facts
+from cluster.bench.cases.overload import Size, goals, overload_figures, show
+from cluster.bench.cases.rude import Listener, Phase, _phase_figures
 from cluster.bench.rudeness import AnswerTally
 from cluster.bench.streams import ClientStream, Prompt
 from cluster.bench.wire import Reply, read_reply
 
-SIZE = Size(seconds=20.0, settle_s=0.0, max_wait_s=5.0)
+SIZE = Size(seconds=20.0, warmup_s=0.0, max_wait_s=5.0)
 
 
 def taken(at: float, wait: float = 4.0) -> Reply:
-    return Reply(at, 200, seconds=wait + 1.0, first_s=wait, whole=True)
+    return Reply(at, 200, seconds=wait + 1.0, first_event_s=wait, received_all=True)
 
 
 def refused(at: float, retry: int = 4, seconds: float = 0.02, body: bytes = b"{}") -> Reply:
     headers = {"retry-after": str(retry), "content-type": "application/json"}
-    return Reply(at, 503, headers, body, seconds, whole=True)
+    return Reply(at, 503, headers, body, seconds, received_all=True)
 
 
 def test_good_figures_meet_all_goals() -> None:
     found = [*(taken(float(at)) for at in range(15)), *(refused(at / 2) for at in range(30))]
-    result = judge(found, SIZE, capacity=0.8)
-    assert all(goal.met(quick=False) for goal in goals(result))
+    result = overload_figures(found, SIZE, capacity=0.8)
+    assert all(goal.is_met(quick=False) for goal in goals(result))
     assert (result["taken"], result["refused"], result["other"]) == (15, 30, 0)
     assert "refusal p99 s" in show({"capacity": 0.8, "offered": 4.0, **result})
 
@@ -40,19 +40,23 @@ def test_good_figures_meet_all_goals() -> None:
         ([refused(1.0, retry=1)] * 20, "Retry-After"),
         ([taken(1.0, wait=9.0)] * 3, "first token"),
         ([refused(1.0, body=b"no")], "JSON"),
-        ([Reply(1.0, 500, seconds=0.1, whole=True)], "neither"),
-        ([Reply(1.0, 200, seconds=0.1, first_s=0.1)], "neither"),
+        ([Reply(1.0, 500, seconds=0.1, received_all=True)], "neither"),
+        ([Reply(1.0, 200, seconds=0.1, first_event_s=0.1)], "neither"),
     ],
 )
 def test_each_goal_can_be_missed(bad: list[Reply], goal: str) -> None:
     found = [*(taken(float(at)) for at in range(15)), *(refused(at / 2) for at in range(30)), *bad]
-    [missed] = [one for one in goals(judge(found, SIZE, capacity=0.8)) if not one.met(quick=False)]
-    assert goal in missed.what
+    [missed] = [one for one in goals(overload_figures(found, SIZE, capacity=0.8)) if not one.is_met(quick=False)]
+    assert goal in missed.name
 
 
 def test_too_little_goodput_is_seen() -> None:
-    [missed] = [one for one in goals(judge([taken(1.0), refused(1.0)], SIZE, capacity=0.8)) if not one.met(quick=False)]
-    assert missed.what == "goodput of capacity"
+    [missed] = [
+        one
+        for one in goals(overload_figures([taken(1.0), refused(1.0)], SIZE, capacity=0.8))
+        if not one.is_met(quick=False)
+    ]
+    assert missed.name == "goodput of capacity"
 
 
 def reply_of(raw: bytes) -> Reply:
@@ -71,16 +75,18 @@ def test_answers_off_the_wire() -> None:
     body = json.dumps({"error": {}}).encode()
     head = f"HTTP/1.1 503 x\r\ncontent-type: application/json\r\nRetry-After: 7\r\ncontent-length: {len(body)}\r\n\r\n"
     reply = reply_of(head.encode() + body)
-    assert (reply.status, reply.headers["retry-after"], reply.is_json, reply.whole) == (503, "7", True, True)
+    assert (reply.status, reply.headers["retry-after"], reply.is_json, reply.received_all) == (503, "7", True, True)
     plain = reply_of(b"HTTP/1.1 500 x\r\ncontent-type: text/plain\r\n\r\nInternal Server Error")
     assert (plain.status, plain.is_json) == (500, False)
     head = "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n\r\n"
     stream = reply_of(head.encode() + b'data: {"text": "error"}\n\ndata: {"b": 1}\n\ndata: [DONE]\n\n')
-    assert (stream.first_s is not None, stream.whole, stream.failure) == (True, True, "")
+    assert (stream.first_event_s is not None, stream.received_all, stream.error_event) == (True, True, "")
     cut = reply_of(head.encode() + b'data: {"error": {}}\n\n')
-    assert (cut.whole, bool(cut.failure)) == (False, True)
+    assert (cut.received_all, bool(cut.error_event)) == (False, True)
     late = reply_of(head.encode() + b'data: {"text": "a"}\n\ndata: {"error": {}}\n\n')
-    assert (late.first_s is not None, late.whole, bool(late.failure)) == (True, False, True), "every event is read"
+    assert (late.first_event_s is not None, late.received_all, bool(late.error_event)) == (True, False, True), (
+        "every event is read"
+    )
 
 
 def test_a_phase_fails_for_each_reason() -> None:
@@ -91,9 +97,11 @@ def test_a_phase_fails_for_each_reason() -> None:
 
 
 def test_a_pause_that_is_too_long_is_a_goal_missed() -> None:
-    phases = [_facts(Phase(what, 1, 1.0, [pause])) for what, pause in (("nothing", 9.0), ("a", 0.4), ("b", 0.6))]
-    found = rude.goals({"phases": phases, "limit_s": rude.LIMIT_S})
-    assert [(goal.what, goal.met(quick=False)) for goal in found] == [
+    phases = [
+        _phase_figures(Phase(what, 1, 1.0, [pause])) for what, pause in (("nothing", 9.0), ("a", 0.4), ("b", 0.6))
+    ]
+    found = rude.goals({"phases": phases, "limit_s": rude.MAX_PAUSE_S})
+    assert [(goal.name, goal.is_met(quick=False)) for goal in found] == [
         ("longest pause beside a, s", True),
         ("longest pause beside b, s", False),
     ]
@@ -104,10 +112,10 @@ def test_the_longest_pause_is_between_events_of_one_stream(monkeypatch: pytest.M
     now = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
     listener = Listener(1, "m", Prompt("x"), 8)
-    stream = ClientStream(Prompt("x"), heard=listener.heard)
+    stream = ClientStream(Prompt("x"), on_event=listener.on_event)
     for at in (1.0, 1.5, 3.5, 3.55):
         now[0] = at
-        stream.take({"choices": [{"token_ids": [1]}]})
+        stream.add_event({"choices": [{"token_ids": [1]}]})
     assert listener.take_pauses() == (pytest.approx(2.0), 2)
     now[0] = 4.55
     assert listener.take_pauses()[0] == pytest.approx(1.0)  # it still goes on

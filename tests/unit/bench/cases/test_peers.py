@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from cluster.bench.cases import peers
-from cluster.bench.cases.peers import QUICK, VLLM, measure, show
-from cluster.bench.pair import Pair
+from cluster.bench.cases.peers import QUICK, VLLM_VARIABLE, measure, show
+from cluster.bench.pair import ModelPair
 from cluster.config import ConfigError
 
 STAND_IN = '''
@@ -56,12 +56,12 @@ def said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "vllm.py").write_text(STAND_IN, encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("SAID", str(tmp_path / "said.json"))
-    monkeypatch.setenv(VLLM, sys.executable)
+    monkeypatch.setenv(VLLM_VARIABLE, sys.executable)
     return tmp_path / "said.json"
 
 
 def test_a_made_up_model_is_measured_plain(said: Path) -> None:
-    result = measure(Pair(), SIZE, lambda text: None)
+    result = measure(ModelPair(), SIZE, lambda text: None)
     asked, tuned = map(json.loads, said.read_text(encoding="utf-8").splitlines())
     assert asked["bound"] == "" and set(tuned["bound"].split(",")) == {str(core) for core in os.sched_getaffinity(0)}
     assert asked["dtype"] == result["dtype"] == "float32" and asked["skip_tokenizer_init"]
@@ -78,7 +78,7 @@ def test_a_made_up_model_is_measured_plain(said: Path) -> None:
 @pytest.mark.slow
 def test_a_chain_is_drafted_alike(said: Path) -> None:
     """The demo's draft reads what layers 2, 5 and 8 give, which vLLM counts as what is given to those after them."""
-    result = measure(Pair(), replace(QUICK, batches=(1,), new_tokens=3, prompt_tokens=5), lambda text: None)
+    result = measure(ModelPair(), replace(QUICK, batches=(1,), new_tokens=3, prompt_tokens=5), lambda text: None)
     *plain, chain, tuned = map(json.loads, said.read_text(encoding="utf-8").splitlines())
     assert len(plain) == 2 and all("draft" not in each for each in plain)
     assert chain["draft"]["eagle_aux_hidden_state_layer_ids"] == [3, 6, 9]
@@ -91,10 +91,10 @@ def test_a_chain_is_drafted_alike(said: Path) -> None:
 def test_a_run_that_is_cut_short_is_no_result(said: Path) -> None:
     (said.parent / "vllm.py").write_text(STAND_IN.replace("* own.max_tokens", "* 2"), encoding="utf-8")
     with pytest.raises(RuntimeError, match=r"made \[2\] tokens, not 3"):
-        measure(Pair(), replace(SIZE, batches=(1,)), lambda text: None)
+        measure(ModelPair(), replace(SIZE, batches=(1,)), lambda text: None)
 
 
 def test_without_vllm_it_says_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(VLLM, raising=False)
+    monkeypatch.delenv(VLLM_VARIABLE, raising=False)
     with pytest.raises(ConfigError, match="set AERIE_VLLM to the Python of an environment with vLLM"):
-        measure(Pair(), SIZE)
+        measure(ModelPair(), SIZE)

@@ -8,11 +8,11 @@ import pytest
 from cluster.arch.resolve import ResolvedConfig, resolve_models
 from cluster.bench import command
 from cluster.bench.cases import roofline
-from cluster.bench.cases.roofline import Measured, Size, rows_of
+from cluster.bench.cases.roofline import MeasuredSteps, Size, figure_rows
 from cluster.bench.ceilings import Ceilings
 from cluster.bench.demand import step_demand
-from cluster.bench.loaded import Loaded, Wrap
-from cluster.bench.pair import PLAIN, Pair, TreeChoice
+from cluster.bench.loaded import LoadedModels, WrapDraft
+from cluster.bench.pair import PLAIN, ModelPair, TreeChoice
 from cluster.bench.steady import SteadySteps
 from cluster.config import ConfigError, EngineConfig
 from cluster.dp_attention.sizes import Buckets
@@ -31,12 +31,12 @@ def quiet(text: str) -> None:
 
 @pytest.fixture(autouse=True)
 def known_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roofline, "ceilings", lambda **_: Ceilings(1e9, 1e10))
+    monkeypatch.setattr(roofline, "measure_ceilings", lambda **_: Ceilings(1e9, 1e10))
 
 
 @pytest.mark.slow
 def test_every_phase_as_it_is_and_captured() -> None:
-    result = roofline.measure(Pair(num_threads=1), SIZE, quiet)
+    result = roofline.measure(ModelPair(num_threads=1), SIZE, quiet)
     assert not result["skipped"] and result["layers"] == [4, 4]
     phases = [(one["setting"], one["batch"], one["captured"], one["phase"]) for one in result["figures"]]
     names = ("draft", "target", "extend", "all", "step"), ("replay", "step")
@@ -70,44 +70,46 @@ def test_held_contexts_are_not_computed_and_change_nothing_else(monkeypatch: pyt
 
     monkeypatch.setattr(Engine, "step", watched)
     noted: list[dict[str, Any]] = []
-    size = replace(SIZE, contexts=(40, 90), held=True, padded=True)
-    result = roofline.measure(Pair(num_threads=1), size, quiet, noted.append)
+    size = replace(SIZE, contexts=(40, 90), random_contexts=True, padded=True)
+    result = roofline.measure(ModelPair(num_threads=1), size, quiet, noted.append)
     assert noted == result["figures"] and not result["skipped"]
-    assert 0 < max(prompts) <= 2 * roofline.HELD and {one["captured"] for one in noted} == {False, True}
+    assert 0 < max(prompts) <= 2 * roofline.MAX_UNCACHED_TOKENS and {one["captured"] for one in noted} == {False, True}
     for one in noted:
         assert one["accept_length"] == pytest.approx(1.0 if one["setting"] == "plain" else 2.0)
         assert one["context"] >= (90 if one["context"] > 60 else 40)
-    with pytest.raises(ConfigError, match="held contexts belong to a made-up shape"):
-        roofline.measure(Pair(), replace(size, shape=None), quiet)
+    with pytest.raises(ConfigError, match="random_contexts belong to a random model"):
+        roofline.measure(ModelPair(), replace(size, shape=None), quiet)
 
 
 def test_a_target_alone_and_a_pair_that_writes_its_own_truth() -> None:
     target, draft = tiny_pair()
     small = replace(SIZE, shape=None, accept_length=None, captured=(False,), batches=(1,))
-    alone = roofline.measure(Pair(target, "", "float64", 1), small, quiet)
+    alone = roofline.measure(ModelPair(target, "", "float64", 1), small, quiet)
     assert {one["setting"] for one in alone["figures"]} == {"plain"}
-    told = roofline.measure(Pair(target, draft, "float64", 1), replace(small, accept_length=3.0), quiet)
+    told = roofline.measure(ModelPair(target, draft, "float64", 1), replace(small, accept_length=3.0), quiet)
     assert told["figures"][-1]["accept_length"] == 3.0
 
 
 def test_a_device_that_captures_nothing_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Loaded.engine
+    real = LoadedModels.engine
 
-    def refused(self: Loaded, config: EngineConfig, wrap: Wrap | None, held: Any) -> tuple[Engine, ResolvedConfig]:
+    def refused(
+        self: LoadedModels, config: EngineConfig, wrap: WrapDraft | None, held: Any
+    ) -> tuple[Engine, ResolvedConfig]:
         if config.capture == "on":
             raise ConfigError("capture on runs elsewhere")
         return real(self, config, wrap, held)
 
-    monkeypatch.setattr(Loaded, "engine", refused)
-    result = roofline.measure(Pair(num_threads=1), replace(SIZE, trees=(PLAIN,), accept_length=None), quiet)
+    monkeypatch.setattr(LoadedModels, "engine", refused)
+    result = roofline.measure(ModelPair(num_threads=1), replace(SIZE, trees=(PLAIN,), accept_length=None), quiet)
     assert result["skipped"] == {"plain, captured": "capture on runs elsewhere"}
     assert "not measured: plain, captured: capture on runs elsewhere" in roofline.show(result)
 
 
 def test_steps_that_are_too_large_to_capture_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cluster.engine.captures.buckets_of", lambda *_: Buckets((), rows=1))
+    monkeypatch.setattr("cluster.engine.captures.buckets_of", lambda *_: Buckets((), max_rows=1))
     size = replace(SIZE, trees=(PLAIN,), accept_length=None)
-    result = roofline.measure(Pair(num_threads=1), size, quiet)
+    result = roofline.measure(ModelPair(num_threads=1), size, quiet)
     assert list(result["skipped"]) == ["plain, batch 2, captured"]
     assert "requests ended after 0 steady replayed steps" in result["skipped"]["plain, batch 2, captured"]
     assert {(one["batch"], one["captured"]) for one in result["figures"]} == {(1, False), (1, True), (2, False)}
@@ -118,10 +120,10 @@ def test_possible_is_the_sum_over_forwards() -> None:
     models = resolve_models(config_of(*tiny_pair()))
     steps = SteadySteps({name: [0.1, 0.3, 0.2] for name in DEVICE_PHASES}, [0.7, 0.8, 0.9], [10.0, 12.0, 14.0], 12)
     best = Ceilings(1e6, 1e9)
-    rows = {row["phase"]: row for row in rows_of(Measured(TreeChoice(3), 2, False, steps, models), 8, best)}
+    rows = {row["phase"]: row for row in figure_rows(MeasuredSteps(TreeChoice(3), 2, False, steps, models), 8, best)}
     demand = step_demand(models, 2, 12.0, 8)
     for name in DEVICE_PHASES:
-        possible = sum(max(each.read / 1e6, each.computed / 1e9) for each in demand[name])
+        possible = sum(max(each.bytes_read / 1e6, each.operations / 1e9) for each in demand[name])
         assert rows[name]["possible_ms"] == pytest.approx(1e3 * possible)
         assert rows[name]["share"] == pytest.approx(possible / 0.2)
     assert rows["all"]["ms"] == pytest.approx(600.0) and rows["step"]["ms"] == pytest.approx(800.0)
@@ -142,7 +144,7 @@ def test_the_goals_are_those_of_captured_steps() -> None:
         step("plain", 8, True, 1030.0, 0.1, 1.0),
     ]
     found = roofline.goals({"device": "cpu", "figures": figures})
-    assert [(goal.what, goal.value, goal.met(quick=False)) for goal in found] == [
+    assert [(goal.name, goal.value, goal.is_met(quick=False)) for goal in found] == [
         ("share of the possible, plain, batch 8, context 131", 0.6, False),
         ("captured over launched, plain, batch 8, context 131", 2.0, True),
         ("share of the possible, topk 8, 5 levels, 32 nodes, batch 32, context 140", 0.66, True),
@@ -153,9 +155,9 @@ def test_the_goals_are_those_of_captured_steps() -> None:
 
 def test_bad_input_is_named() -> None:
     with pytest.raises(ConfigError, match=r"accept_length 3\.5 is not within 1 and 3"):
-        roofline.measure(Pair(), replace(SIZE, accept_length=3.5), quiet)
-    with pytest.raises(ConfigError, match="layers belong to a made-up shape"):
-        roofline.measure(Pair(), replace(SIZE, shape=None, layers=4), quiet)
+        roofline.measure(ModelPair(), replace(SIZE, accept_length=3.5), quiet)
+    with pytest.raises(ConfigError, match="layers belong to a random model"):
+        roofline.measure(ModelPair(), replace(SIZE, shape=None, layers=4), quiet)
     with pytest.raises(ValueError, match="--shape makes its own model"):
         command.run(parsed("roofline", "--shape", "tiny", "--model", "x", "--draft", "y"))
     with pytest.raises(ValueError, match="--accept-length is an option of roofline"):
@@ -164,7 +166,7 @@ def test_bad_input_is_named() -> None:
 
 def test_flags_reach_the_size(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Size] = []
-    monkeypatch.setattr(roofline, "measure", lambda pair, size, say: given.append(size) or {})
+    monkeypatch.setattr(roofline, "measure", lambda pair, size, log_progress: given.append(size) or {})
     monkeypatch.setattr(roofline, "show", lambda result: "")
     flags = ("--shape", "tiny", "--layers", "4", "--contexts", "5", "6", "--batches", "2", "--accept-length", "1.5")
     assert command.run(parsed("roofline", *flags)) == 0

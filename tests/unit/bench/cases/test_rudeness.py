@@ -8,7 +8,7 @@ import pytest
 
 from cluster.bench import fault, rudeness
 from cluster.bench.cases import crowd
-from cluster.bench.cases.crowd import Counter
+from cluster.bench.cases.crowd import ResumeCounter
 from cluster.bench.streams import ClientStream, Prompt
 
 
@@ -24,7 +24,7 @@ def test_a_slow_body_that_is_given_up_leaves_no_task_and_no_connection(monkeypat
     async def scene() -> rudeness.AnswerTally:
         server = await asyncio.start_server(silent, rudeness.HOST, 0)
         before, tally = asyncio.all_tasks(), rudeness.AnswerTally()
-        await rudeness._slow(tally, server.sockets[0].getsockname()[1], "m", 0, random.Random(0))
+        await rudeness._slow_body(tally, server.sockets[0].getsockname()[1], "m", 0, random.Random(0))
         await asyncio.sleep(0)  # for the reading to be told
         left = [task for task in asyncio.all_tasks() - before if "read_reply" in repr(task)]
         assert not left
@@ -36,7 +36,7 @@ def test_a_slow_body_that_is_given_up_leaves_no_task_and_no_connection(monkeypat
 
 
 @pytest.fixture
-def counter(monkeypatch: pytest.MonkeyPatch) -> Counter:
+def counter(monkeypatch: pytest.MonkeyPatch) -> ResumeCounter:
     """Of a server whose page of resumed streams is again and again not there, and which is healthy when asked again."""
     answers: list[float | OSError] = [2.0, OSError("no"), 5.0, OSError("no")]
     health = [False, True]
@@ -47,40 +47,42 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> Counter:
             raise answer
         return answer
 
-    monkeypatch.setattr(crowd, "counted", page)
+    monkeypatch.setattr(crowd, "read_metric", page)
     monkeypatch.setattr(crowd, "POLL_S", 0.0)
     monkeypatch.setattr(
         fault, "server_info", lambda port: {"ranks": [{"rank": 0, "pid": 7}], "restarts": [{"rank": 1}]}
     )
     monkeypatch.setattr(fault, "is_healthy", lambda port: health.pop(0))
-    monkeypatch.setattr(fault, "hurt", lambda verb, pid: hurt.append((verb, pid)))
+    monkeypatch.setattr(fault, "apply_fault", lambda verb, pid: hurt.append((verb, pid)))
     hurt.clear()
     server = SimpleNamespace(port=1)
-    return Counter(1, fault.Fault(server, "kill rank 0", lambda streams: all(s.token_ids for s in streams)))  # type: ignore[arg-type]
+    return ResumeCounter(1, fault.Fault(server, "kill rank 0", lambda streams: all(s.token_ids for s in streams)))  # type: ignore[arg-type]
 
 
 hurt: list[tuple[str, int]] = []
 
 
-def test_a_crowd_that_never_began_has_nothing_to_settle(counter: Counter) -> None:
-    counter.look([ClientStream(Prompt("x"))])
-    assert (counter.settle(), counter.fault.healthy_s, hurt) == ((None, 0), None, [])
+def test_a_crowd_that_never_began_has_nothing_to_settle(counter: ResumeCounter) -> None:
+    counter.poll([ClientStream(Prompt("x"))])
+    assert (counter.wait_until_healthy(), counter.fault.healthy_s, hurt) == ((None, 0), None, [])
 
 
-def test_a_page_that_fails_does_not_end_the_watch(counter: Counter) -> None:
-    streams = [ClientStream(Prompt("x"), token_ids=[1]), ClientStream(Prompt("y"), token_ids=[1], ended=1.0)]
-    while not counter._times:
-        counter.look(streams)
-    assert counter.settle()[1] == 3
+def test_a_page_that_fails_does_not_end_the_watch(counter: ResumeCounter) -> None:
+    streams = [ClientStream(Prompt("x"), token_ids=[1]), ClientStream(Prompt("y"), token_ids=[1], ended_at=1.0)]
+    while not counter._samples:
+        counter.poll(streams)
+    assert counter.wait_until_healthy()[1] == 3
 
 
-def test_a_fault_is_caused_once_and_health_is_watched_from_then_on(counter: Counter) -> None:
-    streams = [ClientStream(Prompt("x"), token_ids=[1]), ClientStream(Prompt("y"), token_ids=[1], ended=1.0)]
+def test_a_fault_is_caused_once_and_health_is_watched_from_then_on(counter: ResumeCounter) -> None:
+    streams = [ClientStream(Prompt("x"), token_ids=[1]), ClientStream(Prompt("y"), token_ids=[1], ended_at=1.0)]
     for _ in range(3):
-        counter.look(streams)
-    resumed_s, _ = counter.settle()
+        counter.poll(streams)
+    resumed_s, _ = counter.wait_until_healthy()
     done = counter.fault
-    assert (hurt, done.open) == ([("kill", 7)], 1)
+    assert (hurt, done.open_streams) == ([("kill", 7)], 1)
     assert done.unhealthy_s is not None and done.healthy_s is not None and resumed_s is not None
     assert 0.0 < done.unhealthy_s < done.healthy_s
-    assert done.losses({"restarts": [{"rank": 1}, {"rank": 0}]}) == [{"rank": 0}], "the earlier one is not its doing"
+    assert done.gang_failures({"restarts": [{"rank": 1}, {"rank": 0}]}) == [{"rank": 0}], (
+        "the earlier one is not its doing"
+    )
