@@ -8,6 +8,8 @@ from functools import partial
 
 import torch
 
+from cluster.arch import TargetArch
+from cluster.arch.layer import LayerGeometry
 from cluster.arch.resolve import ResolvedConfig
 from cluster.batch import DecodeRequest, SamplingMode, StepInput
 from cluster.capture.buffers import Buffers
@@ -59,7 +61,7 @@ def captures_of(config: EngineConfig, device: torch.device, models: RankModels, 
     capture = partial(Tape, buffers=Buffers(), substitute=operators_of(library))
     if config.capture == "on":
         return Captures(capture, buckets_of(config, device, mesh))
-    rows = AUTO_BYTES // row_bytes(models)
+    rows = AUTO_BYTES // row_bytes(models.resolved.target, models.dtype)
     if config.capture == "off" or library is None or not rows:
         return None
     sizes = buckets_of(config, device, mesh).sizes
@@ -94,14 +96,23 @@ def _graphs(config: EngineConfig, models: RankModels, mesh: Mesh) -> Captures | 
     return Captures(lambda program: Graph(program, segments), buckets)
 
 
-def row_bytes(models: RankModels) -> int:
+def row_bytes(target: TargetArch, dtype: torch.dtype) -> int:
     """Estimate the bytes of all tapes' buffers per target row; the same on every rank. The estimate is 2 x (the
     activations of the largest layer + two sets of logits). Layers reuse the memory of the largest one. The factor 2 is
     for tapes of few rows, which have buffers of their own beside those of many rows.
     """
-    arch = models.resolved.target
-    layer = max(8 * one.hidden + 3 * one.mlp_columns + 2 * one.heads * one.head_dim for one in arch.layers)
-    return 2 * (layer + 2 * arch.vocab_size) * models.dtype.itemsize
+    layer = max(8 * one.hidden + _mlp_numbers(one) + 2 * one.heads * one.head_dim for one in target.layers)
+    return 2 * (layer + 2 * target.vocab_size) * dtype.itemsize
+
+
+def _mlp_numbers(layer: LayerGeometry) -> int:
+    """Return how many numbers a layer's MLP keeps per row: gate, up and their product. With experts each of the row's
+    `active` experts also has a copy of the row and an output.
+    """
+    if layer.moe is None:
+        return 3 * layer.intermediate
+    moe = layer.moe
+    return moe.active * (3 * moe.intermediate + 2 * layer.hidden) + 3 * moe.shared
 
 
 def buckets_of(config: EngineConfig, device: torch.device, mesh: Mesh) -> Buckets:

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from cluster.arch import DraftSpec, read_draft, read_json, read_target
+from cluster.arch import DraftSpec, aux_boundaries, read_draft, read_json, read_target
 from cluster.arch.draft.sample import FILE as SAMPLE
 from cluster.arch.hub import folder_of
 from cluster.config import ConfigError
@@ -72,8 +72,11 @@ def _may_say(spec: DraftSpec, dialect: str, meaning: str, count: int, folder: st
             lost.append("the embedding as an aux hidden state, which is no layer's output")
         if spec.norm_before_residual:
             lost.append("norm_before_residual")
-        if target_layers in spec.aux_boundaries and target_layers in [b - 1 for b in spec.aux_boundaries]:
-            lost.append("these aux layers")
+    written = DIALECTS[dialect][1](spec)
+    if 0 not in spec.aux_boundaries or dialect == "speculators":
+        read = aux_boundaries(written, target_layers, folder, speculators=dialect == "speculators")
+        if read != spec.aux_boundaries:
+            lost.append(f"aux boundaries {list(spec.aux_boundaries)}, read back as {list(read)}")
     if spec.layer.interleaved or spec.layer.sliding_window:
         lost.append("interleaved rope or a window")
     if count < spec.num_layers:

@@ -2,11 +2,14 @@
 
 import re
 from types import SimpleNamespace
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from cluster.arch import read_target
 from cluster.capture.cuda_graph import Graph
 from cluster.capture.tape import Tape
 from cluster.config import ConfigError
@@ -14,7 +17,8 @@ from cluster.device.wait_hook import watched
 from cluster.distributed.mesh import Axis, Mesh
 from cluster.dp_attention.sizes import multiples, sizes_up_to
 from cluster.engine import build_engine, captures
-from cluster.engine.captures import buckets_of, captures_of
+from cluster.engine.captures import buckets_of, captures_of, row_bytes
+from tests.families import random_model
 from tests.parity.harness import SAMPLING, config_of, request, run, tiny_pair
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
@@ -169,3 +173,18 @@ def test_a_rank_that_leaves_drops_its_programs_with_its_communicators(monkeypatc
     monkeypatch.setattr(Mesh, "close", lambda mesh, reason, drop: drop())
     engine.close("a bug")
     assert not programs.captured and not programs.checksum
+
+
+@pytest.mark.parametrize("active", [2, 8])
+def test_the_estimate_for_a_row_covers_what_tapes_of_experts_allocate(active: int, tmp_path: Path) -> None:
+    """Otherwise tapes take more memory than `AUTO_BYTES` allows."""
+    sizes = {"hidden_size": 64, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}
+    experts = {"num_experts": 8, "num_experts_per_tok": active, "moe_intermediate_size": 96}
+    config = Qwen3MoeConfig(**sizes, **experts, num_hidden_layers=2, intermediate_size=64)
+    random_model(Qwen3MoeForCausalLM, config).save_pretrained(tmp_path)
+    engine = build_engine(config_of(str(tmp_path), capture="on"))
+    run(engine, [request(f"{i}", [3, 1, 4, i], SAMPLING["greedy"], max_tokens=12) for i in range(8)])
+    captured = engine.lockstep.programs.captured
+    rows = max(key.sizes[0].decodes for key in captured if not key.sizes[0].prompt_rows)
+    used = sum(program.captured.bytes for key, program in captured.items() if not key.sizes[0].prompt_rows)
+    assert rows == 8 and 0 < used <= row_bytes(read_target(str(tmp_path)), torch.float64) * rows
