@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from cluster.arch import read_draft, read_target
-from cluster.models.checkpoint import Checkpoint
 from cluster.cli import main
 from cluster.config import ConfigError
+from cluster.models.checkpoint import Checkpoint
 from cluster.tools.export_draft import DIALECTS, IDS, export_draft
 from tests.dialects.demo import DRAFT, TARGET, accept_lens, right
 from tests.tiny import draft_folder, target_folder

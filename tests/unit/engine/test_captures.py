@@ -1,8 +1,8 @@
 """What is captured where: by which device, kernels and settings, and at which sizes."""
 
 import re
-from types import SimpleNamespace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
