@@ -39,19 +39,24 @@ def most(groups: Sequence[Sizes]) -> Sizes:
 class Buckets:
     """The sizes of captured programs, ascending. If `sizes` is empty, programs have exactly the sizes that occur.
 
-    A captured step has at most `rows` target rows. It has prompt rows only if `prompts` is True. If `alike` is True,
-    all groups must run the same sizes in a captured step: a graph cannot hold an all-to-all that exchanges parts of
-    different sizes.
+    A captured step has at most `rows` target rows. It has prompt rows only if `prompts` is True; if there are `chunks`,
+    only as many prompt rows as one of them, and no prompt may end in it. If `alike` is True, all groups must run the
+    same sizes in a captured step: a graph cannot hold an all-to-all that exchanges parts of different sizes.
     """
 
     sizes: tuple[int, ...] = ()
     rows: int = MOST_ROWS
     prompts: bool = True
     alike: bool = False
+    chunks: tuple[int, ...] = ()
 
     def hold(self, own: Sizes, nodes: int) -> bool:
         """Whether a captured program may have the sizes `own`, with trees of `nodes` nodes."""
-        return own.rows(nodes) <= self.rows and (self.prompts or not own.prompt_rows)
+        if own.rows(nodes) > self.rows:
+            return False
+        if not own.prompt_rows or not self.chunks:
+            return self.prompts or not own.prompt_rows
+        return own.prompt_rows in self.chunks and not own.finals
 
     def fitted(self, groups: Sequence[Sizes]) -> Sizes | None:
         """Return the smallest sizes of a program into which each of `groups` fits, or None if a group is too large for

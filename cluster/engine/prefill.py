@@ -2,7 +2,9 @@
 
 - **Budget.** If no request of any group decodes, a step has up to `chunked_prefill_size` prompt rows. Otherwise it has
   up to `mixed_prefill_size`, or without that setting as many as the pace predicts to fit `prefill_share`. A step that
-  took more than its allowance leaves less to the next one. At most `SCORED_ROWS` rows return log-probabilities.
+  took more than its allowance leaves less to the next one. Where captured steps have fixed numbers of prompt rows, a
+  chunk is rounded down to one, and the rest of the allowance goes to the next step. At most `SCORED_ROWS` rows return
+  log-probabilities.
 - **Order.** Running prompts get rows first, in order of admission. Then waiting requests are admitted in order of
   arrival, while rows are left. The first request that does not fit ends admission: no small one may pass it.
 - **Pages.** A request is admitted if its prompt, its first window and the growth of all running requests fit, so that
@@ -14,6 +16,7 @@
   will need stay reserved.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -42,7 +45,9 @@ class RemainingRows:
     `spent` is the predicted time of the chunks so far. `beside` counts the target rows of the step so far. `prefilling`
     is the number of other groups that run prompt rows. `first` is True until a chunk has been taken. The first chunk
     gets at least `StepTimes.least` rows, even if their cost exceeds the allowance; the next step has that much less.
-    `scored` is the number of rows that may still return log-probabilities.
+    `scored` is the number of rows that may still return log-probabilities. `sizes` are the numbers of prompt rows, in
+    ascending order, whose steps can be captured; `taken` are the prompt rows of the step so far. `rounded` says that a
+    chunk was cut to one of `sizes`, so that allowance may be left over for the next step.
     """
 
     rows: int
@@ -53,50 +58,76 @@ class RemainingRows:
     prefilling: int = 0
     first: bool = True
     scored: int = SCORED_ROWS
+    sizes: tuple[int, ...] = ()
+    taken: int = 0
+    rounded: bool = False
 
     @property
     def left(self) -> bool:
         """Whether one more prompt row may join the step."""
         return self.rows > 0 and (self.pace is None or self.allowance > 0.0)
 
-    def fits(self, start: Callable[[], int]) -> bool:
-        """Whether `take` would give at least one row to a chunk that begins at token `start()`. `start` is a function,
-        because it is called only if the answer depends on it.
+    def fits(self, start: Callable[[], int], stop: int) -> bool:
+        """Whether `take` would give at least one row to a chunk of tokens `start()` to `stop - 1`. `start` is a
+        function, because it is called only if the answer depends on it.
         """
         if not self.left or self.pace is None or self.first:
             return self.left
-        return self.pace.cost(self.beside, start(), 1, self.prefilling) <= self.allowance
+        return self._granted(self.pace, start(), stop) > 0
 
     def take(self, start: int, stop: int) -> int:
         """Take as many prompt rows as the budget allows, of `start` to `stop - 1`. Return their number, maybe 0."""
         count = min(stop - start, self.rows)
         if self.pace is not None:
-            paid = self.pace.rows(self.beside, start, count, self.allowance, self.prefilling)
-            # A chunk reads its whole prefix, so the first chunk gets enough rows to be worth it.
-            least = self.pace.least(self.beside, start, count, self.prefilling) if self.first else 0
-            count = min(count, max(paid, least))
+            count, wanted = self._granted(self.pace, start, stop), count
+            self.rounded |= bool(self.sizes) and count < wanted
             cost = self.pace.cost(self.beside, start, count, self.prefilling)
             self.allowance, self.spent = self.allowance - cost, self.spent + cost
         self.rows -= count
         self.beside += count
+        self.taken += count
         self.first = False
         return count
+
+    def _granted(self, pace: StepTimes, start: int, stop: int) -> int:
+        """Return how many rows of `start` to `stop - 1` the budget allows."""
+        count = min(stop - start, self.rows)
+        affordable = pace.rows(self.beside, start, count, self.allowance, self.prefilling)
+        if self.first:  # a chunk reads its whole prefix, so the first chunk gets enough rows to be worth it
+            affordable = max(affordable, pace.least(self.beside, start, count, self.prefilling))
+        return count if affordable >= count else self._rounded(affordable)
+
+    def _rounded(self, count: int) -> int:
+        """Return the most rows, up to `count`, with which the step's prompt rows are one of `sizes`. Less than the
+        smallest size and more than the largest are not rounded.
+        """
+        total = self.taken + count
+        if not self.sizes or not self.sizes[0] <= total <= self.sizes[-1]:
+            return count
+        return max(0, self.sizes[bisect_right(self.sizes, total) - 1] - self.taken)
 
 
 class PrefillScheduler:
     """The prompts of one rank: of waiting requests, and of the running ones, which `decode` has."""
 
     def __init__(
-        self, resolved: ResolvedSettings, cache: KVCache, decode: DecodeScheduler, pace: StepTimes | None
+        self,
+        resolved: ResolvedSettings,
+        cache: KVCache,
+        decode: DecodeScheduler,
+        pace: StepTimes | None,
+        chunk_sizes: tuple[int, ...] = (),
     ) -> None:
         """`pace` limits the prompt rows of steps in which requests decode. If it is None, or `mixed_prefill_size` is
-        set, only the sizes of the config limit them.
+        set, only the sizes of the config limit them. Where the pace cuts a chunk, the step gets one of `chunk_sizes`
+        prompt rows, if there are any: such steps can be captured.
         """
         self._cache, self._decode, self._waiting = cache, decode, decode.waiting
         self._ahead = cache.pages_for(WORTH_WAITING)  # the pages that two prompts must share for one to wait
         self._budget, self._mixed_budget = resolved.chunk_rows, resolved.mixed_rows
         self._pace = pace if resolved.paced else None
-        self._overdrawn = 0.0  # microseconds, 0 or less: what the last step took beyond its allowance
+        self._chunk_sizes = chunk_sizes
+        self._unspent = 0.0  # microseconds of the last step's allowance; less than 0 if it took more
         self.correction = Correction()
 
     def schedule(self, schedule: Schedule, busiest: int, prefilling: int) -> None:
@@ -115,7 +146,7 @@ class PrefillScheduler:
                 self._ride(schedule, sequence, room)
         if self._waiting and not schedule.retracted:  # after a retraction pages are short: admit nobody
             self._admit_waiting(schedule, room)
-        self._overdrawn = min(0.0, room.allowance)  # taken from the allowance of the next step
+        self._unspent = room.allowance if room.rounded else min(0.0, room.allowance)
         if prefill_budget is not None:
             schedule.busy_us, schedule.rows_us = prefill_budget.busy, room.spent
         elif pace is not None and schedule.chunks:
@@ -146,9 +177,11 @@ class PrefillScheduler:
         if prefill_budget is None or self._pace is None:
             return RemainingRows(self._mixed_budget)
         # Prompt rows take `dearer` times the time that the pace predicts, so the allowance is divided by `dearer`.
-        allowance = prefill_budget.allowance / self.correction.dearer.value + self._overdrawn
+        allowance = prefill_budget.allowance / self.correction.dearer.value + self._unspent
         beside = len(schedule.decodes) * self._pace.tree
-        return RemainingRows(self._mixed_budget, allowance, self._pace, beside=beside, prefilling=prefilling)
+        return RemainingRows(
+            self._mixed_budget, allowance, self._pace, beside=beside, prefilling=prefilling, sizes=self._chunk_sizes
+        )
 
     def _ride(self, schedule: Schedule, sequence: RequestState, room: RemainingRows) -> None:
         """Add the next chunk of a request's prompt to the step, with as many rows as the budget `room` allows."""
@@ -180,7 +213,7 @@ class PrefillScheduler:
                 continue
             fresh = sequence.cached_tokens is None
             begins = partial(self._cache.most_cached, sequence.tokens, sequence.request.cache_salt, sequence.cacheable)
-            if not room.fits(begins) or not self._admit(sequence, spare):
+            if not room.fits(begins, len(sequence.tokens)) or not self._admit(sequence, spare):
                 break  # the first request that does not fit ends admission: no small one may pass it
             del self._waiting[passed]
             spare += self._decode.growth(sequence)
