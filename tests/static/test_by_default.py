@@ -38,7 +38,7 @@ def test_steps_without_prompts_are_replayed() -> None:
 def test_steps_in_the_middle_of_a_prompt_are_replayed() -> None:
     """The scheduler cuts their chunks to sizes that recur. The prompt gives the tokens that it gives uncut."""
     c_serves()
-    long = request("long", [3 + at % 11 for at in range(700)], SAMPLING["0.8"], max_tokens=6, seed=9)
+    long = request("long", [3 + at % 11 for at in range(480)], SAMPLING["0.8"], max_tokens=6, seed=9)
     company = [request(f"r{at}", [3 + at, 5, 2], SAMPLING["0.8"], max_tokens=400, ignore_eos=True) for at in range(2)]
     sizes = {"mixed_prefill_size": None, "max_total_tokens": 4096, "max_running_requests": 4}
     found = {}
