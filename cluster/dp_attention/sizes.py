@@ -39,19 +39,25 @@ def max_sizes(groups: Sequence[Sizes]) -> Sizes:
 class Buckets:
     """The sizes of captured programs, ascending. If `sizes` is empty, programs have exactly the sizes that occur.
 
-    A captured step has at most `max_rows` target rows. It has prompt rows only if `allow_prompts` is True. If
-    `equal_sizes` is True, all groups must run the same sizes in a captured step: a graph cannot hold an all-to-all that
-    exchanges parts of different sizes.
+    A captured step has at most `max_rows` target rows. It has prompt rows only if `allow_prompts` is True; if there are
+    `chunk_sizes`, only as many prompt rows as one of them, and no prompt may end in it. If `equal_sizes` is True, all
+    groups must run the same sizes in a captured step: a graph cannot hold an all-to-all that exchanges parts of
+    different sizes.
     """
 
     sizes: tuple[int, ...] = ()
     max_rows: int = MAX_CAPTURED_ROWS
     allow_prompts: bool = True
     equal_sizes: bool = False
+    chunk_sizes: tuple[int, ...] = ()
 
     def can_hold(self, sizes: Sizes, tree_nodes: int) -> bool:
         """Whether a captured program may have the sizes `sizes`, with trees of `tree_nodes` nodes."""
-        return sizes.rows(tree_nodes) <= self.max_rows and (self.allow_prompts or not sizes.prompt_rows)
+        if sizes.rows(tree_nodes) > self.max_rows:
+            return False
+        if not sizes.prompt_rows or not self.chunk_sizes:
+            return self.allow_prompts or not sizes.prompt_rows
+        return sizes.prompt_rows in self.chunk_sizes and not sizes.finishing_prompts
 
     def fit(self, groups: Sequence[Sizes]) -> Sizes | None:
         """Return the smallest sizes of a program into which each of `groups` fits, or None if a group is too large for

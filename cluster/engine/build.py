@@ -208,6 +208,7 @@ def assemble(prepared: EnginePlan, draft: Draft) -> Rank:
     mesh, memory, resolved = prepared.mesh, prepared.memory, prepared.resolved
     config = resolved.settings
     captures = captures_of(config, prepared.device, prepared.models, mesh)
+    chunk_sizes = () if captures is None else captures.buckets.chunk_sizes
     lockstep = _lockstep(prepared, draft, captures)
     if memory.draft_runner_list:
         check_sample(resolved, lockstep, memory.cache)
@@ -240,7 +241,7 @@ def assemble(prepared: EnginePlan, draft: Draft) -> Rank:
         EngineParts(
             resolved=resolved,
             cache=memory.cache,
-            scheduler=Scheduler(resolved, memory.cache, resolved.shape.window, pace),
+            scheduler=Scheduler(resolved, memory.cache, resolved.shape.window, pace, chunk_sizes),
             loop=loop,
             tokenizer=_tokenizer(config),
         )

@@ -8,6 +8,8 @@ from functools import partial
 
 import torch
 
+from cluster.arch import TargetArch
+from cluster.arch.layer import LayerGeometry
 from cluster.arch.resolve import ResolvedConfig
 from cluster.batch import DecodeRequest, SamplingMode, StepInput
 from cluster.capture.buffers import Buffers
@@ -28,6 +30,10 @@ logger = logging.getLogger(__name__)
 MODES = (SamplingMode(0), SamplingMode.RANDOM, SamplingMode.RANDOM | SamplingMode.FILTERED)
 AUTO_BYTES = 1 << 28  # most memory of all tapes with capture auto
 MAX_DEFAULT_SIZE = 512  # largest default size on a GPU (requests or prompt rows), unless max_running_requests is larger
+CHUNK_SIZES = tuple(size for size in sizes_up_to(256) if size >= 4)
+"""Prompt rows of captured steps on a CPU. A replayed step begins its first row 4 ms earlier than an eager one. With a few
+decoding requests that is much; a step of more rows takes so long that it does not matter.
+"""
 FLASHINFER_REASON = (
     "graphs of whole steps with FlashInfer have not run on a GPU yet; capture on captures steps that decode"
 )
@@ -52,7 +58,9 @@ def captures_of(config: EngineConfig, device: torch.device, models: RankModels, 
 
     By default steps without prompts are captured, because they recur. On a GPU this needs Triton's kernels, whose
     launches do not depend on lengths. On a CPU it needs the kernels in C, which replay faster than torch runs eagerly;
-    rows are limited so that all tapes stay within `AUTO_BYTES`. With FlashInfer only `capture: on` captures.
+    rows are limited so that all tapes stay within `AUTO_BYTES`. A CPU also captures steps in the middle of a prompt:
+    the scheduler gives them one of `CHUNK_SIZES` prompt rows, so that they recur. With FlashInfer only `capture: on`
+    captures.
 
     Raises:
         ConfigError: capture is on, but these kernels and settings cannot capture; or sizes do not suit the ranks.
@@ -63,11 +71,12 @@ def captures_of(config: EngineConfig, device: torch.device, models: RankModels, 
     capture = partial(Tape, buffers=Buffers(), substitute=operators_of(library))
     if config.capture == "on":
         return Captures(capture, buckets_of(config, device, mesh))
-    rows = AUTO_BYTES // row_bytes(models)
+    rows = AUTO_BYTES // row_bytes(models.resolved.target, models.dtype)
     if config.capture == "off" or library is None or not rows:
         return None
-    sizes = buckets_of(config, device, mesh).sizes
-    return Captures(capture, Buckets(sizes, min(MAX_CAPTURED_ROWS, rows), allow_prompts=False))
+    sizes, rows = buckets_of(config, device, mesh).sizes, min(MAX_CAPTURED_ROWS, rows)
+    chunk_sizes = () if sizes else CHUNK_SIZES
+    return Captures(capture, Buckets(sizes, rows, allow_prompts=bool(chunk_sizes), chunk_sizes=chunk_sizes))
 
 
 def _graphs(config: EngineConfig, models: RankModels, mesh: Mesh) -> Captures | None:
@@ -98,17 +107,25 @@ def _graphs(config: EngineConfig, models: RankModels, mesh: Mesh) -> Captures | 
     return Captures(lambda program: Graph(program, segments), buckets)
 
 
-def row_bytes(models: RankModels) -> int:
+def row_bytes(target: TargetArch, dtype: torch.dtype) -> int:
     """Estimate the bytes of all tapes' buffers per target row; the same on every rank. The estimate is 2 x (the
     activations of the largest layer + two sets of logits). Layers reuse the memory of the largest one. The factor 2 is
     for tapes of few rows, which have buffers of their own beside those of many rows.
     """
-    arch = models.resolved.target
     layer_numbers = max(
-        8 * layer_arch.hidden + 3 * layer_arch.mlp_columns + 2 * layer_arch.heads * layer_arch.head_dim
-        for layer_arch in arch.layers
+        8 * layer.hidden + _mlp_numbers(layer) + 2 * layer.heads * layer.head_dim for layer in target.layers
     )
-    return 2 * (layer_numbers + 2 * arch.vocab_size) * models.dtype.itemsize
+    return 2 * (layer_numbers + 2 * target.vocab_size) * dtype.itemsize
+
+
+def _mlp_numbers(layer: LayerGeometry) -> int:
+    """Return how many numbers a layer's MLP keeps per row: gate, up and their product. With experts each of the row's
+    `active` experts also has a copy of the row and an output.
+    """
+    if layer.moe is None:
+        return 3 * layer.intermediate
+    moe = layer.moe
+    return moe.active * (3 * moe.intermediate + 2 * layer.hidden) + 3 * moe.shared
 
 
 def buckets_of(config: EngineConfig, device: torch.device, mesh: Mesh) -> Buckets:

@@ -2,7 +2,9 @@
 
 - **Budget.** If no request of any group decodes, a step has up to `chunked_prefill_size` prompt rows. Otherwise it has
   up to `mixed_prefill_size`, or without that setting as many as the pace predicts to fit `prefill_share`. A step that
-  took more than its allowance leaves less to the next one. At most `SCORED_ROWS` rows return log-probabilities.
+  took more than its allowance leaves less to the next one. Where captured steps have fixed numbers of prompt rows, a
+  chunk is rounded down to one, and the rest of the allowance goes to the next step. At most `SCORED_ROWS` rows return
+  log-probabilities.
 - **Order.** Running prompts get rows first, in order of admission. Then waiting requests are admitted in order of
   arrival, while rows are left. The first request that does not fit ends admission: no small one may pass it.
 - **Pages.** A request is admitted if its prompt, its first window and the growth of all running requests fit, so that
@@ -14,6 +16,7 @@
   will need stay reserved.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -43,6 +46,9 @@ class RemainingRows:
     `prefilling_groups` is the number of other groups that run prompt rows. `is_first_chunk` is True until a chunk has
     been taken. The first chunk gets at least `StepTimes.min_rows` rows, even if their cost exceeds the allowance; the
     next step has that much less. `scored_rows` is the number of rows that may still return log-probabilities.
+    `chunk_sizes` are the numbers of prompt rows, in ascending order, whose steps can be captured; `prompt_rows` are
+    those of the step so far. `is_rounded` says that a chunk was cut to one of `chunk_sizes`, so that allowance may be
+    left over for the next step.
     """
 
     rows: int
@@ -53,52 +59,77 @@ class RemainingRows:
     prefilling_groups: int = 0
     is_first_chunk: bool = True
     scored_rows: int = SCORED_ROWS
+    chunk_sizes: tuple[int, ...] = ()
+    prompt_rows: int = 0
+    is_rounded: bool = False
 
     @property
     def has_rows(self) -> bool:
         """Whether one more prompt row may join the step."""
         return self.rows > 0 and (self.pace is None or self.allowance > 0.0)
 
-    def fits(self, start: Callable[[], int]) -> bool:
-        """Whether `take` would give at least one row to a chunk that begins at token `start()`. `start` is a function,
-        because it is called only if the answer depends on it.
+    def fits(self, start: Callable[[], int], stop: int) -> bool:
+        """Whether `take` would give at least one row to a chunk of tokens `start()` to `stop - 1`. `start` is a
+        function, because it is called only if the answer depends on it.
         """
         if not self.has_rows or self.pace is None or self.is_first_chunk:
             return self.has_rows
-        return self.pace.cost(self.target_rows, start(), 1, self.prefilling_groups) <= self.allowance
+        return self._allowed_rows(self.pace, start(), stop) > 0
 
     def take(self, start: int, stop: int) -> int:
         """Take as many prompt rows as the budget allows, of `start` to `stop - 1`. Return their number, maybe 0."""
         count = min(stop - start, self.rows)
         if self.pace is not None:
-            affordable_rows = self.pace.max_rows(self.target_rows, start, count, self.allowance, self.prefilling_groups)
-            # A chunk reads its whole prefix, so the first chunk gets enough rows to be worth it.
-            min_rows = (
-                self.pace.min_rows(self.target_rows, start, count, self.prefilling_groups) if self.is_first_chunk else 0
-            )
-            count = min(count, max(affordable_rows, min_rows))
+            requested_rows, count = count, self._allowed_rows(self.pace, start, stop)
+            self.is_rounded |= bool(self.chunk_sizes) and count < requested_rows
             cost_us = self.pace.cost(self.target_rows, start, count, self.prefilling_groups)
             self.allowance, self.spent_us = self.allowance - cost_us, self.spent_us + cost_us
         self.rows -= count
         self.target_rows += count
+        self.prompt_rows += count
         self.is_first_chunk = False
         return count
+
+    def _allowed_rows(self, pace: StepTimes, start: int, stop: int) -> int:
+        """Return how many rows of `start` to `stop - 1` the budget allows."""
+        count = min(stop - start, self.rows)
+        affordable_rows = pace.max_rows(self.target_rows, start, count, self.allowance, self.prefilling_groups)
+        if self.is_first_chunk:  # a chunk reads its whole prefix, so the first chunk gets enough rows to be worth it
+            min_rows = pace.min_rows(self.target_rows, start, count, self.prefilling_groups)
+            affordable_rows = max(affordable_rows, min_rows)
+        return count if affordable_rows >= count else self._rounded_rows(affordable_rows)
+
+    def _rounded_rows(self, count: int) -> int:
+        """Return the most rows, up to `count`, with which the step's prompt rows are one of `chunk_sizes`. Less than
+        the smallest size and more than the largest are not rounded.
+        """
+        total = self.prompt_rows + count
+        if not self.chunk_sizes or not self.chunk_sizes[0] <= total <= self.chunk_sizes[-1]:
+            return count
+        return max(0, self.chunk_sizes[bisect_right(self.chunk_sizes, total) - 1] - self.prompt_rows)
 
 
 class PrefillScheduler:
     """The prompts of one rank: of waiting requests, and of the running ones, which `decode` has."""
 
     def __init__(
-        self, resolved: ResolvedSettings, cache: KVCache, decode: DecodeScheduler, pace: StepTimes | None
+        self,
+        resolved: ResolvedSettings,
+        cache: KVCache,
+        decode: DecodeScheduler,
+        pace: StepTimes | None,
+        chunk_sizes: tuple[int, ...] = (),
     ) -> None:
         """`pace` limits the prompt rows of steps in which requests decode. If it is None, or `mixed_prefill_size` is
-        set, only the sizes of the config limit them.
+        set, only the sizes of the config limit them. Where the pace cuts a chunk, the step gets one of `chunk_sizes`
+        prompt rows, if there are any: such steps can be captured.
         """
         self._cache, self._decode, self._waiting = cache, decode, decode.waiting
         self._shared_pages = cache.pages_for(MIN_SHARED_TOKENS)  # the pages that two prompts must share for one to wait
         self._max_rows, self._max_mixed_rows = resolved.chunk_rows, resolved.mixed_chunk_rows
         self._pace = pace if resolved.prefill_time_limited else None
-        self._overdraft_us = 0.0  # microseconds, 0 or less: what the last step took beyond its allowance
+        self._chunk_sizes = chunk_sizes
+        self._unspent_us = 0.0  # what is left of the last step's allowance; less than 0 if the step took more
         self.correction = Correction()
 
     def schedule(self, schedule: Schedule, max_decode_us: int, prefilling_groups: int) -> None:
@@ -123,7 +154,8 @@ class PrefillScheduler:
                 self._add_chunk(schedule, sequence, remaining_rows)
         if self._waiting and not schedule.retracted_count:  # after a retraction pages are short: admit nobody
             self._admit_waiting(schedule, remaining_rows)
-        self._overdraft_us = min(0.0, remaining_rows.allowance)  # taken from the allowance of the next step
+        unspent_us = remaining_rows.allowance
+        self._unspent_us = unspent_us if remaining_rows.is_rounded else min(0.0, unspent_us)
         if prefill_budget is not None:
             schedule.mixed_decode_us, schedule.prompt_us = prefill_budget.busy, remaining_rows.spent_us
         elif pace is not None and schedule.chunks:
@@ -158,10 +190,15 @@ class PrefillScheduler:
         if prefill_budget is None or self._pace is None:
             return RemainingRows(self._max_mixed_rows)
         # Prompt rows take `prompt_drift` times the time that the pace predicts, so the allowance is divided by it.
-        allowance = prefill_budget.allowance / self.correction.prompt_drift.value + self._overdraft_us
+        allowance = prefill_budget.allowance / self.correction.prompt_drift.value + self._unspent_us
         decode_rows = len(schedule.decodes) * self._pace.tree
         return RemainingRows(
-            self._max_mixed_rows, allowance, self._pace, target_rows=decode_rows, prefilling_groups=prefilling_groups
+            self._max_mixed_rows,
+            allowance,
+            self._pace,
+            target_rows=decode_rows,
+            prefilling_groups=prefilling_groups,
+            chunk_sizes=self._chunk_sizes,
         )
 
     def _add_chunk(self, schedule: Schedule, sequence: RequestState, remaining_rows: RemainingRows) -> None:
@@ -197,7 +234,7 @@ class PrefillScheduler:
             cached_start = partial(
                 self._cache.max_cached_tokens, sequence.tokens, sequence.request.cache_salt, sequence.max_cached_tokens
             )
-            if not remaining_rows.fits(cached_start) or not self._admit(sequence, reserved_pages):
+            if not remaining_rows.fits(cached_start, len(sequence.tokens)) or not self._admit(sequence, reserved_pages):
                 break  # the first request that does not fit ends admission: no small one may pass it
             del self._waiting[skipped]
             reserved_pages += self._decode.max_new_pages(sequence)

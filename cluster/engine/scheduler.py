@@ -17,12 +17,19 @@ from cluster.observability.step_times import StepTimes
 class Scheduler:
     """The waiting queue and the running list of one rank."""
 
-    def __init__(self, resolved: ResolvedSettings, cache: KVCache, window: int, pace: StepTimes | None = None) -> None:
-        """`window` as in `DecodeScheduler`, `pace` as in `PrefillScheduler`."""
+    def __init__(
+        self,
+        resolved: ResolvedSettings,
+        cache: KVCache,
+        window: int,
+        pace: StepTimes | None = None,
+        chunk_sizes: tuple[int, ...] = (),
+    ) -> None:
+        """`window` as in `DecodeScheduler`, `pace` and `chunk_sizes` as in `PrefillScheduler`."""
         self.waiting: deque[RequestState] = deque()
         self._cache = cache
         self.decode = DecodeScheduler(resolved, cache, window, self.waiting)
-        self.prefill = PrefillScheduler(resolved, cache, self.decode, pace)
+        self.prefill = PrefillScheduler(resolved, cache, self.decode, pace, chunk_sizes)
         self.running, self.learn, self.correction = self.decode.running, self.prefill.learn, self.prefill.correction
 
     @property

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from cluster.arch import DraftSpec, read_draft, read_json, read_target
+from cluster.arch import DraftSpec, aux_boundaries, read_draft, read_json, read_target
 from cluster.arch.draft.sample import SAMPLE_FILE as SAMPLE
 from cluster.arch.hub import folder_of
 from cluster.config import ConfigError
@@ -74,8 +74,11 @@ def _check_expressible(
             inexpressible.append("the embedding as an aux hidden state, which is no layer's output")
         if spec.norm_before_residual:
             inexpressible.append("norm_before_residual")
-        if target_layers in spec.aux_boundaries and target_layers in [b - 1 for b in spec.aux_boundaries]:
-            inexpressible.append("these aux layers")
+    if 0 not in spec.aux_boundaries or dialect == "speculators":
+        written = DIALECTS[dialect][1](spec)
+        read_back = aux_boundaries(written, target_layers, folder, speculators=dialect == "speculators")
+        if read_back != spec.aux_boundaries:
+            inexpressible.append(f"aux boundaries {list(spec.aux_boundaries)}, read back as {list(read_back)}")
     if spec.layer.interleaved or spec.layer.sliding_window:
         inexpressible.append("interleaved rope or a window")
     if num_layers < spec.num_layers:

@@ -1,5 +1,7 @@
 """The token ids of the whole corpus as one array, and the windows of it that each training step reads."""
 
+import hashlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,15 +37,23 @@ def chat_documents(tokenizer: PreTrainedTokenizerBase, count: int, seed: int = 0
     return documents
 
 
+def _cache_key(tokenizer: PreTrainedTokenizerBase, files: int | None) -> str:
+    """Return a digest of what decides the ids: the tokenizer, its chat template and the number of files."""
+    facts = [tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template, files]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
 def encode_corpus(
     tokenizer: PreTrainedTokenizerBase, cache: Path, *, files: int | None = None
 ) -> tuple[TokenIds, TokenIds]:
-    """Return (train ids, held-out ids), from the file `cache` if it exists. `files` limits how many files each of the
-    two has.
+    """Return (train ids, held-out ids), from the file `cache` if it was written for the same tokenizer and `files`.
+    `files` limits how many files each of the two has.
     """
+    key = _cache_key(tokenizer, files)
     if cache.exists():
         with np.load(cache) as cached:
-            return cached["train"], cached["heldout"]
+            if cached.get("key") == key:
+                return cached["train"], cached["heldout"]
     end_of_text = int(tokenizer.convert_tokens_to_ids("<|endoftext|>"))  # type: ignore[arg-type]
     paths = train_files() if files is None else train_files()[:files]
     documents = _encode(tokenizer, texts(paths))
@@ -52,7 +62,7 @@ def encode_corpus(
     train = _concatenate([documents[int(index)] for index in document_order], end_of_text)
     heldout = _concatenate(_encode(tokenizer, texts(heldout_files()[:files])), end_of_text)
     cache.parent.mkdir(parents=True, exist_ok=True)
-    np.savez(cache, train=train, heldout=heldout)
+    np.savez(cache, key=key, train=train, heldout=heldout)
     return train, heldout
 
 

@@ -1,12 +1,17 @@
 """The demo draft in every dialect that can say it: the same accept length in every step."""
 
+import json
+import re
+import shutil
 from pathlib import Path
 
 import pytest
 
+from cluster.arch import read_draft, read_target
 from cluster.cli import main
 from cluster.config import ConfigError
-from cluster.tools.export_draft import DIALECTS, export_draft
+from cluster.models.checkpoint import Checkpoint
+from cluster.tools.export_draft import DIALECTS, AUX_LAYER_IDS_KEY, export_draft
 from tests.dialects.demo import DRAFT, TARGET, accept_lens, right
 from tests.tiny import draft_folder, target_folder
 
@@ -48,6 +53,30 @@ def test_what_a_dialect_cannot_say_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="one of specforge, modelopt"):
         export_draft(DRAFT, TARGET, "eagle-1", str(tmp_path / "c"))
     assert not list(tmp_path.iterdir()), "nothing is written"
+
+
+@pytest.mark.parametrize(
+    ("dialect", "layers", "read"),
+    [("specforge", [2, 5, 7], (2, 5, 7)), ("deepspec", [2, 5, 7], (2, 5, 7)), ("speculators", [0, 3, 5], (2, 5, 7))],
+)
+def test_aux_layers_that_the_dialect_would_number_otherwise_are_refused(
+    dialect: str, layers: list[int], read: tuple[int, ...], tmp_path: Path
+) -> None:
+    """EAGLE-3's default boundaries for ten layers, 2, 5 and 7, and those less one have fixed meanings in any list."""
+    draft, boundaries = tmp_path / "draft", [layer + 1 for layer in layers]
+    shutil.copytree(DRAFT, draft)
+    config = json.loads((draft / "config.json").read_text())
+    if dialect == "speculators":
+        config["eagle_config"][AUX_LAYER_IDS_KEY] = layers
+    else:
+        config |= {"eagle_config": {}, AUX_LAYER_IDS_KEY: boundaries}
+    (draft / "config.json").write_text(json.dumps(config))
+    assert read_draft(str(draft), Checkpoint(str(draft)).shapes, read_target(TARGET)).aux_boundaries == tuple(
+        boundaries
+    )
+    with pytest.raises(ConfigError, match=re.escape(f"aux boundaries {boundaries}, read back as {list(read)}")):
+        export_draft(str(draft), TARGET, dialect, str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_command_writes_a_folder_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

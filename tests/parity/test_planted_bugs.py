@@ -309,7 +309,7 @@ def _(patch: Patch) -> None:
 @bug("the window is four slots too small")
 def _(patch: Patch) -> None:
     def make(true):  # type: ignore[no-untyped-def]
-        return lambda self, config, cache, window, pace=None: true(self, config, cache, window - 4, pace)
+        return lambda self, config, cache, window, *rest: true(self, config, cache, window - 4, *rest)
 
     changed(patch, Scheduler, "__init__", make)
 

@@ -4,6 +4,7 @@ import pytest
 
 from cluster.config import EngineConfig
 from cluster.engine import Engine, StepResult, build_engine
+from cluster.engine.captures import CHUNK_SIZES
 from tests.parity.harness import SAMPLING, config_of, request, run, tiny_pair
 from tests.unit.kernels.library import c_serves
 
@@ -32,6 +33,27 @@ def test_steps_without_prompts_are_replayed() -> None:
     tokens, count, with_prompts = replayed(config(capture="auto"))
     assert tokens == expected
     assert not none and count >= 3 and not with_prompts
+
+
+def test_steps_in_the_middle_of_a_prompt_are_replayed() -> None:
+    """The scheduler cuts their chunks to sizes that recur. The prompt gives the tokens that it gives uncut."""
+    c_serves()
+    long = request("long", [3 + at % 11 for at in range(480)], SAMPLING["0.8"], max_tokens=6, seed=9)
+    company = [request(f"r{at}", [3 + at, 5, 2], SAMPLING["0.8"], max_tokens=400, ignore_eos=True) for at in range(2)]
+    sizes = {"mixed_prefill_size": None, "max_total_tokens": 4096, "max_running_requests": 4}
+    found = {}
+    for capture in ("off", "auto"):
+        steps: list[StepResult] = []
+
+        def note(engine: Engine, step: StepResult, steps: list[StepResult] = steps) -> None:
+            steps.append(step)
+            if len(steps) == 9:
+                engine.submit(long)
+
+        found[capture] = run(build_engine(config(capture=capture, **sizes)), company, note, later=[long]).tokens
+        again = [step.stats for step in steps if "replay" in step.stats.phase_seconds and step.stats.prompt_rows]
+        assert (capture == "auto") == bool(again) and {stats.prompt_rows for stats in again} <= set(CHUNK_SIZES)
+    assert found["auto"] == found["off"]
 
 
 def test_sizes_without_another_word_are_those_of_decoding() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -9,8 +11,8 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from cluster.train.corpus import chat_examples, heldout_files, heldout_prompts, is_heldout, texts, train_files
-from cluster.train.dataset import Windows, with_repeats
-from cluster.train.tokenizer import train_tokenizer
+from cluster.train.dataset import Windows, encode_corpus, with_repeats
+from cluster.train.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +32,20 @@ def test_split_is_disjoint_and_of_the_expected_size() -> None:
 def test_split_depends_on_the_path_alone() -> None:
     names = ("typing.py", "queue.py", "socket.py", "json/decoder.py", "argparse.py", "ast.py")
     assert [path for path in names if is_heldout(path)] == ["typing.py", "queue.py", "socket.py"]
+
+
+def test_cached_ids_are_those_of_the_tokenizer(tmp_path: Path) -> None:
+    """Another tokenizer, or another number of files, does not get the ids that an earlier run wrote."""
+    for size in (300, 340):
+        save_tokenizer(train_tokenizer(texts(train_files()[:4]), size), tmp_path / str(size))
+    small, large = (load_tokenizer(tmp_path / str(size)) for size in (300, 340))
+    cache = tmp_path / "corpus.npz"
+    first, _ = encode_corpus(small, cache, files=4)
+    written = cache.stat().st_mtime_ns
+    again, _ = encode_corpus(small, cache, files=4)
+    assert np.array_equal(first, again) and cache.stat().st_mtime_ns == written
+    other, _ = encode_corpus(large, cache, files=4)
+    assert other.max() >= 300 > first.max() and len(encode_corpus(large, cache, files=6)[0]) > len(other)
 
 
 def test_machine_made_and_foreign_files_are_left_out() -> None:

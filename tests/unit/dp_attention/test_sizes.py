@@ -35,6 +35,16 @@ def test_what_is_too_large_for_all_programs_has_none() -> None:
         assert Buckets().fit([own]) == own
 
 
+def test_captured_steps_have_only_the_chunks_of_prompts_that_recur() -> None:
+    """And no prompt ends in them: how many rows its last chunk has follows from its length."""
+    only, any_rows, none = Buckets(chunk_sizes=(4, 8)), Buckets(), Buckets(allow_prompts=False)
+    for own in (Sizes(3, 0, 0), Sizes(3, 8, 0), Sizes(0, 4, 0), Sizes(3, 5, 0), Sizes(3, 8, 1)):
+        recurs = not own.prompt_rows or (own.prompt_rows in (4, 8) and not own.finishing_prompts)
+        assert only.can_hold(own, 4) is recurs and any_rows.can_hold(own, 4)
+        assert none.can_hold(own, 4) is (own.prompt_rows == 0)
+    assert not Buckets(max_rows=19, chunk_sizes=(4, 8)).can_hold(Sizes(3, 8, 0), 4)
+
+
 def test_groups_that_share_a_program_have_an_idle_row_each_that_lacks_an_end() -> None:
     buckets = Buckets((1, 2, 4, 8, 16))
     assert buckets.fit([Sizes(1, 8, 1), Sizes(3, 2, 2)]) == (4, 16, 2)

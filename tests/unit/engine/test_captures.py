@@ -1,12 +1,15 @@
 """What is captured where: by which device, kernels and settings, and at which sizes."""
 
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from cluster.arch import read_target
 from cluster.capture.cuda_graph import Graph
 from cluster.capture.tape import Tape
 from cluster.config import ConfigError
@@ -14,7 +17,8 @@ from cluster.device.wait_hook import wait_hook_set
 from cluster.distributed.mesh import Axis, Mesh
 from cluster.dp_attention.sizes import multiples, sizes_up_to
 from cluster.engine import build_engine, captures
-from cluster.engine.captures import buckets_of, captures_of
+from cluster.engine.captures import buckets_of, captures_of, row_bytes
+from tests.families import random_model
 from tests.parity.harness import SAMPLING, config_of, request, run, tiny_pair
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
@@ -39,7 +43,7 @@ def without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_graphs_are_of_tritons_kernels(capture: str) -> None:
     of = captures_of(config_of(tiny_pair()[0], capture=capture), CUDA, models("triton"), Mesh())
     assert of is not None and of.buckets.sizes == sizes_up_to(512) and not of.buckets.equal_sizes
-    assert of.buckets.prompts == (capture == "on")
+    assert of.buckets.allow_prompts == (capture == "on")
 
 
 @pytest.mark.parametrize(
@@ -59,7 +63,7 @@ def test_what_a_graph_cannot_hold_is_refused_or_launched_anew(
 
 def test_with_flashinfer_steps_that_decode_are_captured_where_asked(caplog: pytest.LogCaptureFixture) -> None:
     of = captures_of(config_of(tiny_pair()[0], capture="on"), CUDA, models("flashinfer"), Mesh())
-    assert of is not None and of.buckets.sizes == sizes_up_to(512) and not of.buckets.prompts
+    assert of is not None and of.buckets.sizes == sizes_up_to(512) and not of.buckets.allow_prompts
     with caplog.at_level("INFO"):
         assert captures_of(config_of(tiny_pair()[0], capture="auto"), CUDA, models("flashinfer"), Mesh()) is None
     assert "have not run on a GPU yet; capture on captures steps that decode" in caplog.text
@@ -104,7 +108,7 @@ def test_on_a_cpu_it_is_a_tape_of_exact_sizes() -> None:
     assert of is not None
     made = [of.capture(cast(Any, lambda: torch.ones(3) + 1)) for _ in range(2)]
     assert all(isinstance(one, Tape) for one in made) and made[0].bytes > made[1].bytes, "they share memory"
-    assert of.buckets.sizes == () and not of.buckets.equal_sizes and of.buckets.prompts
+    assert of.buckets.sizes == () and not of.buckets.equal_sizes and of.buckets.allow_prompts
 
 
 def test_ranks_of_several_groups_share_rows_evenly() -> None:
@@ -169,3 +173,18 @@ def test_a_rank_that_leaves_drops_its_programs_with_its_communicators(monkeypatc
     monkeypatch.setattr(Mesh, "close", lambda mesh, reason, drop: drop())
     engine.close("a bug")
     assert not programs.captured and not programs.checksum
+
+
+@pytest.mark.parametrize("active", [2, 8])
+def test_the_estimate_for_a_row_covers_what_tapes_of_experts_allocate(active: int, tmp_path: Path) -> None:
+    """Otherwise tapes take more memory than `AUTO_BYTES` allows."""
+    sizes = {"hidden_size": 64, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}
+    experts = {"num_experts": 8, "num_experts_per_tok": active, "moe_intermediate_size": 96}
+    config = Qwen3MoeConfig(**sizes, **experts, num_hidden_layers=2, intermediate_size=64)
+    random_model(Qwen3MoeForCausalLM, config).save_pretrained(tmp_path)
+    engine = build_engine(config_of(str(tmp_path), capture="on"))
+    run(engine, [request(f"{i}", [3, 1, 4, i], SAMPLING["greedy"], max_tokens=12) for i in range(8)])
+    captured = engine.lockstep.programs.captured
+    rows = max(key.sizes[0].decodes for key in captured if not key.sizes[0].prompt_rows)
+    used = sum(program.captured.bytes for key, program in captured.items() if not key.sizes[0].prompt_rows)
+    assert rows == 8 and 0 < used <= row_bytes(read_target(str(tmp_path)), torch.float64) * rows

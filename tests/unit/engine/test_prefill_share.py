@@ -9,6 +9,7 @@ import torch
 from cluster.config import EngineConfig
 from cluster.config.resolved import ResolvedSettings
 from cluster.engine.calibrate import StepLimits, TrialLoad, fit
+from cluster.engine.captures import CHUNK_SIZES
 from cluster.engine.scheduler import Scheduler
 from cluster.kv.cache import KVCache
 from cluster.kv.page_table import PageTable
@@ -52,10 +53,16 @@ EIGHT_B = Machine(tree=4, read=5300.0, row=32.0, slot=0.044, pair=0.0018, levels
 """An 8B target in bfloat16 on an H100: 16 GB at 3 TB/s, 16 GFLOP a row at 500 TFLOP/s."""
 
 
-def scheduler_of(pace: StepTimes | None, chunk: int, mixed: int | None = None, tokens: int = 6000) -> Scheduler:
+def scheduler_of(
+    pace: StepTimes | None,
+    chunk: int,
+    mixed: int | None = None,
+    tokens: int = 6000,
+    chunk_sizes: tuple[int, ...] = (),
+) -> Scheduler:
     config = EngineConfig(model_path="", chunked_prefill_size=chunk, mixed_prefill_size=mixed)
     cache = KVCache(tokens // 8 + 64, PageTable(8, tokens + 512, 16, torch.device("cpu")), False)
-    return Scheduler(ResolvedSettings.from_settings(config), cache, 6, pace)
+    return Scheduler(ResolvedSettings.from_settings(config), cache, 6, pace, chunk_sizes)
 
 
 @dataclass(frozen=True)
@@ -80,6 +87,12 @@ def rode(scheduler: Scheduler, machine: Machine, prompt: int) -> Ride:
         ride.rows.append(plan.prompt_rows)
         advance(plan)
     return ride
+
+
+def ridden(scheduler: Scheduler, decodes: int) -> Ride:
+    """A long prompt beside `decodes` requests on the machine `CPU`."""
+    decoding(scheduler, decodes)
+    return rode(scheduler, CPU, 8192)
 
 
 def alone(machine: Machine, prompt: int, chunk: int) -> float:
@@ -151,6 +164,29 @@ def test_both_sides_get_their_shares(machine: Machine, decodes: int, share: floa
     assert 0.85 / (1 - share) <= mean <= 1.1 / (1 - share), "those who decode keep theirs"
     assert sum(ride.times) <= 1.35 / share * alone(machine, 8192, 1024), "and the prompt has what is left"
     assert sum(ride.rows) == 8192
+
+
+@pytest.mark.parametrize("decodes", [1, 3, 7])
+def test_chunks_of_captured_sizes_take_the_same_share(decodes: int) -> None:
+    """Rounding down leaves time over, which the next steps get."""
+    ride, free = (
+        ridden(scheduler_of(CPU.pace(0.5, 1024), 1024, tokens=40000, chunk_sizes=sizes), decodes)
+        for sizes in (CHUNK_SIZES, ())
+    )
+    assert {rows for rows in ride.rows[:-1] if rows <= CHUNK_SIZES[-1]} <= {0, *CHUNK_SIZES}
+    assert not {rows for rows in free.rows[:-1] if rows} <= set(CHUNK_SIZES), "without sizes they are as long as may be"
+    assert sum(ride.times) == pytest.approx(sum(free.times), rel=0.1)
+    assert sum(ride.ratios) / len(ride.ratios) == pytest.approx(sum(free.ratios) / len(free.ratios), rel=0.05)
+
+
+def test_only_whole_prompts_join_a_chunk_of_a_captured_size() -> None:
+    """A second prompt that would be cut waits, so that the step stays one that can be captured."""
+    scheduler = scheduler_of(PACE, 300, chunk_sizes=CHUNK_SIZES)
+    allowed_rows = PACE.max_rows(0, 0, 300, PACE.prefill_budget([], 360).allowance)
+    scheduler.waiting.extend([sequence("a", 4000), sequence("b", 4000), sequence("c", 1)])
+    plan = scheduler.schedule(360)
+    assert plan.prompt_rows in CHUNK_SIZES and allowed_rows not in CHUNK_SIZES
+    assert [chunk.sequence.request.request_id for chunk in plan.chunks] == ["a"]
 
 
 def test_a_long_prompt_beside_one_request_of_a_large_model_takes_few_steps() -> None:
@@ -262,7 +298,7 @@ def test_measuring_is_bounded() -> None:
     loads.clear()
     tiny = fit(time, StepLimits(1, 1, 1), 0.5, 4, 1)
     assert {load.start + load.committed for load in loads} == {0}
-    assert tiny.rows(4, 0, 1, 1e9) == 1
+    assert tiny.max_rows(4, 0, 1, 1e9) == 1
     loads.clear()
     small = fit(time, StepLimits(8, 16, 100), 0.5, 4, 1)
     assert (small.token, small.prefix, small.pair) == (0.0, 0.0, 0.0), "noise over a few tokens is no cost of a token"
