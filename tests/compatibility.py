@@ -17,7 +17,7 @@ from openai.types.responses import response_create_params
 from cluster.api.anthropic.fields import TABLE as MESSAGES_TABLE
 from cluster.api.anthropic.request import MessagesRequest
 from cluster.api.core.conversation import ChatRequest
-from cluster.api.core.fields import GENERATION_TABLE, FIELD_ALIASES, FieldTable
+from cluster.api.core.fields import FIELD_ALIASES, GENERATION_TABLE, FieldTable
 from cluster.api.core.generation import CompletionRequest
 from cluster.api.openai.responses.fields import TABLE as RESPONSES_TABLE
 from cluster.api.openai.responses.request import ResponseRequest

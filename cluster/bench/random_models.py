@@ -268,9 +268,9 @@ def generated_reads(folder: Path, device: torch.device) -> Iterator[None]:
 
     def read(self: Checkpoint, stored: str, index: Index = (), to: torch.device | None = None) -> Tensor:
         path, raw, entry = self._files[stored]
-        if self._dry or folder not in path.parents or len(entry.shape) < 2:
+        if self._headers_only or folder not in path.parents or len(entry.shape) < 2:
             return original_read(self, stored, index, to)
-        self._taken.add(stored)
+        self.mark_used(stored)
         name = DTYPE_NAMES[entry.dtype]
         if name not in numbers_by_dtype:
             numbers_by_dtype[name] = RandomNumbers(name, device)
@@ -278,7 +278,7 @@ def generated_reads(folder: Path, device: torch.device) -> Iterator[None]:
         start_index = (
             entry.start - min(first_entry.start for _, _, first_entry in self._files.values())
         ) // numbers.dtype.itemsize
-        spans = random_spans(raw, entry.shape, start_index, self.has(EMBEDDING_SUFFIX))
+        spans = random_spans(raw, entry.shape, start_index, self.has_stored(EMBEDDING_SUFFIX))
         matrix = torch.cat([chunk for span in spans for chunk in numbers.chunks(span)]).view(entry.shape)
         return matrix[index].to(to)
 

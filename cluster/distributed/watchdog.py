@@ -44,7 +44,7 @@ class DeviceWatchdog:
         if (thread := threading.get_native_id()) == self._thread:
             return
         self._thread = thread
-        self.timer.here()
+        self.timer.make_current()
         if self._mesh.heartbeat_monitor is not None:
             self._mesh.heartbeat_monitor.step_thread.thread = thread
 

@@ -76,7 +76,7 @@ def _check_expressible(
             inexpressible.append("norm_before_residual")
     if 0 not in spec.aux_boundaries or dialect == "speculators":
         written = DIALECTS[dialect][1](spec)
-        read_back = aux_boundaries(written, target_layers, folder, speculators=dialect == "speculators")
+        read_back = aux_boundaries(written, target_layers, folder, is_speculators=dialect == "speculators")
         if read_back != spec.aux_boundaries:
             inexpressible.append(f"aux boundaries {list(spec.aux_boundaries)}, read back as {list(read_back)}")
     if spec.layer.interleaved or spec.layer.sliding_window:

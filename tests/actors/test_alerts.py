@@ -111,9 +111,8 @@ def test_a_killed_rank_fires_the_shipped_alert_shows_in_the_panel_and_is_one_lin
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=60) == 0
 
-    line = (
-        r"\d{4}-\d\d-\d\dT[\d:.]+Z ERROR cluster\.actors\.gang gang \S+, incarnation 0: rank 1 died at step \d+, phase \w+: .+"
-    )
+    began = r"\d{4}-\d\d-\d\dT[\d:.]+Z ERROR cluster\.actors\.gang gang \S+, incarnation 0: "
+    line = began + r"rank 1 died at step \d+, phase \w+: .+"
     assert len(re.findall(line, said)) == 1, "on the console, while it runs"
     assert f"more in the log, {log}" in said
     assert len(re.findall(line, log.read_text())) == 1, "and in the log, after the server has ended"

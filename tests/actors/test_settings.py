@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cluster.actors.placement import device_of, layout_of, bundle_of_each_rank
+from cluster.actors.placement import bundle_of_each_rank, device_of, layout_of
 from cluster.api.launch import flags
 from cluster.api.launch.overlay import apply_overrides
 from cluster.api.launch.plan import LOCAL_DEPLOYMENT, make_plan
@@ -170,7 +170,7 @@ def served(*words: str):
     parser = argparse.ArgumentParser()
     flags.add_arguments(parser)
     args = parser.parse_args(words)
-    return make_plan(args.config, flags.parse_overrides(args), flags.model_of(args))
+    return make_plan(args.config, flags.overrides_of(args), flags.model_of(args))
 
 
 def test_a_folder_is_enough(tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from cluster.api.serve import application
-from cluster.api.serve.application import _wait_for_model_facts, _settings_key_of
+from cluster.api.serve.application import _settings_key_of, _wait_for_model_facts
 from cluster.api.serve.resilient_client import Attempt, EngineGoneError
 from cluster.api.serve.settings import AppSettings
 from cluster.request import Request

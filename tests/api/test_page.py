@@ -144,5 +144,8 @@ def test_the_files_of_the_page_are_counted_together(client: Client) -> None:
     for path in (*PAGE_PATHS, "/server_state"):
         client.get(path)
     page = client.get("/metrics").text
-    assert f'route="other",status="200"}} {len(PAGE_PATHS)}.0' in page and 'route="/server_state",status="200"} 1.0' in page
+    assert (
+        f'route="other",status="200"}} {len(PAGE_PATHS)}.0' in page
+        and 'route="/server_state",status="200"} 1.0' in page
+    )
     assert not any(f'route="{path}"' in page for path in PAGE_PATHS)

@@ -14,12 +14,12 @@ from cluster.api.serve.feed import stream_items
 from cluster.api.serve.resilient_client import (
     LIMIT_VALID_S,
     EngineGoneError,
-    StreamItem,
-    StreamAbandoned,
     RequestRefused,
     ResilientClient,
     SharedTokenLimit,
+    StreamAbandoned,
     StreamHeartbeat,
+    StreamItem,
 )
 from cluster.config import EngineConfig
 from cluster.request import Request, RequestParams, SequenceOutput, SpeculationCounts
@@ -155,7 +155,9 @@ def test_many_deaths_lose_and_repeat_nothing_and_the_counts_of_trees_are_those_o
 def test_a_stream_that_gets_nowhere_ends_with_an_error() -> None:
     outputs, engine, _ = run(dies_at(3), dies_at(1))
     assert tokens_of(outputs) == WHOLE[:4]
-    assert outputs[-1].finish_reason == "error" and f"resumed {MAX_FRUITLESS_RESUMES} times" in (outputs[-1].error or "")
+    assert outputs[-1].finish_reason == "error" and f"resumed {MAX_FRUITLESS_RESUMES} times" in (
+        outputs[-1].error or ""
+    )
     assert len(engine.requests) == 1 + MAX_FRUITLESS_RESUMES
 
 
@@ -224,7 +226,9 @@ def test_tokens_of_two_models_are_never_mixed() -> None:
 
 
 def test_a_stream_may_begin_where_the_same_model_computes_otherwise() -> None:
-    outputs, _, _ = run(dies_at(1), says(0, StreamHeartbeat("target (float32)", 0, "m, m", 4096)))  # nothing was sent yet
+    outputs, _, _ = run(
+        dies_at(1), says(0, StreamHeartbeat("target (float32)", 0, "m, m", 4096))
+    )  # nothing was sent yet
     assert outputs[-1].finish_reason == "length"
 
 
@@ -296,7 +300,9 @@ def test_feed(script: Any, leaving: str, items: list[StreamItem]) -> None:
     asked = iter([""])  # it begins to leave only after it has taken the request
 
     async def whole() -> list[StreamItem]:
-        return [item async for item in stream_items(engine, Request("r", (1,)), SIGN, 0.05, lambda: next(asked, leaving))]
+        return [
+            item async for item in stream_items(engine, Request("r", (1,)), SIGN, 0.05, lambda: next(asked, leaving))
+        ]
 
     assert asyncio.run(whole()) == items
     assert engine.closed
@@ -304,7 +310,9 @@ def test_feed(script: Any, leaving: str, items: list[StreamItem]) -> None:
 
 def test_an_engine_that_is_leaving_already_takes_nothing() -> None:
     async def whole() -> list[StreamItem]:
-        return [item async for item in stream_items(Scripted(OUTPUT), Request("r", (1,)), SIGN, 0.05, lambda: "leaving")]
+        return [
+            item async for item in stream_items(Scripted(OUTPUT), Request("r", (1,)), SIGN, 0.05, lambda: "leaving")
+        ]
 
     assert asyncio.run(whole()) == [StreamAbandoned("leaving")], "without a sign, so that no resume is counted"
 

@@ -235,7 +235,12 @@ def test_a_warning_never_repeats_all_it_is_about(client: Client) -> None:
 def test_what_is_shown_of_a_value() -> None:
     assert truncated_repr("abc") == "'abc'"
     assert truncated_repr([1, "a", {"k": None}]) == "[1, 'a', {'k': None}]"
-    assert len(truncated_repr("x" * 100)) == len(truncated_repr(["x" * 10] * 100)) == len(truncated_repr({"k" * 100: 1})) == 60
+    assert (
+        len(truncated_repr("x" * 100))
+        == len(truncated_repr(["x" * 10] * 100))
+        == len(truncated_repr({"k" * 100: 1}))
+        == 60
+    )
 
     class Costly(list[int]):
         """Counts how much of it is looked at."""

@@ -236,7 +236,10 @@ def demo() -> Iterator[EngineService]:
 def test_the_demo_pair_calls_where_it_must(demo: EngineService) -> None:
     """It was not trained to: the grammar makes the call."""
     assert demo.tokenizer is not None
-    assert (demo.tokenizer.chosen_format.call_format, demo.tokenizer.chosen_format.reasoning_format) == ("hermes", "none")
+    assert (demo.tokenizer.chosen_format.call_format, demo.tokenizer.chosen_format.reasoning_format) == (
+        "hermes",
+        "none",
+    )
     client = Client(make_app(demo))
     body = {"messages": HI, "tools": [WEATHER, NOW], "parallel_tool_calls": False, "max_tokens": 300, "seed": 3}
     for choice, name in (("required", None), ({"type": "function", "function": {"name": "weather"}}, "weather")):

@@ -11,7 +11,7 @@ from cluster.arch import read_draft, read_target
 from cluster.cli import main
 from cluster.config import ConfigError
 from cluster.models.checkpoint import Checkpoint
-from cluster.tools.export_draft import DIALECTS, AUX_LAYER_IDS_KEY, export_draft
+from cluster.tools.export_draft import AUX_LAYER_IDS_KEY, DIALECTS, export_draft
 from tests.dialects.demo import DRAFT, TARGET, accept_lens, right
 from tests.tiny import draft_folder, target_folder
 

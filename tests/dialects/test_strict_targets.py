@@ -47,7 +47,9 @@ def test_the_list_of_tensors_is_what_the_loader_takes(family: str, case: str, mo
     taken: dict[str, tuple[int, ...] | None] = {}
     matrix = Checkpoint.matrix
 
-    def note(self: Checkpoint, name: str, shape: tuple[int, ...] | None = None, *cut: Any, **more: Any) -> CheckpointMatrix:
+    def note(
+        self: Checkpoint, name: str, shape: tuple[int, ...] | None = None, *cut: Any, **more: Any
+    ) -> CheckpointMatrix:
         taken[name] = shape
         return matrix(self, name, shape, *cut, **more)
 

@@ -74,9 +74,9 @@ def served(engine: Engine, stream: Stream, turns: int = 2) -> int:
 
 def check(patch: pytest.MonkeyPatch, of: EngineConfig) -> Engine:
     engine, stream = serve(patch, of)
-    replayable = DEVICE.replayable
+    repeated = DEVICE.repeated
     assert not served(engine, stream)
-    assert DEVICE.replayable == replayable, "what decodes was captured before the first request, and only that"
+    assert DEVICE.repeated == repeated, "what decodes was captured before the first request, and only that"
     return engine
 
 
@@ -88,7 +88,9 @@ ALL = [(shape, family) for shape in SHAPES for family in FAMILIES]
 def test_all_families_by_both_shapes(monkeypatch: pytest.MonkeyPatch, shape: str, family: str) -> None:
     """Sliding windows and sinks among them."""
     programs = check(monkeypatch, config(shape, family))._parts.lockstep.programs.captured
-    assert {key.buffer_set for key in programs} == {0, 1} and all(program.host_calls.calls for program in programs.values())
+    assert {key.buffer_set for key in programs} == {0, 1} and all(
+        program.host_calls.calls for program in programs.values()
+    )
 
 
 @pytest.mark.slow

@@ -9,7 +9,18 @@ from cluster.grammar.asked import Grammar
 from cluster.grammar.bounded import BLOCK_LENGTH, SHORT_LENGTH
 from tests.grammar.walks import STOPS, allowed, bytewise, demo, mask
 
-BOUNDS = [(0, 9), (3, 12), (9, 9), (0, SHORT_LENGTH), (0, SHORT_LENGTH + 1), (1, 2 * SHORT_LENGTH), (5, 100), (99, 101), (0, 300), (0, 5000)]
+BOUNDS = [
+    (0, 9),
+    (3, 12),
+    (9, 9),
+    (0, SHORT_LENGTH),
+    (0, SHORT_LENGTH + 1),
+    (1, 2 * SHORT_LENGTH),
+    (5, 100),
+    (99, 101),
+    (0, 300),
+    (0, 5000),
+]
 LETTERS = ("a", "é", "大", "😀", '\\"', "\\n", "\\u0000")  # as JSON writes them; each is one character
 
 
@@ -20,7 +31,19 @@ def bounded(least: int, most: int) -> Grammar:
 @pytest.mark.parametrize(("least", "most"), BOUNDS)
 def test_texts_have_as_many_characters_as_are_allowed(least: int, most: int) -> None:
     random = np.random.default_rng(least + most)
-    lengths = {0, least - 1, least, most, most + 1, most + 20, BLOCK_LENGTH, SHORT_LENGTH, SHORT_LENGTH + 1, 2 * SHORT_LENGTH, (least + most) // 2}
+    lengths = {
+        0,
+        least - 1,
+        least,
+        most,
+        most + 1,
+        most + 20,
+        BLOCK_LENGTH,
+        SHORT_LENGTH,
+        SHORT_LENGTH + 1,
+        2 * SHORT_LENGTH,
+        (least + most) // 2,
+    }
     for length in sorted(each for each in lengths if each >= 0):
         text = "".join(random.choice(LETTERS, length)) if length else ""
         assert bytewise().accepts(bounded(least, most), f'"{text}"') == (least <= length <= most), length

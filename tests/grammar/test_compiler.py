@@ -19,9 +19,9 @@ from cluster.bench.hostile_grammars import HOSTILE
 from cluster.grammar import compiler
 from cluster.grammar.asked import Grammar, GrammarError
 from cluster.grammar.compiler import (
+    CHILD_TIMEOUT_S,
     GRACE_S,
     NICENESS,
-    CHILD_TIMEOUT_S,
     Compiler,
     CompilerError,
     CompileResult,

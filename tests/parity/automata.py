@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cluster.engine import Rank
-from cluster.sampling.grammars import MatcherFactory, Matcher
+from cluster.sampling.grammars import Matcher, MatcherFactory
 from tests.parity.harness import VOCAB
 
 R = TypeVar("R", bound=Rank)

@@ -51,7 +51,7 @@ def poison(engine: Engine, memory: list[Tensor], value: float, order: StepInput 
     for copy in order.copies:
         held[copy.source * size : copy.source * size + copy.tokens] = True
     read = [(decode.row, int(table.lens[decode.row])) for decode in order.decodes]
-    assert all(decode.least <= count for decode, (_, count) in zip(order.decodes, read, strict=True))
+    assert all(decode.min_seq_len <= count for decode, (_, count) in zip(order.decodes, read, strict=True))
     for row, count in read + [(chunk.row, chunk.start) for chunk in order.chunks]:
         held[table.first_slots(torch.tensor([row]), min(count, table.host_pages.shape[1] * size))] = True
     held[:size] = False  # the sink

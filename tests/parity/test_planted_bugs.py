@@ -188,7 +188,9 @@ def _(patch: Patch) -> None:
 
 @bug("a cell is taken for shared whose next token is another one")
 def _(patch: Patch) -> None:
-    changed(patch, cluster.kv.radix, "common_prefix_length", lambda true: lambda one, other: min(true(one, other) + 1, 4))
+    changed(
+        patch, cluster.kv.radix, "common_prefix_length", lambda true: lambda one, other: min(true(one, other) + 1, 4)
+    )
 
 
 @bug("positions inside the tree are off by one")
@@ -345,7 +347,9 @@ def _(patch: Patch) -> None:
 
 @bug("the last committed token is not seen")
 def _(patch: Patch) -> None:
-    patch.setattr(RequestCells, "is_padding", property(lambda self: torch.arange(self.longest) >= self.lens[:, None] - 1))
+    patch.setattr(
+        RequestCells, "is_padding", property(lambda self: torch.arange(self.longest) >= self.lens[:, None] - 1)
+    )
 
 
 @bug("beyond its own tokens a request reads the sink")

@@ -165,7 +165,9 @@ def test_a_prompt_that_was_retracted_half_scored_goes_on() -> None:
     result = run(engine, [one], after)
     assert retracted == 4
     check_all(result, [one], "greedy")
-    again = engine.config.page_size + 10 * engine._parts.lockstep.max_in_flight  # less than a page, and what was under way
+    again = (
+        engine.config.page_size + 10 * engine._parts.lockstep.max_in_flight
+    )  # less than a page, and what was under way
     assert len(one.prompt_token_ids) <= rows < len(one.prompt_token_ids) + 4 * again
 
 

@@ -64,7 +64,9 @@ class Watch:
         references = ([one.kv for one in self._passes.values()], list(self._kv.values()))
         names = list(self.texts)
         for sequence in engine._parts.scheduler.running:
-            if sequence.lease is None or sequence.committed == sequence.lease.cached_tokens:  # its first step may be under way
+            if (
+                sequence.lease is None or sequence.committed == sequence.lease.cached_tokens
+            ):  # its first step may be under way
                 continue
             at = names.index(sequence.request.request_id.split("/")[0])
             if sequence.tokens != self.texts[names[at]][: len(sequence.tokens)]:

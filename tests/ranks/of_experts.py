@@ -31,7 +31,7 @@ def told(change: Callable[[tuple[int, ...]], tuple[int, ...]], more: int = 0) ->
 
     def wrong(true: Callable[..., Any], all2all: AllToAll) -> Any:
         other = copy(all2all)
-        other.counts, other.draft_inputs = change(all2all.counts), all2all.num_rows + more
+        other.counts, other.num_rows = change(all2all.counts), all2all.num_rows + more
         return true(other)
 
     return wrong

@@ -38,7 +38,9 @@ def skip(op: str, phase: str) -> Plant:
         call = harm.exchange._script[0]
         own, every = call.rows[harm.mesh.dp_rank], sum(call.rows)
         if op == "head":
-            return rows.new_zeros(harm.exchange._num_scored_rows(call), call.columns), harm.exchange._first_own_row(call)
+            return rows.new_zeros(harm.exchange._num_scored_rows(call), call.columns), harm.exchange._first_own_row(
+                call
+            )
         if op == "embed":
             assert local is not None
             return local(rows)

@@ -237,8 +237,8 @@ def _shake(engine: Engine, random: Random) -> None:
     true = scheduler.schedule
 
     def schedule(*given: int) -> Any:
-        scheduler.prefill._budget = random.choice((1, 2, 5, 13, 64, 1 << 30))
-        scheduler.prefill._mixed_budget = random.choice((1, 3, scheduler.prefill._budget))
+        scheduler.prefill._max_rows = random.choice((1, 2, 5, 13, 64, 1 << 30))
+        scheduler.prefill._max_mixed_rows = random.choice((1, 3, scheduler.prefill._max_rows))
         made = true(*given)
         made.num_steps = random.randint(0, deepest)
         return made

@@ -28,7 +28,9 @@ def simulated(engine: Engine) -> Iterator[None]:
     """The engine's programs on that device; what a step sends is the one thing that comes from the host."""
 
     def sent(staging: Staging) -> StagedLists:
-        return StagedLists(torch.empty(sum(staging._lengths.values()), dtype=torch.int64, device=NAME), staging._lengths)
+        return StagedLists(
+            torch.empty(sum(staging._lengths.values()), dtype=torch.int64, device=NAME), staging._lengths
+        )
 
     with FAKE, pytest.MonkeyPatch.context() as patch:
         patch.setattr(Staging, "send", sent)

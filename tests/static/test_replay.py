@@ -51,8 +51,8 @@ class Compared:
         self._state = [*memory_of(engine), engine._parts.cache.table.lens]
         self._state += [carried.topk_logprobs, carried.topk_index, carried.hidden, carried.bonus]
         adjustments = programs.step.logits_tables.adjustments
-        adjustments.make()
-        self._state += [adjustments.marks, adjustments.missing]
+        adjustments.allocate()
+        self._state += [adjustments.flags, adjustments.min_tokens_left]
         self._places: dict[int, list[int]] = {}
         self._replayed, self._programs = programs._replay, programs
         self._shapes = {shape.num_steps: shape for shape in engine._parts.lockstep.tree_shapes}

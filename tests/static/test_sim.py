@@ -120,7 +120,9 @@ def test_what_asks_or_comes_from_elsewhere_is_caught(
     monkeypatch.setattr(Step, "run", asking)
     with simulated(engine), pytest.raises(error):
         programs = engine._parts.lockstep.programs
-        programs._run(programs.assembler.send(StepInput(decodes=DECODES), 0), SamplingMode(0), engine._parts.resolved.shape)
+        programs._run(
+            programs.assembler.send(StepInput(decodes=DECODES), 0), SamplingMode(0), engine._parts.resolved.shape
+        )
 
 
 def turn_of(pair: Pair) -> tuple[int, list[int]]:

@@ -16,7 +16,7 @@ from cluster.engine.build import engine_of, prepare_single_rank
 from cluster.engine.memory import RankMemory
 from cluster.engine.models import RankModels
 from cluster.engine.programs import Programs
-from cluster.engine.workspace import leave_room_for_steps, measure_memory, memory_breakdown_of, measure_largest_steps
+from cluster.engine.workspace import leave_room_for_steps, measure_largest_steps, measure_memory, memory_breakdown_of
 from cluster.kv import pool
 from cluster.kv.budget import MemoryBreakdown
 from cluster.kv.device_memory import DeviceMemory

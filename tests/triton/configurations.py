@@ -11,7 +11,7 @@ from cluster.arch.cell import CodedCell
 from cluster.attention.ancestor_bits import chain_bits
 from cluster.attention.flashinfer.plans import PAGES_PER_PROGRAM
 from cluster.attention.shape import AttentionShape
-from cluster.attention.triton_backend import PrefixAttention, LayerCall, TritonAttention
+from cluster.attention.triton_backend import LayerCall, PrefixAttention, TritonAttention
 from cluster.batch import AttentionMetadata, PromptRows, SamplingBatch, TreeRows
 from cluster.kernels.interface import Activation, Angles, HeadNorms
 from cluster.kernels.join.gpu import ListPagesArguments, list_pages

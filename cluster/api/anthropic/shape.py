@@ -74,7 +74,7 @@ class MessageFormatter:
         for delta in deltas:
             for _ in self._block_events(delta):
                 pass
-        return self._message([_complete_block(section) for section in self._sections.all])
+        return self._message([_complete_block(section) for section in self._sections.sections])
 
     def events(self, delta: Delta) -> bytes:
         """Return the events of one delta; the first delta also opens the message, and the last one ends it."""

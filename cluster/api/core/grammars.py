@@ -84,7 +84,9 @@ class Grammars:
 
     async def _create_compiler(self, tokenizer: ChatTokenizer) -> Compiler:
         vocab_size, eos_token_ids = self._model.vocab_size, self._model.eos_token_ids
-        compiler = Compiler(await asyncio.to_thread(Vocabulary.from_tokenizer, tokenizer.text_tokenizer, vocab_size, eos_token_ids))
+        compiler = Compiler(
+            await asyncio.to_thread(Vocabulary.from_tokenizer, tokenizer.text_tokenizer, vocab_size, eos_token_ids)
+        )
         self._warmup_task = asyncio.create_task(compiler.warm())
         return compiler
 

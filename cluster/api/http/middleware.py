@@ -1,8 +1,8 @@
 """The app's own ASGI middleware, from the inside out: HEAD requests, draining, access control, redirects, access log.
 
-Requests are denied by default: without a key, only GET and HEAD of the pages in `PATHS_WITHOUT_KEY` pass. A key of scope
-admin may use every route; `SCOPES` lists the routes for other keys. The routes themselves decide which route a request
-matches, so the guard and the router cannot disagree about a path.
+Requests are denied by default: without a key, only GET and HEAD of the pages in `PATHS_WITHOUT_KEY` pass. A key of
+scope admin may use every route; `SCOPES` lists the routes for other keys. The routes themselves decide which route a
+request matches, so the guard and the router cannot disagree about a path.
 """
 
 import asyncio

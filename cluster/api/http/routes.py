@@ -143,7 +143,7 @@ def _add_other_api_routes(app: FastAPI, service: Service, limits: RequestLimits,
     async def count_tokens(request: Request) -> Response:
         """The number of tokens in the prompt of a message."""
         count, warnings = await calls.count_prompt_tokens(
-            service, limits, body_reader, request, partial(read_message, kind=CountRequest)
+            service, limits, body_reader, request, partial(read_message, request_class=CountRequest)
         )
         return _json({"input_tokens": count}, warnings)
 

@@ -129,7 +129,9 @@ def build_server_info(
     """Return the content of `/server_info`. `internal_states` holds the mean accept length, because SGLang's benchmark
     reads it there. `chat_formats` names the formats of tool calls and reasoning in chat answers.
     """
-    accept_lengths = [heartbeat.status.accept_length for heartbeat in status.heartbeats if heartbeat.status.accept_length]
+    accept_lengths = [
+        heartbeat.status.accept_length for heartbeat in status.heartbeats if heartbeat.status.accept_length
+    ]
     history = asdict(status.history)
     return {
         "version": __version__,

@@ -140,8 +140,8 @@ def _set_engine(llm: dict[str, Any], key: str, value: Any) -> None:
     nested = _submapping(engine_kwargs, "speculative_config", "engine_kwargs.speculative_config")
     del engine_kwargs["speculative_config"]
     for nested_key, nested_value in nested.items():
-        engine_kwargs[SPECULATIVE_CONFIG.get(nested_key, f"speculative_config.{nested_key}")] = convert_speculative_value(
-            nested_key, nested_value
+        engine_kwargs[SPECULATIVE_CONFIG.get(nested_key, f"speculative_config.{nested_key}")] = (
+            convert_speculative_value(nested_key, nested_value)
         )
     for spelling in [other for other in engine_kwargs if ALIASES.get(other, other) == name]:
         del engine_kwargs[spelling]

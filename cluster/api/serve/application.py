@@ -22,7 +22,7 @@ from ray.serve.context import _get_global_client
 
 from cluster.actors.coalesced_call import CoalescedCall
 from cluster.actors.messages import EngineClient, GangStatus
-from cluster.actors.process_settings import settle
+from cluster.actors.process_settings import tune_gil_and_gc
 from cluster.actors.shard import FACTORY
 from cluster.api.core.api_keys import ApiKeys, check_exposure
 from cluster.api.proxy.middleware import proxies_use_middlewares
@@ -128,7 +128,7 @@ class Replica(GangOwner):
         self._drain = rest.drain_class()
         self._replicas = settings.llm.fixed_replicas
         call_before_kill(self._host.begin_shutdown)
-        settle()
+        tune_gil_and_gc()
 
     def __serve_build_asgi_app__(self) -> Any:
         """The FastAPI app; Serve calls this once, after the constructor."""
@@ -165,7 +165,7 @@ class EngineReplica(GangOwner):
         self._heartbeat_period_s = HEARTBEAT_SHARE * config.watchdog_timeout_s
         self._caller_monitor = CallerMonitor()
         call_before_kill(self._host.begin_shutdown)
-        settle()
+        tune_gil_and_gc()
 
     async def generate(self, request: Request, caller: str = "") -> AsyncGenerator[StreamItem, None]:
         """Yield the items of `stream_items` for a request. Serve closes this generator when the ingress cancels its
@@ -248,7 +248,7 @@ class IngressReplica:
         peers = serve.get_deployment_handle(context.deployment, context.app_name)
         self._service = ResilientService(self._client, model, rest, self._metrics, peers)
         self._drain = rest.drain_class()
-        settle()
+        tune_gil_and_gc()
 
     def __serve_build_asgi_app__(self) -> Any:
         """The FastAPI app; Serve calls this once, after the constructor."""

@@ -16,7 +16,7 @@ from cluster.actors.placement import cluster_gpus
 from cluster.actors.router import Router
 from cluster.api.serve.model_sources import hub_source_facts
 from cluster.api.serve.settings import AppSettings, resolve_engine_paths
-from cluster.arch.hub import fetch_configs, hub_models, pin, header_folders
+from cluster.arch.hub import fetch_configs, header_folders, hub_models, pin
 from cluster.arch.resolve import check_models, resolve_models
 from cluster.config import EngineConfig
 from cluster.observability.metrics import ServingMetrics

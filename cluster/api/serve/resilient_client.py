@@ -177,7 +177,7 @@ class ResilientClient:
                 yield _final_output(stream, "abort", f"it began on {model}, but {heartbeat.model} is served now")
                 return
             model = heartbeat.model
-            stream.on_admitted()  # a `StreamHeartbeat` does not say when a step admits the request, so count it as begun now
+            stream.on_admitted()  # no `StreamHeartbeat` says when a step admits the request: count it as begun now
             try:
                 while not stream.ended:
                     item = await attempt.next(self._silence_timeout_s)
@@ -192,11 +192,17 @@ class ResilientClient:
                         raise EngineGoneError(item.reason)
                 return
             except EngineGoneError as error:
-                resumes_without_token = 0 if stream.has_first_token else resumes_without_token + (stream.submissions > 1)
+                resumes_without_token = (
+                    0 if stream.has_first_token else resumes_without_token + (stream.submissions > 1)
+                )
                 stream.on_incarnation_lost(heartbeat.draft_tokens_per_tree)
-                logger.warning("request %s lost its engine after %d tokens: %s", stream.name, len(stream.sent_tokens), error)
+                logger.warning(
+                    "request %s lost its engine after %d tokens: %s", stream.name, len(stream.sent_tokens), error
+                )
                 if resumes_without_token >= MAX_FRUITLESS_RESUMES:
-                    yield _final_output(stream, "error", f"it was resumed {MAX_FRUITLESS_RESUMES} times without a new token: {error}")
+                    yield _final_output(
+                        stream, "error", f"it was resumed {MAX_FRUITLESS_RESUMES} times without a new token: {error}"
+                    )
                     return
             finally:
                 attempt.close()

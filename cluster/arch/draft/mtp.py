@@ -58,7 +58,7 @@ NEXTN = MtpFormat(
 STEP = replace(
     NEXTN,
     dialect="step-3.5",
-    inner="layers.{index}.transformer.",
+    layer_prefix="layers.{index}.transformer.",
     head="shared_head.output.",
     unit_offset=True,
     chained=True,

@@ -52,11 +52,11 @@ def keywords(schema: Any) -> str:
     references = References(schema)
     of = schema
     while "properties" not in of:
-        of = references.resolved(of["$ref"], of, "#")
+        of = references.resolve(of["$ref"], of, "#")
     of = of["properties"]["v"]
     words = []
     while isinstance(of, dict) and "$ref" in of:
-        of = references.resolved(of["$ref"], of, "#")
+        of = references.resolve(of["$ref"], of, "#")
         words = ["$ref to"]
     kept = {} if of is True else {name: value for name, value in of.items() if name not in ANNOTATIONS}
     kinds = [kept.pop("type")] if "type" in kept else []

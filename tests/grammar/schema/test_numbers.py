@@ -56,7 +56,9 @@ def test_numbers_within_bounds_and_no_others(seed: int) -> None:
     texts = [text for text in texts if re.fullmatch(r"-?\d+(\.\d+)?", text)]
     try:
         schema_grammar(
-            parse_exact_json(json.dumps({"type": kind}).replace("}", "".join(f', "{k}": {v}' for k, v in bounds.items()) + "}"))
+            parse_exact_json(
+                json.dumps({"type": kind}).replace("}", "".join(f', "{k}": {v}' for k, v in bounds.items()) + "}")
+            )
         )
     except GrammarError:
         assert not any(holds(Decimal(text), bounds) and (kind == "number" or "." not in text) for text in texts)

@@ -128,7 +128,10 @@ class SimulatedGang:
         params = RequestParams(max_tokens=arrival.most or arrival.tokens, seed=0)
         request = Request(str(number), tuple(shared + own), params)
         place = self.balancer.propose(request, self.admission.expected_new_tokens(request))
-        expected, refused = self.admission.expected_wait(arrival.prompt, place).seconds, self.admission.overload() is not None
+        expected, refused = (
+            self.admission.expected_wait(arrival.prompt, place).seconds,
+            self.admission.overload() is not None,
+        )
         try:
             self.admission.check(request, place)
         except Overloaded:

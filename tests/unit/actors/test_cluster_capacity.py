@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 
 from cluster.actors import placement
-from cluster.actors.cluster_capacity import Layout, Strategy, gangs_that_fit, capacity_problem
+from cluster.actors.cluster_capacity import Layout, Strategy, capacity_problem, gangs_that_fit
 from cluster.actors.gpus import hide_other_gpus
 from cluster.actors.placement import check_gpu_shares
 

@@ -18,7 +18,12 @@ def test_a_request_gets_the_grammar_of_its_name_and_of_no_other() -> None:
         kept.add(grammar_name(text), text)
     free = asked(None)
     sent = Commands(
-        (with_grammar(asked("second"), grammar_name("second")), free, with_grammar(asked("third"), grammar_name("third"))), ("two",)
+        (
+            with_grammar(asked("second"), grammar_name("second")),
+            free,
+            with_grammar(asked("third"), grammar_name("third")),
+        ),
+        ("two",),
     )
     whole = kept.resolve_names(sent)
     assert [request.params.grammar for request in whole.submits] == ["second", None, grammar_name("third")]

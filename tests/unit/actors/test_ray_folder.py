@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.actors.ray_folder import SUBFOLDER, OWNER_FILE, OwnedFolder, remove_orphans
+from cluster.actors.ray_folder import OWNER_FILE, SUBFOLDER, OwnedFolder, remove_orphans
 
 
 @pytest.fixture(autouse=True)

@@ -259,7 +259,12 @@ def test_waits_follow_from_the_costs_and_the_queue_that_ranks_report_also_after_
         router.on_up()
         await until(lambda: life.taken == ["long"])
         (again,) = router._admission._ranks[0].queue.values()
-        assert (again.uncomputed_tokens, again.length, again.submission_number, router._admission.waiting) == (4001, 4001, 1, 0)
+        assert (again.uncomputed_tokens, again.length, again.submission_number, router._admission.waiting) == (
+            4001,
+            4001,
+            1,
+            0,
+        )
         assert expected() == pytest.approx(8.2, abs=0.6), "what was learned of the machine stays"
         for task in tasks:
             task.cancel()

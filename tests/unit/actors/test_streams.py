@@ -171,7 +171,7 @@ def test_only_those_that_the_fatal_step_worked_on_are_suspects() -> None:
         s.on_incarnation_lost(drafted_per_tree=3)
     assert [s.in_fatal_step for s in (waits, works, had)] == [False, True, False]
     never = stream()
-    never.on_incarnation_lost(nodes=3)
+    never.on_incarnation_lost(drafted_per_tree=3)
     assert not never.in_fatal_step and never.fruitless_resumes == 0
 
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from cluster.arch import read_target
-from cluster.arch.draft.widths import draft_geometry, count_layers
+from cluster.arch.draft.widths import count_layers, draft_geometry
 from cluster.arch.keys import ConfigKeys
 from cluster.arch.rope import Rope, mscale, rope_of
 from cluster.arch.target import read_eos_token_ids
@@ -28,11 +28,11 @@ def of(**data: Any) -> ConfigKeys:
 def test_a_factor_of_attention_multiplies_what_yarn_gives() -> None:
     """DeepSeek-R1-0528-Qwen3-8B: 0.878 takes back what a factor of 4 would give."""
     found = rope_of(of(rope_scaling={**YARN, "attn_factor": 0.8782488562869419})).yarn
-    assert found is not None and found.attention == pytest.approx(1.0, abs=1e-4)
+    assert found is not None and found.attention_factor == pytest.approx(1.0, abs=1e-4)
     plain = rope_of(of(rope_scaling=YARN)).yarn
-    assert plain is not None and plain.attention == mscale(4.0, 1.0)
+    assert plain is not None and plain.attention_factor == mscale(4.0, 1.0)
     given = rope_of(of(rope_scaling={**YARN, "attn_factor": 0.5, "attention_factor": 1.25})).yarn
-    assert given is not None and given.attention == 1.25
+    assert given is not None and given.attention_factor == 1.25
 
 
 def test_scaling_that_was_added_beside_rope_parameters_counts() -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cluster.attention.ancestor_bits import chain_bits, self_bits, pack_bits, unpack_bits, word_count
+from cluster.attention.ancestor_bits import chain_bits, pack_bits, self_bits, unpack_bits, word_count
 
 CPU = torch.device("cpu")
 

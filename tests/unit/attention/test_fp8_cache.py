@@ -19,7 +19,7 @@ from cluster.attention.shape import AttentionShape
 from cluster.attention.torch_backend import TorchAttention
 from cluster.attention.triton_backend import TritonAttention
 from cluster.batch import AttentionMetadata, HostBounds, TreeRows
-from cluster.kv.codes import encode, decode, max_magnitude
+from cluster.kv.codes import decode, encode, max_magnitude
 from cluster.kv.page_table import PageTable
 from cluster.kv.pool import KVPool
 from cluster.models.runner import AttentionBackend

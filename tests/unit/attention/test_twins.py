@@ -38,7 +38,11 @@ WAYS = {
     "as it comes": {},
     "apart": {"READ_SEPARATELY_BYTES": 0},
     "in pieces": {"READ_SEPARATELY_BYTES": 0, "READ_IN_PIECES_BYTES": 0, "READ_IN_PLACE_BYTES": 0},
-    "in long pieces": {"READ_SEPARATELY_BYTES": 0, "READ_IN_PIECES_BYTES": 0, "READ_IN_PLACE_BYTES": 20 * 2 * 2 * 8 * 8},  # bytes of 20 tokens, of 80 latents
+    "in long pieces": {
+        "READ_SEPARATELY_BYTES": 0,
+        "READ_IN_PIECES_BYTES": 0,
+        "READ_IN_PLACE_BYTES": 20 * 2 * 2 * 8 * 8,
+    },  # bytes of 20 tokens, of 80 latents
 }
 
 

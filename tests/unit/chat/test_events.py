@@ -7,14 +7,14 @@ from hypothesis import strategies as st
 from cluster.chat.events import (
     CallArguments,
     CallStarted,
-    SectionEvent,
-    SectionEnded,
     Event,
-    SectionDelta,
-    SectionStarted,
     ReasoningPiece,
     Section,
+    SectionDelta,
+    SectionEnded,
+    SectionEvent,
     Sections,
+    SectionStarted,
     TextPiece,
 )
 from tests.unit.chat.random_answers import answers
@@ -84,7 +84,10 @@ def test_what_grows_is_what_is_there_at_the_end(events: list[Event], cuts: int) 
 
 def test_an_answer_without_events_is_an_empty_text() -> None:
     sections = Sections()
-    assert [type(change) for change in changes(sections, [TextPiece(""), ReasoningPiece("")])] == [SectionStarted, SectionEnded]
+    assert [type(change) for change in changes(sections, [TextPiece(""), ReasoningPiece("")])] == [
+        SectionStarted,
+        SectionEnded,
+    ]
     assert outline(sections.sections) == [("text", "", "", "")]
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cluster.chat.events import Event
-from cluster.chat.formats.choose import FORMATS, THINKING_MARKS, ChosenFormat, choose, canonical_parser_names
+from cluster.chat.formats.choose import FORMATS, THINKING_MARKS, ChosenFormat, canonical_parser_names, choose
 from cluster.chat.formats.plan import ChatFormat, PromptContext, with_token_ids
 from cluster.grammar.asked import Grammar, GrammarError
 from cluster.grammar.matching import Matchers, TextMatcher
@@ -33,7 +33,9 @@ STOP = 256
 NAMES = sorted({name for format in FORMATS.values() for name in format.special_tokens if not name.startswith("<think")})
 NAMES = [name for name in NAMES if name not in ("</think>", "<tool_call>", "</tool_call>") and "arg_" not in name]
 TOKENS = {name: STOP + 1 + at for at, name in enumerate(NAMES)}
-VOCABULARY = Vocabulary((*(bytes([i]) for i in range(256)), b"", *(SPECIAL_TOKEN_PREFIX + name.encode() for name in NAMES)), (STOP,))
+VOCABULARY = Vocabulary(
+    (*(bytes([i]) for i in range(256)), b"", *(SPECIAL_TOKEN_PREFIX + name.encode() for name in NAMES)), (STOP,)
+)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +47,9 @@ MATCHERS = Matchers(VOCABULARY)
 
 
 def compiled(worker: Worker, form: Any) -> str:
-    return worker.compile(Grammar("chat", json.dumps({"type": "structural_tag", "format": with_token_ids(form, TOKENS)})))
+    return worker.compile(
+        Grammar("chat", json.dumps({"type": "structural_tag", "format": with_token_ids(form, TOKENS)}))
+    )
 
 
 def matcher_of(worker: Worker, form: Any) -> TextMatcher:
@@ -221,7 +225,9 @@ def test_special_tokens_are_allowed_where_they_are_meant_and_nowhere_else(worker
     assert not allowed() & special, "inside of a string"
     matcher.accept(ids_of('a", "days": 1}'))
     assert allowed() & special == {TOKENS["[TOOL_CALLS]"]}
-    free = matcher_of(worker, format.answer_form("free", format.calls_form(SCHEMAS, True), PromptContext("[THINK]a[/THINK]")))
+    free = matcher_of(
+        worker, format.answer_form("free", format.calls_form(SCHEMAS, True), PromptContext("[THINK]a[/THINK]"))
+    )
     matcher = free
     assert allowed() & special == {TOKENS["[TOOL_CALLS]"]}, "in free text a call may begin, and no other mark comes"
 

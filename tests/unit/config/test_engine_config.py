@@ -179,7 +179,14 @@ def test_a_bad_value_names_its_setting(given: dict[str, Any], names: list[str]) 
 
 def test_a_tier_begins_with_its_own_number_of_requests() -> None:
     tiered = config(**{**EAGLE, "speculative_num_steps": 3, "speculative_batch_tiers": {3: 1, 5: 0}})
-    assert [ResolvedSettings.from_settings(tiered).max_tree_levels(decodes) for decodes in range(1, 7)] == [3, 3, 1, 1, 0, 0]
+    assert [ResolvedSettings.from_settings(tiered).max_tree_levels(decodes) for decodes in range(1, 7)] == [
+        3,
+        3,
+        1,
+        1,
+        0,
+        0,
+    ]
 
 
 def test_no_speculation_is_a_tree_of_one_node() -> None:

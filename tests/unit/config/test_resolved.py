@@ -113,7 +113,9 @@ def test_how_many_prompt_rows_a_step_has(given: dict[str, int], rows: tuple[int,
 def test_trees_by_tier_and_with_forced_nodes() -> None:
     plain = ResolvedSettings.from_settings(config())
     assert (plain.shape, plain.tiers, plain.forced_shape) == (NO_SPECULATION, (NO_SPECULATION,), NO_SPECULATION)
-    deep = ResolvedSettings.from_settings(eagle(speculative_num_steps=3, speculative_eagle_topk=2, speculative_forced_tokens=5))
+    deep = ResolvedSettings.from_settings(
+        eagle(speculative_num_steps=3, speculative_eagle_topk=2, speculative_forced_tokens=5)
+    )
     assert [tier.num_steps for tier in deep.tiers] == [0, 1, 2, 3] and deep.tiers[-1] is deep.shape
     assert [tier.num_draft_tokens for tier in deep.tiers] == [1, 3, 7, 11]
     assert (deep.forced_shape.num_steps, deep.forced_shape.num_draft_tokens) == (8, 16)
@@ -121,7 +123,9 @@ def test_trees_by_tier_and_with_forced_nodes() -> None:
 
 
 def test_levels_fall_with_the_load() -> None:
-    resolved = ResolvedSettings.from_settings(eagle(speculative_num_steps=4, speculative_batch_tiers={4: 3, 8: 0, 16: 9}))
+    resolved = ResolvedSettings.from_settings(
+        eagle(speculative_num_steps=4, speculative_batch_tiers={4: 3, 8: 0, 16: 9})
+    )
     assert [resolved.max_tree_levels(decodes) for decodes in (0, 3, 4, 7, 8, 16)] == [4, 4, 3, 3, 0, 0]
 
 

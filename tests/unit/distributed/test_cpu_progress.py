@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.distributed.cpu_progress import ThreadCpuTime, ProgressTracker
+from cluster.distributed.cpu_progress import ProgressTracker, ThreadCpuTime
 
 
 def burn(until: threading.Event) -> None:

@@ -52,7 +52,12 @@ def test_an_error_says_what_to_do(text: str, words: str) -> None:
 def test_errors_are_told_apart() -> None:
     of_nccl, of_gloo = dist.DistBackendError("NCCL error: x"), RuntimeError("[gloo/pair.cc] closed")
     of_cuda, memory = torch.AcceleratorError("CUDA error: unspecified launch failure"), torch.OutOfMemoryError("CUDA")
-    assert [nccl.is_collective_error(error) for error in (of_nccl, of_gloo, of_cuda, memory)] == [True, True, False, False]
+    assert [nccl.is_collective_error(error) for error in (of_nccl, of_gloo, of_cuda, memory)] == [
+        True,
+        True,
+        False,
+        False,
+    ]
     assert [nccl.is_device_error(error) for error in (of_nccl, of_gloo, of_cuda, memory)] == [False, False, True, False]
 
 

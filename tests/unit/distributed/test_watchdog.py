@@ -12,7 +12,14 @@ import torch.distributed as dist
 
 from cluster.device.wait_hook import wait_for_device, wait_hook_set
 from cluster.distributed import watchdog as watches
-from cluster.distributed.errors import ExitReason, ExitReasons, PeerLostError, StuckDeviceError, rank_at_fault, run_with_timeout
+from cluster.distributed.errors import (
+    ExitReason,
+    ExitReasons,
+    PeerLostError,
+    StuckDeviceError,
+    rank_at_fault,
+    run_with_timeout,
+)
 from cluster.distributed.heartbeat import PeerHeartbeat, StepThread
 from cluster.distributed.mesh import Axis, Mesh
 from cluster.distributed.progress import ProgressClock

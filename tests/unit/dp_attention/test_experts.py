@@ -172,7 +172,10 @@ def test_counts_that_cannot_be_are_found(table: tuple[tuple[int, ...], ...], odd
 
 
 def test_one_active_expert_is_one_part() -> None:
-    assert first_invalid_rank(((2, 2),), [3], experts_per_row=1) == 0 and first_invalid_rank(((2, 1),), [3], experts_per_row=1) is None
+    assert (
+        first_invalid_rank(((2, 2),), [3], experts_per_row=1) == 0
+        and first_invalid_rank(((2, 1),), [3], experts_per_row=1) is None
+    )
 
 
 class Liar(Meeting):

@@ -75,7 +75,10 @@ def test_rows_go_to_experts_by_counts_unless_sizes_have_to_be_known(
     """A padded step has equal parts, and a captured one must not ask for a value."""
     made, table = replace(rule(padding, buckets=sizes), expert_parallel=True), [facts(2), facts(4, 3)]
     plan = made.plan(table, SHAPE)
-    assert plan.routes_to_experts is counted and not replace(made, expert_parallel=False).plan(table, SHAPE).routes_to_experts
+    assert (
+        plan.routes_to_experts is counted
+        and not replace(made, expert_parallel=False).plan(table, SHAPE).routes_to_experts
+    )
     assert not made.plan(table[:1], SHAPE).routes_to_experts, "one group has all rows on each of its ranks"
     ops = Ops(("reduce", EXPERT_CALLS, "reduce", "gather", "scatter"), (), 8, expert_parallel=ExpertParallel(2, 3))
     rows = tuple(own.rows(6) for own in plan.sizes)
@@ -152,7 +155,12 @@ def test_the_script_has_the_rows_that_are_run() -> None:
 def test_a_group_counts_once_whatever_its_followers_say() -> None:
     table = [facts(3, 4, 1), facts(num_steps=0), facts(1), facts(num_steps=0)]
     plan = rule("exact", attn_tp=2).plan(table, SHAPE)
-    assert plan.decodes == (3, 1) and plan.prompt_rows == (4, 0) and plan.finishing_prompts == (1, 0) and plan.num_steps == 3
+    assert (
+        plan.decodes == (3, 1)
+        and plan.prompt_rows == (4, 0)
+        and plan.finishing_prompts == (1, 0)
+        and plan.num_steps == 3
+    )
 
 
 def test_every_rank_learns_what_each_groups_decoding_takes() -> None:

@@ -24,7 +24,9 @@ def test_at_most_a_third_of_what_is_run_is_idle(largest: int) -> None:
         for own in (Sizes(0, rows, finals), Sizes(5, rows, finals)) if finals <= rows else ():
             run = buckets.fit([own])
             assert run is None or 3 * (run.prompt_rows - rows) <= run.prompt_rows
-            assert run is None or run.finishing_prompts == finals or run.prompt_rows > rows, "there is an idle row to end with"
+            assert run is None or run.finishing_prompts == finals or run.prompt_rows > rows, (
+                "there is an idle row to end with"
+            )
 
 
 def test_what_is_too_large_for_all_programs_has_none() -> None:

@@ -33,7 +33,11 @@ def test_what_sums_bfloat16_in_a_way_of_its_own_has_digits_of_its_own() -> None:
     several = [replace(c_library(), variant=variant) for variant in ("", "pairs", "tiles")]
     for dtype, differ in ((torch.float32, False), (torch.float64, False), (torch.bfloat16, True)):
         kernels = [CKernels(library, dtype) for library in several]
-        assert len({each.numerics for each in kernels}) == len({each.description for each in kernels}) == (3 if differ else 1)
+        assert (
+            len({each.numerics for each in kernels})
+            == len({each.description for each in kernels})
+            == (3 if differ else 1)
+        )
 
 
 @pytest.mark.parametrize(

@@ -87,9 +87,13 @@ def test_what_steps_took_is_learned() -> None:
     engine.submit(request("steady", [5, 6], GREEDY, max_tokens=60))
     for _ in range(8):
         engine.step()
-    assert (correction.decode_drift.observations, correction.prompt_drift.observations) == (7, 0), "the first step decodes nothing"
+    assert (correction.decode_drift.observations, correction.prompt_drift.observations) == (7, 0), (
+        "the first step decodes nothing"
+    )
     engine.submit(request("long", [t % 23 for t in range(400)], GREEDY, max_tokens=2))
     engine.step()
     assert (correction.decode_drift.observations, correction.prompt_drift.observations) == (7, 1)
     fixed = engine_of()
-    assert run(fixed, ASKED).tokens and fixed._parts.scheduler.correction.decode_drift.observations == 0, "no pace, nothing to correct"
+    assert run(fixed, ASKED).tokens and fixed._parts.scheduler.correction.decode_drift.observations == 0, (
+        "no pace, nothing to correct"
+    )

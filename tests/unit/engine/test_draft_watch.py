@@ -32,7 +32,9 @@ def test_a_draft_that_is_hardly_ever_accepted_is_said_once(every: int, caplog: p
         watch.count_tree(int(every > 0 and tree % every == 0))
     [record] = caplog.records
     text = record.getMessage()
-    assert text.startswith(f"rank 3: the draft was accepted in {MIN_TREES // every if every else 0} of {MIN_TREES} trees")
+    assert text.startswith(
+        f"rank 3: the draft was accepted in {MIN_TREES // every if every else 0} of {MIN_TREES} trees"
+    )
     assert "Noted when it was read: its map is odd." in text and "probe-draft" in text
     for _ in range(MIN_TREES):
         watch.count_tree(1)

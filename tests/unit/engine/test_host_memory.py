@@ -41,7 +41,7 @@ PAGES = 4 * 20 * (4 << 20) // 4096
 
 
 def steps(how: str, where: str = "main", **environment: str) -> tuple[str, int]:
-    """What `cache_freed_memory` said, and the pages that the system gave to four steps of 80 MB after some like them."""
+    """What `cache_freed_memory` said, and the pages that the system gave to four steps of 80 MB after such steps."""
     mine = {name: value for name, value in os.environ.items() if "MALLOC" not in name and name != "GLIBC_TUNABLES"}
     command = [sys.executable, "-c", STEPS, how, host_memory.__file__, where]
     done = subprocess.run(command, env={**mine, **environment}, capture_output=True, text=True, check=True, timeout=60)
@@ -52,7 +52,9 @@ def steps(how: str, where: str = "main", **environment: str) -> tuple[str, int]:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="of the GNU C library")
 @pytest.mark.parametrize(("where", "given_back"), [("main", PAGES // 2), ("thread", PAGES // 8)])
 def test_a_step_takes_the_memory_that_the_one_before_has_freed(where: str, given_back: int) -> None:
-    assert steps("as it is", where)[1] > given_back, "the allocator keeps it by itself: cache_freed_memory is not needed"
+    assert steps("as it is", where)[1] > given_back, (
+        "the allocator keeps it by itself: cache_freed_memory is not needed"
+    )
     said, pages = steps("kept", where)
     assert said == "True" and pages < PAGES // 100
 

@@ -49,7 +49,9 @@ def test_rows_that_became_dearer_or_cheaper_get_their_share_again(machine: Machi
     ratios = rides(scheduler, now, 8192)
     mean = sum(ratios) / len(ratios)
     assert mean <= 1.15 / (1 - share)
-    assert mean >= 0.85 / (1 - share) or scheduler.correction.prompt_drift.value < 1.02 / MAX_DRIFT, "as cheap as they may seem"
+    assert mean >= 0.85 / (1 - share) or scheduler.correction.prompt_drift.value < 1.02 / MAX_DRIFT, (
+        "as cheap as they may seem"
+    )
 
 
 def test_a_machine_that_is_slower_in_all_it_does_changes_nothing() -> None:
@@ -97,7 +99,11 @@ def test_steps_that_tell_nothing_teach_nothing() -> None:
     scheduler.learn(Schedule(), 0, True, 500.0)
     scheduler.learn(Schedule(), 1000, True, 9000.0)  # the rows are another group's
     scheduler.learn(Schedule(mixed_decode_us=1000.0, prompt_us=20.0), 1000, True, 90000.0)
-    assert (correction.decode_drift.observations, correction.prompt_drift.observations, correction.prompt_drift.value) == (0, 0, 1.0)
+    assert (
+        correction.decode_drift.observations,
+        correction.prompt_drift.observations,
+        correction.prompt_drift.value,
+    ) == (0, 0, 1.0)
     scheduler_of(None, 300).learn(Schedule(mixed_decode_us=1000.0, prompt_us=2000.0), 1000, True, 90000.0)
 
 

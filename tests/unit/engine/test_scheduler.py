@@ -21,7 +21,9 @@ WINDOW = 6
 
 def made(pages: int, page_size: int = 4, rows: int = 4, budget: int = 16, radix: bool = False) -> Scheduler:
     cache = KVCache(pages, PageTable(rows, 200, page_size, torch.device("cpu")), radix)
-    return Scheduler(ResolvedSettings.from_settings(EngineConfig(model_path="", chunked_prefill_size=budget)), cache, WINDOW)
+    return Scheduler(
+        ResolvedSettings.from_settings(EngineConfig(model_path="", chunked_prefill_size=budget)), cache, WINDOW
+    )
 
 
 def sequence(name: str, prompt: int, max_tokens: int = 20) -> RequestState:
@@ -316,10 +318,10 @@ def test_random_traffic_always_ends(seed: int, radix: bool) -> None:
         cache.check()
         assert plan.prompt_rows <= 9
         for one, lease in plan.decodes:
-            assert lease.pages * 4 >= one.committed + WINDOW
+            assert lease.page_count * 4 >= one.committed + WINDOW
         for chunk in plan.chunks:
             assert chunk.sequence.lease is not None
-            assert chunk.start < chunk.stop <= len(chunk.sequence.tokens) <= chunk.sequence.lease.pages * 4
+            assert chunk.start < chunk.stop <= len(chunk.sequence.tokens) <= chunk.sequence.lease.page_count * 4
         advance(plan, random.randint(1, 4))
         for one in list(scheduler.running):
             over = one.prompt_len + one.request.params.max_tokens - len(one.tokens) <= 0

@@ -20,7 +20,14 @@ def accepts(automaton: Automaton | None, text: str) -> bool:
             return False
         steps = automaton.transitions[state].items()
         code = ord(character)
-        state = next((to for to, parse_with_anchors in steps if any(low <= code <= high for low, high in parse_with_anchors.ranges)), None)
+        state = next(
+            (
+                to
+                for to, parse_with_anchors in steps
+                if any(low <= code <= high for low, high in parse_with_anchors.ranges)
+            ),
+            None,
+        )
     return automaton is not None and state is not None and automaton.accepting[state]
 
 
@@ -79,7 +86,9 @@ def test_inclusion_of_known_expressions() -> None:
     assert includes([parse_with_anchors(r"^\d{4}-\d{2}-\d{2}$")], parse(FORMATS["date"]))
     assert not includes([parse(FORMATS["date"])], parse_with_anchors(r"^\d{4}-\d{2}-\d{2}$"))
     assert includes([parse(FORMATS["uuid"])], parse(FORMATS["uuid4"]))
-    assert includes([parse_with_anchors("^(?!x)"), parse_with_anchors("a*")], parse_with_anchors("a{2,3}")) is False  # `^(?!x)` as a whole text is the empty one
+    assert (
+        includes([parse_with_anchors("^(?!x)"), parse_with_anchors("a*")], parse_with_anchors("a{2,3}")) is False
+    )  # `^(?!x)` as a whole text is the empty one
 
 
 @pytest.mark.parametrize("name", NARROWER)

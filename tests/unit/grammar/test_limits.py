@@ -12,7 +12,7 @@ import pytest
 from cluster.grammar import forks
 from cluster.grammar.asked import Grammar, GrammarError
 from cluster.grammar.compiler import Compiler, CompilerError, CompileResult, CompilerProcess
-from cluster.grammar.forks import COMPILED, TIMED_OUT, REFUSED, OUT_OF_TIME, REFUSED_WHILE_BUSY, Child, compile_reply
+from cluster.grammar.forks import COMPILED, OUT_OF_TIME, REFUSED, REFUSED_WHILE_BUSY, TIMED_OUT, Child, compile_reply
 from cluster.grammar.limits import MAX_MEMORY_BYTES, TOO_LARGE, Stopwatch, TimeSpent
 from cluster.grammar.vocabulary import Vocabulary
 from cluster.grammar.worker import SlowGrammarError, Worker
@@ -104,7 +104,10 @@ def spent(mark: bytes, processor: float, passed: float) -> bytes:
 
 def test_what_answers_mean() -> None:
     assert answered(COMPILED + b"rules") == CompileResult("rules")
-    assert answered(REFUSED + b"why") == CompileResult(refusal="why") and answered(REFUSED_WHILE_BUSY + b"why").is_lasting is False
+    assert (
+        answered(REFUSED + b"why") == CompileResult(refusal="why")
+        and answered(REFUSED_WHILE_BUSY + b"why").is_lasting is False
+    )
     slow = answered(spent(OUT_OF_TIME, 10.0, 10.2))
     assert "longer than 10 s of processor time" in slow.refusal and slow.is_lasting
     assert answered(spent(OUT_OF_TIME, 10.0, 40.0)).is_lasting is False

@@ -48,7 +48,9 @@ def test_full_committed_pages_are_cached_where_the_next_token_is_known() -> None
     assert (again.cached_tokens, cache.take_copies()) == (8, ())
     assert (cache.evictable_pages, cache.used_pages) == (0, 3)
     other = opened(cache, [*range(8), 99], 9)
-    assert [node.page for node in other.locked_nodes] == kept[:1], "the second page's last draft cell is made of token 8"
+    assert [node.page for node in other.locked_nodes] == kept[:1], (
+        "the second page's last draft cell is made of token 8"
+    )
     alone = opened(cache, list(range(8)), 8)
     assert [node.page for node in alone.locked_nodes] == kept[:1], "at least one token is computed"
 
@@ -171,7 +173,9 @@ def test_nothing_is_shared_between_salts_neither_whole_pages_nor_cells_nor_pages
         assert (running.cached_tokens, other.cached_tokens, cache.take_copies()) == (0, 0, ())
         cache.publish(running, tokens, 3)
         filling = opened(cache, tokens[:4], 4, salt)
-        assert (filling.cached_tokens, len(cache.take_copies())) == (3, 1), "within a salt the cells of a page are copied"
+        assert (filling.cached_tokens, len(cache.take_copies())) == (3, 1), (
+            "within a salt the cells of a page are copied"
+        )
         cache.close(filling, tokens[:4], 0)
         assert cache.next_pages(tokens, 2, None, salt) == cache.next_pages(tokens, 2, running, salt)
         assert cache.next_pages(tokens, 2, None, salt) != cache.next_pages(tokens, 2, None, salt + 1)
@@ -291,7 +295,9 @@ def test_random_lives_lose_no_page(page_size: int, seed: int) -> None:
                 if random.random() < 0.8:
                     mine = lease.own_pages[:]
                     cache.publish(lease, tokens, committed_now)
-                    swapped += sum(page not in (n.page for n in lease.locked_nodes) for page in mine[: -len(lease.own_pages) or 99])
+                    swapped += sum(
+                        page not in (n.page for n in lease.locked_nodes) for page in mine[: -len(lease.own_pages) or 99]
+                    )
                     holds(lease, tokens, committed_now)
                 running[at] = (lease, tokens, committed_now)
         elif running:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from cluster.arch.cell import CodedCell
 from cluster.batch import PageCopy
-from cluster.kv.codes import encode, decode, max_magnitude
+from cluster.kv.codes import decode, encode, max_magnitude
 from cluster.kv.pool import KVPool, copied_slots, slot_bytes
 from tests.unit.attention.fp8 import MAGNITUDES, bound, held
 

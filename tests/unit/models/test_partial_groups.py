@@ -169,7 +169,8 @@ def test_rules_of_single_modules() -> None:
     given = {"quant_method": "compressed-tensors", "config_groups": groups}
     found = quantisation_of(ConfigKeys({"quantization_config": given}, "here"))
     schemes = {
-        name: found.scheme_of(f"model.layers.{name}") for name in ("0.mlp.up_proj", "0.mlp.down_proj", "1.mlp.down_proj")
+        name: found.scheme_of(f"model.layers.{name}")
+        for name in ("0.mlp.up_proj", "0.mlp.down_proj", "1.mlp.down_proj")
     }
     assert [(scheme.bits, scheme.block) for scheme in schemes.values()] == [(4, (1, 128)), (8, (1, 0)), (4, (1, 32))]
     assert found.scheme_of("model.layers.0.router").block == (64, 128)

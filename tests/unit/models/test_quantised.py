@@ -17,7 +17,7 @@ from cluster.config import ConfigError
 from cluster.kernels.quantised import Quantised
 from cluster.kernels.torch_kernels import TorchKernels
 from cluster.models.checkpoint import Checkpoint
-from cluster.models.formats import Index, unpack_nibbles, powers_of_two
+from cluster.models.formats import Index, powers_of_two, unpack_nibbles
 from tests.exact import Oracle, exact
 from tests.families import SIZES, random_model
 from tests.loading import check_target

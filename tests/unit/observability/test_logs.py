@@ -18,8 +18,8 @@ from cluster.observability.logs import (
     LogSettings,
     SharedFile,
     configure,
-    remove_old_logs,
     level_and_logger,
+    remove_old_logs,
     request_id,
 )
 

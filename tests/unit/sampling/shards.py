@@ -157,7 +157,9 @@ class Group:
                 .view(r, n, self.logits.shape[1])
                 .to(draw.sampling.inverse_temperature.dtype)
             )
-            parts.append(filter_thresholds(rows * draw.sampling.inverse_temperature[:, None, None], draw.sampling).view(-1, 1))
+            parts.append(
+                filter_thresholds(rows * draw.sampling.inverse_temperature[:, None, None], draw.sampling).view(-1, 1)
+            )
             start += r * n
         return torch.cat(parts)
 

@@ -179,7 +179,9 @@ def test_a_row_has_the_same_bits_alone_among_others_and_on_any_number_of_threads
         here = slice(request, request + 1)
         for row in range(3):
             noise = draw.noise.narrow(here)
-            alone = [SamplingInputs(1, sampling.narrow(request, request + 1), noise, draw.noise_index[here, row : row + 1])]
+            alone = [
+                SamplingInputs(1, sampling.narrow(request, request + 1), noise, draw.noise_index[here, row : row + 1])
+            ]
             number = 3 * request + row
             some = logits[number : number + 1]
             got = [

@@ -21,7 +21,7 @@ def admit(table: PenaltyTable, row: int, words: Words | None, tokens: tuple[int,
 def test_the_table_of_words_shrinks_when_those_with_many_have_gone() -> None:
     """Every step with a bad word compares the whole table, so one request must not make it large for good."""
     table = PenaltyTable(4, 16, torch.float32, torch.device("cpu"))
-    table.make()
+    table.allocate()
     admit(table, 0, ((6,), (7, 8)))
     admit(table, 1, tuple((9,) * 5 for _ in range(30)))
     assert table.bad_words.shape == (4, 30, 5) and table.recent_tokens.shape == (4, 4)

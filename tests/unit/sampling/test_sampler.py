@@ -17,7 +17,7 @@ from cluster.sampling import filters
 from cluster.sampling.filters import LogitRows, float_of_ordered_bits, ordered_bits
 from cluster.sampling.noise import Noise, gumbel, noise_keys, token_hashes, vocabulary_hashes
 from cluster.sampling.radix_select import RadixSelect, SortedSelect, ThresholdSearch
-from cluster.sampling.sampler import TOP_LOGPROBS, choose, top_logprobs, logprobs
+from cluster.sampling.sampler import TOP_LOGPROBS, choose, logprobs, top_logprobs
 from cluster.sampling.sampling_inputs import SamplingInputs
 from cluster.spec.tree import FLOOR
 from tests.unit.sampling.samplings import best_of, chosen, filtered, sampling_of, whole

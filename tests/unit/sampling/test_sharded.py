@@ -10,7 +10,7 @@ from torch import Tensor
 from cluster.batch import SamplingMode
 from cluster.sampling.c_sampler import CSampler
 from cluster.sampling.noise import Noise, gumbel_of, noise_keys, token_hashes, vocabulary_hashes
-from cluster.sampling.sampler import TOP_LOGPROBS, Logprobs, choose, top_logprobs, logprobs, ranks
+from cluster.sampling.sampler import TOP_LOGPROBS, Logprobs, choose, logprobs, ranks, top_logprobs
 from cluster.sampling.sampling_inputs import SamplingInputs, checksum
 from cluster.sampling.sharded import NUMBERS_PER_CHOICE, numbers_sent_per_row, sampler_input_of
 from cluster.sampling.torch_sampler import FILTERED_PENALTY, TORCH, Sampler
@@ -64,7 +64,9 @@ def test_shards_choose_what_one_rank_chooses(
         def rank(seat: Seat, groups: list[Group] = groups) -> tuple[Tensor, Tensor]:
             return choose(seat.columns, groups[seat.group].of_shard(seat.columns), sampler)
 
-        answers = seated(grid, [g.logits for g in groups], head_of(grid, vocab, dtype).sampling_calls(mode, NUMBERS_PER_CHOICE), rank)
+        answers = seated(
+            grid, [g.logits for g in groups], head_of(grid, vocab, dtype).sampling_calls(mode, NUMBERS_PER_CHOICE), rank
+        )
         for number, (tokens, scores) in enumerate(answers):
             group = groups[number // grid.tp]
             true_tokens, true_scores = choose(whole(group.logits), group.draws, sampler)

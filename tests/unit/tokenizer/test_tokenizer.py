@@ -137,7 +137,9 @@ def test_garbage_stays_within_the_window(ids: list[int]) -> None:
     for token in ids:
         streamed += detokenizer.push([token])
         assert len(detokenizer._window) <= WINDOW_TOKENS
-    assert BYTE_LEVEL.decode_complete(BYTE_LEVEL.visible_token_ids(ids)) + streamed + detokenizer.finish() == BYTE_LEVEL.decode(ids + ids)
+    assert BYTE_LEVEL.decode_complete(
+        BYTE_LEVEL.visible_token_ids(ids)
+    ) + streamed + detokenizer.finish() == BYTE_LEVEL.decode(ids + ids)
 
 
 def test_half_a_character_in_the_prompt_is_finished_once() -> None:

@@ -164,7 +164,7 @@ class ResponseFormatter:
 
     def _status_of(self, section: Section) -> str:
         """Return the status of a finished item. The last item is incomplete if the answer reached its token limit."""
-        is_cut_off = self._finish_reason == "length" and section is self._sections.all[-1]
+        is_cut_off = self._finish_reason == "length" and section is self._sections.sections[-1]
         return INCOMPLETE if is_cut_off else COMPLETED
 
     def _content_part(self, section: Section) -> dict[str, Any]:
@@ -229,7 +229,7 @@ class ResponseFormatter:
             "completed_at": int(time.time()) if status == COMPLETED else None,
             "status": status,
             "model": self._model,
-            "output": [self._item(section, self._status_of(section)) for section in self._sections.all]
+            "output": [self._item(section, self._status_of(section)) for section in self._sections.sections]
             if is_finished
             else [],
             "error": None,

@@ -150,4 +150,6 @@ def test_errors_have_the_types_of_their_statuses() -> None:
     }
     assert anthropic_envelope(unavailable_error("gone"))["error"] == {"type": "api_error", "message": "gone"}
     shape = MessageFormatter(about("msg_1"))
-    assert named(shape.error_events(internal_error("msg_1")).decode()) == [("error", anthropic_envelope(internal_error("msg_1")))]
+    assert named(shape.error_events(internal_error("msg_1")).decode()) == [
+        ("error", anthropic_envelope(internal_error("msg_1")))
+    ]

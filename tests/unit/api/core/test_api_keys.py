@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 
 from cluster.api.core import api_keys
-from cluster.api.core.api_keys import ApiKey, ApiKeys, check_exposure, digest_of, is_loopback, keys_from_environment, parse_keys
+from cluster.api.core.api_keys import (
+    ApiKey,
+    ApiKeys,
+    check_exposure,
+    digest_of,
+    is_loopback,
+    keys_from_environment,
+    parse_keys,
+)
 from cluster.api.http.middleware import cache_salt
 from cluster.config import ConfigError
 

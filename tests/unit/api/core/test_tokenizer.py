@@ -7,7 +7,7 @@ from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from cluster.api.core.conversation import ChatMessage
-from cluster.api.core.tokenizer import template_messages, split_parallel_calls, render_prompt
+from cluster.api.core.tokenizer import render_prompt, split_parallel_calls, template_messages
 
 FIRST_ALONE = (  # gpt-oss: a first message of the system's; the loop has no place for another
     "{% if messages[0].role in ['system', 'developer'] %}[{{ messages[0].content }}]{% endif %}"

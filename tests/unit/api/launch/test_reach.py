@@ -16,7 +16,7 @@ def served(*words: str) -> ServePlan:
     parser = argparse.ArgumentParser()
     flags.add_arguments(parser)
     args = parser.parse_args(words)
-    return make_plan(args.config, flags.parse_overrides(args), flags.model_of(args))
+    return make_plan(args.config, flags.overrides_of(args), flags.model_of(args))
 
 
 def test_beyond_loopback_there_are_keys_or_the_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

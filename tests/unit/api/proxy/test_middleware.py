@@ -13,7 +13,7 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
 from cluster.api.proxy import middleware, serve_limits
 from cluster.api.proxy.connections import Connection
-from cluster.api.proxy.middleware import JsonErrors, Lingering, BufferedRequests, middlewares
+from cluster.api.proxy.middleware import BufferedRequests, JsonErrors, Lingering, middlewares
 from cluster.api.proxy.throttle import CpuLoad
 
 START, BODY = "http.response.start", "http.response.body"

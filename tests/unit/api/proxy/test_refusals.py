@@ -7,7 +7,7 @@ from typing import Any
 
 from cluster.actors.messages import Overloaded
 from cluster.api.core.errors import overloaded_error
-from cluster.api.proxy.middleware import JsonErrors, BufferedRequests
+from cluster.api.proxy.middleware import BufferedRequests, JsonErrors
 from cluster.api.proxy.refusals import FULL_HEADER, REPEATS_HEADER, AnnounceRefusals, Refusals, hold_s
 from cluster.api.proxy.throttle import MAX_PAUSE_S, CpuLoad, Throttle
 

@@ -8,11 +8,11 @@ import pytest
 
 from cluster.api.proxy.throttle import (
     BEGIN_S,
-    SATURATED_S,
-    MAX_PAUSE_S,
     CHECK_S,
-    REFUSE_S,
     CPU_SHARE,
+    MAX_PAUSE_S,
+    REFUSE_S,
+    SATURATED_S,
     CpuLoad,
     Throttle,
     pause_s,

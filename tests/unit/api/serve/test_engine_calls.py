@@ -66,7 +66,7 @@ def test_the_status_is_the_last_known_one_while_serve_sheds() -> None:
 
     async def statuses(*errors: Exception | None) -> list[bool]:
         asked = client(Handle(*errors))
-        return [(await asked._ask_status()).healthy for _ in errors]
+        return [(await asked._fetch_status()).healthy for _ in errors]
 
     assert asyncio.run(statuses(full, None, full, RayActorError(), full)) == [True, False, False, False, False]
 

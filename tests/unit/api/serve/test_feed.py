@@ -32,7 +32,11 @@ def test_all_streams_of_one_that_is_gone_are_told_and_those_of_others_are_not() 
         return name != "killed"
 
     async def body(callers: CallerMonitor) -> None:
-        with callers.open_stream("killed") as first, callers.open_stream("killed") as second, callers.open_stream("busy") as other:
+        with (
+            callers.open_stream("killed") as first,
+            callers.open_stream("killed") as second,
+            callers.open_stream("busy") as other,
+        ):
             assert not first()
             await until(lambda: first() and second())
             assert not other()

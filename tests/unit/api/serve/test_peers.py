@@ -65,7 +65,9 @@ def test_a_replica_that_does_not_answer_takes_no_other_s_sample_away(
     engine: Any = None
 
     async def ingresses(*answers: bytes | Exception | None) -> list[bytes]:
-        rest = application.RestParts(make_app=None, tokenizer=None, model_info_class=None, grammars_class=NoGrammars, drain_class=None)
+        rest = application.RestParts(
+            make_app=None, tokenizer=None, model_info_class=None, grammars_class=NoGrammars, drain_class=None
+        )
         service = ResilientService(engine, None, rest, ServingMetrics(model_name="m"), Peers(*answers))
         return await service._ingress_samples()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cluster.api.core.conversation import ChatRequest
-from cluster.api.serve.rest_parts import RestParts, load_rest, gather_or_cancel
+from cluster.api.serve.rest_parts import RestParts, gather_or_cancel, load_rest
 from cluster.config import ConfigError, EngineConfig
 from cluster.paths.checkout import CHECKOUT, DEMO_TARGET
 

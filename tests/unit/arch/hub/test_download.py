@@ -122,7 +122,9 @@ def test_what_is_cached_is_served_without_a_network(
     hub.add("org/model", files)
     hub.add("org/half", files)
     folder = fetched()
-    snapshot.fetch_config_files(snapshot.resolve_commit(hub_models(settings("org/half"))["model_path"]))  # its configs alone
+    snapshot.fetch_config_files(
+        snapshot.resolve_commit(hub_models(settings("org/half"))["model_path"])
+    )  # its configs alone
     hub.log.clear()
     if how == "offline":
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
