@@ -61,7 +61,7 @@ def test_batch_scoring_finds_code_likelier_than_nonsense(tmp_path: Path) -> None
     assert lines[0]["perplexity"] < lines[1]["perplexity"] and lines[2]["perplexity"] is None
 
 
-def test_a_custom_draft_is_read_as_meant_and_changes_no_text(
+def test_custom_draft_passes_inspect_and_does_not_change_the_text(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
@@ -81,14 +81,14 @@ def test_a_custom_draft_is_read_as_meant_and_changes_no_text(
 
 
 @pytest.mark.slow
-def test_a_custom_draft_is_probed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_probe_draft_command_accepts_a_custom_draft(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     draft = str(tmp_path / "my-draft")
     run("custom_draft.py", TARGET, draft)
     assert main(["probe-draft", draft, "--target", str(ROOT / TARGET), "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["readings"]) > 2
 
 
-def test_the_config_of_two_nodes_is_what_its_words_say() -> None:
+def test_two_nodes_config_has_two_ranks_spread_over_nodes() -> None:
     config = yaml.safe_load((EXAMPLES / "two_nodes/serve.yaml").read_text(encoding="utf-8"))
     llm = parse(config["applications"][0]["args"]).llm
     assert (llm.layout().world, llm.layout().strategy) == (2, "STRICT_SPREAD")
@@ -99,7 +99,7 @@ def test_the_config_of_two_nodes_is_what_its_words_say() -> None:
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_the_config_of_two_nodes_serves_from_two_nodes() -> None:
+def test_two_nodes_config_serves_from_two_nodes() -> None:
     found = found_by("tests.actors.two_nodes", 290)
     assert found["status"] == "RUNNING" and found["text"], found
     assert len(set(found["nodes"])) == 2

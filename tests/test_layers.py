@@ -187,7 +187,7 @@ def is_ours(name: str) -> bool:
     return name.split(".")[0] == "cluster"
 
 
-def test_imports_point_down() -> None:
+def test_modules_import_only_lower_layers() -> None:
     wrong = []
     for path in SOURCES:
         layer = layer_of(module_of(path))
@@ -202,7 +202,7 @@ def within(module: str, house: str) -> bool:
     return module == house or module.startswith(f"{house}.")
 
 
-def test_houses_know_only_those_below() -> None:
+def test_packages_do_not_import_their_forbidden_packages() -> None:
     wrong = []
     for path in SOURCES:
         forbidden = [closed for house, others in HOUSES.items() if within(module_of(path), house) for closed in others]
@@ -229,7 +229,7 @@ def test_no_import_cycles() -> None:
         visit(module, ())
 
 
-def test_no_imports_of_ours_inside_functions() -> None:
+def test_functions_contain_no_imports_of_cluster_modules() -> None:
     wrong = []
     for path in SOURCES:
         for node in ast.walk(tree_of(path)):
@@ -243,7 +243,7 @@ def test_no_imports_of_ours_inside_functions() -> None:
     assert not wrong, f"imported inside a function: {wrong}"
 
 
-def test_ray_stays_above_the_engine() -> None:
+def test_ray_is_imported_only_above_the_engine() -> None:
     wrong = [
         where(path, node)
         for path in SOURCES
@@ -266,7 +266,7 @@ def test_the_engine_imports_without_ray() -> None:
 
 
 @pytest.mark.parametrize("paths", [SOURCES, TESTS], ids=["cluster", "tests"])
-def test_no_drawers(paths: list[Path]) -> None:
+def test_file_names_are_not_generic(paths: list[Path]) -> None:
     wrong = [where(path) for path in paths if DRAWERS & set(path.relative_to(ROOT).with_suffix("").parts)]
     assert not wrong, f"name a file for the noun it owns or the verb it does: {wrong}"
 
@@ -292,12 +292,12 @@ def test_functions_stay_small() -> None:
     assert not long, f"over {MAX_FUNCTION} lines of code: {long}"
 
 
-def test_the_root_holds_few_files() -> None:
+def test_package_root_holds_few_files() -> None:
     found = sorted(path.name for path in PACKAGE.glob("*.py") if path.stem != "__init__")
     assert len(found) <= ROOT_FILES, f"give these files a folder: {found}"
 
 
-def test_a_class_name_means_one_thing() -> None:
+def test_class_names_are_unique() -> None:
     places: dict[str, list[str]] = {}
     for path in SOURCES:
         for node in ast.walk(tree_of(path)):
@@ -316,7 +316,7 @@ def resumes_training(path: Path, call: ast.Call, name: str) -> bool:
     return name == "torch.load" and safe and layer_of(module_of(path)) == "train"
 
 
-def test_nothing_unpickles_or_evaluates() -> None:
+def test_sources_neither_unpickle_nor_evaluate_code() -> None:
     wrong = []
     for path in SOURCES:
         tree = tree_of(path)

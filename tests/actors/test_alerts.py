@@ -78,7 +78,7 @@ def panel(title: str) -> str:
     return str(expr).replace("$__rate_interval", "1m").replace("$model", ".*").replace("$rank", ".*")
 
 
-def test_a_killed_rank_fires_the_shipped_alert_shows_in_the_panel_and_is_one_line_of_the_log(tmp_path: Path) -> None:
+def test_killed_rank_fires_the_alert_and_appears_in_dashboard_and_log(tmp_path: Path) -> None:
     checked = subprocess.run([program("promtool"), "check", "rules", str(DEPLOY / "alerts.yml")], capture_output=True)
     assert checked.returncode == 0, checked.stderr
     port, log = free_port(), tmp_path / "server.log"

@@ -31,7 +31,7 @@ def complete(url: str, *prompt: int, max_tokens: int = 8, **more: Any) -> httpx.
     return httpx.post(f"{url}/v1/completions", json=body, timeout=20)
 
 
-def test_one_hop_from_http_to_the_gang_and_back(url):
+def test_direct_ingress_serves_tokens_and_server_info(url):
     assert health(url) == 200
     answer = complete(url, 100)
     assert answer.status_code == 200, answer.text
@@ -42,7 +42,7 @@ def test_one_hop_from_http_to_the_gang_and_back(url):
     assert info["internal_states"]
 
 
-def test_a_stream_has_one_chunk_per_step_and_the_first_comes_at_once(url):
+def test_stream_sends_about_one_chunk_per_engine_step(url):
     body = {"model": "counting", "prompt": [SLOW, 1], "max_tokens": 40, "stream": True}
     arrived = []
     with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=20) as answer:
@@ -54,7 +54,7 @@ def test_a_stream_has_one_chunk_per_step_and_the_first_comes_at_once(url):
     assert arrived[-1] - arrived[0] > 0.2
 
 
-def test_a_client_that_leaves_frees_its_slot(url):
+def test_client_disconnect_frees_its_slot(url):
     async def leave() -> None:
         async with httpx.AsyncClient() as client:
             body = {"model": "counting", "prompt": [SLOW, 1], "max_tokens": 4000, "stream": True}
@@ -66,7 +66,7 @@ def test_a_client_that_leaves_frees_its_slot(url):
     assert eventually(lambda: total(httpx.get(f"{url}/metrics").text, "aerie_open_requests") == 0.0, 3.0)
 
 
-def test_clients_that_leave_take_nobody_with_them(url):
+def test_client_disconnects_do_not_end_other_streams(url):
     """Serve cancels every actor call that a leaving client's task has made; none may carry another's request."""
 
     async def ask(client: httpx.AsyncClient, number: int, leaves: bool) -> bool:
@@ -85,7 +85,7 @@ def test_clients_that_leave_take_nobody_with_them(url):
     assert health(url) == 200
 
 
-def test_a_killed_shard_is_a_pause_for_its_streams_and_503_for_a_moment(url):
+def test_killed_shard_pauses_its_stream_and_health_is_503_meanwhile(url):
     before = httpx.get(f"{url}/server_info").json()
     pid = int(httpx.get(f"{url}/server_info").text.split('"pid":')[1].split(",")[0].strip("} "))
     tokens: list[int] = []
@@ -110,7 +110,7 @@ def test_a_killed_shard_is_a_pause_for_its_streams_and_503_for_a_moment(url):
     assert complete(url, 7).status_code == 200
 
 
-def test_metrics_are_the_sum_over_replicas_whichever_answers(url):
+def test_metrics_page_sums_over_replicas_whichever_replica_answers(url):
     deploy(2)
     assert eventually(lambda: len(shards()) == 2)
     before = httpx.get(f"{url}/metrics").text
@@ -123,7 +123,7 @@ def test_metrics_are_the_sum_over_replicas_whichever_answers(url):
         assert sums == {total(before, name) + more}, (name, sums)
 
 
-def test_scrapes_that_are_given_up_do_no_harm_to_open_streams(url):
+def test_cancelled_scrapes_do_not_disturb_open_streams(url):
     """A Prometheus that cancels its scrapes took the threads of the heartbeats with it."""
 
     async def stream(client: httpx.AsyncClient, number: int) -> list[int]:
@@ -157,7 +157,7 @@ def test_scrapes_that_are_given_up_do_no_harm_to_open_streams(url):
     assert after["epoch"] == before, after["restarts"]
 
 
-def test_the_proxy_repeats_a_full_replicas_refusals_and_none_is_uncounted(url):
+def test_proxy_repeats_refusals_of_a_full_replica_and_all_are_counted(url):
     deploy(1, max_running_requests=1, max_queue_wait_s=1.0)
     assert eventually(lambda: len(shards()) == 1)
 

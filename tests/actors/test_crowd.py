@@ -61,7 +61,7 @@ async def answers(url: str, numbers: list[int], at_once: int) -> list[Any]:
         return await asyncio.gather(*(one(number) for number in numbers))
 
 
-def test_64_at_once_get_the_tokens_they_get_alone(url: str) -> None:
+def test_64_concurrent_requests_get_the_same_tokens_as_sequential_requests(url: str) -> None:
     numbers = list(range(64))
     together = asyncio.run(answers(url, numbers, at_once=64))
     alone = asyncio.run(answers(url, numbers, at_once=1))
@@ -88,7 +88,7 @@ async def leave_early(url: str, number: int) -> int:
     return seen
 
 
-def test_200_clients_that_leave_free_every_page(url: str) -> None:
+def test_disconnects_of_200_clients_free_all_kv_pages(url: str) -> None:
     before = pages(url)
 
     async def crowd() -> list[int]:

@@ -97,7 +97,7 @@ def loaded(url: str) -> Iterator[None]:
     assert not failed, failed
 
 
-def test_every_query_gives_data_of_a_loaded_server(tmp_path: Path) -> None:
+def test_dashboard_and_alert_queries_return_data_under_load(tmp_path: Path) -> None:
     port, missing = free_port(), dict[str, str]()
     url = f"http://127.0.0.1:{port}"
     with aerie_serve(f"http_port={port}", log=tmp_path / "log", RAY_USAGE_STATS_ENABLED="0") as process:

@@ -19,7 +19,7 @@ def found() -> Any:
     return found_by("tests.actors.declared_gpus", 290)
 
 
-def test_the_layout_of_the_file_is_placed_as_it_says(found: Any) -> None:
+def test_serve_yaml_gpu_layout_is_placed_on_a_matching_node(found: Any) -> None:
     assert found["apps"]["section"]["state"] == "RUNNING", found["apps"]["section"]
     (group,) = found["groups"]["section"]
     assert group["strategy"] == "STRICT_PACK"
@@ -31,14 +31,14 @@ def test_the_layout_of_the_file_is_placed_as_it_says(found: Any) -> None:
     assert [rank["node"] for rank in info["ranks"]] == [node] * 8
 
 
-def test_a_rank_sees_the_one_gpu_that_ray_reserves_for_it(found: Any) -> None:
+def test_each_rank_sees_only_the_gpu_that_ray_reserves(found: Any) -> None:
     info = found["info"]["section"]
     given = [gpu for rank in info["ranks"] for gpu in rank["gpus"]]
     assert sorted(given) == EIGHT and all(len(rank["gpus"]) == 1 for rank in info["ranks"])
     assert info["kernels"] == given[0], "CUDA_VISIBLE_DEVICES of rank 0"
 
 
-def test_gangs_share_a_node_and_auto_takes_the_gpus_that_are_reserved(found: Any) -> None:
+def test_two_gangs_share_a_node_and_device_auto_selects_cuda(found: Any) -> None:
     assert found["apps"]["pair"]["state"] == "RUNNING", found["apps"]["pair"]
     groups = found["groups"]["pair"]
     assert len(groups) == 2 and groups[0]["nodes"] == groups[1]["nodes"]
@@ -49,7 +49,7 @@ def test_gangs_share_a_node_and_auto_takes_the_gpus_that_are_reserved(found: Any
     assert found["auto"] == ["cuda", "device: auto; the cluster has 16 GPU(s)"]
 
 
-def test_an_accelerator_that_no_node_has_is_refused_by_serve_soon(found: Any) -> None:
+def test_deployment_fails_for_an_accelerator_type_that_no_node_has(found: Any) -> None:
     app = found["apps"]["absent"]
     assert app["state"] == "DEPLOY_FAILED"
     assert "accelerator_type A100: no node of the cluster has it, nodes have H100, L4" in app["said"]
@@ -57,7 +57,7 @@ def test_an_accelerator_that_no_node_has_is_refused_by_serve_soon(found: Any) ->
     assert found["groups"]["absent"] == []
 
 
-def test_ranks_that_see_no_cuda_say_so_in_plain_words(found: Any) -> None:
+def test_rank_without_cuda_fails_with_a_clear_message(found: Any) -> None:
     app = found["apps"]["torch"]
     assert app["state"] == "DEPLOY_FAILED"
     assert "sees no CUDA device (CUDA_VISIBLE_DEVICES is" in app["said"]
@@ -78,6 +78,6 @@ def test_ranks_that_see_no_cuda_say_so_in_plain_words(found: Any) -> None:
         ("its own", ["GPU: needs 8, free", "held by", "section/"]),
     ],
 )
-def test_what_has_no_room_is_refused_with_the_field_and_the_remedy(found: Any, what: str, said: list[str]) -> None:
+def test_gang_that_does_not_fit_is_refused_with_field_and_remedy(found: Any, what: str, said: list[str]) -> None:
     words = found["refused"][what]["said"]
     assert all(part in words for part in said), words

@@ -33,7 +33,7 @@ finally:
 """
 
 
-def test_a_cluster_with_gpus_gives_one_to_each_rank() -> None:
+def test_cluster_with_gpus_reserves_a_gpu_for_each_rank() -> None:
     ran = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stderr
     auto, cuda, cpu = json.loads(ran.stdout.splitlines()[-1])

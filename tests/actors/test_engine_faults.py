@@ -84,7 +84,7 @@ class Read:
         (1, signal.SIGKILL, 2, 1, AHEAD),
     ],
 )
-def test_streams_of_a_lost_gang_have_the_tokens_of_an_undisturbed_one(
+def test_streams_of_a_gang_that_loses_a_rank_get_the_undisturbed_tokens(
     rank: int, how: signal.Signals, world: int, attn_dp: int, factory: str
 ) -> None:
     """`AHEAD`: a step is under way whose results nobody has read."""
@@ -122,7 +122,7 @@ def test_streams_of_a_lost_gang_have_the_tokens_of_an_undisturbed_one(
     with_gang(real(name, world, attn_dp, factory), body)
 
 
-def test_ranks_that_cannot_be_split_are_refused_and_nothing_is_left() -> None:
+def test_indivisible_tp_size_is_refused_and_leaves_no_actors() -> None:
     with pytest.raises(ConfigError, match="tp_size"):
         with_gang(real("unsplit", world=3, attn_dp=1), None)  # type: ignore[arg-type]
     assert left_behind("unsplit") == []

@@ -75,7 +75,7 @@ class Crowd:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_rank_is_named_and_every_stream_goes_on(rank: int) -> None:
+def test_killed_rank_is_reported_and_every_stream_continues(rank: int) -> None:
     heard: list[Loss] = []
 
     async def body(gang: Gang, router: Router) -> None:
@@ -110,7 +110,7 @@ def test_a_killed_rank_is_named_and_every_stream_goes_on(rank: int) -> None:
     with_gang(spec(f"killed-{rank}", world=2), body)
 
 
-def test_a_gang_of_one_comes_back_too_and_new_requests_wait_for_it() -> None:
+def test_gang_of_a_single_rank_restarts_and_new_requests_wait() -> None:
     async def body(gang: Gang, router: Router) -> None:
         crowd = Crowd(router, 4, max_tokens=200)
         await crowd.flowing()
@@ -124,7 +124,7 @@ def test_a_gang_of_one_comes_back_too_and_new_requests_wait_for_it() -> None:
 
 
 @pytest.mark.slow
-def test_it_may_happen_twice_and_a_client_may_leave_meanwhile() -> None:
+def test_streams_survive_two_rank_losses_and_a_client_disconnect() -> None:
     async def body(gang: Gang, router: Router) -> None:
         crowd = Crowd(router, 6, max_tokens=500)
         leaver = asyncio.create_task(read(router, ask("leaver", SLOW, 1, max_tokens=100_000)))
@@ -144,7 +144,7 @@ def test_it_may_happen_twice_and_a_client_may_leave_meanwhile() -> None:
     with_gang(spec("killed-twice", world=2), body)
 
 
-def test_a_sleeping_gang_that_loses_a_rank_comes_back() -> None:
+def test_idle_gang_restarts_after_losing_a_rank() -> None:
     async def body(gang: Gang, router: Router) -> None:
         assert (await read(router, ask("a", 1)))[0] == [2, 3, 4, 5, 6, 7]
         await until(lambda: gang.heartbeats[0] is not None)
@@ -157,7 +157,7 @@ def test_a_sleeping_gang_that_loses_a_rank_comes_back() -> None:
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_a_frozen_rank_is_named_within_the_limit_and_replaced(rank: int) -> None:
+def test_frozen_rank_is_reported_within_the_watchdog_limit_and_replaced(rank: int) -> None:
     async def body(gang: Gang, router: Router) -> None:
         crowd = Crowd(router, 4, max_tokens=400)
         await crowd.flowing()
@@ -175,7 +175,7 @@ def test_a_frozen_rank_is_named_within_the_limit_and_replaced(rank: int) -> None
     with_gang(spec(f"frozen-{rank}", world=2, watchdog_timeout_s=2.0), body)
 
 
-def test_a_rank_that_freezes_for_a_moment_is_forgiven() -> None:
+def test_briefly_frozen_rank_is_not_replaced() -> None:
     async def body(gang: Gang, router: Router) -> None:
         crowd = Crowd(router, 4, max_tokens=300)
         await crowd.flowing()
@@ -190,7 +190,7 @@ def test_a_rank_that_freezes_for_a_moment_is_forgiven() -> None:
     with_gang(spec("moment", world=2, watchdog_timeout_s=1.5), body)
 
 
-def test_a_replica_that_stood_still_does_not_blame_its_ranks() -> None:
+def test_blocked_replica_process_does_not_blame_its_ranks() -> None:
     async def body(gang: Gang, router: Router) -> None:
         crowd = Crowd(router, 4, max_tokens=200)
         await crowd.flowing()
@@ -214,7 +214,7 @@ def test_a_slow_rank_is_not_killed() -> None:
 
 
 @pytest.mark.parametrize(("trouble", "kind"), [(POISON, "failed"), (ASTRAY, "out_of_step")])
-def test_a_step_that_fails_on_one_rank_is_told_from_its_messengers(trouble: int, kind: str) -> None:
+def test_loss_names_the_failing_rank_and_not_the_reporting_peers(trouble: int, kind: str) -> None:
     async def body(gang: Gang, router: Router) -> None:
         task = asyncio.create_task(read(router, ask("trouble", trouble, ON + 1, 3, max_tokens=4)))
         await until(lambda: gang.gang_errors)
@@ -228,7 +228,7 @@ def test_a_step_that_fails_on_one_rank_is_told_from_its_messengers(trouble: int,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [CRASH, SUDDEN, LATE])
-def test_a_request_that_ends_the_gang_again_and_again_ends_and_the_others_go_on(kind: int) -> None:
+def test_request_that_kills_the_gang_repeatedly_fails_and_others_continue(kind: int) -> None:
     async def body(gang: Gang, router: Router) -> None:
         crowd = Crowd(router, 6, max_tokens=600)
         await crowd.flowing()
@@ -246,7 +246,7 @@ def test_a_request_that_ends_the_gang_again_and_again_ends_and_the_others_go_on(
     with_gang(spec(f"poison-{kind}", world=2), body)
 
 
-def test_a_gang_that_cannot_come_back_is_given_up_within_the_bound() -> None:
+def test_gang_that_cannot_restart_is_given_up_after_restart_timeout() -> None:
     async def body(gang: Gang, router: Router) -> None:
         task = asyncio.create_task(read(router, ask("long", SLOW, 1, max_tokens=100_000)))
         await until(lambda: "long" in router._streams and router._streams["long"].sent_tokens)
@@ -265,7 +265,7 @@ def test_a_gang_that_cannot_come_back_is_given_up_within_the_bound() -> None:
     with_gang(spec("given-up", world=2, restart_timeout_s=6), body)
 
 
-def test_a_gang_whose_lives_give_no_token_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gang_is_given_up_after_incarnations_without_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """That they begin requests does not count: on a broken machine each life's first step is its last."""
     monkeypatch.setattr("cluster.actors.gang.MAX_FRUITLESS_INCARNATIONS", 2)
 
@@ -279,7 +279,7 @@ def test_a_gang_whose_lives_give_no_token_is_given_up(monkeypatch: pytest.Monkey
     with_gang(spec("fruitless"), body)
 
 
-def test_closing_while_the_gang_restarts_leaves_nothing() -> None:
+def test_closing_during_a_gang_restart_leaves_no_process() -> None:
     started: list[int] = []
 
     async def body(gang: Gang, router: Router) -> None:
@@ -298,7 +298,7 @@ def test_closing_while_the_gang_restarts_leaves_nothing() -> None:
 
 
 @pytest.mark.slow
-def test_followers_get_no_requests_and_are_watched() -> None:
+def test_follower_ranks_get_no_requests_but_are_watched() -> None:
     async def body(gang: Gang, router: Router) -> None:
         crowd = Crowd(router, 6, max_tokens=300)
         await crowd.flowing()

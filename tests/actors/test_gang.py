@@ -19,7 +19,7 @@ from tests.actors.gangs import ask, left_behind, read, spec, with_gang
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray")]
 
 
-def test_requests_stream_side_by_side_and_nothing_is_left():
+def test_concurrent_requests_stream_and_leave_no_running_requests():
     async def body(gang: Gang, router: Router) -> None:
         results = await asyncio.gather(*(read(router, ask(f"r{i}", 1000 * i, max_tokens=i + 1)) for i in range(20)))
         for i, (tokens, last) in enumerate(results):
@@ -37,7 +37,7 @@ def test_requests_stream_side_by_side_and_nothing_is_left():
     with_gang(spec("side-by-side"), body)
 
 
-def test_two_ranks_share_the_work():
+def test_both_ranks_take_steps_for_concurrent_requests():
     async def body(gang: Gang, router: Router) -> None:
         await asyncio.gather(*(read(router, ask(f"r{i}", SLOW, i, max_tokens=20)) for i in range(8)))
         await gang.request_heartbeats(2.0)
@@ -47,7 +47,7 @@ def test_two_ranks_share_the_work():
     with_gang(spec("two-ranks", world=2), body)
 
 
-def test_leaving_aborts_within_a_step_or_two():
+def test_closed_or_cancelled_stream_aborts_its_request():
     async def body(gang: Gang, router: Router) -> None:
         stream = router.generate(ask("long", SLOW, 1, max_tokens=100_000))
         async for _ in stream:
@@ -65,7 +65,7 @@ def test_leaving_aborts_within_a_step_or_two():
     with_gang(spec("leaving"), body)
 
 
-def test_what_cannot_be_served_raises_and_what_is_too_much_is_refused_at_once():
+def test_invalid_request_raises_and_a_full_queue_refuses_at_once():
     async def body(gang: Gang, router: Router) -> None:
         with pytest.raises(ValueError, match="too long"):
             await read(router, ask("bad", TOO_LONG))
@@ -82,7 +82,7 @@ def test_what_cannot_be_served_raises_and_what_is_too_much_is_refused_at_once():
     with_gang(spec("refused", max_queued_tokens=1000), body)
 
 
-def test_a_stall_is_seen_within_the_watchdog_and_forgiven_when_it_ends():
+def test_stalled_rank_is_unhealthy_until_the_stall_ends():
     async def body(gang: Gang, router: Router) -> None:
         task = asyncio.create_task(read(router, ask("stuck", STUCK, 1, max_tokens=2)))
         await asyncio.sleep(1.1)
@@ -105,7 +105,7 @@ def test_a_stall_is_seen_within_the_watchdog_and_forgiven_when_it_ends():
         ("too-few", {"world": 2, "tp_size": 4}, ConfigError, "tp_size 4 needs as many bundles, .* has 2"),
     ],
 )
-def test_a_gang_that_cannot_start_says_why_at_once_and_leaves_nothing(name, settings, error, said):
+def test_failed_gang_start_names_the_cause_and_leaves_no_actors(name, settings, error, said):
     asked = time.monotonic()
     with pytest.raises(error, match=said):
         with_gang(spec(name, **settings), None)  # type: ignore[arg-type]
@@ -113,14 +113,14 @@ def test_a_gang_that_cannot_start_says_why_at_once_and_leaves_nothing(name, sett
     assert left_behind(name) == []
 
 
-def test_no_room_says_what_is_missing():
+def test_placement_error_names_the_missing_gpu():
     layout = Layout(({"CPU": 1.0, "GPU": 2.0},), join_wait_s=0.5)
     with pytest.raises(PlacementError, match=r"no node of the cluster has a GPU: set device to cpu"):
         with_gang(GangSpec(EngineConfig(model_path="x"), layout, "test/no-room"), None)  # type: ignore[arg-type]
     assert left_behind("no-room") == []
 
 
-def test_samples_are_of_the_gangs_of_one_deployment_only():
+def test_deployment_samples_exclude_gangs_of_other_deployments():
     async def whole() -> None:
         first, second = Gang(spec("first")), Gang(spec("second"))
         stranger = Gang(GangSpec(first.spec.config, first.spec.layout, "other/third", first.spec.factory))
@@ -144,7 +144,7 @@ def test_samples_are_of_the_gangs_of_one_deployment_only():
     asyncio.run(whole())
 
 
-def test_the_shards_of_a_dead_owner_go_with_it():
+def test_shards_end_with_their_killed_owner():
     @ray.remote(num_cpus=0)
     class Owner:
         async def start(self) -> int:

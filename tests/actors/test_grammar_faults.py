@@ -15,7 +15,7 @@ from tests.actors.gangs import with_gang
 from tests.actors.test_engine_faults import Read
 from tests.actors.test_faults import pids, unhealthy, until
 from tests.parity.harness import run
-from tests.parity.test_wild import asked, config
+from tests.parity.test_many_grammars import asked, config
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.usefixtures("local_ray")]
 
@@ -25,7 +25,7 @@ KILLS = 2
 
 @pytest.mark.parametrize(("topk", "num_steps"), [(1, 3), (4, 4)])
 @pytest.mark.parametrize("groups", [1, 2])
-def test_kills_in_the_middle_of_grammars_change_nothing(groups: int, topk: int, num_steps: int) -> None:
+def test_killed_ranks_do_not_change_the_tokens_of_constrained_streams(groups: int, topk: int, num_steps: int) -> None:
     requests = asked(1.0)[::EVERY]
     said = run(build_engine(config(0, 0)), requests, limit=5000)
     name = f"grammars-{groups}-{topk}"

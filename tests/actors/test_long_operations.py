@@ -37,7 +37,7 @@ def verdict(loop: EngineLoop) -> Verdict | None:
     return judge([RankEvidence(loop.heartbeat())], LIMIT_S)
 
 
-def test_an_operation_that_computes_is_no_freeze_however_long_it_takes(tmp_path: Path) -> None:
+def test_long_computing_operation_is_not_judged_a_freeze(tmp_path: Path) -> None:
     loop, began, longest = run_loop(tmp_path, BURN), time.monotonic(), 0.0
     while not (items := loop.drain(timeout_s=0.1)):
         beat = loop.heartbeat()
@@ -49,7 +49,7 @@ def test_an_operation_that_computes_is_no_freeze_however_long_it_takes(tmp_path:
     assert loop.stop()
 
 
-def test_an_operation_that_does_nothing_is_one(tmp_path: Path) -> None:
+def test_blocked_operation_is_judged_a_freeze(tmp_path: Path) -> None:
     loop, until = run_loop(tmp_path, BLOCK), time.monotonic() + 60
     while (said := verdict(loop)) is None or not said.final:
         assert time.monotonic() < until
@@ -81,7 +81,7 @@ def two_ranks(folder: Path, trouble: str) -> Iterator[list[Connection]]:
 
 
 @pytest.mark.parametrize("trouble", [BURN, pytest.param(BLOCK, marks=pytest.mark.slow)])
-def test_of_two_ranks_the_one_that_waits_is_never_blamed(tmp_path: Path, trouble: str) -> None:
+def test_waiting_rank_is_not_blamed_for_a_slow_or_frozen_peer(tmp_path: Path, trouble: str) -> None:
     ids = tuple(3 + i % 60 for i in range(ROWS + 50))
     request = Request("long", ids, RequestParams(max_tokens=1, temperature=0.0, seed=1))
     with two_ranks(tmp_path, trouble) as pipes:

@@ -46,7 +46,7 @@ def collect(loop: EngineLoop, *names: str, within_s: float = 5.0) -> tuple[list[
     return items, final
 
 
-def test_each_step_is_one_item_with_every_request_in_it(loop):
+def test_each_step_gives_a_single_item_with_all_requests(loop):
     loop.put(Commands(submits=(ask("a", 10), ask("b", 100))))
     items, _ = collect(loop, "a", "b")
     assert [item.step for item in items] == [1, 2, 3]
@@ -54,7 +54,7 @@ def test_each_step_is_one_item_with_every_request_in_it(loop):
     assert [t for item in items for t in item.outputs[1].token_ids] == [101, 102, 103, 104, 105, 106]
 
 
-def test_an_idle_loop_sleeps_and_a_submit_wakes_it(loop):
+def test_idle_loop_sleeps_until_a_request_is_submitted(loop):
     loop.put(Commands(submits=(ask("a", 1),)))
     collect(loop, "a")
     time.sleep(0.05)
@@ -69,7 +69,7 @@ def test_an_idle_loop_sleeps_and_a_submit_wakes_it(loop):
     assert time.monotonic() - asked < 0.5
 
 
-def test_what_a_step_takes_in_is_said_before_the_step(loop):
+def test_loop_reports_admitted_requests_before_the_step(loop):
     loop.put(Commands(submits=(ask("a", POISON), ask("b", 1))))
     assert loop.wait() is not None
     assert [item.admitted for item in loop.drain()] == [("a", "b")]
@@ -83,7 +83,7 @@ def told(loop: EngineLoop, within_s: float) -> list[StepItem]:
 
 
 @pytest.mark.parametrize("last", [Commands(confirmed=("b",)), Commands(aborts=("b",))])
-def test_the_step_of_a_doubted_request_waits_until_the_replica_has_heard_that_it_begins(loop, monkeypatch, last):
+def test_step_of_a_suspect_request_waits_for_the_confirmation_of_the_replica(loop, monkeypatch, last):
     monkeypatch.setattr("cluster.actors.engine_loop.CONFIRMATION_TIMEOUT_S", 30.0)
     loop.put(Commands(submits=(ask("a", 1), ask("b", 7)), suspects=("a", "b")))
     (item,) = told(loop, 0.3)
@@ -96,7 +96,7 @@ def test_the_step_of_a_doubted_request_waits_until_the_replica_has_heard_that_it
     collect(loop, "a", "b2")
 
 
-def test_a_replica_that_never_answers_does_not_stop_the_step(loop, monkeypatch):
+def test_step_of_a_suspect_request_starts_after_the_confirmation_timeout(loop, monkeypatch):
     monkeypatch.setattr("cluster.actors.engine_loop.CONFIRMATION_TIMEOUT_S", 0.2)
     asked = time.monotonic()
     loop.put(Commands(submits=(ask("a", 7),), suspects=("a",)))
@@ -117,20 +117,20 @@ def test_abort_reaches_the_engine_between_steps(loop):
     assert beat.status.aborted == 1 and beat.status.running == 0
 
 
-def test_a_request_that_cannot_be_served_is_refused_and_harms_nobody(loop):
+def test_invalid_request_is_refused_without_harm_to_other_requests(loop):
     loop.put(Commands(submits=(ask("bad", TOO_LONG), ask("good", 5))))
     items, _ = collect(loop, "good")
     assert items[0].refused == (("bad", "prompt is too long"),)
     assert loop.failure is None
 
 
-def test_a_refusal_alone_is_an_item_too(loop):
+def test_refusal_without_outputs_still_gives_an_item(loop):
     loop.put(Commands(submits=(ask("bad", TOO_LONG),)))
     (item,) = loop.drain(timeout_s=2)
     assert item.refused and not item.outputs
 
 
-def test_a_step_that_raises_ends_the_loop_and_says_who_where_and_why(loop):
+def test_failing_step_ends_the_loop_and_reports_rank_phase_and_reason(loop):
     loop.put(Commands(submits=(ask("a", SLOW, 1, max_tokens=1000),)))
     assert loop.drain(timeout_s=2)
     steps = loop.heartbeat().steps
@@ -149,7 +149,7 @@ def test_a_step_that_raises_ends_the_loop_and_says_who_where_and_why(loop):
     assert loop.has_ended and loop.drain(timeout_s=5) == []
 
 
-def test_the_pulse_of_a_stuck_step_ages(loop):
+def test_heartbeat_age_grows_during_a_stuck_step(loop):
     time.sleep(0.3)  # an idle time that must not count
     loop.put(Commands(submits=(ask("a", STUCK, 1, max_tokens=2),)))
     time.sleep(0.1)
@@ -161,7 +161,7 @@ def test_the_pulse_of_a_stuck_step_ages(loop):
     collect(loop, "a", within_s=15)
 
 
-def test_a_slow_step_that_goes_from_phase_to_phase_is_no_stuck_one(loop):
+def test_heartbeat_age_restarts_with_each_phase_of_a_slow_step(loop):
     loop.put(Commands(submits=(ask("a", CRAWL, 1, max_tokens=2),)))
     ages, phases = [], []
     assert [item.admitted for item in loop.drain(timeout_s=2)] == [("a",)]
@@ -174,7 +174,7 @@ def test_a_slow_step_that_goes_from_phase_to_phase_is_no_stuck_one(loop):
     assert set(phases) >= {"plan", "draft", "target", "extend"}
 
 
-def test_stop_ends_a_waiting_reader_and_a_busy_loop():
+def test_stop_ends_a_busy_loop():
     loop = EngineLoop(CountingEngine(EngineConfig(model_path="fake")))
     loop.start()
     loop.put(Commands(submits=(ask("a", SLOW, 1, max_tokens=10_000),)))
@@ -209,7 +209,7 @@ def asleep(loops: list[EngineLoop]) -> bool:
     return not any(loop.heartbeat().busy for loop in loops)
 
 
-def test_ranks_without_work_step_with_those_that_have_some_and_all_sleep_after(gang):
+def test_ranks_without_requests_step_with_a_busy_rank_and_then_all_sleep(gang):
     gang[1].put(Commands(submits=(seeded("a", 10, max_tokens=40),)))
     collect(gang[1], "a")
     assert asleep(gang)
@@ -221,7 +221,7 @@ def test_ranks_without_work_step_with_those_that_have_some_and_all_sleep_after(g
     assert [loop.heartbeat().steps for loop in gang] == steps
 
 
-def test_no_ring_is_lost(gang):
+def test_every_submit_around_falling_asleep_is_processed(gang):
     """Submits at every moment around falling asleep, from whichever rank; a lost one would leave its reader waiting."""
     dice = random.Random(1)
     for turn in range(300):
@@ -234,20 +234,20 @@ def test_no_ring_is_lost(gang):
     assert asleep(gang)
 
 
-def test_one_rank_that_is_stopped_ends_all(gang):
+def test_stopping_a_single_rank_stops_all_busy_ranks(gang):
     gang[0].put(Commands(submits=(seeded("a", SLOW, 1, max_tokens=10_000),)))
     assert gang[0].drain(timeout_s=2)
     assert gang[2].stop(timeout_s=2)
     assert [loop.wait() for loop in gang] == [None] * 3
 
 
-def test_a_sleeping_gang_is_stopped_from_one_rank(gang):
+def test_stopping_a_single_rank_stops_a_sleeping_gang(gang):
     assert asleep(gang)
     assert gang[1].stop(timeout_s=2)
     assert [loop.wait() for loop in gang] == [None] * 3
 
 
-def test_a_rank_that_fails_is_named_by_its_peers(gang):
+def test_failed_rank_is_named_by_its_peers(gang):
     gang[0].put(Commands(submits=(seeded("a", SLOW, 1, max_tokens=10_000),)))
     assert gang[0].drain(timeout_s=2)
     asked = time.monotonic()
@@ -258,7 +258,7 @@ def test_a_rank_that_fails_is_named_by_its_peers(gang):
     assert {f.phase for f in failures} == {"target"} and len({f.step for f in failures}) == 1
 
 
-def test_a_rank_out_of_step_is_reported_as_that(gang):
+def test_rank_out_of_step_is_reported_as_out_of_step(gang):
     gang[1].put(Commands(submits=(seeded("b", ASTRAY, 1),)))
     failure = gang[1].wait()
     assert failure is not None and (failure.kind, failure.rank) == ("out_of_step", 1)

@@ -20,9 +20,7 @@ def found() -> Any:
     ("strategy", "nodes_used"),
     [("pack", {1}), ("pack over two", {2}), ("strict pack", {1}), ("spread", {2, 3}), ("strict spread", {3})],
 )
-def test_ranks_of_a_node_are_neighbours_and_the_replicas_node_comes_first(
-    found: Any, strategy: str, nodes_used: set[int]
-) -> None:
+def test_ranks_are_grouped_by_node_with_the_replica_node_first(found: Any, strategy: str, nodes_used: set[int]) -> None:
     nodes = found[strategy]
     groups = [(node, len(list(ranks))) for node, ranks in groupby(nodes)]
     assert len({node for node, _ in groups}) == len(groups), f"a node's ranks are apart: {nodes}"
@@ -32,7 +30,7 @@ def test_ranks_of_a_node_are_neighbours_and_the_replicas_node_comes_first(
     assert "b" not in nodes or nodes[0] == "b", nodes
 
 
-def test_a_gang_over_two_nodes_serves_and_survives_the_death_of_one(found: Any) -> None:
+def test_gang_over_two_nodes_survives_the_loss_of_a_node(found: Any) -> None:
     assert found["gang"][0] == "b" and found["gang"][1] == found["lost node"] != "b"
     assert found["interfaces"] == ["lo", "lo"]  # the nodes' address is 127.0.0.1
     assert found["tokens"] == list(range(2, 602))

@@ -114,7 +114,7 @@ def refusal(url: str) -> httpx.Response:
 
 
 @pytest.mark.parametrize("proxy", ["0", pytest.param("1", marks=pytest.mark.slow)], ids=["serve's proxy", "haproxy"])
-def test_it_starts_answers_stops_and_leaves_nothing(proxy: str, tmp_path: Path) -> None:
+def test_serve_command_starts_answers_drains_and_leaves_no_process(proxy: str, tmp_path: Path) -> None:
     port, log = free_port(), tmp_path / "server.log"
     url = f"http://127.0.0.1:{port}"
     settings = (f"http_port={port}", *tiny_pair(), "graceful_shutdown_timeout_s=120", "max_running_requests=8")
@@ -148,7 +148,7 @@ def test_it_starts_answers_stops_and_leaves_nothing(proxy: str, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_keys_of_the_environment_are_asked_for_and_never_shown(tmp_path: Path) -> None:
+def test_api_keys_from_the_environment_are_required_and_never_shown(tmp_path: Path) -> None:
     port, log = free_port(), tmp_path / "server.log"
     url, keys = f"http://127.0.0.1:{port}", ("sk-one-of-two-keys", "sk-two-of-two-keys")
     body = {"model": "tiny", "prompt": [5, 6, 7] * 20, "max_tokens": 2}
@@ -173,7 +173,7 @@ def test_keys_of_the_environment_are_asked_for_and_never_shown(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_an_interrupt_of_the_whole_group_ends_streams_with_an_event_at_the_timeout(tmp_path: Path) -> None:
+def test_interrupt_ends_open_streams_with_an_error_at_the_shutdown_timeout(tmp_path: Path) -> None:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     settings = (
@@ -204,7 +204,7 @@ def test_an_interrupt_of_the_whole_group_ends_streams_with_an_event_at_the_timeo
 
 
 @pytest.mark.slow
-def test_a_second_interrupt_ends_it_at_once_and_leaves_nothing(tmp_path: Path) -> None:
+def test_second_interrupt_ends_the_server_at_once_and_leaves_no_process(tmp_path: Path) -> None:
     port = free_port()
     with aerie_serve(f"http_port={port}", *tiny_pair(), log=tmp_path / "server.log") as process:
         wait_for(process, "READY ")
@@ -224,7 +224,7 @@ def test_a_second_interrupt_ends_it_at_once_and_leaves_nothing(tmp_path: Path) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_before_it_is_ready_stops_it_too(stop: signal.Signals, tmp_path: Path) -> None:
+def test_signal_during_startup_stops_the_server_and_leaves_no_process(stop: signal.Signals, tmp_path: Path) -> None:
     """While it imports, while Ray starts, while the model loads: one status, and nothing is left."""
     for after_s in (0.5, 2.5, 4.0, 7.0):
         with (
@@ -239,7 +239,7 @@ def test_a_signal_before_it_is_ready_stops_it_too(stop: signal.Signals, tmp_path
             assert alive == [] and not any(Path(folder).iterdir()), after_s
 
 
-def test_a_broken_checkpoint_is_one_clear_line(tmp_path: Path) -> None:
+def test_broken_checkpoint_ends_the_command_without_a_traceback(tmp_path: Path) -> None:
     target = Path(target_folder())
     for file in target.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())

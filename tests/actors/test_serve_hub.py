@@ -12,7 +12,7 @@ from tests.tiny import draft_folder, target_folder
 pytestmark = pytest.mark.ray
 
 
-def test_a_pair_is_served_by_its_names(tmp_path: Path) -> None:
+def test_serve_downloads_target_and_draft_from_the_hub_once(tmp_path: Path) -> None:
     port, home = free_port(), tmp_path / "home"
     target = target_folder()
     with fake_hub() as hub:

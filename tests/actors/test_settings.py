@@ -20,7 +20,7 @@ def args(**llm):
     return {"llm_configs": [{"model_loading_config": {"model_id": "m", "model_source": "/models/m"}, **llm}]}
 
 
-def test_ray_serve_llm_words_are_understood():
+def test_ray_serve_llm_settings_are_accepted():
     settings = parse(
         args(
             engine_kwargs={
@@ -65,20 +65,20 @@ def test_ray_serve_llm_words_are_understood():
         ({"llm_configs": ["/no/such.yaml"]}, "cannot read config '/no/such.yaml'"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_by_name(given, said):
+def test_unsupported_setting_is_refused_by_name(given, said):
     with pytest.raises(ConfigError) as refused:
         parse(given)
     assert said in str(refused.value)
     assert "pydantic" not in str(refused.value)
 
 
-def test_an_entry_may_be_a_file(tmp_path):
+def test_llm_configs_may_name_a_file(tmp_path):
     file = tmp_path / "m.yaml"
     file.write_text(yaml.safe_dump(args()["llm_configs"][0]))
     assert parse({"llm_configs": str(file)}).llm == parse(args()).llm
 
 
-def test_every_deploy_file_is_valid_and_the_two_defaults_serve_the_same():
+def test_deploy_files_are_valid_and_match_the_default_plan():
     plan = make_plan(None, ["model_path=models/demo/target"])
     assert plan.url == "http://127.0.0.1:8000"
     served = yaml.safe_load((CHECKOUT / "deploy" / "serve.yaml").read_text())
@@ -100,7 +100,7 @@ def set_all(*overrides: str) -> dict:
     return made
 
 
-def test_settings_are_laid_over_the_config():
+def test_overrides_replace_values_of_the_config():
     made = set_all(
         "http_port=8123",
         "dtype=float64",
@@ -126,7 +126,7 @@ def test_settings_are_laid_over_the_config():
     assert llm["placement_group_config"] == {"bundle_per_worker": {"CPU": 2}}
 
 
-def test_a_name_that_the_engine_and_serve_both_have_is_the_engine_s():
+def test_name_shared_by_engine_and_serve_sets_the_engine_option():
     for name in sorted({*EngineConfig.model_fields, *ALIASES} & set(DEPLOYMENT_OPTIONS)):
         llm = set_all(f"{name}=7", f"deployment_config.{name}=9")["applications"][0]["args"]["llm_configs"][0]
         assert llm["engine_kwargs"][ALIASES.get(name, name)] == 7
@@ -134,19 +134,19 @@ def test_a_name_that_the_engine_and_serve_both_have_is_the_engine_s():
     assert make_plan(None, ["max_queued_requests=7"]).engine.max_queued_requests == 7
 
 
-def test_speculation_is_switched_off_with_one_word():
+def test_null_speculative_algorithm_turns_speculation_off():
     llm = set_all("speculative_eagle_topk=4", "speculative_algorithm=null")["applications"][0]["args"]["llm_configs"][0]
     assert llm["engine_kwargs"] == {"block_size": 4, "speculative_algorithm": None}
 
 
 @pytest.mark.parametrize("word", ["speculative_config.method=null", "speculative_draft_model_path=null"])
-def test_so_do_its_other_spellings(word):
+def test_other_null_spellings_turn_speculation_off(word):
     llm = set_all("speculative_eagle_topk=4", word)["applications"][0]["args"]["llm_configs"][0]
     (name,) = set(llm["engine_kwargs"]) - {"block_size"}
     assert llm["engine_kwargs"][name] is None
 
 
-def test_another_model_leaves_the_draft_of_the_file_behind(tmp_path):
+def test_another_model_drops_the_draft_of_the_config_file(tmp_path):
     target, draft = target_folder(), draft_folder(target_folder())
     assert make_plan(None, []).engine.speculative_draft_model_path is not None
     plan = make_plan(None, [f"model_path={target}"])
@@ -173,7 +173,7 @@ def served(*words: str):
     return make_plan(args.config, flags.overrides_of(args), flags.model_of(args))
 
 
-def test_a_folder_is_enough(tmp_path, monkeypatch):
+def test_serve_needs_only_a_model_folder(tmp_path, monkeypatch):
     target, draft = target_folder(), draft_folder(target_folder())
     plan = served(target)
     assert plan.engine == EngineConfig(model_path=target)
@@ -201,7 +201,7 @@ def test_a_folder_is_enough(tmp_path, monkeypatch):
     assert served(Path(target).name).engine.model_path == target, "as typed: from here"
 
 
-def test_a_folder_in_place_of_a_config_file_s_model():
+def test_model_folder_replaces_the_model_of_a_config_file():
     target = target_folder()
     plan = served(target, "--config", str(CHECKOUT / "deploy" / "local.yaml"))
     assert (plan.engine.model_path, plan.engine.tp_size) == (target, 2)
@@ -211,7 +211,7 @@ def test_a_folder_in_place_of_a_config_file_s_model():
 @pytest.mark.parametrize(
     ("nested", "said"), [({"method": "eagle3", "model": "/d"}, "'/d'"), ("eagle3", ""), (None, "")]
 )
-def test_a_draft_that_is_left_behind_is_named_in_every_spelling(tmp_path, nested, said):
+def test_dropped_draft_is_named_in_the_note_for_every_spelling(tmp_path, nested, said):
     file = tmp_path / "serve.yaml"
     application = {"args": args(engine_kwargs={"speculative_config": nested})}
     file.write_text(yaml.safe_dump({"applications": [application]}))
@@ -220,19 +220,19 @@ def test_a_draft_that_is_left_behind_is_named_in_every_spelling(tmp_path, nested
     assert said in plan.unused_draft_note and bool(plan.unused_draft_note) == bool(said)
 
 
-def test_what_is_served_without_a_config_stops_as_the_demo_does():
+def test_default_deployment_options_match_local_yaml():
     local = yaml.safe_load((CHECKOUT / "deploy" / "local.yaml").read_text())
     assert local["applications"][0]["args"]["llm_configs"][0]["deployment_config"] == LOCAL_DEPLOYMENT
 
 
-def test_the_kind_of_a_draft_is_read_from_its_folder_and_a_wrong_one_is_refused_before_anything_starts():
+def test_speculative_algorithm_that_does_not_fit_the_draft_is_refused():
     target, draft = target_folder(), draft_folder(target_folder())
     served(target, "--draft", draft, "--set", "speculative_algorithm=EAGLE3")
     with pytest.raises(ConfigError, match=r"speculative_algorithm NEXTN does not fit.*EAGLE3 or leave it out"):
         served(target, "--draft", draft, "--set", "speculative_algorithm=NEXTN")
 
 
-def test_llm_configs_may_be_a_file_under_settings(tmp_path):
+def test_overrides_apply_to_llm_configs_from_a_file(tmp_path):
     file = tmp_path / "m.yaml"
     file.write_text(yaml.safe_dump(args(engine_kwargs={"page_size": 4})["llm_configs"][0]))
     for entry in (str(file), [str(file)]):
@@ -257,19 +257,19 @@ def test_llm_configs_may_be_a_file_under_settings(tmp_path):
         ),
     ],
 )
-def test_a_file_of_the_wrong_form_is_refused_by_name(base, said):
+def test_config_file_with_a_wrong_structure_is_refused_by_field_name(base, said):
     with pytest.raises(ConfigError, match=re.escape(said)):
         apply_overrides(base, ["dtype=float64"])
 
 
-def test_parts_of_a_file_may_be_empty():
+def test_overrides_fill_empty_parts_of_a_config_file():
     empty = {"applications": [{"args": {"llm_configs": [{"engine_kwargs": None, "deployment_config": None}]}}]}
     made = apply_overrides({**empty, "http_options": None}, ["dtype=float64", "http_port=1", "num_replicas=2"])
     assert made["http_options"] == {"port": 1}
     assert made["applications"][0]["args"]["llm_configs"][0]["deployment_config"] == {"num_replicas": 2}
 
 
-def test_every_path_of_an_engine_is_resolved(tmp_path, monkeypatch):
+def test_every_engine_path_is_resolved_from_aerie_home(tmp_path, monkeypatch):
     names = ("model_path", "tokenizer_path", "speculative_draft_model_path", "speculative_token_map")
     for name in names:
         (tmp_path / f"{name}.json").touch()
@@ -305,7 +305,7 @@ def test_a_wrong_override_is_refused_by_name(override, said):
     assert said in str(refused.value)
 
 
-def test_a_local_ray_has_room_for_the_first_replicas():
+def test_plan_counts_cpus_for_the_initial_replicas():
     for overrides, replicas in (
         ([], 1),
         (["num_replicas=3"], 3),
@@ -317,7 +317,7 @@ def test_a_local_ray_has_room_for_the_first_replicas():
         assert (plan.replicas, plan.resources("CPU")) == (replicas, replicas * float(plan.engine.tp_size))
 
 
-def test_relative_paths_are_found_from_home_the_working_directory_and_the_checkout(tmp_path, monkeypatch):
+def test_relative_paths_resolve_from_home_then_working_directory_then_checkout(tmp_path, monkeypatch):
     home, cwd = tmp_path / "home", tmp_path / "cwd"
     (home / "a").mkdir(parents=True)
     (cwd / "a").mkdir(parents=True)
@@ -331,7 +331,7 @@ def test_relative_paths_are_found_from_home_the_working_directory_and_the_checko
     assert resolve_path("/a") == "/a"
 
 
-def test_ranks_follow_nodes_own_node_first():
+def test_rank_order_groups_nodes_with_the_own_node_first():
     nodes = {0: "far", 1: "own", 2: "far", 3: "own", 4: "third"}
     assert bundle_of_each_rank(nodes, own_node="own") == (1, 3, 0, 2, 4)
     assert bundle_of_each_rank(nodes, own_node="elsewhere") == (0, 2, 1, 3, 4)
@@ -353,15 +353,13 @@ GPU, CPU = {"GPU": 1.0}, {"CPU": 1.0}
         ("cuda", None, None, 0, "cuda", "no GPU yet"),
     ],
 )
-def test_what_ranks_run_on_follows_from_what_is_reserved_and_what_there_is(
-    asked, bundles, accelerator, gpus, device, why
-):
+def test_device_follows_reserved_and_available_gpus(asked, bundles, accelerator, gpus, device, why):
     decided, words = device_of(asked, bundles, accelerator, gpus)
     assert decided == device
     assert why in words
 
 
-def test_ranks_on_cuda_reserve_a_gpu_each_and_those_on_a_cpu_none():
+def test_cuda_ranks_reserve_a_gpu_each_and_cpu_ranks_none():
     llm = parse(args(engine_kwargs={"tp_size": 2})).llm
     assert llm.layout(llm.device(2.0)[0]).bundles == ({"CPU": 1.0, "GPU": 1.0},) * 2
     assert llm.layout(llm.device(0.0)[0]).bundles == ({"CPU": 1.0},) * 2
@@ -369,7 +367,7 @@ def test_ranks_on_cuda_reserve_a_gpu_each_and_those_on_a_cpu_none():
         parse(args(engine_kwargs={"device": "cuda"}, placement_group_config={"bundle_per_worker": {"CPU": 1}}))
 
 
-def test_a_machine_without_the_gpus_that_are_asked_for_is_said_so():
+def test_plan_refuses_more_gpus_than_the_machine_has():
     plan = served(target_folder(), "--tp", "2")
     plan.check_resources({"GPU": 0.0})
     plan.check_resources({"GPU": 2.0})
@@ -380,13 +378,13 @@ def test_a_machine_without_the_gpus_that_are_asked_for_is_said_so():
     make_plan(None, []).check_resources({"GPU": 1.0})  # the demo is served on the CPU wherever it is
 
 
-def test_default_bundles():
+def test_default_layout_has_a_bundle_for_each_rank():
     assert layout_of(1).bundles == ({"CPU": 1.0},)
     assert layout_of(2, device="cuda").bundles == ({"CPU": 1.0, "GPU": 1.0},) * 2
     with pytest.raises(ValueError, match="give one each"):
         layout_of(2, bundles=[{"CPU": 1.0}])
 
 
-def test_the_container_serves_the_local_config():
+def test_dockerfile_serves_the_local_config():
     text = (Path(CHECKOUT) / "deploy" / "Dockerfile").read_text()
     assert "deploy/local.yaml" in text and "USER ray" in text

@@ -64,9 +64,7 @@ async def streams_of(router: Router, world: int) -> AsyncIterator[list[Reader]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_step_that_computes_for_many_limits_is_not_killed_nor_is_the_rank_that_waits_for_it(
-    world: int, tmp_path: Path
-) -> None:
+def test_long_computing_step_is_not_treated_as_a_freeze(world: int, tmp_path: Path) -> None:
     async def body(gang: Gang, router: Router) -> None:
         async with streams_of(router, world):
             long, began, reasons = Reader(router, "long", ROWS + 50, 4, world - 1), time.monotonic(), []
@@ -83,7 +81,7 @@ def test_a_step_that_computes_for_many_limits_is_not_killed_nor_is_the_rank_that
 
 
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_rank_that_waits_for_nothing_in_a_layer_is_frozen_and_its_streams_go_on(world: int, tmp_path: Path) -> None:
+def test_rank_blocked_in_a_layer_is_reported_frozen_and_its_streams_continue(world: int, tmp_path: Path) -> None:
     async def body(gang: Gang, router: Router) -> None:
         async with streams_of(router, world):
             long = Reader(router, "long", ROWS + 50, 4, world - 1)
@@ -99,7 +97,7 @@ def test_a_rank_that_waits_for_nothing_in_a_layer_is_frozen_and_its_streams_go_o
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("load_s", "floors"), [(6.0, 1.0), (90.0, None)])
-def test_a_restart_may_take_as_long_as_the_first_start_made_likely(
+def test_restart_patience_follows_the_duration_of_the_first_start(
     load_s: float, floors: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A short load where restarts have little patience, and a long one where they have what a server has."""

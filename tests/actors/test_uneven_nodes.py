@@ -18,14 +18,14 @@ def found() -> Any:
 
 
 @pytest.mark.parametrize(("replica", "orders"), [("b", {"bbccad", "bbccda"}), ("a", {"adbbcc", "adccbb"})])
-def test_attention_groups_stay_on_a_node_where_they_can(found: Any, replica: str, orders: set[str]) -> None:
+def test_attention_groups_stay_on_a_single_node_where_possible(found: Any, replica: str, orders: set[str]) -> None:
     one = found[replica]
     assert one["nodes"] in orders
     assert one["left"] == []
 
 
 @pytest.mark.parametrize("replica", ["b", "a"])
-def test_each_rank_sees_its_own_gpu_and_all_meet_at_rank_0(found: Any, replica: str) -> None:
+def test_each_rank_sees_its_own_gpu_and_connects_to_rank_0(found: Any, replica: str) -> None:
     one = found[replica]
     seen: dict[str, list[str]] = {}
     for node, said in zip(one["nodes"], one["said"], strict=True):

@@ -42,7 +42,7 @@ def counted(service: ScriptedService) -> dict[tuple[str, str], float]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_line_says_what_a_call_was_and_how_it_went(client: Client, lines: Any, stream: bool) -> None:
+def test_access_log_line_holds_status_outcome_token_counts_and_times(client: Client, lines: Any, stream: bool) -> None:
     assert client.complete(stream=stream, n=2, max_tokens=7, ignore_eos=True).status_code == 200
     (line,) = lines()
     assert line["asked"] == "POST /v1/completions"
@@ -51,7 +51,7 @@ def test_a_line_says_what_a_call_was_and_how_it_went(client: Client, lines: Any,
     assert 0 <= line["first_token_s"] <= line["total_s"]
 
 
-def test_the_line_and_all_others_of_a_call_have_its_id(client: Client, caplog: pytest.LogCaptureFixture) -> None:
+def test_access_log_record_carries_the_request_id(client: Client, caplog: pytest.LogCaptureFixture) -> None:
     seen = []
     caplog.handler.setFormatter(TextLines())
     caplog.set_level(logging.INFO, "cluster")
@@ -61,7 +61,9 @@ def test_the_line_and_all_others_of_a_call_have_its_id(client: Client, caplog: p
     assert request_id.get() == ""
 
 
-def test_refusals_faults_and_clients_that_leave(client: Client, service: ScriptedService, lines: Any) -> None:
+def test_refused_and_failed_calls_are_logged_and_counted_by_status(
+    client: Client, service: ScriptedService, lines: Any
+) -> None:
     client.complete(n=200)
     client.get("/nothing/of/ours")
     service.engine.queue_is_full = True
@@ -90,7 +92,7 @@ def test_refusals_faults_and_clients_that_leave(client: Client, service: Scripte
 
 
 @pytest.mark.parametrize(("stream", "at", "status"), [(False, 0, 503), (False, 5, 503), (True, 0, 503), (True, 5, 200)])
-def test_a_call_that_its_gang_takes_along_is_an_error_streamed_or_not(
+def test_call_aborted_by_the_engine_is_logged_as_an_error(
     client: Client, service: ScriptedService, lines: Any, stream: bool, at: int, status: int
 ) -> None:
     service.engine.fail_at = at
@@ -101,7 +103,7 @@ def test_a_call_that_its_gang_takes_along_is_an_error_streamed_or_not(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_is_gone_and_no_error(
+def test_client_disconnect_is_logged_as_gone_and_not_as_an_error(
     app: FastAPI, service: ScriptedService, lines: Any, stream: bool
 ) -> None:
     async def scene() -> None:
@@ -117,7 +119,7 @@ def test_a_client_that_leaves_is_gone_and_no_error(
     assert line["status"] == (200 if stream else 499)
 
 
-def test_every_usual_status_has_its_series_before_it_first_comes() -> None:
+def test_metric_statuses_include_every_openapi_status() -> None:
     assert {int(status) for status in openapi.STATUSES} <= set(metrics.STATUSES)
 
 
@@ -128,9 +130,7 @@ def test_probes_are_counted_and_not_logged(client: Client, service: ScriptedServ
     assert counted(service) == {("/health", "200"): 1, ("/metrics", "200"): 1}
 
 
-def test_a_replica_that_drains_refuses_new_calls_and_ends_open_ones_in_their_time(
-    service: ScriptedService, lines: Any
-) -> None:
+def test_draining_replica_refuses_new_calls_and_finishes_open_calls(service: ScriptedService, lines: Any) -> None:
     drain = Drain()
     app = make_app(service, drain=drain)
 
@@ -160,7 +160,7 @@ def test_a_replica_that_drains_refuses_new_calls_and_ends_open_ones_in_their_tim
     assert [line["outcome"] for line in lines() if line["asked"].startswith("POST")] == ["refused", "refused", "ok"]
 
 
-def test_what_is_open_when_the_time_is_up_ends_with_an_error(client: Client, service: ScriptedService) -> None:
+def test_call_aborted_by_a_server_shutdown_ends_with_an_error(client: Client, service: ScriptedService) -> None:
     """As `Router.end_streams` ends it: an abort by the server."""
 
     async def aborting(request: Request) -> AsyncIterator[SequenceOutput]:

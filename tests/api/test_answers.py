@@ -14,7 +14,7 @@ def params_of(service: ScriptedService, at: int = -1) -> RequestParams:
     return service.engine.requests[at].params
 
 
-def test_completion(client: Client, service: ScriptedService) -> None:
+def test_completion_answer_has_text_usage_and_speculation_counts(client: Client, service: ScriptedService) -> None:
     service.engine.script = b"the answer is forty-two, more or less"
     answer = client.complete(seed=7).json()
     assert answer["id"].startswith("cmpl-")
@@ -39,7 +39,7 @@ def test_completion(client: Client, service: ScriptedService) -> None:
     assert service.outcomes() == {"length": 1.0}
 
 
-def test_chat(client: Client, service: ScriptedService) -> None:
+def test_chat_answer_has_message_usage_and_templated_prompt(client: Client, service: ScriptedService) -> None:
     service.engine.script = b"hello there"
     answer = client.chat(max_completion_tokens=40).json()
     assert answer["id"].startswith("chatcmpl-")
@@ -61,7 +61,7 @@ def test_chat_without_max_tokens_may_fill_the_context(client: Client, service: S
     assert request.params.max_tokens == service.model.context_length - len(request.prompt_token_ids)
 
 
-def test_without_max_tokens_what_fits_the_kv_cache_is_asked_for(client: Client, service: ScriptedService) -> None:
+def test_kv_cache_size_limits_the_default_max_tokens(client: Client, service: ScriptedService) -> None:
     service.model = replace(service.model, kv_cache_tokens=40)
     service.engine.script = b"ok"
     client.chat()
@@ -78,7 +78,7 @@ def test_without_max_tokens_what_fits_the_kv_cache_is_asked_for(client: Client, 
     assert client.get("/v1/models").json()["data"][0]["max_model_len"] == 40
 
 
-def test_template_arguments_and_text_parts(client: Client, service: ScriptedService) -> None:
+def test_template_arguments_and_text_parts_reach_the_prompt(client: Client, service: ScriptedService) -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     echoed = {"role": "assistant", "content": "x", "tool_calls": None, "refusal": None, "annotations": []}
     client.chat(
@@ -90,7 +90,7 @@ def test_template_arguments_and_text_parts(client: Client, service: ScriptedServ
     assert prompt == b"assistant\nx\nuser\nab\n!"
 
 
-def test_stream_of_a_completion_joins_to_the_whole(client: Client, service: ScriptedService) -> None:
+def test_streamed_completion_text_equals_the_complete_answer(client: Client, service: ScriptedService) -> None:
     service.engine.script = "naïve 日本語 😀 text".encode()
     whole = client.complete(max_tokens=60).json()
     chunks = events(client.complete(max_tokens=60, stream=True))
@@ -103,7 +103,7 @@ def test_stream_of_a_completion_joins_to_the_whole(client: Client, service: Scri
     assert all("usage" not in chunk for chunk in chunks)
 
 
-def test_stream_of_chat_has_one_chunk_per_step(client: Client, service: ScriptedService) -> None:
+def test_chat_stream_has_one_chunk_per_engine_step(client: Client, service: ScriptedService) -> None:
     service.engine.script = b"abcdefghijkl"
     options = {"include_usage": True}
     chunks = events(client.chat(max_tokens=12, stream=True, stream_options=options))
@@ -120,7 +120,7 @@ def test_stream_of_chat_has_one_chunk_per_step(client: Client, service: Scripted
     assert usage["metrics"]["speculative_decoding"]["mean_acceptance_length"] == 2.0
 
 
-def test_usage_in_every_chunk(client: Client) -> None:
+def test_continuous_usage_stats_put_usage_in_every_chunk(client: Client) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     chunks = events(client.complete(max_tokens=6, stream=True, stream_options=options))
     assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 3, 6, 6]
@@ -128,7 +128,7 @@ def test_usage_in_every_chunk(client: Client) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_n_samples_have_their_own_seeds(client: Client, service: ScriptedService, stream: bool) -> None:
+def test_n_samples_differ_and_repeat_with_the_same_seed(client: Client, service: ScriptedService, stream: bool) -> None:
     def texts(**fields: Any) -> list[str]:
         response = client.complete(stream=stream, **fields)
         choices = [c for e in events(response) for c in e["choices"]] if stream else response.json()["choices"]
@@ -147,7 +147,7 @@ def test_n_samples_have_their_own_seeds(client: Client, service: ScriptedService
     assert texts(n=2) != texts(n=2)
 
 
-def test_usage_of_several_sequences(client: Client) -> None:
+def test_usage_sums_over_prompts_and_samples(client: Client) -> None:
     answer = client.complete(prompt=["hello", [1, 2, 3, 4, 5, 6, 7]][:1] * 2, n=3, max_tokens=4).json()
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3, 4, 5]
     usage = answer["usage"]
@@ -165,7 +165,9 @@ def test_usage_of_several_sequences(client: Client) -> None:
         ([[97, 98], [99]], [b"ab", b"c"]),
     ],
 )
-def test_the_four_kinds_of_prompt(client: Client, service: ScriptedService, prompt: Any, expected: list[bytes]) -> None:
+def test_completion_accepts_text_token_ids_and_lists_of_both(
+    client: Client, service: ScriptedService, prompt: Any, expected: list[bytes]
+) -> None:
     assert client.complete(prompt=prompt).status_code == 200
     assert [request.prompt_token_ids for request in service.engine.requests] == [tuple(ids) for ids in expected]
 
@@ -185,7 +187,7 @@ def test_the_four_kinds_of_prompt(client: Client, service: ScriptedService, prom
         ({"ignore_eos": True, "max_tokens": 20}, "abcdefghijkl", "length", None, 20),
     ],
 )
-def test_ends(
+def test_stop_conditions_set_text_finish_reason_and_token_count(
     client: Client,
     service: ScriptedService,
     stream: bool,
@@ -206,7 +208,9 @@ def test_ends(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_logprobs_of_a_completion(client: Client, service: ScriptedService, stream: bool) -> None:
+def test_completion_logprobs_have_tokens_offsets_and_top_logprobs(
+    client: Client, service: ScriptedService, stream: bool
+) -> None:
     service.engine.script = "é<a".encode()
     response = client.complete(logprobs=2, max_tokens=4, stream=stream)
     parts = events(response) if stream else [response.json()]
@@ -221,7 +225,9 @@ def test_logprobs_of_a_completion(client: Client, service: ScriptedService, stre
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_logprobs_of_chat(client: Client, service: ScriptedService, stream: bool) -> None:
+def test_chat_logprobs_have_tokens_bytes_and_top_logprobs(
+    client: Client, service: ScriptedService, stream: bool
+) -> None:
     service.engine.script = "é".encode()
     response = client.chat(logprobs=True, top_logprobs=1, max_tokens=3, stream=stream)
     parts = events(response)[1:] if stream else [response.json()]
@@ -236,14 +242,14 @@ def test_logprobs_of_chat(client: Client, service: ScriptedService, stream: bool
     }
 
 
-def test_zero_logprobs_is_not_none(client: Client, service: ScriptedService) -> None:
+def test_zero_logprobs_still_returns_logprobs_of_sampled_tokens(client: Client, service: ScriptedService) -> None:
     assert client.complete(logprobs=0, max_tokens=1).json()["choices"][0]["logprobs"]["tokens"]
     assert params_of(service).logprobs == 0
     client.chat(logprobs=True, top_logprobs=None)
     assert params_of(service).logprobs == 0
 
 
-def test_token_ids_on_request(client: Client, service: ScriptedService) -> None:
+def test_return_token_ids_adds_prompt_and_output_token_ids(client: Client, service: ScriptedService) -> None:
     service.engine.script = b"xyz"
     [choice] = client.complete(return_token_ids=True, max_tokens=3).json()["choices"]
     assert choice["token_ids"] == [*b"xyz"]
@@ -266,7 +272,7 @@ NODES = [
 
 
 @pytest.mark.parametrize("kind", ["complete", "chat"])
-def test_the_tree_of_each_step_on_request(client: Client, service: ScriptedService, kind: str) -> None:
+def test_return_tree_adds_the_draft_tree_of_each_step(client: Client, service: ScriptedService, kind: str) -> None:
     """Beside the tokens that it gave; the first token has none."""
     service.engine.script, service.engine.tree = b"xyz", TREE
     ask = getattr(client, kind)
@@ -288,14 +294,16 @@ def test_the_tree_of_each_step_on_request(client: Client, service: ScriptedServi
         ("complete", {"stream": True, "prompt": ["a", "b"]}),
     ],
 )
-def test_trees_are_refused_where_they_are_not_shown(client: Client, kind: str, fields: dict[str, object]) -> None:
+def test_return_tree_is_refused_unless_a_single_sequence_is_streamed(
+    client: Client, kind: str, fields: dict[str, object]
+) -> None:
     answer = getattr(client, kind)(return_tree=True, **fields)
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert error["param"] == "return_tree" and "stream is true" in error["message"]
 
 
-def test_a_model_without_a_tokenizer(client: Client, service: ScriptedService) -> None:
+def test_model_without_a_tokenizer_answers_with_token_ids(client: Client, service: ScriptedService) -> None:
     service.engine.script = b"xyz"
     service.tokenizer = None
     [choice] = client.complete(prompt=[1, 2, 3], max_tokens=3, logprobs=0).json()["choices"]
@@ -315,7 +323,7 @@ def test_sampling_fields_reach_the_engine(client: Client, service: ScriptedServi
     assert params_of(service).temperature == 0.0
 
 
-def test_values_that_clients_send_for_the_default(client: Client, service: ScriptedService) -> None:
+def test_seed_minus_1_means_random_and_top_p_0_means_greedy(client: Client, service: ScriptedService) -> None:
     """vLLM's seed -1 is no seed, and nothing but the likeliest token lies within top_p 0."""
     options = {"include_usage": True, "include_obfuscation": True}
     answer = client.complete(seed=-1, top_p=0, temperature=0.7, stream=True, stream_options=options)
@@ -325,7 +333,7 @@ def test_values_that_clients_send_for_the_default(client: Client, service: Scrip
     assert params.seed is not None and params.seed >= 0, "drawn by whoever admits it"
 
 
-def test_seeds_of_either_sign(client: Client, service: ScriptedService) -> None:
+def test_seeds_are_taken_modulo_2_to_the_64_in_every_api(client: Client, service: ScriptedService) -> None:
     """Taken modulo 2**64 in every API: -2 and 2**64 - 2 are one seed. 2**64 - 1 is a seed, though -1 is none."""
     chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
     paths = {"/v1/chat/completions": chat, "/v1/messages": chat, "/v1/responses": {"input": "hi"}}
@@ -339,21 +347,21 @@ def test_seeds_of_either_sign(client: Client, service: ScriptedService) -> None:
     assert said[0] == said[1] != said[2] and said[0][0] != said[0][1]
 
 
-def test_request_ids(client: Client, service: ScriptedService) -> None:
+def test_answer_id_contains_the_given_request_id(client: Client, service: ScriptedService) -> None:
     answers = [client.complete(request_id="mine-1").json()["id"] for _ in range(2)]
     assert answers == ["cmpl-mine-1"] * 2
     assert len({request.request_id for request in service.engine.requests}) == 2
     assert client.complete(rid="x").json()["id"] == "cmpl-x"
 
 
-def test_seeds_of_further_samples_are_fixed(client: Client, service: ScriptedService) -> None:
+def test_seed_of_the_second_sample_is_derived_from_the_first_seed(client: Client, service: ScriptedService) -> None:
     client.complete(n=2, seed=5)
     derived = int.from_bytes(hashlib.blake2b(b"5/1", digest_size=8).digest(), "big") >> 1
     assert [request.params.seed for request in service.engine.requests] == [5, derived]
 
 
 @pytest.mark.parametrize("name", ["routed_dp_rank", "data_parallel_rank"])
-def test_a_pinned_rank_reaches_the_engine_with_every_sample(
+def test_routed_dp_rank_reaches_the_engine_with_every_sample(
     client: Client, service: ScriptedService, name: str
 ) -> None:
     client.complete(n=2, **{name: 3})

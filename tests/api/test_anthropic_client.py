@@ -24,7 +24,7 @@ def api(anthropic: Anthropic) -> Anthropic:
     return anthropic
 
 
-def test_a_whole_answer(api: Anthropic) -> None:
+def test_anthropic_client_reads_messages_and_counts_tokens(api: Anthropic) -> None:
     message = api.messages.create(model=MODEL, max_tokens=100, messages=HI, system="be brief")
     [block] = message.content
     assert (block.type, block.text, message.stop_reason) == ("text", SAID, "end_turn")
@@ -41,7 +41,7 @@ def test_a_whole_answer(api: Anthropic) -> None:
     )  # fmt: skip
 
 
-def test_streams(api: Anthropic) -> None:
+def test_anthropic_client_reads_streams(api: Anthropic) -> None:
     with api.messages.stream(model=MODEL, max_tokens=100, messages=HI) as stream:
         assert "".join(stream.text_stream) == SAID
         message = stream.get_final_message()
@@ -58,21 +58,21 @@ class Person(BaseModel):
     name: str
 
 
-def test_answers_of_a_form(api: Anthropic, service: ScriptedService) -> None:
+def test_anthropic_client_parses_structured_answers(api: Anthropic, service: ScriptedService) -> None:
     service.engine.script = b'{"name": "Ann"}'
     parsed = api.messages.parse(model=MODEL, max_tokens=100, messages=HI, output_format=Person)
     assert parsed.parsed_output == Person(name="Ann")
     assert service.engine.requests[0].params.grammar is not None
 
 
-def test_extensions_through_extra_body(api: Anthropic, service: ScriptedService) -> None:
+def test_anthropic_client_extra_body_fields_reach_the_engine(api: Anthropic, service: ScriptedService) -> None:
     extra = {"seed": 7, "top_k": 5, "temperature": 0.5}
     api.messages.create(model=MODEL, max_tokens=4, messages=HI, extra_body=extra, extra_headers={"anthropic-beta": "x"})
     params = service.engine.requests[0].params
     assert (params.seed, params.top_k, params.temperature) == (7, 5, 0.5)
 
 
-def test_errors_arrive_as_their_types(api: Anthropic, service: ScriptedService) -> None:
+def test_anthropic_client_raises_the_matching_error_types(api: Anthropic, service: ScriptedService) -> None:
     with pytest.raises(anthropic.BadRequestError, match="temperature: must be"):
         api.messages.create(model=MODEL, max_tokens=4, messages=HI, extra_body={"temperature": -1})
     with pytest.raises(anthropic.NotFoundError) as missing:
@@ -90,7 +90,7 @@ def test_errors_arrive_as_their_types(api: Anthropic, service: ScriptedService) 
     assert api.messages.create(model=MODEL, max_tokens=4, messages=HI).content[0].text == "once"
 
 
-def test_a_full_server_is_asked_again_after_the_time_it_says(url: str, service: ScriptedService) -> None:
+def test_anthropic_client_retries_after_a_503(url: str, service: ScriptedService) -> None:
     """Anthropic's own servers say 529 for load; its client tries a 503 again too, so 503 stays."""
     service.engine.queue_is_full = True
     done = threading.Event()
@@ -111,7 +111,7 @@ def test_a_full_server_is_asked_again_after_the_time_it_says(url: str, service: 
     assert len(service.engine.requests) == 2
 
 
-def test_closing_a_stream_aborts_it(api: Anthropic, service: ScriptedService) -> None:
+def test_closing_an_anthropic_stream_aborts_its_request(api: Anthropic, service: ScriptedService) -> None:
     service.engine.step_s = 0.01
     stream = api.messages.create(model=MODEL, max_tokens=400, messages=HI, stream=True, extra_body={"ignore_eos": True})
     assert_closing_aborts(stream, service)

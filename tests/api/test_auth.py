@@ -135,7 +135,7 @@ def is_among(pages: set[str], method: str, target: str) -> bool:
 
 
 @pytest.mark.parametrize("stranger", STRANGERS)
-def test_a_stranger_sees_health_and_the_door_and_nothing_else(
+def test_request_without_a_valid_key_gets_only_health_and_page_files(
     guarded: FastAPI, service: ScriptedService, stranger: str
 ) -> None:
     """The door: the page's files, which are the same for all."""
@@ -164,7 +164,7 @@ def test_a_stranger_sees_health_and_the_door_and_nothing_else(
 
 
 @pytest.mark.parametrize("friend", FRIENDS)
-def test_a_key_gets_what_its_scope_allows_as_if_there_were_no_keys(guarded: FastAPI, app: FastAPI, friend: str) -> None:
+def test_key_gets_the_answers_of_an_open_server_within_its_scope(guarded: FastAPI, app: FastAPI, friend: str) -> None:
     headers, admin = FRIENDS[friend]
 
     async def scene() -> None:
@@ -185,7 +185,7 @@ def test_a_key_gets_what_its_scope_allows_as_if_there_were_no_keys(guarded: Fast
     asyncio.run(scene())
 
 
-def test_a_call_with_a_key_is_answered(guarded: FastAPI) -> None:
+def test_completion_is_answered_only_with_a_valid_key(guarded: FastAPI) -> None:
     client = Client(guarded)
     good = {"Authorization": f"Bearer {ANN}"}
     assert client.complete().status_code == 401
@@ -193,7 +193,7 @@ def test_a_call_with_a_key_is_answered(guarded: FastAPI) -> None:
     assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 4
 
 
-def test_websockets_are_closed_before_they_open(guarded: FastAPI) -> None:
+def test_websocket_handshake_is_closed_with_and_without_a_key(guarded: FastAPI) -> None:
     sent: list[Any] = []
 
     async def receive() -> Any:
@@ -218,7 +218,7 @@ def test_a_route_behind_a_prefix_keeps_its_scope(guarded: FastAPI) -> None:
     assert asyncio.run(scene()) == [200, 200, 200, 401, 403, 200]
 
 
-def test_why_the_engine_is_sick_is_for_those_with_a_key(guarded: FastAPI, service: ScriptedService) -> None:
+def test_health_shows_the_failure_reason_only_with_a_key(guarded: FastAPI, service: ScriptedService) -> None:
     service.engine.reason = "rank 1 died at step 7: 10.0.0.7 reset the connection"
     client = Client(guarded)
     for path in ("/health", "/ready"):
@@ -228,7 +228,9 @@ def test_why_the_engine_is_sick_is_for_those_with_a_key(guarded: FastAPI, servic
         assert "10.0.0.7" in client.get(path, headers={"x-api-key": ANN}).text
 
 
-def test_calls_of_one_key_share_a_salt(service: ScriptedService, guarded: FastAPI, app: FastAPI) -> None:
+def test_cache_salt_depends_on_the_api_key_and_the_cache_salt_field(
+    service: ScriptedService, guarded: FastAPI, app: FastAPI
+) -> None:
     def salt_of(client: Client, token: str | None, **fields: Any) -> int:
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         body = {"model": MODEL, "prompt": "same", "max_tokens": 1, "n": 2, **fields}
@@ -250,7 +252,7 @@ def test_calls_of_one_key_share_a_salt(service: ScriptedService, guarded: FastAP
     assert service.engine.requests[-1].cache_salt == salts[1]
 
 
-def test_no_key_hash_or_salt_is_shown_anywhere(
+def test_api_keys_hashes_and_salts_appear_in_no_answer_or_log(
     guarded: FastAPI, service: ScriptedService, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.handler.setFormatter(TextLines())
@@ -273,7 +275,7 @@ def test_no_key_hash_or_salt_is_shown_anywhere(
     assert "key=root" in caplog.text, "the log names who asked"
 
 
-def test_pages_of_other_origins_may_ask_if_they_are_named(service: ScriptedService) -> None:
+def test_cors_allows_only_the_configured_origins(service: ScriptedService) -> None:
     app = make_app(service, keys=KEYS, origins=["https://chat.example"])
     ours, other = [(b"origin", b"https://chat.example")], [(b"origin", b"https://evil.example")]
     asks = {"method": b"POST", "headers": b"authorization,x-api-key"}

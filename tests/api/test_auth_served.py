@@ -28,7 +28,7 @@ def ask(url: str, key: str, **more: object) -> int:
     return httpx.post(f"{url}/v1/completions", json={**WORK, **more}, headers=headers, timeout=20).status_code
 
 
-def test_nothing_but_health_is_answered_over_the_wire_without_a_key(tmp_path: Path) -> None:
+def test_server_answers_only_health_and_page_files_without_a_key(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     root = create(file, "root", "admin")
     with serving(arguments(app={"api_keys_file": str(file)})) as url:
@@ -59,7 +59,7 @@ def test_nothing_but_health_is_answered_over_the_wire_without_a_key(tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ingress", ["direct", "resilient"])
-def test_keys_come_and_go_while_it_serves(tmp_path: Path, ingress: str) -> None:
+def test_running_server_reloads_added_and_removed_api_keys(tmp_path: Path, ingress: str) -> None:
     file = tmp_path / "keys"
     ann, root = create(file, "ann", "use"), create(file, "root", "admin")
     with serving(arguments(app={"api_keys_file": str(file), "ingress": ingress})) as url:

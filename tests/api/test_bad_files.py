@@ -197,13 +197,15 @@ def refused(capsys: pytest.CaptureFixture[str], code: int, words: str) -> None:
     assert said.out == ""
 
 
-def test_the_pair_itself_is_good(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_unchanged_pair_generates_tokens(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     assert generate(*pair, "--json") == 0
     assert len(json.loads(capsys.readouterr().out)["token_ids"]) == 4
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_files(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str], name: str) -> None:
+def test_generate_refuses_a_broken_checkpoint(
+    pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str], name: str
+) -> None:
     spoil_target, spoil_draft, words = FILES[name]
     for spoil, folder in ((spoil_target, pair[0]), (spoil_draft, pair[1])):
         if spoil:
@@ -225,12 +227,16 @@ def test_files(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str], name
         (["--stop", "x"], "stop"),
     ],
 )
-def test_flags(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str], more: list[str], words: str) -> None:
+def test_generate_refuses_bad_flags(
+    pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str], more: list[str], words: str
+) -> None:
     refused(capsys, generate(*pair, *more), words)
 
 
 @pytest.mark.parametrize("ids", ["5,x", "", "5,64", "-1", "1,,2"])
-def test_prompt_ids(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str], ids: str) -> None:
+def test_generate_refuses_bad_prompt_token_ids(
+    pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str], ids: str
+) -> None:
     code = main(["generate", "--model", str(pair[0]), f"--prompt-token-ids={ids}", "--max-tokens", "2"])
     refused(capsys, code, "")
 
@@ -248,14 +254,14 @@ def serve_config(folder: Path, pair: tuple[Path, Path], **engine: Any) -> str:
 @pytest.mark.parametrize(
     ("override", "words"), [("http_port=99999", "port"), ("model_source=/nowhere/at/all", "/nowhere/at/all")]
 )
-def test_serve_settings(
+def test_serve_refuses_bad_settings_over_a_config_file(
     pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, words: str
 ) -> None:
     """Over a file of settings; all others are tried in tests/actors/test_settings.py."""
     refused(capsys, main(["serve", "--config", serve_config(tmp_path, pair), "--set", override]), words)
 
 
-def test_port_in_use(
+def test_serve_refuses_a_port_in_use_before_ray_starts(
     pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is said before Ray starts."""

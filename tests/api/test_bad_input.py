@@ -257,7 +257,7 @@ def check(response: httpx.Response, status: int, param: str | None, words: str) 
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_field(served: tuple[Client, ScriptedService], name: str) -> None:
+def test_bad_field_gives_a_400_that_names_the_field(served: tuple[Client, ScriptedService], name: str) -> None:
     path, fields, param, words = FIELDS[name]
     good = {"prompt": "hello"} if path == COMPLETE else {"messages": HI}
     body = json.dumps({"model": MODEL, **good, **fields})  # ASCII, so that surrogates travel as escapes
@@ -268,13 +268,15 @@ def test_field(served: tuple[Client, ScriptedService], name: str) -> None:
 
 @pytest.mark.parametrize("path", [COMPLETE, CHAT, "/tokenize", "/detokenize"])
 @pytest.mark.parametrize("name", BODIES)
-def test_body(served: tuple[Client, ScriptedService], path: str, name: str) -> None:
+def test_unreadable_body_gives_the_expected_4xx_and_message(
+    served: tuple[Client, ScriptedService], path: str, name: str
+) -> None:
     body, headers, status, words = BODIES[name]
     headers = {"content-type": "application/json", **headers}
     check(served[0].request("POST", path, content=body, headers=headers), status, None, words)
 
 
-def test_a_large_body_is_refused_before_it_is_read(served: tuple[Client, ScriptedService]) -> None:
+def test_oversized_body_is_refused_without_reading_past_the_limit(served: tuple[Client, ScriptedService]) -> None:
     read = 0
 
     async def endless() -> Any:
@@ -292,7 +294,9 @@ def test_a_large_body_is_refused_before_it_is_read(served: tuple[Client, Scripte
 
 @pytest.mark.parametrize("path", [COMPLETE, CHAT])
 @pytest.mark.parametrize("name", ["nobody", "", "../demo", "demo\u0000", "x" * 10_000])
-def test_unknown_model(served: tuple[Client, ScriptedService], path: str, name: str) -> None:
+def test_unknown_model_gives_a_404_that_names_the_served_model(
+    served: tuple[Client, ScriptedService], path: str, name: str
+) -> None:
     good = {"prompt": "hello"} if path == COMPLETE else {"messages": HI}
     response = served[0].post(path, {"model": name, **good})
     assert response.status_code == 404
@@ -303,7 +307,9 @@ def test_unknown_model(served: tuple[Client, ScriptedService], path: str, name: 
 
 
 @pytest.mark.parametrize("field", REFUSED)
-def test_every_known_field_is_refused_by_name_or_neutral(served: tuple[Client, ScriptedService], field: str) -> None:
+def test_unsupported_field_is_refused_unless_its_value_is_neutral(
+    served: tuple[Client, ScriptedService], field: str
+) -> None:
     client, _ = served
     path, good = (COMPLETE, {"prompt": "hi"}) if field in ChatRequest.model_fields else (CHAT, {"messages": HI})
     response = client.post(path, {"model": MODEL, **good, field: {"asks": "for something"}})
@@ -328,7 +334,9 @@ def test_every_known_field_is_refused_by_name_or_neutral(served: tuple[Client, S
         ("POST", "/", 405),
     ],
 )
-def test_routes_that_do_not_exist(served: tuple[Client, ScriptedService], method: str, path: str, status: int) -> None:
+def test_unknown_path_gives_a_404_and_wrong_method_a_405(
+    served: tuple[Client, ScriptedService], method: str, path: str, status: int
+) -> None:
     response = served[0].request(method, path)
     assert response.status_code == status
     error = response.json()["error"]
@@ -351,7 +359,9 @@ def test_routes_that_do_not_exist(served: tuple[Client, ScriptedService], method
         ("threads/x/runs", "no assistants"),
     ],
 )
-def test_what_others_serve_is_named_as_missing(served: tuple[Client, ScriptedService], path: str, words: str) -> None:
+def test_unsupported_openai_route_gives_a_404_that_names_the_missing_feature(
+    served: tuple[Client, ScriptedService], path: str, words: str
+) -> None:
     for method in ("GET", "POST"):
         response = served[0].request(method, f"/v1/{path}")
         error = response.json()["error"]

@@ -50,7 +50,7 @@ def message_of(client: Client, **body: Any) -> dict[str, Any]:
     return message
 
 
-def test_calls_with_special_tokens_and_a_stop_string(folder: Path) -> None:
+def test_tool_calls_with_special_tokens_respect_stop_strings(folder: Path) -> None:
     client, service = served(folder, "mistral")
     service.engine.script = ids_of(service, f"I look.[TOOL_CALLS]weather[ARGS]{OSLO}[TOOL_CALLS]now[ARGS]{{}}")
     body = {"messages": HI, "tools": [WEATHER, NOW], "max_tokens": 200}
@@ -67,7 +67,7 @@ def test_calls_with_special_tokens_and_a_stop_string(folder: Path) -> None:
     assert OSLO in plain["message"]["content"]
 
 
-def test_the_answer_names_its_calls(folder: Path) -> None:
+def test_tool_calls_in_an_answer_have_unique_ids(folder: Path) -> None:
     client, service = served(folder, "hermes")
     service.engine.script = f"ok\n{CALL}".encode()
     answer = client.chat(messages=HI, tools=[WEATHER], max_tokens=200, n=2).json()
@@ -82,7 +82,7 @@ def test_the_answer_names_its_calls(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("thinks", ["by itself", "by the prompt"])
-def test_thought_is_told_apart_and_counted(folder: Path, thinks: str) -> None:
+def test_reasoning_is_separated_from_content_and_counted(folder: Path, thinks: str) -> None:
     client, service = served(folder, "hermes", "think")
     begin, body = "<think>\n", {"messages": HI, "max_tokens": 200}
     if thinks == "by the prompt":
@@ -104,7 +104,7 @@ def test_thought_is_told_apart_and_counted(folder: Path, thinks: str) -> None:
     assert mixed["content"] == f"{begin}hm, so\n</think>\n\nYes." and "reasoning_content" not in mixed
 
 
-def test_thinking_switched_off_by_the_template(folder: Path) -> None:
+def test_template_argument_or_effort_none_turns_thinking_off(folder: Path) -> None:
     client, service = served(folder, "hermes", "think")
     service.engine.script = b"<think> is a tag"
     for body in ({"chat_template_kwargs": {"enable_thinking": False}}, {"reasoning_effort": "none"}):
@@ -115,7 +115,7 @@ def test_thinking_switched_off_by_the_template(folder: Path) -> None:
     assert b"[high]" in bytes(i for i in service.engine.requests[-1].prompt_token_ids if i < 256)
 
 
-def test_harmony(folder: Path) -> None:
+def test_harmony_format_gives_reasoning_tool_calls_and_content(folder: Path) -> None:
     client, service = served(folder, "gpt-oss")
     service.engine.script = ids_of(
         service,
@@ -129,7 +129,7 @@ def test_harmony(folder: Path) -> None:
     assert message_of(client, messages=HI, max_tokens=200)["content"] == "Done."
 
 
-def test_what_is_sent_back_reaches_the_template(folder: Path) -> None:
+def test_history_reasoning_and_tool_calls_reach_the_template(folder: Path) -> None:
     client, service = served(folder, "hermes")
     assistant = {
         "role": "assistant",
@@ -148,7 +148,7 @@ def test_what_is_sent_back_reaches_the_template(folder: Path) -> None:
     assert list(service.engine.requests[-1].prompt_token_ids) == ids
 
 
-def test_the_last_message_is_continued(folder: Path) -> None:
+def test_continue_final_message_continues_the_last_message(folder: Path) -> None:
     client, service = served(folder, "hermes")
     messages = [*HI, {"role": "assistant", "content": "once upon"}]
     service.engine.script = b" a time"
@@ -159,20 +159,20 @@ def test_the_last_message_is_continued(folder: Path) -> None:
     assert client.post("/tokenize", asked).json()["tokens"] == ids
 
 
-def test_an_effort_that_no_template_reads(client: Client) -> None:
+def test_unread_reasoning_effort_gives_a_warning(client: Client) -> None:
     answer = client.chat(reasoning_effort="low", max_tokens=2)
     assert answer.status_code == 200 and "does not read 'low'" in answer.headers[WARNING_HEADER]
     assert client.chat(reasoning_effort="none", max_tokens=2).status_code == 200
 
 
-def test_the_server_says_which_format_it_reads(folder: Path, tokenizer_folder: Path) -> None:
+def test_server_info_names_the_tool_call_and_reasoning_parsers(folder: Path, tokenizer_folder: Path) -> None:
     facts = served(folder, "llama3", "deepseek-r1")[0].get("/server_info").json()
     assert (facts["tool_call_parser"], facts["reasoning_parser"]) == ("llama3_json", "think")
     plain = Client(make_app(ScriptedService(tokenizer_folder))).get("/server_info").json()
     assert (plain["tool_call_parser"], plain["reasoning_parser"]) == ("none", "none")
 
 
-def test_a_cut_call_in_a_stream_is_text(folder: Path) -> None:
+def test_incomplete_tool_call_is_returned_as_text(folder: Path) -> None:
     client, service = served(folder, "hermes")
     service.engine.script = [*CALL.encode()[:40], EOS]
     body = {"messages": HI, "tools": [WEATHER], "max_tokens": 200}
@@ -182,7 +182,7 @@ def test_a_cut_call_in_a_stream_is_text(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("form", [None, "x", []])
-def test_a_structural_tag_without_a_form_is_refused_where_a_call_may_come_too(folder: Path, form: Any) -> None:
+def test_structural_tag_without_a_format_is_refused_when_tools_are_given(folder: Path, form: Any) -> None:
     client, _ = served(folder, "hermes")
     asked = {"type": "structural_tag", "format": form}
     refused = client.chat(messages=HI, tools=[WEATHER], response_format=asked)

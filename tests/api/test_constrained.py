@@ -31,7 +31,7 @@ ASKED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize(
     "sampling", [{"temperature": 0}, {"seed": 5}, {"seed": 6, "top_p": 0.9, "repetition_penalty": 1.2}]
 )
-def test_the_text_is_what_was_asked_for(
+def test_constrained_text_fits_its_grammar_with_and_without_speculation(
     services: tuple[EngineService, EngineService], name: str, sampling: dict[str, Any]
 ) -> None:
     fields, pattern = ASKED[name]
@@ -48,7 +48,7 @@ def test_the_text_is_what_was_asked_for(
         assert len(person["name"]) <= 8 and 0 <= person["age"] <= 99 and set(person) == {"name", "age"}
 
 
-def test_what_is_forced_makes_runs_longer(services: tuple[EngineService, EngineService]) -> None:
+def test_grammar_raises_the_accept_length(services: tuple[EngineService, EngineService]) -> None:
     body = {"prompt": "once", "max_tokens": 120, "temperature": 0}
     tree = Client(make_app(services[0]))
     bound, free = (tree.complete(**body, **more).json() for more in (ASKED["schema"][0], {"ignore_eos": True}))
@@ -68,7 +68,7 @@ def test_what_is_forced_makes_runs_longer(services: tuple[EngineService, EngineS
         ({"ebnf": "root = nothing"}, "ebnf", ""),
     ],
 )
-def test_a_grammar_that_is_not_honoured(
+def test_unsupported_grammar_gives_a_400_that_names_the_field(
     services: tuple[EngineService, EngineService], fields: dict[str, Any], param: str, words: str
 ) -> None:
     answer = Client(make_app(services[0])).complete(prompt="once", **fields)

@@ -10,7 +10,7 @@ from cluster.api.serve.settings import LLMConfig, parse
 from tests.api.layouts import FILE, commented
 
 
-def test_the_gpu_layouts() -> None:
+def test_commented_gpu_layouts_of_serve_yaml_are_valid() -> None:
     one_host, two_hosts, replicas = commented()
     llm = parse(one_host["args"]).llm
     layout = llm.layout()
@@ -27,14 +27,14 @@ def test_the_gpu_layouts() -> None:
     assert many.deployment_config["max_replicas_per_node"] == 1
 
 
-def test_what_a_redeploy_has_room_for_decides_how_long_its_gang_waits() -> None:
+def test_zero_max_surge_percent_makes_a_new_gang_wait_for_the_leaving_gang() -> None:
     given = yaml.safe_load(FILE.read_text())["applications"][0]["args"]
     assert parse(given).llm.layout().redeploy_wait_s == 0
     given["llm_configs"][0]["deployment_config"]["max_surge_percent"] = 0
     assert parse(given).llm.layout().redeploy_wait_s == 60
 
 
-def test_how_many_gangs_there_will_be_at_least_and_how_long_they_wait_is_in_the_layout() -> None:
+def test_layout_holds_the_least_gang_count_and_the_placement_wait() -> None:
     given = yaml.safe_load(FILE.read_text())["applications"][0]["args"]["llm_configs"][0]
 
     def changed(engine: dict[str, Any] | None = None, **llm: Any) -> LLMConfig:
@@ -52,7 +52,7 @@ def test_how_many_gangs_there_will_be_at_least_and_how_long_they_wait_is_in_the_
         changed({"tp_size": 2}, placement_group_config=half)
 
 
-def test_every_file_says_who_may_use_what_it_deploys() -> None:
+def test_deploy_configs_listen_on_loopback_or_set_api_keys() -> None:
     service = yaml.safe_load((FILE.parent / "rayservice.yaml").read_text())["spec"]
     kubernetes = yaml.safe_load(service["serveConfigV2"])
     here = [yaml.safe_load((FILE.parent / name).read_text()) for name in ("serve.yaml", "local.yaml")]
@@ -74,7 +74,7 @@ def test_every_file_says_who_may_use_what_it_deploys() -> None:
         parse({**yaml.safe_load(words)["applications"][0]["args"], **commented})
 
 
-def test_probes_ask_what_does_not_end_a_pod_that_restarts_its_gang() -> None:
+def test_kubernetes_probes_do_not_end_a_pod_while_its_gang_restarts() -> None:
     cluster = yaml.safe_load((FILE.parent / "rayservice.yaml").read_text())["spec"]["rayClusterConfig"]
     for group in cluster["workerGroupSpecs"]:
         (worker,) = group["template"]["spec"]["containers"]

@@ -36,7 +36,7 @@ class Page(HTMLParser):
         self.text += data
 
 
-def test_it_names_every_route_and_every_field(client: Client, document: dict[str, Any]) -> None:
+def test_docs_page_names_every_route_and_request_field(client: Client, document: dict[str, Any]) -> None:
     response = client.get("/docs")
     assert response.status_code == 200 and response.headers["content-type"].startswith("text/html")
     text = Page(response.text).text
@@ -47,7 +47,7 @@ def test_it_names_every_route_and_every_field(client: Client, document: dict[str
         assert name in text
 
 
-def test_it_loads_nothing(client: Client) -> None:
+def test_docs_page_loads_no_external_resources(client: Client) -> None:
     response = client.get("/docs")
     page = Page(response.text)
     links = [(tag, name, value) for tag, name, value in page.attributes if name in ("src", "href", "action", "srcset")]
@@ -57,7 +57,7 @@ def test_it_loads_nothing(client: Client) -> None:
     assert response.headers["content-security-policy"].startswith("default-src 'none'")
 
 
-def test_what_it_says_cannot_be_markup() -> None:
+def test_docs_page_escapes_html_of_the_openapi_document() -> None:
     """Also not where a description is not ours."""
     evil = "<script>alert(1)</script>"
     schema = {"properties": {evil: {"type": evil, "default": evil}}, "description": evil}

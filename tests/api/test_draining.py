@@ -124,7 +124,7 @@ def test_a_scale_down_under_load_fails_no_request(app: dict[str, Any], name: str
         assert set(shards()) < before, "the gang that stays was restarted"
 
 
-def test_streams_that_outlast_their_replica_end_with_an_event() -> None:
+def test_streams_longer_than_the_shutdown_timeout_end_with_an_error_event() -> None:
     args = with_options(arguments(), graceful_shutdown_timeout_s=2)
     with serving(args) as url, ThreadPoolExecutor(1) as beside:
         asked = beside.submit(ask_all, url, [[SLOW, number] for number in range(6)], 3000)  # half a minute

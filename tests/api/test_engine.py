@@ -135,7 +135,9 @@ def services(tokenizer_folder: Any) -> Iterator[tuple[EngineService, ...]]:
         {"seed": 9, "allowed_token_ids": [97, 98, 99, 100], "stop": ["ab", "ca"], "min_tokens": 20},
     ],
 )
-def test_one_text_however_it_is_made(services: tuple[EngineService, EngineService], fields: dict[str, Any]) -> None:
+def test_text_is_the_same_with_and_without_speculation_and_streamed(
+    services: tuple[EngineService, EngineService], fields: dict[str, Any]
+) -> None:
     body = {"prompt": "once", "max_tokens": 60, **fields}
     tree, plain = (Client(make_app(service)) for service in services)
     whole, expected = tree.complete(**body).json(), plain.complete(**body).json()
@@ -162,7 +164,7 @@ def test_one_text_however_it_is_made(services: tuple[EngineService, EngineServic
         assert sum(j * count for j, count in enumerate(histogram)) == spoken["num_accepted_draft_tokens"]
 
 
-def test_adjusted_text_is_what_was_asked_for(services: tuple[EngineService, EngineService]) -> None:
+def test_logit_bias_allowed_tokens_and_bad_words_shape_the_text(services: tuple[EngineService, EngineService]) -> None:
     client = Client(make_app(services[0]))
 
     def text(**fields: Any) -> str:
@@ -178,7 +180,7 @@ def test_adjusted_text_is_what_was_asked_for(services: tuple[EngineService, Engi
     assert len(text(allowed_token_ids=[97, 98, 99], stop=["a", "b", "c"], min_tokens=7)) == 7
 
 
-def test_no_key_can_tell_what_another_key_has_sent(services: tuple[EngineService, EngineService]) -> None:
+def test_prefix_cache_is_not_shared_between_api_keys(services: tuple[EngineService, EngineService]) -> None:
     """Neither afterwards nor while it runs: cached_tokens is 0, and no request waits for a prompt of another key."""
     names = ("ann", "bob")
     keys = ApiKeys(None, [ApiKey(name, "use", digest_of(name.encode())) for name in names])
@@ -209,7 +211,7 @@ def test_no_key_can_tell_what_another_key_has_sent(services: tuple[EngineService
     services[0].check_pages()
 
 
-def test_visitors_that_leave_free_every_page(services: tuple[EngineService, EngineService]) -> None:
+def test_client_disconnects_free_all_kv_pages_in_every_api(services: tuple[EngineService, EngineService]) -> None:
     """By every API."""
     service = services[0]
     talk = {"prompt": None, "ignore_eos": True}

@@ -45,7 +45,7 @@ def client(tokenizer_folder: Path) -> Client:
 @pytest.mark.parametrize("path", GOOD)
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
-def test_no_value_breaks_the_server(client: Client, path: str, data: st.DataObject) -> None:
+def test_random_field_values_never_cause_a_5xx(client: Client, path: str, data: st.DataObject) -> None:
     good, fields = GOOD[path]
     names = st.sampled_from([*fields, *fields, *REFUSED, *HARMLESS]) | st.text(max_size=12)
     body = {**good, **data.draw(st.dictionaries(names, VALUES, min_size=1, max_size=3))}
@@ -74,7 +74,9 @@ ITEMS = st.lists(st.dictionaries(st.sampled_from(KEYS), PARTS, min_size=1, max_s
 @pytest.mark.parametrize(("path", "field"), [("/v1/responses", "input"), ("/v1/messages", "messages")])
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(items=ITEMS, tools=st.none() | ITEMS)
-def test_no_item_breaks_the_server(client: Client, path: str, field: str, items: Any, tools: Any) -> None:
+def test_random_conversation_items_never_cause_a_5xx(
+    client: Client, path: str, field: str, items: Any, tools: Any
+) -> None:
     good, _ = GOOD[path]
     response = client.post(path, {**good, field: items, "tools": tools})
     assert response.status_code in (200, 400), response.text

@@ -92,7 +92,7 @@ def url(tokenizer_folder: Path) -> Iterator[str]:
         yield url
 
 
-def test_each_is_refused_within_a_second_and_the_server_goes_on(url: str) -> None:
+def test_bad_requests_get_a_4xx_within_a_second_and_the_server_stays_up(url: str) -> None:
     asked = inputs()
     assert len(asked) >= 300
     wrong = []

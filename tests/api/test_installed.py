@@ -49,7 +49,7 @@ def said(installed: Path, commands: list[str], here: Path, **environment: str) -
     return found
 
 
-def test_every_command_works_on_a_folder_or_says_where_the_demo_is(installed: Path, tmp_path: Path) -> None:
+def test_installed_commands_work_on_a_folder_or_say_where_the_demo_is(installed: Path, tmp_path: Path) -> None:
     target, draft = target_folder(), draft_folder(target_folder())
     without = ["serve", "demo", "bench", "bench faults"]
     generated = f"generate {target} --draft {draft} --prompt-token-ids 5,6 --max-tokens 3"
@@ -68,7 +68,7 @@ def test_every_command_works_on_a_folder_or_says_where_the_demo_is(installed: Pa
     assert "3 tokens" in found[generated][1]
 
 
-def test_the_demo_is_found_in_the_checkout_that_aerie_home_names(installed: Path, tmp_path: Path) -> None:
+def test_installed_serve_finds_the_demo_in_aerie_home(installed: Path, tmp_path: Path) -> None:
     """Its settings are read, so the port that is none is what is refused."""
     words = "serve --set http_port=0"
     status, text = said(installed, [words], tmp_path, AERIE_HOME=str(CHECKOUT))[words]

@@ -21,14 +21,14 @@ def api(openai: OpenAI, service: ScriptedService) -> OpenAI:
     return openai
 
 
-def test_models(api: OpenAI) -> None:
+def test_openai_client_lists_and_retrieves_models(api: OpenAI) -> None:
     assert [model.id for model in api.models.list()] == [MODEL]
     assert api.models.retrieve(MODEL).owned_by == "aerie"
     with pytest.raises(openai.NotFoundError):
         api.models.retrieve("other")
 
 
-def test_whole_answers(api: OpenAI) -> None:
+def test_openai_client_reads_chat_and_completion_answers(api: OpenAI) -> None:
     chat = api.chat.completions.create(model=MODEL, messages=HI, logprobs=True, top_logprobs=2, seed=1)
     [choice] = chat.choices
     assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", SAID, "stop")
@@ -42,7 +42,7 @@ def test_whole_answers(api: OpenAI) -> None:
     assert text.choices[3].logprobs.tokens[0] == "o"
 
 
-def test_streams(api: OpenAI) -> None:
+def test_openai_client_reads_chat_and_completion_streams(api: OpenAI) -> None:
     chunks = list(
         api.chat.completions.create(
             model=MODEL, messages=HI, stream=True, n=2, stream_options={"include_usage": True}, stop=["aerie"]
@@ -79,7 +79,7 @@ def calling(api: OpenAI, service: ScriptedService, tmp_path: Path) -> OpenAI:
     return api
 
 
-def test_calls_of_tools(calling: OpenAI) -> None:
+def test_openai_client_reads_tool_calls_and_sends_results_back(calling: OpenAI) -> None:
     answer = calling.chat.completions.create(model=MODEL, messages=HI, tools=[WEATHER])
     [choice] = answer.choices
     [call] = choice.message.tool_calls
@@ -89,7 +89,7 @@ def test_calls_of_tools(calling: OpenAI) -> None:
     assert calling.chat.completions.create(model=MODEL, messages=again, tools=[WEATHER], max_tokens=1).choices
 
 
-def test_streamed_calls_of_tools(calling: OpenAI) -> None:
+def test_openai_client_reads_streamed_tool_calls(calling: OpenAI) -> None:
     chunks = calling.chat.completions.create(model=MODEL, messages=HI, tools=[WEATHER], stream=True)
     found = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
     assert [call.function.name for call in found if call.id] == ["weather"]
@@ -105,7 +105,7 @@ class Person(BaseModel):
     age: int
 
 
-def test_parsed_answers_and_calls(calling: OpenAI, service: ScriptedService) -> None:
+def test_openai_client_parses_structured_answers_and_tool_arguments(calling: OpenAI, service: ScriptedService) -> None:
     class weather(BaseModel):
         city: str
 
@@ -118,14 +118,14 @@ def test_parsed_answers_and_calls(calling: OpenAI, service: ScriptedService) -> 
     assert service.engine.requests[-1].params.grammar is not None
 
 
-def test_extensions_through_extra_body(api: OpenAI, service: ScriptedService) -> None:
+def test_openai_client_extra_body_fields_reach_the_engine(api: OpenAI, service: ScriptedService) -> None:
     extra = {"top_k": 5, "min_p": 0.1, "ignore_eos": True, "stop_token_ids": [EOS]}
     api.chat.completions.create(model=MODEL, messages=HI, max_tokens=4, extra_body=extra)
     params = service.engine.requests[0].params
     assert (params.top_k, params.min_p, params.ignore_eos, params.stop_token_ids) == (5, 0.1, True, (EOS,))
 
 
-def test_errors_arrive_as_their_types(api: OpenAI, service: ScriptedService) -> None:
+def test_openai_client_raises_the_matching_error_types(api: OpenAI, service: ScriptedService) -> None:
     with pytest.raises(openai.BadRequestError) as bad:
         api.completions.create(model=MODEL, prompt="x", temperature=-1)
     assert (bad.value.param, bad.value.code, bad.value.type) == (
@@ -150,7 +150,7 @@ def test_errors_arrive_as_their_types(api: OpenAI, service: ScriptedService) -> 
     assert api.completions.create(model=MODEL, prompt="x", max_tokens=4).choices[0].text == "once"
 
 
-def test_closing_a_stream_aborts_it(api: OpenAI, service: ScriptedService) -> None:
+def test_closing_an_openai_stream_aborts_its_request(api: OpenAI, service: ScriptedService) -> None:
     service.engine.step_s = 0.01
     stream = api.completions.create(
         model=MODEL, prompt="x", stream=True, max_tokens=400, extra_body={"ignore_eos": True}
@@ -158,7 +158,7 @@ def test_closing_a_stream_aborts_it(api: OpenAI, service: ScriptedService) -> No
     assert_closing_aborts(stream, service)
 
 
-def test_responses(api: OpenAI) -> None:
+def test_openai_client_reads_responses_and_counts_input_tokens(api: OpenAI) -> None:
     response = api.responses.create(model=MODEL, input="hi", instructions="be brief", metadata={"a": "b"})
     assert (response.output_text, response.status, response.metadata) == (SAID, "completed", {"a": "b"})
     assert response.usage.output_tokens == len(SAID.encode()) + 1
@@ -172,7 +172,7 @@ def test_responses(api: OpenAI) -> None:
         api.responses.retrieve(response.id)
 
 
-def test_streamed_responses(api: OpenAI) -> None:
+def test_openai_client_reads_streamed_responses(api: OpenAI) -> None:
     with api.responses.stream(model=MODEL, input="hi") as stream:
         said = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
         final = stream.get_final_response()
@@ -189,7 +189,7 @@ class Named(BaseModel):
     name: str
 
 
-def test_responses_of_a_form(api: OpenAI, service: ScriptedService) -> None:
+def test_openai_client_parses_structured_responses(api: OpenAI, service: ScriptedService) -> None:
     service.engine.script = b'{"name": "Ann"}'
     assert api.responses.parse(model=MODEL, input="who?", text_format=Named).output_parsed == Named(name="Ann")
     assert service.engine.requests[0].params.grammar is not None
@@ -197,7 +197,7 @@ def test_responses_of_a_form(api: OpenAI, service: ScriptedService) -> None:
         assert stream.get_final_response().output_parsed == Named(name="Ann")
 
 
-def test_errors_of_responses(api: OpenAI, service: ScriptedService) -> None:
+def test_openai_client_reads_errors_of_the_responses_api(api: OpenAI, service: ScriptedService) -> None:
     with pytest.raises(openai.BadRequestError) as bad:
         api.responses.create(model=MODEL, input=[{"type": "item_reference", "id": "msg_1"}])
     assert (bad.value.param, bad.value.code) == ("input.0.type", "unsupported_parameter")

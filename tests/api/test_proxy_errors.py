@@ -32,7 +32,7 @@ def raw(url: str, request: bytes, close: bool = False) -> tuple[int, dict[str, s
     return int(first.split()[1]), headers, body
 
 
-def test_headers_and_deaths() -> None:
+def test_proxy_answers_json_to_bad_headers_timeouts_and_lost_replicas() -> None:
     with serving(arguments()) as url:
         request = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\nX-Request-Id: \xff\r\n\r\n"
         status, headers, body = raw(url, request)

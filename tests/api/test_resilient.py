@@ -129,7 +129,7 @@ WHOLE = list(range(101, 101 + TOKENS))
 
 
 @pytest.mark.parametrize("at", [0, 1, 2, 5, 12])
-def test_a_stream_goes_on_exactly_where_its_engine_died(at: int) -> None:
+def test_stream_resumes_at_the_token_where_its_engine_died(at: int) -> None:
     outputs, engine, resumed = run(dies_at(at), well)
     assert tokens_of(outputs) == WHOLE
     assert [output.finish_reason for output in outputs] == [None] * (len(outputs) - 1) + ["length"]
@@ -143,7 +143,7 @@ def test_a_stream_goes_on_exactly_where_its_engine_died(at: int) -> None:
     assert len(resumed) == (at > 0)
 
 
-def test_many_deaths_lose_and_repeat_nothing_and_the_counts_of_trees_are_those_of_the_whole_stream() -> None:
+def test_stream_over_many_engine_deaths_keeps_tokens_and_speculation_counts() -> None:
     outputs, engine, resumed = run(*[dies_at(at) for at in (4, 2, 3, 2, 2)], well)
     assert tokens_of(outputs) == WHOLE
     assert len(resumed) == 5
@@ -152,7 +152,7 @@ def test_many_deaths_lose_and_repeat_nothing_and_the_counts_of_trees_are_those_o
     assert outputs[-1].speculation == SpeculationCounts(trees, 3 * trees, (0, trees))
 
 
-def test_a_stream_that_gets_nowhere_ends_with_an_error() -> None:
+def test_stream_without_progress_ends_with_an_error_after_its_last_resume() -> None:
     outputs, engine, _ = run(dies_at(3), dies_at(1))
     assert tokens_of(outputs) == WHOLE[:4]
     assert outputs[-1].finish_reason == "error" and f"resumed {MAX_FRUITLESS_RESUMES} times" in (
@@ -161,12 +161,12 @@ def test_a_stream_that_gets_nowhere_ends_with_an_error() -> None:
     assert len(engine.requests) == 1 + MAX_FRUITLESS_RESUMES
 
 
-def test_progress_between_deaths_makes_every_resume_the_first() -> None:
+def test_progress_resets_the_resume_count() -> None:
     outputs, _, _ = run(*[dies_at(2)] * (2 * MAX_FRUITLESS_RESUMES), well)
     assert tokens_of(outputs) == WHOLE
 
 
-def test_a_replica_with_too_little_room_is_passed_over() -> None:
+def test_replica_with_too_little_capacity_is_skipped() -> None:
     small = says(0, replace(SIGN, max_request_tokens=TOKENS))
     outputs, engine, resumed = run(small, small, well)
     assert tokens_of(outputs) == WHOLE and len(engine.requests) == 3 and not resumed
@@ -176,7 +176,7 @@ def test_a_replica_with_too_little_room_is_passed_over() -> None:
         run(small)
 
 
-def test_what_requests_may_count_on_is_the_least_room_that_was_heard_of_lately() -> None:
+def test_shared_token_limit_is_the_smallest_recent_limit() -> None:
     now = [0.0]
     rooms = SharedTokenLimit(lambda: now[0])
     assert [rooms.update(room) for room in (100, 90, 100)] == [100, 90, 90]
@@ -184,18 +184,18 @@ def test_what_requests_may_count_on_is_the_least_room_that_was_heard_of_lately()
     assert rooms.update(100) == 100, "the smaller one is heard of no more"
 
 
-def test_nobody_comes_back_in_time() -> None:
+def test_stream_is_aborted_when_no_engine_returns_in_time() -> None:
     outputs, _, _ = run(dies_at(3), dies_at(0))
     assert tokens_of(outputs) == WHOLE[:4]
     assert outputs[-1].finish_reason == "abort" and "within 0.5 s" in (outputs[-1].error or "")
 
 
-def test_an_engine_that_leaves_hands_its_streams_over() -> None:
+def test_stream_resumes_on_another_engine_when_its_engine_shuts_down() -> None:
     outputs, _, resumed = run(says(4, StreamAbandoned("shutting down")), well)
     assert tokens_of(outputs) == WHOLE and len(resumed) == 1
 
 
-def test_a_full_queue_refuses_a_new_stream_and_not_one_that_was_taken_before() -> None:
+def test_full_queue_refuses_a_new_stream_but_not_a_resumed_stream() -> None:
     full = says(0, RequestRefused("the queue holds 9 tokens", 7.5))
     with pytest.raises(Overloaded, match="holds 9") as refused:
         run(full, well)
@@ -204,7 +204,7 @@ def test_a_full_queue_refuses_a_new_stream_and_not_one_that_was_taken_before() -
     assert tokens_of(outputs) == WHOLE
 
 
-def test_a_request_that_cannot_be_served() -> None:
+def test_invalid_request_raises_and_a_refused_resume_ends_with_an_error() -> None:
     bad = says(1, RequestRefused("prompt: too long"))
     with pytest.raises(ValueError, match="too long"):
         run(bad)
@@ -225,7 +225,7 @@ def test_tokens_of_two_models_are_never_mixed() -> None:
     assert not tokens_of(outputs) and outputs[-1].finish_reason == "abort"
 
 
-def test_a_stream_may_begin_where_the_same_model_computes_otherwise() -> None:
+def test_stream_without_tokens_may_move_to_another_dtype_of_the_model() -> None:
     outputs, _, _ = run(
         dies_at(1), says(0, StreamHeartbeat("target (float32)", 0, "m, m", 4096))
     )  # nothing was sent yet
@@ -247,7 +247,7 @@ def test_closing_the_stream_closes_the_attempt() -> None:
     asyncio.run(whole())
 
 
-def test_without_engines_status_says_so_and_metrics_are_empty() -> None:
+def test_status_is_unhealthy_and_metrics_are_empty_without_engines() -> None:
     async def whole() -> None:
         client = ResilientClient(Calls(Engine()), EngineConfig(model_path="m"), 0, lambda: None, 0.5)
         assert await client.status() == GangStatus(False, "no engine replica answers: nobody")
@@ -295,7 +295,9 @@ FAILED = SequenceOutput("r", (), finish_reason="error", error="the gang is lost"
     ],
     ids=["outputs", "full", "lost", "at fault", "a pause", "an error", "an error of a replica that leaves", "cut"],
 )
-def test_feed(script: Any, leaving: str, items: list[StreamItem]) -> None:
+def test_stream_items_yields_heartbeats_outputs_and_refusals(
+    script: Any, leaving: str, items: list[StreamItem]
+) -> None:
     engine = Scripted(*script)
     asked = iter([""])  # it begins to leave only after it has taken the request
 
@@ -308,7 +310,7 @@ def test_feed(script: Any, leaving: str, items: list[StreamItem]) -> None:
     assert engine.closed
 
 
-def test_an_engine_that_is_leaving_already_takes_nothing() -> None:
+def test_stream_items_abandons_a_request_when_the_engine_is_leaving() -> None:
     async def whole() -> list[StreamItem]:
         return [
             item async for item in stream_items(Scripted(OUTPUT), Request("r", (1,)), SIGN, 0.05, lambda: "leaving")
@@ -317,7 +319,7 @@ def test_an_engine_that_is_leaving_already_takes_nothing() -> None:
     assert asyncio.run(whole()) == [StreamAbandoned("leaving")], "without a sign, so that no resume is counted"
 
 
-def test_a_feed_that_is_closed_while_it_waits_closes_the_engines_stream() -> None:
+def test_closing_stream_items_closes_the_engine_stream() -> None:
     engine = Scripted(OUTPUT, 30.0, END)
 
     async def whole() -> None:
@@ -330,7 +332,7 @@ def test_a_feed_that_is_closed_while_it_waits_closes_the_engines_stream() -> Non
 
 
 @pytest.mark.parametrize("script", [(OUTPUT, 30.0, END), (OUTPUT, OUTPUT, END)], ids=["it waits", "it has more"])
-def test_a_feed_ends_where_its_reader_is_gone(script: Any) -> None:
+def test_stream_items_ends_when_its_reader_is_gone(script: Any) -> None:
     engine = Scripted(*script)
     gone: list[bool] = []
 

@@ -37,7 +37,7 @@ def running(url: str) -> int:
     return sum(rank["running"] for rank in httpx.get(f"{url}/server_info").json()["ranks"])
 
 
-def test_two_hops_from_http_to_the_gang_and_back(url: str) -> None:
+def test_resilient_ingress_serves_tokens_and_server_info(url: str) -> None:
     assert health(url) == 200
     (answer,) = ask_all(url, [[100]], 8)
     assert answer.tokens == list(range(101, 109)), answer
@@ -46,7 +46,7 @@ def test_two_hops_from_http_to_the_gang_and_back(url: str) -> None:
     assert httpx.get(f"{url}/v1/models").json()["data"][0]["max_model_len"] == 4096
 
 
-def test_the_engines_refusals_keep_their_status(url: str) -> None:
+def test_resilient_ingress_passes_on_the_status_of_engine_refusals(url: str) -> None:
     body = {"model": "counting", "prompt": [TOO_LONG, 5], "max_tokens": 4}
     answer = httpx.post(f"{url}/v1/completions", json=body)
     assert answer.status_code == 400 and "too long" in answer.json()["error"]["message"], answer.text
@@ -62,7 +62,7 @@ def test_the_engines_refusals_keep_their_status(url: str) -> None:
     assert int(refused.headers["retry-after"]) >= 1 and "max_queue" in refused.json()["error"]["message"]
 
 
-def test_one_call_may_hold_more_than_the_queue(url: str) -> None:
+def test_single_call_may_exceed_the_queue_token_limit(url: str) -> None:
     body = {"model": "counting", "prompt": [[SLOW, *range(1, 4000)]] * 12, "max_tokens": 90}
     answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
     assert answer.status_code == 200, answer.text
@@ -70,7 +70,7 @@ def test_one_call_may_hold_more_than_the_queue(url: str) -> None:
     assert eventually(lambda: running(url) == 0, 5)
 
 
-def test_a_client_that_leaves_frees_its_slot_at_the_engine(url: str) -> None:
+def test_client_disconnect_frees_its_slot_in_the_engine(url: str) -> None:
     async def leave() -> None:
         async with httpx.AsyncClient() as client:
             body = {"model": "counting", "prompt": [SLOW, 1], "max_tokens": 4000, "stream": True}
@@ -82,7 +82,7 @@ def test_a_client_that_leaves_frees_its_slot_at_the_engine(url: str) -> None:
     assert eventually(lambda: running(url) == 0, 3)
 
 
-def test_the_streams_of_an_ingress_that_is_killed_end_at_the_engine(url: str) -> None:
+def test_killed_ingress_ends_its_streams_in_the_engine(url: str) -> None:
     """Left to itself each would run for 40 s."""
 
     async def ask() -> None:
@@ -123,7 +123,7 @@ def disturbed(url: str, *, word: str, number: int = signal.SIGKILL, tokens: int 
 
 
 @pytest.mark.parametrize("word", [ENGINE, "ShardActor"], ids=["the engine replica", "the shards"])
-def test_streams_go_on_exactly_when_what_feeds_them_is_killed(url: str, word: str) -> None:
+def test_streams_keep_their_tokens_when_engine_replica_or_shards_are_killed(url: str, word: str) -> None:
     before = total(httpx.get(f"{url}/metrics").text, "aerie_resumed_streams_total")
     calm, answers, hit = disturbed(url, word=word)
     assert [a.error for a in answers] == [""] * STREAMS
@@ -142,14 +142,14 @@ def test_streams_go_on_exactly_when_what_feeds_them_is_killed(url: str, word: st
 
 
 @pytest.mark.slow
-def test_the_streams_of_a_frozen_engine_replica_move_to_the_next(url: str) -> None:
+def test_streams_of_a_frozen_engine_replica_move_to_another_replica(url: str) -> None:
     calm, answers, hit = disturbed(url, word=ENGINE, number=signal.SIGSTOP)
     assert [a.error for a in answers] == [""] * STREAMS
     assert [a.tokens for a in answers] == [a.tokens for a in calm]
     assert eventually(lambda: not set(hit) & set(processes(ENGINE)), 30), "the frozen replica is still there"
 
 
-def test_while_no_engine_is_there_health_is_503_and_new_requests_wait(url: str) -> None:
+def test_health_is_503_and_new_requests_wait_while_no_engine_runs(url: str) -> None:
     kill(ENGINE)
     assert eventually(lambda: health(url) == 503, 3)
     began = time.monotonic()

@@ -52,7 +52,9 @@ def choice(client: Client, **fields: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("max_tokens", [0, 1, 12])
 @pytest.mark.parametrize("prompt", ["x", "def f(x):", "naïve 日本 text", "a long one, " * 40, [104, IM_START, 105]])
-def test_an_echo_is_the_prompt_and_its_scores(services: Services, prompt: str | list[int], max_tokens: int) -> None:
+def test_echo_returns_the_prompt_with_its_logprobs(
+    services: Services, prompt: str | list[int], max_tokens: int
+) -> None:
     ids = list(prompt.encode()) if isinstance(prompt, str) else prompt
     text = prompt if isinstance(prompt, str) else "hi"
     for client in clients(services):
@@ -85,7 +87,7 @@ def as_lm_eval_reads(answer: dict[str, Any], ctxlen: int, end: int | None) -> tu
 
 
 @pytest.mark.parametrize(("max_tokens", "end"), [(1, -1), (0, None)])
-def test_a_harness_scores_continuations(services: Services, max_tokens: int, end: int | None) -> None:
+def test_lm_eval_scores_continuations_from_echo_logprobs(services: Services, max_tokens: int, end: int | None) -> None:
     """Both ways: with a token that is dropped, and without one. Greedy texts are seen as such."""
     context = "The vault: "
     greedy = choice(clients(services)[1], prompt=context, max_tokens=9, temperature=0, return_token_ids=True)
@@ -105,7 +107,7 @@ def test_a_harness_scores_continuations(services: Services, max_tokens: int, end
     ("prompt", "fields", "max_tokens"),
     covering([[["one", "naïve 日"], [[104, 0xE2, 0x82]]], [{"logprobs": 2}, {}, {"logprobs": 0, "n": 2}], [0, 8]]),
 )
-def test_a_streamed_echo_is_the_whole_one(
+def test_streamed_echo_equals_the_complete_echo(
     services: Services, prompt: list[Any], fields: dict[str, Any], max_tokens: int
 ) -> None:
     client = clients(services)[0]
@@ -132,7 +134,7 @@ def approximately(told: dict[str, Any]) -> dict[str, Any]:
     return {name: [near.get(name, lambda x: x)(x) for x in column] for name, column in told.items()}
 
 
-def test_an_unfinished_character_is_the_outputs(services: Services) -> None:
+def test_echo_decodes_a_character_split_between_prompt_and_output(services: Services) -> None:
     """Echo and output together are the text of all tokens, however the prompt ends."""
     client = clients(services)[1]
     for prompt in ([104, 0xE2], [104, 0xE2, 0x82]):
@@ -143,7 +145,7 @@ def test_an_unfinished_character_is_the_outputs(services: Services) -> None:
 
 
 @pytest.mark.parametrize("top", [0, 3])
-def test_prompt_logprobs_of_both_endpoints(services: Services, top: int) -> None:
+def test_prompt_logprobs_match_the_reference_on_both_endpoints(services: Services, top: int) -> None:
     for client in clients(services):
         for _ in range(2):
             one = client.complete(prompt="score me", max_tokens=2, prompt_logprobs=top, n=2).json()
@@ -167,7 +169,7 @@ def test_prompt_logprobs_of_both_endpoints(services: Services, top: int) -> None
                     assert ranks == [*range(1, top + 1), *([own["rank"]] if own["rank"] > top else [])]
 
 
-def test_both_ask_for_as_many_as_each(services: Services) -> None:
+def test_echo_logprobs_and_prompt_logprobs_may_have_different_counts(services: Services) -> None:
     """`logprobs` of an echo and `prompt_logprobs` may differ."""
     answer = choice(clients(services)[0], prompt="a b c", max_tokens=1, echo=True, logprobs=1, prompt_logprobs=4)
     assert all(len(top) in (1, 2) for top in answer["logprobs"]["top_logprobs"][1:])
@@ -175,7 +177,7 @@ def test_both_ask_for_as_many_as_each(services: Services) -> None:
     assert "prompt_logprobs" not in choice(clients(services)[0], prompt="a", max_tokens=1, echo=True, logprobs=1)
 
 
-def test_what_is_cached_is_found_by_those_who_do_not_ask(services: Services) -> None:
+def test_prompt_scoring_fills_the_prefix_cache_but_does_not_read_the_cache(services: Services) -> None:
     client, prompt = clients(services)[0], "a prompt of its own, long enough for many pages " * 3
     first = client.complete(prompt=prompt, max_tokens=4, seed=1, echo=True, logprobs=2).json()
     used = client.complete(prompt=prompt, max_tokens=4, seed=1).json()["usage"]["prompt_tokens_details"]
@@ -187,7 +189,7 @@ def test_what_is_cached_is_found_by_those_who_do_not_ask(services: Services) -> 
     assert told == approximately(first["choices"][0]["logprobs"])
 
 
-def test_a_prompt_alone_may_fill_the_context(services: Services) -> None:
+def test_prompt_may_fill_the_context_with_zero_max_tokens(services: Services) -> None:
     for client in clients(services):
         answer = choice(client, prompt="y" * CONTEXT, max_tokens=0, echo=True, logprobs=0)
         assert len(answer["logprobs"]["tokens"]) == CONTEXT and answer["finish_reason"] == "length"
@@ -199,7 +201,7 @@ def test_a_prompt_alone_may_fill_the_context(services: Services) -> None:
 
 @pytest.mark.parametrize("prompt", ["best", ["best", "of all"]])
 @pytest.mark.parametrize("logprobs", [None, 2])
-def test_the_best_of_several(services: Services, prompt: Any, logprobs: int | None) -> None:
+def test_best_of_returns_the_likeliest_samples(services: Services, prompt: Any, logprobs: int | None) -> None:
     for client in clients(services):
         body = {"prompt": prompt, "max_tokens": 7, "seed": 11, "ignore_eos": True}
         every = client.complete(**body, n=5, logprobs=0).json()
@@ -218,7 +220,7 @@ def test_the_best_of_several(services: Services, prompt: Any, logprobs: int | No
         assert all(len(found["prompt_logprobs"]) > 1 for found in one)
 
 
-def test_prompts_are_cut_to_their_ends(services: Services) -> None:
+def test_truncate_prompt_tokens_keeps_the_end_of_the_prompt(services: Services) -> None:
     client, text = clients(services)[0], "0123456789" * 200
     body = {"max_tokens": 20, "temperature": 0, "return_token_ids": True}
 
@@ -260,7 +262,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_said(services: Services, name: str) -> None:
+def test_bad_scoring_field_gives_a_400_that_names_the_field(services: Services, name: str) -> None:
     fields, param, words = REFUSED[name]
     response = clients(services)[1].complete(**fields)
     assert response.status_code == 400, response.text
@@ -268,7 +270,7 @@ def test_what_cannot_be_said(services: Services, name: str) -> None:
     assert error["param"] == param and words in error["message"], error
 
 
-def test_an_answer_has_a_bound(services: Services) -> None:
+def test_prompt_logprobs_of_a_call_are_limited(services: Services) -> None:
     """What one call may ask about its prompts, over all of them."""
     client = Client(make_app(services[1], RequestLimits(prompt_logprobs=100)))
     good = {"prompt": "x" * 50, "max_tokens": 1}
@@ -283,7 +285,7 @@ def test_an_answer_has_a_bound(services: Services) -> None:
         assert error["param"] == param and "100 of one call" in error["message"]
 
 
-def test_what_was_there_before_is_taken(services: Services) -> None:
+def test_seed_minus_1_top_p_0_and_include_obfuscation_are_accepted(services: Services) -> None:
     client = clients(services)[0]
     body = {"prompt": "x", "max_tokens": 3}
     assert client.complete(**body, seed=-1).status_code == 200
@@ -293,7 +295,7 @@ def test_what_was_there_before_is_taken(services: Services) -> None:
     assert events(client.complete(**body, stream=True, stream_options=options))[-1]["usage"]["completion_tokens"] == 3
 
 
-def test_a_long_answer_is_written_whole(services: Services) -> None:
+def test_answer_with_many_prompt_logprobs_is_complete(services: Services) -> None:
     """Where many numbers are asked for, the answer is made beside the event loop."""
     response = clients(services)[1].post(
         "/v1/completions", {"model": MODEL, "prompt": "z" * 1000, "max_tokens": 1, "prompt_logprobs": 20}

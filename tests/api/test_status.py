@@ -19,7 +19,7 @@ def once(url: str, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
-def test_a_server_that_serves_loses_its_gang_and_is_gone(local_ray: LocalRay) -> None:
+def test_status_command_shows_serving_rank_loss_and_unreachable_server(local_ray: LocalRay) -> None:
     with serving(arguments(ranks=2)) as url:
         state = json.loads(once(url, "--json").stdout)
         [gang] = state["gangs"]

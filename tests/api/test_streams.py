@@ -16,7 +16,9 @@ MANY = {"max_tokens": 400, "ignore_eos": True}
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("n", [1, 3])
-def test_a_full_queue_is_a_503_at_once(client: Client, service: ScriptedService, stream: bool, n: int) -> None:
+def test_full_queue_gives_a_503_with_retry_after(
+    client: Client, service: ScriptedService, stream: bool, n: int
+) -> None:
     service.engine.queue_is_full = True
     response = client.complete(stream=stream, n=n)
     assert response.status_code == 503
@@ -33,7 +35,7 @@ def test_a_full_queue_is_a_503_at_once(client: Client, service: ScriptedService,
         ("routed_dp_rank: must lie in [0, 1], got 9", "routed_dp_rank"),
     ],
 )
-def test_what_the_engine_refuses_is_a_400(
+def test_request_refused_by_the_engine_gives_a_400(
     client: Client, service: ScriptedService, refusal: str, param: str | None, stream: bool
 ) -> None:
     service.engine.refusal = refusal
@@ -52,7 +54,7 @@ LOST = SequenceOutput("r", (), finish_reason="abort", error="/secret/path.py: ra
     [(Unavailable("rank 1 died (given up)", 12.2), "13"), (LOST, "5")],
     ids=["before", "meanwhile"],
 )
-def test_an_engine_that_is_lost_or_stops_is_a_503_with_the_time_to_come_back(
+def test_lost_or_stopping_engine_gives_a_503_with_retry_after(
     client: Client, service: ScriptedService, failure: Any, after: str, n: int
 ) -> None:
     service.engine.fail_at, service.engine.failure = 0, failure
@@ -68,7 +70,7 @@ def test_an_engine_that_is_lost_or_stops_is_a_503_with_the_time_to_come_back(
 
 @pytest.mark.parametrize("failure", [None, RuntimeError("/secret/path.py broke")])
 @pytest.mark.parametrize("n", [1, 2])
-def test_a_failure_before_the_first_token_is_a_500(
+def test_engine_failure_before_the_first_token_gives_a_500(
     client: Client, service: ScriptedService, failure: Any, n: int
 ) -> None:
     service.engine.fail_at, service.engine.failure = 0, failure
@@ -83,7 +85,9 @@ def test_a_failure_before_the_first_token_is_a_500(
 
 
 @pytest.mark.parametrize("failure", [None, RuntimeError("/secret/path.py broke")])
-def test_a_failure_in_mid_stream_is_an_event(client: Client, service: ScriptedService, failure: Any) -> None:
+def test_engine_failure_in_mid_stream_sends_an_error_event(
+    client: Client, service: ScriptedService, failure: Any
+) -> None:
     service.engine.fail_at, service.engine.failure = 5, failure
     response = client.chat(stream=True, max_tokens=40)
     assert response.status_code == 200
@@ -135,7 +139,9 @@ async def until(condition: Any) -> None:
     "when", ["before the first token", "in mid stream", "while a send is stuck", "without a stream"]
 )
 @pytest.mark.parametrize("n", [1, 3])
-def test_a_client_that_leaves_frees_its_slots(app: FastAPI, service: ScriptedService, when: str, n: int) -> None:
+def test_client_disconnect_aborts_all_samples_of_its_request(
+    app: FastAPI, service: ScriptedService, when: str, n: int
+) -> None:
     async def scene() -> None:
         service.engine.step_s = 30.0 if when == "before the first token" else 0.002
         visitor = Visitor(app, {"stream": when != "without a stream", "n": n, **MANY})
@@ -153,7 +159,7 @@ def test_a_client_that_leaves_frees_its_slots(app: FastAPI, service: ScriptedSer
     assert service.outcomes() == {"abort": float(n)}
 
 
-def test_a_server_that_cancels_the_call_aborts_it(app: FastAPI, service: ScriptedService) -> None:
+def test_cancelled_call_task_aborts_its_request(app: FastAPI, service: ScriptedService) -> None:
     async def scene() -> None:
         service.engine.step_s = 0.002
         for stream in (False, True):
@@ -166,7 +172,7 @@ def test_a_server_that_cancels_the_call_aborts_it(app: FastAPI, service: Scripte
     asyncio.run(scene())
 
 
-def test_two_hundred_visitors_leave_at_random(app: FastAPI, service: ScriptedService) -> None:
+def test_random_disconnects_of_200_clients_leave_no_running_request(app: FastAPI, service: ScriptedService) -> None:
     async def scene() -> None:
         service.engine.step_s = 0.001
         visitors = []
@@ -180,7 +186,7 @@ def test_two_hundred_visitors_leave_at_random(app: FastAPI, service: ScriptedSer
     assert sum(service.outcomes().values()) == len(service.engine.requests)
 
 
-def test_the_first_tokens_leave_at_once(app: FastAPI, service: ScriptedService) -> None:
+def test_stream_sends_its_first_chunk_before_the_engine_finishes(app: FastAPI, service: ScriptedService) -> None:
     async def scene() -> None:
         service.engine.step_s = 0.2
         visitor = Visitor(app, {"stream": True, "max_tokens": 5})

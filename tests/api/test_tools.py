@@ -96,7 +96,9 @@ def whole(client: Client, **body: Any) -> dict[str, Any]:
     "sampling", [GREEDY, pytest.param({"seed": 5}, marks=pytest.mark.slow)], ids=["greedy", "sampled"]
 )
 @pytest.mark.parametrize("parser", FORMATS)
-def test_a_required_call(services: list[EngineService], folder: Path, parser: str, sampling: dict[str, Any]) -> None:
+def test_required_tool_call_fits_its_schema_in_every_format(
+    services: list[EngineService], folder: Path, parser: str, sampling: dict[str, Any]
+) -> None:
     body = {
         "messages": HI,
         "tools": [WEATHER],
@@ -145,7 +147,7 @@ def test_a_named_tool_is_called_once(services: list[EngineService], folder: Path
     assert message["stop_reason"] == "tool_use"
 
 
-def test_required_allows_several_calls(services: list[EngineService], folder: Path) -> None:
+def test_required_tool_choice_allows_several_calls(services: list[EngineService], folder: Path) -> None:
     body = {"messages": HI, "tools": [WEATHER], "tool_choice": "required", "max_tokens": 600, **GREEDY}
     tree, _, plain = clients(services, folder, "llama3")
     said = whole(tree, **body)
@@ -156,7 +158,7 @@ def test_required_allows_several_calls(services: list[EngineService], folder: Pa
         jsonschema.validate(json.loads(call["arguments"]), SCHEMA)
 
 
-def test_a_custom_tool_follows_its_expression(services: list[EngineService], folder: Path) -> None:
+def test_custom_tool_input_follows_its_regex_or_a_warning_is_sent(services: list[EngineService], folder: Path) -> None:
     """Where the format can hold it; elsewhere the model is told of the grammar, and the header says that it is free."""
 
     def tool(syntax: str, definition: str) -> dict[str, Any]:
@@ -184,7 +186,7 @@ def test_a_custom_tool_follows_its_expression(services: list[EngineService], fol
         assert why in warning
 
 
-def test_a_call_that_is_cut_off_is_text(services: list[EngineService], folder: Path) -> None:
+def test_truncated_tool_call_is_returned_as_text(services: list[EngineService], folder: Path) -> None:
     body = {"messages": HI, "tools": [WEATHER], "tool_choice": "required", "temperature": 0, "max_tokens": 30}
     tree, _, plain = clients(services, folder, "hermes")
     said = whole(tree, **body)
@@ -193,7 +195,9 @@ def test_a_call_that_is_cut_off_is_text(services: list[EngineService], folder: P
     assert said["content"].startswith('<tool_call>\n{"name": "wea')
 
 
-def test_free_text_beside_tools_is_free(services: list[EngineService], folder: Path) -> None:
+def test_text_answer_with_tools_is_the_same_for_tree_plain_and_stream(
+    services: list[EngineService], folder: Path
+) -> None:
     """Without a call to make, an answer is the one that there is without tools, up to white space that ends it."""
     tree, _, plain = clients(services, folder, "hermes")
     body = {"messages": HI, "tools": [WEATHER], "seed": 4, "max_tokens": 60, "ignore_eos": True}
@@ -204,7 +208,9 @@ def test_free_text_beside_tools_is_free(services: list[EngineService], folder: P
     assert whole(tree, **held) == whole(plain, **held) == streamed(tree, **held)
 
 
-def test_a_format_of_the_answer_beside_tools(services: list[EngineService], folder: Path) -> None:
+def test_response_format_with_tools_gives_text_or_a_call_by_the_schema(
+    services: list[EngineService], folder: Path
+) -> None:
     """The answer's text has the format; a call may come instead of it."""
     asked = {"type": "json_schema", "json_schema": {"name": "p", "schema": SCHEMA}}
     body = {
@@ -233,7 +239,7 @@ def demo() -> Iterator[EngineService]:
         yield service
 
 
-def test_the_demo_pair_calls_where_it_must(demo: EngineService) -> None:
+def test_demo_pair_calls_required_and_named_tools(demo: EngineService) -> None:
     """It was not trained to: the grammar makes the call."""
     assert demo.tokenizer is not None
     assert (demo.tokenizer.chosen_format.call_format, demo.tokenizer.chosen_format.reasoning_format) == (
@@ -251,7 +257,9 @@ def test_the_demo_pair_calls_where_it_must(demo: EngineService) -> None:
             jsonschema.validate(json.loads(call["arguments"]), SCHEMA)
 
 
-def test_tools_that_cannot_be_called(services: list[EngineService], folder: Path, tokenizer_folder: Path) -> None:
+def test_unusable_tools_give_a_400_that_names_tools(
+    services: list[EngineService], folder: Path, tokenizer_folder: Path
+) -> None:
     def refusal(client: Client, **body: Any) -> tuple[str, str]:
         response = client.chat(**{"messages": HI, "tools": [WEATHER], **body})
         assert response.status_code == 400, response.text

@@ -13,8 +13,8 @@ from openai.types.responses.tool_param import ToolParam
 from cluster.api.core.fields import WARNING_HEADER
 from cluster.api.openai.responses.request import ResponseRequest
 from tests.api.scripted import MODEL, Client, ScriptedService
-from tests.api.test_calls_and_thoughts import folder as folder
-from tests.api.test_calls_and_thoughts import prompt_of
+from tests.api.test_tool_calls_and_reasoning import folder as folder
+from tests.api.test_tool_calls_and_reasoning import prompt_of
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 PATCH = '*** Begin "Patch"\n+é\n'
@@ -42,7 +42,7 @@ def service(folder: Path) -> ScriptedService:
     return made
 
 
-def test_a_response_calls_each_kind_of_tool_by_its_own_item(openai: OpenAI, service: ScriptedService) -> None:
+def test_response_items_have_the_call_type_of_each_tool(openai: OpenAI, service: ScriptedService) -> None:
     raw = openai.responses.with_raw_response.create(model=MODEL, input="hi", tools=TOOLS)
     assert raw.headers[WARNING_HEADER] == "tools.4: 'web_search' is not run by this server; the model is not told of it"
     assert prompt_of(service).startswith("<tool>run<tool>edit<tool>files.list<tool>files.edit<tool>tool_searchuser\n")
@@ -69,7 +69,7 @@ def test_a_response_calls_each_kind_of_tool_by_its_own_item(openai: OpenAI, serv
     assert "".join(deltas) == PATCH + "x"
 
 
-def test_a_conversation_with_all_kinds_of_items_is_read(openai: OpenAI, service: ScriptedService) -> None:
+def test_responses_input_reads_tool_items_of_all_types(openai: OpenAI, service: ScriptedService) -> None:
     """As an answer of this server has them, and as those of other servers have them."""
     first = openai.responses.create(model=MODEL, input="hi", tools=TOOLS)
     service.engine.script = b"done"
@@ -120,7 +120,7 @@ def test_a_conversation_with_all_kinds_of_items_is_read(openai: OpenAI, service:
     )
 
 
-def test_every_type_of_tool_that_the_client_knows_is_taken(client: Client, service: ScriptedService) -> None:
+def test_every_tool_type_of_the_openai_client_is_accepted(client: Client, service: ScriptedService) -> None:
     service.engine.script = b"done"
     kinds = {get_args(get_type_hints(one)["type"])[0] for one in get_args(ToolParam)}
     assert {"mcp", "code_interpreter", "local_shell", "shell", "apply_patch", "file_search"} <= kinds
@@ -132,7 +132,7 @@ def test_every_type_of_tool_that_the_client_knows_is_taken(client: Client, servi
         assert (WARNING_HEADER in answer.headers) == (kind not in needs), kind
 
 
-def test_a_choice_names_a_tool_of_any_kind_that_is_called(client: Client, service: ScriptedService) -> None:
+def test_tool_choice_may_name_any_callable_tool_type(client: Client, service: ScriptedService) -> None:
     def chosen(choice: dict[str, Any]) -> Any:
         request, _ = ResponseRequest.read({"input": "hi", "tools": TOOLS, "tool_choice": choice})
         found = request.to_chat().chat.choice
@@ -159,7 +159,7 @@ def test_a_choice_names_a_tool_of_any_kind_that_is_called(client: Client, servic
         assert answer.json()["error"]["message"].startswith(words), answer.text
 
 
-def test_a_chat_calls_custom_tools(client: Client, service: ScriptedService) -> None:
+def test_chat_api_calls_custom_tools(client: Client, service: ScriptedService) -> None:
     tools = [{"type": "custom", "custom": {"name": "edit"}}, {"type": "web_search"}]
     service.engine.script = (
         f'<tool_call>{{"name": "edit", "arguments": {json.dumps({"input": PATCH})}}}</tool_call>'.encode()
@@ -187,7 +187,7 @@ def test_a_chat_calls_custom_tools(client: Client, service: ScriptedService) -> 
     assert refused.status_code == 400 and "name and input" in refused.json()["error"]["message"]
 
 
-def test_what_a_model_writes_for_a_custom_tool_is_its_text(client: Client, service: ScriptedService) -> None:
+def test_custom_tool_input_is_its_only_text_argument_or_the_json_text(client: Client, service: ScriptedService) -> None:
     """Without a grammar a model may call it as it likes."""
     tools = [{"type": "custom", "custom": {"name": "edit"}}]
     for given, text in (
@@ -202,7 +202,7 @@ def test_what_a_model_writes_for_a_custom_tool_is_its_text(client: Client, servi
         assert call["custom"]["input"] == (json.dumps(given) if text is None else text)
 
 
-def test_a_message_leaves_out_what_anthropic_runs(
+def test_messages_api_ignores_anthropic_hosted_tools_with_a_warning(
     client: Client, service: ScriptedService, caplog: pytest.LogCaptureFixture
 ) -> None:
     service.engine.script = b"done"

@@ -34,7 +34,7 @@ def config(target: str, draft: str, **more: object) -> EngineConfig:
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
-def test_the_draft_it_was_taken_from_loads_in_every_dtype(tmp_path: Path, dtype: str) -> None:
+def test_draft_with_its_sample_loads_in_every_dtype(tmp_path: Path, dtype: str) -> None:
     target, draft = pair(tmp_path)
     assert main(["sample-draft", draft, "--target", target]) == 0
     engine = build_engine(config(target, draft, dtype=dtype))
@@ -43,13 +43,13 @@ def test_the_draft_it_was_taken_from_loads_in_every_dtype(tmp_path: Path, dtype:
 
 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
-def test_it_loads_with_a_cache_in_fp8(dtype: str) -> None:
+def test_demo_draft_with_its_sample_loads_with_fp8_kv_cache(dtype: str) -> None:
     """The demo's, whose hidden state FP8 shifts by more than the other tolerances of float64."""
     target, draft = demo_path(DEMO_TARGET, ""), demo_path(DEMO_DRAFT, "")
     build_engine(config(target, draft, dtype=dtype, kv_cache_dtype="fp8_e4m3"))
 
 
-def test_loading_with_a_sample_leaves_no_trace(tmp_path: Path) -> None:
+def test_sample_check_at_load_does_not_change_generation(tmp_path: Path) -> None:
     target, draft = pair(tmp_path)
     texts = []
     for _ in range(2):
@@ -67,7 +67,7 @@ def test_loading_with_a_sample_leaves_no_trace(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("overrides", [{"rope_layout": "interleaved"}, {"norm_before_residual": True}])
-def test_a_fact_read_otherwise_is_refused(tmp_path: Path, overrides: dict[str, object]) -> None:
+def test_sample_check_refuses_wrong_draft_overrides(tmp_path: Path, overrides: dict[str, object]) -> None:
     target, draft = pair(tmp_path)
     sample_draft(draft, target, "EAGLE3")
     with pytest.raises(ConfigError, match=rf"{SAMPLE_FILE}.*is off by.*speculative_draft_overrides"):
@@ -77,7 +77,7 @@ def test_a_fact_read_otherwise_is_refused(tmp_path: Path, overrides: dict[str, o
 @pytest.mark.parametrize(
     ("likely", "taken"), [({}, 24), ({22: 0.9}, 22), ({20: 0.6, 18: 0.9}, 20), ({13: 0.4}, 13), ({12: 0.9}, 24)]
 )
-def test_a_sample_is_taken_where_the_likeliest_token_has_no_equal(likely: dict[int, float], taken: int) -> None:
+def test_sample_is_taken_where_the_top_token_is_clearly_most_likely(likely: dict[int, float], taken: int) -> None:
     """Two tokens of equal probability would change places on another CPU, and refuse a draft that is right."""
 
     def given(tokens: tuple[int, ...]) -> EagleDraftInput:
@@ -90,12 +90,12 @@ def test_a_sample_is_taken_where_the_likeliest_token_has_no_equal(likely: dict[i
     assert sample.tokens == tuple(range(taken))
 
 
-def test_the_demo_draft_s_sample_has_no_equal() -> None:
+def test_top_token_of_the_demo_draft_sample_is_above_one_half() -> None:
     sample = read_sample(str(CHECKOUT / DEMO_DRAFT), 1 << 20, 256)
     assert sample is not None and sample.logprob > math.log(0.5)
 
 
-def test_a_token_map_changes_what_is_likeliest_and_not_the_hidden(tmp_path: Path) -> None:
+def test_sample_check_works_with_a_token_map(tmp_path: Path) -> None:
     target = target_folder()
     draft = str(shutil.copytree(draft_folder(target, own_head=False), tmp_path / "draft"))
     sample_draft(draft, target, "EAGLE3")
@@ -108,7 +108,7 @@ def test_a_token_map_changes_what_is_likeliest_and_not_the_hidden(tmp_path: Path
         build_engine(config(target, draft, speculative_token_map=str(hot), speculative_draft_overrides=wrong))
 
 
-def test_another_target_is_refused(tmp_path: Path) -> None:
+def test_sample_check_refuses_another_target(tmp_path: Path) -> None:
     target, draft = pair(tmp_path)
     sample_draft(draft, target, "EAGLE3")
     with pytest.raises(ConfigError, match="the target is another one"):
@@ -116,7 +116,7 @@ def test_another_target_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("small", [{"context_length": 20}, {"max_total_tokens": 24, "page_size": 4}])
-def test_a_sample_that_does_not_fit_is_left_unchecked_and_said(
+def test_sample_that_does_not_fit_is_skipped_with_a_log_message(
     tmp_path: Path, small: dict[str, object], caplog: pytest.LogCaptureFixture
 ) -> None:
     target, draft = pair(tmp_path)
@@ -126,7 +126,7 @@ def test_a_sample_that_does_not_fit_is_left_unchecked_and_said(
     engine.check_pages()
 
 
-def test_a_sample_is_not_overwritten(tmp_path: Path) -> None:
+def test_existing_sample_is_not_overwritten(tmp_path: Path) -> None:
     target, draft = pair(tmp_path)
     sample_draft(draft, target, "EAGLE3")
     with pytest.raises(ConfigError, match="exists already; remove it"):
@@ -150,7 +150,7 @@ def test_a_sample_is_not_overwritten(tmp_path: Path) -> None:
         ({"hidden": [1.0] * 31 + [True]}, "hidden must list numbers"),
     ],
 )
-def test_a_malformed_sample_is_refused_from_the_file_alone(
+def test_malformed_sample_is_refused_without_loading_the_models(
     tmp_path: Path, change: dict[str, object], message: str
 ) -> None:
     target, draft = pair(tmp_path)
@@ -161,5 +161,5 @@ def test_a_malformed_sample_is_refused_from_the_file_alone(
         check_models(config(target, draft))
 
 
-def test_a_draft_without_a_sample_has_none(tmp_path: Path) -> None:
+def test_read_sample_returns_none_without_a_sample_file(tmp_path: Path) -> None:
     assert read_sample(pair(tmp_path)[1], 64, 32) is None

@@ -29,14 +29,16 @@ MORE = (("specforge", 2, 1), ("modelopt", 3, 1), ("deepspec", 2, 1))
         *(pytest.param(*each, marks=pytest.mark.slow) for each in MORE),
     ],
 )
-def test_accept_lengths_are_those_of_the_original(dialect: str, layers: int, topk: int, tmp_path: Path) -> None:
+def test_exported_draft_has_the_accept_lengths_of_the_original(
+    dialect: str, layers: int, topk: int, tmp_path: Path
+) -> None:
     out = str(tmp_path / "out")
     spec = export_draft(DRAFT, TARGET, dialect, out, layers)
     assert (spec.dialect, spec.num_layers, spec.aux_boundaries) == (dialect, layers, (3, 6, 9))
     assert accept_lens(out, topk=topk) == right(topk)
 
 
-def test_every_dialect_goes_to_every_other_and_back(tmp_path: Path) -> None:
+def test_every_dialect_exports_to_every_other_dialect(tmp_path: Path) -> None:
     for one in DIALECTS:
         export_draft(DRAFT, TARGET, one, str(tmp_path / one))
         for other in DIALECTS:
@@ -44,7 +46,7 @@ def test_every_dialect_goes_to_every_other_and_back(tmp_path: Path) -> None:
             assert back.aux_boundaries == (3, 6, 9)
 
 
-def test_what_a_dialect_cannot_say_is_refused(tmp_path: Path) -> None:
+def test_export_refuses_a_draft_that_the_dialect_cannot_express(tmp_path: Path) -> None:
     target = target_folder()
     with pytest.raises(ConfigError, match="cannot express: norm_before_residual"):
         export_draft(draft_folder(target, norm_before_residual=True), target, "modelopt", str(tmp_path / "a"))
@@ -79,7 +81,7 @@ def test_aux_layers_that_the_dialect_would_number_otherwise_are_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_the_command_writes_a_folder_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_command_refuses_a_folder_that_is_not_empty(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["export-draft", DRAFT, "--target", TARGET, "--dialect", "speculators", "--out", str(tmp_path / "out")]
     assert main(words) == 0
     assert "speculators, 1 layer(s), boundaries [3, 6, 9]" in capsys.readouterr().out

@@ -87,7 +87,7 @@ def some(names: Iterable[str]) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", some(MILD))
-def test_a_mild_mistake_costs_little_and_is_refused(name: str, tmp_path: Path) -> None:
+def test_mild_mistake_costs_little_acceptance_and_is_refused(name: str, tmp_path: Path) -> None:
     config, overrides = MILD[name]
     lens, texts = accept_lens(spoiled(tmp_path, **config), speculative_draft_overrides=overrides)
     assert lens != right()[0]
@@ -107,12 +107,12 @@ def costs(lens: list[int]) -> None:
     assert mean(lens) <= COSTS * mean(right()[0])
 
 
-def test_the_demo_draft_is_worth_spoiling() -> None:
+def test_demo_draft_has_an_accept_length_above_two() -> None:
     assert mean(right()[0]) > 2
 
 
 @pytest.mark.parametrize("name", some(ON_DISK))
-def test_a_spoiled_checkpoint_costs_acceptance(name: str, tmp_path: Path) -> None:
+def test_spoiled_checkpoint_lowers_acceptance_and_is_refused(name: str, tmp_path: Path) -> None:
     change, config = ON_DISK[name]
     lens, texts = accept_lens(spoiled(tmp_path, change, **config))
     costs(lens)
@@ -122,7 +122,7 @@ def test_a_spoiled_checkpoint_costs_acceptance(name: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", OVERRIDES)
-def test_a_wrong_fact_costs_acceptance(name: str, tmp_path: Path) -> None:
+def test_wrong_draft_override_lowers_acceptance_and_is_refused(name: str, tmp_path: Path) -> None:
     costs(accept_lens(spoiled(tmp_path), speculative_draft_overrides=OVERRIDES[name])[0])
     with pytest.raises(ConfigError, match="is off by"):
         accept_lens(DRAFT, speculative_draft_overrides=OVERRIDES[name])
@@ -135,7 +135,7 @@ def test_a_broken_checkpoint_is_refused(name: str, tmp_path: Path) -> None:
         accept_lens(copy_of(DRAFT, tmp_path / "draft", change))
 
 
-def test_ids_that_are_not_rotated_cost_acceptance(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_unshifted_token_ids_lower_acceptance_and_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     true = cluster.spec.draft.extend_input
 
     def wrong(*given):  # type: ignore[no-untyped-def]
@@ -148,7 +148,7 @@ def test_ids_that_are_not_rotated_cost_acceptance(monkeypatch: pytest.MonkeyPatc
         accept_lens(DRAFT)
 
 
-def test_another_runners_pool_costs_acceptance(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kv_pool_of_another_runner_lowers_acceptance(monkeypatch: pytest.MonkeyPatch) -> None:
     """Levels read a pool of the same shape that holds somebody else's numbers."""
     monkeypatch.setattr(cluster.engine.backends, "library", lambda: None)
 

@@ -29,14 +29,14 @@ def unsampled(to: Path, **config: object) -> str:
 
 
 @pytest.mark.slow
-def test_a_right_config_is_left_alone(tmp_path: Path) -> None:
+def test_probe_draft_finds_no_override_for_a_correct_config(tmp_path: Path) -> None:
     readings: list[Reading] = []
     assert probe_draft(unsampled(tmp_path), TARGET, "EAGLE3", readings.append) == {}
     assert {fact for reading in readings for fact in reading.overrides} >= {"rope_layout", "recurrent"}
     assert all(reading.accept_length > 1 for reading in readings)
 
 
-def test_two_wrong_facts_are_found_and_the_sample_then_taken_holds(
+def test_probe_draft_finds_two_wrong_facts_and_the_new_sample_is_right(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     draft = unsampled(tmp_path, norm_before_residual=True, norm_output=True)
@@ -57,7 +57,7 @@ def test_two_wrong_facts_are_found_and_the_sample_then_taken_holds(
     )
 
 
-def test_what_cannot_be_probed_is_said(tmp_path: Path) -> None:
+def test_probe_draft_refuses_drafts_that_cannot_be_probed(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="settles how it is read"):
         probe_draft(DRAFT, TARGET, "EAGLE3", print)
     target = target_folder()

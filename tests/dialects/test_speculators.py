@@ -77,12 +77,12 @@ def distances(name: str, windows: Windows = as_trained, **overrides: object) -> 
 
 
 @pytest.mark.parametrize("name", [*FIXTURES, *EAGLE1])
-def test_what_speculators_computes_is_what_is_served(name: str) -> None:
+def test_served_draft_computes_the_same_numbers_as_speculators(name: str) -> None:
     assert distances(name).max() < EXACT
 
 
 @pytest.mark.parametrize("name", FIXTURES)
-def test_what_the_library_wrote_is_read_as_it_was_meant(name: str) -> None:
+def test_speculators_config_gives_the_intended_draft_spec(name: str) -> None:
     made = FIXTURES[name]
     spec = draft_of(name).spec
     flags = {flag: made.flags.get(flag, False) for flag in ("norm_before_fc", "fc_norm", "norm_before_residual")}
@@ -95,7 +95,7 @@ def test_what_the_library_wrote_is_read_as_it_was_meant(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, made in FIXTURES.items() if made.window])
-def test_the_trainers_window_grows_with_the_level(name: str) -> None:
+def test_sliding_window_of_the_trainer_grows_with_the_level(name: str) -> None:
     """The one thing served otherwise: `sliding_window` tokens are seen in every level, the row itself included."""
     found = distances(name, as_served)
     assert found[0] < EXACT, "no difference in the first level"
@@ -108,7 +108,7 @@ FACTS = ("norm_before_residual", "recurrent", "rope_layout")
 @pytest.mark.parametrize(
     ("name", "fact"), [*((name, fact) for name in FIXTURES for fact in FACTS), *((name, FACTS[2]) for name in EAGLE1)]
 )
-def test_a_fact_read_the_other_way_is_seen(name: str, fact: str) -> None:
+def test_wrong_draft_override_changes_the_numbers(name: str, fact: str) -> None:
     """So the numbers tell the readings apart."""
     spec = draft_of(name).spec
     other = {
@@ -160,15 +160,15 @@ def mtp_distance(tmp_path: Path, swapped: bool = False) -> float:
     return worst
 
 
-def test_an_mtp_layer_computes_what_speculators_computes(tmp_path: Path) -> None:
+def test_mtp_layer_computes_the_same_numbers_as_speculators(tmp_path: Path) -> None:
     assert mtp_distance(tmp_path) < EXACT
 
 
-def test_an_mtp_layer_concatenated_the_other_way_is_seen(tmp_path: Path) -> None:
+def test_mtp_layer_with_swapped_inputs_changes_the_numbers(tmp_path: Path) -> None:
     assert mtp_distance(tmp_path, swapped=True) > 1e-3
 
 
-def test_an_mtp_layer_in_speculators_own_format_is_refused_by_name() -> None:
+def test_mtp_layer_in_speculators_format_is_refused_by_name() -> None:
     """Its tensors are named as MiMo's, whose order is the other one: read as such it would be silently wrong."""
     with pytest.raises(ConfigError, match="speculators' MTP layer"):
         loaded(str(HERE / "mtp"), str(HERE / "target"))

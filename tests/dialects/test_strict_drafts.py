@@ -70,7 +70,7 @@ def said(tensor: str, message: str) -> bool:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_tensor_counts(name: str, tmp_path: Path) -> None:
+def test_any_wrong_draft_tensor_is_refused_by_name(name: str, tmp_path: Path) -> None:
     folder, file, whole, target = folders(tmp_path, name)
     assert refused(folder, file, whole, target) == ""
     wrong = []
@@ -93,7 +93,7 @@ def test_every_tensor_counts(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_file_cut_short_is_named(name: str, tmp_path: Path) -> None:
+def test_truncated_draft_file_is_refused_by_name(name: str, tmp_path: Path) -> None:
     folder, file, whole, target = folders(tmp_path, name)
     assert refused(folder, file, whole, target) == ""
     file.write_bytes(file.read_bytes()[:-8])

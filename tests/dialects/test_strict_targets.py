@@ -43,7 +43,9 @@ def from_headers(folder: str) -> None:
 
 
 @pytest.mark.parametrize(("family", "case"), all_cases())
-def test_the_list_of_tensors_is_what_the_loader_takes(family: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_target_tensors_equal_the_tensors_that_the_loader_reads(
+    family: str, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     taken: dict[str, tuple[int, ...] | None] = {}
     matrix = Checkpoint.matrix
 
@@ -70,7 +72,7 @@ OTHER_SCALES = ("self_attn.k_proj.v_scale", "mlp.k_scale", "self_attn.k_zero_poi
 
 
 @pytest.mark.parametrize("name", ATTENTION_SCALES)
-def test_scales_for_attention_in_fp8_are_accounted_for_and_said(name: str, tmp_path: Path) -> None:
+def test_fp8_attention_scales_are_accepted_and_reported_as_unused(name: str, tmp_path: Path) -> None:
     def add(held: Tensors) -> None:
         held[f"model.layers.0.{name}"] = torch.tensor(0.5)
 
@@ -85,7 +87,7 @@ def test_scales_for_attention_in_fp8_are_accounted_for_and_said(name: str, tmp_p
 
 
 @pytest.mark.parametrize("name", OTHER_SCALES)
-def test_what_is_no_scale_of_attention_is_unknown(name: str, tmp_path: Path) -> None:
+def test_other_scale_tensors_are_refused_as_unknown(name: str, tmp_path: Path) -> None:
     def add(held: Tensors) -> None:
         held[f"model.layers.0.{name}"] = torch.tensor(0.5)
 
@@ -128,7 +130,9 @@ CHANGES: list[Callable[[Tensors, str], str | None]] = [removed, renamed, added, 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("change", CHANGES)
-def test_one_wrong_tensor_is_named(family: str, change: Callable[[Tensors, str], str | None], tmp_path: Path) -> None:
+def test_error_names_the_wrong_tensor_and_its_file(
+    family: str, change: Callable[[Tensors, str], str | None], tmp_path: Path
+) -> None:
     whole = Path(made(family, next(iter(FAMILIES[family].cases))).folder)
     folder = tmp_path / "bad"
     shutil.copytree(whole, folder)
@@ -156,7 +160,7 @@ def test_one_wrong_tensor_is_named(family: str, change: Callable[[Tensors, str],
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_file_cut_short_names_a_tensor(family: str, tmp_path: Path) -> None:
+def test_truncated_target_file_error_names_a_tensor(family: str, tmp_path: Path) -> None:
     folder = tmp_path / "bad"
     shutil.copytree(made(family, next(iter(FAMILIES[family].cases))).folder, folder)
     file = file_of(folder)
@@ -166,7 +170,7 @@ def test_a_file_cut_short_names_a_tensor(family: str, tmp_path: Path) -> None:
     assert str(file) in str(caught.value)
 
 
-def test_a_tensor_that_an_index_promises_is_looked_for_in_its_file(tmp_path: Path) -> None:
+def test_missing_tensor_error_names_the_file_given_by_the_index(tmp_path: Path) -> None:
     folder = tmp_path / "bad"
     shutil.copytree(made("llama", "linear rope, sharded").folder, folder)
     table = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
@@ -199,7 +203,7 @@ def test_a_tensor_that_an_index_promises_is_looked_for_in_its_file(tmp_path: Pat
         "Lfm2ForCausalLM",
     ],
 )
-def test_targets_with_a_state_are_refused_by_name(name: str, tmp_path: Path) -> None:
+def test_targets_with_recurrent_state_are_refused_by_name(name: str, tmp_path: Path) -> None:
     folder = copy_of(made("llama", "dynamic rope").folder, tmp_path / "target", architectures=[name])
     with pytest.raises(ConfigError, match=rf"{name} is recognised; .*not served; known: LlamaForCausalLM") as caught:
         read_target(folder)
@@ -217,7 +221,7 @@ def test_targets_with_a_state_are_refused_by_name(name: str, tmp_path: Path) -> 
         ({"head_dim": 7}, "head_dim must be even.*got 7"),
     ],
 )
-def test_what_is_not_served_is_named(config: dict[str, object], message: str, tmp_path: Path) -> None:
+def test_unsupported_target_config_is_refused_by_name(config: dict[str, object], message: str, tmp_path: Path) -> None:
     folder = copy_of(made("llama", "dynamic rope").folder, tmp_path / "target", **config)
     with pytest.raises(ConfigError, match=message):
         read_target(folder)
@@ -234,7 +238,7 @@ def test_what_is_not_served_is_named(config: dict[str, object], message: str, tm
         ("llava", {"text_config": {"model_type": "mamba"}}, "LlavaForConditionalGeneration around 'mamba'"),
     ],
 )
-def test_what_a_family_does_not_serve_is_named(
+def test_unsupported_option_of_a_target_family_is_refused_by_name(
     family: str, config: dict[str, object], message: str, tmp_path: Path
 ) -> None:
     whole = made(family, next(iter(FAMILIES[family].cases))).folder
@@ -243,7 +247,7 @@ def test_what_a_family_does_not_serve_is_named(
 
 
 @pytest.mark.parametrize("key", ["moe", "q_lora_rank", "vision_encoder"])
-def test_what_the_native_format_does_not_serve_is_named(key: str, tmp_path: Path) -> None:
+def test_unsupported_key_of_mistral_native_params_is_refused_by_name(key: str, tmp_path: Path) -> None:
     folder = tmp_path / "target"
     shutil.copytree(made("mistral_native", "yarn").folder, folder)
     params = json.loads((folder / "params.json").read_text()) | {key: {"x": 1}}
@@ -252,12 +256,12 @@ def test_what_the_native_format_does_not_serve_is_named(key: str, tmp_path: Path
         read_target(str(folder))
 
 
-def test_every_family_has_a_test() -> None:
+def test_every_target_family_has_a_test_case() -> None:
     tried = {read_target(made(name, next(iter(f.cases))).folder).family.split("/")[0] for name, f in FAMILIES.items()}
     assert set(TARGET_FAMILIES) == tried - {"Mistral (native)"}
 
 
-def test_drafts_inside_a_target_are_left_to_the_draft(tmp_path: Path) -> None:
+def test_declared_mtp_layers_in_a_target_are_left_to_the_draft(tmp_path: Path) -> None:
     def add(held: Tensors) -> None:
         held["model.layers.4.eh_proj.weight"] = torch.ones(32, 64)
 

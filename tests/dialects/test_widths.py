@@ -177,7 +177,7 @@ def check_idle(draft: Eagle3Draft, dtype: torch.dtype, shape: Shape) -> None:
 
 @pytest.mark.parametrize("num_aux", range(6))
 @torch.inference_mode()
-def test_all_agree(num_aux: int) -> None:
+def test_hidden_width_and_dtype_agree_along_the_draft_chain(num_aux: int) -> None:
     torch.set_num_threads(1)
     for shape in shapes_of(num_aux):
         try:
@@ -193,7 +193,7 @@ def test_all_agree(num_aux: int) -> None:
             raise AssertionError(f"{shape}: {error}") from error
 
 
-def test_there_are_at_least_500_shapes_and_every_pair_of_options_occurs() -> None:
+def test_draft_shapes_are_at_least_500_and_cover_every_pair_of_options() -> None:
     shapes = [shape for num_aux in range(6) for shape in shapes_of(num_aux)]
     assert len(set(shapes)) >= 500
     free = ("layers", "norm_output", "norm_before_residual", "draft_vocab", "dtype")
@@ -205,7 +205,7 @@ def test_there_are_at_least_500_shapes_and_every_pair_of_options_occurs() -> Non
 
 
 @torch.inference_mode()
-def test_a_hidden_of_another_width_or_dtype_is_refused() -> None:
+def test_hidden_of_wrong_width_or_dtype_is_refused() -> None:
     """What the chain above would do if one of its ends were wrong."""
     shape = Shape(3, 48, 1, False, False, False, False, 40, True, torch.float32)
     draft = draft_of(shape)
@@ -224,7 +224,7 @@ def test_a_hidden_of_another_width_or_dtype_is_refused() -> None:
         )
 
 
-def test_without_a_draft_nothing_is_wide() -> None:
+def test_hidden_width_is_zero_without_a_draft() -> None:
     assert EagleDraftInput.hidden_size_for(None) == EagleDraftExtendInput.hidden_size_for(None) == 0
     idle = EagleDraftInput.create_idle_input(None, 1, torch.float32, CPU, requests=2)
     assert (idle.hidden.shape, idle.bonus.shape) == ((2, 0), (2,))

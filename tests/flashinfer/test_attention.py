@@ -18,7 +18,7 @@ from cluster.kernels.flashinfer.library import Share
 from cluster.kv.pool import KVPool
 from tests.flashinfer.stand_in import DEVICE, stand_in
 from tests.unit.attention.dense import CPU, Case
-from tests.unit.attention.test_twins import KINDS, SHAPES, case
+from tests.unit.attention.test_gather_methods import KINDS, SHAPES, case
 
 QUICK = (("all", "full", 3), ("all", "wide window", 0), ("all", "later runners", 0), ("wide", "latent", 0))
 READ = [kind for kind, given in KINDS.items() if not given.get("fp8")]
@@ -44,7 +44,7 @@ def maker(one: Case, unknown: int) -> Callable[..., FlashInferAttention]:
     ("shape", "kind", "unknown"),
     [*QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW if each not in QUICK)],
 )
-def test_it_gives_what_the_definition_says(shape: str, kind: str, unknown: int) -> None:
+def test_flashinfer_attention_matches_the_definition(shape: str, kind: str, unknown: int) -> None:
     one = case(shape, kind, 4, "tail" if unknown else "scattered")
     before = DEVICE.runs
     assert torch.allclose(one.given(make=maker(one, unknown)), one.expected(), atol=1e-12, rtol=0)
@@ -53,14 +53,14 @@ def test_it_gives_what_the_definition_says(shape: str, kind: str, unknown: int) 
     assert DEVICE.runs - before == of_trees + of_texts
 
 
-def test_a_length_that_is_not_known_is_not_planned() -> None:
+def test_flashinfer_attention_is_right_when_recent_lengths_are_unknown() -> None:
     """A step under way has committed more: what FlashInfer gives of it must not count as what is committed now."""
     one = Case(4, 2, (9, 30, 2), (-1, 0, 0), (), 4, "scattered", sunk=True)
     for unknown in (0, 1, 2, 8, 29):
         assert torch.allclose(one.given(make=maker(one, unknown)), one.expected(), atol=1e-12, rtol=0)
 
 
-def test_its_layout_is_a_view_of_the_pool() -> None:
+def test_paged_view_shares_the_memory_of_the_kv_pool() -> None:
     pool = KVPool(3, 24, (2, 2, 8), torch.float32, CPU)
     pool.kv.copy_(torch.randn(pool.kv.shape))
     view = paged_view(pool.kv[1], 4)
@@ -72,7 +72,7 @@ def test_its_layout_is_a_view_of_the_pool() -> None:
         assert torch.equal(values[slot // 4, slot % 4], pool.kv[1, slot, 1])
 
 
-def test_a_pool_in_fp8_is_not_taken() -> None:
+def test_flashinfer_attention_refuses_an_fp8_pool() -> None:
     """`EngineConfig` refuses it before; its cells are codes and scales, which FlashInfer would read as numbers."""
     one, cell = Case(4, 2, (9, 20), (-1,), (), 4, "run"), (2, 2, 8)
     coded = KVPool(1, 64, cell, torch.float64, CPU, CodedCell(cell))
@@ -105,20 +105,20 @@ def plans() -> Iterator[RunnerPlans]:
     DEVICE.read = DEVICE.begun
 
 
-def test_a_plan_on_its_way_is_not_written_over(plans: RunnerPlans) -> None:
+def test_plan_under_way_is_not_overwritten_with_two_wrapper_sets(plans: RunnerPlans) -> None:
     before = DEVICE.plans
     Steps(plans).run(4)
     assert DEVICE.plans - before == 8, "two forwards, planned once a step"
     assert [len(held) for held in plans._eager_plans] == [2, 2]
 
 
-def test_one_wrapper_would_be(plans: RunnerPlans) -> None:
+def test_single_wrapper_set_overwrites_a_plan_under_way(plans: RunnerPlans) -> None:
     plans._eager_plans = (plans._eager_plans[0],) * 2
     with pytest.raises(AssertionError, match="while its copy may be under way"):
         Steps(plans).run(2)
 
 
-def test_kinds_of_forwards_that_are_gone_give_their_wrappers_back(plans: RunnerPlans) -> None:
+def test_plans_of_unused_forward_keys_are_evicted(plans: RunnerPlans) -> None:
     for each in range(1, 60):
         plans.begin(HostBounds(20, min_seq_lens=(9, 10)))
         assert plans._request_plan(flashinfer_plans.ForwardKey(each)) is not None

@@ -51,7 +51,7 @@ def pair(family: str) -> tuple[str, str]:
     ("shape", "family", "overlap"),
     [pytest.param(*each, marks=() if each in QUICK else pytest.mark.slow) for each in ALL],
 )
-def test_tokens_are_those_of_plain_decoding(shape: str, family: str, overlap: bool) -> None:
+def test_flashinfer_engine_gives_the_tokens_of_plain_decoding(shape: str, family: str, overlap: bool) -> None:
     """Also with the host a step ahead, when a step is planned for lengths of before the one under way."""
     target, draft = pair(family)
     expected = run(build_engine(config_of(target, attention_backend="torch")), requests())
@@ -64,7 +64,7 @@ def test_tokens_are_those_of_plain_decoding(shape: str, family: str, overlap: bo
     assert DEVICE.plans > before[0] and DEVICE.runs > before[1] + 10
 
 
-def test_what_is_left_to_triton_is_said() -> None:
+def test_engine_info_lists_the_layers_left_to_triton() -> None:
     info = build_engine(config_of(made("gpt_oss", "yarn").folder, attention_backend="flashinfer")).info()
     assert info.attention_backend == "flashinfer" and "attention by FlashInfer 0." in info.kernels
     assert info.attention == (
@@ -73,19 +73,19 @@ def test_what_is_left_to_triton_is_said() -> None:
     assert build_engine(config_of(tiny_pair()[0], attention_backend="torch")).info().attention == ()
 
 
-def test_all_beside_attention_is_as_with_triton() -> None:
+def test_flashinfer_kernels_use_triton_tree_ops_and_sampler() -> None:
     kernels = FlashInferKernels(stand_in())
     assert tree_backend_of(kernels) == tree_backend_of(TritonKernels()) == (TritonGrowth, accept)
     assert isinstance(sampler_of(kernels), TritonSampler)
 
 
-def test_a_target_without_a_part_for_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flashinfer_backend_refuses_a_target_with_unsupported_head_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in_serves(monkeypatch.setattr, sizes=False)
     with pytest.raises(ConfigError, match=r"flashinfer has no part in this target: .*\[64, 128, 256\] .*; set it to"):
         build_engine(config_of(tiny_pair()[0], attention_backend="flashinfer"))
 
 
-def test_without_its_stand_in_it_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flashinfer_backend_without_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match="attention_backend flashinfer runs on a GPU and device is cpu; set"):

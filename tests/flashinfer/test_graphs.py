@@ -85,7 +85,9 @@ ALL = [(shape, family) for shape in SHAPES for family in FAMILIES]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("shape", "family"), ALL)
-def test_all_families_by_both_shapes(monkeypatch: pytest.MonkeyPatch, shape: str, family: str) -> None:
+def test_captured_flashinfer_engine_gives_plain_tokens_for_all_families(
+    monkeypatch: pytest.MonkeyPatch, shape: str, family: str
+) -> None:
     """Sliding windows and sinks among them."""
     programs = check(monkeypatch, config(shape, family))._parts.lockstep.programs.captured
     assert {key.buffer_set for key in programs} == {0, 1} and all(
@@ -95,7 +97,9 @@ def test_all_families_by_both_shapes(monkeypatch: pytest.MonkeyPatch, shape: str
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_chunks_of_prompts_in_graphs_are_tritons(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+def test_captured_prompt_chunks_give_plain_tokens_without_eager_fallback(
+    monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
     """Their number is no part of a key, and a wrapper for graphs has a batch of one size."""
     engine, stream = serve(monkeypatch, config("tree", family, disable_radix_cache=True), WITH_PROMPTS)
     assert not served(engine, stream, 4)
@@ -104,7 +108,7 @@ def test_chunks_of_prompts_in_graphs_are_tritons(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tapes_give_the_tokens_of_plain_decoding(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+def test_flashinfer_tapes_give_the_tokens_of_plain_decoding(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     stand_in_serves(monkeypatch.setattr)
     engine = build_engine(config("tree", family, capture="on", capture_sizes=(1, 2, 4, 8, 16)))
     before = DEVICE.runs
@@ -120,7 +124,7 @@ def found(patch: pytest.MonkeyPatch, what: str) -> None:
 
 
 @pytest.mark.slow
-def test_one_set_of_wrappers_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_single_wrapper_set_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     true = RunnerPlans.__init__
 
     def one(self: RunnerPlans, *given: Any) -> None:
@@ -131,13 +135,13 @@ def test_one_set_of_wrappers_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     found(monkeypatch, "while its copy may be under way")
 
 
-def test_a_stale_plan_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_stale_plan_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs are repeated as if nothing had to be done before."""
     monkeypatch.setattr(CallsBeforeReplay, "ready", lambda self: True)
     found(monkeypatch, "a stale plan")
 
 
-def test_a_plan_for_another_key_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_plan_for_another_key_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each plan is made in the place of the one for one request less or more."""
     true = RunnerPlans.plan_again
 
@@ -152,7 +156,7 @@ def test_a_plan_for_another_key_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.slow
-def test_plans_of_another_program_are_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_program_with_swapped_host_calls_falls_back_to_eager_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, _ = serve(monkeypatch, config("chain", "grouped"))
     programs = engine._parts.lockstep.programs
     held = programs._pinned
@@ -192,7 +196,7 @@ def longest(wrapper: Paged, by: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("change", [grid, longest])
-def test_a_plan_with_other_numbers_is_launched_anew_and_counted(
+def test_changed_plan_numbers_cause_a_counted_eager_fallback(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, change: Callable[[Paged, int], None]
 ) -> None:
     planted = unlike(monkeypatch, change)
@@ -205,7 +209,7 @@ def test_a_plan_with_other_numbers_is_launched_anew_and_counted(
 
 
 @pytest.mark.slow
-def test_were_numbers_not_compared_a_graph_would_meet_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_skipped_plan_comparison_is_detected_as_wrong_launch_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     planted = unlike(monkeypatch, grid)
     engine, stream = serve(monkeypatch, config("chain", "grouped"))
     planted.append("from now on")

@@ -68,7 +68,7 @@ def calls(dtype: torch.dtype = torch.bfloat16) -> dict[tuple[str, str], dict[str
     return noted.calls
 
 
-def test_every_call_is_one_of_the_signatures() -> None:
+def test_every_flashinfer_call_matches_the_recorded_signatures() -> None:
     made = calls()
     assert made.keys() == CALLED
     plan = made[PREFILL, "plan"]
@@ -79,14 +79,14 @@ def test_every_call_is_one_of_the_signatures() -> None:
     assert known()["mentioned"]["dtypes of MLA metadata"] == ["int32"]
 
 
-def test_what_it_is_asked_for_is_what_its_source_mentions() -> None:
+def test_requested_head_sizes_and_dtypes_are_in_the_flashinfer_source() -> None:
     mentioned, offered = known()["mentioned"], FlashInfer(None, None, None, "fa3")  # type: ignore[arg-type]
     assert offered.head_sizes <= set(mentioned["head sizes of fa3"])
     assert {"bfloat16", "float16"} <= set(mentioned["dtypes of MLA queries and latents"])
     assert known()["named"] == [PREFILL, LATENT, METADATA]
 
 
-def test_all_that_a_launch_reads_is_compared() -> None:
+def test_launch_comparison_covers_every_attribute_read_by_run() -> None:
     """What latents are planned with is another object after each plan: of that one, what it launches with."""
     read = known()["read"]
     assert sorted(PAGED) == read[PREFILL]
@@ -97,7 +97,7 @@ def test_all_that_a_launch_reads_is_compared() -> None:
 @pytest.mark.parametrize(
     ("kind", "launch", "names"), [(Paged, paged_launch, PAGED), (Latent, latent_launch, LATENT_OWN)]
 )
-def test_each_of_them_tells_two_plans_apart(kind: Any, launch: Any, names: tuple[str, ...]) -> None:
+def test_each_compared_attribute_distinguishes_two_plans(kind: Any, launch: Any, names: tuple[str, ...]) -> None:
     workspace = torch.zeros(1, dtype=torch.uint8)
     given = {"kv_layout": "NHD"} if kind is Paged else {}
     wrapper = kind(workspace, backend="fa3", **given)
@@ -111,19 +111,19 @@ def test_each_of_them_tells_two_plans_apart(kind: Any, launch: Any, names: tuple
                 assert launch(wrapper) != before, f"{name} is not compared"
 
 
-def test_one_version_is_meant_everywhere() -> None:
+def test_flashinfer_version_is_the_same_everywhere() -> None:
     text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     pinned = re.findall(r'"flashinfer-python==([^"]+)"', text)
     assert pinned == [VERSION] == [known()["version"]]
 
 
 @pytest.mark.skipif(FOUND is None, reason="flashinfer is not installed here")
-def test_the_installed_one_has_these_signatures() -> None:
+def test_installed_flashinfer_has_the_recorded_signatures() -> None:
     assert FOUND is not None and FOUND.origin is not None
     assert read(Path(FOUND.origin).parent) == known()
 
 
-def test_an_argument_of_another_version_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_argument_missing_from_the_signature_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     less = known()
     plan = less["methods"][f"{PREFILL}.plan"]
     plan.remove("sm_scale: Optional[float] =")
@@ -132,7 +132,7 @@ def test_an_argument_of_another_version_would_be_noticed(monkeypatch: pytest.Mon
         calls()
 
 
-def test_what_cannot_be_had_is_said_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flashinfer_find_explains_each_failure_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     def said(device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> str:
         found = flashinfer_library.find(torch.device(device), dtype)
         assert isinstance(found, str)

@@ -94,7 +94,7 @@ def run(tmp: Path, **environment: str) -> tuple[int, dict[str, Any], list[dict[s
 
 @pytest.mark.parametrize("stages", [QUICK, pytest.param(tuple(EACH), marks=[pytest.mark.slow, pytest.mark.early])])
 @pytest.mark.timeout(1800)
-def test_stages_pass_with_what_a_gpu_machine_has(stages: tuple[str, ...], tmp_path: Path) -> None:
+def test_dry_stages_pass_with_only_the_packages_of_a_gpu_machine(stages: tuple[str, ...], tmp_path: Path) -> None:
     rc, summary, lines = run(tmp_path, STAGES=" ".join(stages))
     logs = {name: one for name, one in summary["stages"].items() if one["status"] != "passed"}
     assert rc == 0 and summary["passed"] and not logs, json.dumps(logs, indent=1)
@@ -110,7 +110,7 @@ def test_stages_pass_with_what_a_gpu_machine_has(stages: tuple[str, ...], tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_broken_stages_are_named_and_others_run(tmp_path: Path) -> None:
+def test_broken_stages_are_named_and_other_stages_still_run(tmp_path: Path) -> None:
     harms = {"ceilings": "fail", "syncs": "die", "capture": "hang", "roofline_mla": "kill"}
     stages = ["ceilings", "syncs", "capture", "nccl", "roofline_mla"]
     broken = " ".join(f"{stage}:{harm}" for stage, harm in harms.items())
@@ -123,7 +123,7 @@ def test_broken_stages_are_named_and_others_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(900)
-def test_a_run_that_is_told_to_end_says_what_it_has_and_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_terminated_run_prints_its_summary_and_leaves_no_process(tmp_path: Path) -> None:
     """Whoever reads its output to the end waits for all that hold it."""
     going = begun(tmp_path, STAGES="capture nccl", BREAK="capture:hang", SECONDS_capture="3000")
     while not (tmp_path / "out" / "capture.log").exists():
@@ -135,7 +135,7 @@ def test_a_run_that_is_told_to_end_says_what_it_has_and_leaves_nothing_behind(tm
     assert {one["why"] for one in summary["stages"].values()} == {"cut off"}
 
 
-def test_the_first_stages_fit_one_call_and_the_others_a_second() -> None:
+def test_stage_time_limits_fit_into_two_device_calls() -> None:
     """A call may take 540 s, each stage all of its own; a stage is not begun in the last 5 s."""
     text = (FOLDER / "all.sh").read_text()
     assert "SECONDS_IN_ALL:-$((540 *" in text
@@ -145,7 +145,7 @@ def test_the_first_stages_fit_one_call_and_the_others_a_second() -> None:
     assert sum(first) <= 535 and sum(second) <= 535
 
 
-def test_what_is_carried_is_needed(tmp_path: Path) -> None:
+def test_engine_import_fails_without_the_carried_packages(tmp_path: Path) -> None:
     """Without it the engine cannot be imported, so the folder of the first test has nothing else."""
     site = only(at_hand() | {"typing-extensions"}, tmp_path / "site")
     command = [sys.executable, "-S", "-c", "import cluster.engine"]

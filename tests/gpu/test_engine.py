@@ -19,7 +19,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("topk", [1, 4])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_cuda_gives_the_tokens_of_the_cpu(tmp_path: Path, topk: int, temperature: float) -> None:
+def test_cuda_engine_gives_the_tokens_of_the_cpu(tmp_path: Path, topk: int, temperature: float) -> None:
     target = tiny_target(tmp_path / "target")
     draft = tiny_draft(tmp_path / "draft", target)
     requests = [

@@ -23,7 +23,7 @@ from tests.gpu.test_triton import CUDA, ERROR, LONG, there
 from tests.parity.harness import GREEDY, config_of, prompts, request, run
 from tests.tiny import draft_folder, target_folder
 from tests.unit.attention.dense import Case
-from tests.unit.attention.test_twins import SHAPES
+from tests.unit.attention.test_gather_methods import SHAPES
 
 pytestmark = [
     pytest.mark.gpu,
@@ -58,14 +58,16 @@ def given(one: Case, attention: FlashInferAttention, unknown: int, turn: int = 0
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", ["all", "wide", "long"])
 @pytest.mark.parametrize("unknown", [0, 3])
-def test_attention(shape: str, kind: str, unknown: int, dtype: torch.dtype) -> None:
+def test_flashinfer_attention_on_cuda_matches_the_definition(
+    shape: str, kind: str, unknown: int, dtype: torch.dtype
+) -> None:
     base = {"heads": 4, "kv_heads": 2, "page_size": 16, "lies": "scattered", "dtype": dtype}
     one = Wide(**base | (LONG if shape == "long" else SHAPES[shape]) | KINDS[kind])
     out = given(one, attention_of(one), unknown)
     assert torch.allclose(out.cpu().double(), one.expected(), atol=2 * ERROR[dtype], rtol=0)
 
 
-def test_nothing_waits_and_plans_under_way_are_whole() -> None:
+def test_overlapped_steps_with_two_wrapper_sets_give_equal_outputs() -> None:
     """Many steps begun before one is read, as far as two sets of wrappers allow: one ahead."""
     one = Wide(4, 2, (2500, 700), (-1, 0, 0, 1), ((100, 600),), 16, "scattered", dtype=torch.bfloat16, d=128)
     attention = attention_of(one)
@@ -84,7 +86,7 @@ def test_nothing_waits_and_plans_under_way_are_whole() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", [kind for kind, of_kind in KINDS.items() if "window" not in of_kind])
-def test_graphs_of_both_turns_give_what_steps_give(kind: str, dtype: torch.dtype) -> None:
+def test_graphs_of_both_buffer_sets_match_eager_attention(kind: str, dtype: torch.dtype) -> None:
     """Each is planned anew before its replay, while the replay of the other may be under way."""
     base = {"heads": 4, "kv_heads": 2, "page_size": 16, "lies": "scattered", "dtype": dtype}
     one = Wide(**base | SHAPES["ragged"] | KINDS[kind])
@@ -125,7 +127,7 @@ def test_graphs_of_both_turns_give_what_steps_give(kind: str, dtype: torch.dtype
 
 
 @pytest.mark.parametrize("topk", [1, 4])
-def test_an_engine_gives_the_tokens_of_triton(topk: int) -> None:
+def test_flashinfer_engine_gives_mostly_the_tokens_of_triton(topk: int) -> None:
     """In bfloat16 near-ties may flip, so tokens are compared while the texts are alike, which most have to be. No step
     that was captured is launched anew.
     """

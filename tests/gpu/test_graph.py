@@ -21,7 +21,7 @@ def program(x: Tensor, memory: Tensor) -> list[Tensor]:
     return [values, ids, rows.softmax(-1), memory.sum(0)]
 
 
-def test_a_graph_replays_on_new_inputs_without_waiting() -> None:
+def test_graph_replays_on_new_inputs_without_synchronising() -> None:
     x, memory = torch.randn(4, 4, dtype=torch.float64), torch.zeros(6, 4, dtype=torch.float64)
     there = [one.cuda() for one in (x, memory)]
     program(*there)
@@ -54,7 +54,7 @@ def called(x: Tensor, said: list[float]) -> list[Tensor]:
     return [total, total.sum(-1)]
 
 
-def test_a_graph_calls_the_host_between_segments() -> None:
+def test_graph_calls_the_host_between_its_segments() -> None:
     """Beside other graphs in the same pool, which write over all that a program does not need any more."""
     x, said, own = torch.randn(4, 4, dtype=torch.float64), list[float](), list[float]()
     there, segments = x.cuda(), CudaSegments()

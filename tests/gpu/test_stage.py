@@ -13,7 +13,7 @@ def failing(stage: Stage, name: str) -> None:
         raise ValueError("wrong")
 
 
-def test_a_check_that_fails_is_told_and_the_stage_goes_on(tmp_path: Path) -> None:
+def test_failed_check_is_recorded_and_the_stage_continues(tmp_path: Path) -> None:
     stage = Stage("one", tmp_path, True, 0)
     failing(stage, "first")
     with stage.check("second") as facts:
@@ -23,7 +23,7 @@ def test_a_check_that_fails_is_told_and_the_stage_goes_on(tmp_path: Path) -> Non
     assert lines[0]["why"] == "ValueError: wrong" and lines[1]["number"] == 1 and stage.failed == ["first"]
 
 
-def test_a_check_that_loses_the_device_is_told_and_ends_the_stage(
+def test_check_that_loses_the_device_is_recorded_and_ends_the_stage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def lost(_: Stage) -> None:

@@ -20,12 +20,12 @@ pytestmark = [
 @pytest.mark.parametrize("sampling", ["greedy", "0.8"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_graphs_give_the_tokens_of_a_cpu(kind: str, shape: str, sampling: str) -> None:
+def test_captured_steps_on_cuda_give_the_tokens_of_the_cpu(kind: str, shape: str, sampling: str) -> None:
     steps.check_tokens("cuda", *tiny_pair(), shape, kind, sampling)
 
 
 @pytest.mark.parametrize("number", range(0, len(diagonal()), 4))
-def test_graphs_of_a_family(number: int) -> None:
+def test_captured_steps_of_each_model_family_give_the_tokens_of_the_cpu(number: int) -> None:
     pair = diagonal()[number]
     settings = {"speculative_algorithm": algorithm_of(pair.spec())}
     shape, kind = ("chain", "tree")[number % 2], KINDS[number // 4 % len(KINDS)]
@@ -34,9 +34,9 @@ def test_graphs_of_a_family(number: int) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_hundred_steps_in_which_nobody_waits(kind: str, shape: str) -> None:
+def test_two_hundred_steps_run_without_a_device_synchronisation(kind: str, shape: str) -> None:
     steps.check_waits("cuda", *tiny_pair(), shape, kind, 200)
 
 
-def test_what_lands_is_what_was_sent_off() -> None:
+def test_copied_results_equal_the_values_at_copy_time() -> None:
     steps.check_landing("cuda")

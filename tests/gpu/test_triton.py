@@ -20,7 +20,7 @@ from cluster.sampling.sampling_inputs import SamplingInputs
 from cluster.sampling.triton_sampler import TritonSampler, row_thresholds
 from tests.gpu.trees import check_trees
 from tests.unit.attention.dense import Case
-from tests.unit.attention.test_twins import KINDS, SHAPES, TREE
+from tests.unit.attention.test_gather_methods import KINDS, SHAPES, TREE
 from tests.unit.kernels.test_product import close, made
 from tests.unit.sampling.test_c_sampler import logits_of
 from tests.unit.sampling.test_sampler import mixed
@@ -60,7 +60,7 @@ def on_the_device(case: Case) -> Tensor:
 @pytest.mark.parametrize("dtype", ERROR)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", ["all", "wide", "long"])
-def test_attention(shape: str, kind: str, dtype: torch.dtype) -> None:
+def test_triton_attention_on_cuda_matches_the_definition(shape: str, kind: str, dtype: torch.dtype) -> None:
     given = {"heads": 4, "kv_heads": 2} | (LONG if shape == "long" else SHAPES[shape]) | KINDS[kind]
     for d in (8, 128, 192):
         case = Case(**given, page_size=16, lies="scattered", dtype=dtype, d=d)
@@ -69,7 +69,7 @@ def test_attention(shape: str, kind: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_rows(dtype: torch.dtype) -> None:
+def test_triton_norm_rotation_and_activation_on_cuda_match_reference(dtype: torch.dtype) -> None:
     own, twin = TritonKernels(), TorchKernels()
     rows, more, scale = (
         made(*shape, dtype=dtype, seed=at) for at, shape in enumerate([(33, 2880), (33, 2880), (2880,)])
@@ -89,7 +89,7 @@ def test_rows(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_thresholds_are_those_of_torch_there(dtype: torch.dtype) -> None:
+def test_triton_filter_thresholds_on_cuda_equal_torch(dtype: torch.dtype) -> None:
     """To the bit: masses are whole numbers of the same exponentials."""
     sampling, vocab = there(mixed(torch.promote_types(dtype, torch.float32))), 20000
     count = sampling.seeds.shape[0]
@@ -101,12 +101,12 @@ def test_thresholds_are_those_of_torch_there(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(("k", "steps", "nodes"), [(4, 3, 16), (8, 5, 32), (10, 8, 60)])
-def test_trees_and_paths(k: int, steps: int, nodes: int) -> None:
+def test_triton_tree_kernels_on_cuda_match_reference(k: int, steps: int, nodes: int) -> None:
     check_trees(torch.device("cuda"), torch.Generator().manual_seed(k), k, steps, nodes)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_rows_of_experts(dtype: torch.dtype) -> None:
+def test_triton_expert_grouping_and_combine_on_cuda_match_reference(dtype: torch.dtype) -> None:
     own, twin = TritonKernels(), TorchKernels()
     for rows, active, experts, size in ((1, 8, 128, 2048), (70, 4, 32, 2880), (3000, 6, 64, 512)):
         chosen = torch.rand(rows, experts, generator=torch.Generator().manual_seed(rows)).topk(active, 1).indices
@@ -120,7 +120,7 @@ def test_rows_of_experts(dtype: torch.dtype) -> None:
         assert torch.equal(out, own.combine(there(results), given, there(weights), None)), "the same each time"
 
 
-def test_keys_of_noise() -> None:
+def test_triton_noise_keys_on_cuda_equal_the_reference() -> None:
     seeds, first = torch.tensor([0, 2**63 - 1, -1, 7]), torch.tensor([0, 1, 2**40, 9])
     own = TritonSampler().noise(there(seeds), there(first), 9, there(torch.zeros(3, dtype=torch.int32)), torch.float32)
     assert torch.equal(own.keys.cpu(), keys_along(seeds, first, 9))

@@ -29,7 +29,7 @@ def bounded(least: int, most: int) -> Grammar:
 
 
 @pytest.mark.parametrize(("least", "most"), BOUNDS)
-def test_texts_have_as_many_characters_as_are_allowed(least: int, most: int) -> None:
+def test_bounded_string_accepts_exactly_the_allowed_lengths(least: int, most: int) -> None:
     random = np.random.default_rng(least + most)
     lengths = {
         0,
@@ -50,7 +50,7 @@ def test_texts_have_as_many_characters_as_are_allowed(least: int, most: int) -> 
 
 
 @pytest.mark.parametrize("most", [20, SHORT_LENGTH + 1, 60, 300])
-def test_a_mask_has_every_token_that_may_come(most: int) -> None:
+def test_bounded_string_mask_contains_exactly_the_acceptable_tokens(most: int) -> None:
     """At the beginnings and ends of blocks, and where few characters are left."""
     tokens, matcher = demo().vocabulary.tokens, demo().matcher(bounded(0, most))
     ids = [token for token, text in enumerate(tokens) if text and text[:1] != b"\xff"]
@@ -68,7 +68,7 @@ def test_a_mask_has_every_token_that_may_come(most: int) -> None:
             matcher.accept([letter])
 
 
-def test_bounds_share_the_rules_of_their_ends() -> None:
+def test_string_bounds_share_grammar_rules() -> None:
     """So the masks that one bound needs are made for another: a long text has few more rules than blocks."""
     rules = {most: set(demo()._compiled(bounded(0, most)).splitlines()) for most in (20, 25, 300)}
     assert len({line.partition("::=")[2] for line in rules[25] - rules[20]}) < 10

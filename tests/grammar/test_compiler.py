@@ -47,7 +47,7 @@ async def refusal(compiler: Compiler, grammar: Grammar) -> str:
 
 
 @pytest.mark.parametrize("some", [HOSTILE[::20], pytest.param(HOSTILE, marks=pytest.mark.slow)], ids=["some", "all"])
-def test_a_hundred_hostile_grammars(compile_in_two: Compiler, some: tuple[Grammar, ...]) -> None:
+def test_compiler_survives_hostile_grammars(compile_in_two: Compiler, some: tuple[Grammar, ...]) -> None:
     assert len(set(HOSTILE)) >= 100
 
     async def all_of_them() -> None:
@@ -66,7 +66,7 @@ def test_a_hundred_hostile_grammars(compile_in_two: Compiler, some: tuple[Gramma
     asyncio.run(all_of_them())
 
 
-def test_a_slow_grammar_is_given_up_while_others_are_compiled(compile_in_two: Compiler) -> None:
+def test_slow_grammar_is_refused_while_others_are_compiled(compile_in_two: Compiler) -> None:
     async def both() -> None:
         await asyncio.gather(compile_in_two.compile(GOOD), compile_in_two.compile(Grammar("json_object")))  # both run
         began = time.monotonic()
@@ -80,7 +80,7 @@ def test_a_slow_grammar_is_given_up_while_others_are_compiled(compile_in_two: Co
 
 
 @pytest.mark.slow
-def test_a_process_that_was_killed_is_replaced(compile_in_two: Compiler) -> None:
+def test_killed_compiler_process_is_replaced(compile_in_two: Compiler) -> None:
     async def killed() -> None:
         await asyncio.gather(compile_in_two.compile(GOOD), compile_in_two.compile(Grammar("json_object")))
         before = compile_in_two._process.pid
@@ -99,7 +99,7 @@ def test_a_process_that_was_killed_is_replaced(compile_in_two: Compiler) -> None
 
 
 @pytest.mark.slow
-def test_a_process_that_is_killed_at_work_takes_up_the_work_again() -> None:
+def test_compile_is_repeated_when_its_process_is_killed() -> None:
     process = CompilerProcess(demo().vocabulary, processor_s=4.0)
     try:
         assert process.compile(GOOD).text
@@ -140,7 +140,7 @@ def used(pid: int | None) -> float:
 
 
 @pytest.mark.slow
-def test_time_is_limited_and_nothing_has_to_start_anew() -> None:
+def test_processor_time_limit_does_not_restart_the_process() -> None:
     process = CompilerProcess(demo().vocabulary, processor_s=2.0)
     try:
         assert process.compile(GOOD).text
@@ -157,7 +157,7 @@ def children(pid: int | None) -> str:
     return Path(f"/proc/{pid}/task/{pid}/children").read_text().strip()
 
 
-def test_a_child_does_not_outlive_its_parent() -> None:
+def test_compiling_child_does_not_outlive_its_process() -> None:
     process = CompilerProcess(demo().vocabulary, processor_s=30.0)
     assert process.compile(GOOD).text
     with ThreadPoolExecutor(1) as pool:
@@ -174,7 +174,7 @@ def test_a_child_does_not_outlive_its_parent() -> None:
     assert not Path(f"/proc/{child}").exists()
 
 
-def test_grammars_are_compiled_once(compile_in_two: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_grammars_and_refusals_are_cached(compile_in_two: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Grammar] = []
     compile_one = CompilerProcess.compile
 
@@ -203,7 +203,7 @@ def test_grammars_are_compiled_once(compile_in_two: Compiler, monkeypatch: pytes
     asyncio.run(often())
 
 
-def test_a_request_that_is_cancelled_leaves_the_others(compile_in_two: Compiler) -> None:
+def test_cancelled_request_does_not_cancel_a_shared_compile(compile_in_two: Compiler) -> None:
     async def cancelled() -> None:
         first = asyncio.create_task(compile_in_two.compile(GOOD))
         second = asyncio.create_task(compile_in_two.compile(GOOD))
@@ -215,7 +215,7 @@ def test_a_request_that_is_cancelled_leaves_the_others(compile_in_two: Compiler)
     asyncio.run(cancelled())
 
 
-def test_closing_ends_the_processes_and_what_they_compile() -> None:
+def test_close_ends_the_process_and_its_running_compile() -> None:
     async def closed() -> None:
         made = Compiler(demo().vocabulary, max_concurrent=1, processor_s=30.0)
         await made.compile(GOOD)
@@ -232,7 +232,7 @@ def test_closing_ends_the_processes_and_what_they_compile() -> None:
     asyncio.run(closed())
 
 
-def test_a_process_ends_with_its_parent() -> None:
+def test_compiler_process_ends_when_its_parent_is_killed() -> None:
     """Even if the parent is killed: its end of the pipe closes."""
     code = (
         "from tests.grammar.walks import demo\n"
@@ -255,7 +255,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def test_a_compiler_that_cannot_start_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiler_that_cannot_start_raises_compiler_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/true")
     process = CompilerProcess(demo().vocabulary, 2.0)
     with pytest.raises(CompilerError, match="does not start"):

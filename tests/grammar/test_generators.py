@@ -91,17 +91,17 @@ EXPECTED = {
 KNOWN = generators()
 
 
-def test_the_page_of_the_docs_is_true() -> None:
+def test_docs_page_of_generators_matches_the_code() -> None:
     assert PAGE.read_text() == page(), "run python -m tests.grammar.generators.table"
 
 
-def test_each_generator_writes_the_same_types() -> None:
+def test_all_generators_write_the_same_types() -> None:
     names = {tuple(sorted(types)) for types in KNOWN.values()}
     assert len(KNOWN) == 7 and len(names) == 1 and len(next(iter(names))) >= 40
 
 
 @pytest.mark.parametrize("generator", KNOWN)
-def test_every_type_is_held_to(generator: str) -> None:
+def test_grammar_enforces_every_accepted_generator_schema(generator: str) -> None:
     for name, schema in KNOWN[generator].items():
         if schema is None or refusal(schema) is not None:
             continue

@@ -46,7 +46,7 @@ def paths(matcher: TextMatcher, random: np.random.Generator, most: int) -> list[
 
 
 @pytest.mark.parametrize("name", GRAMMARS)
-def test_a_mask_after_a_path_is_the_mask_when_it_is_committed(name: str) -> None:
+def test_mask_after_a_path_equals_the_mask_after_accepting_the_path(name: str) -> None:
     grammars = demo()
     for seed in range(6):
         random = np.random.default_rng(seed)
@@ -68,7 +68,7 @@ def test_a_mask_after_a_path_is_the_mask_when_it_is_committed(name: str) -> None
         assert matcher.finished == fresh.finished
 
 
-def test_a_mask_is_made_once_until_tokens_come(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mask_is_computed_once_per_path_until_tokens_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever asks: masks of a step, and the search for forced text."""
     made, make = list[tuple[int, ...]](), TextMatcher._compute_bitmask
 
@@ -93,7 +93,7 @@ def test_a_mask_is_made_once_until_tokens_come(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("name", GRAMMARS)
-def test_a_mask_is_what_can_be_committed(name: str) -> None:
+def test_mask_contains_exactly_the_acceptable_tokens(name: str) -> None:
     grammars = demo()
     start = grammars.matcher(GRAMMARS[name])
     path = paths(start, np.random.default_rng(1), 5)
@@ -108,7 +108,7 @@ def test_a_mask_is_what_can_be_committed(name: str) -> None:
                 matcher.accept([token])
 
 
-def test_stops_are_allowed_exactly_where_the_output_may_end() -> None:
+def test_stop_tokens_are_allowed_exactly_where_the_output_may_end() -> None:
     grammars = bytewise()
     matcher = grammars.matcher(Grammar("regex", "ab?"))
     assert not matcher.finished and allowed(mask(matcher, grammars.vocabulary)).tolist() == tokens_of("a")
@@ -127,7 +127,7 @@ def test_stops_are_allowed_exactly_where_the_output_may_end() -> None:
         matcher.accept(tokens_of("a"))
 
 
-def test_paths_that_end_or_are_not_allowed_lead_only_to_stops() -> None:
+def test_ended_or_disallowed_paths_allow_only_stop_tokens() -> None:
     grammars = bytewise()
     matcher = grammars.matcher(Grammar("regex", "ab?"))
     for path in ([*tokens_of("a"), 256], [*tokens_of("a"), 256, 256], tokens_of("x"), tokens_of("abb"), [9999]):
@@ -144,7 +144,7 @@ def test_special_and_padding_tokens_are_never_allowed() -> None:
     assert all(padded.tokens[token] for token in found - set(STOPS))
 
 
-def test_what_is_forced() -> None:
+def test_forced_returns_the_only_possible_tokens() -> None:
     grammars = bytewise()
     matcher = grammars.matcher(Grammar("regex", "(abcd|x)ef"))
     assert matcher.forced((), 8) == []
@@ -178,7 +178,7 @@ ENDLESS = {
 
 
 @pytest.mark.parametrize("name", ENDLESS)
-def test_no_more_is_looked_for_than_is_asked(name: str) -> None:
+def test_forced_search_stops_at_the_requested_length(name: str) -> None:
     """xgrammar's own search for what is forced goes on until the memory of the machine is full."""
     matcher = bytewise().matcher(Grammar("ebnf", ENDLESS[name]))
     matcher.accept(tokens_of("b" if "later" in name else "a"))
@@ -186,7 +186,7 @@ def test_no_more_is_looked_for_than_is_asked(name: str) -> None:
         assert matcher.forced((), 5) == tokens_of("aaaaa")
 
 
-def test_everything_is_allowed_until_the_reasoning_is_over() -> None:
+def test_all_tokens_are_allowed_until_the_reasoning_ends() -> None:
     grammars = bytewise()
     after = tuple(tokens_of("</t>"))
     matcher = grammars.matcher(Grammar("regex", "ab"), after)
@@ -206,14 +206,14 @@ def test_everything_is_allowed_until_the_reasoning_is_over() -> None:
         matcher.accept(tokens_of("<"))
 
 
-def test_reasoning_that_ends_the_output() -> None:
+def test_stop_token_within_reasoning_ends_the_output() -> None:
     grammars = bytewise()
     matcher = grammars.matcher(Grammar("regex", "ab"), (7,))
     matcher.accept([1, 256])
     assert matcher.ended and allowed(mask(matcher, grammars.vocabulary, (3,))).tolist() == [256]
 
 
-def test_a_text_that_is_no_compiled_grammar_is_refused() -> None:
+def test_malformed_compiled_grammar_is_refused() -> None:
     prepared = demo().worker.compile(Grammar("json_object"))
     head, _, rules = prepared.partition("\n")
     for wrong in ("", "{}", "{}\n" + rules, "[]\n" + rules, rules, head):
@@ -223,7 +223,7 @@ def test_a_text_that_is_no_compiled_grammar_is_refused() -> None:
         demo().matchers.matcher(head + "\n" + rules[: len(rules) // 2])
 
 
-def test_what_is_forced_may_begin_and_end_within_a_character() -> None:
+def test_forced_tokens_may_begin_and_end_within_a_character() -> None:
     grammars = bytewise()
     matcher = grammars.matcher(Grammar("choice", '["größe", "größt", "大きい"]'))
     first = "大".encode()[:1]
@@ -232,7 +232,7 @@ def test_what_is_forced_may_begin_and_end_within_a_character() -> None:
     assert matcher.forced([], 20) == []
 
 
-def test_grammars_are_kept_within_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loaded_grammars_are_cached_within_a_byte_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matching, "CACHED_BYTES", 1)
     one, other = (demo().worker.compile(Grammar("regex", text)) for text in ("a+", "b+"))
     matchers = matching.Matchers(demo().vocabulary)

@@ -45,7 +45,7 @@ def large() -> Grammars:
     return Grammars(vocabulary, worker, Matchers(vocabulary))
 
 
-def test_tables_are_made_once_and_little_travels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vocabulary_tables_are_built_once_and_compiled_text_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
     vocabulary, worker, matchers = large().vocabulary, large().worker, large().matchers
     made: list[str] = []
     for name in ("TokenizerInfo", "GrammarCompiler"):
@@ -62,7 +62,7 @@ def test_tables_are_made_once_and_little_travels(monkeypatch: pytest.MonkeyPatch
     assert len(vocabulary.tokens) == SENTENCE_PIECE_SIZE
 
 
-def test_several_tools_with_many_fields_are_no_too_large_grammar() -> None:
+def test_grammar_of_three_tools_with_twenty_fields_fits_the_size_limit() -> None:
     """Two tools of twenty fields were refused with 262,144 ids, and accepted with the demo's 2,048."""
     given = {name: object_schema(20, name) for name in ("one", "two", "three")}
     form = FORMATS["hermes"].calls_form(given, True)
@@ -101,9 +101,7 @@ WITH_TOKENS: dict[str, Callable[[int, int], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("stops", [(260,), (259, 260), ()], ids=["a stop token", "two", "none"])
-def test_a_special_token_of_one_grammar_does_not_stand_for_that_of_another(
-    stops: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_grammar_cache_distinguishes_special_tokens(stops: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Rules that differ in nothing but a special token: xgrammar's cache of rules would take one for the other."""
     texts = [bytes((byte,)) for byte in range(256)] + [f"\xff{name}".encode("latin-1") for name in "abc"] + [b"", b""]
     vocabulary = Vocabulary(tuple(texts), stops)
@@ -127,7 +125,7 @@ def test_a_special_token_of_one_grammar_does_not_stand_for_that_of_another(
             wanted.accept([token])
 
 
-def test_masks_over_many_tokens_are_what_can_be_committed() -> None:
+def test_large_vocabulary_mask_contains_exactly_the_acceptable_tokens() -> None:
     random = np.random.default_rng(0)
     for grammar in ASKED[:2]:
         text = large().worker.compile(grammar)
@@ -144,14 +142,14 @@ def test_masks_over_many_tokens_are_what_can_be_committed() -> None:
             other.accept([token])
 
 
-def test_every_allowed_token_is_chosen_alike() -> None:
+def test_random_allowed_token_is_uniform() -> None:
     vocabulary = Vocabulary(tuple(bytes((at,)) for at in range(200)), ())
     row, random = vocabulary._bitmask_of([0, 31, 32, 100, 199]), np.random.default_rng(1)
     found = np.bincount([random_allowed_token(row, random) for _ in range(5000)], minlength=200)
     assert np.flatnonzero(found).tolist() == [0, 31, 32, 100, 199] and found.max() < 1.2 * 1000
 
 
-def test_what_all_texts_begin_with_over_many_tokens() -> None:
+def test_common_prefix_of_allowed_tokens_is_exact() -> None:
     vocabulary = large().vocabulary
     ids = {text: token for token, text in enumerate(vocabulary.tokens)}
     same = [token for text, token in ids.items() if text.startswith(b" pro")]
@@ -186,7 +184,7 @@ SHARING = GRAMMARS | {
 
 
 @pytest.mark.parametrize("name", SHARING)
-def test_masks_of_rules_that_other_grammars_have_are_those_made_for_this_one(name: str) -> None:
+def test_grammar_cache_with_shared_rules_gives_the_same_masks(name: str) -> None:
     """The compiler keeps masks of rules; here it has met all other grammars before."""
     vocabulary = demo().vocabulary
     shared, alone = Matchers(vocabulary), Matchers(vocabulary)

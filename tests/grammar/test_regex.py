@@ -53,7 +53,7 @@ ALPHABET = 'abc019 -.@\n\t"\\]^{}é€中A_yesno'
 
 
 @pytest.mark.parametrize("expression", EXPRESSIONS)
-def test_walks_match(expression: str) -> None:
+def test_generated_outputs_match_the_expression(expression: str) -> None:
     ended = 0
     for grammars in (demo(), bytewise()):
         for seed in range(12):
@@ -66,7 +66,7 @@ def test_walks_match(expression: str) -> None:
 
 
 @pytest.mark.parametrize("expression", EXPRESSIONS)
-def test_what_matches_is_accepted_and_nothing_else(expression: str) -> None:
+def test_regex_grammar_accepts_exactly_what_python_matches(expression: str) -> None:
     chance = random.Random(5)
     grammar = Grammar("regex", expression)
     texts = ["".join(chance.choices(ALPHABET, k=chance.randint(0, 6))) for _ in range(300)]
@@ -120,7 +120,7 @@ def test_what_matches_is_accepted_and_nothing_else(expression: str) -> None:
         ("^*", "cannot be repeated"),
     ],
 )
-def test_what_is_not_supported_is_named(expression: str, why: str) -> None:
+def test_unsupported_regex_syntax_is_refused_by_name(expression: str, why: str) -> None:
     with pytest.raises(GrammarError, match=re.escape(why)):
         parse(expression)
 
@@ -140,13 +140,15 @@ def test_what_is_not_supported_is_named(expression: str, why: str) -> None:
         (r"\P{Extended_Pictographic}", "a1", "😀⌚☑©"),
     ],
 )
-def test_properties_of_characters(expression: str, matched: Sequence[str], others: Sequence[str]) -> None:
+def test_unicode_properties_match_the_right_characters(
+    expression: str, matched: Sequence[str], others: Sequence[str]
+) -> None:
     grammar = Grammar("regex", expression)
     assert [text for text in matched if not demo().accepts(grammar, text)] == []
     assert [text for text in others if demo().accepts(grammar, text)] == []
 
 
-def test_lengths_of_what_matches() -> None:
+def test_length_bounds_are_the_shortest_and_longest_match() -> None:
     assert length_bounds(parse("ab?(c|de){2,3}")) == (3, 8)
     assert length_bounds(parse("a+")) == (1, None)
     assert length_bounds(parse("(|ab)*")) == (0, None)
@@ -174,7 +176,7 @@ SHORT = ["".join(text) for size in range(4) for text in itertools.product('abcé
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_made_up_expressions_mean_what_python_says(seed: int) -> None:
+def test_random_expressions_match_as_in_python(seed: int) -> None:
     """xgrammar's own automata do not: `(?:ab*)?` matches b there."""
     expression = made_up(random.Random(seed), 3)
     for text in SHORT:

@@ -20,7 +20,7 @@ def first_letter(tokenizer: TextTokenizer) -> int:
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_every_token_writes_what_it_decodes_to(name: str) -> None:
+def test_vocabulary_bytes_of_each_token_equal_the_decoded_text(name: str) -> None:
     tokenizer = TOKENIZERS[name]()
     size = tokenizer.backend_tokenizer.get_vocab_size()
     vocabulary = Vocabulary.from_tokenizer(tokenizer, size, ())
@@ -38,7 +38,7 @@ def test_every_token_writes_what_it_decodes_to(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_sequences_decode_to_their_tokens_bytes(name: str) -> None:
+def test_decoded_sequence_equals_the_joined_token_bytes(name: str) -> None:
     tokenizer = TOKENIZERS[name]()
     size = tokenizer.backend_tokenizer.get_vocab_size()
     tokens = Vocabulary.from_tokenizer(tokenizer, size, ()).tokens
@@ -56,14 +56,14 @@ def test_sequences_decode_to_their_tokens_bytes(name: str) -> None:
     assert checked > 20
 
 
-def test_a_character_in_parts() -> None:
+def test_vocabulary_has_tokens_with_parts_of_a_character() -> None:
     tokenizer = byte_level()
     tokens = Vocabulary.from_tokenizer(tokenizer, 263, ()).tokens
     assert b"".join(tokens[i] for i in tokenizer.encode("a€ 😀")) == "a€ 😀".encode()
     assert any(text == b"\xe2\x82" for text in tokens)
 
 
-def test_padding_and_stops_write_nothing() -> None:
+def test_padding_and_stop_tokens_have_no_bytes() -> None:
     tokenizer = TextTokenizer.load(str(DEMO))
     vocabulary = Vocabulary.from_tokenizer(tokenizer, 2100, (*STOPS, 5, 9999))
     assert len(vocabulary.tokens) == 2100 and vocabulary.bitmask_words == 66
@@ -76,11 +76,11 @@ def test_padding_and_stops_write_nothing() -> None:
     assert set(allowed(vocabulary.usable_bitmask_with([1])).tolist()) == usable | {1}
 
 
-def test_a_vocabulary_smaller_than_the_tokenizer() -> None:
+def test_vocabulary_may_be_smaller_than_the_tokenizer() -> None:
     assert len(Vocabulary.from_tokenizer(TextTokenizer.load(str(DEMO)), 1000, STOPS).tokens) == 1000
 
 
-def test_a_tokenizer_that_joins_words_is_refused() -> None:
+def test_wordpiece_tokenizer_is_refused() -> None:
     words = Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1, "##b": 2}, unk_token="[UNK]"))
     words.decoder = decoders.WordPiece()
     with pytest.raises(ConfigError, match="byte-level or SentencePiece"):

@@ -22,11 +22,11 @@ from cluster.kernels.library import Library, load_library
 from cluster.sampling.c_sampler import CSampler
 from cluster.sampling.sampling_inputs import SamplerInput
 from tests.unit.attention.dense import Case
-from tests.unit.attention.test_twins import KINDS, SHAPES, case
-from tests.unit.kernels.test_codes import KINDS as KINDS_OF_CODES
-from tests.unit.kernels.test_codes import SIZES as CODE_SIZES
-from tests.unit.kernels.test_codes import matrix
+from tests.unit.attention.test_gather_methods import KINDS, SHAPES, case
 from tests.unit.kernels.test_product import ROWS, SIZES, made
+from tests.unit.kernels.test_quantised_product import KINDS as KINDS_OF_CODES
+from tests.unit.kernels.test_quantised_product import SIZES as CODE_SIZES
+from tests.unit.kernels.test_quantised_product import matrix
 from tests.unit.sampling.test_c_sampler import draw_of, logits_of, unfiltered
 
 FUSED = (torch.float32, torch.float64, torch.bfloat16)

@@ -37,7 +37,7 @@ def library_of(level: str, folder: Path) -> Path:
 
 
 @pytest.mark.timeout(600)
-def test_levels_agree(tmp_path: Path) -> None:
+def test_instruction_levels_give_equal_kernel_results(tmp_path: Path) -> None:
     """To the bit where products are fused; the baseline, which has no fused products, and products of bfloat16 in pairs
     or tiles as closely as numbers allow.
     """
@@ -82,7 +82,7 @@ def bits(out: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("level", "variant"), [(level, variant) for level in ORDER for variant in ("", *VARIANTS.get(level, ()))]
 )
-def test_sanitizers_object_to_nothing(level: str, variant: str, tmp_path: Path) -> None:
+def test_sanitizers_report_no_error_in_the_kernels(level: str, variant: str, tmp_path: Path) -> None:
     if level not in runnable() or (variant and variant not in variants_of_cpu()):
         pytest.skip("this CPU does not run it")
     library = compile_level(level, tmp_path, SANITIZERS)
@@ -101,7 +101,7 @@ def test_sanitizers_object_to_nothing(level: str, variant: str, tmp_path: Path) 
 
 @pytest.mark.slow
 @pytest.mark.skipif("avx512" not in LEVELS, reason="its variants are of x86-64")
-def test_a_compiler_that_does_not_know_a_variant_makes_a_library_without(
+def test_compiler_without_a_variant_builds_the_library_without_that_variant(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Old assemblers know no AMX; everything else serves."""
@@ -115,7 +115,7 @@ def test_a_compiler_that_does_not_know_a_variant_makes_a_library_without(
     assert library.functions["product", torch.bfloat16].__name__ == "aerie_product_bf16_pairs"
 
 
-def test_ranks_of_a_host_compile_a_library_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_ranks_compile_the_kernel_library_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a compiler that makes nothing, and says how often it was asked."""
     asked, compiling = tmp_path / "asked", tmp_path / "cc"
     last = 'for last; do :; done\necho "$last" >> '
@@ -131,7 +131,7 @@ def test_ranks_of_a_host_compile_a_library_once(tmp_path: Path, monkeypatch: pyt
     assert objects and len({Path(each).name for each in objects}) == len(objects)
 
 
-def test_a_variant_that_the_cpu_has_and_the_library_lacks_is_said(
+def test_cpu_variant_missing_in_the_library_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Else a rank would compute other digits than its like, and nobody knew why."""

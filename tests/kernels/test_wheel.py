@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.slow
 @pytest.mark.skipif(compiler() is None, reason="without a compiler a wheel has no libraries")
-def test_a_wheel_fits_any_python_and_serves_away_from_the_checkout(tmp_path: Path) -> None:
+def test_wheel_works_outside_the_checkout_with_all_kernel_levels(tmp_path: Path) -> None:
     """Read in a Python that sees nothing of the checkout, its libraries load and have all functions."""
     sources = tmp_path / "sources"
     shutil.copytree(ROOT / "cluster", sources / "cluster", ignore=shutil.ignore_patterns("__pycache__", "compiled"))

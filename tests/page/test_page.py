@@ -44,7 +44,7 @@ def drawn(page: Page) -> list[tuple[str, str, bool]]:
     return [(json.loads(match[1]), match[2], bool(match[3])) for match in found if match]
 
 
-def test_without_a_key_there_is_a_door_and_with_one_there_are_numbers(tab: Page, server: Server) -> None:
+def test_page_asks_for_a_key_and_shows_the_overview_with_a_valid_key(tab: Page, server: Server) -> None:
     tab.look()
     tab.open(f"{server.url}/")
     tab.get("sessionStorage.clear()")
@@ -70,7 +70,7 @@ def test_without_a_key_there_is_a_door_and_with_one_there_are_numbers(tab: Page,
     assert tab.get("sessionStorage.length") == 0
 
 
-def test_a_run_is_streamed_and_each_of_its_steps_has_its_tree(page: Page, server: Server) -> None:
+def test_playground_shows_the_draft_tree_of_each_streamed_step(page: Page, server: Server) -> None:
     """The nodes of the accepted path and the bonus are the run's text, step by step; the whole is the API's answer."""
     said = play(page, PROMPT, 64)
     answer = server.complete(prompt=PROMPT, max_tokens=64, temperature=0)
@@ -103,7 +103,7 @@ def test_a_run_is_streamed_and_each_of_its_steps_has_its_tree(page: Page, server
     page.click("#trees-too")
 
 
-def test_a_grammar_is_seen_to_force_its_text(page: Page) -> None:
+def test_playground_marks_tokens_forced_by_the_grammar(page: Page) -> None:
     pattern = r"class [A-Z][a-z]{3,9}\(object\):\n    def __init__\(self, [a-z]{3,8}\):\n"
     said = play(page, "import os\n\n", 60, regex=pattern)
     assert re.fullmatch(pattern, said)
@@ -120,7 +120,7 @@ def test_a_grammar_is_seen_to_force_its_text(page: Page) -> None:
     page.troubles.clear()
 
 
-def test_an_answer_can_be_stopped(page: Page, server: Server) -> None:
+def test_stop_button_ends_the_answer(page: Page, server: Server) -> None:
     begin(page, PROMPT, 4000)
     page.wait("document.querySelectorAll('.run').length > 3")
     page.click("#stop")
@@ -131,7 +131,7 @@ def test_an_answer_can_be_stopped(page: Page, server: Server) -> None:
     assert server.get("/server_state")["requests"]["streaming"] == 0
 
 
-def test_a_chat_goes_on_where_it_was(page: Page) -> None:
+def test_playground_chat_keeps_its_messages_until_reset(page: Page) -> None:
     page.click("#tab-playground")
     page.choose("#kind", "chat")
     first = play(page, "import os", 12)
@@ -142,7 +142,7 @@ def test_a_chat_goes_on_where_it_was(page: Page) -> None:
     assert page.texts("#turns li") == [] and page.text("#answer") == ""
 
 
-def test_the_overview_shows_what_the_server_counts(page: Page, server: Server) -> None:
+def test_overview_shows_the_metrics_of_the_server(page: Page, server: Server) -> None:
     server.complete(prompt=PROMPT, max_tokens=40, temperature=0)
     metrics = server.page_of_metrics()
     drafts, accepted = (int(total(metrics, f"aerie_{name}_total")) for name in ("drafts", "accepted_draft_tokens"))
@@ -163,7 +163,7 @@ def test_the_overview_shows_what_the_server_counts(page: Page, server: Server) -
 
 
 @pytest.mark.parametrize(("width", "dark"), [(320, False), (390, True), (1200, True)])
-def test_it_fits_a_phone_and_the_dark(page: Page, width: int, dark: bool) -> None:
+def test_page_fits_narrow_screens_and_dark_mode(page: Page, width: int, dark: bool) -> None:
     page.look(width, 800, dark)
     play(page, PROMPT, 32)
     for view in ("playground", "overview"):
@@ -174,7 +174,7 @@ def test_it_fits_a_phone_and_the_dark(page: Page, width: int, dark: bool) -> Non
     assert (max(channels) < 80) == dark
 
 
-def test_it_is_used_with_the_keyboard_alone(page: Page) -> None:
+def test_page_works_with_the_keyboard_alone(page: Page) -> None:
     page.get("document.querySelector('#tab-overview').focus()")
     page.press("ArrowRight")
     assert page.get("document.activeElement.id") == "tab-playground"
@@ -186,7 +186,7 @@ def test_it_is_used_with_the_keyboard_alone(page: Page) -> None:
     assert reached[:8] == ["kind", "temperature", "max_tokens", "seed", "form", "trees-too", "prompt", "run"]
 
 
-def test_a_server_that_does_not_answer_is_said_not_to(page: Page) -> None:
+def test_page_shows_when_the_server_does_not_answer(page: Page) -> None:
     page.call("Network.enable")
     offline: dict[str, Any] = {"latency": 0, "downloadThroughput": -1, "uploadThroughput": -1}
     page.call("Network.emulateNetworkConditions", offline=True, **offline)
@@ -197,7 +197,7 @@ def test_a_server_that_does_not_answer_is_said_not_to(page: Page) -> None:
     page.troubles.clear()
 
 
-def test_a_killed_rank_is_shown_and_the_stream_goes_on(page: Page, server: Server) -> None:
+def test_page_shows_a_killed_rank_and_the_stream_continues(page: Page, server: Server) -> None:
     """The page names the rank, says when its gang serves again, and the open answer ends as if nothing had happened."""
     whole = server.complete(prompt=PROMPT, max_tokens=1500, temperature=0)["choices"][0]["text"]
     [pid] = [rank["pid"] for rank in server.get("/server_info")["ranks"] if rank["rank"] == 1]

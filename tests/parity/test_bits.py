@@ -59,7 +59,9 @@ def alone(dtype: str, sampling: str, kept: str) -> Said:
 @pytest.mark.parametrize(
     ("shape", "sampling", "dtype", "cut"), covering([list(SHAPES), list(SAMPLINGS), DTYPES, CUTS], 3)
 )
-def test_bits_are_those_of_plain_decoding(shape: str, sampling: str, dtype: str, cut: tuple[int, str]) -> None:
+def test_c_backend_tokens_and_logprobs_are_bit_equal_to_plain_decoding(
+    shape: str, sampling: str, dtype: str, cut: tuple[int, str]
+) -> None:
     c_serves()
     chunk, kept = cut
     target, draft = tiny_pair()

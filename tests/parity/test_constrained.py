@@ -61,7 +61,7 @@ def plain(sampling: str) -> Run:
 
 
 @pytest.mark.parametrize("sampling", SAMPLING)
-def test_every_text_follows_its_grammar(sampling: str) -> None:
+def test_every_constrained_output_follows_its_grammar(sampling: str) -> None:
     unbound = [replace(one, params=replace(one.params, grammar=None)) for one in asked(sampling)]
     free = run(build_engine(config(0, 0)), unbound)
     broken = 0
@@ -74,7 +74,7 @@ def test_every_text_follows_its_grammar(sampling: str) -> None:
 
 
 @pytest.mark.parametrize(("shape", "sampling", "kind"), covering([SHAPES, list(SAMPLING), ["model", "corrected"]]))
-def test_trees_give_what_plain_decoding_gives(shape: tuple[int, int], sampling: str, kind: str) -> None:
+def test_constrained_tree_decoding_matches_plain_decoding(shape: tuple[int, int], sampling: str, kind: str) -> None:
     engine = walked(speculative(config(*shape), kind, texts_of(asked(sampling), plain(sampling))))
     result = run(engine, asked(sampling))
     assert result.ended == plain(sampling).ended
@@ -83,7 +83,7 @@ def test_trees_give_what_plain_decoding_gives(shape: tuple[int, int], sampling: 
 
 @pytest.mark.parametrize("sampling", ["greedy", "0.8"])
 @pytest.mark.parametrize(("topk", "num_steps"), [(0, 0), (1, 3), (3, 3)])
-def test_captured_steps_call_the_host(topk: int, num_steps: int, sampling: str) -> None:
+def test_captured_constrained_steps_match_plain_decoding(topk: int, num_steps: int, sampling: str) -> None:
     """Grammars are matched anew in each replay, beside penalties and free requests."""
     penalties = replace(BANS, bad_words_token_ids=())
     requests = [
@@ -102,7 +102,7 @@ def test_captured_steps_call_the_host(topk: int, num_steps: int, sampling: str) 
 
 
 @pytest.mark.parametrize(("topk", "num_steps"), [(0, 0), (1, 3), (3, 3)])
-def test_retraction_changes_nothing(topk: int, num_steps: int) -> None:
+def test_constrained_outputs_survive_retraction(topk: int, num_steps: int) -> None:
     scanty = scarce(config(topk, num_steps, chunked_prefill_size=7), asked("0.8"), more=3)
     result = run(walked(build_engine(scanty)), asked("0.8"))
     assert result.retracted > 0
@@ -110,7 +110,7 @@ def test_retraction_changes_nothing(topk: int, num_steps: int) -> None:
 
 
 @pytest.mark.parametrize(("topk", "num_steps"), [(1, 3), (3, 3)])
-def test_what_is_counted_as_drafted_is_what_was(topk: int, num_steps: int) -> None:
+def test_drafted_count_equals_the_nodes_of_the_returned_trees(topk: int, num_steps: int) -> None:
     """Trees that a grammar may add to have room that nothing fills as a rule, those of free requests always."""
     engine = walked(build_engine(config(topk, num_steps)))
     drafted = engine._parts.resolved.shape.num_draft_tokens - 1
@@ -127,7 +127,9 @@ def test_what_is_counted_as_drafted_is_what_was(topk: int, num_steps: int) -> No
 
 @pytest.mark.parametrize("settings", [{"page_size": 1, "context_length": 60}, {"max_total_tokens": 60}])
 @pytest.mark.parametrize(("topk", "num_steps"), [(0, 0), *SHAPES])
-def test_a_text_may_be_as_long_as_there_is_room(topk: int, num_steps: int, settings: dict[str, int]) -> None:
+def test_constrained_output_may_fill_the_maximum_request_length(
+    topk: int, num_steps: int, settings: dict[str, int]
+) -> None:
     """To the last token that the engine says it takes, be it the context or the KV cache that ends; others go on."""
     engine, endless = walked(build_engine(config(topk, num_steps, **settings))), json.dumps([{"5": 0, "6": 0}])
     prompt, room = prompts()[4], engine.info().max_request_tokens
@@ -142,7 +144,7 @@ def test_a_text_may_be_as_long_as_there_is_room(topk: int, num_steps: int, setti
 
 
 @pytest.mark.parametrize(("topk", "num_steps"), [(0, 0), (3, 3)])
-def test_a_stream_is_resumed_in_the_middle_of_its_grammar(topk: int, num_steps: int) -> None:
+def test_constrained_stream_resumes_in_the_middle_of_its_grammar(topk: int, num_steps: int) -> None:
     engine = walked(build_engine(config(topk, num_steps)))
     resumed = []
     for one in asked("0.8"):
@@ -157,13 +159,13 @@ def test_a_stream_is_resumed_in_the_middle_of_its_grammar(topk: int, num_steps: 
         assert result.tokens[one.request_id] == plain("0.8").tokens[name][one.resumed_tokens :]
 
 
-def test_a_row_is_free_for_the_next_request() -> None:
+def test_reused_row_drops_the_grammar_of_the_last_request() -> None:
     engine = walked(build_engine(config(0, 0, max_running_requests=1)))
     assert run(engine, asked("greedy")).ended == plain("greedy").ended
 
 
 @pytest.mark.parametrize(("topk", "num_steps"), SHAPES)
-def test_what_is_forced_goes_beyond_what_is_drafted(topk: int, num_steps: int) -> None:
+def test_forced_tokens_extend_accepted_paths_beyond_the_draft_depth(topk: int, num_steps: int) -> None:
     """A text of 30 forced tokens with a choice after every tenth: each step commits as many as a tree has levels."""
     lines = [{str(2 + i % 20): i + 1} if i % 10 else {"5": i + 1, "6": i + 1} for i in range(40)]
     grammar = json.dumps([*lines, {str(EOS): -1}])
@@ -180,7 +182,7 @@ def test_what_is_forced_goes_beyond_what_is_drafted(topk: int, num_steps: int) -
 
 
 @pytest.mark.parametrize(("topk", "method", "kind"), covering([(0, 3), METHODS, (GrammarError, UnicodeDecodeError)]))
-def test_a_grammar_that_fails_ends_its_own_request(
+def test_failing_grammar_ends_only_its_own_request(
     topk: int, method: str, kind: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After some calls that worked. Those beside it get the tokens that they get without it."""
@@ -206,9 +208,7 @@ def test_a_grammar_that_fails_ends_its_own_request(
 
 
 @pytest.mark.parametrize(("topk", "num_steps"), [(0, 0), (3, 3)])
-def test_a_grammar_that_takes_too_long_ends_its_own_request(
-    topk: int, num_steps: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slow_grammar_ends_only_its_own_request(topk: int, num_steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     true, burnt = Walker.fill, 0
 
     def slow(self: Walker, path: list[int], out: Any) -> None:
@@ -233,7 +233,9 @@ def test_a_grammar_that_takes_too_long_ends_its_own_request(
 
 
 @pytest.mark.parametrize(("topk", "num_steps"), [(0, 0), (3, 3)])
-def test_one_long_pause_is_no_slow_grammar(topk: int, num_steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_long_pause_is_not_reported_as_a_slow_grammar(
+    topk: int, num_steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A collection of garbage, or a host that takes the processor away, is charged to whoever runs."""
     true, calls = Walker.fill, 0
 

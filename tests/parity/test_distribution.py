@@ -42,7 +42,7 @@ def fits(counts: np.ndarray, p: np.ndarray, tests: int) -> bool:
     [{"temperature": 1.0}, {"temperature": 1.3, "top_k": 10, "top_p": 0.9, "min_p": 0.02}],
     ids=["T=1", "filtered"],
 )
-def test_texts_fit_the_filtered_target(options: dict[str, float], count: int) -> None:
+def test_sampled_tree_decoding_fits_the_filtered_target_distribution(options: dict[str, float], count: int) -> None:
     """The first token, pairs of the first two, and the third given the likeliest first two, from trees of topk 6."""
     target = target_folder(vocab_size=VOCAB, spread=0.3)
     settings = {"max_running_requests": 500, "max_total_tokens": 500 * 32, "page_size": 4}

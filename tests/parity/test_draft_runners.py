@@ -49,7 +49,7 @@ def settings(dialect: str, topk: int, steps: int = 3, **more: object) -> EngineC
     ("topk", "sampling", "page", "chunk", "memory"),
     [(1, "greedy", 4, 7, ""), (2, "0.8", 1, 64, "cached"), (4, "greedy", 16, 7, "scarce"), (1, "filtered", 4, -1, "")],
 )
-def test_text_is_that_of_plain_decoding(
+def test_multi_layer_draft_gives_the_tokens_of_plain_decoding(
     dialect: str, topk: int, sampling: str, page: int, chunk: int, memory: str
 ) -> None:
     requests = grid_requests(sampling, 8)
@@ -95,7 +95,7 @@ def chain_of(layers: list[Mtp], text: list[int], committed: int) -> list[int]:
 
 @pytest.mark.parametrize("dialect", ["mimo", "step"])
 @pytest.mark.parametrize("memory", ["chunked", "cached", "scarce"])
-def test_each_level_is_what_its_layer_proposes(dialect: str, memory: str) -> None:
+def test_each_draft_level_matches_its_mtp_layer_in_the_reference(dialect: str, memory: str) -> None:
     """Over chunks, accepted paths of every length, prefixes from the cache, and after retraction."""
     requests, layers = grid_requests("greedy", 8), references(dialect)
     config = settings(dialect, 1, chunked_prefill_size=7, page_size=4)
@@ -124,7 +124,7 @@ def drafted(engine: Engine) -> tuple[Run, list[list[int]]]:
 
 
 @pytest.mark.parametrize("topk", [1, 2])
-def test_no_runner_reads_anothers_pool(topk: int) -> None:
+def test_draft_runner_reads_only_its_own_kv_pool(topk: int) -> None:
     """While a runner works every other runner's pool is poison; its own is not, or this test would prove nothing."""
     clean = drafted(build_engine(settings("step", topk)))
     for own in (False, True):
@@ -153,11 +153,11 @@ def poisoned(runner, pools) -> None:  # type: ignore[no-untyped-def]
     runner.model.forward = forward
 
 
-def test_more_levels_than_layers_are_refused() -> None:
+def test_more_speculative_steps_than_mtp_layers_are_refused() -> None:
     with pytest.raises(ConfigError, match="speculative_num_steps 4 is more than the 3 MTP layers"):
         build_engine(settings("mimo", 1, 4))
 
 
-def test_the_algorithm_must_be_the_drafts() -> None:
+def test_speculative_algorithm_must_fit_the_draft() -> None:
     with pytest.raises(ConfigError, match=r"speculative_algorithm EAGLE3 does not fit.*NEXTN"):
         build_engine(config_of(tiny_pair()[0], write.mtp("mimo", 3, vocab=VOCAB), 1, 3))

@@ -23,7 +23,7 @@ def prompt(length: int, seed: int = 1) -> list[int]:
     ("family", "case"),
     [pytest.param(*each, marks=pytest.mark.slow if at % 2 else ()) for at, each in enumerate(all_cases())],
 )
-def test_greedy_texts_are_those_of_transformers(family: str, case: str) -> None:
+def test_greedy_outputs_of_each_family_match_transformers(family: str, case: str) -> None:
     one = made(family, case)
     engine = build_engine(config_of(one.folder, chunked_prefill_size=16))
     asked = [request(f"{n}", prompt(n), GREEDY, max_tokens=NEW, ignore_eos=True) for n in (1, 37)]
@@ -34,14 +34,14 @@ def test_greedy_texts_are_those_of_transformers(family: str, case: str) -> None:
 
 
 @pytest.mark.parametrize("family", FLAT)
-def test_texts_are_worth_comparing(family: str) -> None:
+def test_reference_outputs_of_each_family_have_varied_tokens(family: str) -> None:
     """No family's text collapses onto a few tokens."""
     for case in FAMILIES[family].cases:
         text = made(family, case).oracle.greedy(prompt(37), NEW)
         assert len(set(text)) > 5, (case, text)
 
 
-def test_configs_name_their_families() -> None:
+def test_generated_configs_name_their_architecture() -> None:
     for family, case in all_cases():
         folder = Path(made(family, case).folder)
         if FAMILIES[family].form is None:

@@ -72,7 +72,7 @@ def chains() -> Held:
 
 @pytest.mark.parametrize("memory", ["ample", "scarce"])
 @pytest.mark.parametrize(("page_size", "chunk"), [(1, 7), (4, -1), (16, 7)])
-def test_what_is_stored_is_what_plain_decoding_stores(page_size: int, chunk: int, memory: str) -> None:
+def test_fp8_cache_holds_the_same_bytes_as_plain_decoding(page_size: int, chunk: int, memory: str) -> None:
     c_serves()
     config = config_of(*tiny_pair(), 4, 3, page_size=page_size, chunked_prefill_size=chunk, **SETTINGS)
     config = scarce(config, asked(), 2) if memory == "scarce" else config

@@ -40,7 +40,9 @@ def generate(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, objec
     return found
 
 
-def test_a_folder_and_a_prompt_in_every_order_and_spelling(with_words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_accepts_model_and_prompt_in_any_order_and_form(
+    with_words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     few = ["--max-tokens", "3"]
     first = generate(capsys, with_words, "abx acx", *few)
     assert len(str(first["text"]).split()) == 3
@@ -66,7 +68,7 @@ class Pipe(io.StringIO):
 
 
 @pytest.mark.parametrize("words", [["abx acx"], IDS], ids=["text", "ids"])
-def test_every_step_is_printed_when_it_is_over(
+def test_generate_flushes_output_after_every_step(
     with_words: str, words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = [with_words if words != IDS else target_folder(), *words, "--max-tokens", "9", "--ignore-eos"]
@@ -82,7 +84,7 @@ def test_every_step_is_printed_when_it_is_over(
     assert len(grown) == 9, "a flush per step"
 
 
-def test_a_reader_that_has_seen_enough_ends_it() -> None:
+def test_generate_ends_quietly_when_its_reader_closes_the_pipe() -> None:
     words = ["generate", target_folder(), *IDS, "--ignore-eos", "--max-tokens", "400"]
     with subprocess.Popen(
         [sys.executable, "-m", "cluster.cli", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -104,14 +106,14 @@ def test_a_reader_that_has_seen_enough_ends_it() -> None:
         (["/no/such/folder", "a"], "'/no/such/folder' does not exist"),
     ],
 )
-def test_what_is_missing_or_given_twice_is_said(
+def test_generate_reports_missing_or_duplicate_arguments(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["generate", *words]) == 2
     assert said in capsys.readouterr().err
 
 
-def test_a_stop_string_that_begins_with_the_space_before_a_word(
+def test_stop_string_may_begin_with_the_space_before_a_word(
     with_words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Decoded alone the output loses that space, so the stop string is not in it."""
@@ -123,7 +125,7 @@ def test_a_stop_string_that_begins_with_the_space_before_a_word(
     assert generate(capsys, *words, "--stop", f" {second}")["text"] == f" {first}"
 
 
-def test_without_max_tokens_it_is_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_default_max_tokens_is_limited_by_the_context(capsys: pytest.CaptureFixture[str]) -> None:
     whole = generate(capsys, target_folder(), *IDS, "--ignore-eos")
     assert len(whole["token_ids"]) == 128  # type: ignore[arg-type]
     small = target_folder(max_position=20)
@@ -132,7 +134,7 @@ def test_without_max_tokens_it_is_what_fits(capsys: pytest.CaptureFixture[str]) 
     assert main(["generate", small, *IDS, "--max-tokens", "18"]) == 2
 
 
-def test_the_context_is_as_long_as_it_is_set(
+def test_context_length_option_sets_the_context_of_a_local_engine_only(
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     small = target_folder(max_position=20)
@@ -156,14 +158,14 @@ DRAFTS = {
 @pytest.mark.parametrize(
     "kind", ["EAGLE3", *(pytest.param(kind, marks=pytest.mark.slow) for kind in DRAFTS if kind != "EAGLE3")]
 )
-def test_a_draft_of_any_kind_is_recognised(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_recognises_a_draft_of_any_kind(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     plain = generate(capsys, target_folder(), *IDS)
     given = generate(capsys, target_folder(), *IDS, "--draft", DRAFTS[kind]())
     assert given["token_ids"] == plain["token_ids"]
 
 
 @pytest.mark.parametrize(("kind", "steps"), [("EAGLE", 3), ("EAGLE3", 3), ("NEXTN", 3), ("NEXTN of two layers", 2)])
-def test_the_resolved_settings_tell_the_kind_and_a_depth_that_fits(kind: str, steps: int) -> None:
+def test_resolved_settings_have_draft_algorithm_and_a_fitting_step_count(kind: str, steps: int) -> None:
     config = config_of(target_folder(), max_total_tokens=512).model_copy(
         update={"speculative_draft_model_path": DRAFTS[kind]()}
     )

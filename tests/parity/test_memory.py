@@ -32,7 +32,9 @@ DRAFTS: dict[str, dict[str, object]] = {
 
 @pytest.mark.parametrize("name", DRAFTS)
 @pytest.mark.parametrize(("topk", "num_steps", "sampling"), [(1, 4, "greedy"), (3, 3, "0.8")])
-def test_trees_and_memory_equal_the_reference(name: str, topk: int, num_steps: int, sampling: str) -> None:
+def test_draft_trees_and_kv_cells_match_the_reference_for_each_draft_type(
+    name: str, topk: int, num_steps: int, sampling: str
+) -> None:
     target = target_folder(vocab_size=VOCAB)
     draft = draft_folder(target, **DRAFTS[name])
     watch = Watch(target_reference(target), draft_reference(draft, target), dict(list(truth(sampling).items())[1:3]))
@@ -47,7 +49,9 @@ def test_trees_and_memory_equal_the_reference(name: str, topk: int, num_steps: i
 
 @pytest.mark.parametrize(("topk", "num_steps", "page_size"), [(1, 3, 1), (2, 2, 4), (4, 3, 16), (8, 5, 4), (4, 5, 1)])
 @pytest.mark.parametrize("memory", ["ample", "scarce"])
-def test_memory_after_long_runs_retraction_and_reuse(topk: int, num_steps: int, page_size: int, memory: str) -> None:
+def test_kv_cells_match_the_reference_after_retraction_and_prefix_reuse(
+    topk: int, num_steps: int, page_size: int, memory: str
+) -> None:
     """Accepted paths of every length; the same prompts again, from cached pages; pages that run out."""
     target, folder = tiny_pair(layers=2)
     watch = Watch(target_reference(target), draft_reference(folder, target), truth("0.8"))

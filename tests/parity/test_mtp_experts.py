@@ -64,7 +64,7 @@ def plain(family: str) -> Run:
 
 @pytest.mark.parametrize("family", TARGETS)
 @pytest.mark.parametrize(("topk", "count", "rate"), [(1, 1, 0.0), (1, 1, 0.6), (3, 1, 0.6), (2, 3, 0.6)])
-def test_the_law_holds(family: str, topk: int, count: int, rate: float) -> None:
+def test_moe_target_with_mtp_draft_matches_plain_decoding(family: str, topk: int, count: int, rate: float) -> None:
     """One layer used again and again, and a draft runner list; alone, and right often enough to reach every depth."""
     folder = checkpoint(family, count)
     config = config_of(folder, folder, topk, STEPS, speculative_algorithm="NEXTN", chunked_prefill_size=16)
@@ -84,7 +84,7 @@ def truth(family: str) -> Texts:
 
 
 @pytest.mark.parametrize(("topk", "sampling"), [(1, "greedy"), (3, "0.8")])
-def test_the_law_holds_with_gated_heads(topk: int, sampling: str) -> None:
+def test_qwen3_next_mtp_draft_matches_plain_decoding(topk: int, sampling: str) -> None:
     """Qwen3-Next's MTP layer behind a target of its sizes, as its own is not served; steps without rows included."""
     target, draft = harness.tiny_pair()[0], qwen_next(vocab_size=harness.VOCAB)
     engine = build_engine(config_of(target, draft, topk, STEPS, speculative_algorithm="NEXTN", chunked_prefill_size=7))
@@ -95,7 +95,7 @@ def test_the_law_holds_with_gated_heads(topk: int, sampling: str) -> None:
 
 
 @pytest.mark.parametrize("family", TARGETS)
-def test_the_targets_text_is_that_of_transformers(family: str) -> None:
+def test_moe_target_with_mtp_tensors_matches_transformers(family: str) -> None:
     """So a target reads its own tensors alone, with an MTP layer in the same file."""
     asked = requests()[0]
     oracle = made(family, TARGETS[family]).oracle
@@ -103,7 +103,7 @@ def test_the_targets_text_is_that_of_transformers(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", TARGETS)
-def test_inspect_tells_target_and_draft_apart(family: str) -> None:
+def test_inspect_separates_target_and_mtp_tensors(family: str) -> None:
     folder = checkpoint(family)
     report, tensors = inspect(folder, folder, ServingSetup(tp=2)), load_file(Path(folder) / "model.safetensors")
     assert report.problems == []
@@ -116,7 +116,7 @@ def test_inspect_tells_target_and_draft_apart(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", TARGETS)
-def test_the_drafts_experts_are_what_it_drafts_with(family: str) -> None:
+def test_mtp_draft_trees_depend_on_its_own_experts(family: str) -> None:
     """The draft's own MTP layer is asked, and its experts matter: with others it drafts other trees."""
     folder = checkpoint(family)
     config = config_of(folder, folder, 1, STEPS, speculative_algorithm="NEXTN")

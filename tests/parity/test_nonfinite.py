@@ -94,7 +94,7 @@ def check(engine: Engine, asked: list[Request], whole: Run) -> Run:
     ("kind", "topk", "num_steps", "chunk", "page_size"),
     [("plain", 1, 0, 7, 4), ("model", 4, 3, 16, 1), ("corrected", 1, 4, 5, 4), ("oracle", 4, 4, -1, 16)],
 )
-def test_it_ends_alone_and_where_plain_decoding_would_end_it(
+def test_non_finite_request_ends_alone_at_the_same_token_as_plain_decoding(
     kind: str, topk: int, num_steps: int, chunk: int, page_size: int, value: float
 ) -> None:
     whole, target = clean(), target_folder(vocab_size=VOCAB)
@@ -118,7 +118,7 @@ def test_it_ends_alone_and_where_plain_decoding_would_end_it(
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_only_pages_before_the_bad_token_are_kept(page_size: int) -> None:
+def test_only_pages_before_the_non_finite_chunk_stay_cached(page_size: int) -> None:
     """Chunks that ended before it are sound, and stay for others; nothing of the chunk that holds it does."""
     settings = {"chunked_prefill_size": 8, "page_size": page_size}
     engine = build_engine(config_of(spoiled(target_folder(vocab_size=VOCAB), EMBEDDING), **settings))
@@ -131,7 +131,7 @@ def test_only_pages_before_the_bad_token_are_kept(page_size: int) -> None:
 
 
 @pytest.mark.parametrize("beside", [False, True])
-def test_a_chunk_from_which_nothing_is_drawn_ends_one_that_asked_for_log_probabilities(beside: bool) -> None:
+def test_non_finite_chunk_without_output_ends_a_request_with_logprobs(beside: bool) -> None:
     """In its step nobody asks for any, as none of its tokens come of that chunk."""
     late = requests()[-1]
     late = replace(late, params=replace(late.params, logprobs=2))
@@ -141,7 +141,7 @@ def test_a_chunk_from_which_nothing_is_drawn_ends_one_that_asked_for_log_probabi
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss", "mistral", "mixtral"])
-def test_all_kinds_of_attention(family: str) -> None:
+def test_non_finite_draft_nodes_do_not_affect_any_attention_family(family: str) -> None:
     """Windows, sinks and latents: nodes of the bad token are proposed all the time, and no text notices."""
     case = next(iter(FAMILIES[family].cases))
     target = made(family, case).folder
@@ -174,7 +174,7 @@ def carriers(seen: list[bool]) -> Callable[[Engine, StepResult], None]:
 
 @pytest.mark.parametrize(("topk", "num_steps"), [(1, 4), (4, 3)])
 @pytest.mark.parametrize("name", ["embed_tokens.weight", "lm_head.weight", "fc.weight"])
-def test_a_draft_that_is_not_finite_changes_no_token_and_recovers(name: str, topk: int, num_steps: int) -> None:
+def test_non_finite_draft_changes_no_token_and_recovers(name: str, topk: int, num_steps: int) -> None:
     """Its embedding of one token, one column of its head, one row of its fc: the last two at every step."""
     target = target_folder(vocab_size=VOCAB)
     draft = spoiled(draft_folder(target, hidden=48), name)
@@ -192,7 +192,7 @@ def test_a_draft_that_is_not_finite_changes_no_token_and_recovers(name: str, top
         assert not all(seen) and seen[-1], "once the bad token has passed, the draft is well again"
 
 
-def test_a_damaged_head_ends_every_request() -> None:
+def test_nan_in_lm_head_ends_every_request() -> None:
     """One column of NaN is in everybody's logits."""
     bad = spoiled(target_folder(vocab_size=VOCAB), "lm_head.weight")
     result = run(build_engine(config_of(bad)), requests()[:4])
@@ -202,7 +202,7 @@ def test_a_damaged_head_ends_every_request() -> None:
 
 @pytest.mark.parametrize("max_tokens", [0, 4])
 @pytest.mark.parametrize("chunk", [7, -1])
-def test_scores_that_are_not_finite_are_an_error(chunk: int, max_tokens: int) -> None:
+def test_non_finite_prompt_logprobs_end_the_request_with_an_error(chunk: int, max_tokens: int) -> None:
     """Also where nothing is to be generated: a bad prompt does not end as if it had been scored."""
     engine = build_engine(config_of(spoiled(target_folder(vocab_size=VOCAB), EMBEDDING), chunked_prefill_size=chunk))
     bad = requests()[-1]

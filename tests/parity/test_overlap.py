@@ -23,7 +23,7 @@ def overlapped(topk: int, memory: str = "ample", kind: str = "corrected", rate: 
 @pytest.mark.parametrize(
     ("topk", "memory", "kind"), covering([(1, 3), ("ample", "scarce"), ("model", "corrected", "oracle")])
 )
-def test_a_host_that_is_ahead_gets_the_same_tokens(topk: int, memory: str, kind: str) -> None:
+def test_overlapped_host_gets_the_tokens_of_plain_decoding(topk: int, memory: str, kind: str) -> None:
     engine = overlapped(topk, memory, kind)
     requests = grid_requests("0.8", 8)
     first = run(engine, requests)
@@ -33,7 +33,7 @@ def test_a_host_that_is_ahead_gets_the_same_tokens(topk: int, memory: str, kind:
     assert sum(output.cached_tokens for output in again.last.values()) > 0 or memory == "scarce"
 
 
-def test_a_step_is_under_way_while_the_next_is_scheduled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_next_step_starts_before_the_previous_output_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Begun and read in turns: the host never waits for the step that it has just begun, until nothing is left."""
     engine, seen = overlapped(1), ""
     begin, read = LatePrograms.run, LateOutput.read
@@ -54,7 +54,7 @@ def test_a_step_is_under_way_while_the_next_is_scheduled(monkeypatch: pytest.Mon
     assert seen == "b" + "br" * (seen.count("b") - 1) + "r" and len(seen) > 10
 
 
-def test_a_request_that_the_step_under_way_must_end_is_not_begun_again() -> None:
+def test_request_ending_in_the_step_under_way_is_not_scheduled_again() -> None:
     """One token is left, and every step gives one: no step is run in vain."""
     engine, rows = overlapped(1), 0
     one = replace(grid_requests("0.8", 1)[0], params=replace(grid_requests("0.8", 1)[0].params, max_tokens=1))
@@ -98,12 +98,12 @@ def aborts(seed: int, count: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_aborts_at_random_points(seed: int) -> None:
+def test_random_aborts_do_not_change_other_requests(seed: int) -> None:
     aborts(seed, 25)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", range(10, 18))
-def test_a_thousand_aborts_at_random_points(seed: int) -> None:
+def test_many_random_aborts_do_not_change_other_requests(seed: int) -> None:
     aborts(seed, 130)

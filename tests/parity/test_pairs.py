@@ -10,12 +10,12 @@ from tests.families import FAMILIES
 from tests.parity.pairs import DRAFTS, SHAPES, Pair, Tally, all_pairs, check, diagonal, refused
 
 
-def test_every_draft_can_be_paired_with_every_family() -> None:
+def test_every_draft_is_accepted_with_every_target_family() -> None:
     assert not [(str(pair), why) for pair in all_pairs() if (why := refused(pair))]
 
 
 @pytest.mark.parametrize("number", range(len(diagonal())))
-def test_a_pair(number: int) -> None:
+def test_diagonal_pair_of_family_and_draft_matches_plain_decoding(number: int) -> None:
     """Each draft once; each family at least twice, as a chain and as a tree."""
     pair = diagonal()[number]
     tally = check(pair, list(SHAPES)[(number + number // len(FAMILIES)) % 2])
@@ -24,7 +24,7 @@ def test_a_pair(number: int) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
-def test_a_path_left_where_the_tree_was_is_a_mismatch(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_kv_compaction_is_detected_as_a_mismatch(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster.spec.step, "compact", lambda *_: None)
     assert check(Pair(family, "specforge", 0), "tree").mismatches
 
@@ -32,7 +32,7 @@ def test_a_path_left_where_the_tree_was_is_a_mismatch(family: str, monkeypatch: 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_all_pairs(family: str) -> None:
+def test_all_pairs_of_family_and_draft_match_plain_decoding(family: str) -> None:
     """Chain and tree by turns, see below."""
     pairs = [p for p in all_pairs() if p.family == family]
     assert {p.case for p in pairs} == set(FAMILIES[family].cases)
@@ -46,7 +46,7 @@ def test_all_pairs(family: str) -> None:
     assert len(pairs) == len(DRAFTS) and total.requests == 5 * total.runs == 10 * len(pairs)
 
 
-def test_each_family_and_each_draft_meets_all_shapes_pages_and_chunks() -> None:
+def test_pairs_cover_all_shapes_page_sizes_and_chunks_per_family_and_draft() -> None:
     met = defaultdict[tuple[str, str], set[tuple[str, int]]](set)
     for pair in all_pairs():
         for name in (("family", pair.family), ("draft", pair.draft)):

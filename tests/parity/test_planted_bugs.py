@@ -387,16 +387,16 @@ def twins(monkeypatch: Patch) -> None:
     monkeypatch.setattr(cluster.engine.backends, "library", lambda: None)
 
 
-def test_without_a_planted_bug_every_check_passes() -> None:
+def test_every_check_passes_without_a_planted_bug() -> None:
     assert caught() is None
 
 
 @pytest.mark.parametrize("name", BUGS)
-def test_a_planted_bug_is_caught(name: str, monkeypatch: Patch) -> None:
+def test_planted_bug_is_caught(name: str, monkeypatch: Patch) -> None:
     plain(), texts(), short_alone()  # the truth is made before the bug is planted
     BUGS[name](monkeypatch)
     assert caught() is not None
 
 
-def test_there_are_enough() -> None:
+def test_planted_bug_list_is_large_enough() -> None:
     assert len(BUGS) >= 14

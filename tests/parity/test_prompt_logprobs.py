@@ -89,14 +89,14 @@ def engine_of(topk: int, kind: str = "corrected", **settings: Any) -> Engine:
 
 @pytest.mark.parametrize("chunk", [1, 5, 16, -1])
 @pytest.mark.parametrize("topk", [0, 1, 3])
-def test_prompts_are_scored_however_they_are_cut(topk: int, chunk: int) -> None:
+def test_prompt_logprobs_do_not_depend_on_chunk_size(topk: int, chunk: int) -> None:
     engine = engine_of(topk, chunked_prefill_size=chunk)
     requests = asked("0.8")
     check_all(run(engine, requests), requests, "0.8")
 
 
 @pytest.mark.parametrize("topk", [0, 3])
-def test_scored_rows_of_a_step_are_bounded(topk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scored_prompt_rows_per_step_are_bounded(topk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, most = engine_of(topk, chunked_prefill_size=-1), []
     scheduler = engine._parts.scheduler
     room, schedule = scheduler.prefill._remaining_rows, scheduler.schedule
@@ -117,7 +117,7 @@ def test_scored_rows_of_a_step_are_bounded(topk: int, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("topk", [0, 1, 3])
-def test_what_is_cached_is_scored_again(topk: int) -> None:
+def test_prompt_logprobs_are_recomputed_for_cached_prefixes(topk: int) -> None:
     """The same prompts three times, in one go and one by one: the same numbers, whatever the cache holds by then."""
     engine = engine_of(topk, chunked_prefill_size=16)
     given = [asked("0.8"), asked("0.8"), asked("0.8")]
@@ -137,7 +137,7 @@ def test_what_is_cached_is_scored_again(topk: int) -> None:
 
 @pytest.mark.parametrize("topk", [0, 1, 3])
 @pytest.mark.parametrize("more", [1, 3])
-def test_retraction_changes_nothing(topk: int, more: int) -> None:
+def test_prompt_logprobs_survive_retraction(topk: int, more: int) -> None:
     requests = asked("0.8")
     engine = engine_of(topk, chunked_prefill_size=9)
     config = scarce(engine.config, requests, more)
@@ -147,7 +147,7 @@ def test_retraction_changes_nothing(topk: int, more: int) -> None:
     check_all(result, requests, "0.8")
 
 
-def test_a_prompt_that_was_retracted_half_scored_goes_on() -> None:
+def test_retracted_prompt_continues_scoring_without_recomputing_all_rows() -> None:
     """Rows whose scores are known already may come from the cache; the others are computed."""
     engine = engine_of(0, chunked_prefill_size=10)
     one = replace(asked("greedy", 1)[0], params=replace(asked("greedy", 1)[0].params, prompt_logprobs=2))
@@ -172,7 +172,7 @@ def test_a_prompt_that_was_retracted_half_scored_goes_on() -> None:
 
 
 @pytest.mark.parametrize("topk", [0, 3])
-def test_a_resumed_request_is_asked_about_its_prompt_alone(topk: int) -> None:
+def test_resumed_request_returns_logprobs_of_the_original_prompt_only(topk: int) -> None:
     engine, base = engine_of(topk), asked("0.8", 1)[0]
     base = replace(base, params=replace(base.params, prompt_logprobs=3))
     text = plain_run("0.8").tokens["r0"]
@@ -190,7 +190,7 @@ def test_a_resumed_request_is_asked_about_its_prompt_alone(topk: int) -> None:
 
 
 @pytest.mark.parametrize("topk", [0, 1, 3])
-def test_no_tokens_at_all(topk: int) -> None:
+def test_request_for_zero_tokens_ends_with_its_prompt_logprobs(topk: int) -> None:
     """A request for 0 tokens ends with its prompt, also where that fills the context, and asks for no window."""
     engine = engine_of(topk, context_length=66, chunked_prefill_size=16)
     params = RequestParams(temperature=0.0, max_tokens=0, prompt_logprobs=1)
@@ -209,7 +209,7 @@ def test_no_tokens_at_all(topk: int) -> None:
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_tiny_targets_score_as_transformers_does(name: str) -> None:
+def test_prompt_logprobs_of_tiny_targets_match_transformers(name: str) -> None:
     """transformers keeps its rope angles in float32, hence the tolerance."""
     folder = target_folder(seed=3, **TARGETS[name])
     prompt = torch.randint(2, 64, (80,), generator=torch.Generator().manual_seed(2)).tolist()
@@ -227,7 +227,7 @@ def test_tiny_targets_score_as_transformers_does(name: str) -> None:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_aborts_beside_scored_prompts(seed: int) -> None:
+def test_aborts_do_not_change_prompt_logprobs_of_other_requests(seed: int) -> None:
     random, engine = Random(seed), engine_of(3, chunked_prefill_size=6)
     requests = asked("0.8")
     gone = set(random.sample([one.request_id for one in requests], 3))

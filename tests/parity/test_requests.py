@@ -41,7 +41,7 @@ def plain_engine(**settings: object) -> Engine:
 
 
 @pytest.mark.parametrize(("topk", "num_steps", "sampling"), [(1, 5, "greedy"), (4, 3, "filtered"), (8, 5, "greedy")])
-def test_every_token_can_be_where_a_run_is_cut(topk: int, num_steps: int, sampling: str) -> None:
+def test_stop_token_and_max_tokens_cut_accepted_runs_at_any_token(topk: int, num_steps: int, sampling: str) -> None:
     """Each distinct token of a text as stop token id and as EOS, and every max_tokens."""
     base = [r for r in grid_requests(sampling, 8) if r.params.ignore_eos][:2]
     text = plain_run(sampling).tokens
@@ -66,7 +66,7 @@ def test_every_token_can_be_where_a_run_is_cut(topk: int, num_steps: int, sampli
 
 
 @pytest.mark.parametrize(("kind", "sampling"), zip(KINDS, SAMPLING, strict=True))
-def test_stop_strings_cut_as_in_plain_decoding(kind: str, sampling: str) -> None:
+def test_stop_strings_cut_outputs_as_in_plain_decoding(kind: str, sampling: str) -> None:
     letters = "abcdefghijklmnopqrstuvwxyz"
     base = grid_requests(sampling, 8)[0]
     text = "".join(letters[t] for t in plain_run(sampling).tokens["r0"])
@@ -88,7 +88,7 @@ def test_stop_strings_cut_as_in_plain_decoding(kind: str, sampling: str) -> None
 
 
 @pytest.mark.parametrize(("kind", "sampling"), zip(KINDS, SAMPLING, strict=True))
-def test_resumed_requests_continue_exactly(kind: str, sampling: str) -> None:
+def test_resumed_request_continues_exactly_after_any_prefix(kind: str, sampling: str) -> None:
     """Whatever part a client already has, the rest follows, under the same seed, to the same end."""
     base = grid_requests(sampling, 3)[2]
     text = plain_run(sampling).tokens["r2"]
@@ -102,7 +102,7 @@ def test_resumed_requests_continue_exactly(kind: str, sampling: str) -> None:
         assert fast.last[one.request_id].finish_reason == plain_run(sampling).last["r2"].finish_reason
 
 
-def test_a_stop_string_across_the_resumed_border_is_found() -> None:
+def test_stop_string_across_the_resume_boundary_is_found() -> None:
     letters = "abcdefghijklmnopqrstuvwxyz"
     base = grid_requests("greedy", 1)[0]
     text = plain_run("greedy").tokens["r0"]
@@ -116,7 +116,7 @@ def test_a_stop_string_across_the_resumed_border_is_found() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_same_seed_gives_the_same_tokens_in_any_company(kind: str) -> None:
+def test_same_seed_gives_same_tokens_in_any_batch(kind: str) -> None:
     base = grid_requests("0.8", 8)
     random = Random(5)
     engine = engine_of(4, 3, kind, "0.8", chunked_prefill_size=16)
@@ -130,7 +130,7 @@ def test_the_same_seed_gives_the_same_tokens_in_any_company(kind: str) -> None:
         assert fast.tokens[f"r0/greedy{turn}"] == plain_run("greedy").tokens["r0"][:9]
 
 
-def test_seeds_matter_and_their_lack_is_filled_in() -> None:
+def test_every_seed_bit_matters_and_missing_seeds_come_from_random_seed() -> None:
     def texts(
         seeds: Sequence[int | None], random_seed: int, make: Callable[..., Engine] = plain_engine
     ) -> list[list[int]]:
@@ -151,7 +151,7 @@ def test_seeds_matter_and_their_lack_is_filled_in() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tokens", [2048, 160])
-def test_aborts_leave_the_others_unchanged(kind: str, tokens: int) -> None:
+def test_aborts_leave_other_requests_unchanged(kind: str, tokens: int) -> None:
     random = Random(9)
     engine = engine_of(4, 3, kind, "0.8", chunked_prefill_size=20, max_total_tokens=tokens)
     for turn in range(2):
@@ -178,7 +178,7 @@ def test_aborts_leave_the_others_unchanged(kind: str, tokens: int) -> None:
     ("kind", "topk", "num_steps", "sampling"),
     [("model", 4, 3, "greedy"), ("corrected", 1, 3, "0.8"), ("oracle", 4, 3, "filtered"), ("oracle", 1, 3, "greedy")],
 )
-def test_logprobs_are_those_of_plain_decoding(kind: str, topk: int, num_steps: int, sampling: str) -> None:
+def test_speculative_logprobs_match_plain_decoding(kind: str, topk: int, num_steps: int, sampling: str) -> None:
     asked = [
         replace(one, params=replace(one.params, logprobs=i % 4 * 2 if i != 2 else None))
         for i, one in enumerate(grid_requests(sampling, 6))
@@ -204,7 +204,7 @@ def test_logprobs_are_those_of_plain_decoding(kind: str, topk: int, num_steps: i
                 assert sampling != "greedy" or mine.top[0][0] == mine.token_id
 
 
-def test_logprobs_are_those_of_the_raw_logits() -> None:
+def test_logprobs_ignore_temperature_and_filters() -> None:
     """Over the whole vocabulary they are a distribution, whatever the temperature and the filters."""
     for sampling, params in SAMPLING.items():
         one = request("r0", prompts()[0], params, seed=3000, max_tokens=6, ignore_eos=True, logprobs=20)
@@ -225,7 +225,7 @@ def totals(result: Run, name: str) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(("kind", "topk", "num_steps"), [("model", 2, 2), ("corrected", 4, 3), ("oracle", 1, 5)])
-def test_counts_add_up(kind: str, topk: int, num_steps: int) -> None:
+def test_speculation_counts_of_a_request_add_up(kind: str, topk: int, num_steps: int) -> None:
     engine = engine_of(topk, num_steps, kind, "0.8")
     result = run(engine, grid_requests("0.8", 8))
     nodes = engine._parts.resolved.shape.num_draft_tokens - 1
@@ -244,7 +244,7 @@ def test_counts_add_up(kind: str, topk: int, num_steps: int) -> None:
 
 @pytest.mark.parametrize("num_steps", [1, 2, 3, 5])
 @pytest.mark.parametrize("topk", [1, 2, 4, 8])
-def test_every_accept_length_occurs(topk: int, num_steps: int) -> None:
+def test_every_accept_length_up_to_num_steps_occurs(topk: int, num_steps: int) -> None:
     seen: set[int] = set()
     for rate in (0.1, 0.6, 0.95):
         engine = engine_of(topk, num_steps, "oracle", "0.8", rate=rate)
@@ -252,7 +252,7 @@ def test_every_accept_length_occurs(topk: int, num_steps: int) -> None:
     assert seen == set(range(1, num_steps + 2))
 
 
-def test_a_step_without_work_is_a_step_like_any_other() -> None:
+def test_step_without_requests_returns_no_outputs_and_changes_nothing() -> None:
     """A rank without requests is b = 0 of the same code path (law 2)."""
     for engine in (plain_engine(), engine_of(1, 3, "model", "greedy"), engine_of(4, 3, "model", "greedy")):
         for _ in range(2):
@@ -271,7 +271,7 @@ PARTED = {"float32": 0.05, "bfloat16": 0.5, "float16": 0.2}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_lower_precisions_part_from_plain_decoding_at_near_ties_only(dtype: str) -> None:
+def test_lower_precision_outputs_differ_from_plain_decoding_only_at_near_ties(dtype: str) -> None:
     """Greedy texts: where one first parts, both tokens are equally likely up to a few roundings of the dtype."""
     asked = [replace(one, params=replace(one.params, logprobs=20)) for one in grid_requests("greedy", 8)]
     slow = run(plain_engine(dtype=dtype), asked)

@@ -71,7 +71,9 @@ def check_paths(asked: Sequence[Request], result: Run) -> int:
 @pytest.mark.parametrize(
     ("shape", "sampling", "late"), covering([[(0, 0), (1, 4), (3, 3)], list(SAMPLING), (False, True)])
 )
-def test_the_path_is_what_came_and_asking_changes_nothing(shape: tuple[int, int], sampling: str, late: bool) -> None:
+def test_returned_tree_contains_the_output_path_and_tokens_are_unchanged(
+    shape: tuple[int, int], sampling: str, late: bool
+) -> None:
     (topk, num_steps), (target, draft) = shape, tiny_pair()
     config = config_of(target, draft, topk, num_steps) if topk else config_of(target)
     engine = speculative(config, "corrected", truth(sampling)) if topk else build_engine(config)
@@ -91,7 +93,7 @@ def config_nodes(engine: Engine) -> int:
 
 @pytest.mark.parametrize(("topk", "num_steps", "sampling"), [(1, 4, "greedy"), (3, 3, "0.8")])
 @pytest.mark.parametrize("late", [False, True])
-def test_the_nodes_are_those_that_the_reference_proposes(
+def test_returned_tree_nodes_match_the_reference_draft(
     topk: int, num_steps: int, sampling: str, late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An EAGLE-2 expansion in a second implementation of the draft, by request and position."""
@@ -126,7 +128,7 @@ def test_the_nodes_are_those_that_the_reference_proposes(
     assert seen > 10
 
 
-def test_trees_of_all_tiers() -> None:
+def test_returned_trees_have_the_depth_of_each_batch_tier() -> None:
     """Fewer levels with more requests, none with the most: each tree has the nodes of its own step."""
     config = config_of(*tiny_pair(), 1, 3, speculative_batch_tiers={2: 2, 4: 1, 6: 0})
     depths: set[int] = set()
@@ -139,7 +141,7 @@ def test_trees_of_all_tiers() -> None:
     assert depths == {0, 1, 2, 3}
 
 
-def test_retracted_and_resumed_requests_are_shown_their_trees() -> None:
+def test_retracted_and_resumed_requests_get_valid_returned_trees() -> None:
     target, draft = tiny_pair()
     asked = asking(grid_requests("0.8", 8))
     result = run(build_engine(scarce(config_of(target, draft, 3, 3), asked, 6)), asked)
@@ -160,7 +162,7 @@ def allowed(grammar: str, tokens: Sequence[int]) -> list[int]:
 
 
 @pytest.mark.parametrize(("topk", "num_steps"), [(1, 3), (3, 3)])
-def test_forced_nodes_are_those_without_a_choice(topk: int, num_steps: int) -> None:
+def test_forced_nodes_are_the_only_tokens_allowed_by_the_grammar(topk: int, num_steps: int) -> None:
     """The nodes before are as many as are drafted; of the forced ones each is the only token that may come there."""
     lines = [{str(2 + i % 20): i + 1} if i % 10 else {"5": i + 1, "6": i + 1} for i in range(40)]
     grammars = [json.dumps([*lines, {str(EOS): -1}]), automaton(0), automaton(3)]
@@ -191,7 +193,7 @@ def test_forced_nodes_are_those_without_a_choice(topk: int, num_steps: int) -> N
     assert all(output.tree.forced == 0 for output in result.outputs["free"] if output.tree is not None)
 
 
-def test_steps_without_such_a_request_have_no_trees(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_without_return_tree_requests_output_no_trees(monkeypatch: pytest.MonkeyPatch) -> None:
     config, seen = config_of(*tiny_pair(), 3, 3), list[bool]()
     engine = build_engine(config)
     true = Committer.commit

@@ -69,7 +69,7 @@ def rows_into(counted: list[int], then: Callable[[Engine, StepResult], None] | N
 
 
 @pytest.mark.parametrize(("page_size", "chunk"), [(16, -1), (16, 64), (1, 64), (4, 33), (64, -1)])
-def test_eight_samples_of_one_prompt_compute_it_once(page_size: int, chunk: int) -> None:
+def test_eight_samples_of_a_prompt_compute_the_prompt_once(page_size: int, chunk: int) -> None:
     asked, plain = samples(text_of(0)), alone("samples", 16)
     engine = build_engine(config_of(*tiny_pair(), 3, 3, page_size=page_size, chunked_prefill_size=chunk))
     rows: list[int] = []
@@ -80,7 +80,7 @@ def test_eight_samples_of_one_prompt_compute_it_once(page_size: int, chunk: int)
     assert sum(rows) + sum(cached) == 8 * LONG, "what was not computed for a request is what it is told"
 
 
-def test_a_prompt_that_ends_within_a_page_is_computed_once_too() -> None:
+def test_shared_prompt_ending_within_a_page_is_computed_once() -> None:
     asked = [replace(one, prompt_token_ids=text_of(0)[:155]) for one in samples(text_of(0))]
     rows: list[int] = []
     run(build_engine(config_of(*tiny_pair(), 3, 3, page_size=16)), asked, rows_into(rows))
@@ -90,7 +90,7 @@ def test_a_prompt_that_ends_within_a_page_is_computed_once_too() -> None:
 @pytest.mark.parametrize(
     ("page_size", "memory", "together"), covering([(1, 4, 16), ("ample", "scarce"), (True, False)])
 )
-def test_texts_that_part_ways(page_size: int, memory: str, together: bool) -> None:
+def test_prompts_with_common_prefixes_match_unshared_runs(page_size: int, memory: str, together: bool) -> None:
     """At once, or one after the other while the first ones still run."""
     asked, plain = family(page_size), alone("family", page_size)
     config = config_of(*tiny_pair(), 3, 3, page_size=page_size, chunked_prefill_size=19)
@@ -109,7 +109,7 @@ def test_texts_that_part_ways(page_size: int, memory: str, together: bool) -> No
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_prompts_of_different_salts_share_nothing_and_are_as_if_alone(page_size: int) -> None:
+def test_prompts_with_different_cache_salts_share_no_prefix(page_size: int) -> None:
     """At once, so that none may wait for another's prompt either, and then again, when all is cached."""
     asked, plain = samples(text_of(0), 6), alone("samples", 16)
     asked = [replace(one, cache_salt=at % 3) for at, one in enumerate(asked)]
@@ -129,7 +129,7 @@ def test_prompts_of_different_salts_share_nothing_and_are_as_if_alone(page_size:
 
 @pytest.mark.parametrize("dialect", ["mimo", "step"])
 @pytest.mark.parametrize("page_size", [4, 16])
-def test_a_draft_of_several_layers_shares_what_it_keeps_beside_its_pools(dialect: str, page_size: int) -> None:
+def test_multi_layer_draft_state_is_shared_with_cached_prefixes(dialect: str, page_size: int) -> None:
     """Without the same trees the accept lengths of the samples would not be those without sharing."""
     asked = samples(text_of(0)[:45], 4)
     runs = []
@@ -143,7 +143,7 @@ def test_a_draft_of_several_layers_shares_what_it_keeps_beside_its_pools(dialect
 
 
 @pytest.mark.parametrize("at", [1, 2, 4, 5])
-def test_the_first_of_them_may_leave_at_any_time(at: int) -> None:
+def test_abort_of_the_first_sharing_request_keeps_its_computed_prefix(at: int) -> None:
     asked, plain = samples(text_of(0)), alone("samples", 16)
     engine = build_engine(config_of(*tiny_pair(), 3, 3, page_size=16, chunked_prefill_size=48))
     rows: list[int] = []

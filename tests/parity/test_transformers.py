@@ -43,7 +43,7 @@ def greedy(folder: str, prompt: list[int], new: int) -> list[int]:
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_tiny_targets_decode_as_transformers_does(name: str) -> None:
+def test_greedy_tokens_of_tiny_targets_match_transformers(name: str) -> None:
     folder = target_folder(seed=3, **TARGETS[name])
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(2, 64, (n,), generator=generator).tolist() for n in (1, 9, 70, 23)]
@@ -54,7 +54,7 @@ def test_tiny_targets_decode_as_transformers_does(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_tiny_targets_have_the_logprobs_of_transformers(name: str) -> None:
+def test_logprobs_of_tiny_targets_match_transformers(name: str) -> None:
     """transformers keeps its rope angles in float32, hence the tolerance."""
     folder = target_folder(seed=3, **TARGETS[name])
     prompt = torch.randint(2, 64, (80,), generator=torch.Generator().manual_seed(2)).tolist()
@@ -80,7 +80,7 @@ def demo_engine(topk: int = 0, num_steps: int = 0, **settings: object) -> Engine
 
 @has_demo
 @pytest.mark.parametrize("count", [4, pytest.param(50, marks=pytest.mark.slow)])
-def test_the_demo_target_decodes_as_transformers_does(count: int) -> None:
+def test_greedy_tokens_of_the_demo_target_match_transformers(count: int) -> None:
     folder, prompts = str(DEMO / "target"), heldout(count, 48)
     new = 24 if count < 50 else 64
     result = run(demo_engine(), [request(f"{i}", p, GREEDY, max_tokens=new) for i, p in enumerate(prompts)])
@@ -96,7 +96,7 @@ def test_the_demo_target_decodes_as_transformers_does(count: int) -> None:
     ],
 )
 @pytest.mark.parametrize("sampling", SAMPLING)
-def test_the_demo_pair_decodes_as_without_speculation(
+def test_demo_pair_with_speculation_matches_plain_decoding(
     count: int, new: int, shapes: list[tuple[int, int]], sampling: str
 ) -> None:
     """The trained draft: plain tokens, fewer steps."""

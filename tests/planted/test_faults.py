@@ -13,12 +13,12 @@ FAULTS = all_faults()
 FAULT = Fault("one", "a.py", "x = 1", "x = 2", "nothing", ("tests/unit",))
 
 
-def test_there_are_enough() -> None:
+def test_planted_fault_table_is_large_enough() -> None:
     assert len(FAULTS) >= 60
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
-def test_every_fault_fits_its_file(fault: Fault) -> None:
+def test_every_planted_fault_applies_to_its_source_file(fault: Fault) -> None:
     source = (ROOT / fault.file).read_text(encoding="utf-8")
     planted = fault.plant(source)
     assert planted != source
@@ -29,12 +29,12 @@ def test_every_fault_fits_its_file(fault: Fault) -> None:
 
 
 @pytest.mark.parametrize("source", ["y = 1", "x = 1\nx = 1"])
-def test_a_fault_that_does_not_fit_is_an_error(source: str) -> None:
+def test_fault_whose_old_text_is_not_unique_raises(source: str) -> None:
     with pytest.raises(StaleFaultError, match=r"'one': its old text occurs [02] times in a\.py"):
         FAULT.plant(source)
 
 
-def test_names_are_unique(tmp_path: Path) -> None:
+def test_duplicate_fault_names_are_refused(tmp_path: Path) -> None:
     entry = '[[fault]]\nname = "a"\nfile = "f"\nold = "o"\nnew = "n"\neffect = "e"\ntests = ["t"]\n'
     (tmp_path / "one.toml").write_text(entry)
     assert [fault.name for fault in all_faults(tmp_path)] == ["a"]
@@ -43,7 +43,7 @@ def test_names_are_unique(tmp_path: Path) -> None:
         all_faults(tmp_path)
 
 
-def test_a_copy_has_a_fault_while_it_is_planted(tmp_path: Path) -> None:
+def test_copy_contains_the_fault_only_inside_the_planted_context(tmp_path: Path) -> None:
     fault = FAULTS[0]
     copy = Copy(tmp_path / "copy", [fault.file])
     path, true = tmp_path / "copy" / fault.file, (ROOT / fault.file).read_text(encoding="utf-8")
@@ -57,7 +57,7 @@ def test_a_copy_has_a_fault_while_it_is_planted(tmp_path: Path) -> None:
     assert path.read_text(encoding="utf-8") == true
 
 
-def test_results_depend_on_the_product_and_on_the_selected_tests() -> None:
+def test_tree_digest_depends_on_product_files_and_selected_tests() -> None:
     names = files()
     assert "cluster/config/engine_config.py" in names
     digest = tree_digest(names, ("tests/unit/kv",))
@@ -67,7 +67,7 @@ def test_results_depend_on_the_product_and_on_the_selected_tests() -> None:
         assert digest != tree_digest([name for name in names if name != needed], ("tests/unit/kv",))
 
 
-def test_results_are_kept_from_run_to_run(tmp_path: Path) -> None:
+def test_planted_results_persist_between_runs(tmp_path: Path) -> None:
     path = tmp_path / "some" / "results.jsonl"
     first = Result("one", FAULT.digest, "tree", "found", "tests/a.py::b", 1.5)
     Results(path).add(first)

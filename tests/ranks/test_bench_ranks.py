@@ -7,7 +7,7 @@ from tests.tiny import draft_folder, target_folder
 
 
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_ranks_run_a_case_to_its_end(world: int) -> None:
+def test_bench_ranks_run_a_case_to_its_end(world: int) -> None:
     """Real processes over gloo: repeated requests go on until the awaited one has ended, the same on every rank."""
     target = target_folder()
     settings = {

@@ -31,7 +31,9 @@ SETTINGS = {
     [pytest.param(own, marks=pytest.mark.slow if name == "sized, padded" else ()) for name, own in SETTINGS.items()],
     ids=SETTINGS,
 )
-def test_a_gang_that_replays_equals_one_rank(ranks: Gangs, tp: int, dp: int, settings: dict[str, Any]) -> None:
+def test_ranks_replaying_captured_steps_match_one_eager_rank(
+    ranks: Gangs, tp: int, dp: int, settings: dict[str, Any]
+) -> None:
     actions = workload(7 + tp + dp, dp, 40, vocab=VOCAB, horizon=60, aborts=0.1)
     tally = check(ranks(tp), Case(config(*tiny_pair(), tp_size=tp, attn_dp_size=dp, **settings), actions))
     print(tally)

@@ -109,17 +109,17 @@ def marked(names: Iterable[str]) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", marked(name for name in PLANTS if name not in ("wrong group", *OTHER)))
-def test_a_planted_divergence_is_named_by_every_rank(ranks: Gangs, name: str) -> None:
+def test_every_rank_names_the_diverging_rank_in_time(ranks: Gangs, name: str) -> None:
     check_named(ranks(2), planted_case(name, 2, 1 if name in IN_A_GROUP else 2, guilty=1))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "dp", "guilty"), OF_FOUR)
-def test_the_guilty_one_of_four_is_named(ranks: Gangs, name: str, dp: int, guilty: int) -> None:
+def test_diverging_rank_of_four_is_named_by_every_rank(ranks: Gangs, name: str, dp: int, guilty: int) -> None:
     check_named(ranks(4), planted_case(name, 4, dp, guilty))
 
 
-def test_a_bug_of_one_rank_reaches_its_peers_with_its_words(ranks: Gangs) -> None:
+def test_exception_message_of_one_rank_reaches_its_peers(ranks: Gangs) -> None:
     gang = ranks(2)
     peer, broken = gang.run(planted_case("breaks", 2, 2, guilty=1), timeout_s=60)
     assert isinstance(peer, Lost) and isinstance(broken, Lost) and gang.struck is not None
@@ -131,7 +131,7 @@ def test_a_bug_of_one_rank_reaches_its_peers_with_its_words(ranks: Gangs) -> Non
 @pytest.mark.parametrize(
     ("tp", "guilty"), [(2, 0), (2, 1), *(pytest.param(4, guilty, marks=pytest.mark.slow) for guilty in (0, 2))]
 )
-def test_the_peers_of_a_killed_rank_name_it_within_a_second(ranks: Gangs, tp: int, guilty: int) -> None:
+def test_peers_of_a_killed_rank_name_that_rank_within_a_second(ranks: Gangs, tp: int, guilty: int) -> None:
     gang, case = ranks(tp), planted_case("dies", tp, 2, guilty)
     answers = gang.run(case, timeout_s=60)
     assert answers[case.guilty] == Dead(-9) and gang.struck is not None
@@ -155,7 +155,9 @@ def test_the_peers_of_a_killed_rank_name_it_within_a_second(ranks: Gangs, tp: in
         ("speculative_draft_model_path", lambda: draft_folder(tiny_pair()[0], norm_output=True), "draft"),
     ],
 )
-def test_ranks_of_other_settings_or_models_do_not_start(ranks: Gangs, name: str, value: Any, said: str) -> None:
+def test_ranks_with_different_settings_or_models_refuse_to_start(
+    ranks: Gangs, name: str, value: Any, said: str
+) -> None:
     given = config(*tiny_pair(), tp_size=2, attn_dp_size=2)
     other = value() if callable(value) else value
     for answer in ranks(2).run(Case(given, own={1: {name: other}}), timeout_s=10):
@@ -163,13 +165,13 @@ def test_ranks_of_other_settings_or_models_do_not_start(ranks: Gangs, name: str,
         assert answer.error.startswith(f"{said} is ") and "rank 0" in answer.error and "rank 1" in answer.error
 
 
-def test_a_gang_goes_on_after_all_that(ranks: Gangs) -> None:
+def test_rank_processes_run_a_normal_case_after_planted_failures(ranks: Gangs) -> None:
     """The same processes, with a new life."""
     assert all(isinstance(answer, Life) for answer in ranks(2).run(Case(planted_case("", 2, 2, 1).config, busy(2))))
 
 
 @pytest.mark.parametrize(("tp", "dp"), [(2, 2), pytest.param(4, 2, marks=pytest.mark.slow)])
-def test_a_sleeping_gang_uses_no_cpu_and_wakes_as_one(ranks: Gangs, tp: int, dp: int) -> None:
+def test_idle_ranks_use_no_cpu_and_wake_together(ranks: Gangs, tp: int, dp: int) -> None:
     """Every rank rings once, leader or follower."""
     given = config(*tiny_pair(), tp_size=tp, attn_dp_size=dp)
     lives = ranks(tp).lives(Case(given, busy(dp)[: 2 * dp], naps=tp))
@@ -189,7 +191,7 @@ MAKING = ("mesh.py", "process_group.py", "heartbeat.py")
 """What knows torch.distributed: who makes the mesh, its collectives, and the signs of life in its store."""
 
 
-def test_collectives_are_entered_by_the_script_only() -> None:
+def test_only_the_lockstep_script_calls_collectives() -> None:
     """What the script does not know cannot be held to it."""
     names = {"reduce_scatter", "all_reduce", "all_to_all", "broadcast", "all_gather_row"}
     axes = ("world", "attn", "facts", "axis")  # tensors gather too

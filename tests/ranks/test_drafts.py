@@ -77,11 +77,11 @@ def checked(gangs: Gangs, draft: str, mesh: str, requests: int = REQUESTS) -> Ta
 
 
 @pytest.mark.parametrize(("draft", "mesh"), FAST)
-def test_two_ranks_equal_one(ranks: Gangs, draft: str, mesh: str) -> None:
+def test_two_ranks_match_one_rank_for_selected_drafts(ranks: Gangs, draft: str, mesh: str) -> None:
     checked(ranks, draft, mesh)
 
 
-def test_a_draft_that_is_weak_on_one_rank_shows(ranks: Gangs) -> None:
+def test_weaker_draft_on_one_rank_is_detected_as_a_mismatch(ranks: Gangs) -> None:
     """Random drafts are seldom right, so accept lengths tell little; their trees tell."""
     case = replace(case_of("mimo x3", "dp, sharded"), plant="weak draft", guilty=0, at_step=0)
     tally = check(ranks(2), case)
@@ -91,7 +91,7 @@ def test_a_draft_that_is_weak_on_one_rank_shows(ranks: Gangs) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("draft", DRAFTS)
-def test_two_ranks_equal_one_on_half_of_the_meshes(ranks: Gangs, draft: str) -> None:
+def test_two_ranks_match_one_rank_for_each_draft_on_half_of_the_meshes(ranks: Gangs, draft: str) -> None:
     total = Tally()
     for mesh in HALVES[DRAFTS.index(draft) % 2]:
         total += checked(ranks, draft, mesh, 2 * REQUESTS)
@@ -100,7 +100,7 @@ def test_two_ranks_equal_one_on_half_of_the_meshes(ranks: Gangs, draft: str) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("draft", LISTS)
-def test_a_list_where_memory_is_scarce_and_requests_are_aborted(ranks: Gangs, draft: str) -> None:
+def test_multi_layer_drafts_survive_retraction_and_aborts_on_two_ranks(ranks: Gangs, draft: str) -> None:
     """What a runner gave lies by slot beside its pool: retraction and aborts must not mix it up."""
     case = case_of(draft, "dp, sharded")
     actions = workload(3, 2, 3 * REQUESTS, vocab=VOCAB, horizon=10, longest=30, most_tokens=24, aborts=0.15)
@@ -113,7 +113,7 @@ def test_a_list_where_memory_is_scarce_and_requests_are_aborted(ranks: Gangs, dr
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["dp, sharded", "dp, padded", "dp, replicated"])
 @pytest.mark.parametrize("draft", LISTS)
-def test_a_list_on_four_ranks(ranks: Gangs, draft: str, mesh: str) -> None:
+def test_multi_layer_drafts_on_four_ranks_match_one_rank(ranks: Gangs, draft: str, mesh: str) -> None:
     """Two groups of two: followers, and rows that travel between groups."""
     case = case_of(draft, mesh)
     tally = check(ranks(4), replace(case, config=case.config | {"tp_size": 4}))

@@ -46,7 +46,7 @@ def checked(gangs: Gangs, target: str, mesh: str, shape: str, draft: str | None 
 
 
 @pytest.mark.parametrize(("mesh", "shape"), [("two, by counts", "tree"), ("two ranks that have all rows", "chain")])
-def test_five_experts_on_two_ranks(ranks: Gangs, mesh: str, shape: str) -> None:
+def test_five_experts_on_two_ranks_match_one_rank(ranks: Gangs, mesh: str, shape: str) -> None:
     tally = checked(ranks, made(*UNEVEN).folder, mesh, shape)
     assert "all rows" in mesh or tally.idle > 0, "a rank without rows takes part"
 
@@ -54,7 +54,7 @@ def test_five_experts_on_two_ranks(ranks: Gangs, mesh: str, shape: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", SPARSE)
 @pytest.mark.parametrize("mesh", MESHES)
-def test_every_family(ranks: Gangs, mesh: str, family: str) -> None:
+def test_moe_families_on_each_expert_mesh_match_one_rank(ranks: Gangs, mesh: str, family: str) -> None:
     """With each mesh; its configs take turns, and so do chain and tree, which each mesh and each family meets."""
     cases = list(FAMILIES[family].cases)
     turn = list(MESHES).index(mesh)
@@ -65,7 +65,7 @@ def test_every_family(ranks: Gangs, mesh: str, family: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize("mesh", MESHES)
-def test_drafts_with_experts(ranks: Gangs, mesh: str, draft: str) -> None:
+def test_moe_drafts_on_each_expert_mesh_match_one_rank(ranks: Gangs, mesh: str, draft: str) -> None:
     """Of a target without any, or with a number of its own, by turns; chains and trees as well."""
     turn = list(MESHES).index(mesh) + DRAFTS.index(draft)
     dense, shape = turn % 2 == 0, list(SHAPES)[turn // 2 % 2]
@@ -77,7 +77,7 @@ def test_drafts_with_experts(ranks: Gangs, mesh: str, draft: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["two, by counts", "four, two to a part"])
-def test_a_draft_of_which_every_rank_has_all_experts(ranks: Gangs, mesh: str) -> None:
+def test_replicated_moe_draft_matches_one_rank(ranks: Gangs, mesh: str) -> None:
     target, folder = made(*UNEVEN).folder, draft_of("nextn-sparse")
     algorithm = algorithm_of(check_draft(folder, read_target(target)))
     more = {"speculative_algorithm": algorithm, "speculative_draft_parallel": "replicated"}
@@ -87,7 +87,7 @@ def test_a_draft_of_which_every_rank_has_all_experts(ranks: Gangs, mesh: str) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["two, by counts", "two ranks that have all rows"])
 @pytest.mark.parametrize("kind", ["fp8 tensor", "fp8 block", "int8 zeros", "int4", "awq", "gptq", "mxfp4"])
-def test_quantised_experts(ranks: Gangs, kind: str, mesh: str) -> None:
+def test_quantised_experts_on_two_ranks_match_one_rank(ranks: Gangs, kind: str, mesh: str) -> None:
     """Three experts on two ranks, each read whole."""
     folder = packed_experts()[0] if kind == "mxfp4" else quantised(kind, experts=True)[0]
     checked(ranks, folder, mesh, "tree")
@@ -96,7 +96,7 @@ def test_quantised_experts(ranks: Gangs, kind: str, mesh: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["two, by counts", "two, to all", "four in two groups"])
 @pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
-def test_captured_steps(ranks: Gangs, family: str, mesh: str) -> None:
+def test_captured_expert_parallel_steps_match_one_rank(ranks: Gangs, family: str, mesh: str) -> None:
     """A step that is captured sends rows to all, since it must not ask for a count; others go on sending by counts."""
     target = made(family, next(iter(FAMILIES[family].cases))).folder
     given = MESHES[mesh] | SHAPES["tree"] | {"capture": "on", "capture_sizes": [1, 2, 4, 8]}
@@ -110,7 +110,7 @@ def test_captured_steps(ranks: Gangs, family: str, mesh: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "mesh"), [("float32", "two, by counts"), ("bfloat16", "four in two groups")])
-def test_other_dtypes_run_to_their_end(ranks: Gangs, dtype: str, mesh: str) -> None:
+def test_expert_parallel_requests_finish_in_lower_precision(ranks: Gangs, dtype: str, mesh: str) -> None:
     target = made("deepseek_v3", "low-rank queries").folder
     given = MESHES[mesh] | SHAPES["tree"] | {"dtype": dtype, "debug_lockstep": True}
     actions = workload(5, 2, 12, vocab=VOCAB, horizon=10, longest=30, most_tokens=14)

@@ -18,7 +18,9 @@ KINDS = ("mistral", "qwen3_moe", "gpt_oss", "gemma3", "deepseek_v3")
 @pytest.mark.parametrize(
     ("dp", "settings"), [(1, {}), (2, {"dp_padding": "exact", "vocab_parallel": "world"})], ids=["tp", "dp"]
 )
-def test_two_ranks_equal_one(ranks: Gangs, family: str, dp: int, settings: dict[str, object]) -> None:
+def test_two_ranks_match_one_rank_for_each_attention_kind(
+    ranks: Gangs, family: str, dp: int, settings: dict[str, object]
+) -> None:
     target = made(family, next(iter(FAMILIES[family].cases))).folder
     actions = workload(dp, dp, REQUESTS, vocab=VOCAB, horizon=6, longest=30, most_tokens=10)
     given = config(target, draft_folder(target), tp_size=2, attn_dp_size=dp, chunked_prefill_size=16, **settings)

@@ -68,7 +68,7 @@ def sizes() -> dict[str, int]:
     ("dp", "vocab_parallel", "whole"),
     [(1, "attention", ()), (2, "attention", ATTENTION + VOCAB), (2, "world", ATTENTION)],
 )
-def test_two_ranks_read_every_sharded_tensor_once(
+def test_two_ranks_together_read_every_sharded_tensor_once(
     monkeypatch: pytest.MonkeyPatch, dp: int, vocab_parallel: str, whole: tuple[str, ...]
 ) -> None:
     """With a group per rank, attention (and the vocabulary, unless it is spread over the world) is not sharded."""
@@ -79,7 +79,7 @@ def test_two_ranks_read_every_sharded_tensor_once(
         assert each == ([size // 2] * 2 if sharded else [size] * 2), f"{name} of {size}: {each}"
 
 
-def test_a_replicated_draft_is_read_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replicated_draft_is_read_completely_by_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     read = read_by(1, 2, 1, monkeypatch, speculative_draft_parallel="replicated")
     for name, size in sizes().items():
         if name.startswith("draft"):
@@ -88,7 +88,7 @@ def test_a_replicated_draft_is_read_whole(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("kind", ["int4", "fp8 block", "awq", "dense", "mxfp4"])
 @pytest.mark.parametrize("attention_backend", ["auto", "torch"])
-def test_a_rank_reads_its_own_experts_alone(kind: str, attention_backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_reads_only_its_own_experts(kind: str, attention_backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that belongs to an expert, codes and scales, on one rank and no other; of a stack of experts its own part."""
     folder = packed_experts()[0] if kind == "mxfp4" else made(*UNEVEN).folder
     folder = quantised(kind, experts=True)[0] if kind not in ("mxfp4", "dense") else folder
@@ -111,7 +111,7 @@ def test_a_rank_reads_its_own_experts_alone(kind: str, attention_backend: str, m
         (4, "target: 5 experts, 0 on rank 0, 1 on rank 1, 2 on rank 2, 3 to 4 on rank 3"),
     ],
 )
-def test_a_rank_says_where_all_experts_are(ep: int, said: str) -> None:
+def test_rank_reports_the_placement_of_all_experts(ep: int, said: str) -> None:
     given = config(made(*UNEVEN).folder, None, tp_size=4, attn_dp_size=4, ep_size=ep)
     for rank in (0, 3):
         mesh = Mesh(rank, Axis(rank, 4), Axis())

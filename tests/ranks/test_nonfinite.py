@@ -17,7 +17,9 @@ from tests.tiny import draft_folder, target_folder
     ("tp", "dp"), [(2, 2), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((2, 1), (4, 2)))]
 )
 @pytest.mark.parametrize("padding", ["padded", "exact"])
-def test_it_ends_alone_on_any_mesh(ranks: Callable[[int], Ranks], tp: int, dp: int, padding: str) -> None:
+def test_non_finite_request_ends_alone_on_any_mesh(
+    ranks: Callable[[int], Ranks], tp: int, dp: int, padding: str
+) -> None:
     """Against one rank, where `tests/parity` holds it to plain decoding. Token 0, which idle rows take, is bad too."""
     target = target_folder(vocab_size=VOCAB)
     draft = draft_folder(target)

@@ -99,7 +99,7 @@ def run_options(gangs: Gangs, tp: int, dp: int, turns: range) -> Tally:
     return total
 
 
-def test_the_crossing_meets_every_value() -> None:
+def test_option_cases_cover_every_value_on_each_mesh() -> None:
     for mesh in MESHES:
         met: dict[str, set[str]] = {name: set() for name in AXES}
         for turn in range(FULL):
@@ -112,14 +112,14 @@ def test_the_crossing_meets_every_value() -> None:
 @pytest.mark.parametrize(
     ("tp", "dp"), [*MESHES[:2], *(pytest.param(*mesh, marks=pytest.mark.slow) for mesh in MESHES[2:])]
 )
-def test_a_gang_equals_one_rank(ranks: Gangs, tp: int, dp: int) -> None:
+def test_several_ranks_match_one_rank(ranks: Gangs, tp: int, dp: int) -> None:
     total = run_options(ranks, tp, dp, range(FAST))
     assert total.compared > REQUESTS * FAST * 0.7
     assert dp == 1 or total.uneven > total.steps / 3
 
 
 @pytest.mark.parametrize(("tiers", "same_trees"), [({1: 2}, True), ({2: 1, 4: 0}, False)])
-def test_tiers_of_a_gang(ranks: Gangs, tiers: dict[int, int], same_trees: bool) -> None:
+def test_several_ranks_with_batch_tiers_match_one_rank(ranks: Gangs, tiers: dict[int, int], same_trees: bool) -> None:
     """With one limit for all the trees are those of one rank; else the tier depends on who decodes where."""
     actions = workload(4, 2, REQUESTS, vocab=VOCAB, horizon=12)
     case = Case(config(*tiny_pair(), tp_size=2, attn_dp_size=2, speculative_batch_tiers=tiers), actions)
@@ -142,7 +142,7 @@ def sharing(requests: int) -> list[Action]:
 
 
 @pytest.mark.parametrize("page_size", [4, 16])
-def test_followers_share_pages_as_their_leader_does(ranks: Gangs, page_size: int) -> None:
+def test_follower_ranks_share_prefix_pages_like_their_leader(ranks: Gangs, page_size: int) -> None:
     """Its table and its pools follow: pages of others, swapped ones, and cells that are copied."""
     settings = {"tp_size": 2, "page_size": page_size, "chunked_prefill_size": 40, "debug_lockstep": True}
     case = Case(config(*tiny_pair(), **settings), sharing(12))
@@ -155,7 +155,7 @@ def test_followers_share_pages_as_their_leader_does(ranks: Gangs, page_size: int
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("tp", "dp"), MESHES)
-def test_a_gang_equals_one_rank_across_all_options(ranks: Gangs, tp: int, dp: int) -> None:
+def test_several_ranks_match_one_rank_across_all_options(ranks: Gangs, tp: int, dp: int) -> None:
     total = run_options(ranks, tp, dp, range(FAST, FULL))
     assert total.compared > REQUESTS * (FULL - FAST) * 0.7 and total.counted > total.compared / 3
     assert total.aborted > 3 and total.retracted > 3
@@ -179,7 +179,7 @@ def demo_case(tp: int, dp: int, requests: int, **settings: Any) -> Case:
     return Case(config(*pair, **(mesh | settings)), actions)
 
 
-def test_the_demo_pair_on_two_ranks(ranks: Gangs) -> None:
+def test_demo_pair_on_two_ranks_matches_one_rank(ranks: Gangs) -> None:
     tally = check(ranks(2), demo_case(2, 2, 10, topk=4, num_steps=4))
     assert not tally.mismatches, tally.mismatches
     assert tally.compared >= 8 and sum(tally.accepted[j] for j in (2, 3, 4)) > 12, tally
@@ -196,7 +196,7 @@ def test_the_demo_pair_on_two_ranks(ranks: Gangs) -> None:
     ],
     ids=["tree", "chain"],
 )
-def test_the_demo_pair(ranks: Gangs, tp: int, dp: int, settings: dict[str, Any]) -> None:
+def test_demo_pair_on_all_meshes_matches_one_rank(ranks: Gangs, tp: int, dp: int, settings: dict[str, Any]) -> None:
     tally = check(ranks(tp), demo_case(tp, dp, 20, **settings))
     print(f"tp{tp}/dp{dp}: {tally}")
     assert not tally.mismatches, tally.mismatches
@@ -204,7 +204,7 @@ def test_the_demo_pair(ranks: Gangs, tp: int, dp: int, settings: dict[str, Any])
 
 
 @pytest.mark.slow
-def test_a_draft_that_is_weak_on_one_rank_shows_in_accept_lengths(ranks: Gangs) -> None:
+def test_weaker_draft_on_one_rank_is_detected_by_accept_lengths(ranks: Gangs) -> None:
     """Texts are right whatever the draft does; only accept lengths tell."""
     case = replace(demo_case(2, 2, 10, topk=4, num_steps=4), plant="weak draft", guilty=0, at_step=0)
     tally = check(ranks(2), case)
@@ -249,13 +249,13 @@ def geometries() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("name", "tp", "dp"), geometries())
-def test_a_geometry(ranks: Gangs, name: str, tp: int, dp: int) -> None:
+def test_each_model_geometry_on_several_ranks_matches_one_rank(ranks: Gangs, name: str, tp: int, dp: int) -> None:
     tally = check(ranks(tp), geometry_case(name, tp, dp))
     assert not tally.mismatches and tally.counted == 12, tally
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_other_dtypes_run_to_their_end(ranks: Gangs, dtype: str) -> None:
+def test_lower_precision_ranks_finish_all_requests_with_equal_logs(ranks: Gangs, dtype: str) -> None:
     case = geometry_case("odd vocabulary", 2, 2, dtype=dtype, dp_padding="padded", debug_lockstep=True)
     lives: list[Life] = ranks(2).lives(case)
     wanted = {a.request["request_id"] for a in case.actions}

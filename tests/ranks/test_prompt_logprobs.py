@@ -4,8 +4,8 @@ import pytest
 
 from tests.pairwise import covering
 from tests.ranks.compare import Tally
-from tests.ranks.test_adjusted import tally_besides
 from tests.ranks.test_parity import Gangs
+from tests.ranks.test_penalties_and_grammars import tally_besides
 from tests.ranks.workload import SCORED
 
 MESHES = ((2, 1), (2, 2), (4, 2))
@@ -23,7 +23,7 @@ def tally_of(ranks: Gangs, mesh: tuple[int, int], shards: str, **settings: objec
 
 
 @pytest.mark.parametrize(("mesh", "shards"), [((2, 1), "attention"), ((2, 2), "world"), ((2, 2), "attention")])
-def test_a_gang_scores_as_one_rank(ranks: Gangs, mesh: tuple[int, int], shards: str) -> None:
+def test_prompt_logprobs_on_several_ranks_match_one_rank(ranks: Gangs, mesh: tuple[int, int], shards: str) -> None:
     tally = tally_of(ranks, mesh, shards, debug_lockstep=True)
     assert not tally.mismatches, tally.mismatches
     assert tally.compared > 15 and tally.scored > 10, tally
@@ -31,7 +31,7 @@ def test_a_gang_scores_as_one_rank(ranks: Gangs, mesh: tuple[int, int], shards: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "shards", "shape"), covering([MESHES, SHARDS, SHAPES]))
-def test_prompts_are_scored_on_all_meshes(
+def test_prompt_logprobs_on_all_meshes_match_one_rank(
     ranks: Gangs, mesh: tuple[int, int], shards: str, shape: dict[str, object]
 ) -> None:
     tally = tally_of(ranks, mesh, shards, **shape)

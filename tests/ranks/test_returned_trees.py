@@ -13,7 +13,7 @@ BESIDES = ({"return_tree": True}, {}, {"return_tree": True, "grammar": automaton
 
 
 @pytest.mark.parametrize("mesh", [(2, 1), (2, 2)])
-def test_a_gang_shows_the_trees_of_one_rank(ranks: Gangs, mesh: tuple[int, int]) -> None:
+def test_returned_trees_on_several_ranks_match_one_rank(ranks: Gangs, mesh: tuple[int, int]) -> None:
     """With followers (2, 1), which copy none, and with other groups (2, 2), which may have asked for none."""
     tp, dp = mesh
     actions = workload(7, dp, 16, vocab=VOCAB, horizon=10, aborts=0.1, besides=BESIDES)

@@ -93,7 +93,7 @@ def check(gpus: Gpus, peer: Answer | None, guilty: int, expected: dict[str, list
 
 
 @pytest.mark.parametrize("guilty", [0, 1])
-def test_a_peer_that_stands_still_is_named_after_the_limit(
+def test_frozen_peer_process_is_named_after_the_watchdog_timeout(
     gpus: Gpus, expected: dict[str, list[int]], guilty: int
 ) -> None:
     """Where it is rank 0, the store of the gang stands still as well."""
@@ -104,7 +104,7 @@ def test_a_peer_that_stands_still_is_named_after_the_limit(
     assert isinstance(answers[guilty], Dead)
 
 
-def test_a_device_that_stands_still_is_named_by_both_ranks(gpus: Gpus, expected: dict[str, list[int]]) -> None:
+def test_rank_with_a_hung_device_is_named_by_both_ranks(gpus: Gpus, expected: dict[str, list[int]]) -> None:
     answers = gpus.of("device stands still", 1)
     check(gpus, answers[0], 1, expected, WITHIN_S)
     own = answers[1]
@@ -113,22 +113,20 @@ def test_a_device_that_stands_still_is_named_by_both_ranks(gpus: Gpus, expected:
     assert own.rank == 1 and ("the device of rank 1" in own.error or "rank 1 " in own.error), own
 
 
-def test_a_peer_that_leaves_amid_a_step_is_named_at_once_with_its_words(
-    gpus: Gpus, expected: dict[str, list[int]]
-) -> None:
+def test_peer_failing_during_a_step_is_named_at_once_with_its_error(gpus: Gpus, expected: dict[str, list[int]]) -> None:
     answers = gpus.of("leaves", 1)
     said = check(gpus, answers[0], 1, expected, AT_ONCE_S)
     assert "rank 1 left: ValueError: a bug of this rank alone" in said.error
 
 
 @pytest.mark.parametrize("guilty", [0, 1])
-def test_a_peer_that_dies_is_named_at_once(gpus: Gpus, expected: dict[str, list[int]], guilty: int) -> None:
+def test_dead_peer_is_named_at_once(gpus: Gpus, expected: dict[str, list[int]], guilty: int) -> None:
     answers = gpus.of("dies", guilty)
     check(gpus, answers[1 - guilty], guilty, expected, AT_ONCE_S)
     assert isinstance(answers[guilty], Dead)
 
 
-def test_an_abort_amid_a_replay_names_the_rank_whose_device_failed(gpus: Gpus, expected: dict[str, list[int]]) -> None:
+def test_device_failure_during_replay_names_the_failed_rank(gpus: Gpus, expected: dict[str, list[int]]) -> None:
     """The peer hears of it from its own device, as an error of its next call; the one at fault keeps its own words."""
     answers = gpus.of("aborts", 1, capture="on", dp_padding="padded")
     check(gpus, answers[0], 1, expected, AT_ONCE_S)
@@ -137,7 +135,7 @@ def test_an_abort_amid_a_replay_names_the_rank_whose_device_failed(gpus: Gpus, e
     assert "CUDA error" in own.error
 
 
-def test_a_step_that_takes_longer_than_the_limit_goes_on(gpus: Gpus, expected: dict[str, list[int]]) -> None:
+def test_step_longer_than_the_watchdog_timeout_continues(gpus: Gpus, expected: dict[str, list[int]]) -> None:
     answers = gpus.of("slow", 1)
     assert gpus.struck is not None and answers == [Dead(0), Dead(0)], answers
     assert gpus.tokens == expected

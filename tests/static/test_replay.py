@@ -137,7 +137,7 @@ def rounded(given: dict[str, list[Any]]) -> dict[str, list[Any]]:
 @pytest.mark.parametrize("sizes", [None, SIZES])
 @pytest.mark.parametrize("sampling", PARAMS)
 @pytest.mark.parametrize("topk", [*(pytest.param(topk, marks=pytest.mark.slow) for topk in (0, 1)), 3])
-def test_a_replay_leaves_what_the_step_leaves(
+def test_replay_gives_the_same_outputs_and_state_as_the_eager_step(
     monkeypatch: pytest.MonkeyPatch, topk: int, sampling: str, sizes: tuple[int, ...] | None
 ) -> None:
     """Padded to `sizes`, steps with prompt rows are replayed as well: few sizes are enough for all."""
@@ -147,7 +147,7 @@ def test_a_replay_leaves_what_the_step_leaves(
     assert max(replays.values()) >= 20 and len(replays) >= (1 if sizes else 2)
 
 
-def test_what_a_replay_gave_is_read_after_the_next_replay() -> None:
+def test_replay_output_stays_valid_after_the_next_replay() -> None:
     """With a host that is a step ahead, of the same program as a rule."""
     config = config_of(*tiny_pair(), 3)
     plain = texts(build_engine(config), PARAMS["log-probabilities"])
@@ -156,7 +156,7 @@ def test_what_a_replay_gave_is_read_after_the_next_replay() -> None:
     assert rounded(texts(engine, PARAMS["log-probabilities"])) == rounded(plain), "requests share steps with others"
 
 
-def test_programs_of_the_start_stay_and_of_the_others_those_used_last() -> None:
+def test_startup_programs_stay_and_oldest_later_programs_are_evicted() -> None:
     config = config_of(*tiny_pair(), 1, capture="on", capture_sizes=(1, 2), max_running_requests=2)
     engine = build_engine(config)
     programs = engine._parts.lockstep.programs
@@ -173,7 +173,7 @@ def test_programs_of_the_start_stay_and_of_the_others_those_used_last() -> None:
     assert programs.checksum == 0
 
 
-def test_decoding_is_captured_before_the_first_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decode_steps_are_captured_before_the_first_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """For each number of requests, each tier that numbers of this size have, and each mode."""
     config = config_of(*tiny_pair(), 3, speculative_batch_tiers={4: 1, 6: 0}, max_running_requests=6)
     engine = build_engine(config.model_copy(update={"capture": "on", "capture_sizes": (1, 2, 4, 8)}))
@@ -192,7 +192,7 @@ def test_decoding_is_captured_before_the_first_request(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("sampling", ["greedy", "0.8"])
-def test_an_end_of_a_prompt_that_is_not_finite_spoils_nobody(sampling: str) -> None:
+def test_non_finite_prompt_end_in_a_padded_step_affects_no_other_request(sampling: str) -> None:
     """Idle ends of a padded step are those of an idle row."""
     config = config_of(*tiny_pair(), 3, capture="on", capture_sizes=SIZES)
     engine, params = build_engine(config), replace(PARAMS[sampling], max_tokens=20, ignore_eos=True, seed=1)
@@ -212,7 +212,7 @@ def texts_of(engine: Engine, prompts: dict[str, tuple[int, ...]], params: Reques
     return run(engine, [Request(name, prompt, params) for name, prompt in prompts.items()]).tokens
 
 
-def test_steps_with_prompt_rows_are_replayed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_with_prompt_rows_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same prompts again and again, so that steps with prompt rows recur."""
     target = target_folder(vocab_size=VOCAB)
     config = config_of(target, draft_folder(target, num_aux=1), 3, disable_radix_cache=True)
@@ -235,7 +235,7 @@ FEW = [n for n, pair in enumerate(DIAGONAL) if pair.draft in LISTS or pair.famil
 @pytest.mark.parametrize(
     "number", [pytest.param(at, marks=() if at in FEW else pytest.mark.slow) for at in range(len(DIAGONAL))]
 )
-def test_each_draft_and_each_family(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+def test_replay_matches_eager_steps_for_each_draft_and_family(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """One pair as a chain or a tree, sampled or filtered, by turns."""
     pair = DIAGONAL[number]
     config = config_of(
@@ -246,7 +246,7 @@ def test_each_draft_and_each_family(monkeypatch: pytest.MonkeyPatch, number: int
 
 
 @pytest.mark.parametrize("most", [0, 1, 2])
-def test_programs_of_all_tiers_are_replayed(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+def test_programs_of_every_batch_tier_are_replayed(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     """Two requests together draft less deeply than one."""
     config = config_of(*tiny_pair(), 3, speculative_batch_tiers={2: most})
     assert max(check(monkeypatch, config, PARAMS["0.8"]).values()) >= 20

@@ -101,7 +101,7 @@ GRID = list(product(KINDS, SHAPES, ("greedy", "0.8")))
         for at, one in enumerate(GRID)
     ],
 )
-def test_tokens_are_those_of_plain_decoding(kind: str, shape: str, sampling: str) -> None:
+def test_stream_replay_gives_the_tokens_of_plain_decoding(kind: str, shape: str, sampling: str) -> None:
     engine, stream = check(config(*tiny_pair(), shape), kind, sampling, turns=3 if kind == "grammar" else 2)
     steps = steps_of(engine)
     segments = [len(program.captured) for program in engine._parts.lockstep.programs.captured.values()]  # type: ignore[arg-type]
@@ -116,7 +116,7 @@ def test_tokens_are_those_of_plain_decoding(kind: str, shape: str, sampling: str
 
 
 @pytest.mark.parametrize("kind", ["free", "grammar"])
-def test_steps_with_prompts_are_captured_too_where_asked(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_steps_with_prompts_are_captured_when_capture_is_on(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """And tokens are barred by torch's operators, as on a GPU."""
     monkeypatch.setattr("cluster.engine.build.bitmask_of", lambda _: apply_token_bitmask)
     of = config(*tiny_pair(), "tree", disable_radix_cache=True, capture="on")
@@ -131,7 +131,7 @@ FEW = range(4, len(FAMILY_PAIRS), 20)
 @pytest.mark.parametrize(
     "number", [pytest.param(at, marks=() if at in FEW else pytest.mark.slow) for at in range(len(FAMILY_PAIRS))]
 )
-def test_a_family_and_a_draft(number: int) -> None:
+def test_stream_replay_matches_plain_decoding_for_each_family_and_draft(number: int) -> None:
     """Each draft once and each family at least once; shapes, samplings and kinds by turns."""
     check_pair(FAMILY_PAIRS[number], list(SHAPES)[number % 3], KINDS[number // 3 % 4], number)
 
@@ -139,7 +139,7 @@ def test_a_family_and_a_draft(number: int) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kind", KINDS)
-def test_families_by_kinds(kind: str) -> None:
+def test_stream_replay_matches_plain_decoding_for_each_family_and_kind(kind: str) -> None:
     """Every family with every kind; shapes by turns, so that each family and each kind meets all of them."""
     turn = KINDS.index(kind)
     for at, pair in enumerate({pair.family: pair for pair in FAMILY_PAIRS}.values()):
@@ -166,7 +166,7 @@ ROWS = torch.arange(4.0)
         (lambda: result.HostCopies([ROWS.add(1)]).wait(), "waits while a segment is captured"),
     ],
 )
-def test_what_a_gpu_cannot_capture_is_caught(
+def test_stream_rejects_operations_that_a_gpu_cannot_capture(
     monkeypatch: pytest.MonkeyPatch, wrong: Callable[[], object], what: str
 ) -> None:
     stream = on_stream(monkeypatch)
@@ -175,7 +175,7 @@ def test_what_a_gpu_cannot_capture_is_caught(
         StreamGraph(wrong, stream)
 
 
-def test_what_is_captured_does_not_run_and_what_is_launched_runs_late() -> None:
+def test_captured_operations_run_only_when_the_launched_stream_runs() -> None:
     stream, memory, seen = Stream(), torch.zeros(3), list[list[float]]()
     with torch.inference_mode(), recorded_by(stream), stream:
         stream.begin()
@@ -190,7 +190,7 @@ def test_what_is_captured_does_not_run_and_what_is_launched_runs_late() -> None:
     assert memory.tolist() == [5.0] * 3 and seen == [[1.0] * 3]
 
 
-def test_the_host_is_called_between_segments_anew_in_each_replay() -> None:
+def test_each_replay_calls_the_host_again_between_segments() -> None:
     """What it says goes to one place; a program's own memory is not needed from one replay to the next."""
     stream, x, seen = Stream(), torch.tensor([1.0, 2.0]), list[list[float]]()
 
@@ -225,7 +225,7 @@ def noticed(shape: str, kind: str) -> None:
         check(config(*tiny_pair(), shape), kind, "0.8")
 
 
-def test_an_answer_of_the_host_that_a_replay_does_not_renew_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_stale_host_call_result_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     alone(tiny_pair()[0], "grammar", "0.8")
     true = StreamGraph.host_call
 
@@ -242,13 +242,13 @@ def test_an_answer_of_the_host_that_a_replay_does_not_renew_is_noticed(monkeypat
     noticed("chain", "grammar")
 
 
-def test_results_that_are_read_where_they_lie_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_missing_result_copy_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     alone(tiny_pair()[0], "free", "0.8")
     monkeypatch.setattr(StepOutput, "start_copy", replace)
     noticed("plain", "free")
 
 
-def test_inputs_that_are_not_brought_to_their_place_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_missing_input_copy_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     alone(tiny_pair()[0], "free", "0.8")
     true = Programs._replay
 

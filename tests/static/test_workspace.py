@@ -101,7 +101,7 @@ def serve(engine: Engine, memory: SimulatedMemory, requests: list[Request]) -> i
         return sum(map(len, run(engine, requests).tokens.values()))
 
 
-def test_nothing_runs_out_after_the_start_and_little_is_left_unused() -> None:
+def test_engine_serves_within_memory_and_kv_cache_uses_most_free_memory() -> None:
     engine, memory = started(TOTAL)
     info = engine.info()
     assert serve(engine, memory, crowd(10)) == 10 * NEW
@@ -113,7 +113,7 @@ def test_nothing_runs_out_after_the_start_and_little_is_left_unused() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("measured_once")
-def test_a_cache_that_takes_all_there_is_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kv_cache_without_space_for_the_largest_step_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last check before serving, with a measurement that says nothing is needed."""
     monkeypatch.setattr(MemoryBreakdown, "kv_bytes", property(lambda needs: needs.free - 150_000))
     with pytest.raises(ConfigError, match=r"largest steps do not fit beside the KV cache.*lower max_total_tokens"):
@@ -124,7 +124,7 @@ def test_a_cache_that_takes_all_there_is_cannot_start(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.slow
-def test_what_leaves_no_memory_says_what_to_lower_and_to_what() -> None:
+def test_refused_start_suggests_a_max_running_requests_value_that_works() -> None:
     total = 2_400_000
     with pytest.raises(ConfigError, match="no memory is left for a KV cache") as refused:
         started(total, max_running_requests=32, chunked_prefill_size=128)
@@ -138,7 +138,7 @@ def test_what_leaves_no_memory_says_what_to_lower_and_to_what() -> None:
 
 
 @pytest.mark.slow
-def test_a_trial_is_given_back_before_what_serves_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trial_programs_are_freed_before_the_kv_cache_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its programs too, and so the memory that they have for themselves."""
     made, alive = list[weakref.ref[Programs]](), list[int]()
     begin, make = Programs.__init__, build.allocate
@@ -167,7 +167,7 @@ def test_a_trial_is_given_back_before_what_serves_is_made(monkeypatch: pytest.Mo
         (500, 500, r"context_length or the tree's size, or raise tp_size"),
     ],
 )
-def test_a_refusal_names_the_largest_that_fits(each: int, row: int, said: str) -> None:
+def test_memory_refusal_names_the_largest_setting_that_fits(each: int, row: int, said: str) -> None:
     """500 bytes are free, 50 of them are for the smallest cache, and at least 10 stay spare."""
     resolved = resolve_models(config(max_running_requests=16, chunked_prefill_size=64))
 
@@ -180,7 +180,7 @@ def test_a_refusal_names_the_largest_that_fits(each: int, row: int, said: str) -
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("measured_once")
-def test_a_size_that_is_set_and_does_not_fit_says_which_does() -> None:
+def test_too_large_max_total_tokens_is_refused_with_a_value_that_fits() -> None:
     """What is said of the other settings: tests/unit/kv/test_budget.py."""
     with pytest.raises(ConfigError, match="lower max_total_tokens to") as refused:
         started(TOTAL, max_total_tokens=10**5)
@@ -192,7 +192,7 @@ def test_a_size_that_is_set_and_does_not_fit_says_which_does() -> None:
 
 
 @pytest.mark.slow
-def test_captured_programs_leave_the_largest_steps_what_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_programs_must_leave_memory_for_the_largest_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """A program's memory is no other's, though nothing in it is in use between two replays."""
     memory = SimulatedMemory(400_000)
     monkeypatch.setattr(workspace, "run_largest", lambda *_: torch.zeros(25_000))
@@ -213,7 +213,7 @@ def test_captured_programs_leave_the_largest_steps_what_they_take(monkeypatch: p
 
 
 @pytest.mark.usefixtures("measured_once")
-def test_weights_are_what_stays_of_loading(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weight_size_excludes_temporary_memory_of_loading(monkeypatch: pytest.MonkeyPatch) -> None:
     true = build.load_models
 
     def load(*given: Any) -> RankModels:
@@ -227,12 +227,12 @@ def test_weights_are_what_stays_of_loading(monkeypatch: pytest.MonkeyPatch) -> N
         assert 0 < prepare_single_rank(config(max_total_tokens=200), memory).weights < 400_000
 
 
-def test_weights_that_do_not_fit_are_refused_as_such() -> None:
+def test_weights_larger_than_the_device_are_refused() -> None:
     with pytest.raises(ConfigError, match="the weights do not fit the device"):
         started(BESIDE + 40_000)
 
 
-def test_the_device_is_as_unkind_as_it_says() -> None:
+def test_simulated_memory_models_fragmentation_and_private_program_memory() -> None:
     memory = SimulatedMemory(200_000, 0)
     with memory:
         memory.reset_peak()

@@ -14,6 +14,6 @@ def parsed(*words: str) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def test_quick_never_writes_over_the_demo_pair() -> None:
+def test_quick_training_does_not_write_into_the_demo_folder() -> None:
     assert plan_of(parsed()).out == Path("models/demo")
     assert plan_of(parsed("--quick")).out != Path("models/demo")

@@ -21,7 +21,7 @@ def tokenizer() -> PreTrainedTokenizerBase:
     return PreTrainedTokenizerFast(tokenizer_object=trained)
 
 
-def test_split_is_disjoint_and_of_the_expected_size() -> None:
+def test_heldout_split_is_disjoint_and_of_the_expected_size() -> None:
     train, heldout = set(train_files()), set(heldout_files())
     assert not train & heldout
     assert 0.02 < len(heldout) / len(train) < 0.1
@@ -29,7 +29,7 @@ def test_split_is_disjoint_and_of_the_expected_size() -> None:
     assert not any(is_heldout(path) for path in train)
 
 
-def test_split_depends_on_the_path_alone() -> None:
+def test_heldout_split_depends_only_on_the_path() -> None:
     names = ("typing.py", "queue.py", "socket.py", "json/decoder.py", "argparse.py", "ast.py")
     assert [path for path in names if is_heldout(path)] == ["typing.py", "queue.py", "socket.py"]
 
@@ -48,13 +48,13 @@ def test_cached_ids_are_those_of_the_tokenizer(tmp_path: Path) -> None:
     assert other.max() >= 300 > first.max() and len(encode_corpus(large, cache, files=6)[0]) > len(other)
 
 
-def test_machine_made_and_foreign_files_are_left_out() -> None:
+def test_corpus_excludes_generated_and_site_packages_files() -> None:
     for path in train_files() + heldout_files():
         assert "site-packages" not in path
         assert "_sysconfigdata" not in path
 
 
-def test_prompts_repeat_and_follow_the_seed(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_heldout_prompts_are_reproducible_and_depend_on_the_seed(tokenizer: PreTrainedTokenizerBase) -> None:
     prompts = heldout_prompts(tokenizer, 12, 64, seed=0)
     assert [len(prompt) for prompt in prompts] == [64] * 12
     assert prompts == heldout_prompts(tokenizer, 12, 64, seed=0)
@@ -62,7 +62,7 @@ def test_prompts_repeat_and_follow_the_seed(tokenizer: PreTrainedTokenizerBase) 
     assert prompts[:5] == heldout_prompts(tokenizer, 5, 64, seed=0)
 
 
-def test_chat_examples_are_functions_that_parse() -> None:
+def test_chat_examples_have_function_questions_and_valid_python_answers() -> None:
     for example in chat_examples(train_files()[:40], 5, seed=0):
         compile(example.answer, "answer", "exec")
         assert "Write the Python function" in example.question
@@ -74,7 +74,7 @@ def test_tokenizer_merges_a_line_break_with_its_indentation(tokenizer: PreTraine
     assert "\n        " in {tokenizer.decode([token]) for token in tokenizer.encode(text)}
 
 
-def test_windows_repeat_and_cover_an_epoch_once() -> None:
+def test_windows_are_reproducible_and_cover_an_epoch_once() -> None:
     windows = Windows(np.arange(1000), length=10, batch=9, seed=3)
     assert windows.per_epoch == 99
     starts = [int(row[0]) for step in range(11) for row in windows(step)]
@@ -84,7 +84,7 @@ def test_windows_repeat_and_cover_an_epoch_once() -> None:
         Windows(np.arange(5), length=10, batch=1, seed=0)
 
 
-def test_repeats_replace_only_the_asked_share() -> None:
+def test_with_repeats_replaces_only_the_requested_share_of_rows() -> None:
     ids = torch.arange(4 * 64).view(4, 64)
     repeated = with_repeats(ids, 0.5, seed=1)
     assert torch.equal(repeated[2:], ids[2:])

@@ -75,7 +75,7 @@ class NaiveDraft:
         return hidden, w["lm_head.weight"] @ self.norm(hidden, "norm")
 
 
-def test_unrolled_steps_equal_drafting_one_token_at_a_time() -> None:
+def test_unrolled_training_steps_match_drafting_token_by_token() -> None:
     draft = random_draft().double()
     length, steps = 7, 4
     aux_hidden = torch.randn(1, length, 3 * SHAPE.hidden_size, dtype=torch.float64)
@@ -92,7 +92,7 @@ def test_unrolled_steps_equal_drafting_one_token_at_a_time() -> None:
                 hidden, logits = naive.cell(embeddings[0, last + step + 1], hidden)
 
 
-def test_draft_vocabulary_round_trip() -> None:
+def test_draft_vocabulary_maps_round_trip() -> None:
     draft = random_draft()
     chosen = draft.t2d.nonzero()[:, 0]
     assert len(chosen) == SHAPE.draft_vocab_size
@@ -103,7 +103,7 @@ def test_draft_vocabulary_round_trip() -> None:
     assert torch.equal(draft_ids + draft.d2t[draft_ids], chosen)
 
 
-def test_checkpoint_has_exactly_the_named_tensors(tmp_path: Path) -> None:
+def test_draft_checkpoint_has_exactly_the_expected_tensors(tmp_path: Path) -> None:
     draft = random_draft()
     save_draft(draft, tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -135,7 +135,7 @@ def test_checkpoint_has_exactly_the_named_tensors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("step", [0, 2])
-def test_a_cell_does_not_see_later_cells(step: int) -> None:
+def test_unrolled_draft_is_causal(step: int) -> None:
     draft = random_draft().double()
     aux_hidden = torch.randn(1, 6, 3 * SHAPE.hidden_size, dtype=torch.float64)
     embeddings = torch.randn(1, 8, SHAPE.hidden_size, dtype=torch.float64)

@@ -12,14 +12,14 @@ from cluster.train.loop import ThreadChoice, TrainingRun, train_for
 from cluster.train.optimizer import Optimizers, clock_factor, orthogonalize
 
 
-def test_orthogonalize_levels_the_singular_values() -> None:
+def test_orthogonalize_brings_singular_values_near_one() -> None:
     torch.manual_seed(0)
     for shape in ((2, 16, 40), (1, 40, 16)):
         values = torch.linalg.svdvals(orthogonalize(torch.randn(shape)))
         assert bool(((values > 0.5) & (values < 1.4)).all())
 
 
-def test_rate_warms_up_and_decays_to_its_floor() -> None:
+def test_learning_rate_warms_up_and_decays_to_its_minimum() -> None:
     assert clock_factor(0.0) == pytest.approx(0.05)
     assert clock_factor(0.015) == pytest.approx(1.0)
     assert clock_factor(0.5) == pytest.approx(0.02 + 0.98 * 0.5 / 0.985)
@@ -27,7 +27,7 @@ def test_rate_warms_up_and_decays_to_its_floor() -> None:
     assert clock_factor(1.3) == pytest.approx(0.02)
 
 
-def test_threads_follow_the_faster_count() -> None:
+def test_thread_choice_prefers_the_faster_thread_count() -> None:
     before = torch.get_num_threads()
     choice = ThreadChoice(2, explore_every=10)
     used: list[int] = []
@@ -41,7 +41,7 @@ def test_threads_follow_the_faster_count() -> None:
     assert 2 in used[10:]
 
 
-def test_a_finished_run_resumes_to_the_same_weights(tmp_path: Path) -> None:
+def test_finished_training_run_resumes_with_the_same_weights(tmp_path: Path) -> None:
     def train() -> tuple[nn.Linear, int]:
         torch.manual_seed(0)
         module = nn.Linear(4, 4)
@@ -62,7 +62,7 @@ def test_a_finished_run_resumes_to_the_same_weights(tmp_path: Path) -> None:
     assert torch.equal(first.weight, second.weight)
 
 
-def test_a_run_by_steps_takes_them_whatever_the_clock_says(tmp_path: Path) -> None:
+def test_training_run_by_steps_ignores_the_clock_and_resumes_the_rest(tmp_path: Path) -> None:
     """The rate follows the steps, and a resumed run takes those that are left."""
     module = nn.Linear(4, 4)
     optimizers = Optimizers([module.weight], [module.bias], matrix_lr=0.02, other_lr=0.01)

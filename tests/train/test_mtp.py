@@ -38,7 +38,7 @@ def stored(draft: MtpDraft) -> MtpDraft:
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_unrolled_levels_equal_the_formats_reference(count: int, tmp_path: Path) -> None:
+def test_unrolled_mtp_levels_match_the_format_reference(count: int, tmp_path: Path) -> None:
     """One layer used again reads its own output, three read each other's; cells before the last are the same text."""
     folder = target_folder()
     torch.manual_seed(4)
@@ -73,7 +73,7 @@ def test_unrolled_levels_equal_the_formats_reference(count: int, tmp_path: Path)
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_training_learns_and_the_engine_serves_it(count: int, tmp_path: Path) -> None:
+def test_mtp_training_lowers_the_loss_and_the_engine_serves_the_result(count: int, tmp_path: Path) -> None:
     folder = target_folder(spread=0.3)
     target = load_target(Path(folder))
     generator = torch.Generator().manual_seed(2)

@@ -17,7 +17,7 @@ from tests.train.test_command import parsed
 
 
 @pytest.mark.slow
-def test_quick_run_writes_a_loadable_pair(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quick_training_run_writes_a_loadable_pair(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, work = tmp_path / "out", tmp_path / "work"
     words = ("--quick", "--out", str(out), "--work", str(work), "--threads", "1")
     assert run(parsed(*words)) == 0

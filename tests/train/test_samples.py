@@ -19,7 +19,7 @@ def random_target() -> LlamaForCausalLM:
     return target
 
 
-def test_greedy_rows_equal_transformers() -> None:
+def test_greedy_continuations_match_transformers() -> None:
     target = random_target()
     prompts = torch.randint(3, 50, (3, 5))
     ours = continue_rows(target, prompts, 12, torch.zeros(3), seed=0)
@@ -27,7 +27,7 @@ def test_greedy_rows_equal_transformers() -> None:
     assert torch.equal(ours, theirs)
 
 
-def test_noise_depends_on_seed_and_position_only() -> None:
+def test_sampling_noise_depends_only_on_seed_and_position() -> None:
     target = random_target()
     prompts = torch.randint(3, 50, (2, 5))
     heat = torch.tensor([0.0, 1.0])
@@ -37,7 +37,7 @@ def test_noise_depends_on_seed_and_position_only() -> None:
     assert torch.equal(whole[:1], continue_rows(target, prompts[:1], 10, torch.zeros(1), seed=9))
 
 
-def test_features_are_the_outputs_of_the_named_layers() -> None:
+def test_features_are_the_outputs_of_the_requested_layers() -> None:
     target = random_target()
     ids = torch.randint(3, 50, (2, 9))
     aux_hidden, logits = features(target, ids, (0, 2))

@@ -15,7 +15,7 @@ from cluster.kv.page_table import PageTable
 from cluster.kv.pool import KVPool
 from tests.unit.attention.dense import Case
 from tests.unit.attention.test_c_attention import ERROR, check_not_finite
-from tests.unit.attention.test_twins import KINDS, SHAPES, TREE, case
+from tests.unit.attention.test_gather_methods import KINDS, SHAPES, TREE, case
 
 CPU = torch.device("cpu")
 QUICK = ("all", "wide")  # between them they have what the other shapes have
@@ -35,7 +35,7 @@ def forms() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("page_size", "lies", "shape", "kind"), forms())
-def test_triton_gives_what_the_definition_says(page_size: int, lies: str, shape: str, kind: str) -> None:
+def test_triton_attention_matches_the_definition(page_size: int, lies: str, shape: str, kind: str) -> None:
     one = case(shape, kind, page_size, lies)
     assert torch.allclose(one.given(make=TritonAttention), one.expected(), atol=1e-12, rtol=0)
 
@@ -48,14 +48,16 @@ def long_forms() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("shape", "size", "dtype"), long_forms())
-def test_sizes_lengths_and_dtypes(shape: str, size: dict[str, Any], dtype: torch.dtype) -> None:
+def test_triton_attention_matches_the_definition_for_long_prefixes_and_dtypes(
+    shape: str, size: dict[str, Any], dtype: torch.dtype
+) -> None:
     given = {"heads": 4, "kv_heads": 2, "page_size": 16, "lies": "scattered", "dtype": dtype}
     one = Case(**given | LONG[shape] | size)
     error = ERROR.get(dtype, 2e-3)
     assert torch.allclose(one.given(make=TritonAttention).double(), one.expected(), atol=error, rtol=0)
 
 
-def test_many_chunks_and_each_finds_its_programs() -> None:
+def test_triton_attention_handles_many_prompt_chunks_of_different_lengths() -> None:
     """Some are of a row, some of more than a program has."""
     texts = tuple((3 * i, 3 * i + (1, 7, 40)[i % 3]) for i in range(19))
     given = {"heads": 4, "kv_heads": 2, "page_size": 16, "lies": "scattered"}
@@ -65,7 +67,9 @@ def test_many_chunks_and_each_finds_its_programs() -> None:
 
 @pytest.mark.parametrize("sunk", [False, True])
 @pytest.mark.parametrize("processors", [1, 3, 100])
-def test_a_split_prefix_gives_the_same(processors: int, sunk: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_attention_is_right_for_any_prefix_split(
+    processors: int, sunk: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where there are more parts than tiles."""
     monkeypatch.setattr("cluster.attention.triton_backend.INTERPRETED_PROCESSORS", processors)
     given = {"heads": 4, "kv_heads": 2, "page_size": 16, "lies": "scattered", "sunk": sunk, "window": 250}
@@ -80,13 +84,13 @@ def one_head() -> tuple[PageTable, TritonAttention]:
     return table, TritonAttention(pool, table, AttentionShape(4, (None,), 0.3, 24))
 
 
-def test_a_cell_that_is_not_finite_stays_its_rows_own() -> None:
+def test_non_finite_kv_affects_only_its_own_row() -> None:
     table, attention = one_head()
     check_not_finite(table, attention)
     assert attention._pool.kv.isfinite().all()
 
 
-def test_rows_that_no_text_has_are_zeros() -> None:
+def test_padding_prompt_rows_get_zero_output() -> None:
     """A plan may have more rows than the chunks of a rank."""
     table, attention = one_head()
     row, start = torch.tensor([0]), torch.tensor([0])
@@ -98,7 +102,7 @@ def test_rows_that_no_text_has_are_zeros() -> None:
     assert not out[3:].any()
 
 
-def test_cells_of_another_width_are_refused() -> None:
+def test_triton_attention_refuses_kv_of_wrong_width() -> None:
     table, attention = one_head()
     row, lens = torch.tensor([0]), torch.tensor([0])
     attention.bind(AttentionMetadata(table.slots(row, torch.arange(1)), TreeRows(row, lens, chain_bits(1, 1, CPU), 1)))

@@ -30,7 +30,9 @@ def requests(params: RequestParams) -> list[Any]:
     ("shape", "samplings", "settings"),
     [("chain", ("greedy",), {}), *(pytest.param(*each, marks=pytest.mark.slow) for each in CASES)],
 )
-def test_tokens_are_those_of_plain_decoding(shape: str, samplings: tuple[str, ...], settings: dict[str, Any]) -> None:
+def test_triton_engine_gives_the_tokens_of_plain_decoding(
+    shape: str, samplings: tuple[str, ...], settings: dict[str, Any]
+) -> None:
     """A step is captured the second time that its key occurs."""
     target, draft = tiny_pair()
     kept = {"kv_cache_dtype": settings.get("kv_cache_dtype", "auto")}
@@ -43,7 +45,9 @@ def test_tokens_are_those_of_plain_decoding(shape: str, samplings: tuple[str, ..
 
 
 @pytest.mark.parametrize("drafts", [False, True])
-def test_requests_of_all_samplings_decode_together(drafts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mixed_sampling_batch_matches_torch_and_launches_no_unstrided_views(
+    drafts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each row has its own temperature and filters. Kernels read neighbouring numbers of what they are given, or take
     its stride.
     """
@@ -70,7 +74,7 @@ def test_requests_of_all_samplings_decode_together(drafts: bool, monkeypatch: py
     assert not apart
 
 
-def test_experts_get_their_rows_and_give_them_back() -> None:
+def test_triton_moe_engine_gives_the_tokens_of_torch() -> None:
     """Plain decoding of a tiny Qwen3-MoE, some experts of which have no rows in a step."""
     target = made("qwen3_moe", next(iter(FAMILIES["qwen3_moe"].cases)), 2).folder
     prompts = [[3, 5, 2], [9]]
@@ -82,7 +86,7 @@ def test_experts_get_their_rows_and_give_them_back() -> None:
     assert texts[0] == texts[1]
 
 
-def test_without_its_interpreter_it_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_backend_without_interpreter_or_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cluster.kernels.triton_kernels.INTERPRETED", False)
     with pytest.raises(ConfigError, match="attention_backend triton runs on a GPU and device is cpu; set"):
         build_engine(config_of(tiny_pair()[0], attention_backend="triton"))

@@ -17,7 +17,7 @@ def choices(rows: int, active: int, experts: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("active", "experts"), [(1, 1), (1, 5), (3, 5), (8, 40)])
-def test_places_are_the_twins(active: int, experts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_expert_grouping_matches_reference(active: int, experts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cluster.kernels.triton_kernels.MAX_BLOCK_CHOICES", 16)
     for rows in (0, 1, 7, 40 if experts < 40 else 9):
         chosen = choices(rows, active, experts)
@@ -28,7 +28,7 @@ def test_places_are_the_twins(active: int, experts: int, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("biased", [False, True])
-def test_results_come_back_together(biased: bool, dtype: torch.dtype) -> None:
+def test_triton_expert_combine_matches_reference_and_is_deterministic(biased: bool, dtype: torch.dtype) -> None:
     for rows, active, experts, size in ((0, 2, 4, 8), (1, 1, 3, 5), (6, 3, 5, 70), (4, 6, 9, 1030)):
         chosen = choices(rows, active, experts)
         groups = TWIN.group(chosen, experts)

@@ -42,7 +42,7 @@ def proposals(r: int, k: int, steps: int, dtype: torch.dtype, odd: bool = False)
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("k", "steps", "nodes"), [(1, 3, 4), (2, 1, 3), (3, 3, 7), (8, 4, 40), (5, 5, 33)])
-def test_trees_are_the_twins(k: int, steps: int, nodes: int, dtype: torch.dtype) -> None:
+def test_triton_tree_growth_matches_reference(k: int, steps: int, nodes: int, dtype: torch.dtype) -> None:
     for r in (0, 2):
         tokens, likely = proposals(r, k, steps, dtype if k < 8 else torch.float64)
         own, twin = (make(tokens[0], likely[0], steps) for make in (TritonGrowth, TorchGrowth))
@@ -60,7 +60,7 @@ def test_trees_are_the_twins(k: int, steps: int, nodes: int, dtype: torch.dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_ties_go_to_the_first_and_what_is_no_number_counts_least(dtype: torch.dtype) -> None:
+def test_tree_growth_breaks_ties_by_order_and_ranks_nan_last(dtype: torch.dtype) -> None:
     k, steps, nodes = 4, 4, 20
     tokens, likely = proposals(6, k, steps, dtype, odd=True)
     likely[0][0], likely[1][0] = -1.0, -1.0
@@ -78,7 +78,7 @@ def test_ties_go_to_the_first_and_what_is_no_number_counts_least(dtype: torch.dt
     assert scores.isfinite().all()
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_tree_growth_refuses_missing_levels_and_too_many_nodes() -> None:
     tokens, likely = proposals(1, 2, 3, torch.float32)
     own = TritonGrowth(tokens[0], likely[0], 3)
     with pytest.raises(ValueError, match="2 candidates were added of the 10 of 3 levels"):
@@ -88,7 +88,7 @@ def test_what_does_not_fit_is_refused() -> None:
         own.tree(tokens[0][:, 0], 12)
 
 
-def test_more_candidates_than_a_program_holds_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_tree_candidates_fall_back_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, likely = proposals(3, 3, 3, torch.float64)
     made, asked = [], []
 
@@ -106,12 +106,12 @@ def test_more_candidates_than_a_program_holds_are_torchs(monkeypatch: pytest.Mon
     assert torch.equal(made[0].tokens, made[1].tokens) and torch.equal(made[0].ancestors, made[1].ancestors)
 
 
-def test_paths_are_the_twins() -> None:
+def test_triton_accept_matches_torch_for_chains_padding_and_empty_batches() -> None:
     check_accepted(accept, 4)
 
 
 @pytest.mark.parametrize(("nodes", "steps", "vocab"), [(1, 0, 3), (2, 1, 2), (12, 5, 3), (30, 16, 3)])
-def test_paths_of_random_trees(nodes: int, steps: int, vocab: int) -> None:
+def test_triton_accept_matches_torch_on_random_trees(nodes: int, steps: int, vocab: int) -> None:
     tree = random_tree(5, nodes, steps, vocab, nodes)
     chosen = torch.randint(vocab, (5, nodes), generator=torch.Generator().manual_seed(1))
     twin = tree_backend_of(TritonKernels()).accept(tree, chosen, torch.tensor([41]), steps)
@@ -120,6 +120,6 @@ def test_paths_of_random_trees(nodes: int, steps: int, vocab: int) -> None:
         assert torch.equal(getattr(twin, name), getattr(other, name)), name
 
 
-def test_the_engines_trees_are_tritons_beside_its_kernels() -> None:
+def test_triton_kernels_select_the_triton_tree_backend() -> None:
     backend = tree_backend_of(TritonKernels())
     assert backend.create_growth is TritonGrowth and backend.accept is accept

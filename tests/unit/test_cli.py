@@ -13,7 +13,7 @@ from tests.tiny import target_folder
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("words", [["inspect", "DIR"], ["inspect", "DIR", "--json"], ["--help"]], ids=" ".join)
-def test_a_reader_that_leaves_early_ends_the_command_quietly(words: list[str], unbuffered: str) -> None:
+def test_closed_stdout_reader_ends_the_command_without_error_output(words: list[str], unbuffered: str) -> None:
     read, write = os.pipe()
     os.close(read)
     done = subprocess.run(
@@ -29,7 +29,7 @@ def test_a_reader_that_leaves_early_ends_the_command_quietly(words: list[str], u
     assert (done.returncode, done.stderr) == (0 if swallowed else 141, "")
 
 
-def test_another_broken_pipe_is_not_taken_for_stdout(
+def test_broken_pipe_error_from_another_pipe_is_raised(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def run(args: object) -> int:

@@ -99,7 +99,7 @@ def rules() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("rule", rules(), ids=lambda rule: rule["alert"])
-def test_every_alert_asks_for_series_that_exist_and_says_what_is_wrong(rule: dict[str, Any]) -> None:
+def test_alert_rules_use_existing_series_and_labels(rule: dict[str, Any]) -> None:
     asked = rule["expr"].replace('up{job="aerie"}', "aerie_steps_total")  # Prometheus's own series
     assert problems(asked) == []
     assert rule["labels"]["severity"] in ("warning", "critical")
@@ -127,7 +127,7 @@ def targets(board: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
-def test_every_query_names_series_and_labels_that_exist(path: Path) -> None:
+def test_dashboard_queries_use_existing_series_and_labels(path: Path) -> None:
     board = load(path)
     wrong = [f"{title}: {problem}" for title, target in targets(board) for problem in problems(target["expr"])]
     wrong += [
@@ -142,14 +142,14 @@ def test_every_query_names_series_and_labels_that_exist(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
-def test_every_legend_shows_a_label_that_the_query_keeps(path: Path) -> None:
+def test_dashboard_legends_use_labels_that_the_query_retains(path: Path) -> None:
     for title, target in targets(load(path)):
         for label in re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]):
             assert re.search(rf"by \([^)]*\b{label}\b[^)]*\)", target["expr"]), f"{title}: {label}"
 
 
 @pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
-def test_every_variable_exists_and_panels_neither_share_ids_nor_overlap(path: Path) -> None:
+def test_dashboard_variables_exist_and_panels_have_unique_ids_without_overlap(path: Path) -> None:
     board = load(path)
     known = {variable["name"] for variable in board["templating"]["list"]} | {"__rate_interval"}
     assert set(re.findall(r"\$\{?(\w+)", json.dumps(board["panels"]))) <= known
@@ -168,7 +168,7 @@ def test_every_variable_exists_and_panels_neither_share_ids_nor_overlap(path: Pa
             assert panel["fieldConfig"]["defaults"]["unit"], panel["title"]
 
 
-def test_the_dashboard_has_the_rows_an_operator_expects_and_shows_everything_we_count() -> None:
+def test_dashboard_has_expected_rows_and_shows_every_aerie_series() -> None:
     board = load(DEPLOY / "grafana" / "dashboards" / "aerie.json")
     assert [panel["title"] for panel in panels(board) if panel["type"] == "row"] == ROWS
     queries = " ".join(target["expr"] for _, target in targets(board))
@@ -188,11 +188,11 @@ def test_the_dashboard_has_the_rows_an_operator_expects_and_shows_everything_we_
         ("1 + 1", "names no series"),
     ],
 )
-def test_the_check_itself_finds_mistakes(query: str, problem: str) -> None:
+def test_promql_check_finds_mistakes(query: str, problem: str) -> None:
     assert problem in problems(query)
 
 
-def test_prometheus_scrapes_the_rest_port_once() -> None:
+def test_prometheus_config_has_one_scrape_job_for_the_rest_port() -> None:
     config = yaml.safe_load((DEPLOY / "prometheus.yml").read_text(encoding="utf-8"))
     (job,) = config["scrape_configs"]
     assert job["metrics_path"] == "/metrics"
@@ -201,7 +201,7 @@ def test_prometheus_scrapes_the_rest_port_once() -> None:
     assert all((DEPLOY / name).is_file() for name in config["rule_files"])
 
 
-def test_grafana_provisions_the_dashboard_and_its_source() -> None:
+def test_grafana_provisions_the_dashboard_and_its_data_source() -> None:
     folder = DEPLOY / "grafana" / "provisioning"
     (source,) = yaml.safe_load((folder / "datasources" / "aerie.yaml").read_text(encoding="utf-8"))["datasources"]
     (provider,) = yaml.safe_load((folder / "dashboards" / "aerie.yaml").read_text(encoding="utf-8"))["providers"]

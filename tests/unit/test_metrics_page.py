@@ -3,11 +3,11 @@
 from tests.metrics_page import FILE, series, written
 
 
-def test_the_file_says_what_the_code_does() -> None:
+def test_metrics_page_matches_the_code() -> None:
     assert FILE.read_text(encoding="utf-8") == written(), "run python -m tests.metrics_page"
 
 
-def test_it_lists_every_series_once() -> None:
+def test_metrics_page_lists_every_series_once() -> None:
     rows = FILE.read_text(encoding="utf-8").splitlines()
     names = [metric.name for _, metric in series()]
     assert len(names) == len(set(names)) > 30

@@ -7,18 +7,18 @@ from cluster.config import EngineConfig, Settings
 from tests.settings_page import FILE, table, written
 
 
-def test_the_file_says_what_the_code_does() -> None:
+def test_settings_page_matches_the_code() -> None:
     assert FILE.read_text(encoding="utf-8") == written(), "run python -m tests.settings_page"
 
 
-def test_it_lists_every_setting_of_the_engine() -> None:
+def test_settings_page_lists_every_engine_setting_once() -> None:
     engine, _ = FILE.read_text(encoding="utf-8").split("## vLLM's names")
     rows = engine.splitlines()
     for name in EngineConfig.model_fields:
         assert sum(row.startswith(f"| `{name}` |") for row in rows) == 1, name
 
 
-def test_values_bounds_and_defaults_are_told_and_a_missing_description_is_found() -> None:
+def test_settings_table_shows_bounds_and_refuses_missing_descriptions() -> None:
     class Told(Settings):
         least: int | None = Field(default=None, ge=2, le=5, description="some")
         share: float = Field(default=0.5, gt=0, lt=1, description="a|b")

@@ -20,7 +20,7 @@ from cluster.kv.page_table import PageTable
 from cluster.kv.triton_pool import TritonPool
 from tests.gpu.stages.stage import Stage, run
 from tests.unit.attention.dense import Case
-from tests.unit.attention.test_twins import KINDS, SHAPES, TREE
+from tests.unit.attention.test_gather_methods import KINDS, SHAPES, TREE
 
 LONG: dict[str, Any] = {"committed": (2500, 700), "parents": TREE, "chunks": ((580, 600),)}
 AT_ONCE = 8

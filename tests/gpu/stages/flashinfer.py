@@ -31,7 +31,7 @@ from tests.gpu.stages.stage import NotHereError, Stage, run
 from tests.gpu.stages.tokens import requests
 from tests.tiny import tiny_draft, tiny_target
 from tests.unit.attention.dense import Case
-from tests.unit.attention.test_twins import SHAPES
+from tests.unit.attention.test_gather_methods import SHAPES
 
 KINDS: dict[str, dict[str, Any]] = {
     "grouped, 64": {"d": 64},

@@ -43,7 +43,7 @@ def near(chance: random.Random, bound: str) -> str:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_numbers_within_bounds_and_no_others(seed: int) -> None:
+def test_number_bounds_accept_exactly_the_numbers_within(seed: int) -> None:
     chance = random.Random(seed)
     kind = chance.choice(["number", "integer"])
     names = chance.choice(
@@ -73,7 +73,7 @@ def test_numbers_within_bounds_and_no_others(seed: int) -> None:
         )
 
 
-def test_bounds_of_any_size() -> None:
+def test_number_bounds_of_any_size_are_exact() -> None:
     large = "9" * 40
     assert accepts(large, type='"integer"', maximum=large)
     assert not accepts("1" + "0" * 40, type='"integer"', maximum=large)
@@ -81,7 +81,7 @@ def test_bounds_of_any_size() -> None:
     assert not accepts("0." + "0" * 31 + "9", type='"number"', minimum="1e-31")
 
 
-def test_without_bounds_numbers_may_have_exponents() -> None:
+def test_only_unbounded_numbers_may_have_exponents() -> None:
     assert accepts("-1.5E+10", type='"number"')
     assert not accepts("1e5", type='"number"', minimum="0")
     for wrong in ("01", "1.", ".5", "+1", "1e", "--1", "-"):
@@ -89,7 +89,7 @@ def test_without_bounds_numbers_may_have_exponents() -> None:
 
 
 @pytest.mark.parametrize("step", [2, 7, 10, 64, 100])
-def test_multiples(step: int) -> None:
+def test_multiple_of_accepts_exactly_the_multiples(step: int) -> None:
     chance = random.Random(step)
     for value in [0, step, -step, 12 * step, *(chance.randint(-(10**6), 10**6) for _ in range(100))]:
         assert accepts(str(value), type='"integer"', multipleOf=str(step)) == (value % step == 0)

@@ -21,7 +21,7 @@ def grammar(schema: Any) -> Grammar:
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_outputs_are_valid(name: str) -> None:
+def test_outputs_of_a_schema_grammar_are_valid(name: str) -> None:
     schema, _ = SAMPLES[name]
     validator = validator_of(schema)
     ended = 0
@@ -36,7 +36,7 @@ def test_outputs_are_valid(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_a_valid_value_is_accepted(name: str) -> None:
+def test_schema_grammar_accepts_a_valid_value(name: str) -> None:
     schema, value = SAMPLES[name]
     validator_of(schema).validate(parse_exact_json(json.dumps(value)))
     written = [json.dumps(value, ensure_ascii=False)]
@@ -47,7 +47,7 @@ def test_a_valid_value_is_accepted(name: str) -> None:
         assert demo().accepts(grammar(schema), text), text
 
 
-def test_spaces_that_a_model_could_go_on_with_have_an_end() -> None:
+def test_json_whitespace_is_bounded() -> None:
     held = grammar({"type": "object"})
     assert demo().accepts(held, '{\n  "a": 1\n}')
     for text in (
@@ -62,7 +62,7 @@ def test_spaces_that_a_model_could_go_on_with_have_an_end() -> None:
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_what_is_not_valid_is_not_accepted(name: str) -> None:
+def test_schema_grammar_accepts_no_invalid_value(name: str) -> None:
     schema = SAMPLES[name][0]
     validator = validator_of(schema)
     for other in (
@@ -85,14 +85,14 @@ def test_what_is_not_valid_is_not_accepted(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_enforced_is_refused_by_name(name: str) -> None:
+def test_schema_keyword_without_enforcement_is_refused_by_name(name: str) -> None:
     schema, why = REFUSED[name]
     with pytest.raises(GrammarError, match=re.escape(why)) as refusal:
         schema_grammar(parse_exact_json(json.dumps(schema)))
     assert len(str(refusal.value)) < 300
 
 
-def test_no_output_has_a_control_character_in_a_string() -> None:
+def test_bounded_strings_contain_no_control_characters() -> None:
     """xgrammar's own bounded strings have them, and so are not JSON."""
     for bounds in ({"maxLength": 4}, {"minLength": 2}, {"maxLength": 200}, {"pattern": "^[\\s\\S]{3}$"}):
         for seed in range(20):
@@ -101,7 +101,7 @@ def test_no_output_has_a_control_character_in_a_string() -> None:
             assert output is not None and isinstance(json.loads(output), str)
 
 
-def test_a_key_cannot_be_spelled_in_another_way() -> None:
+def test_declared_key_cannot_be_escaped_repeated_or_reordered() -> None:
     schema = grammar({"type": "object", "properties": {"a": {"type": "null"}}, "additionalProperties": True})
     assert demo().accepts(schema, '{"a": null, "b": 1}')
     escaped = grammar({"type": "object", "properties": {'a"b': {"type": "null"}}, "additionalProperties": True})
@@ -132,20 +132,20 @@ def test_a_key_cannot_be_spelled_in_another_way() -> None:
         ({"type": "string", "pattern": "[ab]+"}, ["ab"], ["", "xa"]),  # neither ^ nor $: the whole string
     ],
 )
-def test_what_a_validator_of_2020_12_reads_otherwise(schema: Any, held: list[Any], not_held: list[Any]) -> None:
+def test_schema_forms_other_than_draft_2020_12_are_enforced(schema: Any, held: list[Any], not_held: list[Any]) -> None:
     for value in held + not_held:
         text = json.dumps(value, ensure_ascii=False)
         assert demo().accepts(grammar(schema), text) == (value in held), text
 
 
-def test_not_json_is_refused() -> None:
+def test_parse_exact_json_refuses_invalid_json() -> None:
     for text in ("", "{", "NaN", "{'a': 1}", '{"minimum": Infinity}'):
         with pytest.raises(GrammarError, match="not JSON"):
             parse_exact_json(text)
 
 
 @pytest.mark.parametrize("name", [name for name in SAMPLES if name not in ("enum", "const")])
-def test_compact_json_has_no_white_space_between_its_tokens(name: str) -> None:
+def test_compact_json_has_no_whitespace_between_json_tokens(name: str) -> None:
     """But for values that the schema spells out, which have one spelling."""
     schema, sample = SAMPLES[name]
     held = replace(grammar(schema), compact=True)

@@ -50,9 +50,7 @@ def filled(clock: Hand, count: int = 8, **settings: Any) -> Admission:
 
 
 @pytest.mark.parametrize(("bound_s", "taken"), [(5.0, 8), (30.0, 24), (600.0, 200)])
-def test_before_anything_was_measured_as_many_wait_as_a_slow_server_would_serve_in_time(
-    bound_s: float, taken: int
-) -> None:
+def test_unmeasured_admission_queues_as_many_as_a_slow_server_would_serve(bound_s: float, taken: int) -> None:
     admission = Admission(config(max_queue_wait_s=bound_s), Hand())  # 8 slots
     admission.on_gang_up(PLENTY)
     for i in range(200):
@@ -63,7 +61,7 @@ def test_before_anything_was_measured_as_many_wait_as_a_slow_server_would_serve_
     assert taken == 200
 
 
-def test_the_wait_is_known_before_any_request_has_ended() -> None:
+def test_admission_estimates_the_wait_before_any_request_has_ended() -> None:
     clock = Hand()
     admission = filled(clock)
     assert admission.expected_wait(1).seconds == pytest.approx(9.0, rel=0.2)  # 90 of 100 tokens are left
@@ -78,7 +76,7 @@ def test_the_wait_is_known_before_any_request_has_ended() -> None:
     assert filled(Hand(), max_queue_wait_s=20.0).overload() is None
 
 
-def test_tokens_of_the_queue_are_bounded() -> None:
+def test_admission_bounds_queued_tokens() -> None:
     admission = Admission(config(max_queued_tokens=500), Hand())
     admission.check(request("huge", prompt=2000))  # an empty queue takes anything
     admission.on_admitted(request("r0", prompt=390, max_tokens=10))
@@ -87,7 +85,7 @@ def test_tokens_of_the_queue_are_bounded() -> None:
         admission.check(request("does not", prompt=100, max_tokens=10))
 
 
-def test_nothing_is_left_when_all_have_left() -> None:
+def test_admission_state_is_empty_after_all_requests_ended() -> None:
     clock = Hand()
     admission = filled(clock)
     admission.on_admitted(request("leaves before its first token"))
@@ -100,7 +98,7 @@ def test_nothing_is_left_when_all_have_left() -> None:
     admission.on_tokens("nobody", 3)
 
 
-def test_a_gang_that_is_down_says_nothing_of_time() -> None:
+def test_admission_gives_no_overload_while_the_gang_is_down() -> None:
     clock = Hand()
     admission = filled(clock)
     admission.on_gang_down()
@@ -110,7 +108,7 @@ def test_a_gang_that_is_down_says_nothing_of_time() -> None:
     assert admission.expected_wait(1).seconds == pytest.approx(9.0, rel=0.2)  # the 100 s do not count
 
 
-def test_an_outage_is_no_time_to_a_first_token() -> None:
+def test_outage_does_not_count_towards_the_expected_wait() -> None:
     clock = Hand()
     admission = Admission(config(max_running_requests=64), clock)
     admission.on_gang_up(PLENTY)
@@ -131,7 +129,7 @@ def test_an_outage_is_no_time_to_a_first_token() -> None:
     assert admission.overload() is None
 
 
-def test_expected_lengths_are_learnt() -> None:
+def test_admission_learns_expected_output_lengths() -> None:
     clock = Hand()
     admission = Admission(config(), clock)
     assert admission.expected_new_tokens(request("r", max_tokens=4096)) == pytest.approx(PRIOR_TOKENS_PER_STOP)

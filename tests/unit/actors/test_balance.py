@@ -30,19 +30,19 @@ def run(balancer: Balancer, name: str, tokens: int = 4, steps: int = 2) -> None:
     balancer.on_ended(name)
 
 
-def test_round_robin_takes_turns_whatever_the_load() -> None:
+def test_round_robin_policy_ignores_load() -> None:
     balancer = Balancer("round_robin", 3, PAGE)
     assert [balancer.choose(request(f"r{i}", 8 + 500 * (i % 3 == 0)), 8.0) for i in range(7)] == [0, 1, 2, 0, 1, 2, 0]
 
 
-def test_total_requests_counts_heads() -> None:
+def test_total_requests_policy_picks_rank_with_fewest_requests() -> None:
     balancer = Balancer("total_requests", 3, PAGE)
     assert [balancer.choose(request(f"r{i}", 4000 if i == 0 else 8), 8.0) for i in range(4)] == [0, 1, 2, 0]
     balancer.on_ended("r1")
     assert balancer.choose(request("next"), 8.0) == 1
 
 
-def test_total_tokens_counts_tokens_then_heads() -> None:
+def test_total_tokens_policy_picks_rank_with_fewest_tokens_then_requests() -> None:
     balancer = Balancer("total_tokens", 2, PAGE)
     assert balancer.choose(request("long", 100), 8.0) == 0
     assert [balancer.choose(request(f"short{i}", 20), 8.0) for i in range(5)] == [1] * 5
@@ -52,20 +52,20 @@ def test_total_tokens_counts_tokens_then_heads() -> None:
     assert balancer.choose(request("grown", 20), 8.0) == 0
 
 
-def test_an_unknown_policy_is_refused_by_name() -> None:
+def test_balancer_refuses_an_unknown_policy_by_name() -> None:
     with pytest.raises(ValueError, match=r"routing_policy: must be one of expected_load, .*got 'random'"):
         Balancer("random", 2, PAGE)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_pin_beats_every_policy(policy: str) -> None:
+def test_pinned_rank_overrides_every_policy(policy: str) -> None:
     balancer = Balancer(policy, 3, PAGE)
     assert {balancer.choose(request(f"r{i}", routed_dp_rank=2), 8.0) for i in range(20)} == {2}
     assert balancer.choose(request("free"), 8.0) == 0
 
 
 @pytest.mark.parametrize("rank", [-1, 3, 10**20])
-def test_a_pin_to_no_rank_is_refused_and_changes_nothing(rank: int) -> None:
+def test_pin_to_a_nonexistent_rank_is_refused_and_leaves_loads_unchanged(rank: int) -> None:
     balancer = Balancer("expected_load", 3, PAGE)
     balancer.choose(request("a"), 8.0)
     before = [balancer.load(at) for at in range(3)]
@@ -75,7 +75,7 @@ def test_a_pin_to_no_rank_is_refused_and_changes_nothing(rank: int) -> None:
     assert [balancer.load(at) for at in range(3)] == before
 
 
-def test_a_scored_prompt_looks_for_no_prefix() -> None:
+def test_balancer_ignores_cached_prefix_for_prompt_logprobs_requests() -> None:
     """Its rows are all computed, so the rank that holds them is no faster."""
     balancer = Balancer("expected_load", 2, PAGE, index_pages=PLENTY)
     text = request("first", 400)
@@ -89,7 +89,7 @@ def test_a_scored_prompt_looks_for_no_prefix() -> None:
         run(balancer, name)
 
 
-def test_a_queued_prompt_keeps_others_away_until_it_is_computed() -> None:
+def test_balancer_avoids_a_rank_with_an_uncomputed_long_prompt() -> None:
     balancer = Balancer("expected_load", 2, PAGE)
     assert balancer.choose(request("long", 3000, most=2), 2.0) == 0
     assert balancer.choose(request("a", 40, 5000, most=2), 2.0) == 1
@@ -98,7 +98,7 @@ def test_a_queued_prompt_keeps_others_away_until_it_is_computed() -> None:
     assert balancer.choose(request("c", 40, 7000, most=2), 2.0) == 0
 
 
-def test_one_long_stream_is_not_many_short_ones() -> None:
+def test_expected_load_prefers_one_long_stream_over_many_short_streams() -> None:
     """64 requests of 8 steps are as much work as one of 512, but they slow the next steps, and it does not."""
     balancer = Balancer("expected_load", 2, PAGE, step_rows=8)
     for i in range(64):
@@ -110,7 +110,7 @@ def test_one_long_stream_is_not_many_short_ones() -> None:
     assert balancer.choose(request("next", 8, 8888, most=9), 9.0) == 1
 
 
-def test_a_low_accept_length_is_more_load() -> None:
+def test_low_accept_length_counts_as_more_load() -> None:
     balancer = Balancer("expected_load", 2, PAGE, step_rows=8)
     for rank, name in enumerate(("slow", "fast")):
         balancer.choose(request(name, 8, 100 * rank, most=400, routed_dp_rank=rank), 200.0)
@@ -123,7 +123,7 @@ def test_a_low_accept_length_is_more_load() -> None:
     assert balancer.choose(request("next", 8, 500, most=400), 200.0) == 1
 
 
-def test_a_newcomer_is_expected_to_accept_like_the_gang() -> None:
+def test_new_request_is_expected_to_have_the_accept_length_of_the_gang() -> None:
     plain, told = Balancer("expected_load", 2, PAGE), Balancer("expected_load", 2, PAGE)
     told.choose(request("earlier", 8, 500, most=300), 300.0)
     told.on_tokens("earlier", 3, 1)
@@ -133,7 +133,7 @@ def test_a_newcomer_is_expected_to_accept_like_the_gang() -> None:
     assert sum(plain.load(0).work) == pytest.approx(3 * sum(told.load(0).work), rel=0.01)
 
 
-def test_a_request_that_outlives_its_estimate_goes_on() -> None:
+def test_request_beyond_its_length_estimate_still_counts_as_work() -> None:
     balancer = Balancer("expected_load", 1, PAGE)
     balancer.choose(request("a", 8, most=1000), 10.0)
     for _ in range(100):
@@ -144,7 +144,7 @@ def test_a_request_that_outlives_its_estimate_goes_on() -> None:
     assert sum(balancer.load(0).work) < 20 * WORK_UNIT  # max_tokens is near
 
 
-def test_a_prefix_draws_a_request_to_its_rank_until_the_load_outweighs_it() -> None:
+def test_cached_prefix_attracts_requests_until_load_outweighs_the_prefix() -> None:
     balancer = Balancer("expected_load", 2, PAGE)
     ids = tuple(range(400))
     assert balancer.choose(Request("first", ids), 8.0) == 0
@@ -157,7 +157,7 @@ def test_a_prefix_draws_a_request_to_its_rank_until_the_load_outweighs_it() -> N
     assert 0 < placed.count(1) < 100  # rank 0 is preferred, never overloaded: the other one takes its share
 
 
-def test_an_idle_gang_fills_the_caches_of_all_its_ranks() -> None:
+def test_idle_gang_spreads_prompts_over_the_caches_of_all_ranks() -> None:
     balancer = Balancer("expected_load", 2, PAGE)
     for i in range(10):
         balancer.choose(request(f"r{i}", 41, 1000 * i), 8.0)
@@ -165,7 +165,7 @@ def test_an_idle_gang_fills_the_caches_of_all_its_ranks() -> None:
     assert [balancer.load(rank).pages for rank in range(2)] == [50, 50]
 
 
-def test_a_prefix_draws_requests_of_its_own_salt_only() -> None:
+def test_cached_prefix_attracts_only_requests_with_the_same_cache_salt() -> None:
     balancer = Balancer("expected_load", 2, PAGE)
     ids, answer = tuple(range(40)), (7, 8, 9, 10)
     balancer.choose(Request("first", ids, routed_dp_rank=1, cache_salt=5), 8.0)
@@ -182,7 +182,7 @@ def test_a_prefix_draws_requests_of_its_own_salt_only() -> None:
     assert balancer.load(1).queued_tokens == 45 - 40, "the generated tokens too"
 
 
-def test_what_a_request_did_not_find_is_forgotten() -> None:
+def test_balancer_drops_index_pages_that_the_rank_did_not_have_cached() -> None:
     balancer = Balancer("expected_load", 1, PAGE)
     balancer.choose(request("a", 41), 8.0)
     run(balancer, "a")
@@ -194,7 +194,7 @@ def test_what_a_request_did_not_find_is_forgotten() -> None:
     assert balancer.load(0).pages == 3
 
 
-def test_a_restart_empties_the_caches_and_queues_what_is_open() -> None:
+def test_restart_clears_prefix_indexes_and_requeues_open_requests() -> None:
     balancer = Balancer("expected_load", 2, PAGE)
     balancer.choose(request("old", 41, routed_dp_rank=0), 8.0)
     run(balancer, "old")
@@ -216,7 +216,7 @@ def test_a_restart_empties_the_caches_and_queues_what_is_open() -> None:
     assert balancer.load(1).queued_tokens == 57 - 13 * PAGE
 
 
-def test_calls_about_requests_that_are_not_open_change_nothing() -> None:
+def test_balancer_ignores_events_of_requests_that_are_not_open() -> None:
     balancer = Balancer("expected_load", 2, PAGE)
     for name in ("never", "gone"):
         if name == "gone":
@@ -241,7 +241,7 @@ class Known:
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("seed", range(4))
-def test_random_histories_keep_the_books(policy: str, seed: int) -> None:
+def test_balancer_loads_match_a_recount_over_random_event_histories(policy: str, seed: int) -> None:
     """Against a recount from a plain list, with whole prefixes in a set for the index; zero when all have ended."""
     draw = random.Random(seed)
     balancer = Balancer(policy, 3, PAGE, step_rows=8)
@@ -308,7 +308,7 @@ def test_random_histories_keep_the_books(policy: str, seed: int) -> None:
     assert [balancer.load(rank) for rank in range(3)] == [RankLoad()] * 3
 
 
-def test_the_index_agrees_with_the_radix_tree() -> None:
+def test_prefix_index_agrees_with_the_radix_tree() -> None:
     draw = random.Random(0)
     tree, index = RadixTree(PAGE), PrefixIndex(10**6)
     pages = iter(range(10**6))
@@ -321,7 +321,7 @@ def test_the_index_agrees_with_the_radix_tree() -> None:
         assert len(index) == tree.pages
 
 
-def test_the_index_is_bounded_and_forgets_ends_before_beginnings() -> None:
+def test_prefix_index_is_bounded_and_evicts_prefix_tails_first() -> None:
     index = PrefixIndex(10)
     chains = [tuple(range(100 * i, 100 * i + 4)) for i in range(50)]
     for chain in chains:
@@ -332,7 +332,7 @@ def test_the_index_is_bounded_and_forgets_ends_before_beginnings() -> None:
     assert (len(index), index.count_cached(range(1000, 1100))) == (10, 10)
 
 
-def test_settings_make_a_balancer() -> None:
+def test_balancer_of_settings_takes_policy_dp_size_and_page_size() -> None:
     config = EngineConfig(model_path="x", tp_size=8, attn_dp_size=4, page_size=8, routing_policy="total_tokens")
     balancer = Balancer.of(ResolvedSettings.from_settings(config))
     assert (balancer.policy, balancer.dp_size, balancer.page_size) == ("total_tokens", 4, 8)
@@ -342,7 +342,7 @@ def test_settings_make_a_balancer() -> None:
     assert balancer.load(0).pages == 0  # a cache that is off holds nothing
 
 
-def test_a_gang_that_begins_says_how_large_its_caches_are() -> None:
+def test_restart_sets_the_index_size_unless_the_cache_is_disabled() -> None:
     balancer = Balancer("expected_load", 1, PAGE, index_pages=50)
     balancer.on_restart(20)
     for i in range(9):

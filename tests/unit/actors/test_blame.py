@@ -33,32 +33,32 @@ def own(by: int, kind: str = "failed", rank: int | None = None) -> RankEvidence:
     return RankEvidence(beat(by), failure=failure)
 
 
-def test_a_gang_that_is_well_has_no_verdict() -> None:
+def test_healthy_gang_has_no_verdict() -> None:
     assert judge(well(3), LIMIT) is None
     assert judge([RankEvidence()], LIMIT) is None
     assert judge([RankEvidence(beat(0, age_s=100.0, busy=False))], LIMIT) is None
 
 
-def test_the_dead_rank_is_blamed_and_its_peers_say_where() -> None:
+def test_dead_rank_is_blamed_at_the_step_reported_by_its_peers() -> None:
     verdict = judge([lost(0, 1), RankEvidence(beat(1, 9, "plan"), death="the process died"), lost(2, None)], LIMIT)
     assert verdict is not None
     assert (verdict.rank, verdict.kind, verdict.step, verdict.phase) == (1, "died", 11, "draft")
     assert verdict.reason == "the process died" and verdict.final and verdict.certain
 
 
-def test_without_a_peer_that_says_where_the_last_sign_of_the_gang_has_to_do() -> None:
+def test_verdict_uses_the_latest_heartbeat_when_no_peer_reports_the_loss() -> None:
     verdict = judge([RankEvidence(beat(0, 11, "draft")), RankEvidence(beat(1, 9, "plan"), death="gone")], LIMIT)
     assert verdict is not None and not verdict.certain
     assert (verdict.rank, verdict.step, verdict.phase) == (1, 11, "draft")
 
 
-def test_of_several_dead_the_one_that_peers_missed_died_first() -> None:
+def test_first_of_several_dead_ranks_is_the_rank_reported_lost_by_peers() -> None:
     verdict = judge([RankEvidence(death="aborted"), RankEvidence(death="killed"), lost(2, 1), lost(3, 1)], LIMIT)
     assert verdict is not None and (verdict.rank, verdict.reason) == (1, "killed")
 
 
 @pytest.mark.parametrize("kind", ["failed", "out_of_step"])
-def test_a_rank_with_a_reason_of_its_own_is_blamed_before_the_messengers(kind: str) -> None:
+def test_rank_with_its_own_failure_is_blamed_before_ranks_that_lost_a_peer(kind: str) -> None:
     verdict = judge([lost(0, 2), lost(1, None), own(2, kind)], LIMIT)
     assert verdict is not None and verdict.certain
     assert (verdict.rank, verdict.kind, verdict.step, verdict.phase) == (2, kind, 12, "extend")
@@ -66,13 +66,13 @@ def test_a_rank_with_a_reason_of_its_own_is_blamed_before_the_messengers(kind: s
     assert early is not None and not early.certain and early.rank == 2
 
 
-def test_most_ranks_say_who_is_out_of_step() -> None:
+def test_out_of_step_verdict_follows_the_majority_of_ranks() -> None:
     signs = [own(0, "out_of_step", 2), own(1, "out_of_step", 2), own(2, "out_of_step", 0)]
     verdict = judge(signs, LIMIT)
     assert verdict is not None and (verdict.rank, verdict.kind) == (2, "out_of_step")
 
 
-def test_messengers_alone_name_a_rank_but_a_notice_of_its_death_may_follow() -> None:
+def test_peer_reports_alone_are_enough_to_blame_a_rank() -> None:
     verdict = judge([lost(0, 1), RankEvidence(beat(1))], LIMIT)
     assert verdict is not None
     assert (verdict.rank, verdict.kind, verdict.final, verdict.certain) == (1, "died", True, False)
@@ -85,20 +85,20 @@ def test_messengers_alone_name_a_rank_but_a_notice_of_its_death_may_follow() -> 
 
 
 @pytest.mark.parametrize(("silence", "final"), [(3.1, False), (5.9, False), (6.1, True)])
-def test_a_silent_rank_is_blamed_rather_than_those_that_wait_for_it(silence: float, final: bool) -> None:
+def test_silent_rank_is_blamed_before_a_rank_without_progress(silence: float, final: bool) -> None:
     signs = [RankEvidence(beat(0, 12, "plan", age_s=silence)), RankEvidence(beat(1, 11, "extend"), silence_s=silence)]
     verdict = judge(signs, LIMIT)
     assert verdict is not None and (verdict.rank, verdict.kind, verdict.final) == (1, "frozen", final)
     assert (verdict.step, verdict.phase) == (12, "plan")  # where its peer waits for it
 
 
-def test_a_stall_is_a_silent_rank_s_before_it_reaches_the_limit_itself() -> None:
+def test_stall_is_blamed_on_a_silent_rank_below_the_silence_limit() -> None:
     verdict = judge([RankEvidence(beat(0, age_s=3.1)), RankEvidence(beat(1), silence_s=2.4)], LIMIT)
     assert verdict is not None and verdict.rank == 1 and not verdict.final
 
 
 @pytest.mark.parametrize(("age", "final"), [(3.1, False), (8.9, False), (9.1, True)])
-def test_a_rank_that_answers_but_does_nothing_has_longer(age: float, final: bool) -> None:
+def test_answering_rank_without_progress_has_a_longer_limit(age: float, final: bool) -> None:
     verdict = judge(
         [RankEvidence(beat(0, 12, "plan", age_s=age)), RankEvidence(beat(1, 11, "extend", age_s=age))], LIMIT
     )
@@ -107,7 +107,7 @@ def test_a_rank_that_answers_but_does_nothing_has_longer(age: float, final: bool
     assert verdict.final is final and "did nothing" in verdict.reason
 
 
-def test_who_waits_for_a_rank_that_works_is_well_however_long_it_takes() -> None:
+def test_rank_that_waits_for_a_working_rank_is_never_blamed() -> None:
     signs = [
         RankEvidence(beat(0, age_s=500.0, waits=True)),
         RankEvidence(beat(1, unmarked_s=200.0)),
@@ -116,13 +116,13 @@ def test_who_waits_for_a_rank_that_works_is_well_however_long_it_takes() -> None
     assert judge(signs, LIMIT) is None
 
 
-def test_who_waits_for_a_rank_that_does_nothing_is_not_the_one_to_blame() -> None:
+def test_rank_without_progress_is_blamed_before_a_rank_that_waits() -> None:
     verdict = judge([RankEvidence(beat(0, 11, age_s=50.0, waits=True)), RankEvidence(beat(1, 12, age_s=4.0))], LIMIT)
     assert verdict is not None and (verdict.rank, verdict.final) == (1, False)
 
 
 @pytest.mark.parametrize(("age", "final"), [(3.1, False), (9.1, True)])
-def test_where_all_wait_for_each_other_the_one_furthest_behind_is_blamed(age: float, final: bool) -> None:
+def test_rank_furthest_behind_is_blamed_when_all_ranks_wait(age: float, final: bool) -> None:
     signs = [
         RankEvidence(beat(0, 12, age_s=50.0, waits=True)),
         RankEvidence(beat(1, 11, "draft", age_s=age, waits=True)),
@@ -138,7 +138,7 @@ def test_where_all_wait_for_each_other_the_one_furthest_behind_is_blamed(age: fl
 
 
 @pytest.mark.parametrize(("unmarked", "frozen"), [(299.0, False), (301.0, True)])
-def test_computing_without_an_end_is_frozen_after_a_hundred_limits(unmarked: float, frozen: bool) -> None:
+def test_rank_computing_without_progress_marks_is_frozen_after_a_hundred_limits(unmarked: float, frozen: bool) -> None:
     verdict = judge(
         [RankEvidence(beat(0, age_s=0.1, unmarked_s=unmarked)), RankEvidence(beat(1, waits=True, unmarked_s=900.0))],
         LIMIT,
@@ -148,7 +148,7 @@ def test_computing_without_an_end_is_frozen_after_a_hundred_limits(unmarked: flo
         assert (verdict.rank, verdict.final) == (0, True) and "stuck in one part of the step" in verdict.reason
 
 
-def test_a_verdict_names_rank_step_and_phase() -> None:
+def test_verdict_text_names_rank_step_and_phase() -> None:
     assert (
         str(judge([lost(0, 1), RankEvidence(beat(1), death="gone")], LIMIT))
         == "rank 1 died at step 11, phase draft: gone"

@@ -35,7 +35,7 @@ def laid(gangs: int, world: int, strategy: Strategy, slots: list[int]) -> bool:
 
 
 @pytest.mark.parametrize("strategy", ["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"])
-def test_how_many_gangs_fit_is_what_trying_all_ways_finds(strategy: Strategy) -> None:
+def test_gangs_that_fit_equals_a_brute_force_search(strategy: Strategy) -> None:
     draw = random.Random(strategy)
     for _ in range(60):
         slots = [draw.randint(0, 2) for _ in range(draw.randint(1, 3))]
@@ -45,13 +45,13 @@ def test_how_many_gangs_fit_is_what_trying_all_ways_finds(strategy: Strategy) ->
         assert not laid(fit + 1, world, strategy, slots), (slots, world)
 
 
-def test_resources_that_ray_counts_in_small_steps_are_not_lost_to_rounding() -> None:
+def test_gangs_that_fit_has_no_rounding_errors_for_fractional_resources() -> None:
     tenth = Layout(({"CPU": 0.1},) * 10)
     assert gangs_that_fit(tenth, [{"CPU": 1.0}]) == 1
     assert gangs_that_fit(tenth, [{"CPU": 0.9}]) == 0
 
 
-def test_bundles_that_differ_are_never_refused_where_they_fit() -> None:
+def test_capacity_problem_handles_bundles_of_different_resources() -> None:
     two = ({"GPU": 1.0, "CPU": 1.0}, {"CPU": 8.0})
     assert capacity_problem(Layout(two), [{"GPU": 1.0, "CPU": 2.0}, {"CPU": 8.0}]) == ""
     assert "STRICT_PACK" in capacity_problem(Layout(two, "STRICT_PACK"), [{"GPU": 1.0, "CPU": 8.0}, {"CPU": 8.0}])
@@ -80,7 +80,7 @@ EIGHT = node(8, kind="H100")
         (gang(8, "STRICT_PACK", 2), [node(12)], ["hold 1 of them with strategy STRICT_PACK"]),
     ],
 )
-def test_what_can_never_be_placed_is_refused_with_the_field_and_the_remedy(
+def test_capacity_problem_names_the_field_and_the_remedy(
     layout: Layout, nodes: list[dict[str, float]], said: list[str]
 ) -> None:
     words = capacity_problem(layout, nodes)
@@ -91,7 +91,7 @@ def test_what_can_never_be_placed_is_refused_with_the_field_and_the_remedy(
     ("bundles", "said"),
     [([{"GPU": 2.0}], "GPU: 1 in its bundle and tp_size"), ([{"GPU": 0.5}] * 2, "cannot share one; set GPU: 1")],
 )
-def test_a_rank_has_one_gpu(bundles: list[dict[str, float]], said: str) -> None:
+def test_gpu_shares_allow_at_most_one_gpu_per_rank_and_no_sharing(bundles: list[dict[str, float]], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         check_gpu_shares(bundles)
     check_gpu_shares([{"GPU": 0.5}])
@@ -107,7 +107,7 @@ def test_a_rank_has_one_gpu(bundles: list[dict[str, float]], said: str) -> None:
         ("app/other/gang", 9, 10),
     ],
 )
-def test_how_long_room_is_waited_for_follows_from_who_has_it(
+def test_capacity_wait_depends_on_the_placement_group_that_holds_the_gpus(
     monkeypatch: pytest.MonkeyPatch, holder: str, world: int, wait_s: float
 ) -> None:
     monkeypatch.setattr(placement.ray, "nodes", lambda: [{"Alive": True, "Resources": EIGHT}])
@@ -121,7 +121,7 @@ def test_how_long_room_is_waited_for_follows_from_who_has_it(
         assert (f"held by {holder} {{GPU: 7}}" in lack.reason) == (holder != "app/deployment/gang")
 
 
-def test_a_rank_sees_its_own_gpus_also_where_ray_was_told_not_to_see_to_it() -> None:
+def test_hide_other_gpus_sets_cuda_visible_devices_to_the_gpus_of_the_rank() -> None:
     of_node = {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}
     hide_other_gpus(("6",), of_node)
     assert of_node == {"CUDA_VISIBLE_DEVICES": "6"}

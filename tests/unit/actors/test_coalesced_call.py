@@ -10,7 +10,7 @@ from cluster.actors.coalesced_call import CoalescedCall
 WHO = contextvars.ContextVar("WHO", default="nobody")
 
 
-def test_all_who_ask_at_once_share_one_answer_and_one_who_leaves_does_not_end_it() -> None:
+def test_coalesced_call_shares_one_result_and_survives_a_cancelled_caller() -> None:
     made: list[str] = []
 
     async def whole() -> None:
@@ -40,7 +40,7 @@ def test_all_who_ask_at_once_share_one_answer_and_one_who_leaves_does_not_end_it
     assert made == ["nobody"]  # in the context of who made it shared, whoever asks
 
 
-def test_an_old_answer_and_a_failure_are_made_again() -> None:
+def test_coalesced_call_runs_again_after_expiry_or_failure() -> None:
     made: list[int] = []
 
     async def make() -> int:

@@ -70,7 +70,7 @@ LOADS: dict[str, tuple[list[Arrival], dict[str, Any], float]] = {
         *(pytest.param(load, 2, marks=pytest.mark.slow) for load in ("bursts", "all long", "slots full", "KV full")),
     ],
 )
-def test_the_expected_wait_is_the_true_one(load: str, groups: int) -> None:
+def test_expected_wait_matches_the_simulated_wait(load: str, groups: int) -> None:
     arrivals, given, over_s = LOADS[load]
     if groups == 2:  # each request twice, but for the longest
         arrivals = arrivals + [replace(one, at=one.at + 0.0005) for one in arrivals if one.prompt < 8000]
@@ -78,14 +78,14 @@ def test_the_expected_wait_is_the_true_one(load: str, groups: int) -> None:
 
 
 @pytest.mark.parametrize("load", ["short beside long", "bursts", "slots full", "KV full"])
-def test_a_fast_machine_is_no_other(load: str) -> None:
+def test_expected_wait_matches_the_simulated_wait_on_a_fast_machine(load: str) -> None:
     arrivals, given, _ = LOADS[load]
     arrivals = [one if load == "bursts" else replace(one, at=one.at / 12) for one in arrivals]
     judge(gang(EIGHT_B, **given).run(arrivals), 0.2)
 
 
 @pytest.mark.parametrize("load", ["nobody decodes", "bursts", "all long"])
-def test_a_machine_that_became_slower_is_learned(load: str) -> None:
+def test_expected_wait_adapts_to_a_slower_machine(load: str) -> None:
     """By the steps that are taken before; ranks report it."""
     arrivals, given, over_s = LOADS[load]
     before = steady(2, 20, (5, 400), (1, 30))
@@ -94,7 +94,7 @@ def test_a_machine_that_became_slower_is_learned(load: str) -> None:
     judge(outcomes[len(before) :], over_s)
 
 
-def test_with_a_fixed_number_of_rows_the_rows_before_tell_what_rows_take() -> None:
+def test_expected_wait_learns_row_times_when_mixed_prefill_size_is_fixed() -> None:
     """Nothing is measured at start then."""
     before = steady(0.5, 20, (600, 1500), (1, 30))
     sim = gang(measured=False, settings={"mixed_prefill_size": 64})
@@ -102,26 +102,26 @@ def test_with_a_fixed_number_of_rows_the_rows_before_tell_what_rows_take() -> No
     judge(outcomes[len(before) :], 20.0, factor=3.0)
 
 
-def test_a_rank_that_has_learned_nothing_hides_no_drift() -> None:
+def test_gang_drift_ignores_ranks_without_observations() -> None:
     """What was measured on a busy machine is too slow: one rank knows, the other never had a long prompt."""
     assert Drift.of_gang([Drift(0.5, 1.0, 0.4), Drift(0.6, 1.0, 1.0)]) == (0.6, 1.0, 0.4)
 
 
-def test_a_prefix_that_an_open_request_computes_is_not_computed_again() -> None:
+def test_expected_wait_counts_a_prefix_shared_with_open_requests_once() -> None:
     arrivals = [Arrival(i / 1000, 4010, 20, prefix=4000) for i in range(20)]
     outcomes = gang().run(arrivals)
     judge(outcomes, 2.0)
     assert not any(one.refused for one in outcomes), "a prompt for each of them would take two minutes"
 
 
-def test_short_requests_go_to_the_rank_without_the_long_prompt() -> None:
+def test_short_requests_are_admitted_on_the_rank_without_the_long_prompt() -> None:
     """The case of which the field told: 442 of them were refused, though each was served in about a second."""
     outcomes = gang(groups=2).run([*steady(20, 30, (3, 8), (1, 1)), LONG[0]])
     short = [one for one in outcomes if one.arrival.prompt < 100]
     assert not any(one.refused for one in short) and max(one.waited for one in short) < 5.0
 
 
-def test_the_estimate_recovers_as_soon_as_a_burst_is_over() -> None:
+def test_expected_wait_recovers_when_a_burst_is_over() -> None:
     sim = gang()
     served = sim.run(burst(0.0, 120))
     assert any(one.refused for one in served)
@@ -131,7 +131,7 @@ def test_the_estimate_recovers_as_soon_as_a_burst_is_over() -> None:
 
 
 @pytest.mark.parametrize("load", ["bursts", "slots full", "KV full"])
-def test_those_that_are_let_in_wait_no_longer_than_the_limit(load: str) -> None:
+def test_admitted_requests_wait_no_longer_than_max_queue_wait_s(load: str) -> None:
     arrivals, given, _ = LOADS[load]
     outcomes = gang(admits_all=False, **given).run(arrivals)
     waits = [one.waited for one in outcomes if not one.refused]
@@ -140,7 +140,7 @@ def test_those_that_are_let_in_wait_no_longer_than_the_limit(load: str) -> None:
 
 
 @pytest.mark.parametrize(("most", "right"), [(96, 0.95), (4096, 0.9)])
-def test_five_times_overload_gets_an_honest_retry_after(most: int, right: float) -> None:
+def test_retry_after_matches_observed_waits_at_five_times_overload(most: int, right: float) -> None:
     """As in `aerie bench overload`: two ranks of eight slots, answers of one length, which is known or is learned."""
     gang_of_two = gang(groups=2, admits_all=False, settings={"max_running_requests": 8})
     capacity = 2 * 8 * ACCEPT / 96 / (1e-6 * CPU.step(8, 60))  # requests a second
@@ -156,7 +156,7 @@ def test_five_times_overload_gets_an_honest_retry_after(most: int, right: float)
     assert len(ratios) > 500 and sum(0.5 <= ratio <= 2.0 for ratio in ratios) > right * len(ratios)
 
 
-def test_refusals_by_the_hundred_cost_few_forecasts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hundreds_of_refusals_need_few_forecasts(monkeypatch: pytest.MonkeyPatch) -> None:
     made, run_ahead = [0], Admission._new_forecast
 
     def counted(admission: Admission, now: float) -> Any:

@@ -12,7 +12,7 @@ def asked(grammar: str | None) -> Request:
     return Request("one", (1, 2), RequestParams(grammar=grammar))
 
 
-def test_a_request_gets_the_grammar_of_its_name_and_of_no_other() -> None:
+def test_grammar_cache_resolves_each_grammar_name_to_its_own_text() -> None:
     kept = GrammarCache()
     for text in ("first", "second"):
         kept.add(grammar_name(text), text)
@@ -31,7 +31,7 @@ def test_a_request_gets_the_grammar_of_its_name_and_of_no_other() -> None:
     assert grammar_name("first") != grammar_name("second")
 
 
-def test_old_grammars_make_room_but_not_those_whose_request_may_be_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grammar_cache_evicts_old_grammars_but_keeps_recent_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(grammar_transfer.time, "monotonic", lambda: now)
     monkeypatch.setattr(grammar_transfer, "MAX_CACHED_CHARACTERS", 10)

@@ -56,7 +56,7 @@ async def refuses() -> None:
     raise ConfigError("model_path: no such folder")
 
 
-def test_what_was_said_of_a_rank_while_it_loaded_does_not_end_the_life_that_has_loaded(
+def test_reports_against_a_loading_rank_are_cleared_once_the_incarnation_loads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A heartbeat may be lost on the way to a rank that lives."""
@@ -84,21 +84,21 @@ def test_what_was_said_of_a_rank_while_it_loaded_does_not_end_the_life_that_has_
     asyncio.run(whole())
 
 
-def test_while_one_rank_does_something_the_others_may_take_their_time() -> None:
+def test_load_continues_past_the_stall_limit_while_one_rank_progresses() -> None:
     assert load(life(), soon, soon, time_s=30, still_s=0.5, progress=True) == [7, 7]
 
 
-def test_where_no_rank_does_anything_the_load_is_given_up() -> None:
+def test_load_fails_when_no_rank_shows_progress() -> None:
     with pytest.raises(GangStartError, match="rank 0, 1 did not load: no rank has done anything for"):
         load(life(), never, never, time_s=30, still_s=0.5)
 
 
-def test_progress_does_not_lengthen_the_time_that_there_is() -> None:
+def test_load_fails_at_the_start_timeout_despite_progress() -> None:
     with pytest.raises(GangStartError, match=r"rank 1 did not load within \d+ s; raise start_timeout_s if"):
         load(life(), soon, never, time_s=2.0, still_s=0.5, progress=True)
 
 
-def test_a_refusal_of_the_config_comes_through_at_once() -> None:
+def test_load_raises_config_error_of_a_rank_immediately() -> None:
     with pytest.raises(ConfigError, match="model_path"):
         load(life(), never, refuses, time_s=30, still_s=30)
 
@@ -106,7 +106,7 @@ def test_a_refusal_of_the_config_comes_through_at_once() -> None:
 @pytest.mark.parametrize(
     ("given", "start_s", "patience_s"), [(None, 0.0, 60.0), (None, 10.0, 60.0), (None, 90.0, 360.0), (6.0, 90.0, 6.0)]
 )
-def test_a_restart_may_take_as_long_as_the_first_start_made_likely_or_as_long_as_it_is_told(
+def test_restart_timeout_is_the_setting_or_scales_with_the_first_start(
     given: float | None, start_s: float, patience_s: float
 ) -> None:
     config = EngineConfig(model_path="m", restart_timeout_s=given)
@@ -115,7 +115,7 @@ def test_a_restart_may_take_as_long_as_the_first_start_made_likely_or_as_long_as
     assert gang.restart_timeout_s == gang.history().restart_timeout_s == patience_s
 
 
-def test_a_later_life_has_as_much_kv_as_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restarted_incarnation_keeps_the_kv_size_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """However much memory is free by then: streams that are open have to fit again."""
     begun: list[GangSpec] = []
 
@@ -145,7 +145,7 @@ def test_a_later_life_has_as_much_kv_as_the_first(monkeypatch: pytest.MonkeyPatc
     assert [info.kv_sized_by for info in gang.infos] == ["mem_fraction_static 0.5"] * 2
 
 
-def test_one_rank_of_each_node_downloads_before_any_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_rank_per_node_downloads_the_model_before_any_rank_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[tuple[str, int]] = []
 
     def shard(rank: int) -> Any:

@@ -30,7 +30,7 @@ print(before, during, after)
 """
 
 
-def test_it_gives_back_what_the_call_returns_or_raises() -> None:
+def test_run_in_temporary_thread_returns_the_result_or_raises_the_error() -> None:
     thread = run_in_temporary_thread(threading.current_thread)
     assert thread is not threading.current_thread() and not thread.is_alive()
     with pytest.raises(KeyError, match="told"):
@@ -38,7 +38,7 @@ def test_it_gives_back_what_the_call_returns_or_raises() -> None:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts threads in /proc")
-def test_the_threads_that_computed_for_it_end_with_it() -> None:
+def test_run_in_temporary_thread_ends_the_openmp_threads_of_its_call() -> None:
     done = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True, check=True, timeout=120)
     before, during, after = map(int, done.stdout.split())
     assert during == before + 3, "it computed without threads of OpenMP's: this shows nothing"

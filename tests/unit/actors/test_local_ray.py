@@ -38,7 +38,9 @@ class Process:
 
 @pytest.mark.parametrize("way", ["stop", "kill"])
 @pytest.mark.parametrize("fault", [None, OSError("no")], ids=["gone", "fault"])
-def test_the_folder_goes_whatever_happens(monkeypatch: pytest.MonkeyPatch, way: str, fault: Exception | None) -> None:
+def test_local_ray_removes_its_folder_even_when_ending_processes_fails(
+    monkeypatch: pytest.MonkeyPatch, way: str, fault: Exception | None
+) -> None:
     waited: list[Any] = []
 
     def wait_procs(processes: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
@@ -60,7 +62,7 @@ def test_the_folder_goes_whatever_happens(monkeypatch: pytest.MonkeyPatch, way: 
     assert folder.removed
 
 
-def test_rays_processes_are_in_one_group_that_is_not_ours_and_take_sigterm() -> None:
+def test_ray_processes_share_a_separate_process_group_and_accept_sigterm() -> None:
     services: Any = ray._private.services
     before = services.ConsolePopen
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))
@@ -79,7 +81,7 @@ def test_rays_processes_are_in_one_group_that_is_not_ours_and_take_sigterm() -> 
         assert process.wait(10) == -signal.SIGTERM
 
 
-def test_rays_token_is_in_the_home_folder_or_beside_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ensure_token_writes_to_home_or_else_to_the_ray_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))

@@ -10,7 +10,7 @@ from tests.unit.actors.test_balance import PAGE, PLENTY, request, run
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_where_a_request_would_go_is_told_and_changes_nothing(policy: str) -> None:
+def test_balancer_proposes_the_chosen_rank_without_changing_loads(policy: str) -> None:
     balancer = Balancer(policy, 3, PAGE, index_pages=PLENTY)
     for number in range(20):
         one = request(f"r{number}", 8 + 40 * (number % 4), first=100 * number)
@@ -20,7 +20,7 @@ def test_where_a_request_would_go_is_told_and_changes_nothing(policy: str) -> No
         assert balancer.choose(one, 8.0, place if number % 2 else None) == place.rank
 
 
-def test_prompts_of_open_requests_are_found_as_well_as_those_in_the_cache() -> None:
+def test_rank_choice_counts_cached_tokens_of_open_and_finished_prompts() -> None:
     balancer = Balancer("expected_load", 1, PAGE, index_pages=PLENTY)
 
     def found(tokens: int, **more: object) -> tuple[int, int]:

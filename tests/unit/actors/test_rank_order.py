@@ -14,7 +14,7 @@ def on_one(nodes: list[str], group: int) -> int:
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 8])
-def test_as_many_groups_as_can_be_are_on_one_node(group: int) -> None:
+def test_bundle_order_maximizes_attention_groups_on_a_single_node(group: int) -> None:
     draw = random.Random(group)
     for _ in range(200):
         world = group * draw.randint(1, 4)
@@ -29,12 +29,12 @@ def test_as_many_groups_as_can_be_are_on_one_node(group: int) -> None:
             assert len([*groupby(nodes)]) == len(set(nodes)), "ranks of a node follow each other"
 
 
-def test_a_group_is_not_cut_for_the_replicas_node() -> None:
+def test_bundle_order_does_not_split_a_group_for_the_replica_node() -> None:
     node_of = dict(enumerate("abbccd"))
     assert bundle_of_each_rank(node_of, "a", 2) == (0, 5, 1, 2, 3, 4)
     assert bundle_of_each_rank(node_of, "elsewhere", 2) == (1, 2, 3, 4, 0, 5)
 
 
-def test_nodes_alike_go_by_their_first_bundle() -> None:
+def test_equal_nodes_are_ordered_by_their_first_bundle() -> None:
     """So a config whose bundles name their nodes has its ranks in that order."""
     assert bundle_of_each_rank(dict(enumerate("zzaa")), "elsewhere", 2) == (0, 1, 2, 3)

@@ -17,7 +17,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return short
 
 
-def test_what_ray_opens_to_everyone_lies_in_what_nobody_else_may_enter(temporary: Path) -> None:
+def test_world_writable_ray_folder_lies_in_a_private_folder(temporary: Path) -> None:
     folder = OwnedFolder()
     folder.ray_folder.chmod(0o777)  # as Ray does
     assert folder.path.parent == temporary and folder.ray_folder.parent == folder.path
@@ -27,7 +27,7 @@ def test_what_ray_opens_to_everyone_lies_in_what_nobody_else_may_enter(temporary
     assert not folder.path.exists()
 
 
-def test_the_folder_of_a_killed_owner_goes_and_that_of_a_living_one_stays(temporary: Path) -> None:
+def test_remove_orphans_removes_folders_of_dead_owners_only(temporary: Path) -> None:
     code = (
         "import sys, tempfile, os, signal\n"
         "tempfile.tempdir = sys.argv[1]\n"
@@ -51,7 +51,7 @@ def test_the_folder_of_a_killed_owner_goes_and_that_of_a_living_one_stays(tempor
     assert not theirs.exists() and ours.ray_folder.exists()
 
 
-def test_what_only_looks_like_an_orphan_is_left_alone(temporary: Path) -> None:
+def test_remove_orphans_leaves_unowned_linked_and_shared_paths(temporary: Path) -> None:
     open_to_all = temporary / "aerie-open"
     unowned = temporary / "aerie-tiny-x"
     elsewhere = temporary / "elsewhere"
@@ -66,7 +66,9 @@ def test_what_only_looks_like_an_orphan_is_left_alone(temporary: Path) -> None:
     assert all(path.exists() for path in (open_to_all, unowned, elsewhere, temporary / "aerie-link"))
 
 
-def test_a_path_too_long_for_sockets_is_refused(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_owned_folder_refuses_a_path_too_long_for_unix_sockets(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     deep = temporary / ("d" * 60)
     deep.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(deep))

@@ -110,7 +110,7 @@ def outputs(step: int, *names: str, ended: bool = False) -> StepItem:
     return StepItem(0, step, tuple(SequenceOutput(name, (step,), finish_reason=finish) for name in names))  # type: ignore[arg-type]
 
 
-def test_whatever_goes_wrong_with_a_call_is_the_end_of_the_life_and_not_of_the_task_alone() -> None:
+def test_router_marks_the_rank_failed_when_sending_commands_raises() -> None:
     async def body(router: Router, gang: Gang) -> None:
         def refuses(commands: Commands) -> None:
             raise TypeError("cannot pickle")
@@ -130,7 +130,7 @@ def test_whatever_goes_wrong_with_a_call_is_the_end_of_the_life_and_not_of_the_t
 
 
 @pytest.mark.parametrize("item", [KeyError("what"), SimpleNamespace(nothing=1)], ids=["the stream", "the item"])
-def test_whatever_goes_wrong_with_what_it_says_is_the_end_of_the_life(item: Any) -> None:
+def test_router_marks_the_rank_failed_when_reading_outputs_raises(item: Any) -> None:
     async def body(router: Router, gang: Gang) -> None:
         task = asyncio.create_task(read(router, ask("a")))
         await until(lambda: gang.incarnation.taken)
@@ -142,7 +142,7 @@ def test_whatever_goes_wrong_with_what_it_says_is_the_end_of_the_life(item: Any)
     with_router(body)
 
 
-def test_what_a_shard_said_before_its_end_counts_and_only_what_it_had_begun_is_suspect() -> None:
+def test_outputs_before_a_loss_count_and_only_the_fatal_step_is_suspect() -> None:
     async def body(router: Router, gang: Gang) -> None:
         first = gang.incarnation
         names = [f"s{i}" for i in range(116)]
@@ -168,7 +168,7 @@ def test_what_a_shard_said_before_its_end_counts_and_only_what_it_had_begun_is_s
     with_router(body)
 
 
-def test_a_stream_that_another_replica_had_taken_has_been_admitted() -> None:
+def test_stream_resumed_from_another_replica_bypasses_admission_limits() -> None:
     async def body(router: Router, gang: Gang) -> None:
         router._admission._config = gang.spec.config.model_copy(update={"max_queued_requests": 1})
         tasks = [asyncio.create_task(read(router, ask("first")))]
@@ -183,7 +183,7 @@ def test_a_stream_that_another_replica_had_taken_has_been_admitted() -> None:
     with_router(body)
 
 
-def test_a_stream_that_has_begun_and_is_refused_ends_with_an_error() -> None:
+def test_started_stream_that_the_engine_refuses_ends_with_finish_reason_error() -> None:
     """Not with one of the request, which the client could have been told of before."""
 
     async def body(router: Router, gang: Gang) -> None:
@@ -197,7 +197,7 @@ def test_a_stream_that_has_begun_and_is_refused_ends_with_an_error() -> None:
     with_router(body)
 
 
-def test_a_gang_that_is_lost_ends_its_streams_as_its_own_fault_and_takes_no_more() -> None:
+def test_lost_gang_aborts_its_streams_and_refuses_new_requests() -> None:
     async def body(router: Router, gang: Gang) -> None:
         task = asyncio.create_task(read(router, ask("a")))
         await until(lambda: gang.incarnation.taken)
@@ -211,7 +211,7 @@ def test_a_gang_that_is_lost_ends_its_streams_as_its_own_fault_and_takes_no_more
     with_router(body)
 
 
-def test_the_index_of_prefixes_is_as_large_as_the_cache_of_the_gang_that_came_up() -> None:
+def test_prefix_index_gets_the_kv_page_count_of_the_started_gang() -> None:
     async def body(router: Router, gang: Gang) -> None:
         for i in range(9):
             task = asyncio.create_task(read(router, Request(f"r{i}", tuple(range(100 * i, 100 * i + 41)))))
@@ -233,7 +233,7 @@ COSTS = StepCosts(
 )
 
 
-def test_waits_follow_from_the_costs_and_the_queue_that_ranks_report_also_after_a_restart() -> None:
+def test_expected_wait_uses_reported_step_costs_and_queue_after_a_restart_too() -> None:
     """A row takes a millisecond. A gang that was lost has all prompts to compute again."""
 
     async def body(router: Router, gang: Gang) -> None:

@@ -15,14 +15,14 @@ def by_policy(seed: int, skew: Skew = SMALL) -> dict[str, Row]:
     return {row.policy: row for row in compare(seed, skew, PAIR)}
 
 
-def test_the_same_seed_gives_the_same_rows() -> None:
+def test_simulation_gives_the_same_rows_for_the_same_seed() -> None:
     skew = replace(SMALL, requests=60)
     assert compare(3, skew) == compare(3, skew)
     assert compare(3, skew) != compare(4, skew)
     assert [row.policy for row in compare(3, skew)] == list(POLICIES)
 
 
-def test_the_load_is_skewed_as_stated() -> None:
+def test_simulated_load_has_the_stated_skew() -> None:
     skew = Skew()
     jobs = load_of(0, skew)
     assert len({job.request.request_id for job in jobs}) == len(jobs) == skew.requests
@@ -36,7 +36,7 @@ def test_the_load_is_skewed_as_stated() -> None:
     assert 0.3 < sum(job.odds == skew.hard_odds for job in jobs) / len(jobs) < 0.5
 
 
-def test_one_request_takes_as_long_as_the_stated_costs_add_up_to() -> None:
+def test_simulated_request_takes_the_sum_of_the_stated_costs() -> None:
     """A prompt of 100 in chunks of 40 is three steps; then two tokens, in two steps, as no level is ever accepted."""
     skew = Skew(
         requests=1, chunk_rows=40, prefix_tokens=(60, 60), own_tokens=(40, 40), long_share=0.0, chatty_share=0.0,
@@ -50,7 +50,7 @@ def test_one_request_takes_as_long_as_the_stated_costs_add_up_to() -> None:
         assert (row.imbalance, row.prefix_hits) == (pytest.approx(skew.ranks), 0.0)
 
 
-def test_a_repeated_prompt_is_found_in_the_cache() -> None:
+def test_simulation_finds_repeated_prompts_in_the_cache() -> None:
     """One prefix, one request at a time: all but the first of a rank find its 99 pages (the last differs after it)."""
     skew = Skew(
         ranks=2, requests=50, arrivals_s=0.05, prefixes=1, prefix_tokens=(1600, 1600), own_tokens=(16, 16),
@@ -62,7 +62,7 @@ def test_a_repeated_prompt_is_found_in_the_cache() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_expected_load_beats_round_robin(seed: int) -> None:
+def test_expected_load_policy_beats_round_robin(seed: int) -> None:
     rows = by_policy(seed)
     ours, theirs = rows["expected_load"], rows["round_robin"]
     assert ours.mean_s < 0.95 * theirs.mean_s
@@ -71,7 +71,7 @@ def test_expected_load_beats_round_robin(seed: int) -> None:
     assert ours.prefix_hits > theirs.prefix_hits + 0.03
 
 
-def test_it_gains_without_prefixes_to_share_too() -> None:
+def test_expected_load_beats_round_robin_without_shared_prefixes() -> None:
     """Then only the balance is left to win by."""
     gains = []
     for seed in range(3):

@@ -10,7 +10,7 @@ import pytest
 from cluster.actors.shard import ShardActor
 
 
-def test_the_opening_of_the_store_is_seen_as_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shard_heartbeat_counts_opening_the_store_as_work(monkeypatch: pytest.MonkeyPatch) -> None:
     begun, over = threading.Event(), threading.Event()
 
     class Store:
@@ -41,7 +41,7 @@ def test_the_opening_of_the_store_is_seen_as_work(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("error", [ValueError("no such token"), OSError("tokenizer.json is gone")])
-def test_a_grammar_that_cannot_be_read_is_the_fault_of_its_request_alone(error: Exception) -> None:
+def test_shard_returns_grammar_read_errors_instead_of_raising(error: Exception) -> None:
     def read_grammar(grammar: str) -> None:
         raise error
 

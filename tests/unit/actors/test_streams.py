@@ -20,7 +20,7 @@ def output(*tokens: int, **more: object) -> SequenceOutput:
     return SequenceOutput("s", tokens, **more)  # type: ignore[arg-type]
 
 
-def test_a_stream_is_submitted_again_with_what_it_was_sent() -> None:
+def test_stream_is_resubmitted_with_its_sent_tokens_as_prompt() -> None:
     s = stream(resumed=2)
     assert s.submission() == s.request
     s.record(output(10))
@@ -32,7 +32,7 @@ def test_a_stream_is_submitted_again_with_what_it_was_sent() -> None:
     assert (again.params, again.routed_dp_rank, again.request_id) == (s.request.params, 1, "s")
 
 
-def test_what_was_asked_about_the_prompt_is_told_once() -> None:
+def test_stream_reports_prompt_logprobs_only_once_across_restarts() -> None:
     """It came with the first token; until then a new life is asked as the first was."""
     s = stream()
     s.request = replace(s.request, params=replace(s.request.params, prompt_logprobs=2))
@@ -47,7 +47,7 @@ def test_what_was_asked_about_the_prompt_is_told_once() -> None:
     assert again.prompt_token_ids == (*s.request.prompt_token_ids, 10)
 
 
-def test_the_counts_of_all_lives_add_up() -> None:
+def test_stream_sums_speculation_counts_of_all_incarnations() -> None:
     s = stream()
     s.submission()
     for tokens in ((1,), (2, 3), (4,), (5, 6, 7)):  # the first ends the prompt
@@ -63,7 +63,7 @@ def test_the_counts_of_all_lives_add_up() -> None:
     assert last.speculation == SpeculationCounts(9, 27, (2, 6, 1, 0)), "each tree once"
 
 
-def test_without_speculation_there_is_nothing_to_add() -> None:
+def test_stream_without_speculation_reports_no_speculation_counts() -> None:
     s = stream()
     s.submission()
     s.record(output(1))
@@ -72,7 +72,7 @@ def test_without_speculation_there_is_nothing_to_add() -> None:
     assert s.record(output(finish_reason="stop")).speculation is None
 
 
-def test_cached_tokens_stay_those_of_the_prompt() -> None:
+def test_stream_reports_the_first_cached_token_count_after_a_restart() -> None:
     s = stream()
     s.cached_tokens = 4
     assert s.record(output(1, cached_tokens=4)).cached_tokens == 4
@@ -146,7 +146,7 @@ def failed(gang: Gang) -> set[str]:
     return set(ended)
 
 
-def test_after_a_kill_all_come_back_at_once_those_that_had_tokens_first_and_again_after_a_second_kill() -> None:
+def test_recovery_resubmits_all_streams_at_once_and_started_streams_first() -> None:
     gang = Gang(many(116), set(), room=16)
     gang.streams[100].started = True  # of an earlier life
     for _ in range(2):
@@ -159,7 +159,7 @@ def test_after_a_kill_all_come_back_at_once_those_that_had_tokens_first_and_agai
     assert sorted(n for life in gang.given[2:] for n in life) == sorted(everybody) and failed(gang) == set()
 
 
-def test_only_those_that_the_fatal_step_worked_on_are_suspects() -> None:
+def test_only_streams_in_the_fatal_step_are_suspects() -> None:
     waits, works, had = stream("waits"), stream("works"), stream("had")
     for s in (waits, works, had):
         s.submission()
@@ -175,7 +175,7 @@ def test_only_those_that_the_fatal_step_worked_on_are_suspects() -> None:
     assert not never.in_fatal_step and never.fruitless_resumes == 0
 
 
-def test_a_poison_alone_in_the_fatal_steps_ends_after_three_resumptions_and_the_others_go_on() -> None:
+def test_single_poison_stream_ends_after_three_resumptions_and_others_finish() -> None:
     gang = Gang([*many(6), stream("poison")], set(), room=16)
     gang.streams[-1].ended = True
     gang.come_back(steps=2)  # the others have tokens before it comes
@@ -188,7 +188,7 @@ def test_a_poison_alone_in_the_fatal_steps_ends_after_three_resumptions_and_the_
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("count", [1, 2, 3, 8, 16, 33])
 @pytest.mark.parametrize("place", [0, 0.5, 0.99])
-def test_suspects_are_halved_and_only_the_poison_ends(count: int, place: float, late: bool) -> None:
+def test_recovery_bisects_suspects_and_ends_only_the_poison_stream(count: int, place: float, late: bool) -> None:
     """A late one has a token of each life, and is no less at fault."""
     streams = many(count)
     poison = streams[int(count * place)].name
@@ -206,13 +206,15 @@ def test_suspects_are_halved_and_only_the_poison_ends(count: int, place: float, 
     [(12, {"s3", "s9"}, 64, True), (60, {"s57"}, 4, True), (9, {"s4"}, 64, False)],
     ids=["two", "at the end of a long queue", "its beginning is never announced"],
 )
-def test_every_poison_ends_and_nobody_else(count: int, poison: set[str], room: int, announced: bool) -> None:
+def test_recovery_ends_every_poison_stream_and_no_other_stream(
+    count: int, poison: set[str], room: int, announced: bool
+) -> None:
     gang = Gang(many(count), poison, room, announced)
     gang.serve_all()
     assert failed(gang) == poison and (room > 4 or gang.gang_errors <= 8)
 
 
-def test_while_suspects_wait_newcomers_stay_behind_them() -> None:
+def test_recovery_holds_new_streams_back_until_suspects_settle() -> None:
     streams = many(4)
     gang = Gang(streams, {"s0", "s1", "s2", "s3"}, room=64)
     gang.come_back()
@@ -228,7 +230,7 @@ def test_while_suspects_wait_newcomers_stay_behind_them() -> None:
     assert recovery.on_arrival(stream("latest"))
 
 
-def test_suspects_come_after_those_that_had_tokens_have_some_again() -> None:
+def test_recovery_resumes_suspects_after_started_streams_progress() -> None:
     good, bad, worse, waits = streams = [stream(name) for name in ("good", "bad", "worse", "waits")]
     gang = Gang(streams, {"bad", "worse"}, room=3)
     gang.live([good], steps=2)
@@ -242,7 +244,7 @@ def test_suspects_come_after_those_that_had_tokens_have_some_again() -> None:
     assert gang.recovery.on_settled("worse") == [waits]
 
 
-def test_a_step_beyond_the_prompt_wipes_the_slate_clean() -> None:
+def test_decode_step_resets_the_fruitless_resume_count_of_a_stream() -> None:
     s = stream()
     for _ in range(3):
         s.submission()
@@ -257,7 +259,7 @@ def test_a_step_beyond_the_prompt_wipes_the_slate_clean() -> None:
     assert (s.fruitless_resumes, s.submissions_without_progress, s.in_fatal_step) == (0, 0, False)
 
 
-def test_every_request_has_a_seed_and_keeps_its_own() -> None:
+def test_seeds_fill_only_requests_without_a_seed() -> None:
     own = Request("a", (1,), RequestParams(seed=5))
     assert Seeds(0).fill(own) is own
     given = [Seeds(3).fill(Request("a", (1,))).params.seed for _ in range(2)]

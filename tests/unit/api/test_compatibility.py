@@ -9,16 +9,16 @@ from tests.compatibility import FILE, ROUTES, known, unknown, written
 ODD = "a value that asks for something"
 
 
-def test_every_field_is_honoured_harmless_or_refused() -> None:
+def test_every_client_field_is_honoured_harmless_or_refused() -> None:
     assert unknown() == []
 
 
-def test_the_file_says_what_the_code_does() -> None:
+def test_compatibility_page_matches_the_code() -> None:
     assert FILE.read_text(encoding="utf-8") == written(), "run python -m tests.compatibility"
 
 
 @pytest.mark.parametrize("path", ROUTES)
-def test_a_field_is_treated_as_the_file_says(path: str) -> None:
+def test_routes_treat_each_field_as_the_compatibility_page_says(path: str) -> None:
     route = ROUTES[path]
     for name in set().union(*known()[path].values()):
         kind = route.kind(name)

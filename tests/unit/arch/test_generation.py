@@ -9,7 +9,7 @@ from cluster.arch.generation import sampling_defaults
 from cluster.config import ConfigError
 
 
-def test_what_a_models_makers_say_is_read(tmp_path: Path) -> None:
+def test_sampling_defaults_are_read_from_generation_config(tmp_path: Path) -> None:
     assert sampling_defaults(str(tmp_path)) == {}
     given = {"temperature": 0.6, "top_k": 20.0, "top_p": 0.95, "do_sample": True, "eos_token_id": [1], "min_p": None}
     (tmp_path / "generation_config.json").write_text(json.dumps(given))
@@ -17,7 +17,7 @@ def test_what_a_models_makers_say_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("given", [{"temperature": -1}, {"top_k": 2.5}, {"top_p": "0.9"}, {"repetition_penalty": True}])
-def test_what_no_request_could_ask_for_is_refused(given: dict[str, object], tmp_path: Path) -> None:
+def test_invalid_sampling_defaults_are_refused_by_name(given: dict[str, object], tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps(given))
     with pytest.raises(
         ConfigError, match=rf"{next(iter(given))} must be a number in .* or set sampling_defaults to openai"

@@ -25,7 +25,7 @@ def of(**data: Any) -> ConfigKeys:
     return ConfigKeys(data, "folder")
 
 
-def test_a_factor_of_attention_multiplies_what_yarn_gives() -> None:
+def test_attn_factor_multiplies_the_yarn_attention_factor() -> None:
     """DeepSeek-R1-0528-Qwen3-8B: 0.878 takes back what a factor of 4 would give."""
     found = rope_of(of(rope_scaling={**YARN, "attn_factor": 0.8782488562869419})).yarn
     assert found is not None and found.attention_factor == pytest.approx(1.0, abs=1e-4)
@@ -35,12 +35,12 @@ def test_a_factor_of_attention_multiplies_what_yarn_gives() -> None:
     assert given is not None and given.attention_factor == 1.25
 
 
-def test_scaling_that_was_added_beside_rope_parameters_counts() -> None:
+def test_rope_scaling_is_used_together_with_rope_parameters() -> None:
     both = of(rope_parameters={"rope_type": "default", "rope_theta": 1e6}, rope_scaling=YARN)
     assert rope_of(both) == rope_of(of(rope_theta=1e6, rope_scaling=YARN))
 
 
-def test_ropes_by_layer_type_are_refused_where_layers_have_one() -> None:
+def test_rope_parameters_by_layer_type_require_a_layer_type() -> None:
     nested = {"full_attention": {**YARN, "rope_theta": 1e6}, "sliding_attention": {"rope_type": "default"}}
     with pytest.raises(ConfigError, match=r"rope_parameters by layer type .* are not served here"):
         rope_of(of(rope_parameters=nested))
@@ -50,12 +50,12 @@ def test_ropes_by_layer_type_are_refused_where_layers_have_one() -> None:
     assert rope_of(beside, layer_type="full_attention") == Rope(1e6, linear=4.0)
 
 
-def test_yarn_says_how_long_a_text_may_be(tmp_path: Path) -> None:
+def test_yarn_factor_sets_max_position(tmp_path: Path) -> None:
     folder = copy_of(made("qwen2", "tied").folder, tmp_path / "long", **rope(YARN), max_position_embeddings=64)
     assert read_target(folder).max_position == 128
 
 
-def test_chunked_attention_serves_as_long_a_text_as_it_is_plain_for(tmp_path: Path) -> None:
+def test_dual_chunk_attention_limits_max_position(tmp_path: Path) -> None:
     """Qwen2.5-1M: beyond a chunk the model attends otherwise."""
     chunks = {"chunk_size": 40, "local_size": 8, "original_max_position_embeddings": 40}
     given = {"max_position_embeddings": 64, "dual_chunk_attention_config": chunks}
@@ -63,7 +63,7 @@ def test_chunked_attention_serves_as_long_a_text_as_it_is_plain_for(tmp_path: Pa
 
 
 @pytest.mark.parametrize("listed", [True, False])
-def test_end_tokens_are_all_that_any_file_names(listed: bool, tmp_path: Path) -> None:
+def test_eos_token_ids_are_collected_from_all_files(listed: bool, tmp_path: Path) -> None:
     assert read_eos_token_ids(str(tmp_path), {"eos_token_id": 5}) == (5,)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 5]}))
     assert read_eos_token_ids(str(tmp_path), {"eos_token_id": 7}) == (2, 5, 7)
@@ -76,7 +76,7 @@ def test_end_tokens_are_all_that_any_file_names(listed: bool, tmp_path: Path) ->
     assert read_eos_token_ids(str(tmp_path), {}) == (2, 5, 9)
 
 
-def test_mimos_draft_has_biases_where_qwen2_has_them() -> None:
+def test_mimo_draft_has_biases_on_q_k_and_v_only() -> None:
     """Its config's `attention_bias` means those of q, k and v."""
     shapes = {f"layers.0.self_attn.{part}_proj.weight": (32, 32) for part in "qkvo"}
     shapes |= {f"layers.0.self_attn.{part}_proj.bias": (32,) for part in "qkv"}
@@ -88,14 +88,14 @@ def test_mimos_draft_has_biases_where_qwen2_has_them() -> None:
         draft_geometry("folder", of(model_type="llama", **data), shapes)
 
 
-def test_a_midlayer_is_the_only_one(tmp_path: Path) -> None:
+def test_draft_with_a_midlayer_has_one_layer(tmp_path: Path) -> None:
     """EAGLE3-Vicuna1.3-13B's config says 40, as its target's does."""
     save_file({"midlayer.input_layernorm.weight": torch.ones(2)}, tmp_path / "model.safetensors")
     shapes = {"layers.0.input_layernorm.weight": (2,)}
     assert count_layers(str(tmp_path), of(num_hidden_layers=40), shapes) == 1
 
 
-def test_pickles_are_named_with_a_remedy(tmp_path: Path) -> None:
+def test_pickled_weights_are_refused_with_a_remedy(tmp_path: Path) -> None:
     folder = Path(copy_of(made("qwen2", "tied").folder, tmp_path / "pickled"))
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(ConfigError, match=r"only safetensors are read; \['pytorch_model.bin'\] are pickles: write"):

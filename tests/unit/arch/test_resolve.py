@@ -19,23 +19,23 @@ def settings(**changes: object) -> EngineConfig:
     return EngineConfig.model_validate({"model_path": target, **pair, **changes})
 
 
-def test_the_headers_say_what_safetensors_says() -> None:
+def test_stored_shapes_match_the_shapes_of_the_checkpoint() -> None:
     for folder in (target_folder(), draft_folder(target_folder())):
         assert stored_shapes(folder) == Checkpoint(folder).shapes
 
 
 @pytest.mark.parametrize("tp, dp", [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (8, 8)])
-def test_splits_that_fit(tp: int, dp: int) -> None:
+def test_check_models_accepts_valid_tp_and_dp_sizes(tp: int, dp: int) -> None:
     check_models(settings(tp_size=tp, attn_dp_size=dp))
 
 
-def test_heads_that_cannot_be_split_over_an_attention_group() -> None:
+def test_check_models_refuses_heads_that_do_not_split_over_ranks() -> None:
     with pytest.raises(ConfigError, match="the target: 4 attention heads and 2 KV heads cannot be split over 3 ranks"):
         check_models(settings(tp_size=3))
     check_models(settings(tp_size=3, attn_dp_size=3))
 
 
-def test_an_mlp_that_is_too_narrow() -> None:
+def test_check_models_refuses_tp_size_beyond_the_mlp_width() -> None:
     with pytest.raises(ConfigError, match="cannot be split over tp_size 1024; lower tp_size"):
         check_models(settings(tp_size=1024, attn_dp_size=1024))
 
@@ -45,12 +45,12 @@ def sparse(case: str = "two of four", family: str = "mixtral", **changes: object
 
 
 @pytest.mark.parametrize("mesh", [(2, 1, 2), (4, 4, 4), (4, 2, 2)])
-def test_experts_that_can_be_divided(mesh: tuple[int, int, int]) -> None:
+def test_check_models_accepts_ep_sizes_that_divide_the_experts(mesh: tuple[int, int, int]) -> None:
     tp, dp, ep = mesh
     check_models(sparse(tp_size=tp, attn_dp_size=dp, ep_size=ep))
 
 
-def test_experts_that_cannot_be_divided() -> None:
+def test_check_models_refuses_ep_sizes_without_enough_experts() -> None:
     with pytest.raises(ConfigError, match="ep_size 8 leaves ranks without any of 4 experts; lower it"):
         check_models(sparse(tp_size=8, attn_dp_size=8, ep_size=8))
     for none in (settings(tp_size=2, ep_size=2), EngineConfig(model_path=target_folder(), tp_size=2, ep_size=2)):
@@ -58,7 +58,7 @@ def test_experts_that_cannot_be_divided() -> None:
             check_models(none)
 
 
-def test_experts_need_as_many_columns_as_ranks_share_a_part() -> None:
+def test_check_models_refuses_expert_columns_that_do_not_split() -> None:
     """Whole ones need none, so they can be on more ranks than they have columns."""
     narrow = {"family": "deepseek_v3", "case": "low-rank queries", "attn_dp_size": 24, "tp_size": 24}
     with pytest.raises(ConfigError, match="an expert of 12 columns cannot be split over tp_size 24; lower tp_size"):
@@ -66,7 +66,7 @@ def test_experts_need_as_many_columns_as_ranks_share_a_part() -> None:
     check_models(sparse(**narrow, ep_size=4))  # type: ignore[arg-type]
 
 
-def test_only_a_sharded_draft_has_to_fit_the_ranks(tmp_path: Path) -> None:
+def test_only_a_sharded_draft_must_split_over_the_ranks(tmp_path: Path) -> None:
     draft = tmp_path / "draft"
     draft.mkdir()
     source = Path(draft_folder(target_folder()))
@@ -79,13 +79,13 @@ def test_only_a_sharded_draft_has_to_fit_the_ranks(tmp_path: Path) -> None:
     check_models(settings(**changes, speculative_draft_parallel="replicated"))
 
 
-def test_a_draft_that_does_not_fit_the_target() -> None:
+def test_check_models_refuses_a_draft_of_another_target_width() -> None:
     wide = target_folder(hidden=64)
     with pytest.raises(ConfigError, match="does not fit the target: target_hidden_size 32 against 64"):
         check_models(settings(model_path=wide))
 
 
-def test_a_tree_wider_than_the_draft_has_tokens() -> None:
+def test_check_models_refuses_topk_above_the_draft_vocabulary() -> None:
     narrow = draft_folder(target_folder(), draft_vocab=16)
     with pytest.raises(ConfigError, match="speculative_eagle_topk 20 is more than the draft's vocabulary of 16; lower"):
         check_models(

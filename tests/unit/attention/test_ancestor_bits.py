@@ -9,7 +9,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("width", [1, 2, 31, 32, 33, 63, 64, 65, 100])
-def test_there_and_back(width: int) -> None:
+def test_pack_bits_and_unpack_bits_round_trip_any_width(width: int) -> None:
     torch.manual_seed(width)
     visible = torch.rand(3, 5, width) < 0.5
     bits = pack_bits(visible)
@@ -20,14 +20,14 @@ def test_there_and_back(width: int) -> None:
 
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 1), (1, 7), (4, 4), (3, 40), (40, 40)])
-def test_rows_in_a_line(rows: int, width: int) -> None:
+def test_chain_bits_show_each_row_its_prefix_and_are_cached(rows: int, width: int) -> None:
     expected = [[j <= width - rows + i for j in range(width)] for i in range(rows)]
     assert unpack_bits(chain_bits(rows, width, CPU), width).tolist() == [expected]
     assert chain_bits(rows, width, CPU) is chain_bits(rows, width, CPU), "made once"
 
 
 @pytest.mark.parametrize(("start", "rows", "width"), [(0, 1, 1), (0, 4, 4), (4, 4, 12), (30, 5, 40)])
-def test_own_slots(start: int, rows: int, width: int) -> None:
+def test_self_bits_show_each_row_only_its_own_slot(start: int, rows: int, width: int) -> None:
     seen = unpack_bits(self_bits(start, rows, width, CPU), width)
     assert seen.tolist() == [[[j == start + i for j in range(width)] for i in range(rows)]]
     assert word_count(width) == self_bits(start, rows, width, CPU).shape[2]

@@ -16,7 +16,7 @@ from cluster.kv.page_table import PageTable
 from cluster.kv.pool import KVPool
 from cluster.models.runner import AttentionBackend
 from tests.unit.attention.dense import Case
-from tests.unit.attention.test_twins import KINDS, SHAPES, TREE, case
+from tests.unit.attention.test_gather_methods import KINDS, SHAPES, TREE, case
 from tests.unit.kernels.library import c_library
 
 CPU = torch.device("cpu")
@@ -35,7 +35,7 @@ SIZES: dict[str, dict[str, Any]] = {"20": {"d": 20}, "64": {"d": 64}}
 @pytest.mark.parametrize(
     ("page_size", "lies"), [(4, "tail"), *(pytest.param(*each, marks=pytest.mark.slow) for each in OTHER_PLACES)]
 )
-def test_c_gives_what_the_definition_says(page_size: int, lies: str, shape: str, kind: str) -> None:
+def test_c_attention_matches_the_definition(page_size: int, lies: str, shape: str, kind: str) -> None:
     one = case(shape, kind, page_size, lies)
     assert torch.allclose(one.given(make=in_c()), one.expected(), atol=1e-12, rtol=0)
 
@@ -43,7 +43,9 @@ def test_c_gives_what_the_definition_says(page_size: int, lies: str, shape: str,
 @pytest.mark.parametrize("dtype", ERROR)
 @pytest.mark.parametrize("size", ["20", pytest.param("64", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("shape", LONG)
-def test_long_prefixes_and_all_dtypes(shape: str, size: str, dtype: torch.dtype) -> None:
+def test_c_attention_on_long_prefixes_has_same_bits_for_any_thread_count(
+    shape: str, size: str, dtype: torch.dtype
+) -> None:
     """Whatever the number of threads, among which long prefixes are split."""
     given = {"heads": 4, "kv_heads": 2, "page_size": 16, "lies": "scattered", "dtype": dtype}
     one, before, outs = Case(**given | LONG[shape] | SIZES[size]), torch.get_num_threads(), []
@@ -57,7 +59,7 @@ def test_long_prefixes_and_all_dtypes(shape: str, size: str, dtype: torch.dtype)
     assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
 
 
-def test_of_idle_rows_that_write_one_slot_the_last_one_stays() -> None:
+def test_idle_rows_writing_the_same_slot_leave_the_last_row_in_the_cache() -> None:
     """Else what an idle row reads next, and draws, would depend on which thread came last, and differ among ranks."""
     rows, table = 64, PageTable(4, 64, 16, CPU)
     pool = KVPool(1, 32, (2, 4, 64), torch.float32, CPU)
@@ -91,7 +93,7 @@ def one_head(
 @pytest.mark.parametrize("dtype", ERROR)
 @pytest.mark.parametrize(("window", "fp8"), [(None, False), (700, False), (40, False), (None, True), (40, True)])
 @pytest.mark.parametrize("start", [3, 505, 1100])
-def test_a_row_has_the_same_bits_as_a_text_in_a_tree_and_alone(
+def test_row_has_same_bits_in_prompt_chunk_chain_tree_and_single_decode(
     start: int, window: int | None, fp8: bool, dtype: torch.dtype
 ) -> None:
     """The last 12 tokens: as one chunk, one by one, as a chain, and as the path of a tree with others beside it."""
@@ -135,7 +137,7 @@ def test_a_row_has_the_same_bits_as_a_text_in_a_tree_and_alone(
         assert torch.equal(ran(parts), whole), parts[-1]
 
 
-def test_a_cell_that_is_not_finite_stays_its_rows_own() -> None:
+def test_non_finite_kv_affects_only_its_own_row() -> None:
     table, pool, attention = one_head(64, torch.float32, None)
     check_not_finite(table, attention)
     assert pool.kv.isfinite().all()
@@ -153,7 +155,7 @@ def check_not_finite(table: PageTable, attention: AttentionBackend, sizes: tuple
     assert out[[0, 2]].isfinite().all()
 
 
-def test_what_it_is_told_need_not_lie_together() -> None:
+def test_c_attention_takes_non_contiguous_metadata_tensors() -> None:
     """Slots that are a column of a window, lengths that are every other one, bits that are part of more words."""
     table = PageTable(4, 64, 4, CPU)
     table.device_pages[:4] = torch.arange(1, 65).view(4, 16)

@@ -11,7 +11,7 @@ TABLE = (torch.randperm(39, generator=torch.Generator().manual_seed(3)) + 1)[:20
 
 
 @pytest.mark.parametrize("looks", [True, False])
-def test_slots_at_the_end_of_the_table_and_beyond_a_requests_own(looks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padded_slots_point_to_cells_the_request_writes_itself(looks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A short chunk at the end of its row, padded to a longer one's rows: both read what they write themselves."""
     if not looks:
         monkeypatch.setattr(cells, "host_values", lambda *_: None)
@@ -30,12 +30,12 @@ def test_slots_at_the_end_of_the_table_and_beyond_a_requests_own(looks: bool, mo
     assert both.labels(False)[:, :9].tolist() == [list(range(9)), [-1] * 9]
 
 
-def test_labels_of_requests_that_are_read_one_by_one_end_together() -> None:
+def test_labels_are_right_aligned_when_requests_are_read_separately() -> None:
     both = RequestCells(table_of(TABLE), torch.tensor([0, 1]), torch.tensor([4, 2]), 4, 3)
     assert both.labels(True).tolist() == [[0, 1, 2, 3], [-1, -1, 0, 1]]
 
 
-def test_one_request_is_read_alone_and_many_where_they_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_are_read_separately_if_single_or_large_but_never_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, lens = torch.tensor([0, 1]), torch.tensor([7, 3])
     assert RequestCells(table_of(TABLE), rows[:1], lens[:1], 7, 2).reads_separately(2, 8)
     both = RequestCells(table_of(TABLE), rows, lens, 7, 2)
@@ -59,11 +59,13 @@ def test_one_request_is_read_alone_and_many_where_they_are_large(monkeypatch: py
         ([2, 3, 5, 6], 9, [Span(0, 16, None)]),
     ],
 )
-def test_runs_and_what_is_between_them(pages: list[int], least: int | None, spans: list[Span]) -> None:
+def test_slot_spans_split_pages_into_contiguous_runs_and_scattered_spans(
+    pages: list[int], least: int | None, spans: list[Span]
+) -> None:
     assert list(slot_spans(pages, 4, least)) == spans
 
 
-def test_the_last_piece_ends_with_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_last_piece_of_cells_includes_the_query_window(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages of one token: 1 to 6 in a run, then 9, then 7 and 8."""
     monkeypatch.setattr(cells, "READ_IN_PIECES_BYTES", 0)
     monkeypatch.setattr(cells, "READ_IN_PLACE_BYTES", 4)

@@ -26,7 +26,7 @@ from cluster.models.runner import AttentionBackend
 from tests.unit.attention.dense import CPU, Case
 from tests.unit.attention.fp8 import bound
 from tests.unit.attention.test_c_attention import check_not_finite
-from tests.unit.attention.test_twins import TREE
+from tests.unit.attention.test_gather_methods import TREE
 from tests.unit.kernels.library import c_library
 
 BACKENDS: dict[str, Callable[..., Callable[..., AttentionBackend]]] = {
@@ -51,7 +51,9 @@ def one_row(
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CELLS)
 @pytest.mark.parametrize("backend", ["c", "triton"])
-def test_what_is_stored_is_what_the_twin_stores(backend: str, name: str, dtype: torch.dtype) -> None:
+def test_backend_stores_the_same_fp8_bytes_as_the_reference_encoder(
+    backend: str, name: str, dtype: torch.dtype
+) -> None:
     """To the byte, with numbers of all sizes, those included that are read back as 0; but for the denormal numbers of
     bfloat16, which Triton's interpreter does not know.
     """
@@ -72,7 +74,7 @@ def test_what_is_stored_is_what_the_twin_stores(backend: str, name: str, dtype: 
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_cell_that_is_not_finite_stays_its_rows_own(backend: str) -> None:
+def test_non_finite_kv_affects_only_its_own_row_and_is_stored_as_zero(backend: str) -> None:
     table, pool, attention = one_row(backend, torch.float32)
     attention.prepare(HostBounds())
     check_not_finite(table, attention, (6, 3, 20))
@@ -82,7 +84,7 @@ def test_a_cell_that_is_not_finite_stays_its_rows_own(backend: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_what_no_scale_reaches_counts_as_not_finite(backend: str, dtype: torch.dtype) -> None:
+def test_kv_too_large_for_an_fp8_scale_counts_as_non_finite(backend: str, dtype: torch.dtype) -> None:
     table, pool, attention = one_row(backend, dtype)
     row, lens = torch.tensor([0]), torch.tensor([0])
     kv = torch.ones(3, 2, 3, 20, dtype=dtype)
@@ -96,7 +98,7 @@ def test_what_no_scale_reaches_counts_as_not_finite(backend: str, dtype: torch.d
 
 @pytest.mark.parametrize("kind", [{"kv_heads": 2}, {"latent": True, "kv_heads": 1}])
 @pytest.mark.parametrize("backend", ["torch", "c"])
-def test_the_error_is_that_of_rounding(backend: str, kind: dict[str, Any]) -> None:
+def test_fp8_attention_error_stays_within_the_rounding_bound(backend: str, kind: dict[str, Any]) -> None:
     """A number is off by 1/16 of itself at most, so a score by s = scale * sum |q| |k| / 16 and a weight by a factor of
     exp(2 s); a value then by what its own cells are off, and by exp(2 s) - 1 of the largest one.
     """

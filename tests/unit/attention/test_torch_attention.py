@@ -14,7 +14,7 @@ from tests.tables import table_of
 from tests.unit.attention.dense import CPU, Case
 
 
-def test_a_batch_without_rows_attends_to_nothing() -> None:
+def test_attention_of_an_empty_batch_returns_zero_rows() -> None:
     table = table_of(torch.arange(8).view(2, 4))
     pool = KVPool(1, 8, (2, 2, 8), torch.float64, CPU)
     attention = TorchAttention(pool, Gather(table, 3), AttentionShape(4))
@@ -24,7 +24,7 @@ def test_a_batch_without_rows_attends_to_nothing() -> None:
     assert out.shape == (0, 32)
 
 
-def test_new_cells_are_written_and_others_stay() -> None:
+def test_attention_writes_only_its_own_slots_of_its_own_layer() -> None:
     one = Case(heads=4, kv_heads=2, committed=(5, 0), parents=(-1, 0, 0), chunks=((2, 9),), page_size=4, lies="tail")
     attention = TorchAttention(one.pool, Gather(one.table, 3), AttentionShape(4))
     before = one.pool.kv.nan_to_num(7.0)
@@ -39,7 +39,7 @@ def test_new_cells_are_written_and_others_stay() -> None:
 
 
 @pytest.mark.parametrize("looks", [True, False])
-def test_the_next_step_finds_other_lengths_in_the_same_memory(looks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prepare_drops_cached_gather_when_lengths_change_in_place(looks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a step's phases share is forgotten when the next one is prepared, even if no tensor is another one."""
     if not looks:
         monkeypatch.setattr(cells, "host_values", lambda *_: None)
@@ -65,5 +65,7 @@ def test_the_next_step_finds_other_lengths_in_the_same_memory(looks: bool, monke
     ("lengths", "parts"),
     [([], []), ([5], [(0, 1)]), ([1, 2, 3, 4, 9], [(0, 2), (2, 4), (4, 5)]), ([2, 4, 5], [(0, 2), (2, 3)])],
 )
-def test_chunks_are_padded_to_at_most_twice_their_length(lengths: list[int], parts: list[tuple[int, int]]) -> None:
+def test_similar_length_ranges_pad_chunks_to_at_most_twice_their_length(
+    lengths: list[int], parts: list[tuple[int, int]]
+) -> None:
     assert [(part.start, part.stop) for part in similar_length_ranges(lengths)] == parts

@@ -14,7 +14,7 @@ from tests.tables import table_of
 from tests.unit.attention.dense import CPU
 
 
-def test_other_layers_keep_the_whole_text() -> None:
+def test_sliding_window_of_one_layer_leaves_full_attention_layers_unchanged() -> None:
     torch.manual_seed(1)
     pools = [KVPool(2, 30, (2, 2, 8), torch.float64, CPU) for _ in range(2)]
     for pool in pools:
@@ -44,7 +44,7 @@ def test_other_layers_keep_the_whole_text() -> None:
         (None, 5, ["....  .#..#", "####  #...."]),  # below the first label a row sees what it saw
     ],
 )
-def test_positions_are_counted_in_bits(window: int | None, first: int, seen: list[str]) -> None:
+def test_sliding_window_counts_tree_positions_by_visible_bits(window: int | None, first: int, seen: list[str]) -> None:
     """Four tokens, then a window of five slots of which one row sees three and another one."""
     visible = torch.tensor([[[True, True, False, False, True], [True, False, False, False, False]]])
     sight = Visibility.of(pack_bits(visible), 5, first, torch.float64)

@@ -28,7 +28,7 @@ def serving_result() -> dict[str, object]:
     }  # fmt: skip
 
 
-def test_parts_run_in_order_and_write_their_files(
+def test_bench_parts_run_in_order_and_write_result_files(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(
@@ -47,7 +47,7 @@ def test_parts_run_in_order_and_write_their_files(
     assert "under 25" in capsys.readouterr().out
 
 
-def test_different_outputs_and_failures_are_said(
+def test_bench_reports_different_outputs_and_failures_and_exits_with_failure(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(levels, "measure", lambda pair, size, log_progress: {"identical": False})
@@ -59,7 +59,7 @@ def test_different_outputs_and_failures_are_said(
     assert "FAILED: 2" in capsys.readouterr().out
 
 
-def test_a_goal_that_is_missed_is_named_and_ends_with_another_status(
+def test_missed_goal_is_printed_and_sets_the_failure_exit_status(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(overload, "measure", lambda size, log_progress: {})
@@ -81,7 +81,7 @@ def test_a_goal_that_is_missed_is_named_and_ends_with_another_status(
     assert "MISSED texts: 2, goal at least 3" in capsys.readouterr().out
 
 
-def test_the_goals_of_the_demo_pair_are_not_those_of_another(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_demo_pair_goals_do_not_apply_to_another_model_pair(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(acceptance, "measure", lambda pair, size, log_progress: {})
     monkeypatch.setattr(acceptance, "show", lambda result: "")
     monkeypatch.setattr(acceptance, "goals", lambda result: [Goal("accept length", 1.0, 2.8, at_least=True)])
@@ -89,7 +89,7 @@ def test_the_goals_of_the_demo_pair_are_not_those_of_another(monkeypatch: pytest
     assert command.run(parsed("acceptance", "--model", str(tmp_path), "--draft", str(tmp_path))) == 0
 
 
-def test_the_help_says_how_long_each_part_lasts() -> None:
+def test_bench_help_lists_the_duration_of_each_part() -> None:
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     words = " ".join(parser.format_help().split())
@@ -98,7 +98,7 @@ def test_the_help_says_how_long_each_part_lasts() -> None:
 
 
 @pytest.mark.parametrize("part", command.PARTS)
-def test_a_part_gets_its_size_and_who_to_tell(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_part_receives_its_quick_size_and_progress_callback(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module, given = command.PARTS[part].module, dict[str, Any]()
     true = inspect.signature(module.measure)
 
@@ -113,7 +113,7 @@ def test_a_part_gets_its_size_and_who_to_tell(part: str, monkeypatch: pytest.Mon
     assert given["size"] == module.QUICK and given["log_progress"] is command._print_progress
 
 
-def test_a_target_without_a_draft_is_compared_at_the_batches_that_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peers_part_accepts_a_target_without_draft_and_given_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []
     monkeypatch.setattr(peers, "measure", lambda pair, size, log_progress: given.extend([pair, size]) or {})
     monkeypatch.setattr(peers, "show", lambda result: "")
@@ -123,7 +123,7 @@ def test_a_target_without_a_draft_is_compared_at_the_batches_that_are_named(monk
     assert (pair.target, pair.draft, size.batches) == ("/a/model", "", (1, 8))
 
 
-def test_bad_input_is_named(tmp_path: Path) -> None:
+def test_bench_bad_input_raises_a_clear_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'onlin'"):
         command.run(parsed("onlin"))
     with pytest.raises(ValueError, match=r"tokenizer\.json"):

@@ -64,7 +64,9 @@ def steady_products(config: EngineConfig, seen: list[tuple[int, int, int]]) -> C
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_operations_are_those_of_the_products(name: str, products: list[tuple[int, int, int]]) -> None:
+def test_step_demand_counts_the_operations_of_the_actual_matrix_products(
+    name: str, products: list[tuple[int, int, int]]
+) -> None:
     steps, topk = SHAPES[name]
     draft = (None,) if name == "plain" else (tiny_pair()[1], topk, steps)
     config = config_of(tiny_pair()[0], *draft, attention_backend="torch")
@@ -76,7 +78,7 @@ def test_operations_are_those_of_the_products(name: str, products: list[tuple[in
     }
 
 
-def test_a_draft_of_several_layers_runs_the_levels_before_again() -> None:
+def test_demand_of_mtp_draft_recomputes_earlier_levels_in_each_layer() -> None:
     draft = write.mtp("mimo", 3, vocab=VOCAB)
     models = resolve_models(config_of(tiny_pair()[0], draft, 2, 3, speculative_algorithm="NEXTN"))
     demand = step_demand(models, 1, 10.0, 8)
@@ -84,7 +86,7 @@ def test_a_draft_of_several_layers_runs_the_levels_before_again() -> None:
     assert demand["draft"][1].operations > 1.4 * demand["draft"][0].operations
 
 
-def test_bytes_of_a_layer() -> None:
+def test_layer_demand_counts_bytes_and_operations_of_weights_and_attention() -> None:
     g = LayerGeometry(hidden=8, heads=4, kv_heads=2, head_dim=4, intermediate=16, eps=1e-5)
     weights = 8 * (16 + 8 + 8) + 16 * 8 + 3 * 8 * 16
     assert matrix_sizes(g).shared == weights
@@ -94,7 +96,7 @@ def test_bytes_of_a_layer() -> None:
     assert asked.operations == 2 * 6 * weights + 2 * 6 * 101 * 4 * 8
 
 
-def test_experts_that_some_rows_take_together() -> None:
+def test_expected_experts_matches_random_expert_choices() -> None:
     g = LayerGeometry(8, 4, 2, 4, 16, 1e-5, moe=Moe(experts=8, active=2, intermediate=4))
     numbers, dice = matrix_sizes(g), torch.Generator().manual_seed(0)
     assert (numbers.per_expert, numbers.experts) == (3 * 8 * 4, 8)
@@ -104,18 +106,18 @@ def test_experts_that_some_rows_take_together() -> None:
     assert numbers.expected_experts(1) == pytest.approx(2.0)
 
 
-def test_a_window_bounds_what_is_read_of_a_prefix() -> None:
+def test_sliding_window_bounds_the_prefix_bytes_in_layer_demand() -> None:
     g = LayerGeometry(8, 4, 2, 4, 16, 1e-5, sliding_window=10)
     assert layer_demand(g, ForwardRows(1, 1, 1000.0), 2) == layer_demand(g, ForwardRows(1, 1, 10.0), 2)
 
 
-def test_forwards_come_one_after_the_other() -> None:
+def test_least_seconds_sums_forwards_and_ceilings_take_the_highest() -> None:
     """One is bound by what it reads, the other by what it computes: their sum is bound by neither."""
     best = Ceilings(bytes_per_s=100.0, flops_per_s=10.0)
     assert least_seconds([Demand(200.0, 0.0), Demand(0.0, 30.0)], best) == pytest.approx(5.0)
     assert best.highest(Ceilings(50.0, 20.0)) == Ceilings(100.0, 20.0)
 
 
-def test_a_cpu_has_ceilings() -> None:
+def test_measured_cpu_ceilings_are_plausible() -> None:
     found = measure_ceilings(1, dtype=torch.bfloat16)
     assert found.bytes_per_s > 1e8 and found.flops_per_s > 1e8

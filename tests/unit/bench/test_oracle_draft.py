@@ -33,7 +33,7 @@ def texts(engine: Engine, prompts: list[list[int]]) -> Run:
 
 @pytest.mark.parametrize(("topk", "steps", "nodes", "capture"), [(1, 3, None, "off"), (4, 4, 16, "on")])
 @pytest.mark.parametrize("accept_length", [1.0, 2.4, 4.0])
-def test_any_accept_length(
+def test_oracle_draft_reaches_the_requested_accept_length(
     accept_length: float, topk: int, steps: int, nodes: int | None, capture: str, made: RandomModel
 ) -> None:
     more = {"speculative_num_draft_tokens": nodes} if nodes else {}
@@ -44,7 +44,7 @@ def test_any_accept_length(
     assert sum(given.accept_lens[:-2]) / len(given.accept_lens[:-2]) == pytest.approx(accept_length, abs=0.2)
 
 
-def test_a_text_that_plain_decoding_wrote() -> None:
+def test_oracle_draft_predicts_a_recorded_plain_decoding_text() -> None:
     target, draft = tiny_pair()
     prompts = [[3, 5, 2], [9, 4]]
     plain = texts(LoadedModels(config_of(target)).engine(config_of(target))[0], prompts)
@@ -58,7 +58,7 @@ def test_a_text_that_plain_decoding_wrote() -> None:
 
 
 @pytest.mark.parametrize(("steps", "nodes"), [(1, 2), (3, 4), (5, 32), (5, 4), (4, 16)])
-def test_a_template_is_a_tree_with_one_path(steps: int, nodes: int) -> None:
+def test_tree_template_is_a_valid_tree_with_one_full_path(steps: int, nodes: int) -> None:
     made = tree_template(steps, nodes, CPU)
     deepest = min(steps, nodes - 1)
     assert (made.parents[1:] < torch.arange(1, nodes)).all() and made.parents[0] == 0

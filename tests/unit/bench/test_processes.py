@@ -11,7 +11,7 @@ CHILD = "import time; print(1, flush=True); time.sleep(60)"
 PARENT = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {CHILD!r}])"
 
 
-def test_a_family_is_found_weighed_and_ended() -> None:
+def test_process_tree_is_found_measured_and_killed() -> None:
     with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
         parent.stdout.readline()  # the child is up
@@ -32,7 +32,7 @@ def test_a_family_is_found_weighed_and_ended() -> None:
     assert wait_or_kill(family, 0.0) == []
 
 
-def test_a_server_that_cannot_start_says_why() -> None:
+def test_server_process_that_cannot_start_raises_with_the_reason() -> None:
     with pytest.raises(ServerError, match="exit code 2") as refused, ServerProcess(["pagesize=3"]):
         pass
     assert "page_size" in str(refused.value)

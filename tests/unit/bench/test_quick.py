@@ -27,7 +27,9 @@ def marked(part: str) -> object:
 
 
 @pytest.mark.parametrize("part", [marked(part) for part in command.PARTS if part not in OTHERS])
-def test_a_quick_run_ends_and_judges_its_goals(part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quick_bench_run_ends_and_judges_its_goals(
+    part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     # One thread: on cores that other tests use too, threads of one step mostly wait for each other.
     status = command.run(parsed(part, "--quick", "--num-threads", "1", "--out", str(tmp_path)))
     result = json.loads((tmp_path / f"{part}.json").read_text(encoding="utf-8"))

@@ -18,12 +18,14 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize(
     ("name", "billions"), [("llama-1b", 1.50), ("llama-8b", 8.03), ("qwen3-30b-a3b", 30.5), ("mla", 15.7)]
 )
-def test_presets_are_as_large_as_what_they_are_named_for(name: str, billions: float, tmp_path: Path) -> None:
+def test_model_presets_have_the_parameter_counts_of_their_namesakes(name: str, billions: float, tmp_path: Path) -> None:
     arch = random_models._write_config(tmp_path, COMMON_CONFIG | PRESETS[name])
     assert count_parameters(arch) / 1e9 == pytest.approx(billions, rel=0.01)
 
 
-def test_weights_are_random_and_no_two_rows_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_model_weights_are_scaled_and_embedding_rows_unique(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(random_models, "PERIOD", 4099)
     made = write_pair(tmp_path, PRESETS["tiny"], None, CPU)
     held = Checkpoint(made.target)
@@ -36,7 +38,7 @@ def test_weights_are_random_and_no_two_rows_alike(tmp_path: Path, monkeypatch: p
     assert not torch.equal(gate, held.tensor("layers.2.mlp.gate_proj.weight"))
 
 
-def test_what_is_sown_is_what_would_have_been_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_generated_on_read_equal_the_written_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every tensor of a target with experts, and of its draft, whole and a part of it."""
     monkeypatch.setattr(random_models, "PERIOD", 4099)
     small = {"num_hidden_layers": 4, "hidden_size": 32, "vocab_size": 40000, "intermediate_size": 48, "head_dim": 8}
@@ -57,7 +59,7 @@ def test_what_is_sown_is_what_would_have_been_written(tmp_path: Path, monkeypatc
         assert other.finish() == []
 
 
-def test_layers_that_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_model_has_as_many_layers_as_fit_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     preset = PRESETS["tiny"] | {"num_hidden_layers": 40}
     whole = count_parameters(random_models._write_config(tmp_path / "all", COMMON_CONFIG | preset)) * 4
     each = (
@@ -72,14 +74,14 @@ def test_layers_that_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         write_pair(tmp_path, preset, None, CPU)
 
 
-def test_what_cannot_be_made_is_refused(tmp_path: Path) -> None:
+def test_unknown_shape_and_too_few_layers_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="the shapes are tiny, llama-1b"), random_models.random_model("llama-9b"):
         pass
     with pytest.raises(ConfigError, match="layers 3 are too few"):
         write_pair(tmp_path, PRESETS["tiny"], 3, CPU)
 
 
-def test_numbers_go_on_behind_the_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_numbers_repeat_periodically_past_the_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(random_models, "PERIOD", 7)
     dice = RandomNumbers("float32")
     with (tmp_path / "numbers").open("wb") as file:

@@ -13,7 +13,7 @@ TREES = StepStats(admitted=2, committed_tokens=7, drafts=2, accept_lens=[3, 4], 
 PADDED = StepStats(padded_rows=8, rank=1)
 
 
-def test_what_every_rank_did_between_two_pages() -> None:
+def test_counter_growth_gives_each_ranks_work_between_two_metrics_pages() -> None:
     before = parse_counts(page((0, TREES)))
     after = parse_counts(page((0, TREES), (0, TREES), (1, PADDED)))
     assert before == {0: RankCounts(2, 7, 2, 5, 0), 1: RankCounts()}

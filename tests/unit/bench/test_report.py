@@ -11,7 +11,7 @@ class Pair:
     two: float | None
 
 
-def test_a_table_puts_numbers_right_and_words_left() -> None:
+def test_table_aligns_numbers_right_and_text_left() -> None:
     text = table(("name", "x", "same"), [("a", 1.5, True), ("bcdef", 123.456, False), ("c", None, True)])
     assert text.splitlines() == [
         "name       x  same",
@@ -22,18 +22,18 @@ def test_a_table_puts_numbers_right_and_words_left() -> None:
     ]
 
 
-def test_a_figure_that_is_not_known_has_no_median() -> None:
+def test_medians_omit_fields_without_values() -> None:
     assert medians([Pair(1.0, None), Pair(3.0, None)]) == {"one": 2.0}
 
 
-def test_first_difference() -> None:
+def test_first_difference_returns_the_first_unequal_position_or_none() -> None:
     assert first_difference([1, 2], [1, 2]) is None
     assert first_difference([1, 2, 3], [1, 4, 3]) == 1
     assert first_difference([1, 2, 3], [1, 2]) == 2
     assert first_difference([], [5]) == 0
 
 
-def test_json_is_one_line_and_short(tmp_path: Path) -> None:
+def test_json_line_is_one_line_with_rounded_numbers(tmp_path: Path) -> None:
     result = {"a": 1 / 3, "b": [{"c": (0.123456, True, None, "x")}]}
     assert json_line(result) == '{"a": 0.3333, "b": [{"c": [0.1235, true, null, "x"]}]}'
     write_json(result, tmp_path / "new" / "offline.json")

@@ -67,7 +67,7 @@ def port() -> Iterator[int]:
     server.server_close()
 
 
-def test_streams_run_together_and_are_read_to_their_end(port: int) -> None:
+def test_stream_all_reads_concurrent_streams_to_their_end(port: int) -> None:
     looks = []
     prompts = [Prompt("x"), Prompt("y", 0.8, 7)]
     streams = stream_all(port, served_model(port), prompts, 5, lambda s: looks.append(len(s)))
@@ -84,13 +84,13 @@ def test_streams_run_together_and_are_read_to_their_end(port: int) -> None:
     ("prompt", "said"),
     [("refuse", "status 400"), ("short", "ended with 'stop' after 1 of 5"), ("break", "the engine failed")],
 )
-def test_what_goes_wrong_is_kept(port: int, prompt: str, said: str) -> None:
+def test_stream_error_contains_the_reason_of_the_failure(port: int, prompt: str, said: str) -> None:
     (stream,) = stream_all(port, "tiny", [Prompt(prompt)], 5)
     assert stream.error is not None
     assert said in stream.error
 
 
-def test_nobody_listens() -> None:
+def test_stream_all_records_an_error_if_no_server_listens() -> None:
     (stream,) = stream_all(1, "tiny", [Prompt("x")], 5)
     assert stream.error is not None
     assert stream.ended_at is not None

@@ -16,7 +16,7 @@ def record(began: float, agree: float = 0.0, decodes: int = 4, prompt_rows: int 
     return StepRecord(began, 0.0, 0.0, phases, decodes, prompt_rows, 0, 0)
 
 
-def test_what_the_host_does_is_what_is_left_of_a_step() -> None:
+def test_host_time_is_step_time_without_device_and_peer_waits() -> None:
     """Steps of 6 ms, of which the host waits 3.5 for the device and 1 for its peer, and the device 0.3 for the host."""
     life = RankRun([record(0.0, prompt_rows=9), *(record(0.006 * n, 0.001) for n in range(1, 12))])
     life.extra_times = {"wait_seconds": [0.0035] * 11, "idle_seconds": [0.0003] * 11, "assemble_seconds": [0.0004] * 11}
@@ -27,7 +27,7 @@ def test_what_the_host_does_is_what_is_left_of_a_step() -> None:
 
 
 @pytest.mark.parametrize("ahead", [True, False])
-def test_a_simulated_device_works_while_the_host_does_something_else(ahead: bool) -> None:
+def test_simulated_device_overlaps_host_work_only_when_host_runs_ahead(ahead: bool) -> None:
     """Every step keeps the host waiting where it is not ahead; where it is, the device gets no step too late."""
     engine = build_engine(config_of(*tiny_pair(), max_running_requests=2))
     device = simulate(engine, 0.02, 2, ahead)

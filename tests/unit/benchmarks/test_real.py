@@ -29,7 +29,7 @@ def parts(folder: Path) -> tuple[list[Path], str]:
     return files, hashlib.sha256(b"".join(texts)).hexdigest()
 
 
-def test_parts_are_joined_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_join_writes_the_complete_file_or_no_file(tmp_path: Path) -> None:
     files, digest = parts(tmp_path)
     target = tmp_path / "model.gguf"
     with pytest.raises(ValueError, match="SHA-256"):
@@ -41,7 +41,7 @@ def test_parts_are_joined_whole_or_not_at_all(tmp_path: Path) -> None:
     assert hashlib.sha256(target.read_bytes()).hexdigest() == digest
 
 
-def test_a_build_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_build_resumes_without_reinstalling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files, digest = parts(tmp_path)
     ran: list[str] = []
 
@@ -71,13 +71,13 @@ def test_a_build_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.Mo
     ("text", "word"),
     [("=== a\nx\n=== a\ny", "named a"), ("=== a | often\nx", "'often'"), ("=== a | chat\nsystem: x", "'system: x'")],
 )
-def test_a_file_of_prompts_that_is_not_understood_is_refused(tmp_path: Path, text: str, word: str) -> None:
+def test_malformed_prompts_file_is_refused(tmp_path: Path, text: str, word: str) -> None:
     (tmp_path / "prompts.txt").write_text(text, encoding="utf-8")
     with pytest.raises(ValueError, match=word):
         prompts.read_prompts(tmp_path / "prompts.txt")
 
 
-def test_differences_are_judged_by_the_gap_at_the_first_of_them() -> None:
+def test_differences_are_judged_by_logit_gap_at_first_different_token() -> None:
     asked: list[tuple[list[int], int | None, int | None]] = []
 
     def gap(context: Any, right: int | None, own: int | None) -> float:
@@ -112,13 +112,13 @@ def result(ours: list[int], text: str = "xy", sampled: list[int] | None = None) 
         (result([5, 6], sampled=[4]), False, "same seed"),
     ],
 )
-def test_the_table_says_what_is_wrong(found: dict[str, Any], good: bool, word: str) -> None:
+def test_real_report_names_wrong_answers_and_accepts_near_ties(found: dict[str, Any], good: bool, word: str) -> None:
     text, verdict = report({"compared": found})
     assert verdict is good and word in text
     assert "0 of 1" in text, "transformers at batch 16 differs from itself, which is no fault of ours"
 
 
-def test_pieces_that_do_not_join_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_pieces_finds_detokenizer_pieces_that_do_not_join(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = prompts.read_prompts()[:45]
     found = pieces.check_pieces(DEMO, asked)
     assert (found["other_pieces"], found["other_decode"]) == (0, 0)
@@ -129,7 +129,7 @@ def test_pieces_that_do_not_join_are_found(monkeypatch: pytest.MonkeyPatch) -> N
     assert found["other_pieces"] == 4 and not report({"pieces": found})[1]
 
 
-def test_requests_are_those_of_clients() -> None:
+def test_request_body_matches_the_openai_chat_and_completions_routes() -> None:
     chat = next(prompt for prompt in prompts.read_prompts() if len(prompt.messages) == 3)
     path, body = request_body(chat, 8, 0.0, 3)
     assert path == "/v1/chat/completions" and [m["role"] for m in body["messages"]] == ["user", "assistant", "user"]
@@ -141,7 +141,7 @@ def test_requests_are_those_of_clients() -> None:
     ]
 
 
-def test_what_a_stage_has_made_before_an_interruption_is_kept(tmp_path: Path) -> None:
+def test_result_cache_keeps_entries_written_before_an_interruption(tmp_path: Path) -> None:
     file = tmp_path / "parts"
     assert ResultCache(file).get_or_make("a", lambda: [1]) == [1]
     with file.open("a", encoding="utf-8") as out:
@@ -151,7 +151,7 @@ def test_what_a_stage_has_made_before_an_interruption_is_kept(tmp_path: Path) ->
     assert ResultCache(file).get_or_make("b", lambda: [0]) == [2]
 
 
-def test_a_stage_is_run_again_where_what_it_depends_on_has_changed(
+def test_stage_reruns_when_its_weights_or_arguments_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = tmp_path / "model"

@@ -11,7 +11,7 @@ from cluster.capture import buffers as module
 from cluster.capture.buffers import Buffers
 
 
-def test_what_is_dropped_is_lent_again() -> None:
+def test_dropped_buffer_is_lent_again() -> None:
     buffers = Buffers()
     first, buffer = buffers.lend(torch.empty(4, 3))
     place = first.data_ptr()
@@ -24,7 +24,7 @@ def test_what_is_dropped_is_lent_again() -> None:
     assert buffers.bytes == 2 * 12 * 4
 
 
-def test_a_view_holds_it() -> None:
+def test_view_of_a_lent_tensor_keeps_its_buffer_in_use() -> None:
     buffers = Buffers()
     first, _ = buffers.lend(torch.empty(6))
     place, part = first.data_ptr(), first.view(2, 3)[1]
@@ -34,7 +34,7 @@ def test_a_view_holds_it() -> None:
     assert buffers.lend(torch.empty(6))[0].data_ptr() == place
 
 
-def test_a_buffer_is_lent_for_half_of_it_at_least_and_for_its_dtype() -> None:
+def test_buffer_is_reused_for_same_dtype_and_at_least_half_its_size() -> None:
     buffers = Buffers()
     for numbers, dtype, again in ((4, torch.float32, True), (3, torch.float32, False), (7, torch.int32, False)):
         place = buffers.lend(torch.empty(8))[0].data_ptr()
@@ -42,7 +42,7 @@ def test_a_buffer_is_lent_for_half_of_it_at_least_and_for_its_dtype() -> None:
         assert (lent.data_ptr() == place) is again and lent.numel() == numbers <= buffer.numel()
 
 
-def test_what_lasts_lies_where_the_lent_tensor_lay_and_holds_nothing() -> None:
+def test_unowned_view_keeps_the_address_but_does_not_hold_the_buffer() -> None:
     buffers = Buffers()
     lent, _ = buffers.lend(torch.empty(2, 4))
     lent.copy_(torch.arange(8.0).view(2, 4))
@@ -56,7 +56,7 @@ def test_what_lasts_lies_where_the_lent_tensor_lay_and_holds_nothing() -> None:
     assert lasting.tolist() == [[0, 0], [0, 0]]
 
 
-def test_garbage_that_is_collected_while_it_looks_does_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lend_tolerates_garbage_collection_during_its_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """A buffer that comes back then moves the others along."""
     buffers = Buffers()
     both = [buffers.lend(torch.empty(numbers))[0] for numbers in (8, 20)]

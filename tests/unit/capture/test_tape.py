@@ -45,7 +45,7 @@ def program(x: Tensor, w: Tensor, memory: Tensor) -> list[Tensor]:
     ]
 
 
-def test_a_replay_equals_the_program_twenty_times() -> None:
+def test_tape_replay_equals_the_program_on_new_inputs() -> None:
     x, w, memory = torch.randn(4, 3), torch.randn(3, 5), torch.zeros(6, 5)
     tape = Tape(lambda: program(x, w, memory))
     places = [buffer.data_ptr() for buffer in tape.buffers]
@@ -69,7 +69,7 @@ def layers(x: Tensor, w: Tensor, count: int) -> Tensor:
     return x
 
 
-def test_what_a_layer_is_done_with_the_next_one_works_in() -> None:
+def test_tape_layers_reuse_the_same_buffers() -> None:
     x, w = torch.randn(4, 5), torch.randn(5, 5)
     few, many = (Tape(lambda count=count: layers(x, w, count)) for count in (3, 30))
     assert len(many) > 9 * len(few) and many.bytes == few.bytes
@@ -81,7 +81,7 @@ def test_what_a_layer_is_done_with_the_next_one_works_in() -> None:
         x.copy_(torch.randn(4, 5))
 
 
-def test_tapes_share_memory_but_for_what_they_give() -> None:
+def test_tapes_share_buffers_except_for_their_outputs() -> None:
     x, w, buffers = torch.randn(4, 5), torch.randn(5, 5), Buffers()
     first, second = (Tape(lambda: layers(x, w, 5), buffers) for _ in range(2))
     assert 0 < second.bytes <= x.nbytes < first.bytes
@@ -103,12 +103,14 @@ def test_tapes_share_memory_but_for_what_they_give() -> None:
         (lambda x: x + torch.tensor([1.0, 2.0]), "no numbers from the host"),
     ],
 )
-def test_what_asks_cannot_be_captured(asking: Callable[[Tensor], object], what: str) -> None:
+def test_capture_refuses_programs_that_read_tensor_values_on_the_host(
+    asking: Callable[[Tensor], object], what: str
+) -> None:
     with pytest.raises(CaptureError, match=what):
         Tape(lambda: asking(torch.ones(2, 2)))
 
 
-def test_after_a_failed_capture_nothing_is_recorded_any_more() -> None:
+def test_recording_stops_after_a_failed_capture() -> None:
     with pytest.raises(CaptureError):
         Tape(lambda: torch.ones(2).nonzero())
     assert torch.equal(opaque(decided, torch.ones(2)), torch.full((2,), 2.0))

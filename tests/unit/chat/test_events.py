@@ -31,7 +31,7 @@ def outline(sections: list[Section]) -> list[tuple[str, str, str, str]]:
     return [(section.kind, section.call_id, section.name, section.text) for section in sections]
 
 
-def test_an_answer_of_all_kinds() -> None:
+def test_sections_follow_an_answer_with_all_event_kinds() -> None:
     sections = Sections()
     events: list[Event] = [
         ReasoningPiece("let "), ReasoningPiece("me"), TextPiece("I"), TextPiece(" look"),
@@ -57,7 +57,7 @@ def test_an_answer_of_all_kinds() -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(events=answers(), cuts=st.integers(1, 4))
-def test_what_grows_is_what_is_there_at_the_end(events: list[Event], cuts: int) -> None:
+def test_section_deltas_add_up_to_the_final_sections(events: list[Event], cuts: int) -> None:
     sections = Sections()
     opened: list[Section] = []
     texts: list[str] = []
@@ -82,7 +82,7 @@ def test_what_grows_is_what_is_there_at_the_end(events: list[Event], cuts: int) 
     assert [(section.call_id, section.name) for section in sections.sections if section.kind == "call"] == begun
 
 
-def test_an_answer_without_events_is_an_empty_text() -> None:
+def test_answer_without_text_becomes_one_empty_text_section() -> None:
     sections = Sections()
     assert [type(change) for change in changes(sections, [TextPiece(""), ReasoningPiece("")])] == [
         SectionStarted,
@@ -92,7 +92,7 @@ def test_an_answer_without_events_is_an_empty_text() -> None:
 
 
 @pytest.mark.parametrize("before", [[], [CallStarted(0, "a", "f"), TextPiece("x")], [CallStarted(1, "a", "f")]])
-def test_arguments_without_their_call_are_an_error(before: list[Event]) -> None:
+def test_call_arguments_without_a_started_call_raise_value_error(before: list[Event]) -> None:
     sections = Sections()
     list(sections.add(before))
     with pytest.raises(ValueError, match="arguments of call 0"):

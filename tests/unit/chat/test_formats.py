@@ -15,7 +15,7 @@ def read(transcript: Transcript, pieces: list[str], **how: bool) -> list[Event]:
 
 
 @pytest.mark.parametrize("name", TRANSCRIPTS)
-def test_the_same_events_however_it_is_cut_into_pieces(name: str) -> None:
+def test_reader_gives_the_same_events_for_any_split_of_the_text(name: str) -> None:
     transcript = TRANSCRIPTS[name]
     text = transcript.text
     for at in range(len(text) + 1):
@@ -29,7 +29,7 @@ def test_the_same_events_however_it_is_cut_into_pieces(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TRANSCRIPTS)
-def test_wherever_it_ends_calls_are_whole_and_the_rest_is_text(name: str) -> None:
+def test_truncated_answer_gives_complete_calls_and_remaining_text(name: str) -> None:
     transcript = TRANSCRIPTS[name]
     calls = [event for event in transcript.events if event[0] == "call"]
     for at in range(len(transcript.text)):
@@ -48,7 +48,7 @@ def test_wherever_it_ends_calls_are_whole_and_the_rest_is_text(name: str) -> Non
 
 
 @pytest.mark.parametrize("name", TRANSCRIPTS)
-def test_nothing_is_taken_back(name: str) -> None:
+def test_reader_never_retracts_emitted_events(name: str) -> None:
     """What has been told after a beginning is the beginning of what is told in the end."""
     transcript = TRANSCRIPTS[name]
     whole = merged(read(transcript, [transcript.text]))
@@ -64,7 +64,7 @@ def test_nothing_is_taken_back(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TRANSCRIPTS)
-def test_without_tools_there_is_no_call(name: str) -> None:
+def test_reader_with_calls_disabled_emits_no_call(name: str) -> None:
     transcript = TRANSCRIPTS[name]
     told = merged(read(transcript, [transcript.text], calls=False))
     assert not [event for event in told if event[0] == "call"]
@@ -75,7 +75,7 @@ def test_without_tools_there_is_no_call(name: str) -> None:
 REWRITTEN = {name for name in TRANSCRIPTS if name.startswith(("qwen3_coder", "glm45", "hermes, arguments as text"))}
 
 
-def test_thought_is_text_where_it_is_not_told_apart() -> None:
+def test_reasoning_is_plain_text_without_reasoning_split() -> None:
     for transcript in TRANSCRIPTS.values():
         told = merged(read(transcript, [transcript.text], split=False))
         assert not [event for event in told if event[0] == "thought"]
@@ -83,7 +83,7 @@ def test_thought_is_text_where_it_is_not_told_apart() -> None:
             assert any(text in event[1] for event in told if event[0] == "said")
 
 
-def test_calls_are_numbered_and_have_ids_of_their_own() -> None:
+def test_calls_have_consecutive_indices_and_unique_ids() -> None:
     for transcript in TRANSCRIPTS.values():
         told = read(transcript, [transcript.text])
         begun = [event for event in told if isinstance(event, CallStarted)]
@@ -95,7 +95,7 @@ def test_calls_are_numbered_and_have_ids_of_their_own() -> None:
     assert {len(event.call_id) for event in told if isinstance(event, CallStarted)} == {9}
 
 
-def test_a_long_call_costs_time_in_proportion() -> None:
+def test_reader_handles_a_long_call_one_character_at_a_time() -> None:
     """A hundred thousand characters, one by one: a reader that began anew at each would take hours."""
     arguments = json.dumps({"city": "x" * 50_000 + '\\"{}' * 5_000})
     text = f'<tool_call>{{"name": "weather", "arguments": {arguments}}}</tool_call>'

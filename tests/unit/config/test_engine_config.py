@@ -52,17 +52,17 @@ def eagle(**kwargs: Any) -> EngineConfig:
         ("tensor_parallel_sise", "tensor_parallel_size"),
     ],
 )
-def test_an_unknown_key_suggests_the_nearest(typo: str, meant: str) -> None:
+def test_unknown_setting_suggests_the_nearest_name(typo: str, meant: str) -> None:
     with pytest.raises(ConfigError, match=rf"'{typo}'; did you mean '{meant}'\?"):
         config(**{typo: 1})
 
 
-def test_a_key_like_no_other_is_refused_without_a_guess() -> None:
+def test_unknown_setting_without_similar_name_gets_no_suggestion() -> None:
     with pytest.raises(ConfigError, match=r"unknown setting 'zzz'$"):
         config(zzz=1)
 
 
-def test_the_model_itself_refuses_unknown_keys() -> None:
+def test_model_validate_refuses_unknown_settings() -> None:
     with pytest.raises(ValueError, match=r"'pagesize'; did you mean 'page_size'\?"):
         EngineConfig.model_validate({"model_path": "m", "pagesize": 4})
 
@@ -76,7 +76,7 @@ def test_every_alias_sets_its_setting(alias: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(("alias", "name"), sorted(ALIASES.items()))
-def test_a_setting_given_under_two_spellings_is_refused(alias: str, name: str) -> None:
+def test_setting_given_together_with_its_alias_is_refused(alias: str, name: str) -> None:
     value = given(alias, name)
     with pytest.raises(ConfigError, match=f"'{alias}' sets '{name}', which is already set"):
         EngineConfig.from_kwargs({name: value, alias: value})
@@ -84,7 +84,7 @@ def test_a_setting_given_under_two_spellings_is_refused(alias: str, name: str) -
         EngineConfig.from_kwargs({alias: value, name: value})
 
 
-def test_experts_are_in_parts_that_divide_the_ranks() -> None:
+def test_ep_size_must_divide_tp_size() -> None:
     assert [config(tp_size=4, ep_size=parts).ep_size for parts in (1, 2, 4)] == [1, 2, 4]
     for tp, parts in ((1, 2), (4, 3), (2, 4)):
         with pytest.raises(ConfigError, match=f"ep_size {parts} must divide tp_size {tp}; set it to tp_size, or to 1"):
@@ -95,7 +95,7 @@ def test_experts_are_in_parts_that_divide_the_ranks() -> None:
         config(enable_expert_parallel=2, tp_size=2)
 
 
-def test_sizes_of_captured_programs_are_for_programs_and_ascend() -> None:
+def test_capture_sizes_need_capture_and_must_ascend() -> None:
     assert (
         config(cuda_graph_bs=[1, 4]).capture_sizes == config(capture="on", capture_sizes=[1, 4]).capture_sizes == (1, 4)
     )
@@ -108,7 +108,7 @@ def test_sizes_of_captured_programs_are_for_programs_and_ascend() -> None:
             config(capture="on", capture_sizes=sizes)
 
 
-def test_speculative_config_maps_onto_our_names() -> None:
+def test_speculative_config_maps_to_the_engine_settings() -> None:
     made = config(speculative_config={"method": "eagle3", "model": "draft", "num_speculative_tokens": 5})
     assert made.speculative_algorithm == "EAGLE3"
     assert made.speculative_draft_model_path == "draft"
@@ -137,7 +137,7 @@ def test_speculative_config_maps_onto_our_names() -> None:
         ),
     ],
 )
-def test_speculative_config_is_checked_like_the_rest(given: dict[str, Any], message: str) -> None:
+def test_speculative_config_refuses_unknown_and_duplicate_keys(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         config(**given)
 
@@ -170,14 +170,14 @@ def test_speculative_config_is_checked_like_the_rest(given: dict[str, Any], mess
         ({"model_path": "m", "speculative_algorithm": "EAGLE3"}, ["speculative_draft_model_path"]),
     ],
 )
-def test_a_bad_value_names_its_setting(given: dict[str, Any], names: list[str]) -> None:
+def test_invalid_value_error_names_its_setting(given: dict[str, Any], names: list[str]) -> None:
     with pytest.raises(ValueError) as refused:
         EngineConfig.from_kwargs(given)
     for name in names:
         assert name in str(refused.value)
 
 
-def test_a_tier_begins_with_its_own_number_of_requests() -> None:
+def test_batch_tier_begins_at_its_own_number_of_requests() -> None:
     tiered = config(**{**EAGLE, "speculative_num_steps": 3, "speculative_batch_tiers": {3: 1, 5: 0}})
     assert [ResolvedSettings.from_settings(tiered).max_tree_levels(decodes) for decodes in range(1, 7)] == [
         3,
@@ -229,7 +229,7 @@ def test_tree_shape_fills_in_defaults(given: dict[str, Any], shape: tuple[int, i
         ),
     ],
 )
-def test_a_tree_that_cannot_be_is_refused(given: dict[str, Any], message: str) -> None:
+def test_impossible_tree_shape_is_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         tree_shape(eagle(**given))
 
@@ -238,5 +238,5 @@ def test_a_tree_that_cannot_be_is_refused(given: dict[str, Any], message: str) -
     ("shape", "window"),
     [((5, 1, 6), 6), ((5, 4, 24), 24), ((5, 8, 16), 32), ((1, 4, 2), 2), ((5, 4, 2), 16), ((8, 1, 2), 9)],
 )
-def test_the_window_holds_the_tree_the_branches_and_the_extend_rows(shape: tuple[int, int, int], window: int) -> None:
+def test_window_fits_the_tree_the_branches_and_the_extend_rows(shape: tuple[int, int, int], window: int) -> None:
     assert TreeShape(num_steps=shape[0], topk=shape[1], num_draft_tokens=shape[2]).window == window

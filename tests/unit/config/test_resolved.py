@@ -57,7 +57,7 @@ def nodes() -> Iterator[tuple[str, ast.AST]]:
             yield from ((where, node) for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
 
 
-def test_no_other_module_reads_a_setting_that_is_resolved() -> None:
+def test_only_resolving_modules_read_resolved_settings() -> None:
     found = {
         (where, node.attr)
         for where, node in nodes()
@@ -66,7 +66,7 @@ def test_no_other_module_reads_a_setting_that_is_resolved() -> None:
     assert found == SHOWN, "take the field of ResolvedSettings or ResolvedConfig"
 
 
-def test_no_other_module_decides_what_auto_is() -> None:
+def test_only_listed_modules_compare_with_auto() -> None:
     found = {
         where
         for where, node in nodes()
@@ -80,7 +80,7 @@ def test_no_other_module_decides_what_auto_is() -> None:
     assert found == AUTO.keys()
 
 
-def test_no_other_module_makes_trees_of_settings() -> None:
+def test_only_resolving_modules_build_tree_shapes() -> None:
     calls = [(where, node.func) for where, node in nodes() if isinstance(node, ast.Call)]
     made = {where for where, call in calls if isinstance(call, ast.Name) and call.id in ("tree_shape", "tiers")}
     forced = {where for where, call in calls if isinstance(call, ast.Attribute) and call.attr == "with_forced_nodes"}
@@ -105,12 +105,12 @@ def eagle(**settings: Any) -> EngineConfig:
         ({"chunked_prefill_size": -1, "mixed_prefill_size": 100}, (UNLIMITED, 100, False)),
     ],
 )
-def test_how_many_prompt_rows_a_step_has(given: dict[str, int], rows: tuple[int, int, bool]) -> None:
+def test_prefill_settings_give_the_prompt_rows_of_a_step(given: dict[str, int], rows: tuple[int, int, bool]) -> None:
     resolved = ResolvedSettings.from_settings(config(**given))
     assert (resolved.chunk_rows, resolved.mixed_chunk_rows, resolved.prefill_time_limited) == rows
 
 
-def test_trees_by_tier_and_with_forced_nodes() -> None:
+def test_tree_shapes_are_resolved_by_tier_and_with_forced_nodes() -> None:
     plain = ResolvedSettings.from_settings(config())
     assert (plain.shape, plain.tiers, plain.forced_shape) == (NO_SPECULATION, (NO_SPECULATION,), NO_SPECULATION)
     deep = ResolvedSettings.from_settings(
@@ -122,24 +122,24 @@ def test_trees_by_tier_and_with_forced_nodes() -> None:
     assert deep.max_positions_ahead == 19
 
 
-def test_levels_fall_with_the_load() -> None:
+def test_max_tree_levels_fall_with_the_number_of_decodes() -> None:
     resolved = ResolvedSettings.from_settings(
         eagle(speculative_num_steps=4, speculative_batch_tiers={4: 3, 8: 0, 16: 9})
     )
     assert [resolved.max_tree_levels(decodes) for decodes in (0, 3, 4, 7, 8, 16)] == [4, 4, 3, 3, 0, 0]
 
 
-def test_ranks_and_the_draft_s_parts() -> None:
+def test_group_size_and_replicated_draft_are_resolved() -> None:
     resolved = ResolvedSettings.from_settings(eagle(tp_size=8, attn_dp_size=2, speculative_draft_parallel="replicated"))
     assert (resolved.group_size, resolved.draft_is_sharded) == (4, False)
 
 
-def test_the_tokenizer_is_the_target_s_unless_set() -> None:
+def test_tokenizer_folder_defaults_to_the_target() -> None:
     assert (tokenizer_folder(config()), tokenizer_folder(config(tokenizer_path="t"))) == ("m", "t")
 
 
 @pytest.mark.parametrize(("device", "rows", "ahead"), [("cpu", 4, 0), ("cuda", 256, 1)])
-def test_what_the_device_decides(device: str, rows: int, ahead: int) -> None:
+def test_device_sets_forced_rows_and_steps_ahead(device: str, rows: int, ahead: int) -> None:
     target = tiny_pair()[0]
     resolved = resolve_models(config(model_path=target), device)
     assert (resolved.device, resolved.forced_rows, resolved.steps_ahead) == (device, rows, ahead)
@@ -149,7 +149,7 @@ def test_what_the_device_decides(device: str, rows: int, ahead: int) -> None:
     assert resolve_models(draft, device).forced_rows == 0
 
 
-def test_what_the_checkpoint_decides() -> None:
+def test_checkpoint_sets_dtype_and_context_length() -> None:
     target = tiny_pair()[0]
     resolved = resolve_models(config(model_path=target))
     promised = resolved.target.max_position
@@ -163,7 +163,7 @@ def test_what_the_checkpoint_decides() -> None:
     assert (fewer.settings.max_running_requests, fewer.chunk_rows, fewer.max_chunk_rows) == (3, 16, 16)
 
 
-def test_facts_are_frozen() -> None:
+def test_resolved_config_is_frozen() -> None:
     resolved = resolve_models(config(model_path=tiny_pair()[0]))
     for name in ("dtype", "chunk_rows", "settings"):
         with pytest.raises(FrozenInstanceError):

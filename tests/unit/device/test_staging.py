@@ -10,7 +10,7 @@ LISTS = {"a": [1, 2, 3], "b": [], "c": [4], "d": [5, 6]}
 
 
 @pytest.mark.parametrize("each", [1, 2])
-def test_lists_come_out_as_they_were_put_in(each: int) -> None:
+def test_staged_lists_are_returned_unchanged_and_aligned(each: int) -> None:
     staging = Staging(torch.device("cpu"), each)
     for name, words in LISTS.items():
         staging.add(name, words)
@@ -22,11 +22,11 @@ def test_lists_come_out_as_they_were_put_in(each: int) -> None:
     assert all((one.data_ptr() - start) % (8 * each) == 0 for one in sent.lists().values() if len(one))
 
 
-def test_on_a_gpu_each_is_aligned_for_triton() -> None:
+def test_staging_aligns_lists_for_triton_only_on_cuda() -> None:
     assert Staging(torch.device("cuda"))._alignment == 2 and Staging(torch.device("cpu"))._alignment == 1
 
 
-def test_a_timer_of_the_only_gpu_leaves_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timer_of_cuda_without_index_does_not_set_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank alone is given no number of a device, which `set_device` would refuse."""
     given: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "set_device", given.append)

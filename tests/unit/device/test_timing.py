@@ -26,7 +26,7 @@ class Queue:
         return end - start
 
 
-def test_spans_are_the_devices() -> None:
+def test_spans_measure_device_work_inside_the_context_only() -> None:
     queue = Queue()
     spans = Spans(queue)
     for work in (2.0, 3.0):
@@ -37,14 +37,14 @@ def test_spans_are_the_devices() -> None:
     assert spans.take() == 0.0, "taken"
 
 
-def test_the_hosts_own_spans_are_by_its_clock() -> None:
+def test_spans_without_timer_use_the_host_clock() -> None:
     spans = Spans()
     with spans:
         time.sleep(0.02)
     assert 0.02 <= spans.take() < 1.0
 
 
-def test_waits_of_two_kinds_of_collectives_add_up() -> None:
+def test_progress_clock_adds_host_and_device_collective_times() -> None:
     """The ranks' facts go over the host, their rows over the device."""
     clock, queue = ProgressClock(), Queue()
     began = clock.begin(queue)
@@ -57,5 +57,5 @@ def test_waits_of_two_kinds_of_collectives_add_up() -> None:
     assert clock.take_collective_spans().take() == pytest.approx(4.0, abs=0.1)
 
 
-def test_phases_are_what_lies_between_their_moments() -> None:
+def test_phase_times_are_differences_of_consecutive_timestamps() -> None:
     assert PhaseTimes(Queue(), [1.0, 3.0, 6.0, 10.0]).seconds() == {"draft": 2.0, "target": 3.0, "extend": 4.0}

@@ -45,13 +45,13 @@ def grows(effort: ThreadCpuTime, by: float = 0.05, within_s: float = 30.0) -> bo
     return False
 
 
-def test_the_thread_that_computes_counts() -> None:
+def test_thread_cpu_time_counts_the_computing_thread() -> None:
     effort = ThreadCpuTime("aerie-test-1")
     with computing(effort, burn):
         assert grows(effort)
 
 
-def test_a_thread_that_it_started_counts_too() -> None:
+def test_thread_cpu_time_counts_threads_started_by_the_computing_thread() -> None:
     def starts_another(over: threading.Event) -> None:
         helper = threading.Thread(target=burn, args=(over,))
         helper.start()
@@ -63,7 +63,7 @@ def test_a_thread_that_it_started_counts_too() -> None:
         assert grows(effort)
 
 
-def test_no_other_thread_of_the_process_counts() -> None:
+def test_thread_cpu_time_ignores_other_threads() -> None:
     effort, over = ThreadCpuTime("aerie-test-3"), threading.Event()
     other = threading.Thread(target=burn, args=(over,))
     other.start()
@@ -75,7 +75,7 @@ def test_no_other_thread_of_the_process_counts() -> None:
         other.join()
 
 
-def test_where_threads_may_take_no_names_the_one_that_computes_still_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thread_cpu_time_counts_the_thread_when_it_cannot_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: object) -> None:
         raise PermissionError("read-only")
 
@@ -85,7 +85,7 @@ def test_where_threads_may_take_no_names_the_one_that_computes_still_counts(monk
         assert grows(effort)
 
 
-def test_a_thread_that_begins_while_others_are_looked_at_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thread_cpu_time_counts_a_thread_that_starts_during_a_scan(monkeypatch: pytest.MonkeyPatch) -> None:
     """A look that found the thread before it had its name keeps what it found; the thread counts all the same."""
     effort, named = ThreadCpuTime("aerie-test-5"), threading.Event()
     own = ThreadCpuTime._is_own
@@ -143,7 +143,7 @@ def aged(marks: object, spent: float, waits: bool = False, after_s: float = 0.2)
     return pulse.idle_s < after_s, pulse.since_mark_s < after_s
 
 
-def test_marks_and_cpu_time_are_signs_of_life() -> None:
+def test_progress_tracker_counts_marks_and_cpu_time_as_progress() -> None:
     assert aged(1, 0.0) == (False, False)
     assert aged(2, 0.0) == (True, True)
     assert aged(1, 0.01) == (True, False)
@@ -152,7 +152,7 @@ def test_marks_and_cpu_time_are_signs_of_life() -> None:
     assert aged(2, 0.0, waits=True) == (True, True)
 
 
-def test_the_cpu_time_of_a_thread_that_ended_is_not_missed() -> None:
+def test_progress_is_seen_after_the_cpu_time_of_an_ended_thread_disappears() -> None:
     effort = Spent()
     effort.spent = 50.0
     pulse = ProgressTracker(effort)

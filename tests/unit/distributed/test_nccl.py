@@ -17,14 +17,14 @@ from cluster.distributed.progress import ProgressClock
 HEADER = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp"
 
 
-def test_the_settings_are_those_that_torch_reads() -> None:
+def test_nccl_settings_are_variables_that_torch_reads() -> None:
     text = HEADER.read_text()
     for name in (*nccl.SETTINGS, *nccl.OLD_VARIABLE_NAMES):
         assert f'"{name}"' in text, name
     assert "NoHandling = 0" in text
 
 
-def test_they_are_set_and_another_value_is_refused_by_name() -> None:
+def test_nccl_settings_are_applied_and_conflicting_values_are_refused() -> None:
     environment = {"TORCH_NCCL_ENABLE_MONITORING": "0"}
     nccl.disable_torch_supervision(environment)
     assert environment == nccl.SETTINGS
@@ -44,12 +44,12 @@ def test_they_are_set_and_another_value_is_refused_by_name() -> None:
         ("[gloo/transport/tcp/pair.cc] Connection closed by peer, timed out", ""),
     ],
 )
-def test_an_error_says_what_to_do(text: str, words: str) -> None:
+def test_nccl_advice_explains_nccl_errors_only(text: str, words: str) -> None:
     said = nccl.advice(text)
     assert words in said and bool(words) == bool(said)
 
 
-def test_errors_are_told_apart() -> None:
+def test_collective_errors_and_device_errors_are_distinguished() -> None:
     of_nccl, of_gloo = dist.DistBackendError("NCCL error: x"), RuntimeError("[gloo/pair.cc] closed")
     of_cuda, memory = torch.AcceleratorError("CUDA error: unspecified launch failure"), torch.OutOfMemoryError("CUDA")
     assert [nccl.is_collective_error(error) for error in (of_nccl, of_gloo, of_cuda, memory)] == [
@@ -70,7 +70,7 @@ def raises() -> None:
     raise RuntimeError("NCCL communicator was aborted")
 
 
-def test_an_abort_that_hangs_holds_nobody_up() -> None:
+def test_hanging_abort_does_not_block_other_communicators() -> None:
     """Both begin although the first does not end: it may wait for the second."""
     ended, forever = threading.Event(), threading.Event()
     began = time.monotonic()
@@ -80,7 +80,7 @@ def test_an_abort_that_hangs_holds_nobody_up() -> None:
     assert nccl.abort([Group(raises), Group(ended.set)]) and nccl.abort([])
 
 
-def test_graphs_are_dropped_while_a_communicator_that_waits_for_it_ends() -> None:
+def test_abort_drops_graphs_while_communicators_wait_for_the_drop() -> None:
     """As NCCL's does, which waits until the graphs with its collectives are gone; they may wait for it to begin."""
     aborts, dropped = threading.Event(), threading.Event()
 
@@ -124,7 +124,7 @@ class Warmed(Axis):
 entered: list[int] = []
 
 
-def test_every_kind_of_collective_is_run_once_and_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warm_up_runs_every_collective_once_and_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     entered.clear()
     nccl.warm_up([Warmed(0, 2), Warmed(0, 1)], torch.device("cpu"))
     assert len(entered) == 5
@@ -133,7 +133,7 @@ def test_every_kind_of_collective_is_run_once_and_waited_for(monkeypatch: pytest
         nccl.warm_up([Warmed(0, 2, timer=Slow())], torch.device("cpu"))
 
 
-def test_a_clock_counts_what_the_device_has_passed() -> None:
+def test_progress_clock_counts_marks_that_the_device_has_passed() -> None:
     clock = ProgressClock()
     clock.mark_layer()
     assert (clock.poll_device(), clock.progress_count) == (0, 1)  # a CPU is where its host is

@@ -19,7 +19,7 @@ TAKES = "Tensor symm_buffer, Tensor local_input, str reduce_op, str group_name"
 CPU = torch.device("cpu")
 
 
-def test_the_installed_torch_has_the_operators_that_are_called() -> None:
+def test_installed_torch_has_the_symmetric_memory_operators() -> None:
     assert (
         str(torch.ops.symm_mem.one_shot_all_reduce_copy.default._schema)
         == f"symm_mem::one_shot_all_reduce_copy({TAKES}) -> Tensor"
@@ -43,7 +43,9 @@ def test_the_installed_torch_has_the_operators_that_are_called() -> None:
         (8, torch.int64, False),
     ],
 )
-def test_few_rows_that_the_kernel_can_read_take_it(numbers: int, dtype: torch.dtype, taken: bool) -> None:
+def test_one_shot_supports_only_small_aligned_tensors_of_its_dtypes(
+    numbers: int, dtype: torch.dtype, taken: bool
+) -> None:
     assert OneShot.supports(torch.zeros(1, numbers, dtype=dtype)) is taken
 
 
@@ -74,7 +76,7 @@ def same(rows: Tensor) -> Tensor:
     return torch.cat([rows, rows])
 
 
-def test_it_equals_its_twin_and_an_axis_uses_it_for_few_rows_only(symmetric: list[tuple[Any, ...]]) -> None:
+def test_one_shot_equals_the_reference_and_axis_uses_one_shot_for_few_rows(symmetric: list[tuple[Any, ...]]) -> None:
     kernel = OneShot(SimpleNamespace(group_name="g"), 2, CPU)
     assert symmetric == [("meet", "g")] * len(DTYPES)
     check_against_reference(kernel, 0, doubled, same, CPU)
@@ -93,14 +95,14 @@ def test_it_equals_its_twin_and_an_axis_uses_it_for_few_rows_only(symmetric: lis
         (doubled, lambda rows: torch.cat([rows, rows * (1 + 1e-6)]), "ranks get different sums"),
     ],
 )
-def test_a_kernel_that_differs_is_refused(
+def test_one_shot_kernel_with_different_sums_is_refused(
     symmetric: list[tuple[Any, ...]], twin: Callable[[Tensor], Tensor], every: Callable[[Tensor], Tensor], what: str
 ) -> None:
     with pytest.raises(WrongSumError, match=what):
         check_against_reference(OneShot(SimpleNamespace(group_name="g"), 2, CPU), 0, twin, every, CPU)
 
 
-def test_more_ranks_than_a_node_has_are_refused() -> None:
+def test_one_shot_refuses_more_ranks_than_a_node_has() -> None:
     with pytest.raises(RuntimeError, match="9 ranks are more than 8"):
         OneShot(SimpleNamespace(group_name="g"), 9, CPU)
 
@@ -109,7 +111,7 @@ def config(**settings: Any) -> EngineConfig:
     return EngineConfig.from_kwargs({"model_path": "m", "one_shot_all_reduce": True, **settings})
 
 
-def test_the_setting_is_refused_where_it_cannot_be_had() -> None:
+def test_one_shot_setting_is_refused_where_unsupported() -> None:
     with pytest.raises(ConfigError, match=r"one_shot_all_reduce .* device is cpu; unset it"):
         build_engine(config(device="cpu"))
     with pytest.raises(ConfigError, match=r"one_shot_all_reduce .* tp_size is 1; unset it"):

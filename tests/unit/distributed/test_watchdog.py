@@ -110,18 +110,18 @@ def lost(made: DeviceWatchdog) -> Any:
     return caught.value
 
 
-def test_a_rank_that_gives_no_sign_is_blamed_although_others_go_on() -> None:
+def test_silent_rank_is_blamed_while_other_ranks_progress() -> None:
     error = lost(watch(0, Signs(3, silent=(2,)), Timer()))
     assert error.rank == 2 and "rank 2 has given no sign for 0." in str(error) and "watchdog_timeout_s" in str(error)
     assert "its last in step 4, phase target" in str(error) and said[0].blamed_rank == 2
 
 
-def test_rank_0_is_blamed_where_the_store_stands_still() -> None:
+def test_rank_0_is_blamed_when_the_store_does_not_answer() -> None:
     error = lost(watch(1, Signs(3, store=False), Timer()))
     assert error.rank == 0 and "store have not answered" in str(error)
 
 
-def test_of_ranks_that_all_wait_the_one_furthest_behind_is_blamed() -> None:
+def test_rank_furthest_behind_is_blamed_when_all_ranks_wait() -> None:
     error = lost(watch(2, Signs(3, still=(0, 1)), Timer()))
     assert isinstance(error, StuckDeviceError) and error.rank == 2 and said == []  # its own device passed nothing
     timer = Timer()
@@ -133,13 +133,13 @@ def test_of_ranks_that_all_wait_the_one_furthest_behind_is_blamed() -> None:
     assert isinstance(error, PeerLostError) and error.rank == 0 and "furthest behind" in str(error)
 
 
-def test_a_device_alone_is_given_the_limit() -> None:
+def test_single_rank_watchdog_raises_stuck_device_error_after_the_limit() -> None:
     error = lost(watch(0, None, Timer()))
     assert isinstance(error, StuckDeviceError) and "the device of rank 0 has done nothing for 0." in str(error)
 
 
 @pytest.mark.parametrize("peer", [True, False])
-def test_nobody_is_blamed_while_a_device_or_a_peer_does_something(peer: bool) -> None:
+def test_no_rank_is_blamed_while_a_device_or_a_peer_progresses(peer: bool) -> None:
     until = time.monotonic() + 3 * LIMIT_S
     timer = Timer(lambda: time.monotonic() > until)
     made = watch(0, Signs(2, still=() if peer else (1,)), timer)
@@ -158,7 +158,7 @@ def test_nobody_is_blamed_while_a_device_or_a_peer_does_something(peer: bool) ->
     assert time.monotonic() > until and said == []
 
 
-def test_an_alarm_ends_the_wait_at_once() -> None:
+def test_alarm_ends_the_device_wait_immediately() -> None:
     signs = Signs(3)
     made = watch(0, signs, Timer())
     made.limit_s = 60.0
@@ -169,7 +169,7 @@ def test_an_alarm_ends_the_wait_at_once() -> None:
     assert time.monotonic() - began < 2
 
 
-def test_a_process_that_was_held_up_blames_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watchdog_of_a_delayed_process_blames_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """It sleeps through ten limits, and its device is done soon after."""
     monkeypatch.setattr(watches, "MAX_POLL_GAP_S", LIMIT_S / 4)
     until = time.monotonic() + LIMIT_S * 1.5
@@ -179,7 +179,7 @@ def test_a_process_that_was_held_up_blames_nobody(monkeypatch: pytest.MonkeyPatc
     made.wait(made.mark())
 
 
-def test_a_rank_with_a_reason_of_its_own_is_believed_before_those_who_blame() -> None:
+def test_rank_at_fault_prefers_a_rank_with_its_own_failure() -> None:
     own, seen, other = (
         ExitReason(1, "ValueError"),
         ExitReason(None, "closed"),
@@ -190,13 +190,13 @@ def test_a_rank_with_a_reason_of_its_own_is_believed_before_those_who_blame() ->
     assert rank_at_fault({0: seen, 3: other}) == ExitReason(2, "rank 2 has given no sign (so rank 3)")
 
 
-def test_a_call_that_blocks_is_left_behind() -> None:
+def test_run_with_timeout_abandons_a_blocking_call() -> None:
     forever = threading.Event()
     assert not run_with_timeout(forever.wait, 0.05) and run_with_timeout(lambda: None, 5.0)
     forever.set()
 
 
-def test_whoever_asks_the_device_amid_a_step_waits_under_watch() -> None:
+def test_wait_for_device_uses_the_watchdog_hook() -> None:
     wait_for_device()  # nobody watches
     made = watch(0, Signs(3, silent=(2,)), Timer())
     with wait_hook_set(made.wait_for_device), pytest.raises(PeerLostError, match="rank 2 has given no sign"):
@@ -228,7 +228,7 @@ class Heard(ExitReasons):
         (RuntimeError("a bug"), "", ""),
     ],
 )
-def test_an_error_is_a_peers_only_if_it_can_be(error: RuntimeError, alone: str, after: str) -> None:
+def test_peer_loss_accepts_only_errors_that_a_lost_peer_can_cause(error: RuntimeError, alone: str, after: str) -> None:
     for gone, words in ((False, alone), (True, after)):
         mesh = Mesh(0, Axis(0, 2), _exit_reasons=Heard(gone))
         lost = mesh.peer_loss(error)
@@ -236,7 +236,7 @@ def test_an_error_is_a_peers_only_if_it_can_be(error: RuntimeError, alone: str, 
     assert Mesh().peer_loss(error) is None
 
 
-def test_the_thread_that_steps_is_the_one_whose_work_peers_hear_of() -> None:
+def test_heartbeat_monitor_tracks_the_thread_that_runs_steps() -> None:
     """Not the one that has loaded the engine, which does nothing from then on."""
     engine = build_engine(config_of(tiny_pair()[0]))
     heartbeat_monitor: Any = SimpleNamespace(step_thread=StepThread())
@@ -254,7 +254,7 @@ def test_the_thread_that_steps_is_the_one_whose_work_peers_hear_of() -> None:
     assert [heartbeat_monitor.step_thread.thread] == ids != [loaded]
 
 
-def test_the_thread_that_steps_works_for_the_device() -> None:
+def test_watchdog_selects_the_device_once_per_thread() -> None:
     """CUDA's current device is a thread's own, and the one that loads is another."""
     timer = Timer()
     watch = DeviceWatchdog(Mesh(), timer)

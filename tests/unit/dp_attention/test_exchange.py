@@ -16,7 +16,7 @@ def begun(*calls: ScriptCall) -> Exchange:
     return exchange
 
 
-def test_a_script_that_is_followed_leaves_nothing() -> None:
+def test_exchange_that_follows_its_script_has_no_remaining_calls() -> None:
     exchange = begun(SUM, GATHER)
     rows = torch.ones(3, 8)
     assert exchange.remaining_calls == (SUM, GATHER)
@@ -25,7 +25,7 @@ def test_a_script_that_is_followed_leaves_nothing() -> None:
     exchange.end()
 
 
-def test_a_step_that_leaves_out_its_last_call_is_out_of_step() -> None:
+def test_missing_last_call_raises_out_of_step() -> None:
     exchange = begun(SUM, GATHER)
     exchange.reduce(torch.ones(3, 8))
     with pytest.raises(
@@ -34,7 +34,7 @@ def test_a_step_that_leaves_out_its_last_call_is_out_of_step() -> None:
         exchange.end()
 
 
-def test_another_call_than_the_next_one_is_out_of_step() -> None:
+def test_call_that_is_not_next_in_the_script_raises_out_of_step() -> None:
     with pytest.raises(OutOfStepError, match=r"calls gather where reduce of rows \[3\] comes next"):
         begun(SUM).gather(torch.ones(3, 8))
     with pytest.raises(OutOfStepError, match="calls reduce where the step ends"):
@@ -42,7 +42,7 @@ def test_another_call_than_the_next_one_is_out_of_step() -> None:
 
 
 @pytest.mark.parametrize("rows", [torch.ones(2, 8), torch.ones(3, 7), torch.ones(3, 8, dtype=torch.float64)])
-def test_rows_that_are_not_as_planned_are_out_of_step(rows: torch.Tensor) -> None:
+def test_rows_of_unplanned_shape_or_dtype_raise_out_of_step(rows: torch.Tensor) -> None:
     with pytest.raises(OutOfStepError, match=r"to reduce where \[3, 8\] of torch.float32 are planned"):
         begun(SUM).reduce(rows)
 
@@ -58,7 +58,7 @@ def test_rows_that_are_not_as_planned_are_out_of_step(rows: torch.Tensor) -> Non
         ([SUM, GATHER, SUM], r"calls reduce of rows \[3\] in phase draft as its call 2 where the step ends"),
     ],
 )
-def test_a_program_with_other_calls_is_not_replayed(calls: list[ScriptCall], said: str) -> None:
+def test_replay_refuses_a_program_with_other_calls(calls: list[ScriptCall], said: str) -> None:
     exchange = begun(SUM, GATHER)
     with pytest.raises(OutOfStepError, match=said):
         exchange.replay(calls)

@@ -107,9 +107,7 @@ MOES = {
 
 @pytest.mark.parametrize(("world", "groups", "parts"), MESHES)
 @pytest.mark.parametrize("moe", MOES.values(), ids=MOES)
-def test_rows_sent_by_counts_get_the_bits_of_rows_sent_everywhere(
-    moe: Moe, world: int, groups: int, parts: int
-) -> None:
+def test_counted_expert_dispatch_equals_gathered_dispatch(moe: Moe, world: int, groups: int, parts: int) -> None:
     """Uneven rows and uneven parts; ranks without rows, and whole groups without."""
     torch.manual_seed(world + groups + parts)
     dtype = torch.float32 if select_kernels("auto", CPU, torch.float32).library is not None else torch.float64
@@ -133,7 +131,7 @@ def test_rows_sent_by_counts_get_the_bits_of_rows_sent_everywhere(
 
 
 @pytest.mark.parametrize(("world", "groups", "parts"), [(2, 1, 2), (4, 1, 2), (4, 2, 2)])
-def test_rows_sent_everywhere_get_the_numbers_of_one_rank(world: int, groups: int, parts: int) -> None:
+def test_gathered_expert_dispatch_equals_a_single_rank(world: int, groups: int, parts: int) -> None:
     """Also with one group, whose ranks have all rows from the start."""
     torch.manual_seed(3)
     weights = Weights.random(MOES["shared, gated"], torch.float64, biases=True)
@@ -146,7 +144,7 @@ def test_rows_sent_everywhere_get_the_numbers_of_one_rank(world: int, groups: in
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_ids_travel_as_they_are_in_memory(dtype: torch.dtype) -> None:
+def test_pack_and_unpack_rows_preserve_expert_ids_in_every_dtype(dtype: torch.dtype) -> None:
     """Also those that are no number of the dtype."""
     ids = torch.tensor([[0, 511], [257, 32_767]])
     rows, weights = torch.randn(2, 6).to(dtype), torch.rand(2, 2).to(dtype)
@@ -166,12 +164,12 @@ def test_ids_travel_as_they_are_in_memory(dtype: torch.dtype) -> None:
         (((3, -1), (0, 0), (1, 3)), 0),
     ],
 )
-def test_counts_that_cannot_be_are_found(table: tuple[tuple[int, ...], ...], odd: int | None) -> None:
+def test_first_invalid_rank_finds_impossible_row_counts(table: tuple[tuple[int, ...], ...], odd: int | None) -> None:
     """Of ranks that carry 2, no and 3 rows, each of which goes to one part or both."""
     assert first_invalid_rank(table, [2, 0, 3], experts_per_row=4) == odd
 
 
-def test_one_active_expert_is_one_part() -> None:
+def test_first_invalid_rank_allows_one_part_per_row_with_one_active_expert() -> None:
     assert (
         first_invalid_rank(((2, 2),), [3], experts_per_row=1) == 0
         and first_invalid_rank(((2, 1),), [3], experts_per_row=1) is None
@@ -185,7 +183,7 @@ class Liar(Meeting):
         return super().gather(rows + 4, counts)
 
 
-def test_a_rank_that_tells_the_impossible_is_named_on_every_rank() -> None:
+def test_every_rank_names_the_rank_that_reports_impossible_counts() -> None:
     """Before a row moves: what it told would have made every rank take other sizes than it sends."""
     torch.manual_seed(0)
     weights = Weights.random(MOES["five"], torch.float64, biases=False)

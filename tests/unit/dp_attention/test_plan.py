@@ -31,13 +31,13 @@ def rule(
     return PlanRule(attn_tp, padding, waste, sizes)  # type: ignore[arg-type]
 
 
-def test_the_tier_is_the_minimum_of_the_votes() -> None:
+def test_plan_uses_the_minimum_num_steps_of_all_ranks() -> None:
     table = [facts(2, num_steps=3), facts(1, num_steps=1), facts(0, num_steps=2)]
     assert rule().plan(table, SHAPE).num_steps == 1
 
 
 @pytest.mark.parametrize(("decodes", "forced"), [((1, 0), 6), ((1, 2), 4), ((3, 5), 1), ((9, 1), 0)])
-def test_trees_have_room_for_what_grammars_force_while_it_costs_few_rows(decodes: tuple[int, int], forced: int) -> None:
+def test_plan_adds_forced_nodes_for_grammars_within_the_row_limit(decodes: tuple[int, int], forced: int) -> None:
     shape = SHAPE.model_copy(update={"room": 6})
     shapes = tiers(shape)
     free = [facts(decodes[0]), facts(decodes[1])]
@@ -51,7 +51,7 @@ def test_trees_have_room_for_what_grammars_force_while_it_costs_few_rows(decodes
     assert replace(rule(), max_forced_rows=8).plan(voted, shape).tree(shapes).num_draft_tokens == 1
 
 
-def test_padding_gives_every_group_the_rows_of_the_largest() -> None:
+def test_padded_plan_gives_every_group_the_sizes_of_the_largest() -> None:
     table = [facts(2, 7, 1), facts(0, 0), facts(5, 3)]
     exact, full = (rule(name).plan(table, SHAPE) for name in ("exact", "padded"))
     assert exact.sizes == ((2, 7, 1), (0, 0, 0), (5, 3, 0))
@@ -60,7 +60,7 @@ def test_padding_gives_every_group_the_rows_of_the_largest() -> None:
 
 
 @pytest.mark.parametrize(("waste", "uneven"), [(0.0, False), (0.49, False), (0.5, True)])
-def test_auto_pads_while_the_share_of_idle_rows_is_within_the_limit(waste: float, uneven: bool) -> None:
+def test_auto_padding_pads_while_idle_rows_are_within_the_limit(waste: float, uneven: bool) -> None:
     plan = rule(waste=waste).plan([facts(4), facts(0)], SHAPE)
     assert plan.sizes == ((4, 0, 0), (4 if uneven else 0, 0, 0))
 
@@ -69,7 +69,7 @@ def test_auto_pads_while_the_share_of_idle_rows_is_within_the_limit(waste: float
     ("padding", "sizes", "counted"),
     [("exact", None, True), ("auto", None, True), ("padded", None, False), ("exact", (1, 2, 4, 8), False)],
 )
-def test_rows_go_to_experts_by_counts_unless_sizes_have_to_be_known(
+def test_expert_rows_are_sent_by_counts_unless_padded_or_captured(
     padding: str, sizes: tuple[int, ...] | None, counted: bool
 ) -> None:
     """A padded step has equal parts, and a captured one must not ask for a value."""
@@ -89,7 +89,7 @@ def test_rows_go_to_experts_by_counts_unless_sizes_have_to_be_known(
     assert script(plan, SHAPE, ops, None) == [ScriptCall("target", op, rows, *widths) for op, *widths in wanted]
 
 
-def test_steps_are_run_at_the_sizes_of_programs() -> None:
+def test_captured_plan_rounds_sizes_up_to_captured_sizes() -> None:
     """Each group at its own unless padding is asked for; a group too large for all programs has none replayed."""
     table = [facts(3, 7, 3), facts(1), facts(5, 2, 1)]
     exact, full = (rule(name, buckets=(1, 2, 4, 8)).plan(table, SHAPE) for name in ("exact", "padded"))
@@ -104,7 +104,7 @@ def test_steps_are_run_at_the_sizes_of_programs() -> None:
         assert rule(buckets=()).plan([facts(count)], SHAPE).captured is within
 
 
-def test_steps_with_bad_words_are_not_captured_but_padded_as_any() -> None:
+def test_steps_with_bad_words_are_not_captured_and_padded_as_usual() -> None:
     for padding in ("exact", "padded"):
         table = [facts(3, 7, 3)._replace(mode=int(SamplingMode.ADJUSTED | SamplingMode.BAD_WORDS)), facts(1)]
         plan = rule(padding, buckets=(1, 2, 4, 8)).plan(table, SHAPE)
@@ -112,13 +112,13 @@ def test_steps_with_bad_words_are_not_captured_but_padded_as_any() -> None:
         assert plan.sizes == rule(padding).plan(table, SHAPE).sizes
 
 
-def test_steps_with_a_grammar_are_captured() -> None:
+def test_steps_with_penalties_or_a_grammar_are_captured() -> None:
     for mode in (SamplingMode.ADJUSTED, SamplingMode.CONSTRAINED):
         of = replace(rule("exact"), buckets=Buckets())
         assert of.plan([facts(3)._replace(mode=int(mode))], SHAPE).captured
 
 
-def test_graphs_over_several_groups_are_of_steps_that_are_alike_in_all() -> None:
+def test_equal_size_buckets_capture_several_groups_only_when_padded() -> None:
     """Where they are not, collectives have parts of several sizes."""
     for padding, groups, captured in (("exact", 1, True), ("exact", 2, False), ("padded", 2, True)):
         of = replace(rule(padding), buckets=Buckets((2, 4), equal_sizes=True))
@@ -127,7 +127,7 @@ def test_graphs_over_several_groups_are_of_steps_that_are_alike_in_all() -> None
         assert not captured or {own.decodes for own in plan.sizes} == {4}
 
 
-def test_steps_that_show_trees_are_not_captured() -> None:
+def test_steps_that_return_trees_are_not_captured() -> None:
     table = [facts(3, 7, 3)._replace(mode=int(SamplingMode.RANDOM | SamplingMode.TREES)), facts(1)]
     plan = rule("exact", buckets=(1, 2, 4, 8)).plan(table, SHAPE)
     assert not plan.captured and plan.mode == SamplingMode.RANDOM | SamplingMode.TREES
@@ -135,7 +135,7 @@ def test_steps_that_show_trees_are_not_captured() -> None:
     assert script(plan, SHAPE, TARGET, DRAFT) == script(plan._replace(mode=SamplingMode.RANDOM), SHAPE, TARGET, DRAFT)
 
 
-def test_the_key_is_what_a_step_runs() -> None:
+def test_plan_key_depends_on_sizes_tier_and_mode() -> None:
     """Loads that run at the same sizes, tier and mode share it; each of these makes another."""
     small = rule("exact", buckets=(1, 2, 4, 8))
     keys = [small.plan([facts(*load), facts(1)], SHAPE).key for load in ((3, 7, 1), (4, 5, 1), (3, 7, 2), (2, 7, 1))]
@@ -145,14 +145,14 @@ def test_the_key_is_what_a_step_runs() -> None:
     assert small.plan([facts(3, 7, 1), facts(2)], SHAPE).key != keys[0], "collectives have counts of all groups"
 
 
-def test_the_script_has_the_rows_that_are_run() -> None:
+def test_script_uses_the_padded_row_counts() -> None:
     plan = rule("padded", buckets=(4, 8)).plan([facts(2, 7, 1), facts(1)], SHAPE)
     calls = {(call.phase, call.op): call.rows for call in script(plan, SHAPE, TARGET, DRAFT)}
     assert calls["draft", "gather"] == (8, 8) and calls["target", "gather"] == (32, 32)
     assert calls["target", "head"] == (28, 28) and calls["extend", "gather"] == (24, 24)
 
 
-def test_a_group_counts_once_whatever_its_followers_say() -> None:
+def test_plan_uses_only_the_facts_of_group_leaders() -> None:
     table = [facts(3, 4, 1), facts(num_steps=0), facts(1), facts(num_steps=0)]
     plan = rule("exact", attn_tp=2).plan(table, SHAPE)
     assert (
@@ -163,7 +163,7 @@ def test_a_group_counts_once_whatever_its_followers_say() -> None:
     )
 
 
-def test_every_rank_learns_what_each_groups_decoding_takes() -> None:
+def test_plan_carries_the_decode_time_of_each_group() -> None:
     table = [facts(3)._replace(decode_us=700), facts(), facts(1)._replace(decode_us=300), facts()]
     plan = rule("exact", attn_tp=2).plan(table, SHAPE)
     assert plan.decode_us == (700, 300)
@@ -171,7 +171,7 @@ def test_every_rank_learns_what_each_groups_decoding_takes() -> None:
     assert rule("exact", attn_tp=2).plan(table, SHAPE).digest != plan.digest
 
 
-def test_quiet_and_leaving_are_for_everybody() -> None:
+def test_plan_is_quiet_if_all_ranks_are_idle_and_leaving_if_any_rank_leaves() -> None:
     nobody = [facts(), facts()]
     assert rule().plan(nobody, SHAPE).no_requests and not rule().plan(nobody, SHAPE).leaving
     waits = [facts(), facts()._replace(requests=1)]
@@ -179,12 +179,12 @@ def test_quiet_and_leaving_are_for_everybody() -> None:
     assert rule().plan([facts()._replace(leaving=1), facts(2)], SHAPE).leaving
 
 
-def test_the_digest_tells_any_two_plans_apart() -> None:
+def test_different_plans_have_different_digests() -> None:
     tables = [[facts(a, b), facts(c)] for a, b, c in product(range(4), repeat=3)]
     assert len({rule("exact").plan(table, SHAPE).digest for table in tables}) == 64
 
 
-def test_the_script_of_a_step() -> None:
+def test_script_lists_draft_target_and_extend_calls() -> None:
     plan = rule("exact").plan([facts(2, 7, 1), facts(1)], SHAPE)
     level = [ScriptCall("draft", op, (4, 2)) for op in DRAFT.forward]
     target = [ScriptCall("target", op, (19, 6)) for op in TARGET.forward] + [ScriptCall("target", "head", (13, 6))]
@@ -196,7 +196,7 @@ def test_the_script_of_a_step() -> None:
     ]
 
 
-def test_the_script_of_a_draft_runner_list() -> None:
+def test_script_of_several_draft_runners_lists_the_rows_of_each_level() -> None:
     """At level l one runner runs the rows of all levels up to l, for the last of which it is asked; at extend all run,
     and the first is asked."""
     plan = rule("exact").plan([facts(2, 7, 1), facts(1)], SHAPE)
@@ -211,7 +211,7 @@ def test_the_script_of_a_draft_runner_list() -> None:
     assert extend == [(op, (15, 4)) for op in DRAFT.forward * 3] + [("head", (3, 1))]
 
 
-def test_a_step_runs_in_the_mode_of_every_group() -> None:
+def test_plan_mode_is_the_union_of_group_leader_modes() -> None:
     """A follower's is that of its leader."""
     modes = (SamplingMode.RANDOM, SamplingMode(0), SamplingMode.LOGPROBS, SamplingMode.FILTERED)
     table = [facts(1)._replace(mode=int(mode)) for mode in modes]
@@ -229,7 +229,7 @@ def after_heads(mode: SamplingMode, wide: bool, bits: int = 32) -> list[tuple[st
     return [(call.phase, call.op, call.rows, call.width) for call in calls if call.op != "head"]
 
 
-def test_the_script_after_a_sharded_head() -> None:
+def test_script_adds_sampling_calls_after_a_sharded_head() -> None:
     """Candidates alone; with noise, filters and log-probabilities what these need as well, in this order."""
     levels, nodes, last, told = (4, 2), (13, 6), (3, 1), (9, 4)
     best = [("draft", "compare", levels, 5), ("target", "compare", nodes, 2), ("extend", "compare", last, 5)]
@@ -248,7 +248,7 @@ def test_the_script_after_a_sharded_head() -> None:
         assert [call for call in filtered if call[0] == "target"] == [*search, best[1]]
 
 
-def test_the_script_where_prompts_are_scored() -> None:
+def test_script_adds_head_and_ranking_calls_for_prompt_logprobs() -> None:
     """The head once more, for the rows that are asked for, and what its shards tell of these; it is not captured."""
 
     def after_choice(wide: bool | None) -> list[tuple[str, str, tuple[int, ...], int]]:
@@ -268,13 +268,13 @@ def test_the_script_where_prompts_are_scored() -> None:
     assert after_choice(True) == [head, *told]
 
 
-def test_a_shallower_tier_has_a_shorter_script() -> None:
+def test_script_length_follows_the_depth_of_the_tier() -> None:
     plan = rule("exact").plan([facts(2)], SHAPE)
     lengths = [len(script(plan, shape, TARGET, DRAFT)) for shape in tiers(SHAPE)]
     assert lengths == [7, 7, 9, 11], "plain steps extend too, so that the draft's memory stays whole"
 
 
-def test_tiers_keep_the_width_and_never_outgrow_what_their_levels_propose() -> None:
+def test_tiers_keep_topk_and_limit_draft_tokens_to_their_levels() -> None:
     assert [(t.num_steps, t.topk, t.num_draft_tokens) for t in tiers(SHAPE)] == [
         (0, 2, 1),
         (1, 2, 3),
@@ -284,7 +284,7 @@ def test_tiers_keep_the_width_and_never_outgrow_what_their_levels_propose() -> N
     assert tiers(NO_SPECULATION) == (NO_SPECULATION,)
 
 
-def test_idle_rows_are_requests_and_chunks_on_the_idle_row() -> None:
+def test_padding_adds_idle_requests_and_chunks_on_the_idle_row() -> None:
     plan = rule("padded").plan([facts(2, 5), facts(3, 8)], SHAPE)
     chunk = PromptChunk(1, 0, 5, True, (4, 4, 4, 4, 4))
     order = StepInput(decodes=(DecodeRequest(0, 9), DecodeRequest(2, 4)), chunks=(chunk,))
@@ -295,7 +295,7 @@ def test_idle_rows_are_requests_and_chunks_on_the_idle_row() -> None:
     assert pad_step_input(order, rule("exact").plan([facts(2, 5), facts(3, 8)], SHAPE), 0, 7) is order
 
 
-def test_a_captured_step_has_idle_ends_and_room_for_any_chunks() -> None:
+def test_captured_step_input_gets_idle_finishing_prompts_and_padded_chunks() -> None:
     plan = rule(buckets=(4, 8)).plan([facts(2, 5, 1)], SHAPE)
     order = StepInput(
         decodes=(DecodeRequest(0, 9), DecodeRequest(2, 4)), chunks=(PromptChunk(1, 0, 5, True, (4, 4, 4, 4, 4)),)
@@ -317,7 +317,7 @@ class FakeMesh(Mesh):
 
 
 @pytest.mark.parametrize("name", ["epoch", "step", "digest", "calls", "rule_checksum", "captured"])
-def test_a_header_that_differs_names_rank_step_and_field(name: str) -> None:
+def test_differing_header_error_names_rank_step_and_field(name: str) -> None:
     coordinator = Coordinator(FakeMesh({name: 99}), rule(), tiers(SHAPE), TARGET)
     with pytest.raises(
         OutOfStepError, match=rf"rank 1 is at {name} 99, rank 0 at \d+ \(step 0, phase agree\)"
@@ -326,7 +326,7 @@ def test_a_header_that_differs_names_rank_step_and_field(name: str) -> None:
     assert (caught.value.rank, caught.value.step, caught.value.phase) == (1, 0, "agree")
 
 
-def test_steps_go_on_while_headers_agree() -> None:
+def test_coordinator_advances_steps_while_headers_agree() -> None:
     coordinator = Coordinator(FakeMesh({"decodes": 3}), rule(), tiers(SHAPE), TARGET)
     plans = []
     for _ in range(4):
@@ -335,7 +335,7 @@ def test_steps_go_on_while_headers_agree() -> None:
     assert [plan.step for plan in plans] == [0, 1, 2, 3] and plans[0].decodes == (0, 3)
 
 
-def test_a_stale_plan_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_coordinator_refuses_a_plan_of_an_earlier_step(monkeypatch: pytest.MonkeyPatch) -> None:
     coordinator = Coordinator(FakeMesh({}), rule(), tiers(SHAPE), TARGET)
     first = coordinator.agree(coordinator.header())
     coordinator.finish_step()
@@ -344,14 +344,14 @@ def test_a_stale_plan_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         coordinator.agree(coordinator.header())
 
 
-def test_a_step_must_be_taken_before_the_next_is_agreed_on() -> None:
+def test_coordinator_refuses_the_next_step_before_finish_step() -> None:
     coordinator = Coordinator(FakeMesh({}), rule(), tiers(SHAPE), TARGET)
     coordinator.agree(coordinator.header())
     with pytest.raises(OutOfStepError, match="agrees on step 1 but has not taken the one before"):
         coordinator.agree(coordinator.header())
 
 
-def test_who_differs_from_most_is_guilty_whoever_looks() -> None:
+def test_every_rank_blames_the_rank_that_differs_from_the_majority() -> None:
     for own in range(4):
         mesh = FakeMesh({})
         mesh.rank = own
@@ -364,7 +364,7 @@ def test_who_differs_from_most_is_guilty_whoever_looks() -> None:
 
 @pytest.mark.parametrize("name", ["step_input_checksum", "results_checksum"])
 @pytest.mark.parametrize("attn_tp", [1, 2])
-def test_ranks_of_a_group_ran_the_same_order_to_the_same_tokens(attn_tp: int, name: str) -> None:
+def test_ranks_of_a_group_must_agree_on_input_and_result_checksums(attn_tp: int, name: str) -> None:
     coordinator = Coordinator(FakeMesh({name: 5}), rule(attn_tp=attn_tp), tiers(SHAPE), TARGET)
     if attn_tp == 1:
         coordinator.agree(coordinator.header())
@@ -373,7 +373,7 @@ def test_ranks_of_a_group_ran_the_same_order_to_the_same_tokens(attn_tp: int, na
         coordinator.agree(coordinator.header())
 
 
-def test_confirming_compares_what_was_made_of_the_facts() -> None:
+def test_confirm_refuses_a_plan_that_differs_between_ranks() -> None:
     coordinator = Coordinator(FakeMesh({}), rule(), tiers(SHAPE), TARGET)
     plan = coordinator.agree(coordinator.header())
     mesh = FakeMesh({})

@@ -7,14 +7,14 @@ import pytest
 from cluster.dp_attention.sizes import Buckets, Sizes, max_sizes, sizes_up_to
 
 
-def test_the_sizes_are_few_and_end_where_they_shall() -> None:
+def test_capture_sizes_are_few_and_end_at_the_largest() -> None:
     assert sizes_up_to(1) == (1,) and sizes_up_to(5) == (1, 2, 3, 4, 5)
     assert sizes_up_to(64) == (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
     assert len(sizes_up_to(4096)) == 24
 
 
 @pytest.mark.parametrize("largest", [1, 7, 48, 100, 512])
-def test_at_most_a_third_of_what_is_run_is_idle(largest: int) -> None:
+def test_buckets_leave_at_most_a_third_of_the_rows_idle(largest: int) -> None:
     buckets = Buckets(sizes_up_to(largest))
     for size in range(1, largest + 1):
         fitted = buckets.fit([Sizes(size, 0, 0)])
@@ -29,7 +29,7 @@ def test_at_most_a_third_of_what_is_run_is_idle(largest: int) -> None:
             )
 
 
-def test_what_is_too_large_for_all_programs_has_none() -> None:
+def test_sizes_beyond_the_largest_bucket_do_not_fit() -> None:
     assert Buckets((2, 4)).fit([Sizes(3, 0, 0)]) == (4, 0, 0)
     assert Buckets((2, 4)).fit([Sizes(1, 4, 1)]) is None, "no room for the idle row of an idle end"
     for own in (Sizes(5, 0, 0), Sizes(1, 5, 1), Sizes(1, 5, 5)):
@@ -47,7 +47,7 @@ def test_captured_steps_have_only_the_chunks_of_prompts_that_recur() -> None:
     assert not Buckets(max_rows=19, chunk_sizes=(4, 8)).can_hold(Sizes(3, 8, 0), 4)
 
 
-def test_groups_that_share_a_program_have_an_idle_row_each_that_lacks_an_end() -> None:
+def test_group_without_a_finishing_prompt_gets_an_idle_row_in_a_shared_program() -> None:
     buckets = Buckets((1, 2, 4, 8, 16))
     assert buckets.fit([Sizes(1, 8, 1), Sizes(3, 2, 2)]) == (4, 16, 2)
     assert buckets.fit([Sizes(1, 8, 2), Sizes(3, 2, 1)]) == (4, 8, 2)
@@ -55,7 +55,7 @@ def test_groups_that_share_a_program_have_an_idle_row_each_that_lacks_an_end() -
     assert Buckets().fit([Sizes(0, 5, 1), Sizes(2, 4, 0)]) == (2, 5, 1)
 
 
-def test_every_number_of_requests_runs_at_one_size() -> None:
+def test_padded_ranges_map_each_request_count_to_one_size() -> None:
     buckets = Buckets((1, 2, 4, 8))
     spans = buckets.padded_ranges()
     assert [list(span) for span in spans] == [[1], [2], [3, 4], [5, 6, 7, 8]]
@@ -63,5 +63,5 @@ def test_every_number_of_requests_runs_at_one_size() -> None:
         assert {buckets.fit([Sizes(count, 0, 0)]) for count in span} == {Sizes(span[-1], 0, 0)}
 
 
-def test_the_largest_of_each() -> None:
+def test_max_sizes_takes_the_maximum_of_each_field() -> None:
     assert max_sizes([Sizes(1, 9, 0), Sizes(4, 2, 2)]) == (4, 9, 2)

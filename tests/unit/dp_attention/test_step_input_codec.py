@@ -33,7 +33,7 @@ PADDING = ("idle_finishing_prompts", "padded_chunks")
 """What padding to a plan adds: every rank of a group makes it of the same plan, so it does not travel."""
 
 
-def test_orders_travel_whole() -> None:
+def test_pack_and_unpack_preserve_the_step_input() -> None:
     for order in (FULL, StepInput()):
         assert unpack(pack(order)) == order
 
@@ -49,7 +49,7 @@ def with_a_number_more(field: str) -> Iterator[StepInput]:
                 yield FULL._replace(**{field: (*entries[:at], changed, *entries[at + 1 :])})
 
 
-def test_the_checksum_tells_every_part() -> None:
+def test_step_input_checksum_covers_every_field() -> None:
     for field, default in StepInput()._asdict().items():
         if field not in PADDING:
             assert getattr(FULL, field) != default, field

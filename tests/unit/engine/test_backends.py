@@ -21,14 +21,14 @@ from tests.unit.kernels.library import c_library
 CPU = torch.device("cpu")
 
 
-def test_c_serves_where_it_can() -> None:
+def test_select_kernels_prefers_c_on_cpu() -> None:
     level = c_library().level
     chosen = select_kernels("auto", CPU, torch.float32)
     assert (chosen.name, chosen.description) == ("c", f"C, compiled for {level}")
     assert select_kernels("torch", CPU, torch.float32).description == "torch"
 
 
-def test_what_sums_bfloat16_in_a_way_of_its_own_has_digits_of_its_own() -> None:
+def test_c_kernel_numerics_depend_on_the_bfloat16_variant_in_bfloat16_only() -> None:
     """A gang whose ranks differ in that is refused in bfloat16, and in no other dtype."""
     several = [replace(c_library(), variant=variant) for variant in ("", "pairs", "tiles")]
     for dtype, differ in ((torch.float32, False), (torch.float64, False), (torch.bfloat16, True)):
@@ -44,14 +44,14 @@ def test_what_sums_bfloat16_in_a_way_of_its_own_has_digits_of_its_own() -> None:
     ("device", "dtype", "why"),
     [(CPU, torch.float16, "and dtype is float16"), (torch.device("meta"), torch.float32, "and device is meta")],
 )
-def test_what_c_cannot_do_is_said(device: torch.device, dtype: torch.dtype, why: str) -> None:
+def test_select_kernels_names_why_c_kernels_cannot_be_used(device: torch.device, dtype: torch.dtype, why: str) -> None:
     chosen = select_kernels("auto", device, dtype)
     assert chosen.name == "torch" and chosen.description.endswith(why)
     with pytest.raises(ConfigError, match=f"attention_backend c .*{why}; set"):
         select_kernels("c", device, dtype)
 
 
-def test_without_a_compiler_torch_serves_and_says_so(
+def test_select_kernels_falls_back_to_torch_without_a_c_compiler(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(cluster.kernels.library, "COMPILED", tmp_path / "none")
@@ -65,7 +65,7 @@ def test_without_a_compiler_torch_serves_and_says_so(
         select_kernels("c", CPU, torch.float32)
 
 
-def test_a_failing_compiler_is_told_with_its_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_build_error_contains_the_compiler_output(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     false = tmp_path / "cc"
     false.write_text("#!/bin/sh\necho 'the disk is full' >&2\nexit 3\n")
     false.chmod(0o755)
@@ -75,7 +75,7 @@ def test_a_failing_compiler_is_told_with_its_words(monkeypatch: pytest.MonkeyPat
     assert not list((tmp_path / "to").iterdir())
 
 
-def test_a_compiler_that_takes_too_long_and_a_user_without_a_home_are_told(
+def test_build_error_names_compiler_timeout_and_missing_home_folder(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     slow = tmp_path / "cc"
@@ -98,9 +98,7 @@ def test_a_compiler_that_takes_too_long_and_a_user_without_a_home_are_told(
         cluster.kernels.library._library_path(level_of_cpu())
 
 
-def test_what_a_process_left_that_was_killed_amid_compiling_is_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compile_removes_work_folders_left_by_killed_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     left = tmp_path / f"{cluster.kernels.build.WORK_FOLDER_PREFIX}x"
     left.mkdir()
     (left / "half.o").touch()
@@ -111,13 +109,13 @@ def test_what_a_process_left_that_was_killed_amid_compiling_is_removed(
     assert [path.name for path in tmp_path.iterdir()] == ["aerie-other.so"]
 
 
-def test_a_library_is_named_by_all_it_is_made_of() -> None:
+def test_library_name_contains_a_digest_of_level_and_flags() -> None:
     level = level_of_cpu()
     assert digest(level) in library_name(level)
     assert digest(level) != digest(level, ("-O1",))
 
 
-def test_the_threads_are_torchs() -> None:
+def test_process_openmp_runtime_uses_the_thread_count_of_torch() -> None:
     """The runtime that computes is the one that torch has loaded: it tells the number of threads that torch set."""
     c_library()
     known, before = ctypes.CDLL(None), torch.get_num_threads()

@@ -21,7 +21,7 @@ def costs_of(engine: Engine) -> StepCosts:
     return costs
 
 
-def test_costs_are_measured_and_shown() -> None:
+def test_engine_info_shows_measured_step_costs_unless_mixed_prefill_size_is_set() -> None:
     engine = engine_of(mixed_prefill_size=None)
     costs = costs_of(engine)
     assert costs.decode_ms["1"] > 0
@@ -31,7 +31,7 @@ def test_costs_are_measured_and_shown() -> None:
     assert costs_of(engine_of(mixed_prefill_size=None, max_running_requests=1)).decode_ms
 
 
-def test_measuring_leaves_nothing_behind() -> None:
+def test_calibration_leaves_no_state_in_the_engine() -> None:
     engine, fixed = engine_of(mixed_prefill_size=None), engine_of()
     status = engine.status()
     assert (status.steps, status.pages_used, status.pages_cached, status.own_seconds) == (0, 0, 0, 0.0)
@@ -53,13 +53,15 @@ def test_measuring_leaves_nothing_behind() -> None:
         {"speculative_batch_tiers": {2: 1, 3: 0}},
     ],
 )
-def test_measuring_fits_whatever_there_is_room_for(small: dict[str, object]) -> None:
+def test_calibration_runs_with_very_small_limits(small: dict[str, object]) -> None:
     engine = engine_of(mixed_prefill_size=None, **small)
     assert costs_of(engine).decode_ms
     engine.check_pages()
 
 
-def test_a_slow_model_is_measured_once_and_a_fast_one_at_its_best(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calibration_runs_slow_loads_once_and_takes_the_best_time_of_fast_loads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Seconds are made up: every step takes as long as the first ones were said to, and one of them ten times that."""
     loads: list[TrialLoad] = []
 
@@ -81,7 +83,7 @@ def test_a_slow_model_is_measured_once_and_a_fast_one_at_its_best(monkeypatch: p
     assert max(map(taken.count, taken)) <= calibrate.MAX_ROUNDS
 
 
-def test_what_steps_took_is_learned() -> None:
+def test_engine_learns_drift_from_step_times() -> None:
     engine = engine_of(mixed_prefill_size=None)
     correction = engine._parts.scheduler.correction
     engine.submit(request("steady", [5, 6], GREEDY, max_tokens=60))

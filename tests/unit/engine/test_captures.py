@@ -40,7 +40,7 @@ def without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("capture", ["auto", "on"])
-def test_graphs_are_of_tritons_kernels(capture: str) -> None:
+def test_triton_kernels_are_captured_on_cuda(capture: str) -> None:
     of = captures_of(config_of(tiny_pair()[0], capture=capture), CUDA, models("triton"), Mesh())
     assert of is not None and of.buckets.sizes == sizes_up_to(512) and not of.buckets.equal_sizes
     assert of.buckets.allow_prompts == (capture == "on")
@@ -50,7 +50,7 @@ def test_graphs_are_of_tritons_kernels(capture: str) -> None:
     ("name", "ranks", "why"),
     [("torch", 1, "as far as the longest"), ("flashinfer", 2, "a rank whose plan .* would run eagerly")],
 )
-def test_what_a_graph_cannot_hold_is_refused_or_launched_anew(
+def test_backend_without_graph_support_runs_eagerly_or_is_refused_with_capture_on(
     name: str, ranks: int, why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     mesh = Mesh(world=Axis(0, ranks), attn=Axis(0, ranks))
@@ -61,7 +61,7 @@ def test_what_a_graph_cannot_hold_is_refused_or_launched_anew(
         captures_of(config_of(tiny_pair()[0], capture="on"), CUDA, models(name), mesh)
 
 
-def test_with_flashinfer_steps_that_decode_are_captured_where_asked(caplog: pytest.LogCaptureFixture) -> None:
+def test_flashinfer_decode_steps_are_captured_only_with_capture_on(caplog: pytest.LogCaptureFixture) -> None:
     of = captures_of(config_of(tiny_pair()[0], capture="on"), CUDA, models("flashinfer"), Mesh())
     assert of is not None and of.buckets.sizes == sizes_up_to(512) and not of.buckets.allow_prompts
     with caplog.at_level("INFO"):
@@ -69,7 +69,7 @@ def test_with_flashinfer_steps_that_decode_are_captured_where_asked(caplog: pyte
     assert "have not run on a GPU yet; capture on captures steps that decode" in caplog.text
 
 
-def test_groups_that_exchange_uneven_parts_are_not_captured() -> None:
+def test_groups_with_exact_dp_padding_are_not_captured() -> None:
     for capture in ("auto", "on"):
         of = config_of(tiny_pair()[0], capture=capture, dp_padding="exact")
         assert captures_of(of, CUDA, models("triton"), Mesh()) is not None, "one group"
@@ -81,7 +81,7 @@ def test_groups_that_exchange_uneven_parts_are_not_captured() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "capability"), [(torch.float16, (9, 0)), (torch.bfloat16, (8, 0))])
-def test_experts_whose_products_wait_for_the_host_are_not_captured(
+def test_experts_with_host_synchronizing_products_are_not_captured(
     dtype: torch.dtype, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """CUDA refuses that wait while a graph is captured, so that the server would not start."""
@@ -98,12 +98,12 @@ def test_experts_whose_products_wait_for_the_host_are_not_captured(
     assert captures_of(on, CUDA, models("triton", True), Mesh()) is not None
 
 
-def test_off_is_off() -> None:
+def test_capture_off_captures_nothing() -> None:
     for name in ("triton", "torch", "flashinfer"):
         assert captures_of(config_of(tiny_pair()[0], capture="off"), CUDA, models(name), Mesh()) is None
 
 
-def test_on_a_cpu_it_is_a_tape_of_exact_sizes() -> None:
+def test_cpu_capture_uses_tapes_of_exact_sizes() -> None:
     of = captures_of(config_of(tiny_pair()[0], capture="on"), CPU, models("torch"), TWO_GROUPS)
     assert of is not None
     made = [of.capture(cast(Any, lambda: torch.ones(3) + 1)) for _ in range(2)]
@@ -111,7 +111,7 @@ def test_on_a_cpu_it_is_a_tape_of_exact_sizes() -> None:
     assert of.buckets.sizes == () and not of.buckets.equal_sizes and of.buckets.allow_prompts
 
 
-def test_ranks_of_several_groups_share_rows_evenly() -> None:
+def test_capture_sizes_are_multiples_of_the_group_size_with_several_groups() -> None:
     buckets = buckets_of(config_of(tiny_pair()[0], capture="on"), CUDA, TWO_GROUPS)
     assert buckets.equal_sizes and all(size % 2 == 0 for size in buckets.sizes)
     assert buckets.sizes == multiples(sizes_up_to(512), 2) and buckets.sizes[:4] == (2, 4, 6, 8)
@@ -148,14 +148,14 @@ class Noting:
 
 
 @pytest.mark.parametrize("fails", [True, False])
-def test_a_capture_that_fails_is_dropped(fails: bool) -> None:
+def test_failed_graph_capture_is_dropped(fails: bool) -> None:
     segments = Noting(fails)
     with pytest.raises(RuntimeError if fails else ZeroDivisionError):
         Graph(lambda: 1 // 0, segments)
     assert segments.did == ["ready", "begin", "drop"]
 
 
-def test_what_waits_before_a_capture_waits_under_watch() -> None:
+def test_graph_waits_with_the_watchdog_hook_before_capture() -> None:
     """A peer that is lost just then is named: nothing that blocks the host comes before the wait that is watched."""
     segments = Noting()
     with wait_hook_set(lambda: segments.did.append("watched")):
@@ -163,7 +163,7 @@ def test_what_waits_before_a_capture_waits_under_watch() -> None:
     assert segments.did == ["watched", "ready", "begin", "end", "launch"]
 
 
-def test_a_rank_that_leaves_drops_its_programs_with_its_communicators(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_close_drops_captured_programs_with_the_communicators(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which is what NCCL's wait for before they end."""
     engine = build_engine(config_of(tiny_pair()[0], capture="on"))
     for _ in range(2):

@@ -15,7 +15,7 @@ from tests.parity.harness import GREEDY, config_of, grid_requests, request, run,
 
 
 @pytest.mark.parametrize("tiers", [{}, {3: 1}, {3: 0}, {1: 0}])
-def test_requests_and_steps_count_the_same_accept_lengths(tiers: dict[int, int]) -> None:
+def test_request_and_step_statistics_count_the_same_accept_lengths(tiers: dict[int, int]) -> None:
     """Trees only: a step whose tier is 0 verifies none. Tokens behind the end of a request count nowhere."""
     config = config_of(*tiny_pair(), 2, 3, speculative_batch_tiers=tiers)
     engine = speculative(config, "oracle", truth("0.8"), 0.9)
@@ -30,7 +30,7 @@ def test_requests_and_steps_count_the_same_accept_lengths(tiers: dict[int, int])
         assert tokens == sum(map(len, result.tokens.values())) - len(result.tokens)
 
 
-def test_every_end_of_a_request_is_counted_with_the_stages_that_it_has_left_behind() -> None:
+def test_finished_request_metrics_count_reasons_and_completed_stages() -> None:
     engine = build_engine(config_of(tiny_pair()[0], max_running_requests=1))
     run(engine, [request("ends", [5], GREEDY, max_tokens=3)])
     for name in ("prefills", "waits"):
@@ -47,7 +47,7 @@ def test_every_end_of_a_request_is_counted_with_the_stages_that_it_has_left_behi
     assert stages == [2, 2, 2]
 
 
-def test_a_quiet_step_loses_no_change_of_the_page_table() -> None:
+def test_device_page_table_equals_host_page_table_after_every_step() -> None:
     """What orders bring to the device is the host's table, whenever one is run."""
     engine = build_engine(config_of(tiny_pair()[0], disable_radix_cache=True))
     sent = watched(engine)
@@ -77,7 +77,7 @@ def watched(engine: Engine) -> list[StepInput]:
     return sent
 
 
-def test_prompts_give_way_to_those_who_decode_now_and_not_to_those_who_did() -> None:
+def test_prompt_rows_are_limited_only_while_a_request_decodes() -> None:
     engine = build_engine(config_of(tiny_pair()[0], mixed_prefill_size=4))
     engine.submit(request("a", [5], GREEDY, max_tokens=3))
     while engine.has_work:
@@ -89,7 +89,7 @@ def test_prompts_give_way_to_those_who_decode_now_and_not_to_those_who_did() -> 
 
 
 @pytest.mark.parametrize(("of_others", "rows"), [((), 20), ((0, 0), 20), ((0, 700), 4)])
-def test_prompts_give_way_to_those_who_decode_in_other_groups(
+def test_prompt_rows_are_limited_while_other_groups_decode(
     monkeypatch: pytest.MonkeyPatch, of_others: tuple[int, ...], rows: int
 ) -> None:
     true = Lockstep.run

@@ -24,7 +24,7 @@ from tests.unit.models.checkpoints import copy_of
 
 
 @pytest.mark.parametrize("every", [0, 25])
-def test_a_draft_that_is_hardly_ever_accepted_is_said_once(every: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_draft_watch_warns_once_about_a_rarely_accepted_draft(every: int, caplog: pytest.LogCaptureFixture) -> None:
     """Never, or by chance now and then."""
     watch = DraftWatch(3, ("its map is odd",))
     for tree in range(2 * MIN_TREES):
@@ -41,16 +41,14 @@ def test_a_draft_that_is_hardly_ever_accepted_is_said_once(every: int, caplog: p
     assert not watch.rejected
 
 
-def test_a_draft_that_is_accepted_is_fine(caplog: pytest.LogCaptureFixture) -> None:
+def test_draft_watch_does_not_warn_about_an_accepted_draft(caplog: pytest.LogCaptureFixture) -> None:
     watch = DraftWatch(0)
     for tree in range(2 * MIN_TREES):
         watch.count_tree(int(tree % 10 == 0))
     assert not watch.rejected and not caplog.records
 
 
-def test_the_engine_tells_of_a_draft_that_is_hardly_ever_accepted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_engine_status_reports_a_rarely_accepted_draft(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The draft proposes two ids only, which the requests ban; then requests that allow no others."""
     target = target_folder()
     draft = draft_folder(target, own_head=False)
@@ -81,7 +79,7 @@ def zero_map(folder: Path, without_t2d: bool) -> str:
     return copy_of(draft_folder(target_folder(), draft_vocab=40), folder, change)
 
 
-def test_a_map_that_was_never_filled_in_is_named_at_load(
+def test_vocabulary_map_of_zeros_gives_a_warning_at_load_and_in_inspect(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target, draft = target_folder(), zero_map(tmp_path / "zeros", without_t2d=True)
@@ -96,7 +94,7 @@ def test_a_map_that_was_never_filled_in_is_named_at_load(
     assert meant is not None and not meant.doubts and "d2t" not in caplog.text, "t2d agrees, so it is meant"
 
 
-def test_nothing_is_said_of_a_map_that_is_not_there(tmp_path: Path) -> None:
+def test_vocabulary_map_doubts_skips_files_without_tensor_data(tmp_path: Path) -> None:
     """An outline of a remote file has its header and its size, and a hole in place of the tensors."""
     file, shapes = tmp_path / "model.safetensors", {"d2t": (4096,)}
     save_file({"d2t": torch.zeros(4096, dtype=torch.int64)}, file)
@@ -115,7 +113,7 @@ def test_nothing_is_said_of_a_map_that_is_not_there(tmp_path: Path) -> None:
     ],
     ids=["eagle3", "eagle1"],
 )
-def test_a_window_that_llama_does_not_define_is_said(
+def test_inspect_doubts_a_sliding_window_on_a_llama_draft(
     draft: Callable[[], str], window: int | None, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = copy_of(draft(), tmp_path / "draft", model_type="llama", sliding_window=5)

@@ -22,7 +22,7 @@ from tests.unit.models.checkpoints import copy_of
 CPU = torch.device("cpu")
 
 
-def test_a_large_target_stays_narrow_on_a_cpu_where_that_is_faster(
+def test_auto_dtype_keeps_bfloat16_on_cpu_for_large_targets_with_c_kernels(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """By the kernels in C, which read it in half the time; torch multiplies single rows of bfloat16 slowly."""
@@ -44,7 +44,7 @@ def test_a_large_target_stays_narrow_on_a_cpu_where_that_is_faster(
     assert dtype_of(narrow, "torch") == "float32"
 
 
-def test_inspect_says_what_the_engine_computes_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_inspect_reports_the_dtype_of_the_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     c_library()
     folder = copy_of(target_folder(), tmp_path / "target", None, torch_dtype="bfloat16", dtype="bfloat16")
     monkeypatch.setattr("cluster.arch.dtypes.MIN_BFLOAT16_PARAMETERS", 1)

@@ -51,7 +51,7 @@ def steps(how: str, where: str = "main", **environment: str) -> tuple[str, int]:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="of the GNU C library")
 @pytest.mark.parametrize(("where", "given_back"), [("main", PAGES // 2), ("thread", PAGES // 8)])
-def test_a_step_takes_the_memory_that_the_one_before_has_freed(where: str, given_back: int) -> None:
+def test_cache_freed_memory_lets_steps_reuse_freed_memory(where: str, given_back: int) -> None:
     assert steps("as it is", where)[1] > given_back, (
         "the allocator keeps it by itself: cache_freed_memory is not needed"
     )
@@ -62,11 +62,11 @@ def test_a_step_takes_the_memory_that_the_one_before_has_freed(where: str, given
 @pytest.mark.parametrize(
     "environment", [{"MALLOC_TRIM_THRESHOLD_": "65536"}, {"GLIBC_TUNABLES": "glibc.malloc.perturb=0"}]
 )
-def test_what_the_environment_says_stays(environment: dict[str, str]) -> None:
+def test_cache_freed_memory_respects_malloc_environment_settings(environment: dict[str, str]) -> None:
     said, pages = steps("kept", **environment)
     assert said == "False" and pages > PAGES // 2
 
 
-def test_another_allocator_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_freed_memory_does_nothing_without_glibc_malloc(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ctypes.CDLL", lambda name: object())
     assert not host_memory.cache_freed_memory()

@@ -41,7 +41,7 @@ def step(scheduler: Scheduler, machine: Machine, disturbed: Disturbed) -> float:
 @pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
 @pytest.mark.parametrize("by", [0.5, 2.0])
 @pytest.mark.parametrize("machine", [CPU, EIGHT_B])
-def test_rows_that_became_dearer_or_cheaper_get_their_share_again(machine: Machine, by: float, share: float) -> None:
+def test_prompt_rows_get_their_share_again_after_row_costs_change(machine: Machine, by: float, share: float) -> None:
     now = replace(machine, row=machine.row * by, pair=machine.pair * by)
     scheduler = scheduler_of(machine.pace(share, 1024), 1024, tokens=20000)
     decoding(scheduler, 4)
@@ -54,7 +54,7 @@ def test_rows_that_became_dearer_or_cheaper_get_their_share_again(machine: Machi
     )
 
 
-def test_a_machine_that_is_slower_in_all_it_does_changes_nothing() -> None:
+def test_uniformly_slower_machine_keeps_the_prompt_step_count() -> None:
     def twice(us: float) -> float:
         return 2.0 * us
 
@@ -69,7 +69,7 @@ def test_a_machine_that_is_slower_in_all_it_does_changes_nothing() -> None:
     assert len(kept) == pytest.approx(len(slower), rel=0.15)
 
 
-def test_a_few_steps_a_hundred_times_as_long_change_next_to_nothing() -> None:
+def test_correction_is_robust_to_rare_very_long_steps() -> None:
     rng = Random(7)
 
     def disturbed(us: float) -> float:
@@ -82,7 +82,7 @@ def test_a_few_steps_a_hundred_times_as_long_change_next_to_nothing() -> None:
     assert 1.6 <= median(ratios) <= 2.3
 
 
-def test_no_machine_makes_rows_dearer_than_three_times_or_cheaper_than_a_third() -> None:
+def test_prompt_drift_is_limited_to_max_drift_in_both_directions() -> None:
     correction = Correction()
     for _ in range(500):
         correction.observe_mixed(1000.0, 1000.0, 1e9)
@@ -92,7 +92,7 @@ def test_no_machine_makes_rows_dearer_than_three_times_or_cheaper_than_a_third()
     assert correction.prompt_drift.value == pytest.approx(1 / MAX_DRIFT)
 
 
-def test_steps_that_tell_nothing_teach_nothing() -> None:
+def test_uninformative_steps_add_no_drift_observations() -> None:
     scheduler = scheduler_of(PACE, 300)
     correction = scheduler.correction
     scheduler.learn(Schedule(), 0, False, 500.0)
@@ -108,7 +108,7 @@ def test_steps_that_tell_nothing_teach_nothing() -> None:
 
 
 @pytest.mark.parametrize("by", [0.6, 1.0, 1.7])
-def test_a_rank_that_decodes_nothing_itself_lets_the_others_have_their_share(by: float) -> None:
+def test_rank_without_decodes_leaves_decoding_ranks_their_share(by: float) -> None:
     """It has their time besides its own part, whatever its rows take."""
     others, scheduler = CPU.step(4, 300), scheduler_of(CPU.pace(0.5, 1024), 1024, tokens=20000)
     foretold = round(CPU.pace(0.5, 1024).decoding([300] * 4))
@@ -126,14 +126,14 @@ def test_a_rank_that_decodes_nothing_itself_lets_the_others_have_their_share(by:
     assert 1.7 <= sum(ratios[30:]) / len(ratios[30:]) <= 2.3
 
 
-def test_a_running_median_comes_to_the_median_and_stays_near_it() -> None:
+def test_running_median_converges_to_the_median() -> None:
     rng, running = Random(3), RunningMedian()
     for _ in range(400):
         running.observe(4.0 * rng.choice((0.9, 1.0, 1.0, 30.0)))
     assert running.value == pytest.approx(4.0, rel=0.15)
 
 
-def test_what_prompts_take_alone_is_learned_from_steps_that_tell() -> None:
+def test_prefill_drift_is_learned_only_from_informative_steps() -> None:
     """For the router, which predicts waits. A step that another group made long, or one of few rows, tells nothing."""
     scheduler = scheduler_of(PACE, 300)
     scheduler.waiting.append(sequence("long", 4000))

@@ -108,7 +108,7 @@ def decoding(scheduler: Scheduler, count: int) -> None:
 
 @pytest.mark.parametrize("start", [0, 1, 999, 8000])
 @pytest.mark.parametrize("allowance", [0.5, 70.0, 640.0, 50000.0])
-def test_rows_are_the_most_that_the_allowance_pays(start: int, allowance: float) -> None:
+def test_max_rows_is_the_largest_count_within_the_allowance(start: int, allowance: float) -> None:
     rows = PACE.max_rows(16, start, 700, allowance)
     assert rows == 0 or PACE.cost(16, start, rows) <= allowance
     assert rows == 700 or PACE.cost(16, start, rows + 1) > allowance
@@ -118,7 +118,7 @@ def test_rows_are_the_most_that_the_allowance_pays(start: int, allowance: float)
 
 
 @pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
-def test_the_share_is_the_part_of_the_step_that_prompt_rows_take(share: float) -> None:
+def test_prefill_budget_gives_prompt_rows_their_share_of_the_step(share: float) -> None:
     pace = StepTimes(share, 4, PACE.decode, 0.0, PACE.target, 0.0, 0.0)
     own, eight = [100] * 4, pace.decoding([100] * 8)
 
@@ -136,7 +136,7 @@ def test_the_share_is_the_part_of_the_step_that_prompt_rows_take(share: float) -
     )
 
 
-def test_long_contexts_count_on_both_sides() -> None:
+def test_context_length_raises_decode_time_and_prompt_row_cost() -> None:
     pace = StepTimes(0.5, 4, PACE.decode, 0.5, PACE.target, 0.02, 0.01)
     assert pace.decoding([1000, 3000]) == pytest.approx(360.0 + 0.5 * 2 * 3000)
     assert pace.cost(4, 1000, 10) == pytest.approx(100.0 + 20.0 + 100.0)
@@ -144,7 +144,7 @@ def test_long_contexts_count_on_both_sides() -> None:
 
 
 @pytest.mark.parametrize("machine", [CPU, EIGHT_B])
-def test_what_was_fitted_is_what_the_machine_takes(machine: Machine) -> None:
+def test_fitted_step_times_match_the_machine(machine: Machine) -> None:
     pace = machine.pace(0.5, 512)
     for decodes in (1, 2, 4, 8):
         own = [300] * decodes
@@ -156,7 +156,7 @@ def test_what_was_fitted_is_what_the_machine_takes(machine: Machine) -> None:
 
 @pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
 @pytest.mark.parametrize(("machine", "decodes"), [(CPU, 4), (CPU, 1), (EIGHT_B, 4), (EIGHT_B, 7)])
-def test_both_sides_get_their_shares(machine: Machine, decodes: int, share: float) -> None:
+def test_decodes_and_long_prompt_get_their_shares_of_step_time(machine: Machine, decodes: int, share: float) -> None:
     scheduler = scheduler_of(machine.pace(share, 1024), 1024, tokens=20000)
     decoding(scheduler, decodes)
     ride = rode(scheduler, machine, 8192)
@@ -189,7 +189,7 @@ def test_only_whole_prompts_join_a_chunk_of_a_captured_size() -> None:
     assert [chunk.sequence.request.request_id for chunk in plan.chunks] == ["a"]
 
 
-def test_a_long_prompt_beside_one_request_of_a_large_model_takes_few_steps() -> None:
+def test_long_prompt_with_one_decode_on_a_large_model_takes_few_steps() -> None:
     """What a base guessed as 256 rows and a stretch of 1.3 made 656 steps."""
     scheduler = scheduler_of(EIGHT_B.pace(0.5, 2048), 2048, tokens=40000)
     decoding(scheduler, 1)
@@ -200,7 +200,7 @@ def test_a_long_prompt_beside_one_request_of_a_large_model_takes_few_steps() -> 
     assert min(n for n in ride.rows[:-1] if n) >= 90
 
 
-def test_a_chunk_that_is_mostly_reading_its_prefix_waits_until_it_is_paid_for() -> None:
+def test_chunk_dominated_by_prefix_reads_waits_until_budget_covers_its_cost() -> None:
     """Reading 8000 tokens takes as long as the whole step of one request: no step for a row each, and no free ride."""
     machine = Machine(tree=1, read=2000.0, row=100.0, slot=0.5, pair=0.001, overlap=False)
     scheduler = scheduler_of(machine.pace(0.25, 512), 512, tokens=20000)
@@ -212,7 +212,7 @@ def test_a_chunk_that_is_mostly_reading_its_prefix_waits_until_it_is_paid_for() 
     assert sum(ride.ratios[-60:-1]) / 59 == pytest.approx(1 / 0.75, rel=0.15)
 
 
-def test_chunks_are_whole_while_nobody_decodes_and_paced_while_somebody_does() -> None:
+def test_chunks_are_full_size_without_decodes_and_limited_with_decodes() -> None:
     scheduler = scheduler_of(PACE, 300)
     scheduler.waiting.append(sequence("a", 4000))
     sizes = []
@@ -226,7 +226,7 @@ def test_chunks_are_whole_while_nobody_decodes_and_paced_while_somebody_does() -
     assert sizes[1] >= sizes[3] > 0
 
 
-def test_several_prompts_share_the_allowance() -> None:
+def test_several_prompts_share_the_prefill_allowance() -> None:
     scheduler = scheduler_of(PACE, 300)
     scheduler.waiting.extend([sequence("a", 10), sequence("b", 5), sequence("c", 4000), sequence("d", 100)])
     plan = scheduler.schedule(360)
@@ -234,7 +234,7 @@ def test_several_prompts_share_the_allowance() -> None:
     assert plan.prompt_rows == PACE.max_rows(0, 0, 300, PACE.prefill_budget([], 360).allowance)
 
 
-def test_a_second_prompt_does_not_ride_on_what_the_first_left_over() -> None:
+def test_second_prompt_waits_when_the_remaining_allowance_covers_no_row() -> None:
     """A long prompt in flight leaves less than a row of another one costs: that one waits on, and has no pages."""
     pace = StepTimes(0.5, 4, PACE.decode, 0.0, PACE.target, 0.6, 0.0)
     scheduler = scheduler_of(pace, 300, tokens=12000)
@@ -254,7 +254,7 @@ def test_a_second_prompt_does_not_ride_on_what_the_first_left_over() -> None:
     assert any(scheduler.schedule(400).admitted == [c] for _ in range(20)), "once what b overdrew is paid"
 
 
-def test_prompts_of_other_groups_make_rows_dearer() -> None:
+def test_prompt_rows_cost_more_while_other_groups_prefill() -> None:
     """Two ranks share their MLPs: a third of a row's work is done by both."""
     machine, share = CPU, 1 / 3
 
@@ -272,7 +272,7 @@ def test_prompts_of_other_groups_make_rows_dearer() -> None:
     assert 0 < scheduler.schedule(20000, 1).prompt_rows < alone
 
 
-def test_a_noisy_start_gives_a_pace_that_serves() -> None:
+def test_noisy_calibration_still_gives_usable_step_times() -> None:
     """Times that are off by up to three times: still no row for free, no chunk without end, no step without rows."""
     rng = Random(5)
     for _ in range(30):
@@ -285,7 +285,7 @@ def test_a_noisy_start_gives_a_pace_that_serves() -> None:
         assert len(rode(scheduler, CPU, 3000).times) < 1000
 
 
-def test_measuring_is_bounded() -> None:
+def test_calibration_fit_runs_a_bounded_number_of_loads() -> None:
     loads: list[TrialLoad] = []
 
     def time(load: TrialLoad) -> float:
@@ -306,7 +306,7 @@ def test_measuring_is_bounded() -> None:
 
 
 @pytest.mark.parametrize("radix", [False, True])
-def test_who_is_let_in_beside_decoding_gets_rows(radix: bool) -> None:
+def test_admitted_request_gets_prompt_rows_in_the_same_step(radix: bool) -> None:
     """Prompts of all lengths, some with a prefix in memory that has to be read: none is admitted for no row at all."""
     rng = Random(3)
     cache = KVCache(700, PageTable(8, 4000, 16, torch.device("cpu")), radix)

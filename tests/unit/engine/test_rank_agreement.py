@@ -27,7 +27,7 @@ class Two:
         return [said, json.dumps(json.loads(said) | {"kernels": self._digits})]
 
 
-def test_kernels_with_other_digits_are_refused() -> None:
+def test_gang_with_different_kernels_between_ranks_is_refused() -> None:
     resolved = resolve_models(config_of(tiny_pair()[0]))
     check_rank_agreement(resolved, TorchKernels(), Two("torch"))  # type: ignore[arg-type]
     said = "kernels is 'C with fused products' on rank 1 and 'torch' on rank 0; .* set ATEN_CPU_CAPABILITY=avx2"
@@ -36,7 +36,7 @@ def test_kernels_with_other_digits_are_refused() -> None:
 
 
 @pytest.mark.skipif(level_of_cpu() == "baseline", reason="this CPU, or torch's setting, has no AVX2")
-def test_what_the_refusal_asks_for_makes_cpus_alike() -> None:
+def test_aten_cpu_capability_avx2_selects_c_kernels_compiled_for_avx2() -> None:
     """With it a CPU that multiplies bfloat16 in pairs or tiles computes as one that has AVX2 alone."""
     ask = (
         "import torch; from cluster.engine.backends import select_kernels; "

@@ -5,7 +5,7 @@ from cluster.observability.exposition import merge
 from cluster.observability.metrics import EngineMetrics
 
 
-def test_stages_end_where_vllm_ends_them() -> None:
+def test_request_stage_metrics_match_the_stages_of_vllm() -> None:
     metrics = EngineMetrics(model_name="m", rank=1)
     times = RequestTimes(queued=10.0)
     times.admit(11.0)

@@ -29,14 +29,14 @@ def engine() -> Engine:
         (request("r", [5], GREEDY, stop=("x",)), "stop needs a tokenizer"),
     ],
 )
-def test_what_cannot_be_served_is_refused_by_name(asked: Request, message: str, engine: Engine) -> None:
+def test_engine_refuses_unservable_requests_with_a_message(asked: Request, message: str, engine: Engine) -> None:
     for refuse in (engine.check, engine.submit):
         with pytest.raises(ValueError, match=message):
             refuse(asked)
     assert not engine.has_work
 
 
-def test_what_is_told_to_fit_is_what_is_admitted(engine: Engine) -> None:
+def test_engine_admits_requests_up_to_the_reported_max_request_tokens(engine: Engine) -> None:
     most = engine.info().max_request_tokens
     assert most == 40 - 1, "all but the window"
     engine.check(request("r", [5] * 20, GREEDY, max_tokens=most - 20))
@@ -48,7 +48,7 @@ def test_what_is_told_to_fit_is_what_is_admitted(engine: Engine) -> None:
     assert roomy.info().kv_sized_by == "max_total_tokens"
 
 
-def test_a_request_id_is_used_once_at_a_time(engine: Engine) -> None:
+def test_engine_refuses_a_request_id_that_is_in_use(engine: Engine) -> None:
     one = request("r", [5], GREEDY, max_tokens=2)
     engine.submit(one)
     with pytest.raises(ValueError, match="'r' is in use"):
@@ -58,7 +58,7 @@ def test_a_request_id_is_used_once_at_a_time(engine: Engine) -> None:
     assert len(run(engine, [one]).tokens["r"]) == 2
 
 
-def test_a_rank_alone_is_quiet_as_soon_as_it_has_nothing_to_do(engine: Engine) -> None:
+def test_single_rank_engine_is_idle_once_it_has_no_work(engine: Engine) -> None:
     assert engine.is_idle
     for ended in (False, True):
         engine.submit(request("r", [5], GREEDY, max_tokens=4))
@@ -71,7 +71,7 @@ def test_a_rank_alone_is_quiet_as_soon_as_it_has_nothing_to_do(engine: Engine) -
         assert engine.is_idle, "no further step is taken, so the loop must sleep now"
 
 
-def test_aborting_is_idempotent_and_knows_waiting_requests(engine: Engine) -> None:
+def test_abort_is_idempotent_and_removes_waiting_requests(engine: Engine) -> None:
     for name in "abc":
         engine.submit(request(name, [5] * 20, GREEDY, max_tokens=10))
     engine.step()
@@ -85,7 +85,7 @@ def test_aborting_is_idempotent_and_knows_waiting_requests(engine: Engine) -> No
     assert not engine.has_work
 
 
-def test_status_and_statistics_tell_the_load(engine: Engine) -> None:
+def test_status_and_step_statistics_report_the_load(engine: Engine) -> None:
     engine.submit(request("a", [5] * 9, GREEDY, max_tokens=4, ignore_eos=True))
     assert (engine.status().waiting, engine.status().queued_tokens) == (1, 9)
     step = engine.step()
@@ -101,7 +101,7 @@ def test_status_and_statistics_tell_the_load(engine: Engine) -> None:
     assert set(step.stats.phase_seconds) >= {"draft", "target", "extend", "schedule", "commit"}
 
 
-def test_a_retracted_prompt_is_counted_once() -> None:
+def test_retracted_prompt_tokens_are_counted_once() -> None:
     asked = grid_requests("0.8", 8)
     engine = build_engine(scarce(config_of(*tiny_pair(), page_size=4), asked))
     seen: list[tuple[int, int]] = []
@@ -111,7 +111,7 @@ def test_a_retracted_prompt_is_counted_once() -> None:
     assert sum(cached for _, cached in seen) == sum(output.cached_tokens for output in result.last.values())
 
 
-def test_statistics_of_a_speculating_step() -> None:
+def test_step_statistics_count_accepted_depths_and_verified_nodes() -> None:
     target = target_folder()
     engine = build_engine(config_of(target, draft_folder(target), 4, 3))
     engine.submit(request("a", [5] * 9, GREEDY, max_tokens=30, ignore_eos=True))
@@ -123,7 +123,7 @@ def test_statistics_of_a_speculating_step() -> None:
     assert stats.committed_tokens == accepted == engine.status().accept_length
 
 
-def test_the_resolved_settings_are_told(engine: Engine) -> None:
+def test_engine_info_reports_the_resolved_settings(engine: Engine) -> None:
     info = engine.info()
     assert json.loads(json.dumps(info.as_dict()))["config"]["model_path"] == info.config.model_path
     assert info.dtype == "float64"
@@ -150,17 +150,19 @@ RUNS = [
 
 
 @pytest.mark.parametrize(("tokens", "room", "expected"), RUNS)
-def test_runs_are_cut_at_the_first_end(tokens: list[int], room: int, expected: Cut) -> None:
+def test_finish_check_cuts_tokens_at_the_first_stop_or_length_limit(
+    tokens: list[int], room: int, expected: Cut
+) -> None:
     check = FinishCheck(RequestParams(stop_token_ids=(8,)), (1,), 64, None, [3])
     assert check.cut(tokens, room) == expected
 
 
-def test_eos_can_be_ignored_but_stop_tokens_cannot() -> None:
+def test_ignore_eos_ignores_eos_but_not_stop_tokens() -> None:
     check = FinishCheck(RequestParams(ignore_eos=True, stop_token_ids=(8,)), (1,), 64, None, [3])
     assert check.cut([1, 1, 8, 4], 9) == Cut(3, "stop", 8)
 
 
-def test_stop_strings_span_runs_but_not_the_prompt() -> None:
+def test_stop_strings_match_across_steps_but_not_into_the_prompt() -> None:
     tokenizer = TextTokenizer.load(letters_folder())
     check = FinishCheck(RequestParams(stop=("bc", "xyz")), (1,), 64, tokenizer, [0, 1])
     assert check.cut([2, 0, 23], 9) == Cut(3), "the prompt's last letter does not count"
@@ -168,7 +170,7 @@ def test_stop_strings_span_runs_but_not_the_prompt() -> None:
     assert check.cut([25, 0, 1], 9) == Cut(1, "stop", "xyz")
 
 
-def test_stop_strings_count_after_the_least_length() -> None:
+def test_stop_strings_match_only_after_min_tokens() -> None:
     tokenizer = TextTokenizer.load(letters_folder())
     params = RequestParams(stop=("b",), max_tokens=9, adjustments=LogitAdjustments(min_tokens=3))
     check = FinishCheck(params, (), 64, tokenizer, [0])
@@ -177,7 +179,7 @@ def test_stop_strings_count_after_the_least_length() -> None:
 
 
 @pytest.mark.parametrize("temperature", [1e-39, 1e-6])
-def test_a_temperature_that_numbers_cannot_be_divided_by_is_greedy(temperature: float) -> None:
+def test_tiny_temperature_samples_greedily(temperature: float) -> None:
     engine = build_engine(config_of(*tiny_pair(), 2, 3, dtype="float32"))
     cold = RequestParams(temperature=temperature, top_p=0.9, max_tokens=6, seed=1)
     warm = RequestParams(temperature=0.8, max_tokens=6, seed=1)

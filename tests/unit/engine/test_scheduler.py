@@ -54,7 +54,7 @@ def advance(plan: Schedule, accept: int = 1) -> None:
             chunk.sequence.tokens.append(7)
 
 
-def test_prompts_share_the_row_budget_in_order_and_ride_with_decodes() -> None:
+def test_prompts_share_the_row_budget_in_order_and_run_with_decodes() -> None:
     scheduler = made(100)
     scheduler.waiting.extend([sequence("a", 10), sequence("b", 20), sequence("c", 3)])
     expected = [
@@ -70,13 +70,13 @@ def test_prompts_share_the_row_budget_in_order_and_ride_with_decodes() -> None:
         advance(plan)
 
 
-def test_without_a_limit_whole_prompts_run() -> None:
+def test_prompts_run_unchunked_without_a_row_budget() -> None:
     scheduler = made(100, budget=-1)
     scheduler.waiting.extend([sequence("a", 100), sequence("b", 50)])
     assert names(scheduler.schedule()) == ([], [("a", 0, 100), ("b", 0, 50)])
 
 
-def test_no_more_requests_than_rows() -> None:
+def test_scheduler_admits_no_more_requests_than_page_table_rows() -> None:
     scheduler = made(100, rows=2)
     scheduler.waiting.extend(sequence(name, 2) for name in "abc")
     assert len(scheduler.schedule().chunks) == 2
@@ -94,7 +94,7 @@ def test_admission_waits_until_pages_suffice() -> None:
     assert names(scheduler.schedule()) == ([], [("b", 0, 8)])
 
 
-def test_the_last_admitted_goes_back_to_the_front_and_keeps_its_tokens() -> None:
+def test_last_admitted_request_is_retracted_to_the_queue_front_with_its_tokens() -> None:
     scheduler = made(12, budget=-1)
     scheduler.waiting.extend([sequence("a", 8), sequence("b", 8), sequence("c", 20)])
     plan = scheduler.schedule()
@@ -114,7 +114,7 @@ def test_the_last_admitted_goes_back_to_the_front_and_keeps_its_tokens() -> None
     assert len(back.tokens) > 9, "what it generated is its prompt now"
 
 
-def test_queued_tokens_count_what_is_not_computed() -> None:
+def test_queued_tokens_count_uncomputed_prompt_tokens() -> None:
     scheduler = made(100)
     scheduler.waiting.extend([sequence("a", 20), sequence("b", 30)])
     assert scheduler.queued_tokens == 50
@@ -124,7 +124,7 @@ def test_queued_tokens_count_what_is_not_computed() -> None:
     assert scheduler.queued_tokens == 50 - 32
 
 
-def test_releasing_a_waiting_request_forgets_it() -> None:
+def test_releasing_a_waiting_request_removes_it_from_the_queue() -> None:
     scheduler = made(100)
     one = sequence("a", 20)
     scheduler.waiting.append(one)
@@ -133,7 +133,7 @@ def test_releasing_a_waiting_request_forgets_it() -> None:
     assert scheduler.schedule().chunks == []
 
 
-def test_a_prompt_that_another_one_is_computing_waits_for_it() -> None:
+def test_prompt_waits_for_a_running_request_that_computes_its_prefix() -> None:
     scheduler = made(100, rows=8, budget=64, radix=True)
     scheduler.waiting.extend(sequence(name, 40) for name in "abc")
     plan = scheduler.schedule()
@@ -146,7 +146,7 @@ def test_a_prompt_that_another_one_is_computing_waits_for_it() -> None:
     assert [copy.tokens for copy in plan.copies] == [3, 3]
 
 
-def test_nobody_waits_for_a_prompt_of_another_salt_or_finds_it_cached() -> None:
+def test_prompts_with_different_cache_salts_share_no_prefix() -> None:
     scheduler = made(100, rows=8, budget=200, radix=True)
     scheduler.waiting.extend(
         of_tokens(name, list(range(40)), salt=salt) for name, salt in (("a", 0), ("b", 5), ("c", 5))
@@ -161,7 +161,7 @@ def test_nobody_waits_for_a_prompt_of_another_salt_or_finds_it_cached() -> None:
     scheduler._cache.check()
 
 
-def test_who_waits_follows_a_prompt_that_comes_in_chunks() -> None:
+def test_prompt_waits_until_all_chunks_of_its_shared_prefix_are_computed() -> None:
     scheduler = made(100, rows=8, radix=True)
     scheduler.waiting.extend(sequence(name, 50) for name in "abc")
     steps = []
@@ -178,7 +178,7 @@ def shared(name: str, *own: int) -> RequestState:
     return of_tokens(name, [*range(33), *own])
 
 
-def test_who_waits_holds_up_nobody_and_keeps_its_place() -> None:
+def test_request_waiting_for_a_prefix_keeps_its_place_and_blocks_no_other() -> None:
     scheduler = made(100, rows=3, budget=40, radix=True)
     alone = [of_tokens(name, [50 + i] * 20) for i, name in enumerate("xyz")]
     scheduler.waiting.extend([shared("a", 90), shared("b", 91), *alone])
@@ -192,7 +192,7 @@ def test_who_waits_holds_up_nobody_and_keeps_its_place() -> None:
 
 
 @pytest.mark.parametrize(("size", "passes"), [(12, True), (28, False)])
-def test_the_pages_of_who_waits_are_set_aside(size: int, passes: bool) -> None:
+def test_pages_are_reserved_for_a_request_waiting_for_a_prefix(size: int, passes: bool) -> None:
     """With its window b needs 13 pages, of which a computes 4 at least; with the 10 of a, 5 of 24 are left."""
     scheduler = made(24, rows=4, budget=100, radix=True)
     scheduler.waiting.extend([shared("a", 90), shared("b", *range(60, 70)), of_tokens("x", [9] * size, 6)])
@@ -203,7 +203,7 @@ def test_the_pages_of_who_waits_are_set_aside(size: int, passes: bool) -> None:
 
 
 @pytest.mark.parametrize("end", ["abort", "retract"])
-def test_who_waits_goes_on_when_the_other_one_is_gone(end: str) -> None:
+def test_request_waiting_for_a_prefix_runs_after_the_other_request_leaves(end: str) -> None:
     scheduler = made(100, radix=True)
     scheduler.waiting.extend([shared("a", 90), shared("b", 91)])
     plan = scheduler.schedule()
@@ -221,13 +221,13 @@ def test_who_waits_goes_on_when_the_other_one_is_gone(end: str) -> None:
         assert names(scheduler.schedule()) == ([], [("a", 32, 34), ("b", 32, 34)])
 
 
-def test_few_rows_are_not_worth_waiting_for() -> None:
+def test_prompt_does_not_wait_for_a_short_shared_prefix() -> None:
     scheduler = made(100, budget=100, radix=True)
     scheduler.waiting.extend([of_tokens("a", [*range(15), 90]), of_tokens("b", [*range(15), 91])])
     assert names(scheduler.schedule())[1] == [("a", 0, 16), ("b", 0, 16)]
 
 
-def test_nobody_waits_where_nothing_is_cached() -> None:
+def test_prompts_do_not_wait_without_the_radix_cache() -> None:
     scheduler = made(100, budget=100, radix=False)
     scheduler.waiting.extend(sequence(name, 40) for name in "ab")
     assert names(scheduler.schedule())[1] == [("a", 0, 40), ("b", 0, 40)]
@@ -252,7 +252,7 @@ def test_admission_counts_a_shared_prefix_once(page_size: int) -> None:
         assert (len(plan.decodes), plan.retracted_count) == (8, 0)
 
 
-def test_what_was_matched_cannot_be_evicted_as_well() -> None:
+def test_admission_does_not_count_matched_prefix_pages_as_evictable() -> None:
     """The prefix lies in the tree and nobody reads it: once it is locked, its pages make no room for the rest."""
     scheduler = made(10, budget=100, radix=True)
     scheduler.waiting.append(sequence("a", 33, 2))
@@ -303,7 +303,7 @@ def test_admission_does_not_cause_retraction(page_size: int, seed: int) -> None:
 
 @pytest.mark.parametrize("radix", [False, True])
 @pytest.mark.parametrize("seed", range(3))
-def test_random_traffic_always_ends(seed: int, radix: bool) -> None:
+def test_random_traffic_always_finishes_without_lost_pages(seed: int, radix: bool) -> None:
     """Few pages, many requests, random accept lengths and aborts: the oldest progresses, no page is lost."""
     random = Random(seed)
     scheduler = made(14, budget=9, radix=radix)

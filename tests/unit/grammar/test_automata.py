@@ -63,7 +63,7 @@ def matches(expression: str, text: str) -> bool:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_an_automaton_matches_what_python_matches(seed: int) -> None:
+def test_automaton_matches_the_same_texts_as_python_re(seed: int) -> None:
     (expression,) = expressions(seed, 1)
     automaton = intersection([parse_with_anchors(expression)])
     assert [text for text in TEXTS if accepts(automaton, text)] == [
@@ -72,7 +72,7 @@ def test_an_automaton_matches_what_python_matches(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_an_intersection_matches_what_all_match_and_an_expression_includes_it(seed: int) -> None:
+def test_intersection_and_inclusion_agree_with_python_re(seed: int) -> None:
     several = expressions(1000 + seed, 2)
     automaton = intersection([parse_with_anchors(expression) for expression in several])
     both = [text for text in TEXTS if all(matches(expression, text) for expression in several)]
@@ -82,7 +82,7 @@ def test_an_intersection_matches_what_all_match_and_an_expression_includes_it(se
         assert all(matches(one, text) for text in TEXTS if matches(two, text)), several
 
 
-def test_inclusion_of_known_expressions() -> None:
+def test_includes_is_right_for_known_expressions() -> None:
     assert includes([parse_with_anchors(r"^\d{4}-\d{2}-\d{2}$")], parse(FORMATS["date"]))
     assert not includes([parse(FORMATS["date"])], parse_with_anchors(r"^\d{4}-\d{2}-\d{2}$"))
     assert includes([parse(FORMATS["uuid"])], parse(FORMATS["uuid4"]))
@@ -92,7 +92,7 @@ def test_inclusion_of_known_expressions() -> None:
 
 
 @pytest.mark.parametrize("name", NARROWER)
-def test_a_narrower_form_of_a_format_is_a_part_of_what_its_rfc_allows(name: str) -> None:
+def test_narrower_format_is_included_in_the_format_of_its_rfc(name: str) -> None:
     label = "[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
     whole = {
         "email": rf"(?=[^@]{{1,64}}@)[A-Za-z0-9_+-]+(?:\.[A-Za-z0-9_+-]+)*@{label}(?:\.{label})*",
@@ -101,14 +101,14 @@ def test_a_narrower_form_of_a_format_is_a_part_of_what_its_rfc_allows(name: str)
     assert includes([parse_with_anchors(whole[name])], parse(NARROWER[name]))
 
 
-def test_equal_states_are_one_and_states_without_end_are_none() -> None:
+def test_intersection_merges_equal_states_and_removes_dead_ends() -> None:
     automaton = intersection([parse_with_anchors("(?:aa|ba|ca)d?")])
     assert automaton is not None and len(automaton.transitions) == 4
     assert intersection([parse_with_anchors("a+"), parse_with_anchors("b+")]) is None
     assert intersection([parse_with_anchors("a(?!b)b")]) is None
 
 
-def test_an_automaton_has_a_limit() -> None:
+def test_intersection_raises_too_large_error_at_its_limits() -> None:
     with pytest.raises(TooLargeError, match="too many states"):
         intersection([parse_with_anchors("(?:a|b)*a(?:a|b){12}")])
     with pytest.raises(TooLargeError, match="too large"):

@@ -55,11 +55,11 @@ def answer_of(worker: Worker) -> bytes:
     return child.reap()
 
 
-def test_waiting_costs_a_grammar_nothing() -> None:
+def test_sleeping_does_not_count_as_processor_time_of_a_grammar() -> None:
     assert answer_of(Odd("waits")) == COMPILED + b"done", "a second, three times its limit"
 
 
-def test_computing_ends_a_grammar_at_its_limit() -> None:
+def test_compiling_ends_at_the_processor_time_limit() -> None:
     answer = answer_of(Odd("computes"))
     assert answer[:1] == OUT_OF_TIME
     spent = forks.time_spent_in(answer)
@@ -70,14 +70,12 @@ def clock(*readings: float) -> Iterator[float]:
     return chain(readings, repeat(readings[-1]))
 
 
-def test_a_grammar_that_takes_too_much_memory_ends_at_the_limit() -> None:
+def test_compiling_is_refused_at_the_memory_limit() -> None:
     assert answer_of(Odd("fills memory")) == REFUSED + TOO_LARGE.encode()
 
 
 @pytest.mark.parametrize(("processor", "passed", "busy"), [(1.0, 1.0, False), (0.95, 1.0, False), (0.5, 1.0, True)])
-def test_a_machine_is_busy_where_less_processor_time_than_time_passed(
-    processor: float, passed: float, busy: bool
-) -> None:
+def test_machine_is_busy_when_processor_time_is_below_elapsed_time(processor: float, passed: float, busy: bool) -> None:
     used, told = clock(2.0, 2.0 + processor), clock(50.0, 50.0 + passed)
     watch = Stopwatch(lambda: next(used), lambda: next(told))
     spent = watch.measure()
@@ -86,7 +84,7 @@ def test_a_machine_is_busy_where_less_processor_time_than_time_passed(
 
 
 @pytest.mark.parametrize(("busy", "mark"), [(False, REFUSED), (True, REFUSED_WHILE_BUSY)])
-def test_masks_that_take_too_long_are_refused_for_good_only_on_a_quiet_machine(
+def test_slow_grammar_is_refused_permanently_only_on_an_idle_machine(
     busy: bool, mark: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Stopwatch, "measure", lambda self: TimeSpent(0.5 if busy else 1.0, 1.0))
@@ -102,7 +100,7 @@ def spent(mark: bytes, processor: float, passed: float) -> bytes:
     return mark + json.dumps({"processor_s": processor, "elapsed_s": passed}).encode()
 
 
-def test_what_answers_mean() -> None:
+def test_parse_reply_maps_each_reply_to_its_result() -> None:
     assert answered(COMPILED + b"rules") == CompileResult("rules")
     assert (
         answered(REFUSED + b"why") == CompileResult(refusal="why")
@@ -115,7 +113,7 @@ def test_what_answers_mean() -> None:
         answered(spent(TIMED_OUT, 3.0, 60.0))
 
 
-def test_a_refusal_that_may_be_the_machines_fault_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusal_on_a_busy_machine_is_not_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = [
         CompileResult(refusal="slow", is_lasting=False),
         CompileResult(refusal="slow", is_lasting=False),
@@ -134,7 +132,7 @@ def test_a_refusal_that_may_be_the_machines_fault_is_not_remembered(monkeypatch:
     asyncio.run(often())
 
 
-def test_a_lasting_refusal_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_permanent_refusal_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = [CompileResult(refusal="nothing can match")]
     monkeypatch.setattr(CompilerProcess, "compile", lambda self, grammar: answers.pop(0))
 

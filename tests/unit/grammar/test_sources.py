@@ -30,11 +30,11 @@ def tag(form: Any) -> Grammar:
 
 
 @pytest.mark.parametrize("rules", RULES)
-def test_rules(rules: str) -> None:
+def test_ebnf_rules_generate_complete_outputs(rules: str) -> None:
     assert walk(demo(), demo().matcher(Grammar("ebnf", rules)), 1, most=5) is not None
 
 
-def test_choices_are_exactly_these() -> None:
+def test_choice_grammar_accepts_exactly_its_choices() -> None:
     choices = ["yes", "no", 'a "b" \\ c\n', "é€", "yesno"]
     grammar = Grammar("choice", json.dumps(choices))
     assert all(demo().accepts(grammar, choice) for choice in choices)
@@ -57,7 +57,7 @@ def test_choices_are_exactly_these() -> None:
         ),
     ],
 )
-def test_text_with_calls_in_it(grammar: Grammar) -> None:
+def test_structural_tags_constrain_calls_within_free_text(grammar: Grammar) -> None:
     taken = ["", "some text", 'x<f=a>{"city": "Rome"}</f> y', '<f=a>{"city": ""}</f><f=a>{"city": "a"}</f>']
     refused = [
         "<f=b>",
@@ -70,7 +70,7 @@ def test_text_with_calls_in_it(grammar: Grammar) -> None:
     assert [demo().accepts(grammar, text) for text in refused] == [False] * len(refused)
 
 
-def test_formats_inside_of_one_another() -> None:
+def test_nested_structural_tag_formats_are_enforced() -> None:
     number = {"type": "json_schema", "json_schema": '{"type": "integer", "maximum": 12, "minimum": 10}'}
     grammar = tag(
         {
@@ -116,7 +116,7 @@ def test_formats_inside_of_one_another() -> None:
         (Grammar("json_schema", '{"items":' * 20_000 + "{}" + "}" * 20_000), "deeply"),
     ],
 )  # fmt: skip
-def test_what_is_not_supported_is_named(grammar: Grammar, why: str) -> None:
+def test_unsupported_grammar_feature_is_refused_by_name(grammar: Grammar, why: str) -> None:
     with pytest.raises(GrammarError, match=re.escape(why)) as refusal:
         xgrammar_source(grammar)
     assert len(str(refusal.value)) < 400
@@ -134,7 +134,7 @@ def test_what_is_not_supported_is_named(grammar: Grammar, why: str) -> None:
         (tag({"type": "tag", "begin": "<f>", "content": {"type": "any_text"}, "end": ""}), "end string"),
     ],
 )  # fmt: skip
-def test_what_xgrammar_refuses_is_passed_on(grammar: Grammar, why: str) -> None:
+def test_xgrammar_error_becomes_a_grammar_error(grammar: Grammar, why: str) -> None:
     with pytest.raises(GrammarError, match=re.escape(why)) as refusal:
         demo().worker.compile(grammar)
     assert ".cc:" not in str(refusal.value) and "\n" not in str(refusal.value)

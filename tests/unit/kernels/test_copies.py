@@ -24,7 +24,7 @@ def tape_of(table: Tensor, ids: Tensor, *which: str) -> Tape[list[Tensor]]:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("wide", [True, False])
 @pytest.mark.parametrize("size", [1, 3, 64, 257])
-def test_they_are_the_same_rows(size: int, wide: bool, dtype: torch.dtype) -> None:
+def test_c_row_lookups_on_tape_match_torch_and_join_into_one_call(size: int, wide: bool, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(size)
     table = torch.randint(-100, 100, (37, size), generator=generator).to(dtype)
     ids = torch.randint(37, (4, 3), generator=generator).to(torch.int64 if wide else torch.int32)
@@ -39,7 +39,7 @@ def test_they_are_the_same_rows(size: int, wide: bool, dtype: torch.dtype) -> No
         assert all(torch.equal(one, other) for one, other in zip(tape.output, wanted, strict=False))
 
 
-def test_ids_count_from_the_end_where_they_do_for_torch() -> None:
+def test_take_kernel_accepts_negative_ids() -> None:
     table, ids = torch.arange(5), torch.tensor([1, 2])
     tape = tape_of(table, ids, "take")
     ids.copy_(torch.tensor([-1, -5]))
@@ -48,7 +48,7 @@ def test_ids_count_from_the_end_where_they_do_for_torch() -> None:
 
 
 @pytest.mark.parametrize(("which", "bad"), [("select", 5), ("select", -1), ("embed", 7), ("take", 5), ("take", -6)])
-def test_a_row_that_there_is_not_is_an_error(which: str, bad: int) -> None:
+def test_row_lookup_kernel_raises_index_error_for_invalid_ids(which: str, bad: int) -> None:
     table, ids = torch.arange(5)[:, None].contiguous() if which == "embed" else torch.arange(5), torch.tensor([1, 2])
     tape = tape_of(table, ids, which)
     ids[1] = bad
@@ -60,7 +60,7 @@ def test_a_row_that_there_is_not_is_an_error(which: str, bad: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_are_put_and_joined_as_by_torch(dtype: torch.dtype) -> None:
+def test_index_copy_and_cat_kernels_match_torch(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
 
     def some(*shape: int) -> Tensor:
@@ -86,7 +86,7 @@ def test_rows_are_put_and_joined_as_by_torch(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_cells_are_picked_as_by_torch(dtype: torch.dtype) -> None:
+def test_gather_and_advanced_indexing_kernels_match_torch(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     table = torch.randint(-100, 100, (6, 9), generator=generator).to(dtype)
     columns, rows = torch.randint(9, (6, 4), generator=generator), torch.tensor([5, 0, 3])
@@ -108,7 +108,7 @@ def test_cells_are_picked_as_by_torch(dtype: torch.dtype) -> None:
         tape.replay()
 
 
-def test_what_c_does_not_do_is_left_to_torch() -> None:
+def test_copies_leave_unsupported_operators_and_layouts_to_torch() -> None:
     copies, select = Copies(c_library()), torch.ops.aten.index_select.default
     table, ids = torch.randn(6, 8), torch.tensor([3, 1])
     cases = [

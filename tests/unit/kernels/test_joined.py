@@ -16,13 +16,13 @@ from tests.unit.kernels.library import c_kernels, c_library
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
 
-def test_every_kernel_takes_as_many_arguments_as_a_call_holds() -> None:
+def test_kernel_signatures_fit_the_argument_limits_of_a_joined_call() -> None:
     for name, signature in SIGNATURES.items():
         assert signature.count("d") <= MAX_DOUBLES and len(signature) - signature.count("d") <= MAX_INTEGERS, name
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_tape_joins_neighbours_and_gives_the_same_bits(dtype: torch.dtype) -> None:
+def test_tape_with_norm_and_activation_replays_the_same_bits(dtype: torch.dtype) -> None:
     """Norm, activation and rotation take doubles between whole numbers, the last two more arguments than registers."""
     kernels = c_kernels()
     generator = torch.Generator().manual_seed(0)
@@ -41,7 +41,7 @@ def test_a_tape_joins_neighbours_and_gives_the_same_bits(dtype: torch.dtype) -> 
     assert torch.equal(tape.output, program()) and not torch.equal(tape.output, wanted)
 
 
-def test_order_pointers_and_doubles_are_those_of_the_calls() -> None:
+def test_joined_calls_run_in_order_with_their_own_arguments() -> None:
     """Each call reads what the one before it wrote, and a structure as it is when the call is made."""
     library = c_library()
     run = library.functions["activate", torch.float64]
@@ -65,7 +65,7 @@ def test_order_pointers_and_doubles_are_those_of_the_calls() -> None:
     assert all(torch.equal(one, other) for one, other in zip(outs, again, strict=True)) and outs[3].any()
 
 
-def test_other_calls_stay_where_they_are_between_joined_ones() -> None:
+def test_join_calls_keeps_python_calls_in_their_position() -> None:
     library, seen = c_library(), list[str]()
     run = library.functions["bar", torch.float32]
     logits, masks, out = torch.ones(1, 32), torch.full((1, 1), 5, dtype=torch.int32), torch.zeros(1, 32)
@@ -78,7 +78,7 @@ def test_other_calls_stay_where_they_are_between_joined_ones() -> None:
     assert seen == ["[1.0, -7.0, 1.0]"]
 
 
-def test_what_is_neither_number_nor_pointer_is_refused() -> None:
+def test_join_calls_refuses_arguments_that_are_not_numbers() -> None:
     run = c_library().functions["keys", torch.float32]
     bad = partial(run, "text", 0, 0, 1, 1, 1)
     with pytest.raises(TypeError, match="str"):

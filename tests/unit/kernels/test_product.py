@@ -27,7 +27,7 @@ def close(given: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_rows_times_a_weight(size: tuple[int, int], dtype: torch.dtype) -> None:
+def test_packed_weight_product_matches_float64(size: tuple[int, int], dtype: torch.dtype) -> None:
     matrix, bias = made(*size, dtype=dtype), made(size[1], dtype=dtype, seed=1)
     weight = c_kernels().weight(matrix)
     assert weight.shape == size
@@ -42,7 +42,7 @@ def test_rows_times_a_weight(size: tuple[int, int], dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_a_row_has_the_same_bits_alone_and_among_others(size: tuple[int, int], dtype: torch.dtype) -> None:
+def test_product_row_has_same_bits_in_any_batch(size: tuple[int, int], dtype: torch.dtype) -> None:
     weight, rows = c_kernels().weight(made(*size, dtype=dtype)), made(200, size[0], dtype=dtype, seed=2)
     alone = torch.cat([weight(row) for row in rows.split(1)])
     for count in ROWS:
@@ -50,7 +50,7 @@ def test_a_row_has_the_same_bits_alone_and_among_others(size: tuple[int, int], d
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_more_inputs_columns_and_rows_than_are_laid_out_at_once(dtype: torch.dtype) -> None:
+def test_large_product_is_right_and_row_bits_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
     """Sums that are unfinished where a stretch of inputs ends; some columns and rows are taken after others."""
     for inputs, outputs in ((4500, 40), (2080, 4200)):
         matrix, every = made(inputs, outputs, dtype=dtype), made(530, inputs, dtype=dtype, seed=2)
@@ -62,7 +62,7 @@ def test_more_inputs_columns_and_rows_than_are_laid_out_at_once(dtype: torch.dty
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_bits_do_not_depend_on_the_threads(dtype: torch.dtype) -> None:
+def test_product_bits_do_not_depend_on_thread_count(dtype: torch.dtype) -> None:
     """Which share out the columns of few rows, the rows of many, and both between."""
     weight, bias = c_kernels().weight(made(300, 250, dtype=dtype)), made(250, dtype=dtype, seed=1)
     before, rows = torch.get_num_threads(), made(300, 300, dtype=dtype, seed=2)
@@ -77,7 +77,7 @@ def test_bits_do_not_depend_on_the_threads(dtype: torch.dtype) -> None:
         torch.set_num_threads(before)
 
 
-def test_rows_need_not_lie_together_and_others_stay_apart() -> None:
+def test_product_takes_strided_rows_and_nan_stays_in_its_row() -> None:
     weight, rows = c_kernels().weight(made(40, 24, dtype=torch.float32)), made(9, 80, dtype=torch.float32, seed=3)
     assert torch.equal(weight(rows[:, 20:60]), weight(rows[:, 20:60].contiguous()))
     spoiled = rows[:, :40].clone()
@@ -88,7 +88,7 @@ def test_rows_need_not_lie_together_and_others_stay_apart() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_panels_are_the_matrix(dtype: torch.dtype) -> None:
+def test_panel_and_tile_layouts_round_trip_to_the_matrix(dtype: torch.dtype) -> None:
     for experts, inputs, outputs in product((1, 3), (1, 7), (1, 16, 37)):
         matrices = made(experts, inputs, outputs, dtype=dtype)
         assert torch.equal(out_of_panels(in_panels(matrices), inputs, outputs), matrices)
@@ -97,7 +97,7 @@ def test_panels_are_the_matrix(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("counts", [(0, 0, 0), (1, 0, 2), (5, 40, 1), (0, 0, 17), (3, 100, 0)], ids=str)
-def test_rows_of_experts(counts: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_expert_stack_product_matches_reference(counts: tuple[int, ...], dtype: torch.dtype) -> None:
     matrices, total = made(len(counts), 70, 33, dtype=dtype), sum(counts)
     rows, ends = made(total, 70, dtype=dtype, seed=4), torch.tensor(counts).cumsum(0).to(torch.int32)
     stack = c_kernels().stack(matrices)
@@ -105,7 +105,7 @@ def test_rows_of_experts(counts: tuple[int, ...], dtype: torch.dtype) -> None:
     close(stack(rows, ends), TorchKernels().stack(matrices.double())(rows.double(), ends), dtype)
 
 
-def test_rows_of_another_width_or_dtype_are_refused() -> None:
+def test_weight_and_stack_refuse_rows_of_wrong_width_or_dtype() -> None:
     """C would read whatever lies behind them."""
     weight, stack = c_kernels().weight(torch.zeros(8, 4)), c_kernels().stack(torch.zeros(2, 8, 4))
     ends = torch.tensor([1, 2], dtype=torch.int32)
@@ -116,13 +116,13 @@ def test_rows_of_another_width_or_dtype_are_refused() -> None:
             stack(wrong, ends)
 
 
-def test_what_c_does_not_know_is_torchs() -> None:
+def test_unsupported_dtype_and_meta_weights_fall_back_to_torch() -> None:
     matrix = made(8, 8, dtype=torch.float16)
     assert torch.equal(c_kernels().weight(matrix).dense(), matrix)
     assert c_kernels().weight(matrix.to("meta")).shape == (8, 8)
 
 
-def test_a_bias_or_ends_of_another_kind_are_refused_and_strides_are_not() -> None:
+def test_product_refuses_wrong_bias_or_ends_but_takes_strided_bias() -> None:
     """C would read them as what it expects."""
     rows, matrix = made(3, 8, dtype=torch.float32), made(8, 4, dtype=torch.float32)
     weight, stack = c_kernels().weight(matrix), c_kernels().stack(matrix[None])

@@ -19,7 +19,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [1, 7, 16, 65, 256, 500])
-def test_norms(size: int, dtype: torch.dtype) -> None:
+def test_c_norm_and_add_norm_match_reference(size: int, dtype: torch.dtype) -> None:
     for count in ROWS:
         rows, more = made(count, 2 * size, dtype=dtype)[:, :size], made(count, size, dtype=dtype, seed=1)
         for scale in (made(size, dtype=dtype, seed=2), made(size, dtype=wide(dtype), seed=2)):
@@ -37,7 +37,7 @@ def test_norms(size: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("size", "turned"), [(4, 4), (10, 6), (64, 64), (96, 32), (192, 64)])
 @pytest.mark.parametrize("normed", [False, True])
-def test_rotations(size: int, turned: int, normed: bool, dtype: torch.dtype) -> None:
+def test_c_rotary_embedding_matches_reference(size: int, turned: int, normed: bool, dtype: torch.dtype) -> None:
     check_rotations(c_kernels(), ROWS, size, turned, normed, dtype)
 
 
@@ -58,7 +58,7 @@ def check_rotations(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", [Activation(), Activation("gelu_tanh"), Activation("clamped", 1.702, 1.5)], ids=str)
-def test_activations(kind: Activation, dtype: torch.dtype) -> None:
+def test_c_activations_match_reference(kind: Activation, dtype: torch.dtype) -> None:
     for count in ROWS:
         for size in (1, 5, 16, 100):
             both = made(count, 2 * size, dtype=dtype) * 4
@@ -66,7 +66,7 @@ def test_activations(kind: Activation, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("kind", [Activation(), Activation("gelu_tanh"), Activation("clamped", 1.702, 7.0)], ids=str)
-def test_activations_of_extremes(kind: Activation) -> None:
+def test_c_activations_match_reference_on_extreme_values(kind: Activation) -> None:
     extremes = [0.0, -0.0, 1e-30, -1e-30, 80.0, -80.0, 89.0, -89.0, 1e4, -1e4, 1e30, -1e30, float("inf"), float("nan")]
     for dtype in (torch.float64, torch.float32):
         gates = torch.tensor(extremes, dtype=dtype)
@@ -75,7 +75,7 @@ def test_activations_of_extremes(kind: Activation) -> None:
         assert torch.allclose(given.double(), expected, rtol=1e-5, atol=1e-30, equal_nan=True)
 
 
-def test_what_c_would_misread_goes_to_the_twin() -> None:
+def test_unsupported_scales_and_strided_heads_fall_back_to_the_reference() -> None:
     """Scales with strides or of a dtype that C does not expect, heads whose numbers do not lie together."""
     rows, more = made(3, 8, dtype=torch.float32), made(3, 8, dtype=torch.float32, seed=1)
     for scale in (made(16, dtype=torch.float32)[::2], made(8, dtype=torch.float64)):
@@ -89,7 +89,7 @@ def test_what_c_would_misread_goes_to_the_twin() -> None:
     close(heads.contiguous(), twin.contiguous(), torch.float32)
 
 
-def test_norms_of_rows_that_are_not_finite() -> None:
+def test_norm_keeps_non_finite_values_in_their_own_row() -> None:
     rows: Tensor = made(4, 32, dtype=torch.float32)
     rows[1, 3], rows[2, 5] = float("inf"), float("nan")
     given = c_kernels().norm(rows, torch.ones(32), 1e-5)

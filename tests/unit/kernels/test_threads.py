@@ -67,18 +67,18 @@ def said(program: str) -> list[int]:
     return [int(word) for word in done.stdout.split()]
 
 
-def test_calls_of_all_sizes_have_one_team() -> None:
+def test_kernel_calls_of_all_sizes_keep_the_same_threads() -> None:
     """GNU's runtime ends the threads that a smaller team lacks, and starts others for the next larger one."""
     threads, changed = said(STAYS)
     assert threads >= 4 and changed == 0
 
 
-def test_threads_that_end_give_their_memory_back() -> None:
+def test_ended_threads_release_kernel_memory() -> None:
     (megabytes,) = said(ENDS)
     assert megabytes < 10
 
 
-def test_a_wide_product_keeps_little_memory() -> None:
+def test_wide_product_retains_little_scratch_memory() -> None:
     """Of a head's 32,768 columns as of others: unfinished sums are those of some columns."""
     (megabytes,) = said(WIDE)
     assert megabytes < 6

@@ -31,12 +31,12 @@ def launched() -> dict[str, tuple[Any, Any]]:
 PAIRS = launched()
 
 
-def test_all_kernels_have_arguments() -> None:
+def test_argument_tuples_of_all_triton_kernels_are_found() -> None:
     assert len(PAIRS) == 19
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_arguments_are_the_kernels_parameters_in_order(name: str) -> None:
+def test_argument_tuple_fields_match_kernel_parameters_in_order(name: str) -> None:
     kernel, arguments = PAIRS[name]
     parameters = signature(kernel.fn).parameters.items()
     assert arguments._fields == tuple(name for name, each in parameters if each.annotation is Parameter.empty)

@@ -37,12 +37,12 @@ def capacity(context: int = 10**6, mesh: Mesh | None = None, **settings: object)
     return kv_capacity(resolved(context, **settings), mesh or Mesh(), TOKEN)
 
 
-def test_explicit_sizes_are_taken_as_they_are() -> None:
+def test_explicit_kv_sizes_are_used_unchanged() -> None:
     assert capacity(max_total_tokens=100) == Capacity(100, "max_total_tokens")
     assert capacity(kv_cache_gb=0.001) == Capacity(1000, "kv_cache_gb 0.001")
 
 
-def test_a_cpu_gives_a_share_of_what_is_free(free: Callable[[int], None]) -> None:
+def test_cpu_kv_capacity_is_a_share_of_free_memory(free: Callable[[int], None]) -> None:
     free(10 * GB)
     found = capacity()
     assert found.tokens == 3_000_000
@@ -52,7 +52,7 @@ def test_a_cpu_gives_a_share_of_what_is_free(free: Callable[[int], None]) -> Non
     assert "default" not in capacity(mem_fraction_static=0.5).sized_by
 
 
-def test_never_more_than_all_running_requests_can_use(free: Callable[[int], None]) -> None:
+def test_kv_capacity_is_limited_to_the_need_of_all_running_requests(free: Callable[[int], None]) -> None:
     free(10 * GB)
     for settings in ({}, {"kv_cache_gb": 1.0}):
         found = capacity(context=64, max_running_requests=2, **settings)
@@ -73,7 +73,7 @@ def of_gang(places: list[int], free: list[int], monkeypatch: pytest.MonkeyPatch)
     return on_ranks(len(places), 1, rank)
 
 
-def test_ranks_share_a_machine_and_agree_on_the_least(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_on_one_machine_share_memory_and_agree_on_the_minimum(monkeypatch: pytest.MonkeyPatch) -> None:
     found = of_gang([7, 7, 8], [10 * GB, 10 * GB, 4 * GB], monkeypatch)
     assert [one.tokens for one in found] == [1_200_000] * 3, "0.3 of 4 GB on the third, half of 0.3 of 10 on the others"
     assert "for each of 2 ranks" in found[0].sized_by
@@ -88,7 +88,7 @@ def of_device(needs: MemoryBreakdown = NEEDS, context: int = 10**8, **settings: 
     return kv_capacity(resolved(context, device="cuda", **settings), Mesh(), TOKEN, needs)
 
 
-def test_a_device_gives_what_is_left_but_for_the_sink_page() -> None:
+def test_device_kv_capacity_is_the_remaining_memory_minus_the_sink_page() -> None:
     found = of_device()
     assert found.tokens == 59_000_000 - 16, "70 less 8, 2, and 1 that stays spare: more than a tenth of 8"
     for words in (
@@ -110,7 +110,7 @@ def test_a_device_gives_what_is_left_but_for_the_sink_page() -> None:
         ("mem_fraction_static", 0.845, 59_500_000 - 16, "0.8341"),
     ],
 )
-def test_what_is_set_for_a_device_is_taken_or_refused_with_a_little_less_than_fits(
+def test_device_kv_setting_that_does_not_fit_is_refused_with_a_fitting_value(
     setting: str, fits: float, tokens: int, told: str
 ) -> None:
     assert of_device(**{setting: fits}).tokens == pytest.approx(tokens, abs=1)
@@ -120,13 +120,13 @@ def test_what_is_set_for_a_device_is_taken_or_refused_with_a_little_less_than_fi
     assert "59.000 GB are left for it (of 100.000 GB weights take 25.000" in str(refused.value)
 
 
-def test_sglang_s_fraction_is_of_weights_and_kv_together() -> None:
+def test_mem_fraction_static_covers_weights_and_kv_together() -> None:
     found = of_device(mem_fraction_static=0.5)
     assert found.tokens == 25_000_000 - 16, "half of 100 less 25 of weights"
     assert "mem_fraction_static 0.5 of 100.0 GB less 25.0 GB of weights" in found.sized_by
 
 
-def test_gangs_that_share_a_device_get_a_fraction_each() -> None:
+def test_each_gang_on_a_shared_device_gets_its_own_memory_fraction() -> None:
     """The first has taken 45 of 100 when the second, whose fraction is as large, has loaded."""
     second = NEEDS._replace(free=30 * GB)
     assert of_device(second, mem_fraction_static=0.4).tokens == 15_000_000 - 16
@@ -134,25 +134,25 @@ def test_gangs_that_share_a_device_get_a_fraction_each() -> None:
         of_device(second, mem_fraction_static=0.5)
 
 
-def test_a_restart_gets_the_size_of_the_first_start_though_a_little_less_is_free() -> None:
+def test_restart_gets_the_first_kv_size_with_slightly_less_free_memory() -> None:
     first = of_device().tokens
     assert of_device(NEEDS._replace(free=70 * GB - 400_000_000), max_total_tokens=first).tokens == first
     with pytest.raises(ConfigError, match=r"lower max_total_tokens"):
         of_device(NEEDS._replace(free=70 * GB - 600_000_000), max_total_tokens=first)
 
 
-def test_models_that_leave_nothing_are_refused(free: Callable[[int], None]) -> None:
+def test_models_that_leave_no_memory_for_kv_are_refused(free: Callable[[int], None]) -> None:
     free(0)
     with pytest.raises(ConfigError, match=r"mem_fraction_static 0.3.*too few.*free memory"):
         page_count(resolved(64), capacity())
 
 
 @pytest.mark.parametrize(("tokens", "size", "pages"), [(100, 16, 6), (1000, 10, 100), (138, 1, 138)])
-def test_page_count(tokens: int, size: int, pages: int) -> None:
+def test_page_count_rounds_tokens_down_to_full_pages(tokens: int, size: int, pages: int) -> None:
     assert page_count(resolved(64, page_size=size), Capacity(tokens, "")) == pages
 
 
-def test_too_little_for_a_window_is_refused_by_name() -> None:
+def test_kv_capacity_below_one_window_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="raise max_total_tokens"):
         page_count(resolved(64, window=20), Capacity(16, "max_total_tokens"))
 
@@ -168,11 +168,11 @@ def machine(root: Path, files: dict[str, str]) -> int:
     return free_memory(root)
 
 
-def test_without_cgroups_it_is_what_the_machine_has_available(tmp_path: Path) -> None:
+def test_free_memory_without_cgroups_is_mem_available(tmp_path: Path) -> None:
     assert machine(tmp_path, {}) == 50 * KB
 
 
-def test_cgroup_v2_limits_count_at_every_level(tmp_path: Path) -> None:
+def test_free_memory_respects_cgroup_v2_limits_at_every_level(tmp_path: Path) -> None:
     group = "sys/fs/cgroup/pods/one"
     files = {
         "proc/self/cgroup": "0::/pods/one\n",
@@ -186,7 +186,7 @@ def test_cgroup_v2_limits_count_at_every_level(tmp_path: Path) -> None:
     assert machine(tmp_path, files) == 20000 - 9000 + 1500, "file cache can be taken back"
 
 
-def test_cgroup_v1_in_a_container_whose_path_is_the_host_s(tmp_path: Path) -> None:
+def test_free_memory_respects_cgroup_v1_limits_in_a_container(tmp_path: Path) -> None:
     top = "sys/fs/cgroup/memory"
     files = {
         "proc/self/cgroup": "12:cpu,cpuacct:/docker/x\n4:memory:/docker/x\n",
@@ -199,10 +199,10 @@ def test_cgroup_v1_in_a_container_whose_path_is_the_host_s(tmp_path: Path) -> No
     assert machine(tmp_path, {f"{top}/memory.limit_in_bytes": "100\n"}) == 0
 
 
-def test_a_system_that_does_not_say_is_refused(tmp_path: Path) -> None:
+def test_unknown_free_memory_raises_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="set max_total_tokens"):
         free_memory(tmp_path)
 
 
-def test_this_machine_says() -> None:
+def test_free_memory_of_this_machine_is_positive() -> None:
     assert 0 < free_memory() < 2**50

@@ -24,7 +24,7 @@ def opened(cache: KVCache, tokens: list[int], reach: int, salt: int = 0) -> Leas
     return lease
 
 
-def test_slots_follow_pages() -> None:
+def test_page_table_row_follows_the_pages_of_the_lease() -> None:
     cache = small()
     lease = opened(cache, [5] * 6, 6)
     cache.grow([lease], [9])
@@ -36,7 +36,7 @@ def test_slots_follow_pages() -> None:
     assert not cache.table.host_pages[lease.row].any()
 
 
-def test_full_committed_pages_are_cached_where_the_next_token_is_known() -> None:
+def test_full_committed_pages_are_cached_when_the_next_token_is_known() -> None:
     cache = small()
     tokens = list(range(9))
     lease = opened(cache, tokens, 9)
@@ -55,7 +55,7 @@ def test_full_committed_pages_are_cached_where_the_next_token_is_known() -> None
     assert [node.page for node in alone.locked_nodes] == kept[:1], "at least one token is computed"
 
 
-def test_cells_that_two_texts_share_within_a_page_are_copied() -> None:
+def test_shared_cells_within_a_page_are_copied() -> None:
     cache = small()
     tokens = list(range(9))
     cache.close(opened(cache, tokens, 9), tokens, 8)
@@ -74,7 +74,7 @@ def test_cells_that_two_texts_share_within_a_page_are_copied() -> None:
     assert cache.evictable_pages == 3
 
 
-def test_a_page_is_not_kept_for_its_cells_where_the_request_needs_all_pages() -> None:
+def test_open_copies_no_cells_when_the_request_needs_all_pages() -> None:
     cache = small()
     tokens = [1, 2, 3, 4, 5]
     cache.close(opened(cache, tokens, 5), tokens, 4)
@@ -88,7 +88,7 @@ def test_a_page_is_not_kept_for_its_cells_where_the_request_needs_all_pages() ->
     cache.check()
 
 
-def test_a_page_that_is_still_being_filled_lends_its_cells() -> None:
+def test_partially_filled_page_of_a_running_request_is_a_copy_source() -> None:
     cache = small()
     tokens = list(range(7))
     running = opened(cache, tokens, 11)
@@ -103,7 +103,7 @@ def test_a_page_that_is_still_being_filled_lends_its_cells() -> None:
     cache.check()
 
 
-def test_full_pages_are_everyones_while_the_request_runs() -> None:
+def test_full_pages_are_shared_while_their_request_runs() -> None:
     cache = small()
     tokens = list(range(9))
     running = opened(cache, tokens, 12)
@@ -119,7 +119,7 @@ def test_full_pages_are_everyones_while_the_request_runs() -> None:
     cache.check()
 
 
-def test_of_two_who_computed_the_same_page_the_later_goes_on_with_the_trees() -> None:
+def test_publishing_a_page_computed_twice_switches_to_the_cached_page() -> None:
     cache = small()
     tokens = list(range(9))
     one, other = opened(cache, tokens, 12), opened(cache, tokens, 12)
@@ -138,7 +138,7 @@ def test_of_two_who_computed_the_same_page_the_later_goes_on_with_the_trees() ->
     cache.check()
 
 
-def test_a_request_leaves_spare_pages() -> None:
+def test_open_leaves_the_reserved_pages_free() -> None:
     cache = small()
     tokens = list(range(17))
     cache.close(opened(cache, tokens, 17), tokens, 17)
@@ -149,7 +149,7 @@ def test_a_request_leaves_spare_pages() -> None:
     assert cache.open(asked, 20, reserved_pages=7) is not None
 
 
-def test_two_who_would_compute_the_same_pages_are_known() -> None:
+def test_next_pages_are_equal_for_requests_that_compute_the_same_pages() -> None:
     cache = small()
     a, b = list(range(20)), [*range(10), *range(50, 60)]
     running = opened(cache, a, 20)
@@ -163,7 +163,7 @@ def test_two_who_would_compute_the_same_pages_are_known() -> None:
     assert small(radix=False).next_pages(a, 2) is None
 
 
-def test_nothing_is_shared_between_salts_neither_whole_pages_nor_cells_nor_pages_to_come() -> None:
+def test_cache_shares_nothing_between_salts() -> None:
     cache = small(24)
     tokens = list(range(11))
     for salt in (0, 5):
@@ -189,7 +189,7 @@ def test_nothing_is_shared_between_salts_neither_whole_pages_nor_cells_nor_pages
     assert opened(cache, tokens, 11, 5).cached_tokens == 8
 
 
-def test_without_radix_nothing_is_cached() -> None:
+def test_cache_without_radix_caches_no_pages() -> None:
     cache = small(radix=False)
     cache.close(opened(cache, list(range(9)), 9), list(range(9)), 9)
     assert (cache.free_pages, cache.evictable_pages) == (12, 0)
@@ -208,7 +208,7 @@ def test_grow_is_all_or_nothing_and_evicts() -> None:
     cache.check()
 
 
-def test_closing_twice_is_an_error() -> None:
+def test_closing_a_lease_twice_raises_an_error() -> None:
     cache = small()
     lease = opened(cache, [1, 2], 2)
     cache.close(lease, [1, 2], 2)
@@ -216,7 +216,7 @@ def test_closing_twice_is_an_error() -> None:
         cache.close(lease, [1, 2], 2)
 
 
-def test_check_sees_lost_and_doubly_owned_pages() -> None:
+def test_check_detects_lost_and_doubly_owned_pages() -> None:
     cache = small()
     a, b = opened(cache, [1], 5), opened(cache, [2], 5)
     page = a.own_pages.pop()
@@ -229,7 +229,7 @@ def test_check_sees_lost_and_doubly_owned_pages() -> None:
     cache.check()
 
 
-def test_check_sees_wrong_locks_and_slots() -> None:
+def test_check_detects_wrong_locks_and_page_table_entries() -> None:
     cache = small()
     tokens = list(range(9))
     running = opened(cache, tokens, 9)
@@ -245,7 +245,7 @@ def test_check_sees_wrong_locks_and_slots() -> None:
 
 @pytest.mark.parametrize("page_size", [1, 2, 4])
 @pytest.mark.parametrize("seed", range(4))
-def test_random_lives_lose_no_page(page_size: int, seed: int) -> None:
+def test_random_cache_operations_lose_no_pages(page_size: int, seed: int) -> None:
     """Open, grow, commit, publish and close at random; texts come from few tokens and salts, so that prefixes meet. A
     second table follows the first one by its journal.
     """

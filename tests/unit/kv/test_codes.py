@@ -31,7 +31,7 @@ def drawn(cell: CodedCell, dtype: torch.dtype, count: int = 60) -> Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", CELLS)
-def test_cells_hold_what_the_definition_says(name: str, dtype: torch.dtype) -> None:
+def test_fp8_cells_hold_the_values_of_the_definition(name: str, dtype: torch.dtype) -> None:
     cell = CELLS[name]
     kv = drawn(cell, dtype)
     kv[3] = 0
@@ -46,7 +46,7 @@ def test_cells_hold_what_the_definition_says(name: str, dtype: torch.dtype) -> N
     assert off.max() > 0
 
 
-def test_ties_go_to_even_codes_and_all_numbers_of_e4m3_are_kept() -> None:
+def test_fp8_encoding_rounds_ties_to_even_and_preserves_all_e4m3_values() -> None:
     cell = CodedCell((1, 1, 255), 255)
     between = (MAGNITUDES[1:] + MAGNITUDES[:-1]) / 2
     kv = torch.cat([MAGNITUDES, between, torch.tensor([448.0, -448.0])]).view(1, 1, 1, 255)
@@ -56,14 +56,14 @@ def test_ties_go_to_even_codes_and_all_numbers_of_e4m3_are_kept() -> None:
     assert torch.equal(back[127:253], MAGNITUDES[low + low % 2])
 
 
-def test_a_scale_is_the_smallest_that_fits() -> None:
+def test_fp8_scale_is_the_smallest_that_fits() -> None:
     cell = CodedCell((1, 1, 2), 2)
     for most, byte in ((448.0, 127), (448.5, 128), (224.5, 127), (224.0, 126), (0.0, 10), (1e-45, 10)):
         assert encode(torch.tensor([[[[most, -most / 2]]]], dtype=torch.float64), cell)[0, 2] == byte, most
 
 
 @pytest.mark.parametrize("name", CELLS)
-def test_a_cell_depends_on_nothing_but_itself(name: str) -> None:
+def test_fp8_encoding_of_a_cell_is_independent_of_other_cells(name: str) -> None:
     kv = drawn(CELLS[name], torch.float32)
     alone = torch.cat([encode(one[None], CELLS[name]) for one in kv])
     assert torch.equal(alone, encode(kv, CELLS[name]))
@@ -74,7 +74,7 @@ def test_a_cell_depends_on_nothing_but_itself(name: str) -> None:
     assert all(at < first or at == CELLS[name].numbers for at in changed), "a group is its own business too"
 
 
-def test_cells_take_what_they_are_said_to() -> None:
+def test_fp8_cell_size_includes_scales_and_alignment_padding() -> None:
     assert CodedCell((2, 8, 64)).nbytes == 1024 + 16 + 48, "whole lines of 64 bytes"
     assert CodedCell((2, 1, 128)).nbytes == 256 + 2 + 14, "where these would cost too much, 16"
     assert CodedCell((1, 1, 576), 512).nbytes == 576 + 2 + 14
@@ -82,7 +82,7 @@ def test_cells_take_what_they_are_said_to() -> None:
     assert pool.kv.nbytes == 8 * slot_bytes(3, (2, 2, 4), torch.bfloat16, pool.fp8_cell)
 
 
-def test_codes_move_with_their_scales_in_every_layer() -> None:
+def test_kv_pool_moves_fp8_codes_with_their_scales_in_every_layer() -> None:
     cell = CodedCell((2, 2, 8))
     pool, kv = KVPool(3, 16, cell.shape, torch.float32, CPU, cell), torch.randn(3, 16, 2, 2, 8)
     kv *= 10.0 ** torch.arange(-8, 8).view(16, 1, 1, 1)

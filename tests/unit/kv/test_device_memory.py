@@ -42,7 +42,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     return made
 
 
-def test_what_is_cached_is_free_and_counts_again_when_it_is_taken(cuda: Cuda) -> None:
+def test_cuda_memory_counts_torch_cache_as_free_and_measures_the_peak(cuda: Cuda) -> None:
     memory = memory_of(GPU)
     assert isinstance(memory, CudaMemory) and memory.total_bytes == 1000
     assert memory.free_bytes() == 750
@@ -53,7 +53,7 @@ def test_what_is_cached_is_free_and_counts_again_when_it_is_taken(cuda: Cuda) ->
     assert memory.peak_bytes() == 90
 
 
-def test_what_libraries_take_beside_torch_counts_and_what_others_give_back_does_not(cuda: Cuda) -> None:
+def test_cuda_peak_counts_memory_taken_outside_torch_but_not_memory_freed_there(cuda: Cuda) -> None:
     memory = CudaMemory(GPU)
     memory.reset_peak()
     cuda.others = 80
@@ -62,5 +62,5 @@ def test_what_libraries_take_beside_torch_counts_and_what_others_give_back_does_
     assert memory.peak_bytes() == 0
 
 
-def test_a_cpu_has_no_memory_of_its_own() -> None:
+def test_cpu_has_no_device_memory() -> None:
     assert memory_of(torch.device("cpu")) is None

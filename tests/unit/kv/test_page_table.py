@@ -5,7 +5,7 @@ import torch
 from cluster.kv.page_table import PageTable
 
 
-def test_positions_past_the_end_are_the_last_one() -> None:
+def test_positions_past_the_table_end_use_the_last_slot() -> None:
     """A window may reach beyond the longest request; what it writes there is never committed."""
     table = PageTable(2, 10, 4, torch.device("cpu"))
     table.device_pages[1] = torch.tensor([5, 2, 7])
@@ -13,7 +13,7 @@ def test_positions_past_the_end_are_the_last_one() -> None:
     assert slots.tolist() == [20, 11, 31, 31, 31]
 
 
-def test_idle_requests_have_nothing_committed_whatever_they_accept() -> None:
+def test_commit_adds_no_tokens_to_idle_requests() -> None:
     table = PageTable(2, 10, 4, torch.device("cpu"))
     table.commit(torch.tensor([0, 2, 2]), torch.tensor([5, 3, 1]))
     assert table.lens.tolist() == [5, 0, 0]

@@ -3,7 +3,7 @@ import pytest
 from cluster.kv.pages import SINK_PAGE, PageAllocator
 
 
-def test_every_page_is_handed_out_once() -> None:
+def test_page_allocator_hands_out_every_page_once() -> None:
     pages = PageAllocator(5)
     first, second = pages.allocate(2), pages.allocate(3)
     assert sorted(first + second) == [1, 2, 3, 4, 5]
@@ -11,7 +11,7 @@ def test_every_page_is_handed_out_once() -> None:
     assert pages.free_count == 0
 
 
-def test_taking_too_many_takes_none() -> None:
+def test_allocating_too_many_pages_raises_and_takes_none() -> None:
     pages = PageAllocator(3)
     pages.allocate(1)
     with pytest.raises(MemoryError, match="3 pages wanted, 2 free"):
@@ -19,7 +19,7 @@ def test_taking_too_many_takes_none() -> None:
     assert pages.free_count == 2
 
 
-def test_a_page_is_freed_once() -> None:
+def test_freeing_a_free_page_raises_an_error() -> None:
     pages = PageAllocator(3)
     (page,) = pages.allocate(1)
     pages.release([page])
@@ -32,12 +32,12 @@ def test_a_page_is_freed_once() -> None:
         pages.release([taken[0], taken[0]])
 
 
-def test_the_sink_has_no_owner() -> None:
+def test_sink_page_cannot_be_released() -> None:
     with pytest.raises(ValueError, match="page 0"):
         PageAllocator(3).release([SINK_PAGE])
 
 
-def test_pages_that_come_back_in_any_order_are_handed_out_in_ascending_order() -> None:
+def test_page_allocator_hands_out_released_pages_in_ascending_order() -> None:
     pages = PageAllocator(8)
     taken = pages.allocate(6)
     pages.release([taken[i] for i in (3, 0, 5, 1, 4, 2)])

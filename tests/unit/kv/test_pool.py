@@ -14,7 +14,7 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-def test_a_pool_is_zero_and_takes_memory_only_where_it_is_written() -> None:
+def test_kv_pool_is_zeroed_and_uses_memory_only_where_written() -> None:
     before = resident()
     pool = KVPool(1, 1 << 20, (2, 4, 64), torch.float32, CPU)
     assert pool.kv.data_ptr() % 64 == 0
@@ -24,7 +24,7 @@ def test_a_pool_is_zero_and_takes_memory_only_where_it_is_written() -> None:
     assert resident() - before < 1 << 27, "of 2 GiB"
 
 
-def test_cells_of_a_page_are_copied_in_every_pool_before_any_is_overwritten() -> None:
+def test_page_copies_read_all_sources_before_overwriting_in_every_pool() -> None:
     parts = [KVPool(layers, 16, (2, 1, 2), torch.float64, CPU) for layers in (1, 3)]
     for pool in parts:
         pool.kv.copy_(torch.arange(16.0).view(1, 16, 1, 1, 1).expand_as(pool.kv))

@@ -37,11 +37,11 @@ def tree() -> RadixTree:
         ([3, 4, 5], []),
     ],
 )
-def test_match(tree: RadixTree, tokens: list[int], expected: list[int]) -> None:
+def test_match_returns_pages_whose_next_token_is_equal(tree: RadixTree, tokens: list[int], expected: list[int]) -> None:
     assert pages(tree.match(tokens)) == expected
 
 
-def test_pages_of_one_token_too() -> None:
+def test_radix_tree_supports_pages_of_one_token() -> None:
     tree = RadixTree(1)
     tree.insert([7, 8, 9], [1, 2])
     assert pages(tree.match([7, 8, 9])) == [1, 2]
@@ -64,9 +64,7 @@ def test_pages_of_one_token_too() -> None:
         ([2, 2, 3, 4, 5], None, 0),
     ],
 )
-def test_the_nearest_page_shares_cells_whose_next_token_is_the_same(
-    tokens: list[int], page: int | None, cells: int
-) -> None:
+def test_nearest_counts_cells_whose_next_token_is_equal(tokens: list[int], page: int | None, cells: int) -> None:
     tree = RadixTree(4)
     tree.insert([1, 2, 3, 4, 5], [20])
     tree.insert([1, 2, 7, 7, 6], [21])
@@ -75,14 +73,14 @@ def test_the_nearest_page_shares_cells_whose_next_token_is_the_same(
     assert (found and (found[0].page if page else None, found[1])) == (None if page is None else (page, cells))
 
 
-def test_insert_goes_on_where_the_pages_before_end(tree: RadixTree) -> None:
+def test_insert_continues_after_a_matched_path(tree: RadixTree) -> None:
     path = tree.match([1, 2, 3, 4, 5])
     assert pages(tree.insert([1, 2, 3, 4, 5, 6, 7, 8, 9], [12, 13], path)) == [12, 13]
     assert pages(tree.match([1, 2, 3, 4, 5, 6, 7, 8, 9])) == [10, 11, 12, 13]
     tree.check()
 
 
-def test_unlocking_twice_is_an_error(tree: RadixTree) -> None:
+def test_unlocking_a_path_twice_raises_an_error(tree: RadixTree) -> None:
     path = tree.match([1, 2, 3, 4, 5])
     tree.lock(path)
     tree.unlock(path)
@@ -90,7 +88,7 @@ def test_unlocking_twice_is_an_error(tree: RadixTree) -> None:
         tree.unlock(path)
 
 
-def test_a_salt_without_pages_leaves_nothing_behind() -> None:
+def test_radix_tree_drops_roots_of_salts_without_pages() -> None:
     tree = RadixTree(1)
     for salt in range(1, 1000):
         tree.insert([1], [salt], salt=salt)  # no page is full
@@ -194,13 +192,13 @@ def brute_force_lives(operations: int, size: int, seed: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize("operations", [7000, pytest.param(25_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_eviction_order_is_that_of_a_brute_force_lru(size: int, operations: int) -> None:
+def test_radix_tree_equals_a_brute_force_lru_model(size: int, operations: int) -> None:
     """100,000 operations in all, where there is time."""
     most, evicted = brute_force_lives(operations, size, seed=size)
     assert most > 60 and evicted > operations / 5
 
 
-def test_insert_behind_a_long_path_reads_only_what_is_new() -> None:
+def test_insert_after_a_long_path_reads_only_new_tokens() -> None:
     read: list[int] = []
 
     class Counting(RadixTree):

@@ -49,7 +49,7 @@ NEEDED = {
 
 
 @pytest.mark.parametrize("kind", NEEDED)
-def test_a_change_of_what_a_module_needs_changes_its_digest(tmp_path: Path, kind: str) -> None:
+def test_digest_changes_when_a_dependency_of_the_test_module_changes(tmp_path: Path, kind: str) -> None:
     added, path = NEEDED[kind]
     source = "from cluster.near import VALUE\n" + added
     write(tmp_path, **{ONE: source})
@@ -61,13 +61,13 @@ def test_a_change_of_what_a_module_needs_changes_its_digest(tmp_path: Path, kind
 
 @pytest.mark.parametrize("path", ["cluster/apart.py", "cluster/server/main.py", "docs/page.md", "README.md",
                                   "tests/other/test_two.py", "cluster/kernels/c/sum.c"])  # fmt: skip
-def test_a_change_elsewhere_does_not(tmp_path: Path, path: str) -> None:
+def test_digest_stays_when_an_unrelated_file_changes(tmp_path: Path, path: str) -> None:
     before = Checkout(write(tmp_path)).digest(ONE)
     rewrite(tmp_path, {path: "CHANGED = 1\n"})
     assert Checkout(tmp_path).digest(ONE) == before
 
 
-def test_a_file_that_comes_or_goes_changes_the_digest(tmp_path: Path) -> None:
+def test_digest_changes_when_a_file_is_added_or_removed(tmp_path: Path) -> None:
     digests = [Checkout(write(tmp_path)).digest(ONE)]
     (tmp_path / "tests/shared.py").unlink()
     digests.append(Checkout(tmp_path).digest(ONE))
@@ -78,7 +78,7 @@ def test_a_file_that_comes_or_goes_changes_the_digest(tmp_path: Path) -> None:
     assert len(set(digests)) == len(digests)
 
 
-def test_a_file_written_to_since_it_was_read_is_noticed(tmp_path: Path) -> None:
+def test_checkout_notices_a_file_modified_after_reading(tmp_path: Path) -> None:
     checkout = Checkout(write(tmp_path))
     checkout.digest(ONE)
     assert checkout.unchanged(checkout.closure(ONE))
@@ -89,7 +89,7 @@ def test_a_file_written_to_since_it_was_read_is_noticed(tmp_path: Path) -> None:
 READ = re.compile(r"""environ(?:\.get|\.setdefault|\.pop)?[(\[]\s*["'](\w+)["']|getenv\(\s*["'](\w+)["']""")
 
 
-def test_every_variable_that_the_sources_read_counts_or_is_ignored_by_name() -> None:
+def test_every_environment_variable_in_sources_counts_or_is_ignored() -> None:
     sources = [path for top in ("cluster", "tests") for path in (ROOT / top).rglob("*.py")]
     found = [pair for path in sources for pair in READ.findall(path.read_text(encoding="utf-8"))]
     read = {name for pair in found for name in pair if name}
@@ -97,7 +97,7 @@ def test_every_variable_that_the_sources_read_counts_or_is_ignored_by_name() -> 
     assert {name for name in read if not counts(name)} - IGNORED == set()
 
 
-def test_files_whose_processes_are_named_exist() -> None:
+def test_files_in_named_processes_exist() -> None:
     assert [path for path in NAMED_PROCESSES if not (ROOT / path).is_file()] == []
 
 
@@ -110,7 +110,7 @@ print(json.dumps([module.__file__ for module in list(sys.modules.values()) if ge
 
 
 @pytest.mark.slow
-def test_no_module_of_this_checkout_is_loaded_that_the_rules_do_not_find() -> None:
+def test_closure_contains_every_checkout_module_loaded_at_run_time() -> None:
     """A module of tests, and what the processes run that another module of tests starts."""
     modules, checkout = ("tests/parity/test_planted_bugs.py", "tests/ranks/worker.py"), Checkout(ROOT)
     found = checkout.closure(modules[0]) | checkout.closure(modules[1])

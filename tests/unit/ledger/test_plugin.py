@@ -41,7 +41,7 @@ def shown(numbers: dict[str, Any]) -> tuple[int, int, int, int]:
     return numbers["earlier"], numbers["passed"], numbers["failed"], numbers["status"]
 
 
-def test_what_passed_on_the_same_files_is_not_run_again(small: Path) -> None:
+def test_passed_test_is_not_rerun_on_the_same_files(small: Path) -> None:
     assert shown(run(small)) == (0, 3, 0, 0)
     again = run(small)
     assert shown(again) == (3, 0, 0, 0), "nothing was left to run, which is no error"
@@ -52,7 +52,7 @@ def test_what_passed_on_the_same_files_is_not_run_again(small: Path) -> None:
     assert shown(run(small)) == (3, 0, 0, 0), "as it was before"
 
 
-def test_what_did_not_pass_runs_again(small: Path) -> None:
+def test_failed_skipped_and_xfailed_tests_run_again(small: Path) -> None:
     """A test fails, another only as it ends, one is skipped, one fails as expected; the last is alone to pass."""
     source = """
         import pytest
@@ -86,7 +86,7 @@ def test_what_did_not_pass_runs_again(small: Path) -> None:
     assert shown(second) == (1, 0, 2, 1) and second["skipped"] == 2
 
 
-def test_a_run_that_is_killed_keeps_what_passed(small: Path) -> None:
+def test_killed_run_keeps_recorded_passes(small: Path) -> None:
     waits = "import time\n\ndef test_first():\n    pass\n\ndef test_waits():\n    time.sleep(60)\n"
     rewrite(small, {"tests/other/test_two.py": waits})
     process, until = start(small, "tests/other"), time.monotonic() + 60
@@ -98,7 +98,7 @@ def test_a_run_that_is_killed_keeps_what_passed(small: Path) -> None:
     assert shown(run(small, "tests/other", "-k", "first")) == (1, 0, 0, 0)
 
 
-def test_a_run_whose_files_change_meanwhile_records_nothing(small: Path) -> None:
+def test_run_records_no_pass_if_its_files_change_meanwhile(small: Path) -> None:
     """The test loads the new content, and its digest is of the old one."""
     edits = "from pathlib import Path\n\ndef test_edits():\n    Path('cluster/far.py').write_text('VALUE = 3')\n"
     rewrite(small, {"tests/of/test_one.py": edits + "    import cluster.near\n"})
@@ -107,7 +107,7 @@ def test_a_run_whose_files_change_meanwhile_records_nothing(small: Path) -> None
     assert not (small / RECORDED).exists()
 
 
-def test_a_pass_is_not_recorded_if_the_test_opened_a_file_that_its_digest_does_not_cover(small: Path) -> None:
+def test_pass_is_not_recorded_if_test_opened_a_file_outside_its_digest(small: Path) -> None:
     reads = "def test_reads():\n    open('do' + 'cs/page.md').close()\n\ndef test_reads_nothing():\n    pass\n"
     rewrite(small, {"tests/other/test_two.py": reads})
     first = run(small, "tests/other")
@@ -115,7 +115,7 @@ def test_a_pass_is_not_recorded_if_the_test_opened_a_file_that_its_digest_does_n
     assert shown(run(small, "tests/other")) == (1, 1, 0, 0)
 
 
-def test_another_value_of_a_variable_runs_all_again(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_environment_variable_runs_all_tests_again(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OVERLAP", "0")
     assert shown(run(small)) == (0, 3, 0, 0)
     monkeypatch.setenv("OVERLAP", "1")
@@ -124,7 +124,7 @@ def test_another_value_of_a_variable_runs_all_again(small: Path, monkeypatch: py
     assert shown(run(small)) == (3, 0, 0, 0)
 
 
-def test_workers_leave_out_and_the_process_that_started_them_records(small: Path) -> None:
+def test_xdist_workers_skip_recorded_passes_and_the_controller_records(small: Path) -> None:
     shared = ("-p", "xdist", "-n", "2", "--dist", "worksteal", "tests/of", "tests/other")
     assert shown(run(small, *shared)) == (0, 3, 0, 0)
     assert shown(run(small, *shared)) == (3, 0, 0, 0)
@@ -133,7 +133,7 @@ def test_workers_leave_out_and_the_process_that_started_them_records(small: Path
     assert shown(run(small)) == (2, 0, 1, 1)
 
 
-def test_a_line_that_was_cut_off_is_no_pass(tmp_path: Path) -> None:
+def test_truncated_ledger_line_is_not_read_as_a_pass(tmp_path: Path) -> None:
     record = Record(tmp_path / "passes.tsv")
     record.add("d1", "tests/test_a.py::test_long[1]")
     record.path.write_bytes(record.path.read_bytes() + b"d2\ttests/test_a.py::test_long")

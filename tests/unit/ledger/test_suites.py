@@ -38,9 +38,7 @@ def run(root: Path, *arguments: str) -> tuple[int, dict[str, list[int]], str]:
     return done.returncode, {name: [int(each) for each in row.split()][:5] for name, row in rows}, done.stdout
 
 
-def test_a_suite_that_fails_does_not_keep_the_next_from_running(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_next_suite_runs_after_a_failed_suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # other plugins take most of the time to start
     root = small(tmp_path)
     status, rows, printed = run(root)
@@ -56,7 +54,7 @@ def test_a_suite_that_fails_does_not_keep_the_next_from_running(
     assert status == 1 and "FAILED third: pytest ended with status 5" in printed, "a suite without a test is a mistake"
 
 
-def test_every_suite_names_what_there_is() -> None:
+def test_every_suite_has_existing_paths_and_a_unique_name() -> None:
     named = [word.removeprefix("--ignore=") for suite in SUITES for word in suite.arguments if "tests" in word]
     assert named and [name for name in named if not (ROOT / name).exists()] == []
     assert len({suite.name for suite in SUITES}) == len(SUITES)

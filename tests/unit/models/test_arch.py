@@ -32,7 +32,7 @@ def spec_in(folder: str, target: str | None = None) -> DraftSpec:
         ({"rope_parameters": {"rope_theta": "x"}}, "rope_theta must be a positive number, got 'x'"),
     ],
 )
-def test_a_target_that_is_not_served_is_refused(config: dict[str, object], message: str, tmp_path: Path) -> None:
+def test_unsupported_target_config_is_refused(config: dict[str, object], message: str, tmp_path: Path) -> None:
     folder = copy_of(target_folder(), tmp_path / "target", **config)
     with pytest.raises(ConfigError, match=message) as caught:
         read_target(folder)
@@ -40,7 +40,7 @@ def test_a_target_that_is_not_served_is_refused(config: dict[str, object], messa
 
 
 @pytest.mark.parametrize("content", [None, "", "{", "[]", "\udcff"])
-def test_a_bad_config_file_is_named(content: str | None, tmp_path: Path) -> None:
+def test_missing_or_bad_config_file_is_named(content: str | None, tmp_path: Path) -> None:
     folder = copy_of(target_folder(), tmp_path / "target")
     file = Path(folder) / "config.json"
     file.unlink() if content is None else file.write_bytes(content.encode("utf-8", "surrogateescape"))
@@ -71,7 +71,7 @@ def test_a_bad_config_file_is_named(content: str | None, tmp_path: Path) -> None
         ({"use_aux": False, "hidden": 48}, {}, "its width is 48, the target's 32"),
     ],
 )
-def test_a_draft_that_does_not_fit_is_refused(
+def test_draft_that_does_not_match_the_target_is_refused(
     options: dict[str, object], config: dict[str, object], message: str, tmp_path: Path
 ) -> None:
     folder = copy_of(draft_folder(target_folder(), **options), tmp_path / "draft", **config)
@@ -99,14 +99,14 @@ def test_a_draft_that_does_not_fit_is_refused(
         ),
     ],
 )
-def test_boundaries_are_resolved_once(keys: dict[str, object], expected: tuple[int, ...]) -> None:
+def test_aux_layer_ids_are_resolved_to_boundaries(keys: dict[str, object], expected: tuple[int, ...]) -> None:
     """Ids in `eagle_config` number outputs, so boundary id + 1; at the top level they number boundaries,
     unless they are EAGLE-3's own outputs.
     """
     assert aux_boundaries(keys, 32, "x") == expected
 
 
-def test_a_head_without_aux_states_may_have_the_norm_and_the_fc_of_one_with_them(tmp_path: Path) -> None:
+def test_draft_without_aux_states_may_contain_hidden_norm_and_fc(tmp_path: Path) -> None:
     """NVIDIA's heads for gpt-oss; the norm counts, the unused product does not."""
     target = target_folder()
     folder, more = draft_folder(target, use_aux=False), load_file(draft_folder(target) + "/model.safetensors")

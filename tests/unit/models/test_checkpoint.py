@@ -40,14 +40,14 @@ BAD_DRAFTS = {
 
 
 @pytest.mark.parametrize("name", BAD_DRAFTS)
-def test_a_bad_draft_is_refused_by_tensor(name: str, tmp_path: Path) -> None:
+def test_bad_draft_checkpoint_is_refused_with_the_tensor_name(name: str, tmp_path: Path) -> None:
     change, message = BAD_DRAFTS[name]
     with pytest.raises(ConfigError, match=message) as caught:
         draft_in(copy_of(draft_folder(target_folder(), draft_vocab=40), tmp_path / "bad", change))
     assert str(tmp_path / "bad") in str(caught.value)
 
 
-def test_a_tied_target_may_hold_its_head_and_inverse_frequencies(tmp_path: Path) -> None:
+def test_tied_target_may_contain_head_and_inverse_frequencies(tmp_path: Path) -> None:
     def add(held: Tensors) -> None:
         held["lm_head.weight"] = held["model.embed_tokens.weight"].clone()
         held["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
@@ -70,7 +70,7 @@ def sharded(folder: str, to: Path, index: object | None = None) -> str:
         ({}, "not a weight index"),
     ],
 )
-def test_a_bad_index_is_refused(index: object, message: str, tmp_path: Path) -> None:
+def test_bad_weight_index_is_refused(index: object, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         Checkpoint(sharded(target_folder(), tmp_path / "shards", index))
 
@@ -82,7 +82,7 @@ def overlaid(folder: Path, extra: Tensors) -> str:
     return str(folder)
 
 
-def test_an_index_decides_which_copy_of_a_tensor_counts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_weight_index_decides_which_copy_of_a_tensor_is_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     whole = target_folder()
     first = load_file(Path(sharded(whole, tmp_path / "parts")) / "model-1.safetensors")
     extra = {name: torch.zeros_like(tensor) for name, tensor in first.items()}
@@ -98,7 +98,7 @@ def test_an_index_decides_which_copy_of_a_tensor_counts(tmp_path: Path, caplog: 
     assert Checkpoint(folder).shapes == Checkpoint(whole).shapes
 
 
-def test_a_name_that_an_index_gives_twice_in_two_dialects_is_refused(tmp_path: Path) -> None:
+def test_weight_index_with_one_tensor_in_two_dialects_is_refused(tmp_path: Path) -> None:
     folder = Path(overlaid(tmp_path / "shards", {"norm.weight": torch.ones(32)}))
     index = folder / "model.safetensors.index.json"
     table = json.loads(index.read_text())["weight_map"] | {"norm.weight": "model-2.safetensors"}
@@ -108,7 +108,7 @@ def test_a_name_that_an_index_gives_twice_in_two_dialects_is_refused(tmp_path: P
 
 
 @pytest.mark.parametrize("listed", [True, False])
-def test_a_tensor_that_the_index_leaves_out_is_missing(listed: bool, tmp_path: Path) -> None:
+def test_tensor_omitted_or_misplaced_by_the_index_is_reported_missing(listed: bool, tmp_path: Path) -> None:
     """Its file holds it; the index gives another file, or none."""
     name = "model.layers.0.mlp.up_proj.weight"
     folder = Path(sharded(target_folder(), tmp_path / "shards"))
@@ -134,7 +134,7 @@ NAMES = [
 
 
 @pytest.mark.parametrize(("decoder", "head", "missing", "named"), NAMES)
-def test_a_missing_tensor_is_named_as_the_checkpoint_would_name_it(
+def test_missing_tensor_is_named_with_the_prefix_of_the_checkpoint(
     decoder: str, head: str, missing: str, named: str, tmp_path: Path
 ) -> None:
     names = {f"{decoder}layers.{i}.mlp.up_proj.weight" for i in range(3)} | {f"{decoder}embed_tokens.weight"}
@@ -145,7 +145,7 @@ def test_a_missing_tensor_is_named_as_the_checkpoint_would_name_it(
 
 
 @pytest.mark.parametrize("damage", ["missing", "empty", "cut", "text"])
-def test_a_damaged_file_is_named(damage: str, tmp_path: Path) -> None:
+def test_missing_or_damaged_weight_file_is_named(damage: str, tmp_path: Path) -> None:
     folder = Path(copy_of(target_folder(), tmp_path / "target"))
     file = folder / "model.safetensors"
     content = {"missing": None, "empty": b"", "cut": file.read_bytes()[:5000], "text": b"not safetensors" * 20}[damage]

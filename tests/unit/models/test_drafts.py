@@ -64,7 +64,7 @@ def distance(case: Case, folder: str, **overrides: object) -> float:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_first_and_recurrent_logits_equal_the_reference(name: str) -> None:
+def test_draft_first_and_recurrent_logits_equal_the_reference(name: str) -> None:
     case = CASES[name]
     folder = case.folder()
     assert distance(case, folder) < 1e-9
@@ -80,7 +80,7 @@ def test_first_and_recurrent_logits_equal_the_reference(name: str) -> None:
         ("3.1", {"recurrent": "pre"}),
     ],
 )
-def test_an_override_changes_what_is_computed(name: str, override: dict[str, object]) -> None:
+def test_draft_override_changes_the_logits_and_is_named_as_source(name: str, override: dict[str, object]) -> None:
     """So the reference above can tell the two readings of each fact apart."""
     assert distance(CASES[name], CASES[name].folder(), **override) > 1e-3
     spec = loaded(CASES[name].folder(), CASES[name].target(), **override).spec
@@ -111,7 +111,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_formats_that_are_not_served_are_refused_by_name(what: str) -> None:
+def test_unsupported_draft_formats_are_refused_by_name(what: str) -> None:
     folder = REFUSED[what]()
     with pytest.raises(ConfigError) as caught:
         loaded(folder, target_folder())

@@ -40,7 +40,7 @@ def page() -> str:
     return text
 
 
-def test_the_page_is_up_to_date() -> None:
+def test_models_page_matches_the_test_registries() -> None:
     assert PAGE.read_text(encoding="utf-8") == page()
 
 

@@ -42,7 +42,7 @@ def both(name: str, size: int) -> list[tuple[Tensor, Tensor]]:
 
 
 @pytest.mark.parametrize("name", ["qwen3-next", "qwen3-next-dense", "nextn-experts", "glm"])
-def test_two_ranks_make_what_one_makes(name: str) -> None:
+def test_mtp_layers_on_two_ranks_equal_one_rank(name: str) -> None:
     whole = both(name, 1)[0]
     for shard in both(name, 2):
         for ours, theirs in zip(shard, whole, strict=True):
@@ -63,7 +63,7 @@ def test_two_ranks_make_what_one_makes(name: str) -> None:
         ),
     ],
 )
-def test_what_cannot_be_is_refused(folder: Callable[[], str], says: str) -> None:
+def test_invalid_mtp_drafts_are_refused_by_name(folder: Callable[[], str], says: str) -> None:
     made = folder()
     with pytest.raises(ConfigError, match=says) as caught:
         check_draft(made, read_target(target_folder()))

@@ -42,7 +42,7 @@ def of_target(target: DecoderTarget) -> int:
 @pytest.mark.parametrize("experts", [False, True])
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("kind", ["fp8 block", "int8 zeros", "int4", "awq", "gptq by activation"])
-def test_memory_is_what_inspect_says(kind: str, tp: int, experts: bool) -> None:
+def test_inspect_reports_the_memory_of_a_quantised_target(kind: str, tp: int, experts: bool) -> None:
     c_kernels()
     folder = quantised(kind, experts)[0]
     report = inspect(folder, None, ServingSetup(tp, dtype="float32", device="cpu"))
@@ -57,7 +57,7 @@ def test_memory_is_what_inspect_says(kind: str, tp: int, experts: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", ["int4", "dense"])
-def test_memory_of_a_rank_with_as_many_experts_as_any(kind: str) -> None:
+def test_inspect_reports_the_memory_of_the_rank_with_the_most_experts(kind: str) -> None:
     """Of three or five whole ones in two parts the second has one more; those of the first are nobody's here."""
     c_kernels()
     folder = quantised(kind, True)[0] if kind == "int4" else made("mixtral", "three of five, window of 8").folder
@@ -78,7 +78,7 @@ def test_memory_of_a_rank_with_as_many_experts_as_any(kind: str) -> None:
             assert (tensor["numbers"] > 0) is here and (not here or tensor["numbers"] >= 48 * 32)
 
 
-def test_it_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_prints_whether_weights_stay_packed(capsys: pytest.CaptureFixture[str]) -> None:
     folder = quantised("int4")[0]
     assert main(["inspect", folder, "--device", "cpu"]) == 0
     assert "8 quantised weights stay packed: 8 int4 by groups of 32" in capsys.readouterr().out
@@ -87,7 +87,7 @@ def test_it_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["fp8 row", "int8 row", "int4", "awq", "gptq"])
-def test_a_draft_stays_packed_too(kind: str, tmp_path: Path) -> None:
+def test_quantised_draft_stays_packed(kind: str, tmp_path: Path) -> None:
     c_kernels()
     target = quantised("int4")[0]
     source = Path(draft_folder(target))
@@ -113,7 +113,7 @@ def test_a_draft_stays_packed_too(kind: str, tmp_path: Path) -> None:
     assert report.draft["quantised"] == draft.quantised
 
 
-def test_the_engine_says_what_stays_packed() -> None:
+def test_engine_info_reports_packed_and_dequantised_weights() -> None:
     c_kernels()
     settings = {"dtype": "float32", "device": "cpu", "max_total_tokens": 256, "mixed_prefill_size": 8}
     config = EngineConfig(model_path=quantised("int4")[0], **settings)

@@ -26,7 +26,7 @@ NAME, SHAPE = "layers.1.mlp.up_proj.weight", (192, 128)
 
 
 @pytest.mark.parametrize("kind", PARTIAL)
-def test_partial_groups_mean_what_the_config_says(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_weights_with_partial_groups_equal_the_reference_logits(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     """In C, packed, and by torch, dequantised; whole and on two ranks, whose cuts go through groups."""
     c_kernels()
     folder, oracle = quantised(kind)
@@ -44,7 +44,7 @@ def test_partial_groups_mean_what_the_config_says(kind: str, caplog: pytest.LogC
 
 @pytest.mark.parametrize("kind", PARTIAL)
 @pytest.mark.parametrize("columns", [(0, 80), (80, 128), (40, 120), (81, 127)], ids=str)
-def test_cuts_of_partial_groups_are_cuts_of_the_whole(kind: str, columns: tuple[int, int]) -> None:
+def test_slices_through_partial_groups_equal_slices_of_the_complete_weight(kind: str, columns: tuple[int, int]) -> None:
     checkpoint = Checkpoint(quantised(kind)[0])
     whole = checkpoint.tensor(NAME, SHAPE)
     cut = checkpoint.tensor(NAME, SHAPE, (70, 150), columns)
@@ -108,7 +108,7 @@ def reorder(order: list[int]) -> Callable[[Tensors], None]:
         ),
     ],
 )
-def test_a_config_that_the_tensors_contradict_is_refused(
+def test_quantisation_config_that_contradicts_the_tensors_is_refused(
     kind: str, config: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     folder = copy_of(quantised(kind)[0], tmp_path / "other", quantization_config=said(kind, **config))
@@ -127,7 +127,7 @@ def test_a_config_that_the_tensors_contradict_is_refused(
         ([-1] * 128, None),
     ],
 )
-def test_the_order_of_inputs_counts(order: list[int], message: str | None, tmp_path: Path) -> None:
+def test_gptq_g_idx_order_is_validated_and_applied(order: list[int], message: str | None, tmp_path: Path) -> None:
     """One of zeros or of -1 was left blank: neighbours make a group."""
     folder = copy_of(quantised("gptq, uneven")[0], tmp_path / "other", reorder(order))
     if message is not None:
@@ -143,7 +143,7 @@ def test_the_order_of_inputs_counts(order: list[int], message: str | None, tmp_p
     assert blank or not torch.equal(ours[:, ~same], by_neighbours[:, ~same])
 
 
-def test_shapes_decide_without_a_config_only_where_one_size_fits(tmp_path: Path) -> None:
+def test_group_size_is_inferred_from_shapes_only_if_unambiguous(tmp_path: Path) -> None:
     codes = torch.randn(24, 192).to(torch.float8_e4m3fn)
     for groups, size in ((1, 192), (3, 64), (4, 48), (6, 32), (2, None)):
         scales = torch.rand(24, groups) + 0.5
@@ -158,7 +158,7 @@ def test_shapes_decide_without_a_config_only_where_one_size_fits(tmp_path: Path)
         assert torch.equal(held, codes.float() * scales.repeat_interleave(size, 1))
 
 
-def test_rules_of_single_modules() -> None:
+def test_quantisation_rules_of_single_modules_take_precedence() -> None:
     """Names come before patterns, and patterns before all other linear layers, in whatever order groups are listed."""
     groups: dict[str, Any] = {
         "a": {"targets": ["Linear"], "weights": {"num_bits": 4, "strategy": "group", "group_size": 128}},

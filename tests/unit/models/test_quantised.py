@@ -63,7 +63,7 @@ def of(kind: str) -> tuple[str, Oracle]:
 
 
 @pytest.mark.parametrize("kind", [*FORMATS, "mxfp4"])
-def test_packed_targets_are_their_numbers(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_packed_targets_equal_the_reference_logits(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     """In float64, by the kernels in C."""
     c_kernels()
     folder, oracle = of(kind)
@@ -84,7 +84,7 @@ def test_packed_targets_are_their_numbers(kind: str, caplog: pytest.LogCaptureFi
 
 
 @pytest.mark.parametrize("kind", [*FORMATS, "mxfp4"])
-def test_dequantised_targets_are_their_numbers(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_dequantised_targets_equal_the_reference_logits(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     """By torch, on two ranks, whose parts are cut from the whole."""
     folder, oracle = of(kind)
     tokens = text(2, 40)
@@ -97,7 +97,7 @@ def test_dequantised_targets_are_their_numbers(kind: str, caplog: pytest.LogCapt
 
 
 @pytest.mark.parametrize("kind", ["fp8 row", "int8 row", "int4 zeros", "awq", "gptq"])
-def test_experts_stay_packed_too(kind: str) -> None:
+def test_quantised_experts_equal_the_reference_logits(kind: str) -> None:
     folder, oracle = quantised(kind, experts=True)
     tokens = text(3, 40)
     logits, _ = oracle.forward(tokens)
@@ -108,7 +108,9 @@ def test_experts_stay_packed_too(kind: str) -> None:
 @pytest.mark.parametrize("kind", [kind for kind in FORMATS if "block" not in kind])
 @pytest.mark.parametrize("rows", [None, (8, 24), (3, 101)], ids=str)
 @pytest.mark.parametrize("columns", [None, (32, 96), (7, 50), (64, 128)], ids=str)
-def test_slices_are_cuts_of_the_whole(kind: str, rows: tuple[int, int] | None, columns: tuple[int, int] | None) -> None:
+def test_slices_of_quantised_weights_equal_slices_of_the_complete_weight(
+    kind: str, rows: tuple[int, int] | None, columns: tuple[int, int] | None
+) -> None:
     folder = quantised(kind)[0]
     with_name = Checkpoint(folder), "layers.1.mlp.up_proj.weight"
     whole = with_name[0].tensor(with_name[1], (192, 128))
@@ -124,7 +126,7 @@ HOST = "weight_shape", "g_idx"  # what the reading code itself looks at
 
 
 @pytest.mark.parametrize("kind", [*FORMATS, "mxfp4"])
-def test_codes_are_unpacked_where_they_are_asked_for(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantised_codes_are_unpacked_on_the_requested_device(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU stands for a GPU: whatever does not say that it is to be made there is made on the meta device, and no
     number comes of it. A GPU's host reads what is not for the device, which is little.
     """
@@ -149,7 +151,7 @@ def test_codes_are_unpacked_where_they_are_asked_for(kind: str, monkeypatch: pyt
     assert all(stored.endswith(HOST) for stored in host), host
 
 
-def test_a_cut_of_blocks_has_the_scales_of_its_place(tmp_path: Path) -> None:
+def test_slice_of_a_block_scaled_weight_uses_the_scales_of_its_position(tmp_path: Path) -> None:
     codes, scales = torch.randn(300, 280).to(torch.float8_e4m3fn), torch.rand(3, 3)
     save_file({"a.weight": codes, "a.weight_scale_inv": scales}, tmp_path / "model.safetensors")
     checkpoint = Checkpoint(str(tmp_path))
@@ -158,7 +160,7 @@ def test_a_cut_of_blocks_has_the_scales_of_its_place(tmp_path: Path) -> None:
     assert float(whole[299, 0]) == float(codes[299, 0].float() * scales[2, 0])
 
 
-def test_every_mxfp4_value() -> None:
+def test_mxfp4_dequantisation_equals_transformers_for_every_value() -> None:
     """All bytes, and scales to both ends of the exponents."""
     blocks = torch.arange(256, dtype=torch.uint8).view(16, 1, 16)
     for exponent in (0, 1, 126, 127, 128, 250):
@@ -168,7 +170,7 @@ def test_every_mxfp4_value() -> None:
         assert torch.equal(held.dequantised().double(), theirs)
 
 
-def test_activations_stay_as_they_are_and_it_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_log_says_that_activations_are_not_quantised(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     groups = {"group_0": {"weights": {"num_bits": 8}, "input_activations": {"num_bits": 8, "dynamic": True}}}
     given = FORMATS["int8 row"].config | {"config_groups": groups}
     folder = copy_of(quantised("int8 row")[0], tmp_path / "w8a8", quantization_config=given)
@@ -177,7 +179,7 @@ def test_activations_stay_as_they_are_and_it_is_said(tmp_path: Path, caplog: pyt
     assert "activations are not quantised" in caplog.text
 
 
-def test_a_matrix_of_another_shape_than_it_says_is_refused(tmp_path: Path) -> None:
+def test_weight_shape_tensor_that_contradicts_the_config_is_refused(tmp_path: Path) -> None:
     wrong = {STEM + ".weight_shape": torch.tensor([192, 127])}
     folder = copy_of(quantised("int4")[0], tmp_path / "other", lambda t: t.update(wrong))
     with pytest.raises(
@@ -220,7 +222,9 @@ def test_a_matrix_of_another_shape_than_it_says_is_refused(tmp_path: Path) -> No
         ),
     ],
 )
-def test_wrong_scales_are_named(kind: str, change: Callable[[Tensors], None], message: str, tmp_path: Path) -> None:
+def test_wrong_quantisation_tensors_are_refused_by_name(
+    kind: str, change: Callable[[Tensors], None], message: str, tmp_path: Path
+) -> None:
     folder = of(kind)[0]
     check_tensors(folder, read_target(folder))
     with pytest.raises(ConfigError, match=message) as caught:

@@ -58,7 +58,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_original_length_is_found_where_transformers_finds_it(name: str, tmp_path: Path) -> None:
+def test_rope_original_length_is_read_like_transformers(name: str, tmp_path: Path) -> None:
     folder, oracle = written(tmp_path / "target", **CONFIGS[name])
     tokens = text(3)
     logits, _ = oracle.forward(tokens)
@@ -66,7 +66,7 @@ def test_the_original_length_is_found_where_transformers_finds_it(name: str, tmp
         assert relative(ours, logits) < 1e-9
 
 
-def test_queries_grow_from_the_original_length_too(tmp_path: Path) -> None:
+def test_llama_4_query_scaling_starts_at_the_original_length(tmp_path: Path) -> None:
     growing = {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
     given: dict[str, Any] = {"rope_parameters": {**growing, "rope_theta": 1e4}, ORIGINAL: 16, "sliding_window": None}
     folder, oracle = written(tmp_path / "target", "Ministral3ForCausalLM", **given)
@@ -87,7 +87,7 @@ def test_queries_grow_from_the_original_length_too(tmp_path: Path) -> None:
         ("gemma3", "linear global rope", {}, 256),  # as vLLM: its promise is already stretched
     ],
 )
-def test_scaling_stretches_what_the_config_promises(
+def test_max_position_accounts_for_rope_scaling(
     family: str, case: str, config: dict[str, Any], longest: int, tmp_path: Path
 ) -> None:
     assert read_target(copy_of(made(family, case).folder, tmp_path / "target", **config)).max_position == longest
@@ -103,7 +103,7 @@ def test_scaling_stretches_what_the_config_promises(
         ({"rope_type": "ntk", "factor": 2.0}, "rope_scaling type 'ntk' is not served"),
     ],
 )
-def test_a_scaling_that_is_incomplete_or_not_served_is_named(
+def test_incomplete_or_unsupported_rope_scaling_is_refused_by_name(
     scaling: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     given = {"rope_parameters": {**scaling, "rope_theta": 1e4}}
@@ -112,7 +112,7 @@ def test_a_scaling_that_is_incomplete_or_not_served_is_named(
 
 
 @pytest.mark.parametrize(("scaling", "prompt"), [(LINEAR, 150), (DYNAMIC, 50), (DYNAMIC, 5)])
-def test_texts_beyond_the_original_length_are_those_of_transformers(
+def test_generation_beyond_the_original_length_equals_transformers(
     scaling: dict[str, Any], prompt: int, tmp_path: Path
 ) -> None:
     """64 positions, stretched to 256. Beyond 64 dynamic scaling changes with every token of a text."""
@@ -127,7 +127,7 @@ def test_texts_beyond_the_original_length_are_those_of_transformers(
     assert run(fast, asked).tokens["a"] == plain
 
 
-def test_a_context_beyond_the_promise_is_served_with_a_warning(
+def test_context_length_beyond_max_position_is_served_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder, oracle = written(tmp_path / "target")
@@ -150,7 +150,7 @@ def whole(rope: Rope, dim: int, positions: int, dtype: torch.dtype) -> torch.Ten
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_a_table_that_grows_has_the_bits_of_one_that_is_whole(dtype: torch.dtype) -> None:
+def test_extended_rotary_table_equals_a_table_computed_at_once(dtype: torch.dtype) -> None:
     positions = rotary.INITIAL_ROWS + 3 * rotary.ROWS_PER_EXTENSION + 77
     table = RotaryTable(Rope(1e4), 40, positions, dtype, torch.device("cpu"))
     expected = whole(Rope(1e4), 40, positions, dtype)
@@ -160,7 +160,7 @@ def test_a_table_that_grows_has_the_bits_of_one_that_is_whole(dtype: torch.dtype
         assert torch.equal(table.angles_at(torch.arange(known)).cos[:, 0], expected[:known])
 
 
-def test_rows_are_there_before_the_step_that_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rotary_tables_are_extended_before_the_step_that_reads_new_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts in chunks, trees, several requests: every table grows by few rows at a time."""
     folder = made("llama", "yarn").folder
     asked = [request(f"{n}", text(n, n), GREEDY, max_tokens=40, ignore_eos=True) for n in (3, 60, 130)]
@@ -173,7 +173,7 @@ def test_rows_are_there_before_the_step_that_reads_them(monkeypatch: pytest.Monk
     assert run(build_engine(config_of(folder, chunked_prefill_size=16)), asked).tokens == texts
 
 
-def test_rows_that_nobody_reaches_take_no_memory() -> None:
+def test_unused_rotary_table_rows_take_no_memory() -> None:
     """Four million positions: 4 GB of tables, of which a few megabytes are there."""
     table = RotaryTable(Rope(1e4), 128, 1 << 22, torch.float32, torch.device("cpu"))
     before = resident()

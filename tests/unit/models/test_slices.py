@@ -43,7 +43,7 @@ class Event:
 
 @pytest.mark.parametrize(("part", "short"), [(1 << 20, 64), (96, 64), (96, 1), (40, 1 << 20)])
 @pytest.mark.parametrize("pinned", [False, True])
-def test_a_slice_is_numpys(
+def test_slice_reader_equals_indexing_of_the_complete_tensor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: int, short: int, pinned: bool
 ) -> None:
     monkeypatch.setattr(slices, "CHUNK_BYTES", part)
@@ -91,7 +91,7 @@ def read_bytes(folder: str, part: Shard) -> tuple[int, int]:
     return sum(reader.nbytes for reader in counted), whole
 
 
-def test_a_rank_reads_its_own_slices_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_reads_only_the_bytes_of_its_shard(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a target whose tensors but norms are all cut in two."""
     monkeypatch.setattr(slices, "SHORT_PIECE_BYTES", 1)  # the slices here are shorter than any of a real model
     folder = target_folder(vocab_size=64, hidden=32, layers=2, heads=4, kv_heads=2)
@@ -103,7 +103,7 @@ def test_a_rank_reads_its_own_slices_and_nothing_else(monkeypatch: pytest.Monkey
         assert half == (stored - norms) // 2 + norms
 
 
-def test_a_file_that_was_cut_short_is_refused_by_name(tmp_path: Path) -> None:
+def test_truncated_weight_file_is_refused_by_name(tmp_path: Path) -> None:
     save_file({"one": torch.zeros(100)}, tmp_path / "model.safetensors")
     checkpoint = Checkpoint(str(tmp_path))
     with (tmp_path / "model.safetensors").open("r+b") as file:
@@ -112,7 +112,7 @@ def test_a_file_that_was_cut_short_is_refused_by_name(tmp_path: Path) -> None:
         checkpoint.tensor("one")
 
 
-def test_a_disk_that_fails_says_at_which_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_read_error_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_file({"one": torch.zeros(100)}, tmp_path / "model.safetensors")
     checkpoint = Checkpoint(str(tmp_path))
 
@@ -124,7 +124,7 @@ def test_a_disk_that_fails_says_at_which_file(tmp_path: Path, monkeypatch: pytes
         checkpoint.tensor("one")
 
 
-def test_what_goes_to_a_device_is_never_whole_on_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_to_a_device_uses_bounded_pinned_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a tensor of eighty parts at most one buffer for each thread is filled at a time."""
     monkeypatch.setattr(slices, "CHUNK_BYTES", 1000)
     save_file({"one": torch.arange(20_000)}, tmp_path / "model.safetensors")

@@ -21,7 +21,7 @@ def text(seed: int, length: int = LENGTH) -> list[int]:
 
 
 @pytest.mark.parametrize(("family", "case"), all_cases())
-def test_logits_and_every_boundary_are_those_of_transformers(family: str, case: str, record_property) -> None:  # type: ignore[no-untyped-def]
+def test_target_logits_and_boundaries_equal_transformers(family: str, case: str, record_property) -> None:  # type: ignore[no-untyped-def]
     one = made(family, case)
     tokens = text(1)
     logits, stream = one.oracle.forward(tokens)

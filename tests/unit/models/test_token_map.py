@@ -55,7 +55,7 @@ DRAFTS = {
 
 
 @pytest.mark.parametrize("kind", DRAFTS)
-def test_both_kinds_of_files_pick_the_targets_rows(kind: str, tmp_path: Path) -> None:
+def test_token_map_files_select_rows_of_the_target_head(kind: str, tmp_path: Path) -> None:
     folder = DRAFTS[kind]()
     everything = loaded(folder, None).logits(ROWS).values
     for file in (as_json(tmp_path), as_tensor(tmp_path), as_tensor(tmp_path, ids=torch.tensor(HOT, dtype=torch.int32))):
@@ -65,7 +65,7 @@ def test_both_kinds_of_files_pick_the_targets_rows(kind: str, tmp_path: Path) ->
         assert draft.spec.draft_vocab_size == len(HOT)
 
 
-def test_a_file_means_what_a_d2t_means(tmp_path: Path) -> None:
+def test_token_map_file_equals_a_d2t_map_in_the_checkpoint(tmp_path: Path) -> None:
     """The same draft with its map inside the checkpoint, and beside it."""
     inside = loaded(write.eagle1(vocab=24), None)
     beside = loaded(write.eagle1(), as_json(tmp_path, inside.target_ids.tolist()))
@@ -73,7 +73,7 @@ def test_a_file_means_what_a_d2t_means(tmp_path: Path) -> None:
     assert torch.equal(inside.logits(ROWS).values, beside.logits(ROWS).values)
 
 
-def test_two_ranks_share_the_rows(tmp_path: Path) -> None:
+def test_token_map_rows_are_sharded_over_two_ranks(tmp_path: Path) -> None:
     folder, file = write.eagle1(), as_json(tmp_path)
 
     def rank(part: Shard, exchange: Summed) -> Tensor:
@@ -94,7 +94,7 @@ def settings(folder: Path, topk: int, ids: list[int]) -> EngineConfig:
 
 
 @pytest.mark.parametrize(("sampling", "topk"), [("greedy", 1), ("greedy", 3), ("0.8", 2)])
-def test_text_is_that_of_plain_decoding(sampling: str, topk: int, tmp_path: Path) -> None:
+def test_speculation_with_a_token_map_equals_plain_decoding(sampling: str, topk: int, tmp_path: Path) -> None:
     """The draft proposes nothing but the ids of the map; the target says what it would have said."""
     ids = list(range(1, VOCAB, 2))
     engine = build_engine(settings(tmp_path, topk, ids))
@@ -110,7 +110,7 @@ def test_text_is_that_of_plain_decoding(sampling: str, topk: int, tmp_path: Path
 
 
 @pytest.mark.parametrize("ids", [list(range(VOCAB // 2)), list(range(1, VOCAB, 2))], ids=["the first", "every other"])
-def test_adjusted_requests_draft_from_the_map_too(ids: list[int], tmp_path: Path) -> None:
+def test_requests_with_penalties_speculate_with_a_token_map(ids: list[int], tmp_path: Path) -> None:
     """Penalties, biases and bad words of those ids, be they the first of the target's or others."""
     given = LogitAdjustments(0.4, 0.3, 1.2, ((3, 1.0), (20, 2.0)), bad_words_token_ids=((5,), (7, 3)), min_tokens=6)
     asked = [replace(one, params=replace(one.params, adjustments=given)) for one in grid_requests("0.8", 4)]
@@ -144,7 +144,7 @@ def broken(file: Path, content: bytes) -> str:
 
 
 @pytest.mark.parametrize("says", BAD)
-def test_a_bad_file_is_named(says: str, tmp_path: Path) -> None:
+def test_bad_token_map_file_is_refused_by_name(says: str, tmp_path: Path) -> None:
     file, draft = BAD[says](tmp_path), write.eagle1()
     with pytest.raises(ConfigError) as caught:
         read_draft(draft, Checkpoint(draft).shapes, read_target(target_folder()), token_map=file)
@@ -159,12 +159,12 @@ def test_a_bad_file_is_named(says: str, tmp_path: Path) -> None:
         (lambda: draft_folder(target_folder()), "a head of its own"),
     ],
 )
-def test_a_draft_with_a_head_or_a_map_of_its_own_takes_none(draft: object, has: str, tmp_path: Path) -> None:
+def test_draft_with_its_own_head_or_map_refuses_a_token_map(draft: object, has: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"speculative_token_map .* {has}"):
         loaded(draft(), as_json(tmp_path))  # type: ignore[operator]
 
 
-def test_the_setting_is_checked(tmp_path: Path) -> None:
+def test_token_map_setting_is_validated(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"pickle \(.pt\) is not read"):
         config_of(tiny_pair()[0], tiny_pair()[1], speculative_token_map="hot.pt")
     with pytest.raises(ConfigError, match="speculative_token_map needs speculative_draft_model_path"):
@@ -173,7 +173,7 @@ def test_the_setting_is_checked(tmp_path: Path) -> None:
         build_engine(settings(tmp_path, 3, [1, 2]))
 
 
-def test_inspect_tells_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_reports_the_token_map(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["inspect", target_folder(), "--draft", write.eagle1(), "--token-map"]
     assert main([*words, as_json(tmp_path), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)

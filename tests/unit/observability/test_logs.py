@@ -38,7 +38,7 @@ def as_before() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("silent", [(), ("ray.serve",), ("ray",)])
-def test_a_line_has_time_level_logger_rank_and_request(
+def test_log_line_has_time_level_logger_rank_and_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, silent: tuple[str, ...]
 ) -> None:
     for name in ("ray", "ray.serve"):
@@ -59,7 +59,7 @@ def test_a_line_has_time_level_logger_rank_and_request(
     assert path.stat().st_mode & 0o777 == 0o600 and path.parent.stat().st_mode & 0o777 == 0o700
 
 
-def test_configuring_again_replaces_what_was_set(tmp_path: Path) -> None:
+def test_configure_again_replaces_the_previous_log_file(tmp_path: Path) -> None:
     for name in ("a", "b", "b"):
         configure(LogSettings(str(tmp_path / name)), to_stderr=False)
     logging.getLogger("cluster.x").info("once")
@@ -67,7 +67,7 @@ def test_configuring_again_replaces_what_was_set(tmp_path: Path) -> None:
     assert (tmp_path / "b").read_text().count("once") == 1
 
 
-def test_json_is_one_object_a_line_whatever_the_message_holds(tmp_path: Path) -> None:
+def test_json_log_writes_one_object_per_line_for_any_message(tmp_path: Path) -> None:
     path = tmp_path / "server.log"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(logging.getLogger(), "handlers", [])  # pytest's own: a report cannot hold half a pair
@@ -82,7 +82,7 @@ def test_json_is_one_object_a_line_whatever_the_message_holds(tmp_path: Path) ->
     assert "KeyError" in data["exception"] and re.fullmatch(TIME, data["time"])
 
 
-def test_ray_may_set_the_format_of_its_loggers_handlers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_json_format_survives_formatters_that_ray_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`ray.init` gives every handler of the logger `ray` a format of its own, in local time."""
     ray = logging.getLogger("ray")
     monkeypatch.setattr(ray, "propagate", False)
@@ -98,7 +98,7 @@ def test_ray_may_set_the_format_of_its_loggers_handlers(tmp_path: Path, monkeypa
     assert all(re.fullmatch(TIME, line["time"]) for line in lines)
 
 
-def test_seconds_and_milliseconds_are_of_one_time(tmp_path: Path) -> None:
+def test_log_time_takes_milliseconds_from_the_created_time(tmp_path: Path) -> None:
     """Ray's record factory sets `created` anew, and leaves `msecs` as it was."""
     record = logging.makeLogRecord(
         {"name": "x", "levelname": "INFO", "msg": "x", "created": 1764172800.0004, "msecs": 999.0}
@@ -106,7 +106,7 @@ def test_seconds_and_milliseconds_are_of_one_time(tmp_path: Path) -> None:
     assert logs.TextLines().format(record).startswith("2025-11-26T16:00:00.000Z ")
 
 
-def test_text_from_outside_cannot_look_like_a_line_of_its_own(tmp_path: Path) -> None:
+def test_log_indents_and_escapes_message_text_that_imitates_a_log_line(tmp_path: Path) -> None:
     path = tmp_path / "server.log"
     configure(LogSettings(str(path)), to_stderr=False)
     logging.getLogger("cluster.x").warning("id %s", "a\n2026-01-01T00:00:00.000Z ERROR cluster.y \x1b[31m\r fake")
@@ -116,7 +116,7 @@ def test_text_from_outside_cannot_look_like_a_line_of_its_own(tmp_path: Path) ->
     assert level_and_logger(second) == (0, "")
 
 
-def test_lines_of_several_processes_do_not_mix_and_none_is_lost_when_the_file_is_full(tmp_path: Path) -> None:
+def test_shared_log_lines_of_processes_do_not_mix_and_the_file_rotates(tmp_path: Path) -> None:
     path = tmp_path / "server.log"
     code = (
         "import logging, sys\n"
@@ -136,7 +136,7 @@ def test_lines_of_several_processes_do_not_mix_and_none_is_lost_when_the_file_is
     assert sorted(name.name for name in tmp_path.iterdir()) in (["server.log", "server.log.1"], ["server.log.1"])
 
 
-def test_two_that_see_the_limit_at_once_put_one_file_away(tmp_path: Path) -> None:
+def test_second_handler_does_not_rotate_an_already_rotated_log(tmp_path: Path) -> None:
     path = tmp_path / "server.log"
     first, second = (SharedFile(str(path), limit_bytes=10) for _ in range(2))
     first.emit(logging.LogRecord("x", logging.INFO, "", 0, "a line of some length", None, None))
@@ -148,20 +148,20 @@ def test_two_that_see_the_limit_at_once_put_one_file_away(tmp_path: Path) -> Non
     second.close()
 
 
-def test_a_file_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -> None:
+def test_unwritable_log_file_raises_config_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"log_file '.*' cannot be written: .*; set log_file"):
         configure(LogSettings(str(tmp_path / "file" / "server.log")))
 
 
-def test_a_device_is_never_put_away() -> None:
+def test_device_file_is_never_rotated() -> None:
     handler = SharedFile("/dev/null", limit_bytes=0)
     handler.emit(logging.LogRecord("x", logging.INFO, "", 0, "y", None, None))
     assert Path("/dev/null").is_char_device()
     handler.close()
 
 
-def test_closing_twice_leaves_the_file_that_has_its_number_now(tmp_path: Path) -> None:
+def test_closing_a_log_twice_does_not_touch_a_reused_file_descriptor(tmp_path: Path) -> None:
     handler = SharedFile(str(tmp_path / "server.log"))
     handler.close()
     with (tmp_path / "other").open("w") as other:
@@ -172,9 +172,7 @@ def test_closing_twice_leaves_the_file_that_has_its_number_now(tmp_path: Path) -
     assert (tmp_path / "server.log").read_text() == ""
 
 
-def test_a_log_that_cannot_be_begun_anew_keeps_its_file_until_it_can(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_log_keeps_its_file_open_while_reopening_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "server.log"
     handler = SharedFile(str(path))
     path.unlink()
@@ -189,7 +187,7 @@ def test_a_log_that_cannot_be_begun_anew_keeps_its_file_until_it_can(
     handler.close()
 
 
-def test_a_follower_gives_whole_lines_and_goes_on_with_the_next_file(tmp_path: Path) -> None:
+def test_log_follower_returns_complete_lines_and_continues_after_rotation(tmp_path: Path) -> None:
     path = tmp_path / "server.log"
     path.write_text("before\n")
     follower = LogFollower(str(path))
@@ -207,7 +205,7 @@ def test_a_follower_gives_whole_lines_and_goes_on_with_the_next_file(tmp_path: P
 
 
 @pytest.mark.parametrize("error", [FileNotFoundError, PermissionError])
-def test_a_follower_outlives_a_log_that_cannot_be_opened_just_now(
+def test_log_follower_survives_a_temporary_open_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[OSError]
 ) -> None:
     """As when it is put away between two calls of the system."""
@@ -231,7 +229,7 @@ def test_a_follower_outlives_a_log_that_cannot_be_opened_just_now(
         assert follower.lines() == ["one"]
 
 
-def test_the_logs_of_the_latest_servers_are_kept(tmp_path: Path) -> None:
+def test_remove_old_logs_retains_the_logs_of_the_latest_servers(tmp_path: Path) -> None:
     for age, name in enumerate(["serve-c.log", "serve-b.log.1", "serve-a.log", "mine.log"]):
         (tmp_path / name).touch()
         os.utime(tmp_path / name, (10**9 - age, 10**9 - age))
@@ -239,7 +237,7 @@ def test_the_logs_of_the_latest_servers_are_kept(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.log", "serve-b.log.1", "serve-c.log"]
 
 
-def test_a_log_that_another_server_removes_meanwhile_is_passed_by(
+def test_remove_old_logs_ignores_a_log_removed_by_another_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("serve-a.log", "serve-b.log"):

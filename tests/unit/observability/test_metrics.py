@@ -58,7 +58,7 @@ def engine(rank: int = 0, *steps: StepStats) -> EngineMetrics:
     return metrics
 
 
-def test_a_step_is_added_field_by_field() -> None:
+def test_observe_step_adds_every_field_to_its_metric() -> None:
     page = series(merge([engine(0, STEP, STEP).serialize()]))
     rank = (("rank", "0"),)
     expected = {
@@ -93,14 +93,14 @@ def test_a_step_is_added_field_by_field() -> None:
     assert page["aerie_accept_length_bucket", (("le", "2.0"), *rank)] == 8
 
 
-def test_stats_of_another_rank_and_unknown_phases_are_refused() -> None:
+def test_observe_step_refuses_another_rank_and_unknown_phases() -> None:
     with pytest.raises(ValueError, match="rank 1 given to the metrics of rank 0"):
         engine(0).observe_step(replace(STEP, rank=1))
     with pytest.raises(KeyError, match="prefill"):
         engine(0).observe_step(StepStats(phase_seconds={"prefill": 0.1}))
 
 
-def test_a_step_of_eight_requests_costs_microseconds() -> None:
+def test_observe_step_takes_less_than_200_microseconds() -> None:
     metrics = engine(0, STEP)
     best = min(_seconds_of(lambda: metrics.observe_step(STEP), 200) for _ in range(15))
     assert best < 200e-6, f"{best * 1e6:.0f} us; about 40 on a 2020s core, the rest is room for a busy machine"
@@ -114,7 +114,7 @@ def _seconds_of(call: object, times: int) -> float:
     return (time.perf_counter() - started) / times
 
 
-def test_a_request_is_timed_from_arrival_to_end() -> None:
+def test_request_timer_measures_ttft_itl_and_total_time() -> None:
     metrics = ServingMetrics(model_name="m")
     timer = metrics.on_start(now=10.0)
     assert series(merge([metrics.serialize()]))["aerie_open_requests", (("state", "waiting"),)] == 1
@@ -141,7 +141,7 @@ def test_a_request_is_timed_from_arrival_to_end() -> None:
     assert page["aerie_requests_total", (("outcome", "abort"),)] == 0
 
 
-def test_outcomes_are_a_closed_set() -> None:
+def test_request_outcomes_are_a_fixed_set() -> None:
     metrics = ServingMetrics(model_name="m")
     metrics.on_refused("overloaded")
     metrics.on_refused("invalid")
@@ -156,7 +156,7 @@ def test_outcomes_are_a_closed_set() -> None:
         metrics.on_refused("teapot")  # type: ignore[arg-type]
 
 
-def test_merge_adds_replicas_and_keeps_ranks_apart() -> None:
+def test_merge_adds_replicas_and_keeps_ranks_separate() -> None:
     serving = [ServingMetrics(model_name="m") for _ in range(2)]
     for metrics in serving:
         timer = metrics.on_start(now=0.0)
@@ -171,7 +171,7 @@ def test_merge_adds_replicas_and_keeps_ranks_apart() -> None:
     assert page["aerie_ttft_seconds_count", ()] == 2
 
 
-def test_a_replica_that_is_away_takes_nothing_from_the_others() -> None:
+def test_absent_replica_does_not_change_the_series_of_other_replicas() -> None:
     """While its gang restarts its ranks answer nothing; a sum without them would look like counters that began anew."""
     ranks = [with_replica(engine(0, STEP).serialize(), name) for name in ("a", "b")]
     both, one = series(merge(ranks)), series(merge(ranks[:1]))
@@ -182,7 +182,7 @@ def test_a_replica_that_is_away_takes_nothing_from_the_others() -> None:
     assert ("aerie_ttft_seconds_count", (("replica", "a"),)) in series(merge([serving, *ranks]))
 
 
-def test_ranks_take_the_name_the_model_is_served_as() -> None:
+def test_merged_rank_metrics_use_the_served_model_name() -> None:
     rank = EngineMetrics(model_name="folder", rank=0)
     serving = ServingMetrics(model_name="org/name").serialize()
     page = merge([rank.serialize(), serving, serving]).decode()
@@ -191,7 +191,7 @@ def test_ranks_take_the_name_the_model_is_served_as() -> None:
     assert "folder" in merge([rank.serialize(), serving, ServingMetrics(model_name="other").serialize()]).decode()
 
 
-def test_tools_find_the_names_they_read() -> None:
+def test_metrics_page_has_the_vllm_speculation_metrics() -> None:
     page = series(merge([engine(0, STEP).serialize(), engine(1, STEP).serialize()]))
     for rank in "01":
         own = (("engine", rank),)
@@ -205,7 +205,7 @@ def test_tools_find_the_names_they_read() -> None:
             assert page["vllm:spec_decode_num_accepted_tokens_per_pos_total", label] == count
 
 
-def test_a_line_by_line_reader_sees_no_creation_times() -> None:
+def test_metrics_page_has_no_created_series() -> None:
     """`vllm bench serve` adds the last word of every line that starts with a series' name."""
     page = merge([engine(0, STEP).serialize(), engine(0, STEP).serialize()]).decode()
     assert "_created" not in page
@@ -213,14 +213,14 @@ def test_a_line_by_line_reader_sees_no_creation_times() -> None:
     assert sum(int(float(line.split()[-1])) for line in drafts) == 16
 
 
-def test_kv_usage_is_a_ratio_of_sums() -> None:
+def test_merged_kv_usage_is_a_ratio_of_page_sums() -> None:
     small = engine(0, StepStats(status=EngineStatus(pages_free=10)))
     large = engine(0, StepStats(status=EngineStatus(pages_used=20, pages_cached=10)))
     page = series(merge([small.serialize(), large.serialize()]))
     assert page["vllm:kv_cache_usage_perc", (("engine", "0"),)] == 0.5
 
 
-def test_every_second_name_has_a_source() -> None:
+def test_every_vllm_name_has_a_source_metric() -> None:
     page = (
         json.loads(engine(0).serialize())["families"]
         + json.loads(ServingMetrics(model_name="m").serialize())["families"]
@@ -240,16 +240,16 @@ def test_every_second_name_has_a_source() -> None:
         (b"\x80\x04N.", "codec"),
     ],
 )
-def test_samples_of_another_shape_are_refused(sample: bytes, message: str) -> None:
+def test_merge_refuses_samples_of_wrong_schema_kind_or_encoding(sample: bytes, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         merge([engine(0).serialize(), sample])
 
 
-def test_merging_nothing_is_an_empty_page() -> None:
+def test_merge_of_no_samples_is_an_empty_page() -> None:
     assert merge([]) == b""
 
 
-def test_losses_and_restarts_of_a_gang() -> None:
+def test_serving_metrics_count_rank_losses_and_gang_restarts() -> None:
     metrics = ServingMetrics(model_name="m")
     metrics.on_loss(1, "died")
     metrics.on_loss(1, "died")
@@ -262,7 +262,7 @@ def test_losses_and_restarts_of_a_gang() -> None:
     assert 'aerie_resumed_streams_total{model_name="m"} 1.0' in page
 
 
-def test_a_series_is_there_before_its_first_event() -> None:
+def test_metric_series_exist_before_their_first_event() -> None:
     """`increase()` of a series that is born at 1 is 0: an alert on it would never fire."""
     metrics = ServingMetrics(model_name="m")
     metrics.expect_ranks(3)
@@ -288,7 +288,7 @@ def test_a_series_is_there_before_its_first_event() -> None:
     assert page["aerie_http_responses_total", (("route", "/health"), ("status", "503"))] == 1
 
 
-def test_versions_and_processes_are_told_once_however_many_replicas_there_are() -> None:
+def test_merge_reports_build_info_once_and_adds_process_metrics() -> None:
     replicas = [ServingMetrics(model_name="m").serialize() for _ in range(2)]
     page = series(merge([*replicas, engine(0).serialize(), engine(1).serialize()]))
     (build,) = [(dict(labels), value) for (name, labels), value in page.items() if name == "aerie_build_info"]

@@ -102,7 +102,7 @@ def expected(rest: Client) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("kind", ["plain", "speculating"])
-def test_answers_of_a_batch_are_those_of_the_rest_api(
+def test_generate_outputs_equal_the_rest_api_answers(
     kind: str, expected: list[dict[str, Any]], request: pytest.FixtureRequest
 ) -> None:
     """More sequences than the engine is given at once; each prompt has parameters of its own."""
@@ -117,7 +117,7 @@ def test_answers_of_a_batch_are_those_of_the_rest_api(
     assert longest.accept_length > 1.2 if kind == "speculating" else longest.accept_length == 1.0
 
 
-def test_a_chat_is_the_rest_apis_with_tools_and_forms(speculating: LLM, rest: Client) -> None:
+def test_chat_outputs_equal_the_rest_api_with_tools_and_schemas(speculating: LLM, rest: Client) -> None:
     talk = [{"role": "user", "content": "import os"}]
     weather = {
         "name": "get_weather",
@@ -144,7 +144,7 @@ def test_a_chat_is_the_rest_apis_with_tools_and_forms(speculating: LLM, rest: Cl
     assert both[0].outputs[0].token_ids == both[1].outputs[0].token_ids and len(both[0].outputs[0].logprobs or ()) == 2
 
 
-def test_it_says_what_the_command_says(speculating: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_output_equals_the_generate_command(speculating: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     for words, sampling in ((["--temperature", "0"], {"temperature": 0}), (["--temperature", "1"], {"seed": 0})):
         command = ["generate", TARGET, PROMPTS[1], "--max-tokens", "16", *words, "--dtype", "float64", "--json"]
         assert main(command) == 0
@@ -154,7 +154,7 @@ def test_it_says_what_the_command_says(speculating: LLM, capsys: pytest.CaptureF
         assert output.prompt_token_ids == said["prompt_token_ids"]
 
 
-def test_an_output_has_the_form_that_is_asked_for(speculating: LLM) -> None:
+def test_outputs_follow_structured_outputs(speculating: LLM) -> None:
     schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
     asked: list[tuple[StructuredOutputsParams | dict[str, Any], Callable[[str], object]]] = [
         (StructuredOutputsParams(json=schema), lambda text: json.loads(text)["n"] in (1, 2)),
@@ -168,7 +168,7 @@ def test_an_output_has_the_form_that_is_asked_for(speculating: LLM) -> None:
         assert output.outputs[0].finish_reason == "stop" and holds(output.text), (form, output.text)
 
 
-def test_it_goes_on_after_ctrl_c_and_inside_a_running_event_loop(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_llm_works_after_ctrl_c_and_inside_a_running_event_loop(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     few = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     before = plain.generate(PROMPTS, few, use_tqdm=False)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored where the tests run in the background
@@ -189,7 +189,7 @@ def test_it_goes_on_after_ctrl_c_and_inside_a_running_event_loop(plain: LLM, mon
     assert [output.outputs for output in again] == [output.outputs for output in before]
 
 
-def test_a_sequence_that_fails_leaves_the_others(wordless: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+def test_failed_sequence_does_not_affect_others(wordless: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     params = {"temperature": 0, "ignore_eos": True, "logit_bias": {BAD: -100}}
     outputs = wordless.generate([{"prompt_token_ids": [5, 6]}, (BAD,)], params)
     good, bad = (output.outputs[0] for output in outputs)
@@ -198,7 +198,7 @@ def test_a_sequence_that_fails_leaves_the_others(wordless: LLM, capsys: pytest.C
     assert "2/2" in capsys.readouterr().err, "the progress bar"
 
 
-def test_what_cannot_be_served_is_refused_by_name(plain: LLM, wordless: LLM) -> None:
+def test_invalid_arguments_are_refused_by_name(plain: LLM, wordless: LLM) -> None:
     long, talk = "x = 1\n" * 4000, [{"role": "user", "content": "a"}, {"role": "x", "content": "b"}]
     text: dict[str, Any] = {"structured_outputs": {"choice": 1}}
     misspelt: dict[str, Any] = {"context_lenght": 9}
@@ -233,7 +233,7 @@ def test_what_cannot_be_served_is_refused_by_name(plain: LLM, wordless: LLM) -> 
         closed.generate([1])
 
 
-def test_the_package_imports_the_door_late_and_without_ray() -> None:
+def test_package_imports_llm_lazily_and_without_ray() -> None:
     code = (
         "import sys, cluster; assert 'torch' not in sys.modules; from cluster import LLM, SamplingParams; "
         "found = sorted({'ray', 'xgrammar'} & set(sys.modules)); sys.exit(f'imported {found}' if found else 0)"

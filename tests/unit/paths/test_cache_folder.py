@@ -21,13 +21,15 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_it_is_in_the_home_folder_or_where_xdg_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_folder_is_in_home_or_xdg_cache_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache_folder() == tmp_path / "home" / ".cache" / "aerie" and cache_folder().stat().st_mode & 0o777 == 0o700
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert cache_folder() == tmp_path / "xdg" / "aerie" and not default_folder_problem()
 
 
-def test_without_a_home_it_is_a_temporary_folder_of_this_user(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_folder_without_home_is_a_private_temporary_folder(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (temporary / "file").touch()
     monkeypatch.setenv("HOME", str(temporary / "file"))
     assert "Not a directory" in default_folder_problem()
@@ -44,7 +46,7 @@ def test_without_a_home_it_is_a_temporary_folder_of_this_user(temporary: Path, m
     assert default_folder_problem().endswith("cannot be written")
 
 
-def test_a_temporary_folder_of_others_is_refused(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_folder_writable_by_others_is_refused(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/dev/null")
     folder = temporary / f"aerie-cache-{os.getuid()}"
     folder.mkdir()

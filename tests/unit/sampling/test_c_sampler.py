@@ -68,7 +68,7 @@ def unfiltered(requests: int, dtype: torch.dtype) -> SamplingBatch:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocab", [1, 7, 64, 2049])
 @pytest.mark.parametrize("spread", [0.0, 3.0, 30.0])
-def test_scores_are_those_of_the_twin(vocab: int, dtype: torch.dtype, spread: float) -> None:
+def test_c_sampler_scores_are_close_to_the_torch_reference(vocab: int, dtype: torch.dtype, spread: float) -> None:
     sampling, logits = unfiltered(4, dtype), logits_of(12, vocab, dtype, spread)
     draw = draw_of(sampling, 3, vocab, dtype)
     found = torch.cat(
@@ -89,7 +89,7 @@ def cut(draw: SamplingInputs, column: int) -> SamplingInputs:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocab", [1, 7, 31, 33, 64, 2049, 128256])
 @pytest.mark.parametrize("spread", [0.0, 3.0, 30.0])
-def test_what_is_passed_over_is_not_among_the_best(vocab: int, dtype: torch.dtype, spread: float) -> None:
+def test_c_sampler_best_tokens_equal_a_sort_of_all_scores(vocab: int, dtype: torch.dtype, spread: float) -> None:
     """Bit by bit what follows from all scores, ties included: the lowest column first."""
     if vocab > 10_000 and (spread != 3.0 or dtype == torch.float64):
         pytest.skip("once is enough")
@@ -111,7 +111,7 @@ def test_what_is_passed_over_is_not_among_the_best(vocab: int, dtype: torch.dtyp
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocab", [1, 31, 32, 33, 500, 2049])
-def test_masks_give_to_the_bit_what_barred_logits_give(vocab: int, dtype: torch.dtype) -> None:
+def test_sampling_with_a_bitmask_equals_sampling_from_masked_logits(vocab: int, dtype: torch.dtype) -> None:
     """Also in a row whose mask is empty, and in one whose mask allows all."""
     logits, masks = made(6, vocab, dtype)
     bars = apply_token_bitmask(logits, masks, None)
@@ -128,7 +128,7 @@ def test_masks_give_to_the_bit_what_barred_logits_give(vocab: int, dtype: torch.
                 assert same(one[0], two[0]) and same(one[1], two[1])
 
 
-def test_masks_that_c_cannot_apply_are_refused() -> None:
+def test_c_sampler_refuses_masks_of_wrong_shape_or_with_filters() -> None:
     logits, masks = made(24, 500, torch.float32)
     plain, filtered = SamplingInputs(24, sampling_of(1), None), draw_of(mixed(torch.float32), 4, 500, torch.float32)
     for wrong in (masks[:3], masks[:, :3]):
@@ -139,7 +139,7 @@ def test_masks_that_c_cannot_apply_are_refused() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_filters_keep_what_they_keep_for_the_twin(dtype: torch.dtype) -> None:
+def test_c_sampler_with_filters_equals_the_torch_reference(dtype: torch.dtype) -> None:
     sampling, vocab = mixed(dtype), 500
     logits, draw = logits_of(24, vocab, dtype), draw_of(sampling, 4, vocab, dtype)
     for least in (None, logits_of(24, vocab, dtype).to(at_least_float32(dtype)).topk(9).values[:, 8:]):
@@ -157,7 +157,7 @@ def test_filters_keep_what_they_keep_for_the_twin(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_has_the_same_bits_alone_among_others_and_on_any_number_of_threads(dtype: torch.dtype) -> None:
+def test_c_sampler_row_is_independent_of_batch_size_and_thread_count(dtype: torch.dtype) -> None:
     sampling, vocab, before = unfiltered(40, dtype), 1500, torch.get_num_threads()
     logits, draw = logits_of(120, vocab, dtype), draw_of(sampling, 3, vocab, dtype)
     try:
@@ -193,7 +193,7 @@ def test_a_row_has_the_same_bits_alone_among_others_and_on_any_number_of_threads
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("noisy", [False, True])
-def test_numbers_that_are_not_finite(noisy: bool, dtype: torch.dtype) -> None:
+def test_c_sampler_handles_nan_and_infinite_logits(noisy: bool, dtype: torch.dtype) -> None:
     """NaN and then +inf win, the lowest column first; rows beside them keep their bits."""
     vocab, sampling = 203, unfiltered(7, dtype)
     logits = logits_of(7, vocab, dtype)
@@ -231,7 +231,7 @@ def bits_under(low: int, bits: np.ndarray) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_noise_of_all_sizes_is_right_to_the_last_digits(dtype: torch.dtype) -> None:
+def test_c_sampler_noise_is_accurate_to_the_last_digits(dtype: torch.dtype) -> None:
     """Against more digits, where the twin in float32 is a little off; at the ends and around every power of two."""
     ends = [0, 1, 2, 3, 0x7FFFFFFF, 0x7FFFFFFE]
     powers = [(1 << p) + d for p in range(2, 31) for d in (-1, 0, 1)]
@@ -252,7 +252,7 @@ def test_noise_of_all_sizes_is_right_to_the_last_digits(dtype: torch.dtype) -> N
     assert np.abs(ours - twin).max() <= 40 * torch.finfo(dtype).eps
 
 
-def test_keys_of_noise_are_the_same_numbers() -> None:
+def test_c_sampler_noise_keys_equal_the_torch_reference() -> None:
     generator = torch.Generator().manual_seed(6)
     both = torch.randint(-(1 << 63), (1 << 63) - 1, (9, 3), generator=generator)
     for seeds, first in ((both[:, 1], both[:, 0]), (torch.tensor([0]), torch.tensor([0])), (both[:0, 1], both[:0, 0])):
@@ -262,7 +262,7 @@ def test_keys_of_noise_are_the_same_numbers() -> None:
         assert ours.cached_values is None
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_c_sampler_refuses_inputs_of_mismatched_shapes() -> None:
     """C would read whatever lies behind it."""
     logits, draw = torch.zeros(2, 8), draw_of(unfiltered(2, torch.float32), 1, 8, torch.float32)
     with pytest.raises(ValueError, match="noise of 8 tokens for 9 columns"):
@@ -274,7 +274,7 @@ def test_what_does_not_fit_is_refused() -> None:
     assert c_chooser().best(SamplerInput(logits[:0], [SamplingInputs(0, sampling_of(0), None)]))[0].shape == (0,)
 
 
-def test_rows_need_not_lie_together() -> None:
+def test_c_sampler_takes_non_contiguous_rows() -> None:
     logits, draw = logits_of(6, 300, torch.float32), draw_of(unfiltered(6, torch.float32), 1, 100, torch.float32)
     got = c_chooser().shard_best(SamplerInput(logits[:, 100:200], [draw]), 3)
     wanted = c_chooser().shard_best(SamplerInput(logits[:, 100:200].contiguous(), [draw]), 3)
@@ -283,6 +283,6 @@ def test_rows_need_not_lie_together() -> None:
         assert torch.equal(one, other) and torch.equal(third, other)
 
 
-def test_the_chooser_goes_with_the_kernels() -> None:
+def test_sampler_implementation_matches_the_kernels() -> None:
     assert isinstance(sampler_of(TorchKernels()), TorchSampler)
     assert isinstance(sampler_of(c_kernels()), CSampler)

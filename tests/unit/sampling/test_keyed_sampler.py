@@ -54,7 +54,7 @@ def naive_filter(logits: np.ndarray, top_k: int, top_p: float, min_p: float) -> 
 
 @pytest.mark.parametrize("options", FILTERS[2:])
 @pytest.mark.parametrize("vocab", [2, 7, 50])
-def test_filters_equal_the_naive_ones(options: dict[str, float], vocab: int) -> None:
+def test_filters_equal_a_naive_implementation(options: dict[str, float], vocab: int) -> None:
     torch.manual_seed(vocab)
     logits = torch.randn(40, 3, vocab, dtype=torch.float64) * 2
     kept = filtered(logits, sampling_of(40, **options))
@@ -65,14 +65,14 @@ def test_filters_equal_the_naive_ones(options: dict[str, float], vocab: int) -> 
         assert all(out[i] == row[i] for i in allowed)
 
 
-def test_the_likeliest_token_always_stays() -> None:
+def test_filters_always_keep_the_most_likely_token() -> None:
     logits = torch.zeros(1, 1, 8, dtype=torch.float64)
     logits[..., 3] = 0.1
     for options in ({"top_p": 1e-9}, {"min_p": 1.0}, {"top_k": 1}):
         assert filtered(logits, sampling_of(1, **options)).argmax() == 3
 
 
-def test_without_a_filter_tokens_stay_whose_mass_rounds_to_nothing() -> None:
+def test_disabled_filters_keep_tokens_of_negligible_probability() -> None:
     """Such a request may run beside requests with filters, for which the step counts mass."""
     logits = torch.tensor([[[0.0, -100.0, -200.0]]], dtype=torch.float64)
     assert filtered(logits, sampling_of(1)).isfinite().all()
@@ -90,7 +90,7 @@ def test_noise_is_standard_gumbel(dtype: torch.dtype) -> None:
         assert abs(int((noise > tail).sum()) - expected) < 5 * expected**0.5
 
 
-def test_noise_depends_on_seed_position_and_token_alone() -> None:
+def test_noise_depends_only_on_seed_position_and_token() -> None:
     seeds = torch.tensor([3, 3 + 2**32, 2**62, 3])
     positions = torch.tensor([[5, 6], [5, 6], [5, 6], [6, 7]])
     noise = noise_of(seeds, positions, 100, torch.float64)
@@ -156,7 +156,7 @@ class Tables:
         for topk in (1, 3)
     ],
 )
-def test_100_000_speculative_draws_fit_the_filtered_target(options: dict[str, float], topk: int) -> None:
+def test_speculative_draws_fit_the_filtered_target_distribution(options: dict[str, float], topk: int) -> None:
     """First tokens, second tokens given the first, and pairs: chi-square, over trees that really accept."""
     tables, tests = Tables(), len(FILTERS) * 2 * 12
     tokens, lens = [], []
@@ -195,7 +195,7 @@ def reference_second(
     return own.numpy()
 
 
-def test_positions_are_independent() -> None:
+def test_draws_of_neighbouring_positions_and_seeds_are_independent() -> None:
     """Draws at neighbouring positions, and of neighbouring seeds, fit the product of their distributions."""
     p = torch.tensor([0.35, 0.25, 0.2, 0.1, 0.06, 0.04], dtype=torch.float64)
     logits = p.log().expand(50_000, 2, -1)
@@ -212,7 +212,7 @@ def test_positions_are_independent() -> None:
         assert fits(rolled, np.outer(p, p).ravel(), 6)
 
 
-def test_keys_are_the_same_numbers_everywhere() -> None:
+def test_noise_keys_equal_a_splitmix64_reference() -> None:
     """Integers that wrap alike on every machine, mixed by SplitMix64. A change of them changes what seeds give.
 
     Also those of seeds that are neighbours, differ in high bits alone, or once repeated another's noise a position on.
@@ -237,7 +237,7 @@ def mixed(seed: int, position: int) -> int:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_no_bits_give_infinite_noise(dtype: torch.dtype) -> None:
+def test_gumbel_noise_is_finite_for_extreme_bits(dtype: torch.dtype) -> None:
     ends = torch.arange(4096, dtype=torch.int32)
     noise = gumbel_of(torch.cat([ends, 0x7FFFFFFF - ends]), dtype)
     assert noise.isfinite().all() and noise.min() > -25 and noise.max() < 25

@@ -28,7 +28,7 @@ def two_threads() -> Iterator[None]:
 
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("vocab", [300, 50_257])
-def test_the_bits_of_a_row_do_not_depend_on_how_many_there_are(sampler: Sampler, vocab: int) -> None:
+def test_logprobs_of_a_row_are_independent_of_the_batch_size(sampler: Sampler, vocab: int) -> None:
     torch.manual_seed(vocab)
     columns, tokens = ShardedLogits(torch.randn(12, vocab), vocab), torch.randint(vocab, (12,))
     alone = [logprobs(columns, torch.tensor([row]), tokens[row : row + 1], sampler) for row in range(12)]
@@ -41,7 +41,7 @@ def test_the_bits_of_a_row_do_not_depend_on_how_many_there_are(sampler: Sampler,
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("levels", [1, 3, 40, 4000])
-def test_of_those_that_tie_the_lower_come_first(sampler: Sampler, levels: int, dtype: torch.dtype) -> None:
+def test_tied_top_logprobs_are_ordered_by_token_id(sampler: Sampler, levels: int, dtype: torch.dtype) -> None:
     """The first is then the one that a greedy request draws."""
     torch.manual_seed(levels)
     values = (torch.randint(levels, (6, 5000)) / 16).to(dtype)

@@ -18,7 +18,7 @@ def admit(table: PenaltyTable, row: int, words: Words | None, tokens: tuple[int,
     table.put(order, staging.send().lists())
 
 
-def test_the_table_of_words_shrinks_when_those_with_many_have_gone() -> None:
+def test_bad_words_table_shrinks_when_requests_with_many_words_leave() -> None:
     """Every step with a bad word compares the whole table, so one request must not make it large for good."""
     table = PenaltyTable(4, 16, torch.float32, torch.device("cpu"))
     table.allocate()

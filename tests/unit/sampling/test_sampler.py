@@ -72,7 +72,7 @@ def plain(logits: Tensor, sampling: SamplingBatch, keys: Tensor, which: Tensor) 
 @pytest.mark.parametrize("kept", [0, 1 << 22])
 @pytest.mark.parametrize("block", [1, 40, 1 << 22])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_blocks_choose_what_the_whole_does(
+def test_blockwise_sampling_equals_sampling_over_complete_tensors(
     block: int, kept: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cluster.sampling.row_blocks.MAX_BLOCK", block)
@@ -95,7 +95,7 @@ def test_blocks_choose_what_the_whole_does(
 
 
 @pytest.mark.parametrize("block", [1, 1 << 22])
-def test_the_likeliest_are_those_of_the_whole_distribution(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blockwise_top_candidates_equal_the_complete_distribution(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cluster.sampling.row_blocks.MAX_BLOCK", block)
     torch.manual_seed(5)
     sampling, r, ids = mixed(torch.float64), len(MIXED), torch.tensor([3, 5, 8, 13, 21, 34, 55])
@@ -114,7 +114,7 @@ def test_the_likeliest_are_those_of_the_whole_distribution(block: int, monkeypat
 
 
 @pytest.mark.parametrize("block", [1, 1 << 22])
-def test_logprobs_are_the_models_own(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logprobs_equal_log_softmax_of_the_logits(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cluster.sampling.row_blocks.MAX_BLOCK", block)
     torch.manual_seed(6)
     logits, rows, tokens = torch.randn(9, 50), torch.tensor([7, 0, 0, 8]), torch.tensor([1, 2, 3, 49])
@@ -127,7 +127,7 @@ def test_logprobs_are_the_models_own(block: int, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_ordered_integers_compare_as_the_floats_do(dtype: torch.dtype) -> None:
+def test_ordered_bits_compare_like_their_floats(dtype: torch.dtype) -> None:
     tiny, end = torch.finfo(dtype).smallest_normal, float("inf")
     floats = torch.tensor([-end, -3e38, -2.5, -tiny, -0.0, 0.0, tiny / 4, 1e-3, 7.0, end], dtype=dtype)
     numbers = ordered_bits(floats)
@@ -137,7 +137,7 @@ def test_ordered_integers_compare_as_the_floats_do(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("by", [SortedSelect, RadixSelect])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_least_that_is_needed_equals_a_walk_from_the_top(
+def test_threshold_search_equals_a_scan_from_the_highest_value(
     by: Callable[[Tensor], ThresholdSearch], dtype: torch.dtype
 ) -> None:
     """Over values of every size, ties, infinite ones and weights of 0."""
@@ -161,7 +161,7 @@ def test_the_least_that_is_needed_equals_a_walk_from_the_top(
 @pytest.mark.parametrize("few", [0, 1 << 30])
 @pytest.mark.parametrize("vocab", [2, 7, 300, 5000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_thresholds_keep_what_sorting_keeps(
+def test_threshold_filters_equal_filters_over_sorted_rows(
     vocab: int, dtype: torch.dtype, few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cluster.sampling.radix_select.SORT_LIMIT", few)
@@ -175,7 +175,7 @@ def test_thresholds_keep_what_sorting_keeps(
 
 
 @pytest.mark.parametrize("kept", [0, 1 << 22])
-def test_parts_of_the_noise_are_those_of_the_whole(kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_noise_slices_equal_slices_of_the_complete_noise(kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of requests, of positions, of tokens, in any order: kept or made anew, the same bits."""
     monkeypatch.setattr("cluster.sampling.noise.MAX_CACHED_VALUES", kept)
     monkeypatch.setattr("cluster.sampling.row_blocks.MAX_BLOCK", 100)
@@ -193,7 +193,7 @@ def test_parts_of_the_noise_are_those_of_the_whole(kept: int, monkeypatch: pytes
     assert noise.narrow(slice(5, None)).values().shape == (0, 4, 30)
 
 
-def test_a_row_that_is_not_finite_stays_so_and_alone() -> None:
+def test_non_finite_row_gets_a_non_finite_score_and_changes_no_other_row() -> None:
     """Its score tells the engine to end the request; rows beside it keep their bits."""
     torch.manual_seed(2)
     sampling, r = mixed(torch.float32), len(MIXED)
@@ -269,7 +269,7 @@ class Alone:
     ],
 )
 @pytest.mark.parametrize("filtering", [False, True])
-def test_choosing_for_64_trees_of_64_nodes_takes_a_tenth_of_their_logits(
+def test_sampling_64_trees_uses_under_a_tenth_of_the_logits_memory(
     filtering: bool, shards: Alone | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """R 64, N 64, V 128k on meta tensors, log-probabilities included; of the filters' many blocks only the first. A

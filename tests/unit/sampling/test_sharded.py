@@ -53,7 +53,7 @@ def groups_of(grid: Grid, dtype: torch.dtype, mode: SamplingMode, trial: int) ->
 @pytest.mark.parametrize("mode", [SamplingMode(0), SamplingMode.RANDOM, ALL], ids=["greedy", "sampled", "filtered"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_shards_choose_what_one_rank_chooses(
+def test_sharded_sampling_equals_single_rank_sampling(
     grid: Grid, dtype: torch.dtype, mode: SamplingMode, sampler: Sampler
 ) -> None:
     """Any number of rows, uneven vocabularies, ties, numbers that are not finite; no difference in any bit."""
@@ -75,7 +75,7 @@ def test_shards_choose_what_one_rank_chooses(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("grid", GRIDS[1:], ids=str)
-def test_thresholds_of_shards_are_exactly_those_of_the_whole(grid: Grid, dtype: torch.dtype) -> None:
+def test_sharded_filter_thresholds_equal_unsharded_thresholds(grid: Grid, dtype: torch.dtype) -> None:
     """But of rows with NaN or +inf, whose choice is that one whatever else stays."""
     for trial in range(4):
         groups = groups_of(grid, dtype, ALL, 100 + trial)
@@ -101,7 +101,9 @@ def in_order(likely: Tensor, count: int) -> Tensor:
 @pytest.mark.parametrize("mapped", [False, True])
 @pytest.mark.parametrize("mode", [SamplingMode(0), SamplingMode.RANDOM, ALL], ids=["greedy", "sampled", "filtered"])
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_shards_propose_what_one_rank_proposes(grid: Grid, mode: SamplingMode, mapped: bool, sampler: Sampler) -> None:
+def test_sharded_draft_proposals_equal_single_rank_proposals(
+    grid: Grid, mode: SamplingMode, mapped: bool, sampler: Sampler
+) -> None:
     """With a reduced vocabulary, whose tokens are those of other shards of the target, and with fewer columns than are
     proposed."""
     dtype = torch.float64
@@ -138,7 +140,7 @@ def test_shards_propose_what_one_rank_proposes(grid: Grid, mode: SamplingMode, m
 
 
 @pytest.mark.parametrize("grid", GRIDS[1:], ids=str)
-def test_ties_and_numbers_that_are_not_finite_among_proposals(grid: Grid, sampler: Sampler) -> None:
+def test_sharded_proposals_order_ties_and_non_finite_values_like_one_rank(grid: Grid, sampler: Sampler) -> None:
     """The lower column first, and the first columns of a row that is not finite, as one rank has them too."""
     torch.manual_seed(1)
     vocab, topk = 11, 4
@@ -160,7 +162,7 @@ def test_ties_and_numbers_that_are_not_finite_among_proposals(grid: Grid, sample
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_log_probabilities_are_those_of_the_whole(grid: Grid, dtype: torch.dtype) -> None:
+def test_sharded_logprobs_equal_unsharded_logprobs(grid: Grid, dtype: torch.dtype) -> None:
     for trial, vocab in enumerate((3, 21, 50, 130)):
         torch.manual_seed(trial)
         logits = [torch.randn(5 + group, vocab, dtype=torch.float64).to(dtype) for group in range(grid.dp)]
@@ -183,7 +185,7 @@ def test_log_probabilities_are_those_of_the_whole(grid: Grid, dtype: torch.dtype
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_ranks_are_those_of_the_whole(grid: Grid, dtype: torch.dtype) -> None:
+def test_sharded_token_ranks_equal_unsharded_token_ranks(grid: Grid, dtype: torch.dtype) -> None:
     """How many tokens are at least as likely as one: its place in the order, after those that tie with it."""
     for trial, vocab in enumerate((3, 21, 130)):
         torch.manual_seed(trial)
@@ -203,7 +205,7 @@ def test_ranks_are_those_of_the_whole(grid: Grid, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("vocab", [300, 30_000])
 @pytest.mark.parametrize("grid", [Grid(2, 1, False), Grid(4, 1, False), Grid(1, 2, True), Grid(2, 2, True)], ids=str)
-def test_what_travels_of_a_row_does_not_grow_with_the_vocabulary(grid: Grid, vocab: int) -> None:
+def test_numbers_sent_per_row_do_not_grow_with_the_vocabulary(grid: Grid, vocab: int) -> None:
     """Numbers of 64 bits that a shard sends, of each row that it scores."""
     rows, topk = 6, 4
     head = head_of(grid, vocab, torch.float32)
@@ -234,7 +236,7 @@ def test_what_travels_of_a_row_does_not_grow_with_the_vocabulary(grid: Grid, voc
     assert sum(width for _, width in head.logprob_calls(TOP_LOGPROBS)) <= 44
 
 
-def test_the_checksum_tells_how_rows_draw() -> None:
+def test_sampling_checksum_covers_parameters_and_noise_keys() -> None:
     """Each number of each real request, and in which order the requests are."""
     both = sampling(3, torch.float64, ALL, random.Random(2))
     keys = noise_keys(both.seeds, torch.arange(2).expand(3, -1))
@@ -254,7 +256,7 @@ def test_the_checksum_tells_how_rows_draw() -> None:
     assert int(checksum([nobody], [real[:0]])) == 0 and int(checksum([draw, nobody], [real, real[:0]])) == told_by
 
 
-def test_what_filters_rule_out_stays_below_what_they_keep() -> None:
+def test_filtered_penalty_exceeds_the_range_of_the_noise() -> None:
     """Whatever the noise: it differs by less than they fall."""
     ends = torch.tensor([0, 0x7FFFFFFF], dtype=torch.int32)
     for dtype in (torch.float32, torch.float64):

@@ -29,7 +29,7 @@ def same(one: Tensor, other: Tensor) -> bool:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", SIZES)
-def test_the_twin_bars_what_a_mask_does_not_have(size: int, dtype: torch.dtype) -> None:
+def test_reference_masks_tokens_that_the_bitmask_does_not_allow(size: int, dtype: torch.dtype) -> None:
     logits, masks = made(4, size, dtype)
     given = apply_token_bitmask(logits, masks, None)
     assert given.dtype == at_least_float32(dtype)
@@ -43,7 +43,7 @@ def test_the_twin_bars_what_a_mask_does_not_have(size: int, dtype: torch.dtype) 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", SIZES)
-def test_c_is_the_twin(size: int, dtype: torch.dtype) -> None:
+def test_c_bitmask_equals_the_torch_reference_bit_for_bit(size: int, dtype: torch.dtype) -> None:
     library = c_kernels().library
     assert library is not None
     bars = CTokenBitmask(library)
@@ -54,7 +54,7 @@ def test_c_is_the_twin(size: int, dtype: torch.dtype) -> None:
         assert same(bars(logits[:, : len(ids)], masks, ids), apply_token_bitmask(logits[:, : len(ids)], masks, ids))
 
 
-def test_masks_that_do_not_fit_are_refused() -> None:
+def test_c_bitmask_refuses_masks_of_the_wrong_shape() -> None:
     library = c_kernels().library
     assert library is not None
     logits, masks = made(4, 100, torch.float32)

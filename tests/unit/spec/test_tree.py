@@ -50,7 +50,7 @@ def assert_valid(tree: DraftTree, steps: int) -> None:
 
 
 @pytest.mark.parametrize("topk", [1, 2, 4])
-def test_growth_is_that_of_each_request_alone(topk: int) -> None:
+def test_batched_tree_growth_equals_growth_of_each_request(topk: int) -> None:
     steps, requests = 4, 5
     draw = torch.randn(requests, steps, topk, topk, dtype=torch.float64).sub(3).clamp(max=0)
     c, costs = candidates_of(topk, steps, draw), clamp_log_probabilities(draw).tolist()
@@ -68,7 +68,7 @@ def test_growth_is_that_of_each_request_alone(topk: int) -> None:
         assert (c.parents[i].tolist(), c.depths.tolist()) == (parents, depths)
 
 
-def test_the_next_rows_know_their_tokens_and_the_rows_before() -> None:
+def test_growth_best_returns_next_tokens_and_their_parent_rows() -> None:
     grown = TorchGrowth(torch.tensor([[7, 8]]), torch.tensor([[-1.0, -2.0]]), 3)
     grown.add(torch.tensor([[[11, 12], [13, 14]]]), torch.tensor([[[-5.0, -1.0], [-0.5, -9.0]]]))
     tokens, rows = grown.best()
@@ -77,7 +77,7 @@ def test_the_next_rows_know_their_tokens_and_the_rows_before() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize(("topk", "steps"), [(2, 1), (2, 3), (3, 2), (4, 4), (8, 2), (8, 1)])
-def test_equals_the_naive_selection(topk: int, steps: int, dtype: torch.dtype) -> None:
+def test_best_tree_equals_naive_selection(topk: int, steps: int, dtype: torch.dtype) -> None:
     torch.manual_seed(topk * 10 + steps)
     draw = torch.randn(8, steps, topk, max(topk, 2) * 2, dtype=dtype).mul(3).log_softmax(-1).topk(topk, -1).values
     c = candidates_of(topk, steps, draw)
@@ -95,7 +95,9 @@ def test_equals_the_naive_selection(topk: int, steps: int, dtype: torch.dtype) -
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("topk", "steps"), [(2, 16), (3, 3), (4, 5), (8, 3)])
 @pytest.mark.parametrize("kind", ["ties", "sure", "floor", "nan", "mixed"])
-def test_trees_are_valid_whatever_the_scores(topk: int, steps: int, dtype: torch.dtype, kind: str) -> None:
+def test_best_tree_is_valid_for_ties_infinities_and_nan_scores(
+    topk: int, steps: int, dtype: torch.dtype, kind: str
+) -> None:
     """Ties between parent and child, impossible tokens and NaN never select a node without its parent."""
     torch.manual_seed(0)
     draw = torch.zeros(6, steps, topk, topk)
@@ -115,7 +117,7 @@ def test_trees_are_valid_whatever_the_scores(topk: int, steps: int, dtype: torch
 
 
 @pytest.mark.parametrize("steps", [1, 2, 5])
-def test_a_chain_is_the_tree_of_topk_1(steps: int) -> None:
+def test_chain_equals_the_tree_of_topk_1(steps: int) -> None:
     c = candidates_of(1, steps, torch.randn(3, steps, 1, 1).sub(2).clamp(max=0))
     bonus = torch.tensor([4, 5, 6])
     grown, line = best_tree(c, bonus, steps + 1), chain(torch.cat([bonus[:, None], c.tokens], 1))
@@ -124,13 +126,13 @@ def test_a_chain_is_the_tree_of_topk_1(steps: int) -> None:
     assert_valid(line, steps)
 
 
-def test_a_tree_of_the_root_alone() -> None:
+def test_chain_of_one_token_is_a_root_only_tree() -> None:
     tree = chain(torch.tensor([[4], [5]]))
     assert tree.parents.tolist() == tree.depths.tolist() == [[0], [0]]
     assert tree.ancestors.all()
 
 
-def test_no_requests_no_trees() -> None:
+def test_best_tree_handles_zero_requests() -> None:
     c = candidates_of(2, 3, torch.zeros(0, 3, 2, 2))
     tree = best_tree(c, torch.zeros(0, dtype=torch.int64), 5)
     assert tree.tokens.shape == (0, 5)

@@ -55,7 +55,7 @@ def walk(tree: DraftTree, chosen: Tensor, request: int) -> tuple[list[int], list
 @pytest.mark.parametrize(
     ("nodes", "steps", "vocab"), [(1, 0, 3), (2, 1, 2), (6, 3, 2), (12, 5, 3), (24, 5, 4), (30, 16, 3)]
 )
-def test_the_accepted_path_is_the_walk(nodes: int, steps: int, vocab: int, accepting: Accept) -> None:
+def test_accepted_path_equals_a_walk_from_the_root(nodes: int, steps: int, vocab: int, accepting: Accept) -> None:
     lengths = set()
     for seed in range(4):
         tree = random_tree(32, nodes, steps, vocab, seed)
@@ -99,10 +99,10 @@ def check_accepted(accepting: Accept, trees: int = 20) -> None:
         same(accepting, DraftTree(tokens, parents, depths, ancestors_of(parents, 4), padded=True), chosen, none, 4)
 
 
-def test_c_accepts_what_torch_accepts() -> None:
+def test_c_accept_equals_torch_accept() -> None:
     check_accepted(CAccept(c_library()))
 
 
-def test_paths_are_accepted_by_the_same_kernels() -> None:
+def test_tree_backend_accepts_with_the_implementation_of_its_kernels() -> None:
     assert tree_backend_of(TorchKernels()).accept is accept
     assert isinstance(tree_backend_of(CKernels(c_library())).accept, CAccept)

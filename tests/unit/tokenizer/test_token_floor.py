@@ -48,18 +48,18 @@ TEXTS = st.text() | st.text(st.sampled_from("ab ▁\u212a\u0301e<|end|>\n"), max
 @pytest.mark.parametrize("name", SOUND)
 @settings(max_examples=150, deadline=None)
 @given(text=TEXTS)
-def test_no_text_has_fewer_tokens(name: str, text: str) -> None:
+def test_lower_bound_never_exceeds_the_token_count(name: str, text: str) -> None:
     tokenizer = SOUND[name]
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     assert TokenFloor.from_tokenizer(tokenizer).lower_bound(text) <= len(ids)
 
 
 @pytest.mark.parametrize("name", SOUND)
-def test_a_long_text_has_many(name: str) -> None:
+def test_lower_bound_of_a_long_text_is_large(name: str) -> None:
     assert TokenFloor.from_tokenizer(SOUND[name]).lower_bound("ab" * 100_000) > 1000
 
 
-def test_nfc_shrinks_no_more_than_is_said() -> None:
+def test_nfc_shrinks_a_character_by_at_most_nfc_shrink_factor() -> None:
     for point in range(0x30000):  # beyond it no character is made of others
         character = chr(point)
         if 0xD800 <= point < 0xE000:
@@ -87,5 +87,5 @@ def unsound() -> dict[str, Tokenizer]:
 
 
 @pytest.mark.parametrize("name", unsound())
-def test_nothing_is_claimed_of_a_tokenizer_that_may_lose_text(name: str) -> None:
+def test_lower_bound_is_zero_for_tokenizers_that_may_drop_text(name: str) -> None:
     assert TokenFloor.from_tokenizer(unsound()[name]).lower_bound(" " * 1_000_000) == 0

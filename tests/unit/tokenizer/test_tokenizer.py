@@ -68,7 +68,9 @@ FIRST_BYTE = 3  # the id of byte 0 in `byte_fallback`
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data(), prompt=BYTES, output=BYTES)
-def test_any_byte_tokens_in_any_split_decode_as_a_whole(data: st.DataObject, prompt: bytes, output: bytes) -> None:
+def test_byte_fallback_stream_in_any_split_equals_the_full_decode(
+    data: st.DataObject, prompt: bytes, output: bytes
+) -> None:
     """Also a run of byte tokens that is no UTF-8: its whole characters stay, and U+FFFD stands for the rest alone."""
     letters = [BYTE_FALLBACK.backend_tokenizer.token_to_id(letter) for letter in "ab"]
     before, ids = ([FIRST_BYTE + byte for byte in text] for text in (prompt, output))
@@ -79,7 +81,7 @@ def test_any_byte_tokens_in_any_split_decode_as_a_whole(data: st.DataObject, pro
         assert whole == (prompt + output).decode("utf-8", "replace").removeprefix(" ")
 
 
-def test_an_answer_that_stops_amid_a_character_keeps_those_before_it() -> None:
+def test_truncated_character_leaves_preceding_characters_intact() -> None:
     """A model writes rare letters byte by byte and is cut by max_tokens: `tokenizers` would write U+FFFD for each."""
     ids = [FIRST_BYTE + byte for byte in "𝔢𝔢𝔢".encode()[:-2]]
     assert BYTE_FALLBACK.decode(ids) == BYTE_FALLBACK.decode_without_gil(ids) == "𝔢𝔢\ufffd"
@@ -88,7 +90,9 @@ def test_an_answer_that_stops_amid_a_character_keeps_those_before_it() -> None:
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data(), prompt=BYTES, output=BYTES)
-def test_any_bytes_in_any_split_decode_as_a_whole(data: st.DataObject, prompt: bytes, output: bytes) -> None:
+def test_byte_level_stream_in_any_split_equals_the_full_decode(
+    data: st.DataObject, prompt: bytes, output: bytes
+) -> None:
     ids = data.draw(st.permutations([*output, EOS, 9999]).map(list)) if data.draw(st.booleans()) else [*output]
     own = BYTE_LEVEL.decode_complete([*prompt])
     streamed = stream(BYTE_LEVEL, [*prompt], data.draw(split(ids)))
@@ -97,7 +101,9 @@ def test_any_bytes_in_any_split_decode_as_a_whole(data: st.DataObject, prompt: b
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data(), prompt=TEXTS, output=TEXTS, fallback=st.booleans())
-def test_real_text_in_any_split(data: st.DataObject, prompt: str, output: str, fallback: bool) -> None:
+def test_stream_of_encoded_text_in_any_split_equals_the_full_decode(
+    data: st.DataObject, prompt: str, output: str, fallback: bool
+) -> None:
     tokenizer = BYTE_FALLBACK if fallback else BYTE_LEVEL
     ids = tokenizer.encode(prompt + output)
     at = data.draw(st.integers(0, len(ids)))
@@ -108,7 +114,7 @@ def test_real_text_in_any_split(data: st.DataObject, prompt: str, output: str, f
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data(), text=TEXTS)
-def test_every_push_is_whole_characters(data: st.DataObject, text: str) -> None:
+def test_push_returns_only_complete_characters(data: st.DataObject, text: str) -> None:
     text = text.replace("\ufffd", "")
     for tokenizer in (BYTE_LEVEL, BYTE_FALLBACK):
         detokenizer = IncrementalDetokenizer(tokenizer, [])
@@ -118,7 +124,7 @@ def test_every_push_is_whole_characters(data: st.DataObject, text: str) -> None:
 
 
 @pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, BYTE_FALLBACK], ids=["byte_level", "byte_fallback"])
-def test_a_long_text_costs_a_window_per_push(tokenizer: TextTokenizer) -> None:
+def test_detokenizer_window_stays_bounded_for_a_long_text(tokenizer: TextTokenizer) -> None:
     text = "日本語 ab€😀" * 200
     for size in (1, 2, 3, 5, 7):
         detokenizer = IncrementalDetokenizer(tokenizer, [])
@@ -131,7 +137,7 @@ def test_a_long_text_costs_a_window_per_push(tokenizer: TextTokenizer) -> None:
 
 
 @pytest.mark.parametrize("ids", [[0xE2] * 500, [0xFF] * 500, [EOS] * 500, [0xF0, 0x9F] * 250])
-def test_garbage_stays_within_the_window(ids: list[int]) -> None:
+def test_detokenizer_window_stays_bounded_for_invalid_bytes(ids: list[int]) -> None:
     detokenizer = IncrementalDetokenizer(BYTE_LEVEL, ids)
     streamed = ""
     for token in ids:
@@ -142,13 +148,13 @@ def test_garbage_stays_within_the_window(ids: list[int]) -> None:
     ) + streamed + detokenizer.finish() == BYTE_LEVEL.decode(ids + ids)
 
 
-def test_half_a_character_in_the_prompt_is_finished_once() -> None:
+def test_partial_character_of_the_prompt_is_completed_once() -> None:
     euro = "a€".encode()
     assert stream(BYTE_LEVEL, [*euro[:-1]], [[euro[-1]], [ord("b")]]) == "€b"
     assert stream(BYTE_LEVEL, [*"a\ufffd".encode()], [[ord("b")]]) == "b"
 
 
-def test_a_space_after_a_special_token_survives() -> None:
+def test_space_after_a_special_token_is_preserved() -> None:
     ids = BYTE_FALLBACK.encode("ab ab")
     assert stream(BYTE_FALLBACK, [*ids[:1], *[1] * 40], [[token] for token in ids[1:]]) == " ab"
 
@@ -164,7 +170,7 @@ def reference(text: str, stops: list[str]) -> tuple[str, int, int] | None:
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data(), text=st.text(st.sampled_from("ab€😀"), max_size=30), stops=STOPS)
-def test_the_first_stop_is_found_in_any_split(data: st.DataObject, text: str, stops: list[str]) -> None:
+def test_stop_finder_finds_the_first_stop_in_any_split(data: st.DataObject, text: str, stops: list[str]) -> None:
     finder = StopFinder(stops)
     hit = None
     for piece in data.draw(split([*map(ord, text)])):
@@ -178,9 +184,7 @@ def test_the_first_stop_is_found_in_any_split(data: st.DataObject, text: str, st
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data(), text=st.text(st.sampled_from("ab€😀"), max_size=30), stops=STOPS, include=st.booleans())
-def test_streamed_text_is_the_text_cut_at_the_stop(
-    data: st.DataObject, text: str, stops: list[str], include: bool
-) -> None:
+def test_streamed_text_ends_at_the_stop_string(data: st.DataObject, text: str, stops: list[str], include: bool) -> None:
     stopped = StoppedText(BYTE_LEVEL, [], stops, include_stop=include)
     expected = reference(text, stops)
     cut = text if expected is None else text[: expected[2 if include else 1]]
@@ -203,7 +207,7 @@ MARK = "<eos>"
     stops=STOPS,
     include=st.booleans(),
 )
-def test_special_tokens_that_are_shown_change_no_stop(
+def test_visible_special_tokens_do_not_change_the_stop_position(
     data: st.DataObject, texts: list[str], stops: list[str], include: bool
 ) -> None:
     """Marks between texts: where the text without them is cut, with the marks up to there, in any split."""
@@ -224,12 +228,12 @@ def test_special_tokens_that_are_shown_change_no_stop(
     assert streamed + stopped.finish() == wanted
 
 
-def test_text_that_cannot_begin_a_stop_is_not_held() -> None:
+def test_text_that_cannot_begin_a_stop_is_not_buffered() -> None:
     stopped = StoppedText(BYTE_LEVEL, [], ["END"])
     assert [stopped.push(piece.encode()) for piece in ("xE", "N", "N", "aEN", "D..")] == ["x", "", "ENN", "a", ""]
 
 
-def test_token_text_gives_true_bytes() -> None:
+def test_token_text_returns_the_raw_bytes() -> None:
     assert BYTE_LEVEL.token_text(ord("a")) == ("a", b"a")
     assert BYTE_LEVEL.token_text(0xE2) == ("\ufffd", b"\xe2")
     assert BYTE_LEVEL.token_text(EOS) == ("<eos>", b"<eos>")
@@ -237,7 +241,7 @@ def test_token_text_gives_true_bytes() -> None:
     assert [BYTE_FALLBACK.token_text(i)[0] for i in BYTE_FALLBACK.encode("ab ab\n")] == [" ab", " ab", "\n"]
 
 
-def test_load_names_the_missing_file_and_the_remedy(tmp_path: Path) -> None:
+def test_load_error_names_the_missing_file_and_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no tokenizer at .*tokenizer.json: set tokenizer_path"):
         TextTokenizer.load(str(tmp_path))
     (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0"}))

@@ -52,13 +52,13 @@ def url() -> Iterator[str]:
     server.server_close()
 
 
-def test_pages_and_streams(url: str) -> None:
+def test_client_reads_json_pages_and_event_streams(url: str) -> None:
     assert Client(url).json("/ok") == {"a": 1}
     assert Client(f"{url}/v1/").page("/html") == "<html>"
     assert list(Client(url).events("/stream", {})) == [{"at": 1}, {"at": 2}]
 
 
-def test_the_key_is_that_of_the_flag_or_of_the_environment(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_client_sends_the_api_key_of_flag_or_environment(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(API_KEY_VARIABLE, "env")
     for key, sent in ((None, "Bearer env"), ("flag", "Bearer flag"), ("", None)):
         Client(url, key).page("/ok")
@@ -78,7 +78,7 @@ def test_the_key_is_that_of_the_flag_or_of_the_environment(url: str, monkeypatch
         ("/no-json", "no answer from"),
     ],
 )
-def test_a_stream_that_fails_says_why_in_one_line(url: str, path: str, said: str) -> None:
+def test_failed_stream_raises_an_error_of_one_line(url: str, path: str, said: str) -> None:
     events = Client(url).events(path, {})
     with pytest.raises(NoAnswerError) as failed:
         for at, event in enumerate(events, 1):
@@ -86,7 +86,7 @@ def test_a_stream_that_fails_says_why_in_one_line(url: str, path: str, said: str
     assert said in str(failed.value) and "\n" not in str(failed.value)
 
 
-def test_a_server_that_is_not_there_or_is_another_says_so(url: str) -> None:
+def test_unreachable_or_foreign_server_raises_no_answer_error(url: str) -> None:
     with pytest.raises(NoAnswerError, match="Connection refused"):
         Client("http://127.0.0.1:1").page("/ok")
     for path in ("/list", "/html"):
@@ -95,6 +95,6 @@ def test_a_server_that_is_not_there_or_is_another_says_so(url: str) -> None:
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://a", "http://", "http://a:b", "http://a:99999", ""])
-def test_what_is_no_url_is_refused(url: str) -> None:
+def test_invalid_url_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="--url must be as"):
         Client(url)

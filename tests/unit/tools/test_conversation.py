@@ -11,7 +11,7 @@ def messages(talk: Conversation, question: str = "q") -> list[tuple[str, str]]:
     return [(m["role"], m["content"]) for m in talk.body(question)["messages"]]
 
 
-def test_a_question_follows_all_that_was_said() -> None:
+def test_request_contains_system_prompt_history_and_question() -> None:
     talk = Conversation("be brief")
     talk.add_answer("a", "b")
     said = [("system", "be brief"), (USER, "a"), (ASSISTANT, "b"), (USER, "q")]
@@ -25,7 +25,7 @@ def test_a_question_follows_all_that_was_said() -> None:
     assert messages(talk) == [(USER, "q")]
 
 
-def test_settings_become_fields_of_the_request() -> None:
+def test_set_commands_become_request_fields() -> None:
     talk = Conversation()
     for line in ("/set temperature 0.2", "/set stop END", '/set stop ["a", "b"]', "/set ignore_eos true"):
         talk.command(line)
@@ -52,7 +52,7 @@ def test_settings_become_fields_of_the_request() -> None:
         ("/", "there is no command '/'"),
     ],
 )
-def test_what_cannot_be_set_is_refused_and_changes_nothing(line: str, said: str) -> None:
+def test_invalid_chat_command_is_refused_and_changes_nothing(line: str, said: str) -> None:
     talk = Conversation()
     with pytest.raises(ValueError) as refused:
         talk.command(line)

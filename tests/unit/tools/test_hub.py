@@ -28,7 +28,7 @@ def report(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, object]
 
 
 @pytest.mark.parametrize("first", [16, 1 << 16])
-def test_it_says_what_it_says_of_a_folder(
+def test_inspect_reports_the_same_for_hub_names_and_folders(
     hub: FakeHub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, first: int
 ) -> None:
     """With a header that is longer than what is asked for at first, and with one that is not."""
@@ -51,7 +51,7 @@ def test_it_says_what_it_says_of_a_folder(
         assert sum(one.bytes for one in sent) == max(header, min(first, size)) + d2t
 
 
-def test_what_cannot_be_served_is_said_without_a_download(
+def test_inspect_reports_unservable_hub_models_without_download(
     hub: FakeHub, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     folder = tmp_path / "pickles"
@@ -65,7 +65,7 @@ def test_what_cannot_be_served_is_said_without_a_download(
     assert not hub.downloads(".bin") and not hub.downloads(WEIGHTS)
 
 
-def test_the_command_takes_its_hub_from_the_environment(hub: FakeHub, tmp_path: Path) -> None:
+def test_inspect_command_uses_the_hub_of_the_environment(hub: FakeHub, tmp_path: Path) -> None:
     hub.add("org/target", target_folder())
     own = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")}
     environment = {key: value for key, value in os.environ.items() if not key.startswith("HF_")} | own
@@ -76,7 +76,9 @@ def test_the_command_takes_its_hub_from_the_environment(hub: FakeHub, tmp_path: 
     assert list((tmp_path / "home" / "hub").rglob("config.json")) and not list((tmp_path / "home").rglob(WEIGHTS))
 
 
-def test_a_pair_generates_what_its_folders_do(hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_gives_the_same_tokens_for_hub_names_and_folders(
+    hub: FakeHub, capsys: pytest.CaptureFixture[str]
+) -> None:
     target = target_folder()
     draft = draft_folder(target)
     hub.add("org/target", target)

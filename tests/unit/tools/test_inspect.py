@@ -24,7 +24,7 @@ from tests.unit.models.checkpoints import copy_of
 from tests.unit.models.mtp_layers import qwen_next
 
 
-def test_a_pair_is_described(capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_describes_target_and_draft(capsys: pytest.CaptureFixture[str]) -> None:
     target = target_folder()
     draft = draft_folder(target, draft_vocab=40)
     assert main(["inspect", target, "--draft", draft, "--tp", "2", "--dtype", "float32", "--json"]) == 0
@@ -42,7 +42,7 @@ def test_a_pair_is_described(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("draft", [False, True])
-def test_a_cache_in_fp8_costs_what_its_pools_take(draft: bool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fp8_kv_bytes_per_token_match_the_pools_of_the_engine(draft: bool, capsys: pytest.CaptureFixture[str]) -> None:
     """Four layers of two heads of 8, and the draft's: 32 codes and 4 scales, which take 48 bytes."""
     target = target_folder()
     folder = draft_folder(target) if draft else None
@@ -60,7 +60,7 @@ def test_a_cache_in_fp8_costs_what_its_pools_take(draft: bool, capsys: pytest.Ca
 
 
 @pytest.mark.parametrize("layers", [1, 2, 4])
-def test_a_token_costs_what_the_engine_takes_for_it_where_it_is_written(layers: int) -> None:
+def test_kv_bytes_per_token_match_the_engine_with_mtp_drafts(layers: int) -> None:
     """Of four MTP layers three are loaded, as many as there are levels; each keeps a hidden state beside its pool."""
     target, draft = target_folder(), write.mtp("mimo", layers)
     memory, of_one = (
@@ -78,7 +78,7 @@ def test_a_token_costs_what_the_engine_takes_for_it_where_it_is_written(layers: 
 @pytest.mark.parametrize("dtype", ["auto", "float64", "bfloat16"])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("stored", ["bfloat16", "float16", "float8_e4m3fn"])
-def test_the_dtype_is_that_of_the_engine(tmp_path: Path, stored: str, device: str, dtype: str) -> None:
+def test_inspect_dtype_matches_the_engine_dtype(tmp_path: Path, stored: str, device: str, dtype: str) -> None:
     """Inspect assumes a GPU, and says so; here an engine can be asked on a CPU only."""
     plain = dtype if dtype != "auto" else stored if device == "cuda" and stored != "float8_e4m3fn" else "float32"
     assert select_compute_dtype(stored, dtype, device) == plain
@@ -93,7 +93,7 @@ def test_the_dtype_is_that_of_the_engine(tmp_path: Path, stored: str, device: st
 
 
 @pytest.mark.parametrize("draft", [False, True], ids=["without torch", "with torch"])
-def test_without_a_gpu_it_says_what_is_served_here_and_on_a_gpu(
+def test_inspect_without_a_gpu_reports_cpu_and_gpu_settings(
     draft: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = copy_of(target_folder(), tmp_path / "target", None, torch_dtype="bfloat16", dtype="bfloat16")
@@ -119,7 +119,7 @@ def test_without_a_gpu_it_says_what_is_served_here_and_on_a_gpu(
     assert json.loads(told(True, "--json"))["here"] is None
 
 
-def test_a_machine_without_a_driver_has_no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_has_gpu_is_false_without_a_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("cluster.tools.inspect.DRIVER_DEVICES", (str(tmp_path / "none"),))
     assert not has_gpu()
     (tmp_path / "driver").touch()
@@ -127,7 +127,7 @@ def test_a_machine_without_a_driver_has_no_gpu(monkeypatch: pytest.MonkeyPatch, 
     assert has_gpu() == torch.cuda.is_available()
 
 
-def test_every_problem_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_lists_every_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = Path(draft_folder(target_folder()))
     held = load_file(source / "model.safetensors")
     del held["midlayer.hidden_norm.weight"]
@@ -142,7 +142,7 @@ def test_every_problem_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[st
         assert any(word in line for line in lines), word
 
 
-def test_only_headers_are_read(tmp_path: Path) -> None:
+def test_inspect_accepts_files_without_tensor_data(tmp_path: Path) -> None:
     """The data of the files is a hole."""
     source = Path(target_folder())
     whole = (source / "model.safetensors").read_bytes()
@@ -155,7 +155,7 @@ def test_only_headers_are_read(tmp_path: Path) -> None:
     assert inspect(str(tmp_path), None).problems == []
 
 
-def test_what_would_not_serve_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_reports_unservable_models_and_invalid_overrides(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", "nowhere"]) == 1
     assert "does not exist" in capsys.readouterr().out
     assert main(["inspect", target_folder(), "--draft", write.write({}, {"dflash_config": {}})]) == 1
@@ -165,7 +165,7 @@ def test_what_would_not_serve_is_said(capsys: pytest.CaptureFixture[str]) -> Non
     assert "give --draft" in capsys.readouterr().err
 
 
-def test_tensors_are_listed_on_demand_and_last(capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_lists_tensors_last_with_the_tensors_flag(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["inspect", target_folder(), "--draft", draft_folder(target_folder())]
     assert main(words) == 0
     brief = capsys.readouterr().out
@@ -183,7 +183,7 @@ SOME += [("deepseek_v3", "low-rank queries"), ("mistral_native", "yarn")]
 
 
 @pytest.mark.parametrize("case", SOME, ids=str)
-def test_the_summary_of_a_target_says_what_building_it_says(case: tuple[str, str]) -> None:
+def test_summary_equals_the_full_inspect_report(case: tuple[str, str]) -> None:
     folder = made(*case).folder
     brief, whole = summary(folder), inspect(folder, None)
     assert brief is not None
@@ -199,12 +199,12 @@ def imported(code: str, *words: str) -> set[str]:
     return set(json.loads(ran.stdout.splitlines()[-1]))
 
 
-def test_a_target_is_told_without_torch_and_ray() -> None:
+def test_inspect_of_a_target_does_not_import_torch_or_ray() -> None:
     modules = imported("from cluster.cli import main; assert main(['inspect', sys.argv[1]]) == 0", target_folder())
     assert not {"torch", "transformers", "ray", "tokenizers"} & modules
 
 
-def test_a_check_of_headers_does_not_import_torch_s_compiler() -> None:
+def test_inspect_does_not_import_the_torch_compiler() -> None:
     """Some of torch's functions on the meta device do, which took most of the time of a check and of a start."""
     targets = [made(*case).folder for case in SOME]
     drafts = [draft_folder(target_folder()), write.eagle1(), write.mtp("mimo", 2)]
@@ -218,7 +218,7 @@ assert all(inspect(target, None).problems == [] for target in sys.argv[5:])"""
     assert not {"torch._dynamo", "sympy"} & modules
 
 
-def test_a_draft_whose_target_is_not_served_is_checked_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_draft_is_checked_alone_when_its_target_is_not_served(capsys: pytest.CaptureFixture[str]) -> None:
     """As Qwen3-Next ships: a hybrid target and its MTP layer in one checkpoint."""
     source = qwen_next()
     held = load_file(Path(source) / "model.safetensors")
@@ -245,7 +245,7 @@ def test_a_draft_whose_target_is_not_served_is_checked_alone(capsys: pytest.Capt
     assert "mtp.fc.weight" in lines[1]
 
 
-def test_the_draft_of_a_target_that_nobody_knows_is_not_looked_at() -> None:
+def test_draft_is_not_inspected_when_its_target_is_unknown() -> None:
     unknown = write.write({"x": torch.ones(1)}, {"architectures": ["GPT2LMHeadModel"]})
     report = inspect(unknown, qwen_next())
     assert report.draft is None

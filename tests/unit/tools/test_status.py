@@ -67,7 +67,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def test_rates_are_those_between_two_looks(clock: list[float]) -> None:
+def test_rates_are_computed_between_two_polls(clock: list[float]) -> None:
     pages = Pages()
     watch = ServerWatch(pages)  # type: ignore[arg-type]
     pages.engine.observe_step(STEP)
@@ -89,7 +89,7 @@ def test_rates_are_those_between_two_looks(clock: list[float]) -> None:
     assert watch.poll()["tokens_per_second"] == 0.0
 
 
-def test_gangs_that_answer_in_turn_are_all_shown_until_they_are_gone(clock: list[float]) -> None:
+def test_alternating_gangs_are_shown_until_they_expire(clock: list[float]) -> None:
     pages = Pages()
     watch = ServerWatch(pages)  # type: ignore[arg-type]
     ages = []
@@ -101,14 +101,14 @@ def test_gangs_that_answer_in_turn_are_all_shown_until_they_are_gone(clock: list
     assert ages[-1] == {"a/b/one": 0.0}
 
 
-def test_another_kind_of_server_is_named() -> None:
+def test_server_of_another_product_is_refused() -> None:
     pages = Pages()
     pages.info = {"vllm_config": ""}
     with pytest.raises(NoAnswerError, match="no server of Aerie's"):
         ServerWatch(pages).poll()  # type: ignore[arg-type]
 
 
-def test_the_table(clock: list[float]) -> None:
+def test_status_table_shows_rates_gangs_ranks_and_losses(clock: list[float]) -> None:
     pages = Pages()
     watch = ServerWatch(pages)  # type: ignore[arg-type]
     watch.poll()

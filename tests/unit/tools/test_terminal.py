@@ -27,7 +27,7 @@ def written(out: io.StringIO, text: str = "hello") -> str:
     return out.getvalue()
 
 
-def test_colours_are_for_terminals_that_want_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_colours_follow_terminal_type_and_no_color(monkeypatch: pytest.MonkeyPatch) -> None:
     assert written(Tty()) == "\x1b[36mhello\x1b[0m"
     assert written(io.StringIO()) == "hello"
     monkeypatch.setenv("NO_COLOR", "")
@@ -39,7 +39,7 @@ def test_colours_are_for_terminals_that_want_them(monkeypatch: pytest.MonkeyPatc
     assert written(Tty()) == "hello"
 
 
-def test_a_model_cannot_steer_the_terminal() -> None:
+def test_control_characters_are_escaped_on_a_terminal() -> None:
     evil = "a\x1b]0;title\x07\r\x9b2J\x7f\tb\n"
     assert written(Tty(), evil) == "\x1b[36ma\u241b]0;title\u2407\u240d\ufffd2J\u2421\tb\n\x1b[0m"
     assert written(io.StringIO(), evil) == evil, "a pipe gets the text itself"
@@ -66,7 +66,7 @@ def shows(frames: str, height: int) -> list[str]:
     return rows
 
 
-def test_lines_are_redrawn_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_redraw_replaces_the_previous_lines_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "get_terminal_size", lambda: os.terminal_size((10, 4)))
     out = Tty()
     screen = Screen(out)
@@ -76,7 +76,7 @@ def test_lines_are_redrawn_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
         assert shows(out.getvalue(), 4) == [*cut, ""]
 
 
-def test_without_a_terminal_every_table_follows_the_last() -> None:
+def test_redraw_without_a_terminal_appends_each_table() -> None:
     out = io.StringIO()
     screen = Screen(out)
     screen.redraw([("one", "red")])
@@ -84,7 +84,7 @@ def test_without_a_terminal_every_table_follows_the_last() -> None:
     assert out.getvalue() == "one\n\ntwo\n\n"
 
 
-def test_the_first_interrupt_is_noted_and_the_second_is_raised() -> None:
+def test_first_interrupt_is_deferred_and_second_is_raised() -> None:
     before = signal.default_int_handler
     signal.signal(signal.SIGINT, before)  # it is ignored where the tests run in the background
     with pytest.raises(KeyboardInterrupt), defer_interrupt() as held:

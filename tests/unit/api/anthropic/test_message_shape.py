@@ -14,7 +14,7 @@ from cluster.api.core.errors import ApiError, internal_error, overloaded_error, 
 from cluster.api.core.sequences import Delta
 from cluster.chat.events import CallArguments, CallStarted, Event, ReasoningPiece, TextPiece
 from cluster.request import FinishReason
-from tests.api.test_other_apis import named
+from tests.api.test_responses_and_messages import named
 from tests.unit.chat.random_answers import about, answers, steps
 
 OFFICIAL: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
@@ -39,7 +39,7 @@ def streamed(deltas: list[Delta]) -> list[dict[str, Any]]:
     return [data for _, data in found]
 
 
-def test_a_scripted_answer_is_streamed_so() -> None:
+def test_scripted_answer_streams_the_exact_events() -> None:
     first, *rest, delta, stop = streamed(steps(EVENTS))
     usage = first["message"].pop("usage")
     assert first == {
@@ -72,7 +72,7 @@ def test_a_scripted_answer_is_streamed_so() -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(events=answers(), each=st.integers(1, 5), finish=st.sampled_from(["stop", "length"]))
-def test_the_stream_adds_up_to_the_whole(events: list[Event], each: int, finish: FinishReason) -> None:
+def test_streamed_events_add_up_to_the_complete_message(events: list[Event], each: int, finish: FinishReason) -> None:
     deltas = steps(events, each, finish)
     whole = MessageFormatter(about("msg_1")).body(deltas)
     Message.model_validate(whole)
@@ -110,7 +110,7 @@ def test_the_stream_adds_up_to_the_whole(events: list[Event], each: int, finish:
     assert whole["stop_reason"] == ("max_tokens" if finish == "length" else "tool_use" if called else "end_turn")
 
 
-def test_a_stop_sequence_is_named() -> None:
+def test_stop_reason_names_the_stop_sequence_but_no_stop_token() -> None:
     body = MessageFormatter(about("msg_1")).body(steps([TextPiece("x"), CallStarted(0, "a", "f")], stop="END"))
     assert (body["stop_reason"], body["stop_sequence"]) == ("stop_sequence", "END")
     [end] = [Delta(0, finish_reason="stop", stop_reason=257)]
@@ -132,11 +132,11 @@ def test_a_stop_sequence_is_named() -> None:
         ("nonsense", {}),
     ],
 )
-def test_arguments_are_an_object_whatever_the_model_wrote(text: str, found: Any) -> None:
+def test_parse_partial_arguments_always_returns_an_object(text: str, found: Any) -> None:
     assert parse_partial_arguments(text) == found
 
 
-def test_errors_have_the_types_of_their_statuses() -> None:
+def test_error_type_follows_the_http_status() -> None:
     made = [ApiError("m", status=status) for status in (400, 401, 403, 404, 405, 408, 413, 415, 500, 503)]
     kinds = [anthropic_envelope(error)["error"]["type"] for error in made]
     bad = "invalid_request_error"

@@ -36,12 +36,12 @@ def text(said: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("system", ["be brief", [text("be "), text("brief")]])
-def test_the_system_comes_first(system: Any) -> None:
+def test_system_prompt_becomes_the_first_message(system: Any) -> None:
     found = messages_of(*HI, system=system)
     assert found == [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
 
 
-def test_blocks_become_messages() -> None:
+def test_content_blocks_become_chat_messages() -> None:
     used = {"type": "tool_use", "id": "t1", "name": "find", "input": {"x": "é"}}
     found = messages_of(
         {"role": "user", "content": [text("a"), text("b")]},
@@ -72,18 +72,18 @@ def test_blocks_become_messages() -> None:
     ]
 
 
-def test_messages_of_one_role_stay_apart() -> None:
+def test_consecutive_messages_of_one_role_stay_separate() -> None:
     twice = [{"role": "assistant", "content": "a"}, {"role": "assistant", "content": [text("b")]}]
     assert [message["content"] for message in messages_of(*twice, *HI)] == ["a", "b", "hi"]
 
 
-def test_the_beginning_of_an_answer_is_continued() -> None:
+def test_final_assistant_message_is_continued() -> None:
     chat = chat_of(messages=[*HI, {"role": "assistant", "content": "Once"}])
     assert chat.continue_final_message
     assert not chat_of().continue_final_message
 
 
-def test_fields_become_those_of_a_chat() -> None:
+def test_messages_fields_become_chat_fields() -> None:
     schema = {"type": "object", "properties": {}}
     chat = chat_of(
         stop_sequences=["x", "y"], stream=True, temperature=0.5, top_p=0.9, top_k=5, seed=3,
@@ -105,7 +105,7 @@ def test_fields_become_those_of_a_chat() -> None:
 
 
 @pytest.mark.parametrize(("kind", "mode"), [("auto", "auto"), ("any", "required"), ("none", "none")])
-def test_choices_of_tools(kind: str, mode: str) -> None:
+def test_tool_choice_type_sets_the_chat_tool_mode(kind: str, mode: str) -> None:
     chat = chat_of(tools=[{"name": "f", "input_schema": {"type": "object"}}], tool_choice={"type": kind})
     assert (chat.choice.mode, chat.parallel_tool_calls) == (mode, True)
 
@@ -121,11 +121,11 @@ def test_choices_of_tools(kind: str, mode: str) -> None:
         (None, "low", "low"),
     ],
 )
-def test_how_much_to_think(thinking: Any, effort: str | None, becomes: str | None) -> None:
+def test_thinking_and_effort_set_reasoning_effort(thinking: Any, effort: str | None, becomes: str | None) -> None:
     assert chat_of(thinking=thinking, output_config={"effort": effort}).reasoning_effort == becomes
 
 
-def test_what_of_thinking_is_not_honoured_is_said() -> None:
+def test_thinking_options_are_mapped_or_give_a_warning() -> None:
     def said(thinks: bool, **thinking: Any) -> list[str]:
         request, _ = MessagesRequest.read({"messages": HI, "max_tokens": 9, "thinking": thinking})
         return request.thinking_warnings(thinks)
@@ -140,7 +140,7 @@ def test_what_of_thinking_is_not_honoured_is_said() -> None:
     assert chat_of(thinking={"type": "adaptive"}).include_reasoning is True
 
 
-def test_every_field_of_the_api_is_of_one_kind() -> None:
+def test_every_messages_api_field_has_exactly_one_category() -> None:
     own = {*MessagesRequest.model_fields}
     named = {*message_create_params.MessageCreateParamsBase.__annotations__, "stream", "temperature", "top_p", "top_k"}
     named |= {*beta_params.MessageCreateParamsBase.__annotations__, *MessageCountTokensParams.__annotations__}
@@ -152,7 +152,7 @@ def test_every_field_of_the_api_is_of_one_kind() -> None:
     assert {*CountRequest.model_fields} < own
 
 
-def test_what_only_chats_take_is_refused_and_not_ignored() -> None:
+def test_chat_only_fields_are_refused_and_not_ignored() -> None:
     for name in ChatRequest.model_fields:
         assert name in MessagesRequest.honoured() or name in TABLE.refused or name in TABLE.harmless, name
     assert refused(stop="x").param == "stop"
@@ -160,7 +160,7 @@ def test_what_only_chats_take_is_refused_and_not_ignored() -> None:
 
 
 @pytest.mark.parametrize("field", REFUSED)
-def test_what_is_refused_says_why(field: str) -> None:
+def test_refused_field_error_names_the_remedy(field: str) -> None:
     error = refused(**{field: {"asks": "for something"}})
     assert (error.param, error.code) == (field, "unsupported_parameter")
     assert REMEDIES[field] in error.message

@@ -48,7 +48,7 @@ def names(found: ApiKeys, *tokens: str) -> list[str | None]:
     return [key.name if (key := found.find(token.encode())) else None for token in tokens]
 
 
-def test_a_file_says_who_may_do_what(file: Path) -> None:
+def test_keys_file_gives_names_and_scopes(file: Path) -> None:
     made = ApiKeys(file)
     assert names(made, "token-of-ann", "token-of-bob", "token-of-an", "", "ann") == ["ann", "bob", None, None, None]
     bob = made.find(b"token-of-bob")
@@ -71,7 +71,7 @@ LINES = {
 
 
 @pytest.mark.parametrize("wrong", LINES.values(), ids=LINES)
-def test_a_file_that_is_wrong_is_refused_at_start_and_not_quoted(file: Path, wrong: str) -> None:
+def test_malformed_keys_file_is_refused_at_start_and_not_quoted(file: Path, wrong: str) -> None:
     file.write_text(line("first", "0") + wrong)
     with pytest.raises(ConfigError) as refused:
         ApiKeys.load(str(file), {})
@@ -81,7 +81,7 @@ def test_a_file_that_is_wrong_is_refused_at_start_and_not_quoted(file: Path, wro
     assert ("line 2" in said and "sha256:HEX" in said) or "twice" in said
 
 
-def test_files_that_are_no_keys_file(tmp_path: Path, file: Path) -> None:
+def test_unusable_keys_files_are_refused(tmp_path: Path, file: Path) -> None:
     for path, why in (
         (tmp_path / "nothing", "No such file"),
         (tmp_path, "must be a file"),
@@ -101,7 +101,7 @@ def test_files_that_are_no_keys_file(tmp_path: Path, file: Path) -> None:
         ApiKeys.load(str(file), {})
 
 
-def test_the_environment_has_keys_of_both_scopes(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_environment_variables_give_keys_of_both_scopes(file: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert ApiKeys.load(None, {}) is None
     given = {"AERIE_API_KEY": "first-key-of-many, second-key-of-many", "AERIE_ADMIN_API_KEY": "short"}
     found = keys_from_environment(given)
@@ -123,7 +123,7 @@ def test_the_environment_has_keys_of_both_scopes(file: Path, caplog: pytest.LogC
         ApiKeys.load(str(file), {"AERIE_API_KEY": "token-of-ann"})
 
 
-def test_keys_come_and_go_without_a_restart(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_changed_keys_file_is_reloaded_without_a_restart(file: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "cluster.api.core.api_keys")
     clock = Clock()
     made = ApiKeys(file, clock=clock)
@@ -145,7 +145,7 @@ def test_keys_come_and_go_without_a_restart(file: Path, caplog: pytest.LogCaptur
     assert len(caplog.records) == 3, "a file that has not changed is not read again"
 
 
-def test_a_file_of_the_same_size_and_time_is_a_new_one_too(file: Path) -> None:
+def test_changed_keys_file_of_same_size_and_mtime_is_reloaded(file: Path) -> None:
     clock = Clock()
     made = ApiKeys(file, clock=clock)
     facts = file.stat()
@@ -157,7 +157,7 @@ def test_a_file_of_the_same_size_and_time_is_a_new_one_too(file: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["broken", "gone", "unreadable", "everyone's"])
-def test_a_new_file_that_cannot_be_read_leaves_the_keys_as_they_were(
+def test_unreadable_new_keys_file_leaves_the_keys_unchanged(
     file: Path, how: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock()
@@ -186,7 +186,7 @@ def test_a_new_file_that_cannot_be_read_leaves_the_keys_as_they_were(
 
 
 @pytest.mark.parametrize("token", ["key-0", "key-7", "key-19", "none of them", ""])
-def test_every_check_compares_with_every_key(tmp_path: Path, token: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_find_compares_a_token_with_every_key(tmp_path: Path, token: str, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "keys"
     file.write_text("".join(line(f"name{at}", f"key-{at}") for at in range(20)))
     made, compared = ApiKeys(file), []
@@ -202,7 +202,7 @@ def test_every_check_compares_with_every_key(tmp_path: Path, token: str, monkeyp
     assert len(set(compared)) == 20
 
 
-def test_neither_a_key_nor_its_hash_is_shown() -> None:
+def test_repr_shows_neither_key_nor_hash() -> None:
     key = ApiKey("ann", "use", digest_of(b"secret"))
     made = ApiKeys(None, [key])
     for text in (repr(key), str(key), str(made), f"{[key]}"):
@@ -210,7 +210,7 @@ def test_neither_a_key_nor_its_hash_is_shown() -> None:
     assert str(made) == "ann (use)"
 
 
-def test_salts_differ_by_key_and_by_what_the_client_says() -> None:
+def test_cache_salts_differ_by_api_key_and_client_salt() -> None:
     ann, bob = (ApiKey(name, "use", digest_of(name.encode())) for name in ("ann", "bob"))
     assert cache_salt(None, None) == 0, "without keys and without a salt all requests share"
     salts = [cache_salt(key, said) for key in (None, ann, bob) for said in (None, "a", "b", "\ud800")]
@@ -227,7 +227,7 @@ def test_salts_differ_by_key_and_by_what_the_client_says() -> None:
         ("10.0.0.7", False), ("example.org", False), ("localhost.example.org", False), ("", False), (None, False),
     ],
 )  # fmt: skip
-def test_beyond_loopback_there_are_keys_or_an_explicit_word(host: str | None, loopback: bool) -> None:
+def test_check_exposure_beyond_loopback_needs_keys_or_explicit_setting(host: str | None, loopback: bool) -> None:
     assert is_loopback(host) == loopback
     check_exposure(host, ApiKeys(None, [ApiKey("ann", "use", b"")]), allow_unauthenticated=False)
     check_exposure(host, None, allow_unauthenticated=True)

@@ -60,7 +60,7 @@ ASKED: dict[str, tuple[dict[str, Any], str, Grammar]] = {
 
 
 @pytest.mark.parametrize("name", ASKED)
-def test_what_is_asked(name: str) -> None:
+def test_constraint_of_reads_every_output_format_field(name: str) -> None:
     body, field, grammar = ASKED[name]
     found = constraint_of({"model": "m", "messages": [], **body})
     assert found is not None and found.grammar == grammar
@@ -79,7 +79,7 @@ def test_what_is_asked(name: str) -> None:
         {"guided_choice": [], "guided_json_object": False},
     ],
 )
-def test_nothing_is_asked(body: dict[str, Any]) -> None:
+def test_constraint_of_returns_none_for_empty_or_text_formats(body: dict[str, Any]) -> None:
     assert constraint_of(body) is None
 
 
@@ -108,7 +108,7 @@ def test_nothing_is_asked(body: dict[str, Any]) -> None:
         ({"structural_tag": 1}, "structural_tag", "an object", "invalid_type"),
     ],
 )
-def test_malformed_fields_are_named(body: dict[str, Any], field: str, words: str, code: str) -> None:
+def test_malformed_format_fields_are_refused_by_name(body: dict[str, Any], field: str, words: str, code: str) -> None:
     with pytest.raises(ApiError) as error:
         constraint_of(body)
     assert (error.value.status, error.value.param, error.value.code) == (400, field, code)
@@ -124,7 +124,7 @@ def test_malformed_fields_are_named(body: dict[str, Any], field: str, words: str
         {"response_format": {"type": "json_object"}, "structured_outputs": {"json_object": True}},
     ],
 )
-def test_two_at_once_are_refused_and_both_named(body: dict[str, Any]) -> None:
+def test_two_constraints_in_a_request_are_refused_and_both_named(body: dict[str, Any]) -> None:
     with pytest.raises(ApiError) as error:
         constraint_of(body)
     found = [name for name in body if name in error.value.message]
@@ -132,7 +132,7 @@ def test_two_at_once_are_refused_and_both_named(body: dict[str, Any]) -> None:
     assert error.value.status == 400 and (found == list(body) or all(name in error.value.message for name in inner))
 
 
-def test_a_grammar_that_is_not_honoured_is_a_400_that_names_the_field() -> None:
+def test_grammar_error_becomes_a_400_that_names_the_field() -> None:
     error = invalid_value("guided_json", str(GrammarError("#: the keyword 'not' is not enforced; leave it out")))
     assert (error.status, error.param, error.code) == (400, "guided_json", "invalid_value")
     assert error.message == "guided_json: #: the keyword 'not' is not enforced; leave it out"

@@ -13,7 +13,7 @@ from cluster.grammar.asked import Grammar
 from cluster.grammar.compiler import CompilerError
 
 
-def test_a_machine_too_busy_to_compile_is_an_overload_that_may_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_busy_grammar_compiler_gives_a_retryable_overloaded_error(monkeypatch: pytest.MonkeyPatch) -> None:
     class Busy:
         async def compile(self, grammar: Grammar) -> str:
             raise CompilerError("this machine is too busy to compile it; try again")

@@ -68,14 +68,14 @@ def all_of(engine: Engine, asked: list[Request]) -> dict[int, list[int]]:
         (128, 20, {"max_running_requests": 8, "max_queue_wait_s": 5}),
     ],
 )
-def test_a_call_may_be_larger_than_the_queue(count: int, prompt: int, settings: dict[str, Any]) -> None:
+def test_call_with_more_requests_than_the_queue_completes(count: int, prompt: int, settings: dict[str, Any]) -> None:
     engine = Engine(**settings)
     found = all_of(engine, requests(count, prompt))
     assert found == {at: [0, 1, 2] for at in range(count)}
     assert engine.open == 0 and (count == 1 or engine.refused), "otherwise nothing had to wait"
 
 
-def test_a_call_of_which_nothing_is_taken_is_refused() -> None:
+def test_call_is_refused_when_none_of_its_requests_is_admitted() -> None:
     async def whole() -> None:
         engine = Engine(pace_s=0.2, max_queued_requests=2)
         others = [asyncio.create_task(_drain(engine, one)) for one in requests(2, 40)]
@@ -94,7 +94,7 @@ async def _drain(engine: Engine, request: Request) -> None:
         pass
 
 
-def test_a_call_whose_rest_finds_the_queue_full_of_others_ends_refused() -> None:
+def test_call_ends_refused_when_its_remaining_requests_find_a_full_queue() -> None:
     """When all that were taken are over; nothing hangs."""
 
     async def whole() -> None:
@@ -108,7 +108,7 @@ def test_a_call_whose_rest_finds_the_queue_full_of_others_ends_refused() -> None
     assert refused.value.code == "overloaded"
 
 
-def test_closing_it_aborts_those_that_run_and_those_that_wait() -> None:
+def test_closing_merge_outputs_aborts_running_and_waiting_requests() -> None:
     async def whole() -> Engine:
         engine = Engine(max_queued_requests=1)
         outputs = merge_outputs(engine, requests(6, 40))  # type: ignore[arg-type]

@@ -59,22 +59,22 @@ def result(name: str) -> dict[str, Any]:
         (LAST_ALONE, ("system", "system"), "[BASE\n\nRULE]U:hi;"),
     ],
 )
-def test_no_text_of_the_systems_is_lost(template: str, roles: tuple[str, str], prompt: str) -> None:
+def test_all_system_messages_reach_the_prompt(template: str, roles: tuple[str, str], prompt: str) -> None:
     messages = [said(roles[0], "BASE"), said(roles[1], "RULE"), said("user", "hi")]
     assert through(template, messages) == (prompt, [])
 
 
-def test_what_is_lost_in_every_form_is_said() -> None:
+def test_system_message_dropped_by_the_template_gives_a_warning() -> None:
     text, warnings = through(NO_SYSTEM, [said("system", "BASE"), said("user", "hi"), said("system", "hi")])
     assert text == "hi;"
     assert warnings == ["messages: this model's chat template leaves out 1 of role system or developer"]
 
 
-def test_a_message_of_the_systems_that_is_trimmed_or_empty_is_none_that_is_lost() -> None:
+def test_blank_system_message_gives_no_warning() -> None:
     assert through(LAST_ALONE, [said("system", " \n"), said("user", "hi")]) == ("[ \n]U:hi;", [])
 
 
-def test_two_calls_in_one_message_are_sent_as_two_with_their_results() -> None:
+def test_parallel_tool_calls_are_split_with_their_results() -> None:
     messages = [
         said("user", "hi"),
         {**said("assistant", "I look. "), "tool_calls": [call("a"), call("b"), call("c")]},
@@ -91,13 +91,13 @@ def test_two_calls_in_one_message_are_sent_as_two_with_their_results() -> None:
     assert [len(each.get("tool_calls", ())) for each in split_parallel_calls(without)] == [0, 1, 1, 1, 0]
 
 
-def test_what_is_refused_in_every_form_is_refused_as_it_came() -> None:
+def test_template_error_is_that_of_the_original_messages() -> None:
     template = "{{ raise_exception(messages | length) }}"
     with pytest.raises(TemplateError, match="3"):
         through(template, [said("system", "a"), said("system", "b"), said("user", "c")])
 
 
-def test_gpt_oss_takes_back_what_it_thought_said_and_called() -> None:
+def test_gpt_oss_prompt_contains_reasoning_text_and_tool_call() -> None:
     answer = ChatMessage.model_validate(
         {
             "role": "assistant",

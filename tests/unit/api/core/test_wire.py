@@ -23,20 +23,20 @@ VALUES = st.recursive(
 @given(
     value=st.dictionaries(st.text(), VALUES, max_size=5), ascii_only=st.booleans(), indent=st.sampled_from([None, 2])
 )
-def test_good_json_comes_through(value: dict[str, Any], ascii_only: bool, indent: int | None) -> None:
+def test_parse_body_returns_valid_json_objects(value: dict[str, Any], ascii_only: bool, indent: int | None) -> None:
     assert parse_body(json.dumps(value, ensure_ascii=ascii_only, indent=indent).encode()) == value
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(body=st.binary(max_size=60) | st.text(st.sampled_from('{}[]":,\\0e-.tn'), max_size=60).map(str.encode))
-def test_anything_else_is_a_400(body: bytes) -> None:
+def test_parse_body_answers_invalid_json_with_400(body: bytes) -> None:
     try:
         assert isinstance(parse_body(body), dict)
     except ApiError as error:
         assert (error.status, error.code) == (400, "invalid_json")
 
 
-def test_depth_is_counted_outside_strings() -> None:
+def test_nesting_depth_is_counted_outside_strings() -> None:
     deep = '{"a":' * MAX_DEPTH + '"' + "[{" * 500 + '\\""' + "}" * MAX_DEPTH
     assert parse_body(deep.encode())
     with pytest.raises(ApiError, match="nested deeper"):
@@ -44,7 +44,7 @@ def test_depth_is_counted_outside_strings() -> None:
 
 
 @pytest.mark.parametrize("unit", ['"', '\\"', '"\\', "[]", '""', "\\", '"a', "{}"])
-def test_a_megabyte_of_anything_is_quick(unit: str) -> None:
+def test_parse_body_refuses_an_invalid_megabyte_quickly(unit: str) -> None:
     body = (unit * ((1 << 20) // len(unit))).encode()
     started = time.process_time()
     with pytest.raises(ApiError):

@@ -6,7 +6,7 @@ from cluster.api.http import middleware
 from cluster.api.http.middleware import DRAIN_LEASE_S, Drain
 
 
-def test_who_is_heard_no_more_was_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drain_ends_when_its_lease_is_not_renewed(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(middleware.time, "monotonic", lambda: now)
     one = Drain()

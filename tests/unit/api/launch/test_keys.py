@@ -28,7 +28,7 @@ def scope_of(file: Path, token: str) -> str | None:
     return found and f"{found.name} {found.scope}"
 
 
-def test_from_the_first_key_to_the_last(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_keys_are_created_listed_and_removed(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ann = created(capsys, str(file), "ann")
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert ann.startswith("sk-aerie-") and len(ann) == len("sk-aerie-") + 43, "256 random bits"
@@ -58,7 +58,7 @@ def test_from_the_first_key_to_the_last(file: Path, capsys: pytest.CaptureFixtur
         (["create", "/no/such/folder/file", "ann"], "No such file"),
     ],
 )
-def test_what_cannot_be_done_is_said_and_changes_nothing(
+def test_failed_keys_command_reports_the_error_and_changes_nothing(
     file: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
 ) -> None:
     created(capsys, str(file), "ann")
@@ -68,7 +68,7 @@ def test_what_cannot_be_done_is_said_and_changes_nothing(
     assert file.read_text() == before and list(file.parent.iterdir()) == [file]
 
 
-def test_a_broken_file_is_not_made_worse(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_keys_create_leaves_a_malformed_file_unchanged(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file.write_text("sk-aerie-a-key-in-the-wrong-place\n")
     assert main(["keys", "create", str(file), "ann"]) == 2
     err = capsys.readouterr().err
@@ -76,7 +76,7 @@ def test_a_broken_file_is_not_made_worse(file: Path, capsys: pytest.CaptureFixtu
     assert file.read_text() == "sk-aerie-a-key-in-the-wrong-place\n"
 
 
-def test_who_change_it_at_once_lose_nothing_and_readers_never_see_half(file: Path) -> None:
+def test_concurrent_changes_lose_no_key_and_readers_see_complete_files(file: Path) -> None:
     command.create(file, "first", "use")
     stop, broken = threading.Event(), []
 

@@ -12,7 +12,7 @@ def parts(*overrides: str) -> int:
     return EngineConfig.from_kwargs({"model_path": "m", **given}).ep_size
 
 
-def test_a_switch_of_vllm_stays_one() -> None:
+def test_last_override_of_expert_parallelism_wins() -> None:
     assert parts("enable_expert_parallel=true") == 2
     assert parts("ep_size=2", "engine_kwargs.enable_expert_parallel=false") == 1
     assert parts("enable_expert_parallel=false", "ep_size=2") == 2
@@ -23,7 +23,7 @@ def name_of(folder: Path) -> str:
     return str(llm_entry(apply_overrides({}, [("model_source", str(folder))]))["model_loading_config"]["model_id"])
 
 
-def test_a_model_is_served_under_its_folders_name_or_that_of_the_hub(tmp_path: Path) -> None:
+def test_default_model_id_is_the_folder_name_or_the_hub_name(tmp_path: Path) -> None:
     assert name_of(tmp_path / "Llama-3.2-1B") == "Llama-3.2-1B"
     assert name_of(tmp_path / "models--meta-llama--Llama-3.2-1B" / "snapshots" / "5f0b") == "meta-llama/Llama-3.2-1B"
     assert name_of(tmp_path / "models--gpt2" / "snapshots" / "5f0b") == "gpt2"

@@ -25,14 +25,14 @@ def closed() -> str:
         lambda: "not an address",
     ],
 )
-def test_nobody_answers(address: Callable[[], str]) -> None:
+def test_unreachable_ray_address_is_refused_by_name(address: Callable[[], str]) -> None:
     named = address()
     with pytest.raises(ConfigError, match=r"no Ray cluster answers at .* \(--address or RAY_ADDRESS\): ") as refused:
         check_alive(named)
     assert named in str(refused.value)
 
 
-def test_who_takes_connections_and_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_alive_does_not_wait_for_a_silent_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_ray, "ANSWER_TIMEOUT_S", 0.5)
     with socket.create_server(("", 0)) as silent:
         with pytest.raises(ConfigError, match=r"DEADLINE_EXCEEDED|UNAVAILABLE"):
@@ -40,6 +40,6 @@ def test_who_takes_connections_and_says_nothing_is_not_waited_for(monkeypatch: p
         check_alive(f"ray://127.0.0.1:{silent.getsockname()[1]}")
 
 
-def test_what_only_ray_can_find_is_left_to_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unresolved_auto_address_is_left_to_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_ray, "canonicalize_bootstrap_address", lambda _: None)
     check_alive("auto")

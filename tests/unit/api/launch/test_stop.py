@@ -46,20 +46,20 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     [GetTimeoutError(), ActorUnavailableError("", None), RuntimeError()],
     ids=lambda error: type(error).__name__,
 )
-def test_a_replica_that_does_not_answer_is_asked_again(silent: Exception) -> None:
+def test_drain_asks_an_unresponsive_replica_again(silent: Exception) -> None:
     front, said = Front([silent], [silent, 0], [3, 0], [0, 0]), []  # type: ignore[var-annotated]
     drain(front, "aerie", 60.0, said.append)
     assert front.told == ["drain"] * 4
     assert said and "draining" in said[0]
 
 
-def test_a_replica_that_is_dead_has_no_calls() -> None:
+def test_drain_does_not_wait_for_a_dead_replica() -> None:
     front = Front([ActorDiedError(), 0])
     drain(front, "aerie", 60.0, print)
     assert front.told == ["drain"]
 
 
-def test_calls_that_are_open_at_the_timeout_are_ended() -> None:
+def test_drain_ends_open_calls_at_the_timeout() -> None:
     front, said = Front([GetTimeoutError()]), []  # type: ignore[var-annotated]
     drain(front, "aerie", 0.05, said.append)
     assert "end_streams" in front.told
@@ -110,16 +110,14 @@ print("asked", again.stop_requested)
 """
 
 
-def test_a_signal_while_ray_starts_waits_for_our_handler() -> None:
+def test_signal_during_ray_start_waits_for_our_handler() -> None:
     """In a process of its own: threads that others started here could take the signal."""
     ran = subprocess.run([sys.executable, "-c", HELD], capture_output=True, text=True, timeout=60)
     assert (ran.returncode, ran.stdout) == (0, "asked False\nasked True\nasked True\n"), ran.stderr
 
 
 @pytest.mark.parametrize(("second", "status"), [(signal.SIGTERM, "143"), (signal.SIGINT, "130")])
-def test_the_first_signal_asks_and_the_second_ends_whatever_fails(
-    signals: StopSignals, second: int, status: str
-) -> None:
+def test_first_signal_requests_stop_and_second_ends_the_process(signals: StopSignals, second: int, status: str) -> None:
     def fails() -> None:
         raise RuntimeError("Ray is half gone")
 
@@ -135,7 +133,7 @@ def test_the_first_signal_asks_and_the_second_ends_whatever_fails(
         time.sleep(5)
 
 
-def test_ray_ends_whatever_serve_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_is_shut_down_even_when_serve_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any) -> None:
         raise RuntimeError("the controller is gone")
 
@@ -152,7 +150,7 @@ def test_ray_ends_whatever_serve_says(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ended == ["stopped", "disconnected"]
 
 
-def test_a_start_that_is_stopped_does_not_wait_for_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shutdown_skips_serve_when_not_graceful(monkeypatch: pytest.MonkeyPatch) -> None:
     """Serve would wait until its replica, which loads a model, has started."""
     monkeypatch.setattr(serve_command.ray, "is_initialized", lambda: True)
     ended: list[str] = []

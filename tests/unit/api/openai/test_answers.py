@@ -20,7 +20,7 @@ from cluster.api.openai.answers import token_offsets
         ("", ["<s>"], [0]),
     ],
 )
-def test_offsets(text: str, tokens: list[str | bytes], expected: list[int]) -> None:
+def test_token_offsets_give_the_start_of_each_token(text: str, tokens: list[str | bytes], expected: list[int]) -> None:
     raw = [token if isinstance(token, bytes) else token.encode() for token in tokens]
     found = token_offsets(text, raw)
     assert found == expected

@@ -48,13 +48,13 @@ SAID = {
 THOUGHT = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}
 
 
-def test_a_text_is_a_message_of_the_user_after_the_instructions() -> None:
+def test_input_text_becomes_a_user_message_after_the_instructions() -> None:
     assert messages_of() == [{"role": "user", "content": "hi"}]
     said = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
     assert messages_of(instructions="be brief") == said
 
 
-def test_the_items_of_a_turn_are_one_message() -> None:
+def test_items_of_an_assistant_turn_become_one_message() -> None:
     other = {**CALL, "call_id": "c2", "name": "ask", "arguments": "{}"}
     results = [
         {"type": "function_call_output", "call_id": "c1", "output": "one"},
@@ -76,7 +76,7 @@ def test_the_items_of_a_turn_are_one_message() -> None:
     ]
 
 
-def test_turns_that_follow_one_another_stay_apart() -> None:
+def test_consecutive_assistant_turns_stay_separate() -> None:
     found = messages_of(input=[SAID, SAID, CALL, THOUGHT, CALL, {"type": "reasoning", "summary": []}, SAID])
     outline = [[*message] for message in found]
     assert outline == [
@@ -87,12 +87,12 @@ def test_turns_that_follow_one_another_stay_apart() -> None:
     ]
 
 
-def test_a_summary_stands_for_thoughts_that_are_not_there() -> None:
+def test_reasoning_summary_replaces_missing_reasoning_content() -> None:
     summary = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "in short"}], "content": None}
     assert messages_of(input=[summary, SAID])[0]["reasoning_content"] == "in short"
 
 
-def test_fields_become_those_of_a_chat() -> None:
+def test_response_fields_become_chat_fields() -> None:
     tool = {"name": "find", "description": "d", "parameters": {"type": "object"}, "strict": True}
     schema = {"name": "p", "schema": {"type": "object"}, "strict": True}
     chat = chat_of(
@@ -113,7 +113,7 @@ def test_fields_become_those_of_a_chat() -> None:
     assert plain == ChatRequest.read({"messages": [{"role": "user", "content": "hi"}], "tool_choice": "auto"})[0]
 
 
-def test_allowed_tools_limit_the_choice() -> None:
+def test_allowed_tools_limit_the_callable_tools() -> None:
     tools = [{"type": "function", "name": name} for name in "abc"]
     choice = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "b"}]}
     chat = chat_of(tools=tools, tool_choice=choice)
@@ -122,11 +122,11 @@ def test_allowed_tools_limit_the_choice() -> None:
 
 
 @pytest.mark.parametrize("form", [{"type": "text"}, {"type": "json_object"}])
-def test_forms_without_a_schema_go_through(form: dict[str, Any]) -> None:
+def test_text_formats_without_a_schema_pass_unchanged(form: dict[str, Any]) -> None:
     assert chat_of(text={"format": form, "verbosity": "medium"}).response_format == form
 
 
-def test_every_field_of_the_api_is_of_one_kind() -> None:
+def test_every_responses_api_field_has_exactly_one_category() -> None:
     own = {*ResponseRequest.model_fields}
     named = {*ResponseCreateParamsStreaming.__annotations__}
     for base in ResponseCreateParamsStreaming.__orig_bases__:  # type: ignore[attr-defined]
@@ -139,7 +139,7 @@ def test_every_field_of_the_api_is_of_one_kind() -> None:
     assert {*get_args(IncludeOption)} == {*get_args(ResponseIncludable)}
 
 
-def test_what_only_chats_take_is_refused_and_not_ignored() -> None:
+def test_chat_only_fields_are_refused_and_not_ignored() -> None:
     for name in ChatRequest.model_fields:
         assert name in ResponseRequest.honoured() or name in TABLE.refused or name in TABLE.harmless, name
     assert refused(n=2).param == "n"
@@ -148,7 +148,7 @@ def test_what_only_chats_take_is_refused_and_not_ignored() -> None:
 
 
 @pytest.mark.parametrize("field", REFUSED)
-def test_what_is_refused_says_why(field: str) -> None:
+def test_refused_field_error_names_the_remedy(field: str) -> None:
     error = refused(**{field: {"asks": "for something"}})
     assert (error.param, error.code) == (field, "unsupported_parameter")
     assert REMEDIES[field] in error.message
@@ -156,7 +156,7 @@ def test_what_is_refused_says_why(field: str) -> None:
         chat_of(**{field: neutral})
 
 
-def test_errors_name_the_field_that_was_sent() -> None:
+def test_translated_errors_name_the_field_of_the_request_body() -> None:
     origins = Origins({"messages": "input", "messages.2": "input.5", "messages.2.tool_calls.0.function": "input.6"})
     assert origins.body_path("messages") == "input"
     assert origins.body_path("messages.2.role") == "input.5.role"

@@ -16,7 +16,7 @@ from cluster.api.openai.responses.request import ResponseRequest
 from cluster.api.openai.responses.shape import ResponseFormatter
 from cluster.chat.events import CallArguments, CallStarted, Event, ReasoningPiece, TextPiece
 from cluster.request import FinishReason
-from tests.api.test_other_apis import named
+from tests.api.test_responses_and_messages import named
 from tests.unit.chat.random_answers import about, answers, steps
 
 OFFICIAL: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
@@ -38,7 +38,7 @@ def shape_of(**body: Any) -> ResponseFormatter:
 @pytest.mark.parametrize(
     "of", [lambda call: ResponseFormatter(ResponseRequest.read({"input": "hi"})[0], call), MessageFormatter]
 )
-def test_a_shape_does_not_refer_to_its_call(of: Callable[[GenerateCall], Any]) -> None:
+def test_formatter_keeps_no_reference_to_its_call(of: Callable[[GenerateCall], Any]) -> None:
     """The call refers to its shape: a cycle would keep the tokens of a prompt until the next garbage collection."""
     call = about("resp_1")
     assert all(value is not call for value in vars(of(call)).values())
@@ -53,7 +53,7 @@ def streamed(shape: ResponseFormatter, deltas: list[Delta]) -> list[dict[str, An
     return [data for _, data in found]
 
 
-def test_a_scripted_answer_is_streamed_so() -> None:
+def test_scripted_answer_streams_the_exact_events() -> None:
     found = streamed(shape_of(), steps(EVENTS))
     short = []
     for data in found:
@@ -98,7 +98,7 @@ def test_a_scripted_answer_is_streamed_so() -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(events=answers(), each=st.integers(1, 5), finish=st.sampled_from(["stop", "length"]))
-def test_the_stream_adds_up_to_the_whole(events: list[Event], each: int, finish: FinishReason) -> None:
+def test_streamed_events_add_up_to_the_complete_response(events: list[Event], each: int, finish: FinishReason) -> None:
     deltas = steps(events, each, finish)
     whole = shape_of().body(deltas)
     Response.model_validate(whole)
@@ -144,7 +144,7 @@ ASKED: dict[str, Any] = {
 }
 
 
-def test_what_was_asked_for_is_in_the_response() -> None:
+def test_response_repeats_the_requested_fields() -> None:
     body = shape_of(**ASKED).body(steps([TextPiece("x")]))
     same = {name for name in ASKED if name not in ("text", "include")}
     assert {name: body[name] for name in same} == {name: ASKED[name] for name in same}
@@ -155,7 +155,7 @@ def test_what_was_asked_for_is_in_the_response() -> None:
 
 
 @pytest.mark.parametrize("choice", ["none", {"type": "allowed_tools", "mode": "auto", "tools": [ASKED["tool_choice"]]}])
-def test_choices_of_tools_are_repeated_as_they_were(choice: Any) -> None:
+def test_response_repeats_the_tool_choice_unchanged(choice: Any) -> None:
     body = shape_of(tools=ASKED["tools"], tool_choice=choice).body(steps([]))
     assert body["tool_choice"] == choice
     assert Response.model_validate(body).output_text == ""

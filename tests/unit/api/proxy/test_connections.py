@@ -105,7 +105,7 @@ def post(offer: str, *, length: str = "Content-Length: 3", version: str = "1.1")
         ("Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\n", []),  # RFC 6455: by GET alone
     ],
 )
-def test_the_body_of_a_request_with_an_offer_is_read(offer: str, left: list[str]) -> None:
+def test_body_of_request_with_upgrade_header_is_read(offer: str, left: list[str]) -> None:
     chunked = post(offer, length="Transfer-Encoding: chunked")
     for parts in (
         [post(offer) + b"abc" + LAST],
@@ -118,17 +118,17 @@ def test_the_body_of_a_request_with_an_offer_is_read(offer: str, left: list[str]
         assert said == [["POST", "/p", "abc", *left], ["GET", "/last", "", "close"]], parts
 
 
-def test_one_chunk_may_hold_many_offers() -> None:
+def test_single_write_may_contain_many_upgrade_requests() -> None:
     said = answers(post(OFFER, length="Content-Length: 0") * 1500 + LAST)
     assert sum(isinstance(line, list) for line in said) == 1501
 
 
-def test_what_is_no_request_is_still_refused() -> None:
+def test_invalid_http_requests_get_status_400() -> None:
     assert answers(b"CONNECT x:80 HTTP/1.1\r\nHost: x\r\n\r\n")[0].startswith(b"HTTP/1.1 400")
     assert answers(post(OFFER) + b"abcd\r\n")[-1].startswith(b"HTTP/1.1 400")
 
 
-def test_a_websocket_is_still_offered_to_the_application() -> None:
+def test_websocket_upgrade_reaches_the_application() -> None:
     key = "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n"
     get = f"GET /ws HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n{key}\r\n"
     seen: list[str] = []
@@ -148,7 +148,7 @@ def test_a_websocket_is_still_offered_to_the_application() -> None:
     assert seen == ["websocket"]
 
 
-def test_who_has_sent_all_gets_the_answer_and_the_end_of_the_connection() -> None:
+def test_half_closed_client_gets_its_answer_and_connection_close() -> None:
     async def talk(app: Server, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
         app.go.clear()
         writer.write(post("") + b"abc")
@@ -166,7 +166,7 @@ def test_who_has_sent_all_gets_the_answer_and_the_end_of_the_connection() -> Non
 
 
 @pytest.mark.parametrize("sent", [post("") + b"abc", post("") + b"ab"])
-def test_who_has_left_altogether_is_noticed(sent: bytes) -> None:
+def test_client_disconnect_is_detected(sent: bytes) -> None:
     async def talk(app: Server, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         app.go.clear()
         writer.write(sent)
@@ -182,7 +182,7 @@ def test_who_has_left_altogether_is_noticed(sent: bytes) -> None:
     served(talk)
 
 
-def test_half_a_request_is_not_waited_for() -> None:
+def test_incomplete_request_of_half_closed_client_gets_no_answer() -> None:
     async def talk(app: Server, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
         writer.write(post("") + b"ab")
         writer.write_eof()

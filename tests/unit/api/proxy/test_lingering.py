@@ -43,20 +43,20 @@ def body(count: int, last: bool = True) -> list[Message]:
     return [*more, {"type": "http.request", "body": b""}] if last else more
 
 
-def test_the_answer_is_whole_before_the_rest_is_read() -> None:
+def test_early_answer_is_sent_and_remaining_body_is_read() -> None:
     sent, left = answered(early, body(5))
     assert left == 0
     assert [message.get("body") for message in sent] == [None, b"too long", b""]
     assert [message.get("more_body") for message in sent[1:]] == [True, False]
 
 
-def test_nothing_changes_where_the_body_was_read() -> None:
+def test_answer_is_unchanged_when_the_body_was_read() -> None:
     sent, _ = answered(late, body(3))
     assert sent[1:] == [{"type": "http.response.body", "body": b"too long"}]
 
 
 @pytest.mark.parametrize("end", [{"type": "http.disconnect"}, None])
-def test_a_client_that_leaves_or_sends_no_more_is_not_waited_for(
+def test_lingering_ends_when_the_client_disconnects_or_sends_nothing(
     monkeypatch: pytest.MonkeyPatch, end: Message | None
 ) -> None:
     monkeypatch.setattr(lingering, "LINGER_S", 0.05)
@@ -64,6 +64,6 @@ def test_a_client_that_leaves_or_sends_no_more_is_not_waited_for(
     assert left == 0 and sent[-1] == {"type": "http.response.body", "body": b"", "more_body": False}
 
 
-def test_not_all_of_an_endless_body_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lingering_stops_reading_an_endless_body_at_linger_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lingering, "LINGER_BYTES", 45)
     assert answered(early, body(100))[1] == 96

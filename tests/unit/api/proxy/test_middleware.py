@@ -52,7 +52,7 @@ def envelope(sent: list[Any]) -> Any:
 @pytest.mark.parametrize(
     ("status", "code"), [(404, "not_found"), (408, "request_timeout"), (503, "engine_unhealthy"), (500, "replica_lost")]
 )
-def test_plain_text_becomes_json(status: int, code: str) -> None:
+def test_plain_text_errors_become_json_errors(status: int, code: str) -> None:
     plain = [(b"content-type", b"text/plain; charset=utf-8"), (b"x-request-id", b"abc")]
     sent, _ = ask([{"type": START, "status": status, "headers": plain}, {"type": BODY, "body": b"Oh no /secret"}])
     assert (sent[0]["status"], len(sent)) == (status, 2)
@@ -62,7 +62,7 @@ def test_plain_text_becomes_json(status: int, code: str) -> None:
 
 
 @pytest.mark.parametrize(("path", "root"), [("/-/routes", ""), ("/two/-/routes", "/two")])
-def test_the_page_that_names_the_applications_is_not_served(path: str, root: str) -> None:
+def test_routes_page_of_serve_is_not_served(path: str, root: str) -> None:
     named = [{"type": START, "status": 200, "headers": []}, {"type": BODY, "body": b'{"/": "secret"}'}]
     for raw in (path.encode(), path.replace("r", "%72").encode()):  # Serve looks at the decoded path
         sent, _ = ask(named, path=path, raw_path=raw, root_path=root)
@@ -71,7 +71,7 @@ def test_the_page_that_names_the_applications_is_not_served(path: str, root: str
     assert sent == named
 
 
-def test_what_is_no_error_or_is_json_passes() -> None:
+def test_successful_and_json_answers_pass_unchanged() -> None:
     for status, kind in ((200, b"text/plain"), (400, b"application/json"), (200, b"text/event-stream")):
         messages = [
             {"type": START, "status": status, "headers": [(b"content-type", kind)]},
@@ -81,7 +81,7 @@ def test_what_is_no_error_or_is_json_passes() -> None:
         assert ask(messages)[0] == messages
 
 
-def test_no_answer_becomes_503() -> None:
+def test_missing_answer_becomes_503() -> None:
     sent, _ = ask([])
     assert (sent[0]["status"], envelope(sent)["code"]) == (503, "replica_lost")
     sent, _ = ask([], error=RuntimeError("the proxy failed"))
@@ -118,7 +118,7 @@ def ended_by(
     return sent
 
 
-def test_a_timeout_of_serve_is_said_with_its_limit_and_is_no_loss() -> None:
+def test_serve_timeout_error_names_its_limit_and_is_not_replica_lost() -> None:
     begun = {"type": BODY, "body": b"data: {}\n\n", "more_body": True}
     own = [(b"x-request-timeout-seconds", b"4")]
     for headers, setting in ([], "http_options.request_timeout_s"), (own, "x-request-timeout-seconds"):
@@ -135,7 +135,7 @@ def test_a_timeout_of_serve_is_said_with_its_limit_and_is_no_loss() -> None:
 
 
 @pytest.mark.parametrize("status", SHED)
-def test_a_full_queue_of_serve_is_told_apart_from_no_replica(status: int) -> None:
+def test_full_serve_queue_is_distinguished_from_missing_replicas(status: int) -> None:
     sent = ended_by(BackPressureError(7, 7, status, None), None)
     assert sent[0]["status"] == status and (b"retry-after", b"1") in sent[0]["headers"]
     error = envelope(sent)
@@ -147,7 +147,7 @@ def test_a_full_queue_of_serve_is_told_apart_from_no_replica(status: int) -> Non
 
 
 @pytest.mark.parametrize("path", ["/health", "/llm/one/ready"])
-def test_health_that_serve_sheds_is_what_serve_knows(path: str) -> None:
+def test_shed_health_check_gets_the_status_of_serve_healthz(path: str) -> None:
     for method in ("GET", "HEAD"):
         for status in SHED:
             full = BackPressureError(7, 7, status, None)
@@ -161,7 +161,7 @@ def test_health_that_serve_sheds_is_what_serve_knows(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/two/v1/messages", "/v1/messages/count_tokens"])
-def test_anthropics_routes_have_errors_of_its_form(path: str) -> None:
+def test_anthropic_routes_get_errors_in_anthropic_format(path: str) -> None:
     """Its client takes no event without a name: an error in another form would look like the end of the answer."""
     sent, _ = ask([STREAM, {"type": BODY, "body": b"event: ping\ndata: {}\n\n", "more_body": True}], path=path)
     name, data, *_ = sent[-1]["body"].split(b"\n")
@@ -177,18 +177,18 @@ def test_anthropics_routes_have_errors_of_its_form(path: str) -> None:
     ("name", "value"),
     [(b"x-request-id", b"\xff"), (b"x-request-id", b"a" * 300), (b"serve_multiplexed_model_id", b"\xfe")],
 )
-def test_a_header_that_serve_cannot_read_is_a_400(name: bytes, value: bytes) -> None:
+def test_header_that_serve_cannot_read_gets_status_400(name: bytes, value: bytes) -> None:
     sent, seen = ask([], headers=[(name, value)])
     assert (sent[0]["status"], envelope(sent)["param"], seen) == (400, name.decode(), [])
     assert ask([], headers=[(name, value)], method="HEAD")[0][1]["body"] == b""
 
 
-def test_a_client_cannot_keep_its_request_alive() -> None:
+def test_disconnect_disabled_header_of_a_client_is_removed() -> None:
     _, seen = ask([], headers=[(b"x-request-disconnect-disabled", b"?1"), (b"user-agent", b"\xff")])
     assert seen == [(b"user-agent", b"\xff")]
 
 
-def test_it_is_what_serve_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_middlewares_install_the_connection_class_in_uvicorn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(uvicorn.config, "HTTP_PROTOCOLS", dict(uvicorn.config.HTTP_PROTOCOLS))
     monkeypatch.setattr(serves_proxy, "get_http_response_status", serves_proxy.get_http_response_status)
     assert [middleware.cls for middleware in middlewares()] == [JsonErrors, BufferedRequests, Lingering]
@@ -232,26 +232,26 @@ def passed_on(*coming: dict[str, Any] | float) -> tuple[list[Any], list[Any]]:
     return given, sent
 
 
-def test_a_body_goes_on_in_one_piece() -> None:
+def test_request_body_reaches_the_app_as_one_message() -> None:
     assert passed_on(piece(b"a"), 0.01, piece(b"b"), piece(b"c", False)) == ([(b"abc", False)], [])
     assert passed_on(piece(b"", False)) == ([(b"", False)], [])
 
 
-def test_a_long_body_goes_on_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_request_body_reaches_the_app_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(middleware, "MAX_BUFFERED_BODY", 3)
     coming = [piece(b"ab"), piece(b"cd"), piece(b"ef"), piece(b"g", False)]
     assert passed_on(*coming) == ([(b"abcd", True), (b"ef", True), (b"g", False)], [])
 
 
-def test_a_client_that_leaves_with_half_a_body_starts_nothing() -> None:
+def test_disconnect_within_the_body_does_not_call_the_app() -> None:
     assert passed_on(piece(b"half"), {"type": "http.disconnect"}) == ([], [])
 
 
-def test_a_client_that_leaves_before_its_turn_starts_nothing() -> None:
+def test_disconnect_before_the_request_begins_does_not_call_the_app() -> None:
     assert passed_on(piece(b"whole", False), {"type": "http.disconnect"}) == ([], [])
 
 
-def test_a_slow_body_is_answered_before_serve_hears_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_body_gets_status_408_without_calling_the_app(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(middleware, "GRACE_S", 0.02)
     given, sent = passed_on(piece(b"a"), 60.0, piece(b"b", False))
     assert given == [] and sent[0]["status"] == 408
@@ -259,7 +259,7 @@ def test_a_slow_body_is_answered_before_serve_hears_of_it(monkeypatch: pytest.Mo
     assert envelope(sent)["code"] == "request_timeout"
 
 
-def test_of_many_that_come_at_once_each_waits_for_a_turn_of_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_tasks_of_the_loop_run_between_new_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever shares the loop with 100 new requests is served between any two of them."""
     monkeypatch.setattr(CpuLoad, "saturated", lambda _: False)
     order: list[str] = []

@@ -76,7 +76,7 @@ class Proxy:
         return sent[0]["status"], dict(sent[0]["headers"]), json.loads(sent[1]["body"])
 
 
-def test_a_refusal_is_repeated_while_it_holds_and_all_are_counted() -> None:
+def test_refusal_is_repeated_while_valid_and_all_repeats_are_counted() -> None:
     replica = Replica()
     proxy = Proxy(replica)
     answers = [proxy.ask() for _ in range(10)]
@@ -92,11 +92,11 @@ def test_a_refusal_is_repeated_while_it_holds_and_all_are_counted() -> None:
     assert replica.counted == [("/v1/completions", 10)]
 
 
-def test_it_holds_for_a_small_part_of_the_wait() -> None:
+def test_refusal_is_valid_for_a_small_part_of_its_retry_after() -> None:
     assert [hold_s(wait) for wait in (0.0, 2.0, 8.0, 1e4)] == [0.0, 0.1, 0.4, 1.0]
 
 
-def test_other_paths_and_methods_are_asked() -> None:
+def test_requests_of_other_paths_and_methods_reach_the_replica() -> None:
     replica = Replica()
     proxy = Proxy(replica)
     proxy.ask()
@@ -108,7 +108,7 @@ def test_other_paths_and_methods_are_asked() -> None:
     assert proxy.ask()[0] == 503
 
 
-def test_a_page_in_a_browser_is_answered_by_a_replica() -> None:
+def test_request_with_origin_header_reaches_the_replica() -> None:
     """Whose headers say whether the page may read the answer; it could not tell a repeat from a broken network."""
     replica = Replica()
     proxy = Proxy(replica)
@@ -119,7 +119,7 @@ def test_a_page_in_a_browser_is_answered_by_a_replica() -> None:
     assert replica.asked == 2
 
 
-def test_nobody_is_refused_while_one_replica_may_have_room() -> None:
+def test_proxy_refuses_only_when_all_replicas_are_full() -> None:
     full, free = Replica("a", 2), Replica("b", 2)
     free.full = False
     proxy = Proxy(full, free)
@@ -130,7 +130,7 @@ def test_nobody_is_refused_while_one_replica_may_have_room() -> None:
     assert (full.asked, free.asked) == (4, 4)
 
 
-def test_a_refusal_of_one_request_alone_is_not_repeated() -> None:
+def test_refusal_of_a_single_request_is_not_repeated() -> None:
     """Too many tokens for what is left of the queue, say: a shorter request may be let in."""
     replica = Replica()
     replica.whoever = False
@@ -138,7 +138,7 @@ def test_a_refusal_of_one_request_alone_is_not_repeated() -> None:
     assert (proxy.ask()[0], proxy.ask()[0], replica.asked) == (503, 503, 2)
 
 
-def test_where_serve_decides_how_many_replicas_there_are_each_is_asked() -> None:
+def test_refusals_are_not_repeated_with_autoscaled_replicas() -> None:
     replica = Replica(replicas=None)
     proxy = Proxy(replica)
     for asked in (1, 2, 3):
@@ -147,7 +147,7 @@ def test_where_serve_decides_how_many_replicas_there_are_each_is_asked() -> None
         assert FULL_HEADER not in headers
 
 
-def test_a_sign_that_is_none_is_not_believed() -> None:
+def test_malformed_full_header_is_ignored() -> None:
     """Of another version, say: the answer goes to the client all the same."""
     replica = Replica()
     proxy = Proxy(replica)
@@ -157,7 +157,7 @@ def test_a_sign_that_is_none_is_not_believed() -> None:
     assert replica.asked == 5
 
 
-def test_a_client_cannot_count() -> None:
+def test_repeats_header_of_a_client_is_ignored() -> None:
     replica = Replica()
     replica.full = False
     proxy = Proxy(replica)
@@ -166,7 +166,7 @@ def test_a_client_cannot_count() -> None:
     assert replica.counted == []
 
 
-def test_a_refusal_answers_those_that_wait_for_their_turn() -> None:
+def test_refusal_answers_requests_that_wait_in_the_throttle() -> None:
     """On a full machine requests begin one after another; the first of five that come at once learns that the replica
     is full, the others have only to hear it. One of another path waits on.
     """

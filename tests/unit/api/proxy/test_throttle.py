@@ -40,7 +40,7 @@ class Machine:
         return CpuLoad(self.stat, lambda: self.now)
 
 
-def test_a_machine_is_full_while_no_core_was_idle(tmp_path: Path) -> None:
+def test_cpu_is_saturated_when_no_core_was_idle(tmp_path: Path) -> None:
     machine = Machine(tmp_path)
     cores = machine.cores()
     assert not cores.saturated()
@@ -49,7 +49,7 @@ def test_a_machine_is_full_while_no_core_was_idle(tmp_path: Path) -> None:
         assert cores.saturated() is full
 
 
-def test_a_machine_found_full_counts_as_full_for_a_second(tmp_path: Path) -> None:
+def test_saturated_cpu_counts_as_saturated_for_a_second(tmp_path: Path) -> None:
     """Else a moment's room would let a burst begin at once."""
     machine = Machine(tmp_path)
     cores = machine.cores()
@@ -62,7 +62,7 @@ def test_a_machine_found_full_counts_as_full_for_a_second(tmp_path: Path) -> Non
     assert not cores.saturated()
 
 
-def test_the_counters_are_read_now_and_then(tmp_path: Path) -> None:
+def test_cpu_counters_are_read_once_per_check_interval(tmp_path: Path) -> None:
     machine = Machine(tmp_path)
     cores = machine.cores()
     assert not cores.saturated()
@@ -73,7 +73,7 @@ def test_the_counters_are_read_now_and_then(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", [None, "", "cpu a b c d e f g h\n"])
-def test_without_counters_no_machine_is_full(tmp_path: Path, text: str | None) -> None:
+def test_cpu_is_never_saturated_without_readable_counters(tmp_path: Path, text: str | None) -> None:
     machine = Machine(tmp_path)
     machine.stat.unlink() if text is None else machine.stat.write_text(text)
     cores = machine.cores()
@@ -82,11 +82,11 @@ def test_without_counters_no_machine_is_full(tmp_path: Path, text: str | None) -
         assert not cores.saturated()
 
 
-def test_this_machine_has_counters() -> None:
+def test_cpu_counters_of_this_machine_are_readable() -> None:
     assert CpuLoad()._read_ticks() is not None
 
 
-def test_a_rest_keeps_the_cost_of_beginnings_to_an_eighth_of_the_machine() -> None:
+def test_pause_keeps_request_starts_within_an_eighth_of_the_cpus() -> None:
     assert pause_s(0, 2) == pytest.approx(0.024)
     assert pause_s(0, 64) == pytest.approx(0.024 / 32)
     assert pause_s(100_000, 2) == pytest.approx(0.036)
@@ -121,17 +121,17 @@ def began(full: bool, charged: bool = True) -> list[float]:
     return asyncio.run(all_begin())
 
 
-def test_on_a_full_machine_requests_begin_with_rests_between_them() -> None:
+def test_requests_on_a_saturated_cpu_begin_with_pauses_between() -> None:
     for turn, at in enumerate(began(full=True)):
         assert at >= turn * MAX_PAUSE_S * 0.99
 
 
 @pytest.mark.parametrize(("full", "charged"), [(False, True), (True, False)])
-def test_nobody_rests_on_a_machine_with_room_or_after_who_has_left(full: bool, charged: bool) -> None:
+def test_no_pause_on_an_idle_cpu_or_after_a_request_that_did_not_begin(full: bool, charged: bool) -> None:
     assert began(full, charged)[-1] < 3 * MAX_PAUSE_S
 
 
-def test_an_interrupt_ends_all_waits_and_keeps_the_order_of_those_who_ask_again() -> None:
+def test_interrupt_ends_all_waits_and_preserves_their_order() -> None:
     """Who has left meanwhile takes no turn."""
 
     async def all_wait() -> list[tuple[int, bool]]:
@@ -157,7 +157,7 @@ def test_an_interrupt_ends_all_waits_and_keeps_the_order_of_those_who_ask_again(
     assert asyncio.run(all_wait())[3:] == [(0, True), (3, True)]
 
 
-def test_a_refused_request_lets_the_next_one_begin_sooner() -> None:
+def test_refused_request_lets_the_next_request_begin_sooner() -> None:
     """Three refusals, each known at once: the fourth request begins after three rests of `REFUSE_S`."""
 
     async def all_begin() -> float:
@@ -183,7 +183,7 @@ class RefusedAtOnce(Throttle):
         self.on_refused()
 
 
-def test_a_refusal_between_a_turn_and_its_charge_does_not_skip_a_rest() -> None:
+def test_refusal_before_on_begin_does_not_skip_a_pause() -> None:
     """Each request rests after the one before it, however soon the next turn was arranged."""
 
     async def all_begin() -> list[float]:

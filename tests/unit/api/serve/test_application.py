@@ -29,7 +29,7 @@ def listening(monkeypatch: pytest.MonkeyPatch) -> Any:
     return on
 
 
-def test_a_replica_that_others_reach_needs_keys_or_the_word(
+def test_replica_beyond_loopback_needs_keys_or_allow_unauthenticated(
     listening: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     listening("0.0.0.0")
@@ -44,7 +44,7 @@ def test_a_replica_that_others_reach_needs_keys_or_the_word(
     assert keys.find(b"sk-a-key-of-the-environment").scope == "use", "the word does not make keys void"
 
 
-def test_on_loopback_keys_are_needed_only_where_they_are_asked_for(listening: Any) -> None:
+def test_replica_on_loopback_needs_keys_only_with_api_keys_file(listening: Any) -> None:
     listening("127.0.0.1")
     assert application._rest_options(settings()) == {"keys": None, "origins": [], "page": True}
     assert not application._rest_options(settings(page=False))["page"]
@@ -67,19 +67,19 @@ def test_on_loopback_keys_are_needed_only_where_they_are_asked_for(listening: An
         ({"api_key": "x"}, "unknown setting 'api_key'; did you mean 'api_keys_file'"),
     ],
 )
-def test_settings_that_are_wrong_are_refused_by_name(given: dict[str, Any], said: str) -> None:
+def test_invalid_settings_are_refused_by_name(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError) as refused:
         settings(**given)
     assert said in str(refused.value)
 
 
-def test_names_of_other_servers_for_formats() -> None:
+def test_parser_names_of_other_servers_are_accepted() -> None:
     assert settings().parsers == (None, None)
     assert settings(tool_call_parser="auto", reasoning_parser="deepseek-r1").parsers == (None, "think")
     assert settings(tool_call_parser="qwen25", reasoning_parser="none").parsers == ("hermes", "none")
     assert settings(tool_call_parser="openai", reasoning_parser="openai_gptoss").parsers == ("gpt-oss", "gpt-oss")
 
 
-def test_origins() -> None:
+def test_valid_allowed_origins_are_accepted() -> None:
     origins = ["*", "https://chat.example", "http://localhost:3000", "http://[::1]:3000", "chrome-extension://abcdef"]
     assert settings(allowed_origins=origins).allowed_origins == origins

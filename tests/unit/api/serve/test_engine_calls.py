@@ -50,7 +50,7 @@ def client(handle: Handle) -> ResilientClient:
 
 
 @pytest.mark.parametrize(("given", "told"), [(None, 1.0), (7.5, 7.5)])
-def test_a_request_that_serve_sheds_is_refused_as_by_a_full_engine(given: float | None, told: float) -> None:
+def test_request_shed_by_serve_raises_overloaded(given: float | None, told: float) -> None:
     async def ask() -> None:
         request = Request("r", (7, 100), RequestParams(max_tokens=3))
         async for _ in client(Handle(BackPressureError(9, 9, 503, given))).generate(request):
@@ -61,7 +61,7 @@ def test_a_request_that_serve_sheds_is_refused_as_by_a_full_engine(given: float 
     assert refused.value.retry_after_s == told
 
 
-def test_the_status_is_the_last_known_one_while_serve_sheds() -> None:
+def test_status_stays_the_last_known_status_while_serve_sheds() -> None:
     full = BackPressureError(9, 9)
 
     async def statuses(*errors: Exception | None) -> list[bool]:
@@ -71,6 +71,6 @@ def test_the_status_is_the_last_known_one_while_serve_sheds() -> None:
     assert asyncio.run(statuses(full, None, full, RayActorError(), full)) == [True, False, False, False, False]
 
 
-def test_what_is_no_full_queue_is_a_lost_engine() -> None:
+def test_actor_error_becomes_engine_gone_error() -> None:
     with pytest.raises(EngineGoneError):
         asyncio.run(HandleCalls(Handle(RayActorError()), "me").call("status"))  # type: ignore[arg-type]

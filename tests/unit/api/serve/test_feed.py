@@ -24,7 +24,7 @@ def with_callers(alive: Callable[[str], bool], body: Callable[[CallerMonitor], C
     asyncio.run(whole())
 
 
-def test_all_streams_of_one_that_is_gone_are_told_and_those_of_others_are_not() -> None:
+def test_caller_monitor_reports_all_streams_of_a_dead_caller_and_no_others() -> None:
     asked: list[str] = []
 
     def alive(name: str) -> bool:
@@ -51,7 +51,7 @@ def test_all_streams_of_one_that_is_gone_are_told_and_those_of_others_are_not() 
     with_callers(alive, body)
 
 
-def test_silence_gives_nobody_up_and_who_has_no_name_is_not_asked_about() -> None:
+def test_caller_monitor_ignores_failed_checks_and_unnamed_callers() -> None:
     asked: list[str] = []
 
     def alive(name: str) -> bool:

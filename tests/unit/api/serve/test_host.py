@@ -11,7 +11,7 @@ from tests.parity.harness import VOCAB, tiny_pair
 from tests.unit.models import draft_folders as write
 
 
-def test_the_router_counts_the_levels_that_the_draft_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_router_uses_the_number_of_levels_of_the_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two MTP layers make two levels, so three nodes of a chain, where the default would be three levels."""
     draft = write.mtp("mimo", 2, vocab=VOCAB)
     kwargs = {"speculative_draft_model_path": draft, "speculative_num_draft_tokens": 3, "device": "cpu"}

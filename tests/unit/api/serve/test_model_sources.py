@@ -38,7 +38,7 @@ def settings(kwargs: dict[str, Any], **loading: Any) -> AppSettings:
         {"speculative_config": {"model": "org/draft", "num_speculative_tokens": 2}},
     ],
 )
-def test_every_name_gets_its_commit(models: FakeHub, draft: dict[str, Any]) -> None:
+def test_pin_hub_models_pins_target_tokenizer_and_draft_to_commits(models: FakeHub, draft: dict[str, Any]) -> None:
     given = settings(draft, model_source="org/target", tokenizer_source="org/target")
     made = pin_hub_models(given)
     engine = made.llm.engine_config()
@@ -53,7 +53,7 @@ def test_every_name_gets_its_commit(models: FakeHub, draft: dict[str, Any]) -> N
     assert hub_source_facts(engine)["model_revision"] == "main"
 
 
-def test_a_model_id_alone_may_be_a_name_and_folders_stay(models: FakeHub) -> None:
+def test_pin_hub_models_accepts_hub_name_as_model_id_and_leaves_folders(models: FakeHub) -> None:
     made = pin_hub_models(settings({}, model_id="org/target"))
     assert made.llm.model_loading_config.model_source == f"hf://org/target@{MAIN}"
     assert made.llm.model_loading_config.model_id == "org/target"
@@ -61,7 +61,7 @@ def test_a_model_id_alone_may_be_a_name_and_folders_stay(models: FakeHub) -> Non
     assert pin_hub_models(folder) == folder
 
 
-def test_a_plan_checks_a_model_without_its_weights(models: FakeHub) -> None:
+def test_make_plan_checks_hub_models_without_downloading_weights(models: FakeHub) -> None:
     plan = make_plan(None, [("speculative_draft_model_path", "org/draft"), ("tp_size", 2)], "org/target@main")
     assert plan.settings.llm.model_loading_config.model_id == "org/target" and not plan.unused_draft_note
     assert plan.engine.model_path == f"hf://org/target@{MAIN}"
@@ -73,7 +73,7 @@ def test_a_plan_checks_a_model_without_its_weights(models: FakeHub) -> None:
     assert not sent, "headers alone were read"
 
 
-def test_a_note_of_a_draft_left_behind_knows_the_model_by_its_name(models: FakeHub, tmp_path: Path) -> None:
+def test_unused_draft_note_names_the_hub_model_of_the_draft(models: FakeHub, tmp_path: Path) -> None:
     file = tmp_path / "serve.yaml"
     file.write_text(
         "applications: [{args: {llm_configs: [{model_loading_config: {model_id: m, model_source: org/target},"

@@ -58,7 +58,7 @@ class NoGrammars:
 
 
 @pytest.mark.parametrize("silent", [None, ActorDiedError()], ids=["silent", "dead"])
-def test_a_replica_that_does_not_answer_takes_no_other_s_sample_away(
+def test_unreachable_replica_does_not_hide_metrics_of_other_replicas(
     monkeypatch: pytest.MonkeyPatch, silent: Exception | None
 ) -> None:
     monkeypatch.setattr(application, "PEERS_TIMEOUT_S", 0.3)

@@ -13,7 +13,7 @@ from cluster.config import ConfigError, EngineConfig
 from cluster.paths.checkout import CHECKOUT, DEMO_TARGET
 
 
-def test_of_two_things_that_load_the_first_failure_ends_the_start() -> None:
+def test_gather_or_cancel_raises_the_first_failure_without_waiting() -> None:
     ended = []
 
     async def endless() -> None:
@@ -39,7 +39,7 @@ def rest_of(folder: Path, **more: str) -> RestParts:
     return load_rest(EngineConfig.model_validate({"model_path": str(folder), **more}), (None, None))
 
 
-def test_a_folder_with_another_kind_of_tokenizer_is_refused_and_one_without_is_told_of(
+def test_unsupported_tokenizer_is_refused_and_missing_tokenizer_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert rest_of(tmp_path).tokenizer is None and "only token ids are served" in caplog.text
@@ -52,7 +52,7 @@ def test_a_folder_with_another_kind_of_tokenizer_is_refused_and_one_without_is_t
         rest_of(tmp_path)
 
 
-def test_the_template_of_a_processor_counts(tmp_path: Path) -> None:
+def test_chat_template_json_of_a_processor_is_used(tmp_path: Path) -> None:
     shutil.copy(CHECKOUT / DEMO_TARGET / "tokenizer.json", tmp_path)
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     assert not rest_of(tmp_path).tokenizer.has_template

@@ -63,7 +63,7 @@ def blobs(hub: FakeHub) -> list[str]:
     return [str(path) for path in Path(constants.HF_HUB_CACHE).rglob("blobs/*")]
 
 
-def test_only_what_is_served_is_downloaded(hub: FakeHub, files: Path) -> None:
+def test_only_served_files_are_downloaded(hub: FakeHub, files: Path) -> None:
     hub.add("org/model", files)
     folder = fetched()
     served = {"config.json", "generation_config.json", "tokenizer_config.json", "chat_template.jinja", WEIGHTS}
@@ -76,7 +76,7 @@ def test_only_what_is_served_is_downloaded(hub: FakeHub, files: Path) -> None:
     assert [sent.path for sent in hub.log] == ["/api/models/org/model/revision/main"], "a commit needs no request"
 
 
-def test_of_weights_in_parts_those_of_the_index_count(hub: FakeHub, files: Path) -> None:
+def test_sharded_weights_are_downloaded_as_listed_in_the_index(hub: FakeHub, files: Path) -> None:
     tensors = load_file(files / WEIGHTS)
     (files / WEIGHTS).unlink()
     parts = {"model-00001-of-00002.safetensors": {}, "model-00002-of-00002.safetensors": {}}
@@ -116,7 +116,7 @@ def test_a_revision_is_resolved_once(hub: FakeHub, files: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("how", ["offline", "unreachable"])
-def test_what_is_cached_is_served_without_a_network(
+def test_cached_model_is_served_without_a_network(
     hub: FakeHub, files: Path, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub.add("org/model", files)
@@ -143,7 +143,7 @@ def test_what_is_cached_is_served_without_a_network(
             assert "cannot be had from http://127.0.0.1:9" in said and "the hub cannot be reached" in said
 
 
-def test_a_cache_without_a_list_of_files_is_taken_as_it_is(
+def test_cache_without_a_file_list_is_used_unchecked(
     hub: FakeHub, files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As older versions of the library left it."""
@@ -155,7 +155,7 @@ def test_a_cache_without_a_list_of_files_is_taken_as_it_is(
     assert fetched(f"org/older@{folder.name}") == copy
 
 
-def test_a_cut_connection_is_taken_up_where_it_ended(
+def test_interrupted_download_resumes_where_the_connection_ended(
     hub: FakeHub, files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 4)  # what is written at a time, 10 MB otherwise
@@ -199,7 +199,7 @@ def test_damage_is_found_after_a_process_died(hub: FakeHub, files: Path, monkeyp
         snapshot.fetch_config_files(model)
 
 
-def test_a_file_of_another_size_is_refused_by_name(hub: FakeHub, files: Path) -> None:
+def test_file_of_wrong_size_is_refused_by_name(hub: FakeHub, files: Path) -> None:
     repository = hub.add("org/model", files, short={WEIGHTS})
     with pytest.raises(ConfigError, match=rf"should be of size \d+ but has size \d+ .*{WEIGHTS}.*The file is not kept"):
         fetched()
@@ -208,7 +208,7 @@ def test_a_file_of_another_size_is_refused_by_name(hub: FakeHub, files: Path) ->
     fetched()
 
 
-def test_a_disk_without_room_is_told_before_a_byte_comes(
+def test_insufficient_disk_space_is_reported_before_downloading(
     hub: FakeHub, files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub.add("org/model", files)
@@ -241,7 +241,7 @@ def environment(hub: FakeHub) -> dict[str, str]:
     return {**{k: v for k, v in os.environ.items() if k not in ("HF_HUB_OFFLINE", "HF_TOKEN")}, **own}
 
 
-def test_a_disk_that_is_full_amid_a_download(hub: FakeHub, files: Path) -> None:
+def test_write_failure_during_download_is_reported_and_retry_succeeds(hub: FakeHub, files: Path) -> None:
     """The system itself refuses to let a file grow; once it may, the download succeeds and small files come once."""
     hub.add("org/model", files)
     ended = subprocess.run([sys.executable, "-c", LIMITED], env=environment(hub), capture_output=True, text=True)
@@ -261,7 +261,7 @@ print(fetch(EngineConfig(model_path="org/model")).model_path)
 """
 
 
-def test_processes_that_start_together_download_once(hub: FakeHub, files: Path) -> None:
+def test_concurrent_processes_download_each_file_once(hub: FakeHub, files: Path) -> None:
     hub.add("org/model", files)
     command = [sys.executable, "-c", FETCH]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}

@@ -22,7 +22,7 @@ def interruptible() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_an_interrupt_ends_it() -> None:
+def test_interrupt_ends_the_download() -> None:
     def download(bar: Any) -> None:
         with bar(total=100) as shown:
             shown.update(1)
@@ -39,7 +39,7 @@ def test_an_interrupt_ends_it() -> None:
             assert not thread.is_alive()
 
 
-def test_the_log_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_download_progress_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     times = iter([0.0, 10.0, 40.0, 50.0])
     monkeypatch.setattr(progress.time, "monotonic", lambda: next(times))
 

@@ -17,14 +17,14 @@ def pinned(model: str) -> EngineConfig:
     return pin(EngineConfig(model_path=model))
 
 
-def test_a_missing_revision_names_those_that_there_are(hub: FakeHub) -> None:
+def test_missing_revision_error_lists_existing_branches(hub: FakeHub) -> None:
     folder = Path(target_folder())
     hub.add("org/model", folder).revisions |= {f"v{i}": folder for i in range(6)}
     with pytest.raises(ConfigError, match=r"has no revision 'v9'; it has branches main, v0, v1, v2, v3, \.\.\.$"):
         pinned("org/model@v9")
 
 
-def test_a_missing_model(hub: FakeHub) -> None:
+def test_missing_model_error_names_the_hub_and_the_token(hub: FakeHub) -> None:
     with pytest.raises(ConfigError) as refusal:
         pinned("org/nothing")
     assert "model folder 'org/nothing' does not exist" in str(refusal.value)
@@ -45,7 +45,7 @@ def test_a_gated_model_needs_a_token(hub: FakeHub, monkeypatch: pytest.MonkeyPat
     assert (Path(fetch(EngineConfig(model_path="org/gated")).model_path) / "model.safetensors").is_file()
 
 
-def test_faults_of_our_own_are_not_blamed_on_the_hub(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_internal_errors_are_not_reported_as_hub_errors(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.add("org/model", target_folder())
     monkeypatch.setattr("cluster.arch.hub.snapshot.get_cached_repo_tree", lambda *given, **named: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -70,7 +70,7 @@ def test_faults_of_our_own_are_not_blamed_on_the_hub(hub: FakeHub, monkeypatch: 
         ("", None),
     ],
 )
-def test_names(text: str, model: HubModel | None) -> None:
+def test_hub_model_parses_hub_names_and_ignores_paths(text: str, model: HubModel | None) -> None:
     assert hub_model(text) == model
     assert model is None or hub_model(str(model)) == model
 
@@ -78,12 +78,14 @@ def test_names(text: str, model: HubModel | None) -> None:
 @pytest.mark.parametrize(
     ("text", "said"), [("org/m@", "no revision after its @"), ("hf:///models/m", "does not name a model of a hub")]
 )
-def test_names_that_are_none(text: str, said: str) -> None:
+def test_invalid_hub_names_are_refused(text: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         hub_model(text)
 
 
-def test_a_folder_wins_over_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: FakeHub) -> None:
+def test_existing_folder_takes_precedence_over_a_hub_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: FakeHub
+) -> None:
     (tmp_path / "org" / "model").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert hub_model("org/model") is None and pinned("org/model").model_path == "org/model"

@@ -32,11 +32,11 @@ def changed(name: str, **entry: object) -> dict[str, object]:
     return {**GOOD, name: {**GOOD[name], **entry}}
 
 
-def test_every_dtype_has_its_size() -> None:
+def test_dtype_bytes_match_the_torch_item_sizes() -> None:
     assert {name: dtype.itemsize for name, dtype in DTYPES.items()} == DTYPE_BYTES
 
 
-def test_a_good_header_says_where_everything_lies() -> None:
+def test_parse_header_returns_dtype_shape_and_byte_range() -> None:
     raw = json.dumps(GOOD).encode()
     found = parse_header(raw, 8 + len(raw) + 40, HERE)
     base = 8 + len(raw)
@@ -45,7 +45,7 @@ def test_a_good_header_says_where_everything_lies() -> None:
 
 
 @pytest.mark.parametrize(("name", "dtype"), [(n, d) for n, d in DTYPES.items() if d.itemsize > 1])
-def test_what_the_reference_writer_writes_is_read(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_read_header_reads_files_written_by_safetensors(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     tensors = {"x": torch.ones(3, 5).to(dtype), "scalar": torch.tensor(2).to(dtype), "none": torch.ones(0).to(dtype)}
     save_file(tensors, tmp_path / "m.safetensors", {"format": "pt"})
     found = read_header(tmp_path / "m.safetensors")
@@ -86,7 +86,7 @@ def test_what_the_reference_writer_writes_is_read(name: str, dtype: torch.dtype,
         (changed("c", shape=[2, 1, 4], data_offsets=[34, 42]), "tensor 'c' ends at byte .*; copy the file again"),
     ],
 )
-def test_a_bad_header_is_named(header: object, message: str) -> None:
+def test_invalid_header_is_refused_with_file_and_reason(header: object, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         parse(header)
     assert "x.safetensors" in str(caught.value)
@@ -94,7 +94,7 @@ def test_a_bad_header_is_named(header: object, message: str) -> None:
 
 
 @pytest.mark.parametrize("length", [0, 1, 2**20, 2**40, 2**64 - 1])
-def test_a_header_longer_than_its_file_is_not_read(length: int, tmp_path: Path) -> None:
+def test_header_of_wrong_length_is_refused_without_large_allocation(length: int, tmp_path: Path) -> None:
     file = tmp_path / "m.safetensors"
     file.write_bytes(length.to_bytes(8, "little") + b"{}" * 50)
     tracemalloc.start()
@@ -130,7 +130,7 @@ def mutated(raw: bytes, chance: random.Random) -> bytes:
 
 
 @pytest.mark.parametrize("count", [3000, pytest.param(200_000, marks=pytest.mark.slow)])
-def test_mutated_headers_are_refused_or_sound(count: int) -> None:
+def test_mutated_headers_are_refused_or_valid(count: int) -> None:
     """0 crashes, 0 hangs, 0 over-allocations; what passes owns every byte of its file exactly once."""
     chance, raw, passed = random.Random(5), json.dumps(GOOD).encode(), 0
     tracemalloc.start()

@@ -19,7 +19,7 @@ def pair() -> ModelPair:
 
 
 @pytest.mark.parametrize("alone", [False, True])
-def test_watching_changes_nothing_and_sees_every_depth_that_was_reached(pair: ModelPair, alone: bool) -> None:
+def test_recording_draft_keeps_tokens_and_records_every_depth_reached(pair: ModelPair, alone: bool) -> None:
     params = [fixed_length_params(NEW, 1.0, seed) for seed in range(len(PROMPTS))]
     engine, draft = recording_engine(pair.config(acceptance.CHAIN, len(PROMPTS)), alone)
     run = run_batch(engine, PROMPTS, params)
@@ -41,7 +41,7 @@ def test_watching_changes_nothing_and_sees_every_depth_that_was_reached(pair: Mo
     assert all((seed, position - 1) in accepted for seed, position in deeper)
 
 
-def test_the_bound_is_the_overlap_of_both_distributions(pair: ModelPair) -> None:
+def test_acceptance_bound_is_the_overlap_of_draft_and_target(pair: ModelPair) -> None:
     engine, draft = recording_engine(pair.config(acceptance.CHAIN, 1))
     run = run_batch(engine, PROMPTS[:1], [fixed_length_params(NEW, 1.0, 0)])
     text = PROMPTS[0] + run.tokens[0]
@@ -64,7 +64,9 @@ def test_the_bound_is_the_overlap_of_both_distributions(pair: ModelPair) -> None
     assert acceptance.acceptance_bounds(reached, [text], Copy(False), draft.ids) == [0.0] * len(reached)  # type: ignore[arg-type]
 
 
-def test_accept_lengths_at_equal_tokens(pair: ModelPair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_acceptance_bench_reports_accept_lengths_and_identical_tokens(
+    pair: ModelPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ModelPair, "prompts", lambda self, count, length: PROMPTS[:count])
     result = acceptance.measure(pair, acceptance.Size(3, 6, 12), log_progress=lambda _: None)
     assert result["identical"] is True

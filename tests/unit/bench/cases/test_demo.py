@@ -25,7 +25,7 @@ def side(seconds: float, steps: int = 0, changed: bool = False) -> ServerFigures
     return ServerFigures(3.0, together, [[stream(PROMPTS[0], [0, 1, 2, 3, 4], 20.0, 20.0 + seconds / 4, steps)]])
 
 
-def test_both_sides_are_compared() -> None:
+def test_compare_computes_speedup_accept_length_and_latency_of_two_servers() -> None:
     result = compare(side(2.0, steps=2), side(5.0))
     assert (result["failed"], result["identical"], result["differences"]) == (0, True, [])
     assert result["accept_length"] == pytest.approx(2.0)  # four tokens after the first, in two steps
@@ -39,13 +39,13 @@ def test_both_sides_are_compared() -> None:
         assert f'"{key}"' in line
 
 
-def test_other_tokens_are_said_with_their_place() -> None:
+def test_compare_reports_side_prompt_and_position_of_different_tokens() -> None:
     result = compare(side(2.0, steps=2, changed=True), side(5.0))
     assert result["identical"] is False
     assert result["differences"] == [{"side": "speculation", "prompt": 2, "position": 4}]
 
 
-def test_a_failed_stream_is_counted() -> None:
+def test_compare_counts_a_failed_stream() -> None:
     broken = side(5.0)
     broken.batch_rounds[1][3].error = "status 503"
     broken.batch_rounds[1][3].token_ids = [3]
@@ -53,7 +53,7 @@ def test_a_failed_stream_is_counted() -> None:
     assert (result["failed"], result["identical"]) == (1, False)
 
 
-def test_plain_progress_where_there_is_no_terminal() -> None:
+def test_live_view_prints_one_plain_line_without_a_terminal() -> None:
     out = io.StringIO()
     view = LiveView("round 1", 5, out)
     streams = side(2.0, steps=2).batch_rounds[0]
@@ -62,7 +62,7 @@ def test_plain_progress_where_there_is_no_terminal() -> None:
     assert out.getvalue() == "round 1: 8 of 8 streams done, 40 tokens, 20.0 tokens/s, accept length 2.00\n"
 
 
-def test_a_terminal_is_redrawn_in_place() -> None:
+def test_live_view_redraws_a_terminal_in_place() -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True

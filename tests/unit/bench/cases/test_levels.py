@@ -12,14 +12,14 @@ from tests.unit.models import draft_folders as write
 PROMPTS = [[(7 * i + 3 * j) % 60 + 2 for j in range(6)] for i in range(5)]
 
 
-def test_shares_are_of_the_trees_that_reached_a_depth() -> None:
+def test_acceptance_by_depth_counts_only_trees_that_reached_the_depth() -> None:
     run = EngineRun(accept_counts=Counter({0: 4, 1: 2, 3: 2}))
     run.add(EngineRun(accept_counts=Counter({0: 2})))
     assert run.acceptance_by_depth(4) == [4 / 10, 2 / 4, 2 / 2, 0.0]
     assert EngineRun().acceptance_by_depth(2) == [0.0, 0.0]
 
 
-def test_a_runner_list_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_levels_bench_measures_a_draft_of_several_mtp_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """One layer is by the quick run of `test_quick`, of the demo pair."""
     pair = ModelPair(target_folder(spread=0.3), write.mtp("step", 3), "float64", 1)
     monkeypatch.setattr(ModelPair, "prompts", lambda self, count, length: PROMPTS)

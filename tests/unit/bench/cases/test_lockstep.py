@@ -52,7 +52,7 @@ def two_lives() -> list[RankRun]:
     return [a, b]
 
 
-def test_a_stall_is_the_slowest_gap_while_the_other_prefills_over_the_usual_one() -> None:
+def test_interference_ratio_compares_gaps_during_prefill_with_the_busy_median() -> None:
     stall = compute_interference(two_lives(), ALONE)
     assert stall.busy_median_ms == pytest.approx(100.0)
     assert stall.prefill_p99_ms == pytest.approx(500.0)
@@ -64,7 +64,7 @@ def test_a_stall_is_the_slowest_gap_while_the_other_prefills_over_the_usual_one(
     assert (stall.first_ratio, stall.first_cpu_ratio) == (pytest.approx(3.4), pytest.approx(3.4))
 
 
-def test_busy_is_before_the_long_prompt_and_after_it() -> None:
+def test_busy_median_uses_steps_before_and_after_the_long_prompt() -> None:
     a, b = two_lives()
     after = [2.7 + 0.3 * i for i in range(1, 13)]
     for name in ("a0", "a1"):
@@ -78,7 +78,7 @@ def test_busy_is_before_the_long_prompt_and_after_it() -> None:
     assert stall.prompt_steps == 5, "the later request's prompt is not the long one's"
 
 
-def test_on_one_rank_usual_is_before_the_long_prompt() -> None:
+def test_single_rank_busy_median_uses_only_steps_before_the_long_prompt() -> None:
     """Those that decode meanwhile, and start anew while the prompt is taken, are no measure of what is usual."""
     ends = [0.1 * i for i in range(1, 9)] + [1.0, 1.2, 1.4, 1.6]
     life = RankRun(
@@ -92,7 +92,7 @@ def test_on_one_rank_usual_is_before_the_long_prompt() -> None:
     assert (stall.median_ratio, stall.first_ratio) == (pytest.approx(2.0), pytest.approx(4.0))
 
 
-def test_the_stalling_cases_are_paced_by_their_share() -> None:
+def test_interference_cases_set_prefill_share_and_keep_two_decodes_running() -> None:
     size = Size(requests=2, long_tokens=100, steady_tokens=9)
     for world in (2, 1):
         alone = isolated_case(ModelPair(), size, world)
@@ -108,7 +108,7 @@ def test_the_stalling_cases_are_paced_by_their_share() -> None:
             assert len(lasting) == 2, "as many as are to decode are there for as long as the prompt takes"
 
 
-def test_gaps_belong_to_one_request_and_lie_inside_the_window() -> None:
+def test_output_intervals_are_per_request_and_inside_the_time_window() -> None:
     life = RankRun(output_times={"a": [0.0, 1.0, 3.0, 6.0], "b": [2.0, 2.5]})
     assert output_intervals(life, 1.0, 6.0) == [2.0, 3.0, 0.5]
     assert output_intervals(life, 1.0, 5.9) == [2.0, 0.5]
@@ -116,7 +116,7 @@ def test_gaps_belong_to_one_request_and_lie_inside_the_window() -> None:
     assert p99([]) == 0.0
 
 
-def test_the_agreement_is_what_the_last_rank_spends_on_it() -> None:
+def test_agree_share_is_measured_on_the_rank_that_waits_least() -> None:
     lives = two_lives()
     for life in lives:
         life.steps = life.steps[:10]
@@ -127,7 +127,7 @@ def test_the_agreement_is_what_the_last_rank_spends_on_it() -> None:
     assert got.tokens_per_s == pytest.approx((15 + 15 + 9 + 10 + 1) / 2.7)
 
 
-def test_a_captured_step_is_one_phase_and_the_others_figures_are_still_there() -> None:
+def test_captured_steps_have_no_draft_time_but_keep_step_and_agree_figures() -> None:
     """Steps are captured by default: the first of a kind are launched, all later ones replayed."""
     lives = two_lives()
     for life in lives:
@@ -137,7 +137,7 @@ def test_a_captured_step_is_one_phase_and_the_others_figures_are_still_there() -
     assert got.step_ms == pytest.approx(100.0) and got.agree_share == pytest.approx(0.1)
 
 
-def test_the_drafts_phase_is_measured_where_every_step_is_launched() -> None:
+def test_draft_phase_is_measured_only_in_the_eager_cases() -> None:
     cases = lockstep._cases(ModelPair(), Size(requests=2))
     captured = {name: EngineConfig.from_kwargs(case.settings).capture for name, case in cases.items()}
     assert {name for name, how in captured.items() if how == "off"} == {
@@ -146,7 +146,7 @@ def test_the_drafts_phase_is_measured_where_every_step_is_launched() -> None:
     }
 
 
-def test_the_report_has_the_ratios_and_the_table_their_goal() -> None:
+def test_lockstep_report_has_ratios_goals_and_text_counts() -> None:
     steps = {
         lockstep.ONE_RANK: 0.010, lockstep.ONE_RANK_ALL: 0.020, lockstep.ONE_IDLE: 0.015, lockstep.BOTH_BUSY: 0.030,
         lockstep.REPLICATED: 0.033, lockstep.UNEVEN: 0.020, lockstep.UNEVEN_PADDED: 0.025,

@@ -18,7 +18,7 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> ModelPair:
     return ModelPair(target, draft_folder(target, draft_vocab=40), "float64", 1)
 
 
-def test_contenders_do_the_same_work_and_the_figures_follow_from_it(pair: ModelPair) -> None:
+def test_contenders_generate_equal_token_counts_and_report_matches_their_runs(pair: ModelPair) -> None:
     contenders = offline.run_contenders(pair, SIZE, SHAPES, log_progress=lambda _: None)
     assert list(contenders) == ["plain", "chain of 2", "topk 4, 2 levels, 8 nodes", "transformers"]
     for contender in contenders.values():
@@ -44,7 +44,7 @@ def test_contenders_do_the_same_work_and_the_figures_follow_from_it(pair: ModelP
         assert words in shown
 
 
-def test_other_tokens_make_the_figures_worthless(pair: ModelPair) -> None:
+def test_offline_report_flags_different_tokens_with_first_position(pair: ModelPair) -> None:
     contenders = offline.run_contenders(pair, SIZE, SHAPES[:1], log_progress=lambda _: None)
     contenders["chain of 2"].runs[8][1].tokens[3][4] += 1
     result = offline.report(pair, SIZE, SHAPES[:1], contenders)
@@ -52,7 +52,7 @@ def test_other_tokens_make_the_figures_worthless(pair: ModelPair) -> None:
     assert result["settings"][1]["first_difference"] == 4
 
 
-def test_the_median_of_ratios_within_a_repeat() -> None:
+def test_speedup_is_the_median_of_ratios_per_repeat() -> None:
     def contender(*speeds: float) -> offline.Contender:
         runs = [offline.EngineRun([[0] * 10], 10 / speed) for speed in speeds]
         return offline.Contender("x", lambda prompts: runs[0], {1: runs})

@@ -25,7 +25,7 @@ def refused(at: float, retry: int = 4, seconds: float = 0.02, body: bytes = b"{}
     return Reply(at, 503, headers, body, seconds, received_all=True)
 
 
-def test_good_figures_meet_all_goals() -> None:
+def test_good_overload_figures_meet_all_goals() -> None:
     found = [*(taken(float(at)) for at in range(15)), *(refused(at / 2) for at in range(30))]
     result = overload_figures(found, SIZE, capacity=0.8)
     assert all(goal.is_met(quick=False) for goal in goals(result))
@@ -44,13 +44,13 @@ def test_good_figures_meet_all_goals() -> None:
         ([Reply(1.0, 200, seconds=0.1, first_event_s=0.1)], "neither"),
     ],
 )
-def test_each_goal_can_be_missed(bad: list[Reply], goal: str) -> None:
+def test_each_kind_of_bad_reply_misses_its_goal(bad: list[Reply], goal: str) -> None:
     found = [*(taken(float(at)) for at in range(15)), *(refused(at / 2) for at in range(30)), *bad]
     [missed] = [one for one in goals(overload_figures(found, SIZE, capacity=0.8)) if not one.is_met(quick=False)]
     assert goal in missed.name
 
 
-def test_too_little_goodput_is_seen() -> None:
+def test_too_little_goodput_misses_its_goal() -> None:
     [missed] = [
         one
         for one in goals(overload_figures([taken(1.0), refused(1.0)], SIZE, capacity=0.8))
@@ -71,7 +71,7 @@ def reply_of(raw: bytes) -> Reply:
     return asyncio.run(read())
 
 
-def test_answers_off_the_wire() -> None:
+def test_read_reply_parses_json_text_and_event_stream_responses() -> None:
     body = json.dumps({"error": {}}).encode()
     head = f"HTTP/1.1 503 x\r\ncontent-type: application/json\r\nRetry-After: 7\r\ncontent-length: {len(body)}\r\n\r\n"
     reply = reply_of(head.encode() + body)
@@ -89,14 +89,14 @@ def test_answers_off_the_wire() -> None:
     )
 
 
-def test_a_phase_fails_for_each_reason() -> None:
+def test_rude_phase_fails_for_each_reason() -> None:
     assert not Phase("x", 1, pauses=[0.1, 0.4]).failed
     bad: list[dict[str, Any]] = [{"cut": 1}, {"replaced": True}, {"tally": AnswerTally(not_json=1)}]
     for wrong in [*bad, {"tally": AnswerTally(unanswered=1)}]:
         assert Phase("x", 1, **wrong).failed
 
 
-def test_a_pause_that_is_too_long_is_a_goal_missed() -> None:
+def test_rude_goal_is_missed_if_a_pause_is_too_long() -> None:
     phases = [
         _phase_figures(Phase(what, 1, 1.0, [pause])) for what, pause in (("nothing", 9.0), ("a", 0.4), ("b", 0.6))
     ]
@@ -107,7 +107,7 @@ def test_a_pause_that_is_too_long_is_a_goal_missed() -> None:
     ]
 
 
-def test_the_longest_pause_is_between_events_of_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_listener_reports_the_longest_pause_between_events_of_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Listener, "_run", lambda self: None)
     now = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])

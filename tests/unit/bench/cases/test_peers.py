@@ -60,7 +60,7 @@ def said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "said.json"
 
 
-def test_a_made_up_model_is_measured_plain(said: Path) -> None:
+def test_peers_bench_measures_random_model_with_plain_decoding_in_vllm(said: Path) -> None:
     result = measure(ModelPair(), SIZE, lambda text: None)
     asked, tuned = map(json.loads, said.read_text(encoding="utf-8").splitlines())
     assert asked["bound"] == "" and set(tuned["bound"].split(",")) == {str(core) for core in os.sched_getaffinity(0)}
@@ -76,7 +76,7 @@ def test_a_made_up_model_is_measured_plain(said: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_chain_is_drafted_alike(said: Path) -> None:
+def test_peers_bench_gives_vllm_the_same_draft_chain(said: Path) -> None:
     """The demo's draft reads what layers 2, 5 and 8 give, which vLLM counts as what is given to those after them."""
     result = measure(ModelPair(), replace(QUICK, batches=(1,), new_tokens=3, prompt_tokens=5), lambda text: None)
     *plain, chain, tuned = map(json.loads, said.read_text(encoding="utf-8").splitlines())
@@ -88,13 +88,13 @@ def test_a_chain_is_drafted_alike(said: Path) -> None:
     assert greedy["tuned_accept_length"] == 2.5 and greedy["same_texts"] == 0.0 and sampled["same_texts"] is None
 
 
-def test_a_run_that_is_cut_short_is_no_result(said: Path) -> None:
+def test_peers_bench_raises_if_vllm_returns_too_few_tokens(said: Path) -> None:
     (said.parent / "vllm.py").write_text(STAND_IN.replace("* own.max_tokens", "* 2"), encoding="utf-8")
     with pytest.raises(RuntimeError, match=r"made \[2\] tokens, not 3"):
         measure(ModelPair(), replace(SIZE, batches=(1,)), lambda text: None)
 
 
-def test_without_vllm_it_says_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peers_bench_without_vllm_names_the_variable_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VLLM_VARIABLE, raising=False)
     with pytest.raises(ConfigError, match="set AERIE_VLLM to the Python of an environment with vLLM"):
         measure(ModelPair(), SIZE)

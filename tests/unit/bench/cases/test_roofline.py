@@ -35,7 +35,7 @@ def known_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_every_phase_as_it_is_and_captured() -> None:
+def test_roofline_measures_every_phase_eager_and_captured() -> None:
     result = roofline.measure(ModelPair(num_threads=1), SIZE, quiet)
     assert not result["skipped"] and result["layers"] == [4, 4]
     phases = [(one["setting"], one["batch"], one["captured"], one["phase"]) for one in result["figures"]]
@@ -58,7 +58,7 @@ def test_every_phase_as_it_is_and_captured() -> None:
 
 
 @pytest.mark.slow
-def test_held_contexts_are_not_computed_and_change_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_roofline_random_contexts_skip_prefill_and_report_each_figure_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two contexts, both found in the cache; every figure is noted as soon as it is there."""
     prompts: list[int] = []
     true = Engine.step
@@ -81,7 +81,7 @@ def test_held_contexts_are_not_computed_and_change_nothing_else(monkeypatch: pyt
         roofline.measure(ModelPair(), replace(size, shape=None), quiet)
 
 
-def test_a_target_alone_and_a_pair_that_writes_its_own_truth() -> None:
+def test_roofline_measures_target_alone_and_pair_with_requested_accept_length() -> None:
     target, draft = tiny_pair()
     small = replace(SIZE, shape=None, accept_length=None, captured=(False,), batches=(1,))
     alone = roofline.measure(ModelPair(target, "", "float64", 1), small, quiet)
@@ -90,7 +90,7 @@ def test_a_target_alone_and_a_pair_that_writes_its_own_truth() -> None:
     assert told["figures"][-1]["accept_length"] == 3.0
 
 
-def test_a_device_that_captures_nothing_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_roofline_reports_why_capture_is_not_available(monkeypatch: pytest.MonkeyPatch) -> None:
     real = LoadedModels.engine
 
     def refused(
@@ -106,7 +106,7 @@ def test_a_device_that_captures_nothing_says_why(monkeypatch: pytest.MonkeyPatch
     assert "not measured: plain, captured: capture on runs elsewhere" in roofline.show(result)
 
 
-def test_steps_that_are_too_large_to_capture_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_roofline_lists_batches_too_large_to_capture_as_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cluster.engine.captures.buckets_of", lambda *_: Buckets((), max_rows=1))
     size = replace(SIZE, trees=(PLAIN,), accept_length=None)
     result = roofline.measure(ModelPair(num_threads=1), size, quiet)
@@ -115,7 +115,7 @@ def test_steps_that_are_too_large_to_capture_are_named(monkeypatch: pytest.Monke
     assert {(one["batch"], one["captured"]) for one in result["figures"]} == {(1, False), (1, True), (2, False)}
 
 
-def test_possible_is_the_sum_over_forwards() -> None:
+def test_roofline_possible_time_is_the_sum_over_forwards() -> None:
     """Of a chain of 3: two levels, one verification, one extend, each bound by its own."""
     models = resolve_models(config_of(*tiny_pair()))
     steps = SteadySteps({name: [0.1, 0.3, 0.2] for name in DEVICE_PHASES}, [0.7, 0.8, 0.9], [10.0, 12.0, 14.0], 12)
@@ -130,7 +130,7 @@ def test_possible_is_the_sum_over_forwards() -> None:
     assert rows["step"]["accept_length"] == 2.0 and rows["step"]["context"] == 12.0
 
 
-def test_the_goals_are_those_of_captured_steps() -> None:
+def test_roofline_goals_apply_to_captured_cpu_steps() -> None:
     def step(setting: str, batch: int, captured: bool, context: float, share: float, ms: float) -> dict[str, Any]:
         return {"phase": "step", "setting": setting, "batch": batch, "captured": captured, "context": context} | {
             "share": share,
@@ -153,7 +153,7 @@ def test_the_goals_are_those_of_captured_steps() -> None:
     assert roofline.goals({"device": "a GPU", "figures": figures}) == []
 
 
-def test_bad_input_is_named() -> None:
+def test_roofline_bad_input_raises_a_clear_error() -> None:
     with pytest.raises(ConfigError, match=r"accept_length 3\.5 is not within 1 and 3"):
         roofline.measure(ModelPair(), replace(SIZE, accept_length=3.5), quiet)
     with pytest.raises(ConfigError, match="layers belong to a random model"):
@@ -164,7 +164,7 @@ def test_bad_input_is_named() -> None:
         command.run(parsed("packed", "--accept-length", "2"))
 
 
-def test_flags_reach_the_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_roofline_flags_reach_the_size(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Size] = []
     monkeypatch.setattr(roofline, "measure", lambda pair, size, log_progress: given.append(size) or {})
     monkeypatch.setattr(roofline, "show", lambda result: "")
@@ -174,7 +174,7 @@ def test_flags_reach_the_size(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (size.shape, size.layers, size.contexts, size.batches, size.accept_length) == ("tiny", 4, (5, 6), (2,), 1.5)
 
 
-def test_it_works_without_ray() -> None:
+def test_roofline_imports_no_ray_module() -> None:
     """No module that it imports, however indirectly, imports Ray."""
     paths = {module_of(path): path for path in SOURCES}
     seen, left = set[str](), ["cluster.bench.cases.roofline"]

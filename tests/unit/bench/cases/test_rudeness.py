@@ -12,7 +12,7 @@ from cluster.bench.cases.crowd import ResumeCounter
 from cluster.bench.streams import ClientStream, Prompt
 
 
-def test_a_slow_body_that_is_given_up_leaves_no_task_and_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_abandoned_slow_body_leaves_no_task_and_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rudeness, "SLOW_LIMIT_S", 0.3)
     closed = asyncio.Event()
 
@@ -62,19 +62,19 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> ResumeCounter:
 hurt: list[tuple[str, int]] = []
 
 
-def test_a_crowd_that_never_began_has_nothing_to_settle(counter: ResumeCounter) -> None:
+def test_resume_counter_returns_at_once_if_no_fault_was_triggered(counter: ResumeCounter) -> None:
     counter.poll([ClientStream(Prompt("x"))])
     assert (counter.wait_until_healthy(), counter.fault.healthy_s, hurt) == ((None, 0), None, [])
 
 
-def test_a_page_that_fails_does_not_end_the_watch(counter: ResumeCounter) -> None:
+def test_resume_counter_survives_failing_metrics_requests(counter: ResumeCounter) -> None:
     streams = [ClientStream(Prompt("x"), token_ids=[1]), ClientStream(Prompt("y"), token_ids=[1], ended_at=1.0)]
     while not counter._samples:
         counter.poll(streams)
     assert counter.wait_until_healthy()[1] == 3
 
 
-def test_a_fault_is_caused_once_and_health_is_watched_from_then_on(counter: ResumeCounter) -> None:
+def test_fault_is_applied_once_and_health_is_tracked_afterwards(counter: ResumeCounter) -> None:
     streams = [ClientStream(Prompt("x"), token_ids=[1]), ClientStream(Prompt("y"), token_ids=[1], ended_at=1.0)]
     for _ in range(3):
         counter.poll(streams)

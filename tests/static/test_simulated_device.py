@@ -1,0 +1,159 @@
+"""The step runs where nothing can be asked: every target family, draft, tier and sampling mode."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorDeviceMismatchError,
+)
+
+from cluster.batch import (
+    Batch,
+    DecodeRequest,
+    PageCopy,
+    PageWrite,
+    PromptChunk,
+    RowPenalties,
+    RowSampling,
+    SamplingMode,
+    StepInput,
+)
+from cluster.config.tree_shape import TreeShape
+from cluster.engine import Engine, build_engine
+from cluster.spec.result import StepOutput
+from cluster.spec.step import Step
+from tests.families import FAMILIES
+from tests.pairwise import assert_covering
+from tests.parity.harness import config_of
+from tests.parity.pairs import DRAFTS, Pair, algorithm_of, all_pairs, diagonal, draft_of
+from tests.static.sim import NAME, simulated
+
+MODES = (
+    SamplingMode(0),
+    SamplingMode.RANDOM,
+    SamplingMode.RANDOM | SamplingMode.FILTERED,
+    SamplingMode.RANDOM | SamplingMode.LOGPROBS | SamplingMode.TREES,
+    SamplingMode.PROMPT_LOGPROBS,
+    SamplingMode.ADJUSTED,
+    SamplingMode.RANDOM | SamplingMode.FILTERED | SamplingMode.ADJUSTED | SamplingMode.BAD_WORDS,
+)
+PROMPTS = (PromptChunk(3, 0, 2, True, (5, 6)), PromptChunk(4, 4, 11, False, tuple(range(2, 10))))
+CHANGES = {
+    "lens": ((0, 7), (1, 9)),
+    "samplings": (RowSampling(0, 0.8, 5, 0.9, 0.0, 3),),
+    "writes": (PageWrite(2, -1, 0), PageWrite(0, 0, 3), PageWrite(1, 0, 4)),
+    "copies": (PageCopy(3, 5, 2),),
+}
+ADJUSTING = RowPenalties(0, 0.5, 0.5, 1.2, 3, 2, (3, 4, 5), (1,), ((2, 1.0),), (1, 2, 3), ((3, 4), (2,)))
+DECODES = (DecodeRequest(0, 7), DecodeRequest(1, 9), DecodeRequest(2, 0))
+
+
+def engine_of(pair: Pair, topk: int) -> Engine:
+    spec = pair.spec()
+    settings = {"speculative_algorithm": algorithm_of(spec), "attention_backend": "torch"}
+    return build_engine(config_of(pair.target, draft_of(pair.draft), topk, 3, **settings))
+
+
+AXES = (range(4), MODES, (False, True))
+"""Of a step: its tier, its sampling mode, and whether prompt rows are beside."""
+WAYS = list(product(*AXES))
+
+
+def check(pair: Pair, topk: int, ways: Iterable[tuple[int, SamplingMode, bool]]) -> None:
+    """Run a step in each of these ways, as a chain or a tree."""
+    engine = engine_of(pair, topk)
+    programs, shapes = engine._parts.lockstep.programs, engine._parts.resolved.tiers
+    assert len(shapes) == 4
+    with simulated(engine):
+        for tier, mode, prompts in ways:
+            shape, chunks = shapes[tier], PROMPTS if prompts else ()
+            adjustings = (ADJUSTING,) if SamplingMode.ADJUSTED in mode else ()
+            if SamplingMode.PROMPT_LOGPROBS in mode:
+                chunks = tuple(chunk._replace(scored=chunk.stop - chunk.start - chunk.final) for chunk in chunks)
+            order = StepInput(decodes=DECODES, chunks=chunks, penalties=adjustings, **CHANGES, mode=mode)
+            output = programs._run(programs.assembler.send(order, shape.forced_nodes), mode, shape)
+            finals, rows = sum(chunk.final for chunk in chunks), sum(chunk.stop - chunk.start for chunk in chunks)
+            assert output.packed.shape == (len(DECODES) * (shape.num_steps + 3) + finals + rows,)
+            assert output.packed.device == torch.device(NAME, 0)
+            assert (output.scores is not None) == (SamplingMode.PROMPT_LOGPROBS in mode)
+            if output.scores is not None:
+                assert output.scores.ranks.shape == (sum(chunk.scored for chunk in chunks),)
+            assert (output.trees is not None) == (SamplingMode.TREES in mode)
+
+
+FEW = range(0, len(diagonal()), 5)
+
+
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(at, marks=() if at in FEW else pytest.mark.slow) for at in range(len(diagonal()))],
+)
+def test_step_of_each_diagonal_pair_reads_no_device_value(number: int) -> None:
+    """Each draft once and each family at least once, tiers and modes by turns."""
+    check(diagonal()[number], (1, 3)[number % 2], WAYS[number // 2 % 12 :: 12])
+
+
+@pytest.mark.parametrize(
+    ("ask", "error"),
+    [
+        (lambda rows: int(rows[0]), DataDependentOutputException),
+        (lambda rows: rows[rows > 1], DynamicOutputShapeException),
+        (lambda rows: rows + torch.arange(2), FakeTensorDeviceMismatchError),
+    ],
+)
+def test_simulated_device_catches_host_reads_and_tensors_of_other_devices(
+    monkeypatch: pytest.MonkeyPatch, ask: Callable[[torch.Tensor], object], error: type[Exception]
+) -> None:
+    engine = engine_of(diagonal()[1], 1)
+    true = Step.run
+
+    def asking(self: Step, batch: Batch, shape: TreeShape) -> StepOutput:
+        ask(batch.rows[:2])
+        return true(self, batch, shape)
+
+    monkeypatch.setattr(Step, "run", asking)
+    with simulated(engine), pytest.raises(error):
+        programs = engine._parts.lockstep.programs
+        programs._run(
+            programs.assembler.send(StepInput(decodes=DECODES), 0), SamplingMode(0), engine._parts.resolved.shape
+        )
+
+
+def turn_of(pair: Pair) -> tuple[int, list[int]]:
+    """The topk of a pair and the two of `WAYS` that it goes."""
+    family, draft = list(FAMILIES).index(pair.family), DRAFTS.index(pair.draft)
+    return (1, 3)[(family + draft) % 2], [(9 * family + 2 * draft + more) % len(WAYS) for more in (0, 5)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_step_of_every_family_and_draft_pair_reads_no_device_value(family: str) -> None:
+    """The ways are shared out, see below."""
+    for pair in all_pairs():
+        if pair.family == family:
+            topk, ways = turn_of(pair)
+            check(pair, topk, [WAYS[way] for way in ways])
+
+
+def test_pair_cases_cover_all_tiers_modes_and_prompts() -> None:
+    """Each family goes every way; each draft meets all pairs of values of topk, tier, mode and prompts, as families do.
+
+    The factors in `turn_of` were searched for this.
+    """
+    families, drafts = (defaultdict[str, list[tuple[Any, ...]]](list) for _ in range(2))
+    for pair in all_pairs():
+        topk, ways = turn_of(pair)
+        for way in ways:
+            families[pair.family].append((topk, *WAYS[way]))
+            drafts[pair.draft].append((topk, *WAYS[way]))
+    assert (set(families), set(drafts)) == (set(FAMILIES), set(DRAFTS))
+    for gone in [*families.values(), *drafts.values()]:
+        assert_covering(gone, [(1, 3), *AXES])
+    assert all(len({way[1:] for way in gone}) == len(WAYS) for gone in families.values())

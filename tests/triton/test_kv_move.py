@@ -1,0 +1,47 @@
+"""Compacting by Triton leaves what its twin leaves, also where slots are read after they are written to."""
+
+import pytest
+import torch
+
+from cluster.arch.cell import CodedCell
+from cluster.kv.pool import KVPool
+from cluster.kv.triton_pool import TritonPool
+from tests.unit.kernels.test_product import DTYPES
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cell", [(2, 2, 8), (1, 1, 200), (2, 3, 33)])
+@pytest.mark.parametrize("count", [1, 3, 6])
+def test_triton_kv_move_matches_reference_with_overlapping_slots(
+    count: int, cell: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    dice, pools = torch.Generator().manual_seed(count), [one(3, 60, cell, dtype, CPU) for one in (KVPool, TritonPool)]
+    pools[0].kv.normal_(generator=dice)
+    pools[1].kv.copy_(pools[0].kv)
+    slots = torch.randperm(60, generator=dice).view(4, 15)
+    paths = torch.rand(4, 15, generator=dice).argsort(1)[:, :count]
+    for pool in pools:
+        pool.move_kv_cache(slots[:, :count], slots.gather(1, paths))
+        pool.move_kv_cache(torch.tensor([1, 2, 3]), torch.tensor([2, 3, 1]))
+    assert torch.equal(pools[0].kv, pools[1].kv)
+
+
+@pytest.mark.parametrize("cell", [CodedCell((2, 2, 8)), CodedCell((1, 1, 200), 150)])
+def test_triton_kv_move_copies_fp8_codes_and_scales(cell: CodedCell) -> None:
+    dice = torch.Generator().manual_seed(3)
+    pools = [one(3, 60, cell.shape, torch.bfloat16, CPU, cell) for one in (KVPool, TritonPool)]
+    pools[0].kv.random_(0, 256, generator=dice)
+    pools[1].kv.copy_(pools[0].kv)
+    slots = torch.randperm(60, generator=dice).view(4, 15)
+    for pool in pools:
+        pool.move_kv_cache(slots[:, :6], slots.flip(1)[:, 3:9])
+    assert torch.equal(pools[0].kv, pools[1].kv)
+
+
+def test_triton_kv_move_of_no_requests_changes_nothing() -> None:
+    pool = TritonPool(1, 4, (2, 1, 8), torch.float32, CPU)
+    none = torch.zeros(0, 3, dtype=torch.int64)
+    pool.move_kv_cache(none, none)
+    assert not pool.kv.any()
