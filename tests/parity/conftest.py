@@ -14,18 +14,24 @@ from tests.parity.poison import poisoned  # noqa: F401
 
 torch.set_num_threads(1)
 AGAINST_NUMBERS = {
-    "test_adjusted": ("plain_decoding_equals_transformers_own_processors",),
-    "test_constrained": ("retraction_changes_nothing",),  # with other texts pages do not run out
-    "test_distribution": ("texts_fit_the_filtered_target",),
-    "test_draft_runners": ("each_level_is_what_its_layer_proposes", "no_runner_reads_anothers_pool"),
-    "test_families": ("greedy_texts_are_those_of_transformers",),
-    "test_memory": ("memory_after_long_runs_retraction_and_reuse", "trees_and_memory_equal_the_reference"),
-    "test_mtp_experts": ("the_targets_text_is_that_of_transformers",),
-    "test_planted_bugs": ("without_a_planted_bug_every_check_passes",),
+    "test_penalties": ("plain_decoding_with_penalties_matches_transformers_processors",),
+    "test_constrained": ("constrained_outputs_survive_retraction",),  # with other texts pages do not run out
+    "test_distribution": ("sampled_tree_decoding_fits_the_filtered_target_distribution",),
+    "test_draft_runners": (
+        "each_draft_level_matches_its_mtp_layer_in_the_reference",
+        "draft_runner_reads_only_its_own_kv_pool",
+    ),
+    "test_families": ("greedy_outputs_of_each_family_match_transformers",),
+    "test_memory": (
+        "kv_cells_match_the_reference_after_retraction_and_prefix_reuse",
+        "draft_trees_and_kv_cells_match_the_reference_for_each_draft_type",
+    ),
+    "test_mtp_experts": ("moe_target_with_mtp_tensors_matches_transformers",),
+    "test_planted_bugs": ("every_check_passes_without_a_planted_bug",),
     "test_prompt_logprobs": ("",),
-    "test_requests": ("logprobs_are_those_of_the_raw_logits",),
-    "test_returned_trees": ("the_nodes_are_those_that_the_reference_proposes",),
-    "test_sharing": ("texts_that_part_ways",),
+    "test_requests": ("logprobs_ignore_temperature_and_filters",),
+    "test_returned_trees": ("returned_tree_nodes_match_the_reference_draft",),
+    "test_sharing": ("prompts_with_common_prefixes_match_unshared_runs",),
     "test_transformers": ("",),
 }
 """By module the beginnings of the names of tests that compare with `transformers`, or with a dense reference."""

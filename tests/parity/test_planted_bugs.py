@@ -188,9 +188,7 @@ def _(patch: Patch) -> None:
 
 @bug("a cell is taken for shared whose next token is another one")
 def _(patch: Patch) -> None:
-    changed(
-        patch, cluster.kv.radix, "common_prefix_length", lambda true: lambda one, other: min(true(one, other) + 1, 4)
-    )
+    changed(patch, cluster.kv.radix, "common_prefix_length", lambda true: lambda *two: min(true(*two) + 1, 4))
 
 
 @bug("positions inside the tree are off by one")

@@ -43,7 +43,7 @@ class Timer:
     def between(self, start: int, end: int) -> float:
         return 0.0
 
-    def here(self) -> None:
+    def make_current(self) -> None:
         self.thread = threading.get_native_id()
 
     def reached(self, moment: int) -> bool:

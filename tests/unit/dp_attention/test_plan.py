@@ -38,7 +38,7 @@ def test_plan_uses_the_minimum_num_steps_of_all_ranks() -> None:
 
 @pytest.mark.parametrize(("decodes", "forced"), [((1, 0), 6), ((1, 2), 4), ((3, 5), 1), ((9, 1), 0)])
 def test_plan_adds_forced_nodes_for_grammars_within_the_row_limit(decodes: tuple[int, int], forced: int) -> None:
-    shape = SHAPE.model_copy(update={"room": 6})
+    shape = SHAPE.model_copy(update={"max_forced_nodes": 6})
     shapes = tiers(shape)
     free = [facts(decodes[0]), facts(decodes[1])]
     plan = replace(rule(), max_forced_rows=8).plan(free, shape)

@@ -52,7 +52,7 @@ def test_row_lookup_kernel_raises_index_error_for_invalid_ids(which: str, bad: i
     table, ids = torch.arange(5)[:, None].contiguous() if which == "embed" else torch.arange(5), torch.tensor([1, 2])
     tape = tape_of(table, ids, which)
     ids[1] = bad
-    with pytest.raises(IndexError, match="1 rows"):
+    with pytest.raises(IndexError, match="1 row indices"):
         tape.replay()
     ids[1] = 4
     tape.replay()
@@ -104,7 +104,7 @@ def test_gather_and_advanced_indexing_kernels_match_torch(dtype: torch.dtype) ->
     tape.replay()
     assert all(map(torch.equal, tape.output, program()))
     columns[2, 1] = 9
-    with pytest.raises(IndexError, match="1 rows"):
+    with pytest.raises(IndexError, match="1 row indices"):
         tape.replay()
 
 

@@ -90,7 +90,7 @@ def test_unreachable_or_foreign_server_raises_no_answer_error(url: str) -> None:
     with pytest.raises(NoAnswerError, match="Connection refused"):
         Client("http://127.0.0.1:1").page("/ok")
     for path in ("/list", "/html"):
-        with pytest.raises(NoAnswerError, match="no JSON object"):
+        with pytest.raises(NoAnswerError, match="not a JSON object"):
             Client(url).json(path)
 
 

@@ -21,7 +21,7 @@ def test_busy_grammar_compiler_gives_a_retryable_overloaded_error(monkeypatch: p
     async def made(self: Grammars, tokenizer: Any) -> Any:
         return Busy()
 
-    monkeypatch.setattr(Grammars, "_make", made)
+    monkeypatch.setattr(Grammars, "_create_compiler", made)
     tokenizer: Any = object()
     grammars = Grammars(tokenizer, ModelInfo("m", 64, 256, created=0))
     with pytest.raises(ApiError, match=r"^response_format: this machine is too busy") as busy:
