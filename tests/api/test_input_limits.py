@@ -193,7 +193,7 @@ def test_list_of_invalid_items_reports_only_the_first_error(
         complaints.append(error.error_count())
         return errors.from_validation_error(error)
 
-    monkeypatch.setattr(field_tables, "invalid", counting)
+    monkeypatch.setattr(field_tables, "from_validation_error", counting)
     answer = client.post(path, body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
     assert complaints == [1]

@@ -67,7 +67,7 @@ class Device(threading.Thread):
     def between(self, start: Moment, end: Moment) -> float:
         return end.at - start.at
 
-    def here(self) -> None:
+    def make_current(self) -> None:
         pass
 
     def reached(self, moment: Moment) -> bool:

@@ -318,11 +318,11 @@ def cross(patch: pytest.MonkeyPatch, stream: Stream) -> None:
 
     true = recorder.call_on_host
     for place in ("cluster.capture.recorder", "cluster.spec.result"):
-        patch.setattr(f"{place}.Landing", Landed)
+        patch.setattr(f"{place}.HostCopies", Landed)
     for place in ("cluster.capture.recorder", "cluster.device.staging"):
-        patch.setattr(f"{place}.brought", copy_to_device)
+        patch.setattr(f"{place}.copy_to_device", copy_to_device)
     for place in ("cluster.capture.recorder", "cluster.capture.cuda_graph"):
-        patch.setattr(f"{place}.answered", answered)
+        patch.setattr(f"{place}.call_on_host", answered)
     for name in ("from_numpy", "frombuffer"):
         patch.setattr(torch, name, _outside(getattr(torch, name), name, stream))
     for name in ("tolist", "numpy", "cpu", "item", "__bool__", "__int__", "__float__"):

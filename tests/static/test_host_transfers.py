@@ -13,7 +13,7 @@ from cluster.request import Request
 from tests.parity.harness import SAMPLING, config_of, tiny_pair
 from tests.static.trap import Trap, reads
 
-LOOKS = "attention.cells.look"  # on a CPU alone: how long requests are, and in which pages
+LOOKS = "attention.cells.host_values"  # on a CPU alone: how long requests are, and in which pages
 FINITE = "attention.torch_backend.mask_bad_cells"  # on a CPU alone: whether cells are finite
 
 
