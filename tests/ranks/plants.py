@@ -219,7 +219,7 @@ def other_seed(order: Any) -> Any:
 def other_results(true: Callable[..., Any], *args: Any) -> Any:
     stepped = true(*args)
     other = stepped.packed.clone()
-    other[: stepped.requests * (stepped.width + 2)].view(stepped.requests, -1)[:, 0] += 1
+    other[: stepped.requests * (stepped.path_length + 2)].view(stepped.requests, -1)[:, 0] += 1
     return replace(stepped, packed=other)
 
 
@@ -295,8 +295,8 @@ OF_SHARDS: dict[str, Plant] = {
     "sums before the highest": lambda harm: harm.in_call(
         "highest", "target", lambda _, numbers: harm.exchange.add(numbers.long()).double()
     ),
-    "runs without noise": without("noisy"),
-    "runs without filters": without("filtered"),
+    "runs without noise": without("any_random"),
+    "runs without filters": without("any_filtered"),
     "reports no log-probabilities": without("logprobs"),
     "one candidate less in a group": instead("compare", "extend", lambda true, numbers: true(numbers[:, 2:])),
     "skips a sum in a group": skip("add", "target"),
