@@ -95,8 +95,8 @@ class Router:
     def start(self) -> None:
         """Begin to read the leaders' streams and to watch the gang; call this on the replica's event loop.
 
-        No actor call may be made from a request's own task: when the client leaves, Serve cancels all calls of that
-        task, and an actor call with commands also carries commands of other requests.
+        Never make an actor call in a request's own task: when the client leaves, Serve cancels the actor calls of that
+        task, and with them the commands of other requests that travel in the same call.
         """
         self.on_up()
         self._watch_task = asyncio.create_task(self._gang.watch(self), name="gang-watch")
@@ -119,7 +119,7 @@ class Router:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def on_up(self) -> None:
-        """Note that the first or a later incarnation serves: submit the open streams that `Recovery` releases."""
+        """Note that the first or a later incarnation serves: submit the open streams that `Recovery` allows now."""
         incarnation = self._gang.incarnation
         assert incarnation is not None
         self._incarnation = incarnation
@@ -246,7 +246,7 @@ class Router:
     def _on_grammar_read(
         self, task: asyncio.Task[tuple[str, str]], stream: OpenStream, request: Request, epoch: int
     ) -> None:
-        """Send a stream's request on, or refuse it: the ranks of its group have read its grammar."""
+        """Submit a stream's request, or refuse it, after the ranks of its group have read its grammar."""
         self._grammar_tasks.discard(task)
         if stream.ended or task.cancelled() or self._incarnation is None or self._incarnation.epoch != epoch:
             return  # the next incarnation reads the grammar again
@@ -288,7 +288,7 @@ class Router:
             self._on_settled(stream)
 
     def _on_settled(self, stream: OpenStream) -> None:
-        """Note that a stream went on in this incarnation or is over. Submit the streams that `Recovery` releases."""
+        """Note that a stream got tokens in this incarnation or ended. Submit the streams that `Recovery` allows now."""
         if self._incarnation is not None:
             for released_stream in self._recovery.on_settled(stream.name):
                 self._submit(released_stream)
@@ -326,7 +326,7 @@ class Router:
         for request_id in item.admitted:
             if stream := self._streams.get(request_id):
                 stream.on_admitted()
-                if stream.submissions_without_progress:  # the step of a suspect waits for this confirmation
+                if stream.submissions_without_progress:  # the step that admits a suspect waits for this confirmation
                     command_queue = self._command_queues[stream.rank]
                     command_queue.confirmed.append(stream.name)
                     command_queue.filled.set()

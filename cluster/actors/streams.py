@@ -179,8 +179,8 @@ class Recovery:
         self._bisecting = False  # whether to bisect in the next incarnation
 
     def on_loss(self, streams: list[OpenStream], loss: Loss) -> None:
-        """Note that an incarnation is over, and end the stream found to be the cause. The caller has called `lose` on
-        each open stream before.
+        """Note that an incarnation is over, and end the stream found to be the cause. The caller has called
+        `on_incarnation_lost` on each open stream before.
         """
         in_fatal_step = [stream for stream in streams if stream.in_fatal_step]
         repeated_suspects = [stream for stream in self._suspects if stream in in_fatal_step]

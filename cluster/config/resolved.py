@@ -1,7 +1,8 @@
 """Where settings become facts. Other modules take the facts, and derive none of them from the settings again.
 
-Not here: `arch/dtypes.py` decides what `dtype: auto` is, `engine/backends.py` the kernels, `engine/captures.py` what is
-captured, and `dp_attention/plan.py` the padding of each step, because these need the checkpoint, the device or a step.
+Not here: `arch/dtypes.py` decides what `dtype: auto` and `kv_cache_dtype: auto` are, `engine/backends.py` the kernels,
+`engine/captures.py` what is captured, and `dp_attention/plan.py` the padding of each step. These need the checkpoint,
+the device or a step.
 
 A replica knows the settings alone, and has `ResolvedSettings`. A rank has the checkpoints and the device too:
 `arch/resolve.py` adds the facts that follow from these, and makes a `ResolvedConfig`.

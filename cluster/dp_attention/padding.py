@@ -1,4 +1,6 @@
-"""Pads a step input to the planned rows. Idle rows are computed like others, on the sink page: no special cases.
+"""Pads a step input to the rows of the plan; `plan.py` decides how many rows each group runs.
+
+Idle rows are computed like others, on the sink page, so the step has no special case for them.
 
 An idle request uses the last row of the page table, whose slots are all in the sink page, and the last row of the
 carried draft inputs, which `EagleDraftInput.create_idle_input` made with the widths of `hidden_size_for`.

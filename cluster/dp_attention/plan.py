@@ -21,7 +21,7 @@ Padding = Literal["auto", "padded", "exact"]
 
 
 class RankFacts(NamedTuple):
-    """One rank's row of the gathered table. The order of the fields does not show that they are of three kinds:
+    """One rank's row of the gathered table. The fields, in no particular order, are of three kinds:
 
     - Equal on all ranks (`HEADER`): `epoch` counts the starts of the gang, `step` its steps. `digest` is that of the
       last plan. `calls` counts the collectives of the rank so far. `rule_checksum` covers everything else that

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 MODES = (SamplingMode(0), SamplingMode.RANDOM, SamplingMode.RANDOM | SamplingMode.FILTERED)
 AUTO_BYTES = 1 << 28  # most memory of all tapes with capture auto
 MAX_DEFAULT_SIZE = 512  # largest default size on a GPU (requests or prompt rows), unless max_running_requests is larger
-CHUNK_SIZES = tuple(size for size in sizes_up_to(256) if size >= 4)
+CHUNK_SIZES = (4, 8, 16, 32, 64, 128, 256)
 """Prompt rows of captured steps on a CPU. A replayed step begins its first row 4 ms earlier than an eager one. With a
 few decoding requests that is much; a step of more rows takes so long that it does not matter.
 """

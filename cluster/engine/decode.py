@@ -35,7 +35,7 @@ class DecodeScheduler:
                 for request in self.running
                 if request.lease is not None and not (request.prefilling or request.will_end)
             ]
-            # `reach` bounds the committed tokens from above: results of steps in flight are not known yet.
+            # `max_committed` bounds the committed tokens from above: results of steps in flight are not known yet.
             needed_tokens = [
                 min(request.max_committed, request.max_running_tokens) + self.window_of(request)
                 for request, _ in schedule.decodes
@@ -65,7 +65,7 @@ class DecodeScheduler:
 
     def max_new_pages(self, sequence: RequestState) -> int:
         """The most new pages that a running request can need for its next step. The step that now begins commits at
-        most S + 1 tokens, and a request that still runs has at most `longest` committed.
+        most S + 1 tokens, and a request that still runs has at most `max_running_tokens` committed.
         """
         assert sequence.lease is not None, "only running requests grow"
         if sequence.prefilling:

@@ -11,7 +11,7 @@ FIRST_CHANGE, MIN_CHANGE = (
     0.2,
     0.02,
 )  # relative change of an estimate by its first observation; the smallest by a later one
-MAX_DRIFT = 3.0  # limits `dearer` to [1/3, 3]: a machine that is busy for a while must not starve prompts
+MAX_DRIFT = 3.0  # limits `prompt_drift` to [1/3, 3]: a machine that is busy for a while must not starve prompts
 MIN_PROMPT_SHARE = 1 / 20  # prompt rows are measured only if they are predicted to take this share of the decoding time
 
 
@@ -54,7 +54,7 @@ class Correction:
         the decoding, and `prompt_us` for the prompt rows.
         """
         if prompt_us >= MIN_PROMPT_SHARE * decode_us:
-            # took = usual * (busy + dearer * rows), solved for `dearer`
+            # measured = decode_drift * (busy + prompt_drift * rows), solved for `prompt_drift`
             self.prompt_drift.observe((measured_us / self.decode_drift.value - decode_us) / prompt_us)
 
     def observe_prefill(self, prefill_us: float, measured_us: float) -> None:

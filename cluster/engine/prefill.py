@@ -1,10 +1,10 @@
 """Schedules prompts: which prompt chunks run in the next step, and which waiting requests are admitted.
 
 - **Budget.** If no request of any group decodes, a step has up to `chunked_prefill_size` prompt rows. Otherwise it has
-  up to `mixed_prefill_size`, or without that setting as many as the pace predicts to fit `prefill_share`. A step that
-  took more than its allowance leaves less to the next one. Where captured steps have fixed numbers of prompt rows, a
-  chunk is rounded down to one, and the rest of the allowance goes to the next step. At most `SCORED_ROWS` rows return
-  log-probabilities.
+  up to `mixed_prefill_size`. Without that setting it has as many as take, by the pace's prediction, at most
+  `prefill_share` of the step. A step that took more than its allowance leaves less to the next one. Where only some
+  numbers of prompt rows are captured, a chunk is cut so that the step has such a number, and the rest of the allowance
+  goes to the next step. At most `SCORED_ROWS` rows return log-probabilities.
 - **Order.** Running prompts get rows first, in order of admission. Then waiting requests are admitted in order of
   arrival, while rows are left. The first request that does not fit ends admission: no small one may pass it.
 - **Pages.** A request is admitted if its prompt, its first window and the growth of all running requests fit, so that
@@ -47,8 +47,8 @@ class RemainingRows:
     been taken. The first chunk gets at least `StepTimes.min_rows` rows, even if their cost exceeds the allowance; the
     next step has that much less. `scored_rows` is the number of rows that may still return log-probabilities.
     `chunk_sizes` are the numbers of prompt rows, in ascending order, whose steps can be captured; `prompt_rows` are
-    those of the step so far. `is_rounded` says that a chunk was cut to one of `chunk_sizes`, so that allowance may be
-    left over for the next step.
+    those of the step so far. `is_rounded` says that a chunk was cut to one of `chunk_sizes`: the rest of the allowance
+    then goes to the next step.
     """
 
     rows: int
@@ -100,8 +100,8 @@ class RemainingRows:
         return count if affordable_rows >= count else self._rounded_rows(affordable_rows)
 
     def _rounded_rows(self, count: int) -> int:
-        """Return the most rows, up to `count`, with which the step's prompt rows are one of `chunk_sizes`. Less than
-        the smallest size and more than the largest are not rounded.
+        """Return the most rows, up to `count`, with which the step's prompt rows are one of `chunk_sizes`. A total
+        below the smallest or above the largest size stays as it is.
         """
         total = self.prompt_rows + count
         if not self.chunk_sizes or not self.chunk_sizes[0] <= total <= self.chunk_sizes[-1]:

@@ -1,6 +1,7 @@
 """The scheduler of one rank: decides what runs in the next step.
 
-It knows pages (through the cache), but no tensors and no models. The rules are in `decode.py` and `prefill.py`.
+It knows pages (through the cache), but no tensors and no models. `prefill.py` decides which prompts get
+rows and which waiting requests are admitted, `decode.py` which requests decode and which are retracted.
 """
 
 from collections import deque

@@ -1,7 +1,8 @@
 """Page ownership: the lease of each running request on pages of the radix tree and on pages of its own.
 
-    tokens   0 ........ full pages ........ | ..... committed ........ committed + W
-    owner    | tree pages, locked by the lease | the lease's own pages (window at the end) |
+    tokens   0 ..... full pages ..... | ..... committed ..... committed + W
+    owner    tree pages, which the    | the lease's own pages
+             lease locks              | (W: the slots of the next step's window)
 
 A lease owns a page while the page fills. When all tokens of the page are committed and the token after them is known,
 `publish` moves the page into the tree, while the request still runs. From then on other requests can read the page, and
@@ -102,8 +103,8 @@ class KVCache:
     def max_cached_tokens(self, tokens: Sequence[int], salt: int = 0, max_tokens: int | None = None) -> int:
         """Return an upper bound of the tokens that `open` would find cached, at most `max_tokens`.
 
-        The bound is the tokens of the matching whole pages, plus all but one cell of the next page, which `open` may
-        copy.
+        The bound is the tokens of the matching whole pages, plus `page_size` - 1 cells of the next page, because `open`
+        may copy up to that many cells.
         """
         if not self._radix:
             return 0
@@ -137,7 +138,7 @@ class KVCache:
         copy = self._shared_cells(lease, tokens) if self._radix and max_cached_tokens is None else None
         new_pages = self.pages_for(needed_tokens) - len(path)
         if new_pages + reserved_pages > self.free_pages + self.evictable_pages and lease.copy_source is not None:
-            # The lock on the source keeps one page from eviction. Give up the copy rather than the request.
+            # Without the copy its source is not locked, and one more page can be evicted for this request.
             self._release_source(lease)
             copy = None
         if new_pages + reserved_pages > self.free_pages + self.evictable_pages or not self.grow(
@@ -227,7 +228,7 @@ class KVCache:
         """Return the `page_count` pages of `tokens` after the pages cached under `salt`, or after the locked pages of
         `lease`.
 
-        Returns None without `radix`, or if `tokens` do not contain the token after the `page_count` pages. Two requests
+        Returns None without `radix`, or if `tokens` ends before the token that follows these pages. Two requests
         with equal results would compute the same pages, so the scheduler lets one of them wait.
         """
         if not self._radix:
@@ -262,7 +263,7 @@ class KVCache:
         without such a page.
 
         A page of the tree is locked here, as the lease's `copy_source`. An own page of a running request needs no lock:
-        if that request ends, the copy still runs before any later step writes to the page.
+        if that request ends, the copy still runs first, at the start of the next step.
         """
         nearest = self._tree.nearest(tokens, lease.locked_nodes, lease.salt)
         page, cells = (nearest[0].page, nearest[1]) if nearest else (0, 0)

@@ -1,4 +1,7 @@
-"""The KV pool of one model runner: the tensor that holds the cells of all its layers."""
+"""The KV pool of one model runner: the tensor that holds the cells of all its layers.
+
+A new kind of pool also needs a line in `IMPLEMENTATIONS` of `engine/backends.py`.
+"""
 
 from collections.abc import Sequence
 from math import prod

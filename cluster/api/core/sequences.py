@@ -201,14 +201,14 @@ async def merge_outputs(
     """Yield pairs (index of the request, output). If the generator is closed or a request fails, all are aborted.
 
     A request that finds the engine's queue full is submitted again when another request of the call gets its first
-    output or ends. If the call's own requests fill the queue, refusing the call would not help: the client's retry
-    would fill the queue again. So the call is refused only if none of its requests is with the engine.
+    output or ends. The call is refused only if none of its requests is with the engine. (If its own requests fill the
+    queue, refusing it would not help: the client's retry would fill the queue again.)
 
     Raises:
         ApiError: 503 if the queue is full or the engine is unavailable, 400 if the engine refuses a request.
     """
     queue_retries = _QueueRetries(len(requests))
-    if len(requests) == 1:  # no task and no queue between the engine and the client
+    if len(requests) == 1:  # a single request needs no task and no queue
         async with aclosing(_outputs(engine, requests[0], queue_retries)) as outputs:
             async for output in outputs:
                 yield 0, output
@@ -270,7 +270,7 @@ class _QueueRetries:
             self._waiting.popleft().set()
 
     def request_ended(self) -> None:
-        """Record that a request has ended: wake one waiting request, and count one request less with the engine."""
+        """Wake one waiting request, and count the ended request as no longer with the engine."""
         self.wake_one()
         self._submitted -= 1
 

@@ -25,7 +25,7 @@ from cluster.api.openai.responses.tools import (
 )
 
 LOGPROBS_OPTION = "message.output_text.logprobs"
-# Only LOGPROBS has an effect. Answers here have none of the other parts, and reasoning items always hold their text.
+# Only LOGPROBS_OPTION has an effect. Answers have none of the other parts; reasoning items always hold their text.
 IncludeOption = Literal[
     "message.output_text.logprobs",
     "reasoning.encrypted_content",
