@@ -46,9 +46,10 @@ class Contender:
     """The process of one checkout."""
 
     def __init__(self, checkout: Path, tree: str, threads: int, long: bool) -> None:
+        script = checkout / "benchmarks" / "side_by_side.py"  # its own copy, which knows the names of that checkout
         worker_settings = json.dumps({"tree": TREES[tree], "threads": threads, "long": long})
         self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).resolve()), "--worker", worker_settings],
+            [sys.executable, str(script.resolve()), "--worker", worker_settings],
             cwd=checkout,
             env=os.environ | {"PYTHONPATH": str(checkout.resolve()), "OMP_NUM_THREADS": str(threads)},
             stdin=subprocess.PIPE,

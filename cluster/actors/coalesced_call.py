@@ -12,7 +12,7 @@ MAX_AGE_S = 0.25
 
 
 class CoalescedCall(Generic[T]):
-    """Shares the result of `make` among callers. `make` never runs twice at once. A result is reused for `fresh_s`.
+    """Shares the result of `make` among callers. `make` never runs twice at once. A result is reused for `max_age_s`.
 
     When a client leaves, Serve cancels every call that its request's task has made, and Ray passes the cancellation on
     to the called actor. So a request never calls an actor itself: `make` runs in the context in which this object was
@@ -26,7 +26,7 @@ class CoalescedCall(Generic[T]):
         self._finished_at = 0.0
 
     async def get(self) -> T:
-        """Return the latest result if it is younger than `fresh_s`; otherwise wait for a new result.
+        """Return the latest result if it is younger than `max_age_s`; otherwise wait for a new result.
 
         Raises:
             Exception: the error that `make` raised; the next call of `get` runs `make` again.

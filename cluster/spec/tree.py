@@ -116,9 +116,9 @@ class TorchGrowth:
     def add(self, proposals: Tensor, log_probabilities: Tensor) -> None:
         """Append K^2 candidates; see `Growth.add`."""
         r, k = self._row_candidates.shape
-        # `_before`: candidates of all levels before this one. `_number`, `_score` `[R, K]`: those of this level's rows.
+        # `_previous_candidates`: of all levels before. `_row_candidates`, `_scores` `[R, K]`: of this level's rows.
         self._previous_candidates += self._tokens.shape[1]
-        # Cumulative score of child j of row i = score(i) + log p(j | i); it is candidate `_before` + i K + j.
+        # Cumulative score of child j of row i = score(i) + log p(j | i); it is candidate `_previous_candidates` + i K + j.
         self._scores = (self._scores[..., None] + clamp_log_probabilities(log_probabilities)).view(r, k * k)
         self._tokens = proposals.reshape(r, k * k)
         parents = self._row_candidates[..., None].expand(r, k, k).reshape(r, k * k)

@@ -35,8 +35,8 @@ class HandleCalls:
         """Return the answer of one engine replica to `method`. If the caller is cancelled, the call is cancelled too.
 
         Raises:
-            GoneError: no engine replica answers, or the chosen one died.
-            ShedError: the queue of the engine deployment is full.
+            EngineGoneError: no engine replica answers, or the chosen one died.
+            EngineQueueFullError: the queue of the engine deployment is full.
         """
         response = getattr(self._handle, method).remote()
         try:
@@ -65,7 +65,7 @@ class HandleAttempt:
         self._finished = False
 
     async def next(self, timeout_s: float) -> StreamItem:
-        """Return the next item, or raise GoneError when none comes in time (`Attempt.next`)."""
+        """Return the next item, or raise EngineGoneError when none comes in time (`Attempt.next`)."""
         if self._next_item_task is None:  # a task, since a wait that times out must not cancel the call
             self._next_item_task = asyncio.ensure_future(self._next_item())
         while True:

@@ -101,7 +101,7 @@ class Attempt(Protocol):
         """Return the next item.
 
         Raises:
-            GoneError: no item will come, or none came within `timeout_s`.
+            EngineGoneError: no item will come, or none came within `timeout_s`.
         """
         ...
 
@@ -123,8 +123,8 @@ class EngineCalls(Protocol):
         """Call a method without arguments on one engine replica.
 
         Raises:
-            GoneError: no engine replica answers.
-            ShedError: the queue of the engine deployment is full.
+            EngineGoneError: no engine replica answers.
+            EngineQueueFullError: the queue of the engine deployment is full.
         """
         ...
 
