@@ -10,7 +10,7 @@ from cluster.capture.recorder import native
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Whether kernels run in Triton's interpreter on a CPU (`TRITON_INTERPRET=1`). Its matrix products of bfloat16 are
-silently wrong, so kernels convert the factors to float32 there."""
+silently wrong, so kernels convert the factors to a wider dtype there."""
 ACC_DTYPES = {
     torch.float64: tl.float64,
     torch.float32: tl.float32,

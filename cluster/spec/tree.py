@@ -118,7 +118,8 @@ class TorchGrowth:
         r, k = self._row_candidates.shape
         # `_previous_candidates`: of all levels before. `_row_candidates`, `_scores` `[R, K]`: of this level's rows.
         self._previous_candidates += self._tokens.shape[1]
-        # Cumulative score of child j of row i = score(i) + log p(j | i); it is candidate `_previous_candidates` + i K + j.
+        # Cumulative score of child j of row i = score(i) + log p(j | i); it is candidate number
+        # `_previous_candidates` + i K + j.
         self._scores = (self._scores[..., None] + clamp_log_probabilities(log_probabilities)).view(r, k * k)
         self._tokens = proposals.reshape(r, k * k)
         parents = self._row_candidates[..., None].expand(r, k, k).reshape(r, k * k)
