@@ -35,7 +35,7 @@ class PlacementError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A placement group that is ready. `order[rank]` is the bundle of a rank, `nodes[rank]` the node of that bundle."""
+    """A placement group that is ready. `bundle_of_rank[rank]` is the bundle of a rank, `node_of_rank[rank]` its node."""
 
     group: PlacementGroup
     bundle_of_rank: tuple[int, ...]
@@ -101,7 +101,7 @@ async def reserve(layout: Layout, name: str) -> Placement:
 
 
 def _placed(group: PlacementGroup, layout: Layout) -> Placement:
-    """Assign ranks to the bundles of a group that is ready."""
+    """Assign each rank to one bundle of the placement group `group`, which must be ready."""
     node_of = placement_group_table(group)["bundles_to_node_id"]
     bundle_of_rank = bundle_of_each_rank(node_of, ray.get_runtime_context().get_node_id(), layout.group_size)
     return Placement(group, bundle_of_rank, tuple(node_of[bundle] for bundle in bundle_of_rank), layout)

@@ -63,7 +63,8 @@ class Exchange:
         return tuple(self._script)
 
     def replay(self, calls: Iterable[ScriptCall]) -> None:
-        """Check the `calls` of a captured program against the rest of the script, before the program is replayed.
+        """Check that a captured program's `calls` are exactly the exchange calls that this step's script still has,
+        then mark them all as made. The caller replays the program afterwards.
 
         Raises:
             OutOfStepError: names the first call that differs from the script.

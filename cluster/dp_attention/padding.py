@@ -11,12 +11,14 @@ from cluster.dp_attention.plan import StepPlan
 
 
 def pad_step_input(step_input: StepInput, plan: StepPlan, group: int, idle_row: int) -> StepInput:
-    """Return the step input `step_input` of attention group `group`, padded to `plan`: with idle requests, idle prompt
-    rows, and idle entries for prompts that end.
+    """Return `step_input` of attention group `group` with padding, so that it has the sizes `plan.sizes[group]`. The
+    padding, called idle, consists of requests, prompt rows and, in a captured step, entries for prompts that finish in
+    this step.
 
     Idle requests come after the real ones. Each idle prompt row is a chunk of its own, so the row attends only to
-    itself. Idle chunks come first, because chunks are in order of length. In a captured step the lists of chunks are
-    padded to the number of prompt rows, so that the number of chunks is not part of the program's key.
+    itself. Idle chunks come first, because chunks are in order of length. In a captured step `padded_chunks` is the
+    number of prompt rows: the assembler pads the lists per chunk to that length, so one captured program serves any
+    number of chunks.
     """
     requests, prompt_rows, finishing_prompts = plan.idle(group)
     if plan.captured:

@@ -78,7 +78,9 @@ def _pack_pairs(codes: Tensor) -> Tensor:
 
 
 def stacked_in_panels(matrices: Iterable[Quantised], dtype: torch.dtype) -> Codes:
-    """Lay out matrices `[O, I]`, which must satisfy `fit`, as experts. Each is laid out before the next is read."""
+    """Lay out the matrices `[O, I]` in panels, as one stack in which each matrix is one expert. `supports` must be true
+    for every matrix. Each is laid out before the next is read.
+    """
     expert_panels = [in_panels(matrix, dtype) for matrix in matrices]
     zeros = [panels.zeros for panels in expert_panels if panels.zeros is not None]
     return expert_panels[0]._replace(

@@ -15,8 +15,9 @@ from cluster.batch import PageWrite
 
 
 class PageTable:
-    """Pages `[rows + 1, pages]` int32, with 0 (the sink page) in unused entries, and numbers of committed tokens `lens`
-    `[rows + 1]` int64, on the device only. The last row belongs to idle (padding) requests.
+    """For each row the page ids of one request, `[rows + 1, pages]` int32, on the host and on the device. Unused
+    entries are 0, the sink page. `lens` `[rows + 1]` int64, the number of committed tokens of each row, is on the
+    device only. The last row belongs to idle (padding) requests.
     """
 
     def __init__(self, rows: int, length: int, page_size: int, device: torch.device) -> None:

@@ -23,7 +23,8 @@ COMMON_GROUP_SIZES = (
 
 
 def read_scales(files: StoredTensors, matrix: StoredMatrix, name: str) -> tuple[Tensor, int]:
-    """Return scales or zeros `name` of the requested part as `[O, G]`, and how many inputs share one of them.
+    """Read the scales (or zero points) stored as `name`, for the part of the matrix that `matrix` selects, as `[O, G]`.
+    Also return how many inputs share one scale (or zero point).
 
     On disk there is one scale for the tensor, one for each output, G for each output, or one for each block.
 

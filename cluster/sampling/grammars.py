@@ -108,7 +108,7 @@ class GrammarPosition:
         return (None if self._matcher is None else self._call_and_charge(self._matcher.forced, path, max_tokens)) or []
 
     def _call_and_charge(self, function: Callable[..., T], *arguments: Any) -> T | None:
-        """Return `run(*given)` and charge its CPU time; return None and drop the matcher if it raises."""
+        """Return `function(*arguments)` and charge its CPU time; return None and drop the matcher if it raises."""
         started_s, result = time.thread_time(), None
         try:
             result = function(*arguments)

@@ -29,8 +29,9 @@ def pair_settings(draft: str, target: str, algorithm: str | None) -> dict[str, o
 def sample_draft(
     draft: str, target: str, algorithm: str | None, dtype: str = "float32", overrides: dict[str, Any] | None = None
 ) -> list[int]:
-    """Write `draft_sample.json` into the folder `draft`; return the tokens of the sample. `target` and `overrides` must
-    be known to be right for this draft: a sample from a wrong reading would confirm the wrong reading.
+    """Write `draft_sample.json` into the folder `draft`; return the tokens of the sample. Call this only if `target`
+    and `overrides` are known to be right for this draft. Every later load compares the draft's output with the sample,
+    so a sample made with wrong settings would make wrong settings pass.
 
     Raises:
         ConfigError: `draft` is not a folder, a sample exists already, or the pair cannot be served.

@@ -109,8 +109,9 @@ def shuffled_rows(step: int, count: int, batch: int, seed: int) -> torch.Tensor:
 def with_repeats(ids: torch.Tensor, share: float, seed: int) -> torch.Tensor:
     """Return a copy of the batch [B, T] in which the first `share` of the rows repeat their own beginning.
 
-    Each row repeats with its own period, so only attention by content can predict the text. A small share of repeating
-    rows early in training teaches a small model to copy much sooner than plain text does.
+    Each row has its own random period, so looking back a fixed distance does not help: to predict the repeated part,
+    attention must find the earlier copy by its content. A small share of repeating rows early in training teaches a
+    small model to copy much sooner than plain text does.
     """
     generator = torch.Generator().manual_seed(seed)
     out = ids.clone()

@@ -218,7 +218,9 @@ def _delete_application(name: str) -> None:
 
 
 def _local_ray(plan: ServePlan, verbose: bool) -> LocalRay:
-    """Return a Ray of this server's own, with at least the CPUs that the plan needs: Ray counts them, reserves none."""
+    """Return a local Ray cluster for this server only, which is not started yet. It has at least the CPUs that the plan
+    needs, even if the machine has fewer: Ray uses the number only to schedule, and reserves no cores.
+    """
     cpus = max(os.cpu_count() or 1, round(plan.resources("CPU") + plan.replicas + 0.5))
     return LocalRay(num_cpus=cpus, verbose=verbose)
 

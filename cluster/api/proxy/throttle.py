@@ -111,5 +111,8 @@ class Throttle:
 
 
 def pause_s(body_bytes: int, cores: int) -> float:
-    """Return the seconds between the beginnings of two requests on a full machine with `cores` cores."""
+    """Return how many seconds the proxy waits, while all CPUs are busy, between starting a request with a body of
+    `body_bytes` bytes and starting the next one. `cores` is the machine's number of cores. The wait is at most
+    `MAX_PAUSE_S`.
+    """
     return min((BEGIN_S + BYTE_S * body_bytes) / (CPU_SHARE * cores), MAX_PAUSE_S)

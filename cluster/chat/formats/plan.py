@@ -145,7 +145,9 @@ class ChatFormat(Protocol):
         ...
 
     def calls_form(self, tools: Tools, several: bool) -> GrammarForm:
-        """Return the form of calls."""
+        """Return the grammar of one call of one of `tools`, or of one or more calls if `several` is true and the family
+        allows several.
+        """
         ...
 
 

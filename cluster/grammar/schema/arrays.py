@@ -62,8 +62,9 @@ def array_of_schema(
     convert: Callable[[Any, str], Node],
     plain_schemas: Callable[[Any, str], list[Schema]],
 ) -> Node:
-    """Return the array that a plain schema allows. `convert` returns the grammar of a schema at a path; `plain_schemas`
-    returns the plain schemas of a schema at a path.
+    """Return a grammar of the JSON arrays that are valid for a plain `schema`: one without references and without
+    combinations such as anyOf. `convert(schema, path)` returns the grammar of any schema. `plain_schemas(schema, path)`
+    returns a list of plain schemas that together mean the same: a value is valid if at least one of them allows it.
     """
     min_items, max_items = size_keyword(schema, "minItems") or 0, size_keyword(schema, "maxItems")
     if max_items is not None and max_items < min_items:

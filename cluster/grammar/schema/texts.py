@@ -151,8 +151,9 @@ def _pattern_nodes(schema: Schema) -> list[Node]:
 def _format_patterns(schema: Schema, has_pattern: bool) -> list[str]:
     """Return the expressions of `format` and `contentEncoding`.
 
-    A format that JSON Schema does not define restricts nothing. If the schema also has a `pattern`, as generators
-    write, the pattern decides. Otherwise the format is refused, because the client means a restriction.
+    A format in `FORMATS` gives an expression, one in `UNRESTRICTED` gives none. Any other format is ignored if the
+    schema also has a `pattern`, because programs that generate schemas often write both. Otherwise the format is
+    refused, because the client means a restriction.
     """
     patterns = []
     format_name, encoding = schema.get("format"), schema.get("contentEncoding")
