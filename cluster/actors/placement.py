@@ -35,7 +35,7 @@ class PlacementError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A placement group that is ready. `bundle_of_rank[rank]` is the bundle of a rank, `node_of_rank[rank]` its node."""
+    """A ready placement group. `bundle_of_rank[rank]` is the bundle of a rank, `node_of_rank[rank]` its node."""
 
     group: PlacementGroup
     bundle_of_rank: tuple[int, ...]
