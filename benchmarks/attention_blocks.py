@@ -23,6 +23,7 @@ from torch import Tensor
 
 import cluster.kernels.launch
 from cluster.attention.ancestor_bits import chain_bits
+from cluster.attention.shape import AttentionShape
 from cluster.attention.triton_backend import Blocks, TritonAttention
 from cluster.batch import AttentionMetadata, PromptRows, TreeRows
 from cluster.bench.report import median
@@ -125,7 +126,7 @@ def bind_call(load: Load, blocks: Blocks | None, distinct_cells: bool) -> Callab
         metadata = AttentionMetadata(
             write_slots, None, PromptRows(rows, prefix_lens, torch.tensor([0, load.each], device=DEVICE))
         )
-    attention: Any = TritonAttention(pool, table, load.heads, (None,), None, load.value)
+    attention: Any = TritonAttention(pool, table, AttentionShape(load.heads, value_dim=load.value))
     if blocks is not None:
         attention._blocks = lambda *_, **__: blocks
     attention.bind(metadata)

@@ -46,7 +46,6 @@ def _read_result_text(value: Any) -> str:
     return "" if value is None else text_of_parts(value, {"text": "text", "tool_reference": "tool_name"})
 
 
-Texts = Annotated[str, PlainValidator(_read_text, json_schema_input_type=str | list[TextBlock])]
 ToolResultText = Annotated[
     str, PlainValidator(_read_result_text, json_schema_input_type=str | list[TextBlock | ToolReferenceBlock])
 ]

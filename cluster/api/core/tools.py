@@ -18,7 +18,6 @@ logger = logging.getLogger(__name__)
 
 MODES = ("auto", "none", "required")
 NAMED_TOOL_FORM = '{"type": "function", "function": {"name": ...}}'
-MAX_TYPE = 64  # characters of a tool's type
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
 
 
