@@ -1,7 +1,8 @@
 """FlashInfer on a CUDA device gives what the definition says, and an engine on it the tokens of one on Triton.
 
-The checks of attention ran on an H200 (docs/gpu.md), those of an engine have not. What they are to settle: fa3 over cells with strides, the bases of
-logarithms, one workspace for all wrappers, plans copied behind a step under way, latents of 512 + 64.
+The checks of attention ran on an H200 (docs/gpu.md), those of an engine have not. What they are to settle: fa3 over
+cells with strides, the bases of logarithms, one workspace for all wrappers, plans copied behind a step under way,
+latents of 512 + 64.
 """
 
 import importlib.util
