@@ -94,8 +94,8 @@ class _RoutedRequest:
 
 @dataclass(slots=True)
 class _RankState:
-    """Running sums over the open requests of one rank; `open_prompt_pages[page]` counts the requests whose prompt has
-    the page.
+    """Totals over the open requests of one rank. `open_prompt_pages[page]` is the number of open requests whose prompt
+    contains that page.
     """
 
     index: PrefixIndex

@@ -202,7 +202,7 @@ class Incarnation:
         keep the grammar, and why a rank cannot use it (empty if all ranks can).
         """
         group = range(leader, leader + self.spec.world // len(self.spec.leaders))
-        # In the owner's context, not a request's: see `request_heartbeats`.
+        # Run the task in the owner's context, not in that of a request; `request_heartbeats` says why.
         return asyncio.create_task(self._read_grammar(group, grammar), context=self._context)
 
     async def _read_grammar(self, group: Sequence[int], grammar: str) -> tuple[str, str]:

@@ -82,7 +82,7 @@ class PrefillSpeed:
         works: Sequence[RankWork],
         drift: Drift,
     ) -> "list[PrefillSpeed]":
-        """Return the speed of each rank, given the present work of all. A step has at most `chunk_rows` prompt rows."""
+        """Return each rank's prefill speed while all ranks do `works`. A step has at most `chunk_rows` prompt rows."""
         decodes = any(work.committed for work in works)
         decode_us = [0.0 if step_times is None else step_times.decoding(work.committed) for work in works]
         longest_us, second_us = ([*sorted(decode_us, reverse=True), 0.0])[:2]

@@ -125,13 +125,6 @@ class LayerGeometry:
         """Width of the rotated part of a head."""
         return int(self.head_dim * self.rope.partial) if self.latent is None else self.latent.rope
 
-    @property
-    def mlp_columns(self) -> int:
-        """Width of the layer's narrowest MLP: of the dense MLP, or the narrower of an expert and the shared expert."""
-        if self.moe is None:
-            return self.intermediate
-        return min(self.moe.intermediate, self.moe.shared or self.moe.intermediate)
-
 
 def moe_of(layers: Iterable[LayerGeometry]) -> Moe | None:
     """Return the `Moe` that all MoE layers of a model share. Return None if no layer has experts."""

@@ -29,8 +29,8 @@ def ordered_bits(floats: Tensor) -> Tensor:
 
 
 def float_of_ordered_bits(numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the floats of `dtype` whose `ordered_bits` integers are `numbers`; on bits, `ordered_bits` is its own
-    inverse.
+    """Return the floats of `dtype` for which `ordered_bits` gives the integers `numbers`. Applying `ordered_bits` twice
+    gives the original bits back, so the same function inverts it.
     """
     return ordered_bits(numbers.view(dtype)).view(dtype)
 
@@ -91,7 +91,7 @@ class UnshardedLogits:
         return self._masses.sum(1, keepdim=True)
 
     def mass_threshold(self, needed_mass: Tensor) -> Tensor:
-        """Search by mass; see `LogitRows.mass_threshold`."""
+        """Return the threshold that `LogitRows.mass_threshold` defines."""
         return float_of_ordered_bits(self._search.threshold(needed_mass, self._masses), self._tempered.dtype)
 
 

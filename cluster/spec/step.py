@@ -130,8 +130,9 @@ class Step:
             output_logprobs = logprobs(
                 logits, rows, with_prompts(accepted.tokens.view(-1), first_tokens), self._sampler
             )
-        # With a sharded head all ranks get the same token even if one rank's sampling inputs are wrong. So a checksum
-        # of the inputs `[1]` is compared as well, without idle rows. `[0]`: there is nothing to compare.
+        # With a sharded head all ranks get the same token even if one rank's sampling inputs are wrong. So the ranks
+        # also compare a checksum `[1]` of the inputs of all real (not idle) rows. The tensor is empty, `[0]`, if
+        # the head is not sharded or no request samples.
         inputs_checksum = first_tokens[:0]
         if phase_sampling.noise is not None and logits.shards is not None:
             is_real = batch.rows != self._table.idle_row

@@ -209,7 +209,7 @@ class MarkedFormat:
         return sequence(self._any_text(), {"type": "optional", "content": calls})
 
     def calls_form(self, tools: Tools, several: bool) -> GrammarForm:
-        """Return the form of calls in the syntax `call_syntax`."""
+        """Return the grammar that `call_syntax` gives for calls of `tools`."""
         assert self.call_syntax is not None
         return self.call_syntax.calls_form(tools, several)
 

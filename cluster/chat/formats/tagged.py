@@ -73,8 +73,8 @@ def tagged_arguments(value_marks: Callable[[str], tuple[str, str]]) -> Callable[
 
 
 def _value(schema: Any, root: Mapping[str, Any], end_mark: str) -> GrammarForm:
-    """Return the grammar of a value. A string is written without quotes up to `end_mark`; other types are JSON. If the
-    schema allows anything, the value is any text up to `end_mark`.
+    """Return the grammar of an argument's value. A string is text without quotes that ends at `end_mark`; values of
+    other types are JSON. If the schema allows anything, the value is any text up to `end_mark`.
     """
     if schema is True or schema == {}:
         return {"type": "any_text", "excludes": [end_mark]}
