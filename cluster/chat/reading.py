@@ -262,13 +262,13 @@ class MarkedReader(BufferedReader):
 
 def _safe_length(text: str, marks: Sequence[str]) -> int:
     """Return the length of the text that can be reported: all but a possible mark and white space at its end."""
-    if not marks:
-        return len(text)
+    return len(text[: length_before_partial_mark(text, marks)].rstrip()) if marks else len(text)
+
+
+def length_before_partial_mark(text: str, marks: Sequence[str]) -> int:
+    """Return the length of the text without the beginning of a mark at its end, for instance without `<thi`."""
     length = len(text)
     for mark in marks:
         sizes = range(min(len(mark) - 1, len(text)), 0, -1)
-        length = min(
-            length,
-            len(text) - next((size for size in sizes if mark.startswith(text[-size:])), 0),
-        )
-    return len(text[:length].rstrip())
+        length = min(length, len(text) - next((size for size in sizes if mark.startswith(text[-size:])), 0))
+    return length

@@ -312,9 +312,8 @@ class Exchange:
         return result
 
     def _rows_per_rank(self, call: ScriptCall) -> list[int]:
-        """The rows that each rank of the world carries: the ranks of a group split its rows as `Shard.span` does."""
-        n = self._mesh.attn.size
-        return [rows * (i + 1) // n - rows * i // n for rows in call.rows for i in range(n)]
+        """The rows that each rank of the world carries."""
+        return [count for rows in call.rows for count in _split_over_group(rows, self._mesh.attn.size)]
 
     def _all_reduce(self, rows: Tensor) -> Tensor:
         """Partial sums of own rows -> their sum over the attention group."""
@@ -349,9 +348,14 @@ class Exchange:
 
     def _gather_group(self, carried_rows: Tensor, call: ScriptCall) -> Tensor:
         """The rows that this rank carries -> all rows of its group."""
-        attn, planned = self._mesh.attn, self._own_rows(call)
-        counts = [planned * (i + 1) // attn.size - planned * i // attn.size for i in range(attn.size)]
+        attn = self._mesh.attn
+        counts = _split_over_group(self._own_rows(call), attn.size)
         return self._run_collective(attn, lambda rows: attn.gather(rows, counts), carried_rows)
+
+
+def _split_over_group(rows: int, num_ranks: int) -> list[int]:
+    """How many of a group's rows each of its ranks carries. `Shard.span` gives the same shares."""
+    return [rows * (rank + 1) // num_ranks - rows * rank // num_ranks for rank in range(num_ranks)]
 
 
 def _describe(call: ScriptCall) -> str:

@@ -4,7 +4,7 @@ The handlers read bodies themselves, so FastAPI does not know the fields. Its ge
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from typing import Any, NamedTuple
 
@@ -116,11 +116,7 @@ def schemas(limits: RequestLimits, other_apis: Sequence[OtherApi] = ()) -> dict[
         properties["logit_bias"].update(maxProperties=MAX_KEYS, propertyNames={"pattern": "^[0-9]{1,9}$"})
         properties["bad_words"].update(maxItems=limits.bad_words, items={**_stop_schema(limits), "pattern": r"\S"})
         _alternative(properties["allowed_token_ids"], "array")["items"]["minimum"] = 0
-        for field in (*REFUSED, *REMEDIES):
-            values = [*REFUSED.get(field, ()), None]
-            properties.setdefault(
-                field, {"enum": values, "description": "Not supported: only these values are accepted"}
-            )
+        _add_refused_fields(properties, REFUSED, REMEDIES)
     completion, chat = (schema_by_name[name]["properties"] for name in ("CompletionRequest", "ChatRequest"))
     _alternative(completion["logprobs"], "integer")["maximum"] = limits.logprobs
     _alternative(completion["best_of"], "integer")["maximum"] = limits.choices
@@ -148,13 +144,20 @@ def _complete_translated_schema(
     """Add fields to the schema of another API's body: fields shared with a chat request, and refused fields."""
     properties, table = schema["properties"], fields.table
     properties |= {name: chat[name] for name in sorted(fields.extensions)}
-    for name in (*table.refused, *table.remedies):
-        values = [*table.refused.get(name, ()), None]
-        properties.setdefault(name, {"enum": values, "description": "Not supported: only these values are accepted"})
+    _add_refused_fields(properties, table.refused, table.remedies)
     schema["maxProperties"] = MAX_KEYS
     properties["tools"]["maxItems"] = limits.tools
     if "top_logprobs" in fields.model_fields:
         properties["top_logprobs"]["maximum"] = limits.logprobs
+
+
+def _add_refused_fields(
+    properties: dict[str, Any], refused: Mapping[str, Sequence[Any]], remedies: Iterable[str]
+) -> None:
+    """Add the fields that are not supported. `refused` maps a field to the values that are accepted all the same."""
+    for name in (*refused, *remedies):
+        values = [*refused.get(name, ()), None]
+        properties.setdefault(name, {"enum": values, "description": "Not supported: only these values are accepted"})
 
 
 def _stop_schema(limits: RequestLimits) -> dict[str, Any]:

@@ -6,7 +6,6 @@ supports only the original tokenizer. It also parses tokens, and this server par
 """
 
 import re
-from collections.abc import Sequence
 
 from cluster.chat.blocks import object_members
 from cluster.chat.events import Event, ReasoningPiece, TextPiece
@@ -20,7 +19,14 @@ from cluster.chat.formats.plan import (
     new_call_id,
     sequence,
 )
-from cluster.chat.reading import AnswerReader, BufferedReader, CallNumbering, ToolCallText, Tools
+from cluster.chat.reading import (
+    AnswerReader,
+    BufferedReader,
+    CallNumbering,
+    ToolCallText,
+    Tools,
+    length_before_partial_mark,
+)
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
@@ -89,7 +95,7 @@ class HarmonyReader(BufferedReader):
             return self._events_of(body, is_complete=True)
         if self._message_kind == "call" and not is_final:
             return None
-        length = len(self._buffer) if is_final else _safe_length(self._buffer, BODY_ENDS)
+        length = len(self._buffer) if is_final else length_before_partial_mark(self._buffer, BODY_ENDS)
         if not length:
             return None
         piece, self._buffer = self._buffer[:length], self._buffer[length:]
@@ -116,20 +122,11 @@ class HarmonyReader(BufferedReader):
 
 def _may_be_heading(buffered: str) -> bool:
     """Whether a heading may begin with this text."""
-    text = buffered[: _safe_length(buffered, MARKS)]
+    text = buffered[: length_before_partial_mark(buffered, MARKS)]
     if HEADING.match(text):
         return True
     rest_of_heading = text.removeprefix(START).lstrip()
     return any(start.startswith(rest_of_heading) for start in HEADING_STARTS)
-
-
-def _safe_length(buffered: str, marks: Sequence[str]) -> int:
-    """Return the length of the text without an incomplete mark at its end."""
-    position = buffered.rfind("<")
-    tail = buffered[position:]
-    return (
-        position if position >= 0 and any(mark != tail and mark.startswith(tail) for mark in marks) else len(buffered)
-    )
 
 
 class HarmonyFormat:

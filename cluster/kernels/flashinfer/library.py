@@ -96,4 +96,4 @@ def find(device: torch.device, dtype: torch.dtype) -> FlashInfer | str:
     flashinfer, mla = importlib.import_module("flashinfer"), importlib.import_module("flashinfer.mla")
     variant = "fa3" if torch.cuda.get_device_capability(device)[0] == 9 else "fa2"
     paged_wrapper, latent_wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper, mla.BatchMLAPagedAttentionWrapper
-    return FlashInfer(paged_wrapper, latent_wrapper, mla.MLAPlanMetadata.make_metadata, variant)
+    return FlashInfer(paged_wrapper, latent_wrapper, mla.MLAPlanMetadata.csr, variant)
