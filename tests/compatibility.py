@@ -1,6 +1,7 @@
-"""What becomes of every request field of OpenAI, Anthropic, vLLM and SGLang, told from the code: docs/compatibility.md.
+"""Generates docs/compatibility.md: how each API route treats every request field of OpenAI, Anthropic, vLLM and SGLang.
 
-`python -m tests.compatibility` writes the file; `tests/unit/api/test_compatibility.py` holds it to the code.
+The treatment of each field is read from the code. `python -m tests.compatibility` writes the file, and
+`tests/unit/api/test_compatibility.py` checks that the file matches the code.
 """
 
 from collections.abc import Collection, Mapping
@@ -40,22 +41,28 @@ Written by `python -m tests.compatibility` from the code that reads requests.
 
 @dataclass(frozen=True)
 class Route:
-    """One route: what its body honours, and its table of the other fields."""
+    """One API route: the fields that it honours, and the table of the fields that it refuses or ignores."""
 
     path: str
     honoured: Collection[str]
     table: FieldTable
 
-    def kind(self, name: str) -> str:
-        """What becomes of a field, in Markdown; raises LookupError where the code does not say."""
+    def treatment(self, name: str) -> str:
+        """Return how the route treats a field, as Markdown text.
+
+        Raises:
+            LookupError: the code has no rule for the field.
+        """
         if FIELD_ALIASES.get(name, name) in self.honoured:
-            ours = FIELD_ALIASES.get(name, name)
-            return "honoured" if ours == name else f"honoured, as `{ours}`"
+            aerie_name = FIELD_ALIASES.get(name, name)
+            return "honoured" if aerie_name == name else f"honoured, as `{aerie_name}`"
         if name in self.table.refused or name in self.table.remedies:
-            passes = ", ".join(f"`{_json(value)}`" for value in self.table.refused.get(name, ()))
+            accepted_values = ", ".join(f"`{_json(value)}`" for value in self.table.refused.get(name, ()))
             remedy = self.table.remedies.get(name, "")
-            told = "; ".join(part for part in (remedy, f"passes as {passes}" if passes else "") if part)
-            return f"refused{': ' if told else ''}{told}"
+            details = "; ".join(
+                part for part in (remedy, f"passes as {accepted_values}" if accepted_values else "") if part
+            )
+            return f"refused{': ' if details else ''}{details}"
         if name in self.table.harmless:
             return "harmless"
         raise LookupError(f"{self.path}: {name}")
@@ -75,39 +82,41 @@ ROUTES = {
 }
 
 
-def known() -> dict[str, dict[str, set[str]]]:
-    """Field names by route and by who documents them."""
+def documented_fields() -> dict[str, dict[str, set[str]]]:
+    """Return the documented field names, by route and by the server that documents them."""
     openai, anthropic = f"OpenAI (client {version('openai')})", f"Anthropic (client {version('anthropic')})"
-    found: dict[str, dict[str, set[str]]] = {path: {} for path in ROUTES}
-    found["/v1/chat/completions"][openai] = _names(chat_create_params.CompletionCreateParamsBase) | {"stream"}
-    found["/v1/completions"][openai] = _names(completion_create_params.CompletionCreateParamsBase) | {"stream"}
-    found["/v1/responses"][openai] = _names(response_create_params.ResponseCreateParamsBase) | {"stream"}
-    found["/v1/messages"][anthropic] = _names(message_create_params.MessageCreateParamsBase) | {"stream"}
+    fields_by_route: dict[str, dict[str, set[str]]] = {path: {} for path in ROUTES}
+    fields_by_route["/v1/chat/completions"][openai] = _names(chat_create_params.CompletionCreateParamsBase) | {"stream"}
+    fields_by_route["/v1/completions"][openai] = _names(completion_create_params.CompletionCreateParamsBase) | {
+        "stream"
+    }
+    fields_by_route["/v1/responses"][openai] = _names(response_create_params.ResponseCreateParamsBase) | {"stream"}
+    fields_by_route["/v1/messages"][anthropic] = _names(message_create_params.MessageCreateParamsBase) | {"stream"}
     for (server, path), names in PEERS.items():
-        found[path][server] = set(names.split())
-    return found
+        fields_by_route[path][server] = set(names.split())
+    return fields_by_route
 
 
 def _names(params: Any) -> set[str]:
     return set(params.__annotations__)
 
 
-def unknown() -> list[str]:
-    """Fields that some server documents and that the code neither honours, takes nor refuses."""
+def unhandled_fields() -> list[str]:
+    """Return the fields that some server documents and for which the code has no rule."""
     missing = []
-    for path, servers in known().items():
+    for path, servers in documented_fields().items():
         for name in sorted(set().union(*servers.values())):
             try:
-                ROUTES[path].kind(name)
+                ROUTES[path].treatment(name)
             except LookupError as error:
                 missing.append(str(error).strip("'"))
     return missing
 
 
-def written() -> str:
-    """The text of the file."""
+def page_text() -> str:
+    """Return the text of docs/compatibility.md."""
     parts = [HEAD]
-    for path, servers in known().items():
+    for path, servers in documented_fields().items():
         parts.append(f"## {path}\n\n| field | | {' | '.join(servers)} |\n|---|---|{'---|' * len(servers)}")
         parts += [_row(ROUTES[path], name, servers) for name in sorted(set().union(*servers.values()))]
         parts.append("")
@@ -115,9 +124,9 @@ def written() -> str:
 
 
 def _row(route: Route, name: str, servers: Mapping[str, Collection[str]]) -> str:
-    has = " | ".join("x" if name in names else "" for names in servers.values())
-    return f"| `{name}` | {route.kind(name)} | {has} |"
+    marks = " | ".join("x" if name in names else "" for names in servers.values())
+    return f"| `{name}` | {route.treatment(name)} | {marks} |"
 
 
 if __name__ == "__main__":
-    FILE.write_text(written(), encoding="utf-8")
+    FILE.write_text(page_text(), encoding="utf-8")

@@ -1,5 +1,6 @@
-"""What libraries are told before they are loaded: programs of Triton run in its interpreter where there is no GPU, and
-no test asks a hub on the internet for a model.
+"""Environment variables that must be set before libraries are imported, and the pytest hooks of all tests.
+
+Without a GPU, Triton kernels run in Triton's interpreter. `huggingface_hub` is offline: no test downloads a model.
 """
 
 import os
@@ -13,15 +14,16 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from tests.backend import force
+from tests.backend import force_backend
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the tests with the marker `early` first."""
     items.sort(key=lambda item: item.get_closest_marker("early") is None)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def backend() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        force(patch.setattr)
+        force_backend(patch.setattr)
         yield

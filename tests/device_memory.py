@@ -1,8 +1,11 @@
-"""A device of so many bytes, on a CPU: every tensor that torch makes while it is entered lies in its memory.
+"""A simulated device with limited memory, on a CPU.
 
-It is as unkind as CUDA's caching allocator (pytorch, c10/cuda/CUDACachingAllocator.cpp): memory comes from the device
-in blocks of fixed sizes, is cut and not moved, and a block goes back only when all of it is unused. Sizes are CUDA's,
-divided by `SCALE`, as the models here are small. Memory inside an operator is not seen.
+While `SimulatedMemory` is entered as a context manager, every new torch tensor is allocated from its memory.
+
+It fragments like CUDA's caching allocator (pytorch, c10/cuda/CUDACachingAllocator.cpp): it takes memory from the device
+in blocks of fixed sizes, splits blocks, never moves data, and returns a block only when all pieces of the block are
+unused. The sizes are those of CUDA divided by `SCALE`, because the models of the tests are small; the smallest piece is
+divided by 32. Memory that an operator allocates and frees inside itself is not counted.
 """
 
 import gc
@@ -19,9 +22,9 @@ from torch.utils._pytree import tree_leaves
 from cluster.kv.device_memory import DeviceMemoryError
 
 SCALE = 256
-GRAIN = 512 // 32
-SMALL, MEDIUM = (1 << 20) // SCALE, 10 * (1 << 20) // SCALE
-SMALL_BLOCK, MEDIUM_BLOCK, ROUND = (2 << 20) // SCALE, (20 << 20) // SCALE, (2 << 20) // SCALE
+MIN_BLOCK_SIZE = 512 // 32
+SMALL_SIZE, MIN_LARGE_ALLOC = (1 << 20) // SCALE, 10 * (1 << 20) // SCALE
+SMALL_BUFFER, LARGE_BUFFER, ROUND_LARGE = (2 << 20) // SCALE, (20 << 20) // SCALE, (2 << 20) // SCALE
 
 
 @dataclass(eq=False)
@@ -34,7 +37,7 @@ class Piece:
 
 @dataclass(eq=False)
 class Block:
-    """What was taken from the device at once."""
+    """A contiguous memory area that was taken from the device in one request."""
 
     size: int
     small: bool
@@ -43,28 +46,32 @@ class Block:
 
 
 class SimulatedMemory(TorchDispatchMode):
-    """A `DeviceMemory`. `beside` bytes are taken by others. `most` is what was ever in use at once, by all."""
+    """A `DeviceMemory` of `total_bytes`.
 
-    def __init__(self, total: int, beside: int = 0) -> None:
+    Other processes use `other_bytes` of it. `peak_total_bytes` is the largest number of bytes that this process and
+    the others ever used at the same time.
+    """
+
+    def __init__(self, total_bytes: int, other_bytes: int = 0) -> None:
         super().__init__()
-        self.total_bytes, self.beside, self.most = total, beside, beside
+        self.total_bytes, self.other_bytes, self.peak_total_bytes = total_bytes, other_bytes, other_bytes
         self._blocks: list[Block] = []
         self._live: dict[int, tuple[Block, Piece]] = {}
-        self._held = self._peak = 0
+        self._reserved_at_reset = self._peak_reserved = 0
         self._capturing = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        given = {
+        result = func(*args, **(kwargs or {}))
+        input_storages = {
             leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
         }
-        for leaf in tree_leaves(out):
+        for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and not leaf.is_meta:
                 storage = leaf.untyped_storage()
-                if storage._cdata not in given and storage._cdata not in self._live and storage.nbytes():
-                    self._live[storage._cdata] = self._take(storage.nbytes())
-                    weakref.finalize(storage, self._give, storage._cdata)
-        return out
+                if storage._cdata not in input_storages and storage._cdata not in self._live and storage.nbytes():
+                    self._live[storage._cdata] = self._allocate(storage.nbytes())
+                    weakref.finalize(storage, self._free, storage._cdata)
+        return result
 
     @property
     def reserved(self) -> int:
@@ -74,45 +81,55 @@ class SimulatedMemory(TorchDispatchMode):
     def allocated(self) -> int:
         return sum(piece.size for _, piece in self._live.values())
 
-    def _take(self, size: int) -> tuple[Block, Piece]:
-        size = -(-size // GRAIN) * GRAIN
-        small = size <= SMALL
-        own = [block for block in self._blocks if block.small == small and block.captured == self._capturing]
-        free = [(b, p) for b in own for p in b.pieces if not p.used and p.size >= size]
-        if not free:
-            wants = SMALL_BLOCK if small else MEDIUM_BLOCK if size < MEDIUM else -(-size // ROUND) * ROUND
-            if self.beside + self.reserved + wants > self.total_bytes and not self._capturing:
-                self._release()
-            if self.beside + self.reserved + wants > self.total_bytes:
-                raise DeviceMemoryError(f"{size} bytes asked, {self.total_bytes - self.beside - self.reserved} free")
-            block = Block(wants, small, [Piece(wants)], self._capturing)
+    def _allocate(self, size: int) -> tuple[Block, Piece]:
+        size = -(-size // MIN_BLOCK_SIZE) * MIN_BLOCK_SIZE
+        small = size <= SMALL_SIZE
+        candidates = [block for block in self._blocks if block.small == small and block.captured == self._capturing]
+        free_pieces = [(b, p) for b in candidates for p in b.pieces if not p.used and p.size >= size]
+        if not free_pieces:
+            block_size = (
+                SMALL_BUFFER
+                if small
+                else LARGE_BUFFER
+                if size < MIN_LARGE_ALLOC
+                else -(-size // ROUND_LARGE) * ROUND_LARGE
+            )
+            if self.other_bytes + self.reserved + block_size > self.total_bytes and not self._capturing:
+                self._release_unused_blocks()
+            if self.other_bytes + self.reserved + block_size > self.total_bytes:
+                raise DeviceMemoryError(
+                    f"{size} bytes asked, {self.total_bytes - self.other_bytes - self.reserved} free"
+                )
+            block = Block(block_size, small, [Piece(block_size)], self._capturing)
             self._blocks.append(block)
-            self._peak = max(self._peak, self.reserved)
-            self.most = max(self.most, self.beside + self.reserved)
-            free = [(block, block.pieces[0])]
-        block, piece = min(free, key=lambda one: one[1].size)
-        if (rest := piece.size - size) >= (GRAIN if small else SMALL):
+            self._peak_reserved = max(self._peak_reserved, self.reserved)
+            self.peak_total_bytes = max(self.peak_total_bytes, self.other_bytes + self.reserved)
+            free_pieces = [(block, block.pieces[0])]
+        block, piece = min(free_pieces, key=lambda free_piece: free_piece[1].size)
+        if (rest := piece.size - size) >= (MIN_BLOCK_SIZE if small else SMALL_SIZE):
             block.pieces.insert(block.pieces.index(piece) + 1, Piece(rest))
             piece.size = size
         piece.used = True
         return block, piece
 
-    def _give(self, key: int) -> None:
+    def _free(self, key: int) -> None:
         block, piece = self._live.pop(key)
         piece.used = False
-        at = block.pieces.index(piece)
-        for neighbour in (at + 1, at - 1):
+        index = block.pieces.index(piece)
+        for neighbour in (index + 1, index - 1):
             if 0 <= neighbour < len(block.pieces) and not block.pieces[neighbour].used:
                 piece.size += block.pieces[neighbour].size
                 del block.pieces[neighbour]
 
-    def _release(self) -> None:
+    def _release_unused_blocks(self) -> None:
         self._blocks = [block for block in self._blocks if block.captured or any(p.used for p in block.pieces)]
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """What is made here lies in the memory of programs, which nobody else gets, used or not; meanwhile nothing is
-        given back.
+        """Simulate the capture of a program.
+
+        Tensors that are made inside the block lie in blocks that only captured programs use, even when the blocks
+        are free. Inside the block, no block is returned to the device.
         """
         self._capturing = True
         try:
@@ -122,12 +139,12 @@ class SimulatedMemory(TorchDispatchMode):
 
     def free_bytes(self) -> int:
         gc.collect()
-        self._release()
-        return self.total_bytes - self.beside - self.reserved
+        self._release_unused_blocks()
+        return self.total_bytes - self.other_bytes - self.reserved
 
     def reset_peak(self) -> None:
         self.free_bytes()
-        self._held = self._peak = self.reserved
+        self._reserved_at_reset = self._peak_reserved = self.reserved
 
     def peak_bytes(self) -> int:
-        return self._peak - self._held
+        return self._peak_reserved - self._reserved_at_reset

@@ -1,7 +1,7 @@
-"""`transformers` as an oracle in true float64.
+"""`transformers` as a reference implementation in true float64.
 
-Its models keep norms, rope angles, softmax and routing in float32 whatever their dtype; inside `exact` that float32 is
-float64, so that what is left between two implementations is rounding at 1e-15.
+Models of `transformers` compute norms, rope angles, softmax and routing in float32, whatever their dtype is. Inside
+`exact`, this float32 is replaced by float64. Two correct implementations then differ only by rounding at 1e-15.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ FLOAT32 = torch.float32
 
 @contextmanager
 def exact() -> Iterator[None]:
-    """Whatever asks for float32 in here gets float64."""
+    """Replace float32 by float64 in all torch code that runs inside the block."""
     default = torch.get_default_dtype()
     with (
         patch.object(torch, "float32", torch.float64),
@@ -32,17 +32,19 @@ def exact() -> Iterator[None]:
 
 
 class Oracle:
-    """A `transformers` model and what passes through it."""
+    """A `transformers` model that gives reference logits, hidden states and greedy tokens."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model.eval()
 
     def forward(self, tokens: list[int]) -> tuple[Tensor, list[Tensor]]:
-        """Logits `[T, V]`, and the residual stream entering each layer and leaving the last one, `[T, H]` each."""
+        """Return the logits `[T, V]` and the residual stream: the input of each layer and the output of the last
+        layer, `[T, H]` each.
+        """
         stream: list[Tensor] = []
         layers = self.model.get_decoder().layers
-        hooks = [layer.register_forward_pre_hook(lambda _, given: stream.append(given[0][0])) for layer in layers]
-        hooks.append(layers[-1].register_forward_hook(lambda _, given, out: stream.append(first(out)[0])))
+        hooks = [layer.register_forward_pre_hook(lambda _, inputs: stream.append(inputs[0][0])) for layer in layers]
+        hooks.append(layers[-1].register_forward_hook(lambda _, inputs, out: stream.append(first_output(out)[0])))
         with exact(), torch.inference_mode():
             logits = self.model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
         for hook in hooks:
@@ -50,16 +52,16 @@ class Oracle:
         assert logits.dtype == torch.float64 == stream[-1].dtype
         return logits, stream
 
-    def greedy(self, prompt: list[int], new: int) -> list[int]:
-        """The likeliest `new` tokens after `prompt`, one after the other, whatever ends a text."""
-        text, past = list(prompt), DynamicCache(config=self.model.config.get_text_config())
+    def greedy(self, prompt: list[int], max_new_tokens: int) -> list[int]:
+        """Return `max_new_tokens` greedily decoded tokens after `prompt`. A stop token does not end the decoding."""
+        tokens, kv_cache = list(prompt), DynamicCache(config=self.model.config.get_text_config())
         with exact(), torch.inference_mode():
-            while len(text) < len(prompt) + new:
-                fresh = torch.tensor([text[past.get_seq_length() :]])
-                logits = self.model(input_ids=fresh, past_key_values=past, use_cache=True).logits
-                text.append(int(logits[0, -1].argmax()))
-        return text[len(prompt) :]
+            while len(tokens) < len(prompt) + max_new_tokens:
+                uncached_ids = torch.tensor([tokens[kv_cache.get_seq_length() :]])
+                logits = self.model(input_ids=uncached_ids, past_key_values=kv_cache, use_cache=True).logits
+                tokens.append(int(logits[0, -1].argmax()))
+        return tokens[len(prompt) :]
 
 
-def first(out: Tensor | tuple[Tensor, ...]) -> Tensor:
+def first_output(out: Tensor | tuple[Tensor, ...]) -> Tensor:
     return out[0] if isinstance(out, tuple) else out

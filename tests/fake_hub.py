@@ -1,7 +1,8 @@
-"""A server on this machine that speaks the protocol of a hub, as far as `huggingface_hub` uses it for models.
+"""A local HTTP server that stands in for the Hugging Face Hub, as far as `huggingface_hub` downloads models from it.
 
-The list of files, refs, and `resolve` with its headers (X-Repo-Commit, X-Linked-Size, X-Linked-Etag, ETag); large files
-are redirected to another path, as to a CDN, and served in ranges. What went over the wire is in `log`.
+It serves the list of files, the refs, and `resolve` with its headers (X-Repo-Commit, X-Linked-Size, X-Linked-Etag,
+ETag). Requests for large files are redirected to another path, which stands in for a CDN and serves ranges. `log`
+records every response.
 """
 
 import hashlib
@@ -24,8 +25,8 @@ def commit_of(revision: str) -> str:
 
 
 @dataclass
-class Sent:
-    """One answer: to which request, and how many bytes of a file it carried."""
+class LoggedResponse:
+    """One response: the request that it answers, its status, and how many bytes of a file were sent."""
 
     method: str
     path: str
@@ -36,16 +37,16 @@ class Sent:
 
 @dataclass
 class Repository:
-    """A model: by revision, the folder of its files. `gated` asks for `TOKEN`."""
+    """A model repository: for each revision, the folder of its files. A `gated` repository requires `TOKEN`."""
 
     revisions: dict[str, Path]
     gated: bool = False
-    damaged: set[str] = field(default_factory=set)  # served with a byte changed
-    short: set[str] = field(default_factory=set)  # said to be a byte longer than they are
-    cut: dict[str, int] = field(default_factory=dict)  # the connection of a download ends, once, after so many bytes
+    damaged: set[str] = field(default_factory=set)  # files that are served with one byte changed
+    overstated: set[str] = field(default_factory=set)  # files whose X-Linked-Size is one byte too large
+    cut_after: dict[str, int] = field(default_factory=dict)  # file: bytes after which its next download is disconnected
 
-    def at(self, revision: str) -> tuple[str, Path] | None:
-        """The commit and the folder of a revision, given by its name or its commit."""
+    def resolve(self, revision: str) -> tuple[str, Path] | None:
+        """Return the commit and the folder of a revision. `revision` is the name or the commit of the revision."""
         for name, folder in self.revisions.items():
             if revision in (name, commit_of(name)):
                 return commit_of(name), folder
@@ -53,21 +54,25 @@ class Repository:
 
 
 class FakeHub:
-    """The repositories by name, and the log of the answers."""
+    """The state of the server: the repositories by name, and the log of the responses."""
 
     def __init__(self) -> None:
         self.repositories: dict[str, Repository] = {}
-        self.log: list[Sent] = []
+        self.log: list[LoggedResponse] = []
         self.url = self.cdn = ""
 
-    def add(self, name: str, folder: str | Path, **more: Any) -> Repository:
-        """Serve a folder as the branch main of a model."""
-        self.repositories[name] = Repository({"main": Path(folder)}, **more)
+    def add(self, name: str, folder: str | Path, **options: Any) -> Repository:
+        """Serve `folder` as the branch `main` of the model `name`."""
+        self.repositories[name] = Repository({"main": Path(folder)}, **options)
         return self.repositories[name]
 
-    def downloads(self, ending: str = "") -> list[Sent]:
-        """The answers that carried bytes of files whose names end so."""
-        return [sent for sent in self.log if sent.method == "GET" and sent.bytes and sent.path.endswith(ending)]
+    def downloads(self, suffix: str = "") -> list[LoggedResponse]:
+        """Return the GET responses with bytes of files whose names end with `suffix`."""
+        return [
+            response
+            for response in self.log
+            if response.method == "GET" and response.bytes and response.path.endswith(suffix)
+        ]
 
 
 def hash_of(content: bytes, large: bool) -> str:
@@ -82,7 +87,7 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     hub: FakeHub
 
-    def log_message(self, *given: object) -> None:
+    def log_message(self, *args: object) -> None:
         pass
 
     def do_HEAD(self) -> None:
@@ -93,30 +98,30 @@ class Handler(BaseHTTPRequestHandler):
 
     def answer(self) -> None:
         path = self.path.partition("?")[0]
-        if found := re.fullmatch(r"/api/models/([^/]+(?:/[^/]+)?)/(refs|revision/.+|tree/.+)", path):
-            self.api(found[1], found[2])
-        elif found := re.fullmatch(r"/api/models/([^/]+(?:/[^/]+)?)", path):
-            self.api(found[1], "revision/main")
-        elif found := re.fullmatch(r"/(cdn/)?([^/]+(?:/[^/]+)?)/resolve/([^/]+)/(.+)", path):
-            self.file(found[2], found[3], found[4], on_cdn=bool(found[1]))
+        if path_match := re.fullmatch(r"/api/models/([^/]+(?:/[^/]+)?)/(refs|revision/.+|tree/.+)", path):
+            self.api(path_match[1], path_match[2])
+        elif path_match := re.fullmatch(r"/api/models/([^/]+(?:/[^/]+)?)", path):
+            self.api(path_match[1], "revision/main")
+        elif path_match := re.fullmatch(r"/(cdn/)?([^/]+(?:/[^/]+)?)/resolve/([^/]+)/(.+)", path):
+            self.file(path_match[2], path_match[3], path_match[4], on_cdn=bool(path_match[1]))
         else:
             self.fail(404, "RepoNotFound")
 
-    def api(self, name: str, what: str) -> None:
+    def api(self, name: str, endpoint: str) -> None:
         repository = self.hub.repositories.get(name)
         if repository is None:
             return self.fail(401, "RepoNotFound")
-        if what == "refs":
+        if endpoint == "refs":
             refs = [
                 {"name": each, "ref": f"refs/heads/{each}", "targetCommit": commit_of(each)}
                 for each in repository.revisions
             ]
             return self.json({"branches": refs, "tags": [], "converts": []})
-        kind, _, revision = what.partition("/")
-        at = repository.at(revision.replace("%2F", "/"))
-        if at is None:
+        kind, _, revision = endpoint.partition("/")
+        resolved = repository.resolve(revision.replace("%2F", "/"))
+        if resolved is None:
             return self.fail(404, "RevisionNotFound")
-        commit, folder = at
+        commit, folder = resolved
         if kind == "revision":
             return self.json({"id": name, "sha": commit, "siblings": [], "private": False})
         files = []
@@ -132,15 +137,15 @@ class Handler(BaseHTTPRequestHandler):
 
     def file(self, name: str, revision: str, file: str, on_cdn: bool) -> None:
         repository = self.hub.repositories.get(name)
-        at = None if repository is None else repository.at(revision)
-        if repository is None or at is None or not (at[1] / file).is_file():
+        resolved = None if repository is None else repository.resolve(revision)
+        if repository is None or resolved is None or not (resolved[1] / file).is_file():
             return self.fail(404, "EntryNotFound")
         if repository.gated and not on_cdn and self.headers.get("Authorization") != f"Bearer {TOKEN}":
             return self.fail(403 if "Authorization" in self.headers else 401, "GatedRepo")
-        content, large = (at[1] / file).read_bytes(), file.endswith(LARGE)
-        headers = {"X-Repo-Commit": at[0], "ETag": f'"{hash_of(content, large)}"', "Accept-Ranges": "bytes"}
+        content, large = (resolved[1] / file).read_bytes(), file.endswith(LARGE)
+        headers = {"X-Repo-Commit": resolved[0], "ETag": f'"{hash_of(content, large)}"', "Accept-Ranges": "bytes"}
         if large and not on_cdn:
-            size = len(content) + (file in repository.short)
+            size = len(content) + (file in repository.overstated)
             headers |= {
                 "X-Linked-Size": str(size),
                 "X-Linked-ETag": headers["ETag"],
@@ -150,12 +155,12 @@ class Handler(BaseHTTPRequestHandler):
         if file in repository.damaged:
             content = bytes([content[0] ^ 1]) + content[1:]
         status = 200
-        if given := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
-            start, stop = int(given[1]), min(len(content), int(given[2] or len(content)) + 1)
+        if range_match := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
+            start, stop = int(range_match[1]), min(len(content), int(range_match[2] or len(content)) + 1)
             headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(content)}"
             content, status = content[start:stop], 206
-        cut = repository.cut.pop(file, None) if self.command == "GET" else None
-        return self.send(status, headers, content, cut)
+        cut_after = repository.cut_after.pop(file, None) if self.command == "GET" else None
+        return self.send(status, headers, content, cut_after)
 
     def json(self, value: object) -> None:
         self.send(200, {"Content-Type": "application/json"}, json.dumps(value).encode())
@@ -163,33 +168,33 @@ class Handler(BaseHTTPRequestHandler):
     def fail(self, status: int, code: str) -> None:
         self.send(status, {"X-Error-Code": code, "X-Error-Message": code}, b"")
 
-    def send(self, status: int, headers: dict[str, str], content: bytes, cut: int | None = None) -> None:
-        """Send an answer; with `cut`, end the connection after so many bytes of its content."""
-        sent = Sent(self.command, self.path.partition("?")[0], self.headers.get("Range", ""), status)
-        self.hub.log.append(sent)
+    def send(self, status: int, headers: dict[str, str], content: bytes, cut_after: int | None = None) -> None:
+        """Send a response. With `cut_after`, close the connection after that many bytes of the content."""
+        logged = LoggedResponse(self.command, self.path.partition("?")[0], self.headers.get("Range", ""), status)
+        self.hub.log.append(logged)
         self.send_response(status)
         for key, value in {**headers, "Content-Length": str(len(content))}.items():
             self.send_header(key, value)
         self.end_headers()
         if self.command == "HEAD":
             return
-        content = content if cut is None else content[:cut]
+        content = content if cut_after is None else content[:cut_after]
         self.wfile.write(content)
-        sent.bytes = len(content)
-        if cut is not None:
+        logged.bytes = len(content)
+        if cut_after is not None:
             self.wfile.flush()
             self.close_connection = True
 
 
 @contextmanager
 def fake_hub(port: int = 0) -> Iterator[FakeHub]:
-    """A hub without models on a port of this machine, until the block ends."""
+    """Run a hub without models on a local port until the block ends. Port 0 chooses a free port."""
     hub = FakeHub()
     server = ThreadingHTTPServer(("127.0.0.1", port), type("Own", (Handler,), {"hub": hub}))
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     hub.url = f"http://127.0.0.1:{server.server_port}"
-    hub.cdn = f"http://localhost:{server.server_port}"  # another host to the library, which gets no token
+    hub.cdn = f"http://localhost:{server.server_port}"  # for the library another host: it sends no token
     try:
         yield hub
     finally:

@@ -1,4 +1,4 @@
-"""The registry of target families: tiny random checkpoints of each, made by `transformers`, several configs each."""
+"""The registry of target families. `transformers` makes tiny random checkpoints of several configs of each family."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from tests.exact import FLOAT32, Oracle, exact
-from tests.forms import cut, write_kimi, write_mimo, write_native
+from tests.forms import split_checkpoint, write_kimi, write_mimo, write_native
 from tests.tiny import folder_of_session
 
 VOCAB = 64
@@ -63,10 +63,11 @@ def rope(scaling: dict[str, Any], theta: float = 10000.0) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Family:
-    """`architecture` of `transformers`, sizes on top of `SIZES`, and its configs by what they try.
+    """One family: its model class and config class in `transformers`, its sizes, and its test cases.
 
-    `text` names the config class of the language model inside a wrapper. `form` writes the checkpoint anew, as others
-    publish it.
+    `sizes` override `SIZES`. `cases` maps the name of each case to config values that override `sizes`. `text` names
+    the config class of the language model inside a multimodal wrapper. `rewrite` turns the checkpoint of
+    `transformers` into the format in which the model is published.
     """
 
     architecture: str
@@ -74,7 +75,7 @@ class Family:
     sizes: dict[str, Any]
     cases: dict[str, dict[str, Any]]
     text: str = ""
-    form: Callable[[Path, Any], None] | None = None
+    rewrite: Callable[[Path, Any], None] | None = None
     seed: int = 0
 
 
@@ -280,17 +281,19 @@ FAMILIES: dict[str, Family] = {
             "no window, one head each": {"sliding_window": None, "num_key_value_heads": 4},
             "yarn": {"sliding_window": None, **rope(YARN)},
         },
-        form=write_native,
+        rewrite=write_native,
     ),
     "ministral3_native": Family(
         "Ministral3ForCausalLM",
         "Ministral3Config",
         {"head_dim": 12, "sliding_window": None},
         {"growing queries": rope({**YARN, **GROWING})},
-        form=write_native,
+        rewrite=write_native,
     ),
-    "mimo": Family("Qwen2ForCausalLM", "Qwen2Config", {}, {"beside its draft": {}}, form=write_mimo),
-    "kimi": Family("DeepseekV3ForCausalLM", "DeepseekV3Config", DEEPSEEK, {"around DeepSeek-V3": {}}, form=write_kimi),
+    "mimo": Family("Qwen2ForCausalLM", "Qwen2Config", {}, {"beside its draft": {}}, rewrite=write_mimo),
+    "kimi": Family(
+        "DeepseekV3ForCausalLM", "DeepseekV3Config", DEEPSEEK, {"around DeepSeek-V3": {}}, rewrite=write_kimi
+    ),
 }
 VISION = {
     "hidden_size": 16,
@@ -303,65 +306,82 @@ VISION = {
 
 
 @dataclass(frozen=True)
-class Made:
-    """A checkpoint and its oracle."""
+class FamilyCheckpoint:
+    """The folder of a checkpoint, and the `transformers` model that gives its reference outputs."""
 
     folder: str
     oracle: Oracle
 
 
 def all_cases() -> list[tuple[str, str]]:
-    """Every (family, case)."""
+    """Return every pair of the name of a family and the name of one of its cases."""
     return [(name, case) for name, family in FAMILIES.items() for case in family.cases]
 
 
 @cache
-def made(name: str, case: str, layers: int = LAYERS) -> Made:
-    """The checkpoint of one case, made once."""
+def family_checkpoint(name: str, case: str, layers: int = LAYERS) -> FamilyCheckpoint:
+    """Return the checkpoint of one case. It is made on the first call."""
     family = FAMILIES[name]
-    given = SIZES | family.sizes | family.cases[case] | {"num_hidden_layers": layers}
-    shards = given.pop("shards", False)
-    config = wrapper(family, given) if family.text else getattr(transformers, family.config)(**given)
+    config_values = SIZES | family.sizes | family.cases[case] | {"num_hidden_layers": layers}
+    shards = config_values.pop("shards", False)
+    config = (
+        wrapper_config(family, config_values) if family.text else getattr(transformers, family.config)(**config_values)
+    )
     folder = folder_of_session() / f"{name}-{list(family.cases).index(case)}-{layers}"
     model = random_model(getattr(transformers, family.architecture), config, family.seed)
     with exact():
         model.save_pretrained(folder)
-    if family.form is not None:
-        family.form(folder, config)
+    if family.rewrite is not None:
+        family.rewrite(folder, config)
     if shards:
-        cut(folder)
-    return Made(str(folder), Oracle(model))
+        split_checkpoint(folder)
+    return FamilyCheckpoint(str(folder), Oracle(model))
 
 
-def wrapper(family: Family, given: dict[str, Any]) -> Any:
-    """The config of a vision tower around a text config of these sizes."""
-    outer = {key: given.pop(key) for key in ("image_token_index", "mm_tokens_per_image") if key in given}
-    kind = given.pop("model_type", None)
-    text = transformers.AutoConfig.for_model(kind, **given) if kind else getattr(transformers, family.text)(**given)
+def wrapper_config(family: Family, config_values: dict[str, Any]) -> Any:
+    """Return the config of a multimodal model: a small vision tower, and a language model with `config_values`."""
+    wrapper_values = {
+        key: config_values.pop(key) for key in ("image_token_index", "mm_tokens_per_image") if key in config_values
+    }
+    text_model_type = config_values.pop("model_type", None)
+    language_config = (
+        transformers.AutoConfig.for_model(text_model_type, **config_values)
+        if text_model_type
+        else getattr(transformers, family.text)(**config_values)
+    )
     vision = {"llava": "clip_vision_model", "mistral3": "pixtral", "gemma3": "siglip_vision_model"}
     outer_class = getattr(transformers, family.config)
     tower = transformers.AutoConfig.for_model(vision[outer_class.model_type], **VISION)
     return outer_class(
-        text_config=text, vision_config=tower, tie_word_embeddings=given["tie_word_embeddings"], eos_token_id=1, **outer
+        text_config=language_config,
+        vision_config=tower,
+        tie_word_embeddings=config_values["tie_word_embeddings"],
+        eos_token_id=1,
+        **wrapper_values,
     )
 
 
-def random_model(kind: type[PreTrainedModel], config: Any, seed: int = 0) -> PreTrainedModel:
-    """A float64 model whose every weight is random, and a float32 number, so that a file of either holds it."""
+def random_model(model_class: type[PreTrainedModel], config: Any, seed: int = 0) -> PreTrainedModel:
+    """Return a float64 model with random weights.
+
+    Each weight is exactly a float32 number, so float32 files and float64 files hold the same model.
+    """
     torch.manual_seed(seed)
-    for part in (config, config.get_text_config()):
-        part._attn_implementation = part._experts_implementation = "eager"
+    for sub_config in (config, config.get_text_config()):
+        sub_config._attn_implementation = sub_config._experts_implementation = "eager"
     with exact():
-        model = kind(config)
+        model = model_class(config)
         for tensors in (model.named_parameters(), model.named_buffers()):
             for name, tensor in tensors:
                 if "inv_freq" in name or "embed_scale" in name:
                     continue
-                rows = 0.15 if config.get_text_config().tie_word_embeddings else 1.0  # else each token is its own echo
-                level = 0.2 if "norm" in name or "bias" in name else rows if "embed" in name else 0.35
-                centre = 1.0 if "norm" in name and "gemma" not in config.model_type else 0.0
-                centre += 1.5 * ("q_norm" in name or "k_norm" in name)  # attention that looks somewhere
-                new = centre + level * torch.randn(tensor.shape)
-                tensor.data.copy_(new.to(FLOAT32))
+                embedding_scale = (
+                    0.15 if config.get_text_config().tie_word_embeddings else 1.0
+                )  # or each token predicts itself
+                scale = 0.2 if "norm" in name or "bias" in name else embedding_scale if "embed" in name else 0.35
+                mean = 1.0 if "norm" in name and "gemma" not in config.model_type else 0.0
+                mean += 1.5 * ("q_norm" in name or "k_norm" in name)  # so attention is not nearly uniform
+                values = mean + scale * torch.randn(tensor.shape)
+                tensor.data.copy_(values.to(FLOAT32))
         model.tie_weights()
     return model.double()

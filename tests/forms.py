@@ -1,4 +1,4 @@
-"""Checkpoints of `transformers` written anew, as others publish them."""
+"""Rewrites checkpoints of `transformers` into the formats in which model vendors publish them."""
 
 import json
 import re
@@ -10,27 +10,29 @@ from safetensors.torch import load_file, save_file
 
 
 def write_native(folder: Path, config: Any) -> None:
-    """Turn a Mistral checkpoint of `transformers` into params.json and consolidated.safetensors."""
-    held = load_file(folder / "model.safetensors")
+    """Turn a Mistral checkpoint of `transformers` into Mistral's own format: params.json and
+    consolidated.safetensors.
+    """
+    tensors = load_file(folder / "model.safetensors")
     for file in folder.iterdir():
         file.unlink()
-    d, written = config.head_dim, {}
-    parts = {"gate": "feed_forward.w1", "up": "feed_forward.w3", "down": "feed_forward.w2"}
-    parts |= {p: f"attention.w{p}" for p in "qkvo"}
-    for name, tensor in held.items():
+    head_dim, native_tensors = config.head_dim, {}
+    native_names = {"gate": "feed_forward.w1", "up": "feed_forward.w3", "down": "feed_forward.w2"}
+    native_names |= {letter: f"attention.w{letter}" for letter in "qkvo"}
+    for name, tensor in tensors.items():
         name = name.removeprefix("model.")
         if ".q_proj" in name or ".k_proj" in name:
-            tensor = tensor.view(-1, 2, d // 2, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape)
-        for part, theirs in parts.items():
-            name = re.sub(rf"(self_attn|mlp)\.{part}_proj", theirs, name)
+            tensor = tensor.view(-1, 2, head_dim // 2, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape)
+        for module, native_name in native_names.items():
+            name = re.sub(rf"(self_attn|mlp)\.{module}_proj", native_name, name)
         name = name.replace("input_layernorm", "attention_norm").replace("post_attention_layernorm", "ffn_norm")
         name = name.replace("embed_tokens", "tok_embeddings").replace("lm_head", "output")
-        written[name] = tensor.contiguous()
-    save_file(written, folder / "consolidated.safetensors")
+        native_tensors[name] = tensor.contiguous()
+    save_file(native_tensors, folder / "consolidated.safetensors")
     params = {
         "dim": config.hidden_size,
         "n_layers": config.num_hidden_layers,
-        "head_dim": d,
+        "head_dim": head_dim,
         "hidden_dim": config.intermediate_size,
         "n_heads": config.num_attention_heads,
         "n_kv_heads": config.num_key_value_heads,
@@ -50,32 +52,39 @@ def write_native(folder: Path, config: Any) -> None:
     (folder / "params.json").write_text(json.dumps(params))
 
 
-def cut(folder: Path, index: object | None = None) -> None:
-    """Turn the one file of a checkpoint into two with an index, or with what is given in its place."""
-    held = load_file(folder / "model.safetensors")
+def split_checkpoint(folder: Path, index: object | None = None) -> None:
+    """Split the only file of a checkpoint into two shards with an index. `index` replaces the correct index."""
+    tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
-    names = sorted(held)
-    parts = {"model-1.safetensors": names[::2], "model-2.safetensors": names[1::2]}
-    for file, part in parts.items():
-        save_file({tensor: held[tensor] for tensor in part}, folder / file)
-    table = {"weight_map": {tensor: file for file, part in parts.items() for tensor in part}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(table if index is None else index))
+    names = sorted(tensors)
+    shards = {"model-1.safetensors": names[::2], "model-2.safetensors": names[1::2]}
+    for file, names_in_shard in shards.items():
+        save_file({tensor: tensors[tensor] for tensor in names_in_shard}, folder / file)
+    index_data = {"weight_map": {tensor: file for file, names_in_shard in shards.items() for tensor in names_in_shard}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index_data if index is None else index))
 
 
 def write_mimo(folder: Path, config: Any) -> None:
-    """Turn a Qwen2 into a MiMo, which has a draft beside it."""
-    held = load_file(folder / "model.safetensors")
-    save_file({**held, "model.mtp_layers.0.input_proj.weight": torch.zeros(2)}, folder / "model.safetensors")
+    """Turn a Qwen2 checkpoint into a MiMo checkpoint, which also contains a draft (its MTP layer)."""
+    tensors = load_file(folder / "model.safetensors")
+    save_file({**tensors, "model.mtp_layers.0.input_proj.weight": torch.zeros(2)}, folder / "model.safetensors")
     data = json.loads((folder / "config.json").read_text())
     data |= {"architectures": ["MiMoForCausalLM"], "model_type": "mimo", "attention_bias": True}
     (folder / "config.json").write_text(json.dumps(data))
 
 
 def write_kimi(folder: Path, config: Any) -> None:
-    """Turn a DeepSeek-V3 into the language model of a Kimi-K2.5, beside a tower and a projector."""
-    held = {f"language_model.{name}": tensor for name, tensor in load_file(folder / "model.safetensors").items()}
-    held |= {"vision_tower.patch.weight": torch.zeros(2), "mm_projector.proj.0.weight": torch.zeros(2)}
-    save_file(held, folder / "model.safetensors")
-    text = json.loads((folder / "config.json").read_text()) | {"model_type": "kimi_k2"}
-    outer = {"architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25", "text_config": text}
-    (folder / "config.json").write_text(json.dumps(outer))
+    """Turn a DeepSeek-V3 checkpoint into a Kimi-K2.5 checkpoint.
+
+    DeepSeek-V3 becomes the language model; a vision tower and a projector are added.
+    """
+    tensors = {f"language_model.{name}": tensor for name, tensor in load_file(folder / "model.safetensors").items()}
+    tensors |= {"vision_tower.patch.weight": torch.zeros(2), "mm_projector.proj.0.weight": torch.zeros(2)}
+    save_file(tensors, folder / "model.safetensors")
+    text_config = json.loads((folder / "config.json").read_text()) | {"model_type": "kimi_k2"}
+    outer_config = {
+        "architectures": ["KimiK25ForConditionalGeneration"],
+        "model_type": "kimi_k25",
+        "text_config": text_config,
+    }
+    (folder / "config.json").write_text(json.dumps(outer_config))

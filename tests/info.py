@@ -1,4 +1,4 @@
-"""What a rank without models says of itself, for tests of those who ask."""
+"""A `RankInfo` of a rank without models, for tests of the code that reads it."""
 
 from typing import Any
 
@@ -6,9 +6,12 @@ from cluster.config import EngineConfig
 from cluster.status import RankInfo
 
 
-def rank_info(page_size: int = 1, kv_pages: int = 1 << 24, **given: Any) -> RankInfo:
-    """Plain decoding in a world of one with room for everything, but for what is given."""
-    facts: dict[str, Any] = {
+def rank_info(page_size: int = 1, kv_pages: int = 1 << 24, **overrides: Any) -> RankInfo:
+    """Return the info of the only rank of a plain decoding engine with a very large KV cache.
+
+    `overrides` replace single fields.
+    """
+    defaults: dict[str, Any] = {
         "config": EngineConfig(model_path="none"),
         "rank": 0,
         "dp_rank": 0,
@@ -40,4 +43,4 @@ def rank_info(page_size: int = 1, kv_pages: int = 1 << 24, **given: Any) -> Rank
         "max_request_tokens": 4096,
         "step_costs": None,
     }
-    return RankInfo(**{**facts, **given})
+    return RankInfo(**{**defaults, **overrides})

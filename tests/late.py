@@ -1,7 +1,7 @@
-"""A device that runs behind the host, on a CPU: a step runs only when its results are asked for, as late as it can.
+"""Simulates, on a CPU, a device that runs behind the host: a step runs only when the host reads its results.
 
-Whatever the host does between beginning a step and reading it has then been done to host state alone: a step that
-needed a length, a page or a row which the host meanwhile changed would give other tokens.
+This is the latest possible moment. Between the start of a step and its read, the host changes its own state only. A
+step that depends on a length, a page or a row that the host has changed in this time gives other tokens.
 """
 
 from collections import deque
@@ -22,71 +22,76 @@ R = TypeVar("R", bound=Rank)
 
 
 class LatePrograms:
-    """Steps that wait in a queue until one of them is read. `owners` are those of the step that runs now; `before` is
-    called with its order when the tables are as that says.
+    """Stands in for `Programs`: started steps wait in a queue, and each runs when its output is read.
+
+    `owners` maps each row to the id of its request, for the step that runs now. `before_step` is called with the
+    `StepInput` of a step just before the step runs, after the tables on the device have been updated.
     """
 
     def __init__(self, programs: Programs, rank: Rank) -> None:
         self.assembler, self.step, self._rank = programs.assembler, programs.step, rank
         self._queue: deque[LateOutput] = deque()
         self.owners: dict[int, str] = {}
-        self.before: Callable[[StepInput], None] | None = None
+        self.before_step: Callable[[StepInput], None] | None = None
         self.checksum = self.eager_fallbacks = 0
 
     def remove_all(self) -> None:
-        """Nothing is captured."""
+        """Do nothing, because no step is captured."""
 
-    def run(self, order: StepInput, plan: StepPlan, shape: TreeShape) -> "LateOutput":
-        meant = running(self._rank)
+    def run(self, step_input: StepInput, plan: StepPlan, shape: TreeShape) -> "LateOutput":
+        row_owners = running(self._rank)
 
-        def late() -> StepOutput:
+        def run_step() -> StepOutput:
             self.owners.clear()
-            self.owners.update(meant)
-            sent = self.assembler.send(order, shape.forced_nodes)
-            if self.before is not None:
+            self.owners.update(row_owners)
+            staged_inputs = self.assembler.send(step_input, shape.forced_nodes)
+            if self.before_step is not None:
                 with torch.inference_mode():
-                    self.before(order)
-            return self.step.run(self.assembler.batch(sent, plan.mode, shape.forced_nodes), shape).read()
+                    self.before_step(step_input)
+            return self.step.run(self.assembler.batch(staged_inputs, plan.mode, shape.forced_nodes), shape).read()
 
-        output = LateOutput(late, self._queue)
+        output = LateOutput(run_step, self._queue)
         self._queue.append(output)
         return output
 
 
 class LateOutput:
-    """What a step will have decided."""
+    """The output of a step that has not run yet. `read` runs the step."""
 
     def __init__(self, run: Callable[[], StepOutput], queue: "deque[LateOutput]") -> None:
         self._run, self._queue = run, queue
 
     def read(self) -> StepOutput:
-        assert self._queue.popleft() is self, "steps are read in the order in which they began"
+        assert self._queue.popleft() is self, "steps must be read in the order in which they were started"
         return self._run()
 
 
 def running(rank: Rank) -> dict[int, str]:
-    """The requests that hold rows, by row, as the host has it now."""
+    """Return the id of the request in each used row, by the current state of the host."""
     if not isinstance(rank, Engine):
         return {}
     return {s.lease.row: s.request.request_id for s in rank._parts.scheduler.running if s.lease is not None}
 
 
 def owners(engine: Engine) -> dict[int, str]:
-    """The requests that hold rows, by row, for the step that runs now."""
+    """Return the id of the request in each used row, for the step that runs now."""
     programs = engine._parts.lockstep.programs
     return programs.owners if isinstance(programs, LatePrograms) else running(engine)
 
 
 def delay(rank: R) -> R:
-    """Have the host of this rank, which is alone, be a step ahead of a device that runs as late as it can."""
+    """Give the only rank of a world a simulated device that runs each step as late as possible.
+
+    The host is then one step ahead of the device. Return the rank.
+    """
     lockstep: Any = rank.lockstep
-    assert lockstep.mesh.world.size == 1, "collectives of ranks that wait for each other cannot be put off"
+    assert lockstep.mesh.world.size == 1, "collectives cannot be delayed: the ranks wait for each other"
     lockstep.programs = LatePrograms(lockstep.programs, rank)
     lockstep.max_in_flight = 1
     return rank
 
 
 def delay_all(patch: pytest.MonkeyPatch) -> None:
-    """Have every engine built from now on run like this."""
-    true = build.assemble
-    patch.setattr(build, "assemble", lambda *given: delay(true(*given)))
+    """Apply `delay` to every engine that is built from now on."""
+    original_assemble = build.assemble
+    patch.setattr(build, "assemble", lambda *args: delay(original_assemble(*args)))

@@ -1,4 +1,4 @@
-"""Models of tests: loaded from a folder alone; what `resolve_models` would have told is read on the way."""
+"""Loads and checks models for tests from a folder only. `read_target` and `read_draft` replace `resolve_models`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,14 +19,16 @@ from cluster.models.target import DecoderTarget
 def context(
     dtype: torch.dtype = torch.float64,
     exchange: TokenExchange | None = None,
-    part: Shard | None = None,
+    shard: Shard | None = None,
     max_position: int = 64,
 ) -> ModelContext:
-    """On the CPU, whole or `part` of everything."""
-    whole = part or Shard()
-    given, device = exchange or NoExchange(), torch.device("cpu")
+    """Return a context that loads a model on the CPU: all of it, or only one shard of every sharded tensor."""
+    used_shard = shard or Shard()
+    used_exchange, device = exchange or NoExchange(), torch.device("cpu")
     kernels = select_kernels("auto", device, dtype)
-    return ModelContext(dtype, device, given, Sharding(whole, whole, whole), max_position, kernels)
+    return ModelContext(
+        dtype, device, used_exchange, Sharding(used_shard, used_shard, used_shard), max_position, kernels
+    )
 
 
 def check_target(folder: str) -> TargetArch:
@@ -35,18 +37,18 @@ def check_target(folder: str) -> TargetArch:
     return arch
 
 
-def load_target(folder: str, given: ModelContext) -> DecoderTarget:
-    return registry.load_target(folder, read_target(folder), given)
+def load_target(folder: str, model_context: ModelContext) -> DecoderTarget:
+    return registry.load_target(folder, read_target(folder), model_context)
 
 
-def spec_of(
+def read_draft_spec(
     folder: str, target: TargetArch, overrides: Mapping[str, Any] | None = None, token_map: str | None = None
 ) -> DraftSpec:
     return read_draft(folder, Checkpoint(folder).shapes, target, overrides, token_map)
 
 
 def check_draft(folder: str, target: TargetArch) -> DraftSpec:
-    spec = spec_of(folder, target)
+    spec = read_draft_spec(folder, target)
     registry.check_draft(folder, spec)
     return spec
 
@@ -54,9 +56,9 @@ def check_draft(folder: str, target: TargetArch) -> DraftSpec:
 def load_draft(
     folder: str,
     target: DecoderTarget,
-    given: ModelContext,
+    model_context: ModelContext,
     overrides: Mapping[str, Any] | None = None,
     token_map: str | None = None,
 ) -> DraftModel:
-    spec = spec_of(folder, target.arch, overrides, token_map)
-    return registry.load_draft_list(folder, spec, target, given, 1)[0]
+    spec = read_draft_spec(folder, target.arch, overrides, token_map)
+    return registry.load_draft_list(folder, spec, target, model_context, 1)[0]

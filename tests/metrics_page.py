@@ -1,6 +1,6 @@
-"""All series of /metrics, told from the code: docs/metrics.md.
+"""Generates docs/metrics.md, the list of all series of /metrics, from the code.
 
-`python -m tests.metrics_page` writes the file; `tests/unit/test_metrics_page.py` holds it to the code.
+`python -m tests.metrics_page` writes the file; `tests/unit/test_metrics_page.py` checks that it matches the code.
 """
 
 from collections.abc import Iterator
@@ -33,45 +33,45 @@ COMMON = ("model_name", "rank", "process")
 
 
 def series() -> Iterator[tuple[str, Metric]]:
-    """Every series with whose it is: a rank's or a replica's."""
-    for owner, made in (
+    """Yield every series with its owner: `ranks` or `replicas`."""
+    for owner, metrics in (
         ("ranks", EngineMetrics(model_name="", depths=1)),
         ("replicas", ServingMetrics(model_name="")),
     ):
-        if isinstance(made, ServingMetrics):
-            made.expect_ranks(1)
-            made.expect_routes(["/"])
-        for metric in made.registry.collect():
+        if isinstance(metrics, ServingMetrics):
+            metrics.expect_ranks(1)
+            metrics.expect_routes(["/"])
+        for metric in metrics.registry.collect():
             if not metric.name.startswith("process_"):
                 yield owner, metric
 
 
 def row(metric: Metric) -> str:
-    """One series as a row."""
+    """Return one series as a row of a Markdown table."""
     name = metric.name + "_total" * (metric.type == "counter")
     labels = dict.fromkeys(label for sample in metric.samples for label in sample.labels)
-    own = [f"`{label}`" for label in labels if label not in (*COMMON, "le")]
+    own_labels = [f"`{label}`" for label in labels if label not in (*COMMON, "le")]
     if metric.name == "aerie_rank_losses":
-        own.insert(0, "`rank`")
-    return f"| `{name}` | {metric.type} | {', '.join(own)} | {metric.documentation} |"
+        own_labels.insert(0, "`rank`")
+    return f"| `{name}` | {metric.type} | {', '.join(own_labels)} | {metric.documentation} |"
 
 
-def written() -> str:
-    """The text of the file."""
+def page_text() -> str:
+    """Return the text of docs/metrics.md."""
     parts = [HEAD]
     for owner in ("ranks", "replicas"):
         parts.append(f"## Of {owner}\n\n| series | kind | labels | |\n|---|---|---|---|")
-        parts += [row(metric) for whose, metric in series() if whose == owner]
+        parts += [row(metric) for series_owner, metric in series() if series_owner == owner]
         parts.append("")
     parts.append(
         "`process_*` (label `process`: `rank`, `replica`) are those of every Prometheus client: CPU, memory, files."
     )
     parts.append(VLLM)
     parts.append("| vLLM | here |\n|---|---|")
-    parts += [f"| `{theirs}` | `{ours}` |" for ours, names in VLLM_NAMES.items() for theirs in names]
+    parts += [f"| `{vllm_name}` | `{aerie_name}` |" for aerie_name, names in VLLM_NAMES.items() for vllm_name in names]
     parts += [f"| `{KV_USAGE}` | `aerie_kv_pages`: the part that requests hold |", ""]
     return "\n".join(parts)
 
 
 if __name__ == "__main__":
-    FILE.write_text(written(), encoding="utf-8")
+    FILE.write_text(page_text(), encoding="utf-8")

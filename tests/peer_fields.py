@@ -1,4 +1,6 @@
-"""The request fields that other servers take, by server and route: names only, read from their packages."""
+"""The names of the request fields that other servers accept, by server and route. They were read from the packages of
+these servers.
+"""
 
 PEERS: dict[tuple[str, str], str] = {
     ("vLLM 0.32.0", "/v1/chat/completions"): """

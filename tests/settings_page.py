@@ -1,6 +1,6 @@
-"""All settings, told from the code: docs/settings.md.
+"""Generates docs/settings.md, the list of all settings, from the code.
 
-`python -m tests.settings_page` writes the file; `tests/unit/test_settings_page.py` holds it to the code.
+`python -m tests.settings_page` writes the file; `tests/unit/test_settings_page.py` checks that it matches the code.
 """
 
 import json
@@ -66,57 +66,77 @@ REFUSED = """
 
 
 def table(model: type[BaseModel]) -> str:
-    """The settings of one model as a table. Raises LookupError where one is not described."""
+    """Return the settings of one pydantic model as a Markdown table.
+
+    Raises:
+        LookupError: a setting has no description.
+    """
     rows = ["| setting | values | default | what it is for |", "|---|---|---|---|"]
-    for name, of in model.model_fields.items():
-        if not of.description:
+    for name, field in model.model_fields.items():
+        if not field.description:
             raise LookupError(f"{model.__name__}.{name} has no description")
-        told = of.description.replace("|", "\\|")
-        rows.append(f"| `{name}` | {_values(of)} | {_default(of)} | {told} |")
+        description = field.description.replace("|", "\\|")
+        rows.append(f"| `{name}` | {_values(field)} | {_default(field)} | {description} |")
     return "\n".join(rows)
 
 
-def _default(of: FieldInfo) -> str:
-    if of.is_required():
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
         return "required"
-    default = of.get_default(call_default_factory=True, validated_data={})
+    default = field.get_default(call_default_factory=True, validated_data={})
     if isinstance(default, BaseModel):
         return "see below"
     return "unset" if default is None else f"`{json.dumps(default)}`".replace('"', "")
 
 
-def _values(of: FieldInfo) -> str:
-    bounds = {type(one).__name__: one for one in of.metadata}
-    least, over, most, under = (getattr(bounds.get(kind), kind.lower(), None) for kind in ("Ge", "Gt", "Le", "Lt"))
-    told = [_kind(of.annotation)]
-    told += [f"from {least}"] if least is not None else [f"over {over}"] if over is not None else []
-    told += [f"to {most}"] if most is not None else [f"below {under}"] if under is not None else []
-    return " ".join(told)
+def _values(field: FieldInfo) -> str:
+    bounds = {type(constraint).__name__: constraint for constraint in field.metadata}
+    minimum, exclusive_minimum, maximum, exclusive_maximum = (
+        getattr(bounds.get(kind), kind.lower(), None) for kind in ("Ge", "Gt", "Le", "Lt")
+    )
+    parts = [_type_name(field.annotation)]
+    parts += (
+        [f"from {minimum}"]
+        if minimum is not None
+        else [f"over {exclusive_minimum}"]
+        if exclusive_minimum is not None
+        else []
+    )
+    parts += (
+        [f"to {maximum}"]
+        if maximum is not None
+        else [f"below {exclusive_maximum}"]
+        if exclusive_maximum is not None
+        else []
+    )
+    return " ".join(parts)
 
 
 NAMES: dict[Any, str] = {str: "text", int: "integer", float: "number", bool: "`true`, `false`", Any: "any"}
 
 
-def _kind(of: Any) -> str:
-    """A type in words that users of YAML know."""
-    inner = get_args(of)
-    if get_origin(of) is Literal:
-        return ", ".join(f"`{json.dumps(one)}`".replace('"', "") for one in inner)
-    if get_origin(of) in (Union, UnionType):
-        return " or ".join(_kind(one) for one in inner if one is not type(None))
-    if get_origin(of) in (list, tuple):
-        return f"list: {_kind(inner[0])}"
-    if get_origin(of) is dict:
-        return f"{_kind(inner[0])}: {_kind(inner[1])}"
-    return NAMES.get(of) or "settings, see below"
+def _type_name(annotation: Any) -> str:
+    """Return the name of a type in words that users of YAML know."""
+    arguments = get_args(annotation)
+    if get_origin(annotation) is Literal:
+        return ", ".join(f"`{json.dumps(argument)}`".replace('"', "") for argument in arguments)
+    if get_origin(annotation) in (Union, UnionType):
+        return " or ".join(_type_name(argument) for argument in arguments if argument is not type(None))
+    if get_origin(annotation) in (list, tuple):
+        return f"list: {_type_name(arguments[0])}"
+    if get_origin(annotation) is dict:
+        return f"{_type_name(arguments[0])}: {_type_name(arguments[1])}"
+    return NAMES.get(annotation) or "settings, see below"
 
 
-def written() -> str:
-    """The text of the file."""
-    names = [f"| `{theirs}` | `{ours}` |" for theirs, ours in ALIASES.items()]
-    names += [f"| `speculative_config.{theirs}` | `{ours}` |" for theirs, ours in SPECULATIVE_CONFIG.items()]
+def page_text() -> str:
+    """Return the text of docs/settings.md."""
+    names = [f"| `{vllm_name}` | `{aerie_name}` |" for vllm_name, aerie_name in ALIASES.items()]
+    names += [
+        f"| `speculative_config.{vllm_name}` | `{aerie_name}` |" for vllm_name, aerie_name in SPECULATIVE_CONFIG.items()
+    ]
     options = [f"| `{name}` | {_option(name)} |" for name in DEPLOYMENT_OPTIONS]
-    refused = [f"| `{name}` | {why} |" for name, why in UNSUPPORTED_SETTINGS.items()]
+    refused = [f"| `{name}` | {reason} |" for name, reason in UNSUPPORTED_SETTINGS.items()]
     flagged = [f"| {', '.join(f'`{flag}`' for flag in spellings)} | `{name}` |" for name, spellings in _flags()]
     return "\n".join(
         [
@@ -152,13 +172,13 @@ def _option(name: str) -> str:
 
 
 def _flags() -> list[tuple[str, list[str]]]:
-    """The settings that have flags, each with the spellings of its flag."""
+    """Return the settings that have a command-line flag, each with all spellings of its flag."""
     parser = ArgumentParser()
     flags.add_arguments(parser)
-    spelled = {action.dest: list(action.option_strings) for action in parser._actions}
-    named = {f"http_{name}": f"http_options.{name}" for name in HttpOptions.model_fields}
-    return [(named.get(name, name), spelled[dest]) for dest, name in flags.FLAGS.items()]
+    spellings_of = {action.dest: list(action.option_strings) for action in parser._actions}
+    setting_names = {f"http_{name}": f"http_options.{name}" for name in HttpOptions.model_fields}
+    return [(setting_names.get(name, name), spellings_of[dest]) for dest, name in flags.FLAGS.items()]
 
 
 if __name__ == "__main__":
-    FILE.write_text(written(), encoding="utf-8")
+    FILE.write_text(page_text(), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Every program of examples/ runs as its README says, and does what it is there to show."""
+"""Every program in examples/ runs as its README says, and does what it demonstrates."""
 
 import json
 import subprocess
@@ -13,7 +13,7 @@ import yaml
 from cluster.api.http.routes import make_app
 from cluster.api.serve.settings import parse
 from cluster.cli import main
-from tests.actors.apart import found_by
+from tests.actors.apart import run_script
 from tests.api.listening import listening
 from tests.api.test_engine import EngineService
 
@@ -21,17 +21,17 @@ ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES, TARGET, DRAFT = ROOT / "examples", "models/demo/target", "models/demo/draft"
 
 
-def run(name: str, *words: str, typed: str = "") -> str:
-    """What the example prints."""
-    command = [sys.executable, str(EXAMPLES / name), *words]
-    done = subprocess.run(command, cwd=ROOT, input=typed, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def run(name: str, *arguments: str, stdin_text: str = "") -> str:
+    """Run an example with these arguments and this text on stdin, and return what it prints."""
+    command = [sys.executable, str(EXAMPLES / name), *arguments]
+    completed = subprocess.run(command, cwd=ROOT, input=stdin_text, capture_output=True, text=True, timeout=280)
+    assert completed.returncode == 0, completed.stderr
+    return completed.stdout
 
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    """A server of the demo target."""
+    """The URL of a server of the demo target."""
     service = EngineService(str(ROOT / TARGET), model_path=str(ROOT / TARGET))
     with listening(make_app(service)) as url:
         yield url
@@ -40,10 +40,14 @@ def url() -> Iterator[str]:
 
 
 def test_the_chat_client_streams_a_conversation(url: str) -> None:
-    words = ["--url", url, "--temperature", "0", "--max-tokens", "12", "--system", "be brief"]
-    first = run("chat_client.py", *words, typed="import os\n")
-    both = run("chat_client.py", *words, typed="import os\nimport sys\n")
-    assert first.strip() and both.startswith(first) and len(both) > len(first)
+    arguments = ["--url", url, "--temperature", "0", "--max-tokens", "12", "--system", "be brief"]
+    one_turn_output = run("chat_client.py", *arguments, stdin_text="import os\n")
+    two_turn_output = run("chat_client.py", *arguments, stdin_text="import os\nimport sys\n")
+    assert (
+        one_turn_output.strip()
+        and two_turn_output.startswith(one_turn_output)
+        and len(two_turn_output) > len(one_turn_output)
+    )
 
 
 def test_structured_output_follows_its_schema(url: str) -> None:
@@ -54,8 +58,8 @@ def test_structured_output_follows_its_schema(url: str) -> None:
 def test_batch_scoring_finds_code_likelier_than_nonsense(tmp_path: Path) -> None:
     texts = ["import os", "colourless green ideas sleep furiously", "x"]
     (tmp_path / "texts.txt").write_text("\n".join(texts), encoding="utf-8")
-    said = run("batch_scoring.py", TARGET, str(tmp_path / "texts.txt"), "--draft", DRAFT)
-    lines = [json.loads(line) for line in said.splitlines()]
+    printed = run("batch_scoring.py", TARGET, str(tmp_path / "texts.txt"), "--draft", DRAFT)
+    lines = [json.loads(line) for line in printed.splitlines()]
     assert [line["text"] for line in lines] == texts
     assert all(line["label"] in ("code", "prose") for line in lines)
     assert lines[0]["perplexity"] < lines[1]["perplexity"] and lines[2]["perplexity"] is None
@@ -68,14 +72,15 @@ def test_custom_draft_passes_inspect_and_does_not_change_the_text(
     draft = str(tmp_path / "my-draft")
     assert "next: aerie inspect" in run("custom_draft.py", TARGET, draft)
 
-    def said(*words: str) -> dict[str, Any]:
-        assert main([*words, "--json"]) == 0
-        found: dict[str, Any] = json.loads(capsys.readouterr().out)
-        return found
+    def run_json_command(*arguments: str) -> dict[str, Any]:
+        assert main([*arguments, "--json"]) == 0
+        output: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return output
 
-    assert not said("inspect", TARGET, "--draft", draft)["problems"]
+    assert not run_json_command("inspect", TARGET, "--draft", draft)["problems"]
     plain, drafted = (
-        said("generate", TARGET, "class Queue:", "--max-tokens", "16", *more) for more in ([], ["--draft", draft])
+        run_json_command("generate", TARGET, "class Queue:", "--max-tokens", "16", *draft_options)
+        for draft_options in ([], ["--draft", draft])
     )
     assert drafted["text"] == plain["text"] and 1.0 <= drafted["accept_length"] < 1.2
 
@@ -100,6 +105,6 @@ def test_two_nodes_config_has_two_ranks_spread_over_nodes() -> None:
 @pytest.mark.ray
 @pytest.mark.slow
 def test_two_nodes_config_serves_from_two_nodes() -> None:
-    found = found_by("tests.actors.two_nodes", 290)
-    assert found["status"] == "RUNNING" and found["text"], found
-    assert len(set(found["nodes"])) == 2
+    result = run_script("tests.actors.two_nodes", 290)
+    assert result["status"] == "RUNNING" and result["text"], result
+    assert len(set(result["nodes"])) == 2

@@ -1,6 +1,8 @@
-"""The architecture as a test: imports point down, files stay small, nothing hides in a drawer, nothing unpickles.
+"""Tests of the architecture: imports go to lower layers only, files and functions stay small, no file has a generic
+name such as `utils`, and no code unpickles data.
 
-`LAYERS` stands in docs/architecture.md too, bottom first. A module may import its own layer and the ones before it.
+docs/architecture.md lists `LAYERS` too, from the lowest to the highest. A module may import modules of its own layer
+and of the layers before it in the list.
 """
 
 import ast
@@ -15,7 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "cluster"
 
-GROUND = ("__init__", "config", "request", "status", "batch", "paths")
+GROUND_MODULES = ("__init__", "config", "request", "status", "batch", "paths")
 LAYERS = (
     "ground",
     "observability",
@@ -42,8 +44,8 @@ LAYERS = (
     "bench",
     "cli",
 )
-# The houses of a layer: what a module under the first name never imports.
-HOUSES = {
+# For each package: the packages of the same layer that its modules must not import.
+FORBIDDEN_IMPORTS = {
     "cluster.api.core": (
         "cluster.api.openai",
         "cluster.api.anthropic",
@@ -79,12 +81,13 @@ HOUSES = {
     ),
     "cluster.arch.safetensors": ("cluster.arch.draft", "cluster.arch.families", "cluster.arch.read"),
 }
-# Where the rule is narrower than "everything before": training stands beside the engine, not on it.
+# Layers that may import fewer layers than all before them: training does not use the engine.
 MAY_IMPORT = {"train": frozenset(LAYERS[: LAYERS.index("models") + 1])}
-KNOWS_RAY = frozenset({"actors", "api", "bench", "cli"})
-# The only files that import by string, and why. Constant strings are held to the layers and the cycle check as well.
-LATE_IMPORTS = {
-    "cluster/__init__.py": "the offline door needs torch, and most who import the package don't",
+RAY_LAYERS = frozenset({"actors", "api", "bench", "cli"})
+# The only files that import a module by a string, and the reason. The layer tests and the cycle test also check
+# constant strings.
+STRING_IMPORTS = {
+    "cluster/__init__.py": "the offline API needs torch, and most importers of the package do not",
     "cluster/cli.py": "a subcommand is imported only when it is chosen",
     "cluster/engine/backends.py": "Triton takes a second to load, and only GPUs need it",
     "cluster/kernels/flashinfer/library.py": "FlashInfer is an extra, and only GPUs have it",
@@ -94,11 +97,11 @@ LATE_IMPORTS = {
     "cluster/api/serve/rest_parts.py": "a replica imports its REST side while its shards start",
     "cluster/api/launch/serve.py": "Ray starts while the application is imported",
 }
-DRAWERS = frozenset({"util", "utils", "common", "helper", "helpers", "misc"})
+GENERIC_NAMES = frozenset({"util", "utils", "common", "helper", "helpers", "misc"})
 MAX_LINES = 400
-MAX_FUNCTION = 60  # lines of code; Triton's kernels (gpu.py) inline everything, and are left out
-ROOT_FILES = 5  # modules at the root of the package, beside __init__
-ROLES = frozenset({"Size"})  # class names of a role that every module of a folder plays
+MAX_FUNCTION_LINES = 60  # lines of code; Triton kernels (files gpu.py) are excluded, because they inline everything
+MAX_ROOT_FILES = 5  # modules at the root of the package, __init__ not counted
+SHARED_CLASS_NAMES = frozenset({"Size"})  # class names that each module of a folder defines for itself
 UNSAFE_MODULES = frozenset({"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve"})
 UNSAFE_CALLS = frozenset(
     {
@@ -122,7 +125,7 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
 
 
-def where(path: Path, node: ast.AST | None = None) -> str:
+def location(path: Path, node: ast.AST | None = None) -> str:
     line = f":{node.lineno}" if node is not None and hasattr(node, "lineno") else ""
     return f"{path.relative_to(ROOT)}{line}"
 
@@ -133,15 +136,18 @@ def module_of(path: Path) -> str:
 
 
 def layer_of(module: str) -> str:
-    """The layer of `cluster.x.y`; an unknown top-level name is an error, so that every new one gets a place."""
+    """Return the layer of the module `cluster.x.y`. An unknown `x` is an error: a new package must be added here."""
     top = module.split(".")[1] if "." in module else "__init__"
-    layer = "ground" if top in GROUND else "cli" if top == "__main__" else top
-    assert layer in LAYERS, f"{module} belongs to no layer; give {top!r} a place in tests/test_layers.py"
+    layer = "ground" if top in GROUND_MODULES else "cli" if top == "__main__" else top
+    assert layer in LAYERS, f"{module} belongs to no layer; add {top!r} to LAYERS in tests/test_layers.py"
     return layer
 
 
 def imports_of(path: Path, tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
-    """Every imported module by its full name; `from a import b` counts as `a.b` where that is a module of ours."""
+    """Yield each import statement with the full name of the imported module.
+
+    `from a import b` counts as `a.b` if that is a module of `cluster`.
+    """
     package = module_of(path).split(".")
     if path.name != "__init__.py":
         package = package[:-1]
@@ -153,63 +159,72 @@ def imports_of(path: Path, tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
             base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
             name = ".".join(part for part in (base, node.module) if part)
             for alias in node.names:
-                inner = f"{name}.{alias.name}"
-                yield node, inner if inner in MODULES else name
+                full_name = f"{name}.{alias.name}"
+                yield node, full_name if full_name in MODULES else name
         elif is_import_by_string(node):
-            yield from ((node, str(said.value)) for said in asked_by_string(node) if isinstance(said, ast.Constant))
+            yield from (
+                (node, str(argument.value))
+                for argument in string_import_arguments(node)
+                if isinstance(argument, ast.Constant)
+            )
 
 
 MODULES = {module_of(path) for path in SOURCES}
 
 
-def dotted(node: ast.expr) -> str:
+def dotted_name(node: ast.expr) -> str:
     if isinstance(node, ast.Attribute):
-        return f"{dotted(node.value)}.{node.attr}"
+        return f"{dotted_name(node.value)}.{node.attr}"
     return node.id if isinstance(node, ast.Name) else ""
 
 
 def imports_by_string(node: ast.expr) -> bool:
-    return dotted(node).split(".")[-1] in {"import_module", "__import__"}
+    return dotted_name(node).split(".")[-1] in {"import_module", "__import__"}
 
 
 def is_import_by_string(node: ast.AST) -> TypeGuard[ast.Call]:
-    """Whether a call imports what a string names, or hands the function that does to somebody else."""
-    return isinstance(node, ast.Call) and any(imports_by_string(part) for part in (node.func, *node.args))
+    """Return whether a call imports a module by a string, or passes `import_module` to another function."""
+    return isinstance(node, ast.Call) and any(imports_by_string(expression) for expression in (node.func, *node.args))
 
 
-def asked_by_string(call: ast.Call) -> list[ast.expr]:
-    """The expression that names the module: the first argument, or the one after the function that is handed on."""
-    at = next((at for at, part in enumerate(call.args) if imports_by_string(part)), -1)
-    return call.args[at + 1 : at + 2]
+def string_import_arguments(call: ast.Call) -> list[ast.expr]:
+    """Return the argument that names the module: the first one, or the one after `import_module`."""
+    position = next((position for position, expression in enumerate(call.args) if imports_by_string(expression)), -1)
+    return call.args[position + 1 : position + 2]
 
 
-def is_ours(name: str) -> bool:
+def is_cluster_module(name: str) -> bool:
     return name.split(".")[0] == "cluster"
 
 
 def test_modules_import_only_lower_layers() -> None:
-    wrong = []
+    violations = []
     for path in SOURCES:
         layer = layer_of(module_of(path))
         allowed = MAY_IMPORT.get(layer, frozenset(LAYERS[: LAYERS.index(layer)])) | {layer}
         for node, name in imports_of(path, tree_of(path)):
-            if is_ours(name) and layer_of(name) not in allowed:
-                wrong.append(f"{where(path, node)}: {layer} imports {name}")
-    assert not wrong, "\n".join(wrong)
+            if is_cluster_module(name) and layer_of(name) not in allowed:
+                violations.append(f"{location(path, node)}: {layer} imports {name}")
+    assert not violations, "\n".join(violations)
 
 
-def within(module: str, house: str) -> bool:
-    return module == house or module.startswith(f"{house}.")
+def within(module: str, package: str) -> bool:
+    return module == package or module.startswith(f"{package}.")
 
 
 def test_packages_do_not_import_their_forbidden_packages() -> None:
-    wrong = []
+    violations = []
     for path in SOURCES:
-        forbidden = [closed for house, others in HOUSES.items() if within(module_of(path), house) for closed in others]
+        forbidden = [
+            forbidden_package
+            for package, forbidden_packages in FORBIDDEN_IMPORTS.items()
+            if within(module_of(path), package)
+            for forbidden_package in forbidden_packages
+        ]
         for node, name in imports_of(path, tree_of(path)):
-            wrong += [f"{where(path, node)}: imports {name}" for house in forbidden if within(name, house)]
-    assert not wrong, "\n".join(wrong)
-    assert all(any(within(module, house) for module in MODULES) for house in HOUSES)
+            violations += [f"{location(path, node)}: imports {name}" for package in forbidden if within(name, package)]
+    assert not violations, "\n".join(violations)
+    assert all(any(within(module, package) for module in MODULES) for package in FORBIDDEN_IMPORTS)
 
 
 def test_no_import_cycles() -> None:
@@ -230,28 +245,32 @@ def test_no_import_cycles() -> None:
 
 
 def test_functions_contain_no_imports_of_cluster_modules() -> None:
-    wrong = []
+    violations = []
     for path in SOURCES:
         for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                statements = [found for found in imports_of(path, node) if isinstance(found[0], ast.stmt)]
-                wrong += [where(path, found) for found, name in statements if is_ours(name)]
-            elif is_import_by_string(node) and where(path) not in LATE_IMPORTS:
-                names = [name for found, name in imports_of(path, node) if found is node]
-                if not names or is_ours(names[0]):
-                    wrong.append(where(path, node))
-    assert not wrong, f"imported inside a function: {wrong}"
+                statements = [
+                    import_node for import_node in imports_of(path, node) if isinstance(import_node[0], ast.stmt)
+                ]
+                violations += [
+                    location(path, import_node) for import_node, name in statements if is_cluster_module(name)
+                ]
+            elif is_import_by_string(node) and location(path) not in STRING_IMPORTS:
+                names = [name for import_node, name in imports_of(path, node) if import_node is node]
+                if not names or is_cluster_module(names[0]):
+                    violations.append(location(path, node))
+    assert not violations, f"imported inside a function: {violations}"
 
 
 def test_ray_is_imported_only_above_the_engine() -> None:
-    wrong = [
-        where(path, node)
+    violations = [
+        location(path, node)
         for path in SOURCES
-        if layer_of(module_of(path)) not in KNOWS_RAY
+        if layer_of(module_of(path)) not in RAY_LAYERS
         for node, name in imports_of(path, tree_of(path))
         if name.split(".")[0] == "ray"
     ]
-    assert not wrong, f"imports ray below the actors: {wrong}"
+    assert not violations, f"import of ray in a layer below `actors`: {violations}"
 
 
 def test_the_engine_imports_without_ray() -> None:
@@ -261,54 +280,61 @@ def test_the_engine_imports_without_ray() -> None:
         "found = sorted(m for m in sys.modules if m.split('.')[0] in {'ray', 'fastapi', 'starlette', 'xgrammar'})\n"
         "sys.exit(f'import cluster.engine pulled in {found[:5]}' if found else 0)"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.parametrize("paths", [SOURCES, TESTS], ids=["cluster", "tests"])
 def test_file_names_are_not_generic(paths: list[Path]) -> None:
-    wrong = [where(path) for path in paths if DRAWERS & set(path.relative_to(ROOT).with_suffix("").parts)]
-    assert not wrong, f"name a file for the noun it owns or the verb it does: {wrong}"
+    violations = [location(path) for path in paths if GENERIC_NAMES & set(path.relative_to(ROOT).with_suffix("").parts)]
+    assert not violations, f"generic file names; name a file after what it contains or does: {violations}"
 
 
 @pytest.mark.parametrize("paths", [SOURCES, TESTS], ids=["cluster", "tests"])
 def test_files_stay_small(paths: list[Path]) -> None:
-    lengths = {where(path): len(path.read_text(encoding="utf-8").splitlines()) for path in paths}
-    long = {name: lines for name, lines in lengths.items() if lines > MAX_LINES}
-    assert not long, f"over {MAX_LINES} lines: {long}"
+    lengths = {location(path): len(path.read_text(encoding="utf-8").splitlines()) for path in paths}
+    too_long = {name: lines for name, lines in lengths.items() if lines > MAX_LINES}
+    assert not too_long, f"over {MAX_LINES} lines: {too_long}"
 
 
 def test_functions_stay_small() -> None:
-    long = []
+    too_long = []
     for path in SOURCES:
         lines = path.read_text(encoding="utf-8").splitlines()
         for node in ast.walk(tree_of(path)) if path.name != "gpu.py" else ():
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 code = lines[node.lineno - 1 : node.end_lineno]
-                said = len((ast.get_docstring(node, clean=False) or "").splitlines())
-                count = len([line for line in code if line.strip() and not line.strip().startswith("#")]) - said
-                if count > MAX_FUNCTION:
-                    long.append(f"{where(path, node)} {node.name}: {count}")
-    assert not long, f"over {MAX_FUNCTION} lines of code: {long}"
+                docstring_lines = len((ast.get_docstring(node, clean=False) or "").splitlines())
+                count = (
+                    len([line for line in code if line.strip() and not line.strip().startswith("#")]) - docstring_lines
+                )
+                if count > MAX_FUNCTION_LINES:
+                    too_long.append(f"{location(path, node)} {node.name}: {count}")
+    assert not too_long, f"over {MAX_FUNCTION_LINES} lines of code: {too_long}"
 
 
 def test_package_root_holds_few_files() -> None:
     found = sorted(path.name for path in PACKAGE.glob("*.py") if path.stem != "__init__")
-    assert len(found) <= ROOT_FILES, f"give these files a folder: {found}"
+    assert len(found) <= MAX_ROOT_FILES, (
+        f"too many modules at the root of the package; move some into a folder: {found}"
+    )
 
 
 def test_class_names_are_unique() -> None:
     places: dict[str, list[str]] = {}
     for path in SOURCES:
         for node in ast.walk(tree_of(path)):
-            if isinstance(node, ast.ClassDef) and node.name not in ROLES:
-                places.setdefault(node.name, []).append(where(path, node))
+            if isinstance(node, ast.ClassDef) and node.name not in SHARED_CLASS_NAMES:
+                places.setdefault(node.name, []).append(location(path, node))
     shared = {name: found for name, found in places.items() if len(found) > 1}
     assert not shared, f"two classes with one name: {shared}"
 
 
 def resumes_training(path: Path, call: ast.Call, name: str) -> bool:
-    """Training may read its own optimizer state back, through the unpickler that builds tensors and nothing else."""
+    """Return whether a call is the allowed `torch.load`: training reads its own optimizer state.
+
+    With `weights_only=True` the unpickler builds tensors and plain containers only.
+    """
     safe = any(
         keyword.arg == "weights_only" and isinstance(keyword.value, ast.Constant) and keyword.value.value is True
         for keyword in call.keywords
@@ -317,23 +343,25 @@ def resumes_training(path: Path, call: ast.Call, name: str) -> bool:
 
 
 def test_sources_neither_unpickle_nor_evaluate_code() -> None:
-    wrong = []
+    violations = []
     for path in SOURCES:
         tree = tree_of(path)
-        wrong += [
-            f"{where(path, node)} imports {name}"
+        violations += [
+            f"{location(path, node)} imports {name}"
             for node, name in imports_of(path, tree)
             if name.split(".")[0] in UNSAFE_MODULES
         ]
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and node.module == "torch":
-                wrong += [f"{where(path, node)} imports torch.load" for alias in node.names if alias.name == "load"]
+                violations += [
+                    f"{location(path, node)} imports torch.load" for alias in node.names if alias.name == "load"
+                ]
             elif isinstance(node, ast.Call):
-                name = dotted(node.func)
+                name = dotted_name(node.func)
                 if resumes_training(path, node, name):
                     continue
                 if name in UNSAFE_CALLS or ("." in name and name.split(".")[-1] in UNSAFE_CALLS - {"eval", "exec"}):
-                    wrong.append(f"{where(path, node)} calls {name}")
+                    violations.append(f"{location(path, node)} calls {name}")
                 if any(keyword.arg == "allow_pickle" for keyword in node.keywords):
-                    wrong.append(f"{where(path, node)} passes allow_pickle")
-    assert not wrong, "\n".join(wrong)
+                    violations.append(f"{location(path, node)} passes allow_pickle")
+    assert not violations, "\n".join(violations)

@@ -1,4 +1,4 @@
-"""Small random checkpoints in the formats of the wild, made once per test session."""
+"""Small random checkpoints in the published formats. Each is made once per test session."""
 
 import atexit
 import json
@@ -16,12 +16,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 OUTPUTS = {1: [2], 3: [0, 1, 2]}
 BOUNDARIES = {2: [0, 4], 4: [0, 1, 3, 4], 5: [0, 1, 2, 3, 4]}
-"""Aux layers of a draft for a target of 4 layers: as outputs in `eagle_config`, or as boundaries at the top level."""
+"""The aux layers of a draft for a target of 4 layers, by the number of aux layers.
+
+`OUTPUTS` are written into `eagle_config`; they count the outputs of layers. `BOUNDARIES` are written at the top level
+of the config; they count the boundaries between layers.
+"""
 
 
 @cache
 def folder_of_session() -> Path:
-    """A folder that goes away with the process."""
+    """Return a temporary folder that is removed when the process exits."""
     folder = tempfile.TemporaryDirectory(prefix="aerie-tiny-")
     atexit.register(folder.cleanup)
     return Path(folder.name)
@@ -29,13 +33,13 @@ def folder_of_session() -> Path:
 
 @cache
 def target_folder(**options: object) -> str:
-    """`tiny_target` with these options, made once."""
+    """Return the folder of `tiny_target` with these options. It is made on the first call."""
     return tiny_target(folder_of_session() / f"target-{target_folder.cache_info().misses}", **options)  # type: ignore[arg-type]
 
 
 @cache
 def draft_folder(target: str, **options: object) -> str:
-    """`tiny_draft` with these options, made once."""
+    """Return the folder of `tiny_draft` with these options. It is made on the first call."""
     return tiny_draft(folder_of_session() / f"draft-{draft_folder.cache_info().misses}", target, **options)  # type: ignore[arg-type]
 
 
@@ -56,9 +60,9 @@ def tiny_target(
     spread: float = 1.0,
     **extra: object,
 ) -> str:
-    """A random Llama target in float32 whose greedy texts do not collapse onto one token.
+    """Write a random Llama target in float32 and return its folder. Its greedy texts do not repeat a single token.
 
-    `spread` is the scale of the head: the smaller, the flatter the distribution.
+    `spread` is the scale of the LM head: with a smaller value the distribution is flatter.
     """
     torch.manual_seed(seed)
     if llama3:
@@ -118,11 +122,14 @@ def tiny_draft(
     biases: bool = False,
     theta: float = 10000.0,
 ) -> str:
-    """A random EAGLE-3 draft for `target` under SpecForge's names; see `OUTPUTS` for its aux layers."""
-    given = json.loads((Path(target) / "config.json").read_text())
-    width, vocab = given["hidden_size"], given["vocab_size"]
-    h, heads, kv_heads, d = hidden or width, 4, 2, 8
-    vocab_d, inner = draft_vocab or vocab, intermediate or 2 * h
+    """Write a random EAGLE-3 draft for `target` and return its folder.
+
+    Its tensors have SpecForge's names. `OUTPUTS` and `BOUNDARIES` give its aux layers.
+    """
+    target_config = json.loads((Path(target) / "config.json").read_text())
+    target_width, vocab = target_config["hidden_size"], target_config["vocab_size"]
+    h, heads, kv_heads, d = hidden or target_width, 4, 2, 8
+    vocab_d, mlp_size = draft_vocab or vocab, intermediate or 2 * h
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> Tensor:
@@ -135,12 +142,12 @@ def tiny_draft(
     if own_head:
         tensors["lm_head.weight"] = random(vocab_d, h)
     if use_aux:
-        tensors["fc.weight"] = random(h, num_aux * width)
+        tensors["fc.weight"] = random(h, num_aux * target_width)
         if norm_before_fc:
-            tensors["input_norm.weight"] = scale(num_aux * width)
+            tensors["input_norm.weight"] = scale(num_aux * target_width)
         if fc_norm:
-            tensors |= {f"fc_norm.{i}.weight": scale(width) for i in range(num_aux)}
-    if h != width:
+            tensors |= {f"fc_norm.{i}.weight": scale(target_width) for i in range(num_aux)}
+    if h != target_width:
         tensors["embed_tokens.weight"] = random(vocab, h)
     for i in range(layers):
         name, columns = ("midlayer", 2 * h) if i == 0 else (f"layers.{i}", h)
@@ -149,26 +156,26 @@ def tiny_draft(
             ("self_attn.k", kv_heads * d, columns),
             ("self_attn.v", kv_heads * d, columns),
             ("self_attn.o", h, heads * d),
-            ("mlp.gate", inner, h),
-            ("mlp.up", inner, h),
-            ("mlp.down", h, inner),
+            ("mlp.gate", mlp_size, h),
+            ("mlp.up", mlp_size, h),
+            ("mlp.down", h, mlp_size),
         )
-        for part, rows, cols in projections:
-            tensors[f"{name}.{part}_proj.weight"] = random(rows, cols)
+        for module, rows, cols in projections:
+            tensors[f"{name}.{module}_proj.weight"] = random(rows, cols)
             if biases:
-                tensors[f"{name}.{part}_proj.bias"] = random(rows)
+                tensors[f"{name}.{module}_proj.bias"] = random(rows)
         norms = ["input_layernorm", "post_attention_layernorm"] + (["hidden_norm"] if i == 0 and use_aux else [])
-        tensors |= {f"{name}.{part}.weight": scale(h) for part in norms}
+        tensors |= {f"{name}.{module}.weight": scale(h) for module in norms}
     if vocab_d != vocab:
         ids = torch.randperm(vocab, generator=generator)[:vocab_d].sort().values
         tensors["d2t"] = ids - torch.arange(vocab_d)
         tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, ids, True)
-    nested: dict[str, object] = {"use_aux_hidden_state": use_aux}
+    eagle_config: dict[str, object] = {"use_aux_hidden_state": use_aux}
     config: dict[str, object] = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
         "hidden_size": h,
-        "intermediate_size": inner,
+        "intermediate_size": mlp_size,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
@@ -179,15 +186,15 @@ def tiny_draft(
         "mlp_bias": biases,
         "vocab_size": vocab,
         "draft_vocab_size": vocab_d,
-        "target_hidden_size": width,
+        "target_hidden_size": target_width,
         "norm_output": norm_output,
         "norm_before_residual": norm_before_residual,
-        "eagle_config": nested,
+        "eagle_config": eagle_config,
     }
     if use_aux:
         config["num_aux_hidden_states"] = num_aux
         if num_aux in OUTPUTS:
-            nested["eagle_aux_hidden_state_layer_ids"] = OUTPUTS[num_aux]
+            eagle_config["eagle_aux_hidden_state_layer_ids"] = OUTPUTS[num_aux]
         else:
             config["eagle_aux_hidden_state_layer_ids"] = BOUNDARIES[num_aux]
     folder.mkdir(parents=True, exist_ok=True)
@@ -198,7 +205,7 @@ def tiny_draft(
 
 @cache
 def letters_folder() -> str:
-    """A tokenizer whose ids 0 to 25 are the letters a to z, one each."""
+    """Return the folder of a tokenizer whose ids 0 to 25 are the letters a to z."""
     letters = {chr(97 + i): i for i in range(26)}
     tokenizer = Tokenizer(BPE(vocab=letters, merges=[]))
     tokenizer.decoder = ByteLevel()

@@ -1,4 +1,4 @@
-"""The real engine whose host is a step ahead, as it is where a device runs behind it: results are read a step later."""
+"""A real engine whose host runs one step ahead, as with a GPU: the host reads each step's results one step later."""
 
 from cluster.config import EngineConfig
 from cluster.distributed.mesh import Rendezvous, Store

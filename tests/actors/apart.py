@@ -1,4 +1,4 @@
-"""Ray clusters of several nodes on this machine, each in a process of its own that prints what it found."""
+"""Ray clusters of several nodes on this machine. A script in its own process starts a cluster and prints a result."""
 
 import json
 import os
@@ -20,47 +20,58 @@ from cluster.actors.local_ray import MIB, prepare_environment
 CHECKOUT = Path(__file__).resolve().parents[2]
 
 
-def found_by(module: str, seconds: float) -> Any:
-    """What `python -m module` said by `say`."""
+def run_script(module: str, timeout_s: float) -> Any:
+    """Run `python -m module` and return the value that the module passed to `print_result`."""
     environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
     command = [sys.executable, "-m", module]
-    done = subprocess.run(command, cwd=CHECKOUT, env=environment, capture_output=True, text=True, timeout=seconds)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
-    assert lines, done.stdout[-3000:] + done.stderr[-6000:]
-    return json.loads(lines[-1].removeprefix("FOUND "))
+    completed = subprocess.run(
+        command, cwd=CHECKOUT, env=environment, capture_output=True, text=True, timeout=timeout_s
+    )
+    result_lines = [line for line in completed.stdout.splitlines() if line.startswith("FOUND ")]
+    assert result_lines, completed.stdout[-3000:] + completed.stderr[-6000:]
+    return json.loads(result_lines[-1].removeprefix("FOUND "))
 
 
-def say(found: Any) -> None:
-    """To the process that waits in `found_by`."""
-    print("FOUND " + json.dumps(found))
+def print_result(result: Any) -> None:
+    """Print the result for the test process that waits in `run_script`."""
+    print("FOUND " + json.dumps(result))
 
 
 @dataclass(frozen=True)
-class Nodes:
-    """A running cluster: the folder of its files, and its nodes besides the head, by the names that tests give them."""
+class RunningCluster:
+    """A running Ray cluster. `folder` holds its files. `node_of_name` maps a test's name for a node to the node; the
+    head node is not in it.
+    """
 
     cluster: Cluster
     folder: Path
-    added: dict[str, Any]
+    node_of_name: dict[str, Any]
 
-    def called(self, node_ids: list[str]) -> str:
-        """The names of nodes, one after the other."""
-        names = {node.node_id: name for name, node in self.added.items()}
+    def names_of(self, node_ids: list[str]) -> str:
+        """The names of the nodes with these ids, joined to one string."""
+        names = {node.node_id: name for name, node in self.node_of_name.items()}
         return "".join(names[node_id] for node_id in node_ids)
 
 
 @contextmanager
-def nodes(head: Mapping[str, Any], others: Mapping[str, Mapping[str, Any]]) -> Iterator[Nodes]:
-    """A cluster of a head and named nodes, each with Ray's settings for one, that this process is connected to."""
+def start_ray_cluster(
+    head: Mapping[str, Any], settings_by_name: Mapping[str, Mapping[str, Any]]
+) -> Iterator[RunningCluster]:
+    """Start a cluster of a head node and named nodes, and connect this process to it.
+
+    `head` and the values of `settings_by_name` are Ray's settings of a node.
+    """
     folder = Path(tempfile.mkdtemp(prefix="aerie-nodes-"))
     prepare_environment(folder)
-    small = {"object_store_memory": 80 * MIB}
-    cluster = Cluster(initialize_head=True, head_node_args={**small, **head})
+    common_settings = {"object_store_memory": 80 * MIB}
+    cluster = Cluster(initialize_head=True, head_node_args={**common_settings, **head})
     try:
-        added = {name: cluster.add_node(**small, **settings) for name, settings in others.items()}
+        node_of_name = {
+            name: cluster.add_node(**common_settings, **settings) for name, settings in settings_by_name.items()
+        }
         cluster.wait_for_nodes()
         ray.init(address=cluster.address, log_to_driver=False)
-        yield Nodes(cluster, folder, added)
+        yield RunningCluster(cluster, folder, node_of_name)
     finally:
         ray.shutdown()
         cluster.shutdown()

@@ -12,12 +12,12 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="package")
 def local_ray() -> Iterator[LocalRay]:
-    """One small Ray for all tests of this folder; its workers can import `tests.actors.counting_engine`."""
-    paths = os.environ.get("PYTHONPATH", "")
-    os.environ["PYTHONPATH"] = f"{CHECKOUT}{os.pathsep}{paths}" if paths else str(CHECKOUT)
+    """Start one small Ray for all tests of this folder. Its workers can import `tests.actors.counting_engine`."""
+    python_path = os.environ.get("PYTHONPATH", "")
+    os.environ["PYTHONPATH"] = f"{CHECKOUT}{os.pathsep}{python_path}" if python_path else str(CHECKOUT)
     os.environ.setdefault(CALLBACK, IMPORT_PATH)  # as `aerie serve` does
     cluster = LocalRay(num_cpus=6, object_store_mib=80)
     cluster.start()
     yield cluster
     cluster.stop()
-    os.environ["PYTHONPATH"] = paths
+    os.environ["PYTHONPATH"] = python_path

@@ -1,8 +1,8 @@
-"""A Ray cluster of two nodes that say they have eight GPUs each, in a process of its own; prints what it found as JSON.
+"""Start a Ray cluster of two nodes that declare eight GPUs each, deploy applications on it, and print a JSON result.
 
-`python -m tests.actors.declared_gpus` is what test_declared_gpus.py runs. The layout that it deploys, by `serve
-deploy`, is the text of the comments in deploy/serve.yaml. What a machine without CUDA cannot do is replaced: models are
-the demo pair, and ranks count instead of computing.
+test_declared_gpus.py runs `python -m tests.actors.declared_gpus`. The script deploys, by `serve deploy`, the layout in
+the comments of deploy/serve.yaml. It replaces what a machine without CUDA cannot run: the models are the demo pair, and
+the ranks are counting engines.
 """
 
 import asyncio
@@ -29,9 +29,9 @@ from cluster.api.serve.application import build_app
 from cluster.api.serve.settings import parse
 from cluster.config import EngineConfig
 from cluster.status import RankInfo
-from tests.actors.apart import CHECKOUT, nodes, say
+from tests.actors.apart import CHECKOUT, print_result, start_ray_cluster
 from tests.actors.counting_engine import CountingEngine, Link, PeerLostError, Rendezvous, Store, open_store
-from tests.api.layouts import commented
+from tests.api.layouts import commented_layouts
 from tests.info import rank_info
 
 __all__ = ["PeerLostError", "Rendezvous", "make_engine", "open_store"]
@@ -40,8 +40,8 @@ DEMO = CHECKOUT / "models" / "demo"
 SOON_S = 60.0
 
 
-class Placed(CountingEngine):
-    """Says which GPUs CUDA would see in its process, as its kernels."""
+class GpuReportingEngine(CountingEngine):
+    """A counting engine whose `RankInfo.kernels` holds the GPUs that CUDA would see in its process."""
 
     def info(self) -> RankInfo:
         return rank_info(
@@ -57,37 +57,40 @@ def make_engine(
     config: EngineConfig, rank: int = 0, rendezvous: Rendezvous | None = None, store: Store | None = None
 ) -> CountingEngine:
     link = None if rendezvous is None else Link(rank, config.tp_size, rendezvous, store)
-    return Placed(config, rank, link)
+    return GpuReportingEngine(config, rank, link)
 
 
 def build(args: dict[str, Any]) -> Application:
-    """The `import_path` of applications whose ranks count."""
+    """Build an application whose ranks are counting engines. Serve imports this function by its `import_path`."""
     return build_app(parse(args), "tests.actors.declared_gpus:make_engine")
 
 
-def section() -> dict[str, Any]:
-    """The arguments of the layout for one host with eight GPUs, with the demo pair as its models."""
-    args: dict[str, Any] = copy.deepcopy(commented()[0]["args"])
-    (llm,) = args["llm_configs"]
-    llm["model_loading_config"]["model_source"] = str(DEMO / "target")
-    llm["engine_kwargs"]["speculative_draft_model_path"] = str(DEMO / "draft")
+def eight_gpu_args() -> dict[str, Any]:
+    """The application's arguments in the layout for one host with eight GPUs, with the demo pair as the models."""
+    args: dict[str, Any] = copy.deepcopy(commented_layouts()[0]["args"])
+    (llm_config,) = args["llm_configs"]
+    llm_config["model_loading_config"]["model_source"] = str(DEMO / "target")
+    llm_config["engine_kwargs"]["speculative_draft_model_path"] = str(DEMO / "draft")
     return args
 
 
-def changed(llm: dict[str, Any], engine: dict[str, Any], **deployment: Any) -> dict[str, Any]:
-    """The layout with other settings; those with None are left out."""
-    args = section()
-    (given,) = args["llm_configs"]
+def changed_args(llm_settings: dict[str, Any], engine_settings: dict[str, Any], **deployment: Any) -> dict[str, Any]:
+    """The arguments of `eight_gpu_args` with changed settings of the LLM, its engine and its deployment.
+
+    An LLM setting of None is removed from the arguments.
+    """
+    args = eight_gpu_args()
+    (llm_config,) = args["llm_configs"]
     options = {"max_constructor_retry_count": 1, "ray_actor_options": {"num_cpus": 0.1}, **deployment}
-    given["deployment_config"] = {**given["deployment_config"], **options}
-    given["engine_kwargs"] = {**given["engine_kwargs"], **engine}
-    given.update(llm)
-    return {**args, "llm_configs": [{key: value for key, value in given.items() if value is not None}]}
+    llm_config["deployment_config"] = {**llm_config["deployment_config"], **options}
+    llm_config["engine_kwargs"] = {**llm_config["engine_kwargs"], **engine_settings}
+    llm_config.update(llm_settings)
+    return {**args, "llm_configs": [{key: value for key, value in llm_config.items() if value is not None}]}
 
 
 def deploy(folder: Path, dashboard: str, port: int, apps: dict[str, tuple[str, dict[str, Any]]]) -> None:
-    """`serve deploy` applications by name: what builds each, and its arguments."""
-    written = {
+    """Run `serve deploy` for applications. `apps` maps an application's name to its import path and its arguments."""
+    serve_config = {
         "proxy_location": "HeadOnly",
         "http_options": {"host": "127.0.0.1", "port": port},
         "applications": [
@@ -100,28 +103,31 @@ def deploy(folder: Path, dashboard: str, port: int, apps: dict[str, tuple[str, d
             for name, (path, args) in apps.items()
         ],
     }
-    file = folder / "serve.yaml"
-    file.write_text(yaml.safe_dump(written))
-    command = [str(Path(sys.executable).with_name("serve")), "deploy", str(file), "--address", dashboard]
+    config_file = folder / "serve.yaml"
+    config_file.write_text(yaml.safe_dump(serve_config))
+    command = [str(Path(sys.executable).with_name("serve")), "deploy", str(config_file), "--address", dashboard]
     subprocess.run(command, check=True, timeout=SOON_S, capture_output=True)
 
 
-def settled(names: list[str]) -> dict[str, dict[str, Any]]:
-    """The status of each application once Serve has started it, or has given it up; and when that was."""
-    began, found = time.monotonic(), dict[str, dict[str, Any]]()
-    while len(found) < len(names):
-        assert time.monotonic() - began < 4 * SOON_S, serve.status()
+def wait_for_applications(app_names: list[str]) -> dict[str, dict[str, Any]]:
+    """Wait until each application runs or has failed to deploy, and return its outcome.
+
+    An outcome has `state`, Serve's status; `messages`, Serve's messages; and `after_s`, the seconds that this took.
+    """
+    started_at, outcome_of_app = time.monotonic(), dict[str, dict[str, Any]]()
+    while len(outcome_of_app) < len(app_names):
+        assert time.monotonic() - started_at < 4 * SOON_S, serve.status()
         for name, app in serve.status().applications.items():
             state = str(app.status.value if hasattr(app.status, "value") else app.status)
-            if name not in found and state in ("RUNNING", "DEPLOY_FAILED"):
-                said = " ".join([app.message, *(one.message for one in app.deployments.values())])
-                found[name] = {"state": state, "said": said, "after_s": time.monotonic() - began}
+            if name not in outcome_of_app and state in ("RUNNING", "DEPLOY_FAILED"):
+                messages = " ".join([app.message, *(deployment.message for deployment in app.deployments.values())])
+                outcome_of_app[name] = {"state": state, "said": messages, "after_s": time.monotonic() - started_at}
         time.sleep(0.1)
-    return found
+    return outcome_of_app
 
 
-def groups(name: str) -> list[dict[str, Any]]:
-    """The placement groups of an application that are there."""
+def placement_groups_of(name: str) -> list[dict[str, Any]]:
+    """The created placement groups of an application: strategy, bundles and node ids of each."""
     return [
         {
             "strategy": group["strategy"],
@@ -133,65 +139,68 @@ def groups(name: str) -> list[dict[str, Any]]:
     ]
 
 
-def refused(layout: Layout, name: str = "other/deployment/gang", **waits: float) -> dict[str, Any]:
-    """What is said of a layout that has no room, and after how long."""
-    began = time.monotonic()
+def refusal_of(requested_layout: Layout, name: str = "other/deployment/gang", **wait_settings: float) -> dict[str, Any]:
+    """Try to reserve a layout that does not fit. Returns the error's message as `said` and its seconds as `after_s`."""
+    started_at = time.monotonic()
     try:
-        asyncio.run(reserve(replace(layout, **{"join_wait_s": 0.5, "busy_wait_s": 0.5, **waits}), name)).remove()
+        asyncio.run(
+            reserve(replace(requested_layout, **{"join_wait_s": 0.5, "busy_wait_s": 0.5, **wait_settings}), name)
+        ).remove()
     except PlacementError as error:
-        return {"said": str(error), "after_s": time.monotonic() - began}
-    return {"said": "", "after_s": time.monotonic() - began}
+        return {"said": str(error), "after_s": time.monotonic() - started_at}
+    return {"said": "", "after_s": time.monotonic() - started_at}
 
 
-def layout(llm: dict[str, Any], engine: dict[str, Any], **deployment: Any) -> Layout:
-    return parse(changed(llm, engine, **deployment)).llm.layout("cuda")
+def layout(llm_settings: dict[str, Any], engine_settings: dict[str, Any], **deployment: Any) -> Layout:
+    """The layout on CUDA of the arguments that `changed_args` makes of these settings."""
+    return parse(changed_args(llm_settings, engine_settings, **deployment)).llm.layout("cuda")
 
 
 def unused_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 def main() -> None:
     port, dashboard = unused_port(), unused_port()
-    small = {"num_cpus": 64, "num_gpus": 8}
+    node_settings = {"num_cpus": 64, "num_gpus": 8}
     head = {"include_dashboard": True, "dashboard_host": "127.0.0.1", "dashboard_port": dashboard}
     hopper, ada = ({"resources": {f"accelerator_type:{kind}": 1}} for kind in ("H100", "L4"))
-    with nodes({**small, **head, **hopper}, {"ada": {**small, **ada}}) as started:
-        kinds = {
+    with start_ray_cluster({**node_settings, **head, **hopper}, {"ada": {**node_settings, **ada}}) as running_cluster:
+        accelerator_of_node = {
             node["NodeID"]: next(name for name in node["Resources"] if name.startswith("accelerator_type:"))
             for node in ray.nodes()
         }
-        counting, real = "tests.actors.declared_gpus:build", "cluster.api.app:build_openai_app"
-        two = {"tp_size": 2, "attn_dp_size": 2, "device": "auto"}
+        counting_app, real_app = "tests.actors.declared_gpus:build", "cluster.api.app:build_openai_app"
+        two_ranks = {"tp_size": 2, "attn_dp_size": 2, "device": "auto"}
         apps = {
-            "section": (counting, section()),
-            "pair": (counting, changed({"accelerator_type": "L4"}, two, num_replicas=2)),
-            "absent": (counting, changed({"accelerator_type": "A100"}, {})),
-            "torch": (real, changed({"accelerator_type": "L4"}, {"tp_size": 1, "attn_dp_size": 1})),
+            "section": (counting_app, eight_gpu_args()),
+            "pair": (counting_app, changed_args({"accelerator_type": "L4"}, two_ranks, num_replicas=2)),
+            "absent": (counting_app, changed_args({"accelerator_type": "A100"}, {})),
+            "torch": (real_app, changed_args({"accelerator_type": "L4"}, {"tp_size": 1, "attn_dp_size": 1})),
         }
-        deploy(started.folder, f"http://127.0.0.1:{dashboard}", port, apps)
-        found: dict[str, Any] = {"apps": settled([*apps]), "kinds": kinds}
-        found["groups"] = {name: groups(name) for name in apps}
-        found["info"] = {
+        deploy(running_cluster.folder, f"http://127.0.0.1:{dashboard}", port, apps)
+        result: dict[str, Any] = {"apps": wait_for_applications([*apps]), "kinds": accelerator_of_node}
+        result["groups"] = {name: placement_groups_of(name) for name in apps}
+        result["info"] = {
             name: httpx.get(f"http://127.0.0.1:{port}/{name}/server_info", timeout=SOON_S).json()
             for name in ("section", "pair")
         }
-        strict, any_node = (
+        strict_pack, any_node = (
             {"bundle_per_worker": {"GPU": 1, "CPU": 4}, "strategy": "STRICT_PACK"},
             {"accelerator_type": None},
         )
-        found["refused"] = {
-            "on one node": refused(layout({**any_node, "placement_group_config": strict}, {"tp_size": 16})),
-            "too many": refused(layout({**any_node, "placement_group_config": None}, {"tp_size": 32})),
-            "two gangs": refused(layout({}, {}, num_replicas=2)),
-            "another's": refused(layout({}, {})),
-            "its own": refused(layout({}, {}), "section/aerie-my-model/next", redeploy_wait_s=0.5),
+        result["refused"] = {
+            "on one node": refusal_of(layout({**any_node, "placement_group_config": strict_pack}, {"tp_size": 16})),
+            "too many": refusal_of(layout({**any_node, "placement_group_config": None}, {"tp_size": 32})),
+            "two gangs": refusal_of(layout({}, {}, num_replicas=2)),
+            "another's": refusal_of(layout({}, {})),
+            "its own": refusal_of(layout({}, {}), "section/aerie-my-model/next", redeploy_wait_s=0.5),
         }
-        auto = changed({"accelerator_type": None, "placement_group_config": None}, {"device": "auto"})
-        found["auto"] = parse(auto).llm.device(cluster_gpus())
-        say(found)
+        auto_args = changed_args({"accelerator_type": None, "placement_group_config": None}, {"device": "auto"})
+        result["auto"] = parse(auto_args).llm.device(cluster_gpus())
+        print_result(result)
 
 
 if __name__ == "__main__":

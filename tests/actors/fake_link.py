@@ -1,5 +1,7 @@
-"""What `cluster.distributed.mesh` is to real engines, over plain sockets: the ranks of a fake gang meet, exchange a row
-per step, sleep and ring. A peer that goes away is an error at once; one that is silent is waited for, as with gloo.
+"""A fake of `cluster.distributed.mesh` over plain sockets, for the ranks of a gang of counting engines.
+
+The ranks connect, exchange rows in each step, sleep while they are idle, and wake each other. A peer that disconnects
+is an error at once. A peer that is silent is no error: the others wait for it, as with gloo.
 """
 
 import json
@@ -35,7 +37,7 @@ class Store:
 
 
 class Wire:
-    """Lines of JSON over a socket."""
+    """A socket that sends and receives JSON objects, one per line."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -54,7 +56,7 @@ class Wire:
         row: dict[str, Any] = json.loads(line)
         return row
 
-    def cut(self) -> None:
+    def shut_down(self) -> None:
         try:
             self.connection.shutdown(socket.SHUT_RDWR)
         except OSError:
@@ -62,34 +64,37 @@ class Wire:
 
 
 class Link:
-    """One rank's place in a gang. Rank 0 is the hub: it hears every row and answers each peer with all of them."""
+    """One rank's connections to its gang. Rank 0 is the hub: it receives every peer's row and sends all rows to each.
+
+    A peer has two connections to the hub: one for rows, and one for the messages that wake sleeping ranks.
+    """
 
     def __init__(self, rank: int, world: int, rendezvous: Rendezvous, store: Store | None) -> None:
         self.rank, self.world = rank, world
-        self._rung, self._lost = -1, ""
-        self._bell = threading.Condition()
-        self._rows: dict[int, Wire] = {}
-        self._bells: dict[int, Wire] = {}
+        self._woken_step, self._lost_peer = -1, ""
+        self._wakeup = threading.Condition()
+        self._row_wires: dict[int, Wire] = {}
+        self._wake_wires: dict[int, Wire] = {}
         if store is not None:
-            while len(self._rows) + len(self._bells) < 2 * (world - 1):
+            while len(self._row_wires) + len(self._wake_wires) < 2 * (world - 1):
                 wire = Wire(store.listener.accept()[0])
                 hello = wire.receive()
-                assert hello["epoch"] == rendezvous.epoch, "a rank of an older life"
-                (self._bells if hello["bell"] else self._rows)[hello["rank"]] = wire
+                assert hello["epoch"] == rendezvous.epoch, "a rank of an older incarnation connected"
+                (self._wake_wires if hello["bell"] else self._row_wires)[hello["rank"]] = wire
             store.listener.close()
         else:
-            for wires, bell in ((self._rows, False), (self._bells, True)):
+            for wires, is_wake_wire in ((self._row_wires, False), (self._wake_wires, True)):
                 wire = wires[0] = Wire(socket.create_connection(rendezvous[:2]))
-                wire.send({"rank": rank, "epoch": rendezvous.epoch, "bell": bell})
-        for peer in self._bells:
-            threading.Thread(target=self._hear, args=(peer,), daemon=True).start()
+                wire.send({"rank": rank, "epoch": rendezvous.epoch, "bell": is_wake_wire})
+        for peer in self._wake_wires:
+            threading.Thread(target=self._receive_wakeups, args=(peer,), daemon=True).start()
 
     def exchange(self, row: dict[str, Any], step: int, phase: str) -> list[dict[str, Any]]:
-        """Everybody's rows in rank order."""
+        """Send this rank's row, and return the rows of all ranks in rank order."""
         if self.rank:
             try:
-                self._rows[0].send(row)
-                answer = self._rows[0].receive()
+                self._row_wires[0].send(row)
+                answer = self._row_wires[0].receive()
             except OSError as error:
                 raise PeerLostError("rank 0 is gone", 0, step, phase) from error
             if "lost" in answer:
@@ -99,57 +104,57 @@ class Link:
         rows = [row]
         for peer in range(1, self.world):
             try:
-                rows.append(self._rows[peer].receive())
+                rows.append(self._row_wires[peer].receive())
             except OSError as error:
-                self._tell({"lost": peer})
+                self._send_to_peers({"lost": peer})
                 raise PeerLostError(f"rank {peer} is gone", peer, step, phase) from error
-        self._tell({"rows": rows})
+        self._send_to_peers({"rows": rows})
         return rows
 
-    def _tell(self, answer: dict[str, Any]) -> None:
-        for wire in self._rows.values():
+    def _send_to_peers(self, answer: dict[str, Any]) -> None:
+        for wire in self._row_wires.values():
             try:
                 wire.send(answer)
             except OSError:
                 continue
 
     def sleep(self, step: int, timeout_s: float | None = None) -> None:
-        with self._bell:
-            self._bell.wait_for(lambda: self._rung >= step or bool(self._lost), timeout_s)
+        with self._wakeup:
+            self._wakeup.wait_for(lambda: self._woken_step >= step or bool(self._lost_peer), timeout_s)
 
-    def ring(self, step: int) -> None:
-        self._ring(step)
-        self._pass_on({"ring": step})
+    def wake_ranks(self, step: int) -> None:
+        self._record_wakeup(step)
+        self._forward_wakeup({"ring": step})
 
-    def _ring(self, step: int) -> None:
-        with self._bell:
-            self._rung = max(self._rung, step)
-            self._bell.notify_all()
+    def _record_wakeup(self, step: int) -> None:
+        with self._wakeup:
+            self._woken_step = max(self._woken_step, step)
+            self._wakeup.notify_all()
 
-    def _pass_on(self, word: dict[str, Any]) -> None:
-        for wire in self._bells.values():
+    def _forward_wakeup(self, message: dict[str, Any]) -> None:
+        for wire in self._wake_wires.values():
             try:
-                wire.send(word)
+                wire.send(message)
             except OSError:
                 continue
 
-    def _hear(self, peer: int) -> None:
+    def _receive_wakeups(self, peer: int) -> None:
         try:
             while True:
-                word = self._bells[peer].receive()
-                if "ring" in word:
-                    self._ring(word["ring"])
+                message = self._wake_wires[peer].receive()
+                if "ring" in message:
+                    self._record_wakeup(message["ring"])
                 if self.rank == 0:
-                    self._pass_on(word)
+                    self._forward_wakeup(message)
         except OSError:
-            with self._bell:
-                self._lost = f"rank {peer} is gone"
-                self._bell.notify_all()
+            with self._wakeup:
+                self._lost_peer = f"rank {peer} is gone"
+                self._wakeup.notify_all()
             if self.rank == 0:
-                self._pass_on({"lost": peer})
-                for wire in self._bells.values():
-                    wire.cut()
+                self._forward_wakeup({"lost": peer})
+                for wire in self._wake_wires.values():
+                    wire.shut_down()
 
     def close(self) -> None:
-        for wire in (*self._rows.values(), *self._bells.values()):
-            wire.cut()
+        for wire in (*self._row_wires.values(), *self._wake_wires.values()):
+            wire.shut_down()

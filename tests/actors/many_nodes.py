@@ -1,6 +1,6 @@
-"""A cluster of three Ray nodes on this machine, in a process of its own; prints what it found as JSON.
+"""Start a cluster of three Ray nodes on this machine, place gangs on it, and print a JSON result.
 
-`python -m tests.actors.many_nodes` is what test_many_nodes.py runs.
+test_many_nodes.py runs `python -m tests.actors.many_nodes`.
 """
 
 import asyncio
@@ -17,9 +17,9 @@ from cluster.actors.peer_gangs import gang_name
 from cluster.actors.placement import reserve
 from cluster.actors.router import Router
 from cluster.config import EngineConfig
-from tests.actors.apart import CHECKOUT, nodes, say
+from tests.actors.apart import CHECKOUT, print_result, start_ray_cluster
 from tests.actors.counting_engine import SLOW
-from tests.actors.gangs import ask, left_behind, read
+from tests.actors.gangs import left_behind, make_request, read_stream
 
 NODES = ("a", "b", "c")
 CPUS = 4
@@ -27,10 +27,10 @@ CPUS = 4
 
 @ray.remote(num_cpus=0, max_concurrency=4)
 class Replica:
-    """Stands where a Serve replica would, on the node whose resource it asks for."""
+    """An actor in the place of a Serve replica. Its options request a resource that only one node has."""
 
-    async def nodes(self, count: int, strategy: Any, cpus: float = 1.0) -> list[str]:
-        """The node ids of the ranks, in rank order."""
+    async def place_ranks(self, count: int, strategy: Any, cpus: float = 1.0) -> list[str]:
+        """Reserve a placement of `count` ranks and free it. Returns the node ids of the ranks, in rank order."""
         placement = await reserve(
             Layout(({"CPU": cpus},) * count, strategy, wait_s=20.0), f"test/{strategy}-{count}-{cpus}"
         )
@@ -38,6 +38,7 @@ class Replica:
         return list(placement.node_of_rank)
 
     async def start(self) -> dict[str, Any]:
+        """Start a gang of two ranks on two nodes. Returns the node and the network interface of each rank."""
         config = EngineConfig(model_path="counting", tp_size=2, attn_dp_size=2)
         layout = Layout(({"CPU": 1.0, "b": 0.1}, {"CPU": 1.0}), "STRICT_SPREAD", wait_s=20.0)
         self.gang = Gang(GangSpec(config, layout, gang_name("test", "wide"), "tests.actors.counting_engine:build"))
@@ -50,9 +51,11 @@ class Replica:
         return {"nodes": list(placement.node_of_rank), "interfaces": interfaces}
 
     async def count(self, tokens: int) -> list[int]:
-        return (await read(self.router, ask("wide", SLOW, 1, max_tokens=tokens)))[0]
+        """Read a slow stream of this many tokens from the gang."""
+        return (await read_stream(self.router, make_request("wide", SLOW, 1, max_tokens=tokens)))[0]
 
-    async def after(self) -> dict[str, Any]:
+    async def facts_now(self) -> dict[str, Any]:
+        """The nodes of the gang's ranks now, and the gang's history of restarts."""
         placement = self.gang._placement
         assert placement is not None
         return {"nodes": list(placement.node_of_rank), **asdict(self.gang.history())}
@@ -63,42 +66,44 @@ class Replica:
 
 
 def wait_until_free(within_s: float = 20.0) -> None:
-    """Until no CPU of the cluster is held: a placement group that was removed gives its own back a little later."""
-    until = time.monotonic() + within_s
+    """Wait until all CPUs of the cluster are free. Ray frees the CPUs of a removed placement group a little later."""
+    deadline = time.monotonic() + within_s
     while ray.available_resources().get("CPU", 0.0) < CPUS * len(NODES):
-        assert time.monotonic() < until, ray.available_resources()
+        assert time.monotonic() < deadline, ray.available_resources()
         time.sleep(0.05)
 
 
 def main() -> None:
-    found: dict[str, Any] = {}
-    with nodes({"num_cpus": 0}, {name: {"num_cpus": CPUS, "resources": {name: 1}} for name in NODES}) as started:
+    result: dict[str, Any] = {}
+    with start_ray_cluster(
+        {"num_cpus": 0}, {name: {"num_cpus": CPUS, "resources": {name: 1}} for name in NODES}
+    ) as running_cluster:
         replica = Replica.options(resources={"b": 0.1}).remote()
-        asked = {
+        placements = {
             "pack": (2, "PACK"),
             "pack over two": (6, "PACK"),
             "strict pack": (4, "STRICT_PACK"),
             "spread": (6, "SPREAD"),
             "strict spread": (3, "STRICT_SPREAD"),
         }
-        for what, (count, strategy) in asked.items():
-            wait_until_free()  # or what another one holds would decide how few nodes this one can have
-            found[what] = started.called(ray.get(replica.nodes.remote(count, strategy)))
-        gang = ray.get(replica.start.remote())
-        found["gang"] = started.called(gang["nodes"])
-        found["interfaces"] = gang["interfaces"]
-        other = found["gang"][1]
-        counting = replica.count.remote(600)
+        for case, (count, strategy) in placements.items():
+            wait_until_free()  # CPUs that an earlier placement still holds would change the nodes of this placement
+            result[case] = running_cluster.names_of(ray.get(replica.place_ranks.remote(count, strategy)))
+        gang_facts = ray.get(replica.start.remote())
+        result["gang"] = running_cluster.names_of(gang_facts["nodes"])
+        result["interfaces"] = gang_facts["interfaces"]
+        removed_node = result["gang"][1]
+        pending_tokens = replica.count.remote(600)
         time.sleep(1.0)
-        started.cluster.remove_node(started.added[other], allow_graceful=False)
-        found["tokens"] = ray.get(counting, timeout=90)
-        after = ray.get(replica.after.remote())
-        found["lost node"] = other
-        found["gang after"] = started.called(after["nodes"])
-        found["restarts"] = after["restarts"]
+        running_cluster.cluster.remove_node(running_cluster.node_of_name[removed_node], allow_graceful=False)
+        result["tokens"] = ray.get(pending_tokens, timeout=90)
+        facts_after_loss = ray.get(replica.facts_now.remote())
+        result["lost node"] = removed_node
+        result["gang after"] = running_cluster.names_of(facts_after_loss["nodes"])
+        result["restarts"] = facts_after_loss["restarts"]
         ray.get(replica.stop.remote())
-        found["left"] = left_behind("wide")
-        say(found)
+        result["left"] = left_behind("wide")
+        print_result(result)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""The real engine with one layer that is slow, or stands still, at prompts of `ROWS` rows: one operation, no marks.
+"""A real engine with one layer that is slow or blocks when it gets at least `MIN_ROWS` rows.
 
-The model's folder says how, by a file in it: `BURN` makes the layer compute for `BURN_S` of CPU time, `BLOCK` makes it
-wait for ever, once. `LOAD` makes every load take as many seconds longer as it says.
+The slow layer is one operation: the rank reaches no other part of the step until the layer returns. A file in the
+model's folder chooses the trouble. The file `BURN` makes the layer compute for `BURN_S` seconds of CPU time. The file
+`BLOCK` makes the layer wait for ever, once. The file `LOAD` holds a number of seconds that every load takes longer.
 """
 
 import threading
@@ -18,7 +19,7 @@ from cluster.config import EngineConfig
 from cluster.distributed.mesh import Rendezvous, Store, open_store
 from cluster.engine import Rank, build_rank
 
-ROWS = 200
+MIN_ROWS = 200
 BURN, BLOCK, LOAD = "burn", "block", "load"
 BURN_S = 4.0
 
@@ -30,16 +31,16 @@ class SlowedLayer:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._layer, name)
 
-    def __call__(self, hidden: torch.Tensor, *rest: Any) -> Any:
-        if hidden.shape[0] >= ROWS:
+    def __call__(self, hidden: torch.Tensor, *other_args: Any) -> Any:
+        if hidden.shape[0] >= MIN_ROWS:
             if (self._folder / BLOCK).exists():
                 (self._folder / BLOCK).unlink()
                 threading.Event().wait()
             if (self._folder / BURN).exists():
-                began, some = time.thread_time(), torch.randn(256, 256)
-                while time.thread_time() - began < BURN_S:
-                    some @ some
-        return self._layer(hidden, *rest)
+                started_at, matrix = time.thread_time(), torch.randn(256, 256)
+                while time.thread_time() - started_at < BURN_S:
+                    matrix @ matrix
+        return self._layer(hidden, *other_args)
 
 
 def build(
@@ -55,7 +56,11 @@ def build(
 
 
 def serve_rank(rank: int, folder: str, port: int, pipe: Connection) -> None:
-    """A process of a gang of two: answers with its heartbeats, and with what its loop gave, until the pipe closes."""
+    """Run one rank of a gang of two in this process.
+
+    The loop takes `Commands` from the pipe. To each "heartbeat" from the pipe, the rank answers with its heartbeat and
+    with the step items of its loop. Any other message, or a closed pipe, ends the process.
+    """
     config = EngineConfig(model_path=folder, tp_size=2, attn_dp_size=2, num_threads=1, max_total_tokens=4096)
     store = None
     if rank == 0:
@@ -65,10 +70,10 @@ def serve_rank(rank: int, folder: str, port: int, pipe: Connection) -> None:
     loop.start()
     pipe.send("ready")
     while True:
-        asked: Any = pipe.recv()
-        if isinstance(asked, Commands):
-            loop.put(asked)
-        elif asked == "heartbeat":
+        message: Any = pipe.recv()
+        if isinstance(message, Commands):
+            loop.put(message)
+        elif message == "heartbeat":
             pipe.send((loop.heartbeat(), loop.drain(timeout_s=0.0)))
         else:
             return

@@ -1,4 +1,4 @@
-"""The served demo pair under a crowd: everyone gets the tokens they would get alone, and leavers leave nothing."""
+"""Many concurrent clients of the served demo pair: each gets its sequential tokens, and disconnects free KV pages."""
 
 import asyncio
 import json
@@ -27,85 +27,89 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         assert process.wait(60) == 0
 
 
-def body(number: int) -> dict[str, Any]:
-    """Request `number`: mixed prompts, lengths and temperatures, each with its own seed."""
-    dice = random.Random(number)
+def request_body(number: int) -> dict[str, Any]:
+    """The body of request `number`. Prompt, length and temperature are random; the seed is the number."""
+    rng = random.Random(number)
     return {
         "model": "aerie-demo",
-        "prompt": dice.choice(PROMPTS) * dice.randint(1, 12),
-        "max_tokens": dice.choice((4, 16, 48, 96)),
-        "temperature": dice.choice((0.0, 0.8, 1.2)),
-        "top_p": dice.choice((1.0, 0.9)),
+        "prompt": rng.choice(PROMPTS) * rng.randint(1, 12),
+        "max_tokens": rng.choice((4, 16, 48, 96)),
+        "temperature": rng.choice((0.0, 0.8, 1.2)),
+        "top_p": rng.choice((1.0, 0.9)),
         "seed": number,
         "ignore_eos": True,
         "return_token_ids": True,
     }
 
 
-def pages(url: str) -> dict[str, int]:
-    """Pages of all ranks together."""
+def kv_page_counts(url: str) -> dict[str, int]:
+    """The numbers of free, used and cached KV pages, summed over all ranks."""
     ranks = httpx.get(f"{url}/server_info", timeout=30).json()["ranks"]
     return {name: sum(rank[f"pages_{name}"] for rank in ranks) for name in ("free", "used", "cached")}
 
 
-async def answers(url: str, numbers: list[int], at_once: int) -> list[Any]:
-    gate = asyncio.Semaphore(at_once)
+async def completion_tokens(url: str, numbers: list[int], concurrency: int) -> list[Any]:
+    """The output tokens of these requests, with at most `concurrency` requests open at a time."""
+    semaphore = asyncio.Semaphore(concurrency)
     async with httpx.AsyncClient(timeout=600, limits=httpx.Limits(max_connections=None)) as client:
 
-        async def one(number: int) -> Any:
-            async with gate:
-                answer = await client.post(f"{url}/v1/completions", json=body(number))
-                assert answer.status_code == 200, answer.text
-                return answer.json()["choices"][0]["token_ids"]
+        async def complete(number: int) -> Any:
+            async with semaphore:
+                response = await client.post(f"{url}/v1/completions", json=request_body(number))
+                assert response.status_code == 200, response.text
+                return response.json()["choices"][0]["token_ids"]
 
-        return await asyncio.gather(*(one(number) for number in numbers))
+        return await asyncio.gather(*(complete(number) for number in numbers))
 
 
 def test_64_concurrent_requests_get_the_same_tokens_as_sequential_requests(url: str) -> None:
     numbers = list(range(64))
-    together = asyncio.run(answers(url, numbers, at_once=64))
-    alone = asyncio.run(answers(url, numbers, at_once=1))
-    assert [len(tokens) for tokens in alone] == [body(number)["max_tokens"] for number in numbers]
-    assert together == alone
+    concurrent_tokens = asyncio.run(completion_tokens(url, numbers, concurrency=64))
+    sequential_tokens = asyncio.run(completion_tokens(url, numbers, concurrency=1))
+    assert [len(tokens) for tokens in sequential_tokens] == [request_body(number)["max_tokens"] for number in numbers]
+    assert concurrent_tokens == sequential_tokens
 
 
-async def leave_early(url: str, number: int) -> int:
-    """Stream a request and hang up after a random number of chunks; returns how many were read."""
-    dice = random.Random(-number)
-    seen, patience = 0, dice.randint(0, 12)
+async def stream_and_disconnect(url: str, number: int) -> int:
+    """Stream a request and disconnect after a random number of chunks. Returns the number of chunks that were read."""
+    rng = random.Random(-number)
+    chunk_count, chunk_limit = 0, rng.randint(0, 12)
     async with (
         httpx.AsyncClient(timeout=600) as client,
         client.stream(
-            "POST", f"{url}/v1/completions", json={**body(number), "max_tokens": 400, "stream": True}
-        ) as lines,
+            "POST", f"{url}/v1/completions", json={**request_body(number), "max_tokens": 400, "stream": True}
+        ) as response,
     ):
-        async for line in lines.aiter_lines():
+        async for line in response.aiter_lines():
             if line.startswith("data: {"):
                 assert "error" not in json.loads(line[6:]), line
-                seen += 1
-            if seen > patience:
+                chunk_count += 1
+            if chunk_count > chunk_limit:
                 break
-    return seen
+    return chunk_count
 
 
 def test_disconnects_of_200_clients_free_all_kv_pages(url: str) -> None:
-    before = pages(url)
+    pages_before = kv_page_counts(url)
 
-    async def crowd() -> list[int]:
-        return await asyncio.gather(*(leave_early(url, number) for number in range(200)))
+    async def run_clients() -> list[int]:
+        return await asyncio.gather(*(stream_and_disconnect(url, number) for number in range(200)))
 
-    seen = asyncio.run(crowd())
-    assert len(seen) == 200 and max(seen) > 1
+    chunk_counts = asyncio.run(run_clients())
+    assert len(chunk_counts) == 200 and max(chunk_counts) > 1
 
-    async def settled() -> dict[str, int]:
+    async def wait_until_no_page_is_used() -> dict[str, int]:
         for _ in range(300):
-            now = pages(url)
-            if now["used"] == 0:
-                return now
+            page_counts = kv_page_counts(url)
+            if page_counts["used"] == 0:
+                return page_counts
             await asyncio.sleep(0.1)
-        return pages(url)
+        return kv_page_counts(url)
 
-    after = asyncio.run(settled())
-    assert after["used"] == 0, after
-    assert after["free"] + after["cached"] == before["free"] + before["cached"] + before["used"]
-    assert asyncio.run(answers(url, [3], at_once=1))
+    pages_after = asyncio.run(wait_until_no_page_is_used())
+    assert pages_after["used"] == 0, pages_after
+    assert (
+        pages_after["free"] + pages_after["cached"]
+        == pages_before["free"] + pages_before["cached"] + pages_before["used"]
+    )
+    assert asyncio.run(completion_tokens(url, [3], concurrency=1))

@@ -1,4 +1,4 @@
-"""Ranks of the real engine killed in the middle of grammars: clients get the tokens of plain decoding."""
+"""Ranks of the real engine are killed during constrained decoding: clients get the tokens of plain decoding."""
 
 import asyncio
 import os
@@ -12,43 +12,50 @@ from cluster.actors.placement import layout_of
 from cluster.actors.router import Router
 from cluster.engine import build_engine
 from tests.actors.gangs import with_gang
-from tests.actors.test_engine_faults import Read
-from tests.actors.test_faults import pids, unhealthy, until
+from tests.actors.test_engine_faults import StreamRecorder
+from tests.actors.test_faults import rank_pids_of, wait_until, wait_until_unhealthy
 from tests.parity.harness import run
-from tests.parity.test_many_grammars import asked, config
+from tests.parity.test_many_grammars import config, grammar_requests
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.usefixtures("local_ray")]
 
-EVERY = 12  # of the wild grammars
+REQUEST_STRIDE = 12  # this test runs every 12th request of tests/parity/test_many_grammars.py
 KILLS = 2
 
 
 @pytest.mark.parametrize(("topk", "num_steps"), [(1, 3), (4, 4)])
 @pytest.mark.parametrize("groups", [1, 2])
 def test_killed_ranks_do_not_change_the_tokens_of_constrained_streams(groups: int, topk: int, num_steps: int) -> None:
-    requests = asked(1.0)[::EVERY]
-    said = run(build_engine(config(0, 0)), requests, limit=5000)
+    requests = grammar_requests(1.0)[::REQUEST_STRIDE]
+    expected_run = run(build_engine(config(0, 0)), requests, max_steps=5000)
     name = f"grammars-{groups}-{topk}"
     settings = config(topk, num_steps, tp_size=2, attn_dp_size=groups, max_queue_wait_s=600)
     layout = layout_of(2, bundle_per_worker={"CPU": 0.5})
 
     async def body(gang: Gang, router: Router) -> None:
-        read = [Read() for _ in requests]
-        tasks = [asyncio.create_task(each.all(router, one)) for each, one in zip(read, requests, strict=True)]
-        cut = 0
+        readers = [StreamRecorder() for _ in requests]
+        tasks = [
+            asyncio.create_task(reader.read_all(router, request))
+            for reader, request in zip(readers, requests, strict=True)
+        ]
+        interrupted_count = 0
         for kill in range(KILLS):
-            ended = sum(task.done() for task in tasks)
-            flowing = [each for each, task in zip(read, tasks, strict=True) if not task.done()]
-            before = sum(len(each.tokens) for each in flowing)
-            await until(lambda: sum(len(each.tokens) for each in flowing) > before + 40, 60.0)  # noqa: B023
-            cut += sum(bool(each.tokens) and not task.done() for each, task in zip(read, tasks, strict=True))
-            os.kill(pids(gang)[kill % 2], signal.SIGKILL)
-            await asyncio.wait_for(unhealthy(router), 10.0)
-            assert ended < len(tasks)
+            ended_count = sum(task.done() for task in tasks)
+            open_readers = [reader for reader, task in zip(readers, tasks, strict=True) if not task.done()]
+            token_count_before = sum(len(reader.tokens) for reader in open_readers)
+            await wait_until(lambda: sum(len(reader.tokens) for reader in open_readers) > token_count_before + 40, 60.0)  # noqa: B023
+            interrupted_count += sum(
+                bool(reader.tokens) and not task.done() for reader, task in zip(readers, tasks, strict=True)
+            )
+            os.kill(rank_pids_of(gang)[kill % 2], signal.SIGKILL)
+            await asyncio.wait_for(wait_until_unhealthy(router), 10.0)
+            assert ended_count < len(tasks)
         await asyncio.wait_for(asyncio.gather(*tasks), 240.0)
-        assert cut >= 4, "some streams were in the middle"
-        assert [each.tokens for each in read] == [said.tokens[one.request_id] for one in requests]
-        ends = [each.last.finish_reason for each in read if each.last is not None]
-        assert ends == [said.last[one.request_id].finish_reason for one in requests]
+        assert interrupted_count >= 4, "too few streams had tokens when a rank was killed"
+        assert [reader.tokens for reader in readers] == [
+            expected_run.tokens[request.request_id] for request in requests
+        ]
+        finish_reasons = [reader.last.finish_reason for reader in readers if reader.last is not None]
+        assert finish_reasons == [expected_run.last[request.request_id].finish_reason for request in requests]
 
     with_gang(GangSpec(settings, layout, gang_name("test", name)), body)

@@ -1,4 +1,4 @@
-"""`aerie serve` as its users meet it: a process that starts, answers, stops and leaves nothing; or says why not."""
+"""`aerie serve` as a process: it starts, answers, stops and leaves no process and no file; or it says why it cannot."""
 
 import asyncio
 import os
@@ -19,23 +19,24 @@ import httpx
 import psutil  # Ray's own copy: the actors' conftest imports Ray first
 import pytest
 
-from tests.api.apps import Answer, ask, total
+from tests.api.apps import Answer, ask, metric_sum
 from tests.tiny import draft_folder, target_folder
 
 pytestmark = pytest.mark.ray
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 @contextmanager
 def aerie_serve(*settings: str, log: Path, **environment: str) -> Iterator[subprocess.Popen[str]]:
-    words = [word for setting in settings for word in ("--set", setting)]
+    """Run `aerie serve` with `--set` for each setting and with these environment variables; kill it at the end."""
+    set_arguments = [argument for setting in settings for argument in ("--set", setting)]
     process = subprocess.Popen(
-        [sys.executable, "-m", "cluster.cli", "serve", "--log-file", str(log), *words],
+        [sys.executable, "-m", "cluster.cli", "serve", "--log-file", str(log), *set_arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -50,6 +51,7 @@ def aerie_serve(*settings: str, log: Path, **environment: str) -> Iterator[subpr
 
 
 def tiny_pair() -> list[str]:
+    """Settings of `aerie serve` for the tiny target and draft."""
     target = target_folder()
     return [
         f"model_path={target}",
@@ -59,57 +61,64 @@ def tiny_pair() -> list[str]:
     ]
 
 
-def listening_on(processes: list[psutil.Process]) -> set[str]:
-    """The addresses that a set of processes listens on."""
-    found = set()
+def listening_addresses(processes: list[psutil.Process]) -> set[str]:
+    """The IP addresses that these processes listen on."""
+    addresses = set()
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             connections = process.net_connections()
-            found |= {c.laddr.ip.removeprefix("::ffff:") for c in connections if c.status == psutil.CONN_LISTEN}
-    return found
+            addresses |= {c.laddr.ip.removeprefix("::ffff:") for c in connections if c.status == psutil.CONN_LISTEN}
+    return addresses
 
 
-def wait_for(process: subprocess.Popen[str], words: str) -> str:
-    """The lines up to the first one with these words."""
-    said = ""
+def wait_for(process: subprocess.Popen[str], text: str) -> str:
+    """Read the process's output up to the first line that contains `text`, and return what was read."""
+    output = ""
     assert process.stdout is not None
     for line in process.stdout:
-        said += line
-        if words in line:
-            return said
-    raise AssertionError(f"it ended with {process.wait()}: {said}")
+        output += line
+        if text in line:
+            return output
+    raise AssertionError(f"the process ended with status {process.wait()}: {output}")
 
 
 class Streams:
-    """Some streams of one server, open beside the test; `begun` once as many as are named have their first tokens."""
+    """Streams from one server that a thread reads while the test goes on.
+
+    The constructor's `begun` is a number of streams. The event `begun` is set once so many streams have a first token.
+    """
 
     def __init__(self, url: str, count: int, max_tokens: int, begun: int) -> None:
         self.answers: list[Answer] = []
         self.begun = threading.Event()
-        self._url, self._count, self._max_tokens, self._begun = url, count, max_tokens, begun
+        self._url, self._count, self._max_tokens, self._required_count = url, count, max_tokens, begun
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
         self._thread.start()
 
     async def _run(self) -> None:
         async with httpx.AsyncClient(timeout=120) as client:
-            first = client.post(f"{self._url}/v1/completions", json={"model": "tiny", "prompt": [1], "max_tokens": 1})
-            assert (await first).status_code == 200
-            more = {"model": "tiny", "stream": True, "ignore_eos": True}
-            asked = [
-                asyncio.create_task(ask(client, self._url, [5, 6, i], self._max_tokens, **more))
+            warmup = client.post(f"{self._url}/v1/completions", json={"model": "tiny", "prompt": [1], "max_tokens": 1})
+            assert (await warmup).status_code == 200
+            body_fields = {"model": "tiny", "stream": True, "ignore_eos": True}
+            tasks = [
+                asyncio.create_task(ask(client, self._url, [5, 6, i], self._max_tokens, **body_fields))
                 for i in range(self._count)
             ]
-            while total((await client.get(f"{self._url}/metrics")).text, "aerie_ttft_seconds_count") < 1 + self._begun:
+            while (
+                metric_sum((await client.get(f"{self._url}/metrics")).text, "aerie_ttft_seconds_count")
+                < 1 + self._required_count
+            ):
                 await asyncio.sleep(0.02)
             self.begun.set()
-            self.answers = list(await asyncio.gather(*asked))
+            self.answers = list(await asyncio.gather(*tasks))
 
     def join(self) -> list[Answer]:
         self._thread.join()
         return self.answers
 
 
-def refusal(url: str) -> httpx.Response:
+def completion_response(url: str) -> httpx.Response:
+    """The response to a completion request that the draining server should refuse."""
     return httpx.post(f"{url}/v1/completions", json={"model": "tiny", "prompt": [5], "max_tokens": 1}, timeout=20)
 
 
@@ -119,32 +128,34 @@ def test_serve_command_starts_answers_drains_and_leaves_no_process(proxy: str, t
     url = f"http://127.0.0.1:{port}"
     settings = (f"http_port={port}", *tiny_pair(), "graceful_shutdown_timeout_s=120", "max_running_requests=8")
     with aerie_serve(*settings, log=log, RAY_SERVE_ENABLE_HA_PROXY=proxy) as process:
-        said = wait_for(process, "READY ")
-        assert f"log: {log}" in said
-        assert f"READY http://127.0.0.1:{port}/v1" in said
+        console_text = wait_for(process, "READY ")
+        assert f"log: {log}" in console_text
+        assert f"READY http://127.0.0.1:{port}/v1" in console_text
         body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 9, "temperature": 0}
-        answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=20)
-        assert answer.status_code == 200, answer.text
-        assert answer.json()["usage"]["completion_tokens"] == 9
+        response = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=20)
+        assert response.status_code == 200, response.text
+        assert response.json()["usage"]["completion_tokens"] == 9
         children = psutil.Process(process.pid).children(recursive=True)
-        assert listening_on(children) <= ({"127.0.0.1"} if proxy == "0" else {"127.0.0.1", "0.0.0.0"})
+        assert listening_addresses(children) <= ({"127.0.0.1"} if proxy == "0" else {"127.0.0.1", "0.0.0.0"})
         folder = next(match for child in children if (match := re.search(r"/tmp/aerie-\w+", " ".join(child.cmdline()))))
         assert stat.S_IMODE(Path(folder.group()).stat().st_mode) == 0o700
         streams = Streams(url, 8, 240, begun=8)
         assert streams.begun.wait(60)
         process.send_signal(signal.SIGTERM)
         assert "8 calls open" in wait_for(process, "draining")
-        refused = refusal(url)
-        assert refused.status_code == 503 and refused.json()["error"]["code"] == "shutting_down", refused.text
-        assert [answer.error for answer in streams.join() if not answer.whole(240)] == []
+        refused_response = completion_response(url)
+        assert refused_response.status_code == 503 and refused_response.json()["error"]["code"] == "shutting_down", (
+            refused_response.text
+        )
+        assert [response.error for response in streams.join() if not response.is_complete(240)] == []
         assert process.wait(timeout=40) == 0
         _, alive = psutil.wait_procs(children, timeout=5)
         assert alive == []
         assert not Path(folder.group()).exists()
-    kept = log.read_text()
-    served = r"INFO cluster\.api\.http\.access_log .*POST /v1/completions status=200 .* outcome=ok"
-    assert len(re.findall(served, kept)) == 10
-    assert kept.count("outcome=refused") == 1 and "/health" not in kept
+    log_text = log.read_text()
+    success_line = r"INFO cluster\.api\.http\.access_log .*POST /v1/completions status=200 .* outcome=ok"
+    assert len(re.findall(success_line, log_text)) == 10
+    assert log_text.count("outcome=refused") == 1 and "/health" not in log_text
 
 
 @pytest.mark.slow
@@ -153,23 +164,23 @@ def test_api_keys_from_the_environment_are_required_and_never_shown(tmp_path: Pa
     url, keys = f"http://127.0.0.1:{port}", ("sk-one-of-two-keys", "sk-two-of-two-keys")
     body = {"model": "tiny", "prompt": [5, 6, 7] * 20, "max_tokens": 2}
 
-    def cached(key: str) -> int:
-        answer = httpx.post(f"{url}/v1/completions", json=body, headers={"x-api-key": key}, timeout=20)
-        assert answer.status_code == 200, answer.text
-        found: int = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
-        return found
+    def cached_tokens(key: str) -> int:
+        response = httpx.post(f"{url}/v1/completions", json=body, headers={"x-api-key": key}, timeout=20)
+        assert response.status_code == 200, response.text
+        token_count: int = response.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return token_count
 
     settings = (f"http_port={port}", *tiny_pair(), "page_size=4", "tp_size=1", "attn_dp_size=1")
     with aerie_serve(*settings, log=log, AERIE_API_KEY=",".join(keys)) as process:
-        said = wait_for(process, "READY ")
-        assert "API keys: AERIE_API_KEY (use), AERIE_API_KEY.2 (use)" in said
+        console_text = wait_for(process, "READY ")
+        assert "API keys: AERIE_API_KEY (use), AERIE_API_KEY.2 (use)" in console_text
         assert httpx.post(f"{url}/v1/completions", json=body, timeout=20).status_code == 401
-        assert [cached(keys[0]), cached(keys[1])] == [0, 0], "what one has sent the other does not find"
-        assert cached(keys[0]) > 50 and cached(keys[1]) > 50
+        assert [cached_tokens(keys[0]), cached_tokens(keys[1])] == [0, 0], "a key finds cached tokens of the other key"
+        assert cached_tokens(keys[0]) > 50 and cached_tokens(keys[1]) > 50
         process.send_signal(signal.SIGTERM)
-        said += process.communicate(timeout=60)[0]
+        console_text += process.communicate(timeout=60)[0]
     for key in keys:
-        assert key not in said and key not in log.read_text()
+        assert key not in console_text and key not in log.read_text()
 
 
 @pytest.mark.slow
@@ -181,7 +192,7 @@ def test_interrupt_ends_open_streams_with_an_error_at_the_shutdown_timeout(tmp_p
         *tiny_pair(),
         "graceful_shutdown_timeout_s=1",
         "max_running_requests=1",
-        "max_queue_wait_s=600",  # eight for one slot, whose pace nobody knows yet
+        "max_queue_wait_s=600",  # eight requests wait for one slot before the server has measured its speed
     )
     with aerie_serve(
         *settings,
@@ -196,7 +207,7 @@ def test_interrupt_ends_open_streams_with_an_error_at_the_shutdown_timeout(tmp_p
         os.killpg(process.pid, signal.SIGINT)
         wait_for(process, "ended with an error")
         answers = streams.join()
-        assert all("shutting down" in answer.error for answer in answers if not answer.whole(480)), answers
+        assert all("shutting down" in answer.error for answer in answers if not answer.is_complete(480)), answers
         assert any(answer.error for answer in answers)
         assert process.wait(timeout=40) == 0
         _, alive = psutil.wait_procs(children, timeout=5)
@@ -223,17 +234,19 @@ def test_second_interrupt_ends_the_server_at_once_and_leaves_no_process(tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
-def test_signal_during_startup_stops_the_server_and_leaves_no_process(stop: signal.Signals, tmp_path: Path) -> None:
-    """While it imports, while Ray starts, while the model loads: one status, and nothing is left."""
+@pytest.mark.parametrize("stop_signal", [signal.SIGINT, signal.SIGTERM])
+def test_signal_during_startup_stops_the_server_and_leaves_no_process(
+    stop_signal: signal.Signals, tmp_path: Path
+) -> None:
+    """The signal comes while the command imports, while Ray starts, or while the model loads. The exit status is 0."""
     for after_s in (0.5, 2.5, 4.0, 7.0):
         with (
-            tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as folder,  # short, for Ray's sockets
+            tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as folder,  # a short path, for Ray's sockets
             aerie_serve(f"http_port={free_port()}", *tiny_pair(), log=tmp_path / "log", TMPDIR=folder) as process,
         ):
             time.sleep(after_s)
             children = psutil.Process(process.pid).children(recursive=True)
-            os.killpg(process.pid, stop)  # as `timeout` and terminals do
+            os.killpg(process.pid, stop_signal)  # to the process group, as `timeout` and terminals do
             assert process.wait(timeout=60) == 0, after_s
             _, alive = psutil.wait_procs(children, timeout=2)
             assert alive == [] and not any(Path(folder).iterdir()), after_s
@@ -248,6 +261,6 @@ def test_broken_checkpoint_ends_the_command_without_a_traceback(tmp_path: Path) 
     with aerie_serve(
         f"http_port={free_port()}", f"model_path={tmp_path}", "speculative_algorithm=null", log=tmp_path / "server.log"
     ) as process:
-        said, _ = process.communicate(timeout=120)
-        assert process.returncode == 2, said
-        assert "aerie serve: " in said and "safetensors" in said and "Traceback" not in said
+        console_text, _ = process.communicate(timeout=120)
+        assert process.returncode == 2, console_text
+        assert "aerie serve: " in console_text and "safetensors" in console_text and "Traceback" not in console_text

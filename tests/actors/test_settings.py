@@ -16,8 +16,9 @@ from cluster.paths.checkout import CHECKOUT
 from tests.tiny import draft_folder, target_folder
 
 
-def args(**llm):
-    return {"llm_configs": [{"model_loading_config": {"model_id": "m", "model_source": "/models/m"}, **llm}]}
+def args(**llm_settings):
+    """The arguments of an application with one LLM config, which has a model and these settings."""
+    return {"llm_configs": [{"model_loading_config": {"model_id": "m", "model_source": "/models/m"}, **llm_settings}]}
 
 
 def test_ray_serve_llm_settings_are_accepted():
@@ -39,7 +40,7 @@ def test_ray_serve_llm_settings_are_accepted():
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("raw_args", "expected_message"),
     [
         ({"llm_configs": []}, "exactly one entry, got 0"),
         ({"llm_configs": [args()["llm_configs"][0]] * 2}, "exactly one entry, got 2"),
@@ -65,11 +66,11 @@ def test_ray_serve_llm_settings_are_accepted():
         ({"llm_configs": ["/no/such.yaml"]}, "cannot read config '/no/such.yaml'"),
     ],
 )
-def test_unsupported_setting_is_refused_by_name(given, said):
-    with pytest.raises(ConfigError) as refused:
-        parse(given)
-    assert said in str(refused.value)
-    assert "pydantic" not in str(refused.value)
+def test_unsupported_setting_is_refused_by_name(raw_args, expected_message):
+    with pytest.raises(ConfigError) as raised:
+        parse(raw_args)
+    assert expected_message in str(raised.value)
+    assert "pydantic" not in str(raised.value)
 
 
 def test_llm_configs_may_name_a_file(tmp_path):
@@ -81,27 +82,28 @@ def test_llm_configs_may_name_a_file(tmp_path):
 def test_deploy_files_are_valid_and_match_the_default_plan():
     plan = make_plan(None, ["model_path=models/demo/target"])
     assert plan.url == "http://127.0.0.1:8000"
-    served = yaml.safe_load((CHECKOUT / "deploy" / "serve.yaml").read_text())
-    service = yaml.safe_load((CHECKOUT / "deploy" / "rayservice.yaml").read_text())
-    on_kubernetes = yaml.safe_load(service["spec"]["serveConfigV2"])
-    for config in (served, on_kubernetes):
+    serve_config = yaml.safe_load((CHECKOUT / "deploy" / "serve.yaml").read_text())
+    ray_service = yaml.safe_load((CHECKOUT / "deploy" / "rayservice.yaml").read_text())
+    kubernetes_config = yaml.safe_load(ray_service["spec"]["serveConfigV2"])
+    for config in (serve_config, kubernetes_config):
         (application,) = config["applications"]
         assert application["import_path"] == plan.file.applications[0].import_path
         parse(application["args"])
     assert make_plan(str(CHECKOUT / "deploy" / "serve.yaml"), []).engine == plan.engine
-    ours = parse(served["applications"][0]["args"]).llm
-    assert ours.engine_config() == plan.settings.llm.engine_config()
+    deploy_llm = parse(serve_config["applications"][0]["args"]).llm
+    assert deploy_llm.engine_config() == plan.settings.llm.engine_config()
 
 
 def set_all(*overrides: str) -> dict:
+    """A small config with these overrides applied. The original config must stay unchanged."""
     base = {"applications": [{"args": args(engine_kwargs={"block_size": 4, "speculative_algorithm": "EAGLE3"})}]}
-    made = apply_overrides(base, overrides)
+    merged = apply_overrides(base, overrides)
     assert base["applications"][0]["args"]["llm_configs"][0]["engine_kwargs"]["block_size"] == 4
-    return made
+    return merged
 
 
 def test_overrides_replace_values_of_the_config():
-    made = set_all(
+    merged = set_all(
         "http_port=8123",
         "dtype=float64",
         "page_size=16",
@@ -112,8 +114,8 @@ def test_overrides_replace_values_of_the_config():
         "placement_group_config.bundle_per_worker.CPU=2",
         "speculative_config.num_speculative_tokens=2",
     )
-    llm = made["applications"][0]["args"]["llm_configs"][0]
-    assert made["http_options"] == {"port": 8123}
+    llm = merged["applications"][0]["args"]["llm_configs"][0]
+    assert merged["http_options"] == {"port": 8123}
     assert llm["engine_kwargs"] == {
         "speculative_algorithm": "EAGLE3",
         "dtype": "float64",
@@ -130,7 +132,7 @@ def test_name_shared_by_engine_and_serve_sets_the_engine_option():
     for name in sorted({*EngineConfig.model_fields, *ALIASES} & set(DEPLOYMENT_OPTIONS)):
         llm = set_all(f"{name}=7", f"deployment_config.{name}=9")["applications"][0]["args"]["llm_configs"][0]
         assert llm["engine_kwargs"][ALIASES.get(name, name)] == 7
-        assert llm["deployment_config"] == {name: 9}, "Serve's own is set by its full name"
+        assert llm["deployment_config"] == {name: 9}, "the full name sets Serve's option"
     assert make_plan(None, ["max_queued_requests=7"]).engine.max_queued_requests == 7
 
 
@@ -139,9 +141,9 @@ def test_null_speculative_algorithm_turns_speculation_off():
     assert llm["engine_kwargs"] == {"block_size": 4, "speculative_algorithm": None}
 
 
-@pytest.mark.parametrize("word", ["speculative_config.method=null", "speculative_draft_model_path=null"])
-def test_other_null_spellings_turn_speculation_off(word):
-    llm = set_all("speculative_eagle_topk=4", word)["applications"][0]["args"]["llm_configs"][0]
+@pytest.mark.parametrize("override", ["speculative_config.method=null", "speculative_draft_model_path=null"])
+def test_other_null_spellings_turn_speculation_off(override):
+    llm = set_all("speculative_eagle_topk=4", override)["applications"][0]["args"]["llm_configs"][0]
     (name,) = set(llm["engine_kwargs"]) - {"block_size"}
     assert llm["engine_kwargs"][name] is None
 
@@ -154,36 +156,37 @@ def test_another_model_drops_the_draft_of_the_config_file(tmp_path):
     assert plan.engine.speculative_draft_model_path is None
     assert plan.settings.llm.model_loading_config.model_id == Path(target).name
     assert "models/demo/draft" in plan.unused_draft_note and "--draft" in plan.unused_draft_note
-    # whatever the order, what is set stays
-    for words in (
+    # settings that the user gives stay, in any order
+    for overrides in (
         [f"model_path={target}", f"speculative_draft_model_path={draft}", "model_id=mine"],
         ["model_id=mine", f"speculative_draft_model_path={draft}", f"model_path={target}"],
     ):
-        plan = make_plan(None, words)
+        plan = make_plan(None, overrides)
         assert (plan.engine.speculative_draft_model_path, plan.unused_draft_note) == (draft, "")
         assert plan.settings.llm.model_loading_config.model_id == "mine"
-    same = make_plan(None, ["model_path=models/demo/target"])
-    assert same.engine.speculative_draft_model_path is not None and not same.unused_draft_note
+    demo_plan = make_plan(None, ["model_path=models/demo/target"])
+    assert demo_plan.engine.speculative_draft_model_path is not None and not demo_plan.unused_draft_note
 
 
-def served(*words: str):
+def plan_of(*arguments: str):
+    """The plan that `aerie serve` makes of these command-line arguments."""
     parser = argparse.ArgumentParser()
     flags.add_arguments(parser)
-    args = parser.parse_args(words)
+    args = parser.parse_args(arguments)
     return make_plan(args.config, flags.overrides_of(args), flags.model_of(args))
 
 
 def test_serve_needs_only_a_model_folder(tmp_path, monkeypatch):
     target, draft = target_folder(), draft_folder(target_folder())
-    plan = served(target)
+    plan = plan_of(target)
     assert plan.engine == EngineConfig(model_path=target)
     assert plan.settings.llm.model_loading_config.model_id == Path(target).name
     assert plan.settings.llm.deployment_config == LOCAL_DEPLOYMENT
-    plan = served(
+    plan = plan_of(
         target, "--draft", draft, "--served-model-name", "null", "--port", "8123", "--host", "::1", "--tp", "2",
         "--dp", "2", "--max-model-len", "99", "--set", "http_port=8124", "--set", "max_running_requests=3",
     )  # fmt: skip
-    assert plan.url == "http://[::1]:8124", "--set has the last word"
+    assert plan.url == "http://[::1]:8124", "--set overrides --port"
     assert plan.settings.llm.model_loading_config.model_id == "null"
     assert plan.engine == EngineConfig(
         model_path=target,
@@ -193,31 +196,32 @@ def test_serve_needs_only_a_model_folder(tmp_path, monkeypatch):
         context_length=99,
         max_running_requests=3,
     )
-    assert served("--model-path", target).engine.model_path == served("--model", target).engine.model_path == target
+    assert plan_of("--model-path", target).engine.model_path == plan_of("--model", target).engine.model_path == target
     with pytest.raises(ConfigError, match="given twice"):
-        served(target, "--model", target)
+        plan_of(target, "--model", target)
     monkeypatch.chdir(Path(target).parent)
     monkeypatch.setenv("AERIE_HOME", str(tmp_path))
-    assert served(Path(target).name).engine.model_path == target, "as typed: from here"
+    assert plan_of(Path(target).name).engine.model_path == target, "from the working directory"
 
 
 def test_model_folder_replaces_the_model_of_a_config_file():
     target = target_folder()
-    plan = served(target, "--config", str(CHECKOUT / "deploy" / "local.yaml"))
+    plan = plan_of(target, "--config", str(CHECKOUT / "deploy" / "local.yaml"))
     assert (plan.engine.model_path, plan.engine.tp_size) == (target, 2)
     assert plan.engine.speculative_draft_model_path is None and plan.unused_draft_note
 
 
 @pytest.mark.parametrize(
-    ("nested", "said"), [({"method": "eagle3", "model": "/d"}, "'/d'"), ("eagle3", ""), (None, "")]
+    ("speculative_config", "expected_message"),
+    [({"method": "eagle3", "model": "/d"}, "'/d'"), ("eagle3", ""), (None, "")],
 )
-def test_dropped_draft_is_named_in_the_note_for_every_spelling(tmp_path, nested, said):
+def test_dropped_draft_is_named_in_the_note_for_every_spelling(tmp_path, speculative_config, expected_message):
     file = tmp_path / "serve.yaml"
-    application = {"args": args(engine_kwargs={"speculative_config": nested})}
+    application = {"args": args(engine_kwargs={"speculative_config": speculative_config})}
     file.write_text(yaml.safe_dump({"applications": [application]}))
-    plan = served(target_folder(), "--config", str(file))
+    plan = plan_of(target_folder(), "--config", str(file))
     assert plan.engine.speculative_draft_model_path is None
-    assert said in plan.unused_draft_note and bool(plan.unused_draft_note) == bool(said)
+    assert expected_message in plan.unused_draft_note and bool(plan.unused_draft_note) == bool(expected_message)
 
 
 def test_default_deployment_options_match_local_yaml():
@@ -227,22 +231,22 @@ def test_default_deployment_options_match_local_yaml():
 
 def test_speculative_algorithm_that_does_not_fit_the_draft_is_refused():
     target, draft = target_folder(), draft_folder(target_folder())
-    served(target, "--draft", draft, "--set", "speculative_algorithm=EAGLE3")
+    plan_of(target, "--draft", draft, "--set", "speculative_algorithm=EAGLE3")
     with pytest.raises(ConfigError, match=r"speculative_algorithm NEXTN does not fit.*EAGLE3 or leave it out"):
-        served(target, "--draft", draft, "--set", "speculative_algorithm=NEXTN")
+        plan_of(target, "--draft", draft, "--set", "speculative_algorithm=NEXTN")
 
 
 def test_overrides_apply_to_llm_configs_from_a_file(tmp_path):
     file = tmp_path / "m.yaml"
     file.write_text(yaml.safe_dump(args(engine_kwargs={"page_size": 4})["llm_configs"][0]))
     for entry in (str(file), [str(file)]):
-        made = apply_overrides({"applications": [{"args": {"llm_configs": entry}}]}, ["dtype=float64"])
-        (llm,) = made["applications"][0]["args"]["llm_configs"]
+        merged = apply_overrides({"applications": [{"args": {"llm_configs": entry}}]}, ["dtype=float64"])
+        (llm,) = merged["applications"][0]["args"]["llm_configs"]
         assert llm["engine_kwargs"] == {"page_size": 4, "dtype": "float64"}
 
 
 @pytest.mark.parametrize(
-    ("base", "said"),
+    ("base", "expected_message"),
     [
         ({"applications": []}, "applications must be a list with one entry"),
         ({"applications": None}, "applications must be a list with one entry"),
@@ -257,16 +261,16 @@ def test_overrides_apply_to_llm_configs_from_a_file(tmp_path):
         ),
     ],
 )
-def test_config_file_with_a_wrong_structure_is_refused_by_field_name(base, said):
-    with pytest.raises(ConfigError, match=re.escape(said)):
+def test_config_file_with_a_wrong_structure_is_refused_by_field_name(base, expected_message):
+    with pytest.raises(ConfigError, match=re.escape(expected_message)):
         apply_overrides(base, ["dtype=float64"])
 
 
 def test_overrides_fill_empty_parts_of_a_config_file():
     empty = {"applications": [{"args": {"llm_configs": [{"engine_kwargs": None, "deployment_config": None}]}}]}
-    made = apply_overrides({**empty, "http_options": None}, ["dtype=float64", "http_port=1", "num_replicas=2"])
-    assert made["http_options"] == {"port": 1}
-    assert made["applications"][0]["args"]["llm_configs"][0]["deployment_config"] == {"num_replicas": 2}
+    merged = apply_overrides({**empty, "http_options": None}, ["dtype=float64", "http_port=1", "num_replicas=2"])
+    assert merged["http_options"] == {"port": 1}
+    assert merged["applications"][0]["args"]["llm_configs"][0]["deployment_config"] == {"num_replicas": 2}
 
 
 def test_every_engine_path_is_resolved_from_aerie_home(tmp_path, monkeypatch):
@@ -274,12 +278,12 @@ def test_every_engine_path_is_resolved_from_aerie_home(tmp_path, monkeypatch):
     for name in names:
         (tmp_path / f"{name}.json").touch()
     monkeypatch.setenv("AERIE_HOME", str(tmp_path))
-    found = resolve_engine_paths(EngineConfig(**{name: f"{name}.json" for name in names}))
-    assert [getattr(found, name) for name in names] == [str(tmp_path / f"{name}.json") for name in names]
+    resolved = resolve_engine_paths(EngineConfig(**{name: f"{name}.json" for name in names}))
+    assert [getattr(resolved, name) for name in names] == [str(tmp_path / f"{name}.json") for name in names]
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "expected_message"),
     [
         ("dtyp=float64", "unknown setting 'dtyp'; did you mean 'dtype'"),
         ("http_prot=1", "unknown setting 'http_prot'; did you mean 'http_port'"),
@@ -299,10 +303,10 @@ def test_every_engine_path_is_resolved_from_aerie_home(tmp_path, monkeypatch):
         ("allow_unauthenticate=true", "did you mean 'allow_unauthenticated'"),
     ],
 )
-def test_a_wrong_override_is_refused_by_name(override, said):
-    with pytest.raises(ConfigError) as refused:
+def test_a_wrong_override_is_refused_by_name(override, expected_message):
+    with pytest.raises(ConfigError) as raised:
         make_plan(None, [override])
-    assert said in str(refused.value)
+    assert expected_message in str(raised.value)
 
 
 def test_plan_counts_cpus_for_the_initial_replicas():
@@ -341,7 +345,7 @@ GPU, CPU = {"GPU": 1.0}, {"CPU": 1.0}
 
 
 @pytest.mark.parametrize(
-    ("asked", "bundles", "accelerator", "gpus", "device", "why"),
+    ("configured_device", "bundles", "accelerator", "gpus", "expected_device", "expected_reason"),
     [
         ("auto", None, None, 0, "cpu", "no GPU"),
         ("auto", None, None, 2, "cuda", "the cluster has 2 GPU(s)"),
@@ -353,10 +357,12 @@ GPU, CPU = {"GPU": 1.0}, {"CPU": 1.0}
         ("cuda", None, None, 0, "cuda", "no GPU yet"),
     ],
 )
-def test_device_follows_reserved_and_available_gpus(asked, bundles, accelerator, gpus, device, why):
-    decided, words = device_of(asked, bundles, accelerator, gpus)
-    assert decided == device
-    assert why in words
+def test_device_follows_reserved_and_available_gpus(
+    configured_device, bundles, accelerator, gpus, expected_device, expected_reason
+):
+    chosen_device, chosen_reason = device_of(configured_device, bundles, accelerator, gpus)
+    assert chosen_device == expected_device
+    assert expected_reason in chosen_reason
 
 
 def test_cuda_ranks_reserve_a_gpu_each_and_cpu_ranks_none():
@@ -368,14 +374,14 @@ def test_cuda_ranks_reserve_a_gpu_each_and_cpu_ranks_none():
 
 
 def test_plan_refuses_more_gpus_than_the_machine_has():
-    plan = served(target_folder(), "--tp", "2")
+    plan = plan_of(target_folder(), "--tp", "2")
     plan.check_resources({"GPU": 0.0})
     plan.check_resources({"GPU": 2.0})
     with pytest.raises(ConfigError, match="need 2 GPU, and this machine has 1; lower tp_size"):
         plan.check_resources({"GPU": 1.0})
     with pytest.raises(ConfigError, match="need 1 GPU, and this machine has 0; set device to cpu"):
-        served(target_folder(), "--set", "device=cuda").check_resources({"GPU": 0.0})
-    make_plan(None, []).check_resources({"GPU": 1.0})  # the demo is served on the CPU wherever it is
+        plan_of(target_folder(), "--set", "device=cuda").check_resources({"GPU": 0.0})
+    make_plan(None, []).check_resources({"GPU": 1.0})  # the demo runs on the CPU on every machine
 
 
 def test_default_layout_has_a_bundle_for_each_rank():

@@ -1,7 +1,6 @@
-"""examples/two_nodes/serve.yaml, deployed by `serve deploy` on a Ray cluster of two nodes on this machine; prints what
-came of it as JSON.
+"""Deploy examples/two_nodes/serve.yaml by `serve deploy` on a Ray cluster of two nodes, and print a JSON result.
 
-`python -m tests.actors.two_nodes` is what tests/test_examples.py runs.
+Both nodes are on this machine. tests/test_examples.py runs `python -m tests.actors.two_nodes`.
 """
 
 import os
@@ -12,33 +11,33 @@ from pathlib import Path
 import httpx
 import yaml
 
-from tests.actors.apart import CHECKOUT, nodes, say
-from tests.actors.declared_gpus import SOON_S, settled, unused_port
+from tests.actors.apart import CHECKOUT, print_result, start_ray_cluster
+from tests.actors.declared_gpus import SOON_S, unused_port, wait_for_applications
 
-FILE = CHECKOUT / "examples" / "two_nodes" / "serve.yaml"
+CONFIG_FILE = CHECKOUT / "examples" / "two_nodes" / "serve.yaml"
 
 
 def main() -> None:
     port, dashboard = unused_port(), unused_port()
     head = {"include_dashboard": True, "dashboard_host": "127.0.0.1", "dashboard_port": dashboard, "num_cpus": 2}
-    with nodes(head, {"other": {"num_cpus": 2}}) as started:
-        config = yaml.safe_load(FILE.read_text(encoding="utf-8"))
+    with start_ray_cluster(head, {"other": {"num_cpus": 2}}) as running_cluster:
+        config = yaml.safe_load(CONFIG_FILE.read_text(encoding="utf-8"))
         config["http_options"]["port"] = port
-        config["applications"][0]["args"]["log_file"] = str(started.folder / "log")
-        written = started.folder / "serve.yaml"
-        written.write_text(yaml.safe_dump(config), encoding="utf-8")
+        config["applications"][0]["args"]["log_file"] = str(running_cluster.folder / "log")
+        config_file = running_cluster.folder / "serve.yaml"
+        config_file.write_text(yaml.safe_dump(config), encoding="utf-8")
         serve = str(Path(sys.executable).with_name("serve"))
-        command = [serve, "deploy", str(written), "--address", f"http://127.0.0.1:{dashboard}"]
+        command = [serve, "deploy", str(config_file), "--address", f"http://127.0.0.1:{dashboard}"]
         subprocess.run(command, check=True, timeout=SOON_S, capture_output=True)
-        url, app = f"http://127.0.0.1:{port}", settled(["aerie"])["aerie"]
-        found: dict[str, object] = {"status": app["state"], "said": app["said"]}
+        url, app = f"http://127.0.0.1:{port}", wait_for_applications(["aerie"])["aerie"]
+        result: dict[str, object] = {"status": app["state"], "said": app["said"]}
         if app["state"] == "RUNNING":
             body = {"prompt": "import os\n", "max_tokens": 8, "temperature": 0}
-            answer = httpx.post(f"{url}/v1/completions", json=body, timeout=SOON_S).json()
-            found["text"] = answer["choices"][0]["text"]
+            response = httpx.post(f"{url}/v1/completions", json=body, timeout=SOON_S).json()
+            result["text"] = response["choices"][0]["text"]
             info = httpx.get(f"{url}/server_info", timeout=SOON_S).json()
-            found["nodes"] = [rank["node"] for rank in info["ranks"]]
-        say(found)
+            result["nodes"] = [rank["node"] for rank in info["ranks"]]
+        print_result(result)
 
 
 if __name__ == "__main__":

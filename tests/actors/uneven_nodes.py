@@ -1,7 +1,8 @@
-"""Four Ray nodes of one and two GPUs, each with an address of its own, in a process of their own; prints what it found.
+"""Start four Ray nodes that declare one or two GPUs, run gangs on them, and print a JSON result.
 
-`python -m tests.actors.uneven_nodes` is what test_uneven_nodes.py runs: a gang of three attention groups, started once
-from a node with two GPUs and once from one with one. Ranks count instead of computing.
+Each node has an IP address of its own. test_uneven_nodes.py runs `python -m tests.actors.uneven_nodes`. The script
+starts a gang of three attention groups twice: from a node with two GPUs, and from a node with one GPU. The ranks are
+counting engines.
 """
 
 import asyncio
@@ -17,9 +18,9 @@ from cluster.actors.placement import layout_of
 from cluster.actors.router import Router
 from cluster.config import EngineConfig
 from cluster.status import RankInfo
-from tests.actors.apart import CHECKOUT, nodes, say
+from tests.actors.apart import CHECKOUT, print_result, start_ray_cluster
 from tests.actors.counting_engine import CountingEngine, Link, PeerLostError, Rendezvous, Store, open_store
-from tests.actors.gangs import ask, left_behind, read
+from tests.actors.gangs import left_behind, make_request, read_stream
 from tests.info import rank_info
 
 __all__ = ["PeerLostError", "Rendezvous", "make_engine", "open_store"]
@@ -28,28 +29,34 @@ GPUS = {"a": 1, "b": 2, "c": 2, "d": 1}
 GROUPS, WORLD = 3, 6
 
 
-class Placed(CountingEngine):
-    """Says, as its kernels, which GPUs CUDA would see in its process, and where it met the other ranks."""
+class GpuReportingEngine(CountingEngine):
+    """A counting engine whose `RankInfo.kernels` holds the GPUs that CUDA would see, and the host of the rendezvous."""
 
-    def __init__(self, config: EngineConfig, rank: int, met: str, link: Link) -> None:
+    def __init__(self, config: EngineConfig, rank: int, rendezvous_host: str, link: Link) -> None:
         super().__init__(config, rank, link)
-        self.met = met
+        self.rendezvous_host = rendezvous_host
 
     def info(self) -> RankInfo:
-        seen = f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'all')} at {self.met}"
-        return rank_info(self.config.page_size, rank=self.rank, dp_rank=self.rank * GROUPS // WORLD, kernels=seen)
+        gpus_and_host = f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'all')} at {self.rendezvous_host}"
+        return rank_info(
+            self.config.page_size, rank=self.rank, dp_rank=self.rank * GROUPS // WORLD, kernels=gpus_and_host
+        )
 
 
 def make_engine(config: EngineConfig, rank: int, rendezvous: Rendezvous, store: Store | None) -> CountingEngine:
-    return Placed(config, rank, rendezvous.host, Link(rank, config.tp_size, rendezvous, store))
+    return GpuReportingEngine(config, rank, rendezvous.host, Link(rank, config.tp_size, rendezvous, store))
 
 
 @ray.remote(num_cpus=0)
 class Replica:
-    """Stands where a Serve replica would, on the node whose resource it asks for."""
+    """An actor in the place of a Serve replica. Its options request a resource that only one node has."""
 
     async def gang(self, name: str) -> dict[str, Any]:
-        """The nodes of a gang's ranks in rank order, what each says of itself, and what the gang answers."""
+        """Run a gang for one request. Returns three entries.
+
+        `nodes` are the ranks' node ids in rank order, `said` the ranks' `RankInfo.kernels`, `tokens` the request's
+        tokens.
+        """
         config = EngineConfig(model_path="counting", tp_size=WORLD, attn_dp_size=GROUPS, device="cuda")
         layout = replace(layout_of(WORLD, device="cuda"), group_size=WORLD // GROUPS)
         gang = Gang(GangSpec(config, layout, gang_name("test", name), "tests.actors.uneven_nodes:make_engine"))
@@ -57,26 +64,37 @@ class Replica:
         router = Router(gang)
         router.start()
         assert gang._placement is not None
-        tokens = (await read(router, ask(name, 1)))[0]
-        found = {"nodes": gang._placement.node_of_rank, "said": [info.kernels for info in gang.infos], "tokens": tokens}
+        tokens = (await read_stream(router, make_request(name, 1)))[0]
+        gang_facts = {
+            "nodes": gang._placement.node_of_rank,
+            "said": [info.kernels for info in gang.infos],
+            "tokens": tokens,
+        }
         await router.close()
         await gang.stop()
-        return found
+        return gang_facts
 
 
 def main() -> None:
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     addresses = {name: f"127.0.0.{2 + i}" for i, name in enumerate(GPUS)}
-    made = {
+    node_settings = {
         name: {"num_cpus": 4, "num_gpus": gpus, "resources": {name: 1}, "node_ip_address": addresses[name]}
         for name, gpus in GPUS.items()
     }
-    with nodes({"num_cpus": 0}, made) as started:
-        for at in ("b", "a"):
-            one = ray.get(Replica.options(resources={at: 0.1}).remote().gang.remote(at), timeout=120)
-            order = started.called(one["nodes"])
-            found[at] = {**one, "nodes": order, "address": addresses[order[0]], "left": left_behind(at)}
-        say(found)
+    with start_ray_cluster({"num_cpus": 0}, node_settings) as running_cluster:
+        for node_name in ("b", "a"):
+            gang_facts = ray.get(
+                Replica.options(resources={node_name: 0.1}).remote().gang.remote(node_name), timeout=120
+            )
+            node_names = running_cluster.names_of(gang_facts["nodes"])
+            result[node_name] = {
+                **gang_facts,
+                "nodes": node_names,
+                "address": addresses[node_names[0]],
+                "left": left_behind(node_name),
+            }
+        print_result(result)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A REST app over a scripted engine: no model, no Ray. Tests of the whole application take the `local_ray` too."""
+"""Fixtures of a REST app over a scripted engine, without model and Ray. Tests of the whole app also use `local_ray`."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,9 +35,9 @@ def client(app: FastAPI) -> Client:
 
 @pytest.fixture
 def document(client: Client) -> dict[str, Any]:
-    """The description of the API."""
-    found: dict[str, Any] = client.get("/openapi.json").json()
-    return found
+    """The app's OpenAPI document."""
+    document_dict: dict[str, Any] = client.get("/openapi.json").json()
+    return document_dict
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def url(app: FastAPI) -> Iterator[str]:
 
 @pytest.fixture
 def openai(url: str) -> Iterator[Any]:
-    """OpenAI's own client."""
+    """OpenAI's official client, connected to the app."""
     from openai import OpenAI
 
     with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
@@ -57,7 +57,7 @@ def openai(url: str) -> Iterator[Any]:
 
 @pytest.fixture
 def anthropic(url: str) -> Iterator[Any]:
-    """Anthropic's own client."""
+    """Anthropic's official client, connected to the app."""
     from anthropic import Anthropic
 
     with Anthropic(base_url=url, api_key="none", max_retries=0) as client:

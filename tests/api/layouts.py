@@ -1,16 +1,16 @@
-"""The layouts for GPUs that stand in the comments of deploy/serve.yaml."""
+"""The GPU layouts in the comments of deploy/serve.yaml."""
 
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-FILE = Path(__file__).resolve().parents[2] / "deploy" / "serve.yaml"
+SERVE_YAML = Path(__file__).resolve().parents[2] / "deploy" / "serve.yaml"
 
 
-def commented() -> list[Any]:
-    """The YAML of the comments after the config itself, block by block."""
-    text = FILE.read_text().split("\n# One host with eight GPUs", 1)[1]
+def commented_layouts() -> list[Any]:
+    """The parsed YAML of each layout in the comments after the config, in the order of the file."""
+    text = SERVE_YAML.read_text().split("\n# One host with eight GPUs", 1)[1]
     blocks = []
     for part in ("\n" + text).split("\n#\n"):
         lines = [line.removeprefix("#") for line in part.splitlines()]

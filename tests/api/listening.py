@@ -1,4 +1,4 @@
-"""A REST app on a port of this machine, for clients that speak HTTP themselves."""
+"""A REST app on a local port, for clients that open HTTP connections."""
 
 import threading
 import time
@@ -13,19 +13,19 @@ from tests.api.scripted import ScriptedService
 
 
 def assert_closing_aborts(stream: Any, service: ScriptedService) -> None:
-    """Closing an official client's `stream` ends its request at the engine."""
+    """Close an official client's `stream`, and assert that the engine aborts its request."""
     next(iter(stream))
     assert service.engine.running
     stream.close()
-    until = time.monotonic() + 4
-    while service.engine.running and time.monotonic() < until:
+    deadline = time.monotonic() + 4
+    while service.engine.running and time.monotonic() < deadline:
         time.sleep(0.02)
     assert len(service.engine.aborted) == 1
 
 
 @contextmanager
 def listening(app: FastAPI) -> Iterator[str]:
-    """The app's address while it is served."""
+    """Serve the app in a thread, and yield its URL."""
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", lifespan="off"))
     thread = threading.Thread(target=server.run)
     thread.start()

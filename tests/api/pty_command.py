@@ -1,4 +1,4 @@
-"""An `aerie` command on a terminal of its own: what it shows is read, keys are pressed."""
+"""An `aerie` command on its own pseudo-terminal: a test reads the command's output and presses keys."""
 
 import os
 import pty
@@ -12,23 +12,30 @@ from typing import Self
 
 from tests.actors.conftest import CHECKOUT
 
-WITHIN_S = 120.0
+TIMEOUT_S = 120.0
 CTRL_C, CTRL_D = "\x03", "\x04"
 
 
 class PtyCommand:
-    """A command for as long as a `with` block lasts."""
+    """An `aerie` command. The end of the `with` block kills it, if it still runs."""
 
-    def __init__(self, *words: str, **environment: str) -> None:
-        self.shown = ""
-        self._seen = 0
-        paths = os.pathsep.join([str(CHECKOUT), os.environ.get("PYTHONPATH", "")])
-        kept = {k: v for k, v in os.environ.items() if k != "NO_COLOR"}
-        env = {**kept, "TERM": "xterm", "PYTHONPATH": paths, "COLUMNS": "120", "LINES": "40", **environment}
-        self._pid, self._keys = pty.fork()
+    def __init__(self, *arguments: str, **environment: str) -> None:
+        self.output = ""
+        self._read_position = 0
+        python_path = os.pathsep.join([str(CHECKOUT), os.environ.get("PYTHONPATH", "")])
+        inherited_variables = {k: v for k, v in os.environ.items() if k != "NO_COLOR"}
+        env = {
+            **inherited_variables,
+            "TERM": "xterm",
+            "PYTHONPATH": python_path,
+            "COLUMNS": "120",
+            "LINES": "40",
+            **environment,
+        }
+        self._pid, self._terminal_fd = pty.fork()
         if self._pid == 0:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # it is ignored where the tests run in the background
-            os.execve(sys.executable, [sys.executable, "-m", "cluster.cli", *words], env)
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # background test runs ignore SIGINT
+            os.execve(sys.executable, [sys.executable, "-m", "cluster.cli", *arguments], env)
 
     def __enter__(self) -> Self:
         return self
@@ -39,28 +46,30 @@ class PtyCommand:
         if self._pid:
             os.kill(self._pid, signal.SIGKILL)
             os.waitpid(self._pid, 0)
-        os.close(self._keys)
+        os.close(self._terminal_fd)
 
     def press(self, keys: str) -> None:
-        os.write(self._keys, keys.encode())
+        os.write(self._terminal_fd, keys.encode())
 
-    def until(self, pattern: str, again: str = "") -> str:
-        """What is shown after the last match and up to the next one of `pattern`. The keys `again` are pressed every
-        second: a signal that comes just before readline waits is noticed with the next key.
+    def read_until(self, pattern: str, repeated_keys: str = "") -> str:
+        """Read until `pattern` matches. Return the output from the end of the previous match to the end of this match.
+
+        While it waits, this method presses the keys `repeated_keys` every second: if a signal comes just before
+        readline waits for a key, readline notices the signal only at the next key.
         """
-        until = time.monotonic() + WITHIN_S
-        while (found := re.search(pattern, self.shown[self._seen :])) is None:
-            if not select.select([self._keys], [], [], 1.0)[0]:
-                assert time.monotonic() < until, f"no {pattern!r} in {self.shown[self._seen :]!r}"
-                self.press(again)
+        deadline = time.monotonic() + TIMEOUT_S
+        while (match := re.search(pattern, self.output[self._read_position :])) is None:
+            if not select.select([self._terminal_fd], [], [], 1.0)[0]:
+                assert time.monotonic() < deadline, f"no match of {pattern!r} in {self.output[self._read_position :]!r}"
+                self.press(repeated_keys)
                 continue
-            assert self._read(), f"it ended without {pattern!r} in {self.shown[self._seen :]!r}"
-        shown = self.shown[self._seen : self._seen + found.end()]
-        self._seen += found.end()
-        return shown
+            assert self._read(), f"the command ended, no {pattern!r} in {self.output[self._read_position :]!r}"
+        output = self.output[self._read_position : self._read_position + match.end()]
+        self._read_position += match.end()
+        return output
 
-    def status(self) -> int:
-        """Its exit status, once it has ended."""
+    def exit_status(self) -> int:
+        """Wait until the command ends, and return its exit status."""
         while self._read():
             pass
         _, status = os.waitpid(self._pid, 0)
@@ -68,12 +77,12 @@ class PtyCommand:
         return os.waitstatus_to_exitcode(status)
 
     def _read(self) -> bool:
-        """Read what it shows next; False at its end."""
-        ready, _, _ = select.select([self._keys], [], [], WITHIN_S)
-        assert ready, f"it shows nothing more after {self.shown!r}"
+        """Read more output of the command; return False at the end of the output."""
+        ready, _, _ = select.select([self._terminal_fd], [], [], TIMEOUT_S)
+        assert ready, f"the command writes nothing more after {self.output!r}"
         try:
-            data = os.read(self._keys, 1 << 16)
-        except OSError:  # Linux, where the other end is closed
+            data = os.read(self._terminal_fd, 1 << 16)
+        except OSError:  # Linux raises it when the command has closed its end
             return False
-        self.shown += data.decode(errors="replace").replace("\r\n", "\n")
+        self.output += data.decode(errors="replace").replace("\r\n", "\n")
         return bool(data)

@@ -1,4 +1,6 @@
-"""What a REST app needs, scripted: an engine that says what it is told to, and a byte-level tokenizer of 259 tokens."""
+"""Fakes for a REST app: an engine that generates a script, a byte-level tokenizer of 259 tokens, a client
+without HTTP.
+"""
 
 import asyncio
 import hashlib
@@ -35,16 +37,19 @@ TEMPLATE = (
 )
 
 
-def save_tokenizer(folder: Path, template: str | None = TEMPLATE, marks: Sequence[str] = ()) -> Path:
-    """A folder that transformers and the engine both read; token ids below 256 are bytes. `marks`: further special
-    tokens, from 259.
+def save_tokenizer(folder: Path, template: str | None = TEMPLATE, more_special_tokens: Sequence[str] = ()) -> Path:
+    """Write a tokenizer that both transformers and the engine can read, and return its folder.
+
+    Token ids below 256 are bytes. `more_special_tokens` get the ids from 259.
     """
     names = sorted(BYTE_OF_CHARACTER, key=BYTE_OF_CHARACTER.__getitem__)
     tokenizer = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    special = [AddedToken(text, special=True) for text in ("<eos>", "<|im_start|>", "<|im_end|>", *marks)]
-    tokenizer.add_special_tokens(special)
+    special_tokens = [
+        AddedToken(text, special=True) for text in ("<eos>", "<|im_start|>", "<|im_end|>", *more_special_tokens)
+    ]
+    tokenizer.add_special_tokens(special_tokens)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"}
@@ -55,11 +60,14 @@ def save_tokenizer(folder: Path, template: str | None = TEMPLATE, marks: Sequenc
 
 
 RANK = rank_info(page_size=16, pid=7)
-BEAT = Heartbeat(0, steps=3, busy=False, idle_s=0.0, status=EngineStatus(steps=3, accept_length=2.5))
+HEARTBEAT = Heartbeat(0, steps=3, busy=False, idle_s=0.0, status=EngineStatus(steps=3, accept_length=2.5))
 
 
 class ScriptedEngine:
-    """Says what it is told to: `script`, or bytes that follow from the seed. Commits 1, 2, 3, 1, ... tokens a step."""
+    """An engine that generates the tokens of `script`, or letters that depend on the seed where `script` is None.
+
+    A step commits 1, 2, 3, 1, ... tokens.
+    """
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self.script: bytes | list[int] | None = None
@@ -79,10 +87,10 @@ class ScriptedEngine:
         self._tokenizer = tokenizer.text_tokenizer
         self._seeds = Seeds(0)
 
-    def _token(self, request: Request, at: int) -> int:
+    def _token(self, request: Request, index: int) -> int:
         if self.script is not None:
-            return self.script[at] if at < len(self.script) else EOS
-        return 97 + hashlib.blake2b(f"{request.params.seed}/{at}".encode()).digest()[0] % 26
+            return self.script[index] if index < len(self.script) else EOS
+        return 97 + hashlib.blake2b(f"{request.params.seed}/{index}".encode()).digest()[0] % 26
 
     async def generate(self, request: Request) -> AsyncIterator[SequenceOutput]:
         request = self._seeds.fill(request)
@@ -104,25 +112,25 @@ class ScriptedEngine:
         params = request.params
         detokenizer = IncrementalDetokenizer(self._tokenizer, request.prompt_token_ids)
         finder = StopFinder(params.stop)
-        committed, accepted = 0, [0, 0, 0]
+        committed_count, histogram = 0, [0, 0, 0]
         while True:
             await asyncio.sleep(self.step_s)
-            run: list[int] = []
+            step_tokens: list[int] = []
             reason, stop_reason = None, None
-            size = 1 + sum(accepted) % 3
-            while reason is None and len(run) < size:
-                token = self._token(request, committed)
-                run.append(token)
-                committed += 1
-                hit = finder.find(detokenizer.push([token]))
+            step_size = 1 + sum(histogram) % 3
+            while reason is None and len(step_tokens) < step_size:
+                token = self._token(request, committed_count)
+                step_tokens.append(token)
+                committed_count += 1
+                stop_match = finder.find(detokenizer.push([token]))
                 if (token == EOS and not params.ignore_eos) or token in params.stop_token_ids:
                     reason, stop_reason = "stop", token
-                elif hit:
-                    reason, stop_reason = "stop", hit.stop
-                elif committed == params.max_tokens:
+                elif stop_match:
+                    reason, stop_reason = "stop", stop_match.stop
+                elif committed_count == params.max_tokens:
                     reason = "length"
-            accepted[len(run) - 1] += 1
-            if self.fail_at is not None and committed > self.fail_at:
+            histogram[len(step_tokens) - 1] += 1
+            if self.fail_at is not None and committed_count > self.fail_at:
                 if isinstance(self.failure, Exception):
                     raise self.failure
                 if self.failure is not None:
@@ -133,18 +141,22 @@ class ScriptedEngine:
                 return
             if reason:
                 self.running.discard(request.request_id)
-            top = tuple((token, -float(k + 1)) for k, token in enumerate(range(97, 97 + (params.logprobs or 0))))
+            top_logprobs = tuple(
+                (token, -float(k + 1)) for k, token in enumerate(range(97, 97 + (params.logprobs or 0)))
+            )
             yield SequenceOutput(
                 request.request_id,
-                tuple(run),
-                () if params.logprobs is None else tuple(TokenLogprob(token, -0.5, top) for token in run),
+                tuple(step_tokens),
+                ()
+                if params.logprobs is None
+                else tuple(TokenLogprob(token, -0.5, top_logprobs) for token in step_tokens),
                 finish_reason=reason,
                 stop_reason=stop_reason,
                 cached_tokens=2,
-                speculation=SpeculationCounts(sum(accepted), 2 * sum(accepted), tuple(accepted))
+                speculation=SpeculationCounts(sum(histogram), 2 * sum(histogram), tuple(histogram))
                 if reason and self.speculates
                 else None,
-                tree=self.tree if params.return_tree and committed > len(run) else None,
+                tree=self.tree if params.return_tree and committed_count > len(step_tokens) else None,
             )
             if reason:
                 return
@@ -153,7 +165,7 @@ class ScriptedEngine:
         return Overloaded("the server is full", self.retry_after_s) if self.retry_after_s else None
 
     async def status(self) -> GangStatus:
-        return GangStatus(not self.reason, self.reason, 0, len(self.running), self.history, (RANK,), (BEAT,))
+        return GangStatus(not self.reason, self.reason, 0, len(self.running), self.history, (RANK,), (HEARTBEAT,))
 
     async def metrics(self) -> list[bytes]:
         return []
@@ -176,13 +188,13 @@ class ScriptedService:
         return merge(await self.metric_samples())
 
     def outcomes(self) -> dict[str, float]:
-        """Requests ended so far by outcome, those with any."""
-        found = {name: counter._value.get() for name, counter in self.metrics.outcomes.items()}
-        return {name: count for name, count in found.items() if count}
+        """How many requests have ended so far, by outcome; outcomes of no request are left out."""
+        counts = {name: counter._value.get() for name, counter in self.metrics.outcomes.items()}
+        return {name: count for name, count in counts.items() if count}
 
 
 class Client:
-    """Calls an app in this process, one event loop per call."""
+    """A client that calls an app in this process, with a new event loop for each call."""
 
     def __init__(self, app: FastAPI) -> None:
         self._app = app
@@ -210,20 +222,21 @@ class Client:
         )
 
 
-def http_scope(path: str, method: str = "POST", headers: Sequence[tuple[bytes, bytes]] = (), **more: Any) -> Any:
-    """The scope of a call as uvicorn gives it to an app; `path` as on the wire, `more` is laid over."""
-    asked, _, query = path.partition("?")
+def http_scope(path: str, method: str = "POST", headers: Sequence[tuple[bytes, bytes]] = (), **overrides: Any) -> Any:
+    """The ASGI scope that uvicorn passes to an app. `path` is as on the wire; `overrides` replace keys of the scope."""
+    target_path, _, query = path.partition("?")
     scope = {
-        "type": "http", "method": method, "path": unquote(asked), "raw_path": asked.encode(), "root_path": "",
+        "type": "http", "method": method, "path": unquote(target_path), "raw_path": target_path.encode(),
+        "root_path": "",
         "query_string": query.encode(), "headers": [(b"content-type", b"application/json"), *headers],
         "http_version": "1.1", "scheme": "http", "server": ("test", 80), "client": ("test", 1),
         "asgi": {"version": "3.0", "spec_version": "2.3"},
     }  # fmt: skip
-    return scope | more
+    return scope | overrides
 
 
 def events(response: httpx.Response) -> list[dict[str, Any]]:
-    """The chunks of a stream that ended well."""
+    """The JSON chunks of an event stream. Asserts status 200 and the final [DONE]."""
     assert response.status_code == 200, response.text
     assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
     *chunks, done, rest = response.text.split("\n\n")

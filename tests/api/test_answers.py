@@ -1,4 +1,4 @@
-"""What the two generation endpoints answer when all is well, whole and streamed."""
+"""Answers of /v1/completions and /v1/chat/completions to valid requests, complete and streamed."""
 
 import hashlib
 from dataclasses import replace
@@ -10,8 +10,8 @@ from cluster.request import RequestParams, StepTree
 from tests.api.scripted import EOS, IM_END, IM_START, MODEL, Client, ScriptedService, events
 
 
-def params_of(service: ScriptedService, at: int = -1) -> RequestParams:
-    return service.engine.requests[at].params
+def params_of(service: ScriptedService, index: int = -1) -> RequestParams:
+    return service.engine.requests[index].params
 
 
 def test_completion_answer_has_text_usage_and_speculation_counts(client: Client, service: ScriptedService) -> None:
@@ -26,14 +26,14 @@ def test_completion_answer_has_text_usage_and_speculation_counts(client: Client,
     usage = answer["usage"]
     assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (5, 16, 21)
     assert usage["prompt_tokens_details"] == {"cached_tokens": 2}
-    spoken = answer["metrics"]["speculative_decoding"]
-    histogram = spoken["acceptance_histogram"]
-    assert sum(histogram) == spoken["num_spec_steps"]
-    assert sum(j * count for j, count in enumerate(histogram)) == spoken["num_accepted_draft_tokens"]
-    assert len(histogram) == spoken["num_spec_tokens"] + 1
+    counts = answer["metrics"]["speculative_decoding"]
+    histogram = counts["acceptance_histogram"]
+    assert sum(histogram) == counts["num_spec_steps"]
+    assert sum(j * count for j, count in enumerate(histogram)) == counts["num_accepted_draft_tokens"]
+    assert len(histogram) == counts["num_spec_tokens"] + 1
     details = usage["completion_tokens_details"]
-    assert details["accepted_prediction_tokens"] == spoken["num_accepted_draft_tokens"]
-    assert details["rejected_prediction_tokens"] == spoken["num_draft_tokens"] - spoken["num_accepted_draft_tokens"]
+    assert details["accepted_prediction_tokens"] == counts["num_accepted_draft_tokens"]
+    assert details["rejected_prediction_tokens"] == counts["num_draft_tokens"] - counts["num_accepted_draft_tokens"]
     assert params_of(service) == RequestParams(seed=7, max_tokens=16)
     assert service.engine.requests[0].prompt_token_ids == tuple(b"hello")
     assert service.outcomes() == {"length": 1.0}
@@ -49,8 +49,8 @@ def test_chat_answer_has_message_usage_and_templated_prompt(client: Client, serv
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", EOS)
     assert answer["usage"]["completion_tokens"] == 12  # the EOS counts
     [request] = service.engine.requests
-    said = [IM_START, *b"user\nhi", IM_END, *b"\n", IM_START, *b"assistant\n"]
-    assert request.prompt_token_ids == tuple(said)
+    prompt_ids = [IM_START, *b"user\nhi", IM_END, *b"\n", IM_START, *b"assistant\n"]
+    assert request.prompt_token_ids == tuple(prompt_ids)
     assert 0 <= (request.params.seed or -1) < 2**63
 
 
@@ -68,7 +68,7 @@ def test_kv_cache_size_limits_the_default_max_tokens(client: Client, service: Sc
     client.complete(prompt="x" * 30)
     chat, completion = service.engine.requests
     assert chat.params.max_tokens == 40 - len(chat.prompt_token_ids)
-    assert completion.params.max_tokens == 10, "of OpenAI's 16"
+    assert completion.params.max_tokens == 10, "OpenAI's default is 16"
     answer = client.complete(prompt="x" * 30, max_tokens=11)
     assert answer.status_code == 400
     error = answer.json()["error"]
@@ -80,9 +80,9 @@ def test_kv_cache_size_limits_the_default_max_tokens(client: Client, service: Sc
 
 def test_template_arguments_and_text_parts_reach_the_prompt(client: Client, service: ScriptedService) -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    echoed = {"role": "assistant", "content": "x", "tool_calls": None, "refusal": None, "annotations": []}
+    assistant_message = {"role": "assistant", "content": "x", "tool_calls": None, "refusal": None, "annotations": []}
     client.chat(
-        messages=[echoed, {"role": "user", "content": parts}],
+        messages=[assistant_message, {"role": "user", "content": parts}],
         chat_template_kwargs={"shout": True},
         add_generation_prompt=False,
     )
@@ -92,10 +92,10 @@ def test_template_arguments_and_text_parts_reach_the_prompt(client: Client, serv
 
 def test_streamed_completion_text_equals_the_complete_answer(client: Client, service: ScriptedService) -> None:
     service.engine.script = "naïve 日本語 😀 text".encode()
-    whole = client.complete(max_tokens=60).json()
+    complete_answer = client.complete(max_tokens=60).json()
     chunks = events(client.complete(max_tokens=60, stream=True))
-    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole["choices"][0]["text"]
-    assert "\ufffd" not in whole["choices"][0]["text"]
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == complete_answer["choices"][0]["text"]
+    assert "\ufffd" not in complete_answer["choices"][0]["text"]
     assert {chunk["object"] for chunk in chunks} == {"text_completion"}
     assert len({(chunk["id"], chunk["created"], chunk["model"]) for chunk in chunks}) == 1
     reasons = [chunk["choices"][0]["finish_reason"] for chunk in chunks]
@@ -132,17 +132,17 @@ def test_n_samples_differ_and_repeat_with_the_same_seed(client: Client, service:
     def texts(**fields: Any) -> list[str]:
         response = client.complete(stream=stream, **fields)
         choices = [c for e in events(response) for c in e["choices"]] if stream else response.json()["choices"]
-        found = [""] * len({choice["index"] for choice in choices})
+        choice_texts = [""] * len({choice["index"] for choice in choices})
         for choice in choices:
-            found[choice["index"]] += choice["text"]
-        return found
+            choice_texts[choice["index"]] += choice["text"]
+        return choice_texts
 
-    four = texts(n=4, seed=11)
-    assert len(set(four)) == 4
-    assert texts(n=4, seed=11) == four
-    assert texts(n=1, seed=11) == four[:1]
+    four_texts = texts(n=4, seed=11)
+    assert len(set(four_texts)) == 4
+    assert texts(n=4, seed=11) == four_texts
+    assert texts(n=1, seed=11) == four_texts[:1]
     assert len({request.request_id for request in service.engine.requests}) == 9
-    assert texts(prompt=["hello", "there"], n=2, seed=11) == four[:2] * 2  # a list answers like its prompts alone
+    assert texts(prompt=["hello", "there"], n=2, seed=11) == four_texts[:2] * 2  # each prompt samples as if alone
     assert len(set(texts(n=3))) == 3
     assert texts(n=2) != texts(n=2)
 
@@ -214,14 +214,14 @@ def test_completion_logprobs_have_tokens_offsets_and_top_logprobs(
     service.engine.script = "é<a".encode()
     response = client.complete(logprobs=2, max_tokens=4, stream=stream)
     parts = events(response) if stream else [response.json()]
-    found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    columns: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for part in parts:
         for name, values in part["choices"][0]["logprobs"].items():
-            found[name] += values
-    assert found["tokens"] == ["\ufffd", "\ufffd", "<", "a"]
-    assert found["text_offset"] == [0, 0, 1, 2]
-    assert found["token_logprobs"] == [-0.5] * 4
-    assert found["top_logprobs"][2] == {"a": -1.0, "b": -2.0, "<": -0.5}
+            columns[name] += values
+    assert columns["tokens"] == ["\ufffd", "\ufffd", "<", "a"]
+    assert columns["text_offset"] == [0, 0, 1, 2]
+    assert columns["token_logprobs"] == [-0.5] * 4
+    assert columns["top_logprobs"][2] == {"a": -1.0, "b": -2.0, "<": -0.5}
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -273,15 +273,15 @@ NODES = [
 
 @pytest.mark.parametrize("kind", ["complete", "chat"])
 def test_return_tree_adds_the_draft_tree_of_each_step(client: Client, service: ScriptedService, kind: str) -> None:
-    """Beside the tokens that it gave; the first token has none."""
+    """A chunk holds the tree and the tokens of the same step. The first token comes from no tree."""
     service.engine.script, service.engine.tree = b"xyz", TREE
-    ask = getattr(client, kind)
-    chunks = events(ask(return_tree=True, max_tokens=3, stream=True))
-    shown = [chunk["choices"][0].get("tree") for chunk in chunks]
+    send = getattr(client, kind)
+    chunks = events(send(return_tree=True, max_tokens=3, stream=True))
+    chunk_trees = [chunk["choices"][0].get("tree") for chunk in chunks]
     expected = {"nodes": NODES, "accepted": [0, 1], "bonus": {"token_id": 122, "token": "z"}}
-    assert shown == [None] * (len(chunks) - 1) + [expected]
+    assert chunk_trees == [None] * (len(chunks) - 1) + [expected]
     assert params_of(service).return_tree
-    assert all("tree" not in chunk["choices"][0] for chunk in events(ask(max_tokens=3, stream=True)))
+    assert all("tree" not in chunk["choices"][0] for chunk in events(send(max_tokens=3, stream=True)))
     assert not params_of(service).return_tree
 
 
@@ -324,17 +324,17 @@ def test_sampling_fields_reach_the_engine(client: Client, service: ScriptedServi
 
 
 def test_seed_minus_1_means_random_and_top_p_0_means_greedy(client: Client, service: ScriptedService) -> None:
-    """vLLM's seed -1 is no seed, and nothing but the likeliest token lies within top_p 0."""
+    """In vLLM, seed -1 means no seed. With top_p 0 only the likeliest token remains."""
     options = {"include_usage": True, "include_obfuscation": True}
     answer = client.complete(seed=-1, top_p=0, temperature=0.7, stream=True, stream_options=options)
     assert answer.status_code == 200, answer.text
     params = params_of(service)
     assert (params.temperature, params.top_p) == (0.0, 1.0)
-    assert params.seed is not None and params.seed >= 0, "drawn by whoever admits it"
+    assert params.seed is not None and params.seed >= 0, "a random seed is drawn at admission"
 
 
 def test_seeds_are_taken_modulo_2_to_the_64_in_every_api(client: Client, service: ScriptedService) -> None:
-    """Taken modulo 2**64 in every API: -2 and 2**64 - 2 are one seed. 2**64 - 1 is a seed, though -1 is none."""
+    """-2 and 2**64 - 2 are the same seed. 2**64 - 1 is a seed, although -1 means no seed."""
     chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
     paths = {"/v1/chat/completions": chat, "/v1/messages": chat, "/v1/responses": {"input": "hi"}}
     for path, body in paths.items():
@@ -343,8 +343,8 @@ def test_seeds_are_taken_modulo_2_to_the_64_in_every_api(client: Client, service
             assert answer.status_code == 200, answer.text
             assert params_of(service).seed == used
     texts = [client.complete(seed=seed, n=2, temperature=1).json()["choices"] for seed in (-2, 2**64 - 2, 2)]
-    said = [[choice["text"] for choice in choices] for choices in texts]
-    assert said[0] == said[1] != said[2] and said[0][0] != said[0][1]
+    sample_texts = [[choice["text"] for choice in choices] for choices in texts]
+    assert sample_texts[0] == sample_texts[1] != sample_texts[2] and sample_texts[0][0] != sample_texts[0][1]
 
 
 def test_answer_id_contains_the_given_request_id(client: Client, service: ScriptedService) -> None:

@@ -1,4 +1,4 @@
-"""Anthropic's own client against a real server: what it parses, what it raises, what it tries again."""
+"""Anthropic's official client against a real server: what it parses, which errors it raises, what it retries."""
 
 import threading
 
@@ -10,13 +10,13 @@ from pydantic import BaseModel
 from tests.api.listening import assert_closing_aborts
 from tests.api.scripted import MODEL, ScriptedService
 
-SAID = "once upon a time 😀 there was an aerie"
+OUTPUT_TEXT = "once upon a time 😀 there was an aerie"
 HI = [{"role": "user", "content": "hi"}]
 
 
 @pytest.fixture(autouse=True)
 def script(service: ScriptedService) -> None:
-    service.engine.script = SAID.encode()
+    service.engine.script = OUTPUT_TEXT.encode()
 
 
 @pytest.fixture
@@ -27,33 +27,33 @@ def api(anthropic: Anthropic) -> Anthropic:
 def test_anthropic_client_reads_messages_and_counts_tokens(api: Anthropic) -> None:
     message = api.messages.create(model=MODEL, max_tokens=100, messages=HI, system="be brief")
     [block] = message.content
-    assert (block.type, block.text, message.stop_reason) == ("text", SAID, "end_turn")
+    assert (block.type, block.text, message.stop_reason) == ("text", OUTPUT_TEXT, "end_turn")
     assert message._request_id == message.id
-    assert message.usage.output_tokens == len(SAID.encode()) + 1
+    assert message.usage.output_tokens == len(OUTPUT_TEXT.encode()) + 1
     assert message.usage.cache_read_input_tokens == 2
-    counted = api.messages.count_tokens(model=MODEL, messages=HI, system="be brief")
-    assert counted.input_tokens == message.usage.input_tokens + 2
-    cut = api.messages.create(model=MODEL, max_tokens=4, messages=HI)
-    assert (cut.content[0].text, cut.stop_reason) == ("once", "max_tokens")
-    stopped = api.messages.create(model=MODEL, max_tokens=100, messages=HI, stop_sequences=[" time"])
-    assert (stopped.content[0].text, stopped.stop_reason, stopped.stop_sequence) == (
+    token_count = api.messages.count_tokens(model=MODEL, messages=HI, system="be brief")
+    assert token_count.input_tokens == message.usage.input_tokens + 2
+    truncated = api.messages.create(model=MODEL, max_tokens=4, messages=HI)
+    assert (truncated.content[0].text, truncated.stop_reason) == ("once", "max_tokens")
+    stopped_message = api.messages.create(model=MODEL, max_tokens=100, messages=HI, stop_sequences=[" time"])
+    assert (stopped_message.content[0].text, stopped_message.stop_reason, stopped_message.stop_sequence) == (
         "once upon a", "stop_sequence", " time",
     )  # fmt: skip
 
 
 def test_anthropic_client_reads_streams(api: Anthropic) -> None:
     with api.messages.stream(model=MODEL, max_tokens=100, messages=HI) as stream:
-        assert "".join(stream.text_stream) == SAID
+        assert "".join(stream.text_stream) == OUTPUT_TEXT
         message = stream.get_final_message()
-    assert (message.content[0].text, message.stop_reason) == (SAID, "end_turn")
-    assert message.usage.output_tokens == len(SAID.encode()) + 1
-    raw = list(api.messages.create(model=MODEL, max_tokens=4, messages=HI, stream=True))
-    assert [event.type for event in raw][:2] == ["message_start", "content_block_start"]
-    assert [event.type for event in raw][-2:] == ["message_delta", "message_stop"]
+    assert (message.content[0].text, message.stop_reason) == (OUTPUT_TEXT, "end_turn")
+    assert message.usage.output_tokens == len(OUTPUT_TEXT.encode()) + 1
+    raw_events = list(api.messages.create(model=MODEL, max_tokens=4, messages=HI, stream=True))
+    assert [event.type for event in raw_events][:2] == ["message_start", "content_block_start"]
+    assert [event.type for event in raw_events][-2:] == ["message_delta", "message_stop"]
 
 
 class Person(BaseModel):
-    """What an answer has to be."""
+    """The schema of the structured answer."""
 
     name: str
 
@@ -75,13 +75,13 @@ def test_anthropic_client_extra_body_fields_reach_the_engine(api: Anthropic, ser
 def test_anthropic_client_raises_the_matching_error_types(api: Anthropic, service: ScriptedService) -> None:
     with pytest.raises(anthropic.BadRequestError, match="temperature: must be"):
         api.messages.create(model=MODEL, max_tokens=4, messages=HI, extra_body={"temperature": -1})
-    with pytest.raises(anthropic.NotFoundError) as missing:
+    with pytest.raises(anthropic.NotFoundError) as not_found:
         api.messages.create(model="other", max_tokens=4, messages=HI)
-    assert missing.value.body["error"]["type"] == "not_found_error"
+    assert not_found.value.body["error"]["type"] == "not_found_error"
     service.engine.queue_is_full = True
-    with pytest.raises(anthropic.InternalServerError) as full:
+    with pytest.raises(anthropic.InternalServerError) as overloaded:
         api.messages.create(model=MODEL, max_tokens=4, messages=HI)
-    assert (full.value.status_code, full.value.response.headers["retry-after"]) == (503, "1")
+    assert (overloaded.value.status_code, overloaded.value.response.headers["retry-after"]) == (503, "1")
     service.engine.queue_is_full = False
     service.engine.fail_at = 5
     with pytest.raises(anthropic.APIStatusError, match="failed to answer"):
@@ -91,23 +91,23 @@ def test_anthropic_client_raises_the_matching_error_types(api: Anthropic, servic
 
 
 def test_anthropic_client_retries_after_a_503(url: str, service: ScriptedService) -> None:
-    """Anthropic's own servers say 529 for load; its client tries a 503 again too, so 503 stays."""
+    """Anthropic's servers answer overload with 529. Its client retries after 503 too, so this server sends 503."""
     service.engine.queue_is_full = True
-    done = threading.Event()
+    finished = threading.Event()
 
-    def make_room() -> None:
-        while len(service.engine.requests) < 1 and not done.wait(0.01):
+    def free_the_queue() -> None:
+        while len(service.engine.requests) < 1 and not finished.wait(0.01):
             pass
         service.engine.queue_is_full = False
 
-    room = threading.Thread(target=make_room)
-    room.start()
+    queue_thread = threading.Thread(target=free_the_queue)
+    queue_thread.start()
     try:
         with Anthropic(base_url=url, api_key="none", max_retries=2) as client:
             assert client.messages.create(model=MODEL, max_tokens=4, messages=HI).content[0].text == "once"
     finally:
-        done.set()
-        room.join(10)
+        finished.set()
+        queue_thread.join(10)
     assert len(service.engine.requests) == 2
 
 

@@ -1,4 +1,4 @@
-"""Bad input, case by case: the exact status, the field that is named, and a server that goes on answering."""
+"""Bad input, case by case: the exact status, the field that the error names, and a server that still answers."""
 
 import json
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from tests.api.scripted import CONTEXT, MODEL, VOCAB, Client, ScriptedService
 HI = [{"role": "user", "content": "hi"}]
 MIB = 1 << 20
 
-# name: (path, fields that replace those of a good request, param, words of the message)
+# name: (path, fields that replace those of a valid request, the error's param, a part of the error's message)
 FIELDS: dict[str, tuple[str, dict[str, Any], str, str]] = {
     **CONVERSATIONS,
     "no prompt": (COMPLETE, {"prompt": None}, "prompt", "required"),
@@ -33,7 +33,7 @@ FIELDS: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "prompt of fractions": (COMPLETE, {"prompt": [[1, 2.5]]}, "prompt", "got 2.5 at position 1"),
     "token id outside the vocabulary": (COMPLETE, {"prompt": [1, VOCAB]}, "prompt", f"token id {VOCAB} lies outside"),
     "negative token id": (COMPLETE, {"prompt": [[1], [-1]]}, "prompt.1", "token id -1 lies outside"),
-    "astronomical token id": (COMPLETE, {"prompt": [10**400]}, "prompt", "lies outside the vocabulary"),
+    "token id of 401 digits": (COMPLETE, {"prompt": [10**400]}, "prompt", "lies outside the vocabulary"),
     "half a surrogate pair": (COMPLETE, {"prompt": "ab\ud800"}, "prompt", "character 2 is half of a surrogate pair"),
     "prompt longer than the context": (
         COMPLETE,
@@ -41,7 +41,7 @@ FIELDS: dict[str, tuple[str, dict[str, Any], str, str]] = {
         "prompt",
         f"maximum context length is {CONTEXT}",
     ),
-    "prompt and output longer": (COMPLETE, {"max_tokens": 508}, "max_tokens", "ask for at most 507"),
+    "prompt and output longer than the context": (COMPLETE, {"max_tokens": 508}, "max_tokens", "ask for at most 507"),
     "too many sequences": (COMPLETE, {"prompt": ["a"] * 65, "n": 2}, "prompt", "130 sequences"),
     "model of another type": (COMPLETE, {"model": 7}, "model", "must be a string, got 7"),
     "stream is a string": (COMPLETE, {"stream": "yes"}, "stream", "must be true or false, got 'yes'"),
@@ -63,14 +63,24 @@ FIELDS: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "best_of is too many": (COMPLETE, {"best_of": 129}, "best_of", "at most 128"),
     "best_of below n": (COMPLETE, {"best_of": 2, "n": 3}, "best_of", "at least n"),
     "best_of in a stream": (COMPLETE, {"best_of": 2, "stream": True}, "best_of", "known at the end"),
-    "a cut to nothing": (CHAT, {"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "must be positive"),
-    "echo of a conversation": (CHAT, {"echo": True}, "echo", "send the prompt to /v1/completions"),
+    "truncate_prompt_tokens is zero": (
+        CHAT,
+        {"truncate_prompt_tokens": 0},
+        "truncate_prompt_tokens",
+        "must be positive",
+    ),
+    "echo in a chat": (CHAT, {"echo": True}, "echo", "send the prompt to /v1/completions"),
     "max_tokens is negative": (COMPLETE, {"max_tokens": -5}, "max_tokens", "got -5"),
     "max_tokens is huge": (COMPLETE, {"max_tokens": 10**18}, "max_tokens", "ask for at most"),
     "max_tokens is a string": (COMPLETE, {"max_tokens": "5"}, "max_tokens", "must be an integer, got '5'"),
     "max_tokens is true": (COMPLETE, {"max_tokens": True}, "max_tokens", "must be an integer, got True"),
-    "two different limits": (CHAT, {"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens", "send one of them"),
-    "chat limit beyond the context": (CHAT, {"max_completion_tokens": 999}, "max_completion_tokens", "ask for at most"),
+    "max_tokens and max_completion_tokens differ": (
+        CHAT,
+        {"max_tokens": 5, "max_completion_tokens": 6},
+        "max_tokens",
+        "send one of them",
+    ),
+    "max_completion_tokens is huge": (CHAT, {"max_completion_tokens": 999}, "max_completion_tokens", "ask for at most"),
     "temperature is negative": (COMPLETE, {"temperature": -0.1}, "temperature", "greater than or equal to 0, got -0.1"),
     "temperature is huge": (COMPLETE, {"temperature": 1e300}, "temperature", "less than or equal to 100"),
     "temperature is a string": (CHAT, {"temperature": "hot"}, "temperature", "must be a number, got 'hot'"),
@@ -91,7 +101,7 @@ FIELDS: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "stop holds a number": (COMPLETE, {"stop": ["a", 3]}, "stop.1", "must be a string, got 3"),
     "too many stops": (COMPLETE, {"stop": [*map(str, range(65))]}, "stop", "at most 64 strings, got 65"),
     "a long stop": (COMPLETE, {"stop": "x" * 257}, "stop", "at most 256 characters"),
-    "a stop that is not text": (COMPLETE, {"stop": "\udfff"}, "stop.0", "half of a surrogate pair"),
+    "a stop with half a surrogate pair": (COMPLETE, {"stop": "\udfff"}, "stop.0", "half of a surrogate pair"),
     "stop token outside the vocabulary": (COMPLETE, {"stop_token_ids": [VOCAB]}, "stop_token_ids", "must lie in"),
     "stop token is a string": (COMPLETE, {"stop_token_ids": ["a"]}, "stop_token_ids.0", "must be an integer"),
     "logprobs is too many": (COMPLETE, {"logprobs": 21}, "logprobs", "at most 20"),
@@ -141,19 +151,19 @@ FIELDS: dict[str, tuple[str, dict[str, Any], str, str]] = {
         "chat_template_kwargs",
         "must be an object",
     ),
-    "template arguments that replace ours": (
+    "template arguments that the server sets": (
         CHAT,
         {"chat_template_kwargs": {"tokenize": True}},
         "chat_template_kwargs.tokenize",
         "not allowed",
     ),
-    "template arguments that are not text": (
+    "template arguments with half a surrogate pair": (
         CHAT,
         {"chat_template_kwargs": {"sign": "\ud800"}},
         "messages",
         "refuses this conversation: UnicodeEncodeError",
     ),
-    "template arguments that break it": (
+    "template arguments that make the template fail": (
         CHAT,
         {"chat_template_kwargs": {"sign": {}, "shout": []}, "messages": [{"role": "user", "content": "count"}]},
         "messages",
@@ -165,28 +175,28 @@ FIELDS: dict[str, tuple[str, dict[str, Any], str, str]] = {
         "messages",
         "context length",
     ),
-    "logit_bias of a word": (CHAT, {"logit_bias": {"the": 1}}, "logit_bias", "got the id 'the'"),
+    "logit_bias of a text": (CHAT, {"logit_bias": {"the": 1}}, "logit_bias", "got the id 'the'"),
     "logit_bias as a list": (CHAT, {"logit_bias": [[5, 1]]}, "logit_bias", "must map token ids to numbers"),
     "logit_bias beyond the vocabulary": (CHAT, {"logit_bias": {"999999": 1}}, "logit_bias", "ids must lie in [0, "),
-    "logit_bias too strong": (CHAT, {"logit_bias": {"5": 101}}, "logit_bias", "5: must be a number in [-100, 100]"),
-    "presence_penalty": (CHAT, {"presence_penalty": 2.5}, "presence_penalty", "less than or equal to 2"),
-    "frequency_penalty": (COMPLETE, {"frequency_penalty": "2"}, "frequency_penalty", "must be a number"),
+    "logit_bias above 100": (CHAT, {"logit_bias": {"5": 101}}, "logit_bias", "5: must be a number in [-100, 100]"),
+    "presence_penalty above 2": (CHAT, {"presence_penalty": 2.5}, "presence_penalty", "less than or equal to 2"),
+    "frequency_penalty is a string": (COMPLETE, {"frequency_penalty": "2"}, "frequency_penalty", "must be a number"),
     "a tiny repetition_penalty": (COMPLETE, {"repetition_penalty": 5e-324}, "repetition_penalty", "0.01"),
     "repetition_penalty": (COMPLETE, {"repetition_penalty": 0}, "repetition_penalty", "greater than or equal to 0.01"),
     "repeat_penalty": (COMPLETE, {"repeat_penalty": 1.1}, "repeat_penalty", "use repetition_penalty"),
-    "no allowed_token_ids": (COMPLETE, {"allowed_token_ids": []}, "allowed_token_ids", "must not be empty"),
+    "empty allowed_token_ids": (COMPLETE, {"allowed_token_ids": []}, "allowed_token_ids", "must not be empty"),
     "allowed_token_ids below 0": (COMPLETE, {"allowed_token_ids": [-1]}, "allowed_token_ids", "must lie in [0, "),
     "bad_words with an empty one": (COMPLETE, {"bad_words": ["a", " "]}, "bad_words", "an empty word"),
     "bad_words that are too many": (COMPLETE, {"bad_words": ["a"] * 65}, "bad_words", "at most 64"),
-    "min_tokens beyond all": (COMPLETE, {"min_tokens": 2**31}, "min_tokens", "less than 2147483648"),
-    "white space of a JSON": (
+    "min_tokens is huge": (COMPLETE, {"min_tokens": 2**31}, "min_tokens", "less than 2147483648"),
+    "guided_whitespace_pattern": (
         CHAT,
         {"guided_json": {}, "guided_whitespace_pattern": ""},
         "guided_whitespace_pattern",
         "use structured_outputs with disable_any_whitespace",
     ),
     "min_tokens beyond max_tokens": (COMPLETE, {"min_tokens": 9, "max_tokens": 8}, "min_tokens", "at most max_tokens"),
-    "response_format of another kind": (
+    "response_format of an unknown type": (
         CHAT,
         {"response_format": {"type": "xml"}},
         "response_format.type",
@@ -203,7 +213,7 @@ FIELDS: dict[str, tuple[str, dict[str, Any], str, str]] = {
 }
 
 GOOD = json.dumps({"model": MODEL, "prompt": "hello"}).encode()
-# name: (body, further headers, status, words of the message)
+# name: (body, further headers, status, a part of the error's message)
 BODIES: dict[str, tuple[bytes, dict[str, str], int, str]] = {
     "empty": (b"", {}, 400, "not valid JSON"),
     "not JSON": (b"{'model': 'demo'}", {}, 400, "line 1 column 2"),
@@ -221,34 +231,38 @@ BODIES: dict[str, tuple[bytes, dict[str, str], int, str]] = {
     "too long an integer": (b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}", {}, 400, "a number is too long"),
     "deep lists": (b"[" * 100_000, {}, 400, "nested deeper than 64"),
     "deep objects": (b'{"a":' * 70 + b"1" + b"}" * 70, {}, 400, "nested deeper than 64"),
-    "deep behind quotes": (b'{"x": "\\"", "a": ' + b"[" * 200 + b"]" * 200 + b"}", {}, 400, "nested deeper"),
+    "deep lists after a quote": (b'{"x": "\\"", "a": ' + b"[" * 200 + b"]" * 200 + b"}", {}, 400, "nested deeper"),
     "10 MB": (b'{"prompt": "' + b"x" * (10 * MIB) + b'"}', {}, 413, "larger than 1048576 bytes"),
-    "a byte too long": (GOOD.ljust(MIB + 1), {}, 413, "larger than"),
-    "a form": (GOOD, {"content-type": "application/x-www-form-urlencoded"}, 415, "must be application/json"),
+    "one byte too long": (GOOD.ljust(MIB + 1), {}, 413, "larger than"),
+    "form data": (GOOD, {"content-type": "application/x-www-form-urlencoded"}, 415, "must be application/json"),
     "compressed": (GOOD, {"content-encoding": "gzip"}, 415, "uncompressed"),
 }
 
 
 @pytest.fixture(scope="module")
-def served(tokenizer_folder: Path) -> Iterator[tuple[Client, ScriptedService]]:
-    """One server for the whole table, which has to answer at the end."""
+def shared_app(tokenizer_folder: Path) -> Iterator[tuple[Client, ScriptedService]]:
+    """One client and one service for all bad requests of this file.
+
+    After the tests no bad request has reached the engine, and the server still answers valid requests.
+    """
     service = ScriptedService(tokenizer_folder)
     client = Client(make_app(service))
     yield client, service
-    before = len(service.engine.requests)
-    assert before == 0, "a bad request reached the engine"
+    request_count = len(service.engine.requests)
+    assert request_count == 0, "a bad request reached the engine"
     for path, body in ((COMPLETE, {"prompt": "hello"}), (CHAT, {"messages": HI})):
         assert client.post(path, {"model": MODEL, **body}).status_code == 200
     assert service.outcomes() == {"invalid": service.outcomes()["invalid"], "length": 2.0}
 
 
-def check(response: httpx.Response, status: int, param: str | None, words: str) -> None:
+def check_error(response: httpx.Response, status: int, param: str | None, message_part: str) -> None:
+    """Assert that the response is an error in OpenAI's format, with this status, param and part of its message."""
     assert response.status_code == status, response.text
     assert response.headers["content-type"] == "application/json"
     error = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert error["param"] == param
-    assert words in error["message"]
+    assert message_part in error["message"]
     assert "Traceback" not in error["message"]
     assert "/work" not in error["message"]
     assert len(error["message"]) < 400
@@ -257,26 +271,26 @@ def check(response: httpx.Response, status: int, param: str | None, words: str) 
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_bad_field_gives_a_400_that_names_the_field(served: tuple[Client, ScriptedService], name: str) -> None:
-    path, fields, param, words = FIELDS[name]
+def test_bad_field_gives_a_400_that_names_the_field(shared_app: tuple[Client, ScriptedService], name: str) -> None:
+    path, fields, param, message_part = FIELDS[name]
     good = {"prompt": "hello"} if path == COMPLETE else {"messages": HI}
     body = json.dumps({"model": MODEL, **good, **fields})  # ASCII, so that surrogates travel as escapes
-    response = served[0].request("POST", path, content=body, headers={"content-type": "application/json"})
-    check(response, 400, param, words)
+    response = shared_app[0].request("POST", path, content=body, headers={"content-type": "application/json"})
+    check_error(response, 400, param, message_part)
     assert response.json()["error"]["type"] == "invalid_request_error"
 
 
 @pytest.mark.parametrize("path", [COMPLETE, CHAT, "/tokenize", "/detokenize"])
 @pytest.mark.parametrize("name", BODIES)
 def test_unreadable_body_gives_the_expected_4xx_and_message(
-    served: tuple[Client, ScriptedService], path: str, name: str
+    shared_app: tuple[Client, ScriptedService], path: str, name: str
 ) -> None:
-    body, headers, status, words = BODIES[name]
+    body, headers, status, message_part = BODIES[name]
     headers = {"content-type": "application/json", **headers}
-    check(served[0].request("POST", path, content=body, headers=headers), status, None, words)
+    check_error(shared_app[0].request("POST", path, content=body, headers=headers), status, None, message_part)
 
 
-def test_oversized_body_is_refused_without_reading_past_the_limit(served: tuple[Client, ScriptedService]) -> None:
+def test_oversized_body_is_refused_without_reading_past_the_limit(shared_app: tuple[Client, ScriptedService]) -> None:
     read = 0
 
     async def endless() -> Any:
@@ -285,20 +299,20 @@ def test_oversized_body_is_refused_without_reading_past_the_limit(served: tuple[
             read += 65536
             yield b" " * 65536
 
-    response = served[0].request("POST", COMPLETE, content=endless(), headers={"content-type": "application/json"})
-    check(response, 413, None, "larger than")
+    response = shared_app[0].request("POST", COMPLETE, content=endless(), headers={"content-type": "application/json"})
+    check_error(response, 413, None, "larger than")
     assert read <= MIB + 2 * 65536
     headers = {"content-type": "application/json", "content-length": str(10**12)}
-    check(served[0].request("POST", COMPLETE, content=b"{}", headers=headers), 413, None, "larger than")
+    check_error(shared_app[0].request("POST", COMPLETE, content=b"{}", headers=headers), 413, None, "larger than")
 
 
 @pytest.mark.parametrize("path", [COMPLETE, CHAT])
 @pytest.mark.parametrize("name", ["nobody", "", "../demo", "demo\u0000", "x" * 10_000])
 def test_unknown_model_gives_a_404_that_names_the_served_model(
-    served: tuple[Client, ScriptedService], path: str, name: str
+    shared_app: tuple[Client, ScriptedService], path: str, name: str
 ) -> None:
     good = {"prompt": "hello"} if path == COMPLETE else {"messages": HI}
-    response = served[0].post(path, {"model": name, **good})
+    response = shared_app[0].post(path, {"model": name, **good})
     assert response.status_code == 404
     error = response.json()["error"]
     assert (error["param"], error["code"]) == ("model", "model_not_found")
@@ -308,17 +322,17 @@ def test_unknown_model_gives_a_404_that_names_the_served_model(
 
 @pytest.mark.parametrize("field", REFUSED)
 def test_unsupported_field_is_refused_unless_its_value_is_neutral(
-    served: tuple[Client, ScriptedService], field: str
+    shared_app: tuple[Client, ScriptedService], field: str
 ) -> None:
-    client, _ = served
+    client, _ = shared_app
     path, good = (COMPLETE, {"prompt": "hi"}) if field in ChatRequest.model_fields else (CHAT, {"messages": HI})
     response = client.post(path, {"model": MODEL, **good, field: {"asks": "for something"}})
-    check(response, 400, field, "not supported by this server")
+    check_error(response, 400, field, "not supported by this server")
     assert response.json()["error"]["code"] == "unsupported_parameter"
     for neutral in (None, *REFUSED[field]):
-        # A field that is checked after ours shows that this one went through.
+        # The server checks `n` after `field`. So an error about `n` shows that it accepted `field`.
         answer = client.post(path, {"model": MODEL, **good, field: neutral, "n": 200})
-        check(answer, 400, "n", "at most 128")
+        check_error(answer, 400, "n", "at most 128")
         assert WARNING_HEADER not in answer.headers
 
 
@@ -335,9 +349,9 @@ def test_unsupported_field_is_refused_unless_its_value_is_neutral(
     ],
 )
 def test_unknown_path_gives_a_404_and_wrong_method_a_405(
-    served: tuple[Client, ScriptedService], method: str, path: str, status: int
+    shared_app: tuple[Client, ScriptedService], method: str, path: str, status: int
 ) -> None:
-    response = served[0].request(method, path)
+    response = shared_app[0].request(method, path)
     assert response.status_code == status
     error = response.json()["error"]
     assert error["type"] == "invalid_request_error"
@@ -346,7 +360,7 @@ def test_unknown_path_gives_a_404_and_wrong_method_a_405(
 
 
 @pytest.mark.parametrize(
-    ("path", "words"),
+    ("path", "message_part"),
     [
         ("embeddings", "no embeddings"),
         ("audio/speech", "no speech"),
@@ -360,10 +374,10 @@ def test_unknown_path_gives_a_404_and_wrong_method_a_405(
     ],
 )
 def test_unsupported_openai_route_gives_a_404_that_names_the_missing_feature(
-    served: tuple[Client, ScriptedService], path: str, words: str
+    shared_app: tuple[Client, ScriptedService], path: str, message_part: str
 ) -> None:
     for method in ("GET", "POST"):
-        response = served[0].request(method, f"/v1/{path}")
+        response = shared_app[0].request(method, f"/v1/{path}")
         error = response.json()["error"]
         assert response.status_code == 404 and error["code"] == "unknown_url" and error["param"] is None
-        assert words in error["message"] and "/v1/chat/completions" in error["message"]
+        assert message_part in error["message"] and "/v1/chat/completions" in error["message"]

@@ -1,4 +1,4 @@
-"""What applications send that no specification asks for, and what they read of answers."""
+"""What client applications send beyond the API specifications, and what they read in answers."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ from cluster.api.http.routes import make_app
 from tests.api.scripted import MODEL, Client, ScriptedService, save_tokenizer
 from tests.api.test_tools import HI
 
-STRICT = (
+STRICT_TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'system' and not loop.first %}"
     "{{ raise_exception('System message must be at the beginning') }}{% endif %}"
     "{% if m['role'] not in ['system', 'user', 'assistant'] %}{{ raise_exception('Unexpected message role.') }}"
@@ -30,7 +30,7 @@ STRICT = (
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tokenizer(tmp_path_factory.mktemp("strict"), STRICT, [])
+    return save_tokenizer(tmp_path_factory.mktemp("strict"), STRICT_TEMPLATE, [])
 
 
 def prompt_of(service: ScriptedService) -> str:
@@ -41,7 +41,7 @@ def prompt_of(service: ScriptedService) -> str:
 
 
 def test_developer_messages_join_the_system_message_of_strict_templates(folder: Path) -> None:
-    """Codex and OpenAI's SDKs send that role. A template with one place for the system gets all of it there."""
+    """Codex and OpenAI's SDKs send the role developer. A template for one system message gets all system text in it."""
     service = ScriptedService(folder)
     client = Client(make_app(service))
     messages = [
@@ -61,24 +61,24 @@ def test_developer_messages_join_the_system_message_of_strict_templates(folder: 
 
 
 def test_claude_code_billing_line_is_removed_from_the_prompt(service: ScriptedService) -> None:
-    """It changes with every request, so that no prefix would ever be found again."""
+    """The line changes with every request. In the prompt it would prevent every prefix-cache hit."""
     client = Client(make_app(service))
     prompts = []
-    for number in (1, 2):
-        line = {"type": "text", "text": f"{BILLING_PREFIX} cc_version=2; cch={number};"}
-        system = [line, {"type": "text", "text": "Be brief."}]
+    for request_number in (1, 2):
+        billing_block = {"type": "text", "text": f"{BILLING_PREFIX} cc_version=2; cch={request_number};"}
+        system = [billing_block, {"type": "text", "text": "Be brief."}]
         body = {"model": MODEL, "messages": HI, "max_tokens": 1, "system": system}
         assert client.post("/v1/messages", body).status_code == 200
         prompts.append(service.engine.requests[-1].prompt_token_ids)
-        count = {"model": MODEL, "messages": HI, "system": system}
-        assert client.post("/v1/messages/count_tokens", count).json()["input_tokens"] == len(prompts[-1])
+        count_body = {"model": MODEL, "messages": HI, "system": system}
+        assert client.post("/v1/messages/count_tokens", count_body).json()["input_tokens"] == len(prompts[-1])
     assert prompts[0] == prompts[1]
 
 
 def test_unread_fields_of_history_messages_are_named_in_a_warning(service: ScriptedService) -> None:
     client = Client(make_app(service))
-    kept = {"parsed": {"a": 1}, "provider_specific_fields": {"x": 1}, "id": "m1", "annotations": []}
-    messages = [*HI, {"role": "assistant", "content": "yes", **kept}, *HI]
+    extra_fields = {"parsed": {"a": 1}, "provider_specific_fields": {"x": 1}, "id": "m1", "annotations": []}
+    messages = [*HI, {"role": "assistant", "content": "yes", **extra_fields}, *HI]
     answer = client.chat(messages=messages, max_tokens=1)
     assert answer.status_code == 200
     for name in ("parsed", "provider_specific_fields", "id"):
@@ -89,7 +89,7 @@ def test_unread_fields_of_history_messages_are_named_in_a_warning(service: Scrip
 
 
 def test_context_length_errors_use_the_wording_that_clients_match(service: ScriptedService) -> None:
-    """LiteLLM looks for OpenAI's words, Claude Code for Anthropic's, and asks again for less."""
+    """LiteLLM matches OpenAI's wording. Claude Code matches Anthropic's wording, and then asks for fewer tokens."""
     client = Client(make_app(service))
     message = client.complete(prompt="x" * 10, max_tokens=32000).json()["error"]["message"]
     assert "this model's maximum context length is" in message
@@ -99,7 +99,7 @@ def test_context_length_errors_use_the_wording_that_clients_match(service: Scrip
 
 
 def test_sse_events_escape_all_line_breaks_of_python_splitlines() -> None:
-    """httpx's lines, by which LiteLLM, Dify and others read events, end where `str.splitlines` sees an end."""
+    """LiteLLM, Dify and others read events by the lines of httpx. These end where `str.splitlines` ends a line."""
     text = "a\u2028b\u2029c\x85d\x0be"
     sent = wire.sse_event({"text": text}).decode()
     assert sent.splitlines() == [sent.removesuffix("\n\n"), ""]
@@ -107,7 +107,7 @@ def test_sse_events_escape_all_line_breaks_of_python_splitlines() -> None:
 
 
 def test_openai_hosted_tools_are_ignored_with_a_warning(client: Client) -> None:
-    """It does so unasked, beside its functions: the model is not told of it, and the header says so."""
+    """Clients send hosted tools together with their functions by default. The model does not see hosted tools."""
     body = {"model": MODEL, "input": "hi", "tools": [{"type": "web_search", "external_web_access": False}]}
     answer = client.post("/v1/responses", body)
     assert answer.status_code == 200
@@ -118,25 +118,25 @@ def test_openai_hosted_tools_are_ignored_with_a_warning(client: Client) -> None:
 
 
 def test_empty_system_text_and_zero_top_logprobs_have_no_effect(client: Client) -> None:
-    plain = client.post("/v1/messages/count_tokens", {"model": MODEL, "messages": HI}).json()
+    plain_tokens = client.post("/v1/messages/count_tokens", {"model": MODEL, "messages": HI}).json()
     for system in ("", []):
         body = {"model": MODEL, "messages": HI, "system": system}
-        assert client.post("/v1/messages/count_tokens", body).json() == plain
-    counts = "/v1/responses/input_tokens"
-    said = client.post(counts, {"model": MODEL, "input": "x"}).json()
-    assert client.post(counts, {"model": MODEL, "input": "x", "instructions": ""}).json() == said
+        assert client.post("/v1/messages/count_tokens", body).json() == plain_tokens
+    count_path = "/v1/responses/input_tokens"
+    plain_count = client.post(count_path, {"model": MODEL, "input": "x"}).json()
+    assert client.post(count_path, {"model": MODEL, "input": "x", "instructions": ""}).json() == plain_count
     assert client.chat(logprobs=False, top_logprobs=0).status_code == 200
 
 
 def test_tool_name_may_have_128_characters() -> None:
-    """Claude Code's names of the tools of plugins, and OpenAI's own of responses, have more than 64."""
+    """Claude Code's names of plugin tools have more than 64 characters, as have OpenAI's names in the Responses API."""
     assert Function(name="f" * 128).name == "f" * 128
     with pytest.raises(ValueError, match="pattern"):
         Function(name="f" * 129)
 
 
 def test_silent_stream_sends_keep_alive_comments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While a long call is written, or thought that is not shown, nothing else is sent."""
+    """While the model writes a long tool call or hidden reasoning, the stream has no other events."""
     monkeypatch.setattr(wire, "KEEP_ALIVE_INTERVAL_S", 0.05)
     sent: list[bytes] = []
 
@@ -147,7 +147,7 @@ def test_silent_stream_sends_keep_alive_comments(monkeypatch: pytest.MonkeyPatch
             yield b""
         yield b"data: 2\n\n"
 
-    async def nothing() -> AsyncGenerator[None, None]:
+    async def empty_source() -> AsyncGenerator[None, None]:
         for never in ():
             yield never
 
@@ -157,17 +157,17 @@ def test_silent_stream_sends_keep_alive_comments(monkeypatch: pytest.MonkeyPatch
     async def receive() -> Any:
         await asyncio.sleep(60)
 
-    def failed(error: ApiError) -> bytes:
+    def raise_error(error: ApiError) -> bytes:
         raise error
 
-    answer = EventStream(events(), nothing(), {}, failed)
-    asyncio.run(answer({"type": "http"}, receive, send))
+    event_stream = EventStream(events(), empty_source(), {}, raise_error)
+    asyncio.run(event_stream({"type": "http"}, receive, send))
     assert sent[:2] == [b"start", b"data: 1\n\n"] and sent[-2:] == [b"data: 2\n\n", b""]
     assert len(sent[2:-2]) >= 2 and set(sent[2:-2]) == {KEEP_ALIVE}
 
 
 def test_omitted_sampling_fields_use_the_defaults_of_the_model(service: ScriptedService) -> None:
-    """As with vLLM and SGLang; what a request says counts, also where it says what is usual."""
+    """As in vLLM and SGLang. A field of the request overrides the model's default, even with the API's usual value."""
     sampling = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty": 1.05}
     service.model = replace(service.model, sampling_defaults=sampling)
     client = Client(make_app(service))
@@ -185,8 +185,10 @@ def test_omitted_sampling_fields_use_the_defaults_of_the_model(service: Scripted
         assert params.adjustments is not None and params.adjustments.repetition_penalty == 1.05
         if path == "/v1/responses":
             assert (answer.json()["temperature"], answer.json()["top_p"]) == (0.6, 0.95)
-        said = {"temperature": 1.0, "top_k": 0} if path != "/v1/messages" else {"temperature": 1.0, "top_k": 7}
-        client.post(path, {"model": MODEL, **body, **said})
+        explicit_fields = (
+            {"temperature": 1.0, "top_k": 0} if path != "/v1/messages" else {"temperature": 1.0, "top_k": 7}
+        )
+        client.post(path, {"model": MODEL, **body, **explicit_fields})
         params = service.engine.requests[-1].params
-        assert (params.temperature, params.top_p, params.top_k) == (1.0, 0.95, said["top_k"]), path
+        assert (params.temperature, params.top_p, params.top_k) == (1.0, 0.95, explicit_fields["top_k"]), path
     assert client.get("/server_info").json()["sampling_defaults"] == sampling

@@ -1,4 +1,6 @@
-"""Constrained output over HTTP, with a real engine: a tree and plain decoding give the same text, in its grammar."""
+"""Constrained output over HTTP, with a real engine: draft trees and plain decoding give the same text, in
+its grammar.
+"""
 
 import json
 import re
@@ -17,7 +19,8 @@ PERSON = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
-ASKED: dict[str, tuple[dict[str, Any], str]] = {
+# name: (fields of the request, regular expression of the text; empty where the text must fit the schema PERSON)
+GRAMMAR_FIELDS: dict[str, tuple[dict[str, Any], str]] = {
     "schema": ({"response_format": {"type": "json_schema", "json_schema": {"name": "p", "schema": PERSON}}}, ""),
     "guided": ({"guided_json": PERSON}, ""),
     "structured": ({"structured_outputs": {"json": PERSON}}, ""),
@@ -27,20 +30,23 @@ ASKED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", ASKED)
+@pytest.mark.parametrize("name", GRAMMAR_FIELDS)
 @pytest.mark.parametrize(
     "sampling", [{"temperature": 0}, {"seed": 5}, {"seed": 6, "top_p": 0.9, "repetition_penalty": 1.2}]
 )
 def test_constrained_text_fits_its_grammar_with_and_without_speculation(
     services: tuple[EngineService, EngineService], name: str, sampling: dict[str, Any]
 ) -> None:
-    fields, pattern = ASKED[name]
+    fields, pattern = GRAMMAR_FIELDS[name]
     body = {"prompt": "once", "max_tokens": 120, **sampling, **fields}
-    tree, plain = (Client(make_app(service)) for service in services)
-    said = [client.complete(**body).json()["choices"][0] for client in (tree, plain)]
-    assert said[0]["text"] == said[1]["text"] and said[0]["finish_reason"] == said[1]["finish_reason"] == "stop"
-    streamed = "".join(chunk["choices"][0]["text"] for chunk in events(tree.complete(**body, stream=True)))
-    assert streamed == said[0]["text"]
+    tree_client, plain_client = (Client(make_app(service)) for service in services)
+    choices = [client.complete(**body).json()["choices"][0] for client in (tree_client, plain_client)]
+    assert (
+        choices[0]["text"] == choices[1]["text"]
+        and choices[0]["finish_reason"] == choices[1]["finish_reason"] == "stop"
+    )
+    streamed = "".join(chunk["choices"][0]["text"] for chunk in events(tree_client.complete(**body, stream=True)))
+    assert streamed == choices[0]["text"]
     if pattern:
         assert re.fullmatch(pattern, streamed)
     else:
@@ -51,15 +57,17 @@ def test_constrained_text_fits_its_grammar_with_and_without_speculation(
 def test_grammar_raises_the_accept_length(services: tuple[EngineService, EngineService]) -> None:
     body = {"prompt": "once", "max_tokens": 120, "temperature": 0}
     tree = Client(make_app(services[0]))
-    bound, free = (tree.complete(**body, **more).json() for more in (ASKED["schema"][0], {"ignore_eos": True}))
-    counts = [answer["metrics"]["speculative_decoding"] for answer in (bound, free)]
-    lengths = [1 + count["num_accepted_draft_tokens"] / count["num_spec_steps"] for count in counts]
-    print(lengths)
-    assert lengths[0] > lengths[1]
+    constrained, unconstrained = (
+        tree.complete(**body, **fields).json() for fields in (GRAMMAR_FIELDS["schema"][0], {"ignore_eos": True})
+    )
+    counts = [answer["metrics"]["speculative_decoding"] for answer in (constrained, unconstrained)]
+    accept_lengths = [1 + count["num_accepted_draft_tokens"] / count["num_spec_steps"] for count in counts]
+    print(accept_lengths)
+    assert accept_lengths[0] > accept_lengths[1]
 
 
 @pytest.mark.parametrize(
-    ("fields", "param", "words"),
+    ("fields", "param", "message_part"),
     [
         ({"response_format": {"type": "xml"}}, "response_format.type", "must be one of"),
         ({"regex": "("}, "regex", ""),
@@ -69,9 +77,9 @@ def test_grammar_raises_the_accept_length(services: tuple[EngineService, EngineS
     ],
 )
 def test_unsupported_grammar_gives_a_400_that_names_the_field(
-    services: tuple[EngineService, EngineService], fields: dict[str, Any], param: str, words: str
+    services: tuple[EngineService, EngineService], fields: dict[str, Any], param: str, message_part: str
 ) -> None:
     answer = Client(make_app(services[0])).complete(prompt="once", **fields)
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
-    assert error["param"] == param and words in error["message"]
+    assert error["param"] == param and message_part in error["message"]

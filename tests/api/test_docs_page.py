@@ -1,4 +1,4 @@
-"""/docs: all routes and fields on a page that loads nothing from anywhere."""
+"""/docs: a page that lists all routes and fields, and loads no other resource."""
 
 import re
 from html.parser import HTMLParser
@@ -12,25 +12,25 @@ from tests.api.scripted import Client
 VOID = {"meta"}
 
 
-class Page(HTMLParser):
-    """The tags that are open, the attributes of all, and the text."""
+class ParsedPage(HTMLParser):
+    """A parsed page: the attributes of all tags as (tag, name, value), and the text. Every tag must be closed."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
-        self.open: list[str] = []
+        self.open_tags: list[str] = []
         self.attributes: list[tuple[str, str, str]] = []
         self.text = ""
         self.feed(page)
         self.close()
-        assert not self.open, f"never closed: {self.open}"
+        assert not self.open_tags, f"never closed: {self.open_tags}"
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.attributes += [(tag, name, value or "") for name, value in attrs]
         if tag not in VOID:
-            self.open.append(tag)
+            self.open_tags.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
+        assert self.open_tags.pop() == tag
 
     def handle_data(self, data: str) -> None:
         self.text += data
@@ -39,7 +39,7 @@ class Page(HTMLParser):
 def test_docs_page_names_every_route_and_request_field(client: Client, document: dict[str, Any]) -> None:
     response = client.get("/docs")
     assert response.status_code == 200 and response.headers["content-type"].startswith("text/html")
-    text = Page(response.text).text
+    text = ParsedPage(response.text).text
     for path, operations in document["paths"].items():
         for method in operations:
             assert f"{method.upper()} {path}" in text
@@ -49,7 +49,7 @@ def test_docs_page_names_every_route_and_request_field(client: Client, document:
 
 def test_docs_page_loads_no_external_resources(client: Client) -> None:
     response = client.get("/docs")
-    page = Page(response.text)
+    page = ParsedPage(response.text)
     links = [(tag, name, value) for tag, name, value in page.attributes if name in ("src", "href", "action", "srcset")]
     assert links == [("a", "href", "openapi.json")]
     assert "<script" not in response.text and "url(" not in response.text and "@import" not in response.text
@@ -58,7 +58,7 @@ def test_docs_page_loads_no_external_resources(client: Client) -> None:
 
 
 def test_docs_page_escapes_html_of_the_openapi_document() -> None:
-    """Also not where a description is not ours."""
+    """The page escapes every text of the document, also a description that is not from this repository."""
     evil = "<script>alert(1)</script>"
     schema = {"properties": {evil: {"type": evil, "default": evil}}, "description": evil}
     operation = {
@@ -71,4 +71,4 @@ def test_docs_page_escapes_html_of_the_openapi_document() -> None:
          "components": {"schemas": {"E": schema}}}
     )  # fmt: skip
     assert "<script" not in page.lower()
-    assert Page(page).text.count(evil) >= 6
+    assert ParsedPage(page).text.count(evil) >= 6

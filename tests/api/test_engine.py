@@ -1,6 +1,7 @@
-"""REST over a real engine: the text is the same streamed or whole, speculating or not, and leaving frees every page.
+"""REST over a real engine. The text is the same streamed or complete, with or without speculation. A disconnect of the
+client frees all KV pages.
 
-The target is random and its tokens are bytes, so nearly every token ends within a character or breaks one.
+The target is random and its tokens are bytes. So nearly every token ends inside a character or makes one invalid.
 """
 
 import asyncio
@@ -24,7 +25,7 @@ from cluster.engine import build_engine
 from cluster.observability.metrics import ServingMetrics
 from cluster.request import Request, SequenceOutput
 from tests.api.scripted import MODEL, VOCAB, Client, events
-from tests.api.test_streams import MANY, Visitor, until
+from tests.api.test_streams import LONG_OUTPUT, AsgiClient, wait_until
 from tests.tiny import draft_folder, target_folder
 
 
@@ -34,9 +35,9 @@ class ThreadedEngine:
     def __init__(self, loop: EngineLoop) -> None:
         self.loop = loop
         self._queues: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Queue[SequenceOutput | str]]] = {}
-        threading.Thread(target=self._deal, daemon=True).start()
+        threading.Thread(target=self._dispatch_outputs, daemon=True).start()
 
-    def _deal(self) -> None:
+    def _dispatch_outputs(self) -> None:
         while not self.loop.has_ended:
             for item in self.loop.drain(0.2):
                 for output in item.outputs:
@@ -45,8 +46,8 @@ class ThreadedEngine:
                     self._put(request_id, message)
 
     def _put(self, request_id: str, item: SequenceOutput | str) -> None:
-        if found := self._queues.get(request_id):
-            found[0].call_soon_threadsafe(found[1].put_nowait, item)
+        if queue_entry := self._queues.get(request_id):
+            queue_entry[0].call_soon_threadsafe(queue_entry[1].put_nowait, item)
 
     async def generate(self, request: Request) -> AsyncIterator[SequenceOutput]:
         queue: asyncio.Queue[SequenceOutput | str] = asyncio.Queue()
@@ -78,10 +79,10 @@ class EngineService:
     """A `cluster.api.core.service.Service` over a tiny random pair in float64."""
 
     def __init__(self, tokenizer_folder: str, vocab_size: int = VOCAB, **settings: Any) -> None:
-        common: dict[str, Any] = {"dtype": "float64", "page_size": 4, "max_total_tokens": 4096, "num_threads": 1}
+        base_settings: dict[str, Any] = {"dtype": "float64", "page_size": 4, "max_total_tokens": 4096, "num_threads": 1}
         if "model_path" not in settings:
-            common["model_path"] = target_folder(vocab_size=vocab_size, max_position=1024)
-        config = EngineConfig(tokenizer_path=tokenizer_folder, **common, **settings)
+            base_settings["model_path"] = target_folder(vocab_size=vocab_size, max_position=1024)
+        config = EngineConfig(tokenizer_path=tokenizer_folder, **base_settings, **settings)
         engine = build_engine(config)
         info = engine.info()
         self.check_pages = engine.check_pages
@@ -103,8 +104,8 @@ TREE = {"speculative_num_steps": 3, "speculative_eagle_topk": 4, "speculative_nu
 
 
 @contextmanager
-def stopped(*services: EngineService) -> Iterator[tuple[EngineService, ...]]:
-    """The services, stopped at the end."""
+def stop_at_end(*services: EngineService) -> Iterator[tuple[EngineService, ...]]:
+    """Yield the services, and stop them at the end."""
     yield services
     for service in services:
         service.grammars.close()
@@ -113,11 +114,13 @@ def stopped(*services: EngineService) -> Iterator[tuple[EngineService, ...]]:
 
 @pytest.fixture(scope="module")
 def services(tokenizer_folder: Any) -> Iterator[tuple[EngineService, ...]]:
-    """The same target with a tree and without."""
-    draft = draft_folder(target_folder(vocab_size=VOCAB, max_position=1024))
-    tree = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": draft, **TREE}
-    with stopped(EngineService(str(tokenizer_folder), **tree), EngineService(str(tokenizer_folder))) as made:
-        yield made
+    """Two services of the same target: the first speculates with draft trees, the second decodes plainly."""
+    draft_path = draft_folder(target_folder(vocab_size=VOCAB, max_position=1024))
+    tree_settings = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": draft_path, **TREE}
+    with stop_at_end(
+        EngineService(str(tokenizer_folder), **tree_settings), EngineService(str(tokenizer_folder))
+    ) as both_services:
+        yield both_services
 
 
 @pytest.mark.parametrize(
@@ -139,29 +142,29 @@ def test_text_is_the_same_with_and_without_speculation_and_streamed(
     services: tuple[EngineService, EngineService], fields: dict[str, Any]
 ) -> None:
     body = {"prompt": "once", "max_tokens": 60, **fields}
-    tree, plain = (Client(make_app(service)) for service in services)
-    whole, expected = tree.complete(**body).json(), plain.complete(**body).json()
-    chunks = events(tree.complete(**body, stream=True, stream_options={"include_usage": True}))
-    streamed = [""] * len(whole["choices"])
+    tree_client, plain_client = (Client(make_app(service)) for service in services)
+    tree_answer, plain_answer = tree_client.complete(**body).json(), plain_client.complete(**body).json()
+    chunks = events(tree_client.complete(**body, stream=True, stream_options={"include_usage": True}))
+    streamed_texts = [""] * len(tree_answer["choices"])
     for chunk in chunks:
         for choice in chunk["choices"]:
-            streamed[choice["index"]] += choice["text"]
-    ends = ("text", "finish_reason", "stop_reason")
-    assert [[c[key] for key in ends] for c in whole["choices"]] == [
-        [c[key] for key in ends] for c in expected["choices"]
+            streamed_texts[choice["index"]] += choice["text"]
+    compared_fields = ("text", "finish_reason", "stop_reason")
+    assert [[c[key] for key in compared_fields] for c in tree_answer["choices"]] == [
+        [c[key] for key in compared_fields] for c in plain_answer["choices"]
     ]
-    assert streamed == [choice["text"] for choice in whole["choices"]]
-    usage = [answer["usage"]["completion_tokens"] for answer in (whole, expected, chunks[-1])]
+    assert streamed_texts == [choice["text"] for choice in tree_answer["choices"]]
+    usage = [answer["usage"]["completion_tokens"] for answer in (tree_answer, plain_answer, chunks[-1])]
     assert len(set(usage)) == 1
     if "logprobs" in fields:
-        mine, theirs = (answer["choices"][0]["logprobs"] for answer in (whole, expected))
-        assert mine["tokens"] == theirs["tokens"]
-        assert mine["token_logprobs"] == pytest.approx(theirs["token_logprobs"], abs=1e-9)
-    spoken = whole.get("metrics", {}).get("speculative_decoding")
-    if spoken:
-        histogram = spoken["acceptance_histogram"]
-        assert sum(histogram) == spoken["num_spec_steps"]
-        assert sum(j * count for j, count in enumerate(histogram)) == spoken["num_accepted_draft_tokens"]
+        tree_logprobs, plain_logprobs = (answer["choices"][0]["logprobs"] for answer in (tree_answer, plain_answer))
+        assert tree_logprobs["tokens"] == plain_logprobs["tokens"]
+        assert tree_logprobs["token_logprobs"] == pytest.approx(plain_logprobs["token_logprobs"], abs=1e-9)
+    speculation = tree_answer.get("metrics", {}).get("speculative_decoding")
+    if speculation:
+        histogram = speculation["acceptance_histogram"]
+        assert sum(histogram) == speculation["num_spec_steps"]
+        assert sum(j * count for j, count in enumerate(histogram)) == speculation["num_accepted_draft_tokens"]
 
 
 def test_logit_bias_allowed_tokens_and_bad_words_shape_the_text(services: tuple[EngineService, EngineService]) -> None:
@@ -169,8 +172,8 @@ def test_logit_bias_allowed_tokens_and_bad_words_shape_the_text(services: tuple[
 
     def text(**fields: Any) -> str:
         body = {"prompt": "once", "max_tokens": 60, "seed": 1, "ignore_eos": True, **fields}
-        said: str = client.complete(**body).json()["choices"][0]["text"]
-        return said
+        choice_text: str = client.complete(**body).json()["choices"][0]["text"]
+        return choice_text
 
     assert set(text(allowed_token_ids=[97, 98, 99])) == {"a", "b", "c"}
     assert "a" in text(logit_bias={"97": 100}, max_tokens=1)
@@ -181,62 +184,65 @@ def test_logit_bias_allowed_tokens_and_bad_words_shape_the_text(services: tuple[
 
 
 def test_prefix_cache_is_not_shared_between_api_keys(services: tuple[EngineService, EngineService]) -> None:
-    """Neither afterwards nor while it runs: cached_tokens is 0, and no request waits for a prompt of another key."""
+    """A key never finds the prefix of another key, neither after that key's request nor while it runs.
+
+    cached_tokens is 0, and no request waits for a prompt of another key.
+    """
     names = ("ann", "bob")
     keys = ApiKeys(None, [ApiKey(name, "use", digest_of(name.encode())) for name in names])
-    guarded, plain = make_app(services[0], keys=keys), Client(make_app(services[0]))
+    app_with_keys, keyless_client = make_app(services[0], keys=keys), Client(make_app(services[0]))
 
-    def cached(client: Client, prompt: str, name: str = "", **fields: Any) -> int:
+    def cached_tokens_of(client: Client, prompt: str, name: str = "", **fields: Any) -> int:
         body = {"model": MODEL, "prompt": prompt, "max_tokens": 2, **fields}
         answer = client.post("/v1/completions", body, headers={"x-api-key": name})
         found: int = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
         return found
 
     secret = "the password of the vault is " + "42" * 40
-    assert cached(plain, secret) == 0 and cached(plain, secret) > 90
-    client = Client(guarded)
+    assert cached_tokens_of(keyless_client, secret) == 0 and cached_tokens_of(keyless_client, secret) > 90
+    client = Client(app_with_keys)
     for name in names:
-        assert cached(client, secret, name) == 0, "not what was sent without a key, nor with another"
-        assert cached(client, secret, name) > 90, "but what it sent itself"
-        assert cached(client, secret, name, cache_salt="of one user") == 0
-        assert cached(client, secret, name, cache_salt="of one user") > 90
-    assert cached(plain, secret, cache_salt="of one user") == 0
+        assert cached_tokens_of(client, secret, name) == 0, "found a prefix sent without a key or with another key"
+        assert cached_tokens_of(client, secret, name) > 90, "did not find the prefix sent with the same key"
+        assert cached_tokens_of(client, secret, name, cache_salt="of one user") == 0
+        assert cached_tokens_of(client, secret, name, cache_salt="of one user") > 90
+    assert cached_tokens_of(keyless_client, secret, cache_salt="of one user") == 0
 
-    together = "meeting: " + "x" * 100
+    shared_prompt = "meeting: " + "x" * 100
     with ThreadPoolExecutor(6) as pool:
-        asked = [pool.submit(cached, client, together, names[at % 2]) for at in range(6)]
-        found = [sorted(one.result() for one in asked[at::2]) for at in range(2)]
-    for own in found:
-        assert own[0] == 0, "its first found nothing"
+        futures = [pool.submit(cached_tokens_of, client, shared_prompt, names[index % 2]) for index in range(6)]
+        found = [sorted(future.result() for future in futures[index::2]) for index in range(2)]
+    for key_counts in found:
+        assert key_counts[0] == 0, "the first request of a key found a cached prefix"
     services[0].check_pages()
 
 
 def test_client_disconnects_free_all_kv_pages_in_every_api(services: tuple[EngineService, EngineService]) -> None:
-    """By every API."""
+    """Sixty clients call three APIs and disconnect at different times."""
     service = services[0]
-    talk = {"prompt": None, "ignore_eos": True}
+    common_fields = {"prompt": None, "ignore_eos": True}
 
-    def asked(at: int) -> tuple[str, dict[str, Any]]:
-        hello = [{"role": "user", "content": f"visitor {at % 7}"}]
+    def request_of(index: int) -> tuple[str, dict[str, Any]]:
+        conversation = [{"role": "user", "content": f"visitor {index % 7}"}]
         return (
-            ("/v1/completions", {"prompt": f"visitor {at % 7}", **MANY}),
-            ("/v1/responses", {**talk, "input": hello, "max_output_tokens": 48}),
-            ("/v1/messages", {**talk, "messages": hello, "max_tokens": 48}),
-        )[at // 2 % 3]
+            ("/v1/completions", {"prompt": f"visitor {index % 7}", **LONG_OUTPUT}),
+            ("/v1/responses", {**common_fields, "input": conversation, "max_output_tokens": 48}),
+            ("/v1/messages", {**common_fields, "messages": conversation, "max_tokens": 48}),
+        )[index // 2 % 3]
 
     def idle() -> bool:
         status = service.engine.loop.heartbeat().status
         return status.running == 0 and status.waiting == 0 and status.pages_used == 0
 
-    async def scene() -> None:
+    async def scenario() -> None:
         app = make_app(service)
-        visitors = []
-        for at in range(60):
-            path, body = asked(at)
-            visitors.append(Visitor(app, {**body, "stream": at % 4 > 0}, path))
-            asyncio.get_running_loop().call_later(0.009 * (at * 37 % 101), visitors[-1].left.set)
-        await asyncio.wait_for(asyncio.gather(*(visitor.call for visitor in visitors)), 60)
-        await until(idle)
+        asgi_clients = []
+        for index in range(60):
+            path, body = request_of(index)
+            asgi_clients.append(AsgiClient(app, {**body, "stream": index % 4 > 0}, path))
+            asyncio.get_running_loop().call_later(0.009 * (index * 37 % 101), asgi_clients[-1].disconnected.set)
+        await asyncio.wait_for(asyncio.gather(*(asgi_client.task for asgi_client in asgi_clients)), 60)
+        await wait_until(idle)
 
-    asyncio.run(scene())
+    asyncio.run(scenario())
     service.check_pages()

@@ -1,4 +1,4 @@
-"""Random values in every field: an answer, or a 400 or 404 that says why, and never a 5xx."""
+"""Random values in every field give an answer, or a 400 or 404 with a reason, and never a 5xx."""
 
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ WORDS = st.sampled_from(
 VALUES = st.recursive(
     SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(WORDS, inner, max_size=4), max_leaves=8
 )
+# path: (a valid request, the fields that the route reads)
 GOOD: dict[str, tuple[dict[str, Any], list[str]]] = {
     "/v1/completions": ({"model": MODEL, "prompt": "hello"}, [*CompletionRequest.model_fields]),
     "/v1/chat/completions": (
@@ -81,5 +82,5 @@ def test_random_conversation_items_never_cause_a_5xx(
     response = client.post(path, {**good, field: items, "tools": tools})
     assert response.status_code in (200, 400), response.text
     if response.status_code == 400:
-        blamed, colon, _ = response.json()["error"]["message"].partition(":")
-        assert colon and blamed.split(".")[0] in (field, "tools"), response.text
+        named_field, colon, _ = response.json()["error"]["message"].partition(":")
+        assert colon and named_field.split(".")[0] in (field, "tools"), response.text

@@ -1,4 +1,6 @@
-"""Three hundred named bad inputs over a real socket to a real server: each a 4xx within a second, and it goes on."""
+"""Three hundred bad requests over a real socket to a real server: each gets a 4xx within a second; the
+server goes on.
+"""
 
 import json
 import time
@@ -12,67 +14,75 @@ from cluster.bench.streams import HOST
 from tests.api.bad_items import HI, MESSAGES, OF_MESSAGES, OF_RESPONSES, RESPONSES
 from tests.api.scripted import CONTEXT, MODEL, VOCAB
 from tests.api.test_bad_input import BODIES, CHAT, COMPLETE, FIELDS
-from tests.api.test_proxy_errors import raw
+from tests.api.test_proxy_errors import send_raw
 from tests.tiny import target_folder
 
 pytestmark = pytest.mark.slow
 
-WITHIN_S = 1.0
+TIME_LIMIT_S = 1.0
 GOOD = {
     COMPLETE: {"prompt": "hello"},
     CHAT: {"messages": HI},
     RESPONSES: {"input": "hi"},
     MESSAGES: {"messages": HI, "max_tokens": 8},
 }
-OPEN = (b"GET /v1/models HTTP/1.1\r\nHost: x\r\nConnection: close\r\n", b"\r\n")
+MODELS_REQUEST = (b"GET /v1/models HTTP/1.1\r\nHost: x\r\nConnection: close\r\n", b"\r\n")
 
 
 def post(path: str, body: bytes, headers: dict[str, str]) -> bytes:
+    """The bytes of a POST request. `headers` may override the content type."""
     lines = [f"POST {path} HTTP/1.1", "Host: x", "Connection: close", f"Content-Length: {len(body)}"]
     lines += [f"{name}: {value}" for name, value in {"content-type": "application/json", **headers}.items()]
     return "\r\n".join([*lines, "", ""]).encode() + body
 
 
-def fields(path: str, changed: dict[str, object]) -> bytes:
-    return post(path, json.dumps({"model": MODEL, **GOOD[path], **changed}).encode(), {})
+def valid_post_with(path: str, changed_fields: dict[str, object]) -> bytes:
+    """The bytes of a valid POST request with some fields replaced."""
+    return post(path, json.dumps({"model": MODEL, **GOOD[path], **changed_fields}).encode(), {})
 
 
-def on_the_wire() -> dict[str, bytes]:
-    """What is wrong before a body is read."""
-    first, last = OPEN
+def bad_http_requests() -> dict[str, bytes]:
+    """Requests by name that are wrong before the server reads a body."""
+    head, end = MODELS_REQUEST
     return {
-        "no route": first.replace(b"/v1/models", b"/v2/models") + last,
-        "a path above the root": first.replace(b"/v1/models", b"/../../etc/passwd") + last,
-        "an encoded path above the root": first.replace(b"/v1/models", b"/%2e%2e/%2e%2e/etc/passwd") + last,
-        "a path with a null": first.replace(b"/v1/models", b"/v1/models/%00") + last,
-        "a path of 4,000 characters": first.replace(b"/v1/models", b"/" + b"a" * 4000) + last,
-        "another method": first.replace(b"GET", b"DELETE") + last,
-        "a made-up method": first.replace(b"GET", b"BREW") + last,
-        "a model that is not there": first.replace(b"/v1/models", b"/v1/models/other") + last,
+        "no route": head.replace(b"/v1/models", b"/v2/models") + end,
+        "a path above the root": head.replace(b"/v1/models", b"/../../etc/passwd") + end,
+        "an encoded path above the root": head.replace(b"/v1/models", b"/%2e%2e/%2e%2e/etc/passwd") + end,
+        "a path with a null": head.replace(b"/v1/models", b"/v1/models/%00") + end,
+        "a path of 4,000 characters": head.replace(b"/v1/models", b"/" + b"a" * 4000) + end,
+        "another method": head.replace(b"GET", b"DELETE") + end,
+        "a made-up method": head.replace(b"GET", b"BREW") + end,
+        "a model that is not there": head.replace(b"/v1/models", b"/v1/models/other") + end,
         "embeddings": post("/v1/embeddings", b"{}", {}),
-        "a stored response": first.replace(b"/v1/models", b"/v1/responses/resp_1") + last,
-        "a request id that is no text": first + b"X-Request-Id: \xff\r\n" + last,
+        "a stored response": head.replace(b"/v1/models", b"/v1/responses/resp_1") + end,
+        "a request id that is no text": head + b"X-Request-Id: \xff\r\n" + end,
         "no HTTP": b"hello\r\n\r\n",
-        "a version that does not exist": first.replace(b"HTTP/1.1", b"HTTP/9.9") + last,
+        "a version that does not exist": head.replace(b"HTTP/1.1", b"HTTP/9.9") + end,
         "two lengths": post(COMPLETE, b"{}", {"content-length": "5"}),
-        "a negative length": first.replace(b"GET /v1/models", b"POST /v1/completions")
-        + b"Content-Length: -1\r\n"
-        + last,
-        "a length that is no number": first.replace(b"GET /v1/models", b"POST /v1/completions")
+        "a negative length": head.replace(b"GET /v1/models", b"POST /v1/completions") + b"Content-Length: -1\r\n" + end,
+        "a length that is no number": head.replace(b"GET /v1/models", b"POST /v1/completions")
         + b"Content-Length: many\r\n"
-        + last,
+        + end,
     }
 
 
-def inputs() -> dict[str, bytes]:
-    """All of them by name, as bytes."""
-    found = {f"field: {name}": fields(path, changed) for name, (path, changed, _, _) in FIELDS.items()}
+def bad_requests() -> dict[str, bytes]:
+    """The bytes of all bad requests, by name."""
+    requests = {
+        f"field: {name}": valid_post_with(path, changed_fields) for name, (path, changed_fields, _, _) in FIELDS.items()
+    }
     for path in (COMPLETE, CHAT, "/tokenize", "/detokenize"):
         for name, (body, headers, _, _) in BODIES.items():
-            found[f"body to {path}: {name}"] = post(path, body, headers)
-    found |= {f"responses: {name}": fields(RESPONSES, changed) for name, (changed, _, _) in OF_RESPONSES.items()}
-    found |= {f"messages: {name}": fields(MESSAGES, changed) for name, (changed, _, _) in OF_MESSAGES.items()}
-    return found | {f"wire: {name}": request for name, request in on_the_wire().items()}
+            requests[f"body to {path}: {name}"] = post(path, body, headers)
+    requests |= {
+        f"responses: {name}": valid_post_with(RESPONSES, changed_fields)
+        for name, (changed_fields, _, _) in OF_RESPONSES.items()
+    }
+    requests |= {
+        f"messages: {name}": valid_post_with(MESSAGES, changed_fields)
+        for name, (changed_fields, _, _) in OF_MESSAGES.items()
+    }
+    return requests | {f"wire: {name}": request for name, request in bad_http_requests().items()}
 
 
 @pytest.fixture(scope="module")
@@ -87,25 +97,25 @@ def url(tokenizer_folder: Path) -> Iterator[str]:
     )
     with ServerProcess(settings) as server:
         url = f"http://{HOST}:{server.port}"
-        # The first grammar waits for the start of the process that compiles, which takes seconds.
-        assert raw(url, fields(COMPLETE, {"regex": "[ab]", "max_tokens": 2}))[0] == 200
+        # The first grammar waits until the process that compiles grammars has started. That takes seconds.
+        assert send_raw(url, valid_post_with(COMPLETE, {"regex": "[ab]", "max_tokens": 2}))[0] == 200
         yield url
 
 
 def test_bad_requests_get_a_4xx_within_a_second_and_the_server_stays_up(url: str) -> None:
-    asked = inputs()
-    assert len(asked) >= 300
-    wrong = []
-    for name, request in asked.items():
-        began = time.monotonic()
+    requests = bad_requests()
+    assert len(requests) >= 300
+    failures = []
+    for name, request in requests.items():
+        start = time.monotonic()
         try:
-            status, _, body = raw(url, request)
+            status, _, body = send_raw(url, request)
         except (OSError, IndexError) as error:
             status, body = 0, repr(error).encode()
-        took = time.monotonic() - began
-        if not 400 <= status < 500 or took > WITHIN_S:
-            wrong.append((name, status, round(took, 2), body[:120]))
-    print(len(asked), "inputs")
-    assert not wrong
+        duration_s = time.monotonic() - start
+        if not 400 <= status < 500 or duration_s > TIME_LIMIT_S:
+            failures.append((name, status, round(duration_s, 2), body[:120]))
+    print(len(requests), "inputs")
+    assert not failures
     for path, good in GOOD.items():
-        assert raw(url, post(path, json.dumps({"model": MODEL, **good}).encode(), {}))[0] == 200, path
+        assert send_raw(url, post(path, json.dumps({"model": MODEL, **good}).encode(), {}))[0] == 200, path

@@ -1,4 +1,4 @@
-"""Everything but generation: models, health, settings, metrics, tokens, warnings."""
+"""The routes that do not generate (models, health, server info, metrics, tokenize), and warnings about fields."""
 
 import asyncio
 from pathlib import Path
@@ -34,9 +34,9 @@ def test_health_follows_the_engine(client: Client, service: ScriptedService, mon
         healthy = client.get(path)
         assert (healthy.status_code, healthy.content) == (200, b"")
         service.engine.reason = "rank 1 has not stepped for 6.0 s"
-        sick = client.get(path)
-        assert sick.status_code == 503 and int(sick.headers["retry-after"]) >= 1
-        assert sick.json()["error"]["message"] == "rank 1 has not stepped for 6.0 s"
+        unhealthy = client.get(path)
+        assert unhealthy.status_code == 503 and int(unhealthy.headers["retry-after"]) >= 1
+        assert unhealthy.json()["error"]["message"] == "rank 1 has not stepped for 6.0 s"
         service.engine.reason = ""
         assert client.get(path).status_code == 200
 
@@ -48,15 +48,15 @@ def test_health_follows_the_engine(client: Client, service: ScriptedService, mon
     assert "did not answer within" in client.get("/health").json()["error"]["message"]
 
 
-@pytest.mark.parametrize(("took_s", "after"), [(None, "5"), (0.0, "5"), (12.2, "13")])
+@pytest.mark.parametrize(("start_s", "retry_after"), [(None, "5"), (0.0, "5"), (12.2, "13")])
 @pytest.mark.parametrize("path", ["/health", "/ready"])
 def test_retry_after_of_a_lost_engine_is_its_first_start_time(
-    client: Client, service: ScriptedService, path: str, took_s: float | None, after: str
+    client: Client, service: ScriptedService, path: str, start_s: float | None, retry_after: str
 ) -> None:
     service.engine.reason = "rank 0 died"
-    if took_s is not None:
-        service.engine.history = GangHistory(start_seconds=took_s)
-    assert client.get(path).headers["retry-after"] == after
+    if start_s is not None:
+        service.engine.history = GangHistory(start_seconds=start_s)
+    assert client.get(path).headers["retry-after"] == retry_after
 
 
 @pytest.mark.parametrize(
@@ -93,14 +93,24 @@ def test_metrics_route_counts_request_outcomes(client: Client, service: Scripted
 
 
 def test_tokenize_and_detokenize_round_trip_and_name_bad_fields(client: Client) -> None:
-    told = client.post("/tokenize", {"model": MODEL, "prompt": "héllo"}).json()
-    assert told == {"count": 6, "max_model_len": CONTEXT, "tokens": list("héllo".encode())}
-    assert client.post("/detokenize", {"tokens": told["tokens"]}).json() == {"prompt": "héllo"}
+    tokenized = client.post("/tokenize", {"model": MODEL, "prompt": "héllo"}).json()
+    assert tokenized == {"count": 6, "max_model_len": CONTEXT, "tokens": list("héllo".encode())}
+    assert client.post("/detokenize", {"tokens": tokenized["tokens"]}).json() == {"prompt": "héllo"}
     chat = client.post("/tokenize", {"messages": [{"role": "user", "content": "x"}]}).json()
     assert chat["tokens"][0] == IM_START
-    hi: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
-    asked = [{"prompt": "x"}, hi, {**hi, "add_special_tokens": True}, {"prompt": "x", "add_special_tokens": False}]
-    assert [TokenizeRequest.model_validate(each).adds_special_tokens for each in asked] == [True, False, True, False]
+    chat_body: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
+    requests = [
+        {"prompt": "x"},
+        chat_body,
+        {**chat_body, "add_special_tokens": True},
+        {"prompt": "x", "add_special_tokens": False},
+    ]
+    assert [TokenizeRequest.model_validate(request).adds_special_tokens for request in requests] == [
+        True,
+        False,
+        True,
+        False,
+    ]
     for path, body, param in (
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}, "prompt"),
@@ -119,14 +129,17 @@ def test_unknown_fields_are_accepted_with_a_warning(client: Client) -> None:
     assert "unknown field 'temprature' ignored; did you mean 'temperature'?" in warning
     assert "wei\\xdf\\r\\nX-Evil" in warning
     assert "x-evil" not in answer.headers
-    many = client.complete(stream=True, **{f"zz{i}" * 500: 1 for i in range(20)})
-    assert "and 12 more" in many.headers[WARNING_HEADER]
-    assert len(many.headers[WARNING_HEADER]) < 1000
+    many_unknown = client.complete(stream=True, **{f"zz{i}" * 500: 1 for i in range(20)})
+    assert "and 12 more" in many_unknown.headers[WARNING_HEADER]
+    assert len(many_unknown.headers[WARNING_HEADER]) < 1000
 
 
 def test_harmless_fields_pass_without_a_warning(client: Client) -> None:
-    mute = HARMLESS - ChatRequest.model_fields.keys()  # a chat honours some that mean nothing elsewhere
-    for answer in (client.chat(**dict.fromkeys(mute, "x")), client.complete(**dict.fromkeys(HARMLESS, "x"))):
+    harmless_in_chats = HARMLESS - ChatRequest.model_fields.keys()  # a chat honours some of them
+    for answer in (
+        client.chat(**dict.fromkeys(harmless_in_chats, "x")),
+        client.complete(**dict.fromkeys(HARMLESS, "x")),
+    ):
         assert answer.status_code == 200
         assert WARNING_HEADER not in answer.headers
 

@@ -1,4 +1,4 @@
-"""Input that is huge, slow or endless: what it costs is bounded, and the answer is the usual JSON."""
+"""Huge, slow or endless input: its cost is bounded, and the answer is the usual JSON."""
 
 import asyncio
 import json
@@ -26,52 +26,56 @@ COMPLETE, CHAT = "/v1/completions", "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
 
 
-class CountedText:
-    """A tokenizer that notes what it is asked to encode, and how many ask at once."""
+class RecordingTokenizer:
+    """A tokenizer that records the lengths of encoded texts, the threads, and the most concurrent calls of `encode`."""
 
     def __init__(self, text: Any) -> None:
         self._text = text
         self._lock = threading.Lock()
-        self.encoded: list[int] = []
+        self.text_lengths: list[int] = []
         self.threads: set[str] = set()
-        self.most = self._now = 0
+        self.max_concurrent = self._concurrent = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._text, name)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         with self._lock:
-            self._now += 1
-            self.most = max(self.most, self._now)
-            self.encoded.append(len(text))
+            self._concurrent += 1
+            self.max_concurrent = max(self.max_concurrent, self._concurrent)
+            self.text_lengths.append(len(text))
             self.threads.add(threading.current_thread().name)
         try:
             found: list[int] = self._text.encode(text, add_special_tokens)
             return found
         finally:
             with self._lock:
-                self._now -= 1
+                self._concurrent -= 1
 
 
 @pytest.fixture
-def counted(service: ScriptedService) -> CountedText:
+def recording_tokenizer(service: ScriptedService) -> RecordingTokenizer:
     assert service.tokenizer is not None
-    service.tokenizer.text_tokenizer = CountedText(service.tokenizer.text_tokenizer)  # type: ignore[assignment]
+    service.tokenizer.text_tokenizer = RecordingTokenizer(service.tokenizer.text_tokenizer)  # type: ignore[assignment]
     return service.tokenizer.text_tokenizer  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("path", [COMPLETE, CHAT])
-def test_too_long_prompt_is_refused_before_tokenization(client: Client, counted: CountedText, path: str) -> None:
+def test_too_long_prompt_is_refused_before_tokenization(
+    client: Client, recording_tokenizer: RecordingTokenizer, path: str
+) -> None:
     text = "word " * 180_000
     body = {"prompt": text} if path == COMPLETE else {"messages": [{"role": "user", "content": text}]}
     answer = client.post(path, {"model": MODEL, **body})
     error = answer.json()["error"]
     assert (answer.status_code, error["code"]) == (400, "context_length_exceeded")
     assert "maximum context length is" in error["message"]
-    assert counted.encoded == []
+    assert recording_tokenizer.text_lengths == []
 
 
-def test_long_texts_are_tokenized_by_at_most_four_threads(app: FastAPI, counted: CountedText) -> None:
+def test_long_texts_are_tokenized_by_at_most_four_threads(
+    app: FastAPI, recording_tokenizer: RecordingTokenizer
+) -> None:
     async def many() -> list[httpx.Response]:
         transport = httpx.ASGITransport(app=app)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
@@ -79,9 +83,9 @@ def test_long_texts_are_tokenized_by_at_most_four_threads(app: FastAPI, counted:
             return await asyncio.gather(*(client.post("/tokenize", json=body) for body in bodies))
 
     assert {answer.status_code for answer in asyncio.run(many())} == {200}
-    assert len(counted.encoded) == 24
-    assert counted.most <= 4
-    assert all(name.startswith("offload") for name in counted.threads)
+    assert len(recording_tokenizer.text_lengths) == 24
+    assert recording_tokenizer.max_concurrent <= 4
+    assert all(name.startswith("offload") for name in recording_tokenizer.threads)
 
 
 LONG = "x" * 5000
@@ -102,28 +106,32 @@ LONG_BODIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", LONG_BODIES)
 def test_long_bodies_are_processed_outside_the_event_loop(
-    client: Client, service: ScriptedService, counted: CountedText, monkeypatch: pytest.MonkeyPatch, name: str
+    client: Client,
+    service: ScriptedService,
+    recording_tokenizer: RecordingTokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
 ) -> None:
-    threads = counted.threads
+    threads = recording_tokenizer.threads
 
-    def noted(owner: Any, function: str) -> None:
-        whole = getattr(owner, function)
+    def record_threads_of(owner: Any, function: str) -> None:
+        original = getattr(owner, function)
 
-        def noting(*args: Any, **kwargs: Any) -> Any:
+        def recorded_call(*args: Any, **kwargs: Any) -> Any:
             threads.add(threading.current_thread().name)
-            return whole(*args, **kwargs)
+            return original(*args, **kwargs)
 
-        monkeypatch.setattr(owner, function, noting)
+        monkeypatch.setattr(owner, function, recorded_call)
 
-    noted(response_request, "dialogue_of")
-    noted(anthropic_request, "dialogue_of")
-    noted(conversation, "check_messages")
-    noted(calls, "_check_ids")
-    noted(calls, "StoppedText")
-    noted(tokenizer, "template_messages")
-    noted(calls, "chat_output_of")
+    record_threads_of(response_request, "dialogue_of")
+    record_threads_of(anthropic_request, "dialogue_of")
+    record_threads_of(conversation, "check_messages")
+    record_threads_of(calls, "_check_ids")
+    record_threads_of(calls, "StoppedText")
+    record_threads_of(tokenizer, "template_messages")
+    record_threads_of(calls, "chat_output_of")
     assert service.tokenizer is not None
-    noted(service.tokenizer._template, "apply_chat_template")
+    record_threads_of(service.tokenizer._template, "apply_chat_template")
     path, body = LONG_BODIES[name]
     client.post(path, {"max_tokens": 1, **body} if path in (COMPLETE, CHAT, "/v1/messages") else body)
     assert threads
@@ -141,28 +149,28 @@ def test_only_a_few_unknown_fields_are_compared_with_known_names(monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    "where",
+    "body_with",
     [
         lambda many: {**many, "prompt": "x"},
         lambda many: {"prompt": "x", "stream": True, "stream_options": many},
         lambda many: {"prompt": "x", "metadata": {"deep": [many]}},
     ],
 )
-def test_an_object_of_thousands_of_fields_is_refused(client: Client, where: Any) -> None:
-    answer = client.post(COMPLETE, where({f"field_{i}": i for i in range(45_000)}))
+def test_an_object_of_thousands_of_fields_is_refused(client: Client, body_with: Any) -> None:
+    answer = client.post(COMPLETE, body_with({f"field_{i}": i for i in range(45_000)}))
     assert answer.status_code == 400
     assert f"at most {MAX_KEYS}" in answer.json()["error"]["message"]
 
 
 def test_logit_bias_accepts_up_to_1024_token_ids(client: Client, service: ScriptedService) -> None:
-    def asked(count: int) -> httpx.Response:
+    def complete_with_bias(count: int) -> httpx.Response:
         return client.complete(logit_bias={str(token): -1 for token in range(count)})
 
     service.model = replace(service.model, vocab_size=2048)
-    assert asked(1024).status_code == 200
+    assert complete_with_bias(1024).status_code == 200
     adjustments = service.engine.requests[-1].params.adjustments
     assert adjustments is not None and len(adjustments.bias) == 1024
-    refused = asked(1025)
+    refused = complete_with_bias(1025)
     assert refused.status_code == 400
     assert "at most 1024, logit_bias too (OpenAI takes 300 to 1,024" in refused.json()["error"]["message"]
 
@@ -187,27 +195,27 @@ def test_list_of_invalid_items_reports_only_the_first_error(
     client: Client, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, body, param = BAD_LISTS[name]
-    complaints: list[int] = []
+    error_counts: list[int] = []
 
-    def counting(error: Any) -> Any:
-        complaints.append(error.error_count())
+    def count_errors(error: Any) -> Any:
+        error_counts.append(error.error_count())
         return errors.from_validation_error(error)
 
-    monkeypatch.setattr(field_tables, "from_validation_error", counting)
+    monkeypatch.setattr(field_tables, "from_validation_error", count_errors)
     answer = client.post(path, body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
-    assert complaints == [1]
+    assert error_counts == [1]
     assert len(answer.content) < 600
 
 
 def test_too_many_messages_or_nested_containers_are_refused(client: Client, service: ScriptedService) -> None:
-    most = RequestLimits().messages
-    answer = client.chat(messages=HI * (most + 1))
+    max_messages = RequestLimits().messages
+    answer = client.chat(messages=HI * (max_messages + 1))
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
-    assert f"at most {most}" in answer.json()["error"]["message"]
-    assert client.post("/tokenize", {"messages": HI * (most + 1)}).json()["error"]["param"] == "messages"
-    deep = client.complete(metadata=[[]] * (MAX_CONTAINERS + 1))
-    assert (deep.status_code, deep.json()["error"]["code"]) == (400, "invalid_json")
+    assert f"at most {max_messages}" in answer.json()["error"]["message"]
+    assert client.post("/tokenize", {"messages": HI * (max_messages + 1)}).json()["error"]["param"] == "messages"
+    nested = client.complete(metadata=[[]] * (MAX_CONTAINERS + 1))
+    assert (nested.status_code, nested.json()["error"]["code"]) == (400, "invalid_json")
 
 
 @pytest.mark.parametrize(
@@ -242,59 +250,59 @@ def test_truncated_repr_has_at_most_60_characters_and_reads_few_items() -> None:
         == 60
     )
 
-    class Costly(list[int]):
-        """Counts how much of it is looked at."""
+    class CountingList(list[int]):
+        """A list that counts how many of its items are read."""
 
-        seen = 0
+        items_read = 0
 
         def __iter__(self) -> Any:
             for item in super().__iter__():
-                type(self).seen += 1
+                type(self).items_read += 1
                 yield item
 
-    truncated_repr(Costly(range(1_000_000)))
-    assert Costly.seen < 60
+    truncated_repr(CountingList(range(1_000_000)))
+    assert CountingList.items_read < 60
 
 
 def test_request_limits_follow_from_the_context_length() -> None:
     assert RequestLimits.of(512).body_bytes == MIN_BODY_BYTES
     large = RequestLimits.of(131_072)
     assert large.body_bytes == 4 * MIN_BODY_BYTES
-    ids = json.dumps({"prompt": [199_999] * 131_071}).encode()  # a full context, as long as token ids get
+    ids = json.dumps({"prompt": [199_999] * 131_071}).encode()  # a full context of the longest ids
     assert len(ids) < large.body_bytes
     assert large.messages == 32_768
 
 
-class Drip:
-    """A body that comes a byte at a time, as often as it is asked for, and never ends."""
+class SlowBody:
+    """A request body that never ends: each `receive` waits `pause_s` and returns one byte."""
 
     def __init__(self, pause_s: float) -> None:
         self.pause_s = pause_s
-        self.asked = 0
+        self.receive_count = 0
 
     async def receive(self) -> dict[str, Any]:
-        self.asked += 1
+        self.receive_count += 1
         await asyncio.sleep(self.pause_s)
         return {"type": "http.request", "body": b" ", "more_body": True}
 
 
-def send(app: FastAPI, drip: Any, path: str = COMPLETE) -> tuple[int, dict[str, str], Any]:
-    """The answer to a POST whose body `drip` gives."""
+def post_body_of(app: FastAPI, slow_body: Any, path: str = COMPLETE) -> tuple[int, dict[str, str], Any]:
+    """Status, headers and JSON of the answer to a POST. The `receive` of `slow_body` gives the request body."""
     sent: list[dict[str, Any]] = []
 
-    async def note(message: Any) -> None:
+    async def collect(message: Any) -> None:
         sent.append(message)
 
-    asyncio.run(app(http_scope(path), drip.receive, note))
-    head = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
+    asyncio.run(app(http_scope(path), slow_body.receive, collect))
+    headers = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
     body = b"".join(message.get("body", b"") for message in sent[1:])
-    return sent[0]["status"], head, json.loads(body or b"null")
+    return sent[0]["status"], headers, json.loads(body or b"null")
 
 
 @pytest.mark.parametrize("pause_s", [0.005, 60.0])
 def test_slow_body_gives_a_408(service: ScriptedService, pause_s: float) -> None:
     app = make_app(service, RequestLimits(body_grace_s=0.2))
-    status, headers, answer = send(app, Drip(pause_s))
+    status, headers, answer = post_body_of(app, SlowBody(pause_s))
     assert (status, answer["error"]["code"]) == (408, "request_timeout")
     assert "came too slowly" in answer["error"]["message"]
     assert headers["connection"] == "close"
@@ -304,7 +312,7 @@ def test_slow_body_gives_a_408(service: ScriptedService, pause_s: float) -> None
 def test_bodies_over_the_total_byte_limit_give_a_503(service: ScriptedService) -> None:
     app = make_app(service, RequestLimits(held_bytes=1000))
 
-    async def both() -> list[httpx.Response]:
+    async def post_both() -> list[httpx.Response]:
         async def slow() -> Any:
             yield b" " * 900
             await asyncio.sleep(0.3)
@@ -318,19 +326,19 @@ def test_bodies_over_the_total_byte_limit_give_a_503(service: ScriptedService) -
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             return await asyncio.gather(client.post(COMPLETE, content=slow()), later())
 
-    first, second = asyncio.run(both())
+    first, second = asyncio.run(post_both())
     assert first.status_code == 200
     assert (second.status_code, second.json()["error"]["code"]) == (503, "overloaded")
     assert int(second.headers["retry-after"]) >= 1
-    assert Client(app).complete().status_code == 200  # what was held is let go
+    assert Client(app).complete().status_code == 200  # the held bytes are released
 
 
 def test_full_server_gives_a_503_before_reading_the_body(app: FastAPI, service: ScriptedService) -> None:
     service.engine.retry_after_s = 23.4
-    drip = Drip(0.0)
-    status, headers, answer = send(app, drip)
+    slow_body = SlowBody(0.0)
+    status, headers, answer = post_body_of(app, slow_body)
     assert (status, answer["error"]["code"], headers["retry-after"]) == (503, "overloaded", "24")
-    assert drip.asked == 0
+    assert slow_body.receive_count == 0
     assert service.outcomes() == {"overloaded": 1.0}
 
 
@@ -338,11 +346,11 @@ def test_full_server_gives_a_503_before_reading_the_body(app: FastAPI, service: 
 def test_client_disconnect_during_the_upload_gives_a_499_without_traceback(
     app: FastAPI, service: ScriptedService, caplog: pytest.LogCaptureFixture, path: str
 ) -> None:
-    class Leaver:
+    class DisconnectedClient:
         async def receive(self) -> dict[str, Any]:
             return {"type": "http.disconnect"}
 
-    status, _, _ = send(app, Leaver(), path=path)
+    status, _, _ = post_body_of(app, DisconnectedClient(), path=path)
     assert status == 499
     assert "Traceback" not in caplog.text
     assert service.outcomes() == {}

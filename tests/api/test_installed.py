@@ -1,4 +1,4 @@
-"""An installed package is `cluster/` and nothing else: every command works on a folder, or says where the demo is."""
+"""The installed package is only `cluster/`. Every command works on a model folder, or says where the demo is."""
 
 import os
 import shutil
@@ -28,49 +28,51 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def said(installed: Path, commands: list[str], here: Path, **environment: str) -> dict[str, tuple[int, str]]:
-    """Status and words of each command, run one after another in one process that finds only what is installed."""
-    clean = {name: value for name, value in os.environ.items() if name not in ("AERIE_HOME", "PYTHONPATH")}
-    ran = subprocess.run(
+def run_commands(
+    installed: Path, commands: list[str], working_folder: Path, **environment: str
+) -> dict[str, tuple[int, str]]:
+    """Exit status and output of each command. One process, which imports only the installed package, runs them all."""
+    base_environment = {name: value for name, value in os.environ.items() if name not in ("AERIE_HOME", "PYTHONPATH")}
+    process = subprocess.run(
         [sys.executable, "-c", SCRIPT, ";".join(commands)],
-        cwd=here,
-        env={**clean, "PYTHONPATH": str(installed), "PYTHONUNBUFFERED": "1", **environment},
+        cwd=working_folder,
+        env={**base_environment, "PYTHONPATH": str(installed), "PYTHONUNBUFFERED": "1", **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         timeout=200,
     )
-    assert ran.returncode == 0, ran.stdout
-    found = {}
-    for part in ran.stdout.split("@begin ")[1:]:
-        words, _, rest = part.partition("\n")
-        text, _, status = rest.rpartition("@end ")
-        found[words] = (int(status), text)
-    return found
+    assert process.returncode == 0, process.stdout
+    results = {}
+    for section in process.stdout.split("@begin ")[1:]:
+        command, _, remainder = section.partition("\n")
+        text, _, status = remainder.rpartition("@end ")
+        results[command] = (int(status), text)
+    return results
 
 
 def test_installed_commands_work_on_a_folder_or_say_where_the_demo_is(installed: Path, tmp_path: Path) -> None:
     target, draft = target_folder(), draft_folder(target_folder())
-    without = ["serve", "demo", "bench", "bench faults"]
-    generated = f"generate {target} --draft {draft} --prompt-token-ids 5,6 --max-tokens 3"
-    commands = [*without, "serve /no/folder", f"inspect {target} --draft {draft}", generated]
-    found = said(installed, commands, tmp_path)
-    for words in without:
-        status, text = found[words]
+    demo_commands = ["serve", "demo", "bench", "bench faults"]
+    generate_command = f"generate {target} --draft {draft} --prompt-token-ids 5,6 --max-tokens 3"
+    commands = [*demo_commands, "serve /no/folder", f"inspect {target} --draft {draft}", generate_command]
+    results = run_commands(installed, commands, tmp_path)
+    for command in demo_commands:
+        status, text = results[command]
         assert (status, NO_DEMO in text) == (2, True), text
         assert "set AERIE_HOME to a checkout" in text
-    assert "aerie serve MODEL" in found["serve"][1]
-    assert found["serve /no/folder"][0] == 2
-    assert "'/no/folder' does not exist" in found["serve /no/folder"][1]
-    assert found[commands[-2]][0] == 0
-    assert "can be served" in found[commands[-2]][1]
-    assert found[generated][0] == 0
-    assert "3 tokens" in found[generated][1]
+    assert "aerie serve MODEL" in results["serve"][1]
+    assert results["serve /no/folder"][0] == 2
+    assert "'/no/folder' does not exist" in results["serve /no/folder"][1]
+    assert results[commands[-2]][0] == 0
+    assert "can be served" in results[commands[-2]][1]
+    assert results[generate_command][0] == 0
+    assert "3 tokens" in results[generate_command][1]
 
 
 def test_installed_serve_finds_the_demo_in_aerie_home(installed: Path, tmp_path: Path) -> None:
-    """Its settings are read, so the port that is none is what is refused."""
-    words = "serve --set http_port=0"
-    status, text = said(installed, [words], tmp_path, AERIE_HOME=str(CHECKOUT))[words]
+    """The command reads the demo's settings, so the only thing that it refuses is the invalid port 0."""
+    command = "serve --set http_port=0"
+    status, text = run_commands(installed, [command], tmp_path, AERIE_HOME=str(CHECKOUT))[command]
     assert status == 2
     assert "http_options.port" in text

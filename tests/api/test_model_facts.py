@@ -1,4 +1,4 @@
-"""What an ingress takes for facts of its model are those of an engine of its own settings."""
+"""An ingress takes the facts of its model only from an engine with the ingress's own settings."""
 
 import asyncio
 from typing import Any
@@ -12,37 +12,40 @@ from cluster.api.serve.settings import AppSettings
 from cluster.request import Request
 
 
-class Answers:
-    """`EngineCalls` that answer in turn; an error is raised."""
+class ScriptedCalls:
+    """`EngineCalls` whose calls return these answers in turn. A call raises an answer that is an exception."""
 
     def __init__(self, *answers: Any) -> None:
-        self.left = list(answers)
+        self.remaining = list(answers)
 
     def open(self, request: Request) -> Attempt:
-        raise AssertionError("nobody asks for tokens")
+        raise AssertionError("the test opens no stream")
 
     async def call(self, method: str) -> Any:
         assert method == "model_facts"
-        answer = self.left.pop(0)
+        answer = self.remaining.pop(0)
         if isinstance(answer, Exception):
             raise answer
         return answer
 
 
 def test_ingress_waits_for_model_facts_of_its_own_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While a service is redeployed, those before it answer too, or die while they are asked."""
+    """During a redeploy, engines of the previous deployment answer too, or die during a call."""
     monkeypatch.setattr(application, "RETRY_S", 0.001)
-    old, own = ("old", {"context_length": 4}), ("own", {"context_length": 2})
-    calls = Answers(old, EngineGoneError("the actor died"), old, own, old)
+    old_facts, own_facts = ("old", {"context_length": 4}), ("own", {"context_length": 2})
+    calls = ScriptedCalls(old_facts, EngineGoneError("the actor died"), old_facts, own_facts, old_facts)
     assert asyncio.run(_wait_for_model_facts(calls, "own")) == {"context_length": 2}
-    assert calls.left == [old]
+    assert calls.remaining == [old_facts]
 
 
-def made_of(model_id: str = "a", **engine: object) -> str:
+def settings_key(model_id: str = "a", **engine: object) -> str:
     settings = {"model_loading_config": {"model_id": model_id, "model_source": "/m"}, "engine_kwargs": engine}
     return _settings_key_of(AppSettings.model_validate({"llm_configs": [settings]}))
 
 
 def test_settings_key_differs_for_settings_that_change_model_facts() -> None:
-    assert made_of() == made_of()
-    assert len({made_of(), made_of("b"), made_of(context_length=64), made_of(tokenizer_path="/t")}) == 4
+    assert settings_key() == settings_key()
+    assert (
+        len({settings_key(), settings_key("b"), settings_key(context_length=64), settings_key(tokenizer_path="/t")})
+        == 4
+    )

@@ -1,4 +1,4 @@
-"""The page's files and the route of its data: what each says, to whom, and what keeps scripts of others out."""
+"""The status page's files and data route: what they contain, for which keys, and how they keep other scripts out."""
 
 import asyncio
 import json
@@ -40,21 +40,21 @@ def test_page_files_are_served_and_no_other_files(client: Client) -> None:
     "keys", [None, ApiKeys(None, [ApiKey("ann", "use", digest_of(b"k"))])], ids=["open", "with keys"]
 )
 def test_page_behind_a_prefix_redirects_to_the_trailing_slash(service: ScriptedService, keys: ApiKeys | None) -> None:
-    """The page names its files relative to its own address, so a browser has to be at the one with the slash."""
+    """The page names its files by relative addresses, so a browser must load the page at the address with the slash."""
 
-    async def asked(prefix: str, path: str, method: str = "GET") -> httpx.Response:
-        over = httpx.ASGITransport(make_app(service, keys=keys), root_path=prefix)
-        async with httpx.AsyncClient(transport=over, base_url="http://x", follow_redirects=True) as client:
+    async def request_page(prefix: str, path: str, method: str = "GET") -> httpx.Response:
+        asgi_transport = httpx.ASGITransport(make_app(service, keys=keys), root_path=prefix)
+        async with httpx.AsyncClient(transport=asgi_transport, base_url="http://x", follow_redirects=True) as client:
             return await client.request(method, path)
 
     for prefix in ("/llm/one", "/l m/a:b"):
-        found = asyncio.run(asked(prefix, f"{prefix}?a=b"))
-        assert (found.status_code, found.url.path, found.url.query) == (200, f"{prefix}/", b"a=b")
-        assert found.text == asyncio.run(asked(prefix, f"{prefix}/")).text
-        assert asyncio.run(asked(prefix, prefix, "HEAD")).status_code == 200
-        posted = [asyncio.run(asked(prefix, path, "POST")).status_code for path in (prefix, f"{prefix}/")]
-        assert posted == [405, 405] if keys is None else [401, 401]
-    assert asyncio.run(asked("", "/")).status_code == 200
+        response = asyncio.run(request_page(prefix, f"{prefix}?a=b"))
+        assert (response.status_code, response.url.path, response.url.query) == (200, f"{prefix}/", b"a=b")
+        assert response.text == asyncio.run(request_page(prefix, f"{prefix}/")).text
+        assert asyncio.run(request_page(prefix, prefix, "HEAD")).status_code == 200
+        post_statuses = [asyncio.run(request_page(prefix, path, "POST")).status_code for path in (prefix, f"{prefix}/")]
+        assert post_statuses == [405, 405] if keys is None else [401, 401]
+    assert asyncio.run(request_page("", "/")).status_code == 200
 
 
 def test_page_sources_use_no_other_hosts_and_no_html_injection() -> None:
@@ -78,13 +78,19 @@ def test_page_setting_turns_the_page_off(service: ScriptedService) -> None:
     assert not parse({"llm_configs": models, "page": False}).page
 
 
-def sample() -> bytes:
+def metrics_sample() -> bytes:
+    """The serialized metrics of a rank after two steps: three drafts that commit eight tokens."""
     metrics = EngineMetrics(model_name=MODEL, rank=0, depths=3)
-    for lens in ([1, 4], [3]):
-        depths = [sum(n > d for n in lens) for d in (1, 2, 3)]
-        drafts = len(lens)
+    for accept_lengths in ([1, 4], [3]):
+        depths = [sum(n > d for n in accept_lengths) for d in (1, 2, 3)]
+        drafts = len(accept_lengths)
         metrics.observe_step(
-            StepStats(accept_lens=lens, accepted_by_depth=depths, drafts=drafts, committed_tokens=sum(lens))
+            StepStats(
+                accept_lens=accept_lengths,
+                accepted_by_depth=depths,
+                drafts=drafts,
+                committed_tokens=sum(accept_lengths),
+            )
         )
     return metrics.serialize()
 
@@ -93,7 +99,7 @@ def test_server_state_reports_engine_status_and_metrics(
     client: Client, service: ScriptedService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def metrics() -> list[bytes]:
-        return [sample(), sample()]
+        return [metrics_sample(), metrics_sample()]
 
     monkeypatch.setattr(service.engine, "metrics", metrics)
     service.engine.history = GangHistory(epoch=1, restarts=(LOSS,), gang="aerie/1")
@@ -121,14 +127,14 @@ def test_server_state_hides_loss_causes_and_pids_from_use_keys(service: Scripted
     service.engine.history, service.engine.reason = GangHistory(restarts=(LOSS,)), "10.0.0.7 is gone"
     assert client.get("/server_state").status_code == 401
     assert client.get("/").status_code == 200
-    told = {name: client.get("/server_state", headers={"x-api-key": token}) for name, token in tokens.items()}
-    assert {answer.status_code for answer in told.values()} == {200}
-    admin, use = told["admin"].json(), told["use"].json()
+    responses = {name: client.get("/server_state", headers={"x-api-key": token}) for name, token in tokens.items()}
+    assert {answer.status_code for answer in responses.values()} == {200}
+    admin, use = responses["admin"].json(), responses["use"].json()
     assert (admin["reason"], admin["losses"][0]["reason"]) == ("10.0.0.7 is gone", LOSS.reason)
     assert (use["reason"], use["losses"][0]["reason"], use["losses"][0]["kind"]) == ("", "", "died")
-    said = json.dumps(use)
+    state_text = json.dumps(use)
     for secret in ("10.0.0.7", "4321", "pid", "none", "model_path"):
-        assert secret not in said, secret
+        assert secret not in state_text, secret
 
 
 def test_server_state_answers_when_the_engine_status_fails(client: Client, service: ScriptedService) -> None:

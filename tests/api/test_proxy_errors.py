@@ -1,4 +1,4 @@
-"""Errors of Serve's own proxy, on a real Serve: JSON like all others, also when a replica dies."""
+"""Errors of Ray Serve's own proxy: JSON like all other errors, also when a replica dies."""
 
 import json
 import socket
@@ -10,15 +10,15 @@ import httpx
 import pytest
 
 from tests.actors.counting_engine import SLOW
-from tests.api.apps import arguments, eventually, health, kill, serving
+from tests.api.apps import app_args, eventually, health_status, kill, serving
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray")]
 
 
-def raw(url: str, request: bytes, close: bool = False) -> tuple[int, dict[str, str], bytes]:
-    """The answer to bytes that no polite client sends; with `close` the sending side is shut down behind them."""
-    where = urlsplit(url)
-    with socket.create_connection((where.hostname, where.port), timeout=30) as connection:
+def send_raw(url: str, request: bytes, close: bool = False) -> tuple[int, dict[str, str], bytes]:
+    """Send bytes, also invalid HTTP, and return status, headers and body. `close` shuts down the sending side."""
+    address = urlsplit(url)
+    with socket.create_connection((address.hostname, address.port), timeout=30) as connection:
         connection.sendall(request)
         if close:
             connection.shutdown(socket.SHUT_WR)
@@ -33,43 +33,47 @@ def raw(url: str, request: bytes, close: bool = False) -> tuple[int, dict[str, s
 
 
 def test_proxy_answers_json_to_bad_headers_timeouts_and_lost_replicas() -> None:
-    with serving(arguments()) as url:
+    with serving(app_args()) as url:
         request = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\nX-Request-Id: \xff\r\n\r\n"
-        status, headers, body = raw(url, request)
+        status, headers, body = send_raw(url, request)
         assert (status, headers["content-type"]) == (400, "application/json")
         assert json.loads(body)["error"]["param"] == "x-request-id"
         assert httpx.head(f"{url}/health").status_code == 200
 
-        asked = json.dumps({"model": "counting", "prompt": [7, 8], "max_tokens": 3}).encode()
-        post = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n" % len(asked)
-        offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAoAAAAAIAAAAA\r\n"
-        for head in (post + b"Connection: close\r\n", post + offer):  # Java's client offers h2c with every request
-            status, _, body = raw(url, head + b"\r\n" + asked, close=offer in head)
+        payload = json.dumps({"model": "counting", "prompt": [7, 8], "max_tokens": 3}).encode()
+        post = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n" % len(payload)
+        h2c_offer = (
+            b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAoAAAAAIAAAAA\r\n"
+        )
+        for head in (post + b"Connection: close\r\n", post + h2c_offer):  # Java's client offers h2c with every request
+            status, _, body = send_raw(url, head + b"\r\n" + payload, close=h2c_offer in head)
             assert (status, json.loads(body)["usage"]["completion_tokens"]) == (200, 3)
 
-        slow = {"model": "counting", "prompt": [SLOW, 1], "max_tokens": 2000, "stream": True}
-        limit = {"x-request-timeout-seconds": "1"}
-        with httpx.stream("POST", f"{url}/v1/completions", json=slow, headers=limit, timeout=60) as answer:
+        slow_body = {"model": "counting", "prompt": [SLOW, 1], "max_tokens": 2000, "stream": True}
+        timeout_header = {"x-request-timeout-seconds": "1"}
+        with httpx.stream(
+            "POST", f"{url}/v1/completions", json=slow_body, headers=timeout_header, timeout=60
+        ) as answer:
             last = [line for line in answer.iter_lines() if line.startswith("data: {")][-1]
         error = json.loads(last.removeprefix("data: "))["error"]
         assert error["code"] == "request_timeout" and "longer than 1 s" in error["message"]
 
-        seen: list[str] = []
+        received: list[str] = []
         statuses: list[int] = []
 
         def stream() -> None:
             body = {"model": "counting", "prompt": [SLOW, 1], "max_tokens": 2000, "stream": True}
             with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
-                seen.extend(answer.iter_lines())
+                received.extend(answer.iter_lines())
 
-        def whole() -> None:
+        def complete() -> None:
             body = {"model": "counting", "prompt": [SLOW, 2], "max_tokens": 2000}
             answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
             assert answer.headers["content-type"] == "application/json"
             statuses.append(answer.status_code)
-            seen.append(answer.json()["error"]["code"])
+            received.append(answer.json()["error"]["code"])
 
-        threads = [threading.Thread(target=stream), threading.Thread(target=whole)]
+        threads = [threading.Thread(target=stream), threading.Thread(target=complete)]
         for thread in threads:
             thread.start()
         running = lambda: httpx.get(f"{url}/server_info").json()["running"] == 2  # noqa: E731
@@ -78,9 +82,9 @@ def test_proxy_answers_json_to_bad_headers_timeouts_and_lost_replicas() -> None:
         for thread in threads:
             thread.join(60)
         assert statuses == [503]
-        events = [line for line in seen if line.startswith("data: {")]
+        events = [line for line in received if line.startswith("data: {")]
         assert json.loads(events[-1].removeprefix("data: "))["error"]["code"] == "replica_lost"
-        assert "replica_lost" in seen
-        until = time.monotonic() + 60
-        while health(url) != 200 and time.monotonic() < until:
+        assert "replica_lost" in received
+        deadline = time.monotonic() + 60
+        while health_status(url) != 200 and time.monotonic() < deadline:
             time.sleep(0.2)

@@ -1,4 +1,4 @@
-"""`ingress: resilient`, whole: streams outlive the engine replica that feeds them."""
+"""The whole application with `ingress: resilient`: streams survive the loss of their engine replica."""
 
 import asyncio
 import signal
@@ -10,35 +10,36 @@ from contextlib import suppress
 import httpx
 import pytest
 
-from tests.actors.counting_engine import NOISY, SLOW, STUCK, TOO_LONG
-from tests.api.apps import arguments, ask_all, eventually, health, kill, processes, serving, total
+from tests.actors.counting_engine import SEED_DEPENDENT, SLOW, STUCK, TOO_LONG
+from tests.api.apps import app_args, ask_all, descendant_pids, eventually, health_status, kill, metric_sum, serving
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray")]
 
-ENGINE = "ServeReplica:counting:aerie-counting-engine"
-INGRESS = "ServeReplica:counting:aerie-counting "
+ENGINE_REPLICA = "ServeReplica:counting:aerie-counting-engine"
+INGRESS_REPLICA = "ServeReplica:counting:aerie-counting "
 STREAMS = 8
 
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     small = {"ingress_deployment_config": {"ray_actor_options": {"num_cpus": 0.1}}}
-    args = arguments(ranks=2, app={"ingress": "resilient", **small}, max_queued_tokens=20_000)
+    args = app_args(ranks=2, app={"ingress": "resilient", **small}, max_queued_tokens=20_000)
     with serving(args) as url:
         yield url
 
 
 def prompts() -> list[list[int]]:
-    """Some slow, so that they are open for a while, with tokens that the seed decides."""
-    return [[NOISY, SLOW, 1000 + i] for i in range(STREAMS)]
+    """Prompts of slow streams, which stay open for a while. The seed decides their tokens."""
+    return [[SEED_DEPENDENT, SLOW, 1000 + i] for i in range(STREAMS)]
 
 
-def running(url: str) -> int:
+def running_requests(url: str) -> int:
+    """How many requests run on all ranks."""
     return sum(rank["running"] for rank in httpx.get(f"{url}/server_info").json()["ranks"])
 
 
 def test_resilient_ingress_serves_tokens_and_server_info(url: str) -> None:
-    assert health(url) == 200
+    assert health_status(url) == 200
     (answer,) = ask_all(url, [[100]], 8)
     assert answer.tokens == list(range(101, 109)), answer
     info = httpx.get(f"{url}/server_info").json()
@@ -67,23 +68,23 @@ def test_single_call_may_exceed_the_queue_token_limit(url: str) -> None:
     answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
     assert answer.status_code == 200, answer.text
     assert [choice["finish_reason"] for choice in answer.json()["choices"]] == ["length"] * 12
-    assert eventually(lambda: running(url) == 0, 5)
+    assert eventually(lambda: running_requests(url) == 0, 5)
 
 
 def test_client_disconnect_frees_its_slot_in_the_engine(url: str) -> None:
-    async def leave() -> None:
+    async def disconnect() -> None:
         async with httpx.AsyncClient() as client:
             body = {"model": "counting", "prompt": [SLOW, 1], "max_tokens": 4000, "stream": True}
             async with client.stream("POST", f"{url}/v1/completions", json=body) as answer:
                 async for _ in answer.aiter_lines():
                     return
 
-    asyncio.run(leave())
-    assert eventually(lambda: running(url) == 0, 3)
+    asyncio.run(disconnect())
+    assert eventually(lambda: running_requests(url) == 0, 3)
 
 
 def test_killed_ingress_ends_its_streams_in_the_engine(url: str) -> None:
-    """Left to itself each would run for 40 s."""
+    """Without an abort each stream would run for 40 s."""
 
     async def ask() -> None:
         body = {"model": "counting", "prompt": [[SLOW, i] for i in range(STREAMS)], "max_tokens": 4000, "stream": True}
@@ -96,63 +97,74 @@ def test_killed_ingress_ends_its_streams_in_the_engine(url: str) -> None:
         with suppress(httpx.HTTPError):
             asyncio.run(ask())
 
-    reading = threading.Thread(target=stream)
-    reading.start()
-    assert eventually(lambda: running(url) == STREAMS)
-    assert kill(INGRESS)
-    reading.join()
-    assert eventually(lambda: health(url) == 200, 20)
-    assert eventually(lambda: running(url) == 0, 12)
+    reader = threading.Thread(target=stream)
+    reader.start()
+    assert eventually(lambda: running_requests(url) == STREAMS)
+    assert kill(INGRESS_REPLICA)
+    reader.join()
+    assert eventually(lambda: health_status(url) == 200, 20)
+    assert eventually(lambda: running_requests(url) == 0, 12)
 
 
-def disturbed(url: str, *, word: str, number: int = signal.SIGKILL, tokens: int = 800) -> tuple[list, list, list[int]]:
-    """The streams of an undisturbed run, and those of a run in which processes get a signal; and these processes."""
-    calm = ask_all(url, prompts(), tokens, seed=11)
-    hit: list[int] = []
+def run_with_signal(
+    url: str, *, process_name: str, signal_number: int = signal.SIGKILL, tokens: int = 800
+) -> tuple[list, list, list[int]]:
+    """Run all streams twice, and send a signal to processes during the second run.
 
-    def disturb() -> None:
-        if eventually(lambda: running(url) == STREAMS):
-            hit.extend(kill(word, number))
+    Returns the answers of the first run, the answers of the second run, and the ids of these processes.
+    """
+    undisturbed_answers = ask_all(url, prompts(), tokens, seed=11)
+    signalled_pids: list[int] = []
 
-    thread = threading.Thread(target=disturb)
+    def send_signal() -> None:
+        if eventually(lambda: running_requests(url) == STREAMS):
+            signalled_pids.extend(kill(process_name, signal_number))
+
+    thread = threading.Thread(target=send_signal)
     thread.start()
-    disturbed = ask_all(url, prompts(), tokens, seed=11)
+    disturbed_answers = ask_all(url, prompts(), tokens, seed=11)
     thread.join()
-    assert hit, "the streams were never all open at once"
-    return calm, disturbed, hit
+    assert signalled_pids, "the streams were never all open at once"
+    return undisturbed_answers, disturbed_answers, signalled_pids
 
 
-@pytest.mark.parametrize("word", [ENGINE, "ShardActor"], ids=["the engine replica", "the shards"])
-def test_streams_keep_their_tokens_when_engine_replica_or_shards_are_killed(url: str, word: str) -> None:
-    before = total(httpx.get(f"{url}/metrics").text, "aerie_resumed_streams_total")
-    calm, answers, hit = disturbed(url, word=word)
-    assert [a.error for a in answers] == [""] * STREAMS
-    assert [a.tokens for a in answers] == [a.tokens for a in calm]
-    assert len({tuple(a.tokens) for a in answers}) == STREAMS
-    assert max(a.longest_pause_s for a in answers) > 0.5, "nobody noticed"
-    assert not set(hit) & set(processes(word))
+@pytest.mark.parametrize("process_name", [ENGINE_REPLICA, "ShardActor"], ids=["engine replica", "shard actors"])
+def test_streams_keep_their_tokens_when_engine_replica_or_shards_are_killed(url: str, process_name: str) -> None:
+    resumed_before = metric_sum(httpx.get(f"{url}/metrics").text, "aerie_resumed_streams_total")
+    undisturbed_answers, answers, signalled_pids = run_with_signal(url, process_name=process_name)
+    assert [answer.error for answer in answers] == [""] * STREAMS
+    assert [answer.tokens for answer in answers] == [answer.tokens for answer in undisturbed_answers]
+    assert len({tuple(answer.tokens) for answer in answers}) == STREAMS
+    assert max(answer.longest_pause_s for answer in answers) > 0.5, "no stream paused"
+    assert not set(signalled_pids) & set(descendant_pids(process_name))
     page = httpx.get(f"{url}/metrics").text
-    if word == ENGINE:  # counted at the ingress; the engine's own counters went with it
-        assert total(page, "aerie_resumed_streams_total") == before + STREAMS
+    if process_name == ENGINE_REPLICA:  # the ingress counts resumes; the dead replica's counters are lost
+        assert metric_sum(page, "aerie_resumed_streams_total") == resumed_before + STREAMS
     else:
-        assert total(page, "aerie_resumed_streams_total") >= before + STREAMS
-        assert total(page, "aerie_gang_restarts_total") == total(page, "aerie_gang_restart_seconds_count") >= 1
-        assert total(page, "aerie_rank_losses_total") >= 1
-    assert eventually(lambda: health(url) == 200, 20)
+        assert metric_sum(page, "aerie_resumed_streams_total") >= resumed_before + STREAMS
+        assert (
+            metric_sum(page, "aerie_gang_restarts_total") == metric_sum(page, "aerie_gang_restart_seconds_count") >= 1
+        )
+        assert metric_sum(page, "aerie_rank_losses_total") >= 1
+    assert eventually(lambda: health_status(url) == 200, 20)
 
 
 @pytest.mark.slow
 def test_streams_of_a_frozen_engine_replica_move_to_another_replica(url: str) -> None:
-    calm, answers, hit = disturbed(url, word=ENGINE, number=signal.SIGSTOP)
-    assert [a.error for a in answers] == [""] * STREAMS
-    assert [a.tokens for a in answers] == [a.tokens for a in calm]
-    assert eventually(lambda: not set(hit) & set(processes(ENGINE)), 30), "the frozen replica is still there"
+    undisturbed_answers, answers, signalled_pids = run_with_signal(
+        url, process_name=ENGINE_REPLICA, signal_number=signal.SIGSTOP
+    )
+    assert [answer.error for answer in answers] == [""] * STREAMS
+    assert [answer.tokens for answer in answers] == [answer.tokens for answer in undisturbed_answers]
+    assert eventually(lambda: not set(signalled_pids) & set(descendant_pids(ENGINE_REPLICA)), 30), (
+        "the frozen replica is still there"
+    )
 
 
 def test_health_is_503_and_new_requests_wait_while_no_engine_runs(url: str) -> None:
-    kill(ENGINE)
-    assert eventually(lambda: health(url) == 503, 3)
-    began = time.monotonic()
+    kill(ENGINE_REPLICA)
+    assert eventually(lambda: health_status(url) == 503, 3)
+    start = time.monotonic()
     (answer,) = ask_all(url, [[200]], 4)
     assert answer.tokens == [201, 202, 203, 204], answer
-    assert time.monotonic() - began > 0.3
+    assert time.monotonic() - start > 0.3

@@ -1,4 +1,4 @@
-"""/v1/responses and /v1/messages over HTTP: bad bodies, ends and errors of streams, clients that leave, envelopes."""
+"""/v1/responses and /v1/messages over HTTP: bad bodies, ends and errors of streams, disconnects, error formats."""
 
 import asyncio
 import json
@@ -17,52 +17,56 @@ from cluster.api.http.middleware import Drain, envelope_of
 from cluster.api.http.routes import make_app
 from tests.api.bad_items import HI, MESSAGES, OF_MESSAGES, OF_RESPONSES, RESPONSES
 from tests.api.scripted import MODEL, Client, ScriptedService
-from tests.api.test_access import counted
+from tests.api.test_access import response_counts
 from tests.api.test_auth import ANN, KEYS
-from tests.api.test_streams import Visitor, until
+from tests.api.test_streams import AsgiClient, wait_until
 
 GOOD: dict[str, dict[str, Any]] = {
     RESPONSES: {"model": MODEL, "input": "hi"},
     MESSAGES: {"model": MODEL, "messages": HI, "max_tokens": 64},
 }
-LENGTHS = {RESPONSES: "max_output_tokens", MESSAGES: "max_tokens"}
-COUNTS = {RESPONSES: f"{RESPONSES}/input_tokens", MESSAGES: f"{MESSAGES}/count_tokens"}
-BAD = [(path, name) for path, table in ((RESPONSES, OF_RESPONSES), (MESSAGES, OF_MESSAGES)) for name in table]
-# Refused for what a schema cannot say: another field's value, the model's context, characters, JSON inside a text.
-BEYOND_A_SCHEMA = {
-    "input is half a character", "input beyond the context", "the template refuses", "arguments that are no JSON",
-    "a result without a call", "two tools of a name", "parameters that are no object", "half a character in a tool",
-    "a choice without tools", "a choice of no tool there is", "a form of another type", "a form without a schema",
-    "a schema that is not honoured", "top_logprobs alone", "stream options without a stream", "two forms",
-    "max_output_tokens is huge", "messages beyond the context", "max_tokens is huge", "half a character",
-    "a use of a tool by the user", "a result by the assistant", "a result without a use", "a use to go on from",
-    "a choice among several namespaces", "two tools of a name in a namespace", "a choice of a server's tool",
-    "a choice without tools that are called", "a custom tool's empty grammar",
-    "an empty stop", "too many stops", "a tool of an array", "a tool's wrong name", "a choice without a name",
+LENGTH_FIELDS = {RESPONSES: "max_output_tokens", MESSAGES: "max_tokens"}
+COUNT_PATHS = {RESPONSES: f"{RESPONSES}/input_tokens", MESSAGES: f"{MESSAGES}/count_tokens"}
+BAD_CASES = [(path, name) for path, table in ((RESPONSES, OF_RESPONSES), (MESSAGES, OF_MESSAGES)) for name in table]
+# The bad bodies that the route's JSON schema accepts. A schema cannot express their rules: these depend on another
+# field's value, on the model's context length, on single characters, or on JSON inside a text.
+ACCEPTED_BY_SCHEMA = {
+    "input with half a surrogate pair", "input longer than the context", "the template refuses",
+    "call arguments are no JSON", "a call output without call_id", "two tools with the same name",
+    "tool parameters of type array", "half a surrogate pair in a tool", "tool_choice without tools",
+    "tool_choice of an unknown tool", "an unknown format type", "a format without a schema",
+    "a schema with an unknown type", "top_logprobs without include", "stream options without a stream", "two formats",
+    "max_output_tokens is huge", "messages longer than the context", "max_tokens is huge", "half a surrogate pair",
+    "a tool_use block of the user", "a tool_result block of the assistant", "a tool_result block without tool_use_id",
+    "the last message ends with a tool_use block", "tool_choice that fits two namespaces",
+    "two tools of a namespace with the same name", "tool_choice of a hosted tool",
+    "tool_choice is required with only hosted tools", "a custom tool's grammar without a definition",
+    "an empty stop sequence", "too many stop sequences", "input_schema of type array", "a tool name with a space",
+    "tool_choice without a name",
 }  # fmt: skip
 
 
-def named(text: str) -> list[tuple[str, dict[str, Any]]]:
-    """The events of a stream that names them."""
-    found = []
+def named_events(text: str) -> list[tuple[str, dict[str, Any]]]:
+    """The (event name, data) pairs of an event stream whose events have names."""
+    named_pairs = []
     *events, rest = text.split("\n\n")
     assert rest == ""
-    for one in events:
-        name, data = one.split("\n")
-        found.append((name.removeprefix("event: "), json.loads(data.removeprefix("data: "))))
-    return found
+    for event in events:
+        name, data = event.split("\n")
+        named_pairs.append((name.removeprefix("event: "), json.loads(data.removeprefix("data: "))))
+    return named_pairs
 
 
-def said(path: str, body: dict[str, Any]) -> str:
-    """The text of a whole answer."""
+def answer_text(path: str, body: dict[str, Any]) -> str:
+    """The text of a complete answer of /v1/messages or /v1/responses."""
     if path == MESSAGES:
         return "".join(block["text"] for block in body["content"])
     return "".join(part["text"] for item in body["output"] for part in item["content"])
 
 
 @pytest.fixture(scope="module")
-def served(tokenizer_folder: Path) -> Iterator[Client]:
-    """One server for the whole table, which has to answer at the end."""
+def shared_client(tokenizer_folder: Path) -> Iterator[Client]:
+    """A client of one server for all bad bodies. After the tests the server must still answer valid requests."""
     service = ScriptedService(tokenizer_folder)
     client = Client(make_app(service))
     yield client
@@ -72,29 +76,29 @@ def served(tokenizer_folder: Path) -> Iterator[Client]:
 
 
 @pytest.fixture(scope="module")
-def document(served: Client) -> dict[str, Any]:
-    found: dict[str, Any] = served.get("/openapi.json").json()
-    return found
+def document(shared_client: Client) -> dict[str, Any]:
+    document_dict: dict[str, Any] = shared_client.get("/openapi.json").json()
+    return document_dict
 
 
-@pytest.mark.parametrize(("path", "name"), BAD, ids=[f"{path} {name}" for path, name in BAD])
+@pytest.mark.parametrize(("path", "name"), BAD_CASES, ids=[f"{path} {name}" for path, name in BAD_CASES])
 def test_bad_field_gives_a_400_that_names_the_field(
-    served: Client, document: dict[str, Any], path: str, name: str
+    shared_client: Client, document: dict[str, Any], path: str, name: str
 ) -> None:
-    fields, param, words = (OF_RESPONSES if path == RESPONSES else OF_MESSAGES)[name]
+    fields, param, message_part = (OF_RESPONSES if path == RESPONSES else OF_MESSAGES)[name]
     body = json.dumps({**GOOD[path], **fields})  # ASCII, so that surrogates travel as escapes
-    response = served.request("POST", path, content=body, headers={"content-type": "application/json"})
+    response = shared_client.request("POST", path, content=body, headers={"content-type": "application/json"})
     assert response.status_code == 400, response.text
     error = response.json()["error"]
     assert error["type"] == "invalid_request_error"
     assert error["message"].startswith(f"{param}: "), error
-    assert words in error["message"] and len(error["message"]) < 400
+    assert message_part in error["message"] and len(error["message"]) < 400
     if path == RESPONSES:
         assert error["param"] == param and error["code"]
     schema = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
-    fits = jsonschema.Draft202012Validator({**schema, "components": document["components"]})
-    assert fits.is_valid(GOOD[path])
-    assert name in BEYOND_A_SCHEMA or not fits.is_valid(json.loads(body))
+    schema_validator = jsonschema.Draft202012Validator({**schema, "components": document["components"]})
+    assert schema_validator.is_valid(GOOD[path])
+    assert name in ACCEPTED_BY_SCHEMA or not schema_validator.is_valid(json.loads(body))
 
 
 @pytest.mark.parametrize("path", GOOD)
@@ -103,52 +107,52 @@ def test_bad_field_gives_a_400_that_names_the_field(
     [(b"{", 400, "invalid_request_error"), (b" " * (1 << 20 | 1), 413, "request_too_large")],
 )
 def test_invalid_json_gives_a_400_and_an_oversized_body_a_413(
-    served: Client, path: str, content: bytes, status: int, kind: str
+    shared_client: Client, path: str, content: bytes, status: int, kind: str
 ) -> None:
-    for route in (path, COUNTS[path]):
-        response = served.request("POST", route, content=content, headers={"content-type": "application/json"})
+    for route in (path, COUNT_PATHS[path]):
+        response = shared_client.request("POST", route, content=content, headers={"content-type": "application/json"})
         assert response.status_code == status
         assert response.json()["error"]["type"] == (kind if path == MESSAGES else "invalid_request_error")
 
 
 @pytest.mark.parametrize("path", GOOD)
 def test_error_bodies_match_the_openapi_schema_of_the_route(
-    served: Client, document: dict[str, Any], path: str
+    shared_client: Client, document: dict[str, Any], path: str
 ) -> None:
     answers = [
-        (path, "post", served.post(path, {**GOOD[path], "model": "other"})),
-        (path, "post", served.post(path, {})),
-        (COUNTS[path], "post", served.post(COUNTS[path], {})),
+        (path, "post", shared_client.post(path, {**GOOD[path], "model": "other"})),
+        (path, "post", shared_client.post(path, {})),
+        (COUNT_PATHS[path], "post", shared_client.post(COUNT_PATHS[path], {})),
     ]
     assert [answer.status_code for _, _, answer in answers] == [404, 400, 400]
     for route, method, answer in answers:
-        found = document["paths"][route][method]["responses"][str(answer.status_code)]
-        schema = {**found["content"]["application/json"]["schema"], "components": document["components"]}
+        response_document = document["paths"][route][method]["responses"][str(answer.status_code)]
+        schema = {**response_document["content"]["application/json"]["schema"], "components": document["components"]}
         jsonschema.Draft202012Validator(schema).validate(answer.json())
     assert "text/event-stream" in document["paths"][path]["post"]["responses"]["200"]["content"]
 
 
-def test_stored_response_routes_give_a_404_because_nothing_is_stored(served: Client) -> None:
+def test_stored_response_routes_give_a_404_because_nothing_is_stored(shared_client: Client) -> None:
     for method, path in (("GET", "x"), ("DELETE", "resp_1"), ("POST", "resp_1/cancel"), ("GET", "resp_1/input_items")):
-        answer = served.request(method, f"{RESPONSES}/{path}")
+        answer = shared_client.request(method, f"{RESPONSES}/{path}")
         assert answer.status_code == 404
         assert answer.json()["error"]["message"].startswith(f"there is no response '{path}': this server stores none")
-    assert served.get(RESPONSES).status_code == 405
-    wrong = [served.get(MESSAGES), served.post(f"{MESSAGES}/batches", {})]
+    assert shared_client.get(RESPONSES).status_code == 405
+    wrong = [shared_client.get(MESSAGES), shared_client.post(f"{MESSAGES}/batches", {})]
     assert [answer.status_code for answer in wrong] == [405, 404]
     assert [answer.json()["error"]["type"] for answer in wrong] == ["invalid_request_error", "not_found_error"]
 
 
-def test_token_count_routes_match_the_usage_and_the_tokenize_route(served: Client, client: Client) -> None:
-    """By each count, by the answer's usage, and by /tokenize."""
+def test_token_count_routes_match_the_usage_and_the_tokenize_route(shared_client: Client, client: Client) -> None:
+    """The count route, the answer's usage and /tokenize give the same number."""
     for path, good in GOOD.items():
-        for more in ({}, {"instructions" if path == RESPONSES else "system": "be brief"}):
-            counted = served.post(COUNTS[path], {**good, **more}).json()["input_tokens"]
-            used = client.post(path, {**good, **more}).json()["usage"]
-            assert counted == used["input_tokens"] + used.get("cache_read_input_tokens", 0)
-            messages = [{"role": "system", "content": text} for text in more.values()] + HI
+        for fields in ({}, {"instructions" if path == RESPONSES else "system": "be brief"}):
+            token_count = shared_client.post(COUNT_PATHS[path], {**good, **fields}).json()["input_tokens"]
+            usage = client.post(path, {**good, **fields}).json()["usage"]
+            assert token_count == usage["input_tokens"] + usage.get("cache_read_input_tokens", 0)
+            messages = [{"role": "system", "content": text} for text in fields.values()] + HI
             body = {"messages": messages, "add_special_tokens": False}
-            assert served.post("/tokenize", body).json()["count"] == counted
+            assert shared_client.post("/tokenize", body).json()["count"] == token_count
 
 
 @pytest.mark.parametrize("path", GOOD)
@@ -168,17 +172,17 @@ def test_streamed_text_equals_the_complete_answer(client: Client, service: Scrip
     service.engine.script = "so 😀 it\nis".encode()
     stop = {RESPONSES: {"stop": ["\nis"]}, MESSAGES: {"stop_sequences": ["\nis"]}}
     for fields, text in (({}, "so 😀 it\nis"), (stop[path], "so 😀 it")):
-        whole = client.post(path, {**GOOD[path], **fields}).json()
-        assert said(path, whole) == text
+        complete_answer = client.post(path, {**GOOD[path], **fields}).json()
+        assert answer_text(path, complete_answer) == text
         answer = client.post(path, {**GOOD[path], **fields, "stream": True})
         assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
-        found = named(answer.text)
-        assert all(name == data["type"] for name, data in found)
-        deltas = [data["delta"] for name, data in found if name.endswith(("text.delta", "block_delta"))]
-        assert "".join(one if isinstance(one, str) else one["text"] for one in deltas) == text
-        assert found[-1][0] == ("message_stop" if path == MESSAGES else "response.completed")
+        events = named_events(answer.text)
+        assert all(name == data["type"] for name, data in events)
+        deltas = [data["delta"] for name, data in events if name.endswith(("text.delta", "block_delta"))]
+        assert "".join(delta if isinstance(delta, str) else delta["text"] for delta in deltas) == text
+        assert events[-1][0] == ("message_stop" if path == MESSAGES else "response.completed")
     if path == MESSAGES:
-        assert (whole["stop_reason"], whole["stop_sequence"]) == ("stop_sequence", "\nis")
+        assert (complete_answer["stop_reason"], complete_answer["stop_sequence"]) == ("stop_sequence", "\nis")
 
 
 def test_responses_api_logprobs_equal_chat_logprobs(client: Client, service: ScriptedService) -> None:
@@ -187,10 +191,10 @@ def test_responses_api_logprobs_equal_chat_logprobs(client: Client, service: Scr
     [part] = client.post(RESPONSES, body).json()["output"][0]["content"]
     chat = client.chat(logprobs=True, top_logprobs=2).json()["choices"][0]
     assert part["logprobs"] == chat["logprobs"]["content"]
-    assert [one["bytes"] for one in part["logprobs"]] == [[97], [0xC3], [0xA9], [*b"<eos>"]]
-    found = named(client.post(RESPONSES, {**body, "stream": True}).text)
-    deltas = [one for name, data in found if name == "response.output_text.delta" for one in data["logprobs"]]
-    [done] = [data["logprobs"] for name, data in found if name == "response.output_text.done"]
+    assert [entry["bytes"] for entry in part["logprobs"]] == [[97], [0xC3], [0xA9], [*b"<eos>"]]
+    events = named_events(client.post(RESPONSES, {**body, "stream": True}).text)
+    deltas = [entry for name, data in events if name == "response.output_text.delta" for entry in data["logprobs"]]
+    [done] = [data["logprobs"] for name, data in events if name == "response.output_text.done"]
     assert deltas == done == part["logprobs"]
     [plain] = client.post(RESPONSES, GOOD[RESPONSES]).json()["output"][0]["content"]
     assert plain["logprobs"] == []
@@ -201,14 +205,14 @@ def test_failure_in_mid_stream_sends_the_error_events_of_the_api(
     client: Client, service: ScriptedService, path: str
 ) -> None:
     service.engine.fail_at = 5
-    found = named(client.post(path, {**GOOD[path], "stream": True}).text)
+    events = named_events(client.post(path, {**GOOD[path], "stream": True}).text)
     if path == MESSAGES:
-        assert found[-1][1]["error"]["type"] == "api_error"
-        assert [name for name, _ in found].count("error") == 1
+        assert events[-1][1]["error"]["type"] == "api_error"
+        assert [name for name, _ in events].count("error") == 1
     else:
-        assert [name for name, _ in found[-2:]] == ["error", "response.failed"]
-        assert found[-1][1]["response"]["status"] == "failed"
-    assert "secret" not in str(found)
+        assert [name for name, _ in events[-2:]] == ["error", "response.failed"]
+        assert events[-1][1]["response"]["status"] == "failed"
+    assert "secret" not in str(events)
     service.engine.fail_at = 0
     answer = client.post(path, {**GOOD[path], "stream": True})
     assert answer.status_code == 500
@@ -221,16 +225,16 @@ def test_engine_refusals_use_the_error_format_of_the_api(
     client: Client, service: ScriptedService, path: str, stream: bool
 ) -> None:
     body = {**GOOD[path], "stream": stream}
-    ours = path == MESSAGES
+    is_messages = path == MESSAGES
     service.engine.queue_is_full = True
-    full = client.post(path, body)
-    assert (full.status_code, full.headers["retry-after"]) == (503, "1")
+    full_queue = client.post(path, body)
+    assert (full_queue.status_code, full_queue.headers["retry-after"]) == (503, "1")
     service.engine.queue_is_full = False
     service.engine.retry_after_s = 4.0
-    early = client.post(path, body)
-    assert (early.status_code, early.headers["retry-after"]) == (503, "4")
-    assert {answer.json()["error"]["type"] for answer in (full, early)} == {"overloaded_error"}
-    assert all(("type" in answer.json()) == ours for answer in (full, early))
+    full_server = client.post(path, body)
+    assert (full_server.status_code, full_server.headers["retry-after"]) == (503, "4")
+    assert {answer.json()["error"]["type"] for answer in (full_queue, full_server)} == {"overloaded_error"}
+    assert all(("type" in answer.json()) == is_messages for answer in (full_queue, full_server))
     service.engine.retry_after_s = 0.0
     service.engine.refusal = "routed_dp_rank: must lie in [0, 0], got 7"
     refused = client.post(path, {**body, "routed_dp_rank": 7})
@@ -243,23 +247,23 @@ def test_engine_refusals_use_the_error_format_of_the_api(
 def test_auth_and_drain_errors_use_the_error_format_of_the_path(service: ScriptedService) -> None:
     drain = Drain()
     client = Client(make_app(service, drain=drain, keys=KEYS))
-    good = {"x-api-key": ANN, "anthropic-version": "2023-06-01", "anthropic-beta": "prompt-caching-2024-07-31"}
+    valid_headers = {"x-api-key": ANN, "anthropic-version": "2023-06-01", "anthropic-beta": "prompt-caching-2024-07-31"}
     for path, body in GOOD.items():
-        denied, let_in = client.post(path, body), client.post(path, body, headers=good)
-        assert (denied.status_code, let_in.status_code) == (401, 200)
+        denied, allowed = client.post(path, body), client.post(path, body, headers=valid_headers)
+        assert (denied.status_code, allowed.status_code) == (401, 200)
         kind = "authentication_error" if path == MESSAGES else "invalid_request_error"
         assert denied.json()["error"]["type"] == kind
         assert ("param" in denied.json()["error"]) == (path == RESPONSES)
     assert client.get(f"{MESSAGES}/x", headers={"x-api-key": "wrong"}).json()["error"]["type"] == "authentication_error"
     drain.begin()
     for path, body in GOOD.items():
-        refused = client.post(path, body, headers=good)
+        refused = client.post(path, body, headers=valid_headers)
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
         assert ("type" in refused.json()) == (path == MESSAGES)
 
 
 @pytest.mark.parametrize(
-    ("path", "root", "ours"),
+    ("path", "root", "is_openai_format"),
     [
         ("/v1/messages", "", False),
         ("/v1/messages/count_tokens", "", False),
@@ -269,9 +273,9 @@ def test_auth_and_drain_errors_use_the_error_format_of_the_path(service: Scripte
         ("/x/v1/messages", "", True),
     ],
 )
-def test_error_format_is_chosen_by_the_path(path: str, root: str, ours: bool) -> None:
+def test_error_format_is_chosen_by_the_path(path: str, root: str, is_openai_format: bool) -> None:
     envelope = envelope_of({"path": path, "root_path": root})
-    assert ("param" in envelope(ApiError("no"))["error"]) == ours
+    assert ("param" in envelope(ApiError("no"))["error"]) == is_openai_format
 
 
 def test_calls_are_logged_and_counted_by_route(
@@ -279,32 +283,32 @@ def test_calls_are_logged_and_counted_by_route(
 ) -> None:
     caplog.set_level(logging.INFO, "cluster.api.http.access_log")
     for path, good in GOOD.items():
-        answer = client.post(path, {**good, "ignore_eos": True} | {LENGTHS[path]: 5})
+        answer = client.post(path, {**good, "ignore_eos": True} | {LENGTH_FIELDS[path]: 5})
         fields = caplog.records[-1].__dict__["fields"]
         assert (fields["status"], fields["outcome"], fields["completion_tokens"]) == (200, "ok", 5)
         assert answer.json()["id"].startswith("resp_" if path == RESPONSES else "msg_")
         client.post(path, {})
-        assert client.post(COUNTS[path], good).status_code == 200
+        assert client.post(COUNT_PATHS[path], good).status_code == 200
     client.get(f"{RESPONSES}/resp_1")
     routes = [(path, status) for path in GOOD for status in ("200", "400")]
-    routes += [(path, "200") for path in COUNTS.values()] + [(f"{RESPONSES}/{{response_id:path}}", "404")]
-    assert counted(service) == dict.fromkeys(routes, 1)
+    routes += [(path, "200") for path in COUNT_PATHS.values()] + [(f"{RESPONSES}/{{response_id:path}}", "404")]
+    assert response_counts(service) == dict.fromkeys(routes, 1)
     assert service.outcomes() == {"length": 2.0, "invalid": 2.0}
 
 
 @pytest.mark.parametrize("path", GOOD)
 @pytest.mark.parametrize("stream", [False, True])
 def test_client_disconnect_aborts_its_request(app: FastAPI, service: ScriptedService, path: str, stream: bool) -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         service.engine.step_s = 0.002
-        long = {"ignore_eos": True, "stream": stream, "prompt": None, LENGTHS[path]: 400}
-        visitor = Visitor(app, {**GOOD[path], **long}, path)
-        await until(lambda: len(service.engine.running) == 1)
+        long = {"ignore_eos": True, "stream": stream, "prompt": None, LENGTH_FIELDS[path]: 400}
+        asgi_client = AsgiClient(app, {**GOOD[path], **long}, path)
+        await wait_until(lambda: len(service.engine.running) == 1)
         if stream:
-            await until(lambda: len(visitor.sent) > 3)
-        visitor.left.set()
-        await asyncio.wait_for(visitor.call, 20)
+            await wait_until(lambda: len(asgi_client.sent_messages) > 3)
+        asgi_client.disconnected.set()
+        await asyncio.wait_for(asgi_client.task, 20)
         assert not service.engine.running and len(service.engine.aborted) == 1
 
-    asyncio.run(scene())
+    asyncio.run(scenario())
     assert service.outcomes() == {"abort": 1.0}

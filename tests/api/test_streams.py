@@ -1,4 +1,4 @@
-"""How calls end early: full queue, failing engine, clients that leave. Nothing keeps running behind them."""
+"""Calls that end early: full queue, failing engine, client disconnect. No request keeps running after its call."""
 
 import asyncio
 import json
@@ -11,7 +11,7 @@ from cluster.actors.messages import Unavailable
 from cluster.request import SequenceOutput
 from tests.api.scripted import MODEL, Client, ScriptedService, http_scope
 
-MANY = {"max_tokens": 400, "ignore_eos": True}
+LONG_OUTPUT = {"max_tokens": 400, "ignore_eos": True}
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -45,25 +45,25 @@ def test_request_refused_by_the_engine_gives_a_400(
     assert (error["param"], error["message"]) == (param, refusal)
 
 
-LOST = SequenceOutput("r", (), finish_reason="abort", error="/secret/path.py: rank 1 died")
+LOST_ENGINE = SequenceOutput("r", (), finish_reason="abort", error="/secret/path.py: rank 1 died")
 
 
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize(
-    ("failure", "after"),
-    [(Unavailable("rank 1 died (given up)", 12.2), "13"), (LOST, "5")],
-    ids=["before", "meanwhile"],
+    ("failure", "retry_after"),
+    [(Unavailable("rank 1 died (given up)", 12.2), "13"), (LOST_ENGINE, "5")],
+    ids=["unavailable before the request", "aborted during the request"],
 )
 def test_lost_or_stopping_engine_gives_a_503_with_retry_after(
-    client: Client, service: ScriptedService, failure: Any, after: str, n: int
+    client: Client, service: ScriptedService, failure: Any, retry_after: str, n: int
 ) -> None:
     service.engine.fail_at, service.engine.failure = 0, failure
     for stream in (False, True):
         response = client.complete(stream=stream, n=n)
-        assert (response.status_code, response.headers["retry-after"]) == (503, after)
+        assert (response.status_code, response.headers["retry-after"]) == (503, retry_after)
         assert response.json()["error"]["code"] == "engine_unhealthy"
         assert "secret" not in response.text
-    service.engine.fail_at, service.engine.failure = 5, LOST
+    service.engine.fail_at, service.engine.failure = 5, LOST_ENGINE
     *_, event, _ = client.chat(stream=True, max_tokens=40).text.split("\n\n")
     assert json.loads(event.removeprefix("data: "))["error"]["code"] == "engine_unhealthy"
 
@@ -105,31 +105,32 @@ def test_one_failing_sample_ends_the_call(client: Client, service: ScriptedServi
     assert not service.engine.running
 
 
-class Visitor:
-    """Speaks ASGI to an app by hand, so that it can leave whenever it likes."""
+class AsgiClient:
+    """A client that calls an app over ASGI. It can disconnect at any time, or block in the app's sends."""
 
     def __init__(self, app: FastAPI, body: dict[str, Any], path: str = "/v1/completions") -> None:
-        self.sent: list[dict[str, Any]] = []
-        self.left = asyncio.Event()
-        self.stuck = False
+        self.sent_messages: list[dict[str, Any]] = []
+        self.disconnected = asyncio.Event()
+        self.blocks_sends = False
         self._body = json.dumps({"model": MODEL, "prompt": "hello", **body}).encode()
-        self._asked = False
-        self.call = asyncio.create_task(app(http_scope(path), self._receive, self._send))
+        self._body_received = False
+        self.task = asyncio.create_task(app(http_scope(path), self._receive, self._send))
 
     async def _receive(self) -> dict[str, Any]:
-        if not self._asked:
-            self._asked = True
+        if not self._body_received:
+            self._body_received = True
             return {"type": "http.request", "body": self._body, "more_body": False}
-        await self.left.wait()
+        await self.disconnected.wait()
         return {"type": "http.disconnect"}
 
     async def _send(self, message: Any) -> None:
-        self.sent.append(message)
-        if self.stuck:
+        self.sent_messages.append(message)
+        if self.blocks_sends:
             await asyncio.sleep(60)
 
 
-async def until(condition: Any) -> None:
+async def wait_until(condition: Any) -> None:
+    """Wait until the condition is true; fail after 30 s."""
     async with asyncio.timeout(30):
         while not condition():
             await asyncio.sleep(0.002)
@@ -142,58 +143,58 @@ async def until(condition: Any) -> None:
 def test_client_disconnect_aborts_all_samples_of_its_request(
     app: FastAPI, service: ScriptedService, when: str, n: int
 ) -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         service.engine.step_s = 30.0 if when == "before the first token" else 0.002
-        visitor = Visitor(app, {"stream": when != "without a stream", "n": n, **MANY})
-        visitor.stuck = when == "while a send is stuck"
-        await until(lambda: len(service.engine.running) == n)
+        asgi_client = AsgiClient(app, {"stream": when != "without a stream", "n": n, **LONG_OUTPUT})
+        asgi_client.blocks_sends = when == "while a send is stuck"
+        await wait_until(lambda: len(service.engine.running) == n)
         if when in ("in mid stream", "while a send is stuck"):
-            await until(lambda: len(visitor.sent) > (0 if visitor.stuck else 3))
+            await wait_until(lambda: len(asgi_client.sent_messages) > (0 if asgi_client.blocks_sends else 3))
         assert len(service.engine.running) == n
-        visitor.left.set()
-        await asyncio.wait_for(visitor.call, 20)
+        asgi_client.disconnected.set()
+        await asyncio.wait_for(asgi_client.task, 20)
         assert not service.engine.running
         assert len(service.engine.aborted) == n
 
-    asyncio.run(scene())
+    asyncio.run(scenario())
     assert service.outcomes() == {"abort": float(n)}
 
 
 def test_cancelled_call_task_aborts_its_request(app: FastAPI, service: ScriptedService) -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         service.engine.step_s = 0.002
         for stream in (False, True):
-            visitor = Visitor(app, {"stream": stream, **MANY})
-            await until(lambda: len(service.engine.running) == 1)
-            visitor.call.cancel()
-            await asyncio.gather(visitor.call, return_exceptions=True)
+            asgi_client = AsgiClient(app, {"stream": stream, **LONG_OUTPUT})
+            await wait_until(lambda: len(service.engine.running) == 1)
+            asgi_client.task.cancel()
+            await asyncio.gather(asgi_client.task, return_exceptions=True)
             assert not service.engine.running
 
-    asyncio.run(scene())
+    asyncio.run(scenario())
 
 
 def test_random_disconnects_of_200_clients_leave_no_running_request(app: FastAPI, service: ScriptedService) -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         service.engine.step_s = 0.001
-        visitors = []
+        asgi_clients = []
         for at in range(200):
-            visitors.append(Visitor(app, {"stream": at % 3 > 0, "n": 1 + at % 2, **MANY}))
-            asyncio.get_running_loop().call_later(0.0007 * (at * 37 % 101), visitors[-1].left.set)
-        await asyncio.wait_for(asyncio.gather(*(visitor.call for visitor in visitors)), 60)
+            asgi_clients.append(AsgiClient(app, {"stream": at % 3 > 0, "n": 1 + at % 2, **LONG_OUTPUT}))
+            asyncio.get_running_loop().call_later(0.0007 * (at * 37 % 101), asgi_clients[-1].disconnected.set)
+        await asyncio.wait_for(asyncio.gather(*(asgi_client.task for asgi_client in asgi_clients)), 60)
         assert not service.engine.running
 
-    asyncio.run(scene())
+    asyncio.run(scenario())
     assert sum(service.outcomes().values()) == len(service.engine.requests)
 
 
 def test_stream_sends_its_first_chunk_before_the_engine_finishes(app: FastAPI, service: ScriptedService) -> None:
-    async def scene() -> None:
+    async def scenario() -> None:
         service.engine.step_s = 0.2
-        visitor = Visitor(app, {"stream": True, "max_tokens": 5})
-        await until(lambda: len(visitor.sent) == 2)
-        assert visitor.sent[1]["body"].startswith(b"data: ")
+        asgi_client = AsgiClient(app, {"stream": True, "max_tokens": 5})
+        await wait_until(lambda: len(asgi_client.sent_messages) == 2)
+        assert asgi_client.sent_messages[1]["body"].startswith(b"data: ")
         assert service.engine.running
-        visitor.left.set()
-        await visitor.call
+        asgi_client.disconnected.set()
+        await asgi_client.task
 
-    asyncio.run(scene())
+    asyncio.run(scenario())

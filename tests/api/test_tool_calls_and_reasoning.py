@@ -1,4 +1,4 @@
-"""Calls of tools and thoughts through both APIs and their official clients: whole, streamed, and passed back."""
+"""Tool calls and reasoning in /v1/responses and /v1/messages: complete, streamed, and sent back in the next request."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from openai import OpenAI
 from cluster.api.core.fields import WARNING_HEADER
 from cluster.api.http.routes import make_app
 from tests.api.scripted import MODEL, Client, ScriptedService, save_tokenizer
-from tests.api.test_responses_and_messages import named, said
+from tests.api.test_responses_and_messages import answer_text, named_events
 
 TEMPLATE = (
     "{% for t in tools or [] %}{{ '<tool>' + t['function']['name'] }}{% endfor %}"
@@ -24,14 +24,14 @@ TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
     "{% if enable_thinking is defined and not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"
 )
-SAID = (
+OUTPUT_TEXT = (
     '<think>hm, 😀</think>I ask.<tool_call>{"name": "find", "arguments": {"x": [1, "é"]}}</tool_call>'
     '<tool_call>{"name": "rest", "arguments": {}}</tool_call>'
 )
-GIVEN = {"x": [1, "é"]}
+FIND_ARGUMENTS = {"x": [1, "é"]}
 SCHEMA = {"type": "object", "properties": {"x": {"type": "array"}}}
-OPENAIS: list[Any] = [{"type": "function", "name": name, "parameters": SCHEMA} for name in ("find", "rest")]
-ANTHROPICS: list[Any] = [{"name": name, "input_schema": SCHEMA} for name in ("find", "rest")]
+OPENAI_TOOLS: list[Any] = [{"type": "function", "name": name, "parameters": SCHEMA} for name in ("find", "rest")]
+ANTHROPIC_TOOLS: list[Any] = [{"name": name, "input_schema": SCHEMA} for name in ("find", "rest")]
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 
 
@@ -42,9 +42,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def service(folder: Path) -> ScriptedService:
-    made = ScriptedService(folder)
-    made.engine.script = SAID.encode()
-    return made
+    scripted_service = ScriptedService(folder)
+    scripted_service.engine.script = OUTPUT_TEXT.encode()
+    return scripted_service
 
 
 def prompt_of(service: ScriptedService) -> str:
@@ -54,29 +54,34 @@ def prompt_of(service: ScriptedService) -> str:
 
 
 def test_response_holds_reasoning_message_and_function_calls(openai: OpenAI, service: ScriptedService) -> None:
-    response = openai.responses.create(model=MODEL, input="hi", tools=OPENAIS)
-    thought, said, first, second = response.output
-    assert (thought.type, thought.content[0].text) == ("reasoning", "hm, 😀")
-    assert (said.type, response.output_text) == ("message", "I ask.")
-    assert (first.type, first.name, json.loads(first.arguments)) == ("function_call", "find", GIVEN)
-    assert (second.name, json.loads(second.arguments)) == ("rest", {})
-    assert first.call_id != second.call_id
+    response = openai.responses.create(model=MODEL, input="hi", tools=OPENAI_TOOLS)
+    reasoning, message, first_call, second_call = response.output
+    assert (reasoning.type, reasoning.content[0].text) == ("reasoning", "hm, 😀")
+    assert (message.type, response.output_text) == ("message", "I ask.")
+    assert (first_call.type, first_call.name, json.loads(first_call.arguments)) == (
+        "function_call",
+        "find",
+        FIND_ARGUMENTS,
+    )
+    assert (second_call.name, json.loads(second_call.arguments)) == ("rest", {})
+    assert first_call.call_id != second_call.call_id
     assert response.usage.output_tokens_details.reasoning_tokens > 0
     assert prompt_of(service).startswith("<tool>find<tool>rest")
     outputs: list[Any] = [
-        {"type": "function_call_output", "call_id": call.call_id, "output": "found"} for call in (first, second)
+        {"type": "function_call_output", "call_id": call.call_id, "output": "found"}
+        for call in (first_call, second_call)
     ]
     service.engine.script = b"done"
-    passed = [*HI, *(item.model_dump(exclude_none=True) for item in response.output), *outputs]
-    again = openai.responses.create(model=MODEL, input=passed, tools=OPENAIS)
-    assert again.output_text == "done"
+    next_input = [*HI, *(item.model_dump(exclude_none=True) for item in response.output), *outputs]
+    next_response = openai.responses.create(model=MODEL, input=next_input, tools=OPENAI_TOOLS)
+    assert next_response.output_text == "done"
     calls = '<tool_call>find{"x": [1, "é"]}</tool_call><tool_call>rest{}</tool_call>'
     turn = f"assistant\n<think>hm, 😀</think>I ask.{calls}\n"
-    assert turn + "".join(f"tool\nfound{call.call_id}\n" for call in (first, second)) in prompt_of(service)
+    assert turn + "".join(f"tool\nfound{call.call_id}\n" for call in (first_call, second_call)) in prompt_of(service)
 
 
 def test_streamed_response_holds_reasoning_message_and_function_calls(openai: OpenAI) -> None:
-    with openai.responses.stream(model=MODEL, input="hi", tools=OPENAIS) as stream:
+    with openai.responses.stream(model=MODEL, input="hi", tools=OPENAI_TOOLS) as stream:
         events = list(stream)
         final = stream.get_final_response()
     deltas: dict[str, str] = {}
@@ -86,43 +91,54 @@ def test_streamed_response_holds_reasoning_message_and_function_calls(openai: Op
     texts = [getattr(item, "arguments", None) or item.content[0].text for item in final.output]
     assert [*deltas.values()] == texts
     assert [item.type for item in final.output] == ["reasoning", "message", "function_call", "function_call"]
-    assert json.loads(final.output[2].arguments) == GIVEN
+    assert json.loads(final.output[2].arguments) == FIND_ARGUMENTS
 
 
 def test_message_holds_thinking_text_and_tool_use_blocks(anthropic: Anthropic, service: ScriptedService) -> None:
-    message = anthropic.messages.create(model=MODEL, max_tokens=300, messages=HI, tools=ANTHROPICS)
-    thought, said, first, second = message.content
-    assert (thought.type, thought.thinking) == ("thinking", "hm, 😀")
-    assert (said.type, said.text) == ("text", "I ask.")
-    assert (first.type, first.name, first.input) == ("tool_use", "find", GIVEN)
-    assert (second.name, second.input, message.stop_reason) == ("rest", {}, "tool_use")
-    results: list[Any] = [{"type": "tool_result", "tool_use_id": use.id, "content": "found"} for use in (first, second)]
+    message = anthropic.messages.create(model=MODEL, max_tokens=300, messages=HI, tools=ANTHROPIC_TOOLS)
+    thinking, text_block, first_use, second_use = message.content
+    assert (thinking.type, thinking.thinking) == ("thinking", "hm, 😀")
+    assert (text_block.type, text_block.text) == ("text", "I ask.")
+    assert (first_use.type, first_use.name, first_use.input) == ("tool_use", "find", FIND_ARGUMENTS)
+    assert (second_use.name, second_use.input, message.stop_reason) == ("rest", {}, "tool_use")
+    results: list[Any] = [
+        {"type": "tool_result", "tool_use_id": use.id, "content": "found"} for use in (first_use, second_use)
+    ]
     service.engine.script = b"done"
-    passed: list[Any] = [*HI, {"role": "assistant", "content": message.content}, {"role": "user", "content": results}]
-    again = anthropic.messages.create(model=MODEL, max_tokens=9, messages=passed, tools=ANTHROPICS)
-    assert (again.content[0].text, again.stop_reason) == ("done", "end_turn")
+    next_messages: list[Any] = [
+        *HI,
+        {"role": "assistant", "content": message.content},
+        {"role": "user", "content": results},
+    ]
+    next_message = anthropic.messages.create(model=MODEL, max_tokens=9, messages=next_messages, tools=ANTHROPIC_TOOLS)
+    assert (next_message.content[0].text, next_message.stop_reason) == ("done", "end_turn")
     calls = '<tool_call>find{"x": [1, "é"]}</tool_call><tool_call>rest{}</tool_call>'
     turn = f"assistant\n<think>hm, 😀</think>I ask.{calls}\n"
-    assert turn + "".join(f"tool\nfound{use.id}\n" for use in (first, second)) in prompt_of(service)
+    assert turn + "".join(f"tool\nfound{use.id}\n" for use in (first_use, second_use)) in prompt_of(service)
 
 
 def test_streamed_message_holds_thinking_text_and_tool_use_blocks(anthropic: Anthropic) -> None:
-    with anthropic.messages.stream(model=MODEL, max_tokens=300, messages=HI, tools=ANTHROPICS) as stream:
+    with anthropic.messages.stream(model=MODEL, max_tokens=300, messages=HI, tools=ANTHROPIC_TOOLS) as stream:
         kinds = {event.type for event in stream}
         message = stream.get_final_message()
     assert {"thinking", "text", "input_json"} <= kinds
-    thought, said, first, second = message.content
-    assert (thought.thinking, said.text, first.input, second.input) == ("hm, 😀", "I ask.", GIVEN, {})
+    thinking, text_block, first_use, second_use = message.content
+    assert (thinking.thinking, text_block.text, first_use.input, second_use.input) == (
+        "hm, 😀",
+        "I ask.",
+        FIND_ARGUMENTS,
+        {},
+    )
     assert message.stop_reason == "tool_use"
     assert message.usage.output_tokens_details.thinking_tokens > 0
 
 
-def said_by(path: str, answer: httpx.Response, stream: bool) -> str:
-    """The text of an answer without calls."""
+def text_of(path: str, answer: httpx.Response, stream: bool) -> str:
+    """The text of an answer, complete or streamed, that has no tool calls."""
     if not stream:
-        return said(path, answer.json())
-    deltas = [data["delta"] for name, data in named(answer.text) if name.endswith(("text.delta", "block_delta"))]
-    return "".join(one if isinstance(one, str) else one.get("text", "") for one in deltas)
+        return answer_text(path, answer.json())
+    deltas = [data["delta"] for name, data in named_events(answer.text) if name.endswith(("text.delta", "block_delta"))]
+    return "".join(delta if isinstance(delta, str) else delta.get("text", "") for delta in deltas)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -137,7 +153,7 @@ def test_reasoning_is_omitted_when_the_request_asks_for_that(
     for path, body in bodies.items():
         answer = client.post(path, {"model": MODEL, **body, "stream": stream})
         assert answer.status_code == 200
-        text = said_by(path, answer, stream)
+        text = text_of(path, answer, stream)
         assert text.startswith("I ask.") and "hm, " not in text
         assert not any(word in answer.text for word in ("thinking_delta", "reasoning_text", "hm, "))
 
@@ -153,14 +169,14 @@ def test_thinking_field_controls_the_prompt_and_ignored_effort_gives_a_warning(
         assert answer.status_code == 200, answer.text
         return prompt_of(service)[-15:], answer.headers.get(WARNING_HEADER, "")
 
-    off = "ink>\n\n</think>\n\n"[-15:]
-    assert prompt(type="disabled") == (off, "")
-    on, warning = prompt(type="enabled", budget_tokens=1024)
-    assert on.endswith("assistant\n") and "budget_tokens is not a limit" in warning
+    disabled_prompt_end = "ink>\n\n</think>\n\n"[-15:]
+    assert prompt(type="disabled") == (disabled_prompt_end, "")
+    enabled_prompt_end, warning = prompt(type="enabled", budget_tokens=1024)
+    assert enabled_prompt_end.endswith("assistant\n") and "budget_tokens is not a limit" in warning
     assert prompt(type="adaptive")[1] == ""
-    effort = {"model": MODEL, "messages": HI, "max_tokens": 9, "output_config": {"effort": "low"}}
+    effort_body = {"model": MODEL, "messages": HI, "max_tokens": 9, "output_config": {"effort": "low"}}
     for path, body, field in (
-        ("/v1/messages", effort, "output_config.effort"),
+        ("/v1/messages", effort_body, "output_config.effort"),
         ("/v1/responses", {"model": MODEL, "input": "hi", "reasoning": {"effort": "low"}}, "reasoning.effort"),
     ):
         answer = client.post(path, body)
@@ -171,16 +187,16 @@ def test_thinking_field_controls_the_prompt_and_ignored_effort_gives_a_warning(
 def test_forced_tool_call_gets_the_same_grammar_in_both_apis(service: ScriptedService) -> None:
     client = Client(make_app(service))
     bodies: dict[str, dict[str, Any]] = {
-        "/v1/responses": {"input": "hi", "tools": OPENAIS, "tool_choice": {"type": "function", "name": "find"}},
+        "/v1/responses": {"input": "hi", "tools": OPENAI_TOOLS, "tool_choice": {"type": "function", "name": "find"}},
         "/v1/messages": {
-            "messages": HI, "max_tokens": 9, "tools": ANTHROPICS, "tool_choice": {"type": "tool", "name": "find"},
+            "messages": HI, "max_tokens": 9, "tools": ANTHROPIC_TOOLS, "tool_choice": {"type": "tool", "name": "find"},
         },
     }  # fmt: skip
     for path, body in bodies.items():
         assert client.post(path, {"model": MODEL, **body}).status_code == 200
         assert service.engine.requests[-1].params.grammar is not None
-    plain, forced = (request.params.grammar for request in service.engine.requests)
-    assert plain == forced
+    responses_grammar, messages_grammar = (request.params.grammar for request in service.engine.requests)
+    assert responses_grammar == messages_grammar
 
 
 def test_messages_api_continues_a_trailing_assistant_message(service: ScriptedService) -> None:

@@ -1,1 +1,1 @@
-"""Programs of others, unpatched, against a real server: `python -m tests.clients [NAME ...]`; each says its version."""
+"""Unpatched third-party clients with a real server: `python -m tests.clients [NAME ...]`. Each prints its version."""

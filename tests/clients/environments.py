@@ -1,4 +1,4 @@
-"""The environments in which clients run: a folder of its own for each, with packages of PyPI, of npm, or of neither."""
+"""The environments of the clients: each client has a folder with its packages from PyPI and from npm, if it has any."""
 
 import json
 import os
@@ -16,11 +16,11 @@ class Missing(ValueError):
 
 @dataclass(frozen=True)
 class Packages:
-    """What is installed for a client.
+    """The packages that a client needs.
 
-    `pip` and `npm` are names as these programs take them, perhaps with a version. `removes` are packages of PyPI that
-    others bring along and that must not be there. `copies` are files that have to lie beside `node_modules`, because
-    node looks there for what they import.
+    `pip` and `npm` are package names for these programs, with an optional version. `removes` are packages from PyPI
+    that other packages install and that must not be there. `copies` are files that must lie beside `node_modules`,
+    because node looks there for the packages that these files import.
     """
 
     pip: tuple[str, ...] = ()
@@ -37,47 +37,51 @@ class Environment:
     packages: Packages
 
     def make(self) -> None:
-        """Install the packages, unless the folder has these already. The newest versions come; then they stay.
+        """Install the newest versions of the packages, unless the folder has these packages already.
 
         Raises:
             Missing: there is no npm.
         """
-        listed = json.dumps([self.packages.pip, self.packages.npm, self.packages.removes])
-        mark = self.folder / "installed"
-        if not mark.exists() or mark.read_text() != listed:
+        packages_json = json.dumps([self.packages.pip, self.packages.npm, self.packages.removes])
+        stamp_file = self.folder / "installed"
+        if not stamp_file.exists() or stamp_file.read_text() != packages_json:
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder.mkdir(parents=True)
             if self.packages.pip:
                 self._install_pip()
             if self.packages.npm:
                 self._install_npm()
-            mark.write_text(listed)
+            stamp_file.write_text(packages_json)
         for file in self.packages.copies:
             shutil.copy(file, self.folder)
 
     def program(self, name: str) -> str:
-        """The path of a program: that of the environment, else that of the machine.
+        """The path of a program in the environment, or else on the machine's PATH.
 
         Raises:
-            Missing: neither has it.
+            Missing: the program is in neither.
         """
-        places = [str(self.folder / "bin"), str(self.folder / "node_modules" / ".bin"), os.environ.get("PATH", "")]
-        found = shutil.which(name, path=os.pathsep.join(places))
-        if found is None:
+        search_path = [str(self.folder / "bin"), str(self.folder / "node_modules" / ".bin"), os.environ.get("PATH", "")]
+        program_path = shutil.which(name, path=os.pathsep.join(search_path))
+        if program_path is None:
             raise Missing(f"no {name!r} on the PATH; install it")
-        return found
+        return program_path
 
     def versions(self) -> list[str]:
-        """`NAME VERSION` of each package that was asked for."""
-        asked = "import sys, importlib.metadata as m; print(*(f'{n} {m.version(n)}' for n in sys.argv[1:]), sep='\\n')"
-        said = []
+        """`NAME VERSION` of each package in `packages.pip` and `packages.npm`."""
+        version_code = (
+            "import sys, importlib.metadata as m; print(*(f'{n} {m.version(n)}' for n in sys.argv[1:]), sep='\\n')"
+        )
+        names_with_versions = []
         if self.packages.pip:
-            command = [str(self.folder / "bin" / "python"), "-c", asked, *map(_bare, self.packages.pip)]
-            said += subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()
-        for name in map(_bare, self.packages.npm):
-            about = json.loads((self.folder / "node_modules" / name / "package.json").read_text())
-            said.append(f"{name} {about['version']}")
-        return said
+            command = [str(self.folder / "bin" / "python"), "-c", version_code, *map(_package_name, self.packages.pip)]
+            names_with_versions += subprocess.run(
+                command, check=True, stdout=subprocess.PIPE, text=True
+            ).stdout.splitlines()
+        for name in map(_package_name, self.packages.npm):
+            package_json = json.loads((self.folder / "node_modules" / name / "package.json").read_text())
+            names_with_versions.append(f"{name} {package_json['version']}")
+        return names_with_versions
 
     def _install_pip(self) -> None:
         venv.create(self.folder, with_pip=True)
@@ -95,8 +99,8 @@ class Environment:
         subprocess.run(command, cwd=self.folder, check=True)
 
 
-def _bare(package: str) -> str:
+def _package_name(package: str) -> str:
     """The name of a package without version and extras: `ai` of `ai@latest`, `aiperf` of `aiperf[x]>=1`."""
-    found = re.match(r"@?[^@\[<>=!~]+", package)
-    assert found is not None, package
-    return found.group()
+    name_match = re.match(r"@?[^@\[<>=!~]+", package)
+    assert name_match is not None, package
+    return name_match.group()

@@ -1,4 +1,4 @@
-"""The official `anthropic` client: messages and tools, whole and streamed, and tokens counted."""
+"""The official `anthropic` client: messages, streamed and not streamed; tools; and `count_tokens`."""
 
 import sys
 
@@ -7,12 +7,12 @@ import anthropic
 url, model = sys.argv[1:]
 client = anthropic.Anthropic(base_url=url, api_key="none")
 messages = [{"role": "user", "content": "import os"}]
-whole = client.messages.create(model=model, max_tokens=24, messages=messages, extra_body={"seed": 7})
+full_message = client.messages.create(model=model, max_tokens=24, messages=messages, extra_body={"seed": 7})
 with client.messages.stream(model=model, max_tokens=24, messages=messages, extra_body={"seed": 7}) as stream:
-    assert "".join(stream.text_stream) == whole.content[0].text
+    assert "".join(stream.text_stream) == full_message.content[0].text
 schema = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 8}}, "required": ["city"]}
 tool = {"name": "get_weather", "description": "The weather", "input_schema": schema}
-called = client.messages.create(
+tool_message = client.messages.create(
     model=model,
     max_tokens=200,
     messages=messages,
@@ -20,9 +20,10 @@ called = client.messages.create(
     tool_choice={"type": "any", "disable_parallel_tool_use": True},
     extra_body={"seed": 3},
 )
-assert called.stop_reason == "tool_use" and called.content[-1].input.keys() == {"city"}
-# A tool that tool_choice names is called once; a tool that Anthropic would run is left out with a warning.
-named = client.messages.with_raw_response.create(
+assert tool_message.stop_reason == "tool_use" and tool_message.content[-1].input.keys() == {"city"}
+# The model calls the tool that tool_choice names once. The server leaves out a tool that Anthropic would run itself,
+# and sends a warning.
+raw_response = client.messages.with_raw_response.create(
     model=model,
     max_tokens=200,
     messages=messages,
@@ -30,9 +31,9 @@ named = client.messages.with_raw_response.create(
     tool_choice={"type": "tool", "name": "get_weather"},
     extra_body={"seed": 3},
 )
-assert "web_search" in named.headers["x-aerie-warning"], named.headers
-(block,) = named.parse().content
+assert "web_search" in raw_response.headers["x-aerie-warning"], raw_response.headers
+(block,) = raw_response.parse().content
 assert block.type == "tool_use" and block.input.keys() == {"city"}, block
-counted = client.messages.count_tokens(model=model, messages=messages).input_tokens
-assert counted == whole.usage.input_tokens + (whole.usage.cache_read_input_tokens or 0)
+input_token_count = client.messages.count_tokens(model=model, messages=messages).input_tokens
+assert input_token_count == full_message.usage.input_tokens + (full_message.usage.cache_read_input_tokens or 0)
 print("messages, tools, a tool by name, count_tokens; whole and streamed")

@@ -1,4 +1,4 @@
-"""`instructor` in its default mode, a tool by name: a nested model, whole and in partials, and an iterable."""
+"""`instructor` in its default mode, where the request names a tool: a nested model, its partials, and an iterable."""
 
 import sys
 from collections.abc import Iterable
@@ -30,15 +30,15 @@ class Person(BaseModel):
     addresses: list[Address] = Field(min_length=1, max_length=2)
 
 
-asked = {"model": model, "messages": [{"role": "user", "content": "import os"}], "max_tokens": 400, "seed": 3}
-asked["max_retries"] = 0  # what the server answers must fit at once
-person, answer = client.create_with_completion(response_model=Person, **asked)
+request = {"model": model, "messages": [{"role": "user", "content": "import os"}], "max_tokens": 400, "seed": 3}
+request["max_retries"] = 0  # the first answer of the server must fit the model
+person, completion = client.create_with_completion(response_model=Person, **request)
 assert isinstance(person, Person) and person.addresses, person
-assert len(answer.choices[0].message.tool_calls) == 1, answer
-# The partial model is a tool of another name, so its values may differ. A call's arguments come in one piece: perhaps
-# there is one partial only. In its strict mode instructor takes no text for a date here.
-partials = list(client.create_partial(response_model=Person, strict=False, **asked))
+assert len(completion.choices[0].message.tool_calls) == 1, completion
+# The tool of the partial model has another name, so its values may differ. The arguments of a call come in one piece,
+# so there may be only one partial. In its strict mode, instructor does not accept a string as a date here.
+partials = list(client.create_partial(response_model=Person, strict=False, **request))
 assert Person.model_validate(partials[-1].model_dump()), partials
-people = client.create(response_model=Iterable[Address], **asked)
-assert all(isinstance(one, Address) for one in people)
+people = client.create(response_model=Iterable[Address], **request)
+assert all(isinstance(address, Address) for address in people)
 print("a tool by name: a nested model, whole and in partials; an iterable")

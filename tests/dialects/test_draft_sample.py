@@ -1,4 +1,4 @@
-"""A draft's sample: written once, checked on every load."""
+"""Tests of the sample of a draft: one computed output that is stored beside the draft and checked on every load."""
 
 import json
 import math
@@ -21,16 +21,17 @@ from tests.tiny import draft_folder, target_folder
 
 
 def pair(tmp_path: Path) -> tuple[str, str]:
+    """Return the folder of a tiny target, and of a copy of its draft that the test may change."""
     target = target_folder()
     return target, str(shutil.copytree(draft_folder(target), tmp_path / "draft"))
 
 
-def config(target: str, draft: str, **more: object) -> EngineConfig:
-    given: dict[str, object] = {
+def config(target: str, draft: str, **overrides: object) -> EngineConfig:
+    defaults: dict[str, object] = {
         "model_path": target, "speculative_algorithm": "EAGLE3", "speculative_draft_model_path": draft,
         "max_running_requests": 2, "max_total_tokens": 256, "num_threads": 1, "dtype": "float64", "device": "cpu",
     }  # fmt: skip
-    return EngineConfig.from_kwargs(given | more)
+    return EngineConfig.from_kwargs(defaults | overrides)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
@@ -44,7 +45,7 @@ def test_draft_with_its_sample_loads_in_every_dtype(tmp_path: Path, dtype: str) 
 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 def test_demo_draft_with_its_sample_loads_with_fp8_kv_cache(dtype: str) -> None:
-    """The demo's, whose hidden state FP8 shifts by more than the other tolerances of float64."""
+    """FP8 changes the hidden state of the demo draft by more than the tolerance for float64 without FP8."""
     target, draft = demo_path(DEMO_TARGET, ""), demo_path(DEMO_DRAFT, "")
     build_engine(config(target, draft, dtype=dtype, kv_cache_dtype="fp8_e4m3"))
 
@@ -78,14 +79,21 @@ def test_sample_check_refuses_wrong_draft_overrides(tmp_path: Path, overrides: d
     ("likely", "taken"), [({}, 24), ({22: 0.9}, 22), ({20: 0.6, 18: 0.9}, 20), ({13: 0.4}, 13), ({12: 0.9}, 24)]
 )
 def test_sample_is_taken_where_the_top_token_is_clearly_most_likely(likely: dict[int, float], taken: int) -> None:
-    """Two tokens of equal probability would change places on another CPU, and refuse a draft that is right."""
+    """If the top two tokens had equal probability, another CPU could swap them, and a correct draft would be refused.
 
-    def given(tokens: tuple[int, ...]) -> EagleDraftInput:
-        made = EagleDraftInput.create_idle_input(None, 1, torch.float32, torch.device("cpu"), 1)
-        made.topk_index[0, 0], made.topk_logprobs[0, 0] = len(tokens), math.log(likely.get(len(tokens), 0.3))
-        return made
+    `likely` gives the probability of the top token after prompts of some lengths (0.3 after all others), `taken` the
+    expected length of the sample.
+    """
 
-    sample = clearest_sample(given, range(24))
+    def fake_draft_input(tokens: tuple[int, ...]) -> EagleDraftInput:
+        draft_input = EagleDraftInput.create_idle_input(None, 1, torch.float32, torch.device("cpu"), 1)
+        draft_input.topk_index[0, 0], draft_input.topk_logprobs[0, 0] = (
+            len(tokens),
+            math.log(likely.get(len(tokens), 0.3)),
+        )
+        return draft_input
+
+    sample = clearest_sample(fake_draft_input, range(24))
     assert (len(sample.tokens), sample.token) == (taken, taken)
     assert sample.tokens == tuple(range(taken))
 
@@ -99,13 +107,17 @@ def test_sample_check_works_with_a_token_map(tmp_path: Path) -> None:
     target = target_folder()
     draft = str(shutil.copytree(draft_folder(target, own_head=False), tmp_path / "draft"))
     sample_draft(draft, target, "EAGLE3")
-    likeliest = json.loads((Path(draft) / SAMPLE_FILE).read_text())["token"]
-    hot = tmp_path / "hot.json"
-    hot.write_text(json.dumps([token for token in range(64) if token != likeliest]))
-    build_engine(config(target, draft, speculative_token_map=str(hot)))
+    top_token = json.loads((Path(draft) / SAMPLE_FILE).read_text())["token"]
+    token_map_file = tmp_path / "hot.json"
+    token_map_file.write_text(json.dumps([token for token in range(64) if token != top_token]))
+    build_engine(config(target, draft, speculative_token_map=str(token_map_file)))
     with pytest.raises(ConfigError, match="is off by"):
-        wrong = {"rope_layout": "interleaved"}
-        build_engine(config(target, draft, speculative_token_map=str(hot), speculative_draft_overrides=wrong))
+        wrong_overrides = {"rope_layout": "interleaved"}
+        build_engine(
+            config(
+                target, draft, speculative_token_map=str(token_map_file), speculative_draft_overrides=wrong_overrides
+            )
+        )
 
 
 def test_sample_check_refuses_another_target(tmp_path: Path) -> None:

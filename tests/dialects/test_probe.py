@@ -1,4 +1,4 @@
-"""`aerie probe-draft` finds what a wrong config hides, and leaves a right one alone."""
+"""Tests of `aerie probe-draft`: it finds the overrides that a wrong draft config needs, and none for a correct one."""
 
 import json
 import math
@@ -16,44 +16,47 @@ from tests.dialects.demo import DRAFT, TARGET
 from tests.tiny import draft_folder, target_folder
 from tests.unit.models.checkpoints import copy_of
 
-pytestmark = pytest.mark.timeout(1800)  # decoding under every reading takes minutes on a busy machine, and cannot hang
+pytestmark = pytest.mark.timeout(1800)  # decoding takes minutes on a busy machine, and cannot hang
 
 ROUNDING = 1e-4
-"""Committed samples are float32 of one machine: another adds up in another order. Wrong readings are off by 0.1."""
+"""The tolerance for samples. The sample in the repository was computed in float32 on one machine, and another machine
+adds in another order. A wrong reading of a config is off by 0.1.
+"""
 
 
-def unsampled(to: Path, **config: object) -> str:
-    folder = copy_of(DRAFT, to / "draft", None, **config)
-    (to / "draft" / SAMPLE_FILE).unlink()
+def draft_without_sample(parent: Path, **config: object) -> str:
+    """Copy the demo draft without its sample, with changed config values, and return the folder of the copy."""
+    folder = copy_of(DRAFT, parent / "draft", None, **config)
+    (parent / "draft" / SAMPLE_FILE).unlink()
     return folder
 
 
 @pytest.mark.slow
 def test_probe_draft_finds_no_override_for_a_correct_config(tmp_path: Path) -> None:
     readings: list[Reading] = []
-    assert probe_draft(unsampled(tmp_path), TARGET, "EAGLE3", readings.append) == {}
-    assert {fact for reading in readings for fact in reading.overrides} >= {"rope_layout", "recurrent"}
+    assert probe_draft(draft_without_sample(tmp_path), TARGET, "EAGLE3", readings.append) == {}
+    assert {key for reading in readings for key in reading.overrides} >= {"rope_layout", "recurrent"}
     assert all(reading.accept_length > 1 for reading in readings)
 
 
 def test_probe_draft_finds_two_wrong_facts_and_the_new_sample_is_right(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    draft = unsampled(tmp_path, norm_before_residual=True, norm_output=True)
+    draft = draft_without_sample(tmp_path, norm_before_residual=True, norm_output=True)
     assert main(["probe-draft", draft, "--target", TARGET, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["speculative_draft_overrides"] == {"norm_before_residual": False, "recurrent": "pre"}
-    words = ["--draft-override", "norm_before_residual=false", "--draft-override", "recurrent=pre"]
-    assert main(["sample-draft", draft, "--target", TARGET, *words]) == 0
-    mine, ours = (json.loads((Path(folder) / SAMPLE_FILE).read_text()) for folder in (draft, DRAFT))
-    assert (mine["tokens"], mine["token"]) == (ours["tokens"], ours["token"])
-    off = math.dist(mine["hidden"], ours["hidden"]) / math.hypot(*ours["hidden"])
-    assert off < ROUNDING and abs(mine["logprob"] - ours["logprob"]) < ROUNDING
+    report = json.loads(capsys.readouterr().out)
+    assert report["speculative_draft_overrides"] == {"norm_before_residual": False, "recurrent": "pre"}
+    override_args = ["--draft-override", "norm_before_residual=false", "--draft-override", "recurrent=pre"]
+    assert main(["sample-draft", draft, "--target", TARGET, *override_args]) == 0
+    new_sample, demo_sample = (json.loads((Path(folder) / SAMPLE_FILE).read_text()) for folder in (draft, DRAFT))
+    assert (new_sample["tokens"], new_sample["token"]) == (demo_sample["tokens"], demo_sample["token"])
+    hidden_distance = math.dist(new_sample["hidden"], demo_sample["hidden"]) / math.hypot(*demo_sample["hidden"])
+    assert hidden_distance < ROUNDING and abs(new_sample["logprob"] - demo_sample["logprob"]) < ROUNDING
     settings = pair_settings(draft, TARGET, "EAGLE3") | {"context_length": 128, "max_running_requests": 1}
     with pytest.raises(ConfigError, match="is off by"):
         build_engine(EngineConfig.from_kwargs(settings))
     build_engine(
-        EngineConfig.from_kwargs(settings | {"speculative_draft_overrides": found["speculative_draft_overrides"]})
+        EngineConfig.from_kwargs(settings | {"speculative_draft_overrides": report["speculative_draft_overrides"]})
     )
 
 
@@ -64,4 +67,4 @@ def test_probe_draft_refuses_drafts_that_cannot_be_probed(tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match=r"no tokenizer\.json"):
         probe_draft(draft_folder(target), target, "EAGLE3", print)
     with pytest.raises(ConfigError, match="does not fit the draft"):
-        probe_draft(unsampled(tmp_path), TARGET, "NEXTN", print)
+        probe_draft(draft_without_sample(tmp_path), TARGET, "NEXTN", print)

@@ -1,5 +1,7 @@
-"""Every tensor of every family of drafts, removed, renamed, transposed, truncated, or joined by another: named, or
-shown to be one that the format lets out.
+"""Tests of the strict check of drafts, for every family.
+
+Each tensor is removed, renamed, transposed or truncated, or another tensor is added. The error must name the tensor,
+unless the format allows the change.
 """
 
 import re
@@ -22,42 +24,45 @@ FAMILIES = (
     "mistral-fp8", "mistral-mla", "mimo", "nextn", "nextn-mla", "step", "qwen3-next", "qwen3-next-dense",
     "nextn-experts", "glm",
 )  # fmt: skip
-# What a format may leave out: `t2d` says nothing new, an embedding or a head comes from the target instead.
-FREE = r"shared_head\.head|(nextn|glm).*embed_tokens|qscale_act|sglang-layers:layers\.\d\.input_layernorm"
+# Tensors that are never read, so they may have any shape: copies of the target's tensors, and scales of activations.
+ANY_SHAPE = r"shared_head\.head|(nextn|glm).*embed_tokens|qscale_act|sglang-layers:layers\.\d\.input_layernorm"
+# Tensors that a format may leave out: `t2d` adds no information, and the target has an embedding and a head.
 OPTIONAL = (
-    rf"t2d$|embed_tokens|{FREE}|sglang-layers:layers\.\d\.hidden_norm|(wide|five-aux|sglang|deepspec|mla|3.1).*lm_head"
+    rf"t2d$|embed_tokens|{ANY_SHAPE}|sglang-layers:layers\.\d\.hidden_norm"
+    r"|(wide|five-aux|sglang|deepspec|mla|3.1).*lm_head"
 )
-"""Tensors whose shape is nobody's concern: copies of the target's, and scales of activations."""
 
 
-def folders(tmp_path: Path, name: str) -> tuple[Path, Path, Tensors, str]:
+def copy_case(tmp_path: Path, name: str) -> tuple[Path, Path, Tensors, str]:
+    """Copy the config of a draft case. Return the folder, the path for its weights, the tensors, and the target."""
     case = CASES[name]
     source = Path(case.folder())
     file = next(source.glob("*.safetensors"))
-    made = tmp_path / "draft"
-    made.mkdir()
+    folder = tmp_path / "draft"
+    folder.mkdir()
     for config in source.glob("*.json"):
-        (made / config.name).write_bytes(config.read_bytes())
-    return made, made / file.name, load_file(file), case.target()
+        (folder / config.name).write_bytes(config.read_bytes())
+    return folder, folder / file.name, load_file(file), case.target()
 
 
-def refused(folder: Path, file: Path, held: Tensors, target: str) -> str:
-    """The error of a draft of these tensors; empty when it is served."""
-    save_file({name: tensor.contiguous() for name, tensor in held.items()}, file)
-    began = time.perf_counter()
+def refusal_of(folder: Path, file: Path, tensors: Tensors, target: str) -> str:
+    """Save the tensors and check the draft. Return the error message, or an empty string if the draft is accepted."""
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
+    start = time.perf_counter()
     try:
         check_draft(str(folder), read_target(target))
         message = ""
     except ConfigError as error:
         message = str(error)
-    assert time.perf_counter() - began < 2
+    assert time.perf_counter() - start < 2
     return message
 
 
-def leaf(name: str) -> str:
-    """What an error must say: the part of a name that every dialect keeps, such as `q_proj` or `wq`.
+def expected_name(name: str) -> str:
+    """Return the part of a tensor name that an error must contain. Every dialect has it, such as `q_proj` or `wq`.
 
-    A lost scale is told by the weight that needs it, a legacy aux norm by its later name.
+    The error for a missing scale names the weight that needs the scale. The error for a legacy aux norm contains the
+    newer name of the norm.
     """
     for i, legacy in enumerate(("aux_norm_low", "aux_norm_mid", "aux_norm_high")):
         name = name.replace(legacy, f"fc_norm.{i}")
@@ -65,37 +70,37 @@ def leaf(name: str) -> str:
     return name if name.startswith("fc_norm") else name.split(".")[-1]
 
 
-def said(tensor: str, message: str) -> bool:
-    return leaf(tensor) in message or tensor in message
+def names_tensor(tensor: str, message: str) -> bool:
+    return expected_name(tensor) in message or tensor in message
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_any_wrong_draft_tensor_is_refused_by_name(name: str, tmp_path: Path) -> None:
-    folder, file, whole, target = folders(tmp_path, name)
-    assert refused(folder, file, whole, target) == ""
-    wrong = []
-    for tensor in whole:
-        known = f"{name}:{tensor}"
-        changes: dict[str, Tensors] = {"added": whole | {f"{tensor}_more": torch.ones(2)}}
-        if not re.search(OPTIONAL, known):
-            changes["removed"] = {k: v for k, v in whole.items() if k != tensor}
-        changes["renamed"] = {(k if k != tensor else f"{k}_other"): v for k, v in whole.items()}
-        held = whole[tensor]
-        if held.dim() and not re.search(FREE, known):
-            changes["truncated"] = whole | {tensor: held[:-1].clone()}
-            if held.dim() == 2 and held.shape[0] != held.shape[1]:
-                changes["transposed"] = whole | {tensor: held.T.clone()}
-        for change, made in changes.items():
-            message = refused(folder, file, made, target)
-            if not message or not said(tensor, message) or str(folder) not in message:
-                wrong.append(f"{change} {tensor}: {message or 'served'}")
-    assert not wrong, "\n".join(wrong)
+    folder, file, original, target = copy_case(tmp_path, name)
+    assert refusal_of(folder, file, original, target) == ""
+    failures = []
+    for tensor in original:
+        qualified_name = f"{name}:{tensor}"
+        changes: dict[str, Tensors] = {"added": original | {f"{tensor}_more": torch.ones(2)}}
+        if not re.search(OPTIONAL, qualified_name):
+            changes["removed"] = {k: v for k, v in original.items() if k != tensor}
+        changes["renamed"] = {(k if k != tensor else f"{k}_other"): v for k, v in original.items()}
+        tensor_data = original[tensor]
+        if tensor_data.dim() and not re.search(ANY_SHAPE, qualified_name):
+            changes["truncated"] = original | {tensor: tensor_data[:-1].clone()}
+            if tensor_data.dim() == 2 and tensor_data.shape[0] != tensor_data.shape[1]:
+                changes["transposed"] = original | {tensor: tensor_data.T.clone()}
+        for change, changed_tensors in changes.items():
+            message = refusal_of(folder, file, changed_tensors, target)
+            if not message or not names_tensor(tensor, message) or str(folder) not in message:
+                failures.append(f"{change} {tensor}: {message or 'accepted'}")
+    assert not failures, "\n".join(failures)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_truncated_draft_file_is_refused_by_name(name: str, tmp_path: Path) -> None:
-    folder, file, whole, target = folders(tmp_path, name)
-    assert refused(folder, file, whole, target) == ""
+    folder, file, original, target = copy_case(tmp_path, name)
+    assert refusal_of(folder, file, original, target) == ""
     file.write_bytes(file.read_bytes()[:-8])
     with pytest.raises(ConfigError, match=re.escape(file.name)):
         check_draft(str(folder), read_target(target))

@@ -1,4 +1,8 @@
-"""For every family one tensor wrong is an error that names tensor and file, from headers alone, within two seconds."""
+"""Tests of the strict check of targets, for every family.
+
+One wrong tensor is an error that names the tensor and its file. The check reads only the headers of the files and takes
+less than two seconds.
+"""
 
 import json
 import re
@@ -19,12 +23,12 @@ from cluster.config import ConfigError
 from cluster.models.checkpoint import Checkpoint, CheckpointMatrix
 from cluster.tools.summary import summary
 from cluster.tools.tensor_report import inspect
-from tests.families import FAMILIES, all_cases, made
+from tests.families import FAMILIES, all_cases, family_checkpoint
 from tests.loading import check_target
 from tests.tiny import target_folder
 from tests.unit.models.checkpoints import Tensors, copy_of
 
-FOREIGN = re.compile(r"vision|projector|mtp_layers")
+NON_TARGET_TENSORS = re.compile(r"vision|projector|mtp_layers")
 
 
 def file_of(folder: Path) -> Path:
@@ -32,13 +36,15 @@ def file_of(folder: Path) -> Path:
 
 
 def kinds_of(names: list[str]) -> list[str]:
-    """One tensor of each kind, numbers aside, from as late a layer as there is."""
-    found = {re.sub(r"\d+", "*", name): name for name in sorted(names) if not FOREIGN.search(name)}
-    return list(found.values())
+    """Return one tensor name of each kind. Names that differ only in numbers are one kind; the last in sorted order is
+    returned.
+    """
+    name_by_kind = {re.sub(r"\d+", "*", name): name for name in sorted(names) if not NON_TARGET_TENSORS.search(name)}
+    return list(name_by_kind.values())
 
 
-def from_headers(folder: str) -> None:
-    """What `aerie serve` does before anything starts."""
+def check_headers(folder: str) -> None:
+    """Check a target from its file headers, as `aerie serve` does before it starts any process."""
     check_tensors(folder, read_target(folder))
 
 
@@ -46,19 +52,19 @@ def from_headers(folder: str) -> None:
 def test_target_tensors_equal_the_tensors_that_the_loader_reads(
     family: str, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    taken: dict[str, tuple[int, ...] | None] = {}
-    matrix = Checkpoint.matrix
+    read_shapes: dict[str, tuple[int, ...] | None] = {}
+    original_matrix = Checkpoint.matrix
 
-    def note(
-        self: Checkpoint, name: str, shape: tuple[int, ...] | None = None, *cut: Any, **more: Any
+    def record_matrix(
+        self: Checkpoint, name: str, shape: tuple[int, ...] | None = None, *args: Any, **kwargs: Any
     ) -> CheckpointMatrix:
-        taken[name] = shape
-        return matrix(self, name, shape, *cut, **more)
+        read_shapes[name] = shape
+        return original_matrix(self, name, shape, *args, **kwargs)
 
-    monkeypatch.setattr(Checkpoint, "matrix", note)
-    arch = check_target(made(family, case).folder)
-    assert dict(target_tensors(arch)) == taken
-    check_tensors(made(family, case).folder, arch)
+    monkeypatch.setattr(Checkpoint, "matrix", record_matrix)
+    arch = check_target(family_checkpoint(family, case).folder)
+    assert dict(target_tensors(arch)) == read_shapes
+    check_tensors(family_checkpoint(family, case).folder, arch)
 
 
 ATTENTION_SCALES = (
@@ -73,59 +79,67 @@ OTHER_SCALES = ("self_attn.k_proj.v_scale", "mlp.k_scale", "self_attn.k_zero_poi
 
 @pytest.mark.parametrize("name", ATTENTION_SCALES)
 def test_fp8_attention_scales_are_accepted_and_reported_as_unused(name: str, tmp_path: Path) -> None:
-    def add(held: Tensors) -> None:
-        held[f"model.layers.0.{name}"] = torch.tensor(0.5)
+    def add(tensors: Tensors) -> None:
+        tensors[f"model.layers.0.{name}"] = torch.tensor(0.5)
 
     folder = copy_of(target_folder(), tmp_path / "target", add)
-    from_headers(folder)
+    check_headers(folder)
     report = inspect(folder, None)
     assert not report.problems
     assert report.target["quantised"] == [
         "1 scales for attention in FP8 are not used: cells of the KV cache have their own"
     ]
-    assert summary(folder) is None, "what has something to be said has the whole report"
+    assert summary(folder) is None, "a target with a remark must get the full report, not the summary"
 
 
 @pytest.mark.parametrize("name", OTHER_SCALES)
 def test_other_scale_tensors_are_refused_as_unknown(name: str, tmp_path: Path) -> None:
-    def add(held: Tensors) -> None:
-        held[f"model.layers.0.{name}"] = torch.tensor(0.5)
+    def add(tensors: Tensors) -> None:
+        tensors[f"model.layers.0.{name}"] = torch.tensor(0.5)
 
     folder = copy_of(target_folder(), tmp_path / "target", add)
     with pytest.raises(ConfigError, match=f"does not know: .*{name}"):
-        from_headers(folder)
+        check_headers(folder)
     assert name in inspect(folder, None).problems[0]
 
 
-def removed(held: Tensors, name: str) -> str:
-    del held[name]
+# Each of these functions changes one tensor and returns the tensor name that the error must contain.
+def remove_tensor(tensors: Tensors, name: str) -> str:
+    del tensors[name]
     return name
 
 
-def renamed(held: Tensors, name: str) -> str:
-    held[name + "_"] = held.pop(name)
+def rename_tensor(tensors: Tensors, name: str) -> str:
+    tensors[name + "_"] = tensors.pop(name)
     return name
 
 
-def added(held: Tensors, name: str) -> str:
+def add_tensor(tensors: Tensors, name: str) -> str:
     extra = re.sub(r"\w+$", "surplus", name)
-    held[extra] = torch.ones(3)
+    tensors[extra] = torch.ones(3)
     return extra
 
 
-def transposed(held: Tensors, name: str) -> str | None:
-    tensor = held[name]
-    turned = tensor.transpose(-1, -2).contiguous() if tensor.dim() > 1 else tensor[None]
-    held[name] = turned
-    return None if turned.shape == tensor.shape else name
+def transpose_tensor(tensors: Tensors, name: str) -> str | None:
+    """Transpose a matrix, or add an axis to a vector. Return None if the shape stays the same."""
+    tensor = tensors[name]
+    changed = tensor.transpose(-1, -2).contiguous() if tensor.dim() > 1 else tensor[None]
+    tensors[name] = changed
+    return None if changed.shape == tensor.shape else name
 
 
-def truncated(held: Tensors, name: str) -> str:
-    held[name] = held[name][..., :-1].contiguous()
+def truncate_tensor(tensors: Tensors, name: str) -> str:
+    tensors[name] = tensors[name][..., :-1].contiguous()
     return name
 
 
-CHANGES: list[Callable[[Tensors, str], str | None]] = [removed, renamed, added, transposed, truncated]
+CHANGES: list[Callable[[Tensors, str], str | None]] = [
+    remove_tensor,
+    rename_tensor,
+    add_tensor,
+    transpose_tensor,
+    truncate_tensor,
+]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -133,52 +147,52 @@ CHANGES: list[Callable[[Tensors, str], str | None]] = [removed, renamed, added, 
 def test_error_names_the_wrong_tensor_and_its_file(
     family: str, change: Callable[[Tensors, str], str | None], tmp_path: Path
 ) -> None:
-    whole = Path(made(family, next(iter(FAMILIES[family].cases))).folder)
+    original_folder = Path(family_checkpoint(family, next(iter(FAMILIES[family].cases))).folder)
     folder = tmp_path / "bad"
-    shutil.copytree(whole, folder)
+    shutil.copytree(original_folder, folder)
     file = file_of(folder)
-    good = load_file(file)
-    tried = 0
-    for name in kinds_of(list(good)):
-        held = dict(good)
-        expected = change(held, name)
+    good_tensors = load_file(file)
+    change_count = 0
+    for name in kinds_of(list(good_tensors)):
+        tensors = dict(good_tensors)
+        expected = change(tensors, name)
         if expected is None:
             continue
-        save_file(held, file)
-        started = time.perf_counter()
-        for check in (from_headers, check_target):
-            with pytest.raises(ConfigError) as caught:
+        save_file(tensors, file)
+        start = time.perf_counter()
+        for check in (check_headers, check_target):
+            with pytest.raises(ConfigError) as error:
                 check(str(folder))
-            assert time.perf_counter() - started < 2.0
-            assert normalise_name(expected) in str(caught.value), (name, str(caught.value))
-            assert str(file) in str(caught.value), (name, str(caught.value))
-        tried += 1
-    assert tried >= 6
-    save_file(good, file)
-    from_headers(str(folder))
+            assert time.perf_counter() - start < 2.0
+            assert normalise_name(expected) in str(error.value), (name, str(error.value))
+            assert str(file) in str(error.value), (name, str(error.value))
+        change_count += 1
+    assert change_count >= 6
+    save_file(good_tensors, file)
+    check_headers(str(folder))
     assert check_target(str(folder)).num_layers == 4
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_truncated_target_file_error_names_a_tensor(family: str, tmp_path: Path) -> None:
     folder = tmp_path / "bad"
-    shutil.copytree(made(family, next(iter(FAMILIES[family].cases))).folder, folder)
+    shutil.copytree(family_checkpoint(family, next(iter(FAMILIES[family].cases))).folder, folder)
     file = file_of(folder)
     file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(ConfigError, match=r"tensor '.*' ends at byte \d+ of a file of \d+") as caught:
+    with pytest.raises(ConfigError, match=r"tensor '.*' ends at byte \d+ of a file of \d+") as error:
         check_target(str(folder))
-    assert str(file) in str(caught.value)
+    assert str(file) in str(error.value)
 
 
 def test_missing_tensor_error_names_the_file_given_by_the_index(tmp_path: Path) -> None:
     folder = tmp_path / "bad"
-    shutil.copytree(made("llama", "linear rope, sharded").folder, folder)
-    table = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    shutil.copytree(family_checkpoint("llama", "linear rope, sharded").folder, folder)
+    weight_map = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
     name = "model.layers.2.mlp.up_proj.weight"
-    held = load_file(folder / table[name])
-    del held[name]
-    save_file(held, folder / table[name])
-    with pytest.raises(ConfigError, match=rf"{re.escape(normalise_name(name))}' is missing in '.*{table[name]}'"):
+    tensors = load_file(folder / weight_map[name])
+    del tensors[name]
+    save_file(tensors, folder / weight_map[name])
+    with pytest.raises(ConfigError, match=rf"{re.escape(normalise_name(name))}' is missing in '.*{weight_map[name]}'"):
         check_target(str(folder))
 
 
@@ -204,10 +218,10 @@ def test_missing_tensor_error_names_the_file_given_by_the_index(tmp_path: Path) 
     ],
 )
 def test_targets_with_recurrent_state_are_refused_by_name(name: str, tmp_path: Path) -> None:
-    folder = copy_of(made("llama", "dynamic rope").folder, tmp_path / "target", architectures=[name])
-    with pytest.raises(ConfigError, match=rf"{name} is recognised; .*not served; known: LlamaForCausalLM") as caught:
+    folder = copy_of(family_checkpoint("llama", "dynamic rope").folder, tmp_path / "target", architectures=[name])
+    with pytest.raises(ConfigError, match=rf"{name} is recognised; .*not served; known: LlamaForCausalLM") as error:
         read_target(folder)
-    assert folder in str(caught.value)
+    assert folder in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -222,7 +236,7 @@ def test_targets_with_recurrent_state_are_refused_by_name(name: str, tmp_path: P
     ],
 )
 def test_unsupported_target_config_is_refused_by_name(config: dict[str, object], message: str, tmp_path: Path) -> None:
-    folder = copy_of(made("llama", "dynamic rope").folder, tmp_path / "target", **config)
+    folder = copy_of(family_checkpoint("llama", "dynamic rope").folder, tmp_path / "target", **config)
     with pytest.raises(ConfigError, match=message):
         read_target(folder)
 
@@ -241,15 +255,15 @@ def test_unsupported_target_config_is_refused_by_name(config: dict[str, object],
 def test_unsupported_option_of_a_target_family_is_refused_by_name(
     family: str, config: dict[str, object], message: str, tmp_path: Path
 ) -> None:
-    whole = made(family, next(iter(FAMILIES[family].cases))).folder
+    original_folder = family_checkpoint(family, next(iter(FAMILIES[family].cases))).folder
     with pytest.raises(ConfigError, match=message):
-        read_target(copy_of(whole, tmp_path / "target", **config))
+        read_target(copy_of(original_folder, tmp_path / "target", **config))
 
 
 @pytest.mark.parametrize("key", ["moe", "q_lora_rank", "vision_encoder"])
 def test_unsupported_key_of_mistral_native_params_is_refused_by_name(key: str, tmp_path: Path) -> None:
     folder = tmp_path / "target"
-    shutil.copytree(made("mistral_native", "yarn").folder, folder)
+    shutil.copytree(family_checkpoint("mistral_native", "yarn").folder, folder)
     params = json.loads((folder / "params.json").read_text()) | {key: {"x": 1}}
     (folder / "params.json").write_text(json.dumps(params))
     with pytest.raises(ConfigError, match=rf"params\.json of .*: {key} is recognised and not served"):
@@ -257,15 +271,18 @@ def test_unsupported_key_of_mistral_native_params_is_refused_by_name(key: str, t
 
 
 def test_every_target_family_has_a_test_case() -> None:
-    tried = {read_target(made(name, next(iter(f.cases))).folder).family.split("/")[0] for name, f in FAMILIES.items()}
-    assert set(TARGET_FAMILIES) == tried - {"Mistral (native)"}
+    tested_families = {
+        read_target(family_checkpoint(name, next(iter(tested_family.cases))).folder).family.split("/")[0]
+        for name, tested_family in FAMILIES.items()
+    }
+    assert set(TARGET_FAMILIES) == tested_families - {"Mistral (native)"}
 
 
 def test_declared_mtp_layers_in_a_target_are_left_to_the_draft(tmp_path: Path) -> None:
-    def add(held: Tensors) -> None:
-        held["model.layers.4.eh_proj.weight"] = torch.ones(32, 64)
+    def add(tensors: Tensors) -> None:
+        tensors["model.layers.4.eh_proj.weight"] = torch.ones(32, 64)
 
-    whole = made("deepseek_v3", "low-rank queries").folder
+    original_folder = family_checkpoint("deepseek_v3", "low-rank queries").folder
     with pytest.raises(ConfigError, match=r"layers\.4\.eh_proj"):
-        check_target(copy_of(whole, tmp_path / "unsaid", add))
-    check_target(copy_of(whole, tmp_path / "said", add, num_nextn_predict_layers=1, num_mtp_layers=1))
+        check_target(copy_of(original_folder, tmp_path / "undeclared", add))
+    check_target(copy_of(original_folder, tmp_path / "declared", add, num_nextn_predict_layers=1, num_mtp_layers=1))

@@ -1,7 +1,8 @@
-"""The signatures of what is used of FlashInfer, read from its source without importing it.
+"""The signatures of the FlashInfer functions that Aerie uses. They are read from FlashInfer's source, without importing
+it, and recorded in `signatures.json`: the name and type of each argument, and whether it is optional.
 
-`python -m tests.flashinfer.signatures FOLDER`, where FOLDER is its package, installed or of an unpacked wheel, writes
-them anew to `signatures.json`: of each argument its name, its type and whether it may be left out.
+`python -m tests.flashinfer.signatures FOLDER` writes `signatures.json` again. FOLDER is FlashInfer's package folder, of
+an installation or of an unpacked wheel.
 """
 
 import ast
@@ -11,83 +12,86 @@ from inspect import Parameter, Signature
 from pathlib import Path
 from typing import Any
 
-FILE = Path(__file__).with_name("signatures.json")
+SIGNATURES_FILE = Path(__file__).with_name("signatures.json")
 PREFILL, LATENT, METADATA = (
     "BatchPrefillWithPagedKVCacheWrapper",
     "BatchMLAPagedAttentionWrapper",
     "MLAPlanMetadata",
 )
-BACKENDS = "mla/_batch_mla/_backends/_fa_common.py"
+FA_BACKEND_FILE = "mla/_batch_mla/_backends/_fa_common.py"
 METHODS = {
     PREFILL: ("prefill.py", ("__init__", "plan", "run")),
     LATENT: ("mla/_batch_mla/_wrapper.py", ("__init__", "plan", "run")),
     METADATA: ("mla/_batch_mla/_contracts.py", ("csr",)),
 }
-"""Of each class the file that has it, and the methods that are called."""
-NAMED = {PREFILL: "__init__.py", LATENT: "mla/_core.py", METADATA: "mla/_core.py"}
-"""Where it gets its public name: in `flashinfer`, or in `flashinfer.mla`, which takes all of `_core`."""
-MENTIONED = {
+"""By class: the file that defines it, and the methods that Aerie calls."""
+PUBLIC_NAME_FILES = {PREFILL: "__init__.py", LATENT: "mla/_core.py", METADATA: "mla/_core.py"}
+"""By class: the file that makes it public, in `flashinfer` or in `flashinfer.mla` (which exports all of `_core`)."""
+CHECKING_FUNCTIONS = {
     "dtypes of MLA metadata": ("mla/_batch_mla/_planning.py", "_validate_metadata_tensor"),
     "dtypes of MLA queries and latents": ("mla/_batch_mla/_backends/_fa_common.py", "_validate_generated_fa_plan"),
     "head sizes of fa3": ("utils.py", "is_fa3_prefill_head_dim_supported"),
 }
-"""Functions that hold what is given to them to the dtypes, or the whole numbers, that they mention."""
-RUNS = {
+"""FlashInfer functions that check their arguments. The dtypes or integers in their source are the accepted ones."""
+LAUNCH_METHODS = {
     PREFILL: (("prefill.py", PREFILL, "run"),),
     LATENT: (("mla/_batch_mla/_wrapper.py", LATENT, "run"),),
     "what MLA plans with": (
-        (BACKENDS, "_BatchMLAPagedAttentionFaBackendBase", "run_from_wrapper"),
-        (BACKENDS, "_BatchMLAGeneratedFaMechanics", "_run_generated_fa"),
-        (BACKENDS, "_BatchMLAGeneratedFaMechanics", "_validate_run_input_dtypes"),
+        (FA_BACKEND_FILE, "_BatchMLAPagedAttentionFaBackendBase", "run_from_wrapper"),
+        (FA_BACKEND_FILE, "_BatchMLAGeneratedFaMechanics", "_run_generated_fa"),
+        (FA_BACKEND_FILE, "_BatchMLAGeneratedFaMechanics", "_validate_run_input_dtypes"),
     ),
 }
-"""Of each object that launches, the methods that do so: the file, the class and the name."""
+"""By object that launches kernels: its launching methods, each as (file, class, method)."""
 
 
-def read(package: Path) -> dict[str, Any]:
-    """What a package's folder says."""
+def read_signatures(package: Path) -> dict[str, Any]:
+    """Read the signatures from the source in a package folder of FlashInfer."""
     return {
         "version": _version(_tree(package / "_build_meta.py")),
-        "named": [name for name, file in NAMED.items() if _names(_tree(package / file), name)],
+        "named": [name for name, file in PUBLIC_NAME_FILES.items() if _imports_name(_tree(package / file), name)],
         "methods": {
             f"{name}.{method}": _arguments(_function(_class(_tree(package / file), name), method))
             for name, (file, methods) in METHODS.items()
             for method in methods
         },
         "mentioned": {
-            what: _mentioned(_function(_tree(package / file), name)) for what, (file, name) in MENTIONED.items()
+            what: _mentioned_constants(_function(_tree(package / file), name))
+            for what, (file, name) in CHECKING_FUNCTIONS.items()
         },
         "read": {
             what: sorted(
                 {
                     name
                     for file, owner, method in methods
-                    for name in _read(_class(_tree(package / file), owner), method)
+                    for name in _attributes_read(_class(_tree(package / file), owner), method)
                 }
             )
-            for what, methods in RUNS.items()
+            for what, methods in LAUNCH_METHODS.items()
         },
     }
 
 
-def known() -> dict[str, Any]:
-    """What is committed."""
-    held: dict[str, Any] = json.loads(FILE.read_text())
-    return held
+def recorded_signatures() -> dict[str, Any]:
+    """Return the content of `signatures.json`."""
+    recorded: dict[str, Any] = json.loads(SIGNATURES_FILE.read_text())
+    return recorded
 
 
 def signature(name: str, method: str) -> Signature:
-    """A committed signature as a call on an object is bound to it; annotations are the types in words."""
-    kind, parameters = Parameter.POSITIONAL_OR_KEYWORD, []
-    for said in known()["methods"][f"{name}.{method}"][1:]:
-        if said.startswith("*"):
-            kind = Parameter.KEYWORD_ONLY
-            if said != "*":
-                parameters.append(Parameter(said[1:], Parameter.VAR_POSITIONAL))
+    """Return a recorded signature without `self`, for binding the arguments of a call. Annotations are type names."""
+    parameter_kind, parameters = Parameter.POSITIONAL_OR_KEYWORD, []
+    for argument_text in recorded_signatures()["methods"][f"{name}.{method}"][1:]:
+        if argument_text.startswith("*"):
+            parameter_kind = Parameter.KEYWORD_ONLY
+            if argument_text != "*":
+                parameters.append(Parameter(argument_text[1:], Parameter.VAR_POSITIONAL))
             continue
-        named, _, rest = said.partition(": ")
-        default = None if rest.endswith(" =") else Parameter.empty
-        parameters.append(Parameter(named, kind, default=default, annotation=rest.removesuffix(" =")))
+        argument_name, _, type_text = argument_text.partition(": ")
+        default = None if type_text.endswith(" =") else Parameter.empty
+        parameters.append(
+            Parameter(argument_name, parameter_kind, default=default, annotation=type_text.removesuffix(" ="))
+        )
     return Signature(parameters)
 
 
@@ -100,9 +104,9 @@ def _version(module: ast.Module) -> str:
     return str(ast.literal_eval(next(n.value for n in nodes if ast.unparse(n.targets[0]) == "__version__")))
 
 
-def _names(module: ast.Module, name: str) -> bool:
+def _imports_name(module: ast.Module, name: str) -> bool:
     imports = [node for node in module.body if isinstance(node, ast.ImportFrom)]
-    return any(name in (one.asname or one.name for one in node.names) for node in imports)
+    return any(name in (alias.asname or alias.name for alias in node.names) for node in imports)
 
 
 def _class(module: ast.Module, name: str) -> ast.ClassDef:
@@ -110,29 +114,31 @@ def _class(module: ast.Module, name: str) -> ast.ClassDef:
 
 
 def _function(owner: ast.Module | ast.ClassDef, name: str) -> ast.FunctionDef:
-    """The last of that name, which overloads come before."""
+    """Return the last function of that name: the ones before it are overloads."""
     return [node for node in owner.body if isinstance(node, ast.FunctionDef) and node.name == name][-1]
 
 
 def _arguments(function: ast.FunctionDef) -> list[str]:
-    """In words: `name: type`, with ` =` where it may be left out; those behind one that begins with * by name only."""
+    """Return each argument as text: `name: type`, with ` =` behind it if it is optional. The arguments after an entry
+    that begins with * are keyword-only.
+    """
     args = function.args
     assert not args.posonlyargs and args.kwarg is None
     required = len(args.args) - len(args.defaults)
-    said = [_said(one, at >= required) for at, one in enumerate(args.args)]
+    argument_texts = [_argument_text(argument, index >= required) for index, argument in enumerate(args.args)]
     if args.vararg is not None or args.kwonlyargs:
-        said.append(f"*{'' if args.vararg is None else args.vararg.arg}")
+        argument_texts.append(f"*{'' if args.vararg is None else args.vararg.arg}")
     pairs = zip(args.kwonlyargs, args.kw_defaults, strict=True)
-    return said + [_said(one, default is not None) for one, default in pairs]
+    return argument_texts + [_argument_text(argument, default is not None) for argument, default in pairs]
 
 
-def _said(argument: ast.arg, optional: bool) -> str:
-    kind = "" if argument.annotation is None else f": {ast.unparse(argument.annotation)}"
-    return f"{argument.arg}{kind}{' =' if optional else ''}"
+def _argument_text(argument: ast.arg, optional: bool) -> str:
+    type_text = "" if argument.annotation is None else f": {ast.unparse(argument.annotation)}"
+    return f"{argument.arg}{type_text}{' =' if optional else ''}"
 
 
-def _read(owner: ast.ClassDef, method: str) -> set[str]:
-    """What a method reads of its object, the names of other methods left out."""
+def _attributes_read(owner: ast.ClassDef, method: str) -> set[str]:
+    """Return the attributes of `self` that a method reads, without the names of methods."""
     found = set()
     for node in ast.walk(_function(owner, method)):
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self" and isinstance(node.ctx, ast.Load):
@@ -149,7 +155,7 @@ def _read(owner: ast.ClassDef, method: str) -> set[str]:
     return found - called
 
 
-def _mentioned(function: ast.FunctionDef) -> list[Any]:
+def _mentioned_constants(function: ast.FunctionDef) -> list[Any]:
     nodes = list(ast.walk(function))
     dtypes = {node.attr for node in nodes if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "torch"}
     if dtypes := dtypes - {"Tensor", "device", "dtype"}:
@@ -158,4 +164,4 @@ def _mentioned(function: ast.FunctionDef) -> list[Any]:
 
 
 if __name__ == "__main__":
-    FILE.write_text(json.dumps(read(Path(sys.argv[1])), indent=1) + "\n")
+    SIGNATURES_FILE.write_text(json.dumps(read_signatures(Path(sys.argv[1])), indent=1) + "\n")

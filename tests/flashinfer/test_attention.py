@@ -1,4 +1,4 @@
-"""Attention with FlashInfer's stand-in gives what the definition says, whatever is known of lengths beforehand."""
+"""Attention with FlashInfer's stand-in matches the definition of attention, however few tokens the plan knows of."""
 
 from collections.abc import Callable, Iterator
 from itertools import product
@@ -18,24 +18,31 @@ from cluster.kernels.flashinfer.library import Share
 from cluster.kv.pool import KVPool
 from tests.flashinfer.stand_in import DEVICE, stand_in
 from tests.unit.attention.dense import CPU, Case
-from tests.unit.attention.test_gather_methods import KINDS, SHAPES, case
+from tests.unit.attention.test_gather_methods import KINDS, SHAPES, make_case
 
 QUICK = (("all", "full", 3), ("all", "wide window", 0), ("all", "later runners", 0), ("wide", "latent", 0))
-READ = [kind for kind, given in KINDS.items() if not given.get("fp8")]
-SLOW = [(shape, kind, (0, 3, 20)[(s + k) % 3]) for (s, shape), (k, kind) in product(enumerate(SHAPES), enumerate(READ))]
-"""Every shape with every kind; each of them meets every number of unknown tokens."""
+UNQUANTISED_KINDS = [kind for kind, given in KINDS.items() if not given.get("fp8")]
+SLOW = [
+    (shape, kind, (0, 3, 20)[(s + k) % 3])
+    for (s, shape), (k, kind) in product(enumerate(SHAPES), enumerate(UNQUANTISED_KINDS))
+]
+"""Every shape with every kind. Each shape and each kind occurs with every number of unknown tokens (0, 3 and 20)."""
 
 
-def maker(one: Case, unknown: int) -> Callable[..., FlashInferAttention]:
-    """Makes attention that is told of each request's tokens all but the last `unknown`."""
+def attention_factory(make_case: Case, unknown: int) -> Callable[..., FlashInferAttention]:
+    """Return a factory of `FlashInferAttention`. The host bounds that it gets leave out the last `unknown` tokens of
+    each request.
+    """
 
-    class Told(FlashInferAttention):
+    class AttentionWithUnknownLengths(FlashInferAttention):
         def prepare(self, bounds: HostBounds) -> None:
-            super().prepare(bounds._replace(min_seq_lens=tuple(max(0, count - unknown) for count in one.committed)))
+            super().prepare(
+                bounds._replace(min_seq_lens=tuple(max(0, count - unknown) for count in make_case.committed))
+            )
 
-    def make(pool: KVPool, table: Any, shape: AttentionShape) -> Told:
-        shares = [Share(not window, not (window and one.latent)) for window in shape.sliding_windows]
-        return Told(pool, table, shape, stand_in(), shares)
+    def make(pool: KVPool, table: Any, shape: AttentionShape) -> AttentionWithUnknownLengths:
+        shares = [Share(not window, not (window and make_case.latent)) for window in shape.sliding_windows]
+        return AttentionWithUnknownLengths(pool, table, shape, stand_in(), shares)
 
     return make
 
@@ -45,19 +52,37 @@ def maker(one: Case, unknown: int) -> Callable[..., FlashInferAttention]:
     [*QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW if each not in QUICK)],
 )
 def test_flashinfer_attention_matches_the_definition(shape: str, kind: str, unknown: int) -> None:
-    one = case(shape, kind, 4, "tail" if unknown else "scattered")
+    attention_case = make_case(shape, kind, 4, "tail" if unknown else "scattered")
     before = DEVICE.runs
-    assert torch.allclose(one.given(make=maker(one, unknown)), one.expected(), atol=1e-12, rtol=0)
-    of_trees = not (one.window or one.first) and max(one.committed, default=0) > unknown
-    of_texts = bool(one.chunks) and not one.first and not (one.latent and one.window)
-    assert DEVICE.runs - before == of_trees + of_texts
+    assert torch.allclose(
+        attention_case.backend_output(make=attention_factory(attention_case, unknown)),
+        attention_case.expected(),
+        atol=1e-12,
+        rtol=0,
+    )
+    expects_tree_run = (
+        not (attention_case.window or attention_case.first) and max(attention_case.committed, default=0) > unknown
+    )
+    expects_prompt_run = (
+        bool(attention_case.chunks)
+        and not attention_case.first
+        and not (attention_case.latent and attention_case.window)
+    )
+    assert DEVICE.runs - before == expects_tree_run + expects_prompt_run
 
 
 def test_flashinfer_attention_is_right_when_recent_lengths_are_unknown() -> None:
-    """A step under way has committed more: what FlashInfer gives of it must not count as what is committed now."""
-    one = Case(4, 2, (9, 30, 2), (-1, 0, 0), (), 4, "scattered", sunk=True)
+    """A step under way has committed more tokens than the plan knows of. FlashInfer's result covers only the tokens of
+    the plan; the other tokens must still be attended.
+    """
+    attention_case = Case(4, 2, (9, 30, 2), (-1, 0, 0), (), 4, "scattered", sunk=True)
     for unknown in (0, 1, 2, 8, 29):
-        assert torch.allclose(one.given(make=maker(one, unknown)), one.expected(), atol=1e-12, rtol=0)
+        assert torch.allclose(
+            attention_case.backend_output(make=attention_factory(attention_case, unknown)),
+            attention_case.expected(),
+            atol=1e-12,
+            rtol=0,
+        )
 
 
 def test_paged_view_shares_the_memory_of_the_kv_pool() -> None:
@@ -73,53 +98,57 @@ def test_paged_view_shares_the_memory_of_the_kv_pool() -> None:
 
 
 def test_flashinfer_attention_refuses_an_fp8_pool() -> None:
-    """`EngineConfig` refuses it before; its cells are codes and scales, which FlashInfer would read as numbers."""
-    one, cell = Case(4, 2, (9, 20), (-1,), (), 4, "run"), (2, 2, 8)
-    coded = KVPool(1, 64, cell, torch.float64, CPU, CodedCell(cell))
+    """The cells of an FP8 pool are codes and scales, and FlashInfer would read them as numbers. `EngineConfig` already
+    refuses such a pool; the attention refuses it too.
+    """
+    attention_case, cell_shape = Case(4, 2, (9, 20), (-1,), (), 4, "run"), (2, 2, 8)
+    fp8_pool = KVPool(1, 64, cell_shape, torch.float64, CPU, CodedCell(cell_shape))
     with pytest.raises(AssertionError, match="other scales"):
-        maker(one, 0)(coded, one.table, AttentionShape(4, (None,), 0.3, 8))
+        attention_factory(attention_case, 0)(fp8_pool, attention_case.table, AttentionShape(4, (None,), 0.3, 8))
 
 
-class Steps:
-    """Steps of a host that is one ahead, as `RunnerPlans` sees them."""
+class OverlappedSteps:
+    """Calls `RunnerPlans` as the steps of a host do that is one step ahead of the device."""
 
     def __init__(self, plans: RunnerPlans) -> None:
         self.plans = plans
 
     def run(self, count: int) -> None:
-        for at in range(count):
+        for step in range(count):
             DEVICE.begin()
-            self.plans.begin(HostBounds(20, ((0, 3),), min_seq_lens=(9, 10 + at), buffer_set=at % 2))
+            self.plans.begin(HostBounds(20, ((0, 3),), min_seq_lens=(9, 10 + step), buffer_set=step % 2))
             for key in (flashinfer_plans.ForwardKey(4), flashinfer_plans.ForwardKey(0)):
                 assert self.plans._request_plan(key) is not None
-            if at:
+            if step:
                 DEVICE.finish()
         DEVICE.finish()
 
 
 @pytest.fixture
 def plans() -> Iterator[RunnerPlans]:
-    one = Case(4, 2, (9, 20), (-1,), (), 4, "run")
-    made = maker(one, 0)(KVPool(1, 64, (2, 2, 8), torch.float64, CPU), one.table, AttentionShape(4, (None,), 0.3, 8))
-    yield made._plans
+    attention_case = Case(4, 2, (9, 20), (-1,), (), 4, "run")
+    attention = attention_factory(attention_case, 0)(
+        KVPool(1, 64, (2, 2, 8), torch.float64, CPU), attention_case.table, AttentionShape(4, (None,), 0.3, 8)
+    )
+    yield attention._plans
     DEVICE.read = DEVICE.begun
 
 
 def test_plan_under_way_is_not_overwritten_with_two_wrapper_sets(plans: RunnerPlans) -> None:
     before = DEVICE.plans
-    Steps(plans).run(4)
-    assert DEVICE.plans - before == 8, "two forwards, planned once a step"
-    assert [len(held) for held in plans._eager_plans] == [2, 2]
+    OverlappedSteps(plans).run(4)
+    assert DEVICE.plans - before == 8, "each of the two kinds of forward must be planned once per step"
+    assert [len(wrapper_plans) for wrapper_plans in plans._eager_plans] == [2, 2]
 
 
 def test_single_wrapper_set_overwrites_a_plan_under_way(plans: RunnerPlans) -> None:
     plans._eager_plans = (plans._eager_plans[0],) * 2
     with pytest.raises(AssertionError, match="while its copy may be under way"):
-        Steps(plans).run(2)
+        OverlappedSteps(plans).run(2)
 
 
 def test_plans_of_unused_forward_keys_are_evicted(plans: RunnerPlans) -> None:
-    for each in range(1, 60):
+    for rows_per_request in range(1, 60):
         plans.begin(HostBounds(20, min_seq_lens=(9, 10)))
-        assert plans._request_plan(flashinfer_plans.ForwardKey(each)) is not None
-    assert max(len(held) for held in plans._eager_plans) <= flashinfer_plans.MAX_PLANS
+        assert plans._request_plan(flashinfer_plans.ForwardKey(rows_per_request)) is not None
+    assert max(len(wrapper_plans) for wrapper_plans in plans._eager_plans) <= flashinfer_plans.MAX_PLANS

@@ -1,8 +1,8 @@
-"""Engines on FlashInfer's stand-in whose steps are captured, as tapes and as graphs on a stream as unkind as CUDA's.
+"""Engines with FlashInfer's stand-in and captured steps: tapes, and graphs on a simulated stream as strict as CUDA's.
 
-The host is a step ahead on the stream, so each program is captured once for each set of wrappers. Tokens are plain
-decoding's, and what a graph must not meet is found: a plan that is written over, a stale one, another key's, other
-numbers than it was captured with.
+On the stream the host is one step ahead, so each program is captured once for each set of wrappers. The tokens must be
+those of plain decoding. Planted faults must be detected: a plan that is overwritten, a stale plan, the plan of another
+key, and other launch numbers than the graph was captured with.
 """
 
 import itertools
@@ -26,10 +26,10 @@ from cluster.engine import Engine, build_engine, captures
 from cluster.engine.programs import EAGER_FALLBACK_WARNING
 from cluster.observability.metrics import merge
 from tests.flashinfer.device import DEVICE, PLANNED
-from tests.flashinfer.stand_in import Paged, stand_in_serves
+from tests.flashinfer.stand_in import PagedWrapper, install_stand_in
 from tests.flashinfer.test_engine import FAMILIES, SHAPES, pair
-from tests.parity.harness import SAMPLING, config_of, request, run
-from tests.static.stream import Stream, on_stream, unwatched
+from tests.parity.harness import SAMPLING, config_of, make_request, run
+from tests.static.stream import Stream, outside_step, run_engines_on_stream
 
 SIZES = Buckets((1, 2), allow_prompts=False)
 WITH_PROMPTS = Buckets((1, 2, 4, 8, 16))
@@ -38,7 +38,10 @@ pytestmark = pytest.mark.timeout(1200)
 
 def requests() -> list[Any]:
     prompts = [[3, 5, 2], [1, *range(2, 15)]]
-    return [request(f"r{at}", one, SAMPLING["0.8"], max_tokens=7, seed=at) for at, one in enumerate(prompts)]
+    return [
+        make_request(f"r{index}", prompt, SAMPLING["0.8"], max_tokens=7, seed=index)
+        for index, prompt in enumerate(prompts)
+    ]
 
 
 @cache
@@ -49,34 +52,38 @@ def plain(target: str) -> dict[str, list[int]]:
 def config(shape: str, family: str, **settings: Any) -> EngineConfig:
     target, draft = pair(family)
     plain(target)
-    given = {"attention_backend": "flashinfer", "chunked_prefill_size": 8, "max_running_requests": 2}
-    return config_of(target, draft, **given | SHAPES[shape] | {"num_steps": 2} | settings)
+    engine_settings = {"attention_backend": "flashinfer", "chunked_prefill_size": 8, "max_running_requests": 2}
+    return config_of(target, draft, **engine_settings | SHAPES[shape] | {"num_steps": 2} | settings)
 
 
-def serve(patch: pytest.MonkeyPatch, of: EngineConfig, buckets: Buckets = SIZES) -> tuple[Engine, Stream]:
-    stand_in_serves(patch.setattr)
+def captured_engine(
+    patch: pytest.MonkeyPatch, engine_config: EngineConfig, buckets: Buckets = SIZES
+) -> tuple[Engine, Stream]:
+    """Build an engine with the stand-in whose steps are captured as graphs on a simulated stream; return both."""
+    install_stand_in(patch.setattr)
     patch.setattr(flashinfer_readers, "WORKSPACE", 1)
     patch.setattr(captures, "MODES", (SamplingMode.RANDOM,))
-    stream = on_stream(patch, buckets)
+    stream = run_engines_on_stream(patch, buckets)
     patch.setattr(flashinfer_plans, "copy_to_device", recorder.copy_to_device)
-    patch.setattr(DEVICE, "host", lambda: unwatched(stream))
-    return build_engine(of), stream
+    patch.setattr(DEVICE, "host", lambda: outside_step(stream))
+    return build_engine(engine_config), stream
 
 
-def served(engine: Engine, stream: Stream, turns: int = 2) -> int:
-    """The tokens are plain decoding's, and steps are replayed; how many were launched anew."""
-    launched = stream.launches
+def check_replays(engine: Engine, stream: Stream, turns: int = 2) -> int:
+    """Check that steps are replayed and give the tokens of plain decoding; return the number of eager fallbacks."""
+    launches_before = stream.launches
     for _ in range(turns):
         assert run(engine, requests()).tokens == plain(engine.config.model_path)
-    assert stream.launches > launched + 3, "few steps were replayed"
+    assert stream.launches > launches_before + 3, "too few steps were replayed"
     return engine._parts.lockstep.programs.eager_fallbacks
 
 
-def check(patch: pytest.MonkeyPatch, of: EngineConfig) -> Engine:
-    engine, stream = serve(patch, of)
-    repeated = DEVICE.repeated
-    assert not served(engine, stream)
-    assert DEVICE.repeated == repeated, "what decodes was captured before the first request, and only that"
+def check(patch: pytest.MonkeyPatch, engine_config: EngineConfig) -> Engine:
+    """Check that a captured engine gives the right tokens without eager fallbacks or later captures; return it."""
+    engine, stream = captured_engine(patch, engine_config)
+    repeated_before = DEVICE.repeated
+    assert not check_replays(engine, stream)
+    assert DEVICE.repeated == repeated_before, "a program was captured after the first request"
     return engine
 
 
@@ -88,7 +95,7 @@ ALL = [(shape, family) for shape in SHAPES for family in FAMILIES]
 def test_captured_flashinfer_engine_gives_plain_tokens_for_all_families(
     monkeypatch: pytest.MonkeyPatch, shape: str, family: str
 ) -> None:
-    """Sliding windows and sinks among them."""
+    """One of the families has sliding windows and sinks."""
     programs = check(monkeypatch, config(shape, family))._parts.lockstep.programs.captured
     assert {key.buffer_set for key in programs} == {0, 1} and all(
         program.host_calls.calls for program in programs.values()
@@ -100,16 +107,18 @@ def test_captured_flashinfer_engine_gives_plain_tokens_for_all_families(
 def test_captured_prompt_chunks_give_plain_tokens_without_eager_fallback(
     monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
-    """Their number is no part of a key, and a wrapper for graphs has a batch of one size."""
-    engine, stream = serve(monkeypatch, config("tree", family, disable_radix_cache=True), WITH_PROMPTS)
-    assert not served(engine, stream, 4)
+    """A wrapper for graphs has a fixed number of requests, and a program's key does not have the number of chunks. So
+    captured prompt chunks must not use such a wrapper.
+    """
+    engine, stream = captured_engine(monkeypatch, config("tree", family, disable_radix_cache=True), WITH_PROMPTS)
+    assert not check_replays(engine, stream, 4)
     assert any(key.sizes[0].prompt_rows for key in engine._parts.lockstep.programs.captured)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_flashinfer_tapes_give_the_tokens_of_plain_decoding(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
-    stand_in_serves(monkeypatch.setattr)
+    install_stand_in(monkeypatch.setattr)
     engine = build_engine(config("tree", family, capture="on", capture_sizes=(1, 2, 4, 8, 16)))
     before = DEVICE.runs
     for _ in range(2):
@@ -117,103 +126,108 @@ def test_flashinfer_tapes_give_the_tokens_of_plain_decoding(monkeypatch: pytest.
     assert DEVICE.runs > before and not engine._parts.lockstep.programs.eager_fallbacks
 
 
-def found(patch: pytest.MonkeyPatch, what: str) -> None:
-    """With what a test has planted, a step meets a plan that is not its own."""
-    with pytest.raises(AssertionError, match=what):
+def assert_detected(patch: pytest.MonkeyPatch, message: str) -> None:
+    """Run a captured engine with the planted fault; the stand-in must fail with this message."""
+    with pytest.raises(AssertionError, match=message):
         check(patch, config("chain", "grouped", num_steps=1))
 
 
 @pytest.mark.slow
 def test_planted_single_wrapper_set_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    true = RunnerPlans.__init__
+    original_init = RunnerPlans.__init__
 
-    def one(self: RunnerPlans, *given: Any) -> None:
-        true(self, *given)
+    def init_with_one_set(self: RunnerPlans, *args: Any) -> None:
+        original_init(self, *args)
         self._eager_plans, self._captured_plans = (self._eager_plans[0],) * 2, (self._captured_plans[0],) * 2
 
-    monkeypatch.setattr(RunnerPlans, "__init__", one)
-    found(monkeypatch, "while its copy may be under way")
+    monkeypatch.setattr(RunnerPlans, "__init__", init_with_one_set)
+    assert_detected(monkeypatch, "while its copy may be under way")
 
 
 def test_planted_stale_plan_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs are repeated as if nothing had to be done before."""
+    """The planted fault: programs are replayed without the host calls that plan them again."""
     monkeypatch.setattr(CallsBeforeReplay, "ready", lambda self: True)
-    found(monkeypatch, "a stale plan")
+    assert_detected(monkeypatch, "a stale plan")
 
 
 def test_planted_plan_for_another_key_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each plan is made in the place of the one for one request less or more."""
-    true = RunnerPlans.plan_again
+    """The planted fault: the plan for one request is made in place of the plan for two requests, and the reverse."""
+    original_plan_again = RunnerPlans.plan_again
 
-    def other(self: RunnerPlans, key: ForwardKey, turn: int) -> dict[str, Any] | None:
-        held, wrong = self._captured_plans[turn], key._replace(requests=3 - key.requests)
-        if wrong in held:
-            held[key], held[wrong] = held[wrong], held[key]
-        return true(self, key, turn)
+    def plan_after_swap(self: RunnerPlans, key: ForwardKey, turn: int) -> dict[str, Any] | None:
+        captured_plans, wrong_key = self._captured_plans[turn], key._replace(requests=3 - key.requests)
+        if wrong_key in captured_plans:
+            captured_plans[key], captured_plans[wrong_key] = captured_plans[wrong_key], captured_plans[key]
+        return original_plan_again(self, key, turn)
 
-    monkeypatch.setattr(RunnerPlans, "plan_again", other)
-    found(monkeypatch, "the batch of graphs is of one size")
+    monkeypatch.setattr(RunnerPlans, "plan_again", plan_after_swap)
+    assert_detected(monkeypatch, "the batch of graphs is of one size")
 
 
 @pytest.mark.slow
 def test_program_with_swapped_host_calls_falls_back_to_eager_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, _ = serve(monkeypatch, config("chain", "grouped"))
+    engine, _ = captured_engine(monkeypatch, config("chain", "grouped"))
     programs = engine._parts.lockstep.programs
-    held = programs._pinned
-    for key in list(held):
+    pinned_programs = programs._pinned
+    for key in list(pinned_programs):
         if key.sizes[0].decodes == 1:
-            other = key._replace(sizes=(key.sizes[0]._replace(decodes=2),))
-            one, two = held[key], held[other]
-            held[key], held[other] = replace(one, host_calls=two.host_calls), replace(two, host_calls=one.host_calls)
+            other_key = key._replace(sizes=(key.sizes[0]._replace(decodes=2),))
+            program, other_program = pinned_programs[key], pinned_programs[other_key]
+            pinned_programs[key], pinned_programs[other_key] = (
+                replace(program, host_calls=other_program.host_calls),
+                replace(other_program, host_calls=program.host_calls),
+            )
     for _ in range(2):
         assert run(engine, requests()).tokens == plain(engine.config.model_path)
     assert programs.eager_fallbacks > 3
 
 
-def unlike(patch: pytest.MonkeyPatch, change: Callable[[Paged, int], None]) -> list[str]:
-    """Have every seventh plan of wrappers for graphs come out unlike the others, once the list has something in it."""
-    true, planted, count = Paged._plan, list[str](), itertools.count()
+def vary_plans(patch: pytest.MonkeyPatch, change: Callable[[PagedWrapper, int], None]) -> list[str]:
+    """Patch the wrappers for graphs so that every seventh plan is changed. This begins when the caller appends an entry
+    to the returned list.
+    """
+    original_plan, activation, counter = PagedWrapper._plan, list[str](), itertools.count()
 
-    def plan(self: Paged, given: dict[str, Any]) -> None:
-        true(self, given)
+    def plan(self: PagedWrapper, arguments: dict[str, Any]) -> None:
+        original_plan(self, arguments)
         if self.graphs:
-            change(self, int(bool(planted) and next(count) % 7 == 0))
+            change(self, int(bool(activation) and next(counter) % 7 == 0))
 
-    patch.setattr(Paged, "_plan", plan)
-    return planted
-
-
-def grid(wrapper: Paged, by: int) -> None:
-    """Another number of blocks, in the plan and in what is launched with it."""
-    wrapper._plan_info = [*wrapper._plan_info[:3], wrapper._plan_info[3] + by]
-    PLANNED[-1] = replace(PLANNED[-1], launched=tuple(wrapper._plan_info))
+    patch.setattr(PagedWrapper, "_plan", plan)
+    return activation
 
 
-def longest(wrapper: Paged, by: int) -> None:
-    """Another bound of lengths, which `run` passes on."""
-    wrapper._max_kv_len += by
+def change_block_count(wrapper: PagedWrapper, difference: int) -> None:
+    """Change the number of blocks, in the plan and in its launch numbers."""
+    wrapper._plan_info = [*wrapper._plan_info[:3], wrapper._plan_info[3] + difference]
+    PLANNED[-1] = replace(PLANNED[-1], launch_numbers=tuple(wrapper._plan_info))
+
+
+def change_max_kv_len(wrapper: PagedWrapper, difference: int) -> None:
+    """Change the largest KV length, which `run` passes to the kernel."""
+    wrapper._max_kv_len += difference
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("change", [grid, longest])
+@pytest.mark.parametrize("change", [change_block_count, change_max_kv_len])
 def test_changed_plan_numbers_cause_a_counted_eager_fallback(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, change: Callable[[Paged, int], None]
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, change: Callable[[PagedWrapper, int], None]
 ) -> None:
-    planted = unlike(monkeypatch, change)
-    engine, stream = serve(monkeypatch, config("chain", "grouped"))
-    planted.append("from now on")
-    count, page = served(engine, stream, 3), merge([engine.metrics.serialize()]).decode()
-    shown = re.search(r"^aerie_launched_anew_total{.*} (\S+)$", page, re.MULTILINE)
-    assert shown is not None and 1 < float(shown[1]) <= count
+    activation = vary_plans(monkeypatch, change)
+    engine, stream = captured_engine(monkeypatch, config("chain", "grouped"))
+    activation.append("from now on")
+    fallback_count, metrics_page = check_replays(engine, stream, 3), merge([engine.metrics.serialize()]).decode()
+    metric_match = re.search(r"^aerie_launched_anew_total{.*} (\S+)$", metrics_page, re.MULTILINE)
+    assert metric_match is not None and 1 < float(metric_match[1]) <= fallback_count
     assert [record.message for record in caplog.records].count(EAGER_FALLBACK_WARNING) == 1
 
 
 @pytest.mark.slow
 def test_skipped_plan_comparison_is_detected_as_wrong_launch_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    planted = unlike(monkeypatch, grid)
-    engine, stream = serve(monkeypatch, config("chain", "grouped"))
-    planted.append("from now on")
-    true = CallsBeforeReplay.ready
-    monkeypatch.setattr(CallsBeforeReplay, "ready", lambda self: true(self) or True)
+    activation = vary_plans(monkeypatch, change_block_count)
+    engine, stream = captured_engine(monkeypatch, config("chain", "grouped"))
+    activation.append("from now on")
+    original_ready = CallsBeforeReplay.ready
+    monkeypatch.setattr(CallsBeforeReplay, "ready", lambda self: original_ready(self) or True)
     with pytest.raises(AssertionError, match="with other numbers than it was launched with"):
-        served(engine, stream)
+        check_replays(engine, stream)

@@ -1,15 +1,17 @@
 #!/bin/bash
-# What is to be proven and measured on a GPU, in calls of at most nine minutes: bash tests/gpu/all.sh [--dry] OUT
+# Runs all checks and measurements on a GPU, in calls of at most nine minutes: bash tests/gpu/all.sh [--dry] OUT
 #
-# Each stage is a process with a time of its own and appends its results to OUT/results.jsonl as it goes, the most
-# important stages first, so a run that is cut off still counts. A stage that fails, hangs, ends without a word or for
-# which no time was left is named, and the others run. The stages up to `ranks` always fit one call, the others a second.
-# The last line on stdout is the summary, JSON. Ends with 1 if a stage was not passed.
+# Each stage is a process with its own time limit. It appends its results to OUT/results.jsonl while it runs. The most
+# important stages run first, so a run that is cut off still gives useful results. If a stage fails, hangs, dies, or has
+# no time left, the summary names it, and the other stages still run. The stages up to `ranks` always fit into one call,
+# the others into a second one. The last line on stdout is the summary in JSON. The exit status is 1 if a stage did not
+# pass.
 #
-# --dry    the same stages on a CPU: Triton's interpreter in place of compiled programs, tapes of graphs, gloo of NCCL;
-#          it takes two to three minutes, but has ten times the time, as CPUs are shared
-# STAGES   names of stages, to run only these;  SEED  of random inputs;  PYTHON  the interpreter
-# SECONDS_IN_ALL  in place of 540;  SECONDS_<stage>  of one stage, in place of its own
+# --dry    runs the same stages on a CPU: Triton's interpreter replaces compiled kernels, tapes replace graphs, and gloo
+#          replaces NCCL. It takes two to three minutes; its time limits are ten times as long, because CPUs are shared.
+# Environment variables:
+# STAGES   names of the stages to run;  SEED  the seed of random inputs;  PYTHON  the Python interpreter
+# SECONDS_IN_ALL  replaces the 540 s of a call;  SECONDS_<stage>  replaces the time limit of one stage
 set -u
 dry=; [ "${1:-}" = --dry ] && { dry=--dry; shift; }
 out=${1:?usage: all.sh [--dry] OUT}
@@ -22,7 +24,7 @@ cd "$(dirname "$0")/../.." || exit 2
 export PYTHONUNBUFFERED=1 TORCH_NCCL_ASYNC_ERROR_HANDLING=0 # NCCL's own watchdog would end the process first
 [ -n "$dry" ] && export CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
-# stage                 seconds that it may take
+# stage                 time limit in seconds
 stages=(
     ceilings            30
     kernels            120
@@ -39,7 +41,7 @@ stages=(
     flashinfer          60
 )
 
-say() { # stage, status, seconds, why; on a line of its own, after one that a stage was ended in as well
+say() { # stage, status, seconds, why: writes them as a new line, also after an incomplete line of a killed stage
     [ -n "$(tail -c 1 "$out/results.jsonl")" ] && echo >>"$out/results.jsonl"
     printf '{"stage": "%s", "status": "%s", "seconds": %s, "why": "%s"}\n' "$@" >>"$out/results.jsonl"
 }
@@ -56,7 +58,7 @@ for ((at = 0; at < ${#stages[@]}; at += 2)); do
 done
 trap ended TERM INT HUP
 
-set -m # a stage leads a process group, so that all of it can be ended
+set -m # each stage leads a process group, so that all its processes can be killed
 for ((at = 0; at < ${#stages[@]}; at += 2)); do
     stage=${stages[at]} own=SECONDS_${stages[at]}
     most=${!own:-$((stages[at + 1] * ${patience:-1}))}
@@ -83,8 +85,8 @@ for ((at = 0; at < ${#stages[@]}; at += 2)); do
         1) say "$stage" failed "$took" "see its checks and $stage.log" ;;
         3) say "$stage" "not here" "$took" "see $stage.log" ;;
         137) say "$stage" cut "$took" "it was still running after $most s" ;;
-        killed) say "$stage" killed "$took" "by another, for memory perhaps; see $stage.log" ;;
-        *) say "$stage" ended "$took" "with $rc; see $stage.log" ;;
+        killed) say "$stage" killed "$took" "killed from outside, perhaps for lack of memory; see $stage.log" ;;
+        *) say "$stage" ended "$took" "exit status $rc; see $stage.log" ;;
     esac
     tail -n 3 "$out/$stage.log" | sed "s/^/$stage: /"
 done

@@ -1,5 +1,7 @@
-"""What captured steps are held to on a GPU. `device` is a parameter, so that a CPU goes the same way, by tapes
-(`tests/static/test_gpu_dry.py`): nothing here is called for the first time where a GPU is.
+"""Checks of captured steps on a GPU.
+
+The device is a parameter. `tests/static/test_gpu_dry.py` runs the same checks on a CPU, where tapes replace CUDA
+graphs, so this code has run before it first runs on a GPU.
 """
 
 from collections.abc import Iterator
@@ -13,14 +15,14 @@ from cluster.capture.cuda_graph import Graph
 from cluster.config import ConfigError, EngineConfig
 from cluster.device.transfers import HostCopies, copy_to_device
 from cluster.engine import Engine, StepResult, build_engine
-from tests.parity.automata import walked
+from tests.parity.automata import with_automata
 from tests.parity.harness import run
-from tests.static.test_stream import alone, asked, config
+from tests.static.test_stream import config, plain_tokens, requests_of_kind
 
 
 @contextmanager
-def nobody_waits(device: str) -> Iterator[None]:
-    """Whatever waits for the GPU is an error: the copies of numbers that are not pinned, values that are asked for."""
+def no_device_wait(device: str) -> Iterator[None]:
+    """Make every wait for the GPU an error, such as a copy of unpinned memory or the read of a value by the host."""
     if device != "cuda":
         yield
         return
@@ -31,72 +33,77 @@ def nobody_waits(device: str) -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def on(device: str, of: EngineConfig, **settings: object) -> EngineConfig:
-    """The same on a device, with attention by the kernels that are captured there."""
+def config_on(device: str, base: EngineConfig, **settings: object) -> EngineConfig:
+    """Return the config for a device, with an attention backend whose kernels can be captured on it."""
     backend = "triton" if device == "cuda" else "auto"
-    return of.model_copy(update={"device": device, "attention_backend": backend, **settings})
+    return base.model_copy(update={"device": device, "attention_backend": backend, **settings})
 
 
 def replays(engine: Engine, kind: str, sampling: str) -> tuple[dict[str, list[int]], int]:
-    """The texts of a turn, and how many of its steps were replayed."""
+    """Serve the requests of a test kind. Return the tokens of each request, and the number of replayed steps."""
     steps: list[StepResult] = []
-    tokens = run(engine, asked(kind, sampling), lambda _, step: steps.append(step)).tokens
+    tokens = run(engine, requests_of_kind(kind, sampling), lambda _, step: steps.append(step)).tokens
     return tokens, sum("replay" in step.stats.phase_seconds for step in steps)
 
 
 def check_tokens(
     device: str, target: str, draft: str | None, shape: str, kind: str, sampling: str, **more: Any
 ) -> None:
-    """Captured, launched anew, and by plain decoding on the CPU: the same texts."""
-    expected = alone(target, kind, sampling)
-    of = config(target, draft, shape, **more)
-    anew = walked(build_engine(on(device, of, capture="off")))
-    assert replays(anew, kind, sampling) == (expected, 0)
-    if device == "cuda" and any(part is not None for part in anew._parts.resolved.experts):
-        # In float64 the products of experts read their counts on the host, so such a step is not captured.
-        assert replays(walked(build_engine(on(device, of, capture="auto"))), kind, sampling) == (expected, 0)
+    """Check that captured steps, eager steps, and plain decoding on the CPU give the same tokens."""
+    expected = plain_tokens(target, kind, sampling)
+    base_config = config(target, draft, shape, **more)
+    eager = with_automata(build_engine(config_on(device, base_config, capture="off")))
+    assert replays(eager, kind, sampling) == (expected, 0)
+    if device == "cuda" and any(expert_backend is not None for expert_backend in eager._parts.resolved.experts):
+        # In float64 the matrix products of the experts read row counts on the host, so the step cannot be captured.
+        assert replays(with_automata(build_engine(config_on(device, base_config, capture="auto"))), kind, sampling) == (
+            expected,
+            0,
+        )
         with pytest.raises(ConfigError, match="capture on"):
-            build_engine(on(device, of, capture="on"))
+            build_engine(config_on(device, base_config, capture="on"))
         return
-    for prompts in ("auto", "on"):
-        captured, count = walked(build_engine(on(device, of, capture=prompts))), 0
+    for capture_mode in ("auto", "on"):
+        captured, count = with_automata(build_engine(config_on(device, base_config, capture=capture_mode))), 0
         for _ in range(3):
-            tokens, again = replays(captured, kind, sampling)
+            tokens, replayed = replays(captured, kind, sampling)
             assert tokens == expected
-            count += again
+            count += replayed
         assert count > 3
-        programs = [one.captured for one in captured._parts.lockstep.programs.captured.values()]
-        assert device != "cuda" or all(isinstance(one, Graph) for one in programs)
+        programs = [program.captured for program in captured._parts.lockstep.programs.captured.values()]
+        assert device != "cuda" or all(isinstance(program, Graph) for program in programs)
         if device == "cuda" and kind != "grammar":
-            assert all(len(one) == 1 for one in programs), "one graph"
+            assert all(len(program) == 1 for program in programs), "each program must be a single graph"
 
 
 def check_waits(device: str, target: str, draft: str | None, shape: str, kind: str, steps: int) -> None:
-    """So many steps, admission to release, in which nobody waits but for events."""
-    engine = walked(build_engine(on(device, config(target, draft, shape), capture="on")))
-    for _ in range(2):  # what is made once, and what is captured
+    """Run this many steps, from admission to release of requests, and check that the host waits only for events."""
+    engine = with_automata(build_engine(config_on(device, config(target, draft, shape), capture="on")))
+    for _ in range(2):  # warm-up: one-time allocations, and captures
         replays(engine, kind, "0.8")
-    begun, again = engine.status().steps, 0
-    with nobody_waits(device):
-        while engine.status().steps - begun < steps:
-            tokens, more = replays(engine, kind, "0.8")
-            again += more
-    assert tokens == alone(target, kind, "0.8")
-    assert again > steps // 2
+    first_step, replayed = engine.status().steps, 0
+    with no_device_wait(device):
+        while engine.status().steps - first_step < steps:
+            tokens, newly_replayed = replays(engine, kind, "0.8")
+            replayed += newly_replayed
+    assert tokens == plain_tokens(target, kind, "0.8")
+    assert replayed > steps // 2
 
 
-def check_landing(device: str) -> None:
-    """What lands is as it was when it was sent off, though the device has written over it since; pinned memory that is
-    let go at once is not given to others while its copy is under way.
+def check_host_copies(device: str) -> None:
+    """Check the asynchronous copies between host and device.
+
+    A copy to the host has the values of the moment when the copy was started, although the device overwrites the tensor
+    afterwards. Pinned memory of a copy to the device is freed at once, but is not reused before the copy is complete.
     """
-    there = torch.device(device)
-    x = torch.zeros(1 << 16, dtype=torch.int64, device=there)
-    landings = []
-    for number in range(50):
+    target_device = torch.device(device)
+    x = torch.zeros(1 << 16, dtype=torch.int64, device=target_device)
+    copies = []
+    for value in range(50):
         if device == "cuda":
             torch.cuda._sleep(200_000)
-        x.copy_(copy_to_device(torch.full((1 << 16,), number), there))
-        landings.append(HostCopies([x if device == "cuda" else x.clone()]))
-    for number, landing in enumerate(landings):
-        (landed,) = landing.wait()
-        assert landed.device.type == "cpu" and bool((landed == number).all())
+        x.copy_(copy_to_device(torch.full((1 << 16,), value), target_device))
+        copies.append(HostCopies([x if device == "cuda" else x.clone()]))
+    for value, copy in enumerate(copies):
+        (copied,) = copy.wait()
+        assert copied.device.type == "cpu" and bool((copied == value).all())

@@ -1,4 +1,4 @@
-"""The same engine on a CUDA device: tokens equal those of the CPU in float64."""
+"""Tests of an engine on a CUDA device: in float64 it gives the same tokens as on the CPU."""
 
 from pathlib import Path
 

@@ -1,8 +1,9 @@
-"""FlashInfer on a CUDA device gives what the definition says, and an engine on it the tokens of one on Triton.
+"""Tests of FlashInfer on a CUDA device.
 
-The checks of attention ran on an H200 (docs/gpu.md), those of an engine have not. What they are to settle: fa3 over
-cells with strides, the bases of logarithms, one workspace for all wrappers, plans copied behind a step under way,
-latents of 512 + 64.
+Attention by FlashInfer equals the definition of attention, and an engine on FlashInfer gives the tokens of an engine on
+Triton. The attention tests have run on an H200 (docs/gpu.md); the engine tests have not run on a GPU yet. The tests are
+to verify: fa3 on strided cells, the bases of logarithms, one workspace for all wrappers, plans that are copied while a
+step runs, and latents of 512 + 64.
 """
 
 import importlib.util
@@ -19,9 +20,9 @@ from cluster.engine import build_engine
 from cluster.kernels.flashinfer.library import FlashInfer, Share, find
 from cluster.kv.page_table import PageTable
 from cluster.kv.pool import KVPool
-from tests.gpu.stages.flashinfer import KINDS, Wide, known
-from tests.gpu.test_triton import CUDA, ERROR, LONG, there
-from tests.parity.harness import GREEDY, config_of, prompts, request, run
+from tests.gpu.stages.flashinfer import KINDS, WideLatentCase, host_bounds_of
+from tests.gpu.test_triton import CUDA, ERROR, LONG, to_device
+from tests.parity.harness import GREEDY, config_of, make_request, prompts, run
 from tests.tiny import draft_folder, target_folder
 from tests.unit.attention.dense import Case
 from tests.unit.attention.test_gather_methods import SHAPES
@@ -33,26 +34,26 @@ pytestmark = [
 ]
 
 
-def asked(dtype: torch.dtype) -> FlashInfer:
+def library_for(dtype: torch.dtype) -> FlashInfer:
     found = find(CUDA, dtype)
     assert not isinstance(found, str), found
     return found
 
 
-def attention_of(one: Case) -> FlashInferAttention:
-    table = PageTable(one.table.idle_row, one.table.length, one.page_size, CUDA)
-    table.device_pages.copy_(one.table.device_pages)
-    pool = KVPool(2, one.pool.kv.shape[1], tuple(one.pool.kv.shape[2:]), one.dtype, CUDA)
-    pool.kv.copy_(one.pool.kv.nan_to_num())
-    shares = [Share(True, True), Share(one.window is None, True)]
-    shape = AttentionShape(one.heads, (None, one.window), 0.3, one.values)
-    return FlashInferAttention(pool, table, shape, asked(one.dtype), shares)
+def attention_of(case: Case) -> FlashInferAttention:
+    table = PageTable(case.table.idle_row, case.table.length, case.page_size, CUDA)
+    table.device_pages.copy_(case.table.device_pages)
+    pool = KVPool(2, case.pool.kv.shape[1], tuple(case.pool.kv.shape[2:]), case.dtype, CUDA)
+    pool.kv.copy_(case.pool.kv.nan_to_num())
+    shares = [Share(True, True), Share(case.window is None, True)]
+    shape = AttentionShape(case.heads, (None, case.window), 0.3, case.values)
+    return FlashInferAttention(pool, table, shape, library_for(case.dtype), shares)
 
 
-def given(one: Case, attention: FlashInferAttention, unknown: int, turn: int = 0) -> Tensor:
-    attention.prepare(known(one, unknown)._replace(buffer_set=turn))
-    attention.bind(there(one.seen()))
-    return attention(1, one.q.to(CUDA), one.kv.to(CUDA), there(one.sinks))
+def attention_output(case: Case, attention: FlashInferAttention, unknown: int, set_index: int = 0) -> Tensor:
+    attention.prepare(host_bounds_of(case, unknown)._replace(buffer_set=set_index))
+    attention.bind(to_device(case.attention_metadata()))
+    return attention(1, case.q.to(CUDA), case.kv.to(CUDA), to_device(case.sinks))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -62,75 +63,81 @@ def given(one: Case, attention: FlashInferAttention, unknown: int, turn: int = 0
 def test_flashinfer_attention_on_cuda_matches_the_definition(
     shape: str, kind: str, unknown: int, dtype: torch.dtype
 ) -> None:
-    base = {"heads": 4, "kv_heads": 2, "page_size": 16, "lies": "scattered", "dtype": dtype}
-    one = Wide(**base | (LONG if shape == "long" else SHAPES[shape]) | KINDS[kind])
-    out = given(one, attention_of(one), unknown)
-    assert torch.allclose(out.cpu().double(), one.expected(), atol=2 * ERROR[dtype], rtol=0)
+    settings = {"heads": 4, "kv_heads": 2, "page_size": 16, "lies": "scattered", "dtype": dtype}
+    case = WideLatentCase(**settings | (LONG if shape == "long" else SHAPES[shape]) | KINDS[kind])
+    out = attention_output(case, attention_of(case), unknown)
+    assert torch.allclose(out.cpu().double(), case.expected(), atol=2 * ERROR[dtype], rtol=0)
 
 
 def test_overlapped_steps_with_two_wrapper_sets_give_equal_outputs() -> None:
-    """Many steps begun before one is read, as far as two sets of wrappers allow: one ahead."""
-    one = Wide(4, 2, (2500, 700), (-1, 0, 0, 1), ((100, 600),), 16, "scattered", dtype=torch.bfloat16, d=128)
-    attention = attention_of(one)
-    expected = given(one, attention, 0).clone()
-    read: torch.cuda.Event | None = None
-    for at in range(20):
+    """Each step is started before the previous one is read. Two sets of wrappers allow one step ahead."""
+    case = WideLatentCase(4, 2, (2500, 700), (-1, 0, 0, 1), ((100, 600),), 16, "scattered", dtype=torch.bfloat16, d=128)
+    attention = attention_of(case)
+    expected = attention_output(case, attention, 0).clone()
+    previous_event: torch.cuda.Event | None = None
+    for step in range(20):
         torch.cuda._sleep(2_000_000)
-        out = given(one, attention, 0, at % 2)
-        landed = torch.cuda.Event()
-        landed.record()
-        if read is not None:
-            read.synchronize()
-        read = landed
+        out = attention_output(case, attention, 0, step % 2)
+        event = torch.cuda.Event()
+        event.record()
+        if previous_event is not None:
+            previous_event.synchronize()
+        previous_event = event
         assert torch.equal(out, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", [kind for kind, of_kind in KINDS.items() if "window" not in of_kind])
 def test_graphs_of_both_buffer_sets_match_eager_attention(kind: str, dtype: torch.dtype) -> None:
-    """Each is planned anew before its replay, while the replay of the other may be under way."""
-    base = {"heads": 4, "kv_heads": 2, "page_size": 16, "lies": "scattered", "dtype": dtype}
-    one = Wide(**base | SHAPES["ragged"] | KINDS[kind])
-    attention, aheads, graphs = attention_of(one), [CallsBeforeReplay(), CallsBeforeReplay()], []
-    seen, q, kv, sinks, segments = there(one.seen()), one.q.to(CUDA), one.kv.to(CUDA), there(one.sinks), CudaSegments()
+    """Each graph gets a new plan before its replay, while the replay of the other graph may still run."""
+    settings = {"heads": 4, "kv_heads": 2, "page_size": 16, "lies": "scattered", "dtype": dtype}
+    case = WideLatentCase(**settings | SHAPES["ragged"] | KINDS[kind])
+    attention, host_calls_by_set, graphs = attention_of(case), [CallsBeforeReplay(), CallsBeforeReplay()], []
+    seen, q, kv, sinks, segments = (
+        to_device(case.attention_metadata()),
+        case.q.to(CUDA),
+        case.kv.to(CUDA),
+        to_device(case.sinks),
+        CudaSegments(),
+    )
 
     def program() -> Tensor:
         attention.bind(seen)
         return attention(1, q, kv, sinks)
 
     with torch.inference_mode():
-        for turn, ahead in enumerate(aheads):
-            attention.prepare(known(one, 1)._replace(buffer_set=turn))
-            with replayable(ahead):
+        for set_index, host_calls in enumerate(host_calls_by_set):
+            attention.prepare(host_bounds_of(case, 1)._replace(buffer_set=set_index))
+            with replayable(host_calls):
                 program()
             torch.cuda.synchronize()
-            attention.prepare(known(one, 2)._replace(buffer_set=turn))
-            assert ahead.ready() and len(ahead.calls) == 1
-            with replayable(ahead):
+            attention.prepare(host_bounds_of(case, 2)._replace(buffer_set=set_index))
+            assert host_calls.ready() and len(host_calls.calls) == 1
+            with replayable(host_calls):
                 graphs.append(Graph(program, segments))
             torch.cuda.synchronize()
         expected = {}
         for unknown in (0, 3, 40, 9):
-            expected[unknown] = given(one, attention, unknown).clone()
+            expected[unknown] = attention_output(case, attention, unknown).clone()
             torch.cuda.synchronize()
-        read: list[torch.cuda.Event] = []
-        for at in range(40):
-            unknown, turn = (0, 3, 40, 9)[at // 2 % 4], at % 2
+        events: list[torch.cuda.Event] = []
+        for replay_index in range(40):
+            unknown, set_index = (0, 3, 40, 9)[replay_index // 2 % 4], replay_index % 2
             torch.cuda._sleep(1_000_000)
-            attention.prepare(known(one, unknown)._replace(buffer_set=turn))
-            assert aheads[turn].ready(), "its plan launches with other numbers"
-            graphs[turn].replay()
-            out = graphs[turn].output.clone()
-            read.append(torch.cuda.Event())
-            read[-1].record()
-            read[max(0, len(read) - 2)].synchronize()
+            attention.prepare(host_bounds_of(case, unknown)._replace(buffer_set=set_index))
+            assert host_calls_by_set[set_index].ready(), "the new plan must fit the captured launch"
+            graphs[set_index].replay()
+            out = graphs[set_index].output.clone()
+            events.append(torch.cuda.Event())
+            events[-1].record()
+            events[max(0, len(events) - 2)].synchronize()
             assert torch.allclose(out.double(), expected[unknown].double(), atol=2 * ERROR[dtype], rtol=0)
 
 
 @pytest.mark.parametrize("topk", [1, 4])
 def test_flashinfer_engine_gives_mostly_the_tokens_of_triton(topk: int) -> None:
-    """In bfloat16 near-ties may flip, so tokens are compared while the texts are alike, which most have to be. No step
-    that was captured is launched anew.
+    """In bfloat16, two almost equal logits may change their order. So only the first 8 tokens are compared, and one
+    text may differ. No captured step may fall back to an eager launch.
     """
     target = target_folder(vocab_size=24, hidden=256, heads=4, kv_heads=2)
     draft = draft_folder(target)
@@ -139,7 +146,9 @@ def test_flashinfer_engine_gives_mostly_the_tokens_of_triton(topk: int) -> None:
         settings = {"device": "cuda", "dtype": "bfloat16", "attention_backend": backend, "capture": capture}
         engine = build_engine(config_of(target, draft, topk, 3, **settings))
         assert engine.info().attention_backend == backend
-        texts.append(run(engine, [request(str(i), p, GREEDY, max_tokens=24) for i, p in enumerate(prompts(4))]).tokens)
+        texts.append(
+            run(engine, [make_request(str(i), p, GREEDY, max_tokens=24) for i, p in enumerate(prompts(4))]).tokens
+        )
         assert not engine._parts.lockstep.programs.eager_fallbacks
         alike = [texts[0][name][:8] == texts[-1][name][:8] for name in texts[0]]
         assert sum(alike) >= len(alike) - 1

@@ -1,4 +1,4 @@
-"""A captured program on a GPU equals the program, and so does its twin on a CPU."""
+"""Tests of captured programs: a CUDA graph on a GPU and a tape on a CPU give the results of the program itself."""
 
 import pytest
 import torch
@@ -23,12 +23,12 @@ def program(x: Tensor, memory: Tensor) -> list[Tensor]:
 
 def test_graph_replays_on_new_inputs_without_synchronising() -> None:
     x, memory = torch.randn(4, 4, dtype=torch.float64), torch.zeros(6, 4, dtype=torch.float64)
-    there = [one.cuda() for one in (x, memory)]
-    program(*there)
-    graph, tape = Graph(lambda: program(*there), CudaSegments()), Tape(lambda: program(x, memory))
+    device_tensors = [tensor.cuda() for tensor in (x, memory)]
+    program(*device_tensors)
+    graph, tape = Graph(lambda: program(*device_tensors), CudaSegments()), Tape(lambda: program(x, memory))
     for _ in range(20):
         x.copy_(torch.randn(4, 4))
-        there[0].copy_(x)
+        device_tensors[0].copy_(x)
         torch.cuda.set_sync_debug_mode("error")
         try:
             graph.replay()
@@ -39,39 +39,42 @@ def test_graph_replays_on_new_inputs_without_synchronising() -> None:
     assert graph.bytes >= 0 and len(graph) == 1
 
 
-def called(x: Tensor, said: list[float]) -> list[Tensor]:
-    """A program that calls the host in its midst, twice, the second time for nothing that it uses."""
+def program_with_host_calls(x: Tensor, sums: list[float]) -> list[Tensor]:
+    """Run a program that calls the host twice. The program does not use the result of the second call.
 
-    def say(doubled: Tensor) -> Tensor:
-        said.append(float(doubled.sum()))
+    The host calls append the sums of their inputs to `sums`.
+    """
+
+    def record(doubled: Tensor) -> Tensor:
+        sums.append(float(doubled.sum()))
         return doubled * 10
 
     doubled = x * 2
-    answer = host_call(say, doubled)
-    assert answer is not None
-    total = answer + doubled
-    host_call(lambda one: said.append(float(one.sum())), total)
+    host_result = host_call(record, doubled)
+    assert host_result is not None
+    total = host_result + doubled
+    host_call(lambda tensor: sums.append(float(tensor.sum())), total)
     return [total, total.sum(-1)]
 
 
 def test_graph_calls_the_host_between_its_segments() -> None:
-    """Beside other graphs in the same pool, which write over all that a program does not need any more."""
-    x, said, own = torch.randn(4, 4, dtype=torch.float64), list[float](), list[float]()
-    there, segments = x.cuda(), CudaSegments()
+    """Other graphs use the same memory pool. They overwrite all memory that the program does not need any more."""
+    x, graph_sums, eager_sums = torch.randn(4, 4, dtype=torch.float64), list[float](), list[float]()
+    device_x, segments = x.cuda(), CudaSegments()
     memory = torch.zeros(6, 4, dtype=x.dtype, device="cuda")
-    called(there, said)
-    program(there, memory)
-    graph = Graph(lambda: called(there, said), segments)
-    others = [Graph(lambda: program(there, memory), segments) for _ in "ab"]
+    program_with_host_calls(device_x, graph_sums)
+    program(device_x, memory)
+    graph = Graph(lambda: program_with_host_calls(device_x, graph_sums), segments)
+    other_graphs = [Graph(lambda: program(device_x, memory), segments) for _ in "ab"]
     assert len(graph) == 5
     for _ in range(20):
         x.copy_(torch.randn(4, 4))
-        there.copy_(x)
-        said.clear()
-        own.clear()
+        device_x.copy_(x)
+        graph_sums.clear()
+        eager_sums.clear()
         graph.replay()
-        wanted = called(x, own)
-        assert all(torch.allclose(a.cpu(), b) for a, b in zip(graph.output, wanted, strict=True))
-        assert torch.allclose(torch.tensor(said), torch.tensor(own)) and len(said) == 2
-        for other in others:
-            other.replay()
+        expected = program_with_host_calls(x, eager_sums)
+        assert all(torch.allclose(a.cpu(), b) for a, b in zip(graph.output, expected, strict=True))
+        assert torch.allclose(torch.tensor(graph_sums), torch.tensor(eager_sums)) and len(graph_sums) == 2
+        for other_graph in other_graphs:
+            other_graph.replay()

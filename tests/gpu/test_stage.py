@@ -1,11 +1,11 @@
-"""What a stage does with a check that fails."""
+"""Tests of `Stage`: how a stage records a failed check."""
 
 from pathlib import Path
 
 import pytest
 
 from tests.gpu.stages.stage import Stage
-from tests.gpu.stages.summary import read
+from tests.gpu.stages.summary import read_results
 
 
 def failing(stage: Stage, name: str) -> None:
@@ -18,7 +18,7 @@ def test_failed_check_is_recorded_and_the_stage_continues(tmp_path: Path) -> Non
     failing(stage, "first")
     with stage.check("second") as facts:
         facts["number"] = 1
-    lines = read(tmp_path / "results.jsonl")
+    lines = read_results(tmp_path / "results.jsonl")
     assert [(line["check"], line["passed"]) for line in lines] == [("first", False), ("second", True)]
     assert lines[0]["why"] == "ValueError: wrong" and lines[1]["number"] == 1 and stage.failed == ["first"]
 
@@ -32,4 +32,4 @@ def test_check_that_loses_the_device_is_recorded_and_ends_the_stage(
     monkeypatch.setattr(Stage, "wait", lost)
     with pytest.raises(RuntimeError, match="illegal memory access"):
         failing(Stage("one", tmp_path, False, 0), "first")
-    assert [line["why"] for line in read(tmp_path / "results.jsonl")] == ["ValueError: wrong"]
+    assert [line["why"] for line in read_results(tmp_path / "results.jsonl")] == ["ValueError: wrong"]

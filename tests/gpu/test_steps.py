@@ -1,6 +1,6 @@
-"""Steps captured as CUDA graphs give the tokens of steps that are launched anew, and of a CPU, in float64.
+"""Tests of steps that are captured as CUDA graphs: in float64 they give the tokens of eager steps and of a CPU.
 
-Never run on a GPU yet; the same functions run on a CPU in `tests/static/test_gpu_dry.py`.
+These tests have not run on a GPU yet. `tests/static/test_gpu_dry.py` runs the same functions on a CPU.
 """
 
 import pytest
@@ -39,4 +39,4 @@ def test_two_hundred_steps_run_without_a_device_synchronisation(kind: str, shape
 
 
 def test_copied_results_equal_the_values_at_copy_time() -> None:
-    steps.check_landing("cuda")
+    steps.check_host_copies("cuda")

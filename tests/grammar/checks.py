@@ -1,4 +1,4 @@
-"""A validator of JSON Schema that knows nothing of grammars, computes with decimals and checks formats."""
+"""A JSON Schema validator that is independent of the grammars. It computes with decimals and checks formats."""
 
 import base64
 import ipaddress
@@ -13,8 +13,9 @@ from jsonschema import Draft7Validator, Draft202012Validator, FormatChecker
 
 from cluster.grammar.schema.convert import parse_exact_json
 
-CHECKS = FormatChecker(formats=())
-READ: dict[str, Callable[[str], object]] = {
+FORMAT_CHECKER = FormatChecker(formats=())
+# Functions that parse a text of a format, or raise an error.
+PARSERS: dict[str, Callable[[str], object]] = {
     "date": date.fromisoformat,
     "time": time.fromisoformat,
     "date-time": datetime.fromisoformat,
@@ -33,7 +34,8 @@ READ: dict[str, Callable[[str], object]] = {
     "regex": re.compile,
     "integer": int,
 }
-WRITTEN = {
+# Regular expressions that a text of a format must match.
+PATTERNS = {
     "email": r"[^@\s.]+(\.[^@\s.]+)*@[\w-]+(\.[\w-]+)*",
     "uri": r"[A-Za-z][\w+.-]*:[!-~]+",
     "uri-reference": r"[!-~]*",
@@ -45,21 +47,26 @@ WRITTEN = {
 }
 
 
-def check(name: str) -> Callable[[object], bool]:
-    def is_one(value: object) -> bool:
+def format_check(name: str) -> Callable[[object], bool]:
+    """Return a function that checks whether a value has the format `name`. It may raise an error for a wrong value."""
+
+    def has_format(value: object) -> bool:
         if not isinstance(value, str):
             return True
         flags = re.ASCII | re.DOTALL
-        return READ.get(name, str)(value) is not None and bool(re.fullmatch(WRITTEN.get(name, ".*"), value, flags))
+        return PARSERS.get(name, str)(value) is not None and bool(re.fullmatch(PATTERNS.get(name, ".*"), value, flags))
 
-    return is_one
+    return has_format
 
 
-for format_name in READ | WRITTEN:
-    CHECKS.checks(format_name, (ValueError, UnicodeError, re.error))(check(format_name))
+for format_name in PARSERS | PATTERNS:
+    FORMAT_CHECKER.checks(format_name, (ValueError, UnicodeError, re.error))(format_check(format_name))
 
 
 def validator_of(schema: Any) -> Draft7Validator | Draft202012Validator:
-    """A validator of a schema in which 0.07 is a multiple of 0.01. Lists of `items` are of draft 7."""
+    """Return a validator of a schema. It uses decimals, so 0.07 is a multiple of 0.01.
+
+    A schema with a list of `items` is validated as draft 7.
+    """
     kind = Draft7Validator if re.search(r'"items": \[|draft-07', json.dumps(schema)) else Draft202012Validator
-    return kind(parse_exact_json(json.dumps(schema)), format_checker=CHECKS)
+    return kind(parse_exact_json(json.dumps(schema)), format_checker=FORMAT_CHECKER)

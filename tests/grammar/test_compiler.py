@@ -1,4 +1,7 @@
-"""What a client sends delays its own request at most: compilers live in processes of their own, with limits."""
+"""Tests of `Compiler`: it compiles grammars in separate processes with limits.
+
+So a grammar that takes long to compile delays only the request of the client that sent it.
+"""
 
 import asyncio
 import json
@@ -34,68 +37,72 @@ SLOW = Grammar("json_schema", json.dumps({"properties": {f"p{at}": {"type": "str
 
 
 @pytest.fixture
-def compile_in_two() -> Iterator[Compiler]:
-    made = Compiler(demo().vocabulary, max_concurrent=2, processor_s=1.0)
-    yield made
-    made.close()
+def two_slot_compiler() -> Iterator[Compiler]:
+    """A compiler that compiles at most two grammars at the same time, each for at most 1 s of processor time."""
+    instance = Compiler(demo().vocabulary, max_concurrent=2, processor_s=1.0)
+    yield instance
+    instance.close()
 
 
 async def refusal(compiler: Compiler, grammar: Grammar) -> str:
+    """Return the message of the error that compiling the grammar raises."""
     with pytest.raises((GrammarError, CompilerError)) as error:
         await compiler.compile(grammar)
     return str(error.value)
 
 
 @pytest.mark.parametrize("some", [HOSTILE[::20], pytest.param(HOSTILE, marks=pytest.mark.slow)], ids=["some", "all"])
-def test_compiler_survives_hostile_grammars(compile_in_two: Compiler, some: tuple[Grammar, ...]) -> None:
+def test_compiler_survives_hostile_grammars(two_slot_compiler: Compiler, some: tuple[Grammar, ...]) -> None:
     assert len(set(HOSTILE)) >= 100
 
-    async def all_of_them() -> None:
-        for at in range(0, len(some), 2):
-            began = time.monotonic()
-            pair = [compile_in_two.compile(grammar) for grammar in some[at : at + 2]]
-            for found in await asyncio.gather(*pair, return_exceptions=True):
-                assert isinstance(found, str | GrammarError) or "too busy" in str(found), found
-                if isinstance(found, GrammarError):
-                    assert 0 < len(str(found)) < 500 and "\n" not in str(found)
+    async def compile_all() -> None:
+        for index in range(0, len(some), 2):
+            start = time.monotonic()
+            compilations = [two_slot_compiler.compile(grammar) for grammar in some[index : index + 2]]
+            for result in await asyncio.gather(*compilations, return_exceptions=True):
+                assert isinstance(result, str | GrammarError) or "too busy" in str(result), result
+                if isinstance(result, GrammarError):
+                    assert 0 < len(str(result)) < 500 and "\n" not in str(result)
                 else:
-                    demo().matchers.matcher(found)
-            assert time.monotonic() - began < CHILD_TIMEOUT_S + GRACE_S, some[at : at + 2]
-        assert walk(demo(), demo().matchers.matcher(await compile_in_two.compile(GOOD)), 1) in (b"yes", b"no")
+                    demo().matchers.matcher(result)
+            assert time.monotonic() - start < CHILD_TIMEOUT_S + GRACE_S, some[index : index + 2]
+        assert walk(demo(), demo().matchers.matcher(await two_slot_compiler.compile(GOOD)), 1) in (b"yes", b"no")
 
-    asyncio.run(all_of_them())
+    asyncio.run(compile_all())
 
 
-def test_slow_grammar_is_refused_while_others_are_compiled(compile_in_two: Compiler) -> None:
-    async def both() -> None:
-        await asyncio.gather(compile_in_two.compile(GOOD), compile_in_two.compile(Grammar("json_object")))  # both run
-        began = time.monotonic()
-        slow = asyncio.create_task(refusal(compile_in_two, SLOW))
-        for at in range(20):
-            await compile_in_two.compile(Grammar("regex", f"a{{{at}}}"))
-        assert not slow.done() or time.monotonic() - began > 1
+def test_slow_grammar_is_refused_while_others_are_compiled(two_slot_compiler: Compiler) -> None:
+    async def compile_meanwhile() -> None:
+        await asyncio.gather(
+            two_slot_compiler.compile(GOOD), two_slot_compiler.compile(Grammar("json_object"))
+        )  # warm-up
+        start = time.monotonic()
+        slow = asyncio.create_task(refusal(two_slot_compiler, SLOW))
+        for count in range(20):
+            await two_slot_compiler.compile(Grammar("regex", f"a{{{count}}}"))
+        assert not slow.done() or time.monotonic() - start > 1
         assert re.search(r"longer than 1 s|GiB of memory|too large|too busy", await slow)
 
-    asyncio.run(both())
+    asyncio.run(compile_meanwhile())
 
 
 @pytest.mark.slow
-def test_killed_compiler_process_is_replaced(compile_in_two: Compiler) -> None:
-    async def killed() -> None:
-        await asyncio.gather(compile_in_two.compile(GOOD), compile_in_two.compile(Grammar("json_object")))
-        before = compile_in_two._process.pid
-        assert before is not None
-        os.kill(before, signal.SIGKILL)
-        again = [Grammar("regex", "a"), Grammar("regex", "b"), Grammar("regex", "c")]
-        assert all(await asyncio.gather(*map(compile_in_two.compile, again)))
-        after = compile_in_two._process.pid
-        assert after is not None and after != before
-        assert os.getpriority(os.PRIO_PROCESS, after) == min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICENESS)
-        assert os.getsid(after) == after, "Linux shares processors among sessions first"
-        share = Path(f"/proc/{after}/autogroup")
-        assert not share.exists() or share.read_text().endswith(f" nice {NICENESS}\n")
+def test_killed_compiler_process_is_replaced(two_slot_compiler: Compiler) -> None:
+    async def kill_and_compile() -> None:
+        await asyncio.gather(two_slot_compiler.compile(GOOD), two_slot_compiler.compile(Grammar("json_object")))
+        old_pid = two_slot_compiler._process.pid
+        assert old_pid is not None
+        os.kill(old_pid, signal.SIGKILL)
+        grammars = [Grammar("regex", "a"), Grammar("regex", "b"), Grammar("regex", "c")]
+        assert all(await asyncio.gather(*map(two_slot_compiler.compile, grammars)))
+        new_pid = two_slot_compiler._process.pid
+        assert new_pid is not None and new_pid != old_pid
+        assert os.getpriority(os.PRIO_PROCESS, new_pid) == min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICENESS)
+        assert os.getsid(new_pid) == new_pid, "it must lead a session: Linux divides CPU time by session"
+        autogroup = Path(f"/proc/{new_pid}/autogroup")
+        assert not autogroup.exists() or autogroup.read_text().endswith(f" nice {NICENESS}\n")
 
-    asyncio.run(killed())
+    asyncio.run(kill_and_compile())
 
 
 @pytest.mark.slow
@@ -104,37 +111,37 @@ def test_compile_is_repeated_when_its_process_is_killed() -> None:
     try:
         assert process.compile(GOOD).text
 
-        async def killed_twice() -> CompileResult:
-            work = asyncio.create_task(asyncio.to_thread(process.compile, SLOW))
+        async def compile_while_killed() -> CompileResult:
+            compilation = asyncio.create_task(asyncio.to_thread(process.compile, SLOW))
             pid: int | None = None
-            for _ in range(2):  # at work, and while the next one starts
+            for _ in range(2):  # kill the first process, and then the one that replaces it
                 while process.pid in (None, pid):
                     await asyncio.sleep(0.01)
                 pid = process.pid
-                await asyncio.to_thread(busy, pid)
+                await asyncio.to_thread(wait_until_busy, pid)
                 os.kill(pid or 0, signal.SIGKILL)
-            return await work
+            return await compilation
 
-        assert "longer than 4 s" in asyncio.run(killed_twice()).refusal
+        assert "longer than 4 s" in asyncio.run(compile_while_killed()).refusal
         assert process.compile(GOOD).text
     finally:
         process.end()
 
 
-def busy(pid: int | None) -> None:
-    """Wait until a process is at work: until it uses its processor without asking for anything."""
-    until = time.monotonic() + 100
-    at_first = used(pid)
-    while time.monotonic() < until and used(pid) < at_first + 0.3:
+def wait_until_busy(pid: int | None) -> None:
+    """Wait until a process compiles: until it has used 0.3 s of processor time. Give up after 100 s."""
+    deadline = time.monotonic() + 100
+    initial_cpu_s = cpu_seconds(pid)
+    while time.monotonic() < deadline and cpu_seconds(pid) < initial_cpu_s + 0.3:
         time.sleep(0.01)
 
 
-def used(pid: int | None) -> float:
-    """Processor time of a process and of the child that compiles for it."""
+def cpu_seconds(pid: int | None) -> float:
+    """Return the processor time in seconds of a process and of its child, which does the compiling."""
     total = 0.0
-    for each in (pid, *Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
+    for process_id in (pid, *Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
         with suppress(FileNotFoundError, ProcessLookupError):
-            fields = Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()
+            fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
             total += sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
     return total
 
@@ -148,12 +155,13 @@ def test_processor_time_limit_does_not_restart_the_process() -> None:
         assert process.compile(Grammar("ebnf", "nothing")).refusal
         assert "longer than 2 s" in process.compile(SLOW).refusal
         assert process.compile(GOOD).text
-        assert process.pid == pid and not children(pid), "whatever a grammar does, its child alone ends"
+        assert process.pid == pid and not child_pids(pid), "only the child that compiles may end, not its parent"
     finally:
         process.end()
 
 
-def children(pid: int | None) -> str:
+def child_pids(pid: int | None) -> str:
+    """Return the process ids of the children of a process, separated by spaces."""
     return Path(f"/proc/{pid}/task/{pid}/children").read_text().strip()
 
 
@@ -161,94 +169,97 @@ def test_compiling_child_does_not_outlive_its_process() -> None:
     process = CompilerProcess(demo().vocabulary, processor_s=30.0)
     assert process.compile(GOOD).text
     with ThreadPoolExecutor(1) as pool:
-        work = pool.submit(process.compile, SLOW)
-        busy(process.pid)
-        child = int(children(process.pid).split()[0])
+        compilation = pool.submit(process.compile, SLOW)
+        wait_until_busy(process.pid)
+        child = int(child_pids(process.pid).split()[0])
         process.close()
-        with pytest.raises(CompilerError):  # it would be started again, but the server ends
-            work.result(timeout=20)
+        with pytest.raises(CompilerError):  # a closed compiler does not start a new process
+            compilation.result(timeout=20)
     process.end()
-    until = time.monotonic() + 20
-    while Path(f"/proc/{child}").exists() and time.monotonic() < until:
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{child}").exists() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not Path(f"/proc/{child}").exists()
 
 
-def test_compiled_grammars_and_refusals_are_cached(compile_in_two: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Grammar] = []
-    compile_one = CompilerProcess.compile
+def test_compiled_grammars_and_refusals_are_cached(
+    two_slot_compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled_grammars: list[Grammar] = []
+    original_compile = CompilerProcess.compile
 
-    def counting(self: CompilerProcess, grammar: Grammar) -> CompileResult:
-        asked.append(grammar)
-        return compile_one(self, grammar)
+    def record_and_compile(self: CompilerProcess, grammar: Grammar) -> CompileResult:
+        compiled_grammars.append(grammar)
+        return original_compile(self, grammar)
 
-    monkeypatch.setattr(CompilerProcess, "compile", counting)
+    monkeypatch.setattr(CompilerProcess, "compile", record_and_compile)
     monkeypatch.setattr(compiler, "MAX_CACHED", 3)
-    wrong = Grammar("regex", "(")
+    invalid_grammar = Grammar("regex", "(")
 
-    async def often() -> None:
-        same = await asyncio.gather(*(compile_in_two.compile(GOOD) for _ in range(5)))
-        assert len(set(same)) == 1 and asked == [GOOD]
-        assert await refusal(compile_in_two, wrong) == await refusal(compile_in_two, wrong)
-        assert asked == [GOOD, wrong]
-        await compile_in_two.compile(Grammar("regex", "a"))
-        await compile_in_two.compile(GOOD)
-        await compile_in_two.compile(Grammar("regex", "b"))  # now the refusal is the oldest of four
-        del asked[:]
-        await compile_in_two.compile(GOOD)
-        assert asked == []
-        await refusal(compile_in_two, wrong)
-        assert asked == [wrong]
+    async def compile_repeatedly() -> None:
+        texts = await asyncio.gather(*(two_slot_compiler.compile(GOOD) for _ in range(5)))
+        assert len(set(texts)) == 1 and compiled_grammars == [GOOD]
+        assert await refusal(two_slot_compiler, invalid_grammar) == await refusal(two_slot_compiler, invalid_grammar)
+        assert compiled_grammars == [GOOD, invalid_grammar]
+        await two_slot_compiler.compile(Grammar("regex", "a"))
+        await two_slot_compiler.compile(GOOD)
+        await two_slot_compiler.compile(Grammar("regex", "b"))  # now the refusal is the oldest of four entries
+        del compiled_grammars[:]
+        await two_slot_compiler.compile(GOOD)
+        assert compiled_grammars == []
+        await refusal(two_slot_compiler, invalid_grammar)
+        assert compiled_grammars == [invalid_grammar]
 
-    asyncio.run(often())
+    asyncio.run(compile_repeatedly())
 
 
-def test_cancelled_request_does_not_cancel_a_shared_compile(compile_in_two: Compiler) -> None:
-    async def cancelled() -> None:
-        first = asyncio.create_task(compile_in_two.compile(GOOD))
-        second = asyncio.create_task(compile_in_two.compile(GOOD))
+def test_cancelled_request_does_not_cancel_a_shared_compile(two_slot_compiler: Compiler) -> None:
+    async def cancel_first_request() -> None:
+        first = asyncio.create_task(two_slot_compiler.compile(GOOD))
+        second = asyncio.create_task(two_slot_compiler.compile(GOOD))
         await asyncio.sleep(0)
         first.cancel()
         assert await second
-        assert await compile_in_two.compile(GOOD)
+        assert await two_slot_compiler.compile(GOOD)
 
-    asyncio.run(cancelled())
+    asyncio.run(cancel_first_request())
 
 
 def test_close_ends_the_process_and_its_running_compile() -> None:
-    async def closed() -> None:
-        made = Compiler(demo().vocabulary, max_concurrent=1, processor_s=30.0)
-        await made.compile(GOOD)
-        pid = made._process.pid
-        slow = asyncio.create_task(made.compile(SLOW))
-        await asyncio.to_thread(busy, pid)
-        await asyncio.to_thread(made.close)
+    async def close_while_compiling() -> None:
+        instance = Compiler(demo().vocabulary, max_concurrent=1, processor_s=30.0)
+        await instance.compile(GOOD)
+        pid = instance._process.pid
+        slow_compilation = asyncio.create_task(instance.compile(SLOW))
+        await asyncio.to_thread(wait_until_busy, pid)
+        await asyncio.to_thread(instance.close)
         with pytest.raises((GrammarError, CompilerError)):
-            await slow
-        assert made._process.pid is None
+            await slow_compilation
+        assert instance._process.pid is None
         with pytest.raises(ProcessLookupError):
             os.kill(pid or 0, 0)
 
-    asyncio.run(closed())
+    asyncio.run(close_while_compiling())
 
 
 def test_compiler_process_ends_when_its_parent_is_killed() -> None:
-    """Even if the parent is killed: its end of the pipe closes."""
+    """When the parent is killed, its end of the pipe closes, and the compiler process ends."""
     code = (
         "from tests.grammar.walks import demo\n"
         "from cluster.grammar.compiler import CompilerProcess\nfrom cluster.grammar.asked import Grammar\n"
         "process = CompilerProcess(demo().vocabulary, 10.0)\nprocess.compile(Grammar('choice', '[\"a\"]'))\n"
         "print(process.pid, flush=True)\nimport os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    pid = int(done.stdout)
-    until = time.monotonic() + 60
-    while time.monotonic() < until and alive(pid):
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    pid = int(result.stdout)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and is_alive(pid):
         time.sleep(0.05)
-    assert not alive(pid)
+    assert not is_alive(pid)
 
 
-def alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
+    """Return whether a process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):

@@ -1,4 +1,7 @@
-"""Schemas as generators write them are held to, or refused by name: every type of seven generators."""
+"""Tests of JSON Schemas that seven schema generators wrote, for every type.
+
+The grammar enforces the whole schema, or the schema is refused with the name of the unsupported keyword.
+"""
 
 import json
 import random
@@ -63,7 +66,7 @@ VALUES: list[Any] = [
     *[{"a": {"content": 1}, "b": {"content": "x"}}, {"a": {"content": "x"}, "b": {"content": "x"}}],
     *[{"from": {"x": 1, "y": 2}, "to": {"x": 1, "y": 2.5}}, {"from": {"x": 1}, "to": {"x": 1}}],
 ]
-# A value that the grammar must accept, of each type; the first of these that is valid by the schema.
+# For some types: a value that the grammar must accept, if the value is valid by the schema of the generator.
 EXPECTED = {
     "string length": "ab",
     "string pattern": "AB123",
@@ -88,7 +91,7 @@ EXPECTED = {
     "tuple and rest": ["a", 1, 2],
     "map by keys": {"a": 1, "b": 2},
 }
-KNOWN = generators()
+SCHEMAS_BY_GENERATOR = generators()
 
 
 def test_docs_page_of_generators_matches_the_code() -> None:
@@ -96,36 +99,48 @@ def test_docs_page_of_generators_matches_the_code() -> None:
 
 
 def test_all_generators_write_the_same_types() -> None:
-    names = {tuple(sorted(types)) for types in KNOWN.values()}
-    assert len(KNOWN) == 7 and len(names) == 1 and len(next(iter(names))) >= 40
+    names = {tuple(sorted(types)) for types in SCHEMAS_BY_GENERATOR.values()}
+    assert len(SCHEMAS_BY_GENERATOR) == 7 and len(names) == 1 and len(next(iter(names))) >= 40
 
 
-@pytest.mark.parametrize("generator", KNOWN)
+@pytest.mark.parametrize("generator", SCHEMAS_BY_GENERATOR)
 def test_grammar_enforces_every_accepted_generator_schema(generator: str) -> None:
-    for name, schema in KNOWN[generator].items():
+    for name, schema in SCHEMAS_BY_GENERATOR[generator].items():
         if schema is None or refusal(schema) is not None:
             continue
         validator = validator_of(schema)
         grammar = Grammar("json_schema", json.dumps(schema))
-        outputs = [walk(bytewise(), bytewise().matcher(grammar), seed, most=10 * seed + 5) for seed in range(WALKS)]
-        made = [output.decode() for output in outputs if output is not None]
-        assert len(made) > WALKS // 2, f"{name}: outputs do not end"
-        for text in made:
+        outputs = [
+            walk(bytewise(), bytewise().matcher(grammar), seed, free_tokens=10 * seed + 5) for seed in range(WALKS)
+        ]
+        generated_texts = [output.decode() for output in outputs if output is not None]
+        assert len(generated_texts) > WALKS // 2, f"{name}: most of the generated outputs did not end"
+        for text in generated_texts:
             assert validator.is_valid(parse_exact_json(text)), f"{name}: {text}"
-        written = [json.dumps({"v": value}, ensure_ascii=False) for value in VALUES]
-        for text in (*written, *(changed(text, seed) for seed, text in enumerate(made * 6)), "{}", "null"):
+        value_texts = [json.dumps({"v": value}, ensure_ascii=False) for value in VALUES]
+        for text in (
+            *value_texts,
+            *(mutate(text, seed) for seed, text in enumerate(generated_texts * 6)),
+            "{}",
+            "null",
+        ):
             if bytewise().accepts(grammar, text):
-                assert validator.is_valid(parse_exact_json(text)), f"{name}: {text} is accepted"
+                assert validator.is_valid(parse_exact_json(text)), f"{name}: {text} is accepted, but invalid"
         if name in EXPECTED and validator.is_valid(parse_exact_json(json.dumps({"v": EXPECTED[name]}))):
             value = EXPECTED[name]
-            orders = [value, dict(reversed(value.items()))] if isinstance(value, dict) else [value]
-            texts = [json.dumps({"v": order}) for order in orders]
+            reordered_values = [value, dict(reversed(value.items()))] if isinstance(value, dict) else [value]
+            texts = [json.dumps({"v": order}) for order in reordered_values]
             assert any(bytewise().accepts(grammar, text) for text in texts), f"{name}: {value} is not accepted"
 
 
-def changed(text: str, seed: int) -> str:
-    """A JSON text with a character left out, doubled or put in place of another; JSON still, most of the time."""
-    chance = random.Random(seed)
-    at = chance.randrange(1, max(2, len(text) - 1))
-    put = chance.choice(["", text[at] * 2, chance.choice('aZ09-.,:"T @_') + text[at], chance.choice("aZ09-:.T@")])
-    return text[:at] + put + text[at + 1 :]
+def mutate(text: str, seed: int) -> str:
+    """Return a JSON text with one random change: a character is removed, doubled, inserted or replaced.
+
+    Most of the results are still JSON.
+    """
+    rng = random.Random(seed)
+    position = rng.randrange(1, max(2, len(text) - 1))
+    replacement = rng.choice(
+        ["", text[position] * 2, rng.choice('aZ09-.,:"T @_') + text[position], rng.choice("aZ09-:.T@")]
+    )
+    return text[:position] + replacement + text[position + 1 :]

@@ -1,4 +1,4 @@
-"""A matcher's masks are its grammar's, wherever it is asked, and asking changes nothing."""
+"""Tests of `TextMatcher`: its masks are correct after every path, and computing a mask does not change its state."""
 
 import json
 import resource
@@ -14,7 +14,7 @@ from cluster.grammar.limits import address_space_bytes
 from cluster.grammar.matching import TextMatcher
 from cluster.grammar.vocabulary import Bitmask, Vocabulary
 from tests.grammar.schema.samples import CALL, PERSON, TREE
-from tests.grammar.walks import STOPS, allowed, bytewise, demo, grammars_of, mask
+from tests.grammar.walks import STOP_TOKEN_IDS, allowed, bytewise, demo, grammars_of, mask
 
 GRAMMARS = {
     "person": Grammar("json_schema", json.dumps(PERSON)),
@@ -26,22 +26,24 @@ GRAMMARS = {
     "rules": Grammar("ebnf", 'root ::= item ("," item)*\nitem ::= [0-9]+ | "(" root ")"'),
     "choice": Grammar("choice", '["yes", "no", "maybe"]'),
 }
-END = STOPS[0]
+END = STOP_TOKEN_IDS[0]
 
 
 def tokens_of(text: str) -> list[int]:
-    """Bytes one by one."""
+    """Return the tokens of a text in the vocabulary of `bytewise`: its bytes."""
     return list(text.encode())
 
 
-def paths(matcher: TextMatcher, random: np.random.Generator, most: int) -> list[int]:
-    """A path that the grammar allows."""
+def random_path(matcher: TextMatcher, random: np.random.Generator, max_length: int) -> list[int]:
+    """Return a random path of at most `max_length` tokens that the grammar allows, without stop tokens."""
     path: list[int] = []
-    for _ in range(most):
-        found = [token for token in allowed(mask(matcher, demo().vocabulary, tuple(path))) if token not in STOPS]
-        if not found:
+    for _ in range(max_length):
+        next_tokens = [
+            token for token in allowed(mask(matcher, demo().vocabulary, tuple(path))) if token not in STOP_TOKEN_IDS
+        ]
+        if not next_tokens:
             break
-        path.append(int(random.choice(found)))
+        path.append(int(random.choice(next_tokens)))
     return path
 
 
@@ -53,15 +55,15 @@ def test_mask_after_a_path_equals_the_mask_after_accepting_the_path(name: str) -
         matcher = grammars.matcher(GRAMMARS[name])
         committed: list[int] = []
         for _ in range(4):
-            tree = [paths(matcher, random, int(random.integers(0, 6))) for _ in range(3)]
-            asked = [path[: int(random.integers(0, len(path) + 1))] for path in tree * 2]
-            for path in asked:
+            tree = [random_path(matcher, random, int(random.integers(0, 6))) for _ in range(3)]
+            queried_paths = [path[: int(random.integers(0, len(path) + 1))] for path in tree * 2]
+            for path in queried_paths:
                 fresh = grammars.matcher(GRAMMARS[name])
                 fresh.accept([*committed, *path])
                 assert np.array_equal(mask(matcher, grammars.vocabulary, tuple(path)), mask(fresh, grammars.vocabulary))
-            step = tree[0][: int(random.integers(0, len(tree[0]) + 1))]
-            matcher.accept(step)
-            committed += step
+            accepted_tokens = tree[0][: int(random.integers(0, len(tree[0]) + 1))]
+            matcher.accept(accepted_tokens)
+            committed += accepted_tokens
         fresh = grammars.matcher(GRAMMARS[name])
         fresh.accept(committed)
         assert np.array_equal(mask(matcher, grammars.vocabulary), mask(fresh, grammars.vocabulary))
@@ -69,39 +71,39 @@ def test_mask_after_a_path_equals_the_mask_after_accepting_the_path(name: str) -
 
 
 def test_mask_is_computed_once_per_path_until_tokens_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever asks: masks of a step, and the search for forced text."""
-    made, make = list[tuple[int, ...]](), TextMatcher._compute_bitmask
+    """The masks of a step and the search for forced tokens share the computed masks."""
+    computed_paths, original_compute = list[tuple[int, ...]](), TextMatcher._compute_bitmask
 
-    def counted(matcher: TextMatcher, path: Sequence[int], out: Bitmask) -> None:
-        made.append(tuple(path))
-        make(matcher, path, out)
+    def record_and_compute(matcher: TextMatcher, path: Sequence[int], out: Bitmask) -> None:
+        computed_paths.append(tuple(path))
+        original_compute(matcher, path, out)
 
-    monkeypatch.setattr(TextMatcher, "_compute_bitmask", counted)
+    monkeypatch.setattr(TextMatcher, "_compute_bitmask", record_and_compute)
     grammars = demo()
     matcher = grammars.matcher(GRAMMARS["person"])
     forced = matcher.forced((), 4)
-    before = mask(matcher, grammars.vocabulary)
-    assert made and len(made) == len(set(made))
-    first = len(made)
-    assert matcher.forced((), 4) == forced and np.array_equal(mask(matcher, grammars.vocabulary), before)
-    assert len(made) == first, "asked again, nothing is made"
-    before[:] = 0
-    assert mask(matcher, grammars.vocabulary).any(), "what is kept is nobody else's"
+    first_mask = mask(matcher, grammars.vocabulary)
+    assert computed_paths and len(computed_paths) == len(set(computed_paths))
+    computed_count = len(computed_paths)
+    assert matcher.forced((), 4) == forced and np.array_equal(mask(matcher, grammars.vocabulary), first_mask)
+    assert len(computed_paths) == computed_count, "a repeated query must compute no mask"
+    first_mask[:] = 0
+    assert mask(matcher, grammars.vocabulary).any(), "the caller must not be able to change the cached mask"
     matcher.accept(forced[:1])
     mask(matcher, grammars.vocabulary)
-    assert len(made) == first + 1
+    assert len(computed_paths) == computed_count + 1
 
 
 @pytest.mark.parametrize("name", GRAMMARS)
 def test_mask_contains_exactly_the_acceptable_tokens(name: str) -> None:
     grammars = demo()
-    start = grammars.matcher(GRAMMARS[name])
-    path = paths(start, np.random.default_rng(1), 5)
-    found = set(allowed(mask(start, grammars.vocabulary, tuple(path))).tolist())
+    path_matcher = grammars.matcher(GRAMMARS[name])
+    path = random_path(path_matcher, np.random.default_rng(1), 5)
+    allowed_ids = set(allowed(mask(path_matcher, grammars.vocabulary, tuple(path))).tolist())
     for token in range(0, len(grammars.vocabulary.tokens), 7):
         matcher = grammars.matcher(GRAMMARS[name])
         matcher.accept(path)
-        if token in found:
+        if token in allowed_ids:
             matcher.accept([token])
         else:
             with pytest.raises(GrammarError, match=f"token {token} is not allowed"):
@@ -121,7 +123,7 @@ def test_stop_tokens_are_allowed_exactly_where_the_output_may_end() -> None:
     assert matcher.finished and allowed(mask(matcher, grammars.vocabulary)).tolist() == [256]
     matcher.accept([256])
     assert matcher.ended and matcher.finished
-    matcher.accept([256])  # as where an output goes on after its end because ignore_eos is set
+    matcher.accept([256])  # with ignore_eos an output continues after its end
     assert allowed(mask(matcher, grammars.vocabulary, (5, 6))).tolist() == [256]
     with pytest.raises(GrammarError, match="has ended"):
         matcher.accept(tokens_of("a"))
@@ -136,12 +138,12 @@ def test_ended_or_disallowed_paths_allow_only_stop_tokens() -> None:
 
 
 def test_special_and_padding_tokens_are_never_allowed() -> None:
-    padded = Vocabulary((*demo().vocabulary.tokens, *[b""] * 45), STOPS)
+    padded = Vocabulary((*demo().vocabulary.tokens, *[b""] * 45), STOP_TOKEN_IDS)
     grammars = grammars_of(padded)
     matcher = grammars.matcher(Grammar("ebnf", "root ::= [^]*"))
-    found = set(allowed(mask(matcher, padded)).tolist())
-    assert found >= set(STOPS) and max(found) < 2048 and 1 not in found
-    assert all(padded.tokens[token] for token in found - set(STOPS))
+    allowed_ids = set(allowed(mask(matcher, padded)).tolist())
+    assert allowed_ids >= set(STOP_TOKEN_IDS) and max(allowed_ids) < 2048 and 1 not in allowed_ids
+    assert all(padded.tokens[token] for token in allowed_ids - set(STOP_TOKEN_IDS))
 
 
 def test_forced_returns_the_only_possible_tokens() -> None:
@@ -158,14 +160,17 @@ def test_forced_returns_the_only_possible_tokens() -> None:
 
 
 @contextmanager
-def little_memory(more: int) -> Iterator[None]:
-    """What takes more raises, in place of taking the machine down."""
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (address_space_bytes() + more, before[1]))
+def limited_memory(extra_bytes: int) -> Iterator[None]:
+    """Limit the address space of this process to its current size and `extra_bytes`.
+
+    A larger allocation raises an error and cannot exhaust the memory of the machine.
+    """
+    old_limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (address_space_bytes() + extra_bytes, old_limits[1]))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
+        resource.setrlimit(resource.RLIMIT_AS, old_limits)
 
 
 ENDLESS = {
@@ -179,10 +184,10 @@ ENDLESS = {
 
 @pytest.mark.parametrize("name", ENDLESS)
 def test_forced_search_stops_at_the_requested_length(name: str) -> None:
-    """xgrammar's own search for what is forced goes on until the memory of the machine is full."""
+    """xgrammar's own search for forced text does not stop until the memory of the machine is full."""
     matcher = bytewise().matcher(Grammar("ebnf", ENDLESS[name]))
     matcher.accept(tokens_of("b" if "later" in name else "a"))
-    with little_memory(1 << 30):
+    with limited_memory(1 << 30):
         assert matcher.forced((), 5) == tokens_of("aaaaa")
 
 
@@ -214,13 +219,13 @@ def test_stop_token_within_reasoning_ends_the_output() -> None:
 
 
 def test_malformed_compiled_grammar_is_refused() -> None:
-    prepared = demo().worker.compile(Grammar("json_object"))
-    head, _, rules = prepared.partition("\n")
-    for wrong in ("", "{}", "{}\n" + rules, "[]\n" + rules, rules, head):
+    compiled = demo().worker.compile(Grammar("json_object"))
+    header, _, rules = compiled.partition("\n")
+    for wrong in ("", "{}", "{}\n" + rules, "[]\n" + rules, rules, header):
         with pytest.raises(GrammarError, match="cannot be read"):
             demo().matchers.matcher(wrong)
     with pytest.raises(GrammarError):
-        demo().matchers.matcher(head + "\n" + rules[: len(rules) // 2])
+        demo().matchers.matcher(header + "\n" + rules[: len(rules) // 2])
 
 
 def test_forced_tokens_may_begin_and_end_within_a_character() -> None:
@@ -234,9 +239,9 @@ def test_forced_tokens_may_begin_and_end_within_a_character() -> None:
 
 def test_loaded_grammars_are_cached_within_a_byte_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matching, "CACHED_BYTES", 1)
-    one, other = (demo().worker.compile(Grammar("regex", text)) for text in ("a+", "b+"))
+    compiled_a, compiled_b = (demo().worker.compile(Grammar("regex", text)) for text in ("a+", "b+"))
     matchers = matching.Matchers(demo().vocabulary)
-    first = matchers.load(one)
-    assert matchers.load(one) is first
-    matchers.load(other)
-    assert matchers.load(one) is not first
+    loaded_a = matchers.load(compiled_a)
+    assert matchers.load(compiled_a) is loaded_a
+    matchers.load(compiled_b)
+    assert matchers.load(compiled_a) is not loaded_a

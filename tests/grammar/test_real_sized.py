@@ -1,4 +1,8 @@
-"""Grammars over a vocabulary of a real model's size: what is made once, what travels, and that masks are the same."""
+"""Tests of grammars over a vocabulary of the size of a real model.
+
+Tables of the vocabulary are built once, the compiled text that is sent to the ranks is small, and cached rules do not
+change masks.
+"""
 
 import json
 from collections.abc import Callable
@@ -29,7 +33,7 @@ TWENTY = {
     "required": NAMES,
 }
 TAG = {"type": "tag", "begin": "<call>", "content": {"type": "json_schema", "json_schema": CALL}, "end": "</call>"}
-ASKED = (
+GRAMMARS_TO_COMPILE = (
     Grammar("json_object"),
     Grammar("json_schema", json.dumps(TWENTY)),
     Grammar("json_schema", json.dumps(PERSON)),
@@ -38,7 +42,8 @@ ASKED = (
 
 
 @cache
-def large() -> Grammars:
+def large_grammars() -> Grammars:
+    """Return the grammars over a random vocabulary of `SENTENCE_PIECE_SIZE` tokens, prepared for compiling."""
     vocabulary = Vocabulary(tuple(random_tokens(SENTENCE_PIECE_SIZE)), (STOP_TOKEN_ID,))
     worker = Worker(vocabulary)
     worker.prepare()
@@ -46,28 +51,38 @@ def large() -> Grammars:
 
 
 def test_vocabulary_tables_are_built_once_and_compiled_text_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    vocabulary, worker, matchers = large().vocabulary, large().worker, large().matchers
-    made: list[str] = []
+    vocabulary, worker, matchers = large_grammars().vocabulary, large_grammars().worker, large_grammars().matchers
+    built: list[str] = []
     for name in ("TokenizerInfo", "GrammarCompiler"):
-        whole = getattr(xgrammar, name)
-        monkeypatch.setattr(xgrammar, name, lambda *a, whole=whole, name=name, **b: made.append(name) or whole(*a, **b))
-    table_of = Vocabulary._bitmask_of
-    monkeypatch.setattr(Vocabulary, "_bitmask_of", lambda self, bits: made.append("row") or table_of(self, bits))
-    texts = [worker.compile(grammar) for grammar in ASKED]
-    assert made == [], "what compiling needs of the vocabulary was made before"
+        original_class = getattr(xgrammar, name)
+        monkeypatch.setattr(
+            xgrammar,
+            name,
+            lambda *a, original_class=original_class, name=name, **b: built.append(name) or original_class(*a, **b),
+        )
+    original_bitmask_of = Vocabulary._bitmask_of
+    monkeypatch.setattr(
+        Vocabulary, "_bitmask_of", lambda self, bits: built.append("row") or original_bitmask_of(self, bits)
+    )
+    texts = [worker.compile(grammar) for grammar in GRAMMARS_TO_COMPILE]
+    assert built == [], "`prepare` must build all tables that compiling needs"
     assert max(map(len, texts)) < 20_000
     sizes = [matchers.load(text).num_bytes for text in texts]
-    assert made == ["GrammarCompiler"], "one for all grammars of a rank"
-    assert min(sizes) > 1 << 20, "masks would be megabytes"
+    assert built == ["GrammarCompiler"], "a rank must build one compiler for all its grammars"
+    assert min(sizes) > 1 << 20, "a loaded grammar, with its masks, takes megabytes"
     assert len(vocabulary.tokens) == SENTENCE_PIECE_SIZE
 
 
 def test_grammar_of_three_tools_with_twenty_fields_fits_the_size_limit() -> None:
-    """Two tools of twenty fields were refused with 262,144 ids, and accepted with the demo's 2,048."""
-    given = {name: object_schema(20, name) for name in ("one", "two", "three")}
-    form = FORMATS["hermes"].calls_form(given, True)
-    text = large().worker.compile(Grammar("chat", json.dumps({"type": "structural_tag", "format": form})))
-    assert 64 << 20 < large().matchers.load(text).num_bytes < max_compiled_bytes(SENTENCE_PIECE_SIZE)
+    """Before, two tools of twenty fields were refused with a vocabulary of 262,144 ids, and accepted with the 2,048 ids
+    of the demo.
+    """
+    tools = {name: object_schema(20, name) for name in ("one", "two", "three")}
+    calls_format = FORMATS["hermes"].calls_form(tools, True)
+    text = large_grammars().worker.compile(
+        Grammar("chat", json.dumps({"type": "structural_tag", "format": calls_format}))
+    )
+    assert 64 << 20 < large_grammars().matchers.load(text).num_bytes < max_compiled_bytes(SENTENCE_PIECE_SIZE)
 
 
 def _token(token: int) -> dict[str, Any]:
@@ -100,82 +115,96 @@ WITH_TOKENS: dict[str, Callable[[int, int], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("stops", [(260,), (259, 260), ()], ids=["a stop token", "two", "none"])
+@pytest.mark.parametrize("stops", [(260,), (259, 260), ()], ids=["one stop token", "two stop tokens", "no stop token"])
 def test_grammar_cache_distinguishes_special_tokens(stops: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rules that differ in nothing but a special token: xgrammar's cache of rules would take one for the other."""
+    """The rules differ only in a special token. xgrammar's cache of rules would confuse them."""
     texts = [bytes((byte,)) for byte in range(256)] + [f"\xff{name}".encode("latin-1") for name in "abc"] + [b"", b""]
     vocabulary = Vocabulary(tuple(texts), stops)
     shared, random = Matchers(vocabulary), np.random.default_rng(5)
-    plain = xgrammar.GrammarCompiler(vocabulary.tokenizer_info, cache_enabled=False)
+    uncached_compiler = xgrammar.GrammarCompiler(vocabulary.tokenizer_info, cache_enabled=False)
     pairs = [pair for _ in range(2) for pair in permutations((256, 257, 258), 2)]
-    for form, (one, two) in [(form, pair) for pair in pairs for form in WITH_TOKENS.values()]:
-        tag = {"type": "structural_tag", "format": form(one, two)}
+    for make_format, (first, second) in [(make_format, pair) for pair in pairs for make_format in WITH_TOKENS.values()]:
+        tag = {"type": "structural_tag", "format": make_format(first, second)}
         portable = Worker(vocabulary).compile(Grammar("chat", json.dumps(tag)))
-        alone = Matchers(vocabulary)
-        monkeypatch.setattr(alone._compiler, "compile", lambda given: plain.compile_structural_tag(given.source))
-        found, wanted = shared.matcher(portable), alone.matcher(portable)
+        fresh = Matchers(vocabulary)
+        monkeypatch.setattr(
+            fresh._compiler, "compile", lambda grammar: uncached_compiler.compile_structural_tag(grammar.source)
+        )
+        shared_matcher, fresh_matcher = shared.matcher(portable), fresh.matcher(portable)
         for _ in range(20):
-            row = mask(found, vocabulary)
-            assert allowed_token_ids(row).tolist() == allowed_token_ids(mask(wanted, vocabulary)).tolist()
+            row = mask(shared_matcher, vocabulary)
+            assert allowed_token_ids(row).tolist() == allowed_token_ids(mask(fresh_matcher, vocabulary)).tolist()
             row &= ~vocabulary.stop_bitmask
             if not row.any():
                 break
             token = random_allowed_token(row, random)
-            found.accept([token])
-            wanted.accept([token])
+            shared_matcher.accept([token])
+            fresh_matcher.accept([token])
 
 
 def test_large_vocabulary_mask_contains_exactly_the_acceptable_tokens() -> None:
     random = np.random.default_rng(0)
-    for grammar in ASKED[:2]:
-        text = large().worker.compile(grammar)
-        matcher, other = large().matchers.matcher(text), large().matchers.matcher(text)
+    for grammar in GRAMMARS_TO_COMPILE[:2]:
+        text = large_grammars().worker.compile(grammar)
+        matcher, trial_matcher = large_grammars().matchers.matcher(text), large_grammars().matchers.matcher(text)
         for _ in range(12):
-            row = mask(matcher, large().vocabulary)
-            found = allowed_token_ids(row)
-            assert found.tolist() == np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist()
-            refused = np.setdiff1d(random.integers(0, SENTENCE_PIECE_SIZE, 40), found)
-            assert not any(other._matcher.accept_token(int(token)) for token in refused)
-            token = random_allowed_token(row & ~large().vocabulary.stop_bitmask, random)
-            assert token in found
+            row = mask(matcher, large_grammars().vocabulary)
+            allowed_ids = allowed_token_ids(row)
+            assert allowed_ids.tolist() == np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist()
+            refused = np.setdiff1d(random.integers(0, SENTENCE_PIECE_SIZE, 40), allowed_ids)
+            assert not any(trial_matcher._matcher.accept_token(int(token)) for token in refused)
+            token = random_allowed_token(row & ~large_grammars().vocabulary.stop_bitmask, random)
+            assert token in allowed_ids
             matcher.accept([token])
-            other.accept([token])
+            trial_matcher.accept([token])
 
 
 def test_random_allowed_token_is_uniform() -> None:
-    vocabulary = Vocabulary(tuple(bytes((at,)) for at in range(200)), ())
+    vocabulary = Vocabulary(tuple(bytes((byte,)) for byte in range(200)), ())
     row, random = vocabulary._bitmask_of([0, 31, 32, 100, 199]), np.random.default_rng(1)
-    found = np.bincount([random_allowed_token(row, random) for _ in range(5000)], minlength=200)
-    assert np.flatnonzero(found).tolist() == [0, 31, 32, 100, 199] and found.max() < 1.2 * 1000
+    counts = np.bincount([random_allowed_token(row, random) for _ in range(5000)], minlength=200)
+    assert np.flatnonzero(counts).tolist() == [0, 31, 32, 100, 199] and counts.max() < 1.2 * 1000
 
 
 def test_common_prefix_of_allowed_tokens_is_exact() -> None:
-    vocabulary = large().vocabulary
+    vocabulary = large_grammars().vocabulary
     ids = {text: token for token, text in enumerate(vocabulary.tokens)}
-    same = [token for text, token in ids.items() if text.startswith(b" pro")]
-    assert len(same) > 50
-    for tokens in (same, same[:1], [*same, ids[b" a"]], [*same, ids[b"a"]], [*same, STOP_TOKEN_ID], []):
+    pro_tokens = [token for text, token in ids.items() if text.startswith(b" pro")]
+    assert len(pro_tokens) > 50
+    for tokens in (
+        pro_tokens,
+        pro_tokens[:1],
+        [*pro_tokens, ids[b" a"]],
+        [*pro_tokens, ids[b"a"]],
+        [*pro_tokens, STOP_TOKEN_ID],
+        [],
+    ):
         texts = [vocabulary.tokens[token] for token in tokens]
         longest = max(texts, key=len, default=b"")
-        sure = next((at for at in range(len(longest), -1, -1) if all(_agree(text, longest[:at]) for text in texts)), 0)
-        wanted = b"" if STOP_TOKEN_ID in tokens else longest[:sure]
-        assert vocabulary.common_prefix(vocabulary._bitmask_of(tokens)) == wanted
+        common_length = next(
+            (length for length in range(len(longest), -1, -1) if all(_agree(text, longest[:length]) for text in texts)),
+            0,
+        )
+        expected = b"" if STOP_TOKEN_ID in tokens else longest[:common_length]
+        assert vocabulary.common_prefix(vocabulary._bitmask_of(tokens)) == expected
 
 
-def _agree(text: bytes, begin: bytes) -> bool:
-    return text.startswith(begin) or begin.startswith(text)
+def _agree(text: bytes, prefix: bytes) -> bool:
+    """Return whether one of the two texts is a prefix of the other."""
+    return text.startswith(prefix) or prefix.startswith(text)
 
 
 def _tags(triggers: list[str], *parts: tuple[str, str]) -> Grammar:
+    """Return a grammar of triggered tags. Each part is the begin of a tag and the pattern of its content."""
     tags = [
         {"type": "tag", "begin": begin, "content": {"type": "regex", "pattern": pattern}, "end": ">"}
         for begin, pattern in parts
     ]
-    form = {"type": "triggered_tags", "triggers": triggers, "tags": tags}
-    return Grammar("structural_tag", json.dumps({"type": "structural_tag", "format": form}))
+    tag_format = {"type": "triggered_tags", "triggers": triggers, "tags": tags}
+    return Grammar("structural_tag", json.dumps({"type": "structural_tag", "format": tag_format}))
 
 
-SHARING = GRAMMARS | {
+GRAMMARS_WITH_SHARED_RULES = GRAMMARS | {
     "a tag": _tags(["<a"], ("<a ", "[0-9]{1,3}")),
     "another tag": _tags(["<b"], ("<b ", "[0-9]{1,3}")),
     "a tag of other text": _tags(["<a"], ("<a ", "[a-f]{1,3}")),
@@ -183,23 +212,23 @@ SHARING = GRAMMARS | {
 }
 
 
-@pytest.mark.parametrize("name", SHARING)
+@pytest.mark.parametrize("name", GRAMMARS_WITH_SHARED_RULES)
 def test_grammar_cache_with_shared_rules_gives_the_same_masks(name: str) -> None:
-    """The compiler keeps masks of rules; here it has met all other grammars before."""
+    """The compiler caches masks of rules. In this test it has compiled all other grammars before."""
     vocabulary = demo().vocabulary
-    shared, alone = Matchers(vocabulary), Matchers(vocabulary)
+    shared, fresh = Matchers(vocabulary), Matchers(vocabulary)
     shared.prepare()
-    for other in [*SHARING, name]:
-        text = demo()._compiled(SHARING[other])
+    for grammar_name in [*GRAMMARS_WITH_SHARED_RULES, name]:
+        text = demo()._compiled(GRAMMARS_WITH_SHARED_RULES[grammar_name])
         shared.load(text)
-    one, two = shared.matcher(text), alone.matcher(text)
+    shared_matcher, fresh_matcher = shared.matcher(text), fresh.matcher(text)
     random = np.random.default_rng(2)
     for _ in range(60):
-        row = mask(one, vocabulary)
-        assert np.array_equal(row, mask(two, vocabulary))
+        row = mask(shared_matcher, vocabulary)
+        assert np.array_equal(row, mask(fresh_matcher, vocabulary))
         row &= ~vocabulary.stop_bitmask
         if not row.any():
             break
         token = random_allowed_token(row, random)
-        one.accept([token])
-        two.accept([token])
+        shared_matcher.accept([token])
+        fresh_matcher.accept([token])

@@ -1,4 +1,7 @@
-"""Expressions mean what Python's `re.fullmatch` says, or are refused by name."""
+"""Tests of grammars of the kind `regex`: they accept exactly the texts that Python's `re.fullmatch` matches.
+
+Unsupported syntax is refused by name.
+"""
 
 import itertools
 import json
@@ -54,22 +57,22 @@ ALPHABET = 'abc019 -.@\n\t"\\]^{}é€中A_yesno'
 
 @pytest.mark.parametrize("expression", EXPRESSIONS)
 def test_generated_outputs_match_the_expression(expression: str) -> None:
-    ended = 0
+    finished_count = 0
     for grammars in (demo(), bytewise()):
         for seed in range(12):
-            output = walk(grammars, grammars.matcher(Grammar("regex", expression)), seed, end=250)
+            output = walk(grammars, grammars.matcher(Grammar("regex", expression)), seed, max_tokens=250)
             if output is not None:
-                ended += 1
-                text = output.decode()  # never half a character
+                finished_count += 1
+                text = output.decode()  # raises if an output ends within a character
                 assert re.fullmatch(expression, text, re.ASCII), text
-    assert ended >= 6
+    assert finished_count >= 6
 
 
 @pytest.mark.parametrize("expression", EXPRESSIONS)
 def test_regex_grammar_accepts_exactly_what_python_matches(expression: str) -> None:
-    chance = random.Random(5)
+    rng = random.Random(5)
     grammar = Grammar("regex", expression)
-    texts = ["".join(chance.choices(ALPHABET, k=chance.randint(0, 6))) for _ in range(300)]
+    texts = ["".join(rng.choices(ALPHABET, k=rng.randint(0, 6))) for _ in range(300)]
     texts += [
         "a",
         "abc",
@@ -155,21 +158,22 @@ def test_length_bounds_are_the_shortest_and_longest_match() -> None:
     assert length_bounds(parse("")) == (0, 0)
 
 
-def made_up(chance: random.Random, depth: int) -> str:
-    kind = chance.random()
+def random_expression(rng: random.Random, depth: int) -> str:
+    """Return a random regular expression that is nested at most `depth` levels."""
+    kind = rng.random()
     if not depth or kind < 0.25:
-        return chance.choice(["a", "b", "c", "[ab]", "[^a]", "é", ".", "ab", '"', "\\\\"])
+        return rng.choice(["a", "b", "c", "[ab]", "[^a]", "é", ".", "ab", '"', "\\\\"])
     if kind < 0.5:
-        return "".join(made_up(chance, depth - 1) for _ in range(chance.randint(1, 3)))
+        return "".join(random_expression(rng, depth - 1) for _ in range(rng.randint(1, 3)))
     if kind < 0.7:
         return (
             "(?:"
-            + "|".join(made_up(chance, depth - 1) for _ in range(chance.randint(1, 3)))
-            + chance.choice(["", "|"])
+            + "|".join(random_expression(rng, depth - 1) for _ in range(rng.randint(1, 3)))
+            + rng.choice(["", "|"])
             + ")"
         )
     counts = ["?", "*", "+", "{2}", "{0,2}", "{1,3}", "{2,}", "{0,1}", "{1,}"]
-    return f"(?:{made_up(chance, depth - 1)}){chance.choice(counts)}"
+    return f"(?:{random_expression(rng, depth - 1)}){rng.choice(counts)}"
 
 
 SHORT = ["".join(text) for size in range(4) for text in itertools.product('abcé"\\', repeat=size)]
@@ -177,11 +181,11 @@ SHORT = ["".join(text) for size in range(4) for text in itertools.product('abcé
 
 @pytest.mark.parametrize("seed", range(60))
 def test_random_expressions_match_as_in_python(seed: int) -> None:
-    """xgrammar's own automata do not: `(?:ab*)?` matches b there."""
-    expression = made_up(random.Random(seed), 3)
+    """xgrammar's own automata do not match as Python does: with them, `(?:ab*)?` matches `b`."""
+    expression = random_expression(random.Random(seed), 3)
     for text in SHORT:
         matches = bool(re.fullmatch(expression, text))
         assert bytewise().accepts(Grammar("regex", expression), text) == matches, (expression, text)
         schema = Grammar("json_schema", json.dumps({"type": "string", "pattern": expression}))
-        written = json.dumps(text, ensure_ascii=False)
-        assert bytewise().accepts(schema, written) == matches, (expression, text)
+        json_text = json.dumps(text, ensure_ascii=False)
+        assert bytewise().accepts(schema, json_text) == matches, (expression, text)

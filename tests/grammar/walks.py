@@ -1,4 +1,4 @@
-"""Outputs as a model might make them: token by token through the masks, at random."""
+"""Generates random outputs of grammars as a model would: each token is chosen from those that the mask allows."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ from cluster.grammar.worker import Worker
 from cluster.tokenizer.tokenizer import TextTokenizer
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo" / "target"
-STOPS = (0, 2)
+STOP_TOKEN_IDS = (0, 2)
 CLOSING = (b'"', b"}", b"]", b":", b",", *(b"%d" % digit for digit in range(10)))
 
 
 @dataclass(frozen=True)
 class Grammars:
-    """A vocabulary with what compiles and matches for it, in this process."""
+    """A vocabulary, and the compiler and the matchers for it. The compiler runs in this process."""
 
     vocabulary: Vocabulary
     worker: Worker
@@ -30,7 +30,7 @@ class Grammars:
         return self.matchers.matcher(self._compiled(grammar), after)
 
     def accepts(self, grammar: Grammar, text: str) -> bool:
-        """Whether a text is in the grammar; `compiled` once for each grammar."""
+        """Return whether the grammar accepts the whole text. Each grammar is compiled once."""
         matcher = self.matchers.matcher(self._compiled(grammar))._matcher
         return bool(matcher.accept_string(text)) and bool(matcher.is_completed())
 
@@ -45,56 +45,69 @@ def grammars_of(vocabulary: Vocabulary) -> Grammars:
 
 @cache
 def demo() -> Grammars:
-    return grammars_of(Vocabulary.from_tokenizer(TextTokenizer.load(str(DEMO)), 2048, STOPS))
+    """Return the grammars over the vocabulary of the demo target."""
+    return grammars_of(Vocabulary.from_tokenizer(TextTokenizer.load(str(DEMO)), 2048, STOP_TOKEN_IDS))
 
 
 @cache
 def bytewise() -> Grammars:
-    """256 tokens of one byte each, and one that stops: where every byte of an output is a choice."""
+    """Return the grammars over a vocabulary of 256 tokens of one byte each and one stop token, 256.
+
+    With this vocabulary each byte of an output is chosen separately.
+    """
     return grammars_of(Vocabulary((*(bytes((byte,)) for byte in range(256)), b""), (256,)))
 
 
 def mask(matcher: TextMatcher, vocabulary: Vocabulary, path: tuple[int, ...] = ()) -> Bitmask:
-    row = np.full(vocabulary.bitmask_words, 0x55555555, np.int32)  # whatever was there before
+    """Return the mask of the tokens that are allowed after the committed tokens and `path`."""
+    row = np.full(vocabulary.bitmask_words, 0x55555555, np.int32)  # old content, which `fill` must overwrite
     matcher.fill(path, row)
     return row
 
 
 def allowed(row: Bitmask) -> np.ndarray:
+    """Return the ids of the tokens that a mask allows."""
     return np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
 
 
-def rank(text: bytes) -> int:
+def closing_rank(text: bytes) -> int:
+    """Return the rank of a token when an output must end soon. The token with the lowest rank is taken."""
     return CLOSING.index(text) if text in CLOSING else 100 + text.isalnum()
 
 
-def walk(grammars: Grammars, matcher: TextMatcher, seed: int, most: int = 25, end: int = 400) -> bytes | None:
-    """An output: `most` tokens at random, then whatever closes soonest. None if it has no end after `end` tokens."""
+def walk(
+    grammars: Grammars, matcher: TextMatcher, seed: int, free_tokens: int = 25, max_tokens: int = 400
+) -> bytes | None:
+    """Generate an output: `free_tokens` random tokens, then tokens that end the output soon.
+
+    Return None if the output has not ended after `max_tokens` tokens.
+    """
     random = np.random.default_rng(seed)
     tokens = grammars.vocabulary.tokens
     output = b""
-    steered: Counter[int] = Counter()  # how often a token was taken to come to an end; what is of no use is taken less
-    for step in range(end):
-        found = allowed(mask(matcher, grammars.vocabulary))
-        assert len(found), f"a dead end after {output!r}"
-        stops = [token for token in grammars.vocabulary.stop_token_ids if token in found]
-        assert bool(stops) == matcher.finished
-        if stops and (step >= most or len(stops) == len(found) or random.random() < 0.1):
-            matcher.accept([stops[0]])
+    # How often each token was taken to end the output. A token that was taken often does not help, and is avoided.
+    steered_counts: Counter[int] = Counter()
+    for step in range(max_tokens):
+        allowed_ids = allowed(mask(matcher, grammars.vocabulary))
+        assert len(allowed_ids), f"no token is allowed after {output!r}"
+        stop_ids = [token for token in grammars.vocabulary.stop_token_ids if token in allowed_ids]
+        assert bool(stop_ids) == matcher.finished
+        if stop_ids and (step >= free_tokens or len(stop_ids) == len(allowed_ids) or random.random() < 0.1):
+            matcher.accept([stop_ids[0]])
             assert matcher.ended
             return output
-        if step >= most:
+        if step >= free_tokens:
             costs = {
                 token: (
                     len(tokens[token]) != 1,
-                    steered[token] // (30 if tokens[token] in CLOSING[:3] else 3),
-                    rank(tokens[token]),
+                    steered_counts[token] // (30 if tokens[token] in CLOSING[:3] else 3),
+                    closing_rank(tokens[token]),
                 )
-                for token in found
+                for token in allowed_ids
             }
-            found = np.array([min(found, key=lambda token: costs[token])])
-        token = int(random.choice(found))
-        steered[token] += step >= most
+            allowed_ids = np.array([min(allowed_ids, key=lambda token: costs[token])])
+        token = int(random.choice(allowed_ids))
+        steered_counts[token] += step >= free_tokens
         matcher.accept([token])
         output += tokens[token]
     return None

@@ -1,6 +1,7 @@
-"""Calls of every C kernel on odd sizes, as bytes: run in this process, or in one with another library.
+"""Calls every C kernel with many sizes, also odd ones, so that the results of two libraries can be compared.
 
-`python -m tests.kernels.calls LEVEL LIBRARY [VARIANT]` prints their digests, one line each.
+`results` runs the calls in this process. `python -m tests.kernels.calls LEVEL LIBRARY [VARIANT]` runs them with another
+library and prints the digest of each result, one per line.
 """
 
 import sys
@@ -22,82 +23,100 @@ from cluster.kernels.library import Library, load_library
 from cluster.sampling.c_sampler import CSampler
 from cluster.sampling.sampling_inputs import SamplerInput
 from tests.unit.attention.dense import Case
-from tests.unit.attention.test_gather_methods import KINDS, SHAPES, case
-from tests.unit.kernels.test_product import ROWS, SIZES, made
+from tests.unit.attention.test_gather_methods import KINDS, SHAPES, make_case
+from tests.unit.kernels.test_product import ROWS, SIZES, random_tensor
 from tests.unit.kernels.test_quantised_product import KINDS as KINDS_OF_CODES
 from tests.unit.kernels.test_quantised_product import SIZES as CODE_SIZES
-from tests.unit.kernels.test_quantised_product import matrix
-from tests.unit.sampling.test_c_sampler import draw_of, logits_of, unfiltered
+from tests.unit.kernels.test_quantised_product import random_quantised_matrix
+from tests.unit.sampling.test_c_sampler import random_inputs, random_logits, unfiltered_sampling
 
 FUSED = (torch.float32, torch.float64, torch.bfloat16)
 
 
-def of_operators(library: Library) -> Iterator[tuple[str, Tensor]]:
-    """What C gives in place of torch's operators, in a replayed program."""
+def operator_results(library: Library) -> Iterator[tuple[str, Tensor]]:
+    """Yield the results of a replayed tape in which C kernels replace the operators of torch."""
     for dtype in (torch.int64, torch.float32, torch.bfloat16):
-        table, given = (made(rows, 5, dtype=torch.float32, seed=rows).mul(9).to(dtype) for rows in (9, 3))
+        table, source = (random_tensor(rows, 5, dtype=torch.float32, seed=rows).mul(9).to(dtype) for rows in (9, 3))
         ids = torch.tensor([7, 0, 3])
 
-        def program(table: Tensor = table, given: Tensor = given, ids: Tensor = ids) -> list[Tensor]:
-            own = table.index_copy(0, ids, given)
-            counts = (own - own == 0).cumprod(1).sum(1)
-            cells = own[ids[:, None], torch.arange(4)], own.gather(1, ids[None].expand(9, 3).remainder(5))
-            return [own.index_select(0, ids), torch.cat([own, given]), counts, *cells, ids.repeat_interleave(3) + 1]
+        def program(table: Tensor = table, source: Tensor = source, ids: Tensor = ids) -> list[Tensor]:
+            updated = table.index_copy(0, ids, source)
+            counts = (updated - updated == 0).cumprod(1).sum(1)
+            cells = updated[ids[:, None], torch.arange(4)], updated.gather(1, ids[None].expand(9, 3).remainder(5))
+            return [
+                updated.index_select(0, ids),
+                torch.cat([updated, source]),
+                counts,
+                *cells,
+                ids.repeat_interleave(3) + 1,
+            ]
 
         tape = Tape(program, substitute=operators_of(library))
         tape.replay()
-        yield from ((f"operators {dtype} {at}", one) for at, one in enumerate(tape.output))
+        yield from ((f"operators {dtype} {index}", tensor) for index, tensor in enumerate(tape.output))
 
 
 def results(library: Library) -> Iterator[tuple[str, Tensor]]:
-    """The name and the result of every call."""
-    yield from of_operators(library)
+    """Yield the name and the result of every call."""
+    yield from operator_results(library)
     kernels = CKernels(library)
     for dtype in FUSED:
         for size in SIZES:
-            weight, stack = kernels.weight(made(*size, dtype=dtype)), kernels.stack(made(3, *size, dtype=dtype))
+            weight, stack = (
+                kernels.weight(random_tensor(*size, dtype=dtype)),
+                kernels.stack(random_tensor(3, *size, dtype=dtype)),
+            )
             for rows in ROWS:
-                given = made(rows, size[0], dtype=dtype, seed=1)
-                yield f"product {dtype} {size} {rows}", weight(given, made(size[1], dtype=dtype, seed=2))
+                given = random_tensor(rows, size[0], dtype=dtype, seed=1)
+                yield f"product {dtype} {size} {rows}", weight(given, random_tensor(size[1], dtype=dtype, seed=2))
                 ends = torch.tensor([rows // 3, rows // 3, rows], dtype=torch.int32)
                 yield f"stack {dtype} {size} {rows}", stack(given, ends)
         for kind, zeros in KINDS_OF_CODES:
             for inputs, outputs, group in CODE_SIZES:
-                packed = kernels.quantised(matrix(kind, inputs, outputs, group, zeros), dtype)
+                packed = kernels.quantised(random_quantised_matrix(kind, inputs, outputs, group, zeros), dtype)
                 for rows in ROWS[:9]:
                     name = f"codes {kind} {zeros} {dtype} {inputs} {outputs} {rows}"
-                    yield name, packed(made(rows, inputs, dtype=dtype, seed=1), made(outputs, dtype=dtype, seed=2))
+                    yield (
+                        name,
+                        packed(
+                            random_tensor(rows, inputs, dtype=dtype, seed=1),
+                            random_tensor(outputs, dtype=dtype, seed=2),
+                        ),
+                    )
         for size in (1, 7, 16, 65, 256, 500):
-            rows, scale = made(9, size, dtype=dtype), made(size, dtype=dtype, seed=1)
+            rows, scale = random_tensor(9, size, dtype=dtype), random_tensor(size, dtype=dtype, seed=1)
             yield f"norm {dtype} {size}", torch.stack(kernels.add_norm(rows, rows + 1, scale, 1e-5))
             for kind in (Activation(), Activation("gelu_tanh"), Activation("clamped", 1.702, 1.5)):
-                yield f"{kind} {dtype} {size}", kernels.activate(4 * made(9, 2 * size, dtype=dtype), kind)
-        for size, turned in ((4, 4), (10, 6), (64, 64), (96, 32)):
-            heads = made(9, 5, size, dtype=dtype)
-            angles = Angles(*(made(9, 1, turned, dtype=dtype, seed=seed) for seed in (1, 2)))
-            norms = HeadNorms(3, *(made(size, dtype=dtype, seed=seed) for seed in (3, 4)), 1e-6)
+                yield f"{kind} {dtype} {size}", kernels.activate(4 * random_tensor(9, 2 * size, dtype=dtype), kind)
+        for size, rotary_size in ((4, 4), (10, 6), (64, 64), (96, 32)):
+            heads = random_tensor(9, 5, size, dtype=dtype)
+            angles = Angles(*(random_tensor(9, 1, rotary_size, dtype=dtype, seed=seed) for seed in (1, 2)))
+            norms = HeadNorms(3, *(random_tensor(size, dtype=dtype, seed=seed) for seed in (3, 4)), 1e-6)
             kernels.rotate(heads, angles, norms)
             yield f"rotary {dtype} {size}", heads
         for vocab in (1, 7, 33, 2049, 5000):
-            logits, draw = logits_of(12, vocab, dtype), draw_of(unfiltered(4, dtype), 3, vocab, dtype)
+            logits, draw = (
+                random_logits(12, vocab, dtype),
+                random_inputs(unfiltered_sampling(4, dtype), 3, vocab, dtype),
+            )
             for draws in ([draw], [replace(draw, noise=None)]):
-                found = CSampler(library).shard_best(SamplerInput(logits, draws), min(vocab, 9))
-                yield f"choice {dtype} {vocab} {draws[0].noise is None}", torch.cat(found, 1)
+                chosen = CSampler(library).shard_best(SamplerInput(logits, draws), min(vocab, 9))
+                yield f"choice {dtype} {vocab} {draws[0].noise is None}", torch.cat(chosen, 1)
     for shape in SHAPES:
         for kind in KINDS:
             yield (
                 f"attend {shape} {kind}",
-                case(shape, kind, 4, "tail").given(make=partial(CAttention, library=library)),
+                make_case(shape, kind, 4, "tail").backend_output(make=partial(CAttention, library=library)),
             )
     for dtype in FUSED[::2]:
         for kind in ("FP8", "FP8, latent", "wide window"):
             given = {"heads": 4, "kv_heads": 2} | SHAPES["all"] | KINDS[kind]
-            one = Case(page_size=4, lies="tail", dtype=dtype, d=40, **given)
-            yield f"attend {dtype} {kind}", one.given(make=partial(CAttention, library=library))
+            attention_case = Case(page_size=4, lies="tail", dtype=dtype, d=40, **given)
+            yield f"attend {dtype} {kind}", attention_case.backend_output(make=partial(CAttention, library=library))
 
 
 def digests(library: Library) -> dict[str, str]:
-    """The digest of every result."""
+    """Return the digest of each result, by the name of the call."""
     return {name: sha256(out.view(torch.uint8).numpy().tobytes()).hexdigest()[:12] for name, out in results(library)}
 
 

@@ -1,6 +1,6 @@
 """Which files of the checkout the outcome of a test module can depend on, and the digest of their content.
 
-The rules prefer a file too many to a file too few: a pass that is no longer true must never be kept.
+When in doubt the rules include a file: the record must never keep a pass that no longer holds.
 """
 
 import hashlib
@@ -25,24 +25,25 @@ NAMED_PROCESSES = {
     "tests/triton/compiling.py": "starts programs of CUDA",
     "tests/triton/test_compile.py": "starts `python -m` with a constant name",
 }
-"""Files that start processes, but only such whose modules the strings of the importing files name. A test module that
-starts any other process depends on all of `cluster`.
+"""Files that start processes, each with the reason why that is safe: strings of the files that import it name the
+modules that these processes run, or the processes run no Python code of the checkout. A test module that starts any
+other process depends on all of `cluster`.
 """
-MADE = {"build", "dist", "runs"}
+OUTPUT_FOLDERS = {"build", "dist", "runs"}
 """Folders at the root that tools write."""
 CACHES = {"__pycache__", ".pytest_cache", ".hypothesis", ".mypy_cache", ".ruff_cache"}
 
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """The content of a file as a hash, and the time of its last change, which tells cheaply of a later one."""
+    """The hash of a file's content, and the time of its last change. The time shows a later change without reading."""
 
     sha256: str
     changed_ns: int
 
 
-GONE = Stamp("gone", 0)
-"""Of a file that was removed after its folder was listed."""
+REMOVED = Stamp("gone", 0)
+"""The stamp of a file that was removed after its folder was listed."""
 
 
 class Checkout:
@@ -58,10 +59,10 @@ class Checkout:
 
     @cached_property
     def entries(self) -> frozenset[str]:
-        """The names of files and folders at the root, hidden ones apart (`.ci` is none)."""
+        """The names of files and folders at the root, without hidden ones; `.ci` does not count as hidden."""
         return frozenset(
             entry.name for entry in self.root.iterdir()
-            if (not entry.name.startswith(".") or entry.name == ".ci") and entry.name not in MADE
+            if (not entry.name.startswith(".") or entry.name == ".ci") and entry.name not in OUTPUT_FOLDERS
         )  # fmt: skip
 
     @cached_property
@@ -70,14 +71,14 @@ class Checkout:
         found: list[str] = []
         for entry in sorted(self.entries):
             path = self.root / entry
-            found += self._below(path) if path.is_dir() else [entry]
+            found += self._files_below(path) if path.is_dir() else [entry]
         return tuple(sorted(found))
 
     @cached_property
-    def _present(self) -> frozenset[str]:
+    def _file_set(self) -> frozenset[str]:
         return frozenset(self.files)
 
-    def _below(self, folder: Path) -> Iterator[str]:
+    def _files_below(self, folder: Path) -> Iterator[str]:
         for at, folders, names in os.walk(folder):
             folders[:] = [name for name in folders if name not in CACHES and not name.endswith(".egg-info")]
             above = Path(at).relative_to(self.root).as_posix()
@@ -85,12 +86,12 @@ class Checkout:
 
     def under(self, place: str) -> frozenset[str]:
         """The file `place`, or all files in the folder `place`."""
-        if place in self._present:
+        if place in self._file_set:
             return frozenset({place})
         return frozenset(path for path in self.files if path.startswith(f"{place}/"))
 
     def stamp(self, path: str) -> Stamp:
-        """The content of a file when it was first asked for."""
+        """The stamp of a file, as it was when this method was first called for it."""
         if path not in self._stamps:
             self._stamps[path], content = self._read(path)
             if path.endswith(".py"):
@@ -100,10 +101,10 @@ class Checkout:
     def _read(self, path: str) -> tuple[Stamp, bytes]:
         try:
             with (self.root / path).open("rb") as file:
-                changed = os.fstat(file.fileno()).st_ctime_ns  # before it is read: a change meanwhile is noticed later
+                changed = os.fstat(file.fileno()).st_ctime_ns  # before reading: `unchanged` notices later changes
                 content = file.read()
         except OSError:
-            return GONE, b""
+            return REMOVED, b""
         return Stamp(hashlib.sha256(content).hexdigest(), changed), content
 
     def unchanged(self, paths: Iterable[str]) -> bool:
@@ -121,10 +122,10 @@ class Checkout:
     def closure(self, module: str) -> frozenset[str]:
         """All files that the outcome of this test module can depend on."""
         if module not in self._closures:
-            self._closures[module] = self._closed(module)
+            self._closures[module] = self._find_closure(module)
         return self._closures[module]
 
-    def _closed(self, module: str) -> frozenset[str]:
+    def _find_closure(self, module: str) -> frozenset[str]:
         folders = [parent.as_posix() for parent in Path(module).parents]
         waiting = {module, *(f"{folder}/conftest.py" for folder in folders)}.intersection(self.files)
         for place in ALWAYS:
@@ -139,16 +140,16 @@ class Checkout:
     def needs(self, path: str) -> frozenset[str]:
         """The files that a file names or opens itself."""
         if path not in self._needs:
-            self._needs[path] = self._needed(path)
+            self._needs[path] = self._find_needs(path)
         return self._needs[path]
 
-    def _needed(self, path: str) -> frozenset[str]:
+    def _find_needs(self, path: str) -> frozenset[str]:
         if not path.endswith(".py") or path.split("/")[0] not in PACKAGES:
             return frozenset()
         self.stamp(path)
         facts, found = self._facts[path], {*self._packages_above(path), *self._data_beside(path)}
         if facts is None:
-            return self._present
+            return self._file_set
         for name in facts.imports:
             found |= self._imported(name)
         for name in facts.mentions:
@@ -156,7 +157,7 @@ class Checkout:
         for name in facts.packages:
             found |= self.under(name)
         for name in self._paths(path, facts):
-            found |= self._at(name)
+            found |= self._files_at(name)
         for name in facts.located:
             found |= {each for file in self._imported(name) for each in self.under(file.rpartition("/")[0])}
         if facts.reads_own_folder and path.count("/") > 1:
@@ -169,7 +170,7 @@ class Checkout:
         """`__init__.py` of every package that the file is in."""
         parts = path.split("/")[:-1]
         every = ("/".join([*parts[:at], "__init__.py"]) for at in range(1, len(parts) + 1))
-        return (each for each in every if each in self._present)
+        return (each for each in every if each in self._file_set)
 
     def _data_beside(self, path: str) -> frozenset[str]:
         """Files that are not Python in the same folder of `cluster` or `tests`, such as C sources and tables."""
@@ -183,20 +184,22 @@ class Checkout:
         return loose
 
     def _imported(self, name: str) -> set[str]:
-        """The file of a module, or of the module that has a name: `cluster.kv.pool.Pool` is in `cluster/kv/pool.py`."""
+        """The file of a module, or of the module that defines a name: `cluster.kv.pool.Pool` is in
+        `cluster/kv/pool.py`.
+        """
         while name.split(".")[0] in PACKAGES:
             path = name.replace(".", "/")
-            if found := {f"{path}.py", f"{path}/__init__.py"} & self._present:
+            if found := {f"{path}.py", f"{path}/__init__.py"} & self._file_set:
                 return found
             name = name.rpartition(".")[0]
         return set()
 
     def _mentioned(self, name: str) -> set[str]:
-        """As `_imported`, but of a package all files, because a string may be the beginning of a name."""
+        """As `_imported`, but all files of a package, because a string may be only the beginning of a name."""
         found = self._imported(name)
-        return {file for path in found for file in self._whole(path)}
+        return {file for path in found for file in self._files_of_module(path)}
 
-    def _whole(self, path: str) -> frozenset[str]:
+    def _files_of_module(self, path: str) -> frozenset[str]:
         return self.under(path.removesuffix("/__init__.py")) if path.endswith("/__init__.py") else frozenset({path})
 
     def _paths(self, path: str, facts: Facts) -> set[str]:
@@ -211,16 +214,16 @@ class Checkout:
             found |= {word for word in facts.words if "/" in word or facts.starts_processes}
         return {place for each in found for place in [each.removeprefix("./")] if place.split("/")[0] in self.entries}
 
-    def _at(self, place: str) -> frozenset[str]:
-        """The files at a path, or at the longest beginning of it that exists."""
+    def _files_at(self, place: str) -> frozenset[str]:
+        """The file or files at a path; if the path does not exist, those at its nearest parent that exists."""
         while not (found := self.under(place)) and "/" in place:
             place = place.rpartition("/")[0]
         return found
 
 
 def _facts_or_none(source: bytes, path: str) -> Facts | None:
-    """None: the source is not Python, so that nobody knows what it needs."""
+    """The facts of a source; None if it is not Python, so that its needs are unknown."""
     try:
         return facts_of(source, path)
-    except (SyntaxError, ValueError):  # ValueError: it has null bytes
+    except (SyntaxError, ValueError):  # ValueError: the source has null bytes
         return None

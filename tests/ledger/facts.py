@@ -1,4 +1,4 @@
-"""What one Python file says about the other files that it needs, read from its source without importing it."""
+"""Which other files a Python file needs, as far as its source shows. The file is parsed and not imported."""
 
 import ast
 import re
@@ -9,25 +9,27 @@ _NAMES = "|".join(PACKAGES)
 DOTTED = re.compile(rf"(?<![\w./-])(?:{_NAMES})(?:\.[A-Za-z_]\w*)+")
 WHOLE_PACKAGE = re.compile(rf"\b(?:from|import)\s+({_NAMES})\b(?!\.)")
 PATH = re.compile(r"[\w.-]+(?:/[\w.-]+)*")
-STARTERS = {"subprocess", "multiprocessing", "ray", "runpy", "pty"}
-"""Modules that start processes or run files. What these import cannot be read from the imports of the test."""
-OF_OS = re.compile(r"exec[lv]\w*|posix_spawnp?|spawn[lv]\w*|system|popen")
-"""Functions of `os` that start another program; a fork goes on in the same one, with the modules that it has."""
+PROCESS_MODULES = {"subprocess", "multiprocessing", "ray", "runpy", "pty"}
+"""Modules that start processes or run files. The imports of a test do not show what such a process imports."""
+OS_START_FUNCTIONS = re.compile(r"exec[lv]\w*|posix_spawnp?|spawn[lv]\w*|system|popen")
+"""Functions of `os` that start another program. `os.fork` is not among them: a fork runs the same program and has the
+same modules.
+"""
 POOL = "ProcessPoolExecutor"
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a Python file names.
+    """The names of modules and files in a Python file.
 
     `imports`: modules that import statements name, also statements inside functions. `from a import b` names `a` and
     `a.b`, because `b` may be a module. `mentions`: dotted names of modules in strings, for example the arguments of
     `import_module`, of `python -m`, and the names of factories. `packages`: packages that a string imports from,
-    without saying which module. `paths`: strings that as a whole may be the path of a file. `words`: what may be a path
-    inside a longer string. `located`: modules whose place the file asks for (`cluster.kernels.__file__`), to read what
-    is there. `starts_processes`: whether the file can start a process. `computes_imports`: whether it imports a module
-    whose name is not a constant. `reads_own_folder`: whether it makes a path from `__file__` that is not the root of
-    the checkout.
+    without naming a module. `paths`: strings that as a whole may be the path of a file. `words`: parts of longer
+    strings that may be a path. `located`: modules whose path the file uses (`cluster.kernels.__file__`), to read files
+    there. `starts_processes`: whether the file can start a process. `computes_imports`: whether the file imports a
+    module whose name is not a constant. `reads_own_folder`: whether the file makes a path from `__file__` that is not
+    the root of the checkout.
     """
 
     imports: frozenset[str]
@@ -65,7 +67,7 @@ def facts_of(source: bytes, path: str) -> Facts:
 
 
 def _strings(nodes: list[ast.AST]) -> list[str]:
-    """All string constants but docstrings, which have no effect."""
+    """All string constants except docstrings, which have no effect."""
     documentation = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
     constants = [node for node in nodes if isinstance(node, ast.Constant) and id(node) not in documentation]
     texts = [node.value for node in constants if isinstance(node.value, str | bytes)]
@@ -73,28 +75,28 @@ def _strings(nodes: list[ast.AST]) -> list[str]:
 
 
 def _packages(text: str) -> list[str]:
-    begun = [name for name in PACKAGES if text == f"{name}."]  # the beginning of an f-string
-    return begun + WHOLE_PACKAGE.findall(text)
+    package_prefixes = [name for name in PACKAGES if text == f"{name}."]  # the beginning of an f-string
+    return package_prefixes + WHOLE_PACKAGE.findall(text)
 
 
 def _imported(node: ast.AST, path: str) -> list[str]:
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     if isinstance(node, ast.ImportFrom):
-        above = path.split("/")[: -node.level] if node.level else []
-        module = ".".join([*above, *([node.module] if node.module else [])])
+        parent_packages = path.split("/")[: -node.level] if node.level else []
+        module = ".".join([*parent_packages, *([node.module] if node.module else [])])
         return [module, *(f"{module}.{alias.name}" for alias in node.names)]
     return []
 
 
 def _starts_processes(nodes: list[ast.AST], imports: frozenset[str]) -> bool:
-    if any(STARTERS & set(name.split(".")) for name in imports):
+    if any(PROCESS_MODULES & set(name.split(".")) for name in imports):
         return True
     attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
-    of_os = {node.attr for node in attributes if isinstance(node.value, ast.Name) and node.value.id == "os"}
-    of_os |= {name.removeprefix("os.") for name in imports if name.startswith("os.")}
+    os_functions = {node.attr for node in attributes if isinstance(node.value, ast.Name) and node.value.id == "os"}
+    os_functions |= {name.removeprefix("os.") for name in imports if name.startswith("os.")}
     pools = any(node.attr == POOL for node in attributes) or any(name.endswith(POOL) for name in imports)
-    return pools or any(OF_OS.fullmatch(name) for name in of_os)
+    return pools or any(OS_START_FUNCTIONS.fullmatch(name) for name in os_functions)
 
 
 def _is_computed_import(node: ast.AST) -> bool:
@@ -108,7 +110,7 @@ def _is_computed_import(node: ast.AST) -> bool:
 
 
 def _bound(nodes: list[ast.AST], path: str) -> dict[str, str]:
-    """The modules, or what is in them, by the names that import statements give them."""
+    """By each name that an import statement binds: the dotted name of the module, or of the object in a module."""
     found: dict[str, str] = {}
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -135,6 +137,6 @@ def _reads_own_folder(nodes: list[ast.AST], depth: int) -> bool:
 def _is_root(node: ast.AST, depth: int) -> bool:
     if not (isinstance(node, ast.Subscript) and isinstance(node.value, ast.Attribute)):
         return False
-    above = isinstance(node.slice, ast.Constant) and node.slice.value == depth
-    inside = any(isinstance(each, ast.Name) and each.id == "__file__" for each in ast.walk(node.value))
-    return above and node.value.attr == "parents" and inside
+    is_parent_of_depth = isinstance(node.slice, ast.Constant) and node.slice.value == depth
+    has_file_name = any(isinstance(each, ast.Name) and each.id == "__file__" for each in ast.walk(node.value))
+    return is_parent_of_depth and node.value.attr == "parents" and has_file_name

@@ -1,4 +1,4 @@
-"""Which files of the checkout Python opens while a test runs: a check of the rules that say what a test depends on."""
+"""Records which files of the checkout Python opens while a test runs, to check the rules on what a test depends on."""
 
 import os
 import re
@@ -10,27 +10,27 @@ COMPILED = re.compile(r"__pycache__/([^/.]+)\.[^/]*\.pyc$")
 """`__pycache__/module.cpython-311.pyc`, which Python opens in place of `module.py`."""
 
 
-class Opened:
-    """Notes the files under `root`, relative to it, that this process opens from now on.
+class OpenedFiles:
+    """Records the files under `root` that this process opens from now on, as paths relative to `root`.
 
-    It sees what Python opens, not what libraries in C or other processes do.
+    Only files that Python opens are recorded, not those that C libraries or other processes open.
     """
 
     def __init__(self, root: Path) -> None:
         self._root = f"{root}/"
         self._paths: set[str] = set()
-        sys.addaudithook(self._heard)  # there is no way to remove a hook
+        sys.addaudithook(self._on_audit_event)  # Python cannot remove an audit hook again
 
-    def _heard(self, event: str, arguments: tuple[Any, ...]) -> None:
+    def _on_audit_event(self, event: str, arguments: tuple[Any, ...]) -> None:
         if event == "open" and isinstance(arguments[0], str | bytes):
             try:
                 path = os.path.abspath(os.fsdecode(arguments[0]))  # noqa: PTH100  # `resolve` would follow links
             except OSError:
-                return  # there is no current folder any more
+                return  # the current folder was deleted
             if path.startswith(self._root):
                 self._paths.add(path)
 
-    def taken(self) -> list[str]:
-        """Return the files since the last call, a source in place of what Python compiled it to."""
+    def take(self) -> list[str]:
+        """Return the files opened since the last call; in place of a bytecode file its source."""
         paths, self._paths = self._paths, set()
         return sorted({COMPILED.sub(r"\1.py", path.removeprefix(self._root)) for path in paths})

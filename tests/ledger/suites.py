@@ -1,4 +1,4 @@
-"""The slow suites, how each runs on its own, and in which order `make verify` runs them."""
+"""The slow suites in the order in which `make verify` runs them, and the way in which each runs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Suite:
-    """Arguments of pytest and variables of a suite.
+    """One suite: its arguments for pytest and its environment variables.
 
-    `side_by_side`: one process for each core, at most four, share its tests, each on one thread. Else one process runs
-    all of them. `variables` replace those of the environment. `by_default`: whether it runs when no suite is named.
+    If `side_by_side`, several processes share the tests, each on one thread: one process for each core, at most four.
+    Otherwise one process runs all tests. `variables` replace those of the environment. `by_default`: whether the suite
+    runs when the command line names no suite.
     """
 
     name: str
@@ -21,8 +22,8 @@ class Suite:
     @property
     def options(self) -> list[str]:
         """The arguments of pytest."""
-        share = ["-n", "auto", "--maxprocesses", "4", "--dist", "worksteal"] if self.side_by_side else []
-        return [*share, *self.arguments]
+        xdist_options = ["-n", "auto", "--maxprocesses", "4", "--dist", "worksteal"] if self.side_by_side else []
+        return [*xdist_options, *self.arguments]
 
     @property
     def environment(self) -> dict[str, str]:
@@ -31,10 +32,11 @@ class Suite:
 
 
 TIMED = ("tests/ranks/test_divergence.py", "tests/ranks/test_supervision.py")
-"""Modules that run alone: they assert that a lost rank is named within seconds, that a sleeping one uses no CPU time.
+"""Test modules that run alone, because they measure time: a lost rank must be named within seconds, and a sleeping rank
+must use no CPU time.
 
-The other tests of ranks compare tokens. Each worker of pytest-xdist starts its own gangs, whose processes compute on
-one thread and meet at ports that the system chooses, so two workers do not disturb each other.
+The other tests of ranks compare tokens and may run in parallel. Each worker of pytest-xdist starts its own gangs. The
+processes of a gang compute on one thread and use ports that the system chooses, so workers do not disturb each other.
 """
 
 FOLDERS = ("kernels", "ranks", "triton", "flashinfer", "static", "parity")

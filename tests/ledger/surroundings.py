@@ -1,4 +1,6 @@
-"""What the outcome of a test depends on beside the files of the checkout: Python, packages, the CPU, variables."""
+"""A hash of everything outside the checkout on which the outcome of a test depends: Python, installed packages, the CPU
+and GPUs, the C compiler and environment variables.
+"""
 
 import hashlib
 import os
@@ -11,7 +13,9 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 FORMAT = "1"
-"""Raised when a mistake in the ledger may have recorded passes that were none: nothing recorded before counts."""
+"""Increase this number after a mistake in the ledger that may have recorded false passes: it makes all earlier passes
+invalid.
+"""
 VARIABLES = frozenset({
     *("OVERLAP", "BACKEND", "KV_CACHE_DTYPE", "LAYERS", "ACCEPT", "BREAK", "SEED"),
     *("CC", "CFLAGS", "LD_PRELOAD", "LD_LIBRARY_PATH", "GLIBC_TUNABLES", "PYTHONPATH", "PYTHONHASHSEED", "NO_COLOR"),
@@ -21,17 +25,17 @@ PREFIXES = (
     *("AERIE_", "ATEN_", "CUDA_", "DNNL_", "FLASHINFER_", "GOMP_", "HF_", "HYPOTHESIS_", "KMP_", "MALLOC_", "MKL_"),
     *("NCCL_", "OMP_", "ONEDNN_", "OPENBLAS_", "PYTORCH_", "RAY_", "TORCH_", "TRITON_", "VLLM_"),
 )
-IGNORED = frozenset({"PATH", "TERM", "SAID", "XDG_CACHE_HOME", "HOME", "NOTED_FAILURES", "PLANTED_OBJECTS"})
-"""Variables that tests or the product read, and on which no outcome depends: places, and looks of a terminal."""
+IGNORED = frozenset({"PATH", "TERM", "SETTINGS_LOG", "XDG_CACHE_HOME", "HOME", "NOTED_FAILURES", "PLANTED_OBJECTS"})
+"""Variables that tests or the product read, but on which no outcome depends: paths, and settings of the terminal."""
 
 
 def counts(variable: str) -> bool:
-    """Whether a pass under one value of this variable says nothing about another."""
+    """Whether outcomes may depend on this variable, so that a pass holds only for the value that it was made with."""
     return variable in VARIABLES or variable.startswith(PREFIXES)
 
 
 def surroundings() -> str:
-    """Return a hash of all of it, under the variables as they are now."""
+    """Return the hash, with the present values of the environment variables."""
     variables = [f"{name}={value}" for name, value in sorted(os.environ.items()) if counts(name)]
     parts = [FORMAT, *_python(), *_processors(), _compiler(), *_packages(), *variables]
     return hashlib.sha256("\n".join(parts).encode("utf-8", "surrogateescape")).hexdigest()
@@ -44,20 +48,22 @@ def _python() -> list[str]:
 def _processors() -> list[str]:
     """The kind of CPU with its vector instructions, how many this process may use, and the GPUs."""
     try:
-        said = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+        cpu_text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
-        said = platform.processor()
-    kinds = sorted({line.strip() for line in re.findall(r"^(?:model name|flags|Features)\s*:.*$", said, re.MULTILINE)})
+        cpu_text = platform.processor()
+    kinds = sorted(
+        {line.strip() for line in re.findall(r"^(?:model name|flags|Features)\s*:.*$", cpu_text, re.MULTILINE)}
+    )
     nvidia = [Path("/proc/driver/nvidia/version"), *sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))]
     gpus = [path.read_text(encoding="utf-8") for path in nvidia if path.exists()]
     return [*kinds, str(len(os.sched_getaffinity(0))), *gpus]
 
 
 def _compiler() -> str:
-    found = next(filter(None, map(shutil.which, (os.environ.get("CC") or "cc", "gcc", "clang"))), None)
-    if found is None:
+    compiler = next(filter(None, map(shutil.which, (os.environ.get("CC") or "cc", "gcc", "clang"))), None)
+    if compiler is None:
         return "no compiler"
-    return subprocess.run([found, "--version"], capture_output=True, text=True, check=False).stdout
+    return subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
 
 
 def _packages() -> list[str]:

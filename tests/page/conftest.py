@@ -1,4 +1,4 @@
-"""A server of the demo pair, with keys, on two ranks and with trees; and a Chromium that looks at it."""
+"""A server of the demo pair, with API keys, two ranks and draft trees; and a Chromium that opens its page."""
 
 import signal
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-import ray  # noqa: F401  # its own copy of psutil can be imported after it
+import ray  # noqa: F401  # after this import, Ray's own copy of psutil can be imported
 
 from cluster.api.launch.keys import create
 from tests.actors.test_serve_command import aerie_serve, free_port, wait_for
@@ -17,35 +17,35 @@ from tests.page.browser import CHROMIUM, Page, browser
 
 @dataclass(frozen=True)
 class Server:
-    """Where it listens, and its keys."""
+    """The URL of a running server, an API key for requests, and an API key of an admin."""
 
     url: str
-    use: str
-    admin: str
+    use_key: str
+    admin_key: str
 
     def get(self, path: str) -> Any:
-        return httpx.get(f"{self.url}{path}", headers={"x-api-key": self.admin}, timeout=20).json()
+        return httpx.get(f"{self.url}{path}", headers={"x-api-key": self.admin_key}, timeout=20).json()
 
-    def page_of_metrics(self) -> str:
-        return httpx.get(f"{self.url}/metrics", headers={"x-api-key": self.admin}, timeout=20).text
+    def metrics_page(self) -> str:
+        return httpx.get(f"{self.url}/metrics", headers={"x-api-key": self.admin_key}, timeout=20).text
 
     def complete(self, **body: Any) -> Any:
-        """The whole answer of /v1/completions, without a page."""
-        headers = {"x-api-key": self.use}
-        answer = httpx.post(f"{self.url}/v1/completions", json=body, headers=headers, timeout=60)
-        assert answer.status_code == 200, answer.text
-        return answer.json()
+        """The response of /v1/completions as JSON, asked over HTTP and not through the page."""
+        headers = {"x-api-key": self.use_key}
+        response = httpx.post(f"{self.url}/v1/completions", json=body, headers=headers, timeout=60)
+        assert response.status_code == 200, response.text
+        return response.json()
 
 
 @pytest.fixture(scope="package")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder, port = tmp_path_factory.mktemp("served"), free_port()
     keys = folder / "keys"
-    own = Server(f"http://127.0.0.1:{port}", create(keys, "ann", "use"), create(keys, "root", "admin"))
+    started_server = Server(f"http://127.0.0.1:{port}", create(keys, "ann", "use"), create(keys, "root", "admin"))
     settings = (f"http_port={port}", f"api_keys_file={keys}", "speculative_eagle_topk=4", "speculative_num_steps=4")
     with aerie_serve(*settings, log=Path(folder) / "log", RAY_USAGE_STATS_ENABLED="0") as process:
         wait_for(process, "READY ")
-        yield own
+        yield started_server
         process.send_signal(signal.SIGTERM)
         process.wait(timeout=60)
 
@@ -60,14 +60,14 @@ def tab() -> Iterator[Page]:
 
 @pytest.fixture
 def page(tab: Page, server: Server) -> Iterator[Page]:
-    """The page in an empty tab, let in with an admin's key. Its scripts have no errors, whatever a test does."""
-    tab.look()
+    """The server's page in a fresh tab, signed in with the admin's key. After the test, the tab must have no errors."""
+    tab.set_viewport()
     tab.open(f"{server.url}/")
     tab.wait("document.querySelector('#health').textContent !== 'asking the server'")
-    tab.get(f"sessionStorage.setItem('aerie-key', '{server.admin}')")
+    tab.get(f"sessionStorage.setItem('aerie-key', '{server.admin_key}')")
     tab.open("about:blank#left")
-    tab.troubles.clear()
+    tab.errors.clear()
     tab.open(f"{server.url}/")
     tab.wait("document.querySelector('#health').textContent === 'serving'", 60)
     yield tab
-    assert tab.troubles == []
+    assert tab.errors == []

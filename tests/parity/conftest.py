@@ -1,5 +1,7 @@
-"""`OVERLAP=1` runs these tests with the host a step ahead of a device that runs as late as it can,
-`KV_CACHE_DTYPE=fp8_e4m3` on caches in FP8, but for those whose oracle is a target with a cache of numbers.
+"""Two environment variables change all tests of this package.
+
+With `OVERLAP=1` the host is one step ahead of the device, and the device runs each step as late as it can. With
+`KV_CACHE_DTYPE=fp8_e4m3` KV caches are in FP8; tests whose oracle has an unquantised cache are then skipped.
 """
 
 import os
@@ -9,13 +11,13 @@ import pytest
 import torch
 
 from tests.late import delay_all
-from tests.parity.harness import CACHE
-from tests.parity.poison import poisoned  # noqa: F401
+from tests.parity.harness import KV_CACHE_DTYPE
+from tests.parity.poison import poison_unused_memory  # noqa: F401
 
 torch.set_num_threads(1)
-AGAINST_NUMBERS = {
+UNQUANTISED_ORACLE_TESTS = {
     "test_penalties": ("plain_decoding_with_penalties_matches_transformers_processors",),
-    "test_constrained": ("constrained_outputs_survive_retraction",),  # with other texts pages do not run out
+    "test_constrained": ("constrained_outputs_survive_retraction",),  # FP8 gives other texts, and pages do not run out
     "test_distribution": ("sampled_tree_decoding_fits_the_filtered_target_distribution",),
     "test_draft_runners": (
         "each_draft_level_matches_its_mtp_layer_in_the_reference",
@@ -34,18 +36,18 @@ AGAINST_NUMBERS = {
     "test_sharing": ("prompts_with_common_prefixes_match_unshared_runs",),
     "test_transformers": ("",),
 }
-"""By module the beginnings of the names of tests that compare with `transformers`, or with a dense reference."""
+"""Tests that compare with `transformers` or with a dense reference: the beginnings of their names, by module."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items if CACHE != "auto" else ():
-        begun = tuple(f"test_{name}" for name in AGAINST_NUMBERS.get(item.path.stem, ()))
-        if begun and item.path.parent.name == "parity" and item.name.startswith(begun):
-            item.add_marker(pytest.mark.skip(reason="its oracle has a cache of numbers"))
+    for item in items if KV_CACHE_DTYPE != "auto" else ():
+        test_prefixes = tuple(f"test_{name}" for name in UNQUANTISED_ORACLE_TESTS.get(item.path.stem, ()))
+        if test_prefixes and item.path.parent.name == "parity" and item.name.startswith(test_prefixes):
+            item.add_marker(pytest.mark.skip(reason="the oracle of this test has an unquantised KV cache"))
 
 
 @pytest.fixture(scope="package", autouse=True)
-def overlapped() -> Iterator[None]:
+def delay_device_steps() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if os.environ.get("OVERLAP") == "1":
             delay_all(patch)

@@ -1,6 +1,7 @@
-"""Drafts that know the true text: they make every accept length occur, whatever a random model would propose.
+"""Drafts that know the true text of each request, so that every accept length occurs. A random model rarely proposes
+true tokens.
 
-A test ties one to its engine with `tie`, so that it can see which request sits on which table row.
+A test attaches such a draft to its engine with `attach`. The draft then sees which request holds which table row.
 """
 
 import torch
@@ -17,114 +18,135 @@ from cluster.spec.verify import Accepted
 from tests.late import owners
 
 Texts = dict[str, list[int]]
-"""Whole texts, prompt included, by the request id up to its first `/`."""
+"""Full texts (prompt tokens, then output tokens). The key is the part of the request id before its first `/`."""
 
 
-class _Knowing:
-    """Looks the truth up by table row, through the engine that the draft is tied to."""
+class _TrueTextDraft:
+    """Base of the drafts: finds the true text of a table row through the attached engine. With probability `rate` it
+    decides to use a true token.
+    """
 
-    def __init__(self, truth: Texts, rate: float) -> None:
+    def __init__(self, true_texts: Texts, rate: float) -> None:
         self.engine: Engine | None = None
-        self._truth, self._rate = truth, rate
+        self._true_texts, self._rate = true_texts, rate
         self._random = torch.Generator().manual_seed(7)
 
-    def tie(self, engine: Engine) -> None:
+    def attach(self, engine: Engine) -> None:
         self.engine = engine
 
-    def _text(self, row: int) -> list[int]:
-        assert self.engine is not None, "tie the draft to its engine first"
-        return self._truth[owners(self.engine)[row].split("/")[0]]
+    def _true_text(self, row: int) -> list[int]:
+        assert self.engine is not None, "the draft is not attached to an engine"
+        return self._true_texts[owners(self.engine)[row].split("/")[0]]
 
-    def _lucky(self) -> bool:
+    def _picks_true_token(self) -> bool:
         return float(torch.rand(1, generator=self._random)) < self._rate
 
-    def _below(self, bound: int) -> int:
+    def _random_below(self, bound: int) -> int:
         return int(torch.randint(bound, (1,), generator=self._random))
 
 
-class OracleDraft(_Knowing):
-    """Random trees (chains at topk 1) in which each right token is present with probability `rate`."""
+class OracleDraft(_TrueTextDraft):
+    """A draft without a model. It drafts random trees (chains if topk is 1); each true token is in them with
+    probability `rate`.
+    """
 
-    def __init__(self, shape: TreeShape, truth: Texts, rate: float, vocab: int, hidden: int) -> None:
-        """`hidden` is the width of the carriers, which this draft leaves zero."""
-        super().__init__(truth, rate)
+    def __init__(self, shape: TreeShape, true_texts: Texts, rate: float, vocab: int, hidden: int) -> None:
+        """`hidden` is the size of the hidden states in the draft input; this draft fills them with zeros."""
+        super().__init__(true_texts, rate)
         self._shape, self._vocab, self._hidden = shape, vocab, hidden
 
-    def draft(self, batch: Batch, carried: EagleDraftInput, drawing: PhaseSampling, shape: TreeShape) -> DraftTree:
+    def draft(
+        self, batch: Batch, draft_input: EagleDraftInput, phase_sampling: PhaseSampling, shape: TreeShape
+    ) -> DraftTree:
         self._shape = shape
-        n, r = shape.num_draft_tokens, batch.decodes
-        tokens = torch.zeros(r, n, dtype=torch.int64)
+        node_count, request_count = shape.num_draft_tokens, batch.decodes
+        tokens = torch.zeros(request_count, node_count, dtype=torch.int64)
         parents, depths = torch.zeros_like(tokens), torch.zeros_like(tokens)
-        tokens[:, 0] = carried.bonus
-        for i in range(r):
-            rest = self._text(int(batch.rows[i]))[int(batch.seq_lens[i]) + 1 :]
-            self._grow(tokens[i], parents[i], depths[i], rest)
+        tokens[:, 0] = draft_input.bonus
+        for i in range(request_count):
+            true_rest = self._true_text(int(batch.rows[i]))[int(batch.seq_lens[i]) + 1 :]
+            self._grow(tokens[i], parents[i], depths[i], true_rest)
         return DraftTree(tokens, parents, depths, ancestors_of(parents, self._shape.num_steps))
 
-    def _grow(self, tokens: Tensor, parents: Tensor, depths: Tensor, rest: list[int]) -> None:
-        """Fill one request's tree; `rest` are the true tokens after its bonus."""
-        steps, right = self._shape.num_steps, 0  # `right`: the deepest node on the true path
-        used: dict[int, set[int]] = {}
+    def _grow(self, tokens: Tensor, parents: Tensor, depths: Tensor, true_rest: list[int]) -> None:
+        """Fill the tree of one request. `true_rest` are the true tokens after its bonus token."""
+        max_depth, right_node = self._shape.num_steps, 0  # the deepest node of the true path is at first the root
+        used_tokens: dict[int, set[int]] = {}
         for j in range(1, tokens.shape[0]):
-            shallow = [p for p in range(j) if int(depths[p]) < steps]
-            parent = j - 1 if self._shape.topk == 1 else shallow[self._below(len(shallow))]
-            token, depth = self._below(self._vocab), int(depths[right])
-            may = depth < min(steps, len(rest)) and (self._shape.topk > 1 or right == j - 1)
-            if may and rest[depth] not in used.get(right, ()) and self._lucky():
-                parent, token, right = right, rest[depth], j
-            while token in used.setdefault(parent, set()):
+            possible_parents = [p for p in range(j) if int(depths[p]) < max_depth]
+            parent = j - 1 if self._shape.topk == 1 else possible_parents[self._random_below(len(possible_parents))]
+            token, depth = self._random_below(self._vocab), int(depths[right_node])
+            may_place = depth < min(max_depth, len(true_rest)) and (self._shape.topk > 1 or right_node == j - 1)
+            if may_place and true_rest[depth] not in used_tokens.get(right_node, ()) and self._picks_true_token():
+                parent, token, right_node = right_node, true_rest[depth], j
+            while token in used_tokens.setdefault(parent, set()):
                 token = (token + 1) % self._vocab
-            used[parent].add(token)
+            used_tokens[parent].add(token)
             depth = int(depths[parent])
-            if parent == right and depth < len(rest) and token == rest[depth]:
-                right = j
+            if parent == right_node and depth < len(true_rest) and token == true_rest[depth]:
+                right_node = j
             tokens[j], parents[j], depths[j] = token, parent, depth + 1
 
     def extend(
-        self, batch: Batch, accepted: Accepted, features: list[Tensor], draw: SamplingInputs, shape: TreeShape
+        self,
+        batch: Batch,
+        accepted: Accepted,
+        target_hidden: list[Tensor],
+        sampling_inputs: SamplingInputs,
+        shape: TreeShape,
     ) -> EagleDraftInput:
-        bonus, k = accepted.bonus, self._shape.topk
-        hidden = features[0].new_zeros(bonus.shape[0], self._hidden)
-        return EagleDraftInput(hidden.new_zeros(bonus.shape[0], k), bonus.new_zeros(bonus.shape[0], k), hidden, bonus)
+        bonus, topk = accepted.bonus, self._shape.topk
+        hidden = target_hidden[0].new_zeros(bonus.shape[0], self._hidden)
+        return EagleDraftInput(
+            hidden.new_zeros(bonus.shape[0], topk), bonus.new_zeros(bonus.shape[0], topk), hidden, bonus
+        )
 
 
-class CorrectedDraft(_Knowing):
-    """A real draft whose trees get the right tokens with probability `rate` per level.
+class CorrectedDraft(_TrueTextDraft):
+    """A real draft whose finished trees are corrected: each level of the tree gets the true token with probability
+    `rate`.
 
-    Draft forwards, extend and its KV are the real ones; only the tokens of the finished tree are changed.
+    The draft forwards, the extend phase and the draft's KV stay the real ones.
     """
 
-    def __init__(self, inner: Draft, truth: Texts, rate: float) -> None:
-        super().__init__(truth, rate)
+    def __init__(self, inner: Draft, true_texts: Texts, rate: float) -> None:
+        super().__init__(true_texts, rate)
         self._inner = inner
 
-    def draft(self, batch: Batch, carried: EagleDraftInput, drawing: PhaseSampling, shape: TreeShape) -> DraftTree:
-        tree = self._inner.draft(batch, carried, drawing, shape)
+    def draft(
+        self, batch: Batch, draft_input: EagleDraftInput, phase_sampling: PhaseSampling, shape: TreeShape
+    ) -> DraftTree:
+        tree = self._inner.draft(batch, draft_input, phase_sampling, shape)
         tokens = tree.tokens.clone()
         for i in range(batch.decodes):
-            rest = self._text(int(batch.rows[i]))[int(batch.seq_lens[i]) + 1 :]
+            true_rest = self._true_text(int(batch.rows[i]))[int(batch.seq_lens[i]) + 1 :]
             node = 0
-            for wanted in rest:
+            for true_token in true_rest:
                 children = [j for j in range(1, tokens.shape[1]) if int(tree.parents[i, j]) == node]
                 if not children:
                     break
-                right = [j for j in children if int(tokens[i, j]) == wanted]
-                if not right:
-                    if not self._lucky():
+                right_children = [j for j in children if int(tokens[i, j]) == true_token]
+                if not right_children:
+                    if not self._picks_true_token():
                         break
-                    right = [children[self._below(len(children))]]
-                    tokens[i, right[0]] = wanted
-                node = right[0]
+                    right_children = [children[self._random_below(len(children))]]
+                    tokens[i, right_children[0]] = true_token
+                node = right_children[0]
         return DraftTree(tokens, tree.parents, tree.depths, tree.ancestors)
 
     def extend(
-        self, batch: Batch, accepted: Accepted, features: list[Tensor], draw: SamplingInputs, shape: TreeShape
+        self,
+        batch: Batch,
+        accepted: Accepted,
+        target_hidden: list[Tensor],
+        sampling_inputs: SamplingInputs,
+        shape: TreeShape,
     ) -> EagleDraftInput:
-        return self._inner.extend(batch, accepted, features, draw, shape)
+        return self._inner.extend(batch, accepted, target_hidden, sampling_inputs, shape)
 
 
-def correct(engine: Engine, truth: Texts, rate: float) -> None:
-    """Put a `CorrectedDraft` around the engine's own draft."""
-    draft = CorrectedDraft(engine._parts.lockstep.step._draft, truth, rate)
-    draft.tie(engine)
+def correct(engine: Engine, true_texts: Texts, rate: float) -> None:
+    """Wrap the engine's draft into a `CorrectedDraft`."""
+    draft = CorrectedDraft(engine._parts.lockstep.step._draft, true_texts, rate)
+    draft.attach(engine)
     engine._parts.lockstep.step._draft = draft

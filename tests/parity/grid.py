@@ -1,10 +1,22 @@
-"""The grid of law 1, of which coverings run: of every two axes all pairs of values, or of every three all triples."""
+"""The grid of configurations on which law 1 is tested. The tests run coverings of the grid: cases in which all pairs of
+values of any two axes occur, or all triples of values of any three axes.
+"""
 
 from dataclasses import asdict, dataclass
 from functools import cache
 
 from tests.pairwise import covering
-from tests.parity.harness import Run, config_of, grid_requests, plain_run, run, scarce, speculative, tiny_pair, truth
+from tests.parity.harness import (
+    RunResult,
+    config_of,
+    grid_requests,
+    plain_run,
+    plain_texts,
+    run,
+    scarce_config,
+    speculative_engine,
+    tiny_pair,
+)
 
 AXES: dict[str, tuple[object, ...]] = {
     "topk": (1, 2, 4, 8),
@@ -16,14 +28,17 @@ AXES: dict[str, tuple[object, ...]] = {
     "sampling": ("greedy", "0.8", "filtered"),
     "draft": ("model", "corrected", "oracle"),
     "memory": ("ample", "scarce", "cached", "no radix"),
-    "kept": ("auto", "fp8_e4m3"),
+    "kv_cache_dtype": ("auto", "fp8_e4m3"),
 }
 
 
 @dataclass(frozen=True)
 class Case:
-    """One configuration. `memory`: ample; scarce, one page more than the longest
-    request needs, so that others retract; cached, every prompt submitted twice. `kept`: `kv_cache_dtype`."""
+    """One configuration of the grid. `batch` is the number of requests.
+
+    `memory` is one of: ample; scarce (one page more than the longest request needs, so that other requests are
+    retracted); cached (every prompt is submitted twice); no radix (no prefix cache).
+    """
 
     topk: int
     num_steps: int
@@ -34,15 +49,15 @@ class Case:
     sampling: str
     draft: str
     memory: str
-    kept: str = "auto"
+    kv_cache_dtype: str = "auto"
 
     def __str__(self) -> str:
         return "-".join(str(v) for v in asdict(self).values())
 
 
 @dataclass
-class Checked:
-    """What a case showed, for the tests to add up."""
+class CaseResult:
+    """The result of one case. The tests add these results up."""
 
     case: Case
     mismatches: list[str]
@@ -53,41 +68,41 @@ class Checked:
 
 @cache
 def cases(strength: int) -> list[Case]:
-    """The cases in which all combinations of values of any `strength` axes occur."""
+    """Return cases in which all combinations of values of any `strength` axes occur."""
     return [Case(*row) for row in covering(list(AXES.values()), strength)]
 
 
-def check(case: Case) -> Checked:
-    """Run one case and compare every request's tokens and end with plain decoding."""
+def check(case: Case) -> CaseResult:
+    """Run one case and compare the tokens and finish reason of every request with plain decoding."""
     requests = grid_requests(case.sampling, case.batch)
     settings: dict[str, object] = {
         "page_size": case.page_size,
         "chunked_prefill_size": case.chunk,
         "disable_radix_cache": case.memory == "no radix",
-        "kv_cache_dtype": case.kept,
+        "kv_cache_dtype": case.kv_cache_dtype,
     }
     target, draft = tiny_pair(case.num_aux)
     config = config_of(target, draft, case.topk, case.num_steps, **settings)
     if case.memory == "scarce":
-        config = scarce(config, requests)
-    engine = speculative(config, case.draft, truth(case.sampling, case.kept))
+        config = scarce_config(config, requests)
+    engine = speculative_engine(config, case.draft, plain_texts(case.sampling, case.kv_cache_dtype))
     result = run(engine, requests)
     mismatches = compare(case, result)
     retracted, accept_lens, cached_tokens = result.retracted, set(result.accept_lens), 0
     if case.memory == "cached":
-        again = run(engine, requests)
-        mismatches += compare(case, again)
-        accept_lens |= set(again.accept_lens)
-        cached_tokens = sum(output.cached_tokens for output in again.last.values())
-        assert cached_tokens > 0, f"{case}: prompts submitted again found nothing in the cache"
-    return Checked(case, mismatches, retracted, cached_tokens, accept_lens)
+        second_result = run(engine, requests)
+        mismatches += compare(case, second_result)
+        accept_lens |= set(second_result.accept_lens)
+        cached_tokens = sum(output.cached_tokens for output in second_result.last.values())
+        assert cached_tokens > 0, f"{case}: no token of the prompts submitted again was cached"
+    return CaseResult(case, mismatches, retracted, cached_tokens, accept_lens)
 
 
-def compare(case: Case, result: Run) -> list[str]:
-    """Requests of `result` that differ from plain decoding, in words."""
-    plain = plain_run(case.sampling, case.kept).ended
+def compare(case: Case, result: RunResult) -> list[str]:
+    """Return one message for each request of `result` that differs from plain decoding."""
+    plain_completions = plain_run(case.sampling, case.kv_cache_dtype).completions
     return [
-        f"{case} {name}: {ended} instead of {plain[name]}"
-        for name, ended in result.ended.items()
-        if ended != plain[name]
+        f"{case} {name}: {completion} instead of {plain_completions[name]}"
+        for name, completion in result.completions.items()
+        if completion != plain_completions[name]
     ]

@@ -1,5 +1,5 @@
-"""Runs of tiny engines, and plain decoding as their oracle (law 1). `KV_CACHE_DTYPE=fp8_e4m3` runs them all on caches
-in FP8, where they do not name another.
+"""Helpers that run tiny engines, and plain decoding as the oracle of these runs (law 1). With the environment variable
+`KV_CACHE_DTYPE=fp8_e4m3`, every engine has a KV cache in FP8, unless its test sets another `kv_cache_dtype`.
 """
 
 import os
@@ -18,9 +18,9 @@ from tests.parity.drafts import OracleDraft, Texts, correct
 from tests.tiny import draft_folder, target_folder
 
 VOCAB = 24
-"""Small, so that a random draft is right now and then."""
-OVERLAP = int(os.environ.get("OVERLAP", "0"))  # steps that have begun when the results of one are read
-CACHE = os.environ.get("KV_CACHE_DTYPE", "auto")
+"""Vocabulary size. It is small, so that a random draft sometimes proposes the right token."""
+OVERLAP = int(os.environ.get("OVERLAP", "0"))  # how many steps the host is ahead when it reads the results of a step
+KV_CACHE_DTYPE = os.environ.get("KV_CACHE_DTYPE", "auto")
 GREEDY = RequestParams(temperature=0.0)
 SAMPLING = {
     "greedy": GREEDY,
@@ -30,8 +30,10 @@ SAMPLING = {
 
 
 @dataclass
-class Run:
-    """What an engine gave: outputs joined per request, and every accept length."""
+class RunResult:
+    """The result of a run. By request id: all tokens, the last output, and all outputs. For the whole run: every accept
+    length, and the numbers of retractions and of steps.
+    """
 
     tokens: dict[str, list[int]] = field(default_factory=dict)
     last: dict[str, SequenceOutput] = field(default_factory=dict)
@@ -45,13 +47,13 @@ class Run:
         return sum(self.accept_lens) / max(1, len(self.accept_lens))
 
     @property
-    def ended(self) -> dict[str, tuple[list[int], str | None, str | int | None]]:
-        """Tokens and the reason for the end: what must not depend on speculation."""
+    def completions(self) -> dict[str, tuple[list[int], str | None, str | int | None]]:
+        """By request id: tokens, finish reason and stop reason. None of them may depend on speculation."""
         return {i: (self.tokens[i], o.finish_reason, o.stop_reason) for i, o in self.last.items()}
 
 
 def tiny_pair(num_aux: int = 3, layers: int = 1) -> tuple[str, str]:
-    """Folders of the random target of all parity tests, and of a random draft for it."""
+    """Return two folders: the random target of all parity tests, and a random draft for it."""
     target = target_folder(vocab_size=VOCAB)
     return target, draft_folder(target, num_aux=num_aux, layers=layers)
 
@@ -59,11 +61,12 @@ def tiny_pair(num_aux: int = 3, layers: int = 1) -> tuple[str, str]:
 def config_of(
     target: str, draft: str | None = None, topk: int = 1, num_steps: int = 3, **settings: object
 ) -> EngineConfig:
-    """A float64 CPU engine of at most 8 requests; speculative when a draft is given. Prompt rows beside decoding
-    requests are a number, so that a test takes the same steps every time. Steps with a grammar have two forced nodes or
-    more for each request.
+    """Return the config of a float64 CPU engine that runs at most 8 requests. With a `draft` the engine speculates.
+
+    `mixed_prefill_size` is a fixed number, so that a test takes the same steps every time. `speculative_forced_rows`
+    gives each request at least two forced nodes in steps with a grammar.
     """
-    given: dict[str, object] = {
+    config_kwargs: dict[str, object] = {
         "model_path": target,
         "dtype": "float64",
         "device": "cpu",
@@ -71,39 +74,43 @@ def config_of(
         "max_running_requests": 8,
         "max_total_tokens": 2048,
         "page_size": 4,
-        "kv_cache_dtype": CACHE,
+        "kv_cache_dtype": KV_CACHE_DTYPE,
         "mixed_prefill_size": 24,
         "speculative_forced_rows": 16,
-        "capture": "off",  # drafts of tests look at what they draft
+        "capture": "off",  # the drafts of the tests read the values of the trees that they draft
     }
     if draft is not None:
-        given |= {
+        config_kwargs |= {
             "speculative_algorithm": "EAGLE3",
             "speculative_draft_model_path": draft,
             "speculative_eagle_topk": topk,
             "speculative_num_steps": num_steps,
         }
-    return EngineConfig.from_kwargs(given | settings)
+    return EngineConfig.from_kwargs(config_kwargs | settings)
 
 
-def scarce(config: EngineConfig, requests: Sequence[Request], more: int = 1) -> EngineConfig:
-    """The same with `more` pages than the longest request needs, so that others retract."""
-    longest = max(len(r.prompt_token_ids) + r.params.max_tokens for r in requests) + tree_shape(config).window
-    pages = -(-longest // config.page_size) + more
-    return config.model_copy(update={"max_total_tokens": pages * config.page_size})
+def scarce_config(config: EngineConfig, requests: Sequence[Request], extra_pages: int = 1) -> EngineConfig:
+    """Return `config` with few pages: those of the longest request and `extra_pages`, so that others are retracted."""
+    max_length = max(len(r.prompt_token_ids) + r.params.max_tokens for r in requests) + tree_shape(config).window
+    page_count = -(-max_length // config.page_size) + extra_pages
+    return config.model_copy(update={"max_total_tokens": page_count * config.page_size})
 
 
-def speculative(config: EngineConfig, kind: str = "model", truth: Texts | None = None, rate: float = 0.7) -> Engine:
-    """An engine with a draft of `kind`: the `model` alone, `corrected` towards the truth, or the `oracle` alone."""
-    if kind == "oracle":
+def speculative_engine(
+    config: EngineConfig, draft_kind: str = "model", true_texts: Texts | None = None, rate: float = 0.7
+) -> Engine:
+    """Build an engine with a draft of `draft_kind`. `model`: the draft model. `corrected`: the draft model, whose trees
+    are corrected towards `true_texts` (`CorrectedDraft`). `oracle`: random trees with true tokens (`OracleDraft`).
+    """
+    if draft_kind == "oracle":
         shape = tree_shape(config)
-        oracle = OracleDraft(shape, truth or {}, rate, VOCAB, 32)
+        oracle = OracleDraft(shape, true_texts or {}, rate, VOCAB, 32)
         engine = engine_of(prepare_single_rank(config), oracle)
-        oracle.tie(engine)
+        oracle.attach(engine)
         return engine
     engine = build_engine(config)
-    if kind == "corrected":
-        correct(engine, truth or {}, rate)
+    if draft_kind == "corrected":
+        correct(engine, true_texts or {}, rate)
     return engine
 
 
@@ -111,12 +118,14 @@ def run(
     engine: Engine,
     requests: Sequence[Request],
     after_step: Callable[[Engine, StepResult], None] | None = None,
-    limit: int = 2000,
-    later: Sequence[Request] = (),
-) -> Run:
-    """Run the requests together to their end, checking the pages after every step; `after_step` submits `later`."""
-    result = Run()
-    for request in [*requests, *later]:
+    max_steps: int = 2000,
+    later_requests: Sequence[Request] = (),
+) -> RunResult:
+    """Run the requests together to their end, and check the pages after every step. `after_step` is called after each
+    step; it has to submit `later_requests`.
+    """
+    result = RunResult()
+    for request in [*requests, *later_requests]:
         result.tokens[request.request_id] = []
         result.outputs[request.request_id] = []
     for request in requests:
@@ -131,51 +140,51 @@ def run(
         result.accept_lens += step.stats.accept_lens
         result.retracted += step.stats.retracted
         result.steps += 1
-        assert result.steps < limit, "the engine does not come to an end"
+        assert result.steps < max_steps, "the engine still has work after the maximum number of steps"
         if after_step is not None:
             after_step(engine, step)
     status = engine.status()
-    assert status.pages_used == 0, "pages stay in use after the last request"
+    assert status.pages_used == 0, "pages are still in use after the last request has ended"
     assert status.pages_free + status.pages_cached == engine._parts.cache.total_pages
     return result
 
 
-def run_alone(engine: Engine, requests: Sequence[Request]) -> Run:
-    """Run the requests one after the other, each alone."""
-    whole = Run()
-    for one in requests:
-        alone = run(engine, [one])
-        whole.tokens |= alone.tokens
-        whole.last |= alone.last
-        whole.outputs |= alone.outputs
-    return whole
+def run_one_by_one(engine: Engine, requests: Sequence[Request]) -> RunResult:
+    """Run each request by itself, one after the other."""
+    result = RunResult()
+    for request in requests:
+        single_result = run(engine, [request])
+        result.tokens |= single_result.tokens
+        result.last |= single_result.last
+        result.outputs |= single_result.outputs
+    return result
 
 
-def texts_of(requests: Sequence[Request], result: Run) -> Texts:
-    """The whole texts of a run, prompts included."""
-    return {one.request_id: [*one.prompt_token_ids, *result.tokens[one.request_id]] for one in requests}
+def texts_of(requests: Sequence[Request], result: RunResult) -> Texts:
+    """Return the full text of each request: its prompt tokens, then its output tokens."""
+    return {request.request_id: [*request.prompt_token_ids, *result.tokens[request.request_id]] for request in requests}
 
 
-def request(name: str, prompt: Sequence[int], params: RequestParams, **changes: object) -> Request:
-    """A request of `prompt`; `changes` are sampling parameters."""
+def make_request(name: str, prompt: Sequence[int], params: RequestParams, **changes: object) -> Request:
+    """Make a request with the id `name`. `changes` replace sampling parameters of `params`."""
     return Request(name, tuple(prompt), replace(params, **changes))  # type: ignore[arg-type]
 
 
 @cache
 def prompts(count: int = 8, longest: int = 66, vocab: int = VOCAB) -> tuple[tuple[int, ...], ...]:
-    """Prompts of mixed length, the first the longest; some share a prefix."""
+    """Return prompts of different lengths. The first is the longest; two of them share a prefix of 17 tokens."""
     generator = torch.Generator().manual_seed(11)
     lengths = [longest, 1, 17, 30, 5, 21, 12, 33][:count]
-    made = [tuple(torch.randint(2, vocab, (n,), generator=generator).tolist()) for n in lengths]
+    token_lists = [tuple(torch.randint(2, vocab, (n,), generator=generator).tolist()) for n in lengths]
     if count > 5:
-        made[5] = made[3][:17] + made[5][17:]
-    return tuple(made)
+        token_lists[5] = token_lists[3][:17] + token_lists[5][17:]
+    return tuple(token_lists)
 
 
 def grid_requests(sampling: str, batch: int) -> list[Request]:
-    """`batch` requests of 12 to 18 new tokens; three of them may end early with EOS."""
+    """Return `batch` requests for 12 to 18 new tokens. Requests 3, 6 and 7 may end early with EOS."""
     return [
-        request(
+        make_request(
             f"r{i}", prompt, SAMPLING[sampling], seed=3000 + i, max_tokens=18 - i % 4 * 2, ignore_eos=i not in (3, 6, 7)
         )
         for i, prompt in enumerate(prompts()[:batch])
@@ -183,13 +192,13 @@ def grid_requests(sampling: str, batch: int) -> list[Request]:
 
 
 @cache
-def plain_run(sampling: str, kept: str = CACHE) -> Run:
-    """Plain decoding of the grid's requests, each alone, without prefix reuse, on a cache `kept` so: the oracle."""
-    config = config_of(tiny_pair()[0], disable_radix_cache=True, kv_cache_dtype=kept)
-    return run_alone(build_engine(config), grid_requests(sampling, 8))
+def plain_run(sampling: str, kv_cache_dtype: str = KV_CACHE_DTYPE) -> RunResult:
+    """The oracle: plain decoding of the grid's requests, one by one, without prefix reuse."""
+    config = config_of(tiny_pair()[0], disable_radix_cache=True, kv_cache_dtype=kv_cache_dtype)
+    return run_one_by_one(build_engine(config), grid_requests(sampling, 8))
 
 
 @cache
-def truth(sampling: str, kept: str = CACHE) -> Texts:
-    """The grid's whole texts, prompts included."""
-    return texts_of(grid_requests(sampling, 8), plain_run(sampling, kept))
+def plain_texts(sampling: str, kv_cache_dtype: str = KV_CACHE_DTYPE) -> Texts:
+    """The full texts (prompts included) that plain decoding gives for the grid's requests."""
+    return texts_of(grid_requests(sampling, 8), plain_run(sampling, kv_cache_dtype))

@@ -1,4 +1,4 @@
-"""Every target family with every draft: who can be paired with whom, and law 1 on a pair."""
+"""Pairs of a target family and a draft: which of them are accepted, and a check of law 1 on one pair."""
 
 from dataclasses import dataclass, field
 from functools import cache
@@ -9,14 +9,14 @@ from cluster.arch import DraftSpec, read_target
 from cluster.config import ConfigError
 from cluster.engine import build_engine
 from cluster.request import Request
-from tests.families import FAMILIES, LAYERS, VOCAB, made
+from tests.families import FAMILIES, LAYERS, VOCAB, family_checkpoint
 from tests.loading import check_draft
 from tests.parity.drafts import correct
-from tests.parity.harness import SAMPLING, Run, config_of, request, run, run_alone, texts_of
+from tests.parity.harness import SAMPLING, RunResult, config_of, make_request, run, run_one_by_one, texts_of
 from tests.unit.models.draft_cases import CASES, LISTS
 
 DEEP = 8
-"""Target layers of drafts whose aux layers are EAGLE-3's default ones, which ascend from 8 layers on."""
+"""Number of target layers for drafts with EAGLE-3's default aux layers, which ascend from 8 target layers on."""
 DRAFTS = (*CASES, *LISTS)
 SHAPES = {"chain": (1, 3), "tree": (3, 3)}
 """(topk, num_steps)."""
@@ -26,7 +26,9 @@ RATE = 0.75
 
 @dataclass(frozen=True)
 class Pair:
-    """A target family and a draft; `turn` picks the family's config, page size and chunks, and chain or tree."""
+    """A target family and a draft. The number `turn` selects the family's config, the page size, the chunk size, and
+    chain or tree.
+    """
 
     family: str
     draft: str
@@ -47,13 +49,13 @@ class Pair:
 
     @property
     def target(self) -> str:
-        return made(self.family, self.case, self.layers).folder
+        return family_checkpoint(self.family, self.case, self.layers).folder
 
     def spec(self) -> DraftSpec:
-        """The draft as it is read for this target, every tensor accounted for.
+        """Return the spec of the draft, read for this target. Every tensor of the draft must be accounted for.
 
         Raises:
-            ConfigError: they cannot be paired.
+            ConfigError: the target and the draft do not fit together.
         """
         return check_draft(draft_of(self.draft), read_target(self.target))
 
@@ -63,7 +65,9 @@ class Pair:
 
 @dataclass
 class Tally:
-    """What runs compared, added up; `accepted` are the accept lengths that occurred."""
+    """Totals over runs: what was compared and what differed. `accepted` is the set of accept lengths that occurred,
+    `cached` the number of prompt tokens found in the prefix cache.
+    """
 
     runs: int = 0
     requests: int = 0
@@ -79,18 +83,18 @@ class Tally:
 
 
 def all_pairs() -> list[Pair]:
-    """The product; turns differ from draft to draft, so that each family's configs take turns."""
+    """Return every family with every draft. `turn` differs between drafts, so that all configs of a family occur."""
     return [Pair(family, draft, f + d) for f, family in enumerate(FAMILIES) for d, draft in enumerate(DRAFTS)]
 
 
 def diagonal() -> list[Pair]:
-    """Each draft once, and each family at least once; families in their first config."""
+    """Return a pair for each draft. Each family occurs at least once, in its first config."""
     families = list(FAMILIES)
     return [Pair(families[d % len(families)], draft, 0) for d, draft in enumerate(DRAFTS)]
 
 
-def refused(pair: Pair) -> str:
-    """Why a pair cannot be paired; empty if it can."""
+def refusal_reason(pair: Pair) -> str:
+    """Return the error message if the draft is refused for the target, or an empty string."""
     try:
         pair.spec()
     except ConfigError as error:
@@ -100,61 +104,63 @@ def refused(pair: Pair) -> str:
 
 @cache
 def draft_of(name: str) -> str:
-    """The folder of a draft, made once."""
+    """Return the folder of a draft. The draft is written once per process."""
     return (LISTS[name] if name in LISTS else CASES[name]).folder()
 
 
 def algorithm_of(spec: DraftSpec) -> str:
-    """The `speculative_algorithm` of a draft."""
+    """Return the `speculative_algorithm` of a draft."""
     return {"eagle3": "EAGLE3", "mtp": "NEXTN"}.get(spec.kind, "EAGLE")
 
 
 def requests() -> list[Request]:
-    """Greedy and sampled ones; texts cross pages of 4 and of 16, `c` shares 20 tokens with `a`, `e` may end early."""
+    """Return greedy and sampled requests. Their texts cross pages of 4 and of 16 tokens. The prompts of `a` and `c`
+    share 20 tokens; `e` may end early.
+    """
 
     def prompt(length: int, seed: int = 1) -> list[int]:
         return torch.randint(2, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
-    whole = {"max_tokens": 14, "ignore_eos": True}
+    full_length_params = {"max_tokens": 14, "ignore_eos": True}
     return [
-        request("a", prompt(33), SAMPLING["greedy"], **whole),
-        request("b", prompt(7, 2), SAMPLING["0.8"], seed=3, **whole),
-        request("c", [*prompt(33)[:20], *prompt(9, 3)], SAMPLING["filtered"], seed=4, **whole),
-        request("d", prompt(1), SAMPLING["greedy"], **whole),
-        request("e", prompt(15, 4), SAMPLING["0.8"], seed=5, max_tokens=18),
+        make_request("a", prompt(33), SAMPLING["greedy"], **full_length_params),
+        make_request("b", prompt(7, 2), SAMPLING["0.8"], seed=3, **full_length_params),
+        make_request("c", [*prompt(33)[:20], *prompt(9, 3)], SAMPLING["filtered"], seed=4, **full_length_params),
+        make_request("d", prompt(1), SAMPLING["greedy"], **full_length_params),
+        make_request("e", prompt(15, 4), SAMPLING["0.8"], seed=5, max_tokens=18),
     ]
 
 
 @cache
-def plain(target: str) -> Run:
-    """Plain decoding of the requests, each alone and without prefix reuse: the oracle."""
-    return run_alone(build_engine(config_of(target, disable_radix_cache=True)), requests())
+def plain(target: str) -> RunResult:
+    """The oracle: plain decoding of the requests, one by one, without prefix reuse."""
+    return run_one_by_one(build_engine(config_of(target, disable_radix_cache=True)), requests())
 
 
 def check(pair: Pair, shape: str) -> Tally:
     """Run the requests together, then again from cached pages, and compare them with plain decoding.
 
-    The draft is the real one, its forwards and its KV too; its finished trees are told the truth at `RATE`, or a
-    random draft would be right once in `VOCAB` times.
+    The draft is the real one, with its forwards and its KV. Its finished trees get the true tokens with probability
+    `RATE` per level, since a random draft alone would be right once in `VOCAB` times.
     """
     target, algorithm = pair.target, algorithm_of(pair.spec())
     settings = {"page_size": PAGES[pair.turn % 3], "chunked_prefill_size": CHUNKS[pair.turn // 3 % 3]}
-    topk, steps = SHAPES[shape]
-    config = config_of(target, draft_of(pair.draft), topk, steps, speculative_algorithm=algorithm, **settings)
+    topk, num_steps = SHAPES[shape]
+    config = config_of(target, draft_of(pair.draft), topk, num_steps, speculative_algorithm=algorithm, **settings)
     engine = build_engine(config)
     correct(engine, texts_of(requests(), plain(target)), RATE)
     tally = Tally()
     for _ in range(2):
         result = run(engine, requests())
-        right = plain(target).ended
+        expected = plain(target).completions
         tally.mismatches += [
-            f"{pair}, {shape}, {name}: {ended} instead of {right[name]}"
-            for name, ended in result.ended.items()
-            if ended != right[name]
+            f"{pair}, {shape}, {name}: {completion} instead of {expected[name]}"
+            for name, completion in result.completions.items()
+            if completion != expected[name]
         ]
         tally += Tally(
             runs=1,
-            requests=len(result.ended),
+            requests=len(result.completions),
             tokens=sum(map(len, result.tokens.values())),
             accepted=set(result.accept_lens),
             cached=sum(output.cached_tokens for output in result.last.values()),

@@ -1,7 +1,7 @@
-"""Memory that nobody may read, filled with NaN and infinity before every step of every engine.
+"""Before every step of every engine, fill the memory that the step must not read with NaN or infinity.
 
-On by default in the packages whose conftest.py imports `poisoned`: without it a read of what was never written, masked
-or not, would find zeros and go unnoticed.
+This is on in every package whose conftest.py imports the fixture `poison_unused_memory`. Without it, a step that reads
+cells which were never written would find zeros, masked or not, and no test would notice.
 """
 
 import math
@@ -16,15 +16,15 @@ from cluster.engine import Engine, StepResult
 from tests.late import LatePrograms
 from tests.tables import held_slots
 
-NOTHING = StepInput()
+EMPTY_STEP_INPUT = StepInput()
 POISONS = (math.nan, math.inf)
-"""In turns, step by step."""
-NO_CODE = 255
-"""In a cache in FP8, where neither a code nor a scale of that byte is a number."""
+"""The values with which memory is filled. They alternate from step to step."""
+FP8_NAN_BYTE = 255
+"""The byte with which an FP8 cache is filled. A code of this byte, and a scale of this byte, is not a number."""
 
 
-def memory_of(engine: Engine) -> list[Tensor]:
-    """What the engine's models keep by slot, the slots in the first dimension."""
+def tensors_by_slot(engine: Engine) -> list[Tensor]:
+    """Return all tensors of the engine's models that have an entry per slot. Their first dimension is the slot."""
     step = engine._parts.lockstep.step
     draft = step._draft
     runners = getattr(draft, "_runners", [draft._runner] if hasattr(draft, "_runner") else [])
@@ -32,54 +32,57 @@ def memory_of(engine: Engine) -> list[Tensor]:
     return [pool.kv.transpose(0, 1) for pool in pools] + list(getattr(draft, "_passed_hidden", ()))
 
 
-def written(engine: Engine) -> Tensor:
-    """Which slots hold something: pages of the radix tree, and the committed tokens of running requests."""
-    cache = engine._parts.cache
-    held = torch.zeros((cache.total_pages + 1) * cache.page_size, dtype=torch.bool)
-    held.view(cache.total_pages + 1, cache.page_size)[[node.page for node in cache._tree.nodes()]] = True
-    for sequence in engine._parts.scheduler.running:
-        held[held_slots(cache.table, sequence.row, sequence.committed)] = True
-    return held
-
-
-def poison(engine: Engine, memory: list[Tensor], value: float, order: StepInput = NOTHING) -> None:
-    """Fill the sink, all free pages and the free ends of used ones, and what idle requests carry; what the step of a
-    late `order` reads stays, though the host may have moved on.
+def written_slots(engine: Engine) -> Tensor:
+    """Return a mask of the slots that hold data: the pages of the radix tree, and the committed tokens of running
+    requests.
     """
-    held, table = written(engine), engine._parts.cache.table
+    cache = engine._parts.cache
+    is_written = torch.zeros((cache.total_pages + 1) * cache.page_size, dtype=torch.bool)
+    is_written.view(cache.total_pages + 1, cache.page_size)[[node.page for node in cache._tree.nodes()]] = True
+    for sequence in engine._parts.scheduler.running:
+        is_written[held_slots(cache.table, sequence.row, sequence.committed)] = True
+    return is_written
+
+
+def poison(engine: Engine, slot_tensors: list[Tensor], value: float, step_input: StepInput = EMPTY_STEP_INPUT) -> None:
+    """Fill unused memory with `value`: the sink page, all free pages, the free ends of used pages, and the draft input
+    of the idle row. `step_input` belongs to a step that runs late: the slots that this step reads are kept, even if the
+    host has released them meanwhile.
+    """
+    is_kept, table = written_slots(engine), engine._parts.cache.table
     size = table.page_size
-    for copy in order.copies:
-        held[copy.source * size : copy.source * size + copy.tokens] = True
-    read = [(decode.row, int(table.lens[decode.row])) for decode in order.decodes]
-    assert all(decode.min_seq_len <= count for decode, (_, count) in zip(order.decodes, read, strict=True))
-    for row, count in read + [(chunk.row, chunk.start) for chunk in order.chunks]:
-        held[table.first_slots(torch.tensor([row]), min(count, table.host_pages.shape[1] * size))] = True
-    held[:size] = False  # the sink
-    free = (~held).nonzero()[:, 0]
-    for cells in memory:
-        cells.index_fill_(0, free, value if cells.is_floating_point() else NO_CODE)
-    carried, idle = engine._parts.lockstep.step.draft_inputs, engine._parts.cache.table.idle_row
-    carried.hidden[idle] = value
-    carried.topk_logprobs[idle] = value
+    for copy in step_input.copies:
+        is_kept[copy.source * size : copy.source * size + copy.tokens] = True
+    kept_lengths = [(decode.row, int(table.lens[decode.row])) for decode in step_input.decodes]
+    assert all(decode.min_seq_len <= count for decode, (_, count) in zip(step_input.decodes, kept_lengths, strict=True))
+    for row, count in kept_lengths + [(chunk.row, chunk.start) for chunk in step_input.chunks]:
+        is_kept[table.first_slots(torch.tensor([row]), min(count, table.host_pages.shape[1] * size))] = True
+    is_kept[:size] = False  # the sink page
+    free = (~is_kept).nonzero()[:, 0]
+    for slot_tensor in slot_tensors:
+        slot_tensor.index_fill_(0, free, value if slot_tensor.is_floating_point() else FP8_NAN_BYTE)
+    draft_inputs, idle_row = engine._parts.lockstep.step.draft_inputs, engine._parts.cache.table.idle_row
+    draft_inputs.hidden[idle_row] = value
+    draft_inputs.topk_logprobs[idle_row] = value
 
 
 @pytest.fixture(scope="package", autouse=True)
-def poisoned() -> Iterator[None]:
-    """Every step of every engine built meanwhile is taken in poisoned memory."""
-    made, take = Engine.__init__, Engine.step
+def poison_unused_memory() -> Iterator[None]:
+    """Poison unused memory before each step of every engine that the tests of this package build."""
+    original_init, original_step = Engine.__init__, Engine.step
 
-    def __init__(self: Engine, *given: object) -> None:
-        made(self, *given)  # type: ignore[arg-type]
-        self._memory = memory_of(self)  # type: ignore[attr-defined]
+    def __init__(self: Engine, *args: object) -> None:
+        original_init(self, *args)  # type: ignore[arg-type]
+        self._memory = tensors_by_slot(self)  # type: ignore[attr-defined]
 
     def step(self: Engine) -> StepResult:
-        late, value = self._parts.lockstep.programs, POISONS[self._loop.steps % 2]
-        if isinstance(late, LatePrograms):  # what the host writes now would overtake steps under way
-            late.before = lambda order: poison(self, self._memory, value, order)  # type: ignore[attr-defined]
+        programs, value = self._parts.lockstep.programs, POISONS[self._loop.steps % 2]
+        if isinstance(programs, LatePrograms):  # to write now would change memory of the steps under way
+            programs.before_step = lambda step_input: poison(self, self._memory, value, step_input)  # type: ignore[attr-defined]
         else:
             with torch.inference_mode():
                 poison(self, self._memory, value)  # type: ignore[attr-defined]
-        return take(self)
+        return original_step(self)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Engine, "__init__", __init__)

@@ -1,8 +1,8 @@
-"""A second implementation of target and draft, dense and float64, written from the formats' descriptions.
+"""A second implementation of target and draft, dense and in float64, written from the descriptions of the formats.
 
-No pages, no windows, no packing: every call runs a whole causal text. Llama as published; the draft after
-`EAGLE-3`: layer 0 reads [norm(embedding of the next token) | norm(hidden)], later layers are ordinary, the head reads
-the final norm, and the recurrent state is the un-normed output unless `norm_output`.
+It has no pages, no windows and no packing: every call runs a whole causal text. The target is Llama as published. The
+draft is EAGLE-3: layer 0 reads [norm(embedding of the next token) | norm(hidden)]; later layers are ordinary; the head
+reads the output of the final norm; the recurrent state is the output before that norm, unless `norm_output` is set.
 """
 
 import json
@@ -18,7 +18,7 @@ from torch import Tensor
 
 torch.set_num_threads(1)
 KV = list[Tensor]
-"""Per layer `[T, 2, nkv, d]`, k after rope."""
+"""Per layer a tensor `[T, 2, nkv, d]`: k (after rope) and v."""
 
 
 def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -74,7 +74,7 @@ class Weights:
         return rms(x, self.w[f"{name}.weight"], self.eps)
 
     def attention(self, name: str, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Causal attention over all rows: output, and the layer's KV."""
+        """Return the output of causal attention over all rows, and the layer's KV."""
         t = x.shape[0]
         q = rope(self.linear(f"{name}.q_proj", x).view(t, self.heads, self.d), self.inverse)
         k = rope(self.linear(f"{name}.k_proj", x).view(t, self.kv_heads, self.d), self.inverse)
@@ -97,7 +97,9 @@ class Weights:
 
 @dataclass(frozen=True)
 class TargetPass:
-    """`stream[i]` `[T, H]` enters layer i (the last one the final norm); `hidden` is after the final norm."""
+    """The result of a forward. `stream[i]` `[T, H]` is the input of layer i; the last one is the input of the final
+    norm. `hidden` is the output of the final norm.
+    """
 
     stream: list[Tensor]
     hidden: Tensor
@@ -129,25 +131,29 @@ class DraftReference(Weights):
         self.head = self.w.get("lm_head.weight", target.w.get("lm_head.weight", target.w["embed_tokens.weight"]))
         ids = torch.arange(self.config["draft_vocab_size"])
         self.target_ids = (ids + self.w["d2t"] if "d2t" in self.w else ids).tolist()
-        nested, given = self.config["eagle_config"], "eagle_aux_hidden_state_layer_ids"
-        self.uses_aux = nested["use_aux_hidden_state"]
+        eagle_config, aux_ids_key = self.config["eagle_config"], "eagle_aux_hidden_state_layer_ids"
+        self.uses_aux = eagle_config["use_aux_hidden_state"]
         if self.uses_aux:
-            self.boundaries = [i + 1 for i in nested[given]] if given in nested else self.config[given]
+            self.boundaries = (
+                [i + 1 for i in eagle_config[aux_ids_key]] if aux_ids_key in eagle_config else self.config[aux_ids_key]
+            )
 
     def fuse(self, target: TargetPass) -> Tensor:
-        """The draft's hidden `[T, H]` at every position of the target's text."""
+        """Return the hidden states `[T, H]` that the draft reads at every position of the target's text."""
         if not self.uses_aux:
             return target.hidden
-        parts = [target.stream[b] for b in self.boundaries]
+        aux_states = [target.stream[b] for b in self.boundaries]
         if "fc_norm.0.weight" in self.w:
-            parts = [self.norm(f"fc_norm.{i}", part) for i, part in enumerate(parts)]
-        joined = torch.cat(parts, -1)
+            aux_states = [self.norm(f"fc_norm.{i}", aux_state) for i, aux_state in enumerate(aux_states)]
+        joined = torch.cat(aux_states, -1)
         return self.linear("fc", self.norm("input_norm", joined) if "input_norm.weight" in self.w else joined)
 
-    def run(self, following: list[int], hidden: Tensor) -> tuple[Tensor, Tensor, KV]:
-        """Logits `[T, Vd]`, recurrent `[T, H]` and KV of rows (token at p + 1, hidden at p)."""
+    def run(self, next_tokens: list[int], hidden: Tensor) -> tuple[Tensor, Tensor, KV]:
+        """Return logits `[T, Vd]`, recurrent states `[T, H]` and KV. Row p reads the token at position p + 1 and the
+        hidden state at position p.
+        """
         normed = self.norm("midlayer.hidden_norm", hidden) if "midlayer.hidden_norm.weight" in self.w else hidden
-        embedding = self.norm("midlayer.input_layernorm", self.embed[torch.tensor(following)])
+        embedding = self.norm("midlayer.input_layernorm", self.embed[torch.tensor(next_tokens)])
         residual = normed if self.config["norm_before_residual"] else hidden
         out, cells = self.attention("midlayer.self_attn", torch.cat([embedding, normed], -1))
         x, kv = residual + out, [cells]

@@ -1,5 +1,5 @@
-"""Law 1 to the bit, in float32 and bfloat16: by the kernels in C a stream is plain decoding's, token for token, and
-every log-probability has the same bits, whatever it was drafted, batched or chunked with; also with caches in FP8.
+"""Law 1 to the bit, with the C kernels in float32 and bfloat16. A request gets the tokens of plain decoding, and every
+log-probability has the same bits, whatever the draft, the batch and the chunks are; also with caches in FP8.
 """
 
 from functools import cache
@@ -10,13 +10,13 @@ from cluster.engine import build_engine
 from cluster.request import Request, RequestParams
 from tests.pairwise import covering
 from tests.parity.harness import config_of, run, tiny_pair
-from tests.unit.kernels.library import c_serves
+from tests.unit.kernels.library import skip_unless_c_backend
 
 SAMPLINGS = {"greedy": {}, "0.9": {"temperature": 0.9}, "filtered": {"temperature": 1.0, "top_k": 12, "top_p": 0.9}}
-SHAPES = {"plain, together": 0, "chain": 1, "tree": 3}
+SHAPES = {"plain, batched": 0, "chain": 1, "tree": 3}
 DTYPES = ("float32", "bfloat16")
-CUTS = ((7, "auto"), (512, "auto"), (7, "fp8_e4m3"))
-"""Rows of a chunk, and how the KV cache is kept."""
+CHUNKS_AND_CACHES = ((7, "auto"), (512, "auto"), (7, "fp8_e4m3"))
+"""Pairs of `chunked_prefill_size` and `kv_cache_dtype`."""
 
 
 def requests(sampling: str) -> list[Request]:
@@ -31,46 +31,51 @@ def requests(sampling: str) -> list[Request]:
     ]
 
 
-Said = dict[str, list[tuple[int, object]]]
+TokensWithLogprobs = dict[str, list[tuple[int, object]]]
 
 
-def said(target: str, draft: str | None, asked: list[Request], **settings: object) -> Said:
-    """Of each request its tokens with their log-probabilities."""
+def tokens_with_logprobs(
+    target: str, draft: str | None, batch: list[Request], **settings: object
+) -> TokensWithLogprobs:
+    """Run the requests; return each request's tokens with their log-probabilities."""
     config = config_of(target, draft, attention_backend="c", **settings)  # type: ignore[arg-type]
-    result, found = run(build_engine(config), asked), {}
-    for one in asked:
-        outputs = result.outputs[one.request_id]
+    result, results = run(build_engine(config), batch), {}
+    for request in batch:
+        outputs = result.outputs[request.request_id]
         tokens = [token for output in outputs for token in output.token_ids]
-        logprobs = [each for output in outputs for each in output.logprobs or ()]
+        logprobs = [token_logprobs for output in outputs for token_logprobs in output.logprobs or ()]
         assert len(tokens) == len(logprobs) == 14
-        found[one.request_id] = list(zip(tokens, logprobs, strict=True))
-    return found
+        results[request.request_id] = list(zip(tokens, logprobs, strict=True))
+    return results
 
 
 @cache
-def alone(dtype: str, sampling: str, kept: str) -> Said:
-    """Plain decoding, one request after the other, its prompt at once."""
-    found: Said = {}
-    for one in requests(sampling):
-        found |= said(tiny_pair()[0], None, [one], dtype=dtype, kv_cache_dtype=kept, disable_radix_cache=True)
-    return found
+def plain_results(dtype: str, sampling: str, kv_cache_dtype: str) -> TokensWithLogprobs:
+    """The oracle: plain decoding of the requests, one by one, each prompt in one chunk."""
+    results: TokensWithLogprobs = {}
+    for request in requests(sampling):
+        results |= tokens_with_logprobs(
+            tiny_pair()[0], None, [request], dtype=dtype, kv_cache_dtype=kv_cache_dtype, disable_radix_cache=True
+        )
+    return results
 
 
 @pytest.mark.parametrize(
-    ("shape", "sampling", "dtype", "cut"), covering([list(SHAPES), list(SAMPLINGS), DTYPES, CUTS], 3)
+    ("shape", "sampling", "dtype", "chunk_and_cache"),
+    covering([list(SHAPES), list(SAMPLINGS), DTYPES, CHUNKS_AND_CACHES], 3),
 )
 def test_c_backend_tokens_and_logprobs_are_bit_equal_to_plain_decoding(
-    shape: str, sampling: str, dtype: str, cut: tuple[int, str]
+    shape: str, sampling: str, dtype: str, chunk_and_cache: tuple[int, str]
 ) -> None:
-    c_serves()
-    chunk, kept = cut
+    skip_unless_c_backend()
+    chunk, kv_cache_dtype = chunk_and_cache
     target, draft = tiny_pair()
     topk = SHAPES[shape]
     settings = {
         "dtype": dtype,
-        "kv_cache_dtype": kept,
+        "kv_cache_dtype": kv_cache_dtype,
         "chunked_prefill_size": chunk,
         "mixed_prefill_size": min(chunk, 24),
     }
-    given = said(target, draft if topk else None, requests(sampling), topk=topk or 1, **settings)
-    assert given == alone(dtype, sampling, kept)
+    results = tokens_with_logprobs(target, draft if topk else None, requests(sampling), topk=topk or 1, **settings)
+    assert results == plain_results(dtype, sampling, kv_cache_dtype)

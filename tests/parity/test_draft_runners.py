@@ -1,7 +1,7 @@
-"""A draft of several layers: law 1, each level against a dense reference, and pools that nobody else touches.
+"""A draft of several MTP layers: law 1, each level against a dense reference, and KV pools that runners do not share.
 
-The reference works as such layers are trained: layer i at position p reads token p + 1 + i and what layer i - 1 gave at
-p. The engine's labels, slots and caches have no counterpart in it.
+The reference works as such layers are trained: at position p, layer i reads token p + 1 + i and the output of layer
+i - 1 at position p. The reference has no position labels, no slots and no caches.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,17 @@ from cluster.spec.multilayer import MultiLayerDraft
 from cluster.spec.tree import DraftTree
 from tests.late import owners
 from tests.parity.drafts import correct
-from tests.parity.harness import VOCAB, Run, config_of, grid_requests, plain_run, run, scarce, tiny_pair, truth
+from tests.parity.harness import (
+    VOCAB,
+    RunResult,
+    config_of,
+    grid_requests,
+    plain_run,
+    plain_texts,
+    run,
+    scarce_config,
+    tiny_pair,
+)
 from tests.parity.reference import target_reference
 from tests.unit.models import draft_folders as write
 from tests.unit.models.draft_reference import Mtp
@@ -27,21 +37,25 @@ MIMO = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
 
 def references(dialect: str) -> list[Mtp]:
     folder, target = write.mtp(dialect, 3, vocab=VOCAB), target_reference(tiny_pair()[0])
-    made = []
+    layers = []
     for i in range(3):
         if dialect == "mimo":
-            at = f"mtp_layers.{i}."
-            made.append(Mtp(folder, target, at=at, parts=MIMO, hidden_first=True, zero_first=True))
+            prefix = f"mtp_layers.{i}."
+            layers.append(Mtp(folder, target, at=prefix, parts=MIMO, hidden_first=True, zero_first=True))
         else:
-            at = f"layers.{4 + i}."
-            head, inner = f"{at}shared_head.output.weight", f"{at}transformer."
-            made.append(Mtp(folder, target, at=at, inner=inner, parts=NEXTN, gemma=True, pre=True, head=head))
-    return made
+            prefix = f"layers.{4 + i}."
+            head, transformer_prefix = f"{prefix}shared_head.output.weight", f"{prefix}transformer."
+            layers.append(
+                Mtp(folder, target, at=prefix, inner=transformer_prefix, parts=NEXTN, gemma=True, pre=True, head=head)
+            )
+    return layers
 
 
-def settings(dialect: str, topk: int, steps: int = 3, **more: object) -> EngineConfig:
+def multi_layer_config(dialect: str, topk: int, steps: int = 3, **overrides: object) -> EngineConfig:
     target = tiny_pair()[0]
-    return config_of(target, write.mtp(dialect, 3, vocab=VOCAB), topk, steps, speculative_algorithm="NEXTN", **more)
+    return config_of(
+        target, write.mtp(dialect, 3, vocab=VOCAB), topk, steps, speculative_algorithm="NEXTN", **overrides
+    )
 
 
 @pytest.mark.parametrize("dialect", ["mimo", "step"])
@@ -53,109 +67,115 @@ def test_multi_layer_draft_gives_the_tokens_of_plain_decoding(
     dialect: str, topk: int, sampling: str, page: int, chunk: int, memory: str
 ) -> None:
     requests = grid_requests(sampling, 8)
-    config = settings(dialect, topk, page_size=page, chunked_prefill_size=chunk)
-    engine = build_engine(scarce(config, requests) if memory == "scarce" else config)
-    correct(engine, truth(sampling), 0.6)
+    config = multi_layer_config(dialect, topk, page_size=page, chunked_prefill_size=chunk)
+    engine = build_engine(scarce_config(config, requests) if memory == "scarce" else config)
+    correct(engine, plain_texts(sampling), 0.6)
     for _ in range(2 if memory == "cached" else 1):
         result = run(engine, requests)
-        assert result.ended == plain_run(sampling).ended
+        assert result.completions == plain_run(sampling).completions
         assert set(result.accept_lens) >= {1, 2, 3}
 
 
 @contextmanager
-def watched(engine: Engine) -> Iterator[list[tuple[str, int, DraftTree]]]:
-    """Every request's tree with its committed count, as drafted."""
-    seen: list[tuple[str, int, DraftTree]] = []
-    inner = engine._parts.lockstep.step._draft
-    assert isinstance(inner, MultiLayerDraft)
-    true = inner.draft
+def recorded_trees(engine: Engine) -> Iterator[list[tuple[str, int, DraftTree]]]:
+    """Record every drafted tree as (request id, number of committed tokens, tree)."""
+    drafted_trees: list[tuple[str, int, DraftTree]] = []
+    multi_layer_draft = engine._parts.lockstep.step._draft
+    assert isinstance(multi_layer_draft, MultiLayerDraft)
+    original_draft = multi_layer_draft.draft
 
-    def draft(batch, carried, noise, shape):  # type: ignore[no-untyped-def]
-        tree = true(batch, carried, noise, shape)
+    def draft(batch, draft_input, noise, shape):  # type: ignore[no-untyped-def]
+        tree = original_draft(batch, draft_input, noise, shape)
         rows = owners(engine)
         for i in range(batch.decodes):
-            one = DraftTree(*(part[i] for part in (tree.tokens, tree.parents, tree.depths, tree.ancestors)))
-            seen.append((rows[int(batch.rows[i])], int(batch.seq_lens[i]), one))
+            request_tree = DraftTree(
+                *(tensor[i] for tensor in (tree.tokens, tree.parents, tree.depths, tree.ancestors))
+            )
+            drafted_trees.append((rows[int(batch.rows[i])], int(batch.seq_lens[i]), request_tree))
         return tree
 
-    inner.draft = draft  # type: ignore[method-assign]
-    yield seen
+    multi_layer_draft.draft = draft  # type: ignore[method-assign]
+    yield drafted_trees
 
 
 def chain_of(layers: list[Mtp], text: list[int], committed: int) -> list[int]:
-    """The three tokens that the layers propose after `committed` tokens and the bonus."""
-    seen = target_reference(tiny_pair()[0]).run(text[:committed])
-    known, source = list(text[: committed + 1]), seen.hidden
+    """Return the three tokens that the layers propose after `committed` tokens and the bonus token."""
+    target_pass = target_reference(tiny_pair()[0]).run(text[:committed])
+    known_tokens, hidden_states = list(text[: committed + 1]), target_pass.hidden
     for i, layer in enumerate(layers):
-        logits, out = layer.run(known[1 + i :], source)
-        known.append(int(logits[-1].argmax()))
-        source = out if layer.say.get("pre") else source
-    return known[committed + 1 :]
+        logits, layer_output = layer.run(known_tokens[1 + i :], hidden_states)
+        known_tokens.append(int(logits[-1].argmax()))
+        hidden_states = layer_output if layer.conventions.get("pre") else hidden_states
+    return known_tokens[committed + 1 :]
 
 
 @pytest.mark.parametrize("dialect", ["mimo", "step"])
 @pytest.mark.parametrize("memory", ["chunked", "cached", "scarce"])
 def test_each_draft_level_matches_its_mtp_layer_in_the_reference(dialect: str, memory: str) -> None:
-    """Over chunks, accepted paths of every length, prefixes from the cache, and after retraction."""
+    """With chunked prompts, accepted paths of every length, cached prefixes, and retraction."""
     requests, layers = grid_requests("greedy", 8), references(dialect)
-    config = settings(dialect, 1, chunked_prefill_size=7, page_size=4)
-    engine = build_engine(scarce(config, requests) if memory == "scarce" else config)
-    with watched(engine) as seen:
-        correct(engine, truth("greedy"), 0.5)
+    config = multi_layer_config(dialect, 1, chunked_prefill_size=7, page_size=4)
+    engine = build_engine(scarce_config(config, requests) if memory == "scarce" else config)
+    with recorded_trees(engine) as drafted_trees:
+        correct(engine, plain_texts("greedy"), 0.5)
         result = run(engine, requests)
         if memory == "cached":
-            seen.clear()
+            drafted_trees.clear()
             result = run(engine, requests)
             assert any(output.cached_tokens for output in result.last.values())
     assert set(result.accept_lens) == {1, 2, 3, 4}
     assert bool(result.retracted) == (memory == "scarce")
-    texts = truth("greedy")
-    counted = [one for one in seen if one[1] < len(texts[one[0]]) - 1]  # not drafted in vain, after the request's end
-    picked = counted[:: max(1, len(counted) // 12)]
-    assert len(picked) >= 12
-    for name, committed, tree in picked:
+    texts = plain_texts("greedy")
+    relevant_trees = [
+        record for record in drafted_trees if record[1] < len(texts[record[0]]) - 1
+    ]  # without trees after the request's end
+    sampled_trees = relevant_trees[:: max(1, len(relevant_trees) // 12)]
+    assert len(sampled_trees) >= 12
+    for name, committed, tree in sampled_trees:
         assert tree.tokens[1:].tolist() == chain_of(layers, texts[name], committed), f"{name} at {committed}"
 
 
-def drafted(engine: Engine) -> tuple[Run, list[list[int]]]:
-    with watched(engine) as seen:
+def run_recording_trees(engine: Engine) -> tuple[RunResult, list[list[int]]]:
+    with recorded_trees(engine) as drafted_trees:
         result = run(engine, grid_requests("greedy", 3))
-    return result, [tree.tokens.tolist() for _, _, tree in seen]
+    return result, [tree.tokens.tolist() for _, _, tree in drafted_trees]
 
 
 @pytest.mark.parametrize("topk", [1, 2])
 def test_draft_runner_reads_only_its_own_kv_pool(topk: int) -> None:
-    """While a runner works every other runner's pool is poison; its own is not, or this test would prove nothing."""
-    clean = drafted(build_engine(settings("step", topk)))
-    for own in (False, True):
-        engine = build_engine(settings("step", topk))
+    """While a runner works, the pools of all other runners are poisoned, and its trees must not change. The test then
+    poisons the runner's own pool: the trees must change, or the poison would have no effect.
+    """
+    expected = run_recording_trees(build_engine(multi_layer_config("step", topk)))
+    for poison_own_pool in (False, True):
+        engine = build_engine(multi_layer_config("step", topk))
         draft = engine._parts.lockstep.step._draft
         assert isinstance(draft, MultiLayerDraft)
         for runner in draft._runners:
-            poisoned(runner, [r.pool for r in draft._runners if (r is runner) == own])
-        assert (drafted(engine)[1] == clean[1]) != own
+            poison_pools_while_running(runner, [r.pool for r in draft._runners if (r is runner) == poison_own_pool])
+        assert (run_recording_trees(engine)[1] == expected[1]) != poison_own_pool
 
 
-def poisoned(runner, pools) -> None:  # type: ignore[no-untyped-def]
-    """From now on `pools` hold nonsense while `runner` works."""
-    true = runner.model.forward
+def poison_pools_while_running(runner, pools) -> None:  # type: ignore[no-untyped-def]
+    """Patch the runner: during each of its forwards the `pools` hold wrong values, which are restored afterwards."""
+    original_forward = runner.model.forward
 
-    def forward(*given: object) -> object:
-        held = [pool.kv.clone() for pool in pools]
+    def forward(*args: object) -> object:
+        saved_kvs = [pool.kv.clone() for pool in pools]
         for pool in pools:
             pool.kv.fill_(3e3)
-        out = true(*given)
-        for pool, kv in zip(pools, held, strict=True):
-            changed = pool.kv != 3e3
-            pool.kv.copy_(torch.where(changed, pool.kv, kv))
-        return out
+        output = original_forward(*args)
+        for pool, saved_kv in zip(pools, saved_kvs, strict=True):
+            is_written = pool.kv != 3e3
+            pool.kv.copy_(torch.where(is_written, pool.kv, saved_kv))
+        return output
 
     runner.model.forward = forward
 
 
 def test_more_speculative_steps_than_mtp_layers_are_refused() -> None:
     with pytest.raises(ConfigError, match="speculative_num_steps 4 is more than the 3 MTP layers"):
-        build_engine(settings("mimo", 1, 4))
+        build_engine(multi_layer_config("mimo", 1, 4))
 
 
 def test_speculative_algorithm_must_fit_the_draft() -> None:

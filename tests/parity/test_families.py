@@ -1,4 +1,4 @@
-"""Every target family in a whole engine: greedy texts are those of `transformers`. Law 1 on each: `test_pairs`."""
+"""Every target family in a whole engine gives the greedy texts of `transformers`. `test_pairs` tests law 1 on each."""
 
 import json
 from pathlib import Path
@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from cluster.engine import build_engine
-from tests.families import FAMILIES, VOCAB, all_cases, made
-from tests.parity.harness import GREEDY, config_of, request, run
+from tests.families import FAMILIES, VOCAB, all_cases, family_checkpoint
+from tests.parity.harness import GREEDY, config_of, make_request, run
 
-NEW = 64
-FLAT = [name for name, family in FAMILIES.items() if not family.text and family.form is None]
-"""Families whose config.json a tiny draft can be made for."""
+NEW_TOKENS = 64
+FAMILIES_WITH_FLAT_CONFIG = [name for name, family in FAMILIES.items() if not family.text and family.rewrite is None]
+"""Families with a plain config.json, for which a tiny draft can be made."""
 
 
 def prompt(length: int, seed: int = 1) -> list[int]:
@@ -24,25 +24,25 @@ def prompt(length: int, seed: int = 1) -> list[int]:
     [pytest.param(*each, marks=pytest.mark.slow if at % 2 else ()) for at, each in enumerate(all_cases())],
 )
 def test_greedy_outputs_of_each_family_match_transformers(family: str, case: str) -> None:
-    one = made(family, case)
-    engine = build_engine(config_of(one.folder, chunked_prefill_size=16))
-    asked = [request(f"{n}", prompt(n), GREEDY, max_tokens=NEW, ignore_eos=True) for n in (1, 37)]
-    texts = run(engine, asked).tokens
-    for one_request in asked:
-        length = len(one_request.prompt_token_ids)
-        assert texts[f"{length}"] == one.oracle.greedy(list(one_request.prompt_token_ids), NEW)
+    model = family_checkpoint(family, case)
+    engine = build_engine(config_of(model.folder, chunked_prefill_size=16))
+    requests = [make_request(f"{n}", prompt(n), GREEDY, max_tokens=NEW_TOKENS, ignore_eos=True) for n in (1, 37)]
+    texts = run(engine, requests).tokens
+    for sent_request in requests:
+        length = len(sent_request.prompt_token_ids)
+        assert texts[f"{length}"] == model.oracle.greedy(list(sent_request.prompt_token_ids), NEW_TOKENS)
 
 
-@pytest.mark.parametrize("family", FLAT)
+@pytest.mark.parametrize("family", FAMILIES_WITH_FLAT_CONFIG)
 def test_reference_outputs_of_each_family_have_varied_tokens(family: str) -> None:
-    """No family's text collapses onto a few tokens."""
+    """The greedy text of each case has more than 5 different tokens, so that comparing texts means something."""
     for case in FAMILIES[family].cases:
-        text = made(family, case).oracle.greedy(prompt(37), NEW)
+        text = family_checkpoint(family, case).oracle.greedy(prompt(37), NEW_TOKENS)
         assert len(set(text)) > 5, (case, text)
 
 
 def test_generated_configs_name_their_architecture() -> None:
     for family, case in all_cases():
-        folder = Path(made(family, case).folder)
-        if FAMILIES[family].form is None:
+        folder = Path(family_checkpoint(family, case).folder)
+        if FAMILIES[family].rewrite is None:
             assert json.loads((folder / "config.json").read_text())["architectures"] == [FAMILIES[family].architecture]

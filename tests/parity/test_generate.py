@@ -1,4 +1,4 @@
-"""`aerie generate`: a folder and a prompt, whatever the draft; its text is what a REST client would get."""
+"""The command `aerie generate`: it takes a model folder, a prompt and any draft, and prints the generated text."""
 
 import io
 import json
@@ -23,8 +23,10 @@ IDS = ["--prompt-token-ids", "5,6,7"]
 
 
 @pytest.fixture(scope="module")
-def with_words(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A target whose tokens are words of three letters with a space before each, as SentencePiece has them."""
+def word_target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a target with a tokenizer. Each token is a word of three letters with a space before it, as in
+    SentencePiece.
+    """
     folder = tmp_path_factory.mktemp("words") / "target"
     shutil.copytree(target_folder(), folder)
     words = {f"\u2581{chr(97 + i // 26)}{chr(97 + i % 26)}x": i for i in range(VOCAB)}
@@ -34,60 +36,66 @@ def with_words(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def generate(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, object]:
-    assert main(["generate", *words, "--dtype", "float64", "--json"]) == 0
-    found: dict[str, object] = json.loads(capsys.readouterr().out)
-    return found
+def generate(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, object]:
+    assert main(["generate", *arguments, "--dtype", "float64", "--json"]) == 0
+    response: dict[str, object] = json.loads(capsys.readouterr().out)
+    return response
 
 
 def test_generate_accepts_model_and_prompt_in_any_order_and_form(
-    with_words: str, capsys: pytest.CaptureFixture[str]
+    word_target: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    few = ["--max-tokens", "3"]
-    first = generate(capsys, with_words, "abx acx", *few)
+    max_tokens_option = ["--max-tokens", "3"]
+    first = generate(capsys, word_target, "abx acx", *max_tokens_option)
     assert len(str(first["text"]).split()) == 3
-    for words in (
-        [with_words, *few, "abx acx"],
-        [*few, with_words, "abx acx"],
-        ["--model", with_words, "--prompt", "abx acx", *few],
-        ["--model", with_words, *few, "abx acx"],
-        [with_words, *few, "--prompt", "abx acx"],
+    for arguments in (
+        [word_target, *max_tokens_option, "abx acx"],
+        [*max_tokens_option, word_target, "abx acx"],
+        ["--model", word_target, "--prompt", "abx acx", *max_tokens_option],
+        ["--model", word_target, *max_tokens_option, "abx acx"],
+        [word_target, *max_tokens_option, "--prompt", "abx acx"],
     ):
-        assert generate(capsys, *words)["token_ids"] == first["token_ids"], words
+        assert generate(capsys, *arguments)["token_ids"] == first["token_ids"], arguments
 
 
-class Pipe(io.StringIO):
-    """Remembers how much was written whenever it was flushed."""
+class RecordingPipe(io.StringIO):
+    """A text stream that records its size at each flush."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.flushed: list[int] = []
+        self.flushed_sizes: list[int] = []
 
     def flush(self) -> None:
-        self.flushed.append(len(self.getvalue()))
+        self.flushed_sizes.append(len(self.getvalue()))
 
 
-@pytest.mark.parametrize("words", [["abx acx"], IDS], ids=["text", "ids"])
+@pytest.mark.parametrize("prompt_arguments", [["abx acx"], IDS], ids=["text", "ids"])
 def test_generate_flushes_output_after_every_step(
-    with_words: str, words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    word_target: str, prompt_arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = [with_words if words != IDS else target_folder(), *words, "--max-tokens", "9", "--ignore-eos"]
-    whole = generate(capsys, *asked)
-    text = whole["text"] if words != IDS else ",".join(map(str, whole["token_ids"]))  # type: ignore[call-overload]
-    pipe = Pipe()
+    arguments = [
+        word_target if prompt_arguments != IDS else target_folder(),
+        *prompt_arguments,
+        "--max-tokens",
+        "9",
+        "--ignore-eos",
+    ]
+    full_response = generate(capsys, *arguments)
+    text = full_response["text"] if prompt_arguments != IDS else ",".join(map(str, full_response["token_ids"]))  # type: ignore[call-overload]
+    pipe = RecordingPipe()
     monkeypatch.setattr(sys, "stdout", pipe)
-    assert main(["generate", *asked, "--dtype", "float64"]) == 0
-    said, _, summary = pipe.getvalue().rpartition("\n[")
-    assert said == text
+    assert main(["generate", *arguments, "--dtype", "float64"]) == 0
+    printed_text, _, summary = pipe.getvalue().rpartition("\n[")
+    assert printed_text == text
     assert summary.startswith(f"9 tokens in {9 + OVERLAP} steps and ") and summary.endswith(", finished by length]\n")
-    grown = sorted({size for size in pipe.flushed if 0 < size <= len(said)})
-    assert len(grown) == 9, "a flush per step"
+    text_sizes = sorted({size for size in pipe.flushed_sizes if 0 < size <= len(printed_text)})
+    assert len(text_sizes) == 9, "the output was not flushed once per step"
 
 
 def test_generate_ends_quietly_when_its_reader_closes_the_pipe() -> None:
-    words = ["generate", target_folder(), *IDS, "--ignore-eos", "--max-tokens", "400"]
+    arguments = ["generate", target_folder(), *IDS, "--ignore-eos", "--max-tokens", "400"]
     with subprocess.Popen(
-        [sys.executable, "-m", "cluster.cli", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-m", "cluster.cli", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
         assert process.stdout is not None and process.stderr is not None
         first = process.stdout.read(1)
@@ -96,7 +104,7 @@ def test_generate_ends_quietly_when_its_reader_closes_the_pipe() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "expected_error"),
     [
         ([], "no model is given"),
         (["DIR"], "give one prompt"),
@@ -107,40 +115,42 @@ def test_generate_ends_quietly_when_its_reader_closes_the_pipe() -> None:
     ],
 )
 def test_generate_reports_missing_or_duplicate_arguments(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], expected_error: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["generate", *words]) == 2
-    assert said in capsys.readouterr().err
+    assert main(["generate", *arguments]) == 2
+    assert expected_error in capsys.readouterr().err
 
 
 def test_stop_string_may_begin_with_the_space_before_a_word(
-    with_words: str, capsys: pytest.CaptureFixture[str]
+    word_target: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Decoded alone the output loses that space, so the stop string is not in it."""
-    words = [with_words, "abx acx", "--max-tokens", "9"]
-    text = str(generate(capsys, *words)["text"])
+    """If the output were decoded without the prompt, it would lose its first space, and the stop string would not be
+    found in it.
+    """
+    arguments = [word_target, "abx acx", "--max-tokens", "9"]
+    text = str(generate(capsys, *arguments)["text"])
     assert text.startswith(" ")
     first, second = text.split()[:2]
-    assert generate(capsys, *words, "--stop", f" {first}")["text"] == ""
-    assert generate(capsys, *words, "--stop", f" {second}")["text"] == f" {first}"
+    assert generate(capsys, *arguments, "--stop", f" {first}")["text"] == ""
+    assert generate(capsys, *arguments, "--stop", f" {second}")["text"] == f" {first}"
 
 
 def test_generate_default_max_tokens_is_limited_by_the_context(capsys: pytest.CaptureFixture[str]) -> None:
-    whole = generate(capsys, target_folder(), *IDS, "--ignore-eos")
-    assert len(whole["token_ids"]) == 128  # type: ignore[arg-type]
-    small = target_folder(max_position=20)
-    cut = generate(capsys, small, *IDS, "--ignore-eos")
-    assert (len(cut["token_ids"]), cut["finish_reason"]) == (17, "length")  # type: ignore[arg-type]
-    assert main(["generate", small, *IDS, "--max-tokens", "18"]) == 2
+    full_response = generate(capsys, target_folder(), *IDS, "--ignore-eos")
+    assert len(full_response["token_ids"]) == 128  # type: ignore[arg-type]
+    small_target = target_folder(max_position=20)
+    limited_response = generate(capsys, small_target, *IDS, "--ignore-eos")
+    assert (len(limited_response["token_ids"]), limited_response["finish_reason"]) == (17, "length")  # type: ignore[arg-type]
+    assert main(["generate", small_target, *IDS, "--max-tokens", "18"]) == 2
 
 
 def test_context_length_option_sets_the_context_of_a_local_engine_only(
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    small = target_folder(max_position=20)
+    small_target = target_folder(max_position=20)
     for length in (12, 30):
-        cut = generate(capsys, small, *IDS, "--ignore-eos", "--context-length", str(length))
-        assert (len(cut["token_ids"]), cut["finish_reason"]) == (length - 3, "length")  # type: ignore[arg-type]
+        limited_response = generate(capsys, small_target, *IDS, "--ignore-eos", "--context-length", str(length))
+        assert (len(limited_response["token_ids"]), limited_response["finish_reason"]) == (length - 3, "length")  # type: ignore[arg-type]
     assert "context_length 30 is beyond the 20 tokens" in caplog.text
     capsys.readouterr()
     assert main(["chat", "--url", "http://127.0.0.1:1", "--context-length", "30"]) == 2
@@ -160,8 +170,8 @@ DRAFTS = {
 )
 def test_generate_recognises_a_draft_of_any_kind(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     plain = generate(capsys, target_folder(), *IDS)
-    given = generate(capsys, target_folder(), *IDS, "--draft", DRAFTS[kind]())
-    assert given["token_ids"] == plain["token_ids"]
+    response = generate(capsys, target_folder(), *IDS, "--draft", DRAFTS[kind]())
+    assert response["token_ids"] == plain["token_ids"]
 
 
 @pytest.mark.parametrize(("kind", "steps"), [("EAGLE", 3), ("EAGLE3", 3), ("NEXTN", 3), ("NEXTN of two layers", 2)])

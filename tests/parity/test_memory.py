@@ -1,4 +1,6 @@
-"""KV after commit equals one plain pass, in both pools, and every drafted tree is the one the reference would draft."""
+"""Committed KV cells equal those of one dense forward, in the pools of target and draft. Every drafted tree equals the
+tree of the reference draft.
+"""
 
 from dataclasses import replace
 
@@ -6,9 +8,9 @@ import pytest
 
 from cluster.engine import build_engine
 from tests.parity.drafts import correct
-from tests.parity.harness import VOCAB, config_of, grid_requests, plain_run, run, scarce, tiny_pair, truth
+from tests.parity.harness import VOCAB, config_of, grid_requests, plain_run, plain_texts, run, scarce_config, tiny_pair
 from tests.parity.reference import draft_reference, target_reference
-from tests.parity.watch import Watch
+from tests.parity.watch import ReferenceChecker
 from tests.tiny import draft_folder, target_folder
 
 DRAFTS: dict[str, dict[str, object]] = {
@@ -37,14 +39,16 @@ def test_draft_trees_and_kv_cells_match_the_reference_for_each_draft_type(
 ) -> None:
     target = target_folder(vocab_size=VOCAB)
     draft = draft_folder(target, **DRAFTS[name])
-    watch = Watch(target_reference(target), draft_reference(draft, target), dict(list(truth(sampling).items())[1:3]))
+    checker = ReferenceChecker(
+        target_reference(target), draft_reference(draft, target), dict(list(plain_texts(sampling).items())[1:3])
+    )
     engine = build_engine(config_of(target, draft, topk, num_steps, chunked_prefill_size=7))
-    watch.attach(engine)
-    result = run(engine, grid_requests(sampling, 3)[1:], watch)
-    assert all(result.ended[i] == plain_run(sampling).ended[i] for i in result.ended)
-    assert not watch.errors
-    assert watch.trees > 10
-    assert watch.cells > 50
+    checker.attach(engine)
+    result = run(engine, grid_requests(sampling, 3)[1:], checker)
+    assert all(result.completions[i] == plain_run(sampling).completions[i] for i in result.completions)
+    assert not checker.errors
+    assert checker.trees > 10
+    assert checker.cells > 50
 
 
 @pytest.mark.parametrize(("topk", "num_steps", "page_size"), [(1, 3, 1), (2, 2, 4), (4, 3, 16), (8, 5, 4), (4, 5, 1)])
@@ -52,22 +56,30 @@ def test_draft_trees_and_kv_cells_match_the_reference_for_each_draft_type(
 def test_kv_cells_match_the_reference_after_retraction_and_prefix_reuse(
     topk: int, num_steps: int, page_size: int, memory: str
 ) -> None:
-    """Accepted paths of every length; the same prompts again, from cached pages; pages that run out."""
-    target, folder = tiny_pair(layers=2)
-    watch = Watch(target_reference(target), draft_reference(folder, target), truth("0.8"))
-    config = config_of(target, folder, topk, num_steps, page_size=page_size)
+    """Accepted paths have every length. The same prompts are submitted again, when they are cached. With scarce memory
+    the pages run out.
+    """
+    target, draft = tiny_pair(layers=2)
+    checker = ReferenceChecker(target_reference(target), draft_reference(draft, target), plain_texts("0.8"))
+    config = config_of(target, draft, topk, num_steps, page_size=page_size)
     requests = grid_requests("0.8", 8)
-    more = 10 if page_size == 1 else 6  # room for those that are admitted to meet
-    engine = build_engine(config if memory == "ample" else scarce(config, requests, more))
-    watch.attach(engine, trees=False)
-    correct(engine, truth("0.8"), 0.8)
-    first = run(engine, requests, watch)
-    again = run(engine, [replace(one, request_id=f"{one.request_id}/2") for one in requests], watch)
-    assert not watch.errors
-    assert {n.split("/")[0]: e for n, e in again.ended.items()} == first.ended == plain_run("0.8").ended
+    extra_pages = 10 if page_size == 1 else 6  # enough pages for several requests to be admitted at once
+    engine = build_engine(config if memory == "ample" else scarce_config(config, requests, extra_pages))
+    checker.attach(engine, trees=False)
+    correct(engine, plain_texts("0.8"), 0.8)
+    first_result = run(engine, requests, checker)
+    second_result = run(
+        engine, [replace(request, request_id=f"{request.request_id}/2") for request in requests], checker
+    )
+    assert not checker.errors
+    assert (
+        {n.split("/")[0]: e for n, e in second_result.completions.items()}
+        == first_result.completions
+        == plain_run("0.8").completions
+    )
     if memory == "ample":
-        assert sum(output.cached_tokens for output in again.last.values()) > 0
-        assert first.retracted == again.retracted == 0
+        assert sum(output.cached_tokens for output in second_result.last.values()) > 0
+        assert first_result.retracted == second_result.retracted == 0
     else:
-        assert first.retracted + again.retracted > 0
-    assert max(first.accept_lens) >= min(3, num_steps + 1)
+        assert first_result.retracted + second_result.retracted > 0
+    assert max(first_result.accept_lens) >= min(3, num_steps + 1)

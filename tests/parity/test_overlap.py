@@ -1,4 +1,6 @@
-"""The host a step ahead of the device: the same tokens, whatever ends, is aborted or retracted meanwhile."""
+"""With the host one step ahead of the device, tokens stay the same, even if requests end or are aborted or retracted
+while a step is under way.
+"""
 
 from dataclasses import replace
 from random import Random
@@ -10,13 +12,24 @@ from cluster.batch import StepInput
 from cluster.engine import Engine, StepResult
 from tests.late import LateOutput, LatePrograms, delay
 from tests.pairwise import covering
-from tests.parity.harness import config_of, grid_requests, plain_run, run, scarce, speculative, tiny_pair, truth
+from tests.parity.harness import (
+    config_of,
+    grid_requests,
+    plain_run,
+    plain_texts,
+    run,
+    scarce_config,
+    speculative_engine,
+    tiny_pair,
+)
 
 
-def overlapped(topk: int, memory: str = "ample", kind: str = "corrected", rate: float = 0.7) -> Engine:
+def overlapped_engine(topk: int, memory: str = "ample", kind: str = "corrected", rate: float = 0.7) -> Engine:
     requests = grid_requests("0.8", 8)
     config = config_of(*tiny_pair(), topk, 3, chunked_prefill_size=9)
-    engine = speculative(scarce(config, requests, 6) if memory == "scarce" else config, kind, truth("0.8"), rate)
+    engine = speculative_engine(
+        scarce_config(config, requests, 6) if memory == "scarce" else config, kind, plain_texts("0.8"), rate
+    )
     return engine if isinstance(engine._parts.lockstep.programs, LatePrograms) else delay(engine)
 
 
@@ -24,86 +37,96 @@ def overlapped(topk: int, memory: str = "ample", kind: str = "corrected", rate: 
     ("topk", "memory", "kind"), covering([(1, 3), ("ample", "scarce"), ("model", "corrected", "oracle")])
 )
 def test_overlapped_host_gets_the_tokens_of_plain_decoding(topk: int, memory: str, kind: str) -> None:
-    engine = overlapped(topk, memory, kind)
+    engine = overlapped_engine(topk, memory, kind)
     requests = grid_requests("0.8", 8)
-    first = run(engine, requests)
-    again = run(engine, [replace(one, request_id=f"{one.request_id}/2") for one in requests])
-    assert {n.split("/")[0]: e for n, e in again.ended.items()} == first.ended == plain_run("0.8").ended
-    assert bool(first.retracted + again.retracted) == (memory == "scarce")
-    assert sum(output.cached_tokens for output in again.last.values()) > 0 or memory == "scarce"
+    first_result = run(engine, requests)
+    second_result = run(engine, [replace(request, request_id=f"{request.request_id}/2") for request in requests])
+    assert (
+        {n.split("/")[0]: e for n, e in second_result.completions.items()}
+        == first_result.completions
+        == plain_run("0.8").completions
+    )
+    assert bool(first_result.retracted + second_result.retracted) == (memory == "scarce")
+    assert sum(output.cached_tokens for output in second_result.last.values()) > 0 or memory == "scarce"
 
 
 def test_next_step_starts_before_the_previous_output_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Begun and read in turns: the host never waits for the step that it has just begun, until nothing is left."""
-    engine, seen = overlapped(1), ""
-    begin, read = LatePrograms.run, LateOutput.read
+    """The host begins (`b`) each step before it reads (`r`) the one before. It never waits for the step that it has
+    just begun, until no work is left.
+    """
+    engine, events = overlapped_engine(1), ""
+    original_run, original_read = LatePrograms.run, LateOutput.read
 
-    def began(self: LatePrograms, order: StepInput, *rest: Any) -> LateOutput:
-        nonlocal seen
-        seen += "b"
-        return begin(self, order, *rest)
+    def recording_run(self: LatePrograms, step_input: StepInput, *rest: Any) -> LateOutput:
+        nonlocal events
+        events += "b"
+        return original_run(self, step_input, *rest)
 
-    def landed(self: LateOutput):  # type: ignore[no-untyped-def]
-        nonlocal seen
-        seen += "r"
-        return read(self)
+    def recording_read(self: LateOutput):  # type: ignore[no-untyped-def]
+        nonlocal events
+        events += "r"
+        return original_read(self)
 
-    monkeypatch.setattr(LatePrograms, "run", began)
-    monkeypatch.setattr(LateOutput, "read", landed)
+    monkeypatch.setattr(LatePrograms, "run", recording_run)
+    monkeypatch.setattr(LateOutput, "read", recording_read)
     run(engine, grid_requests("0.8", 1))
-    assert seen == "b" + "br" * (seen.count("b") - 1) + "r" and len(seen) > 10
+    assert events == "b" + "br" * (events.count("b") - 1) + "r" and len(events) > 10
 
 
 def test_request_ending_in_the_step_under_way_is_not_scheduled_again() -> None:
-    """One token is left, and every step gives one: no step is run in vain."""
-    engine, rows = overlapped(1), 0
-    one = replace(grid_requests("0.8", 1)[0], params=replace(grid_requests("0.8", 1)[0].params, max_tokens=1))
+    """The request has one token left, and every step gives at least one. So the engine must not run another step for
+    it: the target computes only the prompt's rows.
+    """
+    engine, rows = overlapped_engine(1), 0
+    request = replace(grid_requests("0.8", 1)[0], params=replace(grid_requests("0.8", 1)[0].params, max_tokens=1))
 
-    def count(_: Engine, step: StepResult) -> None:
+    def count_rows(_: Engine, step: StepResult) -> None:
         nonlocal rows
         rows += step.stats.target_rows
 
-    result = run(engine, [one], count)
-    assert result.tokens[one.request_id] == plain_run("0.8").tokens[one.request_id][:1]
-    assert rows == len(one.prompt_token_ids)
+    result = run(engine, [request], count_rows)
+    assert result.tokens[request.request_id] == plain_run("0.8").tokens[request.request_id][:1]
+    assert rows == len(request.prompt_token_ids)
 
 
-def aborts(seed: int, count: int) -> None:
-    """Requests come and are aborted at random; what is left has plain decoding's tokens, and no page is lost."""
-    random, known = Random(seed), {one.request_id: one for one in grid_requests("0.8", 8)}
-    plain = plain_run("0.8").ended
-    engine = overlapped(random.choice([1, 3]), random.choice(["ample", "scarce"]), rate=random.random())
-    alive: dict[str, list[int]] = {}
-    made = ended = 0
-    while made < count or engine.has_work:
-        while made < count and random.random() < 0.3:
-            base = known[random.choice(sorted(known))]
-            engine.submit(replace(base, request_id=f"{base.request_id}/{made}"))
-            alive[f"{base.request_id}/{made}"] = []
-            made += 1
-        for name in [name for name in alive if random.random() < 0.03]:
+def check_random_aborts(seed: int, count: int) -> None:
+    """Submit and abort requests at random. The requests that end must have the tokens of plain decoding, and no page
+    may be lost.
+    """
+    random, requests_by_id = Random(seed), {request.request_id: request for request in grid_requests("0.8", 8)}
+    plain = plain_run("0.8").completions
+    engine = overlapped_engine(random.choice([1, 3]), random.choice(["ample", "scarce"]), rate=random.random())
+    active_tokens: dict[str, list[int]] = {}
+    submitted_count = finished_count = 0
+    while submitted_count < count or engine.has_work:
+        while submitted_count < count and random.random() < 0.3:
+            template = requests_by_id[random.choice(sorted(requests_by_id))]
+            engine.submit(replace(template, request_id=f"{template.request_id}/{submitted_count}"))
+            active_tokens[f"{template.request_id}/{submitted_count}"] = []
+            submitted_count += 1
+        for name in [name for name in active_tokens if random.random() < 0.03]:
             engine.abort(name)
-            del alive[name]
+            del active_tokens[name]
         step = engine.step()
         engine.check_pages()
         for output in step.outputs:
-            assert output.request_id in alive, "an aborted request says no more"
-            alive[output.request_id] += output.token_ids
+            assert output.request_id in active_tokens, "an aborted request has an output"
+            active_tokens[output.request_id] += output.token_ids
             if output.finish_reason is not None:
-                tokens = alive.pop(output.request_id)
+                tokens = active_tokens.pop(output.request_id)
                 assert (tokens, output.finish_reason, output.stop_reason) == plain[output.request_id.split("/")[0]]
-                ended += 1
+                finished_count += 1
     assert engine.status().pages_used == 0
-    assert count / 4 < ended < count
+    assert count / 4 < finished_count < count
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_random_aborts_do_not_change_other_requests(seed: int) -> None:
-    aborts(seed, 25)
+    check_random_aborts(seed, 25)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", range(10, 18))
 def test_many_random_aborts_do_not_change_other_requests(seed: int) -> None:
-    aborts(seed, 130)
+    check_random_aborts(seed, 130)

@@ -1,4 +1,4 @@
-"""Law 1 over every (target family, draft) pair, as a chain and as a tree, to the last token."""
+"""Law 1 over every pair of a target family and a draft, with chains and with trees."""
 
 from collections import defaultdict
 from itertools import product
@@ -7,16 +7,16 @@ import pytest
 
 import cluster.spec.step
 from tests.families import FAMILIES
-from tests.parity.pairs import DRAFTS, SHAPES, Pair, Tally, all_pairs, check, diagonal, refused
+from tests.parity.pairs import DRAFTS, SHAPES, Pair, Tally, all_pairs, check, diagonal, refusal_reason
 
 
 def test_every_draft_is_accepted_with_every_target_family() -> None:
-    assert not [(str(pair), why) for pair in all_pairs() if (why := refused(pair))]
+    assert not [(str(pair), reason) for pair in all_pairs() if (reason := refusal_reason(pair))]
 
 
 @pytest.mark.parametrize("number", range(len(diagonal())))
 def test_diagonal_pair_of_family_and_draft_matches_plain_decoding(number: int) -> None:
-    """Each draft once; each family at least twice, as a chain and as a tree."""
+    """Each draft occurs once, and each family at least twice: with a chain and with a tree."""
     pair = diagonal()[number]
     tally = check(pair, list(SHAPES)[(number + number // len(FAMILIES)) % 2])
     assert not tally.mismatches
@@ -33,7 +33,7 @@ def test_missing_kv_compaction_is_detected_as_a_mismatch(family: str, monkeypatc
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_all_pairs_of_family_and_draft_match_plain_decoding(family: str) -> None:
-    """Chain and tree by turns, see below."""
+    """Pairs use chains and trees in turn; the test below checks which combinations occur."""
     pairs = [p for p in all_pairs() if p.family == family]
     assert {p.case for p in pairs} == set(FAMILIES[family].cases)
     total = Tally()
@@ -47,9 +47,9 @@ def test_all_pairs_of_family_and_draft_match_plain_decoding(family: str) -> None
 
 
 def test_pairs_cover_all_shapes_page_sizes_and_chunks_per_family_and_draft() -> None:
-    met = defaultdict[tuple[str, str], set[tuple[str, int]]](set)
+    seen_variants = defaultdict[tuple[str, str], set[tuple[str, int]]](set)
     for pair in all_pairs():
         for name in (("family", pair.family), ("draft", pair.draft)):
-            met[name].add((pair.shape, pair.turn % 9))
-    assert len(met) == len(FAMILIES) + len(DRAFTS)
-    assert all(turns == set(product(SHAPES, range(9))) for turns in met.values())
+            seen_variants[name].add((pair.shape, pair.turn % 9))
+    assert len(seen_variants) == len(FAMILIES) + len(DRAFTS)
+    assert all(variants == set(product(SHAPES, range(9))) for variants in seen_variants.values())

@@ -1,4 +1,4 @@
-"""Planted bugs in what changes a distribution: the checks of penalties and grammars over trees catch each."""
+"""Planted bugs in penalties and grammars: the test of constrained tree decoding must detect each of them."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +17,7 @@ Patch = pytest.MonkeyPatch
 SAMPLING = "0.8"
 
 
-def changed(patch: Patch, owner: object, name: str, make: Callable[[Callable[..., object]], object]) -> None:
+def wrap(patch: Patch, owner: object, name: str, make: Callable[[Callable[..., object]], object]) -> None:
     patch.setattr(owner, name, make(getattr(owner, name)))
 
 
@@ -25,51 +25,51 @@ def paths_are_ignored(patch: Patch) -> None:
     patch.setattr(LogitsProcessor, "after", lambda self, path: self)
 
 
-def grammars_stand_still(patch: Patch) -> None:
+def grammars_are_not_advanced(patch: Patch) -> None:
     patch.setattr(GrammarTable, "commit", lambda *_: None)
 
 
-def penalties_count_nothing(patch: Patch) -> None:
+def penalties_count_no_tokens(patch: Patch) -> None:
     patch.setattr(PenaltyTable, "commit", lambda *_: None)
 
 
-def another_request_is_asked(patch: Patch) -> None:
-    def make(true: Callable[..., LogitsProcessor]) -> object:
+def adjustments_of_another_request_are_used(patch: Patch) -> None:
+    def make(original: Callable[..., LogitsProcessor]) -> object:
         def wrong(self: LogitsProcessor, which: slice) -> LogitsProcessor:
-            own = true(self, which)
-            return replace(own, rows=own.rows.flip(0))
+            narrowed = original(self, which)
+            return replace(narrowed, rows=narrowed.rows.flip(0))
 
         return wrong
 
-    changed(patch, LogitsProcessor, "narrow", make)
+    wrap(patch, LogitsProcessor, "narrow", make)
 
 
 def a_token_is_accepted_twice(patch: Patch) -> None:
-    def make(true: Callable[..., object]) -> object:
-        return lambda self, rows, tokens, lens: true(self, rows, tokens, (lens + 1).clamp(max=tokens.shape[1]))
+    def make(original: Callable[..., object]) -> object:
+        return lambda self, rows, tokens, lens: original(self, rows, tokens, (lens + 1).clamp(max=tokens.shape[1]))
 
-    changed(patch, GrammarTable, "commit", make)
+    wrap(patch, GrammarTable, "commit", make)
 
 
-def forced_nodes_see_themselves_alone(patch: Patch) -> None:
-    def make(true: Callable[..., object]) -> object:
+def forced_nodes_see_only_themselves(patch: Patch) -> None:
+    def make(original: Callable[..., object]) -> object:
         def wrong(tree: object, shape: object, adjust: object) -> object:
-            grown = true(tree, shape, adjust)
-            alone = torch.eye(grown.ancestors.shape[1], dtype=torch.bool).expand_as(grown.ancestors)  # type: ignore[attr-defined]
-            return replace(grown, ancestors=alone)  # type: ignore[type-var]
+            grown = original(tree, shape, adjust)
+            self_only_mask = torch.eye(grown.ancestors.shape[1], dtype=torch.bool).expand_as(grown.ancestors)  # type: ignore[attr-defined]
+            return replace(grown, ancestors=self_only_mask)  # type: ignore[type-var]
 
         return wrong
 
-    changed(patch, cluster.spec.step, "add_forced_nodes", make)
+    wrap(patch, cluster.spec.step, "add_forced_nodes", make)
 
 
 BUGS = (
     paths_are_ignored,
-    grammars_stand_still,
-    penalties_count_nothing,
-    another_request_is_asked,
+    grammars_are_not_advanced,
+    penalties_count_no_tokens,
+    adjustments_of_another_request_are_used,
     a_token_is_accepted_twice,
-    forced_nodes_see_themselves_alone,
+    forced_nodes_see_only_themselves,
 )
 
 
@@ -83,7 +83,7 @@ def test_constrained_check_passes_without_a_planted_bug() -> None:
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_penalty_or_grammar_bug_is_caught(bug: Callable[[Patch], None], monkeypatch: Patch) -> None:
-    plain(SAMPLING)  # before anything is wrong
+    plain(SAMPLING)  # compute the oracle before the bug is planted
     bug(monkeypatch)
-    with pytest.raises((AssertionError, IndexError)):  # too many tokens are accepted where the grammar is of another
+    with pytest.raises((AssertionError, IndexError)):  # IndexError: another request's grammar accepts too many tokens
         check()

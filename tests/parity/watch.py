@@ -1,4 +1,4 @@
-"""Checks of an engine's memory and trees against the dense reference, step by step."""
+"""A checker that compares an engine's KV cells and draft trees with the dense reference, step by step."""
 
 from dataclasses import dataclass, field
 
@@ -18,14 +18,15 @@ from tests.parity.drafts import Texts
 from tests.parity.reference import DraftReference, TargetReference
 from tests.tables import held_slots
 
-NEAR = 1e-9
+TOLERANCE = 1e-9
 
 
 @dataclass
-class Watch:
-    """Compares both pools and every drafted tree of a run with the reference. Call it after every step.
+class ReferenceChecker:
+    """Compares both KV pools and every drafted tree of a run with the reference. Call it after every step.
 
-    `strict` raises at the first step with an error; otherwise `errors` are collected.
+    `cells` and `trees` count what was compared. Differences are collected in `errors`. With `strict`, the first step
+    with an error raises AssertionError.
     """
 
     target: TargetReference
@@ -38,97 +39,122 @@ class Watch:
 
     def __post_init__(self) -> None:
         self._passes = {name: self.target.run(text) for name, text in self.texts.items()}
-        self._fused = {name: self.draft.fuse(one) for name, one in self._passes.items()}
+        self._fused = {name: self.draft.fuse(target_pass) for name, target_pass in self._passes.items()}
         self._kv = {name: self.draft.run(text[1:], self._fused[name][:-1])[2] for name, text in self.texts.items()}
 
     def attach(self, engine: Engine, trees: bool = True) -> None:
-        """Watch the engine's pools, and every tree that it drafts."""
-        inner = engine._parts.lockstep.step._draft
-        self._pools = (engine._parts.lockstep.step._target.pool, inner._runner.pool)
+        """Read the KV pools of this engine. With `trees`, also check every tree that it drafts."""
+        engine_draft = engine._parts.lockstep.step._draft
+        self._pools = (engine._parts.lockstep.step._target.pool, engine_draft._runner.pool)
         if not trees:
             return
 
-        class Watched:
-            def draft(_, batch: Batch, carried: EagleDraftInput, drawing: PhaseSampling, shape: TreeShape) -> DraftTree:
-                tree = inner.draft(batch, carried, drawing, shape)
+        class CheckedDraft:
+            def draft(
+                _, batch: Batch, draft_input: EagleDraftInput, phase_sampling: PhaseSampling, shape: TreeShape
+            ) -> DraftTree:
+                tree = engine_draft.draft(batch, draft_input, phase_sampling, shape)
                 for i, row in enumerate(batch.decode_rows.tolist()):
-                    self._look(engine, owners(engine)[row], batch, carried, tree, i)
+                    self._check_tree(engine, owners(engine)[row], batch, draft_input, tree, i)
                 return tree
 
-            extend = staticmethod(inner.extend)
+            extend = staticmethod(engine_draft.extend)
 
-        engine._parts.lockstep.step._draft = Watched()
+        engine._parts.lockstep.step._draft = CheckedDraft()
 
     def __call__(self, engine: Engine, _: StepResult) -> None:
         """Compare the committed KV of every running request in both pools."""
-        references = ([one.kv for one in self._passes.values()], list(self._kv.values()))
+        references = ([target_pass.kv for target_pass in self._passes.values()], list(self._kv.values()))
         names = list(self.texts)
         for sequence in engine._parts.scheduler.running:
             if (
                 sequence.lease is None or sequence.committed == sequence.lease.cached_tokens
-            ):  # its first step may be under way
+            ):  # the request has no row, or its first step may be under way
                 continue
-            at = names.index(sequence.request.request_id.split("/")[0])
-            if sequence.tokens != self.texts[names[at]][: len(sequence.tokens)]:
-                self.errors.append(f"tokens of {names[at]} are {sequence.tokens}")
-            known = min(sequence.committed, len(self.texts[names[at]]) - 1)
-            slots = held_slots(engine._parts.cache.table, sequence.lease.row, known)
-            for what, (pool, reference) in zip(
+            text_index = names.index(sequence.request.request_id.split("/")[0])
+            if sequence.tokens != self.texts[names[text_index]][: len(sequence.tokens)]:
+                self.errors.append(f"tokens of {names[text_index]} are {sequence.tokens}")
+            known_count = min(sequence.committed, len(self.texts[names[text_index]]) - 1)
+            slots = held_slots(engine._parts.cache.table, sequence.lease.row, known_count)
+            for pool_name, (pool, reference) in zip(
                 ("target", "draft"), zip(self._pools, references, strict=True), strict=True
             ):
-                for layer, cells in enumerate(reference[at]):
-                    off = (pool.kv[layer, slots] - cells[:known]).abs().amax((1, 2, 3)) if known else torch.zeros(1)
-                    if not bool((off < NEAR).all()):
-                        where = (off >= NEAR).nonzero()[0].item()
-                        self.errors.append(f"{what} KV of {names[at]}, layer {layer}, is wrong from token {where}")
-            self.cells += known
+                for layer, cells in enumerate(reference[text_index]):
+                    differences = (
+                        (pool.kv[layer, slots] - cells[:known_count]).abs().amax((1, 2, 3))
+                        if known_count
+                        else torch.zeros(1)
+                    )
+                    if not bool((differences < TOLERANCE).all()):
+                        first_wrong_token = (differences >= TOLERANCE).nonzero()[0].item()
+                        self.errors.append(
+                            f"{pool_name} KV of {names[text_index]}, layer {layer}, "
+                            f"is wrong from token {first_wrong_token}"
+                        )
+            self.cells += known_count
         assert not (self.strict and self.errors), self.errors[0]
 
-    def _look(
-        self, engine: Engine, request_id: str, batch: Batch, carried: EagleDraftInput, tree: DraftTree, i: int
+    def _check_tree(
+        self, engine: Engine, request_id: str, batch: Batch, draft_input: EagleDraftInput, tree: DraftTree, i: int
     ) -> None:
-        """Compare one request's carriers and tree with an independent EAGLE-2 expansion."""
-        name, at = request_id.split("/")[0], int(batch.seq_lens[i])
+        """Compare the draft input and the tree of request i with an independent EAGLE-2 expansion."""
+        name, committed = request_id.split("/")[0], int(batch.seq_lens[i])
         text, shape = self.texts[name], engine._parts.resolved.shape
-        if at >= len(text):
+        if committed >= len(text):
             return
-        wanted = self._expected(engine, text, self._fused[name][:at], at, batch, i)
+        expected = self._expected(engine, text, self._fused[name][:committed], committed, batch, i)
         self.trees += 1
-        near = torch.allclose(carried.hidden[i], wanted.hidden, atol=NEAR, rtol=0)
-        near = near and torch.allclose(carried.topk_logprobs[i], wanted.topk_logprobs, atol=NEAR, rtol=0)
-        if not near or int(carried.bonus[i]) != text[at]:
-            self.errors.append(f"carriers of {name} at {at} differ from the reference")
+        is_near = torch.allclose(draft_input.hidden[i], expected.hidden, atol=TOLERANCE, rtol=0)
+        is_near = is_near and torch.allclose(
+            draft_input.topk_logprobs[i], expected.topk_logprobs, atol=TOLERANCE, rtol=0
+        )
+        if not is_near or int(draft_input.bonus[i]) != text[committed]:
+            self.errors.append(f"draft input of {name} at {committed} differs from the reference")
         got = (tree.tokens[i].tolist(), tree.parents[i].tolist(), tree.depths[i].tolist())
-        if got != (wanted.tokens, wanted.parents, wanted.depths):
-            self.errors.append(f"tree of {name} at {at} is {got}, not {wanted.tokens, wanted.parents, wanted.depths}")
-        assert len(wanted.tokens) == shape.num_draft_tokens
+        if got != (expected.tokens, expected.parents, expected.depths):
+            self.errors.append(
+                f"tree of {name} at {committed} is {got}, not {expected.tokens, expected.parents, expected.depths}"
+            )
+        assert len(expected.tokens) == shape.num_draft_tokens
 
-    def _expected(self, engine: Engine, text: list[int], fused: Tensor, at: int, batch: Batch, i: int) -> "Expected":
+    def _expected(
+        self, engine: Engine, text: list[int], fused: Tensor, committed: int, batch: Batch, i: int
+    ) -> "Expected":
         shape = engine._parts.resolved.shape
         sampling = batch.sampling.narrow(i, i + 1)
-        ids = torch.tensor(self.draft.target_ids)
+        target_ids = torch.tensor(self.draft.target_ids)
 
         def children(tokens: list[int], hidden: Tensor) -> tuple[list[tuple[float, int]], Tensor]:
-            """The topk proposals after the last of `tokens`, and its recurrent hidden."""
+            """Return the topk proposals after the last of `tokens`, and the recurrent hidden state of that token."""
             logits, recurrent, _ = self.draft.run(tokens, hidden)
-            line = logits[None, -1:]
+            last_logits = logits[None, -1:]
             if batch.sampling.any_random:
                 keys = noise_keys(sampling.seeds, torch.tensor([[hidden.shape[0] + 1]]))
-                line = score_logits(line, sampling, Noise.of(keys, token_hashes(ids), line.dtype))
-            best = line[0, 0].log_softmax(-1).topk(shape.topk)
+                last_logits = score_logits(
+                    last_logits, sampling, Noise.of(keys, token_hashes(target_ids), last_logits.dtype)
+                )
+            top_logprobs = last_logits[0, 0].log_softmax(-1).topk(shape.topk)
             return [
-                (p, int(ids[j])) for p, j in zip(best.values.tolist(), best.indices.tolist(), strict=True)
+                (p, int(target_ids[j]))
+                for p, j in zip(top_logprobs.values.tolist(), top_logprobs.indices.tolist(), strict=True)
             ], recurrent[-1]
 
-        first, hidden = children(text[1 : at + 1], fused)
+        first_proposals, hidden = children(text[1 : committed + 1], fused)
         return expand(
-            shape.topk, shape.num_steps, shape.num_draft_tokens, text[: at + 1], fused, first, hidden, children
+            shape.topk,
+            shape.num_steps,
+            shape.num_draft_tokens,
+            text[: committed + 1],
+            fused,
+            first_proposals,
+            hidden,
+            children,
         )
 
 
 @dataclass(frozen=True)
 class Expected:
-    """The carriers and the tree that an engine should have."""
+    """The draft input (`hidden`, `topk_logprobs`) and the tree that an engine should have for one request."""
 
     hidden: Tensor
     topk_logprobs: Tensor
@@ -137,37 +163,38 @@ class Expected:
     depths: list[int]
 
 
-def expand(topk, steps, nodes, known, fused, first, hidden, children) -> Expected:  # type: ignore[no-untyped-def]
-    """EAGLE-2 for one request, one node at a time: a pool of candidates, of which the best ones become the tree.
+def expand(topk, steps, nodes, known_tokens, fused_hidden, first_proposals, hidden, children) -> Expected:  # type: ignore[no-untyped-def]
+    """Expand the tree of one request as EAGLE-2 does, one node at a time. The best candidates become the tree.
 
-    `known` are the committed tokens and the bonus; `children(tokens, hidden)` proposes after a row.
+    `known_tokens` are the committed tokens and the bonus token. `children(tokens, hidden)` returns the proposals after
+    the last of `tokens`.
     """
 
     def cost(p: float) -> float:
         return max(FLOOR, p) - DECAY
 
-    pool: list[tuple[float, int, int, int]] = []  # score, token, parent (-1 the root), depth
-    rows: dict[int, tuple[list[int], Tensor]] = {}  # hidden that a candidate's own row starts from, and its tokens
-    for p, token in first:
-        rows[len(pool)] = ([*known[1:], token], torch.cat([fused, hidden[None]]))
-        pool.append((cost(p), token, -1, 1))
+    candidates: list[tuple[float, int, int, int]] = []  # score, token, parent (-1: the root), depth
+    candidate_rows: dict[int, tuple[list[int], Tensor]] = {}  # by candidate: tokens and hidden states of its row
+    for p, token in first_proposals:
+        candidate_rows[len(candidates)] = ([*known_tokens[1:], token], torch.cat([fused_hidden, hidden[None]]))
+        candidates.append((cost(p), token, -1, 1))
     frontier = list(range(topk))
     for depth in range(2, steps + 1):
-        grown = []
+        new_candidates = []
         for parent in frontier:
-            tokens, state = rows[parent]
-            proposals, after = children(tokens, state)
+            tokens, hidden_states = candidate_rows[parent]
+            proposals, next_hidden = children(tokens, hidden_states)
             for p, token in proposals:
-                rows[len(pool)] = ([*tokens, token], torch.cat([state, after[None]]))
-                grown.append(len(pool))
-                pool.append((pool[parent][0] + cost(p), token, parent, depth))
-        frontier = sorted(grown, key=lambda c: -pool[c][0])[:topk]
-    chosen = sorted(sorted(range(len(pool)), key=lambda c: -pool[c][0])[: nodes - 1])
-    number = {-1: 0} | {c: i for i, c in enumerate(chosen, start=1)}
+                candidate_rows[len(candidates)] = ([*tokens, token], torch.cat([hidden_states, next_hidden[None]]))
+                new_candidates.append(len(candidates))
+                candidates.append((candidates[parent][0] + cost(p), token, parent, depth))
+        frontier = sorted(new_candidates, key=lambda c: -candidates[c][0])[:topk]
+    chosen_candidates = sorted(sorted(range(len(candidates)), key=lambda c: -candidates[c][0])[: nodes - 1])
+    node_numbers = {-1: 0} | {c: i for i, c in enumerate(chosen_candidates, start=1)}
     return Expected(
         hidden=hidden,
-        topk_logprobs=torch.tensor([p for p, _ in first], dtype=torch.float64),
-        tokens=[known[-1], *(pool[c][1] for c in chosen)],
-        parents=[0, *(number[pool[c][2]] for c in chosen)],
-        depths=[0, *(pool[c][3] for c in chosen)],
+        topk_logprobs=torch.tensor([p for p, _ in first_proposals], dtype=torch.float64),
+        tokens=[known_tokens[-1], *(candidates[c][1] for c in chosen_candidates)],
+        parents=[0, *(node_numbers[candidates[c][2]] for c in chosen_candidates)],
+        depths=[0, *(candidates[c][3] for c in chosen_candidates)],
     )

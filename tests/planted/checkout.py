@@ -1,4 +1,4 @@
-"""A copy of the checkout in which faults are planted, and what results depend on."""
+"""A copy of the checkout in which faults are planted, and a checksum of the files on which a result depends."""
 
 import hashlib
 import os
@@ -14,15 +14,15 @@ from tests.planted.fault import Fault
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPILED = "cluster/kernels/compiled/"
-OWN = "tests/planted/"  # the faults themselves and what plants them decide no result
-LEFT_OUT = ("__pycache__", "build", "dist", "runs")  # folders that nobody wrote by hand; hidden ones are left out too
+OWN_FOLDER = "tests/planted/"  # no result depends on the files of this folder
+IGNORED_FOLDERS = ("__pycache__", "build", "dist", "runs")  # generated folders; hidden folders are left out too
 
 
 def files() -> list[str]:
-    """The files of the checkout, from its root, the compiled kernels among them."""
+    """The files of the checkout, as sorted paths relative to its root. The compiled kernels are among them."""
     found = []
     for folder, inner, names in os.walk(ROOT):
-        inner[:] = [name for name in inner if name not in LEFT_OUT and not name.startswith(".")]
+        inner[:] = [name for name in inner if name not in IGNORED_FOLDERS and not name.startswith(".")]
         found += [(Path(folder) / name).relative_to(ROOT).as_posix() for name in names if name != ".git"]
     return sorted(found)
 
@@ -36,24 +36,26 @@ def content_digest(name: str) -> bytes:
 def tree_digest(names: list[str], tests: tuple[str, ...]) -> str:
     """A checksum of the files on which the result of running `tests` depends.
 
-    These are the product, the settings of pytest, the tests' own helpers, and of the test files the selected ones.
+    These are the product, the settings of pytest, the helpers of all tests, and the test files in `tests`.
     """
-    made = hashlib.sha256()
+    digest = hashlib.sha256()
     for name in names:
         is_test = Path(name).name.startswith("test_")
         selected = any(name == test or name.startswith(f"{test}/") for test in tests)
-        if name.startswith((OWN, COMPILED)) or not name.startswith(("cluster/", "tests/", "pyproject.toml")):
+        if name.startswith((OWN_FOLDER, COMPILED)) or not name.startswith(("cluster/", "tests/", "pyproject.toml")):
             continue
         if selected or not is_test:
-            made.update(name.encode() + b"\0" + content_digest(name))
-    return made.hexdigest()[:16]
+            digest.update(name.encode() + b"\0" + content_digest(name))
+    return digest.hexdigest()[:16]
 
 
 class Copy:
     """A copy of the checkout in `root`, without its environment and its history."""
 
     def __init__(self, root: Path, names: list[str]) -> None:
-        """Copy the files `names`. Kernels compiled from the same sources are used again, here as in the checkout."""
+        """Copy the files `names`. The compiled kernels among them are used again as long as their sources
+        are the same.
+        """
         self.root = root
         for name in names:
             (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -61,30 +63,32 @@ class Copy:
 
     @contextmanager
     def planted(self, fault: Fault) -> Iterator[None]:
-        """While this lasts the copy has the fault."""
+        """Plant the fault in the copy; remove it again on exit."""
         path = self.root / fault.file
-        true = path.read_text(encoding="utf-8")
-        self._write(path, fault.plant(true))
+        original_text = path.read_text(encoding="utf-8")
+        self._write(path, fault.plant(original_text))
         try:
             yield
         finally:
-            self._write(path, true)
+            self._write(path, original_text)
 
     @staticmethod
     def _write(path: Path, text: str) -> None:
-        """Write a source file. Its bytecode goes: Python compares the time in seconds and the size, which may agree."""
+        """Write a source file and delete its bytecode. Python would reuse the bytecode if the source's size and its
+        time of change in whole seconds were the same as before.
+        """
         for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
             compiled.unlink()
         path.write_text(text, encoding="utf-8")
 
-    def environment(self, **more: str) -> dict[str, str]:
-        """Variables for a process that imports from the copy, as do the processes that it starts."""
-        return {**os.environ, "PYTHONPATH": str(self.root), "OMP_NUM_THREADS": "1", **more}
+    def environment(self, **extra_variables: str) -> dict[str, str]:
+        """The environment of a process that must import from the copy. The processes that it starts do so too."""
+        return {**os.environ, "PYTHONPATH": str(self.root), "OMP_NUM_THREADS": "1", **extra_variables}
 
     def compile_kernels(self, objects: Path, limit_s: float) -> str:
-        """Compile the C kernels of the copy for this CPU; return the compiler's complaint, or an empty string.
+        """Compile the C kernels of the copy for this CPU; return the compiler's error output, or an empty string.
 
-        Objects whose preprocessed source is known come from the folder `objects`.
+        An object is taken from the folder `objects` if its preprocessed source was compiled before.
 
         Raises:
             subprocess.TimeoutExpired: it took longer than `limit_s` seconds.
@@ -96,7 +100,7 @@ class Copy:
             "from cluster.kernels.build import COMPILED, compile_level; "
             "from cluster.kernels.library import level_of_cpu; compile_level(level_of_cpu(), COMPILED)"
         )
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-c", program],
             cwd=self.root,
             env=self.environment(CC=str(wrapper), PLANTED_OBJECTS=str(objects)),
@@ -104,4 +108,4 @@ class Copy:
             text=True,
             timeout=limit_s,
         )
-        return "" if done.returncode == 0 else done.stderr
+        return "" if process.returncode == 0 else process.stderr

@@ -17,8 +17,9 @@ class StaleFaultError(Exception):
 class Fault:
     """One mistake: in `file` the text `old`, which occurs exactly once, becomes `new`.
 
-    `effect` says what a user would see if nobody noticed. `tests` are the paths, from the root of the checkout, of the
-    tests that should find the fault: one after the other is run until a test fails, the likeliest first.
+    `effect` says what a user would see if no test found the mistake. `tests` are paths, relative to the root of the
+    checkout, of the tests that should find the fault. They run in this order until a test fails; the test that most
+    likely fails comes first.
     """
 
     name: str
@@ -60,7 +61,7 @@ def all_faults(table: Path = TABLE) -> list[Fault]:
         for entry in tomllib.loads(path.read_text(encoding="utf-8"))["fault"]
     ]
     names = [fault.name for fault in faults]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ValueError(f"several faults have the same name: {twice}")
+    duplicates = sorted({name for name in names if names.count(name) > 1})
+    if duplicates:
+        raise ValueError(f"several faults have the same name: {duplicates}")
     return faults

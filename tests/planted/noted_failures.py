@@ -1,5 +1,5 @@
-"""A plugin of pytest that notes failures in the file NOTED_FAILURES, a line each: "test ID" of a test that failed, or
-"import ID" of a module that cannot be imported.
+"""A pytest plugin that appends each failure as a line to the file named by the environment variable NOTED_FAILURES:
+"test ID" for a test that failed, "import ID" for a module that cannot be imported.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Planting one fault, and proving that the tests that found faults pass without them."""
+"""Plants one fault and runs its tests; shows that tests that found faults pass without a fault."""
 
 import signal
 import subprocess
@@ -12,21 +12,23 @@ from tests.planted.fault import Fault
 from tests.planted.results import Outcome
 
 PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.planted.noted_failures")
-CRASHES = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)  # by a fault of its own
-FAST = "not slow and not ray"  # what `make test` runs side by side
+CRASHES = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)  # signals of a crash
+FAST_TESTS = "not slow and not ray"  # the mark of the tests that `make test` runs in parallel
 
 
 class Planter:
-    """Plants faults in one copy of the checkout. `place` is a folder for what runs leave behind, `objects` one for
-    objects of the C compiler that later runs use again; the tests of one fault may take `limit_s` seconds.
+    """Plants faults in one copy of the checkout.
+
+    `folder` is for the output of runs, `objects` for objects of the C compiler that later runs use again. The tests of
+    one fault may take `limit_s` seconds.
     """
 
-    def __init__(self, copy: Copy, place: Path, objects: Path, limit_s: float) -> None:
+    def __init__(self, copy: Copy, folder: Path, objects: Path, limit_s: float) -> None:
         self._copy, self._objects, self._limit_s = copy, objects, limit_s
-        self._output, self._failures = place / "output", place / "failures"
+        self._output, self._failures = folder / "output", folder / "failures"
 
     def plant(self, fault: Fault) -> tuple[Outcome, str]:
-        """Run the fault's tests with the fault until one fails; return what became of it, and by which test."""
+        """Run the fault's tests with the fault until one fails; return the outcome, and the test or reason."""
         end = time.monotonic() + self._limit_s
         with self._copy.planted(fault):
             try:
@@ -43,14 +45,14 @@ class Planter:
         return "not found", "every test passed"
 
     def failing(self, tests: Sequence[str]) -> set[str]:
-        """Run `tests` without a fault; return those that fail, or all of them where pytest does not run them."""
+        """Run `tests` without a fault; return those that fail, or all of them if pytest could not run them."""
         status = self._run(tests, None)
         failed = {failure.partition(" ")[2] for failure in self.failures}
         return failed if status in (0, 1) else set(tests)
 
     @property
     def failures(self) -> list[str]:
-        """What `noted_failures` noted of the last run."""
+        """The lines that the plugin `noted_failures` wrote in the last run."""
         return self._failures.read_text(encoding="utf-8").splitlines() if self._failures.exists() else []
 
     def _run(self, arguments: Sequence[str], limit_s: float | None) -> int:
@@ -60,10 +62,10 @@ class Planter:
             subprocess.TimeoutExpired: it took longer than `limit_s` seconds.
         """
         self._failures.unlink(missing_ok=True)
-        command = [sys.executable, *PYTEST, "-m", FAST, *arguments]
+        command = [sys.executable, *PYTEST, "-m", FAST_TESTS, *arguments]
         environment = self._copy.environment(NOTED_FAILURES=str(self._failures))
         with self._output.open("wb") as output:
-            done = subprocess.run(
+            process = subprocess.run(
                 command,
                 cwd=self._copy.root,
                 env=environment,
@@ -72,14 +74,17 @@ class Planter:
                 timeout=limit_s,
                 check=False,
             )
-        return done.returncode
+        return process.returncode
 
     def _failed(self, status: int) -> tuple[Outcome, str]:
-        """What a run of pytest that did not pass says of a fault; `status` as in `_run`."""
+        """The outcome of a fault whose run of pytest ended with a `status` other than 0, and the test or reason."""
         for failure in self.failures:
             kind, _, name = failure.partition(" ")
             return ("found", name) if kind == "test" else ("no fault", f"{name} cannot be imported")
         if status < 0:
             return "found" if -status in CRASHES else "unknown", f"the process ended by signal {-status}"
-        said = self._output.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        return "no fault", f"pytest ended with status {status}: {said[-1] if said else 'it said nothing'}"
+        output_lines = self._output.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        return (
+            "no fault",
+            f"pytest ended with status {status}: {output_lines[-1] if output_lines else 'it printed nothing'}",
+        )

@@ -1,11 +1,11 @@
-"""The table of faults fits the source. That each fault is found, `make planted` shows."""
+"""The table of faults fits the source. `make planted` shows that the tests find each fault."""
 
 import ast
 from pathlib import Path
 
 import pytest
 
-from tests.planted.checkout import OWN, ROOT, Copy, files, tree_digest
+from tests.planted.checkout import OWN_FOLDER, ROOT, Copy, files, tree_digest
 from tests.planted.fault import Fault, StaleFaultError, all_faults
 from tests.planted.results import Result, Results, table
 
@@ -23,9 +23,9 @@ def test_every_planted_fault_applies_to_its_source_file(fault: Fault) -> None:
     planted = fault.plant(source)
     assert planted != source
     if fault.file.endswith(".py"):
-        assert ast.dump(ast.parse(planted)) != ast.dump(ast.parse(source)), "it changes no more than a comment"
+        assert ast.dump(ast.parse(planted)) != ast.dump(ast.parse(source)), "the fault changes only comments or layout"
     assert fault.effect.endswith(".") and fault.tests
-    assert [test for test in fault.tests if not (ROOT / test).exists() or test.startswith(OWN)] == []
+    assert [test for test in fault.tests if not (ROOT / test).exists() or test.startswith(OWN_FOLDER)] == []
 
 
 @pytest.mark.parametrize("source", ["y = 1", "x = 1\nx = 1"])
@@ -46,15 +46,15 @@ def test_duplicate_fault_names_are_refused(tmp_path: Path) -> None:
 def test_copy_contains_the_fault_only_inside_the_planted_context(tmp_path: Path) -> None:
     fault = FAULTS[0]
     copy = Copy(tmp_path / "copy", [fault.file])
-    path, true = tmp_path / "copy" / fault.file, (ROOT / fault.file).read_text(encoding="utf-8")
-    stale = path.parent / "__pycache__" / f"{path.stem}.cpython-311.pyc"
-    stale.parent.mkdir()
-    stale.write_bytes(b"")
+    path, original_text = tmp_path / "copy" / fault.file, (ROOT / fault.file).read_text(encoding="utf-8")
+    stale_bytecode = path.parent / "__pycache__" / f"{path.stem}.cpython-311.pyc"
+    stale_bytecode.parent.mkdir()
+    stale_bytecode.write_bytes(b"")
     with pytest.raises(ZeroDivisionError), copy.planted(fault):
-        assert path.read_text(encoding="utf-8") == fault.plant(true)
-        assert not stale.exists()
+        assert path.read_text(encoding="utf-8") == fault.plant(original_text)
+        assert not stale_bytecode.exists()
         raise ZeroDivisionError
-    assert path.read_text(encoding="utf-8") == true
+    assert path.read_text(encoding="utf-8") == original_text
 
 
 def test_tree_digest_depends_on_product_files_and_selected_tests() -> None:

@@ -1,8 +1,8 @@
-"""GPUs that talk over NCCL, simulated on CPUs: a device that runs behind its host, in a thread of its own.
+"""Simulates on CPUs a GPU that communicates over NCCL: a device that runs asynchronously, in a thread of its own.
 
-The host queues a step, goes on, and asks whether the device has come to a moment. Collectives of the device have
-connections of their own. As with NCCL, one whose peer is gone waits for good, unless that is to be an error, which then
-shows with the next call to the device.
+The host queues a step, continues, and polls whether the device has reached a moment. The collectives that the device
+runs have connections of their own. As with NCCL, a collective waits forever if its peer is gone. With `reports_errors`
+the collective fails instead, and the next call to the device raises the error.
 """
 
 import queue
@@ -22,97 +22,100 @@ from cluster.engine import Rank
 from cluster.engine.programs import Programs
 from cluster.spec.result import StepOutput
 
-MOMENTS = 64  # of a step that the host notes before the device has begun it
+MOMENTS_PER_STEP = 64  # how many moments of a step the host notes before the device begins the step
 
 
 class Moment:
-    """A point of the device's work."""
+    """A point of the device's work: whether the device has reached it, and when (host's clock, in seconds)."""
 
     def __init__(self) -> None:
-        self.reached, self.at = False, 0.0
+        self.reached, self.reached_at = False, 0.0
 
-    def reach(self) -> None:
-        self.reached, self.at = True, time.perf_counter()
+    def mark_reached(self) -> None:
+        self.reached, self.reached_at = True, time.perf_counter()
 
 
-class Device(threading.Thread):
-    """Does what is queued, one after the other; also the `Timer` of what it does. `fails`: an error in its work is told
-    by the next call; else it then waits for good.
+class SimulatedDevice(threading.Thread):
+    """The simulated device: runs queued work in order. It is also the `Timer` of that work.
+
+    After an error in its work the device hangs. With `reports_errors` the next call to the device also raises an error.
     """
 
-    def __init__(self, fails: bool) -> None:
+    def __init__(self, reports_errors: bool) -> None:
         super().__init__(daemon=True)
-        self._fails, self._queue = fails, queue.SimpleQueue[Callable[[], None]]()
+        self._reports_errors, self._queue = reports_errors, queue.SimpleQueue[Callable[[], None]]()
         self._error = ""
-        self.ahead: list[Moment] = []
+        self.pending_moments: list[Moment] = []
 
     def run(self) -> None:
         while True:
             try:
                 self._queue.get()()
             except BaseException:
-                if self._fails:
+                if self._reports_errors:
                     self._error = "CUDA error: unspecified launch failure"
                 threading.Event().wait()
 
     def put(self, work: Callable[[], None]) -> None:
-        self._check()
+        self._raise_reported_error()
         self._queue.put(work)
 
     def now(self) -> Moment:
         moment = Moment()
-        self.put(moment.reach)
+        self.put(moment.mark_reached)
         return moment
 
     def between(self, start: Moment, end: Moment) -> float:
-        return end.at - start.at
+        return end.reached_at - start.reached_at
 
     def make_current(self) -> None:
         pass
 
     def reached(self, moment: Moment) -> bool:
-        self._check()
+        self._raise_reported_error()
         return moment.reached
 
-    def advance(self) -> None:
-        """The device comes to the next of the moments that its host has noted."""
-        if self.ahead:
-            self.ahead.pop(0).reach()
+    def reach_next_moment(self) -> None:
+        """Mark the next moment that the host has noted as reached, if one is left."""
+        if self.pending_moments:
+            self.pending_moments.pop(0).mark_reached()
 
-    def _check(self) -> None:
+    def _raise_reported_error(self) -> None:
         if self._error:
             raise RuntimeError(self._error)
 
 
 class HostExchange:
-    """What the host sees of the exchange: the script, for the step that it queues."""
+    """Stands in for `Exchange` on the host: keeps the script of the step that the host queues for the device."""
 
     def __init__(self) -> None:
         self.script: tuple[int, Sequence[ScriptCall], bool] = (0, (), False)
 
-    def begin(self, step: int, calls: Sequence[ScriptCall], counted: bool = False) -> None:
-        self.script = step, calls, counted
+    def begin(self, step: int, calls: Sequence[ScriptCall], routes_to_experts: bool = False) -> None:
+        self.script = step, calls, routes_to_experts
 
     def end(self) -> None:
-        """The device will check it."""
+        """Do nothing: the device checks the end of the script when it runs the step."""
 
 
-class Output:
-    """What a step will have decided."""
+class PendingOutput:
+    """Stands in for the output of a queued step; `step_output` is None until the device has run the step."""
 
     def __init__(self) -> None:
-        self.decided: StepOutput | None = None
+        self.step_output: StepOutput | None = None
 
     def read(self) -> StepOutput:
-        assert self.decided is not None, "read before the device has run it"
-        return self.decided
+        assert self.step_output is not None, "the output was read before the device has run the step"
+        return self.step_output
 
 
-class BehindPrograms:
-    """Programs whose steps are queued for the device."""
+class QueuedPrograms:
+    """Stands in for `Programs`: queues each step for the simulated device."""
 
-    def __init__(self, programs: Programs, exchange: Exchange, host: HostExchange, device: Device, mesh: Mesh) -> None:
-        self._programs, self._exchange, self._host = programs, exchange, host
+    def __init__(
+        self, programs: Programs, exchange: Exchange, host_exchange: HostExchange, device: SimulatedDevice, mesh: Mesh
+    ) -> None:
+        self._programs, self._exchange, self._host_exchange = programs, exchange, host_exchange
         self._device, self._clock = device, mesh.world.clock
         self.assembler, self.step = programs.assembler, programs.step
 
@@ -127,44 +130,51 @@ class BehindPrograms:
     def eager_fallbacks(self) -> int:
         return self._programs.eager_fallbacks
 
-    def run(self, order: StepInput, plan: StepPlan, shape: TreeShape) -> Output:
-        output, script = Output(), self._host.script
-        noted = [Moment() for _ in range(MOMENTS)]
-        self._clock._pending_moments.extend(noted)
+    def run(self, step_input: StepInput, plan: StepPlan, shape: TreeShape) -> PendingOutput:
+        output, script = PendingOutput(), self._host_exchange.script
+        moments = [Moment() for _ in range(MOMENTS_PER_STEP)]
+        self._clock._pending_moments.extend(moments)
 
         def program() -> None:
-            self._device.ahead = list(noted)
+            self._device.pending_moments = list(moments)
             self._exchange.begin(*script)
-            output.decided = self._programs.run(order, plan, shape).read()
+            output.step_output = self._programs.run(step_input, plan, shape).read()
             self._exchange.end()
-            for moment in self._device.ahead:
-                moment.reach()
+            for moment in self._device.pending_moments:
+                moment.mark_reached()
 
         self._device.put(program)
         return output
 
 
-def put_behind(
-    rank: Rank, where: Rendezvous, limit_s: float, before: Callable[[int, ScriptCall], None], fails: bool = False
+def run_on_simulated_device(
+    rank: Rank,
+    rendezvous: Rendezvous,
+    limit_s: float,
+    before_collective: Callable[[int, ScriptCall], None],
+    reports_errors: bool = False,
 ) -> Rank:
-    """Give a rank such a device; `before` is called there before each collective, with the number of its step."""
-    lockstep: Any = rank.lockstep
-    mesh, exchange, device = lockstep.mesh, lockstep.exchange, Device(fails)
-    assert mesh.attn.size == 1, "followers get their orders over the exchange, which is on the device here"
-    alone = [[number] for number in range(mesh.world.size)]
-    mesh.world, mesh.attn = meshes._axes(mesh.rank, mesh.world.size, alone, "gloo", mesh.world.clock)
+    """Make a rank run its steps on a simulated device; return the rank.
 
-    def entered(call: ScriptCall, collective: Callable[..., Any], *given: Any) -> Any:
-        before(exchange._step, call)
-        device.advance()
-        result = collective(*given)
-        device.advance()
+    The device calls `before_collective(step, call)` before each collective. `limit_s` is the limit of the watchdog.
+    """
+    lockstep: Any = rank.lockstep
+    mesh, exchange, device = lockstep.mesh, lockstep.exchange, SimulatedDevice(reports_errors)
+    assert mesh.attn.size == 1, "followers get step inputs over the exchange, which runs on the device here"
+    single_rank_groups = [[rank_number] for rank_number in range(mesh.world.size)]
+    mesh.world, mesh.attn = meshes._axes(mesh.rank, mesh.world.size, single_rank_groups, "gloo", mesh.world.clock)
+
+    def enter_collective(call: ScriptCall, collective: Callable[..., Any], *arguments: Any) -> Any:
+        before_collective(exchange._step, call)
+        device.reach_next_moment()
+        result = collective(*arguments)
+        device.reach_next_moment()
         return result
 
-    exchange._enter_collective = entered
+    exchange._enter_collective = enter_collective
     lockstep.exchange = HostExchange()
-    lockstep.programs = BehindPrograms(lockstep.programs, exchange, lockstep.exchange, device, mesh)
-    mesh.start_heartbeats(meshes._client(where))
+    lockstep.programs = QueuedPrograms(lockstep.programs, exchange, lockstep.exchange, device, mesh)
+    mesh.start_heartbeats(meshes._client(rendezvous))
     lockstep.watchdog = DeviceWatchdog(mesh, device)
     lockstep.watchdog.start_serving(limit_s)
     device.start()

@@ -1,5 +1,5 @@
-"""A gang against one rank: the same requests must get the same tokens, from the same trees, with the same accept
-lengths.
+"""Compares a gang with a single rank: the same requests must get the same tokens, from the same trees, with the same
+accept lengths.
 """
 
 import json
@@ -8,152 +8,202 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from typing import Any
 
-from tests.ranks.gang import Action, Case, Life, Ranks
+from tests.ranks.gang import Action, Case, RankProcesses, RankReport
 from tests.ranks.worker import run
 
-MESH = (
+MESH_SETTINGS = (
     *("tp_size", "attn_dp_size", "dp_padding", "vocab_parallel", "speculative_draft_parallel", "debug_lockstep"),
     *("capture", "capture_sizes", "ep_size"),
 )
-AMPLE = {"max_total_tokens": 16384, "max_running_requests": 32, "capture": "off"}
+"""Settings of a gang that the single rank must not have."""
+SINGLE_RANK_SETTINGS = {"max_total_tokens": 16384, "max_running_requests": 32, "capture": "off"}
+"""Settings of the single rank: it has enough memory for all requests, and captures nothing."""
 
 
 @dataclass
 class Tally:
-    """What cases compared, and what they exercised, added up.
+    """What one or more cases compared and exercised, as sums.
 
-    `compared` requests had all their tokens compared, `counted` also their trees and accept lengths, of
-    which they were `shown` so many; `aborted` ones a prefix. `scored` ones had their prompts' compared.
-    `accepted[j]` are trees of which j draft tokens were accepted; `uneven` steps had ranks with different rows,
-    `idle` ranks had none in a step in which others had, `replayed` ones replayed a captured program.
+    `compared_requests`: requests whose tokens were all compared. `compared_trees`: those of them whose trees and accept
+    lengths were compared too. `returned_trees`: trees that these requests returned. `aborted_requests`: requests of
+    which only a prefix was compared. `compared_prompt_logprobs`: requests whose prompt log-probabilities were compared.
+    `retractions`: how often a request was retracted. `padding_rows`: rows of padding.
+    `uneven_steps`: steps in which ranks had different numbers of rows. `idle_rank_steps`: pairs of a rank without rows
+    and a step in which another rank had rows. `replayed_steps`: steps that replayed a captured program, over all ranks.
+    `trees_by_accept_length[j]`: trees of which j draft tokens were accepted.
     """
 
-    compared: int = 0
-    scored: int = 0
-    counted: int = 0
-    shown: int = 0
-    aborted: int = 0
-    retracted: int = 0
-    padded: int = 0
+    compared_requests: int = 0
+    compared_prompt_logprobs: int = 0
+    compared_trees: int = 0
+    returned_trees: int = 0
+    aborted_requests: int = 0
+    retractions: int = 0
+    padding_rows: int = 0
     steps: int = 0
-    uneven: int = 0
-    idle: int = 0
-    replayed: int = 0
-    accepted: Counter[int] = field(default_factory=Counter)
+    uneven_steps: int = 0
+    idle_rank_steps: int = 0
+    replayed_steps: int = 0
+    trees_by_accept_length: Counter[int] = field(default_factory=Counter)
     mismatches: list[str] = field(default_factory=list)
 
     def __iadd__(self, other: "Tally") -> "Tally":
-        for name, value in vars(other).items():
-            setattr(self, name, getattr(self, name) + value)
+        for field_name, value in vars(other).items():
+            setattr(self, field_name, getattr(self, field_name) + value)
         return self
 
 
-def check(ranks: Ranks, case: Case, same_trees: bool = True, timeout_s: float = 240.0) -> Tally:
-    """Run the case on its gang and on one rank, and compare. `same_trees`: trees and accept lengths must agree
-    as well.
+def check(processes: RankProcesses, case: Case, same_trees: bool = True, timeout_s: float = 240.0) -> Tally:
+    """Run the case on its gang and on a single rank; return the tally of the comparison.
+
+    `same_trees`: trees and accept lengths must agree as well. `timeout_s` is the time that the gang may take.
     """
-    lives = ranks.lives(case, timeout_s)
-    one = alone(json.dumps(without_mesh(case.config), sort_keys=True), tuple(map(frozen, case.actions)))
-    tally = Tally(steps=len(lives[0].rows))
-    tokens, ended, retracted = joined(lives)
-    trees = {name: drafted for life in lives for name, drafted in life.trees.items()}
-    shown = {name: drafted for life in lives for name, drafted in life.shown.items()}
+    reports = processes.run_without_failure(case, timeout_s)
+    single_rank = run_single_rank(
+        json.dumps(single_rank_config(case.config), sort_keys=True), tuple(map(action_json, case.actions))
+    )
+    tally = Tally(steps=len(reports[0].rows))
+    tokens, ends_by_request, retracted = join_reports(reports)
+    tree_checksums = {
+        request_id: trees_of_request
+        for report in reports
+        for request_id, trees_of_request in report.tree_checksums.items()
+    }
+    returned_trees = {
+        request_id: trees_of_request
+        for report in reports
+        for request_id, trees_of_request in report.returned_trees.items()
+    }
     for action in case.actions:
         if action.kind == "abort":
             continue
-        name = action.request["request_id"]
-        got, whole = tokens.get(name, []), one.tokens[name]
-        if name not in ended:
-            tally.aborted += 1
-            if got != whole[: len(got)]:
-                tally.mismatches.append(f"{name}, aborted: {got} is no prefix of {whole}")
+        request_id = action.request["request_id"]
+        request_tokens, expected_tokens = tokens.get(request_id, []), single_rank.tokens[request_id]
+        if request_id not in ends_by_request:
+            tally.aborted_requests += 1
+            if request_tokens != expected_tokens[: len(request_tokens)]:
+                tally.mismatches.append(f"{request_id}, aborted: {request_tokens} is no prefix of {expected_tokens}")
             continue
-        (reason, accepted), (true_reason, true_accepted) = ended[name], one.ended[name]
-        tally.compared += 1
-        if (got, reason) != (whole, true_reason):
-            tally.mismatches.append(f"{name}: {got} {reason} instead of {whole} {true_reason}")
-        scores = [score for life in lives for score in life.scores.get(name, [])]
-        tally.scored += bool(scores)
-        if not same_scores(scores, one.scores.get(name, [])):
-            tally.mismatches.append(f"{name}: scores {scores} instead of {one.scores.get(name)}")
-        drawn = [line for life in lives for line in life.drawn.get(name, [])]
-        if not same_scores(drawn, one.drawn.get(name, [])):
-            tally.mismatches.append(f"{name}: log-probabilities {drawn} instead of {one.drawn.get(name)}")
-        if name in retracted or not same_trees:
+        (finish_reason, accept_histogram), (expected_reason, expected_histogram) = (
+            ends_by_request[request_id],
+            single_rank.ended[request_id],
+        )
+        tally.compared_requests += 1
+        if (request_tokens, finish_reason) != (expected_tokens, expected_reason):
+            tally.mismatches.append(
+                f"{request_id}: {request_tokens} {finish_reason} instead of {expected_tokens} {expected_reason}"
+            )
+        prompt_logprobs = [logprob for report in reports for logprob in report.prompt_logprobs.get(request_id, [])]
+        tally.compared_prompt_logprobs += bool(prompt_logprobs)
+        if not same_logprobs(prompt_logprobs, single_rank.prompt_logprobs.get(request_id, [])):
+            tally.mismatches.append(
+                f"{request_id}: prompt logprobs {prompt_logprobs} "
+                f"instead of {single_rank.prompt_logprobs.get(request_id)}"
+            )
+        token_logprobs = [
+            logprob_entry for report in reports for logprob_entry in report.token_logprobs.get(request_id, [])
+        ]
+        if not same_logprobs(token_logprobs, single_rank.token_logprobs.get(request_id, [])):
+            tally.mismatches.append(
+                f"{request_id}: log-probabilities {token_logprobs} "
+                f"instead of {single_rank.token_logprobs.get(request_id)}"
+            )
+        if request_id in retracted or not same_trees:
             continue
-        tally.counted += 1
-        tally.shown += len(shown.get(name, ()))
-        tally.accepted += Counter(dict(enumerate(accepted or [])))
-        if accepted != true_accepted:
-            tally.mismatches.append(f"{name}: accept lengths {accepted} instead of {true_accepted}")
-        elif json.dumps(shown.get(name)) != json.dumps(one.shown.get(name)):
-            tally.mismatches.append(f"{name}: shown other trees, of the same accept lengths {accepted}")
-        elif trees.get(name) != one.trees.get(name) and case.config.get("capture") != "on":  # replays draft unseen
-            tally.mismatches.append(f"{name}: other trees, of the same accept lengths {accepted}")
-    exercised(tally, lives, case)
+        tally.compared_trees += 1
+        tally.returned_trees += len(returned_trees.get(request_id, ()))
+        tally.trees_by_accept_length += Counter(dict(enumerate(accept_histogram or [])))
+        if accept_histogram != expected_histogram:
+            tally.mismatches.append(f"{request_id}: accept lengths {accept_histogram} instead of {expected_histogram}")
+        elif json.dumps(returned_trees.get(request_id)) != json.dumps(single_rank.returned_trees.get(request_id)):
+            tally.mismatches.append(
+                f"{request_id}: other returned trees, of the same accept lengths {accept_histogram}"
+            )
+        # A replay runs no Python code of the draft, so there are no checksums of its trees.
+        elif (
+            tree_checksums.get(request_id) != single_rank.tree_checksums.get(request_id)
+            and case.config.get("capture") != "on"
+        ):
+            tally.mismatches.append(f"{request_id}: other trees, of the same accept lengths {accept_histogram}")
+    tally_reports(tally, reports, case)
     return tally
 
 
-def same_scores(ours: list[list[Any]], theirs: list[list[Any]]) -> bool:
-    """Whether tokens have the same log-probabilities; their sums are added up in another order."""
+def same_logprobs(actual: list[list[Any]], expected: list[list[Any]]) -> bool:
+    """Whether the tokens are the same and their log-probabilities too, within 1e-9: a gang adds its sums in another
+    order.
+    """
 
-    def names(lines: list[list[Any]]) -> list[Any]:
-        return [(token, rank, [of for of, _ in top]) for token, _, rank, top in lines]
+    def tokens_and_ranks(entries: list[list[Any]]) -> list[Any]:
+        return [(token, rank, [top_token for top_token, _ in top]) for token, _, rank, top in entries]
 
-    if names(ours) != names(theirs):
+    if tokens_and_ranks(actual) != tokens_and_ranks(expected):
         return False
-    numbers = ([x for _, own, _, top in lines for x in (own, *(p for _, p in top))] for lines in (ours, theirs))
-    return all(abs(a - b) < 1e-9 for a, b in zip(*numbers, strict=True))
+    values = ([x for _, own, _, top in entries for x in (own, *(p for _, p in top))] for entries in (actual, expected))
+    return all(abs(a - b) < 1e-9 for a, b in zip(*values, strict=True))
 
 
-def exercised(tally: Tally, lives: list[Life], case: Case) -> None:
-    """Add what the ranks went through; hold them to what is true of every life."""
-    attn_tp = case.world // int(case.config.get("attn_dp_size", 1))
-    logs_agree(lives, attn_tp)
-    leaders = lives[::attn_tp]
-    tally.retracted += sum(len(life.retracted) for life in leaders)
-    tally.padded += sum(life.padded for life in leaders)
-    tally.replayed += sum(life.replayed for life in leaders)
-    for rows in zip(*(life.rows for life in leaders), strict=True):
-        tally.uneven += len(set(rows)) > 1
-        tally.idle += sum(n == 0 for n in rows) if any(rows) else 0
-    left = [life.pages_used for life in leaders]
-    if any(left):
-        tally.mismatches.append(f"pages still in use: {left}")
+def tally_reports(tally: Tally, reports: list[RankReport], case: Case) -> None:
+    """Add what the ranks exercised to the tally. Check what must hold after every run: the ranks' logs of collectives
+    agree, and no page is in use.
+    """
+    attn_tp = case.world_size // int(case.config.get("attn_dp_size", 1))
+    assert_logs_agree(reports, attn_tp)
+    leaders = reports[::attn_tp]
+    tally.retractions += sum(len(report.retractions) for report in leaders)
+    tally.padding_rows += sum(report.padding_rows for report in leaders)
+    tally.replayed_steps += sum(report.replayed_steps for report in leaders)
+    for rows in zip(*(report.rows for report in leaders), strict=True):
+        tally.uneven_steps += len(set(rows)) > 1
+        tally.idle_rank_steps += sum(n == 0 for n in rows) if any(rows) else 0
+    pages_in_use = [report.pages_used for report in leaders]
+    if any(pages_in_use):
+        tally.mismatches.append(f"pages still in use: {pages_in_use}")
 
 
-def logs_agree(lives: list[Life], attn_tp: int) -> None:
-    """Every rank entered the same collectives of the world, every rank of a group the same ones of the group."""
-    for rank, life in enumerate(lives):
-        assert life.world_log == lives[0].world_log, f"rank {rank} {life.world_log}, rank 0 {lives[0].world_log}"
-        leader = lives[rank // attn_tp * attn_tp]
-        assert life.attn_log == leader.attn_log, f"rank {rank} {life.attn_log}, its leader {leader.attn_log}"
-        assert len(life.rows) == len(lives[0].rows), "ranks took different numbers of steps"
-    if len(lives) > 1:
-        assert lives[0].world_log[0] > len(lives[0].rows), "nothing was logged"
+def assert_logs_agree(reports: list[RankReport], attn_tp: int) -> None:
+    """Assert that all ranks entered the same collectives over the world, and all ranks of an attention group the same
+    collectives over the group.
+    """
+    for rank, report in enumerate(reports):
+        assert report.world_log == reports[0].world_log, (
+            f"rank {rank} {report.world_log}, rank 0 {reports[0].world_log}"
+        )
+        leader = reports[rank // attn_tp * attn_tp]
+        assert report.attn_log == leader.attn_log, f"rank {rank} {report.attn_log}, its leader {leader.attn_log}"
+        assert len(report.rows) == len(reports[0].rows), "ranks took different numbers of steps"
+    if len(reports) > 1:
+        assert reports[0].world_log[0] > len(reports[0].rows), "no collective was logged"
 
 
-def joined(lives: list[Life]) -> tuple[dict[str, list[int]], dict[str, tuple[str, list[int] | None]], set[str]]:
-    """Tokens, ends and retracted requests of all ranks."""
-    tokens = {name: ids for life in lives for name, ids in life.tokens.items()}
-    ended = {name: end for life in lives for name, end in life.ended.items()}
-    return tokens, ended, {name for life in lives for name in life.retracted}
+def join_reports(
+    reports: list[RankReport],
+) -> tuple[dict[str, list[int]], dict[str, tuple[str, list[int] | None]], set[str]]:
+    """The tokens and the ends of all ranks' requests, by request, and the requests that any rank retracted."""
+    tokens = {request_id: ids for report in reports for request_id, ids in report.tokens.items()}
+    ends_by_request = {request_id: end for report in reports for request_id, end in report.ended.items()}
+    return tokens, ends_by_request, {request_id for report in reports for request_id in report.retractions}
 
 
-def without_mesh(config: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in config.items() if name not in MESH} | AMPLE
+def single_rank_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The config of a gang, changed to the config of a single rank."""
+    return {name: value for name, value in config.items() if name not in MESH_SETTINGS} | SINGLE_RANK_SETTINGS
 
 
-def frozen(action: Action) -> str:
+def action_json(action: Action) -> str:
+    """The action as JSON, which can be a key of a cache."""
     return json.dumps(asdict(action), sort_keys=True)
 
 
 @cache
-def alone(config: str, actions: tuple[str, ...]) -> Life:
-    """One rank's life with the same requests, none aborted, and enough memory for all of them."""
-    todo = [Action(**json.loads(action)) for action in actions]
-    submits = [replace(action, dp_rank=0) for action in todo if action.kind == "submit"]
+def run_single_rank(config: str, actions: tuple[str, ...]) -> RankReport:
+    """Run the same requests on a single rank, with enough memory for all of them and without aborts; return its report.
+
+    `config` and each action are JSON, so that the result can be cached.
+    """
+    all_actions = [Action(**json.loads(action)) for action in actions]
+    submits = [replace(action, dp_rank=0) for action in all_actions if action.kind == "submit"]
     case = Case(json.loads(config), submits)
-    life = run(json.loads(json.dumps(asdict(case))))
-    assert not life.retracted, "the reference must not retract"
-    return life
+    report = run(json.loads(json.dumps(asdict(case))))
+    assert not report.retractions, "the single rank must not retract a request"
+    return report

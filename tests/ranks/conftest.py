@@ -1,22 +1,22 @@
-"""Gangs of 2 and of 4 processes, each started once."""
+"""A fixture for the rank processes of gangs of 2 and of 4 ranks. Each set of processes is started once."""
 
 from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.ranks.gang import Ranks
+from tests.ranks.gang import RankProcesses
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Callable[[int], Ranks]]:
-    """The processes of a world of so many ranks."""
-    started: dict[int, Ranks] = {}
+def ranks() -> Iterator[Callable[[int], RankProcesses]]:
+    """A function that returns the processes of a gang of a given size; the first call for a size starts them."""
+    started: dict[int, RankProcesses] = {}
 
-    def of(world: int) -> Ranks:
-        if world not in started:
-            started[world] = Ranks(world)
-        return started[world]
+    def of_size(world_size: int) -> RankProcesses:
+        if world_size not in started:
+            started[world_size] = RankProcesses(world_size)
+        return started[world_size]
 
-    yield of
-    for each in started.values():
-        each.__exit__(None, None, None)
+    yield of_size
+    for processes in started.values():
+        processes.__exit__(None, None, None)

@@ -1,4 +1,4 @@
-"""Lockstep fuzz: random lives of a gang, each made by its seed alone. To see one again:
+"""Fuzzes the lockstep of a gang with random cases, each of which depends on its seed and mesh alone. To repeat a case:
 
 python -m tests.ranks.fuzz --tp 2 --dp 2 --seed 17
 """
@@ -9,26 +9,27 @@ import time
 from random import Random
 from typing import Any
 
-from tests.families import made
+from tests.families import family_checkpoint
 from tests.parity.harness import VOCAB
 from tests.parity.pairs import draft_of
-from tests.ranks.compare import Tally, check, exercised
-from tests.ranks.gang import Case, Life, Ranks
+from tests.ranks.compare import Tally, check, tally_reports
+from tests.ranks.gang import Case, RankProcesses, RankReport
 from tests.ranks.workload import workload
 from tests.tiny import draft_folder, target_folder
 
-LIFE_TIMEOUT_S = 240.0
+CASE_TIMEOUT_S = 240.0
 HORIZON = 120  # steps in which requests arrive
 
 
-def life(seed: int, tp: int, dp: int) -> Case:
-    """Random settings, and arrivals in bursts with quiet stretches between; tiers and chunk sizes change every step.
-    Every third life has experts that are apart.
+def random_case(seed: int, tp: int, dp: int) -> Case:
+    """The case of a seed: random settings, and arrivals in bursts with quiet stretches between them.
+
+    Tiers and chunk sizes change every step. Every third seed has expert parallelism.
     """
     random = Random(f"{seed} {tp} {dp}")
-    target = target_folder(vocab_size=VOCAB, layers=3)
+    target_path = target_folder(vocab_size=VOCAB, layers=3)
     config: dict[str, Any] = {
-        "model_path": target,
+        "model_path": target_path,
         "dtype": "float64",
         "device": "cpu",
         "num_threads": 1,
@@ -45,68 +46,75 @@ def life(seed: int, tp: int, dp: int) -> Case:
     if random.random() < 0.9:
         config |= {
             "speculative_algorithm": "EAGLE3",
-            "speculative_draft_model_path": draft_folder(target),
+            "speculative_draft_model_path": draft_folder(target_path),
             "speculative_draft_parallel": random.choice(("sharded", "sharded", "replicated")),
             "speculative_eagle_topk": random.choice((1, 2, 3)),
             "speculative_num_steps": random.choice((1, 2, 3)),
         }
     if seed % 3 == 2:
-        config |= experts(config, Random(f"experts {seed} {tp} {dp}"))
-    idle = tuple(rank for rank in range(dp) if random.random() < 0.25)
+        config |= expert_settings(config, Random(f"experts {seed} {tp} {dp}"))
+    idle_ranks = tuple(rank for rank in range(dp) if random.random() < 0.25)
     actions = workload(
         seed,
         dp,
         random.randint(HORIZON // 6, HORIZON // 3) * dp,
         vocab=VOCAB,
         horizon=HORIZON,
-        most_tokens=20,
-        idle=idle if len(idle) < dp else (),
-        aborts=0.2,
+        max_new_tokens=20,
+        idle_ranks=idle_ranks if len(idle_ranks) < dp else (),
+        abort_share=0.2,
         skew=random.choice((1.0, 2.0, 5.0)),
     )
     return Case(config, actions, shaken=seed)
 
 
-def experts(config: dict[str, Any], random: Random) -> dict[str, Any]:
-    """Five experts in parts, and, where there is a draft, sometimes one with eight of its own."""
-    parts = [size for size in (2, 4) if config["tp_size"] % size == 0]
-    target = made("mixtral", "three of five, window of 8").folder
-    given: dict[str, Any] = {"model_path": target, "ep_size": random.choice(parts)}
+def expert_settings(config: dict[str, Any], random: Random) -> dict[str, Any]:
+    """Settings for expert parallelism with a target of five experts. If `config` has a draft, the draft is one with
+    eight experts of its own or an EAGLE-3 draft.
+    """
+    ep_sizes = [size for size in (2, 4) if config["tp_size"] % size == 0]
+    target = family_checkpoint("mixtral", "three of five, window of 8").folder
+    settings: dict[str, Any] = {"model_path": target, "ep_size": random.choice(ep_sizes)}
     if "speculative_draft_model_path" in config:
         algorithm, draft = ("NEXTN", draft_of("nextn-sparse")), ("EAGLE3", draft_folder(target))
-        given["speculative_algorithm"], given["speculative_draft_model_path"] = random.choice((algorithm, draft))
-    return given
+        settings["speculative_algorithm"], settings["speculative_draft_model_path"] = random.choice((algorithm, draft))
+    return settings
 
 
-def fuzz(ranks: Ranks, dp: int, steps: int, first_seed: int, compare_every: int = 4) -> Tally:
-    """Lives of seeds `first_seed`, .. until so many steps were taken; every so many lives against one rank.
+def fuzz(ranks: RankProcesses, dp: int, steps: int, first_seed: int, compare_every: int = 4) -> Tally:
+    """Run the cases of the seeds `first_seed`, `first_seed + 1`, .. until the gang has taken `steps` steps; return the
+    sum of their tallies. Every `compare_every`-th case is compared with a single rank.
 
     Raises:
-        AssertionError: ranks did not stay in step, lost pages, hung, or gave other tokens; with what replays it.
+        AssertionError: ranks did not stay in step, lost pages, hung, or gave other tokens. The message has the command
+            that repeats the case.
     """
     total, seed = Tally(), first_seed
     while total.steps < steps:
         try:
-            total += run_life(ranks, seed, dp, compare=(seed - first_seed) % compare_every == 0)
+            total += run_case(ranks, seed, dp, compare=(seed - first_seed) % compare_every == 0)
         except (AssertionError, TimeoutError) as error:
-            replay = f"python -m tests.ranks.fuzz --tp {ranks.world} --dp {dp} --seed {seed}"
-            raise AssertionError(f"{error}\nto see it again: {replay}") from error
+            replay = f"python -m tests.ranks.fuzz --tp {ranks.world_size} --dp {dp} --seed {seed}"
+            raise AssertionError(f"{error}\nto repeat this case: {replay}") from error
         seed += 1
     return total
 
 
-def run_life(ranks: Ranks, seed: int, dp: int, compare: bool) -> Tally:
-    case = life(seed, ranks.world, dp)
+def run_case(ranks: RankProcesses, seed: int, dp: int, compare: bool) -> Tally:
+    """Run the case of a seed and return its tally. With `compare` the case is compared with a single rank."""
+    case = random_case(seed, ranks.world_size, dp)
     if compare:
-        tally = check(ranks, case, same_trees=False, timeout_s=LIFE_TIMEOUT_S)
+        tally = check(ranks, case, same_trees=False, timeout_s=CASE_TIMEOUT_S)
     else:
-        lives: list[Life] = ranks.lives(case, LIFE_TIMEOUT_S)
-        tally = Tally(steps=len(lives[0].rows))
-        exercised(tally, lives, case)
-        aborted = {a.request["request_id"] for a in case.actions if a.kind == "abort"}
-        ended = {name for each in lives for name in each.ended}
-        asked = {a.request["request_id"] for a in case.actions}
-        assert asked - aborted <= ended, f"never ended: {asked - aborted - ended}"
+        reports: list[RankReport] = ranks.run_without_failure(case, CASE_TIMEOUT_S)
+        tally = Tally(steps=len(reports[0].rows))
+        tally_reports(tally, reports, case)
+        aborted_ids = {a.request["request_id"] for a in case.actions if a.kind == "abort"}
+        ended_ids = {name for report in reports for name in report.ended}
+        request_ids = {a.request["request_id"] for a in case.actions}
+        assert request_ids - aborted_ids <= ended_ids, (
+            f"these requests never ended: {request_ids - aborted_ids - ended_ids}"
+        )
     assert not tally.mismatches, tally.mismatches
     return tally
 
@@ -116,12 +124,12 @@ def main() -> int:
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--dp", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=1, help="go on with the next seeds until so many steps were taken")
+    parser.add_argument("--steps", type=int, default=1, help="go on with the next seeds until so many steps are taken")
     args = parser.parse_args()
-    began = time.monotonic()
-    with Ranks(args.tp) as ranks:
+    started_at = time.monotonic()
+    with RankProcesses(args.tp) as ranks:
         total = fuzz(ranks, args.dp, args.steps, args.seed, compare_every=1 if args.steps == 1 else 4)
-    print(f"{total} in {time.monotonic() - began:.0f} s")
+    print(f"{total} in {time.monotonic() - started_at:.0f} s")
     return 0
 
 

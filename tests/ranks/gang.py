@@ -1,4 +1,4 @@
-"""Ranks as processes of their own, without Ray: each runs the cases it is given and answers with plain values."""
+"""Runs a gang's ranks as processes of their own, without Ray. Each process runs cases and answers in JSON."""
 
 import json
 import os
@@ -16,9 +16,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Action:
-    """What a data-parallel rank is told before step `step`: `submit` a request or `abort` one.
+    """What data-parallel rank `dp_rank` does before step `step`. `kind` is "submit" or "abort".
 
-    `request` holds the fields of a `Request`, its `params` as a dict; of an abort only `request_id`.
+    `request` holds the fields of the `Request` to submit, with `params` as a dict; for an abort only `request_id`.
     """
 
     step: int
@@ -29,10 +29,12 @@ class Action:
 
 @dataclass(frozen=True)
 class Case:
-    """One life of a gang. `own`: settings that differ, by rank. `shaken`: a seed for random tiers and chunk sizes.
+    """One run of a gang, from its start to its end. The field names are also the JSON keys that a rank process reads.
 
-    `plant`: what goes wrong on rank `guilty` from step `at_step` on. `naps`: after the last step all ranks sleep this
-    often, and each time another rank rings.
+    `config` holds the settings of all ranks, `own` the settings of single ranks that replace them, by rank. `shaken` is
+    the seed of random tiers and chunk sizes; None leaves both as they are. `plant` is the name of the planted fault,
+    which happens on rank `guilty` in step `at_step` or later; an empty name plants none. `naps` is how often all ranks
+    sleep after the last step; each time another rank wakes them.
     """
 
     config: dict[str, Any]
@@ -45,13 +47,17 @@ class Case:
     naps: int = 0
 
     @property
-    def world(self) -> int:
+    def world_size(self) -> int:
         return int(self.config.get("tp_size", 1))
 
 
 @dataclass
-class Nap:
-    """A sleep of one rank: when it woke, when it rang itself, seconds asleep, and CPU seconds used meanwhile."""
+class SleepRecord:
+    """One sleep of one rank, with times of the system-wide clock.
+
+    `woke` is when the rank woke, `rang` when the rank woke the others (0.0 if another rank did), `seconds` how long the
+    rank slept, `cpu` the CPU seconds that its process used meanwhile.
+    """
 
     woke: float
     rang: float
@@ -60,36 +66,44 @@ class Nap:
 
 
 @dataclass
-class Life:
-    """What a rank tells of a life that ended by agreement.
+class RankReport:
+    """The report of one rank on a run that all ranks ended together.
 
-    `ended`: reason and accepted histogram by request; `trees`: a checksum of all its drafted trees; `shown`: those that
-    it asked for; `rows`: its rows in the target phase of every step, padding not counted, `padded` the padding,
-    `replayed` the steps that were replayed; `world_log`, `attn_log`: count and checksum of the collectives it entered.
-    `scores` are the log-probabilities of prompts, `drawn` those of the tokens that came: token, number, rank and the
-    likeliest, of each token.
+    By request: `tokens`; `ended` (finish reason, and the histogram of accept lengths or None); `tree_checksums` (one
+    checksum of all drafted trees); `returned_trees` (trees that the request asked for); `prompt_logprobs` and
+    `token_logprobs` (of each token: id, log-probability, rank in the vocabulary, likeliest tokens).
+
+    `retractions` names the retracted requests. `rows` are the rank's rows in the target phase of each step, without
+    padding; `padding_rows` is the sum of the padding, `replayed_steps` the number of steps that replayed a captured
+    program. `world_log` and `attn_log` describe the collectives that the rank entered over the world and over its
+    attention group: their count, a checksum and the last ones. `pages_used` is the number of pages in use at the end.
+    `naps` are the rank's sleeps.
     """
 
     tokens: dict[str, list[int]]
     ended: dict[str, tuple[str, list[int] | None]]
-    trees: dict[str, int]
-    shown: dict[str, list[list[Any]]]
-    retracted: list[str]
+    tree_checksums: dict[str, int]
+    returned_trees: dict[str, list[list[Any]]]
+    retractions: list[str]
     rows: list[int]
-    padded: int
-    replayed: int
+    padding_rows: int
+    replayed_steps: int
     world_log: list[Any]
     attn_log: list[Any]
     pages_used: int
     seconds: float
-    naps: list[Nap]
-    scores: dict[str, list[list[Any]]] = field(default_factory=dict)
-    drawn: dict[str, list[list[Any]]] = field(default_factory=dict)
+    naps: list[SleepRecord]
+    prompt_logprobs: dict[str, list[list[Any]]] = field(default_factory=dict)
+    token_logprobs: dict[str, list[list[Any]]] = field(default_factory=dict)
 
 
 @dataclass
-class Lost:
-    """What a rank tells of a life that broke: the error, when it came (system-wide clock), and what it named."""
+class RankFailure:
+    """The report of one rank on a run that failed.
+
+    `error` is the message, `kind` the type of the error, `at` the time of the error (system-wide clock). `rank`, `step`
+    and `phase` are those that the error names.
+    """
 
     error: str
     kind: str
@@ -100,28 +114,30 @@ class Lost:
 
 
 @dataclass
-class Dead:
-    """A process that is gone, with its exit code."""
+class ExitedProcess:
+    """A rank process that ended, with its exit code."""
 
     code: int
 
 
-Answer = Life | Lost | Dead
+RankAnswer = RankReport | RankFailure | ExitedProcess
 
 
-class Ranks:
-    """`world` processes. They live through many cases, each a gang of its own; dead ones are started again.
+class RankProcesses:
+    """The `world_size` processes of a gang's ranks. They run many cases one after the other, each as a new gang.
+    Processes that have ended are started again for the next case.
 
-    `struck` is when the plant of the last case did its harm, (system-wide clock, step); None if it never did.
+    `fault_time_and_step` is when the planted fault of the last case happened: (system-wide clock, step). It is None if
+    the fault did not happen.
     """
 
-    def __init__(self, world: int, module: str = "tests.ranks.worker") -> None:
-        """`module` is what each process runs."""
-        self.world, self._module = world, module
-        self.struck: tuple[float, int] | None = None
+    def __init__(self, world_size: int, module: str = "tests.ranks.worker") -> None:
+        """Start the processes. Each runs the Python module `module`."""
+        self.world_size, self._module = world_size, module
+        self.fault_time_and_step: tuple[float, int] | None = None
         self._epoch = 0
-        self._fresh = set(range(world))
-        self._processes = [self._start(rank) for rank in range(world)]
+        self._not_ready = set(range(world_size))
+        self._processes = [self._start(rank) for rank in range(world_size)]
 
     def __enter__(self) -> Self:
         return self
@@ -145,81 +161,83 @@ class Ranks:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         return subprocess.Popen(command, cwd=ROOT, env=environment, bufsize=0, **pipes)
 
-    def run(self, case: Case, timeout_s: float = 240.0) -> list[Answer]:
-        """What every rank answered, in rank order.
+    def run(self, case: Case, timeout_s: float = 240.0) -> list[RankAnswer]:
+        """Run the case; return the answer of each rank, in rank order.
 
         Raises:
-            TimeoutError: a rank did not answer, named.
+            TimeoutError: a rank did not answer in time; the message names it.
         """
-        self._epoch, self.struck = self._epoch + 1, None
+        self._epoch, self.fault_time_and_step = self._epoch + 1, None
         for rank, process in enumerate(self._processes):
             if process.poll() is not None:
                 self._processes[rank] = self._start(rank)
-                self._fresh.add(rank)
-        while self._fresh:  # imports take their time, which is not the case's
-            self._heard(self._fresh.pop())
-        until = time.monotonic() + timeout_s
-        port = self._opened()
+                self._not_ready.add(rank)
+        while self._not_ready:  # wait for the imports of new processes here: their time does not count as the case's
+            self._read_line(self._not_ready.pop())
+        deadline = time.monotonic() + timeout_s
+        port = self._open_store()
         line = json.dumps({"port": port, "epoch": self._epoch, "case": asdict(case)})
         for process in self._processes:
-            self._tell(process, line)
-        return self._answers(until)
+            self._write_line(process, line)
+        return self._collect_answers(deadline)
 
-    def lives(self, case: Case, timeout_s: float = 240.0) -> list[Life]:
-        """What every rank told of a life that must not break."""
+    def run_without_failure(self, case: Case, timeout_s: float = 240.0) -> list[RankReport]:
+        """Run a case in which no rank may fail; return the report of each rank, in rank order."""
         answers = self.run(case, timeout_s)
-        broken = [answer for answer in answers if not isinstance(answer, Life)]
-        assert not broken, broken
+        failures = [answer for answer in answers if not isinstance(answer, RankReport)]
+        assert not failures, failures
         return answers  # type: ignore[return-value]
 
-    def _opened(self) -> int:
-        """Rank 0 opens the store of the next life."""
-        self._tell(self._processes[0], "open")
-        return int(self._heard(0)["port"])
+    def _open_store(self) -> int:
+        """Make rank 0 open the store of the next run; return the port of the store."""
+        self._write_line(self._processes[0], "open")
+        return int(self._read_line(0)["port"])
 
-    def _heard(self, rank: int) -> dict[str, Any]:
-        """The next line of a rank."""
+    def _read_line(self, rank: int) -> dict[str, Any]:
+        """Read the next line of a rank's process."""
         stdout = self._processes[rank].stdout
         assert stdout is not None
         line: dict[str, Any] = json.loads(stdout.readline())
         return line
 
     @staticmethod
-    def _tell(process: "subprocess.Popen[bytes]", line: str) -> None:
+    def _write_line(process: "subprocess.Popen[bytes]", line: str) -> None:
         assert process.stdin is not None
         process.stdin.write(line.encode() + b"\n")
 
-    def _answers(self, until: float) -> list[Answer]:
-        answers: dict[int, Answer] = {}
+    def _collect_answers(self, deadline: float) -> list[RankAnswer]:
+        """Wait for the answer of each rank, until the time `deadline` of the monotonic clock."""
+        answers: dict[int, RankAnswer] = {}
         with selectors.DefaultSelector() as selector:
             for rank, process in enumerate(self._processes):
                 assert process.stdout is not None
                 selector.register(process.stdout, selectors.EVENT_READ, rank)
-            while len(answers) < self.world:
-                ready = selector.select(max(0.0, until - time.monotonic()))
+            while len(answers) < self.world_size:
+                ready = selector.select(max(0.0, deadline - time.monotonic()))
                 if not ready:
-                    silent = sorted(set(range(self.world)) - set(answers))
+                    missing_ranks = sorted(set(range(self.world_size)) - set(answers))
                     for process in self._processes:
                         process.kill()
                         process.wait()
-                    raise TimeoutError(f"ranks {silent} do not answer")
+                    raise TimeoutError(f"ranks {missing_ranks} did not answer in time")
                 for key, _ in ready:
-                    # The pipes have no buffer on this side: what is not read here still shows in the next select.
-                    answer = self._answer(key.data, key.fileobj.readline())  # type: ignore[union-attr]
+                    # The pipes have no buffer on this side: the next select still reports lines that are not read here.
+                    answer = self._parse_answer(key.data, key.fileobj.readline())  # type: ignore[union-attr]
                     if answer is not None:
                         answers[key.data] = answer
                         selector.unregister(key.fileobj)
-        return [answers[rank] for rank in range(self.world)]
+        return [answers[rank] for rank in range(self.world_size)]
 
-    def _answer(self, rank: int, line: bytes) -> Answer | None:
+    def _parse_answer(self, rank: int, line: bytes) -> RankAnswer | None:
+        """Parse a line of a rank. Return the rank's answer, or None if the line only says when the fault happened."""
         if not line:
-            return Dead(self._processes[rank].wait())
-        said = json.loads(line)
-        if "struck" in said:
-            self.struck = tuple(said["struck"])
+            return ExitedProcess(self._processes[rank].wait())
+        message = json.loads(line)
+        if "struck" in message:
+            self.fault_time_and_step = tuple(message["struck"])
             return None
-        if "error" in said:
-            return Lost(**said)
-        said["ended"] = {name: tuple(end) for name, end in said["ended"].items()}
-        said["naps"] = [Nap(**nap) for nap in said["naps"]]
-        return Life(**said)
+        if "error" in message:
+            return RankFailure(**message)
+        message["ended"] = {name: tuple(end_fields) for name, end_fields in message["ended"].items()}
+        message["naps"] = [SleepRecord(**sleep_fields) for sleep_fields in message["naps"]]
+        return RankReport(**message)

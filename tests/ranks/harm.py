@@ -1,4 +1,4 @@
-"""When and where a plant does its harm in the rank it was given, and how all of it is taken back."""
+"""`FaultInjector`: the tool by which a planted divergence changes its rank at one step, and by which all is undone."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,109 +10,129 @@ from cluster.dp_attention.plan import PlanRule, RankFacts, StepPlan
 from cluster.engine import Rank, lockstep
 
 
-class Harm:
-    """One plant in one rank: due from step `at_step` on, once; `struck(step)` is told when."""
+class FaultInjector:
+    """Injects one planted fault into one rank. The fault triggers once, in step `at_step` or later.
 
-    def __init__(self, rank: Rank, at_step: int, struck: Callable[[int], None]) -> None:
+    When it triggers, `on_triggered(step)` is called.
+    """
+
+    def __init__(self, rank: Rank, at_step: int, on_triggered: Callable[[int], None]) -> None:
         self.lockstep, self.mesh = rank.lockstep, rank.lockstep.mesh
         self.exchange, self.coordinator, self.step = (
             rank.lockstep.exchange,
             rank.lockstep.coordinator,
             rank.lockstep.step,
         )
-        self._at_step, self._struck, self._done = at_step, struck, False
-        self._kept: list[tuple[Any, str, Any]] = []
+        self._at_step, self._on_triggered, self._triggered = at_step, on_triggered, False
+        self._original_attributes: list[tuple[Any, str, Any]] = []
 
-    def put(self, where: Any, name: str, value: Any) -> None:
-        """Replace an attribute, until `undo`."""
-        self._kept.append((where, name, vars(where).get(name, Harm)))
-        setattr(where, name, value)
+    def replace_attribute(self, owner: Any, name: str, value: Any) -> None:
+        """Replace the attribute `name` of `owner`, until `undo`."""
+        self._original_attributes.append((owner, name, vars(owner).get(name, FaultInjector)))
+        setattr(owner, name, value)
 
     def undo(self) -> None:
-        for where, name, value in reversed(self._kept):
-            if value is Harm:
-                delattr(where, name)
+        """Restore all replaced attributes."""
+        for owner, name, value in reversed(self._original_attributes):
+            if value is FaultInjector:
+                delattr(owner, name)
             else:
-                setattr(where, name, value)
+                setattr(owner, name, value)
 
-    def due(self, step: int) -> bool:
-        """Whether it is time; when so it counts as done, once."""
-        if self._done or step < self._at_step:
+    def triggers_at(self, step: int) -> bool:
+        """Return whether the fault triggers in `step`. It triggers once: after True every call returns False."""
+        if self._triggered or step < self._at_step:
             return False
-        self._done = True
-        self._struck(step)
+        self._triggered = True
+        self._on_triggered(step)
         return True
 
-    def in_call(self, op: str, phase: str, wrong: Callable[..., Tensor]) -> None:
-        """In the first `op` of `phase` call `wrong(true, *args)` in the place of `true(*args)`."""
-        true = getattr(self.exchange, op)
+    def replace_exchange_call(self, op: str, phase: str, faulty: Callable[..., Tensor]) -> None:
+        """Replace one call of the exchange: the first `op` in `phase`, from step `at_step` on.
+
+        `faulty(original, *args)` is called in place of `original(*args)`.
+        """
+        original = getattr(self.exchange, op)
 
         def call(*args: Any) -> Tensor:
             script = self.exchange._script
-            here = script and (script[0].op, script[0].phase) == (op, phase)
-            result: Tensor = wrong(true, *args) if here and self.due(self.exchange._step) else true(*args)
+            is_matching_call = script and (script[0].op, script[0].phase) == (op, phase)
+            result: Tensor = (
+                faulty(original, *args)
+                if is_matching_call and self.triggers_at(self.exchange._step)
+                else original(*args)
+            )
             return result
 
-        self.put(self.exchange, op, call)
+        self.replace_attribute(self.exchange, op, call)
 
     def before_agreement(self, change: Callable[[], None]) -> None:
-        """Call `change` before the ranks agree on a step."""
-        true = self.coordinator.header
+        """Call `change` once, before the ranks agree on a step."""
+        original = self.coordinator.header
 
         def header() -> RankFacts:
-            if self.due(self.coordinator.step):
+            if self.triggers_at(self.coordinator.step):
                 change()
-            return true()
+            return original()
 
-        self.put(self.coordinator, "header", header)
+        self.replace_attribute(self.coordinator, "header", header)
 
-    def in_run(self, wrong: Callable[..., Any]) -> None:
-        """In a step call `wrong(true, batch, shape)` in the place of the true step."""
-        true = self.step.run
+    def replace_step(self, faulty: Callable[..., Any]) -> None:
+        """Replace the run of one step: call `faulty(original, batch, shape)` in place of `original(batch, shape)`."""
+        original = self.step.run
 
         def run(batch: Any, shape: TreeShape) -> Any:
-            return wrong(true, batch, shape) if self.due(self.exchange._step) else true(batch, shape)
+            return faulty(original, batch, shape) if self.triggers_at(self.exchange._step) else original(batch, shape)
 
-        self.put(self.step, "run", run)
+        self.replace_attribute(self.step, "run", run)
 
-    def in_unpacked(self, wrong: Callable[[Any], Any]) -> None:
-        """On a follower, change an order that it got; `wrong` gives None for one that it cannot change."""
-        true = lockstep.unpack
+    def replace_unpacked_input(self, faulty: Callable[[Any], Any]) -> None:
+        """On a follower, change one step input that the leader sent. `faulty(step_input)` returns the changed step
+        input, or None if it cannot change this one; then the fault waits for the next.
+        """
+        original = lockstep.unpack
 
-        def unpack(words: list[int]) -> Any:
-            order = true(words)
-            changed = wrong(order) if self.exchange._step >= self._at_step else None
-            return order if changed is None or not self.due(self.exchange._step) else changed
+        def unpack(packed: list[int]) -> Any:
+            step_input = original(packed)
+            changed = faulty(step_input) if self.exchange._step >= self._at_step else None
+            return step_input if changed is None or not self.triggers_at(self.exchange._step) else changed
 
-        self.put(lockstep, "unpack", unpack)
-
-
-Plant = Callable[[Harm], None]
+        self.replace_attribute(lockstep, "unpack", unpack)
 
 
-def planned(change: Callable[[StepPlan], StepPlan]) -> Plant:
-    """The rule gives this rank another plan than its peers, of the same facts."""
+Plant = Callable[[FaultInjector], None]
+"""A planted divergence: a function that changes the rank of an injector."""
 
-    def plant(harm: Harm) -> None:
-        true = PlanRule.plan
+
+def plant_plan(change: Callable[[StepPlan], StepPlan]) -> Plant:
+    """A plant: the plan rule gives this rank another plan than its peers, from the same facts."""
+
+    def plant(injector: FaultInjector) -> None:
+        original = PlanRule.plan
 
         def plan(rule: PlanRule, table: Any, shape: TreeShape) -> StepPlan:
-            made = true(rule, table, shape)
-            return change(made) if change(made) != made and harm.due(made.step) else made
+            original_plan = original(rule, table, shape)
+            return (
+                change(original_plan)
+                if change(original_plan) != original_plan and injector.triggers_at(original_plan.step)
+                else original_plan
+            )
 
-        harm.put(PlanRule, "plan", plan)
+        injector.replace_attribute(PlanRule, "plan", plan)
 
     return plant
 
 
-def instead(op: str, phase: str, wrong: Callable[..., Any]) -> Plant:
-    return lambda harm: harm.in_call(op, phase, wrong)
+def plant_call(op: str, phase: str, faulty: Callable[..., Any]) -> Plant:
+    """A plant: `faulty(original, *args)` replaces one call `op` of the exchange in `phase`."""
+    return lambda injector: injector.replace_exchange_call(op, phase, faulty)
 
 
-def twice(true: Callable[..., Any], *args: Any) -> Any:
-    true(*args)
-    return true(*args)
+def call_twice(original: Callable[..., Any], *args: Any) -> Any:
+    original(*args)
+    return original(*args)
 
 
-def set_before(change: Callable[[Harm], None]) -> Plant:
-    return lambda harm: harm.before_agreement(lambda: change(harm))
+def plant_before_agreement(change: Callable[[FaultInjector], None]) -> Plant:
+    """A plant: `change` changes the rank once, before the ranks agree on a step."""
+    return lambda injector: injector.before_agreement(lambda: change(injector))

@@ -1,4 +1,4 @@
-"""Planted divergences of what is captured: keys, the programs that a rank has, the calls that one makes."""
+"""Planted divergences of captured programs: of their keys, of the programs that a rank has, of a program's calls."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,78 +12,80 @@ from cluster.dp_attention.plan import ScriptCall, StepPlan
 from cluster.dp_attention.sizes import Buckets
 from cluster.engine.programs import Program
 from cluster.spec.result import StepOutput
-from tests.ranks.harm import Harm, Plant, planned, set_before
+from tests.ranks.harm import FaultInjector, Plant, plant_before_agreement, plant_plan
 
 
-def other_key(plan: StepPlan) -> StepPlan:
-    """The next size of programs."""
-    larger = tuple(own._replace(decodes=2 * own.decodes) for own in plan.sizes)
-    return plan._replace(sizes=larger) if plan.captured else plan
+def double_key_sizes(plan: StepPlan) -> StepPlan:
+    """The plan with twice as many decodes: the key of the next larger program. An uncaptured plan stays as it is."""
+    doubled_sizes = tuple(group_sizes._replace(decodes=2 * group_sizes.decodes) for group_sizes in plan.sizes)
+    return plan._replace(sizes=doubled_sizes) if plan.captured else plan
 
 
-def other_sizes(harm: Harm) -> None:
-    harm.coordinator._rule = replace(harm.coordinator._rule, buckets=Buckets((1, 2, 4, 8, 16, 64)))
+def change_buckets(injector: FaultInjector) -> None:
+    injector.coordinator._rule = replace(injector.coordinator._rule, buckets=Buckets((1, 2, 4, 8, 16, 64)))
 
 
-def captured_nothing(harm: Harm) -> None:
-    for key in harm.lockstep.programs.captured:
-        harm.lockstep.programs.remove(key)
+def remove_all_programs(injector: FaultInjector) -> None:
+    for key in injector.lockstep.programs.captured:
+        injector.lockstep.programs.remove(key)
 
 
-def lacks_a_program(harm: Harm) -> None:
-    harm.lockstep.programs.remove(next(iter(harm.lockstep.programs.captured)))
+def remove_one_program(injector: FaultInjector) -> None:
+    injector.lockstep.programs.remove(next(iter(injector.lockstep.programs.captured)))
 
 
-def a_program_more(harm: Harm) -> None:
-    programs = harm.lockstep.programs
+def add_program(injector: FaultInjector) -> None:
+    programs = injector.lockstep.programs
     key, program = next(iter(programs.captured.items()))
     programs.add(key._replace(mode=key.mode + SamplingMode.LOGPROBS), program)
 
 
-def not_entered(harm: Harm) -> None:
-    """A replay leaves a collective out."""
-    true = Axis.gather
+def skip_gather_in_replay(injector: FaultInjector) -> None:
+    """In a replay, return zeros in place of entering a gather over the world."""
+    original = Axis.gather
 
     def gather(axis: Axis, rows: Tensor, counts: list[int]) -> Tensor:
-        step, phase = harm.mesh.position
-        if axis is harm.mesh.world and phase == "replay" and harm.due(step):
+        step, phase = injector.mesh.position
+        if axis is injector.mesh.world and phase == "replay" and injector.triggers_at(step):
             return rows.new_zeros(sum(counts), *rows.shape[1:])
-        return true(axis, rows, counts)
+        return original(axis, rows, counts)
 
-    harm.put(Axis, "gather", gather)
+    injector.replace_attribute(Axis, "gather", gather)
 
 
-def replayed(change: Callable[[tuple[ScriptCall, ...]], tuple[ScriptCall, ...]]) -> Plant:
-    """Replays what was captured for another script."""
+def plant_replay(change: Callable[[tuple[ScriptCall, ...]], tuple[ScriptCall, ...]]) -> Plant:
+    """A plant: the rank replays a program whose list of calls is `change(calls)`, as if captured for another script."""
 
-    def plant(harm: Harm) -> None:
-        programs = harm.lockstep.programs
-        true = programs._replay
+    def plant(injector: FaultInjector) -> None:
+        programs = injector.lockstep.programs
+        original = programs._replay
 
-        def wrong(program: Program, sent: StagedLists) -> StepOutput:
-            if harm.due(harm.exchange._step):
+        def replay_other_calls(program: Program, sent: StagedLists) -> StepOutput:
+            if injector.triggers_at(injector.exchange._step):
                 program = replace(program, calls=change(program.calls))
-            return true(program, sent)
+            return original(program, sent)
 
-        harm.put(programs, "_replay", wrong)
+        injector.replace_attribute(programs, "_replay", replay_other_calls)
 
     return plant
 
 
-def other_rows(calls: tuple[ScriptCall, ...]) -> tuple[ScriptCall, ...]:
+def add_rows_to_middle_call(calls: tuple[ScriptCall, ...]) -> tuple[ScriptCall, ...]:
+    """The calls, with one more row of each rank in the middle call."""
     middle = len(calls) // 2
-    other = calls[middle]._replace(rows=tuple(count + 1 for count in calls[middle].rows))
-    return (*calls[:middle], other, *calls[middle + 1 :])
+    changed_call = calls[middle]._replace(rows=tuple(count + 1 for count in calls[middle].rows))
+    return (*calls[:middle], changed_call, *calls[middle + 1 :])
 
 
-OF_CAPTURES: dict[str, Plant] = {
-    "other plan, key": planned(other_key),
-    "other sizes of programs": set_before(other_sizes),
-    "captured nothing": set_before(captured_nothing),
-    "lacks a program": set_before(lacks_a_program),
-    "has a program more": set_before(a_program_more),
-    "replays a shorter program": replayed(lambda calls: calls[:-1]),
-    "replays a longer program": replayed(lambda calls: (*calls, calls[-1])),
-    "replays other rows": replayed(other_rows),
-    "a collective of a replay not entered": not_entered,
+CAPTURE_PLANTS: dict[str, Plant] = {
+    "other plan, key": plant_plan(double_key_sizes),
+    "other sizes of programs": plant_before_agreement(change_buckets),
+    "captured nothing": plant_before_agreement(remove_all_programs),
+    "lacks a program": plant_before_agreement(remove_one_program),
+    "has a program more": plant_before_agreement(add_program),
+    "replays a shorter program": plant_replay(lambda calls: calls[:-1]),
+    "replays a longer program": plant_replay(lambda calls: (*calls, calls[-1])),
+    "replays other rows": plant_replay(add_rows_to_middle_call),
+    "a collective of a replay not entered": skip_gather_in_replay,
 }
+"""The plants by name; they need captured programs of several sizes."""

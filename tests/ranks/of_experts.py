@@ -1,4 +1,6 @@
-"""Planted divergences of experts that are apart: of the counts that ranks tell, of what they send and take by them."""
+"""Planted divergences of expert parallelism: of the row counts that ranks exchange, and of the rows that they dispatch
+and combine by these counts.
+"""
 
 from collections.abc import Callable
 from copy import copy
@@ -9,107 +11,135 @@ from torch import Tensor
 
 from cluster.distributed.mesh import Axis
 from cluster.dp_attention.all2all import AllToAll
-from tests.ranks.harm import Harm, Plant, instead, planned, set_before, twice
+from tests.ranks.harm import FaultInjector, Plant, call_twice, plant_before_agreement, plant_call, plant_plan
 
 
-def skip(op: str, phase: str) -> Plant:
-    """Do not call it, go on with a result of the right shape."""
+def skip_call(op: str, phase: str) -> Plant:
+    """A plant: the rank skips one call `op` of the exchange, and continues with a made-up result."""
 
-    def wrong(harm: Harm, first: Any, *_: Any) -> Any:
-        call = harm.exchange._script[0]
+    def faulty(injector: FaultInjector, first_argument: Any, *_: Any) -> Any:
+        call = injector.exchange._script[0]
         if op == "counts":
-            return (first.counts,) * harm.mesh.world.size
+            return (first_argument.counts,) * injector.mesh.world.size
         if op == "dispatch":
-            return first.new_zeros(3, call.width)
-        return first.new_zeros(call.rows[harm.mesh.dp_rank], call.width)
+            return first_argument.new_zeros(3, call.width)
+        return first_argument.new_zeros(call.rows[injector.mesh.dp_rank], call.width)
 
-    return lambda harm: harm.in_call(op, phase, lambda _, *given: wrong(harm, *given))
-
-
-def told(change: Callable[[tuple[int, ...]], tuple[int, ...]], more: int = 0) -> Callable[..., Any]:
-    """A journey with other counts, of so many rows `more`."""
-
-    def wrong(true: Callable[..., Any], all2all: AllToAll) -> Any:
-        other = copy(all2all)
-        other.counts, other.num_rows = change(all2all.counts), all2all.num_rows + more
-        return true(other)
-
-    return wrong
+    return lambda injector: injector.replace_exchange_call(
+        op, phase, lambda _, *arguments: faulty(injector, *arguments)
+    )
 
 
-def shifted(counts: tuple[int, ...]) -> tuple[int, ...]:
-    """One row less to the part that has most, one more to another: such as could be, if there is room."""
-    at = counts.index(max(counts))
-    moved = [count + (part == (at + 1) % len(counts)) - (part == at) for part, count in enumerate(counts)]
-    return tuple(moved)
+def with_changed_counts(
+    change: Callable[[tuple[int, ...]], tuple[int, ...]], extra_rows: int = 0
+) -> Callable[..., Any]:
+    """A faulty `counts` call: the rank sends `change(counts)`, and claims `extra_rows` more rows than it has."""
+
+    def faulty(original: Callable[..., Any], all2all: AllToAll) -> Any:
+        changed = copy(all2all)
+        changed.counts, changed.num_rows = change(all2all.counts), all2all.num_rows + extra_rows
+        return original(changed)
+
+    return faulty
 
 
-def sent_elsewhere(true: Callable[..., Any], rows: Tensor, table: Any, all2all: AllToAll) -> Any:
-    other = copy(all2all)
-    other.counts = shifted(all2all.counts)
-    return true(rows, table, other)
+def move_one_row(counts: tuple[int, ...]) -> tuple[int, ...]:
+    """The counts, with one row moved from the part of the experts that has most rows to the next part.
+
+    The result is possible as long as the next part has room for the row.
+    """
+    largest_part = counts.index(max(counts))
+    moved_counts = [
+        count + (part == (largest_part + 1) % len(counts)) - (part == largest_part) for part, count in enumerate(counts)
+    ]
+    return tuple(moved_counts)
 
 
-def not_entered(harm: Harm) -> None:
-    """The mesh returns without entering the collective, as if nothing were sent."""
-    true = Axis.all_to_all
-
-    def all_to_all(axis: Axis, rows: Tensor, sent: list[int], taken: list[int]) -> Tensor:
-        if axis is harm.mesh.world and harm.due(harm.mesh.position[0]):
-            return rows.new_zeros(sum(taken), *rows.shape[1:])
-        return true(axis, rows, sent, taken)
-
-    harm.put(Axis, "all_to_all", all_to_all)
+def dispatch_with_moved_row(original: Callable[..., Any], rows: Tensor, row_counts: Any, all2all: AllToAll) -> Any:
+    """A faulty `dispatch` call: one row goes to another part than this rank's counts said."""
+    changed = copy(all2all)
+    changed.counts = move_one_row(all2all.counts)
+    return original(rows, row_counts, changed)
 
 
-def sends_to_all(harm: Harm) -> None:
-    """Runs a step whose rows go by counts as one whose rows go to all."""
+def skip_all_to_all(injector: FaultInjector) -> None:
+    """Return zeros in place of entering an all-to-all over the world."""
+    original = Axis.all_to_all
 
-    def run(true: Callable[..., Any], *given: Any) -> Any:
-        harm.exchange.routes_to_experts = False
-        return true(*given)
+    def all_to_all(axis: Axis, rows: Tensor, send_counts: list[int], receive_counts: list[int]) -> Tensor:
+        if axis is injector.mesh.world and injector.triggers_at(injector.mesh.position[0]):
+            return rows.new_zeros(sum(receive_counts), *rows.shape[1:])
+        return original(axis, rows, send_counts, receive_counts)
 
-    harm.in_run(run)
-
-
-def back_at_once(harm: Harm) -> None:
-    """Sends rows back instead of away."""
-    harm.in_call("dispatch", "target", lambda _, rows, table, way: harm.exchange.combine(rows, table, way, None))
+    injector.replace_attribute(Axis, "all_to_all", all_to_all)
 
 
-OF_EXPERTS: dict[str, Plant] = {
+def send_rows_to_all(injector: FaultInjector) -> None:
+    """Run a step as if all rows went to all experts, though its plan sends rows by counts."""
+
+    def run(original: Callable[..., Any], *arguments: Any) -> Any:
+        injector.exchange.routes_to_experts = False
+        return original(*arguments)
+
+    injector.replace_step(run)
+
+
+def combine_instead_of_dispatch(injector: FaultInjector) -> None:
+    """Call combine where the script has dispatch."""
+    injector.replace_exchange_call(
+        "dispatch",
+        "target",
+        lambda _, rows, row_counts, all2all: injector.exchange.combine(rows, row_counts, all2all, None),
+    )
+
+
+EXPERT_PLANTS: dict[str, Plant] = {
     **{
-        f"skips {op}, {phase}": skip(op, phase)
+        f"skips {op}, {phase}": skip_call(op, phase)
         for phase in ("target", "draft", "extend")
         for op in ("counts", "dispatch", "combine")
     },
-    "tells other counts": instead("counts", "target", told(shifted)),
-    "tells of more rows than there are": instead("counts", "draft", told(lambda counts: (counts[0] + 99, *counts[1:]))),
-    "tells of less rows than there are": instead("counts", "extend", told(lambda counts: (0,) * len(counts))),
-    "counts for a part less": instead("counts", "target", told(lambda counts: counts[:-1])),
-    "counts of a row more": instead("counts", "extend", told(lambda counts: counts, 1)),
-    "sends a row elsewhere": instead("dispatch", "target", sent_elsewhere),
-    "one row less to dispatch": instead("dispatch", "target", lambda true, rows, *way: true(rows[:-1], *way)),
-    "dispatches rows without ids": instead("dispatch", "draft", lambda true, rows, *way: true(rows[:, :-1], *way)),
-    "dispatches in float32": instead("dispatch", "extend", lambda true, rows, *way: true(rows.float(), *way)),
-    "one sum less to combine": instead("combine", "target", lambda true, made, *way: true(made[:-1], *way)),
-    "combines narrower sums": instead("combine", "draft", lambda true, made, *way: true(made[:, :-1], *way)),
-    "all-to-all not entered": not_entered,
-    "counts twice": instead("counts", "target", twice),
-    "dispatches twice": instead("dispatch", "extend", twice),
-    "combines twice": instead("combine", "target", twice),
-    "combine before dispatch": back_at_once,
-    "rows to all experts": sends_to_all,
-    "other rule of experts": set_before(
+    "sends other counts": plant_call("counts", "target", with_changed_counts(move_one_row)),
+    "sends counts of too many rows": plant_call(
+        "counts", "draft", with_changed_counts(lambda counts: (counts[0] + 99, *counts[1:]))
+    ),
+    "sends counts of too few rows": plant_call(
+        "counts", "extend", with_changed_counts(lambda counts: (0,) * len(counts))
+    ),
+    "sends no count of the last part": plant_call("counts", "target", with_changed_counts(lambda counts: counts[:-1])),
+    "counts of a row more": plant_call("counts", "extend", with_changed_counts(lambda counts: counts, 1)),
+    "sends a row elsewhere": plant_call("dispatch", "target", dispatch_with_moved_row),
+    "one row less to dispatch": plant_call(
+        "dispatch", "target", lambda original, rows, *arguments: original(rows[:-1], *arguments)
+    ),
+    "dispatches rows without ids": plant_call(
+        "dispatch", "draft", lambda original, rows, *arguments: original(rows[:, :-1], *arguments)
+    ),
+    "dispatches in float32": plant_call(
+        "dispatch", "extend", lambda original, rows, *arguments: original(rows.float(), *arguments)
+    ),
+    "one sum less to combine": plant_call(
+        "combine", "target", lambda original, outputs, *arguments: original(outputs[:-1], *arguments)
+    ),
+    "combines narrower sums": plant_call(
+        "combine", "draft", lambda original, outputs, *arguments: original(outputs[:, :-1], *arguments)
+    ),
+    "all-to-all not entered": skip_all_to_all,
+    "counts twice": plant_call("counts", "target", call_twice),
+    "dispatches twice": plant_call("dispatch", "extend", call_twice),
+    "combines twice": plant_call("combine", "target", call_twice),
+    "combine before dispatch": combine_instead_of_dispatch,
+    "rows to all experts": send_rows_to_all,
+    "other rule of experts": plant_before_agreement(
         lambda harm: setattr(harm.coordinator, "_rule", replace(harm.coordinator._rule, expert_parallel=False))
     ),
-    "other plan, counts": planned(lambda plan: plan._replace(routes_to_experts=not plan.routes_to_experts)),
+    "other plan, counts": plant_plan(lambda plan: plan._replace(routes_to_experts=not plan.routes_to_experts)),
 }
-"""For a target and a draft with experts, of which each rank holds some; rows go to them by counts."""
+"""The plants by name. They need a target and a draft with experts, spread over the ranks, and rows sent by counts."""
 
-QUICK = {
+FAST_EXPERT_PLANTS = {
     *(f"skips {op}, target" for op in ("counts", "dispatch", "combine")),
-    *("tells other counts", "tells of more rows than there are", "sends a row elsewhere", "one row less to dispatch"),
+    *("sends other counts", "sends counts of too many rows", "sends a row elsewhere", "one row less to dispatch"),
     *("one sum less to combine", "all-to-all not entered", "rows to all experts", "other plan, counts"),
 }
-"""Those of every run of the tests; the others are slow together."""
+"""The plants that may run in every run of the tests. All others are marked slow: together they take long."""

@@ -1,4 +1,4 @@
-"""The process of a rank from within: reads a case per line, and says what comes of it in lines of JSON."""
+"""The main loop of a rank's process: reads a case from each line of its input, and answers in lines of JSON."""
 
 import json
 import sys
@@ -8,22 +8,24 @@ from typing import Any
 from cluster.distributed.mesh import Rendezvous, Store, open_store
 
 HOST = "127.0.0.1"
-Live = Callable[[dict[str, Any], int, Rendezvous, Store | None], None]
-"""Lives through a case as a rank that meets the others there, and says what came of it; rank 0 brings the store."""
+CaseRunner = Callable[[dict[str, Any], int, Rendezvous, Store | None], None]
+"""Runs a case as one rank and writes the answer. Its arguments: the case, the rank, where the ranks meet, and the store
+that rank 0 has opened (None for the other ranks).
+"""
 
 
-def say(what: dict[str, Any]) -> None:
-    print(json.dumps(what), flush=True)
+def write_json_line(message: dict[str, Any]) -> None:
+    print(json.dumps(message), flush=True)
 
 
-def serve(rank: int, live: Live) -> None:
-    """Have `live` live through cases until the input ends."""
+def serve(rank: int, run_case: CaseRunner) -> None:
+    """Call `run_case` for each case until the input ends."""
     store: Store | None = None
-    say({"ready": rank})
+    write_json_line({"ready": rank})
     for line in sys.stdin:
         if line == "open\n":
             store = open_store(HOST)
-            say({"port": store.port})
+            write_json_line({"port": store.port})
             continue
         message = json.loads(line)
-        live(message["case"], rank, Rendezvous(HOST, message["port"], message["epoch"]), store)
+        run_case(message["case"], rank, Rendezvous(HOST, message["port"], message["epoch"]), store)

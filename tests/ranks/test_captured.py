@@ -1,4 +1,4 @@
-"""A gang that replays captured steps gives the tokens of one rank that captures nothing."""
+"""A gang that replays captured steps gives the tokens of a single rank that captures nothing."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,11 +7,11 @@ import pytest
 
 from tests.parity.harness import VOCAB, tiny_pair
 from tests.ranks.compare import check
-from tests.ranks.gang import Case, Ranks
+from tests.ranks.gang import Case, RankProcesses
 from tests.ranks.test_parity import config
 from tests.ranks.workload import workload
 
-Gangs = Callable[[int], Ranks]
+RanksFactory = Callable[[int], RankProcesses]
 EXACT: dict[str, Any] = {"capture": "on"}
 SIZED: dict[str, Any] = {"capture": "on", "capture_sizes": [1, 2, 4, 8, 32]}
 PADDED = {"dp_padding": "padded"}
@@ -32,10 +32,10 @@ SETTINGS = {
     ids=SETTINGS,
 )
 def test_ranks_replaying_captured_steps_match_one_eager_rank(
-    ranks: Gangs, tp: int, dp: int, settings: dict[str, Any]
+    ranks: RanksFactory, tp: int, dp: int, settings: dict[str, Any]
 ) -> None:
-    actions = workload(7 + tp + dp, dp, 40, vocab=VOCAB, horizon=60, aborts=0.1)
+    actions = workload(7 + tp + dp, dp, 40, vocab=VOCAB, horizon=60, abort_share=0.1)
     tally = check(ranks(tp), Case(config(*tiny_pair(), tp_size=tp, attn_dp_size=dp, **settings), actions))
     print(tally)
-    assert not tally.mismatches and tally.compared > 14, tally
-    assert tally.replayed > (10 if "capture_sizes" in settings else 0), tally
+    assert not tally.mismatches and tally.compared_requests > 14, tally
+    assert tally.replayed_steps > (10 if "capture_sizes" in settings else 0), tally

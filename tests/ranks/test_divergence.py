@@ -1,4 +1,4 @@
-"""A rank that falls out of step is named by every rank within two seconds, and no process ends of it."""
+"""When one rank falls out of step, every rank names it within two seconds, and no process ends because of it."""
 
 import ast
 import os
@@ -8,28 +8,28 @@ from typing import Any
 
 import pytest
 
-from tests.families import made
+from tests.families import family_checkpoint
 from tests.parity.harness import VOCAB, tiny_pair
 from tests.parity.pairs import draft_of
-from tests.ranks.gang import ROOT, Action, Case, Dead, Life, Lost, Ranks
-from tests.ranks.of_experts import OF_EXPERTS, QUICK
-from tests.ranks.plants import OF_CAPTURES, OF_SHARDS, PLANTS
-from tests.ranks.test_experts import UNEVEN
+from tests.ranks.gang import ROOT, Action, Case, ExitedProcess, RankFailure, RankProcesses, RankReport
+from tests.ranks.of_experts import EXPERT_PLANTS, FAST_EXPERT_PLANTS
+from tests.ranks.plants import CAPTURE_PLANTS, PLANTS, SHARD_PLANTS
+from tests.ranks.test_experts import FIVE_EXPERT_TARGET
 from tests.ranks.test_parity import config
 from tests.tiny import draft_folder, target_folder
 
-Gangs = Callable[[int], Ranks]
-NOTICED_S = 2.0
-LOST_S = 1.0
+RanksFactory = Callable[[int], RankProcesses]
+MAX_NOTICE_S = 2.0
+MAX_LOSS_NOTICE_S = 1.0
 AT_STEP = 6
-OVERLAP = int(os.environ.get("OVERLAP", "0"))  # results are read, and so compared, a step later
+OVERLAP = int(os.environ.get("OVERLAP", "0"))  # 1: the host reads, and so compares, results one step later
 PHASES = {"agree", "order", "draft", "target", "extend", "after extend", "replay"}
-IN_A_GROUP = {name for name in PLANTS if "reduce," in name or "follower" in name or "in a group" in name} | {
+SINGLE_GROUP_PLANTS = {name for name in PLANTS if "reduce," in name or "follower" in name or "in a group" in name} | {
     "wrong width of a sum",
     "one reduce more",
     "other results",
 }
-OF_FOUR = (
+FOUR_RANK_CASES = (
     ("wrong group", 2, 2),
     ("skips gather, draft", 2, 2),
     ("skips reduce, target", 2, 3),
@@ -37,115 +37,131 @@ OF_FOUR = (
     ("reduce_scatter not entered", 4, 3),
     ("other tier", 4, 2),
     ("other last plan", 4, 3),
-    ("follower turns the requests", 2, 3),
+    ("follower reverses the requests", 2, 3),
     ("skips dispatch, target", 4, 2),
-    ("tells other counts", 2, 3),
-    ("tells of more rows than there are", 4, 1),
+    ("sends other counts", 2, 3),
+    ("sends counts of too many rows", 4, 1),
     ("all-to-all not entered", 2, 2),
 )
-# The plan comes from equal facts by a pure function. Where it is the function that fails, only one more all-gather
-# tells in time.
+# A pure function makes the plan from facts that are equal on all ranks. If the function itself is wrong on one rank,
+# only the additional all-gather of `debug_lockstep` finds it in time.
 NEEDS_DEBUG = ("other plan, padding", "other plan, tier", "other plan, mode", "other plan, key", "other plan, counts")
-OTHER = ("breaks", "dies", "weak draft")
-PADDED = ("no idle rows", "stale plan")
-FILTERED = {"top_k": 12, "top_p": 0.9, "logprobs": 2}
+SEPARATELY_TESTED_PLANTS = ("breaks", "dies", "weak draft")
+PADDED_PLANTS = ("no idle rows", "stale plan")
+FILTERED_PARAMS = {"top_k": 12, "top_p": 0.9, "logprobs": 2}
 
 
-def busy(dp: int, **more: Any) -> list[Action]:
-    """Long requests on every rank, unevenly many, and two more with other lengths every other step."""
-    random, actions = Random(5), []
-    for number in range(12 * dp):
-        rank = number % dp
-        step = 0 if number < 2 * dp else 2 + number // (2 * dp) * 2
-        if number >= 2 * dp and rank == dp - 1 and dp > 1 and number % 3:
+def busy_actions(dp: int, **param_overrides: Any) -> list[Action]:
+    """Actions that keep every rank busy with long requests: two for each rank before step 0, and up to two more for
+    each rank before every other step. The last rank gets fewer than the others.
+    """
+    generator, actions = Random(5), []
+    for request_number in range(12 * dp):
+        rank = request_number % dp
+        step = 0 if request_number < 2 * dp else 2 + request_number // (2 * dp) * 2
+        if request_number >= 2 * dp and rank == dp - 1 and dp > 1 and request_number % 3:
             continue
-        params = {"temperature": 0.8, "seed": number, "max_tokens": 60, "ignore_eos": True} | more
-        prompt = [random.randrange(VOCAB) for _ in range(random.randint(5, 20))]
-        request = {"request_id": f"r{number}", "prompt_token_ids": prompt, "params": params}
+        params = {"temperature": 0.8, "seed": request_number, "max_tokens": 60, "ignore_eos": True} | param_overrides
+        prompt = [generator.randrange(VOCAB) for _ in range(generator.randint(5, 20))]
+        request = {"request_id": f"r{request_number}", "prompt_token_ids": prompt, "params": params}
         actions.append(Action(step, rank, "submit", request))
     return sorted(actions, key=lambda action: action.step)
 
 
 def planted_case(name: str, tp: int, dp: int, guilty: int) -> Case:
+    """The case in which the plant called `name` goes wrong on rank `guilty`, with the settings that the plant needs."""
     settings: dict[str, Any] = {"debug_lockstep": name in NEEDS_DEBUG}
-    if name in PADDED:
+    if name in PADDED_PLANTS:
         settings["dp_padding"] = "padded"
-    if name in OF_SHARDS and dp > 1:
+    if name in SHARD_PLANTS and dp > 1:
         settings["vocab_parallel"] = "world"
-    if name in OF_CAPTURES:
+    if name in CAPTURE_PLANTS:
         settings |= {"capture": "on", "capture_sizes": [1, 2, 4, 8, 16, 32], "dp_padding": "padded"}
     pair = tiny_pair()
-    if name in OF_EXPERTS:
+    if name in EXPERT_PLANTS:
         settings |= {"ep_size": tp, "dp_padding": "exact", "speculative_algorithm": "NEXTN"}
-        pair = made(*UNEVEN).folder, draft_of("nextn-sparse")
-    actions = busy(dp, **(FILTERED if name in OF_SHARDS else {}))
-    mesh = {"tp_size": tp, "attn_dp_size": dp, "max_running_requests": 16}
-    return Case(config(*pair, **mesh, **settings), actions, plant=name, guilty=guilty, at_step=AT_STEP)
+        pair = family_checkpoint(*FIVE_EXPERT_TARGET).folder, draft_of("nextn-sparse")
+    actions = busy_actions(dp, **(FILTERED_PARAMS if name in SHARD_PLANTS else {}))
+    mesh_settings = {"tp_size": tp, "attn_dp_size": dp, "max_running_requests": 16}
+    return Case(config(*pair, **mesh_settings, **settings), actions, plant=name, guilty=guilty, at_step=AT_STEP)
 
 
-def check_named(ranks: Ranks, case: Case) -> None:
-    """Every rank must name the guilty one, a step and a phase, in time, and live on."""
+def check_all_ranks_blame_faulty_rank(ranks: RankProcesses, case: Case) -> None:
+    """Run the case. Every rank must name the guilty rank, a step and a phase in time, and its process must go on."""
     answers = ranks.run(case, timeout_s=60)
-    assert ranks.struck is not None, f"{case.plant} was never planted: {answers}"
-    struck, step = ranks.struck
+    assert ranks.fault_time_and_step is not None, f"the fault {case.plant!r} never happened: {answers}"
+    fault_time, fault_step = ranks.fault_time_and_step
     for rank, answer in enumerate(answers):
-        assert isinstance(answer, Lost), f"rank {rank}: {answer}"
+        assert isinstance(answer, RankFailure), f"rank {rank}: {answer}"
         assert answer.kind == ("PeerLostError" if " left: " in answer.error else "OutOfStepError"), answer
-        assert answer.at - struck < NOTICED_S, f"rank {rank} noticed after {answer.at - struck:.2f} s"
+        assert answer.at - fault_time < MAX_NOTICE_S, f"rank {rank} noticed after {answer.at - fault_time:.2f} s"
         assert answer.rank == case.guilty and f"rank {case.guilty} " in answer.error, f"rank {rank}: {answer}"
-        steps = range(step - 1, step + 2 + OVERLAP)
+        steps = range(fault_step - 1, fault_step + 2 + OVERLAP)
         assert answer.step in steps and answer.phase in PHASES, f"rank {rank}: {answer}"
         assert any(f"(step {n}, phase " in answer.error for n in steps), f"rank {rank}: {answer}"
-    slowest = max(answer.at for answer in answers) - struck  # type: ignore[union-attr]
+    slowest = max(answer.at for answer in answers) - fault_time  # type: ignore[union-attr]
     print(f"{case.plant}: {slowest:.2f} s, {answers[case.guilty].error}")  # type: ignore[union-attr]
 
 
-def marked(names: Iterable[str]) -> list[Any]:
-    """Every other one is among the slow ones, and those of experts that `QUICK` does not name."""
-    slow = OF_EXPERTS.keys() - QUICK
+def plants_with_slow_marks(names: Iterable[str]) -> list[Any]:
+    """Parameters for the plants. Every other plant is marked slow, and so are the plants of experts that are not in
+    `FAST_EXPERT_PLANTS`.
+    """
+    slow_names = EXPERT_PLANTS.keys() - FAST_EXPERT_PLANTS
     return [
-        pytest.param(name, marks=pytest.mark.slow if at % 2 or name in slow else ()) for at, name in enumerate(names)
+        pytest.param(name, marks=pytest.mark.slow if position % 2 or name in slow_names else ())
+        for position, name in enumerate(names)
     ]
 
 
-@pytest.mark.parametrize("name", marked(name for name in PLANTS if name not in ("wrong group", *OTHER)))
-def test_every_rank_names_the_diverging_rank_in_time(ranks: Gangs, name: str) -> None:
-    check_named(ranks(2), planted_case(name, 2, 1 if name in IN_A_GROUP else 2, guilty=1))
+@pytest.mark.parametrize(
+    "name", plants_with_slow_marks(name for name in PLANTS if name not in ("wrong group", *SEPARATELY_TESTED_PLANTS))
+)
+def test_every_rank_names_the_diverging_rank_in_time(ranks: RanksFactory, name: str) -> None:
+    check_all_ranks_blame_faulty_rank(
+        ranks(2), planted_case(name, 2, 1 if name in SINGLE_GROUP_PLANTS else 2, guilty=1)
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "dp", "guilty"), OF_FOUR)
-def test_diverging_rank_of_four_is_named_by_every_rank(ranks: Gangs, name: str, dp: int, guilty: int) -> None:
-    check_named(ranks(4), planted_case(name, 4, dp, guilty))
+@pytest.mark.parametrize(("name", "dp", "guilty"), FOUR_RANK_CASES)
+def test_diverging_rank_of_four_is_named_by_every_rank(ranks: RanksFactory, name: str, dp: int, guilty: int) -> None:
+    check_all_ranks_blame_faulty_rank(ranks(4), planted_case(name, 4, dp, guilty))
 
 
-def test_exception_message_of_one_rank_reaches_its_peers(ranks: Gangs) -> None:
+def test_exception_message_of_one_rank_reaches_its_peers(ranks: RanksFactory) -> None:
     gang = ranks(2)
-    peer, broken = gang.run(planted_case("breaks", 2, 2, guilty=1), timeout_s=60)
-    assert isinstance(peer, Lost) and isinstance(broken, Lost) and gang.struck is not None
+    peer, broken = gang.run(planted_case("breaks", 2, 2, guilty=1), timeout_s=60)  # the plant raises an error
+    assert isinstance(peer, RankFailure) and isinstance(broken, RankFailure) and gang.fault_time_and_step is not None
     assert broken.kind == "ValueError"
     assert peer.kind == "PeerLostError" and "rank 1 left: ValueError: a bug of this rank alone" in peer.error
-    assert (peer.rank, peer.step) == (1, gang.struck[1]) and peer.at - gang.struck[0] < LOST_S
+    assert (peer.rank, peer.step) == (1, gang.fault_time_and_step[1]) and peer.at - gang.fault_time_and_step[
+        0
+    ] < MAX_LOSS_NOTICE_S
 
 
 @pytest.mark.parametrize(
     ("tp", "guilty"), [(2, 0), (2, 1), *(pytest.param(4, guilty, marks=pytest.mark.slow) for guilty in (0, 2))]
 )
-def test_peers_of_a_killed_rank_name_that_rank_within_a_second(ranks: Gangs, tp: int, guilty: int) -> None:
+def test_peers_of_a_killed_rank_name_that_rank_within_a_second(ranks: RanksFactory, tp: int, guilty: int) -> None:
     gang, case = ranks(tp), planted_case("dies", tp, 2, guilty)
     answers = gang.run(case, timeout_s=60)
-    assert answers[case.guilty] == Dead(-9) and gang.struck is not None
-    struck, step = gang.struck
+    assert answers[case.guilty] == ExitedProcess(-9) and gang.fault_time_and_step is not None
+    fault_time, fault_step = gang.fault_time_and_step
     for answer in [a for rank, a in enumerate(answers) if rank != case.guilty]:
-        assert isinstance(answer, Lost) and answer.kind == "PeerLostError", answer
+        assert isinstance(answer, RankFailure) and answer.kind == "PeerLostError", answer
         assert answer.rank == case.guilty and f"rank {case.guilty} is gone" in answer.error, answer
-        assert answer.step == step and answer.phase in PHASES and f"step {step}, phase {answer.phase}" in answer.error
-        assert answer.at - struck < LOST_S, f"noticed after {answer.at - struck:.2f} s"
-        print(f"killed rank {case.guilty}: {answer.at - struck:.2f} s, {answer.error}")
+        assert (
+            answer.step == fault_step
+            and answer.phase in PHASES
+            and f"step {fault_step}, phase {answer.phase}" in answer.error
+        )
+        assert answer.at - fault_time < MAX_LOSS_NOTICE_S, f"noticed after {answer.at - fault_time:.2f} s"
+        print(f"killed rank {case.guilty}: {answer.at - fault_time:.2f} s, {answer.error}")
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "said"),
+    ("name", "value", "reported_name"),
     [
         ("page_size", 8, "page_size"),
         ("speculative_num_steps", 2, "speculative_num_steps"),
@@ -156,60 +172,67 @@ def test_peers_of_a_killed_rank_name_that_rank_within_a_second(ranks: Gangs, tp:
     ],
 )
 def test_ranks_with_different_settings_or_models_refuse_to_start(
-    ranks: Gangs, name: str, value: Any, said: str
+    ranks: RanksFactory, name: str, value: Any, reported_name: str
 ) -> None:
-    given = config(*tiny_pair(), tp_size=2, attn_dp_size=2)
-    other = value() if callable(value) else value
-    for answer in ranks(2).run(Case(given, own={1: {name: other}}), timeout_s=10):
-        assert isinstance(answer, Lost) and answer.kind == "ConfigError", answer
-        assert answer.error.startswith(f"{said} is ") and "rank 0" in answer.error and "rank 1" in answer.error
+    config_dict = config(*tiny_pair(), tp_size=2, attn_dp_size=2)
+    other_value = value() if callable(value) else value
+    for answer in ranks(2).run(Case(config_dict, own={1: {name: other_value}}), timeout_s=10):
+        assert isinstance(answer, RankFailure) and answer.kind == "ConfigError", answer
+        assert answer.error.startswith(f"{reported_name} is ") and "rank 0" in answer.error and "rank 1" in answer.error
 
 
-def test_rank_processes_run_a_normal_case_after_planted_failures(ranks: Gangs) -> None:
-    """The same processes, with a new life."""
-    assert all(isinstance(answer, Life) for answer in ranks(2).run(Case(planted_case("", 2, 2, 1).config, busy(2))))
+def test_rank_processes_run_a_normal_case_after_planted_failures(ranks: RanksFactory) -> None:
+    """The processes that ran the planted faults run another case."""
+    assert all(
+        isinstance(answer, RankReport)
+        for answer in ranks(2).run(Case(planted_case("", 2, 2, 1).config, busy_actions(2)))
+    )
 
 
 @pytest.mark.parametrize(("tp", "dp"), [(2, 2), pytest.param(4, 2, marks=pytest.mark.slow)])
-def test_idle_ranks_use_no_cpu_and_wake_together(ranks: Gangs, tp: int, dp: int) -> None:
-    """Every rank rings once, leader or follower."""
-    given = config(*tiny_pair(), tp_size=tp, attn_dp_size=dp)
-    lives = ranks(tp).lives(Case(given, busy(dp)[: 2 * dp], naps=tp))
+def test_idle_ranks_use_no_cpu_and_wake_together(ranks: RanksFactory, tp: int, dp: int) -> None:
+    """Each rank, leader or follower, wakes the others once."""
+    config_dict = config(*tiny_pair(), tp_size=tp, attn_dp_size=dp)
+    reports = ranks(tp).run_without_failure(Case(config_dict, busy_actions(dp)[: 2 * dp], naps=tp))
     for ringer in range(tp):
-        naps = [life.naps[ringer] for life in lives]
-        rang = naps[ringer].rang
-        for rank, nap in enumerate(naps):
-            assert nap.seconds > 0.2 and nap.cpu < 0.02, f"rank {rank} slept {nap}"
-            assert 0 <= nap.woke - rang < 0.5, f"rank {rank} woke {nap.woke - rang:.3f} s after rank {ringer} rang"
+        sleeps = [report.naps[ringer] for report in reports]
+        rang_at = sleeps[ringer].rang
+        for rank, sleep in enumerate(sleeps):
+            assert sleep.seconds > 0.2 and sleep.cpu < 0.02, f"rank {rank} slept {sleep}"
+            assert 0 <= sleep.woke - rang_at < 0.5, (
+                f"rank {rank} woke {sleep.woke - rang_at:.3f} s after rank {ringer} rang"
+            )
 
 
-BEFORE_THE_FIRST_STEP = tuple(
+STARTUP_MODULES = tuple(
     f"cluster/{name}.py" for name in ("engine/calibrate", "engine/one_shot_setting", "engine/workspace", "kv/budget")
 )
-"""What asks all ranks while they start: the pace of steps, how sums are made, and the room for pages."""
-MAKING = ("mesh.py", "process_group.py", "heartbeat.py")
-"""What knows torch.distributed: who makes the mesh, its collectives, and the signs of life in its store."""
+"""Modules that may call collectives while the ranks start: to agree on the measured times of steps, on how sums are
+made, and on the memory for pages.
+"""
+MESH_MODULES = ("mesh.py", "process_group.py", "heartbeat.py")
+"""Files that may import torch.distributed: they make the mesh, its collectives, and the heartbeats in its store."""
 
 
 def test_only_the_lockstep_script_calls_collectives() -> None:
-    """What the script does not know cannot be held to it."""
+    """A collective that is not in the script cannot be compared with it."""
     names = {"reduce_scatter", "all_reduce", "all_to_all", "broadcast", "all_gather_row"}
-    axes = ("world", "attn", "facts", "axis")  # tensors gather too
-    wrong, seen = [], 0
+    axes = ("world", "attn", "facts", "axis")  # `gather` of these is a collective; tensors have `gather` too
+    violations, checked_nodes = [], 0
     for path in sorted((ROOT / "cluster").rglob("*.py")):
-        where = path.relative_to(ROOT)
+        relative_path = path.relative_to(ROOT)
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             called = isinstance(node, ast.Attribute) and (
                 node.attr in names or (node.attr == "gather" and ast.unparse(node.value).split(".")[-1] in axes)
             )
             imported = isinstance(node, ast.Import | ast.ImportFrom) and "torch.distributed" in ast.unparse(node)
-            seen += called or imported
+            checked_nodes += called or imported
             if (
                 called
-                and str(where) not in BEFORE_THE_FIRST_STEP
-                and where.parts[1] in ("models", "sampling", "spec", "kv", "attention", "engine")
+                and str(relative_path) not in STARTUP_MODULES
+                and relative_path.parts[1] in ("models", "sampling", "spec", "kv", "attention", "engine")
             ):
-                wrong.append(f"{where}:{node.lineno} calls {node.attr}")  # type: ignore[attr-defined]
-            if imported and path.name not in MAKING:
-                wrong.append(f"{where}:{node.lineno} imports torch.distributed")  # type: ignore[attr-defined]
-    assert seen and not wrong, wrong
+                violations.append(f"{relative_path}:{node.lineno} calls {node.attr}")  # type: ignore[attr-defined]
+            if imported and path.name not in MESH_MODULES:
+                violations.append(f"{relative_path}:{node.lineno} imports torch.distributed")  # type: ignore[attr-defined]
+    assert checked_nodes and not violations, violations

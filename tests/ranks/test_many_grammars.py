@@ -1,28 +1,38 @@
-"""Two hundred schemas and fifty expressions and grammars on two ranks, against plain decoding on one."""
+"""Two hundred JSON schemas and fifty regular expressions and grammars on two ranks give the tokens of plain decoding on
+a single rank.
+"""
 
 from dataclasses import asdict
 
 import pytest
 
 from tests.pairwise import covering
-from tests.parity.test_many_grammars import TEMPERATURES, asked, config, plain
+from tests.parity.test_many_grammars import TEMPERATURES, config, grammar_requests, plain
 from tests.ranks.gang import Action, Case
-from tests.ranks.test_parity import Gangs
+from tests.ranks.test_parity import RanksFactory
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("groups", "tree", "temperature"), covering([(1, 2), ((1, 3), (4, 4)), TEMPERATURES]))
 def test_constrained_streams_on_two_ranks_match_plain_decoding(
-    ranks: Gangs, groups: int, tree: tuple[int, int], temperature: float
+    ranks: RanksFactory, groups: int, tree: tuple[int, int], temperature: float
 ) -> None:
-    said = plain(temperature)
+    plain_output = plain(temperature)
     settings = config(*tree, tp_size=2, attn_dp_size=groups).model_dump(exclude_defaults=True)
     actions = []
-    for at, one in enumerate(asked(temperature)):
-        fields = {"request_id": one.request_id, "prompt_token_ids": one.prompt_token_ids, "params": asdict(one.params)}
-        actions.append(Action(at // 4, at % groups, "submit", fields))
-    lives = ranks(2).lives(Case(settings, actions), timeout_s=900)
-    tokens = {name: run for life in lives for name, run in life.tokens.items()}
-    ended = {name: end for life in lives for name, end in life.ended.items()}
-    assert len(tokens) == len(said.tokens)
-    assert not {name: (ended[name], tokens[name]) for name, run in said.tokens.items() if tokens[name] != run}
+    for number, request in enumerate(grammar_requests(temperature)):
+        fields = {
+            "request_id": request.request_id,
+            "prompt_token_ids": request.prompt_token_ids,
+            "params": asdict(request.params),
+        }
+        actions.append(Action(number // 4, number % groups, "submit", fields))
+    reports = ranks(2).run_without_failure(Case(settings, actions), timeout_s=900)
+    tokens = {name: token_ids for report in reports for name, token_ids in report.tokens.items()}
+    ended = {name: end_fields for report in reports for name, end_fields in report.ended.items()}
+    assert len(tokens) == len(plain_output.tokens)
+    assert not {
+        name: (ended[name], tokens[name])
+        for name, token_ids in plain_output.tokens.items()
+        if tokens[name] != token_ids
+    }

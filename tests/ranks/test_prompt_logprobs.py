@@ -1,11 +1,11 @@
-"""Log-probabilities of prompts on several ranks are those of one, wherever the columns of the head are."""
+"""Several ranks give the prompt log-probabilities of a single rank, whichever ranks hold the columns of the head."""
 
 import pytest
 
 from tests.pairwise import covering
 from tests.ranks.compare import Tally
-from tests.ranks.test_parity import Gangs
-from tests.ranks.test_penalties_and_grammars import tally_besides
+from tests.ranks.test_parity import RanksFactory
+from tests.ranks.test_penalties_and_grammars import tally_with_params
 from tests.ranks.workload import SCORED
 
 MESHES = ((2, 1), (2, 2), (4, 2))
@@ -18,22 +18,24 @@ SHAPES: tuple[dict[str, object], ...] = (
 )
 
 
-def tally_of(ranks: Gangs, mesh: tuple[int, int], shards: str, **settings: object) -> Tally:
-    return tally_besides(ranks, mesh, SCORED, vocab_parallel=shards, **settings)
+def tally_of(ranks: RanksFactory, mesh: tuple[int, int], shards: str, **settings: object) -> Tally:
+    return tally_with_params(ranks, mesh, SCORED, vocab_parallel=shards, **settings)
 
 
 @pytest.mark.parametrize(("mesh", "shards"), [((2, 1), "attention"), ((2, 2), "world"), ((2, 2), "attention")])
-def test_prompt_logprobs_on_several_ranks_match_one_rank(ranks: Gangs, mesh: tuple[int, int], shards: str) -> None:
+def test_prompt_logprobs_on_several_ranks_match_one_rank(
+    ranks: RanksFactory, mesh: tuple[int, int], shards: str
+) -> None:
     tally = tally_of(ranks, mesh, shards, debug_lockstep=True)
     assert not tally.mismatches, tally.mismatches
-    assert tally.compared > 15 and tally.scored > 10, tally
+    assert tally.compared_requests > 15 and tally.compared_prompt_logprobs > 10, tally
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "shards", "shape"), covering([MESHES, SHARDS, SHAPES]))
 def test_prompt_logprobs_on_all_meshes_match_one_rank(
-    ranks: Gangs, mesh: tuple[int, int], shards: str, shape: dict[str, object]
+    ranks: RanksFactory, mesh: tuple[int, int], shards: str, shape: dict[str, object]
 ) -> None:
     tally = tally_of(ranks, mesh, shards, **shape)
     assert not tally.mismatches, tally.mismatches
-    assert tally.compared > 12 and tally.scored > 8, tally
+    assert tally.compared_requests > 12 and tally.compared_prompt_logprobs > 8, tally

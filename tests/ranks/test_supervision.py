@@ -1,4 +1,6 @@
-"""A lost GPU peer, on simulated devices: the real engine and loop end in time, name the rank, and streams go on."""
+"""A peer is lost on simulated GPUs: the real engine and engine loop end in time and name the lost rank, and streams can
+be continued from the tokens that were sent.
+"""
 
 import json
 from collections.abc import Iterator
@@ -10,57 +12,67 @@ from cluster.config import EngineConfig
 from cluster.engine import build_engine
 from cluster.request import Request, RequestParams
 from tests.parity.harness import tiny_pair
-from tests.ranks.gang import Action, Answer, Case, Dead, Lost, Ranks
+from tests.ranks.gang import Action, Case, ExitedProcess, RankAnswer, RankFailure, RankProcesses
 from tests.ranks.test_parity import config
 
-LIMIT_S = 2.0
-WITHIN_S = LIMIT_S + 2.0  # of the fault
-AT_ONCE_S = LIMIT_S - 0.5  # what needs no limit to pass
+WATCHDOG_TIMEOUT_S = 2.0
+MAX_NOTICE_S = WATCHDOG_TIMEOUT_S + 2.0  # after the fault, at most
+MAX_IMMEDIATE_NOTICE_S = (
+    WATCHDOG_TIMEOUT_S - 0.5
+)  # for faults that are noticed without waiting for the watchdog's timeout
 PROMPTS = {"a": [3, 1, 4, 1, 5, 9], "b": [2, 7, 1, 8]}
 TOKENS = 80
 
 
-class Gpus(Ranks):
-    """Ranks on simulated devices; `tokens` are those that came, by request. A rank that stands still is killed when
-    its peer has answered.
+class SimulatedGpus(RankProcesses):
+    """Two rank processes on simulated GPUs. `tokens` are the tokens that the ranks reported, by request.
+
+    `stopped_rank` is the rank whose process the fault stops, if there is one. The process is killed when its peer has
+    answered.
     """
 
     def __init__(self) -> None:
         super().__init__(2, "tests.ranks.behind_worker")
         self.tokens: dict[str, list[int]] = {}
-        self.frozen: int | None = None
+        self.stopped_rank: int | None = None
 
-    def of(self, plant: str, guilty: int, **settings: Any) -> list[Answer | None]:
+    def run_fault(self, fault_name: str, guilty: int, **settings: Any) -> list[RankAnswer | None]:
+        """Run one request on each rank, with the fault `fault_name` on rank `guilty`; return the ranks' answers.
+
+        A rank that ended without an error answers with `ExitedProcess(0)`.
+        """
         self.tokens = {}
-        self.frozen = guilty if plant == "process stands still" else None
-        actions = [Action(0, rank, "submit", asked(name)) for rank, name in enumerate(PROMPTS)]
-        given = config(*tiny_pair(), num_steps=2, tp_size=2, attn_dp_size=2, watchdog_timeout_s=LIMIT_S, **settings)
-        case = Case(given, actions, plant=plant, guilty=guilty, at_step=8)
+        self.stopped_rank = guilty if fault_name == "process stands still" else None
+        actions = [Action(0, rank, "submit", request_fields(name)) for rank, name in enumerate(PROMPTS)]
+        config_dict = config(
+            *tiny_pair(), num_steps=2, tp_size=2, attn_dp_size=2, watchdog_timeout_s=WATCHDOG_TIMEOUT_S, **settings
+        )
+        case = Case(config_dict, actions, plant=fault_name, guilty=guilty, at_step=8)
         return self.run(case, timeout_s=120)  # type: ignore[return-value]
 
-    def _answer(self, rank: int, line: bytes) -> Answer | None:
+    def _parse_answer(self, rank: int, line: bytes) -> RankAnswer | None:
         if b'"tokens"' in line:
             name, ids = json.loads(line)["tokens"]
             self.tokens.setdefault(name, []).extend(ids)
             return None
         if b'"ended"' in line:
-            return Dead(0)
-        if rank != self.frozen and self.frozen is not None:
-            self._processes[self.frozen].kill()
-        return super()._answer(rank, line)
+            return ExitedProcess(0)
+        if rank != self.stopped_rank and self.stopped_rank is not None:
+            self._processes[self.stopped_rank].kill()
+        return super()._parse_answer(rank, line)
 
 
-def asked(name: str) -> dict[str, Any]:
+def request_fields(request_id: str) -> dict[str, Any]:
     params = {"temperature": 0.8, "seed": 7, "max_tokens": TOKENS, "ignore_eos": True}
-    return {"request_id": name, "prompt_token_ids": PROMPTS[name], "params": params}
+    return {"request_id": request_id, "prompt_token_ids": PROMPTS[request_id], "params": params}
 
 
-def alone(name: str, sent: list[int]) -> list[int]:
-    """What the request is given after the tokens that were sent, by a rank alone and without a draft."""
+def tokens_of_single_rank(request_id: str, sent_tokens: list[int]) -> list[int]:
+    """The tokens that a single rank without a draft generates for the request after `sent_tokens`."""
     engine = build_engine(EngineConfig.from_kwargs(config(tiny_pair()[0], None)))
-    fields = asked(name)
-    prompt = (*fields["prompt_token_ids"], *sent)
-    engine.submit(Request(name, prompt, RequestParams(**fields["params"]), resumed_tokens=len(sent)))
+    fields = request_fields(request_id)
+    prompt = (*fields["prompt_token_ids"], *sent_tokens)
+    engine.submit(Request(request_id, prompt, RequestParams(**fields["params"]), resumed_tokens=len(sent_tokens)))
     tokens: list[int] = []
     while engine.has_work:
         tokens += [token for output in engine.step().outputs for token in output.token_ids]
@@ -68,74 +80,101 @@ def alone(name: str, sent: list[int]) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def gpus() -> Iterator[Gpus]:
-    with Gpus() as started:
+def gpus() -> Iterator[SimulatedGpus]:
+    with SimulatedGpus() as started:
         yield started
 
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, list[int]]:
-    return {name: alone(name, []) for name in PROMPTS}
+    return {request_id: tokens_of_single_rank(request_id, []) for request_id in PROMPTS}
 
 
-def check(gpus: Gpus, peer: Answer | None, guilty: int, expected: dict[str, list[int]], within_s: float) -> Lost:
-    """The peer named the guilty rank in time, what was sent is right, and what is left follows from it."""
-    assert isinstance(peer, Lost) and gpus.struck is not None, peer
-    struck, step = gpus.struck
+def check_peer(
+    gpus: SimulatedGpus, peer: RankAnswer | None, guilty: int, expected: dict[str, list[int]], within_s: float
+) -> RankFailure:
+    """Check that the peer named the guilty rank in time, that the sent tokens are right, and that a single rank
+    continues from them with the right tokens. Return the peer's failure.
+    """
+    assert isinstance(peer, RankFailure) and gpus.fault_time_and_step is not None, peer
+    fault_time, fault_step = gpus.fault_time_and_step
     assert peer.kind == "lost" and peer.rank == guilty and f"rank {guilty} " in peer.error, peer
-    assert peer.step == step, peer
-    assert peer.at - struck < within_s, f"{peer.at - struck:.2f} s"
-    for name, sent in gpus.tokens.items():
-        assert 0 < len(sent) < TOKENS and sent == expected[name][: len(sent)], name
-    name = next(iter(gpus.tokens))
-    assert alone(name, gpus.tokens[name]) == expected[name][len(gpus.tokens[name]) :]
+    assert peer.step == fault_step, peer
+    assert peer.at - fault_time < within_s, f"{peer.at - fault_time:.2f} s"
+    for request_id, sent_tokens in gpus.tokens.items():
+        assert 0 < len(sent_tokens) < TOKENS and sent_tokens == expected[request_id][: len(sent_tokens)], request_id
+    request_id = next(iter(gpus.tokens))
+    assert (
+        tokens_of_single_rank(request_id, gpus.tokens[request_id])
+        == expected[request_id][len(gpus.tokens[request_id]) :]
+    )
     return peer
 
 
 @pytest.mark.parametrize("guilty", [0, 1])
 def test_frozen_peer_process_is_named_after_the_watchdog_timeout(
-    gpus: Gpus, expected: dict[str, list[int]], guilty: int
+    gpus: SimulatedGpus, expected: dict[str, list[int]], guilty: int
 ) -> None:
-    """Where it is rank 0, the store of the gang stands still as well."""
-    answers = gpus.of("process stands still", guilty)
-    said = check(gpus, answers[1 - guilty], guilty, expected, WITHIN_S)
-    assert gpus.struck is not None and said.at - gpus.struck[0] > LIMIT_S / 2
-    assert "watchdog_timeout_s" in said.error and ("no sign" in said.error or "have not answered" in said.error)
-    assert isinstance(answers[guilty], Dead)
+    """If the stopped process is that of rank 0, the store of the gang stops as well."""
+    answers = gpus.run_fault("process stands still", guilty)
+    peer_failure = check_peer(gpus, answers[1 - guilty], guilty, expected, MAX_NOTICE_S)
+    assert (
+        gpus.fault_time_and_step is not None and peer_failure.at - gpus.fault_time_and_step[0] > WATCHDOG_TIMEOUT_S / 2
+    )
+    assert "watchdog_timeout_s" in peer_failure.error and (
+        "no sign" in peer_failure.error or "have not answered" in peer_failure.error
+    )
+    assert isinstance(answers[guilty], ExitedProcess)
 
 
-def test_rank_with_a_hung_device_is_named_by_both_ranks(gpus: Gpus, expected: dict[str, list[int]]) -> None:
-    answers = gpus.of("device stands still", 1)
-    check(gpus, answers[0], 1, expected, WITHIN_S)
-    own = answers[1]
-    assert isinstance(own, Lost) and gpus.struck is not None and own.at - gpus.struck[0] < WITHIN_S
-    # which of the two is first to say so is a matter of chance
-    assert own.rank == 1 and ("the device of rank 1" in own.error or "rank 1 " in own.error), own
+def test_rank_with_a_hung_device_is_named_by_both_ranks(gpus: SimulatedGpus, expected: dict[str, list[int]]) -> None:
+    answers = gpus.run_fault("device stands still", 1)
+    check_peer(gpus, answers[0], 1, expected, MAX_NOTICE_S)
+    own_failure = answers[1]
+    assert (
+        isinstance(own_failure, RankFailure)
+        and gpus.fault_time_and_step is not None
+        and own_failure.at - gpus.fault_time_and_step[0] < MAX_NOTICE_S
+    )
+    # It depends on chance which of the two ranks is the first to blame rank 1.
+    assert own_failure.rank == 1 and ("the device of rank 1" in own_failure.error or "rank 1 " in own_failure.error), (
+        own_failure
+    )
 
 
-def test_peer_failing_during_a_step_is_named_at_once_with_its_error(gpus: Gpus, expected: dict[str, list[int]]) -> None:
-    answers = gpus.of("leaves", 1)
-    said = check(gpus, answers[0], 1, expected, AT_ONCE_S)
-    assert "rank 1 left: ValueError: a bug of this rank alone" in said.error
+def test_peer_failing_during_a_step_is_named_at_once_with_its_error(
+    gpus: SimulatedGpus, expected: dict[str, list[int]]
+) -> None:
+    answers = gpus.run_fault("leaves", 1)
+    peer_failure = check_peer(gpus, answers[0], 1, expected, MAX_IMMEDIATE_NOTICE_S)
+    assert "rank 1 left: ValueError: a bug of this rank alone" in peer_failure.error
 
 
 @pytest.mark.parametrize("guilty", [0, 1])
-def test_dead_peer_is_named_at_once(gpus: Gpus, expected: dict[str, list[int]], guilty: int) -> None:
-    answers = gpus.of("dies", guilty)
-    check(gpus, answers[1 - guilty], guilty, expected, AT_ONCE_S)
-    assert isinstance(answers[guilty], Dead)
+def test_dead_peer_is_named_at_once(gpus: SimulatedGpus, expected: dict[str, list[int]], guilty: int) -> None:
+    answers = gpus.run_fault("dies", guilty)
+    check_peer(gpus, answers[1 - guilty], guilty, expected, MAX_IMMEDIATE_NOTICE_S)
+    assert isinstance(answers[guilty], ExitedProcess)
 
 
-def test_device_failure_during_replay_names_the_failed_rank(gpus: Gpus, expected: dict[str, list[int]]) -> None:
-    """The peer hears of it from its own device, as an error of its next call; the one at fault keeps its own words."""
-    answers = gpus.of("aborts", 1, capture="on", dp_padding="padded")
-    check(gpus, answers[0], 1, expected, AT_ONCE_S)
-    own = answers[1]
-    assert isinstance(own, Lost) and (own.kind, own.rank, own.phase) == ("failed", 1, "replay"), own
-    assert "CUDA error" in own.error
+def test_device_failure_during_replay_names_the_failed_rank(
+    gpus: SimulatedGpus, expected: dict[str, list[int]]
+) -> None:
+    """The peer gets an error from the next call to its own device, and blames the failed rank. The failed rank reports
+    the error of its device.
+    """
+    answers = gpus.run_fault("aborts", 1, capture="on", dp_padding="padded")
+    check_peer(gpus, answers[0], 1, expected, MAX_IMMEDIATE_NOTICE_S)
+    own_failure = answers[1]
+    assert isinstance(own_failure, RankFailure) and (own_failure.kind, own_failure.rank, own_failure.phase) == (
+        "failed",
+        1,
+        "replay",
+    ), own_failure
+    assert "CUDA error" in own_failure.error
 
 
-def test_step_longer_than_the_watchdog_timeout_continues(gpus: Gpus, expected: dict[str, list[int]]) -> None:
-    answers = gpus.of("slow", 1)
-    assert gpus.struck is not None and answers == [Dead(0), Dead(0)], answers
+def test_step_longer_than_the_watchdog_timeout_continues(gpus: SimulatedGpus, expected: dict[str, list[int]]) -> None:
+    answers = gpus.run_fault("slow", 1)
+    assert gpus.fault_time_and_step is not None and answers == [ExitedProcess(0), ExitedProcess(0)], answers
     assert gpus.tokens == expected

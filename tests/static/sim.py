@@ -1,7 +1,7 @@
-"""A device on which nothing can be asked: tensors with shapes and no numbers, on a backend of that name.
+"""A simulated device whose tensors have shapes and no values: fake tensors on a torch backend called "sim".
 
-A value, a count, a shape that follows from numbers, a tensor of another device: each raises. So a step that runs here
-has static shapes and never waits for its device.
+An error is raised whenever a program reads a value or a count, uses a shape that depends on values, or mixes in a
+tensor of another device. So a step that runs on this device has static shapes and never waits for its device.
 """
 
 from collections.abc import Iterator
@@ -18,57 +18,59 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 from cluster.device.staging import StagedLists, Staging
 from cluster.engine import Engine
 
-NAME = "sim"
-_setup_privateuseone_for_python_backend(NAME)
-FAKE = FakeTensorMode()  # one for all engines: constants of a device are kept
+DEVICE_NAME = "sim"
+_setup_privateuseone_for_python_backend(DEVICE_NAME)
+FAKE_MODE = FakeTensorMode()  # one for all engines, because the product caches constants by device
 
 
 @contextmanager
 def simulated(engine: Engine) -> Iterator[None]:
-    """The engine's programs on that device; what a step sends is the one thing that comes from the host."""
+    """Move the engine's programs to the simulated device. Only the staged lists of a step come from the host."""
 
-    def sent(staging: Staging) -> StagedLists:
+    def send_without_numbers(staging: Staging) -> StagedLists:
         return StagedLists(
-            torch.empty(sum(staging._lengths.values()), dtype=torch.int64, device=NAME), staging._lengths
+            torch.empty(sum(staging._lengths.values()), dtype=torch.int64, device=DEVICE_NAME), staging._lengths
         )
 
-    with FAKE, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Staging, "send", sent)
-        _Move().into(engine._parts.lockstep.programs)
+    with FAKE_MODE, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Staging, "send", send_without_numbers)
+        _DeviceReplacer().replacement_of(engine._parts.lockstep.programs)
         yield
 
 
-class _Move:
-    """Puts a tensor of that device in place of each tensor that an object holds, however deep."""
+class _DeviceReplacer:
+    """Replaces each tensor that an object holds, at any depth, by a tensor of the simulated device."""
 
     def __init__(self) -> None:
-        self._done: dict[int, Any] = {}
+        self._replacements: dict[int, Any] = {}
 
-    def into(self, thing: Any) -> Any:
-        """What is to stand in place of `thing`: itself, changed, if it is an object of ours."""
-        if id(thing) not in self._done:
-            self._done[id(thing)] = thing, self._moved(thing)
-        return self._done[id(thing)][1]
+    def replacement_of(self, original: Any) -> Any:
+        """Return the replacement of `original`. An object of a class of `cluster` is changed in place and returned."""
+        if id(original) not in self._replacements:
+            self._replacements[id(original)] = original, self._make_replacement(original)
+        return self._replacements[id(original)][1]
 
-    def _moved(self, thing: Any) -> Any:
-        if isinstance(thing, Tensor):
-            return torch.empty_strided(thing.shape, thing.stride(), dtype=thing.dtype, device=NAME)
-        if isinstance(thing, torch.device):
-            return torch.device(NAME)
-        if isinstance(thing, tuple):
-            items = [self.into(item) for item in thing]
-            return type(thing)(*items) if hasattr(thing, "_fields") else tuple(items)
-        if isinstance(thing, list):
-            thing[:] = [self.into(item) for item in thing]
-        elif isinstance(thing, dict):
-            thing.update({key: self.into(value) for key, value in thing.items()})
-        elif type(thing).__module__.startswith("cluster."):
-            self._done[id(thing)] = thing, thing  # it may hold itself
-            for name in _names(thing):
-                object.__setattr__(thing, name, self.into(getattr(thing, name)))
-        return thing
+    def _make_replacement(self, original: Any) -> Any:
+        if isinstance(original, Tensor):
+            return torch.empty_strided(original.shape, original.stride(), dtype=original.dtype, device=DEVICE_NAME)
+        if isinstance(original, torch.device):
+            return torch.device(DEVICE_NAME)
+        if isinstance(original, tuple):
+            items = [self.replacement_of(item) for item in original]
+            return type(original)(*items) if hasattr(original, "_fields") else tuple(items)
+        if isinstance(original, list):
+            original[:] = [self.replacement_of(item) for item in original]
+        elif isinstance(original, dict):
+            original.update({key: self.replacement_of(value) for key, value in original.items()})
+        elif type(original).__module__.startswith("cluster."):
+            self._replacements[id(original)] = original, original  # the object may refer to itself
+            for name in _attribute_names(original):
+                object.__setattr__(original, name, self.replacement_of(getattr(original, name)))
+        return original
 
 
-def _names(thing: Any) -> list[str]:
-    names = list(getattr(thing, "__dict__", ()))
-    return names + ([field.name for field in fields(thing) if field.name not in names] if is_dataclass(thing) else [])
+def _attribute_names(instance: Any) -> list[str]:
+    names = list(getattr(instance, "__dict__", ()))
+    return names + (
+        [field.name for field in fields(instance) if field.name not in names] if is_dataclass(instance) else []
+    )

@@ -1,9 +1,10 @@
-"""A stream of a GPU on a CPU, as unkind as CUDA is: whatever a step is told to do waits until an event is waited for.
+"""A CUDA stream simulated on a CPU, as strict as CUDA: nothing that a step queues runs before the host waits for it.
 
-Operators and native calls are queued, and their outputs hold NaN until then. While a segment of a graph is captured
-nothing is queued at all, only noted. Who asks for a number, reads a tensor that did not land by a copy, or makes
-numbers of the host's part of a captured segment, is caught. All programs work in one pool of memory: each replay begins
-with NaN in all of it, so nothing of an earlier one may be needed. The host is a step ahead.
+Operators and native calls are queued; their outputs hold NaN until they run. During the capture of a graph segment the
+calls are recorded and not queued. An error is raised if the host reads a value on the device, reads a tensor that no
+copy has brought to the host, or makes its own numbers a part of a captured segment. All programs work in one memory
+pool. Each replay begins with NaN in the whole pool, so no replay can use what an earlier one left. The host is one step
+ahead of the device.
 """
 
 import math
@@ -38,263 +39,280 @@ from cluster.spec.result import StepOutput
 Call = Callable[[], object]
 
 
-class Unkind(AssertionError):
-    """What a GPU would not have done, or would have waited for."""
+class GpuViolation(AssertionError):
+    """The program did something that a GPU cannot do, or for which the host would wait on a GPU."""
 
 
 class Stream(TorchDispatchMode):
-    """What is queued and not done yet. `waits` counts how often the host waited in the midst of a step."""
+    """The simulated stream: the calls that are queued and have not run. It is also the `Segments` of captured programs,
+    the recorder of a step, and the dispatch mode that sees torch's operators.
+
+    `segments` counts captured segments, `launches` their launches, and `waits` how often the host waited in the middle
+    of a step. `in_step` is True while the host queues a step.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._queue: deque[Call] = deque()
-        self._noted: list[Call] | None = None
+        self._captured_calls: list[Call] | None = None
         self._pool: list[Tensor] = []
-        self._alive: deque[list[Tensor]] = deque([[]], maxlen=4)
+        self._recent_outputs: deque[list[Tensor]] = deque([[]], maxlen=4)
         self.segments = self.launches = self.waits = 0
-        self.inside = False
+        self.in_step = False
 
-    def queue(self, call: Call) -> None:
-        """Queue a call, or note it where a segment is captured."""
-        (self._queue if self._noted is None else self._noted).append(call)
+    def enqueue(self, call: Call) -> None:
+        """Queue a call; during the capture of a segment record it."""
+        (self._queue if self._captured_calls is None else self._captured_calls).append(call)
 
     def run(self, until: Callable[[], bool] = lambda: False) -> None:
-        """Do what was queued, in order, as the device would meanwhile."""
-        if self._noted is not None:
-            raise Unkind("the host waits while a segment is captured, and nothing of it has run")
-        with unwatched(self), torch.inference_mode():
+        """Run queued calls in order, as a device would, until `until()` is true or none is left."""
+        if self._captured_calls is not None:
+            raise GpuViolation("the host waits while a segment is captured, so nothing of the segment has run")
+        with outside_step(self), torch.inference_mode():
             while self._queue and not until():
                 self._queue.popleft()()
 
-    def step(self) -> None:
-        """A step is told from here on. Native calls know places alone: what they read is kept for some steps."""
-        self._alive.append([])
+    def begin_step(self) -> None:
+        """Begin a step. Native calls know only addresses, so the stream keeps the outputs of four steps alive."""
+        self._recent_outputs.append([])
 
-    # what notes: `cluster.capture.cuda_graph.Segments`
+    # The methods of `cluster.capture.cuda_graph.Segments`.
 
     def ready(self) -> None:
         self.run()
 
     def begin(self) -> None:
-        assert self._noted is None
-        self._noted = []
+        assert self._captured_calls is None
+        self._captured_calls = []
 
     def end(self) -> Call:
-        assert self._noted is not None
-        noted, self._noted = self._noted, None
+        assert self._captured_calls is not None
+        calls, self._captured_calls = self._captured_calls, None
         self.segments += 1
 
         def launch() -> None:
-            assert self._noted is None, "a launch is no part of a capture"
+            assert self._captured_calls is None, "a segment is launched during a capture"
             self.launches += 1
-            self._queue += noted
+            self._queue += calls
 
         return launch
 
     def drop(self) -> None:
-        self._noted = None
+        self._captured_calls = None
 
     def reserved_bytes(self) -> int:
-        return sum(one.untyped_storage().nbytes() for one in self._pool)
+        return sum(tensor.untyped_storage().nbytes() for tensor in self._pool)
 
-    def poison(self) -> None:
-        """Another program may have worked in the pool."""
+    def fill_pool_with_nan(self) -> None:
+        """Queue a call that fills the pool with NaN, as if another program had worked in it."""
         pool = list(self._pool)
-        self._queue.append(lambda: spoil(pool))
+        self._queue.append(lambda: fill_with_nan(pool))
 
-    # what is told: a recorder, and a mode
+    # The methods of a recorder and of a dispatch mode.
 
-    def opaque(self, run: Callable[..., Any], given: tuple[Any, ...]) -> Any:
-        raise Unkind(f"{run} gives a tensor of a shape that nobody knows before it has run")
+    def opaque(self, run: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        raise GpuViolation(f"{run} returns a tensor whose shape is unknown before the call has run")
 
-    def native(self, run: Callable[..., None], given: tuple[Any, ...]) -> None:
+    def native(self, run: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         def call() -> None:
             with recorded_by(None):
-                run(*given)
+                run(*arguments)
 
-        self.queue(call)
+        self.enqueue(call)
 
-    def host_call(self, run: Callable[..., Any], given: tuple[Any, ...]) -> Any:
-        return recorder.call_on_host(run, given)
+    def host_call(self, run: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        return recorder.call_on_host(run, arguments)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, schema = kwargs or {}, function._schema
-        if what := host_value_read(function, args, kwargs):
-            raise Unkind(f"{schema.name} asks for {what}")
+        if read_value := host_value_read(function, args, kwargs):
+            raise GpuViolation(f"{schema.name} asks for {read_value}")
         if schema.name in ("aten::lift_fresh", "aten::lift_fresh_copy"):
-            if self._noted is not None:
-                raise Unkind(f"{schema.name}: numbers of the host in a captured segment")
-            return args[0]  # what is made once and kept; `test_host.py` has an eye on steps
+            if self._captured_calls is not None:
+                raise GpuViolation(f"{schema.name}: numbers of the host in a captured segment")
+            return args[0]  # a tensor that is made once and kept; `test_host_transfers.py` checks the steps
         if schema.is_mutable:
-            self.queue(lambda: function(*args, **kwargs))
-            return written(schema, args, kwargs)
-        meta = outcome(function, args, kwargs)
-        if meta is ALIAS:
+            self.enqueue(lambda: function(*args, **kwargs))
+            return written_arguments(schema, args, kwargs)
+        meta = meta_output_of(function, args, kwargs)
+        if meta is IS_ALIAS:
             return function(*args, **kwargs)
-        real = tree_map(self._place, meta)
-        outputs = [one for one in tree_leaves(real) if isinstance(one, Tensor)]
+        real_output = tree_map(self._allocate_output, meta)
+        outputs = [leaf for leaf in tree_leaves(real_output) if isinstance(leaf, Tensor)]
         if outputs and not schema.name.startswith(("aten::empty", "aten::new_empty")):
-            self.queue(_replay_call(function, args, kwargs, outputs))
-        return real
+            self.enqueue(_replay_call(function, args, kwargs, outputs))
+        return real_output
 
-    def _place(self, meta: Any) -> Any:
-        """Memory for an output, which nothing useful is in."""
+    def _allocate_output(self, meta: Any) -> Any:
+        """Allocate memory for an output, filled with NaN. A value that is not a tensor is returned as it is."""
         if not isinstance(meta, Tensor):
             return meta
-        return self.keep(spoilt(torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype)))
+        return self.keep_alive(filled_with_nan(torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype)))
 
-    def keep(self, made: Tensor) -> Tensor:
-        """Memory is given to others in the order of the stream."""
-        (self._alive[-1] if self._noted is None else self._pool).append(made)
-        return made
-
-
-META: list[Tensor] = []
-"""Stand-ins of the arguments of the operator at hand."""
-ALIAS = object()
-"""The outcome of an operator that gives a view, or the very tensor."""
-OUTCOMES: dict[Any, Any] = {}
-"""What came of each operator before, by the `traits` of its arguments."""
+    def keep_alive(self, tensor: Tensor) -> Tensor:
+        """Keep a tensor for some steps, or with the pool during a capture: on a stream memory is reused only by later
+        work. Return the tensor.
+        """
+        (self._recent_outputs[-1] if self._captured_calls is None else self._pool).append(tensor)
+        return tensor
 
 
-def outcome(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """What an operator returns, without numbers; or ALIAS."""
-    key = function, traits(args), traits(list(kwargs.items()))
-    if key not in OUTCOMES:
-        meta = function(*(of_meta(one) for one in args), **told(function._schema, args, kwargs))
-        ours = {one.untyped_storage()._cdata for one in META}
-        META.clear()
-        made = [one for one in tree_leaves(meta) if isinstance(one, Tensor)]
-        OUTCOMES[key] = ALIAS if any(one.untyped_storage()._cdata in ours for one in made) else meta
-    return OUTCOMES[key]
+META_ARGUMENTS: list[Tensor] = []
+"""The meta tensors that stand in for the arguments of the current operator."""
+IS_ALIAS = object()
+"""Stands for the output of an operator that returns a view of an argument, or the argument itself."""
+KNOWN_META_OUTPUTS: dict[Any, Any] = {}
+"""The meta output of each operator that was called before, by operator and `signature_of` its arguments."""
 
 
-def traits(given: Any) -> Any:
-    """All of an argument that the outcome's form depends on."""
-    if isinstance(given, Tensor):
-        return given.shape, given.stride(), given.dtype
-    if isinstance(given, (list, tuple)):
-        return tuple(map(traits, given))
-    return type(given), given
+def meta_output_of(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """The output of an operator as meta tensors, which have no values; or `IS_ALIAS`."""
+    key = function, signature_of(args), signature_of(list(kwargs.items()))
+    if key not in KNOWN_META_OUTPUTS:
+        output = function(*(to_meta(item) for item in args), **meta_kwargs_of(function._schema, args, kwargs))
+        argument_storages = {item.untyped_storage()._cdata for item in META_ARGUMENTS}
+        META_ARGUMENTS.clear()
+        output_tensors = [item for item in tree_leaves(output) if isinstance(item, Tensor)]
+        KNOWN_META_OUTPUTS[key] = (
+            IS_ALIAS if any(item.untyped_storage()._cdata in argument_storages for item in output_tensors) else output
+        )
+    return KNOWN_META_OUTPUTS[key]
 
 
-def of_meta(given: Any) -> Any:
-    """Arguments without numbers."""
-    if isinstance(given, (list, tuple)):
-        return type(given)(of_meta(one) for one in given)
-    if isinstance(given, torch.device):
+def signature_of(value: Any) -> Any:
+    """Everything of an argument on which shape and dtype of an operator's output depend."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype
+    if isinstance(value, (list, tuple)):
+        return tuple(map(signature_of, value))
+    return type(value), value
+
+
+def to_meta(value: Any) -> Any:
+    """The argument with meta tensors in place of its tensors; the meta tensors are added to `META_ARGUMENTS`."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(to_meta(item) for item in value)
+    if isinstance(value, torch.device):
         return torch.device("meta")
-    if not isinstance(given, Tensor):
-        return given
-    META.append(torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device="meta"))
-    return META[-1]
+    if not isinstance(value, Tensor):
+        return value
+    META_ARGUMENTS.append(torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta"))
+    return META_ARGUMENTS[-1]
 
 
-def told(schema: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments by name without numbers; what a factory makes has none either."""
-    given = {name: of_meta(one) for name, one in kwargs.items()}
-    factory = not any(isinstance(one, Tensor) for one in tree_leaves((args, kwargs)))
-    if factory and any(argument.name == "device" for argument in schema.arguments):
-        given["device"] = torch.device("meta")
-    return given
+def meta_kwargs_of(schema: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The keyword arguments with meta tensors. An operator without tensor arguments makes its tensor on "meta" too."""
+    meta_kwargs = {name: to_meta(item) for name, item in kwargs.items()}
+    is_factory = not any(isinstance(item, Tensor) for item in tree_leaves((args, kwargs)))
+    if is_factory and any(argument.name == "device" for argument in schema.arguments):
+        meta_kwargs["device"] = torch.device("meta")
+    return meta_kwargs
 
 
-def written(schema: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """What an operator returns that writes to its arguments: these."""
+def written_arguments(schema: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """The result of an operator that writes to arguments: it returns these arguments, or None."""
     names = [argument.name for argument in schema.arguments]
     by_name = dict(zip(names, args, strict=False)) | kwargs
-    writes = [by_name[one.name] for one in schema.arguments if one.alias_info and one.alias_info.is_write]
+    writes = [
+        by_name[schema_argument.name]
+        for schema_argument in schema.arguments
+        if schema_argument.alias_info and schema_argument.alias_info.is_write
+    ]
     if not schema.returns:
         return None
     assert len(schema.returns) == len(writes)
     return writes[0] if len(writes) == 1 else tuple(writes)
 
 
-def spoilt(tensor: Tensor) -> Tensor:
-    """The same with nothing useful in it."""
-    spoil([tensor])
+def filled_with_nan(tensor: Tensor) -> Tensor:
+    """Fill a tensor with NaN and return it."""
+    fill_with_nan([tensor])
     return tensor
 
 
-def spoil(tensors: Sequence[Tensor]) -> None:
-    """Leave nothing useful in them."""
+def fill_with_nan(tensors: Sequence[Tensor]) -> None:
+    """Fill tensors with NaN, and those of integers with 1."""
     with _disable_current_modes():
-        for one in tensors:
-            one.fill_(math.nan if one.is_floating_point() else 1)
+        for tensor in tensors:
+            tensor.fill_(math.nan if tensor.is_floating_point() else 1)
 
 
 class StreamGraph(Graph[Any]):
-    """A graph whose replay finds nothing in the pool; the host's own call is none of the device's."""
+    """A captured program on the simulated stream. Each replay begins with NaN in the pool. Opaque and native calls go
+    to the stream.
+    """
 
     def __init__(self, program: Callable[[], Any], stream: Stream) -> None:
         self._stream = stream
         super().__init__(program, stream)
 
-    def opaque(self, run: Callable[..., Any], given: tuple[Any, ...]) -> Any:
-        return self._stream.opaque(run, given)
+    def opaque(self, run: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        return self._stream.opaque(run, arguments)
 
-    def native(self, run: Callable[..., None], given: tuple[Any, ...]) -> None:
-        self._stream.native(run, given)
+    def native(self, run: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        self._stream.native(run, arguments)
 
     def replay(self) -> None:
-        self._stream.poison()
+        self._stream.fill_pool_with_nan()
         super().replay()
 
 
-class OnStream:
-    """Stands for `Programs`: all that they tell the device goes to the stream."""
+class StreamPrograms:
+    """Stands in for `Programs`: everything that a step sends to the device goes to the stream."""
 
     def __init__(self, programs: Programs, stream: Stream) -> None:
         self._programs, self._stream = programs, stream
-        self.modes: list[tuple[SamplingMode, bool]] = []
-        """Of each step its mode, and whether it was replayed."""
+        self.step_modes: list[tuple[SamplingMode, bool]] = []
+        """For each step: its mode, and whether it was replayed."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._programs, name)
 
-    def run(self, order: StepInput, plan: StepPlan, shape: TreeShape) -> StepOutput:
+    def run(self, step_input: StepInput, plan: StepPlan, shape: TreeShape) -> StepOutput:
         stream = self._stream
-        self.modes.append((plan.mode, plan.captured and plan.key in self._programs.captured))
-        stream.step()
-        waited, stream.inside = stream.waits, True
+        self.step_modes.append((plan.mode, plan.captured and plan.key in self._programs.captured))
+        stream.begin_step()
+        waits_before, stream.in_step = stream.waits, True
         try:
             with torch.inference_mode(), recorded_by(stream), stream:
-                results = self._programs.run(order, plan, shape)
+                results = self._programs.run(step_input, plan, shape)
         finally:
-            stream.inside = False
+            stream.in_step = False
         if SamplingMode.CONSTRAINED not in plan.mode:
-            assert stream.waits == waited, "the host waits in a step without a grammar"
+            assert stream.waits == waits_before, "the host waited in a step without a grammar"
         return results
 
 
-def on_stream(patch: pytest.MonkeyPatch, buckets: Buckets | None = None) -> Stream:
-    """Have engines built from now on run as on a GPU with Triton, on this stream, a step ahead of it."""
-    stream, true = Stream(), build.capture_decoding
-    cross(patch, stream)
+def run_engines_on_stream(patch: pytest.MonkeyPatch, buckets: Buckets | None = None) -> Stream:
+    """Make engines that are built from now on run as on a GPU with Triton, one step ahead of a new stream; return the
+    stream. `buckets` are the sizes of captured programs; None: those of a GPU.
+    """
+    stream, original = Stream(), build.capture_decoding
+    patch_transfers(patch, stream)
 
-    def graphs(config: EngineConfig, *_: Any) -> Captures:
-        of = buckets or buckets_of(config, torch.device("cuda"), Mesh())
-        return Captures(lambda program: StreamGraph(program, stream), of)
+    def captures_on_stream(config: EngineConfig, *_: Any) -> Captures:
+        program_buckets = buckets or buckets_of(config, torch.device("cuda"), Mesh())
+        return Captures(lambda program: StreamGraph(program, stream), program_buckets)
 
-    def decoding(lockstep: Lockstep, *given: Any) -> Any:
-        lockstep.programs, lockstep.max_in_flight = OnStream(lockstep.programs, stream), 1  # type: ignore[assignment]
-        return true(lockstep, *given)
+    def capture_decoding_on_stream(lockstep: Lockstep, *arguments: Any) -> Any:
+        lockstep.programs, lockstep.max_in_flight = StreamPrograms(lockstep.programs, stream), 1  # type: ignore[assignment]
+        return original(lockstep, *arguments)
 
-    patch.setattr(build, "captures_of", graphs)
-    patch.setattr(build, "capture_decoding", decoding)
+    patch.setattr(build, "captures_of", captures_on_stream)
+    patch.setattr(build, "capture_decoding", capture_decoding_on_stream)
     return stream
 
 
-def cross(patch: pytest.MonkeyPatch, stream: Stream) -> None:
-    """Copies between host and device are queued, and there is no other way to a number."""
+def patch_transfers(patch: pytest.MonkeyPatch, stream: Stream) -> None:
+    """Make the stream queue all copies between host and device, and forbid all other ways to read a value."""
 
-    class Landed(HostCopies):
+    class StreamCopies(HostCopies):
         def __init__(self, tensors: Sequence[Tensor]) -> None:
             with _disable_current_modes():
-                self._tensors = [spoilt(torch.empty(one.shape, dtype=one.dtype)) for one in tensors]
-            for there, one in zip(self._tensors, tensors, strict=True):
-                stream.queue(lambda there=there, one=one: there.copy_(one))
-            stream.queue(lambda: setattr(self, "_came", True))
+                self._tensors = [filled_with_nan(torch.empty(source.shape, dtype=source.dtype)) for source in tensors]
+            for destination, source in zip(self._tensors, tensors, strict=True):
+                stream.enqueue(lambda destination=destination, source=source: destination.copy_(source))
+            stream.enqueue(lambda: setattr(self, "_came", True))
             self._came = False
 
         def wait(self) -> list[Tensor]:
@@ -303,56 +321,58 @@ def cross(patch: pytest.MonkeyPatch, stream: Stream) -> None:
             return self._tensors
 
     def copy_to_device(numbers: Tensor, device: torch.device) -> Tensor:
-        if stream._noted is not None:
-            raise Unkind("numbers of the host in a captured segment")
+        if stream._captured_calls is not None:
+            raise GpuViolation("numbers of the host in a captured segment")
         with _disable_current_modes():
-            kept, there = numbers.clone(), spoilt(torch.empty_like(numbers))
-        stream.queue(lambda: there.copy_(kept))
-        stream.keep(there)
-        return there
+            snapshot, destination = numbers.clone(), filled_with_nan(torch.empty_like(numbers))
+        stream.enqueue(lambda: destination.copy_(snapshot))
+        stream.keep_alive(destination)
+        return destination
 
-    def answered(run: Callable[..., Any], given: tuple[Any, ...]) -> Any:
+    def run_host_call(run: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         stream.waits += 1
-        with unwatched(stream):
-            return true(run, given)
+        with outside_step(stream):
+            return original(run, arguments)
 
-    true = recorder.call_on_host
-    for place in ("cluster.capture.recorder", "cluster.spec.result"):
-        patch.setattr(f"{place}.HostCopies", Landed)
-    for place in ("cluster.capture.recorder", "cluster.device.staging"):
-        patch.setattr(f"{place}.copy_to_device", copy_to_device)
-    for place in ("cluster.capture.recorder", "cluster.capture.cuda_graph"):
-        patch.setattr(f"{place}.call_on_host", answered)
+    original = recorder.call_on_host
+    for module_name in ("cluster.capture.recorder", "cluster.spec.result"):
+        patch.setattr(f"{module_name}.HostCopies", StreamCopies)
+    for module_name in ("cluster.capture.recorder", "cluster.device.staging"):
+        patch.setattr(f"{module_name}.copy_to_device", copy_to_device)
+    for module_name in ("cluster.capture.recorder", "cluster.capture.cuda_graph"):
+        patch.setattr(f"{module_name}.call_on_host", run_host_call)
     for name in ("from_numpy", "frombuffer"):
-        patch.setattr(torch, name, _outside(getattr(torch, name), name, stream))
+        patch.setattr(torch, name, _forbid_in_capture(getattr(torch, name), name, stream))
     for name in ("tolist", "numpy", "cpu", "item", "__bool__", "__int__", "__float__"):
-        patch.setattr(torch.Tensor, name, _watched(getattr(torch.Tensor, name), name, stream))
+        patch.setattr(torch.Tensor, name, _forbid_in_step(getattr(torch.Tensor, name), name, stream))
 
 
 @contextmanager
-def unwatched(stream: Stream) -> Iterator[None]:
-    """What is no telling of a step, amid one: the device's work, and the host's own on tensors that have landed."""
-    inside, stream.inside = stream.inside, False
+def outside_step(stream: Stream) -> Iterator[None]:
+    """Run code in the middle of a step that is not a part of queueing it: work of the device, or work of the host on
+    tensors that were copied to the host.
+    """
+    inside, stream.in_step = stream.in_step, False
     try:
         with _disable_current_modes():
             yield
     finally:
-        stream.inside = inside
+        stream.in_step = inside
 
 
-def _watched(true: Callable[..., Any], name: str, stream: Stream) -> Callable[..., Any]:
-    def watched(self: Tensor, *given: Any, **more: Any) -> Any:
-        if stream.inside:
-            raise Unkind(f"{name} of a tensor amid a step")
-        return true(self, *given, **more)
+def _forbid_in_step(original: Callable[..., Any], name: str, stream: Stream) -> Callable[..., Any]:
+    def raise_in_step(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if stream.in_step:
+            raise GpuViolation(f"{name} of a tensor in the middle of a step")
+        return original(self, *args, **kwargs)
 
-    return watched
+    return raise_in_step
 
 
-def _outside(true: Callable[..., Any], name: str, stream: Stream) -> Callable[..., Any]:
-    def outside(*given: Any, **more: Any) -> Any:
-        if stream._noted is not None:
-            raise Unkind(f"{name}: numbers of the host in a captured segment")
-        return true(*given, **more)
+def _forbid_in_capture(original: Callable[..., Any], name: str, stream: Stream) -> Callable[..., Any]:
+    def raise_in_capture(*args: Any, **kwargs: Any) -> Any:
+        if stream._captured_calls is not None:
+            raise GpuViolation(f"{name}: numbers of the host in a captured segment")
+        return original(*args, **kwargs)
 
-    return outside
+    return raise_in_capture

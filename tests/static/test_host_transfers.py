@@ -1,4 +1,6 @@
-"""A step is sent one tensor, gives back one, and on a GPU asks the host for nothing in between."""
+"""The host sends one tensor to a step and reads one tensor from it. In between, a step on a GPU needs nothing from the
+host.
+"""
 
 from array import array
 from collections import Counter
@@ -11,31 +13,36 @@ import torch
 from cluster.engine import build_engine
 from cluster.request import Request
 from tests.parity.harness import SAMPLING, config_of, tiny_pair
-from tests.static.trap import Trap, reads
+from tests.static.trap import TransferTrap, count_tensor_reads
 
-LOOKS = "attention.cells.host_values"  # on a CPU alone: how long requests are, and in which pages
-FINITE = "attention.torch_backend.mask_bad_cells"  # on a CPU alone: whether cells are finite
+CELL_VALUE_READS = "attention.cells.host_values"  # only on a CPU: reads the lengths of requests and their pages
+FINITE_CHECK_READS = "attention.torch_backend.mask_bad_cells"  # only on a CPU: reads whether cells are finite
 
 
 @pytest.mark.parametrize("sampling", SAMPLING)
 @pytest.mark.parametrize("topk", [1, 2])
 @pytest.mark.parametrize("backend", ["torch", "auto"])
 def test_each_step_makes_one_copy_to_the_device_and_one_back(backend: str, topk: int, sampling: str) -> None:
-    """Prompts in chunks that share pages, trees, ends of requests: admission to release."""
+    """The requests run from admission to release. Their prompts come in chunks and share pages; trees are drafted."""
     target, draft = tiny_pair()
     engine = build_engine(config_of(target, draft, topk=topk, attention_backend=backend))
-    torchs = engine.info().attention_backend == "torch"
+    is_torch_backend = engine.info().attention_backend == "torch"
     for i in range(5):
         engine.submit(Request(f"r{i}", tuple(1 + n % 20 for n in range(3 + 7 * i)), SAMPLING[sampling]))
-    asked, sent, back, steps = Counter[str](), Counter[str](), Counter[str](), 0
+    total_host_reads, total_host_sends, tensor_reads, steps = Counter[str](), Counter[str](), Counter[str](), 0
     while engine.has_work:
-        with Trap() as trap, reads() as read:
+        with TransferTrap() as trap, count_tensor_reads() as step_tensor_reads:
             engine.step()
-        asked, sent, back, steps = asked + trap.asked, sent + trap.sent, back + read, steps + 1
-    assert set(asked) <= ({FINITE} if torchs else set())
-    assert sent == {"device.staging.int64_tensor": steps}
-    assert (back.pop(LOOKS, 0) > 0) == torchs
-    assert back == {"spec.result.read": steps}
+        total_host_reads, total_host_sends, tensor_reads, steps = (
+            total_host_reads + trap.host_reads,
+            total_host_sends + trap.host_sends,
+            tensor_reads + step_tensor_reads,
+            steps + 1,
+        )
+    assert set(total_host_reads) <= ({FINITE_CHECK_READS} if is_torch_backend else set())
+    assert total_host_sends == {"device.staging.int64_tensor": steps}
+    assert (tensor_reads.pop(CELL_VALUE_READS, 0) > 0) == is_torch_backend
+    assert tensor_reads == {"spec.result.read": steps}
     assert steps > 5
 
 
@@ -43,7 +50,7 @@ ROWS, SIZES = torch.arange(4), torch.tensor([1, 2])
 
 
 @pytest.mark.parametrize(
-    ("ask", "asks"),
+    ("operation", "reads_device"),
     [
         (lambda: int(ROWS[1]), True),
         (lambda: bool(ROWS[1] == 1), True),
@@ -55,21 +62,21 @@ ROWS, SIZES = torch.arange(4), torch.tensor([1, 2])
         (lambda: ROWS.masked_fill(ROWS > 1, 0), False),
     ],
 )
-def test_trap_detects_operations_that_read_device_values(ask: Callable[[], object], asks: bool) -> None:
-    with Trap() as trap:
-        ask()
-    assert bool(trap.asked) == asks
+def test_trap_detects_operations_that_read_device_values(operation: Callable[[], object], reads_device: bool) -> None:
+    with TransferTrap() as trap:
+        operation()
+    assert bool(trap.host_reads) == reads_device
 
 
 @pytest.mark.parametrize(
-    "send",
+    "make_tensor",
     [
         lambda: torch.tensor([1, 2]),
         lambda: torch.frombuffer(array("q", [1, 2]), dtype=torch.int64),
         lambda: torch.from_numpy(np.arange(2)),
     ],
 )
-def test_trap_detects_tensors_sent_to_and_read_from_the_device(send: Callable[[], torch.Tensor]) -> None:
-    with Trap() as trap, reads() as read:
-        send().tolist()
-    assert trap.sent.total() == 1 and read
+def test_trap_detects_tensors_sent_to_and_read_from_the_device(make_tensor: Callable[[], torch.Tensor]) -> None:
+    with TransferTrap() as trap, count_tensor_reads() as tensor_reads:
+        make_tensor().tolist()
+    assert trap.host_sends.total() == 1 and tensor_reads

@@ -1,4 +1,6 @@
-"""The engine on a stream as unkind as CUDA's (`stream.py`), its steps captured as on a GPU: plain decoding's tokens."""
+"""The engine on a simulated CUDA stream (`stream.py`), with steps captured as on a GPU, gives the tokens of plain
+decoding.
+"""
 
 import os
 from collections.abc import Callable
@@ -21,10 +23,17 @@ from cluster.request import LogitAdjustments, Request
 from cluster.sampling.token_bitmask import apply_token_bitmask
 from cluster.spec import result
 from cluster.spec.result import StepOutput
-from tests.parity.automata import automaton, walked
-from tests.parity.harness import SAMPLING, config_of, prompts, request, run, tiny_pair
+from tests.parity.automata import automaton, with_automata
+from tests.parity.harness import SAMPLING, config_of, make_request, prompts, run, tiny_pair
 from tests.parity.pairs import Pair, algorithm_of, diagonal, draft_of
-from tests.static.stream import OnStream, Stream, StreamGraph, Unkind, cross, on_stream
+from tests.static.stream import (
+    GpuViolation,
+    Stream,
+    StreamGraph,
+    StreamPrograms,
+    patch_transfers,
+    run_engines_on_stream,
+)
 from tests.unit.kernels.library import c_library
 
 pytestmark = pytest.mark.skipif(
@@ -35,59 +44,64 @@ BANS = LogitAdjustments(repetition_penalty=1.3, frequency_penalty=0.4, bias=((4,
 KINDS = ("free", "grammar", "penalties", "log-probabilities")
 
 
-def asked(kind: str, sampling: str) -> list[Request]:
-    """Four requests; with grammars one is free and one adjusted besides."""
-    made = []
-    for i, prompt in enumerate(prompts(4, longest=20)):
-        given: dict[str, Any] = {"seed": 40 + i, "max_tokens": 14, "ignore_eos": kind != "grammar"}
-        given["grammar"] = automaton(i) if kind == "grammar" and i != 2 else None
-        given["adjustments"] = BANS if kind == "penalties" or (kind == "grammar" and i == 1) else None
-        given["logprobs"] = 2 if kind == "log-probabilities" else None
-        made.append(request(f"{i}", prompt, SAMPLING[sampling], **given))
-    return made
+def requests_of_kind(kind: str, sampling: str) -> list[Request]:
+    """Four requests of one of the `KINDS`. With grammars, one of them has no grammar and another has penalties too."""
+    requests = []
+    for number, prompt in enumerate(prompts(4, longest=20)):
+        options: dict[str, Any] = {"seed": 40 + number, "max_tokens": 14, "ignore_eos": kind != "grammar"}
+        options["grammar"] = automaton(number) if kind == "grammar" and number != 2 else None
+        options["adjustments"] = BANS if kind == "penalties" or (kind == "grammar" and number == 1) else None
+        options["logprobs"] = 2 if kind == "log-probabilities" else None
+        requests.append(make_request(f"{number}", prompt, SAMPLING[sampling], **options))
+    return requests
 
 
 @cache
-def alone(target: str, kind: str, sampling: str) -> dict[str, list[int]]:
-    """By plain decoding, each request by itself, nothing captured."""
+def plain_tokens(target: str, kind: str, sampling: str) -> dict[str, list[int]]:
+    """The tokens of the requests by plain decoding: each request runs alone, and nothing is captured."""
     tokens: dict[str, list[int]] = {}
-    for one in asked(kind, sampling):
-        tokens |= run(walked(build_engine(config_of(target))), [one]).tokens
+    for single_request in requests_of_kind(kind, sampling):
+        tokens |= run(with_automata(build_engine(config_of(target))), [single_request]).tokens
     return tokens
 
 
 def config(target: str, draft: str | None, shape: str, **settings: object) -> EngineConfig:
     topk, steps = SHAPES[shape]
-    given = {"max_running_requests": 4, "kv_cache_dtype": "auto"} | settings
-    return config_of(target, draft if topk else None, max(1, topk), steps, **given)
+    all_settings = {"max_running_requests": 4, "kv_cache_dtype": "auto"} | settings
+    return config_of(target, draft if topk else None, max(1, topk), steps, **all_settings)
 
 
 def steps_of(engine: Engine) -> list[tuple[SamplingMode, bool]]:
+    """For each step of the engine: its mode, and whether it was replayed."""
     programs: Any = engine._parts.lockstep.programs
-    assert isinstance(programs, OnStream)
-    return programs.modes
+    assert isinstance(programs, StreamPrograms)
+    return programs.step_modes
 
 
 def check(
-    of: EngineConfig, kind: str, sampling: str, turns: int = 2, buckets: Buckets | None = None
+    engine_config: EngineConfig, kind: str, sampling: str, turns: int = 2, buckets: Buckets | None = None
 ) -> tuple[Engine, Stream]:
-    """Twice, because a key is captured the second time that it occurs."""
-    expected = alone(of.model_path, kind, sampling)
+    """Run the requests `turns` times on a stream, and compare their tokens with plain decoding. Return engine and
+    stream.
+
+    They run at least twice, because a program is captured when its key occurs for the second time.
+    """
+    expected = plain_tokens(engine_config.model_path, kind, sampling)
     with pytest.MonkeyPatch.context() as patch:
-        stream = on_stream(patch, buckets)
-        engine = walked(build_engine(of))
-        started, launched = stream.segments, stream.launches
+        stream = run_engines_on_stream(patch, buckets)
+        engine = with_automata(build_engine(engine_config))
+        segments_before, launches_before = stream.segments, stream.launches
         for _ in range(turns):
-            assert run(engine, asked(kind, sampling)).tokens == expected
-    assert stream.launches > launched, "nothing was replayed"
+            assert run(engine, requests_of_kind(kind, sampling)).tokens == expected
+    assert stream.launches > launches_before, "nothing was replayed"
     if kind == "free" and buckets is None:
-        assert stream.segments == started, "decoding was captured before the first request, in one segment a program"
+        assert stream.segments == segments_before, "a segment was captured after the start of the engine"
     return engine, stream
 
 
 @pytest.fixture(autouse=True)
-def by_the_kernels_in_c() -> None:
-    """They are told places, as Triton's programs are, and look at nothing before they run."""
+def require_c_kernels() -> None:
+    """Require the C kernels: like Triton's programs they get memory addresses, and read no data before they run."""
     c_library()
 
 
@@ -105,34 +119,34 @@ def test_stream_replay_gives_the_tokens_of_plain_decoding(kind: str, shape: str,
     engine, stream = check(config(*tiny_pair(), shape), kind, sampling, turns=3 if kind == "grammar" else 2)
     steps = steps_of(engine)
     segments = [len(program.captured) for program in engine._parts.lockstep.programs.captured.values()]  # type: ignore[arg-type]
-    assert sum(again for _, again in steps) > 3
+    assert sum(is_replay for _, is_replay in steps) > 3
     if kind == "grammar":
-        assert any(again and SamplingMode.CONSTRAINED in mode for mode, again in steps), (
-            "none with a grammar was replayed"
+        assert any(is_replay and SamplingMode.CONSTRAINED in mode for mode, is_replay in steps), (
+            "no step with a grammar was replayed"
         )
         assert max(segments) > 3 and stream.waits > 0
     else:
-        assert set(segments) == {1} and not stream.waits, "without a grammar a step is one graph, and nobody waits"
+        assert set(segments) == {1} and not stream.waits, "a step without a grammar must be one graph without waits"
 
 
 @pytest.mark.parametrize("kind", ["free", "grammar"])
 def test_steps_with_prompts_are_captured_when_capture_is_on(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    """And tokens are barred by torch's operators, as on a GPU."""
+    """Torch's operators apply the token bitmask, as on a GPU."""
     monkeypatch.setattr("cluster.engine.build.bitmask_of", lambda _: apply_token_bitmask)
-    of = config(*tiny_pair(), "tree", disable_radix_cache=True, capture="on")
-    engine, _ = check(of, kind, "0.8", 3, Buckets((1, 2, 4, 8, 16, 32, 64, 96)))
+    engine_config = config(*tiny_pair(), "tree", disable_radix_cache=True, capture="on")
+    engine, _ = check(engine_config, kind, "0.8", 3, Buckets((1, 2, 4, 8, 16, 32, 64, 96)))
     assert any(key.sizes[0].prompt_rows for key in engine._parts.lockstep.programs.captured)
 
 
 FAMILY_PAIRS = diagonal()
-FEW = range(4, len(FAMILY_PAIRS), 20)
+FAST_PAIRS = range(4, len(FAMILY_PAIRS), 20)
 
 
 @pytest.mark.parametrize(
-    "number", [pytest.param(at, marks=() if at in FEW else pytest.mark.slow) for at in range(len(FAMILY_PAIRS))]
+    "number", [pytest.param(at, marks=() if at in FAST_PAIRS else pytest.mark.slow) for at in range(len(FAMILY_PAIRS))]
 )
 def test_stream_replay_matches_plain_decoding_for_each_family_and_draft(number: int) -> None:
-    """Each draft once and each family at least once; shapes, samplings and kinds by turns."""
+    """The pairs have each draft once and each family at least once. Shapes, samplings and kinds take turns."""
     check_pair(FAMILY_PAIRS[number], list(SHAPES)[number % 3], KINDS[number // 3 % 4], number)
 
 
@@ -140,14 +154,14 @@ def test_stream_replay_matches_plain_decoding_for_each_family_and_draft(number: 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kind", KINDS)
 def test_stream_replay_matches_plain_decoding_for_each_family_and_kind(kind: str) -> None:
-    """Every family with every kind; shapes by turns, so that each family and each kind meets all of them."""
+    """Every family runs with every kind. Shapes take turns, so that each family and each kind has all shapes."""
     turn = KINDS.index(kind)
     for at, pair in enumerate({pair.family: pair for pair in FAMILY_PAIRS}.values()):
         check_pair(pair, list(SHAPES)[(at + turn) % 3], kind, at + turn // 2)
 
 
 def check_pair(pair: Pair, shape: str, kind: str, turn: int) -> None:
-    """Greedy or sampled, by turns."""
+    """Check one pair; an even `turn` is greedy, an odd one sampled."""
     settings = {"speculative_algorithm": algorithm_of(pair.spec())} if shape != "plain" else {}
     check(config(pair.target, draft_of(pair.draft), shape, **settings), kind, ("greedy", "0.8")[turn % 2])
 
@@ -156,7 +170,7 @@ ROWS = torch.arange(4.0)
 
 
 @pytest.mark.parametrize(
-    ("wrong", "what"),
+    ("operation", "error_text"),
     [
         (lambda: ROWS.sum().item(), "item"),
         (lambda: ROWS.add(1).tolist(), "tolist"),
@@ -167,93 +181,93 @@ ROWS = torch.arange(4.0)
     ],
 )
 def test_stream_rejects_operations_that_a_gpu_cannot_capture(
-    monkeypatch: pytest.MonkeyPatch, wrong: Callable[[], object], what: str
+    monkeypatch: pytest.MonkeyPatch, operation: Callable[[], object], error_text: str
 ) -> None:
-    stream = on_stream(monkeypatch)
-    stream.inside = True
-    with recorded_by(stream), stream, pytest.raises(Unkind, match=what):
-        StreamGraph(wrong, stream)
+    stream = run_engines_on_stream(monkeypatch)
+    stream.in_step = True
+    with recorded_by(stream), stream, pytest.raises(GpuViolation, match=error_text):
+        StreamGraph(operation, stream)
 
 
 def test_captured_operations_run_only_when_the_launched_stream_runs() -> None:
-    stream, memory, seen = Stream(), torch.zeros(3), list[list[float]]()
+    stream, memory, values_seen_by_native = Stream(), torch.zeros(3), list[list[float]]()
     with torch.inference_mode(), recorded_by(stream), stream:
         stream.begin()
-        made = memory + 1
+        incremented = memory + 1
         memory.add_(5)
-        native(lambda: seen.append(made.tolist()))
+        native(lambda: values_seen_by_native.append(incremented.tolist()))
         launch = stream.end()
-    assert memory.tolist() == [0.0] * 3 and made.isnan().all() and not seen
+    assert memory.tolist() == [0.0] * 3 and incremented.isnan().all() and not values_seen_by_native
     launch()
-    assert memory.tolist() == [0.0] * 3 and not seen
+    assert memory.tolist() == [0.0] * 3 and not values_seen_by_native
     stream.run()
-    assert memory.tolist() == [5.0] * 3 and seen == [[1.0] * 3]
+    assert memory.tolist() == [5.0] * 3 and values_seen_by_native == [[1.0] * 3]
 
 
 def test_each_replay_calls_the_host_again_between_segments() -> None:
-    """What it says goes to one place; a program's own memory is not needed from one replay to the next."""
-    stream, x, seen = Stream(), torch.tensor([1.0, 2.0]), list[list[float]]()
+    """The output keeps its memory address over the replays. A replay needs no values of an earlier replay."""
+    stream, x, host_inputs = Stream(), torch.tensor([1.0, 2.0]), list[list[float]]()
 
-    def say(given: torch.Tensor) -> torch.Tensor:
-        seen.append(given.tolist())
-        return given * 100
+    def host_function(values: torch.Tensor) -> torch.Tensor:
+        host_inputs.append(values.tolist())
+        return values * 100
 
     def program() -> torch.Tensor:
         doubled = x * 2
-        answer = host_call(say, doubled)
+        answer = host_call(host_function, doubled)
         assert answer is not None
         return answer + doubled
 
     with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
-        cross(patch, stream)
+        patch_transfers(patch, stream)
         with recorded_by(stream), stream:
             graph = StreamGraph(program, stream)
-            first = graph.output.data_ptr()
+            output_address = graph.output.data_ptr()
         stream.run()
         assert graph.output.tolist() == [202.0, 404.0] and len(graph) == 3
         x.copy_(torch.tensor([3.0, 4.0]))
         with recorded_by(stream), stream:
             graph.replay()
         stream.run()
-        assert graph.output.tolist() == [606.0, 808.0] and graph.output.data_ptr() == first
-    assert seen == [[2.0, 4.0], [6.0, 8.0]]
+        assert graph.output.tolist() == [606.0, 808.0] and graph.output.data_ptr() == output_address
+    assert host_inputs == [[2.0, 4.0], [6.0, 8.0]]
 
 
-def noticed(shape: str, kind: str) -> None:
-    """With what a test has planted, tokens are others, or the stream says what is wrong."""
+def assert_fault_is_detected(shape: str, kind: str) -> None:
+    """Assert that a fault that the test has planted changes tokens, or that the stream raises an error."""
     with pytest.raises((AssertionError, IndexError)):
         check(config(*tiny_pair(), shape), kind, "0.8")
 
 
 def test_planted_stale_host_call_result_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    alone(tiny_pair()[0], "grammar", "0.8")
-    true = StreamGraph.host_call
+    plain_tokens(tiny_pair()[0], "grammar", "0.8")
+    original = StreamGraph.host_call
 
-    def once(self: StreamGraph, call: Any, given: tuple[Any, ...]) -> Any:
+    def host_call_once(self: StreamGraph, call: Any, arguments: tuple[Any, ...]) -> Any:
         answers: list[Any] = []
 
-        def stale(*now: Any) -> Any:
-            answers[:] = answers or [call(*now)]
+        def call_first_time(*call_arguments: Any) -> Any:
+            answers[:] = answers or [call(*call_arguments)]
             return answers[0]
 
-        return true(self, stale, given)
+        return original(self, call_first_time, arguments)
 
-    monkeypatch.setattr(StreamGraph, "host_call", once)
-    noticed("chain", "grammar")
+    monkeypatch.setattr(StreamGraph, "host_call", host_call_once)
+    assert_fault_is_detected("chain", "grammar")
 
 
 def test_planted_missing_result_copy_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    alone(tiny_pair()[0], "free", "0.8")
+    plain_tokens(tiny_pair()[0], "free", "0.8")
     monkeypatch.setattr(StepOutput, "start_copy", replace)
-    noticed("plain", "free")
+    assert_fault_is_detected("plain", "free")
 
 
 def test_planted_missing_input_copy_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    alone(tiny_pair()[0], "free", "0.8")
-    true = Programs._replay
+    plain_tokens(tiny_pair()[0], "free", "0.8")
+    original = Programs._replay
 
-    def elsewhere(self: Programs, program: Program, sent: StagedLists) -> StepOutput:
-        return true(self, program, program.inputs)
+    def replay_on_old_inputs(self: Programs, program: Program, staged_lists: StagedLists) -> StepOutput:
+        return original(self, program, program.inputs)
 
-    monkeypatch.setattr(Programs, "_replay", elsewhere)
-    noticed("plain", "free")
+    monkeypatch.setattr(Programs, "_replay", replay_on_old_inputs)
+    assert_fault_is_detected("plain", "free")

@@ -1,4 +1,4 @@
-"""A trap for what a step on a GPU would stop for: values that the host asks for, tensors that it sends."""
+"""Counts operators for which a step on a GPU would stop: the host reads a value, or sends a tensor to the device."""
 
 import sys
 from collections import Counter
@@ -18,17 +18,21 @@ from cluster.capture.tape import host_value_read
 ROOT = Path(cluster.__file__).parent
 
 
-class Trap(TorchDispatchMode):
-    """Counts, by place in `cluster/`, every operator that on a GPU would wait for the device or copy to it."""
+class TransferTrap(TorchDispatchMode):
+    """While entered, counts the operators that on a GPU would wait for the device (`host_reads`) or copy a tensor to it
+    (`host_sends`), by the function of `cluster/` that called them.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.asked: Counter[str] = Counter()
-        self.sent: Counter[str] = Counter()
+        self.host_reads: Counter[str] = Counter()
+        self.host_sends: Counter[str] = Counter()
         self._patch = pytest.MonkeyPatch()
 
-    def __enter__(self) -> "Trap":
-        self._patch.setattr(torch, "frombuffer", _counted(torch.frombuffer, self.sent))  # dispatch does not see it
+    def __enter__(self) -> "TransferTrap":
+        self._patch.setattr(
+            torch, "frombuffer", _with_count(torch.frombuffer, self.host_sends)
+        )  # torch does not dispatch it
         super().__enter__()
         return self
 
@@ -39,14 +43,14 @@ class Trap(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = function._schema.name, kwargs or {}
         if host_value_read(function, args, kwargs):
-            self.asked[_place()] += 1
-        elif name == "aten::lift_fresh":  # torch.tensor of Python numbers
-            self.sent[_place()] += 1
+            self.host_reads[_calling_product_function()] += 1
+        elif name == "aten::lift_fresh":  # `torch.tensor` of Python numbers
+            self.host_sends[_calling_product_function()] += 1
         return function(*args, **kwargs)
 
 
-def _place() -> str:
-    """The innermost function of `cluster/` on the stack, as `module.function`."""
+def _calling_product_function() -> str:
+    """The innermost function of `cluster/` on the call stack, as `module.function`; "elsewhere" if there is none."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         path = Path(frame.f_code.co_filename)
@@ -57,18 +61,18 @@ def _place() -> str:
 
 
 @contextmanager
-def reads() -> Iterator[Counter[str]]:
-    """Counts, by place, whole tensors that come back to the host: dispatch does not see them."""
+def count_tensor_reads() -> Iterator[Counter[str]]:
+    """Count the tensors that come back to the host as a whole, by calling function. Torch does not dispatch these."""
     places: Counter[str] = Counter()
     with pytest.MonkeyPatch.context() as patch:
         for name in ("tolist", "numpy", "cpu"):
-            patch.setattr(torch.Tensor, name, _counted(getattr(torch.Tensor, name), places))
+            patch.setattr(torch.Tensor, name, _with_count(getattr(torch.Tensor, name), places))
         yield places
 
 
-def _counted(true: Callable[..., Any], places: Counter[str]) -> Callable[..., Any]:
-    def counted(*given: Any, **more: Any) -> Any:
-        places[_place()] += 1
-        return true(*given, **more)
+def _with_count(original: Callable[..., Any], places: Counter[str]) -> Callable[..., Any]:
+    def count_and_call(*args: Any, **kwargs: Any) -> Any:
+        places[_calling_product_function()] += 1
+        return original(*args, **kwargs)
 
-    return counted
+    return count_and_call

@@ -1,4 +1,4 @@
-"""The held-out split, its prompts, and the windows read from the rest."""
+"""The training corpus: the held-out split, prompts from the held-out files, and windows of the training ids."""
 
 from __future__ import annotations
 
@@ -35,17 +35,19 @@ def test_heldout_split_depends_only_on_the_path() -> None:
 
 
 def test_cached_ids_are_those_of_the_tokenizer(tmp_path: Path) -> None:
-    """Another tokenizer, or another number of files, does not get the ids that an earlier run wrote."""
+    """The cache of an earlier run is not used for another tokenizer or for another number of files."""
     for size in (300, 340):
         save_tokenizer(train_tokenizer(texts(train_files()[:4]), size), tmp_path / str(size))
     small, large = (load_tokenizer(tmp_path / str(size)) for size in (300, 340))
     cache = tmp_path / "corpus.npz"
-    first, _ = encode_corpus(small, cache, files=4)
-    written = cache.stat().st_mtime_ns
-    again, _ = encode_corpus(small, cache, files=4)
-    assert np.array_equal(first, again) and cache.stat().st_mtime_ns == written
-    other, _ = encode_corpus(large, cache, files=4)
-    assert other.max() >= 300 > first.max() and len(encode_corpus(large, cache, files=6)[0]) > len(other)
+    first_ids, _ = encode_corpus(small, cache, files=4)
+    written_at_ns = cache.stat().st_mtime_ns
+    repeated_ids, _ = encode_corpus(small, cache, files=4)
+    assert np.array_equal(first_ids, repeated_ids) and cache.stat().st_mtime_ns == written_at_ns
+    other_tokenizer_ids, _ = encode_corpus(large, cache, files=4)
+    assert other_tokenizer_ids.max() >= 300 > first_ids.max() and len(encode_corpus(large, cache, files=6)[0]) > len(
+        other_tokenizer_ids
+    )
 
 
 def test_corpus_excludes_generated_and_site_packages_files() -> None:

@@ -1,4 +1,4 @@
-"""The draft module: format of the checkpoint, and unrolled training equals drafting token by token."""
+"""The EAGLE-3 draft module: its checkpoint's format, and unrolled training compared with drafting token by token."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def random_draft(shape: DraftShape = SHAPE) -> Eagle3TrainingDraft:
 
 
 def rope(x: torch.Tensor, position: int, theta: float) -> torch.Tensor:
-    """x [heads, d]: rotate pairs (j, j + d/2) by position * theta^(-2j/d), one pair at a time."""
+    """Rotate the pairs (j, j + d/2) of x [heads, d] by position * theta^(-2j/d), one pair at a time."""
     half = x.shape[-1] // 2
     out = x.clone()
     for j in range(half):
@@ -45,7 +45,7 @@ def rope(x: torch.Tensor, position: int, theta: float) -> torch.Tensor:
 
 
 class NaiveDraft:
-    """EAGLE-3 one cell at a time over a list of keys and values, written from the format's description."""
+    """EAGLE-3 that computes one cell at a time over lists of keys and values, written from the format's description."""
 
     def __init__(self, tensors: dict[str, torch.Tensor], shape: DraftShape) -> None:
         self.w, self.shape = tensors, shape
@@ -56,7 +56,7 @@ class NaiveDraft:
         return x / (x.pow(2).mean() + self.shape.rms_norm_eps).sqrt() * self.w[name + ".weight"]
 
     def cell(self, embedding: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(un-normed hidden [H], logits [V]) of the next cell; its key and value join the cache."""
+        """Compute the next cell and append its key and value. Returns (hidden [H] before the norm, logits [V])."""
         w, d, position = self.w, self.shape.head_dim, len(self.keys)
         x = torch.cat([self.norm(embedding, "midlayer.input_layernorm"), self.norm(hidden, "midlayer.hidden_norm")])
         q = rope((w["midlayer.self_attn.q_proj.weight"] @ x).view(-1, d), position, self.shape.rope_theta)
@@ -94,13 +94,13 @@ def test_unrolled_training_steps_match_drafting_token_by_token() -> None:
 
 def test_draft_vocabulary_maps_round_trip() -> None:
     draft = random_draft()
-    chosen = draft.t2d.nonzero()[:, 0]
-    assert len(chosen) == SHAPE.draft_vocab_size
-    assert torch.equal(draft.draft_vocab_ids, chosen)
+    chosen_ids = draft.t2d.nonzero()[:, 0]
+    assert len(chosen_ids) == SHAPE.draft_vocab_size
+    assert torch.equal(draft.draft_vocab_ids, chosen_ids)
     assert draft.d2t.dtype == torch.int64
     assert bool((draft.draft_vocab_ids.diff() > 0).all())
     draft_ids = torch.arange(SHAPE.draft_vocab_size)
-    assert torch.equal(draft_ids + draft.d2t[draft_ids], chosen)
+    assert torch.equal(draft_ids + draft.d2t[draft_ids], chosen_ids)
 
 
 def test_draft_checkpoint_has_exactly_the_expected_tensors(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The loop that follows the clock: resuming, the rate's course, the choice of threads, and Muon's update."""
+"""The training loop by the clock: resuming, learning-rate schedule, choice of the thread count, and Muon's update."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ def test_learning_rate_warms_up_and_decays_to_its_minimum() -> None:
 
 
 def test_thread_choice_prefers_the_faster_thread_count() -> None:
-    before = torch.get_num_threads()
+    threads_before = torch.get_num_threads()
     choice = ThreadChoice(2, explore_every=10)
-    used: list[int] = []
+    used_thread_counts: list[int] = []
     for _ in range(30):
         choice.set()
         count = torch.get_num_threads()
-        used.append(count)
+        used_thread_counts.append(count)
         choice.record({1: 1.0, 2: 5.0}[count])
-    torch.set_num_threads(before)
-    assert used.count(1) > 20
-    assert 2 in used[10:]
+    torch.set_num_threads(threads_before)
+    assert used_thread_counts.count(1) > 20
+    assert 2 in used_thread_counts[10:]
 
 
 def test_finished_training_run_resumes_with_the_same_weights(tmp_path: Path) -> None:
@@ -56,14 +56,14 @@ def test_finished_training_run_resumes_with_the_same_weights(tmp_path: Path) -> 
         )
         return module, steps
 
-    first, steps = train()
-    second, again = train()
-    assert steps == again > 1
-    assert torch.equal(first.weight, second.weight)
+    first_module, steps = train()
+    resumed_module, resumed_steps = train()
+    assert steps == resumed_steps > 1
+    assert torch.equal(first_module.weight, resumed_module.weight)
 
 
 def test_training_run_by_steps_ignores_the_clock_and_resumes_the_rest(tmp_path: Path) -> None:
-    """The rate follows the steps, and a resumed run takes those that are left."""
+    """The learning rate depends on the step count, and a resumed run takes only the remaining steps."""
     module = nn.Linear(4, 4)
     optimizers = Optimizers([module.weight], [module.bias], matrix_lr=0.02, other_lr=0.01)
     rates: list[float] = []
@@ -79,5 +79,5 @@ def test_training_run_by_steps_ignores_the_clock_and_resumes_the_rest(tmp_path: 
     assert train(10) == 10
     assert rates[1:] == [pytest.approx(0.02 * clock_factor(step / 10)) for step in range(9)]
     assert train(10) == 10
-    assert len(rates) == 10, "nothing was left to do"
+    assert len(rates) == 10, "the finished run took a step"
     assert train(12) == 12

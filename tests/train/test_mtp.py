@@ -1,4 +1,4 @@
-"""MTP layers as trained: the format's reference computes the same, training learns, the engine serves what is saved."""
+"""Training of MTP layers: they match the format's reference, the loss falls, and the engine serves the saved layers."""
 
 from pathlib import Path
 
@@ -21,28 +21,34 @@ from tests.unit.models.draft_reference import Mtp
 
 SHAPE = DraftShape(vocab_size=64, hidden_size=32, heads=4, kv_heads=2, head_dim=8, intermediate_size=64)
 TEXT = [5, 40, 12, 33, 7, 7, 61, 20, 2, 18, 50, 9, 31]
-PARTS = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
+PART_NAMES = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
 LEVELS = 3
 
 
-def stored(draft: MtpDraft) -> MtpDraft:
-    """In float64, every number one that bf16 holds as the format keeps it."""
+def with_storable_weights(draft: MtpDraft) -> MtpDraft:
+    """Convert the draft to float64, with random weights that bf16 holds exactly in the form that the format stores.
+
+    The format stores a one-dimensional weight (of a norm) minus one.
+    """
     draft.double()
     with torch.no_grad():
         draft.head.copy_(draft.head.bfloat16())
         for parameter in draft.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
-            one = float(parameter.ndim == 1)
-            parameter.copy_((parameter - one).bfloat16().double() + one)
+            stored_offset = float(parameter.ndim == 1)
+            parameter.copy_((parameter - stored_offset).bfloat16().double() + stored_offset)
     return draft
 
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_unrolled_mtp_levels_match_the_format_reference(count: int, tmp_path: Path) -> None:
-    """One layer used again reads its own output, three read each other's; cells before the last are the same text."""
+    """A single layer reads its own output at the next level; with three layers, each reads the layer before it.
+
+    At every level, the cells before the last one come from the same text.
+    """
     folder = target_folder()
     torch.manual_seed(4)
-    draft = stored(MtpDraft(MtpShape(SHAPE, count, 4), load_target(Path(folder))))
+    draft = with_storable_weights(MtpDraft(MtpShape(SHAPE, count, 4), load_target(Path(folder))))
     save_mtp(draft, tmp_path)
     target = target_reference(folder)
     layers = [
@@ -51,24 +57,24 @@ def test_unrolled_mtp_levels_match_the_format_reference(count: int, tmp_path: Pa
             target,
             at=f"layers.{4 + i}.",
             inner=f"layers.{4 + i}.transformer.",
-            parts=PARTS,
+            parts=PART_NAMES,
             gemma=True,
             pre=True,
             head=f"layers.{4 + i}.shared_head.output.weight",
         )
         for i in range(count)
     ]
-    seen = target.run(TEXT)
+    target_run = target.run(TEXT)
     embeddings = target.w["embed_tokens.weight"][torch.tensor(TEXT[1:])][None]
     for last in range(1, len(TEXT) - LEVELS):
-        unrolled = draft.unroll(seen.hidden[None, : last + 1], embeddings[:, : last + LEVELS], LEVELS)
-        source = seen.hidden[: last + 1]
+        unrolled = draft.unroll(target_run.hidden[None, : last + 1], embeddings[:, : last + LEVELS], LEVELS)
+        hidden_source = target_run.hidden[: last + 1]
         for level in range(LEVELS):
             if count == 1:
-                logits, out = layers[0].run(TEXT[1 : len(source) + 1], source)
-                source = torch.cat([source, out[-1:]])
+                logits, level_output = layers[0].run(TEXT[1 : len(hidden_source) + 1], hidden_source)
+                hidden_source = torch.cat([hidden_source, level_output[-1:]])
             else:
-                logits, source = layers[level].run(TEXT[1 + level : last + 2 + level], source)
+                logits, hidden_source = layers[level].run(TEXT[1 + level : last + 2 + level], hidden_source)
             torch.testing.assert_close(unrolled[level][0, last], logits[-1], rtol=1e-9, atol=1e-9)
 
 
@@ -99,4 +105,4 @@ def test_mtp_training_lowers_the_loss_and_the_engine_serves_the_result(count: in
         params = [fixed_length_params(24, temperature, seed) for seed in range(4)]
         plain, drafted = (run_batch(engine, prompts[:4].tolist(), params) for engine in engines)
         assert drafted.tokens == plain.tokens
-        assert drafted.accept_length > 1.2, "a trained draft gets some tokens right"
+        assert drafted.accept_length > 1.2, "the trained draft predicts too few tokens"

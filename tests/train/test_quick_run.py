@@ -1,4 +1,4 @@
-"""`aerie train --quick`: the whole path in seconds, and checkpoints that load like any other."""
+"""`aerie train --quick` runs all parts of training in seconds, and its checkpoints load like any other."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from cluster.arch.resolve import resolve_models
 from cluster.config import EngineConfig
 from cluster.train.command import run
-from tests.train.test_command import parsed
+from tests.train.test_command import parse_arguments
 
 
 @pytest.mark.slow
 def test_quick_training_run_writes_a_loadable_pair(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, work = tmp_path / "out", tmp_path / "work"
-    words = ("--quick", "--out", str(out), "--work", str(work), "--threads", "1")
-    assert run(parsed(*words)) == 0
+    arguments = ("--quick", "--out", str(out), "--work", str(work), "--threads", "1")
+    assert run(parse_arguments(*arguments)) == 0
     tokenizer = AutoTokenizer.from_pretrained(out / "target")
     target = AutoModelForCausalLM.from_pretrained(out / "target")
     text = "def f(x):\n    return x\n"
@@ -37,14 +37,14 @@ def test_quick_training_run_writes_a_loadable_pair(tmp_path: Path, capsys: pytes
     draft = resolve_models(pair).draft
     assert draft is not None and draft.aux_boundaries == (1, 2, 3)
     assert "accept_len" in (out / "README.md").read_text()
-    # A second run finds its time spent and changes nothing.
-    before = (out / "draft" / "model.safetensors").read_bytes()
-    assert run(parsed("draft", *words)) == 0
-    assert (out / "draft" / "model.safetensors").read_bytes() == before
+    # A second run finds that its time is used up, and changes nothing.
+    draft_before = (out / "draft" / "model.safetensors").read_bytes()
+    assert run(parse_arguments("draft", *arguments)) == 0
+    assert (out / "draft" / "model.safetensors").read_bytes() == draft_before
     assert "accept_len" in capsys.readouterr().out
-    # MTP layers read the same text; they go to the work directory.
+    # The MTP layers train on the same text. The command writes them to the work directory.
     for layers in (1, 3):
-        assert run(parsed("mtp", "--mtp-layers", str(layers), *words)) == 0
+        assert run(parse_arguments("mtp", "--mtp-layers", str(layers), *arguments)) == 0
         assert json.loads((work / f"mtp-{layers}/config.json").read_text())["num_nextn_predict_layers"] == layers
         names = load_file(work / f"mtp-{layers}/model.safetensors")
         assert {name.split(".")[2] for name in names} == {str(4 + i) for i in range(layers)}

@@ -1,4 +1,4 @@
-"""The hand-written decode loop and the feature capture, against `transformers` in float64."""
+"""The hand-written decode loop and the feature capture, compared with `transformers` in float64."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ def random_target() -> LlamaForCausalLM:
 def test_greedy_continuations_match_transformers() -> None:
     target = random_target()
     prompts = torch.randint(3, 50, (3, 5))
-    ours = continue_rows(target, prompts, 12, torch.zeros(3), seed=0)
-    theirs = target.generate(prompts, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
-    assert torch.equal(ours, theirs)
+    decoded = continue_rows(target, prompts, 12, torch.zeros(3), seed=0)
+    expected = target.generate(prompts, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert torch.equal(decoded, expected)
 
 
 def test_sampling_noise_depends_only_on_seed_and_position() -> None:
     target = random_target()
     prompts = torch.randint(3, 50, (2, 5))
-    heat = torch.tensor([0.0, 1.0])
-    whole = continue_rows(target, prompts, 10, heat, seed=4)
-    resumed = continue_rows(target, whole[:, :9], 6, heat, seed=4)
-    assert torch.equal(whole, resumed)
-    assert torch.equal(whole[:1], continue_rows(target, prompts[:1], 10, torch.zeros(1), seed=9))
+    temperatures = torch.tensor([0.0, 1.0])
+    all_tokens = continue_rows(target, prompts, 10, temperatures, seed=4)
+    resumed_tokens = continue_rows(target, all_tokens[:, :9], 6, temperatures, seed=4)
+    assert torch.equal(all_tokens, resumed_tokens)
+    assert torch.equal(all_tokens[:1], continue_rows(target, prompts[:1], 10, torch.zeros(1), seed=9))
 
 
 def test_features_are_the_outputs_of_the_requested_layers() -> None:

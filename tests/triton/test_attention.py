@@ -1,4 +1,6 @@
-"""Attention by Triton gives what the definition says, reads nothing that was not written, and can be split."""
+"""Triton's attention matches the definition of attention, reads no cell that was not written, and may be split over
+several programs.
+"""
 
 from collections.abc import Iterator
 from itertools import product
@@ -15,10 +17,10 @@ from cluster.kv.page_table import PageTable
 from cluster.kv.pool import KVPool
 from tests.unit.attention.dense import Case
 from tests.unit.attention.test_c_attention import ERROR, check_not_finite
-from tests.unit.attention.test_gather_methods import KINDS, SHAPES, TREE, case
+from tests.unit.attention.test_gather_methods import KINDS, SHAPES, TREE, make_case
 
 CPU = torch.device("cpu")
-QUICK = ("all", "wide")  # between them they have what the other shapes have
+FAST_SHAPES = ("all", "wide")  # together these two have every feature of the other shapes
 PAGES = ((4, "tail"), (1, "scattered"), (16, "run"))
 SIZES: tuple[dict[str, Any], ...] = ({"d": 20}, {"d": 96}, {"d": 192, "latent": True, "kv_heads": 1})
 LONG: dict[str, dict[str, Any]] = {
@@ -28,56 +30,69 @@ LONG: dict[str, dict[str, Any]] = {
 }
 
 
-def forms() -> Iterator[Any]:
-    """Every shape with every kind; pages take turns, so that each shape and each kind meets all of them."""
+def short_cases() -> Iterator[Any]:
+    """Parameters: every shape with every kind. The page sizes and layouts take turns, so that each shape and each kind
+    has all of them.
+    """
     for (s, shape), (k, kind) in product(enumerate(SHAPES), enumerate(KINDS)):
-        yield pytest.param(*PAGES[(s + k) % 3], shape, kind, marks=() if shape in QUICK else pytest.mark.slow)
+        yield pytest.param(*PAGES[(s + k) % 3], shape, kind, marks=() if shape in FAST_SHAPES else pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("page_size", "lies", "shape", "kind"), forms())
-def test_triton_attention_matches_the_definition(page_size: int, lies: str, shape: str, kind: str) -> None:
-    one = case(shape, kind, page_size, lies)
-    assert torch.allclose(one.given(make=TritonAttention), one.expected(), atol=1e-12, rtol=0)
+@pytest.mark.parametrize(("page_size", "page_layout", "shape", "kind"), short_cases())
+def test_triton_attention_matches_the_definition(page_size: int, page_layout: str, shape: str, kind: str) -> None:
+    attention_case = make_case(shape, kind, page_size, page_layout)
+    assert torch.allclose(
+        attention_case.backend_output(make=TritonAttention), attention_case.expected(), atol=1e-12, rtol=0
+    )
 
 
-def long_forms() -> Iterator[Any]:
-    """Every shape with every dtype; sizes take turns, so that each shape and each dtype meets all of them."""
+def long_cases() -> Iterator[Any]:
+    """Parameters: every shape with every dtype. The sizes take turns, so that each shape and each dtype has
+    all sizes.
+    """
     for (s, shape), (t, dtype) in product(enumerate(LONG), enumerate([*ERROR, torch.float16])):
         size = SIZES[(s + t) % 3]
         yield pytest.param(shape, size, dtype, marks=() if size["d"] == 20 else pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("shape", "size", "dtype"), long_forms())
+@pytest.mark.parametrize(("shape", "size", "dtype"), long_cases())
 def test_triton_attention_matches_the_definition_for_long_prefixes_and_dtypes(
     shape: str, size: dict[str, Any], dtype: torch.dtype
 ) -> None:
-    given = {"heads": 4, "kv_heads": 2, "page_size": 16, "lies": "scattered", "dtype": dtype}
-    one = Case(**given | LONG[shape] | size)
-    error = ERROR.get(dtype, 2e-3)
-    assert torch.allclose(one.given(make=TritonAttention).double(), one.expected(), atol=error, rtol=0)
+    settings = {"heads": 4, "kv_heads": 2, "page_size": 16, "lies": "scattered", "dtype": dtype}
+    attention_case = Case(**settings | LONG[shape] | size)
+    tolerance = ERROR.get(dtype, 2e-3)
+    assert torch.allclose(
+        attention_case.backend_output(make=TritonAttention).double(), attention_case.expected(), atol=tolerance, rtol=0
+    )
 
 
 def test_triton_attention_handles_many_prompt_chunks_of_different_lengths() -> None:
-    """Some are of a row, some of more than a program has."""
-    texts = tuple((3 * i, 3 * i + (1, 7, 40)[i % 3]) for i in range(19))
-    given = {"heads": 4, "kv_heads": 2, "page_size": 16, "lies": "scattered"}
-    one = Case(**given, committed=(5,), parents=TREE, chunks=texts)
-    assert torch.allclose(one.given(make=TritonAttention), one.expected(), atol=1e-12, rtol=0)
+    """Some chunks have one row, and some have more rows than one program handles."""
+    chunks = tuple((3 * i, 3 * i + (1, 7, 40)[i % 3]) for i in range(19))
+    settings = {"heads": 4, "kv_heads": 2, "page_size": 16, "lies": "scattered"}
+    attention_case = Case(**settings, committed=(5,), parents=TREE, chunks=chunks)
+    assert torch.allclose(
+        attention_case.backend_output(make=TritonAttention), attention_case.expected(), atol=1e-12, rtol=0
+    )
 
 
-@pytest.mark.parametrize("sunk", [False, True])
+@pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("processors", [1, 3, 100])
 def test_triton_attention_is_right_for_any_prefix_split(
-    processors: int, sunk: bool, monkeypatch: pytest.MonkeyPatch
+    processors: int, has_sinks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where there are more parts than tiles."""
+    """With 100 processors a prefix is split into more parts than it has tiles."""
     monkeypatch.setattr("cluster.attention.triton_backend.INTERPRETED_PROCESSORS", processors)
-    given = {"heads": 4, "kv_heads": 2, "page_size": 16, "lies": "scattered", "sunk": sunk, "window": 250}
-    one = Case(**given, committed=(300, 20), parents=TREE, chunks=((5, 9),))
-    assert torch.allclose(one.given(make=TritonAttention), one.expected(), atol=1e-12, rtol=0)
+    settings = {"heads": 4, "kv_heads": 2, "page_size": 16, "lies": "scattered", "sunk": has_sinks, "window": 250}
+    attention_case = Case(**settings, committed=(300, 20), parents=TREE, chunks=((5, 9),))
+    assert torch.allclose(
+        attention_case.backend_output(make=TritonAttention), attention_case.expected(), atol=1e-12, rtol=0
+    )
 
 
-def one_head() -> tuple[PageTable, TritonAttention]:
+def table_and_attention() -> tuple[PageTable, TritonAttention]:
+    """The page table of one request, and an attention backend with one layer on it."""
     table = PageTable(1, 64, 16, CPU)
     table.device_pages[0] = torch.arange(table.device_pages.shape[1]) + 1
     pool = KVPool(1, 100, (2, 2, 24), torch.float32, CPU)
@@ -85,14 +100,14 @@ def one_head() -> tuple[PageTable, TritonAttention]:
 
 
 def test_non_finite_kv_affects_only_its_own_row() -> None:
-    table, attention = one_head()
+    table, attention = table_and_attention()
     check_not_finite(table, attention)
     assert attention._pool.kv.isfinite().all()
 
 
 def test_padding_prompt_rows_get_zero_output() -> None:
-    """A plan may have more rows than the chunks of a rank."""
-    table, attention = one_head()
+    """A plan may have more prompt rows than the chunks of a rank have together."""
+    table, attention = table_and_attention()
     row, start = torch.tensor([0]), torch.tensor([0])
     attention.bind(
         AttentionMetadata(table.slots(row, torch.arange(5)), None, PromptRows(row, start, torch.tensor([0, 3])))
@@ -103,7 +118,7 @@ def test_padding_prompt_rows_get_zero_output() -> None:
 
 
 def test_triton_attention_refuses_kv_of_wrong_width() -> None:
-    table, attention = one_head()
+    table, attention = table_and_attention()
     row, lens = torch.tensor([0]), torch.tensor([0])
     attention.bind(AttentionMetadata(table.slots(row, torch.arange(1)), TreeRows(row, lens, chain_bits(1, 1, CPU), 1)))
     with pytest.raises(ValueError, match="for a pool"):

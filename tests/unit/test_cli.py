@@ -1,4 +1,4 @@
-"""What all commands share: a reader of stdout that leaves early, and failures that are somebody else's."""
+"""What all commands share: they end quietly when the reader of stdout closes it, and hide no error of another pipe."""
 
 import os
 import subprocess
@@ -12,21 +12,26 @@ from tests.tiny import target_folder
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("words", [["inspect", "DIR"], ["inspect", "DIR", "--json"], ["--help"]], ids=" ".join)
-def test_closed_stdout_reader_ends_the_command_without_error_output(words: list[str], unbuffered: str) -> None:
-    read, write = os.pipe()
-    os.close(read)
-    done = subprocess.run(
-        [sys.executable, "-m", "cluster.cli", *(target_folder() if word == "DIR" else word for word in words)],
-        stdout=write,
+@pytest.mark.parametrize("arguments", [["inspect", "DIR"], ["inspect", "DIR", "--json"], ["--help"]], ids=" ".join)
+def test_closed_stdout_reader_ends_the_command_without_error_output(arguments: list[str], unbuffered: str) -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    process = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "cluster.cli",
+            *(target_folder() if argument == "DIR" else argument for argument in arguments),
+        ],
+        stdout=write_end,
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
         timeout=120,
     )
-    os.close(write)
-    swallowed = words == ["--help"] and unbuffered  # by argparse
-    assert (done.returncode, done.stderr) == (0 if swallowed else 141, "")
+    os.close(write_end)
+    ignored = arguments == ["--help"] and unbuffered  # argparse ignores the closed pipe
+    assert (process.returncode, process.stderr) == (0 if ignored else 141, "")
 
 
 def test_broken_pipe_error_from_another_pipe_is_raised(

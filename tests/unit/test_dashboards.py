@@ -1,4 +1,4 @@
-"""What is shipped for Prometheus and Grafana asks only for series and labels that `/metrics` really has."""
+"""The files that are shipped for Prometheus and Grafana use only series and labels that `/metrics` has."""
 
 import json
 import re
@@ -17,7 +17,7 @@ DASHBOARDS = sorted((DEPLOY / "grafana" / "dashboards").glob("*.json"))
 ROWS = ["Overview", "Latency", "Speculation", "Ranks", "KV", "Requests and errors", "Faults", "Processes"]
 
 FUNCTIONS = {"sum", "rate", "increase", "max", "min", "avg", "count", "histogram_quantile", "clamp_min", "ceil"}
-WORDS = {"and", "or", "unless", "bool", "offset"}
+OPERATORS = {"and", "or", "unless", "bool", "offset"}
 TOKEN = re.compile(
     r"""(?P<selector>\{[^}]*\})
       | \[[^\]]*\]
@@ -30,8 +30,8 @@ TOKEN = re.compile(
 MATCHER = re.compile(r'\s*(?P<label>\w+)\s*(?:=~|!~|!=|=)\s*"(?P<value>[^"]*)"\s*')
 
 
-def exposed() -> dict[str, dict[str, set[str]]]:
-    """Every series name of the page, with its labels and the values they take."""
+def exposed_series() -> dict[str, dict[str, set[str]]]:
+    """Every series name of the metrics page, with its labels and their values."""
     engine = EngineMetrics(model_name="m", rank=0)
     engine.observe_step(
         StepStats(phase_seconds=dict.fromkeys(PHASES, 0.1), accept_lens=[2], accepted_by_depth=[1], drafts=1)
@@ -48,64 +48,64 @@ def exposed() -> dict[str, dict[str, set[str]]]:
     return series
 
 
-SERIES = exposed()
+SERIES = exposed_series()
 
 
 def problems(query: str) -> list[str]:
-    """What a PromQL expression asks for that the page does not have."""
-    found, names, grouped = [], [], set()
+    """The parts of a PromQL expression that are wrong: unknown functions, and series and labels that no page has."""
+    mistakes, series_names, group_labels = [], [], set()
     for token in TOKEN.finditer(query):
         if selector := token["selector"]:
-            found += selector_problems(names[-1] if names else "", selector)
+            mistakes += selector_problems(series_names[-1] if series_names else "", selector)
         elif token["grouping"]:
-            grouped |= {label.strip() for label in token["labels"].split(",") if label.strip()}
+            group_labels |= {label.strip() for label in token["labels"].split(",") if label.strip()}
         elif token["call"]:
             if token["call"] not in FUNCTIONS:
-                found.append(f"unknown function {token['call']!r}")
-        elif (name := token["name"]) and name not in WORDS:
-            names.append(name)
+                mistakes.append(f"unknown function {token['call']!r}")
+        elif (name := token["name"]) and name not in OPERATORS:
+            series_names.append(name)
             if name not in SERIES:
-                found.append(f"no series {name!r}")
-    if not names:
-        found.append("names no series")
-    # A ratio may group one side only, such as acceptance by depth over all trees.
-    found += [
+                mistakes.append(f"no series {name!r}")
+    if not series_names:
+        mistakes.append("names no series")
+    # A ratio may group only one of its two sides. For example, acceptance by depth is divided by all trees.
+    mistakes += [
         f"no series of it has the label {label!r}"
-        for label in sorted(grouped)
-        if not any(label in SERIES.get(name, {}) for name in names)
+        for label in sorted(group_labels)
+        if not any(label in SERIES.get(name, {}) for name in series_names)
     ]
-    return found
+    return mistakes
 
 
 def selector_problems(name: str, selector: str) -> list[str]:
-    found = []
+    mistakes = []
     labels = SERIES.get(name, {})
     for part in selector.strip("{}").split(","):
         matcher = MATCHER.fullmatch(part)
         if matcher is None:
-            found.append(f"cannot read {part!r}")
+            mistakes.append(f"cannot read {part!r}")
         elif matcher["label"] not in labels:
-            found.append(f"{name} has no label {matcher['label']!r}")
+            mistakes.append(f"{name} has no label {matcher['label']!r}")
         elif not matcher["value"].startswith("$"):
             unknown = set(matcher["value"].split("|")) - labels[matcher["label"]]
-            found += [f"{name} has no {matcher['label']}={value!r}" for value in sorted(unknown)]
-    return found
+            mistakes += [f"{name} has no {matcher['label']}={value!r}" for value in sorted(unknown)]
+    return mistakes
 
 
 def rules() -> list[dict[str, Any]]:
     (group,) = yaml.safe_load((DEPLOY / "alerts.yml").read_text(encoding="utf-8"))["groups"]
-    found: list[dict[str, Any]] = group["rules"]
-    return found
+    rule_list: list[dict[str, Any]] = group["rules"]
+    return rule_list
 
 
 @pytest.mark.parametrize("rule", rules(), ids=lambda rule: rule["alert"])
 def test_alert_rules_use_existing_series_and_labels(rule: dict[str, Any]) -> None:
-    asked = rule["expr"].replace('up{job="aerie"}', "aerie_steps_total")  # Prometheus's own series
-    assert problems(asked) == []
+    query = rule["expr"].replace('up{job="aerie"}', "aerie_steps_total")  # Prometheus's own series
+    assert problems(query) == []
     assert rule["labels"]["severity"] in ("warning", "critical")
     for label in re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"]):
-        by = re.search(r"by \(([^)]*)\)", rule["expr"])
-        assert label == "instance" if by is None else label in by[1], label
+        grouping = re.search(r"by \(([^)]*)\)", rule["expr"])
+        assert label == "instance" if grouping is None else label in grouping[1], label
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -151,17 +151,17 @@ def test_dashboard_legends_use_labels_that_the_query_retains(path: Path) -> None
 @pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
 def test_dashboard_variables_exist_and_panels_have_unique_ids_without_overlap(path: Path) -> None:
     board = load(path)
-    known = {variable["name"] for variable in board["templating"]["list"]} | {"__rate_interval"}
-    assert set(re.findall(r"\$\{?(\w+)", json.dumps(board["panels"]))) <= known
+    known_variables = {variable["name"] for variable in board["templating"]["list"]} | {"__rate_interval"}
+    assert set(re.findall(r"\$\{?(\w+)", json.dumps(board["panels"]))) <= known_variables
     ids = [panel["id"] for panel in panels(board)]
     assert len(ids) == len(set(ids))
-    taken: dict[tuple[int, int], str] = {}
+    panel_by_cell: dict[tuple[int, int], str] = {}
     for panel in panels(board):
         at = panel["gridPos"]
         assert at["x"] + at["w"] <= 24, panel["title"]
         for cell in ((x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])):
-            assert cell not in taken, f"{panel['title']} covers {taken.get(cell)}"
-            taken[cell] = panel["title"]
+            assert cell not in panel_by_cell, f"{panel['title']} covers {panel_by_cell.get(cell)}"
+            panel_by_cell[cell] = panel["title"]
         if panel["type"] != "row":
             assert panel["targets"], panel["title"]
             assert panel["description"], panel["title"]
@@ -172,8 +172,8 @@ def test_dashboard_has_expected_rows_and_shows_every_aerie_series() -> None:
     board = load(DEPLOY / "grafana" / "dashboards" / "aerie.json")
     assert [panel["title"] for panel in panels(board) if panel["type"] == "row"] == ROWS
     queries = " ".join(target["expr"] for _, target in targets(board))
-    ours = {re.sub(r"_(bucket|sum|count)$", "", name) for name in SERIES if name.startswith("aerie_")}
-    assert {name for name in ours if name not in queries} == set()
+    aerie_series = {re.sub(r"_(bucket|sum|count)$", "", name) for name in SERIES if name.startswith("aerie_")}
+    assert {name for name in aerie_series if name not in queries} == set()
 
 
 @pytest.mark.parametrize(

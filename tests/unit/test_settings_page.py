@@ -1,14 +1,14 @@
-"""docs/settings.md lists every setting that the code reads."""
+"""docs/settings.md lists every setting of the code."""
 
 import pytest
 from pydantic import Field
 
 from cluster.config import EngineConfig, Settings
-from tests.settings_page import FILE, table, written
+from tests.settings_page import FILE, page_text, table
 
 
 def test_settings_page_matches_the_code() -> None:
-    assert FILE.read_text(encoding="utf-8") == written(), "run python -m tests.settings_page"
+    assert FILE.read_text(encoding="utf-8") == page_text(), "run python -m tests.settings_page"
 
 
 def test_settings_page_lists_every_engine_setting_once() -> None:
@@ -19,11 +19,11 @@ def test_settings_page_lists_every_engine_setting_once() -> None:
 
 
 def test_settings_table_shows_bounds_and_refuses_missing_descriptions() -> None:
-    class Told(Settings):
+    class DescribedSettings(Settings):
         least: int | None = Field(default=None, ge=2, le=5, description="some")
         share: float = Field(default=0.5, gt=0, lt=1, description="a|b")
 
-    assert table(Told).splitlines()[2:] == [
+    assert table(DescribedSettings).splitlines()[2:] == [
         "| `least` | integer from 2 to 5 | unset | some |",
         "| `share` | number over 0 below 1 | `0.5` | a\\|b |",
     ]

@@ -1,5 +1,6 @@
-"""What is written here by other people's model classes, as plain values: `make.py` writes it, the test next door reads
-it, docs/models.md lists it.
+"""The registry of the drafts in this folder, which model classes of the library `speculators` wrote.
+
+`make.py` writes the drafts, `tests/dialects/test_speculators.py` tests them, and docs/models.md lists them.
 """
 
 from dataclasses import dataclass, field
@@ -11,9 +12,11 @@ HERE = Path(__file__).resolve().parent
 
 @dataclass(frozen=True)
 class Fixture:
-    """One EAGLE-3 draft of `speculators`. `flags` are those of its config, `shape` keys of its decoder layers.
+    """One EAGLE-3 draft of `speculators`.
 
-    `vocab` 64 is the target's, so there is no map; `full` are the layers without a window, where `window` is set.
+    `what` describes the draft in docs/models.md. `flags` are flags of its config. `shape` holds config values of its
+    decoder layers. A `vocab` of 64 is the vocabulary of the target; such a draft has no token map. If `window` is set,
+    `full_attention_layers` are the layers without a sliding window.
     """
 
     what: str
@@ -24,7 +27,7 @@ class Fixture:
     flags: dict[str, bool] = field(default_factory=dict)
     shape: dict[str, Any] = field(default_factory=dict)
     window: int | None = None
-    full: tuple[int, ...] = (0, 1, 2)
+    full_attention_layers: tuple[int, ...] = (0, 1, 2)
 
 
 ROPE = {
@@ -72,10 +75,12 @@ FIXTURES = {
         layers=3,
         flags={"norm_output": True},
         window=4,
-        full=(0, 2),
+        full_attention_layers=(0, 2),
     ),
     "llama-window": Fixture(
-        "speculators, Llama layer through a window (what its trainer makes by default)", window=4, full=()
+        "speculators, Llama layer through a window (what its trainer makes by default)",
+        window=4,
+        full_attention_layers=(),
     ),
 }
 
@@ -86,7 +91,9 @@ EAGLE1 = {
 
 
 def rows() -> list[tuple[str, str, str]]:
-    """Family, dialect, and what it was checked against: the rows of docs/models.md."""
-    newer = [("EAGLE-3", made.what, "speculators 0.9.0's own class, float64") for made in FIXTURES.values()]
-    mtp = ("MTP", "embedding first, under DeepSeek's names", "speculators 0.9.0's own class, float64")
-    return [*newer, mtp] + [("EAGLE-1/2", what, "speculators 0.4.0's own class, float64") for what in EAGLE1.values()]
+    """Return the rows for docs/models.md: the family, the dialect, and the implementation that gave the numbers."""
+    eagle3_rows = [("EAGLE-3", fixture.what, "speculators 0.9.0's own class, float64") for fixture in FIXTURES.values()]
+    mtp_row = ("MTP", "embedding first, under DeepSeek's names", "speculators 0.9.0's own class, float64")
+    return [*eagle3_rows, mtp_row] + [
+        ("EAGLE-1/2", what, "speculators 0.4.0's own class, float64") for what in EAGLE1.values()
+    ]

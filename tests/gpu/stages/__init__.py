@@ -1,1 +1,1 @@
-"""The stages of `tests/gpu/all.sh`: each a module that is run with the folder of results, and `--dry` on a CPU."""
+"""The stages of `tests/gpu/all.sh`. Each is a module that is run with the folder for results, and `--dry` on a CPU."""

@@ -1,7 +1,8 @@
-"""Attention by Triton in bfloat16 against its definition in float64, of every kind of layer, over trees and texts.
+"""Compares attention by Triton in bfloat16 with its definition in float64.
 
-Each kind is a process of its own, as the programs of them all take minutes to compile one after the other. What a
-program does not write stays NaN: all memory is filled with it before.
+The stage checks every kind of layer, over trees and prompts. Each kind runs in a process of its own, because compiling
+the kernels of all kinds one after the other takes minutes. All memory is filled with NaN first, so a value that a
+kernel does not write stays NaN.
 """
 
 import multiprocessing
@@ -23,69 +24,69 @@ from tests.unit.attention.dense import Case
 from tests.unit.attention.test_gather_methods import KINDS, SHAPES, TREE
 
 LONG: dict[str, Any] = {"committed": (2500, 700), "parents": TREE, "chunks": ((580, 600),)}
-AT_ONCE = 8
+MAX_PROCESSES = 8
 
 
-def there(given: Any, device: torch.device) -> Any:
-    """`given` with all its tensors on the device."""
-    if isinstance(given, Tensor):
-        return given.to(device)
-    if not hasattr(given, "__dataclass_fields__"):
-        return given
-    return replace(given, **{own.name: there(getattr(given, own.name), device) for own in fields(given)})
+def to_device(value: Any, device: torch.device) -> Any:
+    """Return a tensor or a dataclass with all its tensors on the device."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if not hasattr(value, "__dataclass_fields__"):
+        return value
+    return replace(value, **{field.name: to_device(getattr(value, field.name), device) for field in fields(value)})
 
 
-def attended(case: Case, stage: Stage, make: Any = TritonAttention) -> Any:
-    """An attention over the case's cells on the device, bound to what its rows see."""
-    device, held = stage.device, case.filled()
+def bound_attention(case: Case, stage: Stage, backend_class: Any = TritonAttention) -> Any:
+    """Return an attention backend over the KV cells of a case on the device, bound to the metadata of the case."""
+    device, filled_pool = stage.device, case.filled_pool()
     table = PageTable(case.table.idle_row, case.table.length, case.page_size, device)
     table.device_pages.copy_(case.table.device_pages)
-    pool = TritonPool(2, held.slots, held.cell, case.dtype, device, held.fp8_cell)
-    pool.kv.copy_(held.kv)
-    attention = make(pool, table, AttentionShape(case.heads, (None, case.window), 0.3, case.values))
-    attention.bind(there(case.seen(), device))
+    pool = TritonPool(2, filled_pool.slots, filled_pool.cell, case.dtype, device, filled_pool.fp8_cell)
+    pool.kv.copy_(filled_pool.kv)
+    attention = backend_class(pool, table, AttentionShape(case.heads, (None, case.window), 0.3, case.values))
+    attention.bind(to_device(case.attention_metadata(), device))
     return attention
 
 
 def filled_with_nan(stage: Stage) -> None:
-    """New memory is full of NaN from now on."""
+    """Make torch fill all new memory with NaN from now on."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     assert torch.empty(4, device=stage.device).isnan().all()
 
 
 def check(stage: Stage, kind: str, shape: str) -> None:
     with stage.check(f"attention, {kind}, {shape}") as facts:
-        given = {"heads": 4, "kv_heads": 2} | (LONG if shape == "long" else SHAPES[shape]) | KINDS[kind]
-        wide = (576,) if "latent" in KINDS[kind] else ()
-        for d in stage.either((24,), (64, 128, 192, *wide)):
-            case = Case(**given, page_size=16, lies="scattered", dtype=torch.bfloat16, d=d, seed=stage.seed)
-            made = attended(case, stage)
-            out = made(1, case.q.to(stage.device), case.kv.to(stage.device), there(case.sinks, stage.device))
-            early = [row for row, text in enumerate(case.texts()) if len(text) - 1 < case.first]
-            out = out.index_fill(0, torch.tensor(early, dtype=torch.int64, device=stage.device), 0)
-            stage.near(facts, {f"d {d}": out}, {f"d {d}": case.expected()})
+        case_sizes = {"heads": 4, "kv_heads": 2} | (LONG if shape == "long" else SHAPES[shape]) | KINDS[kind]
+        latent_widths = (576,) if "latent" in KINDS[kind] else ()
+        for d in stage.dry_or_gpu((24,), (64, 128, 192, *latent_widths)):
+            case = Case(**case_sizes, page_size=16, lies="scattered", dtype=torch.bfloat16, d=d, seed=stage.seed)
+            attention = bound_attention(case, stage)
+            out = attention(1, case.q.to(stage.device), case.kv.to(stage.device), to_device(case.sinks, stage.device))
+            rows_before_first = [row for row, text in enumerate(case.visible_cells()) if len(text) - 1 < case.first]
+            out = out.index_fill(0, torch.tensor(rows_before_first, dtype=torch.int64, device=stage.device), 0)
+            stage.check_close(facts, {f"d {d}": out}, {f"d {d}": case.expected()})
 
 
 def of_kind(out: Path, dry: bool, seed: int, kind: str) -> list[str]:
-    """Check one kind, in whatever process; the checks that failed."""
+    """Check one kind in the current process, and return the names of the checks that failed."""
     stage = Stage("attention", out, dry, seed)
     if not dry:
         torch.set_num_threads(1)
     filled_with_nan(stage)
     with torch.inference_mode():
-        for shape in stage.either(("all",), ("all", "wide", "long")):
+        for shape in stage.dry_or_gpu(("all",), ("all", "wide", "long")):
             check(stage, kind, shape)
     return stage.failed
 
 
 def work(stage: Stage) -> None:
-    given = stage.out, stage.dry, stage.seed
+    stage_args = stage.out, stage.dry, stage.seed
     if stage.dry:
-        failed = [of_kind(*given, kind) for kind in KINDS]
+        failed = [of_kind(*stage_args, kind) for kind in KINDS]
     else:
-        count, how = min(AT_ONCE, os.cpu_count() or 1), multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(count, how) as pool:
-            failed = list(pool.map(of_kind, *([one] * len(KINDS) for one in given), KINDS))
+        count, context = min(MAX_PROCESSES, os.cpu_count() or 1), multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(count, context) as pool:
+            failed = list(pool.map(of_kind, *([argument] * len(KINDS) for argument in stage_args), KINDS))
     stage.failed += [name for names in failed for name in names]
 
 

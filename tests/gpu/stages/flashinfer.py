@@ -1,6 +1,8 @@
-"""FlashInfer's attention in bfloat16 against the definition in float64, as it is and as a graph that is planned anew
-for each replay; an engine's tokens on it against Triton's, and captured. Dry, its stand-in takes its place, which holds
-calls to FlashInfer's signatures, and tapes that of graphs.
+"""Compares FlashInfer's attention in bfloat16 with the definition in float64.
+
+The attention runs eagerly, and as a graph that gets a new plan before each replay. The stage also compares the tokens
+of an engine on FlashInfer with those of an engine on Triton, with eager and with captured steps. In a dry run, the
+stand-in replaces FlashInfer and checks all calls against FlashInfer's signatures, and tapes replace graphs.
 """
 
 import importlib.util
@@ -25,8 +27,8 @@ from cluster.kernels.flashinfer.library import Share
 from cluster.kv.page_table import PageTable
 from cluster.kv.pool import KVPool
 from cluster.offline.stepping import complete
-from tests.flashinfer.stand_in import stand_in_serves
-from tests.gpu.stages.attention import there
+from tests.flashinfer.stand_in import install_stand_in
+from tests.gpu.stages.attention import to_device
 from tests.gpu.stages.stage import NotHereError, Stage, run
 from tests.gpu.stages.tokens import requests
 from tests.tiny import tiny_draft, tiny_target
@@ -41,65 +43,73 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-class Wide(Case):
-    """A case whose latents are as wide as FlashInfer's."""
+class WideLatentCase(Case):
+    """An attention case whose latents have the width that FlashInfer supports: values of 512."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.values = 512 if self.latent else self.d
 
 
-def attention_of(stage: Stage, one: Case) -> FlashInferAttention:
-    """Attention over the case's cells, on the device."""
+def attention_of(stage: Stage, case: Case) -> FlashInferAttention:
+    """Return FlashInfer's attention over the KV cells of a case, on the device."""
     device = stage.device
-    found = flashinfer_library.find(device, one.dtype)
-    if isinstance(found, str):
-        raise NotHereError(f"flashinfer {found}")
-    table = PageTable(one.table.idle_row, one.table.length, one.page_size, device)
-    table.device_pages.copy_(one.table.device_pages)
-    pool = KVPool(2, one.pool.kv.shape[1], tuple(one.pool.kv.shape[2:]), one.dtype, device)
-    pool.kv.copy_(one.pool.kv.nan_to_num())
-    shares = [Share(True, True), Share(one.window is None, True)]
-    shape = AttentionShape(one.heads, (None, one.window), 0.3, one.values)
-    return FlashInferAttention(pool, table, shape, found, shares)
+    library = flashinfer_library.find(device, case.dtype)
+    if isinstance(library, str):
+        raise NotHereError(f"flashinfer {library}")
+    table = PageTable(case.table.idle_row, case.table.length, case.page_size, device)
+    table.device_pages.copy_(case.table.device_pages)
+    pool = KVPool(2, case.pool.kv.shape[1], tuple(case.pool.kv.shape[2:]), case.dtype, device)
+    pool.kv.copy_(case.pool.kv.nan_to_num())
+    shares = [Share(True, True), Share(case.window is None, True)]
+    shape = AttentionShape(case.heads, (None, case.window), 0.3, case.values)
+    return FlashInferAttention(pool, table, shape, library, shares)
 
 
-def known(one: Case, unknown: int) -> HostBounds:
-    """What is known of the case's lengths if the last `unknown` committed tokens are not certain."""
-    least = tuple(max(0, count - unknown) for count in one.committed)
-    return HostBounds(max(one.committed, default=0), tuple(one.chunks), min_seq_lens=least)
+def host_bounds_of(case: Case, unknown: int) -> HostBounds:
+    """Return the bounds that the host knows for the lengths of a case.
+
+    The host does not know whether the last `unknown` tokens of each request are committed.
+    """
+    min_lengths = tuple(max(0, count - unknown) for count in case.committed)
+    return HostBounds(max(case.committed, default=0), tuple(case.chunks), min_seq_lens=min_lengths)
 
 
-def attended(stage: Stage, one: Case, unknown: int) -> Tensor:
-    """All that the case's rows see, planned with what is known."""
-    attention, device = attention_of(stage, one), stage.device
-    attention.prepare(known(one, unknown))
-    attention.bind(there(one.seen(), device))
-    return attention(1, one.q.to(device), one.kv.to(device), there(one.sinks, device))
+def attended(stage: Stage, case: Case, unknown: int) -> Tensor:
+    """Return the attention output of a case, with a plan that is made from the host's bounds."""
+    attention, device = attention_of(stage, case), stage.device
+    attention.prepare(host_bounds_of(case, unknown))
+    attention.bind(to_device(case.attention_metadata(), device))
+    return attention(1, case.q.to(device), case.kv.to(device), to_device(case.sinks, device))
 
 
-def replayed(stage: Stage, one: Case, unknown: tuple[int, ...]) -> dict[str, Tensor]:
-    """The same by one graph, planned for each of `unknown` before it is replayed, as the host is one step ahead."""
-    attention, device, ahead = attention_of(stage, one), stage.device, CallsBeforeReplay()
-    seen, q, kv, sinks = (there(given, device) for given in (one.seen(), one.q, one.kv, one.sinks))
+def replayed(stage: Stage, case: Case, unknown: tuple[int, ...]) -> dict[str, Tensor]:
+    """Return the attention outputs of one graph that is replayed once for each value of `unknown`.
+
+    Before each replay the host makes a new plan, as in an engine whose host is one step ahead.
+    """
+    attention, device, host_calls = attention_of(stage, case), stage.device, CallsBeforeReplay()
+    seen, q, kv, sinks = (
+        to_device(given, device) for given in (case.attention_metadata(), case.q, case.kv, case.sinks)
+    )
 
     def program() -> Tensor:
         attention.bind(seen)
         return attention(1, q, kv, sinks)
 
-    attention.prepare(known(one, 1))
-    with replayable(ahead):
+    attention.prepare(host_bounds_of(case, 1))
+    with replayable(host_calls):
         program()
-    assert len(ahead.calls) == 1, "a tree's committed tokens are FlashInfer's"
-    attention.prepare(known(one, 2))
-    assert ahead.ready()
-    with replayable(ahead):
+    assert len(host_calls.calls) == 1, "the committed tokens of a tree must be one FlashInfer call"
+    attention.prepare(host_bounds_of(case, 2))
+    assert host_calls.ready()
+    with replayable(host_calls):
         graph = Tape(program) if stage.dry else Graph(program, CudaSegments())
     given = {}
     for count in unknown:
         stage.wait()
-        attention.prepare(known(one, count))
-        assert ahead.ready(), f"with {count} unknown the plan launches with other numbers"
+        attention.prepare(host_bounds_of(case, count))
+        assert host_calls.ready(), f"with {count} unknown tokens the new plan does not fit the captured launch"
         graph.replay()
         given[f"{count} unknown"] = graph.output.clone()
     return given
@@ -107,60 +117,75 @@ def replayed(stage: Stage, one: Case, unknown: tuple[int, ...]) -> dict[str, Ten
 
 def work(stage: Stage) -> None:
     if stage.dry:
-        stand_in_serves(setattr)
+        install_stand_in(setattr)
     elif importlib.util.find_spec("flashinfer") is None:
         raise NotHereError("flashinfer is not installed here")
     with torch.inference_mode():
-        for kind, of_kind in KINDS.items():
-            for unknown in stage.either((3,), (0, 3)):
+        for kind, kind_settings in KINDS.items():
+            for unknown in stage.dry_or_gpu((3,), (0, 3)):
                 with stage.check(f"attention, {kind}, {unknown} unknown") as facts:
-                    given = {"heads": 4, "kv_heads": 2, "page_size": 16, "lies": "scattered", "seed": stage.seed}
-                    one = Wide(**given | SHAPES["ragged"] | of_kind, dtype=torch.bfloat16)
-                    stage.near(facts, {"out": attended(stage, one, unknown)}, {"out": one.expected()})
-            if "window" not in of_kind:
+                    case_settings = {
+                        "heads": 4,
+                        "kv_heads": 2,
+                        "page_size": 16,
+                        "lies": "scattered",
+                        "seed": stage.seed,
+                    }
+                    case = WideLatentCase(**case_settings | SHAPES["ragged"] | kind_settings, dtype=torch.bfloat16)
+                    stage.check_close(facts, {"out": attended(stage, case, unknown)}, {"out": case.expected()})
+            if "window" not in kind_settings:
                 with stage.check(f"graph, {kind}") as facts:
-                    one = Wide(**given | SHAPES["ragged"] | of_kind, dtype=torch.bfloat16)
-                    out = replayed(stage, one, (3, 0, 40, 9))
-                    stage.near(facts, out, dict.fromkeys(out, one.expected()))
+                    case = WideLatentCase(**case_settings | SHAPES["ragged"] | kind_settings, dtype=torch.bfloat16)
+                    out = replayed(stage, case, (3, 0, 40, 9))
+                    stage.check_close(facts, out, dict.fromkeys(out, case.expected()))
     with tempfile.TemporaryDirectory() as name:
-        target = tiny_target(Path(name) / "target", vocab_size=24, hidden=stage.either(32, 256))
+        target = tiny_target(Path(name) / "target", vocab_size=24, hidden=stage.dry_or_gpu(32, 256))
         draft = tiny_draft(Path(name) / "draft", target)
         tokens(stage, target, draft)
 
 
 def tokens(stage: Stage, target: str, draft: str) -> None:
-    """In bfloat16 near-ties may flip, so on a GPU most texts have to begin alike; dry, in float64, all are the same.
-    Captured, no step may be launched anew because of its plan.
+    """Compare the tokens of an engine on FlashInfer with those of the reference backend.
+
+    In bfloat16 two almost equal logits may change their order, so on a GPU only the first 8 tokens are compared, and
+    one text may differ. In a dry run, in float64, all texts must be equal. No captured step may fall back to an eager
+    launch because of its plan.
     """
     settings: dict[str, object] = {
         "model_path": target,
         "device": stage.device.type,
-        "dtype": stage.either("float64", "bfloat16"),
-        "max_running_requests": stage.either(1, 4),
+        "dtype": stage.dry_or_gpu("float64", "bfloat16"),
+        "max_running_requests": stage.dry_or_gpu(1, 4),
         "max_total_tokens": 1024,
         "mixed_prefill_size": 64,
         "speculative_algorithm": "EAGLE3",
         "speculative_draft_model_path": draft,
-        "speculative_num_steps": stage.either(1, 3),
-        "speculative_eagle_topk": stage.either(1, 4),
+        "speculative_num_steps": stage.dry_or_gpu(1, 3),
+        "speculative_eagle_topk": stage.dry_or_gpu(1, 4),
     }
     with stage.check("an engine's tokens") as facts:
-        asked = requests(0.0, *stage.either((3, 1), (24, 4)))
-        asked = [replace(one, prompt_token_ids=one.prompt_token_ids * stage.either(1, 15)) for one in asked]
+        request_list = requests(0.0, *stage.dry_or_gpu((3, 1), (24, 4)))
+        request_list = [
+            replace(one, prompt_token_ids=one.prompt_token_ids * stage.dry_or_gpu(1, 15)) for one in request_list
+        ]
         texts = {}
-        for backend, capture in ((stage.either("torch", "triton"), "off"), ("flashinfer", "off"), ("flashinfer", "on")):
-            sizes = stage.either((1,), (1, 2, 4)) if capture == "on" else None
-            given = {"attention_backend": backend, "capture": capture, "capture_sizes": sizes}
-            engine = build_engine(EngineConfig.from_kwargs(settings | given))
+        for backend, capture in (
+            (stage.dry_or_gpu("torch", "triton"), "off"),
+            ("flashinfer", "off"),
+            ("flashinfer", "on"),
+        ):
+            sizes = stage.dry_or_gpu((1,), (1, 2, 4)) if capture == "on" else None
+            backend_settings = {"attention_backend": backend, "capture": capture, "capture_sizes": sizes}
+            engine = build_engine(EngineConfig.from_kwargs(settings | backend_settings))
             assert engine.info().attention_backend == backend
-            texts[backend, capture] = complete(engine, asked)
-            facts[f"launched anew, {backend}, capture {capture}"] = engine._parts.lockstep.programs.eager_fallbacks
+            texts[backend, capture] = complete(engine, request_list)
+            facts[f"eager fallbacks, {backend}, capture {capture}"] = engine._parts.lockstep.programs.eager_fallbacks
             assert not engine._parts.lockstep.programs.eager_fallbacks
-        first, *others = texts.values()
-        for text in others:
-            alike = [one[:8] == other[:8] for one, other in zip(first, text, strict=True)]
+        reference_texts, *other_texts = texts.values()
+        for text in other_texts:
+            alike = [one[:8] == other[:8] for one, other in zip(reference_texts, text, strict=True)]
             facts["alike"] = f"{sum(alike)} of {len(alike)}"
-            assert sum(alike) >= len(alike) - stage.either(0, 1)
+            assert sum(alike) >= len(alike) - stage.dry_or_gpu(0, 1)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Communicators in a world of one: collectives are captured and replayed, and aborted with work under way.
+"""NCCL collectives in a world of one rank: they are captured and replayed, and aborted while work is running.
 
-What one GPU can show: that captures of collectives replay, that an abort after a missed deadline comes back, that the
-process lives and meets again as the next epoch. What it cannot: that ranks wait for each other. Dry it is gloo.
+One GPU can show that captured collectives replay, that an abort after a missed deadline returns, and that the process
+survives and can join a new process group. It cannot show that ranks wait for each other. A dry run uses gloo.
 """
 
 import time
@@ -14,11 +14,11 @@ import torch.distributed as dist
 from cluster.capture.recorder import opaque
 from tests.gpu.stages.stage import Stage, run
 
-DEADLINE = 0.5  # seconds that the device is given
-BUSY = 2.0  # seconds that it takes
+DEADLINE_S = 0.5  # the time limit for the work of the device
+BUSY_S = 2.0  # the time that the work takes
 
 
-def meet(stage: Stage) -> None:
+def init_group(stage: Stage) -> None:
     backend = "gloo" if stage.dry else "nccl"
     device: dict[str, Any] = {} if stage.dry else {"device_id": torch.device("cuda", torch.cuda.current_device())}
     store = dist.HashStore()
@@ -26,7 +26,7 @@ def meet(stage: Stage) -> None:
 
 
 def collectives(x: torch.Tensor) -> torch.Tensor:
-    """One of each that a step has; on a tape each is one call, as in a step."""
+    """Run one collective of each kind that a step uses. On a tape each collective is one call, as in a step."""
     rows = x * 2
     for collective in (reduced, gathered, scattered, exchanged):
         rows = opaque(collective, rows)
@@ -52,60 +52,60 @@ def scattered(rows: torch.Tensor) -> torch.Tensor:
 
 
 def exchanged(rows: torch.Tensor) -> torch.Tensor:
-    came = torch.empty_like(rows)
-    dist.all_to_all_single(came, rows)
-    return came
+    received = torch.empty_like(rows)
+    dist.all_to_all_single(received, rows)
+    return received
 
 
-def busy(stage: Stage) -> None:
-    """Have the device work for `BUSY` seconds; a CPU has done all work already."""
+def keep_device_busy(stage: Stage) -> None:
+    """Start work of `BUSY_S` seconds on the GPU. In a dry run do nothing: a CPU runs all work at once."""
     if not stage.dry:
-        torch.cuda._sleep(int(BUSY * 1.98e9))  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(int(BUSY_S * 1.98e9))  # type: ignore[no-untyped-call]
 
 
-def done_by(stage: Stage, deadline: float) -> bool:
-    """Whether the device comes to this point of its work in time."""
+def finishes_within(stage: Stage, deadline: float) -> bool:
+    """Return whether the device finishes all work that has been started so far within `deadline` seconds."""
     if stage.dry:
         return True
-    event, until = torch.cuda.Event(), time.monotonic() + deadline
+    event, give_up_at = torch.cuda.Event(), time.monotonic() + deadline
     event.record()
     while not event.query():
-        if time.monotonic() > until:
+        if time.monotonic() > give_up_at:
             return False
         time.sleep(0.01)
     return True
 
 
 def work(stage: Stage) -> None:
-    with stage.check("meet and warm") as facts:
-        meet(stage)
+    with stage.check("join a process group and run collectives") as facts:
+        init_group(stage)
         x = torch.randn(1 << 12, device=stage.device)
         assert torch.equal(collectives(x), x * 2 + 1)
         facts["version"] = None if stage.dry else torch.cuda.nccl.version()
     captured = None
     with stage.check("collectives are captured and replayed"):
-        captured = stage.maker(lambda: collectives(x))
+        captured = stage.capture(lambda: collectives(x))
         for number in range(20):
             x.fill_(number)
             captured.replay()
             stage.wait()
             assert torch.equal(captured.output, x * 2 + 1)
-    with stage.check("abort with work under way") as facts:
-        busy(stage)
+    with stage.check("abort while work is running") as facts:
+        keep_device_busy(stage)
         if captured is not None:
             captured.replay()
-        in_time = done_by(stage, DEADLINE)
-        assert in_time == stage.dry, "the deadline is missed where the device is busy"
-        captured = None  # graphs go before the communicators that they use
-        began = time.perf_counter()
+        in_time = finishes_within(stage, DEADLINE_S)
+        assert in_time == stage.dry, "a busy device must miss the deadline"
+        captured = None  # a graph must be deleted before the communicators that it uses
+        start = time.perf_counter()
         dist.distributed_c10d._abort_process_group()
-        facts["abort_s"] = time.perf_counter() - began
+        facts["abort_s"] = time.perf_counter() - start
         assert facts["abort_s"] < 10
-    with stage.check("meet again"):
+    with stage.check("join a new process group"):
         stage.wait()
         if dist.is_initialized():
             dist.destroy_process_group()
-        meet(stage)
+        init_group(stage)
         assert torch.equal(collectives(x), x * 2 + 1)
         dist.distributed_c10d._abort_process_group()
 

@@ -1,8 +1,9 @@
-"""Steps of real models' shapes against the least that the device could take: `aerie bench roofline` with weights and
-contexts made on the device, and drafts that are right as often as is asked.
+"""Compares the time of steps with the least possible time on the device, for the shapes of real models.
 
-Layers are fewer than the models have where 64 requests of 8,192 tokens are to fit beside them: per layer all is as it
-is. `LAYERS` in the environment takes another number, `ACCEPT` another accept length.
+It runs `aerie bench roofline` with weights and contexts that are made on the device, and with drafts whose accept
+length is set. The models have fewer layers than the real ones, so that 64 requests of 8,192 tokens fit into memory;
+each layer has its real size. The environment variables `LAYERS` and `ACCEPT` set another number of layers and another
+accept length.
 """
 
 import os
@@ -17,7 +18,7 @@ TREES = (PLAIN, TreeChoice(3, 1, 4), TreeChoice(5, 8, 32))
 SMALL = Size((PLAIN, TreeChoice(1)), (1, 2), (40,), 2)
 LAYERS = {"llama-8b": 12, "qwen3-30b-a3b": 12, "mla": 12}
 TINY = {"llama-8b": "tiny", "qwen3-30b-a3b": "tiny-moe", "mla": "tiny-mla"}
-KEPT = (
+FIGURE_FIELDS = (
     "setting",
     "batch",
     "context",
@@ -39,30 +40,37 @@ def work(stage: Stage, shape: str) -> None:
         SMALL.trees, SMALL.batches, SMALL.contexts, SMALL.steps, 1.5, TINY[shape], random_contexts=True, padded=True
     )
 
-    def note(row: dict[str, Any]) -> None:
-        figure = {name: row[name] for name in KEPT}
-        stage.say(figure=figure)
+    def write_figure(row: dict[str, Any]) -> None:
+        figure = {name: row[name] for name in FIGURE_FIELDS}
+        stage.write_line(figure=figure)
         print(figure)
 
     with stage.check(f"roofline of {shape}") as facts:
-        result = measure(ModelPair(num_threads=stage.either(1, None)), stage.either(dry, large), on_figure=note)
+        result = measure(
+            ModelPair(num_threads=stage.dry_or_gpu(1, None)), stage.dry_or_gpu(dry, large), on_figure=write_figure
+        )
         facts |= {name: result[name] for name in ("dtype", "kernels", "layers", "gigabytes_s", "gigaflops")}
-        asked = stage.either(dry, large)
-        loads = len(asked.trees) * len(asked.batches) * len(asked.contexts)
-        facts["loads"] = [loads, sum(one["phase"] == "step" and not one["captured"] for one in result["figures"])]
-        off = [
-            one
-            for one in result["figures"]
-            if one["phase"] == "step"
-            and one["setting"] != "plain"
-            and abs(one["accept_length"] - asked.accept_length) > 0.25
+        chosen_size = stage.dry_or_gpu(dry, large)
+        loads = len(chosen_size.trees) * len(chosen_size.batches) * len(chosen_size.contexts)
+        facts["loads"] = [loads, sum(entry["phase"] == "step" and not entry["captured"] for entry in result["figures"])]
+        wrong_accept_lengths = [
+            entry
+            for entry in result["figures"]
+            if entry["phase"] == "step"
+            and entry["setting"] != "plain"
+            and abs(entry["accept_length"] - chosen_size.accept_length) > 0.25
         ]
-        facts["accept_lengths_off"] = len(off)
-        large_ones = [
-            (tree, batch) for tree in asked.trees for batch in asked.batches if tree.nodes * batch > MAX_CAPTURED_ROWS
+        facts["accept_lengths_off"] = len(wrong_accept_lengths)
+        uncapturable = [
+            (tree, batch)
+            for tree in chosen_size.trees
+            for batch in chosen_size.batches
+            if tree.nodes * batch > MAX_CAPTURED_ROWS
         ]
-        facts["too_large_to_capture"] = [f"{tree}, batch {batch}, captured" for tree, batch in large_ones]
-        skipped = {name: why for name, why in result["skipped"].items() if name not in facts["too_large_to_capture"]}
+        facts["too_large_to_capture"] = [f"{tree}, batch {batch}, captured" for tree, batch in uncapturable]
+        skipped = {
+            name: reason for name, reason in result["skipped"].items() if name not in facts["too_large_to_capture"]
+        }
         assert not skipped, skipped
         assert facts["loads"][0] == facts["loads"][1]
 

@@ -1,4 +1,4 @@
-"""`roofline` of the shape llama-8b."""
+"""Runs the stage `roofline` for the shape llama-8b."""
 
 from tests.gpu.stages.roofline import main
 

@@ -1,4 +1,4 @@
-"""`roofline` of the shape mla."""
+"""Runs the stage `roofline` for the shape mla."""
 
 from tests.gpu.stages.roofline import main
 

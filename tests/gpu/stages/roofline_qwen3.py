@@ -1,4 +1,4 @@
-"""`roofline` of the shape qwen3-30b-a3b."""
+"""Runs the stage `roofline` for the shape qwen3-30b-a3b."""
 
 from tests.gpu.stages.roofline import main
 

@@ -1,4 +1,7 @@
-"""Where a stage runs and what it says: the same code on a GPU and dry, but for what is here."""
+"""The environment of a stage: its device, its sizes and its results.
+
+A stage runs the same code on a GPU and in a dry run on a CPU. All differences between the two are in this module.
+"""
 
 import argparse
 import faulthandler
@@ -23,12 +26,15 @@ from cluster.capture.tape import Tape
 
 
 class NotHereError(Exception):
-    """What a stage is about is not on this machine."""
+    """The subject of a stage (such as FlashInfer) is not available on this machine."""
 
 
 @dataclass
 class Stage:
-    """A running stage. `dry`: on a CPU, in the interpreter, on tapes. Its results are lines of `out/results.jsonl`."""
+    """A running stage. It appends its results as lines to `out/results.jsonl`.
+
+    With `dry` it runs on a CPU: Triton's interpreter replaces compiled kernels, and tapes replace CUDA graphs.
+    """
 
     name: str
     out: Path
@@ -41,35 +47,36 @@ class Stage:
         return torch.device("cpu" if self.dry else "cuda")
 
     @property
-    def maker(self) -> Callable[[Callable[[], Any]], Captured[Any]]:
-        """What captures a program."""
+    def capture(self) -> Callable[[Callable[[], Any]], Captured[Any]]:
+        """The function that captures a program: as a tape in a dry run, else as a CUDA graph."""
         if self.dry:
             return Tape
         segments = CudaSegments()
         return lambda program: Graph(program, segments)
 
-    def either(self, dry: Any, gpu: Any) -> Any:
-        """A size, by where the stage runs."""
+    def dry_or_gpu(self, dry: Any, gpu: Any) -> Any:
+        """Return `dry` in a dry run, else `gpu`. Sizes are smaller in a dry run."""
         return dry if self.dry else gpu
 
     def wait(self) -> None:
-        """Until the device has done all that it was told."""
+        """Wait until the device has finished all its work."""
         if not self.dry:
             torch.cuda.synchronize()
 
-    def say(self, **facts: Any) -> None:
-        """Write a line of results now."""
+    def write_line(self, **facts: Any) -> None:
+        """Append a line with these facts to the results at once."""
         line = json.dumps({"stage": self.name, **rounded(facts)}, default=str)
         with (self.out / "results.jsonl").open("a", encoding="utf-8") as file:
             file.write(line + "\n")
 
     @contextmanager
     def check(self, name: str) -> Iterator[dict[str, Any]]:
-        """One thing that must hold, told as a line with the facts that the block adds; a failure in it is noted, and
-        the stage goes on.
+        """Run the block as one check, and write a line with its result and the facts that the block adds.
+
+        If the block raises an error, the check has failed and the stage continues with the next check.
         """
         facts: dict[str, Any] = {}
-        began = time.perf_counter()
+        start = time.perf_counter()
         try:
             yield facts
         except NotHereError:
@@ -78,52 +85,55 @@ class Stage:
             traceback.print_exc()
             self.failed.append(name)
             why = f"{type(error).__name__}: {error}"[:400]
-            self.say(check=name, passed=False, why=why, s=time.perf_counter() - began, **facts)
-            self.wait()  # a device that is lost says so again, and ends the stage: later checks would say nothing
+            self.write_line(check=name, passed=False, why=why, s=time.perf_counter() - start, **facts)
+            self.wait()  # raises if the device is lost, and ends the stage: later checks would prove nothing
         else:
-            self.say(check=name, passed=True, s=time.perf_counter() - began, **facts)
+            self.write_line(check=name, passed=True, s=time.perf_counter() - start, **facts)
 
-    def near(
-        self, facts: dict[str, Any], given: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
+    def check_close(
+        self, facts: dict[str, Any], actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
     ) -> None:
-        """Hold what a device gave to float64: by the norm of the difference over that of what is right. NaN does not
-        pass.
-        """
-        errors = {name: error_of(one, expected[name]) for name, one in given.items()}
+        """Compare the results of a device with the expected results in float64, by `error_of`. NaN fails."""
+        errors = {name: error_of(tensor, expected[name]) for name, tensor in actual.items()}
         facts["error"] = max([facts.get("error", 0.0), *errors.values()])
         bad = {name: error for name, error in errors.items() if not error <= NEAR}
-        assert not bad, f"farther from float64 than {NEAR}: {bad}"
+        assert not bad, f"relative errors above {NEAR}: {bad}"
 
 
 NEAR = 2e-2
-"""Of numbers in bfloat16, whose products are within 1e-2; the interpreter cuts them off, where a GPU rounds."""
+"""The largest allowed relative error of results in bfloat16. Products are within 1e-2, but Triton's interpreter
+truncates to bfloat16 where a GPU rounds.
+"""
 
 
-def error_of(given: torch.Tensor, expected: torch.Tensor) -> float:
-    """‖given - expected‖ / ‖expected‖; infinite where there is nothing to divide by but something is given."""
-    away = (given.detach().double().cpu() - expected.double().cpu()).norm()
-    size = expected.double().norm().cpu()
-    return float(away / size) if size else float("inf") if away else 0.0
+def error_of(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return ‖actual - expected‖ / ‖expected‖. It is infinite if only `expected` is zero."""
+    distance = (actual.detach().double().cpu() - expected.double().cpu()).norm()
+    expected_norm = expected.double().norm().cpu()
+    return float(distance / expected_norm) if expected_norm else float("inf") if distance else 0.0
 
 
-def _die(stage: Stage) -> None:
-    """End amid a line."""
+def _die_mid_line(stage: Stage) -> None:
+    """End the process in the middle of a line of results."""
     with (stage.out / "results.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"stage": "')
     os._exit(9)
 
 
-HARM: dict[str, Callable[[Stage], object]] = {
+FAULTS: dict[str, Callable[[Stage], object]] = {
     "hang": lambda _: time.sleep(3600),
     "fail": lambda _: 1 // 0,
-    "die": _die,
+    "die": _die_mid_line,
     "kill": lambda _: os.kill(os.getpid(), signal.SIGKILL),
 }
-"""What a test may have happen to a stage."""
+"""The faults that a test can inject into a stage with the environment variable BREAK."""
 
 
 def run(name: str, work: Callable[[Stage], None]) -> int:
-    """Run a stage by its command line; its exit status: 0, 1 where a check failed, 3 where it cannot be run here."""
+    """Run a stage with the arguments of the command line, and return the exit status of the process.
+
+    0: all checks passed. 1: a check failed. 3: the stage cannot run on this machine.
+    """
     parser = argparse.ArgumentParser(prog=name)
     parser.add_argument("out", type=Path)
     parser.add_argument("--dry", action="store_true")
@@ -132,21 +142,22 @@ def run(name: str, work: Callable[[Stage], None]) -> int:
     seed = int(os.environ.get("SEED", 0 if args.dry else time.time_ns() % 1_000_003))
     stage = Stage(name, args.out, args.dry, seed)
     if not args.dry and not torch.cuda.is_available():
-        stage.say(check="a CUDA device", passed=False, why="torch sees none; for a CPU there is --dry")
+        stage.write_line(check="a CUDA device", passed=False, why="torch finds none; on a CPU use --dry")
         return 1
     torch.manual_seed(seed)
-    broken = dict(one.split(":") for one in os.environ.get("BREAK", "").split())  # of tests: stages, and their harm
+    # BREAK is set by tests: names of stages, each with a fault.
+    fault_of_stage = dict(entry.split(":") for entry in os.environ.get("BREAK", "").split())
     try:
-        if name in broken:
-            HARM[broken[name]](stage)
+        if name in fault_of_stage:
+            FAULTS[fault_of_stage[name]](stage)
         work(stage)
     except NotHereError as error:
-        stage.say(check=name, passed=None, why=str(error))
+        stage.write_line(check=name, passed=None, why=str(error))
         print(error)
         return 3
     except Exception as error:
         traceback.print_exc()
-        stage.say(check=name, passed=False, why=f"{type(error).__name__}: {error}"[:400])
+        stage.write_line(check=name, passed=False, why=f"{type(error).__name__}: {error}"[:400])
         return 1
     print(f"failed: {', '.join(stage.failed)}" if stage.failed else "all checks passed", file=sys.stderr)
     return 1 if stage.failed else 0

@@ -1,7 +1,8 @@
-"""Steps that wait for nothing but their results: with torch's errors on for whatever else waits for the device.
+"""Checks that the host waits for the device only when it reads the results of a step.
 
-Dry, a trap takes the place of those errors, and a device without numbers runs the step as well. Requests come, end and
-are dropped meanwhile, so rows, pages and shapes change from step to step.
+On a GPU, torch raises an error for every other wait. In a dry run, `TransferTrap` detects the waits, and the step also
+runs on a simulated device whose tensors have no values. Requests arrive, end and are aborted during the steps, so rows,
+pages and shapes change from step to step.
 """
 
 import tempfile
@@ -20,7 +21,7 @@ from cluster.engine import Engine, build_engine
 from cluster.request import Request, RequestParams
 from cluster.spec.result import StepOutput
 from tests.gpu.stages.stage import Stage, run
-from tests.static.trap import Trap
+from tests.static.trap import TransferTrap
 from tests.tiny import tiny_draft, tiny_target
 
 STEPS = 200
@@ -28,24 +29,26 @@ SAMPLING = (RequestParams(temperature=0.0), RequestParams(temperature=0.8, top_p
 
 
 @contextmanager
-def watched(stage: Stage) -> Iterator[None]:
-    """Nothing may wait for the device here, but for who reads what a step decided.
+def no_device_wait(stage: Stage) -> Iterator[None]:
+    """Forbid all waits for the device inside the block, except reads of the output of a step.
 
     Raises:
-        RuntimeError, AssertionError: something did.
+        RuntimeError, AssertionError: the block waited for the device.
     """
     if stage.dry:
-        with Trap() as trap:
+        with TransferTrap() as trap:
             yield
-        assert not trap.asked, f"the host asks in {dict(trap.asked)}"
-        assert set(trap.sent) <= {"device.staging.int64_tensor"}, f"the host sends in {dict(trap.sent)}"
+        assert not trap.host_reads, f"the host reads values of the device in {dict(trap.host_reads)}"
+        assert set(trap.host_sends) <= {"device.staging.int64_tensor"}, (
+            f"copies to the device in {dict(trap.host_sends)}"
+        )
         return
-    true = StepOutput.read
+    original_read = StepOutput.read
 
     def read(self: StepOutput) -> StepOutput:
         torch.cuda.set_sync_debug_mode("default")
         try:
-            return true(self)
+            return original_read(self)
         finally:
             torch.cuda.set_sync_debug_mode("error")
 
@@ -57,8 +60,8 @@ def watched(stage: Stage) -> Iterator[None]:
             torch.cuda.set_sync_debug_mode("default")
 
 
-def steps(engine: Engine, stage: Stage, count: int, watch: bool) -> dict[str, list[int]]:
-    """Run so many steps; the tokens of requests that nobody dropped."""
+def run_steps(engine: Engine, stage: Stage, count: int, check_waits: bool) -> dict[str, list[int]]:
+    """Run `count` steps and return the tokens of the requests that were not aborted during these steps."""
     tokens: dict[str, list[int]] = {}
     dropped: set[str] = set()
     for number in range(count):
@@ -72,8 +75,8 @@ def steps(engine: Engine, stage: Stage, count: int, watch: bool) -> dict[str, li
             name = str(number // 7 * 7)
             engine.abort(name)
             dropped.add(name)
-        if watch:
-            with watched(stage):
+        if check_waits:
+            with no_device_wait(stage):
                 outputs = engine.step().outputs
         else:
             outputs = engine.step().outputs
@@ -83,18 +86,18 @@ def steps(engine: Engine, stage: Stage, count: int, watch: bool) -> dict[str, li
         engine.abort(name)
     while engine.has_work:
         engine.step()
-    return {name: run for name, run in tokens.items() if name not in dropped}
+    return {name: request_tokens for name, request_tokens in tokens.items() if name not in dropped}
 
 
-def settled(engine: Engine, stage: Stage) -> dict[str, list[int]]:
-    """The tokens of the same steps, run until nothing is made or captured any more that is made once."""
+def tokens_after_warmup(engine: Engine, stage: Stage) -> dict[str, list[int]]:
+    """Repeat the same steps until no new program is captured, and return the tokens of the last repetition."""
     programs = engine._parts.lockstep.programs
     for _ in range(8):
-        before = programs.captured.keys(), set(programs._first_runs)
-        tokens = steps(engine, stage, STEPS, watch=False)
-        if before == (programs.captured.keys(), set(programs._first_runs)):
+        state_before = programs.captured.keys(), set(programs._first_runs)
+        tokens = run_steps(engine, stage, STEPS, check_waits=False)
+        if state_before == (programs.captured.keys(), set(programs._first_runs)):
             return tokens
-    raise AssertionError("each time that the same steps are run more of them are captured")
+    raise AssertionError("every repetition of the same steps captured new programs")
 
 
 def work(stage: Stage) -> None:
@@ -105,7 +108,7 @@ def work(stage: Stage) -> None:
             "model_path": target,
             "dtype": "float64",
             "device": stage.device.type,
-            "attention_backend": stage.either("c", "triton"),
+            "attention_backend": stage.dry_or_gpu("c", "triton"),
             "max_running_requests": 8,
             "max_total_tokens": 4096,
             "page_size": 4,
@@ -118,42 +121,44 @@ def work(stage: Stage) -> None:
             "speculative_num_draft_tokens": 7,
         }
         for capture in ("off", "on"):
-            with stage.check(f"{STEPS} steps, {'captured' if capture == 'on' else 'as they are'}") as facts:
+            with stage.check(f"{STEPS} steps, {'captured' if capture == 'on' else 'eager'}") as facts:
                 sizes = {"capture_sizes": (1, 2, 4, 8)} if capture == "on" else {}
                 config = EngineConfig.from_kwargs(settings | {"capture": capture} | sizes)
                 engine = build_engine(config)
-                expected = settled(engine, stage)
-                given = steps(engine, stage, STEPS, watch=True)
-                facts["tokens"] = sum(map(len, given.values()))
-                for name, run_of in given.items():  # prefixes are found the second time, so texts are not as long
-                    length = min(len(run_of), len(expected[name]))
-                    assert run_of[:length] == expected[name][:length], name
+                expected = tokens_after_warmup(engine, stage)
+                actual = run_steps(engine, stage, STEPS, check_waits=True)
+                facts["tokens"] = sum(map(len, actual.values()))
+                # The second run finds cached prefixes, so after the same number of steps its texts are not as long.
+                for name, request_tokens in actual.items():
+                    length = min(len(request_tokens), len(expected[name]))
+                    assert request_tokens[:length] == expected[name][:length], name
                 assert facts["tokens"] > STEPS // 2
-        with stage.check("something that waits is caught"):
+        with stage.check("a wait for the device is detected"):
             try:
-                with watched(stage):
+                with no_device_wait(stage):
                     int(torch.ones(1, device=stage.device).sum())
             except (RuntimeError, AssertionError):
                 pass
             else:
-                raise AssertionError("a value was asked for and nobody minded")
+                raise AssertionError("the host read a value of the device, and no error was raised")
         if stage.dry:
-            with stage.check("a step on a device without numbers") as facts:
-                facts["rows"] = without_numbers(build_engine(EngineConfig.from_kwargs(settings | BY_TORCH)))
+            with stage.check("a step on a simulated device") as facts:
+                facts["rows"] = run_simulated_step(build_engine(EngineConfig.from_kwargs(settings | TORCH_BACKEND)))
 
 
-BY_TORCH = {"attention_backend": "torch", "capture": "off"}
+TORCH_BACKEND = {"attention_backend": "torch", "capture": "off"}
 
 
-def without_numbers(engine: Engine) -> int:
-    from tests.static.sim import NAME, simulated  # makes a device of its own, and torch then pins memory for that one
+def run_simulated_step(engine: Engine) -> int:
+    """Run one step on a device whose tensors have no values, and return the number of rows of its output."""
+    from tests.static.sim import DEVICE_NAME, simulated  # registers a device, and from then on torch pins memory for it
 
     chunk = PromptChunk(3, 0, 2, True, (5, 6))
-    order = StepInput(decodes=(DecodeRequest(0, 7), DecodeRequest(1, 9)), chunks=(chunk,), lens=((0, 7), (1, 9)))
+    step_input = StepInput(decodes=(DecodeRequest(0, 7), DecodeRequest(1, 9)), chunks=(chunk,), lens=((0, 7), (1, 9)))
     with simulated(engine):
         programs = engine._parts.lockstep.programs
-        output = programs._run(programs.assembler.send(order, 0), order.mode, engine._parts.resolved.shape)
-        assert output.packed.device == torch.device(NAME, 0)
+        output = programs._run(programs.assembler.send(step_input, 0), step_input.mode, engine._parts.resolved.shape)
+        assert output.packed.device == torch.device(DEVICE_NAME, 0)
         return int(output.packed.shape[0])
 
 

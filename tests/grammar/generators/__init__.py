@@ -1,1 +1,1 @@
-"""Schemas as seven generators write them, each in a file beside the program that printed it."""
+"""JSON Schemas that seven schema generators wrote. Beside each JSON file is the program that printed it."""

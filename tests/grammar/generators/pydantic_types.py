@@ -143,8 +143,8 @@ TYPES: dict[str, Any] = {
 }
 
 
-def written(of: Any) -> dict[str, Any]:
-    field = of if isinstance(of, tuple) else (of, ...)
+def schema_of(annotation: Any) -> dict[str, Any]:
+    field = annotation if isinstance(annotation, tuple) else (annotation, ...)
     return create_model("Root", v=field).model_json_schema()
 
 
@@ -152,7 +152,7 @@ print(
     json.dumps(
         {
             "generator": f"pydantic {version('pydantic')}",
-            "types": {name: None if of is None else written(of) for name, of in TYPES.items()},
+            "types": {name: None if of is None else schema_of(of) for name, of in TYPES.items()},
         }
     )
 )

@@ -1,4 +1,4 @@
-"""The table of docs/schema-generators.md: python -m tests.grammar.generators.table writes it."""
+"""Generates docs/schema-generators.md: `python -m tests.grammar.generators.table` writes the file."""
 
 import json
 from pathlib import Path
@@ -30,16 +30,19 @@ keywords mean here.
 
 
 def generators() -> dict[str, dict[str, Any]]:
-    """The schemas of each generator by type, by the generator's name and version. None: it has no such type."""
-    found = {}
+    """Return the schemas by the name and version of their generator, and by type.
+
+    A schema is None if the generator has no such type.
+    """
+    schemas = {}
     for name in FILES:
-        text = json.loads((HERE / f"{name}.json").read_text())
-        found[text["generator"]] = text["types"]
-    return found
+        data = json.loads((HERE / f"{name}.json").read_text())
+        schemas[data["generator"]] = data["types"]
+    return schemas
 
 
 def refusal(schema: Any) -> str | None:
-    """Why a schema is refused; None if it is not."""
+    """Return the reason why a schema is refused, or None if it is accepted."""
     try:
         schema_grammar(parse_exact_json(json.dumps(schema)))
     except GrammarError as error:
@@ -48,25 +51,29 @@ def refusal(schema: Any) -> str | None:
 
 
 def keywords(schema: Any) -> str:
-    """What restricts the property `v` of a schema."""
+    """Return the keywords that restrict the property `v` of a schema, as the text of a table cell."""
     references = References(schema)
-    of = schema
-    while "properties" not in of:
-        of = references.resolve(of["$ref"], of, "#")
-    of = of["properties"]["v"]
-    words = []
-    while isinstance(of, dict) and "$ref" in of:
-        of = references.resolve(of["$ref"], of, "#")
-        words = ["$ref to"]
-    kept = {} if of is True else {name: value for name, value in of.items() if name not in ANNOTATIONS}
-    kinds = [kept.pop("type")] if "type" in kept else []
-    words += [kind if isinstance(kind, str) else "/".join(kind) for kind in kinds]
-    words += [str(kept[name]) if name == "format" else name for name in sorted(kept) if not name.startswith("qt-")]
-    return " ".join(words) or "anything"
+    node = schema
+    while "properties" not in node:
+        node = references.resolve(node["$ref"], node, "#")
+    node = node["properties"]["v"]
+    parts = []
+    while isinstance(node, dict) and "$ref" in node:
+        node = references.resolve(node["$ref"], node, "#")
+        parts = ["$ref to"]
+    restrictions = {} if node is True else {name: value for name, value in node.items() if name not in ANNOTATIONS}
+    types = [restrictions.pop("type")] if "type" in restrictions else []
+    parts += [kind if isinstance(kind, str) else "/".join(kind) for kind in types]
+    parts += [
+        str(restrictions[name]) if name == "format" else name
+        for name in sorted(restrictions)
+        if not name.startswith("qt-")
+    ]
+    return " ".join(parts) or "anything"
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the text of docs/schema-generators.md."""
     columns = generators()
     lines = [f"| type | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
     reasons: dict[str, int] = {}
@@ -74,14 +81,14 @@ def page() -> str:
         cells = []
         for types in columns.values():
             schema = types[name]
-            why = None if schema is None else refusal(schema)
-            if why is not None:
-                number = reasons.setdefault(why.partition(": ")[2], len(reasons) + 1)
+            reason = None if schema is None else refusal(schema)
+            if reason is not None:
+                number = reasons.setdefault(reason.partition(": ")[2], len(reasons) + 1)
                 cells.append(f"**refused** ({number})")
             else:
                 cells.append("–" if schema is None else f"`{keywords(schema)}`")
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    notes = [f"{number}. {why}" for why, number in reasons.items()]
+    notes = [f"{number}. {reason}" for reason, number in reasons.items()]
     return HEAD + "\n".join([*lines, "", *notes]) + "\n"
 
 

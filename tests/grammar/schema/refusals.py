@@ -1,8 +1,8 @@
-"""Schemas that are refused, each with a part of the message."""
+"""JSON Schemas that are refused. Each has a part of the error message."""
 
 from typing import Any
 
-from tests.grammar.schema.samples import CAT, DOG, of
+from tests.grammar.schema.samples import CAT, DOG, object_of
 
 REFUSED: dict[str, tuple[Any, str]] = {
     "not": ({"not": {"type": "null"}}, "not is not enforced unless"),
@@ -24,7 +24,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "too fine a step": ({"type": "number", "multipleOf": 0.00012347}, "multipleOf"),
     "draft 4 bound alone": ({"type": "integer", "exclusiveMinimum": True}, "exclusiveMinimum is true without minimum"),
     "closed inside all of": (
-        {"allOf": [of(a={"type": "null"}), {"properties": {"b": {}}, "required": ["b"]}]},
+        {"allOf": [object_of(a={"type": "null"}), {"properties": {"b": {}}, "required": ["b"]}]},
         "false allows no value",
     ),
     "closed by patterns inside all of": (
@@ -40,7 +40,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "a mistyped keyword": ({"type": "string", "maxlength": 3}, "'maxlength'"),
     "deep inside": ({"properties": {"a": {"items": {"contains": {}}}}}, "#/properties/a/items"),
     "one of that overlaps": ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
-    "one of objects that overlap": ({"oneOf": [of(a={}), of(a={})]}, "oneOf"),
+    "one of objects that overlap": ({"oneOf": [object_of(a={}), object_of(a={})]}, "oneOf"),
     "one of with an optional constant": (
         {"oneOf": [{**CAT, "required": []}, {**DOG, "required": []}]},
         "oneOf",
@@ -62,7 +62,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "a reference elsewhere": ({"$ref": "https://example.org/x"}, "$ref"),
     "a reference to nothing": ({"$ref": "#/$defs/x"}, "points to nothing"),
     "itself": ({"$ref": "#"}, "nothing can match"),
-    "no end": (of(a={"$ref": "#"}), "nothing can match"),
+    "no end": (object_of(a={"$ref": "#"}), "nothing can match"),
     "itself with bounds": ({"$ref": "#", "type": "object"}, "itself"),
     "false": (False, "false"),
     "a list": ([], "must be an object"),

@@ -1,4 +1,4 @@
-"""Schemas of the kinds that clients send, each with a value that its grammar must take."""
+"""JSON Schemas of the kinds that clients send. Each has a value that its grammar must accept."""
 
 from typing import Any
 
@@ -43,7 +43,8 @@ CALL = {
 }
 
 
-def of(**properties: Any) -> dict[str, Any]:
+def object_of(**properties: Any) -> dict[str, Any]:
+    """Return the schema of an object with exactly these properties, all of them required."""
     return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
 
 
@@ -175,7 +176,7 @@ SAMPLES: dict[str, tuple[Any, Any]] = {
     "const of null": ({"const": None}, None),
     "any of": ({"anyOf": [{"type": "integer"}, {"type": "string", "maxLength": 2}]}, "ab"),
     "any of beside properties": (
-        of(a={"type": "integer"}, b={"type": "integer"})
+        object_of(a={"type": "integer"}, b={"type": "integer"})
         | {"required": [], "anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
         {"b": 1},
     ),
@@ -185,7 +186,7 @@ SAMPLES: dict[str, tuple[Any, Any]] = {
         {"kind": "dog"},
     ),
     "one of by what is required": (
-        {"oneOf": [of(meow={"type": "string"}), of(bark={"type": "string"})]},
+        {"oneOf": [object_of(meow={"type": "string"}), object_of(bark={"type": "string"})]},
         {"bark": "w"},
     ),
     "all of one": ({"allOf": [{"type": "integer", "minimum": 3}]}, 4),
@@ -286,7 +287,7 @@ SAMPLES: dict[str, tuple[Any, Any]] = {
         },
         {"a": 1, "b": None},
     ),
-    "closed inside all of": ({"allOf": [of(a={"type": "null"}), {"properties": {"b": {}}}]}, {"a": None}),
+    "closed inside all of": ({"allOf": [object_of(a={"type": "null"}), {"properties": {"b": {}}}]}, {"a": None}),
     "names by reference": (
         {
             "type": "object",
@@ -320,14 +321,14 @@ SAMPLES: dict[str, tuple[Any, Any]] = {
         [None, [None]],
     ),
     "deep": (
-        of(a=of(b=of(c=of(d={"type": "array", "items": of(e={"enum": [1, 2]})})))),
+        object_of(a=object_of(b=object_of(c=object_of(d={"type": "array", "items": object_of(e={"enum": [1, 2]})})))),
         {"a": {"b": {"c": {"d": [{"e": 1}, {"e": 2}]}}}},
     ),
     "reviews": (
         {
             "type": "array",
             "minItems": 1,
-            "items": of(
+            "items": object_of(
                 stars={"type": "integer", "minimum": 1, "maximum": 5}, text={"type": "string", "maxLength": 40}
             ),
         },

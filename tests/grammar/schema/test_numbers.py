@@ -1,4 +1,4 @@
-"""Numbers between bounds: exactly those are accepted, compared as decimals."""
+"""Tests of numbers with bounds: the grammar accepts exactly the numbers within the bounds, compared as decimals."""
 
 import json
 import random
@@ -19,7 +19,7 @@ def accepts(text: str, **schema: str) -> bool:
     return bytewise().accepts(Grammar("json_schema", "{" + fields + "}"), text)
 
 
-def holds(value: Decimal, bounds: dict[str, str]) -> bool:
+def is_within(value: Decimal, bounds: dict[str, str]) -> bool:
     return (
         value >= Decimal(bounds.get("minimum", "-Infinity"))
         and value <= Decimal(bounds.get("maximum", "Infinity"))
@@ -28,31 +28,33 @@ def holds(value: Decimal, bounds: dict[str, str]) -> bool:
     )
 
 
-def number(chance: random.Random, digits: int) -> str:
-    whole = str(chance.randint(-(10 ** chance.randint(0, digits)), 10 ** chance.randint(0, digits)))
-    return whole + (f".{chance.randint(0, 10 ** chance.randint(0, 3))}" if chance.random() < 0.6 else "")
+def random_number(rng: random.Random, digits: int) -> str:
+    integer_part = str(rng.randint(-(10 ** rng.randint(0, digits)), 10 ** rng.randint(0, digits)))
+    return integer_part + (f".{rng.randint(0, 10 ** rng.randint(0, 3))}" if rng.random() < 0.6 else "")
 
 
-def near(chance: random.Random, bound: str) -> str:
-    """A number that differs from a bound in a digit, has one more or one less, or is the bound."""
+def number_near(rng: random.Random, bound: str) -> str:
+    """Return a number close to a bound: one digit may be replaced, and digits or a decimal part may be appended."""
     text = list(bound)
-    at = chance.randrange(len(text))
-    if text[at].isdigit():
-        text[at] = str(chance.randint(0, 9))
-    return "".join(text) + chance.choice(["", "0", "1", "00", ".0", ".001"])
+    position = rng.randrange(len(text))
+    if text[position].isdigit():
+        text[position] = str(rng.randint(0, 9))
+    return "".join(text) + rng.choice(["", "0", "1", "00", ".0", ".001"])
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_number_bounds_accept_exactly_the_numbers_within(seed: int) -> None:
-    chance = random.Random(seed)
-    kind = chance.choice(["number", "integer"])
-    names = chance.choice(
+    rng = random.Random(seed)
+    kind = rng.choice(["number", "integer"])
+    names = rng.choice(
         [("minimum",), ("maximum",), ("minimum", "maximum"), ("exclusiveMinimum", "maximum"), ("exclusiveMaximum",),
          ("minimum", "exclusiveMaximum"), ("exclusiveMinimum", "exclusiveMaximum"), ("minimum", "exclusiveMinimum")]
     )  # fmt: skip
-    values = sorted((number(chance, 4) for _ in names), key=Decimal)
+    values = sorted((random_number(rng, 4) for _ in names), key=Decimal)
     bounds = dict(zip(names, values, strict=True))
-    texts = [number(chance, 5) for _ in range(150)] + [near(chance, value) for value in values for _ in range(150)]
+    texts = [random_number(rng, 5) for _ in range(150)] + [
+        number_near(rng, value) for value in values for _ in range(150)
+    ]
     texts = [text for text in texts if re.fullmatch(r"-?\d+(\.\d+)?", text)]
     try:
         schema_grammar(
@@ -61,13 +63,15 @@ def test_number_bounds_accept_exactly_the_numbers_within(seed: int) -> None:
             )
         )
     except GrammarError:
-        assert not any(holds(Decimal(text), bounds) and (kind == "number" or "." not in text) for text in texts)
+        assert not any(is_within(Decimal(text), bounds) and (kind == "number" or "." not in text) for text in texts)
         return
     for text in texts:
-        written = PLAIN.fullmatch(text) and (kind == "number" or ("." not in text and text != "-0"))
+        is_json_number = PLAIN.fullmatch(text) and (kind == "number" or ("." not in text and text != "-0"))
         if text.startswith("-0") and Decimal(text) == 0:
-            continue  # a zero with a sign is a matter of taste
-        assert accepts(text, type=json.dumps(kind), **bounds) == bool(written and holds(Decimal(text), bounds)), (
+            continue  # a zero with a sign may be accepted or refused
+        assert accepts(text, type=json.dumps(kind), **bounds) == bool(
+            is_json_number and is_within(Decimal(text), bounds)
+        ), (
             text,
             bounds,
         )
@@ -90,8 +94,8 @@ def test_only_unbounded_numbers_may_have_exponents() -> None:
 
 @pytest.mark.parametrize("step", [2, 7, 10, 64, 100])
 def test_multiple_of_accepts_exactly_the_multiples(step: int) -> None:
-    chance = random.Random(step)
-    for value in [0, step, -step, 12 * step, *(chance.randint(-(10**6), 10**6) for _ in range(100))]:
+    rng = random.Random(step)
+    for value in [0, step, -step, 12 * step, *(rng.randint(-(10**6), 10**6) for _ in range(100))]:
         assert accepts(str(value), type='"integer"', multipleOf=str(step)) == (value % step == 0)
         if value < 0:
             assert not accepts(str(value), type='"integer"', multipleOf=str(step), minimum="0")

@@ -1,4 +1,7 @@
-"""Every output of a schema's grammar is valid, by a validator that knows nothing of grammars; the rest is refused."""
+"""Tests of grammars of JSON Schemas: every output is valid by an independent validator.
+
+A schema that the grammar cannot enforce is refused.
+"""
 
 import json
 import re
@@ -24,32 +27,32 @@ def grammar(schema: Any) -> Grammar:
 def test_outputs_of_a_schema_grammar_are_valid(name: str) -> None:
     schema, _ = SAMPLES[name]
     validator = validator_of(schema)
-    ended = 0
+    finished_count = 0
     for grammars, walks in ((demo(), 25), (bytewise(), 8)):
         for seed in range(walks):
-            output = walk(grammars, grammars.matcher(grammar(schema)), seed, most=seed * 2)
+            output = walk(grammars, grammars.matcher(grammar(schema)), seed, free_tokens=seed * 2)
             if output is not None:
-                ended += 1
+                finished_count += 1
                 value = json.loads(output.decode(), parse_float=Decimal)
                 validator.validate(value)
-    assert ended >= 15
+    assert finished_count >= 15
 
 
 @pytest.mark.parametrize("name", SAMPLES)
 def test_schema_grammar_accepts_a_valid_value(name: str) -> None:
     schema, value = SAMPLES[name]
     validator_of(schema).validate(parse_exact_json(json.dumps(value)))
-    written = [json.dumps(value, ensure_ascii=False)]
+    json_texts = [json.dumps(value, ensure_ascii=False)]
     if not {"enum", "const"} & (schema.keys() if isinstance(schema, dict) else set()):
-        written.append(json.dumps(value, ensure_ascii=False, separators=(",", ":")))
-        written += [json.dumps(value, ensure_ascii=False, indent=indent) for indent in (2, "\t")]
-    for text in written:
+        json_texts.append(json.dumps(value, ensure_ascii=False, separators=(",", ":")))
+        json_texts += [json.dumps(value, ensure_ascii=False, indent=indent) for indent in (2, "\t")]
+    for text in json_texts:
         assert demo().accepts(grammar(schema), text), text
 
 
 def test_json_whitespace_is_bounded() -> None:
-    held = grammar({"type": "object"})
-    assert demo().accepts(held, '{\n  "a": 1\n}')
+    object_grammar = grammar({"type": "object"})
+    assert demo().accepts(object_grammar, '{\n  "a": 1\n}')
     for text in (
         '{\n\n"a": 1}',
         '{  "a": 1}',
@@ -58,14 +61,14 @@ def test_json_whitespace_is_bounded() -> None:
         '{"a": 1 , "b": 2}',
         "{\n" + " " * 17 + '"a": 1}',
     ):
-        assert not demo().accepts(held, text), text
+        assert not demo().accepts(object_grammar, text), text
 
 
 @pytest.mark.parametrize("name", SAMPLES)
 def test_schema_grammar_accepts_no_invalid_value(name: str) -> None:
     schema = SAMPLES[name][0]
     validator = validator_of(schema)
-    for other in (
+    for candidate in (
         *(sample for _, sample in SAMPLES.values()),
         2,
         131,
@@ -79,25 +82,25 @@ def test_schema_grammar_accepts_no_invalid_value(name: str) -> None:
         {},
         {"a": "x"},
     ):
-        text = json.dumps(other, ensure_ascii=False)
+        text = json.dumps(candidate, ensure_ascii=False)
         if demo().accepts(grammar(schema), text):
             assert validator.is_valid(parse_exact_json(text)), text
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_schema_keyword_without_enforcement_is_refused_by_name(name: str) -> None:
-    schema, why = REFUSED[name]
-    with pytest.raises(GrammarError, match=re.escape(why)) as refusal:
+    schema, message = REFUSED[name]
+    with pytest.raises(GrammarError, match=re.escape(message)) as refusal:
         schema_grammar(parse_exact_json(json.dumps(schema)))
     assert len(str(refusal.value)) < 300
 
 
 def test_bounded_strings_contain_no_control_characters() -> None:
-    """xgrammar's own bounded strings have them, and so are not JSON."""
+    """xgrammar's own bounded strings may contain control characters, and then they are not JSON."""
     for bounds in ({"maxLength": 4}, {"minLength": 2}, {"maxLength": 200}, {"pattern": "^[\\s\\S]{3}$"}):
         for seed in range(20):
             schema = grammar({"type": "string", **bounds})
-            output = walk(bytewise(), bytewise().matcher(schema), seed, most=3, end=40)
+            output = walk(bytewise(), bytewise().matcher(schema), seed, free_tokens=3, max_tokens=40)
             assert output is not None and isinstance(json.loads(output), str)
 
 
@@ -111,7 +114,7 @@ def test_declared_key_cannot_be_escaped_repeated_or_reordered() -> None:
 
 
 @pytest.mark.parametrize(
-    ("schema", "held", "not_held"),
+    ("schema", "valid", "invalid"),
     [
         ({"type": "string", "nullable": True}, ["a", None], [1]),  # OpenAPI 3.0
         ({"type": "string", "nullable": True, "enum": ["a", None]}, ["a", None], ["b"]),
@@ -132,10 +135,10 @@ def test_declared_key_cannot_be_escaped_repeated_or_reordered() -> None:
         ({"type": "string", "pattern": "[ab]+"}, ["ab"], ["", "xa"]),  # neither ^ nor $: the whole string
     ],
 )
-def test_schema_forms_other_than_draft_2020_12_are_enforced(schema: Any, held: list[Any], not_held: list[Any]) -> None:
-    for value in held + not_held:
+def test_schema_forms_other_than_draft_2020_12_are_enforced(schema: Any, valid: list[Any], invalid: list[Any]) -> None:
+    for value in valid + invalid:
         text = json.dumps(value, ensure_ascii=False)
-        assert demo().accepts(grammar(schema), text) == (value in held), text
+        assert demo().accepts(grammar(schema), text) == (value in valid), text
 
 
 def test_parse_exact_json_refuses_invalid_json() -> None:
@@ -146,10 +149,10 @@ def test_parse_exact_json_refuses_invalid_json() -> None:
 
 @pytest.mark.parametrize("name", [name for name in SAMPLES if name not in ("enum", "const")])
 def test_compact_json_has_no_whitespace_between_json_tokens(name: str) -> None:
-    """But for values that the schema spells out, which have one spelling."""
+    """`enum` and `const` are excluded: the schema writes out their values, which have one spelling only."""
     schema, sample = SAMPLES[name]
-    held = replace(grammar(schema), compact=True)
-    assert demo().accepts(held, json.dumps(sample, ensure_ascii=False, separators=(",", ":")))
-    spaced = json.dumps(sample, ensure_ascii=False, indent=1)
-    if spaced != json.dumps(sample, ensure_ascii=False, separators=(",", ":")):
-        assert not demo().accepts(held, spaced) and demo().accepts(grammar(schema), spaced)
+    compact_grammar = replace(grammar(schema), compact=True)
+    assert demo().accepts(compact_grammar, json.dumps(sample, ensure_ascii=False, separators=(",", ":")))
+    indented = json.dumps(sample, ensure_ascii=False, indent=1)
+    if indented != json.dumps(sample, ensure_ascii=False, separators=(",", ":")):
+        assert not demo().accepts(compact_grammar, indented) and demo().accepts(grammar(schema), indented)

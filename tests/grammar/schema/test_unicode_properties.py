@@ -1,4 +1,7 @@
-"""Patterns with properties of Unicode, as zod and users write them; the package `regex` says what they match."""
+"""Tests of schema patterns with Unicode properties, as zod and users write them.
+
+The package `regex` is the reference for what the patterns match.
+"""
 
 import json
 from typing import Any
@@ -8,7 +11,7 @@ import pytest
 from cluster.grammar.asked import Grammar
 from tests.grammar.walks import bytewise, demo, walk
 
-regex = pytest.importorskip("regex", reason="Python's own re has no properties; transformers brings regex along")
+regex = pytest.importorskip("regex", reason="needs the package regex (transformers requires it); re has no properties")
 
 EMOJI = (
     r"^(?=[\s\S]*[\p{Extended_Pictographic}\p{Regional_Indicator}\u20E3])"
@@ -32,12 +35,12 @@ def test_unicode_properties_in_patterns_are_enforced(name: str) -> None:
         assert demo().accepts(grammar, json.dumps(text, ensure_ascii=False)), text
     for text in invalid:
         assert not demo().accepts(grammar, json.dumps(text, ensure_ascii=False)), text
-    ended = 0
+    finished_count = 0
     for grammars in (demo(), bytewise()):
         for seed in range(15):
-            output = walk(grammars, grammars.matcher(grammar), seed, most=seed)
+            output = walk(grammars, grammars.matcher(grammar), seed, free_tokens=seed)
             if output is not None:
-                ended += 1
+                finished_count += 1
                 text = json.loads(output.decode())
                 assert regex.search(schema["pattern"], text) and len(text) <= schema.get("maxLength", len(text)), text
-    assert ended >= 10
+    assert finished_count >= 10

@@ -115,34 +115,34 @@ def load_of(seed: int, skew: Skew) -> list[SimulatedRequest]:
     Outputs are short or long, accept lengths low or high.
     """
     draw = random.Random(seed)
-    prefixes = [_text(draw, draw.randint(*skew.prefix_tokens)) for _ in range(skew.prefixes)]
-    popularity = [1.0 / (place + 1) for place in range(skew.prefixes)]
+    prefixes = [_random_tokens(draw, draw.randint(*skew.prefix_tokens)) for _ in range(skew.prefixes)]
+    popularity = [1.0 / (index + 1) for index in range(skew.prefixes)]
     clock, jobs = 0.0, []
-    for at in range(skew.requests):
+    for index in range(skew.requests):
         clock += draw.expovariate(skew.arrivals_s)
         if draw.random() < skew.long_share:
-            prompt = _text(draw, draw.randint(*skew.long_tokens))
+            prompt = _random_tokens(draw, draw.randint(*skew.long_tokens))
         else:
             [prefix] = draw.choices(prefixes, popularity)
-            prompt = prefix + _text(draw, draw.randint(*skew.own_tokens))
+            prompt = prefix + _random_tokens(draw, draw.randint(*skew.own_tokens))
         output = draw.randint(*(skew.chatty_output if draw.random() < skew.chatty_share else skew.short_output))
         odds = skew.hard_odds if draw.random() < skew.hard_share else skew.easy_odds
-        request = Request(f"r{at}", prompt, RequestParams(max_tokens=skew.chatty_output[1]))
+        request = Request(f"r{index}", prompt, RequestParams(max_tokens=skew.chatty_output[1]))
         jobs.append(SimulatedRequest(request, clock, output, odds, draw.getrandbits(32)))
     return jobs
 
 
-def _text(draw: random.Random, length: int) -> tuple[int, ...]:
+def _random_tokens(draw: random.Random, length: int) -> tuple[int, ...]:
     return tuple(draw.choices(range(VOCABULARY), k=length))
 
 
 @dataclass(slots=True)
 class _Running:
     job: SimulatedRequest
-    left: int  # prompt rows still to compute
+    uncomputed_rows: int  # prompt rows still to compute
     cached: int
     levels: random.Random
-    new: int = 0
+    generated_tokens: int = 0
 
     def accept_len(self, num_steps: int) -> int:
         """Return the tokens that the next step commits, bonus included. They depend on the seed, not on the policy."""
@@ -174,54 +174,56 @@ class _Gang:
         )
         self._ranks = [_SimulatedRank(RadixTree(skew.page_size)) for _ in range(skew.ranks)]
         self._mean_new = FIRST_GUESS
-        self._first: list[float] = []
-        self._whole: list[float] = []
-        self._slowest = self._mean = 0.0
+        self._first_token_s: list[float] = []
+        self._request_s: list[float] = []
+        self._slowest_rows = self._mean_rows = 0.0
         self._prompt_tokens = self._cached_tokens = 0
-        self._pages = 0
+        self._page_count = 0
 
     def serve(self, jobs: Sequence[SimulatedRequest]) -> Row:
         """Simulate until all jobs have ended, and return the figures."""
-        clock, coming = 0.0, deque(jobs)
-        while coming or any(rank.waiting or rank.running for rank in self._ranks):
+        clock, pending_jobs = 0.0, deque(jobs)
+        while pending_jobs or any(rank.waiting or rank.running for rank in self._ranks):
             # All ranks are idle: advance the clock to the next arrival.
-            if coming and not any(rank.waiting or rank.running for rank in self._ranks):
-                clock = max(clock, coming[0].arrives)
-            while coming and coming[0].arrives <= clock:
-                job = coming.popleft()
+            if pending_jobs and not any(rank.waiting or rank.running for rank in self._ranks):
+                clock = max(clock, pending_jobs[0].arrives)
+            while pending_jobs and pending_jobs[0].arrives <= clock:
+                job = pending_jobs.popleft()
                 expected = min(self._mean_new, job.request.params.max_tokens)
                 self._ranks[self._balancer.choose(job.request, expected)].waiting.append(job)
             clock = self._step(clock)
         return Row(
             self._balancer.policy,
-            mean(self._whole),
-            p99(self._whole),
-            mean(self._first),
-            p99(self._first),
-            ratio(self._slowest, self._mean),
+            mean(self._request_s),
+            p99(self._request_s),
+            mean(self._first_token_s),
+            p99(self._first_token_s),
+            ratio(self._slowest_rows, self._mean_rows),
             ratio(self._cached_tokens, self._prompt_tokens),
             clock,
         )
 
     def _step(self, clock: float) -> float:
         """Simulate one step of every rank; return the time at which it ends."""
-        rows, cost, ridden = [], [], []
+        rows, cost_s, chunks_of_ranks = [], [], []
         for rank in self._ranks:
             self._admit(rank)
             budget, chunks = self._skew.chunk_rows, []
             for running in rank.running:
-                chunk = min(running.left, budget)
+                chunk = min(running.uncomputed_rows, budget)
                 budget -= chunk
                 chunks.append(chunk)
-            decoding = [running for running in rank.running if not running.left]
+            decoding = [running for running in rank.running if not running.uncomputed_rows]
             rows.append(len(decoding) * self._skew.tree_nodes + sum(chunks))
-            read = sum(len(running.job.request.prompt_token_ids) + running.new for running in decoding)
-            cost.append(ROW_S * rows[-1] + KV_S * read)
-            ridden.append(chunks)
-        clock += STEP_S + max(cost)
-        self._slowest += max(rows)
-        self._mean += sum(rows) / len(rows)
-        for rank, chunks in zip(self._ranks, ridden, strict=True):
+            kv_tokens_read = sum(
+                len(running.job.request.prompt_token_ids) + running.generated_tokens for running in decoding
+            )
+            cost_s.append(ROW_S * rows[-1] + KV_S * kv_tokens_read)
+            chunks_of_ranks.append(chunks)
+        clock += STEP_S + max(cost_s)
+        self._slowest_rows += max(rows)
+        self._mean_rows += sum(rows) / len(rows)
+        for rank, chunks in zip(self._ranks, chunks_of_ranks, strict=True):
             for running, chunk in list(zip(rank.running, chunks, strict=True)):
                 self._advance(rank, running, chunk, clock)
         return clock
@@ -236,27 +238,27 @@ class _Gang:
             rank.running.append(_Running(job, len(prompt) - cached, cached, random.Random(job.seed)))
 
     def _advance(self, rank: _SimulatedRank, running: _Running, chunk: int, clock: float) -> None:
-        name, decoding = running.job.request.request_id, not running.left
-        running.left -= chunk
-        if running.left:
+        name, decoding = running.job.request.request_id, not running.uncomputed_rows
+        running.uncomputed_rows -= chunk
+        if running.uncomputed_rows:
             return
         if decoding:
-            count = min(running.accept_len(self._skew.num_steps), running.job.output - running.new)
+            count = min(running.accept_len(self._skew.num_steps), running.job.output - running.generated_tokens)
         else:
             count = 1
-            self._first.append(clock - running.job.arrives)
+            self._first_token_s.append(clock - running.job.arrives)
             self._balancer.on_first_output(name, running.cached)
-        running.new += count
+        running.generated_tokens += count
         self._balancer.on_tokens(name, count, int(decoding))
-        if running.new >= running.job.output:
-            self._whole.append(clock - running.job.arrives)
-            self._mean_new += LEARNING_RATE * (running.new - self._mean_new)
+        if running.generated_tokens >= running.job.output:
+            self._request_s.append(clock - running.job.arrives)
+            self._mean_new += LEARNING_RATE * (running.generated_tokens - self._mean_new)
             rank.running.remove(running)
             self._balancer.on_ended(name)
-            self._keep(rank.cache, running.job.request.prompt_token_ids)
+            self._cache_prompt(rank.cache, running.job.request.prompt_token_ids)
 
-    def _keep(self, cache: RadixTree, prompt: Sequence[int]) -> None:
+    def _cache_prompt(self, cache: RadixTree, prompt: Sequence[int]) -> None:
         count = (len(prompt) - 1) // self._skew.page_size
-        cache.insert(prompt, range(self._pages, self._pages + count))
-        self._pages += count
+        cache.insert(prompt, range(self._page_count, self._page_count + count))
+        self._page_count += count
         cache.evict(cache.pages - self._skew.cached_pages)

@@ -1,6 +1,6 @@
-"""Admission by a clock that is moved by hand: who is let in, who is told to come back, and when.
+"""Admission with a manual clock: which requests are admitted, which are refused, and the retry time of the refused.
 
-That the expected waits are the true ones, also of those that come in overload, is in `test_expected_wait.py`.
+`test_expected_wait.py` compares expected waits with real waits, under overload too.
 """
 
 from typing import Any
@@ -18,16 +18,16 @@ PLENTY = 1 << 24  # tokens of KV: slots run out first
 
 
 def config(**settings: Any) -> ResolvedSettings:
-    own = {"model_path": "m", "max_running_requests": 8, "max_queue_wait_s": 10.0, **settings}
-    return ResolvedSettings.from_settings(EngineConfig.model_validate(own))
+    fields = {"model_path": "m", "max_running_requests": 8, "max_queue_wait_s": 10.0, **settings}
+    return ResolvedSettings.from_settings(EngineConfig.model_validate(fields))
 
 
 def request(name: str, max_tokens: int = 100, prompt: int = 10) -> Request:
     return Request(name, tuple(range(prompt)), RequestParams(max_tokens=max_tokens))
 
 
-class Hand:
-    """A clock that is moved by hand."""
+class ManualClock:
+    """A clock whose time `now` (seconds) the test sets."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -36,8 +36,10 @@ class Hand:
         return self.now
 
 
-def filled(clock: Hand, count: int = 8, **settings: Any) -> Admission:
-    """An admission whose slots are taken by requests of 100 tokens that get 10 tokens a second each."""
+def full_admission(clock: ManualClock, count: int = 8, **settings: Any) -> Admission:
+    """Return an admission with `count` running requests. Each may generate 100 tokens, and got 10 tokens in the first
+    second. By default the requests fill all 8 slots.
+    """
     admission = Admission(config(**settings), clock)
     admission.on_gang_up(PLENTY)
     for i in range(count):
@@ -49,36 +51,38 @@ def filled(clock: Hand, count: int = 8, **settings: Any) -> Admission:
     return admission
 
 
-@pytest.mark.parametrize(("bound_s", "taken"), [(5.0, 8), (30.0, 24), (600.0, 200)])
-def test_unmeasured_admission_queues_as_many_as_a_slow_server_would_serve(bound_s: float, taken: int) -> None:
-    admission = Admission(config(max_queue_wait_s=bound_s), Hand())  # 8 slots
+@pytest.mark.parametrize(("max_queue_wait_s", "admitted_count"), [(5.0, 8), (30.0, 24), (600.0, 200)])
+def test_unmeasured_admission_queues_as_many_as_a_slow_server_would_serve(
+    max_queue_wait_s: float, admitted_count: int
+) -> None:
+    admission = Admission(config(max_queue_wait_s=max_queue_wait_s), ManualClock())  # 8 slots
     admission.on_gang_up(PLENTY)
     for i in range(200):
         if admission.overload() is not None:
-            assert i == taken
+            assert i == admitted_count
             return
         admission.on_admitted(request(f"r{i}"))
-    assert taken == 200
+    assert admitted_count == 200
 
 
 def test_admission_estimates_the_wait_before_any_request_has_ended() -> None:
-    clock = Hand()
-    admission = filled(clock)
+    clock = ManualClock()
+    admission = full_admission(clock)
     assert admission.expected_wait(1).seconds == pytest.approx(9.0, rel=0.2)  # 90 of 100 tokens are left
-    full = admission.overload()
-    assert full is not None
-    assert full.retry_after_s == pytest.approx(9.0, rel=0.2)
-    assert str(full) == (
+    overload = admission.overload()
+    assert overload is not None
+    assert overload.retry_after_s == pytest.approx(9.0, rel=0.2)
+    assert str(overload) == (
         "the first token would come after about 9.0 s; the limit is 7 s, 0.7 of max_queue_wait_s (10 s)"
     )
-    least = filled(Hand(), max_queue_wait_s=0.5).overload()
-    assert str(least).endswith("the limit is 1 s, the least for any max_queue_wait_s (0.5 s)")
-    assert filled(Hand(), max_queue_wait_s=20.0).overload() is None
+    overload_at_least_limit = full_admission(ManualClock(), max_queue_wait_s=0.5).overload()
+    assert str(overload_at_least_limit).endswith("the limit is 1 s, the least for any max_queue_wait_s (0.5 s)")
+    assert full_admission(ManualClock(), max_queue_wait_s=20.0).overload() is None
 
 
 def test_admission_bounds_queued_tokens() -> None:
-    admission = Admission(config(max_queued_tokens=500), Hand())
-    admission.check(request("huge", prompt=2000))  # an empty queue takes anything
+    admission = Admission(config(max_queued_tokens=500), ManualClock())
+    admission.check(request("huge", prompt=2000))  # an empty queue admits any request
     admission.on_admitted(request("r0", prompt=390, max_tokens=10))
     admission.check(request("fits", prompt=50, max_tokens=10))
     with pytest.raises(Overloaded, match="max_queued_tokens is 500"):
@@ -86,8 +90,8 @@ def test_admission_bounds_queued_tokens() -> None:
 
 
 def test_admission_state_is_empty_after_all_requests_ended() -> None:
-    clock = Hand()
-    admission = filled(clock)
+    clock = ManualClock()
+    admission = full_admission(clock)
     admission.on_admitted(request("leaves before its first token"))
     assert admission.waiting == 1
     for name in (*(f"r{i}" for i in range(8)), "leaves before its first token"):
@@ -99,8 +103,8 @@ def test_admission_state_is_empty_after_all_requests_ended() -> None:
 
 
 def test_admission_gives_no_overload_while_the_gang_is_down() -> None:
-    clock = Hand()
-    admission = filled(clock)
+    clock = ManualClock()
+    admission = full_admission(clock)
     admission.on_gang_down()
     clock.now += 100.0
     assert admission.overload() is None
@@ -109,7 +113,7 @@ def test_admission_gives_no_overload_while_the_gang_is_down() -> None:
 
 
 def test_outage_does_not_count_towards_the_expected_wait() -> None:
-    clock = Hand()
+    clock = ManualClock()
     admission = Admission(config(max_running_requests=64), clock)
     admission.on_gang_up(PLENTY)
     for i in range(32):
@@ -125,12 +129,12 @@ def test_outage_does_not_count_towards_the_expected_wait() -> None:
         for i in range(64):
             admission.on_tokens(f"r{i}", 2)
         clock.now += 0.1
-    assert admission.expected_wait(1).seconds < 1.0  # all slots are taken by streams that are about to end
+    assert admission.expected_wait(1).seconds < 1.0  # all slots are taken, but their requests end soon
     assert admission.overload() is None
 
 
 def test_admission_learns_expected_output_lengths() -> None:
-    clock = Hand()
+    clock = ManualClock()
     admission = Admission(config(), clock)
     assert admission.expected_new_tokens(request("r", max_tokens=4096)) == pytest.approx(PRIOR_TOKENS_PER_STOP)
     for i in range(200):

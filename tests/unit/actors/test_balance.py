@@ -1,4 +1,4 @@
-"""The balancer: what each policy prefers, pins, prefixes against load, and books that an independent count confirms."""
+"""The balancer: the ranks that each policy prefers, pinned ranks, cached prefixes against load, and load counts."""
 
 import random
 from dataclasses import dataclass, replace
@@ -13,17 +13,17 @@ from cluster.kv.radix import RadixTree
 from cluster.request import Request, RequestParams
 
 PAGE = 4
-PLENTY = 1 << 24  # pages: no text of these tests fills them
+AMPLE_PAGES = 1 << 24  # more pages than the requests of these tests can fill
 
 
-def request(name: str, tokens: int = 8, first: int = 0, most: int = 64, **more: object) -> Request:
-    """A prompt of ids that ascend from `first`."""
+def request(name: str, tokens: int = 8, first: int = 0, max_tokens: int = 64, **fields: object) -> Request:
+    """Return a request whose prompt is `tokens` ascending token ids from `first` on."""
     ids = tuple(range(first, first + tokens))
-    return Request(name, ids, RequestParams(max_tokens=most), **more)  # type: ignore[arg-type]
+    return Request(name, ids, RequestParams(max_tokens=max_tokens), **fields)  # type: ignore[arg-type]
 
 
-def run(balancer: Balancer, name: str, tokens: int = 4, steps: int = 2) -> None:
-    """From queued to its end."""
+def run_to_end(balancer: Balancer, name: str, tokens: int = 4, steps: int = 2) -> None:
+    """Report all events of a queued request to the balancer, from its first token to its end."""
     balancer.on_first_output(name)
     balancer.on_tokens(name, 1, 0)
     balancer.on_tokens(name, tokens, steps)
@@ -46,7 +46,7 @@ def test_total_tokens_policy_picks_rank_with_fewest_tokens_then_requests() -> No
     balancer = Balancer("total_tokens", 2, PAGE)
     assert balancer.choose(request("long", 100), 8.0) == 0
     assert [balancer.choose(request(f"short{i}", 20), 8.0) for i in range(5)] == [1] * 5
-    # 100 against 100: the rank with one request has it.
+    # Both ranks hold 100 tokens: the rank with one request is chosen.
     assert balancer.choose(request("tie", 20), 8.0) == 0
     balancer.on_tokens("short0", 30, 10)
     assert balancer.choose(request("grown", 20), 8.0) == 0
@@ -68,77 +68,81 @@ def test_pinned_rank_overrides_every_policy(policy: str) -> None:
 def test_pin_to_a_nonexistent_rank_is_refused_and_leaves_loads_unchanged(rank: int) -> None:
     balancer = Balancer("expected_load", 3, PAGE)
     balancer.choose(request("a"), 8.0)
-    before = [balancer.load(at) for at in range(3)]
-    for name in ("a", "b"):  # an open one is not lost either
+    loads_before = [balancer.load(index) for index in range(3)]
+    for name in ("a", "b"):  # "a" is open already; the refusal must not drop it
         with pytest.raises(ValueError, match=rf"^routed_dp_rank: must lie in \[0, 2\], got {rank}$"):
             balancer.choose(request(name, routed_dp_rank=rank), 8.0)
-    assert [balancer.load(at) for at in range(3)] == before
+    assert [balancer.load(index) for index in range(3)] == loads_before
 
 
 def test_balancer_ignores_cached_prefix_for_prompt_logprobs_requests() -> None:
-    """Its rows are all computed, so the rank that holds them is no faster."""
-    balancer = Balancer("expected_load", 2, PAGE, index_pages=PLENTY)
-    text = request("first", 400)
-    assert balancer.choose(text, 2.0) == 0
-    run(balancer, "first")
-    for name, scores, rank in (("plain", None, 0), ("scored", 1, 1)):
+    """Prompt logprobs need every prompt row computed, so a rank that has the prefix cached is no faster."""
+    balancer = Balancer("expected_load", 2, PAGE, index_pages=AMPLE_PAGES)
+    first_request = request("first", 400)
+    assert balancer.choose(first_request, 2.0) == 0
+    run_to_end(balancer, "first")
+    for name, prompt_logprobs, expected_rank in (("plain", None, 0), ("scored", 1, 1)):
         assert balancer.choose(request(f"{name} beside", 300, 9000, routed_dp_rank=0), 2.0) == 0
-        asked = replace(text, request_id=name, params=replace(text.params, prompt_logprobs=scores))
-        assert balancer.choose(asked, 2.0) == rank
-        run(balancer, f"{name} beside")
-        run(balancer, name)
+        repeated_request = replace(
+            first_request, request_id=name, params=replace(first_request.params, prompt_logprobs=prompt_logprobs)
+        )
+        assert balancer.choose(repeated_request, 2.0) == expected_rank
+        run_to_end(balancer, f"{name} beside")
+        run_to_end(balancer, name)
 
 
 def test_balancer_avoids_a_rank_with_an_uncomputed_long_prompt() -> None:
     balancer = Balancer("expected_load", 2, PAGE)
-    assert balancer.choose(request("long", 3000, most=2), 2.0) == 0
-    assert balancer.choose(request("a", 40, 5000, most=2), 2.0) == 1
-    assert balancer.choose(request("b", 40, 6000, most=2), 2.0) == 1
+    assert balancer.choose(request("long", 3000, max_tokens=2), 2.0) == 0
+    assert balancer.choose(request("a", 40, 5000, max_tokens=2), 2.0) == 1
+    assert balancer.choose(request("b", 40, 6000, max_tokens=2), 2.0) == 1
     balancer.on_first_output("long")
-    assert balancer.choose(request("c", 40, 7000, most=2), 2.0) == 0
+    assert balancer.choose(request("c", 40, 7000, max_tokens=2), 2.0) == 0
 
 
 def test_expected_load_prefers_one_long_stream_over_many_short_streams() -> None:
-    """64 requests of 8 steps are as much work as one of 512, but they slow the next steps, and it does not."""
+    """64 requests of 8 steps are as much work as one request of 512 steps. But the 64 requests make the next steps
+    longer, and the one request does not.
+    """
     balancer = Balancer("expected_load", 2, PAGE, step_rows=8)
     for i in range(64):
         name = f"short{i}"
-        balancer.choose(request(name, 8, 100 * i, most=9, routed_dp_rank=0), 9.0)
+        balancer.choose(request(name, 8, 100 * i, max_tokens=9, routed_dp_rank=0), 9.0)
         balancer.on_first_output(name)
-    balancer.choose(request("long", 8, 9999, most=512, routed_dp_rank=1), 512.0)
+    balancer.choose(request("long", 8, 9999, max_tokens=512, routed_dp_rank=1), 512.0)
     balancer.on_first_output("long")
-    assert balancer.choose(request("next", 8, 8888, most=9), 9.0) == 1
+    assert balancer.choose(request("next", 8, 8888, max_tokens=9), 9.0) == 1
 
 
 def test_low_accept_length_counts_as_more_load() -> None:
     balancer = Balancer("expected_load", 2, PAGE, step_rows=8)
     for rank, name in enumerate(("slow", "fast")):
-        balancer.choose(request(name, 8, 100 * rank, most=400, routed_dp_rank=rank), 200.0)
+        balancer.choose(request(name, 8, 100 * rank, max_tokens=400, routed_dp_rank=rank), 200.0)
         balancer.on_first_output(name)
     for _ in range(8):
         balancer.on_tokens("slow", 1, 1)
         balancer.on_tokens("fast", 4, 1)
     slow, fast = (sum(balancer.load(rank).work) for rank in range(2))
     assert slow > 2 * fast
-    assert balancer.choose(request("next", 8, 500, most=400), 200.0) == 1
+    assert balancer.choose(request("next", 8, 500, max_tokens=400), 200.0) == 1
 
 
 def test_new_request_is_expected_to_have_the_accept_length_of_the_gang() -> None:
-    plain, told = Balancer("expected_load", 2, PAGE), Balancer("expected_load", 2, PAGE)
-    told.choose(request("earlier", 8, 500, most=300), 300.0)
-    told.on_tokens("earlier", 3, 1)
-    told.on_ended("earlier")
-    for balancer in (plain, told):
-        balancer.choose(request("a", 8, most=300, routed_dp_rank=0), 300.0)
-    assert sum(plain.load(0).work) == pytest.approx(3 * sum(told.load(0).work), rel=0.01)
+    untrained, trained = Balancer("expected_load", 2, PAGE), Balancer("expected_load", 2, PAGE)
+    trained.choose(request("earlier", 8, 500, max_tokens=300), 300.0)
+    trained.on_tokens("earlier", 3, 1)
+    trained.on_ended("earlier")
+    for balancer in (untrained, trained):
+        balancer.choose(request("a", 8, max_tokens=300, routed_dp_rank=0), 300.0)
+    assert sum(untrained.load(0).work) == pytest.approx(3 * sum(trained.load(0).work), rel=0.01)
 
 
 def test_request_beyond_its_length_estimate_still_counts_as_work() -> None:
     balancer = Balancer("expected_load", 1, PAGE)
-    balancer.choose(request("a", 8, most=1000), 10.0)
+    balancer.choose(request("a", 8, max_tokens=1000), 10.0)
     for _ in range(100):
         balancer.on_tokens("a", 1, 1)
-    assert sum(balancer.load(0).work) >= 50 * WORK_UNIT  # half of the 100 it gave
+    assert sum(balancer.load(0).work) >= 50 * WORK_UNIT  # half of the 100 tokens it generated
     for _ in range(896):
         balancer.on_tokens("a", 1, 1)
     assert sum(balancer.load(0).work) < 20 * WORK_UNIT  # max_tokens is near
@@ -149,68 +153,68 @@ def test_cached_prefix_attracts_requests_until_load_outweighs_the_prefix() -> No
     ids = tuple(range(400))
     assert balancer.choose(Request("first", ids), 8.0) == 0
     assert balancer.choose(Request("during", ids), 8.0) == 1  # nothing is cached before a request ends
-    balancer.on_ended("during")  # it never started: its rank computed nothing
-    run(balancer, "first")
+    balancer.on_ended("during")  # the request never started: its rank computed nothing
+    run_to_end(balancer, "first")
     assert balancer.load(0).pages == 99
-    placed = [balancer.choose(Request(f"again{i}", (*ids, 1000 + i, 1)), 8.0) for i in range(200)]
-    assert placed[:20] == [0] * 20
-    assert 0 < placed.count(1) < 100  # rank 0 is preferred, never overloaded: the other one takes its share
+    chosen_ranks = [balancer.choose(Request(f"again{i}", (*ids, 1000 + i, 1)), 8.0) for i in range(200)]
+    assert chosen_ranks[:20] == [0] * 20
+    assert 0 < chosen_ranks.count(1) < 100  # rank 0 is preferred but not overloaded: rank 1 gets a part
 
 
 def test_idle_gang_spreads_prompts_over_the_caches_of_all_ranks() -> None:
     balancer = Balancer("expected_load", 2, PAGE)
     for i in range(10):
         balancer.choose(request(f"r{i}", 41, 1000 * i), 8.0)
-        run(balancer, f"r{i}")
+        run_to_end(balancer, f"r{i}")
     assert [balancer.load(rank).pages for rank in range(2)] == [50, 50]
 
 
 def test_cached_prefix_attracts_only_requests_with_the_same_cache_salt() -> None:
     balancer = Balancer("expected_load", 2, PAGE)
-    ids, answer = tuple(range(40)), (7, 8, 9, 10)
+    ids, generated_ids = tuple(range(40)), (7, 8, 9, 10)
     balancer.choose(Request("first", ids, routed_dp_rank=1, cache_salt=5), 8.0)
     balancer.on_first_output("first")
-    balancer.on_ended("first", answer)
-    following = (*ids, *answer, 1)
-    assert balancer.choose(Request("of another", following, cache_salt=6), 8.0) == 0
+    balancer.on_ended("first", generated_ids)
+    next_turn_ids = (*ids, *generated_ids, 1)
+    assert balancer.choose(Request("other salt", next_turn_ids, cache_salt=6), 8.0) == 0
     assert balancer.load(0).queued_tokens == 45
-    assert balancer.choose(Request("of nobody", following, routed_dp_rank=1), 8.0) == 1
+    assert balancer.choose(Request("no salt", next_turn_ids, routed_dp_rank=1), 8.0) == 1
     assert balancer.load(1).queued_tokens == 45
-    balancer.on_ended("of another")
-    balancer.on_ended("of nobody")
-    assert balancer.choose(Request("its own", following, cache_salt=5), 8.0) == 1
-    assert balancer.load(1).queued_tokens == 45 - 40, "the generated tokens too"
+    balancer.on_ended("other salt")
+    balancer.on_ended("no salt")
+    assert balancer.choose(Request("same salt", next_turn_ids, cache_salt=5), 8.0) == 1
+    assert balancer.load(1).queued_tokens == 45 - 40, "the generated tokens must be cached too"
 
 
 def test_balancer_drops_index_pages_that_the_rank_did_not_have_cached() -> None:
     balancer = Balancer("expected_load", 1, PAGE)
     balancer.choose(request("a", 41), 8.0)
-    run(balancer, "a")
+    run_to_end(balancer, "a")
     balancer.choose(request("b", 41), 8.0)
     assert (balancer.load(0).pages, balancer.load(0).queued_tokens) == (10, 1)
     balancer.on_first_output("b", cached_tokens=12)
     assert balancer.load(0).pages == 3
-    balancer.on_first_output("b", cached_tokens=0)  # only the first time counts
+    balancer.on_first_output("b", cached_tokens=0)  # only the first call counts
     assert balancer.load(0).pages == 3
 
 
 def test_restart_clears_prefix_indexes_and_requeues_open_requests() -> None:
     balancer = Balancer("expected_load", 2, PAGE)
     balancer.choose(request("old", 41, routed_dp_rank=0), 8.0)
-    run(balancer, "old")
+    run_to_end(balancer, "old")
     balancer.choose(request("a", 41, routed_dp_rank=0), 8.0)
     balancer.on_first_output("a")
     balancer.on_tokens("a", 5, 2)
-    balancer.on_restart(PLENTY)
+    balancer.on_restart(AMPLE_PAGES)
     assert [balancer.load(rank).pages for rank in range(2)] == [0, 0]
     assert balancer.load(0).queued_tokens == 41
-    moved = replace(request("a", 46, routed_dp_rank=1), resumed_tokens=5)
-    assert balancer.choose(moved, 8.0) == 1
+    resumed_request = replace(request("a", 46, routed_dp_rank=1), resumed_tokens=5)
+    assert balancer.choose(resumed_request, 8.0) == 1
     assert balancer.load(0) == RankLoad()
     assert (balancer.load(1).requests, balancer.load(1).tokens, balancer.load(1).queued_tokens) == (1, 46, 46)
     balancer.on_first_output("a")
     balancer.on_tokens("a", 10, 3)
-    balancer.on_ended("a", tuple(range(41, 41 + 15)))  # the 5 from before the move among them
+    balancer.on_ended("a", tuple(range(41, 41 + 15)))  # the 15 include the 5 from before the restart
     assert balancer.load(1).pages == (41 + 15 - 1) // PAGE
     balancer.choose(request("again", 57), 8.0)
     assert balancer.load(1).queued_tokens == 57 - 13 * PAGE
@@ -230,81 +234,85 @@ def test_balancer_ignores_events_of_requests_that_are_not_open() -> None:
 
 
 @dataclass
-class Known:
-    """What a plain list of events says of one request."""
+class RequestRecord:
+    """The test's own record of one open request. `tokens` counts prompt and generated tokens, `queued_tokens` prompt
+    tokens not yet computed.
+    """
 
     rank: int
     tokens: int
-    queued: int
-    ids: tuple[int, ...]
+    queued_tokens: int
+    token_ids: tuple[int, ...]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("seed", range(4))
 def test_balancer_loads_match_a_recount_over_random_event_histories(policy: str, seed: int) -> None:
-    """Against a recount from a plain list, with whole prefixes in a set for the index; zero when all have ended."""
+    """The test counts the loads itself, from a dictionary of records and a set of cached prefixes per rank. All loads
+    are zero when all requests have ended.
+    """
     draw = random.Random(seed)
     balancer = Balancer(policy, 3, PAGE, step_rows=8)
-    known: dict[str, Known] = {}
-    held: list[set[tuple[int, ...]]] = [set(), set(), set()]
+    records: dict[str, RequestRecord] = {}
+    cached_prefixes: list[set[tuple[int, ...]]] = [set(), set(), set()]
 
     def prefixes(ids: tuple[int, ...]) -> list[tuple[int, ...]]:
         return [ids[: end + 1] for end in range(PAGE, len(ids), PAGE)]
 
     def choose(name: str, ids: tuple[int, ...]) -> None:
-        pin = draw.choice([None, None, None, 0, 1, 2])
-        rank = balancer.choose(Request(name, ids, routed_dp_rank=pin), draw.uniform(0, 50))
-        assert pin in (None, rank)
-        found = 0
+        pinned_rank = draw.choice([None, None, None, 0, 1, 2])
+        rank = balancer.choose(Request(name, ids, routed_dp_rank=pinned_rank), draw.uniform(0, 50))
+        assert pinned_rank in (None, rank)
+        cached_tokens = 0
         for prefix in prefixes(ids):
-            if prefix not in held[rank]:
+            if prefix not in cached_prefixes[rank]:
                 break
-            found += PAGE
-        known[name] = Known(rank, len(ids), len(ids) - found, ids)
+            cached_tokens += PAGE
+        records[name] = RequestRecord(rank, len(ids), len(ids) - cached_tokens, ids)
 
-    for at in range(600):
+    for event_number in range(600):
         event = draw.choices(("new", "start", "go", "end", "again", "restart"), (30, 20, 60, 18, 2, 0.5))[0]
-        name = draw.choice(list(known)) if known else ""
+        name = draw.choice(list(records)) if records else ""
         if event == "new":
             stem = tuple(range(100 * draw.randrange(3), 100 * draw.randrange(3) + draw.randrange(1, 40)))
-            choose(f"r{at}", (*stem, *draw.choices(range(5), k=draw.randrange(1, 12))))
+            choose(f"r{event_number}", (*stem, *draw.choices(range(5), k=draw.randrange(1, 12))))
         elif event == "restart":
-            balancer.on_restart(PLENTY)
-            for one in known.values():
-                one.queued = len(one.ids)
-            held = [set(), set(), set()]
-        elif not known:
+            balancer.on_restart(AMPLE_PAGES)
+            for record in records.values():
+                record.queued_tokens = len(record.token_ids)
+            cached_prefixes = [set(), set(), set()]
+        elif not records:
             continue
         elif event == "start":
             balancer.on_first_output(name)
-            known[name].queued = 0
+            records[name].queued_tokens = 0
         elif event == "go":
             count = draw.randrange(1, 6)
             balancer.on_tokens(name, count, draw.randrange(2))
-            known[name].tokens += count
-            known[name].queued = 0
+            records[name].tokens += count
+            records[name].queued_tokens = 0
         elif event == "again":
-            ids = (*known[name].ids, 7, 7, 7)
-            if not known[name].queued:
-                held[known[name].rank] |= set(prefixes(known[name].ids))
+            ids = (*records[name].token_ids, 7, 7, 7)
+            if not records[name].queued_tokens:
+                cached_prefixes[records[name].rank] |= set(prefixes(records[name].token_ids))
             choose(name, ids)
         else:
             balancer.on_ended(name)
-            one = known.pop(name)
-            if not one.queued:
-                held[one.rank] |= set(prefixes(one.ids))
+            record = records.pop(name)
+            if not record.queued_tokens:
+                cached_prefixes[record.rank] |= set(prefixes(record.token_ids))
         for rank in range(3):
-            mine = [one for one in known.values() if one.rank == rank]
+            records_of_rank = [record for record in records.values() if record.rank == rank]
             load = balancer.load(rank)
-            assert load.requests == len(mine)
-            assert load.tokens == sum(one.tokens for one in mine)
-            assert load.queued_tokens == sum(one.queued for one in mine)
-            assert load.pages == len(held[rank])
-            assert (sum(load.work) > 0) == bool(mine)
-    assert len(known) > 3
-    for name in list(known):
+            assert load.requests == len(records_of_rank)
+            assert load.tokens == sum(record.tokens for record in records_of_rank)
+            assert load.queued_tokens == sum(record.queued_tokens for record in records_of_rank)
+            assert load.pages == len(cached_prefixes[rank])
+            assert (sum(load.work) > 0) == bool(records_of_rank)
+    assert len(records) > 3
+    for name in list(records):
         balancer.on_ended(name)
-    balancer.on_restart(PLENTY)
+    balancer.on_restart(AMPLE_PAGES)
     assert [balancer.load(rank) for rank in range(3)] == [RankLoad()] * 3
 
 
@@ -338,8 +346,8 @@ def test_balancer_of_settings_takes_policy_dp_size_and_page_size() -> None:
     assert (balancer.policy, balancer.dp_size, balancer.page_size) == ("total_tokens", 4, 8)
     balancer = Balancer.of(ResolvedSettings.from_settings(config.model_copy(update={"disable_radix_cache": True})))
     balancer.choose(request("a", 41), 8.0)
-    run(balancer, "a")
-    assert balancer.load(0).pages == 0  # a cache that is off holds nothing
+    run_to_end(balancer, "a")
+    assert balancer.load(0).pages == 0  # a disabled cache holds no pages
 
 
 def test_restart_sets_the_index_size_unless_the_cache_is_disabled() -> None:
@@ -347,12 +355,12 @@ def test_restart_sets_the_index_size_unless_the_cache_is_disabled() -> None:
     balancer.on_restart(20)
     for i in range(9):
         balancer.choose(request(f"r{i}", 100, 1000 * i), 8.0)
-        run(balancer, f"r{i}")
+        run_to_end(balancer, f"r{i}")
     assert balancer.load(0).pages == 20
     balancer.on_restart(30)
     assert balancer.load(0).pages == 0
-    off = Balancer("expected_load", 1, PAGE, index_pages=0)
-    off.on_restart(20)
-    off.choose(request("a", 41), 8.0)
-    run(off, "a")
-    assert off.load(0).pages == 0  # a cache that is off stays off
+    uncached_balancer = Balancer("expected_load", 1, PAGE, index_pages=0)
+    uncached_balancer.on_restart(20)
+    uncached_balancer.choose(request("a", 41), 8.0)
+    run_to_end(uncached_balancer, "a")
+    assert uncached_balancer.load(0).pages == 0  # a disabled cache stays disabled

@@ -1,4 +1,4 @@
-"""Grammars travel once, under a name; what is named is whole again on the rank."""
+"""The transfer of grammars: a rank gets each grammar once; requests name it, and the rank's cache restores its text."""
 
 import pytest
 
@@ -8,26 +8,26 @@ from cluster.actors.messages import Commands
 from cluster.request import Request, RequestParams
 
 
-def asked(grammar: str | None) -> Request:
+def request_with_grammar(grammar: str | None) -> Request:
     return Request("one", (1, 2), RequestParams(grammar=grammar))
 
 
 def test_grammar_cache_resolves_each_grammar_name_to_its_own_text() -> None:
-    kept = GrammarCache()
+    cache = GrammarCache()
     for text in ("first", "second"):
-        kept.add(grammar_name(text), text)
-    free = asked(None)
-    sent = Commands(
+        cache.add(grammar_name(text), text)
+    request_without_grammar = request_with_grammar(None)
+    commands = Commands(
         (
-            with_grammar(asked("second"), grammar_name("second")),
-            free,
-            with_grammar(asked("third"), grammar_name("third")),
+            with_grammar(request_with_grammar("second"), grammar_name("second")),
+            request_without_grammar,
+            with_grammar(request_with_grammar("third"), grammar_name("third")),
         ),
         ("two",),
     )
-    whole = kept.resolve_names(sent)
-    assert [request.params.grammar for request in whole.submits] == ["second", None, grammar_name("third")]
-    assert whole.submits[1] is free and whole.aborts == ("two",)
+    resolved = cache.resolve_names(commands)
+    assert [request.params.grammar for request in resolved.submits] == ["second", None, grammar_name("third")]
+    assert resolved.submits[1] is request_without_grammar and resolved.aborts == ("two",)
     assert grammar_name("first") != grammar_name("second")
 
 
@@ -35,10 +35,10 @@ def test_grammar_cache_evicts_old_grammars_but_keeps_recent_ones(monkeypatch: py
     now = 100.0
     monkeypatch.setattr(grammar_transfer.time, "monotonic", lambda: now)
     monkeypatch.setattr(grammar_transfer, "MAX_CACHED_CHARACTERS", 10)
-    kept = GrammarCache()
+    cache = GrammarCache()
     for text in ("a" * 6, "b" * 6):
-        kept.add(grammar_name(text), text)
-    assert len(kept._entries) == 2, "both were read a moment ago"
+        cache.add(grammar_name(text), text)
+    assert len(cache._entries) == 2, "both grammars were added a moment ago"
     now += grammar_transfer.MIN_CACHED_S + 1
-    kept.add(grammar_name("b" * 6), "b" * 6)
-    assert list(kept._entries) == [grammar_name("b" * 6)]
+    cache.add(grammar_name("b" * 6), "b" * 6)
+    assert list(cache._entries) == [grammar_name("b" * 6)]

@@ -1,4 +1,4 @@
-"""How long shards may load: as long as one of them shows progress, and not beyond the time that there is."""
+"""The start of an incarnation: shards may load while any rank makes progress and until the timeout; restarts too."""
 
 import asyncio
 import time
@@ -18,125 +18,139 @@ from cluster.kv.budget import Capacity, page_count
 from tests.info import rank_info
 
 
-def life() -> Incarnation:
+def new_incarnation() -> Incarnation:
     spec = GangSpec(EngineConfig(model_path="m"), layout_of(2, bundle_per_worker={"CPU": 1}), "test/by-hand")
-    made = Incarnation(spec, None, 0)  # type: ignore[arg-type]
-    made._answered_at = [time.monotonic()] * 2
-    return made
+    incarnation = Incarnation(spec, None, 0)  # type: ignore[arg-type]
+    incarnation._answered_at = [time.monotonic()] * 2
+    return incarnation
 
 
-def load(made: Incarnation, *loads: Any, time_s: float, still_s: float, progress: bool = False) -> list[Any]:
-    async def working() -> None:
+def await_loads(
+    incarnation: Incarnation, *loads: Any, time_s: float, stall_timeout_s: float, progress: bool = False
+) -> list[Any]:
+    async def report_progress() -> None:
         while True:
-            made.heartbeats[1] = Heartbeat(1, 0, True, 0.0, 0, "load")
-            made._answered_at[1] = time.monotonic()
+            incarnation.heartbeats[1] = Heartbeat(1, 0, True, 0.0, 0, "load")
+            incarnation._answered_at[1] = time.monotonic()
             await asyncio.sleep(0.05)
 
-    async def whole() -> list[Any]:
-        worker = asyncio.create_task(working()) if progress else None
+    async def run_loads() -> list[Any]:
+        progress_task = asyncio.create_task(report_progress()) if progress else None
         try:
-            return await made._await_loads([done() for done in loads], time.monotonic() + time_s, still_s)
+            return await incarnation._await_loads(
+                [load_call() for load_call in loads], time.monotonic() + time_s, stall_timeout_s
+            )
         finally:
-            if worker is not None:
-                worker.cancel()
+            if progress_task is not None:
+                progress_task.cancel()
 
-    return asyncio.run(whole())
+    return asyncio.run(run_loads())
 
 
-async def never() -> None:
+async def never_loads() -> None:
     await asyncio.Event().wait()
 
 
-async def soon() -> int:
+async def loads_soon() -> int:
     await asyncio.sleep(1.5)
     return 7
 
 
-async def refuses() -> None:
+async def refuses_config() -> None:
     raise ConfigError("model_path: no such folder")
 
 
 def test_reports_against_a_loading_rank_are_cleared_once_the_incarnation_loads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A heartbeat may be lost on the way to a rank that lives."""
+    """A heartbeat call may fail although its rank is alive."""
 
-    async def loaded(loads: Any, *_: Any) -> list[Any]:
-        for load in loads:
-            load.close()
-        made.mark_dead(1, RuntimeError("unavailable for a moment"))
-        made.mark_failed(0, "its heartbeat failed")
+    async def finish_loads(loads: Any, *_: Any) -> list[Any]:
+        for load_call in loads:
+            load_call.close()
+        incarnation.mark_dead(1, RuntimeError("unavailable for a moment"))
+        incarnation.mark_failed(0, "its heartbeat failed")
         return [rank_info()] * 2
 
-    async def follow(rank: int) -> None:
-        await never()
+    async def watch_forever(rank: int) -> None:
+        await never_loads()
 
-    async def whole() -> None:
-        await made.begin(30)
-        assert not made.alarm.is_set() and not any(sign.death or sign.failure for sign in made.evidence())
-        made._cancel_watchers()
+    async def begin_incarnation() -> None:
+        await incarnation.begin(30)
+        assert not incarnation.alarm.is_set() and not any(
+            rank_evidence.death or rank_evidence.failure for rank_evidence in incarnation.evidence()
+        )
+        incarnation._cancel_watchers()
 
-    made = life()
-    call = SimpleNamespace(remote=lambda *_: None)
-    shard = SimpleNamespace(open_store=call, load=call)
-    for name, instead in {"_create": lambda rank: shard, "_await_loads": loaded, "_watch_end": follow}.items():
-        monkeypatch.setattr(made, name, instead)
-    asyncio.run(whole())
+    incarnation = new_incarnation()
+    no_op_call = SimpleNamespace(remote=lambda *_: None)
+    shard = SimpleNamespace(open_store=no_op_call, load=no_op_call)
+    for name, replacement in {
+        "_create": lambda rank: shard,
+        "_await_loads": finish_loads,
+        "_watch_end": watch_forever,
+    }.items():
+        monkeypatch.setattr(incarnation, name, replacement)
+    asyncio.run(begin_incarnation())
 
 
 def test_load_continues_past_the_stall_limit_while_one_rank_progresses() -> None:
-    assert load(life(), soon, soon, time_s=30, still_s=0.5, progress=True) == [7, 7]
+    assert await_loads(new_incarnation(), loads_soon, loads_soon, time_s=30, stall_timeout_s=0.5, progress=True) == [
+        7,
+        7,
+    ]
 
 
 def test_load_fails_when_no_rank_shows_progress() -> None:
     with pytest.raises(GangStartError, match="rank 0, 1 did not load: no rank has done anything for"):
-        load(life(), never, never, time_s=30, still_s=0.5)
+        await_loads(new_incarnation(), never_loads, never_loads, time_s=30, stall_timeout_s=0.5)
 
 
 def test_load_fails_at_the_start_timeout_despite_progress() -> None:
     with pytest.raises(GangStartError, match=r"rank 1 did not load within \d+ s; raise start_timeout_s if"):
-        load(life(), soon, never, time_s=2.0, still_s=0.5, progress=True)
+        await_loads(new_incarnation(), loads_soon, never_loads, time_s=2.0, stall_timeout_s=0.5, progress=True)
 
 
 def test_load_raises_config_error_of_a_rank_immediately() -> None:
     with pytest.raises(ConfigError, match="model_path"):
-        load(life(), never, refuses, time_s=30, still_s=30)
+        await_loads(new_incarnation(), never_loads, refuses_config, time_s=30, stall_timeout_s=30)
 
 
 @pytest.mark.parametrize(
-    ("given", "start_s", "patience_s"), [(None, 0.0, 60.0), (None, 10.0, 60.0), (None, 90.0, 360.0), (6.0, 90.0, 6.0)]
+    ("setting_s", "first_start_s", "expected_timeout_s"),
+    [(None, 0.0, 60.0), (None, 10.0, 60.0), (None, 90.0, 360.0), (6.0, 90.0, 6.0)],
 )
 def test_restart_timeout_is_the_setting_or_scales_with_the_first_start(
-    given: float | None, start_s: float, patience_s: float
+    setting_s: float | None, first_start_s: float, expected_timeout_s: float
 ) -> None:
-    config = EngineConfig(model_path="m", restart_timeout_s=given)
+    config = EngineConfig(model_path="m", restart_timeout_s=setting_s)
     gang = Gang(GangSpec(config, layout_of(1, bundle_per_worker={"CPU": 1}), "test/by-hand"))
-    gang._start_s = start_s
-    assert gang.restart_timeout_s == gang.history().restart_timeout_s == patience_s
+    gang._start_s = first_start_s
+    assert gang.restart_timeout_s == gang.history().restart_timeout_s == expected_timeout_s
 
 
 def test_restarted_incarnation_keeps_the_kv_size_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However much memory is free by then: streams that are open have to fit again."""
-    begun: list[GangSpec] = []
+    """The KV size must not depend on the memory that is free at the restart: all open streams must fit again."""
+    begun_specs: list[GangSpec] = []
 
-    class Loaded:
+    class LoadedIncarnation:
         def __init__(self, spec: GangSpec, *_: object) -> None:
-            begun.append(spec)
+            begun_specs.append(spec)
             size = spec.config.max_total_tokens
-            by = "max_total_tokens" if size else f"mem_fraction_static {spec.config.mem_fraction_static}"
-            self.infos = [rank_info(kv_tokens=size or 4096, kv_sized_by=by) for _ in range(2)]
+            sized_by = "max_total_tokens" if size else f"mem_fraction_static {spec.config.mem_fraction_static}"
+            self.infos = [rank_info(kv_tokens=size or 4096, kv_sized_by=sized_by) for _ in range(2)]
 
         async def begin(self, timeout_s: float, still_s: float) -> None: ...
 
-    monkeypatch.setattr("cluster.actors.gang.Incarnation", Loaded)
+    monkeypatch.setattr("cluster.actors.gang.Incarnation", LoadedIncarnation)
     config = EngineConfig(model_path="m", page_size=16, mem_fraction_static=0.5)
     gang = Gang(GangSpec(config, layout_of(2, bundle_per_worker={"CPU": 1}), "test/by-hand"))
     gang._placement = object()  # type: ignore[assignment]
     for _ in range(3):
         asyncio.run(gang._begin(1.0))
-    assert begun[0].config is config and gang.spec.config is config
-    for spec in begun[1:]:
-        assert EngineConfig.model_validate(spec.config.model_dump()) == spec.config, "one size, not two"
+    assert begun_specs[0].config is config and gang.spec.config is config
+    for spec in begun_specs[1:]:
+        assert EngineConfig.model_validate(spec.config.model_dump()) == spec.config, "two KV sizes set"
         assert (
             page_count(ResolvedSettings.from_settings(spec.config), Capacity(4096, "")) * 16
             == spec.config.max_total_tokens
@@ -146,33 +160,40 @@ def test_restarted_incarnation_keeps_the_kv_size_of_the_first(monkeypatch: pytes
 
 
 def test_one_rank_per_node_downloads_the_model_before_any_rank_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    done: list[tuple[str, int]] = []
+    recorded_calls: list[tuple[str, int]] = []
 
-    def shard(rank: int) -> Any:
-        async def call(name: str, answer: Any) -> Any:
-            done.append((name, rank))
+    def fake_shard(rank: int) -> Any:
+        async def record_call(name: str, answer: Any) -> Any:
+            recorded_calls.append((name, rank))
             return answer
 
-        calls = {"fetch": None, "load": rank_info(), "open_store": ("127.0.0.1", 1)}
+        replies = {"fetch": None, "load": rank_info(), "open_store": ("127.0.0.1", 1)}
         return SimpleNamespace(
-            **{name: SimpleNamespace(remote=partial(lambda n, a, *_: call(n, a), name, a)) for name, a in calls.items()}
+            **{
+                name: SimpleNamespace(remote=partial(lambda method, reply, *_: record_call(method, reply), name, reply))
+                for name, reply in replies.items()
+            }
         )
 
-    async def follow(rank: int) -> None:
-        await never()
+    async def watch_forever(rank: int) -> None:
+        await never_loads()
 
-    async def whole(model: str) -> list[tuple[str, int]]:
-        done.clear()
+    async def begin_incarnation(model: str) -> list[tuple[str, int]]:
+        recorded_calls.clear()
         config = EngineConfig(model_path=model, tp_size=4)
         spec = GangSpec(config, layout_of(4, bundle_per_worker={"CPU": 1}), "test/by-hand")
-        made = Incarnation(spec, SimpleNamespace(node_of_rank=("a", "a", "b", "b")), 0)  # type: ignore[arg-type]
-        for name, instead in {"_create": shard, "_watch_end": follow, "request_heartbeats": list}.items():
-            monkeypatch.setattr(made, name, instead)
-        await made.begin(30)
-        made._cancel_watchers()
-        return done
+        incarnation = Incarnation(spec, SimpleNamespace(node_of_rank=("a", "a", "b", "b")), 0)  # type: ignore[arg-type]
+        for name, replacement in {
+            "_create": fake_shard,
+            "_watch_end": watch_forever,
+            "request_heartbeats": list,
+        }.items():
+            monkeypatch.setattr(incarnation, name, replacement)
+        await incarnation.begin(30)
+        incarnation._cancel_watchers()
+        return recorded_calls
 
     pinned = f"hf://org/model@main#{'0' * 40}"
-    assert asyncio.run(whole(pinned))[:3] == [("fetch", 0), ("fetch", 2), ("open_store", 0)]
-    assert [rank for name, rank in done if name == "load"] == [0, 1, 2, 3]
-    assert asyncio.run(whole("/a/folder"))[0] == ("open_store", 0)
+    assert asyncio.run(begin_incarnation(pinned))[:3] == [("fetch", 0), ("fetch", 2), ("open_store", 0)]
+    assert [rank for name, rank in recorded_calls if name == "load"] == [0, 1, 2, 3]
+    assert asyncio.run(begin_incarnation("/a/folder"))[0] == ("open_store", 0)

@@ -1,4 +1,4 @@
-"""The end of a Ray of one's own: nothing of it stays, whatever its processes do meanwhile."""
+"""The local Ray cluster that Aerie starts itself: its end leaves nothing behind, whatever its processes do."""
 
 import os
 import signal
@@ -15,8 +15,8 @@ from cluster.actors import local_ray
 from cluster.actors.local_ray import LocalRay
 
 
-class Folder:
-    """Notes that it was removed."""
+class FakeFolder:
+    """A fake of OwnedFolder that records whether it was removed."""
 
     removed = False
 
@@ -24,8 +24,8 @@ class Folder:
         self.removed = True
 
 
-class Process:
-    """Ends by itself between the look at it and its kill."""
+class FakeProcess:
+    """A fake of psutil.Process that ends by itself just before `kill` is called."""
 
     pid = 2**22 + 1
 
@@ -36,35 +36,35 @@ class Process:
         raise psutil.NoSuchProcess(self.pid)
 
 
-@pytest.mark.parametrize("way", ["stop", "kill"])
-@pytest.mark.parametrize("fault", [None, OSError("no")], ids=["gone", "fault"])
+@pytest.mark.parametrize("method", ["stop", "kill"])
+@pytest.mark.parametrize("fault", [None, OSError("no")], ids=["process has ended", "wait_procs raises"])
 def test_local_ray_removes_its_folder_even_when_ending_processes_fails(
-    monkeypatch: pytest.MonkeyPatch, way: str, fault: Exception | None
+    monkeypatch: pytest.MonkeyPatch, method: str, fault: Exception | None
 ) -> None:
-    waited: list[Any] = []
+    wait_timeouts: list[Any] = []
 
     def wait_procs(processes: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
-        waited.append(timeout)
-        if fault is not None and len(waited) == 1:
+        wait_timeouts.append(timeout)
+        if fault is not None and len(wait_timeouts) == 1:
             raise fault
         return [], processes
 
     monkeypatch.setattr(ray, "shutdown", lambda: None)
     monkeypatch.setattr(local_ray.psutil, "wait_procs", wait_procs)
-    folder: Any = Folder()
-    process: Any = Process()
+    folder: Any = FakeFolder()
+    process: Any = FakeProcess()
     cluster = LocalRay(_folder=folder, _processes=[process])
     if fault is None:
-        getattr(cluster, way)()
+        getattr(cluster, method)()
     else:
         with pytest.raises(OSError, match="no"):
-            getattr(cluster, way)()
+            getattr(cluster, method)()
     assert folder.removed
 
 
 def test_ray_processes_share_a_separate_process_group_and_accept_sigterm() -> None:
     services: Any = ray._private.services
-    before = services.ConsolePopen
+    original_popen = services.ConsolePopen
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))
     started: list[subprocess.Popen[bytes]] = []
     try:
@@ -72,9 +72,9 @@ def test_ray_processes_share_a_separate_process_group_and_accept_sigterm() -> No
             started += [services.ConsolePopen(command) for command in (["sleep", "60"], ["true"], ["sleep", "60"])]
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-    assert services.ConsolePopen is before
-    first, short, last = started
-    short.wait()
+    assert services.ConsolePopen is original_popen
+    first, short_lived, last = started
+    short_lived.wait()
     assert os.getpgid(first.pid) == os.getpgid(last.pid) == first.pid != os.getpgid(0)
     for process in (first, last):
         process.terminate()
@@ -86,14 +86,18 @@ def test_ensure_token_writes_to_home_or_else_to_the_ray_folder(tmp_path: Path, m
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     local_ray.ensure_token(tmp_path)
-    made = (tmp_path / ".ray" / "auth_token").read_text()
+    token = (tmp_path / ".ray" / "auth_token").read_text()
     local_ray.ensure_token(tmp_path)
-    assert len(made) == 64 and (tmp_path / ".ray" / "auth_token").read_text() == made
+    assert len(token) == 64 and (tmp_path / ".ray" / "auth_token").read_text() == token
     (tmp_path / "file").write_text("")
     assert "RAY_AUTH_TOKEN_PATH" not in os.environ
     monkeypatch.setenv("HOME", str(tmp_path / "file"))
-    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "")  # so that what follows is undone
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "")  # so that monkeypatch undoes what `ensure_token` sets
     monkeypatch.delenv("RAY_AUTH_TOKEN_PATH")
     local_ray.ensure_token(tmp_path)
-    own = Path(os.environ["RAY_AUTH_TOKEN_PATH"])
-    assert own.parent == tmp_path and len(own.read_text()) == 64 and own.stat().st_mode & 0o777 == 0o600
+    token_path = Path(os.environ["RAY_AUTH_TOKEN_PATH"])
+    assert (
+        token_path.parent == tmp_path
+        and len(token_path.read_text()) == 64
+        and token_path.stat().st_mode & 0o777 == 0o600
+    )

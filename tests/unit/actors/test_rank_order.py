@@ -1,4 +1,6 @@
-"""Which rank gets which bundle: attention groups on one node each, as many as can be; the replica's node first."""
+"""Which rank gets which bundle: as many attention groups as possible lie on a single node; the replica's
+node is first.
+"""
 
 import random
 from itertools import groupby
@@ -8,8 +10,8 @@ import pytest
 from cluster.actors.placement import bundle_of_each_rank
 
 
-def on_one(nodes: list[str], group: int) -> int:
-    """How many groups are on one node."""
+def groups_on_one_node(nodes: list[str], group: int) -> int:
+    """Return how many groups of `group` ranks lie on a single node. `nodes` holds the node of each rank."""
     return sum(len(set(nodes[at : at + group])) == 1 for at in range(0, len(nodes), group))
 
 
@@ -19,14 +21,14 @@ def test_bundle_order_maximizes_attention_groups_on_a_single_node(group: int) ->
     for _ in range(200):
         world = group * draw.randint(1, 4)
         node_of = {bundle: draw.choice("abcd") for bundle in range(world)}
-        own = draw.choice("abcde")
-        order = bundle_of_each_rank(node_of, own, group)
+        replica_node = draw.choice("abcde")
+        order = bundle_of_each_rank(node_of, replica_node, group)
         nodes = [node_of[bundle] for bundle in order]
         assert sorted(order) == list(range(world))
-        assert on_one(nodes, group) == sum([*node_of.values()].count(node) // group for node in "abcd")
-        assert own not in nodes or nodes[0] == own
+        assert groups_on_one_node(nodes, group) == sum([*node_of.values()].count(node) // group for node in "abcd")
+        assert replica_node not in nodes or nodes[0] == replica_node
         if group in (1, world):
-            assert len([*groupby(nodes)]) == len(set(nodes)), "ranks of a node follow each other"
+            assert len([*groupby(nodes)]) == len(set(nodes)), "the ranks of a node must be contiguous"
 
 
 def test_bundle_order_does_not_split_a_group_for_the_replica_node() -> None:
@@ -36,5 +38,5 @@ def test_bundle_order_does_not_split_a_group_for_the_replica_node() -> None:
 
 
 def test_equal_nodes_are_ordered_by_their_first_bundle() -> None:
-    """So a config whose bundles name their nodes has its ranks in that order."""
+    """So if the bundles of a config name their nodes, the ranks follow the order of the bundles."""
     assert bundle_of_each_rank(dict(enumerate("zzaa")), "elsewhere", 2) == (0, 1, 2, 3)

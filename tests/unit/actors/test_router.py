@@ -1,4 +1,4 @@
-"""The router over a gang by hand: what its tasks do when something unforeseen happens, and what it says then."""
+"""The router over a fake gang: what its tasks do on unexpected errors and losses, and what it reports then."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -18,26 +18,28 @@ from cluster.status import EngineStatus, RankInfo, StepCosts
 from tests.info import rank_info
 
 LOSS = Loss(0, "died", 7, "target", "the process died", 0, 0.0, 0.1)
-Said = asyncio.Queue[Any]
+ItemQueue = asyncio.Queue[Any]
 
 
-class Life:
-    """A life of one rank: what is put to it is kept, what it says is put in `said`; an exception ends its stream."""
+class FakeIncarnation:
+    """A fake incarnation of one rank. It records the ids of submitted requests in `submitted_ids`. Tests put step
+    items in `items`: its stream yields them, raises those that are exceptions, and ends at None.
+    """
 
-    def __init__(self, spec: GangSpec, taking: Callable[[Commands], None]) -> None:
-        self.spec, self.taken, self.failed = spec, [], ""  # type: ignore[var-annotated]
-        self.said: Said = asyncio.Queue()
+    def __init__(self, spec: GangSpec, on_commands: Callable[[Commands], None]) -> None:
+        self.spec, self.submitted_ids, self.failed = spec, [], ""  # type: ignore[var-annotated]
+        self.items: ItemQueue = asyncio.Queue()
         self.made_progress = False
         self.status: EngineStatus | None = None
-        self._taking = taking
+        self._on_commands = on_commands
         self.shards = [SimpleNamespace(put=SimpleNamespace(remote=self._put))]
 
     async def _put(self, commands: Commands) -> None:
-        self._taking(commands)
-        self.taken += [request.request_id for request in commands.submits]
+        self._on_commands(commands)
+        self.submitted_ids += [request.request_id for request in commands.submits]
 
     async def open_stream(self, rank: int) -> AsyncIterator[Any]:
-        while (item := await self.said.get()) is not None:
+        while (item := await self.items.get()) is not None:
             if isinstance(item, Exception):
                 raise item
             ref: asyncio.Future[tuple[StepItem, ...]] = asyncio.Future()
@@ -57,43 +59,45 @@ class Life:
         self.failed = reason
 
 
-class Gang:
+class FakeGang:
+    """A fake gang of one rank. `on_commands` is called with all commands that a shard gets."""
+
     def __init__(self) -> None:
         config = EngineConfig(model_path="m", page_size=4)
         self.spec = GangSpec(config, layout_of(1, bundle_per_worker={"CPU": 1}), "test/by-hand")
         self.infos: list[RankInfo] = []
         self.start_s, self.lost_reason = 12.3, ""
-        self.taking: Callable[[Commands], None] = lambda commands: None
+        self.on_commands: Callable[[Commands], None] = lambda commands: None
         self.incarnation: Any = None
 
-    def begin(self) -> Life:
+    def begin(self) -> FakeIncarnation:
         self.infos = [rank_info(page_size=4, kv_pages=30)]
-        self.incarnation = Life(self.spec, self.taking)
+        self.incarnation = FakeIncarnation(self.spec, self.on_commands)
         return self.incarnation
 
     async def watch(self, owner: Any) -> None:
         await asyncio.Event().wait()
 
 
-def ask(name: str, prompt: int = 9) -> Request:
+def make_request(name: str, prompt: int = 9) -> Request:
     return Request(name, tuple(range(prompt)), RequestParams(max_tokens=4))
 
 
-async def read(router: Router, request: Request) -> list[SequenceOutput]:
+async def read_outputs(router: Router, request: Request) -> list[SequenceOutput]:
     return [output async for output in router.generate(request)]
 
 
-async def until(condition: Callable[[], Any]) -> None:
+async def wait_until(condition: Callable[[], Any]) -> None:
     for _ in range(2000):
         if condition():
             return
         await asyncio.sleep(0.001)
-    raise AssertionError("waited in vain")
+    raise AssertionError("the condition did not become true")
 
 
-def with_router(body: Callable[[Router, Gang], Any]) -> None:
-    async def whole() -> None:
-        gang = Gang()
+def run_with_router(body: Callable[[Router, FakeGang], Any]) -> None:
+    async def run_body() -> None:
+        gang = FakeGang()
         router = Router(gang)  # type: ignore[arg-type]
         gang.begin()
         router.start()
@@ -102,7 +106,7 @@ def with_router(body: Callable[[Router, Gang], Any]) -> None:
         finally:
             await router.close()
 
-    asyncio.run(whole())
+    asyncio.run(run_body())
 
 
 def outputs(step: int, *names: str, ended: bool = False) -> StepItem:
@@ -111,116 +115,121 @@ def outputs(step: int, *names: str, ended: bool = False) -> StepItem:
 
 
 def test_router_marks_the_rank_failed_when_sending_commands_raises() -> None:
-    async def body(router: Router, gang: Gang) -> None:
-        def refuses(commands: Commands) -> None:
+    async def body(router: Router, gang: FakeGang) -> None:
+        def raise_type_error(commands: Commands) -> None:
             raise TypeError("cannot pickle")
 
-        gang.incarnation._taking = refuses
-        task = asyncio.create_task(read(router, ask("a")))
-        await until(lambda: gang.incarnation.failed)
+        gang.incarnation._on_commands = raise_type_error
+        task = asyncio.create_task(read_outputs(router, make_request("a")))
+        await wait_until(lambda: gang.incarnation.failed)
         assert "its commands failed: cannot pickle" in gang.incarnation.failed
         await router.on_down(LOSS)
-        life = gang.begin()
+        restarted = gang.begin()
         router.on_up()
-        await until(lambda: life.taken == ["a"])
-        life.said.put_nowait(outputs(1, "a", ended=True))
+        await wait_until(lambda: restarted.submitted_ids == ["a"])
+        restarted.items.put_nowait(outputs(1, "a", ended=True))
         assert (await task)[-1].finish_reason == "length"
 
-    with_router(body)
+    run_with_router(body)
 
 
-@pytest.mark.parametrize("item", [KeyError("what"), SimpleNamespace(nothing=1)], ids=["the stream", "the item"])
+@pytest.mark.parametrize("item", [KeyError("what"), SimpleNamespace(nothing=1)], ids=["stream raises", "invalid item"])
 def test_router_marks_the_rank_failed_when_reading_outputs_raises(item: Any) -> None:
-    async def body(router: Router, gang: Gang) -> None:
-        task = asyncio.create_task(read(router, ask("a")))
-        await until(lambda: gang.incarnation.taken)
-        gang.incarnation.said.put_nowait(item)
-        await until(lambda: gang.incarnation.failed)
+    async def body(router: Router, gang: FakeGang) -> None:
+        task = asyncio.create_task(read_outputs(router, make_request("a")))
+        await wait_until(lambda: gang.incarnation.submitted_ids)
+        gang.incarnation.items.put_nowait(item)
+        await wait_until(lambda: gang.incarnation.failed)
         assert "its outputs failed" in gang.incarnation.failed
         task.cancel()
 
-    with_router(body)
+    run_with_router(body)
 
 
 def test_outputs_before_a_loss_count_and_only_the_fatal_step_is_suspect() -> None:
-    async def body(router: Router, gang: Gang) -> None:
-        first = gang.incarnation
+    async def body(router: Router, gang: FakeGang) -> None:
+        first_incarnation = gang.incarnation
         names = [f"s{i}" for i in range(116)]
-        tasks = [asyncio.create_task(read(router, ask(name))) for name in names]
-        await until(lambda: len(first.taken) == 116)
-        first.said.put_nowait(StepItem(0, 0, admitted=tuple(names[:16])))
+        tasks = [asyncio.create_task(read_outputs(router, make_request(name))) for name in names]
+        await wait_until(lambda: len(first_incarnation.submitted_ids) == 116)
+        first_incarnation.items.put_nowait(StepItem(0, 0, admitted=tuple(names[:16])))
         for _ in range(2):
-            assert not first.made_progress, "their prompts alone are no proof that steps work"
-            first.said.put_nowait(outputs(1, *names[:16]))
-            await until(first.said.empty)
-        first.said.put_nowait(StepItem(0, 1, admitted=("s20",)))  # the fatal step
-        first.said.put_nowait(None)
+            assert not first_incarnation.made_progress, "first tokens alone do not prove that decode steps work"
+            first_incarnation.items.put_nowait(outputs(1, *names[:16]))
+            await wait_until(first_incarnation.items.empty)
+        first_incarnation.items.put_nowait(StepItem(0, 1, admitted=("s20",)))  # the fatal step
+        first_incarnation.items.put_nowait(None)
         await router.on_down(LOSS)
-        assert [s.name for s in router._streams.values() if s.in_fatal_step] == ["s20"] and first.made_progress
-        second = gang.begin()
+        assert [stream.name for stream in router._streams.values() if stream.in_fatal_step] == [
+            "s20"
+        ] and first_incarnation.made_progress
+        second_incarnation = gang.begin()
         router.on_up()
-        late = asyncio.create_task(read(router, ask("late")))
-        await until(lambda: len(second.taken) == 117)
-        assert second.taken == [*names, "late"]  # those that had tokens are the first sixteen; one call for all
-        for task in (*tasks, late):
+        late_task = asyncio.create_task(read_outputs(router, make_request("late")))
+        await wait_until(lambda: len(second_incarnation.submitted_ids) == 117)
+        assert second_incarnation.submitted_ids == [
+            *names,
+            "late",
+        ]  # the 16 streams with tokens come first; all go in one call
+        for task in (*tasks, late_task):
             task.cancel()
 
-    with_router(body)
+    run_with_router(body)
 
 
 def test_stream_resumed_from_another_replica_bypasses_admission_limits() -> None:
-    async def body(router: Router, gang: Gang) -> None:
+    async def body(router: Router, gang: FakeGang) -> None:
         router._admission._config = gang.spec.config.model_copy(update={"max_queued_requests": 1})
-        tasks = [asyncio.create_task(read(router, ask("first")))]
-        await until(lambda: gang.incarnation.taken)
+        tasks = [asyncio.create_task(read_outputs(router, make_request("first")))]
+        await wait_until(lambda: gang.incarnation.submitted_ids)
         with pytest.raises(Overloaded):
-            await read(router, ask("new"))
-        tasks.append(asyncio.create_task(read(router, replace(ask("resumed"), resumed_tokens=3))))
-        await until(lambda: gang.incarnation.taken == ["first", "resumed"])
+            await read_outputs(router, make_request("new"))
+        tasks.append(asyncio.create_task(read_outputs(router, replace(make_request("resumed"), resumed_tokens=3))))
+        await wait_until(lambda: gang.incarnation.submitted_ids == ["first", "resumed"])
         for task in tasks:
             task.cancel()
 
-    with_router(body)
+    run_with_router(body)
 
 
 def test_started_stream_that_the_engine_refuses_ends_with_finish_reason_error() -> None:
-    """Not with one of the request, which the client could have been told of before."""
+    """An error of the request itself would be wrong: it could have been reported before the stream started."""
 
-    async def body(router: Router, gang: Gang) -> None:
-        task = asyncio.create_task(read(router, ask("a")))
-        await until(lambda: gang.incarnation.taken)
-        gang.incarnation.said.put_nowait(outputs(1, "a"))
-        gang.incarnation.said.put_nowait(StepItem(0, 1, refused=(("a", "no grammar"),)))
+    async def body(router: Router, gang: FakeGang) -> None:
+        task = asyncio.create_task(read_outputs(router, make_request("a")))
+        await wait_until(lambda: gang.incarnation.submitted_ids)
+        gang.incarnation.items.put_nowait(outputs(1, "a"))
+        gang.incarnation.items.put_nowait(StepItem(0, 1, refused=(("a", "no grammar"),)))
         last = (await task)[-1]
         assert (last.finish_reason, last.error) == ("error", "the engine would not resume it: no grammar")
 
-    with_router(body)
+    run_with_router(body)
 
 
 def test_lost_gang_aborts_its_streams_and_refuses_new_requests() -> None:
-    async def body(router: Router, gang: Gang) -> None:
-        task = asyncio.create_task(read(router, ask("a")))
-        await until(lambda: gang.incarnation.taken)
+    async def body(router: Router, gang: FakeGang) -> None:
+        task = asyncio.create_task(read_outputs(router, make_request("a")))
+        await wait_until(lambda: gang.incarnation.submitted_ids)
         router.on_lost("rank 0 died (given up)")
         (last,) = await task
         assert (last.finish_reason, last.error) == ("abort", "rank 0 died (given up)")
-        with pytest.raises(Unavailable, match="given up") as refused:
-            await read(router, ask("b"))
-        assert refused.value.retry_after_s == 13
+        with pytest.raises(Unavailable, match="given up") as raised:
+            await read_outputs(router, make_request("b"))
+        assert raised.value.retry_after_s == 13
 
-    with_router(body)
+    run_with_router(body)
 
 
 def test_prefix_index_gets_the_kv_page_count_of_the_started_gang() -> None:
-    async def body(router: Router, gang: Gang) -> None:
+    async def body(router: Router, gang: FakeGang) -> None:
         for i in range(9):
-            task = asyncio.create_task(read(router, Request(f"r{i}", tuple(range(100 * i, 100 * i + 41)))))
-            await until(lambda name=f"r{i}": name in gang.incarnation.taken)
-            gang.incarnation.said.put_nowait(outputs(1, f"r{i}", ended=True))
+            task = asyncio.create_task(read_outputs(router, Request(f"r{i}", tuple(range(100 * i, 100 * i + 41)))))
+            await wait_until(lambda name=f"r{i}": name in gang.incarnation.submitted_ids)
+            gang.incarnation.items.put_nowait(outputs(1, f"r{i}", ended=True))
             await task
         assert router._balancer.load(0).pages == 30
 
-    with_router(body)
+    run_with_router(body)
 
 
 COSTS = StepCosts(
@@ -234,39 +243,39 @@ COSTS = StepCosts(
 
 
 def test_expected_wait_uses_reported_step_costs_and_queue_after_a_restart_too() -> None:
-    """A row takes a millisecond. A gang that was lost has all prompts to compute again."""
+    """A row takes a millisecond. After a loss the gang must compute all prompts again."""
 
-    async def body(router: Router, gang: Gang) -> None:
-        def expected() -> float:
+    async def body(router: Router, gang: FakeGang) -> None:
+        def expected_wait_s() -> float:
             router._admission._forecast = None
             return router._admission.expected_wait(5).seconds
 
         gang.infos = [rank_info(page_size=4, kv_pages=30_000, step_costs=COSTS)]
         router._admission.on_gang_up(120_000, _step_times_of(gang.infos[0]))
-        tasks = [asyncio.create_task(read(router, ask("long", 4000)))]
-        await until(lambda: gang.incarnation.taken == ["long"])
-        assert expected() == pytest.approx(4.1, abs=0.3)
+        tasks = [asyncio.create_task(read_outputs(router, make_request("long", 4000)))]
+        await wait_until(lambda: gang.incarnation.submitted_ids == ["long"])
+        assert expected_wait_s() == pytest.approx(4.1, abs=0.3)
         gang.incarnation.status = EngineStatus(queued_tokens=0, submitted=0, prefill_drift=1.0)
-        assert expected() == pytest.approx(4.1, abs=0.3), "the rank does not know of it yet"
+        assert expected_wait_s() == pytest.approx(4.1, abs=0.3), "the report is older than the submission"
         gang.incarnation.status = EngineStatus(queued_tokens=1000, submitted=1, prefill_drift=2.0)
         router._admission._ranks[0].last_report_at = 0.0
-        assert expected() == pytest.approx(2.2, abs=0.3), "at half the speed"
-        gang.incarnation.said.put_nowait(outputs(1, "long"))
-        await until(lambda: not router._admission._ranks[0].queue)
+        assert expected_wait_s() == pytest.approx(2.2, abs=0.3), "1000 tokens at half the speed"
+        gang.incarnation.items.put_nowait(outputs(1, "long"))
+        await wait_until(lambda: not router._admission._ranks[0].queue)
         await router.on_down(LOSS)
-        life = gang.begin()
+        restarted = gang.begin()
         gang.infos = [rank_info(page_size=4, kv_pages=30_000, step_costs=COSTS)]
         router.on_up()
-        await until(lambda: life.taken == ["long"])
-        (again,) = router._admission._ranks[0].queue.values()
-        assert (again.uncomputed_tokens, again.length, again.submission_number, router._admission.waiting) == (
+        await wait_until(lambda: restarted.submitted_ids == ["long"])
+        (requeued,) = router._admission._ranks[0].queue.values()
+        assert (requeued.uncomputed_tokens, requeued.length, requeued.submission_number, router._admission.waiting) == (
             4001,
             4001,
             1,
             0,
         )
-        assert expected() == pytest.approx(8.2, abs=0.6), "what was learned of the machine stays"
+        assert expected_wait_s() == pytest.approx(8.2, abs=0.6), "the learnt drift must survive the restart"
         for task in tasks:
             task.cancel()
 
-    with_router(body)
+    run_with_router(body)

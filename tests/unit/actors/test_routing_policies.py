@@ -1,4 +1,6 @@
-"""The routing simulation: one load for all policies, a clock that a hand can check, and what expected load gains."""
+"""The routing simulation: all policies serve the same load, times match hand-computed costs, and
+`expected_load` gains.
+"""
 
 from dataclasses import replace
 
@@ -37,21 +39,25 @@ def test_simulated_load_has_the_stated_skew() -> None:
 
 
 def test_simulated_request_takes_the_sum_of_the_stated_costs() -> None:
-    """A prompt of 100 in chunks of 40 is three steps; then two tokens, in two steps, as no level is ever accepted."""
+    """A prompt of 100 tokens in chunks of 40 takes three steps and gives the first token. The other two tokens take two
+    steps, because no drafted level is ever accepted.
+    """
     skew = Skew(
         requests=1, chunk_rows=40, prefix_tokens=(60, 60), own_tokens=(40, 40), long_share=0.0, chatty_share=0.0,
         short_output=(3, 3), hard_share=1.0, hard_odds=0.0, tree_nodes=8,
     )  # fmt: skip
-    first = 3 * STEP_S + 100 * ROW_S
-    whole = first + 2 * STEP_S + 2 * 8 * ROW_S + (101 + 102) * KV_S
+    first_token_s = 3 * STEP_S + 100 * ROW_S
+    total_s = first_token_s + 2 * STEP_S + 2 * 8 * ROW_S + (101 + 102) * KV_S
     for row in compare(0, skew):
-        assert row.mean_first_s == row.p99_first_s == pytest.approx(first)
-        assert row.mean_s == row.p99_s == pytest.approx(whole)
+        assert row.mean_first_s == row.p99_first_s == pytest.approx(first_token_s)
+        assert row.mean_s == row.p99_s == pytest.approx(total_s)
         assert (row.imbalance, row.prefix_hits) == (pytest.approx(skew.ranks), 0.0)
 
 
 def test_simulation_finds_repeated_prompts_in_the_cache() -> None:
-    """One prefix, one request at a time: all but the first of a rank find its 99 pages (the last differs after it)."""
+    """All prompts share one prefix, and one request runs at a time. All requests except the first of each rank find 99
+    cached pages of the prefix. (The 100th page never matches: its key includes the token after it, which differs.)
+    """
     skew = Skew(
         ranks=2, requests=50, arrivals_s=0.05, prefixes=1, prefix_tokens=(1600, 1600), own_tokens=(16, 16),
         long_share=0.0,
@@ -64,15 +70,15 @@ def test_simulation_finds_repeated_prompts_in_the_cache() -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_expected_load_policy_beats_round_robin(seed: int) -> None:
     rows = by_policy(seed)
-    ours, theirs = rows["expected_load"], rows["round_robin"]
-    assert ours.mean_s < 0.95 * theirs.mean_s
-    assert ours.p99_s < 0.97 * theirs.p99_s
-    assert ours.mean_first_s < 0.9 * theirs.mean_first_s
-    assert ours.prefix_hits > theirs.prefix_hits + 0.03
+    expected_load, round_robin = rows["expected_load"], rows["round_robin"]
+    assert expected_load.mean_s < 0.95 * round_robin.mean_s
+    assert expected_load.p99_s < 0.97 * round_robin.p99_s
+    assert expected_load.mean_first_s < 0.9 * round_robin.mean_first_s
+    assert expected_load.prefix_hits > round_robin.prefix_hits + 0.03
 
 
 def test_expected_load_beats_round_robin_without_shared_prefixes() -> None:
-    """Then only the balance is left to win by."""
+    """Without shared prefixes only the balance of load can make a difference."""
     gains = []
     for seed in range(3):
         rows = by_policy(seed, replace(SMALL, prefix_tokens=(0, 0), own_tokens=(64, 1536)))

@@ -1,4 +1,4 @@
-"""What a shard says of itself before it has an engine."""
+"""What a shard reports of itself: its heartbeat before it has an engine, and errors in reading a grammar."""
 
 import sys
 import threading
@@ -11,14 +11,14 @@ from cluster.actors.shard import ShardActor
 
 
 def test_shard_heartbeat_counts_opening_the_store_as_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, over = threading.Event(), threading.Event()
+    started, may_finish = threading.Event(), threading.Event()
 
     class Store:
         port = 1
 
     def open_store(host: str) -> Store:
-        begun.set()
-        while not over.is_set():  # as the import of torch: computes, and reads nothing that is not in memory
+        started.set()
+        while not may_finish.is_set():  # like the import of torch: computes, without reads from disk
             sum(range(1000))
         return Store()
 
@@ -28,16 +28,16 @@ def test_shard_heartbeat_counts_opening_the_store_as_work(monkeypatch: pytest.Mo
     shard = ShardActor(0, 2, factory="busy_factory:build")
     opening = threading.Thread(target=shard.open_store)
     opening.start()
-    begun.wait()
+    started.wait()
     try:
-        until, ages = time.monotonic() + 1.0, []
-        while time.monotonic() < until:
+        deadline, idle_times = time.monotonic() + 1.0, []
+        while time.monotonic() < deadline:
             time.sleep(0.2)
-            ages.append(shard.heartbeat().idle_s)
+            idle_times.append(shard.heartbeat().idle_s)
     finally:
-        over.set()
+        may_finish.set()
         opening.join()
-    assert ages[-1] < 0.5
+    assert idle_times[-1] < 0.5
 
 
 @pytest.mark.parametrize("error", [ValueError("no such token"), OSError("tokenizer.json is gone")])
@@ -47,8 +47,9 @@ def test_shard_returns_grammar_read_errors_instead_of_raising(error: Exception) 
 
     shard = ShardActor(0, 1)
     shard._engine_loop = SimpleNamespace(engine=SimpleNamespace(read_grammar=read_grammar))  # type: ignore[assignment]
-    said: list[str] = []
-    reading = threading.Thread(target=lambda: said.append(shard.read_grammar("g", "{}")))  # it makes its thread nicer
-    reading.start()
-    reading.join()
-    assert str(error) in said[0]
+    replies: list[str] = []
+    # In a thread of its own, because `read_grammar` lowers the priority of its thread.
+    reader_thread = threading.Thread(target=lambda: replies.append(shard.read_grammar("g", "{}")))
+    reader_thread.start()
+    reader_thread.join()
+    assert str(error) in replies[0]

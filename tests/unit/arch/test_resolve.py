@@ -1,4 +1,4 @@
-"""What the heads of the checkpoints tell about a start that would fail."""
+"""`check_models` reads only the headers of checkpoints, and refuses settings with which a start would fail."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ from cluster.arch.resolve import check_models
 from cluster.arch.safetensors.stored import stored_shapes
 from cluster.config import ConfigError, EngineConfig
 from cluster.models.checkpoint import Checkpoint
-from tests.families import made
+from tests.families import family_checkpoint
 from tests.tiny import draft_folder, target_folder
 
 
@@ -41,7 +41,7 @@ def test_check_models_refuses_tp_size_beyond_the_mlp_width() -> None:
 
 
 def sparse(case: str = "two of four", family: str = "mixtral", **changes: object) -> EngineConfig:
-    return EngineConfig.model_validate({"model_path": made(family, case).folder, **changes})
+    return EngineConfig.model_validate({"model_path": family_checkpoint(family, case).folder, **changes})
 
 
 @pytest.mark.parametrize("mesh", [(2, 1, 2), (4, 4, 4), (4, 2, 2)])
@@ -53,17 +53,20 @@ def test_check_models_accepts_ep_sizes_that_divide_the_experts(mesh: tuple[int, 
 def test_check_models_refuses_ep_sizes_without_enough_experts() -> None:
     with pytest.raises(ConfigError, match="ep_size 8 leaves ranks without any of 4 experts; lower it"):
         check_models(sparse(tp_size=8, attn_dp_size=8, ep_size=8))
-    for none in (settings(tp_size=2, ep_size=2), EngineConfig(model_path=target_folder(), tp_size=2, ep_size=2)):
+    for settings_without_experts in (
+        settings(tp_size=2, ep_size=2),
+        EngineConfig(model_path=target_folder(), tp_size=2, ep_size=2),
+    ):
         with pytest.raises(ConfigError, match="ep_size 2 is for experts, and no model that is sharded has several"):
-            check_models(none)
+            check_models(settings_without_experts)
 
 
 def test_check_models_refuses_expert_columns_that_do_not_split() -> None:
-    """Whole ones need none, so they can be on more ranks than they have columns."""
-    narrow = {"family": "deepseek_v3", "case": "low-rank queries", "attn_dp_size": 24, "tp_size": 24}
+    """An expert's 12 columns cannot be split over 24 ranks. With ep_size 4 an expert is split over only 6 ranks."""
+    narrow_experts = {"family": "deepseek_v3", "case": "low-rank queries", "attn_dp_size": 24, "tp_size": 24}
     with pytest.raises(ConfigError, match="an expert of 12 columns cannot be split over tp_size 24; lower tp_size"):
-        check_models(sparse(**narrow))  # type: ignore[arg-type]
-    check_models(sparse(**narrow, ep_size=4))  # type: ignore[arg-type]
+        check_models(sparse(**narrow_experts))  # type: ignore[arg-type]
+    check_models(sparse(**narrow_experts, ep_size=4))  # type: ignore[arg-type]
 
 
 def test_only_a_sharded_draft_must_split_over_the_ranks(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What attention must give, one softmax per row in plain exponentials, and requests to try it on."""
+"""A reference of attention, one softmax per row in plain exponentials, and cases of requests to run attention on."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,13 +16,13 @@ from cluster.kv.codes import encode
 from cluster.kv.page_table import PageTable
 from cluster.kv.pool import KVPool
 from cluster.models.runner import AttentionBackend
-from tests.unit.attention.fp8 import held
+from tests.unit.attention.fp8 import cached_values
 
 CPU = torch.device("cpu")
 
 
 def softmax_row(q: Tensor, k: Tensor, v: Tensor, scale: float, sinks: Tensor | None = None) -> Tensor:
-    """q `[nh, d]`, k `[L, nkv, d]`, v `[L, nkv, dv]` -> `[nh * dv]`."""
+    """Return one row's attention output `[nh * dv]`, from q `[nh, d]`, k `[L, nkv, d]` and v `[L, nkv, dv]`."""
     out, repeat = [], q.shape[0] // k.shape[1]
     for head in range(q.shape[0]):
         weights = (scale * (k[:, head // repeat] @ q[head])).exp()
@@ -33,12 +33,18 @@ def softmax_row(q: Tensor, k: Tensor, v: Tensor, scale: float, sinks: Tensor | N
 
 @dataclass
 class Case:
-    """Requests with `committed` tokens and a window row for each parent in `parents` (-1: none), then prompt chunks
-    `(start, stop)`, in order of length; each request in a table row of its own.
+    """One attention step: its requests, their pages, queries and KV cells.
 
-    With `fp8` the cache is in FP8: what the definition says is then said of the numbers that it holds.
+    First come tree requests with `committed` tokens each. Every tree request has one tree row per entry of `parents`,
+    the node's parent (-1: none). Then come prompt requests with a chunk of positions (start, stop) each, in order of
+    length. Each request has its own row of the page table.
 
-    Its pages lie in a `run`, or the later half of them takes turns with others' (`tail`), or they are `scattered`.
+    `lies` is the layout of a request's pages. "run": consecutive pages. "tail": the later half of the pages alternates
+    with the pages of other requests. "scattered": pages in random order.
+
+    `sunk`: there are attention sinks. `window`: the sliding window of the layer. `first`: as in
+    `AttentionMetadata`. `d`, `values`: head dimensions of keys and of values. `latent`: cells of latent attention.
+    `fp8`: the cache is in FP8, and the expected output uses the rounded values in the cache.
     """
 
     heads: int
@@ -59,46 +65,51 @@ class Case:
     values: int = field(init=False)
 
     def __post_init__(self) -> None:
-        dice = torch.Generator().manual_seed(self.seed)
+        generator = torch.Generator().manual_seed(self.seed)
         requests, n = len(self.committed) + len(self.chunks), len(self.parents)
         longest = max([*(count + n for count in self.committed), *(stop for _, stop in self.chunks), 1])
-        each = -(-longest // self.page_size)
-        count = requests * each + 1
-        table = PageTable(requests, each * self.page_size, self.page_size, CPU)
-        order = torch.randperm(count - 1, generator=dice) if self.lies == "scattered" else torch.arange(count - 1)
-        pages = (order + 1).view(requests, each)
+        pages_per_request = -(-longest // self.page_size)
+        count = requests * pages_per_request + 1
+        table = PageTable(requests, pages_per_request * self.page_size, self.page_size, CPU)
+        order = torch.randperm(count - 1, generator=generator) if self.lies == "scattered" else torch.arange(count - 1)
+        pages = (order + 1).view(requests, pages_per_request)
         if self.lies == "tail":
-            pages[:, each // 2 :] = pages[:, each // 2 :].reshape(-1).sort().values.view(-1, requests).t()
+            pages[:, pages_per_request // 2 :] = (
+                pages[:, pages_per_request // 2 :].reshape(-1).sort().values.view(-1, requests).t()
+            )
         table.device_pages[:requests] = pages
         self.table, self.values = table, 5 if self.latent else self.d
         parts, kv_heads = (1, 1) if self.latent else (2, self.kv_heads)
         pool = KVPool(2, count * self.page_size, (parts, kv_heads, self.d), self.dtype, CPU)
-        pool.kv.fill_(torch.nan)  # what nobody wrote must not be read
-        for row, known in enumerate([*self.committed, *(start for start, _ in self.chunks)]):
-            slots = table.first_slots(torch.tensor([row]), known)[0].long()
-            cells = torch.randn(known, parts, kv_heads, self.d, generator=dice, dtype=self.dtype)
-            pool.kv[1, slots] = self.kept(cells)
+        pool.kv.fill_(torch.nan)  # a read of an unwritten cell gives NaN
+        for row, length in enumerate([*self.committed, *(start for start, _ in self.chunks)]):
+            slots = table.first_slots(torch.tensor([row]), length)[0].long()
+            cells = torch.randn(length, parts, kv_heads, self.d, generator=generator, dtype=self.dtype)
+            pool.kv[1, slots] = self.cached_cells(cells)
         self.pool, rows = pool, len(self.committed) * n + sum(stop - start for start, stop in self.chunks)
-        self.q = torch.randn(rows, self.heads, self.d, generator=dice, dtype=self.dtype)
-        self.kv = torch.randn(rows, parts, kv_heads, self.d, generator=dice, dtype=self.dtype)
-        self.sinks = torch.randn(self.heads, generator=dice, dtype=self.dtype) if self.sunk else None
-        seen = torch.eye(n, dtype=torch.bool)
+        self.q = torch.randn(rows, self.heads, self.d, generator=generator, dtype=self.dtype)
+        self.kv = torch.randn(rows, parts, kv_heads, self.d, generator=generator, dtype=self.dtype)
+        self.sinks = torch.randn(self.heads, generator=generator, dtype=self.dtype) if self.sunk else None
+        ancestors = torch.eye(n, dtype=torch.bool)
         for node, parent in enumerate(self.parents):
             if parent >= 0:
-                seen[node] |= seen[parent]
-        self.ancestors = seen
+                ancestors[node] |= ancestors[parent]
+        self.ancestors = ancestors
 
-    def kept(self, kv: Tensor) -> Tensor:
-        """What the cache holds of cells."""
-        return held(kv, self.values if self.latent else None).to(kv.dtype) if self.fp8 else kv
+    def cached_cells(self, kv: Tensor) -> Tensor:
+        """Return the values that the cache has after writing the cells `kv`: rounded if the cache is in FP8."""
+        return cached_values(kv, self.values if self.latent else None).to(kv.dtype) if self.fp8 else kv
 
-    def texts(self) -> list[list[tuple[int, int]]]:
-        """Of each row (table row, position) of all it may see, itself last, without regard to windows."""
-        above = [seen.nonzero()[:, 0].tolist() for seen in self.ancestors]
+    def visible_cells(self) -> list[list[tuple[int, int]]]:
+        """Return for each row the (table row, position) of all cells that it can see without a sliding window.
+
+        A row's own cell is the last.
+        """
+        ancestor_lists = [ancestors.nonzero()[:, 0].tolist() for ancestors in self.ancestors]
         rows = [
-            [(i, at) for at in range(count)] + [(i, count + j) for j in seen]
+            [(i, at) for at in range(count)] + [(i, count + j) for j in ancestors]
             for i, count in enumerate(self.committed)
-            for seen in above
+            for ancestors in ancestor_lists
         ]
         for i, (start, stop) in enumerate(self.chunks, start=len(self.committed)):
             rows += [[(i, position) for position in range(at + 1)] for at in range(start, stop)]
@@ -108,7 +119,7 @@ class Case:
         return int(self.table.slots(torch.tensor(row), torch.tensor(position)))
 
     def write(self) -> Tensor:
-        """The slots of the new rows: window rows lie in order of the tree's nodes."""
+        """Return the slots that the rows write: the tree rows of each request in order of nodes, then the chunks."""
         n = len(self.parents)
         slots = [self.slot(i, count + j) for i, count in enumerate(self.committed) for j in range(n)]
         for i, (start, stop) in enumerate(self.chunks, start=len(self.committed)):
@@ -116,58 +127,62 @@ class Case:
         return torch.tensor(slots, dtype=torch.int64)
 
     def expected(self) -> Tensor:
-        """From the definition, in float64. Rows below `first` are zeros: nothing is said of them."""
-        memory, out = self.pool.kv[1].double(), []
-        memory[self.write()] = self.kept(self.kv).double()
+        """Return the output of all rows from the definition, in float64. Rows at positions below `first` are zero, as
+        the definition gives no output for them.
+        """
+        cache, out = self.pool.kv[1].double(), []
+        cache[self.write()] = self.cached_cells(self.kv).double()
         q, sinks = self.q.double(), None if self.sinks is None else self.sinks.double()
-        for row, text in enumerate(self.texts()):
-            label = len(text) - 1  # of the row: it sees one cell for each position up to its own
-            low = max(0 if self.window is None else label - self.window + 1, self.first)
-            cells = memory[torch.tensor([self.slot(*at) for at in text[low:]], dtype=torch.int64)]
-            if label < self.first:
+        for row, visible in enumerate(self.visible_cells()):
+            row_position = len(visible) - 1  # a row can see one cell for each position up to its own
+            first_visible = max(0 if self.window is None else row_position - self.window + 1, self.first)
+            cells = cache[torch.tensor([self.slot(*at) for at in visible[first_visible:]], dtype=torch.int64)]
+            if row_position < self.first:
                 out.append(torch.zeros(self.heads * self.values, dtype=torch.float64))
                 continue
             out.append(softmax_row(q[row], cells[:, 0], cells[:, -1, :, : self.values], 0.3, sinks))
         return torch.stack(out) if out else torch.zeros(0, self.heads * self.values, dtype=torch.float64)
 
-    def seen(self) -> AttentionMetadata:
+    def attention_metadata(self) -> AttentionMetadata:
         requests, n, lengths = len(self.committed), len(self.parents), [stop - start for start, stop in self.chunks]
         lens = torch.tensor(self.committed, dtype=torch.int64)
         tree = TreeRows(torch.arange(requests), lens, pack_bits(self.ancestors[None]), n)
-        text = PromptRows(
+        prompt_rows = PromptRows(
             torch.arange(requests, requests + len(lengths)),
             torch.tensor([start for start, _ in self.chunks], dtype=torch.int64),
             torch.tensor([0, *lengths]).cumsum(0),
         )
-        return AttentionMetadata(self.write(), tree if requests else None, text if lengths else None, self.first)
+        return AttentionMetadata(self.write(), tree if requests else None, prompt_rows if lengths else None, self.first)
 
-    def filled(self) -> KVPool:
-        """A pool with the committed cells; in FP8, what nobody wrote is not a number either."""
-        given = 2, self.pool.slots, self.pool.cell, self.dtype, CPU
+    def filled_pool(self) -> KVPool:
+        """Return a pool with the committed cells. All unwritten cells are NaN, in FP8 too."""
+        pool_arguments = 2, self.pool.slots, self.pool.cell, self.dtype, CPU
         if not self.fp8:
-            pool = KVPool(*given)
+            pool = KVPool(*pool_arguments)
             pool.kv.copy_(self.pool.kv)
             return pool
         cell = CodedCell(self.pool.cell, self.values if self.latent else None)
-        pool = KVPool(*given, cell)
-        for layer, numbers in zip(pool.kv, self.pool.kv, strict=True):
-            written = numbers.isfinite().flatten(1).all(1)[:, None]
-            layer.copy_(torch.where(written, encode(numbers.nan_to_num(), cell), 255))
+        pool = KVPool(*pool_arguments, cell)
+        for layer, layer_values in zip(pool.kv, self.pool.kv, strict=True):
+            written = layer_values.isfinite().flatten(1).all(1)[:, None]
+            layer.copy_(torch.where(written, encode(layer_values.nan_to_num(), cell), 255))
         return pool
 
-    def given(self, over: int = 0, make: Callable[..., AttentionBackend] | None = None) -> Tensor:
-        """What torch's backend gives, or one that is made otherwise, told a bound that is `over` the longest; rows
-        below `first` zeroed when finite.
+    def backend_output(self, extra_bound: int = 0, make: Callable[..., AttentionBackend] | None = None) -> Tensor:
+        """Run a backend on this case and return its output: the torch backend, or the backend that `make` returns.
+
+        The backend is prepared for a longest request that is `extra_bound` longer than the case's. All output must be
+        finite. Rows at positions below `first` are set to zero.
         """
-        pool = self.filled()
+        pool = self.filled_pool()
         gather = Gather(self.table, len(self.parents))
         shape = AttentionShape(self.heads, (None, self.window), 0.3, self.values)
         attention: AttentionBackend = TorchAttention(pool, gather, shape)
         if make is not None:
             attention = make(pool, self.table, shape)
-        attention.prepare(HostBounds(max(self.committed, default=0) + over, tuple(self.chunks)))
-        attention.bind(self.seen())
+        attention.prepare(HostBounds(max(self.committed, default=0) + extra_bound, tuple(self.chunks)))
+        attention.bind(self.attention_metadata())
         out = attention(1, self.q, self.kv, self.sinks)
         assert out.isfinite().all()
-        early = [row for row, text in enumerate(self.texts()) if len(text) - 1 < self.first]
-        return out.index_fill(0, torch.tensor(early, dtype=torch.int64), 0)
+        hidden_rows = [row for row, visible in enumerate(self.visible_cells()) if len(visible) - 1 < self.first]
+        return out.index_fill(0, torch.tensor(hidden_rows, dtype=torch.int64), 0)

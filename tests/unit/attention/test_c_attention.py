@@ -1,4 +1,4 @@
-"""Attention in C gives what the definition says, reads nothing that was not written, and a row's bits are its own."""
+"""C attention matches the definition, reads no unwritten memory, and gives a row the same bits in every batch."""
 
 from collections.abc import Callable
 from functools import partial
@@ -16,15 +16,15 @@ from cluster.kv.page_table import PageTable
 from cluster.kv.pool import KVPool
 from cluster.models.runner import AttentionBackend
 from tests.unit.attention.dense import Case
-from tests.unit.attention.test_gather_methods import KINDS, SHAPES, TREE, case
+from tests.unit.attention.test_gather_methods import KINDS, SHAPES, TREE, make_case
 from tests.unit.kernels.library import c_library
 
 CPU = torch.device("cpu")
 ERROR = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 LONG: dict[str, dict[str, Any]] = {
     "blocks": {"committed": (511, 513, 1200), "parents": TREE, "chunks": ()},
-    "alone, long": {"committed": (2500,), "parents": TREE, "chunks": ()},
-    "texts over blocks": {"committed": (1023,), "parents": (-1,), "chunks": ((500, 520), (1010, 1040))},
+    "one long request": {"committed": (2500,), "parents": TREE, "chunks": ()},
+    "prompts across blocks": {"committed": (1023,), "parents": (-1,), "chunks": ((500, 520), (1010, 1040))},
 }
 OTHER_PLACES = ((1, "scattered"), (16, "tail"), (4, "run"))
 SIZES: dict[str, dict[str, Any]] = {"20": {"d": 20}, "64": {"d": 64}}
@@ -36,8 +36,8 @@ SIZES: dict[str, dict[str, Any]] = {"20": {"d": 20}, "64": {"d": 64}}
     ("page_size", "lies"), [(4, "tail"), *(pytest.param(*each, marks=pytest.mark.slow) for each in OTHER_PLACES)]
 )
 def test_c_attention_matches_the_definition(page_size: int, lies: str, shape: str, kind: str) -> None:
-    one = case(shape, kind, page_size, lies)
-    assert torch.allclose(one.given(make=in_c()), one.expected(), atol=1e-12, rtol=0)
+    case = make_case(shape, kind, page_size, lies)
+    assert torch.allclose(case.backend_output(make=c_attention()), case.expected(), atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", ERROR)
@@ -46,25 +46,27 @@ def test_c_attention_matches_the_definition(page_size: int, lies: str, shape: st
 def test_c_attention_on_long_prefixes_has_same_bits_for_any_thread_count(
     shape: str, size: str, dtype: torch.dtype
 ) -> None:
-    """Whatever the number of threads, among which long prefixes are split."""
-    given = {"heads": 4, "kv_heads": 2, "page_size": 16, "lies": "scattered", "dtype": dtype}
-    one, before, outs = Case(**given | LONG[shape] | SIZES[size]), torch.get_num_threads(), []
+    """The threads share the work on a long prefix."""
+    case_options = {"heads": 4, "kv_heads": 2, "page_size": 16, "lies": "scattered", "dtype": dtype}
+    case, previous_threads, outputs = Case(**case_options | LONG[shape] | SIZES[size]), torch.get_num_threads(), []
     try:
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
-            outs.append(one.given(make=in_c()))
+            outputs.append(case.backend_output(make=c_attention()))
     finally:
-        torch.set_num_threads(before)
-    assert torch.allclose(outs[0].double(), one.expected(), atol=ERROR[dtype], rtol=0)
-    assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
+        torch.set_num_threads(previous_threads)
+    assert torch.allclose(outputs[0].double(), case.expected(), atol=ERROR[dtype], rtol=0)
+    assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[0], outputs[2])
 
 
 def test_idle_rows_writing_the_same_slot_leave_the_last_row_in_the_cache() -> None:
-    """Else what an idle row reads next, and draws, would depend on which thread came last, and differ among ranks."""
+    """If another row's cell stayed there, the cell that idle rows read in the next step, and so the tokens that they
+    draw, would depend on the order of threads and differ among ranks.
+    """
     rows, table = 64, PageTable(4, 64, 16, CPU)
     pool = KVPool(1, 32, (2, 4, 64), torch.float32, CPU)
     attention = CAttention(pool, table, AttentionShape(4, (None,)), c_library())
-    idle, lens, before = torch.full((rows,), 4), torch.zeros(rows, dtype=torch.int64), torch.get_num_threads()
+    idle, lens, previous_threads = torch.full((rows,), 4), torch.zeros(rows, dtype=torch.int64), torch.get_num_threads()
     attention.bind(AttentionMetadata(table.slots(idle, lens), TreeRows(idle, lens, chain_bits(1, 1, CPU), 1)))
     kv = torch.arange(float(rows)).view(rows, 1, 1, 1).expand(rows, 2, 4, 64).contiguous()
     try:
@@ -73,10 +75,10 @@ def test_idle_rows_writing_the_same_slot_leave_the_last_row_in_the_cache() -> No
             attention(0, torch.ones(rows, 4, 64), kv)
             assert (pool.kv[0, 0] == rows - 1).all()
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(previous_threads)
 
 
-def in_c() -> Callable[..., CAttention]:
+def c_attention() -> Callable[..., CAttention]:
     return partial(CAttention, library=c_library())
 
 
@@ -96,45 +98,49 @@ def one_head(
 def test_row_has_same_bits_in_prompt_chunk_chain_tree_and_single_decode(
     start: int, window: int | None, fp8: bool, dtype: torch.dtype
 ) -> None:
-    """The last 12 tokens: as one chunk, one by one, as a chain, and as the path of a tree with others beside it."""
-    total, dice = start + 12, torch.Generator().manual_seed(start)
-    q = torch.randn(total, 4, 24, generator=dice, dtype=torch.float64).to(dtype)
-    kv = torch.randn(total, 2, 2, 24, generator=dice, dtype=torch.float64).to(dtype)
-    number = torch.arange(total)
+    """The last 12 tokens run as part of one chunk, one by one, as a chain, and as a path in a tree with siblings."""
+    total, generator = start + 12, torch.Generator().manual_seed(start)
+    q = torch.randn(total, 4, 24, generator=generator, dtype=torch.float64).to(dtype)
+    kv = torch.randn(total, 2, 2, 24, generator=generator, dtype=torch.float64).to(dtype)
+    positions = torch.arange(total)
 
-    def ran(parts: list[tuple[str, int, int]]) -> torch.Tensor:
+    def run_parts(parts: list[tuple[str, int, int]]) -> torch.Tensor:
         table, _, attention = one_head(total + 30, dtype, window, fp8)
         row, outs = torch.tensor([0]), []
         attention.prepare(HostBounds())
         for kind, first, last in parts:
-            n, here = last - first, number[first:last]
-            rows, cells = q[here], kv[here]
+            n, part_positions = last - first, positions[first:last]
+            rows, cells = q[part_positions], kv[part_positions]
             lens = torch.tensor([first])
-            if kind == "text":
-                seen = AttentionMetadata(table.slots(row, here), None, PromptRows(row, lens, torch.tensor([0, n])))
-            elif kind == "line":
-                seen = AttentionMetadata(table.slots(row, here), TreeRows(row, lens, chain_bits(n, n, CPU), n))
-            else:  # every second node is on the path, the others are its siblings, which see the path and themselves
+            if kind == "prompt":
+                metadata = AttentionMetadata(
+                    table.slots(row, part_positions), None, PromptRows(row, lens, torch.tensor([0, n]))
+                )
+            elif kind == "chain":
+                metadata = AttentionMetadata(
+                    table.slots(row, part_positions), TreeRows(row, lens, chain_bits(n, n, CPU), n)
+                )
+            else:  # even nodes form the path; odd nodes are siblings, which see the path before them and themselves
                 own = torch.eye(2 * n, dtype=torch.bool)
                 path = torch.arange(2 * n) % 2 == 0
                 visible = own | (torch.ones(2 * n, 2 * n, dtype=torch.bool).tril(-1) & path)
-                twice = here.repeat_interleave(2)
-                rows, cells = q[twice].clone(), kv[twice].clone()
+                doubled_positions = part_positions.repeat_interleave(2)
+                rows, cells = q[doubled_positions].clone(), kv[doubled_positions].clone()
                 cells[1::2] = 7.0
                 slots = table.slots(row, first + torch.arange(2 * n))
-                seen = AttentionMetadata(slots, TreeRows(row, lens, pack_bits(visible[None]), 2 * n))
-            attention.bind(seen)
+                metadata = AttentionMetadata(slots, TreeRows(row, lens, pack_bits(visible[None]), 2 * n))
+            attention.bind(metadata)
             out = attention(0, rows, cells)
             outs.append(out if kind != "tree" else out[0::2])
         return torch.cat(outs)
 
-    whole = ran([("text", 0, total)])
+    expected = run_parts([("prompt", 0, total)])
     for parts in (
-        [("text", 0, start), *(("line", at, at + 1) for at in range(start, total))],
-        [("text", 0, start // 2), ("text", start // 2, start), ("line", start, total)],
-        [("text", 0, start), ("tree", start, total)],
+        [("prompt", 0, start), *(("chain", at, at + 1) for at in range(start, total))],
+        [("prompt", 0, start // 2), ("prompt", start // 2, start), ("chain", start, total)],
+        [("prompt", 0, start), ("tree", start, total)],
     ):
-        assert torch.equal(ran(parts), whole), parts[-1]
+        assert torch.equal(run_parts(parts), expected), parts[-1]
 
 
 def test_non_finite_kv_affects_only_its_own_row() -> None:
@@ -144,7 +150,7 @@ def test_non_finite_kv_affects_only_its_own_row() -> None:
 
 
 def check_not_finite(table: PageTable, attention: AttentionBackend, sizes: tuple[int, int, int] = (4, 2, 24)) -> None:
-    """`sizes` are heads, KV heads and the width of one."""
+    """Check that an infinite cell makes its own row NaN and no other row. `sizes`: heads, KV heads, head dimension."""
     heads, kv_heads, size = sizes
     q, kv = torch.ones(3, heads, size), torch.ones(3, 2, kv_heads, size)
     kv[1, 0, 0, 5] = float("inf")
@@ -156,7 +162,7 @@ def check_not_finite(table: PageTable, attention: AttentionBackend, sizes: tuple
 
 
 def test_c_attention_takes_non_contiguous_metadata_tensors() -> None:
-    """Slots that are a column of a window, lengths that are every other one, bits that are part of more words."""
+    """Slots are a column of a larger tensor, rows and lengths every other entry, mask bits a part of more words."""
     table = PageTable(4, 64, 4, CPU)
     table.device_pages[:4] = torch.arange(1, 65).view(4, 16)
     q, kv = torch.randn(2, 4, 24), torch.randn(2, 2, 2, 24)
@@ -164,11 +170,11 @@ def test_c_attention_takes_non_contiguous_metadata_tensors() -> None:
     window = table.slots(rows[::2, None], lens[::2, None] + torch.arange(3))
     bits = torch.tensor([1, 0, 1, 0], dtype=torch.int32).view(2, 1, 2)
     outs = []
-    for whole in (False, True):
+    for contiguous in (False, True):
         pool = KVPool(1, 65 * 4, (2, 2, 24), torch.float32, CPU)
         attention = CAttention(pool, table, AttentionShape(4, (None,), 0.3, 24), c_library())
-        given = [window[:, :1].reshape(-1), rows[::2], lens[::2], bits[..., :1]]
-        write, row, length, seen = (one.contiguous() for one in given) if whole else given
-        attention.bind(AttentionMetadata(write, TreeRows(row, length, seen, 1)))
+        arguments = [window[:, :1].reshape(-1), rows[::2], lens[::2], bits[..., :1]]
+        write, row, length, mask_bits = (argument.contiguous() for argument in arguments) if contiguous else arguments
+        attention.bind(AttentionMetadata(write, TreeRows(row, length, mask_bits, 1)))
         outs.append(attention(0, q, kv))
     assert torch.equal(*outs)

@@ -1,5 +1,6 @@
-"""Attention over a cache in FP8: every backend stores the same codes, and is as far from a cache of numbers as FP8's
-own rounding allows. That each is what the definition says of the numbers held: the kinds FP8 of `test_twins`.
+"""Attention over an FP8 cache: every backend stores the same codes, and the error against an unquantised cache is
+within FP8's rounding error. The kinds "FP8" in `test_gather_methods` compare the output with the definition over the
+cached values.
 """
 
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from cluster.kv.page_table import PageTable
 from cluster.kv.pool import KVPool
 from cluster.models.runner import AttentionBackend
 from tests.unit.attention.dense import CPU, Case
-from tests.unit.attention.fp8 import bound
+from tests.unit.attention.fp8 import error_bound
 from tests.unit.attention.test_c_attention import check_not_finite
 from tests.unit.attention.test_gather_methods import TREE
 from tests.unit.kernels.library import c_library
@@ -40,7 +41,7 @@ CELLS = {"grouped": (CodedCell((2, 3, 20)), 6, 20), "latent": (CodedCell((1, 1, 
 def one_row(
     backend: str, dtype: torch.dtype, name: str = "grouped", slots: int = 96
 ) -> tuple[PageTable, KVPool, AttentionBackend]:
-    """A table of one request, and attention over a pool in FP8."""
+    """Return the page table of one request, an FP8 pool, and the attention of `backend` over that pool."""
     cell, heads, values = CELLS[name]
     table = PageTable(1, slots - 16, 16, CPU)
     table.device_pages[0] = torch.arange(table.device_pages.shape[1]) + 1
@@ -54,23 +55,23 @@ def one_row(
 def test_backend_stores_the_same_fp8_bytes_as_the_reference_encoder(
     backend: str, name: str, dtype: torch.dtype
 ) -> None:
-    """To the byte, with numbers of all sizes, those included that are read back as 0; but for the denormal numbers of
-    bfloat16, which Triton's interpreter does not know.
+    """The numbers have all sizes, and some are so small that they are read back as 0. Denormal numbers of bfloat16 are
+    left out, as Triton's interpreter does not support them.
     """
-    least = -28 if dtype == torch.bfloat16 else -44
+    lowest_exponent = -28 if dtype == torch.bfloat16 else -44
     cell, heads, _ = CELLS[name]
     table, pool, attention = one_row(backend, dtype, name)
-    dice = torch.Generator().manual_seed(2)
-    kv = torch.randn(30, *cell.shape, generator=dice, dtype=torch.float64)
-    kv *= 2.0 ** torch.randint(-20, 1, kv.shape, generator=dice)
-    kv = (kv * torch.logspace(least, 37, 30, dtype=torch.float64).view(-1, 1, 1, 1)).to(dtype)
+    generator = torch.Generator().manual_seed(2)
+    kv = torch.randn(30, *cell.shape, generator=generator, dtype=torch.float64)
+    kv *= 2.0 ** torch.randint(-20, 1, kv.shape, generator=generator)
+    kv = (kv * torch.logspace(lowest_exponent, 37, 30, dtype=torch.float64).view(-1, 1, 1, 1)).to(dtype)
     kv[7], kv[8, 0, 0] = 0, max_magnitude(dtype)
     row, lens = torch.tensor([0]), torch.tensor([0])
-    seen = AttentionMetadata(table.slots(row, torch.arange(30)), TreeRows(row, lens, chain_bits(30, 30, CPU), 30))
+    metadata = AttentionMetadata(table.slots(row, torch.arange(30)), TreeRows(row, lens, chain_bits(30, 30, CPU), 30))
     attention.prepare(HostBounds())
-    attention.bind(seen)
+    attention.bind(metadata)
     attention(0, torch.zeros(30, heads, cell.shape[2], dtype=dtype), kv)
-    assert torch.equal(pool.kv[0, seen.write], encode(kv, cell))
+    assert torch.equal(pool.kv[0, metadata.write], encode(kv, cell))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -99,29 +100,39 @@ def test_kv_too_large_for_an_fp8_scale_counts_as_non_finite(backend: str, dtype:
 @pytest.mark.parametrize("kind", [{"kv_heads": 2}, {"latent": True, "kv_heads": 1}])
 @pytest.mark.parametrize("backend", ["torch", "c"])
 def test_fp8_attention_error_stays_within_the_rounding_bound(backend: str, kind: dict[str, Any]) -> None:
-    """A number is off by 1/16 of itself at most, so a score by s = scale * sum |q| |k| / 16 and a weight by a factor of
-    exp(2 s); a value then by what its own cells are off, and by exp(2 s) - 1 of the largest one.
+    """The error of a number is at most 1/16 of it, so the error of a score is at most s = scale * sum |q| |k| / 16, and
+    a softmax weight changes by a factor of at most exp(2 s). The error of an output is then at most the error of its
+    values, plus exp(2 s) - 1 times the largest value.
     """
-    given = {"heads": 4, "committed": (40, 5, 90), "parents": TREE, "chunks": ((3, 30),), "page_size": 4, "d": 24}
-    numbers = Case(**given, lies="scattered", **kind)
-    codes = replace(numbers, fp8=True)
-    off = (codes.given(make=BACKENDS[backend]()) - numbers.expected()).abs()
-    assert off.max() > 1e-3, "they are not the same"
-    assert (off <= furthest(numbers)).all()
-    assert off.mean() < 0.05, "and mostly much nearer: of values that are about 1"
+    case_options = {
+        "heads": 4,
+        "committed": (40, 5, 90),
+        "parents": TREE,
+        "chunks": ((3, 30),),
+        "page_size": 4,
+        "d": 24,
+    }
+    unquantised_case = Case(**case_options, lies="scattered", **kind)
+    fp8_case = replace(unquantised_case, fp8=True)
+    error = (fp8_case.backend_output(make=BACKENDS[backend]()) - unquantised_case.expected()).abs()
+    assert error.max() > 1e-3, "the FP8 cache must change the output"
+    assert (error <= allowed_errors(unquantised_case)).all()
+    assert error.mean() < 0.05, "the mean error of values of about 1 must be small"
 
 
-def furthest(one: Case) -> Tensor:
-    """How far each row's outputs may be from those over a cache of numbers."""
-    memory, latent = one.pool.kv[1].clone(), one.values if one.latent else None
-    memory[one.write()] = one.kv
-    allowed, rows = bound(memory.nan_to_num(), latent), []
-    for q, text in zip(one.q, one.texts(), strict=True):
-        slots = torch.tensor([one.slot(*at) for at in text])
-        value, spread = memory[slots][:, -1, :, : one.values].abs(), allowed[slots]
-        for head in range(one.heads):
-            own = head // (one.heads // memory.shape[2])
-            score = 0.3 * (spread[:, 0, own] @ q[head].abs()).max()
-            most = value[:, own].max() + spread[:, -1, own, : one.values].max()
-            rows.append(spread[:, -1, own, : one.values].amax(0) + (torch.exp(2 * score) - 1) * most)
-    return torch.cat(rows).view(len(one.q), -1)
+def allowed_errors(case: Case) -> Tensor:
+    """Return the largest allowed error of each row's outputs against those over an unquantised cache."""
+    cache, latent = case.pool.kv[1].clone(), case.values if case.latent else None
+    cache[case.write()] = case.kv
+    error_bounds, rows = error_bound(cache.nan_to_num(), latent), []
+    for q, visible in zip(case.q, case.visible_cells(), strict=True):
+        slots = torch.tensor([case.slot(*at) for at in visible])
+        value, cell_errors = cache[slots][:, -1, :, : case.values].abs(), error_bounds[slots]
+        for head in range(case.heads):
+            kv_head = head // (case.heads // cache.shape[2])
+            score_error = 0.3 * (cell_errors[:, 0, kv_head] @ q[head].abs()).max()
+            largest_value = value[:, kv_head].max() + cell_errors[:, -1, kv_head, : case.values].max()
+            rows.append(
+                cell_errors[:, -1, kv_head, : case.values].amax(0) + (torch.exp(2 * score_error) - 1) * largest_value
+            )
+    return torch.cat(rows).view(len(case.q), -1)

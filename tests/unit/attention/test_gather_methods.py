@@ -1,6 +1,7 @@
-"""However the twin reads, by one copy of all requests or request by request where they lie, it gives the same.
+"""Torch attention gives the same output with every gather method: one copy of all requests, or reads per request in
+place.
 
-Memory that nobody wrote holds NaN here, so a read of it, masked or not, would be seen.
+Unwritten memory is NaN, so every read of it, masked or not, makes the output NaN.
 """
 
 from typing import Any
@@ -12,12 +13,12 @@ from cluster.attention import cells
 from tests.unit.attention.dense import Case
 
 TREE = (-1, 0, 0, 1, 3, 2)  # nodes in order of depth
-LINE = (-1, 0, 1, 2)
+CHAIN = (-1, 0, 1, 2)
 SHAPES: dict[str, dict[str, Any]] = {
     "ragged": {"committed": (37, 0, 5, 90), "parents": TREE, "chunks": ()},
-    "alone": {"committed": (43,), "parents": TREE, "chunks": ()},
+    "one request": {"committed": (43,), "parents": TREE, "chunks": ()},
     "one row each": {"committed": (1, 64, 17), "parents": (-1,), "chunks": ()},
-    "lines": {"committed": (6, 30), "parents": LINE, "chunks": ()},
+    "chains": {"committed": (6, 30), "parents": CHAIN, "chunks": ()},
     "prompts": {"committed": (), "parents": (-1,), "chunks": ((70, 73), (0, 4), (9, 14), (3, 40))},
     "all": {"committed": (33, 2, 61), "parents": TREE, "chunks": ((0, 1), (0, 1), (20, 31), (0, 17), (50, 99))},
     "wide": {"committed": (21, 3), "parents": (-1, *range(32), 0, 1, 1), "chunks": ()},
@@ -34,9 +35,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "FP8": {"fp8": True, "heads": 6, "kv_heads": 3, "window": 40, "sunk": True},
     "FP8, latent": {"fp8": True, "latent": True, "kv_heads": 1},
 }
-WAYS = {
-    "as it comes": {},
-    "apart": {"READ_SEPARATELY_BYTES": 0},
+GATHER_METHODS = {
+    "default limits": {},
+    "separately": {"READ_SEPARATELY_BYTES": 0},
     "in pieces": {"READ_SEPARATELY_BYTES": 0, "READ_IN_PIECES_BYTES": 0, "READ_IN_PLACE_BYTES": 0},
     "in long pieces": {
         "READ_SEPARATELY_BYTES": 0,
@@ -46,9 +47,9 @@ WAYS = {
 }
 
 
-def case(shape: str, kind: str, page_size: int, lies: str) -> Case:
-    given = {"heads": 4, "kv_heads": 2} | SHAPES[shape] | KINDS[kind]
-    return Case(page_size=page_size, lies=lies, **given)
+def make_case(shape: str, kind: str, page_size: int, lies: str) -> Case:
+    case_options = {"heads": 4, "kv_heads": 2} | SHAPES[shape] | KINDS[kind]
+    return Case(page_size=page_size, lies=lies, **case_options)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -64,16 +65,18 @@ def case(shape: str, kind: str, page_size: int, lies: str) -> Case:
 def test_torch_attention_matches_the_definition_for_every_gather_method(
     page_size: int, lies: str, shape: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = case(shape, kind, page_size, lies)
-    expected = one.expected()
-    for way, limits in WAYS.items():
+    case = make_case(shape, kind, page_size, lies)
+    expected = case.expected()
+    for method, limits in GATHER_METHODS.items():
         with monkeypatch.context() as patch:
             for name, value in limits.items():
                 patch.setattr(cells, name, value)
-            assert torch.allclose(one.given(), expected, atol=1e-12, rtol=0), way
+            assert torch.allclose(case.backend_output(), expected, atol=1e-12, rtol=0), method
     monkeypatch.setattr(cells, "host_values", lambda *_: None)
-    for over in (0, 1, 50):
-        assert torch.allclose(one.given(over), expected, atol=1e-12, rtol=0), f"not looked at, bound over by {over}"
+    for extra_bound in (0, 1, 50):
+        assert torch.allclose(case.backend_output(extra_bound), expected, atol=1e-12, rtol=0), (
+            f"no host reads, extra bound {extra_bound}"
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -82,8 +85,8 @@ def test_half_precision_attention_agrees_for_separate_and_joint_reads(
 ) -> None:
     for name in ("READ_SEPARATELY_BYTES", "READ_IN_PIECES_BYTES", "READ_IN_PLACE_BYTES"):
         monkeypatch.setattr(cells, name, 0)
-    given = {"heads": 4, "kv_heads": 2, "committed": (60, 9), "parents": TREE, "chunks": ()}
-    one = Case(**given, page_size=4, lies="scattered", dtype=dtype)
-    together = one.given()
+    case_options = {"heads": 4, "kv_heads": 2, "committed": (60, 9), "parents": TREE, "chunks": ()}
+    case = Case(**case_options, page_size=4, lies="scattered", dtype=dtype)
+    separate_output = case.backend_output()
     monkeypatch.setattr(cells, "host_values", lambda *_: None)
-    assert torch.allclose(together, one.given(), atol=0.01)
+    assert torch.allclose(separate_output, case.backend_output(), atol=0.01)

@@ -1,4 +1,4 @@
-"""The attention primitive writes its rows' cells where it is told and nothing else; steps do not mix."""
+"""Torch attention writes only the slots of its rows, and a step does not use data gathered for another step."""
 
 import pytest
 import torch
@@ -25,23 +25,25 @@ def test_attention_of_an_empty_batch_returns_zero_rows() -> None:
 
 
 def test_attention_writes_only_its_own_slots_of_its_own_layer() -> None:
-    one = Case(heads=4, kv_heads=2, committed=(5, 0), parents=(-1, 0, 0), chunks=((2, 9),), page_size=4, lies="tail")
-    attention = TorchAttention(one.pool, Gather(one.table, 3), AttentionShape(4))
-    before = one.pool.kv.nan_to_num(7.0)
+    case = Case(heads=4, kv_heads=2, committed=(5, 0), parents=(-1, 0, 0), chunks=((2, 9),), page_size=4, lies="tail")
+    attention = TorchAttention(case.pool, Gather(case.table, 3), AttentionShape(4))
+    before = case.pool.kv.nan_to_num(7.0)
     attention.prepare(HostBounds(5, ((2, 9),)))
-    attention.bind(one.seen())
-    attention(1, one.q, one.kv)
-    after = one.pool.kv.nan_to_num(7.0)
-    assert torch.equal(after[0], before[0]), "the other layer is not touched"
-    assert torch.equal(after[1, one.write()], one.kv)
-    untouched = torch.ones(after.shape[1], dtype=torch.bool).index_fill_(0, one.write(), False)
+    attention.bind(case.attention_metadata())
+    attention(1, case.q, case.kv)
+    after = case.pool.kv.nan_to_num(7.0)
+    assert torch.equal(after[0], before[0]), "the other layer must stay the same"
+    assert torch.equal(after[1, case.write()], case.kv)
+    untouched = torch.ones(after.shape[1], dtype=torch.bool).index_fill_(0, case.write(), False)
     assert torch.equal(after[1, untouched], before[1, untouched])
 
 
-@pytest.mark.parametrize("looks", [True, False])
-def test_prepare_drops_cached_gather_when_lengths_change_in_place(looks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a step's phases share is forgotten when the next one is prepared, even if no tensor is another one."""
-    if not looks:
+@pytest.mark.parametrize("host_reads", [True, False])
+def test_prepare_drops_cached_gather_when_lengths_change_in_place(
+    host_reads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`prepare` drops the data that a step's phases share, even if the next step has the same tensor objects."""
+    if not host_reads:
         monkeypatch.setattr(cells, "host_values", lambda *_: None)
     torch.manual_seed(0)
     table = table_of(torch.arange(1, 21).view(2, 10))
@@ -53,8 +55,8 @@ def test_prepare_drops_cached_gather_when_lengths_change_in_place(looks: bool, m
         pool.kv.copy_(torch.ones_like(pool.kv).cumsum(1).sin())
     for step in range(2):
         lens += 1
-        for pool, one in ((pools[0], gather), (pools[1], Gather(table, 1))):
-            attention = TorchAttention(pool, one, AttentionShape(4))
+        for pool, step_gather in ((pools[0], gather), (pools[1], Gather(table, 1))):
+            attention = TorchAttention(pool, step_gather, AttentionShape(4))
             attention.prepare(HostBounds(7))
             attention.bind(AttentionMetadata(table.slots(rows, lens), TreeRows(rows, lens, bits, 1)))
             outs.append(attention(0, q + step, kv))

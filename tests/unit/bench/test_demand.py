@@ -1,4 +1,4 @@
-"""What a step demands is what its products are given, and what of a layer's weights they read."""
+"""The demand of a step: the operations of the matrix products that it makes, and the bytes of weights that it reads."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from cluster.config import EngineConfig
 from cluster.engine import build_engine
 from cluster.kernels.torch_kernels import Dense
 from cluster.request import Request
-from tests.parity.harness import GREEDY, VOCAB, config_of, request, tiny_pair
+from tests.parity.harness import GREEDY, VOCAB, config_of, make_request, tiny_pair
 from tests.unit.models import draft_folders as write
 
 SHAPES = {"plain": (0, 1), "chain": (3, 1), "tree": (3, 3)}
@@ -23,44 +23,44 @@ SHAPES = {"plain": (0, 1), "chain": (3, 1), "tree": (3, 3)}
 
 @pytest.fixture
 def products(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int, int]]]:
-    """Rows, inputs and outputs of every product since it was emptied."""
-    seen: list[tuple[int, int, int]] = []
-    call = Dense.__call__
+    """The list of (rows, inputs, outputs) of every matrix product since the list was last cleared."""
+    recorded_products: list[tuple[int, int, int]] = []
+    original_call = Dense.__call__
 
-    def noted(self: Dense, rows: Tensor, bias: Tensor | None = None) -> Tensor:
-        seen.append((rows.shape[0], *self.shape))
-        return call(self, rows, bias)
+    def recording_call(self: Dense, rows: Tensor, bias: Tensor | None = None) -> Tensor:
+        recorded_products.append((rows.shape[0], *self.shape))
+        return original_call(self, rows, bias)
 
-    monkeypatch.setattr(Dense, "__call__", noted)
-    yield seen
+    monkeypatch.setattr(Dense, "__call__", recording_call)
+    yield recorded_products
 
 
 def requests() -> list[Request]:
-    return [request(str(number), [3, 5, 2, 7], GREEDY, max_tokens=40, seed=number) for number in range(2)]
+    return [make_request(str(number), [3, 5, 2, 7], GREEDY, max_tokens=40, seed=number) for number in range(2)]
 
 
-def steady_products(config: EngineConfig, seen: list[tuple[int, int, int]]) -> Counter[str]:
-    """Multiplications and additions of a step in which both requests decode, by phase."""
-    engine, found = build_engine(config), Counter[str]()
+def steady_products(config: EngineConfig, recorded_products: list[tuple[int, int, int]]) -> Counter[str]:
+    """Count the multiplications and additions of one step in which both requests decode, by phase."""
+    engine, operations_by_phase = build_engine(config), Counter[str]()
     step = engine._parts.lockstep.step
     phase = ""
 
     def enter(name: str) -> None:
         nonlocal phase
-        found[phase] += sum(2 * rows * inputs * outputs for rows, inputs, outputs in seen)
-        seen.clear()
+        operations_by_phase[phase] += sum(2 * rows * inputs * outputs for rows, inputs, outputs in recorded_products)
+        recorded_products.clear()
         phase = name
 
     step.enter_phase = enter
-    for one in requests():
-        engine.submit(one)
+    for new_request in requests():
+        engine.submit(new_request)
     for _ in range(2):
         engine.step()
     enter("")
-    found.clear()
+    operations_by_phase.clear()
     engine.step()
     enter("")
-    return found
+    return operations_by_phase
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -70,11 +70,11 @@ def test_step_demand_counts_the_operations_of_the_actual_matrix_products(
     steps, topk = SHAPES[name]
     draft = (None,) if name == "plain" else (tiny_pair()[1], topk, steps)
     config = config_of(tiny_pair()[0], *draft, attention_backend="torch")
-    done = steady_products(config, products)
+    counted_operations = steady_products(config, products)
     models = resolve_models(config)
-    demand = step_demand(models, 2, -1.0, 8)  # rows that see one cell less than none: no attention
-    assert {phase: sum(each.operations for each in forwards) for phase, forwards in demand.items()} == {
-        phase: done[phase] for phase in ("draft", "target", "extend")
+    demand = step_demand(models, 2, -1.0, 8)  # context -1: rows attend to 0 cells, no attention
+    assert {phase: sum(forward.operations for forward in forwards) for phase, forwards in demand.items()} == {
+        phase: counted_operations[phase] for phase in ("draft", "target", "extend")
     }
 
 
@@ -87,37 +87,37 @@ def test_demand_of_mtp_draft_recomputes_earlier_levels_in_each_layer() -> None:
 
 
 def test_layer_demand_counts_bytes_and_operations_of_weights_and_attention() -> None:
-    g = LayerGeometry(hidden=8, heads=4, kv_heads=2, head_dim=4, intermediate=16, eps=1e-5)
+    geometry = LayerGeometry(hidden=8, heads=4, kv_heads=2, head_dim=4, intermediate=16, eps=1e-5)
     weights = 8 * (16 + 8 + 8) + 16 * 8 + 3 * 8 * 16
-    assert matrix_sizes(g).shared == weights
-    assert matrix_sizes(g, concatenated_input=True).shared == weights + 8 * (16 + 8 + 8)
-    asked = layer_demand(g, ForwardRows(3, 2, 100.0), 2)
-    assert asked.bytes_read == 2 * (weights + 3 * 102 * 16)
-    assert asked.operations == 2 * 6 * weights + 2 * 6 * 101 * 4 * 8
+    assert matrix_sizes(geometry).shared == weights
+    assert matrix_sizes(geometry, concatenated_input=True).shared == weights + 8 * (16 + 8 + 8)
+    demand = layer_demand(geometry, ForwardRows(3, 2, 100.0), 2)
+    assert demand.bytes_read == 2 * (weights + 3 * 102 * 16)
+    assert demand.operations == 2 * 6 * weights + 2 * 6 * 101 * 4 * 8
 
 
 def test_expected_experts_matches_random_expert_choices() -> None:
-    g = LayerGeometry(8, 4, 2, 4, 16, 1e-5, moe=Moe(experts=8, active=2, intermediate=4))
-    numbers, dice = matrix_sizes(g), torch.Generator().manual_seed(0)
-    assert (numbers.per_expert, numbers.experts) == (3 * 8 * 4, 8)
-    chosen = torch.rand(20000, 3, 8, generator=dice).topk(2, -1).indices
-    seen = torch.nn.functional.one_hot(chosen, 8).sum((1, 2)).clamp(max=1).sum(1).double().mean()
-    assert numbers.expected_experts(3) == pytest.approx(float(seen), rel=0.01)
-    assert numbers.expected_experts(1) == pytest.approx(2.0)
+    geometry = LayerGeometry(8, 4, 2, 4, 16, 1e-5, moe=Moe(experts=8, active=2, intermediate=4))
+    sizes, generator = matrix_sizes(geometry), torch.Generator().manual_seed(0)
+    assert (sizes.per_expert, sizes.experts) == (3 * 8 * 4, 8)
+    expert_choices = torch.rand(20000, 3, 8, generator=generator).topk(2, -1).indices
+    mean_experts = torch.nn.functional.one_hot(expert_choices, 8).sum((1, 2)).clamp(max=1).sum(1).double().mean()
+    assert sizes.expected_experts(3) == pytest.approx(float(mean_experts), rel=0.01)
+    assert sizes.expected_experts(1) == pytest.approx(2.0)
 
 
 def test_sliding_window_bounds_the_prefix_bytes_in_layer_demand() -> None:
-    g = LayerGeometry(8, 4, 2, 4, 16, 1e-5, sliding_window=10)
-    assert layer_demand(g, ForwardRows(1, 1, 1000.0), 2) == layer_demand(g, ForwardRows(1, 1, 10.0), 2)
+    geometry = LayerGeometry(8, 4, 2, 4, 16, 1e-5, sliding_window=10)
+    assert layer_demand(geometry, ForwardRows(1, 1, 1000.0), 2) == layer_demand(geometry, ForwardRows(1, 1, 10.0), 2)
 
 
 def test_least_seconds_sums_forwards_and_ceilings_take_the_highest() -> None:
-    """One is bound by what it reads, the other by what it computes: their sum is bound by neither."""
-    best = Ceilings(bytes_per_s=100.0, flops_per_s=10.0)
-    assert least_seconds([Demand(200.0, 0.0), Demand(0.0, 30.0)], best) == pytest.approx(5.0)
-    assert best.highest(Ceilings(50.0, 20.0)) == Ceilings(100.0, 20.0)
+    """Reads bound the first forward and operations bound the second; the least time is the sum of the two bounds."""
+    ceilings = Ceilings(bytes_per_s=100.0, flops_per_s=10.0)
+    assert least_seconds([Demand(200.0, 0.0), Demand(0.0, 30.0)], ceilings) == pytest.approx(5.0)
+    assert ceilings.highest(Ceilings(50.0, 20.0)) == Ceilings(100.0, 20.0)
 
 
 def test_measured_cpu_ceilings_are_plausible() -> None:
-    found = measure_ceilings(1, dtype=torch.bfloat16)
-    assert found.bytes_per_s > 1e8 and found.flops_per_s > 1e8
+    ceilings = measure_ceilings(1, dtype=torch.bfloat16)
+    assert ceilings.bytes_per_s > 1e8 and ceilings.flops_per_s > 1e8

@@ -2,7 +2,7 @@ from cluster.bench.rank_counts import RankCounts, counter_growth, parse_counts
 from cluster.observability.metrics import EngineMetrics, StepStats, merge
 
 
-def page(*steps: tuple[int, StepStats]) -> str:
+def metrics_page(*steps: tuple[int, StepStats]) -> str:
     metrics = [EngineMetrics(model_name="m", rank=rank) for rank in (0, 1)]
     for rank, step in steps:
         metrics[rank].observe_step(step)
@@ -14,8 +14,8 @@ PADDED = StepStats(padded_rows=8, rank=1)
 
 
 def test_counter_growth_gives_each_ranks_work_between_two_metrics_pages() -> None:
-    before = parse_counts(page((0, TREES)))
-    after = parse_counts(page((0, TREES), (0, TREES), (1, PADDED)))
+    before = parse_counts(metrics_page((0, TREES)))
+    after = parse_counts(metrics_page((0, TREES), (0, TREES), (1, PADDED)))
     assert before == {0: RankCounts(2, 7, 2, 5, 0), 1: RankCounts()}
     assert counter_growth(before, after) == {0: RankCounts(2, 7, 2, 5, 0), 1: RankCounts(padded_rows=8)}
-    assert counter_growth({}, after)[0] == RankCounts(4, 14, 4, 10, 0), "a rank that was not there before"
+    assert counter_growth({}, after)[0] == RankCounts(4, 14, 4, 10, 0), "counts of a new rank grow from zero"

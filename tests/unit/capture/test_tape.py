@@ -1,4 +1,4 @@
-"""What a tape replays equals the program, on new inputs, in buffers that hold nothing useful."""
+"""A tape's replay equals the program on new inputs. Each test fills the tape's buffers with useless values before."""
 
 import math
 from collections.abc import Callable
@@ -20,23 +20,25 @@ def poison(tape: Tape) -> None:
             buffer.fill_(math.nan if buffer.is_floating_point() else 1)
 
 
-def decided(rows: Tensor) -> Tensor:
-    """Takes another way for other numbers."""
+def data_dependent(rows: Tensor) -> Tensor:
+    """Return one of two results; the sum of the rows decides which."""
     return rows * 2 if float(rows.sum()) > 0 else rows - 1
 
 
 def program(x: Tensor, w: Tensor, memory: Tensor) -> list[Tensor]:
-    """Products, views, writes in place, indexing, what has no variant for given outputs, one call that decides."""
+    """Run products, views, writes in place, indexing, operators without an `out` variant, and one call whose branch
+    depends on the data.
+    """
     rows = (x @ w).relu()
-    part = rows.view(2, 10)[1:].clone()
+    second_row = rows.view(2, 10)[1:].clone()
     marks = torch.zeros(4, 2, dtype=x.dtype).scatter_(1, torch.arange(4)[:, None] % 2, 1.0)
     memory.index_copy_(0, ROWS, rows[:2])
-    values, ids = opaque(decided, rows).topk(2)
+    values, ids = opaque(data_dependent, rows).topk(2)
     chosen = torch.where(values > 1, values, -1.0)
     return [
         values,
         ids,
-        part,
+        second_row,
         marks,
         chosen,
         values.softmax(-1).cumprod(-1),
@@ -48,24 +50,24 @@ def program(x: Tensor, w: Tensor, memory: Tensor) -> list[Tensor]:
 def test_tape_replay_equals_the_program_on_new_inputs() -> None:
     x, w, memory = torch.randn(4, 3), torch.randn(3, 5), torch.zeros(6, 5)
     tape = Tape(lambda: program(x, w, memory))
-    places = [buffer.data_ptr() for buffer in tape.buffers]
-    for number in range(20):
-        x.copy_(torch.randn(4, 3)) if number % 2 else x.neg_()
+    addresses = [buffer.data_ptr() for buffer in tape.buffers]
+    for iteration in range(20):
+        x.copy_(torch.randn(4, 3)) if iteration % 2 else x.neg_()
         with torch.inference_mode():
             memory.zero_()
-            wanted, kept = program(x, w, memory), memory.clone()
+            expected, expected_memory = program(x, w, memory), memory.clone()
             memory.zero_()
         poison(tape)
         tape.replay()
-        assert all(torch.equal(a, b) for a, b in zip(tape.output, wanted, strict=True))
-        assert torch.equal(memory, kept)
-    assert places == [buffer.data_ptr() for buffer in tape.buffers]
+        assert all(torch.equal(a, b) for a, b in zip(tape.output, expected, strict=True))
+        assert torch.equal(memory, expected_memory)
+    assert addresses == [buffer.data_ptr() for buffer in tape.buffers]
     assert tape.bytes == sum(buffer.untyped_storage().nbytes() for buffer in tape.buffers) > 0
 
 
 def layers(x: Tensor, w: Tensor, count: int) -> Tensor:
     for _ in range(count):
-        x = (x @ w).softmax(-1) + opaque(decided, x)
+        x = (x @ w).softmax(-1) + opaque(data_dependent, x)
     return x
 
 
@@ -86,14 +88,14 @@ def test_tapes_share_buffers_except_for_their_outputs() -> None:
     first, second = (Tape(lambda: layers(x, w, 5), buffers) for _ in range(2))
     assert 0 < second.bytes <= x.nbytes < first.bytes
     first.replay()
-    kept = first.output.clone()
+    expected = first.output.clone()
     poison(second)
     second.replay()
-    assert torch.equal(first.output, kept) and torch.equal(second.output, kept)
+    assert torch.equal(first.output, expected) and torch.equal(second.output, expected)
 
 
 @pytest.mark.parametrize(
-    ("asking", "what"),
+    ("reading_program", "message"),
     [
         (lambda x: x.sum().item(), "item"),
         (lambda x: x if bool((x > 0).any()) else -x, "a value"),
@@ -104,14 +106,14 @@ def test_tapes_share_buffers_except_for_their_outputs() -> None:
     ],
 )
 def test_capture_refuses_programs_that_read_tensor_values_on_the_host(
-    asking: Callable[[Tensor], object], what: str
+    reading_program: Callable[[Tensor], object], message: str
 ) -> None:
-    with pytest.raises(CaptureError, match=what):
-        Tape(lambda: asking(torch.ones(2, 2)))
+    with pytest.raises(CaptureError, match=message):
+        Tape(lambda: reading_program(torch.ones(2, 2)))
 
 
 def test_recording_stops_after_a_failed_capture() -> None:
     with pytest.raises(CaptureError):
         Tape(lambda: torch.ones(2).nonzero())
-    assert torch.equal(opaque(decided, torch.ones(2)), torch.full((2,), 2.0))
+    assert torch.equal(opaque(data_dependent, torch.ones(2)), torch.full((2,), 2.0))
     assert len(Tape(lambda: torch.ones(2) + 1)) == 2

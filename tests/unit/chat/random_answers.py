@@ -1,4 +1,4 @@
-"""Random answers, as events; and an answer of given events as the steps of a call."""
+"""Random answers as lists of events; and helpers that turn events into the deltas of a call."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,33 +18,38 @@ CACHED = 2
 
 @st.composite
 def answers(draw: st.DrawFn) -> list[Event]:
-    """The events of an answer: texts and thoughts in any pieces, and calls with their arguments after them."""
-    made: list[Event] = []
+    """Draw the events of an answer: text and reasoning in pieces of any size, and calls, each before its arguments."""
+    events: list[Event] = []
     calls = 0
-    for kind in draw(st.lists(st.sampled_from(["said", "thought", "call"]), max_size=6)):
+    for kind in draw(st.lists(st.sampled_from(["text", "reasoning", "call"]), max_size=6)):
         if kind == "call":
-            made.append(CallStarted(calls, f"call_{calls}", f"tool_{draw(st.integers(0, 2))}"))
-            made += [CallArguments(calls, text) for text in draw(st.lists(TEXTS, max_size=3))]
+            events.append(CallStarted(calls, f"call_{calls}", f"tool_{draw(st.integers(0, 2))}"))
+            events += [CallArguments(calls, text) for text in draw(st.lists(TEXTS, max_size=3))]
             calls += 1
         else:
-            made += [
-                (TextPiece if kind == "said" else ReasoningPiece)(text) for text in draw(st.lists(TEXTS, max_size=3))
+            events += [
+                (TextPiece if kind == "text" else ReasoningPiece)(text) for text in draw(st.lists(TEXTS, max_size=3))
             ]
-    return made
+    return events
 
 
-def steps(
-    events: Sequence[Event], each: int = 1, finish: FinishReason = "stop", stop: str | None = None
+def deltas_of(
+    events: Sequence[Event], events_per_delta: int = 1, finish: FinishReason = "stop", stop: str | None = None
 ) -> list[Delta]:
-    """The events as deltas, `each` to a step; the last one ends the answer."""
-    made = [Delta(0, token_ids=(7,), events=tuple(events[at : at + each])) for at in range(0, len(events), each)]
-    return [*made, Delta(0, finish_reason=finish, stop_reason=stop)]
+    """Deltas with `events_per_delta` events each, and a last delta that ends the answer."""
+    deltas = [
+        Delta(0, token_ids=(7,), events=tuple(events[at : at + events_per_delta]))
+        for at in range(0, len(events), events_per_delta)
+    ]
+    return [*deltas, Delta(0, finish_reason=finish, stop_reason=stop)]
 
 
-def about(call_id: str, tokens: int = 9) -> GenerateCall:
-    """A call of one sequence that has made so many tokens."""
-    choice = OutputSequence(0, 0, Request("r", PROMPT, RequestParams(max_tokens=99), 0), None)
-    choice.completion_tokens, choice.cached_tokens = tokens, CACHED
+def generate_call(call_id: str, tokens: int = 9) -> GenerateCall:
+    """A call of one sequence that has generated `tokens` tokens."""
+    sequence = OutputSequence(0, 0, Request("r", PROMPT, RequestParams(max_tokens=99), 0), None)
+    sequence.completion_tokens, sequence.cached_tokens = tokens, CACHED
     fields = ChatRequest.read({"messages": [{"role": "user", "content": "hi"}], "temperature": 0.5})[0]
-    shape: Any = lambda call: None  # noqa: E731 - the tests make the shape
-    return GenerateCall(CoreRequest(fields, [], "", shape), call_id, "demo", [choice], None, created=1_700_000_000)
+    formatter: Any = lambda call: None  # noqa: E731 - the tests build the formatter themselves
+    return GenerateCall(
+        CoreRequest(fields, [], "", formatter), call_id, "demo", [sequence], None, created=1_700_000_000
+    )

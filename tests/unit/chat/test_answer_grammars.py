@@ -1,4 +1,6 @@
-"""What holds a family's answers, walked through at random: what comes out is read as calls by their schemas."""
+"""The answer grammars of model families. Random outputs that a grammar allows must be read as calls that follow their
+schemas.
+"""
 
 import json
 from typing import Any
@@ -14,7 +16,7 @@ from cluster.grammar.asked import Grammar, GrammarError
 from cluster.grammar.matching import Matchers, TextMatcher
 from cluster.grammar.vocabulary import SPECIAL_TOKEN_PREFIX, Vocabulary
 from cluster.grammar.worker import Worker
-from tests.unit.chat.transcripts import OSLO, TOOLS, TRANSCRIPTS, merged
+from tests.unit.chat.transcripts import OSLO, TOOLS, TRANSCRIPTS, merge_events
 
 WEATHER: dict[str, Any] = {
     "type": "object",
@@ -46,24 +48,24 @@ def worker() -> Worker:
 MATCHERS = Matchers(VOCABULARY)
 
 
-def compiled(worker: Worker, form: Any) -> str:
+def compile_form(worker: Worker, form: Any) -> str:
     return worker.compile(
         Grammar("chat", json.dumps({"type": "structural_tag", "format": with_token_ids(form, TOKENS)}))
     )
 
 
 def matcher_of(worker: Worker, form: Any) -> TextMatcher:
-    return MATCHERS.matcher(compiled(worker, form))
+    return MATCHERS.matcher(compile_form(worker, form))
 
 
 def ids_of(text: str) -> list[int]:
-    """A text as bytes and special tokens."""
-    found: list[int] = []
+    """The token ids of a text: its special tokens, and single bytes for the rest."""
+    token_ids: list[int] = []
     while text:
         name = next((name for name in NAMES if text.startswith(name)), "")
-        found += [TOKENS[name]] if name else text[0].encode()
+        token_ids += [TOKENS[name]] if name else text[0].encode()
         text = text[len(name) or 1 :]
-    return found
+    return token_ids
 
 
 def text_of(ids: list[int]) -> str:
@@ -72,75 +74,79 @@ def text_of(ids: list[int]) -> str:
 
 
 def walk(matcher: TextMatcher, seed: int, most: int = 4000) -> list[int]:
-    """Tokens that are drawn from what is allowed, letters least, until the end is allowed and drawn."""
+    """Draw random tokens that the matcher allows, mostly printable bytes and special tokens, until the end of text is
+    allowed and drawn.
+    """
     random = np.random.default_rng(seed)
-    row = np.zeros(VOCABULARY.bitmask_words, np.int32)
-    taken: list[int] = []
-    while len(taken) < most:
-        matcher.fill((), row)
-        allowed = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
+    bitmask = np.zeros(VOCABULARY.bitmask_words, np.int32)
+    drawn_tokens: list[int] = []
+    while len(drawn_tokens) < most:
+        matcher.fill((), bitmask)
+        allowed = np.flatnonzero(np.unpackbits(bitmask.view(np.uint8), bitorder="little"))
         assert len(allowed)
         if STOP in allowed and (len(allowed) == 1 or random.random() < 0.5):
-            return taken
-        texts = [token for token in allowed.tolist() if token != STOP]
-        plain = [token for token in texts if (token >= 0x20 and token < 0x7F) or token > STOP]
-        taken.append(int(random.choice(plain if plain and random.random() < 0.8 else texts)))
-        matcher.accept(taken[-1:])
+            return drawn_tokens
+        text_tokens = [token for token in allowed.tolist() if token != STOP]
+        preferred_tokens = [token for token in text_tokens if (token >= 0x20 and token < 0x7F) or token > STOP]
+        drawn_tokens.append(
+            int(random.choice(preferred_tokens if preferred_tokens and random.random() < 0.8 else text_tokens))
+        )
+        matcher.accept(drawn_tokens[-1:])
     raise AssertionError("no end was drawn")
 
 
-def read(format: ChatFormat, text: str, prompt: str = "") -> list[tuple[str, ...]]:
+def read_events(format: ChatFormat, text: str, prompt: str = "") -> list[tuple[str, ...]]:
     reader = format.reader(SCHEMAS, True, PromptContext(prompt))
-    told: list[Event] = [*reader.push(text), *reader.finish()]
-    return merged(told)
+    events: list[Event] = [*reader.push(text), *reader.finish()]
+    return merge_events(events)
 
 
-@pytest.mark.parametrize(("name", "several"), [*((name, True) for name in FORMATS), ("hermes", False)])
-def test_required_calls_follow_their_tool_schemas(worker: Worker, name: str, several: bool) -> None:
+@pytest.mark.parametrize(("name", "parallel_calls"), [*((name, True) for name in FORMATS), ("hermes", False)])
+def test_required_calls_follow_their_tool_schemas(worker: Worker, name: str, parallel_calls: bool) -> None:
     format = FORMATS[name]
-    held = compiled(worker, format.calls_form(SCHEMAS, several))  # without the thought, which ends by chance
-    most = 0
+    grammar = compile_form(worker, format.calls_form(SCHEMAS, parallel_calls))  # no reasoning, as it ends by chance
+    max_calls = 0
     for seed in range(5):
-        told = read(format, text_of(walk(MATCHERS.matcher(held), seed)))
-        calls = [event for event in told if event[0] == "call"]
-        assert told == calls and calls, told
-        most = max(most, len(calls))
+        events = read_events(format, text_of(walk(MATCHERS.matcher(grammar), seed)))
+        calls = [event for event in events if event[0] == "call"]
+        assert events == calls and calls, events
+        max_calls = max(max_calls, len(calls))
         for _, tool, arguments in calls:
             jsonschema.validate(json.loads(arguments), SCHEMAS[tool])
-    assert most > 1 if several and name != "gpt-oss" else most == 1
+    assert max_calls > 1 if parallel_calls and name != "gpt-oss" else max_calls == 1
 
 
-@pytest.mark.parametrize("name", [name for name in TRANSCRIPTS if "thought" not in name or "opened" not in name])
+@pytest.mark.parametrize("name", [name for name in TRANSCRIPTS if "reasoning" not in name or "opened" not in name])
 def test_answer_grammar_accepts_calls_as_each_model_family_writes_them(worker: Worker, name: str) -> None:
-    """Their calls, as they space them, are in the form of an answer that may have any."""
+    """The grammar of a free answer accepts the calls of the transcripts, spaced as each family spaces them."""
     transcript = TRANSCRIPTS[name]
     calls = [event for event in transcript.events if event[0] == "call"]
-    if not calls or name in OTHERWISE_SPACED:
+    if not calls or name in NOT_IN_ANSWER_GRAMMAR:
         return
     format = FORMATS[transcript.format]
-    free = {tool: {"type": "object", "additionalProperties": True} for tool in TOOLS}
-    form = format.answer_form("free", format.calls_form(free, True), PromptContext(transcript.prompt))
+    free_schemas = {tool: {"type": "object", "additionalProperties": True} for tool in TOOLS}
+    form = format.answer_form("free", format.calls_form(free_schemas, True), PromptContext(transcript.prompt))
     matcher = matcher_of(worker, form)
     matcher.accept(ids_of(transcript.text.removesuffix("<|call|>")))
     assert matcher.finished
 
 
-OTHERWISE_SPACED = {  # or written with marks as the form of an answer would not have them
-    "hermes, marks inside of a string",
-    "hermes, a mark that is spoken of",
+NOT_IN_ANSWER_GRAMMAR = {  # spaced otherwise than the grammar allows, or with marks in places where it allows none
+    "hermes, marks inside a string",
+    "hermes, a mark mentioned in the text",
     "hermes, a mark far from any call",
-    "qwen3_coder, without what opens it",
-    "qwen3_coder, a mark that is spoken of",
+    "qwen3_coder, without the opening mark",
+    "qwen3_coder, a mark mentioned in the text",
     "hermes, arguments as text",
-    "hermes, a call after a broken one",
+    "hermes, a call after a malformed call",
     "hermes, cut in the closing mark",
-    "hermes, thought and two calls",
-    "llama3, two with a tag",
-    "mistral, with an id and thought",
+    "hermes, reasoning and two calls",
+    "llama3, two calls after a tag",
+    "mistral, with a call id and reasoning",
     "gpt-oss",
     "gpt-oss, recipient first",
     "glm45",
-    "glm45, an end inside of a value",
+    "glm45, an end mark inside a value",
 }
 
 
@@ -149,37 +155,39 @@ def test_xml_call_arguments_follow_the_tool_schema(worker: Worker, name: str) ->
     city = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
     counts = {"type": "object", "additionalProperties": {"type": "integer"}}
 
-    def taken(schema: dict[str, Any], *members: tuple[str, str]) -> bool:
+    def accepts(schema: dict[str, Any], *members: tuple[str, str]) -> bool:
         form = FORMATS[name].calls_form({"f": schema}, False)
-        inside = {
+        arguments_text = {
             "glm45": "".join(f"<arg_key>{a}</arg_key>\n<arg_value>{b}</arg_value>\n" for a, b in members),
             "qwen3_coder": "".join(f"<parameter={a}>\n{b}\n</parameter>\n" for a, b in members),
         }[name]
-        around = {
-            "glm45": f"<tool_call>f\n{inside}</tool_call>",
-            "qwen3_coder": f"<tool_call>\n<function=f>\n{inside}</function>\n</tool_call>",
+        call_text = {
+            "glm45": f"<tool_call>f\n{arguments_text}</tool_call>",
+            "qwen3_coder": f"<tool_call>\n<function=f>\n{arguments_text}</function>\n</tool_call>",
         }[name]
         matcher = matcher_of(worker, form)
         try:
-            matcher.accept(ids_of(around))
+            matcher.accept(ids_of(call_text))
         except GrammarError:
             return False
         return matcher.finished
 
-    assert taken(city, ("city", "Oslo")) and not taken(city, ("city", "Oslo"), ("days", "3"))
-    assert taken({**city, "additionalProperties": True}, ("city", "Oslo"), ("days", "3"), ("a b", "{}"))
-    assert taken(counts) and taken(counts, ("a", "1"), ("b", "-2")) and not taken(counts, ("a", "x"))
-    named = {"type": "object", "properties": {"n": {"type": "integer"}, "no": {}}, "additionalProperties": True}
-    assert taken(named, ("n", "1"), ("m", "a"), ("nx", "b"), ("nob", "c"))
-    assert not taken(named, ("m", "a"), ("n", "hello")), "one that is declared is no other"
-    least = {"type": "object", "properties": {"text": {"type": "string", "minLength": 3}}, "required": ["text"]}
-    assert taken(least, ("text", "a<b && <i>c</i>")) and not taken(least, ("text", "ab"))
+    assert accepts(city, ("city", "Oslo")) and not accepts(city, ("city", "Oslo"), ("days", "3"))
+    assert accepts({**city, "additionalProperties": True}, ("city", "Oslo"), ("days", "3"), ("a b", "{}"))
+    assert accepts(counts) and accepts(counts, ("a", "1"), ("b", "-2")) and not accepts(counts, ("a", "x"))
+    with_declared = {"type": "object", "properties": {"n": {"type": "integer"}, "no": {}}, "additionalProperties": True}
+    assert accepts(with_declared, ("n", "1"), ("m", "a"), ("nx", "b"), ("nob", "c"))
+    assert not accepts(with_declared, ("m", "a"), ("n", "hello")), "a declared property is not an additional property"
+    min_length = {"type": "object", "properties": {"text": {"type": "string", "minLength": 3}}, "required": ["text"]}
+    assert accepts(min_length, ("text", "a<b && <i>c</i>")) and not accepts(min_length, ("text", "ab"))
     with pytest.raises(GrammarError, match="#"):
-        taken({"type": "object", "properties": {"children": {"type": "array", "items": {"$ref": "#"}}}})
-    assert taken({"type": "object"}, ("a", "x y")) and taken({"type": "object"})
-    assert taken({"type": "object", "properties": {}}) and not taken({"type": "object", "properties": {}}, ("a", "1"))
+        accepts({"type": "object", "properties": {"children": {"type": "array", "items": {"$ref": "#"}}}})
+    assert accepts({"type": "object"}, ("a", "x y")) and accepts({"type": "object"})
+    assert accepts({"type": "object", "properties": {}}) and not accepts(
+        {"type": "object", "properties": {}}, ("a", "1")
+    )
     with pytest.raises(GrammarError, match="required must be a list of names"):
-        taken({**city, "required": [["city"]]})
+        accepts({**city, "required": [["city"]]})
 
 
 def test_reasoning_may_precede_a_constrained_answer(worker: Worker) -> None:
@@ -192,44 +200,52 @@ def test_reasoning_may_precede_a_constrained_answer(worker: Worker) -> None:
             matcher = matcher_of(worker, form)
             matcher.accept(ids_of(text))
             assert matcher.finished, text
-        opened = matcher_of(worker, format.answer_form(answer, None, PromptContext(f"x{thinking.begin}\n")))
-        opened.accept(ids_of(f"hm{thinking.end}\n\n"))
-        assert not opened.finished
-        opened.accept(ids_of(OSLO))
-        assert opened.finished
-    closed = matcher_of(worker, FORMATS["hermes"].answer_form(answer, None, PromptContext("<think>\n\n</think>\n\n")))
-    assert np.flatnonzero(np.unpackbits(filled(closed).view(np.uint8), bitorder="little")).tolist() == [ord("{")]
-    harmony = matcher_of(worker, FORMATS["gpt-oss"].answer_form(answer, None, PromptContext("<|start|>assistant")))
-    harmony.accept(ids_of("<|channel|>analysis<|message|>{<|end|><|start|>assistant<|channel|>final<|message|>" + OSLO))
-    assert harmony.finished
+        opened_matcher = matcher_of(worker, format.answer_form(answer, None, PromptContext(f"x{thinking.begin}\n")))
+        opened_matcher.accept(ids_of(f"hm{thinking.end}\n\n"))
+        assert not opened_matcher.finished
+        opened_matcher.accept(ids_of(OSLO))
+        assert opened_matcher.finished
+    closed_matcher = matcher_of(
+        worker, FORMATS["hermes"].answer_form(answer, None, PromptContext("<think>\n\n</think>\n\n"))
+    )
+    assert np.flatnonzero(np.unpackbits(fill_bitmask(closed_matcher).view(np.uint8), bitorder="little")).tolist() == [
+        ord("{")
+    ]
+    harmony_matcher = matcher_of(
+        worker, FORMATS["gpt-oss"].answer_form(answer, None, PromptContext("<|start|>assistant"))
+    )
+    harmony_matcher.accept(
+        ids_of("<|channel|>analysis<|message|>{<|end|><|start|>assistant<|channel|>final<|message|>" + OSLO)
+    )
+    assert harmony_matcher.finished
 
 
-def filled(matcher: TextMatcher) -> Any:
-    row = np.zeros(VOCABULARY.bitmask_words, np.int32)
-    matcher.fill((), row)
-    return row
+def fill_bitmask(matcher: TextMatcher) -> Any:
+    bitmask = np.zeros(VOCABULARY.bitmask_words, np.int32)
+    matcher.fill((), bitmask)
+    return bitmask
 
 
 def test_call_grammar_allows_special_tokens_only_at_their_positions(worker: Worker) -> None:
     format = FORMATS["mistral"]
     matcher = matcher_of(worker, format.calls_form(SCHEMAS, True))
-    special = {TOKENS[name] for name in NAMES}
+    special_tokens = {TOKENS[name] for name in NAMES}
 
     def allowed() -> set[int]:
-        return {*np.flatnonzero(np.unpackbits(filled(matcher).view(np.uint8), bitorder="little")).tolist()}
+        return {*np.flatnonzero(np.unpackbits(fill_bitmask(matcher).view(np.uint8), bitorder="little")).tolist()}
 
     assert allowed() == {TOKENS["[TOOL_CALLS]"]}
     matcher.accept(ids_of("[TOOL_CALLS]weather"))
     assert allowed() == {TOKENS["[ARGS]"]}
     matcher.accept(ids_of('[ARGS]{"city": "'))
-    assert not allowed() & special, "inside of a string"
+    assert not allowed() & special_tokens, "a string contains no special token"
     matcher.accept(ids_of('a", "days": 1}'))
-    assert allowed() & special == {TOKENS["[TOOL_CALLS]"]}
-    free = matcher_of(
+    assert allowed() & special_tokens == {TOKENS["[TOOL_CALLS]"]}
+    free_matcher = matcher_of(
         worker, format.answer_form("free", format.calls_form(SCHEMAS, True), PromptContext("[THINK]a[/THINK]"))
     )
-    matcher = free
-    assert allowed() & special == {TOKENS["[TOOL_CALLS]"]}, "in free text a call may begin, and no other mark comes"
+    matcher = free_matcher
+    assert allowed() & special_tokens == {TOKENS["[TOOL_CALLS]"]}, "free text allows only the mark that begins a call"
 
 
 TEMPLATES: dict[str, tuple[str, set[str], str, ChosenFormat]] = {

@@ -1,4 +1,4 @@
-"""Events become sections: nothing is lost, nothing is moved, and one section is open at a time."""
+"""`Sections` turns events into sections: no text is lost or moved, and one section is open at a time."""
 
 import pytest
 from hypothesis import given, settings
@@ -20,11 +20,11 @@ from cluster.chat.events import (
 from tests.unit.chat.random_answers import answers
 
 
-def changes(sections: Sections, events: list[Event], cuts: int = 1) -> list[SectionEvent]:
-    found: list[SectionEvent] = []
-    for at in range(0, len(events), cuts):
-        found += sections.add(events[at : at + cuts])
-    return [*found, *sections.end()]
+def changes(sections: Sections, events: list[Event], events_per_add: int = 1) -> list[SectionEvent]:
+    section_events: list[SectionEvent] = []
+    for at in range(0, len(events), events_per_add):
+        section_events += sections.add(events[at : at + events_per_add])
+    return [*section_events, *sections.end()]
 
 
 def outline(sections: list[Section]) -> list[tuple[str, str, str, str]]:
@@ -38,7 +38,7 @@ def test_sections_follow_an_answer_with_all_event_kinds() -> None:
         CallStarted(0, "a", "find"), CallArguments(0, '{"x"'), CallArguments(0, ":1}"),
         CallStarted(1, "b", "stop"), TextPiece("!"),
     ]  # fmt: skip
-    found = changes(sections, events)
+    section_events = changes(sections, events)
     assert outline(sections.sections) == [
         ("reasoning", "", "", "let me"),
         ("text", "", "", "I look"),
@@ -46,7 +46,7 @@ def test_sections_follow_an_answer_with_all_event_kinds() -> None:
         ("call", "b", "stop", ""),
         ("text", "", "", "!"),
     ]
-    assert [(type(change).__name__, change.section.index) for change in found] == [
+    assert [(type(change).__name__, change.section.index) for change in section_events] == [
         ("SectionStarted", 0), ("SectionDelta", 0), ("SectionDelta", 0), ("SectionEnded", 0),
         ("SectionStarted", 1), ("SectionDelta", 1), ("SectionDelta", 1), ("SectionEnded", 1),
         ("SectionStarted", 2), ("SectionDelta", 2), ("SectionDelta", 2), ("SectionEnded", 2),
@@ -56,15 +56,15 @@ def test_sections_follow_an_answer_with_all_event_kinds() -> None:
 
 
 @settings(max_examples=200, deadline=None)
-@given(events=answers(), cuts=st.integers(1, 4))
-def test_section_deltas_add_up_to_the_final_sections(events: list[Event], cuts: int) -> None:
+@given(events=answers(), events_per_add=st.integers(1, 4))
+def test_section_deltas_add_up_to_the_final_sections(events: list[Event], events_per_add: int) -> None:
     sections = Sections()
     opened: list[Section] = []
     texts: list[str] = []
     closed = 0
-    for change in changes(sections, events, cuts):
+    for change in changes(sections, events, events_per_add):
         if isinstance(change, SectionStarted):
-            assert closed == len(opened), "the one before is closed"
+            assert closed == len(opened), "the previous section is closed"
             opened.append(change.section)
             texts.append("")
         elif isinstance(change, SectionDelta):
@@ -75,11 +75,11 @@ def test_section_deltas_add_up_to_the_final_sections(events: list[Event], cuts: 
             closed += 1
     assert opened == sections.sections and closed == len(opened) >= 1
     assert texts == [section.text for section in sections.sections]
-    for kind, of in (("text", TextPiece), ("reasoning", ReasoningPiece), ("call", CallArguments)):
-        whole = "".join(event.text for event in events if isinstance(event, of))
-        assert "".join(section.text for section in sections.sections if section.kind == kind) == whole
-    begun = [(event.call_id, event.name) for event in events if isinstance(event, CallStarted)]
-    assert [(section.call_id, section.name) for section in sections.sections if section.kind == "call"] == begun
+    for kind, event_class in (("text", TextPiece), ("reasoning", ReasoningPiece), ("call", CallArguments)):
+        full_text = "".join(event.text for event in events if isinstance(event, event_class))
+        assert "".join(section.text for section in sections.sections if section.kind == kind) == full_text
+    started_calls = [(event.call_id, event.name) for event in events if isinstance(event, CallStarted)]
+    assert [(section.call_id, section.name) for section in sections.sections if section.kind == "call"] == started_calls
 
 
 def test_answer_without_text_becomes_one_empty_text_section() -> None:

@@ -1,4 +1,4 @@
-"""Settings: spellings, suggestions, limits that show only together, and messages that name the setting."""
+"""Settings: aliases, suggestions, limits that depend on several settings, and messages that name the setting."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from cluster.config.resolved import ResolvedSettings
 from cluster.config.tree_shape import DEFAULT_NUM_STEPS, DEFAULT_TOPK, NO_SPECULATION, TreeShape, tree_shape
 
 EAGLE = {"model_path": "target", "speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "draft"}
-# A value per aliased setting, so that every alias is tried with something valid.
+# A valid value for each setting that has an alias.
 VALUES: dict[str, Any] = {
     "model_path": "m",
     "tokenizer_path": "t",
@@ -28,8 +28,8 @@ VALUES: dict[str, Any] = {
 }
 
 
-def given(alias: str, name: str) -> Any:
-    """The value under its alias; vLLM's `enable_expert_parallel` is a switch for as many parts as there are ranks."""
+def alias_value(alias: str, name: str) -> Any:
+    """The value to set under `alias`. vLLM's `enable_expert_parallel` is a switch: true sets ep_size to tp_size."""
     return True if alias == "enable_expert_parallel" else VALUES[name]
 
 
@@ -42,7 +42,7 @@ def eagle(**kwargs: Any) -> EngineConfig:
 
 
 @pytest.mark.parametrize(
-    ("typo", "meant"),
+    ("typo", "suggestion"),
     [
         ("pagesize", "page_size"),
         ("modelpath", "model_path"),
@@ -52,8 +52,8 @@ def eagle(**kwargs: Any) -> EngineConfig:
         ("tensor_parallel_sise", "tensor_parallel_size"),
     ],
 )
-def test_unknown_setting_suggests_the_nearest_name(typo: str, meant: str) -> None:
-    with pytest.raises(ConfigError, match=rf"'{typo}'; did you mean '{meant}'\?"):
+def test_unknown_setting_suggests_the_nearest_name(typo: str, suggestion: str) -> None:
+    with pytest.raises(ConfigError, match=rf"'{typo}'; did you mean '{suggestion}'\?"):
         config(**{typo: 1})
 
 
@@ -70,14 +70,14 @@ def test_model_validate_refuses_unknown_settings() -> None:
 @pytest.mark.parametrize(("alias", "name"), sorted(ALIASES.items()))
 def test_every_alias_sets_its_setting(alias: str, name: str) -> None:
     assert name in EngineConfig.model_fields
-    others = {key: value for key, value in {**EAGLE, "tp_size": 2, "capture": "on"}.items() if key != name}
-    made = EngineConfig.from_kwargs({**others, alias: given(alias, name)})
-    assert getattr(made, name) == VALUES[name]
+    other_settings = {key: value for key, value in {**EAGLE, "tp_size": 2, "capture": "on"}.items() if key != name}
+    engine_config = EngineConfig.from_kwargs({**other_settings, alias: alias_value(alias, name)})
+    assert getattr(engine_config, name) == VALUES[name]
 
 
 @pytest.mark.parametrize(("alias", "name"), sorted(ALIASES.items()))
 def test_setting_given_together_with_its_alias_is_refused(alias: str, name: str) -> None:
-    value = given(alias, name)
+    value = alias_value(alias, name)
     with pytest.raises(ConfigError, match=f"'{alias}' sets '{name}', which is already set"):
         EngineConfig.from_kwargs({name: value, alias: value})
     with pytest.raises(ConfigError, match=f"'{name}' sets '{name}', which is already set"):
@@ -109,21 +109,21 @@ def test_capture_sizes_need_capture_and_must_ascend() -> None:
 
 
 def test_speculative_config_maps_to_the_engine_settings() -> None:
-    made = config(speculative_config={"method": "eagle3", "model": "draft", "num_speculative_tokens": 5})
-    assert made.speculative_algorithm == "EAGLE3"
-    assert made.speculative_draft_model_path == "draft"
-    assert made.speculative_num_steps == 5
-    assert tree_shape(made) == TreeShape(num_steps=5, topk=1, num_draft_tokens=6, max_forced_nodes=8)
+    engine_config = config(speculative_config={"method": "eagle3", "model": "draft", "num_speculative_tokens": 5})
+    assert engine_config.speculative_algorithm == "EAGLE3"
+    assert engine_config.speculative_draft_model_path == "draft"
+    assert engine_config.speculative_num_steps == 5
+    assert tree_shape(engine_config) == TreeShape(num_steps=5, topk=1, num_draft_tokens=6, max_forced_nodes=8)
     assert set(SPECULATIVE_CONFIG.values()) <= set(EngineConfig.model_fields)
     for method, algorithm in (("eagle", "EAGLE"), ("deepseek_mtp", "NEXTN"), ("mtp", "NEXTN"), (None, None)):
-        made = config(speculative_config={"method": method, "model": "draft"})
-        assert made.speculative_algorithm == algorithm
+        engine_config = config(speculative_config={"method": method, "model": "draft"})
+        assert engine_config.speculative_algorithm == algorithm
     with pytest.raises(ConfigError, match="speculative_algorithm"):
         config(speculative_config={"method": 3, "model": "draft"})
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("kwargs", "message"),
     [
         ({"speculative_config": {"methd": "eagle3"}}, r"'speculative_config.methd'; did you mean 'method'\?"),
         ({"speculative_config": "eagle3"}, "speculative_config must be a mapping"),
@@ -137,13 +137,13 @@ def test_speculative_config_maps_to_the_engine_settings() -> None:
         ),
     ],
 )
-def test_speculative_config_refuses_unknown_and_duplicate_keys(given: dict[str, Any], message: str) -> None:
+def test_speculative_config_refuses_unknown_and_duplicate_keys(kwargs: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        config(**given)
+        config(**kwargs)
 
 
 @pytest.mark.parametrize(
-    ("given", "names"),
+    ("kwargs", "message_parts"),
     [
         ({}, ["model_path"]),
         ({"model_path": "m", "page_size": "many"}, ["page_size"]),
@@ -170,11 +170,11 @@ def test_speculative_config_refuses_unknown_and_duplicate_keys(given: dict[str, 
         ({"model_path": "m", "speculative_algorithm": "EAGLE3"}, ["speculative_draft_model_path"]),
     ],
 )
-def test_invalid_value_error_names_its_setting(given: dict[str, Any], names: list[str]) -> None:
-    with pytest.raises(ValueError) as refused:
-        EngineConfig.from_kwargs(given)
-    for name in names:
-        assert name in str(refused.value)
+def test_invalid_value_error_names_its_setting(kwargs: dict[str, Any], message_parts: list[str]) -> None:
+    with pytest.raises(ValueError) as captured_error:
+        EngineConfig.from_kwargs(kwargs)
+    for message_part in message_parts:
+        assert message_part in str(captured_error.value)
 
 
 def test_batch_tier_begins_at_its_own_number_of_requests() -> None:
@@ -195,7 +195,7 @@ def test_no_speculation_is_a_tree_of_one_node() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "shape"),
+    ("kwargs", "expected_shape"),
     [
         ({}, (DEFAULT_NUM_STEPS, DEFAULT_TOPK, None)),
         ({"speculative_num_steps": 5, "speculative_eagle_topk": 1}, (5, 1, 6)),
@@ -206,14 +206,14 @@ def test_no_speculation_is_a_tree_of_one_node() -> None:
         ({"speculative_num_steps": 5, "speculative_eagle_topk": 4, "speculative_num_draft_tokens": 69}, (5, 4, 69)),
     ],
 )
-def test_tree_shape_fills_in_defaults(given: dict[str, Any], shape: tuple[int, int, int | None]) -> None:
-    made = tree_shape(eagle(**given))
-    assert (made.num_steps, made.topk) == shape[:2]
-    assert made.num_draft_tokens == (shape[2] or made.num_draft_tokens) >= 2
+def test_tree_shape_fills_in_defaults(kwargs: dict[str, Any], expected_shape: tuple[int, int, int | None]) -> None:
+    filled_shape = tree_shape(eagle(**kwargs))
+    assert (filled_shape.num_steps, filled_shape.topk) == expected_shape[:2]
+    assert filled_shape.num_draft_tokens == (expected_shape[2] or filled_shape.num_draft_tokens) >= 2
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("kwargs", "message"),
     [
         (
             {"speculative_num_steps": 5, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 8},
@@ -229,9 +229,9 @@ def test_tree_shape_fills_in_defaults(given: dict[str, Any], shape: tuple[int, i
         ),
     ],
 )
-def test_impossible_tree_shape_is_refused(given: dict[str, Any], message: str) -> None:
+def test_impossible_tree_shape_is_refused(kwargs: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        tree_shape(eagle(**given))
+        tree_shape(eagle(**kwargs))
 
 
 @pytest.mark.parametrize(

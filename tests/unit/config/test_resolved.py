@@ -1,4 +1,4 @@
-"""Settings become facts in one place, and nowhere else."""
+"""Only the resolving modules turn settings into resolved values. All other modules read the resolved values."""
 
 import ast
 from collections.abc import Iterator
@@ -15,8 +15,8 @@ from cluster.config.tree_shape import NO_SPECULATION
 from tests.parity.harness import tiny_pair
 
 ROOT = Path(__file__).resolve().parents[3]
-RESOLVING = ("cluster/config/", "cluster/arch/resolve.py")
-FACTS = {
+RESOLVING_MODULES = ("cluster/config/", "cluster/arch/resolve.py")
+RESOLVED_SETTINGS = {
     "chunked_prefill_size",
     "context_length",
     "dtype",
@@ -32,59 +32,70 @@ FACTS = {
     "speculative_num_draft_tokens",
     "speculative_num_steps",
 }
-"""Settings that are resolved: nobody else reads them from the settings."""
-SHOWN = {
-    ("cluster/engine/build.py", "speculative_batch_tiers"),  # `RankInfo` has the setting
+"""Settings that the resolving modules resolve: no other module reads them from the settings."""
+ALLOWED_READS = {
+    ("cluster/engine/build.py", "speculative_batch_tiers"),  # `RankInfo` contains the setting
     ("cluster/engine/workspace.py", "chunked_prefill_size"),  # a message quotes the setting
 }
-AUTO = {
-    "cluster/arch/dtypes.py": "dtype and kv_cache_dtype, which resolving asks",
-    "cluster/engine/backends.py": "attention_backend: what a machine has is known at its start",
-    "cluster/engine/captures.py": "capture: what kernels can capture is known when models are loaded",
-    "cluster/dp_attention/plan.py": "dp_padding: decided anew for every step",
-    "cluster/api/serve/settings.py": "device: a gang's, from what the cluster has",
+ALLOWED_AUTO_COMPARISONS = {
+    "cluster/arch/dtypes.py": "dtype and kv_cache_dtype: the resolving modules call it",
+    "cluster/engine/backends.py": "attention_backend: a machine knows its backends when it starts",
+    "cluster/engine/captures.py": "capture: whether kernels can capture is known when models are loaded",
+    "cluster/dp_attention/plan.py": "dp_padding: decided again for every step",
+    "cluster/api/serve/settings.py": "device of a gang: depends on the devices of the cluster",
     "cluster/chat/formats/choose.py": "not a setting of the engine",
     "cluster/api/core/tools.py": "tool_choice of a request",
     "cluster/api/openai/responses/tools.py": "tool_choice of a request",
 }
-SETTINGS = {"config", "settings", "_config", "engine_config"}  # names under which settings are handed on
+SETTINGS_VARIABLES = {"config", "settings", "_config", "engine_config"}  # names of variables that hold the settings
 
 
-def nodes() -> Iterator[tuple[str, ast.AST]]:
+def syntax_nodes() -> Iterator[tuple[str, ast.AST]]:
     for path in sorted((ROOT / "cluster").rglob("*.py")):
-        where = str(path.relative_to(ROOT))
-        if not where.startswith(RESOLVING):
-            yield from ((where, node) for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        module_path = str(path.relative_to(ROOT))
+        if not module_path.startswith(RESOLVING_MODULES):
+            yield from ((module_path, node) for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
 
 
 def test_only_resolving_modules_read_resolved_settings() -> None:
-    found = {
-        (where, node.attr)
-        for where, node in nodes()
-        if isinstance(node, ast.Attribute) and node.attr in FACTS and ast.unparse(node.value).split(".")[-1] in SETTINGS
+    reads = {
+        (module_path, node.attr)
+        for module_path, node in syntax_nodes()
+        if isinstance(node, ast.Attribute)
+        and node.attr in RESOLVED_SETTINGS
+        and ast.unparse(node.value).split(".")[-1] in SETTINGS_VARIABLES
     }
-    assert found == SHOWN, "take the field of ResolvedSettings or ResolvedConfig"
+    assert reads == ALLOWED_READS, "read the field of ResolvedSettings or ResolvedConfig instead"
 
 
 def test_only_listed_modules_compare_with_auto() -> None:
-    found = {
-        where
-        for where, node in nodes()
+    comparing_modules = {
+        module_path
+        for module_path, node in syntax_nodes()
         if isinstance(node, ast.Compare)
         and any(
             isinstance(part, ast.Constant) and part.value == "auto"
-            for one in (node.left, *node.comparators)
-            for part in ast.walk(one)
+            for operand in (node.left, *node.comparators)
+            for part in ast.walk(operand)
         )
     }
-    assert found == AUTO.keys()
+    assert comparing_modules == ALLOWED_AUTO_COMPARISONS.keys()
 
 
 def test_only_resolving_modules_build_tree_shapes() -> None:
-    calls = [(where, node.func) for where, node in nodes() if isinstance(node, ast.Call)]
-    made = {where for where, call in calls if isinstance(call, ast.Name) and call.id in ("tree_shape", "tiers")}
-    forced = {where for where, call in calls if isinstance(call, ast.Attribute) and call.attr == "with_forced_nodes"}
-    assert (made, forced) == (set(), {"cluster/dp_attention/plan.py"})  # a step has as many forced nodes as it needs
+    calls = [(module_path, node.func) for module_path, node in syntax_nodes() if isinstance(node, ast.Call)]
+    building_modules = {
+        module_path for module_path, call in calls if isinstance(call, ast.Name) and call.id in ("tree_shape", "tiers")
+    }
+    forcing_modules = {
+        module_path
+        for module_path, call in calls
+        if isinstance(call, ast.Attribute) and call.attr == "with_forced_nodes"
+    }
+    assert (building_modules, forcing_modules) == (
+        set(),
+        {"cluster/dp_attention/plan.py"},
+    )  # a step has as many forced nodes as it needs
 
 
 def config(**settings: Any) -> EngineConfig:
@@ -96,7 +107,7 @@ def eagle(**settings: Any) -> EngineConfig:
 
 
 @pytest.mark.parametrize(
-    ("given", "rows"),
+    ("kwargs", "rows"),
     [
         ({}, (512, 512, True)),
         ({"chunked_prefill_size": -1}, (UNLIMITED, UNLIMITED, True)),
@@ -105,8 +116,8 @@ def eagle(**settings: Any) -> EngineConfig:
         ({"chunked_prefill_size": -1, "mixed_prefill_size": 100}, (UNLIMITED, 100, False)),
     ],
 )
-def test_prefill_settings_give_the_prompt_rows_of_a_step(given: dict[str, int], rows: tuple[int, int, bool]) -> None:
-    resolved = ResolvedSettings.from_settings(config(**given))
+def test_prefill_settings_give_the_prompt_rows_of_a_step(kwargs: dict[str, int], rows: tuple[int, int, bool]) -> None:
+    resolved = ResolvedSettings.from_settings(config(**kwargs))
     assert (resolved.chunk_rows, resolved.mixed_chunk_rows, resolved.prefill_time_limited) == rows
 
 
@@ -143,24 +154,28 @@ def test_device_sets_forced_rows_and_steps_ahead(device: str, rows: int, ahead: 
     target = tiny_pair()[0]
     resolved = resolve_models(config(model_path=target), device)
     assert (resolved.device, resolved.forced_rows, resolved.steps_ahead) == (device, rows, ahead)
-    given = config(model_path=target, overlap=False)
-    assert resolve_models(given, device).steps_ahead == 0
-    draft = config(model_path=target, speculative_draft_model_path=tiny_pair()[1], speculative_forced_rows=0)
-    assert resolve_models(draft, device).forced_rows == 0
+    without_overlap = config(model_path=target, overlap=False)
+    assert resolve_models(without_overlap, device).steps_ahead == 0
+    with_draft = config(model_path=target, speculative_draft_model_path=tiny_pair()[1], speculative_forced_rows=0)
+    assert resolve_models(with_draft, device).forced_rows == 0
 
 
 def test_checkpoint_sets_dtype_and_context_length() -> None:
     target = tiny_pair()[0]
     resolved = resolve_models(config(model_path=target))
-    promised = resolved.target.max_position
+    max_position = resolved.target.max_position
     assert (resolved.dtype, resolved.kv_cache_dtype, resolved.fp8_cache) == ("float32", "float32", False)
-    assert resolved.context_length == promised and resolved.max_chunk_rows == min(512, promised)
-    packed = resolve_models(config(model_path=target, dtype="float64", kv_cache_dtype="fp8_e4m3"))
-    assert (packed.dtype, packed.kv_cache_dtype, packed.fp8_cache) == ("float64", "fp8_e4m3", True)
-    longer = resolve_models(config(model_path=target, context_length=2 * promised, chunked_prefill_size=-1))
-    assert longer.context_length == longer.max_chunk_rows == 2 * promised
-    fewer = longer.with_limits(3, 16)
-    assert (fewer.settings.max_running_requests, fewer.chunk_rows, fewer.max_chunk_rows) == (3, 16, 16)
+    assert resolved.context_length == max_position and resolved.max_chunk_rows == min(512, max_position)
+    fp8_config = resolve_models(config(model_path=target, dtype="float64", kv_cache_dtype="fp8_e4m3"))
+    assert (fp8_config.dtype, fp8_config.kv_cache_dtype, fp8_config.fp8_cache) == ("float64", "fp8_e4m3", True)
+    longer_config = resolve_models(config(model_path=target, context_length=2 * max_position, chunked_prefill_size=-1))
+    assert longer_config.context_length == longer_config.max_chunk_rows == 2 * max_position
+    limited_config = longer_config.with_limits(3, 16)
+    assert (limited_config.settings.max_running_requests, limited_config.chunk_rows, limited_config.max_chunk_rows) == (
+        3,
+        16,
+        16,
+    )
 
 
 def test_resolved_config_is_frozen() -> None:

@@ -1,4 +1,4 @@
-"""Progress that is seen from outside: CPU time of the threads that compute, and of no others."""
+"""Progress seen from outside the computing thread: the CPU time of computing threads, and of no other threads."""
 
 import threading
 import time
@@ -11,155 +11,160 @@ import pytest
 from cluster.distributed.cpu_progress import ProgressTracker, ThreadCpuTime
 
 
-def burn(until: threading.Event) -> None:
-    while not until.is_set():
+def compute_until(stop: threading.Event) -> None:
+    while not stop.is_set():
         sum(range(1000))
 
 
 @contextmanager
-def computing(effort: ThreadCpuTime, work: Callable[[threading.Event], None]) -> Iterator[None]:
-    """A thread that begins `effort` and does some work until the end."""
-    begun, over = threading.Event(), threading.Event()
+def computing_thread(cpu_time: ThreadCpuTime, work: Callable[[threading.Event], None]) -> Iterator[None]:
+    """Run a thread that is measured by `cpu_time` and calls `work`, until the context ends."""
+    started, stop = threading.Event(), threading.Event()
 
     def run() -> None:
-        effort.use_current_thread()
-        begun.set()
-        work(over)
+        cpu_time.use_current_thread()
+        started.set()
+        work(stop)
 
     thread = threading.Thread(target=run)
     thread.start()
-    begun.wait()
+    started.wait()
     try:
         yield
     finally:
-        over.set()
+        stop.set()
         thread.join()
 
 
-def grows(effort: ThreadCpuTime, by: float = 0.05, within_s: float = 30.0) -> bool:
-    began, until = effort.seconds(), time.monotonic() + within_s
-    while time.monotonic() < until:
-        if effort.seconds() - began > by:
+def grows(cpu_time: ThreadCpuTime, min_growth_s: float = 0.05, within_s: float = 30.0) -> bool:
+    """Return whether the CPU time grows by more than `min_growth_s` within `within_s` seconds."""
+    start_s, deadline = cpu_time.seconds(), time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        if cpu_time.seconds() - start_s > min_growth_s:
             return True
         time.sleep(0.01)
     return False
 
 
 def test_thread_cpu_time_counts_the_computing_thread() -> None:
-    effort = ThreadCpuTime("aerie-test-1")
-    with computing(effort, burn):
-        assert grows(effort)
+    cpu_time = ThreadCpuTime("aerie-test-1")
+    with computing_thread(cpu_time, compute_until):
+        assert grows(cpu_time)
 
 
 def test_thread_cpu_time_counts_threads_started_by_the_computing_thread() -> None:
-    def starts_another(over: threading.Event) -> None:
-        helper = threading.Thread(target=burn, args=(over,))
+    def start_helper(stop: threading.Event) -> None:
+        helper = threading.Thread(target=compute_until, args=(stop,))
         helper.start()
-        over.wait()
+        stop.wait()
         helper.join()
 
-    effort = ThreadCpuTime("aerie-test-2")
-    with computing(effort, starts_another):
-        assert grows(effort)
+    cpu_time = ThreadCpuTime("aerie-test-2")
+    with computing_thread(cpu_time, start_helper):
+        assert grows(cpu_time)
 
 
 def test_thread_cpu_time_ignores_other_threads() -> None:
-    effort, over = ThreadCpuTime("aerie-test-3"), threading.Event()
-    other = threading.Thread(target=burn, args=(over,))
-    other.start()
+    cpu_time, stop = ThreadCpuTime("aerie-test-3"), threading.Event()
+    other_thread = threading.Thread(target=compute_until, args=(stop,))
+    other_thread.start()
     try:
-        with computing(effort, threading.Event.wait):
-            assert not grows(effort, by=0.001, within_s=0.5)
+        with computing_thread(cpu_time, threading.Event.wait):
+            assert not grows(cpu_time, min_growth_s=0.001, within_s=0.5)
     finally:
-        over.set()
-        other.join()
+        stop.set()
+        other_thread.join()
 
 
 def test_thread_cpu_time_counts_the_thread_when_it_cannot_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*_: object) -> None:
+    def raise_permission_error(*_: object) -> None:
         raise PermissionError("read-only")
 
-    monkeypatch.setattr(Path, "write_text", refused)
-    effort = ThreadCpuTime("aerie-test-4")
-    with computing(effort, burn):
-        assert grows(effort)
+    monkeypatch.setattr(Path, "write_text", raise_permission_error)
+    cpu_time = ThreadCpuTime("aerie-test-4")
+    with computing_thread(cpu_time, compute_until):
+        assert grows(cpu_time)
 
 
 def test_thread_cpu_time_counts_a_thread_that_starts_during_a_scan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A look that found the thread before it had its name keeps what it found; the thread counts all the same."""
-    effort, named = ThreadCpuTime("aerie-test-5"), threading.Event()
-    own = ThreadCpuTime._is_own
+    """A scan finds the thread before the thread has its name, and remembers that. The thread must still count."""
+    cpu_time, named = ThreadCpuTime("aerie-test-5"), threading.Event()
+    original_is_own = ThreadCpuTime._is_own
 
-    def slow(self: ThreadCpuTime, task: str) -> bool | None:
-        found = own(self, task)
+    def slow_is_own(self: ThreadCpuTime, task: str) -> bool | None:
+        is_own = original_is_own(self, task)
         if task == str(thread.native_id):
-            looked.set()
+            scanned.set()
             named.wait()
-        return found
+        return is_own
 
-    looked, begin, over = threading.Event(), threading.Event(), threading.Event()
+    scanned, begin, stop = threading.Event(), threading.Event(), threading.Event()
 
     def run() -> None:
         begin.wait()
-        effort.use_current_thread()
+        cpu_time.use_current_thread()
         named.set()
-        burn(over)
+        compute_until(stop)
 
     thread = threading.Thread(target=run)
     thread.start()
-    monkeypatch.setattr(ThreadCpuTime, "_is_own", slow)
-    look = threading.Thread(target=effort.seconds)
-    look.start()
-    looked.wait()
+    monkeypatch.setattr(ThreadCpuTime, "_is_own", slow_is_own)
+    scan_thread = threading.Thread(target=cpu_time.seconds)
+    scan_thread.start()
+    scanned.wait()
     begin.set()
-    look.join()
-    monkeypatch.setattr(ThreadCpuTime, "_is_own", own)
+    scan_thread.join()
+    monkeypatch.setattr(ThreadCpuTime, "_is_own", original_is_own)
     try:
-        assert grows(effort)
+        assert grows(cpu_time)
     finally:
-        over.set()
+        stop.set()
         thread.join()
 
 
-class Spent(ThreadCpuTime):
-    """CPU seconds by hand."""
+class FakeCpuTime(ThreadCpuTime):
+    """A fake whose CPU time `cpu_s` (seconds) the test sets."""
 
     def __init__(self) -> None:
         super().__init__("aerie-test")
-        self.spent = 0.0
+        self.cpu_s = 0.0
 
     def seconds(self) -> float:
-        return self.spent
+        return self.cpu_s
 
 
-def aged(marks: object, spent: float, waits: bool = False, after_s: float = 0.2) -> tuple[bool, bool]:
-    """Whether a pulse of marks 1 and no CPU time is young, by anything and by marks, at the next look."""
-    effort = Spent()
-    pulse = ProgressTracker(effort)
-    pulse.update(1)
-    time.sleep(after_s)
-    effort.spent = spent
-    pulse.update(marks, waits)
-    return pulse.idle_s < after_s, pulse.since_mark_s < after_s
+def second_update_progress(
+    marks: object, cpu_s: float, is_waiting: bool = False, interval_s: float = 0.2
+) -> tuple[bool, bool]:
+    """Update a tracker twice: with 1 mark and no CPU time, and `interval_s` later with `marks` and `cpu_s`. Return
+    whether the second update counts as progress of any kind, and whether it counts as a new mark.
+    """
+    cpu_time = FakeCpuTime()
+    tracker = ProgressTracker(cpu_time)
+    tracker.update(1)
+    time.sleep(interval_s)
+    cpu_time.cpu_s = cpu_s
+    tracker.update(marks, is_waiting)
+    return tracker.idle_s < interval_s, tracker.since_mark_s < interval_s
 
 
 def test_progress_tracker_counts_marks_and_cpu_time_as_progress() -> None:
-    assert aged(1, 0.0) == (False, False)
-    assert aged(2, 0.0) == (True, True)
-    assert aged(1, 0.01) == (True, False)
-    assert aged(1, 0.0001) == (False, False)  # a thread that wakes up now and then
-    assert aged(1, 0.01, waits=True) == (False, False)  # polling for a peer is not work
-    assert aged(2, 0.0, waits=True) == (True, True)
+    assert second_update_progress(1, 0.0) == (False, False)
+    assert second_update_progress(2, 0.0) == (True, True)
+    assert second_update_progress(1, 0.01) == (True, False)
+    assert second_update_progress(1, 0.0001) == (False, False)  # so little is an idle thread that wakes up now and then
+    assert second_update_progress(1, 0.01, is_waiting=True) == (False, False)  # polling for a peer is not work
+    assert second_update_progress(2, 0.0, is_waiting=True) == (True, True)
 
 
 def test_progress_is_seen_after_the_cpu_time_of_an_ended_thread_disappears() -> None:
-    effort = Spent()
-    effort.spent = 50.0
-    pulse = ProgressTracker(effort)
-    pulse.update(1)
-    effort.spent = 1.0
-    pulse.update(1)
+    cpu_time = FakeCpuTime()
+    cpu_time.cpu_s = 50.0
+    tracker = ProgressTracker(cpu_time)
+    tracker.update(1)
+    cpu_time.cpu_s = 1.0
+    tracker.update(1)
     time.sleep(0.1)
-    effort.spent = 1.1
-    pulse.update(1)
-    assert pulse.idle_s < 0.1
+    cpu_time.cpu_s = 1.1
+    tracker.update(1)
+    assert tracker.idle_s < 0.1

@@ -1,4 +1,4 @@
-"""What is settled for NCCL, what its errors mean, and that an abort takes no longer than it may."""
+"""The settings for NCCL, the meaning of its errors, the time limit of an abort, and the warm-up of collectives."""
 
 import threading
 import time
@@ -34,7 +34,7 @@ def test_nccl_settings_are_applied_and_conflicting_values_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "expected_advice"),
     [
         ("NCCL error: remote process exited or there was a network error, ncclRemoteError", "a peer or the network"),
         ("NCCL error in ProcessGroupNCCL.cpp: unhandled system error, ncclSystemError: x", "NCCL_SOCKET_IFNAME"),
@@ -44,24 +44,34 @@ def test_nccl_settings_are_applied_and_conflicting_values_are_refused() -> None:
         ("[gloo/transport/tcp/pair.cc] Connection closed by peer, timed out", ""),
     ],
 )
-def test_nccl_advice_explains_nccl_errors_only(text: str, words: str) -> None:
-    said = nccl.advice(text)
-    assert words in said and bool(words) == bool(said)
+def test_nccl_advice_explains_nccl_errors_only(text: str, expected_advice: str) -> None:
+    advice = nccl.advice(text)
+    assert expected_advice in advice and bool(expected_advice) == bool(advice)
 
 
 def test_collective_errors_and_device_errors_are_distinguished() -> None:
-    of_nccl, of_gloo = dist.DistBackendError("NCCL error: x"), RuntimeError("[gloo/pair.cc] closed")
-    of_cuda, memory = torch.AcceleratorError("CUDA error: unspecified launch failure"), torch.OutOfMemoryError("CUDA")
-    assert [nccl.is_collective_error(error) for error in (of_nccl, of_gloo, of_cuda, memory)] == [
+    nccl_error, gloo_error = dist.DistBackendError("NCCL error: x"), RuntimeError("[gloo/pair.cc] closed")
+    cuda_error, memory_error = (
+        torch.AcceleratorError("CUDA error: unspecified launch failure"),
+        torch.OutOfMemoryError("CUDA"),
+    )
+    assert [nccl.is_collective_error(error) for error in (nccl_error, gloo_error, cuda_error, memory_error)] == [
         True,
         True,
         False,
         False,
     ]
-    assert [nccl.is_device_error(error) for error in (of_nccl, of_gloo, of_cuda, memory)] == [False, False, True, False]
+    assert [nccl.is_device_error(error) for error in (nccl_error, gloo_error, cuda_error, memory_error)] == [
+        False,
+        False,
+        True,
+        False,
+    ]
 
 
-class Group:
+class FakeGroup:
+    """A fake process group whose `abort` is `call`."""
+
     def __init__(self, call: Any) -> None:
         self.abort = call
 
@@ -71,35 +81,35 @@ def raises() -> None:
 
 
 def test_hanging_abort_does_not_block_other_communicators() -> None:
-    """Both begin although the first does not end: it may wait for the second."""
+    """Both aborts begin although the first does not end, because the first may wait for the second."""
     ended, forever = threading.Event(), threading.Event()
     began = time.monotonic()
-    assert not nccl.abort([Group(forever.wait), Group(ended.set)], timeout_s=0.2)
+    assert not nccl.abort([FakeGroup(forever.wait), FakeGroup(ended.set)], timeout_s=0.2)
     assert ended.is_set() and time.monotonic() - began < nccl.ABORT_TIMEOUT_S
     forever.set()
-    assert nccl.abort([Group(raises), Group(ended.set)]) and nccl.abort([])
+    assert nccl.abort([FakeGroup(raises), FakeGroup(ended.set)]) and nccl.abort([])
 
 
 def test_abort_drops_graphs_while_communicators_wait_for_the_drop() -> None:
-    """As NCCL's does, which waits until the graphs with its collectives are gone; they may wait for it to begin."""
-    aborts, dropped = threading.Event(), threading.Event()
+    """NCCL's abort waits until graphs with its collectives are dropped. The drop may wait until the abort begins."""
+    abort_started, dropped = threading.Event(), threading.Event()
 
     def abort() -> None:
-        aborts.set()
+        abort_started.set()
         dropped.wait()
 
     def drop() -> None:
-        aborts.wait()
+        abort_started.wait()
         dropped.set()
 
-    assert nccl.abort([Group(abort), Group(abort)], drop, 60.0)
+    assert nccl.abort([FakeGroup(abort), FakeGroup(abort)], drop, 60.0)
     dropped.clear()
-    assert not nccl.abort([Group(abort)], timeout_s=0.2)
+    assert not nccl.abort([FakeGroup(abort)], timeout_s=0.2)
     dropped.set()
 
 
-class Slow:
-    """A timer of a device that comes to nothing."""
+class NeverReachedTimer:
+    """A fake timer of a device that never reaches a moment."""
 
     def now(self) -> int:
         return 0
@@ -111,51 +121,53 @@ class Slow:
         return False
 
 
-class Warmed(Axis):
-    """Notes which collectives were entered."""
+class RecordingAxis(Axis):
+    """A fake axis that adds an entry to `entered_collectives` for each collective."""
 
-    def _note(self, *given: Any) -> torch.Tensor:
-        entered.append(1)
+    def _record(self, *args: Any) -> torch.Tensor:
+        entered_collectives.append(1)
         return torch.zeros(1)
 
-    gather = reduce_scatter = all_to_all = all_reduce = broadcast = _note  # type: ignore[assignment]
+    gather = reduce_scatter = all_to_all = all_reduce = broadcast = _record  # type: ignore[assignment]
 
 
-entered: list[int] = []
+entered_collectives: list[int] = []
 
 
 def test_warm_up_runs_every_collective_once_and_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    entered.clear()
-    nccl.warm_up([Warmed(0, 2), Warmed(0, 1)], torch.device("cpu"))
-    assert len(entered) == 5
+    entered_collectives.clear()
+    nccl.warm_up([RecordingAxis(0, 2), RecordingAxis(0, 1)], torch.device("cpu"))
+    assert len(entered_collectives) == 5
     monkeypatch.setattr(nccl, "WARM_UP_TIMEOUT_S", 0.05)
     with pytest.raises(RuntimeError, match=r"communicator of 2 ranks gave no sum .* NCCL_SOCKET_IFNAME"):
-        nccl.warm_up([Warmed(0, 2, timer=Slow())], torch.device("cpu"))
+        nccl.warm_up([RecordingAxis(0, 2, timer=NeverReachedTimer())], torch.device("cpu"))
 
 
 def test_progress_clock_counts_marks_that_the_device_has_passed() -> None:
     clock = ProgressClock()
     clock.mark_layer()
-    assert (clock.poll_device(), clock.progress_count) == (0, 1)  # a CPU is where its host is
+    assert (clock.poll_device(), clock.progress_count) == (0, 1)  # a CPU is never behind its host
 
-    class Late(Slow):
-        come = 0
+    class DelayedTimer(NeverReachedTimer):
+        """A fake timer of a device that has reached the first `reached_count` moments."""
+
+        reached_count = 0
 
         def __init__(self) -> None:
-            self.noted = 0
+            self.marked_count = 0
 
         def now(self) -> int:
-            self.noted += 1
-            return self.noted
+            self.marked_count += 1
+            return self.marked_count
 
         def reached(self, moment: int) -> bool:
-            return moment <= self.come
+            return moment <= self.reached_count
 
-    timer = clock.device_timer = Late()
+    timer = clock.device_timer = DelayedTimer()
     clock.end(clock.begin(timer), timer)
     clock.mark_layer()
-    assert (timer.noted, clock.poll_device()) == (3, 0)
-    timer.come = 2
+    assert (timer.marked_count, clock.poll_device()) == (3, 0)
+    timer.reached_count = 2
     assert (clock.poll_device(), clock.poll_device(), clock.progress_count) == (2, 2, 6)
     clock.waits_for_device = True
     assert clock.is_waiting

@@ -1,4 +1,4 @@
-"""The all-reduce in one kernel: the operator's signature, which rows take it, and that it is held to its twin."""
+"""The one-shot all-reduce: the operator's signature, the tensors it supports, and its check against a reference."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -15,21 +15,21 @@ from cluster.distributed.process_group import Axis
 from cluster.engine import build_engine
 from cluster.engine.one_shot_setting import check_one_shot_setting, enable_one_shot
 
-TAKES = "Tensor symm_buffer, Tensor local_input, str reduce_op, str group_name"
+PARAMETERS = "Tensor symm_buffer, Tensor local_input, str reduce_op, str group_name"
 CPU = torch.device("cpu")
 
 
 def test_installed_torch_has_the_symmetric_memory_operators() -> None:
     assert (
         str(torch.ops.symm_mem.one_shot_all_reduce_copy.default._schema)
-        == f"symm_mem::one_shot_all_reduce_copy({TAKES}) -> Tensor"
+        == f"symm_mem::one_shot_all_reduce_copy({PARAMETERS}) -> Tensor"
     )
     symmetric = one_shot_all_reduce.import_module("torch.distributed._symmetric_memory")
     assert callable(symmetric.empty) and callable(symmetric.rendezvous)
 
 
 @pytest.mark.parametrize(
-    ("numbers", "dtype", "taken"),
+    ("numbers", "dtype", "supported"),
     [
         (4, torch.float32, True),
         (8, torch.bfloat16, True),
@@ -44,14 +44,14 @@ def test_installed_torch_has_the_symmetric_memory_operators() -> None:
     ],
 )
 def test_one_shot_supports_only_small_aligned_tensors_of_its_dtypes(
-    numbers: int, dtype: torch.dtype, taken: bool
+    numbers: int, dtype: torch.dtype, supported: bool
 ) -> None:
-    assert OneShot.supports(torch.zeros(1, numbers, dtype=dtype)) is taken
+    assert OneShot.supports(torch.zeros(1, numbers, dtype=dtype)) is supported
 
 
 @pytest.fixture
 def symmetric(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """Symmetric memory of a group of two whose peer has the same rows."""
+    """Replace torch's symmetric memory by a fake group of two ranks with the same rows; return the list of calls."""
     calls: list[tuple[Any, ...]] = []
 
     def empty(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -62,44 +62,47 @@ def symmetric(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         calls.append((op, group))
         return rows + rows
 
-    module = SimpleNamespace(empty=empty, rendezvous=lambda buffer, group: calls.append(("meet", group)))
+    module = SimpleNamespace(empty=empty, rendezvous=lambda buffer, group: calls.append(("rendezvous", group)))
     monkeypatch.setattr(one_shot_all_reduce, "import_module", lambda name: module)
     monkeypatch.setattr(torch.ops.symm_mem, "one_shot_all_reduce_copy", copy)
     return calls
 
 
-def doubled(rows: Tensor) -> Tensor:
+def double_rows(rows: Tensor) -> Tensor:
     return rows * 2
 
 
-def same(rows: Tensor) -> Tensor:
+def repeat_rows(rows: Tensor) -> Tensor:
     return torch.cat([rows, rows])
 
 
 def test_one_shot_equals_the_reference_and_axis_uses_one_shot_for_few_rows(symmetric: list[tuple[Any, ...]]) -> None:
     kernel = OneShot(SimpleNamespace(group_name="g"), 2, CPU)
-    assert symmetric == [("meet", "g")] * len(DTYPES)
-    check_against_reference(kernel, 0, doubled, same, CPU)
+    assert symmetric == [("rendezvous", "g")] * len(DTYPES)
+    check_against_reference(kernel, 0, double_rows, repeat_rows, CPU)
     symmetric.clear()
     axis, rows = Axis(0, 2, direct=True, one_shot=kernel), torch.arange(8.0).view(4, 2).t()
     assert torch.equal(axis.all_reduce(rows), rows * 2) and symmetric == [("sum", "g")]
     assert axis.clock.collectives_returned == 1
-    with pytest.raises((RuntimeError, ValueError)):  # NCCL's, which is not there
+    with pytest.raises((RuntimeError, ValueError)):  # the fallback needs a real process group
         axis.all_reduce(torch.zeros(5))
 
 
 @pytest.mark.parametrize(
-    ("twin", "every", "what"),
+    ("all_reduce", "all_gather", "message"),
     [
-        (lambda rows: rows * 3, same, "not those of the ordinary"),
-        (doubled, lambda rows: torch.cat([rows, rows * (1 + 1e-6)]), "ranks get different sums"),
+        (lambda rows: rows * 3, repeat_rows, "not those of the ordinary"),
+        (double_rows, lambda rows: torch.cat([rows, rows * (1 + 1e-6)]), "ranks get different sums"),
     ],
 )
 def test_one_shot_kernel_with_different_sums_is_refused(
-    symmetric: list[tuple[Any, ...]], twin: Callable[[Tensor], Tensor], every: Callable[[Tensor], Tensor], what: str
+    symmetric: list[tuple[Any, ...]],
+    all_reduce: Callable[[Tensor], Tensor],
+    all_gather: Callable[[Tensor], Tensor],
+    message: str,
 ) -> None:
-    with pytest.raises(WrongSumError, match=what):
-        check_against_reference(OneShot(SimpleNamespace(group_name="g"), 2, CPU), 0, twin, every, CPU)
+    with pytest.raises(WrongSumError, match=message):
+        check_against_reference(OneShot(SimpleNamespace(group_name="g"), 2, CPU), 0, all_reduce, all_gather, CPU)
 
 
 def test_one_shot_refuses_more_ranks_than_a_node_has() -> None:

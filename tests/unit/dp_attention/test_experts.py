@@ -1,5 +1,5 @@
-"""Experts that are apart: rows sent to them by counts get the bits that they get by going everywhere, and the numbers
-of one rank that holds all experts.
+"""Expert parallelism. Rows that are sent to the ranks of their experts by counts give the same bits as rows that are
+gathered on all ranks, and the same numbers as one rank that holds all experts.
 """
 
 from collections.abc import Sequence
@@ -22,17 +22,17 @@ from cluster.models.context import Sharding, expert_shard
 from cluster.models.exchange import NoExchange
 from cluster.models.experts import Experts, Gate, LocalExperts
 from cluster.models.mlp import Mlp
-from tests.unit.dp_attention.threads import Meeting, on_ranks
+from tests.unit.dp_attention.threads import ThreadAxis, run_on_ranks
 
 H, COLUMNS = 12, 10
 CPU = torch.device("cpu")
 MESHES = ((2, 2, 2), (4, 2, 4), (4, 4, 4), (4, 4, 2), (4, 2, 2), (6, 3, 3))
-"""Ranks, attention groups, parts."""
+"""(ranks, attention groups, parts): the experts are split into `parts` parts (`ep_size`)."""
 
 
 @dataclass(frozen=True)
 class Weights:
-    """The experts' matrices, whole."""
+    """The unsharded weights of all experts."""
 
     moe: Moe
     gate: Tensor
@@ -46,34 +46,40 @@ class Weights:
 
     @classmethod
     def random(cls, moe: Moe, dtype: torch.dtype, biases: bool) -> "Weights":
-        def numbers(*shape: int) -> Tensor:
+        def random_tensor(*shape: int) -> Tensor:
             return (torch.randn(*shape, dtype=torch.float64) * 0.5).to(dtype)
 
-        e = moe.experts
-        sum_in_order = (numbers(e, 2 * COLUMNS), numbers(e, H)) if biases else (None, None)
-        made = numbers(H, e), numbers(e, H, 2 * COLUMNS), numbers(e, COLUMNS, H)
-        return cls(moe, *made, *sum_in_order, numbers(H, 2 * COLUMNS), numbers(COLUMNS, H), numbers(H, 1))
+        num_experts = moe.experts
+        bias_pair = (random_tensor(num_experts, 2 * COLUMNS), random_tensor(num_experts, H)) if biases else (None, None)
+        matrices = (
+            random_tensor(H, num_experts),
+            random_tensor(num_experts, H, 2 * COLUMNS),
+            random_tensor(num_experts, COLUMNS, H),
+        )
+        return cls(
+            moe, *matrices, *bias_pair, random_tensor(H, 2 * COLUMNS), random_tensor(COLUMNS, H), random_tensor(H, 1)
+        )
 
-    def held(self, kernels: Kernels, sharding: Sharding) -> Experts:
-        """What one rank holds of them."""
-        moe, own = self.moe, slice(*sharding.experts.span(self.moe.experts))
+    def experts_of_rank(self, kernels: Kernels, sharding: Sharding) -> Experts:
+        """Return the module of one rank, with the rank's shard of the weights."""
+        moe, own_experts = self.moe, slice(*sharding.experts.span(self.moe.experts))
         columns = slice(*sharding.expert_columns.span(COLUMNS))
-        both = [*range(columns.start, columns.stop), *range(COLUMNS + columns.start, COLUMNS + columns.stop)]
+        gate_up_columns = [*range(columns.start, columns.stop), *range(COLUMNS + columns.start, COLUMNS + columns.stop)]
         start, stop = sharding.shared_expert.span(COLUMNS)
-        common = [*range(start, stop), *range(COLUMNS + start, COLUMNS + stop)]
-        first = sharding.expert_columns.rank == 0
+        shared_columns = [*range(start, stop), *range(COLUMNS + start, COLUMNS + stop)]
+        adds_down_bias = sharding.expert_columns.rank == 0
         size = sharding.experts.size
-        parts = [p for p in range(size) for _ in range(*Shard(p, size).span(moe.experts))]
+        part_of_expert = [part for part in range(size) for _ in range(*Shard(part, size).span(moe.experts))]
         return Experts(
             kernels,
             Gate(kernels.weight(self.gate), None, None, moe),
-            kernels.stack(self.gate_up[own][:, :, both].contiguous()),
-            kernels.stack(self.down[own][:, columns].contiguous()),
-            None if self.gate_up_bias is None else self.gate_up_bias[own][:, both],
-            self.down_bias[own] if self.down_bias is not None and first else None,
+            kernels.stack(self.gate_up[own_experts][:, :, gate_up_columns].contiguous()),
+            kernels.stack(self.down[own_experts][:, columns].contiguous()),
+            None if self.gate_up_bias is None else self.gate_up_bias[own_experts][:, gate_up_columns],
+            self.down_bias[own_experts] if self.down_bias is not None and adds_down_bias else None,
             Mlp(
                 kernels,
-                kernels.weight(self.shared_up[:, common].contiguous()),
+                kernels.weight(self.shared_up[:, shared_columns].contiguous()),
                 kernels.weight(self.shared_down[start:stop].contiguous()),
                 None,
                 None,
@@ -82,19 +88,25 @@ class Weights:
             else None,
             Activation(),
             kernels.weight(self.shared_gate) if moe.shared_gate else None,
-            LocalExperts(own.start, own.stop - own.start, torch.tensor(parts)) if size > 1 else None,
+            LocalExperts(own_experts.start, own_experts.stop - own_experts.start, torch.tensor(part_of_expert))
+            if size > 1
+            else None,
         )
 
 
-def exchanged(weights: Weights, kernels: Kernels, rows: list[Tensor], parts: int, counted: bool, mesh: Mesh) -> Tensor:
-    """This rank's output for the rows of its group, of those of all groups."""
-    dtype, counts = rows[0].dtype, tuple(each.shape[0] for each in rows)
+def run_experts(
+    weights: Weights, kernels: Kernels, rows: list[Tensor], parts: int, counted: bool, mesh: Mesh
+) -> Tensor:
+    """Run this rank's experts. `rows[g]` are the rows of group g; return the output for the rows of this rank's group.
+    `counted`: rows are sent by counts, not gathered.
+    """
+    dtype, counts = rows[0].dtype, tuple(group_rows.shape[0] for group_rows in rows)
     sharding = Sharding(mesh.attn.shard, mesh.world.shard, Shard(), expert_shard(parts, mesh.world.shard))
     exchange = Exchange(mesh, dtype, ep_size=parts)
     exchange.begin(1, ExpertParallel(parts, weights.moe.active).calls("target", counts, H, counted), counted)
-    out = weights.held(kernels, sharding)(rows[mesh.dp_rank], exchange)
+    output = weights.experts_of_rank(kernels, sharding)(rows[mesh.dp_rank], exchange)
     exchange.end()
-    return out
+    return output
 
 
 MOES = {
@@ -108,7 +120,7 @@ MOES = {
 @pytest.mark.parametrize(("world", "groups", "parts"), MESHES)
 @pytest.mark.parametrize("moe", MOES.values(), ids=MOES)
 def test_counted_expert_dispatch_equals_gathered_dispatch(moe: Moe, world: int, groups: int, parts: int) -> None:
-    """Uneven rows and uneven parts; ranks without rows, and whole groups without."""
+    """Groups have different numbers of rows, some have none, and parts have different numbers of experts."""
     torch.manual_seed(world + groups + parts)
     dtype = torch.float32 if select_kernels("auto", CPU, torch.float32).library is not None else torch.float64
     kernels = select_kernels("auto", CPU, dtype)
@@ -116,45 +128,49 @@ def test_counted_expert_dispatch_equals_gathered_dispatch(moe: Moe, world: int, 
     weights = Weights.random(moe, dtype, biases=not moe.shared)
     for counts in ((5, 0, 3, 1), (1, 7, 0, 2), (0, 0, 0, 1), (6, 6, 6, 6)):
         rows = [torch.randn(count, H, dtype=torch.float64).to(dtype) for count in counts[:groups]]
-        whole = weights.held(kernels, Sharding())
-        wanted = [whole(each, NoExchange()) for each in rows]
-        run = partial(exchanged, weights, kernels, rows, parts)
-        sent, everywhere = (on_ranks(world, groups, partial(run, counted)) for counted in (True, False))
+        reference = weights.experts_of_rank(kernels, Sharding())
+        expected = [reference(group_rows, NoExchange()) for group_rows in rows]
+        run_with = partial(run_experts, weights, kernels, rows, parts)
+        counted_outputs, gathered_outputs = (
+            run_on_ranks(world, groups, partial(run_with, counted)) for counted in (True, False)
+        )
         for rank in range(world):
             group = rank * groups // world
-            assert torch.allclose(sent[rank], wanted[group], rtol=1e-4, atol=1e-4 if exact else 1e-12)
-            assert torch.equal(sent[rank], sent[group * world // groups]), "a group's ranks have the same bits"
+            assert torch.allclose(counted_outputs[rank], expected[group], rtol=1e-4, atol=1e-4 if exact else 1e-12)
+            assert torch.equal(counted_outputs[rank], counted_outputs[group * world // groups]), (
+                "ranks of a group differ"
+            )
             if exact:
-                assert torch.equal(sent[rank], everywhere[rank])
+                assert torch.equal(counted_outputs[rank], gathered_outputs[rank])
             else:
-                assert torch.allclose(sent[rank], everywhere[rank], rtol=1e-12, atol=1e-12)
+                assert torch.allclose(counted_outputs[rank], gathered_outputs[rank], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(("world", "groups", "parts"), [(2, 1, 2), (4, 1, 2), (4, 2, 2)])
 def test_gathered_expert_dispatch_equals_a_single_rank(world: int, groups: int, parts: int) -> None:
-    """Also with one group, whose ranks have all rows from the start."""
+    """One group is tested too: its ranks have all rows from the start."""
     torch.manual_seed(3)
     weights = Weights.random(MOES["shared, gated"], torch.float64, biases=True)
     rows = [torch.randn(4 + group, H, dtype=torch.float64) for group in range(groups)]
-    whole = weights.held(TorchKernels(), Sharding())
-    found = on_ranks(world, groups, partial(exchanged, weights, TorchKernels(), rows, parts, False))
-    for rank, out in enumerate(found):
-        wanted = whole(rows[rank * groups // world], NoExchange())
-        assert torch.allclose(out, wanted, rtol=1e-12, atol=1e-12)
+    reference = weights.experts_of_rank(TorchKernels(), Sharding())
+    outputs = run_on_ranks(world, groups, partial(run_experts, weights, TorchKernels(), rows, parts, False))
+    for rank, output in enumerate(outputs):
+        expected = reference(rows[rank * groups // world], NoExchange())
+        assert torch.allclose(output, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_pack_and_unpack_rows_preserve_expert_ids_in_every_dtype(dtype: torch.dtype) -> None:
-    """Also those that are no number of the dtype."""
+    """Expert ids must survive even if the dtype cannot represent them as numbers."""
     ids = torch.tensor([[0, 511], [257, 32_767]])
     rows, weights = torch.randn(2, 6).to(dtype), torch.rand(2, 2).to(dtype)
-    came = unpack_rows(pack_rows(rows, weights, ids)[torch.tensor([1, 0, 1])], 2)
-    for got, given in zip(came, (rows, weights, ids), strict=True):
-        assert torch.equal(got, given[[1, 0, 1]])
+    unpacked = unpack_rows(pack_rows(rows, weights, ids)[torch.tensor([1, 0, 1])], 2)
+    for result, original in zip(unpacked, (rows, weights, ids), strict=True):
+        assert torch.equal(result, original[[1, 0, 1]])
 
 
 @pytest.mark.parametrize(
-    ("table", "odd"),
+    ("table", "expected_rank"),
     [
         (((2, 1), (0, 0), (1, 3)), None),
         (((2, 1), (0, 1), (1, 3)), 1),
@@ -164,9 +180,11 @@ def test_pack_and_unpack_rows_preserve_expert_ids_in_every_dtype(dtype: torch.dt
         (((3, -1), (0, 0), (1, 3)), 0),
     ],
 )
-def test_first_invalid_rank_finds_impossible_row_counts(table: tuple[tuple[int, ...], ...], odd: int | None) -> None:
-    """Of ranks that carry 2, no and 3 rows, each of which goes to one part or both."""
-    assert first_invalid_rank(table, [2, 0, 3], experts_per_row=4) == odd
+def test_first_invalid_rank_finds_impossible_row_counts(
+    table: tuple[tuple[int, ...], ...], expected_rank: int | None
+) -> None:
+    """Three ranks have 2, 0 and 3 rows. Each row goes to one or both of two parts."""
+    assert first_invalid_rank(table, [2, 0, 3], experts_per_row=4) == expected_rank
 
 
 def test_first_invalid_rank_allows_one_part_per_row_with_one_active_expert() -> None:
@@ -176,26 +194,26 @@ def test_first_invalid_rank_allows_one_part_per_row_with_one_active_expert() -> 
     )
 
 
-class Liar(Meeting):
-    """Tells of more rows than there are."""
+class OverreportingAxis(ThreadAxis):
+    """An axis whose `gather` reports 4 more rows than there are."""
 
     def gather(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         return super().gather(rows + 4, counts)
 
 
 def test_every_rank_names_the_rank_that_reports_impossible_counts() -> None:
-    """Before a row moves: what it told would have made every rank take other sizes than it sends."""
+    """The error comes before any row is sent: with the wrong counts, ranks would receive other sizes than are sent."""
     torch.manual_seed(0)
     weights = Weights.random(MOES["five"], torch.float64, biases=False)
     rows = [torch.randn(3, H, dtype=torch.float64) for _ in range(2)]
 
     def run(mesh: Mesh) -> str:
         if mesh.rank == 1:
-            mesh.facts = Liar(1, 2, mesh.world.board, mesh.world.clock)  # type: ignore[attr-defined]
-        with pytest.raises(OutOfStepError) as caught:
-            exchanged(weights, TorchKernels(), rows, 2, True, mesh)
-        assert caught.value.rank == 1 and mesh.world.clock.collectives_returned == 1
-        return str(caught.value)
+            mesh.facts = OverreportingAxis(1, 2, mesh.world.board, mesh.world.clock)  # type: ignore[attr-defined]
+        with pytest.raises(OutOfStepError) as raised:
+            run_experts(weights, TorchKernels(), rows, 2, True, mesh)
+        assert raised.value.rank == 1 and mesh.world.clock.collectives_returned == 1
+        return str(raised.value)
 
-    said = on_ranks(2, 2, run)
-    assert said[0] == said[1] and said[0].startswith("rank 1 tells counts [")
+    messages = run_on_ranks(2, 2, run)
+    assert messages[0] == messages[1] and messages[0].startswith("rank 1 tells counts [")

@@ -1,4 +1,4 @@
-"""The plan is one pure function of the gathered facts; headers are compared before anything else moves."""
+"""The plan of a step is a pure function of the ranks' gathered facts. Ranks compare headers before any other data."""
 
 from dataclasses import replace
 from itertools import product
@@ -36,33 +36,38 @@ def test_plan_uses_the_minimum_num_steps_of_all_ranks() -> None:
     assert rule().plan(table, SHAPE).num_steps == 1
 
 
-@pytest.mark.parametrize(("decodes", "forced"), [((1, 0), 6), ((1, 2), 4), ((3, 5), 1), ((9, 1), 0)])
-def test_plan_adds_forced_nodes_for_grammars_within_the_row_limit(decodes: tuple[int, int], forced: int) -> None:
+@pytest.mark.parametrize(("decodes", "expected_nodes"), [((1, 0), 6), ((1, 2), 4), ((3, 5), 1), ((9, 1), 0)])
+def test_plan_adds_forced_nodes_for_grammars_within_the_row_limit(
+    decodes: tuple[int, int], expected_nodes: int
+) -> None:
     shape = SHAPE.model_copy(update={"max_forced_nodes": 6})
     shapes = tiers(shape)
-    free = [facts(decodes[0]), facts(decodes[1])]
-    plan = replace(rule(), max_forced_rows=8).plan(free, shape)
+    unconstrained = [facts(decodes[0]), facts(decodes[1])]
+    plan = replace(rule(), max_forced_rows=8).plan(unconstrained, shape)
     assert plan.forced_nodes == 0 and plan.tree(shapes) == shape
-    constrained = [free[0], free[1]._replace(mode=int(SamplingMode.CONSTRAINED))]
-    other = replace(rule(), max_forced_rows=8).plan(constrained, shape)
-    assert other.forced_nodes == forced and other.tree(shapes).num_draft_tokens == shape.num_draft_tokens + forced
-    assert other.tree(shapes).drafted_shape.num_draft_tokens == shape.num_draft_tokens
-    voted = [fact._replace(num_steps=0) for fact in constrained]
-    assert replace(rule(), max_forced_rows=8).plan(voted, shape).tree(shapes).num_draft_tokens == 1
+    constrained = [unconstrained[0], unconstrained[1]._replace(mode=int(SamplingMode.CONSTRAINED))]
+    constrained_plan = replace(rule(), max_forced_rows=8).plan(constrained, shape)
+    assert (
+        constrained_plan.forced_nodes == expected_nodes
+        and constrained_plan.tree(shapes).num_draft_tokens == shape.num_draft_tokens + expected_nodes
+    )
+    assert constrained_plan.tree(shapes).drafted_shape.num_draft_tokens == shape.num_draft_tokens
+    table_without_speculation = [fact._replace(num_steps=0) for fact in constrained]
+    assert replace(rule(), max_forced_rows=8).plan(table_without_speculation, shape).tree(shapes).num_draft_tokens == 1
 
 
 def test_padded_plan_gives_every_group_the_sizes_of_the_largest() -> None:
     table = [facts(2, 7, 1), facts(0, 0), facts(5, 3)]
-    exact, full = (rule(name).plan(table, SHAPE) for name in ("exact", "padded"))
+    exact, padded = (rule(name).plan(table, SHAPE) for name in ("exact", "padded"))
     assert exact.sizes == ((2, 7, 1), (0, 0, 0), (5, 3, 0))
-    assert full.sizes == ((5, 7, 1), (5, 7, 0), (5, 7, 0))
-    assert not exact.captured and not full.captured
+    assert padded.sizes == ((5, 7, 1), (5, 7, 0), (5, 7, 0))
+    assert not exact.captured and not padded.captured
 
 
-@pytest.mark.parametrize(("waste", "uneven"), [(0.0, False), (0.49, False), (0.5, True)])
-def test_auto_padding_pads_while_idle_rows_are_within_the_limit(waste: float, uneven: bool) -> None:
-    plan = rule(waste=waste).plan([facts(4), facts(0)], SHAPE)
-    assert plan.sizes == ((4, 0, 0), (4 if uneven else 0, 0, 0))
+@pytest.mark.parametrize(("max_waste", "is_padded"), [(0.0, False), (0.49, False), (0.5, True)])
+def test_auto_padding_pads_while_idle_rows_are_within_the_limit(max_waste: float, is_padded: bool) -> None:
+    plan = rule(waste=max_waste).plan([facts(4), facts(0)], SHAPE)
+    assert plan.sizes == ((4, 0, 0), (4 if is_padded else 0, 0, 0))
 
 
 @pytest.mark.parametrize(
@@ -72,36 +77,38 @@ def test_auto_padding_pads_while_idle_rows_are_within_the_limit(waste: float, un
 def test_expert_rows_are_sent_by_counts_unless_padded_or_captured(
     padding: str, sizes: tuple[int, ...] | None, counted: bool
 ) -> None:
-    """A padded step has equal parts, and a captured one must not ask for a value."""
-    made, table = replace(rule(padding, buckets=sizes), expert_parallel=True), [facts(2), facts(4, 3)]
-    plan = made.plan(table, SHAPE)
+    """A padded step has groups of equal sizes, and a captured step must not read a value from the device."""
+    plan_rule, table = replace(rule(padding, buckets=sizes), expert_parallel=True), [facts(2), facts(4, 3)]
+    plan = plan_rule.plan(table, SHAPE)
     assert (
         plan.routes_to_experts is counted
-        and not replace(made, expert_parallel=False).plan(table, SHAPE).routes_to_experts
+        and not replace(plan_rule, expert_parallel=False).plan(table, SHAPE).routes_to_experts
     )
-    assert not made.plan(table[:1], SHAPE).routes_to_experts, "one group has all rows on each of its ranks"
+    assert not plan_rule.plan(table[:1], SHAPE).routes_to_experts, "one group has all rows on each of its ranks"
     ops = Ops(("reduce", EXPERT_CALLS, "reduce", "gather", "scatter"), (), 8, expert_parallel=ExpertParallel(2, 3))
-    rows = tuple(own.rows(6) for own in plan.sizes)
-    brought = (
+    rows = tuple(group_sizes.rows(6) for group_sizes in plan.sizes)
+    expert_calls = (
         [("counts", 2, 3), ("dispatch", 14, 0), ("combine", 8, 0)] if counted else [("gather", 8, 0), ("scatter", 8, 0)]
     )
-    wanted = [("reduce", 8, 0), *brought, ("reduce", 8, 0), ("gather", 8, 0), ("scatter", 8, 0)]
-    assert script(plan, SHAPE, ops, None) == [ScriptCall("target", op, rows, *widths) for op, *widths in wanted]
+    expected_calls = [("reduce", 8, 0), *expert_calls, ("reduce", 8, 0), ("gather", 8, 0), ("scatter", 8, 0)]
+    assert script(plan, SHAPE, ops, None) == [ScriptCall("target", op, rows, *widths) for op, *widths in expected_calls]
 
 
 def test_captured_plan_rounds_sizes_up_to_captured_sizes() -> None:
-    """Each group at its own unless padding is asked for; a group too large for all programs has none replayed."""
+    """Each group gets its own captured sizes, or all get the same with padding. If a group is too large for all
+    programs, no group replays one.
+    """
     table = [facts(3, 7, 3), facts(1), facts(5, 2, 1)]
-    exact, full = (rule(name, buckets=(1, 2, 4, 8)).plan(table, SHAPE) for name in ("exact", "padded"))
+    exact, padded = (rule(name, buckets=(1, 2, 4, 8)).plan(table, SHAPE) for name in ("exact", "padded"))
     assert exact.captured and exact.sizes == ((4, 8, 4), (1, 0, 0), (8, 2, 1))
-    assert full.captured and full.sizes == ((8, 8, 4),) * 3
-    assert [full.idle(group) for group in range(3)] == [(5, 1, 1), (7, 8, 4), (3, 6, 3)]
+    assert padded.captured and padded.sizes == ((8, 8, 4),) * 3
+    assert [padded.idle(group) for group in range(3)] == [(5, 1, 1), (7, 8, 4), (3, 6, 3)]
     large = rule("exact", buckets=(1, 2, 4, 8)).plan([*table, facts(1, 9)], SHAPE)
     assert not large.captured and large.sizes == ((3, 7, 3), (1, 0, 0), (5, 2, 1), (1, 9, 0))
     assert rule("exact", buckets=()).plan(table, SHAPE).sizes == rule("exact").plan(table, SHAPE).sizes
     assert rule("exact", buckets=()).plan(table, SHAPE).captured
-    for count, within in ((MAX_CAPTURED_ROWS // 6, True), (MAX_CAPTURED_ROWS // 6 + 1, False)):
-        assert rule(buckets=()).plan([facts(count)], SHAPE).captured is within
+    for count, is_captured in ((MAX_CAPTURED_ROWS // 6, True), (MAX_CAPTURED_ROWS // 6 + 1, False)):
+        assert rule(buckets=()).plan([facts(count)], SHAPE).captured is is_captured
 
 
 def test_steps_with_bad_words_are_not_captured_and_padded_as_usual() -> None:
@@ -114,17 +121,17 @@ def test_steps_with_bad_words_are_not_captured_and_padded_as_usual() -> None:
 
 def test_steps_with_penalties_or_a_grammar_are_captured() -> None:
     for mode in (SamplingMode.ADJUSTED, SamplingMode.CONSTRAINED):
-        of = replace(rule("exact"), buckets=Buckets())
-        assert of.plan([facts(3)._replace(mode=int(mode))], SHAPE).captured
+        plan_rule = replace(rule("exact"), buckets=Buckets())
+        assert plan_rule.plan([facts(3)._replace(mode=int(mode))], SHAPE).captured
 
 
 def test_equal_size_buckets_capture_several_groups_only_when_padded() -> None:
-    """Where they are not, collectives have parts of several sizes."""
+    """Without padding, the parts of a collective have different sizes."""
     for padding, groups, captured in (("exact", 1, True), ("exact", 2, False), ("padded", 2, True)):
-        of = replace(rule(padding), buckets=Buckets((2, 4), equal_sizes=True))
-        plan = of.plan([facts(3), facts(1)][:groups], SHAPE)
+        plan_rule = replace(rule(padding), buckets=Buckets((2, 4), equal_sizes=True))
+        plan = plan_rule.plan([facts(3), facts(1)][:groups], SHAPE)
         assert plan.captured is captured
-        assert not captured or {own.decodes for own in plan.sizes} == {4}
+        assert not captured or {group_sizes.decodes for group_sizes in plan.sizes} == {4}
 
 
 def test_steps_that_return_trees_are_not_captured() -> None:
@@ -136,13 +143,15 @@ def test_steps_that_return_trees_are_not_captured() -> None:
 
 
 def test_plan_key_depends_on_sizes_tier_and_mode() -> None:
-    """Loads that run at the same sizes, tier and mode share it; each of these makes another."""
-    small = rule("exact", buckets=(1, 2, 4, 8))
-    keys = [small.plan([facts(*load), facts(1)], SHAPE).key for load in ((3, 7, 1), (4, 5, 1), (3, 7, 2), (2, 7, 1))]
+    """Loads that run at the same sizes, tier and mode share a key. Other sizes, another tier or mode: another key."""
+    plan_rule = rule("exact", buckets=(1, 2, 4, 8))
+    keys = [
+        plan_rule.plan([facts(*load), facts(1)], SHAPE).key for load in ((3, 7, 1), (4, 5, 1), (3, 7, 2), (2, 7, 1))
+    ]
     assert keys[0] == keys[1] and len(set(keys)) == 3
-    others = (facts(3, 7, 1, num_steps=2), facts(3, 7, 1)._replace(mode=int(SamplingMode.RANDOM)))
-    assert len({keys[0], *(small.plan([other, facts(1)], SHAPE).key for other in others)}) == 3
-    assert small.plan([facts(3, 7, 1), facts(2)], SHAPE).key != keys[0], "collectives have counts of all groups"
+    changed_facts = (facts(3, 7, 1, num_steps=2), facts(3, 7, 1)._replace(mode=int(SamplingMode.RANDOM)))
+    assert len({keys[0], *(plan_rule.plan([changed, facts(1)], SHAPE).key for changed in changed_facts)}) == 3
+    assert plan_rule.plan([facts(3, 7, 1), facts(2)], SHAPE).key != keys[0], "collectives have counts of all groups"
 
 
 def test_script_uses_the_padded_row_counts() -> None:
@@ -172,10 +181,10 @@ def test_plan_carries_the_decode_time_of_each_group() -> None:
 
 
 def test_plan_is_quiet_if_all_ranks_are_idle_and_leaving_if_any_rank_leaves() -> None:
-    nobody = [facts(), facts()]
-    assert rule().plan(nobody, SHAPE).no_requests and not rule().plan(nobody, SHAPE).leaving
-    waits = [facts(), facts()._replace(requests=1)]
-    assert not rule().plan(waits, SHAPE).no_requests, "a request that only waits is work"
+    idle_table = [facts(), facts()]
+    assert rule().plan(idle_table, SHAPE).no_requests and not rule().plan(idle_table, SHAPE).leaving
+    waiting_table = [facts(), facts()._replace(requests=1)]
+    assert not rule().plan(waiting_table, SHAPE).no_requests, "a request that only waits is work"
     assert rule().plan([facts()._replace(leaving=1), facts(2)], SHAPE).leaving
 
 
@@ -197,22 +206,23 @@ def test_script_lists_draft_target_and_extend_calls() -> None:
 
 
 def test_script_of_several_draft_runners_lists_the_rows_of_each_level() -> None:
-    """At level l one runner runs the rows of all levels up to l, for the last of which it is asked; at extend all run,
-    and the first is asked."""
+    """At level l one runner runs the rows of all levels up to l, and the head for the last of them. In the extend phase
+    all runners run, and only the first runs the head.
+    """
     plan = rule("exact").plan([facts(2, 7, 1), facts(1)], SHAPE)
     calls = script(plan, SHAPE, TARGET, DRAFT._replace(head=("head",), runners=3))
-    of_draft = [(call.op, call.rows) for call in calls if call.phase == "draft"]
-    assert of_draft == [
+    draft_calls = [(call.op, call.rows) for call in calls if call.phase == "draft"]
+    assert draft_calls == [
         *((op, (4, 2)) for op in (*DRAFT.forward, "head")),
         *((op, (8, 4)) for op in DRAFT.forward),
         ("head", (4, 2)),
     ]
-    extend = [(call.op, call.rows) for call in calls if call.phase == "extend"]
-    assert extend == [(op, (15, 4)) for op in DRAFT.forward * 3] + [("head", (3, 1))]
+    extend_calls = [(call.op, call.rows) for call in calls if call.phase == "extend"]
+    assert extend_calls == [(op, (15, 4)) for op in DRAFT.forward * 3] + [("head", (3, 1))]
 
 
 def test_plan_mode_is_the_union_of_group_leader_modes() -> None:
-    """A follower's is that of its leader."""
+    """The mode of a follower does not count, because a follower runs in its leader's mode."""
     modes = (SamplingMode.RANDOM, SamplingMode(0), SamplingMode.LOGPROBS, SamplingMode.FILTERED)
     table = [facts(1)._replace(mode=int(mode)) for mode in modes]
     assert rule().plan(table, SHAPE).mode == SamplingMode.RANDOM | SamplingMode.LOGPROBS | SamplingMode.FILTERED
@@ -220,8 +230,10 @@ def test_plan_mode_is_the_union_of_group_leader_modes() -> None:
     assert rule().plan(table, SHAPE).digest != rule().plan(table[:3] + table[1:2], SHAPE).digest
 
 
-def after_heads(mode: SamplingMode, wide: bool, bits: int = 32) -> list[tuple[str, str, tuple[int, ...], int]]:
-    """What the shards of a head of 100 columns each tell each other in a step, phase by phase."""
+def sampling_calls(mode: SamplingMode, wide: bool, bits: int = 32) -> list[tuple[str, str, tuple[int, ...], int]]:
+    """Return the calls of a step between the shards of a head with 100 columns per shard, as (phase, op, rows, width).
+    The calls of the head itself are left out.
+    """
     ops = Ops((), ("head",), 8, 100, ShardedHead(100, bits, wide))
     plan = rule("exact").plan([facts(2, 7, 1)._replace(mode=int(mode)), facts(1)], SHAPE)
     calls = script(plan, SHAPE, ops, ops)
@@ -230,31 +242,30 @@ def after_heads(mode: SamplingMode, wide: bool, bits: int = 32) -> list[tuple[st
 
 
 def test_script_adds_sampling_calls_after_a_sharded_head() -> None:
-    """Candidates alone; with noise, filters and log-probabilities what these need as well, in this order."""
-    levels, nodes, last, told = (4, 2), (13, 6), (3, 1), (9, 4)
-    best = [("draft", "compare", levels, 5), ("target", "compare", nodes, 2), ("extend", "compare", last, 5)]
-    assert after_heads(SamplingMode(0), False) == after_heads(SamplingMode.RANDOM, False) == [best[0], *best]
-    sampled = [each for one in best for each in ((one[0], "spread", one[2], 6), one)]
-    assert after_heads(SamplingMode.RANDOM, True) == [*sampled[:2], *sampled]
-    assert after_heads(SamplingMode.LOGPROBS, False)[4:] == [("extend", "compare", told, 42)]
-    assert after_heads(SamplingMode.LOGPROBS, True)[4:] == [
-        ("extend", "spread", told, 2),
-        ("extend", "compare", told, 42),
-    ]
+    """Shards always compare candidates. Wide noise, filters and log-probabilities add calls, in this order."""
+    levels, nodes, ends, reported = (4, 2), (13, 6), (3, 1), (9, 4)
+    compares = [("draft", "compare", levels, 5), ("target", "compare", nodes, 2), ("extend", "compare", ends, 5)]
+    assert sampling_calls(SamplingMode(0), False) == [compares[0], *compares]
+    assert sampling_calls(SamplingMode.RANDOM, False) == [compares[0], *compares]
+    sampled = [call for compare in compares for call in ((compare[0], "spread", compare[2], 6), compare)]
+    assert sampling_calls(SamplingMode.RANDOM, True) == [*sampled[:2], *sampled]
+    compare_logprobs = ("extend", "compare", reported, 42)
+    assert sampling_calls(SamplingMode.LOGPROBS, False)[4:] == [compare_logprobs]
+    assert sampling_calls(SamplingMode.LOGPROBS, True)[4:] == [("extend", "spread", reported, 2), compare_logprobs]
     for bits in (32, 64):
         digits = [("target", "add", nodes, 256)] * (bits // 8)
-        filtered = after_heads(SamplingMode.RANDOM | SamplingMode.FILTERED, False, bits)
+        filtered = sampling_calls(SamplingMode.RANDOM | SamplingMode.FILTERED, False, bits)
         search = [("target", "highest", nodes, 1), *digits, ("target", "add", nodes, 1), *digits]
-        assert [call for call in filtered if call[0] == "target"] == [*search, best[1]]
+        assert [call for call in filtered if call[0] == "target"] == [*search, compares[1]]
 
 
 def test_script_adds_head_and_ranking_calls_for_prompt_logprobs() -> None:
-    """The head once more, for the rows that are asked for, and what its shards tell of these; it is not captured."""
+    """The head runs once more, for the scored rows, and its shards compare and rank these. The step is not captured."""
 
-    def after_choice(wide: bool | None) -> list[tuple[str, str, tuple[int, ...], int]]:
+    def extend_calls(wide: bool | None) -> list[tuple[str, str, tuple[int, ...], int]]:
         ops = Ops((), ("head",), 8, 100, None if wide is None else ShardedHead(100, 32, wide))
-        asking = facts(2, 7, 1)._replace(mode=int(SamplingMode.PROMPT_LOGPROBS), scored=5)
-        plan = rule("exact", buckets=(1, 8)).plan([asking, facts(1)], SHAPE)
+        scoring_facts = facts(2, 7, 1)._replace(mode=int(SamplingMode.PROMPT_LOGPROBS), scored=5)
+        plan = rule("exact", buckets=(1, 8)).plan([scoring_facts, facts(1)], SHAPE)
         assert plan.scored == (5, 0) and not plan.captured
         calls = [(call.phase, call.op, call.rows, call.width) for call in script(plan, SHAPE, ops, None)]
         return [call for call in calls if call[0] == "extend"]
@@ -262,16 +273,16 @@ def test_script_adds_head_and_ranking_calls_for_prompt_logprobs() -> None:
     rows = (5, 0)
     head, compare = ("extend", "head", rows, 8), ("extend", "compare", rows, 42)
     ranking = [("extend", "highest", rows, 1), ("extend", "add", rows, 1)]
-    assert after_choice(None) == [head]
-    assert after_choice(False) == [head, compare, *ranking]
-    told = [("extend", "spread", rows, 2), compare, ("extend", "spread", rows, 1), *ranking]
-    assert after_choice(True) == [head, *told]
+    assert extend_calls(None) == [head]
+    assert extend_calls(False) == [head, compare, *ranking]
+    wide_calls = [("extend", "spread", rows, 2), compare, ("extend", "spread", rows, 1), *ranking]
+    assert extend_calls(True) == [head, *wide_calls]
 
 
 def test_script_length_follows_the_depth_of_the_tier() -> None:
     plan = rule("exact").plan([facts(2)], SHAPE)
     lengths = [len(script(plan, shape, TARGET, DRAFT)) for shape in tiers(SHAPE)]
-    assert lengths == [7, 7, 9, 11], "plain steps extend too, so that the draft's memory stays whole"
+    assert lengths == [7, 7, 9, 11], "plain steps extend too, to keep the draft's KV complete"
 
 
 def test_tiers_keep_topk_and_limit_draft_tokens_to_their_levels() -> None:
@@ -287,33 +298,33 @@ def test_tiers_keep_topk_and_limit_draft_tokens_to_their_levels() -> None:
 def test_padding_adds_idle_requests_and_chunks_on_the_idle_row() -> None:
     plan = rule("padded").plan([facts(2, 5), facts(3, 8)], SHAPE)
     chunk = PromptChunk(1, 0, 5, True, (4, 4, 4, 4, 4))
-    order = StepInput(decodes=(DecodeRequest(0, 9), DecodeRequest(2, 4)), chunks=(chunk,))
-    made = pad_step_input(order, plan, 0, idle_row=7)
-    assert made.decodes == (DecodeRequest(0, 9), DecodeRequest(2, 4), DecodeRequest(7, 0))
-    assert made.chunks[-1] == chunk and [c.row for c in made.chunks] == [7, 7, 7, 1]
-    assert sum(c.stop - c.start for c in made.chunks) == 8 and not any(c.final for c in made.chunks[:3])
-    assert pad_step_input(order, rule("exact").plan([facts(2, 5), facts(3, 8)], SHAPE), 0, 7) is order
+    step_input = StepInput(decodes=(DecodeRequest(0, 9), DecodeRequest(2, 4)), chunks=(chunk,))
+    padded = pad_step_input(step_input, plan, 0, idle_row=7)
+    assert padded.decodes == (DecodeRequest(0, 9), DecodeRequest(2, 4), DecodeRequest(7, 0))
+    assert padded.chunks[-1] == chunk and [c.row for c in padded.chunks] == [7, 7, 7, 1]
+    assert sum(c.stop - c.start for c in padded.chunks) == 8 and not any(c.final for c in padded.chunks[:3])
+    assert pad_step_input(step_input, rule("exact").plan([facts(2, 5), facts(3, 8)], SHAPE), 0, 7) is step_input
 
 
 def test_captured_step_input_gets_idle_finishing_prompts_and_padded_chunks() -> None:
     plan = rule(buckets=(4, 8)).plan([facts(2, 5, 1)], SHAPE)
-    order = StepInput(
+    step_input = StepInput(
         decodes=(DecodeRequest(0, 9), DecodeRequest(2, 4)), chunks=(PromptChunk(1, 0, 5, True, (4, 4, 4, 4, 4)),)
     )
-    made = pad_step_input(order, plan, 0, idle_row=7)
-    assert (len(made.decodes), made.idle_finishing_prompts, made.padded_chunks) == (4, 3, 8)
-    assert [chunk.row for chunk in made.chunks] == [7, 7, 7, 1]
+    padded = pad_step_input(step_input, plan, 0, idle_row=7)
+    assert (len(padded.decodes), padded.idle_finishing_prompts, padded.padded_chunks) == (4, 3, 8)
+    assert [chunk.row for chunk in padded.chunks] == [7, 7, 7, 1]
 
 
 class FakeMesh(Mesh):
-    """A mesh whose other rank says what the test wants."""
+    """A fake mesh of two ranks. Rank 1 reports the facts of rank 0, with `changed_fields` replaced."""
 
-    def __init__(self, change: dict[str, int]) -> None:
+    def __init__(self, changed_fields: dict[str, int]) -> None:
         super().__init__()
-        self.change = change
+        self.changed_fields = changed_fields
 
     def all_gather_row(self, row: tuple[int, ...]) -> list[tuple[int, ...]]:
-        return [row, RankFacts(*row)._replace(**self.change)]
+        return [row, RankFacts(*row)._replace(**self.changed_fields)]
 
 
 @pytest.mark.parametrize("name", ["epoch", "step", "digest", "calls", "rule_checksum", "captured"])
@@ -321,9 +332,9 @@ def test_differing_header_error_names_rank_step_and_field(name: str) -> None:
     coordinator = Coordinator(FakeMesh({name: 99}), rule(), tiers(SHAPE), TARGET)
     with pytest.raises(
         OutOfStepError, match=rf"rank 1 is at {name} 99, rank 0 at \d+ \(step 0, phase agree\)"
-    ) as caught:
+    ) as raised:
         coordinator.agree(coordinator.header())
-    assert (caught.value.rank, caught.value.step, caught.value.phase) == (1, 0, "agree")
+    assert (raised.value.rank, raised.value.step, raised.value.phase) == (1, 0, "agree")
 
 
 def test_coordinator_advances_steps_while_headers_agree() -> None:
@@ -337,9 +348,9 @@ def test_coordinator_advances_steps_while_headers_agree() -> None:
 
 def test_coordinator_refuses_a_plan_of_an_earlier_step(monkeypatch: pytest.MonkeyPatch) -> None:
     coordinator = Coordinator(FakeMesh({}), rule(), tiers(SHAPE), TARGET)
-    first = coordinator.agree(coordinator.header())
+    first_plan = coordinator.agree(coordinator.header())
     coordinator.finish_step()
-    monkeypatch.setattr(PlanRule, "plan", lambda *_: first)
+    monkeypatch.setattr(PlanRule, "plan", lambda *_: first_plan)
     with pytest.raises(OutOfStepError, match="rank 0 has a plan for step 0 in step 1"):
         coordinator.agree(coordinator.header())
 
@@ -352,9 +363,9 @@ def test_coordinator_refuses_the_next_step_before_finish_step() -> None:
 
 
 def test_every_rank_blames_the_rank_that_differs_from_the_majority() -> None:
-    for own in range(4):
+    for own_rank in range(4):
         mesh = FakeMesh({})
-        mesh.rank = own
+        mesh.rank = own_rank
         table = [facts()._replace(step=0, rule_checksum=9 if rank == 2 else 8) for rank in range(4)]
         mesh.all_gather_row = lambda _, table=table: table  # type: ignore[method-assign, misc]
         coordinator = Coordinator(mesh, rule(), tiers(SHAPE), TARGET)
@@ -377,6 +388,6 @@ def test_confirm_refuses_a_plan_that_differs_between_ranks() -> None:
     coordinator = Coordinator(FakeMesh({}), rule(), tiers(SHAPE), TARGET)
     plan = coordinator.agree(coordinator.header())
     mesh = FakeMesh({})
-    mesh.all_gather_row = lambda own: [own, (own[0] + 1,)]  # type: ignore[method-assign]
+    mesh.all_gather_row = lambda own_row: [own_row, (own_row[0] + 1,)]  # type: ignore[method-assign]
     with pytest.raises(OutOfStepError, match="rank 1 is at plan"):
         Coordinator(mesh, rule(), tiers(SHAPE), TARGET).confirm(plan)

@@ -1,4 +1,4 @@
-"""Sizes of captured programs: few, and near to any load."""
+"""The sizes of captured programs: there are few, and every load has a size close to it."""
 
 from itertools import product
 
@@ -21,29 +21,29 @@ def test_buckets_leave_at_most_a_third_of_the_rows_idle(largest: int) -> None:
         assert fitted is not None and size <= fitted.decodes < 1.5 * size
         assert buckets.fit([fitted]) == fitted
     for rows, finals in product(range(1, min(largest, 100)), range(20)):
-        for own in (Sizes(0, rows, finals), Sizes(5, rows, finals)) if finals <= rows else ():
-            run = buckets.fit([own])
-            assert run is None or 3 * (run.prompt_rows - rows) <= run.prompt_rows
-            assert run is None or run.finishing_prompts == finals or run.prompt_rows > rows, (
-                "there is an idle row to end with"
-            )
+        for load in (Sizes(0, rows, finals), Sizes(5, rows, finals)) if finals <= rows else ():
+            program_sizes = buckets.fit([load])
+            assert program_sizes is None or 3 * (program_sizes.prompt_rows - rows) <= program_sizes.prompt_rows
+            assert (
+                program_sizes is None or program_sizes.finishing_prompts == finals or program_sizes.prompt_rows > rows
+            ), "an idle finishing prompt needs an idle row"
 
 
 def test_sizes_beyond_the_largest_bucket_do_not_fit() -> None:
     assert Buckets((2, 4)).fit([Sizes(3, 0, 0)]) == (4, 0, 0)
-    assert Buckets((2, 4)).fit([Sizes(1, 4, 1)]) is None, "no room for the idle row of an idle end"
-    for own in (Sizes(5, 0, 0), Sizes(1, 5, 1), Sizes(1, 5, 5)):
-        assert Buckets((2, 4)).fit([own]) is None
-        assert Buckets().fit([own]) == own
+    assert Buckets((2, 4)).fit([Sizes(1, 4, 1)]) is None, "no idle row for an idle finishing prompt"
+    for load in (Sizes(5, 0, 0), Sizes(1, 5, 1), Sizes(1, 5, 5)):
+        assert Buckets((2, 4)).fit([load]) is None
+        assert Buckets().fit([load]) == load
 
 
 def test_captured_steps_have_only_the_chunks_of_prompts_that_recur() -> None:
-    """And no prompt ends in them: how many rows its last chunk has follows from its length."""
-    only, any_rows, none = Buckets(chunk_sizes=(4, 8)), Buckets(), Buckets(allow_prompts=False)
-    for own in (Sizes(3, 0, 0), Sizes(3, 8, 0), Sizes(0, 4, 0), Sizes(3, 5, 0), Sizes(3, 8, 1)):
-        recurs = not own.prompt_rows or (own.prompt_rows in (4, 8) and not own.finishing_prompts)
-        assert only.can_hold(own, 4) is recurs and any_rows.can_hold(own, 4)
-        assert none.can_hold(own, 4) is (own.prompt_rows == 0)
+    """No prompt ends in a captured step: the size of its last chunk depends on its length, so it does not recur."""
+    fixed_chunks, any_chunks, no_prompts = Buckets(chunk_sizes=(4, 8)), Buckets(), Buckets(allow_prompts=False)
+    for load in (Sizes(3, 0, 0), Sizes(3, 8, 0), Sizes(0, 4, 0), Sizes(3, 5, 0), Sizes(3, 8, 1)):
+        recurs = not load.prompt_rows or (load.prompt_rows in (4, 8) and not load.finishing_prompts)
+        assert fixed_chunks.can_hold(load, 4) is recurs and any_chunks.can_hold(load, 4)
+        assert no_prompts.can_hold(load, 4) is (load.prompt_rows == 0)
     assert not Buckets(max_rows=19, chunk_sizes=(4, 8)).can_hold(Sizes(3, 8, 0), 4)
 
 

@@ -1,4 +1,4 @@
-"""An order arrives at a follower as it left its leader."""
+"""The codec of step inputs: a follower unpacks the step input that its leader packed, and the checksum covers it."""
 
 from collections.abc import Iterator
 
@@ -30,23 +30,23 @@ FULL = StepInput(
     mode=SamplingMode.RANDOM | SamplingMode.LOGPROBS,
 )
 PADDING = ("idle_finishing_prompts", "padded_chunks")
-"""What padding to a plan adds: every rank of a group makes it of the same plan, so it does not travel."""
+"""Fields that padding to a plan sets. They are not sent, because every rank of a group pads to the same plan."""
 
 
 def test_pack_and_unpack_preserve_the_step_input() -> None:
-    for order in (FULL, StepInput()):
-        assert unpack(pack(order)) == order
+    for step_input in (FULL, StepInput()):
+        assert unpack(pack(step_input)) == step_input
 
 
-def with_a_number_more(field: str) -> Iterator[StepInput]:
-    """`FULL` with each number of its entries of `field` in turn one more."""
+def with_incremented_numbers(field: str) -> Iterator[StepInput]:
+    """Yield copies of `FULL`. In each copy, another one of the numbers in `field` is greater by one."""
     entries = getattr(FULL, field)
-    for at, entry in enumerate(entries):
-        for key, number in enumerate(entry):
+    for entry_index, entry in enumerate(entries):
+        for number_index, number in enumerate(entry):
             if type(number) in (int, float):
-                own = [*entry[:key], number + 1, *entry[key + 1 :]]
-                changed = entry._make(own) if hasattr(entry, "_make") else tuple(own)
-                yield FULL._replace(**{field: (*entries[:at], changed, *entries[at + 1 :])})
+                new_numbers = [*entry[:number_index], number + 1, *entry[number_index + 1 :]]
+                changed = entry._make(new_numbers) if hasattr(entry, "_make") else tuple(new_numbers)
+                yield FULL._replace(**{field: (*entries[:entry_index], changed, *entries[entry_index + 1 :])})
 
 
 def test_step_input_checksum_covers_every_field() -> None:
@@ -54,6 +54,6 @@ def test_step_input_checksum_covers_every_field() -> None:
         if field not in PADDING:
             assert getattr(FULL, field) != default, field
             assert checksum(FULL._replace(**{field: default})) != checksum(FULL), field
-            numbers = [] if field == "mode" else [*with_a_number_more(field)]
-            assert field == "mode" or numbers, field
-            assert checksum(FULL) not in map(checksum, numbers), field
+            variants = [] if field == "mode" else [*with_incremented_numbers(field)]
+            assert field == "mode" or variants, field
+            assert checksum(FULL) not in map(checksum, variants), field

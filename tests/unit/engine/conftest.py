@@ -1,1 +1,1 @@
-from tests.parity.poison import poisoned  # noqa: F401
+from tests.parity.poison import poison_unused_memory  # noqa: F401

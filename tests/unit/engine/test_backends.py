@@ -1,4 +1,4 @@
-"""Which kernels serve, and what is said of it."""
+"""Which kernels `select_kernels` selects and how it describes them, and the build of the C kernels."""
 
 import ctypes
 import tempfile
@@ -29,25 +29,27 @@ def test_select_kernels_prefers_c_on_cpu() -> None:
 
 
 def test_c_kernel_numerics_depend_on_the_bfloat16_variant_in_bfloat16_only() -> None:
-    """A gang whose ranks differ in that is refused in bfloat16, and in no other dtype."""
-    several = [replace(c_library(), variant=variant) for variant in ("", "pairs", "tiles")]
+    """So a gang whose ranks have different variants is refused in bfloat16, and in no other dtype."""
+    libraries = [replace(c_library(), variant=variant) for variant in ("", "pairs", "tiles")]
     for dtype, differ in ((torch.float32, False), (torch.float64, False), (torch.bfloat16, True)):
-        kernels = [CKernels(library, dtype) for library in several]
+        kernels = [CKernels(library, dtype) for library in libraries]
         assert (
-            len({each.numerics for each in kernels})
-            == len({each.description for each in kernels})
+            len({kernel.numerics for kernel in kernels})
+            == len({kernel.description for kernel in kernels})
             == (3 if differ else 1)
         )
 
 
 @pytest.mark.parametrize(
-    ("device", "dtype", "why"),
+    ("device", "dtype", "reason"),
     [(CPU, torch.float16, "and dtype is float16"), (torch.device("meta"), torch.float32, "and device is meta")],
 )
-def test_select_kernels_names_why_c_kernels_cannot_be_used(device: torch.device, dtype: torch.dtype, why: str) -> None:
+def test_select_kernels_names_why_c_kernels_cannot_be_used(
+    device: torch.device, dtype: torch.dtype, reason: str
+) -> None:
     chosen = select_kernels("auto", device, dtype)
-    assert chosen.name == "torch" and chosen.description.endswith(why)
-    with pytest.raises(ConfigError, match=f"attention_backend c .*{why}; set"):
+    assert chosen.name == "torch" and chosen.description.endswith(reason)
+    with pytest.raises(ConfigError, match=f"attention_backend c .*{reason}; set"):
         select_kernels("c", device, dtype)
 
 
@@ -66,10 +68,10 @@ def test_select_kernels_falls_back_to_torch_without_a_c_compiler(
 
 
 def test_build_error_contains_the_compiler_output(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    false = tmp_path / "cc"
-    false.write_text("#!/bin/sh\necho 'the disk is full' >&2\nexit 3\n")
-    false.chmod(0o755)
-    monkeypatch.setenv("CC", str(false))
+    failing_compiler = tmp_path / "cc"
+    failing_compiler.write_text("#!/bin/sh\necho 'the disk is full' >&2\nexit 3\n")
+    failing_compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(failing_compiler))
     with pytest.raises(BuildError, match=r"ended with 3:\nthe disk is full"):
         compile_level(level_of_cpu(), tmp_path / "to")
     assert not list((tmp_path / "to").iterdir())
@@ -78,19 +80,19 @@ def test_build_error_contains_the_compiler_output(monkeypatch: pytest.MonkeyPatc
 def test_build_error_names_compiler_timeout_and_missing_home_folder(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    slow = tmp_path / "cc"
-    slow.write_text("#!/bin/sh\nexec sleep 60\n")
-    slow.chmod(0o755)
-    monkeypatch.setenv("CC", str(slow))
+    slow_compiler = tmp_path / "cc"
+    slow_compiler.write_text("#!/bin/sh\nexec sleep 60\n")
+    slow_compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(slow_compiler))
     monkeypatch.setattr(cluster.kernels.build, "TIMEOUT_S", 0.05)
     with pytest.raises(BuildError, match=r"took over 0\.05 s"):
         compile_level(level_of_cpu(), tmp_path / "to")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
 
-    def unknown() -> Path:
+    def raise_unknown_home() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
-    monkeypatch.setattr(Path, "home", unknown)
+    monkeypatch.setattr(Path, "home", raise_unknown_home)
     monkeypatch.setattr(cluster.kernels.library, "COMPILED", tmp_path / "none")
     (tmp_path / "file").touch()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "file"))
@@ -99,9 +101,9 @@ def test_build_error_names_compiler_timeout_and_missing_home_folder(
 
 
 def test_compile_removes_work_folders_left_by_killed_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    left = tmp_path / f"{cluster.kernels.build.WORK_FOLDER_PREFIX}x"
-    left.mkdir()
-    (left / "half.o").touch()
+    leftover_folder = tmp_path / f"{cluster.kernels.build.WORK_FOLDER_PREFIX}x"
+    leftover_folder.mkdir()
+    (leftover_folder / "half.o").touch()
     (tmp_path / "aerie-other.so").touch()
     monkeypatch.setenv("CC", "false")
     with pytest.raises(BuildError):
@@ -116,11 +118,11 @@ def test_library_name_contains_a_digest_of_level_and_flags() -> None:
 
 
 def test_process_openmp_runtime_uses_the_thread_count_of_torch() -> None:
-    """The runtime that computes is the one that torch has loaded: it tells the number of threads that torch set."""
+    """The process must compute with the OpenMP runtime that torch loaded: it reports the thread count set in torch."""
     c_library()
-    known, before = ctypes.CDLL(None), torch.get_num_threads()
+    process_library, original_threads = ctypes.CDLL(None), torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        assert known.omp_get_max_threads() == 3
+        assert process_library.omp_get_max_threads() == 3
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(original_threads)

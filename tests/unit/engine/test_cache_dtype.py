@@ -1,4 +1,4 @@
-"""What a GPU has to be for a cache in FP8."""
+"""The compute capability that a GPU needs for a KV cache in FP8."""
 
 import pytest
 

@@ -1,13 +1,13 @@
-"""Measuring what steps take at start leaves no trace, and is short."""
+"""Calibration, the measurement of step times at start: it leaves no state behind, and is short."""
 
 import pytest
 
 from cluster.engine import Engine, build_engine, calibrate
 from cluster.engine.calibrate import TrialLoad
 from cluster.status import StepCosts
-from tests.parity.harness import GREEDY, config_of, request, run, tiny_pair
+from tests.parity.harness import GREEDY, config_of, make_request, run, tiny_pair
 
-ASKED = [request(f"{i}", [t % 23 for t in range(1, 40 + i)], GREEDY, max_tokens=20) for i in range(3)]
+REQUESTS = [make_request(f"{i}", [t % 23 for t in range(1, 40 + i)], GREEDY, max_tokens=20) for i in range(3)]
 
 
 def engine_of(**settings: object) -> Engine:
@@ -15,7 +15,7 @@ def engine_of(**settings: object) -> Engine:
 
 
 def costs_of(engine: Engine) -> StepCosts:
-    """What the engine says that steps take."""
+    """Return the step costs that the engine reports."""
     costs = engine.info().step_costs
     assert costs is not None
     return costs
@@ -27,22 +27,22 @@ def test_engine_info_shows_measured_step_costs_unless_mixed_prefill_size_is_set(
     assert costs.decode_ms["1"] > 0
     assert list(costs.target_rows_ms.values()) == sorted(costs.target_rows_ms.values())
     assert len(costs.target_rows_ms) > 2
-    assert engine_of().info().step_costs is None, "a number of rows was given"
+    assert engine_of().info().step_costs is None, "mixed_prefill_size is set"
     assert costs_of(engine_of(mixed_prefill_size=None, max_running_requests=1)).decode_ms
 
 
 def test_calibration_leaves_no_state_in_the_engine() -> None:
-    engine, fixed = engine_of(mixed_prefill_size=None), engine_of()
+    engine, uncalibrated = engine_of(mixed_prefill_size=None), engine_of()
     status = engine.status()
     assert (status.steps, status.pages_used, status.pages_cached, status.own_seconds) == (0, 0, 0, 0.0)
     engine.check_pages()
     assert not engine.has_work
-    assert run(engine, ASKED).tokens == run(fixed, ASKED).tokens
+    assert run(engine, REQUESTS).tokens == run(uncalibrated, REQUESTS).tokens
     engine.check_pages()
 
 
 @pytest.mark.parametrize(
-    "small",
+    "small_limits",
     [
         {"max_total_tokens": 24, "page_size": 4},
         {"max_total_tokens": 15, "page_size": 1},
@@ -53,8 +53,8 @@ def test_calibration_leaves_no_state_in_the_engine() -> None:
         {"speculative_batch_tiers": {2: 1, 3: 0}},
     ],
 )
-def test_calibration_runs_with_very_small_limits(small: dict[str, object]) -> None:
-    engine = engine_of(mixed_prefill_size=None, **small)
+def test_calibration_runs_with_very_small_limits(small_limits: dict[str, object]) -> None:
+    engine = engine_of(mixed_prefill_size=None, **small_limits)
     assert costs_of(engine).decode_ms
     engine.check_pages()
 
@@ -62,40 +62,40 @@ def test_calibration_runs_with_very_small_limits(small: dict[str, object]) -> No
 def test_calibration_runs_slow_loads_once_and_takes_the_best_time_of_fast_loads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Seconds are made up: every step takes as long as the first ones were said to, and one of them ten times that."""
+    """Step times are invented: every trial step takes `seconds`, except the third, which takes ten times as long."""
     loads: list[TrialLoad] = []
 
-    def measured(seconds: float) -> float:
+    def calibrate_with(seconds: float) -> float:
         loads.clear()
 
-        def taken(trial: calibrate._Trial, load: TrialLoad) -> float:
+        def fake_run(trial: calibrate._Trial, load: TrialLoad) -> float:
             loads.append(load)
             return seconds * (10 if len(loads) == 3 else 1)
 
-        monkeypatch.setattr(calibrate._Trial, "run", taken)
+        monkeypatch.setattr(calibrate._Trial, "run", fake_run)
         return float(costs_of(engine_of(mixed_prefill_size=None)).decode_ms["4"])
 
-    slow = measured(3.0), list(loads)
-    assert len(slow[1]) == 1 + len(set(slow[1][1:])) <= 12
-    fast = measured(0.001), list(loads)
-    assert fast[0] == pytest.approx(1.0)
-    taken = fast[1][1:]  # the first one is for what is made on first use
-    assert max(map(taken.count, taken)) <= calibrate.MAX_ROUNDS
+    slow_result = calibrate_with(3.0), list(loads)
+    assert len(slow_result[1]) == 1 + len(set(slow_result[1][1:])) <= 12
+    fast_result = calibrate_with(0.001), list(loads)
+    assert fast_result[0] == pytest.approx(1.0)
+    fast_loads = fast_result[1][1:]  # the first trial step is a warm-up
+    assert max(map(fast_loads.count, fast_loads)) <= calibrate.MAX_ROUNDS
 
 
 def test_engine_learns_drift_from_step_times() -> None:
     engine = engine_of(mixed_prefill_size=None)
     correction = engine._parts.scheduler.correction
-    engine.submit(request("steady", [5, 6], GREEDY, max_tokens=60))
+    engine.submit(make_request("steady", [5, 6], GREEDY, max_tokens=60))
     for _ in range(8):
         engine.step()
     assert (correction.decode_drift.observations, correction.prompt_drift.observations) == (7, 0), (
         "the first step decodes nothing"
     )
-    engine.submit(request("long", [t % 23 for t in range(400)], GREEDY, max_tokens=2))
+    engine.submit(make_request("long", [t % 23 for t in range(400)], GREEDY, max_tokens=2))
     engine.step()
     assert (correction.decode_drift.observations, correction.prompt_drift.observations) == (7, 1)
-    fixed = engine_of()
-    assert run(fixed, ASKED).tokens and fixed._parts.scheduler.correction.decode_drift.observations == 0, (
-        "no pace, nothing to correct"
-    )
+    uncalibrated = engine_of()
+    assert (
+        run(uncalibrated, REQUESTS).tokens and uncalibrated._parts.scheduler.correction.decode_drift.observations == 0
+    ), "an engine without a pace must not learn drift"

@@ -1,4 +1,4 @@
-"""A draft that is never accepted, or that is odd in itself, is noticed and said."""
+"""Warnings about a draft that is rarely accepted, and about a draft checkpoint with suspicious contents."""
 
 import json
 import logging
@@ -25,7 +25,7 @@ from tests.unit.models.checkpoints import copy_of
 
 @pytest.mark.parametrize("every", [0, 25])
 def test_draft_watch_warns_once_about_a_rarely_accepted_draft(every: int, caplog: pytest.LogCaptureFixture) -> None:
-    """Never, or by chance now and then."""
+    """The draft is accepted in no tree (`every` is 0), or in every 25th tree."""
     watch = DraftWatch(3, ("its map is odd",))
     for tree in range(2 * MIN_TREES):
         assert watch.rejected == (tree >= MIN_TREES)
@@ -49,7 +49,7 @@ def test_draft_watch_does_not_warn_about_an_accepted_draft(caplog: pytest.LogCap
 
 
 def test_engine_status_reports_a_rarely_accepted_draft(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The draft proposes two ids only, which the requests ban; then requests that allow no others."""
+    """The draft proposes only two ids. Requests "a" and "b" ban these ids; request "c" allows no others."""
     target = target_folder()
     draft = draft_folder(target, own_head=False)
     (tmp_path / "ids.json").write_text("[3, 7]")
@@ -58,7 +58,7 @@ def test_engine_status_reports_a_rarely_accepted_draft(tmp_path: Path, caplog: p
     params = RequestParams(max_tokens=MIN_TREES, ignore_eos=True, adjustments=banned, seed=1)
     assert not engine.status().draft_rejected
     run(engine, [Request("a", (1, 2, 3), params)])
-    assert not engine.status().draft_rejected, "the first token is the prompt's"
+    assert not engine.status().draft_rejected, "the first token has no tree, so one tree is missing"
     run(engine, [Request("b", (1, 2, 3), params)])
     assert engine.status().draft_rejected and engine.status().accept_length == 1.0
     assert caplog.text.count("the draft was accepted in 0 of 200 trees") == 1
@@ -68,7 +68,7 @@ def test_engine_status_reports_a_rarely_accepted_draft(tmp_path: Path, caplog: p
 
 
 def zero_map(folder: Path, without_t2d: bool) -> str:
-    """A draft of 40 of the target's ids whose map was never filled in."""
+    """Write a draft with 40 of the target's ids whose map `d2t` holds only zeros; return its folder."""
 
     def change(tensors: dict[str, Tensor]) -> None:
         tensors["d2t"] = torch.zeros_like(tensors["d2t"])
@@ -90,8 +90,8 @@ def test_vocabulary_map_of_zeros_gives_a_warning_at_load_and_in_inspect(
     assert main(["inspect", target, "--draft", draft]) == 0
     assert f"  doubt: {info.doubts[0]}" in capsys.readouterr().out
     caplog.clear()
-    meant = build_engine(config_of(target, zero_map(tmp_path / "meant", without_t2d=False))).info().draft
-    assert meant is not None and not meant.doubts and "d2t" not in caplog.text, "t2d agrees, so it is meant"
+    intended = build_engine(config_of(target, zero_map(tmp_path / "meant", without_t2d=False))).info().draft
+    assert intended is not None and not intended.doubts and "d2t" not in caplog.text, "t2d agrees, so it is intended"
 
 
 def test_vocabulary_map_doubts_skips_files_without_tensor_data(tmp_path: Path) -> None:
@@ -99,14 +99,14 @@ def test_vocabulary_map_doubts_skips_files_without_tensor_data(tmp_path: Path) -
     file, shapes = tmp_path / "model.safetensors", {"d2t": (4096,)}
     save_file({"d2t": torch.zeros(4096, dtype=torch.int64)}, file)
     assert len(vocabulary_map_doubts(str(tmp_path), shapes, 4096, 8192)) == 1
-    whole = file.read_bytes()
-    file.write_bytes(whole[: 8 + int.from_bytes(whole[:8], "little")])
-    os.truncate(file, len(whole))
+    content = file.read_bytes()
+    file.write_bytes(content[: 8 + int.from_bytes(content[:8], "little")])
+    os.truncate(file, len(content))
     assert vocabulary_map_doubts(str(tmp_path), shapes, 4096, 8192) == []
 
 
 @pytest.mark.parametrize(
-    ("draft", "window", "words"),
+    ("make_draft", "expected_window", "expected_doubt"),
     [
         (lambda: draft_folder(target_folder()), 5, "every layer sees so many tokens; set it to null"),
         (write.eagle1, None, "it is served with full attention"),
@@ -114,11 +114,15 @@ def test_vocabulary_map_doubts_skips_files_without_tensor_data(tmp_path: Path) -
     ids=["eagle3", "eagle1"],
 )
 def test_inspect_doubts_a_sliding_window_on_a_llama_draft(
-    draft: Callable[[], str], window: int | None, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    make_draft: Callable[[], str],
+    expected_window: int | None,
+    expected_doubt: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    folder = copy_of(draft(), tmp_path / "draft", model_type="llama", sliding_window=5)
+    folder = copy_of(make_draft(), tmp_path / "draft", model_type="llama", sliding_window=5)
     assert main(["inspect", target_folder(), "--draft", folder, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["draft"]
-    assert found["choices"]["sliding_window"]["value"] == window
-    assert "type llama does not define" in found["choices"]["sliding_window"]["source"]
-    assert len(found["doubts"]) == 1 and words in found["doubts"][0]
+    draft_report = json.loads(capsys.readouterr().out)["draft"]
+    assert draft_report["choices"]["sliding_window"]["value"] == expected_window
+    assert "type llama does not define" in draft_report["choices"]["sliding_window"]["source"]
+    assert len(draft_report["doubts"]) == 1 and expected_doubt in draft_report["doubts"][0]

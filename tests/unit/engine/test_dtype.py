@@ -1,4 +1,4 @@
-"""What `dtype: auto` computes in."""
+"""The dtype that `dtype: auto` selects."""
 
 from pathlib import Path
 from typing import Literal
@@ -25,9 +25,9 @@ CPU = torch.device("cpu")
 def test_auto_dtype_keeps_bfloat16_on_cpu_for_large_targets_with_c_kernels(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """By the kernels in C, which read it in half the time; torch multiplies single rows of bfloat16 slowly."""
+    """The kernels in C read bfloat16 in half the time of float32. torch multiplies single rows of bfloat16 slowly."""
     c_library()
-    narrow, wide = (
+    bfloat16_folder, float32_folder = (
         copy_of(target_folder(), tmp_path / dtype, None, torch_dtype=dtype, dtype=dtype)
         for dtype in ("bfloat16", "float32")
     )
@@ -36,12 +36,12 @@ def test_auto_dtype_keeps_bfloat16_on_cpu_for_large_targets_with_c_kernels(
         config = EngineConfig(model_path=folder, attention_backend=backend)
         return resolve_models(config, *device_facts(config, CPU)).dtype
 
-    size = count_parameters(read_target(narrow))
-    assert size < MIN_BFLOAT16_PARAMETERS and dtype_of(narrow) == "float32"
+    size = count_parameters(read_target(bfloat16_folder))
+    assert size < MIN_BFLOAT16_PARAMETERS and dtype_of(bfloat16_folder) == "float32"
     monkeypatch.setattr("cluster.arch.dtypes.MIN_BFLOAT16_PARAMETERS", size)
-    assert dtype_of(narrow) == "bfloat16"
-    assert dtype_of(wide) == "float32", "not stored so"
-    assert dtype_of(narrow, "torch") == "float32"
+    assert dtype_of(bfloat16_folder) == "bfloat16"
+    assert dtype_of(float32_folder) == "float32", "the checkpoint is float32"
+    assert dtype_of(bfloat16_folder, "torch") == "float32"
 
 
 def test_inspect_reports_the_dtype_of_the_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a request may name that the model does not have: it is refused at the door, and no step fails for it."""
+"""Requests with token ids or numbers that the model cannot take: they are refused or harmless, and no step fails."""
 
 import json
 from dataclasses import replace
@@ -9,7 +9,7 @@ import pytest
 
 from cluster.engine import build_engine
 from cluster.request import LogitAdjustments, Request, RequestParams
-from tests.parity.automata import walked
+from tests.parity.automata import with_automata
 from tests.parity.harness import config_of, run
 from tests.tiny import target_folder
 from tests.unit.models.checkpoints import copy_of
@@ -17,7 +17,7 @@ from tests.unit.models.checkpoints import copy_of
 VOCAB = 64
 
 
-def asked(**params: Any) -> Request:
+def make_request(**params: Any) -> Request:
     return Request("one", (3, 4, 5), RequestParams(**{"max_tokens": 4, "temperature": 0.0, **params}))
 
 
@@ -34,16 +34,16 @@ def asked(**params: Any) -> Request:
 def test_engine_refuses_adjustments_with_tokens_outside_the_vocabulary(adjustments: dict[str, Any]) -> None:
     engine = build_engine(config_of(target_folder()))
     with pytest.raises(ValueError, match=rf"adjustments name token id -?\d+, outside the vocabulary of {VOCAB}"):
-        engine.submit(asked(adjustments=LogitAdjustments(**adjustments)))
-    assert run(engine, [asked()]).tokens["one"]
+        engine.submit(make_request(adjustments=LogitAdjustments(**adjustments)))
+    assert run(engine, [make_request()]).tokens["one"]
 
 
 def test_engine_ignores_end_and_stop_tokens_outside_the_vocabulary(tmp_path: Path) -> None:
-    """A config may name an end token that the head does not have; a client any stop token."""
+    """A model's config may name an end token outside the vocabulary. A client may name any stop token."""
     folder = copy_of(target_folder(), tmp_path / "target", eos_token_id=[1, VOCAB])
     engine = build_engine(config_of(folder))
     adjustments = LogitAdjustments(min_tokens=3)
-    assert run(engine, [asked(adjustments=adjustments, stop_token_ids=(VOCAB + 3,))]).tokens["one"]
+    assert run(engine, [make_request(adjustments=adjustments, stop_token_ids=(VOCAB + 3,))]).tokens["one"]
 
 
 @pytest.mark.parametrize(
@@ -64,9 +64,9 @@ def test_request_params_refuse_numbers_beyond_tensor_range(params: dict[str, Any
         LogitAdjustments(allowed_token_ids=(5, 7), repetition_penalty=100.0),
         LogitAdjustments(allowed_token_ids=(5, 7), min_tokens=3, repetition_penalty=100.0, bad_words_token_ids=((6,),)),
     ],
-    ids=["banned twice", "repeated", "all"],
+    ids=["bad words and not allowed", "penalty and not allowed", "all"],
 )
 def test_grammar_overrides_bad_words_allowed_tokens_and_penalties(adjustments: LogitAdjustments) -> None:
-    engine = walked(build_engine(config_of(target_folder())))
-    held = asked(adjustments=adjustments, grammar=json.dumps([{"6": 0}]), max_tokens=6)
-    assert run(engine, [replace(held, prompt_token_ids=(3, 6, 4))]).tokens["one"] == [6] * 6
+    engine = with_automata(build_engine(config_of(target_folder())))
+    constrained_request = make_request(adjustments=adjustments, grammar=json.dumps([{"6": 0}]), max_tokens=6)
+    assert run(engine, [replace(constrained_request, prompt_token_ids=(3, 6, 4))]).tokens["one"] == [6] * 6

@@ -1,4 +1,4 @@
-"""What the engine refuses, what it reports, and how runs are cut."""
+"""Which requests the engine refuses, what it reports, and where it cuts generated tokens."""
 
 import json
 
@@ -8,7 +8,7 @@ from cluster.engine import Engine, build_engine
 from cluster.engine.finish import Cut, FinishCheck
 from cluster.request import LogitAdjustments, Request, RequestParams
 from cluster.tokenizer.tokenizer import TextTokenizer
-from tests.parity.harness import GREEDY, config_of, grid_requests, request, run, scarce, tiny_pair
+from tests.parity.harness import GREEDY, config_of, grid_requests, make_request, run, scarce_config, tiny_pair
 from tests.tiny import draft_folder, letters_folder, target_folder
 
 
@@ -18,50 +18,50 @@ def engine() -> Engine:
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("unservable", "message"),
     [
-        (request("r", [], GREEDY), "prompt must hold at least one token"),
+        (make_request("r", [], GREEDY), "prompt must hold at least one token"),
         (Request("r", (5, 6), GREEDY, resumed_tokens=2), "prompt must hold at least one token"),
-        (request("r", [5, 64], GREEDY), "token id 64, outside the vocabulary of 64"),
-        (request("r", [-1], GREEDY), "token id -1"),
-        (request("r", [5] * 50, GREEDY, max_tokens=11), "context length of 60"),
-        (request("r", [5] * 30, GREEDY, max_tokens=11), "KV cache of 40 tokens; lower max_tokens or give"),
-        (request("r", [5], GREEDY, stop=("x",)), "stop needs a tokenizer"),
+        (make_request("r", [5, 64], GREEDY), "token id 64, outside the vocabulary of 64"),
+        (make_request("r", [-1], GREEDY), "token id -1"),
+        (make_request("r", [5] * 50, GREEDY, max_tokens=11), "context length of 60"),
+        (make_request("r", [5] * 30, GREEDY, max_tokens=11), "KV cache of 40 tokens; lower max_tokens or give"),
+        (make_request("r", [5], GREEDY, stop=("x",)), "stop needs a tokenizer"),
     ],
 )
-def test_engine_refuses_unservable_requests_with_a_message(asked: Request, message: str, engine: Engine) -> None:
-    for refuse in (engine.check, engine.submit):
+def test_engine_refuses_unservable_requests_with_a_message(unservable: Request, message: str, engine: Engine) -> None:
+    for submit_or_check in (engine.check, engine.submit):
         with pytest.raises(ValueError, match=message):
-            refuse(asked)
+            submit_or_check(unservable)
     assert not engine.has_work
 
 
 def test_engine_admits_requests_up_to_the_reported_max_request_tokens(engine: Engine) -> None:
-    most = engine.info().max_request_tokens
-    assert most == 40 - 1, "all but the window"
-    engine.check(request("r", [5] * 20, GREEDY, max_tokens=most - 20))
+    max_request_tokens = engine.info().max_request_tokens
+    assert max_request_tokens == 40 - 1, "all KV tokens except the window"
+    engine.check(make_request("r", [5] * 20, GREEDY, max_tokens=max_request_tokens - 20))
     with pytest.raises(ValueError, match="KV cache of 40 tokens"):
-        engine.check(request("r", [5] * 20, GREEDY, max_tokens=most - 19))
+        engine.check(make_request("r", [5] * 20, GREEDY, max_tokens=max_request_tokens - 19))
     target = target_folder()
-    roomy = build_engine(config_of(target, draft_folder(target), 4, 3, context_length=60))
-    assert roomy.info().max_request_tokens == 60
-    assert roomy.info().kv_sized_by == "max_total_tokens"
+    large_engine = build_engine(config_of(target, draft_folder(target), 4, 3, context_length=60))
+    assert large_engine.info().max_request_tokens == 60
+    assert large_engine.info().kv_sized_by == "max_total_tokens"
 
 
 def test_engine_refuses_a_request_id_that_is_in_use(engine: Engine) -> None:
-    one = request("r", [5], GREEDY, max_tokens=2)
-    engine.submit(one)
+    repeated_request = make_request("r", [5], GREEDY, max_tokens=2)
+    engine.submit(repeated_request)
     with pytest.raises(ValueError, match="'r' is in use"):
-        engine.submit(one)
+        engine.submit(repeated_request)
     while engine.has_work:
         engine.step()
-    assert len(run(engine, [one]).tokens["r"]) == 2
+    assert len(run(engine, [repeated_request]).tokens["r"]) == 2
 
 
 def test_single_rank_engine_is_idle_once_it_has_no_work(engine: Engine) -> None:
     assert engine.is_idle
     for ended in (False, True):
-        engine.submit(request("r", [5], GREEDY, max_tokens=4))
+        engine.submit(make_request("r", [5], GREEDY, max_tokens=4))
         assert not engine.is_idle
         engine.step()
         assert not engine.is_idle
@@ -73,20 +73,20 @@ def test_single_rank_engine_is_idle_once_it_has_no_work(engine: Engine) -> None:
 
 def test_abort_is_idempotent_and_removes_waiting_requests(engine: Engine) -> None:
     for name in "abc":
-        engine.submit(request(name, [5] * 20, GREEDY, max_tokens=10))
+        engine.submit(make_request(name, [5] * 20, GREEDY, max_tokens=10))
     engine.step()
     assert engine.status().waiting == 2
     for name in ("c", "a", "a", "nobody"):
         engine.abort(name)
         engine.check_pages()
     assert engine.status().running == 0
-    left = [output.request_id for _ in range(12) for output in engine.step().outputs]
-    assert set(left) == {"b"}
+    remaining_ids = [output.request_id for _ in range(12) for output in engine.step().outputs]
+    assert set(remaining_ids) == {"b"}
     assert not engine.has_work
 
 
 def test_status_and_step_statistics_report_the_load(engine: Engine) -> None:
-    engine.submit(request("a", [5] * 9, GREEDY, max_tokens=4, ignore_eos=True))
+    engine.submit(make_request("a", [5] * 9, GREEDY, max_tokens=4, ignore_eos=True))
     assert (engine.status().waiting, engine.status().queued_tokens) == (1, 9)
     step = engine.step()
     assert (step.stats.prompt_rows, step.stats.prompt_tokens, step.stats.committed_tokens) == (9, 9, 1)
@@ -102,19 +102,23 @@ def test_status_and_step_statistics_report_the_load(engine: Engine) -> None:
 
 
 def test_retracted_prompt_tokens_are_counted_once() -> None:
-    asked = grid_requests("0.8", 8)
-    engine = build_engine(scarce(config_of(*tiny_pair(), page_size=4), asked))
-    seen: list[tuple[int, int]] = []
-    result = run(engine, asked, lambda _, step: seen.append((step.stats.prompt_tokens, step.stats.cached_tokens)))
+    requests = grid_requests("0.8", 8)
+    engine = build_engine(scarce_config(config_of(*tiny_pair(), page_size=4), requests))
+    token_counts: list[tuple[int, int]] = []
+    result = run(
+        engine, requests, lambda _, step: token_counts.append((step.stats.prompt_tokens, step.stats.cached_tokens))
+    )
     assert result.retracted > 0
-    assert sum(prompt for prompt, _ in seen) == sum(len(one.prompt_token_ids) for one in asked)
-    assert sum(cached for _, cached in seen) == sum(output.cached_tokens for output in result.last.values())
+    assert sum(prompt for prompt, _ in token_counts) == sum(
+        len(grid_request.prompt_token_ids) for grid_request in requests
+    )
+    assert sum(cached for _, cached in token_counts) == sum(output.cached_tokens for output in result.last.values())
 
 
 def test_step_statistics_count_accepted_depths_and_verified_nodes() -> None:
     target = target_folder()
     engine = build_engine(config_of(target, draft_folder(target), 4, 3))
-    engine.submit(request("a", [5] * 9, GREEDY, max_tokens=30, ignore_eos=True))
+    engine.submit(make_request("a", [5] * 9, GREEDY, max_tokens=30, ignore_eos=True))
     engine.step()
     stats = engine.step().stats
     (accepted,) = stats.accept_lens
@@ -130,15 +134,15 @@ def test_engine_info_reports_the_resolved_settings(engine: Engine) -> None:
     assert info.kv_pages == 10
     assert info.speculative_num_draft_tokens == 1
     target = target_folder()
-    other = build_engine(config_of(target, draft_folder(target, num_aux=5), 2, 4)).info()
-    told = other.draft
-    assert told is not None
-    assert (told.kind, told.aux_boundaries, told.num_aux) == ("eagle3", (0, 1, 2, 3, 4), 5)
-    assert told.choices["aux_numbering"].value == "boundaries"
-    assert (other.speculative_num_steps, other.speculative_eagle_topk) == (4, 2)
+    info_with_draft = build_engine(config_of(target, draft_folder(target, num_aux=5), 2, 4)).info()
+    draft_info = info_with_draft.draft
+    assert draft_info is not None
+    assert (draft_info.kind, draft_info.aux_boundaries, draft_info.num_aux) == ("eagle3", (0, 1, 2, 3, 4), 5)
+    assert draft_info.choices["aux_numbering"].value == "boundaries"
+    assert (info_with_draft.speculative_num_steps, info_with_draft.speculative_eagle_topk) == (4, 2)
 
 
-RUNS = [
+CUT_CASES = [
     ([4, 5, 6], 9, Cut(3)),
     ([4, 5, 6], 3, Cut(3, "length")),
     ([4, 5, 6], 2, Cut(2, "length")),
@@ -149,12 +153,12 @@ RUNS = [
 ]
 
 
-@pytest.mark.parametrize(("tokens", "room", "expected"), RUNS)
+@pytest.mark.parametrize(("tokens", "remaining_tokens", "expected"), CUT_CASES)
 def test_finish_check_cuts_tokens_at_the_first_stop_or_length_limit(
-    tokens: list[int], room: int, expected: Cut
+    tokens: list[int], remaining_tokens: int, expected: Cut
 ) -> None:
     check = FinishCheck(RequestParams(stop_token_ids=(8,)), (1,), 64, None, [3])
-    assert check.cut(tokens, room) == expected
+    assert check.cut(tokens, remaining_tokens) == expected
 
 
 def test_ignore_eos_ignores_eos_but_not_stop_tokens() -> None:
@@ -183,6 +187,6 @@ def test_tiny_temperature_samples_greedily(temperature: float) -> None:
     engine = build_engine(config_of(*tiny_pair(), 2, 3, dtype="float32"))
     cold = RequestParams(temperature=temperature, top_p=0.9, max_tokens=6, seed=1)
     warm = RequestParams(temperature=0.8, max_tokens=6, seed=1)
-    tokens = run(engine, [request("cold", [5, 6], cold), request("warm", [5, 6], warm)]).tokens
-    assert tokens["cold"] == run(engine, [request("greedy", [5, 6], GREEDY, max_tokens=6)]).tokens["greedy"]
+    tokens = run(engine, [make_request("cold", [5, 6], cold), make_request("warm", [5, 6], warm)]).tokens
+    assert tokens["cold"] == run(engine, [make_request("greedy", [5, 6], GREEDY, max_tokens=6)]).tokens["greedy"]
     assert cold.greedy and not warm.greedy

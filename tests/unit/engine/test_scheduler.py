@@ -1,4 +1,4 @@
-"""Who runs in the next step: budget, order, admission, retraction; pages always suffice for what was scheduled."""
+"""The requests that run in the next step: row budget, order, admission, retraction, and pages for all that run."""
 
 from random import Random
 
@@ -19,7 +19,7 @@ from cluster.request import Request, RequestParams
 WINDOW = 6
 
 
-def made(pages: int, page_size: int = 4, rows: int = 4, budget: int = 16, radix: bool = False) -> Scheduler:
+def make_scheduler(pages: int, page_size: int = 4, rows: int = 4, budget: int = 16, radix: bool = False) -> Scheduler:
     cache = KVCache(pages, PageTable(rows, 200, page_size, torch.device("cpu")), radix)
     return Scheduler(
         ResolvedSettings.from_settings(EngineConfig(model_path="", chunked_prefill_size=budget)), cache, WINDOW
@@ -27,27 +27,28 @@ def made(pages: int, page_size: int = 4, rows: int = 4, budget: int = 16, radix:
 
 
 def sequence(name: str, prompt: int, max_tokens: int = 20) -> RequestState:
-    return of_tokens(name, list(range(prompt)), max_tokens)
+    return sequence_of(name, list(range(prompt)), max_tokens)
 
 
-def of_tokens(name: str, ids: list[int], max_tokens: int = 20, salt: int = 0) -> RequestState:
+def sequence_of(name: str, ids: list[int], max_tokens: int = 20, salt: int = 0) -> RequestState:
     params = RequestParams(max_tokens=max_tokens, seed=0)
     finish = FinishCheck(params, (), 64, None, ids)
     return RequestState(Request(name, tuple(ids), params, cache_salt=salt), finish, ids, len(ids), accepted=[0])
 
 
-def names(plan: Schedule) -> tuple[list[str], list[tuple[str, int, int]]]:
+def summary_of(plan: Schedule) -> tuple[list[str], list[tuple[str, int, int]]]:
+    """Return the ids of the decoding requests, and (id, start, stop) of each prompt chunk."""
     chunks = [(c.sequence.request.request_id, c.start, c.stop) for c in plan.chunks]
     return [s.request.request_id for s, _ in plan.decodes], chunks
 
 
 def advance(plan: Schedule, accept: int = 1) -> None:
-    """What a step does to the sequences."""
+    """Change the requests as the step `plan` would. Each decoding request gets `accept` tokens."""
     shape = TreeShape(num_steps=accept - 1, topk=1, num_draft_tokens=accept)
     plan.begin(shape)
-    for one, _ in plan.decodes:
-        one.commit_tree(accept, shape)
-        one.tokens += [7] * accept
+    for state, _ in plan.decodes:
+        state.commit_tree(accept, shape)
+        state.tokens += [7] * accept
     for chunk in plan.chunks:
         chunk.sequence.commit_prompt(chunk.stop, chunk.final)
         if chunk.final:
@@ -55,7 +56,7 @@ def advance(plan: Schedule, accept: int = 1) -> None:
 
 
 def test_prompts_share_the_row_budget_in_order_and_run_with_decodes() -> None:
-    scheduler = made(100)
+    scheduler = make_scheduler(100)
     scheduler.waiting.extend([sequence("a", 10), sequence("b", 20), sequence("c", 3)])
     expected = [
         ([], [("a", 0, 10), ("b", 0, 6)]),
@@ -65,40 +66,40 @@ def test_prompts_share_the_row_budget_in_order_and_run_with_decodes() -> None:
     ]
     for step in expected:
         plan = scheduler.schedule()
-        assert names(plan) == step
+        assert summary_of(plan) == step
         assert plan.prompt_rows <= 16
         advance(plan)
 
 
 def test_prompts_run_unchunked_without_a_row_budget() -> None:
-    scheduler = made(100, budget=-1)
+    scheduler = make_scheduler(100, budget=-1)
     scheduler.waiting.extend([sequence("a", 100), sequence("b", 50)])
-    assert names(scheduler.schedule()) == ([], [("a", 0, 100), ("b", 0, 50)])
+    assert summary_of(scheduler.schedule()) == ([], [("a", 0, 100), ("b", 0, 50)])
 
 
 def test_scheduler_admits_no_more_requests_than_page_table_rows() -> None:
-    scheduler = made(100, rows=2)
+    scheduler = make_scheduler(100, rows=2)
     scheduler.waiting.extend(sequence(name, 2) for name in "abc")
     assert len(scheduler.schedule().chunks) == 2
     assert [s.request.request_id for s in scheduler.waiting] == ["c"]
 
 
 def test_admission_waits_until_pages_suffice() -> None:
-    scheduler = made(8, budget=-1)
+    scheduler = make_scheduler(8, budget=-1)
     scheduler.waiting.extend([sequence("a", 16, 4), sequence("b", 8, 4)])
     first = scheduler.schedule()
-    assert names(first) == ([], [("a", 0, 16)]), "b with its window would leave no page to grow"
+    assert summary_of(first) == ([], [("a", 0, 16)]), "b and its window would leave a no page to grow"
     advance(first)
-    assert names(scheduler.schedule()) == (["a"], [])
+    assert summary_of(scheduler.schedule()) == (["a"], [])
     scheduler.release(first.chunks[0].sequence)
-    assert names(scheduler.schedule()) == ([], [("b", 0, 8)])
+    assert summary_of(scheduler.schedule()) == ([], [("b", 0, 8)])
 
 
 def test_last_admitted_request_is_retracted_to_the_queue_front_with_its_tokens() -> None:
-    scheduler = made(12, budget=-1)
+    scheduler = make_scheduler(12, budget=-1)
     scheduler.waiting.extend([sequence("a", 8), sequence("b", 8), sequence("c", 20)])
     plan = scheduler.schedule()
-    assert names(plan)[1] == [("a", 0, 8), ("b", 0, 8)]
+    assert summary_of(plan)[1] == [("a", 0, 8), ("b", 0, 8)]
     retracted = 0
     for _ in range(12):
         advance(plan, accept=2)
@@ -107,15 +108,15 @@ def test_last_admitted_request_is_retracted_to_the_queue_front_with_its_tokens()
         if plan.retracted_count:
             break
     assert retracted == 1
-    assert names(plan) == (["a"], [])
+    assert summary_of(plan) == (["a"], [])
     assert [s.request.request_id for s in scheduler.waiting] == ["b", "c"]
-    back = scheduler.waiting[0]
-    assert back.lease is None and back.prefilling and back.committed == 0
-    assert len(back.tokens) > 9, "what it generated is its prompt now"
+    retracted_state = scheduler.waiting[0]
+    assert retracted_state.lease is None and retracted_state.prefilling and retracted_state.committed == 0
+    assert len(retracted_state.tokens) > 9, "its generated tokens are part of its prompt now"
 
 
 def test_queued_tokens_count_uncomputed_prompt_tokens() -> None:
-    scheduler = made(100)
+    scheduler = make_scheduler(100)
     scheduler.waiting.extend([sequence("a", 20), sequence("b", 30)])
     assert scheduler.queued_tokens == 50
     advance(scheduler.schedule())
@@ -125,120 +126,122 @@ def test_queued_tokens_count_uncomputed_prompt_tokens() -> None:
 
 
 def test_releasing_a_waiting_request_removes_it_from_the_queue() -> None:
-    scheduler = made(100)
-    one = sequence("a", 20)
-    scheduler.waiting.append(one)
-    scheduler.release(one)
+    scheduler = make_scheduler(100)
+    state = sequence("a", 20)
+    scheduler.waiting.append(state)
+    scheduler.release(state)
     assert not scheduler.waiting
     assert scheduler.schedule().chunks == []
 
 
 def test_prompt_waits_for_a_running_request_that_computes_its_prefix() -> None:
-    scheduler = made(100, rows=8, budget=64, radix=True)
+    scheduler = make_scheduler(100, rows=8, budget=64, radix=True)
     scheduler.waiting.extend(sequence(name, 40) for name in "abc")
     plan = scheduler.schedule()
-    assert names(plan) == ([], [("a", 0, 40)])
+    assert summary_of(plan) == ([], [("a", 0, 40)])
     advance(plan)
     plan = scheduler.schedule()
     scheduler._cache.check()
-    assert names(plan) == (["a"], [("b", 39, 40), ("c", 39, 40)]), "nine pages, and three cells of the tenth"
+    assert summary_of(plan) == (["a"], [("b", 39, 40), ("c", 39, 40)]), "cached: nine pages, three cells of the tenth"
     assert [s.cached_tokens for s in scheduler.running] == [0, 39, 39]
     assert [copy.tokens for copy in plan.copies] == [3, 3]
 
 
 def test_prompts_with_different_cache_salts_share_no_prefix() -> None:
-    scheduler = made(100, rows=8, budget=200, radix=True)
+    scheduler = make_scheduler(100, rows=8, budget=200, radix=True)
     scheduler.waiting.extend(
-        of_tokens(name, list(range(40)), salt=salt) for name, salt in (("a", 0), ("b", 5), ("c", 5))
+        sequence_of(name, list(range(40)), salt=salt) for name, salt in (("a", 0), ("b", 5), ("c", 5))
     )
     plan = scheduler.schedule()
-    assert names(plan) == ([], [("a", 0, 40), ("b", 0, 40)]), "c waits for b, and b for nobody"
+    assert summary_of(plan) == ([], [("a", 0, 40), ("b", 0, 40)]), "c waits for b; b does not wait for a"
     advance(plan)
-    scheduler.waiting.append(of_tokens("d", list(range(40)), salt=6))
+    scheduler.waiting.append(sequence_of("d", list(range(40)), salt=6))
     plan = scheduler.schedule()
-    assert names(plan)[1] == [("c", 39, 40), ("d", 0, 40)]
+    assert summary_of(plan)[1] == [("c", 39, 40), ("d", 0, 40)]
     assert [s.cached_tokens for s in scheduler.running] == [0, 0, 39, 0]
     scheduler._cache.check()
 
 
 def test_prompt_waits_until_all_chunks_of_its_shared_prefix_are_computed() -> None:
-    scheduler = made(100, rows=8, radix=True)
+    scheduler = make_scheduler(100, rows=8, radix=True)
     scheduler.waiting.extend(sequence(name, 50) for name in "abc")
     steps = []
     for _ in range(4):
         plan = scheduler.schedule()
-        steps.append(names(plan)[1])
+        steps.append(summary_of(plan)[1])
         advance(plan)
-    alone = [[("a", 0, 16)], [("a", 16, 32)], [("a", 32, 48)]]
-    assert steps == [*alone, [("a", 48, 50), ("b", 48, 50), ("c", 48, 50)]]
+    chunks_of_a = [[("a", 0, 16)], [("a", 16, 32)], [("a", 32, 48)]]
+    assert steps == [*chunks_of_a, [("a", 48, 50), ("b", 48, 50), ("c", 48, 50)]]
 
 
-def shared(name: str, *own: int) -> RequestState:
-    """A prompt whose first 33 tokens, 8 pages and the token after them, are those of all that are made here."""
-    return of_tokens(name, [*range(33), *own])
+def with_shared_prefix(name: str, *own_ids: int) -> RequestState:
+    """Return a request whose prompt is a common prefix of 33 tokens (8 pages and one token), then `own_ids`."""
+    return sequence_of(name, [*range(33), *own_ids])
 
 
 def test_request_waiting_for_a_prefix_keeps_its_place_and_blocks_no_other() -> None:
-    scheduler = made(100, rows=3, budget=40, radix=True)
-    alone = [of_tokens(name, [50 + i] * 20) for i, name in enumerate("xyz")]
-    scheduler.waiting.extend([shared("a", 90), shared("b", 91), *alone])
+    scheduler = make_scheduler(100, rows=3, budget=40, radix=True)
+    other_states = [sequence_of(name, [50 + i] * 20) for i, name in enumerate("xyz")]
+    scheduler.waiting.extend([with_shared_prefix("a", 90), with_shared_prefix("b", 91), *other_states])
     plan = scheduler.schedule()
-    assert names(plan) == ([], [("a", 0, 34), ("x", 0, 6)])
+    assert summary_of(plan) == ([], [("a", 0, 34), ("x", 0, 6)])
     assert [s.request.request_id for s in scheduler.waiting] == ["b", "y", "z"]
     advance(plan)
     plan = scheduler.schedule()
-    assert names(plan) == (["a"], [("x", 6, 20), ("b", 32, 34)]), "the third row of the tables was kept for b"
+    assert summary_of(plan) == (["a"], [("x", 6, 20), ("b", 32, 34)]), "the third page-table row is reserved for b"
     assert [s.request.request_id for s in scheduler.waiting] == ["y", "z"]
 
 
-@pytest.mark.parametrize(("size", "passes"), [(12, True), (28, False)])
-def test_pages_are_reserved_for_a_request_waiting_for_a_prefix(size: int, passes: bool) -> None:
-    """With its window b needs 13 pages, of which a computes 4 at least; with the 10 of a, 5 of 24 are left."""
-    scheduler = made(24, rows=4, budget=100, radix=True)
-    scheduler.waiting.extend([shared("a", 90), shared("b", *range(60, 70)), of_tokens("x", [9] * size, 6)])
+@pytest.mark.parametrize(("prompt_tokens", "admitted"), [(12, True), (28, False)])
+def test_pages_are_reserved_for_a_request_waiting_for_a_prefix(prompt_tokens: int, admitted: bool) -> None:
+    """With its window b needs 13 pages, at least 4 of which a computes. a needs 10 pages. So 5 of 24 pages are left."""
+    scheduler = make_scheduler(24, rows=4, budget=100, radix=True)
+    scheduler.waiting.extend(
+        [with_shared_prefix("a", 90), with_shared_prefix("b", *range(60, 70)), sequence_of("x", [9] * prompt_tokens, 6)]
+    )
     plan = scheduler.schedule()
-    assert [c.sequence.request.request_id for c in plan.chunks] == (["a", "x"] if passes else ["a"])
+    assert [c.sequence.request.request_id for c in plan.chunks] == (["a", "x"] if admitted else ["a"])
     advance(plan)
-    assert names(scheduler.schedule())[1][0][0] == "b"
+    assert summary_of(scheduler.schedule())[1][0][0] == "b"
 
 
 @pytest.mark.parametrize("end", ["abort", "retract"])
 def test_request_waiting_for_a_prefix_runs_after_the_other_request_leaves(end: str) -> None:
-    scheduler = made(100, radix=True)
-    scheduler.waiting.extend([shared("a", 90), shared("b", 91)])
+    scheduler = make_scheduler(100, radix=True)
+    scheduler.waiting.extend([with_shared_prefix("a", 90), with_shared_prefix("b", 91)])
     plan = scheduler.schedule()
-    assert names(plan) == ([], [("a", 0, 16)])
+    assert summary_of(plan) == ([], [("a", 0, 16)])
     advance(plan)
     first = scheduler.running[0]
     if end == "abort":
         scheduler.release(first)
-        assert names(scheduler.schedule()) == ([], [("b", 16, 32)]), "what was computed is not lost"
+        assert summary_of(scheduler.schedule()) == ([], [("b", 16, 32)]), "the 16 computed tokens are cached"
     else:
         scheduler.decode._retract(first)
         plan = scheduler.schedule()
-        assert names(plan) == ([], [("a", 16, 32)]), "who was retracted is first again"
+        assert summary_of(plan) == ([], [("a", 16, 32)]), "the retracted request is first again"
         advance(plan)
-        assert names(scheduler.schedule()) == ([], [("a", 32, 34), ("b", 32, 34)])
+        assert summary_of(scheduler.schedule()) == ([], [("a", 32, 34), ("b", 32, 34)])
 
 
 def test_prompt_does_not_wait_for_a_short_shared_prefix() -> None:
-    scheduler = made(100, budget=100, radix=True)
-    scheduler.waiting.extend([of_tokens("a", [*range(15), 90]), of_tokens("b", [*range(15), 91])])
-    assert names(scheduler.schedule())[1] == [("a", 0, 16), ("b", 0, 16)]
+    scheduler = make_scheduler(100, budget=100, radix=True)
+    scheduler.waiting.extend([sequence_of("a", [*range(15), 90]), sequence_of("b", [*range(15), 91])])
+    assert summary_of(scheduler.schedule())[1] == [("a", 0, 16), ("b", 0, 16)]
 
 
 def test_prompts_do_not_wait_without_the_radix_cache() -> None:
-    scheduler = made(100, budget=100, radix=False)
+    scheduler = make_scheduler(100, budget=100, radix=False)
     scheduler.waiting.extend(sequence(name, 40) for name in "ab")
-    assert names(scheduler.schedule())[1] == [("a", 0, 40), ("b", 0, 40)]
+    assert summary_of(scheduler.schedule())[1] == [("a", 0, 40), ("b", 0, 40)]
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_admission_counts_a_shared_prefix_once(page_size: int) -> None:
-    """Eight requests over 160 tokens and the one after, and room for 320: from the second step on all of them run."""
-    scheduler = made(320 // page_size, page_size=page_size, rows=8, budget=4096, radix=True)
+    """Eight requests share a prefix of 161 tokens, and the cache holds 320. From the second step on, all eight run."""
+    scheduler = make_scheduler(320 // page_size, page_size=page_size, rows=8, budget=4096, radix=True)
     prefix = [*range(161)]
-    scheduler.waiting.extend(of_tokens(f"{i}", [*prefix, 200 + i], 6) for i in range(8))
+    scheduler.waiting.extend(sequence_of(f"{i}", [*prefix, 200 + i], 6) for i in range(8))
     plan = scheduler.schedule()
     assert (len(plan.chunks), plan.prompt_rows) == (1, 162)
     advance(plan)
@@ -253,22 +256,22 @@ def test_admission_counts_a_shared_prefix_once(page_size: int) -> None:
 
 
 def test_admission_does_not_count_matched_prefix_pages_as_evictable() -> None:
-    """The prefix lies in the tree and nobody reads it: once it is locked, its pages make no room for the rest."""
-    scheduler = made(10, budget=100, radix=True)
+    """The prefix is in the radix tree and no request uses it. Once b locks its pages, they cannot be evicted for c."""
+    scheduler = make_scheduler(10, budget=100, radix=True)
     scheduler.waiting.append(sequence("a", 33, 2))
     plan = scheduler.schedule()
     advance(plan)
     scheduler.release(plan.chunks[0].sequence)
     assert (scheduler._cache.free_pages, scheduler._cache.evictable_pages) == (2, 8)
-    scheduler.waiting.extend([shared("b", 90), shared("c", 91)])
-    assert names(scheduler.schedule())[1] == [("b", 32, 34)], "with its window b takes the last two pages"
+    scheduler.waiting.extend([with_shared_prefix("b", 90), with_shared_prefix("c", 91)])
+    assert summary_of(scheduler.schedule())[1] == [("b", 32, 34)], "with its window b takes the last two pages"
     scheduler._cache.check()
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 4, 16])
 @pytest.mark.parametrize("seed", range(4))
 def test_admission_does_not_cause_retraction(page_size: int, seed: int) -> None:
-    """However much the next step commits, those who run then have the pages for the step after."""
+    """However many tokens a step commits, all running requests have the pages for the step after it."""
     random = Random(seed)
     config = EngineConfig(
         model_path="",
@@ -288,9 +291,9 @@ def test_admission_does_not_cause_retraction(page_size: int, seed: int) -> None:
         admitted = bool(plan.admitted)
         admissions += admitted
         advance(plan, 6)
-        for one in list(scheduler.running):
-            if not one.prefilling and one.remaining_tokens <= 0:
-                scheduler.release(one)
+        for state in list(scheduler.running):
+            if not state.prefilling and state.remaining_tokens <= 0:
+                scheduler.release(state)
         if not scheduler.running and not scheduler.waiting:
             break
         plan = scheduler.schedule()
@@ -304,9 +307,9 @@ def test_admission_does_not_cause_retraction(page_size: int, seed: int) -> None:
 @pytest.mark.parametrize("radix", [False, True])
 @pytest.mark.parametrize("seed", range(3))
 def test_random_traffic_always_finishes_without_lost_pages(seed: int, radix: bool) -> None:
-    """Few pages, many requests, random accept lengths and aborts: the oldest progresses, no page is lost."""
+    """Few pages, many requests, random accept lengths and aborts: the oldest request progresses, no page is lost."""
     random = Random(seed)
-    scheduler = made(14, budget=9, radix=radix)
+    scheduler = make_scheduler(14, budget=9, radix=radix)
     cache, retracted = scheduler._cache, 0
     unfinished = [sequence(f"{number}", random.randint(1, 22), random.randint(1, 20)) for number in range(25)]
     scheduler.waiting.extend(unfinished)
@@ -317,18 +320,18 @@ def test_random_traffic_always_finishes_without_lost_pages(seed: int, radix: boo
         retracted += plan.retracted_count
         cache.check()
         assert plan.prompt_rows <= 9
-        for one, lease in plan.decodes:
-            assert lease.page_count * 4 >= one.committed + WINDOW
+        for state, lease in plan.decodes:
+            assert lease.page_count * 4 >= state.committed + WINDOW
         for chunk in plan.chunks:
             assert chunk.sequence.lease is not None
             assert chunk.start < chunk.stop <= len(chunk.sequence.tokens) <= chunk.sequence.lease.page_count * 4
         advance(plan, random.randint(1, 4))
-        for one in list(scheduler.running):
-            over = one.prompt_len + one.request.params.max_tokens - len(one.tokens) <= 0
-            if not one.prefilling and (over or random.random() < 0.01):
-                del one.tokens[one.prompt_len + one.request.params.max_tokens :]
-                scheduler.release(one)
-                unfinished.remove(one)
+        for state in list(scheduler.running):
+            reached_max_tokens = state.prompt_len + state.request.params.max_tokens - len(state.tokens) <= 0
+            if not state.prefilling and (reached_max_tokens or random.random() < 0.01):
+                del state.tokens[state.prompt_len + state.request.params.max_tokens :]
+                scheduler.release(state)
+                unfinished.remove(state)
     assert not unfinished
     assert cache.used_pages == 0
     assert retracted > 0

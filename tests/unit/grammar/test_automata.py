@@ -1,4 +1,4 @@
-"""Automata of expressions match what Python's `re` matches: alone, together, and one within another."""
+"""Automata of regular expressions agree with Python's `re`: single automata, intersections, and inclusions."""
 
 import itertools
 import random
@@ -18,48 +18,49 @@ def accepts(automaton: Automaton | None, text: str) -> bool:
     for character in text:
         if automaton is None or state is None:
             return False
-        steps = automaton.transitions[state].items()
+        transitions = automaton.transitions[state].items()
         code = ord(character)
         state = next(
             (
-                to
-                for to, parse_with_anchors in steps
-                if any(low <= code <= high for low, high in parse_with_anchors.ranges)
+                target_state
+                for target_state, characters in transitions
+                if any(low <= code <= high for low, high in characters.ranges)
             ),
             None,
         )
     return automaton is not None and state is not None and automaton.accepting[state]
 
 
-def made_up(chance: random.Random, depth: int) -> str:
-    kind = chance.random()
+def random_expression(generator: random.Random, depth: int) -> str:
+    kind = generator.random()
     if not depth or kind < 0.25:
-        return chance.choice(["a", "b", "1", "[ab]", "[^a]", ".", r"\d", r"\w", "ab", "^", "$"])
+        return generator.choice(["a", "b", "1", "[ab]", "[^a]", ".", r"\d", r"\w", "ab", "^", "$"])
     if kind < 0.5:
-        return "".join(made_up(chance, depth - 1) for _ in range(chance.randint(1, 3)))
+        return "".join(random_expression(generator, depth - 1) for _ in range(generator.randint(1, 3)))
     if kind < 0.65:
-        return f"(?:{'|'.join(made_up(chance, depth - 1) for _ in range(chance.randint(1, 3)))})"
+        return f"(?:{'|'.join(random_expression(generator, depth - 1) for _ in range(generator.randint(1, 3)))})"
     if kind < 0.8:
-        return f"(?{chance.choice('=!')}{made_up(chance, depth - 1)})"
-    return f"(?:{made_up(chance, depth - 1)}){chance.choice(['?', '*', '+', '{2}', '{0,2}', '{1,3}', '{2,}'])}"
+        return f"(?{generator.choice('=!')}{random_expression(generator, depth - 1)})"
+    quantifier = generator.choice(["?", "*", "+", "{2}", "{0,2}", "{1,3}", "{2,}"])
+    return f"(?:{random_expression(generator, depth - 1)}){quantifier}"
 
 
 def expressions(seed: int, count: int) -> list[str]:
-    """Expressions that are read, with lookaheads and anchors in any place."""
-    chance, found = random.Random(seed), []
-    while len(found) < count:
-        expression = made_up(chance, 3)
+    """Random expressions that the parser accepts, with lookaheads and anchors in any place."""
+    generator, accepted_expressions = random.Random(seed), []
+    while len(accepted_expressions) < count:
+        expression = random_expression(generator, 3)
         try:
             parse_with_anchors(expression)
         except ValueError:
             continue
-        found.append(expression)
-    return found
+        accepted_expressions.append(expression)
+    return accepted_expressions
 
 
 def matches(expression: str, text: str) -> bool:
-    python = expression.replace("$", r"\Z")  # Python's own $ also matches before a last line end
-    return re.fullmatch(python, text, re.ASCII) is not None
+    python_expression = expression.replace("$", r"\Z")  # Python's own $ also matches before a last line end
+    return re.fullmatch(python_expression, text, re.ASCII) is not None
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -73,13 +74,13 @@ def test_automaton_matches_the_same_texts_as_python_re(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_intersection_and_inclusion_agree_with_python_re(seed: int) -> None:
-    several = expressions(1000 + seed, 2)
-    automaton = intersection([parse_with_anchors(expression) for expression in several])
-    both = [text for text in TEXTS if all(matches(expression, text) for expression in several)]
-    assert [text for text in TEXTS if accepts(automaton, text)] == both, several
-    one, two = several
-    if includes([parse_with_anchors(one)], parse_with_anchors(two)):
-        assert all(matches(one, text) for text in TEXTS if matches(two, text)), several
+    pair = expressions(1000 + seed, 2)
+    automaton = intersection([parse_with_anchors(expression) for expression in pair])
+    common_texts = [text for text in TEXTS if all(matches(expression, text) for expression in pair)]
+    assert [text for text in TEXTS if accepts(automaton, text)] == common_texts, pair
+    wide, narrow = pair
+    if includes([parse_with_anchors(wide)], parse_with_anchors(narrow)):
+        assert all(matches(wide, text) for text in TEXTS if matches(narrow, text)), pair
 
 
 def test_includes_is_right_for_known_expressions() -> None:
@@ -88,17 +89,17 @@ def test_includes_is_right_for_known_expressions() -> None:
     assert includes([parse(FORMATS["uuid"])], parse(FORMATS["uuid4"]))
     assert (
         includes([parse_with_anchors("^(?!x)"), parse_with_anchors("a*")], parse_with_anchors("a{2,3}")) is False
-    )  # `^(?!x)` as a whole text is the empty one
+    )  # as a whole text, only the empty text matches `^(?!x)`
 
 
 @pytest.mark.parametrize("name", NARROWER)
 def test_narrower_format_is_included_in_the_format_of_its_rfc(name: str) -> None:
     label = "[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
-    whole = {
+    rfc_expressions = {
         "email": rf"(?=[^@]{{1,64}}@)[A-Za-z0-9_+-]+(?:\.[A-Za-z0-9_+-]+)*@{label}(?:\.{label})*",
         "uri": rf"[a-zA-Z]+://{label}(?:\.{label})*(?::\d+)?(?:/[^?#]*)?(?:\?[^#]*)?(?:#[^#]*)?",
     }
-    assert includes([parse_with_anchors(whole[name])], parse(NARROWER[name]))
+    assert includes([parse_with_anchors(rfc_expressions[name])], parse(NARROWER[name]))
 
 
 def test_intersection_merges_equal_states_and_removes_dead_ends() -> None:

@@ -1,4 +1,4 @@
-"""Grammars that are not schemas: rules, choices and structural tags, and what of them is not supported."""
+"""Grammars that are not schemas: EBNF rules, choices and structural tags, and their features that are not supported."""
 
 import json
 import re
@@ -31,7 +31,7 @@ def tag(form: Any) -> Grammar:
 
 @pytest.mark.parametrize("rules", RULES)
 def test_ebnf_rules_generate_complete_outputs(rules: str) -> None:
-    assert walk(demo(), demo().matcher(Grammar("ebnf", rules)), 1, most=5) is not None
+    assert walk(demo(), demo().matcher(Grammar("ebnf", rules)), 1, free_tokens=5) is not None
 
 
 def test_choice_grammar_accepts_exactly_its_choices() -> None:
@@ -58,16 +58,16 @@ def test_choice_grammar_accepts_exactly_its_choices() -> None:
     ],
 )
 def test_structural_tags_constrain_calls_within_free_text(grammar: Grammar) -> None:
-    taken = ["", "some text", 'x<f=a>{"city": "Rome"}</f> y', '<f=a>{"city": ""}</f><f=a>{"city": "a"}</f>']
-    refused = [
+    accepted_texts = ["", "some text", 'x<f=a>{"city": "Rome"}</f> y', '<f=a>{"city": ""}</f><f=a>{"city": "a"}</f>']
+    refused_texts = [
         "<f=b>",
         '<f=a>{"city": 1}</f>',
         '<f=a>{"city": "Paris"}</f>',
         '<f=a>{"city": "a\tb"}</f>',
         "<f=a>{}</f>",
     ]
-    assert [demo().accepts(grammar, text) for text in taken] == [True] * len(taken)
-    assert [demo().accepts(grammar, text) for text in refused] == [False] * len(refused)
+    assert [demo().accepts(grammar, text) for text in accepted_texts] == [True] * len(accepted_texts)
+    assert [demo().accepts(grammar, text) for text in refused_texts] == [False] * len(refused_texts)
 
 
 def test_nested_structural_tag_formats_are_enforced() -> None:
@@ -82,12 +82,19 @@ def test_nested_structural_tag_formats_are_enforced() -> None:
             ],
         }
     )
-    for text, right in (("a10", True), ("axx!", True), ("a12?", True), ("a13", False), ("ax", False), ("a10!!", False)):
-        assert demo().accepts(grammar, text) == right, text
+    for text, is_accepted in (
+        ("a10", True),
+        ("axx!", True),
+        ("a12?", True),
+        ("a13", False),
+        ("ax", False),
+        ("a10!!", False),
+    ):
+        assert demo().accepts(grammar, text) == is_accepted, text
 
 
 @pytest.mark.parametrize(
-    ("grammar", "why"),
+    ("grammar", "reason"),
     [
         (Grammar("ebnf", "root ::= Token(3)"), "Token is not supported"),
         (Grammar("ebnf", "root ::= x\nx ::= ExcludeToken (3)"), "ExcludeToken"),
@@ -116,14 +123,14 @@ def test_nested_structural_tag_formats_are_enforced() -> None:
         (Grammar("json_schema", '{"items":' * 20_000 + "{}" + "}" * 20_000), "deeply"),
     ],
 )  # fmt: skip
-def test_unsupported_grammar_feature_is_refused_by_name(grammar: Grammar, why: str) -> None:
-    with pytest.raises(GrammarError, match=re.escape(why)) as refusal:
+def test_unsupported_grammar_feature_is_refused_by_name(grammar: Grammar, reason: str) -> None:
+    with pytest.raises(GrammarError, match=re.escape(reason)) as captured_error:
         xgrammar_source(grammar)
-    assert len(str(refusal.value)) < 400
+    assert len(str(captured_error.value)) < 400
 
 
 @pytest.mark.parametrize(
-    ("grammar", "why"),
+    ("grammar", "reason"),
     [
         (Grammar("ebnf", "root ::= rest"), '"rest" is not defined'),
         (Grammar("ebnf", 'start ::= "a"'), "root"),
@@ -134,7 +141,7 @@ def test_unsupported_grammar_feature_is_refused_by_name(grammar: Grammar, why: s
         (tag({"type": "tag", "begin": "<f>", "content": {"type": "any_text"}, "end": ""}), "end string"),
     ],
 )  # fmt: skip
-def test_xgrammar_error_becomes_a_grammar_error(grammar: Grammar, why: str) -> None:
-    with pytest.raises(GrammarError, match=re.escape(why)) as refusal:
+def test_xgrammar_error_becomes_a_grammar_error(grammar: Grammar, reason: str) -> None:
+    with pytest.raises(GrammarError, match=re.escape(reason)) as captured_error:
         demo().worker.compile(grammar)
-    assert ".cc:" not in str(refusal.value) and "\n" not in str(refusal.value)
+    assert ".cc:" not in str(captured_error.value) and "\n" not in str(captured_error.value)

@@ -1,4 +1,4 @@
-"""The kernels in C of this machine, for tests; without a compiler these are skipped, and say so."""
+"""This machine's C kernels, for tests. If there are none, the functions below skip the test and give the reason."""
 
 import os
 
@@ -9,18 +9,18 @@ from cluster.kernels.library import Library, library
 
 
 def c_library() -> Library:
-    found = library()
-    if found is None:
-        pytest.skip("no C kernels here: no library was made at installation, and there is no compiler")
-    return found
+    loaded_library = library()
+    if loaded_library is None:
+        pytest.skip("no C kernels here: the installation built no library, and there is no compiler")
+    return loaded_library
 
 
 def c_kernels() -> CKernels:
     return CKernels(c_library())
 
 
-def c_serves() -> None:
-    """Skip where `BACKEND` has engines served by others than the kernels in C."""
+def skip_unless_c_backend() -> None:
+    """Skip the test if there are no C kernels, or if `BACKEND` selects other kernels for engines."""
     c_library()
-    if (named := os.environ.get("BACKEND", "c")) != "c":
-        pytest.skip(f"it is said of the kernels in C, and BACKEND is {named}")
+    if (backend := os.environ.get("BACKEND", "c")) != "c":
+        pytest.skip(f"this test is for the C kernels, but BACKEND is {backend}")

@@ -1,4 +1,4 @@
-"""Arithmetic of a few numbers in C, in a replayed program, is that of torch's operators, to the bit."""
+"""C arithmetic on small tensors in replayed programs gives the same bits as torch's operators."""
 
 from collections.abc import Callable
 
@@ -10,10 +10,10 @@ from cluster.capture.tape import Tape
 from cluster.kernels.c_numbers import KINDS, MAX_NUMBERS, NumberKernels
 from tests.unit.kernels.library import c_library
 
-WHOLE = (torch.int64, torch.int32)
+INTEGERS = (torch.int64, torch.int32)
 FLOATS = (torch.float32, torch.float64)
 Program = Callable[[Tensor, Tensor], Tensor]
-OF_WHOLES: dict[str, Program] = {
+INTEGER_PROGRAMS: dict[str, Program] = {
     "add": lambda a, b: a + b,
     "subtract": lambda a, b: a - b,
     "multiply": lambda a, b: a * b,
@@ -22,93 +22,95 @@ OF_WHOLES: dict[str, Program] = {
     "add a number": lambda a, b: a + 3,
     "equal to a number": lambda a, b: a == 2,
     "divide": lambda a, b: a.div(4, rounding_mode="floor"),
-    "divide by less than 0": lambda a, b: a.div(-3, rounding_mode="floor"),
-    "divide by others": lambda a, b: a.div(b * 2 + 1, rounding_mode="floor"),
+    "divide by a negative number": lambda a, b: a.div(-3, rounding_mode="floor"),
+    "divide by a tensor": lambda a, b: a.div(b * 2 + 1, rounding_mode="floor"),
     "remainder": lambda a, b: a.remainder(4),
-    "remainder by less than 0": lambda a, b: a.remainder(-3),
-    "at most": lambda a, b: a.clamp(max=3),
+    "remainder by a negative number": lambda a, b: a.remainder(-3),
+    "clamp max": lambda a, b: a.clamp(max=3),
     "in place": lambda a, b: a.clone().mul_(4).add_(b),
     "zero": lambda a, b: a.clone().zero_(),
     "zeros": lambda a, b: a.new_zeros(3, 5),
-    "wide": lambda a, b: a.to(torch.int64),
-    "narrow": lambda a, b: (a * 3).to(torch.int32),
+    "to int64": lambda a, b: a.to(torch.int64),
+    "to int32": lambda a, b: (a * 3).to(torch.int32),
     "row and column": lambda a, b: a[:, :1] + b[:1],
     "one row": lambda a, b: a[0] + b,
-    "every other": lambda a, b: a[:, ::2] - b[:, ::2],
-    "turned": lambda a, b: a.t() + b.t(),
-    "positions": lambda a, b: torch.arange(2, 7) + a[:, :1],
-    "repeated": lambda a, b: a[:, 0].repeat_interleave(3),
-    "products": lambda a, b: a.cumprod(1),
+    "every other column": lambda a, b: a[:, ::2] - b[:, ::2],
+    "transposed": lambda a, b: a.t() + b.t(),
+    "arange": lambda a, b: torch.arange(2, 7) + a[:, :1],
+    "repeat_interleave": lambda a, b: a[:, 0].repeat_interleave(3),
+    "cumprod": lambda a, b: a.cumprod(1),
     "sum": lambda a, b: a.sum(1),
-    "sum that stays": lambda a, b: (a == b).cumprod(1).sum(1, keepdim=True),
+    "sum with keepdim": lambda a, b: (a == b).cumprod(1).sum(1, keepdim=True),
 }
-OF_FLOATS: dict[str, Program] = {
+FLOAT_PROGRAMS: dict[str, Program] = {
     "add": lambda a, b: a + b,
     "subtract": lambda a, b: a - b,
     "multiply": lambda a, b: a * b,
     "finite": lambda a, b: (a - a == 0).cumprod(1).sum(1, keepdim=True),
     "equal": lambda a, b: a == b,
-    "wide": lambda a, b: a.double(),
-    "narrow": lambda a, b: b.double().float(),
+    "to float64": lambda a, b: a.double(),
+    "to float32": lambda a, b: b.double().float(),
     "row and column": lambda a, b: a[:, :1] + b[:1],
 }
-LEFT: dict[str, Program] = {
-    "a number of another sort": lambda a, b: a + 0.1,
-    "a factor": lambda a, b: torch.add(a, b, alpha=3),
-    "quotients": lambda a, b: a.div(b.abs() + 1),
-    "rounded to 0": lambda a, b: a.div(4, rounding_mode="trunc"),
-    "at least": lambda a, b: a.clamp(min=1),
-    "columns": lambda a, b: a.sum(0),
+UNSUPPORTED_PROGRAMS: dict[str, Program] = {
+    "add a float": lambda a, b: a + 0.1,
+    "add with a factor": lambda a, b: torch.add(a, b, alpha=3),
+    "divide": lambda a, b: a.div(b.abs() + 1),
+    "divide and round to 0": lambda a, b: a.div(4, rounding_mode="trunc"),
+    "clamp min": lambda a, b: a.clamp(min=1),
+    "sum of each column": lambda a, b: a.sum(0),
     "bfloat16": lambda a, b: a.bfloat16() + b.bfloat16(),
-    "many": lambda a, b: a.repeat(MAX_NUMBERS, 1) + 1,
-    "whole numbers as floats": lambda a, b: a.to(torch.int64).float(),
+    "too many numbers": lambda a, b: a.repeat(MAX_NUMBERS, 1) + 1,
+    "integers to floats": lambda a, b: a.to(torch.int64).float(),
 }
 
 
-def checked(program: Program, dtype: torch.dtype) -> tuple[int, int]:
-    """Compare replays with runs over other numbers; how many calls the tape makes with C, and without."""
+def compare_replays(program: Program, dtype: torch.dtype) -> tuple[int, int]:
+    """Check that replays equal runs of the program, for 20 inputs; return the tape's call counts with C and without."""
     generator = torch.Generator().manual_seed(0)
 
-    def some() -> Tensor:
+    def random_values() -> Tensor:
         if dtype in FLOATS:
             values = torch.randn(3, 5, generator=generator, dtype=torch.float64)
             values[0, 1], values[1, 2], values[2, 3] = float("nan"), float("inf"), -float("inf")
             return (values * 10.0 ** torch.randint(-30, 30, (3, 5), generator=generator)).to(dtype)
         return torch.randint(-7, 8, (3, 5), generator=generator).to(dtype)
 
-    a, b = some(), some()
-    tape, plain = Tape(lambda: program(a, b), substitute=NumberKernels(c_library())), Tape(lambda: program(a, b))
+    a, b = random_values(), random_values()
+    tape, torch_tape = Tape(lambda: program(a, b), substitute=NumberKernels(c_library())), Tape(lambda: program(a, b))
     for _ in range(20):
-        a.copy_(some())
-        b.copy_(torch.where(torch.rand(3, 5, generator=generator) < 0.3, a, some()))
+        a.copy_(random_values())
+        b.copy_(torch.where(torch.rand(3, 5, generator=generator) < 0.3, a, random_values()))
         tape.replay()
-        wanted = program(a, b)
-        assert tape.output.dtype == wanted.dtype and tape.output.shape == wanted.shape
-        assert torch.equal(tape.output.nan_to_num(7.5), wanted.nan_to_num(7.5))
-        assert torch.equal(tape.output.isnan(), wanted.isnan())
-    return len(tape), len(plain)
+        expected = program(a, b)
+        assert tape.output.dtype == expected.dtype and tape.output.shape == expected.shape
+        assert torch.equal(tape.output.nan_to_num(7.5), expected.nan_to_num(7.5))
+        assert torch.equal(tape.output.isnan(), expected.isnan())
+    return len(tape), len(torch_tape)
 
 
-@pytest.mark.parametrize("dtype", WHOLE)
-@pytest.mark.parametrize("name", OF_WHOLES)
+@pytest.mark.parametrize("dtype", INTEGERS)
+@pytest.mark.parametrize("name", INTEGER_PROGRAMS)
 def test_c_integer_arithmetic_on_tape_matches_torch(name: str, dtype: torch.dtype) -> None:
-    assert checked(OF_WHOLES[name], dtype)[0] <= 2, "one call of C, after a copy by torch at most"
+    assert compare_replays(INTEGER_PROGRAMS[name], dtype)[0] <= 2, (
+        "one call of C, and at most one copy by torch before it"
+    )
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("name", OF_FLOATS)
+@pytest.mark.parametrize("name", FLOAT_PROGRAMS)
 def test_c_float_arithmetic_on_tape_matches_torch(name: str, dtype: torch.dtype) -> None:
-    assert checked(OF_FLOATS[name], dtype)[0] <= 1
+    assert compare_replays(FLOAT_PROGRAMS[name], dtype)[0] <= 1
 
 
-@pytest.mark.parametrize("name", LEFT)
+@pytest.mark.parametrize("name", UNSUPPORTED_PROGRAMS)
 def test_unsupported_arithmetic_is_left_to_torch(name: str) -> None:
-    with_c, without = checked(LEFT[name], torch.float32)
-    assert with_c >= without - 1
+    calls_with_c, calls_without_c = compare_replays(UNSUPPORTED_PROGRAMS[name], torch.float32)
+    assert calls_with_c >= calls_without_c - 1
 
 
 def test_c_integer_overflow_wraps_as_in_torch() -> None:
-    for dtype in WHOLE:
+    for dtype in INTEGERS:
         a = torch.tensor([torch.iinfo(dtype).max], dtype=dtype)
         tape = Tape(lambda a=a: [a + a, a * a, a - (-a)], substitute=NumberKernels(c_library()))
         tape.replay()
@@ -116,7 +118,7 @@ def test_c_integer_overflow_wraps_as_in_torch() -> None:
 
 
 def test_cumprod_sum_and_cast_accept_bool_and_integer_dtypes() -> None:
-    """Truth values count as 0 and 1."""
+    """Bools count as 0 and 1."""
     for kind in KINDS[:3]:
         a = torch.tensor([[1, 1, 0], [1, 0, 1]]).to(kind)
         tape = Tape(lambda a=a: [a.cumprod(1), a.sum(1), a.to(torch.int64)], substitute=NumberKernels(c_library()))

@@ -1,4 +1,4 @@
-"""Rows that C copies in a replayed program are those that torch's operators copy."""
+"""C copy kernels in a replayed program copy the same rows as torch's operators."""
 
 import pytest
 import torch
@@ -12,31 +12,36 @@ from tests.unit.kernels.library import c_library
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int32, torch.bool)
 
 
-def tape_of(table: Tensor, ids: Tensor, *which: str) -> Tape[list[Tensor]]:
+def tape_of(table: Tensor, ids: Tensor, *program_names: str) -> Tape[list[Tensor]]:
     programs = {
         "select": lambda: table.index_select(0, ids.view(-1)),
         "embed": lambda: F.embedding(ids, table),
         "take": lambda: table.take(ids),
     }
-    return Tape(lambda: [programs[each]() for each in which], substitute=Copies(c_library()))
+    return Tape(lambda: [programs[program_name]() for program_name in program_names], substitute=Copies(c_library()))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("wide", [True, False])
+@pytest.mark.parametrize("int64_ids", [True, False])
 @pytest.mark.parametrize("size", [1, 3, 64, 257])
-def test_c_row_lookups_on_tape_match_torch_and_join_into_one_call(size: int, wide: bool, dtype: torch.dtype) -> None:
+def test_c_row_lookups_on_tape_match_torch_and_join_into_one_call(
+    size: int, int64_ids: bool, dtype: torch.dtype
+) -> None:
     generator = torch.Generator().manual_seed(size)
     table = torch.randint(-100, 100, (37, size), generator=generator).to(dtype)
-    ids = torch.randint(37, (4, 3), generator=generator).to(torch.int64 if wide else torch.int32)
-    which = ("select", "embed", "take") if wide else ("select", "embed")  # take has 64 bits only
-    tape = tape_of(table, ids, *which)
+    ids = torch.randint(37, (4, 3), generator=generator).to(torch.int64 if int64_ids else torch.int32)
+    program_names = ("select", "embed", "take") if int64_ids else ("select", "embed")  # take accepts int64 ids only
+    tape = tape_of(table, ids, *program_names)
     assert len(tape) == 1, "one call for all of them"
     for _ in range(3):
         ids.copy_(torch.randint(37, (4, 3), generator=generator))
         table.copy_(torch.randint(-100, 100, (37, size), generator=generator))
         tape.replay()
-        wanted = [table[ids.view(-1).long()], table[ids.long()], table.view(-1)[ids.long()]]
-        assert all(torch.equal(one, other) for one, other in zip(tape.output, wanted, strict=False))
+        expected = [table[ids.view(-1).long()], table[ids.long()], table.view(-1)[ids.long()]]
+        assert all(
+            torch.equal(actual_rows, expected_rows)
+            for actual_rows, expected_rows in zip(tape.output, expected, strict=False)
+        )
 
 
 def test_take_kernel_accepts_negative_ids() -> None:
@@ -47,11 +52,16 @@ def test_take_kernel_accepts_negative_ids() -> None:
     assert tape.output[0].tolist() == [4, 0]
 
 
-@pytest.mark.parametrize(("which", "bad"), [("select", 5), ("select", -1), ("embed", 7), ("take", 5), ("take", -6)])
-def test_row_lookup_kernel_raises_index_error_for_invalid_ids(which: str, bad: int) -> None:
-    table, ids = torch.arange(5)[:, None].contiguous() if which == "embed" else torch.arange(5), torch.tensor([1, 2])
-    tape = tape_of(table, ids, which)
-    ids[1] = bad
+@pytest.mark.parametrize(
+    ("program_name", "invalid_id"), [("select", 5), ("select", -1), ("embed", 7), ("take", 5), ("take", -6)]
+)
+def test_row_lookup_kernel_raises_index_error_for_invalid_ids(program_name: str, invalid_id: int) -> None:
+    table, ids = (
+        torch.arange(5)[:, None].contiguous() if program_name == "embed" else torch.arange(5),
+        torch.tensor([1, 2]),
+    )
+    tape = tape_of(table, ids, program_name)
+    ids[1] = invalid_id
     with pytest.raises(IndexError, match="1 row indices"):
         tape.replay()
     ids[1] = 4
@@ -63,26 +73,31 @@ def test_row_lookup_kernel_raises_index_error_for_invalid_ids(which: str, bad: i
 def test_index_copy_and_cat_kernels_match_torch(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
 
-    def some(*shape: int) -> Tensor:
+    def random_rows(*shape: int) -> Tensor:
         return torch.randint(-100, 100, shape, generator=generator).to(dtype)
 
-    table, ids, rows = some(9, 5), torch.tensor([7, 0, 3]), some(3, 5)
-    one, two, long, given = some(3, 2, 4), some(3, 6, 4), some(8, 16), some(3, 8, 4)
+    table, ids, rows = random_rows(9, 5), torch.tensor([7, 0, 3]), random_rows(3, 5)
+    left, right, wide_rows, concatenated = (
+        random_rows(3, 2, 4),
+        random_rows(3, 6, 4),
+        random_rows(8, 16),
+        random_rows(3, 8, 4),
+    )
 
-    def program(into: Tensor) -> list[Tensor]:
-        into.index_copy_(0, ids, rows)
-        torch.cat([one, two], 1, out=given)
-        return [given, torch.cat([rows, into]), torch.cat([long[:, 3:4], long[:, 5:9]], 1)]
+    def program(destination: Tensor) -> list[Tensor]:
+        destination.index_copy_(0, ids, rows)
+        torch.cat([left, right], 1, out=concatenated)
+        return [concatenated, torch.cat([rows, destination]), torch.cat([wide_rows[:, 3:4], wide_rows[:, 5:9]], 1)]
 
-    own = table.clone()
-    tape = Tape(lambda: program(own), substitute=Copies(c_library()))
+    tape_table = table.clone()
+    tape = Tape(lambda: program(tape_table), substitute=Copies(c_library()))
     assert len(tape) == 1, "one call for all of them"
     for _ in range(2):
-        for each in (rows, one, two, long):
-            each.copy_(some(*each.shape))
+        for source in (rows, left, right, wide_rows):
+            source.copy_(random_rows(*source.shape))
         tape.replay()
-        wanted = program(table)
-        assert torch.equal(own, table) and all(map(torch.equal, tape.output, wanted))
+        expected = program(table)
+        assert torch.equal(tape_table, table) and all(map(torch.equal, tape.output, expected))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -90,16 +105,21 @@ def test_gather_and_advanced_indexing_kernels_match_torch(dtype: torch.dtype) ->
     generator = torch.Generator().manual_seed(0)
     table = torch.randint(-100, 100, (6, 9), generator=generator).to(dtype)
     columns, rows = torch.randint(9, (6, 4), generator=generator), torch.tensor([5, 0, 3])
-    along = torch.randint(9, (3, 2), generator=generator)
+    column_ids = torch.randint(9, (3, 2), generator=generator)
 
     def program() -> list[Tensor]:
-        picked = table.gather(1, columns), table.t().gather(1, rows.expand(9, 3))
-        return [*picked, table[rows[:, None], along], table[rows[:, None], along[:1]], table.t()[along, rows[:, None]]]
+        gathered = table.gather(1, columns), table.t().gather(1, rows.expand(9, 3))
+        return [
+            *gathered,
+            table[rows[:, None], column_ids],
+            table[rows[:, None], column_ids[:1]],
+            table.t()[column_ids, rows[:, None]],
+        ]
 
     tape = Tape(program, substitute=Copies(c_library()))
     assert len(tape) == 1, "one call for all of them"
     columns.copy_(torch.randint(9, (6, 4), generator=generator))
-    along.copy_(torch.randint(-9, 9, (3, 2), generator=generator))
+    column_ids.copy_(torch.randint(-9, 9, (3, 2), generator=generator))
     rows.copy_(torch.tensor([1, 4, 2]))
     tape.replay()
     assert all(map(torch.equal, tape.output, program()))

@@ -1,4 +1,4 @@
-"""Joined calls of C kernels do what the calls do one after the other, whatever sorts of arguments they take."""
+"""A joined call of C kernels does the same as its calls one after another, for all types of arguments."""
 
 from collections.abc import Callable
 from functools import partial
@@ -23,59 +23,70 @@ def test_kernel_signatures_fit_the_argument_limits_of_a_joined_call() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_tape_with_norm_and_activation_replays_the_same_bits(dtype: torch.dtype) -> None:
-    """Norm, activation and rotation take doubles between whole numbers, the last two more arguments than registers."""
+    """Both kernels take doubles between integers, and the norm takes more integers than there are registers."""
     kernels = c_kernels()
     generator = torch.Generator().manual_seed(0)
     rows, weight = (torch.randn(shape, generator=generator).to(dtype) for shape in ((6, 64), (64,)))
-    given = rows.clone()
+    inputs = rows.clone()
 
     def program() -> torch.Tensor:
-        normed = kernels.norm(given, weight, 1e-5)
+        normed = kernels.norm(inputs, weight, 1e-5)
         return kernels.activate(torch.cat([normed, normed], 1), Activation("clamped", 1.702, 7.0))
 
-    wanted = program()
+    expected = program()
     tape = Tape(program)
-    assert torch.equal(tape.output, wanted)
-    given.mul_(-2)
+    assert torch.equal(tape.output, expected)
+    inputs.mul_(-2)
     tape.replay()
-    assert torch.equal(tape.output, program()) and not torch.equal(tape.output, wanted)
+    assert torch.equal(tape.output, program()) and not torch.equal(tape.output, expected)
 
 
 def test_joined_calls_run_in_order_with_their_own_arguments() -> None:
-    """Each call reads what the one before it wrote, and a structure as it is when the call is made."""
+    """Each call reads the output of the call before it, and has arguments that differ from those of other calls."""
     library = c_library()
     run = library.functions["activate", torch.float64]
-    both = torch.linspace(-3, 3, 64, dtype=torch.float64)[None].contiguous()
-    outs = [torch.zeros(1, 32, dtype=torch.float64) for _ in range(4)]
-    again = [out.clone() for out in outs]
+    first_source = torch.linspace(-3, 3, 64, dtype=torch.float64)[None].contiguous()
+    separate_outputs = [torch.zeros(1, 32, dtype=torch.float64) for _ in range(4)]
+    joined_outputs = [out.clone() for out in separate_outputs]
 
-    def calls(places: list[torch.Tensor]) -> list[partial[None]]:
-        numbers = [(1, 32, 2, 1.702, 7.0, 1), (1, 16, 2, 1.25, 3.0, 1), (1, 8, 2, 1.5, 2.0, 1), (1, 4, 2, 0.5, 9.0, 1)]
-        sources = [both, *places]
+    def calls(outputs: list[torch.Tensor]) -> list[partial[None]]:
+        argument_tuples = [
+            (1, 32, 2, 1.702, 7.0, 1),
+            (1, 16, 2, 1.25, 3.0, 1),
+            (1, 8, 2, 1.5, 2.0, 1),
+            (1, 4, 2, 0.5, 9.0, 1),
+        ]
+        sources = [first_source, *outputs]
         return [
-            partial(run, source.data_ptr(), out.data_ptr(), *each)
-            for source, out, each in zip(sources, places, numbers, strict=False)
+            partial(run, source.data_ptr(), out.data_ptr(), *arguments)
+            for source, out, arguments in zip(sources, outputs, argument_tuples, strict=False)
         ]
 
-    for call in calls(outs):
+    for call in calls(separate_outputs):
         call()
-    together = join_calls(calls(again))
-    assert len(together) == 1
-    together[0]()
-    assert all(torch.equal(one, other) for one, other in zip(outs, again, strict=True)) and outs[3].any()
+    joined_calls = join_calls(calls(joined_outputs))
+    assert len(joined_calls) == 1
+    joined_calls[0]()
+    assert (
+        all(
+            torch.equal(separate_output, joined_output)
+            for separate_output, joined_output in zip(separate_outputs, joined_outputs, strict=True)
+        )
+        and separate_outputs[3].any()
+    )
 
 
 def test_join_calls_keeps_python_calls_in_their_position() -> None:
-    library, seen = c_library(), list[str]()
+    library, python_reads = c_library(), list[str]()
     run = library.functions["bar", torch.float32]
     logits, masks, out = torch.ones(1, 32), torch.full((1, 1), 5, dtype=torch.int32), torch.zeros(1, 32)
-    places = (logits.data_ptr(), masks.data_ptr(), None, out.data_ptr(), 1, 32, 32, 1, -8.0, 1)
-    one: Callable[[], Any] = partial(run, *places)
-    calls = join_calls([one, one, lambda: seen.append(f"{out[0, :3].tolist()}"), one])
+    arguments = (logits.data_ptr(), masks.data_ptr(), None, out.data_ptr(), 1, 32, 32, 1, -8.0, 1)
+    kernel_call: Callable[[], Any] = partial(run, *arguments)
+    calls = join_calls([kernel_call, kernel_call, lambda: python_reads.append(f"{out[0, :3].tolist()}"), kernel_call])
     assert len(calls) == 3
     for call in calls:
         call()
-    assert seen == ["[1.0, -7.0, 1.0]"]
+    assert python_reads == ["[1.0, -7.0, 1.0]"]
 
 
 def test_join_calls_refuses_arguments_that_are_not_numbers() -> None:

@@ -1,6 +1,6 @@
-"""The threads of the kernels: one team that stays, whatever the sizes of calls, and no memory left by threads that end.
+"""The threads of the C kernels: calls of all sizes use the same threads, and ended threads leave no memory behind.
 
-Each case is a process of its own, with four threads whatever this machine has.
+Each test starts a process of its own, with four threads on any machine.
 """
 
 import os
@@ -9,7 +9,7 @@ import sys
 
 from tests.unit.kernels.library import c_library
 
-BEGINNING = """
+SETUP = """
 import os, threading, torch
 from cluster.kernels.c_kernels import CKernels
 from cluster.kernels.library import library
@@ -22,7 +22,7 @@ def resident():
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 """
-STAYS = """
+CALLS_OF_ALL_SIZES = """
 before = None
 for turn in range(20):
     kernels.norm(many[:65], scale, 1e-5), weight(many), kernels.norm(many[:130], scale, 1e-5), weight(rows)
@@ -30,55 +30,55 @@ for turn in range(20):
     before = now if turn == 1 else before
 print(len(before), len(before ^ now))
 """
-ENDS = """
+THREADS_THAT_END = """
 def compute():
     weight(many)
 
 def in_threads(count):
     for _ in range(count):
-        one = threading.Thread(target=compute)
-        one.start()
-        one.join()
+        thread = threading.Thread(target=compute)
+        thread.start()
+        thread.join()
 
 in_threads(10)
-began = resident()
+before = resident()
 in_threads(40)
-print(round((resident() - began) / 1e6))
+print(round((resident() - before) / 1e6))
 """
-WIDE = """
+WIDE_PRODUCT = """
 weight = kernels.weight(torch.randn(513, 32768))
 torch.set_num_threads(1)
 many = torch.randn(192, 513)
 weight(many[:12])
-began = resident()
+before = resident()
 for _ in range(3):
     weight(many)
-print(round((resident() - began) / 1e6))
+print(round((resident() - before) / 1e6))
 """
 
 
-def said(program: str) -> list[int]:
+def program_output(program: str) -> list[int]:
     c_library()
-    returned = os.environ | {"MALLOC_MMAP_THRESHOLD_": "1000000"}  # what is large goes back as soon as it is freed
-    done = subprocess.run(
-        [sys.executable, "-c", BEGINNING + program],
-        env=returned, capture_output=True, text=True, check=True, timeout=120,
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "1000000"}  # large memory is returned when freed
+    process = subprocess.run(
+        [sys.executable, "-c", SETUP + program],
+        env=environment, capture_output=True, text=True, check=True, timeout=120,
     )  # fmt: skip
-    return [int(word) for word in done.stdout.split()]
+    return [int(number) for number in process.stdout.split()]
 
 
 def test_kernel_calls_of_all_sizes_keep_the_same_threads() -> None:
-    """GNU's runtime ends the threads that a smaller team lacks, and starts others for the next larger one."""
-    threads, changed = said(STAYS)
+    """GNU's OpenMP runtime ends threads when a team gets smaller, and starts new threads for the next larger team."""
+    threads, changed = program_output(CALLS_OF_ALL_SIZES)
     assert threads >= 4 and changed == 0
 
 
 def test_ended_threads_release_kernel_memory() -> None:
-    (megabytes,) = said(ENDS)
+    (megabytes,) = program_output(THREADS_THAT_END)
     assert megabytes < 10
 
 
 def test_wide_product_retains_little_scratch_memory() -> None:
-    """Of a head's 32,768 columns as of others: unfinished sums are those of some columns."""
-    (megabytes,) = said(WIDE)
+    """The partial sums that the product retains are those of only some of the 32,768 columns."""
+    (megabytes,) = program_output(WIDE_PRODUCT)
     assert megabytes < 6

@@ -1,4 +1,4 @@
-"""The arguments of each Triton kernel have the kernel's names, in its order."""
+"""The argument tuple of each Triton kernel has the names of the kernel's parameters, in the same order."""
 
 import importlib
 import pkgutil
@@ -12,23 +12,23 @@ import cluster.kernels
 pytest.importorskip("triton")
 
 
-def launched() -> dict[str, tuple[Any, Any]]:
-    """Kernel and `NamedTuple` of its arguments, by the name of the `NamedTuple`."""
+def kernels_and_arguments() -> dict[str, tuple[Any, Any]]:
+    """Return each kernel with the `NamedTuple` of its arguments, by the name of the `NamedTuple`."""
     pairs = {}
     for folder in pkgutil.iter_modules(cluster.kernels.__path__, "cluster.kernels."):
         if not folder.ispkg or importlib.util.find_spec(f"{folder.name}.gpu") is None:
             continue
         module = importlib.import_module(f"{folder.name}.gpu")
-        kernels = {name.title().replace("_", "") + "Arguments": each for name, each in vars(module).items()}
+        kernels = {name.title().replace("_", "") + "Arguments": value for name, value in vars(module).items()}
         pairs |= {
-            name: (kernels[name], each)
-            for name, each in vars(module).items()
-            if name.endswith("Arguments") and each.__module__ == module.__name__
+            name: (kernels[name], value)
+            for name, value in vars(module).items()
+            if name.endswith("Arguments") and value.__module__ == module.__name__
         }
     return pairs
 
 
-PAIRS = launched()
+PAIRS = kernels_and_arguments()
 
 
 def test_argument_tuples_of_all_triton_kernels_are_found() -> None:
@@ -39,4 +39,4 @@ def test_argument_tuples_of_all_triton_kernels_are_found() -> None:
 def test_argument_tuple_fields_match_kernel_parameters_in_order(name: str) -> None:
     kernel, arguments = PAIRS[name]
     parameters = signature(kernel.fn).parameters.items()
-    assert arguments._fields == tuple(name for name, each in parameters if each.annotation is Parameter.empty)
+    assert arguments._fields == tuple(name for name, parameter in parameters if parameter.annotation is Parameter.empty)

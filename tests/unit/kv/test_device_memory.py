@@ -1,4 +1,4 @@
-"""A GPU's memory by what torch's CUDA side says of it, which here is made up."""
+"""The memory of a GPU as `torch.cuda` reports it. `torch.cuda` is faked here."""
 
 import pytest
 import torch
@@ -8,57 +8,59 @@ from cluster.kv.device_memory import CudaMemory, memory_of
 GPU = torch.device("cuda")
 
 
-class Cuda:
-    """`torch.cuda` of a device of 1000 bytes: `cached` of `reserved` can be given back; `others` are not torch's."""
+class FakeCuda:
+    """A fake `torch.cuda` of a device with 1000 bytes. torch has taken `reserved` bytes, and can return `releasable` of
+    these; `outside_torch` bytes are taken by others.
+    """
 
-    reserved, cached, peak, others = 300, 100, 400, 50
+    reserved, releasable, peak_reserved, outside_torch = 300, 100, 400, 50
 
     def synchronize(self, _: torch.device) -> None:
         pass
 
     def empty_cache(self) -> None:
-        self.reserved, self.cached = self.reserved - self.cached, 0
+        self.reserved, self.releasable = self.reserved - self.releasable, 0
 
     def mem_get_info(self, _: torch.device) -> tuple[int, int]:
-        return 1000 - self.reserved - self.others, 1000
+        return 1000 - self.reserved - self.outside_torch, 1000
 
     def memory_reserved(self, _: torch.device) -> int:
         return self.reserved
 
     def max_memory_reserved(self, _: torch.device) -> int:
-        return self.peak
+        return self.peak_reserved
 
     def reset_peak_memory_stats(self, _: torch.device) -> None:
-        self.peak = self.reserved
+        self.peak_reserved = self.reserved
 
 
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
-    made = Cuda()
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    fake = FakeCuda()
     for name in ("synchronize", "empty_cache", "mem_get_info"):
-        monkeypatch.setattr(torch.cuda, name, getattr(made, name))
+        monkeypatch.setattr(torch.cuda, name, getattr(fake, name))
     for name in ("memory_reserved", "max_memory_reserved", "reset_peak_memory_stats"):
-        monkeypatch.setattr(torch.cuda, name, getattr(made, name))
-    return made
+        monkeypatch.setattr(torch.cuda, name, getattr(fake, name))
+    return fake
 
 
-def test_cuda_memory_counts_torch_cache_as_free_and_measures_the_peak(cuda: Cuda) -> None:
+def test_cuda_memory_counts_torch_cache_as_free_and_measures_the_peak(cuda: FakeCuda) -> None:
     memory = memory_of(GPU)
     assert isinstance(memory, CudaMemory) and memory.total_bytes == 1000
     assert memory.free_bytes() == 750
-    cuda.reserved, cuda.cached = 260, 60
+    cuda.reserved, cuda.releasable = 260, 60
     memory.reset_peak()
-    assert memory.peak_bytes() == 0, "the peak of what came before is forgotten"
-    cuda.reserved, cuda.cached, cuda.peak = 230, 30, 290
+    assert memory.peak_bytes() == 0, "reset_peak must forget the earlier peak"
+    cuda.reserved, cuda.releasable, cuda.peak_reserved = 230, 30, 290
     assert memory.peak_bytes() == 90
 
 
-def test_cuda_peak_counts_memory_taken_outside_torch_but_not_memory_freed_there(cuda: Cuda) -> None:
+def test_cuda_peak_counts_memory_taken_outside_torch_but_not_memory_freed_there(cuda: FakeCuda) -> None:
     memory = CudaMemory(GPU)
     memory.reset_peak()
-    cuda.others = 80
+    cuda.outside_torch = 80
     assert memory.peak_bytes() == 30
-    cuda.others = 20
+    cuda.outside_torch = 20
     assert memory.peak_bytes() == 0
 
 

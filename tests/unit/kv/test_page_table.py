@@ -1,4 +1,4 @@
-"""What the device's page table says of positions beyond its end, and of idle requests."""
+"""The device's page table: slots of positions beyond its end, and commits of idle requests."""
 
 import torch
 
@@ -6,7 +6,7 @@ from cluster.kv.page_table import PageTable
 
 
 def test_positions_past_the_table_end_use_the_last_slot() -> None:
-    """A window may reach beyond the longest request; what it writes there is never committed."""
+    """A window may reach beyond the longest request. Cells that it writes there are never committed."""
     table = PageTable(2, 10, 4, torch.device("cpu"))
     table.device_pages[1] = torch.tensor([5, 2, 7])
     slots = table.slots(torch.tensor([1]), torch.tensor([0, 7, 11, 12, 40]))

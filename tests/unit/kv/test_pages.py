@@ -27,9 +27,9 @@ def test_freeing_a_free_page_raises_an_error() -> None:
         pages.release([page])
     with pytest.raises(ValueError, match="freed twice"):
         pages.release([2])
-    taken = pages.allocate(3)
+    allocated = pages.allocate(3)
     with pytest.raises(ValueError, match="freed twice"):
-        pages.release([taken[0], taken[0]])
+        pages.release([allocated[0], allocated[0]])
 
 
 def test_sink_page_cannot_be_released() -> None:
@@ -39,6 +39,6 @@ def test_sink_page_cannot_be_released() -> None:
 
 def test_page_allocator_hands_out_released_pages_in_ascending_order() -> None:
     pages = PageAllocator(8)
-    taken = pages.allocate(6)
-    pages.release([taken[i] for i in (3, 0, 5, 1, 4, 2)])
+    allocated = pages.allocate(6)
+    pages.release([allocated[i] for i in (3, 0, 5, 1, 4, 2)])
     assert pages.allocate(6) == [1, 2, 3, 4, 5, 6]

@@ -1,4 +1,6 @@
-"""Exact pages, with the EAGLE shift: a page is known by salt, tokens and the token after them; eviction is LRU."""
+"""The radix tree of full pages. Because of the EAGLE shift, the key of a page is its salt, its tokens and the token
+after them. Eviction is LRU.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +17,7 @@ def pages(path: Sequence[Node]) -> list[int]:
 
 @pytest.fixture
 def tree() -> RadixTree:
-    """Pages of two tokens: `1 2 | 3 4 | 5` on pages 10, 11."""
+    """Return a tree with pages of two tokens. It holds `1 2 | 3 4 | 5`: tokens 1 2 on page 10, 3 4 on page 11."""
     tree = RadixTree(2)
     assert pages(tree.insert([1, 2, 3, 4, 5], [10, 11])) == [10, 11]
     return tree
@@ -26,7 +28,7 @@ def tree() -> RadixTree:
     [
         ([1, 2, 3, 4, 5], [10, 11]),
         ([1, 2, 3, 4, 5, 6, 7, 8], [10, 11]),
-        ([1, 2, 3, 4, 9], [10]),  # the token after page 11 differs, and its last draft cell is made of it
+        ([1, 2, 3, 4, 9], [10]),  # the last draft cell of page 11 depends on the token after the page, which differs
         ([1, 2, 3, 4], [10]),  # the token after page 11 is not known yet
         ([1, 2, 3, 9, 5], [10]),
         ([1, 2, 9, 4, 5], []),
@@ -47,13 +49,13 @@ def test_radix_tree_supports_pages_of_one_token() -> None:
     assert pages(tree.match([7, 8, 9])) == [1, 2]
     assert pages(tree.match([7, 8, 5])) == [1]
     assert pages(tree.match([7, 5])) == []
-    assert tree.nearest([7, 5], []) is None, "a page of one token is shared whole or not at all"
+    assert tree.nearest([7, 5], []) is None, "no part of a one-token page can be shared"
 
 
 @pytest.mark.parametrize(
-    ("tokens", "page", "cells"),
+    ("tokens", "expected_page", "expected_cells"),
     [
-        ([1, 2, 3, 4, 9], 20, 3),  # the cell of 4 is made of the token after it as well
+        ([1, 2, 3, 4, 9], 20, 3),  # the cell of token 4 depends on the token after it too
         ([1, 2, 3, 4], 20, 3),
         ([1, 2, 3, 9, 5], 20, 2),
         ([1, 2, 7, 7, 7], 21, 3),
@@ -64,13 +66,17 @@ def test_radix_tree_supports_pages_of_one_token() -> None:
         ([2, 2, 3, 4, 5], None, 0),
     ],
 )
-def test_nearest_counts_cells_whose_next_token_is_equal(tokens: list[int], page: int | None, cells: int) -> None:
+def test_nearest_counts_cells_whose_next_token_is_equal(
+    tokens: list[int], expected_page: int | None, expected_cells: int
+) -> None:
     tree = RadixTree(4)
     tree.insert([1, 2, 3, 4, 5], [20])
     tree.insert([1, 2, 7, 7, 6], [21])
     tree.insert([1, 8, 7, 7, 6], [22])
-    found = tree.nearest(tokens, [])
-    assert (found and (found[0].page if page else None, found[1])) == (None if page is None else (page, cells))
+    nearest = tree.nearest(tokens, [])
+    assert (nearest and (nearest[0].page if expected_page else None, nearest[1])) == (
+        None if expected_page is None else (expected_page, expected_cells)
+    )
 
 
 def test_insert_continues_after_a_matched_path(tree: RadixTree) -> None:
@@ -101,116 +107,120 @@ def test_radix_tree_drops_roots_of_salts_without_pages() -> None:
 
 @dataclass
 class BruteForce:
-    """The same tree as a dictionary: a page by salt and text up to the token after it, found by looking at all."""
+    """A simple model of the radix tree. Its dictionaries are keyed by prefix: the salt, and all tokens up to the one
+    after the page. `page` holds the page of each prefix.
+    """
 
-    size: int
+    page_size: int
     clock: int = 0
     page: dict[tuple[int, ...], int] = field(default_factory=dict)
-    used: dict[tuple[int, ...], int] = field(default_factory=dict)
+    last_used: dict[tuple[int, ...], int] = field(default_factory=dict)
     locks: dict[tuple[int, ...], int] = field(default_factory=dict)
 
-    def texts(self, tokens: Sequence[int], salt: int) -> list[tuple[int, ...]]:
-        return [(salt, *tokens[: end + 1]) for end in range(self.size, len(tokens), self.size)]
+    def page_prefixes(self, tokens: Sequence[int], salt: int) -> list[tuple[int, ...]]:
+        return [(salt, *tokens[: end + 1]) for end in range(self.page_size, len(tokens), self.page_size)]
 
-    def use(self, texts: Sequence[tuple[int, ...]]) -> None:
+    def use(self, prefixes: Sequence[tuple[int, ...]]) -> None:
         self.clock += 1
-        for text in texts:
-            self.used[text] = self.clock
+        for prefix in prefixes:
+            self.last_used[prefix] = self.clock
 
     def match(self, tokens: Sequence[int], salt: int) -> list[tuple[int, ...]]:
-        held = []
-        for text in self.texts(tokens, salt):
-            if text not in self.page:
+        matched = []
+        for prefix in self.page_prefixes(tokens, salt):
+            if prefix not in self.page:
                 break
-            held.append(text)
-        self.use(held)
-        return held
+            matched.append(prefix)
+        self.use(matched)
+        return matched
 
-    def insert(self, tokens: Sequence[int], given: Sequence[int], salt: int) -> None:
-        texts = self.texts(tokens, salt)[: len(given)]
-        for text, page in zip(texts, given, strict=False):
-            self.page.setdefault(text, page)
-        self.use(texts)
+    def insert(self, tokens: Sequence[int], new_pages: Sequence[int], salt: int) -> None:
+        prefixes = self.page_prefixes(tokens, salt)[: len(new_pages)]
+        for prefix, page in zip(prefixes, new_pages, strict=False):
+            self.page.setdefault(prefix, page)
+        self.use(prefixes)
 
-    def change_locks(self, texts: Sequence[tuple[int, ...]], by: int) -> None:
-        for text in texts:
-            self.locks[text] = self.locks.get(text, 0) + by
-        self.use(texts)
+    def change_locks(self, prefixes: Sequence[tuple[int, ...]], change: int) -> None:
+        for prefix in prefixes:
+            self.locks[prefix] = self.locks.get(prefix, 0) + change
+        self.use(prefixes)
 
     def evict(self, count: int) -> list[int]:
         freed: list[int] = []
         while len(freed) < count:
-            # A text goes over its page's last token, so that a page's parent's text ends `size` tokens before.
-            parents = {text[: -self.size] for text in self.page}
-            leaves = [text for text in self.page if text not in parents and not self.locks.get(text)]
+            # The prefix of a page's parent is the page's prefix without its last `page_size` tokens.
+            parents = {prefix[: -self.page_size] for prefix in self.page}
+            leaves = [prefix for prefix in self.page if prefix not in parents and not self.locks.get(prefix)]
             if not leaves:
                 break
-            oldest = min(leaves, key=self.used.__getitem__)
+            oldest = min(leaves, key=self.last_used.__getitem__)
             freed.append(self.page.pop(oldest))
         return freed
 
 
-def brute_force_lives(operations: int, size: int, seed: int) -> tuple[int, int]:
-    """So many random operations on a tree and on its model; the most pages it had, and how many were evicted."""
+def compare_with_brute_force(operations: int, size: int, seed: int) -> tuple[int, int]:
+    """Run `operations` random operations on a tree and on its model, and compare them. Return the most pages that the
+    tree had, and how many pages were evicted.
+    """
     random, tree, model = Random(seed), RadixTree(size), BruteForce(size)
     locked: list[tuple[list[Node], list[tuple[int, ...]]]] = []
-    evicted = fresh = most = 0
+    evicted = next_page = max_pages = 0
     for number in range(operations):
-        move = random.random()
+        operation = random.random()
         tokens = [random.choice((0, 0, 0, 1, 2)) for _ in range(random.randint(1, 8 * size))]
         salt = random.choice((0, 0, 0, 0, 1, 1 << 70))
-        if move < 0.3:
-            assert pages(tree.match(tokens, salt)) == [model.page[text] for text in model.match(tokens, salt)]
-        elif move < 0.6:
+        if operation < 0.3:
+            assert pages(tree.match(tokens, salt)) == [model.page[prefix] for prefix in model.match(tokens, salt)]
+        elif operation < 0.6:
             count = random.randint(0, len(tokens) // size)
-            new = list(range(fresh, fresh + count))
-            fresh += count
-            nodes = tree.insert(tokens, new, salt=salt)
-            model.insert(tokens, new, salt)
-            assert pages(nodes) == [model.page[text] for text in model.texts(tokens, salt)[:count]]
-        elif move < 0.7 and len(locked) < 6:
-            path, texts = tree.match(tokens, salt), model.match(tokens, salt)
+            new_pages = list(range(next_page, next_page + count))
+            next_page += count
+            nodes = tree.insert(tokens, new_pages, salt=salt)
+            model.insert(tokens, new_pages, salt)
+            assert pages(nodes) == [model.page[prefix] for prefix in model.page_prefixes(tokens, salt)[:count]]
+        elif operation < 0.7 and len(locked) < 6:
+            path, prefixes = tree.match(tokens, salt), model.match(tokens, salt)
             tree.lock(path)
-            model.change_locks(texts, 1)
-            locked.append((path, texts))
-        elif move < 0.8 and locked:
-            path, texts = locked.pop(random.randrange(len(locked)))
+            model.change_locks(prefixes, 1)
+            locked.append((path, prefixes))
+        elif operation < 0.8 and locked:
+            path, prefixes = locked.pop(random.randrange(len(locked)))
             tree.unlock(path)
-            model.change_locks(texts, -1)
+            model.change_locks(prefixes, -1)
         else:
             count = random.randint(1, 3) if random.random() < 0.998 else 60
             freed = tree.evict(count)
             assert freed == model.evict(count)
             evicted += len(freed)
-        most = max(most, tree.pages)
+        max_pages = max(max_pages, tree.pages)
         assert tree.pages == len(model.page)
-        assert tree.evictable == sum(not model.locks.get(text) for text in model.page)
+        assert tree.evictable == sum(not model.locks.get(prefix) for prefix in model.page)
         if number % 50 == 0:
             tree.check()
-    return most, evicted
+    return max_pages, evicted
 
 
 @pytest.mark.parametrize("operations", [7000, pytest.param(25_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_radix_tree_equals_a_brute_force_lru_model(size: int, operations: int) -> None:
-    """100,000 operations in all, where there is time."""
-    most, evicted = brute_force_lives(operations, size, seed=size)
-    assert most > 60 and evicted > operations / 5
+    """The slow cases have 100,000 operations in all."""
+    max_pages, evicted = compare_with_brute_force(operations, size, seed=size)
+    assert max_pages > 60 and evicted > operations / 5
 
 
 def test_insert_after_a_long_path_reads_only_new_tokens() -> None:
-    read: list[int] = []
+    read_keys: list[int] = []
 
-    class Counting(RadixTree):
+    class CountingTree(RadixTree):
         def _keys(self, tokens: Sequence[int], start: int = 0) -> Iterator[tuple[int, ...]]:
             for key in super()._keys(tokens, start):
-                read.append(1)
+                read_keys.append(1)
                 yield key
 
-    tree, text = Counting(1), list(range(2000))
-    path = tree.insert(text, range(1999))
-    read.clear()
-    tree.insert([*text, 5, 6], [3000, 3001], path)
-    assert len(read) <= 3
+    tree, long_path = CountingTree(1), list(range(2000))
+    path = tree.insert(long_path, range(1999))
+    read_keys.clear()
+    tree.insert([*long_path, 5, 6], [3000, 3001], path)
+    assert len(read_keys) <= 3
     assert tree.evict(1999) == [3001, 3000, *range(1998, 1, -1)]
     assert tree.pages == 2

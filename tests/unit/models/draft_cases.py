@@ -1,5 +1,5 @@
-"""The registry of draft dialects under test: how a tiny one is written, and what it must equal. docs/models.md's table
-of drafts is made from it.
+"""The registry of draft dialects under test: for each case a writer of a tiny draft, and the reference that the draft
+must equal. The table of drafts in docs/models.md is made from this registry.
 """
 
 from collections.abc import Callable
@@ -16,40 +16,47 @@ from tests.unit.models.draft_reference import Eagle1, Eagle3, Mistral, Mtp
 
 
 class Oracle(Protocol):
-    """A dense draft."""
+    """A dense reference of a draft; see `draft_reference`."""
 
-    def fuse(self, seen: TargetPass) -> Tensor: ...
+    def fuse(self, target_pass: TargetPass) -> Tensor: ...
 
-    def run(self, following: list[int], hidden: Tensor) -> tuple[Tensor, Tensor]: ...
+    def run(self, next_tokens: list[int], hidden: Tensor) -> tuple[Tensor, Tensor]: ...
 
 
 @dataclass(frozen=True)
 class Case:
-    """One dialect in one shape. `expect` are fields of its resolved spec."""
+    """A draft of one dialect in one shape.
+
+    `folder` writes the draft, `conventions` are the reference's, `expected_spec` are fields of the resolved spec.
+    """
 
     family: str
-    what: str
+    description: str
     folder: Callable[[], str]
     reference: Callable[..., Oracle]
-    say: dict[str, Any]
-    expect: dict[str, Any] = field(default_factory=dict)
+    conventions: dict[str, Any]
+    expected_spec: dict[str, Any] = field(default_factory=dict)
     target: Callable[[], str] = target_folder
     source: str = "dense reference, float64"
 
     def oracle(self) -> Oracle:
-        return self.reference(self.folder(), target_reference(self.target()), **self.say)
+        return self.reference(self.folder(), target_reference(self.target()), **self.conventions)
 
 
 @dataclass(frozen=True)
-class Listed:
-    """A draft without a dense reference of its own here: a draft runner list, or one that needs a certain target."""
+class DraftRow:
+    """A row of the documented table for a draft that has no dense reference of its own in this file.
+
+    Such a draft is a list of draft runners, or it needs a certain target.
+    """
 
     family: str
-    what: str
+    description: str
     folder: Callable[[], str]
     source: str
 
 
+# Conventions that several cases share.
 THREE = {"boundaries": (1, 2, 3)}
 NEXTN = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
 SPEC = {"boundaries": (1, 2, 4)}
@@ -96,7 +103,7 @@ CASES: dict[str, Case] = {
     "ordinary-layers": Case(
         "EAGLE-3",
         "three layers, later ones ordinary (ModelOpt, speculators, vLLM)",
-        lambda: write.later("input_layernorm"),
+        lambda: write.three_layer_draft("input_layernorm"),
         Eagle3,
         THREE | {"later": ("input_layernorm",) * 2},
         {"num_layers": 3},
@@ -104,7 +111,7 @@ CASES: dict[str, Case] = {
     "sglang-layers": Case(
         "EAGLE-3",
         "three layers, later ones normed by hidden_norm (SGLang)",
-        lambda: write.later("hidden_norm"),
+        lambda: write.three_layer_draft("hidden_norm"),
         Eagle3,
         THREE | {"later": ("hidden_norm",) * 2},
         {"num_layers": 3},
@@ -112,7 +119,7 @@ CASES: dict[str, Case] = {
     "deepspec-layers": Case(
         "EAGLE-3",
         "three layers, each reads the embedding (DeepSpec)",
-        lambda: write.later("pair"),
+        lambda: write.three_layer_draft("pair"),
         Eagle3,
         THREE | {"later": ("pair",) * 2},
         {"dialect": "deepspec", "num_layers": 3},
@@ -223,7 +230,7 @@ CASES: dict[str, Case] = {
         lambda: write.speculators(
             2,
             True,
-            nested={
+            layer_overrides={
                 "sliding_window": 4,
                 "use_sliding_window": True,
                 "layer_types": ["full_attention", "sliding_attention"],
@@ -316,7 +323,7 @@ CASES: dict[str, Case] = {
         "MTP",
         "DeepSeek NextN, latent attention and experts",
         layers.nextn_experts,
-        layers.LayerOfTransformers,
+        layers.TransformersMtpLayer,
         NEXTN_EXPERTS,
         {"dialect": "deepseek-nextn"},
         source="transformers' layer, float64",
@@ -325,7 +332,7 @@ CASES: dict[str, Case] = {
         "MTP",
         "DeepSeek NextN, experts in FP8 with block scales, chosen freely",
         lambda: layers.nextn_experts(fp8=True, n_group=1, topk_group=1, norm_topk_prob=False),
-        layers.LayerOfTransformers,
+        layers.TransformersMtpLayer,
         NEXTN_EXPERTS,
         source="transformers' layer, float64",
     ),
@@ -333,7 +340,7 @@ CASES: dict[str, Case] = {
         "MTP",
         "GLM NextN, half of each head rotated, norms, biases, experts",
         layers.glm,
-        layers.LayerOfTransformers,
+        layers.TransformersMtpLayer,
         NEXTN_EXPERTS,
         {"dialect": "deepseek-nextn"},
         source="transformers' layer, float64",
@@ -342,7 +349,7 @@ CASES: dict[str, Case] = {
         "MTP",
         "GLM NextN, a quarter rotated, neither norms nor biases, one group",
         lambda: layers.glm("", use_qk_norm=False, partial_rotary_factor=0.25, n_group=None, topk_group=None),
-        layers.LayerOfTransformers,
+        layers.TransformersMtpLayer,
         NEXTN_EXPERTS | {"config": NEXTN_EXPERTS["config"] | {"n_group": 1, "topk_group": 1}},
         source="transformers' layer, float64",
     ),
@@ -350,7 +357,7 @@ CASES: dict[str, Case] = {
         "MTP",
         "Qwen3-Next: gated heads, half of each rotated, experts and a gated shared one",
         layers.qwen_next,
-        layers.LayerOfTransformers,
+        layers.TransformersMtpLayer,
         QWEN_NEXT,
         {"dialect": "qwen3-next", "head": "target", "zero_first": False, "recurrent": "post"},
         source="transformers' layer, float64",
@@ -359,7 +366,7 @@ CASES: dict[str, Case] = {
         "MTP",
         "Qwen3-Next: dense, biases, the default part rotated",
         lambda: layers.qwen_next(sparse=False, biased="qkvo", attention_bias=True, partial_rotary_factor=None),
-        layers.LayerOfTransformers,
+        layers.TransformersMtpLayer,
         QWEN_NEXT | {"config": QWEN_NEXT["config"] | {"num_experts": 0, "partial_rotary_factor": 0.25}},
         source="transformers' layer, float64",
     ),
@@ -367,17 +374,17 @@ CASES: dict[str, Case] = {
 RUNNERS = 3
 BY_LEVEL = "dense reference of each level, float64"
 BY_LAW = "one layer: as above; the list: law 1"
-LISTS: dict[str, Listed] = {
-    "mimo x3": Listed("MTP", "list of three MiMo layers", lambda: write.mtp("mimo", RUNNERS), BY_LEVEL),
-    "nextn x3": Listed("MTP", "list of three NextN layers, dense", lambda: write.mtp("deepseek", RUNNERS), BY_LAW),
-    "nextn-sparse x3": Listed(
+LISTS: dict[str, DraftRow] = {
+    "mimo x3": DraftRow("MTP", "list of three MiMo layers", lambda: write.mtp("mimo", RUNNERS), BY_LEVEL),
+    "nextn x3": DraftRow("MTP", "list of three NextN layers, dense", lambda: write.mtp("deepseek", RUNNERS), BY_LAW),
+    "nextn-sparse x3": DraftRow(
         "MTP",
         "list of three NextN layers, latent attention and experts",
         lambda: write.mtp("deepseek", RUNNERS, mla=True, sparse=True),
         BY_LAW,
     ),
-    "step x3": Listed("MTP", "list of three Step-3.5 layers, chained", lambda: write.mtp("step", RUNNERS), BY_LEVEL),
-    "nextn-grouped-experts": Listed(
+    "step x3": DraftRow("MTP", "list of three Step-3.5 layers, chained", lambda: write.mtp("step", RUNNERS), BY_LEVEL),
+    "nextn-grouped-experts": DraftRow(
         "MTP", "NextN, grouped heads and experts", lambda: write.mtp("deepseek", sparse=True), "law 1"
     ),
 }

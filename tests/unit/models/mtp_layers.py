@@ -1,5 +1,5 @@
-"""MTP layers whose decoder layer is a mixture of experts, or gated: tiny ones as their producers write them, and the
-same ones run by the layer classes of `transformers`.
+"""MTP layers whose decoder layer has experts or gates: writers of tiny layers in their producers' formats, and a
+reference that runs the same layers by the layer classes of `transformers`.
 """
 
 from typing import Any
@@ -12,7 +12,18 @@ from transformers.models.glm4_moe import modeling_glm4_moe as glm4_moe
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 from tests.exact import exact
-from tests.unit.models.draft_folders import HEADS, LATENT, D, H, Random, Tensors, V, base_config, latent_layer, write
+from tests.unit.models.draft_folders import (
+    HEADS,
+    MLA_CONFIG,
+    D,
+    H,
+    RandomWeights,
+    Tensors,
+    V,
+    base_config,
+    latent_layer,
+    write,
+)
 from tests.unit.models.draft_reference import Mtp
 
 CLASSES: dict[str, tuple[Any, Any, Any]] = {
@@ -28,70 +39,77 @@ CLASSES: dict[str, tuple[Any, Any, Any]] = {
         qwen3_next.Qwen3NextRotaryEmbedding,
     ),
 }
-"""Config, decoder layer and rotary embedding of a `model_type`."""
+"""Classes of the config, the decoder layer and the rotary embedding of each `model_type`."""
 
 
-class LayerOfTransformers(Mtp):
-    """An MTP layer whose decoder layer is the class of its `model_type`; every one of its tensors must be known to it.
+class TransformersMtpLayer(Mtp):
+    """An MTP layer whose decoder layer is the `transformers` class of its `model_type`.
 
-    What is around it, norms, concatenation and head, is `Mtp`'s. `config` of `say` are keys on top of the draft's.
+    That class must know every tensor of the decoder layer. Norms, concatenation and head around the decoder layer are
+    `Mtp`'s. `conventions["config"]` has keys that replace those of the draft's config.
     """
 
-    def __init__(self, folder: str, target: Any, **say: Any) -> None:
-        super().__init__(folder, target, **say)
-        self.w = dequantised(self.w)
-        kind, layer, rotary = CLASSES[self.config["model_type"]]
-        config = kind(**{key: self.config[key] for key in self.config if key != "architectures"} | say["config"])
+    def __init__(self, folder: str, target: Any, **conventions: Any) -> None:
+        super().__init__(folder, target, **conventions)
+        self.w = dequantise(self.w)
+        config_class, layer_class, rotary_class = CLASSES[self.config["model_type"]]
+        config = config_class(
+            **{key: self.config[key] for key in self.config if key != "architectures"} | conventions["config"]
+        )
         config._attn_implementation = config._experts_implementation = "eager"
         with exact():
-            self.module = layer(config, 0).double().eval()
-            self.rotary = rotary(config)
-        self.module.load_state_dict(stacked(self.w, say["inner"]))
+            self.module = layer_class(config, 0).double().eval()
+            self.rotary = rotary_class(config)
+        self.module.load_state_dict(stack_experts(self.w, conventions["inner"]))
 
     def layer(self, name: str, x: Tensor, norm: str | None = "input_layernorm") -> Tensor:
         positions = torch.arange(x.shape[0])[None]
-        future = torch.full((1, 1, x.shape[0], x.shape[0]), float("-inf")).triu(1).double()
+        causal_mask = torch.full((1, 1, x.shape[0], x.shape[0]), float("-inf")).triu(1).double()
         with exact(), torch.inference_mode():
-            out = self.module(
-                x[None], position_embeddings=self.rotary(x[None], positions), attention_mask=future,
+            output = self.module(
+                x[None], position_embeddings=self.rotary(x[None], positions), attention_mask=causal_mask,
                 position_ids=positions,
             )  # fmt: skip
-        assert isinstance(out, Tensor) and out.dtype == torch.float64
-        return out[0]
+        assert isinstance(output, Tensor) and output.dtype == torch.float64
+        return output[0]
 
 
-def dequantised(held: Tensors) -> Tensors:
-    """Weights of one block times its scale; scales left out."""
-    scales = {name: tensor for name, tensor in held.items() if name.endswith("_scale_inv")}
-    made = {name: tensor for name, tensor in held.items() if name not in scales}
+def dequantise(stored_tensors: Tensors) -> Tensors:
+    """Multiply each weight by the scale of its only block; leave out the scales."""
+    scales = {name: tensor for name, tensor in stored_tensors.items() if name.endswith("_scale_inv")}
+    weights = {name: tensor for name, tensor in stored_tensors.items() if name not in scales}
     for name, scale in scales.items():
         weight = name.removesuffix("_scale_inv")
-        made[weight] = made[weight].double() * scale.double()
-    return made
+        weights[weight] = weights[weight].double() * scale.double()
+    return weights
 
 
-def stacked(held: Tensors, prefix: str) -> Tensors:
-    """What lies under `prefix` with all experts in one tensor, as `transformers` keeps them."""
-    made = {name.removeprefix(prefix): tensor for name, tensor in held.items() if name.startswith(prefix)}
-    around = {"embed_tokens", "enorm", "hnorm", "eh_proj", "shared_head"}
-    made = {name: tensor for name, tensor in made.items() if name.split(".")[0] not in around}
-    count = len([name for name in made if name.startswith("mlp.experts.") and name.endswith("down_proj.weight")])
+def stack_experts(stored_tensors: Tensors, prefix: str) -> Tensors:
+    """Return the decoder layer's tensors under `prefix`, with all experts in one tensor, as `transformers` has them."""
+    tensors = {name.removeprefix(prefix): tensor for name, tensor in stored_tensors.items() if name.startswith(prefix)}
+    outer_modules = {"embed_tokens", "enorm", "hnorm", "eh_proj", "shared_head"}
+    tensors = {name: tensor for name, tensor in tensors.items() if name.split(".")[0] not in outer_modules}
+    count = len([name for name in tensors if name.startswith("mlp.experts.") and name.endswith("down_proj.weight")])
     if count:
-        each = [[made.pop(f"mlp.experts.{e}.{p}_proj.weight") for e in range(count)] for p in ("gate", "up", "down")]
-        made["mlp.experts.gate_up_proj"] = torch.stack([torch.cat(pair) for pair in zip(*each[:2], strict=True)])
-        made["mlp.experts.down_proj"] = torch.stack(each[2])
-    return made
+        expert_weights = [
+            [tensors.pop(f"mlp.experts.{e}.{p}_proj.weight") for e in range(count)] for p in ("gate", "up", "down")
+        ]
+        tensors["mlp.experts.gate_up_proj"] = torch.stack(
+            [torch.cat(pair) for pair in zip(*expert_weights[:2], strict=True)]
+        )
+        tensors["mlp.experts.down_proj"] = torch.stack(expert_weights[2])
+    return tensors
 
 
-def experts(random: Random, name: str, count: int, width: int) -> Tensors:
-    """A router and `count` experts of `width` columns."""
-    made = {f"{name}.gate.weight": random.matrix(count, H)}
+def experts(random: RandomWeights, name: str, count: int, width: int) -> Tensors:
+    """Return a router and `count` experts of `width` columns."""
+    tensors = {f"{name}.gate.weight": random.matrix(count, H)}
     for e in range(count):
-        made |= mlp(random, f"{name}.experts.{e}", width)
-    return made
+        tensors |= mlp(random, f"{name}.experts.{e}", width)
+    return tensors
 
 
-def mlp(random: Random, name: str, width: int) -> Tensors:
+def mlp(random: RandomWeights, name: str, width: int) -> Tensors:
     sizes = {"gate": (width, H), "up": (width, H), "down": (H, width)}
     return {f"{name}.{part}_proj.weight": random.matrix(*size) for part, size in sizes.items()}
 
@@ -100,7 +118,7 @@ def without_mlp(tensors: Tensors) -> Tensors:
     return {name: tensor for name, tensor in tensors.items() if ".mlp." not in name}
 
 
-NEXT = {
+QWEN_NEXT_KEYS = {
     "model_type": "qwen3_next",
     "architectures": ["Qwen3NextForCausalLM"],
     "num_hidden_layers": 4,
@@ -115,27 +133,30 @@ NEXT = {
 
 
 def qwen_next(sparse: bool = True, biased: str = "", layers: int = 1, **config: Any) -> str:
-    """As Qwen3-Next's checkpoints: `mtp.*`, one layer of full attention with a gate per head, norms of 1 + weight."""
-    random, tensors = Random(51), Tensors()
+    """Write MTP layers like those of Qwen3-Next's checkpoints.
+
+    Tensors are named `mtp.*`; a layer has full attention with a gate per head; norms multiply by 1 + weight.
+    """
+    random, tensors = RandomWeights(51), Tensors()
     for i in range(layers):
         name = f"mtp.layers.{i}"
-        made = random.layer(name, H, ("input_layernorm", "post_attention_layernorm"), biased, qk_norm=True)
-        made[f"{name}.self_attn.q_proj.weight"] = random.matrix(2 * HEADS * D, H)
+        layer_tensors = random.layer(name, H, ("input_layernorm", "post_attention_layernorm"), biased, qk_norm=True)
+        layer_tensors[f"{name}.self_attn.q_proj.weight"] = random.matrix(2 * HEADS * D, H)
         if "q" in biased:
-            made[f"{name}.self_attn.q_proj.bias"] = random.matrix(2 * HEADS * D)
+            layer_tensors[f"{name}.self_attn.q_proj.bias"] = random.matrix(2 * HEADS * D)
         if sparse:
-            made = without_mlp(made) | experts(random, f"{name}.mlp", 6, 12)
-            made |= mlp(random, f"{name}.mlp.shared_expert", 20)
-            made[f"{name}.mlp.shared_expert_gate.weight"] = random.matrix(1, H)
-        tensors |= made
+            layer_tensors = without_mlp(layer_tensors) | experts(random, f"{name}.mlp", 6, 12)
+            layer_tensors |= mlp(random, f"{name}.mlp.shared_expert", 20)
+            layer_tensors[f"{name}.mlp.shared_expert_gate.weight"] = random.matrix(1, H)
+        tensors |= layer_tensors
     tensors |= {
         f"mtp.{norm}.weight": random.scale(H) for norm in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
     }
     tensors["mtp.fc.weight"] = random.matrix(H, 2 * H)
-    return write(tensors, base_config(**NEXT | config))
+    return write(tensors, base_config(**QWEN_NEXT_KEYS | config))
 
 
-GROUPED = {
+EXPERT_KEYS = {
     "num_hidden_layers": 4,
     "num_nextn_predict_layers": 1,
     "n_routed_experts": 8,
@@ -147,7 +168,7 @@ GROUPED = {
     "routed_scaling_factor": 2.5,
     "norm_topk_prob": True,
 }
-DEEPSEEK = {
+DEEPSEEK_KEYS = {
     "model_type": "deepseek_v3",
     "architectures": ["DeepseekV3ForCausalLM"],
     "head_dim": None,
@@ -155,39 +176,46 @@ DEEPSEEK = {
 }
 
 
-def grouped_experts(random: Random, name: str) -> Tensors:
-    """Eight experts with the correction of their choice, and two shared ones side by side."""
-    made = experts(random, f"{name}.mlp", 8, 12) | mlp(random, f"{name}.mlp.shared_experts", 24)
-    return made | {f"{name}.mlp.gate.e_score_correction_bias": random.matrix(8)}
+def grouped_experts(random: RandomWeights, name: str) -> Tensors:
+    """Return eight experts, the correction of the router's choice, and two shared experts in one MLP."""
+    tensors = experts(random, f"{name}.mlp", 8, 12) | mlp(random, f"{name}.mlp.shared_experts", 24)
+    return tensors | {f"{name}.mlp.gate.e_score_correction_bias": random.matrix(8)}
 
 
-def around(random: Random, name: str, copies: bool = True) -> Tensors:
-    """What a NextN layer has beside its decoder layer; `copies`: of the target's embedding and head."""
-    made = {f"{name}.{norm}.weight": random.scale(H) for norm in ("enorm", "hnorm", "shared_head.norm")}
-    made[f"{name}.eh_proj.weight"] = random.matrix(H, 2 * H)
+def outer_tensors(random: RandomWeights, name: str, copies: bool = True) -> Tensors:
+    """Return the tensors of a NextN layer outside its decoder layer.
+
+    With `copies` the checkpoint has the layer's copies of the target's embedding and head too.
+    """
+    tensors = {f"{name}.{norm}.weight": random.scale(H) for norm in ("enorm", "hnorm", "shared_head.norm")}
+    tensors[f"{name}.eh_proj.weight"] = random.matrix(H, 2 * H)
     if copies:
-        made |= {f"{name}.{part}.weight": random.matrix(V, H) for part in ("embed_tokens", "shared_head.head")}
-    return made
+        tensors |= {f"{name}.{module}.weight": random.matrix(V, H) for module in ("embed_tokens", "shared_head.head")}
+    return tensors
 
 
 def nextn_experts(fp8: bool = False, **config: Any) -> str:
-    """As DeepSeek-V3 ships its MTP layer: latent attention and experts, after the target's 4 layers."""
-    random, name = Random(52), "model.layers.4"
+    """Write an MTP layer as DeepSeek-V3 ships it: latent attention and experts, after the target's 4 layers."""
+    random, name = RandomWeights(52), "model.layers.4"
     norms = ("input_layernorm", "post_attention_layernorm")
     tensors = without_mlp(latent_layer(random, name, H, norms))
-    tensors |= grouped_experts(random, name) | around(random, name)
+    tensors |= grouped_experts(random, name) | outer_tensors(random, name)
     for weight in [w for w in tensors if fp8 and "_proj.weight" in w and "eh_proj" not in w]:
         scale = (tensors[weight].abs().max() / 448).view(1, 1)
         tensors |= {weight: (tensors[weight] / scale).to(torch.float8_e4m3fn), f"{weight}_scale_inv": scale}
-    return write(tensors, base_config(**DEEPSEEK | LATENT | GROUPED | config))
+    return write(tensors, base_config(**DEEPSEEK_KEYS | MLA_CONFIG | EXPERT_KEYS | config))
 
 
 def glm(biased: str = "qkv", **config: Any) -> str:
-    """As GLM-4.5 ships its MTP layer: grouped heads of which half is rotated, with norms; DeepSeek's experts."""
-    random, name = Random(53), "model.layers.4"
-    norms, more = ("input_layernorm", "post_attention_layernorm"), {"use_qk_norm": True, "attention_bias": bool(biased)}
+    """Write an MTP layer as GLM-4.5 ships it: grouped heads, half of each head rotated, q and k norms, and experts
+    like DeepSeek's."""
+    random, name = RandomWeights(53), "model.layers.4"
+    norms, attention_keys = (
+        ("input_layernorm", "post_attention_layernorm"),
+        {"use_qk_norm": True, "attention_bias": bool(biased)},
+    )
     qk_norm = bool(config.get("use_qk_norm", True))
     tensors = without_mlp(random.layer(name, H, norms, biased, qk_norm=qk_norm))
-    tensors |= grouped_experts(random, name) | around(random, name)
-    own = {"model_type": "glm4_moe", "architectures": ["Glm4MoeForCausalLM"], "partial_rotary_factor": 0.5}
-    return write(tensors, base_config(**own | GROUPED | more | config))
+    tensors |= grouped_experts(random, name) | outer_tensors(random, name)
+    model_keys = {"model_type": "glm4_moe", "architectures": ["Glm4MoeForCausalLM"], "partial_rotary_factor": 0.5}
+    return write(tensors, base_config(**model_keys | EXPERT_KEYS | attention_keys | config))

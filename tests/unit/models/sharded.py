@@ -1,4 +1,4 @@
-"""A model's shards in one process: a thread per rank, and an exchange that adds their parts up in rank order."""
+"""A model's shards in one process: a thread per rank, and an exchange that sums the ranks' rows in rank order."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -25,10 +25,10 @@ T = TypeVar("T")
 CPU = torch.device("cpu")
 
 
-class Summed:
-    """The exchange of rank `rank` among those that share `table` and `barrier`; it notes what it was called.
+class SummingExchange:
+    """The exchange of rank `rank`. All ranks share `table` and `barrier`. `ops` records the calls.
 
-    Nothing is chosen here, so its shards of a head have nothing to tell each other.
+    Tests with this exchange choose no tokens, so `shards` is None: the shards of a head exchange nothing.
     """
 
     shards = None
@@ -37,16 +37,16 @@ class Summed:
         self._rank, self._table, self._barrier = rank, table, barrier
         self.ops: list[str] = []
 
-    def _all(self, rows: Tensor) -> list[Tensor]:
+    def _gather_rows(self, rows: Tensor) -> list[Tensor]:
         self._table[self._rank] = rows
         self._barrier.wait(60)
-        every = list(self._table)
+        all_rows = list(self._table)
         self._barrier.wait(60)
-        return every
+        return all_rows
 
     def _sum(self, op: str, rows: Tensor) -> Tensor:
         self.ops.append(op)
-        return torch.stack(self._all(rows)).sum(0)
+        return torch.stack(self._gather_rows(rows)).sum(0)
 
     def reduce(self, rows: Tensor) -> Tensor:
         return self._sum("reduce", rows)
@@ -66,64 +66,68 @@ class Summed:
         return project(rows), 0
 
     def logits(self, columns: ShardedLogits) -> Tensor:
-        """All columns, `[T, V]`."""
-        return torch.cat(self._all(columns.values), -1)[:, : columns.vocab]
+        """Return the logits of all columns, `[T, V]`, from the ranks' `columns`."""
+        return torch.cat(self._gather_rows(columns.values), -1)[:, : columns.vocab]
 
 
-def on_shards(size: int, run: Callable[[Shard, Summed], T]) -> list[T]:
-    """What `run` gives on each of `size` ranks, in threads."""
+def run_on_shards(size: int, run: Callable[[Shard, SummingExchange], T]) -> list[T]:
+    """Call `run` in one thread for each of `size` ranks; return the results in rank order."""
     table: list[Any] = [None] * size
     barrier = Barrier(size)
 
-    def rank_of(rank: int) -> T:
+    def run_rank(rank: int) -> T:
         try:
-            return run(Shard(rank, size), Summed(rank, table, barrier))
+            return run(Shard(rank, size), SummingExchange(rank, table, barrier))
         except BaseException:
             barrier.abort()
             raise
 
     with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(rank_of, range(size)))
+        return list(pool.map(run_rank, range(size)))
 
 
 def run_text(
     folder: str, tokens: list[int], chunks: list[int], size: int, kernels: Kernels | None = None
 ) -> list[tuple[Tensor, list[Tensor]]]:
-    """Logits `[T, V]` and every boundary of the text on each of `size` ranks, in chunks over scattered pages; by
-    `kernels`, or those that this machine has.
+    """Run the target in `folder` over `tokens`; return logits `[T, V]` and all boundaries for each of `size` ranks.
+
+    The text runs in chunks of `chunks` tokens, over scattered pages. `kernels` None: this machine's default kernels.
     """
-    alone = NoExchange() if size == 1 else None
-    return on_shards(size, lambda part, shared: _run(folder, tokens, chunks, part, alone or shared, kernels))
+    local_exchange = NoExchange() if size == 1 else None
+    return run_on_shards(
+        size,
+        lambda shard, shared_exchange: _run(folder, tokens, chunks, shard, local_exchange or shared_exchange, kernels),
+    )
 
 
 @torch.inference_mode()
 def _run(
-    folder: str, tokens: list[int], chunks: list[int], part: Shard, exchange: TokenExchange, kernels: Kernels | None
+    folder: str, tokens: list[int], chunks: list[int], shard: Shard, exchange: TokenExchange, kernels: Kernels | None
 ) -> tuple[Tensor, list[Tensor]]:
     count, slots = len(tokens), 2 * len(tokens) + 7
-    given = context(exchange=exchange, part=part, max_position=count + 1)
-    given = given if kernels is None else replace(given, kernels=kernels)
-    target = load_target(folder, given)
+    load_context = context(exchange=exchange, shard=shard, max_position=count + 1)
+    load_context = load_context if kernels is None else replace(load_context, kernels=kernels)
+    target = load_target(folder, load_context)
     arch: TargetArch = target.arch
     pages = (torch.randperm(slots - 1, generator=torch.Generator().manual_seed(4)) + 1)[None, : count + 1]
     gather = Gather(table_of(pages), 1)
     _, attention = bind_attention(
-        [local_heads(g, part) for g in arch.layers], slots, torch.float64, gather, given.kernels
+        [local_heads(g, shard) for g in arch.layers], slots, torch.float64, gather, load_context.kernels
     )
     boundaries = tuple(range(arch.num_layers + 1))
-    logits, streams, at = [], [], 0
+    logits, streams, start = [], [], 0
     for rows in chunks:
-        attention.prepare(HostBounds(0, ((at, at + rows),)))
-        text = PromptRows(torch.tensor([0]), torch.tensor([at]), torch.tensor([0, rows]))
-        attention.bind(AttentionMetadata(pages[0, at : at + rows], None, text))
-        ids, positions = torch.tensor(tokens[at : at + rows]), torch.arange(at, at + rows)
+        attention.prepare(HostBounds(0, ((start, start + rows),)))
+        prompt_rows = PromptRows(torch.tensor([0]), torch.tensor([start]), torch.tensor([0, rows]))
+        attention.bind(AttentionMetadata(pages[0, start : start + rows], None, prompt_rows))
+        ids, positions = torch.tensor(tokens[start : start + rows]), torch.arange(start, start + rows)
         hidden, aux = target.forward(ids, positions, attention, boundaries)
         columns = target.logits(hidden)
-        logits.append(exchange.logits(columns) if isinstance(exchange, Summed) else columns.values)
+        logits.append(exchange.logits(columns) if isinstance(exchange, SummingExchange) else columns.values)
         streams.append(aux)
-        at += rows
-    assert at == count
-    if isinstance(exchange, Summed):
+        start += rows
+    assert start == count
+    if isinstance(exchange, SummingExchange):
         forward, head, *_ = target.exchange_calls
-        assert exchange.ops == [*forward, *head] * len(chunks), "the ops that a target declares are those it calls"
+        assert exchange.ops == [*forward, *head] * len(chunks), "a target must call the ops that it declares"
     return torch.cat(logits), [torch.cat(parts) for parts in zip(*streams, strict=True)]

@@ -1,4 +1,4 @@
-"""Architectures read from configs; drafts that do not fit are refused with both numbers."""
+"""Architectures read from configs. The error about a draft that does not match its target names both numbers."""
 
 from pathlib import Path
 
@@ -100,22 +100,29 @@ def test_draft_that_does_not_match_the_target_is_refused(
     ],
 )
 def test_aux_layer_ids_are_resolved_to_boundaries(keys: dict[str, object], expected: tuple[int, ...]) -> None:
-    """Ids in `eagle_config` number outputs, so boundary id + 1; at the top level they number boundaries,
-    unless they are EAGLE-3's own outputs.
+    """An id in `eagle_config` is the number of a layer's output, which is boundary id + 1. An id at the top level is
+    the number of a boundary, unless the ids are EAGLE-3's own outputs.
     """
     assert aux_boundaries(keys, 32, "x") == expected
 
 
 def test_draft_without_aux_states_may_contain_hidden_norm_and_fc(tmp_path: Path) -> None:
-    """NVIDIA's heads for gpt-oss; the norm counts, the unused product does not."""
+    """NVIDIA's heads for gpt-oss contain both tensors. The draft uses `hidden_norm`; it does not need `fc`."""
     target = target_folder()
-    folder, more = draft_folder(target, use_aux=False), load_file(draft_folder(target) + "/model.safetensors")
-    plain = load_draft(folder, load_target(target, context()), context())
+    folder, full_tensors = draft_folder(target, use_aux=False), load_file(draft_folder(target) + "/model.safetensors")
+    draft_without_norm = load_draft(folder, load_target(target, context()), context())
 
-    def change(held: Tensors) -> None:
-        added = {name: more[name] for name in more if name.endswith(("hidden_norm.weight", "fc.weight"))}
-        assert len(added) == 2 and not added.keys() & held.keys()
-        held |= added
+    def change(tensors: Tensors) -> None:
+        added = {
+            name: full_tensors[name] for name in full_tensors if name.endswith(("hidden_norm.weight", "fc.weight"))
+        }
+        assert len(added) == 2 and not added.keys() & tensors.keys()
+        tensors |= added
 
-    other = load_draft(copy_of(folder, tmp_path / "normed", change), load_target(target, context()), context())
-    assert (plain.spec.layers[0].hidden_norm, other.spec.layers[0].hidden_norm) == ("none", "hidden_norm")
+    draft_with_norm = load_draft(
+        copy_of(folder, tmp_path / "normed", change), load_target(target, context()), context()
+    )
+    assert (draft_without_norm.spec.layers[0].hidden_norm, draft_with_norm.spec.layers[0].hidden_norm) == (
+        "none",
+        "hidden_norm",
+    )

@@ -1,4 +1,4 @@
-"""Every tensor is accounted for, and what is wrong is named: tensor and file (law 5)."""
+"""Loading accounts for every tensor, and an error names the wrong tensor and its file (law 5)."""
 
 import json
 import logging
@@ -14,7 +14,7 @@ from cluster.config import ConfigError
 from cluster.models.checkpoint import Checkpoint
 from cluster.models.eagle3 import Eagle3Draft
 from cluster.models.target import DecoderTarget
-from tests.forms import cut
+from tests.forms import split_checkpoint
 from tests.loading import context, load_draft, load_target
 from tests.tiny import draft_folder, target_folder
 from tests.unit.models.checkpoints import Tensors, copy_of
@@ -48,17 +48,17 @@ def test_bad_draft_checkpoint_is_refused_with_the_tensor_name(name: str, tmp_pat
 
 
 def test_tied_target_may_contain_head_and_inverse_frequencies(tmp_path: Path) -> None:
-    def add(held: Tensors) -> None:
-        held["lm_head.weight"] = held["model.embed_tokens.weight"].clone()
-        held["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    def add(tensors: Tensors) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
 
     target_in(copy_of(target_folder(tied=True), tmp_path / "target", add))
 
 
-def sharded(folder: str, to: Path, index: object | None = None) -> str:
-    copy_of(folder, to)
-    cut(to, index)
-    return str(to)
+def copy_in_shards(folder: str, destination: Path, index: object | None = None) -> str:
+    copy_of(folder, destination)
+    split_checkpoint(destination, index)
+    return str(destination)
 
 
 @pytest.mark.parametrize(
@@ -72,53 +72,59 @@ def sharded(folder: str, to: Path, index: object | None = None) -> str:
 )
 def test_bad_weight_index_is_refused(index: object, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
-        Checkpoint(sharded(target_folder(), tmp_path / "shards", index))
+        Checkpoint(copy_in_shards(target_folder(), tmp_path / "shards", index))
 
 
-def overlaid(folder: Path, extra: Tensors) -> str:
-    """Sharded weights, of which one part also holds `extra` tensors that the index does not give to it."""
-    sharded(target_folder(), folder)
+def copy_with_extra_tensors(folder: Path, extra: Tensors) -> str:
+    """Write sharded weights to `folder`; one file also contains `extra` tensors that the index places elsewhere."""
+    copy_in_shards(target_folder(), folder)
     save_file(load_file(folder / "model-2.safetensors") | extra, folder / "model-2.safetensors")
     return str(folder)
 
 
 def test_weight_index_decides_which_copy_of_a_tensor_is_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    whole = target_folder()
-    first = load_file(Path(sharded(whole, tmp_path / "parts")) / "model-1.safetensors")
-    extra = {name: torch.zeros_like(tensor) for name, tensor in first.items()}
+    plain_folder = target_folder()
+    first_shard = load_file(Path(copy_in_shards(plain_folder, tmp_path / "parts")) / "model-1.safetensors")
+    extra = {name: torch.zeros_like(tensor) for name, tensor in first_shard.items()}
     extra["model.layers.9.mlp.up_proj.weight"] = torch.ones(3)
-    folder = overlaid(tmp_path / "overlay", extra)
+    folder = copy_with_extra_tensors(tmp_path / "overlay", extra)
     with caplog.at_level(logging.INFO, logger="cluster.models.checkpoint"):
-        ours, theirs = target_in(folder), target_in(whole)
+        overlay_target, plain_target = target_in(folder), target_in(plain_folder)
     assert f"{len(extra)} tensors were not read, as the index of the weights names another file" in caplog.text
-    for mine, wanted in zip(ours.get_embed_and_head(), theirs.get_embed_and_head(), strict=True):
-        both = [w if isinstance(w, torch.Tensor) else w.dense() for w in (mine.weight, wanted.weight)]
-        assert torch.equal(*both)
-    assert stored_shapes(folder) == stored_shapes(whole)
-    assert Checkpoint(folder).shapes == Checkpoint(whole).shapes
+    for overlay_weight, plain_weight in zip(
+        overlay_target.get_embed_and_head(), plain_target.get_embed_and_head(), strict=True
+    ):
+        dense_weights = [
+            w if isinstance(w, torch.Tensor) else w.dense() for w in (overlay_weight.weight, plain_weight.weight)
+        ]
+        assert torch.equal(*dense_weights)
+    assert stored_shapes(folder) == stored_shapes(plain_folder)
+    assert Checkpoint(folder).shapes == Checkpoint(plain_folder).shapes
 
 
 def test_weight_index_with_one_tensor_in_two_dialects_is_refused(tmp_path: Path) -> None:
-    folder = Path(overlaid(tmp_path / "shards", {"norm.weight": torch.ones(32)}))
+    folder = Path(copy_with_extra_tensors(tmp_path / "shards", {"norm.weight": torch.ones(32)}))
     index = folder / "model.safetensors.index.json"
-    table = json.loads(index.read_text())["weight_map"] | {"norm.weight": "model-2.safetensors"}
-    index.write_text(json.dumps({"weight_map": table}))
+    weight_map = json.loads(index.read_text())["weight_map"] | {"norm.weight": "model-2.safetensors"}
+    index.write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(ConfigError, match="appears twice"):
         Checkpoint(str(folder))
 
 
 @pytest.mark.parametrize("listed", [True, False])
 def test_tensor_omitted_or_misplaced_by_the_index_is_reported_missing(listed: bool, tmp_path: Path) -> None:
-    """Its file holds it; the index gives another file, or none."""
+    """A file contains the tensor, but the index names another file for it, or does not list it."""
     name = "model.layers.0.mlp.up_proj.weight"
-    folder = Path(sharded(target_folder(), tmp_path / "shards"))
+    folder = Path(copy_in_shards(target_folder(), tmp_path / "shards"))
     index = folder / "model.safetensors.index.json"
-    table = json.loads(index.read_text())["weight_map"]
-    held = table.pop(name)
-    other = next(file for file in table.values() if file != held)
-    index.write_text(json.dumps({"weight_map": table | ({name: other} if listed else {})}))
-    where, why = (other, "names another file for it") if listed else ("shards", "leaves it out")
-    with pytest.raises(ConfigError, match=rf"tensor '{name}' is missing in '.*{where}'; {held} holds it, but .* {why}"):
+    weight_map = json.loads(index.read_text())["weight_map"]
+    own_file = weight_map.pop(name)
+    other_file = next(file for file in weight_map.values() if file != own_file)
+    index.write_text(json.dumps({"weight_map": weight_map | ({name: other_file} if listed else {})}))
+    named_path, reason = (other_file, "names another file for it") if listed else ("shards", "leaves it out")
+    with pytest.raises(
+        ConfigError, match=rf"tensor '{name}' is missing in '.*{named_path}'; {own_file} holds it, but .* {reason}"
+    ):
         target_in(str(folder))
 
 

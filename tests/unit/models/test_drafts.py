@@ -1,4 +1,6 @@
-"""Every dialect of draft, first level and recurrent levels, against a dense float64 reference that shares no code."""
+"""Drafts of every dialect against a dense float64 reference that shares no code with the product: the first level and
+the recurrent levels.
+"""
 
 import pytest
 import torch
@@ -15,61 +17,65 @@ from tests.unit.models import draft_folders as write
 from tests.unit.models.draft_cases import CASES, Case
 
 TEXT = [5, 40, 12, 33, 7, 7, 61, 20, 2, 18, 50, 9, 31]
-GUESSED = [44, 3, 27]
+DRAFTED_TOKENS = [44, 3, 27]
 
 
-class Causal:
-    """Attention over everything given so far, one memory per layer."""
+class CausalAttention:
+    """Causal attention over the cells of all calls so far; `cached_cells` has them by layer."""
 
     def __init__(self, layers: tuple[DraftLayer, ...]) -> None:
-        self.layers, self.memory = [layer.geometry for layer in layers], dict[int, Tensor]()
+        self.layers, self.cached_cells = [layer.geometry for layer in layers], dict[int, Tensor]()
 
     def __call__(self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
-        g = self.layers[layer]
-        seen = torch.cat([self.memory[layer], kv]) if layer in self.memory else kv.clone()
-        self.memory[layer] = seen
-        both = seen.repeat_interleave(g.heads // g.kv_heads, 2)
-        k, v = both[:, 0], both[:, -1, :, : g.value_dim]
-        weights = torch.einsum("qhd,khd->hqk", q, k) * g.softmax_scale
-        far = torch.arange(seen.shape[0] - q.shape[0], seen.shape[0])[:, None] - torch.arange(seen.shape[0])
-        hidden = (far < 0) | (far >= (g.sliding_window or seen.shape[0]))
-        return torch.einsum("hqk,khd->qhd", weights.masked_fill(hidden, float("-inf")).softmax(-1), v).flatten(1)
+        geometry = self.layers[layer]
+        cells = torch.cat([self.cached_cells[layer], kv]) if layer in self.cached_cells else kv.clone()
+        self.cached_cells[layer] = cells
+        repeated_cells = cells.repeat_interleave(geometry.heads // geometry.kv_heads, 2)
+        k, v = repeated_cells[:, 0], repeated_cells[:, -1, :, : geometry.value_dim]
+        weights = torch.einsum("qhd,khd->hqk", q, k) * geometry.softmax_scale
+        largest_relative_error = torch.arange(cells.shape[0] - q.shape[0], cells.shape[0])[:, None] - torch.arange(
+            cells.shape[0]
+        )
+        masked = (largest_relative_error < 0) | (largest_relative_error >= (geometry.sliding_window or cells.shape[0]))
+        return torch.einsum("hqk,khd->qhd", weights.masked_fill(masked, float("-inf")).softmax(-1), v).flatten(1)
 
 
-def loaded(folder: str, target: str, **overrides: object) -> DraftModel:
+def loaded_draft(folder: str, target: str, **overrides: object) -> DraftModel:
     return load_draft(folder, load_target(target, context()), context(), overrides)
 
 
-def distance(case: Case, folder: str, **overrides: object) -> float:
-    """Largest relative difference of logits, over all first-level rows and three recurrent levels."""
-    draft, oracle = loaded(folder, case.target(), **overrides), case.oracle()
-    seen = target_reference(case.target()).run(TEXT[:-1])
-    spec, following = draft.spec, list(TEXT[1:])
-    source = [seen.stream[b] for b in spec.aux_boundaries] if spec.use_aux_hidden_state else [seen.hidden]
-    attend = Causal(spec.layers)
-    rows, hiddens = draft.fuse_aux(torch.cat(source, -1)), oracle.fuse(seen)
-    positions, tokens, worst = torch.arange(len(following)), torch.tensor(following), 0.0
-    for guess in [*GUESSED, None]:
-        normed, recurrent = draft.forward(tokens, positions, rows, attend)
+def largest_relative_error(case: Case, folder: str, **overrides: object) -> float:
+    """Return the largest relative error of the draft's logits over all first-level rows and three recurrent levels."""
+    draft, oracle = loaded_draft(folder, case.target(), **overrides), case.oracle()
+    target_pass = target_reference(case.target()).run(TEXT[:-1])
+    spec, next_tokens = draft.spec, list(TEXT[1:])
+    draft_inputs = (
+        [target_pass.stream[b] for b in spec.aux_boundaries] if spec.use_aux_hidden_state else [target_pass.hidden]
+    )
+    attention = CausalAttention(spec.layers)
+    rows, hiddens = draft.fuse_aux(torch.cat(draft_inputs, -1)), oracle.fuse(target_pass)
+    positions, tokens, largest_error = torch.arange(len(next_tokens)), torch.tensor(next_tokens), 0.0
+    for drafted_token in [*DRAFTED_TOKENS, None]:
+        normed, recurrent = draft.forward(tokens, positions, rows, attention)
         logits = draft.logits(normed).values
-        expected, after = oracle.run(following, hiddens)
+        expected, next_hidden = oracle.run(next_tokens, hiddens)
         columns = draft.target_ids if expected.shape[1] != logits.shape[1] else slice(None)
-        wanted = expected[positions][:, columns]
-        worst = max(worst, float((logits - wanted).abs().max() / wanted.abs().max()))
-        if guess is None:
+        expected_rows = expected[positions][:, columns]
+        largest_error = max(largest_error, float((logits - expected_rows).abs().max() / expected_rows.abs().max()))
+        if drafted_token is None:
             break
-        following, hiddens = [*following, guess], torch.cat([hiddens, after[-1:]])
-        rows, tokens, positions = recurrent[-1:], torch.tensor([guess]), positions[-1:] + 1
-    return worst
+        next_tokens, hiddens = [*next_tokens, drafted_token], torch.cat([hiddens, next_hidden[-1:]])
+        rows, tokens, positions = recurrent[-1:], torch.tensor([drafted_token]), positions[-1:] + 1
+    return largest_error
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_draft_first_and_recurrent_logits_equal_the_reference(name: str) -> None:
     case = CASES[name]
     folder = case.folder()
-    assert distance(case, folder) < 1e-9
+    assert largest_relative_error(case, folder) < 1e-9
     spec = read_draft(folder, Checkpoint(folder).shapes, read_target(case.target()))
-    assert {key: getattr(spec, key) for key in case.expect} == case.expect
+    assert {key: getattr(spec, key) for key in case.expected_spec} == case.expected_spec
 
 
 @pytest.mark.parametrize(
@@ -81,40 +87,40 @@ def test_draft_first_and_recurrent_logits_equal_the_reference(name: str) -> None
     ],
 )
 def test_draft_override_changes_the_logits_and_is_named_as_source(name: str, override: dict[str, object]) -> None:
-    """So the reference above can tell the two readings of each fact apart."""
-    assert distance(CASES[name], CASES[name].folder(), **override) > 1e-3
-    spec = loaded(CASES[name].folder(), CASES[name].target(), **override).spec
+    """The test above can therefore tell the two values of each fact apart."""
+    assert largest_relative_error(CASES[name], CASES[name].folder(), **override) > 1e-3
+    spec = loaded_draft(CASES[name].folder(), CASES[name].target(), **override).spec
     assert {c.fact: (c.value, c.source) for c in spec.choices}[next(iter(override))] == (
         next(iter(override.values())),
         "speculative_draft_overrides",
     )
 
 
-def named(config: dict[str, object], **tensors: torch.Tensor) -> str:
+def write_draft(config: dict[str, object], **tensors: torch.Tensor) -> str:
     return write.write({"x": torch.ones(1)} | tensors, config)
 
 
 REFUSED = {
-    "P-EAGLE": lambda: named({}, mask_hidden=torch.ones(1, 1, 96)),
-    "P-EAGLE (arXiv": lambda: named({"speculators_model_type": "peagle"}),
-    "EAGLE-4": lambda: named({"architectures": ["LlamaForCausalLMEagle4"]}),
-    "DFlash": lambda: named({"architectures": ["DFlashDraftModel"]}),
-    "DFlash (arXiv": lambda: named({"dflash_config": {}}),
-    "DSpark": lambda: named({"architectures": ["DSparkDraftModel"]}),
-    "Medusa": lambda: named({}, **{"0.0.linear.weight": torch.ones(2, 2)}),
-    "Medusa heads (arXiv": lambda: named({"architectures": ["MedusaModel"]}),
-    "parallel": lambda: named({}, **{"parallel_draft_heads.0.medusa_layers.0.linear.weight": torch.ones(2, 2)}),
-    "HASS": lambda: named({}, **{"embed_layernorm.weight": torch.ones(2)}),
-    "MLP speculator": lambda: named({"architectures": ["MLPSpeculatorPreTrainedModel"]}),
-    "no known format": lambda: named({"architectures": ["GPT2LMHeadModel"]}),
+    "P-EAGLE": lambda: write_draft({}, mask_hidden=torch.ones(1, 1, 96)),
+    "P-EAGLE (arXiv": lambda: write_draft({"speculators_model_type": "peagle"}),
+    "EAGLE-4": lambda: write_draft({"architectures": ["LlamaForCausalLMEagle4"]}),
+    "DFlash": lambda: write_draft({"architectures": ["DFlashDraftModel"]}),
+    "DFlash (arXiv": lambda: write_draft({"dflash_config": {}}),
+    "DSpark": lambda: write_draft({"architectures": ["DSparkDraftModel"]}),
+    "Medusa": lambda: write_draft({}, **{"0.0.linear.weight": torch.ones(2, 2)}),
+    "Medusa heads (arXiv": lambda: write_draft({"architectures": ["MedusaModel"]}),
+    "parallel": lambda: write_draft({}, **{"parallel_draft_heads.0.medusa_layers.0.linear.weight": torch.ones(2, 2)}),
+    "HASS": lambda: write_draft({}, **{"embed_layernorm.weight": torch.ones(2)}),
+    "MLP speculator": lambda: write_draft({"architectures": ["MLPSpeculatorPreTrainedModel"]}),
+    "no known format": lambda: write_draft({"architectures": ["GPT2LMHeadModel"]}),
 }
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_unsupported_draft_formats_are_refused_by_name(what: str) -> None:
-    folder = REFUSED[what]()
+@pytest.mark.parametrize("format_name", REFUSED)
+def test_unsupported_draft_formats_are_refused_by_name(format_name: str) -> None:
+    folder = REFUSED[format_name]()
     with pytest.raises(ConfigError) as caught:
-        loaded(folder, target_folder())
-    assert what in str(caught.value)
+        loaded_draft(folder, target_folder())
+    assert format_name in str(caught.value)
     assert folder in str(caught.value)
-    assert "EAGLE-3 and 3.1" in str(caught.value), "what is served is said"
+    assert "EAGLE-3 and 3.1" in str(caught.value), "the error must name the supported formats"

@@ -1,4 +1,4 @@
-"""Experts: each once on its rows equals every expert on every row; the gate's groups; shared embedding and head."""
+"""Experts: grouped experts equal every expert on every row; expert choice by groups; the shared expert; dtypes."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from cluster.kernels.torch_kernels import TorchKernels, gelu_tanh
 from cluster.models.exchange import NoExchange
 from cluster.models.experts import Experts, Gate
 from cluster.models.mlp import Mlp
-from tests.families import made
+from tests.families import family_checkpoint
 from tests.loading import context, load_target
 
 H, COLUMNS = 12, 10
@@ -23,11 +23,13 @@ def random(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64)
 
 
-def experts_of(moe: Moe, biases: bool = False, shared: bool = False) -> Experts:
+def make_experts(moe: Moe, biases: bool = False, shared: bool = False) -> Experts:
     kernels = TorchKernels()
     weight, stack = kernels.weight, kernels.stack
     gate = Gate(weight(random(H, moe.experts)), None, random(moe.experts) if moe.correction else None, moe)
-    common = Mlp(kernels, weight(random(H, 2 * COLUMNS)), weight(random(COLUMNS, H)), None, None) if shared else None
+    shared_expert = (
+        Mlp(kernels, weight(random(H, 2 * COLUMNS)), weight(random(COLUMNS, H)), None, None) if shared else None
+    )
     return Experts(
         kernels,
         gate,
@@ -35,13 +37,13 @@ def experts_of(moe: Moe, biases: bool = False, shared: bool = False) -> Experts:
         stack(random(moe.experts, COLUMNS, H)),
         random(moe.experts, 2 * COLUMNS) if biases else None,
         random(moe.experts, H) if biases else None,
-        common,
+        shared_expert,
         Activation("gelu_tanh") if moe.clamp is None else Activation("clamped", *moe.clamp),
     )
 
 
 def expert(experts: Experts, i: int, rows: Tensor) -> Tensor:
-    """One expert, written from the definition: gated by the activation, or clamped as in gpt-oss."""
+    """Return expert `i`'s output for `rows`, from the definition: gated by the activation, or clamped as in gpt-oss."""
     gate_up, down = rows @ experts.gate_up.dense()[i], experts.down.dense()[i]
     if experts.gate_up_bias is not None:
         gate_up = gate_up + experts.gate_up_bias[i]
@@ -56,10 +58,10 @@ def expert(experts: Experts, i: int, rows: Tensor) -> Tensor:
 
 
 def dense_experts(experts: Experts, rows: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-    """Every expert on every row, with weight 0 where it was not chosen."""
-    every = rows.new_zeros(rows.shape[0], experts.gate.moe.experts).scatter_(1, chosen, weights)
-    parts = [expert(experts, i, rows) * every[:, i, None] for i in range(every.shape[1])]
-    return torch.stack(parts).sum(0)
+    """Run every expert on every row; the weight of an expert is 0 on rows that did not choose it."""
+    weight_of_expert = rows.new_zeros(rows.shape[0], experts.gate.moe.experts).scatter_(1, chosen, weights)
+    expert_outputs = [expert(experts, i, rows) * weight_of_expert[:, i, None] for i in range(weight_of_expert.shape[1])]
+    return torch.stack(expert_outputs).sum(0)
 
 
 @pytest.mark.parametrize("rows", [0, 1, 2, 9, 64])
@@ -74,19 +76,19 @@ def dense_experts(experts: Experts, rows: Tensor, weights: Tensor, chosen: Tenso
 )
 def test_grouped_experts_equal_dense_experts(moe: Moe, rows: int) -> None:
     torch.manual_seed(rows)
-    experts = experts_of(moe, biases=moe.clamp is not None)
+    experts = make_experts(moe, biases=moe.clamp is not None)
     hidden = random(rows, H)
     weights, chosen = experts.gate(hidden)
     assert weights.shape == chosen.shape == (rows, moe.active)
     grouped, dense = experts.run(hidden, weights, chosen), dense_experts(experts, hidden, weights, chosen)
     assert torch.allclose(grouped, dense, rtol=1e-12, atol=1e-12)
-    alone = [experts.run(hidden[i : i + 1], weights[i : i + 1], chosen[i : i + 1]) for i in range(rows)]
-    assert not alone or torch.allclose(torch.cat(alone), grouped, rtol=1e-12, atol=1e-12)
+    single_row_outputs = [experts.run(hidden[i : i + 1], weights[i : i + 1], chosen[i : i + 1]) for i in range(rows)]
+    assert not single_row_outputs or torch.allclose(torch.cat(single_row_outputs), grouped, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_grouped_mm_equals_torch_grouped_mm(dtype: torch.dtype) -> None:
-    """With experts that have no rows, at the ends and in the middle; torch has none for float64."""
+    """Some experts have no rows: the first, the last or one in the middle. torch has no grouped_mm for float64."""
     torch.manual_seed(1)
     rows, matrices = torch.randn(10, 16).to(dtype), torch.randn(6, 16, 24).to(dtype)
     for counts in ([3, 0, 4, 0, 3, 0], [0, 0, 10, 0, 0, 0], [0, 1, 2, 3, 4, 0]):
@@ -95,10 +97,10 @@ def test_grouped_mm_equals_torch_grouped_mm(dtype: torch.dtype) -> None:
 
 
 def test_experts_run_without_reading_row_counts_on_the_host() -> None:
-    """With tensors that have shapes and no values, anything that needs a value raises."""
+    """Fake tensors have shapes and no values, so code that reads a value raises an error."""
     moe = Moe(16, 3, COLUMNS, clamp=(1.7, 0.5))
     with FakeTensorMode():
-        experts = experts_of(moe, biases=True)
+        experts = make_experts(moe, biases=True)
         hidden = random(7, H)
         assert experts.run(hidden, *experts.gate(hidden)).shape == (7, H)
 
@@ -106,7 +108,7 @@ def test_experts_run_without_reading_row_counts_on_the_host() -> None:
 def test_shared_expert_is_added_once() -> None:
     torch.manual_seed(0)
     moe = Moe(4, 2, COLUMNS, shared=COLUMNS)
-    experts = experts_of(moe, shared=True)
+    experts = make_experts(moe, shared=True)
     assert experts.shared is not None
     hidden = random(5, H)
     routed = dense_experts(experts, hidden, *experts.gate(hidden))
@@ -114,25 +116,25 @@ def test_shared_expert_is_added_once() -> None:
 
 
 def test_gate_selects_experts_only_from_the_best_groups() -> None:
-    """Groups count by their two best; the correction moves the choice and not the weights."""
+    """A group's score is the sum of its two best experts. The correction changes the choice but not the weights."""
     moe = Moe(6, 2, COLUMNS, scoring="sigmoid", groups=3, top_groups=1, correction=True, renormalise=False)
     scores = torch.tensor([[0.9, 0.1, 0.6, 0.55, 0.2, 0.3]], dtype=torch.float64)
     matrix = torch.linalg.lstsq(torch.ones(1, 1, dtype=torch.float64), scores.logit()).solution
     weight = TorchKernels().weight(matrix)
-    plain = Gate(weight, None, torch.zeros(6, dtype=torch.float64), moe)
+    uncorrected_gate = Gate(weight, None, torch.zeros(6, dtype=torch.float64), moe)
     rows = torch.ones(1, 1, dtype=torch.float64)
-    weights, chosen = plain(rows)
+    weights, chosen = uncorrected_gate(rows)
     assert chosen.tolist() == [[2, 3]], "0.6 + 0.55 beats 0.9 + 0.1"
-    moved = Gate(weight, None, torch.tensor([0, 0, 0, 0, 0.6, 0.6], dtype=torch.float64), moe)
-    weights, chosen = moved(rows)
+    corrected_gate = Gate(weight, None, torch.tensor([0, 0, 0, 0, 0.6, 0.6], dtype=torch.float64), moe)
+    weights, chosen = corrected_gate(rows)
     assert chosen.tolist() == [[5, 4]]
     assert torch.allclose(weights, torch.tensor([[0.3, 0.2]], dtype=torch.float64))
 
 
 @pytest.mark.parametrize(("family", "case"), [("gemma3", "own layer types"), ("gpt_oss", "yarn")])
 def test_bfloat16_target_logits_are_close_to_float64(family: str, case: str) -> None:
-    """Every weight and table ends up in a dtype that its layer can multiply."""
-    folder, ids = made(family, case).folder, torch.arange(2, 9)
+    """All weights and tables of a layer are loaded in dtypes that the layer can multiply."""
+    folder, ids = family_checkpoint(family, case).folder, torch.arange(2, 9)
 
     def attend(layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
         return q.flatten(1)

@@ -1,6 +1,6 @@
-"""MTP layers of experts: over two ranks both shards make together what one rank makes alone; and what is refused.
+"""MTP layers with experts: two ranks compute the same as one rank, and invalid layers are refused.
 
-That they predict what they should is in `test_drafts.py`.
+`test_drafts.py` compares their logits with a reference.
 """
 
 from collections.abc import Callable
@@ -17,40 +17,40 @@ from cluster.models.load import local_heads
 from tests.loading import check_draft, context, load_draft, load_target
 from tests.tiny import target_folder
 from tests.unit.models.draft_cases import CASES
-from tests.unit.models.draft_folders import mtp, rewritten
+from tests.unit.models.draft_folders import mtp, rewrite_draft
 from tests.unit.models.mtp_layers import qwen_next
-from tests.unit.models.sharded import Summed, on_shards
-from tests.unit.models.test_drafts import TEXT, Causal
+from tests.unit.models.sharded import SummingExchange, run_on_shards
+from tests.unit.models.test_drafts import TEXT, CausalAttention
 
 
-def both(name: str, size: int) -> list[tuple[Tensor, Tensor]]:
-    """(logits, recurrent) of a text's rows on each of `size` ranks."""
+def run_on_ranks(name: str, size: int) -> list[tuple[Tensor, Tensor]]:
+    """Run the draft `name` over a text; return (logits, recurrent hidden states) of each of `size` ranks."""
     case, tokens = CASES[name], torch.tensor(TEXT)
     folder, target = case.folder(), case.target()
     hidden = torch.randn(len(TEXT), 32, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
 
-    def rank(part: Shard, exchange: Summed) -> tuple[Tensor, Tensor]:
-        given = context(exchange=exchange, part=part)
-        draft = load_draft(folder, load_target(target, given), given)
-        own = tuple(replace(one, geometry=local_heads(one.geometry, part)) for one in draft.spec.layers)
-        normed, recurrent = draft.forward(tokens, torch.arange(len(TEXT)), hidden, Causal(own))
+    def rank(shard: Shard, exchange: SummingExchange) -> tuple[Tensor, Tensor]:
+        load_context = context(exchange=exchange, shard=shard)
+        draft = load_draft(folder, load_target(target, load_context), load_context)
+        local_layers = tuple(replace(layer, geometry=local_heads(layer.geometry, shard)) for layer in draft.spec.layers)
+        normed, recurrent = draft.forward(tokens, torch.arange(len(TEXT)), hidden, CausalAttention(local_layers))
         logits = exchange.logits(draft.logits(normed))
         assert exchange.ops == [*draft.exchange_calls[0], *draft.exchange_calls[1]]
         return logits, recurrent
 
-    return on_shards(size, rank)
+    return run_on_shards(size, rank)
 
 
 @pytest.mark.parametrize("name", ["qwen3-next", "qwen3-next-dense", "nextn-experts", "glm"])
 def test_mtp_layers_on_two_ranks_equal_one_rank(name: str) -> None:
-    whole = both(name, 1)[0]
-    for shard in both(name, 2):
-        for ours, theirs in zip(shard, whole, strict=True):
+    single_rank_output = run_on_ranks(name, 1)[0]
+    for shard in run_on_ranks(name, 2):
+        for ours, theirs in zip(shard, single_rank_output, strict=True):
             assert float((ours - theirs).abs().max() / theirs.abs().max()) < 1e-12
 
 
 @pytest.mark.parametrize(
-    ("folder", "says"),
+    ("write_draft", "message"),
     [
         (lambda: qwen_next(layers=2), r"'mtp.layers' are \[0, 1\]"),
         (lambda: qwen_next(partial_rotary_factor=1.5), "partial_rotary_factor must be at most 1, got 1.5"),
@@ -58,13 +58,13 @@ def test_mtp_layers_on_two_ranks_equal_one_rank(name: str) -> None:
         (lambda: qwen_next(num_experts=0), "num_experts must be a positive integer"),
         (lambda: qwen_next(num_experts_per_tok=7), "num_experts_per_tok 7 exceeds the 6 experts"),
         (
-            lambda: rewritten(mtp("mimo"), {r"\.mlp\.": ".mlp.experts.0."}, dict),
+            lambda: rewrite_draft(mtp("mimo"), {r"\.mlp\.": ".mlp.experts.0."}, dict),
             "mimo layers with experts are not served",
         ),
     ],
 )
-def test_invalid_mtp_drafts_are_refused_by_name(folder: Callable[[], str], says: str) -> None:
-    made = folder()
-    with pytest.raises(ConfigError, match=says) as caught:
-        check_draft(made, read_target(target_folder()))
-    assert made in str(caught.value)
+def test_invalid_mtp_drafts_are_refused_by_name(write_draft: Callable[[], str], message: str) -> None:
+    draft_path = write_draft()
+    with pytest.raises(ConfigError, match=message) as caught:
+        check_draft(draft_path, read_target(target_folder()))
+    assert draft_path in str(caught.value)

@@ -1,4 +1,4 @@
-"""Quantised weights whose last group has fewer inputs than the others, and configs that their tensors contradict."""
+"""Quantised weights whose last group has fewer inputs than the others, and configs that contradict the tensors."""
 
 import logging
 from collections.abc import Callable
@@ -17,51 +17,51 @@ from cluster.models.checkpoint import Checkpoint
 from tests.loading import check_target
 from tests.unit.kernels.library import c_kernels
 from tests.unit.models.checkpoints import Tensors, copy_of
-from tests.unit.models.quantised_folders import PARTIAL, UNEVEN, quantised
+from tests.unit.models.quantised_folders import PARTIAL_GROUP_FORMATS, UNEVEN_GROUP_SIZE, quantised
 from tests.unit.models.sharded import run_text
-from tests.unit.models.test_targets import relative, text
+from tests.unit.models.test_targets import relative_error, text
 
 UP = "model.layers.1.mlp.up_proj"
 NAME, SHAPE = "layers.1.mlp.up_proj.weight", (192, 128)
 
 
-@pytest.mark.parametrize("kind", PARTIAL)
+@pytest.mark.parametrize("kind", PARTIAL_GROUP_FORMATS)
 def test_weights_with_partial_groups_equal_the_reference_logits(kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    """In C, packed, and by torch, dequantised; whole and on two ranks, whose cuts go through groups."""
+    """The C kernels use packed weights on one rank; two ranks cut through groups; the torch kernels dequantise."""
     c_kernels()
     folder, oracle = quantised(kind)
     tokens = text(2, 40)
     logits, _ = oracle.forward(tokens)
-    about = PARTIAL[kind].description
+    description = PARTIAL_GROUP_FORMATS[kind].description
     for size, kernels in ((1, None), (2, None), (1, TorchKernels())):
         caplog.clear()
         with caplog.at_level(logging.INFO, logger="cluster.models.checkpoint"):
-            each = run_text(folder, tokens, [30, 1, 1, 8], size, kernels)
-        assert all(relative(ours, logits) < 1e-9 for ours, _ in each), (size, kernels)
-        assert about is None or kernels is not None or about in caplog.text
-        assert ("were dequantised" in caplog.text) == (size == 2 or kernels is not None or about is None)
+            outputs = run_text(folder, tokens, [30, 1, 1, 8], size, kernels)
+        assert all(relative_error(ours, logits) < 1e-9 for ours, _ in outputs), (size, kernels)
+        assert description is None or kernels is not None or description in caplog.text
+        assert ("were dequantised" in caplog.text) == (size == 2 or kernels is not None or description is None)
 
 
-@pytest.mark.parametrize("kind", PARTIAL)
+@pytest.mark.parametrize("kind", PARTIAL_GROUP_FORMATS)
 @pytest.mark.parametrize("columns", [(0, 80), (80, 128), (40, 120), (81, 127)], ids=str)
 def test_slices_through_partial_groups_equal_slices_of_the_complete_weight(kind: str, columns: tuple[int, int]) -> None:
     checkpoint = Checkpoint(quantised(kind)[0])
-    whole = checkpoint.tensor(NAME, SHAPE)
-    cut = checkpoint.tensor(NAME, SHAPE, (70, 150), columns)
-    assert torch.equal(whole[70:150, slice(*columns)], cut)
+    complete_weight = checkpoint.tensor(NAME, SHAPE)
+    weight_slice = checkpoint.tensor(NAME, SHAPE, (70, 150), columns)
+    assert torch.equal(complete_weight[70:150, slice(*columns)], weight_slice)
 
 
-def said(kind: str, **changes: object) -> dict[str, Any]:
-    return PARTIAL[kind].config | changes
+def quantisation_config(kind: str, **changes: object) -> dict[str, Any]:
+    return PARTIAL_GROUP_FORMATS[kind].config | changes
 
 
-def group_of(size: object, strategy: str = "group") -> dict[str, Any]:
+def config_groups(size: object, strategy: str = "group") -> dict[str, Any]:
     weights = {"num_bits": 4, "type": "int", "strategy": strategy, "group_size": size}
     return {"config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}
 
 
 def reorder(order: list[int]) -> Callable[[Tensors], None]:
-    return lambda held: held.update({f"{UP}.g_idx": torch.tensor(order, dtype=torch.int32)})
+    return lambda tensors: tensors.update({f"{UP}.g_idx": torch.tensor(order, dtype=torch.int32)})
 
 
 @pytest.mark.parametrize(
@@ -80,11 +80,15 @@ def reorder(order: list[int]) -> Callable[[Tensors], None]:
         ("fp8 groups, uneven", {"weight_block_size": [1]}, "weight_block_size must be two positive integers"),
         (
             "int4, uneven",
-            group_of(32),
+            config_groups(32),
             r"2 groups of 128 inputs, and config_groups\.group_0\.weights\.group_size is 32",
         ),
-        ("int4, uneven", group_of(None, "channel"), r"config_groups\.group_0\.weights\.strategy is channel"),
-        ("int8, uneven", group_of(None, "tensor"), r"is \[\d+, \d+\] but .* needs \[1, 1\], as .*strategy is tensor"),
+        ("int4, uneven", config_groups(None, "channel"), r"config_groups\.group_0\.weights\.strategy is channel"),
+        (
+            "int8, uneven",
+            config_groups(None, "tensor"),
+            r"is \[\d+, \d+\] but .* needs \[1, 1\], as .*strategy is tensor",
+        ),
         ("awq, uneven", {"group_size": 32}, "2 groups of 128 inputs, and group_size is 32, which makes 4"),
         ("awq, uneven", {"group_size": -1}, "2 groups of 128 inputs, and group_size is -1, which makes 1"),
         ("awq, uneven", {"quant_method": "gptq"}, r"qweight' in .* holds 128 inputs neither in 4 nor 8 bits"),
@@ -111,7 +115,7 @@ def reorder(order: list[int]) -> Callable[[Tensors], None]:
 def test_quantisation_config_that_contradicts_the_tensors_is_refused(
     kind: str, config: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    folder = copy_of(quantised(kind)[0], tmp_path / "other", quantization_config=said(kind, **config))
+    folder = copy_of(quantised(kind)[0], tmp_path / "other", quantization_config=quantisation_config(kind, **config))
     with pytest.raises(ConfigError, match=message):
         check_target(folder)
 
@@ -128,19 +132,19 @@ def test_quantisation_config_that_contradicts_the_tensors_is_refused(
     ],
 )
 def test_gptq_g_idx_order_is_validated_and_applied(order: list[int], message: str | None, tmp_path: Path) -> None:
-    """One of zeros or of -1 was left blank: neighbours make a group."""
+    """A `g_idx` of only 0 or only -1 is blank: consecutive inputs form a group."""
     folder = copy_of(quantised("gptq, uneven")[0], tmp_path / "other", reorder(order))
     if message is not None:
         with pytest.raises(ConfigError, match=message):
             Checkpoint(folder).tensor(NAME, SHAPE)
         return
     blank = max(order) < 1
-    plain = copy_of(quantised("gptq, uneven")[0], tmp_path / "plain", lambda held: held.pop(f"{UP}.g_idx"))
-    by_neighbours, ours = Checkpoint(plain).tensor(NAME, SHAPE), Checkpoint(folder).tensor(NAME, SHAPE)
-    group = torch.arange(128) // UNEVEN if blank else torch.tensor(order)
-    same = group == torch.arange(128) // UNEVEN
-    assert torch.equal(ours[:, same], by_neighbours[:, same])
-    assert blank or not torch.equal(ours[:, ~same], by_neighbours[:, ~same])
+    plain = copy_of(quantised("gptq, uneven")[0], tmp_path / "plain", lambda tensors: tensors.pop(f"{UP}.g_idx"))
+    neighbour_groups, reordered = Checkpoint(plain).tensor(NAME, SHAPE), Checkpoint(folder).tensor(NAME, SHAPE)
+    group = torch.arange(128) // UNEVEN_GROUP_SIZE if blank else torch.tensor(order)
+    unchanged_columns = group == torch.arange(128) // UNEVEN_GROUP_SIZE
+    assert torch.equal(reordered[:, unchanged_columns], neighbour_groups[:, unchanged_columns])
+    assert blank or not torch.equal(reordered[:, ~unchanged_columns], neighbour_groups[:, ~unchanged_columns])
 
 
 def test_group_size_is_inferred_from_shapes_only_if_unambiguous(tmp_path: Path) -> None:
@@ -154,35 +158,37 @@ def test_group_size_is_inferred_from_shapes_only_if_unambiguous(tmp_path: Path) 
             ):
                 Checkpoint(str(tmp_path)).tensor("a.weight", (24, 192))
             continue
-        held = Checkpoint(str(tmp_path)).tensor("a.weight", (24, 192))
-        assert torch.equal(held, codes.float() * scales.repeat_interleave(size, 1))
+        dequantised = Checkpoint(str(tmp_path)).tensor("a.weight", (24, 192))
+        assert torch.equal(dequantised, codes.float() * scales.repeat_interleave(size, 1))
 
 
 def test_quantisation_rules_of_single_modules_take_precedence() -> None:
-    """Names come before patterns, and patterns before all other linear layers, in whatever order groups are listed."""
+    """A module's name has precedence over patterns, and patterns over "Linear", in any order of the groups."""
     groups: dict[str, Any] = {
         "a": {"targets": ["Linear"], "weights": {"num_bits": 4, "strategy": "group", "group_size": 128}},
         "b": {"targets": ["re:.*down_proj$"], "weights": {"num_bits": 8, "strategy": "channel"}},
         "c": {"targets": ["model.layers.1.mlp.down_proj"], "weights": {"num_bits": 4, "group_size": 32}},
         "d": {"targets": ["re:.*router"], "weights": {"strategy": "block", "block_structure": [64, 128]}},
     }
-    given = {"quant_method": "compressed-tensors", "config_groups": groups}
-    found = quantisation_of(ConfigKeys({"quantization_config": given}, "here"))
+    config_dict = {"quant_method": "compressed-tensors", "config_groups": groups}
+    quantisation = quantisation_of(ConfigKeys({"quantization_config": config_dict}, "here"))
     schemes = {
-        name: found.scheme_of(f"model.layers.{name}")
+        name: quantisation.scheme_of(f"model.layers.{name}")
         for name in ("0.mlp.up_proj", "0.mlp.down_proj", "1.mlp.down_proj")
     }
     assert [(scheme.bits, scheme.block) for scheme in schemes.values()] == [(4, (1, 128)), (8, (1, 0)), (4, (1, 32))]
-    assert found.scheme_of("model.layers.0.router").block == (64, 128)
+    assert quantisation.scheme_of("model.layers.0.router").block == (64, 128)
     shapes = {"layers.0.mlp.down_proj.weight_packed": (16, 8), "layers.1.mlp.down_proj.weight_packed": (16, 8)}
-    whole = with_unpacked_shapes(shapes, found)
-    assert whole["layers.0.mlp.down_proj.weight"] == (16, 32) and whole["layers.1.mlp.down_proj.weight"] == (16, 64)
+    unpacked_shapes = with_unpacked_shapes(shapes, quantisation)
+    assert unpacked_shapes["layers.0.mlp.down_proj.weight"] == (16, 32) and unpacked_shapes[
+        "layers.1.mlp.down_proj.weight"
+    ] == (16, 64)
     rules = {"-:.*gate": {}, r".*\.up_proj": {"bits": 8}, ".*": {"group_size": -1}}
-    found = quantisation_of(
+    quantisation = quantisation_of(
         ConfigKeys(
             {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 64, "dynamic": rules}}, "here"
         )
     )
-    assert found.scheme_of("model.gate").block is None
-    assert (found.scheme_of("a.up_proj").bits, found.scheme_of("a.up_proj").block) == (8, (1, 64))
-    assert (found.scheme_of("a.q_proj").bits, found.scheme_of("a.q_proj").block) == (4, (1, 0))
+    assert quantisation.scheme_of("model.gate").block is None
+    assert (quantisation.scheme_of("a.up_proj").bits, quantisation.scheme_of("a.up_proj").block) == (8, (1, 64))
+    assert (quantisation.scheme_of("a.q_proj").bits, quantisation.scheme_of("a.q_proj").block) == (4, (1, 0))

@@ -1,4 +1,6 @@
-"""Quantised targets in every format, packed and dequantised, whole and by slice, against their numbers elsewhere."""
+"""Quantised targets in every format, packed and dequantised, complete and sliced, against a reference with the
+dequantised weights.
+"""
 
 import logging
 from collections.abc import Callable
@@ -26,72 +28,75 @@ from tests.unit.kernels.library import c_kernels
 from tests.unit.models.checkpoints import Tensors, copy_of
 from tests.unit.models.quantised_folders import FORMATS, quantised
 from tests.unit.models.sharded import run_text
-from tests.unit.models.test_targets import relative, text
+from tests.unit.models.test_targets import relative_error, text
 
 NAME = "model.layers.1.mlp.up_proj.weight"
-CUT = (
+SPLIT_GROUP_KINDS = (
     "fp8 block",
     "fp8 block powers",
-    "fp8 block apart",
+    "fp8 block 4-d scales",
     "mxfp4",
-)  # whose groups two ranks cut: of 192 inputs by 128, of an expert's 96 by 32
+)  # two ranks cut through a group: 192 inputs in groups of 128, an expert's 96 inputs in groups of 32
 STEM = NAME.removesuffix(".weight")
 
 
 @cache
 def packed_experts() -> tuple[str, Oracle]:
-    """A gpt-oss whose experts are MXFP4. On two ranks an expert's 48 columns cut a group of 32 in two."""
+    """Write a gpt-oss with MXFP4 experts; return its folder and its oracle.
+
+    With two ranks, each has 48 of an expert's columns, which cuts a group of 32 in two.
+    """
     sizes = SIZES | {"hidden_size": 64, "intermediate_size": 96, "num_local_experts": 3, "num_experts_per_tok": 2}
     sizes |= {"head_dim": 8, "sliding_window": 8, "num_hidden_layers": 2}
     model = random_model(transformers.GptOssForCausalLM, transformers.GptOssConfig(**sizes))
     folder = folder_of_session() / "mxfp4"
     with exact():
         model.save_pretrained(folder)
-    held = load_file(folder / "model.safetensors")
-    for name in [name for name in held if name.endswith(("gate_up_proj", "down_proj"))]:
-        e, inputs, outputs = held.pop(name).shape
-        blocks = torch.randint(256, (e, outputs, inputs // 32, 16), dtype=torch.uint8)
-        scales = torch.randint(121, 127, (e, outputs, inputs // 32), dtype=torch.uint8)
-        held |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    stored_tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in stored_tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = stored_tensors.pop(name).shape
+        blocks = torch.randint(256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(121, 127, (experts, outputs, inputs // 32), dtype=torch.uint8)
+        stored_tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
         model.state_dict()[name].copy_(convert_moe_packed_tensors(blocks, scales, dtype=torch.float64))
-    save_file(held, folder / "model.safetensors")
+    save_file(stored_tensors, folder / "model.safetensors")
     return str(folder), Oracle(model)
 
 
-def of(kind: str) -> tuple[str, Oracle]:
+def checkpoint_of(kind: str) -> tuple[str, Oracle]:
     return packed_experts() if kind == "mxfp4" else quantised(kind)
 
 
 @pytest.mark.parametrize("kind", [*FORMATS, "mxfp4"])
 def test_packed_targets_equal_the_reference_logits(kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    """In float64, by the kernels in C."""
+    """The C kernels run the targets in float64."""
     c_kernels()
-    folder, oracle = of(kind)
+    folder, oracle = checkpoint_of(kind)
     tokens = text(2, 40)
     logits, stream = oracle.forward(tokens)
-    about = "fp4 by groups of 32" if kind == "mxfp4" else FORMATS[kind].description
+    description = "fp4 by groups of 32" if kind == "mxfp4" else FORMATS[kind].description
     for size in (1, 2):
         caplog.clear()
         with caplog.at_level(logging.INFO, logger="cluster.models.checkpoint"):
-            each = run_text(folder, tokens, [30, 1, 1, 8], size)
-        whole = about is not None and (size == 1 or kind not in CUT)
-        for ours, boundaries in each:
-            assert relative(ours, logits) < 1e-9
-            assert max(relative(a, b) for a, b in zip(boundaries, stream, strict=True)) < 1e-9
-        assert ("were dequantised" in caplog.text) == (not whole)
-        assert ("stay packed" in caplog.text) == (about is not None)
-        assert about is None or about in caplog.text
+            outputs = run_text(folder, tokens, [30, 1, 1, 8], size)
+        stays_packed = description is not None and (size == 1 or kind not in SPLIT_GROUP_KINDS)
+        for ours, boundaries in outputs:
+            assert relative_error(ours, logits) < 1e-9
+            assert max(relative_error(a, b) for a, b in zip(boundaries, stream, strict=True)) < 1e-9
+        assert ("were dequantised" in caplog.text) == (not stays_packed)
+        assert ("stay packed" in caplog.text) == (description is not None)
+        assert description is None or description in caplog.text
 
 
 @pytest.mark.parametrize("kind", [*FORMATS, "mxfp4"])
 def test_dequantised_targets_equal_the_reference_logits(kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    """By torch, on two ranks, whose parts are cut from the whole."""
-    folder, oracle = of(kind)
+    """The torch kernels run the targets on two ranks, whose shards are cut from the dequantised weights."""
+    folder, oracle = checkpoint_of(kind)
     tokens = text(2, 40)
     logits, _ = oracle.forward(tokens)
     with caplog.at_level(logging.INFO, logger="cluster.models.checkpoint"):
         for ours, _ in run_text(folder, tokens, [30, 1, 1, 8], 2, TorchKernels()):
-            assert relative(ours, logits) < 1e-9
+            assert relative_error(ours, logits) < 1e-9
     assert "were dequantised on load" in caplog.text
     assert "stay packed" not in caplog.text
 
@@ -102,7 +107,7 @@ def test_quantised_experts_equal_the_reference_logits(kind: str) -> None:
     tokens = text(3, 40)
     logits, _ = oracle.forward(tokens)
     for size in (1, 2):
-        assert all(relative(ours, logits) < 1e-9 for ours, _ in run_text(folder, tokens, [30, 1, 1, 8], size))
+        assert all(relative_error(ours, logits) < 1e-9 for ours, _ in run_text(folder, tokens, [30, 1, 1, 8], size))
 
 
 @pytest.mark.parametrize("kind", [kind for kind in FORMATS if "block" not in kind])
@@ -112,76 +117,83 @@ def test_slices_of_quantised_weights_equal_slices_of_the_complete_weight(
     kind: str, rows: tuple[int, int] | None, columns: tuple[int, int] | None
 ) -> None:
     folder = quantised(kind)[0]
-    with_name = Checkpoint(folder), "layers.1.mlp.up_proj.weight"
-    whole = with_name[0].tensor(with_name[1], (192, 128))
-    cut = whole[slice(*rows) if rows else slice(None), slice(*columns) if columns else slice(None)]
-    held = with_name[0].matrix(with_name[1], (192, 128), rows, columns)
-    assert isinstance(held, Quantised)
-    assert torch.equal(held.dequantised(), cut)
+    checkpoint_and_name = Checkpoint(folder), "layers.1.mlp.up_proj.weight"
+    complete_weight = checkpoint_and_name[0].tensor(checkpoint_and_name[1], (192, 128))
+    weight_slice = complete_weight[slice(*rows) if rows else slice(None), slice(*columns) if columns else slice(None)]
+    matrix_slice = checkpoint_and_name[0].matrix(checkpoint_and_name[1], (192, 128), rows, columns)
+    assert isinstance(matrix_slice, Quantised)
+    assert torch.equal(matrix_slice.dequantised(), weight_slice)
     aligned = columns != (7, 50) or "row" in kind or "tensor" in kind
-    assert c_kernels().keeps_quantised(held, torch.float32) == (aligned and kind != "gptq by activation")
+    assert c_kernels().keeps_quantised(matrix_slice, torch.float32) == (aligned and kind != "gptq by activation")
 
 
-HOST = "weight_shape", "g_idx"  # what the reading code itself looks at
+HOST_TENSORS = "weight_shape", "g_idx"  # tensors whose values the loading code needs on the host
 
 
 @pytest.mark.parametrize("kind", [*FORMATS, "mxfp4"])
 def test_quantised_codes_are_unpacked_on_the_requested_device(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU stands for a GPU: whatever does not say that it is to be made there is made on the meta device, and no
-    number comes of it. A GPU's host reads what is not for the device, which is little.
+    """The CPU stands for a GPU, and the default device is the meta device, whose tensors have no values. So a tensor
+    that the loading code does not create on the requested device cannot give the right values. Only few tensors, those
+    of `HOST_TENSORS`, are read on the host.
     """
     expert = 1 if kind == "mxfp4" else None
     name = "layers.1.mlp.experts.down_proj" if expert else "layers.1.mlp.up_proj.weight"
     cuts: list[tuple[tuple[int, int] | None, ...]] = [(None, None), ((3, 51), None), ((8, 24), (7, 50))]
-    checkpoint, true, host = Checkpoint(of(kind)[0], read_target(of(kind)[0]).stored_name), Checkpoint.read, set[str]()
+    checkpoint, original_read, host_reads = (
+        Checkpoint(checkpoint_of(kind)[0], read_target(checkpoint_of(kind)[0]).stored_name),
+        Checkpoint.read,
+        set[str](),
+    )
     shape = (3, 64, 96) if expert else (192, 128)
 
     def read(self: Checkpoint, stored: str, index: Index = (), device: torch.device | None = None) -> torch.Tensor:
-        host.update([] if device else [stored])
-        return true(self, stored, index, device)
+        host_reads.update([] if device else [stored])
+        return original_read(self, stored, index, device)
 
     for rows, columns in cuts:
         expected = checkpoint.tensor(name, shape, rows, columns, expert)
         with monkeypatch.context() as patched, torch.device("meta"):
             patched.setattr(Checkpoint, "read", read)
-            held = checkpoint.matrix(name, shape, rows, columns, expert, torch.device("cpu"))
-            assert isinstance(held, Quantised)
-            numbers = held.dequantised()
-        assert numbers.device.type == "cpu" and torch.equal(numbers, expected)
-    assert all(stored.endswith(HOST) for stored in host), host
+            matrix = checkpoint.matrix(name, shape, rows, columns, expert, torch.device("cpu"))
+            assert isinstance(matrix, Quantised)
+            dequantised = matrix.dequantised()
+        assert dequantised.device.type == "cpu" and torch.equal(dequantised, expected)
+    assert all(stored.endswith(HOST_TENSORS) for stored in host_reads), host_reads
 
 
 def test_slice_of_a_block_scaled_weight_uses_the_scales_of_its_position(tmp_path: Path) -> None:
     codes, scales = torch.randn(300, 280).to(torch.float8_e4m3fn), torch.rand(3, 3)
     save_file({"a.weight": codes, "a.weight_scale_inv": scales}, tmp_path / "model.safetensors")
     checkpoint = Checkpoint(str(tmp_path))
-    whole = checkpoint.tensor("a.weight", (300, 280))
-    assert torch.equal(whole[130:260, 100:200], checkpoint.tensor("a.weight", (300, 280), (130, 260), (100, 200)))
-    assert float(whole[299, 0]) == float(codes[299, 0].float() * scales[2, 0])
+    complete_weight = checkpoint.tensor("a.weight", (300, 280))
+    assert torch.equal(
+        complete_weight[130:260, 100:200], checkpoint.tensor("a.weight", (300, 280), (130, 260), (100, 200))
+    )
+    assert float(complete_weight[299, 0]) == float(codes[299, 0].float() * scales[2, 0])
 
 
 def test_mxfp4_dequantisation_equals_transformers_for_every_value() -> None:
-    """All bytes, and scales to both ends of the exponents."""
+    """The test covers all bytes, and scales at both ends of the exponent range."""
     blocks = torch.arange(256, dtype=torch.uint8).view(16, 1, 16)
     for exponent in (0, 1, 126, 127, 128, 250):
         scales = torch.full((16, 1), exponent, dtype=torch.uint8)
-        theirs = convert_moe_packed_tensors(blocks[None], scales[None], dtype=torch.float64)[0].T
-        held = Quantised("fp4", unpack_nibbles(blocks).flatten(-2), powers_of_two(scales), None, 32)
-        assert torch.equal(held.dequantised().double(), theirs)
+        expected = convert_moe_packed_tensors(blocks[None], scales[None], dtype=torch.float64)[0].T
+        quantised_blocks = Quantised("fp4", unpack_nibbles(blocks).flatten(-2), powers_of_two(scales), None, 32)
+        assert torch.equal(quantised_blocks.dequantised().double(), expected)
 
 
 def test_log_says_that_activations_are_not_quantised(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     groups = {"group_0": {"weights": {"num_bits": 8}, "input_activations": {"num_bits": 8, "dynamic": True}}}
-    given = FORMATS["int8 row"].config | {"config_groups": groups}
-    folder = copy_of(quantised("int8 row")[0], tmp_path / "w8a8", quantization_config=given)
+    quantisation_config = FORMATS["int8 row"].config | {"config_groups": groups}
+    folder = copy_of(quantised("int8 row")[0], tmp_path / "w8a8", quantization_config=quantisation_config)
     with caplog.at_level(logging.INFO, logger="cluster.models.checkpoint"):
         run_text(folder, text(2, 5), [5], 1)
     assert "activations are not quantised" in caplog.text
 
 
 def test_weight_shape_tensor_that_contradicts_the_config_is_refused(tmp_path: Path) -> None:
-    wrong = {STEM + ".weight_shape": torch.tensor([192, 127])}
-    folder = copy_of(quantised("int4")[0], tmp_path / "other", lambda t: t.update(wrong))
+    wrong_shape = {STEM + ".weight_shape": torch.tensor([192, 127])}
+    folder = copy_of(quantised("int4")[0], tmp_path / "other", lambda t: t.update(wrong_shape))
     with pytest.raises(
         ConfigError, match=r"weight_shape' in .* says \[192, 127\] but the config requires \[192, 128\]"
     ):
@@ -225,7 +237,7 @@ def test_weight_shape_tensor_that_contradicts_the_config_is_refused(tmp_path: Pa
 def test_wrong_quantisation_tensors_are_refused_by_name(
     kind: str, change: Callable[[Tensors], None], message: str, tmp_path: Path
 ) -> None:
-    folder = of(kind)[0]
+    folder = checkpoint_of(kind)[0]
     check_tensors(folder, read_target(folder))
     with pytest.raises(ConfigError, match=message) as caught:
         check_target(copy_of(folder, tmp_path / "bad", change))

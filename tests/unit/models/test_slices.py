@@ -1,4 +1,4 @@
-"""Slices of tensors from files: numpy's own, no bytes but theirs, and through pinned buffers of a bounded size."""
+"""Slices of tensors from files: they equal indexing, the reader reads only their bytes, pinned buffers are bounded."""
 
 import errno
 import random
@@ -21,86 +21,88 @@ from tests.tiny import target_folder
 DTYPES = [torch.uint8, torch.bfloat16, torch.float32]
 
 
-def any_index(draw: random.Random, shape: tuple[int, ...]) -> tuple[slice | int, ...]:
+def random_index(rng: random.Random, shape: tuple[int, ...]) -> tuple[slice | int, ...]:
     index: list[slice | int] = []
-    for size in shape[: draw.randint(0, len(shape))]:
-        start = draw.randrange(size)
-        index.append(draw.choice([start, slice(None), slice(start, draw.randint(start, size + 2)), slice(start, None)]))
+    for size in shape[: rng.randint(0, len(shape))]:
+        start = rng.randrange(size)
+        index.append(rng.choice([start, slice(None), slice(start, rng.randint(start, size + 2)), slice(start, None)]))
     return tuple(index)
 
 
-class Event:
-    """Stands for a CUDA event: a buffer is used again only after it was waited for."""
+class FakeEvent:
+    """A fake CUDA event that counts the waits. The reader waits for a buffer's event before it reuses the buffer."""
 
-    waited = 0
+    wait_count = 0
 
     def synchronize(self) -> None:
-        Event.waited += 1
+        FakeEvent.wait_count += 1
 
     def record(self) -> None:
         pass
 
 
-@pytest.mark.parametrize(("part", "short"), [(1 << 20, 64), (96, 64), (96, 1), (40, 1 << 20)])
+@pytest.mark.parametrize(("chunk_bytes", "short_piece_bytes"), [(1 << 20, 64), (96, 64), (96, 1), (40, 1 << 20)])
 @pytest.mark.parametrize("pinned", [False, True])
 def test_slice_reader_equals_indexing_of_the_complete_tensor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: int, short: int, pinned: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int, short_piece_bytes: int, pinned: bool
 ) -> None:
-    monkeypatch.setattr(slices, "CHUNK_BYTES", part)
-    monkeypatch.setattr(slices, "SHORT_PIECE_BYTES", short)
-    draw, path, made = random.Random(part + short), tmp_path / "numbers", list[int]()
+    monkeypatch.setattr(slices, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(slices, "SHORT_PIECE_BYTES", short_piece_bytes)
+    rng, path, buffer_sizes = random.Random(chunk_bytes + short_piece_bytes), tmp_path / "numbers", list[int]()
 
-    def make(size: int) -> torch.Tensor:
-        made.append(size)
+    def allocate(size: int) -> torch.Tensor:
+        buffer_sizes.append(size)
         return torch.empty(size, dtype=torch.uint8)
 
     reader = SliceReader()
     if pinned:
-        reader._buffers[torch.device("cpu")] = PinnedBuffers(torch.device("cpu"), make, Event)
+        reader._buffers[torch.device("cpu")] = PinnedBuffers(torch.device("cpu"), allocate, FakeEvent)
     for round in range(40):
-        dtype = draw.choice(DTYPES)
-        shape = tuple(draw.randint(1, 9) for _ in range(draw.randint(1, 4)))
-        given = torch.randint(0, 255, (int(np.prod(shape)) * dtype.itemsize,), dtype=torch.uint8)
-        before = draw.randrange(20)
+        dtype = rng.choice(DTYPES)
+        shape = tuple(rng.randint(1, 9) for _ in range(rng.randint(1, 4)))
+        stored_bytes = torch.randint(0, 255, (int(np.prod(shape)) * dtype.itemsize,), dtype=torch.uint8)
+        offset = rng.randrange(20)
         file = path.with_name(f"numbers-{round}")
-        file.write_bytes(bytes(before) + given.numpy().tobytes())
-        index = any_index(draw, shape)
-        found = reader.read(file, before, shape, dtype, index)
-        want = given.view(dtype).view(shape)[index]
-        assert found.shape == want.shape and found.dtype == dtype
-        assert torch.equal(*(each.contiguous().view(-1).view(torch.uint8) for each in (found, want)))  # NaN too
+        file.write_bytes(bytes(offset) + stored_bytes.numpy().tobytes())
+        index = random_index(rng, shape)
+        read_slice = reader.read(file, offset, shape, dtype, index)
+        expected = stored_bytes.view(dtype).view(shape)[index]
+        assert read_slice.shape == expected.shape and read_slice.dtype == dtype
+        assert torch.equal(
+            *(each.contiguous().view(-1).view(torch.uint8) for each in (read_slice, expected))
+        )  # NaN too
     reader.close()
-    assert made == ([part] * slices.READ_THREADS if pinned else [])
+    assert buffer_sizes == ([chunk_bytes] * slices.READ_THREADS if pinned else [])
 
 
-def read_bytes(folder: str, part: Shard) -> tuple[int, int]:
-    """Bytes asked of files for the target on one rank, and bytes that its tensors have on disk, scaled to its part."""
-    counted = list[SliceReader]()
+def read_bytes(folder: str, shard: Shard) -> tuple[int, int]:
+    """Load the target of one rank; return the bytes read from files, and the bytes of all its tensors on disk."""
+    closed_readers = list[SliceReader]()
     original = SliceReader.close
 
     def close(reader: SliceReader) -> None:
-        counted.append(reader)
+        closed_readers.append(reader)
         original(reader)
 
     SliceReader.close = close  # type: ignore[method-assign]
     try:
-        load_target(folder, context(part=part))
+        load_target(folder, context(shard=shard))
     finally:
         SliceReader.close = original  # type: ignore[method-assign]
-    whole = sum(stored.stop - stored.start for _, _, stored in Checkpoint(folder)._files.values())
-    return sum(reader.nbytes for reader in counted), whole
+    total_bytes = sum(stored.stop - stored.start for _, _, stored in Checkpoint(folder)._files.values())
+    return sum(reader.nbytes for reader in closed_readers), total_bytes
 
 
 def test_rank_reads_only_the_bytes_of_its_shard(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a target whose tensors but norms are all cut in two."""
+    """Two ranks share the target: all its tensors except the norms are cut in two."""
     monkeypatch.setattr(slices, "SHORT_PIECE_BYTES", 1)  # the slices here are shorter than any of a real model
     folder = target_folder(vocab_size=64, hidden=32, layers=2, heads=4, kv_heads=2)
-    whole, stored = read_bytes(folder, Shard())
-    assert whole == stored
-    norms = 4 * 32 * (2 * 2 + 1)
+    bytes_read, bytes_stored = read_bytes(folder, Shard())
+    assert bytes_read == bytes_stored
+    norm_bytes = 4 * 32 * (2 * 2 + 1)
     for rank in range(2):
-        half, _ = read_bytes(folder, Shard(rank, 2))
-        assert half == (stored - norms) // 2 + norms
+        shard_bytes, _ = read_bytes(folder, Shard(rank, 2))
+        assert shard_bytes == (bytes_stored - norm_bytes) // 2 + norm_bytes
 
 
 def test_truncated_weight_file_is_refused_by_name(tmp_path: Path) -> None:
@@ -116,24 +118,24 @@ def test_disk_read_error_names_the_file(tmp_path: Path, monkeypatch: pytest.Monk
     save_file({"one": torch.zeros(100)}, tmp_path / "model.safetensors")
     checkpoint = Checkpoint(str(tmp_path))
 
-    def stale(*given: Any) -> int:
+    def raise_stale(*arguments: Any) -> int:
         raise OSError(errno.ESTALE, "Stale file handle")
 
-    monkeypatch.setattr(slices.os, "preadv", stale)
+    monkeypatch.setattr(slices.os, "preadv", raise_stale)
     with pytest.raises(OSError, match=r"Stale file handle: '.*/model.safetensors'"):
         checkpoint.tensor("one")
 
 
 def test_reading_to_a_device_uses_bounded_pinned_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a tensor of eighty parts at most one buffer for each thread is filled at a time."""
+    """The reader needs one buffer per thread for a tensor of 160 chunks."""
     monkeypatch.setattr(slices, "CHUNK_BYTES", 1000)
     save_file({"one": torch.arange(20_000)}, tmp_path / "model.safetensors")
     checkpoint = Checkpoint(str(tmp_path))
-    held: list[Any] = []
+    buffer_sizes: list[Any] = []
     checkpoint.reader._buffers[torch.device("cpu")] = PinnedBuffers(
-        torch.device("cpu"), lambda size: held.append(size) or torch.empty(size, dtype=torch.uint8), Event
+        torch.device("cpu"), lambda size: buffer_sizes.append(size) or torch.empty(size, dtype=torch.uint8), FakeEvent
     )
-    Event.waited = 0
+    FakeEvent.wait_count = 0
     assert torch.equal(checkpoint.tensor("one"), torch.arange(20_000))
-    assert sum(held) == slices.READ_THREADS * 1000
-    assert Event.waited == 160
+    assert sum(buffer_sizes) == slices.READ_THREADS * 1000
+    assert FakeEvent.wait_count == 160

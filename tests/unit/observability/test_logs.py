@@ -1,4 +1,4 @@
-"""The one log: what a line says, that the lines of several processes do not mix, that it ends at its limit."""
+"""The server's log file: the content of a line, lines of several processes in one file, and rotation at its limit."""
 
 import json
 import logging
@@ -27,7 +27,7 @@ TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z"
 
 
 @pytest.fixture(autouse=True)
-def as_before() -> Iterator[None]:
+def restore_logging() -> Iterator[None]:
     level = logging.getLogger("cluster").level
     yield
     for logger, handler in logs._installed:
@@ -37,12 +37,12 @@ def as_before() -> Iterator[None]:
     logging.getLogger("cluster").setLevel(level)
 
 
-@pytest.mark.parametrize("silent", [(), ("ray.serve",), ("ray",)])
+@pytest.mark.parametrize("without_propagation", [(), ("ray.serve",), ("ray",)])
 def test_log_line_has_time_level_logger_rank_and_request(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, silent: tuple[str, ...]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without_propagation: tuple[str, ...]
 ) -> None:
     for name in ("ray", "ray.serve"):
-        monkeypatch.setattr(logging.getLogger(name), "propagate", name not in silent)
+        monkeypatch.setattr(logging.getLogger(name), "propagate", name not in without_propagation)
     path = tmp_path / "new" / "server.log"
     configure(LogSettings(str(path)), rank=3, to_stderr=False)
     token = request_id.set("cmpl-7")
@@ -70,7 +70,7 @@ def test_configure_again_replaces_the_previous_log_file(tmp_path: Path) -> None:
 def test_json_log_writes_one_object_per_line_for_any_message(tmp_path: Path) -> None:
     path = tmp_path / "server.log"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(logging.getLogger(), "handlers", [])  # pytest's own: a report cannot hold half a pair
+        patch.setattr(logging.getLogger(), "handlers", [])  # pytest's handlers cannot report half a surrogate pair
         configure(LogSettings(str(path), "json"), rank=0, to_stderr=False)
         try:
             raise KeyError("x\ny")
@@ -83,7 +83,7 @@ def test_json_log_writes_one_object_per_line_for_any_message(tmp_path: Path) -> 
 
 
 def test_json_format_survives_formatters_that_ray_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`ray.init` gives every handler of the logger `ray` a format of its own, in local time."""
+    """`ray.init` sets Ray's own format, with local time, on every handler of the logger `ray`."""
     ray = logging.getLogger("ray")
     monkeypatch.setattr(ray, "propagate", False)
     monkeypatch.setattr(ray, "handlers", [])
@@ -99,7 +99,7 @@ def test_json_format_survives_formatters_that_ray_sets(tmp_path: Path, monkeypat
 
 
 def test_log_time_takes_milliseconds_from_the_created_time(tmp_path: Path) -> None:
-    """Ray's record factory sets `created` anew, and leaves `msecs` as it was."""
+    """Ray's record factory changes `created` but not `msecs`, so the two may disagree."""
     record = logging.makeLogRecord(
         {"name": "x", "levelname": "INFO", "msg": "x", "created": 1764172800.0004, "msecs": 999.0}
     )
@@ -127,10 +127,10 @@ def test_shared_log_lines_of_processes_do_not_mix_and_the_file_rotates(tmp_path:
         "for i in range(500):\n"
         "    logger.warning('%s %d %s', sys.argv[2], i, sys.argv[2] * 200)\n"
     )
-    running = [subprocess.Popen([sys.executable, "-c", code, str(path), name]) for name in "abcd"]
-    assert [process.wait(timeout=60) for process in running] == [0] * 4
-    kept = Path(f"{path}.1").read_text() + (path.read_text() if path.exists() else "")
-    for line in kept.splitlines():
+    processes = [subprocess.Popen([sys.executable, "-c", code, str(path), name]) for name in "abcd"]
+    assert [process.wait(timeout=60) for process in processes] == [0] * 4
+    log_text = Path(f"{path}.1").read_text() + (path.read_text() if path.exists() else "")
+    for line in log_text.splitlines():
         assert re.fullmatch(r"([abcd]) \d+ \1{200}", line), line
     assert Path(f"{path}.1").stat().st_size < 140_000
     assert sorted(name.name for name in tmp_path.iterdir()) in (["server.log", "server.log.1"], ["server.log.1"])
@@ -140,7 +140,7 @@ def test_second_handler_does_not_rotate_an_already_rotated_log(tmp_path: Path) -
     path = tmp_path / "server.log"
     first, second = (SharedFile(str(path), limit_bytes=10) for _ in range(2))
     first.emit(logging.LogRecord("x", logging.INFO, "", 0, "a line of some length", None, None))
-    second._rotate()  # it wrote its own line before the first put the file away
+    second._rotate()  # as if its own line had reached the limit before the first handler rotated the file
     assert Path(f"{path}.1").read_text() == "a line of some length\n" and not path.exists()
     second.emit(logging.LogRecord("x", logging.INFO, "", 0, "more", None, None))
     assert path.read_text() == "more\n"
@@ -164,10 +164,10 @@ def test_device_file_is_never_rotated() -> None:
 def test_closing_a_log_twice_does_not_touch_a_reused_file_descriptor(tmp_path: Path) -> None:
     handler = SharedFile(str(tmp_path / "server.log"))
     handler.close()
-    with (tmp_path / "other").open("w") as other:
+    with (tmp_path / "other").open("w") as other_file:
         handler.emit(logging.LogRecord("x", logging.INFO, "", 0, "late", None, None))
         handler.close()
-        other.write("here")
+        other_file.write("here")
     assert (tmp_path / "other").read_text() == "here"
     assert (tmp_path / "server.log").read_text() == ""
 
@@ -208,7 +208,7 @@ def test_log_follower_returns_complete_lines_and_continues_after_rotation(tmp_pa
 def test_log_follower_survives_a_temporary_open_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[OSError]
 ) -> None:
-    """As when it is put away between two calls of the system."""
+    """The file may be rotated between two system calls of the follower."""
     path = tmp_path / "server.log"
     path.write_text("before\n")
     follower = LogFollower(str(path))
@@ -216,10 +216,10 @@ def test_log_follower_survives_a_temporary_open_error(
         file.write("one\n")
     with monkeypatch.context() as patched:
 
-        def no(*_: object, **__: object) -> None:
+        def raise_error(*_: object, **__: object) -> None:
             raise error(str(path))
 
-        patched.setattr(Path, "open", no)
+        patched.setattr(Path, "open", raise_error)
         assert follower.lines() == []
     if error is FileNotFoundError:
         path.rename(f"{path}.1")
@@ -242,7 +242,7 @@ def test_remove_old_logs_ignores_a_log_removed_by_another_server(
 ) -> None:
     for name in ("serve-a.log", "serve-b.log"):
         (tmp_path / name).touch()
-    found = [*tmp_path.glob("*"), tmp_path / "serve-gone.log"]
-    monkeypatch.setattr(Path, "glob", lambda self, pattern: iter(found))
+    listed_files = [*tmp_path.glob("*"), tmp_path / "serve-gone.log"]
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: iter(listed_files))
     remove_old_logs(tmp_path, max_logs=0)
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,6 @@
-"""Instruments, their cost, and the sum over ranks and replicas as a tool would read it."""
+"""The metrics: what each event adds, what that costs, and the merged page of ranks and replicas as a
+scraper reads it.
+"""
 
 import json
 import time
@@ -43,7 +45,9 @@ STEP = StepStats(
 
 
 def series(page: bytes) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    """The page as a scraper sees it; the label `model_name` is the same everywhere and left out."""
+    """Return the value of each series of a page, as a scraper reads it, keyed by name and labels. The label
+    `model_name`, which is the same everywhere, is left out.
+    """
     return {
         (sample.name, tuple(sorted((k, v) for k, v in sample.labels.items() if k != "model_name"))): sample.value
         for family in text_string_to_metric_families(page.decode())
@@ -103,7 +107,7 @@ def test_observe_step_refuses_another_rank_and_unknown_phases() -> None:
 def test_observe_step_takes_less_than_200_microseconds() -> None:
     metrics = engine(0, STEP)
     best = min(_seconds_of(lambda: metrics.observe_step(STEP), 200) for _ in range(15))
-    assert best < 200e-6, f"{best * 1e6:.0f} us; about 40 on a 2020s core, the rest is room for a busy machine"
+    assert best < 200e-6, f"{best * 1e6:.0f} us; about 40 on a 2020s core; 200 allows for a busy machine"
 
 
 def _seconds_of(call: object, times: int) -> float:
@@ -132,7 +136,7 @@ def test_request_timer_measures_ttft_itl_and_total_time() -> None:
     assert page["aerie_open_requests", (("state", "streaming"),)] == 0
     assert page["aerie_ttft_seconds_sum", ()] == pytest.approx(0.5)
     assert page["aerie_itl_seconds_count", ()] == 5
-    assert page["aerie_itl_seconds_sum", ()] == pytest.approx(0.11), "the gaps add up to last minus first"
+    assert page["aerie_itl_seconds_sum", ()] == pytest.approx(0.11), "the gaps add up to the last minus the first time"
     assert page["aerie_itl_seconds_bucket", (("le", "0.012"),)] == 3, "a chunk of three counts three tokens of 10 ms"
     assert page["aerie_e2e_seconds_sum", ()] == pytest.approx(0.7)
     assert page["aerie_request_prompt_tokens_sum", ()] == 12
@@ -172,14 +176,14 @@ def test_merge_adds_replicas_and_keeps_ranks_separate() -> None:
 
 
 def test_absent_replica_does_not_change_the_series_of_other_replicas() -> None:
-    """While its gang restarts its ranks answer nothing; a sum without them would look like counters that began anew."""
-    ranks = [with_replica(engine(0, STEP).serialize(), name) for name in ("a", "b")]
-    both, one = series(merge(ranks)), series(merge(ranks[:1]))
-    assert one.items() <= both.items()
+    """While a gang restarts, its ranks report nothing. A sum without them would look like counters that were reset."""
+    samples = [with_replica(engine(0, STEP).serialize(), name) for name in ("a", "b")]
+    series_of_two, series_of_one = series(merge(samples)), series(merge(samples[:1]))
+    assert series_of_one.items() <= series_of_two.items()
     name = "aerie_generated_tokens_total"
-    assert [both[name, (("rank", "0"), ("replica", replica))] for replica in "ab"] == [24, 24]
+    assert [series_of_two[name, (("rank", "0"), ("replica", replica))] for replica in "ab"] == [24, 24]
     serving = ServingMetrics(model_name="m", replica="a").serialize()
-    assert ("aerie_ttft_seconds_count", (("replica", "a"),)) in series(merge([serving, *ranks]))
+    assert ("aerie_ttft_seconds_count", (("replica", "a"),)) in series(merge([serving, *samples]))
 
 
 def test_merged_rank_metrics_use_the_served_model_name() -> None:
@@ -194,14 +198,14 @@ def test_merged_rank_metrics_use_the_served_model_name() -> None:
 def test_metrics_page_has_the_vllm_speculation_metrics() -> None:
     page = series(merge([engine(0, STEP).serialize(), engine(1, STEP).serialize()]))
     for rank in "01":
-        own = (("engine", rank),)
-        assert page["vllm:spec_decode_num_drafts_total", own] == 8
-        assert page["vllm:spec_decode_num_draft_tokens_total", own] == 184
-        assert page["vllm:spec_decode_num_accepted_tokens_total", own] == 16
-        assert page["vllm:generation_tokens_total", own] == 24
-        assert page["vllm:num_requests_running", own] == 8
+        labels = (("engine", rank),)
+        assert page["vllm:spec_decode_num_drafts_total", labels] == 8
+        assert page["vllm:spec_decode_num_draft_tokens_total", labels] == 184
+        assert page["vllm:spec_decode_num_accepted_tokens_total", labels] == 16
+        assert page["vllm:generation_tokens_total", labels] == 24
+        assert page["vllm:num_requests_running", labels] == 8
         for depth, count in enumerate(STEP.accepted_by_depth):
-            label = (*own, ("position", str(depth)))
+            label = (*labels, ("position", str(depth)))
             assert page["vllm:spec_decode_num_accepted_tokens_per_pos_total", label] == count
 
 
@@ -263,7 +267,7 @@ def test_serving_metrics_count_rank_losses_and_gang_restarts() -> None:
 
 
 def test_metric_series_exist_before_their_first_event() -> None:
-    """`increase()` of a series that is born at 1 is 0: an alert on it would never fire."""
+    """`increase()` of a series whose first value is 1 is 0, so an alert on the series would never fire."""
     metrics = ServingMetrics(model_name="m")
     metrics.expect_ranks(3)
     metrics.expect_routes(["/health", "other"])
@@ -299,5 +303,5 @@ def test_merge_reports_build_info_once_and_adds_process_metrics() -> None:
         assert page["process_resident_memory_bytes", key] > 1 << 20
         assert page["process_cpu_seconds_total", key] > 0
         assert time.time() - 86400 * 365 < page["process_start_time_seconds", key] <= time.time() + 1
-    both = page["process_open_fds", (("process", "replica"), ("rank", ""))]
-    assert both >= 2 * 3, "amounts are added: each of the two has at least the three standard files"
+    open_files = page["process_open_fds", (("process", "replica"), ("rank", ""))]
+    assert open_files >= 2 * 3, "the sum over two replicas, each with three standard files"

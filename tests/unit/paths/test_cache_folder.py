@@ -1,4 +1,4 @@
-"""Where logs and compiled kernels go: the home folder where it can be written, else a folder that no other user has."""
+"""The folder of logs and compiled kernels: in the home folder if that is writable, else a private temporary folder."""
 
 import os
 import tempfile
@@ -12,7 +12,7 @@ from cluster.paths.cache_folder import cache_folder, default_folder_problem
 
 
 @pytest.fixture(autouse=True)
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def temporary_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     folder = tmp_path / "temporary"
@@ -28,12 +28,12 @@ def test_cache_folder_is_in_home_or_xdg_cache_home(tmp_path: Path, monkeypatch: 
 
 
 def test_cache_folder_without_home_is_a_private_temporary_folder(
-    temporary: Path, monkeypatch: pytest.MonkeyPatch
+    temporary_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (temporary / "file").touch()
-    monkeypatch.setenv("HOME", str(temporary / "file"))
+    (temporary_root / "file").touch()
+    monkeypatch.setenv("HOME", str(temporary_root / "file"))
     assert "Not a directory" in default_folder_problem()
-    expected = temporary / f"aerie-cache-{os.getuid()}"
+    expected = temporary_root / f"aerie-cache-{os.getuid()}"
     assert cache_folder() == cache_folder() == expected and expected.stat().st_mode & 0o777 == 0o700
 
     def no_home() -> NoReturn:
@@ -46,14 +46,14 @@ def test_cache_folder_without_home_is_a_private_temporary_folder(
     assert default_folder_problem().endswith("cannot be written")
 
 
-def test_cache_folder_writable_by_others_is_refused(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_folder_writable_by_others_is_refused(temporary_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/dev/null")
-    folder = temporary / f"aerie-cache-{os.getuid()}"
+    folder = temporary_root / f"aerie-cache-{os.getuid()}"
     folder.mkdir()
     folder.chmod(0o777)
     with pytest.raises(ConfigError, match="others can write"):
         cache_folder()
     folder.rmdir()
-    folder.symlink_to(temporary)
+    folder.symlink_to(temporary_root)
     with pytest.raises(ConfigError, match="set XDG_CACHE_HOME"):
         cache_folder()

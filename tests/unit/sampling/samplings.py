@@ -1,4 +1,4 @@
-"""Sampling batches for direct calls, and choosing from logits that one rank holds whole."""
+"""Sampling batches for direct calls of samplers, and token choice from one rank's complete logits."""
 
 from dataclasses import replace
 
@@ -20,20 +20,20 @@ from cluster.sampling.torch_sampler import TORCH, Sampler
 def sampling_of(
     requests: int, seeds: torch.Tensor | None = None, dtype: torch.dtype = torch.float64, **options: float
 ) -> SamplingBatch:
-    """The same parameters for every request, as the engine's own table gives them."""
+    """Return a batch of requests with the same parameters, `options`, as the engine's sampling table returns it."""
     params = RequestParams(**options)  # type: ignore[arg-type]
     table = SamplingTable(1, dtype, torch.device("cpu"))
     staging = Staging(torch.device("cpu"))
     table.stage([RowSampling(0, params.temperature, params.top_k, params.top_p, params.min_p, 0)], staging)
     table.put(staging.send().lists())
-    noisy = params.temperature > 0
-    filtered = noisy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
-    batch = table.take(torch.zeros(requests, dtype=torch.int64), noisy, filtered)
+    is_random = params.temperature > 0
+    has_filters = is_random and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
+    batch = table.take(torch.zeros(requests, dtype=torch.int64), is_random, has_filters)
     return replace(batch, seeds=torch.arange(requests) if seeds is None else seeds)
 
 
-def whole(logits: Tensor) -> ShardedLogits:
-    """Logits `[.., V]` as a head gives them on one rank."""
+def single_rank_logits(logits: Tensor) -> ShardedLogits:
+    """Return logits `[.., V]` in the form that a head returns on a single rank."""
     return ShardedLogits(logits.reshape(-1, logits.shape[-1]), logits.shape[-1])
 
 
@@ -41,22 +41,28 @@ def chosen(
     logits: Tensor,
     sampling: SamplingBatch,
     noise: Noise | None,
-    which: Tensor | None = None,
+    noise_index: Tensor | None = None,
     sampler: Sampler = TORCH,
 ) -> tuple[Tensor, Tensor]:
-    """The tokens after n rows of each request and their scores, `[R, n]` each, from logits `[R, n, V]`."""
-    tokens, scores = choose(whole(logits), [SamplingInputs(logits.shape[1], sampling, noise, which)], sampler)
+    """Return the chosen tokens and their scores, `[R, n]` each, from logits `[R, n, V]` of n rows per request."""
+    tokens, scores = choose(
+        single_rank_logits(logits), [SamplingInputs(logits.shape[1], sampling, noise, noise_index)], sampler
+    )
     return tokens.view(logits.shape[:2]), scores.view(logits.shape[:2])
 
 
-def best_of(
+def top_tokens(
     logits: Tensor, sampling: SamplingBatch, noise: Noise | None, count: int, sampler: Sampler = TORCH
 ) -> tuple[Tensor, Tensor]:
-    """The `count` likeliest of each row of logits `[R, n, V]`, `[R, n, count]` each."""
-    likely, columns = top_logprobs(whole(logits), SamplingInputs(logits.shape[1], sampling, noise), count, sampler)
-    return likely.view(*logits.shape[:2], count), columns.view(*logits.shape[:2], count)
+    """Return log-probabilities and columns, `[R, n, count]` each, of the `count` most likely tokens of each row of
+    logits `[R, n, V]`.
+    """
+    log_probs, columns = top_logprobs(
+        single_rank_logits(logits), SamplingInputs(logits.shape[1], sampling, noise), count, sampler
+    )
+    return log_probs.view(*logits.shape[:2], count), columns.view(*logits.shape[:2], count)
 
 
-def filtered(tempered: Tensor, sampling: SamplingBatch) -> Tensor:
-    """-inf where the filters rule out a token of their tempered logits `[R, n, V]`."""
+def apply_filters(tempered: Tensor, sampling: SamplingBatch) -> Tensor:
+    """Return tempered logits `[R, n, V]` with -inf for the tokens that the filters remove."""
     return tempered.masked_fill(tempered < filter_thresholds(tempered, sampling), float("-inf"))

@@ -1,4 +1,4 @@
-"""Log-probabilities of a row are its own: neither the rows beside it nor an order that a sort finds change them."""
+"""Log-probabilities of a row depend neither on the batch's other rows nor on the order in which a sort puts ties."""
 
 from collections.abc import Iterator
 
@@ -31,21 +31,21 @@ def two_threads() -> Iterator[None]:
 def test_logprobs_of_a_row_are_independent_of_the_batch_size(sampler: Sampler, vocab: int) -> None:
     torch.manual_seed(vocab)
     columns, tokens = ShardedLogits(torch.randn(12, vocab), vocab), torch.randint(vocab, (12,))
-    alone = [logprobs(columns, torch.tensor([row]), tokens[row : row + 1], sampler) for row in range(12)]
+    single_row = [logprobs(columns, torch.tensor([row]), tokens[row : row + 1], sampler) for row in range(12)]
     for count in (2, 3, 12):
-        together = logprobs(columns, torch.arange(count), tokens[:count], sampler)
+        batch = logprobs(columns, torch.arange(count), tokens[:count], sampler)
         for row in range(count):
-            assert torch.equal(together.chosen[row], alone[row].chosen[0])
-            assert torch.equal(together.values[row], alone[row].values[0])
+            assert torch.equal(batch.chosen[row], single_row[row].chosen[0])
+            assert torch.equal(batch.values[row], single_row[row].values[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("levels", [1, 3, 40, 4000])
 def test_tied_top_logprobs_are_ordered_by_token_id(sampler: Sampler, levels: int, dtype: torch.dtype) -> None:
-    """The first is then the one that a greedy request draws."""
+    """So the first of the top tokens is the token that a greedy request gets."""
     torch.manual_seed(levels)
     values = (torch.randint(levels, (6, 5000)) / 16).to(dtype)
-    told = logprobs(ShardedLogits(values, 5000), torch.arange(6), torch.zeros(6, dtype=torch.int64), sampler)
-    wanted = values.sort(dim=1, descending=True, stable=True).indices[:, :TOP_LOGPROBS]
-    assert torch.equal(told.ids, wanted)
-    assert torch.equal(told.ids[:, 0], sampler.best(SamplerInput(values))[0])
+    result = logprobs(ShardedLogits(values, 5000), torch.arange(6), torch.zeros(6, dtype=torch.int64), sampler)
+    expected_ids = values.sort(dim=1, descending=True, stable=True).indices[:, :TOP_LOGPROBS]
+    assert torch.equal(result.ids, expected_ids)
+    assert torch.equal(result.ids[:, 0], sampler.best(SamplerInput(values))[0])

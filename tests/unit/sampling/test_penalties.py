@@ -1,4 +1,4 @@
-"""The table of bad words: as large as those need who are there."""
+"""The bad words table is only as large as the current requests need."""
 
 import torch
 
@@ -6,20 +6,20 @@ from cluster.batch import RowPenalties, RowSampling, StepInput
 from cluster.device.staging import Staging
 from cluster.sampling.penalties import PenaltyTable
 
-Words = tuple[tuple[int, ...], ...]
+BadWords = tuple[tuple[int, ...], ...]
 
 
-def admit(table: PenaltyTable, row: int, words: Words | None, tokens: tuple[int, ...] = (3, 4, 5)) -> None:
-    """A request in `row`; None: without adjustments."""
-    adjusting = () if words is None else (RowPenalties(row, 0.0, 0.0, 1.0, 0, 3, tokens, (), (), None, words),)
-    order = StepInput(samplings=(RowSampling(row, 1.0, 0, 1.0, 0.0, 0),), penalties=adjusting)
+def admit(table: PenaltyTable, row: int, bad_words: BadWords | None, tokens: tuple[int, ...] = (3, 4, 5)) -> None:
+    """Admit a request in `row` of the table. If `bad_words` is None, the request has no penalties."""
+    penalties = () if bad_words is None else (RowPenalties(row, 0.0, 0.0, 1.0, 0, 3, tokens, (), (), None, bad_words),)
+    step_input = StepInput(samplings=(RowSampling(row, 1.0, 0, 1.0, 0.0, 0),), penalties=penalties)
     staging = Staging(torch.device("cpu"))
-    table.stage(order, staging)
-    table.put(order, staging.send().lists())
+    table.stage(step_input, staging)
+    table.put(step_input, staging.send().lists())
 
 
 def test_bad_words_table_shrinks_when_requests_with_many_words_leave() -> None:
-    """Every step with a bad word compares the whole table, so one request must not make it large for good."""
+    """Every step with a bad word compares the complete table, so one request must not enlarge it permanently."""
     table = PenaltyTable(4, 16, torch.float32, torch.device("cpu"))
     table.allocate()
     admit(table, 0, ((6,), (7, 8)))

@@ -1,4 +1,4 @@
-"""Shards of a vocabulary choose what one rank with all of it chooses: the same tokens, from the same thresholds."""
+"""Ranks that share a vocabulary choose the same tokens, with the same thresholds, as one rank with all of it."""
 
 import random
 from dataclasses import replace
@@ -16,8 +16,8 @@ from cluster.sampling.sharded import NUMBERS_PER_CHOICE, numbers_sent_per_row, s
 from cluster.sampling.torch_sampler import FILTERED_PENALTY, TORCH, Sampler
 from cluster.spec.propose import CoupledRanking
 from tests.unit.kernels.library import c_library
-from tests.unit.sampling.samplings import sampling_of, whole
-from tests.unit.sampling.shards import CPU, Grid, Group, Seat, head_of, sampling, seated
+from tests.unit.sampling.samplings import sampling_of, single_rank_logits
+from tests.unit.sampling.shards import CPU, Grid, Group, RankContext, head_of, run_on_grid, sampling
 
 GRIDS = [
     Grid(1, 1, False),
@@ -30,118 +30,131 @@ GRIDS = [
     Grid(2, 2, True),
 ]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
-ALL = SamplingMode.RANDOM | SamplingMode.FILTERED
+ALL_MODES = SamplingMode.RANDOM | SamplingMode.FILTERED
 
 
 @pytest.fixture(params=["torch", "c"])
 def sampler(request: pytest.FixtureRequest) -> Sampler:
-    """Each of those that shards choose with."""
+    """Each sampler under test: torch and C."""
     return TORCH if request.param == "torch" else CSampler(c_library())
 
 
-def same(ours: Tensor, theirs: Tensor) -> bool:
+def equal_bits(ours: Tensor, theirs: Tensor) -> bool:
     return ours.dtype == theirs.dtype and torch.allclose(ours, theirs, rtol=0, atol=0, equal_nan=True)
 
 
 def groups_of(grid: Grid, dtype: torch.dtype, mode: SamplingMode, trial: int) -> list[Group]:
     torch.manual_seed(trial)
-    dice = random.Random(trial)
-    vocab, nodes = dice.choice((2, 5, 7, 29, 64, 257)), dice.randrange(1, 5)
-    return [Group.random(vocab, nodes, dtype, mode, dice) for _ in range(grid.dp)]
+    rng = random.Random(trial)
+    vocab, nodes = rng.choice((2, 5, 7, 29, 64, 257)), rng.randrange(1, 5)
+    return [Group.random(vocab, nodes, dtype, mode, rng) for _ in range(grid.dp)]
 
 
-@pytest.mark.parametrize("mode", [SamplingMode(0), SamplingMode.RANDOM, ALL], ids=["greedy", "sampled", "filtered"])
+@pytest.mark.parametrize(
+    "mode", [SamplingMode(0), SamplingMode.RANDOM, ALL_MODES], ids=["greedy", "sampled", "filtered"]
+)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_sharded_sampling_equals_single_rank_sampling(
     grid: Grid, dtype: torch.dtype, mode: SamplingMode, sampler: Sampler
 ) -> None:
-    """Any number of rows, uneven vocabularies, ties, numbers that are not finite; no difference in any bit."""
+    """All bits are equal, for any number of rows, uneven vocabularies, ties and non-finite logits."""
     for trial in range(3):
         groups = groups_of(grid, dtype, mode, trial)
         vocab = groups[0].logits.shape[1]
 
-        def rank(seat: Seat, groups: list[Group] = groups) -> tuple[Tensor, Tensor]:
-            return choose(seat.columns, groups[seat.group].of_shard(seat.columns), sampler)
+        def rank(rank_context: RankContext, groups: list[Group] = groups) -> tuple[Tensor, Tensor]:
+            return choose(rank_context.columns, groups[rank_context.group].of_shard(rank_context.columns), sampler)
 
-        answers = seated(
+        results = run_on_grid(
             grid, [g.logits for g in groups], head_of(grid, vocab, dtype).sampling_calls(mode, NUMBERS_PER_CHOICE), rank
         )
-        for number, (tokens, scores) in enumerate(answers):
-            group = groups[number // grid.tp]
-            true_tokens, true_scores = choose(whole(group.logits), group.draws, sampler)
-            assert torch.equal(tokens, true_tokens) and same(scores, true_scores), trial
+        for rank_index, (tokens, scores) in enumerate(results):
+            group = groups[rank_index // grid.tp]
+            expected_tokens, expected_scores = choose(single_rank_logits(group.logits), group.draws, sampler)
+            assert torch.equal(tokens, expected_tokens) and equal_bits(scores, expected_scores), trial
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("grid", GRIDS[1:], ids=str)
 def test_sharded_filter_thresholds_equal_unsharded_thresholds(grid: Grid, dtype: torch.dtype) -> None:
-    """But of rows with NaN or +inf, whose choice is that one whatever else stays."""
+    """Rows with NaN or +inf are left out: that token is chosen with any threshold."""
     for trial in range(4):
-        groups = groups_of(grid, dtype, ALL, 100 + trial)
+        groups = groups_of(grid, dtype, ALL_MODES, 100 + trial)
         head = head_of(grid, groups[0].logits.shape[1], dtype)
 
-        def rank(seat: Seat, groups: list[Group] = groups) -> Tensor:
-            least = sampler_input_of(seat.columns, groups[seat.group].of_shard(seat.columns)).thresholds
-            assert least is not None
-            return least
+        def rank(rank_context: RankContext, groups: list[Group] = groups) -> Tensor:
+            thresholds = sampler_input_of(
+                rank_context.columns, groups[rank_context.group].of_shard(rank_context.columns)
+            ).thresholds
+            assert thresholds is not None
+            return thresholds
 
-        calls = [call for call in head.sampling_calls(ALL, NUMBERS_PER_CHOICE) if call[0] != "compare"]
-        for number, least in enumerate(seated(grid, [g.logits for g in groups], calls, rank)):
-            scored = groups if grid.wide else [groups[number // grid.tp]]
-            sane = torch.cat([group.logits for group in scored]).amax(1).isfinite()
-            assert same(least[sane], torch.cat([group.thresholds() for group in scored])[sane]), trial
+        calls = [call for call in head.sampling_calls(ALL_MODES, NUMBERS_PER_CHOICE) if call[0] != "compare"]
+        for rank_index, thresholds in enumerate(run_on_grid(grid, [g.logits for g in groups], calls, rank)):
+            scored_groups = groups if grid.wide else [groups[rank_index // grid.tp]]
+            finite_rows = torch.cat([group.logits for group in scored_groups]).amax(1).isfinite()
+            assert equal_bits(
+                thresholds[finite_rows], torch.cat([group.thresholds() for group in scored_groups])[finite_rows]
+            ), trial
 
 
-def in_order(likely: Tensor, count: int) -> Tensor:
-    """The columns of the `count` highest of each row, the lower column first where two are the same."""
-    return likely.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+def top_columns(log_probs: Tensor, count: int) -> Tensor:
+    """Return the columns of the `count` highest values of each row. In a tie the lower column is first."""
+    return log_probs.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
 
 @pytest.mark.parametrize("mapped", [False, True])
-@pytest.mark.parametrize("mode", [SamplingMode(0), SamplingMode.RANDOM, ALL], ids=["greedy", "sampled", "filtered"])
+@pytest.mark.parametrize(
+    "mode", [SamplingMode(0), SamplingMode.RANDOM, ALL_MODES], ids=["greedy", "sampled", "filtered"]
+)
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_sharded_draft_proposals_equal_single_rank_proposals(
     grid: Grid, mode: SamplingMode, mapped: bool, sampler: Sampler
 ) -> None:
-    """With a reduced vocabulary, whose tokens are those of other shards of the target, and with fewer columns than are
-    proposed."""
+    """Some cases have a reduced vocabulary, whose tokens belong to other shards of the target, or shards with fewer
+    columns than are proposed."""
     dtype = torch.float64
     for trial in range(3):
         torch.manual_seed(trial)
-        dice = random.Random(trial)
-        vocab, topk, each = dice.choice((4, 7, 29, 90)), dice.choice((1, 2, 4)), dice.randrange(1, 4)
+        rng = random.Random(trial)
+        vocab, topk, rows_per_request = rng.choice((4, 7, 29, 90)), rng.choice((1, 2, 4)), rng.randrange(1, 4)
         ids = torch.arange(vocab) * 3 + trial % 3 if mapped else torch.arange(vocab)
         ranking, groups, logits = CoupledRanking(ids, topk, None, sampler), [], []
         for _ in range(grid.dp):
-            both = sampling(dice.randrange(4), dtype, mode, dice)
-            keys = noise_keys(both.seeds, torch.full((both.seeds.shape[0], 1), 9))
+            batch = sampling(rng.randrange(4), dtype, mode, rng)
+            keys = noise_keys(batch.seeds, torch.full((batch.seeds.shape[0], 1), 9))
             noise = Noise.of(keys, vocabulary_hashes(3 * vocab, CPU), dtype) if SamplingMode.RANDOM in mode else None
-            groups.append(SamplingInputs(each, both, noise))
-            logits.append(torch.randn(both.seeds.shape[0] * each, vocab, dtype=dtype) * 3)
+            groups.append(SamplingInputs(rows_per_request, batch, noise))
+            logits.append(torch.randn(batch.seeds.shape[0] * rows_per_request, vocab, dtype=dtype) * 3)
 
         def rank(
-            seat: Seat, groups: list[SamplingInputs] = groups, ids: Tensor = ids, topk: int = topk
+            rank_context: RankContext, groups: list[SamplingInputs] = groups, ids: Tensor = ids, topk: int = topk
         ) -> tuple[Tensor, Tensor]:
-            draw, (start, count) = groups[seat.group], (seat.columns.start, seat.columns.values.shape[1])
-            own = ids[start : start + count]
-            own = torch.cat([own, own.new_zeros(count - own.shape[0])])
-            if draw.noise is not None and seat.columns.shards is not None:
+            draw, (start, count) = (
+                groups[rank_context.group],
+                (rank_context.columns.start, rank_context.columns.values.shape[1]),
+            )
+            local_ids = ids[start : start + count]
+            local_ids = torch.cat([local_ids, local_ids.new_zeros(count - local_ids.shape[0])])
+            if draw.noise is not None and rank_context.columns.shards is not None:
                 draw = replace(draw, noise=Noise(draw.noise.keys, vocabulary_hashes(count, CPU, start), dtype))
-            return CoupledRanking(ids, topk, own, sampler).propose(seat.columns, draw)
+            return CoupledRanking(ids, topk, local_ids, sampler).propose(rank_context.columns, draw)
 
         head = head_of(grid, vocab, dtype)
-        answers = seated(grid, logits, head.sampling_calls(mode, numbers_sent_per_row(topk, head.columns)), rank)
-        for number, (likely, tokens) in enumerate(answers):
-            group = number // grid.tp
-            true_likely, true_tokens = ranking.propose(whole(logits[group]), groups[group])
-            assert torch.equal(tokens, true_tokens), trial
-            assert likely.dtype == true_likely.dtype and torch.allclose(likely, true_likely, rtol=1e-12)
+        results = run_on_grid(grid, logits, head.sampling_calls(mode, numbers_sent_per_row(topk, head.columns)), rank)
+        for rank_index, (log_probs, tokens) in enumerate(results):
+            group = rank_index // grid.tp
+            expected_log_probs, expected_tokens = ranking.propose(single_rank_logits(logits[group]), groups[group])
+            assert torch.equal(tokens, expected_tokens), trial
+            assert log_probs.dtype == expected_log_probs.dtype and torch.allclose(
+                log_probs, expected_log_probs, rtol=1e-12
+            )
 
 
 @pytest.mark.parametrize("grid", GRIDS[1:], ids=str)
 def test_sharded_proposals_order_ties_and_non_finite_values_like_one_rank(grid: Grid, sampler: Sampler) -> None:
-    """The lower column first, and the first columns of a row that is not finite, as one rank has them too."""
+    """In a tie the lower column is first. A row that is not finite gets its first columns, as on one rank."""
     torch.manual_seed(1)
     vocab, topk = 11, 4
     logits = [torch.randn(6, vocab, dtype=torch.float64).round() for _ in range(grid.dp)]
@@ -149,15 +162,17 @@ def test_sharded_proposals_order_ties_and_non_finite_values_like_one_rank(grid: 
         rows[3, 7], rows[4, 7], rows[5, :] = float("inf"), float("nan"), float("-inf")
     draw, head = SamplingInputs(6, sampling_of(1), None), head_of(grid, vocab, torch.float64)
     calls = head.sampling_calls(SamplingMode(0), numbers_sent_per_row(topk, head.columns))
-    for number, (likely, columns) in enumerate(
-        seated(grid, logits, calls, lambda seat: top_logprobs(seat.columns, draw, topk, sampler))
+    for rank_index, (log_probs, columns) in enumerate(
+        run_on_grid(grid, logits, calls, lambda rank_context: top_logprobs(rank_context.columns, draw, topk, sampler))
     ):
-        wanted = logits[number // grid.tp].log_softmax(-1)
-        assert torch.equal(columns[:3], in_order(wanted[:3], topk))
-        assert torch.allclose(likely[:3], wanted[:3].gather(1, columns[:3]))
-        alone, first = top_logprobs(whole(logits[number // grid.tp]), draw, topk, sampler)
-        assert likely[3:].isnan().all() and alone[3:].isnan().all()
-        assert columns[3:].tolist() == first[3:].tolist() == [list(range(topk))] * 3
+        expected = logits[rank_index // grid.tp].log_softmax(-1)
+        assert torch.equal(columns[:3], top_columns(expected[:3], topk))
+        assert torch.allclose(log_probs[:3], expected[:3].gather(1, columns[:3]))
+        single_rank_log_probs, single_rank_columns = top_logprobs(
+            single_rank_logits(logits[rank_index // grid.tp]), draw, topk, sampler
+        )
+        assert log_probs[3:].isnan().all() and single_rank_log_probs[3:].isnan().all()
+        assert columns[3:].tolist() == single_rank_columns[3:].tolist() == [list(range(topk))] * 3
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -170,94 +185,99 @@ def test_sharded_logprobs_equal_unsharded_logprobs(grid: Grid, dtype: torch.dtyp
         tokens = [torch.randint(vocab, (4,)) for _ in range(grid.dp)]
         calls = head_of(grid, vocab, dtype).logprob_calls(TOP_LOGPROBS)
 
-        def rank(seat: Seat, rows: list[Tensor] = rows, tokens: list[Tensor] = tokens) -> Logprobs:
-            return logprobs(seat.columns, rows[seat.group], tokens[seat.group])
+        def rank(rank_context: RankContext, rows: list[Tensor] = rows, tokens: list[Tensor] = tokens) -> Logprobs:
+            return logprobs(rank_context.columns, rows[rank_context.group], tokens[rank_context.group])
 
-        for number, got in enumerate(seated(grid, logits, calls, rank, each=4)):
-            group = number // grid.tp
-            wanted = logprobs(whole(logits[group]), rows[group], tokens[group])
-            assert got.chosen.dtype == wanted.chosen.dtype and torch.allclose(got.chosen, wanted.chosen)
-            assert torch.allclose(got.values, wanted.values)
-            assert torch.equal(got.ids, wanted.ids), "ties of bfloat16 too"
-            raw = logits[group][rows[group]].to(wanted.values.dtype).log_softmax(-1)
-            assert torch.allclose(raw.gather(1, got.ids), got.values)
+        for rank_index, actual in enumerate(run_on_grid(grid, logits, calls, rank, rows_per_group=4)):
+            group = rank_index // grid.tp
+            expected = logprobs(single_rank_logits(logits[group]), rows[group], tokens[group])
+            assert actual.chosen.dtype == expected.chosen.dtype and torch.allclose(actual.chosen, expected.chosen)
+            assert torch.allclose(actual.values, expected.values)
+            assert torch.equal(actual.ids, expected.ids), "also with the ties of bfloat16"
+            expected_log_probs = logits[group][rows[group]].to(expected.values.dtype).log_softmax(-1)
+            assert torch.allclose(expected_log_probs.gather(1, actual.ids), actual.values)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_sharded_token_ranks_equal_unsharded_token_ranks(grid: Grid, dtype: torch.dtype) -> None:
-    """How many tokens are at least as likely as one: its place in the order, after those that tie with it."""
+    """The rank of a token is the number of tokens at least as likely as it, itself included."""
     for trial, vocab in enumerate((3, 21, 130)):
         torch.manual_seed(trial)
         logits = [torch.randn(5, vocab, dtype=torch.float64).to(dtype) for _ in range(grid.dp)]
         logits[0][1] = logits[0][1, 0]  # all tie
         tokens = [torch.randint(vocab, (5,)) for _ in range(grid.dp)]
 
-        def rank(seat: Seat, tokens: list[Tensor] = tokens) -> Tensor:
-            return ranks(seat.columns, tokens[seat.group])
+        def rank(rank_context: RankContext, tokens: list[Tensor] = tokens) -> Tensor:
+            return ranks(rank_context.columns, tokens[rank_context.group])
 
-        for number, got in enumerate(seated(grid, logits, head_of(grid, vocab, dtype).rank_calls(), rank)):
-            group = number // grid.tp
+        for rank_index, actual in enumerate(run_on_grid(grid, logits, head_of(grid, vocab, dtype).rank_calls(), rank)):
+            group = rank_index // grid.tp
             rows = zip(logits[group].tolist(), tokens[group].tolist(), strict=True)
-            assert got.tolist() == [sum(x >= row[token] for x in row) for row, token in rows]
-            assert group or got[1] == vocab
+            assert actual.tolist() == [sum(x >= row[token] for x in row) for row, token in rows]
+            assert group or actual[1] == vocab
 
 
 @pytest.mark.parametrize("vocab", [300, 30_000])
 @pytest.mark.parametrize("grid", [Grid(2, 1, False), Grid(4, 1, False), Grid(1, 2, True), Grid(2, 2, True)], ids=str)
 def test_numbers_sent_per_row_do_not_grow_with_the_vocabulary(grid: Grid, vocab: int) -> None:
-    """Numbers of 64 bits that a shard sends, of each row that it scores."""
+    """The test counts the 64-bit numbers that a shard sends per row that it scores."""
     rows, topk = 6, 4
     head = head_of(grid, vocab, torch.float32)
-    both = sampling(rows, torch.float32, ALL, random.Random(3))
-    keys = noise_keys(both.seeds, torch.full((rows, 1), 9))
+    batch = sampling(rows, torch.float32, ALL_MODES, random.Random(3))
+    keys = noise_keys(batch.seeds, torch.full((rows, 1), 9))
     logits = [torch.randn(rows, vocab) for _ in range(grid.dp)]
 
-    def sent(mode: SamplingMode, told_of_row: int) -> float:
-        calls = head.sampling_calls(mode, told_of_row)
+    def numbers_sent(mode: SamplingMode, numbers_per_row: int) -> float:
+        calls = head.sampling_calls(mode, numbers_per_row)
 
-        def rank(seat: Seat) -> int:
-            chosen = replace(both, any_random=SamplingMode.RANDOM in mode, any_filtered=SamplingMode.FILTERED in mode)
-            hashes = vocabulary_hashes(head.columns, CPU, seat.columns.start)
-            draw = SamplingInputs(1, chosen, Noise(keys, hashes, torch.float32) if mode else None)
-            if told_of_row == NUMBERS_PER_CHOICE:
-                choose(seat.columns, [draw])
+        def rank(rank_context: RankContext) -> int:
+            sampling_batch = replace(
+                batch, any_random=SamplingMode.RANDOM in mode, any_filtered=SamplingMode.FILTERED in mode
+            )
+            hashes = vocabulary_hashes(head.columns, CPU, rank_context.columns.start)
+            draw = SamplingInputs(1, sampling_batch, Noise(keys, hashes, torch.float32) if mode else None)
+            if numbers_per_row == NUMBERS_PER_CHOICE:
+                choose(rank_context.columns, [draw])
             else:
-                top_logprobs(seat.columns, draw, topk)
-            return seat.axis.sent
+                top_logprobs(rank_context.columns, draw, topk)
+            return rank_context.axis.sent_bytes
 
-        return max(seated(grid, logits, calls, rank)) / 8 / rows / (grid.dp if grid.wide else 1)
+        return max(run_on_grid(grid, logits, calls, rank)) / 8 / rows / (grid.dp if grid.wide else 1)
 
     spread = 6 / grid.shards if grid.wide else 0
-    assert sent(SamplingMode(0), NUMBERS_PER_CHOICE) == 2
-    assert sent(SamplingMode(0), numbers_sent_per_row(topk, head.columns)) == 9
-    assert sent(SamplingMode.RANDOM, NUMBERS_PER_CHOICE) == 2 + spread
-    assert sent(ALL, NUMBERS_PER_CHOICE) == 2 + spread + 2 + 2 * 4 * 256, "two searches of four digits"
+    assert numbers_sent(SamplingMode(0), NUMBERS_PER_CHOICE) == 2
+    assert numbers_sent(SamplingMode(0), numbers_sent_per_row(topk, head.columns)) == 9
+    assert numbers_sent(SamplingMode.RANDOM, NUMBERS_PER_CHOICE) == 2 + spread
+    assert numbers_sent(ALL_MODES, NUMBERS_PER_CHOICE) == 2 + spread + 2 + 2 * 4 * 256, "two searches of four digits"
     assert sum(width for _, width in head.logprob_calls(TOP_LOGPROBS)) <= 44
 
 
 def test_sampling_checksum_covers_parameters_and_noise_keys() -> None:
-    """Each number of each real request, and in which order the requests are."""
-    both = sampling(3, torch.float64, ALL, random.Random(2))
-    keys = noise_keys(both.seeds, torch.arange(2).expand(3, -1))
-    draw = SamplingInputs(2, both, Noise(keys, token_hashes(torch.arange(4)), torch.float64))
-    real, idle = torch.tensor([True] * 3), torch.tensor([True, False, True])
-    told_by = int(checksum([draw], [real]))
+    """The checksum depends on every number of every real request and on the order of the requests."""
+    batch = sampling(3, torch.float64, ALL_MODES, random.Random(2))
+    keys = noise_keys(batch.seeds, torch.arange(2).expand(3, -1))
+    draw = SamplingInputs(2, batch, Noise(keys, token_hashes(torch.arange(4)), torch.float64))
+    all_real, one_idle = torch.tensor([True] * 3), torch.tensor([True, False, True])
+    expected_checksum = int(checksum([draw], [all_real]))
     for name in ("inverse_temperature", "noise_scale", "top_k", "top_p", "min_p"):
-        changed = getattr(both, name).clone()
+        changed = getattr(batch, name).clone()
         changed[1] += 1
-        other = replace(draw, sampling=replace(both, **{name: changed}))
-        assert int(checksum([other], [real])) != told_by, name
-        assert int(checksum([other], [idle])) == int(checksum([draw], [idle])), name
-    turned = Noise(keys.flip(0), token_hashes(torch.arange(4)), torch.float64)
-    assert int(checksum([replace(draw, noise=turned)], [real])) != told_by
-    assert int(checksum([draw], [real])) == told_by != int(checksum([draw], [idle]))
-    nobody = SamplingInputs(2, both.narrow(0, 0), Noise(keys[:0], token_hashes(torch.arange(4)), torch.float64))
-    assert int(checksum([nobody], [real[:0]])) == 0 and int(checksum([draw, nobody], [real, real[:0]])) == told_by
+        changed_inputs = replace(draw, sampling=replace(batch, **{name: changed}))
+        assert int(checksum([changed_inputs], [all_real])) != expected_checksum, name
+        assert int(checksum([changed_inputs], [one_idle])) == int(checksum([draw], [one_idle])), name
+    flipped_noise = Noise(keys.flip(0), token_hashes(torch.arange(4)), torch.float64)
+    assert int(checksum([replace(draw, noise=flipped_noise)], [all_real])) != expected_checksum
+    assert int(checksum([draw], [all_real])) == expected_checksum != int(checksum([draw], [one_idle]))
+    empty_inputs = SamplingInputs(2, batch.narrow(0, 0), Noise(keys[:0], token_hashes(torch.arange(4)), torch.float64))
+    assert (
+        int(checksum([empty_inputs], [all_real[:0]])) == 0
+        and int(checksum([draw, empty_inputs], [all_real, all_real[:0]])) == expected_checksum
+    )
 
 
 def test_filtered_penalty_exceeds_the_range_of_the_noise() -> None:
-    """Whatever the noise: it differs by less than they fall."""
+    """Filters lower the scores of filtered tokens by more than any two noise values can differ."""
     ends = torch.tensor([0, 0x7FFFFFFF], dtype=torch.int32)
     for dtype in (torch.float32, torch.float64):
         low, high = sorted(gumbel_of(ends, dtype).tolist())

@@ -1,4 +1,4 @@
-"""What masks bar: the torch twin by its definition, C by the twin, to the bit."""
+"""Token bitmasks: the torch reference against the definition, and C against the reference, bit for bit."""
 
 import pytest
 import torch
@@ -12,33 +12,33 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 SIZES = (1, 31, 32, 33, 64, 100, 515)
 
 
-def made(rows: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Logits at a stride of their own, and masks of which one is empty and one allows all."""
-    random = torch.Generator().manual_seed(size)
-    logits = torch.randn(rows, size + 3, generator=random).to(dtype)[:, :size]
-    words = -(-size // TOKENS_PER_WORD)
-    masks = torch.randint(-(2**31), 2**31, (rows, words), generator=random, dtype=torch.int64).to(torch.int32)
+def random_logits_and_masks(rows: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return random logits with a row stride above `size`, and random masks; mask 1 is empty, mask 2 allows all."""
+    generator = torch.Generator().manual_seed(size)
+    logits = torch.randn(rows, size + 3, generator=generator).to(dtype)[:, :size]
+    word_count = -(-size // TOKENS_PER_WORD)
+    masks = torch.randint(-(2**31), 2**31, (rows, word_count), generator=generator, dtype=torch.int64).to(torch.int32)
     if rows > 2:
         masks[1], masks[2] = 0, -1
     return logits, masks
 
 
-def same(one: Tensor, other: Tensor) -> bool:
-    return one.dtype == other.dtype and bool(((one == other) | (one.isnan() & other.isnan())).all())
+def equal_with_nan(actual: Tensor, expected: Tensor) -> bool:
+    return actual.dtype == expected.dtype and bool(((actual == expected) | (actual.isnan() & expected.isnan())).all())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", SIZES)
 def test_reference_masks_tokens_that_the_bitmask_does_not_allow(size: int, dtype: torch.dtype) -> None:
-    logits, masks = made(4, size, dtype)
-    given = apply_token_bitmask(logits, masks, None)
-    assert given.dtype == at_least_float32(dtype)
+    logits, masks = random_logits_and_masks(4, size, dtype)
+    masked = apply_token_bitmask(logits, masks, None)
+    assert masked.dtype == at_least_float32(dtype)
     for row in range(4):
         for token in range(size):
             allowed = masks[row, token // TOKENS_PER_WORD].item() >> token % TOKENS_PER_WORD & 1
-            wide = logits[row, token].to(given.dtype)
-            expected = wide + (float("nan") if row == 1 else 0.0 if allowed else DISALLOWED_TOKEN_BIAS)
-            assert same(given[row, token], expected)
+            unmasked = logits[row, token].to(masked.dtype)
+            expected = unmasked + (float("nan") if row == 1 else 0.0 if allowed else DISALLOWED_TOKEN_BIAS)
+            assert equal_with_nan(masked[row, token], expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -46,18 +46,20 @@ def test_reference_masks_tokens_that_the_bitmask_does_not_allow(size: int, dtype
 def test_c_bitmask_equals_the_torch_reference_bit_for_bit(size: int, dtype: torch.dtype) -> None:
     library = c_kernels().library
     assert library is not None
-    bars = CTokenBitmask(library)
+    c_bitmask = CTokenBitmask(library)
     for rows in (0, 1, 4, 70):
-        logits, masks = made(rows, size, dtype)
-        assert same(bars(logits, masks, None), apply_token_bitmask(logits, masks, None))
+        logits, masks = random_logits_and_masks(rows, size, dtype)
+        assert equal_with_nan(c_bitmask(logits, masks, None), apply_token_bitmask(logits, masks, None))
         ids = torch.randperm(size, generator=torch.Generator().manual_seed(rows))[: size // 2 + 1]
-        assert same(bars(logits[:, : len(ids)], masks, ids), apply_token_bitmask(logits[:, : len(ids)], masks, ids))
+        assert equal_with_nan(
+            c_bitmask(logits[:, : len(ids)], masks, ids), apply_token_bitmask(logits[:, : len(ids)], masks, ids)
+        )
 
 
 def test_c_bitmask_refuses_masks_of_the_wrong_shape() -> None:
     library = c_kernels().library
     assert library is not None
-    logits, masks = made(4, 100, torch.float32)
+    logits, masks = random_logits_and_masks(4, 100, torch.float32)
     for wrong in (masks[:3], masks[:, :3]):
         with pytest.raises(ValueError, match="do not fit"):
             CTokenBitmask(library)(logits, wrong, None)

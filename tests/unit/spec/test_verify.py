@@ -1,4 +1,4 @@
-"""The accepted path against a walk from the root, on random trees."""
+"""The accepted path of random trees against a walk from the root, for the torch and the C implementation."""
 
 import pytest
 import torch
@@ -14,13 +14,13 @@ from tests.unit.kernels.library import c_library
 
 
 @pytest.fixture(params=["torch", "c"])
-def accepting(request: pytest.FixtureRequest) -> Accept:
-    """Each way to accept."""
+def accept_function(request: pytest.FixtureRequest) -> Accept:
+    """Each implementation of accept."""
     return accept if request.param == "torch" else CAccept(c_library())
 
 
 def random_tree(requests: int, nodes: int, steps: int, vocab: int, seed: int) -> DraftTree:
-    """Random parents at most `steps` deep; siblings carry different tokens."""
+    """Return random trees at most `steps` deep, in which siblings have different tokens."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.zeros(requests, nodes, dtype=torch.int64)
     parents, depths = torch.zeros_like(tokens), torch.zeros_like(tokens)
@@ -38,16 +38,16 @@ def random_tree(requests: int, nodes: int, steps: int, vocab: int, seed: int) ->
 
 
 def walk(tree: DraftTree, chosen: Tensor, request: int) -> tuple[list[int], list[int]]:
-    """Nodes and tokens of the path that plain decoding would take."""
+    """Return nodes and tokens of the path that plain decoding would take in one request's tree."""
     parents, drafted = tree.parents[request].tolist(), tree.tokens[request].tolist()
     choices: list[int] = chosen[request].tolist()
     node, path, tokens = 0, [0], choices[:1]
     while True:
         children = [j for j in range(1, len(parents)) if parents[j] == node]
-        right = [j for j in children if drafted[j] == tokens[-1]]
-        if not right:
+        matches = [j for j in children if drafted[j] == tokens[-1]]
+        if not matches:
             return path, tokens
-        (node,) = right
+        (node,) = matches
         path.append(node)
         tokens.append(choices[node])
 
@@ -55,12 +55,12 @@ def walk(tree: DraftTree, chosen: Tensor, request: int) -> tuple[list[int], list
 @pytest.mark.parametrize(
     ("nodes", "steps", "vocab"), [(1, 0, 3), (2, 1, 2), (6, 3, 2), (12, 5, 3), (24, 5, 4), (30, 16, 3)]
 )
-def test_accepted_path_equals_a_walk_from_the_root(nodes: int, steps: int, vocab: int, accepting: Accept) -> None:
+def test_accepted_path_equals_a_walk_from_the_root(nodes: int, steps: int, vocab: int, accept_function: Accept) -> None:
     lengths = set()
     for seed in range(4):
         tree = random_tree(32, nodes, steps, vocab, seed)
         chosen = torch.randint(vocab, (32, nodes), generator=torch.Generator().manual_seed(seed + 100))
-        accepted = accepting(tree, chosen, torch.tensor([41, 42]), steps)
+        accepted = accept_function(tree, chosen, torch.tensor([41, 42]), steps)
         for i in range(32):
             path, tokens = walk(tree, chosen, i)
             count = int(accepted.accept_len[i])
@@ -74,29 +74,36 @@ def test_accepted_path_equals_a_walk_from_the_root(nodes: int, steps: int, vocab
     assert lengths >= set(range(1, min(steps, 3) + 2))
 
 
-def same(accepting: Accept, tree: DraftTree, chosen: Tensor, first: Tensor, steps: int) -> None:
-    ours, twin = accepting(tree, chosen, first, steps), accept(tree, chosen, first, steps)
+def check_same_result(accept_function: Accept, tree: DraftTree, chosen: Tensor, first: Tensor, steps: int) -> None:
+    actual, expected = accept_function(tree, chosen, first, steps), accept(tree, chosen, first, steps)
     for name in ("path", "tokens", "accept_len", "bonus"):
-        mine, other = getattr(ours, name), getattr(twin, name)
-        assert mine.dtype == other.dtype and torch.equal(mine, other), name
+        actual_field, expected_field = getattr(actual, name), getattr(expected, name)
+        assert actual_field.dtype == expected_field.dtype and torch.equal(actual_field, expected_field), name
 
 
-def check_accepted(accepting: Accept, trees: int = 20) -> None:
-    """That it accepts what torch accepts: beyond the accepted path too; in chains, whose requests share their numbers,
-    with nodes that only fill a tree, and for no requests at all.
+def check_accepted(accept_function: Accept, request_count: int = 20) -> None:
+    """Check that an implementation gives the results of the torch implementation, also beyond the accepted path.
+
+    The inputs are chains, whose requests share parents and depths, trees with padding nodes, and zero requests.
     """
-    none = torch.zeros(0, dtype=torch.int64)
-    for requests, nodes in ((0, 1), (1, 1), (5, 4), (trees, 9)):
+    no_first_tokens = torch.zeros(0, dtype=torch.int64)
+    for requests, nodes in ((0, 1), (1, 1), (5, 4), (request_count, 9)):
         tokens = torch.randint(2, (requests, nodes), generator=torch.Generator().manual_seed(nodes))
         chosen = torch.randint(2, (requests, nodes), generator=torch.Generator().manual_seed(nodes + 1))
-        same(accepting, chain(tokens), chosen, none, nodes - 1)
-        same(accepting, chain(tokens), chosen.t().contiguous().t(), torch.tensor([7]), nodes + 2)
+        check_same_result(accept_function, chain(tokens), chosen, no_first_tokens, nodes - 1)
+        check_same_result(accept_function, chain(tokens), chosen.t().contiguous().t(), torch.tensor([7]), nodes + 2)
     for seed in range(4):
-        tree, padding = random_tree(trees, 11, 4, 3, seed), torch.arange(11, 15).expand(trees, 4)
+        tree, padding = random_tree(request_count, 11, 4, 3, seed), torch.arange(11, 15).expand(request_count, 4)
         parents = torch.cat([tree.parents, padding], 1)
-        tokens, depths = (torch.cat([each, torch.zeros_like(padding)], 1) for each in (tree.tokens, tree.depths))
-        chosen = torch.randint(3, (trees, 15), generator=torch.Generator().manual_seed(seed))
-        same(accepting, DraftTree(tokens, parents, depths, ancestors_of(parents, 4), padded=True), chosen, none, 4)
+        tokens, depths = (torch.cat([field, torch.zeros_like(padding)], 1) for field in (tree.tokens, tree.depths))
+        chosen = torch.randint(3, (request_count, 15), generator=torch.Generator().manual_seed(seed))
+        check_same_result(
+            accept_function,
+            DraftTree(tokens, parents, depths, ancestors_of(parents, 4), padded=True),
+            chosen,
+            no_first_tokens,
+            4,
+        )
 
 
 def test_c_accept_equals_torch_accept() -> None:

@@ -1,4 +1,4 @@
-"""No text has fewer tokens than the floor says, whatever the tokenizer; where that cannot be known, nothing is said."""
+"""`TokenFloor` gives a lower bound of a text's number of tokens. The bound is 0 for a tokenizer that may drop text."""
 
 import unicodedata
 
@@ -37,7 +37,7 @@ def byte_fallback() -> Tokenizer:
     return tokenizer
 
 
-SOUND = {
+BYTE_TOKENIZERS = {
     "byte level": byte_level(),
     "byte level, NFC": byte_level(normalizers.NFC()),
     "byte fallback": byte_fallback(),
@@ -45,47 +45,47 @@ SOUND = {
 TEXTS = st.text() | st.text(st.sampled_from("ab ▁\u212a\u0301e<|end|>\n"), max_size=80)
 
 
-@pytest.mark.parametrize("name", SOUND)
+@pytest.mark.parametrize("name", BYTE_TOKENIZERS)
 @settings(max_examples=150, deadline=None)
 @given(text=TEXTS)
 def test_lower_bound_never_exceeds_the_token_count(name: str, text: str) -> None:
-    tokenizer = SOUND[name]
+    tokenizer = BYTE_TOKENIZERS[name]
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     assert TokenFloor.from_tokenizer(tokenizer).lower_bound(text) <= len(ids)
 
 
-@pytest.mark.parametrize("name", SOUND)
+@pytest.mark.parametrize("name", BYTE_TOKENIZERS)
 def test_lower_bound_of_a_long_text_is_large(name: str) -> None:
-    assert TokenFloor.from_tokenizer(SOUND[name]).lower_bound("ab" * 100_000) > 1000
+    assert TokenFloor.from_tokenizer(BYTE_TOKENIZERS[name]).lower_bound("ab" * 100_000) > 1000
 
 
 def test_nfc_shrinks_a_character_by_at_most_nfc_shrink_factor() -> None:
-    for point in range(0x30000):  # beyond it no character is made of others
+    for point in range(0x30000):  # no character beyond it has a decomposition
         character = chr(point)
         if 0xD800 <= point < 0xE000:
             continue
-        composed, apart = unicodedata.normalize("NFC", character), unicodedata.normalize("NFD", character)
-        for written in (character, apart):
-            assert len(written.encode()) <= NFC_SHRINK_FACTOR * len(composed.encode())
+        composed, decomposed = unicodedata.normalize("NFC", character), unicodedata.normalize("NFD", character)
+        for spelling in (character, decomposed):
+            assert len(spelling.encode()) <= NFC_SHRINK_FACTOR * len(composed.encode())
 
 
-def unsound() -> dict[str, Tokenizer]:
-    strips = byte_level()
-    strips.add_special_tokens([AddedToken("<mask>", special=True, lstrip=True)])
-    drops = byte_level()
-    drops.pre_tokenizer = pre_tokenizers.Sequence(
+def lossy_tokenizers() -> dict[str, Tokenizer]:
+    lstrip_tokenizer = byte_level()
+    lstrip_tokenizer.add_special_tokens([AddedToken("<mask>", special=True, lstrip=True)])
+    splitting_tokenizer = byte_level()
+    splitting_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
-    words = Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    word_level_tokenizer = Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
     return {
-        "a token that swallows blanks": strips,
-        "a pre-tokenizer that drops blanks": drops,
-        "words": words,
+        "a token that strips blanks before it": lstrip_tokenizer,
+        "a pre-tokenizer that drops blanks": splitting_tokenizer,
+        "a word-level model": word_level_tokenizer,
         "a normalizer that strips": byte_level(normalizers.Strip()),
-        "no bytes": Tokenizer(models.BPE(vocab={"a": 0, "b": 1}, merges=[])),
+        "a vocabulary without bytes": Tokenizer(models.BPE(vocab={"a": 0, "b": 1}, merges=[])),
     }
 
 
-@pytest.mark.parametrize("name", unsound())
+@pytest.mark.parametrize("name", lossy_tokenizers())
 def test_lower_bound_is_zero_for_tokenizers_that_may_drop_text(name: str) -> None:
-    assert TokenFloor.from_tokenizer(unsound()[name]).lower_bound(" " * 1_000_000) == 0
+    assert TokenFloor.from_tokenizer(lossy_tokenizers()[name]).lower_bound(" " * 1_000_000) == 0

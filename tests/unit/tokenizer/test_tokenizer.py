@@ -1,4 +1,4 @@
-"""Text must come out the same however its tokens were split: whole characters, exact stop strings, no stray U+FFFD."""
+"""Decoded text is the same for any split of its tokens: whole characters, exact stop strings, no extra U+FFFD."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ STOPS = st.lists(st.text(st.sampled_from("ab€😀"), min_size=1, max_size=4), 
 
 
 def byte_level() -> TextTokenizer:
-    """Ids 0..255 are the bytes themselves, a few merges over character borders, 2 special tokens."""
+    """A byte-level BPE. Ids 0..255 are the bytes; a few merges cross character borders; 2 tokens are special."""
     names = sorted(BYTE_OF_CHARACTER, key=BYTE_OF_CHARACTER.__getitem__)
     vocab = {name: i for i, name in enumerate(names)}
     merges = []
@@ -35,7 +35,7 @@ def byte_level() -> TextTokenizer:
 
 
 def byte_fallback() -> TextTokenizer:
-    """In the manner of SentencePiece: characters, words that begin with U+2581, and 256 byte tokens for the rest."""
+    """A BPE like SentencePiece: characters, words that begin with U+2581, and 256 byte tokens for all other text."""
     names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"ab▁\n", "▁a", "▁ab"]
     vocab = {name: i for i, name in enumerate(names)}
     merges = [("▁", "a"), ("▁a", "b")]
@@ -71,21 +71,23 @@ FIRST_BYTE = 3  # the id of byte 0 in `byte_fallback`
 def test_byte_fallback_stream_in_any_split_equals_the_full_decode(
     data: st.DataObject, prompt: bytes, output: bytes
 ) -> None:
-    """Also a run of byte tokens that is no UTF-8: its whole characters stay, and U+FFFD stands for the rest alone."""
+    """A run of byte tokens that is not valid UTF-8 keeps its whole characters; U+FFFD replaces only the other bytes."""
     letters = [BYTE_FALLBACK.backend_tokenizer.token_to_id(letter) for letter in "ab"]
-    before, ids = ([FIRST_BYTE + byte for byte in text] for text in (prompt, output))
+    prompt_ids, ids = ([FIRST_BYTE + byte for byte in text] for text in (prompt, output))
     ids = data.draw(st.permutations([*ids, *letters]).map(list)) if data.draw(st.booleans()) else ids
-    whole = BYTE_FALLBACK.decode([*before, *ids])
-    assert stream(BYTE_FALLBACK, [], data.draw(split([*before, *ids]))) == whole
+    full_text = BYTE_FALLBACK.decode([*prompt_ids, *ids])
+    assert stream(BYTE_FALLBACK, [], data.draw(split([*prompt_ids, *ids]))) == full_text
     if len(ids) == len(output):
-        assert whole == (prompt + output).decode("utf-8", "replace").removeprefix(" ")
+        assert full_text == (prompt + output).decode("utf-8", "replace").removeprefix(" ")
 
 
 def test_truncated_character_leaves_preceding_characters_intact() -> None:
-    """A model writes rare letters byte by byte and is cut by max_tokens: `tokenizers` would write U+FFFD for each."""
+    """A model writes rare letters byte by byte, and max_tokens cuts the last letter. `tokenizers` alone would write
+    U+FFFD for each of them.
+    """
     ids = [FIRST_BYTE + byte for byte in "𝔢𝔢𝔢".encode()[:-2]]
     assert BYTE_FALLBACK.decode(ids) == BYTE_FALLBACK.decode_without_gil(ids) == "𝔢𝔢\ufffd"
-    assert stream(BYTE_FALLBACK, [], [[one] for one in ids]) == "𝔢𝔢\ufffd"
+    assert stream(BYTE_FALLBACK, [], [[token_id] for token_id in ids]) == "𝔢𝔢\ufffd"
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -94,9 +96,9 @@ def test_byte_level_stream_in_any_split_equals_the_full_decode(
     data: st.DataObject, prompt: bytes, output: bytes
 ) -> None:
     ids = data.draw(st.permutations([*output, EOS, 9999]).map(list)) if data.draw(st.booleans()) else [*output]
-    own = BYTE_LEVEL.decode_complete([*prompt])
+    prompt_text = BYTE_LEVEL.decode_complete([*prompt])
     streamed = stream(BYTE_LEVEL, [*prompt], data.draw(split(ids)))
-    assert own + streamed == BYTE_LEVEL.decode([*prompt, *ids])
+    assert prompt_text + streamed == BYTE_LEVEL.decode([*prompt, *ids])
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -159,8 +161,10 @@ def test_space_after_a_special_token_is_preserved() -> None:
     assert stream(BYTE_FALLBACK, [*ids[:1], *[1] * 40], [[token] for token in ids[1:]]) == " ab"
 
 
-def reference(text: str, stops: list[str]) -> tuple[str, int, int] | None:
-    """The first to end, of those the longest: by looking at every end of every prefix."""
+def first_stop(text: str, stops: list[str]) -> tuple[str, int, int] | None:
+    """The stop string that ends first in the text, and of those that end there the longest; with its start and end.
+    Found by a look at the end of every prefix.
+    """
     for end in range(1, len(text) + 1):
         for stop in sorted(stops, key=len, reverse=True):
             if text[:end].endswith(stop):
@@ -174,26 +178,26 @@ def test_stop_finder_finds_the_first_stop_in_any_split(data: st.DataObject, text
     finder = StopFinder(stops)
     hit = None
     for piece in data.draw(split([*map(ord, text)])):
-        before = finder._chars_read
+        chars_before = finder._chars_read
         hit = finder.find("".join(map(chr, piece)))
         if hit:
-            assert before < hit.end <= before + len(piece)
+            assert chars_before < hit.end <= chars_before + len(piece)
             break
-    assert (hit and (hit.stop, hit.start, hit.end)) == reference(text, stops)
+    assert (hit and (hit.stop, hit.start, hit.end)) == first_stop(text, stops)
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data(), text=st.text(st.sampled_from("ab€😀"), max_size=30), stops=STOPS, include=st.booleans())
 def test_streamed_text_ends_at_the_stop_string(data: st.DataObject, text: str, stops: list[str], include: bool) -> None:
     stopped = StoppedText(BYTE_LEVEL, [], stops, include_stop=include)
-    expected = reference(text, stops)
-    cut = text if expected is None else text[: expected[2 if include else 1]]
+    expected = first_stop(text, stops)
+    expected_text = text if expected is None else text[: expected[2 if include else 1]]
     streamed = ""
     for piece in data.draw(split(BYTE_LEVEL.encode(text))):
         streamed += stopped.push(piece)
-        assert cut.startswith(streamed)
+        assert expected_text.startswith(streamed)
         assert stopped.num_sent_chars == len(streamed)
-    assert streamed + stopped.finish() == cut
+    assert streamed + stopped.finish() == expected_text
     assert (stopped.hit is None) == (expected is None)
 
 
@@ -210,22 +214,26 @@ MARK = "<eos>"
 def test_visible_special_tokens_do_not_change_the_stop_position(
     data: st.DataObject, texts: list[str], stops: list[str], include: bool
 ) -> None:
-    """Marks between texts: where the text without them is cut, with the marks up to there, in any split."""
+    """A special token stands between any two texts. In any split, the output is cut where the text without special
+    tokens would be cut, and contains the special tokens before that position.
+    """
     text = "".join(texts)
-    expected = reference(text, stops)
-    cut = len(text) if expected is None else expected[2 if include else 1]
-    wanted, at = text[: min(len(texts[0]), cut)], len(texts[0])
+    expected = first_stop(text, stops)
+    visible_length = len(text) if expected is None else expected[2 if include else 1]
+    expected_text, at = text[: min(len(texts[0]), visible_length)], len(texts[0])
     ids = BYTE_LEVEL.encode(texts[0])
     for piece in texts[1:]:
         hit_by_now = expected is not None and expected[2] <= at
-        wanted += (MARK if at <= cut and not hit_by_now else "") + text[at : max(at, min(at + len(piece), cut))]
+        expected_text += (MARK if at <= visible_length and not hit_by_now else "") + text[
+            at : max(at, min(at + len(piece), visible_length))
+        ]
         ids, at = [*ids, EOS, *BYTE_LEVEL.encode(piece)], at + len(piece)
     stopped = StoppedText(BYTE_LEVEL, [], stops, include_stop=include, special_token_names={EOS: MARK})
     streamed = ""
     for piece in data.draw(split(ids)):
         streamed += stopped.push(piece)
-        assert wanted.startswith(streamed)
-    assert streamed + stopped.finish() == wanted
+        assert expected_text.startswith(streamed)
+    assert streamed + stopped.finish() == expected_text
 
 
 def test_text_that_cannot_begin_a_stop_is_not_buffered() -> None:

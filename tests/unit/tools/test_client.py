@@ -1,4 +1,4 @@
-"""A server's answers, right and wrong, over a socket."""
+"""`Client` reads correct and broken answers of a server over a socket."""
 
 import threading
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ STREAM = b'data: {"at": 1}\n\n: a comment\n\ndata: {"at": 2}\n\n'
 
 
 class Handler(BaseHTTPRequestHandler):
-    heard: ClassVar[list[tuple[str, str | None]]] = []
+    received_requests: ClassVar[list[tuple[str, str | None]]] = []
     answers: ClassVar[dict[str, tuple[int, bytes]]] = {
         "/ok": (200, b'{"a": 1}'),
         "/list": (200, b"[1]"),
@@ -28,7 +28,7 @@ class Handler(BaseHTTPRequestHandler):
     }
 
     def do_GET(self) -> None:
-        self.heard.append((self.path, self.headers["Authorization"]))
+        self.received_requests.append((self.path, self.headers["Authorization"]))
         self.rfile.read(int(self.headers["Content-Length"] or 0))
         status, body = self.answers[self.path]
         self.send_response(status)
@@ -60,16 +60,16 @@ def test_client_reads_json_pages_and_event_streams(url: str) -> None:
 
 def test_client_sends_the_api_key_of_flag_or_environment(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(API_KEY_VARIABLE, "env")
-    for key, sent in ((None, "Bearer env"), ("flag", "Bearer flag"), ("", None)):
+    for key, expected_header in ((None, "Bearer env"), ("flag", "Bearer flag"), ("", None)):
         Client(url, key).page("/ok")
-        assert Handler.heard[-1] == ("/ok", sent)
+        assert Handler.received_requests[-1] == ("/ok", expected_header)
     monkeypatch.delenv(API_KEY_VARIABLE)
     Client(url).page("/ok")
-    assert Handler.heard[-1] == ("/ok", None)
+    assert Handler.received_requests[-1] == ("/ok", None)
 
 
 @pytest.mark.parametrize(
-    ("path", "said"),
+    ("path", "message"),
     [
         ("/refused", "the queue is full (try again in 7 s)"),
         ("/proxy", "status 502: <h1>Bad Gateway</h1>"),
@@ -78,12 +78,12 @@ def test_client_sends_the_api_key_of_flag_or_environment(url: str, monkeypatch: 
         ("/no-json", "no answer from"),
     ],
 )
-def test_failed_stream_raises_an_error_of_one_line(url: str, path: str, said: str) -> None:
+def test_failed_stream_raises_an_error_of_one_line(url: str, path: str, message: str) -> None:
     events = Client(url).events(path, {})
-    with pytest.raises(NoAnswerError) as failed:
+    with pytest.raises(NoAnswerError) as captured_error:
         for at, event in enumerate(events, 1):
-            assert event == {"at": at}, "what came before the failure is there"
-    assert said in str(failed.value) and "\n" not in str(failed.value)
+            assert event == {"at": at}, "the events before the failure are delivered"
+    assert message in str(captured_error.value) and "\n" not in str(captured_error.value)
 
 
 def test_unreachable_or_foreign_server_raises_no_answer_error(url: str) -> None:

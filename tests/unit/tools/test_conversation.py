@@ -1,4 +1,4 @@
-"""What a chat sends, and the words that change it."""
+"""The request body that a chat sends, and the commands that change it."""
 
 import pytest
 
@@ -7,39 +7,39 @@ from cluster.tools.conversation import HELP, Conversation
 USER, ASSISTANT = "user", "assistant"
 
 
-def messages(talk: Conversation, question: str = "q") -> list[tuple[str, str]]:
-    return [(m["role"], m["content"]) for m in talk.body(question)["messages"]]
+def messages(conversation: Conversation, question: str = "q") -> list[tuple[str, str]]:
+    return [(m["role"], m["content"]) for m in conversation.body(question)["messages"]]
 
 
 def test_request_contains_system_prompt_history_and_question() -> None:
-    talk = Conversation("be brief")
-    talk.add_answer("a", "b")
-    said = [("system", "be brief"), (USER, "a"), (ASSISTANT, "b"), (USER, "q")]
-    assert messages(talk) == said
-    assert messages(talk) == said, "asking alone changes nothing"
-    talk.command("/reset")
-    assert messages(talk) == [("system", "be brief"), (USER, "q")]
-    talk.command("/system in  verse ")
-    assert messages(talk)[0] == ("system", "in  verse")
-    talk.command("/system")
-    assert messages(talk) == [(USER, "q")]
+    conversation = Conversation("be brief")
+    conversation.add_answer("a", "b")
+    expected_messages = [("system", "be brief"), (USER, "a"), (ASSISTANT, "b"), (USER, "q")]
+    assert messages(conversation) == expected_messages
+    assert messages(conversation) == expected_messages, "building a request body changes nothing"
+    conversation.command("/reset")
+    assert messages(conversation) == [("system", "be brief"), (USER, "q")]
+    conversation.command("/system in  verse ")
+    assert messages(conversation)[0] == ("system", "in  verse")
+    conversation.command("/system")
+    assert messages(conversation) == [(USER, "q")]
 
 
 def test_set_commands_become_request_fields() -> None:
-    talk = Conversation()
+    conversation = Conversation()
     for line in ("/set temperature 0.2", "/set stop END", '/set stop ["a", "b"]', "/set ignore_eos true"):
-        talk.command(line)
-    body = talk.body("q")
+        conversation.command(line)
+    body = conversation.body("q")
     body.pop("messages")
     assert body == {"temperature": 0.2, "stop": ["a", "b"], "ignore_eos": True}
-    assert talk.command("/set") == 'temperature=0.2 stop=["a", "b"] ignore_eos=true'
-    talk.command("/set stop")
-    assert "stop" not in talk.body("q")
-    assert talk.command("/help") == HELP
+    assert conversation.command("/set") == 'temperature=0.2 stop=["a", "b"] ignore_eos=true'
+    conversation.command("/set stop")
+    assert "stop" not in conversation.body("q")
+    assert conversation.command("/help") == HELP
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         ("/set temperature hot", "temperature: must be a number"),
         ("/set temperature -1", "temperature: must be greater than or equal to 0"),
@@ -52,9 +52,9 @@ def test_set_commands_become_request_fields() -> None:
         ("/", "there is no command '/'"),
     ],
 )
-def test_invalid_chat_command_is_refused_and_changes_nothing(line: str, said: str) -> None:
-    talk = Conversation()
-    with pytest.raises(ValueError) as refused:
-        talk.command(line)
-    assert said in str(refused.value) and "\n" not in str(refused.value)
-    assert talk.settings == {}
+def test_invalid_chat_command_is_refused_and_changes_nothing(line: str, message: str) -> None:
+    conversation = Conversation()
+    with pytest.raises(ValueError) as captured_error:
+        conversation.command(line)
+    assert message in str(captured_error.value) and "\n" not in str(captured_error.value)
+    assert conversation.settings == {}

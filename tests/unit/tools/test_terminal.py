@@ -1,4 +1,4 @@
-"""Colours, control characters, redrawing, and Ctrl-C on hold."""
+"""Colours, control characters and redrawing on a terminal, and the deferral of Ctrl-C."""
 
 import io
 import os
@@ -22,47 +22,49 @@ def plain_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
 
 
-def written(out: io.StringIO, text: str = "hello") -> str:
+def screen_output(out: io.StringIO, text: str = "hello") -> str:
     Screen(out).write(text, "cyan")
     return out.getvalue()
 
 
 def test_colours_follow_terminal_type_and_no_color(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert written(Tty()) == "\x1b[36mhello\x1b[0m"
-    assert written(io.StringIO()) == "hello"
+    assert screen_output(Tty()) == "\x1b[36mhello\x1b[0m"
+    assert screen_output(io.StringIO()) == "hello"
     monkeypatch.setenv("NO_COLOR", "")
-    assert written(Tty()) == "\x1b[36mhello\x1b[0m", "an empty NO_COLOR is none"
+    assert screen_output(Tty()) == "\x1b[36mhello\x1b[0m", "an empty NO_COLOR counts as unset"
     monkeypatch.setenv("NO_COLOR", "1")
-    assert written(Tty()) == "hello"
+    assert screen_output(Tty()) == "hello"
     monkeypatch.delenv("NO_COLOR")
     monkeypatch.setenv("TERM", "dumb")
-    assert written(Tty()) == "hello"
+    assert screen_output(Tty()) == "hello"
 
 
 def test_control_characters_are_escaped_on_a_terminal() -> None:
-    evil = "a\x1b]0;title\x07\r\x9b2J\x7f\tb\n"
-    assert written(Tty(), evil) == "\x1b[36ma\u241b]0;title\u2407\u240d\ufffd2J\u2421\tb\n\x1b[0m"
-    assert written(io.StringIO(), evil) == evil, "a pipe gets the text itself"
+    control_text = "a\x1b]0;title\x07\r\x9b2J\x7f\tb\n"
+    assert screen_output(Tty(), control_text) == "\x1b[36ma\u241b]0;title\u2407\u240d\ufffd2J\u2421\tb\n\x1b[0m"
+    assert screen_output(io.StringIO(), control_text) == control_text, "a pipe gets the unchanged text"
 
 
-def shows(frames: str, height: int) -> list[str]:
-    """What a terminal shows after `frames`, which use cursor up, erase to the end of the line and of the screen."""
-    rows, at, left = [""], 0, frames
-    while left:
-        if left.startswith("\x1b["):
-            end = next(i for i, c in enumerate(left) if c.isalpha())
-            code, number, left = left[end], left[2:end], left[end + 1 :]
+def terminal_rows(frames: str, height: int) -> list[str]:
+    """The rows that a terminal of `height` rows shows after `frames`. The frames move the cursor up and erase to the
+    end of the line and of the screen.
+    """
+    rows, at, remaining = [""], 0, frames
+    while remaining:
+        if remaining.startswith("\x1b["):
+            end = next(i for i, c in enumerate(remaining) if c.isalpha())
+            code, number, remaining = remaining[end], remaining[2:end], remaining[end + 1 :]
             if code == "A":
                 at -= int(number)
-                assert at >= 0 and len(rows) - at <= height, "above the screen"
+                assert at >= 0 and len(rows) - at <= height, "the cursor is above the screen"
             elif code == "J":
                 rows = [*rows[:at], ""]  # the cursor is at the start of its line
-        elif left[0] == "\n":
-            at, left = at + 1, left[1:]
+        elif remaining[0] == "\n":
+            at, remaining = at + 1, remaining[1:]
             rows += [""] if at == len(rows) else []
         else:
-            end = next(i for i, c in enumerate(left) if c in "\x1b\n")
-            rows[at], left = left[:end], left[end:]  # every line here is followed by an erase
+            end = next(i for i, c in enumerate(remaining) if c in "\x1b\n")
+            rows[at], remaining = remaining[:end], remaining[end:]  # every line here is followed by an erase
     return rows
 
 
@@ -73,7 +75,7 @@ def test_redraw_replaces_the_previous_lines_in_place(monkeypatch: pytest.MonkeyP
     for lines in (["one", "two", "three"], ["a line that is too long", "four"], [str(i) for i in range(9)], ["last"]):
         screen.redraw([(line, None) for line in lines])
         cut = [line[:9] for line in lines][:3]
-        assert shows(out.getvalue(), 4) == [*cut, ""]
+        assert terminal_rows(out.getvalue(), 4) == [*cut, ""]
 
 
 def test_redraw_without_a_terminal_appends_each_table() -> None:
@@ -85,12 +87,12 @@ def test_redraw_without_a_terminal_appends_each_table() -> None:
 
 
 def test_first_interrupt_is_deferred_and_second_is_raised() -> None:
-    before = signal.default_int_handler
-    signal.signal(signal.SIGINT, before)  # it is ignored where the tests run in the background
-    with pytest.raises(KeyboardInterrupt), defer_interrupt() as held:
-        assert not held.pressed
+    original_handler = signal.default_int_handler
+    signal.signal(signal.SIGINT, original_handler)  # a process in the background ignores SIGINT
+    with pytest.raises(KeyboardInterrupt), defer_interrupt() as interrupt:
+        assert not interrupt.pressed
         signal.raise_signal(signal.SIGINT)
-        assert held.pressed
+        assert interrupt.pressed
         signal.raise_signal(signal.SIGINT)
-        raise AssertionError("not raised")
-    assert signal.getsignal(signal.SIGINT) is before
+        raise AssertionError("the second SIGINT raised nothing")
+    assert signal.getsignal(signal.SIGINT) is original_handler

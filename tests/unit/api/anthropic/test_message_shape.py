@@ -1,4 +1,6 @@
-"""The message and its stream: exact for a scripted answer, of the official types, and one answer either way."""
+"""Anthropic's message and its stream of events: exact for a scripted answer, valid for the official types, and with
+the same content.
+"""
 
 from typing import Any
 
@@ -14,8 +16,8 @@ from cluster.api.core.errors import ApiError, internal_error, overloaded_error, 
 from cluster.api.core.sequences import Delta
 from cluster.chat.events import CallArguments, CallStarted, Event, ReasoningPiece, TextPiece
 from cluster.request import FinishReason
-from tests.api.test_responses_and_messages import named
-from tests.unit.chat.random_answers import about, answers, steps
+from tests.api.test_responses_and_messages import named_events
+from tests.unit.chat.random_answers import answers, deltas_of, generate_call
 
 OFFICIAL: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 EVENTS: list[Event] = [
@@ -28,10 +30,10 @@ EVENTS: list[Event] = [
 TEXTS = {"text_delta": "text", "thinking_delta": "thinking", "input_json_delta": "partial_json"}
 
 
-def streamed(deltas: list[Delta]) -> list[dict[str, Any]]:
-    """The data of all events, each of which is as it should be by itself."""
-    shape = MessageFormatter(about("msg_1"))
-    found = named((b"".join(shape.events(delta) for delta in deltas) + shape.final_events()).decode())
+def streamed_events(deltas: list[Delta]) -> list[dict[str, Any]]:
+    """The data of all events of the stream, after each event has been checked against the official type."""
+    formatter = MessageFormatter(generate_call("msg_1"))
+    found = named_events((b"".join(formatter.events(delta) for delta in deltas) + formatter.final_events()).decode())
     for name, data in found:
         assert name == data["type"]
         if name != "ping":
@@ -40,7 +42,7 @@ def streamed(deltas: list[Delta]) -> list[dict[str, Any]]:
 
 
 def test_scripted_answer_streams_the_exact_events() -> None:
-    first, *rest, delta, stop = streamed(steps(EVENTS))
+    first, *rest, delta, stop = streamed_events(deltas_of(EVENTS))
     usage = first["message"].pop("usage")
     assert first == {
         "type": "message_start",
@@ -71,28 +73,30 @@ def test_scripted_answer_streams_the_exact_events() -> None:
 
 
 @settings(max_examples=150, deadline=None)
-@given(events=answers(), each=st.integers(1, 5), finish=st.sampled_from(["stop", "length"]))
-def test_streamed_events_add_up_to_the_complete_message(events: list[Event], each: int, finish: FinishReason) -> None:
-    deltas = steps(events, each, finish)
-    whole = MessageFormatter(about("msg_1")).body(deltas)
-    Message.model_validate(whole)
+@given(events=answers(), events_per_delta=st.integers(1, 5), finish=st.sampled_from(["stop", "length"]))
+def test_streamed_events_add_up_to_the_complete_message(
+    events: list[Event], events_per_delta: int, finish: FinishReason
+) -> None:
+    deltas = deltas_of(events, events_per_delta, finish)
+    message_body = MessageFormatter(generate_call("msg_1")).body(deltas)
+    Message.model_validate(message_body)
     blocks: list[dict[str, Any]] = []
     texts: list[str] = []
     is_open = False
-    for data in streamed(deltas):
-        kind = data["type"]
-        if kind == "content_block_start":
+    for data in streamed_events(deltas):
+        event_type = data["type"]
+        if event_type == "content_block_start":
             assert not is_open and data["index"] == len(blocks)
             is_open = True
             blocks.append(dict(data["content_block"]))
             texts.append("")
-        elif kind == "content_block_delta":
+        elif event_type == "content_block_delta":
             assert is_open and data["index"] == len(blocks) - 1
             if data["delta"]["type"] == "signature_delta":
                 blocks[-1]["signature"] += data["delta"]["signature"]
             else:
                 texts[-1] += data["delta"][TEXTS[data["delta"]["type"]]]
-        elif kind == "content_block_stop":
+        elif event_type == "content_block_stop":
             assert is_open and data["index"] == len(blocks) - 1
             is_open = False
             block = blocks[-1]
@@ -100,21 +104,25 @@ def test_streamed_events_add_up_to_the_complete_message(events: list[Event], eac
                 block["input"] = parse_partial_arguments(texts[-1])
             else:
                 block[block["type"]] = texts[-1]
-        elif kind == "message_delta":
+        elif event_type == "message_delta":
             assert not is_open
-            assert data["delta"] == {name: whole[name] for name in ("stop_reason", "stop_sequence")}
-            assert data["usage"] == whole["usage"]
-    assert kind == "message_stop"
-    assert blocks == whole["content"]
-    called = any(block["type"] == "tool_use" for block in blocks)
-    assert whole["stop_reason"] == ("max_tokens" if finish == "length" else "tool_use" if called else "end_turn")
+            assert data["delta"] == {name: message_body[name] for name in ("stop_reason", "stop_sequence")}
+            assert data["usage"] == message_body["usage"]
+    assert event_type == "message_stop"
+    assert blocks == message_body["content"]
+    has_tool_use = any(block["type"] == "tool_use" for block in blocks)
+    assert message_body["stop_reason"] == (
+        "max_tokens" if finish == "length" else "tool_use" if has_tool_use else "end_turn"
+    )
 
 
 def test_stop_reason_names_the_stop_sequence_but_no_stop_token() -> None:
-    body = MessageFormatter(about("msg_1")).body(steps([TextPiece("x"), CallStarted(0, "a", "f")], stop="END"))
+    body = MessageFormatter(generate_call("msg_1")).body(
+        deltas_of([TextPiece("x"), CallStarted(0, "a", "f")], stop="END")
+    )
     assert (body["stop_reason"], body["stop_sequence"]) == ("stop_sequence", "END")
     [end] = [Delta(0, finish_reason="stop", stop_reason=257)]
-    body = MessageFormatter(about("msg_1")).body([end])
+    body = MessageFormatter(generate_call("msg_1")).body([end])
     assert (body["stop_reason"], body["stop_sequence"], body["content"]) == (
         "end_turn",
         None,
@@ -123,7 +131,7 @@ def test_stop_reason_names_the_stop_sequence_but_no_stop_token() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "expected"),
     [
         ('{"a": [1, {"b": "c"}]}', {"a": [1, {"b": "c"}]}),
         ("", {}),
@@ -132,15 +140,15 @@ def test_stop_reason_names_the_stop_sequence_but_no_stop_token() -> None:
         ("nonsense", {}),
     ],
 )
-def test_parse_partial_arguments_always_returns_an_object(text: str, found: Any) -> None:
-    assert parse_partial_arguments(text) == found
+def test_parse_partial_arguments_always_returns_an_object(text: str, expected: Any) -> None:
+    assert parse_partial_arguments(text) == expected
 
 
 def test_error_type_follows_the_http_status() -> None:
-    made = [ApiError("m", status=status) for status in (400, 401, 403, 404, 405, 408, 413, 415, 500, 503)]
-    kinds = [anthropic_envelope(error)["error"]["type"] for error in made]
+    errors = [ApiError("m", status=status) for status in (400, 401, 403, 404, 405, 408, 413, 415, 500, 503)]
+    error_types = [anthropic_envelope(error)["error"]["type"] for error in errors]
     bad = "invalid_request_error"
-    assert kinds == [
+    assert error_types == [
         bad, "authentication_error", "permission_error", "not_found_error", bad, bad, "request_too_large", bad,
         "api_error", "api_error",
     ]  # fmt: skip
@@ -149,7 +157,7 @@ def test_error_type_follows_the_http_status() -> None:
         "message": "full",
     }
     assert anthropic_envelope(unavailable_error("gone"))["error"] == {"type": "api_error", "message": "gone"}
-    shape = MessageFormatter(about("msg_1"))
-    assert named(shape.error_events(internal_error("msg_1")).decode()) == [
+    formatter = MessageFormatter(generate_call("msg_1"))
+    assert named_events(formatter.error_events(internal_error("msg_1")).decode()) == [
         ("error", anthropic_envelope(internal_error("msg_1")))
     ]

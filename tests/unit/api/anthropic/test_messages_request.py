@@ -1,4 +1,4 @@
-"""A body of /v1/messages as a chat request: what each block and field becomes, and that no field is unknown."""
+"""A body of /v1/messages becomes a chat request: each block and field has its place in it, and no field is unknown."""
 
 from typing import Any
 
@@ -25,29 +25,29 @@ def messages_of(*messages: dict[str, Any], **body: Any) -> list[dict[str, Any]]:
     return [message.model_dump(exclude_defaults=True) for message in chat.messages]
 
 
-def refused(**body: Any) -> ApiError:
-    with pytest.raises(ApiError) as found:
+def error_of(**body: Any) -> ApiError:
+    with pytest.raises(ApiError) as captured_error:
         chat_of(**body)
-    return found.value
+    return captured_error.value
 
 
-def text(said: str) -> dict[str, Any]:
-    return {"type": "text", "text": said, "cache_control": {"type": "ephemeral"}}
+def text(content: str) -> dict[str, Any]:
+    return {"type": "text", "text": content, "cache_control": {"type": "ephemeral"}}
 
 
 @pytest.mark.parametrize("system", ["be brief", [text("be "), text("brief")]])
 def test_system_prompt_becomes_the_first_message(system: Any) -> None:
-    found = messages_of(*HI, system=system)
-    assert found == [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+    messages = messages_of(*HI, system=system)
+    assert messages == [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
 
 
 def test_content_blocks_become_chat_messages() -> None:
-    used = {"type": "tool_use", "id": "t1", "name": "find", "input": {"x": "é"}}
-    found = messages_of(
+    tool_use = {"type": "tool_use", "id": "t1", "name": "find", "input": {"x": "é"}}
+    messages = messages_of(
         {"role": "user", "content": [text("a"), text("b")]},
         {
             "role": "assistant",
-            "content": [{"type": "thinking", "thinking": "hm", "signature": "s"}, text("I "), text("ask"), used],
+            "content": [{"type": "thinking", "thinking": "hm", "signature": "s"}, text("I "), text("ask"), tool_use],
         },
         {
             "role": "user",
@@ -61,7 +61,7 @@ def test_content_blocks_become_chat_messages() -> None:
         {"role": "user", "content": []},
     )
     call = {"id": "t1", "function": {"name": "find", "arguments": '{"x": "é"}'}}
-    assert found == [
+    assert messages == [
         {"role": "user", "content": "ab"},
         {"role": "assistant", "content": "I ask", "reasoning_content": "hm", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "t1", "content": "one"},
@@ -73,8 +73,8 @@ def test_content_blocks_become_chat_messages() -> None:
 
 
 def test_consecutive_messages_of_one_role_stay_separate() -> None:
-    twice = [{"role": "assistant", "content": "a"}, {"role": "assistant", "content": [text("b")]}]
-    assert [message["content"] for message in messages_of(*twice, *HI)] == ["a", "b", "hi"]
+    assistant_messages = [{"role": "assistant", "content": "a"}, {"role": "assistant", "content": [text("b")]}]
+    assert [message["content"] for message in messages_of(*assistant_messages, *HI)] == ["a", "b", "hi"]
 
 
 def test_final_assistant_message_is_continued() -> None:
@@ -111,7 +111,7 @@ def test_tool_choice_type_sets_the_chat_tool_mode(kind: str, mode: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("thinking", "effort", "becomes"),
+    ("thinking", "effort", "expected"),
     [
         ({"type": "disabled"}, "high", "none"),
         ({"type": "enabled", "budget_tokens": 2048}, None, None),
@@ -121,47 +121,53 @@ def test_tool_choice_type_sets_the_chat_tool_mode(kind: str, mode: str) -> None:
         (None, "low", "low"),
     ],
 )
-def test_thinking_and_effort_set_reasoning_effort(thinking: Any, effort: str | None, becomes: str | None) -> None:
-    assert chat_of(thinking=thinking, output_config={"effort": effort}).reasoning_effort == becomes
+def test_thinking_and_effort_set_reasoning_effort(thinking: Any, effort: str | None, expected: str | None) -> None:
+    assert chat_of(thinking=thinking, output_config={"effort": effort}).reasoning_effort == expected
 
 
 def test_thinking_options_are_mapped_or_give_a_warning() -> None:
-    def said(thinks: bool, **thinking: Any) -> list[str]:
+    def warnings_of(can_think: bool, **thinking: Any) -> list[str]:
         request, _ = MessagesRequest.read({"messages": HI, "max_tokens": 9, "thinking": thinking})
-        return request.thinking_warnings(thinks)
+        return request.thinking_warnings(can_think)
 
-    for thinks, expected in ((True, [BUDGET_WARNING]), (False, [NO_THINKING_WARNING])):
-        assert said(thinks, type="enabled", budget_tokens=2048) == expected
-        assert said(thinks, type="adaptive") == said(thinks, type="disabled") == []
-    on = chat_of(thinking={"type": "enabled"}, chat_template_kwargs={"a": 1})
-    assert on.chat_template_kwargs == {"enable_thinking": True, "thinking": True, "a": 1}
-    assert refused(thinking={"type": "enabled"}, chat_template_kwargs=5).param == "chat_template_kwargs"
+    for can_think, expected in ((True, [BUDGET_WARNING]), (False, [NO_THINKING_WARNING])):
+        assert warnings_of(can_think, type="enabled", budget_tokens=2048) == expected
+        assert warnings_of(can_think, type="adaptive") == warnings_of(can_think, type="disabled") == []
+    enabled = chat_of(thinking={"type": "enabled"}, chat_template_kwargs={"a": 1})
+    assert enabled.chat_template_kwargs == {"enable_thinking": True, "thinking": True, "a": 1}
+    assert error_of(thinking={"type": "enabled"}, chat_template_kwargs=5).param == "chat_template_kwargs"
     assert chat_of(thinking={"type": "adaptive", "display": "omitted"}).include_reasoning is False
     assert chat_of(thinking={"type": "adaptive"}).include_reasoning is True
 
 
 def test_every_messages_api_field_has_exactly_one_category() -> None:
-    own = {*MessagesRequest.model_fields}
-    named = {*message_create_params.MessageCreateParamsBase.__annotations__, "stream", "temperature", "top_p", "top_k"}
-    named |= {*beta_params.MessageCreateParamsBase.__annotations__, *MessageCountTokensParams.__annotations__}
-    assert len(named) > 25
-    for name in named:
-        kinds = [name in own, name in MessagesRequest.extensions, name in HARMLESS, name in REFUSED]
+    model_fields = {*MessagesRequest.model_fields}
+    api_fields = {
+        *message_create_params.MessageCreateParamsBase.__annotations__,
+        "stream",
+        "temperature",
+        "top_p",
+        "top_k",
+    }
+    api_fields |= {*beta_params.MessageCreateParamsBase.__annotations__, *MessageCountTokensParams.__annotations__}
+    assert len(api_fields) > 25
+    for name in api_fields:
+        kinds = [name in model_fields, name in MessagesRequest.extensions, name in HARMLESS, name in REFUSED]
         assert sum(kinds) == 1, (name, kinds)
     assert {*REFUSED} <= {*REMEDIES}
-    assert {*CountRequest.model_fields} < own
+    assert {*CountRequest.model_fields} < model_fields
 
 
 def test_chat_only_fields_are_refused_and_not_ignored() -> None:
     for name in ChatRequest.model_fields:
         assert name in MessagesRequest.honoured() or name in TABLE.refused or name in TABLE.harmless, name
-    assert refused(stop="x").param == "stop"
-    assert refused(n=2).param == "n"
+    assert error_of(stop="x").param == "stop"
+    assert error_of(n=2).param == "n"
 
 
 @pytest.mark.parametrize("field", REFUSED)
 def test_refused_field_error_names_the_remedy(field: str) -> None:
-    error = refused(**{field: {"asks": "for something"}})
+    error = error_of(**{field: {"asks": "for something"}})
     assert (error.param, error.code) == (field, "unsupported_parameter")
     assert REMEDIES[field] in error.message
     for neutral in (None, *REFUSED[field]):

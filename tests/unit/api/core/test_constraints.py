@@ -1,4 +1,4 @@
-"""The fields of three APIs that ask for a form of the output, one grammar each, and never two at once."""
+"""The request fields of three APIs that constrain the output. Each field gives one grammar; two fields are refused."""
 
 import json
 from typing import Any
@@ -16,21 +16,21 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, 
 OF_FORMAT = "response_format.json_schema"
 
 
-def form(**given: Any) -> dict[str, Any]:
-    """OpenAI's field for a schema, with these members."""
-    return {"response_format": {"type": "json_schema", "json_schema": given}}
+def form(**members: Any) -> dict[str, Any]:
+    """OpenAI's `response_format` field for a schema, with these members of `json_schema`."""
+    return {"response_format": {"type": "json_schema", "json_schema": members}}
 
 
-def vllm(**given: Any) -> dict[str, Any]:
-    return {"structured_outputs": given}
+def vllm(**members: Any) -> dict[str, Any]:
+    return {"structured_outputs": members}
 
 
-ASKED: dict[str, tuple[dict[str, Any], str, Grammar]] = {
+CONSTRAINT_CASES: dict[str, tuple[dict[str, Any], str, Grammar]] = {
     "openai object": ({"response_format": {"type": "json_object"}}, "response_format", Grammar("json_object")),
     "openai schema": ({"response_format": FORMAT}, f"{OF_FORMAT}.schema", Grammar("json_schema", TEXT)),
     "openai schema as text": (form(schema=TEXT), f"{OF_FORMAT}.schema", Grammar("json_schema", TEXT)),
     "structural tag": ({"response_format": TAG}, "response_format", Grammar("structural_tag", json.dumps(TAG))),
-    "together's": (
+    "together schema": (
         {"response_format": {"type": "json_object", "schema": SCHEMA}},
         "response_format.schema",
         Grammar("json_schema", TEXT),
@@ -55,13 +55,13 @@ ASKED: dict[str, tuple[dict[str, Any], str, Grammar]] = {
     "sglang regex": ({"regex": "a"}, "regex", Grammar("regex", "a")),
     "sglang ebnf": ({"ebnf": "e"}, "ebnf", Grammar("ebnf", "e")),
     "sglang tag": ({"structural_tag": json.dumps(TAG)}, "structural_tag", Grammar("structural_tag", json.dumps(TAG))),
-    "beside text": ({"response_format": {"type": "text"}, "regex": "a"}, "regex", Grammar("regex", "a")),
+    "sglang regex and text": ({"response_format": {"type": "text"}, "regex": "a"}, "regex", Grammar("regex", "a")),
 }
 
 
-@pytest.mark.parametrize("name", ASKED)
+@pytest.mark.parametrize("name", CONSTRAINT_CASES)
 def test_constraint_of_reads_every_output_format_field(name: str) -> None:
-    body, field, grammar = ASKED[name]
+    body, field, grammar = CONSTRAINT_CASES[name]
     found = constraint_of({"model": "m", "messages": [], **body})
     assert found is not None and found.grammar == grammar
     assert constraint_of(body) == (field, grammar)
@@ -84,7 +84,7 @@ def test_constraint_of_returns_none_for_empty_or_text_formats(body: dict[str, An
 
 
 @pytest.mark.parametrize(
-    ("body", "field", "words", "code"),
+    ("body", "field", "reason", "code"),
     [
         ({"response_format": "json"}, "response_format", "an object", "invalid_type"),
         ({"response_format": {}}, "response_format.type", "one of text, json_object", "invalid_value"),
@@ -108,11 +108,11 @@ def test_constraint_of_returns_none_for_empty_or_text_formats(body: dict[str, An
         ({"structural_tag": 1}, "structural_tag", "an object", "invalid_type"),
     ],
 )
-def test_malformed_format_fields_are_refused_by_name(body: dict[str, Any], field: str, words: str, code: str) -> None:
+def test_malformed_format_fields_are_refused_by_name(body: dict[str, Any], field: str, reason: str, code: str) -> None:
     with pytest.raises(ApiError) as error:
         constraint_of(body)
     assert (error.value.status, error.value.param, error.value.code) == (400, field, code)
-    assert error.value.message.startswith(f"{field}: ") and words in error.value.message
+    assert error.value.message.startswith(f"{field}: ") and reason in error.value.message
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What a client is told where a grammar cannot be compiled."""
+"""The error that a client gets when a grammar cannot be compiled."""
 
 import asyncio
 from typing import Any
@@ -14,19 +14,19 @@ from cluster.grammar.compiler import CompilerError
 
 
 def test_busy_grammar_compiler_gives_a_retryable_overloaded_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Busy:
+    class BusyCompiler:
         async def compile(self, grammar: Grammar) -> str:
             raise CompilerError("this machine is too busy to compile it; try again")
 
-    async def made(self: Grammars, tokenizer: Any) -> Any:
-        return Busy()
+    async def create_compiler(self: Grammars, tokenizer: Any) -> Any:
+        return BusyCompiler()
 
-    monkeypatch.setattr(Grammars, "_create_compiler", made)
+    monkeypatch.setattr(Grammars, "_create_compiler", create_compiler)
     tokenizer: Any = object()
     grammars = Grammars(tokenizer, ModelInfo("m", 64, 256, created=0))
-    with pytest.raises(ApiError, match=r"^response_format: this machine is too busy") as busy:
+    with pytest.raises(ApiError, match=r"^response_format: this machine is too busy") as captured_error:
         asyncio.run(grammars.compile(OutputConstraint("response_format", Grammar("json_object"))))
-    error = busy.value
+    error = captured_error.value
     assert (error.status, error.kind, error.code, error.param) == (
         503, "overloaded_error", "overloaded", "response_format",
     )  # fmt: skip

@@ -1,4 +1,6 @@
-"""Many requests of one call: their outputs as they come, and more of them than the engine's queue holds."""
+"""One call with many requests: `merge_outputs` yields their outputs as they come, even if the call has more requests
+than the engine's queue.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -14,33 +16,35 @@ from cluster.config import EngineConfig
 from cluster.config.resolved import ResolvedSettings
 from cluster.request import Request, RequestParams, SequenceOutput
 
-TEXT = 3  # tokens of each answer
+ANSWER_TOKENS = 3  # tokens of each answer
 
 
-class Engine:
-    """Admits as a router does; a request that was admitted gets its tokens one by one, in `pace_s` each."""
+class FakeEngine:
+    """A fake engine that admits requests like a router. An admitted request gets a token every `pace_s` seconds."""
 
     def __init__(self, pace_s: float = 0.001, **settings: Any) -> None:
         self.admission = Admission(ResolvedSettings.from_settings(EngineConfig(model_path="m", **settings)))
         self.admission.on_gang_up(1 << 24)
-        self.pace_s, self.open, self.most, self.refused = pace_s, 0, 0, 0
+        self.pace_s, self.open_requests, self.max_open_requests, self.refused_requests = pace_s, 0, 0, 0
 
     async def generate(self, request: Request) -> AsyncIterator[SequenceOutput]:
         try:
             self.admission.check(request)
         except Overloaded:
-            self.refused += 1
+            self.refused_requests += 1
             raise
         self.admission.on_admitted(request)
-        self.open += 1
-        self.most = max(self.most, self.open)
+        self.open_requests += 1
+        self.max_open_requests = max(self.max_open_requests, self.open_requests)
         try:
-            for at in range(TEXT):
+            for at in range(ANSWER_TOKENS):
                 await asyncio.sleep(self.pace_s)
                 self.admission.on_tokens(request.request_id, 1)
-                yield SequenceOutput(request.request_id, (at,), finish_reason="stop" if at == TEXT - 1 else None)
+                yield SequenceOutput(
+                    request.request_id, (at,), finish_reason="stop" if at == ANSWER_TOKENS - 1 else None
+                )
         finally:
-            self.open -= 1
+            self.open_requests -= 1
             self.admission.on_ended(request.request_id, stopped=False)
 
 
@@ -48,14 +52,14 @@ def requests(count: int, prompt: int, tokens: int = 256) -> list[Request]:
     return [Request(f"r{at}", tuple(range(prompt)), RequestParams(max_tokens=tokens)) for at in range(count)]
 
 
-def all_of(engine: Engine, asked: list[Request]) -> dict[int, list[int]]:
-    async def whole() -> dict[int, list[int]]:
-        found: dict[int, list[int]] = {}
-        async for at, output in merge_outputs(engine, asked):  # type: ignore[arg-type]
-            found.setdefault(at, []).extend(output.token_ids)
-        return found
+def collect_tokens(engine: FakeEngine, call_requests: list[Request]) -> dict[int, list[int]]:
+    async def collect() -> dict[int, list[int]]:
+        tokens_by_index: dict[int, list[int]] = {}
+        async for at, output in merge_outputs(engine, call_requests):  # type: ignore[arg-type]
+            tokens_by_index.setdefault(at, []).extend(output.token_ids)
+        return tokens_by_index
 
-    return asyncio.run(asyncio.wait_for(whole(), 30))
+    return asyncio.run(asyncio.wait_for(collect(), 30))
 
 
 @pytest.mark.parametrize(
@@ -69,52 +73,56 @@ def all_of(engine: Engine, asked: list[Request]) -> dict[int, list[int]]:
     ],
 )
 def test_call_with_more_requests_than_the_queue_completes(count: int, prompt: int, settings: dict[str, Any]) -> None:
-    engine = Engine(**settings)
-    found = all_of(engine, requests(count, prompt))
-    assert found == {at: [0, 1, 2] for at in range(count)}
-    assert engine.open == 0 and (count == 1 or engine.refused), "otherwise nothing had to wait"
+    engine = FakeEngine(**settings)
+    tokens_by_index = collect_tokens(engine, requests(count, prompt))
+    assert tokens_by_index == {at: [0, 1, 2] for at in range(count)}
+    assert engine.open_requests == 0 and (count == 1 or engine.refused_requests), "no request found the queue full"
 
 
 def test_call_is_refused_when_none_of_its_requests_is_admitted() -> None:
-    async def whole() -> None:
-        engine = Engine(pace_s=0.2, max_queued_requests=2)
-        others = [asyncio.create_task(_drain(engine, one)) for one in requests(2, 40)]
+    async def run() -> None:
+        engine = FakeEngine(pace_s=0.2, max_queued_requests=2)
+        other_calls = [asyncio.create_task(_drain(engine, other_request)) for other_request in requests(2, 40)]
         await asyncio.sleep(0.01)
-        with pytest.raises(ApiError) as refused:
+        with pytest.raises(ApiError) as captured_error:
             async for _ in merge_outputs(engine, [Request(f"n{at}", (1,)) for at in range(5)]):  # type: ignore[arg-type]
-                raise AssertionError("there is no room")
-        assert refused.value.status == 503 and refused.value.code == "overloaded" and engine.refused == 5
-        await asyncio.gather(*others)
+                raise AssertionError("a request was admitted to a full queue")
+        assert (
+            captured_error.value.status == 503
+            and captured_error.value.code == "overloaded"
+            and engine.refused_requests == 5
+        )
+        await asyncio.gather(*other_calls)
 
-    asyncio.run(whole())
+    asyncio.run(run())
 
 
-async def _drain(engine: Engine, request: Request) -> None:
+async def _drain(engine: FakeEngine, request: Request) -> None:
     async for _ in engine.generate(request):
         pass
 
 
 def test_call_ends_refused_when_its_remaining_requests_find_a_full_queue() -> None:
-    """When all that were taken are over; nothing hangs."""
+    """The call is refused when its admitted requests have ended; it does not hang."""
 
-    async def whole() -> None:
-        engine = Engine(max_queued_requests=1)
+    async def run() -> None:
+        engine = FakeEngine(max_queued_requests=1)
         async for at, output in merge_outputs(engine, requests(3, 40)):  # type: ignore[arg-type]
             if at == 0 and output.finish_reason is None:
                 engine.admission.on_admitted(Request("another", (1,)))
 
-    with pytest.raises(ApiError) as refused:
-        asyncio.run(asyncio.wait_for(whole(), 10))
-    assert refused.value.code == "overloaded"
+    with pytest.raises(ApiError) as captured_error:
+        asyncio.run(asyncio.wait_for(run(), 10))
+    assert captured_error.value.code == "overloaded"
 
 
 def test_closing_merge_outputs_aborts_running_and_waiting_requests() -> None:
-    async def whole() -> Engine:
-        engine = Engine(max_queued_requests=1)
+    async def run() -> FakeEngine:
+        engine = FakeEngine(max_queued_requests=1)
         outputs = merge_outputs(engine, requests(6, 40))  # type: ignore[arg-type]
         assert (await anext(outputs))[0] == 0
         await outputs.aclose()
         return engine
 
-    engine = asyncio.run(whole())
-    assert engine.open == 0
+    engine = asyncio.run(run())
+    assert engine.open_requests == 0

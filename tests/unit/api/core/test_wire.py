@@ -1,4 +1,4 @@
-"""The body parser takes what `json` takes, and says 400 to all else, in linear time."""
+"""`parse_body` accepts what `json` accepts, and answers everything else with status 400, in linear time."""
 
 import json
 import time

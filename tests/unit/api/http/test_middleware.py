@@ -1,4 +1,4 @@
-"""A replica refuses new calls for as long as somebody says that it is to drain, and no longer."""
+"""A replica refuses new calls only while its drain lease is renewed."""
 
 import pytest
 
@@ -9,13 +9,13 @@ from cluster.api.http.middleware import DRAIN_LEASE_S, Drain
 def test_drain_ends_when_its_lease_is_not_renewed(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(middleware.time, "monotonic", lambda: now)
-    one = Drain()
-    assert not one.refusing
-    with one.count_call():
-        assert one.begin() == 1 and one.refusing
+    drain = Drain()
+    assert not drain.refusing
+    with drain.count_call():
+        assert drain.begin() == 1 and drain.refusing
     now += DRAIN_LEASE_S - 1
-    assert one.refusing and one.begin() == 0
+    assert drain.refusing and drain.begin() == 0
     now += DRAIN_LEASE_S - 1
-    assert one.refusing
+    assert drain.refusing
     now += 2
-    assert not one.refusing
+    assert not drain.refusing

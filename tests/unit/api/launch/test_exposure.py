@@ -1,4 +1,6 @@
-"""Whom `aerie serve` lets in is settled before anything starts: keys, the word, and no key on a command line."""
+"""`aerie serve` checks before anything starts who may use the server: API keys, or allow_unauthenticated, and never a
+key on the command line.
+"""
 
 import argparse
 from pathlib import Path
@@ -12,10 +14,10 @@ from cluster.config import ConfigError
 from tests.tiny import target_folder
 
 
-def served(*words: str) -> ServePlan:
+def plan_of(*arguments: str) -> ServePlan:
     parser = argparse.ArgumentParser()
     flags.add_arguments(parser)
-    args = parser.parse_args(words)
+    args = parser.parse_args(arguments)
     return make_plan(args.config, flags.overrides_of(args), flags.model_of(args))
 
 
@@ -28,10 +30,10 @@ def test_plan_beyond_loopback_accepts_keys_or_allow_unauthenticated(
     file = tmp_path / "keys"
     create(file, "ann", "use")
     monkeypatch.chdir(tmp_path)
-    assert str(served(target, "--api-keys-file", "keys", "--host", "0.0.0.0").keys) == "ann (use)"
-    assert served(target, "--api-keys-file", "keys").settings.api_keys_file == str(file), "on loopback as well"
+    assert str(plan_of(target, "--api-keys-file", "keys", "--host", "0.0.0.0").keys) == "ann (use)"
+    assert plan_of(target, "--api-keys-file", "keys").settings.api_keys_file == str(file), "also on loopback"
     with pytest.raises(ConfigError, match="api_keys_file '/no/keys' cannot be read"):
-        served(target, "--api-keys-file", "/no/keys")
+        plan_of(target, "--api-keys-file", "/no/keys")
     monkeypatch.setenv("AERIE_API_KEY", "sk-a-key-of-the-environment")
     assert str(make_plan(None, [outside]).keys) == "AERIE_API_KEY (use)"
 
@@ -39,10 +41,10 @@ def test_plan_beyond_loopback_accepts_keys_or_allow_unauthenticated(
 @pytest.mark.parametrize("flag", ["--api-key", "--admin-api-key", "--api-ke"])
 def test_key_on_the_command_line_is_refused_and_not_echoed(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        served(target_folder(), flag, "sk-a-secret")
-    said = capsys.readouterr().err
-    assert "sk-a-secret" not in said
-    assert "AERIE_API_KEY" in said or "ambiguous" in said
+        plan_of(target_folder(), flag, "sk-a-secret")
+    error_output = capsys.readouterr().err
+    assert "sk-a-secret" not in error_output
+    assert "AERIE_API_KEY" in error_output or "ambiguous" in error_output
 
 
 def test_serve_on_a_running_cluster_refuses_environment_keys(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""`aerie keys`: a key is printed once, its hash is kept, and servers that read the file see the old keys or the new."""
+"""`aerie keys` prints a key once and stores its hash. A server that reads the file meanwhile sees a complete file."""
 
 import stat
 import threading
@@ -16,8 +16,8 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "keys"
 
 
-def created(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    assert main(["keys", "create", *words]) == 0
+def create_key(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["keys", "create", *arguments]) == 0
     out, err = capsys.readouterr()
     assert "shown this once" in err and out.strip() not in err
     return out.removesuffix("\n")
@@ -29,15 +29,15 @@ def scope_of(file: Path, token: str) -> str | None:
 
 
 def test_keys_are_created_listed_and_removed(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ann = created(capsys, str(file), "ann")
+    ann = create_key(capsys, str(file), "ann")
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert ann.startswith("sk-aerie-") and len(ann) == len("sk-aerie-") + 43, "256 random bits"
     assert ann not in file.read_text()
     file.write_text("# ours\n" + file.read_text().rstrip("\n"))
     file.chmod(0o640)
-    bob = created(capsys, str(file), "bob", "--scope", "admin")
+    bob = create_key(capsys, str(file), "bob", "--scope", "admin")
     assert (scope_of(file, ann), scope_of(file, bob), scope_of(file, bob[:-1])) == ("ann use", "bob admin", None)
-    assert stat.S_IMODE(file.stat().st_mode) == 0o640, "what its owner chose stays"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o640, "the mode that the owner set stays"
     assert main(["keys", "list", str(file)]) == 0
     assert capsys.readouterr().out == "ann use\nbob admin\n"
     assert main(["keys", "remove", str(file), "ann"]) == 0
@@ -45,11 +45,11 @@ def test_keys_are_created_listed_and_removed(file: Path, capsys: pytest.CaptureF
     assert file.read_text().startswith("# ours\n")
     assert main(["keys", "remove", str(file), "bob"]) == 0
     assert file.read_text() == "# ours\n"
-    assert list(file.parent.iterdir()) == [file], "nothing is left beside it"
+    assert list(file.parent.iterdir()) == [file], "no temporary file is left"
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "message"),
     [
         (["create", "FILE", "ann"], "has a key 'ann' already"),
         (["create", "FILE", "a b"], "NAME must be 1 to 64"),
@@ -59,13 +59,13 @@ def test_keys_are_created_listed_and_removed(file: Path, capsys: pytest.CaptureF
     ],
 )
 def test_failed_keys_command_reports_the_error_and_changes_nothing(
-    file: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+    file: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
-    created(capsys, str(file), "ann")
-    before = file.read_text()
-    assert main(["keys", *(str(file) if word == "FILE" else word for word in words)]) == 2
-    assert said in capsys.readouterr().err
-    assert file.read_text() == before and list(file.parent.iterdir()) == [file]
+    create_key(capsys, str(file), "ann")
+    text_before = file.read_text()
+    assert main(["keys", *(str(file) if argument == "FILE" else argument for argument in arguments)]) == 2
+    assert message in capsys.readouterr().err
+    assert file.read_text() == text_before and list(file.parent.iterdir()) == [file]
 
 
 def test_keys_create_leaves_a_malformed_file_unchanged(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,28 +78,28 @@ def test_keys_create_leaves_a_malformed_file_unchanged(file: Path, capsys: pytes
 
 def test_concurrent_changes_lose_no_key_and_readers_see_complete_files(file: Path) -> None:
     command.create(file, "first", "use")
-    stop, broken = threading.Event(), []
+    stop, read_errors = threading.Event(), []
 
-    def reading() -> None:
+    def read_repeatedly() -> None:
         while not stop.is_set():
             try:
                 ApiKeys(file)
             except Exception as error:
-                broken.append(error)
+                read_errors.append(error)
 
-    def writing(who: int) -> None:
+    def write_keys(writer: int) -> None:
         for number in range(15):
-            command.create(file, f"{who}.{number}", "use")
+            command.create(file, f"{writer}.{number}", "use")
         for number in range(0, 15, 2):
-            command.remove(file, f"{who}.{number}")
+            command.remove(file, f"{writer}.{number}")
 
-    reader = threading.Thread(target=reading)
-    writers = [threading.Thread(target=writing, args=(who,)) for who in range(4)]
+    reader = threading.Thread(target=read_repeatedly)
+    writers = [threading.Thread(target=write_keys, args=(writer,)) for writer in range(4)]
     for thread in (reader, *writers):
         thread.start()
     for thread in writers:
         thread.join()
     stop.set()
     reader.join()
-    assert broken == []
+    assert read_errors == []
     assert len(file.read_text().splitlines()) == 1 + 4 * 7

@@ -1,4 +1,4 @@
-"""A body of /v1/responses as a chat request: what each item and field becomes, and that no field is unknown."""
+"""A body of /v1/responses becomes a chat request: each item and field has its place in it, and no field is unknown."""
 
 from typing import Any, get_args
 
@@ -24,10 +24,10 @@ def messages_of(**body: Any) -> list[dict[str, Any]]:
     return [message.model_dump(exclude_defaults=True) for message in chat_of(**body).messages]
 
 
-def refused(**body: Any) -> ApiError:
-    with pytest.raises(ApiError) as found:
+def error_of(**body: Any) -> ApiError:
+    with pytest.raises(ApiError) as captured_error:
         chat_of(**body)
-    return found.value
+    return captured_error.value
 
 
 CALL = {
@@ -38,47 +38,67 @@ CALL = {
     "id": "fc_1",
     "status": "completed",
 }
-SAID = {
+ASSISTANT_MESSAGE = {
     "type": "message", "id": "msg_1", "role": "assistant", "status": "completed", "phase": None,
     "content": [
         {"type": "output_text", "text": "I ", "annotations": [], "logprobs": []},
         {"type": "refusal", "refusal": "no"},
     ],
 }  # fmt: skip
-THOUGHT = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}
+REASONING = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}
 
 
 def test_input_text_becomes_a_user_message_after_the_instructions() -> None:
     assert messages_of() == [{"role": "user", "content": "hi"}]
-    said = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
-    assert messages_of(instructions="be brief") == said
+    expected = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+    assert messages_of(instructions="be brief") == expected
 
 
 def test_items_of_an_assistant_turn_become_one_message() -> None:
-    other = {**CALL, "call_id": "c2", "name": "ask", "arguments": "{}"}
+    second_call = {**CALL, "call_id": "c2", "name": "ask", "arguments": "{}"}
     results = [
         {"type": "function_call_output", "call_id": "c1", "output": "one"},
         {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "two"}]},
     ]
     parts = [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]
-    asked = {"role": "user", "content": parts}
-    found = messages_of(input=[{"role": "developer", "content": "rules"}, asked, THOUGHT, SAID, CALL, other, *results])
-    called = [
+    user_message = {"role": "user", "content": parts}
+    messages = messages_of(
+        input=[
+            {"role": "developer", "content": "rules"},
+            user_message,
+            REASONING,
+            ASSISTANT_MESSAGE,
+            CALL,
+            second_call,
+            *results,
+        ]
+    )
+    tool_calls = [
         {"id": "c1", "function": {"name": "find", "arguments": '{"x": 1}'}},
         {"id": "c2", "function": {"name": "ask"}},
     ]
-    assert found == [
+    assert messages == [
         {"role": "developer", "content": "rules"},
         {"role": "user", "content": "ab"},
-        {"role": "assistant", "content": "I no", "reasoning_content": "hm", "tool_calls": called},
+        {"role": "assistant", "content": "I no", "reasoning_content": "hm", "tool_calls": tool_calls},
         {"role": "tool", "tool_call_id": "c1", "content": "one"},
         {"role": "tool", "tool_call_id": "c2", "content": "two"},
     ]
 
 
 def test_consecutive_assistant_turns_stay_separate() -> None:
-    found = messages_of(input=[SAID, SAID, CALL, THOUGHT, CALL, {"type": "reasoning", "summary": []}, SAID])
-    outline = [[*message] for message in found]
+    messages = messages_of(
+        input=[
+            ASSISTANT_MESSAGE,
+            ASSISTANT_MESSAGE,
+            CALL,
+            REASONING,
+            CALL,
+            {"type": "reasoning", "summary": []},
+            ASSISTANT_MESSAGE,
+        ]
+    )
+    outline = [[*message] for message in messages]
     assert outline == [
         ["role", "content"],
         ["role", "content", "tool_calls"],
@@ -89,7 +109,7 @@ def test_consecutive_assistant_turns_stay_separate() -> None:
 
 def test_reasoning_summary_replaces_missing_reasoning_content() -> None:
     summary = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "in short"}], "content": None}
-    assert messages_of(input=[summary, SAID])[0]["reasoning_content"] == "in short"
+    assert messages_of(input=[summary, ASSISTANT_MESSAGE])[0]["reasoning_content"] == "in short"
 
 
 def test_response_fields_become_chat_fields() -> None:
@@ -103,7 +123,7 @@ def test_response_fields_become_chat_fields() -> None:
     )  # fmt: skip
     assert (chat.max_completion_tokens, chat.stream, chat.temperature, chat.top_p) == (7, True, 0.5, 0.9)
     assert (chat.seed, chat.top_k, chat.stop, chat.cache_salt) == (3, 5, ["x"], "s")
-    assert [one.function.model_dump() for one in chat.tools] == [tool]
+    assert [chat_tool.function.model_dump() for chat_tool in chat.tools] == [tool]
     assert (chat.choice.mode, chat.choice.names, chat.parallel_tool_calls) == ("required", ("find",), False)
     assert chat.reasoning_effort == "high"
     assert chat.response_format == {"type": "json_schema", "json_schema": schema}
@@ -127,13 +147,13 @@ def test_text_formats_without_a_schema_pass_unchanged(form: dict[str, Any]) -> N
 
 
 def test_every_responses_api_field_has_exactly_one_category() -> None:
-    own = {*ResponseRequest.model_fields}
-    named = {*ResponseCreateParamsStreaming.__annotations__}
+    model_fields = {*ResponseRequest.model_fields}
+    api_fields = {*ResponseCreateParamsStreaming.__annotations__}
     for base in ResponseCreateParamsStreaming.__orig_bases__:  # type: ignore[attr-defined]
-        named |= {*base.__annotations__}
-    assert len(named) > 30
-    for name in named:
-        kinds = [name in own, name in EXTENSIONS, name in HARMLESS, name in REFUSED]
+        api_fields |= {*base.__annotations__}
+    assert len(api_fields) > 30
+    for name in api_fields:
+        kinds = [name in model_fields, name in EXTENSIONS, name in HARMLESS, name in REFUSED]
         assert sum(kinds) == 1, (name, kinds)
     assert {*REFUSED} <= {*REMEDIES}
     assert {*get_args(IncludeOption)} == {*get_args(ResponseIncludable)}
@@ -142,14 +162,14 @@ def test_every_responses_api_field_has_exactly_one_category() -> None:
 def test_chat_only_fields_are_refused_and_not_ignored() -> None:
     for name in ChatRequest.model_fields:
         assert name in ResponseRequest.honoured() or name in TABLE.refused or name in TABLE.harmless, name
-    assert refused(n=2).param == "n"
-    assert refused(return_token_ids=True).param == "return_token_ids"
+    assert error_of(n=2).param == "n"
+    assert error_of(return_token_ids=True).param == "return_token_ids"
     assert chat_of(n=1, return_token_ids=False).n == 1
 
 
 @pytest.mark.parametrize("field", REFUSED)
 def test_refused_field_error_names_the_remedy(field: str) -> None:
-    error = refused(**{field: {"asks": "for something"}})
+    error = error_of(**{field: {"asks": "for something"}})
     assert (error.param, error.code) == (field, "unsupported_parameter")
     assert REMEDIES[field] in error.message
     for neutral in (None, *REFUSED[field]):
@@ -162,8 +182,8 @@ def test_translated_errors_name_the_field_of_the_request_body() -> None:
     assert origins.body_path("messages.2.role") == "input.5.role"
     assert origins.body_path("messages.2.tool_calls.0.function.arguments") == "input.6.arguments"
     assert origins.body_path("seed") == "seed"
-    with pytest.raises(ApiError) as found, origins.translate_errors():
+    with pytest.raises(ApiError) as captured_error, origins.translate_errors():
         raise ApiError("messages.2: no", status=404, param="messages.2", code="c", kind="k", headers={"a": "b"})
-    error = found.value
+    error = captured_error.value
     assert (error.message, error.param, error.status, error.code) == ("input.5: no", "input.5", 404, "c")
     assert (error.kind, error.headers) == ("k", {"a": "b"})

@@ -1,4 +1,4 @@
-"""Requests begin in turns, with rests where no core of the machine is idle."""
+"""Requests begin one after another, with pauses between them while no core of the machine is idle."""
 
 import asyncio
 import os
@@ -19,67 +19,67 @@ from cluster.api.proxy.throttle import (
 )
 
 
-class Machine:
-    """A machine of two cores whose kernel counts in the file `stat`; one tick is a hundredth of a second."""
+class FakeMachine:
+    """A fake machine of two cores. Its CPU counters are in the file `stat`; one tick is a hundredth of a second."""
 
     def __init__(self, folder: Path) -> None:
         self.stat = folder / "stat"
         self.now = 0.0
         self._busy = self._idle = self._disk = 0
-        self.passes(1.0, busy=0.0)
+        self.advance(1.0, busy=0.0)
 
-    def passes(self, seconds: float, busy: float, disk: float = 0.0) -> None:
-        """Time passes in which the cores work for the share `busy` and wait for a disk for the share `disk`."""
+    def advance(self, seconds: float, busy: float, disk: float = 0.0) -> None:
+        """Advance the time. The cores work for the share `busy` of it and wait for a disk for the share `disk`."""
         ticks = round(seconds * 200)
         self._busy, self._disk = self._busy + round(ticks * busy), self._disk + round(ticks * disk)
         self._idle += ticks - round(ticks * busy) - round(ticks * disk)
         self.now += seconds
         self.stat.write_text(f"cpu  {self._busy} 0 0 {self._idle} {self._disk} 0 0 0 9 9\ncpu0 0 0 0 0 0 0 0 0 0 0\n")
 
-    def cores(self) -> CpuLoad:
+    def cpu_load(self) -> CpuLoad:
         return CpuLoad(self.stat, lambda: self.now)
 
 
 def test_cpu_is_saturated_when_no_core_was_idle(tmp_path: Path) -> None:
-    machine = Machine(tmp_path)
-    cores = machine.cores()
-    assert not cores.saturated()
+    machine = FakeMachine(tmp_path)
+    cpu_load = machine.cpu_load()
+    assert not cpu_load.saturated()
     for busy, disk, full in ((1.0, 0.0, True), (0.5, 0.0, False), (0.9, 0.0, True), (0.5, 0.5, False)):
-        machine.passes(SATURATED_S, busy, disk)
-        assert cores.saturated() is full
+        machine.advance(SATURATED_S, busy, disk)
+        assert cpu_load.saturated() is full
 
 
 def test_saturated_cpu_counts_as_saturated_for_a_second(tmp_path: Path) -> None:
-    """Else a moment's room would let a burst begin at once."""
-    machine = Machine(tmp_path)
-    cores = machine.cores()
-    cores.saturated()
-    machine.passes(CHECK_S, busy=1.0)
-    assert cores.saturated()
-    machine.passes(SATURATED_S * 0.9, busy=0.0)
-    assert cores.saturated()
-    machine.passes(SATURATED_S * 0.2, busy=0.0)
-    assert not cores.saturated()
+    """Otherwise a short idle time would let a burst of requests begin at once."""
+    machine = FakeMachine(tmp_path)
+    cpu_load = machine.cpu_load()
+    cpu_load.saturated()
+    machine.advance(CHECK_S, busy=1.0)
+    assert cpu_load.saturated()
+    machine.advance(SATURATED_S * 0.9, busy=0.0)
+    assert cpu_load.saturated()
+    machine.advance(SATURATED_S * 0.2, busy=0.0)
+    assert not cpu_load.saturated()
 
 
 def test_cpu_counters_are_read_once_per_check_interval(tmp_path: Path) -> None:
-    machine = Machine(tmp_path)
-    cores = machine.cores()
-    assert not cores.saturated()
-    machine.passes(CHECK_S / 2, busy=1.0)
-    assert not cores.saturated()
-    machine.passes(CHECK_S / 2, busy=1.0)
-    assert cores.saturated()
+    machine = FakeMachine(tmp_path)
+    cpu_load = machine.cpu_load()
+    assert not cpu_load.saturated()
+    machine.advance(CHECK_S / 2, busy=1.0)
+    assert not cpu_load.saturated()
+    machine.advance(CHECK_S / 2, busy=1.0)
+    assert cpu_load.saturated()
 
 
 @pytest.mark.parametrize("text", [None, "", "cpu a b c d e f g h\n"])
 def test_cpu_is_never_saturated_without_readable_counters(tmp_path: Path, text: str | None) -> None:
-    machine = Machine(tmp_path)
+    machine = FakeMachine(tmp_path)
     machine.stat.unlink() if text is None else machine.stat.write_text(text)
-    cores = machine.cores()
+    cpu_load = machine.cpu_load()
     for _ in range(3):
         machine.now += 1.0
-        assert not cores.saturated()
+        assert not cpu_load.saturated()
 
 
 def test_cpu_counters_of_this_machine_are_readable() -> None:
@@ -93,90 +93,94 @@ def test_pause_keeps_request_starts_within_an_eighth_of_the_cpus() -> None:
     assert pause_s(1 << 20, 2) == MAX_PAUSE_S
 
 
-class Given(CpuLoad):
+class FakeCpuLoad(CpuLoad):
     def __init__(self, full: bool) -> None:
         super().__init__()
-        self._given = full
+        self._full = full
 
     def saturated(self) -> bool:
-        return self._given
+        return self._full
 
 
-def began(full: bool, charged: bool = True) -> list[float]:
-    """When each of four requests that come at once begins, in seconds after the first; a rest is `MAX_PAUSE_S`."""
+def begin_times(full: bool, charged: bool = True) -> list[float]:
+    """The times at which four requests that come at once begin, in seconds after the first. The pause after a charged
+    request is `MAX_PAUSE_S`.
+    """
 
     async def all_begin() -> list[float]:
-        turns, times = Throttle(Given(full)), []
+        throttle, times = Throttle(FakeCpuLoad(full)), []
         clock = asyncio.get_running_loop().time
 
-        async def one() -> None:
-            await turns.wait()
+        async def start_request() -> None:
+            await throttle.wait()
             times.append(clock())
             if charged:
-                turns.on_begin(1 << 30)
+                throttle.on_begin(1 << 30)
 
-        await asyncio.gather(*(one() for _ in range(4)))
+        await asyncio.gather(*(start_request() for _ in range(4)))
         return [each - times[0] for each in times]
 
     return asyncio.run(all_begin())
 
 
 def test_requests_on_a_saturated_cpu_begin_with_pauses_between() -> None:
-    for turn, at in enumerate(began(full=True)):
+    for turn, at in enumerate(begin_times(full=True)):
         assert at >= turn * MAX_PAUSE_S * 0.99
 
 
 @pytest.mark.parametrize(("full", "charged"), [(False, True), (True, False)])
 def test_no_pause_on_an_idle_cpu_or_after_a_request_that_did_not_begin(full: bool, charged: bool) -> None:
-    assert began(full, charged)[-1] < 3 * MAX_PAUSE_S
+    assert begin_times(full, charged)[-1] < 3 * MAX_PAUSE_S
 
 
 def test_interrupt_ends_all_waits_and_preserves_their_order() -> None:
-    """Who has left meanwhile takes no turn."""
+    """A cancelled request does not begin, and delays no other request."""
 
     async def all_wait() -> list[tuple[int, bool]]:
-        turns, given = Throttle(Given(True)), []
+        throttle, wait_results = Throttle(FakeCpuLoad(True)), []
 
-        async def one(number: int) -> None:
-            while not (turn := await turns.wait()):
-                given.append((number, turn))
-            given.append((number, turn))
+        async def wait_for_turn(number: int) -> None:
+            while not (turn := await throttle.wait()):
+                wait_results.append((number, turn))
+            wait_results.append((number, turn))
 
-        assert await turns.wait()
-        turns.on_begin(1 << 30)
-        tasks = [asyncio.ensure_future(one(number)) for number in range(4)]
+        assert await throttle.wait()
+        throttle.on_begin(1 << 30)
+        tasks = [asyncio.ensure_future(wait_for_turn(number)) for number in range(4)]
         await asyncio.sleep(0)
         tasks[1].cancel()
-        turns.interrupt()
+        throttle.interrupt()
         await asyncio.sleep(MAX_PAUSE_S / 10)
-        assert given == [(0, False), (2, False), (3, False)]
+        assert wait_results == [(0, False), (2, False), (3, False)]
         tasks[2].cancel()
         await asyncio.wait(tasks)
-        return given
+        return wait_results
 
     assert asyncio.run(all_wait())[3:] == [(0, True), (3, True)]
 
 
 def test_refused_request_lets_the_next_request_begin_sooner() -> None:
-    """Three refusals, each known at once: the fourth request begins after three rests of `REFUSE_S`."""
+    """Three requests are refused as soon as they begin, so the fourth begins after three pauses for `REFUSE_S`."""
 
     async def all_begin() -> float:
-        turns = Throttle(Given(True))
+        turns = Throttle(FakeCpuLoad(True))
         clock = asyncio.get_running_loop().time
-        began = clock()
+        start_time = clock()
         for refused in (True, True, True, False):
             assert await turns.wait()
             turns.on_begin(0)
             if refused:
                 asyncio.get_running_loop().call_soon(turns.on_refused)  # while the next one waits
-        return clock() - began
+        return clock() - start_time
 
-    rest = (pause_s(0, os.cpu_count() or 1)) / 3
-    assert 3 * rest * 0.99 <= asyncio.run(all_begin()) < 3 * rest + pause_s(0, os.cpu_count() or 1)
+    pause = (pause_s(0, os.cpu_count() or 1)) / 3
+    assert 3 * pause * 0.99 <= asyncio.run(all_begin()) < 3 * pause + pause_s(0, os.cpu_count() or 1)
 
 
 class RefusedAtOnce(Throttle):
-    """A refusal of an earlier request comes after each turn is given, before the request with that turn is charged."""
+    """A throttle that gets a refusal of an earlier request each time it has let a request begin, before that request
+    calls `on_begin`.
+    """
 
     def _begin_next(self) -> None:
         super()._begin_next()
@@ -184,10 +188,10 @@ class RefusedAtOnce(Throttle):
 
 
 def test_refusal_before_on_begin_does_not_skip_a_pause() -> None:
-    """Each request rests after the one before it, however soon the next turn was arranged."""
+    """Each request waits for a pause after the previous request, even if its start was scheduled early."""
 
     async def all_begin() -> list[float]:
-        turns, times = RefusedAtOnce(Given(True)), []
+        turns, times = RefusedAtOnce(FakeCpuLoad(True)), []
         clock = asyncio.get_running_loop().time
 
         async def one() -> None:

@@ -1,4 +1,4 @@
-"""What a replica decides before it starts anything: whether everyone who reaches the server may use it."""
+"""Before a replica starts, it checks its settings and whether everyone who can reach the server may use it."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,22 +17,22 @@ def settings(**more: Any) -> AppSettings:
 
 
 @pytest.fixture
-def listening(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Sets where Serve's proxies listen."""
+def set_proxy_host(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A function that sets the host on which Serve's proxies listen."""
     monkeypatch.delenv("AERIE_API_KEY", raising=False)
     monkeypatch.delenv("AERIE_ADMIN_API_KEY", raising=False)
 
-    def on(host: str | None) -> None:
+    def set_host(host: str | None) -> None:
         client = SimpleNamespace(http_config=SimpleNamespace(host=host))
         monkeypatch.setattr(application, "_get_global_client", lambda: client)
 
-    return on
+    return set_host
 
 
 def test_replica_beyond_loopback_needs_keys_or_allow_unauthenticated(
-    listening: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    set_proxy_host: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    listening("0.0.0.0")
+    set_proxy_host("0.0.0.0")
     with pytest.raises(ConfigError, match=r"'0\.0\.0\.0' is reachable from other machines and there are no API keys"):
         application._rest_options(settings())
     assert application._rest_options(settings(allow_unauthenticated=True))["keys"] is None
@@ -41,11 +41,11 @@ def test_replica_beyond_loopback_needs_keys_or_allow_unauthenticated(
     assert keys.find(key.encode()).name == "ann"
     monkeypatch.setenv("AERIE_API_KEY", "sk-a-key-of-the-environment")
     keys = application._rest_options(settings(allow_unauthenticated=True))["keys"]
-    assert keys.find(b"sk-a-key-of-the-environment").scope == "use", "the word does not make keys void"
+    assert keys.find(b"sk-a-key-of-the-environment").scope == "use", "allow_unauthenticated keeps keys"
 
 
-def test_replica_on_loopback_needs_keys_only_with_api_keys_file(listening: Any) -> None:
-    listening("127.0.0.1")
+def test_replica_on_loopback_needs_keys_only_with_api_keys_file(set_proxy_host: Any) -> None:
+    set_proxy_host("127.0.0.1")
     assert application._rest_options(settings()) == {"keys": None, "origins": [], "page": True}
     assert not application._rest_options(settings(page=False))["page"]
     with pytest.raises(ConfigError, match="api_keys_file '/no/keys' cannot be read: No such file"):
@@ -53,7 +53,7 @@ def test_replica_on_loopback_needs_keys_only_with_api_keys_file(listening: Any) 
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("fields", "message"),
     [
         ({"api_keys_file": "keys"}, "api_keys_file 'keys' must be an absolute path"),
         ({"allowed_origins": ["chat.example"]}, "'chat.example' must be SCHEME://HOST"),
@@ -67,10 +67,10 @@ def test_replica_on_loopback_needs_keys_only_with_api_keys_file(listening: Any) 
         ({"api_key": "x"}, "unknown setting 'api_key'; did you mean 'api_keys_file'"),
     ],
 )
-def test_invalid_settings_are_refused_by_name(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        settings(**given)
-    assert said in str(refused.value)
+def test_invalid_settings_are_refused_by_name(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as captured_error:
+        settings(**fields)
+    assert message in str(captured_error.value)
 
 
 def test_parser_names_of_other_servers_are_accepted() -> None:

@@ -1,4 +1,4 @@
-"""Calls of an ingress to the engine deployment that Serve sheds: a full queue, and no lost engine."""
+"""Calls of an ingress that Serve sheds because the engine deployment's queue is full: the engine is not lost."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -15,26 +15,26 @@ from cluster.config import EngineConfig
 from cluster.request import Request, RequestParams
 
 
-class Handle:
-    """A handle of Serve's, of whose calls each ends with the error of its turn; without one it answers."""
+class FakeHandle:
+    """A fake of Serve's handle. Each call raises the next of `errors`; a call whose error is None answers."""
 
     def __init__(self, *errors: Exception | None) -> None:
         self._errors = iter(errors)
         self.cancelled = 0
 
-    def options(self, stream: bool) -> "Handle":
+    def options(self, stream: bool) -> "FakeHandle":
         return self
 
-    def __getattr__(self, method: str) -> "Handle":
+    def __getattr__(self, method: str) -> "FakeHandle":
         return self
 
     def remote(self, *args: Any) -> Any:
         error = next(self._errors)
         if args:
             return self._stream(error)
-        return self._whole(error)
+        return self._answer_status(error)
 
-    async def _whole(self, error: Exception | None) -> GangStatus:
+    async def _answer_status(self, error: Exception | None) -> GangStatus:
         if error is not None:
             raise error
         return GangStatus(False, "rank 1 is suspect")
@@ -45,32 +45,38 @@ class Handle:
         yield
 
 
-def client(handle: Handle) -> ResilientClient:
+def client(handle: FakeHandle) -> ResilientClient:
     return ResilientClient(HandleCalls(handle, "me"), EngineConfig(model_path="m"), 0, lambda: None, 0.1)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("given", "told"), [(None, 1.0), (7.5, 7.5)])
-def test_request_shed_by_serve_raises_overloaded(given: float | None, told: float) -> None:
+@pytest.mark.parametrize(("retry_after_s", "expected_s"), [(None, 1.0), (7.5, 7.5)])
+def test_request_shed_by_serve_raises_overloaded(retry_after_s: float | None, expected_s: float) -> None:
     async def ask() -> None:
         request = Request("r", (7, 100), RequestParams(max_tokens=3))
-        async for _ in client(Handle(BackPressureError(9, 9, 503, given))).generate(request):
-            raise AssertionError("nothing can have come")
+        async for _ in client(FakeHandle(BackPressureError(9, 9, 503, retry_after_s))).generate(request):
+            raise AssertionError("a shed request has no output")
 
-    with pytest.raises(Overloaded, match=r"max_queued_requests: 9") as refused:
+    with pytest.raises(Overloaded, match=r"max_queued_requests: 9") as captured_error:
         asyncio.run(ask())
-    assert refused.value.retry_after_s == told
+    assert captured_error.value.retry_after_s == expected_s
 
 
 def test_status_stays_the_last_known_status_while_serve_sheds() -> None:
-    full = BackPressureError(9, 9)
+    queue_full_error = BackPressureError(9, 9)
 
     async def statuses(*errors: Exception | None) -> list[bool]:
-        asked = client(Handle(*errors))
-        return [(await asked._fetch_status()).healthy for _ in errors]
+        resilient_client = client(FakeHandle(*errors))
+        return [(await resilient_client._fetch_status()).healthy for _ in errors]
 
-    assert asyncio.run(statuses(full, None, full, RayActorError(), full)) == [True, False, False, False, False]
+    assert asyncio.run(statuses(queue_full_error, None, queue_full_error, RayActorError(), queue_full_error)) == [
+        True,
+        False,
+        False,
+        False,
+        False,
+    ]
 
 
 def test_actor_error_becomes_engine_gone_error() -> None:
     with pytest.raises(EngineGoneError):
-        asyncio.run(HandleCalls(Handle(RayActorError()), "me").call("status"))  # type: ignore[arg-type]
+        asyncio.run(HandleCalls(FakeHandle(RayActorError()), "me").call("status"))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What a replica's router is told of the engine."""
+"""The engine settings that the router of a replica uses."""
 
 from types import SimpleNamespace
 
@@ -12,7 +12,7 @@ from tests.unit.models import draft_folders as write
 
 
 def test_router_uses_the_number_of_levels_of_the_draft(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two MTP layers make two levels, so three nodes of a chain, where the default would be three levels."""
+    """Two MTP layers make two levels, so the chain has three nodes. The default would be three levels."""
     draft = write.mtp("mimo", 2, vocab=VOCAB)
     kwargs = {"speculative_draft_model_path": draft, "speculative_num_draft_tokens": 3, "device": "cpu"}
     loading = {"model_id": "m", "model_source": tiny_pair()[0]}
@@ -22,6 +22,6 @@ def test_router_uses_the_number_of_levels_of_the_draft(monkeypatch: pytest.Monke
     context = SimpleNamespace(app_name="a", deployment="d", replica_id=replica, rank=SimpleNamespace(rank=0))
     monkeypatch.setattr(host.serve, "get_replica_context", lambda: context)
     monkeypatch.setattr(host, "cluster_gpus", lambda: 0.0)
-    made = host.GangHost(settings, "none")
-    assert (made.config.speculative_num_steps, made.config.speculative_algorithm) == (2, "NEXTN")
-    assert made.router._balancer._step_rows == 3
+    gang_host = host.GangHost(settings, "none")
+    assert (gang_host.config.speculative_num_steps, gang_host.config.speculative_algorithm) == (2, "NEXTN")
+    assert gang_host.router._balancer._step_rows == 3

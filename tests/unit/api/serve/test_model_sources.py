@@ -1,4 +1,4 @@
-"""Names of a hub in an application's settings: resolved once, in whatever spelling they are given."""
+"""Names of hub models in an application's settings are resolved to commits once, whichever setting holds them."""
 
 from pathlib import Path
 from typing import Any
@@ -39,24 +39,26 @@ def settings(kwargs: dict[str, Any], **loading: Any) -> AppSettings:
     ],
 )
 def test_pin_hub_models_pins_target_tokenizer_and_draft_to_commits(models: FakeHub, draft: dict[str, Any]) -> None:
-    given = settings(draft, model_source="org/target", tokenizer_source="org/target")
-    made = pin_hub_models(given)
-    engine = made.llm.engine_config()
+    app_settings = settings(draft, model_source="org/target", tokenizer_source="org/target")
+    pinned_settings = pin_hub_models(app_settings)
+    engine = pinned_settings.llm.engine_config()
     assert engine.model_path == engine.tokenizer_path == f"hf://org/target@{MAIN}"
     assert engine.speculative_draft_model_path == f"hf://org/draft@{MAIN}"
-    assert engine.speculative_num_steps == given.llm.engine_config().speculative_num_steps
-    assert made.llm.model_loading_config.model_id == "m"
-    asked = len(models.log)
-    assert sum("/revision/" in sent.path for sent in models.log) == 2, "of a name that is given twice, once"
-    assert pin_hub_models(made) == made and len(models.log) == asked, "what has a commit is not asked for again"
+    assert engine.speculative_num_steps == app_settings.llm.engine_config().speculative_num_steps
+    assert pinned_settings.llm.model_loading_config.model_id == "m"
+    request_count = len(models.log)
+    assert sum("/revision/" in sent.path for sent in models.log) == 2, "a name that is set twice is resolved once"
+    assert pin_hub_models(pinned_settings) == pinned_settings and len(models.log) == request_count, (
+        "a pinned name needs no request"
+    )
     assert hub_source_facts(engine)["draft_commit"] == commit_of("main")
     assert hub_source_facts(engine)["model_revision"] == "main"
 
 
 def test_pin_hub_models_accepts_hub_name_as_model_id_and_leaves_folders(models: FakeHub) -> None:
-    made = pin_hub_models(settings({}, model_id="org/target"))
-    assert made.llm.model_loading_config.model_source == f"hf://org/target@{MAIN}"
-    assert made.llm.model_loading_config.model_id == "org/target"
+    pinned_settings = pin_hub_models(settings({}, model_id="org/target"))
+    assert pinned_settings.llm.model_loading_config.model_source == f"hf://org/target@{MAIN}"
+    assert pinned_settings.llm.model_loading_config.model_id == "org/target"
     folder = settings({}, model_source=target_folder())
     assert pin_hub_models(folder) == folder
 
@@ -69,8 +71,8 @@ def test_make_plan_checks_hub_models_without_downloading_weights(models: FakeHub
         make_plan(None, [("tp_size", 3)], "org/target")
     with pytest.raises(ConfigError, match=rf"'org/target@{commit_of('main')}' is not a draft|not a draft"):
         make_plan(None, [("speculative_draft_model_path", "org/target")], "org/target")
-    sent = [one for one in models.downloads("model.safetensors") if not one.range]
-    assert not sent, "headers alone were read"
+    full_requests = [request for request in models.downloads("model.safetensors") if not request.range]
+    assert not full_requests, "only headers were read"
 
 
 def test_unused_draft_note_names_the_hub_model_of_the_draft(models: FakeHub, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The page of all ingress replicas, some of which do not answer."""
+"""The metrics page of all ingress replicas when some replicas do not answer."""
 
 import asyncio
 import time
@@ -13,8 +13,8 @@ from cluster.api.serve.application import ResilientService
 from cluster.observability.metrics import ServingMetrics
 
 
-class Asked:
-    """One replica's answer, as Serve has it: bytes, an error, or nothing ever."""
+class FakeReplicaResponse:
+    """A fake of Serve's response of one replica: bytes, an error, or None for a replica that never answers."""
 
     def __init__(self, answer: bytes | Exception | None) -> None:
         self._answer = answer
@@ -34,21 +34,21 @@ class Asked:
         return self.get(None)
 
 
-class Peers:
-    """The handle of the ingress deployment."""
+class FakeIngressHandle:
+    """A fake handle of the ingress deployment."""
 
     def __init__(self, *answers: bytes | Exception | None) -> None:
         self._answers = answers
 
     def broadcast(self, method: str) -> Any:
-        async def replicas() -> list[Asked]:
-            return [Asked(answer) for answer in self._answers]
+        async def replicas() -> list[FakeReplicaResponse]:
+            return [FakeReplicaResponse(answer) for answer in self._answers]
 
         return DeploymentBroadcastResponse(replicas(), asyncio.get_running_loop())  # type: ignore[arg-type]
 
 
 class NoGrammars:
-    """In the place of what compiles."""
+    """Replaces the class that compiles grammars."""
 
     def __init__(self, tokenizer: None, model: None) -> None:
         pass
@@ -64,13 +64,13 @@ def test_unreachable_replica_does_not_hide_metrics_of_other_replicas(
     monkeypatch.setattr(application, "PEERS_TIMEOUT_S", 0.3)
     engine: Any = None
 
-    async def ingresses(*answers: bytes | Exception | None) -> list[bytes]:
+    async def ingress_samples(*answers: bytes | Exception | None) -> list[bytes]:
         rest = application.RestParts(
             make_app=None, tokenizer=None, model_info_class=None, grammars_class=NoGrammars, drain_class=None
         )
-        service = ResilientService(engine, None, rest, ServingMetrics(model_name="m"), Peers(*answers))
+        service = ResilientService(engine, None, rest, ServingMetrics(model_name="m"), FakeIngressHandle(*answers))
         return await service._ingress_samples()
 
-    assert asyncio.run(ingresses(b"one", silent, b"two")) == [b"one", b"two"]
-    (own,) = asyncio.run(ingresses(silent))
-    assert b"aerie" in own
+    assert asyncio.run(ingress_samples(b"one", silent, b"two")) == [b"one", b"two"]
+    (own_samples,) = asyncio.run(ingress_samples(silent))
+    assert b"aerie" in own_samples

@@ -1,4 +1,4 @@
-"""What a replica reads texts with, and that a start which cannot succeed ends at once."""
+"""A replica loads its tokenizer and chat template, and a start that cannot succeed ends at once."""
 
 import asyncio
 import json
@@ -14,25 +14,25 @@ from cluster.paths.checkout import CHECKOUT, DEMO_TARGET
 
 
 def test_gather_or_cancel_raises_the_first_failure_without_waiting() -> None:
-    ended = []
+    ended_tasks = []
 
     async def endless() -> None:
         try:
             await asyncio.Event().wait()
         finally:
-            ended.append("endless")
+            ended_tasks.append("endless")
 
     async def fails() -> None:
         raise ConfigError("no tokenizer")
 
-    async def gives() -> int:
+    async def returns_three() -> int:
         return 3
 
-    assert asyncio.run(gather_or_cancel(gives(), gives())) == (3, 3)
+    assert asyncio.run(gather_or_cancel(returns_three(), returns_three())) == (3, 3)
     for pair in ((endless(), fails()), (fails(), endless())):
         with pytest.raises(ConfigError, match="no tokenizer"):
             asyncio.run(asyncio.wait_for(gather_or_cancel(*pair), 10))
-    assert ended.count("endless") >= 1
+    assert ended_tasks.count("endless") >= 1
 
 
 def rest_of(folder: Path, **more: str) -> RestParts:
@@ -59,8 +59,8 @@ def test_chat_template_json_of_a_processor_is_used(tmp_path: Path) -> None:
     template = "{% for message in messages %}<{{ message.content }}>{% endfor %}"
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": template}))
     tokenizer = rest_of(tmp_path).tokenizer
-    asked = ChatRequest.model_validate({"model": "m", "messages": [{"role": "user", "content": "hi"}]})
-    assert asyncio.run(tokenizer.encode_chat(asked.messages, asked, 2)).text == "<hi>"
+    chat_request = ChatRequest.model_validate({"model": "m", "messages": [{"role": "user", "content": "hi"}]})
+    assert asyncio.run(tokenizer.encode_chat(chat_request.messages, chat_request, 2)).text == "<hi>"
     (tmp_path / "chat_template.json").write_text("[]")
     with pytest.raises(ConfigError, match=r"chat_template\.json is not a JSON object"):
         rest_of(tmp_path)

@@ -1,4 +1,4 @@
-"""Models of a hub are downloaded whole, once, and only what is served of them."""
+"""Models of a hub are downloaded completely and once, and only the files that serving needs."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from cluster.arch.hub.snapshot import is_complete
 from cluster.config import ConfigError, EngineConfig
 from tests.fake_hub import FakeHub, commit_of
 from tests.tiny import draft_folder, target_folder
-from tests.unit.arch.hub.conftest import use
+from tests.unit.arch.hub.conftest import use_hub
 
 WEIGHTS = "model.safetensors"
 UNWANTED = (
@@ -33,8 +33,8 @@ UNWANTED = (
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> Path:
-    """A target as repositories hold it: with pickles, code and other formats beside what is served."""
+def repository_folder(tmp_path: Path) -> Path:
+    """The folder of a target as it is in hub repositories: it also has pickles, code and other unwanted formats."""
     folder = tmp_path / "repository"
     shutil.copytree(target_folder(), folder)
     (folder / "tokenizer_config.json").write_text("{}")
@@ -49,131 +49,133 @@ def settings(model: str = "org/model", **more: object) -> EngineConfig:
     return EngineConfig.model_validate({"model_path": model, **more})
 
 
-def fetched(model: str = "org/model") -> Path:
+def fetch_model(model: str = "org/model") -> Path:
     return Path(fetch(settings(model)).model_path)
 
 
-def names(hub: FakeHub) -> set[str]:
+def requested_files(hub: FakeHub) -> set[str]:
     """The files that the client requested, in whole or in part, with or without success."""
     return {sent.path.partition("/resolve/")[2].partition("/")[2] for sent in hub.log if "/resolve/" in sent.path}
 
 
-def blobs(hub: FakeHub) -> list[str]:
-    """What lies in the cache, whole or not."""
+def cached_blobs(hub: FakeHub) -> list[str]:
+    """The blob files in the cache, complete or incomplete."""
     return [str(path) for path in Path(constants.HF_HUB_CACHE).rglob("blobs/*")]
 
 
-def test_only_served_files_are_downloaded(hub: FakeHub, files: Path) -> None:
-    hub.add("org/model", files)
-    folder = fetched()
+def test_only_served_files_are_downloaded(hub: FakeHub, repository_folder: Path) -> None:
+    hub.add("org/model", repository_folder)
+    folder = fetch_model()
     served = {"config.json", "generation_config.json", "tokenizer_config.json", "chat_template.jinja", WEIGHTS}
-    assert {path.name for path in folder.iterdir()} == served == names(hub)
-    assert (folder / WEIGHTS).read_bytes() == (files / WEIGHTS).read_bytes()
+    assert {path.name for path in folder.iterdir()} == served == requested_files(hub)
+    assert (folder / WEIGHTS).read_bytes() == (repository_folder / WEIGHTS).read_bytes()
     assert folder.name == commit_of("main") and "models--org--model" in str(folder)
     hub.log.clear()
-    assert fetched() == folder and not hub.downloads(WEIGHTS), "it is in the cache now"
-    assert fetched(f"org/model@{commit_of('main')}") == folder
+    assert fetch_model() == folder and not hub.downloads(WEIGHTS), "the weights are in the cache"
+    assert fetch_model(f"org/model@{commit_of('main')}") == folder
     assert [sent.path for sent in hub.log] == ["/api/models/org/model/revision/main"], "a commit needs no request"
 
 
-def test_sharded_weights_are_downloaded_as_listed_in_the_index(hub: FakeHub, files: Path) -> None:
-    tensors = load_file(files / WEIGHTS)
-    (files / WEIGHTS).unlink()
+def test_sharded_weights_are_downloaded_as_listed_in_the_index(hub: FakeHub, repository_folder: Path) -> None:
+    tensors = load_file(repository_folder / WEIGHTS)
+    (repository_folder / WEIGHTS).unlink()
     parts = {"model-00001-of-00002.safetensors": {}, "model-00002-of-00002.safetensors": {}}
     for at, (name, tensor) in enumerate(tensors.items()):
         list(parts.values())[at % 2][name] = tensor
-    for part, held in parts.items():
-        save_file(held, files / part)
-    index = {name: part for part, held in parts.items() for name in held}
-    (files / f"{WEIGHTS}.index.json").write_text(json.dumps({"weight_map": index}))
-    hub.add("org/model", files)
-    folder = fetched()
+    for part, part_tensors in parts.items():
+        save_file(part_tensors, repository_folder / part)
+    index = {name: part for part, part_tensors in parts.items() for name in part_tensors}
+    (repository_folder / f"{WEIGHTS}.index.json").write_text(json.dumps({"weight_map": index}))
+    hub.add("org/model", repository_folder)
+    folder = fetch_model()
     assert {path.name for path in folder.glob("*.safetensors")} == parts.keys()
-    assert "extra.safetensors" not in names(hub)
+    assert "extra.safetensors" not in requested_files(hub)
 
 
-def test_a_revision_is_resolved_once(hub: FakeHub, files: Path, tmp_path: Path) -> None:
-    """The draft too; and where the branch has moved on since, the commit that was found at first is served."""
-    other = tmp_path / "other"
-    shutil.copytree(files, other)
-    (other / "chat_template.jinja").write_text("another")
-    target = hub.add("org/model", files)
-    target.revisions |= {"refs/pr/1": other, "v2": other}
+def test_a_revision_is_resolved_once(hub: FakeHub, repository_folder: Path, tmp_path: Path) -> None:
+    """The revisions of target and draft are resolved to commits once. A branch that moves later does not change the
+    commit that is served.
+    """
+    other_folder = tmp_path / "other"
+    shutil.copytree(repository_folder, other_folder)
+    (other_folder / "chat_template.jinja").write_text("another")
+    target = hub.add("org/model", repository_folder)
+    target.revisions |= {"refs/pr/1": other_folder, "v2": other_folder}
     hub.add("org/draft", draft_folder(target_folder()))
     pinned = pin(settings("org/model@v2", speculative_draft_model_path="org/draft"))
     assert {name: (m.name, m.revision, m.commit) for name, m in hub_models(pinned).items()} == {
         "model_path": ("org/model", "v2", commit_of("v2")),
         "speculative_draft_model_path": ("org/draft", "main", commit_of("main")),
     }
-    target.revisions["moved"] = files
-    asked = len(hub.log)
-    assert pin(pinned) == pinned and len(hub.log) == asked
-    found = fetch(pinned)
-    assert (Path(found.model_path) / "chat_template.jinja").read_text() == "another"
-    assert (Path(found.speculative_draft_model_path or "") / WEIGHTS).is_file()
-    assert fetched("org/model@refs/pr/1").name == commit_of("refs/pr/1")
-    assert (fetched() / "chat_template.jinja").read_text() == "{{ messages }}"
+    target.revisions["moved"] = repository_folder
+    request_count = len(hub.log)
+    assert pin(pinned) == pinned and len(hub.log) == request_count
+    fetched_config = fetch(pinned)
+    assert (Path(fetched_config.model_path) / "chat_template.jinja").read_text() == "another"
+    assert (Path(fetched_config.speculative_draft_model_path or "") / WEIGHTS).is_file()
+    assert fetch_model("org/model@refs/pr/1").name == commit_of("refs/pr/1")
+    assert (fetch_model() / "chat_template.jinja").read_text() == "{{ messages }}"
 
 
-@pytest.mark.parametrize("how", ["offline", "unreachable"])
+@pytest.mark.parametrize("hub_state", ["offline", "unreachable"])
 def test_cached_model_is_served_without_a_network(
-    hub: FakeHub, files: Path, how: str, monkeypatch: pytest.MonkeyPatch
+    hub: FakeHub, repository_folder: Path, hub_state: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hub.add("org/model", files)
-    hub.add("org/half", files)
-    folder = fetched()
+    hub.add("org/model", repository_folder)
+    hub.add("org/half", repository_folder)
+    folder = fetch_model()
     snapshot.fetch_config_files(
         snapshot.resolve_commit(hub_models(settings("org/half"))["model_path"])
-    )  # its configs alone
+    )  # only its config files
     hub.log.clear()
-    if how == "offline":
+    if hub_state == "offline":
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     else:
-        use(monkeypatch, "http://127.0.0.1:9")
-    assert fetched() == folder and not hub.log
+        use_hub(monkeypatch, "http://127.0.0.1:9")
+    assert fetch_model() == folder and not hub.log
     for name in ("org/half", "org/other"):
         with pytest.raises(ConfigError) as refusal:
-            fetched(name)
-        said = str(refusal.value)
-        assert f"model folder '{name}' does not exist" in said
-        if how == "offline":
-            assert "HF_HUB_OFFLINE is set" in said and f"hf download {name} --revision" in said
-            assert (WEIGHTS in said) == (name == "org/half")
+            fetch_model(name)
+        message = str(refusal.value)
+        assert f"model folder '{name}' does not exist" in message
+        if hub_state == "offline":
+            assert "HF_HUB_OFFLINE is set" in message and f"hf download {name} --revision" in message
+            assert (WEIGHTS in message) == (name == "org/half")
         else:
-            assert "cannot be had from http://127.0.0.1:9" in said and "the hub cannot be reached" in said
+            assert "cannot be had from http://127.0.0.1:9" in message and "the hub cannot be reached" in message
 
 
 def test_cache_without_a_file_list_is_used_unchecked(
-    hub: FakeHub, files: Path, monkeypatch: pytest.MonkeyPatch
+    hub: FakeHub, repository_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As older versions of the library left it."""
-    hub.add("org/model", files)
-    folder = fetched()
+    """Older versions of `huggingface_hub` left such a cache."""
+    hub.add("org/model", repository_folder)
+    folder = fetch_model()
     copy = folder.parents[2] / "models--org--older" / "snapshots" / folder.name
     shutil.copytree(folder, copy)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert fetched(f"org/older@{folder.name}") == copy
+    assert fetch_model(f"org/older@{folder.name}") == copy
 
 
 def test_interrupted_download_resumes_where_the_connection_ended(
-    hub: FakeHub, files: Path, monkeypatch: pytest.MonkeyPatch
+    hub: FakeHub, repository_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 4)  # what is written at a time, 10 MB otherwise
-    size = (files / WEIGHTS).stat().st_size
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 4)  # bytes per write; 10 MB by default
+    size = (repository_folder / WEIGHTS).stat().st_size
     at = size // 8 * 4
-    hub.add("org/model", files, cut={WEIGHTS: at})
+    hub.add("org/model", repository_folder, cut_after={WEIGHTS: at})
     snapshot.fetch_config_files(snapshot.resolve_commit(hub_models(settings())["model_path"]))
     hub.log.clear()
     folder = snapshot.fetch_all_files(hub_models(settings())["model_path"]).folder
-    assert (folder / WEIGHTS).read_bytes() == (files / WEIGHTS).read_bytes()
-    sent = hub.downloads(WEIGHTS)
-    assert [(one.range, one.status) for one in sent] == [("", 200), (f"bytes={at}-", 206)]
-    assert sum(one.bytes for one in sent) == size, "no byte came twice"
+    assert (folder / WEIGHTS).read_bytes() == (repository_folder / WEIGHTS).read_bytes()
+    requests = hub.downloads(WEIGHTS)
+    assert [(request.range, request.status) for request in requests] == [("", 200), (f"bytes={at}-", 206)]
+    assert sum(request.bytes for request in requests) == size, "no byte was sent twice"
 
 
 @pytest.mark.parametrize("file", [WEIGHTS, "config.json"])
-def test_damaged_files_are_refused_by_name(hub: FakeHub, files: Path, file: str) -> None:
-    repository = hub.add("org/model", files)
+def test_damaged_files_are_refused_by_name(hub: FakeHub, repository_folder: Path, file: str) -> None:
+    repository = hub.add("org/model", repository_folder)
     model = snapshot.resolve_commit(hub_models(settings())["model_path"])
     if file == WEIGHTS:
         snapshot.fetch_config_files(model)
@@ -181,15 +183,17 @@ def test_damaged_files_are_refused_by_name(hub: FakeHub, files: Path, file: str)
     for _ in range(2):
         with pytest.raises(ConfigError, match=rf"arrived damaged: {file} has hash \w+, and \w+ is listed"):
             snapshot.fetch_all_files(model)
-        there = Path(constants.HF_HUB_CACHE) / "models--org--model" / "snapshots" / model.commit
-        assert not (there / file).exists() and len(blobs(hub)) == len(list(there.iterdir()))
+        snapshot_folder = Path(constants.HF_HUB_CACHE) / "models--org--model" / "snapshots" / model.commit
+        assert not (snapshot_folder / file).exists() and len(cached_blobs(hub)) == len(list(snapshot_folder.iterdir()))
     repository.damaged = set()
     assert is_complete(snapshot.fetch_all_files(model))
 
 
-def test_damage_is_found_after_a_process_died(hub: FakeHub, files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It had downloaded everything, and compared nothing yet."""
-    hub.add("org/model", files, damaged={WEIGHTS})
+def test_damage_is_found_after_a_process_died(
+    hub: FakeHub, repository_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process had downloaded all files and had not yet compared any hash."""
+    hub.add("org/model", repository_folder, damaged={WEIGHTS})
     model = snapshot.resolve_commit(hub_models(settings())["model_path"])
     snapshot.fetch_config_files(model)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -199,23 +203,23 @@ def test_damage_is_found_after_a_process_died(hub: FakeHub, files: Path, monkeyp
         snapshot.fetch_config_files(model)
 
 
-def test_file_of_wrong_size_is_refused_by_name(hub: FakeHub, files: Path) -> None:
-    repository = hub.add("org/model", files, short={WEIGHTS})
+def test_file_of_wrong_size_is_refused_by_name(hub: FakeHub, repository_folder: Path) -> None:
+    repository = hub.add("org/model", repository_folder, overstated={WEIGHTS})
     with pytest.raises(ConfigError, match=rf"should be of size \d+ but has size \d+ .*{WEIGHTS}.*The file is not kept"):
-        fetched()
+        fetch_model()
     assert not list(Path(constants.HF_HUB_CACHE).rglob(WEIGHTS))
-    repository.short = set()
-    fetched()
+    repository.overstated = set()
+    fetch_model()
 
 
 def test_insufficient_disk_space_is_reported_before_downloading(
-    hub: FakeHub, files: Path, monkeypatch: pytest.MonkeyPatch
+    hub: FakeHub, repository_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hub.add("org/model", files)
-    free = shutil.disk_usage(files)._replace(free=100_000)
+    hub.add("org/model", repository_folder)
+    free = shutil.disk_usage(repository_folder)._replace(free=100_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: free)
     with pytest.raises(ConfigError, match=r"org/model@\w+ needs 0.00 GB in .*cache.*0.00 GB free; make room there"):
-        fetched()
+        fetch_model()
     assert not hub.downloads(f"cdn/{WEIGHTS}") and not list(Path(constants.HF_HUB_CACHE).rglob(WEIGHTS))
 
 
@@ -236,19 +240,21 @@ except ConfigError as error:
 
 
 def environment(hub: FakeHub) -> dict[str, str]:
-    """That of a process of its own, which reads what is set there."""
-    own = {"HF_ENDPOINT": hub.url, "HF_HUB_CACHE": constants.HF_HUB_CACHE, "OMP_NUM_THREADS": "1"}
-    return {**{k: v for k, v in os.environ.items() if k not in ("HF_HUB_OFFLINE", "HF_TOKEN")}, **own}
+    """The environment variables of a separate process that uses `hub` and the cache of this test."""
+    hub_variables = {"HF_ENDPOINT": hub.url, "HF_HUB_CACHE": constants.HF_HUB_CACHE, "OMP_NUM_THREADS": "1"}
+    return {**{k: v for k, v in os.environ.items() if k not in ("HF_HUB_OFFLINE", "HF_TOKEN")}, **hub_variables}
 
 
-def test_write_failure_during_download_is_reported_and_retry_succeeds(hub: FakeHub, files: Path) -> None:
-    """The system itself refuses to let a file grow; once it may, the download succeeds and small files come once."""
-    hub.add("org/model", files)
-    ended = subprocess.run([sys.executable, "-c", LIMITED], env=environment(hub), capture_output=True, text=True)
-    assert not ended.returncode, ended.stderr
-    refusal, folder = ended.stdout.splitlines()
-    assert f"{constants.HF_HUB_CACHE!r} cannot be written: File too large; make room there" in refusal, ended.stderr
-    assert (Path(folder) / WEIGHTS).read_bytes() == (files / WEIGHTS).read_bytes()
+def test_write_failure_during_download_is_reported_and_retry_succeeds(hub: FakeHub, repository_folder: Path) -> None:
+    """The operating system limits the size of files. Without the limit the download succeeds, and each small file has
+    been downloaded once.
+    """
+    hub.add("org/model", repository_folder)
+    process = subprocess.run([sys.executable, "-c", LIMITED], env=environment(hub), capture_output=True, text=True)
+    assert not process.returncode, process.stderr
+    refusal, folder = process.stdout.splitlines()
+    assert f"{constants.HF_HUB_CACHE!r} cannot be written: File too large; make room there" in refusal, process.stderr
+    assert (Path(folder) / WEIGHTS).read_bytes() == (repository_folder / WEIGHTS).read_bytes()
     assert len(hub.downloads("config.json")) == 3, "config, generation_config and tokenizer_config, once each"
 
 
@@ -261,17 +267,17 @@ print(fetch(EngineConfig(model_path="org/model")).model_path)
 """
 
 
-def test_concurrent_processes_download_each_file_once(hub: FakeHub, files: Path) -> None:
-    hub.add("org/model", files)
+def test_concurrent_processes_download_each_file_once(hub: FakeHub, repository_folder: Path) -> None:
+    hub.add("org/model", repository_folder)
     command = [sys.executable, "-c", FETCH]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    started = [subprocess.Popen(command, env=environment(hub), **pipes) for _ in range(3)]  # type: ignore[call-overload]
-    for process in started:
+    processes = [subprocess.Popen(command, env=environment(hub), **pipes) for _ in range(3)]  # type: ignore[call-overload]
+    for process in processes:
         process.stdin.write("\n")
         process.stdin.flush()
-    folders = {process.communicate(timeout=120)[0].strip() for process in started}
+    folders = {process.communicate(timeout=120)[0].strip() for process in processes}
     assert len(folders) == 1 and is_complete(
         snapshot.fetch_config_files(hub_models(settings(f"org/model@{commit_of('main')}"))["model_path"])
     )
-    whole = [sent for sent in hub.downloads() if "/resolve/" in sent.path and not sent.range]
-    assert len(whole) == len({sent.path for sent in whole}) == 5
+    full_requests = [sent for sent in hub.downloads() if "/resolve/" in sent.path and not sent.range]
+    assert len(full_requests) == len({sent.path for sent in full_requests}) == 5

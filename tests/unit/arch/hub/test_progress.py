@@ -1,4 +1,4 @@
-"""A download ends soon after it is interrupted, and says in the log how far it is."""
+"""A download ends soon after it is interrupted, and writes its progress to the log."""
 
 import logging
 import signal
@@ -15,20 +15,20 @@ from cluster.arch.hub.progress import BYTES_BAR, THREAD_NAME, run_with_progress
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """SIGINT raises KeyboardInterrupt, also where pytest was started in the background, which ignores the signal."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    """SIGINT raises KeyboardInterrupt, also in a pytest that was started in the background and ignores the signal."""
+    previous_handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
-    signal.signal(signal.SIGINT, before)
+    signal.signal(signal.SIGINT, previous_handler)
 
 
 @pytest.mark.usefixtures("interruptible")
 def test_interrupt_ends_the_download() -> None:
     def download(bar: Any) -> None:
-        with bar(total=100) as shown:
-            shown.update(1)
+        with bar(total=100) as progress_bar:
+            progress_bar.update(1)
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)  # as Ctrl-C
             while True:
-                shown.update(1)
+                progress_bar.update(1)
                 time.sleep(0.001)
 
     with pytest.raises(KeyboardInterrupt):
@@ -44,9 +44,9 @@ def test_download_progress_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: py
     monkeypatch.setattr(progress.time, "monotonic", lambda: next(times))
 
     def download(bar: Any) -> None:
-        with bar(total=8_000_000_000, name=BYTES_BAR) as shown:
+        with bar(total=8_000_000_000, name=BYTES_BAR) as progress_bar:
             for _ in range(3):
-                shown.update(2_000_000_000)
+                progress_bar.update(2_000_000_000)
 
     with caplog.at_level(logging.INFO, "cluster.arch.hub.progress"):
         run_with_progress("org/model", download)

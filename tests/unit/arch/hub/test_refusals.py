@@ -1,4 +1,6 @@
-"""What cannot be had of a hub is refused in words that say what to do; and which texts are names of a hub at all."""
+"""A model that cannot be downloaded is refused with a message that says what to do. Also: which texts name a model of
+a hub.
+"""
 
 from pathlib import Path
 
@@ -13,7 +15,7 @@ from tests.tiny import target_folder
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
-def pinned(model: str) -> EngineConfig:
+def pin_model(model: str) -> EngineConfig:
     return pin(EngineConfig(model_path=model))
 
 
@@ -21,15 +23,15 @@ def test_missing_revision_error_lists_existing_branches(hub: FakeHub) -> None:
     folder = Path(target_folder())
     hub.add("org/model", folder).revisions |= {f"v{i}": folder for i in range(6)}
     with pytest.raises(ConfigError, match=r"has no revision 'v9'; it has branches main, v0, v1, v2, v3, \.\.\.$"):
-        pinned("org/model@v9")
+        pin_model("org/model@v9")
 
 
 def test_missing_model_error_names_the_hub_and_the_token(hub: FakeHub) -> None:
-    with pytest.raises(ConfigError) as refusal:
-        pinned("org/nothing")
-    assert "model folder 'org/nothing' does not exist" in str(refusal.value)
-    assert f"cannot be had from {hub.url}" in str(refusal.value)
-    assert "no such model is there, or it is private; check the name, and that HF_TOKEN" in str(refusal.value)
+    with pytest.raises(ConfigError) as captured_error:
+        pin_model("org/nothing")
+    assert "model folder 'org/nothing' does not exist" in str(captured_error.value)
+    assert f"cannot be had from {hub.url}" in str(captured_error.value)
+    assert "no such model is there, or it is private; check the name, and that HF_TOKEN" in str(captured_error.value)
 
 
 def test_a_gated_model_needs_a_token(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,7 +49,7 @@ def test_a_gated_model_needs_a_token(hub: FakeHub, monkeypatch: pytest.MonkeyPat
 
 def test_internal_errors_are_not_reported_as_hub_errors(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.add("org/model", target_folder())
-    monkeypatch.setattr("cluster.arch.hub.snapshot.get_cached_repo_tree", lambda *given, **named: 1 / 0)
+    monkeypatch.setattr("cluster.arch.hub.snapshot.get_cached_repo_tree", lambda *arguments, **keywords: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         fetch(EngineConfig(model_path="org/model"))
 
@@ -76,10 +78,10 @@ def test_hub_model_parses_hub_names_and_ignores_paths(text: str, model: HubModel
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("org/m@", "no revision after its @"), ("hf:///models/m", "does not name a model of a hub")]
+    ("text", "message"), [("org/m@", "no revision after its @"), ("hf:///models/m", "does not name a model of a hub")]
 )
-def test_invalid_hub_names_are_refused(text: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_invalid_hub_names_are_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         hub_model(text)
 
 
@@ -88,7 +90,7 @@ def test_existing_folder_takes_precedence_over_a_hub_name(
 ) -> None:
     (tmp_path / "org" / "model").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    assert hub_model("org/model") is None and pinned("org/model").model_path == "org/model"
+    assert hub_model("org/model") is None and pin_model("org/model").model_path == "org/model"
     assert not hub.log
     hub.add("org/model", target_folder())
-    assert pinned("hf://org/model").model_path == f"hf://org/model@main#{commit_of('main')}"
+    assert pin_model("hf://org/model").model_path == f"hf://org/model@main#{commit_of('main')}"

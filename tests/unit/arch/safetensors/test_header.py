@@ -1,4 +1,4 @@
-"""Headers of safetensors files are bounded and checked before anything is allocated; mutated ones never crash."""
+"""The parser bounds and checks headers of safetensors files before it allocates; mutated headers never crash it."""
 
 import json
 import random
@@ -13,8 +13,8 @@ from cluster.arch.safetensors.header import DTYPE_BYTES, parse_header, read_head
 from cluster.config import ConfigError
 from cluster.models.checkpoint import DTYPES
 
-HERE = Path("x.safetensors")
-GOOD = {
+FILE_PATH = Path("x.safetensors")
+VALID_HEADER = {
     "__metadata__": {"format": "pt"},
     "a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
     "empty": {"dtype": "I64", "shape": [0, 4], "data_offsets": [24, 24]},
@@ -25,11 +25,11 @@ GOOD = {
 
 def parse(header: object, data: int = 40) -> None:
     raw = header if isinstance(header, bytes) else json.dumps(header).encode()
-    parse_header(raw, 8 + len(raw) + data, HERE)
+    parse_header(raw, 8 + len(raw) + data, FILE_PATH)
 
 
-def changed(name: str, **entry: object) -> dict[str, object]:
-    return {**GOOD, name: {**GOOD[name], **entry}}
+def header_with(name: str, **entry: object) -> dict[str, object]:
+    return {**VALID_HEADER, name: {**VALID_HEADER[name], **entry}}
 
 
 def test_dtype_bytes_match_the_torch_item_sizes() -> None:
@@ -37,8 +37,8 @@ def test_dtype_bytes_match_the_torch_item_sizes() -> None:
 
 
 def test_parse_header_returns_dtype_shape_and_byte_range() -> None:
-    raw = json.dumps(GOOD).encode()
-    found = parse_header(raw, 8 + len(raw) + 40, HERE)
+    raw = json.dumps(VALID_HEADER).encode()
+    found = parse_header(raw, 8 + len(raw) + 40, FILE_PATH)
     base = 8 + len(raw)
     assert found["c"] == ("F8_E4M3", (2, 1, 3), base + 34, base + 40)
     assert list(found) == ["a", "empty", "b", "c"]
@@ -66,31 +66,34 @@ def test_read_header_reads_files_written_by_safetensors(name: str, dtype: torch.
         (b'{"a": {"dtype": "F32", "shape": [' + b"9" * 5000 + b"]}}", "not JSON"),
         ({"__metadata__": {"x": 1}}, "__metadata__"),
         ({"a": []}, "tensor 'a' must have dtype"),
-        ({**GOOD, "a": {**GOOD["a"], "more": 1}}, "tensor 'a' must have dtype"),
-        (changed("a", dtype="F31"), "tensor 'a' has dtype 'F31'; known: F64"),
-        (changed("a", dtype=["F32"]), "tensor 'a' has dtype"),
-        (changed("a", shape=[2, -3]), r"tensor 'a' has shape \[2, -3\]"),
-        (changed("a", shape=[2, 3.0]), "tensor 'a' has shape"),
-        (changed("a", shape=[True, 6]), "tensor 'a' has shape"),
-        (changed("a", shape="23"), "tensor 'a' has shape"),
-        (changed("a", shape=[2**61, 2**61]), "tensor 'a' lies at bytes 0 to 24"),
-        (changed("a", shape=[3, 3]), r"bytes 0 to 24, but F32 of shape \[3, 3\] takes 36"),
-        (changed("a", shape=[1] * 9), "9 dimensions"),
-        (changed("a", data_offsets=[24, 0]), "tensor 'a' lies at"),
-        (changed("a", data_offsets=[0]), "1 offsets"),
-        (changed("a", data_offsets=[0, 2**63]), "tensor 'a' has data_offsets"),
-        (changed("b", data_offsets=[20, 30]), "tensor 'b' begins at byte .*, but .* ends at"),
-        (changed("b", data_offsets=[26, 36]), "tensor 'c' begins|tensor 'b' begins"),
-        ({name: entry for name, entry in GOOD.items() if name != "b"}, "tensor 'c' begins"),
-        ({name: entry for name, entry in GOOD.items() if name != "c"}, "tensor 'b' ends at byte .* of a file of"),
-        (changed("c", shape=[2, 1, 4], data_offsets=[34, 42]), "tensor 'c' ends at byte .*; copy the file again"),
+        ({**VALID_HEADER, "a": {**VALID_HEADER["a"], "more": 1}}, "tensor 'a' must have dtype"),
+        (header_with("a", dtype="F31"), "tensor 'a' has dtype 'F31'; known: F64"),
+        (header_with("a", dtype=["F32"]), "tensor 'a' has dtype"),
+        (header_with("a", shape=[2, -3]), r"tensor 'a' has shape \[2, -3\]"),
+        (header_with("a", shape=[2, 3.0]), "tensor 'a' has shape"),
+        (header_with("a", shape=[True, 6]), "tensor 'a' has shape"),
+        (header_with("a", shape="23"), "tensor 'a' has shape"),
+        (header_with("a", shape=[2**61, 2**61]), "tensor 'a' lies at bytes 0 to 24"),
+        (header_with("a", shape=[3, 3]), r"bytes 0 to 24, but F32 of shape \[3, 3\] takes 36"),
+        (header_with("a", shape=[1] * 9), "9 dimensions"),
+        (header_with("a", data_offsets=[24, 0]), "tensor 'a' lies at"),
+        (header_with("a", data_offsets=[0]), "1 offsets"),
+        (header_with("a", data_offsets=[0, 2**63]), "tensor 'a' has data_offsets"),
+        (header_with("b", data_offsets=[20, 30]), "tensor 'b' begins at byte .*, but .* ends at"),
+        (header_with("b", data_offsets=[26, 36]), "tensor 'c' begins|tensor 'b' begins"),
+        ({name: entry for name, entry in VALID_HEADER.items() if name != "b"}, "tensor 'c' begins"),
+        (
+            {name: entry for name, entry in VALID_HEADER.items() if name != "c"},
+            "tensor 'b' ends at byte .* of a file of",
+        ),
+        (header_with("c", shape=[2, 1, 4], data_offsets=[34, 42]), "tensor 'c' ends at byte .*; copy the file again"),
     ],
 )
 def test_invalid_header_is_refused_with_file_and_reason(header: object, message: str) -> None:
-    with pytest.raises(ConfigError, match=message) as caught:
+    with pytest.raises(ConfigError, match=message) as captured_error:
         parse(header)
-    assert "x.safetensors" in str(caught.value)
-    assert len(str(caught.value)) < 600
+    assert "x.safetensors" in str(captured_error.value)
+    assert len(str(captured_error.value)) < 600
 
 
 @pytest.mark.parametrize("length", [0, 1, 2**20, 2**40, 2**64 - 1])
@@ -105,44 +108,46 @@ def test_header_of_wrong_length_is_refused_without_large_allocation(length: int,
     assert peak < 2**20
 
 
-def mutated(raw: bytes, chance: random.Random) -> bytes:
-    """`raw` with a few bytes flipped, taken out, put in, doubled, or numbers and words replaced."""
+def mutate(raw: bytes, generator: random.Random) -> bytes:
+    """`raw` after 1 to 4 random changes: flipped bits, bytes removed, added or repeated, numbers or words replaced."""
     data = bytearray(raw)
-    for _ in range(chance.randint(1, 4)):
-        at, kind = chance.randrange(len(data) or 1), chance.randrange(6)
+    for _ in range(generator.randint(1, 4)):
+        at, kind = generator.randrange(len(data) or 1), generator.randrange(6)
         if kind == 0 and data:
-            data[at] ^= 1 << chance.randrange(8)
+            data[at] ^= 1 << generator.randrange(8)
         elif kind == 1:
-            del data[at : at + chance.randint(1, 9)]
+            del data[at : at + generator.randint(1, 9)]
         elif kind == 2:
-            data[at:at] = bytes(chance.randrange(256) for _ in range(chance.randint(1, 5)))
+            data[at:at] = bytes(generator.randrange(256) for _ in range(generator.randint(1, 5)))
         elif kind == 3:
-            data[at:at] = data[at : at + chance.randint(1, 60)]
+            data[at:at] = data[at : at + generator.randint(1, 60)]
         elif kind == 4:
             digits = [i for i, byte in enumerate(data) if 48 <= byte <= 57] or [0]
-            new = chance.choice([b"-1", b"0", b"4294967296", b"9223372036854775807", b"1e9", b"null", b"[]"])
-            spot = chance.choice(digits)
-            data[spot : spot + 1] = new
+            replacement = generator.choice([b"-1", b"0", b"4294967296", b"9223372036854775807", b"1e9", b"null", b"[]"])
+            position = generator.choice(digits)
+            data[position : position + 1] = replacement
         else:
             words = [b"F32", b"BF16", b"F8_E4M3", b"shape", b"dtype", b"data_offsets", b"__metadata__"]
-            data = bytearray(bytes(data).replace(chance.choice(words), chance.choice(words), 1))
+            data = bytearray(bytes(data).replace(generator.choice(words), generator.choice(words), 1))
     return bytes(data)
 
 
 @pytest.mark.parametrize("count", [3000, pytest.param(200_000, marks=pytest.mark.slow)])
 def test_mutated_headers_are_refused_or_valid(count: int) -> None:
-    """0 crashes, 0 hangs, 0 over-allocations; what passes owns every byte of its file exactly once."""
-    chance, raw, passed = random.Random(5), json.dumps(GOOD).encode(), 0
+    """No header causes a crash, a hang or a large allocation. The tensors of a valid header cover every byte of the
+    file exactly once.
+    """
+    generator, raw, accepted_count = random.Random(5), json.dumps(VALID_HEADER).encode(), 0
     tracemalloc.start()
     for _ in range(count):
-        header = mutated(raw, chance)
-        size = 8 + len(header) + chance.choice([40, 40, 40, 0, 39, 41, 2**40])
+        header = mutate(raw, generator)
+        size = 8 + len(header) + generator.choice([40, 40, 40, 0, 39, 41, 2**40])
         try:
-            found = parse_header(header, size, HERE)
+            found = parse_header(header, size, FILE_PATH)
         except ConfigError as error:
             assert "x.safetensors" in str(error)
             continue
-        passed += 1
+        accepted_count += 1
         at = 8 + len(header)
         for stored in sorted(found.values(), key=lambda s: (s.start, s.stop)):
             assert stored.start == at and stored.stop >= at
@@ -150,5 +155,5 @@ def test_mutated_headers_are_refused_or_valid(count: int) -> None:
         assert at == size
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert 0 < passed < count / 2, "some mutations are harmless, most are not"
+    assert 0 < accepted_count < count / 2, "some mutations are harmless, most are not"
     assert peak < 5 * 2**20

@@ -20,7 +20,7 @@ def test_acceptance_by_depth_counts_only_trees_that_reached_the_depth() -> None:
 
 
 def test_levels_bench_measures_a_draft_of_several_mtp_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One layer is by the quick run of `test_quick`, of the demo pair."""
+    """A draft of one layer is measured in `test_quick`, by the quick run of the demo pair."""
     pair = ModelPair(target_folder(spread=0.3), write.mtp("step", 3), "float64", 1)
     monkeypatch.setattr(ModelPair, "prompts", lambda self, count, length: PROMPTS)
     result = levels.measure(pair, Size(prompts=len(PROMPTS), new_tokens=24), log_progress=lambda _: None)
@@ -29,9 +29,9 @@ def test_levels_bench_measures_a_draft_of_several_mtp_layers(monkeypatch: pytest
         (str(shape), temperature) for temperature in (0.0, 0.8) for shape in levels.SHAPES
     ]
     for figure in result["figures"]:
-        whole, reached = 1.0, 1.0
-        for share in figure["by_depth"]:
-            reached *= share
-            whole += reached
-        assert figure["accept_length"] == pytest.approx(whole)
+        expected_accept_length, reached = 1.0, 1.0
+        for acceptance in figure["by_depth"]:
+            reached *= acceptance
+            expected_accept_length += reached
+        assert figure["accept_length"] == pytest.approx(expected_accept_length)
     assert "same tokens as plain decoding: yes" in levels.show(result)

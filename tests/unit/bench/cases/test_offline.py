@@ -39,9 +39,9 @@ def test_contenders_generate_equal_token_counts_and_report_matches_their_runs(pa
     for batch, texts in (("batch_1", 2), ("batch_8", 9)):
         figures = result["against_transformers"][batch]
         assert (figures["same_texts"], figures["texts"]) == (texts, texts)
-    shown = offline.show(result)
-    for words in ("goal 1.6x", "goal 1.2x", "goal under 15%", "chain of 2", "transformers", "shipped default"):
-        assert words in shown
+    report_text = offline.show(result)
+    for expected_text in ("goal 1.6x", "goal 1.2x", "goal under 15%", "chain of 2", "transformers", "shipped default"):
+        assert expected_text in report_text
 
 
 def test_offline_report_flags_different_tokens_with_first_position(pair: ModelPair) -> None:
