@@ -11,7 +11,7 @@ from cluster.api.serve.settings import AppSettings, parse
 from cluster.config import ConfigError
 from tests.fake_hub import FakeHub, commit_of
 from tests.tiny import draft_folder, target_folder
-from tests.unit.arch.hub.conftest import hub
+from tests.hub.conftest import hub
 
 __all__ = ["hub"]  # the fixture
 

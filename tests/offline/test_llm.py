@@ -27,7 +27,7 @@ from tests.api.test_engine import EngineService
 from tests.parity.test_nonfinite import BAD_TOKEN, EMBEDDING, corrupted_copy
 from tests.tiny import target_folder
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 TARGET, DRAFT = str(ROOT / "models/demo/target"), str(ROOT / "models/demo/draft")
 SETTINGS: dict[str, Any] = {"dtype": "float64", "max_total_tokens": 4096, "page_size": 4, "capture": "off"}
 TREE = {"speculative_num_steps": 3, "speculative_eagle_topk": 4, "speculative_num_draft_tokens": 12}

@@ -16,7 +16,7 @@ from cluster.arch.hub.snapshot import is_complete
 from cluster.config import ConfigError, EngineConfig
 from tests.fake_hub import FakeHub, commit_of
 from tests.tiny import draft_folder, target_folder
-from tests.unit.arch.hub.conftest import use_hub
+from tests.hub.conftest import use_hub
 
 WEIGHTS = "model.safetensors"
 UNWANTED = (
