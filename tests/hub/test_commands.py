@@ -15,9 +15,6 @@ from cluster.arch.hub import outline
 from cluster.cli import main
 from tests.fake_hub import FakeHub, commit_of
 from tests.tiny import draft_folder, target_folder
-from tests.hub.conftest import hub
-
-__all__ = ["hub"]  # the fixture
 
 WEIGHTS = "model.safetensors"
 
