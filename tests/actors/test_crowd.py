@@ -90,6 +90,7 @@ async def stream_and_disconnect(url: str, number: int) -> int:
 
 
 def test_disconnects_of_200_clients_free_all_kv_pages(url: str) -> None:
+    tokens_before = asyncio.run(completion_tokens(url, [3], concurrency=1))
     pages_before = kv_page_counts(url)
 
     async def run_clients() -> list[int]:
@@ -112,4 +113,4 @@ def test_disconnects_of_200_clients_free_all_kv_pages(url: str) -> None:
         pages_after["free"] + pages_after["cached"]
         == pages_before["free"] + pages_before["cached"] + pages_before["used"]
     )
-    assert asyncio.run(completion_tokens(url, [3], concurrency=1))
+    assert asyncio.run(completion_tokens(url, [3], concurrency=1)) == tokens_before

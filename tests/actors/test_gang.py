@@ -1,4 +1,5 @@
 import asyncio
+import re
 import time
 from pathlib import Path
 
@@ -39,12 +40,15 @@ def test_concurrent_requests_stream_and_leave_no_running_requests():
     with_gang(spec("side-by-side"), body)
 
 
-def test_both_ranks_take_steps_for_concurrent_requests():
+def test_both_ranks_generate_half_of_the_tokens_of_concurrent_requests():
     async def body(gang: Gang, router: Router) -> None:
         await asyncio.gather(*(read_stream(router, make_request(f"r{i}", SLOW, i, max_tokens=20)) for i in range(8)))
         await gang.request_heartbeats(2.0)
         steps = [beat.steps for beat in gang.heartbeats if beat is not None]
         assert len(steps) == 2 and all(10 <= n <= 20 for n in steps), steps
+        pages = [merge([sample]).decode() for sample in await router.metrics()]
+        generated = [re.findall(r"aerie_generated_tokens_total\{.*\} (.*)", page) for page in pages]
+        assert generated == [["80.0"], ["80.0"]], "a rank without requests takes steps too, but generates no tokens"
 
     with_gang(spec("two-ranks", world=2), body)
 

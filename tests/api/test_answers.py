@@ -147,11 +147,12 @@ def test_n_samples_differ_and_repeat_with_the_same_seed(client: Client, service:
     assert texts(n=2) != texts(n=2)
 
 
-def test_usage_sums_over_prompts_and_samples(client: Client) -> None:
-    answer = client.complete(prompt=["hello", [1, 2, 3, 4, 5, 6, 7]][:1] * 2, n=3, max_tokens=4).json()
+@pytest.mark.parametrize("prompts", [["hello", "goodbye"], [[1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6, 7]]])
+def test_usage_sums_over_prompts_and_samples(client: Client, prompts: list[Any]) -> None:
+    answer = client.complete(prompt=prompts, n=3, max_tokens=4).json()
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3, 4, 5]
     usage = answer["usage"]
-    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (10, 24)
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (12, 24)
     assert usage["prompt_tokens_details"]["cached_tokens"] == 4
     assert "metrics" not in answer
 

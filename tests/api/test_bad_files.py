@@ -237,12 +237,21 @@ def test_generate_refuses_bad_flags(
     assert_refused(capsys, generate(*pair, *flags), message_part)
 
 
-@pytest.mark.parametrize("ids", ["5,x", "", "5,64", "-1", "1,,2"])
+@pytest.mark.parametrize(
+    ("ids", "message_part"),
+    [
+        ("5,x", "must be integers joined by commas, got '5,x'"),
+        ("", "must be integers joined by commas, got ''"),
+        ("5,64", "token id 64, outside the vocabulary of 64"),
+        ("-1", "token id -1, outside the vocabulary of 64"),
+        ("1,,2", "must be integers joined by commas, got '1,,2'"),
+    ],
+)
 def test_generate_refuses_bad_prompt_token_ids(
-    pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str], ids: str
+    pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str], ids: str, message_part: str
 ) -> None:
     exit_code = main(["generate", "--model", str(pair[0]), f"--prompt-token-ids={ids}", "--max-tokens", "2"])
-    assert_refused(capsys, exit_code, "")
+    assert_refused(capsys, exit_code, message_part)
 
 
 def serve_config(folder: Path, pair: tuple[Path, Path], **engine: Any) -> str:

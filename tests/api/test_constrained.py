@@ -70,10 +70,10 @@ def test_grammar_raises_the_accept_length(services: tuple[EngineService, EngineS
     ("fields", "param", "message_part"),
     [
         ({"response_format": {"type": "xml"}}, "response_format.type", "must be one of"),
-        ({"regex": "("}, "regex", ""),
+        ({"regex": "("}, "regex", "a ( is not closed"),
         ({"guided_json": {"not": {}}}, "guided_json", "not"),
         ({"regex": "a", "ebnf": "b"}, "ebnf", "send one of them"),
-        ({"ebnf": "root = nothing"}, "ebnf", ""),
+        ({"ebnf": "root = nothing"}, "ebnf", 'root rule with name "root" is not found'),
     ],
 )
 def test_unsupported_grammar_gives_a_400_that_names_the_field(

@@ -257,16 +257,11 @@ def test_truncate_prompt_tokens_keeps_the_end_of_the_prompt(services: Services) 
     assert bytes(chat_answer["prompt_token_ids"]) == b"ssistant\n" and chat_answer["usage"]["prompt_tokens"] == 9
 
 
-# name: (fields of the request, the error's param, a part of the error's message)
+# name: (fields of the request, the error's param, a part of the error's message). FIELDS in tests/api/test_bad_input.py
+# has more bad values of these fields.
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
-    "prompt_logprobs in a stream": ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "not in a stream"),
-    "too many prompt_logprobs": ({"prompt_logprobs": 21}, "prompt_logprobs", "at most 20"),
     "negative prompt_logprobs": ({"prompt_logprobs": -1}, "prompt_logprobs", "greater than or equal to 0"),
-    "best_of below n": ({"best_of": 2, "n": 3}, "best_of", "at least n (3)"),
-    "best_of above 128": ({"best_of": 129}, "best_of", "at most 128"),
-    "best_of in a stream": ({"best_of": 3, "stream": True}, "best_of", "known at the end"),
     "best_of of many prompts": ({"best_of": 8, "prompt": ["a"] * 17}, "prompt", "best_of = 8"),
-    "truncate_prompt_tokens of 0": ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "must be positive, or -1"),
     "truncate_prompt_tokens of -2": (
         {"truncate_prompt_tokens": -2},
         "truncate_prompt_tokens",

@@ -28,14 +28,14 @@ def test_status_command_shows_serving_rank_loss_and_unreachable_server(local_ray
         assert [rank["rank"] for rank in gang["ranks"]] == [0, 1]
         assert f"gang {gang['gang']}, incarnation 0, 0 tokens queued: serving\n" in status_once(url).stdout
         with PtyCommand("status", "--url", url) as status:
-            status.read_until(r"life 0, 0 tokens queued: serving")
+            status.read_until(r"incarnation 0, 0 tokens queued: serving")
             body = {"model": "counting", "prompt": [1], "max_tokens": 4000, "stream": True}
             with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as stream:
                 status.read_until(r"streaming 1 ")
                 kill("ShardActor")
                 status.read_until(r"not serving")
                 status.read_until(r"latest loss, [^\n]*not back yet")
-                status.read_until(r"life 1, \d+ tokens queued: serving[^~]*served again after")
+                status.read_until(r"incarnation 1, \d+ tokens queued: serving[^~]*served again after")
                 assert stream.read().endswith(b"data: [DONE]\n\n")
             status.read_until(r"streaming 0 [^\n]*losses 1   restarts 1   resumed streams 1")
             status.press(CTRL_C)

@@ -230,7 +230,7 @@ def test_text_answer_with_tools_is_the_same_for_tree_plain_and_stream(
 def test_response_format_with_tools_gives_text_or_a_call_by_the_schema(
     services: list[EngineService], folder: Path
 ) -> None:
-    """The answer is either text that fits the response format, or a tool call."""
+    """The answer is either text that fits the response format, or a tool call. The bias decides between them."""
     json_schema_format = {"type": "json_schema", "json_schema": {"name": "p", "schema": SCHEMA}}
     body = {
         "messages": HI,
@@ -240,15 +240,16 @@ def test_response_format_with_tools_gives_text_or_a_call_by_the_schema(
         "parallel_tool_calls": False,
     }
     tree_client, _, plain_client = clients(services, folder, "mistral")
-    finish_reasons = set()
-    for seed in range(6):
-        message = complete_message(tree_client, **body, seed=seed)
-        assert message == streamed_message(tree_client, **body, seed=seed)
-        arguments = message["tool_calls"][0]["arguments"] if message["tool_calls"] else message["content"]
-        jsonschema.validate(json.loads(arguments), SCHEMA)
-        finish_reasons.add(message["finish_reason"])
-    assert finish_reasons <= {"stop", "tool_calls"}
-    assert complete_message(plain_client, **body, seed=0) == complete_message(tree_client, **body, seed=0)
+    call_token = str(259 + SPECIAL_TOKENS.index("[TOOL_CALLS]"))
+    for bias, finish_reason in ((-100, "stop"), (100, "tool_calls")):
+        biased_body = {**body, "logit_bias": {call_token: bias}}
+        for seed in range(3):
+            message = complete_message(tree_client, **biased_body, seed=seed)
+            assert message == streamed_message(tree_client, **biased_body, seed=seed)
+            assert message["finish_reason"] == finish_reason
+            arguments = message["tool_calls"][0]["arguments"] if message["tool_calls"] else message["content"]
+            jsonschema.validate(json.loads(arguments), SCHEMA)
+        assert complete_message(plain_client, **biased_body, seed=2) == message
 
 
 @pytest.fixture(scope="module")

@@ -11,4 +11,4 @@ add_cli_args(parser)
 options = ["--base-url", url, "--model", model, "--tokenizer", tokenizer, "--backend", "openai", "--num-prompts", "8"]
 options += ["--dataset-name", "random", "--random-input-len", "32", "--random-output-len", "16"]
 result = main(parser.parse_args(options))
-assert result is None or result["completed"] == 8, result
+assert result["completed"] == 8, result

@@ -81,3 +81,4 @@ def test_training_run_by_steps_ignores_the_clock_and_resumes_the_rest(tmp_path: 
     assert train(10) == 10
     assert len(rates) == 10, "the finished run took a step"
     assert train(12) == 12
+    assert len(rates) == 12, "the resumed run repeated steps"

@@ -194,6 +194,7 @@ def test_watchdog_of_a_delayed_process_blames_no_rank(monkeypatch: pytest.Monkey
     watchdog = start_watchdog(0, None, timer)
     monkeypatch.setattr(time, "sleep", lambda seconds, original_sleep=time.sleep: original_sleep(LIMIT_S / 2))
     watchdog.wait(watchdog.mark())
+    assert time.monotonic() > done_at and published == []
 
 
 def test_rank_at_fault_prefers_a_rank_with_its_own_failure() -> None:

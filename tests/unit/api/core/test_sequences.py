@@ -117,12 +117,13 @@ def test_call_ends_refused_when_its_remaining_requests_find_a_full_queue() -> No
 
 
 def test_closing_merge_outputs_aborts_running_and_waiting_requests() -> None:
-    async def run() -> FakeEngine:
+    async def run() -> None:
         engine = FakeEngine(max_queued_requests=1)
         outputs = merge_outputs(engine, requests(6, 40))  # type: ignore[arg-type]
         assert (await anext(outputs))[0] == 0
+        assert engine.open_requests and engine.refused_requests, "no request runs, or none waits"
         await outputs.aclose()
-        return engine
+        assert engine.open_requests == 0
+        assert asyncio.all_tasks() == {asyncio.current_task()}, "a waiting request was not aborted"
 
-    engine = asyncio.run(run())
-    assert engine.open_requests == 0
+    asyncio.run(run())
