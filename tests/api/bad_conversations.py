@@ -111,7 +111,6 @@ ACCEPTED_BY_SCHEMA = {
     "a custom tool's format without its grammar",
     "tool_choice of a hosted tool",
     "tool_choice of an unknown tool",
-    "tool_choice is a number",
     "tool_choice without function.name",
     "allowed_tools without a mode",
     "content is null",
