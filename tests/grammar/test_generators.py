@@ -103,6 +103,15 @@ def test_all_generators_write_the_same_types() -> None:
     assert len(SCHEMAS_BY_GENERATOR) == 7 and len(names) == 1 and len(next(iter(names))) >= 40
 
 
+@pytest.mark.parametrize("name", EXPECTED)
+def test_each_expected_value_is_valid_by_a_schema_that_is_enforced(name: str) -> None:
+    """So the test below tries it with at least one grammar."""
+    schemas = [schemas_by_type[name] for schemas_by_type in SCHEMAS_BY_GENERATOR.values()]
+    enforced_schemas = [schema for schema in schemas if schema is not None and refusal(schema) is None]
+    document = parse_exact_json(json.dumps({"v": EXPECTED[name]}))
+    assert any(validator_of(schema).is_valid(document) for schema in enforced_schemas)
+
+
 @pytest.mark.parametrize("generator", SCHEMAS_BY_GENERATOR)
 def test_grammar_enforces_every_accepted_generator_schema(generator: str) -> None:
     for name, schema in SCHEMAS_BY_GENERATOR[generator].items():
