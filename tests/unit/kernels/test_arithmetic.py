@@ -94,9 +94,7 @@ def compare_replays(program: Program, dtype: torch.dtype) -> int:
 @pytest.mark.parametrize("dtype", INTEGERS)
 @pytest.mark.parametrize("name", INTEGER_PROGRAMS)
 def test_c_integer_arithmetic_on_tape_matches_torch(name: str, dtype: torch.dtype) -> None:
-    assert compare_replays(INTEGER_PROGRAMS[name], dtype) <= 2, (
-        "one call of C, and at most one copy by torch before it"
-    )
+    assert compare_replays(INTEGER_PROGRAMS[name], dtype) <= 2, "one call of C, and at most one copy by torch before it"
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

@@ -145,8 +145,7 @@ def test_gptq_g_idx_order_is_validated_and_applied(order: list[int], message: st
 
 
 def gptq_weight(tensors: Tensors, groups: torch.Tensor) -> torch.Tensor:
-    """Return the matrix `UP` of a GPTQ checkpoint: (code - zero) * scale, with the zero and the scale of the group of each
-    input.
+    """Return the matrix `UP` of a GPTQ checkpoint: (code - zero) * scale, by the group of each input.
 
     A word holds eight numbers of 4 bits, the first in the lowest bits. One was subtracted from each stored zero.
     """
