@@ -262,6 +262,14 @@ def test_functions_contain_no_imports_of_cluster_modules() -> None:
     assert not violations, f"imported inside a function: {violations}"
 
 
+@pytest.mark.parametrize("name", STRING_IMPORTS)
+def test_listed_files_still_import_a_module_by_a_string(name: str) -> None:
+    assert (ROOT / name).is_file(), "STRING_IMPORTS lists a file that does not exist"
+    assert any(is_import_by_string(node) for node in ast.walk(tree_of(ROOT / name))), (
+        "STRING_IMPORTS lists a file that does not import a module by a string"
+    )
+
+
 def test_ray_is_imported_only_above_the_engine() -> None:
     violations = [
         location(path, node)

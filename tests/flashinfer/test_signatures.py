@@ -2,8 +2,10 @@
 
 import importlib.util
 import re
+import sys
 from inspect import Parameter
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -169,3 +171,29 @@ def test_flashinfer_find_explains_each_failure_with_a_remedy(monkeypatch: pytest
     monkeypatch.setattr("importlib.util.find_spec", lambda name: FLASHINFER_SPEC or object())
     monkeypatch.setattr(flashinfer_library, "version", lambda name: "0.6.6")
     assert find_failure().startswith(f"is written for flashinfer-python {VERSION}, and 0.6.6 is installed; pip install")
+
+
+def class_with_recorded_methods(name: str) -> type:
+    """Make a class of FlashInfer that has only the methods in `METHODS`, as static functions without a body."""
+    return type(name, (), {method: staticmethod(lambda *_, **__: None) for method in METHODS[name][1]})
+
+
+@pytest.mark.parametrize(("capability", "variant"), [((9, 0), "fa3"), ((8, 0), "fa2"), ((10, 0), "fa2")])
+def test_flashinfer_find_returns_the_recorded_classes_and_methods(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], variant: str
+) -> None:
+    """The modules stand in for FlashInfer. They have only the recorded names, so `find` fails if it uses another."""
+    classes = {name: class_with_recorded_methods(name) for name in METHODS}
+    modules = {name: ModuleType(name) for name in ("flashinfer", "flashinfer.mla")}
+    setattr(modules["flashinfer"], PREFILL, classes[PREFILL])
+    for name in (LATENT, METADATA):
+        setattr(modules["flashinfer.mla"], name, classes[name])
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr(flashinfer_library, "version", lambda name: VERSION)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    found = flashinfer_library.find(torch.device("cuda"), torch.bfloat16)
+    assert isinstance(found, FlashInfer), found
+    assert (found.paged, found.latent, found.variant) == (classes[PREFILL], classes[LATENT], variant)
+    assert found.make_metadata is vars(classes[METADATA])["csr"].__func__

@@ -70,26 +70,42 @@ def test_flashinfer_attention_on_cuda_matches_the_definition(
 
 
 def test_overlapped_steps_with_two_wrapper_sets_give_equal_outputs() -> None:
-    """Each step is started before the previous one is read. Two sets of wrappers allow one step ahead."""
+    """Each step is launched while the device may still run the previous one. Two sets of wrappers allow one step ahead.
+
+    In the loop the host waits for the previous step only: the inputs are on the device already, and the outputs are
+    compared after the loop.
+    """
     case = WideLatentCase(4, 2, (2500, 700), (-1, 0, 0, 1), ((100, 600),), 16, "scattered", dtype=torch.bfloat16, d=128)
     attention = attention_of(case)
     expected = attention_output(case, attention, 0).clone()
-    previous_event: torch.cuda.Event | None = None
+    seen, q, kv, sinks = (
+        to_device(case.attention_metadata()),
+        case.q.to(CUDA),
+        case.kv.to(CUDA),
+        to_device(case.sinks),
+    )
+    torch.cuda.synchronize()
+    outputs, events, overlapped_steps = list[Tensor](), list[torch.cuda.Event](), 0
     for step in range(20):
-        torch.cuda._sleep(2_000_000)
-        out = attention_output(case, attention, 0, step % 2)
-        event = torch.cuda.Event()
-        event.record()
-        if previous_event is not None:
-            previous_event.synchronize()
-        previous_event = event
-        assert torch.equal(out, expected)
+        torch.cuda._sleep(20_000_000)
+        attention.prepare(host_bounds_of(case, 0)._replace(buffer_set=step % 2))
+        attention.bind(seen)
+        outputs.append(attention(1, q, kv, sinks).clone())
+        events.append(torch.cuda.Event())
+        events[-1].record()
+        if step:
+            overlapped_steps += not events[-2].query()
+            events[-2].synchronize()
+    assert all(torch.equal(out, expected) for out in outputs)
+    assert overlapped_steps > 0, "each step was launched after the end of the previous one"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", [kind for kind, of_kind in KINDS.items() if "window" not in of_kind])
 def test_graphs_of_both_buffer_sets_match_eager_attention(kind: str, dtype: torch.dtype) -> None:
-    """Each graph gets a new plan before its replay, while the replay of the other graph may still run."""
+    """Each graph gets a new plan before its replay, while the replay of the other graph may still run. So the outputs
+    are compared after the loop.
+    """
     settings = {"heads": 4, "kv_heads": 2, "page_size": 16, "lies": "scattered", "dtype": dtype}
     case = WideLatentCase(**settings | SHAPES["ragged"] | KINDS[kind])
     attention, host_calls_by_set, graphs = attention_of(case), [CallsBeforeReplay(), CallsBeforeReplay()], []
@@ -120,18 +136,22 @@ def test_graphs_of_both_buffer_sets_match_eager_attention(kind: str, dtype: torc
         for unknown in (0, 3, 40, 9):
             expected[unknown] = attention_output(case, attention, unknown).clone()
             torch.cuda.synchronize()
-        events: list[torch.cuda.Event] = []
+        events, outputs, overlapped_replays = list[torch.cuda.Event](), list[tuple[int, Tensor]](), 0
         for replay_index in range(40):
             unknown, set_index = (0, 3, 40, 9)[replay_index // 2 % 4], replay_index % 2
-            torch.cuda._sleep(1_000_000)
+            torch.cuda._sleep(10_000_000)
             attention.prepare(host_bounds_of(case, unknown)._replace(buffer_set=set_index))
             assert host_calls_by_set[set_index].ready(), "the new plan must fit the captured launch"
             graphs[set_index].replay()
-            out = graphs[set_index].output.clone()
+            outputs.append((unknown, graphs[set_index].output.clone()))
             events.append(torch.cuda.Event())
             events[-1].record()
-            events[max(0, len(events) - 2)].synchronize()
+            if replay_index:
+                overlapped_replays += not events[-2].query()
+                events[-2].synchronize()
+        for unknown, out in outputs:
             assert torch.allclose(out.double(), expected[unknown].double(), atol=2 * ERROR[dtype], rtol=0)
+        assert overlapped_replays > 0, "each replay was launched after the end of the previous one"
 
 
 @pytest.mark.parametrize("topk", [1, 4])

@@ -36,7 +36,8 @@ def test_graph_replays_on_new_inputs_without_synchronising() -> None:
             torch.cuda.set_sync_debug_mode("default")
         tape.replay()
         assert all(torch.allclose(a.cpu(), b) for a, b in zip(graph.output, tape.output, strict=True))
-    assert graph.bytes >= 0 and len(graph) == 1
+    assert graph.bytes > 0, "the graph's tensors need memory in a new pool"
+    assert len(graph) == 1
 
 
 def program_with_host_calls(x: Tensor, sums: list[float]) -> list[Tensor]:

@@ -26,7 +26,6 @@ GRAMMARS = {
     "rules": Grammar("ebnf", 'root ::= item ("," item)*\nitem ::= [0-9]+ | "(" root ")"'),
     "choice": Grammar("choice", '["yes", "no", "maybe"]'),
 }
-END = STOP_TOKEN_IDS[0]
 
 
 def tokens_of(text: str) -> list[int]:

@@ -4,7 +4,6 @@ from itertools import product
 
 import numpy as np
 import pytest
-import torch
 from scipy import stats
 
 from cluster.engine import build_engine
@@ -90,4 +89,3 @@ def test_sampled_tree_decoding_fits_the_filtered_target_distribution(options: di
     assert fits(
         np.bincount(triple_ids[is_common], minlength=VOCAB**3), triple_probabilities / triple_probabilities.sum(), 3
     )
-    assert torch.tensor(texts).shape == (count, 3)

@@ -99,6 +99,8 @@ def test_fp8_cache_holds_the_same_bytes_as_plain_decoding(page_size: int, chunk:
     stored_cells, retracted, cached = run_recording_cells(config, shared_prefix_requests(), True)
     assert (retracted > 0) == (memory == "scarce") and cached > 0
     expected_target, expected_draft = plain_cells(), chain_cells()
+    request_ids = {request.request_id for request in shared_prefix_requests()}
+    assert stored_cells.keys() == expected_target.keys() == expected_draft.keys() == request_ids
     for name, (target, draft) in stored_cells.items():
         for stored, expected in ((target, expected_target[name][0]), (draft, expected_draft[name][1])):
             known_count = (

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -27,6 +28,7 @@ from tests.parity.harness import (
     tiny_pair,
 )
 from tests.tiny import letters_folder
+from tests.unit.models.checkpoints import copy_of
 
 KINDS = ["model", "corrected", "oracle"]
 
@@ -66,6 +68,30 @@ def test_stop_token_and_max_tokens_cut_accepted_runs_at_any_token(topk: int, num
             )
         else:
             assert (tokens, reason, stop_reason) == (full_tokens[: request.params.max_tokens], "length", None)
+    assert max(result.accept_lens) == num_steps + 1, "no accepted path had the full length"
+
+
+@pytest.mark.parametrize(("topk", "num_steps", "sampling"), [(1, 5, "greedy"), (4, 3, "filtered")])
+@pytest.mark.parametrize("position", [3, 4, 5])
+def test_eos_token_of_the_target_cuts_accepted_runs(
+    topk: int, num_steps: int, sampling: str, position: int, tmp_path: Path
+) -> None:
+    """The config names a token of the first text as EOS. The target's generation config names token 1."""
+    target, draft = tiny_pair()
+    plain_tokens = plain_run(sampling).tokens
+    eos_token = plain_tokens["r0"][position]
+    config = config_of(copy_of(target, tmp_path / "target", eos_token_id=eos_token), draft, topk, num_steps)
+    templates = [request for request in grid_requests(sampling, 8) if request.params.ignore_eos]
+    requests = [replace(request, params=replace(request.params, ignore_eos=False)) for request in templates]
+    result = run(speculative_engine(config, "oracle", plain_texts(sampling), 0.9), requests)
+    for name, (tokens, reason, stop_reason) in result.completions.items():
+        full_tokens = plain_tokens[name]
+        end = next((i for i, token in enumerate(full_tokens) if token in (eos_token, 1)), None)
+        if end is None:
+            assert (tokens, reason, stop_reason) == (full_tokens, "length", None)
+        else:
+            assert (tokens, reason, stop_reason) == (full_tokens[: end + 1], "stop", full_tokens[end])
+    assert result.completions["r0"][2] == eos_token
     assert max(result.accept_lens) == num_steps + 1, "no accepted path had the full length"
 
 

@@ -14,7 +14,8 @@ FAULT = Fault("one", "a.py", "x = 1", "x = 2", "nothing", ("tests/unit",))
 
 
 def test_planted_fault_table_is_large_enough() -> None:
-    assert len(FAULTS) >= 60
+    """The table has 95 faults in files of at least five, so it is too small as soon as one file is not read."""
+    assert len(FAULTS) > 90
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)

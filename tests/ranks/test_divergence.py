@@ -181,12 +181,12 @@ def test_ranks_with_different_settings_or_models_refuse_to_start(
         assert answer.error.startswith(f"{reported_name} is ") and "rank 0" in answer.error and "rank 1" in answer.error
 
 
-def test_rank_processes_run_a_normal_case_after_planted_failures(ranks: RanksFactory) -> None:
-    """The processes that ran the planted faults run another case."""
-    assert all(
-        isinstance(answer, RankReport)
-        for answer in ranks(2).run(Case(planted_case("", 2, 2, 1).config, busy_actions(2)))
-    )
+def test_rank_processes_run_a_normal_case_after_a_planted_failure(ranks: RanksFactory) -> None:
+    """The processes that ran a planted fault run another case."""
+    failed = ranks(2).run(planted_case("breaks", 2, 2, guilty=1), timeout_s=60)
+    assert all(isinstance(answer, RankFailure) for answer in failed), failed
+    answers = ranks(2).run(Case(planted_case("", 2, 2, 1).config, busy_actions(2)))
+    assert all(isinstance(answer, RankReport) for answer in answers), answers
 
 
 @pytest.mark.parametrize(("tp", "dp"), [(2, 2), pytest.param(4, 2, marks=pytest.mark.slow)])

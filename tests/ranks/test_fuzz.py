@@ -2,12 +2,13 @@
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from tests.ranks.compare import Tally
 from tests.ranks.fuzz import fuzz, random_case
-from tests.ranks.gang import RankProcesses
+from tests.ranks.gang import Case, RankProcesses
 
 RanksFactory = Callable[[int], RankProcesses]
 STEPS_BY_RANK_COUNT = {2: 4_000, 4: 2_000}  # number of ranks -> steps of both meshes together
@@ -22,7 +23,14 @@ def run(ranks: RanksFactory, tp: int, dp: int, steps: int, first_seed: int) -> T
 
 def test_fuzz_case_is_determined_by_its_seed_and_mesh() -> None:
     assert random_case(3, 2, 2) == random_case(3, 2, 2)
-    assert random_case(3, 2, 2).actions != random_case(4, 2, 2).actions and random_case(3, 2, 2) != random_case(3, 2, 1)
+    for other in (random_case(4, 2, 2), random_case(3, 4, 2), random_case(3, 2, 1)):
+        assert other.actions != random_case(3, 2, 2).actions
+        assert drawn_settings(other) != drawn_settings(random_case(3, 2, 2))
+
+
+def drawn_settings(case: Case) -> dict[str, Any]:
+    """Return the settings of a case without the sizes of its mesh, by which any two meshes differ."""
+    return {name: value for name, value in case.config.items() if name not in ("tp_size", "attn_dp_size")}
 
 
 @pytest.mark.parametrize("dp", [1, pytest.param(2, marks=pytest.mark.slow)])

@@ -94,6 +94,8 @@ def test_auto_capture_with_given_sizes_captures_only_decode_steps() -> None:
 
 
 def test_auto_capture_is_off_for_torch_attention_and_large_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    skip_unless_c_backend()
     assert not run_and_count_replays(config(capture="auto", attention_backend="torch"))[1]
+    assert run_and_count_replays(config(capture="auto"))[1], "programs of the usual size must be captured"
     monkeypatch.setattr("cluster.engine.captures.AUTO_BYTES", 1000)
     assert not run_and_count_replays(config(capture="auto"))[1]

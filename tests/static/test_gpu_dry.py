@@ -16,9 +16,13 @@ def test_gpu_token_check_passes_on_cpu(shape: str, kind: str) -> None:
 
 
 def test_gpu_wait_check_passes_on_cpu() -> None:
+    """On a CPU the check compares tokens and counts replayed steps. Only on a GPU does it detect waits of the host."""
     skip_unless_c_backend()
     steps.check_waits("cpu", *tiny_pair(), "chain", "free", 20)
 
 
 def test_gpu_result_copy_check_passes_on_cpu() -> None:
+    """On a CPU the check compares the values of copies that are complete at once. Only on a GPU are copies under way
+    while the device overwrites their source.
+    """
     steps.check_host_copies("cpu")

@@ -155,16 +155,25 @@ def test_replay_gives_the_same_outputs_and_state_as_the_eager_step(
     assert max(replays.values()) >= 20 and len(replays) >= (1 if sizes else 2)
 
 
-def test_replay_output_stays_valid_after_the_next_replay() -> None:
+def test_replay_output_stays_valid_after_the_next_replay(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host is one step ahead: it reads the output of a replay after the next replay, mostly of the same program."""
     config = config_of(*tiny_pair(), 3)
     eager_outputs = outputs_of_requests(build_engine(config), PARAMS["log-probabilities"])
     engine = build_engine(config.model_copy(update={"capture": "on"}))
     engine.lockstep.max_in_flight = 1
+    programs, replay_steps = engine._parts.lockstep.programs, list[int]()
+    original_replay = programs._replay
+
+    def record_replay(program: Program, staged_lists: StagedLists) -> StepOutput:
+        replay_steps.append(id(program))
+        return original_replay(program, staged_lists)
+
+    monkeypatch.setattr(programs, "_replay", record_replay)
     # Rounded: here other requests share a step than in the eager run, so matrix products round differently.
     assert round_logprobs(outputs_of_requests(engine, PARAMS["log-probabilities"])) == round_logprobs(eager_outputs), (
         "outputs differ from eager steps"
     )
+    assert sum(first == second for first, second in pairwise(replay_steps)) >= 20, "too few programs ran twice in a row"
 
 
 def test_startup_programs_stay_and_oldest_later_programs_are_evicted() -> None:

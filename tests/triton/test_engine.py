@@ -59,11 +59,13 @@ def test_mixed_sampling_batch_matches_torch_and_launches_no_unstrided_views(
     """Each row has its own temperature and filters. A kernel that gets a tensor reads contiguous numbers, unless it
     also gets the stride of the tensor.
     """
-    original_launch, unstrided_arguments = launch._launch_kernel, set()
+    original_launch, unstrided_arguments, checked_tensors = launch._launch_kernel, set(), 0
 
     def check_and_launch(kernel: Any, grid: Any, arguments: Any, constants: dict[str, Any]) -> None:
+        nonlocal checked_tensors
         first, *_ = fields = arguments._fields  # a stride without a tensor's name is that of the first one
         for name, value in zip(fields, arguments, strict=True):
+            checked_tensors += isinstance(value, torch.Tensor)
             strided = f"{name}_stride" in fields or (name == first and {"stride", "row_stride"} & {*fields})
             if isinstance(value, torch.Tensor) and not value.is_contiguous() and not strided:
                 unstrided_arguments.add((type(arguments).__name__, name))
@@ -79,6 +81,7 @@ def test_mixed_sampling_batch_matches_torch_and_launches_no_unstrided_views(
         for at, (kind, params) in enumerate(SAMPLING.items())
     ]
     assert run(engine, requests_of_all_kinds).tokens == run(plain_engine, requests_of_all_kinds).tokens
+    assert checked_tensors > 0, "no kernel was launched by the function that this test replaces"
     assert not unstrided_arguments
 
 

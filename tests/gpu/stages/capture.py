@@ -1,7 +1,7 @@
 """Measures the captures of an engine at its start: their number, their seconds and their memory.
 
-Before that, the stage checks that a captured program replays correctly on new inputs, and that its outputs keep their
-addresses.
+Before that, the stage checks that a captured program replays correctly on new inputs, that its outputs keep their
+addresses, and that the reserved memory stays the same over the replays.
 """
 
 import os
@@ -30,13 +30,16 @@ def replays(stage: Stage) -> None:
     captured = stage.capture(lambda: program(*device_tensors))
     program(x, memory)
     addresses = [tensor.data_ptr() for tensor in captured.output]
+    reserved_bytes = set[int]()
     for _ in range(20):
         x = torch.randn(4, 4, dtype=torch.float64)
         device_tensors[0].copy_(x)
         captured.replay()
+        reserved_bytes.add(reserved(stage))
         for tensor, expected in zip(captured.output, program(x, memory), strict=True):
             assert torch.allclose(tensor.cpu().double(), expected.double())
     assert addresses == [tensor.data_ptr() for tensor in captured.output]
+    assert len(reserved_bytes) == 1, f"the reserved memory changed over the replays: {sorted(reserved_bytes)}"
 
 
 def reserved(stage: Stage) -> int:

@@ -116,21 +116,6 @@ def test_required_calls_follow_their_tool_schemas(worker: Worker, name: str, par
     assert max_calls > 1 if parallel_calls and name != "gpt-oss" else max_calls == 1
 
 
-@pytest.mark.parametrize("name", [name for name in TRANSCRIPTS if "reasoning" not in name or "opened" not in name])
-def test_answer_grammar_accepts_calls_as_each_model_family_writes_them(worker: Worker, name: str) -> None:
-    """The grammar of a free answer accepts the calls of the transcripts, spaced as each family spaces them."""
-    transcript = TRANSCRIPTS[name]
-    calls = [event for event in transcript.events if event[0] == "call"]
-    if not calls or name in NOT_IN_ANSWER_GRAMMAR:
-        return
-    format = FORMATS[transcript.format]
-    free_schemas = {tool: {"type": "object", "additionalProperties": True} for tool in TOOLS}
-    form = format.answer_form("free", format.calls_form(free_schemas, True), PromptContext(transcript.prompt))
-    matcher = matcher_of(worker, form)
-    matcher.accept(ids_of(transcript.text.removesuffix("<|call|>")))
-    assert matcher.finished
-
-
 NOT_IN_ANSWER_GRAMMAR = {  # spaced otherwise than the grammar allows, or with marks in places where it allows none
     "hermes, marks inside a string",
     "hermes, a mark mentioned in the text",
@@ -148,6 +133,37 @@ NOT_IN_ANSWER_GRAMMAR = {  # spaced otherwise than the grammar allows, or with m
     "glm45",
     "glm45, an end mark inside a value",
 }
+ANSWERS_WITH_CALLS = [
+    name
+    for name, transcript in TRANSCRIPTS.items()
+    if name not in NOT_IN_ANSWER_GRAMMAR and any(event[0] == "call" for event in transcript.events)
+]
+"""The transcripts with calls that the grammar of an answer accepts."""
+
+
+def free_answer_grammar_accepts(worker: Worker, name: str) -> bool:
+    """Return whether the grammar of a free answer accepts a transcript up to its end."""
+    transcript = TRANSCRIPTS[name]
+    format = FORMATS[transcript.format]
+    free_schemas = {tool: {"type": "object", "additionalProperties": True} for tool in TOOLS}
+    form = format.answer_form("free", format.calls_form(free_schemas, True), PromptContext(transcript.prompt))
+    matcher = matcher_of(worker, form)
+    try:
+        matcher.accept(ids_of(transcript.text.removesuffix("<|call|>")))
+    except GrammarError:
+        return False
+    return matcher.finished
+
+
+@pytest.mark.parametrize("name", ANSWERS_WITH_CALLS)
+def test_answer_grammar_accepts_calls_as_each_model_family_writes_them(worker: Worker, name: str) -> None:
+    """The transcripts are spaced as each family spaces its calls."""
+    assert free_answer_grammar_accepts(worker, name)
+
+
+@pytest.mark.parametrize("name", sorted(NOT_IN_ANSWER_GRAMMAR))
+def test_answer_grammar_refuses_the_transcripts_that_are_listed_as_refused(worker: Worker, name: str) -> None:
+    assert not free_answer_grammar_accepts(worker, name)
 
 
 @pytest.mark.parametrize("name", ["glm45", "qwen3_coder"])

@@ -37,11 +37,13 @@ def test_c_row_lookups_on_tape_match_torch_and_join_into_one_call(
         ids.copy_(torch.randint(37, (4, 3), generator=generator))
         table.copy_(torch.randint(-100, 100, (37, size), generator=generator))
         tape.replay()
-        expected = [table[ids.view(-1).long()], table[ids.long()], table.view(-1)[ids.long()]]
-        assert all(
-            torch.equal(actual_rows, expected_rows)
-            for actual_rows, expected_rows in zip(tape.output, expected, strict=False)
-        )
+        expected_rows = {
+            "select": table[ids.view(-1).long()],
+            "embed": table[ids.long()],
+            "take": table.view(-1)[ids.long()],
+        }
+        for program_name, actual_rows in zip(program_names, tape.output, strict=True):
+            assert torch.equal(actual_rows, expected_rows[program_name]), program_name
 
 
 def test_take_kernel_accepts_negative_ids() -> None:

@@ -1,6 +1,7 @@
 """`aerie inspect` reports what loading a model would do, without reading a weight."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from cluster.arch.dtypes import select_compute_dtype
 from cluster.cli import main
-from cluster.config import EngineConfig
+from cluster.config import ConfigError, EngineConfig
 from cluster.engine import build_engine
+from cluster.models.checkpoint import Checkpoint
 from cluster.tools.inspect import has_gpu
 from cluster.tools.summary import summary
 from cluster.tools.tensor_report import ServingSetup, inspect
@@ -158,17 +160,27 @@ def test_inspect_lists_every_problem(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert any(expected_text in line for line in lines), expected_text
 
 
-def test_inspect_accepts_files_without_tensor_data(tmp_path: Path) -> None:
-    """The weights file has its header and its full length, but no data: the rest of the file is a hole."""
+def test_inspect_reads_only_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights file ends after its header, so reading a weight fails. The size that its status gives is that of a
+    complete file.
+    """
     source = Path(target_folder())
     file_bytes = (source / "model.safetensors").read_bytes()
     length = 8 + int.from_bytes(file_bytes[:8], "little")
     for name in ("config.json", "generation_config.json"):
         (tmp_path / name).write_bytes((source / name).read_bytes())
-    with (tmp_path / "model.safetensors").open("wb") as file:
-        file.write(file_bytes[:length])
-        file.truncate(len(file_bytes))
+    weights_file, original_stat = tmp_path / "model.safetensors", Path.stat
+    weights_file.write_bytes(file_bytes[:length])
+
+    def status_with_full_size(path: Path, **options: bool) -> os.stat_result:
+        status = original_stat(path, **options)
+        return os.stat_result((*status[:6], len(file_bytes), *status[7:10])) if path == weights_file else status
+
+    assert any("ends at byte" in problem for problem in inspect(str(tmp_path), None).problems), "the file is truncated"
+    monkeypatch.setattr(Path, "stat", status_with_full_size)
     assert inspect(str(tmp_path), None).problems == []
+    with pytest.raises(ConfigError, match="ends at byte"):
+        Checkpoint(str(tmp_path)).tensor("embed_tokens.weight")
 
 
 def test_inspect_reports_unservable_models_and_invalid_overrides(capsys: pytest.CaptureFixture[str]) -> None:

@@ -80,7 +80,7 @@ def test_read_header_reads_files_written_by_safetensors(name: str, dtype: torch.
         (header_with("a", data_offsets=[0]), "1 offsets"),
         (header_with("a", data_offsets=[0, 2**63]), "tensor 'a' has data_offsets"),
         (header_with("b", data_offsets=[20, 30]), "tensor 'b' begins at byte .*, but .* ends at"),
-        (header_with("b", data_offsets=[26, 36]), "tensor 'c' begins|tensor 'b' begins"),
+        (header_with("b", data_offsets=[26, 36]), "tensor 'b' begins"),
         ({name: entry for name, entry in VALID_HEADER.items() if name != "b"}, "tensor 'c' begins"),
         (
             {name: entry for name, entry in VALID_HEADER.items() if name != "c"},
