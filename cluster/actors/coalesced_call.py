@@ -12,11 +12,11 @@ MAX_AGE_S = 0.25
 
 
 class CoalescedCall(Generic[T]):
-    """Shares the result of `make` among callers. `make` never runs twice at once. A result is reused for `max_age_s`.
+    """Shares the result of `call` among callers. `call` never runs twice at once. A result is reused for `max_age_s`.
 
     When a client leaves, Serve cancels every call that its request's task has made, and Ray passes the cancellation on
-    to the called actor. So a request never calls an actor itself: `make` runs in the context in which this object was
-    created, which must not be the context of a request. `make` continues even if all callers stop waiting.
+    to the called actor. So a request never calls an actor itself: `call` runs in the context in which this object was
+    created, which must not be the context of a request. `call` continues even if all callers stop waiting.
     """
 
     def __init__(self, call: Callable[[], Coroutine[Any, Any, T]], max_age_s: float = MAX_AGE_S) -> None:
@@ -29,7 +29,7 @@ class CoalescedCall(Generic[T]):
         """Return the latest result if it is younger than `max_age_s`; otherwise wait for a new result.
 
         Raises:
-            Exception: the error that `make` raised; the next call of `get` runs `make` again.
+            Exception: the error that `call` raised; the next call of `get` runs `call` again.
         """
         task = self._task
         if task is None or (task.done() and (task.cancelled() or task.exception() or self._age() > self._max_age_s)):

@@ -48,8 +48,9 @@ class RequestCells:
 
     `lens` `[R]` tokens are committed, at most `longest`. Padding beyond a request's own length reads the request's own
     first window slot, masked. That slot is always written before it is read. A request must not read memory of other
-    requests even if masked, because a weight of 0 does not remove NaN (0 * NaN = NaN). `written` `[R]` is the number of
-    window slots of each request that are written; slots after these are not read. If it is None, all are written.
+    requests even if masked, because a weight of 0 does not remove NaN (0 * NaN = NaN). `written_slots` `[R]` is the
+    number of window slots of each request that are written; slots after these are not read. If it is None, all are
+    written.
     """
 
     def __init__(

@@ -80,9 +80,10 @@ class Axis:
         return sum_in_order(received.view(self.size, own_count, *rows.shape[1:]))
 
     def all_to_all(self, rows: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Tensor:
-        """All-to-all: rows sorted by destination rank, `sent[r]` to rank r -> received rows, `taken[r]` from rank r.
+        """All-to-all: `rows` are sorted by destination rank, `send_counts[r]` rows go to rank r. Return the received
+        rows, sorted by source rank, `receive_counts[r]` rows from rank r.
 
-        Callers agree on the counts first: `sent[r]` on this rank equals `taken[this rank]` on rank r.
+        Callers agree on the counts first: `send_counts[r]` on rank q equals `receive_counts[q]` on rank r.
         """
         if self.size == 1:
             return rows

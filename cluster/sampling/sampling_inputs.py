@@ -20,9 +20,9 @@ class SamplingInputs:
     """Sampling inputs of R requests with `rows_per_request` rows of logits per request.
 
     `noise` covers m positions of each request; it is None if no request of the step samples. Row i of request r has the
-    noise number `which[r, i]` (`noise_index` is `[R, each]`). If `noise_index` is None, row i has noise number i; if m
-    is 1, all rows have number 0. `processor` applies penalties and grammars; it is None if no request of the step has
-    any.
+    noise number `noise_index[r, i]`; `noise_index` is `[R, rows_per_request]`. If `noise_index` is None, row i has
+    noise number i; if m is 1, all rows have number 0. `processor` applies penalties and grammars; it is None if no
+    request of the step has any.
     """
 
     rows_per_request: int

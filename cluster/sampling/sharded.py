@@ -201,7 +201,7 @@ class ShardBest(NamedTuple):
 
 class MergedBest(NamedTuple):
     """The best scores of own rows over all shards, in float64, with fields as in `ShardBest`; `extras` `[n, T, 1]` are
-    each shard's `other`.
+    each shard's `extra`.
     """
 
     values: Tensor

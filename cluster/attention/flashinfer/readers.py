@@ -135,7 +135,7 @@ class PagedReader:
 
 
 class LatentReader:
-    """FlashInfer for latent cells `[1, 1, d]` (MLA). The first `value` numbers are the value of all heads."""
+    """FlashInfer for latent cells `[1, 1, d]` (MLA). The first `value_dim` numbers are the value of all heads."""
 
     def __init__(
         self, flashinfer: FlashInfer, pool: Tensor, page_size: int, heads: int, scale: float, value_dim: int
