@@ -76,7 +76,7 @@ def test_loop_reports_admitted_requests_before_the_step(loop):
 
 
 def drain_for(loop: EngineLoop, within_s: float) -> list[StepItem]:
-    """All step items that the loop gives within this time."""
+    """Drain the loop for `within_s` seconds, and return all step items."""
     items, deadline = [], time.monotonic() + within_s
     while (remaining_s := deadline - time.monotonic()) > 0:
         items += loop.drain(timeout_s=remaining_s)
