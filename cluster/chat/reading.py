@@ -269,6 +269,9 @@ def length_before_partial_mark(text: str, marks: Sequence[str]) -> int:
     """Return the length of the text without the beginning of a mark at its end, for instance without `<thi`."""
     length = len(text)
     for mark in marks:
-        sizes = range(min(len(mark) - 1, len(text)), 0, -1)
-        length = min(length, len(text) - next((size for size in sizes if mark.startswith(text[-size:])), 0))
+        position = text.find(mark[0], max(0, len(text) - len(mark) + 1))
+        while position >= 0 and not mark.startswith(text[position:]):
+            position = text.find(mark[0], position + 1)
+        if position >= 0:
+            length = min(length, position)
     return length
