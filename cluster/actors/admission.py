@@ -127,7 +127,7 @@ class Admission:
         return None
 
     def on_admitted(self, request: Request, choice: RankChoice = ONLY_RANK) -> None:
-        """Note that a request was admitted; it waits at `choice` for its first token."""
+        """Record that a request was admitted; it waits at `choice` for its first token."""
         self._advance_clock()
         prompt_tokens, max_new_tokens = len(request.prompt_token_ids), request.params.max_tokens
         expected_tokens = prompt_tokens + self.expected_new_tokens(request)
@@ -146,14 +146,14 @@ class Admission:
         self._enqueue(request.request_id, open_request)
 
     def on_submitted(self, request_id: str) -> None:
-        """Note that a request was submitted to its rank: the rank's reports may count it from now on."""
+        """Record that a request was submitted to its rank: the rank's reports may count it from now on."""
         if (open_request := self._open.get(request_id)) is not None:
             rank_requests = self._ranks[open_request.rank]
             rank_requests.submitted += 1
             open_request.submission_number = rank_requests.submitted
 
     def on_resubmitted(self, request_id: str, prompt_tokens: int, choice: RankChoice) -> None:
-        """Note that a request was submitted again, with `prompt_tokens` tokens, to a gang that starts with empty
+        """Record that a request was submitted again, with `prompt_tokens` tokens, to a gang that starts with empty
         caches.
         """
         open_request = self._open.get(request_id)
@@ -172,7 +172,7 @@ class Admission:
         self._enqueue(request_id, open_request)
 
     def on_tokens(self, request_id: str, tokens: int) -> None:
-        """Note that a request got `tokens` tokens. Its first tokens show that its prompt is computed."""
+        """Record that a request got `tokens` tokens. Its first tokens show that its prompt is computed."""
         self._advance_clock()
         open_request = self._open.get(request_id)
         if open_request is None:
@@ -194,7 +194,7 @@ class Admission:
         open_request.generated_tokens += tokens
 
     def on_ended(self, request_id: str, stopped: bool) -> None:
-        """Note that a request is over. `stopped`: the model ended it, not its token limit or a client that left."""
+        """Record that a request is over. `stopped`: the model ended it, not its token limit or a client that left."""
         self._advance_clock()
         open_request = self._open.pop(request_id, None)
         if open_request is None:
@@ -206,12 +206,12 @@ class Admission:
         self._output_lengths.on_ended(open_request.generated_tokens, stopped)
 
     def on_gang_down(self) -> None:
-        """Note that the gang is down: until `on_gang_up`, time does not count and no wait is estimated."""
+        """Record that the gang is down: until `on_gang_up`, time does not count and no wait is estimated."""
         self._advance_clock()
         self._serving = False
 
     def on_gang_up(self, kv_tokens: int, step_times: StepTimes | None = None) -> None:
-        """Note that the gang serves, for the first time or again. `kv_tokens` is the KV capacity of one rank;
+        """Record that the gang serves, for the first time or again. `kv_tokens` is the KV capacity of one rank;
         `step_times` holds the measured step times, or None if steps are not measured.
         """
         self._kv_tokens, self._step_times = kv_tokens, step_times
@@ -245,7 +245,7 @@ class Admission:
         return found
 
     def _leave_waiting(self, open_request: OpenRequest) -> None:
-        """Note that a request waits no more."""
+        """Record that a request waits no more."""
         self.waiting -= 1
         # Float sums drift.
         self.queued_tokens = max(0.0, self.queued_tokens - open_request.expected_tokens) if self.waiting else 0.0
@@ -317,7 +317,7 @@ class Admission:
             self._token_rate.on_time_passed(seconds, self._running)
 
     def _start_running(self, request: OpenRequest, request_id: str) -> None:
-        """Note that a request decodes from now on."""
+        """Record that a request decodes from now on."""
         self._ranks[request.rank].running[request_id] = request
         self._running += 1
         if self._running == 1:

@@ -209,7 +209,7 @@ class Balancer:
         return opened.rank
 
     def on_first_output(self, request_id: str, cached_tokens: int | None = None) -> None:
-        """Note that the prompt of a request is computed: its first output came. `cached_tokens` tokens of the prompt
+        """Record that the prompt of a request is computed: its first output came. `cached_tokens` tokens of the prompt
         were found in the rank's cache; the prefix index drops the prompt's later pages.
         """
         opened = self._open.get(request_id)
@@ -222,7 +222,7 @@ class Balancer:
             rank.index.drop(opened.page_hashes[cached_tokens // self.page_size :])
 
     def on_tokens(self, request_id: str, tokens: int, steps: int) -> None:
-        """Note that a request got `tokens` tokens from `steps` verified trees. `steps` is 0 for its first token."""
+        """Record that a request got `tokens` tokens from `steps` verified trees. `steps` is 0 for its first token."""
         opened = self._open.get(request_id)
         if opened is None:
             return
@@ -247,7 +247,7 @@ class Balancer:
             rank_work[interval] += work - old_work[interval]
 
     def on_ended(self, request_id: str, token_ids: Sequence[int] = ()) -> None:
-        """Note that a request is over, for any reason. Its rank keeps the KV, so the prompt is added to the prefix
+        """Record that a request is over, for any reason. Its rank keeps the KV, so the prompt is added to the prefix
         index, followed by `token_ids`. These are all tokens that the request got on any rank; empty if unknown.
         """
         opened = self._open.pop(request_id, None)
@@ -260,7 +260,7 @@ class Balancer:
             self._ranks[opened.rank].index.add(page_hashes)
 
     def on_restart(self, kv_pages: int) -> None:
-        """Note that the gang starts with empty caches of `kv_pages` pages per rank. Until `choose` moves an open
+        """Record that the gang starts with empty caches of `kv_pages` pages per rank. Until `choose` moves an open
         request, its whole prompt counts as queued.
         """
         for rank in self._ranks:

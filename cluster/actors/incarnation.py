@@ -263,12 +263,12 @@ class Incarnation:
                 self.alarm.set()
 
     def mark_dead(self, rank: int, error: Exception) -> None:
-        """Note that Ray has reported a shard dead."""
+        """Record that Ray has reported a shard dead."""
         self._deaths[rank] = self._deaths[rank] or f"the process died ({first_line(error)})"
         self.alarm.set()
 
     def mark_failed(self, rank: int, reason: str) -> None:
-        """Note that a shard no longer works, unless a failure is already noted."""
+        """Record that a shard no longer works, unless a failure is already noted."""
         if self._failures[rank] is None:
             heartbeat = self.heartbeats[rank]
             position = (0, "start") if heartbeat is None else (heartbeat.step, heartbeat.phase)
@@ -276,7 +276,7 @@ class Incarnation:
         self.alarm.set()
 
     def mark_alive(self) -> None:
-        """Note that a step item came from some rank: the ranks step together, so all ranks were alive."""
+        """Record that a step item came from some rank: the ranks step together, so all ranks were alive."""
         self.last_item_at = time.monotonic()
 
     def last_status(self, rank: int) -> tuple[float, EngineStatus] | None:

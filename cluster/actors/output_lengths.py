@@ -18,7 +18,7 @@ class OutputLengths:
         self._tokens = self._stops = 0.0
 
     def on_ended(self, tokens: int, stopped: bool) -> None:
-        """Note that a request ended after `tokens` tokens. `stopped`: the model ended it, not its token limit or a
+        """Record that a request ended after `tokens` tokens. `stopped`: the model ended it, not its token limit or a
         client that left.
         """
         self._tokens = (1.0 - DECAY) * self._tokens + tokens

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 DRAIN_TIMEOUT_S = 0.5  # how long to read items that killed shards had already sent
 
 
-# (incarnation, leader's rank): a task for one leader.
+# A coroutine function that serves one leader; it takes the incarnation and the leader's rank.
 LeaderTask = Callable[[Incarnation, int], Coroutine[Any, Any, None]]
 
 
@@ -61,14 +61,16 @@ class CommandQueue:
 
 
 class Router:
-    """Implements `EngineClient` for one gang, and `Owner`: the gang calls it when it goes down and comes back."""
+    """Implements two interfaces for one gang: `EngineClient`, for the REST layer, and `Owner`, whose methods the gang
+    calls when the gang goes down and when it serves again.
+    """
 
     def __init__(self, gang: Gang, on_resumed: Callable[[], None] | None = None, replica_rank: int = 0) -> None:
         """`on_resumed` is called for every stream that is submitted again to a new incarnation of the gang.
 
         A request without a seed gets the next seed of a generator, in the order of admission. The generator is seeded
-        with `random_seed` and `replica_rank`, the replica's rank in its deployment. So after a restart the same
-        requests in the same order get the same seeds, and no two requests share a seed.
+        with `random_seed` and `replica_rank`, the replica's rank in its deployment. So after a restart of the server
+        the same requests in the same order get the same seeds, and no two requests share a seed.
         """
         resolved = ResolvedSettings.from_settings(gang.spec.config)
         self._on_resumed = on_resumed
@@ -106,7 +108,7 @@ class Router:
         self._end_all("the server is shutting down")
 
     async def close(self) -> None:
-        """End the open streams, stop reading, and stop watching the gang. The caller ends the gang itself."""
+        """End the open streams, stop reading, and stop watching the gang. Ending the gang is left to the caller."""
         self.end_streams()
         tasks = [
             *self._reader_tasks,
@@ -119,7 +121,9 @@ class Router:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def on_up(self) -> None:
-        """Note that the first or a later incarnation serves: submit the open streams that `Recovery` allows now."""
+        """Begin to use the gang's present incarnation, which serves now: read from its leaders, send to them, and
+        submit the open streams that `Recovery` allows now.
+        """
         incarnation = self._gang.incarnation
         assert incarnation is not None
         self._incarnation = incarnation
@@ -137,7 +141,9 @@ class Router:
             self._submit(stream)
 
     async def on_down(self, loss: Loss) -> None:
-        """Note that the incarnation is over. Distribute the items that its shards had sent; then the streams wait."""
+        """Record that the incarnation is over. For up to `DRAIN_TIMEOUT_S`, items that its shard actors had already
+        sent still go to their streams; then the streams wait for the next incarnation.
+        """
         await asyncio.wait(self._reader_tasks, timeout=DRAIN_TIMEOUT_S)
         self._incarnation = None
         self._admission.on_gang_down()
@@ -151,7 +157,7 @@ class Router:
         self._recovery.on_loss(open_streams, loss)
 
     def on_lost(self, reason: str) -> None:
-        """Note that the gang will not come back: end every stream with the reason."""
+        """Record that the gang will not come back: end every stream with the reason."""
         self._end_all(reason)
 
     async def generate(self, request: Request) -> AsyncIterator[SequenceOutput]:
@@ -191,7 +197,7 @@ class Router:
         )
 
     async def metrics(self) -> list[bytes]:
-        """Return registry samples of all ranks of the deployment and of the other replicas."""
+        """Return the metrics of all ranks of the deployment and of the other replicas, as serialised registries."""
         return await self._samples.get()
 
     def _admit(self, request: Request) -> OpenStream:
@@ -288,7 +294,9 @@ class Router:
             self._on_settled(stream)
 
     def _on_settled(self, stream: OpenStream) -> None:
-        """Note that a stream got tokens in this incarnation or ended. Submit the streams that `Recovery` allows now."""
+        """Record that a stream went on in this incarnation (it got more tokens than its first) or ended. Submit the
+        streams that `Recovery` allows now.
+        """
         if self._incarnation is not None:
             for released_stream in self._recovery.on_settled(stream.name):
                 self._submit(released_stream)

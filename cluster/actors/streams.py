@@ -66,11 +66,11 @@ class OpenStream:
         self.rank = rank
 
     def on_admitted(self) -> None:
-        """Note that a step of the present incarnation admits the request."""
+        """Record that a step of the present incarnation admits the request."""
         self.admitted = True
 
     def on_reader_gone(self) -> None:
-        """Note that the stream's reader is gone."""
+        """Record that the stream's reader is gone."""
         self.ended = True
 
     def refuse(self, message: str) -> None:
@@ -112,7 +112,7 @@ class OpenStream:
         return replace(output, cached_tokens=self.cached_tokens, speculation=speculation)
 
     def on_incarnation_lost(self, drafted_per_tree: int) -> None:
-        """Note that the present incarnation is over. `drafted_per_tree` is the number of drafted tokens per tree, 0
+        """Record that the present incarnation is over. `drafted_per_tree` is the number of drafted tokens per tree, 0
         without speculation.
         """
         without_progress = self.submitted and not self.made_progress
@@ -179,8 +179,8 @@ class Recovery:
         self._bisecting = False  # whether to bisect in the next incarnation
 
     def on_loss(self, streams: list[OpenStream], loss: Loss) -> None:
-        """Note that an incarnation is over, and end the stream found to be the cause. The caller has called
-        `on_incarnation_lost` on each open stream before.
+        """Record that an incarnation of the gang is over. If one stream is now taken for the cause of the losses, end
+        that stream. The caller has called `on_incarnation_lost` on each open stream before.
         """
         in_fatal_step = [stream for stream in streams if stream.in_fatal_step]
         repeated_suspects = [stream for stream in self._suspects if stream in in_fatal_step]
@@ -217,7 +217,7 @@ class Recovery:
         return self._deferred is None
 
     def on_settled(self, name: str) -> list[OpenStream]:
-        """Note that a stream went on in this incarnation or is over; return the streams to submit now."""
+        """Record that a stream went on in this incarnation or is over; return the streams to submit now."""
         self._pending.discard(name)
         if self._pending or self._deferred is None:
             return []

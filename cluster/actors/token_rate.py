@@ -21,12 +21,12 @@ class TokenRate:
         self._total_tokens = 0  # tokens
 
     def on_tokens(self, tokens: int) -> None:
-        """Note that running requests got `tokens`."""
+        """Record that running requests got `tokens`."""
         self._tokens += tokens
         self._total_tokens += tokens
 
     def on_time_passed(self, seconds: float, running: int) -> None:
-        """Note that `running` requests ran for `seconds`."""
+        """Record that `running` requests ran for `seconds`."""
         if not running:
             return
         decay = math.exp(-seconds / TAU_S)

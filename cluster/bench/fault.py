@@ -62,7 +62,7 @@ class Fault:
     """
 
     def __init__(self, server: ServerProcess, description: str, is_due: Callable[[list[ClientStream]], bool]) -> None:
-        """`description` is a verb (kill, freeze, slow) and a victim. The fault happens once `due(streams)` is true."""
+        """`description` is a verb (kill, freeze, slow) and a victim. The fault happens once `is_due` returns true."""
         self.verb, _, self.victim = description.partition(" ")
         self.info_before = server_info(server.port)
         self.open_streams = 0

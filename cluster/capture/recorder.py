@@ -159,7 +159,7 @@ def host_call(run: Callable[..., Tensor | None], *arguments: Any) -> Tensor | No
 
 
 def call_on_host(run: Callable[..., Tensor | None], arguments: tuple[Any, ...]) -> Tensor | None:
-    """Make the call of `host_call` without recording it."""
+    """Make `run(*arguments)` on the host in the way that `host_call` describes, but record nothing."""
     tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
     copies = HostCopies(tensors)
     wait_for_device()  # under the watchdog: `copies.wait` alone would block forever if a peer is lost

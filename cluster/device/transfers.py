@@ -2,7 +2,7 @@
 
 No ring of buffers is needed: torch's pinned allocator reuses a block only when its tensor is gone and the device has
 finished every copy that was queued with it. So a copy in flight is never overwritten, however far ahead the host is,
-and reusing a block needs no call of the driver.
+and memory is pinned, which is slow, only if no free block is large enough.
 """
 
 from collections.abc import Sequence

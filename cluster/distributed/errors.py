@@ -74,8 +74,8 @@ class ExitReasons:
         """Return the error to raise for `cause`, an error that the loss of a peer has caused here.
 
         Publish `cause` as this rank's exit reason, and wait up to `EXIT_REASON_TIMEOUT_S` for those of the others. A
-        rank without one by then counts as dead, unless `fresh(rank)`: its heartbeats still come. If the store does not
-        answer, rank 0 is at fault.
+        rank that has published none by then counts as dead, unless `is_alive(rank)`: its heartbeats still come. If the
+        store does not answer, rank 0 is at fault.
         """
         errors: list[PeerLostError] = []
         run_with_timeout(lambda: errors.append(self._explain(cause, step, phase, is_alive)), 2 * EXIT_REASON_TIMEOUT_S)
@@ -141,7 +141,9 @@ def rank_at_fault(reasons: dict[int, ExitReason]) -> ExitReason | None:
 
 
 def run_with_timeout(call: Callable[[], object], timeout_s: float) -> bool:
-    """Make a call that may block forever. Return after at most `timeout_s`: whether the call has ended."""
+    """Make `call`, which may block forever, in a thread. Wait for at most `timeout_s` seconds, and return whether the
+    call has ended by then. A call that has not ended goes on in its thread.
+    """
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
     thread.join(timeout_s)

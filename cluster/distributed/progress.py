@@ -37,12 +37,12 @@ class ProgressClock:
         return self.collectives_entered > self.collectives_returned or self.waits_for_device
 
     def begin(self, timer: Timer = HOST_TIMER) -> Any:
-        """Note that a collective is entered; return the moment, for `end`."""
+        """Record that a collective is entered; return the moment, for `end`."""
         self.collectives_entered += 1
         return self._record(timer.now(), timer)
 
     def end(self, entered_at: Any, timer: Timer = HOST_TIMER) -> None:
-        """Note that the collective entered at `entered_at` has returned."""
+        """Record that the collective entered at `entered_at` has returned."""
         self._record(self._collective_spans.add(timer, entered_at), timer)
         self.collectives_returned += 1
 
@@ -52,7 +52,7 @@ class ProgressClock:
         self.collectives_returned += count
 
     def mark_layer(self) -> None:
-        """Note that a rank without peers reaches a part of a layer."""
+        """Record that a rank without peers reaches a part of a layer."""
         self.layer_marks += 1
         self.mark()
 

@@ -80,7 +80,7 @@ class Coordinator:
         return self._cached_script[1]
 
     def finish_step(self) -> None:
-        """Note that the agreed step is over: the next `agree` may follow."""
+        """Record that the agreed step is over: the next `agree` may follow."""
         self._plan = None
 
     def confirm(self, plan: StepPlan) -> None:

@@ -63,8 +63,8 @@ class Buckets:
         """Return the smallest sizes of a program into which each of `groups` fits, or None if a group is too large for
         any program.
 
-        A group with fewer finishing prompts than the program needs an idle prompt row, at which its idle `final_rows`
-        point.
+        If a group has fewer finishing prompts than the program, it also needs an idle prompt row: the `final_rows` of
+        the idle ends of prompts point at that row.
         """
         if not self.sizes:
             needed = max_sizes(groups)

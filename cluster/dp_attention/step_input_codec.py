@@ -1,6 +1,7 @@
 """Packs a `StepInput` into 64-bit integers, in which form a leader broadcasts it to the followers of its group.
 
-A step input holds only the changes of the page and sampling tables, so a step costs a few hundred integers.
+Of the page and sampling tables a step input holds only the changes. So a step of decoding costs a few integers per
+request; prompt chunks add one integer per token.
 """
 
 import zlib

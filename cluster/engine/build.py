@@ -1,4 +1,4 @@
-"""Builds the engine of one rank: loads the models, allocates memory, assembles the step, measures its pace."""
+"""Builds the engine of one rank: loads the models, allocates memory, assembles the step, measures step times."""
 
 import logging
 import os
@@ -59,13 +59,14 @@ from cluster.tokenizer.tokenizer import TextTokenizer
 
 logger = logging.getLogger(__name__)
 
-MAX_GPU_PADDING = 0.5  # largest share of idle rows with which a GPU pads instead of sending exact counts
+# With dp_padding auto, up to this share of idle rows a step on GPUs is padded: all groups then run equally many rows.
+MAX_GPU_PADDING = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class EnginePlan:
     """The parts from which an engine is assembled. On a device with memory of its own (`device_memory` is not None),
-    `weights` are the bytes of the models.
+    `weights` is the number of bytes that the models take there; otherwise it is 0.
     """
 
     mesh: Mesh
@@ -81,7 +82,9 @@ class EnginePlan:
         return self.models.resolved
 
     def draft(self) -> Draft:
-        """Return the draft over `draft_runner_list`: one runner for all levels, one per level, or no draft at all."""
+        """Return the draft that uses `memory.draft_runner_list`: `EagleDraft` if one runner drafts all levels,
+        `MultiLayerDraft` if each level has its own runner, `NoDraft` without runners.
+        """
         runners, topk = self.memory.draft_runner_list, self.resolved.shape.topk
         if not runners:
             return NoDraft()
@@ -103,9 +106,9 @@ def build_engine(config: EngineConfig) -> Engine:
 
 
 def prepare_single_rank(config: EngineConfig, memory: DeviceMemory | None = None) -> EnginePlan:
-    """Load the models and allocate the memory of a gang of one rank; `engine_of` makes the engine, with any draft.
-    `memory` replaces the memory that the device reports. Models named on a hub are downloaded after the settings were
-    checked.
+    """Load the models and allocate the memory of a gang of one rank. The caller then passes the result to `engine_of`,
+    with the draft of its choice. `memory` replaces the memory that the device reports. Models named on a hub are
+    downloaded, but only if their configs and headers show that they can be served.
 
     Raises:
         ConfigError: as `build_engine`.
@@ -129,8 +132,9 @@ def engine_of(prepared: EnginePlan, draft: Draft) -> Engine:
 
 
 def build_rank(config: EngineConfig, rank: int, rendezvous: Rendezvous | None, store: Store | None = None) -> Rank:
-    """Return rank `rank` of the gang that meets at `rendezvous`, ready to step with its peers. Rank 0 has the `store`.
-    Models named on a hub are read from this node's cache, and downloaded into it if they are missing.
+    """Return rank `rank` of the gang that meets at `rendezvous`, ready to step with its peers. If `rendezvous` is None,
+    the gang has one rank only. Rank 0 passes the `store` that it opened, other ranks pass None. Models named on a hub
+    are read from this node's cache, and downloaded into it if they are missing.
 
     Raises:
         ConfigError: something cannot run as configured, or ranks are configured differently.
@@ -154,7 +158,8 @@ def build_rank(config: EngineConfig, rank: int, rendezvous: Rendezvous | None, s
 def prepare(
     resolved: ResolvedConfig, mesh: Mesh, device: torch.device, memory: DeviceMemory | None = None
 ) -> EnginePlan:
-    """Load the models of one rank and allocate its memory, together with its peers.
+    """Load the models of one rank and allocate its memory. All ranks must call this: they check that they agree on the
+    settings, and allocate KV caches of the same size.
 
     Raises:
         ConfigError: something cannot run as configured, or ranks are configured differently.
@@ -181,7 +186,8 @@ def allocate_memory(
     models: RankModels, mesh: Mesh, device: torch.device, memory: DeviceMemory | None, weights: int
 ) -> RankMemory:
     """Allocate the memory of a rank besides its models, which take `weights` bytes. On a device with memory of its own,
-    KV caches get the memory that weights and the largest steps leave; the steps are measured.
+    KV caches get the memory that weights and the largest steps leave. `measure_memory` runs such steps to find out how
+    much memory they take.
 
     Raises:
         ConfigError: something does not fit; the message says what to lower.
@@ -203,7 +209,8 @@ def assemble(prepared: EnginePlan, draft: Draft) -> Rank:
     `StepLoop`.
 
     Raises:
-        ConfigError: the draft does not reproduce the sample in its folder.
+        ConfigError: the draft's output differs from the one recorded in its folder (`draft_sample.json`), or something
+            else cannot run as configured.
     """
     mesh, memory, resolved = prepared.mesh, prepared.memory, prepared.resolved
     config = resolved.settings

@@ -153,7 +153,7 @@ def buckets_of(config: EngineConfig, device: torch.device, mesh: Mesh) -> Bucket
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """A step to capture: `requests` requests decode with trees of tier `num_steps`."""
+    """A step to capture: `requests` requests decode with trees of depth `num_steps`, and draw tokens in `mode`."""
 
     requests: int
     num_steps: int

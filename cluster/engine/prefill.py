@@ -1,19 +1,22 @@
 """Schedules prompts: which prompt chunks run in the next step, and which waiting requests are admitted.
 
 - **Budget.** If no request of any group decodes, a step has up to `chunked_prefill_size` prompt rows. Otherwise it has
-  up to `mixed_prefill_size`. Without that setting it has as many as take, by the pace's prediction, at most
-  `prefill_share` of the step. A step that took more than its allowance leaves less to the next one. Where only some
-  numbers of prompt rows are captured, a chunk is cut so that the step has such a number, and the rest of the allowance
-  goes to the next step. At most `SCORED_ROWS` rows return log-probabilities.
+  up to `mixed_prefill_size`. Without that setting, times are predicted by the pace (`StepTimes`), and the step has as
+  many prompt rows as take at most `prefill_share` of its time: this time is the allowance. If the first chunk is
+  predicted to take more than the allowance, the next step's allowance is smaller by the excess. If steps are captured
+  only with certain numbers of prompt rows (`chunk_sizes`), a chunk that the allowance cuts is cut further, so that the
+  step has such a number; the rest of the allowance goes to the next step. At most `SCORED_ROWS` rows return
+  log-probabilities.
 - **Order.** Running prompts get rows first, in order of admission. Then waiting requests are admitted in order of
-  arrival, while rows are left. The first request that does not fit ends admission: no small one may pass it.
+  arrival, while rows are left. The first request that does not fit ends admission: no smaller one behind may pass it.
 - **Pages.** A request is admitted if its prompt, its first window and the growth of all running requests fit, so that
   no retraction follows in the next step. After a retraction nobody is admitted in that step.
 - **Shared prefixes.** If a running prompt is about to compute the next pages of a waiting request, the waiting request
-  stays in the queue until it can share these pages. That delays it by at most one step, because running prompts get
-  rows before new requests anyway. The condition is checked again before every step, so the waiting request goes on even
-  if the other request is retracted, aborted or ends. Later requests may pass it, but its table row and the pages it
-  will need stay reserved.
+  stays in the queue until it can share these pages. This usually delays it by one step at most: a running prompt takes
+  all rows that it may, so none is left for a new request before the step in which that prompt ends. (A prompt that
+  returns log-probabilities takes at most `SCORED_ROWS` rows per step, so others may wait for it longer.) The condition
+  is checked again before every step, so the waiting request is admitted later even if the other request is retracted,
+  aborted or ends. Later requests may pass it, but its table row and the pages that it will need stay reserved.
 """
 
 from bisect import bisect_right
@@ -33,7 +36,7 @@ SCORED_ROWS = 512
 """Most prompt rows of a step that return log-probabilities: the logits of all of them are in memory at once."""
 MIN_SHARED_TOKENS = 16
 """A request waits for another prompt only to share at least this many tokens, rounded up to pages. Waiting may cost a
-step, and the fixed cost of a step equals that of some rows.
+step, whose fixed cost is as high as the cost of several rows: to save only a few rows, waiting would not pay.
 """
 
 
@@ -42,13 +45,14 @@ class RemainingRows:
     """What is left of a step's prefill budget: `rows` prompt rows and, if there is a `pace` (see `Schedule`),
     `allowance` microseconds of predicted time.
 
-    `spent_us` is the predicted time of the chunks so far. `target_rows` counts the target rows of the step so far.
-    `prefilling_groups` is the number of other groups that run prompt rows. `is_first_chunk` is True until a chunk has
-    been taken. The first chunk gets at least `StepTimes.min_rows` rows, even if their cost exceeds the allowance; the
-    next step has that much less. `scored_rows` is the number of rows that may still return log-probabilities.
-    `chunk_sizes` are the numbers of prompt rows, in ascending order, whose steps can be captured; `prompt_rows` are
-    those of the step so far. `is_rounded` says that a chunk was cut to one of `chunk_sizes`: the rest of the allowance
-    then goes to the next step.
+    `spent_us` is the predicted time of the chunks so far. `target_rows` counts the rows of the step's target forward so
+    far, tree nodes and prompt rows. `prefilling_groups` is the number of other groups that run prompt rows.
+    `is_first_chunk` is True until a chunk has been taken. The first chunk gets at least `StepTimes.min_rows` rows, even
+    if they cost more than the allowance; the next step's allowance is then smaller by the excess. `scored_rows` is the
+    number of rows that may still return log-probabilities. `chunk_sizes` lists, in ascending order, the numbers of
+    prompt rows with which a step can be captured; `prompt_rows` is the number of prompt rows in this step so far.
+    `is_rounded` is True once the allowance has cut a chunk, if there are `chunk_sizes`: the rest of the allowance then
+    goes to the next step.
     """
 
     rows: int
@@ -94,7 +98,9 @@ class RemainingRows:
         """Return how many rows of `start` to `stop - 1` the budget allows."""
         count = min(stop - start, self.rows)
         affordable_rows = pace.max_rows(self.target_rows, start, count, self.allowance, self.prefilling_groups)
-        if self.is_first_chunk:  # a chunk reads its whole prefix, so the first chunk gets enough rows to be worth it
+        # A chunk reads the KV of its whole prefix. The first chunk gets so many rows that this is a small part of its
+        # cost.
+        if self.is_first_chunk:
             min_rows = pace.min_rows(self.target_rows, start, count, self.prefilling_groups)
             affordable_rows = max(affordable_rows, min_rows)
         return count if affordable_rows >= count else self._rounded_rows(affordable_rows)
@@ -110,7 +116,7 @@ class RemainingRows:
 
 
 class PrefillScheduler:
-    """The prompts of one rank: of waiting requests, and of the running ones, which `decode` has."""
+    """Schedules the prompts of one rank's waiting and running requests; its `DecodeScheduler` keeps both lists."""
 
     def __init__(
         self,
@@ -121,8 +127,9 @@ class PrefillScheduler:
         chunk_sizes: tuple[int, ...] = (),
     ) -> None:
         """`pace` limits the prompt rows of steps in which requests decode. If it is None, or `mixed_prefill_size` is
-        set, only the sizes of the config limit them. Where the pace cuts a chunk, the step gets one of `chunk_sizes`
-        prompt rows, if there are any: such steps can be captured.
+        set, only `chunked_prefill_size` and `mixed_prefill_size` limit them. `chunk_sizes` are the numbers of prompt
+        rows with which a step can be captured. If the pace cuts a chunk, the chunk is cut further, so that the step has
+        one of these numbers.
         """
         self._cache, self._decode, self._waiting = cache, decode, decode.waiting
         self._shared_pages = cache.pages_for(MIN_SHARED_TOKENS)  # the pages that two prompts must share for one to wait
@@ -245,7 +252,9 @@ class PrefillScheduler:
             self._add_chunk(schedule, sequence, remaining_rows)
 
     def _next_pages(self, sequence: RequestState) -> NextPages | None:
-        """The pages of the next `MIN_SHARED_TOKENS` tokens that a request computes, as a key; None if fewer remain."""
+        """A key that is equal for two requests which would next compute the same pages, for `MIN_SHARED_TOKENS` tokens.
+        None if fewer tokens remain, or if requests share no pages.
+        """
         return self._cache.next_pages(sequence.tokens, self._shared_pages, sequence.lease, sequence.request.cache_salt)
 
     def _admit(self, sequence: RequestState, reserved_pages: int) -> bool:

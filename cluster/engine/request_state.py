@@ -133,17 +133,17 @@ class RequestState:
             self.cached_tokens = lease.cached_tokens
 
     def detach(self) -> None:
-        """Note that the lease is closed. If the request joins again, it prefills again."""
+        """Record that the lease is closed. If the request joins again, it prefills again."""
         self.lease, self.prefilling, self.prompt_committed = None, True, False
         self.committed = self.max_committed = self.steps_in_flight = 0
 
     def begin_prompt(self, stop: int, final: bool) -> None:
-        """Note that a step with prompt rows up to `stop` is in flight. If `final`, the request decodes from now on."""
+        """Record that a step with prompt rows up to `stop` is in flight. If `final`, the request decodes after it."""
         self.max_committed, self.prefilling = stop, not final
         self.steps_in_flight += final
 
     def commit_prompt(self, stop: int, final: bool) -> None:
-        """Note that the results of a step from `begin_prompt` were read: tokens up to `stop` are committed."""
+        """Record that the results of a step from `begin_prompt` were read: tokens up to `stop` are committed."""
         self.committed, self.prompt_committed = stop, final
         self.steps_in_flight -= final
 
@@ -152,12 +152,12 @@ class RequestState:
         return (shape.drafted_shape if self.request.params.grammar is None else shape).num_steps + 1
 
     def begin_tree(self, shape: TreeShape) -> None:
-        """Note that a step with a tree of this shape is in flight."""
+        """Record that a step with a tree of this shape is in flight."""
         self.max_committed += self.max_new_tokens(shape)
         self.steps_in_flight += 1
 
     def commit_tree(self, count: int, shape: TreeShape) -> None:
-        """Note that a tree's results were read: the last bonus and accepted draft tokens, `count` in all, commit."""
+        """Record that a tree's results were read: the last bonus and accepted draft tokens, `count` in all, commit."""
         self.committed += count
         self.max_committed -= self.max_new_tokens(shape) - count  # `begin_tree` assumed that all levels are accepted
         self.steps_in_flight -= 1

@@ -19,11 +19,11 @@ class RequestTimes:
     last_token: float | None = None
 
     def admit(self, now: float) -> None:
-        """Note that the request is admitted for the first time."""
+        """Record that the request is admitted for the first time."""
         self.admitted = now
 
     def record_tokens(self, now: float) -> None:
-        """Note that the request got tokens."""
+        """Record that the request got tokens."""
         if self.first_token is None:
             self.first_token = now
         self.last_token = now

@@ -61,7 +61,9 @@ class RadixTree:
         return len(self._unlocked)
 
     def _keys(self, tokens: Sequence[int], start: int = 0) -> Iterator[Key]:
-        """Yield the keys of the whole pages of `tokens` from page `start` on whose following token is in `tokens`."""
+        """Yield the key of each whole page of `tokens`, from page `start` on. A last page with no token after it has no
+        key.
+        """
         size = self.page_size
         # The last page starts at most at len(tokens) - size - 1: `size` tokens and the one after it must exist.
         for i in range(start * size, len(tokens) - size, size):
@@ -87,8 +89,8 @@ class RadixTree:
         return path
 
     def nearest(self, tokens: Sequence[int], path: Sequence[Node], salt: int = 0) -> tuple[Node, int] | None:
-        """Return the child of the last node of `path` (or of the salt's root) that shares most cells with the `tokens`
-        after `path`, and the number of these cells. Returns None if no cell is shared.
+        """Return the child of the last node of `path` (or of the salt's root) whose page shares more cells (KV entries
+        of one token) with the `tokens` after `path` than any other, and their number; None if no cell is shared.
 
         A cell depends on the token after it too, so n common tokens are n - 1 shared cells.
         """

@@ -36,7 +36,7 @@ def float_of_ordered_bits(numbers: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def logit_mass(tempered: Tensor, max_logits: Tensor, top_k_threshold: Tensor) -> Tensor:
-    """Return the mass of each tempered logit `[B, V]`, int64: exp(logit - top) * MASS, and 0 for logits below
+    """Return the mass of each tempered logit `[B, V]`, int64: exp(logit - max logit) * MAX_MASS; 0 for logits below
     `top_k_threshold`.
 
     `max_logits` and `top_k_threshold` are `[B, 1]`.

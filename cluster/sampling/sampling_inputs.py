@@ -117,8 +117,8 @@ class PhaseSampling:
 
 
 def pack_inputs(sampling_inputs: Sequence[SamplingInputs]) -> Tensor:
-    """Return the sampling inputs of the T rows of `sampling_inputs` as int64 `[T, WORDS]`; floats are stored as float64
-    bits.
+    """Return the sampling inputs of the T rows of `sampling_inputs` as int64 `[T, PACKED_NUMBERS]`; floats are stored
+    as float64 bits.
     """
     packed = []
     for inputs in sampling_inputs:

@@ -143,8 +143,8 @@ class ShardedRows:
 def sampler_input_of(
     logits: ShardedLogits, sampling_inputs: Sequence[SamplingInputs], masks: Tensor | None = None
 ) -> SamplerInput:
-    """Return the sampler's input for the T' rows scored here. `sampling_inputs` and `masks` are those of own rows, in
-    order.
+    """Return the sampler's input for the T' rows that this rank scores. `sampling_inputs` and `masks` belong to the T
+    rows of this rank's own attention group, and are in the order of these rows.
     """
     shards = logits.shards
     if shards is None or sampling_inputs[0].noise is None:

@@ -92,8 +92,9 @@ class Step:
         noise_index, paths = None if is_chain else tree.depths, tree.paths(s) if decode_sampling.processor else None
         sampling_inputs = decode_sampling.along_positions(n, s + 1, noise_index, paths), final_sampling.at_position(0)
         next_tokens, token_scores = choose(logits, sampling_inputs, self._sampler)
-        # `next_tokens` and `token_scores`: of R N tree nodes, then of the F last rows of finished prompts.
-        # `first_tokens` `[F]`: after each finished prompt. `finite_rows` `[c]` says which prompt rows are finite.
+        # `next_tokens` `[R N + F]` are the tokens chosen after each tree node, then after each finished prompt
+        # (`first_tokens` `[F]`); `token_scores` are their scores. `finite_rows` `[c]` says which prompt rows are
+        # finite.
         first_tokens, finite_rows = (
             next_tokens[r * n :],
             _finite_rows(batch.prompt, hidden[r * n :], token_scores[r * n :]),
@@ -161,16 +162,19 @@ class Step:
         first_positions = with_prompts(batch.seq_lens + 1, batch.prompt.final_lens)
         seeds, count = batch.sampling.seeds, num_steps + 1 + self._has_draft
         vocab, dtype = self._target.model.arch.vocab_size, self.draft_inputs.hidden.dtype
-        # Adjusted logits are gathered to whole rows first; other logits stay this rank's shard of the vocabulary.
+        # Logits that penalties or grammars change are first gathered from all shards. Others stay on their shard, so
+        # this rank then needs noise only for the token ids of its own shard, `_ids`.
         ids = range(vocab) if batch.mode.changes_logits else self._ids
         hashes = vocabulary_hashes(len(ids), first_positions.device, ids.start)
-        if len(ids) < vocab:  # only keys, no values: this rank's shard of the draft's vocabulary may hold other tokens
+        # A shard caches no noise values: the draft may need them for token ids outside the target's shard. They are
+        # computed from the keys at each use.
+        if len(ids) < vocab:
             return Noise(keys_along(seeds, first_positions, count), hashes, dtype)
         return self._sampler.noise(seeds, first_positions, count, hashes, dtype)
 
     def _scores(self, prompt: PromptBatch, scored_rows: Tensor, hidden: Tensor) -> Scores:
-        """Return log-probabilities and ranks of the tokens after prompt rows `scored_rows` `[q]`; `hidden` `[c, H]` has
-        all prompt rows.
+        """Return the log-probability of the token after each of the prompt rows `scored_rows` `[q]`, and how many
+        tokens are at least as likely (`Scores.ranks`). `hidden` `[c, H]` has all prompt rows.
         """
         logits = self._target.logits(hidden.index_select(0, scored_rows))
         return scores(logits, prompt.next_ids.index_select(0, scored_rows), self._sampler)

@@ -8,7 +8,9 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -90,15 +92,23 @@ def raw_bytes(out: Tensor) -> Tensor:
     return out.contiguous().view(torch.uint8)
 
 
+@pytest.fixture(scope="module")
+def sanitized_library(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function that compiles a level with sanitizers, once for all variants of the level."""
+    return cache(lambda level: compile_level(level, tmp_path_factory.mktemp("sanitized"), SANITIZERS))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("level", "variant"), [(level, variant) for level in ORDER for variant in ("", *VARIANTS.get(level, ()))]
 )
-def test_sanitizers_report_no_error_in_the_kernels(level: str, variant: str, tmp_path: Path) -> None:
+def test_sanitizers_report_no_error_in_the_kernels(
+    level: str, variant: str, sanitized_library: Callable[[str], Path]
+) -> None:
     if level not in runnable_levels() or (variant and variant not in variants_of_cpu()):
         pytest.skip("this CPU does not run it")
-    library = compile_level(level, tmp_path, SANITIZERS)
+    library = sanitized_library(level)
     cc = compiler()
     assert cc is not None
     sanitizer_libraries = [

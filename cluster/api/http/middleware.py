@@ -61,8 +61,8 @@ class HeadAsGet:
 GENERATION_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"})
 DRAINED_PATHS = GENERATION_PATHS | {"/ready"}
 RETRY_AFTER_S = 5  # about the time until another server, or the next one at this address, is ready
-# While draining, `aerie serve` repeats its call of `Drain.begin`. If none comes for LAPSE_S, `aerie serve` was killed,
-# and the replica accepts calls again.
+# While draining, `aerie serve` repeats its call of `Drain.begin`. If none comes for DRAIN_LEASE_S, `aerie serve` was
+# killed, and the replica accepts calls again.
 DRAIN_LEASE_S = 30.0
 SHUTTING_DOWN = "the server is shutting down"
 

@@ -148,7 +148,8 @@ def _set_engine(llm: dict[str, Any], key: str, value: Any) -> None:
     if name in SPECULATION_SWITCHES and value is None:
         for other in [k for k in engine_kwargs if ALIASES.get(k, k).startswith("speculative_")]:
             del engine_kwargs[other]
-    engine_kwargs[key if key == EXPERT_PARALLEL_ALIAS else name] = value  # EXPERT_SWITCH is a boolean, ep_size a number
+    # The value of EXPERT_PARALLEL_ALIAS is a boolean, that of ep_size a number, so the alias is kept.
+    engine_kwargs[key if key == EXPERT_PARALLEL_ALIAS else name] = value
 
 
 def _submapping(data: dict[str, Any], name: str, display_name: str = "") -> dict[str, Any]:

@@ -59,7 +59,7 @@ class StartPhases:
         self.seconds: dict[str, float] = {}
 
     def end(self, name: str) -> None:
-        """Note that phase `name` ends now and the next phase begins."""
+        """Record that phase `name` ends now and the next phase begins."""
         now = time.monotonic()
         self.seconds[name] = now - self._last
         self._last = now

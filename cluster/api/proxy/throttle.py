@@ -80,12 +80,12 @@ class Throttle:
                 waiter.set_result(False)
 
     def on_begin(self, body_bytes: int) -> None:
-        """Note that a request with a body of `body_bytes` bytes begins; on a full machine the next must wait longer."""
+        """Record that a request with a body of `body_bytes` begins; on a full machine the next must wait longer."""
         if self._cpu_load.saturated():
             self._next_begin_at = asyncio.get_running_loop().time() + pause_s(body_bytes, os.cpu_count() or 1)
 
     def on_refused(self) -> None:
-        """Note that a request that had begun has been refused, so that the next one may begin sooner."""
+        """Record that a request that had begun has been refused, so that the next one may begin sooner."""
         self._next_begin_at -= (BEGIN_S - REFUSE_S) / (CPU_SHARE * (os.cpu_count() or 1))
         if self._timer is not None:
             self._timer.cancel()

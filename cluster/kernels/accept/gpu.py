@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class AcceptArguments(NamedTuple):
-    """What `accept` takes, in its order; its constants follow by name."""
+    """The arguments of the kernel `accept`, in order, without its constants, which `launch` passes by name."""
 
     tokens: Tensor
     parents: Tensor

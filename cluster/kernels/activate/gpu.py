@@ -15,7 +15,7 @@ def sigmoid(x):
 
 
 class ActivateArguments(NamedTuple):
-    """What `activate` takes, in its order; its constants follow by name."""
+    """The arguments of the kernel `activate`, in order, without its constants, which `launch` passes by name."""
 
     gate_up: Tensor
     out: Tensor

@@ -171,7 +171,7 @@ CHANGING_ARGUMENTS = ["bits_stride", "first_row", "rows_per_request", "width", "
 
 
 class AttendArguments(NamedTuple):
-    """What `attend` takes, in its order; its constants follow by name."""
+    """The arguments of the kernel `attend`, in order, without its constants, which `launch` passes by name."""
 
     q: Tensor
     memory: Tensor

@@ -73,7 +73,7 @@ def to_signed(sort_keys):
 
 
 class BestOfPartArguments(NamedTuple):
-    """What `best_of_part` takes, in its order; its constants follow by name."""
+    """The arguments of the kernel `best_of_part`, in order, without its constants, which `launch` passes by name."""
 
     logits: Tensor
     inverse_temperature: Tensor | None
@@ -144,7 +144,7 @@ def best_of_part(
 
 
 class BestOfAllArguments(NamedTuple):
-    """What `best_of_all` takes, in its order; its constants follow by name."""
+    """The arguments of the kernel `best_of_all`, in order, without its constants, which `launch` passes by name."""
 
     part_values: Tensor
     part_ids: Tensor
@@ -202,7 +202,7 @@ def splitmix(x):
 
 
 class KeysAlongArguments(NamedTuple):
-    """What `keys_along` takes, in its order; its constants follow by name."""
+    """The arguments of the kernel `keys_along`, in order, without its constants, which `launch` passes by name."""
 
     seeds: Tensor
     first_positions: Tensor

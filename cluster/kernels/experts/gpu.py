@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class GroupArguments(NamedTuple):
-    """What `group` takes, in its order; its constants follow by name."""
+    """The arguments of the kernel `group`, in order, without its constants, which `launch` passes by name."""
 
     topk_ids: Tensor
     source_rows: Tensor
@@ -56,7 +56,7 @@ def group(
 
 
 class CombineArguments(NamedTuple):
-    """What `combine` takes, in its order; its constants follow by name."""
+    """The arguments of the kernel `combine`, in order, without its constants, which `launch` passes by name."""
 
     expert_outputs: Tensor
     places_of_choices: Tensor

@@ -78,7 +78,7 @@ def largest_threshold_with(
 
 
 class ThresholdArguments(NamedTuple):
-    """What `threshold` takes, in its order; its constants follow by name."""
+    """The arguments of the kernel `threshold`, in order, without its constants, which `launch` passes by name."""
 
     logits: Tensor
     inverse_temperature: Tensor

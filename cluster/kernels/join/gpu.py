@@ -10,7 +10,7 @@ from cluster.kernels.attend.gpu import LOG2E
 
 
 class JoinArguments(NamedTuple):
-    """What `join` takes, in its order; its constants follow by name."""
+    """The arguments of the kernel `join`, in order, without its constants, which `launch` passes by name."""
 
     partials: Tensor | None
     nonfinite_rows: Tensor
@@ -98,7 +98,7 @@ def join(
 
 
 class ListPagesArguments(NamedTuple):
-    """What `list_pages` takes, in its order; its constants follow by name."""
+    """The arguments of the kernel `list_pages`, in order, without its constants, which `launch` passes by name."""
 
     pages: Tensor
     table_rows: Tensor

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class MoveArguments(NamedTuple):
-    """What `move` takes, in its order; its constants follow by name."""
+    """The arguments of the kernel `move`, in order, without its constants, which `launch` passes by name."""
 
     memory: Tensor
     destination: Tensor

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class AddNormArguments(NamedTuple):
-    """What `add_norm` takes, in its order; its constants follow by name."""
+    """The arguments of the kernel `add_norm`, in order, without its constants, which `launch` passes by name."""
 
     rows: Tensor
     residual: Tensor | None

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class RotateArguments(NamedTuple):
-    """What `rotate` takes, in its order; its constants follow by name."""
+    """The arguments of the kernel `rotate`, in order, without its constants, which `launch` passes by name."""
 
     heads: Tensor
     cosines: Tensor

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class StoreArguments(NamedTuple):
-    """What `store` takes, in its order; its constants follow by name."""
+    """The arguments of the kernel `store`, in order, without its constants, which `launch` passes by name."""
 
     kv: Tensor
     write_slots: Tensor
@@ -82,7 +82,7 @@ def store_group(
 
 
 class StoreCodedArguments(NamedTuple):
-    """What `store_coded` takes, in its order; its constants follow by name."""
+    """The arguments of the kernel `store_coded`, in order, without its constants, which `launch` passes by name."""
 
     kv: Tensor
     write_slots: Tensor

@@ -13,7 +13,7 @@ from cluster.kernels.choice.gpu import sort_key, to_unsigned
 
 
 class LevelArguments(NamedTuple):
-    """What `level` takes, in its order; its constants follow by name."""
+    """The arguments of the kernel `level`, in order, without its constants, which `launch` passes by name."""
 
     proposed: Tensor
     logprobs: Tensor
@@ -102,7 +102,7 @@ def level(
 
 
 class KeepArguments(NamedTuple):
-    """What `keep` takes, in its order; its constants follow by name."""
+    """The arguments of the kernel `keep`, in order, without its constants, which `launch` passes by name."""
 
     tokens: Tensor
     scores: Tensor
@@ -167,7 +167,7 @@ def keep(
 
 
 class AncestryArguments(NamedTuple):
-    """What `ancestry` takes, in its order; its constants follow by name."""
+    """The arguments of the kernel `ancestry`, in order, without its constants, which `launch` passes by name."""
 
     parents: Tensor
     ancestors: Tensor
