@@ -29,36 +29,40 @@ from cluster.config.aliases import ALIASES, SPECULATIVE_CONFIG
 FILE = Path(__file__).resolve().parents[1] / "docs" / "settings.md"
 HEAD = """# Settings
 
-Every setting, its default and what it is for. A Serve config (`deploy/serve.yaml`) has the settings of the application
-under `args` and those of the engine under `engine_kwargs`. `aerie serve MODEL --set NAME=VALUE` takes both, those of
-`deployment_config` too, and dotted names such as `http_options.request_timeout_s`. An unknown name is refused, with the
-nearest known one. [operations.md](operations.md) says how to choose.
+This page lists every setting, its default and what it is for. A Serve config (`deploy/serve.yaml`) has the settings of
+the application under `args` and those of the engine under `engine_kwargs`. `aerie serve MODEL --set NAME=VALUE` accepts
+settings of `args`, of `engine_kwargs` and of `deployment_config`, and dotted names such as
+`http_options.request_timeout_s`. An unknown name is refused, with the nearest known one. [operations.md](operations.md)
+says how to choose.
 
-Written by `python -m tests.settings_page` from the code that reads settings.
+`python -m tests.settings_page` writes this page from the code that reads settings.
 """
 ALIASED = """
 ## vLLM's names
 
-The engine takes these as well; `dp_size` and `cuda_graph_bs` among them are SGLang's. `speculative_config` is a
-mapping. Mind `data_parallel_size`: its groups are made of the `tp_size` ranks; it adds no ranks.
+The engine accepts these names too; `dp_size` and `cuda_graph_bs` are SGLang's. `speculative_config` is a mapping.
+`data_parallel_size` adds no ranks, unlike in vLLM: it divides the `tp_size` ranks into groups.
 """
 DEPLOYMENTS = """
 ## `deployment_config` and `ingress_deployment_config`
 
-Options of Serve's deployments, as Ray documents them, with our defaults where they are not Ray's. The engine has a
-`max_queued_requests` of its own, and `--set max_queued_requests=N` is the engine's.
+Options of Serve's deployments, as Ray documents them. The table shows where Aerie's default is not Ray's. `aerie serve
+MODEL` without `--config` uses `graceful_shutdown_timeout_s` 10 and `max_constructor_retry_count` 1. The engine has a
+setting `max_queued_requests` too: `--set max_queued_requests=N` sets that of the engine.
 """
 SERVED = """
 ## A Serve config, as `aerie serve --config FILE` reads it
 
-Of a Serve config it reads what follows, and refuses all else. `serve deploy` takes whatever Ray documents.
+`aerie serve --config FILE` reads the following settings of a Serve config and refuses all others. `serve deploy`
+accepts everything that Ray documents.
 """
 FLAGGED = """
 ## The flags of `aerie serve`
 
-Each flag stands for a setting; where `--set` names the same one, `--set` wins. MODEL (or `--model`, `--model-path`) is
-`model_source`, `--log-file` is `log_file`, `--log-format` is `log_format`. Without MODEL and `--config FILE` the demo
-pair is served. [operations.md](operations.md) says what `--address` and `--verbose` do.
+Each flag sets one setting. If `--set` names the same setting, the value of `--set` is used. MODEL (or `--model`,
+`--model-path`) is `model_source`, `--log-file` is `log_file`, `--log-format` is `log_format`. If neither MODEL nor
+`--config FILE` is given, the demo pair is served. [operations.md](operations.md) says what `--address` and `--verbose`
+do.
 """
 REFUSED = """
 ## Settings of Ray Serve LLM that are refused

@@ -90,7 +90,9 @@ class EngineConfig(Settings):
         "bfloat16 for a bfloat16 target with at least 134 million parameters if the kernels are in C",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="device of the ranks; auto: GPUs if there are any, else the CPU"
+        default="auto",
+        description="device of the ranks; auto: GPUs if placement_group_config gives each rank one, or, "
+        "without it, if accelerator_type is set or the cluster has GPUs; else the CPU",
     )
     kv_cache_dtype: KvCacheDtype = Field(
         default="auto",
@@ -118,10 +120,10 @@ class EngineConfig(Settings):
         default=None,
         gt=0,
         lt=1,
-        description="used if neither max_total_tokens nor kv_cache_gb is set; on CUDA the fraction of device "
-        "memory for weights and KV together, unset: all that the largest steps leave; on a CPU the "
-        "fraction, for KV, of the memory that is free after loading, shared by the ranks of a node, "
-        "unset: 0.3",
+        description="an alternative to max_total_tokens and kv_cache_gb, of which only one may be set; on "
+        "CUDA the fraction of device memory for weights and KV together, unset: all that the "
+        "largest steps leave; on a CPU the fraction, for KV, of the memory that is free after "
+        "loading, shared by the ranks of a node, unset: 0.3",
     )
     max_running_requests: int = Field(
         default=64, ge=1, le=4096, description="maximum number of requests that a group of ranks runs at once"
@@ -170,7 +172,7 @@ class EngineConfig(Settings):
         default=None,
         ge=1,
         le=16,
-        description="levels of a drafted tree; unset: 3, or fewer if the draft has fewer layers",
+        description="levels of a drafted tree; unset: 3, or 2 for a draft of two MTP layers",
     )
     speculative_forced_tokens: int = Field(
         default=8,
@@ -240,8 +242,9 @@ class EngineConfig(Settings):
     )
     capture: Literal["auto", "on", "off"] = Field(
         default="auto",
-        description="replay captured programs instead of running steps of the same shape eagerly; auto: for steps "
-        "without prompts, on a CPU with the C kernels and on a GPU with Triton's",
+        description="replay captured programs instead of running steps of the same shape eagerly; auto: for "
+        "steps without prompts, on a CPU with the C kernels and on a GPU with Triton's; on a CPU "
+        "without capture_sizes also for steps in the middle of a prompt",
     )
     capture_sizes: tuple[int, ...] | None = Field(
         default=None,
@@ -268,7 +271,9 @@ class EngineConfig(Settings):
     watchdog_timeout_s: float = Field(
         default=3.0,
         gt=0,
-        description="a rank that does not answer, or is busy without progress, for this long counts as frozen",
+        description="a rank that does not answer, or has work and makes no progress, for this long is suspect "
+        "(/health answers 503); its gang is restarted after twice this time without an answer, or "
+        "three times without progress",
     )
     start_timeout_s: float = Field(
         default=3600.0,

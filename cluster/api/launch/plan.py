@@ -30,7 +30,7 @@ class HttpOptions(Settings):
     port: int = Field(default=8000, ge=1, le=65535, description="port to listen on")
     keep_alive_timeout_s: int = Field(default=90, ge=1, description="how long an idle connection is kept open")
     request_timeout_s: float | None = Field(
-        default=None, gt=0, description="how long a call may take, its stream included; unset: as long as it needs"
+        default=None, gt=0, description="longest time of a call, the whole stream included; unset: no limit"
     )
 
 
@@ -38,7 +38,7 @@ class ApplicationEntry(Settings):
     """One entry of a Serve config's `applications`."""
 
     name: str = Field(default="aerie", description="what Serve and the log call the application")
-    route_prefix: Literal["/"] = Field(default="/", description="`aerie serve` serves at the root alone")
+    route_prefix: Literal["/"] = Field(default="/", description="`aerie serve` serves only at the root path")
     import_path: Literal["cluster.api.app:build_openai_app"] = Field(
         default="cluster.api.app:build_openai_app", description="what builds the application"
     )
@@ -49,11 +49,12 @@ class ServeFile(Settings):
     """The parts of a Serve config that `aerie serve` honours."""
 
     proxy_location: Literal["HeadOnly", "EveryNode"] = Field(
-        default="HeadOnly", description="the nodes that have a proxy, with `--address`"
+        default="HeadOnly", description="the nodes on which Serve runs a proxy; has an effect only with `--address`"
     )
     http_options: HttpOptions = Field(default_factory=HttpOptions, description="where to listen, see below")
     logging_config: dict[str, Any] = Field(
-        default_factory=lambda: {"enable_access_log": False}, description="of Serve's own log, as Ray documents it"
+        default_factory=lambda: {"enable_access_log": False},
+        description="settings of Serve's own log, as Ray documents them",
     )
     applications: list[ApplicationEntry] = Field(min_length=1, max_length=1, description="exactly one entry, see below")
 

@@ -92,15 +92,20 @@ class PlacementGroupConfig(ServingSettings):
     """The Ray resources of the ranks: `bundle_per_worker` for every rank alike, or `bundles`, one per rank."""
 
     bundle_per_worker: dict[str, float] | None = Field(
-        default=None, description="{CPU: 1, GPU: 1}: what each rank has to itself"
+        default=None,
+        description="Ray resources that each rank reserves, for example {CPU: 1, GPU: 1}; either this or "
+        "bundles must be set",
     )
-    bundles: list[dict[str, float]] | None = Field(default=None, description="the same for every rank, one by one")
+    bundles: list[dict[str, float]] | None = Field(
+        default=None, description="Ray resources of each rank, one entry per rank"
+    )
     strategy: Strategy = Field(default="PACK", description="how Ray spreads the ranks over nodes")
     wait_s: float | None = Field(
         default=None,
         ge=0,
-        description="how long a gang waits for its resources; unset: 10 s where no nodes could hold it, 30 s where "
-        "others do, and longer by what a replica that it replaces may take to leave",
+        description="how long a gang waits for its resources; unset: 10 s if the nodes could never hold it, "
+        "30 s if others use the resources, and in a redeploy with max_surge_percent 0 also the "
+        "old replica's graceful_shutdown_timeout_s",
     )
 
     @model_validator(mode="after")
@@ -115,7 +120,9 @@ class LLMConfig(ServingSettings):
 
     model_loading_config: ModelLoadingConfig = Field(description="which model, see below")
     engine_kwargs: dict[str, Any] = Field(default_factory=dict, description="settings of the engine, see above")
-    accelerator_type: str | None = Field(default=None, description="Ray's name of the GPU that ranks ask for, as H100")
+    accelerator_type: str | None = Field(
+        default=None, description="Ray's name of the GPU model on which the ranks must run, for example H100"
+    )
     placement_group_config: PlacementGroupConfig | None = Field(
         default=None,
         description="the resources of the ranks, see below; unset: a CPU each, and a GPU where they use one",
@@ -124,7 +131,9 @@ class LLMConfig(ServingSettings):
         default_factory=dict, description="options of the Serve deployment that owns the engine, see below"
     )
     runtime_env: dict[str, Any] = Field(default_factory=dict, description="Ray's runtime environment of the replicas")
-    log_engine_metrics: Literal[True] = Field(default=True, description="may only be true: /metrics has them always")
+    log_engine_metrics: Literal[True] = Field(
+        default=True, description="may only be true, because /metrics always has the engine's metrics"
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -229,8 +238,8 @@ class AppSettings(ServingSettings):
     )
     log_file: str | None = Field(
         default=None,
-        description="absolute path, the same on each node; unset: ~/.cache/aerie/logs/<application>.log, but a new "
-        "file for each start of an `aerie serve` with a Ray of its own",
+        description="absolute path, the same on each node; unset: ~/.cache/aerie/logs/<application>.log; if "
+        "`aerie serve` starts its own Ray, a new file for each start",
     )
     log_format: LogFormat = Field(default="text", description="lines as text, or one JSON object each")
     api_keys_file: str | None = Field(
@@ -238,23 +247,29 @@ class AppSettings(ServingSettings):
         description="absolute path, the same on each node that has ingress replicas: the hashes of API keys",
     )
     allow_unauthenticated: bool = Field(
-        default=False, description="serve everyone who reaches the server beyond loopback, if it has no API keys"
+        default=False,
+        description="true: start without API keys also on an address other than loopback, and serve everyone "
+        "who reaches it",
     )
     page: bool = Field(default=True, description="a page at / that shows what the server does, and a playground")
     allowed_origins: list[str] = Field(
-        default_factory=list, description="origins of pages that may ask from a browser, as https://host; `*` is all"
+        default_factory=list,
+        description="origins of web pages that may call the server from a browser (CORS), such as "
+        "https://host; `*` means all",
     )
     sampling_defaults: Literal["model", "openai"] = Field(
         default="model",
-        description="how a request is sampled where it leaves fields out; model: by the temperature, top_p, top_k, "
-        "min_p and repetition_penalty of generation_config.json, as far as it has them; openai: by 1, 1, none, none "
-        "and 1",
+        description="defaults of temperature, top_p, top_k, min_p and repetition_penalty for requests without "
+        "these fields; model: the values in generation_config.json if it has them; openai: 1, 1, "
+        "none, none and 1",
     )
     tool_call_parser: str | None = Field(
-        default=None, description="how the model writes calls of tools; unset: what its template says"
+        default=None,
+        description="format in which the model writes tool calls (chat.md); unset: chosen by the chat template",
     )
     reasoning_parser: str | None = Field(
-        default=None, description="how the model marks what it thinks; unset: what its template says"
+        default=None,
+        description="format in which the model marks its reasoning (chat.md); unset: chosen by the chat template",
     )
 
     @model_validator(mode="before")
