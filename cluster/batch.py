@@ -122,8 +122,8 @@ class StepInput(NamedTuple):
     the tables; then `copies` are made in the pools. A request in `samplings` is newly admitted. If it is not in
     `penalties`, it has no logit adjustments; if not in `constraints`, no grammar. `mode` is the mode that this rank's
     requests need; the step runs in the mode of its plan. For a captured step, padding adds `idle_finishing_prompts`
-    idle ends of prompts and pads the lists of chunks to `padded_chunks` entries. All idle ends point at the first
-    prompt row, which then is idle.
+    idle entries to the lists of finishing prompts, and pads the lists of chunks to `padded_chunks` entries. All idle
+    entries point at the first prompt row, which is idle in that case.
     """
 
     decodes: tuple[DecodeRequest, ...] = ()
@@ -157,12 +157,13 @@ class HostBounds(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TreeRows:
-    """q rows of each of R requests, request after request, in a draft level, verify or extend.
+    """The tree rows of one forward (a draft level, verify or extend): q rows for each of R requests, request after
+    request.
 
     `rows` `[R]` are the table rows of the requests, `lens` `[R]` the numbers of their committed tokens. Every row sees
     all committed tokens of its request. `bits` `[R or 1, q, ceil(width / 32)]` int32 is the mask over the first `width`
-    window slots: a row sees its ancestors and itself, one slot per position. So a row's position is its request's
-    `lens` + popcount(bits) - 1.
+    window slots: a row sees its ancestors and itself. These are at different positions, so a row's position is its
+    request's `lens` + popcount(bits) - 1.
     """
 
     rows: Tensor
@@ -273,5 +274,5 @@ class Batch:
         return self.decode_rows.shape[0]
 
     def tree(self, bits: Tensor, width: int) -> TreeRows:
-        """The `TreeRows` of the decoding requests with this mask: `bits` and `width`."""
+        """Return the `TreeRows` of the decoding requests; `bits` and `width` are their mask, as in `TreeRows`."""
         return TreeRows(self.decode_rows, self.seq_lens, bits, width)

@@ -78,7 +78,9 @@ def _run(arguments: list[str]) -> int:
 
 @contextmanager
 def _exit_on_signal() -> Iterator[None]:
-    """Exit with status 0 at SIGINT or SIGTERM inside the block: the command does so itself once it is imported."""
+    """Inside this block, exit with status 0 at SIGINT or SIGTERM. After the import the command itself handles these
+    signals.
+    """
     if threading.current_thread() is not threading.main_thread():  # in tests: only the main thread sets handlers
         yield
         return

@@ -12,7 +12,7 @@ from typing import Literal
 FinishReason = Literal["stop", "length", "abort", "error"]
 ErrorCode = Literal["nonfinite_logits", "slow_grammar"]
 TOKEN_COUNT_LIMIT = 2**31  # exclusive upper bound of token counts
-MAX_TEMPERATURE = 1e6  # highest temperature: it divides bans, which are finite (-1e30) and must stay effective
+MAX_TEMPERATURE = 1e6  # logits are divided by the temperature, and a ban (a logit of -1e30) must stay effective
 GREEDY_BELOW = 1e-5  # lower temperatures are served as greedy: dividing by them overflows, and the result is the same
 
 
@@ -209,10 +209,10 @@ class SequenceOutput:
 
 
 def signed_seed(seed: int) -> int:
-    """Return `seed`, a whole number in [-2**63, 2**64), modulo 2**64 as a signed number in [-2**63, 2**63).
+    """Return `seed` as a signed 64-bit number, in [-2**63, 2**63). A `seed` of 2**63 or more is reduced by 2**64.
 
     Raises:
-        ValueError: `seed` is outside its range.
+        ValueError: `seed` is not in [-2**63, 2**64).
     """
     if not -(2**63) <= seed < 2**64:
         raise ValueError(f"seed must lie in [-2**63, 2**64), got {seed}")

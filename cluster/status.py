@@ -37,7 +37,7 @@ class DraftInfo:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCosts:
     """Measured step times in milliseconds: by number of decoding requests, by number of target rows, and per 1,000
-    tokens of KV read. `crowd` is the share of the work for rows that all groups do together (see `StepTimes`).
+    tokens of KV read. `crowd` says how much the prompt rows of one group slow down every other group (see `StepTimes`).
     """
 
     decode_ms: Mapping[str, float]
@@ -69,10 +69,11 @@ class RankInfo:
     `draft` is None if there is no draft, `captured` is None if all steps run eagerly. Three fields are sentences:
     `attention` (which parts the backend leaves to other kernels, and why), `quantised` (which weights stay packed and
     which were dequantised) and `experts` (which ranks hold which experts). `kv_bytes_per_token` counts the pools of all
-    models, scales included; `kv_gb` is in 10^9 bytes. `max_request_tokens` is the largest sum of prompt and output that
-    fits the KV cache. `step_costs` is None if `mixed_prefill_size` is set. `world`, `pid`, `node` (Ray's node id),
-    `gpus` (the ids that Ray reserved on that node) and `interface` (the network between ranks) describe the process
-    that runs the rank; they keep their defaults if the rank does not run in an actor.
+    models, with scales, and the hidden states that a multi-layer draft keeps; `kv_gb` is in 10^9 bytes.
+    `max_request_tokens` is the largest sum of prompt and output tokens that fits both the context length and the KV
+    cache. `step_costs` is None if `mixed_prefill_size` is set. `world`, `pid`, `node` (Ray's node id), `gpus` (the ids
+    that Ray reserved on that node) and `interface` (the network between ranks) describe the process that runs the rank;
+    they keep their defaults if the rank does not run in an actor.
     """
 
     config: EngineConfig

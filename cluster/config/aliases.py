@@ -32,7 +32,9 @@ SPECULATIVE_CONFIG: dict[str, str] = {
 
 
 def convert_speculative_value(key: str, value: Any) -> Any:
-    """Convert a value of `speculative_config` for `EngineConfig`: methods in upper case, vLLM's `*mtp` as NEXTN."""
+    """Return a value of `speculative_config` as `EngineConfig` takes it. A method is returned in upper case; vLLM's
+    methods that end in `mtp` become NEXTN. Values of other keys are returned unchanged.
+    """
     if key != "method" or not isinstance(value, str):
         return value
     return "NEXTN" if value.lower().endswith("mtp") else value.upper()

@@ -1,6 +1,6 @@
 """The frozen settings of one engine. Names are SGLang's; `config/aliases.py` maps vLLM's onto them.
 
-Every mistake that shows without opening a file is an error here, which names the setting and the remedy.
+Every mistake that can be found without opening a file raises an error here. The error names the setting and the remedy.
 """
 
 import difflib

@@ -22,11 +22,11 @@ UNLIMITED = 1 << 30
 class ResolvedSettings:
     """The facts that the settings of an engine decide. Sizes are in rows or tokens.
 
-    `settings` are the settings themselves, for those that are facts as they are. `shape` is the deepest tree, `tiers`
-    are all trees by depth, and `forced_shape` is the deepest tree with all nodes that a grammar may add. A step runs at
-    most `chunk_rows` prompt rows on each rank, and at most `mixed_chunk_rows` if some request decodes.
-    `prefill_time_limited` says that a share of the step's time limits these as well. `group_size` is the number of
-    ranks in an attention group.
+    `settings` are the settings themselves: many of them need no conversion. `shape` is the deepest tree, `tiers` are
+    all trees by depth, and `forced_shape` is the deepest tree with all nodes that a grammar may add. A step runs at
+    most `chunk_rows` prompt rows on each rank, and at most `mixed_chunk_rows` if some request decodes. If
+    `prefill_time_limited` is True, the prompt rows of such a step may also take only the share `prefill_share` of its
+    time. `group_size` is the number of ranks in an attention group.
     """
 
     settings: EngineConfig
@@ -42,11 +42,12 @@ class ResolvedSettings:
 
     @classmethod
     def from_settings(cls, settings: EngineConfig, **subclass_fields: Any) -> Self:
-        """Return the facts that `settings` decide, and the fields of a subclass, `subclass_fields`. For a draft with
-        MTP layers the settings must hold its depth, as `resolve_models` fills it in.
+        """Return the facts that `settings` decide. A subclass passes its additional fields in `subclass_fields`. If the
+        depth of the trees depends on the draft's MTP layers, `speculative_num_steps` must be set before, as
+        `resolve_models` does.
 
         Raises:
-            ConfigError: the tree cannot be; see `tree_shape`.
+            ConfigError: the settings of the tree contradict each other; see `tree_shape`.
         """
         shape, chunked_size, mixed_size = (
             tree_shape(settings),
@@ -71,7 +72,8 @@ class ResolvedSettings:
     @property
     def max_positions_ahead(self) -> int:
         """How many positions the rows of a step may lie beyond the longest committed length that the host knows. The
-        depth of a tree counts twice, as the host may not know yet how much of the tree before was accepted.
+        depth of a tree counts twice, because the host may not know yet how many tokens of the previous tree were
+        accepted.
         """
         return 2 * self.forced_shape.num_steps + 3
 

@@ -26,7 +26,9 @@ class TreeShape(BaseModel):
         return self._extended(-self.forced_nodes)
 
     def with_forced_nodes(self, max_nodes: int | None = None) -> "TreeShape":
-        """The shape with up to `max_nodes` forced nodes for grammars. Plain and forced shapes stay as they are."""
+        """Return this shape with up to `max_nodes` forced nodes for grammars. A shape without speculation, and a shape
+        that already has forced nodes, are returned unchanged.
+        """
         extra_nodes = self.max_forced_nodes if max_nodes is None else min(self.max_forced_nodes, max_nodes)
         return self._extended(extra_nodes) if self.num_steps and not self.forced_nodes else self
 
@@ -39,15 +41,17 @@ class TreeShape(BaseModel):
 
     @property
     def window(self) -> int:
-        """W, the number of KV slots beyond the committed tokens that a step may write for a request. Verify needs N
-        slots, draft levels K (S - 1) with the drafted S, and extend S + 1. The phases follow each other, so they share
-        the slots.
+        """W, the number of KV slots beyond the committed tokens that a step may write for a request. Verifying needs N
+        slots. Drafting needs K (S - 1) slots, where S counts only the drafted levels. The extend phase needs S + 1
+        slots. The phases follow each other, so they share the slots.
         """
         return max(self.num_draft_tokens, self.topk * (self.drafted_shape.num_steps - 1), self.num_steps + 1)
 
 
 def tiers(shape: TreeShape) -> tuple[TreeShape, ...]:
-    """The tree shapes that a step may use, by depth: plain decoding first, `shape` last; all with the same K."""
+    """Return the tree shapes that a step may use, in order of depth: first plain decoding (depth 0), last `shape`. All
+    have the same K.
+    """
     shallower = []
     for steps in range(shape.num_steps):
         nodes = min(shape.num_draft_tokens, _max_nodes(steps, shape.topk))

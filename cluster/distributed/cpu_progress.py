@@ -83,9 +83,9 @@ def disk_waits() -> int:
 class ProgressTracker:
     """Tracks the time of the last progress, by repeated calls of `update`.
 
-    Progress is a changed mark, or CPU time of at least a share `MIN_CPU_SHARE` of the time since the last progress. The
-    share is small because the machine may be busy. It is not 0 because a thread that waits with a timeout wakes up at
-    times.
+    Progress means that the value `marks` has changed, or that the threads used CPU time: at least the share
+    `MIN_CPU_SHARE` of the time since the last progress. The share is small because the machine may be busy. It is not 0
+    because a thread that waits with a timeout wakes up at times.
     """
 
     MIN_CPU_SHARE = 0.001
@@ -102,7 +102,9 @@ class ProgressTracker:
         self._last_progress_at = self._last_mark_at = time.monotonic()
 
     def update(self, marks: object, waits: bool = False) -> None:
-        """Note progress since the last call, if any. CPU time does not count if the rank `waits` for its peers."""
+        """Record whether the rank has made progress since the last call. `marks` is any value that changes when it
+        does, such as a tuple of counters. If the rank `waits` for its peers, CPU time does not count.
+        """
         now, cpu_s = time.monotonic(), self._cpu_time.seconds()
         self._cpu_s = min(self._cpu_s, cpu_s)  # the sum shrinks when a thread ends
         if marks != self._marks:
@@ -115,10 +117,10 @@ class ProgressTracker:
 
     @property
     def idle_s(self) -> float:
-        """Seconds since the last progress: a changed mark or CPU time."""
+        """Seconds since the last progress (changed `marks`, or CPU time)."""
         return time.monotonic() - self._last_progress_at
 
     @property
     def since_mark_s(self) -> float:
-        """Seconds since the last changed mark; CPU time does not count."""
+        """Seconds since `marks` last changed; CPU time does not count."""
         return time.monotonic() - self._last_mark_at

@@ -16,7 +16,9 @@ ALARM_KEY = "alarm"  # the store's key that is set when any rank leaves with a r
 
 
 class GangError(RuntimeError):
-    """The gang cannot go on. `rank` is the rank at fault, None if unknown; `step` and `phase`: where it was noticed."""
+    """The gang cannot go on. `rank` is the rank at fault, or None if unknown. It was noticed in the phase `phase` of
+    the step `step`.
+    """
 
     def __init__(self, message: str, rank: int | None, step: int, phase: str) -> None:
         super().__init__(message)
@@ -45,7 +47,9 @@ class ExitReason(NamedTuple):
 
 
 class ExitReasons:
-    """Publishes one rank's exit reason and reads those of its peers. Nothing else blocks on the connection `store`."""
+    """Publishes one rank's exit reason and reads those of its peers. `store` is a connection to the store on which no
+    other code makes blocking calls.
+    """
 
     def __init__(self, store: Any, rank: int, world: int) -> None:
         self._store, self.rank, self.world = store, rank, world
@@ -74,8 +78,8 @@ class ExitReasons:
         """Return the error to raise for `cause`, an error that the loss of a peer has caused here.
 
         Publish `cause` as this rank's exit reason, and wait up to `EXIT_REASON_TIMEOUT_S` for those of the others. A
-        rank that has published none by then counts as dead, unless `is_alive(rank)`: its heartbeats still come. If the
-        store does not answer, rank 0 is at fault.
+        rank that has published none by then counts as dead, unless `is_alive(rank)` returns True because the rank still
+        sends heartbeats. If the store does not answer, rank 0 is at fault.
         """
         errors: list[PeerLostError] = []
         run_with_timeout(lambda: errors.append(self._explain(cause, step, phase, is_alive)), 2 * EXIT_REASON_TIMEOUT_S)
@@ -105,8 +109,8 @@ class ExitReasons:
         return PeerLostError(f"rank {names} is gone (step {step}, phase {phase})", dead_ranks[0], step, phase)
 
     def blamed_peer(self, step: int, phase: str) -> PeerLostError | None:
-        """Wait up to `EXIT_REASON_TIMEOUT_S` for exit reasons that blame a peer; return the error to raise, None if
-        none do.
+        """Wait up to `EXIT_REASON_TIMEOUT_S` for an exit reason that blames a peer. Return the error to raise, or None
+        if no exit reason does. If the store is gone, the error blames rank 0.
         """
         errors: list[PeerLostError] = []
 
@@ -126,8 +130,8 @@ class ExitReasons:
 
 
 def rank_at_fault(reasons: dict[int, ExitReason]) -> ExitReason | None:
-    """Return the rank at fault by these exit reasons, with a message that names it: a rank that blames itself, else the
-    rank that most others blame. None if no rank is blamed.
+    """Return an `ExitReason` that names the rank at fault: a rank that blames itself, or else the rank that is blamed
+    most often. Return None if no rank is blamed.
     """
     for rank, exit_reason in reasons.items():
         if exit_reason.blamed_rank == rank:

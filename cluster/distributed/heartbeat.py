@@ -2,8 +2,8 @@
 
 On a CPU a peer that dies closes its connections, and ranks that wait for it in a collective get an error. A GPU in a
 collective waits forever without an error. So every rank runs two threads. One writes the rank's heartbeat into the
-gang's store and reads those of its peers. The other watches a connection to the rank before it, which ends when that
-process dies.
+gang's store and reads those of its peers. The other watches the connection to the previous rank: the connection ends
+when that rank's process dies.
 """
 
 import json
@@ -35,8 +35,8 @@ UNUSED_TAG = 0x41E  # tag of a message that nobody sends: waiting for it only sh
 @dataclass(slots=True)
 class PeerHeartbeat:
     """The last heartbeat of a rank. `received_at` is when it came and `last_progress_at` when the rank last made
-    progress, both on our clock. `count` numbers the rank's heartbeats, `device_moments` counts the moments that its
-    device has reached.
+    progress, both by this process's `time.monotonic`. `count` numbers the rank's heartbeats, `device_moments` counts
+    the moments that its device has reached.
     """
 
     received_at: float
@@ -49,7 +49,7 @@ class PeerHeartbeat:
 
 @dataclass(slots=True)
 class StepThread:
-    """CPU time of the thread that steps, as the measure of its progress."""
+    """The CPU time of the thread that runs the steps. It shows whether that thread makes progress."""
 
     thread: int = field(default_factory=threading.get_native_id)
 
@@ -77,7 +77,7 @@ class HeartbeatMonitor:
         now = time.monotonic()
         self.peer_heartbeats = [PeerHeartbeat(now, now) for _ in range(self._world)]
         self.store_answered_at = now
-        """When the store last answered, on our clock."""
+        """When the store last answered, by `time.monotonic`."""
         self.alarm = threading.Event()
         self.step_thread = StepThread()
         self.period_s = MAX_PERIOD_S

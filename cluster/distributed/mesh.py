@@ -123,7 +123,7 @@ class Mesh:
         return self.attn.rank == 0
 
     def enter(self, phase: str, step: int | None = None) -> None:
-        """Set `position` to a phase, of the current step or of `step`."""
+        """Record in `position` that this rank enters `phase` of `step`; if `step` is None, of the current step."""
         self.position = (self.position[0] if step is None else step, phase)
 
     def all_gather_row(self, row: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -141,8 +141,8 @@ class Mesh:
         return [self.store.get(f"{name}/{rank}").decode() for rank in range(self.world.size)]
 
     def sleep(self, step: int) -> None:
-        """Wait, without using the CPU, until any rank calls `wake_ranks` for this step; a `wake_ranks` before this call
-        counts.
+        """Wait, without using the CPU, until any rank calls `wake_ranks` for this step. Return at once if a rank has
+        already called it.
 
         Raises:
             PeerLostError: the gang is gone.
@@ -166,7 +166,9 @@ class Mesh:
                 return  # rank 0 is gone; sleeping ranks notice it themselves
 
     def delete_wake_key(self, step: int) -> None:
-        """Delete the store's key of `wake_ranks` for an earlier step, from which every rank has woken."""
+        """Delete the key that `wake_ranks` set in the store for an earlier step. Every rank must have woken from that
+        step.
+        """
         if self.rank == 0 and step >= 0 and self.wake_store is not None:
             self.wake_store.delete_key(f"ring/{step}")
 
@@ -188,11 +190,11 @@ class Mesh:
         )
 
     def peer_loss(self, error: RuntimeError, *, in_collective: bool = False) -> PeerLostError | None:
-        """Return the loss of a peer if it caused `error`, which a step raised (`in_collective`: in a collective); None
-        if the error is this rank's own.
+        """Return the `PeerLostError` to raise if the loss of a peer caused `error`, or None if the error is this rank's
+        own. `in_collective` says that a collective raised `error`.
 
-        CUDA reports with a later call that a lost peer has broken a collective. So an error of the device counts as a
-        loss only if an exit reason blames a peer.
+        If a lost peer breaks a collective, CUDA reports the error only in a later call. So an error of the device
+        counts as a loss only if an exit reason blames a peer.
         """
         if self.world.size == 1:
             return None

@@ -1,6 +1,6 @@
 """NCCL under the gang's own supervision: torch's settings, warm-up before a capture, aborts, and advice on errors.
 
-What is said of torch comes from its headers and docstrings (`ProcessGroupNCCL.hpp`, `_abort_process_group`).
+The statements about torch come from its headers and docstrings (`ProcessGroupNCCL.hpp`, `_abort_process_group`).
 """
 
 import threading
@@ -72,7 +72,8 @@ def warm_up(axes: Sequence[Axis], device: torch.device) -> None:
     """Run each kind of collective once on every axis and wait: NCCL must not open connections during a capture.
 
     Raises:
-        RuntimeError: a communicator does not work; the message names the size of its axis.
+        RuntimeError: a communicator does not work. If it only gave no result in time, the message names the number of
+            its ranks.
     """
     for axis in axes:
         if axis.size == 1:
@@ -96,8 +97,8 @@ def warm_up(axes: Sequence[Axis], device: torch.device) -> None:
 def abort(
     groups: Sequence[Any], release_graphs: Callable[[], object] = lambda: None, timeout_s: float = ABORT_TIMEOUT_S
 ) -> bool:
-    """Abort communicators, and call `release_graphs`, which releases the graphs that hold their collectives. Return
-    after at most `timeout_s`: whether all communicators have ended.
+    """Abort the communicators of `groups`, and call `release_graphs`, which releases the graphs that hold their
+    collectives. Wait for at most `timeout_s` seconds, and return whether all communicators have ended by then.
 
     Each call runs in its own thread, as they wait for each other. An abort tells the device to leave its collectives,
     then waits until the last graph with collectives is destroyed (`commDestroySync` in NCCL's init.cc). A running graph

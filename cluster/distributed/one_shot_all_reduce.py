@@ -1,7 +1,7 @@
 """All-reduce of few bytes in one kernel over NVLink, by torch's symmetric memory. Its reference is NCCL's all-reduce.
 
 Every rank reads the rows of its peers from their memory and adds them, with a barrier before and after. For small
-tensors this saves NCCL's rounds. It has never run here on several GPUs, so it is off by default, and at start it is
+tensors this saves NCCL's rounds. It has not been run on several GPUs yet. So it is off by default, and at start it is
 compared with the reference on the real devices. If a peer is gone, a rank waits in the kernel until its own process
 ends: an abort does not reach the kernel.
 """
@@ -58,8 +58,8 @@ def check_against_reference(
     all_gather: Callable[[Tensor], Tensor],
     device: torch.device,
 ) -> None:
-    """Compare the kernel's sums of random rows with `reference`, the reference all-reduce, and between ranks, with
-    `all_gather`, an all-gather. All ranks of the axis call this together.
+    """Compare the kernel's sums of random rows with those of `reference`, the reference all-reduce. Then compare the
+    sums of all ranks, which `all_gather` collects. All ranks of the axis call this together.
 
     Raises:
         WrongSumError: sums differ.

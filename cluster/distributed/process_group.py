@@ -32,8 +32,8 @@ class Axis:
     """A group of ranks that share work. If this rank is alone, `group` is None and every collective is the identity.
 
     With `direct` (NCCL), parts of equal size use the backend's own all-gather and reduce-scatter. Otherwise an
-    all-to-all is used: it takes any sizes and is twice as fast on gloo. Its parts are added in rank order, so the sums
-    have the same bits on every rank. `one_shot`, if set, sums tensors of few bytes.
+    all-to-all is used: it takes any sizes and is twice as fast on gloo. The parts that it brings are added in rank
+    order, so the sums have the same bits on every rank. `one_shot`, if set, sums tensors of few bytes.
     """
 
     rank: int = 0
@@ -94,7 +94,9 @@ class Axis:
         return received
 
     def all_reduce(self, rows: Tensor) -> Tensor:
-        """All-reduce: partial sums of the same rows -> their sum, same bits on every rank; NCCL sums in place."""
+        """All-reduce: partial sums of the same rows -> their sum, with the same bits on every rank. NCCL overwrites
+        `rows`.
+        """
         if self.size == 1:
             return rows
         if not self.direct:

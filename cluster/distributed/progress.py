@@ -62,8 +62,8 @@ class ProgressClock:
             self._record(self.device_timer.now(), self.device_timer)
 
     def poll_device(self) -> int:
-        """Count the moments that the device has reached; return `device_moments`. Only for the thread that queues its
-        work.
+        """Count the moments that the device has reached; return `device_moments`. Only the thread that queues the
+        device's work may call this.
         """
         while self._pending_moments and self.device_timer.reached(self._pending_moments[0]):
             self._pending_moments.popleft()
@@ -76,5 +76,7 @@ class ProgressClock:
         return moment
 
     def take_collective_spans(self) -> Spans:
-        """Return the spans spent in collectives since the last call; `take` them once the device has finished them."""
+        """Return the time spans of the collectives since the last call. Call `Spans.take` on them only when the device
+        has finished these collectives.
+        """
         return self._collective_spans.split()

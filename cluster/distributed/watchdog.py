@@ -1,4 +1,4 @@
-"""The device watchdog: waits for this rank's device, and tells a slow step from one that will never end.
+"""The device watchdog: waits for this rank's device, and distinguishes a slow step from one that will never end.
 
 A step may take any time while the device or the step thread of any rank makes progress. The wait raises at once if a
 peer has left with a reason or is dead. It raises after the watchdog's limit if a rank has sent no heartbeat for that
@@ -15,7 +15,7 @@ from cluster.distributed.heartbeat import HeartbeatMonitor, PeerHeartbeat
 from cluster.distributed.mesh import Mesh
 
 LOADING_S = 600.0  # the limit before the first request: ranks compile and capture, and may be minutes apart
-CHECK_AFTER_S = 2.0  # after this time without progress (or half of the limit) a wait checks the peers' heartbeats
+CHECK_AFTER_S = 2.0  # after this time without progress (or half of the limit, if less) a wait checks the heartbeats
 MAX_POLL_GAP_S = 1.0  # a longer gap between two polls means that this process was stopped; such a gap does not count
 MIN_POLL_S, MAX_POLL_S = 5e-5, 1e-3  # between two polls of the device
 POLL_SHARE = 0.02  # the time between two polls, as a share of the wait so far
@@ -126,7 +126,9 @@ class DeviceWatchdog:
             raise self._blame(last_rank, f"is furthest behind, and no rank has done anything for {gang_idle_s:.1f} s")
 
     def _furthest_behind(self, heartbeats: list[PeerHeartbeat]) -> int:
-        """Return the rank whose device is furthest behind; among equals a peer before this rank, then the lowest."""
+        """Return the rank whose device is furthest behind. Of several such ranks, prefer a peer to this rank, and then
+        the lowest number.
+        """
         own_rank = self._mesh.rank
         progress = [(heartbeat.step, heartbeat.device_moments) for heartbeat in heartbeats]
         progress[own_rank] = (self._mesh.position[0], self._clock.device_moments)

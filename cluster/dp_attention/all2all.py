@@ -1,9 +1,9 @@
 """All-to-all of rows for expert-parallel experts: which rows go to which ranks, in what order, and with what data.
 
-Experts are divided into `ep_size` parts; part i is that of EP rank i. Neighbouring ranks may share one EP rank: each of
-them then holds some columns of the part's experts. A row goes once to every rank of each part that holds one of its
-experts, with the weights and ids of all its experts. Legend: m rows that a rank carries (its share of its group's
-rows), k experts that a row takes, H hidden, n ranks, S rows that a rank sends.
+Experts are divided into `ep_size` parts; EP rank i holds part i. Neighbouring ranks may share one EP rank: each of them
+then holds some columns of the part's experts. A row goes once to every rank of each part that holds one of its experts,
+with the weights and ids of all its experts. Legend: m rows that a rank carries (its share of its group's rows), k
+experts that a row takes, H hidden, n ranks, S rows that a rank sends.
 """
 
 from collections.abc import Sequence
@@ -23,10 +23,14 @@ INTEGER_DTYPES[torch.bfloat16] = torch.int16
 
 
 class AllToAll:
-    """Where this rank's m rows go: `counts` of rows by EP rank, and `rows_to_rank`, the indices of the rows by rank."""
+    """Says where this rank's m rows go. `counts[e]` is the number of rows for EP rank e, and `rows_to_rank[r]` are the
+    indices of the rows for rank r.
+    """
 
     def __init__(self, ep_ranks: Tensor, ep_size: int, world_size: int) -> None:
-        """`ep_ranks` `[m, k]` are those of the experts of each row. Waits for the device to read the counts."""
+        """`ep_ranks` `[m, k]` are the EP ranks that hold the k experts of each row. The call waits for the device,
+        because it reads the counts.
+        """
         is_sent = ep_ranks.new_zeros(ep_ranks.shape[0], ep_size, dtype=torch.bool).scatter_(1, ep_ranks, True)
         self.num_rows = ep_ranks.shape[0]
         counts = is_sent.sum(0)
@@ -43,8 +47,8 @@ class AllToAll:
     def sum_received(self, received: Tensor, common_ranks: range) -> Tensor:
         """Partial sums that came back, `[.., H]` -> their sums `[m, H]`, added in rank order.
 
-        `received` holds, rank by rank, one sum for each row that went to that rank. If the rank is in `common_ranks`,
-        one more sum follows for every row that this rank carries.
+        `received` holds, rank by rank, one sum for each row that was sent to that rank. If `common_ranks` contains that
+        rank, one more sum follows for each of the m rows.
         """
         all_rows = torch.arange(self.num_rows, device=received.device)
         targets = []

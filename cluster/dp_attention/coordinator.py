@@ -27,7 +27,9 @@ class Coordinator:
         self._cached_script: tuple[tuple[object, ...], list[ScriptCall]] = (), []
         self.step = 0
         self.step_input_checksum = self.results_checksum = 0
-        """Checksums for the next header: of the step input and of the last results of this rank's group."""
+        """The checksums that the next header carries: those of the last step input and of the last results of this
+        rank's group.
+        """
 
     def header(self) -> RankFacts:
         """Return the facts of this rank as if it had no work and voted for the deepest tree."""

@@ -32,10 +32,11 @@ T = TypeVar("T")
 
 
 class Exchange:
-    """`TokenExchange` over a mesh, and `Shards` of embedding and head. All ranks of a group have the same rows.
+    """Implements `TokenExchange` over a mesh, and `Shards` for embedding and head. All ranks of a group have the same
+    rows.
 
-    If `vocab_over_world`, embedding and head are sharded over all ranks, otherwise over the attention group. `parts` is
-    the number of parts of the experts.
+    If `vocab_over_world`, embedding and head are sharded over all ranks, otherwise over the attention group. `ep_size`
+    is the number of parts into which the experts are divided.
     """
 
     def __init__(self, mesh: Mesh, dtype: torch.dtype, vocab_over_world: bool = False, ep_size: int = 1) -> None:
@@ -54,7 +55,7 @@ class Exchange:
         return None if self.size == 1 else self
 
     def begin(self, step: int, calls: Iterable[ScriptCall], routes_to_experts: bool = False) -> None:
-        """Begin a step with the calls of its script. `routes_to_experts` is that of `StepPlan`."""
+        """Begin a step with the calls of its script. `routes_to_experts` is as in `StepPlan`."""
         self._step, self._script, self.routes_to_experts = step, deque(calls), routes_to_experts
 
     @property
@@ -124,8 +125,9 @@ class Exchange:
         return self._reduce_scatter(rows, call)
 
     def to_experts(self, rows: Tensor, experts: ExpertParallelLayer, group_sums: Tensor | None) -> Tensor:
-        """Own rows `[T, H]` -> the sums of their experts' outputs, equal bit by bit to those of `gather` and `scatter`.
-        Ranks first exchange counts. Then each rank sends the rows that it carries to the ranks that hold their experts.
+        """Own rows `[T, H]` -> the sums of their experts' outputs `[T, H]`. They have the same bits as with `gather`
+        and `scatter`. `group_sums` is as in `scatter`. Ranks first exchange counts. Then each rank sends the rows that
+        it carries to the ranks that hold their experts.
         """
         start, stop = self._mesh.attn.shard.span(rows.shape[0])  # each rank of a group carries a share of its rows
         own_rows = rows[start:stop]
@@ -160,7 +162,7 @@ class Exchange:
         """Rows in order of destination rank -> the rows that come to the experts of this rank, in order of source rank.
 
         Raises:
-            OutOfStepError: the rows do not match the `row_counts` of counts.
+            OutOfStepError: the rows do not match `row_counts`, which `counts` returned.
         """
         call, world = self._next_call("dispatch"), self._mesh.world
         send_counts, receive_counts = send_receive_counts(row_counts, world.rank)
@@ -172,8 +174,9 @@ class Exchange:
         return self._run_collective(world, world.all_to_all, rows, send_counts, receive_counts)
 
     def combine(self, outputs: Tensor, row_counts: RowCounts, all2all: AllToAll, common: Tensor | None) -> Tensor:
-        """Send back the partial sums `outputs`, which are in the order of the rows that came, each to the rank that
-        carries its row. Return own rows, summed; `common` is as in `scatter`.
+        """Send each of the partial sums `outputs` back to the rank that carries its row. `outputs` are in the order in
+        which `dispatch` returned the rows. Return the sums of own rows `[T, H]`. `common` is the same as `group_sums`
+        of `scatter`.
         """
         call, mesh = self._next_call("combine"), self._mesh
         rows_per_rank, (dispatched_counts, received_counts) = (
@@ -294,7 +297,7 @@ class Exchange:
         return result
 
     def _enter_collective(self, call: ScriptCall, collective: Callable[..., T], *arguments: Any) -> T:
-        """Return the result of the collective of `call`. A tape makes this call again in every replay."""
+        """Run the collective of `call` and return its result. A tape calls this method again in every replay."""
         clock = self._mesh.world.clock
         expected_calls = clock.collectives_returned + 1
         try:

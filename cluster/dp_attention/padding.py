@@ -2,8 +2,8 @@
 
 Idle rows are computed like others, on the sink page, so the step has no special case for them.
 
-An idle request uses the last row of the page table, whose slots are all in the sink page, and the last row of the
-carried draft inputs, which `EagleDraftInput.create_idle_input` made with the widths of `hidden_size_for`.
+An idle request uses the last row of the page table: all slots of that row are in the sink page. It also uses the last
+row of the draft inputs, which keeps the values from `EagleDraftInput.create_idle_input`.
 """
 
 from cluster.batch import DecodeRequest, PromptChunk, StepInput

@@ -23,16 +23,17 @@ Padding = Literal["auto", "padded", "exact"]
 class RankFacts(NamedTuple):
     """One rank's row of the gathered table. The fields, in no particular order, are of three kinds:
 
-    - Equal on all ranks (`HEADER`): `epoch` counts the starts of the gang, `step` its steps. `digest` is that of the
-      last plan. `calls` counts the collectives of the rank so far. `rule_checksum` covers everything else that
+    - Equal on all ranks (`HEADER`): `epoch` counts the starts of the gang, `step` its steps. `digest` is the digest of
+      the last plan. `calls` counts the collectives of the rank so far. `rule_checksum` covers everything else that
       determines plans and scripts, `captured` is a checksum of the keys of captured programs.
     - Equal within a group (`GROUP_HEADER`): `step_input_checksum` and `results_checksum`, of the last step input and of
       the last results that were read.
-    - The rank's own. `decodes`, `prompt_rows`, `finishing_prompts` and `scored` (prompt rows that return
-      log-probabilities) are numbers. `step_input_len` is the packed length of the step input, `mode` its mode.
-      `num_steps` is a vote for the tree depth. `requests` counts waiting and running requests. `decode_us` is that of
-      `Schedule`: a predicted time, or without a pace the number of decoding requests. A nonzero `leaving` asks to end
-      the gang. Only `requests` and `leaving` of followers are used.
+    - The rank's own. `decodes`, `prompt_rows`, `finishing_prompts` and `scored` are the numbers of decoding requests,
+      of prompt rows, of prompts that finish, and of prompt rows that return log-probabilities. `step_input_len` is the
+      number of integers in the packed step input, and `mode` is the sampling mode of the step input. `num_steps` is a
+      vote for the tree depth. `requests` counts waiting and running requests. `decode_us` is `Schedule.decode_us`: the
+      predicted time of decoding in microseconds or, if no times are predicted, the number of decoding requests. A
+      nonzero `leaving` asks to end the gang. Of these, the plan reads only `requests` and `leaving` from followers.
     """
 
     epoch: int
@@ -60,8 +61,8 @@ GROUP_HEADER = ("step_input_checksum", "results_checksum")
 
 
 class ProgramKey(NamedTuple):
-    """Everything that decides the shapes and branches of a step's program. `buffer_set`: two steps that may be in
-    flight together use different buffers.
+    """Everything that decides the shapes and branches of a step's program. `buffer_set` is the index of the buffer set
+    that the step uses: two steps that may be in flight together use different sets.
     """
 
     num_steps: int
@@ -119,7 +120,7 @@ class StepPlan(NamedTuple):
         return ProgramKey(self.num_steps, self.forced_nodes, int(self.mode), self.sizes)
 
     def idle(self, group: int) -> Sizes:
-        """The padding of a group: its idle requests, idle prompt rows and idle ends of prompts."""
+        """The padding of a group: its numbers of idle requests, idle prompt rows and idle finishing prompts."""
         sizes = self.sizes[group]
         return Sizes(
             sizes.decodes - self.decodes[group],
@@ -132,11 +133,12 @@ class StepPlan(NamedTuple):
 class PlanRule:
     """The settings that determine the plan besides the facts; the same on every rank.
 
-    `max_idle_share` is for padding `auto`: a step is padded if at most this share of its rows would be idle. On a GPU,
-    equal parts and one program for all groups are worth up to half of the rows; on a CPU, none. `buckets` are the sizes
-    of captured programs, None if nothing is captured. `max_forced_rows` is the largest number of rows of a group for
-    forced nodes: more rows cost a GPU little, a CPU much. `expert_parallel` says that experts are expert-parallel, so
-    that `StepPlan.routes_to_experts` may be True.
+    `max_idle_share` is for padding `auto`: a step is padded if at most this share of its rows would be idle. On a GPU
+    it is one half: padding gives all groups parts of equal size and one program, which saves more time than the idle
+    rows cost. On a CPU it is 0. `buckets` are the sizes of captured programs, None if nothing is captured. A group may
+    use at most `max_forced_rows` rows for forced nodes. By default the limit is high on a GPU, where more rows cost
+    little, and low on a CPU. `expert_parallel` says that experts are expert-parallel, so that
+    `StepPlan.routes_to_experts` may be True.
     """
 
     attn_tp: int
@@ -181,12 +183,12 @@ class PlanRule:
     ) -> tuple[tuple[Sizes, ...], bool, bool]:
         """Return the sizes that each group runs, whether the step may be captured, and whether it is padded.
 
-        - Padded, by the setting `padding` and with or without capture: every group runs the rows of the largest group.
-          Parts of the exchange are then equal, and one program fits many loads. Otherwise each group runs its own rows,
-          and the exchange sends exact counts.
+        - Padded: every group runs as many rows as the largest group. The parts of the exchange are then equal, and one
+          program fits many loads. Otherwise each group runs its own rows, and the exchange sends exact counts. Whether
+          a step is padded depends on `padding`, not on capture.
         - Captured: the sizes are those of a program. A step is not captured if there are no programs, if its mode is
-          not capturable, if one group is too large, or if `Buckets.equal_sizes` is set and the groups run
-          different sizes.
+          not capturable, if one group is too large, or if `Buckets.equal_sizes` is set and the groups run different
+          sizes.
         """
         max_needed, rows = max_sizes(needed), [group.rows(tree_nodes) for group in needed]
         padded, all_rows = self.padding == "padded", len(needed) * max_needed.rows(tree_nodes)
@@ -250,9 +252,9 @@ class Ops(NamedTuple):
     """The exchange methods that one forward of a model calls (`forward`) and that its head calls (`head`), in order.
 
     `width` is the model's hidden size, `columns` the number of logits per row of a rank's shard of the head. A
-    multi-layer draft has `runners` models: at level l runner l runs the rows of levels 1 to l; at extend all of them
-    run. `sharded` gives the calls after a sharded head, `expert_parallel` the calls that replace the placeholder
-    `EXPERT_CALLS`.
+    multi-layer draft has `runners` models. At level l, model l runs the rows of levels 1 to l. In the extend phase all
+    models run. If the head is sharded, `sharded` lists the calls that follow it. `expert_parallel` lists the calls that
+    replace the placeholder `EXPERT_CALLS`.
     """
 
     forward: tuple[str, ...] = ()

@@ -12,13 +12,14 @@ from itertools import pairwise
 from typing import NamedTuple
 
 MAX_CAPTURED_ROWS = 1024
-"""Most target rows of a captured step, counted with the deepest tree. The buffers of a program grow with its rows; the
-time that it saves does not."""
+"""The largest number of target rows of a captured step, counted with the deepest tree. The buffers of a program grow
+with its rows; the time that it saves does not.
+"""
 
 
 class Sizes(NamedTuple):
     """The rows of one group in a step: R decoding requests, c prompt rows, F finishing prompts. After padding, idle
-    ones are counted too.
+    requests and idle rows are counted too.
     """
 
     decodes: int
@@ -39,10 +40,10 @@ def max_sizes(groups: Sequence[Sizes]) -> Sizes:
 class Buckets:
     """The sizes of captured programs, ascending. If `sizes` is empty, programs have exactly the sizes that occur.
 
-    A captured step has at most `max_rows` target rows. It has prompt rows only if `allow_prompts` is True; if there are
-    `chunk_sizes`, only as many prompt rows as one of them, and no prompt may end in it. If `equal_sizes` is True, all
-    groups must run the same sizes in a captured step: a graph cannot hold an all-to-all that exchanges parts of
-    different sizes.
+    A captured step has at most `max_rows` target rows. It has prompt rows only if `allow_prompts` is True. If
+    `chunk_sizes` is not empty, the number of its prompt rows must be one of `chunk_sizes`, and no prompt may end in it.
+    If `equal_sizes` is True, all groups must run the same sizes in a captured step: a graph cannot hold an all-to-all
+    that exchanges parts of different sizes.
     """
 
     sizes: tuple[int, ...] = ()
@@ -63,8 +64,8 @@ class Buckets:
         """Return the smallest sizes of a program into which each of `groups` fits, or None if a group is too large for
         any program.
 
-        If a group has fewer finishing prompts than the program, it also needs an idle prompt row: the `final_rows` of
-        the idle ends of prompts point at that row.
+        If a group has fewer finishing prompts than the program, it also needs an idle prompt row: the padding entries
+        of `PromptBatch.final_rows` point at that row.
         """
         if not self.sizes:
             needed = max_sizes(groups)
@@ -77,7 +78,9 @@ class Buckets:
         return None if prompt_rows is None else Sizes(decodes, prompt_rows, finishing_prompts)
 
     def _bucket(self, count: int) -> int | None:
-        """Return the smallest size that is at least `count`, but 0 for 0; None if `count` is larger than every size."""
+        """Return the smallest size that is at least `count`. Return 0 if `count` is 0, and None if it is larger than
+        every size.
+        """
         if count == 0 or count > self.sizes[-1]:
             return None if count else 0
         return self.sizes[bisect_left(self.sizes, count)]
@@ -100,8 +103,8 @@ def multiples(sizes: Sequence[int], divisor: int) -> tuple[int, ...]:
 
 
 def sizes_up_to(largest: int) -> tuple[int, ...]:
-    """Return 1, 2, 3, 4, 6, 8, 12, 16 and so on up to `largest`. From 2 on, each size is at most 1.5 times the size
-    before. So at most a third of the rows is idle.
+    """Return 1, 2, 3, 4, 6, 8, 12, 16 and so on, and `largest` as the last size. Each size after 2 is at most 1.5 times
+    the previous size, so at most a third of the rows is idle.
     """
     sizes, power = [1], 2
     while power < largest:

@@ -28,7 +28,9 @@ BYTES_PER_INTEGER = 8  # bytes of text per integer
 
 
 def pack(step_input: StepInput) -> list[int]:
-    """Return `step_input` as 64-bit integers: each list follows its length, and a float is given by its bits."""
+    """Return `step_input` as 64-bit integers. The length of a list comes before the list, except for the tokens of a
+    chunk. A float is packed as its bits.
+    """
     integers = [int(step_input.mode), len(step_input.decodes)]
     for decode in step_input.decodes:
         integers += decode
@@ -95,7 +97,7 @@ def checksum(step_input: StepInput) -> int:
 
 
 def broadcast_from_leader(integers: list[int], count: int, axis: Axis) -> list[int]:
-    """Broadcast the leader's `count` words, and return them on every rank of the group."""
+    """Broadcast the `count` integers of the leader to its group, and return them on every rank."""
     buffer = torch.tensor(integers, dtype=torch.int64) if axis.rank == 0 else torch.empty(count, dtype=torch.int64)
     received: list[int] = axis.broadcast(buffer).tolist()
     return received

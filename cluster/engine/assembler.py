@@ -29,8 +29,9 @@ class Assembler:
         runners: Ordered[TargetRunner | DraftRunner],
         buffer_sets: int = 1,
     ) -> None:
-        """`slots` is all memory that is indexed by slots, for copies of pages. `runners` get the host's bounds before
-        each step. They have `buffer_sets` buffer sets, one for each step that may be in flight.
+        """`slots` is all memory that is indexed by slots: copies of pages are made in all of it. Each of `runners` is
+        told the host's bounds before a step. Each runner has `buffer_sets` buffer sets, one for each step that may be
+        in flight.
         """
         self.buffer_sets = buffer_sets
         self.buffer_set = 0
@@ -136,7 +137,9 @@ class Assembler:
 
 
 def _stage_writes(writes: Ordered[PageWrite], staging: Staging) -> None:
-    """Stage the cleared rows, which come first in `writes`; then rows, entries, pages of the n others, as `[3 n]`."""
+    """Stage two lists: the rows that are cleared, which come first in `writes`; and of the n other writes first all
+    rows, then all entries, then all pages, `[3 n]` in all.
+    """
     cleared = [write.row for write in writes if write.entry < 0]
     staging.add("cleared", cleared)
     staging.add("written", (number for column in zip(*writes[len(cleared) :], strict=True) for number in column))

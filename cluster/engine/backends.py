@@ -116,7 +116,8 @@ def bind_attention(
 ) -> tuple[KVPool, AttentionBackend]:
     """Return a KV pool of `slots` slots for `layers` of one runner, and the attention of `kernels` bound to it.
 
-    All layers have the same cell. The pool stores cells in FP8 or in `dtype`, which is the dtype of queries.
+    The KV cells of all layers have the same shape. The pool stores them in FP8 if `fp8` is True, otherwise in `dtype`.
+    Queries are in `dtype`.
     """
     geometry = layers[0]
     pool = implementation("pool", kernels.name)(
@@ -142,7 +143,7 @@ def sampler_of(kernels: Kernels) -> Sampler:
 
 
 def tree_backend_of(kernels: Kernels) -> TreeBackend:
-    """Return growth and acceptance of trees of the same backend as `kernels`."""
+    """Return the functions that grow and accept trees, of the same backend as `kernels`."""
     function_or_class = implementation("accept", kernels.name)
     accept = function_or_class(kernels.library) if kernels.library is not None else function_or_class
     return TreeBackend(implementation("growth", kernels.name), accept)

@@ -59,7 +59,8 @@ from cluster.tokenizer.tokenizer import TextTokenizer
 
 logger = logging.getLogger(__name__)
 
-# With dp_padding auto, up to this share of idle rows a step on GPUs is padded: all groups then run equally many rows.
+# With dp_padding auto, a step on GPUs is padded if at most this share of its rows is then idle. In a padded step all
+# groups run the same number of rows.
 MAX_GPU_PADDING = 0.5
 
 

@@ -1,8 +1,8 @@
 """Measures the pace of this gang, the `StepTimes` that predict its step times: runs a few steps with made-up rows,
 once, before the first request.
 
-All ranks run the real step. The time of a step is that of the slowest rank, and the shortest of a few rounds: a machine
-that is busy for a moment must not distort the pace for good.
+All ranks run the real step. Each step runs in a few rounds. The time of a round is the time of the slowest rank, and
+the shortest round counts: a machine that is busy for a moment must not distort the pace for good.
 """
 
 import time
@@ -89,7 +89,9 @@ class _Trial:
     _first_step_input: StepInput = field(default=StepInput())
 
     def begin(self, cache: KVCache, lease: Lease) -> None:
-        """Use `lease`. The first step input brings its table row to the device and to followers."""
+        """Run the rows of later steps on `lease`. The first step input brings the table row of `lease` to the device
+        and to followers.
+        """
         self.lease = lease
         greedy = RowSampling(lease.row, 0.0, 0, 1.0, 0.0, 0)
         self._first_step_input = StepInput(samplings=(greedy,), writes=cache.table.unsent_writes)
@@ -133,7 +135,9 @@ class _Trial:
 
 
 def fit(time: Callable[[TrialLoad], float], limits: StepLimits, share: float, tree: int, groups: int) -> StepTimes:
-    """Return the pace of a gang of `groups`, fitted to a few steps; `time` measures a step, in microseconds."""
+    """Return the pace of a gang of `groups` attention groups, fitted to a few steps. `time` measures a step and returns
+    microseconds. `share` and `tree` are as in `StepTimes`.
+    """
     # Curve 1: time by decoding requests. The number grows by factors until the step takes twice as long.
     single_us = time(TrialLoad(1))
     decode = [(1, single_us)]
@@ -179,6 +183,8 @@ def fit(time: Callable[[TrialLoad], float], limits: StepLimits, share: float, tr
 
 
 def _non_decreasing(points: Sequence[tuple[int, float]]) -> Curve:
-    """Return the points with each time raised to the time before if it is lower: less work never takes longer."""
+    """Return the points with times that never decrease, because less work never takes longer. A time below the previous
+    one is replaced by the previous one.
+    """
     times = accumulate((us for _, us in points), max)
     return tuple((count, us) for (count, _), us in zip(points, times, strict=True))

@@ -31,8 +31,8 @@ MODES = (SamplingMode(0), SamplingMode.RANDOM, SamplingMode.RANDOM | SamplingMod
 AUTO_BYTES = 1 << 28  # most memory of all tapes with capture auto
 MAX_DEFAULT_SIZE = 512  # largest default size on a GPU (requests or prompt rows), unless max_running_requests is larger
 CHUNK_SIZES = (4, 8, 16, 32, 64, 128, 256)
-"""Prompt rows of captured steps on a CPU. A replayed step begins its first row 4 ms earlier than an eager one. With a
-few decoding requests that is much; a step of more rows takes so long that it does not matter.
+"""Prompt rows of captured steps on a CPU. A replayed step saves 4 ms before its first row. For a step of few rows that
+is a large part of its time; a step of more rows takes so long that 4 ms do not matter.
 """
 FLASHINFER_REASON = (
     "graphs of whole steps with FlashInfer have not run on a GPU yet; capture on captures steps that decode"
@@ -80,7 +80,9 @@ def captures_of(config: EngineConfig, device: torch.device, models: RankModels, 
 
 
 def _graphs(config: EngineConfig, models: RankModels, mesh: Mesh) -> Captures | None:
-    """`captures_of` on a GPU. A reason `reason` not to capture is an error if capture is on, otherwise a log line."""
+    """Return what `captures_of` returns on a GPU. If steps cannot be captured, raise an error if capture is on, and
+    otherwise log the reason.
+    """
     if config.capture == "off":
         return None
     kernels, reason, remedy = models.kernels, "", "attention_backend to triton"
@@ -129,8 +131,8 @@ def _mlp_numbers(layer: LayerGeometry) -> int:
 
 
 def buckets_of(config: EngineConfig, device: torch.device, mesh: Mesh) -> Buckets:
-    """Return the sizes of programs: `capture_sizes` if set. Otherwise a GPU has few sizes, as it pads, and a CPU exact
-    sizes.
+    """Return the sizes of programs: `capture_sizes` if it is set. Otherwise programs on a GPU have a few fixed sizes,
+    to which steps are padded, and programs on a CPU have exactly the sizes that occur.
 
     With several groups on GPUs, the ranks of a group must carry equal shares of its rows in a captured step, so sizes
     are multiples of the number of ranks in a group.
@@ -179,7 +181,7 @@ def capture_decoding(lockstep: Lockstep, resolved: ResolvedConfig, buckets: Buck
         step_input = StepInput(decodes=(DecodeRequest(programs.assembler.idle_row, 0),) * step.requests, mode=step.mode)
         for _ in range(
             2 * programs.assembler.buffer_sets
-        ):  # per turn: an eager first run, then the run that is captured
+        ):  # for each buffer set: an eager run, then the run that is captured
             in_flight = lockstep.run(step_input if lockstep.mesh.is_leader else StepInput(), 0, step.num_steps)
             if in_flight.output is not None:
                 lockstep.read(in_flight)

@@ -158,8 +158,8 @@ class Committer:
     def _finish_if_ended(
         self, sequence: RequestState, output: SequenceOutput, error_reason: tuple[ErrorCode, str] | None
     ) -> list[SequenceOutput]:
-        """Return the outputs of one request in a step. If the request ends, by `output` or by a `error_reason`, release
-        the request; its last output then has the speculation counts and the error.
+        """Return the outputs of one request in a step. If `output` has a finish reason or `error_reason` is not None,
+        the request ends: release it, and add the speculation counts and any error to its last output.
         """
         if output.finish_reason is None and error_reason is None:
             return [output]
@@ -212,7 +212,9 @@ class Committer:
 
 
 def _store_prompt_scores(chunk: Chunk, step_output: StepOutput, row: int) -> bool:
-    """Store a chunk's prompt log-probabilities, from row `row` of `given.scores` on; return whether all are finite."""
+    """Store a chunk's prompt log-probabilities, which begin at row `row` of `step_output.scores`. Return whether the
+    newly stored ones are all finite.
+    """
     sequence, top_count = chunk.sequence, chunk.sequence.request.params.prompt_logprobs
     if not chunk.scored or top_count is None or step_output.scores is None:
         return True

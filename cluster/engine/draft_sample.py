@@ -26,13 +26,13 @@ shifts it by 0.09, aux layers off by one by 0.21 and 0.26, other misreadings by 
 FP8_CACHE = 0.05
 """The tolerance with KV caches in FP8, in any dtype; the demo draft's hidden state shifts by 0.02."""
 HALF_PRECISION_TOLERANCE = (
-    0.01  # a larger tolerance means half precision, where a near-tied token may become the most likely one
+    0.01  # a larger tolerance means half precision or an FP8 cache, where the most likely token may change
 )
 
 
 def take_sample(tokens: tuple[int, ...], lockstep: Lockstep, cache: KVCache) -> EagleDraftInput | None:
-    """Return the output of the draft's extend after `tokens`, for one request; None on a follower. All ranks of the
-    gang must call this.
+    """Run `tokens` as the prompt of one request, and return the output of the draft's extend phase, with one row.
+    Return None on a follower. All ranks of the gang must call this.
     """
     max_tier = len(lockstep.tree_shapes) - 1
     if not lockstep.mesh.is_leader:
@@ -78,8 +78,8 @@ def check_sample(resolved: ResolvedConfig, lockstep: Lockstep, cache: KVCache) -
     hidden_error = float((draft_output.hidden[0].double().cpu() - expected_hidden).norm() / expected_hidden.norm())
     probability_error = 0.0
     if not has_token_map:
-        # In half precision, two tokens that are equally likely up to rounding may swap between machines. Then the
-        # sample's token may be missing from the proposals, and the probability of the best proposal is compared.
+        # In half precision or with an FP8 cache, two tokens that are equally likely up to rounding may swap between
+        # machines. Then the sample's token may be missing from the proposals, and the best proposal is compared.
         proposals = draft_output.topk_index[0].tolist()
         index = (
             proposals.index(sample.token)

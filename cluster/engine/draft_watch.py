@@ -6,7 +6,7 @@ logger = logging.getLogger(__name__)
 
 MIN_TREES = 200  # verified trees after which a draft is judged
 MIN_ACCEPTED_SHARE = (
-    0.05  # least share of trees with an accepted token: a working draft has several times it, chance less
+    0.05  # lowest share of trees with an accepted token; working drafts reach several times this, chance does not
 )
 REASONS = (
     "the draft was trained for another target, another tokenizer or another kind of text; its vocabulary map (d2t) is "

@@ -37,7 +37,7 @@ class EngineParts:
 
     @property
     def lockstep(self) -> Lockstep:
-        """The step loop's side of the gang."""
+        """The `Lockstep` of the step loop: it runs this rank's steps together with the gang."""
         return self.loop.lockstep
 
 
@@ -66,7 +66,9 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no rank had requests in the last step (ignored in a gang of one rank), and this rank has no work."""
+        """Whether this rank has no work, and no rank had requests in the last step. In a gang of one rank the last step
+        does not matter.
+        """
         return (self._loop.is_idle or self.lockstep.mesh.world.size == 1) and not self.has_work
 
     @property
@@ -85,7 +87,7 @@ class Engine:
         return self._loop.progress
 
     def on_admitted(self, callback: Callable[[tuple[str, ...]], None]) -> None:
-        """Have `callback` called with the ids of the requests that a step admits, before that step runs."""
+        """Set `callback`: before each step that admits requests, the engine calls it with the ids of these requests."""
         self._on_admitted = callback
 
     def check(self, request: Request) -> None:

@@ -9,8 +9,8 @@ from cluster.tokenizer.tokenizer import TextTokenizer
 
 
 class Cut(NamedTuple):
-    """How many of the given tokens belong to the output, and why the request ends after them. It goes on if `reason` is
-    None.
+    """How many of the given tokens belong to the output, and why the request ends after them. If `reason` is None, the
+    request goes on.
     """
 
     token_count: int
@@ -19,7 +19,7 @@ class Cut(NamedTuple):
 
 
 class FinishCheck:
-    """Finds the end of one request in its generated tokens. A run is the tokens of one step."""
+    """Finds the end of one request in its generated tokens."""
 
     def __init__(
         self,

@@ -29,15 +29,16 @@ from cluster.spec.step import Step
 
 @dataclass(slots=True)
 class StepInFlight:
-    """A step that this rank has begun with its gang, until its results are committed. `output` is None if no rank had
-    rows, or if the gang ends with this step.
+    """A step that this rank has begun with its gang, and whose results are not committed yet. `output` is None if no
+    rank had rows, or if the gang ends with this step.
 
-    `shape` is the tree of the step's tier. `wait_spans` are the spans in collectives, `end_mark` is a mark of the
-    step's end on the device. `seconds` are the times of the phases. `StepLoop` adds `schedule`, and `forwards`, the
-    spans of the model forwards. `started_at` is when the host began to schedule the step.
+    `shape` is the tree of the step's tier. `wait_spans` are the time spans in collectives. `end_mark` is the moment on
+    the device at which the step ends. `seconds` are the times of the phases. `StepLoop` adds `schedule` and `forwards`;
+    the latter are the time spans of the model forwards. `started_at` is when the host began to schedule the step.
 
-    Set when the results are read: `elapsed_s`, the seconds until then, from the later of two moments: this step began,
-    or the step before was read. This rank spent `wait_s` seconds in collectives, and `own_s` outside collectives.
+    Three fields are set when the results are read. `elapsed_s` is the time in seconds from the beginning of this step,
+    or from the reading of the previous step if that was later. Of this time, the rank spent `wait_s` in collectives and
+    `own_s` outside collectives.
     """
 
     plan: StepPlan
@@ -58,11 +59,11 @@ class StepInFlight:
 class Lockstep:
     """One rank's side of the steps of its gang; `tree_shapes` are the trees by tier.
 
-    `max_in_flight` is the number of steps in flight (results not read) when the host begins the next step. Changes that
-    the host makes meanwhile reach the device with a later step input, queued behind the steps in flight. So the host
-    frees pages and reuses table rows at once: what a step in flight still writes to them is overwritten before another
-    step reads it. `end_requested` asks for the end of the gang in the next step; `has_ended` says that the gang has
-    ended.
+    When the host begins a step, at most `max_in_flight` earlier steps are in flight, that is, their results are not
+    read yet. Changes that the host makes meanwhile reach the device with a later step input, queued behind the steps in
+    flight. So the host frees pages and reuses table rows at once: what a step in flight still writes to them is
+    overwritten before another step reads it. `end_requested` asks for the end of the gang in the next step; `has_ended`
+    says that the gang has ended.
     """
 
     mesh: Mesh

@@ -29,8 +29,8 @@ class RankMemory:
 def allocate(
     models: RankModels, mesh: Mesh, device: torch.device, breakdown: MemoryBreakdown | None = None
 ) -> RankMemory:
-    """Allocate pools in the memory that is left after all models are loaded, of the same size on all ranks. `breakdown`
-    are the measured needs of a device with memory of its own; on a CPU they are None.
+    """Allocate the pools in the memory that the loaded models leave. The pools have the same size on all ranks.
+    `breakdown` says how the memory of a device is divided, as measured; it is None on a CPU.
 
     Raises:
         ConfigError: not even a short request would fit, or the device has less memory than the settings ask for.

@@ -33,7 +33,7 @@ MIN_FP8_CAPABILITY = 8, 9
 @dataclass(frozen=True, slots=True)
 class RankModels:
     """One rank's part of the models and the contexts in which they compute. `exchange` checks its calls against the
-    script. The context of a model that each rank computes alone has another exchange.
+    script. A model that each rank computes alone has a `NoExchange` in its context instead.
     """
 
     resolved: ResolvedConfig
@@ -73,7 +73,9 @@ class RankModels:
 
     @property
     def attention(self) -> tuple[str, ...]:
-        """Sentences about attention that other kernels compute if the backend is FlashInfer. Empty if it is not."""
+        """If the backend is FlashInfer: sentences that say which attention other kernels compute. Empty for other
+        backends.
+        """
         flashinfer, resolved, lines = self.kernels.flashinfer, self.resolved, list[str]()
         if flashinfer is None:
             return ()
@@ -127,7 +129,9 @@ class RankModels:
 
 
 def device_facts(config: EngineConfig, device: torch.device) -> tuple[str, Callable[[], bool]]:
-    """Return what `resolve_models` must know of a rank: its kind of device, and whether the kernels are in C."""
+    """Return the last two arguments of `resolve_models` for a rank: its kind of device, and a function that returns
+    whether its kernels are in C.
+    """
     return device.type, lambda: select_kernels(config.attention_backend, device, torch.bfloat16).library is not None
 
 
@@ -135,7 +139,7 @@ def kernels_of(resolved: ResolvedConfig, device: torch.device) -> Kernels:
     """Return the kernels of all models.
 
     Raises:
-        ConfigError: the kernels that are set are not available here.
+        ConfigError: the kernels that are set are not available here, or cannot serve this target or its KV cache dtype.
     """
     kernels = select_kernels(resolved.settings.attention_backend, device, DTYPES[resolved.dtype])
     if resolved.fp8_cache and kernels.name == "triton" and device.type == "cuda":

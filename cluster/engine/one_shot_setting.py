@@ -18,7 +18,8 @@ def check_one_shot_setting(config: EngineConfig, device: torch.device) -> None:
 
 
 def enable_one_shot(config: EngineConfig, mesh: Mesh, device: torch.device) -> None:
-    """If the setting is on, make the axes of a mesh sum few rows by the one-shot kernel. All ranks must call this.
+    """If the setting is on, let the axes of a mesh sum small tensors with the one-shot kernel. All ranks must call
+    this.
 
     Raises:
         ConfigError: the GPUs cannot read each other's memory, or the kernel differs from its reference implementation.

@@ -10,7 +10,7 @@ from math import inf, sqrt
 FIRST_CHANGE, MIN_CHANGE = (
     0.2,
     0.02,
-)  # relative change of an estimate by its first observation; the smallest by a later one
+)  # the relative change of an estimate at its first observation, and the smallest change at any later observation
 MAX_DRIFT = 3.0  # limits `prompt_drift` to [1/3, 3]: a machine that is busy for a while must not starve prompts
 MIN_PROMPT_SHARE = 1 / 20  # prompt rows are measured only if they are predicted to take this share of the decoding time
 
@@ -36,9 +36,9 @@ class RunningMedian:
 
 @dataclass(slots=True)
 class Correction:
-    """Ratios of measured to predicted times. `decode_drift`: steps that only decode. `prompt_drift`: prompt rows beside
-    decoding, after the time of the whole step is divided by `decode_drift`. `prefill_drift`: steps of prompt rows only;
-    routers predict waits by `prefill_drift`.
+    """Ratios of measured to predicted times. `decode_drift` is the ratio for steps that only decode. `prompt_drift` is
+    the ratio for prompt rows in a step that also decodes; the measured time of the step is first divided by
+    `decode_drift`. `prefill_drift` is the ratio for steps of prompt rows only, and routers predict waits with it.
     """
 
     decode_drift: RunningMedian = field(default_factory=RunningMedian)

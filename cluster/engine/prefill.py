@@ -33,7 +33,9 @@ from cluster.kv.cache import KVCache, NextPages
 from cluster.observability.step_times import PrefillBudget, StepTimes
 
 SCORED_ROWS = 512
-"""Most prompt rows of a step that return log-probabilities: the logits of all of them are in memory at once."""
+"""The largest number of prompt rows of a step that return log-probabilities: the logits of all these rows are in memory
+at once.
+"""
 MIN_SHARED_TOKENS = 16
 """A request waits for another prompt only to share at least this many tokens, rounded up to pages. Waiting may cost a
 step, whose fixed cost is as high as the cost of several rows: to save only a few rows, waiting would not pay.
@@ -81,7 +83,9 @@ class RemainingRows:
         return self._allowed_rows(self.pace, start(), stop) > 0
 
     def take(self, start: int, stop: int) -> int:
-        """Take as many prompt rows as the budget allows, of `start` to `stop - 1`. Return their number, maybe 0."""
+        """Take as many of the prompt rows `start` to `stop - 1` as the budget allows. Return the number of rows taken,
+        which may be 0.
+        """
         count = min(stop - start, self.rows)
         if self.pace is not None:
             requested_rows, count = count, self._allowed_rows(self.pace, start, stop)
@@ -106,8 +110,9 @@ class RemainingRows:
         return count if affordable_rows >= count else self._rounded_rows(affordable_rows)
 
     def _rounded_rows(self, count: int) -> int:
-        """Return the most rows, up to `count`, with which the step's prompt rows are one of `chunk_sizes`. A total
-        below the smallest or above the largest size stays as it is.
+        """Return the largest number of rows, up to `count`, that brings the step's number of prompt rows to one of
+        `chunk_sizes`. If that number would be below the smallest or above the largest size with `count` rows, return
+        `count`.
         """
         total = self.prompt_rows + count
         if not self.chunk_sizes or not self.chunk_sizes[0] <= total <= self.chunk_sizes[-1]:
@@ -172,8 +177,8 @@ class PrefillScheduler:
             schedule.prefill_us = pace.fixed + sum(chunk_costs)
 
     def learn(self, schedule: Schedule, decode_us: int, prompt_rows: int, measured_us: float) -> None:
-        """Update the correction of the pace by a finished step, which took `measured_us`. `decode_us` is the largest of
-        all groups, and `prompt_rows` the largest number of prompt rows of any group.
+        """Update the correction of the pace by a finished step, which took `measured_us`. `decode_us` is the largest
+        `Schedule.decode_us` of all groups, and `prompt_rows` the largest number of prompt rows of any group.
         """
         if self._pace is None:
             return
@@ -252,8 +257,9 @@ class PrefillScheduler:
             self._add_chunk(schedule, sequence, remaining_rows)
 
     def _next_pages(self, sequence: RequestState) -> NextPages | None:
-        """A key that is equal for two requests which would next compute the same pages, for `MIN_SHARED_TOKENS` tokens.
-        None if fewer tokens remain, or if requests share no pages.
+        """Return a key for the next pages that a request will compute, which hold at least `MIN_SHARED_TOKENS` tokens.
+        Two requests with equal keys would compute the same pages. Return None if too few tokens remain, or if requests
+        share no pages.
         """
         return self._cache.next_pages(sequence.tokens, self._shared_pages, sequence.lease, sequence.request.cache_salt)
 

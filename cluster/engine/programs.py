@@ -1,4 +1,4 @@
-"""Runs steps: eagerly, or by replaying the captured program of their key where the plan says so.
+"""Runs steps. A step runs eagerly, or, if its plan allows it, by replaying the captured program of its key.
 
 A captured program reads its inputs from fixed memory and makes no decision on the host, so all steps of one key (sizes
 of all groups, tier, mode, buffer set) share it. A step is captured when its key occurs for the second time: the first
@@ -29,10 +29,10 @@ logger = logging.getLogger(__name__)
 
 Capture = Callable[[Callable[[], StepOutput]], Captured[StepOutput]]
 GRAPHS, TAPES = 16, 64
-"""The number of programs kept for each buffer set besides those captured at start. The least recently used
-program is dropped. The same number of keys that occurred once is remembered. Graphs hold memory of their own on the
-GPU, so few are kept. Tapes share their memory, and a batch that shrinks by one request at a time needs a tape for each
-size.
+"""How many programs are kept for each buffer set, besides those captured at start. If there are more, the least
+recently used program is dropped. Keys that have occurred only once are remembered, up to the same number. Graphs hold
+memory of their own on the GPU, so few are kept. Tapes share their memory, and a batch that shrinks by one request at a
+time needs a tape for each size.
 """
 EAGER_FALLBACK_WARNING = (
     "a captured step ran eagerly, as its plan is unlike the one that it was captured with. Its tokens are right. "
@@ -88,7 +88,7 @@ class Programs:
         self._evictable.clear()
 
     def remove(self, key: ProgramKey) -> None:
-        """Drop a program."""
+        """Drop the program of a key."""
         program = self._evictable.pop(key, None) or self._pinned.pop(key)
         self.checksum -= program.checksum
 

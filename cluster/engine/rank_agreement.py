@@ -14,8 +14,9 @@ KERNELS_REMEDY = (
 
 
 def check_rank_agreement(resolved: ResolvedConfig, kernels: Kernels, mesh: Mesh) -> None:
-    """Raise `ConfigError` if ranks have different settings or models, or kernels that round differently: the choice of
-    experts could then differ between ranks. Numbers of threads and folders may differ between machines.
+    """Raise `ConfigError` if ranks have different settings or models, or kernels that round differently. With such
+    kernels, ranks could choose different experts. Only `num_threads` and the paths of models, tokenizer and token map
+    may differ between machines.
     """
     path_settings = {"model_path", "tokenizer_path", "speculative_draft_model_path", "speculative_token_map"}
     own_facts = resolved.settings.model_dump(exclude={"num_threads", *path_settings})

@@ -15,11 +15,11 @@ class RequestState:
     """The state of one request, from its submission to its end.
 
     - `tokens`: prompt and output. The request ends at `max_tokens` tokens.
-    - `committed`: how many tokens have KV in every pool, by the results read so far. `max_committed`: the most that may
-      have it when all steps in flight are over. `steps_in_flight`: the steps in flight that each give at least one
-      token.
-    - `prefilling`: until the last prompt row is in a step. Then the request decodes, and its last token is the bonus
-      token. `prompt_committed`: the results of all prompt rows have been read.
+    - `committed`: how many tokens have KV in every pool, by the results read so far. `max_committed`: how many tokens
+      may have KV at most when all steps in flight are over. `steps_in_flight`: the steps in flight that each give at
+      least one token.
+    - `prefilling`: True until a step with the last prompt row has begun. After that the request decodes, and its last
+      token is the bonus token. `prompt_committed`: the results of all prompt rows have been read.
     - `cached_tokens`: number of tokens found in the cache at the first admission. `steps`, `drafted`, `accepted`: see
       `SpeculationCounts`.
     - `scores`: log-probabilities of the prompt's tokens from the second on, if requested and as far as computed.
@@ -113,7 +113,9 @@ class RequestState:
 
     @property
     def max_running_tokens(self) -> int:
-        """The most committed tokens of a running request: fewer than `max_tokens`, and the last is the bonus."""
+        """The largest number of committed tokens of a running request. It has at most `max_tokens - 1` tokens, and the
+        last of them, the bonus token, is not committed.
+        """
         return self.max_tokens - 2
 
     @property
@@ -157,7 +159,9 @@ class RequestState:
         self.steps_in_flight += 1
 
     def commit_tree(self, count: int, shape: TreeShape) -> None:
-        """Record that a tree's results were read: the last bonus and accepted draft tokens, `count` in all, commit."""
+        """Record that a tree's results were read. `count` more tokens are now committed: the previous bonus token and
+        the accepted draft tokens.
+        """
         self.committed += count
         self.max_committed -= self.max_new_tokens(shape) - count  # `begin_tree` assumed that all levels are accepted
         self.steps_in_flight -= 1

@@ -1,4 +1,6 @@
-"""The work of one step on the host: which requests decode, which prompt chunks run, and what that should take."""
+"""The work of one step as the host plans it: which requests decode, which prompt chunks run, and how long that should
+take.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -41,11 +43,11 @@ class Schedule:
     The times are predictions by the pace: the `StepTimes` that were fitted to steps measured at start. There is no pace
     if `mixed_prefill_size` is set. Then all times but `decode_us` are 0.
 
-    - `decode_us`: the time of this rank's decoding alone. Without a pace it is no time but the number of decoding
-      requests.
-    - `mixed_decode_us`, `prompt_us`: set if a request decodes (of another group: in the last plan);
-      `PrefillBudget.busy`, and the time of this rank's prompt rows.
-    - `prefill_us`: set otherwise; the time of a step with only this rank's prompt rows.
+    - `decode_us`: the time of this rank's decoding alone, in microseconds. Without a pace it is the number of decoding
+      requests instead.
+    - `mixed_decode_us` (`PrefillBudget.busy`) and `prompt_us` (the time of this rank's prompt rows): set if a request
+      of this rank decodes, or if one of another group decoded in the last plan.
+    - `prefill_us` (the time of a step with only this rank's prompt rows): set in all other steps with prompt rows.
     """
 
     decodes: list[tuple[RequestState, Lease]] = field(default_factory=list)

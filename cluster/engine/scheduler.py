@@ -40,8 +40,8 @@ class Scheduler:
         return running + sum(len(request.tokens) for request in self.waiting)
 
     def schedule(self, max_decode_us: int = 0, prefilling_groups: int = 0) -> Schedule:
-        """Return the work of the next step, and grow the leases to hold it. `max_decode_us` and `prefilling_groups`, of
-        other groups, as in `PrefillScheduler.schedule`.
+        """Return the work of the next step, and grow the leases to hold it. `max_decode_us` and `prefilling_groups`
+        describe the other groups, as in `PrefillScheduler.schedule`.
         """
         schedule = Schedule()
         self.decode.publish()  # first, so that requests admitted now find the pages of the last step

@@ -24,9 +24,9 @@ class StepResult:
 
 
 class StepLoop:
-    """A rank of a gang. By itself it is a follower, which runs the steps of the leader of its attention group; a leader
-    is an `Engine`, which has a step loop. One thread owns it; any thread may use `wake_ranks`, `close`, `position`,
-    `progress`, `prepare_grammars` and `read_grammar`.
+    """A rank of a gang. A follower is a `StepLoop` alone, and runs the steps of the leader of its attention group. A
+    leader is an `Engine`, which has a `StepLoop`. One thread owns a step loop; any thread may use `wake_ranks`,
+    `close`, `position`, `progress`, `prepare_grammars` and `read_grammar`.
     """
 
     has_work = False
@@ -86,7 +86,7 @@ class StepLoop:
             self._last_read_at - max(step.started_at, previous_read_at),
             step.wait_spans.take(),
         )
-        step.own_s = max(0.0, step.elapsed_s - step.wait_s)  # 0: the wait to agree may be before `elapsed_s` begins
+        step.own_s = max(0.0, step.elapsed_s - step.wait_s)  # `wait_s` may begin before `elapsed_s`
         self.own_seconds += step.own_s
         return step
 

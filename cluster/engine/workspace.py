@@ -28,8 +28,8 @@ SMALLER_KV = "max_total_tokens, kv_cache_gb, mem_fraction_static or capture_size
 MIN_ADVISED_ROWS = 16  # the lowest chunked_prefill_size that an error advises
 T = TypeVar("T")
 Measure = Callable[[int, int], int]
-"""A function of a number of requests and a number of prompt rows. It returns the bytes that the largest step with them
-takes, or raises one of `OUT_OF_MEMORY`.
+"""A function that takes a number of requests and a number of prompt rows. It returns the bytes that the largest step of
+this size takes, or raises one of `OUT_OF_MEMORY`.
 """
 
 
@@ -96,8 +96,8 @@ def measure_memory(
     weights: int,
     build_lockstep: Callable[[RankModels, RankMemory], Lockstep],
 ) -> MemoryBreakdown:
-    """Return `memory_breakdown_of` the models, measured with pools of one page. `build_lockstep` makes the `Lockstep`
-    that runs the measured steps.
+    """Return the result of `memory_breakdown_of` for the models. Steps are measured with pools of one page.
+    `build_lockstep` makes the `Lockstep` that runs the measured steps.
     """
     resolved = models.resolved
     page_bytes = resolved.settings.page_size * models.token_bytes

@@ -96,7 +96,9 @@ class Sums:
         )
 
     def by(self, label: str, name: str, **labels: str) -> dict[str, float]:
-        """Return for each value of `label` the sum that `total` returns."""
+        """Return a dict from each value of `label` to the sum of the series with this value and with `labels`, as in
+        `total`.
+        """
         values = dict.fromkeys(
             series_labels[label]
             for series_labels, _ in self._series.get(name, ())

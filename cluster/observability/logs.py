@@ -272,7 +272,9 @@ class LogFollower:
         return status.st_ino, status.st_size
 
     def lines(self) -> list[str]:
-        """Return the complete lines since the previous call. Lines written just before a rotation are missed."""
+        """Return the complete lines written since the previous call. Lines written between that call and a rotation are
+        lost.
+        """
         try:
             with self._path.open("rb") as file:
                 status = os.fstat(file.fileno())

@@ -19,8 +19,8 @@ Curve = tuple[tuple[int, float], ...]
 
 
 class PrefillBudget(NamedTuple):
-    """Microseconds of a step. `busy`: this rank's decoding, and its idle time that goes to other groups' rows.
-    `allowance`: the time for this rank's prompt rows.
+    """The parts of a step's time, in microseconds. `busy` is the time of this rank's decoding, plus the idle time in
+    which it works for the rows of other groups. `allowance` is the time for this rank's prompt rows.
     """
 
     busy: float
@@ -34,9 +34,9 @@ class StepTimes:
 
     `decode` gives the time by the number of decoding requests per group; each request adds `token` for each token of
     the longest request. `target` gives the time by target rows in a group with one decoding request. A chunk adds
-    `prefix` for each token before it, and `pair` for each pair of a token before it and a row of its own. All groups
-    together do the share `crowd` of the work for rows, so a group's rows cost each other group that share of their time
-    too.
+    `prefix` for each token before it, and `pair` for each pair of a token before it and a row of its own. A part of the
+    work for prompt rows is done by all groups together. So if the prompt rows of one group take t, they also take
+    `crowd` times t of every other group.
     """
 
     share: float
@@ -77,9 +77,9 @@ class StepTimes:
         )
 
     def prefill_budget(self, committed: Sequence[int], busiest_us: float) -> PrefillBudget:
-        """Return the times of a step for this rank's decoding and for its prompt rows, if decoding takes `busiest_us`
-        on the busiest other rank. A rank with less decoding than that is idle meanwhile, except for its part in the
-        work for others' rows.
+        """Return how the time of a step is divided between this rank's decoding and its prompt rows. `committed` is as
+        in `decoding`. `busiest_us` is the time of decoding on the busiest other rank. A rank that decodes for less time
+        than that is idle for the rest, except that it works for the rows of other groups.
         """
         own_us, shared_share = self.decoding(committed), self.crowd * (self.groups - 1)
         # Of the idle time decode_us - own_us, the share c / (1 + c), with

@@ -1,4 +1,4 @@
-"""Check the arguments of `LLM` (prompts, conversations, parameters, settings) and bring each into one shape."""
+"""Check the arguments of `LLM` (prompts, conversations, parameters, settings), and convert each of them to one form."""
 
 import os
 from collections.abc import Mapping, Sequence

@@ -8,7 +8,7 @@ from types import FrameType
 
 
 class DeferredInterrupt:
-    """Whether Ctrl-C was pressed while `defer_interrupt` deferred it."""
+    """Records whether Ctrl-C was pressed inside `defer_interrupt`: `pressed` is then True."""
 
     pressed = False
 

@@ -19,8 +19,8 @@ SamplingDefaults = Literal["model", "openai"]
 
 
 class LocalModel:
-    """The model facts, tokenizer and grammar compiler of one engine, in the form of the protocol
-    `cluster.api.core.service.ServedModel`. Usable from any thread.
+    """Implements the protocol `cluster.api.core.service.ServedModel` for one engine of this process, with its model
+    facts, tokenizer and grammar compiler. Any thread may use it.
     """
 
     def __init__(

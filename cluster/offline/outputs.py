@@ -33,9 +33,9 @@ class CompletionOutput:
 
     `text` excludes all special tokens and the stop string or stop token that ended the answer. It is empty for a model
     without a tokenizer. `token_ids` are all generated tokens. `finish_reason` is "stop", "length", "tool_calls" (chat
-    only) or "error"; `stop_reason` is the stop string or the id of the stop token. `logprobs` has one dict per token,
-    by token id: the token itself and the likeliest alternatives. `accept_length` is the mean number of tokens per
-    speculative step, or 1.0 if nothing was drafted.
+    only) or "error"; `stop_reason` is the stop string or the id of the stop token. `logprobs` has one dict per token.
+    Its keys are the ids of the token itself and of the likeliest alternatives. `accept_length` is the mean number of
+    tokens per speculative step, or 1.0 if nothing was drafted.
 
     For a chat, `message` is the assistant message as in /v1/chat/completions, with `tool_calls` and `reasoning_content`
     if present, and `text` is its content. If `finish_reason` is "error", `error` is the cause, and everything generated

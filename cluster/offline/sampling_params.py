@@ -18,8 +18,8 @@ class StructuredOutputsParams:
     """A constraint on the form of the output. Set exactly one of the first six fields.
 
     `json` is a JSON schema, as an object or as text. `json_object` asks for any JSON object. `regex` must match the
-    whole output. `choice` lists the allowed outputs. `grammar` is an EBNF grammar. `structural_tag` is vLLM's.
-    `disable_any_whitespace` forbids white space between the parts of JSON.
+    whole output. `choice` lists the allowed outputs. `grammar` is an EBNF grammar. `structural_tag` has the same form
+    as in vLLM. `disable_any_whitespace` forbids white space between the parts of JSON.
     """
 
     json: Mapping[str, Any] | bool | str | None = None
@@ -37,10 +37,11 @@ class SamplingParams:
     /v1/completions gives them (docs/compatibility.md).
 
     None means the same as a missing field of a REST request. If one of temperature, top_p, top_k, min_p and
-    repetition_penalty is None, its value in the model's generation_config.json is used. If there is none, the values
-    are 1, 1, 0, 0 and 1, in this order. If `max_tokens` is None, `LLM.generate` generates at most 16 tokens, and
-    `LLM.chat` as many as fit. If `seed` is None, seeds are drawn from the setting `random_seed`. `logprobs` is the
-    number of alternatives per token, 0 to 20; None reports no log-probabilities.
+    repetition_penalty is None, its value in the model's generation_config.json is used. If the file has no value, or
+    `sampling_defaults` is "openai", the default is used: 1, 1, 0, 0 and 1, in this order. If `max_tokens` is None,
+    `LLM.generate` generates at most 16 tokens, and `LLM.chat` as many as fit. If `seed` is None, a generator draws the
+    seed; the setting `random_seed` is the seed of this generator. `logprobs` is the number of alternatives per token, 0
+    to 20; None reports no log-probabilities.
     """
 
     n: int = 1

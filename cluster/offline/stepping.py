@@ -10,8 +10,8 @@ from cluster.request import Request, SequenceOutput
 def steps(
     engine: Engine, requests: Sequence[Request], max_in_engine: int | None = None
 ) -> Generator[tuple[SequenceOutput, ...], None, None]:
-    """Yield the outputs of each step until all `requests` have finished. Closing the generator, or an error, aborts
-    unfinished requests that were submitted.
+    """Yield the outputs of each step until all `requests` have finished. If the generator is closed or an error occurs,
+    all submitted requests that have not finished are aborted.
 
     The engine holds at most `max_in_engine` requests, running and waiting. If `max_in_engine` is None, all are
     submitted at once. The scheduler looks at every waiting request in every step, so a long list should be submitted in

@@ -13,7 +13,9 @@ from cluster.tokenizer.tokenizer import IncrementalDetokenizer, TextTokenizer
 
 @dataclass(frozen=True, slots=True)
 class StopHit:
-    """A completed stop string; `start` and `end` are its character positions in the fed text."""
+    """A completed stop string. It covers the characters `start` to `end - 1` of the text that `StopFinder` has read so
+    far.
+    """
 
     stop: str
     start: int
@@ -151,7 +153,9 @@ class StoppedText:
         return self._stops.hit
 
     def visible_token_ids(self, output: SequenceOutput) -> tuple[int, ...]:
-        """Return the tokens of an output whose text is shown: a stop token that ends it is like a stop string."""
+        """Return those tokens of `output` whose text is shown: all, but without a stop token that ends the request.
+        With `include_stop`, the stop token is shown too.
+        """
         stopped_by_token = output.finish_reason == "stop" and isinstance(output.stop_reason, int)
         return output.token_ids[:-1] if stopped_by_token and not self._include_stop else output.token_ids
 

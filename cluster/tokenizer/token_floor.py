@@ -1,10 +1,10 @@
 """A lower bound on the number of tokens of a text, without encoding it.
 
-No token covers more bytes than the longest token of the vocabulary, nor more letters than the token with most letters:
-tokens >= max(bytes / bytes_per_token, letters / letters_per_token). So a megabyte of text that cannot fit into a small
-context is refused in a millisecond; encoding it takes seconds. The bound holds for BPE over all bytes: its tokens spell
-every byte of the text. For a tokenizer that may drop text, or turn text of any length into one unknown token, the bound
-is 0.
+No token covers more bytes than the longest token of the vocabulary, or more letters than the token that has most
+letters. So the number of tokens is at least max(bytes / bytes_per_token, letters / letters_per_token). With this bound,
+a megabyte of text that cannot fit into a small context is refused in a millisecond; encoding it takes seconds. The
+bound holds for BPE over all bytes: its tokens spell every byte of the text. For a tokenizer that may drop text, or turn
+text of any length into one unknown token, the bound is 0.
 """
 
 import json

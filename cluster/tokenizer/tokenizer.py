@@ -15,7 +15,9 @@ WINDOW_TOKENS = 64  # a longer window is cut even if it does not end with a comp
 
 
 def _byte_of_character() -> dict[str, int]:
-    """Return GPT-2's byte-level alphabet, character to byte: printable bytes as themselves, others as U+0100 and up."""
+    """Return GPT-2's byte-level alphabet as a dict from character to byte. A printable byte has the character of the
+    same number; the other bytes have the characters from U+0100 on.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -122,7 +124,8 @@ class TextTokenizer:
         return [self._byte_tokens[byte] for byte in run.decode("utf-8", "replace").encode()]
 
     def token_text(self, token_id: int) -> tuple[str, bytes]:
-        """Return the text and the UTF-8 bytes of one token, as log-probabilities report them. Special tokens have both.
+        """Return the text and the UTF-8 bytes of one token, as log-probabilities report them. Special tokens have a
+        text and bytes too.
 
         A token that is only part of a character has U+FFFD in its text and its true bytes in the second value.
         """
@@ -137,7 +140,9 @@ class TextTokenizer:
         return [i for i in ids if i not in self._special_ids and self._token_bytes(i)]
 
     def decode_complete(self, ids: Sequence[int]) -> str:
-        """Return the text of `visible_token_ids` without a last character that later tokens may still complete."""
+        """Return the text of `ids`, but leave out a last character that later tokens may still complete. `ids` must
+        come from `visible_token_ids`.
+        """
         pending = self._pending_bytes(ids)
         if pending and self._byte_fallback:
             return self.decode(ids[:-pending])  # each pending byte is one token
@@ -145,7 +150,7 @@ class TextTokenizer:
         return text[:-1] if pending else text  # the pending bytes are one U+FFFD
 
     def ends_within_character(self, ids: Sequence[int]) -> bool:
-        """Return whether the last of the `visible_token_ids` leaves a UTF-8 sequence incomplete."""
+        """Return whether `ids` end in the middle of a UTF-8 sequence. `ids` must come from `visible_token_ids`."""
         return self._pending_bytes(ids) > 0
 
     def _pending_bytes(self, ids: Sequence[int]) -> int:
