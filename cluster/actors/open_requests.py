@@ -68,7 +68,7 @@ class OpenRequest(OpenStream):
 
     @property
     def remaining_tokens(self) -> int:
-        """The most tokens that the request may still get, at least 1."""
+        """The most tokens that admission expects to come yet, at least 1; it takes no account of `resumed_tokens`."""
         return max(1, self.request.params.max_tokens - len(self.sent_tokens))
 
 

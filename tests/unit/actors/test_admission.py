@@ -114,6 +114,17 @@ def test_admission_state_is_empty_after_all_requests_ended() -> None:
     admission.on_tokens("nobody", 3)
 
 
+def test_request_that_ends_without_a_token_leaves_the_queue_once() -> None:
+    admission = Admission(config(), ManualClock())
+    admission.on_gang_up(PLENTY)
+    admit(admission, "waits")
+    for name in ("scored", "aborted"):
+        admit(admission, name, max_tokens=0)
+        give_tokens(admission, name, 0)
+        admission.on_ended(name, stopped=False)
+    assert admission.waiting == 1
+
+
 def test_admission_gives_no_overload_while_the_gang_is_down() -> None:
     clock = ManualClock()
     admission = full_admission(clock)
