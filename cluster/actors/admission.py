@@ -12,10 +12,9 @@ No Ray and no event loop here: plain bookkeeping over an injected clock.
 import time
 from collections.abc import Callable
 
-from cluster.actors.balance import RankChoice
 from cluster.actors.forecast import ExpectedWait, GangForecast, QueuedPrompt, RankForecast, RunningRequest
 from cluster.actors.messages import Overloaded
-from cluster.actors.open_requests import OpenRequest, QueueReport, RankRequests
+from cluster.actors.open_requests import OpenRequest, QueueReport, RankChoice, RankRequests
 from cluster.actors.output_lengths import OutputLengths
 from cluster.actors.prefill_speed import Drift, PrefillSpeed
 from cluster.actors.token_rate import TokenRate
@@ -126,50 +125,34 @@ class Admission:
             return Overloaded(f"{wait_text}, {limit_text} ({config.max_queue_wait_s:g} s)", seconds)
         return None
 
-    def on_admitted(self, request: Request, choice: RankChoice = ONLY_RANK) -> None:
-        """Record that a request was admitted; it waits at `choice` for its first token."""
+    def on_admitted(self, open_request: OpenRequest) -> None:
+        """Record that a request was admitted; it waits at its rank for its first token."""
         self._advance_clock()
-        prompt_tokens, max_new_tokens = len(request.prompt_token_ids), request.params.max_tokens
-        expected_tokens = prompt_tokens + self.expected_new_tokens(request)
-        open_request = OpenRequest(
-            choice.rank,
-            prompt_tokens,
-            prompt_tokens - choice.cached_tokens,
-            choice.shared_tokens,
-            expected_tokens,
-            max_new_tokens,
-            self._last_time_at,
-        )
-        self._open[request.request_id] = open_request
+        self._open[open_request.name] = open_request
         self.waiting += 1
-        self.queued_tokens += open_request.expected_tokens
-        self._enqueue(request.request_id, open_request)
+        open_request.waiting_tokens = open_request.length + self.expected_new_tokens(open_request.request)
+        self.queued_tokens += open_request.waiting_tokens
+        self._enqueue(open_request)
 
     def on_submitted(self, request_id: str) -> None:
         """Record that a request was submitted to its rank: the rank's reports may count it from now on."""
         if (open_request := self._open.get(request_id)) is not None:
-            rank_requests = self._ranks[open_request.rank]
+            rank_requests = self._ranks[open_request.choice.rank]
             rank_requests.submitted += 1
             open_request.submission_number = rank_requests.submitted
 
-    def on_resubmitted(self, request_id: str, prompt_tokens: int, choice: RankChoice) -> None:
-        """Record that a request was submitted again, with `prompt_tokens` tokens, to a gang that starts with empty
+    def on_resubmitted(self, request_id: str) -> None:
+        """Record that a request, whose rank may have changed, was submitted again to a gang that starts with empty
         caches.
         """
         open_request = self._open.get(request_id)
         if open_request is None:
             return
         self._advance_clock()
-        self._dequeue(request_id, open_request)
-        self._stop_running(open_request, request_id)
-        open_request.rank, open_request.prompt_tokens, open_request.uncomputed_tokens, open_request.shared_tokens = (
-            choice.rank,
-            prompt_tokens - open_request.generated_tokens,
-            prompt_tokens - choice.cached_tokens,
-            choice.shared_tokens,
-        )
-        open_request.queued_at, open_request.submission_number = self._last_time_at, 0
-        self._enqueue(request_id, open_request)
+        for rank_requests in self._ranks:
+            self._dequeue(request_id, rank_requests)
+            self._stop_running(request_id, rank_requests)
+        self._enqueue(open_request)
 
     def on_tokens(self, request_id: str, tokens: int) -> None:
         """Record that a request got `tokens` tokens. Its first tokens show that its prompt is computed."""
@@ -177,21 +160,19 @@ class Admission:
         open_request = self._open.get(request_id)
         if open_request is None:
             return
-        rank_requests = self._ranks[open_request.rank]
+        rank_requests = self._ranks[open_request.choice.rank]
         # Learn from the first of the queue only: all rows since `progress_since` were its own.
         if open_request.uncomputed_tokens >= MIN_LEARNING_ROWS and next(iter(rank_requests.queue), None) == request_id:
             seconds_per_row = (self._last_time_at - rank_requests.progress_since) / open_request.uncomputed_tokens
             self._seconds_per_row += (LEARNING_RATE if self._seconds_per_row else 1.0) * (
                 seconds_per_row - self._seconds_per_row
             )
-        if self._dequeue(request_id, open_request):
-            if not open_request.generated_tokens:
-                self._leave_waiting(open_request)
+        if self._dequeue(request_id, rank_requests):
+            self._leave_waiting(open_request)
             open_request.uncomputed_tokens = 0
-            self._start_running(open_request, request_id)
+            self._start_running(open_request, rank_requests)
         else:
             self._token_rate.on_tokens(tokens)
-        open_request.generated_tokens += tokens
 
     def on_ended(self, request_id: str, stopped: bool) -> None:
         """Record that a request is over. `stopped`: the model ended it, not its token limit or a client that left."""
@@ -199,11 +180,11 @@ class Admission:
         open_request = self._open.pop(request_id, None)
         if open_request is None:
             return
-        self._dequeue(request_id, open_request)
-        self._stop_running(open_request, request_id)
-        if not open_request.generated_tokens:
-            self._leave_waiting(open_request)
-        self._output_lengths.on_ended(open_request.generated_tokens, stopped)
+        rank_requests = self._ranks[open_request.choice.rank]
+        self._dequeue(request_id, rank_requests)
+        self._stop_running(request_id, rank_requests)
+        self._leave_waiting(open_request)
+        self._output_lengths.on_ended(len(open_request.sent_tokens), stopped)
 
     def on_gang_down(self) -> None:
         """Record that the gang is down: until `on_gang_up`, time does not count and no wait is estimated."""
@@ -225,30 +206,32 @@ class Admission:
                 0,
             )
 
-    def _enqueue(self, request_id: str, open_request: OpenRequest) -> None:
-        rank_requests = self._ranks[open_request.rank]
-        rank_requests.enqueue(request_id, open_request)
+    def _enqueue(self, open_request: OpenRequest) -> None:
+        choice, rank_requests = open_request.choice, self._ranks[open_request.choice.rank]
+        open_request.uncomputed_tokens = open_request.length - choice.cached_tokens
+        open_request.submission_number = 0
+        rank_requests.enqueue(open_request, self._last_time_at)
         if len(rank_requests.queue) == 1:
             self._forecast = None  # outdated: this rank's prompt rows make steps longer from now on
         elif self._forecast is not None:
-            median = self._output_lengths.quantile(
-                0.5, max(1, open_request.max_new_tokens - open_request.generated_tokens), 0
-            )
-            self._forecast.add(open_request.rank, self._queued_prompt(open_request, median))
+            median = self._output_lengths.quantile(0.5, open_request.remaining_tokens, 0)
+            self._forecast.add(choice.rank, self._queued_prompt(open_request, median))
 
-    def _dequeue(self, request_id: str, open_request: OpenRequest) -> bool:
-        """Take a request out of its rank's queue; return whether it was there."""
-        rank_requests = self._ranks[open_request.rank]
+    def _dequeue(self, request_id: str, rank_requests: RankRequests) -> bool:
+        """Take a request out of a rank's queue; return whether it was there."""
         found = rank_requests.dequeue(request_id, self._last_time_at) is not None
         if found and not rank_requests.queue:
             self._forecast = None
         return found
 
     def _leave_waiting(self, open_request: OpenRequest) -> None:
-        """Record that a request waits no more."""
+        """Record that a request waits no more, unless that is known already."""
+        if not open_request.waiting_tokens:
+            return
         self.waiting -= 1
         # Float sums drift.
-        self.queued_tokens = max(0.0, self.queued_tokens - open_request.expected_tokens) if self.waiting else 0.0
+        self.queued_tokens = max(0.0, self.queued_tokens - open_request.waiting_tokens) if self.waiting else 0.0
+        open_request.waiting_tokens = 0.0
 
     def _new_forecast(self, now: float) -> GangForecast:
         """Return a forecast of the queues of all ranks from now on."""
@@ -260,17 +243,15 @@ class Admission:
         speeds = PrefillSpeed.of_ranks(self._chunk_rows, self._step_times, self._seconds_per_row, works, drift)
         window, slots = self._shape.window, self._config.max_running_requests
         running = [request.length for rank_requests in self._ranks for request in rank_requests.running.values()]
-        longest = max((request.length for request in self._open.values() if request.max_new_tokens > 1), default=1)
+        longest = max((r.length for r in self._open.values() if r.request.params.max_tokens > 1), default=1)
         rate_by_running = self._token_rate.rates_by_running(running, max(running, default=1), self._step_times)
         later_rate_by_running = self._token_rate.rates_by_running(running, longest, self._step_times)
-        open_tokens = sum(request.generated_tokens for request in self._open.values())
+        open_tokens = sum(len(request.sent_tokens) for request in self._open.values())
         # Spread the lengths over the learnt distribution: with the mean for each, all requests would end at once.
         shares = (GOLDEN_RATIO * index % 1.0 for index in range(1, 1 + len(self._open)))
 
         def remaining_tokens(request: OpenRequest) -> float:
-            return self._output_lengths.quantile(
-                next(shares), max(1, request.max_new_tokens - request.generated_tokens), open_tokens
-            )
+            return self._output_lengths.quantile(next(shares), request.remaining_tokens, open_tokens)
 
         forecasts = []
         for rank_requests, speed in zip(self._ranks, speeds, strict=True):
@@ -316,15 +297,15 @@ class Admission:
         if self._serving:
             self._token_rate.on_time_passed(seconds, self._running)
 
-    def _start_running(self, request: OpenRequest, request_id: str) -> None:
+    def _start_running(self, request: OpenRequest, rank_requests: RankRequests) -> None:
         """Record that a request decodes from now on."""
-        self._ranks[request.rank].running[request_id] = request
+        rank_requests.running[request.name] = request
         self._running += 1
         if self._running == 1:
             self._forecast = None  # outdated: other rules hold for prompt rows while a request decodes
 
-    def _stop_running(self, request: OpenRequest, request_id: str) -> None:
-        if self._ranks[request.rank].running.pop(request_id, None) is not None:
+    def _stop_running(self, request_id: str, rank_requests: RankRequests) -> None:
+        if rank_requests.running.pop(request_id, None) is not None:
             self._running -= 1
             if not self._running:
                 self._forecast = None  # outdated: other rules hold for prompt rows while none decodes

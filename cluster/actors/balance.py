@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Self
 
+from cluster.actors.open_requests import OpenRequest, RankChoice
 from cluster.actors.prefix_estimates import PrefixIndex, page_hashes_of
 from cluster.config.resolved import UNLIMITED, ResolvedSettings
 from cluster.request import Request
@@ -52,46 +53,6 @@ class RankLoad:
     pages: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class RankChoice:
-    """The dp rank that a request would go to.
-
-    `cached_tokens` counts the tokens at the start of the prompt that are in the rank's cache, or will be when the
-    prompts of its open requests are computed. `shared_tokens` counts those at the start that open requests also have.
-    `queued_tokens` counts the prompt tokens that are not in the rank's cache now. `page_hashes` holds the hashes of the
-    prompt's pages (`page_hashes_of`).
-    """
-
-    rank: int = 0
-    cached_tokens: int = 0
-    shared_tokens: int = 0
-    queued_tokens: int = 0
-    page_hashes: tuple[int, ...] = ()
-
-
-@dataclass(slots=True)
-class _RoutedRequest:
-    """One open request. `queued_tokens` counts prompt tokens still to compute. `generated_tokens` tokens were generated
-    so far, `expected_tokens` are likely in total, `max_new_tokens` are allowed. `work` was estimated after
-    `estimated_at_step` steps of the request; `steps_since_estimate` counts its steps after that. `original_prompt` is
-    the prompt as it first came, `prompt` the prompt as submitted to this rank, `page_hashes` the hashes of its pages,
-    `salt` its cache salt.
-    """
-
-    rank: int
-    original_prompt: tuple[int, ...]
-    prompt: tuple[int, ...]
-    page_hashes: tuple[int, ...]
-    queued_tokens: int
-    expected_tokens: float
-    max_new_tokens: int
-    generated_tokens: int = 0
-    estimated_at_step: int = 0
-    steps_since_estimate: int = 0
-    work: Work = ()
-    salt: int = 0
-
-
 @dataclass(slots=True)
 class _RankState:
     """Totals over the open requests of one rank. `open_prompt_pages[page]` is the number of open requests whose prompt
@@ -121,9 +82,9 @@ class _RankState:
 class Balancer:
     """Chooses a dp rank for each request, and counts the load of each rank.
 
-    The caller calls `choose`, `on_first_output`, `on_tokens` (once per output) and `on_ended` for each request, and
-    `on_restart` after a restart of the gang. Calls for requests that are not open change nothing, so late or repeated
-    calls are harmless.
+    The caller calls `choose`, `on_first_output`, `on_tokens` (for each output, after `OpenRequest.record`) and
+    `on_ended` for each request, and `on_restart` after a restart of the gang. Calls for requests that are not open
+    change nothing, so late or repeated calls are harmless.
     """
 
     def __init__(
@@ -148,7 +109,7 @@ class Balancer:
         self.policy, self.dp_size, self.page_size = policy, dp_size, page_size
         self._step_rows, self._chunk_rows = step_rows, chunk_rows
         self._ranks = [_RankState(PrefixIndex(index_pages)) for _ in range(dp_size)]
-        self._open: dict[str, _RoutedRequest] = {}
+        self._open: dict[str, OpenRequest] = {}
         self._round_robin_count = 0
         self._mean_accept_len = 0.0  # the gang's mean accept length; 0.0 before the first verified tree
 
@@ -176,37 +137,33 @@ class Balancer:
             len(tokens) - (0 if needs_all_rows else self.page_size * state.index.count_cached(page_hashes))
             for state in self._ranks
         ]
-        dp_rank = (
-            self._best_rank(self._new_record(request, expected_new, page_hashes).work, queued)
-            if pinned is None
-            else pinned
-        )
+        dp_rank = self._best_rank(self._expected_work(request, expected_new), queued) if pinned is None else pinned
         matched, shared = self._ranks[dp_rank].matched_pages(() if needs_all_rows else page_hashes)
         if earlier is not None:
             self._add_to_rank(earlier, 1)
         return RankChoice(dp_rank, self.page_size * matched, self.page_size * shared, queued[dp_rank], page_hashes)
 
-    def choose(self, request: Request, expected_new: float, choice: RankChoice | None = None) -> int:
-        """Return the dp rank for `request`, and count the request as queued on that rank. `expected_new` is the
-        expected number of new tokens. The argument `choice` may hold the result of the method `propose` for this
-        request.
+    def choose(self, opened: OpenRequest, expected_new: float, choice: RankChoice | None = None) -> int:
+        """Return the dp rank for the latest submission of `opened`, and count the request as queued on that rank.
+        `expected_new` is the expected number of new tokens. The argument `choice` may hold the result of the method
+        `propose` for this submission.
 
         If a request with the same id is open, it is moved from its old rank.
 
         Raises:
             ValueError: `routed_dp_rank` is out of range; nothing is changed then.
         """
-        pinned, earlier = self._pinned_rank(request), self._open.get(request.request_id)
-        self.on_ended(request.request_id)
-        choice = choice or self.propose(request, expected_new)
+        request = opened.latest_request
+        pinned = self._pinned_rank(request)
+        self.on_ended(opened.name)
+        opened.choice = choice or self.propose(request, expected_new)
         self._round_robin_count += pinned is None
-        opened = self._new_record(request, expected_new, choice.page_hashes)
-        opened.rank, opened.queued_tokens = choice.rank, choice.queued_tokens
-        if earlier is not None:
-            opened.original_prompt = earlier.original_prompt
-        self._open[request.request_id] = opened
+        opened.queued_tokens, opened.expected_new_tokens = opened.choice.queued_tokens, expected_new
+        opened.work = self._expected_work(request, expected_new)
+        opened.estimated_at_step = opened.steps_since_estimate = 0
+        self._open[opened.name] = opened
         self._add_to_rank(opened, 1)
-        return opened.rank
+        return opened.choice.rank
 
     def on_first_output(self, request_id: str, cached_tokens: int | None = None) -> None:
         """Record that the prompt of a request is computed: its first output came. `cached_tokens` tokens of the prompt
@@ -215,11 +172,11 @@ class Balancer:
         opened = self._open.get(request_id)
         if opened is None or not opened.queued_tokens:
             return
-        rank = self._ranks[opened.rank]
+        rank = self._ranks[opened.choice.rank]
         rank.queued_tokens -= opened.queued_tokens
         opened.queued_tokens = 0
         if cached_tokens is not None:
-            rank.index.drop(opened.page_hashes[cached_tokens // self.page_size :])
+            rank.index.drop(opened.choice.page_hashes[cached_tokens // self.page_size :])
 
     def on_tokens(self, request_id: str, tokens: int, steps: int) -> None:
         """Record that a request got `tokens` tokens from `steps` verified trees. `steps` is 0 for its first token."""
@@ -232,19 +189,24 @@ class Balancer:
             self._mean_accept_len += (
                 min(1.0, LEARNING_RATE * steps) * (mean - self._mean_accept_len) if self._mean_accept_len else mean
             )
-        opened.generated_tokens += tokens
         opened.steps_since_estimate += steps
-        self._ranks[opened.rank].tokens += tokens
+        rank = self._ranks[opened.choice.rank]
+        rank.tokens += tokens
         if opened.steps_since_estimate < STEPS_BETWEEN_ESTIMATES and opened.estimated_at_step:
             return
         opened.estimated_at_step, opened.steps_since_estimate = (
             opened.estimated_at_step + opened.steps_since_estimate,
             0,
         )
-        rank_work = self._ranks[opened.rank].work
-        old_work, opened.work = opened.work, self._expected_work(opened)
+        request, old_work = opened.latest_request, opened.work
+        opened.work = self._expected_work(
+            request,
+            opened.expected_new_tokens,
+            opened.length - len(request.prompt_token_ids),
+            opened.estimated_at_step,
+        )
         for interval, work in enumerate(opened.work):
-            rank_work[interval] += work - old_work[interval]
+            rank.work[interval] += work - old_work[interval]
 
     def on_ended(self, request_id: str, token_ids: Sequence[int] = ()) -> None:
         """Record that a request is over, for any reason. Its rank keeps the KV, so the prompt is added to the prefix
@@ -255,9 +217,11 @@ class Balancer:
             return
         self._add_to_rank(opened, -1)
         if not opened.queued_tokens:
-            all_tokens = (*opened.original_prompt, *token_ids)
-            page_hashes = page_hashes_of(all_tokens, self.page_size, opened.salt) if token_ids else opened.page_hashes
-            self._ranks[opened.rank].index.add(page_hashes)
+            page_hashes = opened.choice.page_hashes
+            if token_ids:
+                all_tokens = (*opened.request.prompt_token_ids, *token_ids)
+                page_hashes = page_hashes_of(all_tokens, self.page_size, opened.request.cache_salt)
+            self._ranks[opened.choice.rank].index.add(page_hashes)
 
     def on_restart(self, kv_pages: int) -> None:
         """Record that the gang starts with empty caches of `kv_pages` pages per rank. Until `choose` moves an open
@@ -266,21 +230,22 @@ class Balancer:
         for rank in self._ranks:
             rank.index.reset(kv_pages)
         for opened in self._open.values():
-            self._ranks[opened.rank].queued_tokens += len(opened.prompt) - opened.queued_tokens
-            opened.queued_tokens = len(opened.prompt)
+            prompt_tokens = len(opened.latest_request.prompt_token_ids)
+            self._ranks[opened.choice.rank].queued_tokens += prompt_tokens - opened.queued_tokens
+            opened.queued_tokens = prompt_tokens
 
     def load(self, dp_rank: int) -> RankLoad:
         """Return the present load of one rank."""
         rank = self._ranks[dp_rank]
         return RankLoad(rank.requests, rank.tokens, rank.queued_tokens, tuple(rank.work), len(rank.index))
 
-    def _add_to_rank(self, opened: _RoutedRequest, sign: int) -> None:
+    def _add_to_rank(self, opened: OpenRequest, sign: int) -> None:
         """Add a request to its rank's sums (`sign` 1), or subtract it again (-1)."""
-        rank = self._ranks[opened.rank]
+        rank = self._ranks[opened.choice.rank]
         rank.requests += sign
-        rank.tokens += sign * (len(opened.prompt) + opened.generated_tokens)
+        rank.tokens += sign * opened.length
         rank.queued_tokens += sign * opened.queued_tokens
-        for page_hash in opened.page_hashes:
+        for page_hash in opened.choice.page_hashes:
             rank.open_prompt_pages[page_hash] += sign
             if not rank.open_prompt_pages[page_hash]:
                 del rank.open_prompt_pages[page_hash]
@@ -294,34 +259,22 @@ class Balancer:
             raise ValueError(f"routed_dp_rank: must lie in [0, {self.dp_size - 1}], got {pinned}")
         return pinned
 
-    def _new_record(self, request: Request, expected_new: float, page_hashes: tuple[int, ...]) -> _RoutedRequest:
-        """Return the record of a request whose rank is not chosen yet."""
-        tokens = request.prompt_token_ids
+    def _expected_work(self, request: Request, expected_new: float, new_tokens: int = 0, steps: int = 0) -> Work:
+        """Return the expected work of the steps that `request` still needs, for each part of the horizon. It got
+        `new_tokens` tokens in `steps` steps since it was submitted, and `expected_new` are likely in total.
+        """
         max_new_tokens = max(1, request.params.max_tokens - request.resumed_tokens)
         expected_tokens = min(max(1.0, expected_new), max_new_tokens)
-        opened = _RoutedRequest(
-            0, tokens, tokens, page_hashes, 0, expected_tokens, max_new_tokens, salt=request.cache_salt
-        )
-        opened.work = self._expected_work(opened)
-        return opened
-
-    def _expected_work(self, opened: _RoutedRequest) -> Work:
-        """Return the expected work of the steps that a request still needs, for each part of the horizon."""
         # A request beyond its estimate is a long one: expect at least half as many more tokens as it has already.
-        remaining_tokens = min(
-            opened.max_new_tokens - opened.generated_tokens,
-            max(opened.expected_tokens - opened.generated_tokens, opened.generated_tokens / 2),
-        )
-        accept_len = (PRIOR_STEPS * (self._mean_accept_len or 1.0) + opened.generated_tokens) / (
-            PRIOR_STEPS + opened.estimated_at_step
-        )
-        steps = max(1.0, remaining_tokens / max(1.0, accept_len))
+        remaining_tokens = min(max_new_tokens - new_tokens, max(expected_tokens - new_tokens, new_tokens / 2))
+        accept_len = (PRIOR_STEPS * (self._mean_accept_len or 1.0) + new_tokens) / (PRIOR_STEPS + steps)
+        remaining_steps = max(1.0, remaining_tokens / max(1.0, accept_len))
         per_step = WORK_UNIT * (
-            self._step_rows + KV_READ * (len(opened.prompt) + opened.generated_tokens + remaining_tokens / 2)
+            self._step_rows + KV_READ * (len(request.prompt_token_ids) + new_tokens + remaining_tokens / 2)
         )
         work, start = [], 0
         for end in (*HORIZON, UNLIMITED):
-            work.append(int(per_step * max(0.0, min(steps, end) - start)))
+            work.append(int(per_step * max(0.0, min(remaining_steps, end) - start)))
             start = end
         return tuple(work)
 

@@ -1,9 +1,10 @@
-"""The router's record of the open requests of each rank, and the ranks' reports of their queues."""
+"""The router's one record of each open request, the requests of each rank, and the ranks' reports of their queues."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from cluster.actors.prefill_speed import Drift, RankWork
+from cluster.actors.streams import OpenStream
 
 
 class QueueReport(NamedTuple):
@@ -18,34 +19,57 @@ class QueueReport(NamedTuple):
     drift: Drift = Drift()
 
 
-@dataclass(slots=True)
-class OpenRequest:
-    """One open request of `rank`. Of its `prompt_tokens` tokens, `uncomputed_tokens` are still to compute and
-    `shared_tokens` are also read by other requests. `expected_tokens` is the expected number of tokens, prompt
-    included. `max_new_tokens` new tokens are allowed, `generated_tokens` were sent so far. `queued_at` is when the
-    request came to its rank. `submission_number` is 1 for the first request submitted to the rank, 2 for the second,
-    and so on; it is 0 until the request is submitted.
+@dataclass(frozen=True, slots=True)
+class RankChoice:
+    """The dp rank that a request would go to.
+
+    `cached_tokens` counts the tokens at the start of the prompt that are in the rank's cache, or will be when the
+    prompts of its open requests are computed. `shared_tokens` counts those at the start that open requests also have.
+    `queued_tokens` counts the prompt tokens that are not in the rank's cache now. `page_hashes` holds the hashes of the
+    prompt's pages (`page_hashes_of`).
     """
 
-    rank: int
-    prompt_tokens: int
-    uncomputed_tokens: int
-    shared_tokens: int
-    expected_tokens: float
-    max_new_tokens: int
-    queued_at: float
-    submission_number: int = 0
-    generated_tokens: int = 0
+    rank: int = 0
+    cached_tokens: int = 0
+    shared_tokens: int = 0
+    queued_tokens: int = 0
+    page_hashes: tuple[int, ...] = ()
 
-    @property
-    def length(self) -> int:
-        """The number of the request's tokens so far, prompt included."""
-        return self.prompt_tokens + self.generated_tokens
+
+@dataclass(slots=True, eq=False)
+class OpenRequest(OpenStream):
+    """One open request of the router: its stream, the rank `choice` where it is counted, and the estimates of balancer
+    and admission. The methods of `OpenStream` write the facts of the stream, `Balancer.choose` writes `choice`.
+
+    Only the balancer uses these estimates: `queued_tokens` prompt tokens count as not computed until the first output.
+    `expected_new_tokens` are likely to follow the prompt. `work` (see `RankLoad`) was estimated after
+    `estimated_at_step` steps of the request; `steps_since_estimate` counts its steps after that.
+
+    Only admission uses these: `uncomputed_tokens` prompt tokens are still to compute by the rank's reports.
+    `waiting_tokens` tokens, expected ones included, count in `Admission.queued_tokens` until the first output.
+    `submission_number` is 1 for the first request submitted to the rank, 2 for the second, and so on; it is 0 until the
+    request is submitted.
+    """
+
+    choice: RankChoice = RankChoice()
+    queued_tokens: int = 0
+    expected_new_tokens: float = 0.0
+    work: tuple[int, ...] = ()
+    estimated_at_step: int = 0
+    steps_since_estimate: int = 0
+    uncomputed_tokens: int = 0
+    waiting_tokens: float = 0.0
+    submission_number: int = 0
 
     @property
     def unshared_kv_tokens(self) -> int:
         """The number of the request's tokens whose KV is not shared with other requests."""
-        return self.length - self.shared_tokens
+        return self.length - self.choice.shared_tokens
+
+    @property
+    def remaining_tokens(self) -> int:
+        """The most tokens that admission expects to come yet, at least 1; it takes no account of `resumed_tokens`."""
+        return max(1, self.request.params.max_tokens - len(self.sent_tokens))
 
 
 @dataclass(slots=True)
@@ -64,11 +88,11 @@ class RankRequests:
     last_report_at: float = 0.0
     drift: Drift = field(default_factory=Drift)
 
-    def enqueue(self, name: str, request: OpenRequest) -> None:
+    def enqueue(self, request: OpenRequest, now: float) -> None:
         """Add a request at the end of the queue."""
         if not self.queue:
-            self.progress_since = request.queued_at
-        self.queue[name] = request
+            self.progress_since = now
+        self.queue[request.name] = request
 
     def dequeue(self, name: str, now: float) -> OpenRequest | None:
         """Take a request out of the queue and return it, or return None if the queue does not hold it."""

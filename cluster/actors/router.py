@@ -16,16 +16,16 @@ from typing import Any
 from ray.exceptions import RayActorError
 
 from cluster.actors.admission import Admission
-from cluster.actors.balance import Balancer, RankChoice
+from cluster.actors.balance import Balancer
 from cluster.actors.coalesced_call import CoalescedCall
 from cluster.actors.gang import Gang
 from cluster.actors.grammar_transfer import with_grammar
 from cluster.actors.incarnation import Incarnation
 from cluster.actors.messages import Commands, GangStatus, Loss, Overloaded, StepItem, Unavailable
-from cluster.actors.open_requests import QueueReport
+from cluster.actors.open_requests import OpenRequest, QueueReport
 from cluster.actors.peer_gangs import deployment_samples
 from cluster.actors.prefill_speed import Drift
-from cluster.actors.streams import OpenStream, Recovery, StreamRefusal
+from cluster.actors.streams import Recovery, StreamRefusal
 from cluster.config.resolved import ResolvedSettings
 from cluster.observability.logs import first_line
 from cluster.observability.step_times import StepTimes
@@ -75,14 +75,14 @@ class Router:
         resolved = ResolvedSettings.from_settings(gang.spec.config)
         self._on_resumed = on_resumed
         self._gang = gang
-        self._streams: dict[str, OpenStream] = {}
+        self._streams: dict[str, OpenRequest] = {}
         self._balancer = Balancer.of(resolved)
         self._samples = CoalescedCall(lambda: deployment_samples(gang))
         self._admission = Admission(resolved, queue_report=self._queue_report)
         self._seeds = Seeds(f"{gang.spec.config.random_seed}/{replica_rank}")
         self._incarnation: Incarnation | None = None  # the incarnation that requests go to; None while they wait
         self._command_queues: dict[int, CommandQueue] = {}  # by leader
-        self._recovery = Recovery()
+        self._recovery = Recovery[OpenRequest]()
         self._reader_tasks: list[asyncio.Task[None]] = []
         self._sender_tasks: list[asyncio.Task[None]] = []
         self._grammar_tasks: set[asyncio.Task[tuple[str, str]]] = set()
@@ -200,24 +200,24 @@ class Router:
         """Return the metrics of all ranks of the deployment and of the other replicas, as serialised registries."""
         return await self._samples.get()
 
-    def _admit(self, request: Request) -> OpenStream:
+    def _admit(self, request: Request) -> OpenRequest:
         if request.request_id in self._streams:
             raise ValueError(f"request id {request.request_id!r} is already being served")
         # Raises for an unknown rank.
-        choice = self._balancer.propose(request, self._admission.expected_new_tokens(request))
+        expected_new_tokens = self._admission.expected_new_tokens(request)
+        choice = self._balancer.propose(request, expected_new_tokens)
         if not request.resumed_tokens:  # a request with resumed tokens was admitted before, by another replica
             self._admission.check(request, choice)
-        stream = OpenStream(self._seeds.fill(request))
-        self._assign_rank(stream, stream.request, choice)
+        stream = OpenRequest(self._seeds.fill(request))
+        self._balancer.choose(stream, expected_new_tokens, choice)
         self._streams[request.request_id] = stream
-        self._admission.on_admitted(request, choice)
+        self._admission.on_admitted(stream)
         if self._incarnation is not None and self._recovery.on_arrival(stream):
             self._submit(stream)
         return stream
 
-    def _assign_rank(self, stream: OpenStream, request: Request, choice: RankChoice) -> None:
-        self._balancer.choose(request, self._admission.expected_new_tokens(request), choice)
-        stream.assign_rank(self._gang.spec.leaders[choice.rank])
+    def _leader(self, stream: OpenRequest) -> int:
+        return self._gang.spec.leaders[stream.choice.rank]
 
     def _queue_report(self, dp_rank: int) -> QueueReport | None:
         """Return a rank's last report of its queue and its step times, or None if there was none yet."""
@@ -230,14 +230,13 @@ class Router:
         drift = Drift(status.decode_drift, status.prompt_drift, status.prefill_drift)
         return QueueReport(received_at, status.queued_tokens, status.submitted, drift)
 
-    def _submit(self, stream: OpenStream) -> None:
+    def _submit(self, stream: OpenRequest) -> None:
         """Submit a stream's request to the present incarnation."""
         is_resubmission = stream.submissions > 0
         request = stream.submission()
         if is_resubmission:  # choose the rank anew: the caches are empty, and the load may have changed
-            choice = self._balancer.propose(request, self._admission.expected_new_tokens(request))
-            self._assign_rank(stream, request, choice)
-            self._admission.on_resubmitted(stream.name, len(request.prompt_token_ids), choice)
+            self._balancer.choose(stream, self._admission.expected_new_tokens(request))
+            self._admission.on_resubmitted(stream.name)
             if self._on_resumed is not None:
                 self._on_resumed()
         grammar = request.params.grammar
@@ -245,12 +244,12 @@ class Router:
             self._enqueue_submit(stream, request)
             return
         assert self._incarnation is not None
-        grammar_task, epoch = self._incarnation.read_grammar(stream.rank, grammar), self._incarnation.epoch
+        grammar_task, epoch = self._incarnation.read_grammar(self._leader(stream), grammar), self._incarnation.epoch
         self._grammar_tasks.add(grammar_task)
         grammar_task.add_done_callback(lambda task: self._on_grammar_read(task, stream, request, epoch))
 
     def _on_grammar_read(
-        self, task: asyncio.Task[tuple[str, str]], stream: OpenStream, request: Request, epoch: int
+        self, task: asyncio.Task[tuple[str, str]], stream: OpenRequest, request: Request, epoch: int
     ) -> None:
         """Submit a stream's request, or refuse it, after the ranks of its group have read its grammar."""
         self._grammar_tasks.discard(task)
@@ -262,7 +261,7 @@ class Router:
         else:
             self._enqueue_submit(stream, with_grammar(request, name))
 
-    def _refuse(self, stream: OpenStream, reason: str) -> None:
+    def _refuse(self, stream: OpenRequest, reason: str) -> None:
         """Refuse a stream that the engine will not serve. If tokens were already sent, end it with an error instead."""
         if stream.sent_tokens:
             stream.end(f"the engine would not resume it: {reason}")
@@ -270,16 +269,16 @@ class Router:
             stream.refuse(reason)
         self._on_settled(stream)
 
-    def _enqueue_submit(self, stream: OpenStream, request: Request) -> None:
+    def _enqueue_submit(self, stream: OpenRequest, request: Request) -> None:
         """Submit a stream's request with the next call to its leader."""
-        command_queue = self._command_queues[stream.rank]
+        command_queue = self._command_queues[self._leader(stream)]
         command_queue.submits.append(request)
         self._admission.on_submitted(stream.name)
         if stream.submissions_without_progress:
             command_queue.suspects.append(stream.name)
         command_queue.filled.set()
 
-    def _forget(self, stream: OpenStream) -> None:
+    def _forget(self, stream: OpenRequest) -> None:
         """Forget a stream whose reader is gone; if the stream had not ended, abort its request."""
         if self._streams.pop(stream.name, None) is None:
             return
@@ -288,12 +287,12 @@ class Router:
         if not stream.ended:
             stream.on_reader_gone()
             if stream.submitted and self._incarnation is not None:
-                command_queue = self._command_queues[stream.rank]
+                command_queue = self._command_queues[self._leader(stream)]
                 command_queue.aborts.append(stream.name)
                 command_queue.filled.set()
             self._on_settled(stream)
 
-    def _on_settled(self, stream: OpenStream) -> None:
+    def _on_settled(self, stream: OpenRequest) -> None:
         """Record that a stream went on in this incarnation (it got more tokens than its first) or ended. Submit the
         streams that `Recovery` allows now.
         """
@@ -335,7 +334,7 @@ class Router:
             if stream := self._streams.get(request_id):
                 stream.on_admitted()
                 if stream.submissions_without_progress:  # the step that admits a suspect waits for this confirmation
-                    command_queue = self._command_queues[stream.rank]
+                    command_queue = self._command_queues[self._leader(stream)]
                     command_queue.confirmed.append(stream.name)
                     command_queue.filled.set()
         for request_id, message in item.refused:
@@ -348,15 +347,15 @@ class Router:
                     incarnation.made_progress or stream.made_progress or output.finish_reason in ("stop", "length")
                 )
 
-    def _deliver(self, stream: OpenStream, output: SequenceOutput) -> None:
+    def _deliver(self, stream: OpenRequest, output: SequenceOutput) -> None:
         is_first_output, had_progress = not stream.has_first_token, stream.made_progress
         if is_first_output:
             # A request for prompt logprobs computes its whole prompt, so its cached tokens say nothing of the cache.
             has_prompt_logprobs = stream.request.params.prompt_logprobs is not None
             self._balancer.on_first_output(stream.name, None if has_prompt_logprobs else output.cached_tokens)
+        stream.queue.put_nowait(stream.record(output))
         self._balancer.on_tokens(stream.name, len(output.token_ids), 0 if is_first_output else 1)
         self._admission.on_tokens(stream.name, len(output.token_ids))
-        stream.queue.put_nowait(stream.record(output))
         if stream.ended:
             self._admission.on_ended(stream.name, stopped=output.finish_reason == "stop")
         if (stream.made_progress and not had_progress) or stream.ended:

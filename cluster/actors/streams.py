@@ -6,7 +6,7 @@ a request is submitted again, with the tokens already sent as part of its prompt
 
 import asyncio
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 from cluster.actors.messages import Loss
 from cluster.request import Request, SequenceOutput, SpeculationCounts
@@ -25,10 +25,10 @@ class StreamRefusal:
 @dataclass(slots=True, eq=False)
 class OpenStream:
     """One open request. `request` is the request as it arrived, with a seed; `sent_tokens` are the tokens sent to the
-    client.
+    client. `latest_request` is the request as it was last submitted: tokens sent before are part of its prompt.
 
-    `rank` is the leader that serves the request. `started`: the stream has had an output, so the request no longer
-    counts as queued; `cached_tokens` tokens of its prompt were cached. `ended`: the stream will have no more outputs.
+    `started`: the stream has had an output, so the request no longer counts as queued; `cached_tokens` tokens of its
+    prompt were cached. `ended`: the stream will have no more outputs.
 
     Four fields are about the present incarnation. `submitted`: the request was submitted. `admitted`: a step admitted
     the request. `has_first_token`: the prompt got a first token. `made_progress`: more tokens came after the first; the
@@ -38,8 +38,8 @@ class OpenStream:
     """
 
     request: Request
+    latest_request: Request = field(init=False)
     queue: asyncio.Queue[SequenceOutput | StreamRefusal] = field(default_factory=asyncio.Queue)
-    rank: int = -1
     sent_tokens: list[int] = field(default_factory=list)
     started: bool = False
     ended: bool = False
@@ -56,14 +56,18 @@ class OpenStream:
     tokens_per_tree: list[int] = field(default_factory=list)  # tokens that each tree of this incarnation committed
     earlier_counts: SpeculationCounts | None = None  # summed over earlier incarnations
 
+    def __post_init__(self) -> None:
+        self.latest_request = self.request
+
     @property
     def name(self) -> str:
         """The request's id."""
         return self.request.request_id
 
-    def assign_rank(self, rank: int) -> None:
-        """Assign the request to the leader `rank`."""
-        self.rank = rank
+    @property
+    def length(self) -> int:
+        """The number of the request's tokens so far, prompt included."""
+        return len(self.request.prompt_token_ids) + len(self.sent_tokens)
 
     def on_admitted(self) -> None:
         """Record that a step of the present incarnation admits the request."""
@@ -84,14 +88,15 @@ class OpenStream:
         """
         self.submissions += 1
         self.submitted = True
-        if not self.sent_tokens:
-            return self.request
-        return replace(
-            self.request,
-            params=replace(self.request.params, prompt_logprobs=None),
-            prompt_token_ids=self.request.prompt_token_ids + tuple(self.sent_tokens),
-            resumed_tokens=self.request.resumed_tokens + len(self.sent_tokens),
-        )
+        self.latest_request = self.request
+        if self.sent_tokens:
+            self.latest_request = replace(
+                self.request,
+                params=replace(self.request.params, prompt_logprobs=None),
+                prompt_token_ids=self.request.prompt_token_ids + tuple(self.sent_tokens),
+                resumed_tokens=self.request.resumed_tokens + len(self.sent_tokens),
+            )
+        return self.latest_request
 
     def record(self, output: SequenceOutput) -> SequenceOutput:
         """Record an output of the present incarnation, and return the output to send to the client. The returned output
@@ -153,7 +158,10 @@ def _sum_counts(first: SpeculationCounts | None, second: SpeculationCounts | Non
     return SpeculationCounts(first.steps + second.steps, first.drafted + second.drafted, accepted)
 
 
-class Recovery:
+StreamT = TypeVar("StreamT", bound=OpenStream)
+
+
+class Recovery(Generic[StreamT]):
     """Decides which streams are submitted to a new incarnation, and when. If a stream seems to kill the gang, the
     streams are bisected.
 
@@ -171,14 +179,14 @@ class Recovery:
     """
 
     def __init__(self) -> None:
-        self._suspects: list[OpenStream] = []
-        self._cleared: list[OpenStream] = []  # suspects that were held back during a loss
-        self._unsubmitted_suspects: list[OpenStream] = []  # suspects that are not submitted yet
-        self._deferred: list[OpenStream] | None = None  # streams to submit after the suspects; None without a bisection
+        self._suspects: list[StreamT] = []
+        self._cleared: list[StreamT] = []  # suspects that were held back during a loss
+        self._unsubmitted_suspects: list[StreamT] = []  # suspects that are not submitted yet
+        self._deferred: list[StreamT] | None = None  # streams to submit after the suspects; None without a bisection
         self._pending: set[str] = set()  # names of submitted streams that must go on or end before the next batch
         self._bisecting = False  # whether to bisect in the next incarnation
 
-    def on_loss(self, streams: list[OpenStream], loss: Loss) -> None:
+    def on_loss(self, streams: list[StreamT], loss: Loss) -> None:
         """Record that an incarnation of the gang is over. If one stream is now taken for the cause of the losses, end
         that stream. The caller has called `on_incarnation_lost` on each open stream before.
         """
@@ -197,7 +205,7 @@ class Recovery:
                 f"gang was lost each time; it may be the cause ({loss})"
             )
 
-    def begin(self, streams: list[OpenStream]) -> list[OpenStream]:
+    def begin(self, streams: list[StreamT]) -> list[StreamT]:
         """Begin a new incarnation. Return those of the open `streams` (sorted by age) to submit now, in order."""
         ordered = sorted(streams, key=lambda stream: not stream.started)
         if not self._bisecting:
@@ -210,13 +218,13 @@ class Recovery:
         self._pending = {stream.name for stream in with_tokens + cleared}
         return with_tokens + cleared + self.on_settled("")
 
-    def on_arrival(self, stream: OpenStream) -> bool:
+    def on_arrival(self, stream: StreamT) -> bool:
         """Return whether a new stream may be submitted now. If not, a later call of `on_settled` returns the stream."""
         if self._deferred is not None:
             self._deferred.append(stream)
         return self._deferred is None
 
-    def on_settled(self, name: str) -> list[OpenStream]:
+    def on_settled(self, name: str) -> list[StreamT]:
         """Record that a stream went on in this incarnation or is over; return the streams to submit now."""
         self._pending.discard(name)
         if self._pending or self._deferred is None:

@@ -9,7 +9,7 @@ import torch
 from cluster.actors.admission import Admission
 from cluster.actors.balance import Balancer
 from cluster.actors.messages import Overloaded
-from cluster.actors.open_requests import QueueReport
+from cluster.actors.open_requests import OpenRequest, QueueReport
 from cluster.actors.prefill_speed import Drift
 from cluster.config import EngineConfig
 from cluster.config.resolved import ResolvedSettings
@@ -99,7 +99,7 @@ class SimulatedGang:
         self.admission.on_gang_up(self.kv_tokens, self.pace if self.measured else None)
         self._ranks = [_RankState(self._scheduler()) for _ in range(groups)]
         self._next_report_at = 0.0
-        self._open: dict[str, Outcome] = {}
+        self._open: dict[str, tuple[Outcome, OpenRequest]] = {}
         self.outcomes: list[Outcome] = []
 
     def _scheduler(self) -> Scheduler:
@@ -145,14 +145,15 @@ class SimulatedGang:
         self.outcomes.append(outcome)
         if refused and not self.admits_all:
             return
-        self.balancer.choose(request, self.admission.expected_new_tokens(request), choice)
-        self.admission.on_admitted(request, choice)
+        open_request = OpenRequest(request)
+        self.balancer.choose(open_request, self.admission.expected_new_tokens(request), choice)
+        self.admission.on_admitted(open_request)
         ids = list(request.prompt_token_ids)
         sequence = RequestState(request, FinishCheck(params, (), 64, None, ids), ids, len(ids), accepted=[0])
         self.admission.on_submitted(str(number))
         self._ranks[choice.rank].submitted += 1
         self._ranks[choice.rank].scheduler.waiting.append(sequence)
-        self._open[str(number)] = outcome
+        self._open[str(number)] = (outcome, open_request)
 
     def _step_us(self, plans: Row[Schedule]) -> float:
         def step_us_of(plan: Schedule) -> float:
@@ -192,9 +193,10 @@ class SimulatedGang:
 
     def _on_tokens(self, rank: _RankState, sequence: RequestState, tokens: int, steps: int) -> None:
         name = sequence.request.request_id
-        outcome = self._open[name]
+        outcome, open_request = self._open[name]
         if outcome.wait_s < 0:
             outcome.wait_s = self.now - outcome.arrival.arrives_at
+        open_request.sent_tokens += [0] * tokens
         self.balancer.on_tokens(name, tokens, steps)
         self.admission.on_tokens(name, tokens)
         if len(sequence.tokens) - sequence.prompt_len >= outcome.arrival.tokens:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cluster.actors.balance import POLICIES, Balancer
+from cluster.actors.open_requests import OpenRequest
 from cluster.bench.report import mean, p99, ratio, records_table
 from cluster.kv.radix import RadixTree
 from cluster.request import Request, RequestParams
@@ -172,6 +173,7 @@ class _Gang:
             chunk_rows=skew.chunk_rows,
             index_pages=skew.cached_pages,
         )
+        self._open: dict[str, OpenRequest] = {}
         self._ranks = [_SimulatedRank(RadixTree(skew.page_size)) for _ in range(skew.ranks)]
         self._mean_new = FIRST_GUESS
         self._first_token_s: list[float] = []
@@ -190,7 +192,8 @@ class _Gang:
             while pending_jobs and pending_jobs[0].arrives <= clock:
                 job = pending_jobs.popleft()
                 expected = min(self._mean_new, job.request.params.max_tokens)
-                self._ranks[self._balancer.choose(job.request, expected)].waiting.append(job)
+                opened = self._open[job.request.request_id] = OpenRequest(job.request)
+                self._ranks[self._balancer.choose(opened, expected)].waiting.append(job)
             clock = self._step(clock)
         return Row(
             self._balancer.policy,
@@ -249,12 +252,14 @@ class _Gang:
             self._first_token_s.append(clock - running.job.arrives)
             self._balancer.on_first_output(name, running.cached)
         running.generated_tokens += count
+        self._open[name].sent_tokens += [0] * count
         self._balancer.on_tokens(name, count, int(decoding))
         if running.generated_tokens >= running.job.output:
             self._request_s.append(clock - running.job.arrives)
             self._mean_new += LEARNING_RATE * (running.generated_tokens - self._mean_new)
             rank.running.remove(running)
             self._balancer.on_ended(name)
+            del self._open[name]
             self._cache_prompt(rank.cache, running.job.request.prompt_token_ids)
 
     def _cache_prompt(self, cache: RadixTree, prompt: Sequence[int]) -> None:

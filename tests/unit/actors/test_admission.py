@@ -9,6 +9,7 @@ import pytest
 
 from cluster.actors.admission import Admission
 from cluster.actors.messages import Overloaded
+from cluster.actors.open_requests import OpenRequest
 from cluster.actors.output_lengths import PRIOR_TOKENS_PER_STOP
 from cluster.config import EngineConfig
 from cluster.config.resolved import ResolvedSettings
@@ -24,6 +25,17 @@ def config(**settings: Any) -> ResolvedSettings:
 
 def request(name: str, max_tokens: int = 100, prompt: int = 10) -> Request:
     return Request(name, tuple(range(prompt)), RequestParams(max_tokens=max_tokens))
+
+
+def admit(admission: Admission, *args: Any, **fields: Any) -> None:
+    """Admit a request that the function `request` makes of the other arguments."""
+    admission.on_admitted(OpenRequest(request(*args, **fields)))
+
+
+def give_tokens(admission: Admission, name: str, tokens: int) -> None:
+    """Give an open request `tokens` tokens, and report this to admission."""
+    admission._open[name].sent_tokens += [0] * tokens
+    admission.on_tokens(name, tokens)
 
 
 class ManualClock:
@@ -43,11 +55,11 @@ def full_admission(clock: ManualClock, count: int = 8, **settings: Any) -> Admis
     admission = Admission(config(**settings), clock)
     admission.on_gang_up(PLENTY)
     for i in range(count):
-        admission.on_admitted(request(f"r{i}"))
+        admit(admission, f"r{i}")
     for _ in range(10):
         clock.now += 0.1
         for i in range(count):
-            admission.on_tokens(f"r{i}", 1)
+            give_tokens(admission, f"r{i}", 1)
     return admission
 
 
@@ -61,7 +73,7 @@ def test_unmeasured_admission_queues_as_many_as_a_slow_server_would_serve(
         if admission.overload() is not None:
             assert i == admitted_count
             return
-        admission.on_admitted(request(f"r{i}"))
+        admit(admission, f"r{i}")
     assert admitted_count == 200
 
 
@@ -83,7 +95,7 @@ def test_admission_estimates_the_wait_before_any_request_has_ended() -> None:
 def test_admission_bounds_queued_tokens() -> None:
     admission = Admission(config(max_queued_tokens=500), ManualClock())
     admission.check(request("huge", prompt=2000))  # an empty queue admits any request
-    admission.on_admitted(request("r0", prompt=390, max_tokens=10))
+    admit(admission, "r0", prompt=390, max_tokens=10)
     admission.check(request("fits", prompt=50, max_tokens=10))
     with pytest.raises(Overloaded, match="max_queued_tokens is 500"):
         admission.check(request("does not", prompt=100, max_tokens=10))
@@ -92,7 +104,7 @@ def test_admission_bounds_queued_tokens() -> None:
 def test_admission_state_is_empty_after_all_requests_ended() -> None:
     clock = ManualClock()
     admission = full_admission(clock)
-    admission.on_admitted(request("leaves before its first token"))
+    admit(admission, "leaves before its first token")
     assert admission.waiting == 1
     for name in (*(f"r{i}" for i in range(8)), "leaves before its first token"):
         admission.on_ended(name, stopped=False)
@@ -100,6 +112,17 @@ def test_admission_state_is_empty_after_all_requests_ended() -> None:
     assert (admission.queued_tokens, admission.expected_wait(1).seconds, admission.overload()) == (0.0, 0.0, None)
     admission.on_ended("nobody", stopped=True)
     admission.on_tokens("nobody", 3)
+
+
+def test_request_that_ends_without_a_token_leaves_the_queue_once() -> None:
+    admission = Admission(config(), ManualClock())
+    admission.on_gang_up(PLENTY)
+    admit(admission, "waits")
+    for name in ("scored", "aborted"):
+        admit(admission, name, max_tokens=0)
+        give_tokens(admission, name, 0)
+        admission.on_ended(name, stopped=False)
+    assert admission.waiting == 1
 
 
 def test_admission_gives_no_overload_while_the_gang_is_down() -> None:
@@ -117,17 +140,17 @@ def test_outage_does_not_count_towards_the_expected_wait() -> None:
     admission = Admission(config(max_running_requests=64), clock)
     admission.on_gang_up(PLENTY)
     for i in range(32):
-        admission.on_admitted(request(f"r{i}"))
+        admit(admission, f"r{i}")
     clock.now += 0.5
     admission.on_gang_down()
     for i in range(32, 64):
-        admission.on_admitted(request(f"r{i}"))
+        admit(admission, f"r{i}")
     clock.now += 40.0
     admission.on_gang_up(PLENTY)
     clock.now += 0.5
     for _ in range(50):
         for i in range(64):
-            admission.on_tokens(f"r{i}", 2)
+            give_tokens(admission, f"r{i}", 2)
         clock.now += 0.1
     assert admission.expected_wait(1).seconds < 1.0  # all slots are taken, but their requests end soon
     assert admission.overload() is None
@@ -138,8 +161,8 @@ def test_admission_learns_expected_output_lengths() -> None:
     admission = Admission(config(), clock)
     assert admission.expected_new_tokens(request("r", max_tokens=4096)) == pytest.approx(PRIOR_TOKENS_PER_STOP)
     for i in range(200):
-        admission.on_admitted(request(f"r{i}", max_tokens=4096))
+        admit(admission, f"r{i}", max_tokens=4096)
         clock.now += 0.1
-        admission.on_tokens(f"r{i}", 10)
+        give_tokens(admission, f"r{i}", 10)
         admission.on_ended(f"r{i}", stopped=True)
     assert admission.expected_new_tokens(request("r", max_tokens=4096)) == pytest.approx(10.0, rel=0.7)

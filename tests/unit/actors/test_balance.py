@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from cluster.actors.balance import POLICIES, WORK_UNIT, Balancer, RankLoad
+from cluster.actors.open_requests import OpenRequest
 from cluster.actors.prefix_estimates import PrefixIndex, page_hashes_of
 from cluster.config import EngineConfig
 from cluster.config.resolved import ResolvedSettings
@@ -16,17 +17,23 @@ PAGE = 4
 AMPLE_PAGES = 1 << 24  # more pages than the requests of these tests can fill
 
 
-def request(name: str, tokens: int = 8, first: int = 0, max_tokens: int = 64, **fields: object) -> Request:
+def request(name: str, tokens: int = 8, first: int = 0, max_tokens: int = 64, **fields: object) -> OpenRequest:
     """Return a request whose prompt is `tokens` ascending token ids from `first` on."""
     ids = tuple(range(first, first + tokens))
-    return Request(name, ids, RequestParams(max_tokens=max_tokens), **fields)  # type: ignore[arg-type]
+    return OpenRequest(Request(name, ids, RequestParams(max_tokens=max_tokens), **fields))  # type: ignore[arg-type]
+
+
+def give_tokens(balancer: Balancer, name: str, tokens: int, steps: int) -> None:
+    """Give an open request `tokens` tokens, and report this to the balancer."""
+    balancer._open[name].sent_tokens += [0] * tokens
+    balancer.on_tokens(name, tokens, steps)
 
 
 def run_to_end(balancer: Balancer, name: str, tokens: int = 4, steps: int = 2) -> None:
     """Report all events of a queued request to the balancer, from its first token to its end."""
     balancer.on_first_output(name)
-    balancer.on_tokens(name, 1, 0)
-    balancer.on_tokens(name, tokens, steps)
+    give_tokens(balancer, name, 1, 0)
+    give_tokens(balancer, name, tokens, steps)
     balancer.on_ended(name)
 
 
@@ -48,7 +55,7 @@ def test_total_tokens_policy_picks_rank_with_fewest_tokens_then_requests() -> No
     assert [balancer.choose(request(f"short{i}", 20), 8.0) for i in range(5)] == [1] * 5
     # Both ranks hold 100 tokens: the rank with one request is chosen.
     assert balancer.choose(request("tie", 20), 8.0) == 0
-    balancer.on_tokens("short0", 30, 10)
+    give_tokens(balancer, "short0", 30, 10)
     assert balancer.choose(request("grown", 20), 8.0) == 0
 
 
@@ -78,15 +85,16 @@ def test_pin_to_a_nonexistent_rank_is_refused_and_leaves_loads_unchanged(rank: i
 def test_balancer_ignores_cached_prefix_for_prompt_logprobs_requests() -> None:
     """Prompt logprobs need every prompt row computed, so a rank that has the prefix cached is no faster."""
     balancer = Balancer("expected_load", 2, PAGE, index_pages=AMPLE_PAGES)
-    first_request = request("first", 400)
-    assert balancer.choose(first_request, 2.0) == 0
+    opened = request("first", 400)
+    first_request = opened.request
+    assert balancer.choose(opened, 2.0) == 0
     run_to_end(balancer, "first")
     for name, prompt_logprobs, expected_rank in (("plain", None, 0), ("scored", 1, 1)):
         assert balancer.choose(request(f"{name} beside", 300, 9000, routed_dp_rank=0), 2.0) == 0
         repeated_request = replace(
             first_request, request_id=name, params=replace(first_request.params, prompt_logprobs=prompt_logprobs)
         )
-        assert balancer.choose(repeated_request, 2.0) == expected_rank
+        assert balancer.choose(OpenRequest(repeated_request), 2.0) == expected_rank
         run_to_end(balancer, f"{name} beside")
         run_to_end(balancer, name)
 
@@ -120,8 +128,8 @@ def test_low_accept_length_counts_as_more_load() -> None:
         balancer.choose(request(name, 8, 100 * rank, max_tokens=400, routed_dp_rank=rank), 200.0)
         balancer.on_first_output(name)
     for _ in range(8):
-        balancer.on_tokens("slow", 1, 1)
-        balancer.on_tokens("fast", 4, 1)
+        give_tokens(balancer, "slow", 1, 1)
+        give_tokens(balancer, "fast", 4, 1)
     slow, fast = (sum(balancer.load(rank).work) for rank in range(2))
     assert slow > 2 * fast
     assert balancer.choose(request("next", 8, 500, max_tokens=400), 200.0) == 1
@@ -130,7 +138,7 @@ def test_low_accept_length_counts_as_more_load() -> None:
 def test_new_request_is_expected_to_have_the_accept_length_of_the_gang() -> None:
     untrained, trained = Balancer("expected_load", 2, PAGE), Balancer("expected_load", 2, PAGE)
     trained.choose(request("earlier", 8, 500, max_tokens=300), 300.0)
-    trained.on_tokens("earlier", 3, 1)
+    give_tokens(trained, "earlier", 3, 1)
     trained.on_ended("earlier")
     for balancer in (untrained, trained):
         balancer.choose(request("a", 8, max_tokens=300, routed_dp_rank=0), 300.0)
@@ -141,22 +149,22 @@ def test_request_beyond_its_length_estimate_still_counts_as_work() -> None:
     balancer = Balancer("expected_load", 1, PAGE)
     balancer.choose(request("a", 8, max_tokens=1000), 10.0)
     for _ in range(100):
-        balancer.on_tokens("a", 1, 1)
+        give_tokens(balancer, "a", 1, 1)
     assert sum(balancer.load(0).work) >= 50 * WORK_UNIT  # half of the 100 tokens it generated
     for _ in range(896):
-        balancer.on_tokens("a", 1, 1)
+        give_tokens(balancer, "a", 1, 1)
     assert sum(balancer.load(0).work) < 20 * WORK_UNIT  # max_tokens is near
 
 
 def test_cached_prefix_attracts_requests_until_load_outweighs_the_prefix() -> None:
     balancer = Balancer("expected_load", 2, PAGE)
     ids = tuple(range(400))
-    assert balancer.choose(Request("first", ids), 8.0) == 0
-    assert balancer.choose(Request("during", ids), 8.0) == 1  # nothing is cached before a request ends
+    assert balancer.choose(OpenRequest(Request("first", ids)), 8.0) == 0
+    assert balancer.choose(OpenRequest(Request("during", ids)), 8.0) == 1  # nothing is cached before a request ends
     balancer.on_ended("during")  # the request never started: its rank computed nothing
     run_to_end(balancer, "first")
     assert balancer.load(0).pages == 99
-    chosen_ranks = [balancer.choose(Request(f"again{i}", (*ids, 1000 + i, 1)), 8.0) for i in range(200)]
+    chosen_ranks = [balancer.choose(OpenRequest(Request(f"again{i}", (*ids, 1000 + i, 1))), 8.0) for i in range(200)]
     assert chosen_ranks[:20] == [0] * 20
     assert 0 < chosen_ranks.count(1) < 100  # rank 0 is preferred but not overloaded: rank 1 gets a part
 
@@ -172,17 +180,17 @@ def test_idle_gang_spreads_prompts_over_the_caches_of_all_ranks() -> None:
 def test_cached_prefix_attracts_only_requests_with_the_same_cache_salt() -> None:
     balancer = Balancer("expected_load", 2, PAGE)
     ids, generated_ids = tuple(range(40)), (7, 8, 9, 10)
-    balancer.choose(Request("first", ids, routed_dp_rank=1, cache_salt=5), 8.0)
+    balancer.choose(OpenRequest(Request("first", ids, routed_dp_rank=1, cache_salt=5)), 8.0)
     balancer.on_first_output("first")
     balancer.on_ended("first", generated_ids)
     next_turn_ids = (*ids, *generated_ids, 1)
-    assert balancer.choose(Request("other salt", next_turn_ids, cache_salt=6), 8.0) == 0
+    assert balancer.choose(OpenRequest(Request("other salt", next_turn_ids, cache_salt=6)), 8.0) == 0
     assert balancer.load(0).queued_tokens == 45
-    assert balancer.choose(Request("no salt", next_turn_ids, routed_dp_rank=1), 8.0) == 1
+    assert balancer.choose(OpenRequest(Request("no salt", next_turn_ids, routed_dp_rank=1)), 8.0) == 1
     assert balancer.load(1).queued_tokens == 45
     balancer.on_ended("other salt")
     balancer.on_ended("no salt")
-    assert balancer.choose(Request("same salt", next_turn_ids, cache_salt=5), 8.0) == 1
+    assert balancer.choose(OpenRequest(Request("same salt", next_turn_ids, cache_salt=5)), 8.0) == 1
     assert balancer.load(1).queued_tokens == 45 - 40, "the generated tokens must be cached too"
 
 
@@ -202,18 +210,21 @@ def test_restart_clears_prefix_indexes_and_requeues_open_requests() -> None:
     balancer = Balancer("expected_load", 2, PAGE)
     balancer.choose(request("old", 41, routed_dp_rank=0), 8.0)
     run_to_end(balancer, "old")
-    balancer.choose(request("a", 41, routed_dp_rank=0), 8.0)
+    resumed_request = request("a", 41, routed_dp_rank=0)
+    balancer.choose(resumed_request, 8.0)
     balancer.on_first_output("a")
-    balancer.on_tokens("a", 5, 2)
+    give_tokens(balancer, "a", 5, 2)
     balancer.on_restart(AMPLE_PAGES)
     assert [balancer.load(rank).pages for rank in range(2)] == [0, 0]
     assert balancer.load(0).queued_tokens == 41
-    resumed_request = replace(request("a", 46, routed_dp_rank=1), resumed_tokens=5)
+    resumed_request.request = replace(resumed_request.request, routed_dp_rank=1)
+    resumed_request.sent_tokens[:] = range(41, 46)
+    resumed_request.submission()
     assert balancer.choose(resumed_request, 8.0) == 1
     assert balancer.load(0) == RankLoad()
     assert (balancer.load(1).requests, balancer.load(1).tokens, balancer.load(1).queued_tokens) == (1, 46, 46)
     balancer.on_first_output("a")
-    balancer.on_tokens("a", 10, 3)
+    give_tokens(balancer, "a", 10, 3)
     balancer.on_ended("a", tuple(range(41, 41 + 15)))  # the 15 include the 5 from before the restart
     assert balancer.load(1).pages == (41 + 15 - 1) // PAGE
     balancer.choose(request("again", 57), 8.0)
@@ -261,7 +272,7 @@ def test_balancer_loads_match_a_recount_over_random_event_histories(policy: str,
 
     def choose(name: str, ids: tuple[int, ...]) -> None:
         pinned_rank = draw.choice([None, None, None, 0, 1, 2])
-        rank = balancer.choose(Request(name, ids, routed_dp_rank=pinned_rank), draw.uniform(0, 50))
+        rank = balancer.choose(OpenRequest(Request(name, ids, routed_dp_rank=pinned_rank)), draw.uniform(0, 50))
         assert pinned_rank in (None, rank)
         cached_tokens = 0
         for prefix in prefixes(ids):
@@ -288,7 +299,7 @@ def test_balancer_loads_match_a_recount_over_random_event_histories(policy: str,
             records[name].queued_tokens = 0
         elif event == "go":
             count = draw.randrange(1, 6)
-            balancer.on_tokens(name, count, draw.randrange(2))
+            give_tokens(balancer, name, count, draw.randrange(2))
             records[name].tokens += count
             records[name].queued_tokens = 0
         elif event == "again":

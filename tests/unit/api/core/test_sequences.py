@@ -10,6 +10,7 @@ import pytest
 
 from cluster.actors.admission import Admission
 from cluster.actors.messages import Overloaded
+from cluster.actors.open_requests import OpenRequest
 from cluster.api.core.errors import ApiError
 from cluster.api.core.sequences import merge_outputs
 from cluster.config import EngineConfig
@@ -33,16 +34,17 @@ class FakeEngine:
         except Overloaded:
             self.refused_requests += 1
             raise
-        self.admission.on_admitted(request)
+        open_request = OpenRequest(request)
+        self.admission.on_admitted(open_request)
         self.open_requests += 1
         self.max_open_requests = max(self.max_open_requests, self.open_requests)
         try:
             for at in range(ANSWER_TOKENS):
                 await asyncio.sleep(self.pace_s)
+                finish_reason = "stop" if at == ANSWER_TOKENS - 1 else None
+                output = open_request.record(SequenceOutput(request.request_id, (at,), finish_reason=finish_reason))
                 self.admission.on_tokens(request.request_id, 1)
-                yield SequenceOutput(
-                    request.request_id, (at,), finish_reason="stop" if at == ANSWER_TOKENS - 1 else None
-                )
+                yield output
         finally:
             self.open_requests -= 1
             self.admission.on_ended(request.request_id, stopped=False)
@@ -109,7 +111,7 @@ def test_call_ends_refused_when_its_remaining_requests_find_a_full_queue() -> No
         engine = FakeEngine(max_queued_requests=1)
         async for at, output in merge_outputs(engine, requests(3, 40)):  # type: ignore[arg-type]
             if at == 0 and output.finish_reason is None:
-                engine.admission.on_admitted(Request("another", (1,)))
+                engine.admission.on_admitted(OpenRequest(Request("another", (1,))))
 
     with pytest.raises(ApiError) as captured_error:
         asyncio.run(asyncio.wait_for(run(), 10))
