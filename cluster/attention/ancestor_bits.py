@@ -19,7 +19,7 @@ def pack_bits(visible: Tensor) -> Tensor:
     width = visible.shape[-1]
     if (
         width <= WORD_BITS
-    ):  # the usual case takes fewer operators; with bit 31 the sum wraps to the right negative number
+    ):  # the usual case, which takes fewer operators; 2 ** 31 wraps, so that the sum has the right int32 bits
         return (visible * _bit_values(width, visible.device)).sum(-1, keepdim=True, dtype=torch.int32)
     padded = F.pad(visible.to(torch.int64), (0, -width % WORD_BITS)).view(
         *visible.shape[:-1], word_count(width), WORD_BITS
@@ -43,18 +43,18 @@ def _bit_values(count: int, device: torch.device) -> Tensor:
 
 @cache
 def chain_bits(rows: int, width: int, device: torch.device) -> Tensor:
-    """Return the bits `[1, rows, word_count]` of the last `rows` of a chain of `width`: each sees itself and all before
-    it.
+    """Return the bits `[1, rows, words]` of the last `rows` rows of a chain of `width` slots. A row of a chain sees its
+    own slot and all slots before it.
 
-    Cached, so that `Visibility.of` recognises a chain by identity.
+    The result is cached, so that `Visibility.of` recognises a chain by the identity of the tensor.
     """
     return pack_bits(chain_mask(rows, width, device))
 
 
 @cache
 def self_bits(start: int, rows: int, width: int, device: torch.device) -> Tensor:
-    """Return the bits `[1, rows, word_count]` of rows that each see only their own window slot: `start`, `start` + 1,
-    ...
+    """Return the bits `[1, rows, words]` of `rows` rows that see only their own window slot. Row i is in slot
+    `start` + i of `width`.
     """
     return pack_bits(torch.eye(width, dtype=torch.bool, device=device)[None, start : start + rows])
 

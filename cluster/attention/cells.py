@@ -1,8 +1,8 @@
-"""Locations of the cells of some requests, from the page table: slots for an index or, on a CPU, slices of the pool.
+"""Finds where the cells of some requests are, from the page table: as slot numbers or, on a CPU, as slices of the pool.
 
 Pages are allocated lowest first, so a long prompt is mostly one run of consecutive slots, which attention can read in
-place. On a CPU it pays to look at the page table to find such runs. On a GPU the host would have to wait for the table,
-so there cells are always gathered by index.
+place. On a CPU the host looks at the page table to find such runs. On a GPU the host would have to wait for the table,
+so cells on a GPU are always gathered by index.
 """
 
 from collections.abc import Iterator, Sequence
@@ -121,11 +121,12 @@ class RequestCells:
         return positions.masked_fill(self.is_padding, -1)
 
     def pieces(self, request: int, width: int, cell_bytes: int, allow_several: bool) -> list[CellPiece]:
-        """Return the pieces by which request `request` is read alone: committed tokens, then `width` window slots.
+        """Return the pieces of one request, number `request`: its committed tokens, then `width` window slots.
 
-        A token has `cell_bytes` bytes. A request in one run is one slice. A request of several runs is copied as one
-        piece, unless it has `READ_IN_PIECES_BYTES` bytes or more and `allow_several` pieces are allowed. Then each run
-        of `READ_IN_PLACE_BYTES` bytes or more is a slice, and the cells between these runs are copied.
+        A token has `cell_bytes` bytes. If all cells are in one run of slots, there is one piece, a slice. If they are
+        in several runs, there is one piece, which is copied. But if `allow_several` is True and the cells have
+        `READ_IN_PIECES_BYTES` bytes or more, each run of `READ_IN_PLACE_BYTES` bytes or more is a piece of its own, a
+        slice, and the cells between these runs are pieces that are copied.
         """
         assert self.host_lens is not None
         key = (request, width, cell_bytes, allow_several)

@@ -1,8 +1,8 @@
 """Turns `AttentionMetadata` into calls of the torch backend. A call has the cells of requests with the same number of
 rows, and a bias over these cells.
 
-One `Gather` serves all runners of a rank, as they share the page table. What the phases of a step have in common is
-computed once a step.
+One `Gather` serves all runners of a rank, as they share the page table. Results that several phases of a step need,
+such as the slots of a request, are computed once per step.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -17,13 +17,16 @@ from cluster.batch import AttentionMetadata, HostBounds, PromptRows, TreeRows
 from cluster.kv.page_table import PageTable
 
 MAX_ROWS_IN_PIECES = 256
-"""A request with more query rows per KV head is not read in pieces, because then all scores are in memory at once."""
+"""A request with more query rows per KV head is not read in pieces, because the scores of all pieces are in memory at
+once.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class GatherSpec:
-    """Facts about a runner's layers: `cell_bytes` bytes of a token in one layer, `heads_per_kv_head` query heads for
-    each KV head, the `dtype` of biases, and the sliding `windows` that occur (None: full attention).
+    """What `Gather` needs to know about a runner's layers: the bytes of one token in one layer (`cell_bytes`), the
+    query heads for each KV head (`heads_per_kv_head`), the `dtype` of biases, and the sliding `windows` of the layers
+    (None: full attention).
     """
 
     cell_bytes: int
@@ -197,7 +200,7 @@ class Gather:
         row_offsets = torch.arange(padded_rows, device=device)
         # Padding rows repeat the chunk's row 0; `unpad_index` drops their results.
         rows = (firsts[:, None] + torch.where(row_offsets < real_rows[:, None], row_offsets, 0)).view(-1)
-        # Real row k of chunk i is padded row i * q + (k - real rows before chunk i) = k + ahead[i].
+        # Real row k, of chunk i, is padded row i * padded_rows + (k - real rows before chunk i) = k + padding_shift[i].
         padding_shift = torch.arange(len(row_counts), device=device) * padded_rows - (firsts - first_row)
         unpad_index = torch.arange(sum(row_counts), device=device) + padding_shift.repeat_interleave(
             real_rows, output_size=sum(row_counts)
@@ -234,9 +237,10 @@ def padded_bias(visibility: Visibility, cells: RequestCells, sliding_window: int
 def tail_bias(
     visibility: Visibility, cells: RequestCells, requests: slice, sliding_window: int | None
 ) -> Tensor | None:
-    """Return the bias `[R or 1, q, c]` over the last c cells of each request in `requests`, for reading one by one.
+    """Return the bias `[R or 1, q, c]` over the last c cells of each request in `requests`, for requests that are read
+    one by one.
 
-    All rows see the cells before these. Returns None if all rows see all cells.
+    All rows see the cells before the last c. Returns None if all rows see all cells.
     """
     if visibility.limits_committed_tokens(sliding_window):
         return visibility.limited_bias(cells.labels(True)[requests], cells.lens[requests], sliding_window)

@@ -24,8 +24,9 @@ def mask_bad_cells(q: Tensor, kv: Tensor, max_abs: float | None = None) -> tuple
     """Return `q` and `kv` with bad cells replaced: a cell that is not finite, or has a magnitude above `max_abs`,
     becomes zeros, and the query of its row becomes NaN.
 
-    So the row that overflowed outputs NaN. Rows that mask its cell do not: if the cell held NaN, their weight of 0
-    would give 0 * NaN = NaN. A tree node cannot spoil its siblings, nor a draft its later steps.
+    So the row that overflowed outputs NaN. But rows that may not see its cell do not output NaN; they would if the cell
+    held NaN, because their weight of 0 would give 0 * NaN = NaN. So a tree node cannot spoil its siblings, and a draft
+    cannot spoil later steps.
     """
     # A finite sum means that all numbers are finite. On a GPU this test would force a sync, so only a CPU makes it.
     if max_abs is None and kv.is_cpu and isfinite(kv.sum().item()):
@@ -80,7 +81,9 @@ class TorchAttention:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _attend(self, layer: int, q: Tensor, call: AttentionCall, sinks: Tensor | None) -> Tensor:
-        """Return the outputs of one call. The rep query heads of a KV head become rep * q rows of one matrix."""
+        """Return the output of one call, `[rows, nh * dv]`. The query heads of a KV head are joined: their
+        heads_per_kv_head * q_rows rows form one matrix.
+        """
         nkv, requests, q_rows, heads_per_kv_head = self._kv_heads, call.requests, call.q_rows, self._heads_per_kv_head
         keys_values = [self._cells(layer, piece, requests) for piece in call.pieces]
         queries = (
@@ -116,7 +119,9 @@ class TorchAttention:
 
 
 def expand_bias(call: AttentionCall, bias: Tensor | None, heads_per_kv_head: int) -> Tensor | None:
-    """Extend `bias` `[R or 1, q, c]` to all L cells of `call` and to rep heads: `[R or 1, 1, rep * q or 1, L]`."""
+    """Extend `bias` `[R or 1, q, c]` to all L cells of `call` and to the rep = `heads_per_kv_head` query heads of a KV
+    head. Returns `[R or 1, 1, rep * q or 1, L]`: if q is 1, all heads share one row.
+    """
     if bias is None:
         return None
     if (missing_columns := sum(piece.length for piece in call.pieces) - bias.shape[2]) != 0:
@@ -149,9 +154,10 @@ def attend_with_sinks(
 def attend_pieces(
     q: Tensor, cells: Sequence[tuple[Tensor, Tensor]], bias: Tensor | None, scale: float, sink_logits: Tensor | None
 ) -> Tensor:
-    """Attention over keys and values in several pieces, with a column of sink logits `sink_logits`, or None.
+    """Return the attention of q `[R, nkv, rep * n, d]` over keys and values that are in several pieces, as
+    `[R, nkv, rep * n, dv]`. `sink_logits` are as returned by `expand_sinks`, or None.
 
-    It computes one softmax over all pieces without concatenating them. If m is the highest of all scores s, then
+    There is one softmax over all pieces, which are not concatenated. If m is the highest of all scores s, then
     out = sum_i exp(s_i - m) v_i / sum_i exp(s_i - m). A sink adds exp(sink - m) to the denominator only.
     """
     q = q * scale

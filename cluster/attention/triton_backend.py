@@ -136,13 +136,16 @@ class TritonAttention:
         )
 
     def _attend_tree(self, call: LayerCall, tree: TreeRows, prefix: PrefixAttention | None = None) -> None:
-        """Attend the tree's rows; with `prefix`, only positions from `prefix.prefix_lens` on, and merge both."""
+        """Attend the tree's rows. If `prefix` is given, attend only the positions from `prefix.prefix_lens` on, and
+        merge the result with `prefix`.
+        """
         bits, pages = with_contiguous_rows(tree.bits), self._table.device_pages
         requests, (_, rows_per_request, mask_words) = tree.rows.shape[0], bits.shape
         # After `prefix`, little more than the window is left to read. The window is short, and its masks take
         # registers, so use fewer lines.
         blocks = self._blocks(rows_per_request, max_lines=128 if prefix is None else 32)
-        # A request has ceil(each * rep / lines) tasks, with rep query heads for each KV head.
+        # A request has ceil(rows_per_request * rep / lines) programs, where rep is the number of query heads of a KV
+        # head.
         programs = requests * -(-rows_per_request * self._heads // self._kv_heads // blocks.lines)
         splits = 1 if prefix is not None else self._splits(programs * self._kv_heads)
         partials = None
@@ -192,8 +195,8 @@ class TritonAttention:
     def _join(
         self, call: LayerCall, prefix: PrefixAttention | None, partials: Tensor | None = None, rows_per_request: int = 1
     ) -> None:
-        """Merge `partials` and `prefix` into the first rows of `call.out`: those of `partials`, or all if it is None. A
-        request has `rows_per_request` rows.
+        """Merge `partials` and `prefix` into `call.out`: into as many first rows as `partials` has, or into all rows if
+        `partials` is None. A request has `rows_per_request` rows.
         """
         rows, splits = (call.out.shape[0], 0) if partials is None else (partials.shape[0], partials.shape[2])
         values, lse, prefix_lens = prefix or (None, None, None)
@@ -216,7 +219,8 @@ class TritonAttention:
         """Attend the prompt rows, which begin at batch row `first_row`."""
         chunks, rows, pages = text.rows.shape[0], call.q.shape[0] - first_row, self._table.device_pages
         blocks = self._blocks(rows, is_prompt=True)
-        # At least sum_i ceil(rows_i * rep / lines), whatever the lengths rows_i; surplus tasks have no rows.
+        # Chunk i needs ceil(rows_i * rep / lines) programs. `programs` is enough for all chunks, whatever their lengths
+        # rows_i; surplus programs have no rows.
         programs = -(-rows * self._heads // self._kv_heads // blocks.lines) + chunks
         arguments = attend.AttendArguments(
             q=call.q,
@@ -262,8 +266,9 @@ class TritonAttention:
         return blocks_of(self._pool, self._value_dim, lines, is_prompt)
 
     def _splits(self, programs_per_split: int) -> int:
-        """Return into how many splits to cut a prefix: enough that `programs_per_split` programs per split keep all
-        processors busy. The number is a power of two, because the kernel is compiled for each value.
+        """Return the number of splits of the positions. A split has `programs_per_split` programs, and all programs
+        together should keep all processors busy. The number is a power of two, because the kernel is compiled for each
+        value, and at most `MAX_SPLITS`.
         """
         wanted_splits = max(1, 2 * self._processors // max(1, programs_per_split))
         return min(MAX_SPLITS, 1 << wanted_splits.bit_length() - 1)
@@ -286,9 +291,9 @@ class Blocks(NamedTuple):
 def blocks_of(pool: KVPool, value_dim: int, lines: int, is_prompt: bool) -> Blocks:
     """Return the block sizes for `lines` lines of a request that share a KV head; `is_prompt` if it is a prompt.
 
-    Wide values need fewer lines, as their sums must fit in registers. Wide cells need smaller tiles, also FP8 ones,
-    which are decoded in registers. The values are the fastest on an H100 among those that spill no registers. Heads
-    wider than 128, FP8 and float32 were not measured, and float32 spills.
+    Wide values need fewer lines, as their sums must fit in registers. Wide cells need smaller tiles; so do FP8 cells,
+    which are decoded in registers. On an H100, the chosen sizes were the fastest of those that fit in registers. The
+    sizes for heads wider than 128, FP8 and float32 were not measured; those for float32 do not fit in registers.
     """
     key_dim, is_fp8 = pool.cell[2], pool.fp8_cell is not None
     is_wide = pool.cell[0] == 1 or value_dim > 256  # latents (one part: the key is also the value), or very wide heads

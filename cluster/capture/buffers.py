@@ -46,7 +46,9 @@ class Buffers:
         return lent_tensor.as_strided(like.size(), like.stride()), buffer
 
     def unowned_view(self, tensor: Tensor) -> Tensor:
-        """Return a tensor over the same memory that does not keep its buffer lent; `tensor` itself if none is lent."""
+        """Return a tensor over the memory of `tensor`. The buffer can become free while the returned tensor exists. If
+        `tensor` does not lie in a lent buffer, return `tensor` itself.
+        """
         index = self._lent_buffers.get(tensor.untyped_storage()._cdata)
         if index is None:
             return tensor
@@ -55,7 +57,9 @@ class Buffers:
         return empty.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
 
     def _free_buffer_index(self, needed_size: int, dtype: torch.dtype) -> int:
-        """Return the index of the smallest free buffer that fits, or of a new one."""
+        """Return the index of the smallest free buffer that fits. If there is none, allocate a buffer and return its
+        index.
+        """
         free = self._free[dtype]
         position = bisect_left(free, (needed_size, 0))
         size, index = free.pop(position) if position < len(free) else (0, 0)

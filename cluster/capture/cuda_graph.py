@@ -1,9 +1,9 @@
-"""A program captured on a GPU: a sequence of CUDA graphs, with calls of the host between them.
+"""A program captured on a GPU: a sequence of CUDA graphs, between which functions run on the host.
 
-A capture records kernels without running them. So a program that calls the host in its middle (`recorder.host_call`) is
-captured in segments: each segment is launched as soon as its capture ends, the host makes its call on the results, and
-the capture of the next segment begins. So capturing also runs the program once, as recording a tape does. A program
-without such calls is one segment.
+A capture records kernels without running them. But a program may need the host in its middle, to run a function on
+results (`recorder.host_call`). Such a program is captured in segments: each segment is launched as soon as its capture
+ends, the host runs the function on the results, and the capture of the next segment begins. So the program also runs
+once while it is captured, as it does while a tape is recorded. A program without such functions is one segment.
 
 Run the program once eagerly before capturing it: library workspaces, cached constants and compiled kernels must exist.
 """
@@ -61,14 +61,14 @@ class Graph(Generic[T]):
 
     @property
     def bytes(self) -> int:
-        """The memory that this capture added to the pool that all programs share."""
+        """How many bytes this capture added to the memory pool that all programs share."""
         return self._bytes
 
     def __len__(self) -> int:
         return len(self._segments_and_calls)
 
     def replay(self) -> None:
-        """Launch the segments on the current stream, with the host's calls between them."""
+        """Launch the segments on the current stream, and run the functions of the host between them."""
         with torch.inference_mode():
             for segment in self._segments_and_calls:
                 segment()
@@ -118,7 +118,9 @@ class CudaSegments:
         torch.cuda.empty_cache()
 
     def begin(self) -> None:
-        """Begin to capture. Mode "thread_local": CUDA calls of other threads are neither captured nor an error."""
+        """Begin to capture. In the mode "thread_local", other threads may call CUDA meanwhile; their calls are not
+        captured.
+        """
         self._graph, self._stream_context = torch.cuda.CUDAGraph(), torch.cuda.stream(self._stream)
         self._stream_context.__enter__()
         self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")

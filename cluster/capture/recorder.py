@@ -4,9 +4,10 @@
 A program is recorded as a tape on a CPU (`cluster/capture/tape.py`), or as CUDA graphs on a GPU
 (`cluster/capture/cuda_graph.py`). Both recorders see torch's operators. The program marks all other calls:
 - `native` and `opaque`: device work that is repeated as one call.
-- `host_call`: a call of the host in the middle of the program. A tape repeats it in its place. A CUDA graph ends before
-  it, and another begins after it.
-- `run_before_replays`: a call of the host before each run. It is not recorded; the code that replays makes it.
+- `host_call`: a function that runs on the host in the middle of the program. A tape repeats the call in its place. On a
+  GPU, one CUDA graph ends before the call, and the next begins after it.
+- `run_before_replays`: a function that the host must call before each run of the program. The call is not recorded; the
+  code that replays the program makes it.
 """
 
 from collections.abc import Callable, Iterator
@@ -38,7 +39,7 @@ class Captured(Protocol[T_co]):
 
     @property
     def bytes(self) -> int:
-        """The memory that this program added to that of all programs."""
+        """How many bytes this program added to the memory that all programs share."""
 
     def replay(self) -> None:
         """Run the program again on the present contents of its input tensors."""
@@ -59,9 +60,9 @@ class Recorder(Protocol):
 
 @dataclass(slots=True)
 class CallsBeforeReplay:
-    """Calls of the host before each run of a program. A call that returns False makes the step run eagerly, because the
-    recorded program does not fit what the call prepared. The program's first, eager run collects `calls`; then they are
-    `collected`.
+    """Functions that the host calls before each run of a program. Each prepares the step, and returns False if the
+    recorded program does not fit the step; then the step runs eagerly. The program's first run, which is eager, fills
+    the list `calls`. After that run, `collected` is True.
     """
 
     calls: list[Callable[[], bool]] = field(default_factory=list)
@@ -80,7 +81,7 @@ _calls_before_replay: ContextVar[CallsBeforeReplay | None] = ContextVar("calls_b
 
 @contextmanager
 def recorded_by(recorder: Recorder | None) -> Iterator[None]:
-    """Have `recorder` record the marked calls of this block; None: record nothing."""
+    """In this block, `recorder` records the marked calls. If `recorder` is None, nothing records them."""
     token = _recorder.set(recorder)
     try:
         yield
@@ -105,7 +106,8 @@ def is_replayable() -> bool:
 
 
 def run_before_replays(call: Callable[[], bool]) -> None:
-    """Make `call` now, and have it made before each later run of this program. A repeated request is ignored.
+    """Call `call` now, and before each later run of this program. If the program has asked for the same call before, do
+    nothing.
 
     Raises:
         CaptureError: the program is being recorded, and its first run did not ask for this call.
@@ -140,7 +142,7 @@ def opaque(run: Callable[..., R], *arguments: Any) -> R:
 
 
 def native(run: Callable[..., None], *arguments: Any) -> None:
-    """Make `run(*arguments)`, which writes to memory and returns nothing. It is recorded as one call."""
+    """Call `run(*arguments)`, which writes to memory and returns nothing. A tape records it as one call."""
     recorder = _recorder.get()
     if recorder is None:
         run(*arguments)
@@ -149,17 +151,17 @@ def native(run: Callable[..., None], *arguments: Any) -> None:
 
 
 def host_call(run: Callable[..., Tensor | None], *arguments: Any) -> Tensor | None:
-    """Make `run(*arguments)` on the host. Wait for the tensors in `arguments` (at least one) and pass copies in host
-    memory.
+    """Call `run(*arguments)` on the host, and return its result on the device. `arguments` has at least one tensor.
+    This function waits for the tensors, and passes copies of them in host memory to `run`.
 
-    `run` returns None or a host tensor, whose shape must not change between replays; return it on the device.
+    `run` returns None or a host tensor, whose shape must not change between replays.
     """
     recorder = _recorder.get()
     return call_on_host(run, arguments) if recorder is None else recorder.host_call(run, arguments)
 
 
 def call_on_host(run: Callable[..., Tensor | None], arguments: tuple[Any, ...]) -> Tensor | None:
-    """Make `run(*arguments)` on the host in the way that `host_call` describes, but record nothing."""
+    """Do what `host_call` does, but record nothing; `arguments` are the arguments of `run`."""
     tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
     copies = HostCopies(tensors)
     wait_for_device()  # under the watchdog: `copies.wait` alone would block forever if a peer is lost

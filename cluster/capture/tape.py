@@ -52,7 +52,7 @@ class Tape(Generic[T]):
 
     @property
     def bytes(self) -> int:
-        """The memory that this tape added to the buffers that all tapes share."""
+        """How many bytes this tape added to the buffers that all tapes share."""
         return self._bytes
 
     def __len__(self) -> int:
@@ -66,7 +66,9 @@ class Tape(Generic[T]):
 
 
 def join_calls(calls: Sequence[Callable[[], object]]) -> list[Callable[[], object]]:
-    """Merge neighbouring calls of C kernels into one call each, by the attribute `joins` of their functions."""
+    """Return `calls`, in which each run of neighbouring calls of C kernels is replaced by one call. The functions of C
+    kernels have an attribute `joins`: the function that joins their calls.
+    """
     joined_calls: list[Callable[[], object]] = []
     for joins, group in groupby(calls, lambda call: getattr(getattr(call, "func", None), "joins", None)):
         neighbours = list(group)
@@ -74,7 +76,7 @@ def join_calls(calls: Sequence[Callable[[], object]]) -> list[Callable[[], objec
     return joined_calls
 
 
-# Operators that need tensor values on the host, often for the shape of their output; each with what it needs.
+# Operators that must read tensor values on the host, often for the shape of their output, and what they read.
 HOST_READS = {
     "aten::_local_scalar_dense": "a value",
     "aten::item": "a value",
@@ -93,7 +95,9 @@ ALLOCATIONS = {"aten::empty", "aten::new_empty", "aten::empty_like", "aten::empt
 
 
 def host_value_read(function: OpOverload, args: Any, kwargs: Any) -> str | None:
-    """Return what an operator must read of the tensors' values on the host; None if nothing."""
+    """Return a text, such as "a count", that says which value of a tensor the operator must read on the host. Return
+    None if it reads none.
+    """
     name: str = function._schema.name
     if name == "aten::index" and any(isinstance(index, Tensor) and index.dtype == torch.bool for index in args[1]):
         return "a count"
@@ -171,7 +175,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _record_call(self, run: Callable[..., Any], first_result: Tensor, arguments: tuple[Any, ...]) -> Tensor:
-        """Return `first_result`, the result of `run(*arguments)`, in a buffer, which every replay fills again."""
+        """Return a copy of `first_result`, the result of `run(*arguments)`, in a buffer. Record a call that runs `run`
+        again and writes the new result to that buffer.
+        """
         buffered = self._buffered_copy(first_result)
         unowned_arguments, unowned_output = self._unowned(arguments), self._buffers.unowned_view(buffered)
         self.calls.append(lambda: unowned_output.copy_(run(*unowned_arguments)))
@@ -186,7 +192,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return copy.copy_(tensor)
 
     def _unowned(self, tree: T) -> T:
-        """Replace all tensors by those of `Buffers.unowned_view`: recorded calls must not keep buffers lent."""
+        """Return `tree` with each tensor replaced by its `Buffers.unowned_view`, so that recorded calls do not keep
+        buffers lent.
+        """
         unowned: T = tree_map_only(Tensor, self._buffers.unowned_view, tree)
         return unowned
 
@@ -197,7 +205,9 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _replay_call(function: OpOverload, args: Any, kwargs: Any, outputs: list[Tensor]) -> Callable[[], object]:
-    """Return a call that recomputes `outputs`: by the operator's `out=` variant, or by a copy where it has none."""
+    """Return a call that computes `outputs` again. It uses the operator's `out=` variant. If there is none, it calls
+    the operator and copies its results.
+    """
     out_variant = _out_variant(function)
     if out_variant is not None:
         variant, out_names = out_variant

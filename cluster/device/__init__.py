@@ -1,1 +1,3 @@
-"""Transfers between host and device, staged inputs, device timing, and the hook by which a step waits."""
+"""Transfers between host and device, staged inputs, device timing, and the function that a step calls to wait for the
+device.
+"""

@@ -83,7 +83,7 @@ def int64_tensor(integers: list[int]) -> Tensor:
 
 
 def bits_of(value: float) -> int:
-    """Return the bits of a float64 as a 64-bit integer; on the device, `view(torch.float64)` turns them back."""
+    """Return the bits of a float64 as a 64-bit integer. On the device, `view(torch.float64)` gives the float back."""
     bits: int = struct.unpack("<q", struct.pack("<d", value))[0]
     return bits
 

@@ -15,7 +15,7 @@ class Timer(Protocol):
     """Marks moments in a device's work, and measures the time between two of them."""
 
     def now(self) -> Any:
-        """Return a moment: the point of the device's work after all that was queued so far."""
+        """Return a mark for this moment: the device reaches it when it has done all work that is queued now."""
 
     def between(self, start: Any, end: Any) -> float:
         """Return the seconds between two moments; the device must have reached both."""
@@ -48,7 +48,7 @@ class HostTimer:
 
 class EventTimer:
     """The timer of a GPU: moments are CUDA events on the current stream. During a graph capture nothing runs, and a
-    moment is None: it counts as reached, and a span that begins or ends with it as 0 seconds.
+    moment is None. Such a moment counts as reached, and a span that begins or ends with it takes 0 seconds.
     """
 
     def __init__(self, device: torch.device) -> None:

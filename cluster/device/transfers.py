@@ -13,7 +13,9 @@ from torch import Tensor
 
 
 def copy_to_device(host_tensor: Tensor, device: torch.device) -> Tensor:
-    """Queue a copy of a host tensor to the device, and return it; on a CPU return `host_tensor` itself."""
+    """Queue a copy of `host_tensor` to the device, and return the tensor on the device. On a CPU return `host_tensor`
+    itself.
+    """
     if device.type != "cuda":
         return host_tensor
     return host_tensor.pin_memory().to(device, non_blocking=True)
@@ -21,7 +23,7 @@ def copy_to_device(host_tensor: Tensor, device: torch.device) -> Tensor:
 
 class HostCopies:
     """Copies of tensors to the host, in flight. They hold the values after all work queued before the copies; work that
-    is queued later does not change them. On a CPU nothing is copied: they are the tensors themselves.
+    is queued later does not change them. On a CPU nothing is copied: `wait` returns the given tensors.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:

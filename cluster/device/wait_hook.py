@@ -1,5 +1,5 @@
-"""A context-local hook: code inside a step waits for the device through it, under the watchdog, without knowing the
-watchdog.
+"""A context-local hook for waiting. Code inside a step calls `wait_for_device`, and the code that runs the step decides
+how to wait: under its watchdog. So the code inside the step need not know the watchdog.
 """
 
 from collections.abc import Callable, Iterator

@@ -70,9 +70,9 @@ def compiler() -> str | None:
 
 
 def compile_level(level: str, folder: Path, extra_flags: Sequence[str] = ()) -> Path:
-    """Return the library of `level` in `folder`, and compile it if it does not exist; `extra_flags` are additional
-    flags. If several processes need it at the same time, as the ranks of a host do, one process compiles and the others
-    wait.
+    """Return the path of the library of `level` in `folder`, and compile the library if it does not exist.
+    `extra_flags` are added to the compiler's flags. If several processes need the library at the same time, as the
+    ranks of a host do, one process compiles it and the others wait.
 
     Raises:
         BuildError: there is no compiler, or it fails.
@@ -116,7 +116,7 @@ def _remove_stale_work_folders(folder: Path, own_folder: Path) -> None:
 
 @contextmanager
 def _lock_folder(folder: Path) -> Iterator[bool]:
-    """Hold a lock on `folder`, for which other processes wait. Yields False on file systems without locks."""
+    """Wait for the lock on `folder`, and hold it. Yields whether it is held: False on a file system without locks."""
     descriptor, locked = os.open(folder, os.O_RDONLY), False
     try:
         with suppress(OSError):
@@ -128,7 +128,8 @@ def _lock_folder(folder: Path) -> Iterator[bool]:
 
 
 def _commands(cc: str, level: str, work_folder: str, extra_flags: Sequence[str], variant: str = "") -> list[list[str]]:
-    """Return the compile commands for all kernels and number kinds, or for those of a `variant`.
+    """Return the commands that compile all kernels in all number kinds. If `variant` is given, return only the commands
+    that compile the kernels of that variant, in bfloat16.
 
     The last argument of each command is its object file.
     """

@@ -1,4 +1,4 @@
-"""C kernels in place of torch operators that copy rows, in captured programs on a CPU (tapes).
+"""C kernels that replace torch's row-copying operators in captured programs on a CPU (tapes).
 
 A torch operator takes 5 to 10 microseconds for a few rows, and a step has about thirty of them.
 """
@@ -94,12 +94,12 @@ class Copies:
 
     def _cat(self, out: Tensor, tensors: Sequence[Tensor], dim: int = 0) -> list[Call] | None:
         dim %= out.dim()
-        # `out` is `num_rows` rows of `out_row_bytes` bytes; each part fills its own columns of all rows, from byte
-        # `address` on.
+        # `out` is `num_rows` rows of `out_row_bytes` bytes. Each tensor fills some columns of all rows; in the first
+        # row, these columns begin at `address`.
         num_rows, out_row_bytes = prod(out.shape[:dim]), prod(out.shape[dim:]) * out.itemsize
         calls, address = list[Call](), out.data_ptr()
         for tensor in tensors:
-            # A matrix whose rows are contiguous, at any row stride, joined along its columns.
+            # True for a matrix that is joined along its columns and has contiguous rows, at any row stride.
             is_strided_matrix = tensor.dim() == 2 == dim + 1 and (tensor.stride(1) == 1 or tensor.shape[1] == 1)
             if (
                 tensor.dtype != out.dtype

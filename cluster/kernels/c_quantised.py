@@ -22,8 +22,9 @@ FP8_NAN = 0x7F  # the code of NaN in FP8 e4m3, without its sign; C would decode 
 
 class Codes(NamedTuple):
     """Quantised matrices in panels of c columns: `codes` `[E, O / c, n, c]`, `scales` and `zeros` `[E, O / c, G, c]`,
-    with O rounded up to whole panels. An element of `codes` is a byte with one input, but in fp4 a byte with two
-    inputs, and in int4 an int32 with eight.
+    with O rounded up to whole panels. An element of `codes` is a byte that holds one input (fp4: two inputs), or in
+    int4 an int32 that holds eight inputs. n is the number of such elements for the I inputs. `kind` is an index of
+    `KINDS`; `group` is the number of inputs that share a scale.
     """
 
     codes: Tensor
@@ -42,7 +43,9 @@ class Codes(NamedTuple):
 
 
 def supports(matrix: Quantised) -> bool:
-    """Return whether C can multiply by this matrix: it supports kind and group size, and no code of FP8 is NaN."""
+    """Return whether C can multiply by this matrix. C must support its kind and group size, and no FP8 code may be NaN.
+    A matrix on the device "meta" has no codes to check.
+    """
     aligned_groups = matrix.groups == 1 or (matrix.group % 8 == 0 and matrix.group >= MIN_GROUP)
     if matrix.kind not in KINDS or not aligned_groups or matrix.codes.is_meta:
         return matrix.kind in KINDS and aligned_groups

@@ -1,8 +1,8 @@
 """Grouped matrix product: the rows of each expert times that expert's matrix, in one call.
 
-On a GPU it uses torch's kernel, which reads the row counts on the device. Elsewhere a reference implementation runs one
-product for each expert. It is registered as a torch operator, so that it can be traced and captured without reading the
-row counts on the host.
+In bfloat16 on a GPU it uses torch's kernel, which reads the row counts on the device (`reads_ends` says on which GPUs).
+In all other cases a reference implementation runs one product for each expert, and reads the row counts on the host.
+It is registered as a torch operator, so that tracing and capturing see one operator, and no read of row counts.
 
 Shape legend: T rows in order of their expert, H columns of a row, O columns of the result, E experts.
 """
@@ -45,8 +45,8 @@ def _on_gpu(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 
 
 def reads_ends(dtype: torch.dtype, capability: tuple[int, int]) -> bool:
-    """Return whether `grouped_mm` on a GPU reads `ends` on the device, without a wait of the host. Torch's kernel does
-    so for bfloat16 on Hopper or Blackwell. In other cases one product runs after the other.
+    """Return whether `grouped_mm` on a GPU reads `ends` on the device, so that the host need not wait for `ends`.
+    Torch's kernel does so in bfloat16 on Hopper and Blackwell. In other cases the host starts one product per expert.
     """
     return dtype == torch.bfloat16 and capability[0] in (9, 10)
 

@@ -1,4 +1,7 @@
-"""The interface between models and kernels. Shape legend: T rows, H columns, d head_dim, E experts, I intermediate."""
+"""The interface between models and kernels.
+
+Shape legend: T rows, H columns, d head_dim, r rotary dim (at most d), E experts, k experts of a row, I intermediate.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
@@ -48,7 +51,9 @@ class Stack(ABC):
 
 
 class Angles(NamedTuple):
-    """Rotary cos and signed sin of T rows, `[T, 1, d]` each, in half-split layout: x * cos + roll(x, d / 2) * sin."""
+    """Rotary cos and sin of T rows, `[T, 1, r]` each, in half-split layout: x * cos + roll(x, r / 2) * sin. The first
+    half of `sin` is negated.
+    """
 
     cos: Tensor
     sin: Tensor
@@ -64,11 +69,12 @@ class HeadNorms(NamedTuple):
 
 
 class Groups(NamedTuple):
-    """T rows with k `topk_ids` experts each, `[T, k]`. These T k choices are sorted by expert into T k places; choices
-    of one expert keep their order.
+    """The T k choices of T rows, sorted by expert. Each row has chosen the k experts `topk_ids` `[T, k]`. Sorting gives
+    each choice one of T k places; choices of the same expert keep their order.
 
-    `source_rows` `[T k]` is the row at each place, `place_experts` `[T k]` the expert. `ends` `[E]` int32 says where
-    each expert's places end. `places` `[T, k]` is the place of each choice.
+    For each place, `source_rows` `[T k]` is the row of the choice, and `place_experts` `[T k]` the expert. Expert e has
+    the places `ends[e - 1]` (0 for the first) to `ends[e] - 1`; `ends` is `[E]` int32. `places` `[T, k]` is the place
+    of each choice.
     """
 
     topk_ids: Tensor
@@ -93,7 +99,7 @@ class Kernels(Protocol):
 
     `name`: the backend. `description`: a description for users, with the reason if it is a fallback. `numerics`:
     kernels with equal `numerics` give the same bits. `library`: the compiled C library, if any. `flashinfer`: set if
-    FlashInfer attends.
+    FlashInfer computes attention.
     """
 
     name: str
@@ -122,7 +128,9 @@ class Kernels(Protocol):
         """
 
     def norm(self, rows: Tensor, scale: Tensor, eps: float) -> Tensor:
-        """Return RMSNorm of `[.., H]` times `scale` `[H]`, computed in the dtype of `scale`, which may be wider."""
+        """Return the RMSNorm of `rows` `[.., H]` times `scale` `[H]`, in the dtype of `rows`. The dtype of `scale` may
+        be wider; then the norm is computed in at least that dtype.
+        """
 
     def add_norm(self, rows: Tensor, residual: Tensor | None, scale: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """Return the sum `rows + residual` `[T, H]` (`rows` if `residual` is None), and the sum's RMSNorm times
@@ -130,17 +138,19 @@ class Kernels(Protocol):
         """
 
     def rotate(self, heads: Tensor, angles: Angles, norms: HeadNorms | None = None) -> None:
-        """Apply `norms`, if given, to `heads` `[T, n, >= d]`, then rotate the first d numbers of each head in place."""
+        """Apply `norms`, if given, to `heads` `[T, n, d]`, then rotate the first r numbers of each head; in place."""
 
     def activate(self, gate_up: Tensor, activation: Activation) -> Tensor:
-        """Apply a gated activation to gates and ups side by side: `[T, 2 I]` -> `[T, I]`."""
+        """Return the gated activation of `gate_up` `[T, 2 I]`, in which the I gates of a row come before its I up
+        values: `[T, I]`.
+        """
 
     def group(self, topk_ids: Tensor, experts: int) -> Groups:
-        """Sort rows by expert; `topk_ids` `[T, k]` are expert numbers below `experts`."""
+        """Return the choices `topk_ids` `[T, k]` (expert numbers below `experts`) sorted by expert."""
 
     def combine(self, expert_outputs: Tensor, groups: Groups, weights: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the weighted sum of each row's expert outputs, `[T, H]`: weights * (made + bias of the expert).
+        """Return for each row the sum of weight * (expert output + bias of the expert) over its k experts, `[T, H]`.
 
-        `expert_outputs` `[T k, H]` are the outputs by place, `bias` `[E, H]`, `weights` `[T, k]`. The sum of a row goes
-        in order of its experts, so that it does not depend on the batch.
+        `expert_outputs` `[T k, H]` are the outputs by place, `bias` is `[E, H]`, `weights` are `[T, k]`. The terms of a
+        row are added in ascending order of experts, so that the sum does not depend on the batch.
         """

@@ -9,8 +9,9 @@ import triton.language as tl
 from cluster.capture.recorder import native
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
-"""Whether kernels run in Triton's interpreter on a CPU (`TRITON_INTERPRET=1`). Its matrix products of bfloat16 are
-silently wrong, so kernels convert the factors to a wider dtype there."""
+"""Whether kernels run in Triton's interpreter on a CPU (`TRITON_INTERPRET=1`). The interpreter multiplies bfloat16
+matrices wrongly, without an error, so in the interpreter kernels convert both matrices to a wider dtype first.
+"""
 ACC_DTYPES = {
     torch.float64: tl.float64,
     torch.float32: tl.float32,
@@ -42,7 +43,7 @@ def next_power_of_2(size: int, minimum: int = 16) -> int:
 
 
 def warps(block_size: int, numbers_per_warp: int = 128) -> int:
-    """Return the number of warps for a block of `block_size` numbers (a power of two): one per `numbers_per_warp`
-    numbers, 1 to 32.
+    """Return the number of warps for a block of `block_size` numbers (a power of two): `block_size` divided by
+    `numbers_per_warp`, but at least 1 and at most 32.
     """
     return max(1, min(32, block_size // numbers_per_warp))

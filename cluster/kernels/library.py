@@ -84,7 +84,7 @@ def variants_of_cpu() -> list[str]:
 def library() -> Library | None:
     """Return the library for this CPU. If it was not compiled at installation, compile it into the user's cache folder.
 
-    If that fails, log a warning and return None; then `TorchKernels` serves.
+    If that fails, log a warning and return None. The caller then uses `TorchKernels`.
     """
     level, variants = level_of_cpu(), variants_of_cpu()
     try:

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-PANEL_BYTES = 64  # bytes of c numbers in the dtype of sums: c is the number of lanes of a sum in C
-TILE_INPUTS = 32  # inputs of a tile (AMX)
+PANEL_BYTES = 64  # c numbers in the dtype of sums have this many bytes, so c equals LANES in c/vector.h
+TILE_INPUTS = 32  # rows of the matrix in one AMX tile
 
 
 def panel_columns_of(dtype: torch.dtype) -> int:

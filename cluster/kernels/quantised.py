@@ -20,9 +20,10 @@ FLOAT8: dict[Kind, torch.dtype] = {"fp8": torch.float8_e4m3fn, "fp8_e5m2": torch
 class Quantised:
     """A matrix with the elements (value(codes[.., o, i]) - zeros[.., o, g]) * scales[.., o, g], g = i // group.
 
-    `codes` `[.., O, I]` uint8, one to a byte, are unsigned integers, or the bits of an 8-bit or 4-bit float. `scales`
-    `[.., O, G]` are float32 or bfloat16. `zeros` `[.., O, G]` are uint8; if `zeros` is None, they are `ZERO_POINTS` for
-    integers and 0 for floats. `group` is 1 if a shard cuts groups, or if the inputs of a group are not adjacent.
+    `codes` `[.., O, I]` uint8 has one code per byte: an unsigned integer, or the bits of an 8-bit or 4-bit float.
+    `scales` `[.., O, G]` are float32 or bfloat16. `zeros` `[.., O, G]` are uint8; if `zeros` is None, the zero points
+    are `ZERO_POINTS` for integers and 0 for floats. `group` is the number of adjacent inputs that share a scale. It is
+    1 if a shard cuts the checkpoint's groups, or if their inputs are not adjacent: then each input has its own scale.
     """
 
     kind: Kind
@@ -33,12 +34,12 @@ class Quantised:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(.., outputs, inputs)."""
+        """The shape of the matrix: (.., outputs, inputs)."""
         return tuple(self.codes.shape)
 
     @property
     def groups(self) -> int:
-        """G."""
+        """G, the number of groups of inputs that share a scale."""
         return self.scales.shape[-1]
 
     @property

@@ -96,7 +96,7 @@ class TorchKernels:
             heads[:, query_heads:] = self.norm(heads[:, query_heads:], norms.k, norms.eps)
         if (rotary_dim := angles.cos.shape[-1]) < heads.shape[-1]:
             heads = heads[..., :rotary_dim]
-        # Half-split rotation: (x1 cos - x2 sin, x2 cos + x1 sin); `angles.sin` has the sign of its half.
+        # Half-split rotation: (x1 cos - x2 sin, x2 cos + x1 sin). The first half of `angles.sin` is negated already.
         swapped_halves = heads.roll(rotary_dim // 2, -1)
         heads.mul_(angles.cos).addcmul_(swapped_halves, angles.sin)
 
@@ -124,7 +124,8 @@ class TorchKernels:
     def combine(self, expert_outputs: Tensor, groups: Groups, weights: Tensor, bias: Tensor | None) -> Tensor:
         """See `Kernels.combine`."""
         expert_outputs = expert_outputs if bias is None else expert_outputs + bias[groups.place_experts]
-        # Add in order of place, that is of experts, one by one: torch.sum could use another order for another shape.
+        # Add the outputs one by one, in order of place (and so of expert): torch.sum could add in another order if the
+        # shape is another.
         sorted_places, choice_order = groups.places.sort(-1)
         row_outputs = expert_outputs.index_select(0, sorted_places.view(-1)).view(
             *sorted_places.shape, expert_outputs.shape[1]

@@ -12,12 +12,13 @@ from cluster.config.resolved import ResolvedSettings
 from cluster.distributed.mesh import Mesh
 from cluster.kv.free_memory import free_memory
 
-CPU_FRACTION = 0.3  # default share for KV of the memory that is free on a CPU after loading
+CPU_FRACTION = 0.3  # on a CPU, KV takes this share of the memory that is free after loading, if no share is configured
 GB = 1e9
-# Reserve, as shares of the measured workspace and of the device: a later step may fragment the allocator's blocks more.
+# The reserve is the larger of these shares of the measured workspace and of the device's memory. It stays free, because
+# a later step may fragment the allocator's blocks more than the measured steps.
 RESERVE_SHARES = 0.1, 0.01
-# The share of the reserve that a configured size may use. A start that is configured with the size which an earlier
-# start found must pass, although the later start may measure slightly less free memory.
+# A configured size may use this share of the reserve. A user may configure the size that an earlier start has found;
+# the next start must accept it, even if it measures slightly less free memory.
 USABLE_RESERVE_SHARE = 0.5
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -113,7 +114,9 @@ def kv_capacity(
 
 
 def _max_useful_tokens(resolved: ResolvedConfig) -> tuple[int, str]:
-    """Return the tokens of all running requests at full context, each in whole pages, and a text about them."""
+    """Return how many tokens all running requests need at full context, if each takes whole pages, and a text that says
+    so.
+    """
     page_size, requests = resolved.settings.page_size, resolved.settings.max_running_requests
     max_tokens = requests * -(-(resolved.context_length + resolved.shape.window) // page_size) * page_size
     return max_tokens, f"{requests} requests at the full context of {resolved.context_length} tokens need no more"

@@ -123,8 +123,8 @@ class KVCache:
 
         Locks the longest prefix cached under `salt`, and takes pages for the rest. At least one token is left to
         compute. If another page already holds the first cells of the first new page, the next step copies these cells,
-        unless the other page must be evicted. If `max_cached_tokens` is given, at most `max_cached_tokens` cached
-        tokens are used, in whole pages, and no cells are copied.
+        unless the other page must be evicted to make room for the request. If `max_cached_tokens` is given, at most
+        that many cached tokens are used, in whole pages, and no cells are copied.
 
         Returns None, and changes no page, if rows or pages are too few, or if fewer than `reserved_pages` pages would
         stay free or evictable.
@@ -184,9 +184,10 @@ class KVCache:
         return True
 
     def publish(self, lease: Lease, tokens: Sequence[int], committed: int) -> None:
-        """Move the lease's full pages of the first `committed` tokens into the tree; called after each step.
+        """Move full pages of the lease into the tree. A page is full if all its tokens are among the first `committed`
+        of `tokens`. This is called after each step.
 
-        A page enters the tree only when the token after it is in `tokens`, since that token is part of its key.
+        A page enters the tree only when `tokens` also has the token after the page, which is part of the page's key.
         """
         if not self._radix:
             return
@@ -259,8 +260,8 @@ class KVCache:
         return duplicate_pages, [first_own_index + offset for offset in replaced]
 
     def _shared_cells(self, lease: Lease, tokens: Sequence[int]) -> tuple[int, int] | None:
-        """Return the page that already holds most cells of the lease's first own page, and their number, or None
-        without such a page.
+        """Return the page that already holds more cells of the lease's first own page than any other page, and the
+        number of these cells. Return None if no page holds any of them.
 
         A page of the tree is locked here, as the lease's `copy_source`. An own page of a running request needs no lock:
         if that request ends, the copy still runs first, at the start of the next step.
@@ -292,8 +293,8 @@ class KVCache:
             lease.copy_source = None
 
     def check(self) -> None:
-        """Check that every page has exactly one owner, one lock for each lease that reads it, and the right page table
-        entry.
+        """Check that every page has exactly one owner, that a page of the tree has as many locks as leases read it, and
+        that the page table has the pages of every lease.
 
         Raises:
             AssertionError: a page is lost or owned twice, or a lock or a page table entry is wrong.

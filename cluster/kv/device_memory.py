@@ -34,7 +34,7 @@ class DeviceMemory(Protocol):
         """Release the allocator's unused blocks and reset the peak."""
 
     def peak_bytes(self) -> int:
-        """The peak of the memory in use since `reset_peak`, minus the memory in use when `reset_peak` was called."""
+        """Return by how many bytes the memory in use has at most exceeded the use at the last `reset_peak`."""
 
 
 class CudaMemory:
@@ -64,7 +64,9 @@ class CudaMemory:
         self._outside_before = used_bytes - self._reserved_before
 
     def peak_bytes(self) -> int:
-        """The peak since `reset_peak`. Outside torch's allocator no peak is known, so the present use counts."""
+        """See `DeviceMemory.peak_bytes`. For memory outside torch's allocator no peak is known; its present use is
+        taken instead.
+        """
         torch.cuda.synchronize(self._device)
         free_bytes, total_bytes = torch.cuda.mem_get_info(self._device)
         outside = total_bytes - free_bytes - torch.cuda.memory_reserved(self._device)

@@ -32,7 +32,9 @@ def free_memory(root: Path = Path("/")) -> int:
 
 
 def _available_by_cgroup(root: Path) -> list[int]:
-    """Return limit - usage of every memory cgroup with a limit, from this process's own up to the top."""
+    """Return limit - usage + file cache, in bytes, of every memory cgroup with a limit, from the cgroup of this process
+    up to the top.
+    """
     try:
         entries = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
     except OSError:
@@ -43,7 +45,8 @@ def _available_by_cgroup(root: Path) -> list[int]:
             if name not in controllers.split(","):
                 continue
             for mount in mounts:
-                # In a container the path may be the host's and not exist here. The mount's top is then its own cgroup.
+                # In a container the path may be the path on the host, which does not exist here. Then the top folder of
+                # the mount is the cgroup of the container.
                 process_folder = root / mount / path.strip("/")
                 for folder in (process_folder, *process_folder.parents):
                     if folder.is_relative_to(root / mount):

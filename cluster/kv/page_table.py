@@ -1,8 +1,9 @@
 """The page table: the pages of each running request, in token order.
 
-There are two copies. The host's copy (`host_pages`) is always current. The device's copy (`device_pages`) is as of the
-last step. Changes since then travel with the next step's `StepInput`, so leaders and followers of an attention group
-apply the same changes. The number of committed tokens of a request is decided on the device; the host learns it later.
+There are two copies. The host's copy (`host_pages`) is always current. The device's copy (`device_pages`) has the
+entries of the last step. The changes since that step travel with the next step's `StepInput`, so leaders and followers
+of an attention group apply the same changes. The device decides how many tokens of a request are committed; the host
+learns it later.
 """
 
 from collections.abc import Sequence

@@ -48,7 +48,7 @@ class KVPool:
         device: torch.device,
         fp8_cell: CodedCell | None = None,
     ) -> None:
-        """Allocate `slots` slots, those of the sink page included. With `fp8_cell`, cells are stored in that FP8
+        """Allocate `slots` slots, including the slots of the sink page. With `fp8_cell`, cells are stored in that FP8
         layout.
 
         The memory starts as zeros, because steps that run only for timing read cells that were never written.
@@ -74,7 +74,7 @@ def slot_bytes(layers: int, cell: Cell, dtype: torch.dtype, fp8_cell: CodedCell 
 
 
 def pool_bytes(layers: Sequence[LayerGeometry], dtype: torch.dtype, fp8: bool) -> int:
-    """Return the bytes of one token in the pool of `layers`, in FP8 or in `dtype`."""
+    """Return the bytes that one token takes in a pool for `layers`, in FP8 if `fp8` is True, else in `dtype`."""
     return slot_bytes(len(layers), layers[0].cell, dtype, layers[0].fp8_cell if fp8 else None)
 
 

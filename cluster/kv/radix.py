@@ -89,17 +89,18 @@ class RadixTree:
         return path
 
     def nearest(self, tokens: Sequence[int], path: Sequence[Node], salt: int = 0) -> tuple[Node, int] | None:
-        """Return the child of the last node of `path` (or of the salt's root) whose page shares more cells (KV entries
-        of one token) with the `tokens` after `path` than any other, and their number; None if no cell is shared.
+        """Search the children of the last node of `path` (of the salt's root if `path` is empty). Return the child
+        whose page shares the most cells with the `tokens` after `path`, and the number of these cells. Return None if
+        no cell is shared.
 
-        A cell depends on the token after it too, so n common tokens are n - 1 shared cells.
+        A cell (the KV entry of one token) depends on the token after it too, so n common tokens are n - 1 shared cells.
         """
         node, start = path[-1] if path else self._roots.get(salt), len(path) * self.page_size
         if node is None:
             return None
         page_tokens = tuple(tokens[start : start + self.page_size + 1])
         index, _ = node.find(page_tokens)
-        # In sorted order, the longest common prefix with `page_tokens` is at a neighbour of where they belong.
+        # Children are sorted, so the child with the longest common prefix is next to the place of `page_tokens`.
         siblings = node.children[max(0, index - 1) : index + 1]
         shared_cells, best_node = max(
             ((common_prefix_length(child.key, page_tokens) - 1, child) for child in siblings),
@@ -114,11 +115,11 @@ class RadixTree:
     def insert(
         self, tokens: Sequence[int], pages: Sequence[int], prefix_nodes: Sequence[Node] = (), salt: int = 0
     ) -> list[Node]:
-        """Add `pages` under `salt`. `tokens` are all tokens of the sequence; `pages` hold the tokens after the nodes of
-        `prefix_nodes`.
+        """Add `pages` under `salt`. `tokens` are all tokens of the sequence. The pages of `prefix_nodes` hold its first
+        tokens, and `pages` hold the tokens after them.
 
-        Returns one node for each page whose following token is in `tokens`. If the tree already had a node with the
-        same key, that node is returned; its page differs from the given one, which the caller frees.
+        Returns one node for each page, as long as `tokens` has the token after the page. If the tree already had a node
+        with the same key, that node is returned. Then its page is not the given page, and the caller frees the latter.
         """
         node = prefix_nodes[-1] if prefix_nodes else self._roots.get(salt) or Node((salt,), -1, None)
         nodes: list[Node] = []

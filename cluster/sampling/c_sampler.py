@@ -77,7 +77,7 @@ class CSampler:
         """Return scores and columns `[T, count]`, and the log-sum-exp `[T, 1]`, which only `SHARD_BEST` fills.
 
         Raises:
-            ValueError: `count`, the masks or `draws` do not fit the logits, or masks come with filters.
+            ValueError: `count`, the masks or `draws` do not fit the logits, or there are both masks and filters.
         """
         values, draws, thresholds, masks = inputs
         rows, column_count = values.shape

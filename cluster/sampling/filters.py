@@ -1,6 +1,6 @@
 """top_k, top_p and min_p as one threshold per row.
 
-Every filter keeps the likeliest tokens, so all filters of a row together are one number: the lowest logit that is kept.
+Every filter keeps the likeliest tokens. So one number describes all filters of a row: the lowest logit that is kept.
 Equal logits are kept or removed together.
 
 Probability mass is counted in integers. Their sum does not depend on the order of its terms, so a threshold is the same
@@ -66,7 +66,9 @@ class LogitRows(Protocol):
         """Compute the mass of each logit (`logit_mass`), keep it for `mass_threshold`, and return each row's sum."""
 
     def mass_threshold(self, needed_mass: Tensor) -> Tensor:
-        """Return the largest threshold so that the logits not below it have a mass of at least `needed_mass`."""
+        """Return the largest threshold for which the logits at or above it have, together, a mass of at least
+        `needed_mass`.
+        """
 
 
 class UnshardedLogits:

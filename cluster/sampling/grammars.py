@@ -43,8 +43,8 @@ class Matcher(Protocol):
         """
 
     def forced(self, path: Sequence[int], max_tokens: int) -> list[int]:
-        """Return the first `max_tokens` tokens of the only text that the grammar allows after `path`; none if it allows
-        more.
+        """Return at most `max_tokens` tokens that must follow `path`, because the grammar allows only one text there.
+        Return an empty list if it allows several texts.
 
         A text can be cut into tokens in several ways; these are the tokens that the model most likely chooses.
         """
@@ -57,21 +57,23 @@ class MatcherFactory(Protocol):
         """Return a matcher at the beginning of `grammar`; raises `GrammarError` if that is not a compiled grammar."""
 
     def preload(self, grammar: str) -> None:
-        """Do the slow part of creating a matcher in advance, in any thread; raises as `__call__` does."""
+        """Do the slow part of `__call__` in advance. Any thread may call it. It raises what `__call__` raises."""
 
     def prepare(self) -> None:
-        """Do in advance the work that the first grammar would wait for, in any thread; raises `ConfigError` if no
-        grammar can be matched over this model's tokens.
+        """Do in advance the work that is needed once, before the first grammar. Any thread may call it. Raises
+        `ConfigError` if no grammar can be matched over this model's tokens.
         """
 
 
 class GrammarPosition:
-    """The position of a request in its grammar, and the CPU time that it took. It loses its matcher if that fails."""
+    """The position of a request in its grammar, and the CPU time that its matcher has used. If the matcher raises, it
+    is dropped: the grammar has failed.
+    """
 
     def __init__(self, constraint: RowGrammar, create_matcher: MatcherFactory) -> None:
         self._matcher: Matcher | None = None
         self._cpu_s = self._longest_call_s = (
-            0.0  # CPU seconds beyond the shares of past steps; the longest call among them
+            0.0  # CPU seconds used beyond the shares of past steps; the part that the longest call used
         )
         self._matcher = self._call_and_charge(create_matcher, constraint.grammar)
         self.accept(constraint.tokens)
@@ -141,7 +143,7 @@ class GrammarTable:
         return isinstance(self._apply_bitmask, CTokenBitmask)
 
     def preload(self, grammar: str) -> None:
-        """Do the slow part of admitting a request with this grammar in advance, in any thread.
+        """Do in advance the slow part of admitting a request with `grammar`. Any thread may call it.
 
         Raises:
             GrammarError: `grammar` is not a compiled grammar for this model.
@@ -149,7 +151,7 @@ class GrammarTable:
         self._create_matcher.preload(grammar)
 
     def prepare(self) -> None:
-        """Do in advance the work that the first grammar would wait for, in any thread.
+        """Do in advance the work that is needed once, before the first grammar. Any thread may call it.
 
         Raises:
             ConfigError: no grammar can be matched over this model's tokens.
@@ -157,12 +159,12 @@ class GrammarTable:
         self._create_matcher.prepare()
 
     def is_slow(self, row: int) -> bool:
-        """Whether the grammar of the request in `row` takes so much CPU time that other requests wait too long."""
+        """Return whether the grammar of the request in `row` takes so much CPU time that others wait too long."""
         position = self._positions.get(row)
         return position is not None and position.is_slow
 
     def put(self, step_input: StepInput) -> None:
-        """Admit requests: a row whose request has a grammar gets a new position, the other admitted rows get none."""
+        """Set the positions of newly admitted requests: a new position if the request has a grammar, else none."""
         for sampling in step_input.samplings:
             self._positions.pop(sampling.row, None)
         for constraint in step_input.constraints:
@@ -178,8 +180,8 @@ class GrammarTable:
                 self._positions[row].accept(row_tokens[:count])
 
     def forced_tokens(self, row: int, path: Sequence[int], max_tokens: int) -> list[int]:
-        """Return up to `max_tokens` tokens that the grammar of the request in `row` forces after `path`; none without
-        one.
+        """Return at most `max_tokens` tokens that the grammar of the request in `row` forces after `path`. The list is
+        empty if the request has no grammar.
         """
         position = self._positions.get(row)
         return [] if position is None else position.forced_tokens(path, max_tokens)

@@ -48,9 +48,9 @@ class LogitsTables:
 class LogitsProcessor:
     """Adjusts the logits of the R requests in table rows `rows`.
 
-    `adjustments` and `grammars` are None if no request of the step needs that table. `has_bad_words`: some request has
-    bad words. `path` `[R, n, D]` are the tokens before each row of logits that the tables have not counted yet, padded
-    with -1. If `path` is None, the tables have counted all tokens.
+    `adjustments` and `grammars` are None if no request of the step needs that table. `has_bad_words` says that some
+    request has bad words. The tables have counted the committed tokens. `path` `[R, n, D]` has the further tokens
+    before each row of logits, padded with -1. If `path` is None, there are none.
     """
 
     rows: Tensor
@@ -80,7 +80,9 @@ class LogitsProcessor:
         return self.adjustments is None and self.grammars is not None and self.grammars.has_fused_bitmask
 
     def masks(self, rows_per_request: int) -> Tensor:
-        """Return the token bitmasks of grammars after `rows_per_request` rows of every request, `[R * each, words]`."""
+        """Return the grammars' token bitmasks for the `rows_per_request` rows of each request, one row after the other:
+        `[R * rows_per_request, words]`.
+        """
         assert self.grammars is not None, "no request of the step has a grammar"
         return self.grammars.masks(self.rows, self._paths(rows_per_request)).flatten(0, 1)
 

@@ -78,9 +78,10 @@ def noise_bits(keys: Tensor, hashes: Tensor) -> Tensor:
 
 
 def gumbel_of(bits: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return standard Gumbel noise from 31 random bits, in `dtype` but at least float32; finite for all bit patterns.
+    """Return standard Gumbel noise from 31 random bits, in `dtype` or float32, whichever is wider. It is finite for all
+    bit patterns.
 
-    In half precision, rounding would give one token in 256 no chance and make one in 1024 certain.
+    In half precision, rounding would distort the smallest and the greatest noise values.
     """
     float_dtype = at_least_float32(dtype)
     # u = (bits + 0.5) / 2^31, below 1; noise = -log(-log(1 - u))
@@ -103,8 +104,8 @@ def gumbel(keys: Tensor, hashes: Tensor, dtype: torch.dtype) -> Tensor:
 class Noise:
     """Noise at m positions of B requests for V tokens, as `keys` `[B, m]` and `hashes` `[V]`.
 
-    `cached_values` `[B, m, V]` are the values if at most `MAX_CACHED_VALUES`, computed once and read several times;
-    else it is None.
+    `cached_values` `[B, m, V]` are the values, computed once and read several times. It is None if there are more than
+    `MAX_CACHED_VALUES`, or if the sampler needs only the keys. Then each use computes the values.
     """
 
     keys: Tensor
@@ -114,8 +115,8 @@ class Noise:
 
     @staticmethod
     def of(keys: Tensor, hashes: Tensor, dtype: torch.dtype) -> "Noise":
-        """Return the noise under `keys`, in `dtype` but at least float32; its values too if at most
-        `MAX_CACHED_VALUES`.
+        """Return the noise for `keys` and `hashes`, in `dtype` or float32, whichever is wider. Its values are computed
+        and cached if there are at most `MAX_CACHED_VALUES`.
         """
         (b, m), vocab = keys.shape, hashes.shape[0]
         if b * m * vocab > MAX_CACHED_VALUES:
@@ -133,7 +134,7 @@ class Noise:
         )
 
     def at(self, first: int, count: int = 1) -> "Noise":
-        """Return the noise at the m positions number `first` to `first + count - 1`."""
+        """Return the noise at `count` of the m positions: numbers `first` to `first + count - 1`."""
         cached_values = None if self.cached_values is None else self.cached_values[:, first : first + count]
         return Noise(self.keys[:, first : first + count], self.hashes, self.dtype, cached_values)
 

@@ -64,7 +64,9 @@ class PenaltyTable:
         self._allocated = True
 
     def stage(self, step_input: StepInput, staging: Staging) -> None:
-        """Add the adjustments of admitted requests to the next copy to the device; rows without any become neutral."""
+        """Add the adjustments of admitted requests to the next copy to the device. If an admitted request has none, its
+        row gets neutral values.
+        """
         adjusted_rows = {row_entry.row for row_entry in step_input.penalties}
         staging.add(
             "unadjusted_rows",
@@ -119,7 +121,7 @@ class PenaltyTable:
         self._put_bad_words(penalties, tokens, staged["bad_words"])
 
     def _put_bad_words(self, penalties: RowPenalties, tokens: Tensor, words: Tensor) -> None:
-        """Write the bad words of a row, each right-aligned in its line, and the row's last tokens.
+        """Write the bad words of a row to `bad_words`, padded in front, and the row's last tokens to `recent_tokens`.
 
         The table is resized to what the current rows need, because every step with bad words compares all of it.
         """
@@ -199,7 +201,9 @@ class PenaltyTable:
         )
 
     def _banned_by_words(self, rows: Tensor, path: Tensor, depth: Tensor, template: Tensor) -> Tensor:
-        """Return bool `[r, n, V]`, the shape of `template`: tokens that would complete a bad word after each path."""
+        """Return a bool mask `[R, n, V]`, the shape of `template`, of the tokens that would complete a bad word after
+        each path.
+        """
         r, n, vocab = template.shape
         words, tail_length = self.bad_words.index_select(0, rows)[:, None], self.recent_tokens.shape[1]
         tails = self.recent_tokens.index_select(0, rows)[:, None].expand(r, n, tail_length)

@@ -47,7 +47,9 @@ class SortedSelect:
 
 
 class Digit(NamedTuple):
-    """One round: bits `low` to `high - 1` of `width`-bit numbers whose higher bits are `prefix` `[B, 1]`."""
+    """The digit that one round of the search fixes: bits `low` to `high - 1` of numbers of `width` bits. `prefix`
+    `[B, 1]` are the bits above it, which earlier rounds have fixed.
+    """
 
     width: int
     high: int
@@ -61,7 +63,9 @@ class Digit(NamedTuple):
 
 
 def histogram_(bins: Tensor, numbers: Tensor, digit: Digit, weights: Tensor | None = None) -> Tensor:
-    """Return `bins` `[B, >= place.bins]`, filled with the sum of weights of `numbers` `[B, V]` per digit at `digit`."""
+    """Fill `bins` `[B, >= digit.bins]` and return it: for each value of `digit`, the sum of the weights of the
+    `numbers` `[B, V]` that have this value there. Only numbers with the prefix `digit.prefix` count.
+    """
     digit_values, dtype = numbers >> digit.low, bins.dtype
     if digit.high == digit.width:
         digit_values.add_(digit.bins >> 1)  # the top digit is signed: shift it to 0 and above

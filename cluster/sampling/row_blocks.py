@@ -10,8 +10,8 @@ MAX_CPU_BLOCK = 1 << 17  # the same on a CPU: about as many as fit into the CPU'
 
 
 def blocks(count: int, numbers_per_row: int, device: torch.device) -> list[slice]:
-    """Return slices that cut `count` rows (or requests) of `numbers_per_row` numbers into blocks; if 0, one empty
-    slice.
+    """Return slices that cut `count` rows (or requests) of `numbers_per_row` numbers into blocks. If `count` is 0,
+    return one empty slice.
     """
     block_size = min(MAX_BLOCK, MAX_CPU_BLOCK) if device.type == "cpu" else MAX_BLOCK
     block_rows = max(1, block_size // max(1, numbers_per_row))

@@ -2,7 +2,8 @@
 
 A `Sampler` finds the best of the columns that a rank holds. If these are one shard of the vocabulary, `sharded` merges
 what the shards found into one choice.
-Legend: R requests, n rows of each, T own rows, T' rows scored, V token ids, v columns on this rank.
+Legend: R requests, n rows of each, T own rows (of this rank's attention group), T' rows that this rank scores (own
+rows, or the rows of all groups), V token ids, v columns on this rank.
 """
 
 from collections.abc import Callable, Sequence
@@ -54,8 +55,8 @@ def adjust_logits(
 def choose(
     logits: ShardedLogits, sampling_inputs: Sequence[SamplingInputs], sampler: Sampler = TORCH
 ) -> tuple[Tensor, Tensor]:
-    """Return the target's token after every own row, and the score of that token, `[T]` each. `sampling_inputs` cover
-    the T rows, in order.
+    """Return the target's token after every own row, and the score of that token, `[T]` each. The requests of
+    `sampling_inputs`, one after the other, have these T rows.
     """
     logits, masks = adjust_logits(logits, sampling_inputs)
     best_columns, best_scores = sampler.best(sampler_input_of(logits, sampling_inputs, masks))
@@ -159,7 +160,8 @@ def ranks(logits: ShardedLogits, tokens: Tensor) -> Tensor:
     values, shards = logits.values, logits.shards
     if shards is None:
         return _count_at_least(values, values.gather(1, tokens[:, None]))[:, 0]
-    # Only the shard that holds a token has its logit; `highest` brings it to all, then each shard counts its columns.
+    # Only the shard that holds a token has its logit. The call `highest` sends it to all shards. Then each shard counts
+    # its own columns, and `add` sums the counts.
     all_tokens = shards.spread(tokens[:, None]) if shards.over_world else tokens[:, None]
     local_tokens, last_column = all_tokens - logits.start, values.shape[1] - 1
     shard_logits = values.gather(1, local_tokens.clamp(0, last_column)).double()

@@ -19,10 +19,10 @@ PACKED_NUMBERS = 6
 class SamplingInputs:
     """Sampling inputs of R requests with `rows_per_request` rows of logits per request.
 
-    `noise` covers m positions of each request; it is None if no request of the step samples. Row i of request r has the
-    noise number `noise_index[r, i]`; `noise_index` is `[R, rows_per_request]`. If `noise_index` is None, row i has
-    noise number i; if m is 1, all rows have number 0. `processor` applies penalties and grammars; it is None if no
-    request of the step has any.
+    `noise` covers m positions of each request; it is None if no request of the step samples. The noise number of a row
+    says which of the m positions its token has. Row i of request r has the noise number `noise_index[r, i]`;
+    `noise_index` is `[R, rows_per_request]`. If `noise_index` is None, row i has noise number i or, if m is 1, number
+    0. `processor` applies penalties and grammars; it is None if no request of the step has any.
     """
 
     rows_per_request: int
@@ -33,7 +33,7 @@ class SamplingInputs:
 
     @property
     def requests(self) -> int:
-        """R."""
+        """R, the number of requests."""
         return self.sampling.seeds.shape[0]
 
     def narrow(self, requests: slice) -> "SamplingInputs":
@@ -47,11 +47,11 @@ class SamplingInputs:
         return SamplingInputs(self.rows_per_request, sampling, self.noise.narrow(requests), noise_index)
 
     def by_row(self, numbers: Tensor) -> Tensor:
-        """Repeat a number of each request, `[R]`, for each of its rows, `[R * each]`."""
+        """Repeat the number of each request, `numbers` `[R]`, for each of its rows; return `[R * rows_per_request]`."""
         return numbers[:, None].expand(self.requests, self.rows_per_request).reshape(-1)
 
     def keys(self) -> Tensor:
-        """Return the noise key of each row, `[R * each]`."""
+        """Return the noise key of each row, `[R * rows_per_request]`."""
         assert self.noise is not None, "nobody samples"
         keys = self.noise.keys
         if self.noise_index is not None:
@@ -63,9 +63,10 @@ class SamplerInput(NamedTuple):
     """The input of a `Sampler`: `logits` `[T, v]`, and how their scores are computed, in float32 at least.
 
     `draws` are the sampling inputs of the T rows, in order; if `draws` is empty, the scores are the logits.
-    `thresholds` `[T, 1]` are the lowest tempered logits that filters keep; it is given only if this rank cannot compute
-    them alone. `masks` are token bitmasks of grammars, int32 `[T, words]` with a bit for each column: the result is the
-    same as for logits to which `apply_token_bitmask` applied the masks. Masks are given only if no request has filters.
+    `thresholds` `[T, 1]` are the lowest tempered logits that filters keep. They are given only if the vocabulary is
+    sharded; otherwise the sampler computes them. `masks` are token bitmasks of grammars, int32 `[T, words]`, with a bit
+    for each column. The sampler must return what it would return for logits to which `apply_token_bitmask` has applied
+    the masks. Masks are given only if no request has filters.
     """
 
     logits: Tensor
@@ -89,10 +90,10 @@ class PhaseSampling:
         return PhaseSampling(self.sampling.narrow(start, stop), noise, processor)
 
     def at_position(self, position: int, rows_per_request: int = 1, path: Tensor | None = None) -> SamplingInputs:
-        """Return the inputs of `rows_per_request` rows per request that all sample the token at noise number
-        `position`.
+        """Return the inputs of `rows_per_request` rows per request. All these rows have the noise number `position`.
 
-        `path` `[R, each, D]` are the uncommitted tokens before that token; only penalties and grammars need them.
+        `path` `[R, rows_per_request, D]` are the uncommitted tokens before the token of each row; only penalties and
+        grammars need them.
         """
         noise = None if self.noise is None else self.noise.at(position)
         return SamplingInputs(rows_per_request, self.sampling, noise, None, self._after(path))
@@ -138,7 +139,8 @@ def checksum(sampling_inputs: Sequence[SamplingInputs], is_real: Sequence[Tensor
     """
     row_mask = torch.cat([inputs.by_row(mask) for inputs, mask in zip(sampling_inputs, is_real, strict=True)])
     packed = pack_inputs(sampling_inputs).mul_(row_mask[:, None]).view(-1)
-    # Sum of word i times (2 i + 1), modulo 2^64: odd weights, so that every bit counts, and the order counts.
+    # The sum of word i times (2 i + 1), modulo 2^64. The weights are odd, so every bit of a word matters; they differ,
+    # so the order of the words matters too.
     weights = torch.arange(packed.shape[0], device=packed.device).mul_(2).add_(1)
     return packed.mul_(weights).sum(0, keepdim=True)
 

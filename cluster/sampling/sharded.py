@@ -8,7 +8,8 @@ Each shard scores its own columns. For each row, shards exchange:
 
 All shards get the same numbers and compute the same from them, so all make the same choice.
 
-Legend: n shards, v columns of each, T own rows, T' rows scored, k candidates of a shard.
+Legend: n shards, v columns of each, T own rows (of this rank's attention group), T' rows that each shard scores (own
+rows, or the rows of all groups), k candidates of a shard.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,8 +35,8 @@ from cluster.sampling.row_blocks import blocks
 from cluster.sampling.sampling_inputs import PACKED_NUMBERS, SamplerInput, SamplingInputs, pack_inputs, unpack_inputs
 
 DIGIT_BITS = 8  # bits of one histogram: 256 numbers of a row travel at once, in 4 rounds for 32 bits
-NUMBERS_PER_CHOICE = 2  # numbers per row that describe a shard's best: score and column
-NUMBERS_PER_QUERY = 2  # numbers that name the log-probability to compute: row and token
+NUMBERS_PER_CHOICE = 2  # numbers that a shard sends for each row to choose a token: its best score and that column
+NUMBERS_PER_QUERY = 2  # numbers that say which log-probability to compute: row and token
 
 
 def numbers_sent_per_row(top_count: int, columns: int) -> int:
@@ -46,7 +47,8 @@ def numbers_sent_per_row(top_count: int, columns: int) -> int:
 class ShardedHead(NamedTuple):
     """Lists the collectives that follow a head, so that a plan can announce them.
 
-    `columns` is v; `bits` is the width of the dtype in which thresholds are searched; `wide` as in `Shards`.
+    `columns` is v; `bits` is the number of bits of the dtype in which thresholds are searched; `wide` is
+    `Shards.over_world`.
     """
 
     columns: int
@@ -96,7 +98,9 @@ class ShardedRows:
         return self._shards.highest(shard_max.double()).to(self._inverse.dtype)
 
     def kth_logits(self, rank: Tensor) -> Tensor:
-        """Search by count: `columns - rank` logits may be below the result; see `LogitRows.kth_logits`."""
+        """Search by count; see `LogitRows.kth_logits`. Of the columns of all shards, all but `rank` may be below the
+        result.
+        """
         return self._search(self._columns - rank, lambda _: None)
 
     def total_mass(self, max_logits: Tensor, top_k_threshold: Tensor) -> Tensor:
@@ -108,7 +112,9 @@ class ShardedRows:
         return self._total_mass
 
     def mass_threshold(self, needed_mass: Tensor) -> Tensor:
-        """Search by mass: the mass `_total_mass - needed_mass` may be below it; see `LogitRows.mass_threshold`."""
+        """Search by mass; see `LogitRows.mass_threshold`. Logits with a mass of `_total_mass - needed_mass` may be
+        below the result.
+        """
         return self._search(self._total_mass - needed_mass, self._block_mass)
 
     def _block_mass(self, block: slice) -> Tensor:
@@ -176,8 +182,8 @@ def merge_best(
 
 
 def gather_columns(logits: ShardedLogits) -> ShardedLogits:
-    """Return all columns of own rows. If the rank has all, they are `logits`; else they are gathered, in float32 at
-    least.
+    """Return the logits of own rows with all columns, `[T, V]`. If this rank has all columns, return `logits` itself.
+    If not, gather the columns of all shards, in float32 or wider.
     """
     if logits.shards is None:
         return logits

@@ -27,8 +27,8 @@ ApplyTokenBitmask = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 def apply_token_bitmask(logits: Tensor, masks: Tensor, ids: Tensor | None) -> Tensor:
-    """Return logits `[T, v]`, in float32 at least, with `DISALLOWED_TOKEN_BIAS` added where `masks` has a 0. Reference
-    implementation.
+    """Return `logits` `[T, v]`, in float32 or wider, with `DISALLOWED_TOKEN_BIAS` added where `masks` has a 0. This is
+    the reference implementation of `ApplyTokenBitmask`.
 
     `masks` `[T, words]` int32 has one bit per token id. A mask of zeros allows nothing and makes its row NaN. `ids`
     `[v]` are the token ids of the columns. If `ids` is None, column i is token id i.
@@ -46,7 +46,9 @@ def apply_token_bitmask(logits: Tensor, masks: Tensor, ids: Tensor | None) -> Te
 
 @cache  # never freed: captured CUDA graphs read this tensor
 def _byte_logits(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return `[256, 8]`: for each value of a mask's byte, what is added to the logits of its eight tokens."""
+    """Return a table `[256, 8]`. For each value of a byte of a mask, it has the numbers that are added to the logits of
+    the byte's eight tokens.
+    """
     bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
     return torch.from_numpy(bits == 0).to(device, dtype) * DISALLOWED_TOKEN_BIAS
 

@@ -19,8 +19,10 @@ from cluster.sampling.sampling_inputs import SamplerInput, SamplingInputs
 from cluster.sampling.token_bitmask import apply_token_bitmask
 
 FILTERED_PENALTY = 64.0
-"""Subtracted from the scores of tokens that a filter removes. Noise values differ by 26 at most, so these tokens end
-below all kept ones, and their probability is too small to matter to a draft. Their order among themselves remains."""
+"""Subtracted from the scores of tokens that a filter removes. Noise values differ by 26 at most, so these tokens get
+lower scores than all tokens that are kept, and their probability is too small to matter to a draft. The order of the
+removed tokens does not change.
+"""
 
 
 class Sampler(Protocol):
@@ -45,8 +47,9 @@ class Sampler(Protocol):
         """
 
     def shard_best(self, sampler_input: SamplerInput, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the `count` best scores and their columns, `[T, count]` each, and the log-sum-exp over the v columns,
-        `[T, 1]`, without masks. The shards of a vocabulary merge these into log-probabilities.
+        """Return the `count` best scores and their columns, `[T, count]` each, and the log-sum-exp of the scores of the
+        v columns, `[T, 1]`. The input has no `masks`. The shards of a vocabulary merge these results into
+        log-probabilities.
 
         If `draws` is empty, the lower column comes first in a tie, and the bits of a row do not depend on the number of
         rows.
@@ -94,7 +97,7 @@ def score_logits(
     noise_index: Tensor | None = None,
     thresholds: Tensor | None = None,
 ) -> Tensor:
-    """Return the scores `[R, n, v]`, which the chosen token maximises: filtered, tempered logits plus noise.
+    """Return the scores `[R, n, v]`: filtered, tempered logits plus noise. The token with the highest score is chosen.
 
     `noise_index` is as in `SamplingInputs`. `thresholds` `[R, n, 1]` are the filters' thresholds. If `thresholds` is
     None, they are computed here, which needs all columns of a row.
@@ -115,8 +118,8 @@ Reduction = Callable[[Tensor], tuple[Tensor, ...]]
 
 
 def reduce_by_block(sampler_input: SamplerInput, reduction: Reduction) -> tuple[Tensor, ...]:
-    """Return the reduction `reduction` over the scores of all rows, computed block by block. If no request samples, the
-    scores are the logits.
+    """Apply `reduction` to the scores of all rows, block by block, and return its results for all rows. If no request
+    samples, the scores are the logits.
     """
     values, sampling_inputs, thresholds, masks = sampler_input
     values = values if masks is None else apply_token_bitmask(values, masks, None)
@@ -157,7 +160,9 @@ def reduce_by_block(sampler_input: SamplerInput, reduction: Reduction) -> tuple[
 
 
 def top_and_logsumexp(scores: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the `count` best of rows `[.., v]` (all, if v is less), their columns, and the log-sum-exp of each row."""
+    """Return the `count` best scores of each row `[T, v]` (all v if v is lower), their columns, and the log-sum-exp of
+    each row, `[T, 1]`.
+    """
     top = scores.topk(min(count, scores.shape[1]), -1)
     return top.values, top.indices, scores.logsumexp(-1, keepdim=True)
 
@@ -170,8 +175,9 @@ def top_in_column_order(scores: Tensor, count: int) -> tuple[Tensor, Tensor, Ten
     )  # torch sums a single row in another order
     top, columns, total = top_and_logsumexp(padded_scores, count)
     top, columns, total = (result[: scores.shape[0]] for result in (top, columns, total))
-    # If several columns have the value of the last one in `top`, it is undefined which of them `topk` took. Take the
-    # lowest of them instead: the greatest `size - column`. The first of them comes after all columns of greater value.
+    # If several columns have the lowest value in `top`, it is undefined which of them `topk` took. Take the lowest of
+    # these columns instead: those with the greatest `column_count - column`. They come after all columns of greater
+    # value.
     is_tie, column_numbers = top == top[:, -1:], torch.arange(column_count, device=device)
     lowest_columns = torch.where(scores == top[:, -1:], column_count - column_numbers, 0).topk(top.shape[1], -1).values
     tie_index = (column_numbers[: top.shape[1]] - is_tie.logical_not().sum(1, keepdim=True)).clamp_(min=0)

@@ -155,7 +155,7 @@ def row_thresholds(values: Tensor, inputs: SamplingInputs) -> Tensor:
         (rows,),
         filters.ThresholdArguments(
             values,
-            # The kernel reads neighbouring numbers; with one row per request these are views of the table's rows.
+            # The kernel needs contiguous tensors. With one row per request, `by_row` may return a strided view.
             inverse_temperature=inputs.by_row(sampling.inverse_temperature).contiguous(),
             top_k=inputs.by_row(sampling.top_k).contiguous(),
             top_p=inputs.by_row(sampling.top_p).contiguous(),

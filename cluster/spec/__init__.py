@@ -1,1 +1,3 @@
-"""Tree speculation: draft, verify, compact, extend, and the step that runs them in order."""
+"""Tree speculation. A step drafts trees, verifies them, moves the accepted KV cells to the front of the window
+(compact), and runs the draft over the accepted tokens (extend).
+"""

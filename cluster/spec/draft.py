@@ -46,8 +46,8 @@ class Draft(Protocol):
     ) -> EagleDraftInput:
         """Run the committed rows through the draft; return what the B requests carry to the next step.
 
-        `target_hidden` are the target's hidden states `[T, Ht]` of all T rows. `sampling_inputs` are the sampling
-        inputs of the token after each request's bonus.
+        `target_hidden` are the target's hidden states of all T rows: one tensor `[T, Ht]` for each of the target's
+        layers that the draft reads. `sampling_inputs` say how the token after each request's bonus is sampled.
         """
         ...
 
@@ -137,11 +137,13 @@ class EagleDraft:
 
 
 class _RecurrentLevels:
-    """`LevelRunner` by one runner, which reads the recurrent hidden that it returned at the level before."""
+    """A `LevelRunner` that runs all levels with one runner. The runner reads the recurrent hidden that it returned for
+    the parent rows, at the level before.
+    """
 
     def __init__(self, runner: DraftRunner, batch: Batch, draft_input: EagleDraftInput, shape: TreeShape) -> None:
         self._runner, self._batch, self._ancestry = runner, batch, Ancestry(draft_input, shape)
-        # All K rows of level 1 follow the root, so all start from the hidden that the request carries.
+        # All K rows of level 1 follow the root, so all read the same hidden: that of `draft_input`.
         self._hidden = draft_input.hidden[:, None].expand(*draft_input.topk_index.shape, -1)
 
     def run(self, level: int, tokens: Tensor, parent: Tensor | None) -> ShardedLogits:

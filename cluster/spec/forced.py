@@ -16,9 +16,9 @@ from cluster.spec.tree import DraftTree, ancestors_of
 def add_forced_nodes(tree: DraftTree, shape: TreeShape, processor: LogitsProcessor) -> DraftTree:
     """Return trees `[R, N + F]`: each drafted tree `[N]`, then up to F forced nodes, then padding.
 
-    Forced tokens are added after the deepest nodes first. A text can be cut into tokens in several ways; on the way to
-    a deep node, the draft has cut the text as the target probably will. The tokens that are forced after the root are
-    mostly drafted already.
+    Forced tokens are added after the deepest nodes first. A text can be cut into tokens in several ways, and the path
+    to a deep node probably cuts it in the same way as the target. The tokens that are forced after the root are often
+    already in the drafted tree.
     """
     if processor.grammars is None:
         return tree

@@ -1,6 +1,7 @@
 """The tensors that speculation carries between phases, and the only source of their widths (upstream: SGLang #25013).
 
-Legend: B requests, K topk, H the draft's recurrent width, A the width of the target's hidden that extend reads.
+Legend: B requests, K topk, H the width of the draft's recurrent hidden, A the width of the target's hidden states that
+extend reads, side by side.
 """
 
 from collections.abc import Sequence
@@ -41,10 +42,10 @@ class EagleDraftInput:
     def create_idle_input(
         cls, draft: DraftSpec | None, topk: int, compute: torch.dtype, device: torch.device, requests: int = 0
     ) -> Self:
-        """Return initial carriers of `requests` requests (0 for an idle rank), with the same widths as real ones.
+        """Return initial carriers of `requests` requests (0 for an idle rank), with the widths of real carriers.
 
-        They are zeros, except that the K proposals of a request are different tokens, as real proposals are. So the
-        target accepts at most one of them.
+        They are zeros, but the K proposals of a request are different tokens, as real proposals are. So the target
+        accepts at most one of the proposals.
         """
         dtype = cls.dtype_for(compute)
         return cls(
@@ -92,7 +93,8 @@ class EagleDraftExtendInput:
 
     @classmethod
     def hidden_of(cls, draft: DraftSpec | None, target_hidden: Sequence[Tensor], source: Tensor) -> Tensor:
-        """Return rows `source` `[T]` of all `target_hidden`, side by side, in a new buffer `[T, A]`.
+        """Take rows `source` `[T]` of each tensor of `target_hidden`, and return them side by side in a new tensor
+        `[T, A]`.
 
         Raises:
             ValueError: the widths of the features do not sum to A.

@@ -1,8 +1,9 @@
-"""A draft of several layers, each a runner of its own: runner i drafts level i (MTP; upstream: SGLang #22954).
+"""A draft of several layers, one runner per layer: runner i drafts level i (MTP; upstream: SGLang #22954).
 
-The label of a row is its position. Runner i's row at label q reads the embedding of token q + 1, and the hidden that
-runner i - 1 passed on at label q - 1. If the format is `chained`, a runner passes on its output. Otherwise it passes on
-its input, so that runner i reads the target's hidden at q - i.
+The label of a row is its position. The row of runner i at label q reads the embedding of token q + 1 and a hidden:
+runner 0 reads the target's hidden at q, any other runner the hidden that runner i - 1 passed on at label q - 1. If the
+format is `chained`, a runner passes on its output. Otherwise it passes on its input, so that runner i reads the
+target's hidden at q - i.
 
 In training, the row of layer i that reads token q + 1 has position q - i. Here its position is q, so that all runners
 read the same token at the same label and share slots. Hence rows of runner i at labels below i are not valid, and
@@ -35,7 +36,9 @@ from cluster.spec.verify import Accepted
 
 
 def buffer_bytes(runners: int, hidden: int, dtype: torch.dtype) -> int:
-    """Return the bytes per token that `runners` runners keep beside their pools; a single runner keeps nothing."""
+    """Return the bytes per token of the buffers of passed-on hidden states, of all `runners` runners; 0 for a single
+    runner, which has no buffer.
+    """
     return runners * hidden * dtype.itemsize if runners > 1 else 0
 
 
@@ -67,7 +70,7 @@ class MultiLayerDraft:
         self._passed_hidden = [zeros((pool.slots, spec.hidden), pool.dtype, pool.kv.device) for _ in draft_runner_list]
 
     def move_kv_cache(self, destination: Tensor, source: Tensor) -> None:
-        """Copy the hidden kept beside the pools from slot `source[i]` onto `destination[i]`."""
+        """Copy the passed-on hidden from slot `source[i]` to slot `destination[i]`, in the buffer of every runner."""
         for buffer in self._passed_hidden:
             buffer.index_copy_(0, destination, buffer.index_select(0, source))
 

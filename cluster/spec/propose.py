@@ -23,9 +23,11 @@ class Ranking(Protocol):
     """Picks the proposals of a draft from its logits."""
 
     def propose(self, logits: ShardedLogits, inputs: SamplingInputs) -> tuple[Tensor, Tensor]:
-        """Logits of n rows of each of B requests -> the K best (log-probability, target token id), `[B, n, K]` each.
+        """Return the K best tokens after each of n rows of B requests: (log-probabilities, target token ids),
+        `[B, n, K]` each.
 
-        All rows propose tokens for the same position; `inputs` holds the target's noise there.
+        `logits` are the draft's logits of the B n rows. All rows of a request propose tokens for the same position;
+        `inputs` has the target's noise at this position.
         """
         ...
 
@@ -74,8 +76,8 @@ def next_draft_input(
 ) -> EagleDraftInput:
     """Return what requests carry to the next draft phase.
 
-    `extend_output` is the output of extend at each request's last committed row: (input of the head, recurrent hidden),
-    `[B, H]` each. `inputs` as in `Ranking.propose`.
+    `extend_output` has two outputs of the draft's forward at each request's last committed row, `[B, H]` each: the
+    normed hidden, which the head reads, and the recurrent hidden. `inputs` are as in `Ranking.propose`.
     """
     normed, recurrent = extend_output
     log_probabilities, proposals = ranking.propose(runner.logits(normed), inputs)

@@ -69,11 +69,12 @@ class Trees:
 
 @dataclass(slots=True)
 class StepOutput:
-    """The results of a step: tensors on the device; after `read`, in host memory, with `values` as integers.
+    """The results of a step. The tensors are on the device. The output that `read` returns has them in host memory, and
+    the integers of `packed` in the list `values`.
 
-    `packed` int64 holds `tokens`, `accept_len`, `finite` and, if `has_node_counts`, `nodes` of each of the R decoding
-    requests, then `first_tokens` `[F]`, `finite_rows` `[c]` and `inputs_checksum` `[0 or 1]`. R is `requests`, S + 1
-    `path_length`, F `final_prompts`, c `prompt_rows`.
+    `packed` int64 holds, for each of the R decoding requests, `tokens`, `accept_len`, `finite` and (only if
+    `has_node_counts`) `nodes`. Then come `first_tokens` `[F]`, `finite_rows` `[c]` and `inputs_checksum` `[0 or 1]`. R
+    is `requests`, S + 1 is `path_length`, F is `final_prompts`, c is `prompt_rows`.
 
     - `tokens`: S + 1 per request, of which the first `accept_len` are committed. The target's scores of the first
       `finite` tokens are finite. `nodes`: the number of nodes of the tree, without root and padding.
@@ -102,8 +103,8 @@ class StepOutput:
     def of(
         tree: DraftTree, accepted: Accepted, scores: Tensor, prompts: tuple[Tensor, Tensor, Tensor], phases: PhaseTimes
     ) -> "StepOutput":
-        """Pack the results. `scores` `[R, S + 1]` are those of `accepted.tokens`; `prompts` is (`first_tokens`,
-        `finite_rows`, `inputs_checksum`).
+        """Return the output of a step. `scores` `[R, S + 1]` are the target's scores of `accepted.tokens`; `prompts`
+        are (`first_tokens`, `finite_rows`, `inputs_checksum`).
         """
         # x - x is 0 for finite x, else NaN. The running product is 0 from the first score that is not finite on.
         finite = (scores - scores == 0).cumprod(1).sum(1, keepdim=True)
@@ -131,7 +132,9 @@ class StepOutput:
         return self.map_tensors(Tensor.clone)
 
     def start_copy(self) -> "StepOutput":
-        """Queue the copy to the host, behind the step and before the next one. The step must be queued already."""
+        """Queue the copy of the results to the host, and return this output. Call it after this step was queued, and
+        before the next step is queued.
+        """
         tensors = list[Tensor]()
         self.map_tensors(lambda tensor: tensors.append(tensor) or tensor)  # type: ignore[func-returns-value]
         self.host_copy = HostCopies(tensors)

@@ -70,7 +70,9 @@ class Step:
 
     @torch.inference_mode()
     def run(self, batch: Batch, shape: TreeShape) -> StepOutput:
-        """Commit at least one token for each of the R requests, and the first token for each finished prompt."""
+        """Run the step and return its results. It commits at least one token for each of the R decoding requests, and
+        the first token for each finished prompt.
+        """
         r, s, n = batch.decodes, shape.num_steps, shape.num_draft_tokens
         times = [self._timer.now()]
         # Draft: grow a tree `[R, N]` per request; node 0 (the root) is the bonus token of the last step.
@@ -158,12 +160,14 @@ class Step:
         return PhaseSampling(batch.sampling, noise, self.logits_tables.processor_of(batch.rows, batch.mode))
 
     def _noise(self, batch: Batch, num_steps: int) -> Noise:
-        """Return the noise of the B requests at S + 2 positions (S + 1 without a draft), for the ids scored here."""
+        """Return the noise of the B requests at S + 2 positions (S + 1 without a draft), for the token ids that this
+        rank scores.
+        """
         first_positions = with_prompts(batch.seq_lens + 1, batch.prompt.final_lens)
         seeds, count = batch.sampling.seeds, num_steps + 1 + self._has_draft
         vocab, dtype = self._target.model.arch.vocab_size, self.draft_inputs.hidden.dtype
-        # Logits that penalties or grammars change are first gathered from all shards. Others stay on their shard, so
-        # this rank then needs noise only for the token ids of its own shard, `_ids`.
+        # Logits that penalties or grammars change are first gathered from all shards, so the rank needs noise for all
+        # token ids. Other logits stay on their shard, so it needs noise only for the ids of its own shard, `_ids`.
         ids = range(vocab) if batch.mode.changes_logits else self._ids
         hashes = vocabulary_hashes(len(ids), first_positions.device, ids.start)
         # A shard caches no noise values: the draft may need them for token ids outside the target's shard. They are
@@ -180,7 +184,7 @@ class Step:
         return scores(logits, prompt.next_ids.index_select(0, scored_rows), self._sampler)
 
     def _proposal_inputs(self, phase_sampling: PhaseSampling, accepted: Accepted) -> SamplingInputs:
-        """Return the sampling inputs of the token after each bonus, by which the draft ranks the next proposals."""
+        """Return the sampling inputs of the token after each bonus; the draft ranks the next proposals with them."""
         if not self._has_draft:
             return phase_sampling.at_position(0)
         # The bonus is at seq_len + accept_len, so the token after it has noise number accept_len. The token after the
@@ -211,8 +215,8 @@ class Step:
 
 
 def _finite_rows(prompt: PromptBatch, hidden: Tensor, token_scores: Tensor) -> Tensor:
-    """Return `[c]`: whether `hidden` `[c, H]` of each prompt row is finite; for the last row of a finished prompt, also
-    whether the score of its first token, `token_scores` `[F]`, is finite.
+    """Return a bool mask `[c]` of the prompt rows whose `hidden` `[c, H]` is finite. The last row of a finished prompt
+    counts as finite only if the score of the prompt's first token, in `token_scores` `[F]`, is finite too.
     """
     if not hidden.shape[0]:
         return prompt.token_ids.bool()

@@ -17,7 +17,7 @@ from cluster.sampling.noise import at_least_float32
 DECAY = 1e-3
 """Subtracted from the log-probability of each level, so that scores fall strictly along a path. So if a candidate is
 among the best N - 1, its parent is among them too, even with ties."""
-FLOOR = -30.0  # the lowest log-probability used; it keeps DECAY above float32 rounding at any depth up to 16
+FLOOR = -30.0  # lower log-probabilities count as this; so float32 does not round DECAY away at depths up to 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,9 @@ class DraftTree:
     padded: bool = False
 
     def paths(self, max_depth: int) -> Tensor:
-        """Return the tokens from below the root to each node (its own included), `[R, N, deepest]`, padded with -1."""
+        """Return for each node the tokens on its path, `[R, N, max_depth]`, padded with -1. A path begins after the
+        root and ends with the node's own token.
+        """
         r, n = self.tokens.shape
         # paths[i, depth(j)] = token(j) for every ancestor-or-self j of node i. All other nodes write to column 0, the
         # root's, which is cut off.
@@ -84,7 +86,9 @@ def clamp_log_probabilities(log_probabilities: Tensor) -> Tensor:
 
 
 class Growth(Protocol):
-    """A growing tree as in EAGLE-2: the K candidates of a level with the best scores are the rows of the next."""
+    """A tree that grows as in EAGLE-2: of the candidates of a level, the K with the best scores become the rows of the
+    next level.
+    """
 
     def add(self, proposals: Tensor, log_probabilities: Tensor) -> None:
         """Add a level: the K proposals after each of its K rows, and their log-probabilities, `[R, K, K]` each."""
@@ -116,7 +120,8 @@ class TorchGrowth:
     def add(self, proposals: Tensor, log_probabilities: Tensor) -> None:
         """Append K^2 candidates; see `Growth.add`."""
         r, k = self._row_candidates.shape
-        # `_previous_candidates`: of all levels before. `_row_candidates`, `_scores` `[R, K]`: of this level's rows.
+        # `_previous_candidates` is the number of candidates of all levels before. `_row_candidates` and `_scores`
+        # `[R, K]` belong to the rows of this level.
         self._previous_candidates += self._tokens.shape[1]
         # Cumulative score of child j of row i = score(i) + log p(j | i); it is candidate number
         # `_previous_candidates` + i K + j.
@@ -144,8 +149,8 @@ def best_tree(candidates: Candidates, bonus: Tensor, nodes: int) -> DraftTree:
     # Sorted by candidate number, so that parents come before their children.
     chosen_candidates = candidates.scores.topk(nodes - 1, dim=1).indices.sort(dim=1).values
     tokens = torch.cat([bonus[:, None], candidates.tokens.gather(1, chosen_candidates)], 1)
-    # number[candidate] = node. Column C stands for the root, node 0. The parent of a chosen candidate is chosen too
-    # (see DECAY), so the zeros of the other candidates are never read.
+    # `node_numbers` maps a candidate to its node. Column C stands for the root, node 0. The parent of a chosen
+    # candidate is chosen too (see DECAY), so the zeros of the other candidates are never read.
     node_numbers = torch.zeros(r, c + 1, dtype=torch.int64, device=tokens.device)
     node_numbers.scatter_(1, chosen_candidates, torch.arange(1, nodes, device=tokens.device).expand(r, -1))
     parent_candidates = candidates.parents.gather(1, chosen_candidates)

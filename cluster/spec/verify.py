@@ -34,10 +34,10 @@ Accept = Callable[[DraftTree, Tensor, Tensor, int], Accepted]
 
 
 def accept(tree: DraftTree, target_tokens: Tensor, first_tokens: Tensor, num_steps: int) -> Accepted:
-    """Return the accepted paths. The reference implementation.
+    """Return the accepted paths. This is the reference implementation of `Accept`.
 
-    `target_tokens` `[R, N]` is the target's token after every node, `first_tokens` `[F]` its token after each finished
-    prompt.
+    `target_tokens` `[R, N]` are the tokens that the target chose after every node, `first_tokens` `[F]` those after
+    each finished prompt. `num_steps` is S.
     """
     r, n = target_tokens.shape
     # is_expected[i] = (choice at parent(i) == token(i)). The root holds the bonus token, which is always expected.
@@ -49,7 +49,8 @@ def accept(tree: DraftTree, target_tokens: Tensor, first_tokens: Tensor, num_ste
     # Padding nodes are not below the root, but could be expected by accident.
     if tree.padded:
         on_path.logical_and_(tree.ancestors[..., 0])
-    # Nodes on the path = 1 (root) + accepted drafts = accepted drafts + 1 (bonus) = committed tokens.
+    # The path has the root and the accepted nodes. The committed tokens are those of the accepted nodes, and the bonus.
+    # So both have the same length.
     accept_len = on_path.sum(1)
     # path[depth] = node. Rejected nodes all go to one more column, S + 1, which is cut off; no host sync is needed.
     path = torch.zeros(r, num_steps + 2, dtype=torch.int64, device=target_tokens.device)

@@ -1,8 +1,8 @@
 """The attention primitive with FlashInfer: its kernels attend committed tokens and prompts; Triton attends the window.
 
-FlashInfer's kernels with a mask are slower, and those for latents take no mask. So FlashInfer attends a tree's
-committed tokens without a mask and returns log-sum-exps. The Triton kernel attends the rest by the ancestor bits and
-merges both. Results equal those of `TorchAttention` up to rounding.
+FlashInfer's kernels with a mask are slower, and its kernels for latents take no mask. So FlashInfer attends a tree's
+committed tokens without a mask, and returns log-sum-exps. A Triton kernel attends the other tokens with the ancestor
+bits as the mask, and another one merges both results. Results equal those of `TorchAttention` up to rounding.
 """
 
 from collections.abc import Sequence
@@ -77,8 +77,8 @@ class FlashInferAttention(TritonAttention):
         self._join(prompt_call, self._run_plan(plan, prompt_call))
 
     def _run_plan(self, plan: WrapperPlan, call: LayerCall, prefix_lens: Tensor | None = None) -> PrefixAttention:
-        """Run FlashInfer's attention of the plan's rows, which are the first of `call`. Its values go to `call.out`;
-        later `_join` replaces them by the merged values.
+        """Run FlashInfer on the plan's rows, which are the first rows of `call`, and return the result. Its values are
+        stored in `call.out`; later `_join` replaces them by the merged values.
         """
         values = call.out[: plan.rows].view(plan.rows, self._heads, self._value_dim)
         return PrefixAttention(

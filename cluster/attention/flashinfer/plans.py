@@ -32,8 +32,8 @@ MAX_PLANS = 16  # the most plans of a set; it has more only if the current step 
 
 class ForwardKey(NamedTuple):
     """A kind of forward. `rows_per_request` is the number of tree rows per request, or 0 for prompts. `window` is the
-    sliding window of prompts as FlashInfer counts it, -1 for none. `requests` is the number of requests of a captured
-    program; it is 0 outside captured programs.
+    sliding window of prompts without the row itself, as FlashInfer counts it; -1 means none. `requests` is the number
+    of requests of a captured program; it is 0 outside captured programs.
     """
 
     rows_per_request: int
@@ -99,8 +99,9 @@ class RunnerPlans:
         return plan
 
     def text(self, text: PromptRows, window: int) -> WrapperPlan | None:
-        """Return the plan for prompts, in layers with a sliding `window` (0: none). Returns None in a program that may
-        be captured, if the bounds have no chunks, or if a plan has no room for the rows.
+        """Return the plan for prompts, in layers with a sliding `window` (0: none). There are three cases without a
+        plan, in which it returns None: the program may be captured, the bounds have no chunks, or a plan has no room
+        for the rows.
         """
         plan = None if is_replayable() else self._request_plan(ForwardKey(0, window - 1))
         if plan is not None:
@@ -112,7 +113,7 @@ class RunnerPlans:
             self._requested.append(key)
         return self._plan_for_step(key)
 
-    @torch.inference_mode()  # wrappers write to what they made in an earlier call
+    @torch.inference_mode()  # wrappers write in place to inference tensors that they created in an earlier call
     def _plan_for_step(self, key: ForwardKey) -> WrapperPlan | None:
         plans = self._eager_plans[self._bounds.buffer_set]
         plan = plans.get(key)
@@ -152,8 +153,8 @@ class RunnerPlans:
 
     @torch.inference_mode()
     def plan_again(self, key: ForwardKey, buffer_set: int) -> dict[str, Any] | None:
-        """Plan the current step for captured programs with this key and buffer set (`buffer_set`); return the launch
-        arguments. Returns None if the step has another buffer set or another number of requests.
+        """Plan the current step for the captured programs with `key` and `buffer_set`, and return the launch arguments.
+        Returns None if the step has another buffer set or another number of requests.
         """
         certain_lens = self._bounds.min_seq_lens
         if buffer_set != self._bounds.buffer_set or len(certain_lens) != key.requests:
@@ -206,8 +207,8 @@ class RunnerPlans:
 
 @dataclass(slots=True)
 class ReplannedForward:
-    """A check before each run of a captured program: plan the current step, and return whether the launch arguments
-    equal `first_arguments`, those of the program's first plan.
+    """A function that is called before each run of a captured program. It plans the current step, and returns whether
+    the launch arguments equal `first_arguments`, the launch arguments of the program's first plan.
     """
 
     plans: RunnerPlans

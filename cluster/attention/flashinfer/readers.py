@@ -16,10 +16,10 @@ WORKSPACE = 384 << 20
 
 class AttentionWork(NamedTuple):
     """Attention of n requests. Request i has rows `rows[i]` to `rows[i + 1] - 1`, and `pages[i + 1] - pages[i]` pages,
-    which are in `page_list` (int32, on the device) from `pages[i]` on. It has `lens[i]` >= 1 tokens, and each of its
-    rows sees all of them. If `causal`, its rows are the last of these tokens instead: each row sees itself and the
-    tokens before it, at most `window` of them (-1: all). `graph_shape` is set for captured programs only: the number of
-    rows of every request, and the most tokens of a request.
+    which are in `page_list` (int32, on the device) from `pages[i]` on. It has `lens[i]` >= 1 tokens. If `causal` is
+    False, each of its rows sees all of these tokens. If `causal` is True, its rows are the last of these tokens, and
+    each row sees itself and at most `window` tokens before it (-1: all). `graph_shape` is set for captured programs
+    only: the number of rows of every request, and the most tokens of a request.
     """
 
     rows: Sequence[int]

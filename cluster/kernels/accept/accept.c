@@ -9,8 +9,9 @@ struct aerie_accept {
     int64_t trees, nodes, wide, tokens_stride, parents_stride, depths_stride;
 };
 
-/* The root is on the path. Another node is if its parent is and the target chose the node's token there. One pass
- * suffices, as parents come before their children. A node that is its own parent is padding.
+/* The root is on the path. Any other node is on the path if its parent is on the path and the target chose the node's
+ * token after the parent. One pass suffices, as parents come before their children. A node other than the root that is
+ * its own parent is padding.
  */
 void NAMED(aerie_accept)(const struct aerie_accept *a)
 {

@@ -37,8 +37,8 @@ def accept(
     PATH_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Walk down one tree of `nodes` nodes per program: from a node to the child whose token the target chose there,
-    `target_choices` `[R, nodes]`. Padding nodes are their own parents.
+    """Walk down one tree of `nodes` nodes per program. The walk goes from a node to the child whose token the target
+    chose after the node; `target_choices` `[R, nodes]` are these tokens. Padding nodes are their own parents.
 
     Writes `path` and `path_tokens` `[R, PATH_SIZE]` (the nodes, and the token chosen after each), `path_lens` `[R]`
     (how many entries are valid) and `bonus` `[R]` (the last valid token). Rows of `tokens` and `parents` are at their
@@ -56,8 +56,8 @@ def accept(
     tl.store(path + tree * PATH_SIZE, tl.full([], 0, tl.int64))
     tl.store(path_tokens + tree * PATH_SIZE, first_choice)
     for step in range(1, PATH_SIZE):
-        # The lowest matching child, or BLOCK if none. Once the walk ends, `is_descending` stays False, and the rest of
-        # `path` is 0, that of `path_tokens` is `first_choice`.
+        # The lowest matching child, or BLOCK if none. Once the walk ends, `is_descending` stays False. Then the
+        # remaining entries of `path` become 0, and those of `path_tokens` become `first_choice`.
         child = tl.min(tl.where((tree_parents == node) & (tree_tokens == last_token), offsets, BLOCK), 0)
         is_descending = is_descending & (child < BLOCK)
         node = tl.where(is_descending, child, node)

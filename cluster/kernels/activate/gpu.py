@@ -26,7 +26,9 @@ class ActivateArguments(NamedTuple):
 
 @triton.jit
 def activate(gate_up, out, size, alpha, limit, KIND: tl.constexpr, ACC_DTYPE: tl.constexpr, BLOCK: tl.constexpr):
-    """Compute `out` `[T, size]` from gates and ups side by side, `gate_up` `[T, 2 size]`; `KIND` as in `Activation`."""
+    """Compute `out` `[T, size]` from `gate_up` `[T, 2 size]`: in each row, `size` gates and then `size` up values.
+    `KIND` is `Activation.kind`.
+    """
     row, offsets = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < size
     gate = tl.load(gate_up + row * 2 * size + offsets, mask=mask, other=0.0).to(ACC_DTYPE)

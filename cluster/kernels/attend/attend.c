@@ -11,7 +11,9 @@
 #include "block.h"
 #include <stdlib.h>
 
-/* Stores a new cell as FP8 codes. If a number is not finite, or above MOST, stores zeros and returns nonzero. */
+/* Stores a new cell as FP8 codes, and returns 0. If a number is not finite or its magnitude is above MOST, stores zeros
+ * and returns 1.
+ */
 static int store_coded(const struct aerie_attend *a, const stored *from, uint8_t *to)
 {
     int64_t count = a->parts * a->kv_heads * a->size, some = a->parts == 1 ? a->value : a->size;
@@ -47,7 +49,8 @@ static int store_plain(const stored *from, stored *to, int64_t count)
 }
 
 /* Stores new cells to the pool, and marks in `bad` the rows whose cells are not finite. Several padding rows may write
- * the same slot of the sink page (page 0). So that the last one always wins, the first part stores all of these.
+ * the same slot of the sink page (page 0). Part 0 stores the cells of all rows that write to this page, so that
+ * always the last row wins.
  */
 static void store_part(const void *data, int64_t part, int64_t parts)
 {
@@ -133,8 +136,8 @@ static void joined(const struct job *j, const struct task *t)
     }
 }
 
-/* Work stealing: a thread first takes its own tasks, those of the rows that it has in other kernels too, whose data are
- * in its cache. Then it takes remaining tasks of the other threads.
+/* Work stealing: a thread first takes its own tasks. They belong to the rows that the thread also computes in other
+ * kernels, so the data of these rows are in its cache. Then it takes the remaining tasks of other threads.
  */
 static void attend_part(const void *data, int64_t part, int64_t parts)
 {
@@ -153,8 +156,8 @@ static void join_part(const void *data, int64_t part, int64_t parts)
         if (j->tasks[at].splits > 1 && j->tasks[at].split == 0) joined(j, j->tasks + at);
 }
 
-/* Adds the tasks of `whole` from index `at` on, for each KV head, with at most `most` rows each. Returns the next
- * index.
+/* Splits `whole` into tasks of at most `most` rows for one KV head each, and writes them to `tasks` from index `at` on.
+ * Returns the index after the last task.
  */
 static int64_t add(const struct aerie_attend *a, struct task *tasks, int64_t at, struct task whole, int64_t most)
 {

@@ -5,8 +5,8 @@
 
 #define BLOCK 512
 #define TILE 64  /* lines of a prompt's task */
-#define SOME 16  /* cells that are read before the next are prefetched; their copies stay in the L1 cache */
-#define AHEAD 128 /* a cell is prefetched so many cells before its use */
+#define SOME 16  /* cells that are handled together, so that their copies stay in the L1 cache */
+#define AHEAD 128 /* a cell is prefetched this many cells before its use */
 
 struct aerie_attend {
     void *memory; /* one layer: [slots, parts, kv_heads, size], or [slots, coded] bytes */
@@ -27,11 +27,14 @@ struct aerie_attend {
 
 /* Some rows of one request, for one kv head. */
 struct task {
-    int64_t table, start;  /* the request's row in the page table; a tree: committed tokens; a prompt: position of row 0 */
-    int64_t row, count;    /* batch rows */
+    /* `table` is the request's row in the page table. In a tree, `start` is the number of committed tokens; in a
+     * prompt, it is the position of the task's first row.
+     */
+    int64_t table, start;
+    int64_t row, count;    /* the first batch row; the number of rows */
     const int32_t *bits;   /* ancestor bits of the first row; NULL: a prompt, in which row i is at start + i */
     int64_t head;          /* KV head */
-    int64_t begin, end;    /* positions that the rows see, together */
+    int64_t begin, end;    /* each row sees only positions `begin` to `end` - 1 */
     int64_t split, splits; /* this task has part `split` of `splits` of the blocks */
     int64_t partial;       /* if splits > 1: where its partial results begin, in lines */
 };
@@ -48,7 +51,8 @@ struct job {
     struct turns *turns; /* of each thread */
     uint8_t *bad;        /* marks rows whose cells are not finite */
     real *partials;     /* for each line and block: values, highest score, sum */
-    int64_t count, repeat, deep, wide; /* deep, wide: `size` and `value` rounded up to whole lanes */
+    /* Number of tasks; query heads of a KV head; `size` and `value`, rounded up to multiples of LANES. */
+    int64_t count, repeat, deep, wide;
 };
 
 INLINE int64_t up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
@@ -71,8 +75,8 @@ INLINE void widened_to(real *to, const stored *from, int64_t size, int64_t whole
 
 enum { KEY, VALUE };
 
-/* Decodes a key or value of an FP8 cell. In a latent (one part), the rotated key behind the first `value` numbers has
- * its own scale.
+/* Decodes a key or a value of an FP8 cell to `to`. In a latent (one part), the rotated key after the first `value`
+ * numbers has its own scale.
  */
 INLINE void decoded_to(const struct job *j, int which, int64_t slot, int64_t head, real *to)
 {
@@ -87,7 +91,9 @@ INLINE void decoded_to(const struct job *j, int which, int64_t slot, int64_t hea
     decode(to, cell + group * a->size, which == KEY ? a->size : a->value, which == KEY ? j->deep : j->wide, scales[group]);
 }
 
-/* Whether cells can be used in place: stored as `real`, in whole lanes. Otherwise they are copied to that form. */
+/* Returns whether cells can be used in place: they are stored as `real`, and their size is a multiple of LANES. If not,
+ * they are copied to that form.
+ */
 INLINE int in_place(const struct job *j)
 {
     return KIND != 16 && !j->a->coded && j->a->size == j->deep && j->a->value == j->wide;
@@ -147,8 +153,8 @@ static void placed_run(const struct job *j, const struct task *t, int which, int
 
 INLINE int64_t shared_by(const struct task *t) { return t->bits ? t->start : t->end; }
 
-/* While cells `p` to `p` + `n` - 1 are used, prefetches those AHEAD cells later, or at the end of the task those of the
- * next task. So memory always has work, but never more requests at once than it can take.
+/* Prefetches `n` cells while cells `p` to `p` + `n` - 1 are used: the cells AHEAD positions later or, near the end of
+ * the task, the first cells of the next task. So there are always memory requests under way, but never too many.
  */
 INLINE void asked_ahead(const struct job *j, const struct task *t, int which, int64_t p, int64_t n)
 {
@@ -310,9 +316,9 @@ static void placed_window(const struct job *j, const struct task *t, int which, 
         }
 }
 
-/* Computes one block of positions for a task's lines: values [lines, wide], highest and total [lines]; total 0: the
- * line sees nothing in the block. Cells before the window (a prompt: all cells) are scored for all rows together, then
- * each row's ancestors in the window.
+/* Computes one block of positions for a task's lines: values [lines, wide], highest and total [lines]. A line that sees
+ * nothing in the block gets total 0. First the cells that all rows share are scored for all rows together: in a tree
+ * the cells before the window, in a prompt all cells. Then each row's ancestors in the window are scored.
  */
 static void block(const struct job *j, const struct task *t, int64_t number, const real *q, real *values, real *highest,
                   real *total)

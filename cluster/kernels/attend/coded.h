@@ -54,8 +54,8 @@ static void encode(uint8_t *to, const stored *from, int64_t count, uint8_t scale
     for (int64_t i = 0; i < count; i++) to[i] = e4m3_of((float)(get(from + i) * inverse));
 }
 
-/* Decodes `count` numbers, then zeros up to `whole`. An invalid scale byte (above 246), as in memory that was never
- * written, can give infinity or NaN. The factor 256 undoes that of `from_e4m3`.
+/* Decodes `count` numbers, then writes zeros up to `whole`. An invalid scale byte (above 246), as in memory that was
+ * never written, can give infinity or NaN. The factor 256 is needed because `from_e4m3` returns value / 256.
  */
 INLINE void decode(real *to, const uint8_t *from, int64_t count, int64_t whole, uint8_t scale)
 {

@@ -46,9 +46,9 @@ def load_cells(
     """Return numbers `FIRST` to `FIRST + COUNT - 1` of the cells that begin at offsets `cells`, as `[cells, COUNT]`.
 
     A cell has `CELL_SIZE` numbers; beyond these the result is 0. If `UNMASKED`, all cells are read. If not, cells that
-    the mask `cell_mask` excludes give 0. Numbers are plain if `FP8_GROUPS` is 0. If `FP8_GROUPS` is 1, they are FP8
-    codes with one scale, at `scales`, and are decoded to dtype `DTYPE`. If `FP8_GROUPS` is 2, also FP8, but numbers
-    from `SECOND_SCALE_FROM` on use the next scale.
+    the mask `cell_mask` excludes give 0. If `FP8_GROUPS` is 0, the numbers are returned as stored. If `FP8_GROUPS` is
+    1 or 2, they are FP8 codes, which are decoded to dtype `DTYPE`: with 1, a cell has one scale, at `scales`; with 2,
+    numbers from `SECOND_SCALE_FROM` on use the scale after that one.
     """
     offsets = FIRST + tl.arange(0, COUNT)
     pointers = memory + cells[:, None] + offsets[None, :]
@@ -102,10 +102,11 @@ def add_tile(
     UPCAST: tl.constexpr,
     UNMASKED: tl.constexpr,
 ):
-    """Add one tile to an online softmax (highest score m, sum, weighted values). Lines see the cells in the mask
-    `visible`; if `UNMASKED`, they see all cells.
+    """Add one tile to an online softmax; return the new `max_score`, `weight_sum` and `value_sum`. Lines see the cells
+    in the mask `visible`; if `UNMASKED`, they see all cells.
 
-    With m' = max(m, scores): total' = total * 2^(m - m') + sum 2^(s - m'), and sums' likewise with the values.
+    If m is the old and m' the new highest score, `weight_sum` becomes weight_sum * 2^(m - m') + sum of 2^(s - m') over
+    the scores s of the tile. `value_sum` is computed in the same way, with each term times the cell's value.
     """
     # FP8: values have one scale, at `scales + VALUE_SCALES_OFFSET`. FRONT or BACK of a latent has one scale too, unless
     # the boundary `VALUE_DIM` between latent and rotated key is inside it.
@@ -248,20 +249,23 @@ def attend(
     """Attend rows of q `[T, HEADS, HEAD_DIM]` over `memory` `[slots, CELL_SIZE]` -> `out` `[T, HEADS, VALUE_DIM]`. If
     `SPLITS` > 1 or `SKIP_PREFIX`, write partial results to `partials` `[T, HEADS, SPLITS, VALUE_BLOCK + 2]` instead.
 
-    A cell has the keys of all KV heads, then the values, `VALUE_OFFSET` numbers after the keys. In FP8 (`FP8_GROUPS`),
-    `CELL_SIZE` is in bytes, and the scales follow the `SCALES_OFFSET` codes: those of keys, and `VALUE_SCALES_OFFSET`
-    bytes later those of values.
+    A cell has the keys of all KV heads, then their values: the values begin `VALUE_OFFSET` numbers after the keys. In
+    FP8 (`FP8_GROUPS`), `CELL_SIZE` is in bytes, and a cell has `SCALES_OFFSET` codes and then the scales. The scales of
+    values begin `VALUE_SCALES_OFFSET` bytes after the scales of keys.
 
-    Tree: program p has lines of request i = p // blocks. The request's `rows_per_request` rows see the first
-    `starts[i]` positions, and of the `width` slots after these those in `bits`. If `SKIP_PREFIX`, positions before
-    `prefix_lens[i]` are left to another library. Prompts (`IS_PROMPT`): chunk i has the rows from `indptr[i]` on, at
-    positions from `starts[i]` on. There are `chunks` chunks; `MAX_CHUNKS` is a power of two, at least `chunks`. Rows
-    see all positions from 0 on unless `HAS_LOWER_LIMIT`; then `window`, `first` or `prefix_lens` may exclude the first
-    ones.
+    Trees: program p has lines of request i = p // blocks. The request's `rows_per_request` rows see the first
+    `starts[i]` positions. Then come `width` window slots, of which a row sees the slots that are set in its `bits`. If
+    `SKIP_PREFIX`, another library attends the positions before `prefix_lens[i]`.
+
+    Prompts (`IS_PROMPT`): chunk i has the rows from `indptr[i]` on, at positions from `starts[i]` on. There are
+    `chunks` chunks; `MAX_CHUNKS` is a power of two, at least `chunks`.
+
+    If `HAS_LOWER_LIMIT`, `window`, `first` or `prefix_lens` may hide the first positions from a row. If not, rows see
+    all positions from 0 on.
 
     `SCALE` is the softmax scale times log2(e). It is a constant, because a kernel takes a float argument as a float32,
-    which is too coarse in float64. Keys are read in two parts, `FRONT` and `BACK`, as sizes such as 576 are no power of
-    two.
+    which is too coarse for float64 pools. Keys are read in two parts of `FRONT` and `BACK` numbers, because a size such
+    as 576 is not a power of two.
     """
     HEADS_PER_KV_HEAD: tl.constexpr = HEADS // KV_HEADS
     BACK_OR_1: tl.constexpr = BACK if BACK > 0 else 1
@@ -269,14 +273,15 @@ def attend(
     program, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     request, row, chunk_rows, block = program, first_row, rows_per_request, 0
     if IS_PROMPT:
-        # Chunk i has ceil(rows_i * REPEAT / LINES) tasks. Their cumulative sum tells which chunk this task belongs to.
+        # Chunk i has ceil(rows_i * HEADS_PER_KV_HEAD / LINES) programs. The cumulative sum of these numbers tells which
+        # chunk this program belongs to.
         chunk = tl.arange(0, MAX_CHUNKS)
         chunk_begins = tl.load(indptr + chunk, mask=chunk < chunks, other=0).to(tl.int32)
         all_chunk_rows = tl.load(indptr + chunk + 1, mask=chunk < chunks, other=0).to(tl.int32) - chunk_begins
         blocks = tl.cdiv(all_chunk_rows * HEADS_PER_KV_HEAD, LINES)
         program_ends = tl.cumsum(blocks, 0)
         request = tl.sum((program_ends <= program).to(tl.int32), 0)
-        is_own_chunk = chunk == request  # none in a surplus task, which then has no rows
+        is_own_chunk = chunk == request  # all False in a surplus program, which then has no rows
         row = first_row + tl.sum(tl.where(is_own_chunk, chunk_begins, 0), 0)
         chunk_rows = tl.sum(tl.where(is_own_chunk, all_chunk_rows, 0), 0)
         block = program - tl.sum(tl.where(is_own_chunk, program_ends - blocks, 0), 0)
@@ -292,8 +297,8 @@ def attend(
     batch_rows = (row + line_rows).to(tl.int64)
 
     # Lines see positions `first_visible` (0 unless `HAS_LOWER_LIMIT`) to `last_visible`, all below `end`. In a tree,
-    # `last_visible` is a label: the row's position in the sequence, length + its number of bits - 1. Its window slot is
-    # another number.
+    # `last_visible` is the row's position in the sequence (its label): length + the number of its bits - 1. A window
+    # slot j is read at position length + j, which can be higher than the label of the row in that slot.
     last_visible = length + line_rows
     end = tl.max(tl.where(is_line, last_visible, -1), 0) + 1
     ancestors = bits

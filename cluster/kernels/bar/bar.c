@@ -39,8 +39,8 @@ static void part(const void *data, int64_t part, int64_t parts)
 }
 
 /* logits [count, size] at `stride`, masks [count, words] -> out [count, size], of type `real`. Column i is token
- * ids[i], or token i if ids is NULL. `barred` is added to tokens that the mask does not allow; an empty mask makes its
- * row NaN.
+ * ids[i], or token i if ids is NULL. `barred` is added to the logits of tokens that the mask does not allow. If a mask
+ * allows no token, its row becomes NaN.
  */
 void NAMED(aerie_bar)(const stored *logits, const int32_t *masks, const int64_t *ids, void *out, int64_t count, int64_t size,
                       int64_t stride, int64_t words, double barred, int64_t threads)

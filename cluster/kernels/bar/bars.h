@@ -7,8 +7,8 @@ static const whole PLACES[16] __attribute__((aligned(64))) = {
     1, 1 << 1, 1 << 2, 1 << 3, 1 << 4, 1 << 5, 1 << 6, 1 << 7,
     1 << 8, 1 << 9, 1 << 10, 1 << 11, 1 << 12, 1 << 13, 1 << 14, 1 << 15};
 
-/* Sets more[bit], which is added to the logit of a token with that bit: `far` for 0, nothing for 1; NaN if no bit is
- * set.
+/* Sets the numbers that are added to logits: more[0] for a token whose bit is 0, more[1] for a token whose bit is 1.
+ * They are `far` and 0, or both NaN if the mask has no bit set at all.
  */
 INLINE void bars_of(const int32_t *mask, int64_t words, real far, real *more)
 {
@@ -17,7 +17,8 @@ INLINE void bars_of(const int32_t *mask, int64_t words, real far, real *more)
     more[0] = any ? far : (real)NAN, more[1] = any ? 0 : (real)NAN;
 }
 
-/* Masks EACH logits by the lowest bits of `bits`. Most masks allow all of EACH neighbours or none, so these come first.
+/* Masks EACH logits by the lowest bits of `bits`. The two frequent cases are handled first: all of these tokens are
+ * allowed, or none.
  */
 INLINE vec barred(vec logits, uint32_t bits, const real *more)
 {

@@ -2,7 +2,7 @@
  * inputs and of odd inputs in two chains, and adds both to the previous sum; denormal numbers count as zero. A row's
  * bits do not depend on the number of rows in its tile, so even a single row uses a tile.
  *
- * In inline assembly, as assemblers support AMX for longer than compilers.
+ * The instructions are inline assembly, because older compilers do not support AMX, but their assemblers do.
  */
 #pragma once
 #include "vector.h"
@@ -12,17 +12,21 @@
 #define STEP 32 /* inputs of a tile */
 #define BLOCK (SIDE * STEP)
 #define SUMS_HELD 4 /* sums in registers, to hide the latency of products: 2 tiles of rows x 2 panels, or 1 x 4 */
-#define AHEAD 4     /* a panel that only one tile of rows reads is prefetched so many tiles before its use */
+#define AHEAD 4     /* a panel that only one tile of rows reads is prefetched this many tiles before its use */
 
 typedef real sums[SIDE * SIDE];
 
-/* Tile registers: 0 to 3 hold sums, 4 a tile of rows, 6 and 7 tiles of panels, and 5 one of either. */
+/* Tile registers 0 to 3 hold sums, 4 holds a tile of rows, 6 and 7 hold tiles of panels. Register 5 holds a second tile
+ * of rows or a third tile of panels.
+ */
 #define CLEAR(tile) __asm__ volatile("tilezero %%tmm" #tile ::)
 #define LOAD(tile, at) __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile ::"r"(at), "r"((int64_t)64) : "memory")
 #define STORE(tile, at) __asm__ volatile("tilestored %%tmm" #tile ", (%0,%1,1)" ::"r"(at), "r"((int64_t)64) : "memory")
 #define JOIN(sum, rows, panel) __asm__ volatile("tdpbf16ps %%tmm" #panel ", %%tmm" #rows ", %%tmm" #sum ::)
 
-/* Configures tiles of `each` rows, `high` of them at a time; if `high` is 1, register 5 is for panels. */
+/* Configures the tile registers for `high` (1 or 2) tiles of `each` rows at a time. If `high` is 1, register 5 holds a
+ * tile of a panel.
+ */
 INLINE void configure(int64_t each, int high)
 {
     struct {
@@ -51,7 +55,7 @@ struct group {
     const stored *next;         /* the next panels, to be prefetched; NULL: none, or another group prefetches them */
 };
 
-/* Loads STEP inputs of a row; zeros if only `left` are left. */
+/* Loads STEP inputs of a row. If the row has only `left` more inputs, the others are zeros. */
 INLINE __m512i inputs_at(const stored *from, int64_t left)
 {
     __mmask32 there = left >= STEP ? ~(__mmask32)0 : left > 0 ? ((__mmask32)1 << left) - 1 : 0;

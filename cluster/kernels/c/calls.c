@@ -1,8 +1,9 @@
-/* Runs several kernels in one call: if each takes microseconds, a call from Python takes as long as the kernel.
+/* Runs several kernels in one call. A call from Python takes about a microsecond, which is much for a kernel that takes
+ * only a few microseconds.
  *
- * Every kernel takes 64-bit integers and pointers, and at most two doubles. On x86-64 (System V) and AArch64 integers
- * and doubles have separate registers, and the caller cleans the stack. So all kernels can be called with one
- * signature: a kernel finds its arguments in any order of integers and doubles, and ignores surplus ones.
+ * Every kernel takes 64-bit integers and pointers, and at most two doubles. On x86-64 (System V) and AArch64, integers
+ * and doubles are passed in separate registers, and the caller removes its arguments from the stack. So all kernels can
+ * be called with one signature: each kernel finds its integers and its doubles, and ignores surplus arguments.
  */
 #include "calls.h"
 

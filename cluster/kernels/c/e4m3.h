@@ -30,9 +30,9 @@ INLINE integers widened(octets b)
     return to;
 }
 
-/* Decodes FP8 e4m3 to value / 256. Shifted by 7 bits, a code is a half-precision number: its exponent bias is 15
- * instead of 7, hence / 256, and the conversion of halves also handles denormals. Without that instruction, the same
- * with float bits.
+/* Decodes FP8 e4m3 to value / 256. A code that is shifted by 7 bits has the layout of a half-precision number. But the
+ * exponent bias of a half is 15 instead of 7, so the half is value / 256. The instruction that converts halves also
+ * handles denormals. CPUs without that instruction shift the code into the bits of a `real` and multiply by `scale`.
  */
 INLINE numbers from_e4m3(octets b)
 {

@@ -2,7 +2,9 @@
 #pragma once
 #include "vector.h"
 
-/* Writes the sums of EACH columns, plus bias; only `columns` of them if the last panel has fewer. */
+/* Adds the bias, if there is one, to the sums `x` of EACH columns, and writes them. If only `columns` columns, fewer
+ * than EACH, are left in the matrix, writes only these.
+ */
 INLINE void finish(stored *out, const stored *bias, int64_t columns, vec x)
 {
     if (columns >= EACH) {

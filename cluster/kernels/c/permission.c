@@ -5,7 +5,7 @@
 
 enum { REQUEST = 0x1023 /* ARCH_REQ_XCOMP_PERM */, TILES_DATA = 18 };
 
-/* Asks for AMX; returns whether this process may use it: not if the system does not know it or forbids it. */
+/* Asks for AMX. Returns whether this process may use it; 0 if the system does not know AMX or forbids it. */
 int aerie_ask_for_tiles(void) { return syscall(SYS_arch_prctl, REQUEST, TILES_DATA) == 0; }
 #else
 int aerie_ask_for_tiles(void) { return 0; }

@@ -25,8 +25,8 @@ static void make_key(void)
     if (pthread_key_create(&end_of_thread, give_back)) abort();
 }
 
-/* Returns at least `bytes`, aligned to 64, of this thread's memory. It invalidates the result of an earlier call with
- * the same slot.
+/* Returns memory of this thread, of at least `bytes` bytes, aligned to 64 bytes. The memory that an earlier call with
+ * the same `slot` returned must not be used any more.
  */
 void *aerie_scratch(int slot, size_t bytes)
 {

@@ -29,7 +29,7 @@ void aerie_spread(part_of run, const void *job, int64_t parts)
 {
     struct spread all = {run, job, parts};
     if (parts > 1 && fork_threads)
-        fork_threads(one, &all, 0, 0); /* the whole team: for a smaller one, GNU's runtime would end threads */
+        fork_threads(one, &all, 0, 0); /* 0: all threads; to run fewer, GNU's runtime would end some of its threads */
     else
         for (int64_t part = 0; part < parts; part++) run(job, part, parts);
 }

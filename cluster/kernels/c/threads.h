@@ -1,5 +1,5 @@
-/* Runs the parts of a job on torch's threads, by torch's OpenMP runtime: a second pool of spinning threads would
- * compete.
+/* Runs the parts of a job on torch's threads, by torch's OpenMP runtime. A second pool of threads, which spin while
+ * they wait, would compete with torch's threads for the cores.
  */
 #pragma once
 #include <stdint.h>

@@ -1,9 +1,9 @@
 /* One turn of a product: sum += entry * factor. An entry is TURN inputs of a row; a factor is the weights of these
  * inputs in EACH columns.
  *
- * A turn has one input, with a fused multiply-add if the target has one. With AVX512-BF16 (vdpbf16ps) it has two
- * inputs: both products are exact and added one after the other; denormal numbers count as zero. `left` is the number
- * of inputs left; if only one is left, the other half of entry and factor is zero.
+ * Usually a turn has one input, and uses a fused multiply-add if the target supports it. With AVX512-BF16 (vdpbf16ps) a
+ * turn has two inputs: both products are exact, and are added one after the other; denormal numbers count as zero.
+ * `left` is the number of inputs that the row still has. If it is 1, the second half of entry and factor is zero.
  */
 #pragma once
 #include "vector.h"
@@ -14,7 +14,9 @@
 typedef uint32_t entry; /* the first input is in the lower half */
 typedef __m512i factor;
 
-/* Interleaves the weights of two inputs, which lie one after the other, column by column. */
+/* Interleaves the weights of two inputs: `both` has all weights of the first input and then those of the second; the
+ * result has the two weights of each column side by side.
+ */
 INLINE factor side_by_side(__m512i both)
 {
     static const uint16_t order[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
@@ -29,7 +31,8 @@ INLINE factor factor_of(const stored *at, int64_t left)
 
 INLINE entry entry_of(const stored *at, int64_t left) { return at[0] | (left > 1 ? (entry)at[1] << 16 : 0); }
 
-/* Inline assembly, since the compiler treats its intrinsic as one that may write memory, and stores all sums each turn.
+/* Inline assembly, because the compiler assumes that the intrinsic may write memory, and so would store all sums in
+ * each turn.
  */
 INLINE vec joined(vec sum, entry x, factor weight)
 {

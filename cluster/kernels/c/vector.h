@@ -100,7 +100,7 @@ INLINE real get(const stored *from) { return *from; }
 INLINE void put(stored *to, real x) { *to = x; }
 #endif
 
-/* 16 bytes: the width to which a sum is folded before its last steps. */
+/* A sum is first folded to this vector of 16 bytes; the last steps add its numbers. */
 typedef real few __attribute__((vector_size(16)));
 #if BYTES == 64
 typedef real half __attribute__((vector_size(32)));
@@ -137,7 +137,7 @@ INLINE real summed(lanes x)
 #endif
 }
 
-/* Returns the sums of SUMS sets of lanes in 16 bytes, each with the bits of `summed`. */
+/* Returns the sums of the lanes of x[0] to x[SUMS - 1], bit for bit as `summed` computes each of them. */
 #if KIND == 64
 #define SUMS 2
 INLINE few all_summed(const lanes *x)
@@ -158,9 +158,9 @@ INLINE few all_summed(const lanes *x)
 
 #if BYTES == 64 && KIND != 64
 #define DENSE 1
-/* Returns the sums of four lines times four cells in lanes [line][cell], each with the bits of `summed`. It adds the
- * halves of two sums at once, then the quarters of four, and so on: folding each alone takes longer than the products
- * themselves.
+/* Returns 16 sums, of four lines times four cells, as [line][cell], bit for bit as `summed` computes each of them. It
+ * adds the halves of two sums at once, then the quarters of four, and so on. To fold each sum alone would take longer
+ * than to compute the products.
  */
 INLINE vec sixteen_summed(const vec x[4][4])
 {

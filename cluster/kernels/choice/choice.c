@@ -5,14 +5,15 @@
  */
 #include "scores.h"
 
-/* The results: the best tokens and their scores; the best and their log-probabilities; scores, and their log-sum-exp.
+/* What a call returns. BEST: the best tokens and their scores. LIKELIEST: the best tokens and their log-probabilities.
+ * FOUND: the best tokens, their scores, and the log-sum-exp of all scores of the row.
  */
 enum { BEST, LIKELIEST, FOUND };
 
 #define SEVERAL 4  /* vectors whose bounds are tested together */
 #define BLOCK 2048 /* tokens of a row that are summed together */
 
-/* The best tokens of a row up to some column, highest score first; of equal scores, the lower column first. */
+/* The best tokens of the columns read so far, the highest score first; of equal scores, the lower column first. */
 struct best {
     real score[MOST];
     int64_t column[MOST], held, count;
@@ -27,7 +28,7 @@ INLINE void take(struct best *b, real score, int64_t column)
     b->score[at] = score, b->column[at] = column;
 }
 
-/* Whether some score, or upper bound of a score, could be among the best; NaN could. */
+/* Returns whether one of the numbers `x` (scores, or upper bounds of scores) may be among the best. NaN may be. */
 INLINE int matters(const struct best *b, vec x)
 {
     return b->held < b->count || some(~(x <= b->score[b->count - 1]));

@@ -60,7 +60,9 @@ def number_of_sort_key(sort_keys, ACC_DTYPE: tl.constexpr):
 
 @triton.jit
 def to_unsigned(sort_keys):
-    """Return the integers of `sort_key` as unsigned ones in the same order, so that a search bit by bit starts at 0."""
+    """Return the integers of `sort_key` as unsigned integers in the same order. So a search that fixes one bit after
+    the other can start at 0.
+    """
     KIND: tl.constexpr = tl.uint64 if sort_keys.dtype == tl.int64 else tl.uint32
     return sort_keys.to(KIND, bitcast=True) ^ (tl.full([], 1, KIND) << (KIND.primitive_bitwidth - 1))
 
@@ -213,8 +215,8 @@ class KeysAlongArguments(NamedTuple):
 
 @triton.jit
 def keys_along(seeds, first_positions, keys, stride, count, BLOCK: tl.constexpr):
-    """Write the `keys` `[B, count]` of positions `first_positions` `[B]` and the next ones, for `seeds` `[B]` at
-    `stride`.
+    """Write the noise keys of `count` positions per request to `keys` `[B, count]`. The positions of a request begin at
+    its entry of `first_positions` `[B]`. `seeds` `[B]` has the stride `stride`.
 
     key(seed, position) = mix(mix(seed + golden) + position * golden): one SplitMix64 generator for each seed.
     """

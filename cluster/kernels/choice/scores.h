@@ -15,7 +15,7 @@
 struct aerie_choice {
     const stored *logits;   /* [requests * each, size] */
     const int64_t *keys;    /* [requests, positions]; NULL: no noise, and scores are masked logits */
-    const int64_t *which;   /* [requests, each]: the position at which a row draws; NULL: row i at i * `position` */
+    const int64_t *which;   /* [requests, each]: index of each row's key; NULL: row i of a request: i * `position` */
     const uint32_t *hashes; /* [size], the hash of each token */
     const real *inverse, *scale;
     const real *least;    /* [requests * each], the filters' threshold of tempered logits; NULL: no filters */
@@ -129,8 +129,8 @@ INLINE vec exponential_draw(vec u)
 
 INLINE vec gumbel(vec u) { return -logarithm(exponential_draw(u)); }
 
-/* An upper bound of `gumbel(u)`, and close to it: -log(u), by linear interpolation of log2 between powers of two, which
- * is exponent and mantissa of u read as one integer.
+/* Returns an upper bound of `gumbel(u)` that is close to it: -log(u), where log2 is interpolated linearly between
+ * powers of two. The bits of u (exponent and mantissa), read as one integer, are this interpolation.
  */
 INLINE vec gumbel_at_most(vec u)
 {
@@ -150,7 +150,7 @@ INLINE vec tempered(const struct row *row, vec logits, int64_t at)
     return chosen_of(x < row->least, x - FAR, x);
 }
 
-/* Whether masked-out tokens weigh nothing: `exponential(score - most)` is exactly 0 for them. */
+/* Returns whether the row has a mask and `exponential(score - most)` is exactly 0 for all tokens that it masks out. */
 INLINE int barred_weigh_nothing(const struct row *row, real most)
 {
     return row->mask && row->more[0] * row->inverse - most < -(real)10000;

@@ -8,7 +8,7 @@
 #define TALL (BLOCK * 8) /* rows for which a code is unpacked once */
 #define AHEAD 256 /* turns (a multiple of a step's) whose factors stay in the L1 cache */
 
-/* Unpacks the factors [turns][np] of up to AHEAD turns of a group that has `inputs` inputs left. */
+/* Unpacks the next turns of a group to factors [turns][np]: at most AHEAD turns. The group has `inputs` more inputs. */
 INLINE void ready_of(int kind, const uint8_t *codes, int64_t panel, const origin *less, int64_t inputs, int np, factor *to)
 {
     for (int64_t done = 0; done < AHEAD && inputs > 0; done += turns_of(kind), inputs -= inputs_of(kind)) {
@@ -21,7 +21,9 @@ INLINE void ready_of(int kind, const uint8_t *codes, int64_t panel, const origin
     }
 }
 
-/* Some turns of a group: whether they begin and end the group, and the `scale` of each panel. */
+/* Some turns of a group. `begins` and `ends` say whether they are the first and the last turns of the group; `scale`
+ * has the group's scales for each panel.
+ */
 struct stretch {
     const factor *ready;
     int64_t turns;

@@ -4,7 +4,8 @@
 INLINE int inputs_of(int kind) { return kind == INT4 ? 8 : 2; }
 
 typedef struct {
-    __m512i low, high; /* INT8 and ZEROED8: one input each; others: both in `low`, for E4M3 interleaved */
+    /* INT8 and ZEROED8 have one input in each. Other kinds use `low` only; in E4M3, its two inputs are interleaved. */
+    __m512i low, high;
 } step;
 
 /* The zeros of a group's codes. */

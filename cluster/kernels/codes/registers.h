@@ -74,8 +74,8 @@ INLINE void sized(const struct job *j, const struct tile *t, int kind, int mr, i
     }
 }
 
-/* Panels of a tile of `mr` rows. Few rows need several panels to hide the latency of products; INT4 has fewer, as its
- * words take registers too.
+/* Returns how many panels a tile of `mr` rows has. A tile of few rows needs several panels to hide the latency of
+ * products. With short registers, a tile of INT4 has fewer panels, because the words of codes take registers too.
  */
 INLINE int panels_of(int kind, int mr)
 {

@@ -24,8 +24,9 @@ INLINE octets twice_fp4(octets code)
 #endif
 }
 
-/* INT4 without shifts: the four bits at place i of a word, OR-ed into the float 2^(FRACTION - 4 i), whose mantissa has
- * units there, give that float + code. Subtracting float + zero, exactly, leaves code - zero.
+/* INT4 is decoded without shifts. In the float F = 2^(FRACTION - 4 i), the mantissa bits at place i of a word (four
+ * bits) count units. So F with the four bits of the code OR-ed in is F + code. Subtracting F + zero, which is exact,
+ * leaves code - zero.
  */
 #define PLACES 4
 #if KIND == 64

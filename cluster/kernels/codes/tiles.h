@@ -1,6 +1,6 @@
 /* Products of quantised weights by AMX tiles (see c/amx.h): codes are unpacked once for all rows. The sums of a group,
- * and the totals of all groups so far, are kept in memory. A group takes whole tiles; the last one is filled with
- * zeros.
+ * and the totals of all groups so far, are kept in memory. Each group begins a new tile, and its last tile is filled up
+ * with zeros.
  */
 #pragma once
 #include "../c/amx.h"
@@ -9,10 +9,12 @@
 #define CHUNK 8  /* unpacked tiles of a panel that stay in the L1 cache */
 #define TURNS_OF_TILE (STEP / TURN)
 
-/* Panels and rows that are computed together, and where the first sum goes. */
+/* Panels and rows that are computed together; `out` is where the sum of the first row and column goes. */
 struct strip {
     const entry *rows; /* each tile of rows is [groups][tiles of a group][each][TURNS_OF_TILE] */
-    int64_t tall, each, tiles, high, steps; /* rows, rows a tile, tiles of rows, those at a time, tiles of a group */
+    /* All rows; rows of a tile; tiles of rows; tiles of rows computed at a time; tiles of inputs of a group of codes.
+     */
+    int64_t tall, each, tiles, high, steps;
     int64_t panel;                          /* the first panel, counted over all experts */
     const stored *bias;
     stored *out;

@@ -2,9 +2,9 @@
  * LANES bytes for two inputs, the first in the low halves; INT4: LANES words for eight inputs, the first in the lowest
  * bits.
  *
- * A step is what is read of a panel at once. It has one or more turns, each of TURN inputs (see turn.h). The pairs of
- * an INT4 step are inputs 0 and 4, 1 and 5, and so on. If the last step has too many inputs, the rows have zeros for
- * them.
+ * A step is the part of a panel that is read at once. It has one or more turns, each of TURN inputs (see turn.h). If a
+ * turn has two inputs, the turns of an INT4 step have inputs 0 and 4, 1 and 5, and so on. If the last step has more
+ * inputs than the matrix, the entries of the rows are zero for the surplus inputs.
  */
 #pragma once
 #include "../c/e4m3.h"

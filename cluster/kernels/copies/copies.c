@@ -1,4 +1,5 @@
-/* Copies of rows, on the calling thread, as those of a step are few and short. Sizes and strides are in bytes.
+/* Copies of rows. They run on the calling thread, because a step copies only few and short rows. Sizes and strides are
+ * in bytes.
  *
  * Ids [count] have 64 bits if `wide`, else 32. Rows that a table does not have are skipped and counted, for
  * `aerie_calls`.
@@ -41,15 +42,15 @@ void NAMED(aerie_scatter)(char *table, const void *ids, const char *given, int64
     }
 }
 
-/* given [count, size] at a stride -> out [count, size] at another. */
+/* given [count, size], rows at `given_stride` -> out [count, size], rows at `out_stride`. */
 void NAMED(aerie_place)(const char *given, char *out, int64_t count, int64_t size, int64_t given_stride, int64_t out_stride)
 {
     for (int64_t i = 0; i < count; i++) memcpy(out + i * out_stride, given + i * given_stride, (size_t)size);
 }
 
 /* table at strides -> out [rows, columns], numbers of `size` bytes: out[r][c] = table[row id][column id]. The 64-bit
- * ids lie at strides, which are 0 for broadcast ids; NULL row_ids: the row itself. With `wraps`, negative ids count
- * from the end.
+ * ids lie at strides, which are 0 for broadcast ids. If row_ids is NULL, the row id is r. With `wraps`, negative ids
+ * count from the end.
  */
 struct aerie_cells {
     const char *table;

@@ -84,9 +84,10 @@ def combine(
     EXPERTS_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute `out` `[T, size]`: for each row, the sum of weights * (made + bias) over the row's `EXPERTS_PER_ROW`
-    places, in ascending order. `expert_outputs` `[num_choices, size]` has an entry per place, `weights` are `[T,
-    EXPERTS_PER_ROW]`. `bias` `[E, size]` has an entry per expert, and is used only if `HAS_BIAS`.
+    """Write to `out` `[T, size]`, for each row, the sum of weight * (expert output + bias) over the row's
+    `EXPERTS_PER_ROW` places, in ascending order of places. `expert_outputs` `[num_choices, size]` has one row per
+    place; `weights` are `[T, EXPERTS_PER_ROW]`. `bias` `[E, size]` has one row per expert; without `HAS_BIAS` it is not
+    read.
     """
     row, slot = tl.program_id(0).to(tl.int64), tl.arange(0, EXPERTS_BLOCK)
     offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -22,8 +22,8 @@ def load_tempered(logits, inverse_temperature, offsets, mask, ACC_DTYPE: tl.cons
 
 @triton.jit
 def integer_mass(scores, max_score, top_k_threshold, MASS: tl.constexpr, USE_LIBDEVICE: tl.constexpr):
-    """Return the integer mass floor(MASS * exp(score - max_score)) of tempered logits; 0 below `top_k_threshold`, the
-    top_k threshold.
+    """Return the integer mass floor(MASS * exp(score - max_score)) of each tempered logit `score`; 0 if the score is
+    below `top_k_threshold`.
     """
     if USE_LIBDEVICE:
         probability = libdevice.exp(scores - max_score)
@@ -162,6 +162,7 @@ def threshold(
                 BLOCK,
             )
             lower_bound = tl.maximum(lower_bound, top_p_threshold)
-        # min_p: x >= top + log(min_p). The top token always stays.
+        # min_p keeps the scores that are at least max_score + log(min_p). The token with the highest score always
+        # stays.
         lower_bound = tl.minimum(tl.maximum(lower_bound, max_score + tl.load(log_min_p + row).to(ACC_DTYPE)), max_score)
     tl.store(thresholds + row, tl.where(is_finite, lower_bound, float("nan")))

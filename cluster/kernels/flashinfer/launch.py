@@ -46,12 +46,14 @@ class KernelMemory(NamedTuple):
 
 
 def paged_launch(wrapper: Any) -> dict[str, Any]:
-    """Return all attributes that `run` reads of the wrapper for keys and values, under its current plan."""
+    """Return the current values of all attributes of `wrapper` (for keys and values) that `run` reads, by name."""
     return {name: _comparable(getattr(wrapper, name)) for name in PAGED}
 
 
 def latent_launch(wrapper: Any) -> dict[str, Any]:
-    """Return all attributes that `run` reads of the wrapper for latents and of its `_planned_backend`."""
+    """Return the current values of all attributes of `wrapper` (for latents) and of its `_planned_backend` that `run`
+    reads, by name.
+    """
     backend = wrapper._planned_backend
     wrapper_attributes = {name: _comparable(getattr(wrapper, name)) for name in LATENT}
     return (

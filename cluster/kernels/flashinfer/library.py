@@ -17,14 +17,17 @@ from cluster.arch import LayerGeometry
 
 VERSION = "0.7.2.post1"
 MAX_LINES = 4_000_000
-"""The most rows times query heads of one plan, whose work list has room for 131,072 blocks of 64."""
+"""The most lines of one plan. A line is one query head of one row. A plan's work list has room for 131,072 blocks of 64
+lines.
+"""
 MAX_LATENT_LINES = 900_000
-"""The same limit for latents, where the work list has room for 16,384 blocks."""
+"""The same limit for latents, whose work list has room for 16,384 blocks."""
 
 
 class Share(NamedTuple):
-    """What FlashInfer computes of a layer's attention: if `trees`, the committed tokens of trees; if `texts`, prompts
-    entirely. `reason` is the reason why it does not compute both, empty if it does.
+    """The part of a layer's attention that FlashInfer computes. If `trees` is True, it computes the attention of tree
+    rows to committed tokens. If `texts` is True, it computes all attention of prompt rows. `reason` says why it does
+    not compute both; it is empty if it does.
     """
 
     trees: bool
@@ -34,9 +37,10 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FlashInfer:
-    """FlashInfer's wrapper classes for keys and values (`paged`) and for latents (`latent`), and `make_metadata`, which
-    makes the metadata of `latent`. `variant` is the kernel family, fa2 or fa3. FlashInfer is used for the `head_sizes`
-    and `latent_sizes` (value size, size of the rest) only.
+    """FlashInfer's wrapper classes for keys and values (`paged`) and for latents (`latent`). `make_metadata` creates
+    the metadata that a plan of `latent` takes. `variant` is the kernel family, fa2 or fa3. FlashInfer is used only for
+    layers whose head size is in `head_sizes`, or whose latent is in `latent_sizes`: pairs (size of the value, size of
+    the rotated key).
     """
 
     paged: Callable[..., Any]

@@ -22,7 +22,7 @@ class JoinArguments(NamedTuple):
     rows_per_request: int
 
 
-@triton.jit(do_not_specialize=["each"])
+@triton.jit(do_not_specialize=["rows_per_request"])
 def join(
     partials,
     nonfinite_rows,
@@ -41,16 +41,18 @@ def join(
     VALUE_BLOCK: tl.constexpr,
     ACC_DTYPE: tl.constexpr,
 ):
-    """Merge the `partials` of each line `[T, HEADS, SPLITS, VALUE_BLOCK + 2]` (values, highest score times log2(e),
-    sum) into `out`, `SPLITS_AT_ONCE` splits at a time. `SPLITS` and `SPLITS_AT_ONCE` are powers of two, but `SPLITS` is
-    0 without partials.
+    """Merge the splits of each line into `out` `[T, HEADS, VALUE_DIM]`. For each split of a line, `partials`
+    `[T, HEADS, SPLITS, VALUE_BLOCK + 2]` has the weighted sum of values, the highest score (times log2(e)) and the sum
+    of weights. The kernel reads `SPLITS_AT_ONCE` splits at a time. Both numbers of splits are powers of two, but
+    `SPLITS` is 0 if there are no partials.
 
     If `HAS_PREFIX`, also merge the attention of other positions: `prefix_out` `[T, HEADS, VALUE_DIM]` and its
     log-sum-exps to base 2, `prefix_lse` `[T, HEADS]`. If `prefix_lens` is given, do so only for requests whose entry of
     `prefix_lens` is not 0; a request has `rows_per_request` rows.
 
-    out = sum_i 2^(m_i - m) values_i / sum_i 2^(m_i - m) total_i over the parts i, with m = max m_i. For `prefix_out`,
-    values are normalised: m_i = lse and total_i = 1. A sink adds 2^(sink - m) to the denominator.
+    out = sum_i 2^(m_i - m) values_i / sum_i 2^(m_i - m) weights_i over the splits i, where m_i is the highest score of
+    split i, weights_i its sum of weights, and m = max m_i. `prefix_out` is one more term, already normalised: m_i = lse
+    and weights_i = 1. A sink adds 2^(sink - m) to the denominator.
     """
     row, head, value_offsets = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, VALUE_BLOCK)
     line = row * HEADS + head
@@ -107,7 +109,7 @@ class ListPagesArguments(NamedTuple):
     pages_per_request: int
 
 
-@triton.jit(do_not_specialize=["pages_each"])
+@triton.jit(do_not_specialize=["pages_per_request"])
 def list_pages(pages, table_rows, indptr, page_list, pages_per_request, BLOCK: tl.constexpr):
     """Copy the first `indptr[i + 1] - indptr[i]` pages of table row `table_rows[i]` to `page_list`, request after
     request.

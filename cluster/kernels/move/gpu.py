@@ -28,8 +28,8 @@ def move(
     SLOT_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """In each layer of `memory` `[layers, slots, CELL_SIZE]`, copy slot `source[r, i]` to `destination[r, i]`, `[R,
-    slots_per_row]`.
+    """In each layer of `memory` `[layers, slots, CELL_SIZE]`, copy slot `source[r, i]` to slot `destination[r, i]`.
+    `source` and `destination` are `[R, slots_per_row]`.
 
     One program handles all slots of a row, and reads them all before it writes. Slots of different rows are disjoint.
     """

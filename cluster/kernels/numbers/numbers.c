@@ -1,7 +1,7 @@
 /* Arithmetic on a few numbers, on the calling thread: lengths, positions, counts and the like of a step's requests.
  *
- * Integers are computed in 64 bits. Floats are computed in double: rounded to float, sums, differences and products are
- * the same as if computed in float.
+ * Integers are computed in 64 bits. Floats are computed in double; if the output is float, the result is rounded.
+ * For sums, differences and products this gives the same result as a computation in float.
  */
 #include "../c/vector.h"
 
@@ -37,7 +37,7 @@ INLINE double float_at(const char *from, int64_t kind)
     return kind == F64 ? *(const double *)from : kind == F32 ? *(const float *)from : (double)whole_at(from, kind);
 }
 
-/* The quotient rounded down, for which the remainder has the divisor's sign, as in Python. Division by zero gives 0. */
+/* Returns a / b rounded down, so that the remainder has the sign of b, as in Python. Division by zero gives 0. */
 INLINE int64_t quotient(int64_t a, int64_t b)
 {
     return b ? a / b - (a % b != 0 && (a % b < 0) != (b < 0)) : 0;

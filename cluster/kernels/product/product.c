@@ -6,7 +6,7 @@
 #include "../c/scratch.h"
 #include "../c/threads.h"
 
-#define BROAD 256 /* panels with unfinished sums at once; bounds the memory of these sums */
+#define BROAD 256 /* the most panels that have unfinished sums at a time; it limits the memory of these sums */
 
 struct job {
     const stored *rows, *panels, *bias;
@@ -38,9 +38,9 @@ static void part(const void *data, int64_t part, int64_t parts)
     }
 }
 
-/* With many rows, a thread has some of the rows, the same ones in all kernels of a layer (norms and activations too).
- * So a core reads what it wrote itself, not what another core wrote, which may share no cache with it. With few rows, a
- * thread has some of the columns.
+/* With many rows, each thread computes some of the rows, and these are the same rows in all kernels of a layer (also in
+ * norms and activations). So a core reads what it wrote itself, not what a core wrote with which it may share no cache.
+ * With few rows, each thread computes some of the columns.
  *
  * rows [m, k], panels [experts, ceil(n / LANES), k, LANES], bias [experts, n] or NULL, ends [experts] or NULL.
  */

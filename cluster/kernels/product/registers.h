@@ -1,4 +1,6 @@
-/* Products with all sums of a tile in registers: all rows of a tile use a panel's numbers from one register. */
+/* Products with all sums of a tile in registers. The numbers of a panel are loaded to a register once for all rows of
+ * the tile.
+ */
 #pragma once
 #include "../c/turn.h"
 
@@ -11,7 +13,7 @@
 #define DEEP (512 * TURN) /* inputs at once if there are several tiles of rows: a panel then stays in the L1 cache */
 #define TALL (MOST * 8 * TURN)
 #define BAND 48 /* rows from which a thread computes all columns of its rows */
-#define AHEAD 32 /* a panel that only one tile of rows reads is prefetched so many turns before its use */
+#define AHEAD 32 /* a panel that only one tile of rows reads is prefetched this many turns before its use */
 
 struct tile {
     const entry *rows; /* [turns of k][mr] */
@@ -99,7 +101,9 @@ static const factor *readied(const stored *panels, int64_t panel, int np, int64_
 }
 #endif
 
-/* Panels of a tile of `mr` rows: few rows need several panels, to hide the latency of products. */
+/* Returns how many panels a tile of `mr` rows has. A tile of few rows needs several panels to hide the latency of
+ * products.
+ */
 INLINE int panels_of(int mr)
 {
 #if BYTES == 64
@@ -109,8 +113,9 @@ INLINE int panels_of(int mr)
 #endif
 }
 
-/* Packs the rows of a tile, at `stride` numbers, with the entries of one turn adjacent: [turns][mr]. It transposes
- * blocks of 4 rows and 4 turns if there are as many; the last block may overlap the one before.
+/* Packs the `mr` rows of a tile, which are `stride` numbers apart, so that the entries of one turn are adjacent:
+ * [turns][mr]. If there are at least 4 rows, it transposes blocks of 4 rows and 4 turns; the last block of rows may
+ * overlap the one before.
  */
 INLINE void packed_tile(const stored *rows, int64_t stride, int64_t mr, int64_t deep, entry *to)
 {

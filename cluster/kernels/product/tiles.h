@@ -9,7 +9,8 @@
 #define TALL 256  /* rows for which a panel is read from memory once */
 #define BAND 128  /* rows from which a thread computes all columns of its rows */
 
-/* Packs `deep` inputs of rows [m][k], from column `begin` on, in tiles [steps][each][STEP], the last filled with zeros.
+/* Packs `deep` inputs of rows [m][k], from column `begin` on, in tiles [steps][each][STEP]. Rows and inputs that are
+ * missing in the last tile are zeros.
  */
 static void packed(const struct job *j, const stored *rows, int64_t m, int64_t each, int64_t begin, int64_t deep, stored *to)
 {

@@ -34,9 +34,10 @@ static void part(const void *data, int64_t part, int64_t parts)
     }
 }
 
-/* packed [count, heads + kv_heads, size], rows at `stride`, heads `apart` numbers apart: queries, then keys. The first
- * `turned` numbers of each head are rotated by cosine and signed sine [count, turned]: low cos + high sin, high cos +
- * low sin. Before that, heads are normed with the scales [size], unless these are NULL.
+/* packed [count, heads + kv_heads, size] has the queries, then the keys. Its rows are `stride` numbers apart, its heads
+ * `apart` numbers. The first `turned` numbers of each head are rotated by cosine and sine [count, turned]: the low half
+ * becomes low cos + high sin, the high half high cos + low sin; the sines of the low half are negated. Before that,
+ * heads are normed with q_scale and k_scale [size], unless these are NULL.
  */
 void NAMED(aerie_rotary)(stored *packed, const stored *cosine, const stored *sine, const void *q_scale,
                          const void *k_scale, int64_t count, int64_t stride, int64_t apart, int64_t heads, int64_t kv_heads,

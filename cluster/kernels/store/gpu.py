@@ -69,8 +69,8 @@ def store_group(
     values = tl.load(kv + group_start + offsets, mask=mask, other=0.0).to(ACC_DTYPE)
     values = tl.where(is_nonfinite != 0, 0.0, values)
     max_abs = tl.max(tl.abs(values), 0)
-    # exponent - 127 is the least k with most <= 1.75 * 2^k: adding a quarter of the mantissa's range, less one, carries
-    # into the exponent if the mantissa is above 1.75. 1.75 * 2^k = 448 * 2^(k - 8), so the scale is 2^(k - 8).
+    # exponent - 127 is the least k with max_abs <= 1.75 * 2^k: adding a quarter of the mantissa's range, less one,
+    # carries into the exponent if the mantissa is above 1.75. 1.75 * 2^k = 448 * 2^(k - 8), so the scale is 2^(k - 8).
     if tl.float64 == ACC_DTYPE:
         exponent = ((max_abs.to(tl.int64, bitcast=True) + ((1 << 50) - 1)) >> 52).to(tl.int32) - 1023 + 127
     else:
@@ -109,8 +109,9 @@ def store_coded(
     CELL_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """As `store`, in FP8: a cell of `CELL_BYTES` bytes has `GROUPS` groups of `GROUP_SIZE` numbers and, if `REST_SIZE`
-    is not 0, one group of `REST_SIZE` numbers. A cell with a magnitude above `max_abs` counts as not finite.
+    """Do what `store` does, but store cells in FP8. A cell has `GROUPS` groups of `GROUP_SIZE` numbers. If `REST_SIZE`
+    is not 0, one more group of `REST_SIZE` numbers follows. A stored cell takes `CELL_BYTES` bytes. A cell with a
+    magnitude above `max_abs` counts as not finite.
     """
     row, offsets = tl.program_id(0).to(tl.int64), tl.arange(0, CELL_BLOCK)
     kv += row * kv_stride

@@ -57,9 +57,10 @@ def level(
 
     `proposed` and `logprobs` `[R, TOPK, TOPK]` are tokens and log-probabilities; in the first level (`FIRST`), which
     follows the root, they are `[R, TOPK]`. `row_scores` and `row_numbers` `[R, TOPK]` are the rows' cumulative scores
-    and candidate numbers. Writes the candidates' `tokens`, `scores`, `parents` `[R, num_candidates]`. For the `TOPK`
-    best candidates of the level, also writes token, parent row, score and number; in the first level all candidates are
-    written, in order.
+    and candidate numbers. Writes the candidates' `tokens`, `scores`, `parents` `[R, num_candidates]`. The `TOPK` best
+    candidates of the level are the rows of the next level. The kernel writes their tokens, parent rows, scores and
+    candidate numbers to `next_token`, `next_parent`, `next_score` and `next_number`, `[R, TOPK]`. In the first level
+    these are all candidates, in order.
 
     score = score of the row + clamp(log-probability, FLOOR, 0) - DECAY. NaN counts as FLOOR. DECAY makes a child score
     below its parent, so that a tree which keeps a node keeps its parent too.
@@ -132,10 +133,10 @@ def keep(
     BITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Keep the root and the `num_kept` best of the candidates `tokens`, `scores`, `parents` `[R, num_candidates]`, in
-    their order.
+    """Keep the root and the `num_kept` candidates with the best scores, in ascending order of their numbers. `tokens`,
+    `scores` and `parents` of the candidates are `[R, num_candidates]`.
 
-    Writes tokens, parents and depths of these nodes, `[R, nodes]`. The lowest kept score is found bit by bit (radix
+    Writes tokens, parents and depths of the kept nodes, `[R, nodes]`. The lowest kept score is found bit by bit (radix
     select).
     """
     request, offsets = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
@@ -147,7 +148,8 @@ def keep(
         trial = threshold | bit
         bit = bit >> 1
         threshold = tl.where(tl.sum((mask & (score_keys >= trial)).to(tl.int32), 0) >= num_kept, trial, threshold)
-    # All candidates above the threshold stay, and of those equal to it the first ones, up to `num_kept`.
+    # All candidates above the threshold are kept. The other places, up to `num_kept`, go to the first candidates whose
+    # score equals the threshold.
     above, equal = mask & (score_keys > threshold), mask & (score_keys == threshold)
     num_ties = num_kept - tl.sum(above.to(tl.int32), 0)
     is_kept = above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= num_ties))

@@ -1,6 +1,8 @@
 """The argument tuple of each Triton kernel has the names of the kernel's parameters, in the same order."""
 
+import ast
 import importlib
+import inspect
 import pkgutil
 from inspect import Parameter, signature
 from typing import Any
@@ -40,3 +42,24 @@ def test_argument_tuple_fields_match_kernel_parameters_in_order(name: str) -> No
     kernel, arguments = PAIRS[name]
     parameters = signature(kernel.fn).parameters.items()
     assert arguments._fields == tuple(name for name, parameter in parameters if parameter.annotation is Parameter.empty)
+
+
+def test_do_not_specialize_lists_only_parameters_of_its_kernel() -> None:
+    """Triton ignores other names: it would compile the kernel again for values that change from step to step."""
+    listed_names = 0
+    for module in {inspect.getmodule(arguments) for _, arguments in PAIRS.values()}:
+        for function in ast.parse(inspect.getsource(module)).body:
+            if not isinstance(function, ast.FunctionDef):
+                continue
+            for option in [
+                option
+                for decorator in function.decorator_list
+                if isinstance(decorator, ast.Call)
+                for option in decorator.keywords
+                if option.arg == "do_not_specialize"
+            ]:
+                value = option.value
+                names = getattr(module, value.id) if isinstance(value, ast.Name) else ast.literal_eval(value)
+                listed_names += len(names)
+                assert set(names) <= {parameter.arg for parameter in function.args.args}, function.name
+    assert listed_names > 0
