@@ -104,8 +104,9 @@ def _verdict_without_reports(evidence: Sequence[RankEvidence], limit_s: float) -
 
 
 def _verdict_on_progress(evidence: Sequence[RankEvidence], limit_s: float) -> Verdict | None:
-    """Return the verdict on ranks that answer heartbeats, or None if these ranks are healthy. Either a rank that does
-    not wait makes no progress, or all ranks wait for each other.
+    """Return the verdict on ranks that answer heartbeats, or None if these ranks are healthy. They are unhealthy in
+    three cases: a rank that does not wait makes no progress; a rank is in an endless loop; all ranks wait for each
+    other.
     """
     heartbeats = [
         (rank_evidence.heartbeat.step, rank, rank_evidence.heartbeat)
@@ -141,15 +142,15 @@ def _verdict_on_progress(evidence: Sequence[RankEvidence], limit_s: float) -> Ve
         return None
     sleeping = [
         entry for entry in heartbeats if not entry[2].busy
-    ]  # its peers called `wake_ranks`, but it did not wake
+    ]  # ranks that did not wake although another rank called `wake_ranks`
     _, rank, heartbeat = min(sleeping or waiting, key=lambda entry: entry[:2])
     reason = f"all ranks have waited for each other for {idle_s:.1f} s (the limit is {limit_s:g} s)"
     return Verdict(rank, "frozen", heartbeat.step, heartbeat.phase, reason, final=idle_s > FATAL_STALL_FACTOR * limit_s)
 
 
 def _position_of_loss(evidence: Sequence[RankEvidence], rank: int) -> tuple[int, str]:
-    """Return the (step, phase) at which `rank`, which cannot report it, was lost: where a peer noticed the loss. If no
-    peer noticed, return the latest (step, phase) of any rank.
+    """Return the (step, phase) at which `rank` was lost. A lost rank cannot report it, so this is the place where
+    another rank noticed the loss. If no rank noticed it, return the latest (step, phase) of all heartbeats.
     """
     for rank_evidence in evidence:
         if rank_evidence.failure is not None and rank_evidence.failure.rank in (rank, None):

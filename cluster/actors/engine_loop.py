@@ -1,7 +1,7 @@
 """The loop of one rank's engine: one thread owns the engine; all other threads leave commands in the loop's inbox.
 
-No Ray and no tensors here. All ranks of a gang step together, also ranks without work. When no rank has work, all ranks
-sleep; a submit to any rank wakes all.
+This module uses neither Ray nor tensors. All ranks of a gang run each step together, including ranks without work. When
+no rank has work, all ranks sleep. When a request is submitted to one rank, all ranks wake.
 """
 
 import logging
@@ -72,7 +72,9 @@ class StepEngine(Protocol):
 
     @property
     def progress(self) -> tuple[int, bool]:
-        """(a number that grows as a step makes progress, whether this rank waits for its peers). Any thread."""
+        """A pair: a number that grows while a step makes progress, and True if this rank is in a collective or waits
+        for its device. Any thread.
+        """
         ...
 
     def on_admitted(self, call: Callable[[tuple[str, ...]], None]) -> None:
@@ -88,7 +90,9 @@ class StepEngine(Protocol):
         ...
 
     def step(self) -> StepOutputs:
-        """Run one step with the other ranks. If a peer is gone or out of step, raises with its rank, step and phase."""
+        """Run one step with the other ranks. If a peer is gone or out of step, raise an error that names its rank,
+        step and phase.
+        """
         ...
 
     def sleep(self) -> None:
@@ -118,7 +122,7 @@ class StepEngine(Protocol):
         ...
 
     def close(self, reason: str = "") -> None:
-        """Disconnect this rank: its peers' steps raise, with `reason`. Any thread."""
+        """Disconnect this rank. The steps of the other ranks then raise an error that has `reason`. Any thread."""
         ...
 
     def status(self) -> EngineStatus:
@@ -229,7 +233,9 @@ class EngineLoop:
             )
 
     def _needs_wake(self) -> bool:
-        """Return whether the caller must call `wake_ranks`, as the loop sleeps: True once per sleep. Hold `_wake`."""
+        """Return whether the caller must call `wake_ranks`. This is True for the first call while the loop sleeps. Hold
+        the lock `_wake` during this call.
+        """
         must_wake = self._asleep and not self._was_woken
         self._was_woken |= must_wake
         return must_wake
@@ -308,10 +314,11 @@ class EngineLoop:
             self._put_item(StepItem(self.rank, self._steps, outputs, refused))
 
     def _report_admitted(self, ids: tuple[str, ...]) -> None:
-        """Report the requests `ids` that the next step admits: if the step kills the process, they are the suspects.
+        """Report the requests `ids`, which the next step admits. If this step kills the process, these requests are the
+        suspects.
 
-        If the process dies at once, the report is lost. So if a request is a suspect (`Commands.suspects`), wait for at
-        most `CONFIRMATION_TIMEOUT_S` until the replica confirms the report.
+        If the process dies at once, the report is lost. So if a request is already a suspect (`Commands.suspects`),
+        wait for at most `CONFIRMATION_TIMEOUT_S` until the replica confirms the report.
         """
         self._put_item(StepItem(self.rank, self._steps, admitted=ids))
         with self._confirmed:

@@ -27,17 +27,17 @@ __all__ = ["NAMESPACE", "Gang", "GangSpec", "GangStartError", "Owner"]
 
 logger = logging.getLogger(__name__)
 
-EVIDENCE_GRACE_S = 1.0  # after the first evidence of a loss: how long to wait for evidence that names the rank at fault
+EVIDENCE_GRACE_S = 1.0  # after the first evidence of a loss, wait this long for evidence that names the rank at fault
 MAX_FRUITLESS_INCARNATIONS = 16
-"""The gang is given up after this many incarnations in a row that ended early and served no request. The number must
-exceed what one fatal request costs: among 1,024 requests that began in the fatal step, bisection finds the fatal one in
-ten incarnations, and then tries that request alone three times.
+"""The gang is given up after this many incarnations in a row that ended early and served no request. One request that
+kills the gang must not use up this number. If 1,024 requests began in the step that killed the gang, bisection needs
+ten incarnations to find that request, and then tries the request alone three times.
 """
 RETRY_DELAY_S = 0.5  # between two attempts to restart
-# Limit of a whole restart, as a multiple of the first start, unless restart_timeout_s is set.
+# If restart_timeout_s is not set, a restart may take this many times as long as the first start.
 RESTART_TIMEOUT_FACTOR = 4.0
 MIN_RESTART_TIMEOUT_S = 60.0
-# Limit of the time without progress of any rank in one attempt, as a multiple of the first start.
+# An attempt to restart fails if no rank makes progress for this many times as long as the first start.
 STALL_TIMEOUT_FACTOR = 2.0
 MIN_STALL_TIMEOUT_S = 30.0
 LOSSES_REPORTED = 32
@@ -47,7 +47,9 @@ class Owner(Protocol):
     """Callbacks for the losses and restarts of a gang, called on the event loop that watches it."""
 
     async def on_down(self, loss: Loss) -> None:
-        """An incarnation is over and its shards are killed; step items already sent may be read until this returns."""
+        """An incarnation is over and its shards are killed. The step items that they sent before may be read until this
+        method returns.
+        """
         ...
 
     def on_up(self) -> None:
@@ -124,7 +126,9 @@ class Gang:
 
     @property
     def restart_timeout_s(self) -> float:
-        """Seconds that streams wait for a restart: `restart_timeout_s`, or by default a multiple of the first start."""
+        """How many seconds streams wait for a restart. It is the setting `restart_timeout_s`. The default is a multiple
+        of the time of the first start, at least `MIN_RESTART_TIMEOUT_S`.
+        """
         configured_timeout_s = self.spec.config.restart_timeout_s
         return (
             max(MIN_RESTART_TIMEOUT_S, RESTART_TIMEOUT_FACTOR * self._start_s)
@@ -153,7 +157,7 @@ class Gang:
         return incarnation
 
     def keep_sample(self, sample: bytes) -> None:
-        """Set the replica's latest registry sample; each later incarnation gives it to its rank 0 to keep."""
+        """Store the replica's latest registry sample. After each restart the new rank 0 gets this sample."""
         self._sample = sample
 
     async def request_heartbeats(self, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
@@ -162,7 +166,9 @@ class Gang:
             await self.incarnation.await_heartbeats(timeout_s)
 
     def unhealthy_reason(self) -> str:
-        """Return why the gang is unhealthy now, naming the rank; empty if healthy. A stalled rank may still recover."""
+        """Return why the gang is unhealthy now, or an empty string if it is healthy. The reason names the rank. A rank
+        that is only stalled may recover.
+        """
         if self.lost_reason or self._restart_status:
             return self.lost_reason or self._restart_status
         verdict = self._verdict(self.incarnation) if self.incarnation else None

@@ -31,7 +31,8 @@ NAMESPACE = "aerie"
 CONTROL_TIMEOUT_S = 0.5  # a control call that takes longer counts as unanswered
 LOAD_CHECK_PERIOD_S = 1.0  # between two checks of shards that are loading
 REASON_TIMEOUT_S = 0.5  # after the first load error: how long to wait for errors that are closer to the cause
-# The most unread stream items at the replica; beyond that a shard puts several steps into one item.
+# A shard's stream waits while the replica has this many unread objects. The next object then holds the items of several
+# steps.
 MAX_UNREAD_ITEMS = 4
 
 
@@ -66,7 +67,7 @@ class GangSpec:
 class Incarnation:
     """The handles of an incarnation's shards, by rank, and the evidence of each rank's health.
 
-    Times are those of this process's monotonic clock ("our clock").
+    All times are times of this process's monotonic clock.
     """
 
     def __init__(self, spec: GangSpec, placement: Placement, epoch: int) -> None:
@@ -117,7 +118,7 @@ class Incarnation:
             for rank, shard in enumerate(self.shards)
         ]
         self.infos = await self._await_loads(loads, deadline, stall_timeout_s)
-        self._cancel_heartbeat_calls()  # forget the heartbeats of the loading, those in flight included
+        self._cancel_heartbeat_calls()  # heartbeats that were requested during loading do not count
         self.heartbeats = [None] * self.spec.world
         self._deaths, self._failures = [""] * self.spec.world, [None] * self.spec.world
         self.alarm.clear()
@@ -136,11 +137,12 @@ class Incarnation:
         await self._await_loads(downloads, math.inf, math.inf)
 
     async def _await_loads(self, loads: Sequence[Any], deadline: float, stall_timeout_s: float) -> list[Any]:
-        """Wait for all calls in `loads` and return their answers, until the time `deadline` or `stall_timeout_s`
-        without progress.
+        """Wait for all calls in `loads` and return their answers. Give up at the time `deadline`, or after
+        `stall_timeout_s` seconds in which no rank made progress.
 
         Raises:
-            ConfigError, GangStartError: if several ranks fail, the error that is closest to the cause.
+            ConfigError, GangStartError: a rank failed, or the wait was given up. If several ranks failed, this is the
+                error that is closest to the cause.
         """
         tasks = [asyncio.ensure_future(load) for load in loads]
         try:
@@ -152,7 +154,7 @@ class Incarnation:
     async def _await_all(
         self, tasks: Sequence[asyncio.Task[Any]], deadline: float, stall_timeout_s: float
     ) -> list[Any]:
-        """Do the waiting of `_await_loads`, which afterwards cancels the tasks that have not ended."""
+        """Wait as `_await_loads` does, but do not cancel the tasks that have not ended; `_await_loads` cancels them."""
         started_at = time.monotonic()
         pending, problem = set(tasks), ""
         while pending and not problem and not any(task.exception() for task in tasks if task.done()):
@@ -185,7 +187,7 @@ class Incarnation:
     def _create(self, rank: int) -> Any:
         options = self._placement.actor_options(rank)
         ranks_on_node = self._placement.node_of_rank.count(self._placement.node_of_rank[rank])
-        remote: Any = ray.remote  # its type overloads lack concurrency groups
+        remote: Any = ray.remote  # Any, because the types of `ray.remote` lack concurrency groups
         actor = remote(**ACTOR_OPTIONS)(ShardActor)
         name = f"{self.spec.name}#{rank}.{self.epoch}"
         return actor.options(name=name, namespace=NAMESPACE, **options).remote(
@@ -202,7 +204,7 @@ class Incarnation:
         keep the grammar, and why a rank cannot use it (empty if all ranks can).
         """
         group = range(leader, leader + self.spec.world // len(self.spec.leaders))
-        # Run the task in the owner's context, not in that of a request; `request_heartbeats` says why.
+        # Run the task in the context of the gang's owner, not of a request; see the comment in `request_heartbeats`.
         return asyncio.create_task(self._read_grammar(group, grammar), context=self._context)
 
     async def _read_grammar(self, group: Sequence[int], grammar: str) -> tuple[str, str]:
@@ -232,7 +234,8 @@ class Incarnation:
             return []
         for rank, task in enumerate(self._heartbeat_calls):
             if task is None or task.done():
-                # In the owner's context: Serve cancels actor calls made in the context of a request that ends.
+                # The task runs in the context of the gang's owner. When a request ends, Serve cancels all actor calls
+                # that were made in the context of this request.
                 self._heartbeat_calls[rank] = asyncio.create_task(self._request_heartbeat(rank), context=self._context)
         return [task for task in self._heartbeat_calls if task is not None]
 

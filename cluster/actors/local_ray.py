@@ -171,7 +171,8 @@ def _own_process_group() -> Iterator[None]:
 
 
 def prepare_environment(folder: Path) -> None:
-    """Set Ray's environment variables for this process and its children; variables already set are kept.
+    """Set Ray's environment variables for this process and its children. Variables that are already set are kept,
+    except RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER.
 
     `ray.init` of a new cluster turns token authentication on by itself unless RAY_AUTH_MODE is set otherwise.
     """
@@ -194,7 +195,8 @@ def prepare_environment(folder: Path) -> None:
             # These two ports must be fixed numbers, and another Ray on this machine may use the defaults.
             "RAY_SERVE_HAPROXY_METRICS_PORT": str(_unused_port()),
             "RAY_SERVE_HAPROXY_STATS_PORT": str(_unused_port()),
-            # How long a stopping replica waits until load balancers notice. Short: the only one here is Serve's own.
+            # A stopping replica waits this long for load balancers to notice. Here the only load balancer is Serve's
+            # HAProxy, which needs little time.
             "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
         }
     for name, value in defaults.items():

@@ -63,11 +63,11 @@ class Failure:
 class Heartbeat:
     """The progress of one rank, by its own clock.
 
-    `steps` counts the steps of this rank's loop; `step` and `phase` say where the rank is now. `busy`: the rank has
-    work. `idle_s` is the time since its last progress, where using CPU time counts as progress. `since_mark_s` is the
-    time since the rank last reached another step, phase, collective or part of a layer. `is_waiting`: the rank is in a
-    collective, where it may wait for peers, or waits for its device. `status` is the engine's status after the last
-    step.
+    `steps` counts the steps of this rank's loop; `step` and `phase` say where the rank is now. `busy` is True if the
+    rank has work. `idle_s` is the time since the rank's last progress; use of CPU time is progress. `since_mark_s` is
+    the time since the rank last reached another step, phase, collective or part of a layer. `is_waiting` is True if the
+    rank is in a collective, where it may wait for other ranks, or if it waits for its device. `status` is the engine's
+    status after the last step.
     """
 
     rank: int
@@ -114,10 +114,11 @@ class Loss(Blame):
 
 @dataclass(frozen=True, slots=True)
 class GangHistory:
-    """The history of a gang. `start_seconds` is the time of the first start, `restart_timeout_s` a restart's limit.
+    """The history of a gang. `start_seconds` is how long the first start took; `restart_timeout_s` is the limit of a
+    restart.
 
-    `epoch` counts the earlier incarnations, `restarts` are the latest losses. `decided` holds facts that were decided
-    before the start, by name. `gang` is the gang's name, which is different for each replica.
+    `epoch` is the number of earlier incarnations, `restarts` are the latest losses. `decided` holds facts that were
+    decided before the start, by name. `gang` is the gang's name, which is different for each replica.
     """
 
     decided: Mapping[str, str] = field(default_factory=dict)
@@ -148,7 +149,8 @@ class GangStatus:
 
 
 class Overloaded(Exception):  # noqa: N818 - it is a state of the gang, not a mistake
-    """Admission refused: the queue is full or the wait too long. The client gets 503 with Retry-After at once.
+    """The gang does not admit a request, because the queue is full or the wait would be too long. The client gets a 503
+    with Retry-After at once.
 
     `retry_after_s` is the expected wait of a request that would join the queue now.
     """
@@ -174,7 +176,9 @@ class Unavailable(Exception):  # noqa: N818 - it is a state of the gang, not a m
 
 
 class LoadError(RuntimeError):
-    """A shard could not load. `kind` is "failed" if the shard itself failed, "lost" or "out_of_step" if a peer did."""
+    """A shard could not load. `kind` is "failed" if the shard itself failed. It is "lost" or "out_of_step" if another
+    shard failed.
+    """
 
     def __init__(self, message: str, kind: FailureKind) -> None:
         super().__init__(message, kind)  # both, so that it can be unpickled

@@ -6,7 +6,8 @@ Each token ends its request with the same probability: the number of stops divid
 import math
 
 PRIOR_TOKENS_PER_STOP = 128.0  # tokens per stop, assumed before any request has ended
-# `PRIOR_TOKENS_PER_STOP` of `quantile`: so large that `max_tokens`, which is mostly smaller, decides.
+# `quantile` uses this in place of `PRIOR_TOKENS_PER_STOP`. It is so large that at first `max_tokens`, which is usually
+# smaller, decides.
 MIN_TOKENS_PER_STOP_GUESS = 4096.0
 DECAY = 0.02  # weight of the latest request
 
@@ -29,7 +30,7 @@ class OutputLengths:
         `PRIOR_TOKENS_PER_STOP` tokens.
         """
         stop_probability = min((self._stops + 1.0) / (self._tokens + PRIOR_TOKENS_PER_STOP), 0.5)
-        # E[min(length, most)] = (1 - (1 - chance)^most) / chance
+        # E[min(length, max_tokens)] = (1 - (1 - stop_probability)^max_tokens) / stop_probability
         return -math.expm1(max_tokens * math.log1p(-stop_probability)) / stop_probability
 
     def quantile(self, share: float, max_tokens: int, open_tokens: int) -> float:
@@ -38,7 +39,7 @@ class OutputLengths:
         `open_tokens` counts the tokens of open requests; without these tokens the estimate would favour short requests.
         At least one stop is assumed per `MIN_TOKENS_PER_STOP_GUESS` tokens, or per all tokens seen if these are more.
         """
-        # The quantile of a geometric distribution: 1 - (1 - chance)^n = share
+        # The quantile n of a geometric distribution is the solution of 1 - (1 - stop_probability)^n = share.
         total_tokens = max(self._tokens + open_tokens, 1.0)
         stop_probability = min(max(self._stops / total_tokens, 1.0 / max(total_tokens, MIN_TOKENS_PER_STOP_GUESS)), 0.5)
         return min(float(max_tokens), math.log1p(-share) / math.log1p(-stop_probability))

@@ -23,9 +23,9 @@ def gang_name(deployment: str, gang: str) -> str:
 
 
 async def deployment_samples(gang: Gang) -> list[bytes]:
-    """Return the registry samples of all ranks of the deployment's gangs, and the samples of the other replicas, which
-    their ranks 0 keep. This replica's own sample is left out, because the caller has a newer one. Shards that do not
-    answer in time are left out too.
+    """Return the registry samples of all ranks of all gangs of the deployment, and the samples of the other replicas.
+    Rank 0 of a gang keeps the sample of the gang's replica. This replica's own sample is left out, because the caller
+    has a newer one. Shards that do not answer in time are left out too.
     """
     other_shards = await asyncio.to_thread(_other_shards, gang.spec.name)
     own_samples = [_samples(shard, gang.spec.name, is_own=True) for shard in gang.shards]
@@ -72,8 +72,8 @@ def _other_shards(own_gang: str) -> list[tuple[str, Any]]:
 
 
 async def _samples(shard: Any, gang: str, *, is_own: bool) -> list[bytes]:
-    """Return a shard's samples, labelled with its replica. The replica's own sample is left out if `is_own`, that is if
-    the gang belongs to this replica.
+    """Return the samples that a shard holds; the sample of the rank gets the label of its replica. If `is_own` is true,
+    the gang belongs to this replica, and the replica's own sample is left out.
     """
 
     async def answer() -> list[bytes]:

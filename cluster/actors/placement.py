@@ -74,8 +74,8 @@ class Placement:
 
 
 async def reserve(layout: Layout, name: str) -> Placement:
-    """Create the placement group `name` and wait until every bundle has its resources. `layout` says how long; while
-    this waits, the log says what is missing.
+    """Create the placement group `name`, and wait until every bundle has its resources. `layout` limits the wait.
+    During the wait, the log says which resources are missing.
 
     Raises:
         PlacementError: the resources were not free in time.
@@ -145,7 +145,9 @@ class _Shortage:
 
 
 def _shortage_of(layout: Layout, name: str) -> _Shortage:
-    """Return why the gang `name` has no bundles yet: the nodes are too few, or other gangs hold the resources."""
+    """Return why the gang `name` has no bundles yet, and how long it may wait for them. Either the nodes cannot hold
+    the gang, or other placement groups hold the resources.
+    """
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
     if reason := capacity_problem(layout, nodes):
         join_hint = "; if nodes are still to join, placement_group_config.wait_s says how long to wait for them"
@@ -174,8 +176,8 @@ def _shortage_of(layout: Layout, name: str) -> _Shortage:
 
 
 def _other_holders(layout: Layout, name: str) -> dict[str, dict[str, float]]:
-    """Return the resources that other placement groups hold, by group name. Counted are the resources that `layout`
-    needs; only GPUs are counted if it needs GPUs.
+    """Return the resources that other placement groups hold, by group name. Only resources that `layout` needs are
+    counted. If `layout` needs GPUs, only GPUs are counted.
     """
     counted_resources = ("GPU",) if "GPU" in layout.demand else tuple(layout.demand)
     holders: dict[str, dict[str, float]] = {}
@@ -262,8 +264,9 @@ def layout_of(
     device: Device = "auto",
     accelerator_type: str | None = None,
 ) -> Layout:
-    """Return the layout of `world` ranks by a placement_group_config: `bundles` has one bundle per rank; otherwise
-    every rank gets `bundle_per_worker`, or `default_bundle`. `device` is the result of `device_of`.
+    """Return the layout of `world` ranks. If `bundles` is given, it has one bundle per rank. Otherwise every rank gets
+    `bundle_per_worker`, or `default_bundle` if that is not given. With `device` auto, the default bundle has no GPU
+    unless `accelerator_type` is given.
 
     Raises:
         ValueError: the number of `bundles` is not `world`.

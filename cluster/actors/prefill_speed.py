@@ -2,8 +2,8 @@
 
 A prompt row is one prompt token to compute. While no request of any rank decodes, a step holds at most
 `chunked_prefill_size` prompt rows. While some request decodes, the prefill budget of `prefill_share` limits the prompt
-rows of a step. All ranks step together, so each step lasts as long as on the slowest
-rank. With `mixed_prefill_size` no steps are measured; then the time per row is learnt from earlier prompts.
+rows of a step. All ranks run each step together, so the slowest rank decides how long the step takes. With
+`mixed_prefill_size` no steps are measured; then the time per row is learnt from earlier prompts.
 """
 
 from collections.abc import Sequence
@@ -12,14 +12,14 @@ from typing import NamedTuple
 
 from cluster.observability.step_times import StepTimes
 
-BUCKET = 256  # tokens: prompt rows whose start lies in the same bucket count as equally expensive
+BUCKET = 256  # in tokens; prompt rows that start in the same bucket are assumed to cost the same
 US = 1e-6
 
 
 class Drift(NamedTuple):
-    """How much longer steps of a rank take now than they took when they were measured at start, as ratios. `decode` is
-    for steps that only decode, `prefill` for steps with only prompt rows. Prompt rows in a step that decodes too take
-    `decode * prompt` times as long.
+    """The ratios of the present step times of a rank to the step times that were measured at start. `decode` is the
+    ratio for steps that only decode, `prefill` for steps with only prompt rows. If a step has decoding requests and
+    prompt rows, its prompt rows take `decode * prompt` times as long as measured.
     """
 
     decode: float = 1.0
@@ -28,8 +28,8 @@ class Drift(NamedTuple):
 
     @classmethod
     def of_gang(cls, ranks: Sequence["Drift"]) -> "Drift":
-        """Return the largest of each ratio over the ranks, as the slowest rank decides. A ratio of 1.0 is skipped: that
-        rank has learnt nothing yet.
+        """For each ratio, return the largest value of all ranks, because the slowest rank decides how long a step
+        takes. A value of 1.0 is skipped, because it means that the rank has learnt nothing yet.
         """
         columns = zip(*ranks, strict=True)
         return cls(*(max((value for value in column if value != 1.0), default=1.0) for column in columns))
@@ -100,8 +100,8 @@ class PrefillSpeed:
         ]
 
     def seconds(self, start: int, rows: int, queued: int) -> PromptSeconds:
-        """Return the time of a prompt with `rows` rows left after `start` computed tokens. `queued` is the number of
-        prompt rows that the rank has to compute in total.
+        """Return how long a prompt will take: `start` of its tokens are computed, and `rows` rows must still be
+        computed. `queued` is the number of prompt rows that the rank must compute for all its prompts.
         """
         if self.step_times is None:
             return PromptSeconds(rows * self.seconds_per_row, rows * self.seconds_per_row, 0.0)
@@ -114,8 +114,9 @@ class PrefillSpeed:
         return PromptSeconds(rows * step_s / rows_per_step, rows * row_s, decode_delay_s)
 
     def overtaking_rows(self, start: int) -> tuple[float, float]:
-        """Return (seconds of a step with decoding requests, mean number of rows of later prompts in the step). These
-        rows fit in addition to the rows of the first queued prompt, of which `start` tokens are computed.
+        """Return (seconds, rows) of a step with decoding requests. The step computes rows of the first queued prompt,
+        of which `start` tokens are computed already. `rows` is the mean number of rows of later prompts that also fit
+        into the step.
         """
         step_times = self.step_times
         if step_times is None:
@@ -129,8 +130,8 @@ class PrefillSpeed:
         return step_s, max(0.0, (cost_of_next_row / cost_of_new_row - 1) / 2) if cost_of_new_row else 0.0
 
     def step_s(self, start: int, rows: int, decodes: bool) -> float:
-        """Return the seconds of a step that computes `rows` prompt rows after `start` tokens, or fewer if not all fit.
-        `decodes`: some request of the gang decodes.
+        """Return the seconds of a step that computes `rows` prompt rows after `start` tokens, or as many of them as fit
+        into the step. `decodes` is true if some request of the gang decodes.
         """
         if self.step_times is None:
             return 0.0

@@ -39,7 +39,7 @@ ACTOR_OPTIONS: dict[str, Any] = {
     "concurrency_groups": {"commands": 1, "outputs": 1, "control": 2, "heartbeat": 1, "end": 1, "grammars": 1},
 }
 LOAD_THREADS = "aerie-load"
-# Of the thread that reads grammars: a grammar may take tenths of a second, and steps come first.
+# The niceness of the thread that reads grammars. Reading may take tenths of a second and must not slow the steps.
 GRAMMAR_THREAD_NICENESS = 10
 
 
@@ -103,7 +103,7 @@ class ShardActor:
             LoadError: any other failure.
         """
         self._load_cpu_time.use_current_thread()
-        # One core for REST.
+        # One core is left for the REST replica.
         threads = config.num_threads or max(1, (len(os.sched_getaffinity(0)) - 1) // self._ranks_on_node)
         os.environ["OMP_NUM_THREADS"] = str(threads)  # Ray sets it to the actor's CPUs; torch reads it when imported
         interface, gpus = choose_interface(node_address()), reserved_gpus()
@@ -140,7 +140,7 @@ class ShardActor:
         """Read a compiled grammar while steps go on. Return why the grammar cannot be used, or an empty string if it
         can. Afterwards a request with the grammar's `name` may be submitted to the leader of this rank's group.
         """
-        # On Linux: of this thread only, which does nothing else.
+        # On Linux this sets the priority of this thread only. The thread does nothing but read grammars.
         os.setpriority(os.PRIO_PROCESS, 0, GRAMMAR_THREAD_NICENESS)
         self._grammars.add(name, grammar)
         try:
@@ -177,7 +177,9 @@ class ShardActor:
 
     @ray.method(concurrency_group="heartbeat")
     def heartbeat(self) -> Heartbeat:
-        """Return the rank's progress, without waiting for a step. During loading, CPU time and disk reads count."""
+        """Return the rank's progress, without waiting for a step. During loading, use of the CPU and reads from disk
+        count as progress.
+        """
         if self._engine_loop is not None:
             return self._engine_loop.heartbeat()
         self._load_progress.update(disk_waits())

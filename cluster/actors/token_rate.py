@@ -18,7 +18,7 @@ class TokenRate:
         """`num_steps` is the depth of a drafted tree; requests are spread over `groups` attention groups."""
         self._num_steps, self._groups = num_steps, groups
         self._tokens = self._request_s = self._seconds = 0.0
-        self._total_tokens = 0  # tokens
+        self._total_tokens = 0  # all tokens since the start
 
     def on_tokens(self, tokens: int) -> None:
         """Record that running requests got `tokens`."""
@@ -37,9 +37,9 @@ class TokenRate:
     def rates_by_running(
         self, running: Sequence[int], longest: int, step_times: StepTimes | None
     ) -> Callable[[int], float]:
-        """Return a function: number of running requests in a group -> tokens per second of each request, if the longest
-        request has `longest` tokens. `running` holds the lengths of the gang's running requests. `step_times` holds the
-        measured step times, or is None if steps are not measured.
+        """Return a function that maps the number of running requests in a group to the tokens per second of each of
+        them. The longest request is assumed to have `longest` tokens. `running` holds the lengths in tokens of the
+        gang's running requests. `step_times` holds the measured step times, or is None if steps are not measured.
         """
         is_measured = self._tokens and self._total_tokens >= MIN_MEASURED_TOKENS * max(1, len(running))
         if step_times is None:
@@ -49,11 +49,11 @@ class TokenRate:
         def step_s(count: int, length: int) -> float:
             return 1e-6 * step_times.decoding((length,) * count)
 
-        # Tokens per second = tokens per step / seconds per step. The tokens per step are those measured at the usual
-        # number of requests per group, or a guess.
+        # Tokens per second = tokens per step / seconds per step. The tokens per step were measured at the usual number
+        # of requests per group, or they are a guess.
         if is_measured:
             usual_count = max(1, round(self._request_s / self._seconds / self._groups))
             tokens = self._tokens / self._request_s * step_s(usual_count, max(running, default=longest))
-        else:  # guess: half of a tree's levels are accepted, and prompt rows take the share `pace.share` of the time
+        else:  # guess: half of a tree's levels are accepted, and prompts take `step_times.share` of the time
             tokens = (1 + self._num_steps / 2) * (1 - step_times.share)
         return cache(lambda count: tokens / step_s(count, longest))

@@ -103,7 +103,9 @@ class ServerToolResultBlock(StrictModel):
 
     @property
     def text(self) -> str:
-        """The result as text: a string unchanged, texts joined, anything else as JSON without encrypted fields."""
+        """The result as text. A string is unchanged and text blocks are joined. Anything else becomes JSON, without
+        encrypted fields.
+        """
         readable = _without_encrypted_fields(self.content)
         return readable if isinstance(readable, str) else json.dumps(readable, ensure_ascii=False)
 
@@ -200,7 +202,7 @@ def _read_block(value: Any, role: str, path: str) -> Block:
 
 
 def dialogue_of(messages: Sequence[MessageContent], system: str | None) -> Dialogue:
-    """Return the messages as chat messages, with the system text as the first."""
+    """Return the messages as chat messages. If there is a system text, it comes first, as a system message."""
     dialogue = Dialogue()
     if system:  # an empty system message would replace the template's default one
         dialogue.add_text("system", system, "system", text_field="")
@@ -247,7 +249,9 @@ def _joined_text(run: Sequence[Block]) -> str:
 
 
 def _block_runs(blocks: Sequence[Block]) -> list[tuple[int, list[Block]]]:
-    """Return (index of the first block, blocks) of each run of text or thinking blocks. Others are runs of one."""
+    """Return (index of the first block, blocks) for each run of consecutive text blocks or thinking blocks. Each other
+    block is a run of its own.
+    """
     runs: list[tuple[int, list[Block]]] = []
     for index, block in enumerate(blocks):
         extends_run = isinstance(block, TextBlock | ThinkingBlock) and runs and type(runs[-1][1][0]) is type(block)

@@ -37,7 +37,9 @@ class CustomTool(StrictModel):
 
 
 class AnthropicToolChoice(StrictModel):
-    """Which tools may be used: any or none (`auto`), at least one (`any`), the one named (`tool`), none (`none`)."""
+    """Which tools the model may use. With `auto` it may use tools or not, with `any` it must use at least one, with
+    `tool` it must use the tool `name`, and with `none` it may use no tool.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
@@ -47,7 +49,9 @@ class AnthropicToolChoice(StrictModel):
 
 
 class ThinkingOption(StrictModel):
-    """Whether the model thinks first, if its chat template has a switch for that. Summaries are not made."""
+    """Whether the model thinks before it answers; the chat template must have a switch for this. Thinking is never
+    summarized.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
@@ -175,7 +179,7 @@ class MessagesRequest(CountRequest):
     stop_sequences: Annotated[list[Text], FailFast()] = Field(default_factory=list)
 
     def generation_fields(self) -> dict[str, Any]:
-        """Return the output limit, whether to stream, and the stop strings."""
+        """Return the fields `max_tokens`, `stream` and `stop` of the chat request."""
         return {"max_tokens": self.max_tokens, "stream": self.stream, "stop": list(self.stop_sequences)}
 
 

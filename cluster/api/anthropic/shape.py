@@ -39,7 +39,7 @@ ENVELOPE_SCHEMA: Mapping[str, Any] = {
         },
     },
 }
-"""The JSON schema of the envelope."""
+"""The JSON schema of Anthropic's error envelope."""
 
 
 def anthropic_envelope(error: ApiError) -> dict[str, Any]:
@@ -117,7 +117,7 @@ class MessageFormatter:
         return {**identity, "content": content, **self._end_fields, "usage": self._usage()}
 
     def _usage(self) -> dict[str, Any]:
-        """Return the usage so far. As in Anthropic's API, input tokens exclude those read from the cache."""
+        """Return the usage so far. As in Anthropic's API, cached tokens are not counted as input tokens."""
         call_usage = usage(self._choices)
         cached_tokens = call_usage["prompt_tokens_details"]["cached_tokens"]
         return {

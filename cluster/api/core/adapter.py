@@ -1,4 +1,4 @@
-"""The interface of an API: it reads a body as a core request, and writes the answer of the call in its own form."""
+"""The interface that each API implements: read a body as a core request, write the answer in the API's own form."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +17,7 @@ from cluster.tokenizer.tokenizer import TextTokenizer
 
 
 class Origins:
-    """Maps fields of a chat request to the fields of the body they came from, by prefixes of their paths."""
+    """Maps the path of each field of a chat request to the path of the body field from which the field came."""
 
     def __init__(self, body_paths: Mapping[str, str]) -> None:
         self._body_paths = body_paths
@@ -32,13 +32,13 @@ class Origins:
         return path
 
     def translate_warning(self, warning: str) -> str:
-        """Return a warning, which begins with a path in the chat request, with the path in the body instead."""
+        """Return a warning after replacing the path at its start: the chat request's path becomes the body's path."""
         path, _, text = warning.partition(":")
         return f"{self.body_path(path)}:{text}"
 
     @contextmanager
     def translate_errors(self) -> Iterator[None]:
-        """Inside this context, an `ApiError` that leaves it names the field of the body."""
+        """Translate each `ApiError` raised inside the `with` block, so that the error names the body's field."""
         try:
             yield
         except ApiError as error:
@@ -53,11 +53,13 @@ class Origins:
 
 
 class AnswerFormatter(Protocol):
-    """Writes the answer of one call in the form of its API. It remembers what was sent, so a call needs its own."""
+    """Writes the answer of one call in the form of its API. It remembers what was sent, so each call has its own
+    formatter.
+    """
 
     @property
     def keep_alive(self) -> bytes:
-        """The keep-alive of a stream."""
+        """The bytes that are sent while a stream has nothing else to send, so that the connection stays open."""
         ...
 
     def body(self, deltas: Sequence[Delta]) -> dict[str, Any]:
@@ -65,7 +67,7 @@ class AnswerFormatter(Protocol):
         ...
 
     def events(self, delta: Delta) -> bytes:
-        """Return the stream events for one delta. Those of the first delta also open the stream."""
+        """Return the stream events for one delta. The events for the first delta also open the stream."""
         ...
 
     def final_events(self) -> bytes:

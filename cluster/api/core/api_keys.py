@@ -55,15 +55,15 @@ class ApiKey:
 
 
 def digest_of(token: bytes) -> bytes:
-    """Return the SHA-256 of a key, in the form that clients send."""
+    """Return the SHA-256 of a key. `token` is the key as clients send it."""
     return hashlib.sha256(token).digest()
 
 
 def parse_keys(text: str, source: str) -> tuple[ApiKey, ...]:
-    """Return the keys in the text of a file; `source` names the file in errors, which quote no line.
+    """Return the keys in the text of a keys file. Error messages begin with `source` and never quote a line.
 
     Raises:
-        ConfigError: a line has another form, or a name or a key occurs twice.
+        ConfigError: a line is not `NAME SCOPE sha256:HEX`, or a name or a key occurs twice.
     """
     keys = []
     for number, line in enumerate(text.splitlines(), 1):
@@ -201,7 +201,9 @@ class ApiKeys:
 
 
 def _file_version(path: Path | None) -> tuple[int, ...]:
-    """Return facts about a file of which at least one changes when the file is written or replaced."""
+    """Return numbers that identify a file's version: when the file is written or replaced, at least one number changes.
+    The tuple is empty if `path` is None.
+    """
     if path is None:
         return ()
     file_status = path.stat()

@@ -23,8 +23,9 @@ from cluster.chat.reading import AnswerReader, Tools
 from cluster.grammar.asked import Grammar, GrammarError, GrammarKind
 from cluster.grammar.regex import parse
 
-# The keys of vLLM's structured_outputs, each with its kind of grammar. TOP_LEVEL_KINDS has the fields at the top level
-# of a body: vLLM's older ones, and SGLang's. OBJECT_FIELDS are the fields whose value is an object.
+# STRUCTURED_OUTPUTS_KINDS maps the keys of vLLM's `structured_outputs` to kinds of grammars. TOP_LEVEL_KINDS does the
+# same for fields at the top level of a body: older fields of vLLM, and fields of SGLang. The values of OBJECT_FIELDS
+# are objects.
 STRUCTURED_OUTPUTS_KINDS: dict[str, GrammarKind] = {
     "json": "json_schema",
     "json_object": "json_object",
@@ -179,7 +180,7 @@ ANY_ARGUMENTS: dict[str, Any] = {"type": "object", "additionalProperties": True}
 
 @dataclass(frozen=True, slots=True)
 class ChatOutput:
-    """How the answer to one chat is parsed and constrained. If `format` is None, it is parsed as plain text.
+    """How the answer to one chat is parsed and constrained. If `format` is None, the answer is plain text.
 
     `tools` has the argument schemas of the callable tools. If `separate_reasoning` is true, reasoning is separated from
     the text. `prompted` is what precedes the answer. `special_tokens` has the special tokens that the text keeps,
@@ -327,8 +328,8 @@ def _answer_grammar(
 
 
 def _enforced_schema(function: Function) -> Mapping[str, Any]:
-    """Return the schema of arguments that is enforced if calls are optional. If the tool is not strict, any object is
-    allowed.
+    """Return the schema that the arguments of an optional call must match. If the tool is not strict, any object
+    matches.
     """
     return function.schema_of_arguments if function.strict else ANY_ARGUMENTS
 

@@ -26,8 +26,8 @@ Content = Annotated[str, PlainValidator(_read_content, json_schema_input_type=st
 
 
 def _read_calls(value: Any) -> Any:
-    """Return the calls of a message; null becomes []. A custom tool call becomes a function call whose `input` is its
-    text.
+    """Return the calls of a message; null becomes []. A custom tool call becomes a function call with one argument,
+    `input`, which holds the input text of the custom call.
     """
     if value is None:
         return []
@@ -106,7 +106,8 @@ REFUSED_MESSAGE_FIELDS = frozenset({"audio", "function_call", "prefix", "partial
 
 
 def unknown_field_warnings(messages: Sequence[ChatMessage]) -> list[str]:
-    """Return one warning for each unknown field name. It is no error: clients keep their own fields in messages."""
+    """Return one warning for each unknown field name. Such fields are allowed: clients keep their own data in messages.
+    """
     names = {name: None for message in messages for name, value in (message.model_extra or {}).items() if value}
     return [f"messages: {truncated_repr(name)} is not read" for name in names]
 
@@ -176,7 +177,9 @@ class ConversationFields(StrictModel):
 
     @property
     def choice(self) -> ToolChoice:
-        """The tool choice in effect: mode `none` without callable tools, else `tool_choice`, by default `auto`."""
+        """The tool choice in effect: mode `none` if `supported_tools` is empty; otherwise `tool_choice`, or mode `auto`
+        if the client sent no `tool_choice`.
+        """
         if not self.supported_tools:
             return ToolChoice(mode="none")
         return self.tool_choice or ToolChoice(mode="auto")
@@ -197,7 +200,7 @@ class ConversationFields(StrictModel):
         return [tool.as_function() for tool in self.supported_tools]
 
     def check_conversation(self, messages: Sequence[ChatMessage], max_messages: int, max_tools: int) -> None:
-        """Check messages, tools and tool choice for what the field types cannot express.
+        """Check the rules for messages, tools and tool choice that the types of the fields cannot express.
 
         Raises:
             ApiError: 400 that names the field.
@@ -287,7 +290,9 @@ class TokenizeRequest(ConversationFields):
 
     @property
     def adds_special_tokens(self) -> bool:
-        """Whether special tokens are added: by default to a prompt, but not to messages: a template adds them."""
+        """Whether special tokens are added. By default they are added to a prompt, but not to messages, because the
+        chat template adds them.
+        """
         return not self.messages if self.add_special_tokens is None else self.add_special_tokens
 
     @classmethod

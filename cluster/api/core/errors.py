@@ -42,7 +42,9 @@ MISSING_APIS: Mapping[str, str] = {
     "rerank": "reranking",
     "score": "scoring by pairs: prompt_logprobs score a text",
 }
-"""APIs of OpenAI or vLLM that are missing here, by the first part of their path under /v1; for 404 messages."""
+"""The APIs of OpenAI and vLLM that this server does not have. Each key is the first part of the API's path after /v1;
+the value describes the API in the message of a 404.
+"""
 MAX_QUOTED_CHARACTERS = 60  # the most characters of a refused value in a message
 
 
@@ -72,7 +74,9 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
     def response(self, envelope: "Envelope | None" = None) -> Response:
-        """Return the response; `envelope` makes its body, by default OpenAI's. Unusable once a stream has begun."""
+        """Return this error as an HTTP response. `envelope` makes the body; by default the body is OpenAI's. After a
+        stream has begun, the error can only be sent as an event.
+        """
         # ASCII with escapes: a message may quote a lone surrogate from the client, which UTF-8 cannot encode.
         body = json.dumps(self.envelope() if envelope is None else envelope(self)).encode()
         return Response(body, self.status, media_type="application/json", headers=self.headers)
@@ -83,7 +87,7 @@ Envelope = Callable[[ApiError], Mapping[str, Any]]
 
 
 def invalid_value(param: str, reason: str, code: str = "invalid_value") -> ApiError:
-    """Return a 400 for the field `param`, whose path begins the message."""
+    """Return a 400 for the field with the path `param`. The message begins with this path."""
     return ApiError(f"{param}: {reason}", param=param, code=code)
 
 
@@ -153,7 +157,9 @@ def not_found_error(method: str, path: str, routes: Sequence[BaseRoute]) -> ApiE
 
 
 def truncated_repr(value: Any) -> str:
-    """Return a value as text for an error message, cut to `MAX_QUOTED_CHARACTERS`. A large value costs no more time."""
+    """Return a value as text for an error message, cut to `MAX_QUOTED_CHARACTERS`. The time does not depend on the size
+    of the value.
+    """
     text = ""
     for chunk in _repr_chunks(value):
         text += chunk
@@ -163,7 +169,7 @@ def truncated_repr(value: Any) -> str:
 
 
 def _repr_chunks(value: Any) -> Iterator[str]:
-    """Yield `repr(value)` in chunks; no chunk is much longer than `MAX_QUOTED_CHARACTERS`."""
+    """Yield `repr(value)` in chunks. Each string in the value is cut after `MAX_QUOTED_CHARACTERS` + 1 characters."""
     if isinstance(value, str):
         yield repr(value[: MAX_QUOTED_CHARACTERS + 1])
     elif isinstance(value, list):
@@ -191,8 +197,8 @@ def field_path(*parts: object) -> str:
 
 
 def from_validation_error(error: ValidationError, *parent_path: object) -> ApiError:
-    """Return pydantic's first complaint as a 400: one line that begins with the field's path, in words for a client.
-    `parent_path` is the path of the value that was validated.
+    """Return the first error in a pydantic `ValidationError` as a 400. Its message is one line, begins with the field's
+    path, and uses the terms of JSON. `parent_path` is the path of the value that was validated.
     """
     complaint = error.errors(include_url=False)[0]
     param = field_path(*parent_path, *complaint["loc"])
@@ -208,7 +214,8 @@ def from_validation_error(error: ValidationError, *parent_path: object) -> ApiEr
 
 
 def _in_json_terms(complaint_type: str, complaint: Mapping[str, Any]) -> str:
-    """Return pydantic's complaint in JSON's terms instead of Python's."""
+    """Return pydantic's error message in the terms of JSON, not of Python. `complaint` is an entry of `error.errors()`.
+    """
     context = complaint.get("ctx", {})
     if complaint_type == "too_short":
         min_length = context["min_length"]

@@ -29,7 +29,8 @@ FIELD_ALIASES: dict[str, str] = {
     "data_parallel_rank": "routed_dp_rank",
 }
 
-# Harmless: these label, meter or route a call, or tune a feature that only a refused field can switch on.
+# Fields that are ignored because they cannot change the answer. They label, count or route a call, or they tune a
+# feature that only a refused field can switch on.
 HARMLESS = frozenset(
     (
         *("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "session_id"),
@@ -197,7 +198,7 @@ Item = TypeVar("Item")
 
 
 class StrictModel(BaseModel):
-    """Base of the request models. `table` lists the fields that a body does not honour."""
+    """Base of the request models. `table` says which known fields are ignored, and which are refused."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True, protected_namespaces=())
     table: ClassVar[FieldTable] = GENERATION_TABLE
@@ -236,7 +237,9 @@ def validate_at(model_class: type[Model], value: Any, path: str) -> Model:
 
 
 def read_list(value: Any, read_item: Callable[[Any, str], Item], path: str) -> list[Item]:
-    """Return the items of a list; `read_item` reads each from its value and its path. ValueError for other types."""
+    """Return the items of a list. `read_item` gets the value and the path of each item, and returns the item. Raise
+    ValueError if `value` is not a list.
+    """
     if not isinstance(value, list):
         raise ValueError(f"must be a list, got {truncated_repr(value)}")
     return [read_item(item, f"{path}.{index}") for index, item in enumerate(value)]
@@ -259,12 +262,14 @@ def require_utf8(text: str) -> str:
 
 
 def list_of_stops(value: Any) -> Any:
-    """Return a single stop string as a list of one; any other value unchanged."""
+    """Return `[value]` if the value is a single stop string, and any other value unchanged."""
     return [value] if isinstance(value, str) else value
 
 
 def list_of_prompts(value: Any) -> list[Any]:
-    """Return `str | list[str] | list[int] | list[list[int]]` as a list of prompts. ValueError for anything else."""
+    """Return a `str | list[str] | list[int] | list[list[int]]` as a list of prompts. Raise ValueError for any other
+    value.
+    """
     if isinstance(value, str):
         return [require_utf8(value)]
     allowed_types = "must be a string, a list of strings, a list of token ids or a list of such lists"

@@ -17,7 +17,7 @@ MAX_BIAS = 100  # the largest absolute value in logit_bias, as at OpenAI
 
 
 def _read_biases(value: Any) -> Any:
-    """Return `logit_bias` with integer keys, which JSON can only write as strings; stops at the first wrong entry."""
+    """Return `logit_bias` with integer keys (strings in JSON). Raise ValueError at the first wrong entry."""
     if not isinstance(value, Mapping):
         raise ValueError(f"must map token ids to numbers, got {truncated_repr(value)}")
     biases = {}
@@ -117,9 +117,9 @@ class StreamOptions(StrictModel):
 
 
 def context_exceeded_message(model: ModelInfo, prompt_tokens: int, output_tokens: int) -> str:
-    """Return the message for a request that does not fit: `prompt_tokens` + `output_tokens` tokens. Clients search for
-    known sentences in it. LiteLLM looks for OpenAI's. Anthropic's clients look for Anthropic's two, to shorten the
-    prompt or lower `max_tokens`.
+    """Return the message for a request of `prompt_tokens` + `output_tokens` tokens, which does not fit. Clients search
+    the message for known sentences. LiteLLM searches for OpenAI's sentence. Anthropic's clients search for two
+    sentences of Anthropic's API, and then shorten the prompt or lower `max_tokens`.
     """
     limit_text = f"this model's maximum context length is {model.context_length} tokens"
     if model.max_request_tokens < model.context_length:
@@ -196,7 +196,7 @@ class GenerationFields(PenaltyFields):
 
     @property
     def max_output_tokens(self) -> int | None:
-        """The limit of the output in tokens that the client set, or None."""
+        """The most output tokens that the client allows, or None if it set no limit."""
         return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
 
     def truncated_prompt(self, ids: tuple[int, ...], max_request_tokens: int, default_tokens: int) -> tuple[int, ...]:
@@ -325,9 +325,9 @@ class GenerationFields(PenaltyFields):
 class CompletionRequest(GenerationFields):
     """The body of /v1/completions; `logprobs` is the number of alternatives to report.
 
-    With `echo` the text and its log-probabilities begin with those of the prompt. For each prompt `best_of` outputs are
-    generated, and the `n` outputs with the highest total log-probability are returned. With `max_tokens` 0 only the
-    prompt is processed.
+    With `echo` each output begins with the text and the log-probabilities of its prompt. For each prompt `best_of`
+    outputs are generated, and the `n` outputs with the highest total log-probability are returned. With `max_tokens` 0
+    only the prompt is processed.
     """
 
     max_tokens: int | None = Field(default=None, ge=0)
@@ -343,7 +343,7 @@ class CompletionRequest(GenerationFields):
 
     @property
     def samples_per_prompt(self) -> int:
-        """The value of `best_of`; without `best_of` that of `n`."""
+        """The value of `best_of`, or the value of `n` if `best_of` is not set."""
         return self.best_of or self.n
 
     def requested_prompt_logprobs(self) -> int | None:

@@ -32,7 +32,7 @@ class Grammars:
             self._get_compiler_task(self._tokenizer)
 
     async def compile(self, constraint: OutputConstraint) -> str:
-        """Return the compiled grammar of a constraint, as the ranks read it.
+        """Return the compiled grammar of a constraint, as the text that `RequestParams.grammar` holds.
 
         Raises:
             ApiError: 400 that names the field if this grammar, or any grammar with this tokenizer, is not supported;

@@ -39,7 +39,7 @@ class ModelInfo:
         return self.context_length if self.kv_cache_tokens is None else min(self.context_length, self.kv_cache_tokens)
 
 
-MIN_BODY_BYTES = 1 << 20  # bytes
+MIN_BODY_BYTES = 1 << 20  # a body may always have this many bytes
 BODY_BYTES_PER_TOKEN = 32  # per token of the context; a token is 3 to 5 bytes of text, or 6 per JSON-escaped character
 MAX_FULL_BODIES = 128  # bodies of the full length that may be in memory at once
 MIN_MESSAGES = 1024
@@ -47,12 +47,12 @@ MIN_MESSAGES = 1024
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """Limits of one call, shown by /server_info. A call beyond a limit gets a 400. For the limits of the body it gets a
-    413 (size), 408 (time) or 503 (memory).
+    """Limits of one call, shown by /server_info. A call that exceeds a limit gets a 400. If its body exceeds a limit,
+    the call gets a 413 (size), 408 (time) or 503 (memory of all bodies).
     """
 
     body_bytes: int = MIN_BODY_BYTES
-    held_bytes: int = MAX_FULL_BODIES * MIN_BODY_BYTES  # of all bodies being read and encoded; more give a 503
+    held_bytes: int = MAX_FULL_BODIES * MIN_BODY_BYTES  # for all bodies in memory together; a call beyond it: 503
     body_grace_s: float = GRACE_S  # a body must arrive within body_grace_s + (bytes so far) / body_bytes_per_s
     body_bytes_per_s: int = BYTES_PER_S
     choices: int = 128  # n
@@ -64,7 +64,7 @@ class RequestLimits:
     stop_token_ids: int = 64
     bad_words: int = 64
     logprobs: int = 20
-    prompt_logprobs: int = 1 << 18  # of a call: tokens of all its sequences' prompts * (1 + alternatives)
+    prompt_logprobs: int = 1 << 18  # per call: (prompt tokens, summed over its sequences) * (1 + alternatives)
     default_completion_tokens: int = (
         16  # default max_tokens of /v1/completions, as at OpenAI; a chat may fill the context
     )

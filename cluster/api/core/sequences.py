@@ -23,9 +23,9 @@ logger = logging.getLogger(__name__)
 class Delta:
     """The output that one step added to one sequence, ready to send.
 
-    `text` may lag behind `token_ids`, because text that may begin a stop string is sent later. `events` are the same
-    text parsed in the format of the model's family: text, reasoning, tool calls. `tree` is the step's tree, if
-    requested.
+    `text` may lag behind `token_ids`, because text that may begin a stop string is sent later. `events` are the parts
+    of `text` (plain text, reasoning, tool calls), parsed by the model's format. `tree` is the draft tree of the step,
+    if the client requested it.
     """
 
     index: int
@@ -167,11 +167,11 @@ def join_deltas(index: int, deltas: Sequence[Delta]) -> Delta:
 
 
 async def generate_deltas(engine: EngineClient, choices: Sequence[OutputSequence]) -> AsyncGenerator[Delta, None]:
-    """Yield the deltas of all choices, step by step. If the generator is closed or a choice fails, all are aborted.
+    """Yield the deltas of all choices, step by step. If the generator is closed or a choice fails, abort all choices.
 
     Raises:
-        ApiError: 503 if the queue is full or the engine is unavailable, 400 if the engine refuses the request, 500 if
-            it fails.
+        ApiError: 503 if the queue is full or the engine is unavailable, 400 if the engine refuses a request, 500 if the
+            engine fails.
     """
     outcome: Outcome = "abort"
     try:
@@ -198,7 +198,7 @@ async def generate_deltas(engine: EngineClient, choices: Sequence[OutputSequence
 async def merge_outputs(
     engine: EngineClient, requests: Sequence[Request]
 ) -> AsyncGenerator[tuple[int, SequenceOutput], None]:
-    """Yield pairs (index of the request, output). If the generator is closed or a request fails, all are aborted.
+    """Yield pairs (index of the request, output). If the generator is closed or a request fails, abort all requests.
 
     A request that finds the engine's queue full is submitted again when another request of the call gets its first
     output or ends. The call is refused only if none of its requests is with the engine. (If its own requests fill the

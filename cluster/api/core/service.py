@@ -43,7 +43,7 @@ class Service(ServedModel, Protocol):
 
     @property
     def engine(self) -> EngineClient:
-        """The client of one gang, or of several gangs."""
+        """The client of the engine. It calls one gang (all ranks of one engine), or several gangs."""
         ...
 
     @property

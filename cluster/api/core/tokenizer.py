@@ -3,7 +3,8 @@
 It reads local folders only, and runs no code from them: a template is sandboxed Jinja, everything else is data.
 
 Some templates refuse a second system message, or two calls in one message; others silently omit messages that they do
-not support. So a conversation that is refused, or loses a system text, is rendered again in equivalent forms.
+not support. If a template refuses a conversation or omits a system text, the conversation is changed into an equivalent
+form and rendered again.
 """
 
 import json
@@ -102,8 +103,8 @@ class ChatTemplate:
 
 
 def template_messages(messages: Sequence[ChatMessage], reasoning_field: str | None) -> list[dict[str, Any]]:
-    """Return the messages as a template reads them. The reasoning is also in `reasoning_field`, the field that the
-    model's template reads.
+    """Return the messages as arguments for a chat template. `reasoning_field` is the field in which the model's
+    template expects the reasoning; the reasoning is copied to it.
 
     gpt-oss's template refuses a call that follows both reasoning and text, so the text is appended to the reasoning.
     """
@@ -131,7 +132,8 @@ def has_template(folder: Path) -> bool:
 
 
 def template_of_processor(folder: Path) -> str | None:
-    """Return the chat template in chat_template.json, which image processors wrote before 2025; tokenizers skip it.
+    """Return the chat template in chat_template.json, or None if there is none. Image processors wrote this file before
+    2025; tokenizers do not read it.
 
     Raises:
         ConfigError: the file cannot be read, or is not a JSON object.
@@ -188,13 +190,13 @@ INSTRUCTION_ROLES = ("system", "developer")
 
 
 def render_prompt(render: Callable[[Messages], str], messages: Messages) -> tuple[str, list[str]]:
-    """Return the rendered prompt and warnings. The forms of the conversation are tried in order.
+    """Render the conversation in its equivalent forms, one after another. Return a prompt and warnings.
 
     The result is the first prompt that contains every instruction. If there is none, it is the first prompt that the
     template accepts, and a warning counts the lost instructions.
 
     Raises:
-        TemplateError: the template refuses every form; the error is that of the original messages.
+        TemplateError: the template refuses every form. This is the error for the original messages.
     """
     first_error: TemplateError | None = None
     best: tuple[str, list[str]] | None = None
@@ -269,7 +271,9 @@ ParserNames = tuple[str | None, str | None]
 
 
 class EncodedChat(NamedTuple):
-    """A conversation in the model's format, as tokens and as text, and warnings about fields without effect."""
+    """A conversation in the model's format, as token ids and as text. `warnings` name fields without effect and system
+    texts that the template leaves out.
+    """
 
     ids: list[int]
     text: str
@@ -303,7 +307,7 @@ class ChatTokenizer:
             logger.warning("%s has no chat template: conversations are refused, prompts are served", path)
             return cls(text_tokenizer, None, ChosenFormat(None))
         try:
-            # Only for the template. AutoTokenizer would import torch: seconds of start-up in each replica.
+            # This object only renders the template. AutoTokenizer would import torch, which takes each replica seconds.
             template = PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
         except Exception as error:  # transformers raises many kinds for a broken folder
             raise ConfigError(f"the chat template in {path} cannot be loaded: {error}") from error

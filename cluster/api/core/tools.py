@@ -44,7 +44,7 @@ class Tool(StrictModel):
     function: Function
 
     def as_function(self) -> dict[str, Any]:
-        """Return the tool for the chat template: as the client wrote it."""
+        """Return the tool for the chat template. It is unchanged, as the client wrote it."""
         return self.model_dump(exclude_unset=True)
 
 
@@ -150,7 +150,9 @@ Tools = Annotated[list[AnyTool], PlainValidator(read_tools, json_schema_input_ty
 
 
 def unsupported_tool_warnings(tools: Sequence[AnyTool]) -> list[str]:
-    """Return one warning for each of the first `MAX_WARNINGS` tools left out, one for the rest. Log each type once."""
+    """Return warnings about the tools that are left out: one for each of the first `MAX_WARNINGS` tools, and one for
+    all further tools. The types of the first `MAX_WARNINGS` tools are logged, each type once.
+    """
     unsupported = [(index, tool) for index, tool in enumerate(tools) if isinstance(tool, UnsupportedTool)]
     for _, tool in unsupported[:MAX_WARNINGS]:
         _log_unsupported_type(truncated_repr(tool.type))
@@ -180,8 +182,8 @@ class ToolChoice(StrictModel):
 
 
 def read_choice(value: Any) -> Any:
-    """Return `tool_choice` (a mode, a named tool, allowed tools with a mode) as a ToolChoice; ValueError if it has
-    another form.
+    """Return the field `tool_choice` as a `ToolChoice`. The field may be a mode, a named tool, or a list of allowed
+    tools with a mode. Raise ValueError for any other value.
     """
     if isinstance(value, ToolChoice):
         return value

@@ -24,7 +24,7 @@ EXTENSIONS = frozenset({*PenaltyFields.model_fields, *CONSTRAINT_FIELDS, *SAMPLI
 
 
 class ChatTranslation(NamedTuple):
-    """A body as a chat request, and the fields of the body that its parts came from."""
+    """A body as a chat request. `origins` maps the fields of the chat request to the fields of the body."""
 
     chat: ChatRequest
     origins: Origins
@@ -75,8 +75,8 @@ def validate_chat(chat: Mapping[str, Any], origins: Origins) -> ChatTranslation:
 def build_field_table(
     harmless: Collection[str], refused: Mapping[str, tuple[Any, ...]], remedies: Mapping[str, str]
 ) -> FieldTable:
-    """Return the table of an API. A field that only other endpoints honour is refused, never ignored."""
-    chat_defaults: dict[str, tuple[Any, ...]] = {}  # for each such field its default, which is accepted
+    """Return the field table of an API. A field that only other endpoints honour is refused, never ignored."""
+    chat_defaults: dict[str, tuple[Any, ...]] = {}  # maps fields of a chat request to accepted values
     for name, field in ChatRequest.model_fields.items():
         default = field.get_default(call_default_factory=True)
         has_json_default = isinstance(default, bool | int | str | list)
@@ -90,7 +90,7 @@ def build_field_table(
 
 
 def require_utf8_json(value: Any) -> Any:
-    """Return a JSON value of a body unchanged, if UTF-8 can encode all its strings.
+    """Check that UTF-8 can encode all strings of a JSON value, and return the value unchanged.
 
     Raises:
         ValueError: a string holds half of a surrogate pair.
@@ -108,7 +108,8 @@ def unsupported_part(path: str, value: Any, remedy: str) -> ApiError:
 
 
 class Dialogue:
-    """Chat messages, built from parts in order. An assistant's turn (reasoning, text, tool calls) becomes one message.
+    """Builds chat messages from parts, in order. The parts of an assistant's turn (reasoning, text, tool calls) form
+    one message.
 
     `origins` maps the path of each message and part to the path of its source in the other API's body. The methods take
     the path of the source as `origin`.

@@ -177,7 +177,9 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LINE_END_ESCAPES = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
-"""Unicode line ends, as JSON escapes. They do not end a line in SSE, but clients that use `str.splitlines` split it."""
+"""Maps Unicode line ends to their JSON escapes. These characters do not end a line in SSE, but clients that use
+`str.splitlines` would split the line there.
+"""
 DONE_EVENT = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": alive\n\n"  # an SSE comment, which clients ignore
 KEEP_ALIVE_INTERVAL_S = 10.0
@@ -229,7 +231,8 @@ async def _wait_for_disconnect(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """An SSE response. However the stream ends, `events` and their `source` are closed before the call returns.
+    """An SSE response. However the stream ends, `events` and `source` are closed before `__call__` returns. `source` is
+    the generator from which `events` reads.
 
     `error_events` makes the events that report an error after the stream has begun.
     """

@@ -35,7 +35,8 @@ async def answer(
 
     Raises:
         ApiError: the call is refused, or fails before its answer begins.
-        ClientDisconnectedError: the client closed the connection before its answer began (streamed) or was complete.
+        ClientDisconnectedError: the client closed the connection before a streamed answer began, or before another
+            answer was complete.
     """
     arrived_at = time.perf_counter()
     try:
@@ -63,7 +64,9 @@ async def answer(
 
 
 async def _stream_response(request: HttpRequest, call: GenerateCall, deltas: AsyncGenerator[Delta, None]) -> Response:
-    """Wait for the first tokens, then return the event stream. Before them, an error can still set the HTTP status."""
+    """Wait for the first tokens, then return the event stream. An error before the first tokens can still set the HTTP
+    status.
+    """
     try:
         first = await run_until_disconnect(request.receive, _first_delta(deltas))
     except BaseException:
@@ -183,9 +186,9 @@ def _echo_texts(
     full_prompts: list[tuple[int, ...]],
     truncated_prompts: list[tuple[int, ...]],
 ) -> tuple[str, ...]:
-    """Return the prompt texts with which an answer with `echo` begins; empty without `echo`. `full_prompts` and
-    `truncated_prompts` are the token ids of the prompts before and after truncation. A prompt that was truncated or
-    sent as token ids is decoded from its truncated token ids.
+    """Return the texts of the prompts, because with `echo` each output begins with the text of its prompt. Without
+    `echo` return (). `full_prompts` and `truncated_prompts` are the token ids of the prompts before and after
+    truncation. A prompt that was truncated or sent as token ids is decoded from its truncated token ids.
     """
     if not isinstance(fields, CompletionRequest) or not fields.echo:
         return ()
@@ -259,7 +262,8 @@ async def count_prompt_tokens(
     """Return the number of prompt tokens of a conversation, and warnings about its body.
 
     Raises:
-        ApiError: the body cannot be served, the model has no tokenizer or no chat template, or the template refuses it.
+        ApiError: the body cannot be served, the model has no tokenizer or no chat template, or the template refuses the
+            conversation.
     """
     async with body_reader.read_json(request) as (body, length):
         core_request = await run_off_loop(length, lambda: read_request(service, limits, body))

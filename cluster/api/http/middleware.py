@@ -1,8 +1,8 @@
 """The app's own ASGI middleware, from the inside out: HEAD requests, draining, access control, redirects, access log.
 
 Requests are denied by default: without a key, only GET and HEAD of the pages in `PATHS_WITHOUT_KEY` pass. A key of
-scope admin may use every route; `SCOPES` lists the routes for other keys. The routes themselves decide which route a
-request matches, so the guard and the router cannot disagree about a path.
+scope admin may use every route. A key of scope use may use only the routes with this scope in `SCOPES`. `Guard` matches
+a path by the app's own routes, so `Guard` and the app always choose the same route.
 """
 
 import asyncio
@@ -99,7 +99,9 @@ class Drain:
 
 
 class DrainMiddleware:
-    """ASGI middleware that counts generating calls; while the server drains, new ones and /ready get a 503."""
+    """ASGI middleware that counts the open calls of routes that generate text. While the server drains, it answers new
+    calls of these routes, and /ready, with a 503.
+    """
 
     def __init__(self, app: ASGIApp, drain: Drain) -> None:
         self._app = app
@@ -149,7 +151,7 @@ SCOPES: Mapping[str, KeyScope] = {
     **dict.fromkeys(PAGE_PATHS, "use"),
 }
 """The scope that each declared path needs. A route that is missing here needs scope admin."""
-KEY_ENTRY, ANONYMOUS_ENTRY = "aerie.key", "aerie.anonymous"  # keys of the scope, set by `Guard`
+KEY_ENTRY, ANONYMOUS_ENTRY = "aerie.key", "aerie.anonymous"  # `Guard` sets these keys in the ASGI scope
 POLICY_VIOLATION = 1008  # the close code of a refused websocket
 
 
@@ -183,7 +185,9 @@ class Guard:
             await self._app(scope, receive, send)
 
     def _access_error(self, scope: Scope) -> ApiError | None:
-        """Return the error that denies a call. For an allowed call, note its key in the scope and return None."""
+        """Return the error that denies a call, or None if the call is allowed. The API key of an allowed call is stored
+        in the ASGI scope.
+        """
         token, route = _token_of(scope), self._route(scope)
         key = None if token is None else self._keys.find(token)
         if key is not None:
@@ -274,7 +278,7 @@ access_logger = logging.getLogger("cluster.api.http.access_log")  # the name by 
 
 UNLOGGED = frozenset({"/health", "/ready", "/metrics", "/server_state"})  # polled every few seconds
 OTHER_ROUTE = "other"  # the route under which all paths without a declared route are counted
-CHOICES_ENTRY = "aerie.choices"  # key of the scope under which `attach_call` stores the sequences of a call
+CHOICES_ENTRY = "aerie.choices"  # key of the ASGI scope under which `attach_call` stores the sequences of a call
 MAX_LOGGED_PATH = 200  # characters of a path that a line shows
 
 

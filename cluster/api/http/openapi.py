@@ -72,7 +72,9 @@ class OtherApi(NamedTuple):
 
 
 def request_body_schema(fields: type[StrictModel]) -> dict[str, Any]:
-    """Return the `openapi_extra` of a route whose body is `fields`."""
+    """Return the `openapi_extra` of a route. It declares that the body of a request has the fields of the class
+    `fields`.
+    """
     content = {"application/json": {"schema": {"$ref": SCHEMA_PATH + fields.__name__}}}
     return {"requestBody": {"required": True, "content": content}}
 
@@ -189,7 +191,7 @@ def _alternative(schema: dict[str, Any], json_type: str) -> dict[str, Any]:
 
 
 def _set_responses(path: str, operation: dict[str, Any], error_name: str) -> None:
-    """Set the responses of a route: every status, with the content type and schema of its body."""
+    """Add all statuses of a route to `operation`, each with the content type and the schema of its body."""
     success: dict[str, Any] = {"description": "Success"}
     content_types = CONTENT_OF_PAGES.get(path, {"application/json": {"schema": {}}})
     if path in STREAMING_PATHS:
@@ -266,7 +268,9 @@ def _body_html(schema: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _is_unsupported(field: Mapping[str, Any]) -> bool:
-    """Return whether a field is known but not supported: `openapi` lists the values that do nothing as its enum."""
+    """Return whether a field is known but not supported. `_add_refused_fields` gives such a field an `enum` and a
+    `description`.
+    """
     return "enum" in field and "description" in field
 
 

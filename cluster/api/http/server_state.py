@@ -1,6 +1,7 @@
 """The present state of the server as JSON: `/server_info` for operators, `/server_state` for the status page.
 
-In `/server_state` only the reasons of faults may name paths, addresses and processes; only admins get these reasons.
+In `/server_state` only the reasons of faults may name paths, addresses and processes. If the server has API keys, only
+admins get these reasons.
 """
 
 import time
@@ -84,7 +85,9 @@ def _accepted_by_depth(sums: Sums, **labels: str) -> list[int]:
 
 
 def _rank(rank: int, heartbeat: Heartbeat | None, sums: Sums) -> dict[str, Any]:
-    """Return the state of one rank: `silent` if there is no heartbeat. Counts are sums over this rank of all gangs."""
+    """Return the state of one rank. Without a heartbeat the state is `silent`. Each count is the sum over all gangs,
+    for the rank with this number.
+    """
     rank_label = str(rank)
     counts = {name: int(sums.total(f"aerie_{name}_total", rank=rank_label)) for name in RANK_COUNTER_NAMES}
     fields = {"rank": rank, **counts, "accepted_by_depth": _accepted_by_depth(sums, rank=rank_label)}

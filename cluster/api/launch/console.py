@@ -7,7 +7,7 @@ import threading
 from cluster.observability.logs import LogFollower, level_and_logger
 
 POLL_S = 0.3
-SERVE_LOGGER = "cluster.api.launch.serve"  # this logger's module prints its messages itself
+SERVE_LOGGER = "cluster.api.launch.serve"  # not printed here: `cluster.api.launch.serve` prints its own messages
 
 
 class Console:

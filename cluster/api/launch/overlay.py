@@ -20,12 +20,12 @@ MODEL_KEYS = {"model": "model_source", "model_path": "model_source", "tokenizer"
 HTTP_KEYS = {"http_host": "host", "http_port": "port"}
 FILE_KEYS = ("proxy_location", "http_options", "logging_config")
 APP_KEYS = tuple(name for name in AppSettings.model_fields if name != "llm_configs")
-SPECULATION_SWITCHES = ("speculative_algorithm", "speculative_draft_model_path")  # either as null: no speculation
+SPECULATION_SWITCHES = ("speculative_algorithm", "speculative_draft_model_path")  # null in either turns speculation off
 
 
 def apply_overrides(data: Mapping[str, Any], overrides: Sequence[Override]) -> dict[str, Any]:
-    """Return a copy of a Serve config with the overrides applied. The model comes first, since another model removes
-    the file's draft, tokenizer and name, which later overrides may set again.
+    """Return a copy of a Serve config with the overrides applied. The override of the model is applied first: a new
+    model removes the draft, the tokenizer and the name in the config, and the other overrides may set them again.
 
     Raises:
         ConfigError: a key is unknown (the message has the nearest known key), or a part of the file has a wrong form.
@@ -109,8 +109,8 @@ def _set(data: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _set_model(llm: dict[str, Any], source: Any) -> None:
-    """Set the target to `source`, a folder or hub name. Unless it is the same target as before, remove the draft, the
-    tokenizer and the name of the old one.
+    """Set the target to `source`, a folder or hub name. If this is another target than before, remove the draft and the
+    tokenizer of the old target, and set a new `model_id`.
     """
     loading_config = _submapping(llm, "model_loading_config")
     old_source = loading_config.get("model_source") or loading_config.get("model_id")
@@ -133,7 +133,9 @@ def _served_name(source: str) -> str:
 
 
 def _set_engine(llm: dict[str, Any], key: str, value: Any) -> None:
-    """Set an engine setting and remove its other spellings. Turning speculation off removes all settings of it."""
+    """Set an engine setting and remove its other spellings. If this turns speculation off, remove all other settings of
+    speculation.
+    """
     engine_kwargs = _submapping(llm, "engine_kwargs")
     name = ALIASES.get(key, key)
     # Flatten speculative_config first, so that each setting has one place.

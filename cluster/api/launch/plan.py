@@ -115,9 +115,9 @@ class ServePlan:
 def make_plan(config: str | None, overrides: Sequence[Override], model: str | None = None) -> ServePlan:
     """Return the plan: read the config, apply the overrides, and check settings and models.
 
-    `model` is the folder or hub name of a model to serve instead of the config's model. With a model but no config, the
-    defaults apply; with neither, the demo's config is served. Hub names are resolved to commits. Of hub models, the
-    configs and the headers of weight files are downloaded here, not the weights.
+    `model` is the folder or hub name of a model to serve instead of the config's model. If `config` is None, the
+    default settings apply; if `model` is None too, the demo's config is served. Hub names are resolved to commits. For
+    hub models, this downloads the configs and the headers of the weight files, but not the weights.
 
     Raises:
         ConfigError: a setting or model cannot be served; the message names the setting.
@@ -149,14 +149,16 @@ def make_plan(config: str | None, overrides: Sequence[Override], model: str | No
 
 
 def existing_path_or_name(folder: str) -> str:
-    """Return a folder from the command line as an absolute path if it exists. Otherwise return it unchanged: it is a
-    hub name, or a path to be resolved like one in a config.
+    """Return a folder from the command line as an absolute path if the folder exists. Otherwise return the text
+    unchanged: it may be a hub name, or a path that `resolve_path` finds.
     """
     return str(Path(folder).resolve()) if Path(folder).exists() else folder
 
 
 def _base_config(config: str | None, model: str | None) -> Any:
-    """Return the config to override: the file's; for a model without a file, the defaults; otherwise the demo's."""
+    """Return the config to which overrides are applied: the file `config`; or the defaults if only a model is given; or
+    the demo's config.
+    """
     if config is not None:
         return read_yaml(config)
     if model is not None:

@@ -196,7 +196,9 @@ def _fetch(plan: ServePlan, models: dict[str, HubModel], signals: StopSignals | 
 
 
 def _with_log_options(plan: ServePlan, args: argparse.Namespace, *, own_ray: bool) -> ServePlan:
-    """Return the plan with the log options of the command line. By default a server with its own Ray has a new file."""
+    """Return the plan with the log options of the command line. By default, a server with its own Ray writes a new log
+    file.
+    """
     log_options: dict[str, str] = {}
     if args.log_file is not None:
         log_options["log_file"] = str(Path(args.log_file).absolute())
@@ -296,8 +298,9 @@ def _is_healthy(url: str) -> bool:
 
 
 def _shut_down(cluster: LocalRay | None, plan: ServePlan, *, graceful: bool) -> None:
-    """End the processes of this server: its own Ray as a whole, or on a shared cluster only the application. Without
-    `graceful`, skip the shutdown of Serve: nothing is served yet, and Serve would wait for the replica's start.
+    """End the processes of this server: the whole Ray cluster if it is the server's own, or only the application on a
+    shared cluster. If `graceful` is false, do not shut Serve down: nothing is served yet, and Serve would wait until
+    the replica has started.
     """
     serve = importlib.import_module("ray.serve")
     if cluster is None:

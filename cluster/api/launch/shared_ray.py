@@ -1,4 +1,4 @@
-"""Checks that a running Ray cluster answers. Ray itself tries a dead address for one to two minutes."""
+"""Checks within seconds that a Ray cluster answers. `ray.init` would wait one to two minutes if no cluster answers."""
 
 import socket
 from typing import Any
@@ -12,7 +12,7 @@ from cluster.config import ConfigError
 
 ANSWER_TIMEOUT_S = 4.0
 CLIENT_SCHEME = "ray://"  # an address of Ray's client server
-# with these the cluster answers but requires a token
+# If the answer has one of these statuses, the cluster is alive and requires a token.
 ALIVE_STATUSES = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 
 
@@ -37,7 +37,9 @@ def _client_error(address: str) -> str:
 
 
 def _gcs_error(address: str) -> str:
-    """Return why the cluster's control service (GCS) does not answer; empty if it does, or if only Ray can tell."""
+    """Return why the cluster's control service (GCS) does not answer. Return an empty string if it answers, or if its
+    address is not known.
+    """
     try:
         gcs_address = canonicalize_bootstrap_address(address)
     except Exception as error:

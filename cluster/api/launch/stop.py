@@ -30,8 +30,8 @@ class StopSignals:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Install the handlers inside the block. SIGTERM is blocked, and so kept pending, until `release`, for this
-        thread and for the threads that it starts.
+        """Install the handlers inside the `with` block. Until `release` is called, SIGTERM is blocked in this thread
+        and in the threads that it starts; a SIGTERM that comes meanwhile stays pending.
         """
         previous_handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
         signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))
@@ -44,7 +44,9 @@ class StopSignals:
                 signal.signal(number, handler)
 
     def release(self) -> None:
-        """Install the handlers again, since `ray.init` installs its own, and unblock SIGTERM: a pending one arrives."""
+        """Install the handlers again, because `ray.init` replaced them, and unblock SIGTERM. A pending SIGTERM is then
+        handled.
+        """
         self._install()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))
 
@@ -80,9 +82,9 @@ def drain(serve: Any, name: str, timeout_s: float, report: Callable[[str], None]
     """Make an application refuse new calls, and wait for its open calls; calls open at the timeout end with an error.
 
     The call to the ingress replicas is repeated, so that a replica that starts meanwhile refuses too. Run this before
-    `serve.shutdown`, which would first end the proxy, and all streams with it. `serve` is the module `ray.serve`, which
-    takes too long to import at the top of this file. `report` prints the progress, and also a failure; the shutdown
-    then continues.
+    `serve.shutdown`, because `serve.shutdown` ends the proxy first, and so all streams. `serve` is the module
+    `ray.serve`, which takes too long to import at the top of this file. `report` prints the progress. If draining
+    fails, `report` prints the error, and this function returns normally.
     """
     deadline = time.monotonic() + timeout_s
     try:

@@ -34,7 +34,9 @@ MIN_LOGPROB = -9999.0  # replaces -inf, which JSON cannot write
 
 
 class OpenAIFormatter:
-    """Base of completion and chat answers: id, time, model, usage. It knows which sequences have begun to stream."""
+    """Base of the classes that write completion and chat answers. It writes the common fields (id, time, model, usage),
+    and remembers which sequences have begun to stream.
+    """
 
     keep_alive = KEEP_ALIVE
     object_of_body: ClassVar[str]
@@ -100,7 +102,9 @@ class OpenAIFormatter:
         return best if self._num_logprobs is not None else [replace(delta, logprobs=()) for delta in best]
 
     def chunks(self, delta: Delta) -> list[dict[str, Any]]:
-        """Return the chunks of a delta, usually one. The first one is or includes the opening (role, prompt ids)."""
+        """Return the chunks of a delta, usually one. For the first delta of a sequence, the first chunk has the role
+        (chat) or, if requested, the prompt's token ids (completions).
+        """
         choices = [self._chunk_choice(delta)]
         if delta.index not in self._opened_choices:
             self._opened_choices.add(delta.index)
@@ -182,7 +186,7 @@ class OpenAIFormatter:
 
 
 class CompletionFormatter(OpenAIFormatter):
-    """The answer of /v1/completions: object `text_completion`, in the body and in the chunks."""
+    """Writes the answers of /v1/completions. The field `object` is `text_completion`, in the body and in chunks."""
 
     object_of_body = object_of_chunk = "text_completion"
     _offsets: dict[int, "_OffsetCounter"]
@@ -244,7 +248,9 @@ class CompletionFormatter(OpenAIFormatter):
 
 
 class ChatFormatter(OpenAIFormatter):
-    """The answer of /v1/chat/completions: `chat.completion`, or chunks, of which each choice's first has the role."""
+    """Writes the answers of /v1/chat/completions: one `chat.completion`, or a stream of `chat.completion.chunk`. The
+    first chunk of each choice has the role.
+    """
 
     object_of_body = "chat.completion"
     object_of_chunk = "chat.completion.chunk"
@@ -298,7 +304,7 @@ class ChatFormatter(OpenAIFormatter):
                     call_type: function,
                 }
             elif isinstance(event, CallArguments):
-                # A call that began in an earlier delta is a function's: a custom tool's call comes in one delta.
+                # A call that began in an earlier delta is a function call, because a custom tool call is in one delta.
                 call = calls.setdefault(event.call_index, {"index": event.call_index, "function": {"arguments": ""}})
                 if "custom" in call:
                     call["custom"]["input"] += event.text
@@ -329,7 +335,9 @@ class ChatFormatter(OpenAIFormatter):
 
 
 class _OffsetCounter:
-    """Computes the offset of each token in the text, in characters. Tokens of a split character have its offset."""
+    """Computes the offset of each token in the text, in characters. If a character is split over several tokens, they
+    all have the offset of this character.
+    """
 
     def __init__(self, start: int = 0) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -342,7 +350,9 @@ class _OffsetCounter:
 
 
 def logprob_entry(entry: TokenLogprob, token_text: Callable[[int], tuple[str, bytes]]) -> dict[str, Any]:
-    """Return a token's log-probability and those of its alternatives; `token_text` maps an id to its text and bytes."""
+    """Return the log-probabilities of a token and of its alternatives, in OpenAI's form. `token_text` maps a token id
+    to the token's text and bytes.
+    """
 
     def token_fields(token_id: int, logprob: float) -> dict[str, Any]:
         text, raw = token_text(token_id)
@@ -372,7 +382,9 @@ def _total_logprob(delta: Delta) -> float:
 
 
 MAX_SKIPPED_CHARACTERS = 16
-"""How many characters that the tokenizer's normalizer has removed are skipped, at most, to find the next token."""
+"""The normalizer of a tokenizer may remove characters. To find the next token in the text, at most this many removed
+characters are skipped.
+"""
 
 
 def token_offsets(text: str, tokens: Iterable[bytes]) -> list[int]:

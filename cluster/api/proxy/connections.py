@@ -79,7 +79,9 @@ class Connection(HttpToolsProtocol):
         return b"\r\n".join([*lines, b"", b""])
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Return whether to keep a half-closed connection open: only if its last complete request has no answer yet."""
+        """Return whether to keep a half-closed connection open. It stays open only if its last request has arrived
+        completely and the answer has not ended.
+        """
         cycle = self.cycle
         if cycle is None or cycle.response_complete or cycle.more_body or self.scheme == "https":
             return False
@@ -93,7 +95,9 @@ class Connection(HttpToolsProtocol):
         return True
 
     def _schedule_check(self, pause_s: float) -> None:
-        """Check after a pause whether the client has left, again and again until the answer ends; pauses double."""
+        """After `pause_s` seconds check whether the client has left, and repeat this until the answer ends. Each pause
+        is twice as long as the one before, up to `MAX_CHECK_S`.
+        """
         asyncio.get_running_loop().call_later(pause_s, self._abort_if_client_left, min(2 * pause_s, MAX_CHECK_S))
 
     def _abort_if_client_left(self, pause_s: float) -> None:

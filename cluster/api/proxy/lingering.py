@@ -13,7 +13,9 @@ LINGER_BYTES = 64 << 20  # most bytes of the rest that are read
 
 
 class Lingering:
-    """Outermost ASGI middleware: any middleware inside it may answer early."""
+    """ASGI middleware that reads the rest of the body before it ends an early answer. It must be the outermost one, so
+    that this also holds for the answers of other middleware.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -58,7 +58,7 @@ ERROR_BY_STATUS: Mapping[int, tuple[str, str, str]] = {
     503: ("server_error", "engine_unhealthy", "no replica serves requests now; try again shortly"),
 }
 MESSAGES = "/v1/messages"
-ANTHROPIC_TYPES = {"not_found": "not_found_error", "server_error": "api_error"}  # our code or type: Anthropic's type
+ANTHROPIC_TYPES = {"not_found": "not_found_error", "server_error": "api_error"}  # keys: our codes and types
 MAX_BUFFERED_BODY = 1 << 20  # bytes of a body that are buffered before it is passed on; the rest is passed on in chunks
 MAX_BUFFERED_TOTAL = 256 << 20  # bytes buffered for all requests together; beyond, bodies are passed on as they come
 HEALTHZ = b"/-/healthz"  # Serve's own health page, passed through unchanged
@@ -178,7 +178,9 @@ class _BufferedRequest:
 
 
 class JsonErrors:
-    """ASGI middleware that turns plain-text errors of Serve's proxy into JSON and ends answers that it leaves open."""
+    """ASGI middleware that turns plain-text errors of Serve's proxy into JSON. If the proxy does not end an answer, the
+    middleware ends it.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -188,7 +190,7 @@ class JsonErrors:
         if scope["type"] != "http" or scope.get("raw_path", b"") == HEALTHZ:
             await self._app(scope, receive, send)
             return
-        if scope["path"][len(scope.get("root_path", "")) :] == ROUTES:  # as Serve compares the path
+        if scope["path"][len(scope.get("root_path", "")) :] == ROUTES:  # Serve compares the path in the same way
             await _send_error(send, 404, ERROR_BY_STATUS[404], None, scope)
             return
         if (invalid_header := _invalid_header(scope["headers"])) is not None:
@@ -208,7 +210,9 @@ class JsonErrors:
                 await response.finish()
 
     async def _has_replicas(self, scope: Scope) -> bool:
-        """Return whether Serve's own health page reports healthy replicas. Serve answers it without queueing."""
+        """Return whether Serve's own health page reports healthy replicas. Requests for this page do not wait in a
+        queue.
+        """
         statuses: list[int] = []
 
         async def receive() -> Message:
@@ -256,8 +260,9 @@ class _ResponseFilter:
             await self._send(message)
 
     async def _send_json_error(self, status: int, kept_headers: list[tuple[bytes, bytes]]) -> None:
-        """Send the JSON error that replaces a plain-text error. Exception: if Serve rejects a call of a health page
-        because its queue is full, the engine is at work, so the answer follows Serve's own check of its replicas.
+        """Send the JSON error that replaces a plain-text error. Exception: a full queue of Serve is no sign of a fault.
+        So if Serve rejects a call of a health page because its queue is full, and Serve reports healthy replicas,
+        answer 200.
         """
         is_health_check = self._scope["method"] in ("GET", "HEAD") and self._scope["path"].endswith(HEALTH_PAGES)
         if is_health_check and self._limit.max_queued_requests is not None and await self._has_replicas(self._scope):

@@ -1,10 +1,10 @@
 """Repeats refusals in the proxy: a full replica says how long its refusal holds, and gets no request until then.
 
-A refusal costs a replica and the proxy together some 10 ms of CPU time, which the ranks of open streams lack under
-load. The proxy alone repeats a refusal in 1 ms. A full replica adds the header `FULL_HEADER` to its 503: its id, the
-number of replicas, and the seconds for which the refusal holds. While the refusals of all replicas hold, the proxy
-repeats the one that expires last. The next request that it passes on carries the number of repeats in the header
-`REPEATS_HEADER`, for the metrics.
+A refusal costs a replica and the proxy together about 10 ms of CPU time. Under load the ranks need this time for open
+streams. If the proxy alone repeats a refusal, it costs 1 ms. A full replica adds the header `FULL_HEADER` to its 503:
+its id, the number of replicas, and the seconds for which the refusal holds. While the refusals of all replicas hold,
+the proxy repeats the refusal that expires last. The next request that it passes on has the number of repeats in the
+header `REPEATS_HEADER`, for the metrics.
 
 Nothing heavy is imported here, since one half runs in the proxy.
 """
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 FULL_HEADER = b"x-aerie-full"
 REPEATS_HEADER = b"x-aerie-repeated-refusals"
-HOLD_SHARE, MAX_HOLD_S = 0.05, 1.0  # a refusal holds for this share of the wait that it announces, but for MAX_HOLD_S
+HOLD_SHARE, MAX_HOLD_S = 0.05, 1.0  # a refusal holds for this share of the wait that it announces, at most MAX_HOLD_S
 # headers that are the same in every repeat
 COPIED_HEADERS = frozenset({b"content-type", b"content-length", b"retry-after"})
 
@@ -56,8 +56,9 @@ class Refusals:
         self._repeats: dict[str, int] = {}
 
     def current_refusal(self, scope: Scope) -> RepeatedRefusal | None:
-        """Return the refusal to answer a request with, and count it as a repeat; None if a replica may have room. None
-        also for a page in a browser: it can read only an answer with the CORS headers that a replica adds.
+        """Return the refusal with which to answer a request, and count it as a repeat. Return None if a replica may
+        have room. Also return None if a browser sent the request (header `origin`): the browser needs the CORS headers
+        that only a replica adds.
         """
         path = scope["path"]
         if (
@@ -76,7 +77,9 @@ class Refusals:
         return max(refusals.values(), key=lambda refusal: refusal.expires_at)
 
     def forwarded_scope(self, scope: Scope) -> Scope:
-        """Return the scope of a request to pass on, with the proxy's `REPEATS_HEADER` and without one of the client."""
+        """Return the ASGI scope of a request that is passed on. The proxy's `REPEATS_HEADER` is added, and such a
+        header from the client is removed.
+        """
         headers = [pair for pair in scope["headers"] if pair[0].lower() != REPEATS_HEADER]
         if scope["method"] == "POST" and (repeats := self._repeats.pop(scope["path"], 0)):
             headers.append((REPEATS_HEADER, str(repeats).encode()))
@@ -123,16 +126,16 @@ class AnnounceRefusals:
     def __init__(
         self, app: ASGIApp, replica: str, replicas: int | None, on_repeats: Callable[[str, int], None]
     ) -> None:
-        """`replica` is the id of this replica. `replicas` is None if their number is not fixed or the proxy lacks the
-        middleware; then `FULL_HEADER` is not sent. `on_repeats` is called with a path and the number of refusals
-        repeated for it.
+        """`replica` is the id of this replica. `replicas` is the number of replicas; it is None if this number is not
+        fixed or the proxy does not use our middleware, and then `FULL_HEADER` is not sent. `on_repeats` is called with
+        a path and the number of refusals that the proxy repeated for this path.
         """
         self._app = app
         self._announcement = None if replicas is None else f"{replica} {replicas}".encode()
         self._on_repeats = on_repeats
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one call and complete its header `FULL_HEADER`."""
+        """Serve one call, and complete the header `FULL_HEADER` of its answer."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

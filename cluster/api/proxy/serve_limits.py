@@ -1,8 +1,9 @@
 """Finds out which limit of Ray Serve ended a call; Serve's proxy does not report it.
 
-The proxy answers a call that met a limit in plain text, or not at all if the answer had begun. From outside, middleware
-cannot tell a timeout from a lost replica, or a full queue from a deployment without replicas. The proxy turns every
-exception of a call into a status by one function, which `patch_proxy` wraps.
+If a limit ends a call, the proxy answers in plain text, or sends nothing more if the answer has begun. So middleware
+cannot see whether a limit or another cause ended the call: a timeout looks like a lost replica, and a full queue looks
+like a deployment without replicas. The proxy has one function that turns the exception of a call into a status.
+`patch_proxy` wraps this function.
 
 Nothing heavy is imported here, since this runs in the proxy.
 """
@@ -23,7 +24,7 @@ PROXY_MODULE, STATUS_FUNCTION = "ray.serve._private.proxy", "get_http_response_s
 
 @dataclass(slots=True)
 class ServeLimit:
-    """The limit that ended a call; both fields are None until one did. `timeout_s` is the longest time of a call
+    """The limit that ended a call. Both fields are None if no limit ended it. `timeout_s` is the longest time of a call
     (`http_options.request_timeout_s`, or the client's own header), in seconds; `max_queued_requests` is the setting of
     this name: the number of calls that may wait for a deployment.
     """

@@ -1,10 +1,10 @@
 """Limits how fast the proxy begins requests: one per iteration of its event loop, with pauses while the cores are busy.
 
 Beginning a request costs the proxy and the replica together some `BEGIN_S` seconds of CPU time, plus `BYTE_S` for each
-byte of the body. The kernel gives a core at once to a process that often sleeps, as these two do. So a hundred requests
-per second would take the cores from the ranks of open streams, which compute without a pause. While the cores are busy,
-pauses between requests keep the cost of beginning them to the share `CPU_SHARE` of the machine. A request that the
-replica refuses costs only `REFUSE_S`, which is known when its answer comes.
+byte of the body. Both processes sleep often, and the kernel gives a core at once to a process that often sleeps. So a
+hundred requests per second would take the cores from the ranks of open streams, which compute without a pause. While
+the cores are busy, this module pauses between requests, so that beginning requests costs at most the share `CPU_SHARE`
+of the machine. A request that the replica refuses costs only `REFUSE_S` seconds; this is known when its answer comes.
 
 Nothing heavy is imported here, since this runs in the proxy.
 """
@@ -19,14 +19,18 @@ from pathlib import Path
 BEGIN_S, REFUSE_S, BYTE_S = 0.006, 0.002, 30e-9
 CPU_SHARE = 0.125
 MAX_PAUSE_S = 0.1
-CHECK_S, SATURATED_S = 0.1, 1.0  # seconds between two checks of the cores; seconds for which a full machine stays full
-# A machine with a smaller share of idle time is full. The share is not 0, since ranks waiting for each other are idle.
+# Seconds between two checks of the cores, and seconds for which the machine counts as full after a check found it full.
+CHECK_S, SATURATED_S = 0.1, 1.0
+# A machine with a smaller share of idle time counts as full. The limit is not 0, because ranks that wait for each other
+# are idle even on a full machine.
 MIN_IDLE_SHARE = 0.2
 STAT = Path("/proc/stat")
 
 
 class CpuLoad:
-    """Tells whether this machine is full, by the kernel's counters of idle time; without counters it never is."""
+    """Tells whether the CPUs of this machine are full, by the kernel's counters of idle time. Without these counters a
+    machine never counts as full.
+    """
 
     def __init__(self, stat: Path = STAT, clock: Callable[[], float] = time.monotonic) -> None:
         self._stat = stat
@@ -106,7 +110,7 @@ class Throttle:
             if not (waiter := self._waiting.popleft()).done():  # done: cancelled, as its client has left
                 waiter.set_result(True)
                 break
-        # Not called at once: `on_begin` of the request that begins comes first.
+        # `_schedule_next` must run after `on_begin` of the request that begins now, so it is not called directly.
         self._timer = asyncio.get_running_loop().call_soon(self._schedule_next)
 
 

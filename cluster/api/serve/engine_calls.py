@@ -1,6 +1,6 @@
 """Calls from an ingress replica to the engine deployment through a Serve handle.
 
-A lost replica raises `EngineGoneError`.
+If the called replica is lost, the call raises `EngineGoneError`.
 """
 
 import asyncio
@@ -15,14 +15,14 @@ from cluster.api.serve.resilient_client import EngineGoneError, EngineQueueFullE
 from cluster.observability.logs import first_line
 from cluster.request import Request, SequenceOutput
 
-STALL_TOLERANCE_S = 1.0  # a wait that ends this long after its timeout means that this process stalled, not the replica
+STALL_TOLERANCE_S = 1.0  # if a wait ends so much later than its timeout, this process was stalled, not the replica
 
 
 class HandleCalls:
     """Implements `EngineCalls` over the handle of the engine deployment. Serve chooses the replica of every call."""
 
     def __init__(self, handle: "DeploymentHandle[Any]", caller: str) -> None:
-        """`caller` is the full name of this replica; the engine replica checks by it whether this replica exists."""
+        """`caller` is the full name of this replica. Engine replicas check by this name whether this replica exists."""
         self._caller = caller
         self._handle: Any = handle
         self._streaming: Any = handle.options(stream=True)

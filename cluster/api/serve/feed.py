@@ -1,9 +1,10 @@
-"""The engine half of a resilient stream: what an engine replica sends to an ingress replica while that exists.
+"""The engine's side of a resilient stream: an engine replica sends items to an ingress replica while the ingress
+exists.
 
-An ingress that ends in order closes its streams; a killed ingress cannot. Ray does not stop a call whose caller is
-dead, because a call through a Serve handle has no backpressure. So the requests of a killed ingress would run to their
-last token. To prevent this, the engine replica asks Ray regularly whether each ingress with open streams still exists.
-A slow or busy ingress still exists, and its streams go on.
+An ingress that shuts down normally closes its streams; a killed ingress cannot. Ray does not stop a call whose caller
+is dead, because a call through a Serve handle has no backpressure. So the requests of a killed ingress would run to
+their last token. To prevent this, the engine replica asks Ray regularly whether each ingress with open streams still
+exists. A slow or busy ingress still exists, and its streams go on.
 """
 
 import asyncio
@@ -112,13 +113,15 @@ def replica_exists(name: str) -> bool:
 
 
 class CallerMonitor:
-    """The ingress replicas with open streams, by full replica name, and which of them are gone."""
+    """Checks regularly which of the ingress replicas with open streams no longer exist. It knows them by their full
+    names.
+    """
 
     def __init__(
         self, is_alive: Callable[[str], bool] = replica_exists, check_period_s: float = CALLER_CHECK_S
     ) -> None:
-        """Construct this object outside any request: the watch task runs in the context of the construction, and Serve
-        cancels tasks in the context of a request.
+        """Create this object outside any request. The watch task runs in the `contextvars` context in which this object
+        was created, and Serve cancels the tasks of a request's context.
         """
         self._is_alive, self._check_period_s = is_alive, check_period_s
         self._open_streams, self._gone_callers = Counter[str](), set[str]()

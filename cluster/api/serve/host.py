@@ -27,7 +27,7 @@ PUBLISH_PERIOD_S = 0.5  # how old this replica's metrics may be when another rep
 
 
 class GangHost:
-    """Starts and stops the gang of a replica, and publishes `metrics`, which also count its losses and restarts.
+    """Starts and stops the gang of a replica, and publishes `metrics`. They also count the gang's losses and restarts.
 
     `config` holds the settings that the ranks get. It names hub models by their commit, since each node has its own
     download folder. `local_config` holds the folders of this node instead, which contain all files but the weights.
@@ -105,7 +105,9 @@ class GangHost:
             self.metrics.on_restart(loss.restored_s)
 
     async def _publish_metrics(self) -> None:
-        """Publish this replica's registry sample at rank 0 whenever it changes, for other replicas to read."""
+        """Whenever this replica's registry sample changes, store it on rank 0 of the gang, where other replicas read
+        it.
+        """
         published = b""
         while True:
             try:

@@ -26,7 +26,7 @@ CALL_TIMEOUT_S = 1.0  # for the calls `status` and `metrics`
 HEARTBEAT_SHARE = 1 / 3  # of watchdog_timeout_s: how often an engine replica without output sends a `StreamHeartbeat`
 SILENCE_TIMEOUT_SHARE = 2.0  # of watchdog_timeout_s: an engine replica that is silent for this long counts as gone
 RETRY_S = 0.2  # pause between two tries to submit a request
-MAX_TRIES = 3  # a request that is too long for the engine replicas tried is refused after this many tries
+MAX_TRIES = 3  # after this many tries, a request is refused if it is too long for the engine replica
 LIMIT_VALID_S = 600.0  # how long a reported token limit of an engine replica counts
 
 
@@ -66,7 +66,9 @@ StreamItem = StreamHeartbeat | RequestRefused | StreamAbandoned | SequenceOutput
 
 
 def folders_of(config: EngineConfig) -> str:
-    """Return the folders of the model and the tokenizer as one string. Token ids mean the same where it is equal."""
+    """Return the folders of the model and the tokenizer as one string. If two replicas have the same string, token ids
+    have the same meaning on both.
+    """
     return f"{config.model_path}, {tokenizer_folder(config)}"
 
 
@@ -106,7 +108,7 @@ class Attempt(Protocol):
         ...
 
     def close(self) -> None:
-        """Stop reading; the engine then aborts the request, unless its last output was read."""
+        """Stop reading the stream. If the last output of the request was not read, the engine aborts the request."""
         ...
 
 
@@ -141,10 +143,12 @@ class ResilientClient:
         restart_timeout_s: float,
         on_token_limit: Callable[[int], None] = lambda max_request_tokens: None,
     ) -> None:
-        """`rank` is this replica's rank in the ingress deployment; it seeds the generator of request seeds (`Router`).
+        """`rank` is this replica's rank in the ingress deployment. The seeds of requests without a seed are drawn from
+        `random_seed` and `rank`.
 
-        `on_resumed` is called once per resumed stream, `on_token_limit` with the `max_request_tokens` of each engine
-        replica that answers a request. Streams wait up to `restart_timeout_s` for an engine replica.
+        `on_resumed` is called once for each resumed stream. `on_token_limit` is called with the `max_request_tokens` of
+        each engine replica that answers a request. Streams wait up to `restart_timeout_s` seconds for an engine
+        replica.
         """
         self._on_token_limit = on_token_limit
         self._engine_calls = engine_calls
@@ -177,7 +181,7 @@ class ResilientClient:
                 yield _final_output(stream, "abort", f"it began on {model}, but {heartbeat.model} is served now")
                 return
             model = heartbeat.model
-            stream.on_admitted()  # no `StreamHeartbeat` says when a step admits the request: count it as begun now
+            stream.on_admitted()  # no heartbeat says when a step admits the request, so count it as admitted now
             try:
                 while not stream.ended:
                     item = await attempt.next(self._silence_timeout_s)
@@ -215,7 +219,8 @@ class ResilientClient:
 
         Raises:
             Overloaded: the queue is full, and no engine replica has taken the stream before.
-            ValueError: it is too long for `MAX_TRIES` engine replicas, and none has taken the stream before.
+            ValueError: after `MAX_TRIES` tries the request is too long for the engine replica, and no engine replica
+                has taken the stream before.
         """
         original = stream.request
         required_tokens = len(original.prompt_token_ids) - original.resumed_tokens + original.params.max_tokens
@@ -263,7 +268,7 @@ class ResilientClient:
             await asyncio.sleep(RETRY_S)
 
     def overload(self) -> Overloaded | None:
-        """Return None always: only the engine replicas know whether they are full (`EngineClient.full`)."""
+        """Return None always, because only the engine replicas know whether they are full (`EngineClient.overload`)."""
         return None
 
     async def status(self) -> GangStatus:

@@ -42,7 +42,9 @@ class RestParts(NamedTuple):
 
 
 def load_rest(config: EngineConfig, parsers: tuple[str | None, str | None]) -> RestParts:
-    """Return the parts of the REST routes, for `AppSettings.parsers`. Call it in a thread: the imports take seconds."""
+    """Return the parts of the REST routes. `parsers` is `AppSettings.parsers`. Call this in a thread, because the
+    imports take seconds.
+    """
     make_app = importlib.import_module("cluster.api.http.routes").make_app
     drain_class = importlib.import_module("cluster.api.http.middleware").Drain
     model_info_class = importlib.import_module("cluster.api.core.limits").ModelInfo
@@ -50,7 +52,8 @@ def load_rest(config: EngineConfig, parsers: tuple[str | None, str | None]) -> R
     tokenizer_class = importlib.import_module("cluster.api.core.tokenizer").ChatTokenizer
     folder = tokenizer_folder(config)
     paths = (Path(folder) / name for name in TOKENIZER_FILES)
-    # With another format or a broken symlink, `tokenizer.load` below raises: better than serving token ids alone.
+    # If the file has another format or is a broken symlink, `tokenizer_class.load` raises an error. This is better than
+    # serving only token ids.
     has_tokenizer = config.tokenizer_path is not None or any(path.is_symlink() or path.is_file() for path in paths)
     if not has_tokenizer:
         logger.warning("%s has no tokenizer: only token ids are served; set tokenizer_path to serve texts", folder)

@@ -177,7 +177,7 @@ class LLMConfig(ServingSettings):
 
     @property
     def min_replicas(self) -> int:
-        """The least number of replicas, and so of gangs, under any load; at least 1."""
+        """The smallest number of replicas that can run, at least 1. Each replica has one gang."""
         autoscaling = self.deployment_config.get("autoscaling_config")
         count = autoscaling.get("min_replicas", 1) if isinstance(autoscaling, Mapping) else self.fixed_replicas
         return max(1, count) if isinstance(count, int) else 1
@@ -200,9 +200,9 @@ class LLMConfig(ServingSettings):
         return device, reason
 
     def layout(self, device: Device = "auto") -> Layout:
-        """Return the bundles of the gang, one per rank, for ranks on `device`. With max_surge_percent 0 a redeploy
-        stops the old replica first, so the gang waits longer for its resources: by the time that the old replica may
-        take to finish its streams (`leaves_s`).
+        """Return the layout of the gang, with one bundle per rank, if the ranks run on `device`. With max_surge_percent
+        0 a redeploy stops the old replica first. The gang then waits longer for its resources, because the old replica
+        may need `graceful_shutdown_timeout_s` to finish its streams.
         """
         config = self.engine_config()
         options = {**DEPLOYMENT_DEFAULTS, **self.deployment_config}

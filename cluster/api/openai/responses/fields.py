@@ -1,4 +1,4 @@
-"""How /v1/responses treats the fields that it does not honour; `cluster.api.core.fields` explains the kinds."""
+"""The fields that /v1/responses ignores or refuses; see `cluster.api.core.fields.FieldTable`."""
 
 from typing import Any
 

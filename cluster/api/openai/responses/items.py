@@ -157,7 +157,7 @@ def _read_item(value: Any, path: str) -> Item:
 
 
 def dialogue_of(items: list[Item], instructions: str | None) -> Dialogue:
-    """Return the items as chat messages, with the instructions as the first, a system message."""
+    """Return the items as chat messages. If there are instructions, they come first, as a system message."""
     dialogue = Dialogue()
     if instructions:  # an empty system message would replace the template's default one
         dialogue.add_text("system", instructions, "instructions", text_field="")
@@ -194,7 +194,8 @@ def _add_calls_and_results(dialogue: Dialogue, item: OtherItem, path: str) -> No
 
 
 def declared_tools(items: Sequence[Item]) -> list[tuple[str, ResponseTool]]:
-    """Return the tools in input items, each with its path: declared tools, and tools that a tool search has found.
+    """Return (path, tool) for each tool in the input items. Such a tool was declared in an item, or found by a tool
+    search.
 
     Raises:
         ApiError: 400 that names the tool and the field.

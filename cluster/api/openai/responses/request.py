@@ -25,7 +25,8 @@ from cluster.api.openai.responses.tools import (
 )
 
 LOGPROBS_OPTION = "message.output_text.logprobs"
-# Only LOGPROBS_OPTION has an effect. Answers have none of the other parts; reasoning items always hold their text.
+# The values of the field `include`. Only LOGPROBS_OPTION has an effect: the other values ask for parts that answers
+# here never have.
 IncludeOption = Literal[
     "message.output_text.logprobs",
     "reasoning.encrypted_content",
@@ -141,7 +142,9 @@ class ResponseRequest(TranslatedBody):
 
 
 def _response_format(text_format: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return `text.format` as a `response_format`, which has the schema and its name in `json_schema`."""
+    """Return `text.format` as the `response_format` of a chat request: a schema and its name move into the field
+    `json_schema`.
+    """
     if text_format is None or text_format.get("type") != "json_schema":
         return None if text_format is None else dict(text_format)
     return {

@@ -136,7 +136,7 @@ class ResponseFormatter:
         elif section.kind == "reasoning":
             yield "response.reasoning_text.done", self._part_position(section) | {"text": section.text}
         else:
-            if logprobs := self._take_logprobs(section):  # of tokens without text, such as a stop token
+            if logprobs := self._take_logprobs(section):  # logprobs of tokens without text, such as a stop token
                 yield (
                     "response.output_text.delta",
                     self._part_position(section) | {"delta": "", "logprobs": logprobs},
@@ -182,7 +182,7 @@ class ResponseFormatter:
         return {"type": "message", **identity, "role": "assistant", "content": [self._content_part(section)]}
 
     def _call_item(self, section: Section, identity: dict[str, Any]) -> dict[str, Any]:
-        """Return the item of a call, by the kind of the client's tool."""
+        """Return the output item for a call. The kind of the client's tool decides the type of the item."""
         client_tool = self._client_tool(section)
         if client_tool.kind == "tool_search":
             arguments = try_parse_json(section.text) if section.text else {}

@@ -78,7 +78,9 @@ class OtherItem(StrictModel):
 
     @property
     def calls_and_results(self) -> list[CalledTool | ToolResult]:
-        """The function call in this item, the output in this item, or both. Empty if the item is left out."""
+        """What this item adds to the chat: a function call, an output, or both. The list is empty if the item is left
+        out.
+        """
         fields = self.model_extra or {}
         output = next((fields[name] for name in OUTPUT_FIELDS.get(self.type, ()) if fields.get(name)), None)
         if self.type in get_args(CallWithOutputKind) and output is None:

@@ -48,7 +48,7 @@ class ResponseCustomTool(StrictModel):
 
 
 class SearchTool(StrictModel):
-    """A search for further tools that the client runs; the model sees a function called `tool_search`."""
+    """A search for further tools. The client runs the search; the model sees it as a function called `tool_search`."""
 
     type: Literal["tool_search"]
     execution: Literal["client"]
@@ -102,7 +102,9 @@ def read_tools(value: Any, path: str = "tools") -> list[ResponseTool]:
 
 
 def _read_tool(value: Any, path: str, in_namespace: bool = False) -> ResponseTool:
-    """Read one tool. A namespace (`in_namespace`) may hold no other namespace and no tool search."""
+    """Read one tool. If the tool is in a namespace (`in_namespace`) and is itself a namespace or a tool search, it
+    becomes an `UnsupportedTool`, which is left out.
+    """
     tool_type = value.get("type", "") if isinstance(value, dict) else ""
     if tool_type == "custom":
         return _check_format(validate_at(ResponseCustomTool, value, path), f"{path}.format")
@@ -295,7 +297,8 @@ def _allowed_choices(
 
 
 def _named_choice(choice: NamedChoice, client_tools: Mapping[str, ClientTool]) -> dict[str, Any]:
-    """Return a choice under the name that the model uses. A name without a namespace may be a tool of any namespace.
+    """Return the choice of a tool in the form of a chat request, with the name that the model uses for the tool. If the
+    client gave no namespace, the tool may be in any namespace.
 
     Raises:
         ApiError: 400 if several namespaces have a tool of this name.
