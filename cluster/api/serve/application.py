@@ -82,7 +82,9 @@ class RestService:
         return await asyncio.to_thread(merge, await self._samples_call.get())
 
     async def _ingress_samples(self) -> list[bytes]:
-        """Return the registry samples of the replicas with REST routes; here, of this replica alone."""
+        """Return the registry samples of all replicas that serve REST routes. In this class it is only this replica's
+        sample.
+        """
         return [self.metrics.serialize()]
 
 
@@ -131,7 +133,7 @@ class Replica(GangOwner):
         tune_gil_and_gc()
 
     def __serve_build_asgi_app__(self) -> Any:
-        """The FastAPI app; Serve calls this once, after the constructor."""
+        """Return the FastAPI app inside `AnnounceRefusals`. Serve calls this once, after the constructor."""
         app = self._make_app(self._service, drain=self._drain, **self._rest_options)
         replicas = self._replicas if proxies_use_middlewares() else None
         return AnnounceRefusals(app, serve.get_replica_context().replica_tag, replicas, self._count_repeated_refusals)
@@ -141,7 +143,7 @@ class Replica(GangOwner):
         self._service.metrics.on_response(path, 503, count)
 
     async def drain(self) -> int:
-        """Refuse new calls from now on; return how many calls are open."""
+        """Refuse new calls for some time (`Drain.begin`), and return the number of open calls."""
         open_calls: int = self._drain.begin()
         return open_calls
 
@@ -214,7 +216,7 @@ class ResilientService(RestService):
     async def _ingress_samples(self) -> list[bytes]:
         try:
             responses = self._peers.broadcast("sample")
-            # In a thread, not by results_async: that drops all answers if one of them does not come in time.
+            # `results` runs in a thread. `results_async` would drop all answers if one answer did not come in time.
             results = await asyncio.to_thread(responses.results, timeout_s=PEERS_TIMEOUT_S, return_exceptions=True)
         except Exception:
             logger.exception("the metrics of the other ingress replicas cannot be read")
@@ -255,17 +257,19 @@ class IngressReplica:
         return self._make_app(self._service, drain=self._drain, **self._rest_options)
 
     def _update_token_limit(self, max_request_tokens: int) -> None:
-        """Note an engine replica's token limit, and advertise the smallest one, which fits every engine replica."""
+        """Record the token limit that an engine replica reports. Clients see the smallest limit, because every engine
+        replica can serve a request of this size.
+        """
         if (smallest_limit := self._token_limit.update(max_request_tokens)) != self._service.model.kv_cache_tokens:
             self._service.model = replace(self._service.model, kv_cache_tokens=smallest_limit)
 
     async def drain(self) -> int:
-        """Refuse new calls from now on; return how many calls are open."""
+        """Refuse new calls for some time (`Drain.begin`), and return the number of open calls."""
         open_calls: int = self._drain.begin()
         return open_calls
 
     async def end_streams(self) -> None:
-        """End every open stream of this and of the engine replicas with an error: the server is shutting down."""
+        """End every open stream with an error, here and on all engine replicas, because the server is shutting down."""
         self._client.end_streams()
         responses = self._engine.broadcast("end_streams")
         await responses.results_async(timeout_s=PEERS_TIMEOUT_S, return_exceptions=True)
@@ -285,7 +289,7 @@ def _rest_options(settings: AppSettings) -> dict[str, Any]:
     """Return the options of `make_app` that the settings decide: API keys, allowed origins, and the status page.
 
     Raises:
-        ConfigError: the keys cannot be used; or there are none although other machines reach Serve's proxy.
+        ConfigError: the API keys cannot be used, or there are no keys and other machines can reach Serve's proxy.
     """
     keys = ApiKeys.load(settings.api_keys_file)
     if keys is None and not settings.allow_unauthenticated:
@@ -298,8 +302,9 @@ def _bind_to_node_only() -> None:
     """Bind Serve's gRPC server of this replica to the node's own address only.
 
     Serve 2.60 opens a gRPC server in every replica, on all addresses and without a token, and unpickles the data that
-    arrives. Aerie does not use it. Bound to the node's address, it is as reachable as the rest of Ray: from this
-    machine alone if `aerie serve` started Ray. A version of Serve without `add_port_to_grpc_server` is not patched.
+    arrives. Aerie does not use this server. Bound to the node's address, it can be reached only by machines that can
+    reach the rest of Ray: only by this machine if `aerie serve` started Ray. A version of Serve without
+    `add_port_to_grpc_server` is not patched.
     """
     replica = importlib.import_module("ray.serve._private.replica")
     add_port = getattr(replica, "add_port_to_grpc_server", None)
