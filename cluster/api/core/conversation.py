@@ -106,7 +106,7 @@ REFUSED_MESSAGE_FIELDS = frozenset({"audio", "function_call", "prefix", "partial
 
 
 def unknown_field_warnings(messages: Sequence[ChatMessage]) -> list[str]:
-    """Return one warning for each unknown field name. Such fields are allowed: clients keep their own data in messages."""
+    """Return one warning for each unknown field name. They are allowed: clients keep their own data in messages."""
     names = {name: None for message in messages for name, value in (message.model_extra or {}).items() if value}
     return [f"messages: {truncated_repr(name)} is not read" for name in names]
 

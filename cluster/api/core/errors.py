@@ -214,7 +214,7 @@ def from_validation_error(error: ValidationError, *parent_path: object) -> ApiEr
 
 
 def _in_json_terms(complaint_type: str, complaint: Mapping[str, Any]) -> str:
-    """Return pydantic's error message in the terms of JSON, not of Python. `complaint` is an entry of `error.errors()`."""
+    """Return pydantic's error message in terms of JSON, not of Python. `complaint` is an entry of `error.errors()`."""
     context = complaint.get("ctx", {})
     if complaint_type == "too_short":
         min_length = context["min_length"]

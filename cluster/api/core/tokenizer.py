@@ -3,8 +3,7 @@
 It reads local folders only, and runs no code from them: a template is sandboxed Jinja, everything else is data.
 
 Some templates refuse a second system message, or two calls in one message; others silently omit messages that they do
-not support. If a template refuses a conversation or omits a system text, the conversation is changed into an equivalent
-form and rendered again.
+not support. If it refuses a conversation or omits a system text, the conversation is rendered in an equivalent form.
 """
 
 import json
@@ -132,8 +131,7 @@ def has_template(folder: Path) -> bool:
 
 
 def template_of_processor(folder: Path) -> str | None:
-    """Return the chat template in chat_template.json, or None if there is none. Image processors wrote this file before
-    2025; tokenizers do not read it.
+    """Return the chat template in chat_template.json, or None. Before 2025 image processors wrote this file.
 
     Raises:
         ConfigError: the file cannot be read, or is not a JSON object.
@@ -271,9 +269,7 @@ ParserNames = tuple[str | None, str | None]
 
 
 class EncodedChat(NamedTuple):
-    """A conversation in the model's format, as token ids and as text. `warnings` name fields without effect and system
-    texts that the template leaves out.
-    """
+    """A conversation in the model's format. `warnings` name fields without effect and omitted system texts."""
 
     ids: list[int]
     text: str

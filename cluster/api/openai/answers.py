@@ -34,9 +34,7 @@ MIN_LOGPROB = -9999.0  # replaces -inf, which JSON cannot write
 
 
 class OpenAIFormatter:
-    """Base of the classes that write completion and chat answers. It writes the common fields (id, time, model, usage),
-    and remembers which sequences have begun to stream.
-    """
+    """Writes the common fields of answers (id, time, model, usage). It knows which sequences have begun to stream."""
 
     keep_alive = KEEP_ALIVE
     object_of_body: ClassVar[str]
@@ -248,9 +246,7 @@ class CompletionFormatter(OpenAIFormatter):
 
 
 class ChatFormatter(OpenAIFormatter):
-    """Writes the answers of /v1/chat/completions: one `chat.completion`, or a stream of `chat.completion.chunk`. The
-    first chunk of each choice has the role.
-    """
+    """Writes the answers of /v1/chat/completions. In a stream, the first chunk of each choice has the role."""
 
     object_of_body = "chat.completion"
     object_of_chunk = "chat.completion.chunk"
@@ -335,9 +331,7 @@ class ChatFormatter(OpenAIFormatter):
 
 
 class _OffsetCounter:
-    """Computes the offset of each token in the text, in characters. If a character is split over several tokens, they
-    all have the offset of this character.
-    """
+    """Computes the offset of each token in the text, in characters. Tokens of one character have the same offset."""
 
     def __init__(self, start: int = 0) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -350,9 +344,7 @@ class _OffsetCounter:
 
 
 def logprob_entry(entry: TokenLogprob, token_text: Callable[[int], tuple[str, bytes]]) -> dict[str, Any]:
-    """Return the log-probabilities of a token and of its alternatives, in OpenAI's form. `token_text` maps a token id
-    to the token's text and bytes.
-    """
+    """Return the log-probabilities of a token and its alternatives; `token_text` maps an id to its text and bytes."""
 
     def token_fields(token_id: int, logprob: float) -> dict[str, Any]:
         text, raw = token_text(token_id)
@@ -382,9 +374,7 @@ def _total_logprob(delta: Delta) -> float:
 
 
 MAX_SKIPPED_CHARACTERS = 16
-"""The normalizer of a tokenizer may remove characters. To find the next token in the text, at most this many removed
-characters are skipped.
-"""
+"""To find the next token in the text, at most this many characters that the normalizer removed are skipped."""
 
 
 def token_offsets(text: str, tokens: Iterable[bytes]) -> list[int]:

@@ -82,9 +82,7 @@ class RestService:
         return await asyncio.to_thread(merge, await self._samples_call.get())
 
     async def _ingress_samples(self) -> list[bytes]:
-        """Return the registry samples of all replicas that serve REST routes. In this class it is only this replica's
-        sample.
-        """
+        """Return the registry samples of all replicas that serve REST routes; in this class, of this replica only."""
         return [self.metrics.serialize()]
 
 
@@ -257,9 +255,7 @@ class IngressReplica:
         return self._make_app(self._service, drain=self._drain, **self._rest_options)
 
     def _update_token_limit(self, max_request_tokens: int) -> None:
-        """Record the token limit that an engine replica reports. Clients see the smallest limit, because every engine
-        replica can serve a request of this size.
-        """
+        """Record an engine replica's token limit. Clients see the smallest one, which fits every engine replica."""
         if (smallest_limit := self._token_limit.update(max_request_tokens)) != self._service.model.kv_cache_tokens:
             self._service.model = replace(self._service.model, kv_cache_tokens=smallest_limit)
 

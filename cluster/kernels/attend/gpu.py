@@ -46,9 +46,9 @@ def load_cells(
     """Return numbers `FIRST` to `FIRST + COUNT - 1` of the cells that begin at offsets `cells`, as `[cells, COUNT]`.
 
     A cell has `CELL_SIZE` numbers; beyond these the result is 0. If `UNMASKED`, all cells are read. If not, cells that
-    the mask `cell_mask` excludes give 0. If `FP8_GROUPS` is 0, the numbers are returned as stored. If `FP8_GROUPS` is
-    1 or 2, they are FP8 codes, which are decoded to dtype `DTYPE`: with 1, a cell has one scale, at `scales`; with 2,
-    numbers from `SECOND_SCALE_FROM` on use the scale after that one.
+    the mask `cell_mask` excludes give 0. If `FP8_GROUPS` is 0, numbers are returned as stored. If it is 1 or 2, they
+    are FP8 codes, decoded to dtype `DTYPE`: with 1, a cell has one scale, at `scales`; with 2, numbers from
+    `SECOND_SCALE_FROM` on use the next scale.
     """
     offsets = FIRST + tl.arange(0, COUNT)
     pointers = memory + cells[:, None] + offsets[None, :]
@@ -258,10 +258,8 @@ def attend(
     `SKIP_PREFIX`, another library attends the positions before `prefix_lens[i]`.
 
     Prompts (`IS_PROMPT`): chunk i has the rows from `indptr[i]` on, at positions from `starts[i]` on. There are
-    `chunks` chunks; `MAX_CHUNKS` is a power of two, at least `chunks`.
-
-    If `HAS_LOWER_LIMIT`, `window`, `first` or `prefix_lens` may hide the first positions from a row. If not, rows see
-    all positions from 0 on.
+    `chunks` chunks; `MAX_CHUNKS` is a power of two, at least `chunks`. If `HAS_LOWER_LIMIT`, `window`, `first` or
+    `prefix_lens` may hide the first positions from a row. If not, rows see all positions from 0 on.
 
     `SCALE` is the softmax scale times log2(e). It is a constant, because a kernel takes a float argument as a float32,
     which is too coarse for float64 pools. Keys are read in two parts of `FRONT` and `BACK` numbers, because a size such
@@ -273,8 +271,7 @@ def attend(
     program, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     request, row, chunk_rows, block = program, first_row, rows_per_request, 0
     if IS_PROMPT:
-        # Chunk i has ceil(rows_i * HEADS_PER_KV_HEAD / LINES) programs. The cumulative sum of these numbers tells which
-        # chunk this program belongs to.
+        # Chunk i has ceil(rows_i * HEADS_PER_KV_HEAD / LINES) programs. Their cumulative sum tells this one's chunk.
         chunk = tl.arange(0, MAX_CHUNKS)
         chunk_begins = tl.load(indptr + chunk, mask=chunk < chunks, other=0).to(tl.int32)
         all_chunk_rows = tl.load(indptr + chunk + 1, mask=chunk < chunks, other=0).to(tl.int32) - chunk_begins
