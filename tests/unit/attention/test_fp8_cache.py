@@ -126,7 +126,7 @@ def allowed_errors(case: Case) -> Tensor:
     cache[case.write()] = case.kv
     error_bounds, rows = error_bound(cache.nan_to_num(), latent), []
     for q, visible in zip(case.q, case.visible_cells(), strict=True):
-        slots = torch.tensor([case.slot(*at) for at in visible])
+        slots = torch.tensor([case.slots[i][at] for i, at in visible])
         value, cell_errors = cache[slots][:, -1, :, : case.values].abs(), error_bounds[slots]
         for head in range(case.heads):
             kv_head = head // (case.heads // cache.shape[2])
