@@ -6,6 +6,7 @@ cached values.
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -49,9 +50,18 @@ def one_row(
     return table, pool, BACKENDS[backend]()(pool, table, AttentionShape(heads, (None,), 0.3, values))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", CELLS)
-@pytest.mark.parametrize("backend", ["c", "triton"])
+DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+INTERPRETED = [("latent", torch.float32), ("latent", torch.bfloat16)]
+STORES = [
+    *product(["c"], CELLS, DTYPES),
+    *(
+        pytest.param("triton", *case, marks=() if case in INTERPRETED else pytest.mark.slow)
+        for case in product(CELLS, DTYPES)
+    ),
+]
+
+
+@pytest.mark.parametrize(("backend", "name", "dtype"), STORES)
 def test_backend_stores_the_same_fp8_bytes_as_the_reference_encoder(
     backend: str, name: str, dtype: torch.dtype
 ) -> None:
