@@ -27,3 +27,14 @@ def backend() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         force_backend(patch.setattr)
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def threads_of_session() -> int:
+    return torch.get_num_threads()
+
+
+@pytest.fixture(autouse=True)
+def threads(threads_of_session: int) -> None:
+    """Give every test the same number of threads: an engine that an earlier test built has changed it."""
+    torch.set_num_threads(threads_of_session)

@@ -23,12 +23,10 @@ CPU = torch.device("cpu")
 
 def softmax_row(q: Tensor, k: Tensor, v: Tensor, scale: float, sinks: Tensor | None = None) -> Tensor:
     """Return one row's attention output `[nh * dv]`, from q `[nh, d]`, k `[L, nkv, d]` and v `[L, nkv, dv]`."""
-    out, repeat = [], q.shape[0] // k.shape[1]
-    for head in range(q.shape[0]):
-        weights = (scale * (k[:, head // repeat] @ q[head])).exp()
-        total = weights.sum() + (0 if sinks is None else sinks[head].exp())
-        out.append((weights[:, None] * v[:, head // repeat]).sum(0) / total)
-    return torch.cat(out)
+    k, v = (part.repeat_interleave(q.shape[0] // part.shape[1], 1) for part in (k, v))
+    weights = (scale * (k * q).sum(-1)).exp()
+    totals = weights.sum(0) + (0 if sinks is None else sinks.exp())
+    return ((weights[..., None] * v).sum(0) / totals[:, None]).flatten()
 
 
 @dataclass
@@ -63,6 +61,8 @@ class Case:
     d: int = 8
     fp8: bool = False
     values: int = field(init=False)
+    slots: list[list[int]] = field(init=False)
+    """The slot of each position of each request."""
 
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(self.seed)
@@ -78,6 +78,7 @@ class Case:
                 pages[:, pages_per_request // 2 :].reshape(-1).sort().values.view(-1, requests).t()
             )
         table.device_pages[:requests] = pages
+        self.slots = table.first_slots(torch.arange(requests), longest).tolist()
         self.table, self.values = table, 5 if self.latent else self.d
         parts, kv_heads = (1, 1) if self.latent else (2, self.kv_heads)
         pool = KVPool(2, count * self.page_size, (parts, kv_heads, self.d), self.dtype, CPU)
@@ -115,15 +116,12 @@ class Case:
             rows += [[(i, position) for position in range(at + 1)] for at in range(start, stop)]
         return rows
 
-    def slot(self, row: int, position: int) -> int:
-        return int(self.table.slots(torch.tensor(row), torch.tensor(position)))
-
     def write(self) -> Tensor:
         """Return the slots that the rows write: the tree rows of each request in order of nodes, then the chunks."""
         n = len(self.parents)
-        slots = [self.slot(i, count + j) for i, count in enumerate(self.committed) for j in range(n)]
+        slots = [self.slots[i][count + j] for i, count in enumerate(self.committed) for j in range(n)]
         for i, (start, stop) in enumerate(self.chunks, start=len(self.committed)):
-            slots += [self.slot(i, at) for at in range(start, stop)]
+            slots += [self.slots[i][at] for at in range(start, stop)]
         return torch.tensor(slots, dtype=torch.int64)
 
     def expected(self) -> Tensor:
@@ -136,7 +134,7 @@ class Case:
         for row, visible in enumerate(self.visible_cells()):
             row_position = len(visible) - 1  # a row can see one cell for each position up to its own
             first_visible = max(0 if self.window is None else row_position - self.window + 1, self.first)
-            cells = cache[torch.tensor([self.slot(*at) for at in visible[first_visible:]], dtype=torch.int64)]
+            cells = cache[torch.tensor([self.slots[i][at] for i, at in visible[first_visible:]], dtype=torch.int64)]
             if row_position < self.first:
                 out.append(torch.zeros(self.heads * self.values, dtype=torch.float64))
                 continue

@@ -4,12 +4,14 @@ place.
 Unwritten memory is NaN, so every read of it, masked or not, makes the output NaN.
 """
 
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 
 from cluster.attention import cells
+from tests.pairwise import covering
 from tests.unit.attention.dense import Case
 
 TREE = (-1, 0, 0, 1, 3, 2)  # nodes in order of depth
@@ -52,20 +54,21 @@ def make_case(shape: str, kind: str, page_size: int, lies: str) -> Case:
     return Case(page_size=page_size, lies=lies, **case_options)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", SHAPES)
+PLACES = ((1, "scattered"), (4, "tail"), (4, "scattered"), (4, "run"), (1, "run"))
+FAST = covering([PLACES, list(SHAPES), list(KINDS)])
+
+
 @pytest.mark.parametrize(
-    ("page_size", "lies"),
+    ("place", "shape", "kind"),
     [
-        (1, "scattered"),
-        (4, "tail"),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((4, "scattered"), (4, "run"), (1, "run"))),
+        pytest.param(*row, marks=() if row in FAST else pytest.mark.slow, id="-".join(map(str, row)))
+        for row in product(PLACES, SHAPES, KINDS)
     ],
 )
 def test_torch_attention_matches_the_definition_for_every_gather_method(
-    page_size: int, lies: str, shape: str, kind: str, monkeypatch: pytest.MonkeyPatch
+    place: tuple[int, str], shape: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case = make_case(shape, kind, page_size, lies)
+    case = make_case(shape, kind, *place)
     expected = case.expected()
     for method, limits in GATHER_METHODS.items():
         with monkeypatch.context() as patch:

@@ -1,18 +1,31 @@
 """The threads of the C kernels: calls of all sizes use the same threads, and ended threads leave no memory behind.
 
-Each test starts a process of its own, with four threads on any machine.
+Each program runs in a process of its own, with four threads on any machine.
 """
 
 import os
 import subprocess
 import sys
 
+import pytest
+
 from tests.unit.kernels.library import c_library
 
-SETUP = """
-import os, threading, torch
+IMPORTS = """
+import os, sys, threading, torch
 from cluster.kernels.c_kernels import CKernels
 from cluster.kernels.library import library
+"""
+FORKS = """
+for program in sys.argv[2:]:
+    child = os.fork()
+    if not child:
+        exec(sys.argv[1] + program)
+        sys.stdout.flush()
+        os._exit(0)
+    assert not os.waitpid(child, 0)[1]
+"""
+SETUP = """
 torch.set_num_threads(4)
 kernels = CKernels(library())
 weight = kernels.weight(torch.randn(256, 1024))
@@ -55,30 +68,34 @@ for _ in range(3):
     weight(many)
 print(round((resident() - before) / 1e6))
 """
+PROGRAMS = CALLS_OF_ALL_SIZES, THREADS_THAT_END, WIDE_PRODUCT
 
 
-def program_output(program: str) -> list[int]:
+@pytest.fixture(scope="module")
+def outputs() -> dict[str, list[int]]:
+    """Return the numbers that each program prints. The programs are forks of one process, which has no threads yet."""
     c_library()
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "1000000"}  # large memory is returned when freed
     process = subprocess.run(
-        [sys.executable, "-c", SETUP + program],
+        [sys.executable, "-c", IMPORTS + FORKS, SETUP, *PROGRAMS],
         env=environment, capture_output=True, text=True, check=True, timeout=120,
     )  # fmt: skip
-    return [int(number) for number in process.stdout.split()]
+    lines = process.stdout.splitlines()
+    return {program: [int(number) for number in line.split()] for program, line in zip(PROGRAMS, lines, strict=True)}
 
 
-def test_kernel_calls_of_all_sizes_keep_the_same_threads() -> None:
+def test_kernel_calls_of_all_sizes_keep_the_same_threads(outputs: dict[str, list[int]]) -> None:
     """GNU's OpenMP runtime ends threads when a team gets smaller, and starts new threads for the next larger team."""
-    threads, changed = program_output(CALLS_OF_ALL_SIZES)
+    threads, changed = outputs[CALLS_OF_ALL_SIZES]
     assert threads >= 4 and changed == 0
 
 
-def test_ended_threads_release_kernel_memory() -> None:
-    (megabytes,) = program_output(THREADS_THAT_END)
+def test_ended_threads_release_kernel_memory(outputs: dict[str, list[int]]) -> None:
+    (megabytes,) = outputs[THREADS_THAT_END]
     assert megabytes < 10
 
 
-def test_wide_product_retains_little_scratch_memory() -> None:
+def test_wide_product_retains_little_scratch_memory(outputs: dict[str, list[int]]) -> None:
     """The partial sums that the product retains are those of only some of the 32,768 columns."""
-    (megabytes,) = program_output(WIDE_PRODUCT)
+    (megabytes,) = outputs[WIDE_PRODUCT]
     assert megabytes < 6

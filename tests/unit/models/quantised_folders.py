@@ -65,14 +65,10 @@ def quantise_weight(weight: Tensor, bits: int, group: int, zeros: bool, dtype: t
 def pack_words(codes: Tensor, bits: int, order: tuple[int, ...] | None = None) -> Tensor:
     """Pack codes `[n, m]` into int32 words `[n, m * bits / 32]`: code `order[i]` of each word is at bit i * bits."""
     codes_per_word = 32 // bits
-    rows = []
-    for row in torch.nn.functional.pad(codes, (0, -codes.shape[1] % codes_per_word)).tolist():
-        words = []
-        for start in range(0, len(row), codes_per_word):
-            word = sum(row[start + (order[i] if order else i)] << i * bits for i in range(codes_per_word))
-            words.append(word - (1 << 32) if word >= 1 << 31 else word)
-        rows.append(words)
-    return torch.tensor(rows, dtype=torch.int32)
+    padded = torch.nn.functional.pad(codes.long(), (0, -codes.shape[1] % codes_per_word))
+    words = padded.unflatten(1, (-1, codes_per_word))
+    words = words if order is None else words[..., order]
+    return (words << torch.arange(0, 32, bits)).sum(-1).to(torch.int32)  # a word of 2^31 or more becomes negative
 
 
 # Each function below returns a writer. A writer takes a weight and returns its stored tensors, by the ends of their

@@ -16,7 +16,7 @@ from cluster.request import RequestParams
 from cluster.sampling import filters
 from cluster.sampling.filters import LogitRows, float_of_ordered_bits, ordered_bits
 from cluster.sampling.noise import Noise, gumbel, noise_keys, token_hashes, vocabulary_hashes
-from cluster.sampling.radix_select import RadixSelect, SortedSelect, ThresholdSearch
+from cluster.sampling.radix_select import Digit, RadixSelect, SortedSelect, ThresholdSearch, radix_descend
 from cluster.sampling.sampler import TOP_LOGPROBS, choose, logprobs, top_logprobs
 from cluster.sampling.sampling_inputs import SamplingInputs
 from cluster.spec.tree import FLOOR
@@ -282,8 +282,9 @@ class IdenticalShards:
 def test_sampling_64_trees_uses_under_a_tenth_of_the_logits_memory(
     filtering: bool, shards: IdenticalShards | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """R 64, N 64, V 128k on meta tensors, with log-probabilities. Of the filters' many blocks only the first runs. With
-    two shards the limit is a tenth of the shard's own logits.
+    """R 64, N 64, V 128k on meta tensors, with log-probabilities. Of the filters' many blocks only the first runs, and
+    of the rounds of a search over shards only the first two: the others take as much memory as the second. With two
+    shards the limit is a tenth of the shard's own logits.
     """
     original_thresholds, computed = filters.thresholds, list[Tensor]()
 
@@ -291,7 +292,15 @@ def test_sampling_64_trees_uses_under_a_tenth_of_the_logits_memory(
         computed[:] = computed or [original_thresholds(rows, *arguments)]
         return arguments[0]
 
+    def two_rounds(histogram: Callable[[Digit], Tensor], weight: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
+        def first_two(digit: Digit) -> Tensor:
+            is_early = digit.high > digit.width - 2 * bits
+            return histogram(digit) if is_early else weight.new_empty(weight.shape[0], digit.bins)
+
+        return radix_descend(first_two, weight, bits, dtype)
+
     monkeypatch.setattr(filters, "thresholds", first_block)
+    monkeypatch.setattr("cluster.sampling.sharded.radix_descend", two_rounds)
     r, n, steps, topk = 64, 64, 5, 8
     vocab = 128 * 1024
     width = vocab // (1 if shards is None else shards.size)

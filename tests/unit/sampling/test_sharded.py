@@ -1,7 +1,10 @@
 """Ranks that share a vocabulary choose the same tokens, with the same thresholds, as one rank with all of it."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from cluster.sampling.sampling_inputs import SamplingInputs, checksum
 from cluster.sampling.sharded import NUMBERS_PER_CHOICE, numbers_sent_per_row, sampler_input_of
 from cluster.sampling.torch_sampler import FILTERED_PENALTY, TORCH, Sampler
 from cluster.spec.propose import CoupledRanking
+from tests.pairwise import covering
 from tests.unit.kernels.library import c_library
 from tests.unit.sampling.samplings import sampling_of, single_rank_logits
 from tests.unit.sampling.shards import CPU, Grid, Group, RankContext, head_of, run_on_grid, sampling
@@ -33,10 +37,24 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 ALL_MODES = SamplingMode.RANDOM | SamplingMode.FILTERED
 
 
-@pytest.fixture(params=["torch", "c"])
+MODES = {"greedy": SamplingMode(0), "sampled": SamplingMode.RANDOM, "filtered": ALL_MODES}
+SAMPLERS = ["torch", "c"]
+
+
+@pytest.fixture(params=SAMPLERS)
 def sampler(request: pytest.FixtureRequest) -> Sampler:
     """Each sampler under test: torch and C."""
     return TORCH if request.param == "torch" else CSampler(c_library())
+
+
+def cases(*axes: Sequence[Any]) -> list[Any]:
+    """Return every grid with every combination of values of `axes`. Outside a covering array they are slow."""
+    fast = covering([[grid for grid in GRIDS if isinstance(grid, Grid)], *axes])
+    grids = [grid if isinstance(grid, Grid) else grid.values[0] for grid in GRIDS]
+    return [
+        pytest.param(*row, id="-".join(map(str, row)), marks=() if row in fast else pytest.mark.slow)
+        for row in product(grids, *axes)
+    ]
 
 
 def equal_bits(ours: Tensor, theirs: Tensor) -> bool:
@@ -51,23 +69,24 @@ def groups_of(grid: Grid, dtype: torch.dtype, mode: SamplingMode, trial: int) ->
 
 
 @pytest.mark.parametrize(
-    "mode", [SamplingMode(0), SamplingMode.RANDOM, ALL_MODES], ids=["greedy", "sampled", "filtered"]
+    ("grid", "dtype", "mode", "sampler"), cases(DTYPES, list(MODES), SAMPLERS), indirect=["sampler"]
 )
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_sharded_sampling_equals_single_rank_sampling(
-    grid: Grid, dtype: torch.dtype, mode: SamplingMode, sampler: Sampler
+    grid: Grid, dtype: torch.dtype, mode: str, sampler: Sampler
 ) -> None:
     """All bits are equal, for any number of rows, uneven vocabularies, ties and non-finite logits."""
     for trial in range(3):
-        groups = groups_of(grid, dtype, mode, trial)
+        groups = groups_of(grid, dtype, MODES[mode], trial)
         vocab = groups[0].logits.shape[1]
 
         def rank(rank_context: RankContext, groups: list[Group] = groups) -> tuple[Tensor, Tensor]:
             return choose(rank_context.columns, groups[rank_context.group].of_shard(rank_context.columns), sampler)
 
         results = run_on_grid(
-            grid, [g.logits for g in groups], head_of(grid, vocab, dtype).sampling_calls(mode, NUMBERS_PER_CHOICE), rank
+            grid,
+            [g.logits for g in groups],
+            head_of(grid, vocab, dtype).sampling_calls(MODES[mode], NUMBERS_PER_CHOICE),
+            rank,
         )
         for rank_index, (tokens, scores) in enumerate(results):
             group = groups[rank_index // grid.tp]
@@ -104,13 +123,11 @@ def top_columns(log_probs: Tensor, count: int) -> Tensor:
     return log_probs.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
 
-@pytest.mark.parametrize("mapped", [False, True])
 @pytest.mark.parametrize(
-    "mode", [SamplingMode(0), SamplingMode.RANDOM, ALL_MODES], ids=["greedy", "sampled", "filtered"]
+    ("grid", "mode", "mapped", "sampler"), cases(list(MODES), [False, True], SAMPLERS), indirect=["sampler"]
 )
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_sharded_draft_proposals_equal_single_rank_proposals(
-    grid: Grid, mode: SamplingMode, mapped: bool, sampler: Sampler
+    grid: Grid, mode: str, mapped: bool, sampler: Sampler
 ) -> None:
     """Some cases have a reduced vocabulary, whose tokens belong to other shards of the target, or shards with fewer
     columns than are proposed."""
@@ -122,9 +139,11 @@ def test_sharded_draft_proposals_equal_single_rank_proposals(
         ids = torch.arange(vocab) * 3 + trial % 3 if mapped else torch.arange(vocab)
         ranking, groups, logits = CoupledRanking(ids, topk, None, sampler), [], []
         for _ in range(grid.dp):
-            batch = sampling(rng.randrange(4), dtype, mode, rng)
+            batch = sampling(rng.randrange(4), dtype, MODES[mode], rng)
             keys = noise_keys(batch.seeds, torch.full((batch.seeds.shape[0], 1), 9))
-            noise = Noise.of(keys, vocabulary_hashes(3 * vocab, CPU), dtype) if SamplingMode.RANDOM in mode else None
+            noise = (
+                Noise.of(keys, vocabulary_hashes(3 * vocab, CPU), dtype) if SamplingMode.RANDOM in MODES[mode] else None
+            )
             groups.append(SamplingInputs(rows_per_request, batch, noise))
             logits.append(torch.randn(batch.seeds.shape[0] * rows_per_request, vocab, dtype=dtype) * 3)
 
@@ -142,7 +161,9 @@ def test_sharded_draft_proposals_equal_single_rank_proposals(
             return CoupledRanking(ids, topk, local_ids, sampler).propose(rank_context.columns, draw)
 
         head = head_of(grid, vocab, dtype)
-        results = run_on_grid(grid, logits, head.sampling_calls(mode, numbers_sent_per_row(topk, head.columns)), rank)
+        results = run_on_grid(
+            grid, logits, head.sampling_calls(MODES[mode], numbers_sent_per_row(topk, head.columns)), rank
+        )
         for rank_index, (log_probs, tokens) in enumerate(results):
             group = rank_index // grid.tp
             expected_log_probs, expected_tokens = ranking.propose(single_rank_logits(logits[group]), groups[group])
