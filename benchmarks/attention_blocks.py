@@ -37,11 +37,11 @@ DEVICE = torch.device("cuda")
 
 
 class Load(NamedTuple):
-    """One call of attention: `requests` requests with `each` rows after `context` tokens. If `requests` is 0, a prompt
-    chunk of `each` rows.
+    """One call of attention. Each of `requests` requests has `each` rows after `context` tokens. If `requests` is 0,
+    the call is for one prompt chunk of `each` rows after `context` tokens.
 
-    A KV cell has `kv` heads of `size` numbers. Latent attention (MLA): the first `value` numbers are the value. If
-    `value` is None, keys and values are stored separately.
+    There are `heads` query heads. A KV cell has `kv` heads of `size` numbers. In latent attention (MLA), the first
+    `value` numbers of a cell are also its value. If `value` is None, keys and values are stored separately.
     """
 
     requests: int
@@ -106,8 +106,9 @@ def variants(load: Load) -> Iterator[Blocks | None]:
 
 
 def bind_call(load: Load, blocks: Blocks | None, distinct_cells: bool) -> Callable[[], Tensor]:
-    """Return a call of attention. Unless `distinct_cells`, all requests share the same cells, to save memory when only
-    compilation matters.
+    """Return a function that runs the attention of `load` with `blocks` (None: the backend's own choice) and returns
+    its output. Unless `distinct_cells`, all requests share the same cells, which saves memory when only compilation
+    matters.
     """
     request_count, pages = max(load.requests, 1), -(-(load.context + load.each) // PAGE)
     table = PageTable(request_count, MAX_CONTEXT, PAGE, DEVICE)
@@ -198,7 +199,7 @@ def main(out: Path) -> None:
                 if isinstance(outcome, str):
                     print(load, blocks, outcome)
                     continue
-                torch.manual_seed(number)  # the same cells for each
+                torch.manual_seed(number)  # so that all variants get the same cells
                 call = bind_call(load, blocks, distinct_cells=True)
                 output = call().double()
                 expected = output if expected is None else expected

@@ -1,10 +1,10 @@
 """`python -m benchmarks overlap`: the host's work for a step, and how long the device waits for it.
 
 The device is simulated and takes a fixed time for each step, so the figures do not depend on how fast the machine
-computes. The gangs are one rank, and two ranks that agree over gloo on loopback. Each gang runs with the host one step
-ahead of the device (`overlap`, the default) and without. Another contender is a device that takes no time: it shows the
-host's work with warm caches, because a core that sleeps between steps loses its caches. Contenders take turns in every
-repeat; figures are medians over the repeats.
+computes. The gangs are one rank, and two ranks that agree over gloo on loopback. Each gang runs in two ways: the host
+is one step ahead of the device (`overlap`, the default), or it waits for each step. Another contender is a device that
+takes no time. It shows the host's work with warm caches; in the other runs the core sleeps between steps, and its
+caches get cold. Contenders take turns in every repeat; figures are medians over the repeats.
 """
 
 from collections.abc import Sequence
@@ -43,8 +43,8 @@ QUICK = Size(requests=8, new_tokens=60, repeats=1)
 class OverlapFigures:
     """Figures of one gang. `step_ms` is the time from one step to the next, as a mean over ranks; the other figures are
     maxima over ranks. `host_ms` is the time of a step without the waits for the device and for the agreement of several
-    ranks. `parts_ms` is the time to schedule, assemble and commit a step. `gap_share` is the share of time in which the
-    device is idle.
+    ranks. `parts_ms` is the time to schedule, assemble and commit a step; for a gang of one rank, it includes the phase
+    `agree`. `gap_share` is the share of time in which the device is idle.
     """
 
     step_ms: float

@@ -46,7 +46,7 @@ class Contender:
     """The process of one checkout."""
 
     def __init__(self, checkout: Path, tree: str, threads: int, long: bool) -> None:
-        script = checkout / "benchmarks" / "side_by_side.py"  # its own copy, which knows the names of that checkout
+        script = checkout / "benchmarks" / "side_by_side.py"  # the checkout's own copy, which fits its code
         worker_settings = json.dumps({"tree": TREES[tree], "threads": threads, "long": long})
         self._process = subprocess.Popen(
             [sys.executable, str(script.resolve()), "--worker", worker_settings],
@@ -88,7 +88,7 @@ class CaseRatios:
 
 
 def run_turns(case: CaseRatios, pair: list[Contender], batch: int, temperature: float, turns: int) -> None:
-    """Run some turns of one case."""
+    """Run `turns` turns of one case with one pair of processes, and add their ratios to `case`."""
     first_answers = [contender.ask(begin=batch, temperature=temperature) for contender in pair]
     steps = max(2, round(TURN_SECONDS / max(answer["seconds"] for answer in first_answers)))
     case.steps += steps * turns

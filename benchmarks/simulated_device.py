@@ -97,8 +97,8 @@ class NoCollectives:
 
 
 def simulate(rank: Rank, step_s: float, full_batch: int, overlap: bool) -> SimulatedDevice:
-    """Put a simulated device into a rank without followers, and return the device. `overlap`: the host runs one step
-    ahead of the device.
+    """Put a simulated device into a rank, and return the device. The rank's attention group must have no other rank. If
+    `overlap`, the host runs one step ahead of the device.
     """
     lockstep: Any = rank.lockstep
     lockstep.exchange = NoCollectives()

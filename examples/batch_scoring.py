@@ -2,7 +2,7 @@
 
     python examples/batch_scoring.py models/demo/target texts.txt --draft models/demo/draft
 
-The file has one text a line. The output is one JSON object a line, in the same order.
+The file has one text per line; empty lines are skipped. The output has one JSON object per line, in the same order.
 """
 
 import argparse

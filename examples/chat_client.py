@@ -1,4 +1,4 @@
-"""Talk to a server of Aerie, or of any other with OpenAI's API, with Python's standard library alone.
+"""Chat with an Aerie server, or with any other server that has OpenAI's API. Only Python's standard library is needed.
 
     python examples/chat_client.py --url http://127.0.0.1:8000
 
@@ -16,7 +16,9 @@ from typing import Any
 
 
 def stream(url: str, key: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The chunks of a streamed chat. A refusal is an urllib.error.HTTPError, whose body says why."""
+    """Yield the chunks of a streamed chat. If the server refuses the request, urllib.error.HTTPError is raised; its
+    body says why.
+    """
     request = urllib.request.Request(
         f"{url}/v1/chat/completions",
         json.dumps({**body, "stream": True}).encode(),
@@ -32,7 +34,7 @@ def stream(url: str, key: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]
 
 
 def main() -> int:
-    """Talk until the input ends; 1 after a refusal."""
+    """Chat until the input ends. Return 1 if the server refuses a request, else 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY", "none"))

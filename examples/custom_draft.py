@@ -2,8 +2,8 @@
 
     python examples/custom_draft.py models/demo/target my-draft
 
-A draft is a folder with config.json and model.safetensors. The names of its tensors are those of SpecForge; what other
-dialects are read is in docs/models.md. The target is a folder with a config like Llama's.
+A draft is a folder with config.json and model.safetensors. Here its tensors have SpecForge's names; docs/models.md
+lists the other dialects that Aerie reads. The target is a folder with a config like Llama's.
 """
 
 import argparse
@@ -20,21 +20,21 @@ NUM_AUX = 3  # hidden states of the target that the draft reads: of a low, a mid
 
 
 def tensors_of(target: dict[str, int], generator: torch.Generator) -> dict[str, Tensor]:
-    """The tensors of a draft of one layer, by name. Shapes are [outputs, inputs]."""
+    """Return the tensors of a draft of one layer, by name. The shape of a matrix is [outputs, inputs]."""
     hidden, inner, head = target["hidden_size"], target["intermediate_size"], target["head_dim"]
     queries, keys = target["num_attention_heads"] * head, target["num_key_value_heads"] * head
 
     def weight(outputs: int, inputs: int) -> Tensor:
         return torch.randn(outputs, inputs, generator=generator) * inputs**-0.5
 
-    # The ids that the draft can propose: a trained draft takes those that are most frequent in its data.
+    # The ids that the draft can propose. Here they are random; for a trained draft, take the most frequent ones.
     ids = torch.randperm(target["vocab_size"], generator=generator)[:DRAFT_VOCAB].sort().values
     return {
-        # Joins the target's hidden states, one after the other, into one of the draft's width.
+        # Maps the target's hidden states, side by side in one vector, to a single hidden state of the draft.
         "fc.weight": weight(hidden, NUM_AUX * hidden),
         # The layer reads the token's embedding and the hidden state side by side, so its projections take 2 * hidden.
-        "midlayer.input_layernorm.weight": torch.ones(hidden),  # of the embedding, which is the target's
-        "midlayer.hidden_norm.weight": torch.ones(hidden),  # of the hidden state
+        "midlayer.input_layernorm.weight": torch.ones(hidden),  # norm of the embedding (the target's)
+        "midlayer.hidden_norm.weight": torch.ones(hidden),  # norm of the hidden state
         "midlayer.self_attn.q_proj.weight": weight(queries, 2 * hidden),
         "midlayer.self_attn.k_proj.weight": weight(keys, 2 * hidden),
         "midlayer.self_attn.v_proj.weight": weight(keys, 2 * hidden),
@@ -52,7 +52,7 @@ def tensors_of(target: dict[str, int], generator: torch.Generator) -> dict[str, 
 
 
 def config_of(target: dict[str, int]) -> dict[str, object]:
-    """The config.json that goes with the tensors."""
+    """Return the contents of the config.json for these tensors."""
     layers = target["num_hidden_layers"]
     same = ("hidden_size", "intermediate_size", "head_dim", "num_attention_heads", "num_key_value_heads", "vocab_size")
     return {

@@ -27,7 +27,7 @@ SOURCES = ("def read(self, size=-1):", "def exists(path):", "def close(self):")
 
 
 def ask(url: str, key: str, source: str) -> dict[str, Any]:
-    """The first choice of the answer."""
+    """Ask the server to describe `source`, and return the first choice of its answer."""
     body = {
         "messages": [
             {"role": "system", "content": "Describe the Python function as JSON."},
@@ -45,7 +45,7 @@ def ask(url: str, key: str, source: str) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Print one line of JSON for each source; 1 if an answer was cut off."""
+    """Print a line for each source: the JSON, or the text that was cut off. Return 1 if a text was cut off, else 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY", "none"))

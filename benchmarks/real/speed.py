@@ -55,8 +55,8 @@ def measure_speed(folder: str, repeats: int, result_cache: ResultCache) -> dict[
 def run_turns(
     contenders: Contenders, prompts: list[list[int]], new_tokens: int, repeats: int, figure: str
 ) -> dict[str, list[float]]:
-    """Return the figure (the name of a field of `EngineRun`) of every contender's run in each repeat. Contenders take
-    turns, in reverse order in every other repeat, after a shorter warm-up of each.
+    """Return, for each contender, one number per repeat: the attribute of its `EngineRun` that `figure` names. Each
+    contender first runs a shorter warm-up. Contenders take turns, in reverse order in every other repeat.
     """
     for run in contenders.values():
         run([prompt[:PROMPT_TOKENS] for prompt in prompts], min(4, new_tokens))

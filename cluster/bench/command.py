@@ -33,9 +33,9 @@ from cluster.bench.report import json_line, write_json
 
 
 class Part(NamedTuple):
-    """A measurement: its module, and the longest that it takes on two free cores: `minutes` in full, `quick_s` seconds
-    with --quick. It measures a pair of a target and its draft. If `standalone`, it serves the demo pair or needs no
-    model.
+    """A measurement: its module, and its longest duration on two free cores: `minutes` for a full run, `quick_s`
+    seconds with --quick. It measures the given target and draft, unless it is `standalone`: then it serves the demo
+    pair or needs no model.
     """
 
     module: ModuleType
@@ -64,7 +64,7 @@ PARTS = {
 }
 DEFAULT_PARTS = ("offline", "serving")
 DRAFT_OPTIONAL = ("peers", "roofline")  # these parts can measure plain decoding alone
-# Options of only those parts whose `Size` has such a field.
+# Each of these options applies only to the parts whose `Size` has a field of that name.
 PART_OPTIONS = ("contexts", "shape", "layers", "accept_length")
 EXIT_FAILED = 1  # exit status: a goal was missed, something failed, or outputs that must be equal differ
 

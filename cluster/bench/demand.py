@@ -1,8 +1,8 @@
 """The least work of a step: the bytes that each of its forwards must read, and its floating-point operations.
 
-Counted from the resolved models: weights once per forward, the visible KV once per request and layer, logits once.
-Savings by a cache and a kernel's other reads and writes are not counted. Weights and KV are counted in the dtype that
-the models compute in; quantised weights and KV take less.
+The bytes follow from the resolved models. A forward reads its weights once, the visible KV once per request and layer,
+and its logits once. Reads that a hardware cache may save are not subtracted, and other reads and writes of kernels are
+not added. Weights and KV are counted in the dtype that the models compute in; quantised weights and KV take less.
 
 Legend: R requests, T rows, K topk, S depth, N nodes, V columns of a head.
 """
@@ -70,7 +70,9 @@ class MatrixSizes:
 
 
 def matrix_sizes(g: LayerGeometry, concatenated_input: bool = False) -> MatrixSizes:
-    """Count the numbers of a layer's matrices. `concatenated_input`: the attention reads [embedding, hidden]."""
+    """Return how many numbers a layer's matrices have. `concatenated_input` says that the attention reads [embedding,
+    hidden].
+    """
     shared = expert_numbers = 0
     for name, shape in layer_tensors("", g):
         if len(shape) < 2:
@@ -132,7 +134,9 @@ def draft_demand(spec: DraftSpec, rows: ForwardRows, head_rows: int, itemsize: i
 
 
 def step_demand(models: ResolvedConfig, requests: int, context: float, itemsize: int) -> dict[str, list[Demand]]:
-    """Return the forwards of each phase of a step in which R requests decode, with trees of the models' shape."""
+    """Return, for each phase of a step (draft, target, extend), the demands of its forwards. R requests decode, each
+    with `context` committed tokens on average, and trees have the shape `models.shape`.
+    """
     shape, spec = models.shape, models.draft
     target = target_demand(models, ForwardRows(requests, shape.num_draft_tokens, context), itemsize)
     phases: dict[str, list[Demand]] = {"draft": [], "target": [target], "extend": []}

@@ -91,7 +91,7 @@ class Fault:
     def wait_until_healthy(self) -> None:
         """Wait until the server is healthy again, at most `HEALTHY_TIMEOUT_S`, then stop polling /health.
 
-        A slowed process loses no gang, so after such a fault there is no wait.
+        If the process was only slowed down, its gang goes on, so there is nothing to wait for.
         """
         if self._fault_at is None:
             return
@@ -119,7 +119,9 @@ class Fault:
 
 
 def victim_pid(server: ServerProcess, info: dict[str, Any], victim: str) -> int:
-    """Return the pid of the process `victim` names: "replica" (the engine's), or a rank listed in `info`."""
+    """Return the pid of the process that `victim` names: "replica" is the engine's replica, "rank N" is a rank that
+    `info` lists.
+    """
     if victim == "replica":
         (pid,) = [p.pid for p in server.processes() if REPLICA_PREFIX in p.name and ENGINE_PART in p.name]
         return pid

@@ -32,7 +32,7 @@ class Goal:
         return self.bound / self.slack if self.at_least else self.bound * self.slack
 
     def is_met(self, quick: bool) -> bool:
-        """Return whether `value` keeps that bound. NaN never does."""
+        """Return whether `value` keeps the bound that `bound_of` returns. NaN never does."""
         bound = self.bound_of(quick)
         return self.value >= bound if self.at_least else self.value <= bound
 

@@ -16,8 +16,8 @@ def _nested(opening: str, inner: str, closing: str, depth: int) -> str:
 
 
 def _doubling_rules(count: int, operator: str) -> str:
-    """Return `count` rules. Each rule contains the next rule twice: as alternatives if `operator` is `|`, or in
-    sequence.
+    """Return `count` rules and a last rule. Each of the `count` rules contains the next rule twice: as alternatives if
+    `operator` is `|`, or in sequence if it is empty.
     """
     return (
         "\n".join(f"r{index} ::= r{index + 1} {operator} r{index + 1}" for index in range(count))

@@ -1,4 +1,4 @@
-"""Calls of kernels to measure: attention over a KV cache, and two contenders that take turns."""
+"""Makes calls of attention over a KV cache to measure, and compares two calls, which take turns."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -40,7 +40,9 @@ class KernelCase(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """Seconds of one call of each contender, and how many times as fast the first one is: medians over the turns."""
+    """Medians over the turns: the seconds of one call of the candidate and of the baseline, and the `speedup` of the
+    candidate over the baseline.
+    """
 
     seconds: float
     baseline_seconds: float

@@ -12,8 +12,9 @@ from cluster.engine.models import device_facts
 from cluster.spec.draft import Draft
 
 WrapDraft = Callable[[Draft, ResolvedConfig], Draft]
-"""Maps an engine's draft to the draft to use in its place. Prefix reuse must be off: the state that a multi-layer draft
-keeps outside its pools is not copied with pages if the draft is wrapped."""
+"""A function that takes an engine's draft and returns the draft to use in its place. For a multi-layer draft, prefix
+reuse must be off: such a draft keeps state outside its pools, which is not copied with pages if the draft is wrapped.
+"""
 
 
 class LoadedModels:
@@ -22,7 +23,7 @@ class LoadedModels:
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        """Load the models of `config`. Its tree must be as deep, and its context as long, as those of any later engine.
+        """Load the models of `config`. No later engine may have a deeper tree or a longer context than `config`.
 
         Raises:
             ConfigError: as `build_engine`.

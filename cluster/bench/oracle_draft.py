@@ -109,8 +109,8 @@ class OracleDraft:
         template_tree = tree_template(steps, nodes, tree.tokens.device)
         expected = self._expected.next_tokens(batch, draft_input.bonus, steps).index_select(1, template_tree.depths)
         fraction = self._fractions.index_select(0, (batch.seq_lens + 7 * batch.decode_rows) % FRACTION_COUNT)
-        # Correct to depth floor(fraction + a) with a = `_accepted_tokens`. As fractions are uniform in [0, 1), the mean
-        # of that depth is a.
+        # The path is correct down to depth floor(fraction + a), where a is `_accepted_tokens`. Fractions are uniform in
+        # [0, 1), so the mean of that depth is a.
         is_correct = template_tree.path & (template_tree.depths <= (fraction + self._accepted_tokens)[:, None])
         wrong_tokens = torch.where(tree.tokens == expected, (expected + 1) % self._vocab, tree.tokens)
         tokens = torch.where(is_correct, expected, wrong_tokens)

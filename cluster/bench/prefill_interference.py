@@ -22,16 +22,19 @@ OUTLAST_FACTOR = 5
 
 @dataclass(frozen=True, slots=True)
 class Interference:
-    """Inter-token latency of the decoding requests: the time between two outputs of a request, as a client sees it.
+    """Inter-token latency of the decoding requests: the time between two outputs of a request, as a client sees it. An
+    output is the tokens, at least one, that a step commits for a request.
 
-    An output is the tokens, at least one, that a step commits for a request. *Prefill* is the time from the long
-    prompt's submission to its first token. *Busy* is the time without the long prompt: before its submission and, if
-    requests follow, after its first token, so that a drift of the machine's speed affects prefill and busy equally.
+    Two periods are compared. The prefill period goes from the long prompt's submission to its first token. The busy
+    period is before the submission and, if requests follow, also after the first token; so a drift of the machine's
+    speed affects both periods equally. The fields `prefill_..` and `busy_..` are latencies in these periods.
 
-    Ratios are prefill over busy: `median_ratio` of the medians, `tail_ratio` of the p99s, `cpu_ratio` of the median CPU
-    seconds of the slower rank's steps. `ratio` is prefill's p99 over the median of busy; on a shared machine, `ratio`
-    and `tail_ratio` mostly show other load. `first_ratio` is the time to the prompt's first token, over the same time
-    without other requests; `first_cpu_ratio` is the same in CPU seconds.
+    Three ratios divide a value of the prefill period by the same value of the busy period: `median_ratio` the median
+    latency, `tail_ratio` the p99, `cpu_ratio` the median CPU seconds of the slower rank's steps. `ratio` divides the
+    prefill period's p99 by the busy period's median. On a shared machine, `ratio` and `tail_ratio` mostly show other
+    load. `first_token_s` is the length of the prefill period, and `prompt_steps` its number of steps with prompt rows.
+    `first_ratio` divides `first_token_s` by the time that the prompt takes without other requests; `first_cpu_ratio`
+    does the same with CPU seconds.
     """
 
     ratio: float
@@ -124,8 +127,8 @@ def output_intervals(rank_run: RankRun, start: float, stop: float) -> list[float
 def measure_interference(
     ranks: RankProcesses, pair: ModelPair, size: Size, reverse: bool = False
 ) -> InterferenceByCase:
-    """Run one repeat. On two ranks and on one rank, the long prompt runs without load, and with decoding requests at
-    each share.
+    """Run one repeat and return its figures by case. On two ranks and then on one rank, the long prompt runs first
+    alone, and then with decoding requests, once for each `prefill_share` in `size.shares`.
     """
     figures: InterferenceByCase = {}
     for rank_count in (2, 1):

@@ -5,7 +5,7 @@ matrix is generated on the device when it is read. That is fast, because gigabyt
 
 A random target always chooses the next token id (last id + 1): its head is its embedding shifted by one row, and the
 layers add little. So the correct tokens are known (`oracle_draft.CountingTokens`), with margins larger than any
-rounding error. Experts are chosen as evenly as random numbers choose them.
+rounding error. The gate of a layer with experts is random too, so rows choose experts at random.
 """
 
 import json
@@ -100,7 +100,7 @@ def random_model(
     the `with` block.
 
     Raises:
-        ConfigError: the preset is unknown, or does not fit this machine even with `MIN_LAYERS` layers.
+        ConfigError: the preset is unknown, or `write_pair` refuses the number of layers.
     """
     if name not in PRESETS:
         raise ConfigError(f"shape {name!r} is not known; the shapes are {', '.join(PRESETS)}")
@@ -126,7 +126,7 @@ def write_pair(
     matrices.
 
     Raises:
-        ConfigError: fewer than `MIN_LAYERS` layers are requested, or they do not fit this machine.
+        ConfigError: `layers` is less than `MIN_LAYERS`, or it is None and the machine has no room for `MIN_LAYERS`.
     """
     config = COMMON_CONFIG | preset
     preset_layers = config["num_hidden_layers"]
@@ -158,8 +158,8 @@ def hub_name(name: str) -> str:
 
 
 def _layers_that_fit(arch: TargetArch, folder: Path, device: torch.device, generate_on_read: bool) -> int:
-    """Return how many layers fit in memory and, unless `generate_on_read`, on the disk. All layers count as large as
-    the last.
+    """Return how many layers fit in memory and, unless `generate_on_read`, on the disk. The size of the last layer is
+    used for each layer that is left out.
     """
     memory = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
     budget = (
@@ -182,8 +182,9 @@ class RandomSpan(NamedTuple):
 
 
 def random_spans(name: str, shape: tuple[int, ...], start: int, has_embedding: bool) -> list[RandomSpan]:
-    """Return the runs of random numbers that form matrix `name`. `start` is the count of numbers in all tensors before
-    `name`. `has_embedding`: the first tensor is an embedding, whose numbers start at index 0.
+    """Return the spans of random numbers that the matrix `name` consists of. `start` is how many numbers all tensors
+    before `name` have together. `has_embedding` says that the first tensor is an embedding; its numbers start at index
+    0.
     """
     if (
         name == "lm_head.weight" and has_embedding
@@ -202,7 +203,7 @@ class RandomNumbers:
         self._blocks_by_scale: dict[float, Tensor] = {}
 
     def chunks(self, span: RandomSpan) -> Iterator[Tensor]:
-        """Yield the numbers of a piece, as views of one block."""
+        """Yield the numbers of a span, as views of one block of `PERIOD` numbers."""
         start, count, scale = span
         if scale not in self._blocks_by_scale:
             self._blocks_by_scale[scale] = (self._block * scale).to(self.dtype)
@@ -213,7 +214,7 @@ class RandomNumbers:
             count, offset = count - chunk.shape[0], 0
 
     def write(self, file: BinaryIO, span: RandomSpan) -> None:
-        """Write the numbers of a piece to a file."""
+        """Write the numbers of a span to a file."""
         for chunk in self.chunks(span):
             file.write(chunk.view(torch.uint8).numpy().data)
 
@@ -263,7 +264,9 @@ def write_tensors(
 
 @contextmanager
 def generated_reads(folder: Path, device: torch.device) -> Iterator[None]:
-    """Patch `Checkpoint.read`: generate matrices of models in `folder` on `device`, as `write_tensors` writes them."""
+    """A context manager that patches `Checkpoint.read`: matrices of models in `folder` are generated on `device`. They
+    have the same numbers as `write_tensors` would write.
+    """
     original_read, numbers_by_dtype = Checkpoint.read, dict[str, RandomNumbers]()
 
     def read(self: Checkpoint, stored: str, index: Index = (), to: torch.device | None = None) -> Tensor:

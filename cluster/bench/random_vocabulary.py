@@ -15,7 +15,7 @@ from typing import Any
 from cluster.tokenizer.tokenizer import BYTE_OF_CHARACTER
 
 BYTE_LEVEL_SIZE, SENTENCE_PIECE_SIZE = 151_936, 262_144
-"""Sizes of Qwen's and of Gemma's vocabulary. A token of Qwen's may be a part of a character; no token of Gemma's is."""
+"""Sizes of Qwen's vocabulary, which is byte-level, and of Gemma's, which follows SentencePiece."""
 STOP_TOKEN_ID = 0
 """The token that ends an output."""
 STOP_TOKEN_NAME = "<|end|>"

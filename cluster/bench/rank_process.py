@@ -16,7 +16,9 @@ from cluster.engine import Engine, build_rank
 from cluster.request import Request
 
 PrepareEngine = Callable[[Engine, EngineConfig, Mapping[str, Any]], dict[str, list[float]]]
-"""Changes an engine before a case, by its config and the case's `options`; returns lists for `RankRun.extra_times`."""
+"""A function that changes an engine before a case. It gets the engine, the engine's config and the case's `options`,
+and returns the lists of `RankRun.extra_times`.
+"""
 
 
 def main(rank: int, prepare: PrepareEngine = lambda *_: {}) -> None:
@@ -49,8 +51,8 @@ def _run_case(rank: int, rendezvous: Rendezvous, case: Mapping[str, Any], prepar
 
 
 def _run_requests(engine: Engine, case: Mapping[str, Any]) -> RankRun:
-    """Submit the requests and step until the gang leaves: when request `last_request` ends, or when no rank has work
-    left.
+    """Submit the requests, step until the gang ends, and return the record. The gang ends after the request
+    `last_request` or, if the case names none, when no rank has work left.
     """
     waiting = [
         request

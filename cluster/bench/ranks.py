@@ -24,8 +24,9 @@ CHUNK_ROWS = 512
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The size of a measurement, with `requests` per rank. Prefill interference has a prompt of `long_tokens`, other
-    requests that generate `steady_tokens`, and a run for each `prefill_share` in `shares`.
+    """The size of a measurement; `requests` is the number per rank. Prefill interference is measured with a prompt of
+    `long_tokens` tokens beside requests that generate `steady_tokens` tokens, once for each `prefill_share` in
+    `shares`.
     """
 
     requests: int = 4
@@ -74,7 +75,8 @@ class RankRequest:
 @dataclass(frozen=True, slots=True)
 class GangCase:
     """One run of a gang. The run ends when request `last_request` has ended; if `last_request` is empty, when all
-    requests have ended. `options` are for another program than `rank_process`.
+    requests have ended. `options` go to the `prepare` function of `rank_process.main`, which `rank_process` itself does
+    not use.
     """
 
     settings: Mapping[str, Any]
@@ -105,7 +107,7 @@ class StepRecord:
 class RankRun:
     """The record of one rank: its steps; and by request, the time of submission, the times of outputs, and the tokens.
 
-    `extra_times`: lists of seconds that another program than `rank_process` adds, by name.
+    `extra_times` has lists of seconds by name, as returned by the `prepare` function of `rank_process.main`.
     """
 
     steps: list[StepRecord] = field(default_factory=list)

@@ -144,7 +144,9 @@ def _grammars() -> dict[str, Grammar]:
 
 
 def _request_fields(prefix: str) -> dict[str, dict[str, Any]]:
-    """Return fields of requests, by grammar. `prefix` changes every grammar, so no cache has one of a new prefix."""
+    """Return fields of requests, by grammar. `prefix` is part of every grammar, so a new prefix gives grammars that no
+    cache holds.
+    """
 
     def tools(*names: str) -> list[dict[str, Any]]:
         functions = ({"name": name, "parameters": object_schema(20, f"{prefix}_{name}")} for name in names)
@@ -165,7 +167,9 @@ def _request_fields(prefix: str) -> dict[str, dict[str, Any]]:
 
 
 async def _request_costs(pair: ModelPair, size: Size) -> dict[str, dict[str, float]]:
-    """Return, by grammar, how many seconds its first and a later request take more than a request without grammar."""
+    """Return, by grammar, the seconds that the grammar adds to a request: `first` to its first request, `known` to a
+    later one.
+    """
     settings = [f"model={pair.target}", f"speculative_draft_model_path={pair.draft}", "tool_call_parser=hermes"]
     costs_by_grammar: dict[str, dict[str, list[float]]] = {}
     with ServerProcess(settings) as server:
@@ -188,7 +192,7 @@ async def _request_costs(pair: ModelPair, size: Size) -> dict[str, dict[str, flo
             costs["first"].append(times[1] - plain_seconds)
             costs["known"].append(times[3] - plain_seconds)
 
-        await seconds({"structured_outputs": {"choice": ["a", "b"]}})  # warm-up: the compiling process may still start
+        await seconds({"structured_outputs": {"choice": ["a", "b"]}})  # warm-up: the compiler may still be starting
         await record_cost("json_object", {"response_format": {"type": "json_object"}})
         for repeat in range(size.repeats):
             for name, body in _request_fields(f"repeat{repeat}").items():

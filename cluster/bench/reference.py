@@ -1,4 +1,6 @@
-"""The contender `transformers.generate`: greedy, with KV cache, EOS ignored, the same prompts and lengths."""
+"""The contender `generate` of `transformers`: greedy decoding with a KV cache. EOS is ignored, so outputs have the same
+lengths as the engine's.
+"""
 
 import time
 from typing import Any

@@ -1,4 +1,4 @@
-"""The acts of abusive clients against a server. They run in another process than the measured streams."""
+"""What abusive clients do to a server. The clients run in another process than the measured streams."""
 
 import asyncio
 import json

@@ -38,8 +38,8 @@ class EngineRun:
         return 1.0 + self.accepted_tokens / self.steps if self.steps else 1.0
 
     def acceptance_by_depth(self, levels: int) -> list[float]:
-        """Return a share for each depth d from 1 to `levels`: of the trees accepted to depth d - 1, those accepted at
-        d.
+        """Return a share for each depth d from 1 to `levels`: of the trees with at least d - 1 accepted draft tokens,
+        the share that have at least d.
         """
         reached = [
             sum(count for accepted, count in self.accept_counts.items() if accepted >= depth)

@@ -1,6 +1,6 @@
 """A lightweight streaming client: completions over plain HTTP, one thread per stream, only the standard library.
 
-On a small machine, CPU time of the client is taken from the server that it measures, so the client must cost little.
+On a small machine, client and server share the cores, so the client must use little CPU time.
 """
 
 import http.client
@@ -28,7 +28,9 @@ class Prompt:
     seed: int = 0
 
     def body(self, model: str, max_tokens: int) -> dict[str, Any]:
-        """Return the request's JSON: streamed, with token ids, and with speculation counts at the end."""
+        """Return the JSON body of a request whose answer is a stream with token ids. The last event has the counts of
+        speculation.
+        """
         return {
             "model": model,
             "prompt": self.text,

@@ -1,8 +1,8 @@
-"""Generate with vLLM on request. It runs in vLLM's own virtual environment, so it imports nothing of this package.
+"""A program that generates with vLLM. It runs in vLLM's own virtual environment, so it imports nothing of this package.
 
 Its argument is JSON: the arguments of `vllm.LLM`. Each input line has `prompts` (lists of token ids), `new_tokens` and
-`temperature`. Each output line has the seconds, the tokens, and the drafts and accepted draft tokens since the start.
-vLLM's worker processes import this file too, before they begin.
+`temperature`. Each output line has the seconds, the tokens, and how many drafts and accepted draft tokens vLLM has
+counted since its start. vLLM's worker processes import this file too, before they begin.
 """
 
 import json

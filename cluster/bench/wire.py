@@ -1,4 +1,4 @@
-"""Send many HTTP requests, abusive ones included, from one process over plain asyncio connections (little CPU)."""
+"""Send many HTTP requests, abusive ones included, from one process. Plain asyncio connections take little CPU time."""
 
 import asyncio
 import json

@@ -1,1 +1,3 @@
-"""Reasoning and tool calls in each model family's format: parses the text of an output into events, for every API."""
+"""Parses the text of an output, in the format of its model family, into events: text, reasoning and tool calls. Every
+API builds its answers from these events.
+"""

@@ -48,8 +48,8 @@ class ValueEndFinder:
 
 
 def object_members(text: str) -> dict[str, str] | None:
-    """Return the text of each member of an object, or None if the text is no object. A repeated name has its last
-    value.
+    """Return the JSON text of each member's value, by the member's name, or None if `text` is not an object. If a name
+    occurs several times, its last value counts.
     """
     result: dict[str, str] = {}
     try:
@@ -116,12 +116,13 @@ JSON_TYPES = {dict: "object", list: "array", str: "string", bool: "boolean", int
 
 
 def encode_member(text: str, name: str, schema: Mapping[str, Any]) -> str:
-    """Return the JSON of the member `name` of an object with this schema, written by the model as `text`.
+    """Return the JSON of a member's value, which the model wrote as `text`. `schema` is the schema of the object that
+    has the member `name`.
 
-    If the text is JSON of a type that the schema allows, it is returned unchanged; but a text in quotes becomes a
-    string that contains the quotes, if the schema names the type string. Otherwise the text becomes a string, if the
-    schema allows strings or the text is not JSON. All other JSON is returned unchanged. True, False and None count as
-    true, false and null, because chat templates write arguments so.
+    JSON of a type that the schema allows is returned without the white space around it. If the schema names the type
+    string, a text in quotes becomes a string that contains the quotes. Any other text becomes a string if the schema
+    allows strings or the text is not JSON; otherwise it is returned as JSON. If the schema names the type boolean or
+    null, True, False and None count as true, false and null, because chat templates write arguments so.
     """
     properties = schema.get("properties")
     member_schema = properties.get(name) if isinstance(properties, Mapping) else None
@@ -220,7 +221,9 @@ class JsonBlockReader:
 
 
 def calls_of_object(text: str, fields: Sequence[str]) -> list[ToolCallText]:
-    """Return the call in an object that has a name, and arguments in one of `fields`. Another object is no call."""
+    """Return the call in a JSON object, or an empty list if the object is not a call. A call has the member `name`. Its
+    arguments are in the first of `fields` that the object has; without such a member they are `{}`.
+    """
     members = object_members(text)
     name = try_parse_json(members["name"]) if members is not None and "name" in members else None
     if members is None or not isinstance(name, str) or not name:
@@ -296,8 +299,8 @@ class TaggedBlockReader:
         return None
 
     def _ends_inside_value(self, body: str) -> bool:
-        """Whether the body ends inside a value: the end mark after it belongs to the value. Values may contain begin
-        marks.
+        """Return whether the body ends inside a value. If so, the end mark after the body is part of that value. Begin
+        marks inside a value are part of the value too.
         """
         begin, end = self._value_marks
         position = 0
@@ -307,7 +310,9 @@ class TaggedBlockReader:
         return False
 
     def _has_second_trigger(self, body: str) -> bool:
-        """Whether a trigger occurs again before any value: then the first trigger was only mentioned in text."""
+        """Return whether a trigger occurs again before the first value. If so, the first trigger is only text that
+        mentions the mark.
+        """
         first_value = body.find(self._value_marks[0])
         return any(body.find(trigger, 1, first_value if first_value >= 0 else None) >= 0 for trigger in self._end_marks)
 

@@ -46,7 +46,9 @@ SectionKind = Literal["text", "reasoning", "call"]
 
 @dataclass(slots=True)
 class Section:
-    """One section; `index` numbers the sections of an answer from 0. `call_id` and `name` are set for a call only."""
+    """A part of an answer: text, reasoning, or one call. `index` numbers the sections of an answer from 0. `call_id`
+    and `name` are set for a call only.
+    """
 
     index: int
     kind: SectionKind
@@ -105,7 +107,7 @@ class Sections:
         """Yield the changes that the next events make.
 
         Raises:
-            ValueError: arguments belong to a call other than the last call begun.
+            ValueError: arguments come for a call whose section is not open any more.
         """
         for event in events:
             if isinstance(event, ReasoningPiece) and not self._include_reasoning:

@@ -1,5 +1,5 @@
-"""Parses an answer while it is generated: its text, the reasoning before it, and the tool calls in it. Independent of
-model families; see `formats/`.
+"""Parses an answer while it is generated: its text, the reasoning before it, and the tool calls in it. This file knows
+no model family; the marks of each family are in `formats/`.
 
 A call is reported when it is complete and well formed, with all arguments at once, so that no later text can revoke it.
 Text that begins like a call but is malformed or cut off is reported as text. White space next to reasoning or a call
@@ -261,12 +261,14 @@ class MarkedReader(BufferedReader):
 
 
 def _safe_length(text: str, marks: Sequence[str]) -> int:
-    """Return the length of the text that can be reported: all but a possible mark and white space at its end."""
+    """Return how many characters of `text` can be reported now. If there are `marks`, a partial mark at the end and the
+    white space at the end wait for more text.
+    """
     return len(text[: length_before_partial_mark(text, marks)].rstrip()) if marks else len(text)
 
 
 def length_before_partial_mark(text: str, marks: Sequence[str]) -> int:
-    """Return the length of the text without the beginning of a mark at its end, for instance without `<thi`."""
+    """Return the length of `text` without a partial mark at its end, such as `<thi` of `<think>`."""
     length = len(text)
     for mark in marks:
         position = text.find(mark[0], max(0, len(text) - len(mark) + 1))

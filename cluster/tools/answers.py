@@ -1,4 +1,4 @@
-"""Streamed answers to chat requests: the protocol, and its implementation for a server."""
+"""Streamed answers to chat requests: the interface `Answers`, and its implementation that asks a server."""
 
 from collections.abc import Generator, Mapping
 from contextlib import closing
@@ -10,7 +10,9 @@ from cluster.tools.client import Client, NoAnswerError
 
 @dataclass(frozen=True, slots=True)
 class AnswerPart:
-    """The text and the token count that a step added to an answer. `StoppedText` may hold text back for later steps."""
+    """The text and the number of tokens that a step added to an answer. The text may lag behind the tokens: incomplete
+    characters and possible stop strings come with a later step.
+    """
 
     text: str
     tokens: int

@@ -71,7 +71,7 @@ def _answers(args: argparse.Namespace) -> Answers:
     """Return the server or the local engine that the flags name.
 
     Raises:
-        ConfigError: neither or both of MODEL and --url are given, or a flag does not go with the given one.
+        ConfigError: neither or both of MODEL and --url are given, or a flag belongs to the one that is not given.
         NoAnswerError: the server cannot be reached.
     """
     if (args.dir is None) == (args.url is None):
@@ -141,7 +141,9 @@ class PrintedAnswer:
 
 
 def _print_answer(question: str, conversation: Conversation, answers: Answers, screen: Screen) -> bool:
-    """Print the answer as it streams. If there is one, add question and answer to the conversation and return True."""
+    """Print the answer while it is generated. Then add question and answer to the conversation and return True. Return
+    False if the request failed, or if Ctrl-C came before the first token.
+    """
     answer = PrintedAnswer()
     try:
         with closing(answers.answer(conversation.body(question))) as parts:

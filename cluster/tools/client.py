@@ -38,9 +38,9 @@ class Client:
         page_timeout_s: float = PAGE_TIMEOUT_S,
         stream_timeout_s: float = STREAM_TIMEOUT_S,
     ) -> None:
-        """`url` may end in /v1, as for OpenAI's clients. A stream may pause for `stream_timeout_s`, also before its
-        first event. If `api_key` is None, the key in the variable `API_KEY_VARIABLE` is used, if
-        set.
+        """`url` may end in /v1, as for OpenAI's clients. A stream fails if it pauses for longer than
+        `stream_timeout_s`, also before its first event. If `api_key` is None, the environment variable
+        `OPENAI_API_KEY` gives the key, if it is set.
 
         Raises:
             ConfigError: `url` is not an http or https URL.
@@ -74,7 +74,7 @@ class Client:
             connection.close()
 
     def json(self, path: str) -> dict[str, Any]:
-        """Return the JSON object that GET `path` answers.
+        """Send GET `path` and return the JSON object in the server's answer.
 
         Raises:
             NoAnswerError: for the reasons of `page`, or because the body is not a JSON object.
@@ -88,7 +88,7 @@ class Client:
         return parsed
 
     def events(self, path: str, body: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:
-        """Yield the events of the stream that POST `path` answers. Closing the generator aborts the request.
+        """POST `body` to `path` and yield the events of the streamed answer. Closing the generator aborts the request.
 
         Raises:
             NoAnswerError: the request fails, the stream ends early, or one of its events is an error.

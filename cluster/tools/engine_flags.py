@@ -60,7 +60,7 @@ def engine_settings(args: argparse.Namespace, model: str) -> dict[str, object]:
 
 
 def add_override_argument(parser: argparse.ArgumentParser) -> None:
-    """Declare --draft-override, the form of the setting `speculative_draft_overrides` on a command line."""
+    """Declare --draft-override, the flag that sets `speculative_draft_overrides`."""
     parser.add_argument(
         "--draft-override", action="append", default=[], metavar="FACT=VALUE", help=f"one of {', '.join(DRAFT_FACTS)}"
     )

@@ -1,7 +1,7 @@
 """`aerie export-draft`: write an EAGLE-3 draft in another dialect (the checkpoint format of another tool).
 
 Weights are copied bit for bit. The draft's sample is copied too, because it is valid in every dialect. Idle layers
-(both output projections zero) may be appended. Their inputs are those that the dialect gives to all layers after the
+(both output projections zero) may be appended. An idle layer reads what the dialect gives to every layer after the
 first. A draft that the dialect cannot express is refused.
 """
 
@@ -67,7 +67,7 @@ def export_draft(folder: str, target: str, dialect: str, out: str, layers: int |
 def _check_expressible(
     spec: DraftSpec, dialect: str, later_input: str, num_layers: int, folder: str, target_layers: int
 ) -> None:
-    """Raise a ConfigError if the dialect cannot express the draft; the message names every such property."""
+    """Raise a ConfigError if the dialect cannot express the draft. The message lists all that it cannot express."""
     inexpressible = []
     if dialect != "speculators":
         if 0 in spec.aux_boundaries:
@@ -93,8 +93,9 @@ def _check_expressible(
 
 
 def idle_layer(tensors: dict[str, Tensor], index: int, later_input: str, hidden: int) -> dict[str, Tensor]:
-    """Return a layer that adds nothing: layer 0 with both output projections zero. `later_input` names the
-    inputs of the layer, as in `DIALECTS`.
+    """Return the tensors of layer `index`, by name. They are a copy of layer 0 with both output projections zero, so
+    the layer adds nothing to the hidden state. `later_input` says what the layer reads, as in `DIALECTS`; `hidden` is
+    the width of the hidden state.
     """
     layer_tensors: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
@@ -141,7 +142,9 @@ def _flags(spec: DraftSpec) -> Config:
 
 
 def _aux_output_layers(spec: DraftSpec) -> list[int]:
-    """Return the aux layers by output: boundary j (the input of layer j) is the output of layer j - 1."""
+    """Return the ids of the layers whose outputs are the aux hidden states. Boundary j, the input of layer j, is the
+    output of layer j - 1.
+    """
     return [boundary - 1 for boundary in spec.aux_boundaries]
 
 
@@ -202,8 +205,9 @@ DIALECTS: dict[str, tuple[str, Callable[[DraftSpec], Config]]] = {
     "speculators": ("input_layernorm", _speculators),
     "deepspec": ("pair", _deepspec),
 }
-"""For each dialect: the input of layers after the first, and the function that makes the config. The input is named by
-the norm of the hidden state, or it is `pair`: embedding and hidden state.
+"""For each dialect: what the layers after the first read, and the function that makes the config. `hidden_norm` and
+`input_layernorm` mean that they read the hidden state through the norm of that name; `pair` means that they read
+embedding and hidden state.
 """
 
 

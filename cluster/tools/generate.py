@@ -100,7 +100,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _new_text(output: SequenceOutput, text_stream: StoppedText) -> str:
-    """Return the new text of one output, as the REST API cuts it."""
+    """Return the text that one output adds. As in the REST API, stop strings are left out, and incomplete characters
+    wait for more tokens.
+    """
     new_text = text_stream.push(text_stream.visible_token_ids(output))
     return new_text if output.finish_reason is None else new_text + text_stream.finish()
 

@@ -1,8 +1,8 @@
 """`aerie inspect`: describe a checkpoint and how it would be served, from configs and tensor headers. No weight is
 read. The headers of a model on a hub are read by range requests, so its weights are not downloaded.
 
-A target alone is described without torch, whose import takes longer than everything else. A draft, several ranks, the
-list of tensors, quantised weights and problems need the loading code, run on torch's meta device.
+A target alone is described without torch, because importing torch takes longer than everything else. For a draft,
+several ranks, the list of tensors, quantised weights and problems, the loading code runs on torch's meta device.
 """
 
 import argparse
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report. Return 1 if the model cannot be served, else 0.
+    """Print the report. Return 1 if the model cannot be served, on the device or on this machine; otherwise return 0.
 
     Raises:
         ConfigError: an override is wrong, or a flag of the draft is given without --draft.
@@ -101,8 +101,8 @@ def _report(args: argparse.Namespace, overrides: dict[str, Any] | None, device: 
 
 
 def _cpu_differences(cpu_report: Report, gpu_report: Report) -> dict[str, Any]:
-    """Return the memory in `cpu_report`, and its quantised weights and its problems if they differ from those in
-    `gpu_report`.
+    """Return the memory in `cpu_report`. If the two reports differ in quantised weights or in problems, also return
+    the weights or the problems in `cpu_report`.
     """
     differences = dict(cpu_report.memory)
     for name, on_cpu, on_gpu in (

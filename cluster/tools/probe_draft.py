@@ -1,9 +1,9 @@
 """`aerie probe-draft`: find the reading of a draft with the highest accept length. A reading is one way to interpret
 the draft's tensors, if the tensors allow several.
 
-Each value of each fact that the tensors do not settle is tried on a few short prompts with fixed seeds, so all readings
-draft for the same text. A value that differs from the draft's config or format is recommended only if its accept length
-is higher by the factor `MIN_IMPROVEMENT`.
+The tensors leave some facts of a draft open (`DRAFT_FACTS`). For each open fact, every value is tried on a few short
+prompts with fixed seeds, so all readings draft for the same text. A value that differs from the draft's config or
+format is recommended only if its accept length is higher by the factor `MIN_IMPROVEMENT`.
 """
 
 import argparse
@@ -47,9 +47,9 @@ class Reading(NamedTuple):
 
 
 def probe_draft(draft: str, target: str, algorithm: str | None, report: Callable[[Reading], None]) -> dict[str, Any]:
-    """Return the overrides to set: values that differ from the draft's config or format and have a higher accept length
-    by the factor `MIN_IMPROVEMENT`. Facts are tried one by one, starting from the best reading so far. `report` is
-    called with every reading.
+    """Return the overrides to set. They are the values that differ from the draft's config or format and raise the
+    accept length by more than the factor `MIN_IMPROVEMENT`. Facts are tried one after the other; while one is tried,
+    the others have the best values so far. `report` is called with every reading.
 
     Raises:
         ConfigError: the pair cannot be served or has no tokenizer, or the draft has a sample, which settles its facts.

@@ -1,5 +1,5 @@
-"""`aerie sample-draft`: write a draft's output on a few tokens into its folder. Every later load compares its output
-with this sample.
+"""`aerie sample-draft`: run a draft on a few tokens and write its output, the sample, into its folder. Whenever the
+draft is loaded later, its output is compared with the sample.
 """
 
 import argparse

@@ -18,7 +18,8 @@ ASSUMED_DEVICE = "cuda"  # for estimates without an engine: only torch could tel
 @dataclass(slots=True)
 class Report:
     """A report on a target and its draft. They can be served if `problems` is empty. If the report is for a GPU and
-    this machine has none, `here` has the memory on this machine, and all other facts that differ on this machine.
+    this machine has none, `here` has the memory on this machine, and also the quantised weights and the problems if
+    they are different on this machine.
     """
 
     target: dict[str, Any] = field(default_factory=dict)

@@ -53,7 +53,9 @@ class PlacedTensor:
 
 
 class TensorRecorder(Checkpoint):
-    """A checkpoint without data that records every tensor taken, and continues after a problem to find all of them."""
+    """A checkpoint without data. It records every tensor that a model reads. After a problem it continues, so that it
+    finds all problems.
+    """
 
     def __init__(self, folder: str, stored_name: Any, ignored: tuple[str, ...]) -> None:
         super().__init__(folder, stored_name, ignored, headers_only=True)
@@ -102,7 +104,9 @@ class TensorRecorder(Checkpoint):
         return converted_elements * dtype.itemsize + self.tally.nbytes
 
     def finish(self) -> list[str]:
-        """Record the tensors that no part of the model took as a problem."""
+        """Return the notes of `Checkpoint.finish`. If the model has left tensors unread, record that as a problem and
+        return no notes.
+        """
         try:
             return super().finish()
         except ConfigError as error:
@@ -181,8 +185,8 @@ class ServingSetup:
 def inspect(
     path: str, draft: str | None, setup: ServingSetup = ServingSetup(), settings: Settings = (None, None)
 ) -> Report:
-    """Report how the target in `path` and the draft in `draft` would be served; figures per rank are those of
-    `ServingSetup.sharding`. If the target is recognised but cannot be served, only the draft is reported.
+    """Return a report on how the target in `path` and the draft in `draft` would be served. Figures per rank are for
+    the shards of `ServingSetup.sharding`. If the target is recognised but cannot be served, only the draft is reported.
 
     Raises:
         ConfigError: `dp` or `ep` does not divide `tp`.

@@ -15,8 +15,9 @@ from cluster.train.samples import continue_rows, features, gumbel
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Acceptance of chains. `accept_len`: mean tokens per chain, bonus token included. `by_depth`: for each depth, the
-    share of the chains accepted so far whose next token is accepted too.
+    """Acceptance of chains. `accept_len` is the mean number of tokens per chain, bonus token included. `by_depth` has a
+    share for each depth: of the chains whose earlier tokens were all accepted, those whose token at this depth was
+    accepted too.
     """
 
     accept_len: float
@@ -73,8 +74,9 @@ class AcceptanceProbe:
         return self._walk(accepted, torch.stack(top4_matches, dim=-1))
 
     def _walk(self, accepted: torch.Tensor, top4_matches: torch.Tensor) -> Acceptance:
-        """Follow each row from its first new token, chain after chain. `accepted` and `top4_matches` are [B, T cells, S
-        steps]: whether a step's best token, or one of its best four, equals the text.
+        """Return the acceptance of the chains that decoding would draft. The first chain of a row follows its first new
+        token; each later chain follows the tokens of the chain before it. `accepted` [B, T cells, S steps] says whether
+        the best token of a step equals the text, `top4_matches` whether one of the best four does.
         """
         steps = accepted.shape[-1]
         accepted_lengths = accepted.long().cumprod(-1).sum(-1)  # accepted tokens of a chain that starts at each cell

@@ -47,7 +47,7 @@ def _is_test(path: str) -> bool:
 
 
 def _is_in_corpus(path: str) -> bool:
-    """Return whether a file is part of the corpus: no installed packages, generated files or codec tables."""
+    """Return whether a file is part of the corpus. Installed packages, generated files and codec tables are not."""
     parts = path.split("/")
     if _EXCLUDED_DIRECTORIES.intersection(parts) or any(part.startswith("config-") for part in parts):
         return False

@@ -46,8 +46,9 @@ def _cache_key(tokenizer: PreTrainedTokenizerBase, files: int | None) -> str:
 def encode_corpus(
     tokenizer: PreTrainedTokenizerBase, cache: Path, *, files: int | None = None
 ) -> tuple[TokenIds, TokenIds]:
-    """Return (train ids, held-out ids), from the file `cache` if it was written for the same tokenizer and `files`.
-    `files` limits how many files each of the two has.
+    """Return (train ids, held-out ids). They are read from the file `cache` if it was written for the same tokenizer
+    and `files`; otherwise they are computed and written to it. `files` is the most train files and the most held-out
+    files to read; None reads all.
     """
     key = _cache_key(tokenizer, files)
     if cache.exists():

@@ -62,9 +62,9 @@ def train_for(
 ) -> tuple[int, float]:
     """Minimise `loss_at(step)` until the run's `minutes` or `steps` are spent; return (steps, seconds).
 
-    Both returned numbers include the run before a resume, and exclude evaluation and saving. The learning rate follows
-    the spent share of the budget. With a budget of `minutes`, a slow machine does fewer steps, but the learning rate
-    still decays to the end. With a budget of `steps`, every machine does the same steps.
+    Both returned numbers include the run before a resume. The seconds exclude evaluation and saving. The learning rate
+    follows the spent share of the budget. With a budget of `minutes`, a slow machine does fewer steps, but the learning
+    rate still decays to the end. With a budget of `steps`, every machine does the same steps.
     """
     step, elapsed, budget, checkpoint = 0, 0.0, run.minutes * 60.0, run.checkpoint
     if checkpoint.exists():

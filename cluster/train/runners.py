@@ -20,7 +20,9 @@ from cluster.train.target import split_parameters
 
 @dataclass(frozen=True)
 class MtpRecipe:
-    """The number of layers, levels and training steps. Text, loss and learning rates are those of `draft`."""
+    """The number of layers, levels and training steps. The recipe `draft` gives the text, the loss and the learning
+    rates.
+    """
 
     layers: int = 3
     levels: int = 3

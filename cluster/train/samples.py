@@ -81,7 +81,7 @@ def _forward(
         q = rotate(q, positions, heads.theta) * heads.width**-0.5
         q = q.reshape(batch, heads.kv, heads.query // heads.kv * num_tokens, heads.width)
         scores = q @ keys[:, :, :stop].mT
-        if num_tokens > 1:  # a single row is the last position and sees all positions
+        if num_tokens > 1:  # a single token is at the last position, so it sees all positions
             scores = (
                 scores.view(batch, heads.kv, -1, num_tokens, stop).masked_fill(future, float("-inf")).view_as(scores)
             )

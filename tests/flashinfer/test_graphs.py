@@ -27,7 +27,7 @@ from cluster.engine.programs import EAGER_FALLBACK_WARNING
 from cluster.observability.metrics import merge
 from tests.flashinfer.device import DEVICE, PLANNED
 from tests.flashinfer.stand_in import PagedWrapper, install_stand_in
-from tests.flashinfer.test_engine import FAMILIES, SHAPES, pair
+from tests.flashinfer.test_engine import SHAPES, pair
 from tests.parity.harness import SAMPLING, config_of, make_request, run
 from tests.static.stream import Stream, outside_step, run_engines_on_stream
 
@@ -87,11 +87,12 @@ def check(patch: pytest.MonkeyPatch, engine_config: EngineConfig) -> Engine:
     return engine
 
 
-ALL = [(shape, family) for shape in SHAPES for family in FAMILIES]
+CAPTURED = (("tree", "grouped"), ("tree", "latent"), ("chain", "sinks, windows"))
+"""Every family, with both shapes. `test_engine.py` has each family with each shape, without captured steps."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("shape", "family"), ALL)
+@pytest.mark.parametrize(("shape", "family"), CAPTURED)
 def test_captured_flashinfer_engine_gives_plain_tokens_for_all_families(
     monkeypatch: pytest.MonkeyPatch, shape: str, family: str
 ) -> None:
@@ -103,23 +104,22 @@ def test_captured_flashinfer_engine_gives_plain_tokens_for_all_families(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["grouped", "latent"])  # these two have different wrappers for prompts
 def test_captured_prompt_chunks_give_plain_tokens_without_eager_fallback(
     monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     """A wrapper for graphs has a fixed number of requests, and a program's key does not have the number of chunks. So
     captured prompt chunks must not use such a wrapper.
     """
-    engine, stream = captured_engine(monkeypatch, config("tree", family, disable_radix_cache=True), WITH_PROMPTS)
+    engine, stream = captured_engine(monkeypatch, config("chain", family, disable_radix_cache=True), WITH_PROMPTS)
     assert not check_replays(engine, stream, 4)
     assert any(key.sizes[0].prompt_rows for key in engine._parts.lockstep.programs.captured)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-def test_flashinfer_tapes_give_the_tokens_of_plain_decoding(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+def test_flashinfer_tapes_give_the_tokens_of_plain_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     install_stand_in(monkeypatch.setattr)
-    engine = build_engine(config("tree", family, capture="on", capture_sizes=(1, 2, 4, 8, 16)))
+    engine = build_engine(config("chain", "grouped", capture="on", capture_sizes=(1, 2, 4, 8, 16)))
     before = DEVICE.runs
     for _ in range(2):
         assert run(engine, requests()).tokens == plain(engine.config.model_path)
@@ -166,7 +166,7 @@ def test_planted_plan_for_another_key_is_detected(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.slow
 def test_program_with_swapped_host_calls_falls_back_to_eager_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, _ = captured_engine(monkeypatch, config("chain", "grouped"))
+    engine, _ = captured_engine(monkeypatch, config("chain", "grouped", num_steps=1))
     programs = engine._parts.lockstep.programs
     pinned_programs = programs._pinned
     for key in list(pinned_programs):
@@ -214,7 +214,7 @@ def test_changed_plan_numbers_cause_a_counted_eager_fallback(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, change: Callable[[PagedWrapper, int], None]
 ) -> None:
     activation = vary_plans(monkeypatch, change)
-    engine, stream = captured_engine(monkeypatch, config("chain", "grouped"))
+    engine, stream = captured_engine(monkeypatch, config("chain", "grouped", num_steps=1))
     activation.append("from now on")
     fallback_count, metrics_page = check_replays(engine, stream, 3), merge([engine.metrics.serialize()]).decode()
     metric_match = re.search(r"^aerie_launched_anew_total{.*} (\S+)$", metrics_page, re.MULTILINE)
@@ -225,7 +225,7 @@ def test_changed_plan_numbers_cause_a_counted_eager_fallback(
 @pytest.mark.slow
 def test_skipped_plan_comparison_is_detected_as_wrong_launch_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     activation = vary_plans(monkeypatch, change_block_count)
-    engine, stream = captured_engine(monkeypatch, config("chain", "grouped"))
+    engine, stream = captured_engine(monkeypatch, config("chain", "grouped", num_steps=1))
     activation.append("from now on")
     original_ready = CallsBeforeReplay.ready
     monkeypatch.setattr(CallsBeforeReplay, "ready", lambda self: original_ready(self) or True)

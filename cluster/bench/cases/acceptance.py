@@ -1,8 +1,8 @@
 """`aerie bench acceptance`: how many draft tokens the target accepts, on text that neither model was trained on.
 
-It measures accept length at T=0 and T=0.8, and acceptance by depth of a chain at T=1. At T=1 the draft's tokens are
-ranked with the target's Gumbel noise, and in a second run by probability only. Both are compared with sum(min(p, q)),
-the bound of any coupling of the target's distribution p and the draft's distribution q.
+It measures accept length at temperatures (T) 0 and 0.8, and acceptance by depth of a chain at T=1. At T=1 there are two
+runs: the draft's tokens are ranked with the target's Gumbel noise ("coupled"), or by probability only ("likeliest").
+Both are compared with sum(min(p, q)), the bound of any coupling of the target's distribution p and the draft's q.
 """
 
 from collections.abc import Sequence
@@ -102,7 +102,9 @@ def heading(title: str, result: dict[str, Any]) -> str:
 
 
 def acceptance_by_depth(pair: ModelPair, prompts: TokenLists, new_tokens: int) -> dict[str, Any]:
-    """Measure acceptance by depth of a chain at T=1, ranked with noise and by probability only, and the bound."""
+    """Return, for a chain at T=1, acceptance by depth, its bound, and accept lengths. All but the bound are measured
+    with both rankings.
+    """
     coupled_run, reached, ids = _record_chain(pair, prompts, new_tokens, by_probability=False)
     likeliest_run, reached_by_probability, _ = _record_chain(pair, prompts, new_tokens, by_probability=True)
     texts = [[*prompt, *generated] for prompt, generated in zip(prompts, coupled_run.tokens, strict=True)]

@@ -180,7 +180,7 @@ def prompt_table(with_spec: ServerFigures, without_spec: ServerFigures) -> str:
 
 
 def summary_table(result: dict[str, Any]) -> str:
-    """Return a table with a column for each side."""
+    """Return a table of the figures with and without speculation."""
     rows = [
         (name, result[key], result[f"{key}_plain"], ratio_text)
         for name, key, ratio_text in (
@@ -198,7 +198,9 @@ def summary_table(result: dict[str, Any]) -> str:
 
 
 def _differences(with_spec: ServerFigures, without_spec: ServerFigures) -> list[dict[str, Any]]:
-    """Return where the tokens of any round, of either side, differ from the first round without speculation."""
+    """Return the positions at which tokens differ from those of the first round without speculation. The rounds of both
+    servers are compared.
+    """
     if not without_spec.batch_rounds:
         return []
     reference_tokens = [stream.token_ids for stream in without_spec.batch_rounds[0]]

@@ -17,8 +17,8 @@ from cluster.bench.streams import Prompt, stream_all, stream_errors
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The number of streams and the tokens per stream. Each round is a pair: the kind of the server's ingress, and the
-    faults that the round plants. A fault is a verb and a victim, such as "kill rank 0".
+    """The number of streams and the tokens per stream. Each of `rounds` starts a server: it has the kind of ingress,
+    and the faults to cause, one after the other. A fault is a verb and a victim, such as "kill rank 0".
     """
 
     streams: int = 16

@@ -6,7 +6,7 @@ The same prompts run in four ways:
 - free: without a grammar.
 - masks: with a schema, by token bitmasks only.
 - forced: with forced nodes where they cost little (the default).
-- eight: with eight forced nodes in every step.
+- eight: with up to eight forced nodes in every tree.
 
 Free output has another accept length, so steps per second are compared. The time to the first token is measured
 separately and subtracted, because the numbers of steps differ. Contenders take turns; ratios are taken within a repeat.
@@ -71,7 +71,9 @@ def list_schema(names: Sequence[str]) -> dict[str, Any]:
 
 
 def compile_schemas(pair: ModelPair, config: EngineConfig, compact: bool) -> list[str]:
-    """Return the schemas of all `MEMBER_NAMES`, compiled for the pair's vocabulary."""
+    """Return a schema for each of `MEMBER_NAMES`, compiled for the pair's vocabulary. If `compact`, the schemas allow
+    no white space between JSON tokens.
+    """
     engine = build_engine(config)
     tokenizer, eos_token_ids = TextTokenizer.load(pair.target), engine.info().eos_token_ids
     worker = Worker(Vocabulary.from_tokenizer(tokenizer, engine.info().vocab_size, eos_token_ids))

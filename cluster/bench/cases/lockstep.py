@@ -200,7 +200,7 @@ def show(result: dict[str, Any]) -> str:
 
 
 def _cases(pair: ModelPair, size: Size) -> dict[str, GangCase]:
-    """Return every case except those of prefill interference. A request has the same prompt in all cases."""
+    """Return all cases, except the cases of prefill interference. A request has the same prompt in all of them."""
     prompts = pair.prompts(2 * size.requests, size.prompt_tokens)
 
     def requests(first_count: int, second_count: int = 0, ranks: int = 2) -> list[RankRequest]:

@@ -21,14 +21,16 @@ from cluster.bench.wire import Reply, post, run_coroutine
 GOAL_REFUSAL_S = 0.1  # goal for the p99 of the seconds to a refusal
 GOAL_GOODPUT = 0.9  # goal for the goodput, as a share of capacity
 GOAL_WITHIN_TWO = 0.9  # goal for the share of refusals whose Retry-After is within a factor of two of the real wait
-NEARBY_S = 2.0  # the real wait: median time to first token of admitted requests sent this close to the refused one
+# The real wait of a refused request is estimated: it is the median time to first token of the admitted requests that
+# were sent at most this many seconds before or after.
+NEARBY_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The server has `slots` slots per rank and a bound on waiting; each request has `max_tokens` tokens. A closed loop
-    of `capacity_s` seconds measures the capacity. Then an open loop sends `load_factor` x capacity for `seconds`
-    seconds.
+    """The server runs `slots` requests per rank at once, and `max_wait_s` is its `max_queue_wait_s`. Each request
+    generates `max_tokens` tokens. A closed loop of `capacity_s` seconds measures the capacity in requests per second.
+    Then an open loop sends `load_factor` times as many for `seconds` seconds.
     """
 
     slots: int = 8

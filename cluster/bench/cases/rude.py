@@ -49,9 +49,9 @@ QUICK = Size(quiet_s=5.0, times=(50, 16, 8, 50, 100, 80, 40))
 
 @dataclass(slots=True)
 class Phase:
-    """A phase: `what` kind of abuse, or none, done `count` times. `pauses` has the longest pause of each stream, in
-    seconds. `long` counts pauses above `LONG_PAUSE_S` of all streams, `cut` failed streams. `replaced`: a rank, the
-    gang or the replica was replaced.
+    """One phase. `what` is the kind of abuse, or "nothing", and `count` is how often it was done. `pauses` has the
+    longest pause of each stream, in seconds. `long` counts the pauses of all streams above `LONG_PAUSE_S`, and `cut`
+    the streams that failed. `replaced` says that a rank, the gang or the replica was replaced.
     """
 
     what: str

@@ -1,4 +1,6 @@
-"""Chooses a model's chat format: by the parser names of other servers, or from its template and tokenizer."""
+"""Chooses a model's chat format by the parser settings, which also accept the names of vLLM and SGLang. A setting that
+is not given is chosen from the model's chat template and tokenizer.
+"""
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -85,8 +87,9 @@ def _canonical_name(setting: str, name: str | None, aliases: dict[str, str], kno
 def choose(
     template: str, tokens: Collection[str], model_type: str, settings: tuple[str | None, str | None]
 ) -> ChosenFormat:
-    """Return the format of a model with this chat template (empty for none), these added `tokens`, and the `model_type`
-    of its config. `settings` are the results of `canonical_parser_names`; a name in them takes precedence.
+    """Return the format of a model. `template` is its chat template, or "" if it has none; `tokens` are its added
+    tokens; `model_type` is from its config. `settings` are the results of `canonical_parser_names`; a name in them
+    decides.
     """
     call_format, reasoning_format = settings
     call_format_name = call_format or (
@@ -111,7 +114,9 @@ def choose(
 
 
 def _detect_call_format(template: str, tokens: Collection[str], model_type: str) -> str:
-    """Return the name of the format of calls. The first true entry in the list decides."""
+    """Return the name of the format of calls: that of the first entry of `checks` that is true, or `NONE`. A model
+    without a template has no format.
+    """
     checks = (
         (HARMONY.name, "<|channel|>" in tokens and ("<|channel|>" in template or model_type == "gpt_oss")),
         (MISTRAL.name, CALLS in tokens and ARGS in tokens),

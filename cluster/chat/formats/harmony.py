@@ -121,7 +121,7 @@ class HarmonyReader(BufferedReader):
 
 
 def _may_be_heading(buffered: str) -> bool:
-    """Whether a heading may begin with this text."""
+    """Return whether `buffered` may be the beginning of a heading."""
     text = buffered[: length_before_partial_mark(buffered, MARKS)]
     if HEADING.match(text):
         return True
@@ -145,7 +145,9 @@ class HarmonyFormat:
         return HarmonyReader(tools, separate_reasoning, in_final_message=_final_has_begun(context.prompt))
 
     def answer_form(self, answer: AnswerForm, calls: GrammarForm | None, context: PromptContext) -> GrammarForm:
-        """Return the form of a whole answer: an optional analysis message, then the final message or calls."""
+        """Return the form of a whole answer: an optional analysis message, then the final message or calls. If the
+        prompt has begun the final message, the form is that of the rest of the message, or of calls.
+        """
         final_text = _any_text() if answer == "free" else answer
         if _final_has_begun(context.prompt):
             return any_of([form for form in (final_text, calls) if form is not None])
@@ -169,7 +171,7 @@ def _any_text() -> GrammarForm:
 
 
 def _final_has_begun(prompt: str) -> bool:
-    """Whether the prompt ends inside a message to the user, as it does when a message is continued."""
+    """Return whether the prompt ends inside the body of a message. It does if the request continues a message."""
     body_start = prompt.rfind(MESSAGE)
     return body_start > max(prompt.rfind(END), prompt.rfind(START), prompt.rfind(RETURN)) if body_start >= 0 else False
 

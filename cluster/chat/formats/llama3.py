@@ -15,7 +15,9 @@ FIELDS = ("parameters", "arguments")
 def _block_reader(tools: Tools) -> JsonBlockReader:
 
     def parse_calls(text: str, _: re.Match[str]) -> list[ToolCallText]:
-        """An object is a call only if it names a tool and has arguments: an answer may be any other JSON."""
+        """Return the call in the object if it names a tool and has arguments. Otherwise the object is text, because an
+        answer may be any JSON.
+        """
         members = object_members(text) or {}
         tool_calls = [call for call in calls_of_object(text, FIELDS) if call.name in tools]
         return tool_calls if any(field in members for field in FIELDS) else []

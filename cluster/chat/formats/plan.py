@@ -35,14 +35,14 @@ def json_value(schema: Any) -> GrammarForm:
 
 
 def sequence(*forms: GrammarForm) -> GrammarForm:
-    """Return a form of these forms in sequence."""
+    """Return a form that matches all of `forms`, one after the other."""
     flattened = [element for form in forms for element in (form["elements"] if form["type"] == "sequence" else [form])]
     elements = [form for form in flattened if form != const_text("")]
     return elements[0] if len(elements) == 1 else {"type": "sequence", "elements": elements}
 
 
 def any_of(forms: Sequence[GrammarForm]) -> GrammarForm:
-    """Return a form of one of these forms."""
+    """Return a form that matches any one of `forms`."""
     return forms[0] if len(forms) == 1 else {"type": "or", "elements": list(forms)}
 
 
@@ -84,8 +84,8 @@ class CallSyntax:
     several: bool = True
 
     def calls_form(self, tools: Tools, several: bool) -> GrammarForm:
-        """Return the form of one call of one of the tools, or with `several` (here and in the family) of one or more
-        calls.
+        """Return the form of one call of one of `tools`. If the argument `several` and the field `several` are both
+        true, return the form of one or more calls.
         """
         call_forms = [
             sequence(const_text(self.prefix(name)), self.arguments(schema), const_text(self.suffix))
@@ -164,7 +164,9 @@ class MarkedFormat:
     reasoning_field: str = "reasoning_content"
 
     def needs_reader(self, has_tools: bool, context: PromptContext) -> bool:
-        """Return True if calls are possible (with `has_tools`), or reasoning is (the prompt has not ended it)."""
+        """Return whether the answer may contain calls or reasoning. Calls are possible only if `has_tools` is true, and
+        reasoning only if the prompt has not ended it.
+        """
         return (has_tools and self.calling is not None) or (
             self.thinking is not None and not self._reasoning_state(context)[1]
         )
@@ -184,7 +186,9 @@ class MarkedFormat:
         )
 
     def answer_form(self, answer: AnswerForm, calls: GrammarForm | None, context: PromptContext) -> GrammarForm:
-        """Return the form of a whole answer; if the prompt has ended the reasoning, of the rest only."""
+        """Return the form of a whole answer, reasoning included. If the prompt has ended the reasoning, the form covers
+        only what follows it.
+        """
         reasoning_started, reasoning_ended = self._reasoning_state(context)
         rest = self._after_reasoning(answer, calls)
         if self.thinking is None or reasoning_ended:
@@ -223,7 +227,9 @@ class MarkedFormat:
         return {"type": "optional", "content": sequence(first_char, rest)}
 
     def _reasoning_state(self, context: PromptContext) -> tuple[bool, bool]:
-        """Return two booleans: the prompt has begun the reasoning, the prompt has ended the reasoning."""
+        """Return two booleans: whether the prompt ends inside the reasoning, and whether it has ended the reasoning. A
+        continued message without open reasoning counts as one that has ended it.
+        """
         if self.thinking is None:
             return False, False
         if context.continued_message is not None:

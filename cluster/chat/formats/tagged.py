@@ -27,8 +27,8 @@ LOCAL_REFERENCE_PREFIXES = ("#/$defs/", "#/definitions/")
 
 
 def tagged_arguments(value_marks: Callable[[str], tuple[str, str]]) -> Callable[[Mapping[str, Any]], GrammarForm]:
-    """Return a function from the schema of an object to the grammar of its members. `value_marks` returns the text
-    before and after the value of the member with a given name.
+    """Return a function that takes the schema of an object and returns the grammar of the object's members.
+    `value_marks` takes the name of a member and returns the texts before and after its value.
 
     Members that the schema does not declare come last. They are allowed if `additionalProperties` allows them, or if
     the schema has neither `additionalProperties` nor `properties`.
@@ -124,7 +124,9 @@ def _references(schema: Any) -> Iterator[str]:
 
 
 def _other_name_pattern(names: Sequence[str]) -> str:
-    """Return an expression for the rest of a name that differs from all of `names`."""
+    """Return a regular expression that matches every name except `names`. In a recursive call, names are without their
+    first characters.
+    """
     first_chars = sorted({name[0] for name in names if name})
     other_start = f"[^{NOT_IN_NAMES}{''.join(map(re.escape, first_chars))}][^{NOT_IN_NAMES}]*"
     same_starts = [
