@@ -191,7 +191,7 @@ def fake_hub(port: int = 0) -> Iterator[FakeHub]:
     """Run a hub without models on a local port until the block ends. Port 0 chooses a free port."""
     hub = FakeHub()
     server = ThreadingHTTPServer(("127.0.0.1", port), type("Own", (Handler,), {"hub": hub}))
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     hub.url = f"http://127.0.0.1:{server.server_port}"
     hub.cdn = f"http://localhost:{server.server_port}"  # for the library another host: it sends no token

@@ -8,14 +8,14 @@ and of the layers before it in the list.
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import TypeGuard
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
-PACKAGE = ROOT / "cluster"
+from tests.sources import PACKAGE, ROOT, SOURCES, nodes_of
 
 GROUND_MODULES = ("__init__", "config", "request", "status", "batch", "paths")
 LAYERS = (
@@ -117,12 +117,7 @@ UNSAFE_CALLS = frozenset(
     }
 )
 
-SOURCES = sorted(PACKAGE.rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
-
-
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
 
 
 def location(path: Path, node: ast.AST | None = None) -> str:
@@ -143,7 +138,13 @@ def layer_of(module: str) -> str:
     return layer
 
 
-def imports_of(path: Path, tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
+@cache
+def imports_of(path: Path) -> list[tuple[ast.AST, str]]:
+    """Return the import statements of a file."""
+    return list(imports_among(path, nodes_of(path)))
+
+
+def imports_among(path: Path, nodes: Iterable[ast.AST]) -> Iterator[tuple[ast.AST, str]]:
     """Yield each import statement with the full name of the imported module.
 
     `from a import b` counts as `a.b` if that is a module of `cluster`.
@@ -151,7 +152,7 @@ def imports_of(path: Path, tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
     package = module_of(path).split(".")
     if path.name != "__init__.py":
         package = package[:-1]
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node, alias.name
@@ -202,7 +203,7 @@ def test_modules_import_only_lower_layers() -> None:
     for path in SOURCES:
         layer = layer_of(module_of(path))
         allowed = MAY_IMPORT.get(layer, frozenset(LAYERS[: LAYERS.index(layer)])) | {layer}
-        for node, name in imports_of(path, tree_of(path)):
+        for node, name in imports_of(path):
             if is_cluster_module(name) and layer_of(name) not in allowed:
                 violations.append(f"{location(path, node)}: {layer} imports {name}")
     assert not violations, "\n".join(violations)
@@ -221,16 +222,14 @@ def test_packages_do_not_import_their_forbidden_packages() -> None:
             if within(module_of(path), package)
             for forbidden_package in forbidden_packages
         ]
-        for node, name in imports_of(path, tree_of(path)):
+        for node, name in imports_of(path):
             violations += [f"{location(path, node)}: imports {name}" for package in forbidden if within(name, package)]
     assert not violations, "\n".join(violations)
     assert all(any(within(module, package) for module in MODULES) for package in FORBIDDEN_IMPORTS)
 
 
 def test_no_import_cycles() -> None:
-    graph = {
-        module_of(path): {name for _, name in imports_of(path, tree_of(path)) if name in MODULES} for path in SOURCES
-    }
+    graph = {module_of(path): {name for _, name in imports_of(path) if name in MODULES} for path in SOURCES}
     done: set[str] = set()
 
     def visit(module: str, trail: tuple[str, ...]) -> None:
@@ -247,16 +246,15 @@ def test_no_import_cycles() -> None:
 def test_functions_contain_no_imports_of_cluster_modules() -> None:
     violations = []
     for path in SOURCES:
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                statements = [
-                    import_node for import_node in imports_of(path, node) if isinstance(import_node[0], ast.stmt)
-                ]
                 violations += [
-                    location(path, import_node) for import_node, name in statements if is_cluster_module(name)
+                    location(path, import_node)
+                    for import_node, name in imports_among(path, ast.walk(node))
+                    if isinstance(import_node, ast.stmt) and is_cluster_module(name)
                 ]
             elif is_import_by_string(node) and location(path) not in STRING_IMPORTS:
-                names = [name for import_node, name in imports_of(path, node) if import_node is node]
+                names = [name for _, name in imports_among(path, [node])]
                 if not names or is_cluster_module(names[0]):
                     violations.append(location(path, node))
     assert not violations, f"imported inside a function: {violations}"
@@ -265,7 +263,7 @@ def test_functions_contain_no_imports_of_cluster_modules() -> None:
 @pytest.mark.parametrize("name", STRING_IMPORTS)
 def test_listed_files_still_import_a_module_by_a_string(name: str) -> None:
     assert (ROOT / name).is_file(), "STRING_IMPORTS lists a file that does not exist"
-    assert any(is_import_by_string(node) for node in ast.walk(tree_of(ROOT / name))), (
+    assert any(is_import_by_string(node) for node in nodes_of(ROOT / name)), (
         "STRING_IMPORTS lists a file that does not import a module by a string"
     )
 
@@ -275,7 +273,7 @@ def test_ray_is_imported_only_above_the_engine() -> None:
         location(path, node)
         for path in SOURCES
         if layer_of(module_of(path)) not in RAY_LAYERS
-        for node, name in imports_of(path, tree_of(path))
+        for node, name in imports_of(path)
         if name.split(".")[0] == "ray"
     ]
     assert not violations, f"import of ray in a layer below `actors`: {violations}"
@@ -309,7 +307,7 @@ def test_functions_stay_small() -> None:
     too_long = []
     for path in SOURCES:
         lines = path.read_text(encoding="utf-8").splitlines()
-        for node in ast.walk(tree_of(path)) if path.name != "gpu.py" else ():
+        for node in nodes_of(path) if path.name != "gpu.py" else ():
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 code = lines[node.lineno - 1 : node.end_lineno]
                 docstring_lines = len((ast.get_docstring(node, clean=False) or "").splitlines())
@@ -331,7 +329,7 @@ def test_package_root_holds_few_files() -> None:
 def test_class_names_are_unique() -> None:
     places: dict[str, list[str]] = {}
     for path in SOURCES:
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             if isinstance(node, ast.ClassDef) and node.name not in SHARED_CLASS_NAMES:
                 places.setdefault(node.name, []).append(location(path, node))
     shared = {name: found for name, found in places.items() if len(found) > 1}
@@ -353,13 +351,12 @@ def resumes_training(path: Path, call: ast.Call, name: str) -> bool:
 def test_sources_neither_unpickle_nor_evaluate_code() -> None:
     violations = []
     for path in SOURCES:
-        tree = tree_of(path)
         violations += [
             f"{location(path, node)} imports {name}"
-            for node, name in imports_of(path, tree)
+            for node, name in imports_of(path)
             if name.split(".")[0] in UNSAFE_MODULES
         ]
-        for node in ast.walk(tree):
+        for node in nodes_of(path):
             if isinstance(node, ast.ImportFrom) and node.module == "torch":
                 violations += [
                     f"{location(path, node)} imports torch.load" for alias in node.names if alias.name == "load"

@@ -11,8 +11,10 @@ from cluster import cli
 from tests.tiny import target_folder
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("arguments", [["inspect", "DIR"], ["inspect", "DIR", "--json"], ["--help"]], ids=" ".join)
+@pytest.mark.parametrize(
+    ("arguments", "unbuffered"),
+    [(["inspect", "DIR"], ""), (["inspect", "DIR", "--json"], "1"), (["--help"], ""), (["--help"], "1")],
+)
 def test_closed_stdout_reader_ends_the_command_without_error_output(arguments: list[str], unbuffered: str) -> None:
     read_end, write_end = os.pipe()
     os.close(read_end)

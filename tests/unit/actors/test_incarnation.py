@@ -1,7 +1,7 @@
 """The start of an incarnation: shards may load while any rank makes progress and until the timeout; restarts too."""
 
 import asyncio
-import time
+import selectors
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cluster.actors.gang import Gang
-from cluster.actors.incarnation import GangSpec, GangStartError, Incarnation
+from cluster.actors.incarnation import LOAD_CHECK_PERIOD_S, REASON_TIMEOUT_S, GangSpec, GangStartError, Incarnation
 from cluster.actors.messages import Heartbeat
 from cluster.actors.placement import layout_of
 from cluster.config import ConfigError, EngineConfig
@@ -17,34 +17,62 @@ from cluster.config.resolved import ResolvedSettings
 from cluster.kv.budget import Capacity, page_count
 from tests.info import rank_info
 
+LOAD_S = 1.5
+
+
+class SkippingSelector(selectors.SelectSelector):
+    """A selector that never sleeps: its clock `now` shows that it did."""
+
+    now = 0.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        self.now += max(timeout or 0.0, 1e-6)  # time passes also without waiting
+        return super().select(0)
+
+
+class SimulatedTimeLoop(asyncio.SelectorEventLoop):
+    """An event loop in which waiting takes no real time."""
+
+    def __init__(self) -> None:
+        self._simulated_time = SkippingSelector()
+        super().__init__(self._simulated_time)
+
+    def time(self) -> float:
+        return self._simulated_time.now
+
 
 def new_incarnation() -> Incarnation:
     spec = GangSpec(EngineConfig(model_path="m"), layout_of(2, bundle_per_worker={"CPU": 1}), "test/by-hand")
-    incarnation = Incarnation(spec, None, 0)  # type: ignore[arg-type]
-    incarnation._answered_at = [time.monotonic()] * 2
-    return incarnation
+    return Incarnation(spec, None, 0)  # type: ignore[arg-type]
 
 
 def await_loads(
-    incarnation: Incarnation, *loads: Any, time_s: float, stall_timeout_s: float, progress: bool = False
-) -> list[Any]:
+    *loads: Any, time_s: float, stall_timeout_s: float, progress: bool = False
+) -> tuple[list[Any] | Exception, float]:
+    """Return the answers or the error of the loads, and the simulated seconds until then."""
+    incarnation = new_incarnation()
+
     async def report_progress() -> None:
         while True:
             incarnation.heartbeats[1] = Heartbeat(1, 0, True, 0.0, 0, "load")
-            incarnation._answered_at[1] = time.monotonic()
+            incarnation._answered_at[1] = asyncio.get_running_loop().time()
             await asyncio.sleep(0.05)
 
-    async def run_loads() -> list[Any]:
+    async def run_loads() -> list[Any] | Exception:
         progress_task = asyncio.create_task(report_progress()) if progress else None
         try:
-            return await incarnation._await_loads(
-                [load_call() for load_call in loads], time.monotonic() + time_s, stall_timeout_s
-            )
+            return await incarnation._await_loads([load_call() for load_call in loads], time_s, stall_timeout_s)
+        except (GangStartError, ConfigError) as error:
+            return error
         finally:
             if progress_task is not None:
                 progress_task.cancel()
 
-    return asyncio.run(run_loads())
+    with asyncio.Runner(loop_factory=SimulatedTimeLoop) as runner, pytest.MonkeyPatch.context() as patch:
+        clock = runner.get_loop().time
+        patch.setattr("cluster.actors.incarnation.time", SimpleNamespace(monotonic=clock))
+        incarnation._answered_at = [clock()] * 2
+        return runner.run(run_loads()), clock()
 
 
 async def never_loads() -> None:
@@ -52,7 +80,7 @@ async def never_loads() -> None:
 
 
 async def loads_soon() -> int:
-    await asyncio.sleep(1.5)
+    await asyncio.sleep(LOAD_S)
     return 7
 
 
@@ -95,25 +123,25 @@ def test_reports_against_a_loading_rank_are_cleared_once_the_incarnation_loads(
 
 
 def test_load_continues_past_the_stall_limit_while_one_rank_progresses() -> None:
-    assert await_loads(new_incarnation(), loads_soon, loads_soon, time_s=30, stall_timeout_s=0.5, progress=True) == [
-        7,
-        7,
-    ]
+    answers, seconds = await_loads(loads_soon, loads_soon, time_s=30, stall_timeout_s=0.5, progress=True)
+    assert answers == [7, 7] and seconds == pytest.approx(LOAD_S, abs=0.01)
 
 
 def test_load_fails_when_no_rank_shows_progress() -> None:
-    with pytest.raises(GangStartError, match="rank 0, 1 did not load: no rank has done anything for"):
-        await_loads(new_incarnation(), never_loads, never_loads, time_s=30, stall_timeout_s=0.5)
+    error, seconds = await_loads(never_loads, never_loads, time_s=30, stall_timeout_s=0.5)
+    assert "rank 0, 1 did not load: no rank has done anything for" in str(error)
+    assert isinstance(error, GangStartError) and 0.5 < seconds < 0.51 + LOAD_CHECK_PERIOD_S
 
 
 def test_load_fails_at_the_start_timeout_despite_progress() -> None:
-    with pytest.raises(GangStartError, match=r"rank 1 did not load within \d+ s; raise start_timeout_s if"):
-        await_loads(new_incarnation(), loads_soon, never_loads, time_s=2.0, stall_timeout_s=0.5, progress=True)
+    error, seconds = await_loads(loads_soon, never_loads, time_s=20, stall_timeout_s=0.5, progress=True)
+    assert "rank 1 did not load within 20 s; raise start_timeout_s if" in str(error)
+    assert isinstance(error, GangStartError) and seconds == pytest.approx(20, abs=0.1)
 
 
-def test_load_raises_config_error_of_a_rank_immediately() -> None:
-    with pytest.raises(ConfigError, match="model_path"):
-        await_loads(new_incarnation(), never_loads, refuses_config, time_s=30, stall_timeout_s=30)
+def test_load_raises_config_error_of_a_rank_soon() -> None:
+    error, seconds = await_loads(never_loads, refuses_config, time_s=30, stall_timeout_s=30)
+    assert isinstance(error, ConfigError) and "model_path" in str(error) and seconds < REASON_TIMEOUT_S + 0.01
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import ast
 from collections.abc import Iterator
 from dataclasses import FrozenInstanceError
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +12,8 @@ from cluster.config import EngineConfig
 from cluster.config.resolved import UNLIMITED, ResolvedSettings, tokenizer_folder
 from cluster.config.tree_shape import NO_SPECULATION
 from tests.parity.harness import tiny_pair
+from tests.sources import ROOT, SOURCES, nodes_of
 
-ROOT = Path(__file__).resolve().parents[3]
 RESOLVING_MODULES = ("cluster/config/", "cluster/arch/resolve.py")
 RESOLVED_SETTINGS = {
     "chunked_prefill_size",
@@ -51,10 +50,10 @@ SETTINGS_VARIABLES = {"config", "settings", "_config", "engine_config"}  # names
 
 
 def syntax_nodes() -> Iterator[tuple[str, ast.AST]]:
-    for path in sorted((ROOT / "cluster").rglob("*.py")):
+    for path in SOURCES:
         module_path = str(path.relative_to(ROOT))
         if not module_path.startswith(RESOLVING_MODULES):
-            yield from ((module_path, node) for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+            yield from ((module_path, node) for node in nodes_of(path))
 
 
 def test_only_resolving_modules_read_resolved_settings() -> None:

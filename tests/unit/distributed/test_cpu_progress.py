@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from cluster.distributed import cpu_progress
 from cluster.distributed.cpu_progress import ProgressTracker, ThreadCpuTime
 
 
@@ -70,7 +71,7 @@ def test_thread_cpu_time_ignores_other_threads() -> None:
     other_thread.start()
     try:
         with computing_thread(cpu_time, threading.Event.wait):
-            assert not grows(cpu_time, min_growth_s=0.001, within_s=0.5)
+            assert not grows(cpu_time, min_growth_s=0.001, within_s=0.2)
     finally:
         stop.set()
         other_thread.join()
@@ -133,38 +134,53 @@ class FakeCpuTime(ThreadCpuTime):
         return self.cpu_s
 
 
-def second_update_progress(
-    marks: object, cpu_s: float, is_waiting: bool = False, interval_s: float = 0.2
-) -> tuple[bool, bool]:
-    """Update a tracker twice: with 1 mark and no CPU time, and `interval_s` later with `marks` and `cpu_s`. Return
-    whether the second update counts as progress of any kind, and whether it counts as a new mark.
-    """
+class FakeClock:
+    """A fake of the module `time`, whose clock shows `now`."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    fake_clock = FakeClock()
+    monkeypatch.setattr(cpu_progress, "time", fake_clock)
+    return fake_clock
+
+
+@pytest.mark.parametrize(
+    ("marks", "cpu_s", "is_waiting", "is_progress", "is_new_mark"),
+    [
+        (1, 0.0, False, False, False),
+        (2, 0.0, False, True, True),
+        (1, 0.01, False, True, False),
+        (1, 0.0001, False, False, False),  # so little is an idle thread that wakes up now and then
+        (1, 0.01, True, False, False),  # polling for a peer is not work
+        (2, 0.0, True, True, True),
+    ],
+)
+def test_progress_tracker_counts_marks_and_cpu_time_as_progress(
+    clock: FakeClock, marks: int, cpu_s: float, is_waiting: bool, is_progress: bool, is_new_mark: bool
+) -> None:
+    """The first update has 1 mark and no CPU time; the second one, 2 s later, has `marks` and `cpu_s`."""
     cpu_time = FakeCpuTime()
     tracker = ProgressTracker(cpu_time)
     tracker.update(1)
-    time.sleep(interval_s)
-    cpu_time.cpu_s = cpu_s
+    clock.now, cpu_time.cpu_s = 2.0, cpu_s
     tracker.update(marks, is_waiting)
-    return tracker.idle_s < interval_s, tracker.since_mark_s < interval_s
+    assert (tracker.idle_s, tracker.since_mark_s) == (0.0 if is_progress else 2.0, 0.0 if is_new_mark else 2.0)
 
 
-def test_progress_tracker_counts_marks_and_cpu_time_as_progress() -> None:
-    assert second_update_progress(1, 0.0) == (False, False)
-    assert second_update_progress(2, 0.0) == (True, True)
-    assert second_update_progress(1, 0.01) == (True, False)
-    assert second_update_progress(1, 0.0001) == (False, False)  # so little is an idle thread that wakes up now and then
-    assert second_update_progress(1, 0.01, is_waiting=True) == (False, False)  # polling for a peer is not work
-    assert second_update_progress(2, 0.0, is_waiting=True) == (True, True)
-
-
-def test_progress_is_seen_after_the_cpu_time_of_an_ended_thread_disappears() -> None:
+def test_progress_is_seen_after_the_cpu_time_of_an_ended_thread_disappears(clock: FakeClock) -> None:
     cpu_time = FakeCpuTime()
     cpu_time.cpu_s = 50.0
     tracker = ProgressTracker(cpu_time)
     tracker.update(1)
     cpu_time.cpu_s = 1.0
     tracker.update(1)
-    time.sleep(0.1)
-    cpu_time.cpu_s = 1.1
+    clock.now, cpu_time.cpu_s = 0.1, 1.1
     tracker.update(1)
-    assert tracker.idle_s < 0.1
+    assert tracker.idle_s == 0.0

@@ -1,8 +1,7 @@
 """The watchdog's wait for a device: which rank it blames when the wait is too long, and after what time."""
 
+import math
 import threading
-import time
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from cluster.device.wait_hook import wait_for_device, wait_hook_set
+from cluster.distributed import errors
 from cluster.distributed import watchdog as watchdog_module
 from cluster.distributed.errors import (
     ExitReason,
@@ -27,16 +27,36 @@ from cluster.distributed.watchdog import DeviceWatchdog
 from cluster.engine import build_engine
 from tests.parity.harness import SAMPLING, config_of, make_request, tiny_pair
 
-LIMIT_S = 0.4
+LIMIT_S = 2.0
+
+
+class FakeClock:
+    """A fake of the module `time`. A sleep takes no time, but the clock shows that it took at least `min_sleep_s`."""
+
+    def __init__(self) -> None:
+        self.now = self.min_sleep_s = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += max(seconds, self.min_sleep_s)
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    fake_clock = FakeClock()
+    for module in (watchdog_module, errors):
+        monkeypatch.setattr(module, "time", fake_clock)
+    published.clear()
+    return fake_clock
 
 
 class Timer:
-    """A fake timer of a device. The device has reached the first `reached_count` of the `marked_count` moments; it has
-    reached the last one too once `has_ended` returns True.
-    """
+    """A fake timer of a device. The device reaches a moment every `period_s` seconds, and the last one at `ends_at`."""
 
-    def __init__(self, has_ended: Callable[[], bool] = lambda: False) -> None:
-        self.marked_count, self.reached_count, self._has_ended = 0, 0, has_ended
+    def __init__(self, clock: FakeClock, period_s: float = math.inf, ends_at: float = math.inf) -> None:
+        self._clock, self._period_s, self._ends_at, self.marked_count = clock, period_s, ends_at, 0
 
     def now(self) -> int:
         self.marked_count += 1
@@ -49,42 +69,40 @@ class Timer:
         self.thread = threading.get_native_id()
 
     def reached(self, moment: int) -> bool:
-        return moment <= self.reached_count or (moment == self.marked_count and self._has_ended())
+        is_last = moment == self.marked_count
+        return self._clock.now >= (self._ends_at if is_last else moment * self._period_s)
 
 
 class FakeHeartbeatMonitor:
-    """A fake heartbeat monitor. From its creation on, `silent_ranks` send no heartbeats, and `stalled_ranks` send
-    heartbeats without progress. Without `store_answers`, the store does not answer either.
+    """A fake heartbeat monitor. `silent_ranks` send no heartbeats, and `stalled_ranks` send heartbeats without
+    progress. Without `store_answers`, the store does not answer either. The alarm is set at `alarm_at`.
     """
 
     def __init__(
         self,
+        clock: FakeClock,
         world: int,
         silent_ranks: tuple[int, ...] = (),
         stalled_ranks: tuple[int, ...] = (),
         store_answers: bool = True,
+        alarm_at: float = math.inf,
     ) -> None:
-        self.alarm, self._silent_ranks, self._stalled_ranks, self._store_answers = (
-            threading.Event(),
-            silent_ranks,
-            stalled_ranks,
-            store_answers,
-        )
-        now = time.monotonic()
-        self._heartbeats = [PeerHeartbeat(now, now, 1, 4, "target", 10 + rank) for rank in range(world)]
-        self._started_at = now
+        self._clock, self._silent_ranks, self._stalled_ranks = clock, silent_ranks, stalled_ranks
+        self._store_answers = store_answers
+        self.alarm = SimpleNamespace(is_set=lambda: clock.now >= alarm_at)
+        self._heartbeats = [PeerHeartbeat(clock.now, clock.now, 1, 4, "target", 10 + rank) for rank in range(world)]
 
     @property
     def store_answered_at(self) -> float:
-        return time.monotonic() if self._store_answers else self._started_at
+        return self._clock.now if self._store_answers else 0.0
 
     @property
     def peer_heartbeats(self) -> list[PeerHeartbeat]:
-        now = time.monotonic()
         for rank, heartbeat in enumerate(self._heartbeats):
             if self._store_answers and rank not in self._silent_ranks:
-                heartbeat.received_at = now
-                heartbeat.last_progress_at = heartbeat.last_progress_at if rank in self._stalled_ranks else now
+                heartbeat.received_at = self._clock.now
+                if rank not in self._stalled_ranks:
+                    heartbeat.last_progress_at = self._clock.now
         return self._heartbeats
 
     def set_limit(self, limit_s: float) -> None:
@@ -106,7 +124,6 @@ published: list[ExitReason] = []
 
 def start_watchdog(rank: int, monitor: FakeHeartbeatMonitor | None, timer: Timer) -> DeviceWatchdog:
     """Return the started watchdog of `rank`. Without a monitor, the rank is alone."""
-    published.clear()
     world = 1 if monitor is None else len(monitor._heartbeats)
     heartbeat_monitor: Any = monitor
     mesh = RecordingMesh(
@@ -117,84 +134,67 @@ def start_watchdog(rank: int, monitor: FakeHeartbeatMonitor | None, timer: Timer
     return watchdog
 
 
-def wait_error(watchdog: DeviceWatchdog) -> Any:
-    """Return the error that ends the watchdog's wait. It must come after about the limit."""
-    started_at = time.monotonic()
+def wait_error(watchdog: DeviceWatchdog, clock: FakeClock) -> Any:
+    """Return the error that ends the watchdog's wait. It must come soon after the limit."""
+    started_at = clock.now
     with pytest.raises((PeerLostError, StuckDeviceError)) as raised:
         watchdog.wait(watchdog.mark())
-    assert LIMIT_S / 2 < time.monotonic() - started_at < LIMIT_S + 2
+    assert LIMIT_S < clock.now - started_at < LIMIT_S + 0.01
     assert not watchdog._clock.waits_for_device
     return raised.value
 
 
-def test_silent_rank_is_blamed_while_other_ranks_progress() -> None:
-    error = wait_error(start_watchdog(0, FakeHeartbeatMonitor(3, silent_ranks=(2,)), Timer()))
-    assert error.rank == 2 and "rank 2 has given no sign for 0." in str(error) and "watchdog_timeout_s" in str(error)
+def test_silent_rank_is_blamed_while_other_ranks_progress(clock: FakeClock) -> None:
+    error = wait_error(start_watchdog(0, FakeHeartbeatMonitor(clock, 3, silent_ranks=(2,)), Timer(clock)), clock)
+    assert error.rank == 2 and "rank 2 has given no sign for 2.0 s" in str(error) and "watchdog_timeout_s" in str(error)
     assert "its last in step 4, phase target" in str(error) and published[0].blamed_rank == 2
 
 
-def test_rank_0_is_blamed_when_the_store_does_not_answer() -> None:
-    error = wait_error(start_watchdog(1, FakeHeartbeatMonitor(3, store_answers=False), Timer()))
+def test_rank_0_is_blamed_when_the_store_does_not_answer(clock: FakeClock) -> None:
+    error = wait_error(start_watchdog(1, FakeHeartbeatMonitor(clock, 3, store_answers=False), Timer(clock)), clock)
     assert error.rank == 0 and "store have not answered" in str(error)
 
 
-def test_rank_furthest_behind_is_blamed_when_all_ranks_wait() -> None:
-    error = wait_error(start_watchdog(2, FakeHeartbeatMonitor(3, stalled_ranks=(0, 1)), Timer()))
+def test_rank_furthest_behind_is_blamed_when_all_ranks_wait(clock: FakeClock) -> None:
+    monitor = FakeHeartbeatMonitor(clock, 3, stalled_ranks=(0, 1))
+    error = wait_error(start_watchdog(2, monitor, Timer(clock)), clock)
     assert isinstance(error, StuckDeviceError) and error.rank == 2 and published == []  # rank 2's own device is behind
-    timer = Timer()
-    watchdog = start_watchdog(2, FakeHeartbeatMonitor(3, stalled_ranks=(0, 1)), timer)
+    monitor, timer = FakeHeartbeatMonitor(clock, 3, stalled_ranks=(0, 1)), Timer(clock, period_s=0.0)
+    watchdog = start_watchdog(2, monitor, timer)
     for _ in range(20):
         watchdog._clock.mark()
-    timer.reached_count = 20
-    error = wait_error(watchdog)
+    error = wait_error(watchdog, clock)
     assert isinstance(error, PeerLostError) and error.rank == 0 and "furthest behind" in str(error)
 
 
-def test_single_rank_watchdog_raises_stuck_device_error_after_the_limit() -> None:
-    error = wait_error(start_watchdog(0, None, Timer()))
-    assert isinstance(error, StuckDeviceError) and "the device of rank 0 has done nothing for 0." in str(error)
+def test_single_rank_watchdog_raises_stuck_device_error_after_the_limit(clock: FakeClock) -> None:
+    error = wait_error(start_watchdog(0, None, Timer(clock)), clock)
+    assert isinstance(error, StuckDeviceError) and "the device of rank 0 has done nothing for 2.0 s" in str(error)
 
 
 @pytest.mark.parametrize("peer_progresses", [True, False])
-def test_no_rank_is_blamed_while_a_device_or_a_peer_progresses(peer_progresses: bool) -> None:
-    done_at = time.monotonic() + 3 * LIMIT_S
-    timer = Timer(lambda: time.monotonic() > done_at)
-    watchdog = start_watchdog(0, FakeHeartbeatMonitor(2, stalled_ranks=() if peer_progresses else (1,)), timer)
-    for _ in range(2000):
+def test_no_rank_is_blamed_while_a_device_or_a_peer_progresses(peer_progresses: bool, clock: FakeClock) -> None:
+    timer = Timer(clock, math.inf if peer_progresses else LIMIT_S * 0.9, ends_at=3 * LIMIT_S)
+    watchdog = start_watchdog(0, FakeHeartbeatMonitor(clock, 2, stalled_ranks=() if peer_progresses else (1,)), timer)
+    for _ in range(10):
         watchdog._clock.mark()
-
-    def advance_device() -> None:
-        while time.monotonic() < done_at:
-            timer.reached_count += not peer_progresses
-            time.sleep(LIMIT_S / 20)
-
-    thread = threading.Thread(target=advance_device)
-    thread.start()
     watchdog.wait(watchdog.mark())
-    thread.join()
-    assert time.monotonic() > done_at and published == []
+    assert 3 * LIMIT_S <= clock.now < 3 * LIMIT_S + 0.01 and published == []
 
 
-def test_alarm_ends_the_device_wait_immediately() -> None:
-    monitor = FakeHeartbeatMonitor(3)
-    watchdog = start_watchdog(0, monitor, Timer())
-    watchdog.limit_s = 60.0
-    threading.Timer(0.1, monitor.alarm.set).start()
-    started_at = time.monotonic()
+def test_alarm_ends_the_device_wait_immediately(clock: FakeClock) -> None:
+    watchdog = start_watchdog(0, FakeHeartbeatMonitor(clock, 3, alarm_at=0.1), Timer(clock, ends_at=LIMIT_S))
     with pytest.raises(PeerLostError, match="rank 2 left: a peer left while"):
         watchdog.wait(watchdog.mark())
-    assert time.monotonic() - started_at < 2
+    assert 0.1 <= clock.now < 0.11
 
 
-def test_watchdog_of_a_delayed_process_blames_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every sleep of the process lasts longer than `MAX_POLL_GAP_S`. The device ends after 1.5 limits."""
-    monkeypatch.setattr(watchdog_module, "MAX_POLL_GAP_S", LIMIT_S / 4)
-    done_at = time.monotonic() + LIMIT_S * 1.5
-    timer = Timer(lambda: time.monotonic() > done_at)
-    watchdog = start_watchdog(0, None, timer)
-    monkeypatch.setattr(time, "sleep", lambda seconds, original_sleep=time.sleep: original_sleep(LIMIT_S / 2))
+def test_watchdog_of_a_delayed_process_blames_no_rank(clock: FakeClock) -> None:
+    """Every sleep of the process lasts longer than `MAX_POLL_GAP_S`."""
+    clock.min_sleep_s = watchdog_module.MAX_POLL_GAP_S * 1.1
+    watchdog = start_watchdog(0, None, Timer(clock, ends_at=3 * LIMIT_S))
     watchdog.wait(watchdog.mark())
-    assert time.monotonic() > done_at and published == []
+    assert clock.now >= 3 * LIMIT_S and published == []
 
 
 def test_rank_at_fault_prefers_a_rank_with_its_own_failure() -> None:
@@ -216,9 +216,9 @@ def test_run_with_timeout_abandons_a_blocking_call() -> None:
     forever.set()
 
 
-def test_wait_for_device_uses_the_watchdog_hook() -> None:
+def test_wait_for_device_uses_the_watchdog_hook(clock: FakeClock) -> None:
     wait_for_device()  # without a hook
-    watchdog = start_watchdog(0, FakeHeartbeatMonitor(3, silent_ranks=(2,)), Timer())
+    watchdog = start_watchdog(0, FakeHeartbeatMonitor(clock, 3, silent_ranks=(2,)), Timer(clock))
     with wait_hook_set(watchdog.wait_for_device), pytest.raises(PeerLostError, match="rank 2 has given no sign"):
         wait_for_device()
     wait_for_device()
@@ -277,9 +277,9 @@ def test_heartbeat_monitor_tracks_the_thread_that_runs_steps() -> None:
     assert [heartbeat_monitor.step_thread.thread] == step_thread_ids != [loading_thread]
 
 
-def test_watchdog_selects_the_device_once_per_thread() -> None:
+def test_watchdog_selects_the_device_once_per_thread(clock: FakeClock) -> None:
     """Each thread has its own current CUDA device, and the thread that loads is not the thread that steps."""
-    timer = Timer()
+    timer = Timer(clock)
     watchdog = DeviceWatchdog(Mesh(), timer)
     watchdog.use_current_thread()
     assert timer.thread == threading.get_native_id()

@@ -48,20 +48,23 @@ def test_draft_watch_does_not_warn_about_an_accepted_draft(caplog: pytest.LogCap
     assert not watch.rejected and not caplog.records
 
 
-def test_engine_status_reports_a_rarely_accepted_draft(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_engine_status_reports_a_rarely_accepted_draft(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The draft proposes only two ids. Requests "a" and "b" ban these ids; request "c" allows no others."""
+    monkeypatch.setattr("cluster.engine.draft_watch.MIN_TREES", 30)
     target = target_folder()
     draft = draft_folder(target, own_head=False)
     (tmp_path / "ids.json").write_text("[3, 7]")
     engine = build_engine(config_of(target, draft, speculative_token_map=str(tmp_path / "ids.json")))
     banned = LogitAdjustments(bias=((3, -100.0), (7, -100.0)))
-    params = RequestParams(max_tokens=MIN_TREES, ignore_eos=True, adjustments=banned, seed=1)
+    params = RequestParams(max_tokens=30, ignore_eos=True, adjustments=banned, seed=1)
     assert not engine.status().draft_rejected
     run(engine, [Request("a", (1, 2, 3), params)])
     assert not engine.status().draft_rejected, "the first token has no tree, so one tree is missing"
     run(engine, [Request("b", (1, 2, 3), params)])
     assert engine.status().draft_rejected and engine.status().accept_length == 1.0
-    assert caplog.text.count("the draft was accepted in 0 of 200 trees") == 1
+    assert caplog.text.count("the draft was accepted in 0 of 30 trees") == 1
     allowed = replace(params, adjustments=LogitAdjustments(allowed_token_ids=(3, 7)))
     run(engine, [Request("c", (1, 2, 3), allowed)])
     assert not engine.status().draft_rejected

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.ledger.record import Record
-from tests.unit.ledger.trees import rewrite, with_ledger
+from tests.ledger_runs.trees import rewrite, with_ledger
 
 PLUGIN = ("-p", "tests.ledger.plugin", "--ledger=.verify", "--ledger-summary=numbers.json", "-p", "no:cacheprovider")
 RECORDED = ".verify/passes.tsv"

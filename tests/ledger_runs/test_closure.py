@@ -11,9 +11,9 @@ import pytest
 
 from tests.ledger.closure import NAMED_PROCESSES, Checkout
 from tests.ledger.surroundings import IGNORED, counts
-from tests.unit.ledger.trees import rewrite, write
+from tests.ledger_runs.trees import rewrite, write
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 TEST_MODULE = "tests/of/test_one.py"
 
 DEPENDENCIES = {

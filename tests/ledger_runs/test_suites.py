@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.ledger.suites import SUITES
-from tests.unit.ledger.trees import rewrite, with_ledger
+from tests.ledger_runs.trees import rewrite, with_ledger
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 SUITES_SOURCE = """
 from tests.ledger.suites_of_the_checkout import Suite
 
