@@ -77,13 +77,13 @@ real: $(VENV)/.stamp
 # on the machine it was written on; test_probe, which takes long, runs only then. What starts a Ray cluster runs last and
 # one at a time.
 FLOATING := tests/unit/attention tests/unit/sampling tests/unit/spec tests/unit/models tests/parity/test_nonfinite.py \
-    tests/dialects/test_probe.py tests/dialects/test_strict_drafts.py tests/dialects/test_strict_targets.py \
-    tests/dialects/test_widths.py
+    tests/checkpoints/test_probe.py tests/checkpoints/test_strict_drafts.py tests/checkpoints/test_strict_targets.py \
+    tests/checkpoints/test_widths.py
 SIDE_BY_SIDE := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal
 
 test: $(VENV)/.stamp-dev
 	ATEN_CPU_CAPABILITY=default $(SIDE_BY_SIDE) -m "not slow" $(FLOATING)
-	$(SIDE_BY_SIDE) -m "not slow and not ray" --ignore=tests/dialects/test_probe.py tests
+	$(SIDE_BY_SIDE) -m "not slow and not ray" --ignore=tests/checkpoints/test_probe.py tests
 	$(BIN)/python -m pytest -m "ray and not slow" $$(grep -rl --include='*.py' mark.ray tests | sort)
 
 test-all: $(VENV)/.stamp-dev
@@ -93,15 +93,15 @@ OVERLAP ?= 0
 
 parity: $(VENV)/.stamp-dev
 	OVERLAP=$(OVERLAP) $(SIDE_BY_SIDE) tests/parity
-	OVERLAP=$(OVERLAP) $(BIN)/python -m pytest tests/ranks
+	OVERLAP=$(OVERLAP) $(BIN)/python -m pytest tests/distributed
 
 # All slow suites, one after the other, also after one that failed. .verify records each test that passed, with a digest
-# of the files that it depends on. SUITES="parity ranks" runs these alone.
+# of the files that it depends on. SUITES="parity distributed" runs these alone.
 FRESH ?=
 SUITES ?=
 
 verify: $(VENV)/.stamp-dev
-	OVERLAP=$(OVERLAP) $(BIN)/python -m tests.ledger $(if $(FRESH),--fresh) $(SUITES)
+	OVERLAP=$(OVERLAP) $(BIN)/python -m tests.verify $(if $(FRESH),--fresh) $(SUITES)
 
 PLANT ?=
 

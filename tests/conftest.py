@@ -15,7 +15,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from tests.backend import force_backend
+from tests.support.backend import force_backend
 
 
 @pytest.hookimpl(wrapper=True)

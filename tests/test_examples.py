@@ -13,9 +13,9 @@ import yaml
 from cluster.api.http.routes import make_app
 from cluster.api.serve.settings import parse
 from cluster.cli import main
-from tests.actors.apart import run_script
-from tests.api.listening import listening
-from tests.api.test_engine import EngineService
+from tests.serving.actors.apart import run_script
+from tests.serving.api.listening import listening
+from tests.serving.api.test_engine import EngineService
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES, TARGET, DRAFT = ROOT / "examples", "models/demo/target", "models/demo/draft"
@@ -105,6 +105,6 @@ def test_two_nodes_config_has_two_ranks_spread_over_nodes() -> None:
 @pytest.mark.ray
 @pytest.mark.slow
 def test_two_nodes_config_serves_from_two_nodes() -> None:
-    result = run_script("tests.actors.two_nodes", 290)
+    result = run_script("tests.serving.actors.two_nodes", 290)
     assert result["status"] == "RUNNING" and result["text"], result
     assert len(set(result["nodes"])) == 2

@@ -15,7 +15,7 @@ from typing import TypeGuard
 
 import pytest
 
-from tests.sources import PACKAGE, ROOT, SOURCES, nodes_of
+from tests.support.sources import PACKAGE, ROOT, SOURCES, nodes_of
 
 GROUND_MODULES = ("__init__", "config", "request", "status", "batch", "paths")
 LAYERS = (

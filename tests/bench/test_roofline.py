@@ -19,7 +19,8 @@ from cluster.dp_attention.sizes import Buckets
 from cluster.engine import Engine, StepResult
 from cluster.observability.metrics import DEVICE_PHASES
 from tests.parity.harness import config_of, tiny_pair
-from tests.test_layers import SOURCES, imports_of, module_of, tree_of
+from tests.support.sources import SOURCES
+from tests.test_layers import imports_of, module_of
 from tests.unit.bench.test_command import parse_arguments
 
 SIZE = Size((PLAIN, TreeChoice(2, 2, 4)), (1, 2), (8,), 3, 2.0, "tiny")
@@ -193,7 +194,7 @@ def test_roofline_imports_no_ray_module() -> None:
     while modules_to_visit:
         if (module := modules_to_visit.pop()) not in visited_modules:
             visited_modules.add(module)
-            names = [name for _, name in imports_of(paths[module], tree_of(paths[module]))]
+            names = [name for _, name in imports_of(paths[module])]
             assert not any(name.split(".")[0] == "ray" for name in names), module
             modules_to_visit += [name for name in names if name in paths]
     assert "cluster.engine.build" in visited_modules

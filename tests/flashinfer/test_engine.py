@@ -15,11 +15,11 @@ from cluster.kernels.flashinfer.kernels import FlashInferKernels
 from cluster.kernels.triton_kernels import TritonKernels
 from cluster.sampling.triton_sampler import TritonSampler
 from cluster.spec.triton_tree import TritonGrowth, accept
-from tests.families import family_checkpoint
 from tests.flashinfer.stand_in import DEVICE, install_stand_in, stand_in
-from tests.late import delay
 from tests.parity.harness import SAMPLING, config_of, make_request, run, tiny_pair
-from tests.tiny import draft_folder
+from tests.support.families import family_checkpoint
+from tests.support.late_device import delay
+from tests.support.tiny_checkpoints import draft_folder
 
 SHAPES: dict[str, dict[str, Any]] = {
     "chain": {"num_steps": 3},

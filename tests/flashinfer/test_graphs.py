@@ -25,11 +25,11 @@ from cluster.dp_attention.sizes import Buckets
 from cluster.engine import Engine, build_engine, captures
 from cluster.engine.programs import EAGER_FALLBACK_WARNING
 from cluster.observability.metrics import merge
+from tests.capture.stream import Stream, outside_step, run_engines_on_stream
 from tests.flashinfer.device import DEVICE, PLANNED
 from tests.flashinfer.stand_in import PagedWrapper, install_stand_in
 from tests.flashinfer.test_engine import SHAPES, pair
 from tests.parity.harness import SAMPLING, config_of, make_request, run
-from tests.static.stream import Stream, outside_step, run_engines_on_stream
 
 SIZES = Buckets((1, 2), allow_prompts=False)
 WITH_PROMPTS = Buckets((1, 2, 4, 8, 16))

@@ -7,8 +7,8 @@ communicate over sockets. Such runs test the order of collectives, captures and 
 import os
 import sys
 
-from tests.ranks.process import serve
-from tests.ranks.worker import run_and_report
+from tests.distributed.process import serve
+from tests.distributed.worker import run_and_report
 
 if __name__ == "__main__":
     os.environ |= {"NCCL_HOSTID": f"host-{sys.argv[1]}", "NCCL_SOCKET_IFNAME": "lo"}

@@ -1,6 +1,6 @@
 """Checks of captured steps on a GPU.
 
-The device is a parameter. `tests/static/test_gpu_dry.py` runs the same checks on a CPU, where tapes replace CUDA
+The device is a parameter. `tests/capture/test_gpu_dry.py` runs the same checks on a CPU, where tapes replace CUDA
 graphs, so this code has run before it first runs on a GPU.
 """
 
@@ -15,9 +15,9 @@ from cluster.capture.cuda_graph import Graph
 from cluster.config import ConfigError, EngineConfig
 from cluster.device.transfers import HostCopies, copy_to_device
 from cluster.engine import Engine, StepResult, build_engine
+from tests.capture.test_stream import config, plain_tokens, requests_of_kind
 from tests.parity.automata import with_automata
 from tests.parity.harness import run
-from tests.static.test_stream import config, plain_tokens, requests_of_kind
 
 
 @contextmanager

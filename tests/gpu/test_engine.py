@@ -9,7 +9,7 @@ from cluster.config import EngineConfig
 from cluster.engine import build_engine
 from cluster.offline.stepping import complete
 from cluster.request import Request, RequestParams
-from tests.tiny import tiny_draft, tiny_target
+from tests.support.tiny_checkpoints import tiny_draft, tiny_target
 
 pytestmark = [
     pytest.mark.gpu,

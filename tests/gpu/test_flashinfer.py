@@ -23,7 +23,7 @@ from cluster.kv.pool import KVPool
 from tests.gpu.stages.flashinfer import KINDS, WideLatentCase, host_bounds_of
 from tests.gpu.test_triton import CUDA, ERROR, LONG, to_device
 from tests.parity.harness import GREEDY, config_of, make_request, prompts, run
-from tests.tiny import draft_folder, target_folder
+from tests.support.tiny_checkpoints import draft_folder, target_folder
 from tests.unit.attention.dense import Case
 from tests.unit.attention.test_gather_methods import SHAPES
 

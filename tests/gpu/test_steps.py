@@ -1,15 +1,15 @@
 """Tests of steps that are captured as CUDA graphs: in float64 they give the tokens of eager steps and of a CPU.
 
-These tests have not run on a GPU yet. `tests/static/test_gpu_dry.py` runs the same functions on a CPU.
+These tests have not run on a GPU yet. `tests/capture/test_gpu_dry.py` runs the same functions on a CPU.
 """
 
 import pytest
 import torch
 
+from tests.capture.test_stream import KINDS, SHAPES
 from tests.gpu import steps
 from tests.parity.harness import tiny_pair
 from tests.parity.pairs import algorithm_of, diagonal, draft_of
-from tests.static.test_stream import KINDS, SHAPES
 
 pytestmark = [
     pytest.mark.gpu,

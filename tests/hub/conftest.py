@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from tests.fake_hub import FakeHub, fake_hub
+from tests.support.fake_hub import FakeHub, fake_hub
 
 
 @pytest.fixture

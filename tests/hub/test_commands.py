@@ -13,8 +13,8 @@ import pytest
 
 from cluster.arch.hub import outline
 from cluster.cli import main
-from tests.fake_hub import FakeHub, commit_of
-from tests.tiny import draft_folder, target_folder
+from tests.support.fake_hub import FakeHub, commit_of
+from tests.support.tiny_checkpoints import draft_folder, target_folder
 
 WEIGHTS = "model.safetensors"
 

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from cluster.arch.hub import fetch, hub_models, pin, snapshot
 from cluster.arch.hub.snapshot import is_complete
 from cluster.config import ConfigError, EngineConfig
-from tests.fake_hub import FakeHub, commit_of
 from tests.hub.conftest import use_hub
-from tests.tiny import draft_folder, target_folder
+from tests.support.fake_hub import FakeHub, commit_of
+from tests.support.tiny_checkpoints import draft_folder, target_folder
 
 WEIGHTS = "model.safetensors"
 UNWANTED = (

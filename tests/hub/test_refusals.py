@@ -9,8 +9,8 @@ from huggingface_hub import constants
 
 from cluster.arch.hub import HubModel, fetch, hub_model, pin
 from cluster.config import ConfigError, EngineConfig
-from tests.fake_hub import TOKEN, FakeHub, commit_of
-from tests.tiny import target_folder
+from tests.support.fake_hub import TOKEN, FakeHub, commit_of
+from tests.support.tiny_checkpoints import target_folder
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

@@ -22,10 +22,10 @@ from cluster.api.http.routes import make_app
 from cluster.cli import main
 from cluster.config import ConfigError
 from cluster.offline.llm import MAX_SUBMITTED_PER_SLOT
-from tests.api.scripted import Client
-from tests.api.test_engine import EngineService
 from tests.parity.test_nonfinite import BAD_TOKEN, EMBEDDING, corrupted_copy
-from tests.tiny import target_folder
+from tests.serving.api.scripted import Client
+from tests.serving.api.test_engine import EngineService
+from tests.support.tiny_checkpoints import target_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGET, DRAFT = str(ROOT / "models/demo/target"), str(ROOT / "models/demo/draft")

@@ -23,7 +23,7 @@ from tests.parity.harness import (
 )
 from tests.parity.reference import draft_reference, target_reference
 from tests.parity.watch import ReferenceChecker
-from tests.tiny import draft_folder, target_folder
+from tests.support.tiny_checkpoints import draft_folder, target_folder
 
 TARGET_OPTIONS: dict[str, object] = {"vocab_size": VOCAB}
 

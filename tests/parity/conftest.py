@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.late import delay_all
 from tests.parity.harness import KV_CACHE_DTYPE
 from tests.parity.poison import poison_unused_memory  # noqa: F401
+from tests.support.late_device import delay_all
 
 torch.set_num_threads(1)
 UNQUANTISED_ORACLE_TESTS = {

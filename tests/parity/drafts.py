@@ -15,7 +15,7 @@ from cluster.spec.draft import Draft
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.tree import DraftTree, ancestors_of
 from cluster.spec.verify import Accepted
-from tests.late import owners
+from tests.support.late_device import owners
 
 Texts = dict[str, list[int]]
 """Full texts (prompt tokens, then output tokens). The key is the part of the request id before its first `/`."""

@@ -5,7 +5,6 @@ values of any two axes occur, or all triples of values of any three axes.
 from dataclasses import asdict, dataclass
 from functools import cache
 
-from tests.pairwise import covering
 from tests.parity.harness import (
     RunResult,
     config_of,
@@ -17,6 +16,7 @@ from tests.parity.harness import (
     speculative_engine,
     tiny_pair,
 )
+from tests.support.pairwise import covering
 
 AXES: dict[str, tuple[object, ...]] = {
     "topk": (1, 2, 4, 8),

@@ -15,7 +15,7 @@ from cluster.engine import Engine, StepResult, build_engine
 from cluster.engine.build import engine_of, prepare_single_rank
 from cluster.request import Request, RequestParams, SequenceOutput
 from tests.parity.drafts import OracleDraft, Texts, correct
-from tests.tiny import draft_folder, target_folder
+from tests.support.tiny_checkpoints import draft_folder, target_folder
 
 VOCAB = 24
 """Vocabulary size. It is small, so that a random draft sometimes proposes the right token."""

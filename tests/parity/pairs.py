@@ -9,10 +9,10 @@ from cluster.arch import DraftSpec, read_target
 from cluster.config import ConfigError
 from cluster.engine import build_engine
 from cluster.request import Request
-from tests.families import FAMILIES, LAYERS, VOCAB, family_checkpoint
-from tests.loading import check_draft
 from tests.parity.drafts import correct
 from tests.parity.harness import SAMPLING, RunResult, config_of, make_request, run, run_one_by_one, texts_of
+from tests.support.families import FAMILIES, LAYERS, VOCAB, family_checkpoint
+from tests.support.loading import check_draft
 from tests.unit.models.draft_cases import CASES, LISTS
 
 DEEP = 8

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from cluster.batch import StepInput
 from cluster.engine import Engine, StepResult
-from tests.late import LatePrograms
-from tests.tables import held_slots
+from tests.support.late_device import LatePrograms
+from tests.support.page_tables import held_slots
 
 EMPTY_STEP_INPUT = StepInput()
 POISONS = (math.nan, math.inf)

@@ -8,8 +8,8 @@ import pytest
 
 from cluster.engine import build_engine
 from cluster.request import Request, RequestParams
-from tests.pairwise import covering
 from tests.parity.harness import config_of, run, tiny_pair
+from tests.support.pairwise import covering
 from tests.unit.kernels.library import skip_unless_c_backend
 
 SAMPLINGS = {"greedy": {}, "0.9": {"temperature": 0.9}, "filtered": {"temperature": 1.0, "top_k": 12, "top_p": 0.9}}

@@ -16,7 +16,6 @@ from cluster.engine import build_engine
 from cluster.engine.programs import Programs
 from cluster.grammar.asked import GrammarError
 from cluster.request import LogitAdjustments, Request
-from tests.pairwise import covering
 from tests.parity.automata import EOS, AutomatonMatcher, automaton, follows_automaton, with_automata
 from tests.parity.harness import (
     OVERLAP,
@@ -32,6 +31,7 @@ from tests.parity.harness import (
     texts_of,
     tiny_pair,
 )
+from tests.support.pairwise import covering
 
 SHAPES = [(1, 3), (1, 5), (3, 3), (4, 5), (8, 3)]
 """(topk, num_steps). The last shape drafts more nodes than its tree and the forced nodes have together; it keeps the
@@ -103,7 +103,7 @@ def test_captured_constrained_steps_match_plain_decoding(topk: int, num_steps: i
     for _ in range(2):
         assert run(engine, requests).completions == expected
     programs = engine._parts.lockstep.programs
-    if isinstance(programs, Programs):  # the late device of `tests/late.py` replays nothing
+    if isinstance(programs, Programs):  # the late device of `tests/support/late_device.py` replays nothing
         assert any(SamplingMode.CONSTRAINED in SamplingMode(key.mode) for key in programs.captured), (
             "no constrained step was captured"
         )

@@ -10,7 +10,7 @@ from cluster.engine import build_engine
 from cluster.request import RequestParams
 from tests.parity.harness import VOCAB, config_of, make_request, run
 from tests.parity.reference import target_reference
-from tests.tiny import draft_folder, target_folder
+from tests.support.tiny_checkpoints import draft_folder, target_folder
 from tests.unit.sampling.samplings import apply_filters, sampling_of
 
 SIGNIFICANCE = 0.001

@@ -14,7 +14,6 @@ from cluster.config import ConfigError, EngineConfig
 from cluster.engine import Engine, build_engine
 from cluster.spec.multilayer import MultiLayerDraft
 from cluster.spec.tree import DraftTree
-from tests.late import owners
 from tests.parity.drafts import correct
 from tests.parity.harness import (
     VOCAB,
@@ -28,6 +27,7 @@ from tests.parity.harness import (
     tiny_pair,
 )
 from tests.parity.reference import target_reference
+from tests.support.late_device import owners
 from tests.unit.models import draft_folders as write
 from tests.unit.models.draft_reference import Mtp
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from cluster.engine import build_engine
-from tests.families import FAMILIES, VOCAB, all_cases, family_checkpoint
 from tests.parity.harness import GREEDY, config_of, make_request, run
+from tests.support.families import FAMILIES, VOCAB, all_cases, family_checkpoint
 
 NEW_TOKENS = 64
 FAMILIES_WITH_FLAT_CONFIG = [name for name, family in FAMILIES.items() if not family.text and family.rewrite is None]

@@ -12,7 +12,7 @@ from cluster.config import EngineConfig
 from cluster.engine import Engine, StepResult, build_engine
 from cluster.request import Request
 from tests.parity.harness import GREEDY, SAMPLING, config_of, make_request, prompts, run, scarce_config, tiny_pair
-from tests.tables import held_slots
+from tests.support.page_tables import held_slots
 from tests.unit.kernels.library import skip_unless_c_backend
 
 StoredCells = dict[str, list[Tensor]]

@@ -15,7 +15,7 @@ from tokenizers.pre_tokenizers import Metaspace
 from cluster.cli import main
 from cluster.engine import build_engine
 from tests.parity.harness import OVERLAP, config_of
-from tests.tiny import draft_folder, target_folder
+from tests.support.tiny_checkpoints import draft_folder, target_folder
 from tests.unit.models import draft_folders as write
 
 VOCAB = 64

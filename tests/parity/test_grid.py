@@ -4,9 +4,9 @@ from dataclasses import astuple
 
 import pytest
 
-from tests.pairwise import assert_covering
 from tests.parity.grid import AXES, Case, cases, check
 from tests.parity.harness import SAMPLING, grid_requests, plain_run
+from tests.support.pairwise import assert_covering
 
 
 @pytest.mark.parametrize(("strength", "most"), [(2, 30), (3, 120)])

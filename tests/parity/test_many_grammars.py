@@ -21,7 +21,7 @@ from tests.grammar.checks import FORMAT_CHECKER
 from tests.grammar.walks import DEMO, Grammars, grammars_of
 from tests.parity.harness import RunResult, config_of, run
 from tests.parity.wild import GRAMMARS, SCHEMAS
-from tests.tiny import draft_folder, target_folder
+from tests.support.tiny_checkpoints import draft_folder, target_folder
 
 VOCAB = 2048
 EOS = 1

@@ -11,7 +11,7 @@ from tests.parity.drafts import correct
 from tests.parity.harness import VOCAB, config_of, grid_requests, plain_run, plain_texts, run, scarce_config, tiny_pair
 from tests.parity.reference import draft_reference, target_reference
 from tests.parity.watch import ReferenceChecker
-from tests.tiny import draft_folder, target_folder
+from tests.support.tiny_checkpoints import draft_folder, target_folder
 
 DRAFTS: dict[str, dict[str, object]] = {
     "one aux": {"num_aux": 1},

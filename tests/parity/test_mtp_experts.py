@@ -13,10 +13,10 @@ from cluster.engine import build_engine
 from cluster.kernels.torch_kernels import TorchKernels
 from cluster.request import Request
 from cluster.tools.tensor_report import ServingSetup, inspect
-from tests.families import LAYERS, VOCAB, family_checkpoint
 from tests.parity import harness
 from tests.parity.drafts import Texts, correct
 from tests.parity.harness import GREEDY, SAMPLING, RunResult, config_of, make_request, run
+from tests.support.families import LAYERS, VOCAB, family_checkpoint
 from tests.unit.models.draft_folders import RandomWeights, write
 from tests.unit.models.mtp_layers import qwen_next
 

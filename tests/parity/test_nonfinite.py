@@ -12,7 +12,6 @@ import pytest
 
 from cluster.engine import Engine, StepResult, build_engine
 from cluster.request import Request
-from tests.families import FAMILIES, family_checkpoint
 from tests.parity.harness import (
     SAMPLING,
     VOCAB,
@@ -25,7 +24,8 @@ from tests.parity.harness import (
     speculative_engine,
     texts_of,
 )
-from tests.tiny import draft_folder, folder_of_session, target_folder
+from tests.support.families import FAMILIES, family_checkpoint
+from tests.support.tiny_checkpoints import draft_folder, folder_of_session, target_folder
 from tests.unit.models.checkpoints import Tensors, copy_of
 
 BAD_TOKEN = 19

@@ -10,8 +10,6 @@ import pytest
 
 from cluster.batch import StepInput
 from cluster.engine import Engine, StepResult
-from tests.late import LateOutput, LatePrograms, delay
-from tests.pairwise import covering
 from tests.parity.harness import (
     config_of,
     grid_requests,
@@ -22,6 +20,8 @@ from tests.parity.harness import (
     speculative_engine,
     tiny_pair,
 )
+from tests.support.late_device import LateOutput, LatePrograms, delay
+from tests.support.pairwise import covering
 
 
 def overlapped_engine(topk: int, memory: str = "ample", kind: str = "corrected", rate: float = 0.7) -> Engine:

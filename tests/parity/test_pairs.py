@@ -6,8 +6,8 @@ from itertools import product
 import pytest
 
 import cluster.spec.step
-from tests.families import FAMILIES
 from tests.parity.pairs import DRAFTS, SHAPES, Pair, Tally, all_pairs, check, diagonal, refusal_reason
+from tests.support.families import FAMILIES
 
 
 def test_every_draft_is_accepted_with_every_target_family() -> None:

@@ -19,7 +19,6 @@ from transformers.generation.logits_process import (
 from cluster.config import EngineConfig
 from cluster.engine import Engine, StepResult, build_engine
 from cluster.request import LogitAdjustments, Request
-from tests.pairwise import covering
 from tests.parity.drafts import Texts
 from tests.parity.harness import (
     GREEDY,
@@ -37,6 +36,7 @@ from tests.parity.harness import (
     tiny_pair,
 )
 from tests.parity.test_transformers import oracle
+from tests.support.pairwise import covering
 
 EOS = 1
 KINDS: dict[str, LogitAdjustments] = {

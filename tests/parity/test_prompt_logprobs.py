@@ -29,7 +29,7 @@ from tests.parity.harness import (
 )
 from tests.parity.reference import target_reference
 from tests.parity.test_transformers import TARGETS, oracle
-from tests.tiny import target_folder
+from tests.support.tiny_checkpoints import target_folder
 
 TOLERANCE = 1e-9
 

@@ -27,7 +27,7 @@ from tests.parity.harness import (
     speculative_engine,
     tiny_pair,
 )
-from tests.tiny import letters_folder
+from tests.support.tiny_checkpoints import letters_folder
 from tests.unit.models.checkpoints import copy_of
 
 KINDS = ["model", "corrected", "oracle"]

@@ -13,8 +13,6 @@ from cluster.engine.committer import Committer
 from cluster.engine.lockstep import StepInFlight
 from cluster.engine.schedule import mode_of
 from cluster.request import Request, StepTree
-from tests.late import LatePrograms, delay
-from tests.pairwise import covering
 from tests.parity.automata import EOS, automaton, with_automata
 from tests.parity.harness import (
     SAMPLING,
@@ -32,6 +30,8 @@ from tests.parity.harness import (
 )
 from tests.parity.reference import draft_reference, target_reference
 from tests.parity.watch import Expected, ReferenceChecker
+from tests.support.late_device import LatePrograms, delay
+from tests.support.pairwise import covering
 
 
 def with_return_tree(requests: Sequence[Request]) -> list[Request]:

@@ -12,7 +12,6 @@ import pytest
 from cluster.config import EngineConfig
 from cluster.engine import Engine, StepResult, build_engine
 from cluster.request import Request
-from tests.pairwise import covering
 from tests.parity.drafts import Texts, correct
 from tests.parity.harness import (
     SAMPLING,
@@ -29,6 +28,7 @@ from tests.parity.harness import (
 from tests.parity.reference import draft_reference, target_reference
 from tests.parity.test_draft_runners import multi_layer_config as multilayer
 from tests.parity.watch import ReferenceChecker
+from tests.support.pairwise import covering
 
 LONG = 160
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from cluster.engine import Engine, build_engine
 from cluster.train.corpus import heldout_prompts
 from tests.parity.harness import GREEDY, SAMPLING, config_of, make_request, run, speculative_engine
-from tests.tiny import target_folder
+from tests.support.tiny_checkpoints import target_folder
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 TARGETS: dict[str, dict[str, object]] = {

@@ -13,10 +13,10 @@ from cluster.sampling.sampling_inputs import PhaseSampling
 from cluster.sampling.torch_sampler import score_logits
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.tree import DECAY, FLOOR, DraftTree
-from tests.late import owners
 from tests.parity.drafts import Texts
 from tests.parity.reference import DraftReference, TargetReference
-from tests.tables import held_slots
+from tests.support.late_device import owners
+from tests.support.page_tables import held_slots
 
 TOLERANCE = 1e-9
 

@@ -64,7 +64,7 @@ def test_tree_digest_depends_on_product_files_and_selected_tests() -> None:
     digest = tree_digest(names, ("tests/unit/kv",))
     assert digest == tree_digest([*names, "README.md", "tests/planted/fault.py"], ("tests/unit/kv",))
     assert digest == tree_digest([name for name in names if name != "tests/unit/test_cli.py"], ("tests/unit/kv",))
-    for needed in ("cluster/config/engine_config.py", "tests/unit/kv/test_radix.py", "tests/tables.py"):
+    for needed in ("cluster/config/engine_config.py", "tests/unit/kv/test_radix.py", "tests/support/page_tables.py"):
         assert digest != tree_digest([name for name in names if name != needed], ("tests/unit/kv",))
 
 

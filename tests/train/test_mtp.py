@@ -16,7 +16,7 @@ from cluster.train.runners import MtpRecipe, MtpText, mtp_loss
 from cluster.train.samples import continue_rows
 from cluster.train.target import load_target, split_parameters
 from tests.parity.reference import target_reference
-from tests.tiny import target_folder
+from tests.support.tiny_checkpoints import target_folder
 from tests.unit.models.draft_reference import Mtp
 
 SHAPE = DraftShape(vocab_size=64, hidden_size=32, heads=4, kv_heads=2, head_dim=8, intermediate_size=64)

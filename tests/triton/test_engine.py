@@ -11,8 +11,8 @@ from cluster.config import ConfigError
 from cluster.engine import build_engine
 from cluster.kernels import launch
 from cluster.request import RequestParams
-from tests.families import FAMILIES, family_checkpoint
 from tests.parity.harness import SAMPLING, config_of, make_request, run, tiny_pair
+from tests.support.families import FAMILIES, family_checkpoint
 
 SHAPES: dict[str, dict[str, Any]] = {
     "chain": {"num_steps": 3},

@@ -8,7 +8,7 @@ import types
 import pytest
 
 from cluster import cli
-from tests.tiny import target_folder
+from tests.support.tiny_checkpoints import target_folder
 
 
 @pytest.mark.parametrize(

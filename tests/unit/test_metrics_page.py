@@ -1,10 +1,10 @@
 """docs/metrics.md lists every series of /metrics."""
 
-from tests.metrics_page import FILE, page_text, series
+from tests.reference_pages.metrics import FILE, page_text, series
 
 
 def test_metrics_page_matches_the_code() -> None:
-    assert FILE.read_text(encoding="utf-8") == page_text(), "run python -m tests.metrics_page"
+    assert FILE.read_text(encoding="utf-8") == page_text(), "run python -m tests.reference_pages.metrics"
 
 
 def test_metrics_page_lists_every_series_once() -> None:

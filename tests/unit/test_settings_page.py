@@ -4,11 +4,11 @@ import pytest
 from pydantic import Field
 
 from cluster.config import EngineConfig, Settings
-from tests.settings_page import FILE, page_text, table
+from tests.reference_pages.settings import FILE, page_text, table
 
 
 def test_settings_page_matches_the_code() -> None:
-    assert FILE.read_text(encoding="utf-8") == page_text(), "run python -m tests.settings_page"
+    assert FILE.read_text(encoding="utf-8") == page_text(), "run python -m tests.reference_pages.settings"
 
 
 def test_settings_page_lists_every_engine_setting_once() -> None:

@@ -31,7 +31,7 @@ from tests.flashinfer.stand_in import install_stand_in
 from tests.gpu.stages.attention import to_device
 from tests.gpu.stages.stage import NotHereError, Stage, run
 from tests.gpu.stages.tokens import requests
-from tests.tiny import tiny_draft, tiny_target
+from tests.support.tiny_checkpoints import tiny_draft, tiny_target
 from tests.unit.attention.dense import Case
 from tests.unit.attention.test_gather_methods import SHAPES
 

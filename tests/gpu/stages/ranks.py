@@ -7,12 +7,12 @@ dry run the ranks communicate over gloo.
 
 from typing import Any
 
+from tests.distributed.compare import check
+from tests.distributed.gang import Case, RankProcesses
+from tests.distributed.test_parity import config
+from tests.distributed.workload import workload
 from tests.gpu.stages.stage import Stage, run
 from tests.parity.harness import VOCAB, tiny_pair
-from tests.ranks.compare import check
-from tests.ranks.gang import Case, RankProcesses
-from tests.ranks.test_parity import config
-from tests.ranks.workload import workload
 
 CAPTURED = {"capture": "on", "capture_sizes": [1, 2, 4, 8, 32]}
 CASES: dict[str, tuple[int, dict[str, Any]]] = {  # the data-parallel size, and settings
@@ -26,7 +26,7 @@ TIMEOUT_S = 60.0
 
 def work(stage: Stage) -> None:
     """Run each case on two ranks and on one rank, and compare the results."""
-    module = stage.dry_or_gpu("tests.ranks.worker", "tests.gpu.shared_device")
+    module = stage.dry_or_gpu("tests.distributed.worker", "tests.gpu.shared_device")
     requests, horizon = stage.dry_or_gpu((8, 12), (24, 30))
     with RankProcesses(2, module) as ranks:
         for name, (dp, settings) in CASES.items():

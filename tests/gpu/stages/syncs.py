@@ -20,9 +20,9 @@ from cluster.config import EngineConfig
 from cluster.engine import Engine, build_engine
 from cluster.request import Request, RequestParams
 from cluster.spec.result import StepOutput
+from tests.capture.trap import TransferTrap
 from tests.gpu.stages.stage import Stage, run
-from tests.static.trap import TransferTrap
-from tests.tiny import tiny_draft, tiny_target
+from tests.support.tiny_checkpoints import tiny_draft, tiny_target
 
 STEPS = 200
 SAMPLING = (RequestParams(temperature=0.0), RequestParams(temperature=0.8, top_p=0.9, top_k=12))
@@ -151,7 +151,10 @@ TORCH_BACKEND = {"attention_backend": "torch", "capture": "off"}
 
 def run_simulated_step(engine: Engine) -> int:
     """Run one step on a device whose tensors have no values, and return the number of rows of its output."""
-    from tests.static.sim import DEVICE_NAME, simulated  # registers a device, and from then on torch pins memory for it
+    from tests.capture.sim import (  # registers a device, and from then on torch pins memory for it
+        DEVICE_NAME,
+        simulated,
+    )
 
     chunk = PromptChunk(3, 0, 2, True, (5, 6))
     step_input = StepInput(decodes=(DecodeRequest(0, 7), DecodeRequest(1, 9)), chunks=(chunk,), lens=((0, 7), (1, 9)))

@@ -11,7 +11,7 @@ from cluster.engine import build_engine
 from cluster.offline.stepping import complete
 from cluster.request import Request, RequestParams
 from tests.gpu.stages.stage import Stage, run
-from tests.tiny import tiny_draft, tiny_target
+from tests.support.tiny_checkpoints import tiny_draft, tiny_target
 
 
 def work(stage: Stage) -> None:

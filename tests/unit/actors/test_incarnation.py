@@ -15,7 +15,7 @@ from cluster.actors.placement import layout_of
 from cluster.config import ConfigError, EngineConfig
 from cluster.config.resolved import ResolvedSettings
 from cluster.kv.budget import Capacity, page_count
-from tests.info import rank_info
+from tests.support.rank_info import rank_info
 
 LOAD_S = 1.5
 

@@ -15,7 +15,7 @@ from cluster.actors.router import Router, _step_times_of
 from cluster.config import EngineConfig
 from cluster.request import Request, RequestParams, SequenceOutput
 from cluster.status import EngineStatus, RankInfo, StepCosts
-from tests.info import rank_info
+from tests.support.rank_info import rank_info
 
 LOSS = Loss(0, "died", 7, "target", "the process died", 0, 0.0, 0.1)
 ItemQueue = asyncio.Queue[Any]

@@ -4,7 +4,7 @@ import pytest
 
 from cluster.api.core.errors import ApiError
 from cluster.api.core.fields import select_honoured_fields
-from tests.compatibility import FILE, ROUTES, documented_fields, page_text, unhandled_fields
+from tests.reference_pages.compatibility import FILE, ROUTES, documented_fields, page_text, unhandled_fields
 
 NON_NEUTRAL_VALUE = "a value that asks for something"
 
@@ -14,7 +14,7 @@ def test_every_client_field_is_honoured_harmless_or_refused() -> None:
 
 
 def test_compatibility_page_matches_the_code() -> None:
-    assert FILE.read_text(encoding="utf-8") == page_text(), "run python -m tests.compatibility"
+    assert FILE.read_text(encoding="utf-8") == page_text(), "run python -m tests.reference_pages.compatibility"
 
 
 @pytest.mark.parametrize("path", ROUTES)

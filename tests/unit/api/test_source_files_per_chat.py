@@ -8,7 +8,7 @@ from typing import Any
 
 import cluster
 from cluster.api.http.routes import make_app
-from tests.api.scripted import TEMPLATE, Client, ScriptedService, save_tokenizer
+from tests.serving.api.scripted import TEMPLATE, Client, ScriptedService, save_tokenizer
 
 PACKAGE = Path(cluster.__file__).parent
 MAX_FILES_PLAIN, MAX_FILES_WITH_TOOLS = 15, 19

@@ -14,8 +14,8 @@ from cluster.arch.keys import ConfigKeys
 from cluster.arch.rope import Rope, mscale, rope_of
 from cluster.arch.target import read_eos_token_ids
 from cluster.config import ConfigError
-from tests.families import family_checkpoint, rope
-from tests.loading import check_target
+from tests.support.families import family_checkpoint, rope
+from tests.support.loading import check_target
 from tests.unit.models.checkpoints import copy_of
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}

@@ -9,8 +9,8 @@ from cluster.arch.resolve import check_models
 from cluster.arch.safetensors.stored import stored_shapes
 from cluster.config import ConfigError, EngineConfig
 from cluster.models.checkpoint import Checkpoint
-from tests.families import family_checkpoint
-from tests.tiny import draft_folder, target_folder
+from tests.support.families import family_checkpoint
+from tests.support.tiny_checkpoints import draft_folder, target_folder
 
 
 def settings(**changes: object) -> EngineConfig:

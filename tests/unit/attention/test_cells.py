@@ -7,7 +7,7 @@ import torch
 
 from cluster.attention import cells
 from cluster.attention.cells import RequestCells, Span, slot_spans
-from tests.tables import table_of
+from tests.support.page_tables import table_of
 
 TABLE = (torch.randperm(39, generator=torch.Generator().manual_seed(3)) + 1)[:20].view(2, 10)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cluster.attention import cells
-from tests.pairwise import covering
+from tests.support.pairwise import covering
 from tests.unit.attention.dense import Case
 
 TREE = (-1, 0, 0, 1, 3, 2)  # nodes in order of depth

@@ -10,7 +10,7 @@ from cluster.attention.shape import AttentionShape
 from cluster.attention.torch_backend import TorchAttention
 from cluster.batch import AttentionMetadata, HostBounds, TreeRows
 from cluster.kv.pool import KVPool
-from tests.tables import table_of
+from tests.support.page_tables import table_of
 from tests.unit.attention.dense import CPU
 
 

@@ -12,7 +12,7 @@ from cluster.config import EngineConfig
 from cluster.config.resolved import UNLIMITED, ResolvedSettings, tokenizer_folder
 from cluster.config.tree_shape import NO_SPECULATION
 from tests.parity.harness import tiny_pair
-from tests.sources import ROOT, SOURCES, nodes_of
+from tests.support.sources import ROOT, SOURCES, nodes_of
 
 RESOLVING_MODULES = ("cluster/config/", "cluster/arch/resolve.py")
 RESOLVED_SETTINGS = {

@@ -18,8 +18,8 @@ from cluster.distributed.mesh import Axis, Mesh
 from cluster.dp_attention.sizes import multiples, sizes_up_to
 from cluster.engine import build_engine, captures
 from cluster.engine.captures import buckets_of, captures_of, row_bytes
-from tests.families import random_model
 from tests.parity.harness import SAMPLING, config_of, make_request, run, tiny_pair
+from tests.support.families import random_model
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 TWO_GROUPS = Mesh(world=Axis(0, 4), attn=Axis(0, 2))

@@ -18,7 +18,7 @@ from cluster.engine import build_engine
 from cluster.engine.draft_watch import MIN_TREES, DraftWatch
 from cluster.request import LogitAdjustments, Request, RequestParams
 from tests.parity.harness import config_of, run
-from tests.tiny import draft_folder, target_folder
+from tests.support.tiny_checkpoints import draft_folder, target_folder
 from tests.unit.models import draft_folders as write
 from tests.unit.models.checkpoints import copy_of
 

@@ -15,7 +15,7 @@ from cluster.engine import build_engine
 from cluster.engine.models import device_facts
 from cluster.tools.summary import summary
 from cluster.tools.tensor_report import ServingSetup, inspect
-from tests.tiny import target_folder
+from tests.support.tiny_checkpoints import target_folder
 from tests.unit.kernels.library import c_library
 from tests.unit.models.checkpoints import copy_of
 

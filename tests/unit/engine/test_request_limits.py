@@ -11,7 +11,7 @@ from cluster.engine import build_engine
 from cluster.request import LogitAdjustments, Request, RequestParams
 from tests.parity.automata import with_automata
 from tests.parity.harness import config_of, run
-from tests.tiny import target_folder
+from tests.support.tiny_checkpoints import target_folder
 from tests.unit.models.checkpoints import copy_of
 
 VOCAB = 64

@@ -9,7 +9,7 @@ from cluster.engine.finish import Cut, FinishCheck
 from cluster.request import LogitAdjustments, Request, RequestParams
 from cluster.tokenizer.tokenizer import TextTokenizer
 from tests.parity.harness import GREEDY, config_of, grid_requests, make_request, run, scarce_config, tiny_pair
-from tests.tiny import draft_folder, letters_folder, target_folder
+from tests.support.tiny_checkpoints import draft_folder, letters_folder, target_folder
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import torch
 from cluster.batch import PageCopy, PageWrite
 from cluster.kv.cache import KVCache, Lease
 from cluster.kv.page_table import PageTable
-from tests.tables import apply, held_slots
+from tests.support.page_tables import apply, held_slots
 
 CPU = torch.device("cpu")
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from tests.parity.reference import TargetPass, target_reference
-from tests.tiny import draft_folder, target_folder
+from tests.support.tiny_checkpoints import draft_folder, target_folder
 from tests.unit.models import draft_folders as write
 from tests.unit.models import mtp_layers as layers
 from tests.unit.models.draft_reference import Eagle1, Eagle3, Mistral, Mtp

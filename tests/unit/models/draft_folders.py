@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.tiny import draft_folder, folder_of_session, target_folder
+from tests.support.tiny_checkpoints import draft_folder, folder_of_session, target_folder
 
 Tensors = dict[str, Tensor]
 # Hidden size, vocabulary size, heads, KV heads, head dimension.

@@ -11,7 +11,7 @@ from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek_v3
 from transformers.models.glm4_moe import modeling_glm4_moe as glm4_moe
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
-from tests.exact import exact
+from tests.support.float64_transformers import exact
 from tests.unit.models.draft_folders import (
     HEADS,
     MLA_CONFIG,

@@ -15,9 +15,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.exact import Oracle, exact
-from tests.families import SIZES, random_model
-from tests.tiny import folder_of_session
+from tests.support.families import SIZES, random_model
+from tests.support.float64_transformers import Oracle, exact
+from tests.support.tiny_checkpoints import folder_of_session
 from tests.unit.models.checkpoints import Tensors
 
 LLAMA = SIZES | {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "head_dim": 16}

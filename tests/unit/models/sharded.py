@@ -18,8 +18,8 @@ from cluster.kernels.interface import Kernels
 from cluster.models.exchange import NoExchange, TokenExchange
 from cluster.models.load import local_heads
 from cluster.models.vocab import ShardedLogits
-from tests.loading import context, load_target
-from tests.tables import table_of
+from tests.support.loading import context, load_target
+from tests.support.page_tables import table_of
 
 T = TypeVar("T")
 CPU = torch.device("cpu")

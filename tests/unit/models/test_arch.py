@@ -8,8 +8,8 @@ from safetensors.torch import load_file
 from cluster.arch import DraftSpec, aux_boundaries, read_draft, read_target
 from cluster.config import ConfigError
 from cluster.models.checkpoint import Checkpoint
-from tests.loading import context, load_draft, load_target
-from tests.tiny import draft_folder, target_folder
+from tests.support.loading import context, load_draft, load_target
+from tests.support.tiny_checkpoints import draft_folder, target_folder
 from tests.unit.models.checkpoints import Tensors, copy_of
 
 

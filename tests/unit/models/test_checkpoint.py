@@ -14,9 +14,9 @@ from cluster.config import ConfigError
 from cluster.models.checkpoint import Checkpoint
 from cluster.models.eagle3 import Eagle3Draft
 from cluster.models.target import DecoderTarget
-from tests.forms import split_checkpoint
-from tests.loading import context, load_draft, load_target
-from tests.tiny import draft_folder, target_folder
+from tests.support.loading import context, load_draft, load_target
+from tests.support.published_formats import split_checkpoint
+from tests.support.tiny_checkpoints import draft_folder, target_folder
 from tests.unit.models.checkpoints import Tensors, copy_of
 
 

@@ -10,9 +10,9 @@ from cluster.arch import DraftLayer, read_draft, read_target
 from cluster.config import ConfigError
 from cluster.models.checkpoint import Checkpoint
 from cluster.models.draft import DraftModel
-from tests.loading import context, load_draft, load_target
 from tests.parity.reference import target_reference
-from tests.tiny import target_folder
+from tests.support.loading import context, load_draft, load_target
+from tests.support.tiny_checkpoints import target_folder
 from tests.unit.models import draft_folders as write
 from tests.unit.models.draft_cases import CASES, Case
 

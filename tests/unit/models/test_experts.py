@@ -13,8 +13,8 @@ from cluster.kernels.torch_kernels import TorchKernels, gelu_tanh
 from cluster.models.exchange import NoExchange
 from cluster.models.experts import Experts, Gate
 from cluster.models.mlp import Mlp
-from tests.families import family_checkpoint
-from tests.loading import context, load_target
+from tests.support.families import family_checkpoint
+from tests.support.loading import context, load_target
 
 H, COLUMNS = 12, 10
 

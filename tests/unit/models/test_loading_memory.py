@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.families import family_checkpoint
+from tests.support.families import family_checkpoint
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[3]
 LOADING = """
 import json, resource, sys, torch
 from cluster.distributed.mesh import Shard
-from tests.loading import context, load_target
+from tests.support.loading import context, load_target
 torch.set_num_threads(1)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 shard = Shard(1, 2)

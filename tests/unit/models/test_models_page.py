@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from cluster.arch import read_target
-from tests.dialects.speculators.registry import rows as speculators_rows
-from tests.families import FAMILIES, family_checkpoint
-from tests.ranks import test_drafts
+from tests.checkpoints.speculators.registry import rows as speculators_rows
+from tests.distributed import test_drafts
+from tests.support.families import FAMILIES, family_checkpoint
 from tests.unit.models.draft_cases import CASES, LISTS
 
 PAGE = Path(__file__).resolve().parents[3] / "docs/models.md"

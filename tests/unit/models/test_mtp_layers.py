@@ -14,8 +14,8 @@ from cluster.arch import read_target
 from cluster.config import ConfigError
 from cluster.distributed.mesh import Shard
 from cluster.models.load import local_heads
-from tests.loading import check_draft, context, load_draft, load_target
-from tests.tiny import target_folder
+from tests.support.loading import check_draft, context, load_draft, load_target
+from tests.support.tiny_checkpoints import target_folder
 from tests.unit.models.draft_cases import CASES
 from tests.unit.models.draft_folders import mtp, rewrite_draft
 from tests.unit.models.mtp_layers import qwen_next

@@ -17,9 +17,9 @@ from cluster.engine import build_engine
 from cluster.kernels.interface import Stack, Weight
 from cluster.models.target import DecoderTarget
 from cluster.tools.tensor_report import ServingSetup, inspect
-from tests.families import family_checkpoint
-from tests.loading import context, load_draft, load_target
-from tests.tiny import draft_folder
+from tests.support.families import family_checkpoint
+from tests.support.loading import context, load_draft, load_target
+from tests.support.tiny_checkpoints import draft_folder
 from tests.unit.kernels.library import c_kernels
 from tests.unit.models.quantised_folders import FORMATS, quantised
 

@@ -14,7 +14,7 @@ from cluster.arch.quantisation import quantisation_of, with_unpacked_shapes
 from cluster.config import ConfigError
 from cluster.kernels.torch_kernels import TorchKernels
 from cluster.models.checkpoint import Checkpoint
-from tests.loading import check_target
+from tests.support.loading import check_target
 from tests.unit.kernels.library import c_kernels
 from tests.unit.models.checkpoints import Tensors, copy_of
 from tests.unit.models.quantised_folders import PARTIAL_GROUP_FORMATS, UNEVEN_GROUP_SIZE, quantised

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from cluster.arch import read_target
 from cluster.arch.safetensors.tensors import check_tensors
 from cluster.config import ConfigError
-from tests.loading import check_target
+from tests.support.loading import check_target
 from tests.unit.kernels.library import c_kernels
 from tests.unit.models.checkpoints import Tensors, copy_of
 from tests.unit.models.quantised_folders import FORMATS, GROUP_SIZE, quantised

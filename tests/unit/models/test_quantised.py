@@ -20,10 +20,10 @@ from cluster.kernels.quantised import Quantised
 from cluster.kernels.torch_kernels import TorchKernels
 from cluster.models.checkpoint import Checkpoint
 from cluster.models.formats import Index, powers_of_two, unpack_nibbles
-from tests.exact import Oracle, exact
-from tests.families import SIZES, random_model
-from tests.loading import check_target
-from tests.tiny import folder_of_session
+from tests.support.families import SIZES, random_model
+from tests.support.float64_transformers import Oracle, exact
+from tests.support.loading import check_target
+from tests.support.tiny_checkpoints import folder_of_session
 from tests.unit.kernels.library import c_kernels
 from tests.unit.models.checkpoints import Tensors, copy_of
 from tests.unit.models.quantised_folders import FORMATS, quantised

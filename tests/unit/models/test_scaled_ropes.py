@@ -17,10 +17,10 @@ from cluster.config import ConfigError
 from cluster.engine import build_engine
 from cluster.models import rotary
 from cluster.models.rotary import RotaryTable, frequencies
-from tests.exact import Oracle, exact
-from tests.families import DYNAMIC, LINEAR, LLAMA3, SIZES, YARN, family_checkpoint, random_model
 from tests.parity.harness import GREEDY, config_of, make_request, run, speculative_engine
-from tests.tiny import draft_folder
+from tests.support.families import DYNAMIC, LINEAR, LLAMA3, SIZES, YARN, family_checkpoint, random_model
+from tests.support.float64_transformers import Oracle, exact
+from tests.support.tiny_checkpoints import draft_folder
 from tests.unit.models.checkpoints import copy_of
 from tests.unit.models.sharded import run_text
 from tests.unit.models.test_targets import relative_error, text

@@ -15,8 +15,8 @@ from cluster.distributed.mesh import Shard
 from cluster.models import slices
 from cluster.models.checkpoint import Checkpoint
 from cluster.models.slices import PinnedBuffers, SliceReader
-from tests.loading import context, load_target
-from tests.tiny import target_folder
+from tests.support.loading import context, load_target
+from tests.support.tiny_checkpoints import target_folder
 
 DTYPES = [torch.uint8, torch.bfloat16, torch.float32]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.families import VOCAB, all_cases, family_checkpoint
+from tests.support.families import VOCAB, all_cases, family_checkpoint
 from tests.unit.models.sharded import run_text
 
 LENGTH = 75

@@ -19,9 +19,9 @@ from cluster.engine import build_engine
 from cluster.models.checkpoint import Checkpoint
 from cluster.models.draft import DraftModel
 from cluster.request import LogitAdjustments
-from tests.loading import context, load_draft, load_target
 from tests.parity.harness import VOCAB, config_of, grid_requests, plain_run, run, tiny_pair
-from tests.tiny import draft_folder, target_folder
+from tests.support.loading import context, load_draft, load_target
+from tests.support.tiny_checkpoints import draft_folder, target_folder
 from tests.unit.models import draft_folders as write
 from tests.unit.models.sharded import SummingExchange, run_on_shards
 

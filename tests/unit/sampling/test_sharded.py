@@ -18,7 +18,7 @@ from cluster.sampling.sampling_inputs import SamplingInputs, checksum
 from cluster.sampling.sharded import NUMBERS_PER_CHOICE, numbers_sent_per_row, sampler_input_of
 from cluster.sampling.torch_sampler import FILTERED_PENALTY, TORCH, Sampler
 from cluster.spec.propose import CoupledRanking
-from tests.pairwise import covering
+from tests.support.pairwise import covering
 from tests.unit.kernels.library import c_library
 from tests.unit.sampling.samplings import sampling_of, single_rank_logits
 from tests.unit.sampling.shards import CPU, Grid, Group, RankContext, head_of, run_on_grid, sampling

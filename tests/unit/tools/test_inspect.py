@@ -18,8 +18,8 @@ from cluster.models.checkpoint import Checkpoint
 from cluster.tools.inspect import has_gpu
 from cluster.tools.summary import summary
 from cluster.tools.tensor_report import ServingSetup, inspect
-from tests.families import family_checkpoint
-from tests.tiny import draft_folder, target_folder
+from tests.support.families import family_checkpoint
+from tests.support.tiny_checkpoints import draft_folder, target_folder
 from tests.unit.kv.test_pool import resident_bytes
 from tests.unit.models import draft_folders as write
 from tests.unit.models.checkpoints import copy_of

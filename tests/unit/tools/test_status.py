@@ -16,7 +16,7 @@ from cluster.tools import server_state
 from cluster.tools.client import NoAnswerError
 from cluster.tools.server_state import GANG_MEMORY_S, ServerWatch
 from cluster.tools.status import lines_of
-from tests.info import rank_info
+from tests.support.rank_info import rank_info
 
 STEP = StepStats(committed_tokens=5, drafts=2, accept_lens=[2, 3], accepted_by_depth=[2, 1])
 LOSS = Loss(1, "died", 218, "target", "the process died", epoch=0, at=1_700_000_000.0, noticed_s=0.1, attempts=1)

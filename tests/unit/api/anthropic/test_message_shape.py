@@ -16,7 +16,7 @@ from cluster.api.core.errors import ApiError, internal_error, overloaded_error, 
 from cluster.api.core.sequences import Delta
 from cluster.chat.events import CallArguments, CallStarted, Event, ReasoningPiece, TextPiece
 from cluster.request import FinishReason
-from tests.api.test_responses_and_messages import named_events
+from tests.serving.api.test_responses_and_messages import named_events
 from tests.unit.chat.random_answers import answers, deltas_of, generate_call
 
 OFFICIAL: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)

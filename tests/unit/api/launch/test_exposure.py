@@ -11,7 +11,7 @@ from cluster.api.launch import flags, serve
 from cluster.api.launch.keys import create
 from cluster.api.launch.plan import ServePlan, make_plan
 from cluster.config import ConfigError
-from tests.tiny import target_folder
+from tests.support.tiny_checkpoints import target_folder
 
 
 def plan_of(*arguments: str) -> ServePlan:

@@ -1,4 +1,4 @@
-"""How `--set` overrides the settings of a config; most tests of it are in tests/actors/test_settings.py."""
+"""How `--set` overrides the settings of a config; most tests of it are in tests/serving/actors/test_settings.py."""
 
 from pathlib import Path
 

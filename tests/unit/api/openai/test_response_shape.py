@@ -18,7 +18,7 @@ from cluster.api.openai.responses.request import ResponseRequest
 from cluster.api.openai.responses.shape import ResponseFormatter
 from cluster.chat.events import CallArguments, CallStarted, Event, ReasoningPiece, TextPiece
 from cluster.request import FinishReason
-from tests.api.test_responses_and_messages import named_events
+from tests.serving.api.test_responses_and_messages import named_events
 from tests.unit.chat.random_answers import answers, deltas_of, generate_call
 
 OFFICIAL: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)

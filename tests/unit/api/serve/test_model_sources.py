@@ -9,9 +9,9 @@ from cluster.api.launch.plan import make_plan
 from cluster.api.serve.model_sources import hub_source_facts, pin_hub_models
 from cluster.api.serve.settings import AppSettings, parse
 from cluster.config import ConfigError
-from tests.fake_hub import FakeHub, commit_of
 from tests.hub.conftest import hub
-from tests.tiny import draft_folder, target_folder
+from tests.support.fake_hub import FakeHub, commit_of
+from tests.support.tiny_checkpoints import draft_folder, target_folder
 
 __all__ = ["hub"]  # the fixture
 

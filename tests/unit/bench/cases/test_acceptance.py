@@ -6,7 +6,7 @@ from cluster.bench.pair import ModelPair
 from cluster.bench.runs import fixed_length_params, run_batch
 from cluster.bench.watched import recording_engine
 from cluster.engine import build_engine
-from tests.tiny import draft_folder, target_folder
+from tests.support.tiny_checkpoints import draft_folder, target_folder
 
 PROMPTS = [[(7 * i + 3 * j) % 60 + 2 for j in range(6)] for i in range(5)]
 NEW_TOKENS = 24

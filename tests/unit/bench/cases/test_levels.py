@@ -6,7 +6,7 @@ from cluster.bench.cases import levels
 from cluster.bench.cases.acceptance import Size
 from cluster.bench.pair import ModelPair
 from cluster.bench.runs import EngineRun
-from tests.tiny import target_folder
+from tests.support.tiny_checkpoints import target_folder
 from tests.unit.models import draft_folders as write
 
 PROMPTS = [[(7 * i + 3 * j) % 60 + 2 for j in range(6)] for i in range(5)]

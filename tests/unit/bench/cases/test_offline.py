@@ -2,7 +2,7 @@ import pytest
 
 from cluster.bench.cases import offline
 from cluster.bench.pair import ModelPair, TreeChoice
-from tests.tiny import draft_folder, target_folder
+from tests.support.tiny_checkpoints import draft_folder, target_folder
 
 SIZE = offline.Size(prompts=9, single_prompts=2, prompt_tokens=6, new_tokens=10, repeats=2)
 SHAPES = (TreeChoice(2), TreeChoice(2, 4, 8))

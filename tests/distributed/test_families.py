@@ -1,0 +1,31 @@
+"""Every kind of attention and MLP on two rank processes gives the tokens, trees and accept lengths of a single rank."""
+
+import pytest
+
+from tests.distributed.compare import check
+from tests.distributed.gang import Case
+from tests.distributed.test_parity import RanksFactory, config
+from tests.distributed.workload import workload
+from tests.support.families import FAMILIES, VOCAB, family_checkpoint
+from tests.support.tiny_checkpoints import draft_folder
+
+REQUESTS = 8
+KINDS = ("mistral", "qwen3_moe", "gpt_oss", "gemma3", "deepseek_v3")
+"""They have, in this order: sliding windows; experts; attention sinks and biases; norms on both sides of a block;
+latent attention. The other families consist of the same parts.
+"""
+
+
+@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.parametrize(
+    ("dp", "settings"), [(1, {}), (2, {"dp_padding": "exact", "vocab_parallel": "world"})], ids=["tp", "dp"]
+)
+def test_two_ranks_match_one_rank_for_each_attention_kind(
+    ranks: RanksFactory, family: str, dp: int, settings: dict[str, object]
+) -> None:
+    target = family_checkpoint(family, next(iter(FAMILIES[family].cases))).folder
+    actions = workload(dp, dp, REQUESTS, vocab=VOCAB, horizon=6, max_prompt_tokens=30, max_new_tokens=10)
+    config_dict = config(target, draft_folder(target), tp_size=2, attn_dp_size=dp, chunked_prefill_size=16, **settings)
+    tally = check(ranks(2), Case(config_dict, actions))
+    assert not tally.mismatches
+    assert tally.compared_requests == tally.compared_trees == REQUESTS

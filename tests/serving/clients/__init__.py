@@ -1,0 +1,3 @@
+"""Unpatched third-party clients with a real server: `python -m tests.serving.clients [NAME ...]`. Each prints its
+version.
+"""
