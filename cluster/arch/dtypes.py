@@ -7,7 +7,7 @@ from cluster.arch.safetensors.tensors import count_parameters
 from cluster.arch.target import TargetArch
 
 UNQUANTISED_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-"""Dtypes without quantisation: such tensors have no scales."""
+"""For each dtype of unquantised tensors, its name in safetensors files and its name in torch."""
 # Bytes per element of each dtype in which a model can compute.
 COMPUTE_DTYPE_BYTES = {dtype: DTYPE_BYTES[name] for name, dtype in UNQUANTISED_DTYPES.items()}
 
@@ -46,5 +46,5 @@ def compute_dtype(arch: TargetArch, setting: str, device: str, has_c_kernels: Ca
 
 
 def cache_dtype(setting: str, model_dtype: str) -> str:
-    """Return what KV caches hold under the setting `kv_cache_dtype`, for models that compute in `model_dtype`."""
+    """Return the dtype of KV caches. `setting` is the setting `kv_cache_dtype`; models compute in `model_dtype`."""
     return model_dtype if setting == "auto" else setting

@@ -12,7 +12,7 @@ SAMPLING_BOUNDS: dict[str, tuple[float, float]] = {
     "min_p": (0.0, 1.0),
     "repetition_penalty": (0.01, 100.0),
 }
-"""The values that are read, with their bounds. vLLM and SGLang read the same values."""
+"""The values that are read, each with its (minimum, maximum). vLLM and SGLang read the same values."""
 
 
 def sampling_defaults(folder: str) -> dict[str, float]:

@@ -69,7 +69,7 @@ class ConfigKeys:
         return ConfigError(f"{self.file} of {self.folder!r}: {message}")
 
     def with_data(self, data: Mapping[str, Any]) -> "ConfigKeys":
-        """Return other values of the same file, for the same error messages."""
+        """Return a `ConfigKeys` with the values `data`. Its errors name the same file and folder."""
         return ConfigKeys(data, self.folder, self.file)
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> "ConfigKeys":
@@ -78,7 +78,7 @@ class ConfigKeys:
         return self.with_data({**defaults, **present})
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """Return a positive integer."""
+        """Return the value of `key`, a positive integer, or `default` if the key is missing."""
         value = self.data.get(key)
         value = default if value is None else value
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -86,7 +86,7 @@ class ConfigKeys:
         return value
 
     def number(self, key: str, default: float) -> float:
-        """Return a positive number."""
+        """Return the value of `key`, a positive number, or `default` if the key is missing."""
         value = self.data.get(key)
         value = default if value is None else value
         if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
@@ -94,7 +94,7 @@ class ConfigKeys:
         return float(value)
 
     def flag(self, key: str, default: bool = False) -> bool:
-        """Return true or false."""
+        """Return the value of `key`, true or false, or `default` if the key is missing."""
         value = self.data.get(key)
         value = default if value is None else value
         if not isinstance(value, bool):
@@ -102,14 +102,14 @@ class ConfigKeys:
         return value
 
     def section(self, key: str) -> "ConfigKeys":
-        """Return a nested object; an empty one if the key is missing."""
+        """Return the object under `key` as `ConfigKeys`, which are empty if the key is missing."""
         value = self.data.get(key) or {}
         if not isinstance(value, Mapping):
             raise self.error(f"{key} must be an object, got {value!r}")
         return self.with_data(value)
 
     def integers(self, key: str) -> list[int] | None:
-        """Return a list of integers, or None if the key is missing."""
+        """Return the value of `key`, a list of integers, or None if the key is missing."""
         value = self.data.get(key)
         if value is None or (isinstance(value, list) and all(type(i) is int for i in value)):
             return value

@@ -134,8 +134,8 @@ def moe_of(layers: Iterable[LayerGeometry]) -> Moe | None:
 def geometry_of(
     keys: ConfigKeys, activation: Activation = "silu", theta: float = 10000.0, allow_partial_rotary: bool = False
 ) -> LayerGeometry:
-    """Return a layer read from the keys that most families share; a family replaces fields that differ. For `theta` and
-    `allow_partial_rotary` see `rope_of`.
+    """Return the geometry of a layer, read from the keys that most families share. A family replaces fields that
+    differ. For `theta` and `allow_partial_rotary` see `rope_of`.
     """
     hidden, heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
     kv_heads = keys.integer("num_key_value_heads", heads)
@@ -171,7 +171,8 @@ def geometry_of(
 
 
 def sliding_layers(keys: ConfigKeys, num_layers: int, default: list[bool]) -> list[bool]:
-    """Return which of `num_layers` layers have a sliding window: from `layer_types`, or `default` without this key.
+    """Return for each of `num_layers` layers whether it has a sliding window, as `layer_types` says. Without that key,
+    return `default`.
 
     Raises:
         ConfigError: the list has another length, or a type that is neither full nor sliding attention.

@@ -76,7 +76,8 @@ def compressed_rules(groups: ConfigKeys) -> tuple[Scheme, tuple[SchemeRule, ...]
         ConfigError: as `gptq_rules`.
     """
     default_scheme, exact_rules, pattern_rules = Scheme(), list[SchemeRule](), list[SchemeRule]()
-    # In reverse, so that the first group ends up first in each list and last to set `default_scheme`.
+    # The loop goes through the groups in reverse. So the rules of the first group come first in each list, and of the
+    # groups that set `default_scheme`, the first one sets it last.
     for name in reversed(list(groups.data)):
         group = groups.section(name)
         scheme = _weights_scheme(group.section("weights"), f"config_groups.{name}.weights.")

@@ -32,7 +32,7 @@ class ResolvedConfig(ResolvedSettings):
     decoding is plain. `sample` is the recorded output in the draft's folder (`draft_sample.json`), or None if there is
     no such file. `dtype` is what models compute in, `kv_cache_dtype` what KV caches hold. `context_length` is the most
     tokens of one request. A step spends up to `forced_rows` rows of a group on nodes that grammars add. The host runs
-    `steps_ahead` steps ahead of the device: on a CPU none, because it runs a step synchronously.
+    `steps_ahead` steps ahead of the device: 1 on a GPU with the setting `overlap`, otherwise 0.
     """
 
     device: str
@@ -58,7 +58,7 @@ class ResolvedConfig(ResolvedSettings):
 
     @property
     def max_chunk_rows(self) -> int:
-        """The most prompt rows of one step: a request has no more."""
+        """The most prompt rows that one request can have in a step."""
         return min(self.chunk_rows, self.context_length)
 
     def with_limits(self, max_requests: int, max_prompt_rows: int) -> Self:
@@ -121,7 +121,8 @@ def resolve_models(
 def check_models(
     config: EngineConfig, device: str = "cpu", has_c_kernels: Callable[[], bool] = lambda: True
 ) -> ResolvedConfig:
-    """Return `resolve_models` of the same arguments; heads, MLPs and experts are checked to split over the ranks.
+    """Return what `resolve_models` returns, after two more checks: the target's headers hold every tensor, and heads,
+    MLPs and experts can be split over the ranks.
 
     Raises:
         ConfigError: a check failed; the message names the setting and the remedy.
@@ -138,7 +139,8 @@ def check_models(
 
 
 def check_heads(geometry: LayerGeometry, ranks: int) -> None:
-    """Raise if attention cannot be split over `ranks` ranks. Fewer KV heads than ranks are replicated.
+    """Raise if attention cannot be split over `ranks` ranks. There may be fewer KV heads than ranks: then several ranks
+    hold the same KV head.
 
     Raises:
         ConfigError: the heads cannot be divided; the message gives both numbers.
@@ -152,7 +154,8 @@ def check_heads(geometry: LayerGeometry, ranks: int) -> None:
 
 
 def check_expert_shards(ep_size: int, *moes: Moe | None) -> None:
-    """Raise if some of the `ep_size` expert-parallel shards would hold no expert. Models without experts are None.
+    """Raise if some of the `ep_size` expert-parallel shards would hold no expert. `moes` has None for a model without
+    experts.
 
     Raises:
         ConfigError: the message says which `ep_size` is possible.
@@ -165,8 +168,8 @@ def check_expert_shards(ep_size: int, *moes: Moe | None) -> None:
 
 
 def _complete_settings(config: EngineConfig, draft: DraftSpec) -> EngineConfig:
-    """Return the settings with the draft's algorithm. If no depth is set, the depth becomes one that MTP layers can
-    draft.
+    """Return the settings with the draft's algorithm. If no depth is set, and the draft has fewer MTP layers than the
+    default depth has levels, the depth becomes the number of MTP layers.
     """
     configured = config.speculative_algorithm
     allowed = ("NEXTN", "EAGLE") if draft.kind == "mtp" else (draft.algorithm,)

@@ -49,7 +49,7 @@ class Rope:
         """Return the maximum number of positions, as in vLLM, if the config states `stated_positions`.
 
         Linear and dynamic scaling multiply `stated_positions` by their factor. YaRN multiplies its original length,
-        because `stated_positions` need not include the extension; the larger of both counts.
+        because `stated_positions` may or may not include the extension; the larger number is returned.
         """
         if self.yarn is not None:
             return max(stated_positions, int(self.yarn.factor * self.yarn.original_length))
@@ -99,7 +99,7 @@ def _read_yarn(keys: ConfigKeys, scaling: ConfigKeys, layer_type: str | None) ->
     """Return YaRN's numbers as `scaling` gives them."""
     original_positions = original_length(keys, layer_type)
     if scaling.data.get("factor") is None and original_positions != max_positions_of(keys):
-        # DeepSeek-V3's config implies the factor in this way; `transformers` reads the config so too
+        # DeepSeek-V3's config implies the factor in this way; `transformers` computes it in the same way
         factor = max_positions_of(keys) / original_positions
     else:
         factor = _required_numbers(scaling, "yarn", "factor")[0]
@@ -137,8 +137,8 @@ def scaling_of(keys: ConfigKeys, layer_type: str | None = None) -> ConfigKeys:
 def original_length(keys: ConfigKeys, layer_type: str | None = None) -> int:
     """Return the context length that a scaling starts from, by the rules of `transformers`.
 
-    The first key that exists decides: the key at the top of the config (ignored if scaling is listed by layer type),
-    the scaling's own key, `max_position_embeddings`.
+    The first of these keys that exists decides: `original_max_position_embeddings` at the top of the config (ignored if
+    scaling is listed by layer type), the same key inside the scaling, `max_position_embeddings`.
     """
     name = "original_max_position_embeddings"
     by_type = layer_type is not None and any(

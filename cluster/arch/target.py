@@ -20,7 +20,8 @@ class TargetArch:
     - `tied`: the head is the embedding.
     - `max_position`: the maximum number of tokens of a text, by the config.
     - `embed_scale` multiplies the embedding's rows. `softcap` c maps logits x to c * tanh(x / c).
-    - `tensor_name_rules`: (pattern, replacement) pairs that map our tensor names to the checkpoint's, applied in order.
+    - `tensor_name_rules`: (pattern, replacement) pairs, applied in order, that turn the name of a tensor in the model
+      into its name in the checkpoint.
     - `ignored_patterns`: patterns of stored tensors that the target does not use (a vision tower, an MTP draft).
     - `query_scaling` (length, beta): queries at position p are multiplied by 1 + beta log(1 + p // length).
     """
@@ -45,7 +46,7 @@ class TargetArch:
 
     @property
     def layer(self) -> LayerGeometry:
-        """The first layer; all layers have its width, its heads and its cell in the KV pool."""
+        """The geometry of the first layer. All layers have the same width, heads and cell in the KV pool."""
         return self.layers[0]
 
     @property
@@ -61,8 +62,8 @@ class TargetArch:
 
 
 def target_of(keys: ConfigKeys, family: str, layers: tuple[LayerGeometry, ...], **family_fields: Any) -> TargetArch:
-    """Return the target with these layers. Keys common to all configs are read here; `family_fields` has values of the
-    family.
+    """Return the target with these layers. Fields that all configs have are read here; `family_fields` are further
+    fields of `TargetArch`, and replace fields of the same name.
 
     Raises:
         ConfigError: the layers cannot share a KV pool, or a config value has the wrong type.
@@ -100,7 +101,9 @@ def _read_json_if_present(folder: str, name: str) -> dict[str, Any]:
 
 
 def _tokenizer_eos_token_ids(folder: str) -> list[int]:
-    """Return the id of tokenizer_config.json's `eos_token`, from its own or tokenizer.json's added tokens."""
+    """Return a list with the id of the `eos_token` that tokenizer_config.json names. The id is looked up in the added
+    tokens of that file, then of tokenizer.json. The list is empty if there is no such id.
+    """
     tokenizer_config = _read_json_if_present(folder, "tokenizer_config.json")
     eos_token = tokenizer_config.get("eos_token")
     eos_token = eos_token.get("content") if isinstance(eos_token, Mapping) else eos_token

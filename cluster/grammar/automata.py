@@ -18,7 +18,7 @@ from cluster.grammar.regex import END, START, Lookahead
 MAX_STATES = 600  # of a deterministic automaton; xgrammar needs one mask over the vocabulary for each state
 MAX_EXPLORED_FORMULAS = 6000  # formulas that one inclusion test explores
 MAX_NFA_STATES = 20_000
-MAX_VISITS = 400_000  # visits of nondeterministic states along steps that read nothing; takes about a second
+MAX_VISITS = 400_000  # visits of nondeterministic states by steps that read no character; they take about a second
 
 S = TypeVar("S", bound=Hashable)
 Formula = int | tuple[str, frozenset["Formula"]]
@@ -56,7 +56,9 @@ def intersection(required: Sequence[Node], max_states: int = MAX_STATES) -> Auto
 
 
 def includes(outer: Sequence[Node], inner: Node) -> bool:
-    """Whether every text that matches `inner` matches all of `outer`. Also False if the test needs too many states."""
+    """Return whether every text that matches `inner` matches all of `outer`; False also if this is still unclear after
+    `MAX_EXPLORED_FORMULAS` formulas. Raises TooLargeError if the expressions are too large.
+    """
     nfa = _AlternatingAutomaton()
     # `inner` is included exactly if "inner and not outer" accepts no text: search its derivatives for an accepting one.
     start = _and([nfa.start_formula(inner), _not(_and([nfa.start_formula(node) for node in outer]))])
@@ -196,10 +198,9 @@ class _AlternatingAutomaton:
         return following
 
     def _expand(self, state: int, at_start: bool, passed: set[int]) -> Formula:
-        """Return the formula, over states that read a character, that means the same as `state`.
-
-        `at_start`: no character has been read yet. `passed`: states that were passed without reading before `state`;
-        returning to such a state adds nothing.
+        """Return a formula that is equivalent to `state` and contains only states that read a character. `at_start`
+        says that no character has been read yet. `passed` has the states on the way to `state` that read nothing; a
+        step back to one of them adds nothing.
         """
         if not at_start and not passed and state in self._expansion_cache:
             return self._expansion_cache[state]
@@ -254,7 +255,7 @@ class _AlternatingAutomaton:
         }
 
     def derivative(self, formula: Formula, letter: int) -> Formula:
-        """Return the formula that must hold for the rest of a text if `formula` holds for `letter` and that rest."""
+        """Return the formula that holds for a text exactly if `formula` holds for `letter` followed by that text."""
         if isinstance(formula, int):
             state = self.states[formula] if formula != AT_END else _NfaState()
             if state.chars is None or letter not in self._letters_of_chars[state.chars]:

@@ -6,8 +6,8 @@ characters is one character followed by the rule for at most n - 1. These rules 
 caches masks by rule.
 
 A text whose bound is above `SHORT_LENGTH` consists of blocks of `BLOCK_LENGTH` characters and, at its end, a short
-text: at the start of each block, the short text may begin instead. The masks of short texts contain nearly all tokens
-that are allowed at a place.
+text: at the start of each block, the short text may begin instead. At every place, the short text's mask alone contains
+nearly all tokens that the grammar allows there.
 """
 
 from collections.abc import Sequence

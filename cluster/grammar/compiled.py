@@ -21,8 +21,8 @@ COMMON_GRAMMARS = (
     *(PortableGrammar(object_grammar(compact)) for compact in (False, True)),
     PortableGrammar(schema_grammar({"type": "array", "prefixItems": BOUNDED_STRINGS, "minItems": 2, "maxItems": 2})),
 )
-"""Grammars of any JSON object and of strings of bounded length. Most grammars share rules with them. Making the masks
-of one such string takes longer than making all masks that only an ordinary schema needs.
+"""Grammars of any JSON object and of strings of bounded length. Most grammars share rules with them. If the masks of
+these shared rules exist already, compiling an ordinary schema takes less time than the masks of one bounded string.
 """
 
 
@@ -37,8 +37,8 @@ class MaskCompiler:
         self._lock = Lock()
 
     def prepare(self) -> None:
-        """Make the tables of the vocabulary and the masks of common rules. This takes tenths of a second to seconds,
-        for which later grammars, in this process or a fork, then do not wait.
+        """Make the tables of the vocabulary and the masks of common rules. This takes between tenths of a second and a
+        few seconds. Grammars that are compiled later, in this process or in a fork, save that time.
         """
         self._vocabulary.prepare()
         for grammar in COMMON_GRAMMARS:

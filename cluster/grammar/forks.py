@@ -27,7 +27,7 @@ from cluster.grammar.worker import SlowGrammarError, Worker
 
 READY, START_FAILED = b"=", b"!"
 COMPILED, REFUSED = b"+", b"-"
-REFUSED_WHILE_BUSY = b"~"  # refused for its compile time, measured while other processes also used the processor
+REFUSED_WHILE_BUSY = b"~"  # refused because its masks took too long, while other processes also used the processor
 # OUT_OF_TIME: the child used up its processor time. TIMED_OUT: the child did not get that processor time within
 # `CHILD_TIMEOUT_S`. In both cases the text is the time spent, as JSON.
 OUT_OF_TIME, TIMED_OUT = b"t", b"l"

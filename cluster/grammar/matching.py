@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 EncodeText = Callable[[str], list[int]]
 TokenizeBytes = Callable[[bytes], list[int]]
-CACHED_BYTES = 512 << 20  # of cached compiled grammars
+CACHED_BYTES = 512 << 20  # total bytes of the compiled grammars in the cache
 
 
 class LoadedGrammar(NamedTuple):
@@ -191,8 +191,8 @@ class TextMatcher:
         """Return at most `max_tokens` tokens that must follow the committed tokens and `path`, because the grammar
         allows no other text.
 
-        The first tokens are the only possible text, as the tokenizer writes it. Then come tokens, each of which is the
-        only token that the mask allows at its position.
+        The result begins with the only possible text, split into tokens by the tokenizer. After that text, a token is
+        added as long as the mask allows exactly one token.
         """
         constrained = self._constrained_part(path)
         if constrained is None:
@@ -205,8 +205,8 @@ class TextMatcher:
         ):
             self.fill([*path, *forced_tokens], self._scratch_bitmask)
             nonzero_words = np.flatnonzero(self._scratch_bitmask)
-            # Exactly one bit in the whole mask: one allowed token. The mask with 2**32 - 1 reads the int32 word as
-            # unsigned.
+            # If the whole bitmask has exactly one bit, exactly one token is allowed. `&` converts the int32 word to an
+            # unsigned number.
             word = int(self._scratch_bitmask[nonzero_words[0]]) & (2**WORD_BITS - 1) if len(nonzero_words) == 1 else 0
             if word.bit_count() != 1:
                 break

@@ -59,7 +59,7 @@ def node_to_text(node: Node) -> str:
 
 
 def _mixes_ascii_with_others(chars_node: Chars) -> bool:
-    """Whether a class has ASCII characters, and other characters but not the last one of Unicode."""
+    """Whether a class has ASCII characters and others, and does not reach up to the last code point of Unicode."""
     return bool(chars_node.ranges) and chars_node.ranges[0][0] < 0x80 <= chars_node.ranges[-1][1] < MAX_CODE_POINT
 
 
@@ -82,8 +82,9 @@ def _split_into_blocks(chars_node: Chars, min_count: int, max_count: int) -> Nod
 def _class_for_long_repetition(chars_node: Chars) -> str:
     """Return a class in a form that may be repeated more than `MAX_AUTOMATON_STATES` times.
 
-    If a class repeated so often mixes ASCII with some other characters, xgrammar's masks allow tokens that its matcher
-    then rejects. So the class is written as a negated class, or as an alternative of its ASCII and its other part.
+    For such a long repetition of a class that mixes ASCII with other characters, xgrammar's masks allow tokens that its
+    matcher then rejects. So the class is written as a negated class, or as a choice between two classes: its ASCII
+    characters and its other characters.
     """
     if chars_node.ranges and chars_node.ranges[-1][1] == MAX_CODE_POINT:
         return "[^" + "".join(_class_range(low, high) for low, high in _missing_ranges(chars_node)) + "]"

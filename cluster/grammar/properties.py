@@ -13,7 +13,7 @@ from unicodedata import category
 
 from cluster.grammar.nodes import Chars, chars, complement
 
-# contain all assigned characters of Unicode 17 that are not for private use
+# These ranges contain all assigned characters of Unicode 17, except those of the private-use planes.
 PLANES = ((0, 0x3347F), (0xE0000, 0xE01EF))
 UNASSIGNED = "Cn"
 RECLASSIFIED = frozenset({0x295, 0x1171E})  # their category differs between Unicode 14 and 17, so it is uncertain

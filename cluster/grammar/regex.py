@@ -48,7 +48,7 @@ CLASSES = {
     "s": SPACE,
     "S": complement(WIDE_SPACE),
 }
-# inside a negated class, where the disputed characters must be in the class
+# Inside a negated class, `\s` and `\S` both contain the disputed characters, so that the negation excludes them.
 CLASSES_IN_NEGATED = CLASSES | {"s": WIDE_SPACE, "S": complement(SPACE)}
 ANY = minus(complement(chars_of("\n\r\x85")), chars((0x2028, 0x2029)))
 CONTROL_ESCAPES = {"t": "\t", "n": "\n", "r": "\r", "f": "\f", "v": "\v", "0": "\0"}
@@ -312,8 +312,8 @@ class _RegexParser:
             raise self._error(rf"\p{{{name[:40]}}} is not supported; known are {known}")
         self.position += len(name) + 4
         # An output must not hold a character that another Unicode version would reject. So \P, or \p in a negated
-        # class, also excludes the characters that have the property only in some version. \P in a negated class
-        # excludes nothing: like \p, it admits only the characters that have the property in every version.
+        # class, also excludes the characters that have the property only in some version. And [^\P{NAME}], like
+        # \p{NAME}, matches only the characters that have the property in every version.
         characters = unicode_property.in_some_version if is_complement != negated else unicode_property.in_every_version
         return complement(characters) if is_complement else characters
 

@@ -17,7 +17,9 @@ MAX_CHARACTERS = 256_000
 MAX_SOURCE = 2_000_000  # characters of the converted grammar, all ASCII, which is sent to ranks
 MAX_CHOICES = 10_000
 SCHEMA_CACHE_SIZE = 16
-"""How many schemas have cached rules: a structural tag with several calls contains the schema of each tool twice."""
+"""Number of schemas whose rules are cached. A structural tag that allows several calls contains each tool's schema
+twice.
+"""
 # Syntax that a client's EBNF may not use: token ids, automata that xgrammar builds wrongly, options that xgrammar does
 # not enforce.
 MACROS = re.compile(r"\b(Token|ExcludeToken|TokenTagDispatch|Regex)\s*\(")

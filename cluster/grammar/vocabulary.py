@@ -113,8 +113,8 @@ class Vocabulary:
         return token_ids
 
     def common_prefix(self, bitmask: Bitmask) -> bytes:
-        """Return the longest text with which every continuation that a mask allows begins. Every allowed token begins
-        with this text, or is a prefix of it. If a stop token or a special token is allowed, the text is empty.
+        """Return the longest common beginning of all texts that a mask allows. Every allowed token begins with this
+        text, or is a prefix of it. If a stop token or a special token is allowed, the text is empty.
         """
         nonzero_words = np.flatnonzero(bitmask)
         if not len(nonzero_words) or (bitmask & self.stop_bitmask).any():

@@ -10,7 +10,7 @@ from cluster.grammar.matching import Matchers, TextMatcher
 from cluster.grammar.sources import to_portable
 from cluster.grammar.vocabulary import Vocabulary, random_allowed_token
 
-MAX_COMPILED_BYTES = 64 << 20  # bytes of a compiled grammar, in each rank that reads it, with a small vocabulary
+MAX_COMPILED_BYTES = 64 << 20  # maximum bytes of a compiled grammar in each rank, if the vocabulary is small
 COMPILED_BYTES_PER_ID = 1 << 10  # the same limit per id of a large vocabulary, because a mask has one bit per id
 MAX_MESSAGE_LENGTH = 300  # characters of xgrammar's error message that a client sees
 NUM_WALKS = 3

@@ -7,9 +7,8 @@ from torch import Tensor
 
 
 def concat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """Return `torch.cat(parts, dim)`; fast on the meta device, on which models are built to check headers.
-
-    On the meta device `torch.cat` would import torch's compiler, which takes longer than the rest of the check.
+    """Return `torch.cat(tensors, dim)`. This is also fast on the meta device, where a model is built to check the
+    headers of its checkpoint: there `torch.cat` would import torch's compiler, which takes longer than the whole check.
     """
     first = tensors[0]
     if first.device.type != "meta":

@@ -1,7 +1,7 @@
 """Attention blocks: grouped-query attention with packed projections, and latent attention (MLA) in its absorbed form.
 
 Shape legend: T rows, H hidden, nh query heads, nkv kv heads, d head_dim.
-A block knows neither pages nor ranks: `Attend` is the one attention primitive.
+A block reads and writes the KV cache only through an `Attend`, and reaches other ranks only through a `TokenExchange`.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class Attend(Protocol):
     """
 
     def __call__(self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
-        """Attend in `layer` of the runner's pool."""
+        """Store `kv` in layer `layer` of the runner's pool, and return the output of attention, `[T, nh * d]`."""
 
 
 class ScaledQueries:
@@ -77,8 +77,9 @@ class SelfAttention:
 class LatentAttention:
     """Multi-head latent attention, absorbed (arXiv 2405.04434, 2.1.2): queries are projected into the latent space.
 
-    The pool holds one cell per token for all heads: the normed latent and the rotated key. `keys` `[nh, nope, r]` and
-    `values` `[nh, r, v]` are the two parts of `kv_b_proj`. If `q_down` is None, queries have no low-rank projection.
+    The pool holds one cell per token for all heads: the normed latent and the rotated key. `keys`
+    `[nh, nope, kv_rank]` and `values` `[nh, kv_rank, value]` are the two parts of `kv_b_proj`; `LatentSizes` explains
+    these sizes. If `q_down` is None, queries have no low-rank projection.
     """
 
     kernels: Kernels
@@ -109,8 +110,8 @@ class LatentAttention:
         cell = cell.view(num_rows, 1, 1, sizes.kv_rank + sizes.rope)
         kernels.rotate(cell[:, 0, :, sizes.kv_rank :], angles)
         kernels.rotate(q[..., sizes.nope :], angles)
-        # q . (K c) = (q K) . c: multiply the queries by `keys`, not the cached latents c. Multiply by `values` after
-        # attention. So attention reads the latents as they are.
+        # q . (K c) = (q K) . c, so `keys` can multiply the queries instead of the cached latents c. In the same way,
+        # `values` multiplies the output of attention. Attention itself reads the latents as they are.
         absorbed = torch.bmm(q[..., : sizes.nope].transpose(0, 1), self.keys).transpose(0, 1)
         attended = attend(layer, torch.cat([absorbed, q[..., sizes.nope :]], -1), cell)
         attended = torch.bmm(attended.view(num_rows, self.heads, sizes.kv_rank).transpose(0, 1), self.values)

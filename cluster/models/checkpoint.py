@@ -55,8 +55,8 @@ class Checkpoint:
     ) -> None:
         """Read the headers of the folder's file, or of the files that its index lists.
 
-        `stored_name` turns a requested name into the checkpoint's; `ignored` are patterns of tensors that may stay
-        unused. If `headers_only`, tensors are checked as usual, but have no data and are on the meta device.
+        `stored_name` returns the checkpoint's name for a requested name. `ignored` are patterns of tensors that may
+        stay unused. If `headers_only`, tensors are checked as usual, but have no data and are on the meta device.
 
         Raises:
             ConfigError: a file is missing, is not valid safetensors, or two files hold the same tensor.
@@ -160,7 +160,7 @@ class Checkpoint:
         return self.reader.read(self._files[stored][0], entry.start, entry.shape, dtype, index, device)
 
     def check_only(self, name: str, shape: tuple[int, ...]) -> None:
-        """Check and count a tensor of another rank (and its scales) as `matrix` does, without reading data.
+        """Check a matrix that another rank loads, and its scales, as `matrix` does. Count them as used; read no data.
 
         Raises:
             ConfigError: as `matrix`.

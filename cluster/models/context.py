@@ -13,8 +13,9 @@ from cluster.models.exchange import NoExchange, TokenExchange
 
 
 class Sharding(NamedTuple):
-    """Which shard of a model this rank holds: of attention heads, of columns of MLPs, of the vocabulary, and of the
-    experts of each layer. Ranks with the same shard of experts split the columns of these experts.
+    """The shards of a model that this rank holds: some of the attention heads (`attention`), some columns of each MLP
+    (`mlp`), some token ids (`vocab`), and some experts of each layer (`experts`). Ranks that hold the same experts
+    divide the columns of these experts among them.
     """
 
     attention: Shard = Shard()
@@ -44,7 +45,9 @@ class Sharding(NamedTuple):
 
 
 def expert_shard(ep_size: int, world: Shard) -> Shard:
-    """Return the shard of experts that a rank of the world holds; neighbouring ranks have the same shard."""
+    """Return the shard of experts that rank `world.rank` of `world.size` ranks holds. If there are more ranks than
+    shards (`ep_size`), several neighbouring ranks hold the same shard.
+    """
     return Shard(world.rank * ep_size // world.size, ep_size)
 
 

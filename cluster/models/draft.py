@@ -26,9 +26,9 @@ from cluster.models.vocab import Embedding, Head, ShardedLogits, load_embedding,
 
 @dataclass(frozen=True, slots=True)
 class DraftBlock:
-    """One draft layer. If `embed_norm` is set, attention reads `[embedding | hidden]`, 2 H wide, both normed.
-
-    If `residual_normed`, the residual is the normed hidden, not the hidden itself.
+    """One draft layer. If `embed_norm` is set, attention reads `[embedding | hidden]`, 2 H wide, else only the hidden.
+    `embed_norm` norms the embedding and `hidden_norm`, if set, the hidden. If `residual_normed`, the residual is the
+    normed hidden.
     """
 
     kernels: Kernels
@@ -42,7 +42,7 @@ class DraftBlock:
 
     @property
     def exchange_calls(self) -> tuple[str, ...]:
-        """Return the exchange calls of a forward, in order."""
+        """Return the names of the `TokenExchange` methods that a forward calls, in order."""
         return ("reduce", *self.mlp.exchange_calls)
 
     def __call__(
@@ -124,11 +124,17 @@ class DraftModel(ABC):
 
     @abstractmethod
     def forward(self, token_ids: Tensor, positions: Tensor, hidden: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
-        """Rows, with the token after each and its hidden -> (input of the head, recurrent hidden), `[T, H]` each."""
+        """Run T rows; return (input of the head, recurrent hidden), `[T, H]` each.
+
+        `positions` `[T]` are the rows' positions, and `hidden` `[T, H]` is their hidden. `token_ids[i]` is the token
+        that follows row i. At the next draft level, a row may read the recurrent hidden as its `hidden`.
+        """
 
     @property
     def exchange_calls(self) -> tuple[tuple[str, ...], tuple[str, ...], int, int]:
-        """Return the exchange calls of a forward and of the head, in order; H; the width of this shard's logits."""
+        """Return four values: the names of the `TokenExchange` methods that a forward calls, in order; the names of
+        those that the head calls; H; the number of columns of this shard's logits.
+        """
         assert self._head is not None
         forward = ("embed", *(op for layer in self._layers for op in layer.exchange_calls))
         return forward, ("head",), self.spec.hidden, self._head.columns

@@ -1,4 +1,4 @@
-"""EAGLE-3 drafts (arXiv 2503.01840; upstream's layer lists and aux norms: SGLang #24663).
+"""EAGLE-3 drafts (arXiv 2503.01840; for layer lists and aux norms see SGLang #24663).
 
 At extend, `fc` joins the target's aux hidden states; EAGLE-3.1 and gpt-oss drafts norm them first. Layer 0 reads
 `[input_layernorm(embedding) | hidden_norm(hidden)]`, 2 H wide; `DraftSpec.layers` describes later layers.

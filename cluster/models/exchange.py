@@ -26,7 +26,7 @@ class Shards(Protocol):
         """Whether this rank also scores rows of other groups."""
 
     def spread(self, numbers: Tensor) -> Tensor:
-        """Int64 numbers of own rows, `[T, k]` -> those of the rows of all groups, `[T', k]`. Only if `over_world`."""
+        """Int64 numbers of own rows, `[T, k]` -> the same numbers for all T' rows, `[T', k]`. Only if `over_world`."""
 
     def highest(self, numbers: Tensor) -> Tensor:
         """Float64 `[T', 1]` -> the maximum of each row over all shards; NaN counts as highest."""
@@ -39,8 +39,8 @@ class Shards(Protocol):
 
 
 class ExpertRouting(NamedTuple):
-    """The k experts of each of T rows: `weights`, ids `experts`, and the shards of experts that hold them, `shards`;
-    `[T, k]` each.
+    """Which k experts each of T rows uses: their `weights`, their ids (`experts`), and the shard of experts that holds
+    each of them (`shards`). All three are `[T, k]`.
     """
 
     weights: Tensor
@@ -71,7 +71,7 @@ class TokenExchange(Protocol):
         """All-reduce: partial sums of own rows `[T, H]` -> their sum over the attention group."""
 
     def gather(self, rows: Tensor) -> Tensor:
-        """All-gather: own rows `[T, H]` -> the rows of all groups."""
+        """All-gather: own rows `[T, H]` -> the rows of all groups, `[T', H]`, one group after the other."""
 
     def scatter(self, rows: Tensor, group_sums: Tensor | None = None) -> Tensor:
         """Reduce-scatter: partial sums for the rows of all groups -> own rows `[T, H]`, summed. `group_sums` `[T, H]`
@@ -93,7 +93,9 @@ class TokenExchange(Protocol):
 
 
 EXPERT_CALLS = "experts"
-"""Placeholder in a list of exchange calls: the calls around an expert-parallel layer. The step's plan chooses them."""
+"""In `exchange_calls`, this name stands for the calls around an expert-parallel layer, because the layer does not know
+them in advance: the plan of each step decides between `gather` with `scatter`, and `to_experts`.
+"""
 
 
 class NoExchange:

@@ -82,7 +82,7 @@ class Experts:
 
     @property
     def exchange_calls(self) -> tuple[str, ...]:
-        """Return the exchange calls of a forward, in order."""
+        """Return the names of the `TokenExchange` methods that a forward calls, in order."""
         return ("gather", "scatter") if self.local is None else (EXPERT_CALLS,)
 
     def __call__(self, rows: Tensor, exchange: TokenExchange) -> Tensor:
@@ -132,7 +132,7 @@ class Experts:
         )
 
     def _expert_outputs(self, rows: Tensor, source: Tensor, ends: Tensor, expert: Tensor) -> Tensor:
-        """Return the experts' outputs at the places of `Groups`, `[T k, H]`, without the bias of `down`."""
+        """Return the experts' outputs, `[T k, H]`, sorted by expert as in `Groups`, without the bias of `down`."""
         activations = self.gate_up(rows.index_select(0, source), ends)
         activations = activations if self.gate_up_bias is None else activations + self.gate_up_bias[expert]
         return self.down(self.kernels.activate(activations, self.activation), ends)

@@ -19,7 +19,7 @@ INTEGERS: dict[int, Kind] = {4: "int4", 8: "int8"}
 INT32_OF_ONES = {4: 0x11111111, 8: 0x01010101}  # an int32 in which every packed number is 1
 SCALE_SUFFIXES = ("_scale_inv", "_scale")
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
-EXPONENT_DTYPES = ("U8", "F8_E8M0")  # dtypes of scales that are powers of 2; both are the same byte
+EXPONENT_DTYPES = ("U8", "F8_E8M0")  # dtypes of scales that are powers of 2; both store the exponent in one byte
 ACTIVATION_SCALES = (
     ".input_scale",
     ".input_scale_ub",
@@ -79,7 +79,9 @@ def read_int8(files: StoredTensors, matrix: StoredMatrix) -> Quantised:
 
 
 def read_compressed(files: StoredTensors, matrix: StoredMatrix) -> Quantised:
-    """Read compressed-tensors' pack-quantized: an int32 packs codes of neighbouring inputs, or zeros of outputs."""
+    """Read compressed-tensors' pack-quantized. An int32 of codes packs neighbouring inputs; an int32 of zero points
+    packs neighbouring outputs.
+    """
     name, (outputs, inputs) = f"{matrix.stem}.weight_packed", matrix.shape
     bits = _code_bits(files, matrix, name, 1)
     files.locate(name, (outputs, -(-inputs * bits // 32)))
@@ -124,7 +126,9 @@ def read_qweight(files: StoredTensors, matrix: StoredMatrix) -> Quantised:
         codes = unpack_int32(files.read(name, (slice(*matrix.inputs), int32_slice), matrix.device), bits, True)[
             :, code_slice
         ].t()
-    else:  # GPTQ subtracts its offset from whole int32, with borrows across packed zeros, so add it to whole int32 too
+    else:
+        # GPTQ subtracts an offset from whole int32 numbers, so that a borrow can cross packed zero points. Adding the
+        # offset to whole int32 numbers undoes this.
         zeros = zeros + files.quantisation.zero_offset * INT32_OF_ONES[bits]
         inner_int32, inner_codes = _int32_slices(matrix.inputs, bits)
         codes = unpack_int32(files.read(name, (inner_int32, slice(*matrix.outputs)), matrix.device).t(), bits)[
@@ -139,8 +143,8 @@ def read_qweight(files: StoredTensors, matrix: StoredMatrix) -> Quantised:
 
 
 def read_mxfp4(files: StoredTensors, matrix: StoredMatrix) -> Quantised:
-    """Read MXFP4: `_blocks` `[.., O, G, 16]`, two numbers a byte, low half first; `_scales` `[.., O, G]`,
-    exponents.
+    """Read MXFP4. The tensor `_blocks` `[.., O, G, 16]` holds two numbers per byte, the first in the low half. The
+    tensor `_scales` `[.., O, G]` holds the exponent of each group's scale.
     """
     inputs = matrix.shape[-1]
     index: Index = () if matrix.expert is None else (matrix.expert,)
@@ -224,8 +228,8 @@ def _convert_scales(scales: Tensor) -> Tensor:
 
 
 def unpack_int32(packed: Tensor, bits: int, interleaved: bool = False) -> Tensor:
-    """Unpack int32 `[n, w]` of numbers of `bits` bits, the first in the lowest bits, to uint8 `[n, w * 32 / bits]`.
-    If `interleaved`, undo AWQ's order.
+    """Unpack int32 `[n, w]` to uint8 `[n, w * 32 / bits]`. Each int32 holds numbers of `bits` bits, the first one in
+    its lowest bits. If `interleaved`, undo AWQ's order.
     """
     codes = packed.contiguous().view(torch.uint8)
     codes = unpack_nibbles(codes) if bits == 4 else codes

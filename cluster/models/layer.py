@@ -1,7 +1,7 @@
 """The decoder layer of targets.
 
-Shape legend: T rows, H hidden. A layer knows neither pages nor ranks: `Attend` is the one attention primitive,
-`TokenExchange` the only interface to other ranks.
+Shape legend: T rows, H hidden. A layer reads and writes the KV cache only through an `Attend`, and reaches other ranks
+only through a `TokenExchange`.
 """
 
 from dataclasses import dataclass
@@ -30,14 +30,15 @@ class DecoderLayer:
 
     @property
     def exchange_calls(self) -> tuple[str, ...]:
-        """Return the exchange calls of a forward, in order."""
+        """Return the names of the `TokenExchange` methods that a forward calls, in order."""
         return ("reduce", *self.mlp.exchange_calls)
 
     def __call__(
         self, hidden: Tensor, normed: Tensor, angles: Angles, attend: Attend, layer: int, exchange: TokenExchange
     ) -> tuple[Tensor, Tensor]:
-        """Residual stream entering the layer, and that after `input_norm`, `[T, H]` each -> two tensors `[T, H]` whose
-        sum is the residual stream leaving the layer. The next `add_norm` adds them up.
+        """Return two tensors `[T, H]`, whose sum is the residual stream that leaves the layer; the next `add_norm` adds
+        them up. `hidden` `[T, H]` is the residual stream that enters the layer, and `normed` is `hidden` after
+        `input_norm`.
         """
         out = self._normed(self.attention(normed, angles, attend, layer, exchange), self.after_attention)
         hidden, normed = self.kernels.add_norm(hidden, out, self.post_norm, self.eps)

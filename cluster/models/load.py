@@ -123,7 +123,7 @@ class Loader(WeightLoader):
         return Mlp(self.kernels, self.weight(gate_up), down, gate_up_bias, down_bias, Activation(g.activation))
 
     def experts(self, prefix: str, g: LayerGeometry, moe: Moe) -> Experts:
-        """Return this rank's experts under `prefix` (or its columns of them), with their gate and shared MLP."""
+        """Return the experts block under `prefix`: the gate, and this rank's part of the experts and the shared MLP."""
         start, stop = self.sharding.expert_columns.span(moe.intermediate)
         local_ids = range(*self.sharding.experts.span(moe.experts))
         biases: tuple[Tensor | None, Tensor | None] = (None, None)
@@ -179,8 +179,9 @@ class Loader(WeightLoader):
     def _stacked_experts(
         self, prefix: str, g: LayerGeometry, moe: Moe, local_ids: range
     ) -> tuple[Stack, Stack, Tensor, Tensor | None]:
-        """Return the experts of gpt-oss: gates and ups, downs, and the biases of both. On disk, a tensor holds all
-        experts, and gate and up columns alternate. Matrices in MXFP4 are output-major, others are not.
+        """Return this rank's experts of gpt-oss: the gate and up matrices, the down matrices, and the biases of each
+        (None for down if another rank adds it). On disk, one tensor holds all experts, and gate and up alternate. A
+        matrix is `[outputs, inputs]` on disk if it is in MXFP4, otherwise `[inputs, outputs]`.
         """
         num_experts, hidden, intermediate = moe.experts, g.hidden, moe.intermediate
         span, expert_span = self.sharding.expert_columns.span(intermediate), (local_ids.start, local_ids.stop)
@@ -234,7 +235,9 @@ class Loader(WeightLoader):
 
 
 def gates_last(packed: Tensor, heads: int, d: int) -> Tensor:
-    """Move gates to the end of outputs `[.., 2 n d + more]` that begin with (query, gate) of each of n heads."""
+    """Return `packed` with the gates moved to the end of the last dimension. `packed` is `[.., 2 n d + more]`. It
+    begins with query and gate of head 0, query and gate of head 1, and so on, for n = `heads` heads.
+    """
     query_gate_pairs = packed[..., : 2 * heads * d].reshape(*packed.shape[:-1], heads, 2, d)
     return concat(
         [

@@ -26,7 +26,7 @@ class Mlp:
 
     @property
     def exchange_calls(self) -> tuple[str, ...]:
-        """Return the exchange calls of a forward, in order."""
+        """Return the names of the `TokenExchange` methods that a forward calls, in order."""
         return "gather", "scatter"
 
     def __call__(self, rows: Tensor, exchange: TokenExchange) -> Tensor:
@@ -34,6 +34,6 @@ class Mlp:
         return exchange.scatter(self.partial_sum(exchange.gather(rows)))
 
     def partial_sum(self, rows: Tensor) -> Tensor:
-        """Return this rank's partial sum for rows that are gathered already, `[T, H]`."""
+        """Return this rank's partial sum of the output, `[T, H]`, for `rows` `[T, H]`. Nothing is exchanged."""
         gate_and_up = self.gate_up(rows, self.gate_up_bias)
         return self.down(self.kernels.activate(gate_and_up, self.activation), self.down_bias)

@@ -72,8 +72,8 @@ def load_draft_list(
 def share_embed_and_head(draft: DraftModel, target: DecoderTarget, context: ModelContext) -> None:
     """Give a draft the target's embedding and head, in the draft's own sharding, if the draft has none of its own.
 
-    They are read again, whole, in two cases: the draft's vocabulary is sharded otherwise than the target's; or the
-    target's is sharded, and the draft uses only some columns of the target's head.
+    The target's loaded tensors are not enough in two cases, and unsharded tensors are read again: the draft's
+    vocabulary is not sharded like the target's, or the draft uses only some columns of a sharded head.
     """
     spec, vocab = draft.spec, context.sharding.vocab
     embed, head = target.get_embed_and_head()

@@ -20,8 +20,8 @@ def frequencies(rope: Rope, dim: int) -> Tensor:
 
     llama3, as in the Llama 3.1 release, divides frequencies of long wavelengths by `factor`, and blends those in the
     band between its two frequency factors. In YaRN (arXiv 2309.00071) the band lies between the dimensions that turn
-    `beta_fast` and `beta_slow` times over the original length. Beyond the length of a dynamic scaling, frequencies are
-    those of `dynamic_frequencies`.
+    `beta_fast` and `beta_slow` times over the original length. Dynamic scaling has no effect here; for positions beyond
+    its length, `dynamic_frequencies` is used instead.
     """
     inverse = 1.0 / rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float64) / dim)
     if rope.llama3 is not None:
@@ -61,7 +61,7 @@ class RotaryTable:
     """cos and signed sin per position, `[P, 1, d]` each; see `Angles`.
 
     The table is allocated for all P positions that may ever be served, so that its address never changes and captured
-    programs can read it. Rows behind the first `INITIAL_ROWS` are computed when `prepare_positions` needs them. On a
+    programs can read it. Rows after the first `INITIAL_ROWS` are computed when `prepare_positions` asks for them. On a
     CPU, rows that were never written take no physical memory.
     """
 

@@ -104,7 +104,9 @@ def _scale_block(files: StoredTensors, matrix: StoredMatrix, name: str, counts: 
 
 
 def _group_sizes(inputs: int, groups: int) -> list[int]:
-    """Return the possible sizes of `groups` groups of `inputs` inputs; several only if the last may be partial."""
+    """Return the sizes that a group may have if `inputs` inputs form `groups` groups. There is more than one size only
+    if the last group may be partial.
+    """
     if groups == 1:
         return [inputs]
     exact_sizes = {inputs // groups} if inputs % groups == 0 else set()
@@ -112,12 +114,13 @@ def _group_sizes(inputs: int, groups: int) -> list[int]:
 
 
 def _num_blocks(size: int, block_size: int) -> int:
-    """Return ceil(size / each), the number of parts of `block_size`; 1 if `block_size` is 0."""
+    """Return the number of blocks of `block_size` that cover `size`, rounded up; 1 if `block_size` is 0."""
     return -(-size // block_size) if block_size else 1
 
 
 def select_inputs(files: StoredTensors, matrix: StoredMatrix, values: Tensor, size: int) -> tuple[Tensor, int]:
-    """Cut scales or zeros `[O, G]` of all inputs to the requested inputs; return these, and how many inputs share one.
+    """Return the scales (or zeros) of the requested inputs, out of the `values` `[O, G]` of all inputs. Also return how
+    many inputs share a scale.
 
     A group has `size` inputs, the last one perhaps fewer. If the requested inputs are not whole groups of neighbours,
     each input gets an entry of its own, and the group size is 1.
@@ -133,7 +136,9 @@ def select_inputs(files: StoredTensors, matrix: StoredMatrix, values: Tensor, si
 
 
 def group_indices(start: int, stop: int, size: int, scales: Tensor) -> Tensor:
-    """Return the group (of `size` neighbours) of numbers `start` to `stop - 1`, as an index into `scales`."""
+    """Return the group index of each of the inputs (or outputs) `start` to `stop - 1`, int64 `[stop - start]`. A group
+    is `size` neighbours. The result is on the device of `scales`, so that it can index them.
+    """
     device = "cpu" if scales.is_meta else scales.device  # arithmetic on the meta device is slow
     return torch.arange(start, stop, device=device) // size
 

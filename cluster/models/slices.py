@@ -46,7 +46,9 @@ class SliceRun(NamedTuple):
 
 
 def slice_runs(shape: tuple[int, ...], index: Index, itemsize: int) -> tuple[tuple[int, ...], Iterator[SliceRun]]:
-    """Return the shape of what `index` selects of a tensor, and its runs, whose `start` is relative to the tensor."""
+    """Return the shape of the slice that `index` selects of a tensor of `shape`, and an iterator over the slice's runs.
+    The `start` of a run is relative to the first byte of the tensor.
+    """
     full_index = (*index, *[slice(None)] * (len(shape) - len(index)))
     bounds, result_shape = list[tuple[int, int]](), list[int]()
     for selector, size in zip(full_index, shape, strict=True):

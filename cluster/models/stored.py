@@ -16,7 +16,9 @@ Index = tuple[slice | int, ...]
 
 
 class StoredTensors(Protocol):
-    """A checkpoint as the readers of quantised formats see it; names are those on disk."""
+    """A checkpoint as the readers of quantised formats see it. Tensors have the checkpoint's own names, normalised as
+    in `normalise_name`.
+    """
 
     quantisation: Quantisation
 

@@ -17,7 +17,7 @@ class QuantisationTally:
     nbytes: int = 0
 
     def count_packed(self, matrix: Quantised, weight: Weight | Stack, count: int = 1) -> None:
-        """Count `count` matrices like `matrix` that stay packed, as `weight`."""
+        """Count `count` matrices that stay packed and are like `matrix`; `weight` holds all of them."""
         self.packed[matrix.description] += count
         outputs, inputs = matrix.shape
         self.num_values += count * outputs * inputs

@@ -43,7 +43,9 @@ class DecoderTarget:
 
     @property
     def exchange_calls(self) -> tuple[tuple[str, ...], tuple[str, ...], int, int]:
-        """Return the exchange calls of a forward and of the head, in order; H; the width of this shard's logits."""
+        """Return four values: the names of the `TokenExchange` methods that a forward calls, in order; the names of
+        those that the head calls; H; the number of columns of this shard's logits.
+        """
         forward = ("embed", *(op for layer in self._layers for op in layer.exchange_calls))
         return forward, ("head",), self.arch.hidden, self._head.columns
 

@@ -1,8 +1,9 @@
 """EAGLE-1 and EAGLE-2 (arXiv 2401.15077, 2406.16858): the same weights; only the tree differs.
 
-A draft is: x = fc([embed | target's post-norm hidden]), then one Llama layer without a norm before its attention, and
-no final norm. Embedding and head are the target's. fc has a bias unless the config's key `eagle_fc_bias` or, if that is
-missing, `bias` is false. In a draft by FR-Spec, `d2t` picks rows of the target's head.
+A draft is: x = fc([embed | target's post-norm hidden]), then Llama layers (usually one; the first has no norm before
+its attention), and no final norm. It uses the target's embedding and head unless it has its own. fc has a bias unless
+the config's key `eagle_fc_bias` or, if that is missing, `bias` is false. In a draft by FR-Spec, `d2t` picks rows of the
+target's head.
 """
 
 from cluster.arch.draft.facts import FactResolver

@@ -21,7 +21,7 @@ class FactResolver:
         self._overrides = overrides
         self.choices: list[ResolvedFact] = []
         self.doubts: list[str] = []
-        """Oddities of a draft that is served nevertheless: sentences without the folder's name."""
+        """Sentences about what is odd in the draft, which is served nevertheless. They do not name its folder."""
 
     def choose(self, fact: str, value: Any, source: str) -> Any:
         """Return the override of `fact` or, without an override, `value`, which comes from `source`. Record the

@@ -94,7 +94,7 @@ def _common_names(shapes: Shapes) -> Shapes:
 
 
 def _mla_geometry(params: ConfigKeys, dense_target: TargetArch) -> LayerGeometry:
-    """Return the dense MLA layer in DeepSeek's form. If `apply_scale` is true, YaRN scales the softmax instead of cos
+    """Return the geometry of a dense layer with MLA. If `apply_scale` is true, YaRN scales the softmax instead of cos
     and sin.
     """
     g, yarn = dense_target.layer, dense_target.layer.rope.yarn

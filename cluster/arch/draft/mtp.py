@@ -25,8 +25,8 @@ from cluster.config import ConfigError
 class MtpFormat:
     """A producer's names for the tensors of an MTP layer, and its conventions, which `DraftSpec` explains.
 
-    `prefix` precedes all names, with the layer's number as {index}; `layer_prefix` also precedes the names of the
-    decoder layer. `fc` is the name of fc. `tensor_name_rules` rename parts of the decoder layer.
+    `layer_prefix` precedes the names of the tensors in the decoder layer, and `prefix` precedes all other names. Both
+    may contain {index}, the layer's number. `tensor_name_rules` rename parts of the decoder layer.
     """
 
     dialect: str
@@ -167,7 +167,7 @@ def read_mtp(folder: str, keys: ConfigKeys, shapes: Shapes, target: TargetArch, 
 
 
 def _layer_geometry(folder: str, keys: ConfigKeys, shapes: Shapes, mtp_format: MtpFormat, prefix: str) -> LayerGeometry:
-    """Return the decoder layer, with the target family's attention: latent as in DeepSeek, or grouped heads."""
+    """Return the geometry of the decoder layer. Its tensors decide between latent attention and grouped heads."""
     is_dense = any(f"{prefix}.mlp.{part}_proj.weight" in shapes for part in ("gate", "up", "down"))
     if mtp_format is QWEN:
         full_keys = keys.with_defaults(NEXT_DEFAULTS)

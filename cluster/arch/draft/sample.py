@@ -1,7 +1,8 @@
 """`draft_sample.json`: a draft's output on some tokens, recorded when it was known to be right, and checked on load.
 
-A draft that is read wrongly still loads and serves; only the acceptance falls, by half or by a few percent. The draft's
-output at one position shows such a mistake: the difference is larger than any rounding, in any dtype.
+If the loader misreads a draft, the draft still loads and serves; only the acceptance falls, by half or by a few
+percent. The draft's output at one position shows such a mistake: it differs from the recorded output by more than
+rounding can explain, in any dtype.
 """
 
 import math

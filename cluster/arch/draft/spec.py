@@ -1,5 +1,5 @@
 """`DraftSpec`: every width, layer number and convention of a draft that speculation needs. A spec is resolved once,
-from tensor names and shapes first and the config second; no other code reads those keys of the config.
+from tensor names and shapes first and the config second. No other code reads these facts from the config.
 """
 
 import re
@@ -44,10 +44,10 @@ class DraftSpec:
     - `fc` joins aux hidden states at extend (kind `eagle3`), or embedding and hidden in every forward (other kinds), in
       `concat_order`; if `pair_norms`, embedding and hidden are normed before.
     - `norm_before_residual`: the residual of a `pair` layer is the normed hidden.
-    - `recurrent`: the next level reads the output before or after the final norm.
+    - `recurrent`: the next level of the tree reads this level's output before ("pre") or after ("post") the final norm.
     - `vocab_map`: the draft ranks the ids of its `d2t`. `token_map`: it ranks the ids of a separate file. Otherwise it
       ranks all target ids.
-    - `zero_first`: a runner's first row has a zero embedding.
+    - `zero_first`: the embedding is zero in the first row of a sequence that a runner reads.
     - `query_scaling` (length, beta): queries at position p are multiplied by 1 + beta log(1 + p // length).
     - `runners`: the number of models in the draft runner list; each has these `layers`. If `chained`, runner i reads
       the output of runner i - 1, otherwise the target's hidden.
@@ -101,12 +101,12 @@ class DraftSpec:
 
     @property
     def layer(self) -> LayerGeometry:
-        """The first layer; all layers have its width and its heads."""
+        """The geometry of the first layer. All layers have the same width and the same numbers of heads."""
         return self.layers[0].geometry
 
     @property
     def hidden(self) -> int:
-        """The draft's recurrent width H."""
+        """H, the width of the hidden state that a draft layer reads and returns."""
         return self.layer.hidden
 
     @property

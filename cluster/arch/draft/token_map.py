@@ -65,8 +65,8 @@ def vocabulary_map_doubts(folder: str, shapes: Shapes, map_size: int, vocab_size
     """Return doubts about the map `d2t` of `map_size` ids in a draft's folder.
 
     A `d2t` of only zeros means the target's first ids. If the checkpoint has no `t2d` as well, such a `d2t` was most
-    likely never filled in, and gives a doubt. A sparse file without data, as in an outline of a remote file, gives no
-    doubt.
+    likely never filled in, and gives a doubt. If the `d2t` lies in a hole of a sparse file, its data was not fetched,
+    and no doubt is returned.
 
     Raises:
         ConfigError: a file of the folder is missing or malformed.

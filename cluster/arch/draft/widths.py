@@ -57,7 +57,7 @@ def draft_geometry(
         data["head_dim"] = query[0] // heads
     out_bias_name, mlp_bias_name = f"{prefix}.self_attn.o_proj.bias", f"{prefix}.mlp.up_proj.bias"
     has_qkv_bias = f"{prefix}.self_attn.q_proj.bias" in shapes
-    is_qwen2 = str(keys.data.get("model_type")) in ("qwen2", "mimo")  # whose `attention_bias` means q, k and v only
+    is_qwen2 = str(keys.data.get("model_type")) in ("qwen2", "mimo")  # here `attention_bias` means q, k and v only
     bias_means_qkv_only = is_qwen2 and has_qkv_bias and keys.data.get("attention_bias") is True
     return replace(
         geometry_of(ConfigKeys(data, keys.folder), allow_partial_rotary=allow_partial_rotary),
@@ -78,7 +78,9 @@ def is_latent(shapes: Shapes, prefix: str) -> bool:
 
 
 def latent_geometry(keys: ConfigKeys, has_dense_mlp: bool = True) -> LayerGeometry:
-    """Return one layer of latent attention as DeepSeek-V3 configures it, with a dense MLP or with experts."""
+    """Return the geometry of one layer with latent attention, read from DeepSeek-V3's keys. Its MLP is dense if
+    `has_dense_mlp`, otherwise experts.
+    """
     data = dict(keys.data) | {"num_hidden_layers": 1, "first_k_dense_replace": int(has_dense_mlp)}
     return deepseek_v3(keys.with_data(data)).layer
 
@@ -107,8 +109,9 @@ def layers_with_windows(
 def record_window_doubt(
     facts: FactResolver, keys: ConfigKeys, used_window: int | None, interpretation: str, remedy: str
 ) -> None:
-    """Record how a `sliding_window` was read if the draft's format does not define that key. `used_window` is the
-    window that the layers have, or None for full attention.
+    """Record the window that the layers get, and a doubt. Call this for a config that has the key `sliding_window`
+    although the draft's format does not define it. `used_window` is None for full attention. `interpretation` and
+    `remedy` are parts of the doubt's text.
     """
     model_type, configured_window = keys.data.get("model_type"), keys.data["sliding_window"]
     facts.choose(
@@ -121,7 +124,9 @@ def record_window_doubt(
 
 
 def with_rope_layout(geometry: LayerGeometry, facts: FactResolver, convention: str, source: str) -> LayerGeometry:
-    """Return the layer with its checkpoint's rotary layout; latent attention always rotates neighbouring pairs."""
+    """Return `geometry` with the rotary layout of the checkpoint: the override, or else `convention`. A geometry with
+    latent attention is returned unchanged, because it always rotates neighbouring pairs.
+    """
     if geometry.latent is not None:
         return geometry
     layout = facts.choose("rope_layout", convention, source)

@@ -44,7 +44,8 @@ def deepseek_v3(keys: ConfigKeys) -> TargetArch:
 
 
 def read_grouped_moe(keys: ConfigKeys) -> Moe:
-    """Return experts chosen by groups with sigmoid scores and a correction bias, and shared experts for every token.
+    """Return the `Moe` of DeepSeek-V3: experts in groups, with sigmoid scores and a correction bias, and shared experts
+    for every token.
 
     Raises:
         ConfigError: the experts cannot be divided into the groups, or too many groups are chosen.

@@ -51,7 +51,9 @@ NEXT_NAMES = (
 
 
 def read_qwen3_next_moe(keys: ConfigKeys) -> Moe:
-    """Return Qwen3-Next's experts, scored by a softmax over all experts, and a gated shared expert for every token."""
+    """Return the `Moe` of Qwen3-Next: scores are a softmax over all experts, and every token also uses a gated shared
+    expert.
+    """
     experts, active = keys.integer("num_experts", 512), keys.integer("num_experts_per_tok", 10)
     if active > experts:
         raise keys.error(f"num_experts_per_tok {active} exceeds the {experts} experts")

@@ -43,7 +43,7 @@ class TensorLocation(NamedTuple):
 
 
 def read_header(path: Path) -> dict[str, TensorLocation]:
-    """Return the tensors of one file by name.
+    """Return dtype, shape and place of each tensor in a safetensors file, keyed by the tensor's name.
 
     Raises:
         ConfigError: the file is not a readable safetensors file. The message names the file and any faulty tensor.

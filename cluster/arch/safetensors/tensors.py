@@ -23,7 +23,9 @@ SCALE_SUFFIXES = re.compile(
 
 
 def target_tensors(arch: TargetArch) -> NamedShapes:
-    """Yield (name, shape) of every tensor that the target needs. Names are ours, not the checkpoint's."""
+    """Yield (name, shape) of every tensor that the target needs. `TargetArch.stored_name` maps such a name to the name
+    in the checkpoint.
+    """
     yield "embed_tokens.weight", (arch.vocab_size, arch.hidden)
     for index, layer in enumerate(arch.layers):
         yield from layer_tensors(f"layers.{index}", layer)
@@ -105,7 +107,9 @@ def _experts(prefix: str, hidden: int, moe: Moe) -> NamedShapes:
 
 
 def _packed_alternatives(name: str) -> tuple[tuple[str, ...], ...]:
-    """Return the sets of tensors that may replace `name`: MXFP4's, compressed-tensors', and that of AWQ and GPTQ."""
+    """Return three tuples of tensor names. Each tuple may replace `name` in a quantised checkpoint: the first in MXFP4,
+    the second in compressed-tensors, the third in AWQ and GPTQ.
+    """
     stem = name.removesuffix(".weight")
     awq_gptq_names = tuple(f"{stem}.{part}" for part in ("qweight", "qzeros", "scales"))
     return (f"{name}_blocks", f"{name}_scales"), (f"{stem}.weight_packed", f"{stem}.weight_scale"), awq_gptq_names

@@ -30,9 +30,9 @@ def array_of(
     max_items: int | None,
     required_prefix: int | None = None,
 ) -> Node:
-    """Return an array of `min_items` to `max_items` values: the `prefix_items`, then any number of values `extra_item`.
-    If `required_prefix` is None, all of `prefix_items` must be written. Otherwise the array may end after the first
-    `required_prefix` of them.
+    """Return the grammar of arrays of `min_items` to `max_items` values: first the `prefix_items`, then any number of
+    values `extra_item`. If `required_prefix` is None, all of `prefix_items` must be written. Otherwise the array may
+    end after the first `required_prefix` of them.
     """
     prefix_items = prefix_items if max_items is None else prefix_items[:max_items]
     min_extra = max(0, min_items - len(prefix_items))
@@ -88,8 +88,8 @@ def array_of_schema(
 
 
 def _set_of(rules: Rules, schema: Schema, plain_schemas: list[Schema], min_items: int, max_items: int | None) -> Node:
-    """Return an array of distinct values that the schema names. If there are more than `MAX_UNORDERED_VALUES` values,
-    they come in the schema's order.
+    """Return the grammar of arrays of distinct values, each of which the schema names. If the schema names more than
+    `MAX_UNORDERED_VALUES` values, an array must keep the schema's order.
     """
     values_by_schema = [_allowed_values(plain_schema) for plain_schema in plain_schemas]
     if "prefixItems" in schema or None in values_by_schema:

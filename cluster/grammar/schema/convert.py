@@ -24,8 +24,8 @@ NULL = Literal("null")
 
 
 def schema_grammar(schema: Any, compact: bool = False) -> str:
-    """Return the grammar of a JSON schema, parsed by `parse_exact_json`, in xgrammar's notation. If `compact`, outputs
-    have no white space between JSON tokens.
+    """Return the grammar of a JSON schema in xgrammar's notation. `schema` is what `parse_exact_json` returns for the
+    schema's text. If `compact`, outputs have no white space between JSON tokens.
 
     Raises:
         GrammarError: `schema` is not a schema, or uses a keyword that is not enforced; the message says where.
@@ -41,7 +41,7 @@ def object_grammar(compact: bool = False) -> str:
 
 
 def parse_exact_json(text: str) -> Any:
-    """Parse JSON with exact numbers.
+    """Return the value of a JSON text. A number with a fraction or an exponent becomes a `Decimal`, so it stays exact.
 
     Raises:
         GrammarError: the text is not JSON.

@@ -1,5 +1,5 @@
-"""The string formats that are enforced, as regular expressions. An expression matches a part of its format, or all of
-it, but never more.
+"""The string formats that are enforced, as regular expressions. An expression matches only valid texts of its format,
+but not always all of them.
 """
 
 _YEAR = r"[1-9]\d{3}"

@@ -34,7 +34,7 @@ KEYWORDS_OF_TYPE = {
 }
 TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
 COMBINING_KEYWORDS = frozenset({"$ref", "allOf", "anyOf", "oneOf", "not", "if", "then", "else"})
-# evaluated last: they apply to properties and items that no other part of the schema describes
+# These keywords are read last, because they apply to properties and items that no other part of the schema describes.
 UNEVALUATED_KEYWORDS = ("unevaluatedProperties", "unevaluatedItems")
 EXCLUDED_VALUES = "not in"  # not a JSON Schema keyword: in a plain schema, the values that `not` excludes
 CONSTRAINTS = (
@@ -159,7 +159,9 @@ def size_keyword(schema: Schema, name: str) -> int | None:
 
 
 def is_closed(schema: Schema) -> bool:
-    """Whether objects have only the declared properties."""
+    """Whether the grammar of this plain schema allows no properties except those that the schema declares, or that
+    `propertyNames` allows.
+    """
     extra_schema = schema.get("additionalProperties", schema.get("unevaluatedProperties"))
     declares_names = bool(schema.keys() & {"properties", "patternProperties", "propertyNames"})
     return "patternProperties" not in schema and (extra_schema is False or (extra_schema is None and declares_names))

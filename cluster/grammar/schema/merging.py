@@ -19,10 +19,11 @@ UPPER_BOUNDS = ("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProp
 
 
 def merge(left: Schema, right: Schema, path: str) -> Schema | None:
-    """Return a plain schema for the values that are valid for both. Return None if types, enum or const show that there
-    is no such value.
+    """Return a plain schema for the values that are valid for both. Return None if the types that both allow, and the
+    values in enum and const, leave no value.
 
     Raises:
+        EmptyError: both have `enum`, or both have `const`, and no value is in both.
         GrammarError: the two have constraints that one schema cannot express together.
     """
     left, right = _with_other_properties(left, right, path), _with_other_properties(right, left, path)
@@ -97,7 +98,9 @@ def _as_tuple(pattern: Any) -> tuple[Any, ...]:
 
 
 def with_unevaluated(schema: Schema, name: str, value: Any, path: str) -> Schema:
-    """Return the schema with the rule `name: value` for properties or items that no keyword of the schema describes."""
+    """Return the schema with the keyword `name` (unevaluatedProperties or unevaluatedItems) and its `value` added. If
+    the schema itself describes every property or item, it is returned unchanged.
+    """
     covering_keywords = ("additionalProperties",) if name == "unevaluatedProperties" else ("items",)
     if any(keyword in schema for keyword in covering_keywords):
         return schema  # this keyword describes every property or item, so the rule applies to none

@@ -1,4 +1,6 @@
-"""JSON numbers within exact bounds as grammars: bounds are decimals of any size, compared digit by digit."""
+"""JSON numbers within exact bounds as grammars. A bound is a decimal of at most `MAX_DIGITS` digits, and a grammar
+compares digit by digit.
+"""
 
 import math
 from decimal import Decimal
@@ -24,7 +26,9 @@ MAX_MULTIPLES = 2000
 
 
 def integer(rules: Rules, schema: Schema) -> Node:
-    """Return an integer by `minimum`, `maximum`, their exclusive forms, `multipleOf` and `format`."""
+    """Return the grammar of the integers allowed by `minimum`, `maximum`, their exclusive forms, `multipleOf` and
+    `format`.
+    """
     minimum, maximum = _integer_bounds(schema)
     if minimum is not None and maximum is not None and minimum > maximum:
         raise GrammarError("no integer lies between minimum and maximum")
@@ -64,8 +68,8 @@ def _format_bounds(schema: Schema) -> tuple[int, int] | None:
 
 
 def number(rules: Rules, schema: Schema) -> Node:
-    """Return a number by `minimum`, `maximum`, their exclusive forms and `multipleOf`. If the schema has any of these
-    keywords, the number is written without exponent.
+    """Return the grammar of numbers that `minimum`, `maximum`, their exclusive forms, `multipleOf` and `format` allow.
+    If any of these keywords limits the numbers, they are written without exponent.
     """
     step = _number_keyword(schema, "multipleOf")
     if _format_bounds(schema) is not None or (step is not None and step == math.floor(step)):
@@ -81,7 +85,7 @@ def number(rules: Rules, schema: Schema) -> Node:
 
 
 def _bounded_number(schema: Schema) -> Node:
-    """Return a number within the bounds of a schema."""
+    """Return the grammar of numbers within the bounds of a schema."""
     low, low_exclusive = _lower_bound(schema)
     high, high_exclusive = _upper_bound(schema)
     if low is None and high is None:
@@ -146,7 +150,7 @@ def _signed_integers(minimum: int | None, maximum: int | None) -> Node:
 
 
 def _unsigned_integers(minimum: int, maximum: int | None) -> Node:
-    """Return an integer from `minimum` (0 or more) to `maximum`, without leading zeros."""
+    """Return the grammar of integers from `minimum` (0 or more) to `maximum`, written without leading zeros."""
     min_digits = str(minimum)
     if maximum is None:
         longer = seq(chars((0x31, 0x39)), repeat(DIGIT, len(min_digits), len(min_digits)), DIGITS)
@@ -162,7 +166,7 @@ def _unsigned_integers(minimum: int, maximum: int | None) -> Node:
 
 
 def _digits_of_same_length(low: str, high: str) -> Node:
-    """Return the digit strings from `low` to `high`, which have the same length."""
+    """Return the grammar of the digit strings from `low` to `high`, which have the same length."""
     if not low:
         return EMPTY
     rest_length = len(low) - 1
@@ -186,7 +190,9 @@ Bound = tuple[Decimal, bool]
 
 
 def _unsigned_numbers(low: Bound, high: Bound | None) -> Node:
-    """Return a number without sign from `low` (0 or more) to `high`. A bound is (value, whether it is exclusive)."""
+    """Return the grammar of numbers without a sign, from `low` (0 or more) to `high`. A bound is (value, whether it is
+    exclusive).
+    """
     low_integer, low_fraction = _split_decimal(low[0])
     if high is None:
         return alt(
@@ -211,8 +217,8 @@ def _split_decimal(value: Decimal) -> tuple[int, str]:
 
 
 def _fraction_at_least(bound: str, is_exclusive: bool) -> Node:
-    """Return a fraction part, or none, with a value of at least the fraction digits `bound`; if `is_exclusive`, above
-    them.
+    """Return the grammar of fraction parts, such as `.25`, whose value is at least that of the digits `bound` after a
+    point; if `is_exclusive`, it must be greater. An absent fraction part counts as 0.
     """
     if not bound and not is_exclusive:
         return FRACTION
@@ -233,7 +239,9 @@ def _fraction_between(low: str, low_exclusive: bool, high: str, high_exclusive: 
 
 
 def _digits_at_least(bound: str, is_exclusive: bool) -> Node:
-    """Return one or more digits whose value as a fraction is at least that of `bound`; if `is_exclusive`, above it."""
+    """Return the grammar of one or more digits after a point whose value is at least that of the digits `bound` after a
+    point; if `is_exclusive`, it must be greater.
+    """
     if not bound:
         return seq(repeat(chars_of("0")), chars((0x31, 0x39)), DIGITS) if is_exclusive else seq(DIGIT, DIGITS)
     rest_digits = _digits_at_least(bound[1:], is_exclusive)
@@ -242,7 +250,9 @@ def _digits_at_least(bound: str, is_exclusive: bool) -> Node:
 
 
 def _digits_at_most(bound: str, is_exclusive: bool) -> Node:
-    """Return one or more digits whose value as a fraction is at most that of `bound`; if `is_exclusive`, below it."""
+    """Return the grammar of one or more digits after a point whose value is at most that of the digits `bound` after a
+    point; if `is_exclusive`, it must be smaller.
+    """
     if not bound:
         return Chars(()) if is_exclusive else repeat(chars_of("0"), 1)
     smaller_digits = _digit_range("0", chr(ord(bound[0]) - 1))
@@ -255,8 +265,8 @@ def _digits_at_most(bound: str, is_exclusive: bool) -> Node:
 
 
 def _digits_between(low: str, low_exclusive: bool, high: str, high_exclusive: bool) -> Node:
-    """Return one or more digits whose value as a fraction is between two bounds of the same length. `low_exclusive` and
-    `high_exclusive` say whether the bounds `low` and `high` are exclusive.
+    """Return the grammar of one or more digits after a point whose value is between those of `low` and `high`, which
+    have the same length. `low_exclusive` and `high_exclusive` say whether the bounds are exclusive.
     """
     if not low:
         return Chars(()) if low_exclusive or high_exclusive else repeat(chars_of("0"), 1)
@@ -282,7 +292,7 @@ def _digits_between(low: str, low_exclusive: bool, high: str, high_exclusive: bo
 
 
 def _integer_multiples(rules: Rules, step: Decimal, minimum: int | None, maximum: int | None) -> Node:
-    """Return an integer between bounds that is a multiple of a step."""
+    """Return the grammar of integers from `minimum` to `maximum` that are multiples of `step`. None means no bound."""
     integer_step = step.as_integer_ratio()[0]  # an integer is a multiple of 2.5 = 5/2 exactly if it is a multiple of 5
     if minimum is not None and maximum is not None and (maximum - minimum) // integer_step <= MAX_MULTIPLES:
         multiples = [
@@ -303,10 +313,11 @@ RemainderState = tuple[int, int | None]
 
 
 def _multiples_of(rules: Rules, allowed: Node, step: Decimal) -> Node:
-    """Return the numbers of `allowed`, without exponent, that are multiples of a step.
+    """Return the grammar of the numbers that `allowed` matches and that are multiples of `step`. `allowed` has no
+    exponents.
 
-    The state of the automaton is the remainder of the digits so far, and the number of decimals so far, which is None
-    before the decimal point. A multiple has no more decimals than its step.
+    A state is (remainder, decimals): the digits read so far, as an integer, modulo the step, and the number of digits
+    read after the point (None before the point). A multiple has no more decimals than its step.
     """
     decimal_places = max(0, -int(step.normalize().as_tuple().exponent))
     divisor = int(step.scaleb(decimal_places))

@@ -39,7 +39,7 @@ class Members:
 
 
 def object_of(rules: Rules, members: Members) -> Node:
-    """Return an object with these members."""
+    """Return the grammar of objects with these members."""
     max_counted = max(1, members.min_properties if members.max_properties is None else members.max_properties)
     content = in_order(rules, members.ordered_members, _tail(rules, members, max_counted), members.max_properties)
     return rules.add(seq(Literal("{"), SPACES, content, Literal("}")))
@@ -177,8 +177,8 @@ def _listed_names(name_schemas: list[Schema]) -> list[str] | None:
 
 
 def _undeclared_key(rules: Rules, declared: Collection[str]) -> Node:
-    """Return a key that is not in `declared`. The key has no escapes, so it cannot be another spelling of a declared
-    name.
+    """Return the grammar of keys that are not in `declared`. If there are declared names, the keys have no escapes, so
+    that no key is another spelling of a declared name.
     """
     if not declared:
         return any_string(rules)
@@ -187,7 +187,7 @@ def _undeclared_key(rules: Rules, declared: Collection[str]) -> Node:
 
 
 def _different_name(excluded_names: list[str]) -> Node:
-    """Return the rest of a key that differs from all of `excluded_names`."""
+    """Return the grammar of all texts without escapes that differ from each of `excluded_names`."""
     first_chars = sorted({name[0] for name in excluded_names if name})
     end_node: Node = NO_MATCH if "" in excluded_names else EMPTY
     other_start = seq(minus(UNESCAPED, chars_of("".join(first_chars))), repeat(UNESCAPED))

@@ -9,7 +9,8 @@ MAX_STATES = 10_000
 
 
 def in_order(rules: Rules, elements: list[tuple[Node, bool]], end_nodes: list[Node], max_written: int | None) -> Node:
-    """Return the elements in order, at most `max_written` of them. The bool of an element says whether it is required.
+    """Return the grammar of texts in which the elements come in order, at most `max_written` of them. `elements` holds
+    (grammar of the element, whether it is required).
 
     `end_nodes[n]` is the grammar of what follows the last element if n elements have been written; the last entry also
     holds for larger n. There is one rule for each pair of a position in `elements` and a number of elements written.

@@ -1,6 +1,6 @@
-"""Reads a JSON Schema into a list of plain schemas (`keywords`); a value is valid if one of them allows it. Every
-keyword is either known or refused by name. References are resolved, and combinations (allOf, anyOf, oneOf, if) are
-multiplied out.
+"""Reads a JSON Schema into a list of plain schemas (`keywords.py` explains them); a value is valid if one of them
+allows it. Every keyword is either known or refused by name. References are resolved, and combinations (allOf, anyOf,
+oneOf, if) are multiplied out.
 """
 
 from collections.abc import Mapping
@@ -156,8 +156,8 @@ class SchemaReader:
         return [schema for schema in merged if schema is not None]
 
     def _disjoint(self, left: Schema, right: Schema, path: str) -> bool:
-        """Whether no object is valid for both: a property that both describe, and at least one requires, has no value
-        that is valid for both.
+        """Return whether no object is valid for both because of one property. Both schemas describe this property, at
+        least one requires it, and no value of it is valid for both.
         """
         left_properties, right_properties = left.get("properties", {}), right.get("properties", {})
         if not isinstance(left_properties, dict) or not isinstance(right_properties, dict):
@@ -188,7 +188,7 @@ class SchemaReader:
                     )
 
     def _excludes(self, generated: Schema, other: Schema, path: str) -> bool:
-        """Whether no value generated from the plain schema `generated` is valid for `other`."""
+        """Whether it is certain that no value generated from the plain schema `generated` is valid for `other`."""
         values, other_values = enumerated_values(generated), enumerated_values(other)
         if values is not None and other_values is not None:
             return not {canonical_text(value) for value in values} & {canonical_text(value) for value in other_values}

@@ -1,4 +1,6 @@
-"""Writes automata as rules. A state that several other states lead to gets a rule; other states are written inline."""
+"""Writes automata as rules. A state gets a rule if several other states lead to it, or if it would be nested deeper
+than `MAX_INLINE_DEPTH`. Other states are written inline.
+"""
 
 from collections import Counter
 from collections.abc import Callable
@@ -17,8 +19,10 @@ def automaton_rules(
     end: Node = EMPTY,
     lookahead: Node | None = None,
 ) -> Node:
-    """Return the rules of an automaton. `chars_node` returns the grammar of one character class; `end` follows the
-    whole text. Every rule reads the rest of the text and `end`, so the same `lookahead` holds after every rule.
+    """Add the rules of an automaton to `rules`. Return the grammar of the automaton's texts, each followed by `end`.
+
+    `chars_node` returns the grammar of one character class. Every rule matches the rest of a text and `end`, so the
+    same `lookahead` holds after every rule.
     """
     rule_of_state = {0: rules.reserve_name()} if _is_entered(automaton, 0) else {}
     pending = list(rule_of_state)

@@ -33,7 +33,8 @@ from cluster.grammar.schema.formats import ENCODINGS, FORMATS, NARROWER, UNRESTR
 from cluster.grammar.schema.keywords import Schema, size_keyword
 
 ANY_CHARACTER = chars((0, MAX_CODE_POINT))
-# the length is divided between at most this many copies of a repeated part that is itself unbounded
+# If a repetition repeats a part without a maximum length, at most this many copies (or the required number, if that is
+# larger) share the length.
 MAX_SHARED_COPIES = 8
 # characters that an automaton may count; a longer bound is divided between the repetitions of the expression
 MAX_COUNTED_LENGTH = 300
@@ -66,7 +67,7 @@ def strings_of_schema(schema: Schema, excluded: Sequence[str] = ()) -> Node | Au
     required = list(dict.fromkeys(required))
     if not required:
         return repeat(ANY_CHARACTER, min_length, max_length)
-    # Pairs of a plain expression and the element of `required` whose condition it satisfies.
+    # Pairs (expression without anchors, requirement): all texts of the expression match this requirement.
     candidates = [(node, requirement) for requirement in required if (node := without_anchors(requirement)) is not None]
     name = str(schema.get("format"))
     if format_patterns and name in NARROWER:
@@ -246,7 +247,9 @@ def with_lengths(node: Node, min_length: int, max_length: int | None) -> Node | 
 
 
 def limit_length(node: Node, max_length: int) -> Node:
-    """Return an expression for some of the texts with at most `max_length` characters. The repetitions share them."""
+    """Return an expression that matches some of the node's texts, with at most `max_length` characters. This length is
+    divided among the repetitions.
+    """
     low, high = length_bounds(node)
     if low > max_length:
         return NO_MATCH
