@@ -17,7 +17,7 @@ from cluster.arch.safetensors.stored import stored_shapes
 from cluster.arch.safetensors.tensors import check_tensors
 from cluster.arch.target import TargetArch
 from cluster.config import MAX_CONTEXT_LENGTH, ConfigError, EngineConfig
-from cluster.config.resolved import ResolvedSettings
+from cluster.config.resolved import UNLIMITED, ResolvedSettings
 from cluster.config.tree_shape import DEFAULT_NUM_STEPS
 
 FORCED_ROWS = {"cpu": 4, "cuda": 256}
@@ -57,9 +57,13 @@ class ResolvedConfig(ResolvedSettings):
         return 0 if self.draft is None else min(self.draft.runners, max(1, self.shape.num_steps))
 
     @property
-    def max_chunk_rows(self) -> int:
-        """The most prompt rows that one request can have in a step."""
-        return min(self.chunk_rows, self.context_length)
+    def max_prompt_rows(self) -> int:
+        """The most prompt rows of one step, for which memory is measured. If `chunked_prefill_size` is -1, only one
+        prompt of the greatest length counts.
+        """
+        if self.chunk_rows == UNLIMITED:
+            return self.context_length
+        return min(self.chunk_rows, self.settings.max_running_requests * self.context_length)
 
     def with_limits(self, max_requests: int, max_prompt_rows: int) -> Self:
         """Return the facts for at most `max_requests` running requests, and `max_prompt_rows` prompt rows in a step."""

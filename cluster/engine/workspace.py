@@ -34,32 +34,33 @@ this size takes, or raises one of `OUT_OF_MEMORY`.
 
 
 def largest_step_inputs(resolved: ResolvedConfig) -> Iterator[StepInput]:
-    """Yield the largest steps: all requests decode at their greatest length, with a whole prompt chunk, once with all
-    sampling features and once with none; then the step in which the most prompts end.
+    """Yield the largest steps: all requests decode at their greatest length, beside as many prompt rows as a step may
+    have, once with all sampling features and once with none; then the step in which the most prompts end.
 
     The page table is empty, so all cells are in the sink page and a pool of one page is enough.
     """
-    requests, max_rows, context_length = (
-        resolved.settings.max_running_requests,
-        resolved.max_chunk_rows,
-        resolved.context_length,
-    )
+    requests, max_rows = resolved.settings.max_running_requests, resolved.max_prompt_rows
+    context_length = resolved.context_length
     max_decode_len = max(0, context_length - resolved.forced_shape.window)
     decodes = tuple(DecodeRequest(row, max_decode_len) for row in range(requests))
     lens = tuple((row, max_decode_len) for row in range(requests))
 
     def chunk(row: int, count: int, scored: int = 0) -> PromptChunk:
         start = max(0, context_length - count)
-        return PromptChunk(row, start, start + count, True, (0,) * count, scored)
+        return PromptChunk(row, start, start + count, True, (0,) * count, max(0, min(count, scored)))
+
+    def chunks(scored: int) -> tuple[PromptChunk, ...]:
+        first_rows = range(0, max_rows, context_length)
+        return tuple(
+            chunk(row, min(context_length, max_rows - first), scored - first) for row, first in enumerate(first_rows)
+        )
 
     rows_per_prompt = max(1, max_rows // requests)
     finishing_chunks = tuple(
         chunk(row, rows_per_prompt) for row in range(max(1, min(requests, max_rows // rows_per_prompt)))
     )
-    yield StepInput(
-        decodes=decodes, chunks=(chunk(0, max_rows, min(max_rows, SCORED_ROWS)),), lens=lens, mode=ALL_MODES
-    )
-    yield StepInput(decodes=decodes, chunks=(chunk(0, max_rows),), lens=lens)
+    yield StepInput(decodes=decodes, chunks=chunks(SCORED_ROWS), lens=lens, mode=ALL_MODES)
+    yield StepInput(decodes=decodes, chunks=chunks(0), lens=lens)
     yield StepInput(chunks=finishing_chunks, mode=SAMPLING_MODES)
 
 
@@ -134,7 +135,7 @@ def memory_breakdown_of(
         ConfigError: less than the smallest KV cache is left; the message lists the whole breakdown, and which settings
             to lower to which values.
     """
-    settings, requests, rows = resolved.settings, resolved.settings.max_running_requests, resolved.max_chunk_rows
+    settings, requests, rows = resolved.settings, resolved.settings.max_running_requests, resolved.max_prompt_rows
 
     def smallest_breakdown(workspace: int) -> MemoryBreakdown:
         all_ranks = [MemoryBreakdown(*row) for row in mesh.all_gather_row(tuple(own_breakdown(workspace)))]
