@@ -6,7 +6,6 @@ from typing import Any
 from cluster.grammar.asked import GrammarError
 from cluster.grammar.schema.keywords import (
     EXCLUDED_VALUES,
-    EmptyError,
     Schema,
     canonical_text,
     enumerated_values,
@@ -16,6 +15,8 @@ from cluster.grammar.schema.keywords import (
 
 LOWER_BOUNDS = ("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties")
 UPPER_BOUNDS = ("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties")
+NO_COMMON_VALUE = object()
+"""The result of merging two `enum` or two `const` without a common value."""
 
 
 def merge(left: Schema, right: Schema, path: str) -> Schema | None:
@@ -23,7 +24,6 @@ def merge(left: Schema, right: Schema, path: str) -> Schema | None:
     values in enum and const, leave no value.
 
     Raises:
-        EmptyError: both have `enum`, or both have `const`, and no value is in both.
         GrammarError: the two have constraints that one schema cannot express together.
     """
     left, right = _with_other_properties(left, right, path), _with_other_properties(right, left, path)
@@ -35,7 +35,7 @@ def merge(left: Schema, right: Schema, path: str) -> Schema | None:
     result = dict(left)
     for name, value in right.items():
         result[name] = _merge_keyword(name, left[name], value, path) if name in left else value
-    if "type" in result and not result["type"]:
+    if ("type" in result and not result["type"]) or NO_COMMON_VALUE in (result.get("enum"), result.get("const")):
         return None
     return result if enumerated_values(result) != [] else None
 
@@ -72,7 +72,7 @@ def _merge_keyword(name: str, left: Any, right: Any, path: str) -> Any:
         values = [[left], [right]] if name == "const" else [left, right]
         common_values = {canonical_text(value) for value in values[0]} & {canonical_text(value) for value in values[1]}
         if not common_values:
-            raise EmptyError(f"{path}: no value is in every {name}")
+            return NO_COMMON_VALUE
         return left if name == "const" else [value for value in left if canonical_text(value) in common_values]
     if name in LOWER_BOUNDS + UPPER_BOUNDS and all(isinstance(value, int | Decimal) for value in (left, right)):
         return max(left, right) if name in LOWER_BOUNDS else min(left, right)

@@ -77,6 +77,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "a null keyword": ({"type": "string", "maxLength": None}, "null"),
     "required twice forbidden": ({"properties": {}, "additionalProperties": False, "required": ["a"]}, "required"),
     "no enum": ({"enum": []}, "enum"),
+    "enums apart": ({"enum": [1], "anyOf": [{"enum": [2]}, {"const": 3}]}, "no value"),
     "no enum of the type": ({"type": "string", "enum": [1]}, "no value"),
     "an empty any of": ({"anyOf": []}, "anyOf"),
     "too many cases": ({"allOf": [{"anyOf": [{"minimum": i} for i in range(40)]} for _ in range(3)]}, "multiply"),

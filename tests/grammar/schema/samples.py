@@ -175,6 +175,8 @@ SAMPLES: dict[str, tuple[Any, Any]] = {
     "const": ({"const": {"a": [True, "é"]}}, {"a": [True, "é"]}),
     "const of null": ({"const": None}, None),
     "any of": ({"anyOf": [{"type": "integer"}, {"type": "string", "maxLength": 2}]}, "ab"),
+    "enum beside any of with other enums": ({"enum": [1, 2], "anyOf": [{"enum": [1]}, {"enum": [5]}]}, 1),
+    "const beside any of with another const": ({"const": 1, "anyOf": [{"const": 1}, {"const": 2}]}, 1),
     "any of beside properties": (
         object_of(a={"type": "integer"}, b={"type": "integer"})
         | {"required": [], "anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
