@@ -226,8 +226,8 @@ class KVCache:
     def next_pages(
         self, tokens: Sequence[int], page_count: int, lease: Lease | None = None, salt: int = 0
     ) -> NextPages | None:
-        """Describe the `page_count` pages that come, in `tokens`, after the pages cached under `salt` or after the
-        locked pages of `lease`. No page is allocated.
+        """Describe the next `page_count` pages of `tokens`. They come after the locked pages of `lease` or, without a
+        `lease`, after the longest prefix that is cached under `salt`. No page is allocated.
 
         Returns None without `radix`, or if `tokens` ends before the token that follows these pages. If the values
         returned for two requests are equal, both would compute the same pages, so the scheduler lets one of them wait.

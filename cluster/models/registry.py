@@ -36,7 +36,9 @@ def check_draft(folder: str, spec: DraftSpec) -> None:
 
 
 def draft_checkpoint(folder: str, spec: DraftSpec, runner: int = 0, dry: bool = False) -> Checkpoint:
-    """Open the checkpoint of the draft in `folder`, with the names of one runner. If `dry`, only headers are read."""
+    """Open the checkpoint of the draft in `folder`. Tensors are requested by the model's names, which mean the tensors
+    of runner number `runner`. If `dry`, only headers are read.
+    """
     return Checkpoint(folder, partial(spec.stored_name, runner=runner), spec.ignored_by(runner), dry)
 
 

@@ -109,7 +109,7 @@ class MultiLayerDraft:
         return logits, (recurrent if self._chained else hidden_rows).view(hidden.shape)
 
     def root_hidden(self, batch: Batch, level: int) -> Tensor:
-        """Return what runner `level` - 1 passed on at each request's last committed token, `[R, H]`."""
+        """Return the hidden that runner `level` - 1 passed on at each request's last committed token, `[R, H]`."""
         last_slots = self._table.slots(batch.decode_rows, (batch.seq_lens - 1).clamp(min=0))
         return self._passed_hidden[level - 1].index_select(0, last_slots)
 

@@ -1,8 +1,9 @@
 """`aerie export-draft`: write an EAGLE-3 draft in another dialect (the checkpoint format of another tool).
 
-Weights are copied bit for bit. The draft's sample is copied too, because it is valid in every dialect. Idle layers
-(both output projections zero) may be appended. An idle layer reads what the dialect gives to every layer after the
-first. A draft that the dialect cannot express is refused.
+Weights are copied bit for bit. If the draft has a `draft_sample.json` (its output on some tokens, checked on load),
+that file is copied too, because it is valid in every dialect. Idle layers (both output projections zero) may be
+appended. An idle layer has the input that all layers after the first have in
+this dialect (`DIALECTS`). A draft that the dialect cannot express is refused.
 """
 
 import argparse

@@ -37,7 +37,8 @@ async def stream_items(
     A full queue yields `RequestRefused` without a heartbeat before it; an invalid request yields `RequestRefused` after
     a heartbeat. `abandon_reason()` returns why this replica gives up its streams, or an empty string. If it returns a
     reason and the engine has ended the stream, `StreamAbandoned` is yielded, and the ingress may resume the stream
-    elsewhere. If it returns a reason at the start, `StreamAbandoned` is yielded at once, and the request is not
+    elsewhere. The same item is yielded if the engine is unavailable at the start, or ends the stream without a last
+    output. If it returns a reason at the start, `StreamAbandoned` is yielded at once, and the request is not
     submitted. Closing this generator aborts the request. The generator also ends when `caller_gone()` returns True,
     which means that the ingress no longer exists; `caller_gone()` is called every `heartbeat_period_s` seconds and
     before each output.

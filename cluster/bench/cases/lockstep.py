@@ -40,8 +40,9 @@ UNEVEN_PADDED = "dp2, uneven, padded"
 
 @dataclass(frozen=True, slots=True)
 class LockstepFigures:
-    """The figures of one gang. `step_ms`, `draft_ms` and `agree_share` (the agreement's share of a step) are medians
-    over steady steps: no rank runs prefill, and rank 0 decodes all its requests. `draft_ms` is None if steady steps
+    """The figures of one gang. `step_ms`, `draft_ms` and `agree_share` are medians over steady steps, in which no
+    rank runs prefill and rank 0 decodes all its requests. `agree_share` is the share of a step's time that the
+    phase `agree` takes, in which the ranks agree on the plan of the step. `draft_ms` is None if steady steps
     were replayed, because the time of the draft phase is then unknown. `padded_share` is the share of padding among the
     rows of all steps.
     """
