@@ -56,15 +56,6 @@ class ResolvedConfig(ResolvedSettings):
         """Length of the draft runner list: one runner that drafts every level, or one per level. 0 without a draft."""
         return 0 if self.draft is None else min(self.draft.runners, max(1, self.shape.num_steps))
 
-    @property
-    def max_prompt_rows(self) -> int:
-        """The most prompt rows of one step, for which memory is measured. If `chunked_prefill_size` is -1, only one
-        prompt of the greatest length counts.
-        """
-        if self.chunk_rows == UNLIMITED:
-            return self.context_length
-        return min(self.chunk_rows, self.settings.max_running_requests * self.context_length)
-
     def with_limits(self, max_requests: int, max_prompt_rows: int) -> Self:
         """Return the facts for at most `max_requests` running requests, and `max_prompt_rows` prompt rows in a step."""
         settings = self.settings.model_copy(
@@ -97,6 +88,7 @@ def resolve_models(
         sample = read_sample(folder, draft.vocab_size, draft.hidden)
     dtype = compute_dtype(target, config.dtype, device, has_c_kernels)
     forced_rows = config.speculative_forced_rows
+    context_length = config.context_length or min(target.max_position, MAX_CONTEXT_LENGTH)
     resolved = ResolvedConfig.from_settings(
         config,
         device=device,
@@ -105,9 +97,17 @@ def resolve_models(
         sample=sample,
         dtype=dtype,
         kv_cache_dtype=cache_dtype(config.kv_cache_dtype, dtype),
-        context_length=config.context_length or min(target.max_position, MAX_CONTEXT_LENGTH),
+        context_length=context_length,
         forced_rows=FORCED_ROWS[device] if forced_rows is None else forced_rows,
         steps_ahead=int(config.overlap and device == "cuda"),
+    )
+    # Memory is measured for a step with `chunk_rows` prompt rows, so this number must be finite: without a limit it is
+    # that of the longest prompt.
+    max_rows = context_length if resolved.chunk_rows == UNLIMITED else config.max_running_requests * context_length
+    resolved = replace(
+        resolved,
+        chunk_rows=min(resolved.chunk_rows, max_rows),
+        mixed_chunk_rows=min(resolved.mixed_chunk_rows, max_rows),
     )
     topk, steps = resolved.shape.topk, resolved.shape.num_steps
     if draft is not None and topk > draft.draft_vocab_size:

@@ -128,7 +128,9 @@ class EngineConfig(Settings):
     max_running_requests: int = Field(
         default=64, ge=1, le=4096, description="maximum number of requests that a group of ranks runs at once"
     )
-    chunked_prefill_size: int = Field(default=512, ge=-1, description="prompt rows per step and rank; -1: no limit")
+    chunked_prefill_size: int = Field(
+        default=512, ge=-1, description="maximum prompt rows per step and rank; -1: context_length rows"
+    )
     mixed_prefill_size: int | None = Field(
         default=None,
         ge=1,
@@ -378,7 +380,7 @@ class EngineConfig(Settings):
             if not self.capture_sizes or any(b <= a for a, b in pairwise((0, *self.capture_sizes))):
                 raise ConfigError(f"capture_sizes must be positive and ascend, got {list(self.capture_sizes)}")
         if self.chunked_prefill_size == 0:
-            raise ConfigError("chunked_prefill_size must be positive, or -1 for no limit")
+            raise ConfigError("chunked_prefill_size must be positive, or -1 for as many rows as context_length")
         if self.tp_size % self.attn_dp_size:
             raise ConfigError(f"attn_dp_size {self.attn_dp_size} must divide tp_size {self.tp_size}")
         if self.tp_size % self.ep_size:

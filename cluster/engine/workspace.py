@@ -39,7 +39,7 @@ def largest_step_inputs(resolved: ResolvedConfig) -> Iterator[StepInput]:
 
     The page table is empty, so all cells are in the sink page and a pool of one page is enough.
     """
-    requests, max_rows = resolved.settings.max_running_requests, resolved.max_prompt_rows
+    requests, max_rows = resolved.settings.max_running_requests, resolved.chunk_rows
     context_length = resolved.context_length
     max_decode_len = max(0, context_length - resolved.forced_shape.window)
     decodes = tuple(DecodeRequest(row, max_decode_len) for row in range(requests))
@@ -135,7 +135,7 @@ def memory_breakdown_of(
         ConfigError: less than the smallest KV cache is left; the message lists the whole breakdown, and which settings
             to lower to which values.
     """
-    settings, requests, rows = resolved.settings, resolved.settings.max_running_requests, resolved.max_prompt_rows
+    settings, requests, rows = resolved.settings, resolved.settings.max_running_requests, resolved.chunk_rows
 
     def smallest_breakdown(workspace: int) -> MemoryBreakdown:
         all_ranks = [MemoryBreakdown(*row) for row in mesh.all_gather_row(tuple(own_breakdown(workspace)))]

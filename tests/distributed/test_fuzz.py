@@ -11,7 +11,7 @@ from tests.distributed.fuzz import fuzz, random_case
 from tests.distributed.gang import Case, RankProcesses
 
 RanksFactory = Callable[[int], RankProcesses]
-STEPS_BY_RANK_COUNT = {2: 4_000, 4: 2_000}  # number of ranks -> steps of both meshes together
+STEPS_BY_RANK_COUNT = {2: 3_000, 4: 2_000}  # number of ranks -> steps of both meshes together
 
 
 def run(ranks: RanksFactory, tp: int, dp: int, steps: int, first_seed: int) -> Tally:

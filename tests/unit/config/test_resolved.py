@@ -164,21 +164,13 @@ def test_checkpoint_sets_dtype_and_context_length() -> None:
     resolved = resolve_models(config(model_path=target))
     max_position = resolved.target.max_position
     assert (resolved.dtype, resolved.kv_cache_dtype, resolved.fp8_cache) == ("float32", "float32", False)
-    assert resolved.context_length == max_position and resolved.max_prompt_rows == min(512, max_position)
+    assert resolved.context_length == max_position and resolved.chunk_rows == min(512, max_position)
     fp8_config = resolve_models(config(model_path=target, dtype="float64", kv_cache_dtype="fp8_e4m3"))
     assert (fp8_config.dtype, fp8_config.kv_cache_dtype, fp8_config.fp8_cache) == ("float64", "fp8_e4m3", True)
     longer_config = resolve_models(config(model_path=target, context_length=2 * max_position, chunked_prefill_size=-1))
-    assert longer_config.context_length == longer_config.max_prompt_rows == 2 * max_position
+    assert longer_config.context_length == longer_config.chunk_rows == 2 * max_position
     limited_config = longer_config.with_limits(3, 16)
-    assert (
-        limited_config.settings.max_running_requests,
-        limited_config.chunk_rows,
-        limited_config.max_prompt_rows,
-    ) == (
-        3,
-        16,
-        16,
-    )
+    assert (limited_config.settings.max_running_requests, limited_config.chunk_rows) == (3, 16)
 
 
 def test_resolved_config_is_frozen() -> None:

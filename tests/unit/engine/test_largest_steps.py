@@ -20,7 +20,7 @@ def chunks_of_largest_steps(**settings: object) -> list[tuple[PromptChunk, ...]]
 
 @pytest.mark.parametrize(("chunk_rows", "rows"), [(32, 32), (100, 100), (10_000, 6 * CONTEXT), (-1, CONTEXT)])
 def test_largest_step_has_all_prompt_rows_that_several_short_prompts_may_have(chunk_rows: int, rows: int) -> None:
-    """Without a limit (-1), one prompt of the greatest length counts."""
+    """With -1 a step has as many prompt rows as the longest prompt."""
     *beside_decodes, finishing = chunks_of_largest_steps(chunked_prefill_size=chunk_rows)
     for chunks in beside_decodes:
         assert sum(chunk.stop - chunk.start for chunk in chunks) == rows
