@@ -9,7 +9,7 @@ from torch import Tensor
 from cluster.engine.backends import tree_backend_of
 from cluster.kernels.triton_kernels import TritonKernels
 from cluster.spec import triton_tree, verify
-from cluster.spec.tree import Candidates, DraftTree, Growth, TorchGrowth, best_tree
+from cluster.spec.tree import FLOOR, Candidates, DraftTree, Growth, TorchGrowth, best_tree
 from cluster.spec.triton_tree import TritonGrowth, accept
 from tests.unit.kernels.test_product import DTYPES
 from tests.unit.spec.test_tree import assert_valid, naive_tree
@@ -80,6 +80,7 @@ def test_tree_growth_breaks_ties_by_order_and_ranks_nan_last(dtype: torch.dtype)
     k, steps, nodes = 4, 4, 20
     tokens, log_probabilities = proposals(6, k, steps, dtype, with_odd_values=True)
     log_probabilities[0][0], log_probabilities[1][0] = -1.0, -1.0
+    log_probabilities[0][1, 0] = float("nan")
     growth = TritonGrowth(tokens[0], log_probabilities[0], steps)
     bests_by_level = grow_levels(growth, tokens, log_probabilities)
     assert bests_by_level[1][0].tolist() == [0, 0, 0, 0], "all scores tie, so the first row's candidates must win"
@@ -91,7 +92,7 @@ def test_tree_growth_breaks_ties_by_order_and_ranks_nan_last(dtype: torch.dtype)
         expected = naive_tree(candidates, i, 5, nodes)
         assert (tree.tokens[i].tolist(), tree.parents[i].tolist(), tree.depths[i].tolist()) == expected
     assert_valid(tree, steps)
-    assert scores.isfinite().all()
+    assert scores.isfinite().all() and scores[1, 0] <= FLOOR, "NaN counts as the lowest log-probability"
 
 
 def test_tree_growth_refuses_missing_levels_and_too_many_nodes() -> None:
