@@ -34,3 +34,17 @@ def test_bad_words_table_shrinks_when_requests_with_many_words_leave() -> None:
     admit(table, 0, None)
     admit(table, 3, ((1,),))
     assert table.bad_words.shape == (4, 1, 1) and table.bad_words[2].tolist() == [[2]]
+
+
+def test_repetition_penalty_changes_only_tokens_of_the_prompt_and_the_output() -> None:
+    """Stop tokens have a flag for `min_tokens`; this flag does not make them repeated."""
+    table = PenaltyTable(2, 8, torch.float32, torch.device("cpu"))
+    table.allocate()
+    penalties = (RowPenalties(0, 0.0, 0.0, 2.0, 0, 1, (3, 4), (6,), (), None, ()),)
+    step_input = StepInput(samplings=(RowSampling(0, 1.0, 0, 1.0, 0.0, 0),), penalties=penalties)
+    staging = Staging(torch.device("cpu"))
+    table.stage(step_input, staging)
+    table.put(step_input, staging.send().lists())
+    no_path = torch.full((1, 1, 0), -1)
+    adjusted = table.apply(torch.full((1, 1, 8), 8.0), torch.tensor([0]), no_path, None, any_bad_words=False)
+    assert adjusted[0, 0].tolist() == [8.0, 8.0, 8.0, 4.0, 4.0, 8.0, 8.0, 8.0]
