@@ -32,7 +32,7 @@ static void part(const void *data, int64_t part, int64_t parts)
     for (int64_t e = 0; e < j->experts; e++) {
         int64_t end = j->ends ? j->ends[e] : j->m * (band + 1) / j->bands;
         for (int64_t from = first; end > start && from < last; from += BROAD)
-            some(j, j->rows + start * j->k, j->panels + e * panels * LANES * INPUTS(j->k), j->bias ? j->bias + e * j->n : NULL,
+            some(j, j->rows + start * j->k, j->panels + e * panels * LANES * INPUTS(j->k), j->bias,
                  j->out + start * j->n, end - start, from, from + BROAD < last ? from + BROAD : last);
         start = end;
     }
@@ -42,7 +42,7 @@ static void part(const void *data, int64_t part, int64_t parts)
  * norms and activations). So a core reads what it wrote itself, not what a core wrote with which it may share no cache.
  * With few rows, each thread computes some of the columns.
  *
- * rows [m, k], panels [experts, ceil(n / LANES), k, LANES], bias [experts, n] or NULL, ends [experts] or NULL.
+ * rows [m, k], panels [experts, ceil(n / LANES), k, LANES], bias [n] or NULL (NULL with experts), ends [experts] or NULL.
  */
 void NAMED(aerie_product)(const stored *rows, const stored *panels, const stored *bias, stored *out, int64_t m, int64_t k,
                           int64_t n, const int32_t *ends, int64_t experts, int64_t threads)
