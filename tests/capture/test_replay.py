@@ -142,7 +142,7 @@ def round_logprobs(outputs: dict[str, list[Any]]) -> dict[str, list[Any]]:
     }
 
 
-@pytest.mark.parametrize("sizes", [None, SIZES])
+@pytest.mark.parametrize("sizes", [pytest.param(None, marks=pytest.mark.slow), SIZES])
 @pytest.mark.parametrize("sampling", PARAMS)
 @pytest.mark.parametrize("topk", [*(pytest.param(topk, marks=pytest.mark.slow) for topk in (0, 1)), 3])
 def test_replay_gives_the_same_outputs_and_state_as_the_eager_step(

@@ -21,6 +21,7 @@ SETTINGS = {
     "sized": SIZED,
     "sized, padded": SIZED | PADDED | {"vocab_parallel": "world", "speculative_batch_tiers": {1: 2}},
 }
+FAST_SETTINGS = ("exact, padded", "sized")
 
 
 @pytest.mark.parametrize(
@@ -28,7 +29,7 @@ SETTINGS = {
 )
 @pytest.mark.parametrize(
     "settings",
-    [pytest.param(own, marks=pytest.mark.slow if name == "sized, padded" else ()) for name, own in SETTINGS.items()],
+    [pytest.param(own, marks=() if name in FAST_SETTINGS else pytest.mark.slow) for name, own in SETTINGS.items()],
     ids=SETTINGS,
 )
 def test_ranks_replaying_captured_steps_match_one_eager_rank(

@@ -35,7 +35,7 @@ def drawn_settings(case: Case) -> dict[str, Any]:
 
 @pytest.mark.parametrize("dp", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_two_ranks_stay_in_step_under_random_load(ranks: RanksFactory, dp: int) -> None:
-    total = run(ranks, 2, dp, 200, first_seed=1)
+    total = run(ranks, 2, dp, 120, first_seed=1)
     assert total.compared_requests > 10 and total.aborted_requests > 0
     assert dp == 1 or total.uneven_steps > total.steps / 3
 

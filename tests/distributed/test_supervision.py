@@ -111,7 +111,7 @@ def check_peer(
     return peer
 
 
-@pytest.mark.parametrize("guilty", [0, 1])
+@pytest.mark.parametrize("guilty", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_frozen_peer_process_is_named_after_the_watchdog_timeout(
     gpus: SimulatedGpus, expected: dict[str, list[int]], guilty: int
 ) -> None:

@@ -93,7 +93,7 @@ def test_greedy_tokens_of_the_demo_target_match_transformers(count: int) -> None
 @pytest.mark.parametrize(
     ("count", "new", "shapes"),
     [
-        (4, 24, [(1, 5), (4, 5)]),
+        (4, 16, [(1, 5), (4, 5)]),
         pytest.param(8, 48, [(k, s) for k in (1, 2, 4, 8) for s in (1, 2, 3, 5)], marks=pytest.mark.slow),
     ],
 )

@@ -21,6 +21,7 @@ from tests.unit.attention.test_gather_methods import KINDS, SHAPES, TREE, make_c
 
 CPU = torch.device("cpu")
 FAST_SHAPES = ("all", "wide")  # together these two have every feature of the other shapes
+FAST_FP8_SHAPE = "wide"  # the interpreter takes seconds for FP8
 PAGES = ((4, "tail"), (1, "scattered"), (16, "run"))
 SIZES: tuple[dict[str, Any], ...] = ({"d": 20}, {"d": 96}, {"d": 192, "latent": True, "kv_heads": 1})
 LONG: dict[str, dict[str, Any]] = {
@@ -35,7 +36,8 @@ def short_cases() -> Iterator[Any]:
     has all of them.
     """
     for (s, shape), (k, kind) in product(enumerate(SHAPES), enumerate(KINDS)):
-        yield pytest.param(*PAGES[(s + k) % 3], shape, kind, marks=() if shape in FAST_SHAPES else pytest.mark.slow)
+        is_fast = shape == FAST_FP8_SHAPE if KINDS[kind].get("fp8") else shape in FAST_SHAPES
+        yield pytest.param(*PAGES[(s + k) % 3], shape, kind, marks=() if is_fast else pytest.mark.slow)
 
 
 @pytest.mark.parametrize(("page_size", "page_layout", "shape", "kind"), short_cases())
@@ -77,7 +79,7 @@ def test_triton_attention_handles_many_prompt_chunks_of_different_lengths() -> N
     )
 
 
-@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("has_sinks", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("processors", [1, 3, 100])
 def test_triton_attention_is_right_for_any_prefix_split(
     processors: int, has_sinks: bool, monkeypatch: pytest.MonkeyPatch

@@ -29,7 +29,7 @@ SLOW_CASES = (
 
 def requests(params: RequestParams) -> list[Any]:
     prompts = [[3, 5, 2], [1, *range(2, 15)]]
-    return [make_request(f"r{at}", prompt, params, max_tokens=6, seed=at) for at, prompt in enumerate(prompts)]
+    return [make_request(f"r{at}", prompt, params, max_tokens=4, seed=at) for at, prompt in enumerate(prompts)]
 
 
 @pytest.mark.parametrize(

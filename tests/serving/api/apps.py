@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import tempfile
@@ -115,25 +116,27 @@ def eventually(condition: Callable[[], Any], within_s: float = 15.0) -> bool:
     return False
 
 
-def descendant_pids(text: str) -> list[int]:
-    """The ids of this process's descendants whose command line contains `text`."""
+def descendant_pids(name: str) -> list[int]:
+    """The ids of this process's descendants that run the actor `name`, or one of class `name`.
+
+    Ray writes the name of an actor into the command line of its process, as `ray::NAME`. While the actor runs a method,
+    a dot and the name of the method follow.
+    """
+    title = re.compile(rf"ray::{re.escape(name)}(?![\w-])")
     pids = []
     for process in psutil.Process().children(recursive=True):
         try:
-            if text in " ".join(process.cmdline()):
+            if title.search(" ".join(process.cmdline())):
                 pids.append(process.pid)
         except psutil.Error:
             continue
     return pids
 
 
-def kill(text: str, signal_number: int = signal.SIGKILL) -> list[int]:
-    """Send a signal to the descendants whose command line contains `text`, and return their ids.
-
-    Ray writes the name of an actor into the command line of its process. At least one such process must exist.
-    """
-    pids = descendant_pids(text)
-    assert pids, f"no process has {text!r} in its command line"
+def kill(name: str, signal_number: int = signal.SIGKILL) -> list[int]:
+    """Send a signal to the processes of `descendant_pids`, and return their ids. There must be at least one."""
+    pids = descendant_pids(name)
+    assert pids, f"no process has {name!r} in its command line"
     for pid in pids:
         os.kill(pid, signal_number)
     return pids

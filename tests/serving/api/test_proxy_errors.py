@@ -11,6 +11,7 @@ import pytest
 from tests.serving.actors.counting_engine import SLOW
 from tests.serving.api.apps import app_args, eventually, health_status, kill, serving
 
+REPLICA = "ServeReplica:counting:aerie-counting"
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray")]
 
 
@@ -77,7 +78,7 @@ def test_proxy_answers_json_to_bad_headers_timeouts_and_lost_replicas() -> None:
             thread.start()
         running = lambda: httpx.get(f"{url}/server_info").json()["running"] == 2  # noqa: E731
         assert eventually(running)
-        kill("ServeReplica:")
+        kill(REPLICA)
         for thread in threads:
             thread.join(60)
         assert statuses == [503]

@@ -25,7 +25,7 @@ from tests.serving.api.apps import (
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray")]
 
 ENGINE_REPLICA = "ServeReplica:counting:aerie-counting-engine"
-INGRESS_REPLICA = "ServeReplica:counting:aerie-counting "
+INGRESS_REPLICA = "ServeReplica:counting:aerie-counting"
 STREAMS = 8
 
 
