@@ -35,8 +35,8 @@ UNUSED_TAG = 0x41E  # tag of a message that nobody sends: waiting for it only sh
 @dataclass(slots=True)
 class PeerHeartbeat:
     """The last heartbeat of a rank. `received_at` is when it came and `last_progress_at` when the rank last made
-    progress, both by this process's `time.monotonic`. `count` numbers the rank's heartbeats, `device_moments` counts
-    the moments that its device has reached.
+    progress, both by this process's `time.monotonic`. `count` numbers the rank's heartbeats. `device_moments` counts
+    the recorded events, such as the start or the end of a collective, that the rank's device has passed.
     """
 
     received_at: float

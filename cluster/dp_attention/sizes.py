@@ -27,7 +27,7 @@ class Sizes(NamedTuple):
     finishing_prompts: int
 
     def rows(self, tree_nodes: int) -> int:
-        """The target rows, R N + c, with trees of N `tree_nodes`."""
+        """Return the number of target rows, R * N + c, if each tree has N = `tree_nodes` nodes."""
         return self.decodes * tree_nodes + self.prompt_rows
 
 

@@ -53,8 +53,8 @@ class RemainingRows:
     if they cost more than the allowance; the next step's allowance is then smaller by the excess. `scored_rows` is the
     number of rows that may still return log-probabilities. `chunk_sizes` lists, in ascending order, the numbers of
     prompt rows with which a step can be captured; `prompt_rows` is the number of prompt rows in this step so far.
-    `is_rounded` is True once the allowance has cut a chunk, if there are `chunk_sizes`: the rest of the allowance then
-    goes to the next step.
+    If there are `chunk_sizes`, `is_rounded` becomes True when the allowance cuts a chunk. What is left of the allowance
+    then goes to the next step.
     """
 
     rows: int

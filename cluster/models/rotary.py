@@ -83,7 +83,7 @@ class RotaryTable:
             self.prepare_positions(INITIAL_ROWS)
 
     def prepare_positions(self, positions: int) -> None:
-        """Compute the missing rows of positions below `positions`. The host calls this before a step."""
+        """Compute the table's rows for positions below `positions`, if missing. The host calls this before a step."""
         while self._computed_rows < min(positions, self._positions):
             start, stop = self._computed_rows, min(self._computed_rows + ROWS_PER_EXTENSION, self._positions)
             cos, sin = self._rows(start, stop)

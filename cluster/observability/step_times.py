@@ -89,8 +89,8 @@ class StepTimes:
         return PrefillBudget(busy_us, decode_us / (1.0 - self.share) - busy_us)
 
     def cost(self, other_rows: int, start: int, rows: int, other_groups: int = 0) -> float:
-        """Return the time of `rows` prompt rows after `start` tokens, beside `other_rows` other target rows, while
-        `other_groups` other groups run prompt rows too.
+        """Return the predicted microseconds that `rows` prompt rows add to a step. `start` tokens of their prompt come
+        before them. The step also has `other_rows` other target rows, and `other_groups` other groups run prompt rows.
         """
         if not rows:
             return 0.0

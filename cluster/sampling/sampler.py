@@ -150,13 +150,16 @@ def _query_blocks(logits: ShardedLogits, queries: Tensor, count: int, sampler: S
 
 
 def scores(logits: ShardedLogits, tokens: Tensor, sampler: Sampler = TORCH) -> Scores:
-    """Return log-probabilities and ranks of `tokens` `[q]`, one after each own row, by unadjusted logits."""
+    """Return the log-probability of each of `tokens` `[q]`, and its rank by probability. Token i is scored by the i-th
+    of the rows that belong to this rank's group. The logits are used as the head gives them, without penalties,
+    temperature or filters.
+    """
     rows = torch.arange(tokens.shape[0], device=tokens.device)
     return Scores(logprobs(logits, rows, tokens, sampler), ranks(logits, tokens))
 
 
 def ranks(logits: ShardedLogits, tokens: Tensor) -> Tensor:
-    """Return `[q]`: after own row i, the number of tokens that are at least as likely as `tokens[i]`."""
+    """Return, for each of `tokens` `[q]`, how many tokens are at least as likely after its row (see `scores`)."""
     values, shards = logits.values, logits.shards
     if shards is None:
         return _count_at_least(values, values.gather(1, tokens[:, None]))[:, 0]

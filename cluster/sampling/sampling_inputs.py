@@ -147,7 +147,8 @@ def checksum(sampling_inputs: Sequence[SamplingInputs], is_real: Sequence[Tensor
 
 def unpack_inputs(packed: Tensor, template: SamplingInputs) -> SamplingInputs:
     """Inverse of `pack_inputs`: return the rows as requests with one row each; dtypes, token hashes and flags are those
-    of `template`. Seeds are zero, as the keys already contain them.
+    of `template`. The seeds of the result are zero: they are not needed, because the packed rows have the noise keys,
+    which were computed from the seeds.
     """
     assert template.noise is not None, "nobody samples"
     sampling, noise = template.sampling, template.noise

@@ -67,8 +67,8 @@ class Ancestry:
         self._bits: Tensor | None = None
 
     def descend(self, level: int, parent: Tensor | None) -> Tensor:
-        """Return the bits `[R, K, words]` of the rows of `level` over the `level` K window slots so far. `parent` is as
-        in `LevelRunner.run`.
+        """Return the ancestor masks of the K rows of `level` as bits `[R, K, words]`, with one bit for each of the
+        `level * K` window slots of levels 1 to `level`. `parent` is as in `LevelRunner.run`.
         """
         # bits(row) = bits(parent) | own slot, (level - 1) K + row.
         own_slot_bits = self_bits((level - 1) * self._k, self._k, self._width, self._device)

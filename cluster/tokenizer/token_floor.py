@@ -22,7 +22,9 @@ LOSSLESS_PRE_TOKENIZERS = frozenset({"ByteLevel", "Metaspace", "Split", "Digits"
 
 
 class TokenFloor:
-    """The bound for one tokenizer: the most bytes, and the most letters, that one token covers; both 0 if unknown."""
+    """A lower bound on the number of tokens of a text, for one tokenizer. It is computed from the most bytes and the
+    most letters that one token covers; both are 0 if unknown.
+    """
 
     def __init__(self, bytes_per_token: int, letters_per_token: int) -> None:
         self._bytes_per_token = bytes_per_token

@@ -45,7 +45,7 @@ class RepeatedRefusal:
 
 
 class Refusals:
-    """The proxy's half: the refusals of full replicas, by path of the request and by replica."""
+    """Keeps the refusals of full replicas in the proxy, by request path and by replica, so that it can repeat them."""
 
     def __init__(self, on_new_refusal: Callable[[], None], clock: Callable[[], float] = time.monotonic) -> None:
         """`on_new_refusal` is called whenever a new refusal is stored."""
