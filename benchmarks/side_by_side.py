@@ -4,11 +4,12 @@
     python benchmarks/side_by_side.py /tmp/before . --out benchmarks/results/before.json
 
 Each checkout has a process with an engine of the demo pair. Both decode the same requests and take turns of a few
-steps, so that a machine that slows down affects both; their order is reversed in every other turn. With one thread they
-run on the same core, because the cores of a shared machine differ. Memory layout makes a process a few percent faster
-or slower for its whole lifetime, so several pairs of processes run each case. A ratio is taken within a turn; the
-median over all turns and the quartiles are shown. Above 1, the second checkout is faster. Both must give the same
-tokens.
+steps, so that a machine that slows down affects both. With one thread they run on the same core, because the cores of a
+shared machine differ. Memory layout makes a process a few percent faster or slower for its whole lifetime, so several
+pairs of processes run each case. A process that has just run is faster than one that has to fill the core's caches
+again, by up to half. So in a turn the first checkout runs, then the second twice, then the first again, and the ratio
+of a turn is that of their total times. The median over all turns and the quartiles are shown. Above 1, the second
+checkout is faster. Both must give the same tokens.
 """
 
 import argparse
@@ -25,7 +26,8 @@ from typing import Any
 TREES = {"plain": (0, 1, 0), "chain of 3": (3, 1, 0), "tree of 12": (3, 4, 12)}
 BATCHES, TEMPERATURES = (1, 8, 32), (0.0, 1.0)
 LONG_CONTEXTS = {"requests": 8, "prompt_tokens": 8064}
-TURN_SECONDS = 0.03  # approximate decoding time of a turn
+RUN_SECONDS = 0.03  # approximate decoding time of a run; each process runs twice in a turn
+ORDER = (0, 1, 1, 0)  # of the two processes in a turn
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -33,7 +35,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Compare how fast two checkouts decode.")
     parser.add_argument("checkouts", nargs=2, type=Path, metavar="CHECKOUT", help="before, after")
     parser.add_argument("--pairs", type=int, default=8, help="pairs of processes, one after the other")
-    parser.add_argument("--turns", type=int, default=25, help="turns of each pair in each case")
+    parser.add_argument("--turns", type=int, default=12, help="turns of each pair in each case")
     parser.add_argument("--threads", type=int, default=1, help="torch threads of each process")
     parser.add_argument(
         "--long", action="store_true", help=f"{LONG_CONTEXTS['requests']} contexts of 8,192 tokens instead"
@@ -90,12 +92,13 @@ class CaseRatios:
 def run_turns(case: CaseRatios, pair: list[Contender], batch: int, temperature: float, turns: int) -> None:
     """Run `turns` turns of one case with one pair of processes, and add their ratios to `case`."""
     first_answers = [contender.ask(begin=batch, temperature=temperature) for contender in pair]
-    steps = max(2, round(TURN_SECONDS / max(answer["seconds"] for answer in first_answers)))
-    case.steps += steps * turns
-    for turn_number in range(turns):
-        answers = {index: pair[index].ask(steps=steps) for index in ((0, 1) if turn_number % 2 else (1, 0))}
-        case.walls.append(answers[0]["seconds"] / answers[1]["seconds"])
-        case.cpus.append(answers[0]["cpu"] / answers[1]["cpu"])
+    steps = max(2, round(RUN_SECONDS / max(answer["seconds"] for answer in first_answers)))
+    case.steps += steps * turns * (len(ORDER) // len(pair))
+    for _ in range(turns):
+        answers = [(index, pair[index].ask(steps=steps)) for index in ORDER]
+        for clock, ratios in (("seconds", case.walls), ("cpu", case.cpus)):
+            first, second = (sum(answer[clock] for index, answer in answers if index == number) for number in (0, 1))
+            ratios.append(first / second)
     tokens = [contender.ask(end=True)["tokens"] for contender in pair]
     assert tokens[0] == tokens[1], "the checkouts gave different tokens"
 
