@@ -21,7 +21,7 @@ from tests.support.loading import context, load_target
 torch.set_num_threads(1)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 shard = Shard(1, 2)
-target = load_target(sys.argv[1], context(torch.float32, part=shard))
+target = load_target(sys.argv[1], context(torch.float32, shard=shard))
 print(json.dumps((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024))
 """
 
