@@ -116,13 +116,14 @@ def eventually(condition: Callable[[], Any], within_s: float = 15.0) -> bool:
     return False
 
 
-def descendant_pids(name: str) -> list[int]:
-    """The ids of this process's descendants that run the actor `name`, or one of class `name`.
+def descendant_pids(class_name: str) -> list[int]:
+    """Return the process ids of this process's descendants in which an actor of class `class_name` runs.
 
-    Ray writes the name of an actor into the command line of its process, as `ray::NAME`. While the actor runs a method,
-    a dot and the name of the method follow.
+    Ray writes the class of an actor into the command line of its process, as `ray::CLASS`. While the actor runs a
+    method, a dot and the name of the method follow. Serve puts the names of the application and of the deployment into
+    the class name of a replica.
     """
-    title = re.compile(rf"ray::{re.escape(name)}(?![\w-])")
+    title = re.compile(rf"ray::{re.escape(class_name)}(?![\w-])")
     pids = []
     for process in psutil.Process().children(recursive=True):
         try:
@@ -133,10 +134,10 @@ def descendant_pids(name: str) -> list[int]:
     return pids
 
 
-def kill(name: str, signal_number: int = signal.SIGKILL) -> list[int]:
-    """Send a signal to the processes of `descendant_pids`, and return their ids. There must be at least one."""
-    pids = descendant_pids(name)
-    assert pids, f"no process has {name!r} in its command line"
+def kill(class_name: str, signal_number: int = signal.SIGKILL) -> list[int]:
+    """Send a signal to all processes that `descendant_pids` finds, at least one, and return their ids."""
+    pids = descendant_pids(class_name)
+    assert pids, f"no process has {class_name!r} in its command line"
     for pid in pids:
         os.kill(pid, signal_number)
     return pids
