@@ -3,8 +3,8 @@
 Legend: R decoding requests, c prompt rows, F prompts that finish in the step, B = R + F.
 """
 
-from dataclasses import dataclass
-from enum import IntFlag
+from dataclasses import dataclass, replace
+from enum import IntEnum, IntFlag
 from typing import NamedTuple
 
 import torch
@@ -34,6 +34,25 @@ class SamplingMode(IntFlag):
         resized; `PROMPT_LOGPROBS`, as a program's key does not hold the number of scored rows; `TREES`, as it is rare.
         """
         return not self & (SamplingMode.BAD_WORDS | SamplingMode.PROMPT_LOGPROBS | SamplingMode.TREES)
+
+
+class ExtendMode(IntEnum):
+    """Which rows the draft reads in the extend phase.
+
+    `ACCEPTED`: the accepted tokens of decoding requests, and prompt rows. The others are for steps without trees, while
+    a draft rests (`spec/resting.py`). `PROMPTS`: prompt rows only. `NOTHING`: no rows; no rank has prompt rows.
+    `MISSED`: all that the draft has missed while it rested, and prompt rows.
+    """
+
+    ACCEPTED = 0
+    PROMPTS = 1
+    NOTHING = 2
+    MISSED = 3
+
+    @property
+    def rests(self) -> bool:
+        """Whether the draft does not read the tokens of decoding requests."""
+        return self in (ExtendMode.PROMPTS, ExtendMode.NOTHING)
 
 
 class DecodeRequest(NamedTuple):
@@ -257,6 +276,7 @@ class Batch:
     whose prompt finishes. `sampling` has the same order. `seq_lens` `[R]` count committed tokens without the bonus
     token, which is at position seq_len. `window` `[R, W]` are the pool slots from that position on. `scored` `[q]` are
     the prompt rows whose next token gets a log-probability; it is None if `mode` lacks `PROMPT_LOGPROBS`.
+    `extend_mode` says which rows the draft reads.
     """
 
     rows: Tensor
@@ -267,11 +287,24 @@ class Batch:
     prompt: PromptBatch
     mode: SamplingMode
     scored: Tensor | None = None
+    extend_mode: ExtendMode = ExtendMode.ACCEPTED
 
     @property
     def decodes(self) -> int:
         """R, the number of decoding requests."""
         return self.decode_rows.shape[0]
+
+    def without_decodes(self) -> "Batch":
+        """Return the same prompts without the decoding requests."""
+        r = self.decodes
+        return replace(
+            self,
+            rows=self.rows[r:],
+            decode_rows=self.decode_rows[:0],
+            seq_lens=self.seq_lens[:0],
+            window=self.window[:0],
+            sampling=self.sampling.narrow(r, self.rows.shape[0]),
+        )
 
     def tree(self, bits: Tensor, width: int) -> TreeRows:
         """Return the `TreeRows` of the decoding requests; `bits` and `width` are their mask, as in `TreeRows`."""

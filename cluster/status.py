@@ -49,6 +49,18 @@ class StepCosts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TreeCost:
+    """The measured times of steps that only decode, with trees of one shape, in milliseconds by number of decoding
+    requests. Without a tree (`num_steps` 0), `waking_ms` are the times of steps in which a resting draft wakes.
+    """
+
+    num_steps: int
+    num_draft_tokens: int
+    ms: Mapping[str, float]
+    waking_ms: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CaptureInfo:
     """The programs captured at start: their number, their `sizes`, their memory in 10^6 bytes, and the seconds that
     capturing took.
@@ -71,9 +83,9 @@ class RankInfo:
     which were dequantised) and `experts` (which ranks hold which experts). `kv_bytes_per_token` counts the pools of all
     models, with scales, and the hidden states that a multi-layer draft keeps; `kv_gb` is in 10^9 bytes.
     `max_request_tokens` is the largest sum of prompt and output tokens that fits both the context length and the KV
-    cache. `step_costs` is None if `mixed_prefill_size` is set. `world`, `pid`, `node` (Ray's node id), `gpus` (the ids
-    that Ray reserved on that node) and `interface` (the network between ranks) describe the process that runs the rank;
-    they keep their defaults if the rank does not run in an actor.
+    cache. `step_costs` is None if `mixed_prefill_size` is set. `tree_costs` is empty if trees are fixed. `world`,
+    `pid`, `node` (Ray's node id), `gpus` (the ids that Ray reserved on that node) and `interface` (the network between
+    ranks) describe the process that runs the rank; they keep their defaults if the rank does not run in an actor.
     """
 
     config: EngineConfig
@@ -106,6 +118,7 @@ class RankInfo:
     kv_sized_by: str
     max_request_tokens: int
     step_costs: StepCosts | None
+    tree_costs: tuple[TreeCost, ...] = ()
     world: int = 1
     pid: int = 0
     node: str = ""

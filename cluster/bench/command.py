@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from cluster.bench.cases import (
     acceptance,
+    adaptive,
     cache,
     crowd,
     faults,
@@ -48,6 +49,7 @@ PARTS = {
     "offline": Part(offline, 5, 60),  # speed without Ray
     "serving": Part(serving, 3, 60),  # start-up, latency and memory of `aerie serve`
     "acceptance": Part(acceptance, 3, 60),  # how well the draft predicts
+    "adaptive": Part(adaptive, 30, 60),  # trees chosen by load, against every fixed tree
     "levels": Part(levels, 3, 60),  # acceptance by depth of any draft, three levels deep
     "grammars": Part(grammars, 25, 150),  # the cost of a grammar, and the gain of tree nodes that the grammar forces
     "peers": Part(peers, 30, 300),  # against vLLM's CPU build

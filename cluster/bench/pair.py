@@ -110,6 +110,19 @@ class ModelPair:
         """
         return [str(_tokenizer(self.target).decode(ids)) for ids in self.prompts(count, length)]
 
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a text.
+
+        Raises:
+            ValueError: the target has no tokenizer.
+        """
+        return [int(token) for token in _tokenizer(self.target).encode(text, add_special_tokens=False)]
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of tokens of the target's vocabulary."""
+        return read_target(self.target).vocab_size
+
     def config(self, tree: TreeChoice, requests: int) -> EngineConfig:
         """Return the config of an engine for `requests` running requests. Prefix reuse is off, so that a repeat does
         all the work again; chunked prefill is off, so that batches do not depend on step costs measured at start.

@@ -171,10 +171,7 @@ class EngineConfig(Settings):
         default=None, description="folder of the draft, or its name on a hub; unset: none"
     )
     speculative_num_steps: int | None = Field(
-        default=None,
-        ge=1,
-        le=16,
-        description="levels of a drafted tree; unset: 3, or 2 for a draft of two MTP layers",
+        default=None, ge=1, le=16, description="levels of a drafted tree; unset: 3, or 2 for a draft of two MTP layers"
     )
     speculative_forced_tokens: int = Field(
         default=8,
@@ -194,6 +191,9 @@ class EngineConfig(Settings):
         le=512,
         description="nodes of a tree that are verified, root included; unset: levels + 1 for a chain; four per "
         "level for a tree, or the maximum if that is less",
+    )
+    speculative_mode: Literal["adaptive", "fixed"] = Field(
+        default="fixed", description="adaptive: each step chooses the fastest tree, up to the one set; fixed: that tree"
     )
     speculative_batch_tiers: dict[int, int] = Field(
         default_factory=dict,

@@ -23,7 +23,8 @@ class ResolvedSettings:
     """The facts that the settings of an engine decide. Sizes are in rows or tokens.
 
     `settings` are the settings themselves: many of them need no conversion. `shape` is the deepest tree, `tiers` are
-    all trees by depth, and `forced_shape` is the deepest tree with all nodes that a grammar may add. A step runs at
+    all trees that a step may use, in order of depth and then of size, and `forced_shape` is the deepest tree with all
+    nodes that a grammar may add. If `adaptive_trees`, each step chooses among the tiers by their costs. A step runs at
     most `chunk_rows` prompt rows on each rank, and at most `mixed_chunk_rows` if some request decodes. If
     `prefill_time_limited` is True, the prompt rows of such a step may also take only the share `prefill_share` of its
     time. `group_size` is the number of ranks in an attention group.
@@ -33,6 +34,7 @@ class ResolvedSettings:
     shape: TreeShape
     tiers: tuple[TreeShape, ...]
     forced_shape: TreeShape
+    adaptive_trees: bool
     chunk_rows: int
     mixed_chunk_rows: int
     prefill_time_limited: bool
@@ -55,10 +57,12 @@ class ResolvedSettings:
             settings.mixed_prefill_size,
         )
         chunk_rows = chunked_size if chunked_size > 0 else UNLIMITED
+        adaptive_trees = settings.speculative_mode == "adaptive" and shape.num_steps > 0
         return cls(
             settings=settings,
             shape=shape,
-            tiers=tiers(shape),
+            tiers=tiers(shape, adaptive_trees),
+            adaptive_trees=adaptive_trees,
             forced_shape=shape.with_forced_nodes(),
             chunk_rows=chunk_rows,
             mixed_chunk_rows=chunk_rows if mixed_size is None else min(chunk_rows, mixed_size),
@@ -77,12 +81,15 @@ class ResolvedSettings:
         """
         return 2 * self.forced_shape.num_steps + 3
 
-    def max_tree_levels(self, num_decodes: int) -> int:
-        """Return the most tree levels of a step in which `num_decodes` requests of a rank decode."""
+    def max_tier(self, num_decodes: int) -> int:
+        """Return the number of the last tier that a step may use in which `num_decodes` requests of a rank decode."""
+        if not self.settings.speculative_batch_tiers:
+            return len(self.tiers) - 1
         limits = self.settings.speculative_batch_tiers.items()
-        return min(
+        max_levels = min(
             [self.shape.num_steps, *(max_levels for min_decodes, max_levels in limits if num_decodes >= min_decodes)]
         )
+        return max(tier for tier, shape in enumerate(self.tiers) if shape.num_steps <= max_levels)
 
 
 def tokenizer_folder(settings: EngineConfig) -> str:

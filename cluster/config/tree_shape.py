@@ -48,15 +48,27 @@ class TreeShape(BaseModel):
         return max(self.num_draft_tokens, self.topk * (self.drafted_shape.num_steps - 1), self.num_steps + 1)
 
 
-def tiers(shape: TreeShape) -> tuple[TreeShape, ...]:
+def tiers(shape: TreeShape, adaptive: bool = False) -> tuple[TreeShape, ...]:
     """Return the tree shapes that a step may use, in order of depth: first plain decoding (depth 0), last `shape`. All
     have the same K.
+
+    Each depth has one shape, with as many nodes as its levels can propose, up to N. If `adaptive`, each depth of a tree
+    (K > 1) also has smaller shapes, in order of their number of nodes.
     """
-    shallower = []
-    for steps in range(shape.num_steps):
-        nodes = min(shape.num_draft_tokens, _max_nodes(steps, shape.topk))
-        shallower.append(shape.model_copy(update={"num_steps": steps, "num_draft_tokens": nodes}))
-    return (*shallower, shape)
+    shapes = list[TreeShape]()
+    for steps in range(shape.num_steps + 1):
+        max_nodes = min(shape.num_draft_tokens, _max_nodes(steps, shape.topk))
+        counts = _node_counts(steps + 1, max_nodes) if adaptive else [max_nodes]
+        shapes += [shape.model_copy(update={"num_steps": steps, "num_draft_tokens": nodes}) for nodes in counts]
+    return (*shapes[:-1], shape)
+
+
+def _node_counts(least: int, most: int) -> list[int]:
+    """Return numbers of nodes from `least` to `most`, each about 1.5 times the one before."""
+    counts = [least]
+    while counts[-1] < most:
+        counts.append(min(most, counts[-1] + max(1, counts[-1] // 2)))
+    return counts
 
 
 def _max_nodes(num_steps: int, topk: int) -> int:

@@ -5,11 +5,13 @@ It gathers the facts of all ranks, compares their headers, and applies the pure 
 
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import zip_longest
 
 from cluster.config.tree_shape import TreeShape
 from cluster.distributed.mesh import Mesh, OutOfStepError
 from cluster.dp_attention.plan import GROUP_HEADER, HEADER, Ops, PlanRule, RankFacts, ScriptCall, StepPlan, script
+from cluster.dp_attention.tree_choice import LastTree, TreeCosts
 
 
 class Coordinator:
@@ -18,10 +20,10 @@ class Coordinator:
     def __init__(
         self, mesh: Mesh, rule: PlanRule, shapes: Sequence[TreeShape], target: Ops, draft: Ops | None = None
     ) -> None:
-        """`shapes` are the trees by tier, deepest last. `target` and `draft` are the exchange calls of the models."""
+        """`shapes` are the trees by tier, largest last. `target` and `draft` are the exchange calls of the models."""
         self._mesh, self._rule, self._shapes, self._target, self._draft = mesh, rule, shapes, target, draft
         self._ops_checksum = zlib.crc32(repr((target, draft)).encode())
-        self._plan_digest = 0
+        self._plan_digest, self._last_tree = 0, LastTree()
         self._plan: StepPlan | None = None
         self._cached_fingerprint: tuple[tuple[object, ...], int] = (), 0
         self._cached_script: tuple[tuple[object, ...], list[ScriptCall]] = (), []
@@ -32,17 +34,22 @@ class Coordinator:
         """
 
     def header(self) -> RankFacts:
-        """Return the facts of this rank as if it had no work and voted for the deepest tree."""
+        """Return the facts of this rank as if it had no work and allowed every tree."""
         return RankFacts(
             self._mesh.epoch,
             self.step,
             self._plan_digest,
             self._mesh.world.clock.collectives_returned,
-            num_steps=len(self._shapes) - 1,
+            max_tier=len(self._shapes) - 1,
             rule_checksum=self._fingerprint(),
             step_input_checksum=self.step_input_checksum,
             results_checksum=self.results_checksum,
+            outlook=() if self._rule.costs is None else (0,) * len(self._shapes),
         )
+
+    def use_costs(self, costs: TreeCosts) -> None:
+        """Choose the tree of each later step by `costs`, which must be the same on all ranks."""
+        self._rule = replace(self._rule, costs=costs)
 
     def agree(self, facts: RankFacts) -> StepPlan:
         """Return the plan of the next step, on which all ranks agree. Call `finish_step` when that step is over.
@@ -55,7 +62,7 @@ class Coordinator:
             raise self._out_of_step_error(
                 self._mesh.rank, f"agrees on step {self.step} but has not taken the one before"
             )
-        facts_by_rank = [RankFacts(*rank_facts) for rank_facts in self._mesh.all_gather_row(facts)]
+        facts_by_rank = [RankFacts.from_row(row) for row in self._mesh.all_gather_row(facts.to_row())]
         for name in HEADER:
             self._compare(name, [getattr(rank_facts, name) for rank_facts in facts_by_rank], range(len(facts_by_rank)))
         # Step inputs and results must be equal within a group only: different groups serve different requests.
@@ -63,10 +70,12 @@ class Coordinator:
             group = range(leader, min(leader + self._rule.attn_tp, len(facts_by_rank)))
             for name in GROUP_HEADER:
                 self._compare(name, [getattr(facts_by_rank[rank], name) for rank in group], group)
-        plan = self._rule.plan(facts_by_rank, self._shapes[-1])
+        plan = self._rule.plan(facts_by_rank, self._shapes[-1], self._last_tree)
         if plan.step != self.step:
             raise self._out_of_step_error(self._mesh.rank, f"has a plan for step {plan.step} in step {self.step}")
         self.step, self._plan_digest, self._plan = self.step + 1, plan.digest, plan
+        if any(plan.decodes):
+            self._last_tree = LastTree(plan.tier, plan.extend_mode.rests)
         return plan
 
     def script(self) -> list[ScriptCall]:

@@ -10,12 +10,14 @@ from functools import reduce
 from operator import or_
 from typing import Literal, NamedTuple
 
-from cluster.batch import SamplingMode
+from cluster.batch import ExtendMode, SamplingMode
 from cluster.config.tree_shape import TreeShape
 from cluster.dp_attention.sizes import Buckets, Sizes, max_sizes
+from cluster.dp_attention.tree_choice import NO_LAST_TREE, LastTree, TreeCosts, choose_tier
 from cluster.models.exchange import EXPERT_CALLS
 from cluster.sampling.sampler import TOP_LOGPROBS
 from cluster.sampling.sharded import NUMBERS_PER_CHOICE, ShardedHead, numbers_sent_per_row
+from cluster.spec.resting import MISSED_TOKENS
 
 Padding = Literal["auto", "padded", "exact"]
 
@@ -30,10 +32,11 @@ class RankFacts(NamedTuple):
       the last results that were read.
     - The rank's own. `decodes`, `prompt_rows`, `finishing_prompts` and `scored` are the numbers of decoding requests,
       of prompt rows, of prompts that finish, and of prompt rows that return log-probabilities. `step_input_len` is the
-      number of integers in the packed step input, and `mode` is the sampling mode of the step input. `num_steps` is a
-      vote for the tree depth. `requests` counts waiting and running requests. `decode_us` is `Schedule.decode_us`: the
-      predicted time of decoding in microseconds or, if no times are predicted, the number of decoding requests. A
-      nonzero `leaving` asks to end the gang. Of these, the plan reads only `requests` and `leaving` from followers.
+      number of integers in the packed step input, and `mode` is the sampling mode of the step input. `requests` counts
+      waiting and running requests. `decode_us` is `Schedule.decode_us`: the predicted time of decoding in microseconds
+      or, if no times are predicted, the number of decoding requests. A nonzero `leaving` asks to end the gang.
+      `max_tier`, `prompt_us`, `explores` and `outlook` are those of `TreeVote`. Of these, the plan reads only
+      `requests` and `leaving` from followers.
     """
 
     epoch: int
@@ -44,7 +47,7 @@ class RankFacts(NamedTuple):
     prompt_rows: int = 0
     finishing_prompts: int = 0
     step_input_len: int = 0
-    num_steps: int = 0
+    max_tier: int = 0
     requests: int = 0
     leaving: int = 0
     rule_checksum: int = 0
@@ -54,7 +57,37 @@ class RankFacts(NamedTuple):
     mode: int = 0
     captured: int = 0
     scored: int = 0
+    prompt_us: int = 0
+    explores: int = 0
+    outlook: tuple[int, ...] = ()
 
+    def to_row(self) -> tuple[int, ...]:
+        """Return the facts as one row of integers."""
+        return (*self[:-1], *self.outlook)  # `outlook` is the last field, and the only tuple
+
+    @classmethod
+    def from_row(cls, row: tuple[int, ...]) -> "RankFacts":
+        """Return the facts from what `to_row` returned."""
+        count = len(cls._fields) - 1
+        return cls._make((*row[:count], row[count:]))
+
+
+class TreeVote(NamedTuple):
+    """What a group contributes to the choice of the tree of a step.
+
+    The step uses no tier beyond `max_tier`. The other fields matter only if trees are adaptive. `outlook` are the
+    tokens that the decoding requests of the group are expected to get, by tier, in thousandths; on a follower it is
+    empty. `prompt_us` is the predicted time of the prompt rows of the group in microseconds. `explores` asks for the
+    largest tree, to learn how many tokens it gives now.
+    """
+
+    max_tier: int
+    outlook: tuple[int, ...] = ()
+    prompt_us: int = 0
+    explores: bool = False
+
+
+NO_TREES = TreeVote(max_tier=0)
 
 HEADER = ("epoch", "step", "digest", "calls", "rule_checksum", "captured")
 GROUP_HEADER = ("step_input_checksum", "results_checksum")
@@ -65,10 +98,11 @@ class ProgramKey(NamedTuple):
     that the step uses: two steps that may be in flight together use different sets.
     """
 
-    num_steps: int
+    tier: int
     forced_nodes: int
     mode: int
     sizes: tuple[Sizes, ...]
+    extend_mode: int = ExtendMode.ACCEPTED
     buffer_set: int = 0
 
 
@@ -77,11 +111,12 @@ class StepPlan(NamedTuple):
 
     `decodes`, `prompt_rows` and `finishing_prompts` are the rows that requests need; `sizes` are the rows that run,
     with padding. `scored` counts the prompt rows that return log-probabilities. `captured` says whether the step may be
-    captured, or replayed, as the program of its `key`. `num_steps` is the tier, the minimum of the votes.
+    captured, or replayed, as the program of its `key`. `tier` is the number of the tree's shape among the tiers.
     `forced_nodes` nodes of each tree are reserved for grammars. `mode` is the union of all groups' modes. `no_requests`
     says that no rank has requests, `leaving` that the gang ends with this step. `routes_to_experts` is for
     expert-parallel experts. If it is True, the ranks first exchange counts, then send each row only to the parts that
     hold its experts. Otherwise every row goes to every part.
+    `extend_mode` says which rows the draft reads.
     """
 
     step: int
@@ -91,7 +126,7 @@ class StepPlan(NamedTuple):
     step_input_len: tuple[int, ...]
     sizes: tuple[Sizes, ...]
     captured: bool
-    num_steps: int
+    tier: int
     no_requests: bool
     leaving: bool
     decode_us: tuple[int, ...]
@@ -99,6 +134,7 @@ class StepPlan(NamedTuple):
     scored: tuple[int, ...] = ()
     forced_nodes: int = 0
     routes_to_experts: bool = False
+    extend_mode: ExtendMode = ExtendMode.ACCEPTED
 
     @property
     def empty(self) -> bool:
@@ -112,12 +148,12 @@ class StepPlan(NamedTuple):
 
     def tree(self, shapes: Sequence[TreeShape]) -> TreeShape:
         """The tree of the step, from the `shapes` by tier, with slots for forced nodes if any request has a grammar."""
-        return shapes[self.num_steps].with_forced_nodes(self.forced_nodes)
+        return shapes[self.tier].with_forced_nodes(self.forced_nodes)
 
     @property
     def key(self) -> ProgramKey:
         """The key of the step's program, with buffer set 0 in place of its own."""
-        return ProgramKey(self.num_steps, self.forced_nodes, int(self.mode), self.sizes)
+        return ProgramKey(self.tier, self.forced_nodes, int(self.mode), self.sizes, self.extend_mode)
 
     def idle(self, group: int) -> Sizes:
         """The padding of a group: its numbers of idle requests, idle prompt rows and idle finishing prompts."""
@@ -138,7 +174,8 @@ class PlanRule:
     rows cost. On a CPU it is 0. `buckets` are the sizes of captured programs, None if nothing is captured. A group may
     use at most `max_forced_rows` rows for forced nodes. By default the limit is high on a GPU, where more rows cost
     little, and low on a CPU. `expert_parallel` says that experts are expert-parallel, so that
-    `StepPlan.routes_to_experts` may be True.
+    `StepPlan.routes_to_experts` may be True. `costs` are the costs of adaptive trees; if it is None, a step uses the
+    last tier that all groups allow. If `draft_rests`, the draft rests in steps without trees.
     """
 
     attn_tp: int
@@ -147,13 +184,18 @@ class PlanRule:
     buckets: Buckets | None = None
     max_forced_rows: int = 0
     expert_parallel: bool = False
+    costs: TreeCosts | None = None
+    draft_rests: bool = False
 
-    def plan(self, facts_by_rank: Sequence[RankFacts], shape: TreeShape) -> StepPlan:
-        """Return the plan that follows from the facts of all ranks. The facts of a group are those of its leader."""
+    def plan(self, facts_by_rank: Sequence[RankFacts], shape: TreeShape, last: LastTree = NO_LAST_TREE) -> StepPlan:
+        """Return the plan that follows from the facts of all ranks. The facts of a group are those of its leader.
+        `shape` is the largest tree, `last` what the steps before have left.
+        """
         groups = facts_by_rank[:: self.attn_tp]
         needed = tuple(Sizes(facts.decodes, facts.prompt_rows, facts.finishing_prompts) for facts in groups)
         mode = SamplingMode(reduce(or_, (facts.mode for facts in groups)))
         sizes, captured, padded = self._sizes(needed, shape.num_draft_tokens, mode)
+        tier, extend_mode = self._tree(groups, sizes, mode, last)
         return StepPlan(
             step=facts_by_rank[0].step,
             decodes=tuple(facts.decodes for facts in groups),
@@ -162,7 +204,8 @@ class PlanRule:
             step_input_len=tuple(facts.step_input_len for facts in groups),
             sizes=sizes,
             captured=captured,
-            num_steps=min(facts.num_steps for facts in groups),  # one depth for all: the draft's collectives must match
+            tier=tier,
+            extend_mode=extend_mode,
             no_requests=not any(facts.requests for facts in facts_by_rank),
             leaving=any(facts.leaving for facts in facts_by_rank),
             decode_us=tuple(facts.decode_us for facts in groups),
@@ -173,6 +216,35 @@ class PlanRule:
             # use them. With one group every rank has all rows anyway.
             routes_to_experts=self.expert_parallel and not captured and not padded and len(groups) > 1,
         )
+
+    def _tree(
+        self, groups: Sequence[RankFacts], sizes: tuple[Sizes, ...], mode: SamplingMode, last: LastTree
+    ) -> tuple[int, ExtendMode]:
+        """Return the tier of the step, and which rows its draft reads. A draft that has rested first reads what it has
+        missed, in a step without trees.
+        """
+        tier = self._tier(groups, mode, last)
+        if not self.draft_rests or not any(facts.decodes for facts in groups):
+            return tier, ExtendMode.ACCEPTED
+        if tier:
+            return (0, ExtendMode.MISSED) if last.rests else (tier, ExtendMode.ACCEPTED)
+        has_prompts = any(sizes_of_group.prompt_rows for sizes_of_group in sizes)
+        return 0, ExtendMode.PROMPTS if has_prompts else ExtendMode.NOTHING
+
+    def _tier(self, groups: Sequence[RankFacts], mode: SamplingMode, last: LastTree) -> int:
+        """Return the tier of the step, one for all groups: the collectives of their drafts must match.
+
+        Where a request has a grammar, the step uses the largest tree. Only drafted trees get the nodes that a grammar
+        forces, and these nodes need no draft forward.
+        """
+        max_tier, decodes = min(facts.max_tier for facts in groups), max(facts.decodes for facts in groups)
+        if self.costs is None or not decodes or SamplingMode.CONSTRAINED in mode:
+            return max_tier
+        if any(facts.explores for facts in groups):
+            return max_tier
+        prompt_us = max(facts.prompt_us for facts in groups)
+        outlooks = [facts.outlook for facts in groups]
+        return choose_tier(self.costs.of(decodes), outlooks, max_tier, last, prompt_us)
 
     def _forced(self, sizes: tuple[Sizes, ...], max_forced: int) -> int:
         """The forced nodes of each tree: equal for all trees of a step, whether their requests have grammars or not."""
@@ -305,12 +377,15 @@ def script(
     tree_rows = tuple(n * shape.num_draft_tokens for n in decodes)
     forward("target", target, tuple(t + c for t, c in zip(tree_rows, prompt_rows, strict=True)))
     score("target", target, tuple(t + f for t, f in zip(tree_rows, finishing_prompts, strict=True)), NUMBERS_PER_CHOICE)
-    # Extend: S + 1 rows per request and c prompt rows; its head scores one row per request and prompt.
+    # Extend: S + 1 rows per request and c prompt rows; its head scores one row per request and prompt. `ExtendMode`
+    # has the exceptions.
     width = shape.num_steps + 1
-    if draft is not None:
+    if draft is not None and plan.extend_mode is not ExtendMode.NOTHING:
+        rows_per_request = {ExtendMode.PROMPTS: 0, ExtendMode.MISSED: MISSED_TOKENS}.get(plan.extend_mode, width)
         for _ in range(draft.runners):
-            forward("extend", draft, tuple(n * width + c for n, c in zip(decodes, prompt_rows, strict=True)))
-        score("extend", draft, tuple(n + f for n, f in zip(decodes, finishing_prompts, strict=True)), num_sent)
+            forward("extend", draft, tuple(n * rows_per_request + c for n, c in zip(decodes, prompt_rows, strict=True)))
+        read = [0 if plan.extend_mode.rests else n for n in decodes]
+        score("extend", draft, tuple(n + f for n, f in zip(read, finishing_prompts, strict=True)), num_sent)
     # Log-probabilities: of the S + 1 rows of each accepted path and of the first tokens after prompts.
     if target.sharded is not None and SamplingMode.LOGPROBS in plan.mode:
         rows = tuple(n * width + f for n, f in zip(decodes, finishing_prompts, strict=True))

@@ -10,7 +10,17 @@ from collections.abc import Sequence as Ordered
 import torch
 from torch import Tensor
 
-from cluster.batch import Batch, HostBounds, PageWrite, PromptBatch, PromptChunk, PromptRows, SamplingMode, StepInput
+from cluster.batch import (
+    Batch,
+    ExtendMode,
+    HostBounds,
+    PageWrite,
+    PromptBatch,
+    PromptChunk,
+    PromptRows,
+    SamplingMode,
+    StepInput,
+)
 from cluster.config.resolved import ResolvedSettings
 from cluster.device.staging import StagedLists, Staging
 from cluster.kv.pool import SlotMemory, copied_slots
@@ -105,7 +115,9 @@ class Assembler:
             for memory in self._slots:
                 memory.move_kv_cache(*changes["copies"].view(2, -1))
 
-    def batch(self, sent: StagedLists, mode: SamplingMode, forced_nodes: int) -> Batch:
+    def batch(
+        self, sent: StagedLists, mode: SamplingMode, forced_nodes: int, extend_mode: ExtendMode = ExtendMode.ACCEPTED
+    ) -> Batch:
         """Build the batch of a step. A captured program begins here: only torch operators run, no value is read."""
         lists = sent.lists()
         rows = lists["rows"]
@@ -121,6 +133,7 @@ class Assembler:
             prompt=self._prompt(lists) if "tokens" in lists else self._empty_prompt,
             mode=mode,
             scored=lists.get("scored"),
+            extend_mode=extend_mode,
         )
 
     def _prompt(self, lists: dict[str, Tensor]) -> PromptBatch:

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -33,6 +33,8 @@ from cluster.engine.programs import Programs
 from cluster.engine.rank_agreement import check_rank_agreement
 from cluster.engine.scheduler import Scheduler
 from cluster.engine.step_loop import StepLoop
+from cluster.engine.tree_calibration import measure_trees, tree_costs
+from cluster.engine.tree_outlook import TreeOutlook
 from cluster.engine.workspace import (
     SMALLER_KV,
     leave_room_for_steps,
@@ -53,6 +55,7 @@ from cluster.spec.draft import Draft, EagleDraft, NoDraft
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.multilayer import MultiLayerDraft
 from cluster.spec.propose import CoupledRanking
+from cluster.spec.resting import RestingDraft
 from cluster.spec.step import RequestTables, Step
 from cluster.status import CaptureInfo, RankInfo
 from cluster.tokenizer.tokenizer import TextTokenizer
@@ -92,7 +95,11 @@ class EnginePlan:
         model, create_growth = runners[0].model, tree_backend_of(self.models.kernels).create_growth
         ranking = CoupledRanking(model.target_ids, topk, model.shard_target_ids, sampler_of(self.models.kernels))
         if len(runners) == 1:
-            return EagleDraft(runners[0], ranking, create_growth)
+            draft = EagleDraft(runners[0], ranking, create_growth)
+            # FlashInfer's plans hold the tokens that are certainly committed; a draft that wakes reads before these.
+            if self.resolved.adaptive_trees and self.models.kernels.flashinfer is None:
+                return RestingDraft(draft, runners[0], self.memory.cache.table)
+            return draft
         return MultiLayerDraft(runners, ranking, self.memory.cache.table, create_growth)
 
 
@@ -224,6 +231,7 @@ def assemble(prepared: EnginePlan, draft: Draft) -> Rank:
     if device_memory is not None:
         step_bytes = measure_largest_steps(lockstep, resolved, device_memory, memory.cache.table)
     pace = measure_pace(lockstep, memory.cache, resolved) if resolved.prefill_time_limited else None
+    costs = measure_trees(lockstep, memory.cache, resolved) if resolved.adaptive_trees else None
     captured = None
     if captures is not None:
         capture = partial(capture_decoding, lockstep, resolved, captures.buckets)
@@ -232,9 +240,13 @@ def assemble(prepared: EnginePlan, draft: Draft) -> Rank:
         )
     memory.forward_spans.take()  # drop the forward times of the steps so far
     lockstep.watchdog.start_serving(config.watchdog_timeout_s)
+    if costs is not None:
+        lockstep.coordinator.use_costs(costs)
     name = name_of(config.model_path) or "model"
     metrics = EngineMetrics(model_name=name, rank=mesh.rank, depths=resolved.forced_shape.num_steps)
     info = _rank_info(prepared, pace, captured)
+    if costs is not None:
+        info = replace(info, tree_costs=tree_costs(costs, resolved))
     logger.info("rank %d: computes in %s; kernels in %s", mesh.rank, info.dtype, info.kernels)
     for line in info.attention:
         logger.info("rank %d: attention of the %s", mesh.rank, line)
@@ -245,11 +257,14 @@ def assemble(prepared: EnginePlan, draft: Draft) -> Rank:
     loop = StepLoop(lockstep, metrics, info, memory.forward_spans)
     if not mesh.is_leader:
         return loop
+    scheduler = Scheduler(resolved, memory.cache, resolved.shape.window, pace, chunk_sizes)
+    if costs is not None:
+        scheduler.decode.outlook = TreeOutlook(resolved.tiers, config.max_running_requests, costs, mesh.attn_dp)
     return Engine(
         EngineParts(
             resolved=resolved,
             cache=memory.cache,
-            scheduler=Scheduler(resolved, memory.cache, resolved.shape.window, pace, chunk_sizes),
+            scheduler=scheduler,
             loop=loop,
             tokenizer=_tokenizer(config),
         )
@@ -274,21 +289,24 @@ def _lockstep(prepared: EnginePlan, draft: Draft, captures: Captures | None) -> 
     logits_tables = LogitsTables(PenaltyTable(rows, vocab, dtype, device), grammars)
     tables = RequestTables(memory.cache.table, SamplingTable(rows, dtype, device), logits_tables, draft_inputs)
     max_padding, expert_parallel = MAX_GPU_PADDING if resolved.device == "cuda" else 0.0, config.ep_size > 1
-    rule = PlanRule(mesh.attn.size, config.dp_padding, max_padding, buckets, resolved.forced_rows, expert_parallel)
+    step = Step(memory.target_runner, draft, tables, mesh.enter, sampler_of(kernels), tree_backend_of(kernels).accept)
+    step.reports_ranks = resolved.adaptive_trees
+    rule = PlanRule(
+        mesh.attn.size,
+        config.dp_padding,
+        max_padding,
+        buckets,
+        resolved.forced_rows,
+        expert_parallel,
+        draft_rests=isinstance(draft, RestingDraft),
+    )
     return Lockstep(
         mesh=mesh,
         coordinator=Coordinator(mesh, rule, resolved.tiers, *models.ops),
         exchange=models.exchange,
         programs=Programs(
             Assembler(tables, resolved, slot_memories, runners, buffer_sets),
-            Step(
-                memory.target_runner,
-                draft,
-                tables,
-                mesh.enter,
-                sampler_of(kernels),
-                tree_backend_of(kernels).accept,
-            ),
+            step,
             models.exchange,
             mesh.world.clock,
             None if captures is None else captures.capture,

@@ -6,13 +6,15 @@ the shortest round counts: a machine that is busy for a moment must not distort 
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
 from cluster.arch.resolve import ResolvedConfig
-from cluster.batch import DecodeRequest, PromptChunk, RowSampling, StepInput
+from cluster.batch import DecodeRequest, ExtendMode, PromptChunk, RowSampling, StepInput
+from cluster.dp_attention.plan import TreeVote
 from cluster.engine.lockstep import Lockstep
 from cluster.kv.cache import KVCache, Lease
 from cluster.observability.step_times import Curve, StepTimes
@@ -30,7 +32,8 @@ MIN_PREFIX = 128  # shorter prefixes are not measured: the time they add is belo
 
 class TrialLoad(NamedTuple):
     """A step to be timed. In every group `decodes` requests decode, with `committed` tokens each. In addition the first
-    group, or every group if `all_groups`, runs `rows` prompt rows after a prefix of `start` tokens.
+    group, or every group if `all_groups`, runs `rows` prompt rows after a prefix of `start` tokens. The trees have the
+    tier `tier`, or if it is None the largest one that the settings allow with so many requests.
     """
 
     decodes: int
@@ -38,6 +41,7 @@ class TrialLoad(NamedTuple):
     rows: int = 0
     start: int = 0
     all_groups: bool = False
+    tier: int | None = None
 
 
 class StepLimits(NamedTuple):
@@ -50,34 +54,45 @@ class StepLimits(NamedTuple):
 
 def measure_pace(lockstep: Lockstep, cache: KVCache, resolved: ResolvedConfig) -> StepTimes:
     """Return the pace of this gang, the same on every rank. All ranks must call this, with an empty cache."""
-    config, shape = resolved.settings, resolved.shape
-    length = min(resolved.context_length, cache.total_pages * cache.page_size - shape.window)
-    max_rows = max(1, min(resolved.chunk_rows, MAX_MEASURED_ROWS, length // 2))
-    limits = StepLimits(config.max_running_requests, max_rows, length)
-    length = min(length, DEEP_PREFIX + limits.rows)
-    tokens = tuple(TOKEN_STRIDE * index % resolved.target.vocab_size for index in range(length + 1))
-    trial = _Trial(lockstep, resolved, tokens)
-    if lockstep.mesh.is_leader:
-        lease = cache.open(tokens, length + shape.window)
-        assert lease is not None, "an empty cache holds a request"
-        trial.begin(cache, lease)
-    trial.run(TrialLoad(1, rows=1))  # warm-up: the first step initialises libraries and buffers
+    config, shape, max_length = resolved.settings, resolved.shape, max_trial_tokens(cache, resolved)
+    max_rows = max(1, min(resolved.chunk_rows, MAX_MEASURED_ROWS, max_length // 2))
+    limits = StepLimits(config.max_running_requests, max_rows, max_length)
     fit_arguments = (limits, config.prefill_share, shape.num_draft_tokens, lockstep.mesh.attn_dp)
-    pace = fit(trial.time, *fit_arguments)
-    for _ in range(MAX_ROUNDS - 1):
-        if trial.spent_s < MAX_SECONDS:
-            trial.repeat()
-            pace = fit(trial.time, *fit_arguments)
-    if trial.lease is not None:
-        cache.close(trial.lease, tokens, 0)
-    lockstep.mesh.world.clock.take_collective_spans()  # drop the waits of these steps from the statistics
+    with trial_steps(lockstep, cache, resolved, min(max_length, DEEP_PREFIX + limits.rows)) as trial:
+        trial.run(TrialLoad(1, rows=1))  # warm-up: the first step initialises libraries and buffers
+        pace = fit(trial.time, *fit_arguments)
+        for _ in range(MAX_ROUNDS - 1):
+            if trial.spent_s < MAX_SECONDS:
+                trial.repeat()
+                pace = fit(trial.time, *fit_arguments)
     return pace
 
 
+def max_trial_tokens(cache: KVCache, resolved: ResolvedConfig) -> int:
+    """Return how many tokens the request of a trial may have at most."""
+    return min(resolved.context_length, cache.total_pages * cache.page_size - resolved.shape.window)
+
+
+@contextmanager
+def trial_steps(lockstep: Lockstep, cache: KVCache, resolved: ResolvedConfig, length: int) -> Iterator["Trial"]:
+    """Give a `Trial` whose request has room for `length` tokens. All ranks must call this, with an empty cache."""
+    tokens = tuple(TOKEN_STRIDE * index % resolved.target.vocab_size for index in range(length + 1))
+    trial = Trial(lockstep, resolved, tokens)
+    if lockstep.mesh.is_leader:
+        lease = cache.open(tokens, length + resolved.shape.window)
+        assert lease is not None, "an empty cache holds a request"
+        trial.begin(cache, lease)
+    yield trial
+    if trial.lease is not None:
+        cache.close(trial.lease, tokens, 0)
+    lockstep.mesh.world.clock.take_collective_spans()  # drop the waits of these steps from the statistics
+
+
 @dataclass(slots=True)
-class _Trial:
+class Trial:
     """Runs steps with made-up rows and keeps the best time of each. In each group all rows belong to one request. It
-    appears several times in a step with several decoding requests.
+    appears several times in a step with several decoding requests. `waking_us` has the best times of the steps in which
+    the draft woke, by decoding requests.
     """
 
     lockstep: Lockstep
@@ -86,6 +101,7 @@ class _Trial:
     lease: Lease | None = None
     spent_s: float = 0.0
     best_us: dict[TrialLoad, float] = field(default_factory=dict)
+    waking_us: dict[int, float] = field(default_factory=dict)
     _first_step_input: StepInput = field(default=StepInput())
 
     def begin(self, cache: KVCache, lease: Lease) -> None:
@@ -103,10 +119,15 @@ class _Trial:
             self.best_us[load] = self._slowest_rank_us(self.run(load))
         return self.best_us[load]
 
+    def time_again(self, load: TrialLoad) -> float:
+        """Run a step that was timed before once more; return its best time so far."""
+        self.best_us[load] = min(self.best_us[load], self._slowest_rank_us(self.run(load)))
+        return self.best_us[load]
+
     def repeat(self) -> None:
         """Run one more round of all loads timed so far."""
-        for load, best in self.best_us.items():
-            self.best_us[load] = min(best, self._slowest_rank_us(self.run(load)))
+        for load in self.best_us:
+            self.time_again(load)
 
     def _slowest_rank_us(self, seconds: float) -> float:
         """Return the time of the slowest rank in microseconds, at least 1; adds it to `spent_s`."""
@@ -115,7 +136,18 @@ class _Trial:
         return max(1.0, slowest)
 
     def run(self, load: TrialLoad) -> float:
-        """Run a step with this load; returns the seconds that it took on this rank."""
+        """Run a step with this load; returns the seconds that it took on this rank. If the draft has to wake before it,
+        the time of the step in which it wakes goes to `waking_us`.
+        """
+        seconds, extend_mode = self._run_step(load)
+        if extend_mode is ExtendMode.MISSED:
+            waking_us = self._slowest_rank_us(seconds)
+            self.waking_us[load.decodes] = min(waking_us, self.waking_us.get(load.decodes, waking_us))
+            seconds, _ = self._run_step(load)
+        return seconds
+
+    def _run_step(self, load: TrialLoad) -> tuple[float, ExtendMode]:
+        """Run a step; return the seconds that it took on this rank, and which rows its draft read."""
         step_input = StepInput()
         if self.lease is not None:
             step_input, self._first_step_input = self._first_step_input, StepInput()
@@ -128,10 +160,11 @@ class _Trial:
                 chunk = PromptChunk(self.lease.row, load.start, stop, False, self.tokens[load.start : stop + 1])
                 step_input = step_input._replace(chunks=(chunk,))
         started = time.perf_counter()
-        step = self.lockstep.run(step_input, int(self.lease is not None), self.resolved.max_tree_levels(load.decodes))
+        vote = TreeVote(self.resolved.max_tier(load.decodes) if load.tier is None else load.tier)
+        step = self.lockstep.run(step_input, int(self.lease is not None), vote)
         if step.output is not None:
             self.lockstep.read(step)
-        return time.perf_counter() - started
+        return time.perf_counter() - started, step.plan.extend_mode
 
 
 def fit(time: Callable[[TrialLoad], float], limits: StepLimits, share: float, tree: int, groups: int) -> StepTimes:

@@ -11,12 +11,13 @@ import torch
 from cluster.arch import TargetArch
 from cluster.arch.layer import LayerGeometry
 from cluster.arch.resolve import ResolvedConfig
-from cluster.batch import DecodeRequest, SamplingMode, StepInput
+from cluster.batch import DecodeRequest, ExtendMode, SamplingMode, StepInput
 from cluster.capture.buffers import Buffers
 from cluster.capture.cuda_graph import CudaSegments, Graph
 from cluster.capture.tape import Tape
 from cluster.config import ConfigError, EngineConfig
 from cluster.distributed.mesh import Mesh
+from cluster.dp_attention.plan import TreeVote
 from cluster.dp_attention.sizes import MAX_CAPTURED_ROWS, Buckets, Sizes, multiples, sizes_up_to
 from cluster.engine.lockstep import Lockstep
 from cluster.engine.models import RankModels
@@ -155,10 +156,10 @@ def buckets_of(config: EngineConfig, device: torch.device, mesh: Mesh) -> Bucket
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """A step to capture: `requests` requests decode with trees of depth `num_steps`, and draw tokens in `mode`."""
+    """A step to capture: `requests` requests decode with trees of tier `tier`, and draw tokens in `mode`."""
 
     requests: int
-    num_steps: int
+    tier: int
     mode: SamplingMode
 
 
@@ -170,7 +171,9 @@ def decoding_steps(resolved: ResolvedConfig, buckets: Buckets) -> Iterator[Decod
         if Sizes(size_range.stop - 1, 0, 0).rows(resolved.shape.num_draft_tokens) > MAX_CAPTURED_ROWS:
             continue
         request_counts = range(size_range.start, min(size_range.stop, resolved.settings.max_running_requests + 1))
-        tiers = {resolved.max_tree_levels(count) for count in request_counts}
+        tiers = {resolved.max_tier(count) for count in request_counts}
+        if resolved.adaptive_trees:
+            tiers = set(range(max(tiers) + 1))
         yield from (Decoding(size_range.stop - 1, tier, mode) for tier in sorted(tiers, reverse=True) for mode in MODES)
 
 
@@ -182,9 +185,12 @@ def capture_decoding(lockstep: Lockstep, resolved: ResolvedConfig, buckets: Buck
         for _ in range(
             2 * programs.assembler.buffer_sets
         ):  # for each buffer set: an eager run, then the run that is captured
-            in_flight = lockstep.run(step_input if lockstep.mesh.is_leader else StepInput(), 0, step.num_steps)
-            if in_flight.output is not None:
-                lockstep.read(in_flight)
+            extend_mode = None
+            while extend_mode in (None, ExtendMode.MISSED):  # a draft that rested wakes first, in a step of its own
+                in_flight = lockstep.run(step_input if lockstep.mesh.is_leader else StepInput(), 0, TreeVote(step.tier))
+                extend_mode = in_flight.plan.extend_mode
+                if in_flight.output is not None:
+                    lockstep.read(in_flight)
         programs.pin_all()
     lockstep.mesh.world.clock.take_collective_spans()
     captured_bytes = sum(program.captured.bytes for program in programs.captured.values())

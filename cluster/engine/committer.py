@@ -1,7 +1,7 @@
 """Takes the results of a step into its requests: tokens, ends, log-probabilities, pages, statistics."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from cluster.engine.draft_watch import DraftWatch
@@ -70,10 +70,12 @@ class Committer:
         requests come last. Each entry has S + 1 rows of log-probabilities.
         """
         shape, outputs, trees = step.shape, list[SequenceOutput](), list[tuple[int, int]]()
+        accepted = list[tuple[int, Sequence[int]]]()
         for i, (sequence, lease) in enumerate(step.schedule.decodes):
             if sequence.lease is not lease:  # ended, aborted or retracted since the step began
                 continue
             tokens, count, finite_prefix, nodes = step_output.decode_result(i)
+            accepted.append((lease.row, step_output.accepted_ranks(i, count)))
             finite_count = min(count, finite_prefix)  # tokens after the first non-finite logits are not returned
             sequence.commit_tree(count, shape)  # the device committed all `count`, finite or not
             output = self._append_tokens(sequence, tokens[:finite_count], step_output, i * step_output.path_length)
@@ -89,6 +91,9 @@ class Committer:
                     output, tree=step_output.trees.read(i, tokens[:finite_count], shape.drafted_shape.num_draft_tokens)
                 )
             outputs += self._finish_if_ended(sequence, output, self._error_of(sequence, lease, finite_count == count))
+        outlook = self._scheduler.decode.outlook
+        if outlook is not None and not step.plan.forced_nodes:  # a tree with forced nodes says little about the draft
+            outlook.observe(step.schedule.vote, step.plan.tier, accepted)
         return outputs, trees
 
     def _commit_chunks(self, schedule: Schedule, step_output: StepOutput) -> list[SequenceOutput]:

@@ -6,15 +6,17 @@
   by then, and a window of W slots after them. Decoding requests get their pages before prompts do.
 - When pages run out, the request admitted last is retracted: it loses its pages and goes back to the front of the
   queue. So the oldest request always makes progress.
-- The rank votes for a depth of the trees (a tier) by its number of decoding requests (`speculative_batch_tiers`). The
-  step takes the lowest vote of all groups.
+- The rank votes for the trees of the step: for the largest one that `speculative_batch_tiers` allows with its number
+  of decoding requests, and, if trees are adaptive, with what its requests are expected to gain (`tree_outlook.py`).
 """
 
 from collections import deque
 
 from cluster.config.resolved import ResolvedSettings
+from cluster.dp_attention.plan import TreeVote
 from cluster.engine.request_state import RequestState
 from cluster.engine.schedule import Schedule
+from cluster.engine.tree_outlook import TreeOutlook
 from cluster.kv.cache import KVCache
 
 
@@ -26,6 +28,8 @@ class DecodeScheduler:
         self.running: list[RequestState] = []
         self.waiting, self._resolved, self._cache, self._window = waiting, resolved, cache, window
         self._shape = resolved.forced_shape
+        self.outlook: TreeOutlook | None = None
+        """Estimates what trees bring, if trees are adaptive; set after the costs of trees were measured."""
 
     def schedule(self, schedule: Schedule) -> None:
         """Add the requests that decode to `schedule`, with pages for their windows."""
@@ -44,7 +48,8 @@ class DecodeScheduler:
                 break
             self._retract(self.running[-1])
             schedule.retracted_count += 1
-        schedule.num_steps = self._resolved.max_tree_levels(len(schedule.decodes))
+        max_tier = self._resolved.max_tier(len(schedule.decodes))
+        schedule.vote = TreeVote(max_tier) if self.outlook is None else self.outlook.vote(schedule.decodes, max_tier)
 
     def publish(self) -> None:
         """Put all pages that the last step completed into the radix tree, where other requests find them."""

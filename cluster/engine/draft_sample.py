@@ -34,16 +34,15 @@ def take_sample(tokens: tuple[int, ...], lockstep: Lockstep, cache: KVCache) -> 
     """Run `tokens` as the prompt of one request, and return the output of the draft's extend phase, with one row.
     Return None on a follower. All ranks of the gang must call this.
     """
-    max_tier = len(lockstep.tree_shapes) - 1
     if not lockstep.mesh.is_leader:
-        lockstep.read(lockstep.run(StepInput(), 0, max_tier))
+        lockstep.read(lockstep.run(StepInput(), 0, lockstep.any_tier))
         return None
     lease = cache.open(tokens, len(tokens) + lockstep.tree_shapes[-1].window)
     assert lease is not None, "an empty cache holds a request"
     chunk = PromptChunk(lease.row, 0, len(tokens), True, tokens)
     greedy = RowSampling(lease.row, 0.0, 0, 1.0, 0.0, 0)
     step_input = StepInput(chunks=(chunk,), samplings=(greedy,), writes=cache.table.unsent_writes)
-    lockstep.read(lockstep.run(step_input, 1, max_tier))
+    lockstep.read(lockstep.run(step_input, 1, lockstep.any_tier))
     cache.table.mark_sent()
     cache.close(lease, tokens, 0)
     row = torch.tensor([lease.row], device=lockstep.step.draft_inputs.bonus.device)

@@ -18,7 +18,7 @@ from cluster.distributed.watchdog import DeviceWatchdog
 from cluster.dp_attention.coordinator import Coordinator
 from cluster.dp_attention.exchange import Exchange
 from cluster.dp_attention.padding import pad_step_input
-from cluster.dp_attention.plan import StepPlan
+from cluster.dp_attention.plan import StepPlan, TreeVote
 from cluster.dp_attention.step_input_codec import checksum, pack, unpack
 from cluster.engine.programs import Programs
 from cluster.engine.schedule import Schedule
@@ -83,14 +83,19 @@ class Lockstep:
         return self.programs.step
 
     @property
+    def any_tier(self) -> TreeVote:
+        """The vote that allows every tree."""
+        return TreeVote(len(self.tree_shapes) - 1)
+
+    @property
     def grammars(self) -> GrammarTable:
         """The grammars of the running requests of this rank's group."""
         return self.step.logits_tables.grammars
 
-    def run(self, step_input: StepInput, requests: int, num_steps: int, decode_us: int = 0) -> StepInFlight:
+    def run(self, step_input: StepInput, requests: int, vote: TreeVote, decode_us: int = 0) -> StepInFlight:
         """Begin one step with the gang; `read` waits for the end of the step. `step_input` is the work of this group
-        (empty on a follower), `requests` the number of this rank's waiting and running requests, `num_steps` its vote
-        for the tier, `decode_us` that of its `Schedule`.
+        (empty on a follower), `requests` the number of this rank's waiting and running requests, `vote` its vote for
+        the tree, `decode_us` that of its `Schedule`.
 
         Raises:
             OutOfStepError: ranks disagree, or this rank was about to deviate from the script.
@@ -100,13 +105,17 @@ class Lockstep:
         self.watchdog.use_current_thread()
         # Followers must know the length of the packed input before its broadcast, so it is in the header.
         packed_input = pack(step_input) if self.mesh.attn.size > 1 and self.mesh.is_leader else []
-        header = self.coordinator.header()._replace(
+        header = self.coordinator.header()
+        header = header._replace(
             decodes=len(step_input.decodes),
             prompt_rows=sum(chunk.stop - chunk.start for chunk in step_input.chunks),
             finishing_prompts=sum(chunk.final for chunk in step_input.chunks),
             scored=sum(chunk.scored for chunk in step_input.chunks),
             step_input_len=len(packed_input),
-            num_steps=num_steps,
+            max_tier=vote.max_tier,
+            prompt_us=vote.prompt_us,
+            explores=int(vote.explores),
+            outlook=vote.outlook or header.outlook,
             mode=int(step_input.mode),
             requests=requests,
             leaving=int(self.end_requested),

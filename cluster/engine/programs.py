@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from cluster.batch import SamplingMode, StepInput
+from cluster.batch import ExtendMode, SamplingMode, StepInput
 from cluster.capture.recorder import CallsBeforeReplay, Captured, replayable
 from cluster.config.tree_shape import TreeShape
 from cluster.device.staging import StagedLists
@@ -115,7 +115,7 @@ class Programs:
 
     def _start(self, inputs: StagedLists, plan: StepPlan, shape: TreeShape) -> StepOutput:
         if self._capture is None or not plan.captured:
-            return self._run(inputs, plan.mode, shape)
+            return self._run(inputs, plan.key, shape)
         # A program uses one buffer set, so each buffer set has its own programs.
         key = plan.key._replace(buffer_set=self.assembler.buffer_set)
         if key in self._evictable:
@@ -123,7 +123,7 @@ class Programs:
         program = self._pinned.get(key) or self._evictable.get(key)
         if program is not None:
             fits = self._fits(program.host_calls)
-            return self._replay(program, inputs) if fits else self._run(inputs, plan.mode, shape)
+            return self._replay(program, inputs) if fits else self._run(inputs, key, shape)
         host_calls = self._first_runs.pop(
             key, None
         )  # not None if the key has occurred once before: now capture the step
@@ -134,7 +134,7 @@ class Programs:
         if len(self._first_runs) > self._max_programs * self.assembler.buffer_sets:
             self._first_runs.popitem(last=False)
         with replayable(host_calls):
-            return self._run(inputs, plan.mode, shape)
+            return self._run(inputs, key, shape)
 
     def _fits(self, host_calls: CallsBeforeReplay) -> bool:
         """Make the host's calls before a capture or replay. Return whether the program fits this step."""
@@ -145,17 +145,18 @@ class Programs:
             self.eager_fallbacks += 1
         return ready
 
-    def _run(self, inputs: StagedLists, mode: SamplingMode, shape: TreeShape) -> StepOutput:
-        return self.step.run(self.assembler.batch(inputs, mode, shape.forced_nodes), shape)
+    def _run(self, inputs: StagedLists, key: ProgramKey, shape: TreeShape) -> StepOutput:
+        mode, extend_mode = SamplingMode(key.mode), ExtendMode(key.extend_mode)
+        return self.step.run(self.assembler.batch(inputs, mode, shape.forced_nodes, extend_mode), shape)
 
     def _capture_step(
         self, capture: Capture, key: ProgramKey, inputs: StagedLists, host_calls: CallsBeforeReplay, shape: TreeShape
     ) -> StepOutput:
         # The program reads its inputs from this copy; each replay first copies the new inputs into it.
-        own_inputs, mode = replace(inputs, integers=inputs.integers.clone()), SamplingMode(key.mode)
+        own_inputs = replace(inputs, integers=inputs.integers.clone())
         calls, calls_before = self._exchange.remaining_calls, self._clock.collectives_returned
         with replayable(host_calls):
-            captured = capture(lambda: self._run(own_inputs, mode, shape))
+            captured = capture(lambda: self._run(own_inputs, key, shape))
         checksum = zlib.crc32(repr(key).encode())
         self.add(
             key,

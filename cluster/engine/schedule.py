@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from cluster.batch import DecodeRequest, PageCopy, PageWrite, PromptChunk, SamplingMode, StepInput
 from cluster.config.tree_shape import TreeShape
+from cluster.dp_attention.plan import NO_TREES, TreeVote
 from cluster.engine.request_state import RequestState
 from cluster.kv.cache import Lease
 from cluster.request import RequestParams
@@ -37,8 +38,8 @@ class Schedule:
 
     `decodes` are requests with their leases: the results of a request are committed only if it still has the same lease
     when they are read. `retracted_count` counts the requests retracted for this step. `first_admitted` are the requests
-    of `admitted` that are admitted for the first time. `num_steps` is this rank's vote for the depth of the step's
-    trees.
+    of `admitted` that are admitted for the first time. `vote` is this rank's vote for the tree of the
+    step.
 
     The times are predictions by the pace: the `StepTimes` that were fitted to steps measured at start. There is no pace
     if `mixed_prefill_size` is set. Then all times but `decode_us` are 0.
@@ -56,7 +57,7 @@ class Schedule:
     admitted: list[RequestState] = field(default_factory=list)
     first_admitted: list[RequestState] = field(default_factory=list)
     copies: tuple[PageCopy, ...] = ()
-    num_steps: int = 0
+    vote: TreeVote = NO_TREES
     decode_us: int = 0
     mixed_decode_us: float = 0.0
     prompt_us: float = 0.0

@@ -47,6 +47,10 @@ class Scheduler:
         self.decode.publish()  # first, so that requests admitted now find the pages of the last step
         self.decode.schedule(schedule)
         self.prefill.schedule(schedule, max_decode_us, prefilling_groups)
+        if self.decode.outlook is not None:
+            for request in schedule.admitted:
+                self.decode.outlook.admit(request.row, not request.request.params.greedy)
+        schedule.vote = schedule.vote._replace(prompt_us=int(schedule.prompt_us))
         schedule.copies = self._cache.take_copies()
         return schedule
 

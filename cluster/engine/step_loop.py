@@ -63,7 +63,7 @@ class StepLoop:
 
     def begin(self, step_input: StepInput, schedule: Schedule, requests: int) -> StepInFlight:
         """Begin the next step of the gang; `step_input` and `requests` as in `Lockstep.run`."""
-        step = self.lockstep.run(step_input, requests, schedule.num_steps, schedule.decode_us)
+        step = self.lockstep.run(step_input, requests, schedule.vote, schedule.decode_us)
         step.schedule, step.forwards, self.is_idle = schedule, self._forward_spans.split(), step.plan.no_requests
         self.steps += 1
         self.padded_rows += self.idle_rows(step)
@@ -149,7 +149,7 @@ class StepLoop:
         """Run the leader's step on this rank's shards."""
         lockstep = self.lockstep
         # The plan ignores the votes of followers.
-        step = self.read_due(self.begin(StepInput(), Schedule(num_steps=len(lockstep.tree_shapes) - 1), 0))
+        step = self.read_due(self.begin(StepInput(), Schedule(vote=lockstep.any_tier), 0))
         stats = StepStats(rank=lockstep.mesh.rank)
         if step is not None and step.output is not None:
             stats = StepStats(

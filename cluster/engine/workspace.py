@@ -67,7 +67,7 @@ def largest_step_inputs(resolved: ResolvedConfig) -> Iterator[StepInput]:
 def run_largest(lockstep: Lockstep, resolved: ResolvedConfig, table: PageTable) -> None:
     """Run the largest steps, before the first request; all ranks must call this."""
     for step_input in largest_step_inputs(resolved):
-        step = lockstep.run(step_input if lockstep.mesh.is_leader else StepInput(), 0, resolved.shape.num_steps)
+        step = lockstep.run(step_input if lockstep.mesh.is_leader else StepInput(), 0, lockstep.any_tier)
         if step.output is not None:
             lockstep.read(step)
     table.lens.zero_()

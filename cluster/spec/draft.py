@@ -7,7 +7,7 @@ shift). So the rows of level l, whose tokens are at seq_len + l, are at position
 Legend: R requests, K topk, S depth, N tree nodes, H draft width, Vd draft vocabulary.
 """
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from cluster.models.vocab import ShardedLogits
 from cluster.sampling.noise import at_least_float32
 from cluster.sampling.sampling_inputs import PhaseSampling, SamplingInputs
 from cluster.spec.extend import extend_attention, extend_input
-from cluster.spec.inputs import EagleDraftInput
+from cluster.spec.inputs import EagleDraftExtendInput, EagleDraftInput
 from cluster.spec.levels import Ancestry, gather_by_parent, grow
 from cluster.spec.propose import Ranking, next_draft_input
 from cluster.spec.tree import DraftTree, GrowthFactory, TorchGrowth, chain
@@ -49,6 +49,15 @@ class Draft(Protocol):
         `target_hidden` are the target's hidden states of all T rows: one tensor `[T, Ht]` for each of the target's
         layers that the draft reads. `sampling_inputs` say how the token after each request's bonus is sampled.
         """
+        ...
+
+
+@runtime_checkable
+class CanRest(Protocol):
+    """A draft that need not read what steps without trees commit; see `spec/resting.py`."""
+
+    def rest(self, batch: Batch, accepted: Accepted, target_hidden: list[Tensor]) -> None:
+        """Keep what the draft will have to read later; `accepted` and `target_hidden` as in `Draft.extend`."""
         ...
 
 
@@ -125,13 +134,21 @@ class EagleDraft:
         shape: TreeShape,
     ) -> EagleDraftInput:
         """Run the committed rows through the draft; see `Draft.extend`."""
+        extend_rows = extend_input(batch, accepted, target_hidden, shape, self._runner.model.spec)
+        return self.read(extend_rows, extend_attention(batch, shape), sampling_inputs, accepted)
+
+    def read(
+        self,
+        extend_rows: EagleDraftExtendInput,
+        attention: AttentionMetadata,
+        sampling_inputs: SamplingInputs,
+        accepted: Accepted,
+    ) -> EagleDraftInput:
+        """Run `extend_rows` through the draft; return the draft inputs that follow from the rows `select`."""
         # Here `fuse_aux` maps the target's hidden `[T, A]` to the draft's `[T, H]`. In the draft phase, the draft reads
         # its own recurrent hidden instead.
-        extend_rows = extend_input(batch, accepted, target_hidden, shape, self._runner.model.spec)
         fused_hidden = self._runner.fuse_aux(extend_rows.hidden)
-        normed, recurrent = self._runner.forward(
-            extend_rows.token_ids, extend_rows.positions, fused_hidden, extend_attention(batch, shape)
-        )
+        normed, recurrent = self._runner.forward(extend_rows.token_ids, extend_rows.positions, fused_hidden, attention)
         extend_output = normed.index_select(0, extend_rows.select), recurrent.index_select(0, extend_rows.select)
         return next_draft_input(self._runner, self._ranking, sampling_inputs, accepted, extend_output)
 

@@ -26,18 +26,23 @@ def extend_input(
     source_rows = with_prompts(
         node_rows.view(-1), torch.arange(r * n, r * n + prompt.token_ids.shape[0], device=device)
     )
-    # The last row of a finished prompt is followed by the token that the target has just chosen.
-    next_ids = prompt.next_ids.index_copy(0, prompt.final_rows, accepted.bonus[r:])
     positions = batch.seq_lens[:, None] + torch.arange(path_length, device=device)
     # Rows beyond accept_len are computed but not used. The next proposals follow the last committed row of each
     # request: row i (S + 1) + accept_len - 1.
     last_committed_rows = torch.arange(r, device=device) * path_length + accepted.accept_len - 1
     return EagleDraftExtendInput(
         hidden=EagleDraftExtendInput.hidden_of(draft, target_hidden, source_rows),
-        token_ids=with_prompts(accepted.tokens.view(-1), next_ids),
+        token_ids=with_prompts(accepted.tokens.view(-1), prompt_token_ids(batch, accepted)),
         positions=with_prompts(positions.view(-1), prompt.positions),
         select=with_prompts(last_committed_rows, prompt.final_rows + r * path_length),
     )
+
+
+def prompt_token_ids(batch: Batch, accepted: Accepted) -> Tensor:
+    """Return the token after each prompt row, `[c]`. The last row of a finished prompt is followed by the token that
+    the target has just chosen.
+    """
+    return batch.prompt.next_ids.index_copy(0, batch.prompt.final_rows, accepted.bonus[batch.decodes :])
 
 
 def extend_attention(batch: Batch, shape: TreeShape) -> AttentionMetadata:

@@ -3,7 +3,7 @@
 Legend: R decoding requests, S depth, F finished prompts, c prompt rows, T = R (S + 1) + F tokens.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -72,12 +72,14 @@ class StepOutput:
     """The results of a step. The tensors are on the device. The output that `read` returns has them in host memory, and
     the integers of `packed` in the list `values`.
 
-    `packed` int64 holds, for each of the R decoding requests, `tokens`, `accept_len`, `finite` and (only if
-    `has_node_counts`) `nodes`. Then come `first_tokens` `[F]`, `finite_rows` `[c]` and `inputs_checksum` `[0 or 1]`. R
-    is `requests`, S + 1 is `path_length`, F is `final_prompts`, c is `prompt_rows`.
+    `packed` int64 holds, for each of the R decoding requests, `tokens`, `accept_len`, `finite`, (only if
+    `has_node_counts`) `nodes` and (only if `has_ranks`) `ranks`. Then come `first_tokens` `[F]`, `finite_rows` `[c]`
+    and `inputs_checksum` `[0 or 1]`. R is `requests`, S + 1 is `path_length`, F is `final_prompts`, c is `prompt_rows`.
 
     - `tokens`: S + 1 per request, of which the first `accept_len` are committed. The target's scores of the first
       `finite` tokens are finite. `nodes`: the number of nodes of the tree, without root and padding.
+      `ranks`: S + 1 per request, those of the nodes on the accepted path, as in `DraftTree.ranks`; the first
+      `accept_len` are valid.
     - `first_tokens`: the token after each finished prompt. `finite_rows`: whether the hidden of each prompt row is
       finite; for the last row of a prompt, whether the score of its first token is finite too.
     - `inputs_checksum`: a checksum of the sampling inputs if the head is sharded and a request samples, else empty.
@@ -93,6 +95,7 @@ class StepOutput:
     prompt_rows: int
     phases: PhaseTimes
     has_node_counts: bool = False
+    has_ranks: bool = False
     logprobs: Logprobs | None = None
     scores: Scores | None = None
     trees: Trees | None = None
@@ -101,10 +104,16 @@ class StepOutput:
 
     @staticmethod
     def of(
-        tree: DraftTree, accepted: Accepted, scores: Tensor, prompts: tuple[Tensor, Tensor, Tensor], phases: PhaseTimes
+        tree: DraftTree,
+        accepted: Accepted,
+        scores: Tensor,
+        prompts: tuple[Tensor, Tensor, Tensor],
+        phases: PhaseTimes,
+        reports_ranks: bool = False,
     ) -> "StepOutput":
         """Return the output of a step. `scores` `[R, S + 1]` are the target's scores of `accepted.tokens`; `prompts`
-        are (`first_tokens`, `finite_rows`, `inputs_checksum`).
+        are (`first_tokens`, `finite_rows`, `inputs_checksum`). With `reports_ranks` it also has ranks, if the tree has
+        scores.
         """
         # x - x is 0 for finite x, else NaN. The running product is 0 from the first score that is not finite on.
         finite = (scores - scores == 0).cumprod(1).sum(1, keepdim=True)
@@ -112,9 +121,12 @@ class StepOutput:
         if tree.padded:  # the root and padding nodes are their own parents; count the others
             node_numbers = torch.arange(tree.parents.shape[1], device=tree.parents.device)
             node_counts = [(tree.parents != node_numbers).sum(1, keepdim=True)]
-        request_rows = torch.cat([accepted.tokens, accepted.accept_len[:, None], finite, *node_counts], 1)
+        reports_ranks = reports_ranks and tree.scores is not None
+        ranks = [tree.ranks(accepted.path)] if reports_ranks else []
+        request_rows = torch.cat([accepted.tokens, accepted.accept_len[:, None], finite, *node_counts, *ranks], 1)
         sizes = request_rows.shape[0], accepted.tokens.shape[1], prompts[0].shape[0], prompts[1].shape[0]
-        return StepOutput(torch.cat([request_rows.view(-1), *prompts]), *sizes, phases, tree.padded)
+        packed = torch.cat([request_rows.view(-1), *prompts])
+        return StepOutput(packed, *sizes, phases, tree.padded, reports_ranks)
 
     def map_tensors(self, change: Callable[[Tensor], Tensor]) -> "StepOutput":
         """Return a copy with `change` applied to each tensor, always in the same order."""
@@ -153,17 +165,28 @@ class StepOutput:
 
     def decode_result(self, request: int) -> tuple[list[int], int, int, int | None]:
         """Return `tokens`, `accept_len`, `finite` and `nodes` of a decoding request; `nodes` is None if not counted."""
-        path_length = self.path_length
-        row = self.values[
-            request * (path_length + 2 + self.has_node_counts) : (request + 1)
-            * (path_length + 2 + self.has_node_counts)
-        ]
+        path_length, start = self.path_length, request * self._row_width
+        row = self.values[start : start + path_length + 2 + self.has_node_counts]
         return row[:path_length], row[path_length], row[path_length + 1], row[-1] if self.has_node_counts else None
+
+    def accepted_ranks(self, request: int, accept_len: int) -> Sequence[int]:
+        """Return the ranks of the accepted nodes of a decoding request, without the root. In a chain they are the
+        depths. `accept_len` is as in `decode_result`.
+        """
+        if not self.has_ranks:
+            return range(1, accept_len)
+        end = (request + 1) * self._row_width
+        return self.values[end - self.path_length + 1 : end - self.path_length + accept_len]
+
+    @property
+    def _row_width(self) -> int:
+        """The integers of `packed` per decoding request."""
+        return self.path_length + 2 + self.has_node_counts + self.has_ranks * self.path_length
 
     @property
     def prompt_results(self) -> tuple[list[int], list[int], list[int]]:
         """The lists `first_tokens`, `finite_rows` and `inputs_checksum`."""
-        start = self.requests * (self.path_length + 2 + self.has_node_counts)
+        start = self.requests * self._row_width
         prompt_values, checksum_index = self.values[start:], self.final_prompts + self.prompt_rows
         return (
             prompt_values[: self.final_prompts],

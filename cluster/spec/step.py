@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cluster.attention.ancestor_bits import chain_bits, pack_bits
-from cluster.batch import AttentionMetadata, Batch, PromptBatch, SamplingMode, with_prompts
+from cluster.batch import AttentionMetadata, Batch, ExtendMode, PromptBatch, SamplingMode, with_prompts
 from cluster.config.tree_shape import TreeShape
 from cluster.device.timing import timer_of
 from cluster.kv.page_table import PageTable
@@ -28,7 +28,7 @@ from cluster.sampling.sampler import Scores, choose, logprobs, scores
 from cluster.sampling.sampling_inputs import PhaseSampling, SamplingInputs, checksum
 from cluster.sampling.torch_sampler import Sampler
 from cluster.spec.compact import compact
-from cluster.spec.draft import Draft, NoDraft
+from cluster.spec.draft import CanRest, Draft, NoDraft
 from cluster.spec.forced import add_forced_nodes
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.result import PhaseTimes, StepOutput, Trees
@@ -66,6 +66,8 @@ class Step:
         self._target, self._draft, self._sampler, self._accept = target, draft, sampler, accept
         self._table, self.logits_tables, self.draft_inputs = tables.pages, tables.logits_tables, tables.draft_inputs
         self.enter_phase = enter_phase
+        self.reports_ranks = False
+        """Whether results have the ranks of accepted nodes, if trees have ranks."""
         self._ids, self._timer = target.model.token_ids, timer_of(self.draft_inputs.bonus.device)
 
     @torch.inference_mode()
@@ -116,10 +118,7 @@ class Step:
             decode_sampling.processor.commit(accepted.tokens, accepted.accept_len)
             if first_tokens.shape[0]:
                 final_sampling.processor.commit(first_tokens[:, None], torch.ones_like(first_tokens))
-        draft_input = self._draft.extend(
-            batch, accepted, aux_hidden or [hidden], self._proposal_inputs(phase_sampling, accepted), shape
-        )
-        self.draft_inputs.put(batch.rows, draft_input)
+        self._extend(batch, accepted, aux_hidden or [hidden], phase_sampling, shape)
         # New lengths: seq_len + accept_len of a decoding request, the prompt length of a finished prompt. The bonus is
         # not counted: the next step writes its KV.
         self._table.commit(batch.rows, with_prompts(batch.seq_lens + accepted.accept_len, batch.prompt.final_lens))
@@ -143,12 +142,41 @@ class Step:
         prompt_scores = None if batch.scored is None else self._scores(batch.prompt, batch.scored, hidden[r * n :])
         times.append(self._timer.now())
         output = StepOutput.of(
-            tree, accepted, token_scores, (first_tokens, finite_rows, inputs_checksum), PhaseTimes(self._timer, times)
+            tree,
+            accepted,
+            token_scores,
+            (first_tokens, finite_rows, inputs_checksum),
+            PhaseTimes(self._timer, times),
+            self.reports_ranks,
         )
         output.logprobs, output.scores = output_logprobs, prompt_scores
         if SamplingMode.TREES in batch.mode:
             output.trees = Trees.of(tree, accepted)
         return output
+
+    def _extend(
+        self,
+        batch: Batch,
+        accepted: Accepted,
+        target_hidden: list[Tensor],
+        phase_sampling: PhaseSampling,
+        shape: TreeShape,
+    ) -> None:
+        """Run the committed rows through the draft, and store what the requests carry to the next step. While the draft
+        rests, decoding requests carry only their bonus.
+        """
+        if batch.extend_mode.rests:
+            r = batch.decodes
+            assert isinstance(self._draft, CanRest), "plans let no other draft rest"
+            self._draft.rest(batch, accepted, target_hidden)
+            self.draft_inputs.bonus.index_copy_(0, batch.decode_rows, accepted.bonus[:r])
+            if batch.extend_mode is ExtendMode.NOTHING:
+                return
+            phase_sampling = phase_sampling.narrow(r, batch.rows.shape[0])
+            batch, accepted = batch.without_decodes(), accepted.without_decodes()
+            target_hidden = [hidden[r:] for hidden in target_hidden]  # without trees each request has one row
+        sampling_inputs = self._proposal_inputs(phase_sampling, accepted)
+        self.draft_inputs.put(batch.rows, self._draft.extend(batch, accepted, target_hidden, sampling_inputs, shape))
 
     def _phase_sampling(self, batch: Batch, num_steps: int) -> PhaseSampling:
         """Return the sampling inputs of the B requests: penalties, filters, and the noise of S + 2 positions.

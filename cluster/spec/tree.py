@@ -26,7 +26,8 @@ class DraftTree:
     (i, j) says whether node j is node i or an ancestor of it.
 
     Parents come before their children. If `padded`, some nodes are padding. A padding node is its own parent. So it is
-    not below the root, and never on an accepted path.
+    not below the root, and never on an accepted path. `scores` `[R, N]` are the cumulative scores by which the draft
+    chose the nodes, with 0 for the root; a chain has none, and a tree with forced nodes has none.
     """
 
     tokens: Tensor
@@ -34,6 +35,14 @@ class DraftTree:
     depths: Tensor
     ancestors: Tensor
     padded: bool = False
+    scores: Tensor | None = None
+
+    def ranks(self, path: Tensor) -> Tensor:
+        """Return the ranks of the nodes `path` `[R, P]`, in order of score from the root's, 0, to N - 1. The tree of
+        the n best nodes has the nodes whose ranks are below n.
+        """
+        assert self.scores is not None, "only drafted trees have scores"
+        return (self.scores[:, None] > self.scores.gather(1, path)[..., None]).sum(2)
 
     def paths(self, max_depth: int) -> Tensor:
         """Return for each node the tokens on its path, `[R, N, max_depth]`, padded with -1. A path begins after the
@@ -158,7 +167,9 @@ def best_tree(candidates: Candidates, bonus: Tensor, nodes: int) -> DraftTree:
     root = torch.zeros(r, 1, dtype=torch.int64, device=tokens.device)
     depths = torch.cat([root, candidates.depths.expand(r, -1).gather(1, chosen_candidates)], 1)
     parents = torch.cat([root, parents], 1)
-    return DraftTree(tokens, parents, depths, ancestors_of(parents, candidates.max_depth))
+    scores = candidates.scores.gather(1, chosen_candidates)
+    scores = torch.cat([scores.new_zeros(r, 1), scores], 1)
+    return DraftTree(tokens, parents, depths, ancestors_of(parents, candidates.max_depth), scores=scores)
 
 
 def ancestors_of(parents: Tensor, depth: int) -> Tensor:

@@ -64,8 +64,9 @@ class TritonGrowth:
         if candidate_count > MAX_CANDIDATES:
             depths = depths_of(candidate_count, self._k, tokens.device)
             return best_tree(Candidates(tokens, scores, parents.long(), depths, self._depth), bonus, nodes)
-        # Tokens, parents and depths of the nodes; the second kernel finds ancestors from the parents.
+        # Tokens, parents, depths and scores of the nodes; the second kernel finds ancestors from the parents.
         node_tensors = tokens.new_empty(r, nodes), tokens.new_empty(r, nodes), tokens.new_empty(r, nodes)
+        node_scores = scores.new_empty(r, nodes)
         launch(
             gpu.keep,
             (r,),
@@ -75,6 +76,7 @@ class TritonGrowth:
                 parents,
                 bonus.contiguous(),
                 *node_tensors,
+                node_scores,
                 num_candidates=candidate_count,
                 num_kept=nodes - 1,
                 nodes=nodes,
@@ -93,7 +95,7 @@ class TritonGrowth:
             ROWS=NODES_PER_PROGRAM,
             BLOCK=next_power_of_2(nodes),
         )
-        return DraftTree(*node_tensors, ancestors)
+        return DraftTree(*node_tensors, ancestors, scores=node_scores)
 
     def _level(
         self, proposals: Tensor, log_probabilities: Tensor, previous_level: tuple[Tensor, ...] | None

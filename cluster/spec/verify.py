@@ -28,6 +28,11 @@ class Accepted:
     accept_len: Tensor
     bonus: Tensor
 
+    def without_decodes(self) -> "Accepted":
+        """Return only what belongs to finished prompts."""
+        r = self.accept_len.shape[0]
+        return Accepted(self.path[:0], self.tokens[:0], self.accept_len[:0], self.bonus[r:])
+
 
 Accept = Callable[[DraftTree, Tensor, Tensor, int], Accepted]
 """A function that returns what `accept` returns for the same arguments."""

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cluster.batch import SamplingMode
+from cluster.batch import ExtendMode, SamplingMode
 from cluster.capture.tape import Tape
 from cluster.config import EngineConfig
 from cluster.device.staging import StagedLists
@@ -59,15 +59,17 @@ class ReplayComparison:
         self._state += [adjustments.flags, adjustments.min_tokens_left]
         self._buffer_addresses: dict[int, list[int]] = {}
         self._original_replay, self._programs = programs._replay, programs
-        self._shapes = {shape.num_steps: shape for shape in engine._parts.lockstep.tree_shapes}
+        self._shapes = engine._parts.lockstep.tree_shapes
         monkeypatch.setattr(programs, "_replay", self.replay_and_compare)
 
     def replay_and_compare(self, program: Program, staged_lists: StagedLists) -> StepOutput:
         tape: Any = program.captured
         state_before = self._copy_state()
         key = next(key for key, captured_program in self._programs.captured.items() if captured_program is program)
-        batch = self._programs.assembler.batch(staged_lists, SamplingMode(key.mode), key.forced_nodes)
-        eager_output = self._programs.step.run(batch, self._shapes[key.num_steps])
+        batch = self._programs.assembler.batch(
+            staged_lists, SamplingMode(key.mode), key.forced_nodes, ExtendMode(key.extend_mode)
+        )
+        eager_output = self._programs.step.run(batch, self._shapes[key.tier])
         expected = [eager_output.packed, *_logprobs(eager_output), *self._copy_state()]
         with torch.inference_mode():
             for buffer_of_engine, saved_buffer in zip(self._state, state_before, strict=True):
@@ -204,7 +206,7 @@ def test_decode_steps_are_captured_before_the_first_request(monkeypatch: pytest.
     engine = build_engine(config.model_copy(update={"capture": "on", "capture_sizes": (1, 2, 4, 8)}))
     programs, captured_info = engine._parts.lockstep.programs, engine.info().captured
     decode_only_keys = [key for key in programs.captured if not key.sizes[0].prompt_rows]
-    keys = {(key.num_steps, key.sizes[0].decodes, key.mode) for key in decode_only_keys}
+    keys = {(key.tier, key.sizes[0].decodes, key.mode) for key in decode_only_keys}
     tiers = ((3, 1), (3, 2), (3, 4), (1, 4), (1, 8), (0, 8))
     assert keys >= {(*tier, mode) for tier in tiers for mode in (0, 1, 3)}
     assert captured_info is not None and captured_info.sizes == (1, 2, 4, 8) and captured_info.seconds > 0

@@ -371,7 +371,7 @@ PLANTS: dict[str, Plant] = {
     "dies": plant_step(kill_own_process),
     "weak draft": weaken_draft,
     "other plan, padding": plant_plan(toggle_padding),
-    "other plan, tier": plant_plan(lambda plan: plan._replace(num_steps=max(0, plan.num_steps - 1))),
+    "other plan, tier": plant_plan(lambda plan: plan._replace(tier=max(0, plan.tier - 1))),
     "other plan, mode": plant_plan(toggle_random_mode),
     **CAPTURE_PLANTS,
     **EXPERT_PLANTS,

@@ -247,14 +247,14 @@ def _record_retractions(engine: Engine, request_ids: list[str]) -> None:
 
 def _randomise_schedule(engine: Engine, random: Random) -> None:
     """Make the scheduler take a random tier and random chunk sizes in each step."""
-    scheduler, deepest = engine._parts.scheduler, engine._parts.resolved.shape.num_steps
+    scheduler, last_tier = engine._parts.scheduler, len(engine._parts.resolved.tiers) - 1
     original = scheduler.schedule
 
     def schedule(*arguments: int) -> Any:
         scheduler.prefill._max_rows = random.choice((1, 2, 5, 13, 64, 1 << 30))
         scheduler.prefill._max_mixed_rows = random.choice((1, 3, scheduler.prefill._max_rows))
         scheduled = original(*arguments)
-        scheduled.num_steps = random.randint(0, deepest)
+        scheduled.vote = scheduled.vote._replace(max_tier=random.randint(0, last_tier))
         return scheduled
 
     scheduler.schedule = schedule  # type: ignore[method-assign]

@@ -4,6 +4,8 @@ true tokens.
 A test attaches such a draft to its engine with `attach`. The draft then sees which request holds which table row.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -11,7 +13,7 @@ from cluster.batch import Batch
 from cluster.config.tree_shape import TreeShape
 from cluster.engine import Engine
 from cluster.sampling.sampling_inputs import PhaseSampling, SamplingInputs
-from cluster.spec.draft import Draft
+from cluster.spec.draft import CanRest, Draft
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.tree import DraftTree, ancestors_of
 from cluster.spec.verify import Accepted
@@ -132,7 +134,7 @@ class CorrectedDraft(_TrueTextDraft):
                     right_children = [children[self._random_below(len(children))]]
                     tokens[i, right_children[0]] = true_token
                 node = right_children[0]
-        return DraftTree(tokens, tree.parents, tree.depths, tree.ancestors)
+        return replace(tree, tokens=tokens)
 
     def extend(
         self,
@@ -143,6 +145,10 @@ class CorrectedDraft(_TrueTextDraft):
         shape: TreeShape,
     ) -> EagleDraftInput:
         return self._inner.extend(batch, accepted, target_hidden, sampling_inputs, shape)
+
+    def rest(self, batch: Batch, accepted: Accepted, target_hidden: list[Tensor]) -> None:
+        assert isinstance(self._inner, CanRest)
+        self._inner.rest(batch, accepted, target_hidden)
 
 
 def correct(engine: Engine, true_texts: Texts, rate: float) -> None:

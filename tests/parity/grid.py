@@ -16,6 +16,7 @@ from tests.parity.harness import (
     speculative_engine,
     tiny_pair,
 )
+from tests.parity.trees import adaptive, engine_with_random_trees
 from tests.support.pairwise import covering
 
 AXES: dict[str, tuple[object, ...]] = {
@@ -29,6 +30,7 @@ AXES: dict[str, tuple[object, ...]] = {
     "draft": ("model", "corrected", "oracle"),
     "memory": ("ample", "scarce", "cached", "no radix"),
     "kv_cache_dtype": ("auto", "fp8_e4m3"),
+    "trees": ("fixed", "adaptive"),
 }
 
 
@@ -37,7 +39,8 @@ class Case:
     """One configuration of the grid. `batch` is the number of requests.
 
     `memory` is one of: ample; scarce (one page more than the longest request needs, so that other requests are
-    retracted); cached (every prompt is submitted twice); no radix (no prefix cache).
+    retracted); cached (every prompt is submitted twice); no radix (no prefix cache). With adaptive `trees` each step
+    has a random tree of the tiers.
     """
 
     topk: int
@@ -50,6 +53,7 @@ class Case:
     draft: str
     memory: str
     kv_cache_dtype: str = "auto"
+    trees: str = "fixed"
 
     def __str__(self) -> str:
         return "-".join(str(v) for v in asdict(self).values())
@@ -85,7 +89,11 @@ def check(case: Case) -> CaseResult:
     config = config_of(target, draft, case.topk, case.num_steps, **settings)
     if case.memory == "scarce":
         config = scarce_config(config, requests)
-    engine = speculative_engine(config, case.draft, plain_texts(case.sampling, case.kv_cache_dtype))
+    texts = plain_texts(case.sampling, case.kv_cache_dtype)
+    if case.trees == "adaptive":
+        engine = engine_with_random_trees(lambda: speculative_engine(adaptive(config), case.draft, texts), seed=1)
+    else:
+        engine = speculative_engine(config, case.draft, texts)
     result = run(engine, requests)
     mismatches = compare(case, result)
     retracted, accept_lens, cached_tokens = result.retracted, set(result.accept_lens), 0

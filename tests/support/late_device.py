@@ -48,7 +48,8 @@ class LatePrograms:
             if self.before_step is not None:
                 with torch.inference_mode():
                     self.before_step(step_input)
-            return self.step.run(self.assembler.batch(staged_inputs, plan.mode, shape.forced_nodes), shape).read()
+            batch = self.assembler.batch(staged_inputs, plan.mode, shape.forced_nodes, plan.extend_mode)
+            return self.step.run(batch, shape).read()
 
         output = LateOutput(run_step, self._queue)
         self._queue.append(output)

@@ -112,6 +112,7 @@ class KeepArguments(NamedTuple):
     node_tokens: Tensor
     node_parents: Tensor
     node_depths: Tensor
+    node_scores: Tensor
     num_candidates: int
     num_kept: int
     nodes: int
@@ -126,6 +127,7 @@ def keep(
     node_tokens,
     node_parents,
     node_depths,
+    node_scores,
     num_candidates,
     num_kept,
     nodes,
@@ -136,12 +138,13 @@ def keep(
     """Keep the root and the `num_kept` candidates with the best scores, in ascending order of their numbers. `tokens`,
     `scores` and `parents` of the candidates are `[R, num_candidates]`.
 
-    Writes tokens, parents and depths of the kept nodes, `[R, nodes]`. The lowest kept score is found bit by bit (radix
-    select).
+    Writes tokens, parents, depths and scores of the kept nodes, `[R, nodes]`. The lowest kept score is found bit by bit
+    (radix select).
     """
     request, offsets = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     mask, candidate_offsets = offsets < num_candidates, request * num_candidates + offsets
-    score_keys = to_unsigned(sort_key(tl.load(scores + candidate_offsets, mask=mask, other=0.0)))
+    candidate_scores = tl.load(scores + candidate_offsets, mask=mask, other=0.0)
+    score_keys = to_unsigned(sort_key(candidate_scores))
     threshold = tl.full([], 0, score_keys.dtype)
     bit = tl.full([], 1, score_keys.dtype) << (BITS - 1)
     for _ in range(BITS):
@@ -163,9 +166,11 @@ def keep(
     tl.store(node_tokens + out, tl.load(tokens + candidate_offsets, mask=is_kept, other=0), mask=is_kept)
     tl.store(node_parents + out, parent_node.to(tl.int64), mask=is_kept)
     tl.store(node_depths + out, depth.to(tl.int64), mask=is_kept)
+    tl.store(node_scores + out, candidate_scores, mask=is_kept)
     tl.store(node_tokens + request * nodes, tl.load(bonus + request))
     tl.store(node_parents + request * nodes, tl.full([], 0, tl.int64))
     tl.store(node_depths + request * nodes, tl.full([], 0, tl.int64))
+    tl.store(node_scores + request * nodes, tl.full([], 0.0, candidate_scores.dtype))
 
 
 class AncestryArguments(NamedTuple):

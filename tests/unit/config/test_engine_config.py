@@ -182,7 +182,7 @@ def test_invalid_value_error_names_its_setting(kwargs: dict[str, Any], message_p
 
 def test_batch_tier_begins_at_its_own_number_of_requests() -> None:
     tiered = config(**{**EAGLE, "speculative_num_steps": 3, "speculative_batch_tiers": {3: 1, 5: 0}})
-    assert [ResolvedSettings.from_settings(tiered).max_tree_levels(decodes) for decodes in range(1, 7)] == [
+    assert [ResolvedSettings.from_settings(tiered).max_tier(decodes) for decodes in range(1, 7)] == [
         3,
         3,
         1,

@@ -28,6 +28,7 @@ RESOLVED_SETTINGS = {
     "speculative_eagle_topk",
     "speculative_forced_rows",
     "speculative_forced_tokens",
+    "speculative_mode",
     "speculative_num_draft_tokens",
     "speculative_num_steps",
 }
@@ -132,11 +133,11 @@ def test_tree_shapes_are_resolved_by_tier_and_with_forced_nodes() -> None:
     assert deep.max_positions_ahead == 19
 
 
-def test_max_tree_levels_fall_with_the_number_of_decodes() -> None:
+def test_last_tier_falls_with_the_number_of_decodes() -> None:
     resolved = ResolvedSettings.from_settings(
         eagle(speculative_num_steps=4, speculative_batch_tiers={4: 3, 8: 0, 16: 9})
     )
-    assert [resolved.max_tree_levels(decodes) for decodes in (0, 3, 4, 7, 8, 16)] == [4, 4, 3, 3, 0, 0]
+    assert [resolved.max_tier(decodes) for decodes in (0, 3, 4, 7, 8, 16)] == [4, 4, 3, 3, 0, 0]
 
 
 def test_group_size_and_replicated_draft_are_resolved() -> None:

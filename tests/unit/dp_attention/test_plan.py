@@ -20,8 +20,8 @@ TARGET = Ops(("embed", "reduce", "gather", "scatter"), ("head",))
 DRAFT = Ops(("gather", "scatter"), ())
 
 
-def facts(decodes: int = 0, prompt_rows: int = 0, finals: int = 0, num_steps: int = 3) -> RankFacts:
-    return RankFacts(0, 5, 0, 0, decodes, prompt_rows, finals, num_steps=num_steps, requests=decodes + prompt_rows)
+def facts(decodes: int = 0, prompt_rows: int = 0, finals: int = 0, max_tier: int = 3) -> RankFacts:
+    return RankFacts(0, 5, 0, 0, decodes, prompt_rows, finals, max_tier=max_tier, requests=decodes + prompt_rows)
 
 
 def rule(
@@ -31,9 +31,9 @@ def rule(
     return PlanRule(attn_tp, padding, waste, sizes)  # type: ignore[arg-type]
 
 
-def test_plan_uses_the_minimum_num_steps_of_all_ranks() -> None:
-    table = [facts(2, num_steps=3), facts(1, num_steps=1), facts(0, num_steps=2)]
-    assert rule().plan(table, SHAPE).num_steps == 1
+def test_plan_uses_the_largest_tier_that_all_groups_allow() -> None:
+    table = [facts(2, max_tier=3), facts(1, max_tier=1), facts(0, max_tier=2)]
+    assert rule().plan(table, SHAPE).tier == 1
 
 
 @pytest.mark.parametrize(("decodes", "expected_nodes"), [((1, 0), 6), ((1, 2), 4), ((3, 5), 1), ((9, 1), 0)])
@@ -52,7 +52,7 @@ def test_plan_adds_forced_nodes_for_grammars_within_the_row_limit(
         and constrained_plan.tree(shapes).num_draft_tokens == shape.num_draft_tokens + expected_nodes
     )
     assert constrained_plan.tree(shapes).drafted_shape.num_draft_tokens == shape.num_draft_tokens
-    table_without_speculation = [fact._replace(num_steps=0) for fact in constrained]
+    table_without_speculation = [fact._replace(max_tier=0) for fact in constrained]
     assert replace(rule(), max_forced_rows=8).plan(table_without_speculation, shape).tree(shapes).num_draft_tokens == 1
 
 
@@ -149,7 +149,7 @@ def test_plan_key_depends_on_sizes_tier_and_mode() -> None:
         plan_rule.plan([facts(*load), facts(1)], SHAPE).key for load in ((3, 7, 1), (4, 5, 1), (3, 7, 2), (2, 7, 1))
     ]
     assert keys[0] == keys[1] and len(set(keys)) == 3
-    changed_facts = (facts(3, 7, 1, num_steps=2), facts(3, 7, 1)._replace(mode=int(SamplingMode.RANDOM)))
+    changed_facts = (facts(3, 7, 1, max_tier=2), facts(3, 7, 1)._replace(mode=int(SamplingMode.RANDOM)))
     assert len({keys[0], *(plan_rule.plan([changed, facts(1)], SHAPE).key for changed in changed_facts)}) == 3
     assert plan_rule.plan([facts(3, 7, 1), facts(2)], SHAPE).key != keys[0], "collectives have counts of all groups"
 
@@ -162,14 +162,9 @@ def test_script_uses_the_padded_row_counts() -> None:
 
 
 def test_plan_uses_only_the_facts_of_group_leaders() -> None:
-    table = [facts(3, 4, 1), facts(num_steps=0), facts(1), facts(num_steps=0)]
+    table = [facts(3, 4, 1), facts(max_tier=0), facts(1), facts(max_tier=0)]
     plan = rule("exact", attn_tp=2).plan(table, SHAPE)
-    assert (
-        plan.decodes == (3, 1)
-        and plan.prompt_rows == (4, 0)
-        and plan.finishing_prompts == (1, 0)
-        and plan.num_steps == 3
-    )
+    assert plan.decodes == (3, 1) and plan.prompt_rows == (4, 0) and plan.finishing_prompts == (1, 0) and plan.tier == 3
 
 
 def test_plan_carries_the_decode_time_of_each_group() -> None:
@@ -324,7 +319,7 @@ class FakeMesh(Mesh):
         self.changed_fields = changed_fields
 
     def all_gather_row(self, row: tuple[int, ...]) -> list[tuple[int, ...]]:
-        return [row, RankFacts(*row)._replace(**self.changed_fields)]
+        return [row, RankFacts.from_row(row)._replace(**self.changed_fields).to_row()]
 
 
 @pytest.mark.parametrize("name", ["epoch", "step", "digest", "calls", "rule_checksum", "captured"])

@@ -68,11 +68,11 @@ def test_calibration_runs_slow_loads_once_and_takes_the_best_time_of_fast_loads(
     def calibrate_with(seconds: float) -> float:
         loads.clear()
 
-        def fake_run(trial: calibrate._Trial, load: TrialLoad) -> float:
+        def fake_run(trial: calibrate.Trial, load: TrialLoad) -> float:
             loads.append(load)
             return seconds * (10 if len(loads) == 3 else 1)
 
-        monkeypatch.setattr(calibrate._Trial, "run", fake_run)
+        monkeypatch.setattr(calibrate.Trial, "run", fake_run)
         return float(costs_of(engine_of(mixed_prefill_size=None)).decode_ms["4"])
 
     slow_result = calibrate_with(3.0), list(loads)

@@ -1,0 +1,84 @@
+"""Chooses the tree of a step: the one that is expected to give the most tokens per second (`speculative_mode:
+adaptive`).
+
+The choice is a pure function of what the ranks have gathered, so all ranks make the same one. Three things decide it:
+
+- The costs: how long a step takes, by tier and number of decoding requests. The gang measures them at start
+  (`engine/tree_calibration.py`).
+- The outlook of each attention group: the tokens that its requests are expected to get in a step, by tier
+  (`engine/tree_outlook.py`).
+- The time of the prompt rows in the step, which is the same for all tiers. The longer a step takes anyway, the less a
+  larger tree adds to it.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+MIN_GAIN, MIN_GAIN_TO_WAKE = 1.01, 1.03
+"""A step uses another tree than the step before only if that gives this factor more tokens per second. Estimates change
+a little after every step, and a change of the tree may need a program that is not captured yet. The second factor is
+for a draft that rests: waking it costs a step.
+"""
+OUTLOOK_UNIT = 1000
+"""Outlooks are integers, in thousandths of a token: every rank must compute with exactly the same numbers."""
+
+
+class LastTree(NamedTuple):
+    """What the last step in which requests decoded has left: its tier, and whether the draft rested in it."""
+
+    tier: int = 0
+    rests: bool = False
+
+
+NO_LAST_TREE = LastTree()
+
+
+@dataclass(frozen=True)
+class TreeCosts:
+    """The time of a step that only decodes, in microseconds: `us[tier][i]` if each group has `counts[i]` decoding
+    requests. `counts` ascend, and times do not fall with the count. `wake_us[i]` is the time of a step in which the
+    draft wakes; it is empty if the draft does not rest.
+    """
+
+    counts: tuple[int, ...]
+    us: tuple[tuple[int, ...], ...]
+    wake_us: tuple[int, ...] = ()
+    _cache: dict[int, list[float]] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def of(self, decodes: int) -> list[float]:
+        """Return the time by tier with `decodes` decoding requests: linear between the measured counts, and beyond the
+        largest count extended from the last two.
+        """
+        if decodes not in self._cache:
+            self._cache[decodes] = self._interpolated(decodes, self.us)
+        return self._cache[decodes]
+
+    def waking(self, decodes: int) -> float:
+        """Return the time of a step in which the draft wakes, with `decodes` decoding requests. It is 0 for a draft
+        that does not rest.
+        """
+        return self._interpolated(decodes, (self.wake_us,))[0] if self.wake_us else 0.0
+
+    def _interpolated(self, decodes: int, us: tuple[tuple[int, ...], ...]) -> list[float]:
+        if len(self.counts) == 1 or decodes <= self.counts[0]:
+            return [float(times[0]) for times in us]
+        right = min(bisect_left(self.counts, decodes), len(self.counts) - 1)
+        low, high = self.counts[right - 1], self.counts[right]
+        share = (decodes - low) / (high - low)
+        return [times[right - 1] + (times[right] - times[right - 1]) * share for times in us]
+
+
+def choose_tier(
+    times: Sequence[float], outlooks: Sequence[Sequence[int]], max_tier: int, last: LastTree, prompt_us: int = 0
+) -> int:
+    """Return the tier that is expected to give the most tokens per second, among those up to `max_tier`.
+
+    `times` are the costs by tier (`TreeCosts.of`), `outlooks` those of all groups. `prompt_us` is the time of prompt
+    rows in the step. `last` is what the step before has left; see `MIN_GAIN`.
+    """
+    rates = [sum(outlook[tier] for outlook in outlooks) / (times[tier] + prompt_us) for tier in range(max_tier + 1)]
+    best = max(range(max_tier + 1), key=rates.__getitem__)
+    min_gain = MIN_GAIN_TO_WAKE if last.rests else MIN_GAIN
+    return last.tier if last.tier <= max_tier and rates[last.tier] * min_gain >= rates[best] else best

@@ -1,0 +1,69 @@
+"""Measures what each tree costs on this gang, before the first request: the `TreeCosts` by which steps choose trees."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from cluster.arch.resolve import ResolvedConfig
+from cluster.dp_attention.tree_choice import TreeCosts
+from cluster.engine.calibrate import DECODES_FACTOR, MAX_SECONDS, Trial, TrialLoad, max_trial_tokens, trial_steps
+from cluster.engine.lockstep import Lockstep
+from cluster.kv.cache import KVCache
+from cluster.status import TreeCost
+
+MAX_CONTEXT = 256
+"""The committed tokens of each request in a measured step: about those of a short conversation."""
+MIN_ROUNDS, MAX_ROUNDS = 3, 8
+"""The rounds in which each step is measured. The first run of a program is eager and the second is captured, so only
+the later ones show what a captured step takes.
+"""
+
+
+def measure_trees(lockstep: Lockstep, cache: KVCache, resolved: ResolvedConfig) -> TreeCosts:
+    """Return the costs of all tiers, the same on every rank. All ranks must call this, with an empty cache.
+
+    The time of a step is that of the slowest rank, in the fastest round. If a step is slow, fewer numbers of decoding
+    requests are measured: no further number is begun after `MAX_SECONDS`.
+    """
+    max_decodes = resolved.settings.max_running_requests
+    context = min(MAX_CONTEXT, max_trial_tokens(cache, resolved) // 2)
+    tiers, counts, us_by_count = range(len(resolved.tiers)), list[int](), list[list[int]]()
+    with trial_steps(lockstep, cache, resolved, context) as trial:
+        count = 1
+        while not counts or (counts[-1] < max_decodes and trial.spent_s < MAX_SECONDS):
+            counts.append(min(count, max_decodes))
+            us_by_count.append(_times(trial, [TrialLoad(counts[-1], context, tier=tier) for tier in tiers]))
+            count *= DECODES_FACTOR
+        # More requests never take less time; a measured time below that of fewer requests is noise.
+        us = tuple(tuple(accumulate(times, max)) for times in zip(*us_by_count, strict=True))
+        waking = tuple(accumulate((round(trial.waking_us[count]) for count in counts if trial.waking_us), max))
+    return TreeCosts(tuple(counts), us, waking)
+
+
+def tree_costs(costs: TreeCosts, resolved: ResolvedConfig) -> tuple[TreeCost, ...]:
+    """Return the costs in the form that a rank reports, with an entry for each tier."""
+
+    def by_count(times_us: Sequence[int]) -> dict[str, float]:
+        return {str(count): us / 1000 for count, us in zip(costs.counts, times_us, strict=bool(times_us))}
+
+    return tuple(
+        TreeCost(
+            num_steps=shape.num_steps,
+            num_draft_tokens=shape.num_draft_tokens,
+            ms=by_count(times_us),
+            waking_ms={} if shape.num_steps else by_count(costs.wake_us),
+        )
+        for shape, times_us in zip(resolved.tiers, costs.us, strict=True)
+    )
+
+
+def _times(trial: Trial, loads: list[TrialLoad]) -> list[int]:
+    """Return the times of steps in microseconds. The rounds go through all loads in turn, so that a machine that is
+    busy for a moment disturbs one round of each and not all rounds of one.
+    """
+    started_s = trial.spent_s
+    best_us = [trial.time(load) for load in loads]
+    for completed in range(1, MAX_ROUNDS):
+        if completed >= MIN_ROUNDS and trial.spent_s - started_s > MAX_SECONDS / 4:
+            break
+        best_us = [trial.time_again(load) for load in loads]
+    return [round(us) for us in best_us]

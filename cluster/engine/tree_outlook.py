@@ -1,0 +1,156 @@
+"""Estimates how many tokens each tree would give to the running requests, from what the target has accepted so far.
+
+A node of a tree is accepted with a chance that depends on its depth d and on its rank: its place among the nodes of the
+tree in order of score. The best n nodes of a tree are themselves a tree. So one verified tree also shows what each
+smaller tree would have given: the accepted nodes up to the smaller depth whose ranks are below n.
+
+The estimates are conditional: the share of the trees in which the node of depth d was accepted, among those in which
+the node of depth d - 1 was accepted. So shallow trees never bias the estimates of deeper levels. Each request has
+estimates of its own, which forget old trees. They begin with those of all requests of its class (greedy, or sampled).
+
+Legend: R decoding requests, S depth of the largest tree, W the different numbers of nodes of the tiers.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cluster.config.tree_shape import TreeShape
+from cluster.dp_attention.plan import TreeVote
+from cluster.dp_attention.tree_choice import OUTLOOK_UNIT, TreeCosts
+from cluster.engine.request_state import RequestState
+from cluster.kv.cache import Lease
+
+REQUEST_MEMORY, CLASS_MEMORY = 24.0, 400.0
+"""How many trees the estimates of a request, and of a class, remember: a tree's weight falls by e after so many."""
+CLASS_WEIGHT = 4.0
+"""The estimates of the class weigh as much as this many trees of the request itself."""
+FIRST_CHANCE = 0.8
+"""The chance of every level before the first tree: high, so that trees are tried."""
+UPDATE_INTERVAL = 8
+"""The estimates are computed anew once so many steps with trees were committed, or when the requests change."""
+EXPLORED_SHARE = 0.01
+"""The share of the time that may go into trees that do not pay, to find out when they begin to pay."""
+EXPLORED_STEPS = 3
+"""So many steps explore, one after another, so that a draft that rested does not wake for one tree."""
+
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
+
+
+class TreeOutlook:
+    """The estimates of one rank, and the time that it may spend on exploring."""
+
+    def __init__(self, tiers: Sequence[TreeShape], rows: int, costs: TreeCosts, groups: int = 1) -> None:
+        """`rows` is the number of table rows of requests. `groups` share the time for exploring."""
+        self._tiers, self._costs, self._depth = tiers, costs, max(1, tiers[-1].num_steps)
+        is_chain = tiers[-1].topk == 1
+        # A chain is limited by its depth alone: one width, into which every node fits.
+        node_counts = [tiers[-1].num_draft_tokens] if is_chain else sorted({shape.num_draft_tokens for shape in tiers})
+        self._node_counts = np.array(node_counts)
+        self._steps = np.array([shape.num_steps for shape in tiers])
+        self._nodes = np.array([node_counts[0] if is_chain else shape.num_draft_tokens for shape in tiers])
+        self._width_of_tier = np.searchsorted(self._node_counts, self._nodes)
+        shape = len(node_counts), self._depth
+        self._trials, self._hits = np.zeros((rows, *shape)), np.zeros((rows, *shape))
+        self._class_trials, self._class_hits = np.ones((2, *shape)), np.full((2, *shape), FIRST_CHANCE)
+        self._classes = np.zeros(rows, dtype=np.int64)
+        self._pending: list[tuple[int, int, Sequence[int]]] = []
+        self._unread_steps = 0
+        self._key: tuple[int, ...] = ()
+        self._outlook: tuple[int, ...] = ()
+        self._share, self._saved_us, self._explorations = EXPLORED_SHARE / groups, 0.0, 0
+
+    def admit(self, row: int, sampled: bool) -> None:
+        """Forget the estimates of table row `row`: another request begins to use it."""
+        self._trials[row] = self._hits[row] = 0.0
+        self._classes[row] = sampled
+        self._key = ()
+
+    def observe(self, vote: TreeVote, tier: int, accepted: Sequence[tuple[int, Sequence[int]]]) -> None:
+        """Take the results of a step of tier `tier`; `vote` was this rank's vote. `accepted` has for each request its
+        table row, and the ranks of the accepted nodes in order of depth, the root not counted.
+        """
+        if self._steps[tier]:
+            self._pending += [(row, tier, ranks) for row, ranks in accepted]
+            self._unread_steps += 1
+        if accepted:
+            self._settle(vote, tier, len(accepted), sum(1 + len(ranks) for _, ranks in accepted))
+
+    def vote(self, decodes: Sequence[tuple[RequestState, Lease]], max_tier: int) -> TreeVote:
+        """Return the vote for a step in which the requests `decodes` decode."""
+        key = tuple(lease.row for _, lease in decodes)
+        if key != self._key or self._unread_steps >= UPDATE_INTERVAL:
+            self._learn()
+            self._key, self._outlook = key, self._expected(key)
+        if key and not self._explorations and self._saved_us >= (price_us := self._price_us(max_tier, len(key))):
+            self._saved_us -= price_us
+            self._explorations = EXPLORED_STEPS + 1  # in the first one a draft that rested wakes
+        explores = self._explorations > 0
+        self._explorations -= explores
+        return TreeVote(max_tier, self._outlook, explores=explores)
+
+    def _settle(self, vote: TreeVote, tier: int, decodes: int, tokens: int) -> None:
+        """Count the time of a step of tier `tier` in which `decodes` requests got `tokens` tokens.
+
+        Steps with small trees save time for explorations. The price of explorations was paid when they began. Here
+        their gain is credited: the time that usual steps would have taken for the same tokens. If it is more than the
+        price, the next explorations follow at once.
+        """
+        times = self._costs.of(decodes)
+        if vote.explores:
+            rates = [value / us for value, us in zip(self._outlook, times, strict=True)]
+            self._saved_us += OUTLOOK_UNIT * tokens / max(rates[: vote.max_tier + 1])
+        elif tier < vote.max_tier:
+            self._saved_us += self._share * times[tier]
+        self._saved_us = min(self._saved_us, 2 * self._price_us(vote.max_tier, decodes))
+
+    def _price_us(self, max_tier: int, decodes: int) -> float:
+        """Return the time that explorations take: steps with the largest tree, after one in which the draft wakes."""
+        return self._costs.waking(decodes) + EXPLORED_STEPS * self._costs.of(decodes)[max_tier]
+
+    def _expected(self, rows: Sequence[int]) -> tuple[int, ...]:
+        """Return the expected tokens of the requests in table rows `rows`, by tier, in units of the outlook."""
+        index = np.array(rows, dtype=np.int64)
+        classes = self._classes[index]
+        chances = self._class_hits[classes] / self._class_trials[classes]
+        chances = (self._hits[index] + CLASS_WEIGHT * chances) / (self._trials[index] + CLASS_WEIGHT)
+        # E(tokens) = 1 + sum over d of P(the node of depth d is accepted), a product of conditional chances.
+        totals = np.zeros((len(self._node_counts), self._depth + 1))
+        totals[:, 1:] = chances.cumprod(2).sum(0).cumsum(1)
+        expected = len(rows) + totals[self._width_of_tier, self._steps]
+        return tuple((OUTLOOK_UNIT * expected).astype(np.int64).tolist())
+
+    def _learn(self) -> None:
+        """Take the noted trees into the estimates."""
+        pending, self._pending, self._unread_steps = self._pending, [], 0
+        if not pending:
+            return
+        rows, tiers = np.array([row for row, _, _ in pending]), np.array([tier for _, tier, _ in pending])
+        ranks = np.full((len(pending), self._depth), np.iinfo(np.int64).max)
+        for i, (_, _, accepted) in enumerate(pending):
+            ranks[i, : len(accepted)] = accepted[: self._depth]
+        # `hit` [n, W, S]: the node of this depth was accepted, and a tree of so many nodes has it. `tried`: its parent
+        # was, and the tree that ran was at least as deep and as large.
+        hit = ranks[:, None] < self._node_counts[:, None]
+        parent_hit = np.concatenate([np.ones_like(hit[..., :1]), hit[..., :-1]], 2)
+        deep_enough = np.arange(1, self._depth + 1) <= self._steps[tiers][:, None, None]
+        large_enough = (self._node_counts <= self._nodes[tiers][:, None])[..., None]
+        tried = parent_hit & deep_enough & large_enough
+        hit &= tried
+        self._add(self._trials, self._hits, rows, tried, hit, REQUEST_MEMORY)
+        self._add(self._class_trials, self._class_hits, self._classes[rows], tried, hit, CLASS_MEMORY)
+
+    @staticmethod
+    def _add(
+        trials: Floats, hits: Floats, index: Integers, tried: NDArray[np.bool_], hit: NDArray[np.bool_], memory: float
+    ) -> None:
+        new_trials, new_hits = np.zeros_like(trials), np.zeros_like(hits)
+        np.add.at(new_trials, index, tried)
+        np.add.at(new_hits, index, hit)
+        kept = np.exp(-new_trials / memory)
+        trials *= kept
+        hits *= kept
+        trials += new_trials
+        hits += new_hits

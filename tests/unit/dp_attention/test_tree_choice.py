@@ -1,0 +1,142 @@
+"""Each step chooses the tree that is expected to give the most tokens per second; all ranks choose the same tree."""
+
+from dataclasses import replace
+
+import pytest
+
+from cluster.batch import ExtendMode, SamplingMode
+from cluster.config.tree_shape import TreeShape, tiers
+from cluster.distributed.mesh import OutOfStepError
+from cluster.dp_attention.coordinator import Coordinator
+from cluster.dp_attention.plan import RankFacts, StepPlan, script
+from cluster.dp_attention.tree_choice import LastTree, TreeCosts, choose_tier
+from cluster.spec.resting import MISSED_TOKENS
+from tests.unit.dp_attention.test_plan import DRAFT, TARGET, FakeMesh, rule
+
+SHAPE = TreeShape(num_steps=3, topk=1, num_draft_tokens=4)
+COSTS = TreeCosts((1, 4, 16), ((100, 120, 200), (150, 200, 500), (180, 260, 800), (220, 300, 1100)), (130, 180, 400))
+AWAKE, RESTING = LastTree(0, rests=False), LastTree(0, rests=True)
+
+
+def vote(decodes: int, outlook: tuple[int, ...], **fields: int) -> RankFacts:
+    return RankFacts(0, 5, 0, 0, decodes, max_tier=3, requests=decodes, outlook=outlook)._replace(**fields)
+
+
+def plan(*votes: RankFacts, last: LastTree = AWAKE, rests: bool = True) -> StepPlan:
+    return replace(rule(), costs=COSTS, draft_rests=rests).plan(votes, SHAPE, last)
+
+
+def test_costs_are_linear_between_measured_counts_and_beyond_the_last() -> None:
+    assert COSTS.of(1) == [100, 150, 180, 220]
+    assert COSTS.of(2)[0] == pytest.approx(100 + 20 / 3)
+    assert COSTS.of(16) == [200, 500, 800, 1100]
+    assert COSTS.of(28)[3] == 1100 + 800
+    assert COSTS.waking(4) == 180 and TreeCosts((1,), ((9,),)).waking(4) == 0
+    assert TreeCosts((1,), ((9,), (11,))).of(5) == [9, 11]
+
+
+def test_choice_has_the_most_tokens_per_time() -> None:
+    times = COSTS.of(1)
+    all_accepted, half_accepted, none_accepted = (1000, 2000, 3000, 4000), (1000, 1500, 1750, 1875), (1000,) * 4
+    assert choose_tier(times, [all_accepted], 3, AWAKE) == 3
+    assert choose_tier(times, [all_accepted], 2, AWAKE) == 2, "the settings allow no deeper tree"
+    assert choose_tier(times, [half_accepted], 3, AWAKE) == 0, "1500 / 150 is as much as 1000 / 100"
+    assert choose_tier(times, [none_accepted], 3, AWAKE) == 0
+    # With prompt rows that take 300 us, a step takes 400, 450, 480 or 520 us.
+    assert choose_tier(times, [half_accepted], 3, AWAKE, prompt_us=300) == 2
+    assert choose_tier(times, [all_accepted, none_accepted], 3, AWAKE) == 3, "the tokens of all groups count"
+
+
+def test_small_gains_do_not_change_the_tree() -> None:
+    times = [100.0, 100.0]
+    assert choose_tier(times, [(1000, 1009)], 1, LastTree(0)) == 0
+    assert choose_tier(times, [(1000, 1011)], 1, LastTree(0)) == 1
+    assert choose_tier(times, [(1000, 1011)], 1, LastTree(0, rests=True)) == 0, "waking the draft costs a step"
+    assert choose_tier(times, [(1000, 1031)], 1, LastTree(0, rests=True)) == 1
+    assert choose_tier(times, [(1009, 1000)], 1, LastTree(1)) == 1
+    assert choose_tier(times, [(1000, 900)], 0, LastTree(1)) == 0, "the last tree is not allowed any more"
+
+
+def test_plan_chooses_by_the_largest_group_and_the_tokens_of_all_groups() -> None:
+    all_accepted, nothing = (1000, 2000, 3000, 4000), (0, 0, 0, 0)
+    assert plan(vote(1, all_accepted)).tier == 3
+    assert plan(vote(1, all_accepted), vote(0, nothing)).tier == 3
+    # 16 requests of which one gains: 16 / 200, 17 / 500, ... tokens per us.
+    assert plan(vote(16, (16000, 17000, 18000, 19000)), vote(1, all_accepted)).tier == 0
+    assert plan(vote(1, all_accepted), vote(1, all_accepted, max_tier=1)).tier == 1
+    assert plan(vote(0, nothing)).tier == 3, "without decoding requests the tree does not matter"
+
+
+def test_exploring_and_grammars_take_the_largest_tree() -> None:
+    nothing_accepted = (4000, 4000, 4000, 4000)
+    assert plan(vote(4, nothing_accepted)).tier == 0
+    assert plan(vote(4, nothing_accepted, explores=1)).tier == 3
+    assert plan(vote(4, nothing_accepted), vote(4, nothing_accepted, explores=1, max_tier=2)).tier == 2
+    assert plan(vote(4, nothing_accepted, mode=int(SamplingMode.CONSTRAINED))).tier == 3
+
+
+def test_draft_rests_in_steps_without_trees_and_wakes_in_a_step_of_its_own() -> None:
+    none_accepted, all_accepted = (1000,) * 4, (1000, 2000, 3000, 4000)
+    resting = plan(vote(1, none_accepted))
+    assert (resting.tier, resting.extend_mode) == (0, ExtendMode.NOTHING)
+    beside_prompts = plan(vote(1, none_accepted), vote(0, (0,) * 4, prompt_rows=5))
+    assert beside_prompts.extend_mode is ExtendMode.PROMPTS, "all ranks run the draft if one has prompt rows"
+    waking = plan(vote(1, all_accepted), last=RESTING)
+    assert (waking.tier, waking.extend_mode) == (0, ExtendMode.MISSED)
+    awake = plan(vote(1, all_accepted), last=AWAKE)
+    assert (awake.tier, awake.extend_mode) == (3, ExtendMode.ACCEPTED)
+    assert plan(vote(1, none_accepted), rests=False).extend_mode is ExtendMode.ACCEPTED
+    assert plan(vote(0, (0,) * 4, prompt_rows=5), last=RESTING).extend_mode is ExtendMode.ACCEPTED
+    keys = {step_plan.key for step_plan in (resting, beside_prompts, waking, awake)}
+    assert len(keys) == 4, "programs differ in what the draft reads"
+
+
+@pytest.mark.parametrize(
+    ("extend_mode", "rows", "scored"),
+    [
+        (ExtendMode.ACCEPTED, (2 + 7, 1), (3, 1)),
+        (ExtendMode.PROMPTS, (7, 0), (1, 0)),
+        (ExtendMode.NOTHING, None, None),
+        (ExtendMode.MISSED, (2 * MISSED_TOKENS + 7, MISSED_TOKENS), (3, 1)),
+    ],
+)
+def test_script_has_the_draft_rows_of_the_extend_mode(
+    extend_mode: ExtendMode, rows: tuple[int, int] | None, scored: tuple[int, int] | None
+) -> None:
+    step_plan = plan(vote(2, (2000,) * 4, prompt_rows=7, finishing_prompts=1), vote(1, (1000,) * 4))
+    step_plan = step_plan._replace(extend_mode=extend_mode)
+    draft = DRAFT._replace(head=("head",))
+    calls = [call for call in script(step_plan, step_plan.tree(tiers(SHAPE)), TARGET, draft) if call.phase == "extend"]
+    assert [call.rows for call in calls] == ([] if rows is None else [rows, rows, scored])
+
+
+def test_facts_travel_with_the_outlook_as_one_row() -> None:
+    facts = vote(3, (3000, 4000, 5000))
+    assert RankFacts.from_row(facts.to_row()) == facts
+    assert all(isinstance(number, int) for number in facts.to_row())
+    assert RankFacts.from_row(facts._replace(outlook=()).to_row()).outlook == ()
+
+
+def test_ranks_with_other_costs_are_named_before_a_step() -> None:
+    coordinator = Coordinator(FakeMesh({}), rule(), tiers(SHAPE), TARGET)
+    peer = Coordinator(FakeMesh({}), rule(), tiers(SHAPE), TARGET)
+    coordinator.use_costs(COSTS)
+    peer.use_costs(replace(COSTS, us=((101, 120, 200), *COSTS.us[1:])))
+    facts, peer_facts = coordinator.header(), peer.header()
+    assert facts.rule_checksum != peer_facts.rule_checksum and facts.outlook == (0,) * 4
+    coordinator._mesh = FakeMesh({"rule_checksum": peer_facts.rule_checksum})
+    with pytest.raises(OutOfStepError, match="rank 1 is at rule_checksum"):
+        coordinator.agree(facts)
+
+
+def test_coordinator_remembers_whether_the_draft_rests() -> None:
+    adaptive = replace(rule(), draft_rests=True)
+    coordinator = Coordinator(FakeMesh({}), adaptive, tiers(SHAPE), TARGET)
+    coordinator.use_costs(COSTS)
+    modes = []
+    for decodes, tokens in ((1, 1000), (0, 0), (1, 4000), (1, 4000)):
+        outlook = (min(1000, tokens), tokens, tokens, tokens)
+        facts = coordinator.header()._replace(decodes=decodes, requests=1, outlook=outlook)
+        modes.append(coordinator.agree(facts).extend_mode)
+        coordinator.finish_step()
+    assert modes == [ExtendMode.NOTHING, ExtendMode.ACCEPTED, ExtendMode.MISSED, ExtendMode.ACCEPTED]
