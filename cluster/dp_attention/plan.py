@@ -77,14 +77,14 @@ class TreeVote(NamedTuple):
 
     The step uses no tier beyond `max_tier`. The other fields matter only if trees are adaptive. `outlook` are the
     tokens that the decoding requests of the group are expected to get, by tier, in thousandths; on a follower it is
-    empty. `prompt_us` is the predicted time of the prompt rows of the group in microseconds. `explores` asks for the
-    largest tree, to learn how many tokens it gives now.
+    empty. `prompt_us` is the predicted time of the prompt rows of the group in microseconds. If `explores` is not 0, it
+    asks for this tier, to learn how many tokens it gives now.
     """
 
     max_tier: int
     outlook: tuple[int, ...] = ()
     prompt_us: int = 0
-    explores: bool = False
+    explores: int = 0
 
 
 NO_TREES = TreeVote(max_tier=0)
@@ -240,8 +240,8 @@ class PlanRule:
         max_tier, decodes = min(facts.max_tier for facts in groups), max(facts.decodes for facts in groups)
         if self.costs is None or not decodes or SamplingMode.CONSTRAINED in mode:
             return max_tier
-        if any(facts.explores for facts in groups):
-            return max_tier
+        if explored_tier := max(facts.explores for facts in groups):
+            return min(explored_tier, max_tier)
         prompt_us = max(facts.prompt_us for facts in groups)
         outlooks = [facts.outlook for facts in groups]
         return choose_tier(self.costs.of(decodes), outlooks, max_tier, last, prompt_us)

@@ -243,7 +243,8 @@ def assemble(prepared: EnginePlan, draft: Draft) -> Rank:
     if costs is not None:
         lockstep.coordinator.use_costs(costs)
     name = name_of(config.model_path) or "model"
-    metrics = EngineMetrics(model_name=name, rank=mesh.rank, depths=resolved.forced_shape.num_steps)
+    trees = [(shape.num_steps, shape.num_draft_tokens) for shape in resolved.tiers]
+    metrics = EngineMetrics(model_name=name, rank=mesh.rank, depths=resolved.forced_shape.num_steps, trees=trees)
     info = _rank_info(prepared, pace, captured)
     if costs is not None:
         info = replace(info, tree_costs=tree_costs(costs, resolved))

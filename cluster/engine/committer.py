@@ -4,6 +4,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
+from cluster.batch import ExtendMode
+from cluster.dp_attention.tree_choice import OUTLOOK_UNIT
 from cluster.engine.draft_watch import DraftWatch
 from cluster.engine.lockstep import StepInFlight
 from cluster.engine.request_state import RequestState
@@ -93,7 +95,7 @@ class Committer:
             outputs += self._finish_if_ended(sequence, output, self._error_of(sequence, lease, finite_count == count))
         outlook = self._scheduler.decode.outlook
         if outlook is not None and not step.plan.forced_nodes:  # a tree with forced nodes says little about the draft
-            outlook.observe(step.schedule.vote, step.plan.tier, accepted)
+            outlook.observe(step.schedule.vote, step.plan.tier, accepted, 1e6 * step.elapsed_s)
         return outputs, trees
 
     def _commit_chunks(self, schedule: Schedule, step_output: StepOutput) -> list[SequenceOutput]:
@@ -185,7 +187,9 @@ class Committer:
         self, step: StepInFlight, trees: list[tuple[int, int]], outputs: list[SequenceOutput], status: EngineStatus
     ) -> StepStats:
         accept_lens = [accepted for accepted, _ in trees]
-        schedule, shape, lockstep = step.schedule, step.shape, self._loop.lockstep
+        schedule, shape, plan, lockstep = step.schedule, step.shape, step.plan, self._loop.lockstep
+        drafted = shape.drafted_shape
+        measured_trees = bool(schedule.vote.outlook and plan.tier and not plan.forced_nodes)
         first_admitted, decode_count = schedule.first_admitted, len(schedule.decodes)
         eager_fallbacks, self._counted_fallbacks = (
             lockstep.programs.eager_fallbacks - self._counted_fallbacks,
@@ -211,6 +215,10 @@ class Committer:
             retracted=schedule.retracted_count,
             nonfinite=sum(o.error_code == "nonfinite_logits" for o in outputs),
             eager_fallbacks=eager_fallbacks,
+            tree=(drafted.num_steps, drafted.num_draft_tokens) if decode_count else None,
+            expected_tokens=schedule.vote.outlook[plan.tier] / OUTLOOK_UNIT if measured_trees else 0.0,
+            explored=int(measured_trees and schedule.vote.explores > 0),
+            woken=int(plan.extend_mode is ExtendMode.MISSED),
             rank=lockstep.mesh.rank,
             status=status,
         )

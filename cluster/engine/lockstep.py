@@ -114,7 +114,7 @@ class Lockstep:
             step_input_len=len(packed_input),
             max_tier=vote.max_tier,
             prompt_us=vote.prompt_us,
-            explores=int(vote.explores),
+            explores=vote.explores,
             outlook=vote.outlook or header.outlook,
             mode=int(step_input.mode),
             requests=requests,

@@ -32,8 +32,10 @@ UPDATE_INTERVAL = 8
 """The estimates are computed anew once so many steps with trees were committed, or when the requests change."""
 EXPLORED_SHARE = 0.01
 """The share of the time that may go into trees that do not pay, to find out when they begin to pay."""
-EXPLORED_STEPS = 3
+EXPLORED_STEPS = 6
 """So many steps explore, one after another, so that a draft that rested does not wake for one tree."""
+MAX_SAVED = 2.0
+"""At most the time for so many explorations is saved up."""
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
@@ -61,6 +63,10 @@ class TreeOutlook:
         self._key: tuple[int, ...] = ()
         self._outlook: tuple[int, ...] = ()
         self._share, self._saved_us, self._explorations = EXPLORED_SHARE / groups, 0.0, 0
+        # Exploring goes about twice as deep as the tree in use: deeper levels can pay only if these do.
+        depths = [shape.num_steps for shape in tiers]
+        self._explored = [max(t for t, d in enumerate(depths) if d <= 2 * depth + 1) for depth in depths]
+        self._used_tier = 0
 
     def admit(self, row: int, sampled: bool) -> None:
         """Forget the estimates of table row `row`: another request begins to use it."""
@@ -68,15 +74,28 @@ class TreeOutlook:
         self._classes[row] = sampled
         self._key = ()
 
-    def observe(self, vote: TreeVote, tier: int, accepted: Sequence[tuple[int, Sequence[int]]]) -> None:
-        """Take the results of a step of tier `tier`; `vote` was this rank's vote. `accepted` has for each request its
-        table row, and the ranks of the accepted nodes in order of depth, the root not counted.
+    def observe(
+        self, vote: TreeVote, tier: int, accepted: Sequence[tuple[int, Sequence[int]]], elapsed_us: float
+    ) -> None:
+        """Take the results of a step of tier `tier` that took `elapsed_us`; `vote` was this rank's vote. `accepted` has
+        for each request its table row, and the ranks of the accepted nodes in order of depth, the root not counted.
         """
         if self._steps[tier]:
             self._pending += [(row, tier, ranks) for row, ranks in accepted]
             self._unread_steps += 1
-        if accepted:
-            self._settle(vote, tier, len(accepted), sum(1 + len(ranks) for _, ranks in accepted))
+        if not accepted:
+            return
+        # Steps with small trees save time for exploring. An explored step costs the time that usual steps would not
+        # have taken for its tokens. If it gains time, the next exploration follows at once.
+        times = self._costs.of(len(accepted))
+        if vote.explores:
+            best_rate = max(value / us for value, us in zip(vote.outlook, times, strict=True))
+            tokens = sum(1 + len(ranks) for _, ranks in accepted)
+            self._saved_us += OUTLOOK_UNIT * tokens / best_rate - elapsed_us
+        else:
+            self._used_tier = tier
+            self._saved_us += self._share * times[tier]
+        self._saved_us = min(self._saved_us, MAX_SAVED * self._price_us(len(accepted)))
 
     def vote(self, decodes: Sequence[tuple[RequestState, Lease]], max_tier: int) -> TreeVote:
         """Return the vote for a step in which the requests `decodes` decode."""
@@ -84,31 +103,19 @@ class TreeOutlook:
         if key != self._key or self._unread_steps >= UPDATE_INTERVAL:
             self._learn()
             self._key, self._outlook = key, self._expected(key)
-        if key and not self._explorations and self._saved_us >= (price_us := self._price_us(max_tier, len(key))):
-            self._saved_us -= price_us
+        if not key:
+            return TreeVote(max_tier, self._outlook)
+        explored_tier = min(self._explored[self._used_tier], max_tier)
+        if not self._explorations and explored_tier > self._used_tier and self._saved_us >= self._price_us(len(key)):
             self._explorations = EXPLORED_STEPS + 1  # in the first one a draft that rested wakes
         explores = self._explorations > 0
         self._explorations -= explores
-        return TreeVote(max_tier, self._outlook, explores=explores)
+        return TreeVote(max_tier, self._outlook, explores=explored_tier * explores)
 
-    def _settle(self, vote: TreeVote, tier: int, decodes: int, tokens: int) -> None:
-        """Count the time of a step of tier `tier` in which `decodes` requests got `tokens` tokens.
-
-        Steps with small trees save time for explorations. The price of explorations was paid when they began. Here
-        their gain is credited: the time that usual steps would have taken for the same tokens. If it is more than the
-        price, the next explorations follow at once.
-        """
-        times = self._costs.of(decodes)
-        if vote.explores:
-            rates = [value / us for value, us in zip(self._outlook, times, strict=True)]
-            self._saved_us += OUTLOOK_UNIT * tokens / max(rates[: vote.max_tier + 1])
-        elif tier < vote.max_tier:
-            self._saved_us += self._share * times[tier]
-        self._saved_us = min(self._saved_us, 2 * self._price_us(vote.max_tier, decodes))
-
-    def _price_us(self, max_tier: int, decodes: int) -> float:
-        """Return the time that explorations take: steps with the largest tree, after one in which the draft wakes."""
-        return self._costs.waking(decodes) + EXPLORED_STEPS * self._costs.of(decodes)[max_tier]
+    def _price_us(self, decodes: int) -> float:
+        """Return the time that exploring takes at most, if it yields no more tokens than steps without trees."""
+        times, explored_tier = self._costs.of(decodes), self._explored[self._used_tier]
+        return self._costs.waking(decodes) + EXPLORED_STEPS * max(1.0, times[explored_tier] - times[0])
 
     def _expected(self, rows: Sequence[int]) -> tuple[int, ...]:
         """Return the expected tokens of the requests in table rows `rows`, by tier, in units of the outlook."""

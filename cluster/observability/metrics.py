@@ -69,7 +69,9 @@ class StepStats:
     previous one. `accept_lens` has the number of tokens, bonus included, for each request that verified a tree.
     `accepted_by_depth[i]` counts the requests whose accepted path reached depth i + 1, so its sum is the number of
     accepted draft tokens. `eager_fallbacks` is 1 if the step ran eagerly because a check before capture or replay
-    failed.
+    failed. `tree` has the levels and nodes of the trees, if a request decoded. `expected_tokens` are the tokens that
+    adaptive trees were expected to give, bonus included. `explored` is 1 if the step had its tree only to learn
+    what the tree gives, `woken` if a draft that had rested read what it had missed.
     """
 
     phase_seconds: dict[str, float] = field(default_factory=dict)
@@ -91,6 +93,10 @@ class StepStats:
     retracted: int = 0
     nonfinite: int = 0
     eager_fallbacks: int = 0
+    tree: tuple[int, int] | None = None
+    expected_tokens: float = 0.0
+    explored: int = 0
+    woken: int = 0
     rank: int = 0
     status: EngineStatus = field(default_factory=EngineStatus)
 
@@ -139,6 +145,9 @@ SUMS = {
     "retracted": ("aerie_retractions", "Requests sent back to the queue because pages ran out"),
     "nonfinite": ("aerie_nonfinite_requests", "Requests that ended because their logits were not finite"),
     "eager_fallbacks": ("aerie_launched_anew", "Steps not replayed, as a plan was unlike the captured one"),
+    "expected_tokens": ("aerie_expected_tree_tokens", "Tokens that adaptive trees were expected to give, with bonus"),
+    "explored": ("aerie_explored_steps", "Steps with a larger tree, only to learn what it gives"),
+    "woken": ("aerie_woken_drafts", "Steps in which a draft that rested read what it had missed"),
 }
 # Field of EngineStatus: name and help text of its gauge.
 STATES = {
@@ -157,9 +166,17 @@ class EngineMetrics:
     """The metrics of one rank. Only the engine loop writes; any thread may serialise."""
 
     def __init__(
-        self, registry: CollectorRegistry | None = None, *, model_name: str, rank: int = 0, depths: int = 0
+        self,
+        registry: CollectorRegistry | None = None,
+        *,
+        model_name: str,
+        rank: int = 0,
+        depths: int = 0,
+        trees: Iterable[tuple[int, int]] = (),
     ) -> None:
-        """`depths` is the number of levels of the draft's trees, 0 without speculation."""
+        """`depths` is the number of levels of the draft's trees, 0 without speculation. `trees` are the levels and
+        nodes of the trees that steps may use.
+        """
         self.registry = registry if registry is not None else CollectorRegistry()
         self.rank = rank
         names = ("model_name", "rank")
@@ -177,6 +194,11 @@ class EngineMetrics:
         phase = histogram("aerie_step_phase_seconds", "Time of one phase of one step", PHASE_BUCKETS, "phase")
         pages = gauge("aerie_kv_pages", "KV pages by state; the three add up to the pool", "state")
         accept = histogram("aerie_accept_length", "Tokens committed per tree, bonus included", ACCEPT_LEN_BUCKETS)
+        tree_steps = counter("aerie_tree_steps", "Steps that decode, by the tree of each request", "levels", "nodes")
+        self._trees = {
+            (levels, nodes): tree_steps.labels(**own_labels, levels=str(levels), nodes=str(nodes))
+            for levels, nodes in trees
+        }
         self._depth = counter("aerie_accepted_by_depth", "Draft tokens accepted at a depth of the tree", "depth")
         self._own_labels = own_labels
         self._depths = [self._depth.labels(**own_labels, depth=str(level + 1)) for level in range(depths)]
@@ -208,7 +230,7 @@ class EngineMetrics:
 
         Raises:
             ValueError: the statistics belong to another rank.
-            KeyError: a phase is not in `PHASES`.
+            KeyError: a phase is not in `PHASES`, or the tree is not one of `trees`.
         """
         if stats.rank != self.rank:
             raise ValueError(f"stats of rank {stats.rank} given to the metrics of rank {self.rank}")
@@ -221,6 +243,8 @@ class EngineMetrics:
         if stats.accept_lens:
             self._accept.add_all(stats.accept_lens)
             self._accepted.inc(sum(stats.accepted_by_depth))
+        if stats.tree is not None:
+            self._trees[stats.tree].inc()
         for depth, count in enumerate(stats.accepted_by_depth):
             if depth == len(self._depths):
                 self._depths.append(self._depth.labels(**self._own_labels, depth=str(depth + 1)))

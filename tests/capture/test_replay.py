@@ -5,7 +5,7 @@ whichever requests decode.
 import math
 from collections import Counter
 from dataclasses import replace
-from itertools import pairwise
+from itertools import cycle, pairwise
 from typing import Any
 
 import pytest
@@ -15,14 +15,17 @@ from torch import Tensor
 from cluster.batch import ExtendMode, SamplingMode
 from cluster.capture.tape import Tape
 from cluster.config import EngineConfig
+from cluster.config.resolved import ResolvedSettings
 from cluster.device.staging import StagedLists
 from cluster.engine import Engine, build_engine
 from cluster.engine.programs import TAPES, Program
 from cluster.request import LogitAdjustments, Request, RequestParams, TokenLogprob
+from cluster.spec.resting import RestingDraft
 from cluster.spec.result import StepOutput
 from tests.parity.harness import SAMPLING, VOCAB, config_of, run, tiny_pair
 from tests.parity.pairs import algorithm_of, diagonal, draft_of
 from tests.parity.poison import tensors_by_slot
+from tests.parity.trees import adaptive, engine_with_trees
 from tests.support.tiny_checkpoints import draft_folder, target_folder
 from tests.unit.models.draft_cases import LISTS
 
@@ -57,6 +60,9 @@ class ReplayComparison:
         adjustments = programs.step.logits_tables.adjustments
         adjustments.allocate()
         self._state += [adjustments.flags, adjustments.min_tokens_left]
+        draft = programs.step._draft
+        if isinstance(draft, RestingDraft):
+            self._state += [draft._hidden, draft._next_ids, draft._counts]
         self._buffer_addresses: dict[int, list[int]] = {}
         self._original_replay, self._programs = programs._replay, programs
         self._shapes = engine._parts.lockstep.tree_shapes
@@ -155,6 +161,33 @@ def test_replay_gives_the_same_outputs_and_state_as_the_eager_step(
     config = config_of(target, draft if topk else None, topk or 1, page_size=4, chunked_prefill_size=9)
     replays = check(monkeypatch, config, PARAMS[sampling], sizes)
     assert max(replays.values()) >= 20 and len(replays) >= (1 if sizes else 2)
+
+
+@pytest.mark.parametrize("sampling", ["greedy", "0.8"])
+@pytest.mark.parametrize("topk", [1, 3])
+def test_replay_of_adaptive_trees_and_resting_drafts_equals_the_eager_step(
+    monkeypatch: pytest.MonkeyPatch, topk: int, sampling: str
+) -> None:
+    config = adaptive(config_of(*tiny_pair(), topk, 2, page_size=4, chunked_prefill_size=9))
+    plain_outputs = outputs_of_requests(build_engine(config_of(tiny_pair()[0])), PARAMS[sampling])
+    last_tier = len(ResolvedSettings.from_settings(config).tiers) - 1
+    pattern = [0, 0, 0, 0, last_tier, last_tier, 1, 1]  # the first step after the rest is the one in which it wakes
+    engine = engine_with_trees(lambda: build_engine(config.model_copy(update={"capture": "on"})), cycle(pattern))
+    comparison = ReplayComparison(monkeypatch, engine)
+    outputs = outputs_of_requests(engine, PARAMS[sampling])
+    assert _tokens(outputs) == _tokens(plain_outputs)
+    keys = {id(program): key for key, program in engine.lockstep.programs.captured.items()}
+    replayed = {(keys[program].tier, ExtendMode(keys[program].extend_mode)) for program in comparison.replays}
+    assert replayed >= {
+        (0, ExtendMode.NOTHING),
+        (0, ExtendMode.MISSED),
+        (1, ExtendMode.ACCEPTED),
+        (last_tier, ExtendMode.ACCEPTED),
+    }
+
+
+def _tokens(outputs: dict[str, list[Any]]) -> dict[str, list[int]]:
+    return {name: [item for item in items if isinstance(item, int)] for name, items in outputs.items()}
 
 
 def test_replay_output_stays_valid_after_the_next_replay(monkeypatch: pytest.MonkeyPatch) -> None:

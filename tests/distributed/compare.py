@@ -16,8 +16,13 @@ MESH_SETTINGS = (
     *("capture", "capture_sizes", "ep_size"),
 )
 """Settings of a gang that the single rank must not have."""
-SINGLE_RANK_SETTINGS = {"max_total_tokens": 16384, "max_running_requests": 32, "capture": "off"}
-"""Settings of the single rank: it has enough memory for all requests, and captures nothing."""
+SINGLE_RANK_SETTINGS = {
+    "max_total_tokens": 16384,
+    "max_running_requests": 32,
+    "capture": "off",
+    "speculative_mode": "fixed",
+}
+"""Settings of the single rank: it has enough memory for all requests, captures nothing, and has fixed trees."""
 
 
 @dataclass

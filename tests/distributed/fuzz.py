@@ -50,6 +50,7 @@ def random_case(seed: int, tp: int, dp: int) -> Case:
             "speculative_draft_parallel": random.choice(("sharded", "sharded", "replicated")),
             "speculative_eagle_topk": random.choice((1, 2, 3)),
             "speculative_num_steps": random.choice((1, 2, 3)),
+            "speculative_mode": Random(f"trees {seed} {tp} {dp}").choice(("adaptive", "fixed")),
         }
     if seed % 3 == 2:
         config |= expert_settings(config, Random(f"experts {seed} {tp} {dp}"))

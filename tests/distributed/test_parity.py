@@ -28,6 +28,7 @@ OPTION_VALUES: dict[str, tuple[Any, ...]] = {
     "chunks": ((5, None), (64, 3), (-1, None), (17, 17)),
     "debug_lockstep": (False, True),
     "speculative_batch_tiers": ({}, {}, {"1": 2}, {"2": 1, "4": 0}),
+    "speculative_mode": ("fixed", "adaptive"),
     "memory": ("ample", "scarce", "scarce"),
     "idle": (True, False),
 }
@@ -91,7 +92,8 @@ def option_case(turn: int, tp: int, dp: int) -> tuple[Case, bool]:
         idle_ranks=(dp - 1,) if idle and dp > 1 else (),
         abort_share=0.12,
     )
-    same_trees = len(options["speculative_batch_tiers"]) < 2  # else the tier depends on which requests share a rank
+    # Otherwise the tier depends on which requests share a rank, or on measured costs.
+    same_trees = len(options["speculative_batch_tiers"]) < 2 and options["speculative_mode"] == "fixed"
     return Case(config(*tiny_pair(), **settings), actions), same_trees
 
 

@@ -246,7 +246,9 @@ def _record_retractions(engine: Engine, request_ids: list[str]) -> None:
 
 
 def _randomise_schedule(engine: Engine, random: Random) -> None:
-    """Make the scheduler take a random tier and random chunk sizes in each step."""
+    """Make the scheduler take a random tier and random chunk sizes in each step. Adaptive trees mostly take the largest
+    tier that all groups allow, as if they explored.
+    """
     scheduler, last_tier = engine._parts.scheduler, len(engine._parts.resolved.tiers) - 1
     original = scheduler.schedule
 
@@ -254,7 +256,7 @@ def _randomise_schedule(engine: Engine, random: Random) -> None:
         scheduler.prefill._max_rows = random.choice((1, 2, 5, 13, 64, 1 << 30))
         scheduler.prefill._max_mixed_rows = random.choice((1, 3, scheduler.prefill._max_rows))
         scheduled = original(*arguments)
-        scheduled.vote = scheduled.vote._replace(max_tier=random.randint(0, last_tier))
+        scheduled.vote = scheduled.vote._replace(max_tier=random.randint(0, last_tier), explores=random.choice((0, 64)))
         return scheduled
 
     scheduler.schedule = schedule  # type: ignore[method-assign]

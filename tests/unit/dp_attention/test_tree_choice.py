@@ -67,11 +67,12 @@ def test_plan_chooses_by_the_largest_group_and_the_tokens_of_all_groups() -> Non
     assert plan(vote(0, nothing)).tier == 3, "without decoding requests the tree does not matter"
 
 
-def test_exploring_and_grammars_take_the_largest_tree() -> None:
+def test_exploring_takes_the_tier_asked_for_and_grammars_the_largest_tree() -> None:
     nothing_accepted = (4000, 4000, 4000, 4000)
     assert plan(vote(4, nothing_accepted)).tier == 0
-    assert plan(vote(4, nothing_accepted, explores=1)).tier == 3
-    assert plan(vote(4, nothing_accepted), vote(4, nothing_accepted, explores=1, max_tier=2)).tier == 2
+    assert plan(vote(4, nothing_accepted, explores=1)).tier == 1
+    assert plan(vote(4, nothing_accepted, explores=1), vote(4, nothing_accepted, explores=3)).tier == 3
+    assert plan(vote(4, nothing_accepted), vote(4, nothing_accepted, explores=3, max_tier=2)).tier == 2
     assert plan(vote(4, nothing_accepted, mode=int(SamplingMode.CONSTRAINED))).tier == 3
 
 

@@ -32,7 +32,7 @@ def observe(outlook: TreeOutlook, tier: int, accepted: dict[int, int], times: in
     """Let chains of tier `tier` be verified `times` times; `accepted` are the accepted nodes by table row."""
     for _ in range(times):
         outlook.vote(decodes_of(*accepted), 3)
-        outlook.observe(TreeVote(3), tier, [(row, range(1, 1 + count)) for row, count in accepted.items()])
+        outlook.observe(TreeVote(3), tier, [(row, range(1, 1 + count)) for row, count in accepted.items()], 100.0)
 
 
 def test_adaptive_tiers_of_a_chain_are_its_depths_and_those_of_a_tree_also_its_sizes() -> None:
@@ -87,7 +87,7 @@ def test_outlook_of_smaller_trees_counts_the_nodes_that_they_would_have() -> Non
     outlook = TreeOutlook(TREES, 1, TreeCosts((1,), ((100,),) * 6))
     # The accepted path is always node 2 (by score) at depth 1, then node 4 at depth 2.
     for _ in range(200):
-        outlook.observe(TreeVote(5), 5, [(0, (2, 4))])
+        outlook.observe(TreeVote(5), 5, [(0, (2, 4))], 100.0)
     outlook_by_tier = outlook.vote(decodes_of(0), 5).outlook
     by_shape = {(s.num_steps, s.num_draft_tokens): outlook_by_tier[tier] / 1000 for tier, s in enumerate(TREES)}
     margin = 2 * FIRST_CHANCE * CLASS_WEIGHT / 24  # what is left of the first guess
@@ -113,12 +113,12 @@ def simulated_time(outlook: TreeOutlook, chance: float, steps: int, random: Rand
     explored = 0
     for _ in range(steps):
         vote = outlook.vote(decodes_of(*range(8)), 3)
-        tier = 3 if vote.explores else choose_tier(COSTS.of(8), [vote.outlook], 3, NO_LAST_TREE)
-        explored += vote.explores
+        tier = vote.explores or choose_tier(COSTS.of(8), [vote.outlook], 3, NO_LAST_TREE)
+        explored += vote.explores > 0
         counts = [next((d for d in range(tier) if random.random() >= chance), tier) for _ in range(8)]
         time_us += COSTS.of(8)[tier]
         tokens += 8 + sum(counts)
-        outlook.observe(vote, tier, [(row, range(1, 1 + count)) for row, count in enumerate(counts)])
+        outlook.observe(vote, tier, [(row, range(1, 1 + count)) for row, count in enumerate(counts)], COSTS.of(8)[tier])
     return time_us, tokens, explored
 
 
@@ -138,13 +138,13 @@ def test_trees_come_back_when_the_text_becomes_predictable() -> None:
         outlook.admit(row, sampled=False)
     for _ in range(300):  # nothing is accepted
         outlook.vote(decodes_of(*range(8)), 3)
-        outlook.observe(TreeVote(3), 3, [(row, ()) for row in range(8)])
+        outlook.observe(TreeVote(3), 3, [(row, ()) for row in range(8)], 260.0)
     vote = outlook.vote(decodes_of(*range(8)), 3)
     assert choose_tier(cheap.of(8), [vote.outlook], 3, NO_LAST_TREE) == 0
     tiers_taken = []
     for _ in range(1500):  # all is accepted
         vote = outlook.vote(decodes_of(*range(8)), 3)
-        tier = 3 if vote.explores else choose_tier(cheap.of(8), [vote.outlook], 3, NO_LAST_TREE)
+        tier = vote.explores or choose_tier(cheap.of(8), [vote.outlook], 3, NO_LAST_TREE)
         tiers_taken.append(tier)
-        outlook.observe(vote, tier, [(row, range(1, 1 + tier)) for row in range(8)])
+        outlook.observe(vote, tier, [(row, range(1, 1 + tier)) for row in range(8)], cheap.of(8)[tier])
     assert set(tiers_taken[-100:]) == {3}
