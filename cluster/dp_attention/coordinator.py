@@ -5,13 +5,13 @@ It gathers the facts of all ranks, compares their headers, and applies the pure 
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import zip_longest
 
 from cluster.config.tree_shape import TreeShape
 from cluster.distributed.mesh import Mesh, OutOfStepError
-from cluster.dp_attention.plan import GROUP_HEADER, HEADER, Ops, PlanRule, RankFacts, ScriptCall, StepPlan, script
-from cluster.dp_attention.tree_choice import LastTree, TreeCosts
+from cluster.dp_attention.facts import GROUP_HEADER, HEADER, RankFacts
+from cluster.dp_attention.plan import Ops, PlanRule, ScriptCall, StepPlan, script
+from cluster.dp_attention.tree_choice import LastTree, MeasuredStep, TreeCosts, TreeTimes
 
 
 class Coordinator:
@@ -24,6 +24,8 @@ class Coordinator:
         self._mesh, self._rule, self._shapes, self._target, self._draft = mesh, rule, shapes, target, draft
         self._ops_checksum = zlib.crc32(repr((target, draft)).encode())
         self._plan_digest, self._last_tree = 0, LastTree()
+        self.tree_times: TreeTimes | None = None
+        """The times of adaptive trees; None until `use_costs`."""
         self._plan: StepPlan | None = None
         self._cached_fingerprint: tuple[tuple[object, ...], int] = (), 0
         self._cached_script: tuple[tuple[object, ...], list[ScriptCall]] = (), []
@@ -44,12 +46,12 @@ class Coordinator:
             rule_checksum=self._fingerprint(),
             step_input_checksum=self.step_input_checksum,
             results_checksum=self.results_checksum,
-            outlook=() if self._rule.costs is None else (0,) * len(self._shapes),
+            outlook=() if self.tree_times is None else (0,) * len(self._shapes),
         )
 
     def use_costs(self, costs: TreeCosts) -> None:
         """Choose the tree of each later step by `costs`, which must be the same on all ranks."""
-        self._rule = replace(self._rule, costs=costs)
+        self.tree_times = TreeTimes(costs)
 
     def agree(self, facts: RankFacts) -> StepPlan:
         """Return the plan of the next step, on which all ranks agree. Call `finish_step` when that step is over.
@@ -70,7 +72,8 @@ class Coordinator:
             group = range(leader, min(leader + self._rule.attn_tp, len(facts_by_rank)))
             for name in GROUP_HEADER:
                 self._compare(name, [getattr(facts_by_rank[rank], name) for rank in group], group)
-        plan = self._rule.plan(facts_by_rank, self._shapes[-1], self._last_tree)
+        self._observe(facts_by_rank[0])
+        plan = self._rule.plan(facts_by_rank, self._shapes[-1], self._last_tree, self.tree_times)
         if plan.step != self.step:
             raise self._out_of_step_error(self._mesh.rank, f"has a plan for step {plan.step} in step {self.step}")
         self.step, self._plan_digest, self._plan = self.step + 1, plan.digest, plan
@@ -103,12 +106,20 @@ class Coordinator:
         digests = self._mesh.all_gather_row((plan.digest,))
         self._compare("plan", [digest[0] for digest in digests], range(len(digests)))
 
+    def _observe(self, facts: RankFacts) -> None:
+        """Correct the times of trees by the last step that a rank has read. All ranks take the one of the first rank: a
+        step takes about as long on each.
+        """
+        if self.tree_times is not None and facts.measured_us:
+            self.tree_times.observe(MeasuredStep(facts.measured_tier, facts.measured_decodes, facts.measured_us))
+
     def _fingerprint(self) -> int:
         """A checksum of everything besides the facts that determines plans and scripts; cached until a part changes."""
-        inputs = self._mesh.world.size, self._mesh.attn.size, self._rule, self._shapes
+        costs = None if self.tree_times is None else self.tree_times.costs
+        inputs = self._mesh.world.size, self._mesh.attn.size, self._rule, costs, self._shapes
         if any(a is not b for a, b in zip_longest(inputs, self._cached_fingerprint[0])):
             trees = [(s.num_steps, s.topk, s.num_draft_tokens) for s in self._shapes]
-            self._cached_fingerprint = inputs, zlib.crc32(repr((inputs[:3], trees, self._ops_checksum)).encode())
+            self._cached_fingerprint = inputs, zlib.crc32(repr((inputs[:4], trees, self._ops_checksum)).encode())
         return self._cached_fingerprint[1]
 
     def _compare(self, name: str, values: list[int], ranks: range) -> None:

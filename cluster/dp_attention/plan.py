@@ -12,85 +12,15 @@ from typing import Literal, NamedTuple
 
 from cluster.batch import ExtendMode, SamplingMode
 from cluster.config.tree_shape import TreeShape
+from cluster.dp_attention.facts import RankFacts
 from cluster.dp_attention.sizes import Buckets, Sizes, max_sizes
-from cluster.dp_attention.tree_choice import NO_LAST_TREE, LastTree, TreeCosts, choose_tier
+from cluster.dp_attention.tree_choice import NO_LAST_TREE, LastTree, TreeTimes, choose_tier
 from cluster.models.exchange import EXPERT_CALLS
 from cluster.sampling.sampler import TOP_LOGPROBS
 from cluster.sampling.sharded import NUMBERS_PER_CHOICE, ShardedHead, numbers_sent_per_row
 from cluster.spec.resting import MISSED_TOKENS
 
 Padding = Literal["auto", "padded", "exact"]
-
-
-class RankFacts(NamedTuple):
-    """One rank's row of the gathered table. The fields, in no particular order, are of three kinds:
-
-    - Equal on all ranks (`HEADER`): `epoch` counts the starts of the gang, `step` its steps. `digest` is the digest of
-      the last plan. `calls` counts the collectives of the rank so far. `rule_checksum` covers everything else that
-      determines plans and scripts, `captured` is a checksum of the keys of captured programs.
-    - Equal within a group (`GROUP_HEADER`): `step_input_checksum` and `results_checksum`, of the last step input and of
-      the last results that were read.
-    - The rank's own. `decodes`, `prompt_rows`, `finishing_prompts` and `scored` are the numbers of decoding requests,
-      of prompt rows, of prompts that finish, and of prompt rows that return log-probabilities. `step_input_len` is the
-      number of integers in the packed step input, and `mode` is the sampling mode of the step input. `requests` counts
-      waiting and running requests. `decode_us` is `Schedule.decode_us`: the predicted time of decoding in microseconds
-      or, if no times are predicted, the number of decoding requests. A nonzero `leaving` asks to end the gang.
-      `max_tier`, `prompt_us`, `explores` and `outlook` are those of `TreeVote`. Of these, the plan reads only
-      `requests` and `leaving` from followers.
-    """
-
-    epoch: int
-    step: int
-    digest: int
-    calls: int
-    decodes: int = 0
-    prompt_rows: int = 0
-    finishing_prompts: int = 0
-    step_input_len: int = 0
-    max_tier: int = 0
-    requests: int = 0
-    leaving: int = 0
-    rule_checksum: int = 0
-    step_input_checksum: int = 0
-    results_checksum: int = 0
-    decode_us: int = 0
-    mode: int = 0
-    captured: int = 0
-    scored: int = 0
-    prompt_us: int = 0
-    explores: int = 0
-    outlook: tuple[int, ...] = ()
-
-    def to_row(self) -> tuple[int, ...]:
-        """Return the facts as one row of integers."""
-        return (*self[:-1], *self.outlook)  # `outlook` is the last field, and the only tuple
-
-    @classmethod
-    def from_row(cls, row: tuple[int, ...]) -> "RankFacts":
-        """Return the facts from what `to_row` returned."""
-        count = len(cls._fields) - 1
-        return cls._make((*row[:count], row[count:]))
-
-
-class TreeVote(NamedTuple):
-    """What a group contributes to the choice of the tree of a step.
-
-    The step uses no tier beyond `max_tier`. The other fields matter only if trees are adaptive. `outlook` are the
-    tokens that the decoding requests of the group are expected to get, by tier, in thousandths; on a follower it is
-    empty. `prompt_us` is the predicted time of the prompt rows of the group in microseconds. If `explores` is not 0, it
-    asks for this tier, to learn how many tokens it gives now.
-    """
-
-    max_tier: int
-    outlook: tuple[int, ...] = ()
-    prompt_us: int = 0
-    explores: int = 0
-
-
-NO_TREES = TreeVote(max_tier=0)
-
-HEADER = ("epoch", "step", "digest", "calls", "rule_checksum", "captured")
-GROUP_HEADER = ("step_input_checksum", "results_checksum")
 
 
 class ProgramKey(NamedTuple):
@@ -174,8 +104,7 @@ class PlanRule:
     rows cost. On a CPU it is 0. `buckets` are the sizes of captured programs, None if nothing is captured. A group may
     use at most `max_forced_rows` rows for forced nodes. By default the limit is high on a GPU, where more rows cost
     little, and low on a CPU. `expert_parallel` says that experts are expert-parallel, so that
-    `StepPlan.routes_to_experts` may be True. `costs` are the costs of adaptive trees; if it is None, a step uses the
-    last tier that all groups allow. If `draft_rests`, the draft rests in steps without trees.
+    `StepPlan.routes_to_experts` may be True. If `draft_rests`, the draft rests in steps without trees.
     """
 
     attn_tp: int
@@ -184,18 +113,25 @@ class PlanRule:
     buckets: Buckets | None = None
     max_forced_rows: int = 0
     expert_parallel: bool = False
-    costs: TreeCosts | None = None
     draft_rests: bool = False
 
-    def plan(self, facts_by_rank: Sequence[RankFacts], shape: TreeShape, last: LastTree = NO_LAST_TREE) -> StepPlan:
+    def plan(
+        self,
+        facts_by_rank: Sequence[RankFacts],
+        shape: TreeShape,
+        last: LastTree = NO_LAST_TREE,
+        times: TreeTimes | None = None,
+    ) -> StepPlan:
         """Return the plan that follows from the facts of all ranks. The facts of a group are those of its leader.
-        `shape` is the largest tree, `last` what the steps before have left.
+        `shape` is the largest tree, `last` what the steps before have left. `times` are the times of adaptive trees; if
+        it is None, a step uses the last tier that all groups allow.
         """
         groups = facts_by_rank[:: self.attn_tp]
         needed = tuple(Sizes(facts.decodes, facts.prompt_rows, facts.finishing_prompts) for facts in groups)
         mode = SamplingMode(reduce(or_, (facts.mode for facts in groups)))
         sizes, captured, padded = self._sizes(needed, shape.num_draft_tokens, mode)
-        tier, extend_mode = self._tree(groups, sizes, mode, last)
+        tier = _tier(groups, mode, last, times)
+        tier, extend_mode = self._extend_mode(tier, groups, sizes, last)
         return StepPlan(
             step=facts_by_rank[0].step,
             decodes=tuple(facts.decodes for facts in groups),
@@ -217,34 +153,18 @@ class PlanRule:
             routes_to_experts=self.expert_parallel and not captured and not padded and len(groups) > 1,
         )
 
-    def _tree(
-        self, groups: Sequence[RankFacts], sizes: tuple[Sizes, ...], mode: SamplingMode, last: LastTree
+    def _extend_mode(
+        self, tier: int, groups: Sequence[RankFacts], sizes: tuple[Sizes, ...], last: LastTree
     ) -> tuple[int, ExtendMode]:
-        """Return the tier of the step, and which rows its draft reads. A draft that has rested first reads what it has
-        missed, in a step without trees.
+        """Return the tier that the step takes instead of `tier`, and which rows its draft reads. A draft that has
+        rested first reads what it has missed, in a step without trees.
         """
-        tier = self._tier(groups, mode, last)
         if not self.draft_rests or not any(facts.decodes for facts in groups):
             return tier, ExtendMode.ACCEPTED
         if tier:
             return (0, ExtendMode.MISSED) if last.rests else (tier, ExtendMode.ACCEPTED)
         has_prompts = any(sizes_of_group.prompt_rows for sizes_of_group in sizes)
         return 0, ExtendMode.PROMPTS if has_prompts else ExtendMode.NOTHING
-
-    def _tier(self, groups: Sequence[RankFacts], mode: SamplingMode, last: LastTree) -> int:
-        """Return the tier of the step, one for all groups: the collectives of their drafts must match.
-
-        Where a request has a grammar, the step uses the largest tree. Only drafted trees get the nodes that a grammar
-        forces, and these nodes need no draft forward.
-        """
-        max_tier, decodes = min(facts.max_tier for facts in groups), max(facts.decodes for facts in groups)
-        if self.costs is None or not decodes or SamplingMode.CONSTRAINED in mode:
-            return max_tier
-        if explored_tier := max(facts.explores for facts in groups):
-            return min(explored_tier, max_tier)
-        prompt_us = max(facts.prompt_us for facts in groups)
-        outlooks = [facts.outlook for facts in groups]
-        return choose_tier(self.costs.of(decodes), outlooks, max_tier, last, prompt_us)
 
     def _forced(self, sizes: tuple[Sizes, ...], max_forced: int) -> int:
         """The forced nodes of each tree: equal for all trees of a step, whether their requests have grammars or not."""
@@ -280,6 +200,21 @@ class PlanRule:
                 True,
             )
         return needed, False, False
+
+
+def _tier(groups: Sequence[RankFacts], mode: SamplingMode, last: LastTree, times: TreeTimes | None) -> int:
+    """Return the tier of the step, one for all groups: the collectives of their drafts must match.
+
+    Where a request has a grammar, the step uses the largest tree. Only drafted trees get the nodes that a grammar
+    forces, and these nodes need no draft forward.
+    """
+    max_tier, decodes = min(facts.max_tier for facts in groups), max(facts.decodes for facts in groups)
+    if times is None or not decodes or SamplingMode.CONSTRAINED in mode:
+        return max_tier
+    if explored_tier := max(facts.explores for facts in groups):
+        return min(explored_tier, max_tier)
+    prompt_us = max(facts.prompt_us for facts in groups)
+    return choose_tier(times.of(decodes), [facts.outlook for facts in groups], max_tier, last, prompt_us)
 
 
 class ScriptCall(NamedTuple):

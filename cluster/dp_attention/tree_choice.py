@@ -4,7 +4,7 @@ adaptive`).
 The choice is a pure function of what the ranks have gathered, so all ranks make the same one. Three things decide it:
 
 - The costs: how long a step takes, by tier and number of decoding requests. The gang measures them at start
-  (`engine/tree_calibration.py`).
+  (`engine/tree_calibration.py`), and corrects them by the steps that it runs (`TreeTimes`).
 - The outlook of each attention group: the tokens that its requests are expected to get in a step, by tier
   (`engine/tree_outlook.py`).
 - The time of the prompt rows in the step, which is the same for all tiers. The longer a step takes anyway, the less a
@@ -21,6 +21,8 @@ MIN_GAIN, MIN_GAIN_TO_WAKE = 1.01, 1.03
 a little after every step, and a change of the tree may need a program that is not captured yet. The second factor is
 for a draft that rests: waking it costs a step.
 """
+COMMON_CHANGE, CHANGE, MAX_CORRECTION = 0.02, 0.005, 1.5
+"""How much one step changes what all steps have in common, and the correction of its tier; the largest correction."""
 OUTLOOK_UNIT = 1000
 """Outlooks are integers, in thousandths of a token: every rank must compute with exactly the same numbers."""
 
@@ -70,12 +72,52 @@ class TreeCosts:
         return [times[right - 1] + (times[right] - times[right - 1]) * share for times in us]
 
 
+class MeasuredStep(NamedTuple):
+    """A step that only decoded: its tier, the decoding requests of the largest group, and its time in microseconds. A
+    time of 0 stands for no step.
+    """
+
+    tier: int = 0
+    decodes: int = 0
+    us: int = 0
+
+
+class TreeTimes:
+    """`costs`, corrected by the steps that the gang runs. All ranks observe the same steps, so they agree on all times.
+
+    A correction is kept for each tier, and for each doubling of the number of decoding requests. It is a running median
+    of measured over expected time. What all steps have in common, such as a machine that has become slower, is kept
+    apart: it says nothing about a tier that has not been used lately.
+    """
+
+    def __init__(self, costs: TreeCosts) -> None:
+        self.costs = costs
+        self._common = 1.0
+        self._corrections: dict[int, list[float]] = {}
+
+    def of(self, decodes: int) -> list[float]:
+        """Return the time by tier with `decodes` decoding requests, as of the machine when it was measured at start."""
+        times, corrections = self.costs.of(decodes), self._corrections.get(decodes.bit_length())
+        return times if corrections is None else [us * c for us, c in zip(times, corrections, strict=True)]
+
+    def observe(self, step: MeasuredStep) -> None:
+        """Correct the time of the step's tier. The correction moves by a fixed factor, so outliers count no more than
+        other steps.
+        """
+        times = self.costs.of(step.decodes)
+        corrections = self._corrections.setdefault(step.decodes.bit_length(), [1.0] * len(times))
+        slower = step.us > times[step.tier] * corrections[step.tier] * self._common
+        self._common *= 1 + COMMON_CHANGE if slower else 1 / (1 + COMMON_CHANGE)
+        correction = corrections[step.tier] * (1 + CHANGE if slower else 1 / (1 + CHANGE))
+        corrections[step.tier] = min(MAX_CORRECTION, max(1 / MAX_CORRECTION, correction))
+
+
 def choose_tier(
     times: Sequence[float], outlooks: Sequence[Sequence[int]], max_tier: int, last: LastTree, prompt_us: int = 0
 ) -> int:
     """Return the tier that is expected to give the most tokens per second, among those up to `max_tier`.
 
-    `times` are the costs by tier (`TreeCosts.of`), `outlooks` those of all groups. `prompt_us` is the time of prompt
+    `times` are the costs by tier (`TreeTimes.of`), `outlooks` those of all groups. `prompt_us` is the time of prompt
     rows in the step. `last` is what the step before has left; see `MIN_GAIN`.
     """
     rates = [sum(outlook[tier] for outlook in outlooks) / (times[tier] + prompt_us) for tier in range(max_tier + 1)]

@@ -259,8 +259,8 @@ def assemble(prepared: EnginePlan, draft: Draft) -> Rank:
     if not mesh.is_leader:
         return loop
     scheduler = Scheduler(resolved, memory.cache, resolved.shape.window, pace, chunk_sizes)
-    if costs is not None:
-        scheduler.decode.outlook = TreeOutlook(resolved.tiers, config.max_running_requests, costs, mesh.attn_dp)
+    if (times := lockstep.coordinator.tree_times) is not None:
+        scheduler.decode.outlook = TreeOutlook(resolved.tiers, config.max_running_requests, times, mesh.attn_dp)
     return Engine(
         EngineParts(
             resolved=resolved,

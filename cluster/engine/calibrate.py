@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from cluster.arch.resolve import ResolvedConfig
 from cluster.batch import DecodeRequest, ExtendMode, PromptChunk, RowSampling, StepInput
-from cluster.dp_attention.plan import TreeVote
+from cluster.dp_attention.facts import TreeVote
 from cluster.engine.lockstep import Lockstep
 from cluster.kv.cache import KVCache, Lease
 from cluster.observability.step_times import Curve, StepTimes

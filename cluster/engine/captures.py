@@ -17,7 +17,7 @@ from cluster.capture.cuda_graph import CudaSegments, Graph
 from cluster.capture.tape import Tape
 from cluster.config import ConfigError, EngineConfig
 from cluster.distributed.mesh import Mesh
-from cluster.dp_attention.plan import TreeVote
+from cluster.dp_attention.facts import TreeVote
 from cluster.dp_attention.sizes import MAX_CAPTURED_ROWS, Buckets, Sizes, multiples, sizes_up_to
 from cluster.engine.lockstep import Lockstep
 from cluster.engine.models import RankModels

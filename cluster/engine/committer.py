@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from cluster.batch import ExtendMode
-from cluster.dp_attention.tree_choice import OUTLOOK_UNIT
+from cluster.dp_attention.tree_choice import OUTLOOK_UNIT, MeasuredStep
 from cluster.engine.draft_watch import DraftWatch
 from cluster.engine.lockstep import StepInFlight
 from cluster.engine.request_state import RequestState
@@ -13,7 +13,7 @@ from cluster.engine.schedule import Chunk, Schedule
 from cluster.engine.scheduler import Scheduler
 from cluster.engine.step_loop import StepLoop
 from cluster.kv.cache import Lease
-from cluster.observability.metrics import StepStats
+from cluster.observability.metrics import REPLAY, StepStats
 from cluster.request import ErrorCode, SequenceOutput, TokenLogprob
 from cluster.sampling.sampler import Logprobs
 from cluster.spec.result import StepOutput
@@ -93,9 +93,10 @@ class Committer:
                     output, tree=step_output.trees.read(i, tokens[:finite_count], shape.drafted_shape.num_draft_tokens)
                 )
             outputs += self._finish_if_ended(sequence, output, self._error_of(sequence, lease, finite_count == count))
-        outlook = self._scheduler.decode.outlook
-        if outlook is not None and not step.plan.forced_nodes:  # a tree with forced nodes says little about the draft
-            outlook.observe(step.schedule.vote, step.plan.tier, accepted, 1e6 * step.elapsed_s)
+        outlook, plan = self._scheduler.decode.outlook, step.plan
+        if outlook is not None and not plan.forced_nodes:  # a tree with forced nodes says little about the draft
+            measured = MeasuredStep(plan.tier, max(plan.decodes), round(1e6 * step.elapsed_s))
+            outlook.observe(step.schedule.vote, measured, accepted, _has_typical_time(step, step_output))
         return outputs, trees
 
     def _commit_chunks(self, schedule: Schedule, step_output: StepOutput) -> list[SequenceOutput]:
@@ -222,6 +223,16 @@ class Committer:
             rank=lockstep.mesh.rank,
             status=status,
         )
+
+
+def _has_typical_time(step: StepInFlight, step_output: StepOutput) -> bool:
+    """Return whether the step took about what every step of its tier and size takes: it only decoded, its draft did not
+    wake, and its program was not captured in it.
+    """
+    plan = step.plan
+    was_captured_before = step_output.phases.names == (REPLAY,) or not plan.captured
+    decodes_only = any(plan.decodes) and not any(plan.prompt_rows)
+    return decodes_only and was_captured_before and plan.extend_mode is not ExtendMode.MISSED
 
 
 def _store_prompt_scores(chunk: Chunk, step_output: StepOutput, row: int) -> bool:

@@ -13,7 +13,7 @@
 from collections import deque
 
 from cluster.config.resolved import ResolvedSettings
-from cluster.dp_attention.plan import TreeVote
+from cluster.dp_attention.facts import TreeVote
 from cluster.engine.request_state import RequestState
 from cluster.engine.schedule import Schedule
 from cluster.engine.tree_outlook import TreeOutlook

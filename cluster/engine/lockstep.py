@@ -17,8 +17,9 @@ from cluster.distributed.mesh import Mesh
 from cluster.distributed.watchdog import DeviceWatchdog
 from cluster.dp_attention.coordinator import Coordinator
 from cluster.dp_attention.exchange import Exchange
+from cluster.dp_attention.facts import TreeVote
 from cluster.dp_attention.padding import pad_step_input
-from cluster.dp_attention.plan import StepPlan, TreeVote
+from cluster.dp_attention.plan import StepPlan
 from cluster.dp_attention.step_input_codec import checksum, pack, unpack
 from cluster.engine.programs import Programs
 from cluster.engine.schedule import Schedule
@@ -115,6 +116,9 @@ class Lockstep:
             max_tier=vote.max_tier,
             prompt_us=vote.prompt_us,
             explores=vote.explores,
+            measured_tier=vote.measured.tier,
+            measured_decodes=vote.measured.decodes,
+            measured_us=vote.measured.us,
             outlook=vote.outlook or header.outlook,
             mode=int(step_input.mode),
             requests=requests,

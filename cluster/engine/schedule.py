@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from cluster.batch import DecodeRequest, PageCopy, PageWrite, PromptChunk, SamplingMode, StepInput
 from cluster.config.tree_shape import TreeShape
-from cluster.dp_attention.plan import NO_TREES, TreeVote
+from cluster.dp_attention.facts import NO_TREES, TreeVote
 from cluster.engine.request_state import RequestState
 from cluster.kv.cache import Lease
 from cluster.request import RequestParams

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cluster.config.tree_shape import TreeShape
-from cluster.dp_attention.plan import TreeVote
-from cluster.dp_attention.tree_choice import OUTLOOK_UNIT, TreeCosts
+from cluster.dp_attention.facts import TreeVote
+from cluster.dp_attention.tree_choice import OUTLOOK_UNIT, MeasuredStep, TreeTimes
 from cluster.engine.request_state import RequestState
 from cluster.kv.cache import Lease
 
@@ -44,9 +44,9 @@ Integers = NDArray[np.int64]
 class TreeOutlook:
     """The estimates of one rank, and the time that it may spend on exploring."""
 
-    def __init__(self, tiers: Sequence[TreeShape], rows: int, costs: TreeCosts, groups: int = 1) -> None:
+    def __init__(self, tiers: Sequence[TreeShape], rows: int, times: TreeTimes, groups: int = 1) -> None:
         """`rows` is the number of table rows of requests. `groups` share the time for exploring."""
-        self._tiers, self._costs, self._depth = tiers, costs, max(1, tiers[-1].num_steps)
+        self._tiers, self._times, self._depth = tiers, times, max(1, tiers[-1].num_steps)
         is_chain = tiers[-1].topk == 1
         # A chain is limited by its depth alone: one width, into which every node fits.
         node_counts = [tiers[-1].num_draft_tokens] if is_chain else sorted({shape.num_draft_tokens for shape in tiers})
@@ -66,7 +66,7 @@ class TreeOutlook:
         # Exploring goes about twice as deep as the tree in use: deeper levels can pay only if these do.
         depths = [shape.num_steps for shape in tiers]
         self._explored = [max(t for t, d in enumerate(depths) if d <= 2 * depth + 1) for depth in depths]
-        self._used_tier = 0
+        self._used_tier, self._measured = 0, MeasuredStep()
 
     def admit(self, row: int, sampled: bool) -> None:
         """Forget the estimates of table row `row`: another request begins to use it."""
@@ -75,11 +75,19 @@ class TreeOutlook:
         self._key = ()
 
     def observe(
-        self, vote: TreeVote, tier: int, accepted: Sequence[tuple[int, Sequence[int]]], elapsed_us: float
+        self,
+        vote: TreeVote,
+        step: MeasuredStep,
+        accepted: Sequence[tuple[int, Sequence[int]]],
+        is_typical: bool = True,
     ) -> None:
-        """Take the results of a step of tier `tier` that took `elapsed_us`; `vote` was this rank's vote. `accepted` has
-        for each request its table row, and the ranks of the accepted nodes in order of depth, the root not counted.
+        """Take the results of `step`; `vote` was this rank's vote. `accepted` has for each request its table row, and
+        the ranks of the accepted nodes in order of depth, the root not counted. `is_typical` says that the step took
+        about what every step of its tier and size takes.
         """
+        tier, elapsed_us = step.tier, step.us
+        if is_typical:
+            self._measured = step
         if self._steps[tier]:
             self._pending += [(row, tier, ranks) for row, ranks in accepted]
             self._unread_steps += 1
@@ -87,7 +95,7 @@ class TreeOutlook:
             return
         # Steps with small trees save time for exploring. An explored step costs the time that usual steps would not
         # have taken for its tokens. If it gains time, the next exploration follows at once.
-        times = self._costs.of(len(accepted))
+        times = self._times.of(len(accepted))
         if vote.explores:
             best_rate = max(value / us for value, us in zip(vote.outlook, times, strict=True))
             tokens = sum(1 + len(ranks) for _, ranks in accepted)
@@ -103,19 +111,20 @@ class TreeOutlook:
         if key != self._key or self._unread_steps >= UPDATE_INTERVAL:
             self._learn()
             self._key, self._outlook = key, self._expected(key)
+        measured, self._measured = self._measured, MeasuredStep()
         if not key:
-            return TreeVote(max_tier, self._outlook)
+            return TreeVote(max_tier, self._outlook, measured=measured)
         explored_tier = min(self._explored[self._used_tier], max_tier)
         if not self._explorations and explored_tier > self._used_tier and self._saved_us >= self._price_us(len(key)):
             self._explorations = EXPLORED_STEPS + 1  # in the first one a draft that rested wakes
         explores = self._explorations > 0
         self._explorations -= explores
-        return TreeVote(max_tier, self._outlook, explores=explored_tier * explores)
+        return TreeVote(max_tier, self._outlook, explores=explored_tier * explores, measured=measured)
 
     def _price_us(self, decodes: int) -> float:
         """Return the time that exploring takes at most, if it yields no more tokens than steps without trees."""
-        times, explored_tier = self._costs.of(decodes), self._explored[self._used_tier]
-        return self._costs.waking(decodes) + EXPLORED_STEPS * max(1.0, times[explored_tier] - times[0])
+        times, explored_tier = self._times.of(decodes), self._explored[self._used_tier]
+        return self._times.costs.waking(decodes) + EXPLORED_STEPS * max(1.0, times[explored_tier] - times[0])
 
     def _expected(self, rows: Sequence[int]) -> tuple[int, ...]:
         """Return the expected tokens of the requests in table rows `rows`, by tier, in units of the outlook."""

@@ -6,7 +6,8 @@ from typing import Any
 from torch import Tensor
 
 from cluster.config.tree_shape import TreeShape
-from cluster.dp_attention.plan import PlanRule, RankFacts, StepPlan
+from cluster.dp_attention.facts import RankFacts
+from cluster.dp_attention.plan import PlanRule, StepPlan
 from cluster.engine import Rank, lockstep
 
 

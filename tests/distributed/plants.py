@@ -16,7 +16,8 @@ from torch import Tensor
 from cluster.batch import Batch, SamplingMode
 from cluster.config.tree_shape import TreeShape
 from cluster.distributed.mesh import Axis
-from cluster.dp_attention.plan import RankFacts, StepPlan
+from cluster.dp_attention.facts import RankFacts
+from cluster.dp_attention.plan import StepPlan
 from cluster.dp_attention.sizes import Sizes, max_sizes
 from cluster.engine import Rank, lockstep
 from cluster.spec.inputs import EagleDraftInput

@@ -7,7 +7,7 @@ from typing import Any
 from unittest.mock import patch
 
 from cluster.config import EngineConfig
-from cluster.dp_attention.plan import TreeVote
+from cluster.dp_attention.facts import TreeVote
 from cluster.dp_attention.tree_choice import TreeCosts
 from cluster.engine import Engine
 

@@ -9,8 +9,9 @@ from cluster.batch import DecodeRequest, PromptChunk, SamplingMode, StepInput
 from cluster.config.tree_shape import NO_SPECULATION, TreeShape, tiers
 from cluster.distributed.mesh import Mesh, OutOfStepError
 from cluster.dp_attention.coordinator import Coordinator
+from cluster.dp_attention.facts import RankFacts
 from cluster.dp_attention.padding import pad_step_input
-from cluster.dp_attention.plan import ExpertParallel, Ops, PlanRule, RankFacts, ScriptCall, script
+from cluster.dp_attention.plan import ExpertParallel, Ops, PlanRule, ScriptCall, script
 from cluster.dp_attention.sizes import MAX_CAPTURED_ROWS, Buckets
 from cluster.models.exchange import EXPERT_CALLS
 from cluster.sampling.sharded import ShardedHead

@@ -8,8 +8,9 @@ from cluster.batch import ExtendMode, SamplingMode
 from cluster.config.tree_shape import TreeShape, tiers
 from cluster.distributed.mesh import OutOfStepError
 from cluster.dp_attention.coordinator import Coordinator
-from cluster.dp_attention.plan import RankFacts, StepPlan, script
-from cluster.dp_attention.tree_choice import LastTree, TreeCosts, choose_tier
+from cluster.dp_attention.facts import RankFacts
+from cluster.dp_attention.plan import StepPlan, script
+from cluster.dp_attention.tree_choice import MAX_CORRECTION, LastTree, MeasuredStep, TreeCosts, TreeTimes, choose_tier
 from cluster.spec.resting import MISSED_TOKENS
 from tests.unit.dp_attention.test_plan import DRAFT, TARGET, FakeMesh, rule
 
@@ -23,7 +24,7 @@ def vote(decodes: int, outlook: tuple[int, ...], **fields: int) -> RankFacts:
 
 
 def plan(*votes: RankFacts, last: LastTree = AWAKE, rests: bool = True) -> StepPlan:
-    return replace(rule(), costs=COSTS, draft_rests=rests).plan(votes, SHAPE, last)
+    return replace(rule(), draft_rests=rests).plan(votes, SHAPE, last, TreeTimes(COSTS))
 
 
 def test_costs_are_linear_between_measured_counts_and_beyond_the_last() -> None:
@@ -55,6 +56,31 @@ def test_small_gains_do_not_change_the_tree() -> None:
     assert choose_tier(times, [(1000, 1031)], 1, LastTree(0, rests=True)) == 1
     assert choose_tier(times, [(1009, 1000)], 1, LastTree(1)) == 1
     assert choose_tier(times, [(1000, 900)], 0, LastTree(1)) == 0, "the last tree is not allowed any more"
+
+
+def test_measured_steps_correct_the_time_of_their_tier_and_size() -> None:
+    times = TreeTimes(COSTS)
+    for _ in range(200):  # tier 0 takes what was measured at start, tier 2 takes 1.2 times as long
+        times.observe(MeasuredStep(0, 4, 120))
+        times.observe(MeasuredStep(2, 4, 312))
+    corrected = times.of(4)
+    assert corrected[2] / corrected[0] == pytest.approx(1.2 * 260 / 120, rel=0.05)
+    assert times.of(5)[2] / times.of(5)[0] > COSTS.of(5)[2] / COSTS.of(5)[0], "4 to 7 requests share corrections"
+    assert times.of(1) == COSTS.of(1) and times.of(16) == COSTS.of(16)
+
+
+def test_machine_that_becomes_slower_changes_no_choice() -> None:
+    times = TreeTimes(COSTS)
+    for _ in range(500):
+        times.observe(MeasuredStep(1, 4, 3 * 200))
+    assert times.of(4)[1] / COSTS.of(4)[1] < 1.3, "tiers that were not used have not become slower"
+    for _ in range(500):
+        times.observe(MeasuredStep(1, 4, 3 * 200))
+        times.observe(MeasuredStep(0, 4, 3 * 120))
+    assert times.of(4)[1] / times.of(4)[0] == pytest.approx(200 / 120, rel=0.05)
+    for _ in range(1000):
+        times.observe(MeasuredStep(0, 4, 1))
+    assert times.of(4)[0] == pytest.approx(120 / MAX_CORRECTION)
 
 
 def test_plan_chooses_by_the_largest_group_and_the_tokens_of_all_groups() -> None:
@@ -128,6 +154,18 @@ def test_ranks_with_other_costs_are_named_before_a_step() -> None:
     coordinator._mesh = FakeMesh({"rule_checksum": peer_facts.rule_checksum})
     with pytest.raises(OutOfStepError, match="rank 1 is at rule_checksum"):
         coordinator.agree(facts)
+
+
+def test_all_ranks_correct_their_times_by_the_steps_of_the_first_rank() -> None:
+    coordinators = [Coordinator(FakeMesh({}), rule(), tiers(SHAPE), TARGET) for _ in range(2)]
+    for coordinator, own_us in zip(coordinators, (400, 100), strict=True):
+        coordinator.use_costs(COSTS)
+        facts = coordinator.header()._replace(decodes=4, measured_tier=1, measured_decodes=4, measured_us=own_us)
+        first_rank = facts._replace(measured_us=400)
+        coordinator._mesh.all_gather_row = lambda row, first=first_rank: [first.to_row(), row]  # type: ignore[method-assign,misc]
+        coordinator.agree(facts)
+    assert coordinators[0].tree_times is not None and coordinators[1].tree_times is not None
+    assert coordinators[0].tree_times.of(4) == coordinators[1].tree_times.of(4) != COSTS.of(4)
 
 
 def test_coordinator_remembers_whether_the_draft_rests() -> None:

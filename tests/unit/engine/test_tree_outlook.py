@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from cluster.config.tree_shape import TreeShape, tiers
-from cluster.dp_attention.plan import TreeVote
-from cluster.dp_attention.tree_choice import NO_LAST_TREE, OUTLOOK_UNIT, TreeCosts, choose_tier
+from cluster.dp_attention.facts import TreeVote
+from cluster.dp_attention.tree_choice import NO_LAST_TREE, OUTLOOK_UNIT, MeasuredStep, TreeCosts, TreeTimes, choose_tier
 from cluster.engine.tree_outlook import CLASS_WEIGHT, EXPLORED_SHARE, FIRST_CHANCE, UPDATE_INTERVAL, TreeOutlook
 
 CHAIN = tiers(TreeShape(num_steps=3, topk=1, num_draft_tokens=4), adaptive=True)
@@ -21,7 +21,7 @@ def decodes_of(*rows: int) -> list[Any]:
 
 
 def chain_outlook(rows: int = 4) -> TreeOutlook:
-    return TreeOutlook(CHAIN, rows, COSTS)
+    return TreeOutlook(CHAIN, rows, TreeTimes(COSTS))
 
 
 def expected(outlook: TreeOutlook, *rows: int) -> list[float]:
@@ -32,7 +32,11 @@ def observe(outlook: TreeOutlook, tier: int, accepted: dict[int, int], times: in
     """Let chains of tier `tier` be verified `times` times; `accepted` are the accepted nodes by table row."""
     for _ in range(times):
         outlook.vote(decodes_of(*accepted), 3)
-        outlook.observe(TreeVote(3), tier, [(row, range(1, 1 + count)) for row, count in accepted.items()], 100.0)
+        outlook.observe(
+            TreeVote(3),
+            MeasuredStep(tier, len(accepted), 100),
+            [(row, range(1, 1 + count)) for row, count in accepted.items()],
+        )
 
 
 def test_adaptive_tiers_of_a_chain_are_its_depths_and_those_of_a_tree_also_its_sizes() -> None:
@@ -84,10 +88,10 @@ def test_requests_recover_when_their_text_becomes_predictable() -> None:
 
 
 def test_outlook_of_smaller_trees_counts_the_nodes_that_they_would_have() -> None:
-    outlook = TreeOutlook(TREES, 1, TreeCosts((1,), ((100,),) * 6))
+    outlook = TreeOutlook(TREES, 1, TreeTimes(TreeCosts((1,), ((100,),) * 6)))
     # The accepted path is always node 2 (by score) at depth 1, then node 4 at depth 2.
     for _ in range(200):
-        outlook.observe(TreeVote(5), 5, [(0, (2, 4))], 100.0)
+        outlook.observe(TreeVote(5), MeasuredStep(5, 1, 100), [(0, (2, 4))])
     outlook_by_tier = outlook.vote(decodes_of(0), 5).outlook
     by_shape = {(s.num_steps, s.num_draft_tokens): outlook_by_tier[tier] / 1000 for tier, s in enumerate(TREES)}
     margin = 2 * FIRST_CHANCE * CLASS_WEIGHT / 24  # what is left of the first guess
@@ -118,12 +122,13 @@ def simulated_time(outlook: TreeOutlook, chance: float, steps: int, random: Rand
         counts = [next((d for d in range(tier) if random.random() >= chance), tier) for _ in range(8)]
         time_us += COSTS.of(8)[tier]
         tokens += 8 + sum(counts)
-        outlook.observe(vote, tier, [(row, range(1, 1 + count)) for row, count in enumerate(counts)], COSTS.of(8)[tier])
+        step = MeasuredStep(tier, 8, round(COSTS.of(8)[tier]))
+        outlook.observe(vote, step, [(row, range(1, 1 + count)) for row, count in enumerate(counts)])
     return time_us, tokens, explored
 
 
 def test_exploring_takes_little_time_while_trees_do_not_pay() -> None:
-    outlook, random = TreeOutlook(CHAIN, 8, COSTS), Random(1)
+    outlook, random = TreeOutlook(CHAIN, 8, TreeTimes(COSTS)), Random(1)
     simulated_time(outlook, 0.1, 500, random)
     time_us, tokens, explored = simulated_time(outlook, 0.1, 20_000, random)
     assert explored > 10
@@ -133,12 +138,12 @@ def test_exploring_takes_little_time_while_trees_do_not_pay() -> None:
 
 def test_trees_come_back_when_the_text_becomes_predictable() -> None:
     cheap = TreeCosts((1, 8), ((100, 200), (130, 220), (150, 240), (170, 260)), (150, 300))
-    outlook = TreeOutlook(CHAIN, 8, cheap)
+    outlook = TreeOutlook(CHAIN, 8, TreeTimes(cheap))
     for row in range(8):
         outlook.admit(row, sampled=False)
     for _ in range(300):  # nothing is accepted
         outlook.vote(decodes_of(*range(8)), 3)
-        outlook.observe(TreeVote(3), 3, [(row, ()) for row in range(8)], 260.0)
+        outlook.observe(TreeVote(3), MeasuredStep(3, 8, 260), [(row, ()) for row in range(8)])
     vote = outlook.vote(decodes_of(*range(8)), 3)
     assert choose_tier(cheap.of(8), [vote.outlook], 3, NO_LAST_TREE) == 0
     tiers_taken = []
@@ -146,5 +151,14 @@ def test_trees_come_back_when_the_text_becomes_predictable() -> None:
         vote = outlook.vote(decodes_of(*range(8)), 3)
         tier = vote.explores or choose_tier(cheap.of(8), [vote.outlook], 3, NO_LAST_TREE)
         tiers_taken.append(tier)
-        outlook.observe(vote, tier, [(row, range(1, 1 + tier)) for row in range(8)], cheap.of(8)[tier])
+        step = MeasuredStep(tier, 8, round(cheap.of(8)[tier]))
+        outlook.observe(vote, step, [(row, range(1, 1 + tier)) for row in range(8)])
     assert set(tiers_taken[-100:]) == {3}
+
+
+def test_vote_reports_the_last_typical_step_once() -> None:
+    outlook, step = chain_outlook(), MeasuredStep(3, 1, 170)
+    outlook.observe(TreeVote(3), step, [(0, (1, 2))])
+    outlook.observe(TreeVote(3), MeasuredStep(2, 1, 9000), [(0, (1, 2))], is_typical=False)
+    assert outlook.vote(decodes_of(0), 3).measured == step
+    assert outlook.vote(decodes_of(0), 3).measured == MeasuredStep()

@@ -1,0 +1,81 @@
+"""What ranks tell each other before a step: the facts, from which all of them compute the same plan."""
+
+from typing import NamedTuple
+
+from cluster.dp_attention.tree_choice import MeasuredStep
+
+
+class RankFacts(NamedTuple):
+    """One rank's row of the gathered table. The fields, in no particular order, are of three kinds:
+
+    - Equal on all ranks (`HEADER`): `epoch` counts the starts of the gang, `step` its steps. `digest` is the digest of
+      the last plan. `calls` counts the collectives of the rank so far. `rule_checksum` covers everything else that
+      determines plans and scripts, `captured` is a checksum of the keys of captured programs.
+    - Equal within a group (`GROUP_HEADER`): `step_input_checksum` and `results_checksum`, of the last step input and of
+      the last results that were read.
+    - The rank's own. `decodes`, `prompt_rows`, `finishing_prompts` and `scored` are the numbers of decoding requests,
+      of prompt rows, of prompts that finish, and of prompt rows that return log-probabilities. `step_input_len` is the
+      number of integers in the packed step input, and `mode` is the sampling mode of the step input. `requests` counts
+      waiting and running requests. `decode_us` is `Schedule.decode_us`: the predicted time of decoding in microseconds
+      or, if no times are predicted, the number of decoding requests. A nonzero `leaving` asks to end the gang.
+      `max_tier`, `prompt_us`, `explores`, `outlook` and the three fields of a measured step are those of `TreeVote`. Of
+      these, the plan reads only
+      `requests` and `leaving` from followers.
+    """
+
+    epoch: int
+    step: int
+    digest: int
+    calls: int
+    decodes: int = 0
+    prompt_rows: int = 0
+    finishing_prompts: int = 0
+    step_input_len: int = 0
+    max_tier: int = 0
+    requests: int = 0
+    leaving: int = 0
+    rule_checksum: int = 0
+    step_input_checksum: int = 0
+    results_checksum: int = 0
+    decode_us: int = 0
+    mode: int = 0
+    captured: int = 0
+    scored: int = 0
+    prompt_us: int = 0
+    explores: int = 0
+    measured_tier: int = 0
+    measured_decodes: int = 0
+    measured_us: int = 0
+    outlook: tuple[int, ...] = ()
+
+    def to_row(self) -> tuple[int, ...]:
+        """Return the facts as one row of integers."""
+        return (*self[:-1], *self.outlook)  # `outlook` is the last field, and the only tuple
+
+    @classmethod
+    def from_row(cls, row: tuple[int, ...]) -> "RankFacts":
+        """Return the facts from what `to_row` returned."""
+        count = len(cls._fields) - 1
+        return cls._make((*row[:count], row[count:]))
+
+
+class TreeVote(NamedTuple):
+    """What a group contributes to the choice of the tree of a step.
+
+    The step uses no tier beyond `max_tier`. The other fields matter only if trees are adaptive. `outlook` are the
+    tokens that the decoding requests of the group are expected to get, by tier, in thousandths; on a follower it is
+    empty. `prompt_us` is the predicted time of the prompt rows of the group in microseconds. If `explores` is not 0, it
+    asks for this tier, to learn how many tokens it gives now. `measured` is the last step that the rank has read.
+    """
+
+    max_tier: int
+    outlook: tuple[int, ...] = ()
+    prompt_us: int = 0
+    explores: int = 0
+    measured: MeasuredStep = MeasuredStep()
+
+
+NO_TREES = TreeVote(max_tier=0)
+
+HEADER = ("epoch", "step", "digest", "calls", "rule_checksum", "captured")
+GROUP_HEADER = ("step_input_checksum", "results_checksum")
