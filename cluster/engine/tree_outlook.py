@@ -30,7 +30,7 @@ FIRST_CHANCE = 0.8
 """The chance of every level before the first tree: high, so that trees are tried."""
 UPDATE_INTERVAL = 8
 """The estimates are computed anew once so many steps with trees were committed, or when the requests change."""
-EXPLORED_SHARE = 0.01
+EXPLORED_SHARE = 0.005
 """The share of the time that may go into trees that do not pay, to find out when they begin to pay."""
 EXPLORED_STEPS = 6
 """So many steps explore, one after another, so that a draft that rested does not wake for one tree."""

@@ -1,13 +1,16 @@
 """`aerie bench adaptive`: trees that each step chooses (`speculative_mode: adaptive`) against every fixed tree.
 
-In each cell (a kind of text, a temperature, a batch size) all contenders generate the same tokens in turns, in reverse
-order in every other repeat. A ratio is taken within a repeat; the median over the repeats counts. The adaptive engine
-is the same in all cells, so it has to find the right tree again after every change of the load.
+In each cell (a kind of text, a temperature, a batch size) contenders generate the same tokens in turns. Only steps in
+which the whole batch decodes are timed. First all contenders run a few times, which shows the best fixed tree. Then
+plain decoding, this tree and the adaptive contender run in turns, in reverse order in every other repeat. A ratio is
+taken within a repeat; the median over the repeats counts. The adaptive engine is the same in all cells, so it has to
+find the right tree again after every change of the load.
 
 The last part is a load that swings between one request and the largest batch. It is compared with a contender that does
 not exist: one that uses, in each phase, the tree that is the best for it.
 """
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import distributions
@@ -19,8 +22,9 @@ from typing import Any
 from cluster.bench.goals import Goal
 from cluster.bench.pair import PLAIN, ModelPair, TreeChoice, short_path
 from cluster.bench.report import LogProgress, machine_info, median, ratio, table
-from cluster.bench.runs import EngineRun, TokenLists, fixed_length_params, run_batch
+from cluster.bench.runs import TokenLists, fixed_length_params
 from cluster.engine import Engine, build_engine
+from cluster.request import Request
 
 CHAINS = tuple(TreeChoice(steps) for steps in (1, 2, 3, 5))
 TREES = (TreeChoice(2, 4, 6), TreeChoice(3, 4, 8), TreeChoice(3, 4, 12))
@@ -28,24 +32,27 @@ SWEEPS = {"chains": CHAINS, "trees": TREES}
 """The fixed trees by family. The last one is the bound of the adaptive contender."""
 ADAPTIVE = "adaptive"
 KINDS = ("code", "prose", "random")
+FEW_REQUESTS = 4
+"""With so many requests or fewer, each generates twice as many tokens, so that a run takes long enough."""
 GOAL_CELL, GOAL_MEAN, GOAL_SWING = 0.98, 1.05, 0.97
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The size of a measurement. Batches below `prompts` run one after another until all `prompts` have run."""
+    """The size of a measurement. `sweeps` are the repeats of all contenders, `repeats` those of the last three."""
 
     batches: tuple[int, ...] = (1, 4, 8, 16, 32, 64)
     temperatures: tuple[float, ...] = (0.0, 0.8, 1.0)
     kinds: tuple[str, ...] = KINDS
-    prompts: int = 4
+    families: tuple[str, ...] = tuple(SWEEPS)
     prompt_tokens: int = 64
-    new_tokens: int = 128
-    repeats: int = 7
+    new_tokens: int = 96
+    sweeps: int = 4
+    repeats: int = 8
     swings: int = 4
 
 
-QUICK = Size(batches=(1, 4), temperatures=(0.0, 0.8), kinds=("code", "random"), new_tokens=16, repeats=1, swings=1)
+QUICK = Size(batches=(1, 4), temperatures=(0.0, 0.8), kinds=("code",), new_tokens=16, sweeps=1, repeats=1, swings=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +67,7 @@ class Cell:
 def measure(pair: ModelPair, size: Size = Size(), log_progress: LogProgress = print) -> dict[str, Any]:
     """Run all cells and the swinging load for each family of trees; return the figures, JSON-ready."""
     prompts = {kind: _prompts(pair, kind, max(size.batches), size.prompt_tokens) for kind in size.kinds}
-    families = {name: _measure_family(pair, name, size, prompts, log_progress) for name in SWEEPS}
+    families = {name: _measure_family(pair, name, size, prompts, log_progress) for name in size.families}
     return {
         "what": "adaptive",
         "machine": machine_info(),
@@ -84,59 +91,104 @@ def _measure_family(
         cells.append(_measure_cell(cell, engines, prompts[cell.kind], size))
         log_progress(f"adaptive: {family}, {_cell_line(cells[-1])}")
     swing = _measure_swing(engines, prompts[size.kinds[0]], size)
-    log_progress(f"adaptive: {family}, swinging load {swing['of_oracle']:.3f} of the oracle")
+    log_progress(f"adaptive: {family}, swinging load: {swing['of_oracle']:.3f} of the oracle")
     return {"cells": cells, "swing": swing, "best_single": _best_single(cells), "over_best_single": _over_single(cells)}
 
 
 def _measure_cell(cell: Cell, engines: dict[str, Engine], prompts: TokenLists, size: Size) -> dict[str, Any]:
-    runs: dict[str, list[EngineRun]] = {name: [] for name in engines}
-    for repeat in range(-1, size.repeats):  # the first round warms up
-        for name in list(engines)[:: -1 if repeat % 2 else 1]:
-            engine_run = _run(engines[name], prompts[: max(cell.batch, size.prompts)], cell, size.new_tokens)
-            if repeat >= 0:
-                runs[name].append(engine_run)
-    speedups = {name: _ratio(runs[name], runs[str(PLAIN)]) for name in engines}
+    new_tokens = size.new_tokens * (2 if cell.batch <= FEW_REQUESTS else 1)
+
+    def run(names: Sequence[str], repeats: int) -> dict[str, list[SteadyRun]]:
+        runs: dict[str, list[SteadyRun]] = {name: [] for name in names}
+        for repeat in range(repeats):
+            start = repeat * cell.batch % len(prompts)  # each repeat has prompts of its own while there are enough
+            batch = prompts[start : start + cell.batch]
+            for name in names[:: -1 if repeat % 2 else 1]:
+                runs[name].append(run_steadily(engines[name], batch, cell.temperature, new_tokens))
+        return runs
+
+    run(list(engines), 1)  # warms up: programs are captured, and estimates learn the load
+    sweep = run(list(engines), size.sweeps)
+    speedups = {name: _ratio(sweep[name], sweep[str(PLAIN)]) for name in engines}
     best = max((name for name in engines if name != ADAPTIVE), key=speedups.__getitem__)
+    runs = run(list(dict.fromkeys((str(PLAIN), best, ADAPTIVE))), size.repeats)
     return {
         "kind": cell.kind,
         "temperature": cell.temperature,
         "batch": cell.batch,
-        "tokens_per_second": {name: median([run.tokens_per_second for run in runs[name]]) for name in engines},
-        "accept_length": {name: runs[name][0].accept_length for name in engines},
         "speedup": speedups,
+        "tokens_per_second": {name: median([each.tokens_per_second for each in runs[name]]) for name in runs},
         "best_fixed": best,
+        "best_of_plain": _ratio(runs[best], runs[str(PLAIN)]),
         "of_plain": _ratio(runs[ADAPTIVE], runs[str(PLAIN)]),
         "of_best_fixed": _ratio(runs[ADAPTIVE], runs[best]),
-        "identical": len({str(run.tokens) for name in engines for run in runs[name]}) == 1,
+        "identical": all(_are_identical(repeat) for repeat in zip(*runs.values(), strict=True)),
     }
+
+
+@dataclass(frozen=True, slots=True)
+class SteadyRun:
+    """The tokens of each request, and the number and the seconds of those that were generated while all requests
+    decoded.
+    """
+
+    tokens: list[list[int]]
+    steady_tokens: int
+    seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second while all requests decoded."""
+        return ratio(self.steady_tokens, self.seconds)
+
+
+def run_steadily(engine: Engine, prompts: TokenLists, temperature: float, new_tokens: int) -> SteadyRun:
+    """Run the prompts as one batch, until the first of them has `new_tokens` new tokens; then abort the others."""
+    tokens: list[list[int]] = [[] for _ in prompts]
+    for i, prompt in enumerate(prompts):
+        engine.submit(Request(str(i), tuple(prompt), fixed_length_params(new_tokens, temperature, seed=i)))
+    started_at, steady_tokens, finished = 0.0, 0, False
+    while not finished:
+        outputs = engine.step().outputs
+        for output in outputs:
+            tokens[int(output.request_id)] += output.token_ids
+            finished |= output.finish_reason is not None
+        if started_at:
+            steady_tokens += sum(len(output.token_ids) for output in outputs)
+        elif all(tokens):
+            started_at = time.perf_counter()
+    seconds = time.perf_counter() - started_at
+    for i in range(len(prompts)):
+        engine.abort(str(i))
+    while engine.has_work:
+        engine.step()
+    return SteadyRun(tokens, steady_tokens, seconds)
+
+
+def _are_identical(runs: Sequence[SteadyRun]) -> bool:
+    """Return whether the tokens of each request are the same in all runs, as far as the shorter of two runs went."""
+    longest = max(runs, key=lambda run: sum(map(len, run.tokens))).tokens
+    return all(
+        own[: len(other)] == other[: len(own)] for run in runs for own, other in zip(run.tokens, longest, strict=True)
+    )
 
 
 def _measure_swing(engines: dict[str, Engine], prompts: TokenLists, size: Size) -> dict[str, Any]:
     """Run phases of one request and of the largest batch in turns, `size.swings` times."""
-    phases = [Cell("", 0.0, 1), Cell("", 0.0, max(size.batches))]
+    phases = [prompts[:1], prompts[: max(size.batches)]]
     seconds = {name: [0.0, 0.0] for name in engines}
     for turn in range(-1, size.swings):
         for name in list(engines)[:: -1 if turn % 2 else 1]:
             for i, phase in enumerate(phases):
-                count = max(phase.batch, size.prompts)
-                phase_seconds = _run(engines[name], prompts[:count], phase, size.new_tokens).seconds
-                seconds[name][i] += phase_seconds if turn >= 0 else 0.0
+                phase_run = run_steadily(engines[name], phase, 0.0, size.new_tokens)
+                seconds[name][i] += phase_run.seconds / phase_run.steady_tokens if turn >= 0 else 0.0
     fixed = [name for name in engines if name != ADAPTIVE]
-    oracle = sum(min(seconds[name][i] for name in fixed) for i in range(len(phases)))
-    return {"seconds": seconds, "oracle_seconds": oracle, "of_oracle": ratio(oracle, sum(seconds[ADAPTIVE]))}
+    # Seconds per token, so that each phase weighs as if it had lasted as long as the other.
+    shares = [min(seconds[name][i] for name in fixed) / seconds[ADAPTIVE][i] for i in range(len(phases))]
+    return {"seconds_per_token": seconds, "of_oracle_by_phase": shares, "of_oracle": sum(shares) / len(shares)}
 
 
-def _run(engine: Engine, prompts: TokenLists, cell: Cell, new_tokens: int) -> EngineRun:
-    """Run the prompts in batches of the cell's size."""
-    total = EngineRun()
-    for start in range(0, len(prompts), cell.batch):
-        batch = prompts[start : start + cell.batch]
-        params = [fixed_length_params(new_tokens, cell.temperature, seed=start + i) for i in range(len(batch))]
-        total.add(run_batch(engine, batch, params))
-    return total
-
-
-def _ratio(runs: Sequence[EngineRun], others: Sequence[EngineRun]) -> float:
+def _ratio(runs: Sequence[SteadyRun], others: Sequence[SteadyRun]) -> float:
     """Return the median of the ratios of speed within each repeat."""
     return median([ratio(a.tokens_per_second, b.tokens_per_second) for a, b in zip(runs, others, strict=True)])
 
@@ -198,6 +250,7 @@ def show(result: dict[str, Any]) -> str:
                 f"{cell['temperature']:g}",
                 cell["batch"],
                 *(f"{cell['speedup'][name]:.2f}" for name in names),
+                f"{cell['of_plain']:.3f}",
                 f"{cell['of_best_fixed']:.3f}",
                 cell["identical"],
             )
@@ -205,7 +258,7 @@ def show(result: dict[str, Any]) -> str:
         ]
         lines += [
             f"{family}: speed over plain decoding, medians of {result['repeats']} repeats",
-            table(["text", "T", "batch", *names, "adaptive of best", "same tokens"], rows),
+            table(["text", "T", "batch", *names, "of plain", "of best", "same tokens"], rows),
             f"over the best single setting ({figures['best_single']}): {figures['over_best_single']:.3f}",
             f"swinging load: {figures['swing']['of_oracle']:.3f} of an oracle",
             "",
@@ -216,4 +269,5 @@ def show(result: dict[str, Any]) -> str:
 def _cell_line(cell: dict[str, Any]) -> str:
     speedups = ", ".join(f"{name} {speedup:.2f}" for name, speedup in cell["speedup"].items())
     load = f"{cell['kind']}, T {cell['temperature']:g}, batch {cell['batch']}"
-    return f"{load}: {speedups}; of the best {cell['of_best_fixed']:.3f}"
+    speedups += f"; of the best ({cell['best_fixed']}) {cell['of_best_fixed']:.3f}"
+    return f"{load}: {speedups}, of plain {cell['of_plain']:.3f}"
