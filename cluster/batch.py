@@ -109,6 +109,13 @@ class RowPenalties(NamedTuple):
     bad_words: tuple[tuple[int, ...], ...]
 
 
+class RowTokens(NamedTuple):
+    """The tokens so far, prompt and output, of the request in table row `row`; n-gram speculation looks them up."""
+
+    row: int
+    tokens: tuple[int, ...]
+
+
 class RowGrammar(NamedTuple):
     """The compiled `grammar` of the request in table row `row`; `tokens` are the tokens generated so far."""
 
@@ -137,12 +144,12 @@ class StepInput(NamedTuple):
     """The work of one rank in one step: the requests that decode (`decodes`), and prompt `chunks` in order of length.
 
     Only the device knows how many tokens of a decoding request are committed; the host knows bounds. Before the step
-    `writes`, `samplings`, `penalties`, `constraints` and `lens` (pairs of table row, committed tokens) are written to
-    the tables; then `copies` are made in the pools. A request in `samplings` is newly admitted. If it is not in
-    `penalties`, it has no logit adjustments; if not in `constraints`, no grammar. `mode` is the mode that this rank's
-    requests need; the step runs in the mode of its plan. For a captured step, padding adds `idle_finishing_prompts`
-    idle entries to the lists of finishing prompts, and pads the lists of chunks to `padded_chunks` entries. All idle
-    entries point at the first prompt row, which is idle in that case.
+    `writes`, `samplings`, `penalties`, `constraints`, `histories` and `lens` (pairs of table row, committed tokens) are
+    written to the tables; then `copies` are made in the pools. A request in `samplings` is newly admitted. If it is not
+    in `penalties`, it has no logit adjustments; if not in `constraints`, no grammar. `mode` is the mode that this
+    rank's requests need; the step runs in the mode of its plan. For a captured step, padding adds
+    `idle_finishing_prompts` idle entries to the lists of finishing prompts, and pads the lists of chunks to
+    `padded_chunks` entries. All idle entries point at the first prompt row, which is idle in that case.
     """
 
     decodes: tuple[DecodeRequest, ...] = ()
@@ -151,6 +158,7 @@ class StepInput(NamedTuple):
     samplings: tuple[RowSampling, ...] = ()
     penalties: tuple[RowPenalties, ...] = ()
     constraints: tuple[RowGrammar, ...] = ()
+    histories: tuple[RowTokens, ...] = ()
     writes: tuple[PageWrite, ...] = ()
     copies: tuple[PageCopy, ...] = ()
     mode: SamplingMode = SamplingMode(0)

@@ -11,19 +11,12 @@ from typing import Any, Literal, Self, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from cluster.config.aliases import ALIASES, EXPERT_PARALLEL_ALIAS, SPECULATIVE_CONFIG, convert_speculative_value
+from cluster.config.speculation import problem_of
 
 ComputeDtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
 KvCacheDtype = Literal["auto", "fp8_e4m3"]
 KV_CACHE_DTYPES: tuple[str, ...] = get_args(KvCacheDtype)
 
-DRAFT_SETTINGS = (
-    "speculative_num_steps",
-    "speculative_eagle_topk",
-    "speculative_num_draft_tokens",
-    "speculative_batch_tiers",
-    "speculative_draft_overrides",
-    "speculative_token_map",
-)
 MAX_CONTEXT_LENGTH = 1 << 24  # float32, in which rotary angles are computed, is exact for integers up to this
 KV_SIZE_SETTINGS = ("max_total_tokens", "kv_cache_gb", "mem_fraction_static")
 
@@ -164,14 +157,16 @@ class EngineConfig(Settings):
     disable_radix_cache: bool = Field(
         default=False, description="compute every prompt completely instead of reusing the KV of a known prefix"
     )
-    speculative_algorithm: Literal["EAGLE", "EAGLE3", "NEXTN"] | None = Field(
-        default=None, description="unset: recognised from the draft's folder"
+    speculative_algorithm: Literal["EAGLE", "EAGLE3", "NEXTN", "NGRAM"] | None = Field(
+        default=None,
+        description="unset: recognised from the draft's folder; NGRAM needs no draft: it proposes what followed the "
+        "last tokens earlier in the request",
     )
     speculative_draft_model_path: str | None = Field(
         default=None, description="folder of the draft, or its name on a hub; unset: none"
     )
     speculative_num_steps: int | None = Field(
-        default=None, ge=1, le=16, description="levels of a drafted tree; unset: 3, or 2 for a draft of two MTP layers"
+        default=None, ge=1, le=16, description="levels of a drafted tree; unset: 3; 8 for NGRAM; 2 for two MTP layers"
     )
     speculative_forced_tokens: int = Field(
         default=8,
@@ -338,12 +333,8 @@ class EngineConfig(Settings):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
-        if self.speculative_draft_model_path is None:
-            if self.speculative_algorithm is not None:
-                raise ConfigError("speculative_algorithm needs speculative_draft_model_path: the folder of the draft")
-            for name in DRAFT_SETTINGS:
-                if getattr(self, name) not in (None, {}):
-                    raise ConfigError(f"{name} needs speculative_draft_model_path: the folder of the draft")
+        if (problem := problem_of(self)) is not None:
+            raise ConfigError(problem)
         if self.attention_backend == "flashinfer" and self.kv_cache_dtype == "fp8_e4m3":
             raise ConfigError(
                 "attention_backend flashinfer cannot read kv_cache_dtype fp8_e4m3, whose scales, one for each cell and "

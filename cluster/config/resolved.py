@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from cluster.config.engine_config import EngineConfig
+from cluster.config.speculation import NGRAM
 from cluster.config.tree_shape import TreeShape, tiers, tree_shape
 
 UNLIMITED = 1 << 30
@@ -72,6 +73,11 @@ class ResolvedSettings:
             draft_is_sharded=settings.speculative_draft_parallel == "sharded",
             **subclass_fields,
         )
+
+    @property
+    def looks_up_tokens(self) -> bool:
+        """Whether steps look up the tokens of requests (n-gram speculation)."""
+        return self.settings.speculative_algorithm == NGRAM
 
     @property
     def max_positions_ahead(self) -> int:

@@ -3,6 +3,7 @@
 from pydantic import BaseModel, ConfigDict
 
 from cluster.config import ConfigError, EngineConfig
+from cluster.config.speculation import NGRAM
 
 
 class TreeShape(BaseModel):
@@ -77,7 +78,7 @@ def _max_nodes(num_steps: int, topk: int) -> int:
 
 
 NO_SPECULATION = TreeShape(num_steps=0, topk=1, num_draft_tokens=1)
-DEFAULT_NUM_STEPS = 3
+DEFAULT_NUM_STEPS, DEFAULT_NGRAM_STEPS = 3, 8
 DEFAULT_TOPK = 1
 
 
@@ -87,9 +88,10 @@ def tree_shape(config: EngineConfig) -> TreeShape:
     Raises:
         ConfigError: more nodes than the levels can propose, or a chain whose size is not depth + 1.
     """
-    if config.speculative_draft_model_path is None:
+    is_ngram = config.speculative_algorithm == NGRAM
+    if config.speculative_draft_model_path is None and not is_ngram:
         return NO_SPECULATION
-    steps = config.speculative_num_steps or DEFAULT_NUM_STEPS
+    steps = config.speculative_num_steps or (DEFAULT_NGRAM_STEPS if is_ngram else DEFAULT_NUM_STEPS)
     topk = config.speculative_eagle_topk or DEFAULT_TOPK
     max_nodes = _max_nodes(steps, topk)
     nodes = config.speculative_num_draft_tokens

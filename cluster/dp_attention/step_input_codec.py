@@ -18,6 +18,7 @@ from cluster.batch import (
     RowGrammar,
     RowPenalties,
     RowSampling,
+    RowTokens,
     SamplingMode,
     StepInput,
 )
@@ -56,6 +57,9 @@ def pack(step_input: StepInput) -> list[int]:
     integers.append(len(step_input.constraints))
     for grammar in step_input.constraints:
         integers += _pack_grammar(grammar)
+    integers.append(len(step_input.histories))
+    for history in step_input.histories:
+        integers += (history.row, len(history.tokens), *history.tokens)
     integers.append(len(step_input.writes))
     for write in step_input.writes:
         integers += write
@@ -86,6 +90,7 @@ def unpack(integers: list[int]) -> StepInput:
         ),
         penalties=tuple(_unpack_penalties(remaining) for _ in range(next(remaining))),
         constraints=tuple(_unpack_grammar(remaining) for _ in range(next(remaining))),
+        histories=tuple(_unpack_tokens(remaining) for _ in range(next(remaining))),
         writes=tuple(PageWrite(next(remaining), next(remaining), next(remaining)) for _ in range(next(remaining))),
         copies=tuple(PageCopy(next(remaining), next(remaining), next(remaining)) for _ in range(next(remaining))),
     )
@@ -149,6 +154,11 @@ def _unpack_grammar(integers: Iterator[int]) -> RowGrammar:
     row, length = next(integers), next(integers)
     text = array("q", (next(integers) for _ in range(-(-length // BYTES_PER_INTEGER)))).tobytes()[:length].decode()
     return RowGrammar(row, text, tuple(next(integers) for _ in range(next(integers))))
+
+
+def _unpack_tokens(integers: Iterator[int]) -> RowTokens:
+    row, count = next(integers), next(integers)
+    return RowTokens(row, tuple(next(integers) for _ in range(count)))
 
 
 def _unpack_chunk(integers: Iterator[int]) -> PromptChunk:

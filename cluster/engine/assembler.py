@@ -47,6 +47,7 @@ class Assembler:
         self.buffer_set = 0
         """The buffer set of the step that was sent last."""
         self._table, self._sampling, self._logits_tables = tables.pages, tables.sampling, tables.logits_tables
+        self._history = tables.history
         self._slots, self._runners = slots, runners
         self._device = self._table.device_pages.device
         self._window, self._positions_beyond = resolved.shape.window, resolved.max_positions_ahead
@@ -83,6 +84,8 @@ class Assembler:
             _stage_writes(step_input.writes, staging)
             self._sampling.stage(step_input.samplings, staging)
             self._logits_tables.stage(step_input, staging)
+            if self._history is not None:
+                self._history.stage(step_input, staging)
         sent = staging.send()
         if has_changes:
             sent, staged_changes = sent.split_at(input_count)
@@ -109,6 +112,8 @@ class Assembler:
         if step_input.samplings:
             self._sampling.put(changes)
             self._logits_tables.put(step_input, changes)
+        if self._history is not None:
+            self._history.put(step_input, changes)
         if step_input.lens:
             self._table.commit(changes["set"], changes["lens"])
         if step_input.copies:

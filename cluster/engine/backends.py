@@ -2,8 +2,8 @@
 
 `select_kernels` decides the backend of a rank from the setting `attention_backend` and what this machine has.
 Everything else follows from the name of the selected kernels: the KV pool, attention, the sampler, how draft trees
-grow, how their paths are accepted, and token bitmasks. The torch column is the reference that every other column must
-equal.
+grow, how their paths are accepted, lookup of tokens, and token bitmasks. The torch column is the reference that every
+other column must equal.
 """
 
 import importlib
@@ -24,6 +24,7 @@ from cluster.kv.pool import KVPool
 from cluster.models.runner import AttentionBackend
 from cluster.sampling.token_bitmask import ApplyTokenBitmask
 from cluster.sampling.torch_sampler import Sampler
+from cluster.spec.token_history import Lookup
 from cluster.spec.tree import GrowthFactory
 from cluster.spec.verify import Accept
 
@@ -63,6 +64,12 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
         "c": "cluster.spec.c_verify:CAccept",
         "triton": "cluster.spec.triton_tree:accept",
         "flashinfer": "cluster.spec.triton_tree:accept",
+    },
+    "lookup": {
+        "torch": "cluster.spec.token_history:TorchLookup",
+        "c": "cluster.spec.token_history:CLookup",
+        "triton": "cluster.spec.token_history:TorchLookup",
+        "flashinfer": "cluster.spec.token_history:TorchLookup",
     },
     "bitmask": {
         "torch": "cluster.sampling.token_bitmask:apply_token_bitmask",
@@ -140,6 +147,12 @@ def sampler_of(kernels: Kernels) -> Sampler:
     """Return the sampler of the same backend as `kernels`."""
     sampler: Sampler = _instance("sampler", kernels)
     return sampler
+
+
+def lookup_of(kernels: Kernels) -> Lookup:
+    """Return the lookup of tokens of the same backend as `kernels`."""
+    lookup: Lookup = _instance("lookup", kernels)
+    return lookup
 
 
 def tree_backend_of(kernels: Kernels) -> TreeBackend:

@@ -22,6 +22,7 @@ from cluster.engine.backends import bitmask_of, sampler_of, tree_backend_of
 from cluster.engine.calibrate import measure_pace
 from cluster.engine.captures import Captures, capture_decoding, captures_of
 from cluster.engine.draft_sample import check_sample
+from cluster.engine.drafts import create_draft
 from cluster.engine.engine import Engine, EngineParts, Rank
 from cluster.engine.grammars import LazyMatchers
 from cluster.engine.host_memory import cache_freed_memory
@@ -51,10 +52,10 @@ from cluster.sampling.grammars import GrammarTable
 from cluster.sampling.logits_processor import LogitsTables
 from cluster.sampling.parameters import SamplingTable
 from cluster.sampling.penalties import PenaltyTable
-from cluster.spec.draft import Draft, EagleDraft, NoDraft
+from cluster.spec.draft import Draft
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.multilayer import MultiLayerDraft
-from cluster.spec.propose import CoupledRanking
+from cluster.spec.ngram import NgramDraft
 from cluster.spec.resting import RestingDraft
 from cluster.spec.step import RequestTables, Step
 from cluster.status import CaptureInfo, RankInfo
@@ -86,21 +87,8 @@ class EnginePlan:
         return self.models.resolved
 
     def draft(self) -> Draft:
-        """Return the draft that uses `memory.draft_runner_list`: `EagleDraft` if one runner drafts all levels,
-        `MultiLayerDraft` if each level has its own runner, `NoDraft` without runners.
-        """
-        runners, topk = self.memory.draft_runner_list, self.resolved.shape.topk
-        if not runners:
-            return NoDraft()
-        model, create_growth = runners[0].model, tree_backend_of(self.models.kernels).create_growth
-        ranking = CoupledRanking(model.target_ids, topk, model.shard_target_ids, sampler_of(self.models.kernels))
-        if len(runners) == 1:
-            draft = EagleDraft(runners[0], ranking, create_growth)
-            # FlashInfer's plans hold the tokens that are certainly committed; a draft that wakes reads before these.
-            if self.resolved.adaptive_trees and self.models.kernels.flashinfer is None:
-                return RestingDraft(draft, runners[0], self.memory.cache.table)
-            return draft
-        return MultiLayerDraft(runners, ranking, self.memory.cache.table, create_growth)
+        """Return the draft that the settings and checkpoints ask for."""
+        return create_draft(self.models, self.memory, self.device)
 
 
 def build_engine(config: EngineConfig) -> Engine:
@@ -288,7 +276,8 @@ def _lockstep(prepared: EnginePlan, draft: Draft, captures: Captures | None) -> 
     matcher_factory = LazyMatchers(tokenizer_folder(config), vocab, target.eos_token_ids)
     grammars = GrammarTable(vocab, matcher_factory, bitmask_of(kernels))
     logits_tables = LogitsTables(PenaltyTable(rows, vocab, dtype, device), grammars)
-    tables = RequestTables(memory.cache.table, SamplingTable(rows, dtype, device), logits_tables, draft_inputs)
+    history = draft.history if isinstance(draft, NgramDraft) else None
+    tables = RequestTables(memory.cache.table, SamplingTable(rows, dtype, device), logits_tables, draft_inputs, history)
     max_padding, expert_parallel = MAX_GPU_PADDING if resolved.device == "cuda" else 0.0, config.ep_size > 1
     step = Step(memory.target_runner, draft, tables, mesh.enter, sampler_of(kernels), tree_backend_of(kernels).accept)
     step.reports_ranks = resolved.adaptive_trees

@@ -42,6 +42,7 @@ class Committer:
         self._sequences, self._scheduler, self._loop = sequences, scheduler, loop
         info = loop.info()
         self.draft_watch = DraftWatch(info.rank, () if info.draft is None else info.draft.doubts)
+        self._has_draft = info.draft is not None
         self._trees = self._tree_tokens = self._counted_fallbacks = 0
 
     @property
@@ -85,7 +86,8 @@ class Committer:
                 tree_counts = len(output.token_ids), shape.num_draft_tokens - 1 if nodes is None else nodes
                 sequence.count_tree(*tree_counts)
                 trees.append(tree_counts)
-                if sequence.request.params.grammar is None:  # forced nodes are accepted whatever the draft says
+                # Forced nodes are accepted whatever the draft says; n-gram speculation has no draft to misread.
+                if sequence.request.params.grammar is None and self._has_draft:
                     self.draft_watch.count_tree(len(output.token_ids) - 1)
             if sequence.request.params.return_tree and output.token_ids:
                 assert step_output.trees is not None

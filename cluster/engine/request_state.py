@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from cluster.batch import RowGrammar, RowPenalties, RowSampling
+from cluster.batch import RowGrammar, RowPenalties, RowSampling, RowTokens
 from cluster.config.tree_shape import TreeShape
 from cluster.engine.finish import FinishCheck
 from cluster.engine.request_times import RequestTimes
@@ -83,6 +83,10 @@ class RequestState:
         grammar = self.request.params.grammar
         assert grammar is not None, "only for requests with a grammar"
         return RowGrammar(self.row, grammar, tuple(self.tokens[self.prompt_len :]))
+
+    def history(self) -> RowTokens:
+        """The tokens so far, as an entry of `StepInput`."""
+        return RowTokens(self.row, tuple(self.tokens))
 
     @property
     def max_cached_tokens(self) -> int | None:

@@ -68,9 +68,9 @@ class Schedule:
         """c, the prompt rows of the step."""
         return sum(chunk.stop - chunk.start for chunk in self.chunks)
 
-    def to_step_input(self, writes: tuple[PageWrite, ...]) -> StepInput:
-        """Return the work as plain values. Sorts `chunks` in place by length, so that chunks of equal length are
-        neighbours; the results of the step have the same order.
+    def to_step_input(self, writes: tuple[PageWrite, ...], with_histories: bool = False) -> StepInput:
+        """Return the work as plain values, with the tokens of admitted requests if `with_histories`. Sorts `chunks` in
+        place by length, so that chunks of equal length are neighbours; the results of the step have the same order.
         """
         self.chunks.sort(key=lambda chunk: chunk.stop - chunk.start)
         decodes = [sequence for sequence, _ in self.decodes]
@@ -89,6 +89,7 @@ class Schedule:
             constraints=tuple(
                 request.constraint() for request in self.admitted if request.request.params.grammar is not None
             ),
+            histories=tuple(request.history() for request in self.admitted) if with_histories else (),
             writes=writes,
             copies=self.copies,
             mode=mode | SamplingMode.PROMPT_LOGPROBS if any(chunk.scored for chunk in self.chunks) else mode,

@@ -32,6 +32,8 @@ SIGNATURES = {
     "choice": "p",
     "keys": "pppiii",
     "accept": "p",
+    "append": "p",
+    "continue": "p",
     "bar": "ppppiiiidi",
     "gather": "pppiiiii",
     "scatter": "pppiiii",

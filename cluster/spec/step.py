@@ -32,6 +32,7 @@ from cluster.spec.draft import CanRest, Draft, NoDraft
 from cluster.spec.forced import add_forced_nodes
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.result import PhaseTimes, StepOutput, Trees
+from cluster.spec.token_history import TokenHistory
 from cluster.spec.tree import DraftTree
 from cluster.spec.verify import Accept, Accepted
 
@@ -41,13 +42,14 @@ class RequestTables:
     """Tables with an entry for every request row; the last row is that of idle requests.
 
     `pages` has pages and committed lengths, `sampling` the sampling parameters, `logits_tables` penalties and grammars,
-    `draft_inputs` what requests carry from step to step.
+    `draft_inputs` what requests carry from step to step, `history` the tokens for n-gram speculation.
     """
 
     pages: PageTable
     sampling: SamplingTable
     logits_tables: LogitsTables
     draft_inputs: EagleDraftInput
+    history: TokenHistory | None = None
 
 
 class Step:

@@ -20,6 +20,7 @@ from cluster.device.staging import StagedLists
 from cluster.engine import Engine, build_engine
 from cluster.engine.programs import TAPES, Program
 from cluster.request import LogitAdjustments, Request, RequestParams, TokenLogprob
+from cluster.spec.ngram import NgramDraft
 from cluster.spec.resting import RestingDraft
 from cluster.spec.result import StepOutput
 from tests.parity.harness import SAMPLING, VOCAB, config_of, run, tiny_pair
@@ -63,6 +64,8 @@ class ReplayComparison:
         draft = programs.step._draft
         if isinstance(draft, RestingDraft):
             self._state += [draft._hidden, draft._next_ids, draft._counts]
+        if isinstance(draft, NgramDraft):
+            self._state.append(draft.history.tokens)
         self._buffer_addresses: dict[int, list[int]] = {}
         self._original_replay, self._programs = programs._replay, programs
         self._shapes = engine._parts.lockstep.tree_shapes
@@ -184,6 +187,13 @@ def test_replay_of_adaptive_trees_and_resting_drafts_equals_the_eager_step(
         (1, ExtendMode.ACCEPTED),
         (last_tier, ExtendMode.ACCEPTED),
     }
+
+
+@pytest.mark.parametrize("sampling", ["greedy", "0.8"])
+def test_replay_of_ngram_speculation_equals_the_eager_step(monkeypatch: pytest.MonkeyPatch, sampling: str) -> None:
+    config = config_of(tiny_pair()[0], speculative_algorithm="NGRAM", speculative_num_steps=3, page_size=4)
+    replays = check(monkeypatch, config, PARAMS[sampling])
+    assert max(replays.values()) >= 20
 
 
 def _tokens(outputs: dict[str, list[Any]]) -> dict[str, list[int]]:

@@ -52,6 +52,8 @@ def random_case(seed: int, tp: int, dp: int) -> Case:
             "speculative_num_steps": random.choice((1, 2, 3)),
             "speculative_mode": Random(f"trees {seed} {tp} {dp}").choice(("adaptive", "fixed")),
         }
+    elif Random(f"n-gram {seed} {tp} {dp}").random() < 0.8:
+        config |= {"speculative_algorithm": "NGRAM", "speculative_num_steps": 1 + seed % 4}
     if seed % 3 == 2:
         config |= expert_settings(config, Random(f"experts {seed} {tp} {dp}"))
     idle_ranks = tuple(rank for rank in range(dp) if random.random() < 0.25)

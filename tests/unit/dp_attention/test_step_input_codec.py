@@ -10,6 +10,7 @@ from cluster.batch import (
     RowGrammar,
     RowPenalties,
     RowSampling,
+    RowTokens,
     SamplingMode,
     StepInput,
 )
@@ -25,6 +26,7 @@ FULL = StepInput(
         RowPenalties(1, 0.0, 0.0, 1.0, 0, 1, (4,), (), (), None, ()),
     ),
     constraints=(RowGrammar(3, '{"é": "12345"}', (4, 5)), RowGrammar(2, "", ())),
+    histories=(RowTokens(1, (7, 8, 9)), RowTokens(0, ())),
     writes=(PageWrite(3, 0, 12), PageWrite(1, -1, 0)),
     copies=(PageCopy(12, 14, 7), PageCopy(12, 15, 3)),
     mode=SamplingMode.RANDOM | SamplingMode.LOGPROBS,

@@ -1,0 +1,32 @@
+"""Which draft an engine has."""
+
+import torch
+
+from cluster.engine.backends import lookup_of, sampler_of, tree_backend_of
+from cluster.engine.memory import RankMemory
+from cluster.engine.models import RankModels
+from cluster.spec.draft import Draft, EagleDraft, NoDraft
+from cluster.spec.multilayer import MultiLayerDraft
+from cluster.spec.ngram import NgramDraft
+from cluster.spec.propose import CoupledRanking
+from cluster.spec.resting import RestingDraft
+from cluster.spec.token_history import TokenHistory
+
+
+def create_draft(models: RankModels, memory: RankMemory, device: torch.device) -> Draft:
+    """Return the draft that uses `memory.draft_runner_list`: `EagleDraft` if one runner drafts all levels,
+    `MultiLayerDraft` if each level has its own runner. Without runners, return `NgramDraft` or `NoDraft`.
+    """
+    runners, resolved, kernels, table = memory.draft_runner_list, models.resolved, models.kernels, memory.cache.table
+    if not runners:
+        if not resolved.looks_up_tokens:
+            return NoDraft()
+        rows = resolved.settings.max_running_requests + 1  # the last row is that of idle requests
+        return NgramDraft(TokenHistory(rows, resolved.context_length, lookup_of(kernels), device))
+    model, create_growth = runners[0].model, tree_backend_of(kernels).create_growth
+    ranking = CoupledRanking(model.target_ids, resolved.shape.topk, model.shard_target_ids, sampler_of(kernels))
+    if len(runners) > 1:
+        return MultiLayerDraft(runners, ranking, table, create_growth)
+    draft = EagleDraft(runners[0], ranking, create_growth)
+    # FlashInfer's plans hold the tokens that are certainly committed; a draft that wakes reads positions before these.
+    return RestingDraft(draft, runners[0], table) if resolved.adaptive_trees and kernels.flashinfer is None else draft

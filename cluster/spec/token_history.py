@@ -1,0 +1,149 @@
+"""The tokens of running requests on the device, and what followed their last tokens earlier in the same request.
+
+Texts repeat themselves: an edited file, an answer that quotes, a loop in a listing. So the tokens after an earlier
+occurrence of the last tokens are a good guess of the next tokens (prompt lookup, n-gram speculation).
+
+Legend: R requests, S proposed tokens of each, L the positions that are kept.
+"""
+
+from collections.abc import Mapping
+from ctypes import Structure, byref, c_int64, c_void_p
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from cluster.batch import StepInput
+from cluster.capture.recorder import native
+from cluster.device.staging import Staging
+from cluster.kernels.library import Library
+
+MAX_POSITIONS = 1 << 16
+"""The most positions that are kept of a request; later tokens are not looked up."""
+LONGEST_MATCH, SHORTEST_MATCH = 16, 2
+"""A longer match than the first is not preferred; a shorter one than the second does not count."""
+
+
+class Lookup(Protocol):
+    """Appends to histories and looks up what followed. `history` `[rows, L]` int32 has the tokens of each table row."""
+
+    def append(self, history: Tensor, rows: Tensor, starts: Tensor, tokens: Tensor, lens: Tensor) -> None:
+        """Write the first `lens` `[R]` of `tokens` `[R, n]` to table rows `rows` `[R]`, from position `starts` `[R]`
+        on. Positions from L on are dropped.
+        """
+        ...
+
+    def continuations(self, history: Tensor, rows: Tensor, lasts: Tensor, count: int) -> Tensor:
+        """Return `count` tokens `[R, count]` that may follow the token at position `lasts` `[R]`.
+
+        Of all earlier positions, it takes the one before which the most tokens, at most `LONGEST_MATCH`, equal the last
+        tokens of the request; of several, the latest. The result are the tokens after it, repeated where they reach the
+        end. Without a match of `SHORTEST_MATCH` tokens, the result is the last token, repeated.
+        """
+        ...
+
+
+class TorchLookup:
+    """`Lookup` by torch operators: the reference implementation."""
+
+    def append(self, history: Tensor, rows: Tensor, starts: Tensor, tokens: Tensor, lens: Tensor) -> None:
+        """Write tokens; see `Lookup.append`."""
+        offsets = torch.arange(tokens.shape[1], device=tokens.device)
+        positions = starts[:, None] + offsets
+        is_written = (offsets < lens[:, None]) & (positions < history.shape[1])
+        # Tokens that do not count are replaced by what is there, so that no number of tokens must be known.
+        positions = positions.clamp(max=history.shape[1] - 1)
+        old_tokens = history[rows[:, None], positions]
+        # Where positions were clamped, several entries name the same place: the valid one must win, and it is the only
+        # one that changes the place, so its change is added.
+        changes = torch.where(is_written, tokens.to(history.dtype) - old_tokens, 0)
+        history.index_put_((rows[:, None], positions), changes, accumulate=True)
+
+    def continuations(self, history: Tensor, rows: Tensor, lasts: Tensor, count: int) -> Tensor:
+        """Look up tokens; see `Lookup.continuations`."""
+        width, device = history.shape[1], history.device
+        texts, lasts = history.index_select(0, rows), lasts.clamp(max=width - 1)
+        positions = torch.arange(width, device=device)
+        # `matching` `[R, L]`: how many tokens up to each position equal the last ones; `equal`: whether all did so far.
+        matching = torch.zeros_like(texts)
+        equal = (positions < lasts[:, None]).to(texts.dtype)
+        for length in range(LONGEST_MATCH):
+            wanted = texts.gather(1, (lasts[:, None] - length).clamp(min=0))
+            earlier = texts.roll(length, 1)
+            equal = equal * ((earlier == wanted) & (positions >= length) & (lasts[:, None] >= length))
+            matching += equal
+        # The latest of the longest matches: lengths are compared first, then positions.
+        best = (matching.long() * width + positions).masked_fill_(positions >= lasts[:, None], -1).max(1)
+        found = torch.where(best.values >= SHORTEST_MATCH * width, best.indices, lasts - 1)
+        period = (lasts - found)[:, None]
+        places = found[:, None] + 1 + torch.arange(count, device=device) % period
+        return texts.gather(1, torch.where(lasts[:, None] > 0, places, 0)).long()
+
+
+class _AppendStruct(Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("history", "rows", "starts", "lens", "tokens")),
+        *((name, c_int64) for name in ("requests", "wide", "width")),
+    )
+
+
+class _ContinueStruct(Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("history", "rows", "lasts", "tokens")),
+        *((name, c_int64) for name in ("requests", "wide", "width", "longest", "shortest")),
+    )
+
+
+class CLookup:
+    """`Lookup` in C, for CPUs: one call instead of some eighty torch operators."""
+
+    def __init__(self, library: Library) -> None:
+        # They handle integers only: the dtype does not matter.
+        self._append = library.functions["append", torch.float32]
+        self._continue = library.functions["continue", torch.float32]
+
+    def append(self, history: Tensor, rows: Tensor, starts: Tensor, tokens: Tensor, lens: Tensor) -> None:
+        """Write tokens; see `Lookup.append`."""
+        rows, starts, lens, tokens = rows.contiguous(), starts.contiguous(), lens.contiguous(), tokens.contiguous()
+        struct = _AppendStruct(requests=tokens.shape[0], wide=tokens.shape[1], width=history.shape[1])
+        struct.history, struct.rows, struct.starts = history.data_ptr(), rows.data_ptr(), starts.data_ptr()
+        struct.lens, struct.tokens = lens.data_ptr(), tokens.data_ptr()
+        native(self._append, byref(struct))
+
+    def continuations(self, history: Tensor, rows: Tensor, lasts: Tensor, count: int) -> Tensor:
+        """Look up tokens; see `Lookup.continuations`."""
+        rows, lasts, tokens = rows.contiguous(), lasts.contiguous(), rows.new_empty(rows.shape[0], count)
+        struct = _ContinueStruct(requests=rows.shape[0], wide=count, width=history.shape[1])
+        struct.longest, struct.shortest = LONGEST_MATCH, SHORTEST_MATCH
+        struct.history, struct.rows = history.data_ptr(), rows.data_ptr()
+        struct.lasts, struct.tokens = lasts.data_ptr(), tokens.data_ptr()
+        native(self._continue, byref(struct))
+        return tokens
+
+
+class TokenHistory:
+    """The tokens of each table row, by position, the bonus token included. The last row is that of idle requests."""
+
+    def __init__(self, rows: int, positions: int, lookup: Lookup, device: torch.device) -> None:
+        """Keep at most `positions` positions of `rows` table rows."""
+        self._lookup = lookup
+        self.tokens = torch.zeros(rows, min(positions, MAX_POSITIONS), dtype=torch.int32, device=device)
+
+    def stage(self, step_input: StepInput, staging: Staging) -> None:
+        """Add the tokens of admitted requests to the next copy to the device."""
+        for i, history in enumerate(step_input.histories):
+            staging.add(f"history {i}", history.tokens[: self.tokens.shape[1]])
+
+    def put(self, step_input: StepInput, staged: Mapping[str, Tensor]) -> None:
+        """Write what `stage` sent to the table."""
+        for i, history in enumerate(step_input.histories):
+            tokens = staged[f"history {i}"]
+            self.tokens[history.row, : tokens.shape[0]] = tokens
+
+    def append(self, rows: Tensor, starts: Tensor, tokens: Tensor, lens: Tensor) -> None:
+        """Write the first `lens` `[R]` of `tokens` `[R, n]`, from position `starts` `[R]` on."""
+        self._lookup.append(self.tokens, rows, starts, tokens, lens)
+
+    def continuations(self, rows: Tensor, lasts: Tensor, count: int) -> Tensor:
+        """Return `count` tokens `[R, count]` that may follow the token at position `lasts` `[R]`."""
+        return self._lookup.continuations(self.tokens, rows, lasts, count)
