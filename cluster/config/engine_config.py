@@ -333,7 +333,7 @@ class EngineConfig(Settings):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
-        if (problem := problem_of(self)) is not None:
+        if (problem := problem_of(dict(self))) is not None:
             raise ConfigError(problem)
         if self.attention_backend == "flashinfer" and self.kv_cache_dtype == "fp8_e4m3":
             raise ConfigError(

@@ -63,10 +63,10 @@ class TreeOutlook:
         self._key: tuple[int, ...] = ()
         self._outlook: tuple[int, ...] = ()
         self._share, self._saved_us, self._explorations = EXPLORED_SHARE / groups, 0.0, 0
-        # Exploring goes about twice as deep as the tree in use: deeper levels can pay only if these do.
+        # Exploring goes about twice as deep as the best tree: deeper levels can pay only if these do.
         depths = [shape.num_steps for shape in tiers]
         self._explored = [max(t for t, d in enumerate(depths) if d <= 2 * depth + 1) for depth in depths]
-        self._used_tier, self._measured = 0, MeasuredStep()
+        self._best_tier, self._measured = 0, MeasuredStep()
 
     def admit(self, row: int, sampled: bool) -> None:
         """Forget the estimates of table row `row`: another request begins to use it."""
@@ -101,7 +101,6 @@ class TreeOutlook:
             tokens = sum(1 + len(ranks) for _, ranks in accepted)
             self._saved_us += OUTLOOK_UNIT * tokens / best_rate - elapsed_us
         else:
-            self._used_tier = tier
             self._saved_us += self._share * times[tier]
         self._saved_us = min(self._saved_us, MAX_SAVED * self._price_us(len(accepted)))
 
@@ -111,19 +110,23 @@ class TreeOutlook:
         if key != self._key or self._unread_steps >= UPDATE_INTERVAL:
             self._learn()
             self._key, self._outlook = key, self._expected(key)
+            rates = [value / us for value, us in zip(self._outlook, self._times.of(len(key)), strict=True)]
+            self._best_tier = max(range(len(rates)), key=rates.__getitem__)
         measured, self._measured = self._measured, MeasuredStep()
         if not key:
             return TreeVote(max_tier, self._outlook, measured=measured)
-        explored_tier = min(self._explored[self._used_tier], max_tier)
-        if not self._explorations and explored_tier > self._used_tier and self._saved_us >= self._price_us(len(key)):
+        explored_tier = min(self._explored[self._best_tier], max_tier)
+        explores = explored_tier > self._best_tier and (
+            self._explorations > 0 or self._saved_us >= self._price_us(len(key))
+        )
+        if explores and not self._explorations:
             self._explorations = EXPLORED_STEPS + 1  # in the first one a draft that rested wakes
-        explores = self._explorations > 0
-        self._explorations -= explores
+        self._explorations = self._explorations - 1 if explores else 0
         return TreeVote(max_tier, self._outlook, explores=explored_tier * explores, measured=measured)
 
     def _price_us(self, decodes: int) -> float:
         """Return the time that exploring takes at most, if it yields no more tokens than steps without trees."""
-        times, explored_tier = self._times.of(decodes), self._explored[self._used_tier]
+        times, explored_tier = self._times.of(decodes), self._explored[self._best_tier]
         return self._times.costs.waking(decodes) + EXPLORED_STEPS * max(1.0, times[explored_tier] - times[0])
 
     def _expected(self, rows: Sequence[int]) -> tuple[int, ...]:

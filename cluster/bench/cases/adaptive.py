@@ -23,17 +23,18 @@ from cluster.bench.goals import Goal
 from cluster.bench.pair import PLAIN, ModelPair, TreeChoice, short_path
 from cluster.bench.report import LogProgress, machine_info, median, ratio, table
 from cluster.bench.runs import TokenLists, fixed_length_params
+from cluster.config import EngineConfig
 from cluster.engine import Engine, build_engine
 from cluster.request import Request
 
 CHAINS = tuple(TreeChoice(steps) for steps in (1, 2, 3, 5))
 TREES = (TreeChoice(2, 4, 6), TreeChoice(3, 4, 8), TreeChoice(3, 4, 12))
-SWEEPS = {"chains": CHAINS, "trees": TREES}
-"""The fixed trees by family. The last one is the bound of the adaptive contender."""
+NGRAM_DEPTHS = (2, 4, 8)
+FAMILIES = ("chains", "trees", "ngram")
 ADAPTIVE = "adaptive"
-KINDS = ("code", "prose", "random")
-FEW_REQUESTS = 4
-"""With so many requests or fewer, each generates twice as many tokens, so that a run takes long enough."""
+KINDS = ("code", "prose", "random", "copy")
+FEW_REQUESTS, MANY_REQUESTS = 4, 32
+"""With few requests each generates twice as many tokens, so that a run takes long enough; with many, half as many."""
 GOAL_CELL, GOAL_MEAN, GOAL_SWING = 0.98, 1.05, 0.97
 
 
@@ -44,11 +45,11 @@ class Size:
     batches: tuple[int, ...] = (1, 4, 8, 16, 32, 64)
     temperatures: tuple[float, ...] = (0.0, 0.8, 1.0)
     kinds: tuple[str, ...] = KINDS
-    families: tuple[str, ...] = tuple(SWEEPS)
-    prompt_tokens: int = 64
+    families: tuple[str, ...] = FAMILIES
+    prompt_tokens: int = 48
     new_tokens: int = 96
-    sweeps: int = 4
-    repeats: int = 8
+    sweeps: int = 2
+    repeats: int = 6
     swings: int = 4
 
 
@@ -81,11 +82,7 @@ def measure(pair: ModelPair, size: Size = Size(), log_progress: LogProgress = pr
 def _measure_family(
     pair: ModelPair, family: str, size: Size, prompts: Mapping[str, TokenLists], log_progress: LogProgress
 ) -> dict[str, Any]:
-    sweep = SWEEPS[family]
-    requests = max(size.batches)
-    engines = {str(tree): build_engine(pair.config(tree, requests)) for tree in (PLAIN, *sweep)}
-    adaptive_config = pair.config(sweep[-1], requests).model_copy(update={"speculative_mode": "adaptive"})
-    engines[ADAPTIVE] = build_engine(adaptive_config)
+    engines = {name: build_engine(config) for name, config in configs(pair, family, max(size.batches)).items()}
     cells = []
     for cell in (Cell(*values) for values in product(size.kinds, size.temperatures, size.batches)):
         cells.append(_measure_cell(cell, engines, prompts[cell.kind], size))
@@ -95,8 +92,27 @@ def _measure_family(
     return {"cells": cells, "swing": swing, "best_single": _best_single(cells), "over_best_single": _over_single(cells)}
 
 
+def configs(pair: ModelPair, family: str, requests: int) -> dict[str, EngineConfig]:
+    """Return the settings of the contenders by name: plain decoding, fixed trees, and adaptive trees up to the last of
+    these.
+    """
+    plain = pair.config(PLAIN, requests)
+    if family == "ngram":
+        fixed = {
+            f"n-gram of {depth}": plain.model_copy(
+                update={"speculative_algorithm": "NGRAM", "speculative_num_steps": depth}
+            )
+            for depth in NGRAM_DEPTHS
+        }
+    else:
+        fixed = {str(tree): pair.config(tree, requests) for tree in (CHAINS if family == "chains" else TREES)}
+    largest = list(fixed.values())[-1]
+    return {str(PLAIN): plain, **fixed, ADAPTIVE: largest.model_copy(update={"speculative_mode": "adaptive"})}
+
+
 def _measure_cell(cell: Cell, engines: dict[str, Engine], prompts: TokenLists, size: Size) -> dict[str, Any]:
-    new_tokens = size.new_tokens * (2 if cell.batch <= FEW_REQUESTS else 1)
+    factor = 2 if cell.batch <= FEW_REQUESTS else 0.5 if cell.batch >= MANY_REQUESTS else 1
+    new_tokens = int(size.new_tokens * factor)
 
     def run(names: Sequence[str], repeats: int) -> dict[str, list[SteadyRun]]:
         runs: dict[str, list[SteadyRun]] = {name: [] for name in names}
@@ -206,9 +222,13 @@ def _over_single(cells: Sequence[dict[str, Any]]) -> float:
 
 
 def _prompts(pair: ModelPair, kind: str, count: int, length: int) -> list[list[int]]:
-    """Return prompts of one kind: held-out source code; English descriptions of installed packages; random tokens."""
+    """Return prompts of one kind: held-out source code; English descriptions of installed packages; random tokens;
+    source code of which the first lines are repeated at the end, as when a file is to be copied.
+    """
     if kind == "code":
         return pair.prompts(count, length)
+    if kind == "copy":
+        return [[*prompt, *prompt[: length // 3]] for prompt in pair.prompts(count, length)]
     if kind == "random":
         random, vocab_size = Random(0), pair.vocab_size
         return [[random.randrange(vocab_size) for _ in range(length)] for _ in range(count)]
