@@ -104,6 +104,7 @@ class RankInfo:
     steps_ahead: int
     captured: CaptureInfo | None
     num_threads: int
+    speculative_mode: str
     speculative_num_steps: int
     speculative_eagle_topk: int
     speculative_num_draft_tokens: int

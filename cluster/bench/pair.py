@@ -125,7 +125,8 @@ class ModelPair:
 
     def config(self, tree: TreeChoice, requests: int) -> EngineConfig:
         """Return the config of an engine for `requests` running requests. Prefix reuse is off, so that a repeat does
-        all the work again; chunked prefill is off, so that batches do not depend on step costs measured at start.
+        all the work again; chunked prefill is off, so that batches do not depend on step costs measured at start. Trees
+        are fixed.
         """
         settings: dict[str, object] = {
             "model_path": self.target,
@@ -136,6 +137,7 @@ class ModelPair:
             "chunked_prefill_size": -1,
             "mixed_prefill_size": UNLIMITED_ROWS,
             "disable_radix_cache": True,
+            "speculative_mode": "fixed",
         }
         if tree.num_steps:
             draft = read_draft(self.draft, Checkpoint(self.draft).shapes, read_target(self.target))

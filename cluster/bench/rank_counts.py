@@ -14,7 +14,7 @@ from cluster.bench.streams import get_page
 @dataclass(frozen=True, slots=True)
 class RankCounts:
     """The counters of one rank. `drafts` counts trees, `accepted_tokens` their accepted draft tokens, `padded_rows` the
-    rows of padding.
+    rows of padding, `decode_steps` the steps that decoded, and `levels` the levels of the trees of these steps.
     """
 
     requests: int = 0
@@ -22,6 +22,13 @@ class RankCounts:
     drafts: int = 0
     accepted_tokens: int = 0
     padded_rows: int = 0
+    decode_steps: int = 0
+    levels: int = 0
+
+    @property
+    def tree_levels(self) -> float | None:
+        """The levels of the trees, on average over the steps that decoded; None if no step decoded."""
+        return self.levels / self.decode_steps if self.decode_steps else None
 
     @property
     def accept_length(self) -> float | None:
@@ -37,6 +44,8 @@ SERIES = {
     "aerie_padded_rows_total": "padded_rows",
 }
 
+TREE_STEPS = "aerie_tree_steps_total"
+
 
 def read_rank_counts(port: int) -> dict[int, RankCounts]:
     """Return the current counters of every rank."""
@@ -49,6 +58,10 @@ def parse_counts(metrics_text: str) -> dict[int, RankCounts]:
     for sample in (each for family in text_string_to_metric_families(metrics_text) for each in family.samples):
         if sample.name in SERIES:
             counters.setdefault(int(sample.labels["rank"]), Counter())[SERIES[sample.name]] += int(sample.value)
+        if sample.name == TREE_STEPS:
+            of_rank = counters.setdefault(int(sample.labels["rank"]), Counter())
+            of_rank["decode_steps"] += int(sample.value)
+            of_rank["levels"] += int(sample.value) * int(sample.labels["levels"])
     return {rank: RankCounts(**counters[rank]) for rank in sorted(counters)}
 
 
@@ -63,7 +76,7 @@ def counter_growth(before: Mapping[int, RankCounts], after: Mapping[int, RankCou
 
 def rank_rows(ranks: Mapping[int, RankCounts]) -> list[dict[str, Any]]:
     """Return the reported figures of every rank, JSON-ready."""
-    reported = ("requests", "tokens", "accept_length", "padded_rows")
+    reported = ("requests", "tokens", "accept_length", "tree_levels", "padded_rows")
     return [{"rank": rank, **{name: getattr(counts, name) for name in reported}} for rank, counts in ranks.items()]
 
 

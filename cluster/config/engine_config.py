@@ -187,8 +187,10 @@ class EngineConfig(Settings):
         description="nodes of a tree that are verified, root included; unset: levels + 1 for a chain; four per "
         "level for a tree, or the maximum if that is less",
     )
-    speculative_mode: Literal["adaptive", "fixed"] = Field(
-        default="fixed", description="adaptive: each step chooses the fastest tree, up to the one set; fixed: that tree"
+    speculative_mode: Literal["adaptive", "fixed"] | None = Field(
+        default=None,
+        description="adaptive: each step chooses the fastest tree, up to the one set; fixed: that tree; unset: "
+        "adaptive on a CPU, fixed on a GPU",
     )
     speculative_batch_tiers: dict[int, int] = Field(
         default_factory=dict,

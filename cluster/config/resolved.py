@@ -25,7 +25,8 @@ class ResolvedSettings:
 
     `settings` are the settings themselves: many of them need no conversion. `shape` is the deepest tree, `tiers` are
     all trees that a step may use, in order of depth and then of size, and `forced_shape` is the deepest tree with all
-    nodes that a grammar may add. If `adaptive_trees`, each step chooses among the tiers by their costs. A step runs at
+    nodes that a grammar may add. If `adaptive_trees`, each step chooses among the tiers by their costs. (If
+    `speculative_mode` is unset, `resolve_models` sets it first.) A step runs at
     most `chunk_rows` prompt rows on each rank, and at most `mixed_chunk_rows` if some request decodes. If
     `prefill_time_limited` is True, the prompt rows of such a step may also take only the share `prefill_share` of its
     time. `group_size` is the number of ranks in an attention group.

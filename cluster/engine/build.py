@@ -365,6 +365,7 @@ def _rank_info(prepared: EnginePlan, pace: StepTimes | None, captured: CaptureIn
         steps_ahead=resolved.steps_ahead,
         captured=captured,
         num_threads=torch.get_num_threads(),
+        speculative_mode="adaptive" if resolved.adaptive_trees else "fixed",
         speculative_num_steps=shape.num_steps,
         speculative_eagle_topk=shape.topk,
         speculative_num_draft_tokens=shape.num_draft_tokens,

@@ -51,6 +51,7 @@ def config(target: str, draft: str | None, topk: int = 2, num_steps: int = 3, **
         "mixed_prefill_size": 24,
         "speculative_forced_rows": 512,
         "capture": "off",  # the tests compare trees, which replays do not report
+        "speculative_mode": "fixed",  # with adaptive trees, trees depend on measured costs
     }
     if draft is not None:
         config_dict |= {

@@ -28,6 +28,7 @@ def rank_info(page_size: int = 1, kv_pages: int = 1 << 24, **overrides: Any) -> 
         "steps_ahead": 0,
         "captured": None,
         "num_threads": 1,
+        "speculative_mode": "fixed",
         "speculative_num_steps": 0,
         "speculative_eagle_topk": 1,
         "speculative_num_draft_tokens": 1,

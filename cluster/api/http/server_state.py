@@ -37,6 +37,7 @@ SETTING_NAMES = (
         "kv_tokens",
         "kv_cache_dtype",
         "page_size",
+        "speculative_mode",
         "speculative_num_steps",
         "speculative_eagle_topk",
         "speculative_num_draft_tokens",

@@ -3,7 +3,7 @@ from cluster.observability.metrics import EngineMetrics, StepStats, merge
 
 
 def metrics_page(*steps: tuple[int, StepStats]) -> str:
-    metrics = [EngineMetrics(model_name="m", rank=rank) for rank in (0, 1)]
+    metrics = [EngineMetrics(model_name="m", rank=rank, trees=[(0, 1), (3, 4)]) for rank in (0, 1)]
     for rank, step in steps:
         metrics[rank].observe_step(step)
     return merge([m.serialize() for m in metrics]).decode()
@@ -19,3 +19,9 @@ def test_counter_growth_gives_each_ranks_work_between_two_metrics_pages() -> Non
     assert before == {0: RankCounts(2, 7, 2, 5, 0), 1: RankCounts()}
     assert counter_growth(before, after) == {0: RankCounts(2, 7, 2, 5, 0), 1: RankCounts(padded_rows=8)}
     assert counter_growth({}, after)[0] == RankCounts(4, 14, 4, 10, 0), "counts of a new rank grow from zero"
+
+
+def test_tree_levels_are_the_mean_over_the_steps_that_decoded() -> None:
+    steps = [(0, StepStats(tree=(3, 4))), (0, StepStats(tree=(0, 1))), (0, StepStats())]
+    counts = parse_counts(metrics_page(*steps, steps[0]))
+    assert counts[0].tree_levels == 2 and counts[1].tree_levels is None

@@ -133,6 +133,32 @@ def test_tree_shapes_are_resolved_by_tier_and_with_forced_nodes() -> None:
     assert deep.max_positions_ahead == 19
 
 
+@pytest.mark.parametrize(("device", "mode"), [("cpu", "adaptive"), ("cuda", "fixed")])
+def test_trees_are_adaptive_on_a_cpu_and_fixed_on_a_gpu_unless_set(device: str, mode: str) -> None:
+    target, draft = tiny_pair()
+    unset = EngineConfig(model_path=target, speculative_draft_model_path=draft)
+    assert resolve_models(unset, device).adaptive_trees == (mode == "adaptive")
+    assert resolve_models(unset, device).settings.speculative_mode == mode
+    for setting in ("adaptive", "fixed"):
+        resolved = resolve_models(unset.model_copy(update={"speculative_mode": setting}), device)
+        assert resolved.adaptive_trees == (setting == "adaptive")
+    assert not resolve_models(EngineConfig(model_path=target), device).adaptive_trees, "there is nothing to choose"
+
+
+def test_adaptive_trees_have_smaller_shapes_of_each_depth() -> None:
+    resolved = ResolvedSettings.from_settings(
+        eagle(speculative_num_steps=2, speculative_eagle_topk=3, speculative_mode="adaptive")
+    )
+    shapes = [(tier.num_steps, tier.num_draft_tokens) for tier in resolved.tiers]
+    assert (
+        shapes == [(0, 1), (1, 2), (1, 3), (1, 4), (2, 3), (2, 4), (2, 6), (2, 8)]
+        and resolved.tiers[-1] is resolved.shape
+    )
+    limited = eagle(speculative_num_steps=2, speculative_mode="adaptive", speculative_batch_tiers={4: 1, 8: 0})
+    resolved = ResolvedSettings.from_settings(limited)
+    assert [resolved.tiers[resolved.max_tier(decodes)].num_steps for decodes in (1, 4, 8)] == [2, 1, 0]
+
+
 def test_last_tier_falls_with_the_number_of_decodes() -> None:
     resolved = ResolvedSettings.from_settings(
         eagle(speculative_num_steps=4, speculative_batch_tiers={4: 3, 8: 0, 16: 9})

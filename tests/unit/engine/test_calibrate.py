@@ -59,6 +59,21 @@ def test_calibration_runs_with_very_small_limits(small_limits: dict[str, object]
     engine.check_pages()
 
 
+@pytest.mark.parametrize("settings", [{}, {"page_size": 1, "max_running_requests": 2}, {"max_total_tokens": 24}])
+def test_costs_of_adaptive_trees_are_measured_for_each_tree(settings: dict[str, object]) -> None:
+    engine = engine_of(speculative_mode="adaptive", **settings)
+    tiers, costs = engine._parts.resolved.tiers, engine.info().tree_costs
+    assert [(c.num_steps, c.num_draft_tokens) for c in costs] == [(s.num_steps, s.num_draft_tokens) for s in tiers]
+    counts = {"1", "4", "8"} if not settings or "max_total_tokens" in settings else {"1", "2"}
+    for cost in costs:
+        assert cost.ms.keys() == counts and list(cost.ms.values()) == sorted(cost.ms.values())
+        assert cost.waking_ms.keys() == (set() if cost.num_steps else counts)
+    engine.check_pages()
+    assert engine.status().pages_used == 0
+    assert run(engine, REQUESTS[:1]).tokens == run(engine_of(), REQUESTS[:1]).tokens if not settings else True
+    assert engine_of().info().tree_costs == ()
+
+
 def test_calibration_runs_slow_loads_once_and_takes_the_best_time_of_fast_loads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
