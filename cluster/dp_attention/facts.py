@@ -19,8 +19,7 @@ class RankFacts(NamedTuple):
       waiting and running requests. `decode_us` is `Schedule.decode_us`: the predicted time of decoding in microseconds
       or, if no times are predicted, the number of decoding requests. A nonzero `leaving` asks to end the gang.
       `max_tier`, `prompt_us`, `explores`, `outlook` and the three fields of a measured step are those of `TreeVote`. Of
-      these, the plan reads only
-      `requests` and `leaving` from followers.
+      these, the plan reads only `requests` and `leaving` from followers.
     """
 
     epoch: int

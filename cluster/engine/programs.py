@@ -28,11 +28,11 @@ from cluster.spec.step import Step
 logger = logging.getLogger(__name__)
 
 Capture = Callable[[Callable[[], StepOutput]], Captured[StepOutput]]
-GRAPHS, TAPES = 16, 64
+GRAPHS, TAPES = 16, 128
 """How many programs are kept for each buffer set, besides those captured at start. If there are more, the least
 recently used program is dropped. Keys that have occurred only once are remembered, up to the same number. Graphs hold
-memory of their own on the GPU, so few are kept. Tapes share their memory, and a batch that shrinks by one request at a
-time needs a tape for each size.
+memory of their own on the GPU, so few are kept. Tapes share their memory (some 0.7 MB each for the demo pair), and a
+batch that shrinks by one request at a time needs a tape for each size; with adaptive trees, for two or three trees.
 """
 EAGER_FALLBACK_WARNING = (
     "a captured step ran eagerly, as its plan is unlike the one that it was captured with. Its tokens are right. "
