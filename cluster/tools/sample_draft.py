@@ -23,7 +23,12 @@ SAMPLE_TEXT = "def walk(path):\n    for name in sorted(os.listdir(path)):\n     
 
 def pair_settings(draft: str, target: str, algorithm: str | None) -> dict[str, object]:
     """Return the engine settings that name a target, its draft and the speculative algorithm."""
-    return {"model_path": target, "speculative_algorithm": algorithm, "speculative_draft_model_path": draft}
+    return {
+        "model_path": target,
+        "speculative_algorithm": algorithm,
+        "speculative_draft_model_path": draft,
+        "speculative_mode": "fixed",  # acceptance is compared tree by tree
+    }
 
 
 def sample_draft(

@@ -16,21 +16,25 @@ from torch._subclasses.fake_tensor import (
 from cluster.batch import (
     Batch,
     DecodeRequest,
+    ExtendMode,
     PageCopy,
     PageWrite,
     PromptChunk,
     RowPenalties,
     RowSampling,
+    RowTokens,
     SamplingMode,
     StepInput,
 )
 from cluster.config.tree_shape import TreeShape
+from cluster.dp_attention.plan import ProgramKey
 from cluster.engine import Engine, build_engine
 from cluster.spec.result import StepOutput
 from cluster.spec.step import Step
 from tests.capture.sim import DEVICE_NAME, simulated
-from tests.parity.harness import config_of
+from tests.parity.harness import config_of, tiny_pair
 from tests.parity.pairs import DRAFTS, Pair, algorithm_of, all_pairs, diagonal, draft_of
+from tests.parity.trees import adaptive, engine_with_trees
 from tests.support.families import FAMILIES
 from tests.support.pairwise import assert_covering
 
@@ -82,7 +86,8 @@ def check(pair: Pair, topk: int, variants: Iterable[tuple[int, SamplingMode, boo
             step_input = StepInput(
                 decodes=DECODES, chunks=chunks, penalties=row_penalties, **STEP_INPUT_CHANGES, mode=mode
             )
-            output = programs._run(programs.assembler.send(step_input, shape.forced_nodes), mode, shape)
+            sent, key = programs.assembler.send(step_input, shape.forced_nodes), ProgramKey(tier, 0, int(mode), ())
+            output = programs._run(sent, key, shape)
             final_chunks, rows = sum(chunk.final for chunk in chunks), sum(chunk.stop - chunk.start for chunk in chunks)
             assert output.packed.shape == (len(DECODES) * (shape.num_steps + 3) + final_chunks + rows,)
             assert output.packed.device == torch.device(DEVICE_NAME, 0)
@@ -125,9 +130,40 @@ def test_simulated_device_catches_host_reads_and_tensors_of_other_devices(
     monkeypatch.setattr(Step, "run", run_with_operation)
     with simulated(engine), pytest.raises(error):
         programs = engine._parts.lockstep.programs
-        programs._run(
-            programs.assembler.send(StepInput(decodes=DECODES), 0), SamplingMode(0), engine._parts.resolved.shape
+        sent = programs.assembler.send(StepInput(decodes=DECODES), 0)
+        programs._run(sent, ProgramKey(3, 0, 0, ()), engine._parts.resolved.shape)
+
+
+@pytest.mark.parametrize("extend_mode", ExtendMode)
+@pytest.mark.parametrize("has_prompts", [False, True])
+def test_step_of_a_resting_draft_reads_no_device_value(extend_mode: ExtendMode, has_prompts: bool) -> None:
+    if extend_mode is ExtendMode.NOTHING and has_prompts:
+        pytest.skip("a step with prompt rows reads them")
+    config = adaptive(config_of(*tiny_pair(), 3, 2, attention_backend="torch"))
+    engine = engine_with_trees(lambda: build_engine(config), [])
+    programs, shapes = engine._parts.lockstep.programs, engine._parts.resolved.tiers
+    with simulated(engine):
+        step_input = StepInput(decodes=DECODES, chunks=PROMPTS if has_prompts else (), **STEP_INPUT_CHANGES)
+        tier = len(shapes) - 1 if extend_mode is ExtendMode.ACCEPTED else 0
+        key = ProgramKey(tier, 0, 0, (), extend_mode)
+        output = programs._run(programs.assembler.send(step_input, 0), key, shapes[tier])
+        assert output.has_ranks == (tier > 0) and output.packed.device == torch.device(DEVICE_NAME, 0)
+
+
+@pytest.mark.parametrize("num_steps", [0, 4])
+def test_step_of_ngram_speculation_reads_no_device_value(num_steps: int) -> None:
+    config = config_of(
+        tiny_pair()[0], speculative_algorithm="NGRAM", speculative_num_steps=4, attention_backend="torch"
+    )
+    engine = build_engine(config)
+    programs, shapes = engine._parts.lockstep.programs, engine._parts.resolved.tiers
+    with simulated(engine):
+        histories = (RowTokens(0, (3, 4, 5, 3, 4)),)
+        step_input = StepInput(decodes=DECODES, chunks=PROMPTS, **STEP_INPUT_CHANGES, histories=histories)
+        output = programs._run(
+            programs.assembler.send(step_input, 0), ProgramKey(num_steps, 0, 0, ()), shapes[num_steps]
         )
+        assert output.path_length == num_steps + 1
 
 
 def variants_of_pair(pair: Pair) -> tuple[int, list[int]]:

@@ -46,6 +46,7 @@ def accept_lens(
         "speculative_algorithm": "EAGLE3",
         "speculative_draft_model_path": draft,
         "speculative_num_steps": 4,
+        "speculative_mode": "fixed",
         "speculative_eagle_topk": topk,
         "context_length": 256,
         "max_running_requests": 8,

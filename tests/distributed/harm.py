@@ -111,8 +111,8 @@ def plant_plan(change: Callable[[StepPlan], StepPlan]) -> Plant:
     def plant(injector: FaultInjector) -> None:
         original = PlanRule.plan
 
-        def plan(rule: PlanRule, table: Any, shape: TreeShape) -> StepPlan:
-            original_plan = original(rule, table, shape)
+        def plan(rule: PlanRule, table: Any, shape: TreeShape, *rest: Any) -> StepPlan:
+            original_plan = original(rule, table, shape, *rest)
             return (
                 change(original_plan)
                 if change(original_plan) != original_plan and injector.triggers_at(original_plan.step)
