@@ -17,6 +17,7 @@ import torch
 
 from cluster.batch import DecodeRequest, PromptChunk, StepInput
 from cluster.config import EngineConfig
+from cluster.dp_attention.plan import ProgramKey
 from cluster.engine import Engine, build_engine
 from cluster.request import Request, RequestParams
 from cluster.spec.result import StepOutput
@@ -160,7 +161,8 @@ def run_simulated_step(engine: Engine) -> int:
     step_input = StepInput(decodes=(DecodeRequest(0, 7), DecodeRequest(1, 9)), chunks=(chunk,), lens=((0, 7), (1, 9)))
     with simulated(engine):
         programs = engine._parts.lockstep.programs
-        output = programs._run(programs.assembler.send(step_input, 0), step_input.mode, engine._parts.resolved.shape)
+        key = ProgramKey(len(engine._parts.resolved.tiers) - 1, 0, int(step_input.mode), ())
+        output = programs._run(programs.assembler.send(step_input, 0), key, engine._parts.resolved.shape)
         assert output.packed.device == torch.device(DEVICE_NAME, 0)
         return int(output.packed.shape[0])
 
