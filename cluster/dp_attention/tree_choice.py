@@ -21,8 +21,10 @@ MIN_GAIN, MIN_GAIN_TO_WAKE = 1.01, 1.03
 a little after every step, and a change of the tree may need a program that is not captured yet. The second factor is
 for a draft that rests: waking it costs a step.
 """
-COMMON_CHANGE, CHANGE, MAX_CORRECTION = 0.02, 0.005, 1.5
-"""How much one step changes what all steps have in common, and the correction of its tier; the largest correction."""
+OVERHEAD_CHANGE, CHANGE, MAX_CORRECTION = 0.02, 0.005, 1.5
+"""How much one step changes the overhead, as a share of its time, and the correction of its tier; the largest
+correction.
+"""
 OUTLOOK_UNIT = 1000
 """Outlooks are integers, in thousandths of a token: every rank must compute with exactly the same numbers."""
 
@@ -85,29 +87,34 @@ class MeasuredStep(NamedTuple):
 class TreeTimes:
     """`costs`, corrected by the steps that the gang runs. All ranks observe the same steps, so they agree on all times.
 
-    A correction is kept for each tier, and for each doubling of the number of decoding requests. It is a running median
-    of measured over expected time. What all steps have in common, such as a machine that has become slower, is kept
-    apart: it says nothing about a tier that has not been used lately.
+    Two things are kept for each doubling of the number of decoding requests, both running medians: a correction for
+    each tier (a factor), and the overhead of a step, whatever its tier. The overhead is what a server does between two
+    steps, and what a busy machine adds; so a tier that has not been used lately gets it too.
     """
 
     def __init__(self, costs: TreeCosts) -> None:
         self.costs = costs
-        self._common = 1.0
         self._corrections: dict[int, list[float]] = {}
+        self._overheads_us: dict[int, float] = {}
 
     def of(self, decodes: int) -> list[float]:
-        """Return the time by tier with `decodes` decoding requests, as of the machine when it was measured at start."""
-        times, corrections = self.costs.of(decodes), self._corrections.get(decodes.bit_length())
-        return times if corrections is None else [us * c for us, c in zip(times, corrections, strict=True)]
+        """Return the time by tier with `decodes` decoding requests."""
+        times, size = self.costs.of(decodes), decodes.bit_length()
+        if size not in self._corrections:
+            return times
+        overhead_us = self._overheads_us[size]
+        return [us * correction + overhead_us for us, correction in zip(times, self._corrections[size], strict=True)]
 
     def observe(self, step: MeasuredStep) -> None:
-        """Correct the time of the step's tier. The correction moves by a fixed factor, so outliers count no more than
-        other steps.
+        """Correct the overhead, and the time of the step's tier. Both move by fixed steps, so outliers count no more
+        than other steps.
         """
-        times = self.costs.of(step.decodes)
-        corrections = self._corrections.setdefault(step.decodes.bit_length(), [1.0] * len(times))
-        slower = step.us > times[step.tier] * corrections[step.tier] * self._common
-        self._common *= 1 + COMMON_CHANGE if slower else 1 / (1 + COMMON_CHANGE)
+        times, size = self.costs.of(step.decodes), step.decodes.bit_length()
+        corrections = self._corrections.setdefault(size, [1.0] * len(times))
+        overhead_us = self._overheads_us.setdefault(size, 0.0)
+        slower = step.us > times[step.tier] * corrections[step.tier] + overhead_us
+        overhead_us += OVERHEAD_CHANGE * times[step.tier] * (1 if slower else -1)
+        self._overheads_us[size] = max(overhead_us, 0.0)
         correction = corrections[step.tier] * (1 + CHANGE if slower else 1 / (1 + CHANGE))
         corrections[step.tier] = min(MAX_CORRECTION, max(1 / MAX_CORRECTION, correction))
 

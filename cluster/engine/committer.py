@@ -42,6 +42,7 @@ class Committer:
         self._sequences, self._scheduler, self._loop = sequences, scheduler, loop
         info = loop.info()
         self.draft_watch = DraftWatch(info.rank, () if info.draft is None else info.draft.doubts)
+        self._last_read = 0.0, -2  # when the results of a step were read last, and the number of that step
         self._has_draft = info.draft is not None
         self._trees = self._tree_tokens = self._counted_fallbacks = 0
 
@@ -97,9 +98,17 @@ class Committer:
             outputs += self._finish_if_ended(sequence, output, self._error_of(sequence, lease, finite_count == count))
         outlook, plan = self._scheduler.decode.outlook, step.plan
         if outlook is not None and not plan.forced_nodes:  # a tree with forced nodes says little about the draft
-            measured = MeasuredStep(plan.tier, max(plan.decodes), round(1e6 * step.elapsed_s))
+            measured = MeasuredStep(plan.tier, max(plan.decodes), round(1e6 * self._cycle_s(step)))
             outlook.observe(step.schedule.vote, measured, accepted, _has_typical_time(step, step_output))
         return outputs, trees
+
+    def _cycle_s(self, step: StepInFlight) -> float:
+        """Return the seconds from the reading of the step before to that of this step, with what the server does
+        between the two; without a step right before, the seconds that this step took.
+        """
+        now, number = time.perf_counter(), step.plan.step
+        (before_s, before_number), self._last_read = self._last_read, (now, number)
+        return now - before_s if before_number == number - 1 else step.elapsed_s
 
     def _commit_chunks(self, schedule: Schedule, step_output: StepOutput) -> list[SequenceOutput]:
         """Commit the prompt chunks, which `Schedule.to_step_input` sorted by length, and return their outputs.

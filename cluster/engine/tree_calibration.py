@@ -12,6 +12,8 @@ from cluster.status import TreeCost
 
 MAX_CONTEXT = 256
 """The committed tokens of each request in a measured step: about those of a short conversation."""
+LINEAR_GROWTH = 0.7
+"""From this part of proportional growth on, times count as proportional to the number of decoding requests."""
 MIN_ROUNDS, MAX_ROUNDS = 3, 8
 """The rounds in which each step is measured. The first run of a program is eager and the second is captured, so only
 the later ones show what a captured step takes.
@@ -21,8 +23,9 @@ the later ones show what a captured step takes.
 def measure_trees(lockstep: Lockstep, cache: KVCache, resolved: ResolvedConfig) -> TreeCosts:
     """Return the costs of all tiers, the same on every rank. All ranks must call this, with an empty cache.
 
-    The time of a step is that of the slowest rank, in the fastest round. If a step is slow, fewer numbers of decoding
-    requests are measured: no further number is begun after `MAX_SECONDS`.
+    The time of a step is that of the slowest rank, in the fastest round. Fewer numbers of decoding requests are
+    measured if a step is slow, as no further number is begun after `MAX_SECONDS`, or if the time of the largest tree
+    already grows nearly as fast as the number: then it goes on like this.
     """
     max_decodes = resolved.settings.max_running_requests
     context = min(MAX_CONTEXT, max_trial_tokens(cache, resolved) // 2)
@@ -30,6 +33,8 @@ def measure_trees(lockstep: Lockstep, cache: KVCache, resolved: ResolvedConfig) 
     with trial_steps(lockstep, cache, resolved, context) as trial:
         count = 1
         while not counts or (counts[-1] < max_decodes and trial.spent_s < MAX_SECONDS):
+            if len(counts) > 1 and us_by_count[-1][-1] > LINEAR_GROWTH * DECODES_FACTOR * us_by_count[-2][-1]:
+                break
             counts.append(min(count, max_decodes))
             us_by_count.append(_times(trial, [TrialLoad(counts[-1], context, tier=tier) for tier in tiers]))
             count *= DECODES_FACTOR

@@ -60,24 +60,23 @@ def test_small_gains_do_not_change_the_tree() -> None:
 
 def test_measured_steps_correct_the_time_of_their_tier_and_size() -> None:
     times = TreeTimes(COSTS)
-    for _ in range(200):  # tier 0 takes what was measured at start, tier 2 takes 1.2 times as long
+    for _ in range(400):  # tier 0 takes what was measured at start, tier 2 takes 1.2 times as long
         times.observe(MeasuredStep(0, 4, 120))
         times.observe(MeasuredStep(2, 4, 312))
     corrected = times.of(4)
-    assert corrected[2] / corrected[0] == pytest.approx(1.2 * 260 / 120, rel=0.05)
+    assert corrected[2] / corrected[0] == pytest.approx(1.2 * 260 / 120, rel=0.08)
     assert times.of(5)[2] / times.of(5)[0] > COSTS.of(5)[2] / COSTS.of(5)[0], "4 to 7 requests share corrections"
     assert times.of(1) == COSTS.of(1) and times.of(16) == COSTS.of(16)
 
 
-def test_machine_that_becomes_slower_changes_no_choice() -> None:
+def test_overhead_of_a_server_counts_for_tiers_that_were_not_used() -> None:
     times = TreeTimes(COSTS)
     for _ in range(500):
-        times.observe(MeasuredStep(1, 4, 3 * 200))
-    assert times.of(4)[1] / COSTS.of(4)[1] < 1.3, "tiers that were not used have not become slower"
-    for _ in range(500):
-        times.observe(MeasuredStep(1, 4, 3 * 200))
-        times.observe(MeasuredStep(0, 4, 3 * 120))
-    assert times.of(4)[1] / times.of(4)[0] == pytest.approx(200 / 120, rel=0.05)
+        times.observe(MeasuredStep(1, 4, 200 + 300))
+    by_tier = times.of(4)
+    assert by_tier[1] == pytest.approx(500, rel=0.05)
+    assert by_tier[0] > 120 + 150 and by_tier[3] > 300 + 150
+    assert by_tier[3] / by_tier[0] < COSTS.of(4)[3] / COSTS.of(4)[0], "deeper trees cost relatively less"
     for _ in range(1000):
         times.observe(MeasuredStep(0, 4, 1))
     assert times.of(4)[0] == pytest.approx(120 / MAX_CORRECTION)
