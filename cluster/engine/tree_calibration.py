@@ -14,9 +14,9 @@ MAX_CONTEXT = 256
 """The committed tokens of each request in a measured step: about those of a short conversation."""
 LINEAR_GROWTH = 0.7
 """From this part of proportional growth on, times count as proportional to the number of decoding requests."""
-MIN_ROUNDS, MAX_ROUNDS = 3, 8
-"""The rounds in which each step is measured. The first run of a program is eager and the second is captured, so only
-the later ones show what a captured step takes.
+MIN_ROUNDS, MAX_ROUNDS, MAX_COUNT_SECONDS = 3, 5, 0.4
+"""The rounds in which each step is measured, and the seconds after which a number of requests gets no further round. The
+first run of a program is eager and the second is captured, so only the later ones show what a captured step takes.
 """
 
 
@@ -68,7 +68,7 @@ def _times(trial: Trial, loads: list[TrialLoad]) -> list[int]:
     started_s = trial.spent_s
     best_us = [trial.time(load) for load in loads]
     for completed in range(1, MAX_ROUNDS):
-        if completed >= MIN_ROUNDS and trial.spent_s - started_s > MAX_SECONDS / 4:
+        if completed >= MIN_ROUNDS and trial.spent_s - started_s > MAX_COUNT_SECONDS:
             break
         best_us = [trial.time_again(load) for load in loads]
     return [round(us) for us in best_us]
