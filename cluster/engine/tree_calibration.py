@@ -15,8 +15,8 @@ MAX_CONTEXT = 256
 LINEAR_GROWTH = 0.7
 """From this part of proportional growth on, times count as proportional to the number of decoding requests."""
 MIN_ROUNDS, MAX_ROUNDS, MAX_COUNT_SECONDS = 3, 5, 0.4
-"""The rounds in which each step is measured, and the seconds after which a number of requests gets no further round. The
-first run of a program is eager and the second is captured, so only the later ones show what a captured step takes.
+"""The rounds in which each step is measured, and the seconds after which a number of requests gets no further round.
+The first run of a program is eager and the second is captured, so only the later ones show what a captured step takes.
 """
 
 
