@@ -69,7 +69,7 @@ def test_triton_tree_growth_matches_reference(k: int, steps: int, nodes: int, dt
         tree, expected_tree = triton_growth.tree(bonus, nodes), torch_growth.tree(bonus, nodes)
         assert (tree.tokens.shape, tree.ancestors.shape) == ((r, nodes), (r, nodes, nodes))
         if dtype != torch.bfloat16:
-            for name in ("tokens", "parents", "depths", "ancestors"):
+            for name in ("tokens", "parents", "depths", "ancestors", "scores"):
                 actual_field, expected_field = getattr(tree, name), getattr(expected_tree, name)
                 assert actual_field.dtype == expected_field.dtype and torch.equal(actual_field, expected_field), name
         assert_valid(tree, steps)
