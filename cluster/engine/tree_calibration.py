@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from cluster.arch.resolve import ResolvedConfig
+from cluster.config.tree_shape import TreeShape
 from cluster.dp_attention.tree_choice import TreeCosts
 from cluster.engine.calibrate import DECODES_FACTOR, MAX_SECONDS, Trial, TrialLoad, max_trial_tokens, trial_steps
 from cluster.engine.lockstep import Lockstep
@@ -36,7 +37,8 @@ def measure_trees(lockstep: Lockstep, cache: KVCache, resolved: ResolvedConfig) 
             if len(counts) > 1 and us_by_count[-1][-1] > LINEAR_GROWTH * DECODES_FACTOR * us_by_count[-2][-1]:
                 break
             counts.append(min(count, max_decodes))
-            us_by_count.append(_times(trial, [TrialLoad(counts[-1], context, tier=tier) for tier in tiers]))
+            times = _times(trial, [TrialLoad(counts[-1], context, tier=tier) for tier in tiers])
+            us_by_count.append(_without_noise(times, resolved.tiers))
             count *= DECODES_FACTOR
         # More requests never take less time; a measured time below that of fewer requests is noise.
         us = tuple(tuple(accumulate(times, max)) for times in zip(*us_by_count, strict=True))
@@ -59,6 +61,20 @@ def tree_costs(costs: TreeCosts, resolved: ResolvedConfig) -> tuple[TreeCost, ..
         )
         for shape, times_us in zip(resolved.tiers, costs.us, strict=True)
     )
+
+
+def _without_noise(times_us: Sequence[int], shapes: Sequence[TreeShape]) -> list[int]:
+    """Return the times by tier, in which a tree that is part of another one never takes longer: a machine that is busy
+    only makes measured times longer.
+    """
+    return [
+        min(
+            us
+            for us, larger in zip(times_us, shapes, strict=True)
+            if larger.num_steps >= shape.num_steps and larger.num_draft_tokens >= shape.num_draft_tokens
+        )
+        for shape in shapes
+    ]
 
 
 def _times(trial: Trial, loads: list[TrialLoad]) -> list[int]:

@@ -78,6 +78,16 @@ def test_adaptive_trees_keep_the_tokens() -> None:
     assert run(engine_of(speculative_mode="adaptive"), REQUESTS).tokens == run(engine_of(), REQUESTS).tokens
 
 
+def test_smaller_trees_never_cost_more_than_larger_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Step times are invented: steps without trees are disturbed in every round."""
+    monkeypatch.setattr(
+        calibrate.Trial, "run", lambda trial, load: (0.05 if load.tier == 0 else 0.001 * (1 + load.tier)) * load.decodes
+    )
+    costs = engine_of(speculative_mode="adaptive").info().tree_costs
+    assert costs[0].ms["1"] == costs[1].ms["1"] == pytest.approx(2.0)
+    assert costs[-1].ms["1"] == pytest.approx(1.0 * len(costs))
+
+
 def test_measured_numbers_of_requests_end_where_times_grow_in_proportion(monkeypatch: pytest.MonkeyPatch) -> None:
     """Step times are invented."""
     for exponent, counts in ((1.0, ["1", "4"]), (0.5, ["1", "4", "8"])):
