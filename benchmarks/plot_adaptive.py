@@ -24,7 +24,9 @@ def points_of(cells: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
 
 
 def svg(cells: Sequence[dict[str, Any]], title: str) -> str:
-    """Return the plot. The batch size has a logarithmic axis; each point of `best fixed` names its tree."""
+    """Return the plot. The axis of the batch size is logarithmic. The name of the tree stands below each point of the
+    series `best fixed`.
+    """
     points, batches = points_of(cells), [cell["batch"] for cell in cells]
     highest = max(max(values) for values in points.values()) * 1.1
     span = max(1.0, log2(batches[-1] / batches[0]))

@@ -25,7 +25,7 @@ class Coordinator:
         self._ops_checksum = zlib.crc32(repr((target, draft)).encode())
         self._plan_digest, self._last_tree = 0, LastTree()
         self.tree_times: TreeTimes | None = None
-        """The times of adaptive trees; None until `use_costs`."""
+        """The step times by which trees are chosen. None until `use_costs` is called, and with fixed trees."""
         self._plan: StepPlan | None = None
         self._cached_fingerprint: tuple[tuple[object, ...], int] = (), 0
         self._cached_script: tuple[tuple[object, ...], list[ScriptCall]] = (), []

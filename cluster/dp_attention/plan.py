@@ -123,8 +123,8 @@ class PlanRule:
         times: TreeTimes | None = None,
     ) -> StepPlan:
         """Return the plan that follows from the facts of all ranks. The facts of a group are those of its leader.
-        `shape` is the largest tree, `last` what the steps before have left. `times` are the times of adaptive trees; if
-        it is None, a step uses the last tier that all groups allow.
+        `shape` is the largest tree, `last` describes the last step in which requests decoded. `times` are the times of
+        adaptive trees; if it is None, a step uses the last tier that all groups allow.
         """
         groups = facts_by_rank[:: self.attn_tp]
         needed = tuple(Sizes(facts.decodes, facts.prompt_rows, facts.finishing_prompts) for facts in groups)

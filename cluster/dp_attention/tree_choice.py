@@ -30,7 +30,7 @@ OUTLOOK_UNIT = 1000
 
 
 class LastTree(NamedTuple):
-    """What the last step in which requests decoded has left: its tier, and whether the draft rested in it."""
+    """The tier of the last step in which requests decoded, and whether the draft rested in that step."""
 
     tier: int = 0
     rests: bool = False
@@ -88,8 +88,8 @@ class TreeTimes:
     """`costs`, corrected by the steps that the gang runs. All ranks observe the same steps, so they agree on all times.
 
     Two things are kept for each doubling of the number of decoding requests, both running medians: a correction for
-    each tier (a factor), and the overhead of a step, whatever its tier. The overhead is what a server does between two
-    steps, and what a busy machine adds; so a tier that has not been used lately gets it too.
+    each tier (a factor), and the overhead of a step, whatever its tier. The overhead is the time of what a server does
+    between two steps, and the time that a busy machine adds. It also counts for tiers that have not been used lately.
     """
 
     def __init__(self, costs: TreeCosts) -> None:
@@ -125,7 +125,7 @@ def choose_tier(
     """Return the tier that is expected to give the most tokens per second, among those up to `max_tier`.
 
     `times` are the costs by tier (`TreeTimes.of`), `outlooks` those of all groups. `prompt_us` is the time of prompt
-    rows in the step. `last` is what the step before has left; see `MIN_GAIN`.
+    rows in the step. `last` describes the step before; see `MIN_GAIN`.
     """
     rates = [sum(outlook[tier] for outlook in outlooks) / (times[tier] + prompt_us) for tier in range(max_tier + 1)]
     best = max(range(max_tier + 1), key=rates.__getitem__)

@@ -74,12 +74,13 @@ class Committer:
         requests come last. Each entry has S + 1 rows of log-probabilities.
         """
         shape, outputs, trees = step.shape, list[SequenceOutput](), list[tuple[int, int]]()
-        accepted = list[tuple[int, Sequence[int]]]()
+        outlook, accepted = self._scheduler.decode.outlook, list[tuple[int, Sequence[int]]]()
         for i, (sequence, lease) in enumerate(step.schedule.decodes):
             if sequence.lease is not lease:  # ended, aborted or retracted since the step began
                 continue
             tokens, count, finite_prefix, nodes = step_output.decode_result(i)
-            accepted.append((lease.row, step_output.accepted_ranks(i, count)))
+            if outlook is not None:
+                accepted.append((lease.row, step_output.accepted_ranks(i, count)))
             finite_count = min(count, finite_prefix)  # tokens after the first non-finite logits are not returned
             sequence.commit_tree(count, shape)  # the device committed all `count`, finite or not
             output = self._append_tokens(sequence, tokens[:finite_count], step_output, i * step_output.path_length)
@@ -96,15 +97,15 @@ class Committer:
                     output, tree=step_output.trees.read(i, tokens[:finite_count], shape.drafted_shape.num_draft_tokens)
                 )
             outputs += self._finish_if_ended(sequence, output, self._error_of(sequence, lease, finite_count == count))
-        outlook, plan = self._scheduler.decode.outlook, step.plan
+        plan = step.plan
         if outlook is not None and not plan.forced_nodes:  # a tree with forced nodes says little about the draft
             measured = MeasuredStep(plan.tier, max(plan.decodes), round(1e6 * self._cycle_s(step)))
             outlook.observe(step.schedule.vote, measured, accepted, _has_typical_time(step, step_output))
         return outputs, trees
 
     def _cycle_s(self, step: StepInFlight) -> float:
-        """Return the seconds from the reading of the step before to that of this step, with what the server does
-        between the two; without a step right before, the seconds that this step took.
+        """Return the seconds between the reading of the step before and the reading of this step. They include what the
+        server does between two steps. If no step came right before, return the seconds that this step took.
         """
         now, number = time.perf_counter(), step.plan.step
         (before_s, before_number), self._last_read = self._last_read, (now, number)

@@ -14,7 +14,9 @@ from cluster.status import TreeCost
 MAX_CONTEXT = 256
 """The committed tokens of each request in a measured step: about those of a short conversation."""
 LINEAR_GROWTH = 0.7
-"""From this part of proportional growth on, times count as proportional to the number of decoding requests."""
+"""If the time of a step grows by at least this share of the factor by which the requests grow, larger numbers of
+requests are not measured: their times are extrapolated.
+"""
 MIN_ROUNDS, MAX_ROUNDS, MAX_COUNT_SECONDS = 3, 5, 0.4
 """The rounds in which each step is measured, and the seconds after which a number of requests gets no further round.
 The first run of a program is eager and the second is captured, so only the later ones show what a captured step takes.

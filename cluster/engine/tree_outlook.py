@@ -23,30 +23,32 @@ from cluster.engine.request_state import RequestState
 from cluster.kv.cache import Lease
 
 REQUEST_MEMORY, CLASS_MEMORY = 24.0, 400.0
-"""How many trees the estimates of a request, and of a class, remember: a tree's weight falls by e after so many."""
+"""How long the estimates of a request, and of a class, remember: after this many later trees, the weight of a tree has
+fallen to 1/e.
+"""
 CLASS_WEIGHT = 4.0
 """The estimates of the class weigh as much as this many trees of the request itself."""
 FIRST_CHANCE = 0.8
 """The chance of every level before the first tree: high, so that trees are tried."""
 UPDATE_INTERVAL = 8
-"""The estimates are computed anew once so many steps with trees were committed, or when the requests change."""
+"""The estimates are computed anew after this many committed steps with trees, and when the requests change."""
 EXPLORED_SHARE = 0.005
 """The share of the time that may go into trees that do not pay, to find out when they begin to pay."""
 EXPLORED_STEPS = 6
-"""So many steps explore, one after another, so that a draft that rested does not wake for one tree."""
+"""An exploration lasts this many steps, so that a draft that rested does not wake for a single tree."""
 MAX_SAVED = 2.0
-"""At most the time for so many explorations is saved up."""
+"""The saved time is at most the price of this many explorations."""
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
 
 class TreeOutlook:
-    """The estimates of one rank, and the time that it may spend on exploring."""
+    """Keeps the estimates of one rank, and counts the time that the rank may still spend on exploring."""
 
     def __init__(self, tiers: Sequence[TreeShape], rows: int, times: TreeTimes, groups: int = 1) -> None:
         """`rows` is the number of table rows of requests. `groups` share the time for exploring."""
-        self._tiers, self._times, self._depth = tiers, times, max(1, tiers[-1].num_steps)
+        self._times, self._depth = times, max(1, tiers[-1].num_steps)
         is_chain = tiers[-1].topk == 1
         # A chain is limited by its depth alone: one width, into which every node fits.
         node_counts = [tiers[-1].num_draft_tokens] if is_chain else sorted({shape.num_draft_tokens for shape in tiers})
@@ -70,6 +72,7 @@ class TreeOutlook:
 
     def admit(self, row: int, sampled: bool) -> None:
         """Forget the estimates of table row `row`: another request begins to use it."""
+        self._learn()  # trees that were noted, but not read yet, belong to the request before
         self._trials[row] = self._hits[row] = 0.0
         self._classes[row] = sampled
         self._key = ()
@@ -93,13 +96,14 @@ class TreeOutlook:
             self._unread_steps += 1
         if not accepted:
             return
-        # Steps with small trees save time for exploring. An explored step costs the time that usual steps would not
-        # have taken for its tokens. If it gains time, the next exploration follows at once.
+        # Steps with small trees save time for exploring. An explored step is charged with its time, less what usual
+        # steps take for the same tokens, and less the time of its prompt rows. If it gains time, the next exploration
+        # follows at once.
         times = self._times.of(len(accepted))
         if vote.explores:
             best_rate = max(value / us for value, us in zip(vote.outlook, times, strict=True))
             tokens = sum(1 + len(ranks) for _, ranks in accepted)
-            self._saved_us += OUTLOOK_UNIT * tokens / best_rate - elapsed_us
+            self._saved_us += OUTLOOK_UNIT * tokens / best_rate + vote.prompt_us - elapsed_us
         else:
             self._saved_us += self._share * times[tier]
         self._saved_us = min(self._saved_us, MAX_SAVED * self._price_us(len(accepted)))

@@ -69,8 +69,8 @@ class RestingDraft:
         return self._draft.read(rows, attention, sampling_inputs, accepted)
 
     def rest(self, batch: Batch, accepted: Accepted, target_hidden: list[Tensor]) -> None:
-        """Keep what the draft misses in a step without trees. The cells of the new tokens become zeros: they hold what
-        an earlier request left there.
+        """Keep the target's hidden states that the draft does not read in this step, which has no trees. Fill the
+        draft's cells of the new tokens with zeros, because these cells still hold values of an earlier request.
         """
         self._keep(batch, accepted, target_hidden)
         self._runner.pool.kv.index_fill_(1, batch.window[:, 0], 0)

@@ -54,8 +54,8 @@ class TorchLookup:
         # Tokens that do not count are replaced by what is there, so that no number of tokens must be known.
         positions = positions.clamp(max=history.shape[1] - 1)
         old_tokens = history[rows[:, None], positions]
-        # Where positions were clamped, several entries name the same place: the valid one must win, and it is the only
-        # one that changes the place, so its change is added.
+        # After clamping, several entries may name the last position. At most one of them is valid, and the others add
+        # 0, so adding all changes leaves the valid token there.
         changes = torch.where(is_written, tokens.to(history.dtype) - old_tokens, 0)
         history.index_put_((rows[:, None], positions), changes, accumulate=True)
 

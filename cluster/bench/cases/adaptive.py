@@ -182,7 +182,9 @@ def run_steadily(engine: Engine, prompts: TokenLists, temperature: float, new_to
 
 
 def _are_identical(runs: Sequence[SteadyRun]) -> bool:
-    """Return whether the tokens of each request are the same in all runs, as far as the shorter of two runs went."""
+    """Return whether each request has the same tokens in all runs. The runs may have generated different numbers of
+    tokens: only the positions that two runs have in common are compared.
+    """
     longest = max(runs, key=lambda run: sum(map(len, run.tokens))).tokens
     return all(
         own[: len(other)] == other[: len(own)] for run in runs for own, other in zip(run.tokens, longest, strict=True)
@@ -210,7 +212,7 @@ def _ratio(runs: Sequence[SteadyRun], others: Sequence[SteadyRun]) -> float:
 
 
 def _best_single(cells: Sequence[dict[str, Any]]) -> str:
-    """Return the fixed tree with the highest geometric mean of speedups over all cells."""
+    """Return the name of the fixed tree whose speedups over all cells have the highest geometric mean."""
     names: list[str] = [name for name in cells[0]["speedup"] if name != ADAPTIVE]
     return max(names, key=lambda name: prod(cell["speedup"][name] for cell in cells))
 

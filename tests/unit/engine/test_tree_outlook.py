@@ -80,6 +80,15 @@ def test_new_requests_begin_with_what_their_class_has_learned() -> None:
     assert expected(outlook, 0) == expected(outlook, 2)
 
 
+def test_trees_of_the_request_before_in_a_row_do_not_count_for_the_new_one() -> None:
+    outlook = chain_outlook()
+    outlook.admit(1, sampled=True)  # another class
+    for _ in range(UPDATE_INTERVAL - 1):  # noted, and not read yet when the next request is admitted
+        outlook.observe(TreeVote(3), MeasuredStep(3, 1, 100), [(1, ())])
+    outlook.admit(1, sampled=False)
+    assert expected(outlook, 1) == expected(outlook, 0)
+
+
 def test_requests_recover_when_their_text_becomes_predictable() -> None:
     outlook = chain_outlook()
     observe(outlook, 3, {0: 0, 1: 0}, times=100)
@@ -162,3 +171,11 @@ def test_vote_reports_the_last_typical_step_once() -> None:
     outlook.observe(TreeVote(3), MeasuredStep(2, 1, 9000), [(0, (1, 2))], is_typical=False)
     assert outlook.vote(decodes_of(0), 3).measured == step
     assert outlook.vote(decodes_of(0), 3).measured == MeasuredStep()
+
+
+def test_explored_steps_are_not_charged_for_the_prompt_rows_beside_them() -> None:
+    outlook = TreeOutlook(CHAIN, 8, TreeTimes(COSTS))
+    outlook.vote(decodes_of(*range(8)), 3)
+    vote = TreeVote(3, outlook.vote(decodes_of(*range(8)), 3).outlook, prompt_us=100_000, explores=1)
+    outlook.observe(vote, MeasuredStep(1, 8, 100_400), [(row, (1,)) for row in range(8)], is_typical=False)
+    assert outlook._saved_us > -400
