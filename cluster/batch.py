@@ -22,6 +22,7 @@ class SamplingMode(IntFlag):
     PROMPT_LOGPROBS = 32  # a request gets the log-probabilities of its prompt
     TREES = 64  # a request gets the trees that were verified (`return_tree`)
     BAD_WORDS = 128  # a request with logit adjustments has bad words
+    LIMITED = 256  # a request limits its drafted tokens (`max_draft_tokens`)
 
     @property
     def changes_logits(self) -> bool:
@@ -78,6 +79,10 @@ class PromptChunk(NamedTuple):
     scored: int = 0
 
 
+UNLIMITED_DRAFT = 1 << 30
+"""`max_draft_tokens` of a request without a limit."""
+
+
 class RowSampling(NamedTuple):
     """The sampling parameters of the request in table row `row`; see `RequestParams`."""
 
@@ -87,6 +92,7 @@ class RowSampling(NamedTuple):
     top_p: float
     min_p: float
     seed: int
+    max_draft_tokens: int = UNLIMITED_DRAFT
 
 
 class RowPenalties(NamedTuple):
@@ -231,6 +237,8 @@ class SamplingBatch:
     request which samples has filters.
 
     Greedy requests have `inverse_temperature` 1 and `noise_scale` 0, so greedy and sampled rows share one code path.
+    `draft_limits` are the most drafted tokens that a step may accept for each request: 0 for idle requests. It is None
+    where no trees are verified.
     """
 
     inverse_temperature: Tensor
@@ -241,6 +249,7 @@ class SamplingBatch:
     seeds: Tensor
     any_random: bool
     any_filtered: bool
+    draft_limits: Tensor | None = None
 
     def narrow(self, start: int, stop: int) -> "SamplingBatch":
         """The parameters of requests `start` to `stop - 1`."""
@@ -248,6 +257,13 @@ class SamplingBatch:
             return self
         columns = (self.inverse_temperature, self.noise_scale, self.top_k, self.top_p, self.min_p, self.seeds)
         inverse, scale, top_k, top_p, min_p, seeds = (column[start:stop] for column in columns)
+        limits = None if self.draft_limits is None else self.draft_limits[start:stop]
+        return SamplingBatch(inverse, scale, top_k, top_p, min_p, seeds, self.any_random, self.any_filtered, limits)
+
+    def pick(self, requests: Tensor) -> "SamplingBatch":
+        """The parameters of the requests with these numbers, `[M]`, once for each entry."""
+        columns = (self.inverse_temperature, self.noise_scale, self.top_k, self.top_p, self.min_p, self.seeds)
+        inverse, scale, top_k, top_p, min_p, seeds = (column.index_select(0, requests) for column in columns)
         return SamplingBatch(inverse, scale, top_k, top_p, min_p, seeds, self.any_random, self.any_filtered)
 
 

@@ -70,7 +70,8 @@ class RequestParams:
     returned. If it is n (0 to 20), those of each generated token and of the n likeliest tokens are returned:
     log-softmax of the target's raw logits. `prompt_logprobs` is the same for the tokens of the prompt. With
     `max_tokens` 0 a request ends with its prompt. `grammar` is a compiled grammar (`cluster.grammar`) that the output
-    follows. With `return_tree`, each output has the tree that its step verified.
+    follows. With `return_tree`, each output has the tree that its step verified. A step accepts at most
+    `max_draft_tokens` drafted tokens for the request; with 0 it gets one token in each step, as without speculation.
     """
 
     temperature: float = 1.0
@@ -87,6 +88,7 @@ class RequestParams:
     adjustments: LogitAdjustments | None = None
     grammar: str | None = None
     return_tree: bool = False
+    max_draft_tokens: int | None = None
 
     @property
     def greedy(self) -> bool:
@@ -105,6 +107,11 @@ class RequestParams:
             (self.logprobs is None or 0 <= self.logprobs <= 20, "logprobs", "lie in [0, 20]"),
             (self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= 20, "prompt_logprobs", "lie in [0, 20]"),
             (all(self.stop), "stop", "hold no empty string"),
+            (
+                self.max_draft_tokens is None or 0 <= self.max_draft_tokens < TOKEN_COUNT_LIMIT,
+                "max_draft_tokens",
+                f"lie in [0, {TOKEN_COUNT_LIMIT})",
+            ),
         )
         for ok, name, requirement in checks:
             if not ok:

@@ -60,12 +60,14 @@ class ResolvedSettings:
         )
         chunk_rows = chunked_size if chunked_size > 0 else UNLIMITED
         adaptive_trees = settings.speculative_mode == "adaptive" and shape.num_steps > 0
+        # FlashInfer plans a step by the requests' numbers of rows, which must all be equal.
+        all_tiers = tiers(shape, share_rows=adaptive_trees and settings.attention_backend != "flashinfer")
         return cls(
             settings=settings,
-            shape=shape,
-            tiers=tiers(shape, adaptive_trees),
+            shape=all_tiers[-1],
+            tiers=all_tiers,
             adaptive_trees=adaptive_trees,
-            forced_shape=shape.with_forced_nodes(),
+            forced_shape=all_tiers[-1].with_forced_nodes(),
             chunk_rows=chunk_rows,
             mixed_chunk_rows=chunk_rows if mixed_size is None else min(chunk_rows, mixed_size),
             prefill_time_limited=mixed_size is None,
@@ -88,13 +90,17 @@ class ResolvedSettings:
         """
         return 2 * self.forced_shape.num_steps + 3
 
-    def max_tier(self, num_decodes: int) -> int:
-        """Return the number of the last tier that a step may use in which `num_decodes` requests of a rank decode."""
-        if not self.settings.speculative_batch_tiers:
+    def max_tier(self, num_decodes: int, max_draft_tokens: int | None = None) -> int:
+        """Return the number of the last tier that a step may use in which `num_decodes` requests of a rank decode.
+        None of them accepts more than `max_draft_tokens` drafted tokens in a step; None is no limit.
+        """
+        if not self.settings.speculative_batch_tiers and max_draft_tokens is None:
             return len(self.tiers) - 1
         limits = self.settings.speculative_batch_tiers.items()
         max_levels = min(
-            [self.shape.num_steps, *(max_levels for min_decodes, max_levels in limits if num_decodes >= min_decodes)]
+            self.shape.num_steps if max_draft_tokens is None else max_draft_tokens,
+            self.shape.num_steps,
+            *(max_levels for min_decodes, max_levels in limits if num_decodes >= min_decodes),
         )
         return max(tier for tier, shape in enumerate(self.tiers) if shape.num_steps <= max_levels)
 

@@ -9,6 +9,9 @@ from cluster.config.speculation import NGRAM
 class TreeShape(BaseModel):
     """S, K and N of one step: depth, children per node, nodes (root included). With N = 1 there is no speculation.
 
+    If `max_nodes` is above 0, the requests of a step share its rows (`spec/row_budget.py`): each request's tree has
+    `max_nodes` nodes, of which N are verified *on average*. The largest N is `max_nodes`.
+
     The last `forced_nodes` nodes and levels are not drafted: they are reserved for tokens that a grammar forces.
     `max_forced_nodes` is the number of forced nodes that `with_forced_nodes` adds for a step with a grammar.
     """
@@ -20,6 +23,17 @@ class TreeShape(BaseModel):
     num_draft_tokens: int
     forced_nodes: int = 0
     max_forced_nodes: int = 0
+    max_nodes: int = 0
+
+    @property
+    def selects_nodes(self) -> bool:
+        """Whether only some of the drafted nodes are verified."""
+        return self.max_nodes > self.num_draft_tokens and not self.forced_nodes
+
+    @property
+    def drafted_nodes(self) -> int:
+        """The nodes of each request's tree before some of them are selected, and after nodes were forced."""
+        return max(self.max_nodes, self.num_draft_tokens)
 
     @property
     def drafted_shape(self) -> "TreeShape":
@@ -36,7 +50,9 @@ class TreeShape(BaseModel):
     def _extended(self, extra_nodes: int) -> "TreeShape":
         if not extra_nodes:
             return self
-        steps, nodes = self.num_steps + extra_nodes, self.num_draft_tokens + extra_nodes
+        steps = self.num_steps + extra_nodes
+        # A grammar's nodes may follow any drafted node, so all drafted nodes are verified.
+        nodes = max(self.num_draft_tokens, self.max_nodes if extra_nodes > 0 else 0) + extra_nodes
         sizes = {"num_steps": steps, "num_draft_tokens": nodes, "forced_nodes": self.forced_nodes + extra_nodes}
         return self.model_copy(update=sizes)
 
@@ -46,28 +62,31 @@ class TreeShape(BaseModel):
         slots. Drafting needs K (S - 1) slots, where S counts only the drafted levels. The extend phase needs S + 1
         slots. The phases follow each other, so they share the slots.
         """
-        return max(self.num_draft_tokens, self.topk * (self.drafted_shape.num_steps - 1), self.num_steps + 1)
+        return max(self.drafted_nodes, self.topk * (self.drafted_shape.num_steps - 1), self.num_steps + 1)
 
 
-def tiers(shape: TreeShape, adaptive: bool = False) -> tuple[TreeShape, ...]:
+def tiers(shape: TreeShape, share_rows: bool = False) -> tuple[TreeShape, ...]:
     """Return the tree shapes that a step may use, in order of depth: first plain decoding (depth 0), last `shape`. All
     have the same K.
 
-    Each depth has one shape, with as many nodes as its levels can propose, up to N. If `adaptive`, each depth of a tree
-    (K > 1) also has smaller shapes, in order of their number of nodes.
+    Each depth has one shape, with as many nodes as its levels can propose, up to N. If `share_rows`, the requests of a
+    step share its rows, and each depth also has smaller shapes, in order of their number of nodes.
     """
     shapes = list[TreeShape]()
     for steps in range(shape.num_steps + 1):
-        max_nodes = min(shape.num_draft_tokens, _max_nodes(steps, shape.topk))
-        counts = _node_counts(steps + 1, max_nodes) if adaptive else [max_nodes]
-        shapes += [shape.model_copy(update={"num_steps": steps, "num_draft_tokens": nodes}) for nodes in counts]
-    return (*shapes[:-1], shape)
+        most = min(shape.num_draft_tokens, _max_nodes(steps, shape.topk))
+        counts = _node_counts(steps, most, shape.topk) if share_rows else [most]
+        update = {"num_steps": steps, "max_nodes": most if share_rows and steps else 0}
+        shapes += [shape.model_copy(update={**update, "num_draft_tokens": nodes}) for nodes in counts]
+    return tuple(shapes)
 
 
-def _node_counts(least: int, most: int) -> list[int]:
-    """Return numbers of nodes from `least` to `most`, each about 1.5 times the one before."""
-    counts = [least]
-    while counts[-1] < most:
+def _node_counts(num_steps: int, most: int, topk: int) -> list[int]:
+    """Return the numbers of nodes of the shapes of one depth, the last of which is `most`."""
+    if topk == 1:
+        return sorted({(most + 1) // 2, most}) if num_steps > 1 else [most]
+    counts = [min(most, num_steps // 2 + 2)]
+    while counts[-1] < most:  # each about 1.5 times the one before
         counts.append(min(most, counts[-1] + max(1, counts[-1] // 2)))
     return counts
 

@@ -50,6 +50,7 @@ def pack(step_input: StepInput) -> list[int]:
             bits_of(sampling.top_p),
             bits_of(sampling.min_p),
             sampling.seed,
+            sampling.max_draft_tokens,
         )
     integers.append(len(step_input.penalties))
     for penalties in step_input.penalties:
@@ -84,6 +85,7 @@ def unpack(integers: list[int]) -> StepInput:
                 next(remaining),
                 float_of(next(remaining)),
                 float_of(next(remaining)),
+                next(remaining),
                 next(remaining),
             )
             for _ in range(next(remaining))

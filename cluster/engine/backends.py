@@ -9,7 +9,7 @@ other column must equal.
 import importlib
 import importlib.util
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -24,9 +24,8 @@ from cluster.kv.pool import KVPool
 from cluster.models.runner import AttentionBackend
 from cluster.sampling.token_bitmask import ApplyTokenBitmask
 from cluster.sampling.torch_sampler import Sampler
+from cluster.spec.backend import TreeBackend
 from cluster.spec.token_history import Lookup
-from cluster.spec.tree import GrowthFactory
-from cluster.spec.verify import Accept
 
 IMPLEMENTATIONS: dict[str, dict[str, str]] = {
     "kernels": {
@@ -59,6 +58,12 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
         "triton": "cluster.spec.triton_tree:TritonGrowth",
         "flashinfer": "cluster.spec.triton_tree:TritonGrowth",
     },
+    "select": {
+        "torch": "cluster.spec.row_budget:select_nodes",
+        "c": "cluster.spec.c_row_budget:CSelectNodes",
+        "triton": "cluster.spec.row_budget:select_nodes",
+        "flashinfer": "cluster.spec.row_budget:select_nodes",
+    },
     "accept": {
         "torch": "cluster.spec.verify:accept",
         "c": "cluster.spec.c_verify:CAccept",
@@ -79,13 +84,6 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
     },
 }
 """`module:name` by kind and backend. A module is imported only when it is needed: Triton takes a second to load."""
-
-
-class TreeBackend(NamedTuple):
-    """How draft trees grow, and how the accepted path of a tree is found."""
-
-    create_growth: GrowthFactory
-    accept: Accept
 
 
 def implementation(kind: str, backend: str) -> Any:
@@ -156,19 +154,22 @@ def lookup_of(kernels: Kernels) -> Lookup:
 
 
 def tree_backend_of(kernels: Kernels) -> TreeBackend:
-    """Return the functions that grow and accept trees, of the same backend as `kernels`."""
-    function_or_class = implementation("accept", kernels.name)
-    accept = function_or_class(kernels.library) if kernels.library is not None else function_or_class
-    return TreeBackend(implementation("growth", kernels.name), accept)
+    """Return the functions that handle draft trees, of the same backend as `kernels`."""
+    return TreeBackend(
+        implementation("growth", kernels.name), _function("select", kernels), _function("accept", kernels)
+    )
 
 
 def bitmask_of(kernels: Kernels) -> ApplyTokenBitmask:
     """Return the function that applies token bitmasks to logits, of the same backend as `kernels`."""
-    function_or_class = implementation("bitmask", kernels.name)
-    apply_bitmask: ApplyTokenBitmask = (
-        function_or_class(kernels.library) if kernels.library is not None else function_or_class
-    )
+    apply_bitmask: ApplyTokenBitmask = _function("bitmask", kernels)
     return apply_bitmask
+
+
+def _function(kind: str, kernels: Kernels) -> Any:
+    """Return the function that serves `kind`. In C, it is an instance of a class that takes the compiled library."""
+    function_or_class = implementation(kind, kernels.name)
+    return function_or_class if kernels.library is None else function_or_class(kernels.library)
 
 
 def _instance(kind: str, kernels: Kernels) -> Any:

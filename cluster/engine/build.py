@@ -279,8 +279,7 @@ def _lockstep(prepared: EnginePlan, draft: Draft, captures: Captures | None) -> 
     history = draft.history if isinstance(draft, NgramDraft) else None
     tables = RequestTables(memory.cache.table, SamplingTable(rows, dtype, device), logits_tables, draft_inputs, history)
     max_padding, expert_parallel = MAX_GPU_PADDING if resolved.device == "cuda" else 0.0, config.ep_size > 1
-    step = Step(memory.target_runner, draft, tables, mesh.enter, sampler_of(kernels), tree_backend_of(kernels).accept)
-    step.reports_ranks = resolved.adaptive_trees
+    step = Step(memory.target_runner, draft, tables, mesh.enter, sampler_of(kernels), tree_backend_of(kernels))
     rule = PlanRule(
         mesh.attn.size,
         config.dp_padding,

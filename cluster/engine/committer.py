@@ -94,7 +94,7 @@ class Committer:
             if sequence.request.params.return_tree and output.token_ids:
                 assert step_output.trees is not None
                 output = replace(
-                    output, tree=step_output.trees.read(i, tokens[:finite_count], shape.drafted_shape.num_draft_tokens)
+                    output, tree=step_output.trees.read(i, tokens[:finite_count], shape.drafted_shape.drafted_nodes)
                 )
             outputs += self._finish_if_ended(sequence, output, self._error_of(sequence, lease, finite_count == count))
         plan = step.plan

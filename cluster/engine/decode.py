@@ -6,8 +6,8 @@
   by then, and a window of W slots after them. Decoding requests get their pages before prompts do.
 - When pages run out, the request admitted last is retracted: it loses its pages and goes back to the front of the
   queue. So the oldest request always makes progress.
-- The rank votes for the trees of the step: for the largest one that `speculative_batch_tiers` allows with its number
-  of decoding requests, and, if trees are adaptive, with what its requests are expected to gain (`tree_outlook.py`).
+- The rank votes for the trees of the step: for the largest one that `speculative_batch_tiers` and the limits of its
+  decoding requests allow, and, if trees are adaptive, with what its requests are expected to gain (`tree_outlook.py`).
 """
 
 from collections import deque
@@ -48,7 +48,9 @@ class DecodeScheduler:
                 break
             self._retract(self.running[-1])
             schedule.retracted_count += 1
-        max_tier = self._resolved.max_tier(len(schedule.decodes))
+        limits = [request.request.params.max_draft_tokens for request, _ in schedule.decodes]
+        largest_limit = max((limit for limit in limits if limit is not None), default=None)
+        max_tier = self._resolved.max_tier(len(schedule.decodes), None if None in limits else largest_limit)
         schedule.vote = TreeVote(max_tier) if self.outlook is None else self.outlook.vote(schedule.decodes, max_tier)
 
     def publish(self) -> None:

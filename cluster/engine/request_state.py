@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from cluster.batch import RowGrammar, RowPenalties, RowSampling, RowTokens
+from cluster.batch import UNLIMITED_DRAFT, RowGrammar, RowPenalties, RowSampling, RowTokens
 from cluster.config.tree_shape import TreeShape
 from cluster.engine.finish import FinishCheck
 from cluster.engine.request_times import RequestTimes
@@ -58,7 +58,8 @@ class RequestState:
         """The sampling parameters, as an entry of `StepInput`."""
         params = self.request.params
         assert params.seed is not None, "`submit` gives every request a seed"
-        return RowSampling(self.row, params.temperature, params.top_k, params.top_p, params.min_p, params.seed)
+        limit = UNLIMITED_DRAFT if params.max_draft_tokens is None else params.max_draft_tokens
+        return RowSampling(self.row, params.temperature, params.top_k, params.top_p, params.min_p, params.seed, limit)
 
     def penalties(self) -> RowPenalties:
         """The logit adjustments, as an entry of `StepInput`."""

@@ -121,4 +121,6 @@ def mode_of(params_of_requests: Iterable[RequestParams]) -> SamplingMode:
             mode |= SamplingMode.CONSTRAINED.value
         if params.return_tree:
             mode |= SamplingMode.TREES.value
+        if params.max_draft_tokens is not None:
+            mode |= SamplingMode.LIMITED.value
     return SamplingMode(mode)

@@ -1,6 +1,6 @@
 """Measures what each tree costs on this gang, before the first request: the `TreeCosts` by which steps choose trees."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 from cluster.arch.resolve import ResolvedConfig
@@ -26,21 +26,23 @@ The first run of a program is eager and the second is captured, so only the late
 def measure_trees(lockstep: Lockstep, cache: KVCache, resolved: ResolvedConfig) -> TreeCosts:
     """Return the costs of all tiers, the same on every rank. All ranks must call this, with an empty cache.
 
-    The time of a step is that of the slowest rank, in the fastest round. Fewer numbers of decoding requests are
-    measured if a step is slow, as no further number is begun after `MAX_SECONDS`, or if the time of the largest tree
-    already grows nearly as fast as the number: then it goes on like this.
+    The largest tree of every depth and all trees of the largest depth are measured; the other times follow from these
+    (`completed`). The time of a step is that of the slowest rank, in the fastest round. Fewer numbers of decoding
+    requests are measured if a step is slow, as no further number is begun after `MAX_SECONDS`, or if the time of the
+    largest tree already grows nearly as fast as the number: then it goes on like this.
     """
     max_decodes = resolved.settings.max_running_requests
     context = min(MAX_CONTEXT, max_trial_tokens(cache, resolved) // 2)
-    tiers, counts, us_by_count = range(len(resolved.tiers)), list[int](), list[list[int]]()
+    counts, us_by_count, deepest = list[int](), list[list[int]](), resolved.shape.num_steps
+    measured = [t for t, s in enumerate(resolved.tiers) if s.num_steps == deepest or not s.selects_nodes]
     with trial_steps(lockstep, cache, resolved, context) as trial:
         count = 1
         while not counts or (counts[-1] < max_decodes and trial.spent_s < MAX_SECONDS):
             if len(counts) > 1 and us_by_count[-1][-1] > LINEAR_GROWTH * DECODES_FACTOR * us_by_count[-2][-1]:
                 break
             counts.append(min(count, max_decodes))
-            times = _times(trial, [TrialLoad(counts[-1], context, tier=tier) for tier in tiers])
-            us_by_count.append(_without_noise(times, resolved.tiers))
+            times = _times(trial, [TrialLoad(counts[-1], context, tier=tier) for tier in measured])
+            us_by_count.append(completed(dict(zip(measured, times, strict=True)), resolved.tiers))
             count *= DECODES_FACTOR
         # More requests never take less time; a measured time below that of fewer requests is noise.
         us = tuple(tuple(accumulate(times, max)) for times in zip(*us_by_count, strict=True))
@@ -63,6 +65,34 @@ def tree_costs(costs: TreeCosts, resolved: ResolvedConfig) -> tuple[TreeCost, ..
         )
         for shape, times_us in zip(resolved.tiers, costs.us, strict=True)
     )
+
+
+def completed(measured_us: Mapping[int, int], shapes: Sequence[TreeShape]) -> list[int]:
+    """Return the times of all tiers from those of some of them: of the largest tree of every depth, and of all trees of
+    the largest depth. `shapes` are the trees by tier.
+
+    A row of the target takes the same time in trees of all depths. So a smaller tree takes less than the largest one of
+    its depth by what the same rows less save at the largest depth.
+    """
+    deepest = shapes[-1].num_steps
+    points = sorted((s.num_draft_tokens, measured_us[t]) for t, s in enumerate(shapes) if s.num_steps == deepest)
+
+    def target_us(nodes: int) -> float:
+        """Return a time at the largest depth, linear between the measured numbers of nodes and beyond them."""
+        if len(points) == 1:
+            return points[0][1]
+        right = next((i for i, (count, _) in enumerate(points) if i and count >= nodes), len(points) - 1)
+        (low, low_us), (high, high_us) = points[right - 1], points[right]
+        return low_us + (high_us - low_us) * (nodes - low) / (high - low)
+
+    def time_us(tier: int, shape: TreeShape) -> int:
+        if tier in measured_us:
+            return measured_us[tier]
+        largest_us = max(measured_us[t] for t in measured_us if shapes[t].num_steps == shape.num_steps)
+        saved_us = target_us(shape.max_nodes) - target_us(shape.num_draft_tokens)
+        return max(measured_us[0], round(largest_us - max(0.0, saved_us)))
+
+    return _without_noise([time_us(tier, shape) for tier, shape in enumerate(shapes)], shapes)
 
 
 def _without_noise(times_us: Sequence[int], shapes: Sequence[TreeShape]) -> list[int]:

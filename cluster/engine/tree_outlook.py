@@ -1,14 +1,16 @@
 """Estimates how many tokens each tree would give to the running requests, from what the target has accepted so far.
 
-A node of a tree is accepted with a chance that depends on its depth d and on its rank: its place among the nodes of the
-tree in order of score. The best n nodes of a tree are themselves a tree. So one verified tree also shows what each
-smaller tree would have given: the accepted nodes up to the smaller depth whose ranks are below n.
+A node of a tree is accepted with a chance that depends on its depth d and on its rank (`NodeSelection.ranks`): if a
+step verifies N nodes of a tree on average, these are the nodes whose ranks are below N. So one step also shows what
+each smaller tier would have given: the accepted nodes up to the smaller depth whose ranks are below its N. A tier that
+verifies all drafted nodes has them whatever their ranks.
 
 The estimates are conditional: the share of the trees in which the node of depth d was accepted, among those in which
 the node of depth d - 1 was accepted. So shallow trees never bias the estimates of deeper levels. Each request has
 estimates of its own, which forget old trees. They begin with those of all requests of its class (greedy, or sampled).
 
-Legend: R decoding requests, S depth of the largest tree, W the different numbers of nodes of the tiers.
+Legend: R decoding requests, N nodes of a tree that a tier verifies on average, S depth of the largest tree, W the
+different numbers N of the tiers.
 """
 
 from collections.abc import Sequence
@@ -39,6 +41,9 @@ EXPLORED_STEPS = 6
 MAX_SAVED = 2.0
 """The saved time is at most the price of this many explorations."""
 
+ALL_NODES = 1 << 30
+"""The number of nodes of a tier that verifies all drafted nodes: more than any rank."""
+
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
@@ -49,12 +54,9 @@ class TreeOutlook:
     def __init__(self, tiers: Sequence[TreeShape], rows: int, times: TreeTimes, groups: int = 1) -> None:
         """`rows` is the number of table rows of requests. `groups` share the time for exploring."""
         self._times, self._depth = times, max(1, tiers[-1].num_steps)
-        is_chain = tiers[-1].topk == 1
-        # A chain is limited by its depth alone: one width, into which every node fits.
-        node_counts = [tiers[-1].num_draft_tokens] if is_chain else sorted({shape.num_draft_tokens for shape in tiers})
-        self._node_counts = np.array(node_counts)
         self._steps = np.array([shape.num_steps for shape in tiers])
-        self._nodes = np.array([node_counts[0] if is_chain else shape.num_draft_tokens for shape in tiers])
+        self._nodes = np.array([shape.num_draft_tokens if shape.selects_nodes else ALL_NODES for shape in tiers])
+        self._node_counts = node_counts = np.unique(self._nodes)
         self._width_of_tier = np.searchsorted(self._node_counts, self._nodes)
         shape = len(node_counts), self._depth
         self._trials, self._hits = np.zeros((rows, *shape)), np.zeros((rows, *shape))
@@ -151,7 +153,7 @@ class TreeOutlook:
         if not pending:
             return
         rows, tiers = np.array([row for row, _, _ in pending]), np.array([tier for _, tier, _ in pending])
-        ranks = np.full((len(pending), self._depth), np.iinfo(np.int64).max)
+        ranks = np.full((len(pending), self._depth), ALL_NODES)
         for i, (_, _, accepted) in enumerate(pending):
             ranks[i, : len(accepted)] = accepted[: self._depth]
         # `hit` [n, W, S]: the node of this depth was accepted, and a tree of so many nodes has it. `tried`: its parent

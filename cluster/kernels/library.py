@@ -32,6 +32,7 @@ SIGNATURES = {
     "choice": "p",
     "keys": "pppiii",
     "accept": "p",
+    "select": "p",
     "append": "p",
     "continue": "p",
     "bar": "ppppiiiidi",

@@ -67,6 +67,10 @@ class LogitsProcessor:
         """Return the processor of some of the requests."""
         return replace(self, rows=self.rows[requests], path=None if self.path is None else self.path[requests])
 
+    def pick(self, requests: Tensor) -> "LogitsProcessor":
+        """Return the processor of the requests with these numbers, once for each entry of `requests` `[M]`."""
+        return replace(self, rows=self.rows.index_select(0, requests), path=None)
+
     def commit(self, tokens: Tensor, lens: Tensor) -> None:
         """Tell the tables that the first `lens` `[R]` of `tokens` `[R, n]` were generated for these requests."""
         if self.adjustments is not None:

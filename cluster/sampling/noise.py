@@ -147,6 +147,13 @@ class Noise:
             )
         return Noise(keys, self.hashes, self.dtype, cached_values)
 
+    def pick_rows(self, requests: Tensor, position_index: Tensor) -> "Noise":
+        """Return the noise of M rows, as M requests with one position each: row i belongs to request `requests[i]`, and
+        its token has number `position_index[i]` of the m positions.
+        """
+        cached_values = None if self.cached_values is None else self.cached_values[requests, position_index][:, None]
+        return Noise(self.keys[requests, position_index][:, None], self.hashes, self.dtype, cached_values)
+
     def over(self, ids: Tensor, hashes: Tensor) -> "Noise":
         """Return the noise of tokens `ids` `[Vd]` only; `hashes` `[Vd]` are their hashes."""
         if self.cached_values is None:

@@ -15,12 +15,13 @@ class SamplingTable:
     """Sampling parameters by request row, on the device: a step gathers its rows instead of copying from the host."""
 
     def __init__(self, rows: int, dtype: torch.dtype, device: torch.device) -> None:
-        # Columns of `_floats`: inverse temperature, noise scale, top_p, min_p; of `_ints`: top_k, seed.
+        # Columns of `_floats`: inverse temperature, noise scale, top_p, min_p; of `_ints`: top_k, seed, most drafted
+        # tokens. The last number stays 0 in the row of idle requests.
         dtype = at_least_float32(dtype)
         self._floats = torch.zeros(rows, 4, dtype=dtype, device=device)
         self._floats[:, 0] = 1.0
         self._floats[:, 2] = 1.0
-        self._ints = torch.zeros(rows, 2, dtype=torch.int64, device=device)
+        self._ints = torch.zeros(rows, 3, dtype=torch.int64, device=device)
 
     @staticmethod
     def stage(samplings: Iterable[RowSampling], staging: Staging) -> None:
@@ -34,7 +35,7 @@ class SamplingTable:
         for sampling in samplings:
             greedy = sampling.temperature < GREEDY_BELOW
             rows.append(sampling.row)
-            ints += (0 if greedy else sampling.top_k, sampling.seed)
+            ints += (0 if greedy else sampling.top_k, sampling.seed, sampling.max_draft_tokens)
             floats += (
                 (1.0, 0.0, 1.0, 0.0) if greedy else (1.0 / sampling.temperature, 1.0, sampling.top_p, sampling.min_p)
             )
@@ -47,10 +48,11 @@ class SamplingTable:
         rows = staged["sampling rows"]
         floats = staged["sampling floats"].view(torch.float64).view(-1, 4)
         self._floats.index_copy_(0, rows, floats.to(self._floats.dtype))
-        self._ints.index_copy_(0, rows, staged["sampling ints"].view(-1, 2))
+        self._ints.index_copy_(0, rows, staged["sampling ints"].view(-1, 3))
 
     def take(self, rows: Tensor, any_random: bool, any_filtered: bool) -> SamplingBatch:
         """Return the parameters of table rows `rows` `[B]`; `any_random` and `any_filtered` as in `SamplingBatch`."""
         inverse_temperature, noise_scale, top_p, min_p = self._floats.index_select(0, rows).unbind(1)
-        top_k, seeds = self._ints.index_select(0, rows).unbind(1)
-        return SamplingBatch(inverse_temperature, noise_scale, top_k, top_p, min_p, seeds, any_random, any_filtered)
+        top_k, seeds, limits = self._ints.index_select(0, rows).unbind(1)
+        columns = inverse_temperature, noise_scale, top_k, top_p, min_p, seeds
+        return SamplingBatch(*columns, any_random, any_filtered, limits)

@@ -107,6 +107,16 @@ class PhaseSampling:
         noise = None if self.noise is None else self.noise.at(0, positions)
         return SamplingInputs(rows_per_request, self.sampling, noise, noise_index, self._after(path))
 
+    def of_rows(self, requests: Tensor, noise_index: Tensor, path: Tensor | None) -> SamplingInputs:
+        """Return the inputs of M rows as those of M requests with one row each. Row i belongs to request `requests[i]`,
+        and its token has noise number `noise_index[i]`. `path` `[M, 1, D]` as in `at_position`.
+        """
+        noise = None if self.noise is None else self.noise.pick_rows(requests, noise_index)
+        processor = None if self.processor is None else self.processor.pick(requests)
+        if processor is not None and path is not None:
+            processor = processor.after(path)
+        return SamplingInputs(1, self.sampling.pick(requests), noise, None, processor)
+
     def at_position_of_each(self, noise_index: Tensor) -> SamplingInputs:
         """Return the inputs of one row per request, whose token has noise number `noise_index` `[R]`."""
         return SamplingInputs(

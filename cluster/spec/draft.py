@@ -23,7 +23,7 @@ from cluster.spec.extend import extend_attention, extend_input
 from cluster.spec.inputs import EagleDraftExtendInput, EagleDraftInput
 from cluster.spec.levels import Ancestry, gather_by_parent, grow
 from cluster.spec.propose import Ranking, next_draft_input
-from cluster.spec.tree import DraftTree, GrowthFactory, TorchGrowth, chain
+from cluster.spec.tree import DraftTree, GrowthFactory, TorchGrowth, chain, chain_scores
 from cluster.spec.verify import Accepted
 
 
@@ -113,17 +113,19 @@ class EagleDraft:
         same more slowly, because it ranks candidates across levels.
         """
         tokens, hidden = draft_input.topk_index, draft_input.hidden[:, None]
-        path = [draft_input.bonus[:, None], tokens]
+        path, log_probabilities = [draft_input.bonus[:, None], tokens], [draft_input.topk_logprobs]
         for level in range(1, shape.num_steps):
             bits = chain_bits(1, level, tokens.device)
             logits, hidden = run_level(self._runner, batch, level, tokens, hidden, bits)
             # Penalties and grammars need the drafted tokens of the path, without the bonus.
             drafted_path = None if phase_sampling.processor is None else torch.cat(path[1:], 1)[:, None]
-            _, proposals = self._ranking.propose(logits, phase_sampling.at_position(level, 1, drafted_path))
+            level_scores, proposals = self._ranking.propose(logits, phase_sampling.at_position(level, 1, drafted_path))
             # `[R, 1, 1]` -> `[R, 1]`: the one proposal is the next level's row.
             tokens = proposals[:, 0]
             path.append(tokens)
-        return chain(torch.cat(path, 1))
+            log_probabilities.append(level_scores[:, 0])
+        scores = chain_scores(torch.cat(log_probabilities, 1)) if shape.max_nodes else None
+        return chain(torch.cat(path, 1), scores)
 
     def extend(
         self,

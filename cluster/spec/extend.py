@@ -19,12 +19,13 @@ def extend_input(
     batch: Batch, accepted: Accepted, target_hidden: list[Tensor], shape: TreeShape, draft: DraftSpec
 ) -> EagleDraftExtendInput:
     """Return rows `[R (S + 1) + c]`: the row at position p pairs the target's hidden at p with the token at p + 1."""
-    r, n, path_length, device = batch.decodes, shape.num_draft_tokens, shape.num_steps + 1, accepted.bonus.device
+    r, path_length, device = batch.decodes, shape.num_steps + 1, accepted.bonus.device
+    tree_rows = r * shape.num_draft_tokens
     prompt = batch.prompt
-    # Rows of `target_hidden`: node j of request i is row i N + j, and prompt rows follow from row R N on.
-    node_rows = torch.arange(r, device=device)[:, None] * n + accepted.path
+    # Rows of `target_hidden`: those of the trees, then, from row R N on, those of prompts.
     source_rows = with_prompts(
-        node_rows.view(-1), torch.arange(r * n, r * n + prompt.token_ids.shape[0], device=device)
+        accepted.rows_of_path(shape.num_draft_tokens).view(-1),
+        torch.arange(tree_rows, tree_rows + prompt.token_ids.shape[0], device=device),
     )
     positions = batch.seq_lens[:, None] + torch.arange(path_length, device=device)
     # Rows beyond accept_len are computed but not used. The next proposals follow the last committed row of each

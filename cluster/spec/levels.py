@@ -55,7 +55,7 @@ def grow(
             # Penalties and grammars also need the tokens from the root to each row, `[R, K, level]`.
             if path is not None:
                 path = torch.cat([gather_by_parent(path, parent_index), tokens[..., None]], 2)
-    return growth.tree(draft_input.bonus, shape.num_draft_tokens)
+    return growth.tree(draft_input.bonus, shape.drafted_nodes)
 
 
 class Ancestry:

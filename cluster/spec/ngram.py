@@ -11,7 +11,7 @@ from cluster.sampling.sampling_inputs import PhaseSampling, SamplingInputs
 from cluster.spec.draft import NoDraft
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.token_history import TokenHistory
-from cluster.spec.tree import DraftTree, chain
+from cluster.spec.tree import DraftTree, chain, chain_scores
 from cluster.spec.verify import Accepted
 
 
@@ -28,8 +28,9 @@ class NgramDraft(NoDraft):
         bonus = draft_input.bonus[:, None]
         if shape.num_steps == 0:
             return chain(bonus)
-        tokens = self.history.continuations(batch.decode_rows, batch.seq_lens, shape.num_steps)
-        return chain(torch.cat([bonus, tokens], 1))
+        found = self.history.continuations(batch.decode_rows, batch.seq_lens, shape.num_steps)
+        scores = chain_scores(log_chances(found.matched, shape.num_steps)) if shape.max_nodes else None
+        return chain(torch.cat([bonus, found.tokens], 1), scores)
 
     def extend(
         self,
@@ -48,3 +49,14 @@ class NgramDraft(NoDraft):
             lens = torch.ones_like(batch.prompt.final_lens)
             self.history.append(batch.rows[r:], batch.prompt.final_lens, first_tokens, lens)
         return super().extend(batch, accepted, target_hidden, sampling_inputs, shape)
+
+
+def log_chances(matched: Tensor, count: int) -> Tensor:
+    """Return the logarithm of the chance of each of `count` looked-up tokens, given the token before it, `[R, count]`.
+    `matched` `[R]` are the lengths of the matches.
+
+    After a match of m tokens the chance is taken to be m / (m + 1): the share by the rule of succession, if the last m
+    tokens were predicted rightly. Only the order of the chances of different requests matters.
+    """
+    chances = matched / (matched + 1.0)
+    return chances.clamp(min=1e-6).log()[:, None].expand(-1, count)

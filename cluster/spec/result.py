@@ -15,7 +15,7 @@ from cluster.device.timing import Timer
 from cluster.device.transfers import HostCopies
 from cluster.request import StepTree
 from cluster.sampling.sampler import Logprobs, Scores
-from cluster.spec.tree import DraftTree
+from cluster.spec.tree import NO_TOKEN, DraftTree
 from cluster.spec.verify import Accepted
 
 
@@ -52,18 +52,20 @@ class Trees:
     def read(self, request: int, tokens: list[int], drafted_nodes: int) -> StepTree:
         """Return the tree of decoding request number `request`, for which the step committed `tokens`.
 
-        The first `drafted_nodes` nodes are the root and the draft's; a grammar forced the others. Padding is left out.
+        The first `drafted_nodes` nodes are the root and the draft's; a grammar forced the others. Padding and nodes
+        that were not verified are left out.
         """
         values: list[int] = self.packed[request].tolist()
         token_ids, parents, path = values[: self.nodes], values[self.nodes : 2 * self.nodes], values[2 * self.nodes :]
-        # Padding comes last, and each padding node is its own parent.
-        node_count = next((node for node in range(1, self.nodes) if parents[node] == node), self.nodes)
+        # Each padding node is its own parent.
+        kept = [0, *(i for i in range(1, self.nodes) if parents[i] != i and token_ids[i] != NO_TOKEN)]
+        number_of = {node: number for number, node in enumerate(kept)}
         return StepTree(
-            token_ids=tuple(token_ids[:node_count]),
-            parents=tuple(parents[:node_count]),
-            accepted=tuple(path[: len(tokens)]),
+            token_ids=tuple(token_ids[node] for node in kept),
+            parents=tuple(number_of[parents[node]] for node in kept),
+            accepted=tuple(number_of[node] for node in path[: len(tokens)]),
             bonus=tokens[-1],
-            forced=max(0, node_count - drafted_nodes),
+            forced=sum(node >= drafted_nodes for node in kept),
         )
 
 
@@ -77,8 +79,8 @@ class StepOutput:
     and `inputs_checksum` `[0 or 1]`. R is `requests`, S + 1 is `path_length`, F is `final_prompts`, c is `prompt_rows`.
 
     - `tokens`: S + 1 per request, of which the first `accept_len` are committed. The target's scores of the first
-      `finite` tokens are finite. `nodes`: the number of nodes of the tree, without root and padding.
-      `ranks`: S + 1 per request, those of the nodes on the accepted path, as in `DraftTree.ranks`; the first
+      `finite` tokens are finite. `nodes`: the number of verified nodes of the tree, without the root.
+      `ranks`: S + 1 per request, those of the nodes on the accepted path, as in `NodeSelection`; the first
       `accept_len` are valid.
     - `first_tokens`: the token after each finished prompt. `finite_rows`: whether the hidden of each prompt row is
       finite; for the last row of a prompt, whether the score of its first token is finite too.
@@ -109,24 +111,19 @@ class StepOutput:
         scores: Tensor,
         prompts: tuple[Tensor, Tensor, Tensor],
         phases: PhaseTimes,
-        reports_ranks: bool = False,
+        ranks: Tensor | None = None,
     ) -> "StepOutput":
         """Return the output of a step. `scores` `[R, S + 1]` are the target's scores of `accepted.tokens`; `prompts`
-        are (`first_tokens`, `finite_rows`, `inputs_checksum`). With `reports_ranks` it also has ranks, if the tree has
-        scores.
+        are (`first_tokens`, `finite_rows`, `inputs_checksum`). `ranks` `[R, S + 1]` are those of the nodes of the path.
         """
         # x - x is 0 for finite x, else NaN. The running product is 0 from the first score that is not finite on.
         finite = (scores - scores == 0).cumprod(1).sum(1, keepdim=True)
-        node_counts = []
-        if tree.padded:  # the root and padding nodes are their own parents; count the others
-            node_numbers = torch.arange(tree.parents.shape[1], device=tree.parents.device)
-            node_counts = [(tree.parents != node_numbers).sum(1, keepdim=True)]
-        reports_ranks = reports_ranks and tree.scores is not None
-        ranks = [tree.ranks(accepted.path)] if reports_ranks else []
-        request_rows = torch.cat([accepted.tokens, accepted.accept_len[:, None], finite, *node_counts, *ranks], 1)
+        node_counts = tree.node_counts() if tree.padded or tree.masked else None
+        columns = [accepted.tokens, accepted.accept_len[:, None], finite, node_counts, ranks]
+        request_rows = torch.cat([column for column in columns if column is not None], 1)
         sizes = request_rows.shape[0], accepted.tokens.shape[1], prompts[0].shape[0], prompts[1].shape[0]
         packed = torch.cat([request_rows.view(-1), *prompts])
-        return StepOutput(packed, *sizes, phases, tree.padded, reports_ranks)
+        return StepOutput(packed, *sizes, phases, node_counts is not None, ranks is not None)
 
     def map_tensors(self, change: Callable[[Tensor], Tensor]) -> "StepOutput":
         """Return a copy with `change` applied to each tensor, always in the same order."""
@@ -170,8 +167,8 @@ class StepOutput:
         return row[:path_length], row[path_length], row[path_length + 1], row[-1] if self.has_node_counts else None
 
     def accepted_ranks(self, request: int, accept_len: int) -> Sequence[int]:
-        """Return the ranks of the accepted nodes of a decoding request, without the root. In a chain they are the
-        depths. `accept_len` is as in `decode_result`.
+        """Return the ranks of the accepted nodes of a decoding request, without the root. If requests do not share
+        rows, they are the depths. `accept_len` is as in `decode_result`.
         """
         if not self.has_ranks:
             return range(1, accept_len)

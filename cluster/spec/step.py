@@ -9,7 +9,7 @@ included), H hidden. Decoding requests come before finished prompts, and tree ro
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -27,14 +27,16 @@ from cluster.sampling.parameters import SamplingTable
 from cluster.sampling.sampler import Scores, choose, logprobs, scores
 from cluster.sampling.sampling_inputs import PhaseSampling, SamplingInputs, checksum
 from cluster.sampling.torch_sampler import Sampler
+from cluster.spec.backend import TreeBackend
 from cluster.spec.compact import compact
 from cluster.spec.draft import CanRest, Draft, NoDraft
 from cluster.spec.forced import add_forced_nodes
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.result import PhaseTimes, StepOutput, Trees
+from cluster.spec.row_budget import TargetRows, limit_drafts
 from cluster.spec.token_history import TokenHistory
 from cluster.spec.tree import DraftTree
-from cluster.spec.verify import Accept, Accepted
+from cluster.spec.verify import Accepted
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +64,13 @@ class Step:
         tables: RequestTables,
         enter_phase: Callable[[str], None],
         sampler: Sampler,
-        accept: Accept,
+        trees: TreeBackend,
     ) -> None:
-        """`enter_phase` is called with the name of a phase when the phase begins. `accept` finds the accepted path."""
-        self._target, self._draft, self._sampler, self._accept = target, draft, sampler, accept
+        """`enter_phase` is called with the name of a phase when the phase begins."""
+        self._target, self._draft, self._sampler = target, draft, sampler
+        self._accept, self._select_nodes = trees.accept, trees.select_nodes
         self._table, self.logits_tables, self.draft_inputs = tables.pages, tables.logits_tables, tables.draft_inputs
         self.enter_phase = enter_phase
-        self.reports_ranks = False
-        """Whether results have the ranks of accepted nodes, if trees have ranks."""
         self._ids, self._timer = target.model.token_ids, timer_of(self.draft_inputs.bonus.device)
 
     @torch.inference_mode()
@@ -77,9 +78,9 @@ class Step:
         """Run the step and return its results. It commits at least one token for each of the R decoding requests, and
         the first token for each finished prompt.
         """
-        r, s, n = batch.decodes, shape.num_steps, shape.num_draft_tokens
+        r, s, m = batch.decodes, shape.num_steps, batch.decodes * shape.num_draft_tokens
         times = [self._timer.now()]
-        # Draft: grow a tree `[R, N]` per request; node 0 (the root) is the bonus token of the last step.
+        # Draft: grow a tree `[R, n]` per request; node 0 (the root) is the bonus token of the last step.
         self.enter_phase("draft")
         phase_sampling = self._phase_sampling(batch, s)
         decode_sampling, final_sampling = phase_sampling.narrow(0, r), phase_sampling.narrow(r, batch.rows.shape[0])
@@ -87,27 +88,25 @@ class Step:
         # Add nodes for tokens that a grammar forces; they need no draft forward.
         if shape.forced_nodes and decode_sampling.processor is not None:
             tree = add_forced_nodes(tree, shape, decode_sampling.processor)
+        target_rows, ranks = self._select(batch, tree, shape)
         times.append(self._timer.now())
 
-        # Target: one forward over all R N tree rows and c prompt rows. The mask of a plain chain is a constant.
+        # Target: one forward over all M = R N tree rows and c prompt rows. The mask of a plain chain is a constant.
         self.enter_phase("target")
         is_chain = shape.topk == 1 and not shape.forced_nodes
-        hidden, aux_hidden, logits = self._forward(batch, tree, is_chain)
-        # A node at depth d chooses the token at position seq_len + 1 + d, so it has the noise number d of its request.
-        # In a chain node i has depth i: `noise_index` None says that node i has noise number i.
-        noise_index, paths = None if is_chain else tree.depths, tree.paths(s) if decode_sampling.processor else None
-        sampling_inputs = decode_sampling.along_positions(n, s + 1, noise_index, paths), final_sampling.at_position(0)
+        hidden, aux_hidden, logits = self._forward(batch, tree, target_rows, is_chain)
+        tree_sampling = self._tree_sampling(decode_sampling, tree, target_rows, s, is_chain)
+        sampling_inputs = tree_sampling, final_sampling.at_position(0)
         next_tokens, token_scores = choose(logits, sampling_inputs, self._sampler)
-        # `next_tokens` `[R N + F]` are the tokens chosen after each tree node, then after each finished prompt
+        # `next_tokens` `[M + F]` are the tokens chosen after each tree node, then after each finished prompt
         # (`first_tokens` `[F]`); `token_scores` are their scores. `finite_rows` `[c]` says which prompt rows are
         # finite.
-        first_tokens, finite_rows = (
-            next_tokens[r * n :],
-            _finite_rows(batch.prompt, hidden[r * n :], token_scores[r * n :]),
-        )
-        accepted = self._accept(tree, next_tokens[: r * n].view(r, n), first_tokens, s)
+        first_tokens, finite_rows = next_tokens[m:], _finite_rows(batch.prompt, hidden[m:], token_scores[m:])
+        tree = self._acceptable(batch, tree, target_rows)
+        accepted = self._accept(tree, target_rows.spread(next_tokens[:m]), first_tokens, s)
+        accepted = replace(accepted, target_rows=target_rows)
         # From here on `token_scores` `[R, S + 1]` are the scores of `accepted.tokens`.
-        token_scores = token_scores[: r * n].view(r, n).gather(1, accepted.path)
+        token_scores = target_rows.spread(token_scores[:m]).gather(1, accepted.path)
         # Move the KV rows of the accepted path to the front of the window. In a chain they are there already.
         if not is_chain:
             compact(self._target.pool, batch.window, accepted.path)
@@ -124,12 +123,12 @@ class Step:
         # New lengths: seq_len + accept_len of a decoding request, the prompt length of a finished prompt. The bonus is
         # not counted: the next step writes its KV.
         self._table.commit(batch.rows, with_prompts(batch.seq_lens + accepted.accept_len, batch.prompt.final_lens))
-        # Node j of request i is row i N + j of the logits; log-probabilities are reported along the accepted path.
+        # Log-probabilities are reported along the accepted path.
         output_logprobs = None
         if SamplingMode.LOGPROBS in batch.mode:
-            node_rows = torch.arange(r, device=next_tokens.device)[:, None] * n + accepted.path
             rows = with_prompts(
-                node_rows.view(-1), torch.arange(r * n, next_tokens.shape[0], device=next_tokens.device)
+                target_rows.of(accepted.path).view(-1),
+                torch.arange(m, next_tokens.shape[0], device=next_tokens.device),
             )
             output_logprobs = logprobs(
                 logits, rows, with_prompts(accepted.tokens.view(-1), first_tokens), self._sampler
@@ -140,8 +139,8 @@ class Step:
         inputs_checksum = first_tokens[:0]
         if phase_sampling.noise is not None and logits.shards is not None:
             is_real = batch.rows != self._table.idle_row
-            inputs_checksum = checksum(sampling_inputs, (is_real[:r], is_real[r:]))
-        prompt_scores = None if batch.scored is None else self._scores(batch.prompt, batch.scored, hidden[r * n :])
+            inputs_checksum = checksum(sampling_inputs, (target_rows.by_request(is_real[:r]), is_real[r:]))
+        prompt_scores = None if batch.scored is None else self._scores(batch.prompt, batch.scored, hidden[m:])
         times.append(self._timer.now())
         output = StepOutput.of(
             tree,
@@ -149,7 +148,7 @@ class Step:
             token_scores,
             (first_tokens, finite_rows, inputs_checksum),
             PhaseTimes(self._timer, times),
-            self.reports_ranks,
+            None if ranks is None else ranks.gather(1, accepted.path),
         )
         output.logprobs, output.scores = output_logprobs, prompt_scores
         if SamplingMode.TREES in batch.mode:
@@ -226,21 +225,56 @@ class Step:
     def _has_draft(self) -> bool:
         return not isinstance(self._draft, NoDraft)
 
-    def _forward(self, batch: Batch, tree: DraftTree, is_chain: bool) -> tuple[Tensor, list[Tensor], ShardedLogits]:
-        """Run the target over tree rows `[R N]` and prompt rows `[c]`; return hidden and aux hidden of all rows, and
-        the logits of the tree rows and of the F last prompt rows. If `is_chain`, node i sees nodes 0 to i.
+    def _select(self, batch: Batch, tree: DraftTree, shape: TreeShape) -> tuple[TargetRows, Tensor | None]:
+        """Return the nodes to verify as rows of the target's forward, and the ranks `[R, n]` of all nodes
+        (`NodeSelection`). There are no ranks if requests do not share rows.
         """
-        r, n, prompt = batch.decodes, tree.tokens.shape[1], batch.prompt
+        requests, nodes = tree.tokens.shape
+        if not shape.max_nodes or tree.scores is None or batch.sampling.draft_limits is None:
+            return TargetRows(requests, nodes), None
+        limits = batch.sampling.draft_limits[:requests]
+        selection = self._select_nodes(tree.scores, tree.depths, limits, requests * shape.num_draft_tokens)
+        return TargetRows(requests, nodes, selection if shape.selects_nodes else None), selection.ranks
+
+    def _acceptable(self, batch: Batch, tree: DraftTree, target_rows: TargetRows) -> DraftTree:
+        """Return the tree with `NO_TOKEN` in place of tokens that must not be accepted: those of nodes that are not
+        verified, and those beyond the limits of requests.
+        """
+        if SamplingMode.LIMITED in batch.mode and batch.sampling.draft_limits is not None:
+            tree = limit_drafts(tree, batch.sampling.draft_limits[: batch.decodes])
+        return target_rows.without_others(tree)
+
+    def _tree_sampling(
+        self, decode_sampling: PhaseSampling, tree: DraftTree, target_rows: TargetRows, num_steps: int, is_chain: bool
+    ) -> SamplingInputs:
+        """Return the sampling inputs of the tree rows. A node at depth d chooses the token at position seq_len + 1 + d,
+        so it has the noise number d of its request.
+        """
+        paths = tree.paths(num_steps) if decode_sampling.processor else None
+        if target_rows.requests is not None:
+            paths = None if paths is None else target_rows.take(paths)[:, None]
+            return decode_sampling.of_rows(target_rows.requests, target_rows.take(tree.depths), paths)
+        # In a chain node i has depth i: `noise_index` None says that node i has noise number i.
+        noise_index = None if is_chain else tree.depths
+        return decode_sampling.along_positions(tree.tokens.shape[1], num_steps + 1, noise_index, paths)
+
+    def _forward(
+        self, batch: Batch, tree: DraftTree, target_rows: TargetRows, is_chain: bool
+    ) -> tuple[Tensor, list[Tensor], ShardedLogits]:
+        """Run the target over tree rows `[M]` and prompt rows `[c]`; return hidden and aux hidden of all rows, and the
+        logits of the tree rows and of the F last prompt rows. If `is_chain`, node i sees nodes 0 to i.
+        """
+        n, m, prompt = tree.tokens.shape[1], target_rows.count, batch.prompt
         bits = chain_bits(n, n, tree.tokens.device) if is_chain else pack_bits(tree.ancestors)
-        written_slots = with_prompts(batch.window[:, :n].reshape(-1), prompt.write)
-        tokens = with_prompts(tree.tokens.reshape(-1), prompt.token_ids)
         # Node j writes window slot j, but its position is seq_len + depth: siblings share a position, not a slot.
-        positions = with_prompts((batch.seq_lens[:, None] + tree.depths).view(-1), prompt.positions)
-        attention = AttentionMetadata(written_slots, batch.tree(bits, n), prompt.text)
+        written_slots = with_prompts(target_rows.take(batch.window[:, :n]), prompt.write)
+        tokens = with_prompts(target_rows.take(tree.tokens), prompt.token_ids)
+        positions = with_prompts(target_rows.take(batch.seq_lens[:, None] + tree.depths), prompt.positions)
+        attention = AttentionMetadata(written_slots, target_rows.tree(batch, bits), prompt.text)
         hidden, aux_hidden = self._target.forward(tokens, positions, attention)
         if not prompt.token_ids.shape[0]:
             return hidden, aux_hidden, self._target.logits(hidden)
-        logit_rows = torch.cat([torch.arange(r * n, device=written_slots.device), prompt.final_rows + r * n])
+        logit_rows = torch.cat([torch.arange(m, device=written_slots.device), prompt.final_rows + m])
         return hidden, aux_hidden, self._target.logits(hidden.index_select(0, logit_rows))
 
 

@@ -8,7 +8,7 @@ Legend: R requests, S proposed tokens of each, L the positions that are kept.
 
 from collections.abc import Mapping
 from ctypes import Structure, byref, c_int64, c_void_p
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +24,13 @@ LONGEST_MATCH, SHORTEST_MATCH = 16, 2
 """A longer match than the first is not preferred; a shorter one than the second does not count."""
 
 
+class Continuations(NamedTuple):
+    """What may follow: `tokens` `[R, count]`, and `matched` `[R]`, the length of the match before them."""
+
+    tokens: Tensor
+    matched: Tensor
+
+
 class Lookup(Protocol):
     """Appends to histories and looks up what followed. `history` `[rows, L]` int32 has the tokens of each table row."""
 
@@ -33,12 +40,12 @@ class Lookup(Protocol):
         """
         ...
 
-    def continuations(self, history: Tensor, rows: Tensor, lasts: Tensor, count: int) -> Tensor:
-        """Return `count` tokens `[R, count]` that may follow the token at position `lasts` `[R]`.
+    def continuations(self, history: Tensor, rows: Tensor, lasts: Tensor, count: int) -> Continuations:
+        """Return `count` tokens that may follow the token at position `lasts` `[R]`.
 
         Of all earlier positions, it takes the one before which the most tokens, at most `LONGEST_MATCH`, equal the last
         tokens of the request; of several, the latest. The result are the tokens after it, repeated where they reach the
-        end. Without a match of `SHORTEST_MATCH` tokens, the result is the last token, repeated.
+        end. Without a match of `SHORTEST_MATCH` tokens, the result is the last token, repeated, and `matched` is 0.
         """
         ...
 
@@ -59,7 +66,7 @@ class TorchLookup:
         changes = torch.where(is_written, tokens.to(history.dtype) - old_tokens, 0)
         history.index_put_((rows[:, None], positions), changes, accumulate=True)
 
-    def continuations(self, history: Tensor, rows: Tensor, lasts: Tensor, count: int) -> Tensor:
+    def continuations(self, history: Tensor, rows: Tensor, lasts: Tensor, count: int) -> Continuations:
         """Look up tokens; see `Lookup.continuations`."""
         width, device = history.shape[1], history.device
         texts, lasts = history.index_select(0, rows), lasts.clamp(max=width - 1)
@@ -74,10 +81,12 @@ class TorchLookup:
             matching += equal
         # The latest of the longest matches: lengths are compared first, then positions.
         best = (matching.long() * width + positions).masked_fill_(positions >= lasts[:, None], -1).max(1)
-        found = torch.where(best.values >= SHORTEST_MATCH * width, best.indices, lasts - 1)
+        is_match = best.values >= SHORTEST_MATCH * width
+        found = torch.where(is_match, best.indices, lasts - 1)
         period = (lasts - found)[:, None]
         places = found[:, None] + 1 + torch.arange(count, device=device) % period
-        return texts.gather(1, torch.where(lasts[:, None] > 0, places, 0)).long()
+        tokens = texts.gather(1, torch.where(lasts[:, None] > 0, places, 0)).long()
+        return Continuations(tokens, torch.where(is_match, best.values.div(width, rounding_mode="floor"), 0))
 
 
 class _AppendStruct(Structure):
@@ -89,7 +98,7 @@ class _AppendStruct(Structure):
 
 class _ContinueStruct(Structure):
     _fields_ = (
-        *((name, c_void_p) for name in ("history", "rows", "lasts", "tokens")),
+        *((name, c_void_p) for name in ("history", "rows", "lasts", "tokens", "matched")),
         *((name, c_int64) for name in ("requests", "wide", "width", "longest", "shortest")),
     )
 
@@ -110,15 +119,16 @@ class CLookup:
         struct.lens, struct.tokens = lens.data_ptr(), tokens.data_ptr()
         native(self._append, byref(struct))
 
-    def continuations(self, history: Tensor, rows: Tensor, lasts: Tensor, count: int) -> Tensor:
+    def continuations(self, history: Tensor, rows: Tensor, lasts: Tensor, count: int) -> Continuations:
         """Look up tokens; see `Lookup.continuations`."""
         rows, lasts, tokens = rows.contiguous(), lasts.contiguous(), rows.new_empty(rows.shape[0], count)
+        matched = torch.empty_like(rows)
         struct = _ContinueStruct(requests=rows.shape[0], wide=count, width=history.shape[1])
         struct.longest, struct.shortest = LONGEST_MATCH, SHORTEST_MATCH
         struct.history, struct.rows = history.data_ptr(), rows.data_ptr()
-        struct.lasts, struct.tokens = lasts.data_ptr(), tokens.data_ptr()
+        struct.lasts, struct.tokens, struct.matched = lasts.data_ptr(), tokens.data_ptr(), matched.data_ptr()
         native(self._continue, byref(struct))
-        return tokens
+        return Continuations(tokens, matched)
 
 
 class TokenHistory:
@@ -144,6 +154,6 @@ class TokenHistory:
         """Write the first `lens` `[R]` of `tokens` `[R, n]`, from position `starts` `[R]` on."""
         self._lookup.append(self.tokens, rows, starts, tokens, lens)
 
-    def continuations(self, rows: Tensor, lasts: Tensor, count: int) -> Tensor:
-        """Return `count` tokens `[R, count]` that may follow the token at position `lasts` `[R]`."""
+    def continuations(self, rows: Tensor, lasts: Tensor, count: int) -> Continuations:
+        """Return `count` tokens that may follow the token at position `lasts` `[R]`; see `Lookup.continuations`."""
         return self._lookup.continuations(self.tokens, rows, lasts, count)

@@ -10,6 +10,7 @@ from functools import cache
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from cluster.sampling.noise import at_least_float32
@@ -20,6 +21,10 @@ among the best N - 1, its parent is among them too, even with ties."""
 FLOOR = -30.0  # lower log-probabilities count as this; so float32 does not round DECAY away at depths up to 16
 
 
+NO_TOKEN = -1
+"""The token of a node that must not be accepted: the target never chooses it."""
+
+
 @dataclass(frozen=True, slots=True)
 class DraftTree:
     """R trees: `tokens`, `parents`, `depths` `[R, N]`; the root is its own parent. `ancestors` `[R, N, N]`: entry
@@ -27,7 +32,8 @@ class DraftTree:
 
     Parents come before their children. If `padded`, some nodes are padding. A padding node is its own parent. So it is
     not below the root, and never on an accepted path. `scores` `[R, N]` are the cumulative scores by which the draft
-    chose the nodes, with 0 for the root; a chain has none, and a tree with forced nodes has none.
+    chose the nodes, with 0 for the root. A tree with forced nodes has none, and a chain has them only if the requests
+    of the step share its rows. If `masked`, nodes that must not be accepted have the token `NO_TOKEN`.
     """
 
     tokens: Tensor
@@ -36,13 +42,12 @@ class DraftTree:
     ancestors: Tensor
     padded: bool = False
     scores: Tensor | None = None
+    masked: bool = False
 
-    def ranks(self, path: Tensor) -> Tensor:
-        """Return the ranks of the nodes `path` `[R, P]`, in order of score from the root's, 0, to N - 1. The tree of
-        the n best nodes has the nodes whose ranks are below n.
-        """
-        assert self.scores is not None, "only drafted trees have scores"
-        return (self.scores[:, None] > self.scores.gather(1, path)[..., None]).sum(2)
+    def node_counts(self) -> Tensor:
+        """Return how many nodes of each tree may be accepted, `[R, 1]`: without the root, padding and masked nodes."""
+        node_numbers = torch.arange(self.parents.shape[1], device=self.parents.device)
+        return ((self.parents != node_numbers) & (self.tokens != NO_TOKEN)).sum(1, keepdim=True)
 
     def paths(self, max_depth: int) -> Tensor:
         """Return for each node the tokens on its path, `[R, N, max_depth]`, padded with -1. A path begins after the
@@ -183,11 +188,16 @@ def ancestors_of(parents: Tensor, depth: int) -> Tensor:
     return mask
 
 
-def chain(tokens: Tensor) -> DraftTree:
+def chain(tokens: Tensor, scores: Tensor | None = None) -> DraftTree:
     """Return trees of one branch: `tokens` `[R, N]`, root first. At topk 1 `best_tree` gives the same, more slowly."""
     r, n = tokens.shape
     parents, depths, ancestors = _chain_tensors(n, tokens.device)
-    return DraftTree(tokens, parents.expand(r, n), depths.expand(r, n), ancestors.expand(r, n, n))
+    return DraftTree(tokens, parents.expand(r, n), depths.expand(r, n), ancestors.expand(r, n, n), scores=scores)
+
+
+def chain_scores(log_probabilities: Tensor) -> Tensor:
+    """Return the cumulative scores `[R, S + 1]` of chains, from the log-probabilities `[R, S]` of their tokens."""
+    return F.pad(clamp_log_probabilities(log_probabilities).cumsum(1), (1, 0))
 
 
 @cache  # never freed: captured CUDA graphs read these tensors

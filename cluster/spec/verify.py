@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cluster.batch import with_prompts
+from cluster.spec.row_budget import TargetRows
 from cluster.spec.tree import DraftTree
 
 
@@ -21,12 +22,18 @@ class Accepted:
     `path` `[R, S + 1]`: node numbers from the root on, 0 beyond the path. `tokens` `[R, S + 1]`: the target's choice
     after each of these nodes. `accept_len` `[R]`: how many of `tokens` are committed, the bonus included, at least 1.
     `bonus` `[B]`: the last committed token of each request, then the first token after each finished prompt.
+    `target_rows` are the rows of the target's forward; if it is None, these are all nodes.
     """
 
     path: Tensor
     tokens: Tensor
     accept_len: Tensor
     bonus: Tensor
+    target_rows: TargetRows | None = None
+
+    def rows_of_path(self, nodes: int) -> Tensor:
+        """Return the rows `[R, S + 1]` of the path in the target's forward. Each tree has `nodes` nodes."""
+        return (self.target_rows or TargetRows(self.path.shape[0], nodes)).of(self.path)
 
     def without_decodes(self) -> "Accepted":
         """Return only what belongs to finished prompts."""

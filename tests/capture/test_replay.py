@@ -173,8 +173,10 @@ def test_replay_of_adaptive_trees_and_resting_drafts_equals_the_eager_step(
 ) -> None:
     config = adaptive(config_of(*tiny_pair(), topk, 2, page_size=4, chunked_prefill_size=9))
     plain_outputs = outputs_of_requests(build_engine(config_of(tiny_pair()[0])), PARAMS[sampling])
-    last_tier = len(ResolvedSettings.from_settings(config).tiers) - 1
-    pattern = [0, 0, 0, 0, last_tier, last_tier, 1, 1]  # the first step after the rest is the one in which it wakes
+    tiers = ResolvedSettings.from_settings(config).tiers
+    last_tier, selecting_tier = len(tiers) - 1, max(tier for tier, shape in enumerate(tiers) if shape.selects_nodes)
+    # The first step after the rest is the one in which the draft wakes.
+    pattern = [0, 0, 0, 0, last_tier, last_tier, 1, 1, selecting_tier, selecting_tier]
     engine = engine_with_trees(lambda: build_engine(config.model_copy(update={"capture": "on"})), cycle(pattern))
     comparison = ReplayComparison(monkeypatch, engine)
     outputs = outputs_of_requests(engine, PARAMS[sampling])
@@ -185,6 +187,7 @@ def test_replay_of_adaptive_trees_and_resting_drafts_equals_the_eager_step(
         (0, ExtendMode.NOTHING),
         (0, ExtendMode.MISSED),
         (1, ExtendMode.ACCEPTED),
+        (selecting_tier, ExtendMode.ACCEPTED),
         (last_tier, ExtendMode.ACCEPTED),
     }
 

@@ -150,6 +150,21 @@ def test_step_of_a_resting_draft_reads_no_device_value(extend_mode: ExtendMode, 
         assert output.has_ranks == (tier > 0) and output.packed.device == torch.device(DEVICE_NAME, 0)
 
 
+@pytest.mark.parametrize("has_prompts", [False, True])
+@pytest.mark.parametrize("topk", [1, 3])
+def test_step_that_selects_nodes_reads_no_device_value(topk: int, has_prompts: bool) -> None:
+    config = adaptive(config_of(*tiny_pair(), topk, 2, attention_backend="torch"))
+    engine = engine_with_trees(lambda: build_engine(config), [])
+    programs, shapes = engine._parts.lockstep.programs, engine._parts.resolved.tiers
+    tier = max(tier for tier, shape in enumerate(shapes) if shape.selects_nodes)
+    for mode in (SamplingMode(0), SamplingMode.RANDOM | SamplingMode.FILTERED | SamplingMode.LOGPROBS):
+        with simulated(engine):
+            step_input = StepInput(decodes=DECODES, chunks=PROMPTS if has_prompts else (), **STEP_INPUT_CHANGES)
+            key = ProgramKey(tier, 0, int(mode), ())
+            output = programs._run(programs.assembler.send(step_input, 0), key, shapes[tier])
+            assert output.has_ranks and output.has_node_counts
+
+
 @pytest.mark.parametrize("num_steps", [0, 4])
 def test_step_of_ngram_speculation_reads_no_device_value(num_steps: int) -> None:
     config = config_of(

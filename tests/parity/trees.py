@@ -47,4 +47,4 @@ def engine_with_trees(build: Callable[[], Engine], tiers: Iterable[int]) -> Engi
 def engine_with_random_trees(build: Callable[[], Engine], seed: int) -> Engine:
     """Return the engine that `build` makes; each step chooses a random tier, every third time none."""
     random = Random(seed)
-    return engine_with_trees(build, iter(lambda: random.choice((0, random.randrange(64) % 8, 64)), -1))
+    return engine_with_trees(build, iter(lambda: random.choice((0, random.randrange(16), 64)), -1))

@@ -5,11 +5,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Self
 
-from pydantic import BeforeValidator, ConfigDict, FailFast, Field, PlainValidator
+from pydantic import BeforeValidator, FailFast, Field, PlainValidator
 
 from cluster.api.core.errors import ApiError, invalid_value, truncated_repr
 from cluster.api.core.fields import StrictModel, Text, list_of_prompts, list_of_stops, require
 from cluster.api.core.limits import ModelInfo, RequestLimits
+from cluster.api.core.options import Speculation, StreamOptions
 from cluster.request import GREEDY_BELOW, TOKEN_COUNT_LIMIT, LogitAdjustments, RequestParams, signed_seed
 from cluster.tokenizer.tokenizer import TextTokenizer
 
@@ -103,19 +104,6 @@ def check_model(model: ModelInfo, requested_model: str | None) -> None:
         raise ApiError(message, status=404, param="model", code="model_not_found")
 
 
-class StreamOptions(StrictModel):
-    """`stream_options`. `continuous_usage_stats` puts the usage so far into every chunk. `include_obfuscation` asks for
-    padding that hides the length of a chunk. It is accepted and does nothing: the number of tokens in a step reveals
-    more than the length.
-    """
-
-    model_config = ConfigDict(extra="forbid")
-
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
-    include_obfuscation: bool = False
-
-
 def context_exceeded_message(model: ModelInfo, prompt_tokens: int, output_tokens: int) -> str:
     """Return the message for a request of `prompt_tokens` + `output_tokens` tokens, which does not fit. Clients search
     the message for known sentences. LiteLLM searches for OpenAI's sentence. Anthropic's clients search for two
@@ -172,6 +160,7 @@ class GenerationFields(PenaltyFields):
     prompt_logprobs: int | None = Field(default=None, ge=0)
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1, json_schema_extra={"not": {"const": 0}})
     return_tree: bool = False
+    speculation: Speculation | None = None
     routed_dp_rank: int | None = Field(default=None, ge=0)
     request_id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._:-]{1,64}$")
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
@@ -303,7 +292,14 @@ class GenerationFields(PenaltyFields):
             logprobs=self.requested_top_logprobs(),
             prompt_logprobs=self.requested_prompt_logprobs(),
             return_tree=self.return_tree,
+            max_draft_tokens=self._max_draft_tokens,
         )
+
+    @property
+    def _max_draft_tokens(self) -> int | None:
+        if self.speculation is None:
+            return None
+        return self.speculation.max_draft_tokens if self.speculation.enabled else 0
 
     def seed_of(self, sample: int) -> int | None:
         """Return the seed of output number `sample` of a prompt. Output 0 has the request's seed; others have derived

@@ -16,7 +16,7 @@ from cluster.api.core.limits import RequestLimits
 from cluster.api.core.service import ServedModel
 
 SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "seed", "stop_token_ids", "ignore_eos")
-OTHER_FIELDS = ("stop", "include_stop_str_in_output", "routed_dp_rank", "request_id", "cache_salt")
+OTHER_FIELDS = ("stop", "include_stop_str_in_output", "routed_dp_rank", "request_id", "cache_salt", "speculation")
 CHAT_FIELDS = ("chat_template_kwargs", "include_reasoning", "separate_reasoning")
 CONSTRAINT_FIELDS = ("structured_outputs", *constraints.TOP_LEVEL_KINDS)
 EXTENSIONS = frozenset({*PenaltyFields.model_fields, *CONSTRAINT_FIELDS, *SAMPLING_FIELDS, *OTHER_FIELDS, *CHAT_FIELDS})

@@ -8,8 +8,9 @@ from typing import Any, ClassVar
 from cluster.api.core.adapter import CoreRequest, GenerateCall, read_checked_request
 from cluster.api.core.conversation import ChatRequest
 from cluster.api.core.errors import ApiError
-from cluster.api.core.generation import CompletionRequest, StreamOptions
+from cluster.api.core.generation import CompletionRequest
 from cluster.api.core.limits import RequestLimits
+from cluster.api.core.options import StreamOptions
 from cluster.api.core.sequences import Delta, OutputSequence, join_deltas, sequence_usage, speculation_metrics, usage
 from cluster.api.core.service import ServedModel
 from cluster.api.core.wire import DONE_EVENT, KEEP_ALIVE

@@ -180,6 +180,18 @@ static int64_t add(const struct aerie_attend *a, struct task *tasks, int64_t at,
     return at;
 }
 
+/* The number of consecutive entries of the tree, from `i` on, that are single rows of one request. They form one task, so
+ * that their cells are read once.
+ */
+static int64_t same_request(const struct aerie_attend *a, int64_t i)
+{
+    int64_t count = 1;
+    if (a->each != 1 || a->bits_stride != a->words) return 1;
+    while (i + count < a->requests && a->tree_rows[i + count] == a->tree_rows[i] && a->tree_lens[i + count] == a->tree_lens[i])
+        count++;
+    return count;
+}
+
 void NAMED(aerie_attend)(const struct aerie_attend *a)
 {
     int64_t repeat = a->heads / a->kv_heads, tile = larger(1, TILE / repeat), most = larger(1, 4 * TILE / repeat), room = 0;
@@ -191,8 +203,9 @@ void NAMED(aerie_attend)(const struct aerie_attend *a)
     struct turns *turns = calloc(sizeof *turns, a->threads + 1);
     if (!bad || !tasks || !turns) abort();
     int64_t count = 0, text = a->requests * a->each;
-    for (int64_t i = 0; i < a->requests; i++) {
-        struct task t = {.table = a->tree_rows[i], .start = a->tree_lens[i], .row = i * a->each, .count = a->each,
+    for (int64_t i = 0, same; i < a->requests; i += same) {
+        same = same_request(a, i);
+        struct task t = {.table = a->tree_rows[i], .start = a->tree_lens[i], .row = i * a->each, .count = same * a->each,
                          .bits = a->bits + i * a->bits_stride, .splits = 1};
         count = add(a, tasks, count, t, most);
     }

@@ -25,6 +25,7 @@ struct aerie_continue {
     const int64_t *rows;    /* [requests], table rows */
     const int64_t *lasts;   /* [requests], position of the last token */
     int64_t *tokens;        /* [requests, wide], the result */
+    int64_t *matched;       /* [requests], the length of each match, 0 if there is none */
     int64_t requests, wide, width, longest, shortest;
 };
 
@@ -43,7 +44,8 @@ void NAMED(aerie_continue)(const struct aerie_continue *a)
             while (length < a->longest && length <= p && history[p - length] == history[last - length]) length++;
             if (length > best) best = length, found = p;
         }
-        if (best < a->shortest) found = last - 1;
+        if (best < a->shortest) found = last - 1, best = 0;
+        a->matched[r] = best;
         int64_t period = last - found;
         for (int64_t j = 0; j < a->wide; j++)
             a->tokens[r * a->wide + j] = history[last > 0 ? found + 1 + j % period : 0];

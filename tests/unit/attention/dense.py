@@ -42,7 +42,8 @@ class Case:
 
     `sunk`: there are attention sinks. `window`: the sliding window of the layer. `first`: as in
     `AttentionMetadata`. `d`, `values`: head dimensions of keys and of values. `latent`: cells of latent attention.
-    `fp8`: the cache is in FP8, and the expected output uses the rounded values in the cache.
+    `fp8`: the cache is in FP8, and the expected output uses the rounded values in the cache. `single_rows`: attention
+    gets each tree row as a request with one row, as if nodes had been selected (`spec/row_budget.py`).
     """
 
     heads: int
@@ -60,6 +61,7 @@ class Case:
     seed: int = 0
     d: int = 8
     fp8: bool = False
+    single_rows: bool = False
     values: int = field(init=False)
     slots: list[list[int]] = field(init=False)
     """The slot of each position of each request."""
@@ -144,7 +146,11 @@ class Case:
     def attention_metadata(self) -> AttentionMetadata:
         requests, n, lengths = len(self.committed), len(self.parents), [stop - start for start, stop in self.chunks]
         lens = torch.tensor(self.committed, dtype=torch.int64)
-        tree = TreeRows(torch.arange(requests), lens, pack_bits(self.ancestors[None]), n)
+        rows, bits = torch.arange(requests), pack_bits(self.ancestors[None])
+        tree = TreeRows(rows, lens, bits, n)
+        if self.single_rows:
+            single_bits = bits.expand(requests, -1, -1).reshape(requests * n, 1, -1)
+            tree = TreeRows(rows.repeat_interleave(n), lens.repeat_interleave(n), single_bits, n)
         prompt_rows = PromptRows(
             torch.arange(requests, requests + len(lengths)),
             torch.tensor([start for start, _ in self.chunks], dtype=torch.int64),

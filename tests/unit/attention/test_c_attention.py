@@ -128,10 +128,13 @@ def test_row_has_same_bits_in_prompt_chunk_chain_tree_and_single_decode(
                 rows, cells = q[doubled_positions].clone(), kv[doubled_positions].clone()
                 cells[1::2] = 7.0
                 slots = table.slots(row, first + torch.arange(2 * n))
-                metadata = AttentionMetadata(slots, TreeRows(row, lens, pack_bits(visible[None]), 2 * n))
+                tree = TreeRows(row, lens, pack_bits(visible[None]), 2 * n)
+                if kind == "single rows":  # each row of the tree as a request with one row
+                    tree = TreeRows(row.repeat(2 * n), lens.repeat(2 * n), pack_bits(visible[:, None]), 2 * n)
+                metadata = AttentionMetadata(slots, tree)
             attention.bind(metadata)
             out = attention(0, rows, cells)
-            outs.append(out if kind != "tree" else out[0::2])
+            outs.append(out[0::2] if kind in ("tree", "single rows") else out)
         return torch.cat(outs)
 
     expected = run_parts([("prompt", 0, total)])
@@ -139,6 +142,7 @@ def test_row_has_same_bits_in_prompt_chunk_chain_tree_and_single_decode(
         [("prompt", 0, start), *(("chain", at, at + 1) for at in range(start, total))],
         [("prompt", 0, start // 2), ("prompt", start // 2, start), ("chain", start, total)],
         [("prompt", 0, start), ("tree", start, total)],
+        [("prompt", 0, start), ("single rows", start, total)],
     ):
         assert torch.equal(run_parts(parts), expected), parts[-1]
 

@@ -18,6 +18,7 @@ TREE = (-1, 0, 0, 1, 3, 2)  # nodes in order of depth
 CHAIN = (-1, 0, 1, 2)
 SHAPES: dict[str, dict[str, Any]] = {
     "ragged": {"committed": (37, 0, 5, 90), "parents": TREE, "chunks": ()},
+    "single rows": {"committed": (37, 0, 5, 90), "parents": TREE, "chunks": ((9, 14),), "single_rows": True},
     "one request": {"committed": (43,), "parents": TREE, "chunks": ()},
     "one row each": {"committed": (1, 64, 17), "parents": (-1,), "chunks": ()},
     "chains": {"committed": (6, 30), "parents": CHAIN, "chunks": ()},

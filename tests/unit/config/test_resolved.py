@@ -152,8 +152,11 @@ def test_adaptive_trees_have_smaller_shapes_of_each_depth() -> None:
     shapes = [(tier.num_steps, tier.num_draft_tokens) for tier in resolved.tiers]
     assert (
         shapes == [(0, 1), (1, 2), (1, 3), (1, 4), (2, 3), (2, 4), (2, 6), (2, 8)]
+        and [tier.max_nodes for tier in resolved.tiers] == [0, 4, 4, 4, 8, 8, 8, 8]
         and resolved.tiers[-1] is resolved.shape
     )
+    flashinfer = eagle(speculative_num_steps=2, speculative_mode="adaptive", attention_backend="flashinfer")
+    assert all(tier.max_nodes == 0 for tier in ResolvedSettings.from_settings(flashinfer).tiers)
     limited = eagle(speculative_num_steps=2, speculative_mode="adaptive", speculative_batch_tiers={4: 1, 8: 0})
     resolved = ResolvedSettings.from_settings(limited)
     assert [resolved.tiers[resolved.max_tier(decodes)].num_steps for decodes in (1, 4, 8)] == [2, 1, 0]
@@ -164,6 +167,12 @@ def test_last_tier_falls_with_the_number_of_decodes() -> None:
         eagle(speculative_num_steps=4, speculative_batch_tiers={4: 3, 8: 0, 16: 9})
     )
     assert [resolved.max_tier(decodes) for decodes in (0, 3, 4, 7, 8, 16)] == [4, 4, 3, 3, 0, 0]
+
+
+def test_last_tier_is_no_deeper_than_the_most_drafted_tokens_of_all_requests() -> None:
+    resolved = ResolvedSettings.from_settings(eagle(speculative_num_steps=4, speculative_batch_tiers={4: 3}))
+    assert [resolved.max_tier(1, limit) for limit in (0, 2, 4, 9, None)] == [0, 2, 4, 4, 4]
+    assert [resolved.max_tier(4, limit) for limit in (0, 2, 4, 9, None)] == [0, 2, 3, 3, 3]
 
 
 def test_group_size_and_replicated_draft_are_resolved() -> None:

@@ -11,8 +11,9 @@ from cluster.dp_attention.facts import TreeVote
 from cluster.dp_attention.tree_choice import NO_LAST_TREE, OUTLOOK_UNIT, MeasuredStep, TreeCosts, TreeTimes, choose_tier
 from cluster.engine.tree_outlook import CLASS_WEIGHT, EXPLORED_SHARE, FIRST_CHANCE, UPDATE_INTERVAL, TreeOutlook
 
-CHAIN = tiers(TreeShape(num_steps=3, topk=1, num_draft_tokens=4), adaptive=True)
-TREES = tiers(TreeShape(num_steps=2, topk=2, num_draft_tokens=6), adaptive=True)
+ALL_CHAINS = tiers(TreeShape(num_steps=3, topk=1, num_draft_tokens=4), share_rows=True)
+CHAIN = tuple(shape for shape in ALL_CHAINS if not shape.selects_nodes)
+TREES = tiers(TreeShape(num_steps=2, topk=2, num_draft_tokens=6), share_rows=True)
 COSTS = TreeCosts((1, 8), ((100, 200), (130, 400), (150, 600), (170, 800)), (150, 300))
 
 
@@ -39,8 +40,10 @@ def observe(outlook: TreeOutlook, tier: int, accepted: dict[int, int], times: in
         )
 
 
-def test_adaptive_tiers_of_a_chain_are_its_depths_and_those_of_a_tree_also_its_sizes() -> None:
-    assert [(shape.num_steps, shape.num_draft_tokens) for shape in CHAIN] == [(0, 1), (1, 2), (2, 3), (3, 4)]
+def test_adaptive_tiers_are_depths_and_numbers_of_verified_nodes() -> None:
+    assert [(s.num_steps, s.num_draft_tokens, s.max_nodes) for s in ALL_CHAINS] == [
+        *((0, 1, 0), (1, 2, 2), (2, 2, 3), (2, 3, 3), (3, 2, 4), (3, 4, 4)),
+    ]
     assert [(s.num_steps, s.num_draft_tokens) for s in TREES] == [(0, 1), (1, 2), (1, 3), (2, 3), (2, 4), (2, 6)]
 
 

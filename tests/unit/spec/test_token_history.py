@@ -20,7 +20,7 @@ def lookup(request: pytest.FixtureRequest) -> Lookup:
     return TorchLookup() if request.param == "torch" else CLookup(c_library())
 
 
-def expected_continuation(text: list[int], count: int) -> list[int]:
+def expected_continuation(text: list[int], count: int) -> tuple[list[int], int]:
     """Return what `Lookup.continuations` must return for one text: the search as its docstring says it."""
     last = len(text) - 1
     found, best = last - 1, 0
@@ -31,8 +31,8 @@ def expected_continuation(text: list[int], count: int) -> list[int]:
         if length >= max(best, SHORTEST_MATCH):
             found, best = position, length
     if last == 0:
-        return text * count
-    return [text[found + 1 + j % (last - found)] for j in range(count)]
+        return text * count, 0
+    return [text[found + 1 + j % (last - found)] for j in range(count)], best
 
 
 def history_of(texts: list[list[int]]) -> torch.Tensor:
@@ -52,14 +52,17 @@ def test_continuations_equal_a_search_in_python(lookup: Lookup, vocab: int) -> N
         texts[i] = (text + text)[: random.randint(20, 38)]
     rows, lasts = torch.arange(1, 61), torch.tensor([len(text) - 1 for text in texts])
     result = lookup.continuations(history_of(texts), rows, lasts, 6)
-    assert result.tolist() == [expected_continuation(text, 6) for text in texts]
-    assert result.dtype == torch.int64
+    expected = [expected_continuation(text, 6) for text in texts]
+    assert [list(pair) for pair in zip(result.tokens.tolist(), result.matched.tolist(), strict=True)] == [
+        list(pair) for pair in expected
+    ]
+    assert result.tokens.dtype == result.matched.dtype == torch.int64
 
 
 def test_continuations_beyond_the_kept_positions_use_what_is_kept(lookup: Lookup) -> None:
     text = [3, 4, 5] * 20
     result = lookup.continuations(history_of([text[:WIDTH]]), torch.tensor([1]), torch.tensor([WIDTH + 7]), 3)
-    assert result.tolist() == [expected_continuation(text[:WIDTH], 3)]
+    assert (result.tokens[0].tolist(), int(result.matched)) == expected_continuation(text[:WIDTH], 3)
 
 
 def test_append_writes_the_committed_tokens_only(lookup: Lookup) -> None:
@@ -80,7 +83,7 @@ def test_idle_rows_may_occur_several_times(lookup: Lookup) -> None:
     rows, zeros = torch.tensor([2, 2, 2]), torch.zeros(3, dtype=torch.int64)
     lookup.append(table, rows, zeros, torch.tensor([[1], [2], [3]]), zeros)
     result = lookup.continuations(table, rows, zeros, 2)
-    assert result.tolist() == [[1, 1]] * 3
+    assert result.tokens.tolist() == [[1, 1]] * 3 and result.matched.tolist() == [0, 0, 0]
     assert table[1, :3].tolist() == [5, 6, 7]
 
 

@@ -95,26 +95,6 @@ def test_best_tree_equals_naive_selection(topk: int, steps: int, dtype: torch.dt
             assert (tree.tokens[i].tolist(), tree.parents[i].tolist(), tree.depths[i].tolist()) == expected
 
 
-@pytest.mark.parametrize(("topk", "steps"), [(2, 3), (4, 4)])
-def test_nodes_of_rank_below_n_are_the_tree_of_n_nodes(topk: int, steps: int) -> None:
-    """So one verified tree shows what smaller trees would have given."""
-    torch.manual_seed(topk)
-    log_probs = torch.randn(5, steps, topk, 2 * topk, dtype=torch.float64).log_softmax(-1).topk(topk, -1).values
-    c = candidates_of(topk, steps, log_probs)
-    largest = best_tree(c, torch.arange(5), 11)
-    all_nodes = torch.arange(11).expand(5, -1)
-    ranks = largest.ranks(all_nodes)
-    assert ranks.sort(1).values.equal(all_nodes) and ranks[:, 0].eq(0).all()
-    for nodes in range(2, 11):
-        smaller = best_tree(c, torch.arange(5), nodes)
-        for i in range(5):
-            kept = ranks[i] < nodes
-            assert largest.tokens[i][kept].tolist() == smaller.tokens[i].tolist()
-            assert largest.depths[i][kept].tolist() == smaller.depths[i].tolist()
-    path = torch.tensor([[0, 3, 5], [0, 1, 2], [0, 9, 9], [0, 0, 0], [0, 10, 4]])
-    assert largest.ranks(path).equal(ranks.gather(1, path))
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("topk", "steps"), [(2, 16), (3, 3), (4, 5), (8, 3)])
 @pytest.mark.parametrize("kind", ["ties", "one certain token", "all impossible", "nan", "mixed"])
