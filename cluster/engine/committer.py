@@ -43,7 +43,7 @@ class Committer:
         info = loop.info()
         self.draft_watch = DraftWatch(info.rank, () if info.draft is None else info.draft.doubts)
         self._last_read = 0.0, -2  # when the results of a step were read last, and the number of that step
-        self._has_draft = info.draft is not None
+        self._has_draft, self._can_draft = info.draft is not None, info.speculative_num_steps > 0
         self._trees = self._tree_tokens = self._counted_fallbacks = 0
 
     @property
@@ -232,9 +232,20 @@ class Committer:
             expected_tokens=schedule.vote.outlook[plan.tier] / OUTLOOK_UNIT if measured_trees else 0.0,
             explored=int(measured_trees and schedule.vote.explores > 0),
             woken=int(plan.extend_mode is ExtendMode.MISSED),
+            forced_nodes=sum(max(0, nodes - drafted.num_draft_tokens + 1) for _, nodes in trees if plan.forced_nodes),
+            undrafted=_undrafted_reason(step) if decode_count and self._can_draft else None,
             rank=lockstep.mesh.rank,
             status=status,
         )
+
+
+def _undrafted_reason(step: StepInFlight) -> str | None:
+    """Return why a step that decodes drafted nothing, one of `UNDRAFTED`; None if it drafted."""
+    if step.plan.tier:
+        return None
+    if step.plan.extend_mode is ExtendMode.MISSED:
+        return "waking"
+    return "cost" if step.schedule.vote.outlook and step.schedule.vote.max_tier else "limit"
 
 
 def _has_typical_time(step: StepInFlight, step_output: StepOutput) -> bool:

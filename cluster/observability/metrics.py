@@ -59,6 +59,11 @@ RESTART_BUCKETS = (0.5, 1.0, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 60.0, 1
 TOKEN_BUCKETS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
 ACCEPT_LEN_BUCKETS = tuple(float(n) for n in range(1, 18))  # at most 16 levels of a tree, plus the bonus token
 
+UNDRAFTED = ("cost", "limit", "waking")
+"""Why a step that decodes drafts nothing: every tree costs more than it brings; `speculative_batch_tiers` or the limits
+of requests allow none; or a draft that has rested first reads what it has missed.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
@@ -71,7 +76,9 @@ class StepStats:
     accepted draft tokens. `eager_fallbacks` is 1 if the step ran eagerly because a check before capture or replay
     failed. `tree` has the levels and nodes of the trees, if a request decoded. `expected_tokens` are the tokens that
     adaptive trees were expected to give, bonus included. `explored` is 1 if the step had its tree only to learn
-    what the tree gives, `woken` if a draft that had rested read what it had missed.
+    what the tree gives, `woken` if a draft that had rested read what it had missed. `forced_nodes` are those of the
+    `verified_nodes` that a grammar forced. If the step decoded and could have drafted but did not, `undrafted` is the
+    reason, one of `UNDRAFTED`.
     """
 
     phase_seconds: dict[str, float] = field(default_factory=dict)
@@ -97,6 +104,8 @@ class StepStats:
     expected_tokens: float = 0.0
     explored: int = 0
     woken: int = 0
+    forced_nodes: int = 0
+    undrafted: str | None = None
     rank: int = 0
     status: EngineStatus = field(default_factory=EngineStatus)
 
@@ -138,6 +147,7 @@ SUMS = {
     "target_rows": ("aerie_target_rows", "Rows of the target phase that belong to requests"),
     "drafts": ("aerie_drafts", "Trees verified"),
     "verified_nodes": ("aerie_verified_nodes", "Tree nodes verified, roots not counted"),
+    "forced_nodes": ("aerie_forced_nodes", "Verified tree nodes that a grammar forced"),
     "committed_tokens": ("aerie_generated_tokens", "Tokens committed to requests"),
     "cached_tokens": ("aerie_cached_tokens", "Prompt tokens found in KV pages, cached or of running requests"),
     "prompt_tokens": ("aerie_prompt_tokens", "Prompt tokens of admitted requests, cached ones included"),
@@ -199,6 +209,8 @@ class EngineMetrics:
             (levels, nodes): tree_steps.labels(**own_labels, levels=str(levels), nodes=str(nodes))
             for levels, nodes in trees
         }
+        undrafted = counter("aerie_undrafted_steps", "Steps that decode and draft nothing, by reason", "reason")
+        self._undrafted = {reason: undrafted.labels(**own_labels, reason=reason) for reason in UNDRAFTED}
         self._depth = counter("aerie_accepted_by_depth", "Draft tokens accepted at a depth of the tree", "depth")
         self._own_labels = own_labels
         self._depths = [self._depth.labels(**own_labels, depth=str(level + 1)) for level in range(depths)]
@@ -230,7 +242,7 @@ class EngineMetrics:
 
         Raises:
             ValueError: the statistics belong to another rank.
-            KeyError: a phase is not in `PHASES`, or the tree is not one of `trees`.
+            KeyError: a phase is not in `PHASES`, the tree is not one of `trees`, or `undrafted` is not in `UNDRAFTED`.
         """
         if stats.rank != self.rank:
             raise ValueError(f"stats of rank {stats.rank} given to the metrics of rank {self.rank}")
@@ -245,6 +257,8 @@ class EngineMetrics:
             self._accepted.inc(sum(stats.accepted_by_depth))
         if stats.tree is not None:
             self._trees[stats.tree].inc()
+        if stats.undrafted is not None:
+            self._undrafted[stats.undrafted].inc()
         for depth, count in enumerate(stats.accepted_by_depth):
             if depth == len(self._depths):
                 self._depths.append(self._depth.labels(**self._own_labels, depth=str(depth + 1)))

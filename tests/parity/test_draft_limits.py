@@ -9,7 +9,7 @@ from cluster.config import EngineConfig
 from cluster.engine import Engine, build_engine
 from cluster.request import Request
 from tests.parity.harness import config_of, grid_requests, plain_run, plain_texts, run, speculative_engine, tiny_pair
-from tests.parity.trees import adaptive, engine_with_random_trees
+from tests.parity.trees import adaptive, engine_with_random_trees, engine_with_trees
 
 LIMITS = (0, None, 1, 2, None, 9)
 
@@ -57,3 +57,27 @@ def test_nothing_is_drafted_if_all_requests_turn_speculation_off(mode: str) -> N
         name: end for name, end in plain_run("greedy").completions.items() if name in result.completions
     }
     assert all(last.speculation is None for last in result.last.values())
+
+
+def reasons_of(engine: Engine, requests: list[Request]) -> list[str | None]:
+    """Run the requests to their end; return why each step that decoded drafted nothing, None for one that drafted."""
+    for request in requests:
+        engine.submit(request)
+    reasons = []
+    while engine.has_work:
+        stats = engine.step().stats
+        if stats.decode_requests:
+            reasons.append(stats.undrafted)
+    return reasons
+
+
+def test_statistics_say_why_a_step_drafted_nothing() -> None:
+    config = config_of(*tiny_pair(), 1, 3)
+    requests = grid_requests("greedy", 2)
+    engine = engine_with_trees(lambda: build_engine(adaptive(config)), [0, 0, 0])
+    assert reasons_of(engine, requests)[:5] == ["cost", "cost", "cost", "waking", None]
+    for mode in ("fixed", "adaptive"):
+        engine = build_engine(config.model_copy(update={"speculative_mode": mode}))
+        assert set(reasons_of(engine, limited(requests, (0,)))) == {"limit"}
+    assert set(reasons_of(build_engine(config), requests)) == {None}
+    assert set(reasons_of(build_engine(config_of(tiny_pair()[0])), requests)) == {None}, "nothing could be drafted"

@@ -44,6 +44,8 @@ STEP = StepStats(
     expected_tokens=20.25,
     explored=1,
     woken=1,
+    forced_nodes=3,
+    undrafted="cost",
     status=EngineStatus(running=8, waiting=2, queued_tokens=99, pages_free=10, pages_used=30, pages_cached=40),
 )
 
@@ -75,6 +77,7 @@ def test_observe_step_adds_every_field_to_its_metric() -> None:
         "aerie_expected_tree_tokens_total": 40.5,
         "aerie_explored_steps_total": 2,
         "aerie_woken_drafts_total": 2,
+        "aerie_forced_nodes_total": 6,
         "aerie_prompt_rows_total": 32,
         "aerie_padded_rows_total": 8,
         "aerie_target_rows_total": 416,
@@ -98,6 +101,8 @@ def test_observe_step_adds_every_field_to_its_metric() -> None:
         assert page["aerie_accepted_by_depth_total", (("depth", str(depth)), *rank)] == 2 * count
     assert page["aerie_tree_steps_total", (("levels", "3"), ("nodes", "4"), *rank)] == 2
     assert page["aerie_tree_steps_total", (("levels", "0"), ("nodes", "1"), *rank)] == 0
+    for reason, count in (("cost", 2), ("limit", 0), ("waking", 0)):
+        assert page["aerie_undrafted_steps_total", (*rank, ("reason", reason))] == count
     for state, pages in (("free", 10), ("used", 30), ("cached", 40)):
         assert page["aerie_kv_pages", (*rank, ("state", state))] == pages
     for phase in PHASES:
@@ -109,6 +114,8 @@ def test_observe_step_adds_every_field_to_its_metric() -> None:
 def test_observe_step_refuses_another_rank_and_unknown_phases() -> None:
     with pytest.raises(ValueError, match="rank 1 given to the metrics of rank 0"):
         engine(0).observe_step(replace(STEP, rank=1))
+    with pytest.raises(KeyError, match="laziness"):
+        engine(0).observe_step(StepStats(undrafted="laziness"))
     with pytest.raises(KeyError, match="prefill"):
         engine(0).observe_step(StepStats(phase_seconds={"prefill": 0.1}))
 
