@@ -196,6 +196,9 @@ class EngineConfig(Settings):
         default_factory=dict,
         description="{4: 3, 8: 2}: at most 3 tree levels from 4 decoding requests of a rank on, 2 from 8",
     )
+    synthetic_acceptance: tuple[float, ...] = Field(
+        default=(), description="load tests only: the chance that level 1, 2, .. of a tree is accepted; output is wrong"
+    )
     speculative_draft_parallel: Literal["sharded", "replicated"] = Field(
         default="sharded",
         description="sharded: the draft is split over the ranks of a group like the target; replicated: each rank "

@@ -58,6 +58,7 @@ from cluster.spec.multilayer import MultiLayerDraft
 from cluster.spec.ngram import NgramDraft
 from cluster.spec.resting import RestingDraft
 from cluster.spec.step import RequestTables, Step
+from cluster.spec.synthetic import SyntheticAccept
 from cluster.status import CaptureInfo, RankInfo
 from cluster.tokenizer.tokenizer import TextTokenizer
 
@@ -279,7 +280,11 @@ def _lockstep(prepared: EnginePlan, draft: Draft, captures: Captures | None) -> 
     history = draft.history if isinstance(draft, NgramDraft) else None
     tables = RequestTables(memory.cache.table, SamplingTable(rows, dtype, device), logits_tables, draft_inputs, history)
     max_padding, expert_parallel = MAX_GPU_PADDING if resolved.device == "cuda" else 0.0, config.ep_size > 1
-    step = Step(memory.target_runner, draft, tables, mesh.enter, sampler_of(kernels), tree_backend_of(kernels))
+    trees = tree_backend_of(kernels)
+    if config.synthetic_acceptance:
+        logger.warning("synthetic_acceptance is set, for load tests only: the output is not that of the model")
+        trees = trees._replace(accept=SyntheticAccept(config.synthetic_acceptance, device))
+    step = Step(memory.target_runner, draft, tables, mesh.enter, sampler_of(kernels), trees)
     rule = PlanRule(
         mesh.attn.size,
         config.dp_padding,

@@ -13,7 +13,7 @@ from cluster.engine.schedule import Chunk, Schedule
 from cluster.engine.scheduler import Scheduler
 from cluster.engine.step_loop import StepLoop
 from cluster.kv.cache import Lease
-from cluster.observability.metrics import REPLAY, StepStats
+from cluster.observability.step_stats import REPLAY, StepStats
 from cluster.request import ErrorCode, SequenceOutput, TokenLogprob
 from cluster.sampling.sampler import Logprobs
 from cluster.spec.result import StepOutput

@@ -18,7 +18,7 @@ from cluster.engine.request_times import RequestTimes
 from cluster.engine.scheduler import Scheduler
 from cluster.engine.step_loop import StepLoop, StepResult
 from cluster.kv.cache import KVCache
-from cluster.observability.metrics import StepStats
+from cluster.observability.step_stats import StepStats
 from cluster.request import Request, Seeds, SequenceOutput
 from cluster.spec.inputs import EagleDraftInput
 from cluster.status import EngineStatus
@@ -121,6 +121,11 @@ class Engine:
                 f"prompt of {prompt_len} tokens plus max_tokens {params.max_tokens} does not fit the KV cache of "
                 f"{parts.cache.total_pages * parts.cache.page_size} tokens; lower max_tokens or give the KV cache more "
                 "memory"
+            )
+        if params.grammar is not None and parts.resolved.settings.synthetic_acceptance:
+            raise ValueError(
+                "a grammar cannot be followed while synthetic_acceptance is set, as it makes up the output; send no "
+                "grammar, or unset it"
             )
         if params.stop and parts.tokenizer is None:
             raise ValueError("stop needs a tokenizer, and the model folder has none; use stop_token_ids")

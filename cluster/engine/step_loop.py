@@ -10,7 +10,8 @@ from cluster.batch import StepInput
 from cluster.device.timing import Spans
 from cluster.engine.lockstep import Lockstep, StepInFlight
 from cluster.engine.schedule import Schedule
-from cluster.observability.metrics import EngineMetrics, StepStats
+from cluster.observability.metrics import EngineMetrics
+from cluster.observability.step_stats import StepStats
 from cluster.request import Request, SequenceOutput
 from cluster.status import EngineStatus, RankInfo
 

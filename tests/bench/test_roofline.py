@@ -17,7 +17,7 @@ from cluster.bench.steady import SteadySteps
 from cluster.config import ConfigError, EngineConfig
 from cluster.dp_attention.sizes import Buckets
 from cluster.engine import Engine, StepResult
-from cluster.observability.metrics import DEVICE_PHASES
+from cluster.observability.step_stats import DEVICE_PHASES
 from tests.parity.harness import config_of, tiny_pair
 from tests.support.sources import SOURCES
 from tests.test_layers import imports_of, module_of

@@ -10,7 +10,8 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.observability.metrics import PHASES, EngineMetrics, ServingMetrics, StepStats, merge
+from cluster.observability.metrics import EngineMetrics, ServingMetrics, merge
+from cluster.observability.step_stats import PHASES, StepStats
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 DASHBOARDS = sorted((DEPLOY / "grafana" / "dashboards").glob("*.json"))

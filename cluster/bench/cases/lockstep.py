@@ -23,7 +23,7 @@ from cluster.bench.prefill_interference import (
 )
 from cluster.bench.ranks import QUICK, GangCase, RankProcesses, RankRequest, RankRun, Size, gang_settings
 from cluster.bench.report import LogProgress, machine_info, median, medians, ratio, table
-from cluster.observability.metrics import REPLAY
+from cluster.observability.step_stats import REPLAY
 
 __all__ = ["QUICK", "Size", "measure", "show"]
 

@@ -30,7 +30,7 @@ from cluster.bench.report import LogProgress, columns_table, machine_info, mean,
 from cluster.bench.runs import fixed_length_params
 from cluster.bench.steady import WARMUP_STEPS, NotSteadyError, SteadySteps, run_steady_steps
 from cluster.config import ConfigError, EngineConfig
-from cluster.observability.metrics import DEVICE_PHASES, REPLAY
+from cluster.observability.step_stats import DEVICE_PHASES, REPLAY
 from cluster.request import Request
 from cluster.spec.draft import Draft
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.config import ConfigError, EngineConfig
-from cluster.observability.metrics import EngineMetrics, StepStats
+from cluster.observability.metrics import EngineMetrics
+from cluster.observability.step_stats import StepStats
 from cluster.request import Request, SequenceOutput, SpeculationCounts
 from cluster.status import EngineStatus, RankInfo
 from tests.serving.actors.fake_link import Link, OutOfStepError, PeerLostError, Rendezvous, Store

@@ -12,7 +12,8 @@ from cluster.api.core.api_keys import PAGE_PATHS, ApiKey, ApiKeys, digest_of
 from cluster.api.http.routes import make_app
 from cluster.api.page import HERE
 from cluster.api.serve.settings import parse
-from cluster.observability.metrics import EngineMetrics, StepStats
+from cluster.observability.metrics import EngineMetrics
+from cluster.observability.step_stats import StepStats
 from tests.serving.api.scripted import MODEL, Client, ScriptedService
 
 SOURCES = {file.name: file.read_text(encoding="utf-8") for file in HERE.iterdir() if file.suffix in (".js", ".html")}

@@ -1,5 +1,6 @@
 from cluster.bench.rank_counts import RankCounts, counter_growth, parse_counts
-from cluster.observability.metrics import EngineMetrics, StepStats, merge
+from cluster.observability.metrics import EngineMetrics, merge
+from cluster.observability.step_stats import StepStats
 
 
 def metrics_page(*steps: tuple[int, StepStats]) -> str:

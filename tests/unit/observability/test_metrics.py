@@ -12,16 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.actors.messages import LossKind
 from cluster.observability.exposition import VLLM_NAMES, with_replica
-from cluster.observability.metrics import (
-    LOSS_KINDS,
-    OUTCOMES,
-    PHASES,
-    STATUSES,
-    EngineMetrics,
-    ServingMetrics,
-    StepStats,
-    merge,
-)
+from cluster.observability.metrics import LOSS_KINDS, OUTCOMES, STATUSES, EngineMetrics, ServingMetrics, merge
+from cluster.observability.step_stats import PHASES, StepStats
 from cluster.status import EngineStatus
 
 STEP = StepStats(

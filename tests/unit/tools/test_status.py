@@ -10,7 +10,8 @@ from cluster.actors.messages import GangHistory, GangStatus, Heartbeat, Loss
 from cluster.api.core.limits import ModelInfo, RequestLimits
 from cluster.api.http.server_state import build_server_info
 from cluster.chat.formats.choose import ChosenFormat
-from cluster.observability.metrics import EngineMetrics, ServingMetrics, StepStats, merge
+from cluster.observability.metrics import EngineMetrics, ServingMetrics, merge
+from cluster.observability.step_stats import StepStats
 from cluster.status import EngineStatus
 from cluster.tools import server_state
 from cluster.tools.client import NoAnswerError
