@@ -185,7 +185,8 @@ def test_several_ranks_match_one_rank_across_all_options(ranks: RanksFactory, tp
         and total.compared_trees > total.compared_requests / 3
     )
     assert total.aborted_requests > 3 and total.retractions > 3
-    assert sum(total.trees_by_accept_length[j] for j in total.trees_by_accept_length if j) > 15, (
+    # Only the trees of cases with fixed trees are compared.
+    assert sum(total.trees_by_accept_length[j] for j in total.trees_by_accept_length if j) > 7, (
         total.trees_by_accept_length
     )
     assert dp == 1 or (total.padding_rows > 50 and total.uneven_steps > total.steps / 3 and total.idle_rank_steps > 20)
