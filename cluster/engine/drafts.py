@@ -5,7 +5,9 @@ import torch
 from cluster.engine.backends import lookup_of, sampler_of, tree_backend_of
 from cluster.engine.memory import RankMemory
 from cluster.engine.models import RankModels
+from cluster.spec.chances import NodeChances
 from cluster.spec.draft import Draft, EagleDraft, NoDraft
+from cluster.spec.levels import GrowthSettings
 from cluster.spec.multilayer import MultiLayerDraft
 from cluster.spec.ngram import NgramDraft
 from cluster.spec.propose import CoupledRanking
@@ -23,10 +25,13 @@ def create_draft(models: RankModels, memory: RankMemory, device: torch.device) -
             return NoDraft()
         rows = resolved.settings.max_running_requests + 1  # the last row is that of idle requests
         return NgramDraft(TokenHistory(rows, resolved.context_length, lookup_of(kernels), device))
-    model, create_growth = runners[0].model, tree_backend_of(kernels).create_growth
+    model = runners[0].model
+    # Triton's growth does not say which candidates it selects, so nothing can be learned about them.
+    learns = resolved.adaptive_trees and kernels.name in ("torch", "c")
+    growth = GrowthSettings(tree_backend_of(kernels).create_growth, NodeChances(device) if learns else None)
     ranking = CoupledRanking(model.target_ids, resolved.shape.topk, model.shard_target_ids, sampler_of(kernels))
     if len(runners) > 1:
-        return MultiLayerDraft(runners, ranking, table, create_growth)
-    draft = EagleDraft(runners[0], ranking, create_growth)
+        return MultiLayerDraft(runners, ranking, table, growth)
+    draft = EagleDraft(runners[0], ranking, growth)
     # FlashInfer's plans hold the tokens that are certainly committed; a draft that wakes reads positions before these.
     return RestingDraft(draft, runners[0], table) if resolved.adaptive_trees and kernels.flashinfer is None else draft

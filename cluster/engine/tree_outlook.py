@@ -54,6 +54,7 @@ class TreeOutlook:
     def __init__(self, tiers: Sequence[TreeShape], rows: int, times: TreeTimes, groups: int = 1) -> None:
         """`rows` is the number of table rows of requests. `groups` share the time for exploring."""
         self._times, self._depth = times, max(1, tiers[-1].num_steps)
+        self._is_chain = tiers[-1].topk == 1
         self._steps = np.array([shape.num_steps for shape in tiers])
         self._nodes = np.array([shape.num_draft_tokens if shape.selects_nodes else ALL_NODES for shape in tiers])
         self._node_counts = node_counts = np.unique(self._nodes)
@@ -144,6 +145,8 @@ class TreeOutlook:
         # E(tokens) = 1 + sum over d of P(the node of depth d is accepted), a product of conditional chances.
         totals = np.zeros((len(self._node_counts), self._depth + 1))
         totals[:, 1:] = chances.cumprod(2).sum(0).cumsum(1)
+        if self._is_chain and len(rows) == 1:  # to verify a part of one chain, draft only that part
+            totals[self._node_counts < ALL_NODES] = 0
         expected = len(rows) + totals[self._width_of_tier, self._steps]
         return tuple((OUTLOOK_UNIT * expected).astype(np.int64).tolist())
 

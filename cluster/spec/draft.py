@@ -7,9 +7,11 @@ shift). So the rows of level l, whose tokens are at seq_len + l, are at position
 Legend: R requests, K topk, S depth, N tree nodes, H draft width, Vd draft vocabulary.
 """
 
+from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from cluster.attention.ancestor_bits import chain_bits
@@ -19,11 +21,12 @@ from cluster.models.runner import DraftRunner
 from cluster.models.vocab import ShardedLogits
 from cluster.sampling.noise import at_least_float32
 from cluster.sampling.sampling_inputs import PhaseSampling, SamplingInputs
+from cluster.spec.chances import NodeChances
 from cluster.spec.extend import extend_attention, extend_input
 from cluster.spec.inputs import EagleDraftExtendInput, EagleDraftInput
-from cluster.spec.levels import Ancestry, gather_by_parent, grow
+from cluster.spec.levels import BY_PROBABILITY, Ancestry, GrowthSettings, gather_by_parent, grow
 from cluster.spec.propose import Ranking, next_draft_input
-from cluster.spec.tree import DraftTree, GrowthFactory, TorchGrowth, chain, chain_scores
+from cluster.spec.tree import DraftTree, Proposed, chain, chain_scores
 from cluster.spec.verify import Accepted
 
 
@@ -61,6 +64,13 @@ class CanRest(Protocol):
         ...
 
 
+@runtime_checkable
+class HasChances(Protocol):
+    """A draft that proposes by learned chances; see `spec/chances.py`. `chances` is None if they are not learned."""
+
+    chances: NodeChances | None
+
+
 class NoDraft:
     """Plain decoding: a tree of one node, and nothing to extend."""
 
@@ -92,8 +102,9 @@ class EagleDraft:
     own KV pool, but uses the same slot numbers as the target.
     """
 
-    def __init__(self, runner: DraftRunner, ranking: Ranking, create_growth: GrowthFactory = TorchGrowth) -> None:
-        self._runner, self._ranking, self._create_growth = runner, ranking, create_growth
+    def __init__(self, runner: DraftRunner, ranking: Ranking, growth: GrowthSettings = BY_PROBABILITY) -> None:
+        self._runner, self._ranking, self._growth = runner, ranking, growth
+        self.chances = growth.chances
 
     def draft(
         self, batch: Batch, draft_input: EagleDraftInput, phase_sampling: PhaseSampling, shape: TreeShape
@@ -104,7 +115,7 @@ class EagleDraft:
         if shape.topk == 1:
             return self._draft_chain(batch, draft_input, phase_sampling, shape)
         level_runner = _RecurrentLevels(self._runner, batch, draft_input, shape)
-        return grow(draft_input, phase_sampling, shape, self._ranking, level_runner, self._create_growth)
+        return grow(draft_input, phase_sampling, shape, self._ranking, level_runner, self._growth)
 
     def _draft_chain(
         self, batch: Batch, draft_input: EagleDraftInput, phase_sampling: PhaseSampling, shape: TreeShape
@@ -124,8 +135,15 @@ class EagleDraft:
             tokens = proposals[:, 0]
             path.append(tokens)
             log_probabilities.append(level_scores[:, 0])
-        scores = chain_scores(torch.cat(log_probabilities, 1)) if shape.max_nodes else None
-        return chain(torch.cat(path, 1), scores)
+        # One chain alone shares its rows with nobody, and the ranks of its nodes are their depths.
+        drafted, chances = torch.cat(path, 1), self.chances
+        if not shape.max_nodes or (batch.decodes == 1 and not shape.selects_nodes):
+            return chain(drafted)
+        joined = scores = torch.cat(log_probabilities, 1)
+        if chances is not None:  # each node is the only proposal after its parent
+            scores = chances.log_chances(joined[..., None], phase_sampling.sampling.noise_scale > 0)[..., 0]
+        proposed = Proposed(F.pad(joined, (1, 0)), torch.ones_like(drafted, dtype=torch.bool))
+        return replace(chain(drafted, chain_scores(scores)), proposed=proposed)
 
     def extend(
         self,

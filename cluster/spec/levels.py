@@ -3,18 +3,21 @@
 Legend: R requests, K topk, S depth, N tree nodes.
 """
 
-from typing import Protocol
+from dataclasses import replace
+from typing import NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from cluster.attention.ancestor_bits import self_bits, word_count
 from cluster.config.tree_shape import TreeShape
 from cluster.models.vocab import ShardedLogits
 from cluster.sampling.sampling_inputs import PhaseSampling
+from cluster.spec.chances import NodeChances
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.propose import Ranking
-from cluster.spec.tree import DraftTree, GrowthFactory
+from cluster.spec.tree import DraftTree, GrowthFactory, Proposed, TorchGrowth
 
 
 class LevelRunner(Protocol):
@@ -29,33 +32,55 @@ class LevelRunner(Protocol):
         ...
 
 
+class GrowthSettings(NamedTuple):
+    """How trees grow: the `Growth` that selects candidates, and the chances by which it does so. If `chances` is None,
+    it goes by the draft's probabilities.
+    """
+
+    create_growth: GrowthFactory = TorchGrowth
+    chances: NodeChances | None = None
+
+
+BY_PROBABILITY = GrowthSettings()
+
+
 def grow(
     draft_input: EagleDraftInput,
     phase_sampling: PhaseSampling,
     shape: TreeShape,
     ranking: Ranking,
     level_runner: LevelRunner,
-    create_growth: GrowthFactory,
+    settings: GrowthSettings,
 ) -> DraftTree:
     """Return EAGLE-2's dynamic trees (arXiv 2406.16858): each level keeps the K best candidates by cumulative score.
 
     The tree is the root and the N - 1 best candidates of all levels.
     """
+    chances = settings.chances if shape.max_nodes else None
+    sampled, levels = phase_sampling.sampling.noise_scale > 0, [draft_input.topk_logprobs]
     # The proposals in `draft_input` are the K rows of level 1.
-    growth = create_growth(draft_input.topk_index, draft_input.topk_logprobs, shape.num_steps)
+    first_scores = levels[0] if chances is None else chances.log_chances(levels[0], sampled)
+    growth = settings.create_growth(draft_input.topk_index, first_scores, shape.num_steps)
     tokens, parent_index = draft_input.topk_index, None
     path = None if phase_sampling.processor is None else tokens[..., None]
     for level in range(1, shape.num_steps):
         # A row of `level` proposes the token at seq_len + 1 + level, which has noise number `level`.
         logits = level_runner.run(level, tokens, parent_index)
         log_probabilities, proposals = ranking.propose(logits, phase_sampling.at_position(level, shape.topk, path))
-        growth.add(proposals, log_probabilities)
+        levels.append(log_probabilities.flatten(1))
+        growth.add(proposals, log_probabilities if chances is None else chances.log_chances(log_probabilities, sampled))
         if level < shape.num_steps - 1:
             tokens, parent_index = growth.best()
             # Penalties and grammars also need the tokens from the root to each row, `[R, K, level]`.
             if path is not None:
                 path = torch.cat([gather_by_parent(path, parent_index), tokens[..., None]], 2)
-    return growth.tree(draft_input.bonus, shape.drafted_nodes)
+    tree = growth.tree(draft_input.bonus, shape.drafted_nodes)
+    if chances is None or tree.candidates is None:
+        return tree
+    # Candidate number i K + k of a level is proposal k of row i.
+    log_probabilities, is_likeliest = torch.cat(levels, 1).gather(1, tree.candidates), tree.candidates % shape.topk == 0
+    proposed = Proposed(F.pad(log_probabilities, (1, 0)), F.pad(is_likeliest, (1, 0), value=True))
+    return replace(tree, proposed=proposed)
 
 
 class Ancestry:

@@ -29,9 +29,9 @@ from cluster.models.vocab import ShardedLogits
 from cluster.sampling.sampling_inputs import PhaseSampling, SamplingInputs
 from cluster.spec.extend import extend_attention, extend_input
 from cluster.spec.inputs import EagleDraftInput
-from cluster.spec.levels import Ancestry, gather_by_parent, grow
+from cluster.spec.levels import BY_PROBABILITY, Ancestry, GrowthSettings, gather_by_parent, grow
 from cluster.spec.propose import Ranking, next_draft_input
-from cluster.spec.tree import DraftTree, GrowthFactory, TorchGrowth, chain
+from cluster.spec.tree import DraftTree, chain
 from cluster.spec.verify import Accepted
 
 
@@ -55,15 +55,11 @@ class MultiLayerDraft:
         draft_runner_list: list[DraftRunner],
         ranking: Ranking,
         table: PageTable,
-        create_growth: GrowthFactory = TorchGrowth,
+        growth: GrowthSettings = BY_PROBABILITY,
     ) -> None:
         """`draft_runner_list` has one runner per level; `table` is the page table that they share."""
-        self._runners, self._ranking, self._table, self._create_growth = (
-            draft_runner_list,
-            ranking,
-            table,
-            create_growth,
-        )
+        self._runners, self._ranking, self._table, self._growth = draft_runner_list, ranking, table, growth
+        self.chances = growth.chances
         first_runner = draft_runner_list[0]
         spec, pool = first_runner.model.spec, first_runner.pool
         self._chained = spec.chained
@@ -86,7 +82,7 @@ class MultiLayerDraft:
             shape,
             self._ranking,
             _RunnerPerLevel(self, batch, draft_input, shape),
-            self._create_growth,
+            self._growth,
         )
 
     def run_level(

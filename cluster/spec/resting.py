@@ -35,7 +35,7 @@ class RestingDraft:
 
     def __init__(self, draft: EagleDraft, runner: DraftRunner, table: PageTable) -> None:
         """`runner` is that of `draft`; `table` is the page table of the requests."""
-        self._draft, self._runner, self._table = draft, runner, table
+        self._draft, self._runner, self._table, self.chances = draft, runner, table, draft.chances
         spec, device, rows = runner.model.spec, table.lens.device, table.lens.shape[0]
         width, dtype = EagleDraftExtendInput.hidden_size_for(spec), EagleDraftExtendInput.dtype_for(runner.pool.dtype)
         # The token at position p is in place p % M. Entry `count` is how many tokens the draft has missed.

@@ -28,8 +28,9 @@ from cluster.sampling.sampler import Scores, choose, logprobs, scores
 from cluster.sampling.sampling_inputs import PhaseSampling, SamplingInputs, checksum
 from cluster.sampling.torch_sampler import Sampler
 from cluster.spec.backend import TreeBackend
+from cluster.spec.chances import NodeChances
 from cluster.spec.compact import compact
-from cluster.spec.draft import CanRest, Draft, NoDraft
+from cluster.spec.draft import CanRest, Draft, HasChances, NoDraft
 from cluster.spec.forced import add_forced_nodes
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.result import PhaseTimes, StepOutput, Trees
@@ -69,6 +70,7 @@ class Step:
         """`enter_phase` is called with the name of a phase when the phase begins."""
         self._target, self._draft, self._sampler = target, draft, sampler
         self._accept, self._select_nodes = trees.accept, trees.select_nodes
+        self._chances = draft.chances if isinstance(draft, HasChances) else None
         self._table, self.logits_tables, self.draft_inputs = tables.pages, tables.logits_tables, tables.draft_inputs
         self.enter_phase = enter_phase
         self._ids, self._timer = target.model.token_ids, timer_of(self.draft_inputs.bonus.device)
@@ -105,6 +107,8 @@ class Step:
         tree = self._acceptable(batch, tree, target_rows)
         accepted = self._accept(tree, target_rows.spread(next_tokens[:m]), first_tokens, s)
         accepted = replace(accepted, target_rows=target_rows)
+        if self._chances is not None:
+            self._learn(self._chances, batch, tree, accepted)
         # From here on `token_scores` `[R, S + 1]` are the scores of `accepted.tokens`.
         token_scores = target_rows.spread(token_scores[:m]).gather(1, accepted.path)
         # Move the KV rows of the accepted path to the front of the window. In a chain they are there already.
@@ -243,6 +247,13 @@ class Step:
         if SamplingMode.LIMITED in batch.mode and batch.sampling.draft_limits is not None:
             tree = limit_drafts(tree, batch.sampling.draft_limits[: batch.decodes])
         return target_rows.without_others(tree)
+
+    @staticmethod
+    def _learn(chances: NodeChances, batch: Batch, tree: DraftTree, accepted: Accepted) -> None:
+        """Count which nodes were accepted, from the final tree and its paths."""
+        sampling, r = batch.sampling, batch.decodes
+        if sampling.draft_limits is not None:
+            chances.count(tree, accepted, sampling.noise_scale[:r] > 0, sampling.draft_limits[:r])
 
     def _tree_sampling(
         self, decode_sampling: PhaseSampling, tree: DraftTree, target_rows: TargetRows, num_steps: int, is_chain: bool

@@ -7,7 +7,7 @@ C candidates = K + (S - 1) K^2.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,15 @@ NO_TOKEN = -1
 """The token of a node that must not be accepted: the target never chooses it."""
 
 
+class Proposed(NamedTuple):
+    """How the draft proposed the nodes of R trees: `log_probabilities` `[R, N]` given their parents, and `is_likeliest`
+    `[R, N]`, whether each was the likeliest after its parent. The root's are 0 and True.
+    """
+
+    log_probabilities: Tensor
+    is_likeliest: Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class DraftTree:
     """R trees: `tokens`, `parents`, `depths` `[R, N]`; the root is its own parent. `ancestors` `[R, N, N]`: entry
@@ -34,6 +43,8 @@ class DraftTree:
     not below the root, and never on an accepted path. `scores` `[R, N]` are the cumulative scores by which the draft
     chose the nodes, with 0 for the root. A tree with forced nodes has none, and a chain has them only if the requests
     of the step share its rows. If `masked`, nodes that must not be accepted have the token `NO_TOKEN`.
+    `candidates` `[R, N - 1]` are the numbers of the nodes among all candidates, without the root. It is None where
+    nobody needs it, and so is `proposed`.
     """
 
     tokens: Tensor
@@ -43,6 +54,8 @@ class DraftTree:
     padded: bool = False
     scores: Tensor | None = None
     masked: bool = False
+    candidates: Tensor | None = None
+    proposed: "Proposed | None" = None
 
     def node_counts(self) -> Tensor:
         """Return how many nodes of each tree may be accepted, `[R, 1]`: without the root, padding and masked nodes."""
@@ -174,7 +187,8 @@ def best_tree(candidates: Candidates, bonus: Tensor, nodes: int) -> DraftTree:
     parents = torch.cat([root, parents], 1)
     scores = candidates.scores.gather(1, chosen_candidates)
     scores = torch.cat([scores.new_zeros(r, 1), scores], 1)
-    return DraftTree(tokens, parents, depths, ancestors_of(parents, candidates.max_depth), scores=scores)
+    ancestors = ancestors_of(parents, candidates.max_depth)
+    return DraftTree(tokens, parents, depths, ancestors, scores=scores, candidates=chosen_candidates)
 
 
 def ancestors_of(parents: Tensor, depth: int) -> Tensor:

@@ -20,6 +20,7 @@ from cluster.device.staging import StagedLists
 from cluster.engine import Engine, build_engine
 from cluster.engine.programs import TAPES, Program
 from cluster.request import LogitAdjustments, Request, RequestParams, TokenLogprob
+from cluster.spec.draft import HasChances
 from cluster.spec.ngram import NgramDraft
 from cluster.spec.resting import RestingDraft
 from cluster.spec.result import StepOutput
@@ -64,6 +65,8 @@ class ReplayComparison:
         draft = programs.step._draft
         if isinstance(draft, RestingDraft):
             self._state += [draft._hidden, draft._next_ids, draft._counts]
+        if isinstance(draft, HasChances) and draft.chances is not None:
+            self._state += [draft.chances.trials, draft.chances.hits]
         if isinstance(draft, NgramDraft):
             self._state.append(draft.history.tokens)
         self._buffer_addresses: dict[int, list[int]] = {}

@@ -6,8 +6,11 @@ plain decoding, this tree and the adaptive contender run in turns, in reverse or
 taken within a repeat; the median over the repeats counts. The adaptive engine is the same in all cells, so it has to
 find the right tree again after every change of the load.
 
-The last part is a load that swings between one request and the largest batch. It is compared with a contender that does
-not exist: one that uses, in each phase, the tree that is the best for it.
+Then comes mixed traffic: how many drafted tokens are accepted if the requests of a step share its rows, against equal
+trees with as many rows (`bench/shared_rows.py`).
+
+The last part of a family is a load that swings between one request and the largest batch. It is compared with a
+contender that does not exist: one that uses, in each phase, the tree that is the best for it.
 """
 
 import time
@@ -19,6 +22,7 @@ from math import prod
 from random import Random
 from typing import Any
 
+from cluster.bench import shared_rows as shared
 from cluster.bench.goals import Goal
 from cluster.bench.pair import PLAIN, ModelPair, TreeChoice, short_path
 from cluster.bench.report import LogProgress, machine_info, median, ratio, table
@@ -69,6 +73,9 @@ def measure(pair: ModelPair, size: Size = Size(), log_progress: LogProgress = pr
     """Run all cells and the swinging load for each family of trees; return the figures, JSON-ready."""
     prompts = {kind: _prompts(pair, kind, max(size.batches), size.prompt_tokens) for kind in size.kinds}
     families = {name: _measure_family(pair, name, size, prompts, log_progress) for name in size.families}
+    shared_rows = []
+    if "chains" in size.families:
+        shared_rows = shared.measure(pair, prompts, size.new_tokens, log_progress)
     return {
         "what": "adaptive",
         "machine": machine_info(),
@@ -76,6 +83,7 @@ def measure(pair: ModelPair, size: Size = Size(), log_progress: LogProgress = pr
         "new_tokens": size.new_tokens,
         "repeats": size.repeats,
         "families": families,
+        "shared_rows": shared_rows,
     }
 
 
@@ -258,7 +266,7 @@ def goals(result: dict[str, Any]) -> list[Goal]:
             ),
             Goal(f"swinging load, of the oracle: {family}", figures["swing"]["of_oracle"], GOAL_SWING, True),
         ]
-    return goal_list
+    return goal_list + shared.goals(result["shared_rows"])
 
 
 def show(result: dict[str, Any]) -> str:
@@ -285,7 +293,7 @@ def show(result: dict[str, Any]) -> str:
             f"swinging load: {figures['swing']['of_oracle']:.3f} of an oracle",
             "",
         ]
-    return "\n".join(lines)
+    return "\n".join([*lines, *shared.show(result["shared_rows"])])
 
 
 def _cell_line(cell: dict[str, Any]) -> str:

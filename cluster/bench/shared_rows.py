@@ -1,0 +1,138 @@
+"""What shared rows bring (`spec/row_budget.py`): the accepted drafted tokens per step on mixed traffic, with equal
+trees and with as many rows that the requests share. Half of the requests are source code, which the draft predicts
+well. Nothing is timed.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import cycle, product
+from typing import Any
+
+from cluster.bench.goals import Goal
+from cluster.bench.pair import ModelPair, TreeChoice
+from cluster.bench.report import LogProgress, table
+from cluster.bench.runs import TokenLists, fixed_length_params
+from cluster.dp_attention.tree_choice import TreeCosts
+from cluster.engine import Engine, build_engine
+from cluster.request import Request
+
+PREDICTABLE, OTHERS = "code", ("random", "prose")
+REQUESTS, STEPS = 16, 200
+TEMPERATURES = ((0.0, 0.0), (0.8, 0.8), (0.0, 1.5))
+"""The temperatures of the two halves; at 1.5 hardly any text is predictable."""
+DEPTHS = ((2, 5), (1, 3))
+"""Depths of the equal chains, and of the chains that share as many rows."""
+GOAL_GAIN = 1.15
+MUCH_US = 1_000_000_000
+
+
+def measure(
+    pair: ModelPair, prompts: Mapping[str, TokenLists], new_tokens: int, log_progress: LogProgress
+) -> list[dict[str, Any]]:
+    """Return the figures of each mix of texts in `prompts`, each of `TEMPERATURES` and each of `DEPTHS`. A mix is left
+    out if its texts are not in `prompts`.
+    """
+    results = []
+    for depth, shared_depth in DEPTHS:
+        equal = _engine(pair, depth, depth + 1)
+        sharing = _engine(pair, shared_depth, depth + 1)
+        for other in OTHERS:
+            if PREDICTABLE not in prompts or other not in prompts:
+                continue
+            halves = prompts[PREDICTABLE], prompts[other]
+            for temperatures in TEMPERATURES:
+                counts = [_accepted_per_step(e, halves, temperatures, new_tokens) for e in (equal, sharing)]
+                results.append(
+                    {
+                        "mix": f"{PREDICTABLE}, {other}",
+                        "temperatures": temperatures,
+                        "rows_per_request": depth + 1,
+                        "equal_depth": depth,
+                        "shared_depth": shared_depth,
+                        "accepted_equal": counts[0],
+                        "accepted_shared": counts[1],
+                        "gain": counts[1] / counts[0],
+                    }
+                )
+                log_progress(f"shared rows: {_line(results[-1])}")
+    return results
+
+
+def _engine(pair: ModelPair, depth: int, nodes: int) -> Engine:
+    """Return an engine all of whose steps draft `depth` levels and verify `nodes` nodes per request on average: the
+    costs say that all other trees take for ever.
+    """
+    config = pair.config(TreeChoice(depth), REQUESTS).model_copy(update={"speculative_mode": "adaptive"})
+    engine = build_engine(config)
+    costs = engine.info().tree_costs
+    us = tuple((1 if (c.num_steps, c.num_draft_tokens) == (depth, nodes) else MUCH_US,) for c in costs)
+    assert (1,) in us, "no tier has this shape"
+    engine.lockstep.coordinator.use_costs(TreeCosts((1,), us, (MUCH_US,)))
+    return engine
+
+
+def _accepted_per_step(
+    engine: Engine, halves: Sequence[TokenLists], temperatures: Sequence[float], new_tokens: int
+) -> float:
+    """Return the accepted drafted tokens per step, over `STEPS` steps in which all requests decode. The two halves of
+    the requests have the prompts of `halves` and the `temperatures`. A request that ends is replaced by the next one
+    of its half, so that the mix does not depend on which half is faster.
+    """
+    supplies, count = [cycle(half) for half in halves], 0
+
+    def submit(half: int) -> None:
+        nonlocal count
+        params = fixed_length_params(new_tokens, temperatures[half], seed=count)
+        engine.submit(Request(f"{half}/{count}", tuple(next(supplies[half])), params))
+        count += 1
+
+    for i in range(REQUESTS):
+        submit(i % 2)
+    accepted, steps = 0, 0
+    while steps < STEPS:
+        result = engine.step()
+        for output in result.outputs:
+            if output.finish_reason is not None:
+                submit(int(output.request_id[0]))
+        if result.stats.drafts == REQUESTS:
+            accepted += sum(result.stats.accept_lens) - REQUESTS
+            steps += 1
+    for half, number in product(range(2), range(count)):
+        engine.abort(f"{half}/{number}")
+    while engine.has_work:
+        engine.step()
+    return accepted / steps
+
+
+def goals(results: Sequence[dict[str, Any]]) -> list[Goal]:
+    """Return the goals: shared rows accept more drafted tokens."""
+    return [Goal(f"shared rows, {_name(result)}", result["gain"], GOAL_GAIN, True) for result in results]
+
+
+def show(results: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the figures as a table, without lines if there are no figures."""
+    rows = [
+        (
+            result["mix"],
+            "{:g}, {:g}".format(*result["temperatures"]),
+            result["rows_per_request"],
+            f"{result['accepted_equal']:.2f}",
+            f"{result['accepted_shared']:.2f}",
+            f"{result['gain']:.3f}",
+        )
+        for result in results
+    ]
+    header = ["text", "T", "rows per request", "equal trees", "shared rows", "gain"]
+    title = f"accepted drafted tokens per step of {REQUESTS} requests"
+    return [title, table(header, rows)] if rows else []
+
+
+def _name(result: dict[str, Any]) -> str:
+    temperatures = "{:g} and {:g}".format(*result["temperatures"])
+    return f"{result['mix']}, T {temperatures}, {result['rows_per_request']} rows per request"
+
+
+def _line(result: dict[str, Any]) -> str:
+    return (
+        f"{_name(result)}: {result['accepted_equal']:.2f} accepted with equal trees, {result['accepted_shared']:.2f} "
+        f"with shared rows, {result['gain']:.3f}"
+    )

@@ -1,0 +1,78 @@
+"""The chance that the target accepts a drafted node, learned from what it has accepted (adaptive trees).
+
+A draft's probability is not that chance. A greedy target takes its likeliest token, so the draft's likeliest token is
+accepted far more often than its probability says, while the draft's second token is not: with the demo pair, 0.67 and
+0.14 at a probability of 0.15. A tree that goes by probabilities has siblings in place of deeper levels. So the chance
+is looked up by the class of the request (greedy, or sampled), by whether the node is the draft's likeliest after its
+parent, and by the draft's probability.
+
+Legend: R requests, n nodes of a tree, K topk, B points of a curve.
+"""
+
+import torch
+from torch import Tensor
+
+from cluster.spec.tree import NO_TOKEN, DraftTree
+from cluster.spec.verify import Accepted
+
+POINTS = 17
+"""B: a curve has points at the square roots 0, 1/16, .. 1 of the probability, and is linear between them."""
+PRIOR = 8.0
+"""Before anything was learned, the chance is the draft's probability; that weighs as much as this many nodes."""
+MEMORY = 8192.0
+"""After this many later trees, the weight of a node has fallen to 1/e."""
+LEAST = 1e-4
+"""A chance is never lower, so that its logarithm is finite."""
+
+
+class NodeChances:
+    """Curves from a draft's probability to the chance of acceptance, on the device. All ranks of a group have the same
+    ones, because all count the same results.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        # Entries [class, likeliest or not, point].
+        self.trials = torch.zeros(2, 2, POINTS, device=device)
+        self.hits = torch.zeros(2, 2, POINTS, device=device)
+        self._prior = PRIOR * (torch.arange(POINTS, device=device) / (POINTS - 1)).square()
+
+    def log_chances(self, log_probabilities: Tensor, sampled: Tensor) -> Tensor:
+        """Return the logarithms of the chances that nodes are accepted if their parents are, `[R, .., K]`.
+        `log_probabilities` `[R, .., K]` are those of the K tokens after each parent, the likeliest first. `sampled`
+        `[R]` says which requests are sampled.
+        """
+        curves = ((self.hits + self._prior) / (self.trials + PRIOR)).clamp_(min=LEAST).log_()
+        curves = curves.to(log_probabilities.dtype).view(-1)
+        place = _places(log_probabilities).clamp_(max=POINTS - 1 - 1e-3)
+        lower = place.long()
+        is_likeliest = torch.arange(log_probabilities.shape[-1], device=sampled.device) == 0
+        index = _curves(sampled, is_likeliest, log_probabilities.dim()) * POINTS + lower
+        return curves[index].lerp(curves[index + 1], place - lower)
+
+    def count(self, tree: DraftTree, accepted: Accepted, sampled: Tensor, limits: Tensor) -> None:
+        """Learn from verified trees `[R, n]`. `limits` `[R]` are the `draft_limits`: idle requests, whose limit is 0,
+        do not count. Nor do masked nodes.
+        """
+        if tree.proposed is None:
+            return
+        # The path is padded with 0, the root, which is on the path anyway.
+        on_path = torch.zeros_like(tree.parents).scatter_(1, accepted.path, 1)
+        is_tried = on_path.gather(1, tree.parents) * ((tree.tokens != NO_TOKEN) & (limits > 0)[:, None])
+        is_tried[:, 0].fill_(0)
+        place = _places(tree.proposed.log_probabilities).round_().long()
+        index = (_curves(sampled, tree.proposed.is_likeliest, 2) * POINTS + place).view(-1)
+        kept = 1 - sampled.shape[0] / MEMORY
+        for counts, new in ((self.trials, is_tried), (self.hits, is_tried * on_path)):
+            counts.mul_(kept).view(-1).index_add_(0, index, new.view(-1).to(counts.dtype))
+
+
+def _places(log_probabilities: Tensor) -> Tensor:
+    """Return the places of log-probabilities on the curves, 0 to B - 1. NaN counts as a probability of 0."""
+    return log_probabilities.nan_to_num(-100.0, 0.0).clamp_(max=0.0).mul_(0.5).exp_().mul_(POINTS - 1)
+
+
+def _curves(sampled: Tensor, is_likeliest: Tensor, dims: int) -> Tensor:
+    """Return the number of the curve of each node: twice the class, plus 1 for a node that is not the likeliest. The
+    result can be broadcast to `dims` dimensions.
+    """
+    return 2 * sampled.long().view(-1, *[1] * (dims - 1)) + (~is_likeliest).long()
