@@ -86,6 +86,7 @@ def trial_steps(lockstep: Lockstep, cache: KVCache, resolved: ResolvedConfig, le
     if trial.lease is not None:
         cache.close(trial.lease, tokens, 0)
     lockstep.mesh.world.clock.take_collective_spans()  # drop the waits of these steps from the statistics
+    lockstep.step.forget_chances()  # the tokens were made up
 
 
 @dataclass(slots=True)

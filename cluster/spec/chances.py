@@ -18,7 +18,9 @@ from cluster.spec.verify import Accepted
 POINTS = 17
 """B: a curve has points at the square roots 0, 1/16, .. 1 of the probability, and is linear between them."""
 PRIOR = 8.0
-"""Before anything was learned, the chance is the draft's probability; that weighs as much as this many nodes."""
+"""Before anything was learned, the chance is the draft's probability, and its square root for the likeliest token of a
+greedy request. That weighs as much as this many nodes.
+"""
 MEMORY = 8192.0
 """After this many later trees, the weight of a node has fallen to 1/e."""
 LEAST = 1e-4
@@ -34,7 +36,14 @@ class NodeChances:
         # Entries [class, likeliest or not, point].
         self.trials = torch.zeros(2, 2, POINTS, device=device)
         self.hits = torch.zeros(2, 2, POINTS, device=device)
-        self._prior = PRIOR * (torch.arange(POINTS, device=device) / (POINTS - 1)).square()
+        roots = torch.arange(POINTS, device=device) / (POINTS - 1)
+        self._prior = PRIOR * roots.square().repeat(2, 2, 1)
+        self._prior[0, 0] = PRIOR * roots
+
+    def forget(self) -> None:
+        """Forget all that was learned."""
+        self.trials.zero_()
+        self.hits.zero_()
 
     def log_chances(self, log_probabilities: Tensor, sampled: Tensor) -> Tensor:
         """Return the logarithms of the chances that nodes are accepted if their parents are, `[R, .., K]`.

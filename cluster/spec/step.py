@@ -28,7 +28,6 @@ from cluster.sampling.sampler import Scores, choose, logprobs, scores
 from cluster.sampling.sampling_inputs import PhaseSampling, SamplingInputs, checksum
 from cluster.sampling.torch_sampler import Sampler
 from cluster.spec.backend import TreeBackend
-from cluster.spec.chances import NodeChances
 from cluster.spec.compact import compact
 from cluster.spec.draft import CanRest, Draft, HasChances, NoDraft
 from cluster.spec.forced import add_forced_nodes
@@ -107,8 +106,7 @@ class Step:
         tree = self._acceptable(batch, tree, target_rows)
         accepted = self._accept(tree, target_rows.spread(next_tokens[:m]), first_tokens, s)
         accepted = replace(accepted, target_rows=target_rows)
-        if self._chances is not None:
-            self._learn(self._chances, batch, tree, accepted)
+        self._learn(batch, tree, accepted)
         # From here on `token_scores` `[R, S + 1]` are the scores of `accepted.tokens`.
         token_scores = target_rows.spread(token_scores[:m]).gather(1, accepted.path)
         # Move the KV rows of the accepted path to the front of the window. In a chain they are there already.
@@ -248,12 +246,16 @@ class Step:
             tree = limit_drafts(tree, batch.sampling.draft_limits[: batch.decodes])
         return target_rows.without_others(tree)
 
-    @staticmethod
-    def _learn(chances: NodeChances, batch: Batch, tree: DraftTree, accepted: Accepted) -> None:
-        """Count which nodes were accepted, from the final tree and its paths."""
+    def forget_chances(self) -> None:
+        """Forget what was learned about the chances of nodes, from steps with made-up tokens."""
+        if self._chances is not None:
+            self._chances.forget()
+
+    def _learn(self, batch: Batch, tree: DraftTree, accepted: Accepted) -> None:
+        """Count which nodes were accepted, if the draft goes by learned chances."""
         sampling, r = batch.sampling, batch.decodes
-        if sampling.draft_limits is not None:
-            chances.count(tree, accepted, sampling.noise_scale[:r] > 0, sampling.draft_limits[:r])
+        if self._chances is not None and sampling.draft_limits is not None:
+            self._chances.count(tree, accepted, sampling.noise_scale[:r] > 0, sampling.draft_limits[:r])
 
     def _tree_sampling(
         self, decode_sampling: PhaseSampling, tree: DraftTree, target_rows: TargetRows, num_steps: int, is_chain: bool

@@ -71,6 +71,8 @@ def test_costs_of_adaptive_trees_are_measured_for_each_tree(settings: dict[str, 
         assert list(cost.waking_ms) == ([] if cost.num_steps else counts)
     engine.check_pages()
     assert engine.status().pages_used == 0
+    chances = engine.lockstep.step._chances
+    assert chances is not None and chances.trials.sum() == 0, "the tokens of measured steps are made up"
     assert engine_of().info().tree_costs == ()
 
 

@@ -20,6 +20,7 @@ def point(p: float) -> int:
 
 
 def chance(chances: NodeChances, p: float, likeliest: bool = True, sampled: Tensor = GREEDY) -> float:
+    """Return the chance of a node whose probability is `p`."""
     log_probabilities = torch.full((1, 2), math.log(p))
     return math.exp(float(chances.log_chances(log_probabilities, sampled)[0, int(not likeliest)]))
 
@@ -49,15 +50,16 @@ def accepted_path(*path: int, size: int = 5) -> Accepted:
     return Accepted(nodes, nodes, torch.tensor([len(path)]), torch.tensor([0]))
 
 
-def test_first_chances_are_the_probabilities_of_the_draft() -> None:
+def test_first_chances_follow_from_the_probabilities_of_the_draft() -> None:
     chances = NodeChances(CPU)
     for k in range(1, POINTS):
         p = (k / (POINTS - 1)) ** 2
-        assert chance(chances, p) == pytest.approx(p, rel=1e-3)
-    between = chance(chances, 0.5)
-    assert 0.45 < between < 0.55
+        assert chance(chances, p) == pytest.approx(math.sqrt(p), rel=1e-3)
+        for others in ({"likeliest": False}, {"sampled": SAMPLED}):
+            assert chance(chances, p, **others) == pytest.approx(p, rel=1e-3)
+    assert 0.45 < chance(chances, 0.5, likeliest=False) < 0.55, "between two points"
     odd_values = torch.tensor([[float("nan"), -1e9, float("-inf"), 0.0, 1e-6]])
-    logs = chances.log_chances(odd_values, GREEDY)
+    logs = chances.log_chances(odd_values, SAMPLED)
     assert logs.isfinite().all() and logs[0, :3].exp().max() <= 2 * LEAST and logs[0, 3:].exp().min() > 0.99
 
 
@@ -102,5 +104,7 @@ def test_chances_approach_what_is_accepted() -> None:
         chances.count(tree, accepted_path(*path), SAMPLED, torch.tensor([ANY]))
     assert chance(chances, 0.25, sampled=SAMPLED) == pytest.approx(0.7, abs=0.02)
     assert chance(chances, 0.25, likeliest=False, sampled=SAMPLED) == pytest.approx(0.1, abs=0.02)
-    assert chance(chances, 0.25) == pytest.approx(0.25, abs=1e-3), "greedy requests have curves of their own"
+    assert chance(chances, 0.25) == pytest.approx(0.5, abs=1e-3), "greedy requests have curves of their own"
+    chances.forget()
+    assert chance(chances, 0.25, sampled=SAMPLED) == pytest.approx(0.25, abs=1e-3)
     assert chances.trials.max() < MEMORY and PRIOR > 0
