@@ -233,6 +233,7 @@ class Step:
         """
         requests, nodes = tree.tokens.shape
         if not shape.max_nodes or tree.scores is None or batch.sampling.draft_limits is None:
+            assert not shape.selects_nodes, "a draft whose trees have no scores cannot share rows"
             return TargetRows(requests, nodes), None
         limits = batch.sampling.draft_limits[:requests]
         selection = self._select_nodes(tree.scores, tree.depths, limits, requests * shape.num_draft_tokens)
