@@ -4,6 +4,7 @@ well. Nothing is timed.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import cycle, product
 from typing import Any
 
@@ -13,10 +14,10 @@ from cluster.bench.report import LogProgress, table
 from cluster.bench.runs import TokenLists, fixed_length_params
 from cluster.dp_attention.tree_choice import TreeCosts
 from cluster.engine import Engine, build_engine
-from cluster.request import Request
+from cluster.request import Request, RequestParams
 
 PREDICTABLE, OTHERS = "code", ("random", "prose")
-REQUESTS, STEPS = 16, 200
+REQUESTS = 16
 TEMPERATURES = ((0.0, 0.0), (0.8, 0.8), (0.0, 1.5))
 """The temperatures of the two halves; at 1.5 hardly any text is predictable."""
 DEPTHS = ((2, 5), (1, 3))
@@ -26,21 +27,21 @@ MUCH_US = 1_000_000_000
 
 
 def measure(
-    pair: ModelPair, prompts: Mapping[str, TokenLists], new_tokens: int, log_progress: LogProgress
+    pair: ModelPair, prompts: Mapping[str, TokenLists], new_tokens: int, steps: int, log_progress: LogProgress
 ) -> list[dict[str, Any]]:
     """Return the figures of each mix of texts in `prompts`, each of `TEMPERATURES` and each of `DEPTHS`. A mix is left
-    out if its texts are not in `prompts`.
+    out if its texts are not in `prompts`. Requests generate `new_tokens` tokens; `steps` steps count.
     """
-    results = []
-    for depth, shared_depth in DEPTHS:
+    results, others = [], [other for other in OTHERS if PREDICTABLE in prompts and other in prompts]
+    for depth, shared_depth in DEPTHS if others else ():
         equal = _engine(pair, depth, depth + 1)
         sharing = _engine(pair, shared_depth, depth + 1)
-        for other in OTHERS:
-            if PREDICTABLE not in prompts or other not in prompts:
-                continue
+        for other in others:
             halves = prompts[PREDICTABLE], prompts[other]
             for temperatures in TEMPERATURES:
-                counts = [_accepted_per_step(e, halves, temperatures, new_tokens) for e in (equal, sharing)]
+                params = fixed_length_params(new_tokens, 0.0, seed=0)
+                halves_params = [replace(params, temperature=temperature) for temperature in temperatures]
+                counts = [_accepted_per_step(e, halves, halves_params, steps) for e in (equal, sharing)]
                 results.append(
                     {
                         "mix": f"{PREDICTABLE}, {other}",
@@ -71,36 +72,36 @@ def _engine(pair: ModelPair, depth: int, nodes: int) -> Engine:
 
 
 def _accepted_per_step(
-    engine: Engine, halves: Sequence[TokenLists], temperatures: Sequence[float], new_tokens: int
+    engine: Engine, halves: Sequence[TokenLists], params_of_halves: Sequence[RequestParams], steps: int
 ) -> float:
-    """Return the accepted drafted tokens per step, over `STEPS` steps in which all requests decode. The two halves of
-    the requests have the prompts of `halves` and the `temperatures`. A request that ends is replaced by the next one
-    of its half, so that the mix does not depend on which half is faster.
+    """Return the accepted drafted tokens per step, over `steps` steps in which all requests decode. The two halves of
+    the requests have the prompts of `halves` and the parameters of `params_of_halves`. A request that ends is replaced
+    by the next one of its half, so that the mix does not depend on which half is faster.
     """
     supplies, count = [cycle(half) for half in halves], 0
 
     def submit(half: int) -> None:
         nonlocal count
-        params = fixed_length_params(new_tokens, temperatures[half], seed=count)
+        params = replace(params_of_halves[half], seed=count)
         engine.submit(Request(f"{half}/{count}", tuple(next(supplies[half])), params))
         count += 1
 
     for i in range(REQUESTS):
         submit(i % 2)
-    accepted, steps = 0, 0
-    while steps < STEPS:
+    accepted, counted = 0, 0
+    while counted < steps:
         result = engine.step()
         for output in result.outputs:
             if output.finish_reason is not None:
                 submit(int(output.request_id[0]))
         if result.stats.drafts == REQUESTS:
             accepted += sum(result.stats.accept_lens) - REQUESTS
-            steps += 1
+            counted += 1
     for half, number in product(range(2), range(count)):
         engine.abort(f"{half}/{number}")
     while engine.has_work:
         engine.step()
-    return accepted / steps
+    return accepted / counted
 
 
 def goals(results: Sequence[dict[str, Any]]) -> list[Goal]:

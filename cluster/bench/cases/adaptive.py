@@ -44,7 +44,9 @@ GOAL_CELL, GOAL_MEAN, GOAL_SWING = 0.98, 1.05, 0.97
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The size of a measurement. `sweeps` are the repeats of all contenders, `repeats` those of the last three."""
+    """The size of a measurement. `sweeps` are the repeats of all contenders, `repeats` those of the last three.
+    `shared_steps` are the steps that count for shared rows.
+    """
 
     batches: tuple[int, ...] = (1, 4, 8, 16, 32, 64)
     temperatures: tuple[float, ...] = (0.0, 0.8, 1.0)
@@ -55,9 +57,19 @@ class Size:
     sweeps: int = 2
     repeats: int = 6
     swings: int = 4
+    shared_steps: int = 200
 
 
-QUICK = Size(batches=(1, 4), temperatures=(0.0, 0.8), kinds=("code",), new_tokens=16, sweeps=1, repeats=1, swings=1)
+QUICK = Size(
+    batches=(1, 4),
+    temperatures=(0.0, 0.8),
+    kinds=("code", "random"),
+    new_tokens=16,
+    sweeps=1,
+    repeats=1,
+    swings=1,
+    shared_steps=4,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +87,7 @@ def measure(pair: ModelPair, size: Size = Size(), log_progress: LogProgress = pr
     families = {name: _measure_family(pair, name, size, prompts, log_progress) for name in size.families}
     shared_rows = []
     if "chains" in size.families:
-        shared_rows = shared.measure(pair, prompts, size.new_tokens, log_progress)
+        shared_rows = shared.measure(pair, prompts, size.new_tokens, size.shared_steps, log_progress)
     return {
         "what": "adaptive",
         "machine": machine_info(),
