@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.real import answers, pieces, prompts, speed
+from benchmarks.real import answers, ngram, pieces, prompts, speed
 from benchmarks.real.answers import log_progress
 from benchmarks.real.build import build
 from benchmarks.real.comparison import LogitGap, compare_answers
@@ -40,6 +40,7 @@ STAGES: dict[str, Stage] = {
     "speed": lambda folder, _, args, cached: (
         speed.measure_speed(folder, args.repeats, cached) | {"machine": machine_info()}
     ),
+    "ngram": lambda folder, texts, args, cached: ngram.measure_ngram(folder, texts, args.repeats, cached),
 }
 PACKAGE_FOLDER = CHECKOUT / "cluster"
 STAGE_SOURCES = {  # the code of this project that a stage runs: if it has changed, the stage runs again
@@ -48,6 +49,7 @@ STAGE_SOURCES = {  # the code of this project that a stage runs: if it has chang
     "server": (answers, PACKAGE_FOLDER),
     "pieces": (pieces, PACKAGE_FOLDER),
     "speed": (speed, answers, PACKAGE_FOLDER),
+    "ngram": (ngram, answers, PACKAGE_FOLDER),
 }
 # Stages whose speed is not measured get one thread: on a busy machine, two threads mostly wait for each other.
 SINGLE_THREADED = ("transformers", "engine", "server", "pieces")
@@ -125,7 +127,7 @@ def _stage_inputs(name: str, folder: str, args: argparse.Namespace) -> dict[str,
         for source_path in STAGE_SOURCES[name]
     ]
     source = [_digest(path) for path in paths]
-    numbers = [args.prompts, args.repeats if name == "speed" else args.new_tokens]
+    numbers = [args.prompts, args.repeats if name in ("speed", "ngram") else args.new_tokens]
     return {"model": weights, "prompts": texts, "asked": numbers, "source": source}
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from cluster.bench.report import table
 
+NGRAM = ("plain", "fixed", "adaptive")
 YARDSTICK = "transformers"  # its row shows how far `transformers` agrees with itself; it has no goal
 
 
@@ -33,6 +34,18 @@ def report(results: Mapping[str, Mapping[str, Any]]) -> tuple[str, bool]:
         setup = f"{speed['threads']} threads, medians of {speed['repeats']} turns"
         title = f"{machine['cpu']}, {machine['cores']} cores, load {machine['load_average']}; {setup}"
         sections.append(f"{title}\n{table((*keys[:-1], 'times as fast'), rows)}")
+    if "ngram" in results:
+        rows = [
+            (
+                row["kind"],
+                row["batch"],
+                *(f"{row[name]:.0f}" for name in NGRAM),
+                *(row[f"{name} times"] for name in NGRAM[1:]),
+            )
+            for row in results["ngram"]["rows"]
+        ]
+        heading = ("n-gram: text", "batch", *(f"{name}, tokens/s" for name in NGRAM), "fixed, times", "adaptive, times")
+        sections.append(table(heading, rows))
     memory = [(name, results[name]["peak_mib"]) for name in ("engine", "transformers") if name in results]
     if memory:
         sections.append(table(("float32", "peak memory, MiB"), [(name, round(mib)) for name, mib in memory]))
