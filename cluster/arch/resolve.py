@@ -93,6 +93,8 @@ def resolve_models(
     context_length = config.context_length or min(target.max_position, MAX_CONTEXT_LENGTH)
     resolved = ResolvedConfig.from_settings(
         config,
+        # Not on a GPU: it was not measured there, and attention by torch would copy the cells of each row.
+        share_rows=device == "cpu",
         device=device,
         target=target,
         draft=draft,

@@ -45,10 +45,10 @@ class ResolvedSettings:
     draft_is_sharded: bool
 
     @classmethod
-    def from_settings(cls, settings: EngineConfig, **subclass_fields: Any) -> Self:
-        """Return the facts that `settings` decide. A subclass passes its additional fields in `subclass_fields`. If the
-        depth of the trees depends on the draft's MTP layers, `speculative_num_steps` must be set before, as
-        `resolve_models` does.
+    def from_settings(cls, settings: EngineConfig, share_rows: bool = True, **subclass_fields: Any) -> Self:
+        """Return the facts that `settings` decide. A subclass passes its additional fields in `subclass_fields`. If
+        `share_rows` is False, requests never share the rows of a step. If the depth of the trees depends on the draft's
+        MTP layers, `speculative_num_steps` must be set before, as `resolve_models` does.
 
         Raises:
             ConfigError: the settings of the tree contradict each other; see `tree_shape`.
@@ -61,7 +61,8 @@ class ResolvedSettings:
         chunk_rows = chunked_size if chunked_size > 0 else UNLIMITED
         adaptive_trees = settings.speculative_mode == "adaptive" and shape.num_steps > 0
         # FlashInfer plans a step by the requests' numbers of rows, which must all be equal.
-        all_tiers = tiers(shape, share_rows=adaptive_trees and settings.attention_backend != "flashinfer")
+        share_rows = share_rows and adaptive_trees and settings.attention_backend != "flashinfer"
+        all_tiers = tiers(shape, share_rows)
         return cls(
             settings=settings,
             shape=all_tiers[-1],

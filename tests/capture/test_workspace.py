@@ -59,6 +59,7 @@ def config(**settings: object) -> EngineConfig:
         "speculative_draft_model_path": draft,
         "speculative_eagle_topk": 3,
         "speculative_num_steps": 3,
+        "speculative_mode": "fixed",  # as on a GPU, for which memory is measured
         "dtype": "float32",
         "device": "cpu",
         "attention_backend": "torch",

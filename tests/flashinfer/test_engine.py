@@ -14,6 +14,7 @@ from cluster.engine.backends import sampler_of, tree_backend_of
 from cluster.kernels.flashinfer.kernels import FlashInferKernels
 from cluster.kernels.triton_kernels import TritonKernels
 from cluster.sampling.triton_sampler import TritonSampler
+from cluster.spec.row_budget import select_nodes
 from cluster.spec.triton_tree import TritonGrowth, accept
 from tests.flashinfer.stand_in import DEVICE, install_stand_in, stand_in
 from tests.parity.harness import SAMPLING, config_of, make_request, run, tiny_pair
@@ -81,7 +82,7 @@ def test_engine_info_lists_the_layers_left_to_triton() -> None:
 
 def test_flashinfer_kernels_use_triton_tree_ops_and_sampler() -> None:
     kernels = FlashInferKernels(stand_in())
-    assert tree_backend_of(kernels) == tree_backend_of(TritonKernels()) == (TritonGrowth, accept)
+    assert tree_backend_of(kernels) == tree_backend_of(TritonKernels()) == (TritonGrowth, select_nodes, accept)
     assert isinstance(sampler_of(kernels), TritonSampler)
 
 

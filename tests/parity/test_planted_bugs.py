@@ -195,8 +195,8 @@ def _(patch: Patch) -> None:
 @bug("positions inside the tree are off by one")
 def _(patch: Patch) -> None:
     def make(orig):  # type: ignore[no-untyped-def]
-        return lambda self, batch, tree, chain: orig(
-            self, batch, replace(tree, depths=tree.depths + (tree.depths > 0).long()), chain
+        return lambda self, batch, tree, rows, chain: orig(
+            self, batch, replace(tree, depths=tree.depths + (tree.depths > 0).long()), rows, chain
         )
 
     wrap(patch, Step, "_forward", make)

@@ -142,6 +142,8 @@ def test_trees_are_adaptive_on_a_cpu_and_fixed_on_a_gpu_unless_set(device: str, 
     for setting in ("adaptive", "fixed"):
         resolved = resolve_models(unset.model_copy(update={"speculative_mode": setting}), device)
         assert resolved.adaptive_trees == (setting == "adaptive")
+        shares = device == "cpu" and setting == "adaptive"
+        assert any(tier.selects_nodes for tier in resolved.tiers) == shares, "on a GPU nobody shares rows"
     assert not resolve_models(EngineConfig(model_path=target), device).adaptive_trees, "there is nothing to choose"
 
 
