@@ -61,14 +61,19 @@ class OracleDraft(_TrueTextDraft):
         self, batch: Batch, draft_input: EagleDraftInput, phase_sampling: PhaseSampling, shape: TreeShape
     ) -> DraftTree:
         self._shape = shape
-        node_count, request_count = shape.num_draft_tokens, batch.decodes
+        node_count, request_count = shape.drafted_nodes, batch.decodes
         tokens = torch.zeros(request_count, node_count, dtype=torch.int64)
         parents, depths = torch.zeros_like(tokens), torch.zeros_like(tokens)
         tokens[:, 0] = draft_input.bonus
         for i in range(request_count):
             true_rest = self._true_text(int(batch.rows[i]))[int(batch.seq_lens[i]) + 1 :]
             self._grow(tokens[i], parents[i], depths[i], true_rest)
-        return DraftTree(tokens, parents, depths, ancestors_of(parents, self._shape.num_steps))
+        # Random scores that fall along every path, so that any part of a tree may be selected.
+        scores = torch.zeros(tokens.shape, dtype=torch.float64)
+        steps = torch.rand(tokens.shape, generator=self._random, dtype=torch.float64) + 0.01
+        for j in range(1, node_count):
+            scores[:, j] = scores.gather(1, parents[:, j : j + 1])[:, 0] - steps[:, j]
+        return DraftTree(tokens, parents, depths, ancestors_of(parents, self._shape.num_steps), scores=scores)
 
     def _grow(self, tokens: Tensor, parents: Tensor, depths: Tensor, true_rest: list[int]) -> None:
         """Fill the tree of one request. `true_rest` are the true tokens after its bonus token."""
