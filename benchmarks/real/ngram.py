@@ -5,12 +5,12 @@ timed. Copied texts are source code
 and prose that the model is asked to repeat; the others are the prompts of `prompts.txt` that ask for no repetition.
 """
 
-import bisect
 import colorsys
 import fnmatch
-import heapq
 import inspect
 import shlex
+import string
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,7 +25,7 @@ from cluster.config import EngineConfig
 from cluster.engine import Engine, build_engine
 
 DTYPE, NEW_TOKENS, BATCHES, OTHERS = "bfloat16", 96, (1, 8), 8
-COPIED = (bisect.insort_right, bisect.bisect_left, heapq.heapify, shlex.quote, fnmatch.filter, colorsys.rgb_to_hsv)
+COPIED = (textwrap.shorten, textwrap.dedent, string.capwords, shlex.quote, fnmatch.filter, colorsys.rgb_to_hsv)
 COPIED_TEXTS = (
     "The museum opens at nine in the morning from Tuesday to Sunday. It is closed on Mondays. Tickets cost twelve "
     "euros for adults and six euros for children under fourteen. The garden behind the main building is free.",
