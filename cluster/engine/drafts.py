@@ -27,7 +27,7 @@ def create_draft(models: RankModels, memory: RankMemory, device: torch.device) -
         return NgramDraft(TokenHistory(rows, resolved.context_length, lookup_of(kernels), device))
     model = runners[0].model
     # Triton's growth does not say which candidates it selects, so nothing can be learned about them.
-    learns = resolved.adaptive_trees and kernels.name in ("torch", "c")
+    learns = resolved.adaptive_trees and resolved.shape.topk > 1 and kernels.name in ("torch", "c")
     growth = GrowthSettings(tree_backend_of(kernels).create_growth, NodeChances(device) if learns else None)
     ranking = CoupledRanking(model.target_ids, resolved.shape.topk, model.shard_target_ids, sampler_of(kernels))
     if len(runners) > 1:

@@ -7,11 +7,9 @@ shift). So the rows of level l, whose tokens are at seq_len + l, are at position
 Legend: R requests, K topk, S depth, N tree nodes, H draft width, Vd draft vocabulary.
 """
 
-from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from cluster.attention.ancestor_bits import chain_bits
@@ -26,7 +24,7 @@ from cluster.spec.extend import extend_attention, extend_input
 from cluster.spec.inputs import EagleDraftExtendInput, EagleDraftInput
 from cluster.spec.levels import BY_PROBABILITY, Ancestry, GrowthSettings, gather_by_parent, grow
 from cluster.spec.propose import Ranking, next_draft_input
-from cluster.spec.tree import DraftTree, Proposed, chain, chain_scores
+from cluster.spec.tree import DraftTree, chain, chain_scores
 from cluster.spec.verify import Accepted
 
 
@@ -136,14 +134,10 @@ class EagleDraft:
             path.append(tokens)
             log_probabilities.append(level_scores[:, 0])
         # One chain alone shares its rows with nobody, and the ranks of its nodes are their depths.
-        drafted, chances = torch.cat(path, 1), self.chances
-        if not shape.max_nodes or (batch.decodes == 1 and not shape.selects_nodes):
-            return chain(drafted)
-        joined = scores = torch.cat(log_probabilities, 1)
-        if chances is not None:  # each node is the only proposal after its parent
-            scores = chances.log_chances(joined[..., None], phase_sampling.sampling.noise_scale > 0)[..., 0]
-        proposed = Proposed(F.pad(joined, (1, 0)), torch.ones_like(drafted, dtype=torch.bool))
-        return replace(chain(drafted, chain_scores(scores)), proposed=proposed)
+        # Learned chances (`spec/chances.py`) would hardly change the order of chains, and would take 0.4 ms a step.
+        needs_scores = shape.max_nodes and (batch.decodes > 1 or shape.selects_nodes)
+        scores = chain_scores(torch.cat(log_probabilities, 1)) if needs_scores else None
+        return chain(torch.cat(path, 1), scores)
 
     def extend(
         self,
