@@ -21,8 +21,8 @@ MIN_GAIN, MIN_GAIN_TO_WAKE = 1.01, 1.03
 a little after every step, and a change of the tree may need a program that is not captured yet. The second factor is
 for a draft that rests: waking it costs a step.
 """
-SHARED_CHANGE, CHANGE, MAX_CORRECTION = 0.02, 0.005, 1.5
-"""How much one step changes what all tiers share, as a share of its time, and the correction of its tier; the largest
+OVERHEAD_CHANGE, CHANGE, MAX_CORRECTION = 0.02, 0.005, 1.5
+"""How much one step changes the overhead, as a share of its time, and the correction of its tier; the largest
 correction.
 """
 OUTLOOK_UNIT = 1000
@@ -87,42 +87,34 @@ class MeasuredStep(NamedTuple):
 class TreeTimes:
     """`costs`, corrected by the steps that the gang runs. All ranks observe the same steps, so they agree on all times.
 
-    Three things are kept for each doubling of the number of decoding requests, all by running medians: a correction for
-    each tier (a factor), and two that all tiers share, so they also count for tiers that have not been used lately. If
-    steps are slower than measured, it is the overhead: the time of what a server does between two steps, and the time
-    that a busy machine adds. If they are faster, it is the pace, a factor of at most 1: at start a machine was busier,
-    its caches were cold, or requests were longer.
+    Two things are kept for each doubling of the number of decoding requests, both running medians: a correction for
+    each tier (a factor), and the overhead of a step, whatever its tier. The overhead is the time of what a server does
+    between two steps, and the time that a busy machine adds. It also counts for tiers that have not been used lately.
     """
 
     def __init__(self, costs: TreeCosts) -> None:
         self.costs = costs
         self._corrections: dict[int, list[float]] = {}
         self._overheads_us: dict[int, float] = {}
-        self._paces: dict[int, float] = {}
 
     def of(self, decodes: int) -> list[float]:
         """Return the time by tier with `decodes` decoding requests."""
         times, size = self.costs.of(decodes), decodes.bit_length()
         if size not in self._corrections:
             return times
-        overhead_us, pace = self._overheads_us[size], self._paces[size]
-        corrections = self._corrections[size]
-        return [us * pace * correction + overhead_us for us, correction in zip(times, corrections, strict=True)]
+        overhead_us = self._overheads_us[size]
+        return [us * correction + overhead_us for us, correction in zip(times, self._corrections[size], strict=True)]
 
     def observe(self, step: MeasuredStep) -> None:
-        """Correct what tiers share, and the time of the step's tier. All move by fixed steps, so outliers count no more
+        """Correct the overhead, and the time of the step's tier. Both move by fixed steps, so outliers count no more
         than other steps.
         """
         times, size = self.costs.of(step.decodes), step.decodes.bit_length()
         corrections = self._corrections.setdefault(size, [1.0] * len(times))
-        overhead_us, pace = self._overheads_us.setdefault(size, 0.0), self._paces.setdefault(size, 1.0)
-        slower = step.us > times[step.tier] * pace * corrections[step.tier] + overhead_us
-        if (slower and pace == 1) or (not slower and overhead_us > 0):
-            overhead_us += SHARED_CHANGE * times[step.tier] * (1 if slower else -1)
-            self._overheads_us[size] = max(overhead_us, 0.0)
-        else:
-            pace *= 1 + SHARED_CHANGE if slower else 1 / (1 + SHARED_CHANGE)
-            self._paces[size] = min(1.0, max(1 / MAX_CORRECTION, pace))
+        overhead_us = self._overheads_us.setdefault(size, 0.0)
+        slower = step.us > times[step.tier] * corrections[step.tier] + overhead_us
+        overhead_us += OVERHEAD_CHANGE * times[step.tier] * (1 if slower else -1)
+        self._overheads_us[size] = max(overhead_us, 0.0)
         correction = corrections[step.tier] * (1 + CHANGE if slower else 1 / (1 + CHANGE))
         corrections[step.tier] = min(MAX_CORRECTION, max(1 / MAX_CORRECTION, correction))
 

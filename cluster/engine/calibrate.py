@@ -121,9 +121,8 @@ class Trial:
         return self.best_us[load]
 
     def time_again(self, load: TrialLoad) -> float:
-        """Run a step once more; return its best time so far."""
-        us = self._slowest_rank_us(self.run(load))
-        self.best_us[load] = min(self.best_us.get(load, us), us)
+        """Run a step that was timed before once more; return its best time so far."""
+        self.best_us[load] = min(self.best_us[load], self._slowest_rank_us(self.run(load)))
         return self.best_us[load]
 
     def repeat(self) -> None:

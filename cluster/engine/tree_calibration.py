@@ -17,13 +17,9 @@ LINEAR_GROWTH = 0.7
 """If the time of a step grows by at least this share of the factor by which the requests grow, larger numbers of
 requests are not measured: their times are extrapolated.
 """
-MIN_ROUNDS, MAX_ROUNDS, MAX_COUNT_SECONDS = 2, 4, 0.4
+MIN_ROUNDS, MAX_ROUNDS, MAX_COUNT_SECONDS = 3, 5, 0.4
 """The rounds in which each step is measured, and the seconds after which a number of requests gets no further round.
-The first run of a program is eager and the second is captured, so only later rounds show what a captured step takes.
-"""
-RUNS_IN_A_ROW = 2
-"""In a round each step runs this many times in a row. The first run after another program finds cold caches, which
-costs steps without trees the largest share of their time: up to a quarter.
+The first run of a program is eager and the second is captured, so only the later ones show what a captured step takes.
 """
 
 
@@ -117,13 +113,10 @@ def _times(trial: Trial, loads: list[TrialLoad]) -> list[int]:
     """Return the times of steps in microseconds. The rounds go through all loads in turn, so that a machine that is
     busy for a moment disturbs one round of each and not all rounds of one.
     """
-    started_s, best_us = trial.spent_s, list[float]()
-    for completed_rounds in range(MAX_ROUNDS):
-        if completed_rounds >= MIN_ROUNDS and trial.spent_s - started_s > MAX_COUNT_SECONDS:
+    started_s = trial.spent_s
+    best_us = [trial.time(load) for load in loads]
+    for completed in range(1, MAX_ROUNDS):
+        if completed >= MIN_ROUNDS and trial.spent_s - started_s > MAX_COUNT_SECONDS:
             break
-        best_us = []
-        for load in loads:
-            for _ in range(RUNS_IN_A_ROW - 1):
-                trial.time_again(load)
-            best_us.append(trial.time_again(load))
+        best_us = [trial.time_again(load) for load in loads]
     return [round(us) for us in best_us]
