@@ -20,8 +20,8 @@ PREDICTABLE, OTHERS = "code", ("random", "prose")
 REQUESTS = 16
 TEMPERATURES = ((0.0, 0.0), (0.8, 0.8), (0.0, 1.5))
 """The temperatures of the two halves; at 1.5 hardly any text is predictable."""
-DEPTHS = ((2, 5), (1, 3))
-"""Depths of the equal chains, and of the chains that share as many rows."""
+DEPTHS, SHARING_TREE = (3, 5), TreeChoice(5, 2, 12)
+"""The depths of the equal chains, and the trees that share as many rows."""
 GOAL_GAIN = 1.15
 MUCH_US = 1_000_000_000
 
@@ -33,9 +33,9 @@ def measure(
     out if its texts are not in `prompts`. Requests generate `new_tokens` tokens; `steps` steps count.
     """
     results, others = [], [other for other in OTHERS if PREDICTABLE in prompts and other in prompts]
-    for depth, shared_depth in DEPTHS if others else ():
-        equal = _engine(pair, depth, depth + 1)
-        sharing = _engine(pair, shared_depth, depth + 1)
+    for depth in DEPTHS if others else ():
+        equal = _engine(pair, TreeChoice(depth), depth + 1)
+        sharing = _engine(pair, SHARING_TREE, depth + 1)
         for other in others:
             halves = prompts[PREDICTABLE], prompts[other]
             for temperatures in TEMPERATURES:
@@ -48,7 +48,7 @@ def measure(
                         "temperatures": temperatures,
                         "rows_per_request": depth + 1,
                         "equal_depth": depth,
-                        "shared_depth": shared_depth,
+                        "sharing": str(SHARING_TREE),
                         "accepted_equal": counts[0],
                         "accepted_shared": counts[1],
                         "gain": counts[1] / counts[0],
@@ -58,12 +58,12 @@ def measure(
     return results
 
 
-def _engine(pair: ModelPair, depth: int, nodes: int) -> Engine:
-    """Return an engine all of whose steps draft `depth` levels and verify `nodes` nodes per request on average: the
-    costs say that all other trees take for ever.
+def _engine(pair: ModelPair, tree: TreeChoice, nodes: int) -> Engine:
+    """Return an engine all of whose steps draft the levels of `tree` and verify `nodes` nodes per request on average:
+    the costs say that all other trees take for ever.
     """
-    config = pair.config(TreeChoice(depth), REQUESTS).model_copy(update={"speculative_mode": "adaptive"})
-    engine = build_engine(config)
+    config = pair.config(tree, REQUESTS).model_copy(update={"speculative_mode": "adaptive"})
+    engine, depth = build_engine(config), tree.num_steps
     costs = engine.info().tree_costs
     us = tuple((1 if (c.num_steps, c.num_draft_tokens) == (depth, nodes) else MUCH_US,) for c in costs)
     assert (1,) in us, "no tier has this shape"

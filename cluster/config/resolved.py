@@ -61,7 +61,9 @@ class ResolvedSettings:
         chunk_rows = chunked_size if chunked_size > 0 else UNLIMITED
         adaptive_trees = settings.speculative_mode == "adaptive" and shape.num_steps > 0
         # FlashInfer plans a step by the requests' numbers of rows, which must all be equal.
-        share_rows = share_rows and adaptive_trees and settings.attention_backend != "flashinfer"
+        # A draft's chains do not share rows: steps chose worse among so many chains (docs/log.md).
+        is_suited = shape.topk > 1 or settings.speculative_algorithm == NGRAM
+        share_rows = share_rows and adaptive_trees and is_suited and settings.attention_backend != "flashinfer"
         all_tiers = tiers(shape, share_rows)
         return cls(
             settings=settings,

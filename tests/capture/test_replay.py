@@ -177,7 +177,10 @@ def test_replay_of_adaptive_trees_and_resting_drafts_equals_the_eager_step(
     config = adaptive(config_of(*tiny_pair(), topk, 2, page_size=4, chunked_prefill_size=9))
     plain_outputs = outputs_of_requests(build_engine(config_of(tiny_pair()[0])), PARAMS[sampling])
     tiers = ResolvedSettings.from_settings(config).tiers
-    last_tier, selecting_tier = len(tiers) - 1, max(tier for tier, shape in enumerate(tiers) if shape.selects_nodes)
+    last_tier, selecting_tier = (
+        len(tiers) - 1,
+        max((tier for tier, shape in enumerate(tiers) if shape.selects_nodes), default=1),
+    )
     # The first step after the rest is the one in which the draft wakes.
     pattern = [0, 0, 0, 0, last_tier, last_tier, 1, 1, selecting_tier, selecting_tier]
     engine = engine_with_trees(lambda: build_engine(config.model_copy(update={"capture": "on"})), cycle(pattern))

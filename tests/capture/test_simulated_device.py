@@ -151,7 +151,7 @@ def test_step_of_a_resting_draft_reads_no_device_value(extend_mode: ExtendMode, 
 
 
 @pytest.mark.parametrize("has_prompts", [False, True])
-@pytest.mark.parametrize("topk", [1, 3])
+@pytest.mark.parametrize("topk", [2, 3])
 def test_step_that_selects_nodes_reads_no_device_value(topk: int, has_prompts: bool) -> None:
     config = adaptive(config_of(*tiny_pair(), topk, 2, attention_backend="torch"))
     engine = engine_with_trees(lambda: build_engine(config), [])

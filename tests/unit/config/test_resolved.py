@@ -136,7 +136,7 @@ def test_tree_shapes_are_resolved_by_tier_and_with_forced_nodes() -> None:
 @pytest.mark.parametrize(("device", "mode"), [("cpu", "adaptive"), ("cuda", "fixed")])
 def test_trees_are_adaptive_on_a_cpu_and_fixed_on_a_gpu_unless_set(device: str, mode: str) -> None:
     target, draft = tiny_pair()
-    unset = EngineConfig(model_path=target, speculative_draft_model_path=draft)
+    unset = EngineConfig(model_path=target, speculative_draft_model_path=draft, speculative_eagle_topk=2)
     assert resolve_models(unset, device).adaptive_trees == (mode == "adaptive")
     assert resolve_models(unset, device).settings.speculative_mode == mode
     for setting in ("adaptive", "fixed"):
@@ -144,6 +144,8 @@ def test_trees_are_adaptive_on_a_cpu_and_fixed_on_a_gpu_unless_set(device: str, 
         assert resolved.adaptive_trees == (setting == "adaptive")
         shares = device == "cpu" and setting == "adaptive"
         assert any(tier.selects_nodes for tier in resolved.tiers) == shares, "on a GPU nobody shares rows"
+        chain = resolve_models(resolved.settings.model_copy(update={"speculative_eagle_topk": 1}), device)
+        assert not any(tier.max_nodes for tier in chain.tiers), "nor do chains of a draft"
     assert not resolve_models(EngineConfig(model_path=target), device).adaptive_trees, "there is nothing to choose"
 
 
