@@ -110,7 +110,7 @@ def goals(results: Sequence[dict[str, Any]]) -> list[Goal]:
 
 
 def show(results: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the figures as a table, without lines if there are no figures."""
+    """Return the lines of a table of the figures, or no lines if there are no figures."""
     rows = [
         (
             result["mix"],

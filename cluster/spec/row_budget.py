@@ -20,8 +20,8 @@ from cluster.batch import Batch, TreeRows
 from cluster.spec.tree import NO_TOKEN, DraftTree
 
 LIMIT_PENALTY = 1000.0
-"""Subtracted from the scores of nodes that no request needs, so that they get rows only if all other nodes have some.
-A request needs no nodes deeper than its limit; the limit of an idle request is 0.
+"""`SelectNodes` subtracts this from the scores of nodes that no request needs. Such a node gets a row only if all other
+nodes have rows. A request needs no nodes deeper than its limit; the limit of an idle request is 0.
 """
 
 

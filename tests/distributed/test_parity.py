@@ -28,7 +28,7 @@ OPTION_VALUES: dict[str, tuple[Any, ...]] = {
     "chunks": ((5, None), (64, 3), (-1, None), (17, 17)),
     "debug_lockstep": (False, True),
     "speculative_batch_tiers": ({}, {}, {"1": 2}, {"2": 1, "4": 0}),
-    "speculative_mode": ("fixed", "adaptive"),
+    "speculative_mode": ("fixed", "fixed", "adaptive"),  # only the trees of cases with fixed trees are compared
     "memory": ("ample", "scarce", "scarce"),
     "idle": (True, False),
 }
@@ -185,8 +185,7 @@ def test_several_ranks_match_one_rank_across_all_options(ranks: RanksFactory, tp
         and total.compared_trees > total.compared_requests / 3
     )
     assert total.aborted_requests > 3 and total.retractions > 3
-    # Only the trees of cases with fixed trees are compared.
-    assert sum(total.trees_by_accept_length[j] for j in total.trees_by_accept_length if j) > 7, (
+    assert sum(total.trees_by_accept_length[j] for j in total.trees_by_accept_length if j) > 15, (
         total.trees_by_accept_length
     )
     assert dp == 1 or (total.padding_rows > 50 and total.uneven_steps > total.steps / 3 and total.idle_rank_steps > 20)

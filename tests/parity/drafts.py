@@ -68,7 +68,7 @@ class OracleDraft(_TrueTextDraft):
         for i in range(request_count):
             true_rest = self._true_text(int(batch.rows[i]))[int(batch.seq_lens[i]) + 1 :]
             self._grow(tokens[i], parents[i], depths[i], true_rest)
-        # Random scores that fall along every path, so that any part of a tree may be selected.
+        # The scores are random and fall along every path, so a step may select any part of a tree.
         scores = torch.zeros(tokens.shape, dtype=torch.float64)
         steps = torch.rand(tokens.shape, generator=self._random, dtype=torch.float64) + 0.01
         for j in range(1, node_count):
