@@ -51,11 +51,13 @@ class StepCosts:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeCost:
     """The measured times of steps that only decode, with trees of one shape, in milliseconds by number of decoding
-    requests. Without a tree (`num_steps` 0), `waking_ms` are the times of steps in which a resting draft wakes.
+    requests. `num_steps` are the levels that the draft computes; a branch of `lookup_tokens` looked-up tokens is not
+    one of them. Without a tree (`num_steps` 0), `waking_ms` are the times of steps in which a resting draft wakes.
     """
 
     num_steps: int
     num_draft_tokens: int
+    lookup_tokens: int
     ms: Mapping[str, float]
     waking_ms: Mapping[str, float]
 
@@ -108,6 +110,7 @@ class RankInfo:
     speculative_num_steps: int
     speculative_eagle_topk: int
     speculative_num_draft_tokens: int
+    speculative_lookup_tokens: int
     speculative_batch_tiers: dict[int, int]
     draft: DraftInfo | None
     page_size: int

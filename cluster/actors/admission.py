@@ -61,7 +61,7 @@ class Admission:
         self.queued_tokens = 0.0  # of waiting requests, expected new tokens included
         self._forecast: GangForecast | None = None
         self._output_lengths = OutputLengths()
-        self._token_rate = TokenRate(self._shape.num_steps, config.attn_dp_size)
+        self._token_rate = TokenRate(self._shape.drafted_shape.num_steps, config.attn_dp_size)
         self._running = 0  # requests
         self._last_time_at = clock()
         self._serving = True

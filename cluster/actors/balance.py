@@ -116,7 +116,7 @@ class Balancer:
     @classmethod
     def of(cls, resolved: ResolvedSettings) -> Self:
         """Return the balancer of a gang with these settings."""
-        config, rows = resolved.settings, resolved.shape.num_draft_tokens
+        config, rows = resolved.settings, resolved.shape.drafted_shape.num_draft_tokens
         size, pages = (config.attn_dp_size, config.page_size), 0 if config.disable_radix_cache else INDEX_PAGES
         return cls(config.routing_policy, *size, step_rows=rows, chunk_rows=resolved.chunk_rows, index_pages=pages)
 

@@ -54,7 +54,7 @@ class ResolvedConfig(ResolvedSettings):
     @property
     def num_draft_runners(self) -> int:
         """Length of the draft runner list: one runner that drafts every level, or one per level. 0 without a draft."""
-        return 0 if self.draft is None else min(self.draft.runners, max(1, self.shape.num_steps))
+        return 0 if self.draft is None else min(self.draft.runners, max(1, self.shape.drafted_shape.num_steps))
 
     def with_limits(self, max_requests: int, max_prompt_rows: int) -> Self:
         """Return the facts for at most `max_requests` running requests, and `max_prompt_rows` prompt rows in a step."""
@@ -93,8 +93,9 @@ def resolve_models(
     context_length = config.context_length or min(target.max_position, MAX_CONTEXT_LENGTH)
     resolved = ResolvedConfig.from_settings(
         config,
-        # Not on a GPU: it was not measured there, and attention by torch would copy the cells of each row.
-        share_rows=device == "cpu",
+        # Only with the kernels in C: on a GPU it was not measured. Attention by torch would copy the cells of each row,
+        # also those of nodes that are not verified and hold what an earlier step left.
+        share_rows=device == "cpu" and config.speculative_mode == "adaptive" and has_c_kernels(),
         device=device,
         target=target,
         draft=draft,
@@ -113,7 +114,7 @@ def resolve_models(
         chunk_rows=min(resolved.chunk_rows, max_rows),
         mixed_chunk_rows=min(resolved.mixed_chunk_rows, max_rows),
     )
-    topk, steps = resolved.shape.topk, resolved.shape.num_steps
+    topk, steps = resolved.shape.topk, resolved.shape.drafted_shape.num_steps
     if draft is not None and topk > draft.draft_vocab_size:
         raise ConfigError(
             f"speculative_eagle_topk {topk} is more than the draft's vocabulary of {draft.draft_vocab_size}; lower it"

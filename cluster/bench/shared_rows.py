@@ -65,7 +65,8 @@ def _engine(pair: ModelPair, tree: TreeChoice, nodes: int) -> Engine:
     config = pair.config(tree, REQUESTS).model_copy(update={"speculative_mode": "adaptive"})
     engine, depth = build_engine(config), tree.num_steps
     costs = engine.info().tree_costs
-    us = tuple((1 if (c.num_steps, c.num_draft_tokens) == (depth, nodes) else MUCH_US,) for c in costs)
+    wanted = depth, nodes, 0
+    us = tuple((1 if (c.num_steps, c.num_draft_tokens, c.lookup_tokens) == wanted else MUCH_US,) for c in costs)
     assert (1,) in us, "no tier has this shape"
     engine.lockstep.coordinator.use_costs(TreeCosts((1,), us, (MUCH_US,)))
     return engine

@@ -192,6 +192,13 @@ class EngineConfig(Settings):
         description="adaptive: each step chooses the fastest tree, up to the one set; fixed: that tree; unset: "
         "adaptive on a CPU, fixed on a GPU",
     )
+    speculative_lookup_tokens: int | None = Field(
+        default=None,
+        ge=0,
+        le=16,
+        description="tokens that followed the same text earlier in the request, as one more branch of a draft's tree; "
+        "unset: 8 with adaptive trees on a CPU, else 0",
+    )
     speculative_batch_tiers: dict[int, int] = Field(
         default_factory=dict,
         description="{4: 3, 8: 2}: at most 3 tree levels from 4 decoding requests of a rank on, 2 from 8",
@@ -361,12 +368,6 @@ class EngineConfig(Settings):
             if value not in DRAFT_FACTS[fact]:
                 raise ConfigError(
                     f"speculative_draft_overrides: {fact} must be one of {DRAFT_FACTS[fact]}, got {value!r}"
-                )
-        for requests, steps in self.speculative_batch_tiers.items():
-            if requests < 1 or steps < 0:
-                raise ConfigError(
-                    "speculative_batch_tiers must map numbers of requests to numbers of levels, "
-                    f"got {requests}: {steps}"
                 )
         if self.capture_sizes is not None:
             if self.capture == "off":

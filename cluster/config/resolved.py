@@ -11,10 +11,12 @@ A replica knows the settings alone, and has `ResolvedSettings`. A rank has the c
 from dataclasses import dataclass
 from typing import Any, Self
 
+from cluster.config import ConfigError
 from cluster.config.engine_config import EngineConfig
 from cluster.config.speculation import NGRAM
-from cluster.config.tree_shape import TreeShape, tiers, tree_shape
+from cluster.config.tree_shape import TreeShape, lookup_tiers, tiers, tree_shape
 
+DEFAULT_LOOKUP_TOKENS = 8
 UNLIMITED = 1 << 30
 """The number of prompt rows per step that stands for no limit."""
 
@@ -23,10 +25,11 @@ UNLIMITED = 1 << 30
 class ResolvedSettings:
     """The facts that the settings of an engine decide. Sizes are in rows or tokens.
 
-    `settings` are the settings themselves: many of them need no conversion. `shape` is the deepest tree, `tiers` are
-    all trees that a step may use, in order of depth and then of size, and `forced_shape` is the deepest tree with all
-    nodes that a grammar may add. If `adaptive_trees`, each step chooses among the tiers by their costs. (If
-    `speculative_mode` is unset, `resolve_models` sets it first.) A step runs at
+    `settings` are the settings themselves: many of them need no conversion. `tiers` are all trees that a step may use:
+    first those without looked-up tokens, in order of depth and then of size, then those with `lookup_tokens` looked-up
+    tokens. `shape` is the last one, and `forced_shape` has in addition all nodes that a grammar may add: no tree of a
+    step is larger. If `adaptive_trees`, each step chooses among the tiers by their costs. (If `speculative_mode` is
+    unset, `resolve_models` sets it first.) A step runs at
     most `chunk_rows` prompt rows on each rank, and at most `mixed_chunk_rows` if some request decodes. If
     `prefill_time_limited` is True, the prompt rows of such a step may also take only the share `prefill_share` of its
     time. `group_size` is the number of ranks in an attention group.
@@ -37,6 +40,7 @@ class ResolvedSettings:
     tiers: tuple[TreeShape, ...]
     forced_shape: TreeShape
     adaptive_trees: bool
+    lookup_tokens: int
     chunk_rows: int
     mixed_chunk_rows: int
     prefill_time_limited: bool
@@ -51,7 +55,8 @@ class ResolvedSettings:
         MTP layers, `speculative_num_steps` must be set before, as `resolve_models` does.
 
         Raises:
-            ConfigError: the settings of the tree contradict each other; see `tree_shape`.
+            ConfigError: the settings of the tree contradict each other; see `tree_shape`. Or trees are fixed and
+                `speculative_lookup_tokens` is set.
         """
         shape, chunked_size, mixed_size = (
             tree_shape(settings),
@@ -61,15 +66,26 @@ class ResolvedSettings:
         chunk_rows = chunked_size if chunked_size > 0 else UNLIMITED
         adaptive_trees = settings.speculative_mode == "adaptive" and shape.num_steps > 0
         # FlashInfer plans a step by the requests' numbers of rows, which must all be equal.
+        share_rows = share_rows and adaptive_trees and settings.attention_backend != "flashinfer"
         # A draft's chains do not share rows: steps chose worse among so many chains (docs/log.md).
-        is_suited = shape.topk > 1 or settings.speculative_algorithm == NGRAM
-        share_rows = share_rows and adaptive_trees and is_suited and settings.attention_backend != "flashinfer"
-        all_tiers = tiers(shape, share_rows)
+        is_ngram = settings.speculative_algorithm == NGRAM
+        all_tiers = tiers(shape, share_rows and (shape.topk > 1 or is_ngram))
+        lookup_tokens = settings.speculative_lookup_tokens
+        if lookup_tokens and not adaptive_trees:
+            raise ConfigError(
+                "speculative_lookup_tokens needs trees that each step chooses; set speculative_mode to adaptive, or "
+                "leave out speculative_lookup_tokens"
+            )
+        if lookup_tokens is None:
+            lookup_tokens = DEFAULT_LOOKUP_TOKENS if share_rows and not is_ngram else 0
+        if lookup_tokens:
+            all_tiers += lookup_tiers(shape, lookup_tokens, share_rows)
         return cls(
             settings=settings,
             shape=all_tiers[-1],
             tiers=all_tiers,
             adaptive_trees=adaptive_trees,
+            lookup_tokens=all_tiers[-1].lookup_tokens,
             forced_shape=all_tiers[-1].with_forced_nodes(),
             chunk_rows=chunk_rows,
             mixed_chunk_rows=chunk_rows if mixed_size is None else min(chunk_rows, mixed_size),
@@ -82,8 +98,13 @@ class ResolvedSettings:
 
     @property
     def looks_up_tokens(self) -> bool:
-        """Whether steps look up the tokens of requests (n-gram speculation)."""
-        return self.settings.speculative_algorithm == NGRAM
+        """Whether steps look up the tokens of requests: for n-gram speculation, or beside a draft."""
+        return self.settings.speculative_algorithm == NGRAM or self.lookup_tokens > 0
+
+    @property
+    def last_drafted_tier(self) -> int:
+        """The number of the last tier without looked-up tokens."""
+        return max(tier for tier, shape in enumerate(self.tiers) if not shape.lookup_tokens)
 
     @property
     def max_positions_ahead(self) -> int:

@@ -12,7 +12,7 @@ TREE_SETTINGS = (
     "speculative_batch_tiers",
     "synthetic_acceptance",
 )
-DRAFT_SETTINGS = ("speculative_draft_overrides", "speculative_token_map")
+DRAFT_SETTINGS = ("speculative_draft_overrides", "speculative_token_map", "speculative_lookup_tokens")
 
 
 def problem_of(settings: Mapping[str, Any]) -> str | None:
@@ -23,6 +23,11 @@ def problem_of(settings: Mapping[str, Any]) -> str | None:
     is_ngram = algorithm == NGRAM
     if not all(0 <= chance <= 1 for chance in settings["synthetic_acceptance"]):
         return f"synthetic_acceptance must hold chances from 0 to 1, got {list(settings['synthetic_acceptance'])}"
+    for requests, levels in settings["speculative_batch_tiers"].items():
+        if requests < 1 or levels < 0:
+            return (
+                f"speculative_batch_tiers must map numbers of requests to numbers of levels, got {requests}: {levels}"
+            )
     if path is not None:
         if is_ngram:
             return (
@@ -33,7 +38,7 @@ def problem_of(settings: Mapping[str, Any]) -> str | None:
     if algorithm is not None and not is_ngram:
         return "speculative_algorithm needs speculative_draft_model_path: the folder of the draft"
     for name in DRAFT_SETTINGS if is_ngram else (*TREE_SETTINGS, *DRAFT_SETTINGS):
-        if settings[name] not in (None, {}, ()):
+        if settings[name] not in (None, {}, (), 0):
             return f"{name} needs speculative_draft_model_path: the folder of the draft"
     if is_ngram and settings["speculative_eagle_topk"] not in (None, 1):
         return "speculative_eagle_topk must be 1 with speculative_algorithm NGRAM, which drafts chains; leave it out"

@@ -14,6 +14,10 @@ class TreeShape(BaseModel):
 
     The last `forced_nodes` nodes and levels are not drafted: they are reserved for tokens that a grammar forces.
     `max_forced_nodes` is the number of forced nodes that `with_forced_nodes` adds for a step with a grammar.
+
+    If `lookup_tokens` is above 0, each tree also has a branch of as many nodes, which holds looked-up tokens
+    (`spec/lookup.py`). It is S levels deep, and the draft only computes the first `lookup_drafted_steps` levels. No
+    shape has both looked-up and forced nodes, except for the one that gives the bounds of all shapes.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -24,6 +28,8 @@ class TreeShape(BaseModel):
     forced_nodes: int = 0
     max_forced_nodes: int = 0
     max_nodes: int = 0
+    lookup_tokens: int = 0
+    lookup_drafted_steps: int = 0
 
     @property
     def selects_nodes(self) -> bool:
@@ -32,13 +38,24 @@ class TreeShape(BaseModel):
 
     @property
     def drafted_nodes(self) -> int:
-        """The nodes of each request's tree before some of them are selected, and after nodes were forced."""
+        """The nodes of each request's tree before some of them are selected, with forced and looked-up nodes."""
         return max(self.max_nodes, self.num_draft_tokens)
 
     @property
     def drafted_shape(self) -> "TreeShape":
-        """The part of the tree that is drafted: the shape without the forced nodes and levels."""
-        return self._extended(-self.forced_nodes)
+        """The part of the tree that is drafted: the shape without forced and looked-up nodes and levels."""
+        shape = self._extended(-self.forced_nodes)
+        if not shape.lookup_tokens:
+            return shape
+        nodes = shape.drafted_nodes - shape.lookup_tokens
+        sizes = {"num_steps": shape.lookup_drafted_steps, "num_draft_tokens": nodes}
+        return shape.model_copy(update={**sizes, "max_nodes": shape.max_nodes and nodes, "lookup_tokens": 0})
+
+    @property
+    def label(self) -> tuple[int, int, int]:
+        """What distinguishes the tiers: drafted levels, verified nodes (on average), looked-up tokens."""
+        tier = self._extended(-self.forced_nodes)
+        return tier.drafted_shape.num_steps, tier.num_draft_tokens, tier.lookup_tokens
 
     def with_forced_nodes(self, max_nodes: int | None = None) -> "TreeShape":
         """Return this shape with up to `max_nodes` forced nodes for grammars. A shape without speculation, and a shape
@@ -66,8 +83,8 @@ class TreeShape(BaseModel):
 
 
 def tiers(shape: TreeShape, share_rows: bool = False) -> tuple[TreeShape, ...]:
-    """Return the tree shapes that a step may use, in order of depth: first plain decoding (depth 0), last `shape`. All
-    have the same K.
+    """Return the drafted tree shapes that a step may use, in order of depth: first plain decoding (depth 0), last
+    `shape`. All have the same K.
 
     Each depth has one shape, with as many nodes as its levels can propose, up to N. If `share_rows`, the requests of a
     step share its rows, and each depth also has smaller shapes, in order of their number of nodes.
@@ -77,6 +94,22 @@ def tiers(shape: TreeShape, share_rows: bool = False) -> tuple[TreeShape, ...]:
         most = min(shape.num_draft_tokens, _max_nodes(steps, shape.topk))
         counts = _node_counts(steps, most, shape.topk) if share_rows else [most]
         update = {"num_steps": steps, "max_nodes": most if share_rows and steps else 0}
+        shapes += [shape.model_copy(update={**update, "num_draft_tokens": nodes}) for nodes in counts]
+    return tuple(shapes)
+
+
+def lookup_tiers(shape: TreeShape, lookup_tokens: int, share_rows: bool = False) -> tuple[TreeShape, ...]:
+    """Return the tree shapes with looked-up tokens: those in which the draft computes one level, then those in which it
+    computes all levels of `shape`. Their looked-up branches are `lookup_tokens` deep, and at least as deep as `shape`.
+
+    If `share_rows`, there are shapes for a quarter, a half and all of the looked-up tokens, on average over requests.
+    """
+    levels, shapes = max(lookup_tokens, shape.num_steps), list[TreeShape]()
+    for steps in sorted({1, shape.num_steps}):
+        drafted = min(shape.num_draft_tokens, _max_nodes(steps, shape.topk))
+        counts = sorted({drafted + -(-levels // part) for part in ((4, 2, 1) if share_rows else (1,))})
+        update = {"num_steps": levels, "lookup_tokens": levels, "lookup_drafted_steps": steps}
+        update["max_nodes"] = drafted + levels if share_rows else 0
         shapes += [shape.model_copy(update={**update, "num_draft_tokens": nodes}) for nodes in counts]
     return tuple(shapes)
 

@@ -118,7 +118,7 @@ class Coordinator:
         costs = None if self.tree_times is None else self.tree_times.costs
         inputs = self._mesh.world.size, self._mesh.attn.size, self._rule, costs, self._shapes
         if any(a is not b for a, b in zip_longest(inputs, self._cached_fingerprint[0])):
-            trees = [(s.num_steps, s.topk, s.num_draft_tokens, s.max_nodes) for s in self._shapes]
+            trees = [(s.num_steps, s.topk, s.max_nodes, *s.label) for s in self._shapes]
             self._cached_fingerprint = inputs, zlib.crc32(repr((inputs[:4], trees, self._ops_checksum)).encode())
         return self._cached_fingerprint[1]
 

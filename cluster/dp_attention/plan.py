@@ -104,7 +104,8 @@ class PlanRule:
     rows cost. On a CPU it is 0. `buckets` are the sizes of captured programs, None if nothing is captured. A group may
     use at most `max_forced_rows` rows for forced nodes. By default the limit is high on a GPU, where more rows cost
     little, and low on a CPU. `expert_parallel` says that experts are expert-parallel, so that
-    `StepPlan.routes_to_experts` may be True. If `draft_rests`, the draft rests in steps without trees.
+    `StepPlan.routes_to_experts` may be True. If `draft_rests`, the draft rests in steps without trees. Tiers after
+    `last_drafted_tier`, if it is not None, have looked-up tokens.
     """
 
     attn_tp: int
@@ -114,6 +115,7 @@ class PlanRule:
     max_forced_rows: int = 0
     expert_parallel: bool = False
     draft_rests: bool = False
+    last_drafted_tier: int | None = None
 
     def plan(
         self,
@@ -130,7 +132,7 @@ class PlanRule:
         needed = tuple(Sizes(facts.decodes, facts.prompt_rows, facts.finishing_prompts) for facts in groups)
         mode = SamplingMode(reduce(or_, (facts.mode for facts in groups)))
         sizes, captured, padded = self._sizes(needed, shape.num_draft_tokens, mode)
-        tier = _tier(groups, mode, last, times)
+        tier = self._tier(groups, mode, last, times)
         tier, extend_mode = self._extend_mode(tier, groups, sizes, last)
         return StepPlan(
             step=facts_by_rank[0].step,
@@ -152,6 +154,22 @@ class PlanRule:
             # use them. With one group every rank has all rows anyway.
             routes_to_experts=self.expert_parallel and not captured and not padded and len(groups) > 1,
         )
+
+    def _tier(self, groups: Sequence[RankFacts], mode: SamplingMode, last: LastTree, times: TreeTimes | None) -> int:
+        """Return the tier of the step, one for all groups: the collectives of their drafts must match.
+
+        Where a request has a grammar, the step uses the largest drafted tree. Only drafted trees get the nodes that a
+        grammar forces, and these nodes need no draft forward.
+        """
+        max_tier, decodes = min(facts.max_tier for facts in groups), max(facts.decodes for facts in groups)
+        if SamplingMode.CONSTRAINED in mode:
+            return max_tier if self.last_drafted_tier is None else min(max_tier, self.last_drafted_tier)
+        if times is None or not decodes:
+            return max_tier
+        if explored_tier := max(facts.explores for facts in groups):
+            return min(explored_tier, max_tier)
+        prompt_us = max(facts.prompt_us for facts in groups)
+        return choose_tier(times.of(decodes), [facts.outlook for facts in groups], max_tier, last, prompt_us)
 
     def _extend_mode(
         self, tier: int, groups: Sequence[RankFacts], sizes: tuple[Sizes, ...], last: LastTree
@@ -200,21 +218,6 @@ class PlanRule:
                 True,
             )
         return needed, False, False
-
-
-def _tier(groups: Sequence[RankFacts], mode: SamplingMode, last: LastTree, times: TreeTimes | None) -> int:
-    """Return the tier of the step, one for all groups: the collectives of their drafts must match.
-
-    Where a request has a grammar, the step uses the largest tree. Only drafted trees get the nodes that a grammar
-    forces, and these nodes need no draft forward.
-    """
-    max_tier, decodes = min(facts.max_tier for facts in groups), max(facts.decodes for facts in groups)
-    if times is None or not decodes or SamplingMode.CONSTRAINED in mode:
-        return max_tier
-    if explored_tier := max(facts.explores for facts in groups):
-        return min(explored_tier, max_tier)
-    prompt_us = max(facts.prompt_us for facts in groups)
-    return choose_tier(times.of(decodes), [facts.outlook for facts in groups], max_tier, last, prompt_us)
 
 
 class ScriptCall(NamedTuple):

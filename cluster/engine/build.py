@@ -22,7 +22,7 @@ from cluster.engine.backends import bitmask_of, sampler_of, tree_backend_of
 from cluster.engine.calibrate import measure_pace
 from cluster.engine.captures import Captures, capture_decoding, captures_of
 from cluster.engine.draft_sample import check_sample
-from cluster.engine.drafts import create_draft
+from cluster.engine.drafts import create_draft, create_lookup
 from cluster.engine.engine import Engine, EngineParts, Rank
 from cluster.engine.grammars import LazyMatchers
 from cluster.engine.host_memory import cache_freed_memory
@@ -232,7 +232,7 @@ def assemble(prepared: EnginePlan, draft: Draft) -> Rank:
     if costs is not None:
         lockstep.coordinator.use_costs(costs)
     name = name_of(config.model_path) or "model"
-    trees = [(shape.num_steps, shape.num_draft_tokens) for shape in resolved.tiers]
+    trees = [shape.label for shape in resolved.tiers]
     metrics = EngineMetrics(model_name=name, rank=mesh.rank, depths=resolved.forced_shape.num_steps, trees=trees)
     info = _rank_info(prepared, pace, captured)
     if costs is not None:
@@ -277,8 +277,10 @@ def _lockstep(prepared: EnginePlan, draft: Draft, captures: Captures | None) -> 
     matcher_factory = LazyMatchers(tokenizer_folder(config), vocab, target.eos_token_ids)
     grammars = GrammarTable(vocab, matcher_factory, bitmask_of(kernels))
     logits_tables = LogitsTables(PenaltyTable(rows, vocab, dtype, device), grammars)
-    history = draft.history if isinstance(draft, NgramDraft) else None
-    tables = RequestTables(memory.cache.table, SamplingTable(rows, dtype, device), logits_tables, draft_inputs, history)
+    lookup = create_lookup(models, device)
+    history = draft.history if isinstance(draft, NgramDraft) else None if lookup is None else lookup.history
+    sampling = SamplingTable(rows, dtype, device)
+    tables = RequestTables(memory.cache.table, sampling, logits_tables, draft_inputs, history, lookup)
     max_padding, expert_parallel = MAX_GPU_PADDING if resolved.device == "cuda" else 0.0, config.ep_size > 1
     trees = tree_backend_of(kernels)
     if config.synthetic_acceptance:
@@ -293,6 +295,7 @@ def _lockstep(prepared: EnginePlan, draft: Draft, captures: Captures | None) -> 
         resolved.forced_rows,
         expert_parallel,
         draft_rests=isinstance(draft, RestingDraft),
+        last_drafted_tier=resolved.last_drafted_tier,
     )
     return Lockstep(
         mesh=mesh,
@@ -350,7 +353,7 @@ def _tokenizer(config: EngineConfig) -> TextTokenizer | None:
 
 def _rank_info(prepared: EnginePlan, pace: StepTimes | None, captured: CaptureInfo | None) -> RankInfo:
     resolved, memory, mesh = prepared.resolved, prepared.memory, prepared.mesh
-    config, shape, pages = resolved.settings, resolved.shape, memory.cache.total_pages
+    config, shape, pages = resolved.settings, resolved.shape.drafted_shape, memory.cache.total_pages
     tokens = pages * config.page_size
     return RankInfo(
         config=config,
@@ -373,6 +376,7 @@ def _rank_info(prepared: EnginePlan, pace: StepTimes | None, captured: CaptureIn
         speculative_num_steps=shape.num_steps,
         speculative_eagle_topk=shape.topk,
         speculative_num_draft_tokens=shape.num_draft_tokens,
+        speculative_lookup_tokens=resolved.lookup_tokens,
         speculative_batch_tiers=dict(config.speculative_batch_tiers),
         draft=None if resolved.draft is None else resolved.draft.info(),
         page_size=config.page_size,

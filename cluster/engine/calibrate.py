@@ -54,10 +54,11 @@ class StepLimits(NamedTuple):
 
 def measure_pace(lockstep: Lockstep, cache: KVCache, resolved: ResolvedConfig) -> StepTimes:
     """Return the pace of this gang, the same on every rank. All ranks must call this, with an empty cache."""
-    config, shape, max_length = resolved.settings, resolved.shape, max_trial_tokens(cache, resolved)
+    config, max_length = resolved.settings, max_trial_tokens(cache, resolved)
     max_rows = max(1, min(resolved.chunk_rows, MAX_MEASURED_ROWS, max_length // 2))
     limits = StepLimits(config.max_running_requests, max_rows, max_length)
-    fit_arguments = (limits, config.prefill_share, shape.num_draft_tokens, lockstep.mesh.attn_dp)
+    nodes = resolved.shape.drafted_shape.num_draft_tokens
+    fit_arguments = (limits, config.prefill_share, nodes, lockstep.mesh.attn_dp)
     with trial_steps(lockstep, cache, resolved, min(max_length, DEEP_PREFIX + limits.rows)) as trial:
         trial.run(TrialLoad(1, rows=1))  # warm-up: the first step initialises libraries and buffers
         pace = fit(trial.time, *fit_arguments)
@@ -161,7 +162,8 @@ class Trial:
                 chunk = PromptChunk(self.lease.row, load.start, stop, False, self.tokens[load.start : stop + 1])
                 step_input = step_input._replace(chunks=(chunk,))
         started = time.perf_counter()
-        vote = TreeVote(self.resolved.max_tier(load.decodes) if load.tier is None else load.tier)
+        largest = min(self.resolved.max_tier(load.decodes), self.resolved.last_drafted_tier)
+        vote = TreeVote(largest if load.tier is None else load.tier)
         step = self.lockstep.run(step_input, int(self.lease is not None), vote)
         if step.output is not None:
             self.lockstep.read(step)

@@ -1,8 +1,9 @@
 """Takes the results of a step into its requests: tokens, ends, log-probabilities, pages, statistics."""
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import NamedTuple
 
 from cluster.batch import ExtendMode
 from cluster.dp_attention.tree_choice import OUTLOOK_UNIT, MeasuredStep
@@ -16,7 +17,7 @@ from cluster.kv.cache import Lease
 from cluster.observability.step_stats import REPLAY, StepStats
 from cluster.request import ErrorCode, SequenceOutput, TokenLogprob
 from cluster.sampling.sampler import Logprobs
-from cluster.spec.result import StepOutput
+from cluster.spec.result import AcceptedTree, StepOutput
 from cluster.status import EngineStatus
 
 NOT_FINITE = (
@@ -32,6 +33,16 @@ SLOW_GRAMMAR = (
     "request {name} ended after {at} tokens: its grammar is so ambiguous that matching it would keep other requests "
     "waiting; make it simpler"
 )
+
+
+class TreeCounts(NamedTuple):
+    """Of a verified tree: the `tokens` that it yielded, its `nodes` without the root, and how many accepted ones of
+    these were `looked_up` and not drafted.
+    """
+
+    tokens: int
+    nodes: int
+    looked_up: int
 
 
 class Committer:
@@ -63,39 +74,37 @@ class Committer:
         measured_us = 1e6 * (step.elapsed_s + step.seconds["commit"] - step.seconds["schedule"])
         self._scheduler.learn(schedule, max(plan.decode_us), max(plan.prompt_rows), measured_us)
         self._trees += len(trees)
-        self._tree_tokens += sum(accepted for accepted, _ in trees)
+        self._tree_tokens += sum(tree.tokens for tree in trees)
         return outputs, self._stats(step, trees, outputs, status())
 
     def _commit_trees(
         self, step: StepInFlight, step_output: StepOutput
-    ) -> tuple[list[SequenceOutput], list[tuple[int, int]]]:
-        """Commit the trees. Return the outputs, and for each verified tree the number of tokens that it yielded and the
-        number of its nodes, the root not counted. Entry i of `step_output` is that of `schedule.decodes[i]`; idle
-        requests come last. Each entry has S + 1 rows of log-probabilities.
+    ) -> tuple[list[SequenceOutput], list[TreeCounts]]:
+        """Commit the trees. Return the outputs, and the counts of each verified tree. Entry i of `step_output` is that
+        of `schedule.decodes[i]`; idle requests come last. Each entry has S + 1 rows of log-probabilities.
         """
-        shape, outputs, trees = step.shape, list[SequenceOutput](), list[tuple[int, int]]()
-        outlook, accepted = self._scheduler.decode.outlook, list[tuple[int, Sequence[int]]]()
+        shape, outputs, trees = step.shape, list[SequenceOutput](), list[TreeCounts]()
+        outlook, accepted = self._scheduler.decode.outlook, list[tuple[int, AcceptedTree]]()
         for i, (sequence, lease) in enumerate(step.schedule.decodes):
             if sequence.lease is not lease:  # ended, aborted or retracted since the step began
                 continue
             tokens, count, finite_prefix, nodes = step_output.decode_result(i)
-            if outlook is not None:
-                accepted.append((lease.row, step_output.accepted_ranks(i, count)))
+            path = step_output.accepted_tree(i, count)
+            accepted.append((lease.row, path))
             finite_count = min(count, finite_prefix)  # tokens after the first non-finite logits are not returned
             sequence.commit_tree(count, shape)  # the device committed all `count`, finite or not
             output = self._append_tokens(sequence, tokens[:finite_count], step_output, i * step_output.path_length)
             if shape.num_draft_tokens > 1 and output.token_ids:
-                tree_counts = len(output.token_ids), shape.num_draft_tokens - 1 if nodes is None else nodes
-                sequence.count_tree(*tree_counts)
-                trees.append(tree_counts)
+                node_count, looked_up = shape.num_draft_tokens - 1 if nodes is None else nodes, count - 1 - path.drafted
+                trees.append(TreeCounts(len(output.token_ids), node_count, looked_up))
+                sequence.count_tree(len(output.token_ids), node_count)
                 # Forced nodes are accepted whatever the draft says; n-gram speculation has no draft to misread.
                 if sequence.request.params.grammar is None and self._has_draft:
                     self.draft_watch.count_tree(len(output.token_ids) - 1)
             if sequence.request.params.return_tree and output.token_ids:
                 assert step_output.trees is not None
-                output = replace(
-                    output, tree=step_output.trees.read(i, tokens[:finite_count], shape.drafted_shape.drafted_nodes)
-                )
+                unforced_nodes = shape.drafted_nodes - shape.forced_nodes
+                output = replace(output, tree=step_output.trees.read(i, tokens[:finite_count], unforced_nodes))
             outputs += self._finish_if_ended(sequence, output, self._error_of(sequence, lease, finite_count == count))
         plan = step.plan
         if outlook is not None and not plan.forced_nodes:  # a tree with forced nodes says little about the draft
@@ -197,11 +206,11 @@ class Committer:
         return [output, end] if output.token_ids else [end]
 
     def _stats(
-        self, step: StepInFlight, trees: list[tuple[int, int]], outputs: list[SequenceOutput], status: EngineStatus
+        self, step: StepInFlight, trees: list[TreeCounts], outputs: list[SequenceOutput], status: EngineStatus
     ) -> StepStats:
-        accept_lens = [accepted for accepted, _ in trees]
+        accept_lens = [tree.tokens for tree in trees]
         schedule, shape, plan, lockstep = step.schedule, step.shape, step.plan, self._loop.lockstep
-        drafted = shape.drafted_shape
+        unforced = shape.drafted_nodes - shape.forced_nodes
         measured_trees = bool(schedule.vote.outlook and plan.tier and not plan.forced_nodes)
         first_admitted, decode_count = schedule.first_admitted, len(schedule.decodes)
         eager_fallbacks, self._counted_fallbacks = (
@@ -220,7 +229,7 @@ class Committer:
             accept_lens=accept_lens,
             accepted_by_depth=[sum(n > d for n in accept_lens) for d in range(1, shape.num_steps + 1)],
             drafts=len(accept_lens),
-            verified_nodes=sum(nodes for _, nodes in trees),
+            verified_nodes=sum(tree.nodes for tree in trees),
             committed_tokens=sum(len(o.token_ids) for o in outputs),
             cached_tokens=sum(s.cached_tokens or 0 for s in first_admitted),
             prompt_tokens=sum(s.prompt_len for s in first_admitted),
@@ -228,11 +237,12 @@ class Committer:
             retracted=schedule.retracted_count,
             nonfinite=sum(o.error_code == "nonfinite_logits" for o in outputs),
             eager_fallbacks=eager_fallbacks,
-            tree=(drafted.num_steps, drafted.num_draft_tokens) if decode_count else None,
+            tree=shape.label if decode_count else None,
             expected_tokens=schedule.vote.outlook[plan.tier] / OUTLOOK_UNIT if measured_trees else 0.0,
             explored=int(measured_trees and schedule.vote.explores > 0),
             woken=int(plan.extend_mode is ExtendMode.MISSED),
-            forced_nodes=sum(max(0, nodes - drafted.num_draft_tokens + 1) for _, nodes in trees if plan.forced_nodes),
+            forced_nodes=sum(max(0, tree.nodes - unforced + 1) for tree in trees if plan.forced_nodes),
+            looked_up_tokens=sum(tree.looked_up for tree in trees),
             undrafted=_undrafted_reason(step) if decode_count and self._can_draft else None,
             rank=lockstep.mesh.rank,
             status=status,

@@ -8,6 +8,7 @@ from cluster.engine.models import RankModels
 from cluster.spec.chances import NodeChances
 from cluster.spec.draft import Draft, EagleDraft, NoDraft
 from cluster.spec.levels import GrowthSettings
+from cluster.spec.lookup import TreeLookup
 from cluster.spec.multilayer import MultiLayerDraft
 from cluster.spec.ngram import NgramDraft
 from cluster.spec.propose import CoupledRanking
@@ -23,11 +24,10 @@ def create_draft(models: RankModels, memory: RankMemory, device: torch.device) -
     if not runners:
         if not resolved.looks_up_tokens:
             return NoDraft()
-        rows = resolved.settings.max_running_requests + 1  # the last row is that of idle requests
-        return NgramDraft(TokenHistory(rows, resolved.context_length, lookup_of(kernels), device))
+        return NgramDraft(_create_history(models, device))
     model = runners[0].model
     # Triton's growth does not say which candidates it selects, so nothing can be learned about them.
-    learns = resolved.adaptive_trees and resolved.shape.topk > 1 and kernels.name in ("torch", "c")
+    learns = any(shape.max_nodes for shape in resolved.tiers) and kernels.name in ("torch", "c")
     growth = GrowthSettings(tree_backend_of(kernels).create_growth, NodeChances(device) if learns else None)
     ranking = CoupledRanking(model.target_ids, resolved.shape.topk, model.shard_target_ids, sampler_of(kernels))
     if len(runners) > 1:
@@ -35,3 +35,15 @@ def create_draft(models: RankModels, memory: RankMemory, device: torch.device) -
     draft = EagleDraft(runners[0], ranking, growth)
     # FlashInfer's plans hold the tokens that are certainly committed; a draft that wakes reads positions before these.
     return RestingDraft(draft, runners[0], table) if resolved.adaptive_trees and kernels.flashinfer is None else draft
+
+
+def create_lookup(models: RankModels, device: torch.device) -> TreeLookup | None:
+    """Return what adds looked-up tokens to drafted trees, or None if no tree has any."""
+    count = models.resolved.lookup_tokens
+    return TreeLookup(_create_history(models, device), count, device) if count else None
+
+
+def _create_history(models: RankModels, device: torch.device) -> TokenHistory:
+    resolved = models.resolved
+    rows = resolved.settings.max_running_requests + 1  # the last row is that of idle requests
+    return TokenHistory(rows, resolved.context_length, lookup_of(models.kernels), device)

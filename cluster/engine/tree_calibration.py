@@ -26,15 +26,16 @@ The first run of a program is eager and the second is captured, so only the late
 def measure_trees(lockstep: Lockstep, cache: KVCache, resolved: ResolvedConfig) -> TreeCosts:
     """Return the costs of all tiers, the same on every rank. All ranks must call this, with an empty cache.
 
-    The largest tree of every depth and all trees of the largest depth are measured; the other times follow from these
-    (`completed`). The time of a step is that of the slowest rank, in the fastest round. Fewer numbers of decoding
-    requests are measured if a step is slow, as no further number is begun after `MAX_SECONDS`, or if the time of the
-    largest tree already grows nearly as fast as the number: then it goes on like this.
+    The largest tree of every depth and all trees of the largest depth are measured. Of trees with looked-up tokens,
+    those that verify all nodes are measured. The other times follow from these (`completed`). The time of a step is
+    that of the slowest rank, in the fastest round. Fewer numbers of decoding requests are measured if a step is slow,
+    as no further number is begun after `MAX_SECONDS`, or if the time of the largest tree already grows nearly as fast
+    as the number: then it goes on like this.
     """
     max_decodes = resolved.settings.max_running_requests
     context = min(MAX_CONTEXT, max_trial_tokens(cache, resolved) // 2)
-    counts, us_by_count, deepest = list[int](), list[list[int]](), resolved.shape.num_steps
-    measured = [t for t, s in enumerate(resolved.tiers) if s.num_steps == deepest or not s.selects_nodes]
+    counts, us_by_count, deepest = list[int](), list[list[int]](), _deepest(resolved.tiers)
+    measured = [t for t, s in enumerate(resolved.tiers) if s in deepest or not s.selects_nodes]
     with trial_steps(lockstep, cache, resolved, context) as trial:
         count = 1
         while not counts or (counts[-1] < max_decodes and trial.spent_s < MAX_SECONDS):
@@ -58,8 +59,9 @@ def tree_costs(costs: TreeCosts, resolved: ResolvedConfig) -> tuple[TreeCost, ..
 
     return tuple(
         TreeCost(
-            num_steps=shape.num_steps,
+            num_steps=shape.drafted_shape.num_steps,
             num_draft_tokens=shape.num_draft_tokens,
+            lookup_tokens=shape.lookup_tokens,
             ms=by_count(times_us),
             waking_ms={} if shape.num_steps else by_count(costs.wake_us),
         )
@@ -68,14 +70,13 @@ def tree_costs(costs: TreeCosts, resolved: ResolvedConfig) -> tuple[TreeCost, ..
 
 
 def completed(measured_us: Mapping[int, int], shapes: Sequence[TreeShape]) -> list[int]:
-    """Return the times of all tiers from those of some of them: of the largest tree of every depth, and of all trees of
-    the largest depth. `shapes` are the trees by tier.
+    """Return the times of all tiers from those of some of them; see `measure_trees`. `shapes` are the trees by tier.
 
-    A row of the target takes the same time in trees of all depths. So a smaller tree takes less than the largest one of
-    its depth by what the same rows less save at the largest depth.
+    A row of the target takes the same time in all trees. So a smaller tree takes less than the largest one with the
+    same levels by what the same rows less save at the largest depth.
     """
-    deepest = shapes[-1].num_steps
-    points = sorted((s.num_draft_tokens, measured_us[t]) for t, s in enumerate(shapes) if s.num_steps == deepest)
+    deepest = _deepest(shapes)
+    points = sorted((s.num_draft_tokens, measured_us[t]) for t, s in enumerate(shapes) if s in deepest)
 
     def target_us(nodes: int) -> float:
         """Return a time at the largest depth, linear between the measured numbers of nodes and beyond them."""
@@ -88,11 +89,23 @@ def completed(measured_us: Mapping[int, int], shapes: Sequence[TreeShape]) -> li
     def time_us(tier: int, shape: TreeShape) -> int:
         if tier in measured_us:
             return measured_us[tier]
-        largest_us = max(measured_us[t] for t in measured_us if shapes[t].num_steps == shape.num_steps)
+        largest_us = max(us for t, us in measured_us.items() if _levels(shapes[t]) == _levels(shape))
         saved_us = target_us(shape.max_nodes) - target_us(shape.num_draft_tokens)
         return max(measured_us[0], round(largest_us - max(0.0, saved_us)))
 
     return _without_noise([time_us(tier, shape) for tier, shape in enumerate(shapes)], shapes)
+
+
+def _deepest(shapes: Sequence[TreeShape]) -> list[TreeShape]:
+    """Return the shapes with the most levels among those without looked-up tokens."""
+    drafted = [shape for shape in shapes if not shape.lookup_tokens]
+    return [shape for shape in drafted if shape.num_steps == drafted[-1].num_steps]
+
+
+def _levels(shape: TreeShape) -> tuple[int, int]:
+    """Return the drafted levels, and the looked-up tokens."""
+    levels, _, lookup_tokens = shape.label
+    return levels, lookup_tokens
 
 
 def _without_noise(times_us: Sequence[int], shapes: Sequence[TreeShape]) -> list[int]:
@@ -103,7 +116,7 @@ def _without_noise(times_us: Sequence[int], shapes: Sequence[TreeShape]) -> list
         min(
             us
             for us, larger in zip(times_us, shapes, strict=True)
-            if larger.num_steps >= shape.num_steps and larger.num_draft_tokens >= shape.num_draft_tokens
+            if all(more >= less for more, less in zip(larger.label, shape.label, strict=True))
         )
         for shape in shapes
     ]

@@ -1,16 +1,15 @@
 """Estimates how many tokens each tree would give to the running requests, from what the target has accepted so far.
 
-A node of a tree is accepted with a chance that depends on its depth d and on its rank (`NodeSelection.ranks`): if a
-step verifies N nodes of a tree on average, these are the nodes whose ranks are below N. So one step also shows what
-each smaller tier would have given: the accepted nodes up to the smaller depth whose ranks are below its N. A tier that
-verifies all drafted nodes has them whatever their ranks.
+A node of a tree is accepted with a chance that depends on its depth d and on the tree: how many of the likely nodes it
+has, and whether it has looked-up tokens. One step shows what many other trees would have given too
+(`engine/tree_kinds.py`). So tiers with looked-up tokens need no exploring: each step tells how many were right.
 
 The estimates are conditional: the share of the trees in which the node of depth d was accepted, among those in which
 the node of depth d - 1 was accepted. So shallow trees never bias the estimates of deeper levels. Each request has
 estimates of its own, which forget old trees. They begin with those of all requests of its class (greedy, or sampled).
+Each kind of tree (`TreeKinds`) has estimates of its own.
 
-Legend: R decoding requests, N nodes of a tree that a tier verifies on average, S depth of the largest tree, W the
-different numbers N of the tiers.
+Legend: R decoding requests, S depth of the largest tree, W kinds of trees.
 """
 
 from collections.abc import Sequence
@@ -22,7 +21,9 @@ from cluster.config.tree_shape import TreeShape
 from cluster.dp_attention.facts import TreeVote
 from cluster.dp_attention.tree_choice import OUTLOOK_UNIT, MeasuredStep, TreeTimes
 from cluster.engine.request_state import RequestState
+from cluster.engine.tree_kinds import ALL_NODES, Bools, Integers, TreeKinds
 from cluster.kv.cache import Lease
+from cluster.spec.result import AcceptedTree
 
 REQUEST_MEMORY, CLASS_MEMORY = 24.0, 400.0
 """How long the estimates of a request, and of a class, remember: after this many later trees, the weight of a tree has
@@ -41,11 +42,7 @@ EXPLORED_STEPS = 6
 MAX_SAVED = 2.0
 """The saved time is at most the price of this many explorations."""
 
-ALL_NODES = 1 << 30
-"""The number of nodes of a tier that verifies all drafted nodes: more than any rank."""
-
 Floats = NDArray[np.float64]
-Integers = NDArray[np.int64]
 
 
 class TreeOutlook:
@@ -56,21 +53,20 @@ class TreeOutlook:
         self._times, self._depth = times, max(1, tiers[-1].num_steps)
         self._is_chain = tiers[-1].topk == 1
         self._steps = np.array([shape.num_steps for shape in tiers])
-        self._nodes = np.array([shape.num_draft_tokens if shape.selects_nodes else ALL_NODES for shape in tiers])
-        self._node_counts = node_counts = np.unique(self._nodes)
-        self._width_of_tier = np.searchsorted(self._node_counts, self._nodes)
-        shape = len(node_counts), self._depth
+        self._kinds = TreeKinds(tiers)
+        shape = len(self._kinds.nodes), self._depth
         self._trials, self._hits = np.zeros((rows, *shape)), np.zeros((rows, *shape))
         self._class_trials, self._class_hits = np.ones((2, *shape)), np.full((2, *shape), FIRST_CHANCE)
         self._classes = np.zeros(rows, dtype=np.int64)
-        self._pending: list[tuple[int, int, Sequence[int]]] = []
+        self._pending: list[tuple[int, int, AcceptedTree]] = []
         self._unread_steps = 0
         self._key: tuple[int, ...] = ()
         self._outlook: tuple[int, ...] = ()
         self._share, self._saved_us, self._explorations = EXPLORED_SHARE / groups, 0.0, 0
         # Exploring goes about twice as deep as the best tree: deeper levels can pay only if these do.
-        depths = [shape.num_steps for shape in tiers]
-        self._explored = [max(t for t, d in enumerate(depths) if d <= 2 * depth + 1) for depth in depths]
+        depths = [shape.drafted_shape.num_steps for shape in tiers]
+        drafted_depths = [shape.num_steps for shape in tiers if not shape.lookup_tokens]
+        self._explored = [max(t for t, d in enumerate(drafted_depths) if d <= 2 * depth + 1) for depth in depths]
         self._best_tier, self._measured = 0, MeasuredStep()
 
     def admit(self, row: int, sampled: bool) -> None:
@@ -84,18 +80,17 @@ class TreeOutlook:
         self,
         vote: TreeVote,
         step: MeasuredStep,
-        accepted: Sequence[tuple[int, Sequence[int]]],
+        accepted: Sequence[tuple[int, AcceptedTree]],
         is_typical: bool = True,
     ) -> None:
-        """Take the results of `step`; `vote` was this rank's vote. `accepted` has for each request its table row, and
-        the ranks of the accepted nodes in order of depth, the root not counted. `is_typical` says that the step took
-        about what every step of its tier and size takes.
+        """Take the results of `step`; `vote` was this rank's vote. `accepted` has for each request its table row and
+        its accepted path. `is_typical` says that the step took about what every step of its tier and size takes.
         """
         tier, elapsed_us = step.tier, step.us
         if is_typical:
             self._measured = step
-        if self._steps[tier]:
-            self._pending += [(row, tier, ranks) for row, ranks in accepted]
+        if self._steps[tier] or self._kinds.has_lookups:
+            self._pending += [(row, tier, path) for row, path in accepted]
             self._unread_steps += 1
         if not accepted:
             return
@@ -105,7 +100,7 @@ class TreeOutlook:
         times = self._times.of(len(accepted))
         if vote.explores:
             best_rate = max(value / us for value, us in zip(vote.outlook, times, strict=True))
-            tokens = sum(1 + len(ranks) for _, ranks in accepted)
+            tokens = sum(1 + len(path.ranks) for _, path in accepted)
             self._saved_us += OUTLOOK_UNIT * tokens / best_rate + vote.prompt_us - elapsed_us
         else:
             self._saved_us += self._share * times[tier]
@@ -143,11 +138,11 @@ class TreeOutlook:
         chances = self._class_hits[classes] / self._class_trials[classes]
         chances = (self._hits[index] + CLASS_WEIGHT * chances) / (self._trials[index] + CLASS_WEIGHT)
         # E(tokens) = 1 + sum over d of P(the node of depth d is accepted), a product of conditional chances.
-        totals = np.zeros((len(self._node_counts), self._depth + 1))
+        totals = np.zeros((len(self._kinds.nodes), self._depth + 1))
         totals[:, 1:] = chances.cumprod(2).sum(0).cumsum(1)
         if self._is_chain and len(rows) == 1:  # to verify a part of one chain, draft only that part
-            totals[self._node_counts < ALL_NODES] = 0
-        expected = len(rows) + totals[self._width_of_tier, self._steps]
+            totals[(self._kinds.nodes < ALL_NODES) & ~self._kinds.looks_up] = 0
+        expected = len(rows) + totals[self._kinds.kind_of_tier, self._steps]
         return tuple((OUTLOOK_UNIT * expected).astype(np.int64).tolist())
 
     def _learn(self) -> None:
@@ -156,24 +151,12 @@ class TreeOutlook:
         if not pending:
             return
         rows, tiers = np.array([row for row, _, _ in pending]), np.array([tier for _, tier, _ in pending])
-        ranks = np.full((len(pending), self._depth), ALL_NODES)
-        for i, (_, _, accepted) in enumerate(pending):
-            ranks[i, : len(accepted)] = accepted[: self._depth]
-        # `hit` [n, W, S]: the node of this depth was accepted, and a tree of so many nodes has it. `tried`: its parent
-        # was, and the tree that ran was at least as deep and as large.
-        hit = ranks[:, None] < self._node_counts[:, None]
-        parent_hit = np.concatenate([np.ones_like(hit[..., :1]), hit[..., :-1]], 2)
-        deep_enough = np.arange(1, self._depth + 1) <= self._steps[tiers][:, None, None]
-        large_enough = (self._node_counts <= self._nodes[tiers][:, None])[..., None]
-        tried = parent_hit & deep_enough & large_enough
-        hit &= tried
+        tried, hit = self._kinds.read(tiers, [path for _, _, path in pending])
         self._add(self._trials, self._hits, rows, tried, hit, REQUEST_MEMORY)
         self._add(self._class_trials, self._class_hits, self._classes[rows], tried, hit, CLASS_MEMORY)
 
     @staticmethod
-    def _add(
-        trials: Floats, hits: Floats, index: Integers, tried: NDArray[np.bool_], hit: NDArray[np.bool_], memory: float
-    ) -> None:
+    def _add(trials: Floats, hits: Floats, index: Integers, tried: Bools, hit: Bools, memory: float) -> None:
         new_trials, new_hits = np.zeros_like(trials), np.zeros_like(hits)
         np.add.at(new_trials, index, tried)
         np.add.at(new_hits, index, hit)

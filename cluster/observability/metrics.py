@@ -83,6 +83,7 @@ SUMS = {
     "drafts": ("aerie_drafts", "Trees verified"),
     "verified_nodes": ("aerie_verified_nodes", "Tree nodes verified, roots not counted"),
     "forced_nodes": ("aerie_forced_nodes", "Verified tree nodes that a grammar forced"),
+    "looked_up_tokens": ("aerie_accepted_lookups", "Accepted tree nodes that were looked up, and not drafted"),
     "committed_tokens": ("aerie_generated_tokens", "Tokens committed to requests"),
     "cached_tokens": ("aerie_cached_tokens", "Prompt tokens found in KV pages, cached or of running requests"),
     "prompt_tokens": ("aerie_prompt_tokens", "Prompt tokens of admitted requests, cached ones included"),
@@ -117,10 +118,10 @@ class EngineMetrics:
         model_name: str,
         rank: int = 0,
         depths: int = 0,
-        trees: Iterable[tuple[int, int]] = (),
+        trees: Iterable[tuple[int, int, int]] = (),
     ) -> None:
-        """`depths` is the number of levels of the draft's trees, 0 without speculation. `trees` are the levels and
-        nodes of the trees that steps may use.
+        """`depths` is the number of levels of the trees, 0 without speculation. `trees` are the labels
+        (`TreeShape.label`) of the trees that steps may use.
         """
         self.registry = registry if registry is not None else CollectorRegistry()
         self.rank = rank
@@ -139,10 +140,11 @@ class EngineMetrics:
         phase = histogram("aerie_step_phase_seconds", "Time of one phase of one step", PHASE_BUCKETS, "phase")
         pages = gauge("aerie_kv_pages", "KV pages by state; the three add up to the pool", "state")
         accept = histogram("aerie_accept_length", "Tokens committed per tree, bonus included", ACCEPT_LEN_BUCKETS)
-        tree_steps = counter("aerie_tree_steps", "Steps that decode, by the tree of each request", "levels", "nodes")
+        tree_labels = "levels", "nodes", "looked_up"
+        tree_steps = counter("aerie_tree_steps", "Steps that decode, by the tree of each request", *tree_labels)
         self._trees = {
-            (levels, nodes): tree_steps.labels(**own_labels, levels=str(levels), nodes=str(nodes))
-            for levels, nodes in trees
+            tree: tree_steps.labels(**own_labels, **dict(zip(tree_labels, map(str, tree), strict=True)))
+            for tree in trees
         }
         undrafted = counter("aerie_undrafted_steps", "Steps that decode and draft nothing, by reason", "reason")
         self._undrafted = {reason: undrafted.labels(**own_labels, reason=reason) for reason in UNDRAFTED}

@@ -22,10 +22,11 @@ class StepStats:
     previous one. `accept_lens` has the number of tokens, bonus included, for each request that verified a tree.
     `accepted_by_depth[i]` counts the requests whose accepted path reached depth i + 1, so its sum is the number of
     accepted draft tokens. `eager_fallbacks` is 1 if the step ran eagerly because a check before capture or replay
-    failed. `tree` has the levels and nodes of the trees, if a request decoded. `expected_tokens` are the tokens that
+    failed. `tree` is the `label` of the trees, if a request decoded. `expected_tokens` are the tokens that
     adaptive trees were expected to give, bonus included. `explored` is 1 if the step had its tree only to learn
     what the tree gives, `woken` if a draft that had rested read what it had missed. `forced_nodes` are those of the
-    `verified_nodes` that a grammar forced. If the step decoded and could have drafted but did not, `undrafted` is the
+    `verified_nodes` that a grammar forced. `looked_up_tokens` are the accepted nodes that were looked up, without those
+    that the draft proposed too. If the step decoded and could have drafted but did not, `undrafted` is the
     reason, one of `UNDRAFTED`.
     """
 
@@ -48,11 +49,12 @@ class StepStats:
     retracted: int = 0
     nonfinite: int = 0
     eager_fallbacks: int = 0
-    tree: tuple[int, int] | None = None
+    tree: tuple[int, int, int] | None = None
     expected_tokens: float = 0.0
     explored: int = 0
     woken: int = 0
     forced_nodes: int = 0
+    looked_up_tokens: int = 0
     undrafted: str | None = None
     rank: int = 0
     status: EngineStatus = field(default_factory=EngineStatus)

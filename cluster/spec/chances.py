@@ -59,19 +59,21 @@ class NodeChances:
         return curves[index].lerp(curves[index + 1], place - lower)
 
     def count(self, tree: DraftTree, accepted: Accepted, sampled: Tensor, limits: Tensor) -> None:
-        """Learn from verified trees `[R, n]`. `limits` `[R]` are the `draft_limits`: idle requests, whose limit is 0,
-        do not count. Nor do masked nodes.
+        """Learn from verified trees. `limits` `[R]` are the `draft_limits`: idle requests, whose limit is 0, do not
+        count. Nor do masked nodes, and nodes that the draft did not propose (those beyond `tree.proposed`).
         """
         if tree.proposed is None:
             return
         # The path is padded with 0, the root, which is on the path anyway.
         on_path = torch.zeros_like(tree.parents).scatter_(1, accepted.path, 1)
-        is_tried = on_path.gather(1, tree.parents) * ((tree.tokens != NO_TOKEN) & (limits > 0)[:, None])
+        drafted = tree.proposed.log_probabilities.shape[1]
+        is_counted = (tree.tokens[:, :drafted] != NO_TOKEN) & (limits > 0)[:, None]
+        is_tried = on_path.gather(1, tree.parents[:, :drafted]) * is_counted
         is_tried[:, 0].fill_(0)
         place = _places(tree.proposed.log_probabilities).round_().long()
         index = (_curves(sampled, tree.proposed.is_likeliest, 2) * POINTS + place).view(-1)
         kept = 1 - sampled.shape[0] / MEMORY
-        for counts, new in ((self.trials, is_tried), (self.hits, is_tried * on_path)):
+        for counts, new in ((self.trials, is_tried), (self.hits, is_tried * on_path[:, :drafted])):
             counts.mul_(kept).view(-1).index_add_(0, index, new.view(-1).to(counts.dtype))
 
 

@@ -7,9 +7,11 @@ shift). So the rows of level l, whose tokens are at seq_len + l, are at position
 Legend: R requests, K topk, S depth, N tree nodes, H draft width, Vd draft vocabulary.
 """
 
+from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from cluster.attention.ancestor_bits import chain_bits
@@ -24,7 +26,7 @@ from cluster.spec.extend import extend_attention, extend_input
 from cluster.spec.inputs import EagleDraftExtendInput, EagleDraftInput
 from cluster.spec.levels import BY_PROBABILITY, Ancestry, GrowthSettings, gather_by_parent, grow
 from cluster.spec.propose import Ranking, next_draft_input
-from cluster.spec.tree import DraftTree, chain, chain_scores
+from cluster.spec.tree import DraftTree, Proposed, chain, chain_scores
 from cluster.spec.verify import Accepted
 
 
@@ -133,11 +135,16 @@ class EagleDraft:
             tokens = proposals[:, 0]
             path.append(tokens)
             log_probabilities.append(level_scores[:, 0])
-        # One chain alone shares its rows with nobody, and the ranks of its nodes are their depths.
-        # Learned chances (`spec/chances.py`) would hardly change the order of chains, and would take 0.4 ms a step.
-        needs_scores = shape.max_nodes and (batch.decodes > 1 or shape.selects_nodes)
-        scores = chain_scores(torch.cat(log_probabilities, 1)) if needs_scores else None
-        return chain(torch.cat(path, 1), scores)
+        tree = chain(torch.cat(path, 1))
+        if not shape.max_nodes:
+            return tree
+        # Looked-up tokens compete with the chain for rows (`spec/lookup.py`), so both need chances.
+        proposed = Proposed(F.pad(torch.cat(log_probabilities, 1), (1, 0)), torch.ones_like(tree.tokens).bool())
+        log_chances = proposed.log_probabilities[:, 1:]
+        if self.chances is not None:
+            sampled = phase_sampling.sampling.noise_scale > 0
+            log_chances = self.chances.log_chances(log_chances[..., None], sampled)[..., 0]
+        return replace(tree, scores=chain_scores(log_chances), proposed=proposed)
 
     def extend(
         self,

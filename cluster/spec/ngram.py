@@ -7,16 +7,15 @@ from torch import Tensor
 
 from cluster.batch import Batch
 from cluster.config.tree_shape import TreeShape
-from cluster.sampling.sampling_inputs import PhaseSampling, SamplingInputs
+from cluster.sampling.sampling_inputs import PhaseSampling
 from cluster.spec.draft import NoDraft
 from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.token_history import TokenHistory
 from cluster.spec.tree import DraftTree, chain, chain_scores
-from cluster.spec.verify import Accepted
 
 
 class NgramDraft(NoDraft):
-    """Drafts by looking up the tokens of `history`, to which it appends what each step commits."""
+    """Drafts by looking up the tokens of `history`, to which the step appends what it commits."""
 
     def __init__(self, history: TokenHistory) -> None:
         self.history = history
@@ -31,24 +30,6 @@ class NgramDraft(NoDraft):
         found = self.history.continuations(batch.decode_rows, batch.seq_lens, shape.num_steps)
         scores = chain_scores(log_chances(found.matched, shape.num_steps)) if shape.max_nodes else None
         return chain(torch.cat([bonus, found.tokens], 1), scores)
-
-    def extend(
-        self,
-        batch: Batch,
-        accepted: Accepted,
-        target_hidden: list[Tensor],
-        sampling_inputs: SamplingInputs,
-        shape: TreeShape,
-    ) -> EagleDraftInput:
-        """Append the committed tokens; carry the bonus only."""
-        # The accepted tokens follow the old bonus, at position seq_len; the last of them is the new bonus.
-        r = batch.decodes
-        self.history.append(batch.decode_rows, batch.seq_lens + 1, accepted.tokens, accepted.accept_len)
-        if batch.prompt.final_rows.shape[0]:
-            first_tokens = accepted.bonus[r:, None]
-            lens = torch.ones_like(batch.prompt.final_lens)
-            self.history.append(batch.rows[r:], batch.prompt.final_lens, first_tokens, lens)
-        return super().extend(batch, accepted, target_hidden, sampling_inputs, shape)
 
 
 def log_chances(matched: Tensor, count: int) -> Tensor:

@@ -6,7 +6,7 @@ Legend: R decoding requests, S depth, F finished prompts, c prompt rows, T = R (
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,14 +69,41 @@ class Trees:
         )
 
 
+class PathFacts(NamedTuple):
+    """What the host learns of the accepted paths besides their tokens. `ranks` `[R, S + 1]` are those of the nodes, as
+    in `NodeSelection`, or None if requests do not share rows. `agreeing` `[R]` are the results of `count_agreeing`, or
+    None if nothing is looked up. `drafted` `[R]` counts the drafted nodes of the path, without the root; it is None if
+    the trees have no looked-up nodes.
+    """
+
+    ranks: Tensor | None = None
+    agreeing: Tensor | None = None
+    drafted: Tensor | None = None
+
+
+NO_FACTS = PathFacts()
+
+
+class AcceptedTree(NamedTuple):
+    """The accepted path of one request, as `PathFacts` describes it: `ranks` of the nodes without the root, in order of
+    depth; the number of `drafted` nodes among them; the number of looked-up tokens that are `agreeing` with what was
+    committed.
+    """
+
+    ranks: Sequence[int]
+    drafted: int
+    agreeing: int = 0
+
+
 @dataclass(slots=True)
 class StepOutput:
     """The results of a step. The tensors are on the device. The output that `read` returns has them in host memory, and
     the integers of `packed` in the list `values`.
 
     `packed` int64 holds, for each of the R decoding requests, `tokens`, `accept_len`, `finite`, (only if
-    `has_node_counts`) `nodes` and (only if `has_ranks`) `ranks`. Then come `first_tokens` `[F]`, `finite_rows` `[c]`
-    and `inputs_checksum` `[0 or 1]`. R is `requests`, S + 1 is `path_length`, F is `final_prompts`, c is `prompt_rows`.
+    `has_node_counts`) `nodes`, then `lookup_columns` columns of `PathFacts`, and (only if `has_ranks`) `ranks`. Then
+    come `first_tokens` `[F]`, `finite_rows` `[c]` and `inputs_checksum` `[0 or 1]`. R is `requests`, S + 1 is
+    `path_length`, F is `final_prompts`, c is `prompt_rows`.
 
     - `tokens`: S + 1 per request, of which the first `accept_len` are committed. The target's scores of the first
       `finite` tokens are finite. `nodes`: the number of verified nodes of the tree, without the root.
@@ -98,6 +125,7 @@ class StepOutput:
     phases: PhaseTimes
     has_node_counts: bool = False
     has_ranks: bool = False
+    lookup_columns: int = 0
     logprobs: Logprobs | None = None
     scores: Scores | None = None
     trees: Trees | None = None
@@ -111,19 +139,21 @@ class StepOutput:
         scores: Tensor,
         prompts: tuple[Tensor, Tensor, Tensor],
         phases: PhaseTimes,
-        ranks: Tensor | None = None,
+        facts: PathFacts = NO_FACTS,
     ) -> "StepOutput":
         """Return the output of a step. `scores` `[R, S + 1]` are the target's scores of `accepted.tokens`; `prompts`
-        are (`first_tokens`, `finite_rows`, `inputs_checksum`). `ranks` `[R, S + 1]` are those of the nodes of the path.
+        are (`first_tokens`, `finite_rows`, `inputs_checksum`).
         """
         # x - x is 0 for finite x, else NaN. The running product is 0 from the first score that is not finite on.
         finite = (scores - scores == 0).cumprod(1).sum(1, keepdim=True)
         node_counts = tree.node_counts() if tree.padded or tree.masked else None
-        columns = [accepted.tokens, accepted.accept_len[:, None], finite, node_counts, ranks]
+        lookups = [column[:, None] for column in (facts.agreeing, facts.drafted) if column is not None]
+        columns = [accepted.tokens, accepted.accept_len[:, None], finite, node_counts, *lookups, facts.ranks]
         request_rows = torch.cat([column for column in columns if column is not None], 1)
         sizes = request_rows.shape[0], accepted.tokens.shape[1], prompts[0].shape[0], prompts[1].shape[0]
         packed = torch.cat([request_rows.view(-1), *prompts])
-        return StepOutput(packed, *sizes, phases, node_counts is not None, ranks is not None)
+        flags = node_counts is not None, facts.ranks is not None, len(lookups)
+        return StepOutput(packed, *sizes, phases, *flags)
 
     def map_tensors(self, change: Callable[[Tensor], Tensor]) -> "StepOutput":
         """Return a copy with `change` applied to each tensor, always in the same order."""
@@ -166,19 +196,22 @@ class StepOutput:
         row = self.values[start : start + path_length + 2 + self.has_node_counts]
         return row[:path_length], row[path_length], row[path_length + 1], row[-1] if self.has_node_counts else None
 
-    def accepted_ranks(self, request: int, accept_len: int) -> Sequence[int]:
-        """Return the ranks of the accepted nodes of a decoding request, without the root. If requests do not share
-        rows, they are the depths. `accept_len` is as in `decode_result`.
+    def accepted_tree(self, request: int, accept_len: int) -> AcceptedTree:
+        """Return the accepted path of a decoding request. If requests do not share rows, its ranks are the depths.
+        `accept_len` is as in `decode_result`.
         """
-        if not self.has_ranks:
-            return range(1, accept_len)
         end = (request + 1) * self._row_width
-        return self.values[end - self.path_length + 1 : end - self.path_length + accept_len]
+        ranks: Sequence[int] = range(1, accept_len)
+        if self.has_ranks:
+            end -= self.path_length
+            ranks = self.values[end + 1 : end + accept_len]
+        agreeing, drafted = (*self.values[end - self.lookup_columns : end], *(0, accept_len - 1)[self.lookup_columns :])
+        return AcceptedTree(ranks, drafted, agreeing)
 
     @property
     def _row_width(self) -> int:
         """The integers of `packed` per decoding request."""
-        return self.path_length + 2 + self.has_node_counts + self.has_ranks * self.path_length
+        return self.path_length * (1 + self.has_ranks) + 2 + self.has_node_counts + self.lookup_columns
 
     @property
     def prompt_results(self) -> tuple[list[int], list[int], list[int]]:

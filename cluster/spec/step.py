@@ -32,9 +32,10 @@ from cluster.spec.compact import compact
 from cluster.spec.draft import CanRest, Draft, HasChances, NoDraft
 from cluster.spec.forced import add_forced_nodes
 from cluster.spec.inputs import EagleDraftInput
-from cluster.spec.result import PhaseTimes, StepOutput, Trees
+from cluster.spec.lookup import TreeLookup, count_agreeing
+from cluster.spec.result import PathFacts, PhaseTimes, StepOutput, Trees
 from cluster.spec.row_budget import TargetRows, limit_drafts
-from cluster.spec.token_history import TokenHistory
+from cluster.spec.token_history import Continuations, TokenHistory
 from cluster.spec.tree import DraftTree
 from cluster.spec.verify import Accepted
 
@@ -44,7 +45,8 @@ class RequestTables:
     """Tables with an entry for every request row; the last row is that of idle requests.
 
     `pages` has pages and committed lengths, `sampling` the sampling parameters, `logits_tables` penalties and grammars,
-    `draft_inputs` what requests carry from step to step, `history` the tokens for n-gram speculation.
+    `draft_inputs` what requests carry from step to step, `history` the tokens that are looked up. `lookup` adds
+    looked-up tokens to drafted trees.
     """
 
     pages: PageTable
@@ -52,6 +54,7 @@ class RequestTables:
     logits_tables: LogitsTables
     draft_inputs: EagleDraftInput
     history: TokenHistory | None = None
+    lookup: TreeLookup | None = None
 
 
 class Step:
@@ -70,6 +73,7 @@ class Step:
         self._target, self._draft, self._sampler = target, draft, sampler
         self._accept, self._select_nodes = trees.accept, trees.select_nodes
         self._chances = draft.chances if isinstance(draft, HasChances) else None
+        self._history, self._lookup = tables.history, tables.lookup
         self._table, self.logits_tables, self.draft_inputs = tables.pages, tables.logits_tables, tables.draft_inputs
         self.enter_phase = enter_phase
         self._ids, self._timer = target.model.token_ids, timer_of(self.draft_inputs.bonus.device)
@@ -85,16 +89,13 @@ class Step:
         self.enter_phase("draft")
         phase_sampling = self._phase_sampling(batch, s)
         decode_sampling, final_sampling = phase_sampling.narrow(0, r), phase_sampling.narrow(r, batch.rows.shape[0])
-        tree = self._draft.draft(batch, self.draft_inputs.take(batch.decode_rows), decode_sampling, shape.drafted_shape)
-        # Add nodes for tokens that a grammar forces; they need no draft forward.
-        if shape.forced_nodes and decode_sampling.processor is not None:
-            tree = add_forced_nodes(tree, shape, decode_sampling.processor)
+        tree, found = self._draft_trees(batch, decode_sampling, shape)
         target_rows, ranks = self._select(batch, tree, shape)
         times.append(self._timer.now())
 
         # Target: one forward over all M = R N tree rows and c prompt rows. The mask of a plain chain is a constant.
         self.enter_phase("target")
-        is_chain = shape.topk == 1 and not shape.forced_nodes
+        is_chain = shape.topk == 1 and not (shape.forced_nodes or shape.lookup_tokens)
         hidden, aux_hidden, logits = self._forward(batch, tree, target_rows, is_chain)
         tree_sampling = self._tree_sampling(decode_sampling, tree, target_rows, s, is_chain)
         sampling_inputs = tree_sampling, final_sampling.at_position(0)
@@ -106,7 +107,7 @@ class Step:
         tree = self._acceptable(batch, tree, target_rows)
         accepted = self._accept(tree, target_rows.spread(next_tokens[:m]), first_tokens, s)
         accepted = replace(accepted, target_rows=target_rows)
-        self._learn(batch, tree, accepted)
+        facts = self._learn(batch, tree, accepted, found, shape)
         # From here on `token_scores` `[R, S + 1]` are the scores of `accepted.tokens`.
         token_scores = target_rows.spread(token_scores[:m]).gather(1, accepted.path)
         # Move the KV rows of the accepted path to the front of the window. In a chain they are there already.
@@ -150,7 +151,7 @@ class Step:
             token_scores,
             (first_tokens, finite_rows, inputs_checksum),
             PhaseTimes(self._timer, times),
-            None if ranks is None else ranks.gather(1, accepted.path),
+            facts if ranks is None else facts._replace(ranks=ranks.gather(1, accepted.path)),
         )
         output.logprobs, output.scores = output_logprobs, prompt_scores
         if SamplingMode.TREES in batch.mode:
@@ -251,12 +252,42 @@ class Step:
         """Forget what was learned about the chances of nodes, from steps with made-up tokens."""
         if self._chances is not None:
             self._chances.forget()
+        if self._lookup is not None:
+            self._lookup.chances.forget()
 
-    def _learn(self, batch: Batch, tree: DraftTree, accepted: Accepted) -> None:
-        """Count which nodes were accepted, if the draft goes by learned chances."""
+    def _draft_trees(
+        self, batch: Batch, sampling: PhaseSampling, shape: TreeShape
+    ) -> tuple[DraftTree, Continuations | None]:
+        """Return the trees of a step, and the looked-up tokens, also if the trees do not have them."""
+        tree = self._draft.draft(batch, self.draft_inputs.take(batch.decode_rows), sampling, shape.drafted_shape)
+        # Add nodes for tokens that a grammar forces; they need no draft forward.
+        if shape.forced_nodes and sampling.processor is not None:
+            tree = add_forced_nodes(tree, shape, sampling.processor)
+        if self._lookup is None:
+            return tree, None
+        found = self._lookup.find(batch)
+        return self._lookup.add_to(tree, found) if shape.lookup_tokens else tree, found
+
+    def _learn(
+        self, batch: Batch, tree: DraftTree, accepted: Accepted, found: Continuations | None, shape: TreeShape
+    ) -> PathFacts:
+        """Count which nodes were accepted, if the draft goes by learned chances. Append the committed tokens to the
+        history. Return what the host learns of looked-up tokens.
+        """
         sampling, r = batch.sampling, batch.decodes
         if self._chances is not None and sampling.draft_limits is not None:
             self._chances.count(tree, accepted, sampling.noise_scale[:r] > 0, sampling.draft_limits[:r])
+        if self._history is not None:
+            self._history.append_accepted(batch, accepted)
+        if found is None or self._lookup is None:
+            return PathFacts()
+        agreeing = count_agreeing(found, accepted)
+        if not shape.lookup_tokens:
+            return PathFacts(agreeing=agreeing)
+        if sampling.draft_limits is not None:
+            self._lookup.chances.count(found.matched, agreeing, accepted.accept_len, sampling.draft_limits[:r])
+        is_drafted = (accepted.path > 0) & (accepted.path < shape.drafted_shape.drafted_nodes)
+        return PathFacts(agreeing=agreeing, drafted=is_drafted.sum(1))
 
     def _tree_sampling(
         self, decode_sampling: PhaseSampling, tree: DraftTree, target_rows: TargetRows, num_steps: int, is_chain: bool

@@ -13,10 +13,11 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from cluster.batch import StepInput
+from cluster.batch import Batch, StepInput
 from cluster.capture.recorder import native
 from cluster.device.staging import Staging
 from cluster.kernels.library import Library
+from cluster.spec.verify import Accepted
 
 MAX_POSITIONS = 1 << 16
 """The most positions that are kept of a request; later tokens are not looked up."""
@@ -153,6 +154,15 @@ class TokenHistory:
     def append(self, rows: Tensor, starts: Tensor, tokens: Tensor, lens: Tensor) -> None:
         """Write the first `lens` `[R]` of `tokens` `[R, n]`, from position `starts` `[R]` on."""
         self._lookup.append(self.tokens, rows, starts, tokens, lens)
+
+    def append_accepted(self, batch: Batch, accepted: Accepted) -> None:
+        """Append the tokens that a step has committed, and the first tokens after finished prompts."""
+        # The accepted tokens follow the old bonus, at position seq_len; the last of them is the new bonus.
+        r = batch.decodes
+        self.append(batch.decode_rows, batch.seq_lens + 1, accepted.tokens, accepted.accept_len)
+        if batch.prompt.final_rows.shape[0]:
+            lens = torch.ones_like(batch.prompt.final_lens)
+            self.append(batch.rows[r:], batch.prompt.final_lens, accepted.bonus[r:, None], lens)
 
     def continuations(self, rows: Tensor, lasts: Tensor, count: int) -> Continuations:
         """Return `count` tokens that may follow the token at position `lasts` `[R]`; see `Lookup.continuations`."""

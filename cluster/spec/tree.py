@@ -26,8 +26,8 @@ NO_TOKEN = -1
 
 
 class Proposed(NamedTuple):
-    """How the draft proposed the nodes of R trees: `log_probabilities` `[R, N]` given their parents, and `is_likeliest`
-    `[R, N]`, whether each was the likeliest after its parent. The root's are 0 and True.
+    """How the draft proposed the n drafted nodes of R trees: `log_probabilities` `[R, n]` given their parents, and
+    `is_likeliest` `[R, n]`, whether each was the likeliest after its parent. The root's are 0 and True.
     """
 
     log_probabilities: Tensor
@@ -43,8 +43,8 @@ class DraftTree:
     not below the root, and never on an accepted path. `scores` `[R, N]` are the cumulative scores by which the draft
     chose the nodes, with 0 for the root. A tree with forced nodes has none, and a chain has them only if the requests
     of the step share its rows. If `masked`, nodes that must not be accepted have the token `NO_TOKEN`.
-    `candidates` `[R, N - 1]` are the numbers of the nodes among all candidates, without the root. It is None where
-    nobody needs it, and so is `proposed`.
+    `candidates` are the numbers of the drafted nodes among all candidates, without the root. It is None where nobody
+    needs it, and so is `proposed`. Both have no entries for looked-up nodes, which come last.
     """
 
     tokens: Tensor

@@ -21,7 +21,6 @@ from cluster.engine import Engine, build_engine
 from cluster.engine.programs import TAPES, Program
 from cluster.request import LogitAdjustments, Request, RequestParams, TokenLogprob
 from cluster.spec.draft import HasChances
-from cluster.spec.ngram import NgramDraft
 from cluster.spec.resting import RestingDraft
 from cluster.spec.result import StepOutput
 from tests.parity.harness import SAMPLING, VOCAB, config_of, run, tiny_pair
@@ -67,8 +66,10 @@ class ReplayComparison:
             self._state += [draft._hidden, draft._next_ids, draft._counts]
         if isinstance(draft, HasChances) and draft.chances is not None:
             self._state += [draft.chances.trials, draft.chances.hits]
-        if isinstance(draft, NgramDraft):
-            self._state.append(draft.history.tokens)
+        if (history := programs.step._history) is not None:
+            self._state.append(history.tokens)
+        if (lookup := programs.step._lookup) is not None:
+            self._state += [lookup.chances.trials, lookup.chances.hits]
         self._buffer_addresses: dict[int, list[int]] = {}
         self._original_replay, self._programs = programs._replay, programs
         self._shapes = engine._parts.lockstep.tree_shapes

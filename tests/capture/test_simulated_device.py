@@ -134,6 +134,13 @@ def test_simulated_device_catches_host_reads_and_tensors_of_other_devices(
         programs._run(sent, ProgramKey(3, 0, 0, ()), engine._parts.resolved.shape)
 
 
+def sharing_engine(topk: int, monkeypatch: pytest.MonkeyPatch) -> Engine:
+    """Return an engine with attention by torch whose requests share rows, as otherwise only with the kernels in C."""
+    monkeypatch.setattr("cluster.engine.build.device_facts", lambda config, device: ("cpu", lambda: True))
+    config = adaptive(config_of(*tiny_pair(), topk, 2, attention_backend="torch"))
+    return engine_with_trees(lambda: build_engine(config), [])
+
+
 @pytest.mark.parametrize(
     ("extend_mode", "has_prompts"),
     # A step with prompt rows reads them, so it never has the mode NOTHING.
@@ -144,9 +151,10 @@ def test_simulated_device_catches_host_reads_and_tensors_of_other_devices(
         if not (prompts and mode is ExtendMode.NOTHING)
     ],
 )
-def test_step_of_a_resting_draft_reads_no_device_value(extend_mode: ExtendMode, has_prompts: bool) -> None:
-    config = adaptive(config_of(*tiny_pair(), 3, 2, attention_backend="torch"))
-    engine = engine_with_trees(lambda: build_engine(config), [])
+def test_step_of_a_resting_draft_reads_no_device_value(
+    extend_mode: ExtendMode, has_prompts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = sharing_engine(3, monkeypatch)
     programs, shapes = engine._parts.lockstep.programs, engine._parts.resolved.tiers
     with simulated(engine):
         step_input = StepInput(decodes=DECODES, chunks=PROMPTS if has_prompts else (), **STEP_INPUT_CHANGES)
@@ -158,12 +166,18 @@ def test_step_of_a_resting_draft_reads_no_device_value(extend_mode: ExtendMode, 
 
 @pytest.mark.parametrize("has_prompts", [False, True])
 @pytest.mark.parametrize("topk", [2, 3])
-def test_step_that_selects_nodes_reads_no_device_value(topk: int, has_prompts: bool) -> None:
-    config = adaptive(config_of(*tiny_pair(), topk, 2, attention_backend="torch"))
-    engine = engine_with_trees(lambda: build_engine(config), [])
+def test_step_that_selects_nodes_reads_no_device_value(
+    topk: int, has_prompts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = sharing_engine(topk, monkeypatch)
     programs, shapes = engine._parts.lockstep.programs, engine._parts.resolved.tiers
-    tier = max(tier for tier, shape in enumerate(shapes) if shape.selects_nodes)
-    for mode in (SamplingMode(0), SamplingMode.RANDOM | SamplingMode.FILTERED | SamplingMode.LOGPROBS):
+    selecting = [tier for tier, shape in enumerate(shapes) if shape.selects_nodes]
+    tiers_and_modes = product(
+        (min(selecting), max(selecting)),
+        (SamplingMode(0), SamplingMode.RANDOM | SamplingMode.FILTERED | SamplingMode.LOGPROBS),
+    )
+    assert shapes[max(selecting)].lookup_tokens and not shapes[min(selecting)].lookup_tokens
+    for tier, mode in tiers_and_modes:
         with simulated(engine):
             step_input = StepInput(decodes=DECODES, chunks=PROMPTS if has_prompts else (), **STEP_INPUT_CHANGES)
             key = ProgramKey(tier, 0, int(mode), ())

@@ -87,11 +87,13 @@ def check(case: Case) -> CaseResult:
     }
     target, draft = tiny_pair(case.num_aux)
     config = config_of(target, draft, case.topk, case.num_steps, **settings)
+    if case.trees == "adaptive":
+        config = adaptive(config)
     if case.memory == "scarce":
         config = scarce_config(config, requests)
     texts = plain_texts(case.sampling, case.kv_cache_dtype)
     if case.trees == "adaptive":
-        engine = engine_with_random_trees(lambda: speculative_engine(adaptive(config), case.draft, texts), seed=1)
+        engine = engine_with_random_trees(lambda: speculative_engine(config, case.draft, texts), seed=1)
     else:
         engine = speculative_engine(config, case.draft, texts)
     result = run(engine, requests)

@@ -10,6 +10,7 @@ from functools import cache
 import torch
 
 from cluster.config import EngineConfig
+from cluster.config.resolved import ResolvedSettings
 from cluster.config.tree_shape import tree_shape
 from cluster.engine import Engine, StepResult, build_engine
 from cluster.engine.build import engine_of, prepare_single_rank
@@ -92,7 +93,10 @@ def config_of(
 
 def scarce_config(config: EngineConfig, requests: Sequence[Request], extra_pages: int = 1) -> EngineConfig:
     """Return `config` with few pages: those of the longest request and `extra_pages`, so that others are retracted."""
-    max_length = max(len(r.prompt_token_ids) + r.params.max_tokens for r in requests) + tree_shape(config).window
+    max_length = (
+        max(len(r.prompt_token_ids) + r.params.max_tokens for r in requests)
+        + ResolvedSettings.from_settings(config).shape.window
+    )
     page_count = -(-max_length // config.page_size) + extra_pages
     return config.model_copy(update={"max_total_tokens": page_count * config.page_size})
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from cluster.engine import build_engine
 from cluster.spec.chances import NodeChances
+from cluster.spec.result import PathFacts
 from cluster.spec.step import Step
 from cluster.spec.tree import NO_TOKEN, DraftTree
 from cluster.spec.verify import Accepted
@@ -24,19 +25,19 @@ class Recorder:
         self.steps: list[tuple[DraftTree, Accepted, list[float], list[bool]]] = []
         original = Step._learn
 
-        def learn(step: Step, batch: Any, tree: DraftTree, accepted: Accepted) -> None:
+        def learn(step: Step, batch: Any, tree: DraftTree, accepted: Accepted, *others: Any) -> PathFacts:
             sampling, r = batch.sampling, batch.decodes
             idle = [not limit for limit in sampling.draft_limits[:r].tolist()]
             self.steps.append((tree, accepted, sampling.noise_scale[:r].tolist(), idle))
-            original(step, batch, tree, accepted)
+            return original(step, batch, tree, accepted, *others)
 
         monkeypatch.setattr(Step, "_learn", learn)
 
 
-def siblings(tree: DraftTree, request: int) -> dict[int, list[int]]:
-    """Return the children of each node, in order of their numbers."""
+def siblings(tree: DraftTree, request: int, drafted: int) -> dict[int, list[int]]:
+    """Return the children of each node, in order of their numbers, of the first `drafted` nodes."""
     children: dict[int, list[int]] = {}
-    for node, parent in enumerate(tree.parents[request].tolist()):
+    for node, parent in enumerate(tree.parents[request, :drafted].tolist()):
         if node:
             children.setdefault(parent, []).append(node)
     return children
@@ -58,7 +59,7 @@ def test_scores_are_sums_of_learned_chances_and_every_tried_node_is_counted(
             continue
         for i in range(tree.tokens.shape[0]):
             path = accepted.path[i, : int(accepted.accept_len[i])].tolist()
-            for parent, nodes in siblings(tree, i).items():
+            for parent, nodes in siblings(tree, i, tree.proposed.log_probabilities.shape[1]).items():
                 ranks = tree.proposed.log_probabilities[i, nodes]
                 assert ranks.equal(ranks.sort(descending=True).values), "siblings come in order of probability"
                 is_likeliest = tree.proposed.is_likeliest[i, nodes].tolist()

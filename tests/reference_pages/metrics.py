@@ -35,7 +35,7 @@ COMMON = ("model_name", "rank", "process")
 def series() -> Iterator[tuple[str, Metric]]:
     """Yield every series with its owner: `ranks` or `replicas`."""
     for owner, metrics in (
-        ("ranks", EngineMetrics(model_name="", depths=1, trees=[(1, 2)])),
+        ("ranks", EngineMetrics(model_name="", depths=1, trees=[(1, 2, 0)])),
         ("replicas", ServingMetrics(model_name="")),
     ):
         if isinstance(metrics, ServingMetrics):

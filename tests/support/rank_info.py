@@ -32,6 +32,7 @@ def rank_info(page_size: int = 1, kv_pages: int = 1 << 24, **overrides: Any) -> 
         "speculative_num_steps": 0,
         "speculative_eagle_topk": 1,
         "speculative_num_draft_tokens": 1,
+        "speculative_lookup_tokens": 0,
         "speculative_batch_tiers": {},
         "draft": None,
         "page_size": page_size,

@@ -33,7 +33,7 @@ MATCHER = re.compile(r'\s*(?P<label>\w+)\s*(?:=~|!~|!=|=)\s*"(?P<value>[^"]*)"\s
 
 def exposed_series() -> dict[str, dict[str, set[str]]]:
     """Every series name of the metrics page, with its labels and their values."""
-    engine = EngineMetrics(model_name="m", rank=0, trees=[(0, 1), (3, 4)])
+    engine = EngineMetrics(model_name="m", rank=0, trees=[(0, 1, 0), (3, 4, 0)])
     engine.observe_step(
         StepStats(phase_seconds=dict.fromkeys(PHASES, 0.1), accept_lens=[2], accepted_by_depth=[1], drafts=1)
     )

@@ -41,6 +41,7 @@ SETTING_NAMES = (
         "speculative_num_steps",
         "speculative_eagle_topk",
         "speculative_num_draft_tokens",
+        "speculative_lookup_tokens",
     ),
     "speculative_batch_tiers",
 )

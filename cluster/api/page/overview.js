@@ -14,7 +14,8 @@ const SETTING_LABELS = {
   steps_ahead: "Steps that the host is ahead", context_length: "Context, tokens", max_request_tokens: "Longest request, tokens",
   kv_tokens: "KV cache of a rank, tokens", kv_cache_dtype: "Numbers of the KV cache", page_size: "Tokens of a KV page", ranks: "Ranks",
   attention_groups: "Attention groups", speculative_mode: "Tree of a step", speculative_num_steps: "Depth of a tree", speculative_eagle_topk: "Children of a node",
-  speculative_num_draft_tokens: "Nodes of a tree, root included", speculative_batch_tiers: "Depth by requests",
+  speculative_num_draft_tokens: "Nodes of a tree, root included",
+  speculative_lookup_tokens: "Looked-up tokens beside a tree", speculative_batch_tiers: "Depth by requests",
 };
 
 const speeds = new History(SPAN_S);

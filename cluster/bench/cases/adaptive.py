@@ -39,6 +39,8 @@ ADAPTIVE = "adaptive"
 KINDS = ("code", "prose", "random", "copy")
 FEW_REQUESTS, MANY_REQUESTS = 4, 32
 """With few requests each generates twice as many tokens, so that a run takes long enough; with many, half as many."""
+LONGEST = 3
+"""A request may generate this many times as many tokens as the requests of its run on average."""
 GOAL_CELL, GOAL_MEAN, GOAL_SWING = 0.98, 1.05, 0.97
 
 
@@ -179,12 +181,17 @@ class SteadyRun:
 
 
 def run_steadily(engine: Engine, prompts: TokenLists, temperature: float, new_tokens: int) -> SteadyRun:
-    """Run the prompts as one batch, until the first of them has `new_tokens` new tokens; then abort the others."""
+    """Run the prompts as one batch, until they have `new_tokens` new tokens on average; then abort them.
+
+    No request ends before: if the first one to end ended the run, contenders that give some requests more rows than
+    others would be stopped early.
+    """
     tokens: list[list[int]] = [[] for _ in prompts]
     for i, prompt in enumerate(prompts):
-        engine.submit(Request(str(i), tuple(prompt), fixed_length_params(new_tokens, temperature, seed=i)))
+        params = fixed_length_params(LONGEST * new_tokens, temperature, seed=i)
+        engine.submit(Request(str(i), tuple(prompt), params))
     started_at, steady_tokens, finished = 0.0, 0, False
-    while not finished:
+    while not finished and steady_tokens < new_tokens * len(prompts):
         outputs = engine.step().outputs
         for output in outputs:
             tokens[int(output.request_id)] += output.token_ids

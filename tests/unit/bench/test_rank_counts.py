@@ -4,7 +4,7 @@ from cluster.observability.step_stats import StepStats
 
 
 def metrics_page(*steps: tuple[int, StepStats]) -> str:
-    metrics = [EngineMetrics(model_name="m", rank=rank, trees=[(0, 1), (3, 4)]) for rank in (0, 1)]
+    metrics = [EngineMetrics(model_name="m", rank=rank, trees=[(0, 1, 0), (3, 4, 0)]) for rank in (0, 1)]
     for rank, step in steps:
         metrics[rank].observe_step(step)
     return merge([m.serialize() for m in metrics]).decode()
@@ -23,6 +23,6 @@ def test_counter_growth_gives_each_ranks_work_between_two_metrics_pages() -> Non
 
 
 def test_tree_levels_are_the_mean_over_the_steps_that_decoded() -> None:
-    steps = [(0, StepStats(tree=(3, 4))), (0, StepStats(tree=(0, 1))), (0, StepStats())]
+    steps = [(0, StepStats(tree=(3, 4, 0))), (0, StepStats(tree=(0, 1, 0))), (0, StepStats())]
     counts = parse_counts(metrics_page(*steps, steps[0]))
     assert counts[0].tree_levels == 2 and counts[1].tree_levels is None

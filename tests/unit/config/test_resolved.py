@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cluster.arch.resolve import resolve_models
-from cluster.config import EngineConfig
+from cluster.config import ConfigError, EngineConfig
 from cluster.config.resolved import UNLIMITED, ResolvedSettings, tokenizer_folder
 from cluster.config.tree_shape import NO_SPECULATION
 from tests.parity.harness import tiny_pair
@@ -145,13 +145,19 @@ def test_trees_are_adaptive_on_a_cpu_and_fixed_on_a_gpu_unless_set(device: str, 
         shares = device == "cpu" and setting == "adaptive"
         assert any(tier.selects_nodes for tier in resolved.tiers) == shares, "on a GPU nobody shares rows"
         chain = resolve_models(resolved.settings.model_copy(update={"speculative_eagle_topk": 1}), device)
-        assert not any(tier.max_nodes for tier in chain.tiers), "nor do chains of a draft"
+        drafted = chain.tiers[: chain.last_drafted_tier + 1]
+        assert not any(tier.max_nodes for tier in drafted), "nor do chains of a draft"
+        assert (chain.lookup_tokens > 0) == shares
+        no_c = resolve_models(resolved.settings, device, lambda: False)
+        assert not any(tier.max_nodes for tier in no_c.tiers), "nor where the kernels are not in C"
     assert not resolve_models(EngineConfig(model_path=target), device).adaptive_trees, "there is nothing to choose"
 
 
 def test_adaptive_trees_have_smaller_shapes_of_each_depth() -> None:
     resolved = ResolvedSettings.from_settings(
-        eagle(speculative_num_steps=2, speculative_eagle_topk=3, speculative_mode="adaptive")
+        eagle(
+            speculative_num_steps=2, speculative_eagle_topk=3, speculative_mode="adaptive", speculative_lookup_tokens=0
+        )
     )
     shapes = [(tier.num_steps, tier.num_draft_tokens) for tier in resolved.tiers]
     assert (
@@ -163,7 +169,39 @@ def test_adaptive_trees_have_smaller_shapes_of_each_depth() -> None:
     assert all(tier.max_nodes == 0 for tier in ResolvedSettings.from_settings(flashinfer).tiers)
     limited = eagle(speculative_num_steps=2, speculative_mode="adaptive", speculative_batch_tiers={4: 1, 8: 0})
     resolved = ResolvedSettings.from_settings(limited)
-    assert [resolved.tiers[resolved.max_tier(decodes)].num_steps for decodes in (1, 4, 8)] == [2, 1, 0]
+    assert [resolved.tiers[resolved.max_tier(decodes)].num_steps for decodes in (1, 4, 8)] == [8, 1, 0]
+
+
+def test_looked_up_tokens_add_tiers_after_all_drafted_trees() -> None:
+    settings = {"speculative_mode": "adaptive", "speculative_lookup_tokens": 6, "speculative_forced_tokens": 5}
+    chain = ResolvedSettings.from_settings(eagle(speculative_num_steps=3, **settings))
+    labels = [tier.label for tier in chain.tiers]
+    assert labels[:4] == [(0, 1, 0), (1, 2, 0), (2, 3, 0), (3, 4, 0)] and chain.last_drafted_tier == 3
+    assert labels[4:] == [(1, 4, 6), (1, 5, 6), (1, 8, 6), (3, 6, 6), (3, 7, 6), (3, 10, 6)]
+    assert {tier.num_steps for tier in chain.tiers[4:]} == {6} and chain.looks_up_tokens and chain.lookup_tokens == 6
+    assert [tier.max_nodes for tier in chain.tiers] == [0] * 4 + [8] * 3 + [10] * 3
+    drafted = [(tier.drafted_shape.num_steps, tier.drafted_shape.num_draft_tokens) for tier in chain.tiers[4:]]
+    assert drafted == [(1, 2)] * 3 + [(3, 4)] * 3 and chain.shape.window == 10
+    forced = chain.forced_shape
+    assert forced.label == chain.shape.label and (forced.num_steps, forced.num_draft_tokens) == (11, 15)
+    unshared = ResolvedSettings.from_settings(eagle(speculative_num_steps=3, **settings), share_rows=False)
+    assert [tier.label for tier in unshared.tiers[4:]] == [(1, 8, 6), (3, 10, 6)]
+    assert not any(tier.max_nodes for tier in unshared.tiers)
+    deep = ResolvedSettings.from_settings(eagle(speculative_num_steps=8, **settings))
+    assert deep.lookup_tokens == 8, "a branch is at least as deep as the drafted tree"
+    single = ResolvedSettings.from_settings(eagle(speculative_num_steps=1, **settings))
+    assert {tier.lookup_drafted_steps for tier in single.tiers if tier.lookup_tokens} == {1}
+
+
+def test_looked_up_tokens_are_the_default_only_where_requests_share_rows() -> None:
+    adaptive = eagle(speculative_num_steps=3, speculative_mode="adaptive")
+    assert ResolvedSettings.from_settings(adaptive).lookup_tokens == 8
+    assert ResolvedSettings.from_settings(adaptive, share_rows=False).lookup_tokens == 0
+    assert ResolvedSettings.from_settings(eagle(speculative_num_steps=3)).lookup_tokens == 0
+    ngram = config(speculative_algorithm="NGRAM", speculative_mode="adaptive")
+    assert ResolvedSettings.from_settings(ngram).lookup_tokens == 0
+    with pytest.raises(ConfigError, match="speculative_lookup_tokens needs trees that each step chooses"):
+        ResolvedSettings.from_settings(eagle(speculative_mode="fixed", speculative_lookup_tokens=4))
 
 
 def test_last_tier_falls_with_the_number_of_decodes() -> None:

@@ -23,8 +23,11 @@ def vote(decodes: int, outlook: tuple[int, ...], **fields: int) -> RankFacts:
     return RankFacts(0, 5, 0, 0, decodes, max_tier=3, requests=decodes, outlook=outlook)._replace(**fields)
 
 
-def plan(*votes: RankFacts, last: LastTree = AWAKE, rests: bool = True) -> StepPlan:
-    return replace(rule(), draft_rests=rests).plan(votes, SHAPE, last, TreeTimes(COSTS))
+def plan(
+    *votes: RankFacts, last: LastTree = AWAKE, rests: bool = True, last_drafted_tier: int | None = None
+) -> StepPlan:
+    plan_rule = replace(rule(), draft_rests=rests, last_drafted_tier=last_drafted_tier)
+    return plan_rule.plan(votes, SHAPE, last, TreeTimes(COSTS))
 
 
 def test_costs_are_linear_between_measured_counts_and_beyond_the_last() -> None:
@@ -98,7 +101,8 @@ def test_exploring_takes_the_tier_asked_for_and_grammars_the_largest_tree() -> N
     assert plan(vote(4, nothing_accepted, explores=1)).tier == 1
     assert plan(vote(4, nothing_accepted, explores=1), vote(4, nothing_accepted, explores=3)).tier == 3
     assert plan(vote(4, nothing_accepted), vote(4, nothing_accepted, explores=3, max_tier=2)).tier == 2
-    assert plan(vote(4, nothing_accepted, mode=int(SamplingMode.CONSTRAINED))).tier == 3
+    grammar = vote(4, nothing_accepted, mode=int(SamplingMode.CONSTRAINED))
+    assert plan(grammar).tier == 3 and plan(grammar, last_drafted_tier=2).tier == 2
 
 
 def test_draft_rests_in_steps_without_trees_and_wakes_in_a_step_of_its_own() -> None:

@@ -63,16 +63,19 @@ def test_calibration_runs_with_very_small_limits(small_limits: dict[str, object]
 def test_costs_of_adaptive_trees_are_measured_for_each_tree(settings: dict[str, object]) -> None:
     engine = engine_of(speculative_mode="adaptive", **settings)
     tiers, costs = engine._parts.resolved.tiers, engine.info().tree_costs
-    assert [(c.num_steps, c.num_draft_tokens) for c in costs] == [(s.num_steps, s.num_draft_tokens) for s in tiers]
+    assert [(c.num_steps, c.num_draft_tokens, c.lookup_tokens) for c in costs] == [shape.label for shape in tiers]
     counts = list(costs[0].ms)
     assert counts[0] == "1" and set(counts) <= {"1", "2", "4", "8"}, "a slow machine measures fewer numbers of requests"
+    assert costs[-1].lookup_tokens == 8
     for cost in costs:
         assert list(cost.ms) == counts and list(cost.ms.values()) == sorted(cost.ms.values())
         assert list(cost.waking_ms) == ([] if cost.num_steps else counts)
     engine.check_pages()
     assert engine.status().pages_used == 0
     chances = engine.lockstep.step._chances
-    assert chances is not None and chances.trials.sum() == 0, "the tokens of measured steps are made up"
+    lookup = engine.lockstep.step._lookup
+    assert chances is not None and lookup is not None
+    assert chances.trials.sum() == lookup.chances.trials.sum() == 0, "the tokens of measured steps are made up"
     assert engine_of().info().tree_costs == ()
 
 

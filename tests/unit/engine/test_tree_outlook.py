@@ -1,5 +1,6 @@
 """The outlook learns from verified trees how many tokens each tree gives, and spends little time on exploring."""
 
+from collections.abc import Sequence
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ from cluster.config.tree_shape import TreeShape, tiers
 from cluster.dp_attention.facts import TreeVote
 from cluster.dp_attention.tree_choice import NO_LAST_TREE, OUTLOOK_UNIT, MeasuredStep, TreeCosts, TreeTimes, choose_tier
 from cluster.engine.tree_outlook import CLASS_WEIGHT, EXPLORED_SHARE, FIRST_CHANCE, UPDATE_INTERVAL, TreeOutlook
+from cluster.spec.result import AcceptedTree
 
 ALL_CHAINS = tiers(TreeShape(num_steps=3, topk=1, num_draft_tokens=4), share_rows=True)
 CHAIN = tuple(shape for shape in ALL_CHAINS if not shape.selects_nodes)
@@ -29,6 +31,11 @@ def expected(outlook: TreeOutlook, *rows: int) -> list[float]:
     return [tokens / OUTLOOK_UNIT for tokens in outlook.vote(decodes_of(*rows), 3).outlook]
 
 
+def path_of(ranks: Sequence[int]) -> AcceptedTree:
+    """Return an accepted path of drafted nodes with these ranks."""
+    return AcceptedTree(ranks, len(ranks))
+
+
 def observe(outlook: TreeOutlook, tier: int, accepted: dict[int, int], times: int = 1) -> None:
     """Let chains of tier `tier` be verified `times` times; `accepted` are the accepted nodes by table row."""
     for _ in range(times):
@@ -36,7 +43,7 @@ def observe(outlook: TreeOutlook, tier: int, accepted: dict[int, int], times: in
         outlook.observe(
             TreeVote(3),
             MeasuredStep(tier, len(accepted), 100),
-            [(row, range(1, 1 + count)) for row, count in accepted.items()],
+            [(row, path_of(range(1, 1 + count))) for row, count in accepted.items()],
         )
 
 
@@ -87,7 +94,7 @@ def test_trees_of_the_request_before_in_a_row_do_not_count_for_the_new_one() -> 
     outlook = chain_outlook()
     outlook.admit(1, sampled=True)  # another class
     for _ in range(UPDATE_INTERVAL - 1):  # noted, and not read yet when the next request is admitted
-        outlook.observe(TreeVote(3), MeasuredStep(3, 1, 100), [(1, ())])
+        outlook.observe(TreeVote(3), MeasuredStep(3, 1, 100), [(1, path_of(()))])
     outlook.admit(1, sampled=False)
     assert expected(outlook, 1) == expected(outlook, 0)
 
@@ -103,7 +110,7 @@ def test_outlook_of_smaller_trees_counts_the_nodes_that_they_would_have() -> Non
     outlook = TreeOutlook(TREES, 1, TreeTimes(TreeCosts((1,), ((100,),) * 6)))
     # The accepted path is always node 2 (by score) at depth 1, then node 4 at depth 2.
     for _ in range(200):
-        outlook.observe(TreeVote(5), MeasuredStep(5, 1, 100), [(0, (2, 4))])
+        outlook.observe(TreeVote(5), MeasuredStep(5, 1, 100), [(0, path_of((2, 4)))])
     outlook_by_tier = outlook.vote(decodes_of(0), 5).outlook
     by_shape = {(s.num_steps, s.num_draft_tokens): outlook_by_tier[tier] / 1000 for tier, s in enumerate(TREES)}
     margin = 2 * FIRST_CHANCE * CLASS_WEIGHT / 24  # what is left of the first guess
@@ -135,7 +142,7 @@ def simulated_time(outlook: TreeOutlook, chance: float, steps: int, random: Rand
         time_us += COSTS.of(8)[tier]
         tokens += 8 + sum(counts)
         step = MeasuredStep(tier, 8, round(COSTS.of(8)[tier]))
-        outlook.observe(vote, step, [(row, range(1, 1 + count)) for row, count in enumerate(counts)])
+        outlook.observe(vote, step, [(row, path_of(range(1, 1 + count))) for row, count in enumerate(counts)])
     return time_us, tokens, explored
 
 
@@ -155,7 +162,7 @@ def test_trees_come_back_when_the_text_becomes_predictable() -> None:
         outlook.admit(row, sampled=False)
     for _ in range(300):  # nothing is accepted
         outlook.vote(decodes_of(*range(8)), 3)
-        outlook.observe(TreeVote(3), MeasuredStep(3, 8, 260), [(row, ()) for row in range(8)])
+        outlook.observe(TreeVote(3), MeasuredStep(3, 8, 260), [(row, path_of(())) for row in range(8)])
     vote = outlook.vote(decodes_of(*range(8)), 3)
     assert choose_tier(cheap.of(8), [vote.outlook], 3, NO_LAST_TREE) == 0
     tiers_taken = []
@@ -164,14 +171,14 @@ def test_trees_come_back_when_the_text_becomes_predictable() -> None:
         tier = vote.explores or choose_tier(cheap.of(8), [vote.outlook], 3, NO_LAST_TREE)
         tiers_taken.append(tier)
         step = MeasuredStep(tier, 8, round(cheap.of(8)[tier]))
-        outlook.observe(vote, step, [(row, range(1, 1 + tier)) for row in range(8)])
+        outlook.observe(vote, step, [(row, path_of(range(1, 1 + tier))) for row in range(8)])
     assert set(tiers_taken[-100:]) == {3}
 
 
 def test_vote_reports_the_last_typical_step_once() -> None:
     outlook, step = chain_outlook(), MeasuredStep(3, 1, 170)
-    outlook.observe(TreeVote(3), step, [(0, (1, 2))])
-    outlook.observe(TreeVote(3), MeasuredStep(2, 1, 9000), [(0, (1, 2))], is_typical=False)
+    outlook.observe(TreeVote(3), step, [(0, path_of((1, 2)))])
+    outlook.observe(TreeVote(3), MeasuredStep(2, 1, 9000), [(0, path_of((1, 2)))], is_typical=False)
     assert outlook.vote(decodes_of(0), 3).measured == step
     assert outlook.vote(decodes_of(0), 3).measured == MeasuredStep()
 
@@ -180,5 +187,5 @@ def test_explored_steps_are_not_charged_for_the_prompt_rows_beside_them() -> Non
     outlook = TreeOutlook(CHAIN, 8, TreeTimes(COSTS))
     outlook.vote(decodes_of(*range(8)), 3)
     vote = TreeVote(3, outlook.vote(decodes_of(*range(8)), 3).outlook, prompt_us=100_000, explores=1)
-    outlook.observe(vote, MeasuredStep(1, 8, 100_400), [(row, (1,)) for row in range(8)], is_typical=False)
+    outlook.observe(vote, MeasuredStep(1, 8, 100_400), [(row, path_of((1,))) for row in range(8)], is_typical=False)
     assert outlook._saved_us > -400

@@ -32,11 +32,12 @@ STEP = StepStats(
     admitted=3,
     retracted=1,
     nonfinite=1,
-    tree=(3, 4),
+    tree=(3, 4, 0),
     expected_tokens=20.25,
     explored=1,
     woken=1,
     forced_nodes=3,
+    looked_up_tokens=5,
     undrafted="cost",
     status=EngineStatus(running=8, waiting=2, queued_tokens=99, pages_free=10, pages_used=30, pages_cached=40),
 )
@@ -54,7 +55,7 @@ def series(page: bytes) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
 
 
 def engine(rank: int = 0, *steps: StepStats) -> EngineMetrics:
-    metrics = EngineMetrics(model_name="m", rank=rank, trees=[(0, 1), (3, 4)])
+    metrics = EngineMetrics(model_name="m", rank=rank, trees=[(0, 1, 0), (3, 4, 0)])
     for step in steps:
         metrics.observe_step(replace(step, rank=rank))
     return metrics
@@ -70,6 +71,7 @@ def test_observe_step_adds_every_field_to_its_metric() -> None:
         "aerie_explored_steps_total": 2,
         "aerie_woken_drafts_total": 2,
         "aerie_forced_nodes_total": 6,
+        "aerie_accepted_lookups_total": 10,
         "aerie_prompt_rows_total": 32,
         "aerie_padded_rows_total": 8,
         "aerie_target_rows_total": 416,
@@ -91,8 +93,8 @@ def test_observe_step_adds_every_field_to_its_metric() -> None:
     assert {name: page[name, rank] for name in expected} == expected
     for depth, count in enumerate(STEP.accepted_by_depth, start=1):
         assert page["aerie_accepted_by_depth_total", (("depth", str(depth)), *rank)] == 2 * count
-    assert page["aerie_tree_steps_total", (("levels", "3"), ("nodes", "4"), *rank)] == 2
-    assert page["aerie_tree_steps_total", (("levels", "0"), ("nodes", "1"), *rank)] == 0
+    assert page["aerie_tree_steps_total", (("levels", "3"), ("looked_up", "0"), ("nodes", "4"), *rank)] == 2
+    assert page["aerie_tree_steps_total", (("levels", "0"), ("looked_up", "0"), ("nodes", "1"), *rank)] == 0
     for reason, count in (("cost", 2), ("limit", 0), ("waking", 0)):
         assert page["aerie_undrafted_steps_total", (*rank, ("reason", reason))] == count
     for state, pages in (("free", 10), ("used", 30), ("cached", 40)):

@@ -1,0 +1,80 @@
+"""What the accepted path of one tree says about all other trees that a step could have had.
+
+The nodes of a tree have ranks (`NodeSelection.ranks`): if a step verifies N nodes of a tree on average, these are the
+nodes whose ranks are below N. So one step also shows what each smaller tier would have given. A tier that verifies all
+nodes has them whatever their ranks. Looked-up tokens are compared with the committed tokens in every step, so a step
+without them also shows what they would have given, up to the first token that was not committed.
+
+Legend: n trees that ran, N nodes of a tree that a tier verifies on average, S depth of the largest tree, W kinds.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cluster.config.tree_shape import TreeShape
+from cluster.spec.result import AcceptedTree
+
+ALL_NODES = 1 << 30
+"""The number of nodes of a tier that verifies all nodes: more than any rank."""
+
+Bools = NDArray[np.bool_]
+Integers = NDArray[np.int64]
+
+
+class TreeKinds:
+    """The kinds of trees of the tiers. Tiers without looked-up tokens that verify the same number of nodes are of one
+    kind: they differ in depth only. Each tier with looked-up tokens is a kind of its own.
+
+    By kind, `[W]`: `nodes` are the numbers N, `looks_up` says whether the trees have looked-up tokens, `drafted_levels`
+    are the levels that the draft computes. `kind_of_tier` has the kind of each tier.
+    """
+
+    def __init__(self, tiers: Sequence[TreeShape]) -> None:
+        self._tier_nodes = np.array([s.num_draft_tokens if s.selects_nodes else ALL_NODES for s in tiers])
+        self._tier_levels = np.array([shape.drafted_shape.num_steps for shape in tiers])
+        self._tier_looks_up = np.array([shape.lookup_tokens > 0 for shape in tiers])
+        drafted, looked_up = ~self._tier_looks_up, self._tier_looks_up
+        unique_nodes = np.unique(self._tier_nodes[drafted])
+        self.nodes = np.concatenate([unique_nodes, self._tier_nodes[looked_up]])
+        self.looks_up = np.arange(len(self.nodes)) >= len(unique_nodes)
+        # Without looked-up tokens, the depth of the tier is the limit.
+        self.drafted_levels = np.concatenate([np.full_like(unique_nodes, ALL_NODES), self._tier_levels[looked_up]])
+        self.kind_of_tier = np.searchsorted(unique_nodes, self._tier_nodes)
+        self.kind_of_tier[looked_up] = np.flatnonzero(self.looks_up)
+        self._depth = max(1, tiers[-1].num_steps)
+
+    @property
+    def has_lookups(self) -> bool:
+        """Whether some trees have looked-up tokens."""
+        return bool(self.looks_up.any())
+
+    def read(self, tiers: Integers, paths: Sequence[AcceptedTree]) -> tuple[Bools, Bools]:
+        """Return `tried` and `hit`, `[n, W, S]` each, of trees with these tiers `[n]` and accepted paths.
+
+        `hit`: a tree of this kind would have had the token that the target chose at this depth, and those before it.
+        `tried`: it would have had those before it, and it is known whether it would have had this one.
+        """
+        numbers = np.arange(1, self._depth + 1)
+        ranks = np.full((len(paths), 1, self._depth), ALL_NODES)
+        for i, path in enumerate(paths):
+            ranks[i, 0, : len(path.ranks)] = path.ranks[: self._depth]
+        drafted, agreeing, accepted = (
+            np.array(column)[:, None, None]
+            for column in zip(*((path.drafted, path.agreeing, len(path.ranks)) for path in paths), strict=True)
+        )
+        nodes, levels, looks_up = self.nodes[:, None], self.drafted_levels[:, None], self.looks_up[:, None]
+        run_nodes, run_levels = self._tier_nodes[tiers][:, None, None], self._tier_levels[tiers][:, None, None]
+        # Whether the tree that ran had all nodes that a tree of the kind would have, drafted levels apart.
+        contains = (nodes <= run_nodes) & (self._tier_looks_up[tiers][:, None, None] | ~looks_up)
+        # Looked-up tokens that were not verified have no ranks. Those of one request alone would have their depths.
+        has_rank = ranks < nodes
+        hit = has_rank & (numbers <= np.minimum(drafted, levels))
+        hit |= looks_up & (numbers <= agreeing) & np.where(contains, has_rank, numbers < nodes)
+        is_drafted_level_known = (numbers <= run_levels) | (looks_up & (numbers > levels))
+        # If only looked-up tokens are known, misses of the draft's single level count too: the estimate is then low.
+        is_next_known = looks_up & (numbers <= accepted + 1) & (is_drafted_level_known | (levels == 1))
+        known = np.where(contains, is_drafted_level_known, is_next_known)
+        tried = known & np.concatenate([np.ones_like(hit[..., :1]), hit[..., :-1]], 2)
+        return tried, hit & tried
