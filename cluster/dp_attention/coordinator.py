@@ -111,7 +111,8 @@ class Coordinator:
         step takes about as long on each.
         """
         if self.tree_times is not None and facts.measured_us:
-            self.tree_times.observe(MeasuredStep(facts.measured_tier, facts.measured_decodes, facts.measured_us))
+            step = MeasuredStep(facts.measured_tier, facts.measured_decodes, facts.measured_us, facts.measured_context)
+            self.tree_times.observe(step)
 
     def _fingerprint(self) -> int:
         """A checksum of everything besides the facts that determines plans and scripts; cached until a part changes."""

@@ -18,7 +18,8 @@ class RankFacts(NamedTuple):
       number of integers in the packed step input, and `mode` is the sampling mode of the step input. `requests` counts
       waiting and running requests. `decode_us` is `Schedule.decode_us`: the predicted time of decoding in microseconds
       or, if no times are predicted, the number of decoding requests. A nonzero `leaving` asks to end the gang.
-      `max_tier`, `prompt_us`, `explores`, `outlook` and the three fields of a measured step are those of `TreeVote`. Of
+      `context` is the mean number of committed tokens of the decoding requests, as far as the host knows.
+      `max_tier`, `prompt_us`, `explores`, `outlook` and the four fields of a measured step are those of `TreeVote`. Of
       these, the plan reads only `requests` and `leaving` from followers.
     """
 
@@ -45,6 +46,8 @@ class RankFacts(NamedTuple):
     measured_tier: int = 0
     measured_decodes: int = 0
     measured_us: int = 0
+    measured_context: int = 0
+    context: int = 0
     outlook: tuple[int, ...] = ()
 
     def to_row(self) -> tuple[int, ...]:

@@ -46,7 +46,8 @@ class StepPlan(NamedTuple):
     says that no rank has requests, `leaving` that the gang ends with this step. `routes_to_experts` is for
     expert-parallel experts. If it is True, the ranks first exchange counts, then send each row only to the parts that
     hold its experts. Otherwise every row goes to every part.
-    `extend_mode` says which rows the draft reads.
+    `extend_mode` says which rows the draft reads. `context` is the mean number of committed tokens of the decoding
+    requests, of the group where it is largest.
     """
 
     step: int
@@ -65,6 +66,7 @@ class StepPlan(NamedTuple):
     forced_nodes: int = 0
     routes_to_experts: bool = False
     extend_mode: ExtendMode = ExtendMode.ACCEPTED
+    context: int = 0
 
     @property
     def empty(self) -> bool:
@@ -144,6 +146,7 @@ class PlanRule:
             captured=captured,
             tier=tier,
             extend_mode=extend_mode,
+            context=max(facts.context for facts in groups),
             no_requests=not any(facts.requests for facts in facts_by_rank),
             leaving=any(facts.leaving for facts in facts_by_rank),
             decode_us=tuple(facts.decode_us for facts in groups),
@@ -168,8 +171,8 @@ class PlanRule:
             return max_tier
         if explored_tier := max(facts.explores for facts in groups):
             return min(explored_tier, max_tier)
-        prompt_us = max(facts.prompt_us for facts in groups)
-        return choose_tier(times.of(decodes), [facts.outlook for facts in groups], max_tier, last, prompt_us)
+        prompt_us, context = max(facts.prompt_us for facts in groups), max(facts.context for facts in groups)
+        return choose_tier(times.of(decodes, context), [facts.outlook for facts in groups], max_tier, last, prompt_us)
 
     def _extend_mode(
         self, tier: int, groups: Sequence[RankFacts], sizes: tuple[Sizes, ...], last: LastTree

@@ -3,8 +3,8 @@ adaptive`).
 
 The choice is a pure function of what the ranks have gathered, so all ranks make the same one. Three things decide it:
 
-- The costs: how long a step takes, by tier and number of decoding requests. The gang measures them at start
-  (`engine/tree_calibration.py`), and corrects them by the steps that it runs (`TreeTimes`).
+- The costs: how long a step takes, by tier, number of decoding requests and length of their contexts. The gang measures
+  them at start (`engine/tree_calibration.py`), and corrects them by the steps that it runs (`TreeTimes`).
 - The outlook of each attention group: the tokens that its requests are expected to get in a step, by tier
   (`engine/tree_outlook.py`).
 - The time of the prompt rows in the step, which is the same for all tiers. The longer a step takes anyway, the less a
@@ -25,6 +25,8 @@ OVERHEAD_CHANGE, CHANGE, MAX_CORRECTION = 0.02, 0.005, 1.5
 """How much one step changes the overhead, as a share of its time, and the correction of its tier; the largest
 correction.
 """
+LEAST_SHARE = 0.25
+"""With shorter contexts than measured, a step takes at least this share of the measured time."""
 OUTLOOK_UNIT = 1000
 """Outlooks are integers, in thousandths of a token: every rank must compute with exactly the same numbers."""
 
@@ -44,20 +46,30 @@ class TreeCosts:
     """The time of a step that only decodes, in microseconds: `us[tier][i]` if each group has `counts[i]` decoding
     requests. `counts` ascend, and times do not fall with the count. `wake_us[i]` is the time of a step in which the
     draft wakes; it is empty if the draft does not rest.
+
+    All these requests had `context` committed tokens. Each token of a request beyond that adds `token_ns[tier]`
+    nanoseconds. If `token_ns` is empty, times do not depend on the context.
     """
 
     counts: tuple[int, ...]
     us: tuple[tuple[int, ...], ...]
     wake_us: tuple[int, ...] = ()
+    context: int = 0
+    token_ns: tuple[int, ...] = ()
     _cache: dict[int, list[float]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    def of(self, decodes: int) -> list[float]:
+    def of(self, decodes: int, context: int = 0) -> list[float]:
         """Return the time by tier with `decodes` decoding requests: linear between the measured counts, and beyond the
-        largest count extended from the last two.
+        largest count extended from the last two. `context` are the committed tokens of a request, on average; 0 stands
+        for as many as in the measured steps.
         """
         if decodes not in self._cache:
             self._cache[decodes] = self._interpolated(decodes, self.us)
-        return self._cache[decodes]
+        times = self._cache[decodes]
+        if not self.token_ns or not context:
+            return times
+        more = decodes * (context - self.context) / 1000
+        return [max(us * LEAST_SHARE, us + more * ns) for us, ns in zip(times, self.token_ns, strict=True)]
 
     def waking(self, decodes: int) -> float:
         """Return the time of a step in which the draft wakes, with `decodes` decoding requests. It is 0 for a draft
@@ -75,13 +87,14 @@ class TreeCosts:
 
 
 class MeasuredStep(NamedTuple):
-    """A step that only decoded: its tier, the decoding requests of the largest group, and its time in microseconds. A
-    time of 0 stands for no step.
+    """A step that only decoded: its tier, the decoding requests of the largest group, its time in microseconds, and the
+    context (`StepPlan.context`). A time of 0 stands for no step.
     """
 
     tier: int = 0
     decodes: int = 0
     us: int = 0
+    context: int = 0
 
 
 class TreeTimes:
@@ -97,9 +110,9 @@ class TreeTimes:
         self._corrections: dict[int, list[float]] = {}
         self._overheads_us: dict[int, float] = {}
 
-    def of(self, decodes: int) -> list[float]:
-        """Return the time by tier with `decodes` decoding requests."""
-        times, size = self.costs.of(decodes), decodes.bit_length()
+    def of(self, decodes: int, context: int = 0) -> list[float]:
+        """Return the time by tier with `decodes` decoding requests; `context` as in `TreeCosts.of`."""
+        times, size = self.costs.of(decodes, context), decodes.bit_length()
         if size not in self._corrections:
             return times
         overhead_us = self._overheads_us[size]
@@ -109,7 +122,7 @@ class TreeTimes:
         """Correct the overhead, and the time of the step's tier. Both move by fixed steps, so outliers count no more
         than other steps.
         """
-        times, size = self.costs.of(step.decodes), step.decodes.bit_length()
+        times, size = self.costs.of(step.decodes, step.context), step.decodes.bit_length()
         corrections = self._corrections.setdefault(size, [1.0] * len(times))
         overhead_us = self._overheads_us.setdefault(size, 0.0)
         slower = step.us > times[step.tier] * corrections[step.tier] + overhead_us

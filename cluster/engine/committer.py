@@ -108,7 +108,7 @@ class Committer:
             outputs += self._finish_if_ended(sequence, output, self._error_of(sequence, lease, finite_count == count))
         plan = step.plan
         if outlook is not None and not plan.forced_nodes:  # a tree with forced nodes says little about the draft
-            measured = MeasuredStep(plan.tier, max(plan.decodes), round(1e6 * self._cycle_s(step)))
+            measured = MeasuredStep(plan.tier, max(plan.decodes), round(1e6 * self._cycle_s(step)), plan.context)
             outlook.observe(step.schedule.vote, measured, accepted, _has_typical_time(step, step_output))
         return outputs, trees
 

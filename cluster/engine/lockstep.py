@@ -119,6 +119,8 @@ class Lockstep:
             measured_tier=vote.measured.tier,
             measured_decodes=vote.measured.decodes,
             measured_us=vote.measured.us,
+            measured_context=vote.measured.context,
+            context=sum(decode.min_seq_len for decode in step_input.decodes) // max(1, len(step_input.decodes)),
             outlook=vote.outlook or header.outlook,
             mode=int(step_input.mode),
             requests=requests,

@@ -13,6 +13,11 @@ from cluster.status import TreeCost
 
 MAX_CONTEXT = 256
 """The committed tokens of each request in a measured step: about those of a short conversation."""
+LONG_CONTEXT, LONG_ROUNDS, MAX_LONG_SECONDS = 2048, 2, 0.5
+"""To learn what a committed token costs, steps are measured with requests of so many tokens, in so many rounds. The
+number of requests is the largest with which these rounds would take less than so many seconds with short contexts; if
+there is none, nothing is measured.
+"""
 LINEAR_GROWTH = 0.7
 """If the time of a step grows by at least this share of the factor by which the requests grow, larger numbers of
 requests are not measured: their times are extrapolated.
@@ -27,16 +32,19 @@ def measure_trees(lockstep: Lockstep, cache: KVCache, resolved: ResolvedConfig) 
     """Return the costs of all tiers, the same on every rank. All ranks must call this, with an empty cache.
 
     The largest tree of every depth and all trees of the largest depth are measured. Of trees with looked-up tokens,
-    those that verify all nodes are measured. The other times follow from these (`completed`). The time of a step is
+    those that verify all nodes are measured; all with the most levels if the draft makes chains. The other times follow
+    from these (`completed`). The time of a step is
     that of the slowest rank, in the fastest round. Fewer numbers of decoding requests are measured if a step is slow,
     as no further number is begun after `MAX_SECONDS`, or if the time of the largest tree already grows nearly as fast
     as the number: then it goes on like this.
     """
     max_decodes = resolved.settings.max_running_requests
-    context = min(MAX_CONTEXT, max_trial_tokens(cache, resolved) // 2)
+    max_context = max_trial_tokens(cache, resolved)
+    context = min(MAX_CONTEXT, max_context // 2)
+    long_context = min(LONG_CONTEXT, max_context)
     counts, us_by_count, deepest = list[int](), list[list[int]](), _deepest(resolved.tiers)
     measured = [t for t, s in enumerate(resolved.tiers) if s in deepest or not s.selects_nodes]
-    with trial_steps(lockstep, cache, resolved, context) as trial:
+    with trial_steps(lockstep, cache, resolved, long_context) as trial:
         count = 1
         while not counts or (counts[-1] < max_decodes and trial.spent_s < MAX_SECONDS):
             if len(counts) > 1 and us_by_count[-1][-1] > LINEAR_GROWTH * DECODES_FACTOR * us_by_count[-2][-1]:
@@ -47,8 +55,18 @@ def measure_trees(lockstep: Lockstep, cache: KVCache, resolved: ResolvedConfig) 
             count *= DECODES_FACTOR
         # More requests never take less time; a measured time below that of fewer requests is noise.
         us = tuple(tuple(accumulate(times, max)) for times in zip(*us_by_count, strict=True))
+        token_ns = tuple[int, ...]()
+        # The programs are captured by now, so two rounds are enough.
+        affordable = [i for i, times in enumerate(us_by_count) if LONG_ROUNDS * sum(times) < 1e6 * MAX_LONG_SECONDS]
+        if affordable and long_context > context:
+            count, short_us = counts[affordable[-1]], us_by_count[affordable[-1]]
+            loads = [TrialLoad(count, long_context, tier=tier) for tier in measured]
+            long_us = _times(trial, loads, LONG_ROUNDS)
+            more_tokens = count * (long_context - context)
+            added_ns = [1000 * (us - short_us[t]) // more_tokens for t, us in zip(measured, long_us, strict=True)]
+            token_ns = tuple(completed(dict(zip(measured, added_ns, strict=True)), resolved.tiers))
         waking = tuple(accumulate((round(trial.waking_us[count]) for count in counts if trial.waking_us), max))
-    return TreeCosts(tuple(counts), us, waking)
+    return TreeCosts(tuple(counts), us, waking, context, token_ns)
 
 
 def tree_costs(costs: TreeCosts, resolved: ResolvedConfig) -> tuple[TreeCost, ...]:
@@ -97,9 +115,12 @@ def completed(measured_us: Mapping[int, int], shapes: Sequence[TreeShape]) -> li
 
 
 def _deepest(shapes: Sequence[TreeShape]) -> list[TreeShape]:
-    """Return the shapes with the most levels among those without looked-up tokens."""
+    """Return the shapes with the most levels among those without looked-up tokens. If there is only one (a chain), and
+    other shapes have looked-up tokens, return the latter with the most levels.
+    """
     drafted = [shape for shape in shapes if not shape.lookup_tokens]
-    return [shape for shape in drafted if shape.num_steps == drafted[-1].num_steps]
+    deepest = [shape for shape in drafted if shape.num_steps == drafted[-1].num_steps]
+    return deepest if len(deepest) > 1 else [shape for shape in shapes if _levels(shape) == _levels(shapes[-1])]
 
 
 def _levels(shape: TreeShape) -> tuple[int, int]:
@@ -122,13 +143,13 @@ def _without_noise(times_us: Sequence[int], shapes: Sequence[TreeShape]) -> list
     ]
 
 
-def _times(trial: Trial, loads: list[TrialLoad]) -> list[int]:
+def _times(trial: Trial, loads: list[TrialLoad], max_rounds: int = MAX_ROUNDS) -> list[int]:
     """Return the times of steps in microseconds. The rounds go through all loads in turn, so that a machine that is
     busy for a moment disturbs one round of each and not all rounds of one.
     """
     started_s = trial.spent_s
     best_us = [trial.time(load) for load in loads]
-    for completed in range(1, MAX_ROUNDS):
+    for completed in range(1, max_rounds):
         if completed >= MIN_ROUNDS and trial.spent_s - started_s > MAX_COUNT_SECONDS:
             break
         best_us = [trial.time_again(load) for load in loads]

@@ -21,6 +21,7 @@ ALL_NODES = 1 << 30
 
 Bools = NDArray[np.bool_]
 Integers = NDArray[np.int64]
+SMALL = np.int32  # half the memory to compare
 
 
 class TreeKinds:
@@ -32,8 +33,8 @@ class TreeKinds:
     """
 
     def __init__(self, tiers: Sequence[TreeShape]) -> None:
-        self._tier_nodes = np.array([s.num_draft_tokens if s.selects_nodes else ALL_NODES for s in tiers])
-        self._tier_levels = np.array([shape.drafted_shape.num_steps for shape in tiers])
+        self._tier_nodes = np.array([s.num_draft_tokens if s.selects_nodes else ALL_NODES for s in tiers], SMALL)
+        self._tier_levels = np.array([shape.drafted_shape.num_steps for shape in tiers], SMALL)
         self._tier_looks_up = np.array([shape.lookup_tokens > 0 for shape in tiers])
         drafted, looked_up = ~self._tier_looks_up, self._tier_looks_up
         unique_nodes = np.unique(self._tier_nodes[drafted])
@@ -56,12 +57,13 @@ class TreeKinds:
         `hit`: a tree of this kind would have had the token that the target chose at this depth, and those before it.
         `tried`: it would have had those before it, and it is known whether it would have had this one.
         """
-        numbers = np.arange(1, self._depth + 1)
-        ranks = np.full((len(paths), 1, self._depth), ALL_NODES)
+        numbers = np.arange(1, self._depth + 1, dtype=SMALL)
+        ranks = np.full((len(paths), 1, self._depth), ALL_NODES, SMALL)
         for i, path in enumerate(paths):
-            ranks[i, 0, : len(path.ranks)] = path.ranks[: self._depth]
+            if path.ranks:
+                ranks[i, 0, : len(path.ranks)] = path.ranks[: self._depth]
         drafted, agreeing, accepted = (
-            np.array(column)[:, None, None]
+            np.array(column, SMALL)[:, None, None]
             for column in zip(*((path.drafted, path.agreeing, len(path.ranks)) for path in paths), strict=True)
         )
         nodes, levels, looks_up = self.nodes[:, None], self.drafted_levels[:, None], self.looks_up[:, None]
