@@ -14,7 +14,7 @@ from typing import Any, Self
 from cluster.config import ConfigError
 from cluster.config.engine_config import EngineConfig
 from cluster.config.speculation import NGRAM
-from cluster.config.tree_shape import TreeShape, lookup_tiers, tiers, tree_shape
+from cluster.config.tree_shape import TreeShape, largest, lookup_tiers, tiers, tree_shape
 
 DEFAULT_LOOKUP_TOKENS = 8
 UNLIMITED = 1 << 30
@@ -27,9 +27,9 @@ class ResolvedSettings:
 
     `settings` are the settings themselves: many of them need no conversion. `tiers` are all trees that a step may use:
     first those without looked-up tokens, in order of depth and then of size, then those with `lookup_tokens` looked-up
-    tokens. `shape` is the last one, and `forced_shape` has in addition all nodes that a grammar may add: no tree of a
-    step is larger. If `adaptive_trees`, each step chooses among the tiers by their costs. (If `speculative_mode` is
-    unset, `resolve_models` sets it first.) A step runs at
+    tokens. `shape` has all their levels and nodes, and `forced_shape` has in addition all nodes that a grammar may add:
+    no tree of a step is larger. If `adaptive_trees`, each step chooses among the tiers by their costs. (If
+    `speculative_mode` is unset, `resolve_models` sets it first.) A step runs at
     most `chunk_rows` prompt rows on each rank, and at most `mixed_chunk_rows` if some request decodes. If
     `prefill_time_limited` is True, the prompt rows of such a step may also take only the share `prefill_share` of its
     time. `group_size` is the number of ranks in an attention group.
@@ -80,13 +80,14 @@ class ResolvedSettings:
             lookup_tokens = DEFAULT_LOOKUP_TOKENS if share_rows and not is_ngram else 0
         if lookup_tokens:
             all_tiers += lookup_tiers(shape, lookup_tokens, share_rows)
+        shape = largest(all_tiers)
         return cls(
             settings=settings,
-            shape=all_tiers[-1],
+            shape=shape,
             tiers=all_tiers,
             adaptive_trees=adaptive_trees,
-            lookup_tokens=all_tiers[-1].lookup_tokens,
-            forced_shape=all_tiers[-1].with_forced_nodes(),
+            lookup_tokens=shape.lookup_tokens,
+            forced_shape=shape.with_forced_nodes(),
             chunk_rows=chunk_rows,
             mixed_chunk_rows=chunk_rows if mixed_size is None else min(chunk_rows, mixed_size),
             prefill_time_limited=mixed_size is None,

@@ -1,5 +1,7 @@
 """The shapes of draft trees that the settings define: depth, width, number of nodes."""
 
+from collections.abc import Sequence
+
 from pydantic import BaseModel, ConfigDict
 
 from cluster.config import ConfigError, EngineConfig
@@ -99,19 +101,32 @@ def tiers(shape: TreeShape, share_rows: bool = False) -> tuple[TreeShape, ...]:
 
 
 def lookup_tiers(shape: TreeShape, lookup_tokens: int, share_rows: bool = False) -> tuple[TreeShape, ...]:
-    """Return the tree shapes with looked-up tokens: those in which the draft computes one level, then those in which it
-    computes all levels of `shape`. Their looked-up branches are `lookup_tokens` deep, and at least as deep as `shape`.
+    """Return the tree shapes with looked-up tokens. Their looked-up branches are `lookup_tokens` deep, and at least as
+    deep as `shape`. The draft computes half of the levels of `shape`: where looked-up tokens are right, its deeper
+    levels bring little.
 
-    If `share_rows`, there are shapes for a quarter, a half and all of the looked-up tokens, on average over requests.
+    If `share_rows`, there are shapes for a path of the draft and one, or half, of the looked-up tokens of a request, on
+    average over requests, and one for all nodes. Otherwise there is only the latter.
     """
-    levels, shapes = max(lookup_tokens, shape.num_steps), list[TreeShape]()
-    for steps in sorted({1, shape.num_steps}):
-        drafted = min(shape.num_draft_tokens, _max_nodes(steps, shape.topk))
-        counts = sorted({drafted + -(-levels // part) for part in ((4, 2, 1) if share_rows else (1,))})
-        update = {"num_steps": levels, "lookup_tokens": levels, "lookup_drafted_steps": steps}
-        update["max_nodes"] = drafted + levels if share_rows else 0
-        shapes += [shape.model_copy(update={**update, "num_draft_tokens": nodes}) for nodes in counts]
-    return tuple(shapes)
+    depth, levels = max(lookup_tokens, shape.num_steps), (shape.num_steps + 1) // 2
+    most = min(shape.num_draft_tokens, _max_nodes(levels, shape.topk)) + depth
+    counts = {levels + 2, levels + 1 + (depth + 1) // 2, most} if share_rows else {most}
+    update = {"num_steps": depth, "lookup_tokens": depth, "lookup_drafted_steps": levels}
+    update["max_nodes"] = most if share_rows else 0
+    return tuple(shape.model_copy(update={**update, "num_draft_tokens": nodes}) for nodes in sorted(counts))
+
+
+def largest(tiers: Sequence[TreeShape]) -> TreeShape:
+    """Return a shape that gives the bounds of all `tiers`, which `tiers` and `lookup_tiers` have returned: the last
+    drafted shape, with all looked-up tokens if there are any.
+    """
+    drafted, lookup_tokens = [shape for shape in tiers if not shape.lookup_tokens][-1], tiers[-1].lookup_tokens
+    if not lookup_tokens:
+        return drafted
+    nodes = drafted.drafted_nodes + lookup_tokens
+    update = {"num_steps": tiers[-1].num_steps, "num_draft_tokens": nodes, "max_nodes": tiers[-1].max_nodes and nodes}
+    lookups = {"lookup_tokens": lookup_tokens, "lookup_drafted_steps": drafted.num_steps}
+    return drafted.model_copy(update={**update, **lookups})
 
 
 def _node_counts(num_steps: int, most: int, topk: int) -> list[int]:

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Sequence
 from itertools import zip_longest
 
-from cluster.config.tree_shape import TreeShape
+from cluster.config.tree_shape import TreeShape, largest
 from cluster.distributed.mesh import Mesh, OutOfStepError
 from cluster.dp_attention.facts import GROUP_HEADER, HEADER, RankFacts
 from cluster.dp_attention.plan import Ops, PlanRule, ScriptCall, StepPlan, script
@@ -22,6 +22,7 @@ class Coordinator:
     ) -> None:
         """`shapes` are the trees by tier, largest last. `target` and `draft` are the exchange calls of the models."""
         self._mesh, self._rule, self._shapes, self._target, self._draft = mesh, rule, shapes, target, draft
+        self._largest = largest(shapes)
         self._ops_checksum = zlib.crc32(repr((target, draft)).encode())
         self._plan_digest, self._last_tree = 0, LastTree()
         self.tree_times: TreeTimes | None = None
@@ -73,7 +74,7 @@ class Coordinator:
             for name in GROUP_HEADER:
                 self._compare(name, [getattr(facts_by_rank[rank], name) for rank in group], group)
         self._observe(facts_by_rank[0])
-        plan = self._rule.plan(facts_by_rank, self._shapes[-1], self._last_tree, self.tree_times)
+        plan = self._rule.plan(facts_by_rank, self._largest, self._last_tree, self.tree_times)
         if plan.step != self.step:
             raise self._out_of_step_error(self._mesh.rank, f"has a plan for step {plan.step} in step {self.step}")
         self.step, self._plan_digest, self._plan = self.step + 1, plan.digest, plan

@@ -27,6 +27,8 @@ correction.
 """
 LEAST_SHARE = 0.25
 """With shorter contexts than measured, a step takes at least this share of the measured time."""
+SETTLING_STEPS = 12
+"""The first so many steps of a tier correct only this tier."""
 OUTLOOK_UNIT = 1000
 """Outlooks are integers, in thousandths of a token: every rank must compute with exactly the same numbers."""
 
@@ -97,39 +99,59 @@ class MeasuredStep(NamedTuple):
     context: int = 0
 
 
+@dataclass(slots=True)
+class _SizeTimes:
+    """What was observed with similar numbers of requests: a factor for each tier, and the overhead in microseconds.
+    `settling[tier]` counts down the first steps of a tier; `first_tier` is the tier that was observed first.
+    """
+
+    corrections: list[float]
+    settling: list[int]
+    first_tier: int
+    overhead_us: float = 0.0
+
+
 class TreeTimes:
     """`costs`, corrected by the steps that the gang runs. All ranks observe the same steps, so they agree on all times.
 
     Two things are kept for each doubling of the number of decoding requests, both running medians: a correction for
     each tier (a factor), and the overhead of a step, whatever its tier. The overhead is the time of what a server does
     between two steps, and the time that a busy machine adds. It also counts for tiers that have not been used lately.
+
+    If the first steps of a tier are slower than expected, its costs were wrong, so they only correct this tier. If they
+    counted as overhead too, all other tiers would seem as much slower, and the choice would stay. The tier that is
+    observed first has nothing to be compared with: its steps show the overhead from the beginning.
     """
 
     def __init__(self, costs: TreeCosts) -> None:
         self.costs = costs
-        self._corrections: dict[int, list[float]] = {}
-        self._overheads_us: dict[int, float] = {}
+        self._sizes: dict[int, _SizeTimes] = {}
 
     def of(self, decodes: int, context: int = 0) -> list[float]:
         """Return the time by tier with `decodes` decoding requests; `context` as in `TreeCosts.of`."""
-        times, size = self.costs.of(decodes, context), decodes.bit_length()
-        if size not in self._corrections:
+        times, seen = self.costs.of(decodes, context), self._sizes.get(decodes.bit_length())
+        if seen is None:
             return times
-        overhead_us = self._overheads_us[size]
-        return [us * correction + overhead_us for us, correction in zip(times, self._corrections[size], strict=True)]
+        return [us * correction + seen.overhead_us for us, correction in zip(times, seen.corrections, strict=True)]
 
     def observe(self, step: MeasuredStep) -> None:
         """Correct the overhead, and the time of the step's tier. Both move by fixed steps, so outliers count no more
-        than other steps.
+        than other steps. The first steps of a tier have equal weights instead.
         """
-        times, size = self.costs.of(step.decodes, step.context), step.decodes.bit_length()
-        corrections = self._corrections.setdefault(size, [1.0] * len(times))
-        overhead_us = self._overheads_us.setdefault(size, 0.0)
-        slower = step.us > times[step.tier] * corrections[step.tier] + overhead_us
-        overhead_us += OVERHEAD_CHANGE * times[step.tier] * (1 if slower else -1)
-        self._overheads_us[size] = max(overhead_us, 0.0)
-        correction = corrections[step.tier] * (1 + CHANGE if slower else 1 / (1 + CHANGE))
-        corrections[step.tier] = min(MAX_CORRECTION, max(1 / MAX_CORRECTION, correction))
+        times, tier, size = self.costs.of(step.decodes, step.context), step.tier, step.decodes.bit_length()
+        if size not in self._sizes:
+            self._sizes[size] = _SizeTimes([1.0] * len(times), [SETTLING_STEPS] * len(times), tier)
+        seen = self._sizes[size]
+        corrections, correction = seen.corrections, seen.corrections[tier]
+        if tier != seen.first_tier and seen.settling[tier]:
+            ratio = min(MAX_CORRECTION, max(1 / MAX_CORRECTION, (step.us - seen.overhead_us) / times[tier]))
+            corrections[tier] += (ratio - correction) / (SETTLING_STEPS - seen.settling[tier] + 2)
+            seen.settling[tier] -= 1
+            return
+        slower = step.us > times[tier] * correction + seen.overhead_us
+        seen.overhead_us = max(0.0, seen.overhead_us + OVERHEAD_CHANGE * times[tier] * (1 if slower else -1))
+        correction *= 1 + CHANGE if slower else 1 / (1 + CHANGE)
+        corrections[tier] = min(MAX_CORRECTION, max(1 / MAX_CORRECTION, correction))
 
 
 def choose_tier(

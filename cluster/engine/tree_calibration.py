@@ -31,9 +31,8 @@ The first run of a program is eager and the second is captured, so only the late
 def measure_trees(lockstep: Lockstep, cache: KVCache, resolved: ResolvedConfig) -> TreeCosts:
     """Return the costs of all tiers, the same on every rank. All ranks must call this, with an empty cache.
 
-    The largest tree of every depth and all trees of the largest depth are measured. Of trees with looked-up tokens,
-    those that verify all nodes are measured; all with the most levels if the draft makes chains. The other times follow
-    from these (`completed`). The time of a step is
+    The largest tree of every depth, all trees of the largest depth and all trees with looked-up tokens are measured.
+    The other times follow from these (`completed`). The time of a step is
     that of the slowest rank, in the fastest round. Fewer numbers of decoding requests are measured if a step is slow,
     as no further number is begun after `MAX_SECONDS`, or if the time of the largest tree already grows nearly as fast
     as the number: then it goes on like this.
@@ -43,7 +42,7 @@ def measure_trees(lockstep: Lockstep, cache: KVCache, resolved: ResolvedConfig) 
     context = min(MAX_CONTEXT, max_context // 2)
     long_context = min(LONG_CONTEXT, max_context)
     counts, us_by_count, deepest = list[int](), list[list[int]](), _deepest(resolved.tiers)
-    measured = [t for t, s in enumerate(resolved.tiers) if s in deepest or not s.selects_nodes]
+    measured = [t for t, s in enumerate(resolved.tiers) if s in deepest or not s.selects_nodes or s.lookup_tokens]
     with trial_steps(lockstep, cache, resolved, long_context) as trial:
         count = 1
         while not counts or (counts[-1] < max_decodes and trial.spent_s < MAX_SECONDS):
@@ -115,12 +114,9 @@ def completed(measured_us: Mapping[int, int], shapes: Sequence[TreeShape]) -> li
 
 
 def _deepest(shapes: Sequence[TreeShape]) -> list[TreeShape]:
-    """Return the shapes with the most levels among those without looked-up tokens. If there is only one (a chain), and
-    other shapes have looked-up tokens, return the latter with the most levels.
-    """
+    """Return the shapes with the most levels among those without looked-up tokens."""
     drafted = [shape for shape in shapes if not shape.lookup_tokens]
-    deepest = [shape for shape in drafted if shape.num_steps == drafted[-1].num_steps]
-    return deepest if len(deepest) > 1 else [shape for shape in shapes if _levels(shape) == _levels(shapes[-1])]
+    return [shape for shape in drafted if shape.num_steps == drafted[-1].num_steps]
 
 
 def _levels(shape: TreeShape) -> tuple[int, int]:

@@ -2,8 +2,12 @@
 
 The nodes of a tree have ranks (`NodeSelection.ranks`): if a step verifies N nodes of a tree on average, these are the
 nodes whose ranks are below N. So one step also shows what each smaller tier would have given. A tier that verifies all
-nodes has them whatever their ranks. Looked-up tokens are compared with the committed tokens in every step, so a step
-without them also shows what they would have given, up to the first token that was not committed.
+nodes has them whatever their ranks.
+
+Looked-up tokens are compared with the committed tokens in every step. So a step without them also shows what they would
+have given, up to the first token that was not committed. It shows less of the drafted levels, so that estimates of
+trees with looked-up tokens are then too low rather than too high. Looked-up tokens that were not verified have no
+ranks, so nothing is estimated for tiers that verify only some of them; see `ROW_YIELD`.
 
 Legend: n trees that ran, N nodes of a tree that a tier verifies on average, S depth of the largest tree, W kinds.
 """
@@ -21,12 +25,16 @@ ALL_NODES = 1 << 30
 
 Bools = NDArray[np.bool_]
 Integers = NDArray[np.int64]
+ROW_YIELD = 0.7
+"""If there are more likely looked-up tokens than rows of a step, about this share of the verified nodes is accepted:
+with the demo pair and repeated text, 0.73 was measured.
+"""
 SMALL = np.int32  # half the memory to compare
 
 
 class TreeKinds:
     """The kinds of trees of the tiers. Tiers without looked-up tokens that verify the same number of nodes are of one
-    kind: they differ in depth only. Each tier with looked-up tokens is a kind of its own.
+    kind: they differ in depth only. All tiers with looked-up tokens are of one kind, that of all nodes.
 
     By kind, `[W]`: `nodes` are the numbers N, `looks_up` says whether the trees have looked-up tokens, `drafted_levels`
     are the levels that the draft computes. `kind_of_tier` has the kind of each tier.
@@ -36,14 +44,15 @@ class TreeKinds:
         self._tier_nodes = np.array([s.num_draft_tokens if s.selects_nodes else ALL_NODES for s in tiers], SMALL)
         self._tier_levels = np.array([shape.drafted_shape.num_steps for shape in tiers], SMALL)
         self._tier_looks_up = np.array([shape.lookup_tokens > 0 for shape in tiers])
-        drafted, looked_up = ~self._tier_looks_up, self._tier_looks_up
-        unique_nodes = np.unique(self._tier_nodes[drafted])
-        self.nodes = np.concatenate([unique_nodes, self._tier_nodes[looked_up]])
+        unique_nodes, looks_up = np.unique(self._tier_nodes[~self._tier_looks_up]), self._tier_looks_up[-1:]
+        looks_up = looks_up[looks_up]  # `[1]` if the last tier has looked-up tokens, otherwise `[0]`
+        self.nodes = np.concatenate([unique_nodes, np.full_like(looks_up, ALL_NODES, SMALL)])
         self.looks_up = np.arange(len(self.nodes)) >= len(unique_nodes)
         # Without looked-up tokens, the depth of the tier is the limit.
-        self.drafted_levels = np.concatenate([np.full_like(unique_nodes, ALL_NODES), self._tier_levels[looked_up]])
+        levels = np.full_like(looks_up, self._tier_levels[-1], SMALL)
+        self.drafted_levels = np.concatenate([np.full_like(unique_nodes, ALL_NODES), levels])
         self.kind_of_tier = np.searchsorted(unique_nodes, self._tier_nodes)
-        self.kind_of_tier[looked_up] = np.flatnonzero(self.looks_up)
+        self.kind_of_tier[self._tier_looks_up] = len(unique_nodes)
         self._depth = max(1, tiers[-1].num_steps)
 
     @property
@@ -70,13 +79,12 @@ class TreeKinds:
         run_nodes, run_levels = self._tier_nodes[tiers][:, None, None], self._tier_levels[tiers][:, None, None]
         # Whether the tree that ran had all nodes that a tree of the kind would have, drafted levels apart.
         contains = (nodes <= run_nodes) & (self._tier_looks_up[tiers][:, None, None] | ~looks_up)
-        # Looked-up tokens that were not verified have no ranks. Those of one request alone would have their depths.
-        has_rank = ranks < nodes
-        hit = has_rank & (numbers <= np.minimum(drafted, levels))
-        hit |= looks_up & (numbers <= agreeing) & np.where(contains, has_rank, numbers < nodes)
+        hit = (ranks < nodes) & (numbers <= np.minimum(drafted, levels))
+        hit |= looks_up & (numbers <= agreeing)
         is_drafted_level_known = (numbers <= run_levels) | (looks_up & (numbers > levels))
-        # If only looked-up tokens are known, misses of the draft's single level count too: the estimate is then low.
-        is_next_known = looks_up & (numbers <= accepted + 1) & (is_drafted_level_known | (levels == 1))
+        # If only looked-up tokens are known, levels that the draft did not compute count as missed: estimates made from
+        # steps with another text would be too high.
+        is_next_known = looks_up & (numbers <= accepted + 1)
         known = np.where(contains, is_drafted_level_known, is_next_known)
         tried = known & np.concatenate([np.ones_like(hit[..., :1]), hit[..., :-1]], 2)
         return tried, hit & tried

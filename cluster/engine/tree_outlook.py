@@ -21,7 +21,7 @@ from cluster.config.tree_shape import TreeShape
 from cluster.dp_attention.facts import TreeVote
 from cluster.dp_attention.tree_choice import OUTLOOK_UNIT, MeasuredStep, TreeTimes
 from cluster.engine.request_state import RequestState
-from cluster.engine.tree_kinds import ALL_NODES, Bools, Integers, TreeKinds
+from cluster.engine.tree_kinds import ALL_NODES, ROW_YIELD, Bools, Integers, TreeKinds
 from cluster.kv.cache import Lease
 from cluster.spec.result import AcceptedTree
 
@@ -56,6 +56,10 @@ class TreeOutlook:
         self._is_chain = tiers[-1].topk == 1
         self._steps = np.array([shape.num_steps for shape in tiers])
         self._kinds = TreeKinds(tiers)
+        # By tier, for each request: estimates of trees with looked-up tokens are those of trees with all nodes.
+        self._most_accepted = np.array(
+            [ROW_YIELD * (s.num_draft_tokens - 1) if s.lookup_tokens and s.selects_nodes else ALL_NODES for s in tiers]
+        )
         shape = len(self._kinds.nodes), self._depth
         self._trials, self._hits = np.zeros((rows, *shape)), np.zeros((rows, *shape))
         self._class_trials, self._class_hits = np.ones((2, *shape)), np.full((2, *shape), FIRST_CHANCE)
@@ -149,7 +153,9 @@ class TreeOutlook:
         totals[:, 1:] = chances.cumprod(2).sum(0).cumsum(1)
         if self._is_chain and len(rows) == 1:  # to verify a part of one chain, draft only that part
             totals[(self._kinds.nodes < ALL_NODES) & ~self._kinds.looks_up] = 0
-        expected = len(rows) + totals[self._kinds.kind_of_tier, self._steps]
+        expected = len(rows) + np.minimum(
+            totals[self._kinds.kind_of_tier, self._steps], len(rows) * self._most_accepted
+        )
         return tuple((OUTLOOK_UNIT * expected).astype(np.int64).tolist())
 
     def _learn(self) -> None:

@@ -177,15 +177,18 @@ def test_looked_up_tokens_add_tiers_after_all_drafted_trees() -> None:
     chain = ResolvedSettings.from_settings(eagle(speculative_num_steps=3, **settings))
     labels = [tier.label for tier in chain.tiers]
     assert labels[:4] == [(0, 1, 0), (1, 2, 0), (2, 3, 0), (3, 4, 0)] and chain.last_drafted_tier == 3
-    assert labels[4:] == [(1, 4, 6), (1, 5, 6), (1, 8, 6), (3, 6, 6), (3, 7, 6), (3, 10, 6)]
+    assert labels[4:] == [(2, 4, 6), (2, 6, 6), (2, 9, 6)]
     assert {tier.num_steps for tier in chain.tiers[4:]} == {6} and chain.looks_up_tokens and chain.lookup_tokens == 6
-    assert [tier.max_nodes for tier in chain.tiers] == [0] * 4 + [8] * 3 + [10] * 3
+    assert [tier.max_nodes for tier in chain.tiers] == [0] * 4 + [9] * 3
     drafted = [(tier.drafted_shape.num_steps, tier.drafted_shape.num_draft_tokens) for tier in chain.tiers[4:]]
-    assert drafted == [(1, 2)] * 3 + [(3, 4)] * 3 and chain.shape.window == 10
+    assert drafted == [(2, 3)] * 3
+    assert chain.shape.label == (3, 10, 6) and chain.shape.window == 10, "the bounds of all tiers"
+    assert (chain.shape.drafted_shape.num_steps, chain.shape.drafted_shape.num_draft_tokens) == (3, 4)
+    assert all(chain.shape.window >= tier.window for tier in chain.tiers)
     forced = chain.forced_shape
     assert forced.label == chain.shape.label and (forced.num_steps, forced.num_draft_tokens) == (11, 15)
     unshared = ResolvedSettings.from_settings(eagle(speculative_num_steps=3, **settings), share_rows=False)
-    assert [tier.label for tier in unshared.tiers[4:]] == [(1, 8, 6), (3, 10, 6)]
+    assert [tier.label for tier in unshared.tiers[4:]] == [(2, 9, 6)]
     assert not any(tier.max_nodes for tier in unshared.tiers)
     deep = ResolvedSettings.from_settings(eagle(speculative_num_steps=8, **settings))
     assert deep.lookup_tokens == 8, "a branch is at least as deep as the drafted tree"
