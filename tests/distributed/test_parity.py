@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
+from cluster.config import EngineConfig
+from cluster.config.resolved import ResolvedSettings
 from tests.distributed.compare import Tally, check
 from tests.distributed.gang import ROOT, Action, Case, RankProcesses, RankReport
 from tests.distributed.workload import workload
@@ -75,6 +77,15 @@ def options_of_turn(turn: int, mesh: tuple[int, int]) -> dict[str, Any]:
     return options
 
 
+def scarce_tokens(config_dict: dict[str, Any], actions: list[Action]) -> int:
+    """Return a size of the KV cache in which one page more fits than the longest request and its window need."""
+    settings, page_size = EngineConfig.model_validate(config_dict), config_dict["page_size"]
+    submits = [action.request for action in actions if action.kind == "submit"]
+    longest = max(len(fields["prompt_token_ids"]) + fields["params"]["max_tokens"] for fields in submits)
+    pages = -(-(longest + ResolvedSettings.from_settings(settings).shape.window) // page_size) + 1
+    return pages * page_size
+
+
 def option_case(turn: int, tp: int, dp: int) -> tuple[Case, bool]:
     """Option case number `turn` of a mesh, and whether the gang's trees must equal those of a single rank."""
     options = options_of_turn(turn, (tp, dp))
@@ -82,8 +93,6 @@ def option_case(turn: int, tp: int, dp: int) -> tuple[Case, bool]:
     tree, memory, idle = options.pop("tree"), options.pop("memory"), options.pop("idle")
     chunks = {"chunked_prefill_size": chunk, "mixed_prefill_size": mixed}
     settings = options | tree | chunks | {"tp_size": tp, "attn_dp_size": dp}
-    if memory == "scarce":  # hardly more than the longest request and its window fit
-        settings["max_total_tokens"] = 80
     actions = workload(
         100 * turn + 10 * tp + dp,
         dp,
@@ -93,6 +102,8 @@ def option_case(turn: int, tp: int, dp: int) -> tuple[Case, bool]:
         idle_ranks=(dp - 1,) if idle and dp > 1 else (),
         abort_share=0.12,
     )
+    if memory == "scarce":
+        settings["max_total_tokens"] = scarce_tokens(config(*tiny_pair(), **settings), actions)
     # Otherwise the tier depends on which requests share a rank, or on measured costs.
     same_trees = len(options["speculative_batch_tiers"]) < 2 and options["speculative_mode"] == "fixed"
     return Case(config(*tiny_pair(), **settings), actions), same_trees
