@@ -7,7 +7,7 @@ taken within a repeat; the median over the repeats counts. The adaptive engine i
 find the right tree again after every change of the load.
 
 Then comes mixed traffic: how many drafted tokens are accepted if the requests of a step share its rows, against equal
-trees with as many rows (`bench/shared_rows.py`).
+trees with as many rows (`bench/shared_rows.py`). Then come looked-up tokens beside a draft (`bench/looked_up.py`).
 
 The last part of a family is a load that swings between one request and the largest batch. It is compared with a
 contender that does not exist: one that uses, in each phase, the tree that is the best for it.
@@ -22,6 +22,7 @@ from math import prod
 from random import Random
 from typing import Any
 
+from cluster.bench import looked_up
 from cluster.bench import shared_rows as shared
 from cluster.bench.goals import Goal
 from cluster.bench.pair import PLAIN, ModelPair, TreeChoice, short_path
@@ -90,6 +91,11 @@ def measure(pair: ModelPair, size: Size = Size(), log_progress: LogProgress = pr
     shared_rows = []
     if "chains" in size.families:
         shared_rows = shared.measure(pair, prompts, size.new_tokens, size.shared_steps, log_progress)
+    lookups = []
+    if "trees" in size.families:
+        loads = product(size.temperatures, size.batches)
+        cells = [(temperature, batch, _new_tokens(size, batch)) for temperature, batch in loads]
+        lookups = looked_up.measure(pair, prompts, cells, run_steadily, size.repeats, log_progress)
     return {
         "what": "adaptive",
         "machine": machine_info(),
@@ -98,6 +104,7 @@ def measure(pair: ModelPair, size: Size = Size(), log_progress: LogProgress = pr
         "repeats": size.repeats,
         "families": families,
         "shared_rows": shared_rows,
+        "looked_up": lookups,
     }
 
 
@@ -133,8 +140,7 @@ def configs(pair: ModelPair, family: str, requests: int) -> dict[str, EngineConf
 
 
 def _measure_cell(cell: Cell, engines: dict[str, Engine], prompts: TokenLists, size: Size) -> dict[str, Any]:
-    factor = 2 if cell.batch <= FEW_REQUESTS else 0.5 if cell.batch >= MANY_REQUESTS else 1
-    new_tokens = int(size.new_tokens * factor)
+    new_tokens = _new_tokens(size, cell.batch)
 
     def run(names: Sequence[str], repeats: int) -> dict[str, list[SteadyRun]]:
         runs: dict[str, list[SteadyRun]] = {name: [] for name in names}
@@ -162,6 +168,12 @@ def _measure_cell(cell: Cell, engines: dict[str, Engine], prompts: TokenLists, s
         "of_best_fixed": _ratio(runs[ADAPTIVE], runs[best]),
         "identical": all(_are_identical(repeat) for repeat in zip(*runs.values(), strict=True)),
     }
+
+
+def _new_tokens(size: Size, batch: int) -> int:
+    """Return how many tokens each request of a batch generates on average."""
+    factor = 2 if batch <= FEW_REQUESTS else 0.5 if batch >= MANY_REQUESTS else 1
+    return int(size.new_tokens * factor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +297,7 @@ def goals(result: dict[str, Any]) -> list[Goal]:
             ),
             Goal(f"swinging load, of the oracle: {family}", figures["swing"]["of_oracle"], GOAL_SWING, True),
         ]
-    return goal_list + shared.goals(result["shared_rows"])
+    return goal_list + shared.goals(result["shared_rows"]) + looked_up.goals(result["looked_up"])
 
 
 def show(result: dict[str, Any]) -> str:
@@ -312,7 +324,7 @@ def show(result: dict[str, Any]) -> str:
             f"swinging load: {figures['swing']['of_oracle']:.3f} of an oracle",
             "",
         ]
-    return "\n".join([*lines, *shared.show(result["shared_rows"])])
+    return "\n".join([*lines, *shared.show(result["shared_rows"]), *looked_up.show(result["looked_up"])])
 
 
 def _cell_line(cell: dict[str, Any]) -> str:

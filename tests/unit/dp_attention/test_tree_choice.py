@@ -10,7 +10,16 @@ from cluster.distributed.mesh import OutOfStepError
 from cluster.dp_attention.coordinator import Coordinator
 from cluster.dp_attention.facts import RankFacts
 from cluster.dp_attention.plan import StepPlan, script
-from cluster.dp_attention.tree_choice import MAX_CORRECTION, LastTree, MeasuredStep, TreeCosts, TreeTimes, choose_tier
+from cluster.dp_attention.tree_choice import (
+    LEAST_SHARE,
+    MAX_CORRECTION,
+    SETTLING_STEPS,
+    LastTree,
+    MeasuredStep,
+    TreeCosts,
+    TreeTimes,
+    choose_tier,
+)
 from cluster.spec.resting import MISSED_TOKENS
 from tests.unit.dp_attention.test_plan import DRAFT, TARGET, FakeMesh, rule
 
@@ -70,6 +79,33 @@ def test_measured_steps_correct_the_time_of_their_tier_and_size() -> None:
     assert corrected[2] / corrected[0] == pytest.approx(1.2 * 260 / 120, rel=0.08)
     assert times.of(5)[2] / times.of(5)[0] > COSTS.of(5)[2] / COSTS.of(5)[0], "4 to 7 requests share corrections"
     assert times.of(1) == COSTS.of(1) and times.of(16) == COSTS.of(16)
+
+
+def test_each_committed_token_costs_more_in_larger_trees() -> None:
+    costs = TreeCosts((1, 4), ((100, 160), (200, 320)), context=50, token_ns=(1000, 3000))
+    assert costs.of(4) == costs.of(4, 50) == [160, 320]
+    assert costs.of(4, 150) == [160 + 400, 320 + 1200] and costs.of(1, 150) == [200, 500]
+    assert costs.of(4, 40) == [160 - 40, 320 - 120]
+    assert costs.of(4, 1)[1] == 320 * LEAST_SHARE, "a shorter context never makes a step free"
+    times = TreeTimes(costs)
+    times.observe(MeasuredStep(0, 4, 160 + 400, 150))
+    assert times.of(4, 150)[0] == pytest.approx(560, rel=0.03), "steps are compared with the costs of their context"
+    groups = vote(4, (1000,) * 4, context=20), vote(2, (1000,) * 4, context=900)
+    assert plan(*groups).context == 900
+
+
+def test_first_steps_of_a_tier_correct_this_tier_alone() -> None:
+    times = TreeTimes(COSTS)
+    times.observe(MeasuredStep(0, 4, 120))
+    before = times.of(4)
+    for _ in range(SETTLING_STEPS):  # tier 1 takes 1.3 times as long as measured
+        times.observe(MeasuredStep(1, 4, round(1.3 * 200)))
+    after = times.of(4)
+    assert after[1] == pytest.approx(1.3 * 200, rel=0.03)
+    assert [after[tier] for tier in (0, 2, 3)] == [before[tier] for tier in (0, 2, 3)]
+    for _ in range(50):  # later steps show what slows down every tier
+        times.observe(MeasuredStep(1, 4, round(1.3 * 200) + 80))
+    assert times.of(4)[0] > before[0] + 40
 
 
 def test_overhead_of_a_server_counts_for_tiers_that_were_not_used() -> None:

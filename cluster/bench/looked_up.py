@@ -1,0 +1,105 @@
+"""What looked-up tokens bring beside a draft (`speculative_lookup_tokens`): adaptive trees with and without them, in
+turns. A text of which a part is repeated is one that an answer copies; for other texts nothing may be lost.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import product
+from typing import Any, Protocol
+
+from cluster.bench.goals import Goal
+from cluster.bench.pair import ModelPair, TreeChoice
+from cluster.bench.report import LogProgress, median, ratio, table
+from cluster.bench.runs import TokenLists
+from cluster.engine import Engine, build_engine
+
+COPIED = "copy"
+TREES = (TreeChoice(3), TreeChoice(5, 2, 12))
+GOAL_COPY, GOAL_OTHERS = 1.15, 0.98
+"""The first is for copied text at temperature 0 and batch 1."""
+
+
+class Run(Protocol):
+    """What `run_steadily` of `cluster/bench/cases/adaptive.py` returns."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second while all requests decoded."""
+        ...
+
+
+def measure(
+    pair: ModelPair,
+    prompts: Mapping[str, TokenLists],
+    cells: Sequence[tuple[float, int, int]],
+    run: Callable[[Engine, TokenLists, float, int], Run],
+    repeats: int,
+    log_progress: LogProgress,
+) -> list[dict[str, Any]]:
+    """Return the figures of each of `TREES` and each kind of text, for `cells` of (temperature, batch, new tokens)."""
+    results = []
+    for tree in TREES:
+        config = pair.config(tree, max(batch for _, batch, _ in cells)).model_copy(
+            update={"speculative_mode": "adaptive"}
+        )
+        engines = {
+            tokens: build_engine(config.model_copy(update={"speculative_lookup_tokens": tokens})) for tokens in (0, 8)
+        }
+        for kind, (temperature, batch, new_tokens) in product(prompts, cells):
+            speeds: dict[int, list[float]] = {tokens: [] for tokens in engines}
+            for repeat in range(repeats + 1):
+                start = repeat * batch % len(prompts[kind])
+                part = [prompts[kind][(start + i) % len(prompts[kind])] for i in range(batch)]
+                for tokens in list(engines)[:: -1 if repeat % 2 else 1]:
+                    speeds[tokens].append(run(engines[tokens], part, temperature, new_tokens).tokens_per_second)
+            # The first repeat warms up: programs are captured, and estimates learn the load.
+            gains = [ratio(on, off) for on, off in zip(speeds[8][1:], speeds[0][1:], strict=True)]
+            results.append(
+                {
+                    "tree": str(tree),
+                    "kind": kind,
+                    "temperature": temperature,
+                    "batch": batch,
+                    "tokens_per_second": {name: median(speeds[tokens][1:]) for tokens, name in ((0, "off"), (8, "on"))},
+                    "gain": median(gains),
+                }
+            )
+            log_progress(f"looked-up tokens: {_line(results[-1])}")
+    return results
+
+
+def goals(results: Sequence[dict[str, Any]]) -> list[Goal]:
+    """Return the goals: copied text is faster, other loads are not slower."""
+    return [
+        Goal(
+            f"looked-up tokens, {_name(result)}",
+            result["gain"],
+            GOAL_COPY if (result["kind"], result["temperature"], result["batch"]) == (COPIED, 0, 1) else GOAL_OTHERS,
+            True,
+        )
+        for result in results
+    ]
+
+
+def show(results: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the lines of a table of the figures, or no lines if there are no figures."""
+    rows = [
+        (
+            result["tree"],
+            result["kind"],
+            f"{result['temperature']:g}",
+            result["batch"],
+            *(f"{result['tokens_per_second'][name]:.0f}" for name in ("off", "on")),
+            f"{result['gain']:.3f}",
+        )
+        for result in results
+    ]
+    header = ["largest tree", "text", "T", "batch", "tok/s without", "with", "gain"]
+    return ["adaptive trees with and without looked-up tokens", table(header, rows)] if rows else []
+
+
+def _name(result: dict[str, Any]) -> str:
+    return f"{result['tree']}, {result['kind']}, T {result['temperature']:g}, batch {result['batch']}"
+
+
+def _line(result: dict[str, Any]) -> str:
+    return f"{_name(result)}: {result['gain']:.3f} times as fast"
