@@ -4,6 +4,7 @@ from dataclasses import astuple
 
 import pytest
 
+from cluster.config.resolved import DEFAULT_LOOKUP_TOKENS
 from tests.parity.grid import AXES, Case, cases, check
 from tests.parity.harness import SAMPLING, grid_requests, plain_run
 from tests.support.pairwise import assert_covering
@@ -40,8 +41,12 @@ def test_all_triples_of_grid_values_match_plain_decoding(num_steps: int) -> None
     assert not [line for case_result in case_results for line in case_result.mismatches]
     assert sum(case_result.retracted for case_result in case_results) > 0
     assert sum(case_result.cached_tokens for case_result in case_results) > 0
-    accept_lens = set().union(*(case_result.accept_lens for case_result in case_results))
-    assert accept_lens == set(range(1, num_steps + 2)), "not every accept length occurred"
+    fixed, adaptive = (
+        set[int]().union(*(each.accept_lens for each in case_results if each.case.trees == trees))
+        for trees in AXES["trees"]
+    )
+    assert fixed == set(range(1, num_steps + 2)), "not every accept length occurred"
+    assert max(adaptive) <= DEFAULT_LOOKUP_TOKENS + 1, "looked-up tokens may make a tree deeper"
 
 
 def test_plain_outputs_differ_by_request_and_temperature() -> None:
