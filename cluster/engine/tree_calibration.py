@@ -120,7 +120,7 @@ def _deepest(shapes: Sequence[TreeShape]) -> list[TreeShape]:
 
 
 def _levels(shape: TreeShape) -> tuple[int, int]:
-    """Return the drafted levels, and the looked-up tokens."""
+    """Return how many levels the draft computes, and how many looked-up tokens a tree has."""
     levels, _, lookup_tokens = shape.label
     return levels, lookup_tokens
 

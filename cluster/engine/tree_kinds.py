@@ -44,13 +44,12 @@ class TreeKinds:
         self._tier_nodes = np.array([s.num_draft_tokens if s.selects_nodes else ALL_NODES for s in tiers], SMALL)
         self._tier_levels = np.array([shape.drafted_shape.num_steps for shape in tiers], SMALL)
         self._tier_looks_up = np.array([shape.lookup_tokens > 0 for shape in tiers])
-        unique_nodes, looks_up = np.unique(self._tier_nodes[~self._tier_looks_up]), self._tier_looks_up[-1:]
-        looks_up = looks_up[looks_up]  # `[1]` if the last tier has looked-up tokens, otherwise `[0]`
-        self.nodes = np.concatenate([unique_nodes, np.full_like(looks_up, ALL_NODES, SMALL)])
+        unique_nodes = np.unique(self._tier_nodes[~self._tier_looks_up])
+        lookup_levels = np.unique(self._tier_levels[self._tier_looks_up])  # one number, or none
+        self.nodes = np.concatenate([unique_nodes, np.full_like(lookup_levels, ALL_NODES)])
         self.looks_up = np.arange(len(self.nodes)) >= len(unique_nodes)
         # Without looked-up tokens, the depth of the tier is the limit.
-        levels = np.full_like(looks_up, self._tier_levels[-1], SMALL)
-        self.drafted_levels = np.concatenate([np.full_like(unique_nodes, ALL_NODES), levels])
+        self.drafted_levels = np.concatenate([np.full_like(unique_nodes, ALL_NODES), lookup_levels])
         self.kind_of_tier = np.searchsorted(unique_nodes, self._tier_nodes)
         self.kind_of_tier[self._tier_looks_up] = len(unique_nodes)
         self._depth = max(1, tiers[-1].num_steps)

@@ -83,7 +83,7 @@ class TreeLookup:
         return self.history.continuations(batch.decode_rows, batch.seq_lens, self._count)
 
     def add_to(self, tree: DraftTree, found: Continuations) -> DraftTree:
-        """Return `tree` with the branch `found`; see `add_looked_up`."""
+        """Return the drafted trees with the looked-up tokens `found` as one more branch; see `add_looked_up`."""
         return add_looked_up(tree, found, self.chances.log_chances(found.matched, self._count))
 
 

@@ -75,7 +75,7 @@ def paths_of(tree: StepTree) -> set[tuple[int, ...]]:
 
 @pytest.mark.parametrize("topk", [1, 2])
 def test_each_tree_holds_what_followed_the_last_tokens(topk: int) -> None:
-    """Also after a request with another text had the same table row, and after a prefix came from the cache."""
+    """The second round of requests uses table rows that held other texts before, and prompts from the prefix cache."""
     engine = lookup_engine(lookup_config(topk, tokens=4), (0, 2) * 3)
     requests = [replace(r, params=replace(r.params, return_tree=True)) for r in grid_requests("0.8", 6)]
     compared = 0
@@ -94,8 +94,8 @@ def test_each_tree_holds_what_followed_the_last_tokens(topk: int) -> None:
 
 
 def copying_requests(count: int, **adjustments: Any) -> list[Request]:
-    """Return requests that repeat a token, because it has a large bias: looked-up text is right, and longer than what
-    the draft proposes.
+    """Return requests whose target repeats one token, because this token has a large bias. So the looked-up tokens are
+    right, and they are more than the draft proposes.
     """
     random, requests = Random(5), []
     for i in range(count):

@@ -41,7 +41,9 @@ KINDS = ("code", "prose", "random", "copy")
 FEW_REQUESTS, MANY_REQUESTS = 4, 32
 """With few requests each generates twice as many tokens, so that a run takes long enough; with many, half as many."""
 LONGEST = 3
-"""A request may generate this many times as many tokens as the requests of its run on average."""
+"""A run ends when its requests have generated a given number of tokens on average. One request may generate at most
+this many times as many.
+"""
 GOAL_CELL, GOAL_MEAN, GOAL_SWING = 0.98, 1.05, 0.97
 
 
