@@ -102,7 +102,8 @@ class MeasuredStep(NamedTuple):
 @dataclass(slots=True)
 class _SizeTimes:
     """What the observed steps with similar numbers of requests say: a factor for the time of each tier, and the
-    overhead of a step in microseconds. `settling[tier]` counts down the first steps of a tier; `first_tier` is the tier that was observed first.
+    overhead of a step in microseconds. `settling[tier]` counts down the first steps of a tier; `first_tier` is the tier
+    that was observed first.
     """
 
     corrections: list[float]
