@@ -85,6 +85,7 @@ class TritonAttention:
             **self._value_constants,
         }
         self._metadata: AttentionMetadata | None = None
+        self._write_slots: Tensor | None = None
 
     def prepare(self, bounds: HostBounds) -> None:
         """Begin a step. The kernels read lengths on the device, so they need no bounds."""
@@ -92,14 +93,16 @@ class TritonAttention:
     def bind(self, metadata: AttentionMetadata) -> None:
         """Use `metadata` for the calls of the next forward."""
         self._metadata = metadata
+        # Of trees with one node, the slots are a column of the requests' windows. All layers use the same copy.
+        self._write_slots = metadata.write.contiguous()
 
     def __call__(self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
         """Write kv `[T, 2, nkv, d]` or `[T, 1, 1, d]` to the pool, then attend q `[T, nh, d]` -> `[T, nh * dv]`."""
-        metadata, num_rows = self._metadata, q.shape[0]
-        assert metadata is not None, "bound before it is called"
+        metadata, write_slots, num_rows = self._metadata, self._write_slots, q.shape[0]
+        assert metadata is not None and write_slots is not None, "bound before it is called"
         (q, kv), memory = checked_cells(q, kv, self._pool), self._pool.kv[layer]
         nonfinite_rows = torch.empty(num_rows, dtype=torch.int32, device=q.device)
-        self._store(kv, metadata.write, memory, nonfinite_rows)
+        self._store(kv, write_slots, memory, nonfinite_rows)
         tree_rows = 0 if metadata.tree is None else metadata.tree.rows.shape[0] * metadata.tree.bits.shape[1]
         # A step may be padded to more prompt rows than its chunks have. No kernel writes padded rows, so they start as
         # 0.

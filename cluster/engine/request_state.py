@@ -156,7 +156,7 @@ class RequestState:
 
     def max_new_tokens(self, shape: TreeShape) -> int:
         """The most tokens that a tree of this shape commits. The forced levels count only with a grammar."""
-        return (shape.drafted_shape if self.request.params.grammar is None else shape).num_steps + 1
+        return shape.num_steps + 1 - (shape.forced_nodes if self.request.params.grammar is None else 0)
 
     def begin_tree(self, shape: TreeShape) -> None:
         """Record that a step with a tree of this shape is in flight."""

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from cluster.capture.recorder import native
 
@@ -28,9 +29,28 @@ def launch(kernel: Any, grid: Grid, arguments: tuple[Any, ...], **constants: Any
 
     `arguments` is the `NamedTuple` defined above the kernel. `constants` are the kernel's constants, in capitals,
     and Triton's `num_warps` and `num_stages`.
+
+    Raises:
+        ValueError: a tensor is not contiguous, and the arguments have no stride for it.
     """
     if all(grid):
+        _check_strides(kernel, arguments)
         native(_launch_kernel, kernel, grid, arguments, constants)
+
+
+def _check_strides(kernel: Any, arguments: Any) -> None:
+    """Raise an error if the kernel would read a tensor at the wrong addresses. A kernel gets addresses only, so it
+    reads a view as if it were contiguous, unless it also gets a stride (a field whose name ends in `stride`).
+    """
+    fields = arguments._fields
+    has_strides = any(name.endswith(("stride", "per_request")) for name in fields)
+    for name, value in zip(fields, arguments, strict=True):
+        if not isinstance(value, Tensor) or value.is_contiguous():
+            continue
+        if f"{name}_stride" not in fields and (value.dim() == 1 or not has_strides):
+            raise ValueError(
+                f"kernel {kernel.__name__}: {name} has strides {value.stride()} and must be contiguous; call contiguous()"
+            )
 
 
 def _launch_kernel(kernel: Any, grid: Grid, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:

@@ -38,6 +38,7 @@ stages=(
     roofline_llama      80
     roofline_qwen3      80
     roofline_mla        70
+    adaptive            90
     flashinfer          60
 )
 

@@ -31,6 +31,7 @@ CHECK_OF_STAGE = {  # for each stage, a check that it must have run
     "roofline_llama": "roofline of llama-8b",
     "roofline_qwen3": "roofline of qwen3-30b-a3b",
     "roofline_mla": "roofline of mla",
+    "adaptive": "temperature 0.8, 8 looked-up tokens",
     "flashinfer": "an engine's tokens",
 }
 

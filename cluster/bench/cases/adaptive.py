@@ -88,7 +88,7 @@ class Cell:
 
 def measure(pair: ModelPair, size: Size = Size(), log_progress: LogProgress = print) -> dict[str, Any]:
     """Run all cells and the swinging load for each family of trees; return the figures, JSON-ready."""
-    prompts = {kind: _prompts(pair, kind, max(size.batches), size.prompt_tokens) for kind in size.kinds}
+    prompts = {kind: text_prompts(pair, kind, max(size.batches), size.prompt_tokens) for kind in size.kinds}
     families = {name: _measure_family(pair, name, size, prompts, log_progress) for name in size.families}
     shared_rows = []
     if "chains" in size.families:
@@ -264,7 +264,7 @@ def _over_single(cells: Sequence[dict[str, Any]]) -> float:
     return float(prod(cell["speedup"][ADAPTIVE] / cell["speedup"][single] for cell in cells) ** (1 / len(cells)))
 
 
-def _prompts(pair: ModelPair, kind: str, count: int, length: int) -> list[list[int]]:
+def text_prompts(pair: ModelPair, kind: str, count: int, length: int) -> list[list[int]]:
     """Return prompts of one kind: held-out source code; English descriptions of installed packages; random tokens;
     source code of which the first lines are repeated at the end, as when a file is to be copied.
     """

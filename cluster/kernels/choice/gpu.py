@@ -209,20 +209,20 @@ class KeysAlongArguments(NamedTuple):
     seeds: Tensor
     first_positions: Tensor
     keys: Tensor
-    stride: int
+    seeds_stride: int
     count: int
 
 
 @triton.jit
-def keys_along(seeds, first_positions, keys, stride, count, BLOCK: tl.constexpr):
+def keys_along(seeds, first_positions, keys, seeds_stride, count, BLOCK: tl.constexpr):
     """Write the noise keys of `count` positions per request to `keys` `[B, count]`. The positions of a request begin at
-    its entry of `first_positions` `[B]`. `seeds` `[B]` has the stride `stride`.
+    its entry of `first_positions` `[B]`. `seeds` `[B]` has the stride `seeds_stride`.
 
     key(seed, position) = mix(mix(seed + golden) + position * golden): one SplitMix64 generator for each seed.
     """
     request, offsets = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     golden = tl.full([BLOCK], 0x9E3779B97F4A7C15, tl.uint64)
-    seed = splitmix(tl.load(seeds + request * stride).to(tl.uint64, bitcast=True) + golden)
+    seed = splitmix(tl.load(seeds + request * seeds_stride).to(tl.uint64, bitcast=True) + golden)
     positions = tl.load(first_positions + request).to(tl.uint64, bitcast=True) + offsets.to(tl.uint64)
     noise_keys = splitmix(seed + positions * golden)
     tl.store(keys + request * count + offsets, noise_keys.to(tl.int64, bitcast=True), mask=offsets < count)
