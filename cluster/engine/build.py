@@ -220,13 +220,14 @@ def assemble(prepared: EnginePlan, draft: Draft) -> Rank:
     if device_memory is not None:
         step_bytes = measure_largest_steps(lockstep, resolved, device_memory, memory.cache.table)
     pace = measure_pace(lockstep, memory.cache, resolved) if resolved.prefill_time_limited else None
-    costs = measure_trees(lockstep, memory.cache, resolved) if resolved.adaptive_trees else None
     captured = None
     if captures is not None:
         capture = partial(capture_decoding, lockstep, resolved, captures.buckets)
         captured = (  # the programs must leave `step_bytes` bytes free
             capture() if device_memory is None else leave_room_for_steps(step_bytes, capture, mesh, device_memory)
         )
+    # On a GPU, an eager step takes several times as long as a captured one.
+    costs = measure_trees(lockstep, memory.cache, resolved) if resolved.adaptive_trees else None
     memory.forward_spans.take()  # drop the forward times of the steps so far
     lockstep.watchdog.start_serving(config.watchdog_timeout_s)
     if costs is not None:

@@ -180,17 +180,14 @@ def decoding_steps(resolved: ResolvedConfig, buckets: Buckets) -> Iterator[Decod
 def capture_decoding(lockstep: Lockstep, resolved: ResolvedConfig, buckets: Buckets) -> CaptureInfo:
     """Capture all `decoding_steps` with idle requests, before the first request; all ranks must call this."""
     started, programs = time.perf_counter(), lockstep.programs
+    runs = 2 * programs.assembler.buffer_sets  # for each buffer set: an eager run, then the run that is captured
     for step in decoding_steps(resolved, buckets):
-        step_input = StepInput(decodes=(DecodeRequest(programs.assembler.idle_row, 0),) * step.requests, mode=step.mode)
-        for _ in range(
-            2 * programs.assembler.buffer_sets
-        ):  # for each buffer set: an eager run, then the run that is captured
-            extend_mode = None
-            while extend_mode in (None, ExtendMode.MISSED):  # a draft that rested wakes first, in a step of its own
-                in_flight = lockstep.run(step_input if lockstep.mesh.is_leader else StepInput(), 0, TreeVote(step.tier))
-                extend_mode = in_flight.plan.extend_mode
-                if in_flight.output is not None:
-                    lockstep.read(in_flight)
+        for _ in range(runs):
+            while (mode := _run_idle(lockstep, step, step.tier)) is ExtendMode.MISSED:
+                pass  # a draft that rested wakes first, in a step of its own
+        for _ in range(runs if mode.rests else 0):  # the step in which the draft wakes is a program too
+            for tier in (1, 1, 0):  # three steps, so that the buffer sets take turns
+                _run_idle(lockstep, step, tier)
         programs.pin_all()
     lockstep.mesh.world.clock.take_collective_spans()
     captured_bytes = sum(program.captured.bytes for program in programs.captured.values())
@@ -200,3 +197,13 @@ def capture_decoding(lockstep: Lockstep, resolved: ResolvedConfig, buckets: Buck
         mb=round(captured_bytes / 1e6, 3),
         seconds=round(time.perf_counter() - started, 3),
     )
+
+
+def _run_idle(lockstep: Lockstep, step: Decoding, tier: int) -> ExtendMode:
+    """Run a step of idle requests with trees of tier `tier`; return which rows its draft read."""
+    idle = DecodeRequest(lockstep.programs.assembler.idle_row, 0)
+    step_input = StepInput(decodes=(idle,) * step.requests, mode=step.mode)
+    in_flight = lockstep.run(step_input if lockstep.mesh.is_leader else StepInput(), 0, TreeVote(tier))
+    if in_flight.output is not None:
+        lockstep.read(in_flight)
+    return in_flight.plan.extend_mode

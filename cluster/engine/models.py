@@ -143,7 +143,7 @@ def kernels_of(resolved: ResolvedConfig, device: torch.device) -> Kernels:
     """
     kernels = select_kernels(resolved.settings.attention_backend, device, DTYPES[resolved.dtype])
     if resolved.fp8_cache and kernels.name == "triton" and device.type == "cuda":
-        _refuse_gpus_without_fp8(torch.cuda.get_device_capability(device))
+        _refuse_fp8(torch.cuda.get_device_capability(device), DTYPES[resolved.dtype])
     if kernels.flashinfer is not None:
         shares = [kernels.flashinfer.share(layer) for layer in resolved.target.layers]
         if not any(share.trees or share.texts for share in shares):
@@ -153,7 +153,13 @@ def kernels_of(resolved: ResolvedConfig, device: torch.device) -> Kernels:
     return kernels
 
 
-def _refuse_gpus_without_fp8(capability: tuple[int, int]) -> None:
+def _refuse_fp8(capability: tuple[int, int], dtype: torch.dtype) -> None:
+    """Raise an error if Triton cannot compile attention over FP8 caches for this GPU and this dtype."""
+    if dtype == torch.float64:
+        raise ConfigError(
+            "kv_cache_dtype fp8_e4m3 with attention in Triton cannot be compiled for dtype float64 on a GPU; set dtype "
+            "to bfloat16, or kv_cache_dtype to auto"
+        )
     if capability < MIN_FP8_CAPABILITY:
         raise ConfigError(
             f"kv_cache_dtype fp8_e4m3 with attention in Triton needs a GPU of compute capability 8.9 or more, and this "

@@ -22,9 +22,10 @@ LINEAR_GROWTH = 0.7
 """If the time of a step grows by at least this share of the factor by which the requests grow, larger numbers of
 requests are not measured: their times are extrapolated.
 """
-MIN_ROUNDS, MAX_ROUNDS, MAX_COUNT_SECONDS = 3, 5, 0.4
-"""The rounds in which each step is measured, and the seconds after which a number of requests gets no further round.
-The first run of a program is eager and the second is captured, so only the later ones show what a captured step takes.
+MAX_REPLAYS, MAX_COUNT_SECONDS = 3, 0.4
+"""A number of requests gets no further round after so many replays of each step, or after so many seconds. At least one
+replay is measured: before it, each buffer set has an eager run and a run that is captured, unless it was captured at
+start.
 """
 
 
@@ -139,14 +140,15 @@ def _without_noise(times_us: Sequence[int], shapes: Sequence[TreeShape]) -> list
     ]
 
 
-def _times(trial: Trial, loads: list[TrialLoad], max_rounds: int = MAX_ROUNDS) -> list[int]:
-    """Return the times of steps in microseconds. The rounds go through all loads in turn, so that a machine that is
-    busy for a moment disturbs one round of each and not all rounds of one.
+def _times(trial: Trial, loads: list[TrialLoad], rounds: int | None = None) -> list[int]:
+    """Return the times of steps in microseconds, measured in `rounds` rounds, or in as many as the constants above say.
+    The rounds go through all loads in turn, so that a machine that is busy for a moment disturbs one round of each and
+    not all rounds of one.
     """
-    started_s = trial.spent_s
+    started_s, first_replay = trial.spent_s, 2 * trial.lockstep.programs.assembler.buffer_sets
     best_us = [trial.time(load) for load in loads]
-    for completed in range(1, max_rounds):
-        if completed >= MIN_ROUNDS and trial.spent_s - started_s > MAX_COUNT_SECONDS:
+    for completed in range(1, rounds or first_replay + MAX_REPLAYS):
+        if completed > first_replay and trial.spent_s - started_s > MAX_COUNT_SECONDS:
             break
         best_us = [trial.time_again(load) for load in loads]
     return [round(us) for us in best_us]

@@ -39,17 +39,18 @@ def launch(kernel: Any, grid: Grid, arguments: tuple[Any, ...], **constants: Any
 
 
 def _check_strides(kernel: Any, arguments: Any) -> None:
-    """Raise an error if the kernel would read a tensor at the wrong addresses. A kernel gets addresses only, so it
-    reads a view as if it were contiguous, unless it also gets a stride (a field whose name ends in `stride`).
+    """Raise an error if the kernel would read a tensor at wrong addresses. A kernel gets an address only, so it reads a
+    view as if it were contiguous, unless it also gets the view's stride: a field `<tensor>_stride`. A field `stride` or
+    `row_stride` is that of the first tensor.
     """
-    fields = arguments._fields
-    has_strides = any(name.endswith(("stride", "per_request")) for name in fields)
+    first, *_ = fields = arguments._fields
     for name, value in zip(fields, arguments, strict=True):
-        if not isinstance(value, Tensor) or value.is_contiguous():
+        if not isinstance(value, Tensor) or value.is_contiguous() or f"{name}_stride" in fields:
             continue
-        if f"{name}_stride" not in fields and (value.dim() == 1 or not has_strides):
+        if name != first or not {"stride", "row_stride"} & {*fields}:
             raise ValueError(
-                f"kernel {kernel.__name__}: {name} has strides {value.stride()} and must be contiguous; call contiguous()"
+                f"kernel {kernel.__name__} would misread {name}, whose strides are {value.stride()}; pass "
+                f"{name}.contiguous()"
             )
 
 

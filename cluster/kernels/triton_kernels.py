@@ -28,7 +28,7 @@ class TritonKernels(TorchKernels):
         """See `Kernels.norm`."""
         if rows.dim() != 2 or rows.stride(1) != 1 or rows.shape[1:] != scale.shape:
             return super().norm(rows, scale, eps)
-        return self._launch_add_norm(rows, None, rows, scale, eps)
+        return self._launch_add_norm(rows, None, None, scale, eps)
 
     def add_norm(self, rows: Tensor, residual: Tensor | None, scale: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """See `Kernels.add_norm`."""
@@ -116,10 +116,10 @@ class TritonKernels(TorchKernels):
         return out
 
     def _launch_add_norm(
-        self, rows: Tensor, residual: Tensor | None, residual_sum: Tensor, scale: Tensor, eps: float
+        self, rows: Tensor, residual: Tensor | None, residual_sum: Tensor | None, scale: Tensor, eps: float
     ) -> Tensor:
-        """Return the norm of `rows` + `residual`, and write that sum to `residual_sum`. If `residual` is None, return
-        the norm of `rows`, and write no sum.
+        """Return the norm of `rows` + `residual`, and write that sum to `residual_sum`. If both are None, return the
+        norm of `rows`.
         """
         count, size = rows.shape
         out = torch.empty_like(rows, memory_format=torch.contiguous_format)

@@ -15,7 +15,7 @@ pytestmark = [
 
 
 def program(x: Tensor, memory: Tensor) -> list[Tensor]:
-    rows = (x @ x.t()).relu()
+    rows = (x @ x.t()).sin()  # no equal values: topk orders those differently on each device
     memory.index_copy_(0, torch.arange(2, device=x.device), rows[:2])
     values, ids = rows.topk(2)
     return [values, ids, rows.softmax(-1), memory.sum(0)]

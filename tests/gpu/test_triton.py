@@ -65,6 +65,8 @@ def attention_on_device(case: Case) -> Tensor:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", ["all", "wide", "long"])
 def test_triton_attention_on_cuda_matches_the_definition(shape: str, kind: str, dtype: torch.dtype) -> None:
+    if dtype == torch.float64 and KINDS[kind].get("fp8"):
+        pytest.skip("Triton does not compile FP8 caches with float64 for GPUs, and engines refuse the pair")
     case_sizes = {"heads": 4, "kv_heads": 2} | (LONG if shape == "long" else SHAPES[shape]) | KINDS[kind]
     for d in (8, 128, 192):
         case = Case(**case_sizes, page_size=16, lies="scattered", dtype=dtype, d=d)

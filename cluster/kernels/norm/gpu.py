@@ -13,7 +13,7 @@ class AddNormArguments(NamedTuple):
     rows: Tensor
     residual: Tensor | None
     scale: Tensor
-    total: Tensor
+    total: Tensor | None
     out: Tensor
     stride: int
     size: int

@@ -1,9 +1,21 @@
 """The times of trees that are not measured follow from those that are."""
 
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
 import pytest
 
+from cluster.arch.resolve import ResolvedConfig
 from cluster.config.tree_shape import TreeShape, tiers
-from cluster.engine.tree_calibration import completed
+from cluster.dp_attention.tree_choice import TreeCosts
+from cluster.engine import build_engine
+from cluster.engine.calibrate import TrialLoad
+from cluster.engine.lockstep import Lockstep
+from cluster.engine.tree_calibration import _times, completed, measure_trees
+from cluster.kv.cache import KVCache
+from tests.parity.harness import config_of, tiny_pair
+from tests.parity.trees import adaptive
 
 SHAPES = {
     "chain": tiers(TreeShape(num_steps=5, topk=1, num_draft_tokens=6), share_rows=True),
@@ -33,3 +45,39 @@ def test_noise_never_makes_a_smaller_tree_slower_nor_faster_than_plain_decoding(
     assert min(times) == 100 and times[0] == 100, "a part of a tree never takes longer than the tree"
     measured = dict.fromkeys(measured, 500) | {0: 480}
     assert set(completed(measured, shapes)[1:]) == {500}
+
+
+def test_trees_are_measured_as_programs_that_were_captured_at_start() -> None:
+    """On a GPU, an eager step takes several times as long as a captured one, and a run that is captured even longer."""
+    programs_before: list[int] = []
+
+    def measure(lockstep: Lockstep, cache: KVCache, resolved: ResolvedConfig) -> TreeCosts:
+        programs_before.append(len(lockstep.programs.captured))
+        return measure_trees(lockstep, cache, resolved)
+
+    config = adaptive(config_of(*tiny_pair(), topk=2, num_steps=2, capture="on", capture_sizes=(1, 2)))
+    with patch("cluster.engine.build.measure_trees", measure):
+        engine = build_engine(config.model_copy(update={"max_running_requests": 2}))
+    assert programs_before == [len(engine.lockstep.programs.captured)] and programs_before[0] > 0
+
+
+class FakeTrial:
+    """A trial whose steps take 100 us, and less than 10 us once they are replayed: from run `first_replay` + 1 on."""
+
+    def __init__(self, buffer_sets: int) -> None:
+        self.runs, self.spent_s, self.first_replay = 0, 0.0, 2 * buffer_sets
+        self.lockstep = SimpleNamespace(programs=SimpleNamespace(assembler=SimpleNamespace(buffer_sets=buffer_sets)))
+
+    def time(self, load: TrialLoad) -> float:
+        self.runs, self.spent_s = self.runs + 1, self.spent_s + 1.0  # so slow that no further round would begin
+        return 100.0 if self.runs <= self.first_replay else 9.0
+
+    time_again = time
+
+
+@pytest.mark.parametrize("buffer_sets", [1, 2])
+def test_a_replay_is_measured_however_slow_the_steps_are(buffer_sets: int) -> None:
+    """With two buffer sets, for a host that is a step ahead, each set has an eager run and a run that is captured."""
+    trial: Any = FakeTrial(buffer_sets)
+    assert _times(trial, [TrialLoad(1)]) == [9]
+    assert trial.runs == 2 * buffer_sets + 1

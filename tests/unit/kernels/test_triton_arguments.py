@@ -5,13 +5,19 @@ import importlib
 import inspect
 import pkgutil
 from inspect import Parameter, signature
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import cluster.kernels
 
 pytest.importorskip("triton")
+from cluster.kernels import launch
+from cluster.kernels.move.gpu import MoveArguments
+from cluster.kernels.norm.gpu import AddNormArguments
+from cluster.kernels.store.gpu import StoreArguments
 
 
 def kernels_and_arguments() -> dict[str, tuple[Any, Any]]:
@@ -63,3 +69,40 @@ def test_do_not_specialize_lists_only_parameters_of_its_kernel() -> None:
                 listed_names += len(names)
                 assert set(names) <= {parameter.arg for parameter in function.args.args}, function.name
     assert listed_names > 0
+
+
+def launch_refusal(arguments: Any, monkeypatch: pytest.MonkeyPatch) -> str | None:
+    """Return the error of a launch with these arguments, or None if the kernel is launched."""
+    launched = []
+    monkeypatch.setattr(launch, "_launch_kernel", lambda *args: launched.append(args))
+    try:
+        launch.launch(SimpleNamespace(__name__="kernel"), (1,), arguments)
+    except ValueError as error:
+        assert not launched
+        return str(error)
+    assert len(launched) == 1
+    return None
+
+
+def test_launches_refuse_views_that_a_kernel_would_misread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel gets an address only. In a step without trees, the slots to write are a column of the windows: a kernel
+    that took this view for a contiguous tensor wrote the keys and values of most requests to wrong cells.
+    """
+    numbers, windows = torch.zeros(4, 8), torch.zeros(4, 16, dtype=torch.int64)
+    column = windows[:, :1].view(-1)
+    assert column.stride() == (16,)
+    refusal = launch_refusal(StoreArguments(numbers, column, numbers, column.int(), 8), monkeypatch)
+    assert refusal is not None and "write_slots" in refusal and "write_slots.contiguous()" in refusal
+    assert launch_refusal(StoreArguments(numbers, column.contiguous(), numbers, column.int(), 8), monkeypatch) is None
+
+
+def test_launches_accept_views_whose_strides_are_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+    wide, slots = torch.zeros(4, 16), torch.zeros(4, dtype=torch.int64)
+    view, dense = wide[:, :8], torch.zeros(4, 8)
+    assert launch_refusal(StoreArguments(view, slots, dense, slots.int(), 16), monkeypatch) is None
+    fields = dict.fromkeys(AddNormArguments._fields, dense) | {"stride": 16}
+    first, second = AddNormArguments._fields[:2]
+    assert launch_refusal(AddNormArguments(**fields | {first: view}), monkeypatch) is None
+    assert launch_refusal(AddNormArguments(**fields | {second: view}), monkeypatch) is not None
+    fields = dict.fromkeys(MoveArguments._fields, dense) | {"layer_stride": 16}
+    assert launch_refusal(MoveArguments(**fields | {MoveArguments._fields[0]: view}), monkeypatch) is not None
