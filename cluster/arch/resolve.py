@@ -86,7 +86,7 @@ def resolve_models(
         draft = read_draft(folder, stored_shapes(folder), target, overrides, token_map)
         config = _complete_settings(config, draft)
         sample = read_sample(folder, draft.vocab_size, draft.hidden)
-    if config.speculative_mode is None:  # on a GPU adaptive trees have not been measured yet
+    if config.speculative_mode is None:  # on a GPU adaptive trees are not faster yet
         config = config.model_copy(update={"speculative_mode": "adaptive" if device == "cpu" else "fixed"})
     dtype = compute_dtype(target, config.dtype, device, has_c_kernels)
     forced_rows = config.speculative_forced_rows

@@ -1,8 +1,8 @@
 """Asynchronous copies between host and device, through pinned memory.
 
 No ring of buffers is needed: torch's pinned allocator reuses a block only when its tensor is gone and the device has
-finished every copy that was queued with it. So a copy in flight is never overwritten, however far ahead the host is,
-and memory is pinned, which is slow, only if no free block is large enough.
+finished every copy that was queued with it. So a copy in flight is never overwritten, however far ahead the host is.
+Pinning new memory is slow; it happens only if no free block of the right size class is left.
 """
 
 from collections.abc import Sequence

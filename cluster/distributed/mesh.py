@@ -58,7 +58,7 @@ SLEEP_POLL_TIMEOUT = timedelta(seconds=60)  # one wait of a sleeping rank; it is
 
 
 class Rendezvous(NamedTuple):
-    """Where the ranks of a gang meet. `epoch` counts the starts of the gang."""
+    """Where the ranks of a gang meet. `epoch` is 0 at its first start; each attempt to restart it adds 1."""
 
     host: str
     port: int

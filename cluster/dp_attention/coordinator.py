@@ -116,7 +116,9 @@ class Coordinator:
             self.tree_times.observe(step)
 
     def _fingerprint(self) -> int:
-        """A checksum of everything besides the facts that determines plans and scripts; cached until a part changes."""
+        """Return a checksum of all that determines plans and scripts, except the facts of this and of earlier steps. It
+        is computed again only if one of its inputs is replaced.
+        """
         costs = None if self.tree_times is None else self.tree_times.costs
         inputs = self._mesh.world.size, self._mesh.attn.size, self._rule, costs, self._shapes
         if any(a is not b for a, b in zip_longest(inputs, self._cached_fingerprint[0])):

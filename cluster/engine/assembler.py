@@ -164,7 +164,9 @@ def _stage_writes(writes: Ordered[PageWrite], staging: Staging) -> None:
 
 
 def _stage_prompt(step_input: StepInput, staging: Staging, idle_row: int) -> None:
-    """Stage the prompt chunks: lists with one number per row, per chunk, and per prompt that ends."""
+    """Stage the prompt chunks, padding included, as three kinds of lists: with one number per prompt row, with one per
+    chunk (`indptr` has one more), and with one per prompt that ends in this step.
+    """
     chunks, idle_finals = step_input.chunks, step_input.idle_finishing_prompts
     padding_chunks = max(0, step_input.padded_chunks - len(chunks))
     tokens: list[int] = []

@@ -3,7 +3,6 @@
 import logging
 import os
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,6 +16,7 @@ from cluster.distributed.mesh import Mesh, Rendezvous, Store, join
 from cluster.distributed.watchdog import DeviceWatchdog
 from cluster.dp_attention.coordinator import Coordinator
 from cluster.dp_attention.plan import PlanRule
+from cluster.dp_attention.tree_choice import TreeCosts
 from cluster.engine.assembler import Assembler
 from cluster.engine.backends import bitmask_of, sampler_of, tree_backend_of
 from cluster.engine.calibrate import measure_pace
@@ -219,15 +219,19 @@ def assemble(prepared: EnginePlan, draft: Draft) -> Rank:
     device_memory, step_bytes = prepared.device_memory, 0
     if device_memory is not None:
         step_bytes = measure_largest_steps(lockstep, resolved, device_memory, memory.cache.table)
-    pace = measure_pace(lockstep, memory.cache, resolved) if resolved.prefill_time_limited else None
-    captured = None
-    if captures is not None:
-        capture = partial(capture_decoding, lockstep, resolved, captures.buckets)
-        captured = (  # the programs must leave `step_bytes` bytes free
-            capture() if device_memory is None else leave_room_for_steps(step_bytes, capture, mesh, device_memory)
+
+    def capture_and_measure() -> tuple[CaptureInfo | None, StepTimes | None, TreeCosts | None]:
+        """Capture programs, and then measure how long steps take: captured steps are faster than eager ones."""
+        return (
+            None if captures is None else capture_decoding(lockstep, resolved, captures.buckets),
+            measure_pace(lockstep, memory.cache, resolved) if resolved.prefill_time_limited else None,
+            measure_trees(lockstep, memory.cache, resolved) if resolved.adaptive_trees else None,
         )
-    # On a GPU, an eager step takes several times as long as a captured one.
-    costs = measure_trees(lockstep, memory.cache, resolved) if resolved.adaptive_trees else None
+
+    if captures is None or device_memory is None:
+        captured, pace, costs = capture_and_measure()
+    else:
+        captured, pace, costs = leave_room_for_steps(step_bytes, capture_and_measure, mesh, device_memory)
     memory.forward_spans.take()  # drop the forward times of the steps so far
     lockstep.watchdog.start_serving(config.watchdog_timeout_s)
     if costs is not None:

@@ -24,6 +24,7 @@ from cluster.engine.models import RankModels
 from cluster.engine.programs import Capture
 from cluster.kernels.c_operators import operators_of
 from cluster.kernels.grouped_mm import reads_ends
+from cluster.spec.resting import MISSED_TOKENS
 from cluster.status import CaptureInfo
 
 logger = logging.getLogger(__name__)
@@ -156,11 +157,14 @@ def buckets_of(config: EngineConfig, device: torch.device, mesh: Mesh) -> Bucket
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """A step to capture: `requests` requests decode with trees of tier `tier`, and draw tokens in `mode`."""
+    """A step to capture: `requests` requests decode with trees of tier `tier`, and draw tokens in `mode`. If `wakes`,
+    the step in which the draft wakes after this one is captured too.
+    """
 
     requests: int
     tier: int
     mode: SamplingMode
+    wakes: bool = False
 
 
 def decoding_steps(resolved: ResolvedConfig, buckets: Buckets) -> Iterator[Decoding]:
@@ -172,9 +176,14 @@ def decoding_steps(resolved: ResolvedConfig, buckets: Buckets) -> Iterator[Decod
             continue
         request_counts = range(size_range.start, min(size_range.stop, resolved.settings.max_running_requests + 1))
         tiers = {resolved.max_tier(count) for count in request_counts}
-        if resolved.adaptive_trees:
+        if resolved.adaptive_trees and tiers:
             tiers = set(range(max(tiers) + 1))
-        yield from (Decoding(size_range.stop - 1, tier, mode) for tier in sorted(tiers, reverse=True) for mode in MODES)
+        may_wake = len(tiers) > 1 and (size_range.stop - 1) * MISSED_TOKENS <= MAX_CAPTURED_ROWS
+        yield from (
+            Decoding(size_range.stop - 1, tier, mode, may_wake and not tier)
+            for tier in sorted(tiers, reverse=True)
+            for mode in MODES
+        )
 
 
 def capture_decoding(lockstep: Lockstep, resolved: ResolvedConfig, buckets: Buckets) -> CaptureInfo:
@@ -185,8 +194,8 @@ def capture_decoding(lockstep: Lockstep, resolved: ResolvedConfig, buckets: Buck
         for _ in range(runs):
             while (mode := _run_idle(lockstep, step, step.tier)) is ExtendMode.MISSED:
                 pass  # a draft that rested wakes first, in a step of its own
-        for _ in range(runs if mode.rests else 0):  # the step in which the draft wakes is a program too
-            for tier in (1, 1, 0):  # three steps, so that the buffer sets take turns
+        for _ in range(runs if step.wakes and mode.rests else 0):
+            for tier in (1, 1, 0):  # the draft wakes, drafts and rests: three steps, so that buffer sets take turns
                 _run_idle(lockstep, step, tier)
         programs.pin_all()
     lockstep.mesh.world.clock.take_collective_spans()

@@ -22,10 +22,10 @@ LINEAR_GROWTH = 0.7
 """If the time of a step grows by at least this share of the factor by which the requests grow, larger numbers of
 requests are not measured: their times are extrapolated.
 """
-MAX_REPLAYS, MAX_COUNT_SECONDS = 3, 0.4
-"""A number of requests gets no further round after so many replays of each step, or after so many seconds. At least one
-replay is measured: before it, each buffer set has an eager run and a run that is captured, unless it was captured at
-start.
+MORE_ROUNDS, MAX_COUNT_SECONDS = 3, 0.4
+"""For each number of requests, a step that was not captured at start first has two rounds for each buffer set: an eager
+run, and the run that is captured. Then at least one round follows that measures a replay, and at most `MORE_ROUNDS`
+rounds; after so many seconds no further one begins.
 """
 
 
@@ -147,8 +147,8 @@ def _times(trial: Trial, loads: list[TrialLoad], rounds: int | None = None) -> l
     """
     started_s, first_replay = trial.spent_s, 2 * trial.lockstep.programs.assembler.buffer_sets
     best_us = [trial.time(load) for load in loads]
-    for completed in range(1, rounds or first_replay + MAX_REPLAYS):
-        if completed > first_replay and trial.spent_s - started_s > MAX_COUNT_SECONDS:
+    for rounds_done in range(1, rounds or first_replay + MORE_ROUNDS):
+        if rounds_done > first_replay and trial.spent_s - started_s > MAX_COUNT_SECONDS:
             break
         best_us = [trial.time_again(load) for load in loads]
     return [round(us) for us in best_us]

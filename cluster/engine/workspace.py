@@ -13,6 +13,7 @@ from cluster.arch.resolve import ResolvedConfig
 from cluster.batch import DecodeRequest, PromptChunk, SamplingMode, StepInput
 from cluster.config import ConfigError
 from cluster.distributed.mesh import Mesh
+from cluster.dp_attention.facts import TreeVote
 from cluster.engine.captures import captures_of
 from cluster.engine.lockstep import Lockstep
 from cluster.engine.memory import RankMemory, allocate_pages
@@ -66,8 +67,11 @@ def largest_step_inputs(resolved: ResolvedConfig) -> Iterator[StepInput]:
 
 def run_largest(lockstep: Lockstep, resolved: ResolvedConfig, table: PageTable) -> None:
     """Run the largest steps, before the first request; all ranks must call this."""
-    for step_input in largest_step_inputs(resolved):
-        step = lockstep.run(step_input if lockstep.mesh.is_leader else StepInput(), 0, lockstep.any_tier)
+    steps = [(step_input, lockstep.any_tier) for step_input in largest_step_inputs(resolved)]
+    if resolved.adaptive_trees:  # a draft that has rested reads more rows in the step in which it wakes
+        steps += [(steps[1][0], TreeVote(0)), (steps[1][0], lockstep.any_tier)]
+    for step_input, vote in steps:
+        step = lockstep.run(step_input if lockstep.mesh.is_leader else StepInput(), 0, vote)
         if step.output is not None:
             lockstep.read(step)
     table.lens.zero_()

@@ -150,10 +150,12 @@ def as_automaton(node: Node) -> Node:
 
 
 def fits_automaton(node: Node) -> bool:
-    """Whether xgrammar compiles a node without rule references as one automaton, correctly and with precomputed masks.
+    """Return whether xgrammar compiles `node` as one automaton, correctly and with precomputed masks. It does not if
+    the node has references to rules, or if the automaton would have more than `MAX_AUTOMATON_STATES` states.
 
     xgrammar's automata are wrong for some repetitions inside other repetitions or branches: its `(?:ab*)?` matches b.
-    So the node must be a sequence; its parts may be repeated, but inside a part there must be no repetition.
+    So each part of the node may be repeated, but must not contain a repetition. The parts are the children of a
+    sequence; any other node is one part.
     """
     elements = node.children if isinstance(node, Seq) else (node,)
     bodies = (element.child if isinstance(element, Repeat) else element for element in elements)

@@ -293,8 +293,9 @@ class KVCache:
             lease.copy_source = None
 
     def check(self) -> None:
-        """Check that every page has exactly one owner, that a page of the tree has as many locks as leases read it, and
-        that the page table has the pages of every lease.
+        """Check that every page is free, or in the tree, or owned by exactly one lease. Check also that each page of
+        the tree has one lock for each lease that reads it or copies from it, and that the page table has the pages of
+        every lease.
 
         Raises:
             AssertionError: a page is lost or owned twice, or a lock or a page table entry is wrong.

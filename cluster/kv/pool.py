@@ -35,8 +35,9 @@ Cell = tuple[int, int, int]
 
 
 class KVPool:
-    """The KV cache tensor `kv[layer, slot]`. A cell holds k and v side by side, so that one index copies or gathers
-    both. An FP8 cell also holds their scales. `cell` and `dtype` are the shape and dtype in which k and v are computed.
+    """The KV cache tensor `kv[layer, slot]`. A cell holds k and v side by side, or one latent, so that one index
+    copies or gathers all of it. An FP8 cell also holds scales. `cell` and `dtype` are the shape and dtype of a cell
+    before it is encoded in FP8.
     """
 
     def __init__(

@@ -106,7 +106,7 @@ class WeightLoader:
         return to_device(matrix, self.dtype if dtype is None else dtype, self.device)
 
     def concat_outputs(self, matrices: list[CheckpointMatrix]) -> CheckpointMatrix:
-        """Concatenate the outputs of matrices with equal inputs. The result is quantised if all the matrices are
+        """Concatenate matrices `[outputs, inputs]` along their outputs. The result is quantised if all the matrices are
         quantised and `can_join` accepts them.
         """
         quantised = [matrix for matrix in matrices if isinstance(matrix, Quantised)]

@@ -66,7 +66,7 @@ class BulkHistogram(Histogram):
         self._buckets[bisect_left(self._upper_bounds, value)].inc(count)
 
     def add_all(self, values: list[int]) -> None:
-        """Observe every value of the list. It is scanned once per distinct value, so these should be few."""
+        """Observe every value of the list. The list should have few distinct values: it is scanned once for each."""
         self._sum.inc(sum(values))
         for value in set(values):
             self._buckets[bisect_left(self._upper_bounds, value)].inc(values.count(value))

@@ -59,8 +59,8 @@ class LLM:
         reasoning_parser: str | None = None,
         **settings: Any,
     ) -> None:
-        """Load a model. `model` and `draft` are folders of safetensors or names on a hub. Without a draft, decoding
-        is plain, without speculation.
+        """Load a model. `model` and `draft` are folders of safetensors or names on a hub. Without a draft
+        there is no speculation, unless `speculative_algorithm` is NGRAM.
 
         `settings` are engine settings of docs/settings.md, such as `dtype` or `context_length`, in SGLang's or vLLM's
         names. `sampling_defaults`, `tool_call_parser` and `reasoning_parser` are application settings of the same page.
@@ -233,7 +233,9 @@ class LLM:
         return [answer.output(tokenizer) for answer in answers]
 
     def _close_on_failure(self, step_outputs: Steps) -> Steps:
-        """Yield the items of `step_outputs`. If the engine fails inside a step, close it: its state is not reliable."""
+        """Yield the items of `step_outputs`. If the engine fails inside a step, close it: its state is not reliable.
+        A ValueError is a refused request, and does not close the engine.
+        """
         try:
             yield from step_outputs
         except (ValueError, GeneratorExit):  # a request was refused before the first step, or the caller stopped

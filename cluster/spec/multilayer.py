@@ -46,8 +46,8 @@ class MultiLayerDraft:
     """Drafts with a list of runners. At level l, runner l runs the rows of levels 1 to l, so that its own pool holds
     the cells of all these rows.
 
-    Runners use the target's slot numbers. Each runner has its own pool, and a buffer in `_passed_hidden`, `[slots, H]`,
-    with the hidden that it passed on.
+    Runners use the target's slot numbers. Each runner has its own pool. It also has a buffer `[slots, H]` in
+    `_passed_hidden`, which holds the hidden states that it passed on to the next runner.
     """
 
     def __init__(

@@ -38,7 +38,7 @@ stages=(
     roofline_llama      80
     roofline_qwen3      80
     roofline_mla        70
-    adaptive            90
+    adaptive           150
     flashinfer          60
 )
 

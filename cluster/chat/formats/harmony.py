@@ -146,7 +146,7 @@ class HarmonyFormat:
 
     def answer_form(self, answer: AnswerForm, calls: GrammarForm | None, context: PromptContext) -> GrammarForm:
         """Return the form of a whole answer: an optional analysis message, then the final message or calls. If the
-        prompt has begun the final message, the form is that of the rest of the message, or of calls.
+        prompt has begun the final message, the form allows the rest of this message, or calls.
         """
         final_text = _any_text() if answer == "free" else answer
         if _final_has_begun(context.prompt):

@@ -8,6 +8,7 @@ text that is copied.
 
 import time
 from collections import Counter
+from functools import partial
 from typing import Any
 
 from cluster.bench.cases.adaptive import run_steadily, text_prompts
@@ -15,10 +16,12 @@ from cluster.bench.cases.roofline import Size, engine_config, subject_of
 from cluster.bench.loaded import LoadedModels
 from cluster.bench.pair import PLAIN, ModelPair, TreeChoice
 from cluster.config import EngineConfig
+from cluster.config.resolved import ResolvedSettings
 from cluster.engine import Engine, build_engine
 from cluster.offline.stepping import complete
 from tests.gpu.stages.demo import build_requests, config
 from tests.gpu.stages.stage import Stage, run
+from tests.parity.trees import engine_with_trees
 
 TREES = (TreeChoice(3), TreeChoice(4, 4, 16))
 LOOKUPS = (0, 8)
@@ -36,18 +39,26 @@ def trees_of(engine: Engine) -> dict[str, int]:
 
 
 def tokens(stage: Stage) -> None:
+    """Compare the tokens. The steps take the trees of all tiers in turn, and rest and wake in between."""
     reference_settings = {"device": "cpu", "attention_backend": "torch", "capture": "off"}
     for temperature in stage.dry_or_gpu((0.8,), (0.0, 0.8)):
-        requests = build_requests(*stage.dry_or_gpu((1, 20, 4), (4, 64, 48)), temperature)
+        requests = build_requests(*stage.dry_or_gpu((1, 20, 12), (4, 64, 48)), temperature)
         plain = build_engine(config(stage, PLAIN, len(requests), "float64", **reference_settings))
         expected = complete(plain, requests)
         for lookup_tokens in LOOKUPS:
             with stage.check(f"temperature {temperature}, {lookup_tokens} looked-up tokens") as facts:
                 settings = ADAPTIVE | {"speculative_lookup_tokens": lookup_tokens}
-                engine = build_engine(config(stage, TREES[1], len(requests), "float64", **settings))
+                engine_settings = config(stage, TREES[1], len(requests), "float64", **settings)
+                last_tier = ResolvedSettings.from_settings(engine_settings, share_rows=stage.dry).last_drafted_tier
+                largest = last_tier + bool(lookup_tokens)
+                # After steps of tier 0, the next step only wakes the draft.
+                tiers = [last_tier, 0, 0, largest, largest, 0, *range(last_tier)] * 20
+                engine = engine_with_trees(partial(build_engine, engine_settings), tiers)
                 actual = [complete(engine, requests) for _ in range(stage.dry_or_gpu(1, 3))]
-                facts["trees"] = trees_of(engine)
+                facts["trees"] = trees = trees_of(engine)
                 assert all(each == expected for each in actual), f"tokens {actual}, expected {expected}"
+                assert trees.get("0/1/0", 0) > 2, "the draft never rested"
+                assert any(name.endswith("/8") for name in trees) == bool(lookup_tokens), trees
 
 
 def contenders(stage: Stage, tree: TreeChoice, requests: int) -> dict[str, EngineConfig]:

@@ -10,6 +10,7 @@ import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from cluster.arch import read_target
+from cluster.arch.resolve import resolve_models
 from cluster.capture.cuda_graph import Graph
 from cluster.capture.tape import Tape
 from cluster.config import ConfigError
@@ -17,7 +18,7 @@ from cluster.device.wait_hook import wait_hook_set
 from cluster.distributed.mesh import Axis, Mesh
 from cluster.dp_attention.sizes import multiples, sizes_up_to
 from cluster.engine import build_engine, captures
-from cluster.engine.captures import buckets_of, captures_of, row_bytes
+from cluster.engine.captures import Decoding, buckets_of, captures_of, decoding_steps, row_bytes
 from tests.parity.harness import SAMPLING, config_of, make_request, run, tiny_pair
 from tests.support.families import random_model
 
@@ -188,3 +189,28 @@ def test_the_estimate_for_a_row_covers_what_tapes_of_experts_allocate(active_exp
     rows = max(key.sizes[0].decodes for key in captured if not key.sizes[0].prompt_rows)
     tape_bytes = sum(program.captured.bytes for key, program in captured.items() if not key.sizes[0].prompt_rows)
     assert rows == 8 and 0 < tape_bytes <= row_bytes(read_target(str(tmp_path)), torch.float64) * rows
+
+
+def steps_captured_at_start(num_steps: int, requests: int, **settings: Any) -> list[Decoding]:
+    """Return the steps that an engine with adaptive trees captures at start with the default sizes of a GPU."""
+    config = config_of(*tiny_pair(), 1, num_steps, **settings)
+    config = config.model_copy(update={"speculative_mode": "adaptive", "max_running_requests": requests})
+    resolved = resolve_models(config, "cuda", lambda: False)
+    return list(decoding_steps(resolved, buckets_of(resolved.settings, CUDA, Mesh())))
+
+
+@pytest.mark.parametrize("requests", [1, 8, 64])
+def test_adaptive_trees_of_all_tiers_are_captured_for_as_many_requests_as_may_run(requests: int) -> None:
+    """The default sizes go up to 512: most of them are above the number of requests."""
+    steps = steps_captured_at_start(3, requests)
+    assert {step.requests for step in steps} == {size for size in sizes_up_to(512) if size <= requests}
+    assert {step.tier for step in steps} == {0, 1, 2, 3}
+
+
+def test_steps_in_which_a_draft_wakes_are_captured_where_it_can_wake() -> None:
+    steps = steps_captured_at_start(3, 256, speculative_batch_tiers={32: 0})
+    assert {step.requests for step in steps if step.wakes} == {size for size in sizes_up_to(512) if size <= 32}
+    assert all(step.tier == 0 for step in steps if step.wakes)
+    assert {step.tier for step in steps if step.requests > 32} == {0}
+    # The draft reads 16 rows of each request when it wakes, so with many requests that step is not captured.
+    assert max(step.requests for step in steps_captured_at_start(3, 256) if step.wakes) == 64
