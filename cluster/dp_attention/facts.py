@@ -8,7 +8,7 @@ from cluster.dp_attention.tree_choice import MeasuredStep
 class RankFacts(NamedTuple):
     """One rank's row of the gathered table. The fields, in no particular order, are of three kinds:
 
-    - Equal on all ranks (`HEADER`): `epoch` counts the restarts of the gang, `step` its steps. `digest` is the digest of
+    - Equal on all ranks (`HEADER`): `epoch` counts the restarts of the gang, `step` its steps. `digest` is that of
       the last plan. `calls` counts the collectives of the rank so far. `rule_checksum` covers everything else that
       determines plans and scripts, `captured` is a checksum of the keys of captured programs.
     - Equal within a group (`GROUP_HEADER`): `step_input_checksum` and `results_checksum`, of the last step input and of
