@@ -5,7 +5,7 @@ not branch, and reads no value on the host. The caller copies new inputs into th
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import groupby
 from typing import Any, Generic, TypeVar
 
@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cluster.capture.buffers import Buffers
 from cluster.capture.recorder import CaptureError, recorded_by, unrecorded
+from cluster.capture.tensors import map_tensors, tensors_in
 
 T = TypeVar("T")
 
@@ -152,14 +152,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise CaptureError(f"{name}: a program must not ask for {host_value}")
         result = function(*args, **kwargs)
         # An output in the storage of an argument is a view or an in-place result: it needs no buffer of its own.
-        argument_storages = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        argument_storages = {_storage(tensor) for tensor in tensors_in((args, kwargs))}
         if not function._schema.is_mutable:
-            result = tree_map_only(
-                Tensor,
+            result = map_tensors(
                 lambda tensor: tensor if _storage(tensor) in argument_storages else self._buffered_copy(tensor),
                 result,
             )
-        outputs = [output for output in tree_leaves(result) if isinstance(output, Tensor)]
+        outputs = list(tensors_in(result))
         # Pure views and allocations are not recorded: the recorded calls already hold the resulting addresses.
         computed = any(output.numel() and _storage(output) not in argument_storages for output in outputs)
         if name not in ALLOCATIONS and (function._schema.is_mutable or computed):
@@ -195,7 +194,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return `tree` with each tensor replaced by its `Buffers.unowned_view`, so that recorded calls do not keep
         buffers lent.
         """
-        unowned: T = tree_map_only(Tensor, self._buffers.unowned_view, tree)
+        unowned: T = map_tensors(self._buffers.unowned_view, tree)
         return unowned
 
 
@@ -220,7 +219,7 @@ def _replay_call(function: OpOverload, args: Any, kwargs: Any, outputs: list[Ten
         return lambda: single_output.copy_(function(*args, **kwargs))
 
     def copy_outputs() -> None:
-        for output, new_output in zip(outputs, tree_leaves(function(*args, **kwargs)), strict=True):
+        for output, new_output in zip(outputs, tensors_in(function(*args, **kwargs)), strict=True):
             output.copy_(new_output)
 
     return copy_outputs
@@ -230,6 +229,7 @@ def _replay_call(function: OpOverload, args: Any, kwargs: Any, outputs: list[Ten
 FACTORY_ARGUMENTS = {"dtype", "layout", "device", "pin_memory"}
 
 
+@cache
 def _out_variant(function: OpOverload) -> tuple[OpOverload, list[str]] | None:
     """Return the `out=` variant of an operator and the names of its output arguments; None if it has none."""
     namespace, _, name = function._schema.name.partition("::")
