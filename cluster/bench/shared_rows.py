@@ -60,7 +60,7 @@ def measure(
 
 def _engine(pair: ModelPair, tree: TreeChoice, nodes: int) -> Engine:
     """Return an engine. All its steps draft the levels of `tree`, and verify `nodes` nodes per request on average,
-    because its costs say that each other tree takes very long.
+    because the engine is given costs by which every other tree takes very long.
     """
     config = pair.config(tree, REQUESTS).model_copy(update={"speculative_mode": "adaptive"})
     engine, depth = build_engine(config), tree.num_steps

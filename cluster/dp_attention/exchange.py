@@ -297,8 +297,8 @@ class Exchange:
         return result
 
     def _enter_collective(self, call: ScriptCall, collective: Callable[..., T], *arguments: Any) -> T:
-        """Run the collective of `call` and return its result. A tape (a program that was captured on
-        a CPU) calls this method again in every replay.
+        """Run the collective of `call` and return its result. A program that was captured on a CPU (a
+        tape) calls this method again in every replay.
         """
         clock = self._mesh.world.clock
         expected_calls = clock.collectives_returned + 1

@@ -100,8 +100,8 @@ class StepLoop:
         self.lockstep.end_requested = True
 
     def sleep(self) -> None:
-        """Block, without using the CPU, until a rank calls `wake_ranks`. If a rank has called it
-        since the ranks agreed on the last step, return at once, so that no call is missed.
+        """Block, without using the CPU, until a rank calls `wake_ranks`. If a rank has called
+        `wake_ranks` since the ranks agreed on the last step, return at once, so that no call is missed.
         """
         mesh, step = self.lockstep.mesh, self.lockstep.coordinator.step
         if mesh.world.size == 1:

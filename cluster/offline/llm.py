@@ -233,8 +233,8 @@ class LLM:
         return [answer.output(tokenizer) for answer in answers]
 
     def _close_on_failure(self, step_outputs: Steps) -> Steps:
-        """Yield the items of `step_outputs`. If the engine fails inside a step, close it: its state is not reliable.
-        A ValueError is a refused request, and does not close the engine.
+        """Yield the items of `step_outputs`. If the engine fails inside a step, close the engine, because its
+        state is not reliable. A ValueError means that a request was refused, and does not close the engine.
         """
         try:
             yield from step_outputs

@@ -135,8 +135,8 @@ def test_accepted_tokens_that_the_draft_missed_are_counted() -> None:
 
 
 def test_host_that_is_a_step_ahead_expects_all_looked_up_tokens() -> None:
-    """Here a step commits more tokens than the draft has levels. The host has not read them when it begins the next
-    step, for which it must know how long the contexts can be.
+    """A step may commit more tokens than the draft has levels. The host begins the next step before it has read these
+    tokens, and gives each request pages for the longest context that is possible.
     """
     requests = copying_requests(4)
     plain = run(build_engine(config_of(tiny_pair()[0])), requests)

@@ -53,7 +53,7 @@ def test_triton_engine_gives_the_tokens_of_plain_decoding(
 
 @pytest.mark.parametrize("has_draft", [False, True])
 def test_mixed_sampling_batch_gives_the_tokens_of_torch(has_draft: bool) -> None:
-    """Each row has its own temperature and filters."""
+    """Each request has its own temperature and filters."""
     target, draft = tiny_pair()
     draft_settings = SHAPES["tree"] if has_draft else {}
     plain_engine = build_engine(config_of(target, attention_backend="torch", disable_radix_cache=True))

@@ -168,8 +168,8 @@ class RunnerPlans:
         """Plan requests with `rows` rows and `lens` tokens each.
 
         A length of 0 is planned as 1 token, because not all of FlashInfer's kernels document what they do with empty
-        requests. The kernel `join`, which merges FlashInfer's result of trees with Triton's, ignores
-        that token, because the `prefix_lens` of the request is 0.
+        requests. The kernel `join`, which merges FlashInfer's result of trees with Triton's, ignores that token,
+        because the `prefix_lens` of the request is 0.
         """
         device, page_size = self._table.device_pages.device, self._table.page_size
         page_counts = [-(-max(1, count) // page_size) for count in lens]
