@@ -4,14 +4,15 @@ It gathers the facts of all ranks, compares their headers, and applies the pure 
 """
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 
 from cluster.config.tree_shape import TreeShape, largest
 from cluster.distributed.mesh import Mesh, OutOfStepError
 from cluster.dp_attention.facts import GROUP_HEADER, HEADER, RankFacts
 from cluster.dp_attention.plan import Ops, PlanRule, ScriptCall, StepPlan, script
-from cluster.dp_attention.tree_choice import LastTree, MeasuredStep, TreeCosts, TreeTimes
+from cluster.dp_attention.sizes import ProgramKey
+from cluster.dp_attention.tree_choice import LastTree, MeasuredStep, PostponedTrees, TreeCosts, TreeTimes
 
 
 class Coordinator:
@@ -27,6 +28,7 @@ class Coordinator:
         self._plan_digest, self._last_tree = 0, LastTree()
         self.tree_times: TreeTimes | None = None
         """The step times by which trees are chosen. None until `use_costs` is called, and with fixed trees."""
+        self._postponed: PostponedTrees | None = None
         self._plan: StepPlan | None = None
         self._cached_fingerprint: tuple[tuple[object, ...], int] = (), 0
         self._cached_script: tuple[tuple[object, ...], list[ScriptCall]] = (), []
@@ -50,9 +52,12 @@ class Coordinator:
             outlook=() if self.tree_times is None else (0,) * len(self._shapes),
         )
 
-    def use_costs(self, costs: TreeCosts) -> None:
-        """Choose the tree of each later step by `costs`, which must be the same on all ranks."""
+    def use_costs(self, costs: TreeCosts, has_program: Callable[[ProgramKey], bool] | None = None) -> None:
+        """Choose the tree of each later step by `costs`, which must be the same on all ranks. `has_program` says
+        whether a program is captured for a key; if it is None, the choice does not depend on what is captured.
+        """
         self.tree_times = TreeTimes(costs)
+        self._postponed = None if has_program is None else PostponedTrees(has_program)
 
     def agree(self, facts: RankFacts) -> StepPlan:
         """Return the plan of the next step, on which all ranks agree. Call `finish_step` when that step is over.
@@ -74,12 +79,14 @@ class Coordinator:
             for name in GROUP_HEADER:
                 self._compare(name, [getattr(facts_by_rank[rank], name) for rank in group], group)
         self._observe(facts_by_rank[0])
-        plan = self._rule.plan(facts_by_rank, self._largest, self._last_tree, self.tree_times)
+        plan = self._rule.plan(facts_by_rank, self._largest, self._last_tree, self.tree_times, self._postponed)
         if plan.step != self.step:
             raise self._out_of_step_error(self._mesh.rank, f"has a plan for step {plan.step} in step {self.step}")
         self.step, self._plan_digest, self._plan = self.step + 1, plan.digest, plan
         if any(plan.decodes):
             self._last_tree = LastTree(plan.tier, plan.extend_mode.rests)
+        if self._postponed is not None and plan.captured:
+            self._postponed.observe(plan.key, plan.postponed_key, plan.lost_us)
         return plan
 
     def script(self) -> list[ScriptCall]:

@@ -4,7 +4,7 @@ Legend: G attention groups (data-parallel ranks); per group R decoding requests,
 """
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
@@ -13,27 +13,21 @@ from typing import Literal, NamedTuple
 from cluster.batch import ExtendMode, SamplingMode
 from cluster.config.tree_shape import TreeShape
 from cluster.dp_attention.facts import RankFacts
-from cluster.dp_attention.sizes import Buckets, Sizes, max_sizes
-from cluster.dp_attention.tree_choice import NO_LAST_TREE, LastTree, TreeTimes, choose_tier
+from cluster.dp_attention.sizes import Buckets, ProgramKey, Sizes, max_sizes
+from cluster.dp_attention.tree_choice import (
+    NO_LAST_TREE,
+    ChosenTier,
+    LastTree,
+    PostponedTrees,
+    TreeTimes,
+    choose_tier,
+)
 from cluster.models.exchange import EXPERT_CALLS
 from cluster.sampling.sampler import TOP_LOGPROBS
 from cluster.sampling.sharded import NUMBERS_PER_CHOICE, ShardedHead, numbers_sent_per_row
 from cluster.spec.resting import MISSED_TOKENS
 
 Padding = Literal["auto", "padded", "exact"]
-
-
-class ProgramKey(NamedTuple):
-    """Everything that decides the shapes and branches of a step's program. `buffer_set` is the index of the buffer set
-    that the step uses: two steps that may be in flight together use different sets.
-    """
-
-    tier: int
-    forced_nodes: int
-    mode: int
-    sizes: tuple[Sizes, ...]
-    extend_mode: int = ExtendMode.ACCEPTED
-    buffer_set: int = 0
 
 
 class StepPlan(NamedTuple):
@@ -47,7 +41,7 @@ class StepPlan(NamedTuple):
     expert-parallel experts. If it is True, the ranks first exchange counts, then send each row only to the parts that
     hold its experts. Otherwise every row goes to every part.
     `extend_mode` says which rows the draft reads. `context` is the mean number of committed tokens of the decoding
-    requests, of the group where it is largest.
+    requests, of the group where it is largest. `postponed_tier` and `lost_us` are those of `ChosenTier`.
     """
 
     step: int
@@ -67,6 +61,8 @@ class StepPlan(NamedTuple):
     routes_to_experts: bool = False
     extend_mode: ExtendMode = ExtendMode.ACCEPTED
     context: int = 0
+    postponed_tier: int = 0
+    lost_us: int = 0
 
     @property
     def empty(self) -> bool:
@@ -86,6 +82,11 @@ class StepPlan(NamedTuple):
     def key(self) -> ProgramKey:
         """The key of the step's program, with buffer set 0 in place of its own."""
         return ProgramKey(self.tier, self.forced_nodes, int(self.mode), self.sizes, self.extend_mode)
+
+    @property
+    def postponed_key(self) -> ProgramKey:
+        """The key of the program for want of which the step loses `lost_us`."""
+        return self.key._replace(tier=self.postponed_tier, extend_mode=ExtendMode.ACCEPTED)
 
     def idle(self, group: int) -> Sizes:
         """The padding of a group: its numbers of idle requests, idle prompt rows and idle finishing prompts."""
@@ -125,17 +126,25 @@ class PlanRule:
         shape: TreeShape,
         last: LastTree = NO_LAST_TREE,
         times: TreeTimes | None = None,
+        postponed: PostponedTrees | None = None,
     ) -> StepPlan:
         """Return the plan that follows from the facts of all ranks. The facts of a group are those of its leader.
         `shape` is the largest tree, `last` describes the last step in which requests decoded. `times` are the times of
-        adaptive trees; if it is None, a step uses the last tier that all groups allow.
+        adaptive trees; if it is None, a step uses the last tier that all groups allow. `postponed` says which programs
+        a captured step may use; if it is None, a step may use all.
         """
         groups = facts_by_rank[:: self.attn_tp]
         needed = tuple(Sizes(facts.decodes, facts.prompt_rows, facts.finishing_prompts) for facts in groups)
         mode = SamplingMode(reduce(or_, (facts.mode for facts in groups)))
         sizes, captured, padded = self._sizes(needed, shape.num_draft_tokens, mode)
-        tier = self._tier(groups, mode, last, times)
-        tier, extend_mode = self._extend_mode(tier, groups, sizes, last)
+
+        def is_ready(tier: int) -> bool:
+            assert postponed is not None
+            tier, extend_mode = self._extend_mode(tier, groups, sizes, NO_LAST_TREE)
+            return postponed.is_ready(ProgramKey(tier, 0, int(mode), sizes, extend_mode))
+
+        choice = self._choose(groups, mode, last, times, is_ready if captured and postponed is not None else None)
+        tier, extend_mode = self._extend_mode(choice.tier, groups, sizes, last)
         return StepPlan(
             step=facts_by_rank[0].step,
             decodes=tuple(facts.decodes for facts in groups),
@@ -147,6 +156,8 @@ class PlanRule:
             tier=tier,
             extend_mode=extend_mode,
             context=max(facts.context for facts in groups),
+            postponed_tier=choice.postponed_tier,
+            lost_us=choice.lost_us,
             no_requests=not any(facts.requests for facts in facts_by_rank),
             leaving=any(facts.leaving for facts in facts_by_rank),
             decode_us=tuple(facts.decode_us for facts in groups),
@@ -158,7 +169,14 @@ class PlanRule:
             routes_to_experts=self.expert_parallel and not captured and not padded and len(groups) > 1,
         )
 
-    def _tier(self, groups: Sequence[RankFacts], mode: SamplingMode, last: LastTree, times: TreeTimes | None) -> int:
+    def _choose(
+        self,
+        groups: Sequence[RankFacts],
+        mode: SamplingMode,
+        last: LastTree,
+        times: TreeTimes | None,
+        is_ready: Callable[[int], bool] | None,
+    ) -> ChosenTier:
         """Return the tier of the step, one for all groups: the collectives of their drafts must match.
 
         Where a request has a grammar, the step uses the largest drafted tree. Only drafted trees get the nodes that a
@@ -166,13 +184,14 @@ class PlanRule:
         """
         max_tier, decodes = min(facts.max_tier for facts in groups), max(facts.decodes for facts in groups)
         if SamplingMode.CONSTRAINED in mode:
-            return max_tier if self.last_drafted_tier is None else min(max_tier, self.last_drafted_tier)
+            return ChosenTier(max_tier if self.last_drafted_tier is None else min(max_tier, self.last_drafted_tier))
         if times is None or not decodes:
-            return max_tier
+            return ChosenTier(max_tier)
         if explored_tier := max(facts.explores for facts in groups):
-            return min(explored_tier, max_tier)
+            return ChosenTier(min(explored_tier, max_tier))
         prompt_us, context = max(facts.prompt_us for facts in groups), max(facts.context for facts in groups)
-        return choose_tier(times.of(decodes, context), [facts.outlook for facts in groups], max_tier, last, prompt_us)
+        times_of_tiers = times.of(decodes, context)[: max_tier + 1]
+        return choose_tier(times_of_tiers, [facts.outlook for facts in groups], last, prompt_us, is_ready)
 
     def _extend_mode(
         self, tier: int, groups: Sequence[RankFacts], sizes: tuple[Sizes, ...], last: LastTree

@@ -1,5 +1,5 @@
 """The numbers of rows that a group runs in a step: exactly the rows of its requests, or the sizes of a captured
-program.
+program; and the keys of programs.
 
 Each program has fixed sizes. A GPU, where a capture is expensive, pads to few sizes. A CPU, where each padded row costs
 time, runs exact sizes and captures the sizes that recur.
@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
+
+from cluster.batch import ExtendMode
 
 MAX_CAPTURED_ROWS = 1024
 """The largest number of target rows of a captured step, counted with the deepest tree. The buffers of a program grow
@@ -29,6 +31,19 @@ class Sizes(NamedTuple):
     def rows(self, tree_nodes: int) -> int:
         """Return the number of target rows, R * N + c, if each tree has N = `tree_nodes` nodes."""
         return self.decodes * tree_nodes + self.prompt_rows
+
+
+class ProgramKey(NamedTuple):
+    """Everything that decides the shapes and branches of a step's program. `buffer_set` is the index of the buffer set
+    that the step uses: two steps that may be in flight together use different sets.
+    """
+
+    tier: int
+    forced_nodes: int
+    mode: int
+    sizes: tuple[Sizes, ...]
+    extend_mode: int = ExtendMode.ACCEPTED
+    buffer_set: int = 0
 
 
 def max_sizes(groups: Sequence[Sizes]) -> Sizes:

@@ -9,12 +9,21 @@ The choice is a pure function of what the ranks have gathered, so all ranks make
   (`engine/tree_outlook.py`).
 - The time of the prompt rows in the step, which is the same for all tiers. The longer a step takes anyway, the less a
   larger tree adds to it.
+
+A tree also needs a program, captured for the sizes and the mode of the step. A capture takes as long as many small
+steps, and when the load changes, sizes may not last for so many. So if another tree has a program for these sizes, the
+step uses that one, and `PostponedTrees` adds up what this loses. The better tree is used once the sum has reached the
+price of a capture. Such a rule takes at most twice the time of one that knows how long the sizes last (it is known as
+the rule for renting or buying skis).
 """
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+from cluster.dp_attention.sizes import ProgramKey
 
 MIN_GAIN, MIN_GAIN_TO_WAKE = 1.01, 1.03
 """A step uses another tree than the step before only if that gives this factor more tokens per second. Estimates change
@@ -29,6 +38,12 @@ LEAST_SHARE = 0.25
 """With shorter contexts than measured, a step takes at least this share of the measured time."""
 SETTLING_STEPS = 12
 """The first so many steps of a tier correct only this tier."""
+CAPTURE_US = 40_000
+"""The price of a capture, in microseconds: the eager step before it, and the step in which it is recorded. It was
+measured with the demo pair. A larger model takes longer, but so do its steps.
+"""
+MAX_POSTPONED = 512
+"""For so many programs `PostponedTrees` keeps sums."""
 OUTLOOK_UNIT = 1000
 """Outlooks are integers, in thousandths of a token: every rank must compute with exactly the same numbers."""
 
@@ -155,15 +170,65 @@ class TreeTimes:
         corrections[tier] = min(MAX_CORRECTION, max(1 / MAX_CORRECTION, correction))
 
 
-def choose_tier(
-    times: Sequence[float], outlooks: Sequence[Sequence[int]], max_tier: int, last: LastTree, prompt_us: int = 0
-) -> int:
-    """Return the tier that is expected to give the most tokens per second, among those up to `max_tier`.
-
-    `times` are the costs by tier (`TreeTimes.of`), `outlooks` those of all groups. `prompt_us` is the time of prompt
-    rows in the step. `last` describes the step before; see `MIN_GAIN`.
+class ChosenTier(NamedTuple):
+    """The tier of a step. If a better tier has no program yet, it is `postponed_tier`, and the step loses `lost_us`
+    microseconds without it: the tokens of the step would take so much less time with the better tree.
     """
-    rates = [sum(outlook[tier] for outlook in outlooks) / (times[tier] + prompt_us) for tier in range(max_tier + 1)]
-    best = max(range(max_tier + 1), key=rates.__getitem__)
+
+    tier: int
+    postponed_tier: int = 0
+    lost_us: int = 0
+
+
+def choose_tier(
+    times: Sequence[float],
+    outlooks: Sequence[Sequence[int]],
+    last: LastTree,
+    prompt_us: int = 0,
+    is_ready: Callable[[int], bool] | None = None,
+) -> ChosenTier:
+    """Return the tier that is expected to give the most tokens per second, among those that are ready.
+
+    `times` are the costs of the tiers that are allowed (`TreeTimes.of`), `outlooks` those of all groups. `prompt_us` is
+    the time of prompt rows in the step. `last` describes the step before; see `MIN_GAIN`. `is_ready` says whether a
+    tier has a program, or has been postponed for long enough; if it is None, all are ready. If no tier is ready, the
+    best one is as good as any.
+    """
+    tiers = range(len(times))
+    rates = [sum(outlook[tier] for outlook in outlooks) / (times[tier] + prompt_us) for tier in tiers]
+    best = max(tiers, key=rates.__getitem__)
+    ready: Sequence[int] = tiers
+    if is_ready is not None and not (is_ready(best) and is_ready(last.tier)):
+        ready = [tier for tier in tiers if is_ready(tier)] or tiers
+    tier = max(ready, key=rates.__getitem__)
     min_gain = MIN_GAIN_TO_WAKE if last.rests else MIN_GAIN
-    return last.tier if last.tier <= max_tier and rates[last.tier] * min_gain >= rates[best] else best
+    if last.tier in ready and rates[last.tier] * min_gain >= rates[tier]:
+        tier = last.tier
+    if tier == best or rates[tier] * min_gain >= rates[best]:
+        return ChosenTier(tier)
+    return ChosenTier(tier, best, round((times[tier] + prompt_us) * (1 - rates[tier] / rates[best])))
+
+
+class PostponedTrees:
+    """Adds up what steps lose because a better tree has no program yet. All ranks have the same programs and see the
+    same plans, so they agree on all sums.
+
+    Programs are named by keys. `has_program` says whether a key has one.
+    """
+
+    def __init__(self, has_program: Callable[[ProgramKey], bool]) -> None:
+        self._has_program = has_program
+        self._lost_us: OrderedDict[ProgramKey, int] = OrderedDict()
+
+    def is_ready(self, key: ProgramKey) -> bool:
+        """Whether a step may use this program: it is captured, or steps without it have lost the price of a capture."""
+        return self._has_program(key) or self._lost_us.get(key, 0) >= CAPTURE_US
+
+    def observe(self, used: ProgramKey, postponed: ProgramKey, lost_us: int) -> None:
+        """Note that a step used the program `used`, and lost `lost_us` for want of `postponed`."""
+        if lost_us:
+            self._lost_us[postponed] = self._lost_us.pop(postponed, 0) + lost_us
+            if len(self._lost_us) > MAX_POSTPONED:
+                self._lost_us.popitem(last=False)
+        elif used in self._lost_us and self._has_program(used):
+            del self._lost_us[used]

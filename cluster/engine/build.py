@@ -235,7 +235,7 @@ def assemble(prepared: EnginePlan, draft: Draft) -> Rank:
     memory.forward_spans.take()  # drop the forward times of the steps so far
     lockstep.watchdog.start_serving(config.watchdog_timeout_s)
     if costs is not None:
-        lockstep.coordinator.use_costs(costs)
+        lockstep.coordinator.use_costs(costs, lockstep.programs.has_program)
     name = name_of(config.model_path) or "model"
     trees = [shape.label for shape in resolved.tiers]
     metrics = EngineMetrics(model_name=name, rank=mesh.rank, depths=resolved.forced_shape.num_steps, trees=trees)

@@ -20,7 +20,8 @@ from cluster.device.staging import StagedLists
 from cluster.device.timing import timer_of
 from cluster.distributed.progress import ProgressClock
 from cluster.dp_attention.exchange import Exchange
-from cluster.dp_attention.plan import ProgramKey, ScriptCall, StepPlan
+from cluster.dp_attention.plan import ScriptCall, StepPlan
+from cluster.dp_attention.sizes import ProgramKey
 from cluster.engine.assembler import Assembler
 from cluster.spec.result import PhaseTimes, StepOutput
 from cluster.spec.step import Step
@@ -81,6 +82,10 @@ class Programs:
     def captured(self) -> dict[ProgramKey, Program]:
         """The captured programs by key."""
         return {**self._pinned, **self._evictable}
+
+    def has_program(self, key: ProgramKey) -> bool:
+        """Whether a program is captured for this key, with buffer set 0."""
+        return key in self._pinned or key in self._evictable
 
     def pin_all(self) -> None:
         """Exempt all programs captured so far from being dropped for later programs."""

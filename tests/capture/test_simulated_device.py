@@ -27,7 +27,7 @@ from cluster.batch import (
     StepInput,
 )
 from cluster.config.tree_shape import TreeShape
-from cluster.dp_attention.plan import ProgramKey
+from cluster.dp_attention.sizes import ProgramKey
 from cluster.engine import Engine, build_engine
 from cluster.spec.result import StepOutput
 from cluster.spec.step import Step

@@ -17,7 +17,7 @@ import torch
 
 from cluster.batch import DecodeRequest, PromptChunk, StepInput
 from cluster.config import EngineConfig
-from cluster.dp_attention.plan import ProgramKey
+from cluster.dp_attention.sizes import ProgramKey
 from cluster.engine import Engine, build_engine
 from cluster.request import Request, RequestParams
 from cluster.spec.result import StepOutput

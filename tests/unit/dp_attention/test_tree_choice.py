@@ -10,10 +10,13 @@ from cluster.distributed.mesh import OutOfStepError
 from cluster.dp_attention.coordinator import Coordinator
 from cluster.dp_attention.facts import RankFacts
 from cluster.dp_attention.plan import StepPlan, script
+from cluster.dp_attention.sizes import ProgramKey
 from cluster.dp_attention.tree_choice import (
+    CAPTURE_US,
     LEAST_SHARE,
     MAX_CORRECTION,
     SETTLING_STEPS,
+    ChosenTier,
     LastTree,
     MeasuredStep,
     TreeCosts,
@@ -51,23 +54,70 @@ def test_costs_are_linear_between_measured_counts_and_beyond_the_last() -> None:
 def test_choice_has_the_most_tokens_per_time() -> None:
     times = COSTS.of(1)
     all_accepted, half_accepted, none_accepted = (1000, 2000, 3000, 4000), (1000, 1500, 1750, 1875), (1000,) * 4
-    assert choose_tier(times, [all_accepted], 3, AWAKE) == 3
-    assert choose_tier(times, [all_accepted], 2, AWAKE) == 2, "the settings allow no deeper tree"
-    assert choose_tier(times, [half_accepted], 3, AWAKE) == 0, "1500 / 150 is as much as 1000 / 100"
-    assert choose_tier(times, [none_accepted], 3, AWAKE) == 0
+    assert choose_tier(times, [all_accepted], AWAKE).tier == 3
+    assert choose_tier(times[:3], [all_accepted], AWAKE).tier == 2, "the settings allow no deeper tree"
+    assert choose_tier(times, [half_accepted], AWAKE).tier == 0, "1500 / 150 is as much as 1000 / 100"
+    assert choose_tier(times, [none_accepted], AWAKE).tier == 0
     # With prompt rows that take 300 us, a step takes 400, 450, 480 or 520 us.
-    assert choose_tier(times, [half_accepted], 3, AWAKE, prompt_us=300) == 2
-    assert choose_tier(times, [all_accepted, none_accepted], 3, AWAKE) == 3, "the tokens of all groups count"
+    assert choose_tier(times, [half_accepted], AWAKE, prompt_us=300).tier == 2
+    assert choose_tier(times, [all_accepted, none_accepted], AWAKE).tier == 3, "the tokens of all groups count"
 
 
 def test_small_gains_do_not_change_the_tree() -> None:
     times = [100.0, 100.0]
-    assert choose_tier(times, [(1000, 1009)], 1, LastTree(0)) == 0
-    assert choose_tier(times, [(1000, 1011)], 1, LastTree(0)) == 1
-    assert choose_tier(times, [(1000, 1011)], 1, LastTree(0, rests=True)) == 0, "waking the draft costs a step"
-    assert choose_tier(times, [(1000, 1031)], 1, LastTree(0, rests=True)) == 1
-    assert choose_tier(times, [(1009, 1000)], 1, LastTree(1)) == 1
-    assert choose_tier(times, [(1000, 900)], 0, LastTree(1)) == 0, "the last tree is not allowed any more"
+    assert choose_tier(times, [(1000, 1009)], LastTree(0)).tier == 0
+    assert choose_tier(times, [(1000, 1011)], LastTree(0)).tier == 1
+    assert choose_tier(times, [(1000, 1011)], LastTree(0, rests=True)).tier == 0, "waking the draft costs a step"
+    assert choose_tier(times, [(1000, 1031)], LastTree(0, rests=True)).tier == 1
+    assert choose_tier(times, [(1009, 1000)], LastTree(1)).tier == 1
+    assert choose_tier(times[:1], [(1000, 900)], LastTree(1)).tier == 0, "the last tree is not allowed any more"
+
+
+def test_tree_with_a_program_is_used_before_a_better_one_without() -> None:
+    times, outlook = [100.0, 150.0, 200.0], (1000, 2000, 3000)  # 10, 13.3 and 15 tokens per ms
+
+    def choose(ready: set[int], last: int = 0) -> ChosenTier:
+        return choose_tier(times, [outlook], LastTree(last), is_ready=ready.__contains__)
+
+    assert choose({0, 1, 2}) == ChosenTier(2)
+    assert choose({0, 2}, last=1) == ChosenTier(2), "the last tree has no program for these sizes"
+    assert choose(set()) == ChosenTier(2), "no tree has a program, so one must be captured: the best"
+    assert choose({0, 1}) == ChosenTier(1, 2, round(150 * (1 - 13.3333 / 15)))
+    assert choose({0}) == ChosenTier(0, 2, round(100 * (1 - 10 / 15)))
+    assert choose_tier(times, [(1000, 1500, 2010)], LastTree(1), is_ready={1}.__contains__) == ChosenTier(1), (
+        "a gain that does not change the tree is no loss"
+    )
+
+
+def test_better_tree_is_captured_when_steps_have_lost_the_price_of_a_capture() -> None:
+    """A coordinator chooses trees for steps of four requests; a program is captured in the second step of its key."""
+    captured: set[ProgramKey] = set()
+    seen: set[ProgramKey] = set()
+    costs = TreeCosts((4,), ((10_000,), (10_500,), (11_000,), (12_000,)))
+    coordinator = Coordinator(FakeMesh({}), rule(buckets=()), tiers(SHAPE), TARGET)
+    coordinator.use_costs(costs, captured.__contains__)
+
+    def run(outlook: tuple[int, ...], decodes: int = 4) -> StepPlan:
+        facts = coordinator.header()._replace(decodes=decodes, outlook=outlook)
+        step_plan = coordinator.agree(facts)
+        coordinator.finish_step()
+        if step_plan.key in seen:
+            captured.add(step_plan.key)
+        seen.add(step_plan.key)
+        return step_plan
+
+    little, much = (4000, 4100, 4200, 4300), (4000, 8000, 12000, 16000)
+    assert [run(little).tier for _ in range(3)] == [0, 0, 0]
+    plans = [run(much) for _ in range(12)]
+    assert plans[0].postponed_tier == 3 and plans[0].lost_us == 10_000 - 12_000 / 4, "4 tokens take 10 or 3 ms"
+    waits = -(-CAPTURE_US // plans[0].lost_us)
+    assert [p.tier for p in plans] == [0] * waits + [3] * (12 - waits)
+    assert not any(p.lost_us for p in plans[waits:])
+    assert run(little).tier == 0 and run(much).tier == 3, "both have programs now"
+    assert run(much, decodes=3).tier == 3, "nothing is captured for three requests"
+    # A program that was dropped is not captured again at once: its old losses are paid.
+    captured.remove(plans[-1].key)
+    assert run(much).tier == 0 and run(much).lost_us == plans[0].lost_us
 
 
 def test_measured_steps_correct_the_time_of_their_tier_and_size() -> None:

@@ -136,7 +136,7 @@ def simulated_time(outlook: TreeOutlook, chance: float, steps: int, random: Rand
     explored = 0
     for _ in range(steps):
         vote = outlook.vote(decodes_of(*range(8)), 3)
-        tier = vote.explores or choose_tier(COSTS.of(8), [vote.outlook], 3, NO_LAST_TREE)
+        tier = vote.explores or choose_tier(COSTS.of(8), [vote.outlook], NO_LAST_TREE).tier
         explored += vote.explores > 0
         counts = [next((d for d in range(tier) if random.random() >= chance), tier) for _ in range(8)]
         time_us += COSTS.of(8)[tier]
@@ -164,11 +164,11 @@ def test_trees_come_back_when_the_text_becomes_predictable() -> None:
         outlook.vote(decodes_of(*range(8)), 3)
         outlook.observe(TreeVote(3), MeasuredStep(3, 8, 260), [(row, path_of(())) for row in range(8)])
     vote = outlook.vote(decodes_of(*range(8)), 3)
-    assert choose_tier(cheap.of(8), [vote.outlook], 3, NO_LAST_TREE) == 0
+    assert choose_tier(cheap.of(8), [vote.outlook], NO_LAST_TREE).tier == 0
     tiers_taken = []
     for _ in range(1500):  # all is accepted
         vote = outlook.vote(decodes_of(*range(8)), 3)
-        tier = vote.explores or choose_tier(cheap.of(8), [vote.outlook], 3, NO_LAST_TREE)
+        tier = vote.explores or choose_tier(cheap.of(8), [vote.outlook], NO_LAST_TREE).tier
         tiers_taken.append(tier)
         step = MeasuredStep(tier, 8, round(cheap.of(8)[tier]))
         outlook.observe(vote, step, [(row, path_of(range(1, 1 + tier))) for row in range(8)])
