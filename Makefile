@@ -77,8 +77,7 @@ real: $(VENV)/.stamp
 # on the machine it was written on; test_probe, which takes long, runs only then. What starts a Ray cluster runs last and
 # one at a time.
 FLOATING := tests/unit/attention tests/unit/sampling tests/unit/spec tests/unit/models tests/parity/test_nonfinite.py \
-    tests/checkpoints/test_probe.py tests/checkpoints/test_strict_drafts.py tests/checkpoints/test_strict_targets.py \
-    tests/checkpoints/test_widths.py
+    tests/checkpoints/test_probe.py tests/checkpoints/test_widths.py
 SIDE_BY_SIDE := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal
 
 test: $(VENV)/.stamp-dev

@@ -32,7 +32,7 @@ class SimulatedDevice:
 
     checksum = 0
     """The checksum of captured programs; there are none."""
-    eager_fallbacks = 0
+    capture_us = eager_fallbacks = 0
 
     def __init__(self, assembler: Assembler, step_s: float, full_batch: int) -> None:
         self.assembler = assembler

@@ -79,6 +79,8 @@ class Coordinator:
             for name in GROUP_HEADER:
                 self._compare(name, [getattr(facts_by_rank[rank], name) for rank in group], group)
         self._observe(facts_by_rank[0])
+        if self._postponed is not None:
+            self._postponed.capture_us = facts_by_rank[0].capture_us
         plan = self._rule.plan(facts_by_rank, self._largest, self._last_tree, self.tree_times, self._postponed)
         if plan.step != self.step:
             raise self._out_of_step_error(self._mesh.rank, f"has a plan for step {plan.step} in step {self.step}")

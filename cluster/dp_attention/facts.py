@@ -19,6 +19,7 @@ class RankFacts(NamedTuple):
       waiting and running requests. `decode_us` is `Schedule.decode_us`: the predicted time of decoding in microseconds
       or, if no times are predicted, the number of decoding requests. A nonzero `leaving` asks to end the gang.
       `context` is the mean number of committed tokens of the decoding requests, as far as the host knows.
+      `capture_us` is `Programs.capture_us`.
       `max_tier`, `prompt_us`, `explores`, `outlook` and the four fields of a measured step are those of `TreeVote`. Of
       these, the plan reads only `requests` and `leaving` from followers.
     """
@@ -48,6 +49,7 @@ class RankFacts(NamedTuple):
     measured_us: int = 0
     measured_context: int = 0
     context: int = 0
+    capture_us: int = 0
     outlook: tuple[int, ...] = ()
 
     def to_row(self) -> tuple[int, ...]:

@@ -38,10 +38,6 @@ LEAST_SHARE = 0.25
 """With shorter contexts than measured, a step takes at least this share of the measured time."""
 SETTLING_STEPS = 12
 """The first so many steps of a tier correct only this tier."""
-CAPTURE_US = 40_000
-"""The price of a capture, in microseconds: the eager step before it, and the step in which it is recorded. It was
-measured with the demo pair. A larger model takes longer, but so do its steps.
-"""
 MAX_POSTPONED = 512
 """For so many programs `PostponedTrees` keeps sums."""
 OUTLOOK_UNIT = 1000
@@ -213,16 +209,18 @@ class PostponedTrees:
     """Adds up what steps lose because a better tree has no program yet. All ranks have the same programs and see the
     same plans, so they agree on all sums.
 
-    Programs are named by keys. `has_program` says whether a key has one.
+    Programs are named by keys. `has_program` says whether a key has one. `capture_us` is the price of a capture in
+    microseconds, on which all ranks agree too.
     """
 
     def __init__(self, has_program: Callable[[ProgramKey], bool]) -> None:
         self._has_program = has_program
+        self.capture_us = 0
         self._lost_us: OrderedDict[ProgramKey, int] = OrderedDict()
 
     def is_ready(self, key: ProgramKey) -> bool:
         """Whether a step may use this program: it is captured, or steps without it have lost the price of a capture."""
-        return self._has_program(key) or self._lost_us.get(key, 0) >= CAPTURE_US
+        return self._has_program(key) or self._lost_us.get(key, 0) >= self.capture_us
 
     def observe(self, used: ProgramKey, postponed: ProgramKey, lost_us: int) -> None:
         """Note that a step used the program `used`, and lost `lost_us` for want of `postponed`."""

@@ -127,6 +127,7 @@ class Lockstep:
             leaving=int(self.end_requested),
             decode_us=decode_us,
             captured=self.programs.checksum,
+            capture_us=self.programs.capture_us,
         )
         # If a lost peer causes an error, `reporting_peer_loss` raises the loss instead; waits for the device are under
         # the watchdog.

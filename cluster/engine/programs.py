@@ -8,6 +8,7 @@ If one returns False, the step runs eagerly.
 """
 
 import logging
+import time
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable
@@ -73,6 +74,9 @@ class Programs:
         self._first_runs: OrderedDict[ProgramKey, CallsBeforeReplay] = OrderedDict()
         self.checksum = 0
         """The sum of the key checksums: equal on ranks with the same programs, in whatever order they were captured."""
+        self.capture_us = 0
+        """The time of a capture in microseconds, averaged over those so far; 0 before the first one."""
+        self._capture_count = 0
         self.eager_fallbacks = 0
         """The number of steps that ran eagerly because a call of `CallsBeforeReplay` before capture or replay returned
         False.
@@ -160,8 +164,11 @@ class Programs:
         # The program reads its inputs from this copy; each replay first copies the new inputs into it.
         own_inputs = replace(inputs, integers=inputs.integers.clone())
         calls, calls_before = self._exchange.remaining_calls, self._clock.collectives_returned
+        started = time.perf_counter()
         with replayable(host_calls):
             captured = capture(lambda: self._run(own_inputs, key, shape))
+        self._capture_count += 1
+        self.capture_us += round((1e6 * (time.perf_counter() - started) - self.capture_us) / self._capture_count)
         checksum = zlib.crc32(repr(key).encode())
         self.add(
             key,

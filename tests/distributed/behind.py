@@ -127,6 +127,10 @@ class QueuedPrograms:
         return self._programs.checksum
 
     @property
+    def capture_us(self) -> int:
+        return self._programs.capture_us
+
+    @property
     def eager_fallbacks(self) -> int:
         return self._programs.eager_fallbacks
 

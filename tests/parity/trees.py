@@ -31,7 +31,9 @@ def engine_with_trees(build: Callable[[], Engine], tiers: Iterable[int]) -> Engi
     """
     with patch("cluster.engine.build.measure_trees", equal_costs):
         engine = build()
-    outlook = engine._parts.scheduler.decode.outlook
+    coordinator, outlook = engine._parts.lockstep.coordinator, engine._parts.scheduler.decode.outlook
+    assert coordinator.tree_times is not None
+    coordinator.use_costs(coordinator.tree_times.costs)  # trees do not wait for programs
     assert outlook is not None, "the trees are not adaptive"
     count = len(engine._parts.resolved.tiers)
     remaining: Iterator[int] = chain(tiers, repeat(count - 1))

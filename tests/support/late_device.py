@@ -33,7 +33,7 @@ class LatePrograms:
         self._queue: deque[LateOutput] = deque()
         self.owners: dict[int, str] = {}
         self.before_step: Callable[[StepInput], None] | None = None
-        self.checksum = self.eager_fallbacks = 0
+        self.checksum = self.capture_us = self.eager_fallbacks = 0
 
     def remove_all(self) -> None:
         """Do nothing, because no step is captured."""

@@ -50,13 +50,15 @@ GOAL_CELL, GOAL_MEAN, GOAL_SWING = 0.98, 1.05, 0.97
 @dataclass(frozen=True, slots=True)
 class Size:
     """The size of a measurement. `sweeps` are the repeats of all contenders, `repeats` those of the last three.
-    `shared_steps` are the steps that count for shared rows.
+    `shared_steps` are the steps that count for shared rows. Each family has at most `fixed_settings` fixed settings,
+    those with the largest trees.
     """
 
     batches: tuple[int, ...] = (1, 4, 8, 16, 32, 64)
     temperatures: tuple[float, ...] = (0.0, 0.8, 1.0)
     kinds: tuple[str, ...] = KINDS
     families: tuple[str, ...] = FAMILIES
+    fixed_settings: int = 4
     prompt_tokens: int = 48
     new_tokens: int = 96
     sweeps: int = 2
@@ -67,8 +69,9 @@ class Size:
 
 QUICK = Size(
     batches=(1, 4),
-    temperatures=(0.0, 0.8),
+    temperatures=(0.8,),
     kinds=("code", "random"),
+    fixed_settings=1,
     new_tokens=16,
     sweeps=1,
     repeats=1,
@@ -113,7 +116,7 @@ def measure(pair: ModelPair, size: Size = Size(), log_progress: LogProgress = pr
 def _measure_family(
     pair: ModelPair, family: str, size: Size, prompts: Mapping[str, TokenLists], log_progress: LogProgress
 ) -> dict[str, Any]:
-    engines = {name: build_engine(config) for name, config in configs(pair, family, max(size.batches)).items()}
+    engines = {name: build_engine(config) for name, config in configs(pair, family, size).items()}
     cells = []
     for cell in (Cell(*values) for values in product(size.kinds, size.temperatures, size.batches)):
         cells.append(_measure_cell(cell, engines, prompts[cell.kind], size))
@@ -123,10 +126,11 @@ def _measure_family(
     return {"cells": cells, "swing": swing, "best_single": _best_single(cells), "over_best_single": _over_single(cells)}
 
 
-def configs(pair: ModelPair, family: str, requests: int) -> dict[str, EngineConfig]:
+def configs(pair: ModelPair, family: str, size: Size) -> dict[str, EngineConfig]:
     """Return the settings of the contenders by name: plain decoding, fixed trees, and adaptive trees up to the last of
     these.
     """
+    requests = max(size.batches)
     plain = pair.config(PLAIN, requests)
     if family == "ngram":
         fixed = {
@@ -137,6 +141,7 @@ def configs(pair: ModelPair, family: str, requests: int) -> dict[str, EngineConf
         }
     else:
         fixed = {str(tree): pair.config(tree, requests) for tree in (CHAINS if family == "chains" else TREES)}
+    fixed = dict(list(fixed.items())[-size.fixed_settings :])
     largest = list(fixed.values())[-1]
     return {str(PLAIN): plain, **fixed, ADAPTIVE: largest.model_copy(update={"speculative_mode": "adaptive"})}
 

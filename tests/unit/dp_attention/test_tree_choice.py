@@ -12,7 +12,6 @@ from cluster.dp_attention.facts import RankFacts
 from cluster.dp_attention.plan import StepPlan, script
 from cluster.dp_attention.sizes import ProgramKey
 from cluster.dp_attention.tree_choice import (
-    CAPTURE_US,
     LEAST_SHARE,
     MAX_CORRECTION,
     SETTLING_STEPS,
@@ -98,7 +97,7 @@ def test_better_tree_is_captured_when_steps_have_lost_the_price_of_a_capture() -
     coordinator.use_costs(costs, captured.__contains__)
 
     def run(outlook: tuple[int, ...], decodes: int = 4) -> StepPlan:
-        facts = coordinator.header()._replace(decodes=decodes, outlook=outlook)
+        facts = coordinator.header()._replace(decodes=decodes, outlook=outlook, capture_us=40_000)
         step_plan = coordinator.agree(facts)
         coordinator.finish_step()
         if step_plan.key in seen:
@@ -110,7 +109,7 @@ def test_better_tree_is_captured_when_steps_have_lost_the_price_of_a_capture() -
     assert [run(little).tier for _ in range(3)] == [0, 0, 0]
     plans = [run(much) for _ in range(12)]
     assert plans[0].postponed_tier == 3 and plans[0].lost_us == 10_000 - 12_000 / 4, "4 tokens take 10 or 3 ms"
-    waits = -(-CAPTURE_US // plans[0].lost_us)
+    waits = -(-40_000 // plans[0].lost_us)
     assert [p.tier for p in plans] == [0] * waits + [3] * (12 - waits)
     assert not any(p.lost_us for p in plans[waits:])
     assert run(little).tier == 0 and run(much).tier == 3, "both have programs now"
