@@ -67,7 +67,7 @@ PARTS = {
 DEFAULT_PARTS = ("offline", "serving")
 DRAFT_OPTIONAL = ("peers", "roofline")  # these parts can measure plain decoding alone
 # Each of these options applies only to the parts whose `Size` has a field of that name.
-PART_OPTIONS = ("contexts", "shape", "layers", "accept_length")
+PART_OPTIONS = ("contexts", "shape", "layers", "accept_length", "families", "kinds", "temperatures")
 EXIT_FAILED = 1  # exit status: a goal was missed, something failed, or outputs that must be equal differ
 
 
@@ -101,6 +101,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, metavar="N", help="number of layers of --shape (default: all that fit)")
     parser.add_argument(
         "--accept-length", type=float, metavar="A", help="tokens that a step of roofline accepts (default: the draft's)"
+    )
+    parser.add_argument("--families", nargs="+", choices=adaptive.FAMILIES, help="trees of adaptive (default: all)")
+    parser.add_argument("--kinds", nargs="+", choices=adaptive.KINDS, help="texts of adaptive (default: all)")
+    parser.add_argument(
+        "--temperatures", type=float, nargs="+", metavar="T", help="temperatures of adaptive (default: 0 0.8 1)"
     )
     parser.add_argument("--repeats", type=int, metavar="N", help="repeats of each contender (default: the part's own)")
     parser.add_argument(
@@ -147,8 +152,8 @@ def _measure(part: str, args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """Measure one part; return its figures and goals, as data and as text."""
     module = PARTS[part].module
     size = module.QUICK if args.quick else module.Size()
-    options = {"repeats": args.repeats, "batches": tuple(args.batches or ()), "contexts": tuple(args.contexts or ())}
-    options |= {name: getattr(args, name) for name in PART_OPTIONS if name != "contexts"}
+    options = {name: getattr(args, name) for name in ("repeats", "batches", *PART_OPTIONS)}
+    options = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
     size = replace(size, **{name: value for name, value in options.items() if value and hasattr(size, name)})
     if not PARTS[part].standalone:
         pair = ModelPair(*resolve_folders(args.model, args.draft, part in DRAFT_OPTIONAL), args.dtype, args.num_threads)

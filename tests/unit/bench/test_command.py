@@ -8,7 +8,7 @@ import pytest
 
 import benchmarks.__main__  # noqa: F401 - the import adds parts to command.PARTS
 from cluster.bench import command
-from cluster.bench.cases import acceptance, levels, offline, overload, peers, serving
+from cluster.bench.cases import acceptance, adaptive, levels, offline, overload, peers, serving
 from cluster.bench.goals import Goal
 
 
@@ -45,6 +45,18 @@ def test_bench_parts_run_in_order_and_write_result_files(
     assert (tmp_path / "offline.txt").read_text() == "the table\ngoals: 1 of 1 met\n"
     assert command.run(parse_arguments("serving")) == 0
     assert "under 25" in capsys.readouterr().out
+
+
+def test_options_choose_a_part_of_the_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[adaptive.Size] = []
+    monkeypatch.setattr(adaptive, "measure", lambda pair, size, log_progress: sizes.append(size) or {})
+    monkeypatch.setattr(adaptive, "show", lambda result: "")
+    monkeypatch.setattr(adaptive, "goals", lambda result: [])
+    options = "--families", "chains", "--kinds", "code", "copy", "--temperatures", "0", "--batches", "1", "8"
+    assert command.run(parse_arguments("adaptive", *options)) == 0
+    assert sizes == [adaptive.Size(families=("chains",), kinds=("code", "copy"), temperatures=(0.0,), batches=(1, 8))]
+    with pytest.raises(ValueError, match="--kinds is an option of adaptive, which the parts leave out"):
+        command.run(parse_arguments("offline", "--kinds", "code"))
 
 
 def test_bench_reports_different_outputs_and_failures_and_exits_with_failure(
