@@ -88,7 +88,7 @@ class Coordinator:
         if any(plan.decodes):
             self._last_tree = LastTree(plan.tier, plan.extend_mode.rests)
         if self._postponed is not None and plan.captured:
-            self._postponed.observe(plan.key, plan.postponed_key, plan.lost_us)
+            self._postponed.observe(plan.key, plan.postponed, plan.lost_us)
         return plan
 
     def script(self) -> list[ScriptCall]:

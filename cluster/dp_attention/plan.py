@@ -41,7 +41,8 @@ class StepPlan(NamedTuple):
     expert-parallel experts. If it is True, the ranks first exchange counts, then send each row only to the parts that
     hold its experts. Otherwise every row goes to every part.
     `extend_mode` says which rows the draft reads. `context` is the mean number of committed tokens of the decoding
-    requests, of the group where it is largest. `postponed_tier` and `lost_us` are those of `ChosenTier`.
+    requests, of the group where it is largest. `postponed` is the key of the program for want of which the step loses
+    `lost_us` microseconds, if a better tree waits for its program.
     """
 
     step: int
@@ -61,7 +62,7 @@ class StepPlan(NamedTuple):
     routes_to_experts: bool = False
     extend_mode: ExtendMode = ExtendMode.ACCEPTED
     context: int = 0
-    postponed_tier: int = 0
+    postponed: ProgramKey | None = None
     lost_us: int = 0
 
     @property
@@ -82,11 +83,6 @@ class StepPlan(NamedTuple):
     def key(self) -> ProgramKey:
         """The key of the step's program, with buffer set 0 in place of its own."""
         return ProgramKey(self.tier, self.forced_nodes, int(self.mode), self.sizes, self.extend_mode)
-
-    @property
-    def postponed_key(self) -> ProgramKey:
-        """The key of the program for want of which the step loses `lost_us`."""
-        return self.key._replace(tier=self.postponed_tier, extend_mode=ExtendMode.ACCEPTED)
 
     def idle(self, group: int) -> Sizes:
         """The padding of a group: its numbers of idle requests, idle prompt rows and idle finishing prompts."""
@@ -138,12 +134,12 @@ class PlanRule:
         mode = SamplingMode(reduce(or_, (facts.mode for facts in groups)))
         sizes, captured, padded = self._sizes(needed, shape.num_draft_tokens, mode)
 
-        def is_ready(tier: int) -> bool:
-            assert postponed is not None
-            tier, extend_mode = self._extend_mode(tier, groups, sizes, NO_LAST_TREE)
-            return postponed.is_ready(ProgramKey(tier, 0, int(mode), sizes, extend_mode))
+        def key_of(tier: int) -> ProgramKey:
+            _, extend_mode = self._extend_mode(tier, groups, sizes, NO_LAST_TREE)
+            return ProgramKey(tier, 0, int(mode), sizes, extend_mode)
 
-        choice = self._choose(groups, mode, last, times, is_ready if captured and postponed is not None else None)
+        is_ready = (lambda tier: postponed.is_ready(key_of(tier))) if captured and postponed is not None else None
+        choice = self._choose(groups, mode, last, times, is_ready)
         tier, extend_mode = self._extend_mode(choice.tier, groups, sizes, last)
         return StepPlan(
             step=facts_by_rank[0].step,
@@ -156,7 +152,7 @@ class PlanRule:
             tier=tier,
             extend_mode=extend_mode,
             context=max(facts.context for facts in groups),
-            postponed_tier=choice.postponed_tier,
+            postponed=key_of(choice.postponed_tier) if choice.lost_us else None,
             lost_us=choice.lost_us,
             no_requests=not any(facts.requests for facts in facts_by_rank),
             leaving=any(facts.leaving for facts in facts_by_rank),

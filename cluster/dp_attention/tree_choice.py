@@ -11,10 +11,10 @@ The choice is a pure function of what the ranks have gathered, so all ranks make
   larger tree adds to it.
 
 A tree also needs a program, captured for the sizes and the mode of the step. A capture takes as long as many small
-steps, and when the load changes, sizes may not last for so many. So if another tree has a program for these sizes, the
-step uses that one, and `PostponedTrees` adds up what this loses. The better tree is used once the sum has reached the
-price of a capture. Such a rule takes at most twice the time of one that knows how long the sizes last (it is known as
-the rule for renting or buying skis).
+steps, and when the load changes, the next steps may have other sizes. So if another tree has a program for these
+sizes, the step uses that tree, and `PostponedTrees` adds up what this loses. When the sum reaches the price of a
+capture, the better tree is used. This rule loses at most twice as much as a rule that knows how long the sizes last
+(the "ski rental problem").
 """
 
 from bisect import bisect_left
@@ -202,7 +202,7 @@ def choose_tier(
         tier = last.tier
     if tier == best or rates[tier] * min_gain >= rates[best]:
         return ChosenTier(tier)
-    return ChosenTier(tier, best, round((times[tier] + prompt_us) * (1 - rates[tier] / rates[best])))
+    return ChosenTier(tier, best, max(1, round((times[tier] + prompt_us) * (1 - rates[tier] / rates[best]))))
 
 
 class PostponedTrees:
@@ -222,9 +222,9 @@ class PostponedTrees:
         """Whether a step may use this program: it is captured, or steps without it have lost the price of a capture."""
         return self._has_program(key) or self._lost_us.get(key, 0) >= self.capture_us
 
-    def observe(self, used: ProgramKey, postponed: ProgramKey, lost_us: int) -> None:
-        """Note that a step used the program `used`, and lost `lost_us` for want of `postponed`."""
-        if lost_us:
+    def observe(self, used: ProgramKey, postponed: ProgramKey | None, lost_us: int) -> None:
+        """Note that a step uses the program `used`. If `postponed` is not None, the step loses `lost_us` without it."""
+        if postponed is not None:
             self._lost_us[postponed] = self._lost_us.pop(postponed, 0) + lost_us
             if len(self._lost_us) > MAX_POSTPONED:
                 self._lost_us.popitem(last=False)

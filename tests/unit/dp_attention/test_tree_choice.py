@@ -88,35 +88,55 @@ def test_tree_with_a_program_is_used_before_a_better_one_without() -> None:
     )
 
 
-def test_better_tree_is_captured_when_steps_have_lost_the_price_of_a_capture() -> None:
-    """A coordinator chooses trees for steps of four requests; a program is captured in the second step of its key."""
-    captured: set[ProgramKey] = set()
-    seen: set[ProgramKey] = set()
-    costs = TreeCosts((4,), ((10_000,), (10_500,), (11_000,), (12_000,)))
-    coordinator = Coordinator(FakeMesh({}), rule(buckets=()), tiers(SHAPE), TARGET)
-    coordinator.use_costs(costs, captured.__contains__)
+class CapturedSteps:
+    """Steps that one rank's coordinator plans. A program is captured in the second step of its key."""
 
-    def run(outlook: tuple[int, ...], decodes: int = 4) -> StepPlan:
-        facts = coordinator.header()._replace(decodes=decodes, outlook=outlook, capture_us=40_000)
-        step_plan = coordinator.agree(facts)
-        coordinator.finish_step()
-        if step_plan.key in seen:
-            captured.add(step_plan.key)
-        seen.add(step_plan.key)
+    def __init__(self, rests: bool) -> None:
+        self.captured: set[ProgramKey] = set()
+        self._seen: set[ProgramKey] = set()
+        plan_rule = replace(rule(buckets=()), draft_rests=rests)
+        self._coordinator = Coordinator(FakeMesh({}), plan_rule, tiers(SHAPE), TARGET)
+        costs = TreeCosts((4,), ((10_000,), (10_500,), (11_000,), (12_000,)), (10_000,))
+        self._coordinator.use_costs(costs, self.captured.__contains__)
+
+    def run(self, *outlook: int, decodes: int = 4) -> StepPlan:
+        facts = self._coordinator.header()._replace(decodes=decodes, outlook=outlook, capture_us=40_000)
+        step_plan = self._coordinator.agree(facts)
+        self._coordinator.finish_step()
+        if step_plan.key in self._seen:
+            self.captured.add(step_plan.key)
+        self._seen.add(step_plan.key)
         return step_plan
 
-    little, much = (4000, 4100, 4200, 4300), (4000, 8000, 12000, 16000)
-    assert [run(little).tier for _ in range(3)] == [0, 0, 0]
-    plans = [run(much) for _ in range(12)]
-    assert plans[0].postponed_tier == 3 and plans[0].lost_us == 10_000 - 12_000 / 4, "4 tokens take 10 or 3 ms"
+
+LITTLE, MUCH = (4000, 4100, 4200, 4300), (4000, 8000, 12000, 16000)
+
+
+def test_better_tree_is_captured_when_steps_have_lost_the_price_of_a_capture() -> None:
+    steps = CapturedSteps(rests=False)
+    assert [steps.run(*LITTLE).tier for _ in range(3)] == [0, 0, 0]
+    plans = [steps.run(*MUCH) for _ in range(12)]
+    assert plans[0].postponed == plans[-1].key and plans[0].lost_us == 10_000 - 12_000 / 4, "4 tokens take 10 or 3 ms"
     waits = -(-40_000 // plans[0].lost_us)
     assert [p.tier for p in plans] == [0] * waits + [3] * (12 - waits)
     assert not any(p.lost_us for p in plans[waits:])
-    assert run(little).tier == 0 and run(much).tier == 3, "both have programs now"
-    assert run(much, decodes=3).tier == 3, "nothing is captured for three requests"
+    assert steps.run(*LITTLE).tier == 0 and steps.run(*MUCH).tier == 3, "both have programs now"
+    assert steps.run(*MUCH, decodes=3).tier == 3, "nothing is captured for three requests"
     # A program that was dropped is not captured again at once: its old losses are paid.
-    captured.remove(plans[-1].key)
-    assert run(much).tier == 0 and run(much).lost_us == plans[0].lost_us
+    steps.captured.remove(plans[-1].key)
+    assert steps.run(*MUCH).tier == 0 and steps.run(*MUCH).lost_us == plans[0].lost_us
+
+
+@pytest.mark.parametrize("rests", [False, True])
+def test_step_without_trees_waits_no_longer_than_a_capture_takes(rests: bool) -> None:
+    """The program of such a step depends on whether the draft rests."""
+    steps = CapturedSteps(rests)
+    assert [steps.run(*MUCH).tier for _ in range(3)] == [3, 3, 3]
+    plans = [steps.run(*LITTLE) for _ in range(100)]  # each loses 1.3 ms, because 4.3 tokens take 12 or 10.75 ms
+    waits = -(-40_000 // plans[0].lost_us)
+    assert [p.tier for p in plans] == [3] * waits + [0] * (100 - waits) and waits < 50
+    assert plans[0].postponed == plans[-1].key
+    assert [steps.run(*MUCH).tier for _ in range(2)] == ([0, 3] if rests else [3, 3]), "a draft that rested wakes first"
 
 
 def test_measured_steps_correct_the_time_of_their_tier_and_size() -> None:
