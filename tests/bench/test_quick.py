@@ -22,9 +22,9 @@ SLOW_PARTS = STARTS_SERVER | {"offline", "acceptance", "levels", "grammars", "lo
 
 def part_parameter(part: str) -> object:
     """The part as a pytest parameter. Its marks say what it needs; its timeout is three times the duration in the help,
-    and at least 300 s.
+    and at least 1200 s.
     """
-    marks = [pytest.mark.timeout(max(300, 3 * command.PARTS[part].quick_s))]
+    marks = [pytest.mark.timeout(max(1200, 3 * command.PARTS[part].quick_s))]
     marks += [pytest.mark.ray] if part in STARTS_SERVER else []
     return pytest.param(part, marks=[*marks, pytest.mark.slow] if part in SLOW_PARTS else marks)
 

@@ -30,6 +30,7 @@ def config(target: str, draft: str, **overrides: object) -> EngineConfig:
     defaults: dict[str, object] = {
         "model_path": target, "speculative_algorithm": "EAGLE3", "speculative_draft_model_path": draft,
         "max_running_requests": 2, "max_total_tokens": 256, "num_threads": 1, "dtype": "float64", "device": "cpu",
+        "speculative_mode": "fixed",
     }  # fmt: skip
     return EngineConfig.from_kwargs(defaults | overrides)
 

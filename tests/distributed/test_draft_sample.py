@@ -40,15 +40,13 @@ def test_wrong_draft_sample_keeps_every_rank_from_starting(
     sample = json.loads(file.read_text())
     file.write_text(json.dumps({**sample, "hidden": [*sample["hidden"][1:], sample["hidden"][0]]}))
     config_dict = config(*pair_with_sample, tp_size=2, attn_dp_size=2)
-    for answer in ranks(2).run(Case(config_dict), timeout_s=10):
+    for answer in ranks(2).run(Case(config_dict)):
         assert isinstance(answer, RankFailure) and answer.kind == "ConfigError", answer
         assert "is off by" in answer.error
 
 
 def test_rank_whose_draft_has_no_sample_is_refused(ranks: RanksFactory, pair_with_sample: tuple[str, str]) -> None:
     config_dict = config(*pair_with_sample, tp_size=2, attn_dp_size=2)
-    for answer in ranks(2).run(
-        Case(config_dict, own={1: {"speculative_draft_model_path": tiny_pair()[1]}}), timeout_s=10
-    ):
+    for answer in ranks(2).run(Case(config_dict, own={1: {"speculative_draft_model_path": tiny_pair()[1]}})):
         assert isinstance(answer, RankFailure) and answer.kind == "ConfigError", answer
         assert "draft is" in answer.error

@@ -11,15 +11,14 @@ import pytest
 from cluster.config import EngineConfig
 from cluster.engine import build_engine
 from cluster.request import Request, RequestParams
-from tests.distributed.gang import Action, Case, ExitedProcess, RankAnswer, RankFailure, RankProcesses
+from tests.distributed.gang import NOTICE_SLACK, Action, Case, ExitedProcess, RankAnswer, RankFailure, RankProcesses
 from tests.distributed.test_parity import config
 from tests.parity.harness import tiny_pair
 
 WATCHDOG_TIMEOUT_S = 2.0
-MAX_NOTICE_S = WATCHDOG_TIMEOUT_S + 2.0  # after the fault, at most
-MAX_IMMEDIATE_NOTICE_S = (
-    WATCHDOG_TIMEOUT_S - 0.5
-)  # for faults that are noticed without waiting for the watchdog's timeout
+MAX_NOTICE_S = (WATCHDOG_TIMEOUT_S + 2.0) * NOTICE_SLACK  # after the fault, at most
+# For faults that are noticed without waiting for the watchdog's timeout.
+MAX_IMMEDIATE_NOTICE_S = (WATCHDOG_TIMEOUT_S - 0.5) * NOTICE_SLACK
 PROMPTS = {"a": [3, 1, 4, 1, 5, 9], "b": [2, 7, 1, 8]}
 TOKENS = 80
 

@@ -179,8 +179,8 @@ class Handler(BaseHTTPRequestHandler):
         if self.command == "HEAD":
             return
         content = content if cut_after is None else content[:cut_after]
+        logged.bytes = len(content)  # before the client can have read them, and looks at the log
         self.wfile.write(content)
-        logged.bytes = len(content)
         if cut_after is not None:
             self.wfile.flush()
             self.close_connection = True

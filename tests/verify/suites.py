@@ -44,7 +44,7 @@ ELSEWHERE = ("tests", *(f"--ignore=tests/{folder}" for folder in FOLDERS))
 
 SUITES = (
     Suite("kernels", ("tests/kernels",), side_by_side=False),
-    Suite("distributed-timed", TIMED, side_by_side=False),
+    Suite("distributed-timed", TIMED, side_by_side=False, variables={"TIMED": "1"}),
     Suite("distributed", ("tests/distributed", *(f"--ignore={module}" for module in TIMED))),
     Suite("triton", ("tests/triton", "tests/flashinfer"), variables={"TRITON_INTERPRET": "1"}),
     Suite("capture", ("tests/capture",)),

@@ -90,7 +90,7 @@ def test_killed_run_keeps_recorded_passes(small_checkout: Path) -> None:
     waiting_source = "import time\n\ndef test_first():\n    pass\n\ndef test_waits():\n    time.sleep(60)\n"
     rewrite(small_checkout, {"tests/other/test_two.py": waiting_source})
     process, deadline = start(small_checkout, "tests/other"), time.monotonic() + 60
-    while not (small_checkout / RECORDED).exists():
+    while not ((small_checkout / RECORDED).exists() and (small_checkout / RECORDED).stat().st_size):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)
     process.send_signal(signal.SIGKILL)

@@ -60,14 +60,14 @@ def test_direct_ingress_serves_tokens_and_server_info(url):
 
 
 def test_stream_sends_about_one_chunk_per_engine_step(url):
-    body = {"model": "counting", "prompt": [SLOW, 1], "max_tokens": 40, "stream": True}
+    body = {"model": "counting", "prompt": [SLOW, 1], "max_tokens": 200, "stream": True}
     arrival_times = []
     with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=20) as response:
         for line in response.iter_lines():
             if line.startswith("data: {"):
                 assert "error" not in json.loads(line[6:])
                 arrival_times.append(time.monotonic())
-    assert 15 <= len(arrival_times) <= 25  # 20 steps of 2 tokens; after a delay, one chunk may hold two steps
+    assert 50 <= len(arrival_times) <= 105  # 100 steps of 2 tokens; after a delay, one chunk may hold two steps
     assert arrival_times[-1] - arrival_times[0] > 0.2
 
 
@@ -80,7 +80,7 @@ def test_client_disconnect_frees_its_slot(url):
                     return
 
     asyncio.run(disconnect_early())
-    assert eventually(lambda: metric_sum(httpx.get(f"{url}/metrics").text, "aerie_open_requests") == 0.0, 3.0)
+    assert eventually(lambda: metric_sum(httpx.get(f"{url}/metrics").text, "aerie_open_requests") == 0.0)
 
 
 def test_client_disconnects_do_not_end_other_streams(url):
@@ -119,7 +119,7 @@ def test_killed_shard_pauses_its_stream_and_health_is_503_meanwhile(url):
                 tokens += event["choices"][0]["token_ids"]
             if len(tokens) >= 10 and not statuses:
                 os.kill(pid, signal.SIGKILL)
-                assert eventually(lambda: health_status(url) == 503, 1.5)
+                assert eventually(lambda: health_status(url) == 503)
                 statuses.append(503)
     assert tokens == list(range(2, 202))
     assert eventually(lambda: health_status(url) == 200, 30)
@@ -136,11 +136,14 @@ def test_metrics_page_sums_over_replicas_whichever_replica_answers(url):
     page_before = httpx.get(f"{url}/metrics").text
     for i in range(12):
         assert complete(url, i, max_tokens=10).status_code == 200
-    time.sleep(1.2)
-    pages = [httpx.get(f"{url}/metrics").text for _ in range(6)]
-    for name, increase in (("aerie_generated_tokens_total", 120), ("aerie_requests_total", 12)):
-        sums = {metric_sum(page, name) for page in pages}
-        assert sums == {metric_sum(page_before, name) + increase}, (name, sums)
+    names = ("aerie_generated_tokens_total", "aerie_requests_total")
+    expected = [{metric_sum(page_before, name) + more} for name, more in zip(names, (120, 12), strict=True)]
+
+    def sums_of_pages() -> list[set[float]]:
+        pages = [httpx.get(f"{url}/metrics").text for _ in range(6)]
+        return [{metric_sum(page, name) for page in pages} for name in names]
+
+    assert eventually(lambda: sums_of_pages() == expected), (sums_of_pages(), expected)  # replicas publish each second
 
 
 def test_cancelled_scrapes_do_not_disturb_open_streams(url):

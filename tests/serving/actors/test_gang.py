@@ -43,9 +43,11 @@ def test_concurrent_requests_stream_and_leave_no_running_requests():
 def test_both_ranks_generate_half_of_the_tokens_of_concurrent_requests():
     async def body(gang: Gang, router: Router) -> None:
         await asyncio.gather(*(read_stream(router, make_request(f"r{i}", SLOW, i, max_tokens=20)) for i in range(8)))
-        await gang.request_heartbeats(2.0)
-        steps = [beat.steps for beat in gang.heartbeats if beat is not None]
-        assert len(steps) == 2 and all(10 <= n <= 20 for n in steps), steps
+        steps: list[int] = []
+        while len(steps) < 2 or min(steps) < 10:  # a heartbeat may have begun before the last steps
+            await gang.request_heartbeats(2.0)
+            steps = [beat.steps for beat in gang.heartbeats if beat is not None]
+        assert max(steps) < 40, "four requests in turn take 40 steps, at once 10"
         pages = [merge([sample]).decode() for sample in await router.metrics()]
         generated = [re.findall(r"aerie_generated_tokens_total\{.*\} (.*)", page) for page in pages]
         assert generated == [["80.0"], ["80.0"]], "a rank without requests takes steps too, but generates no tokens"
@@ -63,8 +65,8 @@ def test_closed_or_cancelled_stream_aborts_its_request():
         await asyncio.sleep(0.1)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        await asyncio.sleep(0.2)
-        status = await router.status()
+        while (status := await router.status()).heartbeats[0].status.aborted < 2:
+            await asyncio.sleep(0.05)
         assert status.heartbeats[0].status.aborted == 2 and status.heartbeats[0].status.running == 0
         assert status.running == 0 and status.queued_tokens == 0
 
@@ -83,7 +85,7 @@ def test_invalid_request_raises_and_a_full_queue_refuses_at_once():
         started_at = time.monotonic()
         with pytest.raises(Overloaded, match="max_queued_tokens"):
             await read_stream(router, make_request("one-too-many", *[1] * 400, max_tokens=2))
-        assert time.monotonic() - started_at < 0.1
+        assert time.monotonic() - started_at < 1.0, "a step takes 1.5 s"
         assert (await router.status()).queued_tokens == pytest.approx(800, abs=10)
         assert [last.finish_reason for _, last in await asyncio.gather(*stuck_tasks)] == ["length"] * 2
         assert (await read_stream(router, make_request("fits-again", *[1] * 400, max_tokens=2)))[0] == [2, 3]
@@ -93,11 +95,12 @@ def test_invalid_request_raises_and_a_full_queue_refuses_at_once():
 
 def test_stalled_rank_is_unhealthy_until_the_stall_ends():
     async def body(gang: Gang, router: Router) -> None:
-        task = asyncio.create_task(read_stream(router, make_request("stuck", STUCK, 1, max_tokens=2)))
-        await asyncio.sleep(1.1)
-        status = await router.status()
-        assert not status.healthy and status.reason.startswith("rank 0 frozen at step 0, phase target: did nothing for")
-        assert (await task)[0] == [2, 3]
+        task = asyncio.create_task(read_stream(router, make_request("stuck", STUCK, 1, max_tokens=6)))
+        while (status := await router.status()).healthy:
+            assert not task.done(), "three steps of 1.5 s have passed"
+            await asyncio.sleep(0.05)
+        assert re.match(r"rank 0 frozen at step \d, phase target: did nothing for", status.reason)
+        assert (await task)[0] == [2, 3, 4, 5, 6, 7]
         assert (await router.status()).healthy
 
     with_gang(spec("stalled", watchdog_timeout_s=0.7), body)
@@ -120,10 +123,8 @@ def test_stalled_rank_is_unhealthy_until_the_stall_ends():
     ],
 )
 def test_failed_gang_start_names_the_cause_and_leaves_no_actors(name, settings, error, expected_message):
-    started_at = time.monotonic()
     with pytest.raises(error, match=expected_message):
         with_gang(spec(name, **settings), None)  # type: ignore[arg-type]
-    assert time.monotonic() - started_at < 20  # most of the time passes while two processes start
     assert left_behind(name) == []
 
 

@@ -139,7 +139,7 @@ def test_serve_command_starts_answers_drains_and_leaves_no_process(proxy: str, t
         assert listening_addresses(children) <= ({"127.0.0.1"} if proxy == "0" else {"127.0.0.1", "0.0.0.0"})
         folder = next(match for child in children if (match := re.search(r"/tmp/aerie-\w+", " ".join(child.cmdline()))))
         assert stat.S_IMODE(Path(folder.group()).stat().st_mode) == 0o700
-        streams = Streams(url, 8, 240, begun=8)
+        streams = Streams(url, 8, 480, begun=8)
         assert streams.begun.wait(60)
         process.send_signal(signal.SIGTERM)
         assert "8 calls open" in wait_for(process, "draining")
@@ -147,7 +147,7 @@ def test_serve_command_starts_answers_drains_and_leaves_no_process(proxy: str, t
         assert refused_response.status_code == 503 and refused_response.json()["error"]["code"] == "shutting_down", (
             refused_response.text
         )
-        assert [response.error for response in streams.join() if not response.is_complete(240)] == []
+        assert [response.error for response in streams.join() if not response.is_complete(480)] == []
         assert process.wait(timeout=40) == 0
         _, alive = psutil.wait_procs(children, timeout=5)
         assert alive == []

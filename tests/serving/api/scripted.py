@@ -75,6 +75,7 @@ class ScriptedEngine:
         self.running: set[str] = set()
         self.aborted: list[str] = []
         self.queue_is_full = False
+        self.refusals = 0
         self.retry_after_s = 0.0
         self.refusal = ""
         self.fail_at: int | None = None
@@ -96,6 +97,7 @@ class ScriptedEngine:
         request = self._seeds.fill(request)
         self.requests.append(request)
         if self.queue_is_full:
+            self.refusals += 1
             raise Overloaded("the queue holds 70000 tokens (max_queued_tokens is 65536)")
         if self.refusal:
             raise ValueError(self.refusal)

@@ -96,7 +96,7 @@ def test_anthropic_client_retries_after_a_503(url: str, service: ScriptedService
     finished = threading.Event()
 
     def free_the_queue() -> None:
-        while len(service.engine.requests) < 1 and not finished.wait(0.01):
+        while not service.engine.refusals and not finished.wait(0.01):
             pass
         service.engine.queue_is_full = False
 

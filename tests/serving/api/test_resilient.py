@@ -110,6 +110,12 @@ def item_instead_at(item_index: int, item: StreamItem) -> ItemOverride:
     return lambda request, number: item if number == item_index else None
 
 
+@pytest.fixture(autouse=True)
+def short_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With short pauses, a busy machine takes as many tries as an idle one before the client gives up."""
+    monkeypatch.setattr("cluster.api.serve.resilient_client.RETRY_S", 0.02)
+
+
 def run(*overrides: ItemOverride, **settings: Any) -> tuple[list[SequenceOutput], FakeEngine, list[None]]:
     """The outputs of one stream, its engine, and one None per counted resume."""
     engine, resumes = FakeEngine(list(overrides)), []
@@ -263,9 +269,11 @@ def test_status_is_unhealthy_and_metrics_are_empty_without_engines() -> None:
 
 
 class ItemListEngine:
-    """An engine that yields its items in order. It raises an item that is an exception; a float is a pause in s."""
+    """An engine that yields its items in order. It raises an item that is an exception, and waits for an item that is
+    an event.
+    """
 
-    def __init__(self, *items: SequenceOutput | Exception | float) -> None:
+    def __init__(self, *items: SequenceOutput | Exception | asyncio.Event) -> None:
         self.items = items
         self.closed = False
 
@@ -274,8 +282,8 @@ class ItemListEngine:
             for item in self.items:
                 if isinstance(item, Exception):
                     raise item
-                if isinstance(item, float):
-                    await asyncio.sleep(item)
+                if isinstance(item, asyncio.Event):
+                    await item.wait()
                 else:
                     yield item
         finally:
@@ -294,7 +302,7 @@ FAILED = SequenceOutput("r", (), finish_reason="error", error="the gang is lost"
         ((Overloaded("full", 7.5),), "", [RequestRefused("full", 7.5)]),
         ((Unavailable("rank 1 died"),), "", [StreamAbandoned("rank 1 died")]),
         ((ValueError("prompt: bad"),), "", [HEARTBEAT, RequestRefused("prompt: bad")]),
-        ((OUTPUT, 0.12, END), "", [HEARTBEAT, OUTPUT, HEARTBEAT, HEARTBEAT, END]),
+        ((OUTPUT, asyncio.Event(), END), "", [HEARTBEAT, OUTPUT, HEARTBEAT, HEARTBEAT, END]),
         ((OUTPUT, FAILED), "", [HEARTBEAT, OUTPUT, FAILED]),
         ((OUTPUT, FAILED), "lost", [HEARTBEAT, OUTPUT, StreamAbandoned("lost")]),
         ((OUTPUT,), "", [HEARTBEAT, OUTPUT, StreamAbandoned("its stream ended without a reason")]),
@@ -308,12 +316,14 @@ def test_stream_items_yields_heartbeats_outputs_and_refusals(
     reasons = iter([""])  # the replica begins to leave after it has accepted the request
 
     async def scenario() -> list[StreamItem]:
-        return [
-            item
-            async for item in stream_items(
-                engine, Request("r", (1,)), HEARTBEAT, 0.05, lambda: next(reasons, leave_reason)
-            )
-        ]
+        received = []
+        stream = stream_items(engine, Request("r", (1,)), HEARTBEAT, 0.05, lambda: next(reasons, leave_reason))
+        async for item in stream:
+            received.append(item)
+            if received == items[:-1]:  # before the last item, the engine waits for an event, if it has one
+                for event in (event for event in script if isinstance(event, asyncio.Event)):
+                    event.set()
+        return received
 
     assert asyncio.run(scenario()) == items
     assert engine.closed
@@ -332,7 +342,7 @@ def test_stream_items_abandons_a_request_when_the_engine_is_leaving() -> None:
 
 
 def test_closing_stream_items_closes_the_engine_stream() -> None:
-    engine = ItemListEngine(OUTPUT, 30.0, END)
+    engine = ItemListEngine(OUTPUT, asyncio.Event(), END)
 
     async def scenario() -> None:
         items = stream_items(engine, Request("r", (1,)), HEARTBEAT, 0.05, lambda: "")
@@ -343,7 +353,9 @@ def test_closing_stream_items_closes_the_engine_stream() -> None:
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("script", [(OUTPUT, 30.0, END), (OUTPUT, OUTPUT, END)], ids=["engine waits", "more items"])
+@pytest.mark.parametrize(
+    "script", [(OUTPUT, asyncio.Event(), END), (OUTPUT, OUTPUT, END)], ids=["engine waits", "more items"]
+)
 def test_stream_items_ends_when_its_reader_is_gone(script: Any) -> None:
     engine = ItemListEngine(*script)
     disconnected: list[bool] = []

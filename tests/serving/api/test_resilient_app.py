@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import httpx
@@ -38,8 +39,10 @@ def url() -> Iterator[str]:
 
 
 def prompts() -> list[list[int]]:
-    """Prompts of slow streams, which stay open for a while. The seed decides their tokens."""
-    return [[SEED_DEPENDENT, SLOW, 1000 + i] for i in range(STREAMS)]
+    """Prompts of streams whose tokens the seed decides. The first one makes all steps slow, so that streams stay open
+    for a while.
+    """
+    return [[SLOW, 1000], *([SEED_DEPENDENT, 1000 + i] for i in range(1, STREAMS))]
 
 
 def running_requests(url: str) -> int:
@@ -77,7 +80,7 @@ def test_single_call_may_exceed_the_queue_token_limit(url: str) -> None:
     answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
     assert answer.status_code == 200, answer.text
     assert [choice["finish_reason"] for choice in answer.json()["choices"]] == ["length"] * 12
-    assert eventually(lambda: running_requests(url) == 0, 5)
+    assert eventually(lambda: running_requests(url) == 0)
 
 
 def test_client_disconnect_frees_its_slot_in_the_engine(url: str) -> None:
@@ -89,7 +92,7 @@ def test_client_disconnect_frees_its_slot_in_the_engine(url: str) -> None:
                     return
 
     asyncio.run(disconnect())
-    assert eventually(lambda: running_requests(url) == 0, 3)
+    assert eventually(lambda: running_requests(url) == 0)
 
 
 def test_killed_ingress_ends_its_streams_in_the_engine(url: str) -> None:
@@ -111,12 +114,12 @@ def test_killed_ingress_ends_its_streams_in_the_engine(url: str) -> None:
     assert eventually(lambda: running_requests(url) == STREAMS)
     assert kill(INGRESS_REPLICA)
     reader.join()
-    assert eventually(lambda: health_status(url) == 200, 20)
+    assert eventually(lambda: health_status(url) == 200, 60)
     assert eventually(lambda: running_requests(url) == 0, 12)
 
 
 def run_with_signal(
-    url: str, *, process_name: str, signal_number: int = signal.SIGKILL, tokens: int = 800
+    url: str, *, process_name: str, signal_number: int = signal.SIGKILL, tokens: int = 300
 ) -> tuple[list, list, list[int]]:
     """Run all streams twice, and send a signal to processes during the second run.
 
@@ -155,7 +158,7 @@ def test_streams_keep_their_tokens_when_engine_replica_or_shards_are_killed(url:
             metric_sum(page, "aerie_gang_restarts_total") == metric_sum(page, "aerie_gang_restart_seconds_count") >= 1
         )
         assert metric_sum(page, "aerie_rank_losses_total") >= 1
-    assert eventually(lambda: health_status(url) == 200, 20)
+    assert eventually(lambda: health_status(url) == 200, 60)
 
 
 @pytest.mark.slow
@@ -171,9 +174,11 @@ def test_streams_of_a_frozen_engine_replica_move_to_another_replica(url: str) ->
 
 
 def test_health_is_503_and_new_requests_wait_while_no_engine_runs(url: str) -> None:
-    kill(ENGINE_REPLICA)
-    assert eventually(lambda: health_status(url) == 503, 3)
     start = time.monotonic()
-    (answer,) = ask_all(url, [[200]], 4)
+    kill(ENGINE_REPLICA)
+    with ThreadPoolExecutor(1) as client:
+        answers = client.submit(ask_all, url, [[200]], 4)
+        assert eventually(lambda: health_status(url) == 503)
+        (answer,) = answers.result()
     assert answer.tokens == [201, 202, 203, 204], answer
     assert time.monotonic() - start > 0.3

@@ -1,7 +1,6 @@
 """The start of an incarnation: shards may load while any rank makes progress and until the timeout; restarts too."""
 
 import asyncio
-import selectors
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -16,29 +15,9 @@ from cluster.config import ConfigError, EngineConfig
 from cluster.config.resolved import ResolvedSettings
 from cluster.kv.budget import Capacity, page_count
 from tests.support.rank_info import rank_info
+from tests.support.simulated_time import SimulatedTimeLoop
 
 LOAD_S = 1.5
-
-
-class SkippingSelector(selectors.SelectSelector):
-    """A selector that never sleeps: its clock `now` shows that it did."""
-
-    now = 0.0
-
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        self.now += max(timeout or 0.0, 1e-6)  # time passes also without waiting
-        return super().select(0)
-
-
-class SimulatedTimeLoop(asyncio.SelectorEventLoop):
-    """An event loop in which waiting takes no real time."""
-
-    def __init__(self) -> None:
-        self._simulated_time = SkippingSelector()
-        super().__init__(self._simulated_time)
-
-    def time(self) -> float:
-        return self._simulated_time.now
 
 
 def new_incarnation() -> Incarnation:

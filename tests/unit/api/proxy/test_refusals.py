@@ -10,6 +10,7 @@ from cluster.api.core.errors import overloaded_error
 from cluster.api.proxy.middleware import BufferedRequests, JsonErrors
 from cluster.api.proxy.refusals import FULL_HEADER, REPEATS_HEADER, AnnounceRefusals, Refusals, hold_s
 from cluster.api.proxy.throttle import MAX_PAUSE_S, CpuLoad, Throttle
+from tests.support.simulated_time import SimulatedTimeLoop
 
 START, BODY = "http.response.start", "http.response.body"
 WAIT_S = 8.0
@@ -189,7 +190,8 @@ def test_refusal_answers_requests_that_wait_in_the_throttle() -> None:
 
         return await asyncio.gather(*(timed_ask(path) for path in ["/v1/completions"] * 4 + ["/other"]))
 
-    *same, other = asyncio.run(all_ask())
+    with asyncio.Runner(loop_factory=SimulatedTimeLoop) as runner:
+        *same, other = runner.run(all_ask())
     assert [status for status, _ in same] == [503] * 4 and other[0] == 503
     assert max(seconds for _, seconds in same) < 0.5 * MAX_PAUSE_S < other[1]
     assert replica.request_count == 2

@@ -17,6 +17,7 @@ from cluster.api.proxy.throttle import (
     Throttle,
     pause_s,
 )
+from tests.support.simulated_time import SimulatedTimeLoop
 
 
 class FakeMachine:
@@ -173,8 +174,9 @@ def test_refused_request_lets_the_next_request_begin_sooner() -> None:
                 asyncio.get_running_loop().call_soon(turns.on_refused)  # while the next one waits
         return clock() - start_time
 
-    pause = (pause_s(0, os.cpu_count() or 1)) / 3
-    assert 3 * pause * 0.99 <= asyncio.run(all_begin()) < 3 * pause + pause_s(0, os.cpu_count() or 1)
+    pause = pause_s(0, os.cpu_count() or 1)
+    with asyncio.Runner(loop_factory=SimulatedTimeLoop) as runner:
+        assert runner.run(all_begin()) == pytest.approx(3 * pause * REFUSE_S / BEGIN_S, rel=0.01)
 
 
 class RefusedAtOnce(Throttle):
