@@ -1,4 +1,6 @@
-"""What a checkpoint's config says about quantised weights. Which tensors are quantised follows from the tensors."""
+"""What a checkpoint's config says about quantised weights. The loader sees from the names, dtypes and shapes of the
+tensors which of them are quantised (`models/formats.py`).
+"""
 
 from dataclasses import dataclass
 from pathlib import Path

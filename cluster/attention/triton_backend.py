@@ -198,8 +198,9 @@ class TritonAttention:
     def _join(
         self, call: LayerCall, prefix: PrefixAttention | None, partials: Tensor | None = None, rows_per_request: int = 1
     ) -> None:
-        """Merge `partials` and `prefix` into `call.out`: into as many first rows as `partials` has, or into all rows if
-        `partials` is None. A request has `rows_per_request` rows.
+        """Merge the results of the splits (`partials`) and the attention over the prefix (`prefix`) into `call.out`. If
+        `partials` has n rows, only the first n rows of `call.out` are written; if it is None, all rows. A request has
+        `rows_per_request` rows.
         """
         rows, splits = (call.out.shape[0], 0) if partials is None else (partials.shape[0], partials.shape[2])
         values, lse, prefix_lens = prefix or (None, None, None)

@@ -281,8 +281,8 @@ class EngineConfig(Settings):
         default=3.0,
         gt=0,
         description="a rank that does not answer, or has work and makes no progress, for this long is suspect "
-        "(/health answers 503); its gang is restarted after twice this time without an answer, or "
-        "three times without progress",
+        "(/health answers 503); its gang is restarted after 2 x this time without an answer, or "
+        "3 x this time without progress",
     )
     start_timeout_s: float = Field(
         default=3600.0,

@@ -106,8 +106,8 @@ class Buckets:
 
 
 def _prompt_rows_needed(groups: Sequence[Sizes], finishing_prompts: int) -> int:
-    """Return the most prompt rows that a group needs in a program of `finishing_prompts` finishing prompts: its own
-    rows, and one idle row if it has fewer finishing prompts.
+    """Return the most prompt rows that any group needs in a program for `finishing_prompts` prompts that end in the
+    step. A group needs its own prompt rows, and one idle row if fewer of its prompts end.
     """
     return max(group.prompt_rows + (group.finishing_prompts < finishing_prompts) for group in groups)
 

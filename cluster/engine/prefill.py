@@ -49,8 +49,9 @@ class RemainingRows:
 
     `spent_us` is the predicted time of the chunks so far. `target_rows` counts the rows of the step's target forward so
     far, tree nodes and prompt rows. `prefilling_groups` is the number of other groups that run prompt rows.
-    `is_first_chunk` is True until a chunk has been taken. The first chunk gets at least `StepTimes.min_rows` rows, even
-    if they cost more than the allowance; the next step's allowance is then smaller by the excess. `scored_rows` is the
+    `is_first_chunk` is True until a chunk has been taken. The first chunk gets at least `StepTimes.min_rows` rows
+    (before they are rounded down to one of `chunk_sizes`), even if they cost more than the allowance; the next step's
+    allowance is then smaller by the excess. `scored_rows` is the
     number of rows that may still return log-probabilities. `chunk_sizes` lists, in ascending order, the numbers of
     prompt rows with which a step can be captured; `prompt_rows` is the number of prompt rows in this step so far.
     If there are `chunk_sizes`, `is_rounded` becomes True when the allowance cuts a chunk. What is left of the allowance

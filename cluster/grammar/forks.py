@@ -136,7 +136,7 @@ def compile_reply(worker: Worker, request: dict[str, Any]) -> bytes:
 
 
 def time_spent_in(reply: bytes) -> TimeSpent:
-    """Return the time that a child spent. `reply` is marked `OUT_OF_TIME` or `TIMED_OUT`."""
+    """Return the time that a child process spent. Its reply must begin with the byte `OUT_OF_TIME` or `TIMED_OUT`."""
     return TimeSpent(**json.loads(reply[1:]))
 
 

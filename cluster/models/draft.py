@@ -126,8 +126,9 @@ class DraftModel(ABC):
     def forward(self, token_ids: Tensor, positions: Tensor, hidden: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
         """Run T rows; return (input of the head, recurrent hidden), `[T, H]` each.
 
-        `positions` `[T]` are the rows' positions, and `hidden` `[T, H]` is their hidden. `token_ids[i]` is the token
-        that follows row i. At the next draft level, a row may read the recurrent hidden as its `hidden`.
+        `positions` `[T]` are the positions of the rows. `token_ids[i]` is the token that follows row i. `hidden`
+        `[T, H]` is the hidden state that each row reads: the output of `fuse_aux`, or, at a later draft level, the
+        recurrent hidden state of the level before.
         """
 
     @property

@@ -81,7 +81,7 @@ class ModelLoadingConfig(ServingSettings):
     model_source: str | None = Field(
         default=None,
         description="folder of the target, or its name on a hub, ORGANISATION/NAME or "
-        "ORGANISATION/NAME@REVISION; unset: `model_id` is one of them",
+        "ORGANISATION/NAME@REVISION; unset: `model_id` is the folder or the name",
     )
     tokenizer_source: str | None = Field(
         default=None, description="folder of the tokenizer, or the name of a model on a hub; unset: the target's"

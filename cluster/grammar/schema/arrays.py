@@ -114,7 +114,9 @@ def _set_of(rules: Rules, schema: Schema, plain_schemas: list[Schema], min_items
 
 
 def _allowed_values(schema: Schema) -> list[Any] | None:
-    """Return all values that a plain schema allows, or None if the schema does not name them."""
+    """Return all values that a schema allows, or None if `enum`, `const` or the types boolean and null alone do not
+    say which these are.
+    """
     values = enumerated_values(schema)
     if values is None and types_of(schema) <= VALUES_OF_TYPE.keys() and schema.keys() <= {"type"}:
         values = [value for name in sorted(types_of(schema)) for value in VALUES_OF_TYPE[name]]
