@@ -87,8 +87,8 @@ class Coordinator:
         self.step, self._plan_digest, self._plan = self.step + 1, plan.digest, plan
         if any(plan.decodes):
             self._last_tree = LastTree(plan.tier, plan.extend_mode.rests)
-        if self._postponed is not None and plan.captured:
-            self._postponed.observe(plan.key, plan.postponed, plan.lost_us)
+        if self._postponed is not None:
+            self._postponed.observe(plan.key, plan.lost_us)
         return plan
 
     def script(self) -> list[ScriptCall]:

@@ -19,7 +19,7 @@ class RankFacts(NamedTuple):
       waiting and running requests. `decode_us` is `Schedule.decode_us`: the predicted time of decoding in microseconds
       or, if no times are predicted, the number of decoding requests. A nonzero `leaving` asks to end the gang.
       `context` is the mean number of committed tokens of the decoding requests, as far as the host knows.
-      `capture_us` is `Programs.capture_us`.
+      `capture_us` is `Programs.capture_us`; only that of the first rank counts.
       `max_tier`, `prompt_us`, `explores`, `outlook` and the four fields of a measured step are those of `TreeVote`. Of
       these, the plan reads only `requests` and `leaving` from followers.
     """

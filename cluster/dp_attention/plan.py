@@ -41,8 +41,7 @@ class StepPlan(NamedTuple):
     expert-parallel experts. If it is True, the ranks first exchange counts, then send each row only to the parts that
     hold its experts. Otherwise every row goes to every part.
     `extend_mode` says which rows the draft reads. `context` is the mean number of committed tokens of the decoding
-    requests, of the group where it is largest. `postponed` is the key of the program for want of which the step loses
-    `lost_us` microseconds, if a better tree waits for its program.
+    requests, of the group where it is largest. `lost_us` is that of `ChosenTier`.
     """
 
     step: int
@@ -62,7 +61,6 @@ class StepPlan(NamedTuple):
     routes_to_experts: bool = False
     extend_mode: ExtendMode = ExtendMode.ACCEPTED
     context: int = 0
-    postponed: ProgramKey | None = None
     lost_us: int = 0
 
     @property
@@ -134,12 +132,17 @@ class PlanRule:
         mode = SamplingMode(reduce(or_, (facts.mode for facts in groups)))
         sizes, captured, padded = self._sizes(needed, shape.num_draft_tokens, mode)
 
-        def key_of(tier: int) -> ProgramKey:
-            _, extend_mode = self._extend_mode(tier, groups, sizes, NO_LAST_TREE)
-            return ProgramKey(tier, 0, int(mode), sizes, extend_mode)
+        def may_use(tier: int, best: int) -> bool:
+            assert postponed is not None
+            if tier == 0 and self.draft_rests:
+                if last.rests:
+                    return True  # this step has no tree anyway: a draft that rests wakes in a step of its own
+                if best:
+                    return False  # a draft does not rest for want of a program: waking it costs a step
+            _, awake_mode = self._extend_mode(tier, groups, sizes, NO_LAST_TREE)
+            return postponed.may_use(ProgramKey(tier, 0, int(mode), sizes, awake_mode))
 
-        is_ready = (lambda tier: postponed.is_ready(key_of(tier))) if captured and postponed is not None else None
-        choice = self._choose(groups, mode, last, times, is_ready)
+        choice = self._choose(groups, mode, last, times, may_use if captured and postponed is not None else None)
         tier, extend_mode = self._extend_mode(choice.tier, groups, sizes, last)
         return StepPlan(
             step=facts_by_rank[0].step,
@@ -152,8 +155,7 @@ class PlanRule:
             tier=tier,
             extend_mode=extend_mode,
             context=max(facts.context for facts in groups),
-            postponed=key_of(choice.postponed_tier) if choice.lost_us else None,
-            lost_us=choice.lost_us,
+            lost_us=0 if extend_mode is ExtendMode.MISSED else choice.lost_us,
             no_requests=not any(facts.requests for facts in facts_by_rank),
             leaving=any(facts.leaving for facts in facts_by_rank),
             decode_us=tuple(facts.decode_us for facts in groups),
@@ -171,7 +173,7 @@ class PlanRule:
         mode: SamplingMode,
         last: LastTree,
         times: TreeTimes | None,
-        is_ready: Callable[[int], bool] | None,
+        may_use: Callable[[int, int], bool] | None,
     ) -> ChosenTier:
         """Return the tier of the step, one for all groups: the collectives of their drafts must match.
 
@@ -187,7 +189,7 @@ class PlanRule:
             return ChosenTier(min(explored_tier, max_tier))
         prompt_us, context = max(facts.prompt_us for facts in groups), max(facts.context for facts in groups)
         times_of_tiers = times.of(decodes, context)[: max_tier + 1]
-        return choose_tier(times_of_tiers, [facts.outlook for facts in groups], last, prompt_us, is_ready)
+        return choose_tier(times_of_tiers, [facts.outlook for facts in groups], last, prompt_us, may_use)
 
     def _extend_mode(
         self, tier: int, groups: Sequence[RankFacts], sizes: tuple[Sizes, ...], last: LastTree

@@ -10,11 +10,11 @@ The choice is a pure function of what the ranks have gathered, so all ranks make
 - The time of the prompt rows in the step, which is the same for all tiers. The longer a step takes anyway, the less a
   larger tree adds to it.
 
-A tree also needs a program, captured for the sizes and the mode of the step. A capture takes as long as many small
-steps, and when the load changes, the next steps may have other sizes. So if another tree has a program for these
-sizes, the step uses that tree, and `PostponedTrees` adds up what this loses. When the sum reaches the price of a
-capture, the better tree is used. This rule loses at most twice as much as a rule that knows how long the sizes last
-(the "ski rental problem").
+A tree also needs a program, captured for the sizes and the mode of the step. A capture takes as long as several steps,
+and when the load changes, the next steps may have other sizes. So if another tree has a program for these sizes, the
+step uses that tree, and `PostponedTrees` adds up what this loses. When the sum reaches the price of a capture, the
+better tree is used, and captured. With the capture itself, a load has then lost about twice as much as with a choice
+that knows how long the sizes last (the "ski rental problem"), if one tree stays the best.
 """
 
 from bisect import bisect_left
@@ -26,9 +26,9 @@ from typing import NamedTuple
 from cluster.dp_attention.sizes import ProgramKey
 
 MIN_GAIN, MIN_GAIN_TO_WAKE = 1.01, 1.03
-"""A step uses another tree than the step before only if that gives this factor more tokens per second. Estimates change
-a little after every step, and a change of the tree may need a program that is not captured yet. The second factor is
-for a draft that rests: waking it costs a step.
+"""A step uses another tree than the step before only if that gives this factor more tokens per second, or if the tree
+of the step before has no program. Estimates change a little after every step, and a change of the tree may need a
+program that is not captured yet. The second factor is for a draft that rests: waking it costs a step.
 """
 OVERHEAD_CHANGE, CHANGE, MAX_CORRECTION = 0.02, 0.005, 1.5
 """How much one step changes the overhead, as a share of its time, and the correction of its tier; the largest
@@ -39,7 +39,7 @@ LEAST_SHARE = 0.25
 SETTLING_STEPS = 12
 """The first so many steps of a tier correct only this tier."""
 MAX_POSTPONED = 512
-"""For so many programs `PostponedTrees` keeps sums."""
+"""For so many sizes `PostponedTrees` keeps sums."""
 OUTLOOK_UNIT = 1000
 """Outlooks are integers, in thousandths of a token: every rank must compute with exactly the same numbers."""
 
@@ -167,12 +167,11 @@ class TreeTimes:
 
 
 class ChosenTier(NamedTuple):
-    """The tier of a step. If a better tier has no program yet, it is `postponed_tier`, and the step loses `lost_us`
-    microseconds without it: the tokens of the step would take so much less time with the better tree.
+    """The tier of a step. `lost_us` is 0 unless a better tree is postponed, because it has no program: the tokens of
+    the step would take so many microseconds less with that tree.
     """
 
     tier: int
-    postponed_tier: int = 0
     lost_us: int = 0
 
 
@@ -181,52 +180,58 @@ def choose_tier(
     outlooks: Sequence[Sequence[int]],
     last: LastTree,
     prompt_us: int = 0,
-    is_ready: Callable[[int], bool] | None = None,
+    may_use: Callable[[int, int], bool] | None = None,
 ) -> ChosenTier:
-    """Return the tier that is expected to give the most tokens per second, among those that are ready.
+    """Return the tier that is expected to give the most tokens per second, among those that the step may use.
 
     `times` are the costs of the tiers that are allowed (`TreeTimes.of`), `outlooks` those of all groups. `prompt_us` is
-    the time of prompt rows in the step. `last` describes the step before; see `MIN_GAIN`. `is_ready` says whether a
-    tier has a program, or has been postponed for long enough; if it is None, all are ready. If no tier is ready, the
-    best one is as good as any.
+    the time of prompt rows in the step. `last` describes the step before; see `MIN_GAIN`. `may_use(tier, best)` says
+    whether the step may use a tier if `best` is the best one. If it is None, or False for every tier, the step may use
+    all.
     """
     tiers = range(len(times))
     rates = [sum(outlook[tier] for outlook in outlooks) / (times[tier] + prompt_us) for tier in tiers]
     best = max(tiers, key=rates.__getitem__)
-    ready: Sequence[int] = tiers
-    if is_ready is not None and not (is_ready(best) and is_ready(last.tier)):
-        ready = [tier for tier in tiers if is_ready(tier)] or tiers
-    tier = max(ready, key=rates.__getitem__)
+    usable: Sequence[int] = tiers
+    # Most steps use the tree of the step before, and this is the best one: then two questions are enough.
+    if may_use is not None and not (may_use(best, best) and may_use(last.tier, best)):
+        usable = [tier for tier in tiers if may_use(tier, best)] or tiers
+    tier = max(usable, key=rates.__getitem__)
     min_gain = MIN_GAIN_TO_WAKE if last.rests else MIN_GAIN
-    if last.tier in ready and rates[last.tier] * min_gain >= rates[tier]:
+    if last.tier in usable and rates[last.tier] * min_gain >= rates[tier]:
         tier = last.tier
-    if tier == best or rates[tier] * min_gain >= rates[best]:
+    if best in usable or rates[tier] * min_gain >= rates[best]:
         return ChosenTier(tier)
-    return ChosenTier(tier, best, max(1, round((times[tier] + prompt_us) * (1 - rates[tier] / rates[best]))))
+    return ChosenTier(tier, max(1, round((times[tier] + prompt_us) * (1 - rates[tier] / rates[best]))))
 
 
 class PostponedTrees:
-    """Adds up what steps lose because a better tree has no program yet. All ranks have the same programs and see the
-    same plans, so they agree on all sums.
+    """Adds up what steps lose because a better tree has no program yet, for each mode and sizes. All ranks have the
+    same programs and see the same plans, so they agree on all sums.
 
-    Programs are named by keys. `has_program` says whether a key has one. `capture_us` is the price of a capture in
-    microseconds, on which all ranks agree too.
+    `has_program` says whether the key of a plan has a program. `capture_us` is the price of a capture in microseconds,
+    on which all ranks agree too.
     """
 
     def __init__(self, has_program: Callable[[ProgramKey], bool]) -> None:
         self._has_program = has_program
         self.capture_us = 0
-        self._lost_us: OrderedDict[ProgramKey, int] = OrderedDict()
+        self._lost_us: OrderedDict[tuple[object, ...], int] = OrderedDict()
 
-    def is_ready(self, key: ProgramKey) -> bool:
-        """Whether a step may use this program: it is captured, or steps without it have lost the price of a capture."""
-        return self._has_program(key) or self._lost_us.get(key, 0) >= self.capture_us
+    def may_use(self, key: ProgramKey) -> bool:
+        """Whether a step may use this program: it is captured, or steps of its mode and sizes have lost the price of a
+        capture.
+        """
+        return self._has_program(key) or self._lost_us.get((key.mode, key.sizes), 0) >= self.capture_us
 
-    def observe(self, used: ProgramKey, postponed: ProgramKey | None, lost_us: int) -> None:
-        """Note that a step uses the program `used`. If `postponed` is not None, the step loses `lost_us` without it."""
-        if postponed is not None:
-            self._lost_us[postponed] = self._lost_us.pop(postponed, 0) + lost_us
+    def observe(self, key: ProgramKey, lost_us: int) -> None:
+        """Note that a step with this key loses `lost_us`. When the sum of its mode and sizes has paid for a program, it
+        begins again at 0.
+        """
+        load = key.mode, key.sizes
+        if lost_us:
+            self._lost_us[load] = self._lost_us.pop(load, 0) + lost_us
             if len(self._lost_us) > MAX_POSTPONED:
                 self._lost_us.popitem(last=False)
-        elif used in self._lost_us and self._has_program(used):
-            del self._lost_us[used]
+        elif self._lost_us.get(load, 0) >= self.capture_us and self._has_program(key):
+            self._lost_us.pop(load, None)

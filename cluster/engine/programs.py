@@ -75,7 +75,7 @@ class Programs:
         self.checksum = 0
         """The sum of the key checksums: equal on ranks with the same programs, in whatever order they were captured."""
         self.capture_us = 0
-        """The time of a capture in microseconds, averaged over those so far; 0 before the first one."""
+        """The time of a step that was captured, in microseconds, averaged over those so far; 0 before the first one."""
         self._capture_count = 0
         self.eager_fallbacks = 0
         """The number of steps that ran eagerly because a call of `CallsBeforeReplay` before capture or replay returned
@@ -88,7 +88,7 @@ class Programs:
         return {**self._pinned, **self._evictable}
 
     def has_program(self, key: ProgramKey) -> bool:
-        """Whether a program is captured for this key, with buffer set 0."""
+        """Whether a program is captured for the key of a plan, whose buffer set is 0."""
         return key in self._pinned or key in self._evictable
 
     def pin_all(self) -> None:

@@ -7,15 +7,19 @@ from unittest.mock import patch
 import pytest
 
 from cluster.arch.resolve import ResolvedConfig
+from cluster.batch import ExtendMode
 from cluster.config.tree_shape import TreeShape, tiers
+from cluster.dp_attention.facts import RankFacts, TreeVote
+from cluster.dp_attention.plan import StepPlan
 from cluster.dp_attention.tree_choice import TreeCosts
 from cluster.engine import build_engine
 from cluster.engine.calibrate import TrialLoad
 from cluster.engine.lockstep import Lockstep
 from cluster.engine.tree_calibration import _times, completed, measure_trees
 from cluster.kv.cache import KVCache
-from tests.parity.harness import config_of, tiny_pair
-from tests.parity.trees import adaptive
+from cluster.request import RequestParams
+from tests.parity.harness import config_of, make_request, tiny_pair
+from tests.parity.trees import adaptive, equal_costs
 
 SHAPES = {
     "chain": tiers(TreeShape(num_steps=5, topk=1, num_draft_tokens=6), share_rows=True),
@@ -59,6 +63,35 @@ def test_trees_are_measured_as_programs_that_were_captured_at_start() -> None:
     with patch("cluster.engine.build.measure_trees", measure):
         engine = build_engine(config.model_copy(update={"max_running_requests": 2}))
     assert programs_before == [len(engine.lockstep.programs.captured)] and programs_before[0] > 0
+
+
+def test_engine_uses_a_better_tree_when_steps_have_lost_the_price_of_its_capture() -> None:
+    config = adaptive(config_of(*tiny_pair(), num_steps=2, capture="on"))
+    with patch("cluster.engine.build.measure_trees", equal_costs):
+        engine = build_engine(config)
+    coordinator, programs, outlook = engine.lockstep.coordinator, engine.lockstep.programs, [1000, 1000, 1000]
+    plans: list[StepPlan] = []
+    agree = coordinator.agree
+
+    def noting_agree(facts: RankFacts) -> StepPlan:
+        plans.append(agree(facts))
+        return plans[-1]
+
+    with (
+        patch.object(engine._parts.scheduler.decode.outlook, "vote", lambda *_: TreeVote(2, tuple(outlook))),
+        patch.object(coordinator, "agree", noting_agree),
+    ):
+        engine.submit(make_request("a", [3, 5, 2], RequestParams(), max_tokens=40))
+        while not programs.capture_us:  # plain decoding, until its steps are captured
+            engine.step()
+        outlook[:] = 1000, 1500, 2000
+        engine.step()
+        assert plans[-1].tier == 0 and plans[-1].lost_us == 50, "half of the 100 us"
+        programs.capture_us = 100
+        for _ in range(3):
+            engine.step()
+    assert [plan.lost_us for plan in plans[-3:]] == [50, 0, 0] and plans[-2].extend_mode is ExtendMode.MISSED
+    assert [plan.tier for plan in plans[-3:]] == [0, 0, 2]
 
 
 class FakeTrial:
