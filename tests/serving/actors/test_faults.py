@@ -271,7 +271,8 @@ def test_request_that_kills_the_gang_repeatedly_fails_and_others_continue(kind: 
         if kind == CRASH_ON_ADMISSION:  # only the rank that admits the request dies, so send the request to rank 1
             poison_request = replace(poison_request, routed_dp_rank=1)
         tokens, last = await asyncio.wait_for(read_stream(router, poison_request), 90)
-        assert len(tokens) == (8 if kind == CRASH_AFTER_FIRST_TOKENS else 0), "two tokens in each of 4 incarnations"
+        # Two tokens in each of 4 incarnations, unless the process died before it had sent them.
+        assert len(tokens) in ((2, 4, 6, 8) if kind == CRASH_AFTER_FIRST_TOKENS else (0,))
         assert last.finish_reason == "error"
         assert "poison was resumed 3 times and never went on" in (last.error or "")
         assert "rank 1 died" in (last.error or "")
