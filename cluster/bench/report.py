@@ -102,7 +102,7 @@ def write_json(result: Mapping[str, Any], path: Path) -> None:
 
 
 def rounded(value: Any) -> Any:
-    """Return the value as JSON has it (lists, keys that are texts), with every float rounded to four decimals."""
+    """Return the value with every float rounded to four decimals, tuples as lists and keys as text, as in JSON."""
     if isinstance(value, float):
         return round(value, 4)
     if isinstance(value, Mapping):

@@ -39,7 +39,7 @@ LEAST_SHARE = 0.25
 SETTLING_STEPS = 12
 """The first so many steps of a tier correct only this tier."""
 MAX_POSTPONED = 512
-"""For so many sizes `PostponedTrees` keeps sums."""
+"""The largest number of sums that `PostponedTrees` keeps."""
 OUTLOOK_UNIT = 1000
 """Outlooks are integers, in thousandths of a token: every rank must compute with exactly the same numbers."""
 
@@ -167,8 +167,8 @@ class TreeTimes:
 
 
 class ChosenTier(NamedTuple):
-    """The tier of a step. `lost_us` is 0 unless a better tree is postponed, because it has no program: the tokens of
-    the step would take so many microseconds less with that tree.
+    """The tier of a step. If a better tree is postponed because it has no program, `lost_us` says how many microseconds
+    less the tokens of this step would take with that tree. Otherwise it is 0.
     """
 
     tier: int
@@ -225,8 +225,8 @@ class PostponedTrees:
         return self._has_program(key) or self._lost_us.get((key.mode, key.sizes), 0) >= self.capture_us
 
     def observe(self, key: ProgramKey, lost_us: int) -> None:
-        """Note that a step with this key loses `lost_us`. When the sum of its mode and sizes has paid for a program, it
-        begins again at 0.
+        """Add `lost_us`, which a step with this key loses, to the sum of its mode and sizes. If the sum has reached the
+        price of a capture, and a step loses nothing and has a program, set the sum back to 0.
         """
         load = key.mode, key.sizes
         if lost_us:

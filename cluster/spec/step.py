@@ -166,8 +166,8 @@ class Step:
         phase_sampling: PhaseSampling,
         shape: TreeShape,
     ) -> None:
-        """Run the committed rows through the draft, and store what the next step reads of each request. In a step whose
-        draft rests (`spec/resting.py`), that is the bonus token, and what the draft must read when it wakes.
+        """Run the committed rows through the draft, and store, for each request, what the next step reads. If the draft
+        rests (`spec/resting.py`), these are the bonus token, and the hidden states that the draft reads when it wakes.
         """
         if batch.extend_mode.rests:
             r = batch.decodes

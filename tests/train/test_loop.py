@@ -44,7 +44,7 @@ def test_thread_choice_prefers_the_faster_thread_count() -> None:
 
 
 def test_finished_training_run_resumes_with_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every reading of the clock is 10 ms after the one before, so that a busy machine takes the same steps."""
+    """Each call of the clock returns 10 ms more than the call before, so every machine takes the same steps."""
     readings = itertools.count(step=0.01)
     monkeypatch.setattr("cluster.train.loop.time", SimpleNamespace(monotonic=lambda: next(readings)))
 

@@ -15,6 +15,7 @@ from cluster.actors.gang import Gang
 from cluster.actors.messages import Loss, Unavailable
 from cluster.actors.router import Router
 from cluster.request import Request, RequestParams
+from tests.distributed.gang import NOTICE_SLACK
 from tests.serving.actors.counting_engine import (
     CRASH,
     CRASH_AFTER_FIRST_TOKENS,
@@ -109,7 +110,7 @@ def test_killed_rank_is_reported_and_every_stream_continues(rank: int) -> None:
         pids_before = rank_pids_of(gang)
         steps = (await router.status()).heartbeats[0].steps
         os.kill(pids_before[rank], signal.SIGKILL)
-        await asyncio.wait_for(wait_until_unhealthy(router), 15)
+        await asyncio.wait_for(wait_until_unhealthy(router), 1.5 * NOTICE_SLACK)
         await wait_until(lambda: reported_losses)
         reason = (await router.status()).reason
         assert reason.startswith(f"rank {rank} died at step ") and "restarting" in reason
@@ -120,7 +121,8 @@ def test_killed_rank_is_reported_and_every_stream_continues(rank: int) -> None:
         (loss,) = status.history.restarts
         assert (loss.rank, loss.kind, loss.epoch, loss.attempts) == (rank, "died", 0, 1)
         assert loss.phase in ("plan", "draft", "target", "extend", "commit") and loss.step >= steps
-        assert loss.noticed_s < 15 and loss.restored_s is not None and loss.restored_s > 0
+        assert loss.noticed_s < 1.5 * NOTICE_SLACK
+        assert loss.restored_s is not None and 0 < loss.restored_s < 20 * NOTICE_SLACK
         assert status.history.epoch == 1
         assert [loss.restored_s is None for loss in reported_losses] == [True, False]
         assert (
@@ -192,11 +194,13 @@ def test_frozen_rank_is_reported_by_the_watchdog_and_replaced(rank: int) -> None
     async def body(gang: Gang, router: Router) -> None:
         streams = CheckedStreams(router, 4, max_tokens=400)
         await streams.wait_for_tokens()
-        frozen_pid = rank_pids_of(gang)[rank]
+        frozen_pid, frozen_at = rank_pids_of(gang)[rank], time.monotonic()
         os.kill(frozen_pid, signal.SIGSTOP)
-        reason = await asyncio.wait_for(wait_until_unhealthy(router), 15)
+        reason = await asyncio.wait_for(wait_until_unhealthy(router), 5 * NOTICE_SLACK)
+        assert time.monotonic() - frozen_at < (2.0 + 0.8) * NOTICE_SLACK
         assert reason.startswith(f"rank {rank} frozen at step ") and "no heartbeat" in reason
         await streams.check(150)
+        assert time.monotonic() - frozen_at < 30 * NOTICE_SLACK
         (loss,) = gang.gang_errors
         assert (loss.rank, loss.kind) == (rank, "frozen") and loss.restored_s is not None
         assert not psutil.pid_exists(frozen_pid)

@@ -8,6 +8,7 @@ from cluster.actors.engine_loop import EngineLoop
 from cluster.actors.messages import Commands, StepItem
 from cluster.config import EngineConfig
 from cluster.request import Request, RequestParams, SequenceOutput
+from tests.distributed.gang import NOTICE_SLACK
 from tests.serving.actors.counting_engine import (
     OUT_OF_STEP,
     POISON,
@@ -168,7 +169,7 @@ def test_heartbeat_age_grows_during_a_stuck_step(loop):
     time.sleep(0.3)  # the time before the request must not count
     submitted_at = time.monotonic()
     loop.put(Commands(submits=(make_request("a", STUCK, 1, max_tokens=2),)))
-    # Each heartbeat notes whether the engine has entered a phase. A step that is not stuck would take 1 ms.
+    # Each heartbeat notes whether the engine has entered a phase. A normal step takes 1 ms.
     while not ((beat := loop.heartbeat()).busy and beat.idle_s > 0.1):
         time.sleep(0.01)
     time.sleep(0.2)
@@ -264,8 +265,10 @@ def test_stopping_a_single_rank_stops_a_sleeping_gang(gang):
 def test_failed_rank_is_named_by_its_peers(gang):
     gang[0].put(Commands(submits=(make_seeded_request("a", SLOW, 1, max_tokens=10_000),)))
     assert gang[0].drain(timeout_s=30)
+    submitted_at = time.monotonic()
     gang[2].put(Commands(submits=(make_seeded_request("b", POISON, 1),)))
     failures = [loop.wait() for loop in gang]
+    assert time.monotonic() - submitted_at < 1.0 * NOTICE_SLACK
     assert [(f.reported_by, f.rank, f.kind) for f in failures] == [(0, 2, "lost"), (1, 2, "lost"), (2, 2, "failed")]
     assert {f.phase for f in failures} == {"target"} and len({f.step for f in failures}) == 1
 
