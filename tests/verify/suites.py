@@ -39,6 +39,9 @@ The other tests of ranks compare tokens and may run in parallel. Each worker of 
 processes of a gang compute on one thread and use ports that the system chooses, so workers do not disturb each other.
 """
 
+TIMED_WITH_RAY = ("tests/serving/actors/test_faults.py",)
+"""The test modules with Ray that measure how soon a loss is noticed."""
+
 FOLDERS = ("kernels", "distributed", "triton", "flashinfer", "capture", "parity")
 ELSEWHERE = ("tests", *(f"--ignore=tests/{folder}" for folder in FOLDERS))
 
@@ -50,5 +53,6 @@ SUITES = (
     Suite("capture", ("tests/capture",)),
     Suite("parity", ("tests/parity",)),
     Suite("elsewhere", ("-m", "slow and not ray", *ELSEWHERE), by_default=False),
-    Suite("ray", ("-m", "slow and ray", *ELSEWHERE), side_by_side=False, by_default=False),
+    Suite("ray", ("-m", "slow and ray", *ELSEWHERE), side_by_side=False, variables={"TIMED": "1"}, by_default=False),
+    Suite("ray-timed", ("-m", "ray", *TIMED_WITH_RAY), side_by_side=False, variables={"TIMED": "1"}, by_default=False),
 )
