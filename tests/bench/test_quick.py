@@ -17,7 +17,7 @@ from tests.unit.bench.test_command import parse_arguments
 NEEDS_VLLM = {"peers"}  # needs vLLM; cases/test_peers.py measures a stand-in of vLLM
 STARTS_SERVER = {"serving", "faults", "crowd", "rude", "overload"}  # each starts `aerie serve`
 # Parts that take a minute or more, and parts that take some seconds and have faster tests in cases/.
-SLOW_PARTS = STARTS_SERVER | {"offline", "acceptance", "levels", "grammars", "lockstep", "roofline"}
+SLOW_PARTS = STARTS_SERVER | {"offline", "acceptance", "adaptive", "levels", "grammars", "lockstep", "roofline"}
 
 
 def part_parameter(part: str) -> object:

@@ -97,7 +97,7 @@ def check(pair: Pair, topk: int, variants: Iterable[tuple[int, SamplingMode, boo
             assert (output.trees is not None) == (SamplingMode.TREES in mode)
 
 
-FAST_PAIRS = range(0, len(diagonal()), 5)
+FAST_PAIRS = range(0, len(diagonal()), 10)
 
 
 @pytest.mark.parametrize(

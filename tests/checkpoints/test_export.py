@@ -18,15 +18,13 @@ from cluster.tools.export_draft import AUX_LAYER_IDS_KEY, DIALECTS, export_draft
 from tests.checkpoints.demo import DRAFT, TARGET, accept_lens, reference_run
 from tests.support.tiny_checkpoints import draft_folder, target_folder
 
-SLOW_CASES = (("specforge", 2, 1), ("modelopt", 3, 1), ("deepspec", 2, 1))
+SLOW_CASES = (("specforge", 1, 1), ("speculators", 1, 1), ("specforge", 2, 1), ("modelopt", 3, 1), ("deepspec", 2, 1))
 
 
 @pytest.mark.parametrize(
     ("dialect", "layers", "topk"),
     [
-        ("specforge", 1, 1),
         ("modelopt", 1, 1),
-        ("speculators", 1, 1),
         ("deepspec", 1, 1),
         ("speculators", 2, 4),
         *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW_CASES),

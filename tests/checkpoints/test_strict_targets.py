@@ -25,6 +25,7 @@ from cluster.tools.summary import summary
 from cluster.tools.tensor_report import inspect
 from tests.support.families import FAMILIES, all_cases, family_checkpoint
 from tests.support.loading import check_target
+from tests.support.slow_cases import diagonals_fast
 from tests.support.tiny_checkpoints import target_folder
 from tests.unit.models.checkpoints import Tensors, copy_of
 
@@ -142,8 +143,7 @@ CHANGES: list[Callable[[Tensors, str], str | None]] = [
 ]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(("family", "change"), diagonals_fast(3, list(FAMILIES), list(CHANGES)))
 def test_error_names_the_wrong_tensor_and_its_file(
     family: str, change: Callable[[Tensors, str], str | None], tmp_path: Path
 ) -> None:

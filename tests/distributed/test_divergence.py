@@ -113,12 +113,12 @@ def check_all_ranks_blame_faulty_rank(ranks: RankProcesses, case: Case) -> None:
 
 
 def plants_with_slow_marks(names: Iterable[str]) -> list[Any]:
-    """Parameters for the plants. Every other plant is marked slow, and so are the plants of experts that are not in
+    """Parameters for the plants. Three of four plants are marked slow, and so are the plants of experts that are not in
     `FAST_EXPERT_PLANTS`.
     """
     slow_names = EXPERT_PLANTS.keys() - FAST_EXPERT_PLANTS
     return [
-        pytest.param(name, marks=pytest.mark.slow if position % 2 or name in slow_names else ())
+        pytest.param(name, marks=pytest.mark.slow if position % 4 or name in slow_names else ())
         for position, name in enumerate(names)
     ]
 

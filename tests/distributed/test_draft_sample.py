@@ -11,6 +11,7 @@ from cluster.tools.sample_draft import sample_draft
 from tests.distributed.gang import Case, RankFailure, RankReport
 from tests.distributed.test_parity import RanksFactory, config
 from tests.parity.harness import tiny_pair
+from tests.support.slow_cases import diagonals_fast
 
 
 @pytest.fixture
@@ -22,8 +23,7 @@ def pair_with_sample(tmp_path: Path) -> tuple[str, str]:
     return target, str(folder)
 
 
-@pytest.mark.parametrize("dp", [1, 2])
-@pytest.mark.parametrize("draft_parallel", ["sharded", "replicated"])
+@pytest.mark.parametrize(("dp", "draft_parallel"), diagonals_fast(2, [1, 2], ["sharded", "replicated"]))
 def test_draft_sample_made_by_one_rank_is_accepted_on_two_ranks(
     ranks: RanksFactory, pair_with_sample: tuple[str, str], dp: int, draft_parallel: str
 ) -> None:

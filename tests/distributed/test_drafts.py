@@ -43,10 +43,8 @@ attention group and two, padded and unpadded steps.
 """
 FAST = [
     ("eagle1-map", "dp, sharded"),
-    ("mla", "tp, sharded"),
     ("mistral", "tp, replicated"),
     ("nextn-sparse", "dp, replicated"),
-    ("mimo x3", "dp, sharded"),
     ("step x3", "dp, padded"),
     ("nextn x3", "tp, sharded chain"),
 ]

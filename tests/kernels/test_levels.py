@@ -41,6 +41,7 @@ def library_of(level: str, folder: Path) -> Path:
     return installed if installed.exists() else compile_level(level, folder)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_instruction_levels_give_equal_kernel_results(tmp_path: Path) -> None:
     """Levels with fused multiply-add give the same bits. Two cases are compared with a tolerance: the baseline level,

@@ -9,6 +9,7 @@ import torch
 from cluster.engine import build_engine
 from tests.parity.harness import GREEDY, config_of, make_request, run
 from tests.support.families import FAMILIES, VOCAB, all_cases, family_checkpoint
+from tests.support.slow_cases import every_nth_fast
 
 NEW_TOKENS = 64
 FAMILIES_WITH_FLAT_CONFIG = [name for name, family in FAMILIES.items() if not family.text and family.rewrite is None]
@@ -21,7 +22,7 @@ def prompt(length: int, seed: int = 1) -> list[int]:
 
 @pytest.mark.parametrize(
     ("family", "case"),
-    [pytest.param(*each, marks=pytest.mark.slow if at % 2 else ()) for at, each in enumerate(all_cases())],
+    every_nth_fast(4, all_cases()),
 )
 def test_greedy_outputs_of_each_family_match_transformers(family: str, case: str) -> None:
     model = family_checkpoint(family, case)

@@ -23,6 +23,7 @@ from tests.parity.harness import (
 from tests.parity.trees import adaptive, engine_with_trees
 from tests.support.late_device import LatePrograms, delay
 from tests.support.pairwise import covering
+from tests.support.slow_cases import every_nth_fast
 from tests.unit.spec.test_token_history import expected_continuation
 
 STEPS = 3
@@ -44,8 +45,19 @@ def lookup_engine(config: EngineConfig, numbers: tuple[int, ...]) -> Engine:
 
 @pytest.mark.parametrize(
     ("topk", "tokens", "sampling", "memory", "kernels", "page_size", "overlap"),
-    covering(
-        [(1, 2, 4), (3, 5, 9), tuple(SAMPLING), ("ample", "scarce", "cached"), ("torch", "c"), (1, 4), (False, True)]
+    every_nth_fast(
+        2,
+        covering(
+            [
+                (1, 2, 4),
+                (3, 5, 9),
+                tuple(SAMPLING),
+                ("ample", "scarce", "cached"),
+                ("torch", "c"),
+                (1, 4),
+                (False, True),
+            ]
+        ),
     ),
 )
 def test_tokens_equal_plain_decoding(

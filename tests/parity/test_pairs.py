@@ -8,13 +8,14 @@ import pytest
 import cluster.spec.step
 from tests.parity.pairs import DRAFTS, SHAPES, Pair, Tally, all_pairs, check, diagonal, refusal_reason
 from tests.support.families import FAMILIES
+from tests.support.slow_cases import every_nth_fast
 
 
 def test_every_draft_is_accepted_with_every_target_family() -> None:
     assert not [(str(pair), reason) for pair in all_pairs() if (reason := refusal_reason(pair))]
 
 
-@pytest.mark.parametrize("number", range(len(diagonal())))
+@pytest.mark.parametrize("number", every_nth_fast(2, range(len(diagonal()))))
 def test_diagonal_pair_of_family_and_draft_matches_plain_decoding(number: int) -> None:
     """Each draft occurs once, and each family at least twice: with a chain and with a tree."""
     pair = diagonal()[number]

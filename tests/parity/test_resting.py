@@ -14,6 +14,7 @@ from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.resting import MISSED_TOKENS
 from tests.parity.harness import GREEDY, OVERLAP, SAMPLING, config_of, make_request, prompts, run, tiny_pair
 from tests.parity.trees import adaptive, engine_with_trees
+from tests.support.slow_cases import diagonals_fast
 
 REQUESTS = [
     make_request(f"r{i}", prompt, SAMPLING["0.8"], seed=i, max_tokens=80, ignore_eos=True)
@@ -65,8 +66,10 @@ def accept_lens_to_the_end(engine: Engine) -> list[list[int]]:
 
 
 @reads_the_device_between_steps
-@pytest.mark.parametrize("rested", [1, 2, 7, MISSED_TOKENS - 1])
-@pytest.mark.parametrize("settings", [{}, {"page_size": 1}, {"kv_cache_dtype": "fp8_e4m3"}])
+@pytest.mark.parametrize(
+    ("rested", "settings"),
+    diagonals_fast(2, [1, 2, 7, MISSED_TOKENS - 1], [{}, {"page_size": 1}, {"kv_cache_dtype": "fp8_e4m3"}]),
+)
 def test_draft_that_rested_proposes_as_one_that_never_rested(rested: int, settings: dict[str, object]) -> None:
     tiers = [3, 3, *[0] * (rested + 1), 3]  # the step after the last 0 is the one in which the resting draft wakes
     resting = engine_of([3, 3, *[0] * rested, 3], **settings)

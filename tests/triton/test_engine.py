@@ -65,7 +65,8 @@ def test_mixed_sampling_batch_gives_the_tokens_of_torch(has_draft: bool) -> None
     assert run(engine, requests_of_all_kinds).tokens == run(plain_engine, requests_of_all_kinds).tokens
 
 
-@pytest.mark.parametrize("lookup_tokens", [pytest.param(0, marks=pytest.mark.slow), 4])
+@pytest.mark.slow
+@pytest.mark.parametrize("lookup_tokens", [0, 4])
 def test_adaptive_trees_give_the_tokens_of_plain_decoding(lookup_tokens: int) -> None:
     """Steps without trees and steps with trees of all tiers follow each other. Between them the draft rests, and
     wakes.

@@ -9,7 +9,7 @@ from tests.serving.actors.test_serve_command import aerie_serve, free_port, wait
 from tests.support.fake_hub import commit_of, fake_hub
 from tests.support.tiny_checkpoints import draft_folder, target_folder
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 
 def test_serve_downloads_target_and_draft_from_the_hub_once(tmp_path: Path) -> None:

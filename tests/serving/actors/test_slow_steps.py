@@ -86,7 +86,8 @@ def test_long_computing_step_is_not_treated_as_a_freeze(world: int, tmp_path: Pa
     with_gang(slowed_gang_spec(f"burns-{world}", tmp_path, world, BURN), body)
 
 
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2])
 def test_rank_blocked_in_a_layer_is_reported_frozen_and_its_streams_continue(world: int, tmp_path: Path) -> None:
     async def body(gang: Gang, router: Router) -> None:
         async with open_streams(router, world):

@@ -13,7 +13,7 @@ from tests.serving.api.apps import LOG, app_args, eventually, serving
 from tests.serving.api.test_auth import HEALTH_PATHS, PAGE_FILE_PATHS, spellings
 from tests.serving.api.test_proxy_errors import send_raw
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray")]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.usefixtures("local_ray")]
 
 COMPLETION_BODY = {"model": "counting", "prompt": [1, 2, 3], "max_tokens": 3}
 
@@ -61,7 +61,6 @@ def test_server_answers_only_health_and_page_files_without_a_key(tmp_path: Path)
         assert key_status(url, root) == 200
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("ingress", ["direct", "resilient"])
 def test_running_server_reloads_added_and_removed_api_keys(tmp_path: Path, ingress: str) -> None:
     keys_file = tmp_path / "keys"

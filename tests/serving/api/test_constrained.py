@@ -12,6 +12,7 @@ from cluster.api.http.routes import make_app
 from tests.serving.api.scripted import Client, events
 from tests.serving.api.test_engine import EngineService
 from tests.serving.api.test_engine import services as services
+from tests.support.slow_cases import diagonals_fast
 
 PERSON = {
     "type": "object",
@@ -28,12 +29,10 @@ GRAMMAR_FIELDS: dict[str, tuple[dict[str, Any], str]] = {
     "choice": ({"structured_outputs": {"choice": ["yes", "no", "perhaps"]}}, "yes|no|perhaps"),
     "ebnf": ({"ebnf": 'root ::= "<" [a-z]+ ">"', "max_tokens": 200}, "<[a-z]+>"),
 }
+SAMPLINGS = ({"temperature": 0}, {"seed": 5}, {"seed": 6, "top_p": 0.9, "repetition_penalty": 1.2})
 
 
-@pytest.mark.parametrize("name", GRAMMAR_FIELDS)
-@pytest.mark.parametrize(
-    "sampling", [{"temperature": 0}, {"seed": 5}, {"seed": 6, "top_p": 0.9, "repetition_penalty": 1.2}]
-)
+@pytest.mark.parametrize(("name", "sampling"), diagonals_fast(3, list(GRAMMAR_FIELDS), SAMPLINGS))
 def test_constrained_text_fits_its_grammar_with_and_without_speculation(
     services: tuple[EngineService, EngineService], name: str, sampling: dict[str, Any]
 ) -> None:

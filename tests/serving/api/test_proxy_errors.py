@@ -12,7 +12,7 @@ from tests.serving.actors.counting_engine import SLOW
 from tests.serving.api.apps import app_args, eventually, health_status, kill, serving
 
 REPLICA = "ServeReplica:counting:aerie-counting"
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray")]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.usefixtures("local_ray")]
 
 
 def send_raw(url: str, request: bytes, close: bool = False) -> tuple[int, dict[str, str], bytes]:

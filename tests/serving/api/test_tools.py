@@ -17,6 +17,7 @@ from cluster.api.http.routes import make_app
 from cluster.chat.formats.choose import FORMATS, canonical_parser_names
 from tests.serving.api.scripted import MODEL, Client, events, save_tokenizer
 from tests.serving.api.test_engine import TREE, EngineService, stop_at_end
+from tests.support.slow_cases import every_nth_fast
 from tests.support.tiny_checkpoints import draft_folder, target_folder
 
 SCHEMA: dict[str, Any] = {
@@ -102,7 +103,7 @@ def complete_message(client: Client, **body: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "sampling", [GREEDY, pytest.param({"seed": 5}, marks=pytest.mark.slow)], ids=["greedy", "sampled"]
 )
-@pytest.mark.parametrize("parser", FORMATS)
+@pytest.mark.parametrize("parser", every_nth_fast(2, FORMATS))
 def test_required_tool_call_fits_its_schema_in_every_format(
     services: list[EngineService], folder: Path, parser: str, sampling: dict[str, Any]
 ) -> None:
