@@ -74,15 +74,15 @@ real: $(VENV)/.stamp
 	$(BIN)/python -m benchmarks.real --root "$(REAL)" --torch-args="$(TORCH_ARGS)"
 
 # What depends on floating point runs once more, first, without this CPU's vector instructions: no test may hold only
-# on the machine it was written on; test_probe, which takes long, runs only then. What starts a Ray cluster runs last and
-# one at a time.
+# on the machine it was written on; test_probe and test_widths, which take long, run only then. What starts a Ray cluster
+# runs last and one at a time.
 FLOATING := tests/unit/attention tests/unit/sampling tests/unit/spec tests/unit/models tests/parity/test_nonfinite.py \
     tests/checkpoints/test_probe.py tests/checkpoints/test_widths.py
 SIDE_BY_SIDE := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal
 
 test: $(VENV)/.stamp-dev
 	ATEN_CPU_CAPABILITY=default $(SIDE_BY_SIDE) -m "not slow" $(FLOATING)
-	$(SIDE_BY_SIDE) -m "not slow and not ray" --ignore=tests/checkpoints/test_probe.py tests
+	$(SIDE_BY_SIDE) -m "not slow and not ray" $(addprefix --ignore=tests/checkpoints/,test_probe.py test_widths.py) tests
 	$(BIN)/python -m pytest -m "ray and not slow" $$(grep -rl --include='*.py' mark.ray tests | sort)
 
 test-all: $(VENV)/.stamp-dev

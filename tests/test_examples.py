@@ -55,6 +55,7 @@ def test_structured_output_follows_its_schema(url: str) -> None:
     assert len(lines) == 3 and all({*line} == {"name", "arguments", "returns"} for line in lines)
 
 
+@pytest.mark.slow
 def test_batch_scoring_finds_code_likelier_than_nonsense(tmp_path: Path) -> None:
     texts = ["import os", "colourless green ideas sleep furiously", "x"]
     (tmp_path / "texts.txt").write_text("\n".join(texts), encoding="utf-8")

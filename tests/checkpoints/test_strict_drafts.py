@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from cluster.arch import read_target
 from cluster.config import ConfigError
 from tests.support.loading import check_draft
+from tests.support.slow_cases import every_nth_fast
 from tests.unit.models.draft_cases import CASES
 from tests.unit.models.draft_folders import Tensors
 
@@ -74,7 +75,7 @@ def names_tensor(tensor: str, message: str) -> bool:
     return expected_name(tensor) in message or tensor in message
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", every_nth_fast(2, FAMILIES))
 def test_any_wrong_draft_tensor_is_refused_by_name(name: str, tmp_path: Path) -> None:
     folder, file, original, target = copy_case(tmp_path, name)
     assert refusal_of(folder, file, original, target) == ""

@@ -6,7 +6,8 @@ from cluster.bench.ranks import GangCase, RankProcesses, RankRequest
 from tests.support.tiny_checkpoints import draft_folder, target_folder
 
 
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2])
 def test_bench_ranks_run_a_case_to_its_end(world: int) -> None:
     """Real processes communicate over gloo. A request with `resubmit` is repeated until the request `last_request` has
     ended. All ranks take the same number of steps.

@@ -114,7 +114,7 @@ def rest_answers(rest_client: Client) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize("llm_fixture", ["plain_llm", "speculative_llm"])
+@pytest.mark.parametrize("llm_fixture", [pytest.param("plain_llm", marks=pytest.mark.slow), "speculative_llm"])
 def test_generate_outputs_equal_the_rest_api_answers(
     llm_fixture: str, rest_answers: list[dict[str, Any]], request: pytest.FixtureRequest
 ) -> None:

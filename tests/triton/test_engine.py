@@ -51,7 +51,8 @@ def test_triton_engine_gives_the_tokens_of_plain_decoding(
     assert engine.info().attention_backend == "triton"
 
 
-@pytest.mark.parametrize("has_draft", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("has_draft", [False, True])
 def test_mixed_sampling_batch_gives_the_tokens_of_torch(has_draft: bool) -> None:
     """Each request has its own temperature and filters."""
     target, draft = tiny_pair()

@@ -49,7 +49,7 @@ def test_triton_best_and_top_logprobs_match_reference(noisy: bool, vocab: int, d
         )
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float64, marks=pytest.mark.slow), torch.float32])
 def test_triton_filtered_sampling_matches_reference(dtype: torch.dtype) -> None:
     sampling, vocab = mixed_sampling(dtype), 500
     logits, draw = random_logits(12, vocab, dtype), random_inputs(sampling, 2, vocab, dtype)

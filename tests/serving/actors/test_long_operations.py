@@ -82,7 +82,8 @@ def two_ranks(folder: Path, trouble: str) -> Iterator[list[Connection]]:
             process.join()
 
 
-@pytest.mark.parametrize("trouble", [BURN, pytest.param(BLOCK, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("trouble", [BURN, BLOCK])
 def test_waiting_rank_is_not_blamed_for_a_slow_or_frozen_peer(tmp_path: Path, trouble: str) -> None:
     prompt = tuple(3 + i % 60 for i in range(MIN_ROWS + 50))
     request = Request("long", prompt, RequestParams(max_tokens=1, temperature=0.0, seed=1))

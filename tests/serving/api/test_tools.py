@@ -260,6 +260,7 @@ def demo() -> Iterator[EngineService]:
         yield service
 
 
+@pytest.mark.slow
 def test_demo_pair_calls_required_and_named_tools(demo: EngineService) -> None:
     """The demo pair was not trained on tool calls. The grammar forces the call."""
     assert demo.tokenizer is not None
