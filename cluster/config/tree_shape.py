@@ -60,8 +60,9 @@ class TreeShape(BaseModel):
         return tier.drafted_shape.num_steps, tier.num_draft_tokens, tier.lookup_tokens
 
     def with_forced_nodes(self, max_nodes: int | None = None) -> "TreeShape":
-        """Return this shape with up to `max_nodes` forced nodes for grammars. A shape without speculation, and a shape
-        that already has forced nodes, are returned unchanged.
+        """Return this shape with nodes for tokens that a grammar forces: `max_forced_nodes` of them, but at most
+        `max_nodes` (None: no such limit). A shape without speculation, and a shape that already has such nodes, are
+        returned unchanged.
         """
         extra_nodes = self.max_forced_nodes if max_nodes is None else min(self.max_forced_nodes, max_nodes)
         return self._extended(extra_nodes) if self.num_steps and not self.forced_nodes else self

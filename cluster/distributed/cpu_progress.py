@@ -117,7 +117,7 @@ class ProgressTracker:
 
     @property
     def idle_s(self) -> float:
-        """Seconds since the last progress (changed `marks`, or CPU time)."""
+        """Seconds since the last progress that `update` or `note_progress` recorded."""
         return time.monotonic() - self._last_progress_at
 
     @property

@@ -22,7 +22,9 @@ POLL_SHARE = 0.02  # the time between two polls, as a share of the wait so far
 
 
 class DeviceWatchdog:
-    """Waits for the device of one rank. `limit_s` is its limit: `LOADING_S` until `start_serving` sets it."""
+    """Waits for the device of one rank. `limit_s` is how long a peer may send no heartbeat, or all ranks may make no
+    progress, before a wait raises an error. It is `LOADING_S` until `start_serving` sets it.
+    """
 
     def __init__(self, mesh: Mesh, timer: Timer) -> None:
         """`timer` is the timer of this rank's device."""

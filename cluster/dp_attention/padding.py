@@ -1,9 +1,11 @@
 """Pads a step input to the rows of the plan; `plan.py` decides how many rows each group runs.
 
-Idle rows are computed like others, on the sink page, so the step has no special case for them.
+Padding rows are called idle. They are computed like other rows, but read and write only page 0, the sink page, so they
+cannot change the KV of a request.
 
 An idle request uses the last row of the page table: all slots of that row are in the sink page. It also uses the last
-row of the draft inputs, which keeps the values from `EagleDraftInput.create_idle_input`.
+row of the draft inputs, which begins with the values of `EagleDraftInput.create_idle_input`. Padded steps overwrite
+that row; no request reads it.
 """
 
 from cluster.batch import DecodeRequest, PromptChunk, StepInput

@@ -1,4 +1,4 @@
-"""Allocates the memory of one rank besides its weights: KV pools with the runners that use them, pages, page table."""
+"""Allocates the KV memory of one rank: pages, page table, and KV pools with the runners that use them."""
 
 from dataclasses import dataclass
 

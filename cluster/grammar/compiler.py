@@ -92,7 +92,7 @@ class Compiler:
 
         Raises:
             GrammarError: the grammar is refused or exceeds a limit; the message says why.
-            CompilerError: no process could be started, or the machine is too busy.
+            CompilerError: the process could not be started or does not answer, or the machine is too busy.
         """
         if len(grammar.text) > MAX_CHARACTERS:
             raise GrammarError(f"it has {len(grammar.text)} characters; at most {MAX_CHARACTERS} are allowed")
@@ -164,7 +164,7 @@ class CompilerProcess:
         """Compile a grammar and return the result, which may be a refusal.
 
         Raises:
-            CompilerError: no process could be started, or the machine is too busy.
+            CompilerError: the process could not be started or does not answer, or the machine is too busy.
         """
         request = {"kind": grammar.kind, "text": grammar.text, "compact": grammar.compact, "seconds": self._processor_s}
         for _ in range(MAX_ATTEMPTS):

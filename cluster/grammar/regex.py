@@ -341,7 +341,9 @@ def _check_anchors(node: Node, is_first: bool, is_last: bool) -> None:
 
 
 def map_nodes(node: Node, change: Callable[[Node], Node], node_type: type[Node]) -> Node:
-    """Return the node with `change` applied to every part of the type `node_type`."""
+    """Return the node with each part of the type `node_type` replaced by `change(part)`. Only children of `Seq`, `Alt`
+    and `Repeat` are searched, and nothing inside a replaced part.
+    """
     if isinstance(node, node_type):
         return change(node)
     match node:

@@ -108,17 +108,17 @@ class NoExchange:
         self._clock = ProgressClock() if clock is None else clock
 
     def reduce(self, rows: Tensor) -> Tensor:
-        """Own rows, unchanged."""
+        """Return `rows` unchanged: this rank runs its rows without other ranks."""
         self._clock.mark_layer()
         return rows
 
     def gather(self, rows: Tensor) -> Tensor:
-        """Own rows, unchanged."""
+        """Return `rows` unchanged: this rank runs its rows without other ranks."""
         self._clock.mark_layer()
         return rows
 
     def scatter(self, rows: Tensor, group_sums: Tensor | None = None) -> Tensor:
-        """Own rows, plus `group_sums`."""
+        """Return `rows`, plus `group_sums` if they are given."""
         self._clock.mark_layer()
         return rows if group_sums is None else rows + group_sums
 

@@ -61,7 +61,9 @@ class EagleDraftInput:
         return EagleDraftInput(*(column.index_select(0, rows) for column in columns))
 
     def put(self, rows: Tensor, other: "EagleDraftInput") -> None:
-        """Overwrite the carriers of table rows `rows` `[B]` with those of `other`."""
+        """Overwrite entries `rows` `[B]` of every tensor with the B entries of `other`. An entry belongs to the request
+        in that table row.
+        """
         self.topk_logprobs.index_copy_(0, rows, other.topk_logprobs)
         self.topk_index.index_copy_(0, rows, other.topk_index)
         self.hidden.index_copy_(0, rows, other.hidden)

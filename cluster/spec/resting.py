@@ -31,7 +31,10 @@ the step in which the draft wakes slower: it runs R M rows of the draft.
 
 
 class RestingDraft:
-    """An `EagleDraft` that rests in steps without trees, if their plan says so (`Batch.extend_mode`)."""
+    """Wraps an `EagleDraft` that may rest in steps without trees. A draft that rests does not read the tokens of
+    decoding requests. It keeps the target's hidden states, and reads the tokens when it wakes. The plan of a step says
+    whether the draft rests (`Batch.extend_mode`).
+    """
 
     def __init__(self, draft: EagleDraft, runner: DraftRunner, table: PageTable) -> None:
         """`runner` is that of `draft`; `table` is the page table of the requests."""

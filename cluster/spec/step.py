@@ -258,7 +258,9 @@ class Step:
     def _draft_trees(
         self, batch: Batch, sampling: PhaseSampling, shape: TreeShape
     ) -> tuple[DraftTree, Continuations | None]:
-        """Return the trees of a step, and the looked-up tokens, also if the trees do not have them."""
+        """Return the draft trees of a step, and the tokens that the lookup found (`spec/lookup.py`; None without a
+        lookup). The tokens are returned even if these trees have no branch for them.
+        """
         tree = self._draft.draft(batch, self.draft_inputs.take(batch.decode_rows), sampling, shape.drafted_shape)
         # Add nodes for tokens that a grammar forces; they need no draft forward.
         if shape.forced_nodes and sampling.processor is not None:

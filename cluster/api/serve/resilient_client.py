@@ -47,8 +47,8 @@ class StreamHeartbeat:
 
 @dataclass(frozen=True, slots=True)
 class RequestRefused:
-    """Says that the engine will not serve the request. If no `StreamHeartbeat` came before, the queue of the engine or
-    of Serve is full. If a `StreamHeartbeat` came before, the request is invalid.
+    """Says that the engine will not serve the request. If no `StreamHeartbeat` came before, the engine's queue or
+    Serve's queue is full, or the wait would be too long. If a `StreamHeartbeat` came before, the request is invalid.
     """
 
     message: str

@@ -1,4 +1,6 @@
-"""The arguments of the Serve application, named as in Ray Serve LLM. A setting that Aerie cannot honour is an error."""
+"""The arguments of the Serve application. A setting that Ray Serve LLM has too keeps its name. A setting that Aerie
+cannot honour is an error.
+"""
 
 import re
 from collections.abc import Mapping
@@ -103,9 +105,9 @@ class PlacementGroupConfig(ServingSettings):
     wait_s: float | None = Field(
         default=None,
         ge=0,
-        description="how long a gang waits for its resources; unset: 10 s if the nodes could never hold it, "
-        "30 s if others use the resources, and in a redeploy with max_surge_percent 0 also the "
-        "old replica's graceful_shutdown_timeout_s",
+        description="how long a gang (the ranks of one replica) waits for its resources; unset: 10 s if the nodes "
+        "could never hold it; 30 s if others use the resources, plus the old replica's graceful_shutdown_timeout_s "
+        "in a redeploy with max_surge_percent 0",
     )
 
     @model_validator(mode="after")

@@ -132,7 +132,7 @@ def slowest(after: Sequence[dict[str, Any]], before: Sequence[dict[str, Any]]) -
 
 
 def show(result: dict[str, Any]) -> str:
-    """Return the rounds as a table."""
+    """Return a table with one line for each fault, and below it the number of kills and of cut streams."""
     keys = {"ingress": "ingress", "done": "what", "cut": "cut", "different": "different", "noticed s": "noticed_s"}
     keys |= {"503 after s": "unhealthy_s", "200 again s": "healthy_s", "named": "named"}
     return f"{columns_table(result['rounds'], keys)}\n\n{result['kills']} kills, {result['streams_cut']} streams cut"
