@@ -1,6 +1,4 @@
-"""The arguments of the Serve application. A setting that Ray Serve LLM has too keeps its name. A setting that Aerie
-cannot honour is an error.
-"""
+"""The arguments of the Serve application. Those of Ray Serve LLM keep their names. Unsupported ones are an error."""
 
 import re
 from collections.abc import Mapping
