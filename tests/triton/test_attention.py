@@ -107,6 +107,19 @@ def test_non_finite_kv_affects_only_its_own_row() -> None:
     assert attention._pool.kv.isfinite().all()
 
 
+def test_cells_are_stored_at_slots_that_are_not_contiguous() -> None:
+    """Of trees with one node, the slots are a column of the requests' windows."""
+    stored = []
+    for copied in (False, True):
+        table, attention = table_and_attention()
+        column = table.slots(torch.tensor([0]), torch.arange(15)).view(5, 3)[:, 0]
+        row, lens, bits = torch.zeros(5, dtype=torch.int64), torch.tensor([0, 3, 6, 9, 12]), chain_bits(1, 1, CPU)
+        attention.bind(AttentionMetadata(column.clone() if copied else column, TreeRows(row, lens, bits, 1)))
+        attention(0, torch.ones(5, 4, 24), torch.arange(1.0, 6.0).view(5, 1, 1, 1).expand(5, 2, 2, 24))
+        stored.append(attention._pool.kv)
+    assert stored[1].any() and torch.equal(*stored)
+
+
 def test_padding_prompt_rows_get_zero_output() -> None:
     """A plan may have more prompt rows than the chunks of a rank have together."""
     table, attention = table_and_attention()
