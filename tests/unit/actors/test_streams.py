@@ -8,6 +8,8 @@ from cluster.actors.messages import Loss
 from cluster.actors.streams import MAX_FRUITLESS_RESUMES, OpenStream, Recovery
 from cluster.request import Request, RequestParams, Seeds, SequenceOutput, SpeculationCounts, TokenLogprob
 
+pytestmark = pytest.mark.timeout(60)  # a fault in the choice of suspects makes a loop that never ends and takes memory
+
 LOSS = Loss(1, "died", 7, "target", "the process died", 0, 0.0, 0.1)
 
 
