@@ -189,7 +189,8 @@ def test_idle_gang_restarts_after_losing_a_rank() -> None:
     with_gang(spec("killed-asleep", world=2), body)
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
 def test_frozen_rank_is_reported_by_the_watchdog_and_replaced(rank: int) -> None:
     async def body(gang: Gang, router: Router) -> None:
         streams = CheckedStreams(router, 4, max_tokens=400)

@@ -140,7 +140,11 @@ def run_with_signal(
     return undisturbed_answers, disturbed_answers, signalled_pids
 
 
-@pytest.mark.parametrize("process_name", [ENGINE_REPLICA, "ShardActor"], ids=["engine replica", "shard actors"])
+@pytest.mark.parametrize(
+    "process_name",
+    [ENGINE_REPLICA, pytest.param("ShardActor", marks=pytest.mark.slow)],
+    ids=["engine replica", "shard actors"],
+)
 def test_streams_keep_their_tokens_when_engine_replica_or_shards_are_killed(url: str, process_name: str) -> None:
     resumed_before = metric_sum(httpx.get(f"{url}/metrics").text, "aerie_resumed_streams_total")
     undisturbed_answers, answers, signalled_pids = run_with_signal(url, process_name=process_name)
