@@ -85,6 +85,14 @@ class ConfigKeys:
             raise self.error(f"{key} must be a positive integer, got {value!r}")
         return value
 
+    def count(self, key: str, default: int = 0) -> int:
+        """Return the value of `key`, an integer from 0, or `default` if the key is missing."""
+        value = self.data.get(key)
+        value = default if value is None else value
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise self.error(f"{key} must be an integer from 0, got {value!r}")
+        return value
+
     def number(self, key: str, default: float) -> float:
         """Return the value of `key`, a positive number, or `default` if the key is missing."""
         value = self.data.get(key)

@@ -147,10 +147,12 @@ class Dialogue:
         calls.append({"id": call_id, "type": "function", "function": function})
 
     def add_tool_result(self, call_id: str, text: str, origin: str, id_field: str, text_field: str) -> None:
-        """Add the result of a tool; text and id came from the fields `text_field` and `id_field` of `origin`."""
+        """Add the result of a tool. Its id came from the field `id_field` of `origin`, and its text from the field
+        `text_field`, or from `origin` itself if `text_field` is empty.
+        """
         self._add_message({"role": "tool", "tool_call_id": call_id, "content": text}, origin)
         self.origins[f"{self._last_path}.tool_call_id"] = field_path(origin, id_field)
-        self.origins[f"{self._last_path}.content"] = field_path(origin, text_field)
+        self.origins[f"{self._last_path}.content"] = field_path(origin, text_field) if text_field else origin
 
     def end_turn(self) -> None:
         """End the assistant's turn: its next part begins a new message."""

@@ -270,7 +270,8 @@ async def count_prompt_tokens(
         assert isinstance(core_request.fields, ChatRequest)
         with core_request.origins.translate_errors():
             encoded = await _encode_chat(service, core_request.fields, length, core_request.fields.add_special_tokens)
-    return len(encoded.ids), core_request.warnings
+    warnings = [core_request.origins.translate_warning(warning) for warning in encoded.warnings]
+    return len(encoded.ids), [*core_request.warnings, *warnings]
 
 
 async def detokenize(service: Service, fields: DetokenizeRequest, length: int) -> str:

@@ -91,18 +91,20 @@ def layers_with_windows(
     """Return every layer's geometry. `layer_types` lists which layers have the `sliding_window`. Without `layer_types`,
     either all layers have the window or none.
 
-    In Qwen's configs `sliding_window` applies only if `use_sliding_window` is true. Llama's own config has no window.
-    If such a config has only the key `sliding_window`, the window is applied to all layers and recorded as a doubt.
+    If `use_sliding_window` is false, as it is by default in Qwen's configs, no layer has a window. Llama's own config
+    has no window. If such a config has only the key `sliding_window`, the window is applied to all layers and recorded
+    as a doubt.
     """
-    if keys.data.get("sliding_window") is None:
-        return (geometry,) * num_layers
     model_type = str(keys.data.get("model_type"))
     uses_window = keys.flag("use_sliding_window", not model_type.startswith("qwen"))
+    if keys.data.get("sliding_window") is None:
+        return (geometry,) * num_layers
     if model_type == "llama" and uses_window and not {"layer_types", "use_sliding_window"} & keys.data.keys():
         remedy = "set it to null if the draft was trained with full attention"
         record_window_doubt(facts, keys, keys.integer("sliding_window"), "every layer sees so many tokens", remedy)
+    is_sliding = sliding_layers(keys, num_layers, [True] * num_layers)
     return with_sliding_window(
-        geometry, keys.integer("sliding_window"), sliding_layers(keys, num_layers, [uses_window] * num_layers)
+        geometry, keys.integer("sliding_window"), [slides and uses_window for slides in is_sliding]
     )
 
 

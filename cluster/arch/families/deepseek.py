@@ -31,9 +31,7 @@ def deepseek_v3(keys: ConfigKeys) -> TargetArch:
         scale *= mscale(scaling.number("factor", 1.0), scaling.number("mscale_all_dim", 1.0)) ** 2
     dense = replace(geometry_of(keys.with_data(data)), latent=latent, scale=scale)
     moe = read_grouped_moe(keys)
-    num_dense_layers = keys.data.get("first_k_dense_replace")
-    num_dense_layers = 3 if num_dense_layers is None else num_dense_layers
-    num_drafts = keys.data.get("num_nextn_predict_layers") or 0
+    num_dense_layers, num_drafts = keys.count("first_k_dense_replace", 3), keys.count("num_nextn_predict_layers")
     return target_of(
         keys,
         "DeepseekV3ForCausalLM",

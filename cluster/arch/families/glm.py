@@ -28,11 +28,11 @@ def glm4_moe(config: ConfigKeys) -> TargetArch:
     num_layers = keys.integer("num_hidden_layers")
     dense = replace(geometry_of(keys, allow_partial_rotary=True), out_bias=False, qk_norm=keys.flag("use_qk_norm"))
     sparse = replace(dense, moe=read_grouped_moe(keys))
-    num_drafts = keys.data.get("num_nextn_predict_layers") or 0
+    num_dense_layers, num_drafts = keys.count("first_k_dense_replace"), keys.count("num_nextn_predict_layers")
     return target_of(
         keys,
         "Glm4MoeForCausalLM",
-        tuple(dense if i < keys.data["first_k_dense_replace"] else sparse for i in range(num_layers)),
+        tuple(dense if i < num_dense_layers else sparse for i in range(num_layers)),
         tensor_name_rules=NAMES,
         ignored_patterns=tuple(rf"^layers\.{num_layers + i}\." for i in range(num_drafts)),
     )

@@ -78,7 +78,7 @@ def _layers_with_windows(keys: ConfigKeys, layer: LayerGeometry) -> tuple[LayerG
     without `layer_types`, layers from `max_window_layers` on have it.
     """
     num_layers, window = keys.integer("num_hidden_layers"), _sliding_window(keys)
-    first_windowed = keys.data.get("max_window_layers", 28)
+    first_windowed = keys.count("max_window_layers", 28)
     default = [window is not None and i >= first_windowed for i in range(num_layers)]
     is_sliding = sliding_layers(keys, num_layers, default)
     return with_sliding_window(layer, window, [slides and window is not None for slides in is_sliding])

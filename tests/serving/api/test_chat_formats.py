@@ -166,6 +166,8 @@ def test_unread_reasoning_effort_gives_a_warning(client: Client) -> None:
     answer = client.chat(reasoning_effort="low", max_tokens=2)
     assert answer.status_code == 200 and "does not read 'low'" in answer.headers[WARNING_HEADER]
     assert client.chat(reasoning_effort="none", max_tokens=2).status_code == 200
+    count = client.post("/v1/responses/input_tokens", {"input": "hi", "reasoning": {"effort": "low"}})
+    assert count.status_code == 200 and "does not read 'low'" in count.headers[WARNING_HEADER]
 
 
 def test_server_info_names_the_tool_call_and_reasoning_parsers(folder: Path, tokenizer_folder: Path) -> None:

@@ -69,6 +69,19 @@ def largest_relative_error(case: Case, folder: str, **overrides: object) -> floa
     return largest_error
 
 
+@pytest.mark.parametrize(
+    ("use_sliding_window", "windows"), [(True, [None, 4]), (False, [None, None]), (None, [None, None])]
+)
+def test_windows_of_a_qwen3_draft_apply_only_if_use_sliding_window_is_true(
+    use_sliding_window: bool | None, windows: list[int | None]
+) -> None:
+    """As in transformers, where the flag is false by default, also if `layer_types` names sliding layers."""
+    overrides = {"sliding_window": 4, "layer_types": ["full_attention", "sliding_attention"]}
+    folder = write.speculators(2, True, layer_overrides={**overrides, "use_sliding_window": use_sliding_window})
+    spec = read_draft(folder, Checkpoint(folder).shapes, read_target(target_folder()))
+    assert [layer.geometry.sliding_window for layer in spec.layers] == windows
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_draft_first_and_recurrent_logits_equal_the_reference(name: str) -> None:
     case = CASES[name]

@@ -187,3 +187,11 @@ def test_translated_errors_name_the_field_of_the_request_body() -> None:
     error = captured_error.value
     assert (error.message, error.param, error.status, error.code) == ("input.5: no", "input.5", 404, "c")
     assert (error.kind, error.headers) == ("k", {"a": "b"})
+
+
+def test_text_of_a_result_of_another_tool_comes_from_its_item() -> None:
+    """Its text is made of several fields, so an error names the item."""
+    call = {"type": "local_shell_call", "id": "l", "call_id": "l1", "action": {"type": "exec", "command": ["ls"]}}
+    output = {"type": "local_shell_call_output", "id": "l1", "output": "a.txt"}
+    request, _ = ResponseRequest.read({"input": [{"role": "user", "content": "hi"}, call, output]})
+    assert request.to_chat().origins.body_path("messages.2.content") == "input.2"
