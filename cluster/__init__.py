@@ -1,7 +1,7 @@
 """Aerie: EAGLE tree speculation on a Ray cluster, in lockstep across data-parallel attention ranks.
 
 `from cluster import LLM, SamplingParams` gives the classes that run a model in this process. They are imported when
-they are first used: they need torch, and most imports of this package do not.
+they are first used, because they need torch, which many other modules of this package do without.
 """
 
 from importlib import import_module

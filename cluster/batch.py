@@ -1,5 +1,8 @@
 """The work of one rank in one step: as plain values that travel between ranks (`StepInput`), and as tensors (`Batch`).
 
+A row is one token in the forward of a model; prompt rows are the tokens of prompts. A table row is the entry of one
+request in the tables on the device. A token is committed once its KV is in the pools.
+
 Legend: R decoding requests, c prompt rows, F prompts that finish in the step, B = R + F.
 """
 
@@ -31,8 +34,9 @@ class SamplingMode(IntFlag):
 
     @property
     def capturable(self) -> bool:
-        """Whether steps of this mode may be captured. Three flags prevent it: `BAD_WORDS`, as the table of bad words is
-        resized; `PROMPT_LOGPROBS`, as a program's key does not hold the number of scored rows; `TREES`, as it is rare.
+        """Whether a step of this mode may be captured as a program, for replay in later steps. Three flags prevent it:
+        `BAD_WORDS`, because the table of bad words changes its size; `PROMPT_LOGPROBS`, because the key of a program
+        does not hold the number of scored rows; `TREES`, because it is rare.
         """
         return not self & (SamplingMode.BAD_WORDS | SamplingMode.PROMPT_LOGPROBS | SamplingMode.TREES)
 
@@ -40,9 +44,11 @@ class SamplingMode(IntFlag):
 class ExtendMode(IntEnum):
     """Which rows the draft reads in the extend phase.
 
-    `ACCEPTED`: the accepted tokens of decoding requests, and prompt rows. The others are for steps without trees, while
-    a draft rests (`spec/resting.py`). `PROMPTS`: prompt rows only. `NOTHING`: no rows; no rank has prompt rows.
-    `MISSED`: all that the draft has missed while it rested, and prompt rows.
+    `ACCEPTED`: the accepted tokens of decoding requests, and prompt rows. The other modes are for steps without trees,
+    with a draft that rests: it does not read the tokens of decoding requests, and catches up later
+    (`spec/resting.py`). `PROMPTS`: prompt rows only. `NOTHING`: no rows, because no rank has prompt rows. `MISSED`: the
+    draft wakes, and reads the last tokens that it has missed (at most `MISSED_TOKENS` of each request), and prompt
+    rows.
     """
 
     ACCEPTED = 0
@@ -67,8 +73,9 @@ class DecodeRequest(NamedTuple):
 class PromptChunk(NamedTuple):
     """Prompt rows `start` to `stop - 1` of the request in table row `row`; `final` if they end the prompt.
 
-    `tokens` are the tokens of these rows, then, if not `final`, the next prompt token, which the EAGLE shift needs.
-    Each of the first `scored` rows returns the log-probability of the token after it.
+    `tokens` are the tokens of these rows. If not `final`, they also include the next prompt token, because the draft
+    reads, at each row, the token after it (the EAGLE shift). Each of the first `scored` rows returns the
+    log-probability of the token after it.
     """
 
     row: int
@@ -116,7 +123,9 @@ class RowPenalties(NamedTuple):
 
 
 class RowTokens(NamedTuple):
-    """The tokens so far, prompt and output, of the request in table row `row`; n-gram speculation looks them up."""
+    """The tokens so far, prompt and output, of the request in table row `row`. Steps search them for an earlier
+    occurrence of the end of the text, and look up what followed it.
+    """
 
     row: int
     tokens: tuple[int, ...]
@@ -139,7 +148,7 @@ class PageWrite(NamedTuple):
 
 
 class PageCopy(NamedTuple):
-    """A copy of the first `tokens` cells of page `source` to page `target`, in every pool."""
+    """A copy of the first `tokens` slots of page `source` to page `target`, in all memory that is indexed by slot."""
 
     source: int
     target: int
@@ -152,10 +161,11 @@ class StepInput(NamedTuple):
     Only the device knows how many tokens of a decoding request are committed; the host knows bounds. Before the step
     `writes`, `samplings`, `penalties`, `constraints`, `histories` and `lens` (pairs of table row, committed tokens) are
     written to the tables; then `copies` are made in the pools. A request in `samplings` is newly admitted. If it is not
-    in `penalties`, it has no logit adjustments; if not in `constraints`, no grammar. `mode` is the mode that this
-    rank's requests need; the step runs in the mode of its plan. For a captured step, padding adds
-    `idle_finishing_prompts` idle entries to the lists of finishing prompts, and pads the lists of chunks to
-    `padded_chunks` entries. All idle entries point at the first prompt row, which is idle in that case.
+    in `penalties`, it has no logit adjustments; if it is not in `constraints`, it has no grammar. `mode` is the mode
+    that this rank's requests need; the step runs in the mode that the requests of all ranks need together. Rows and
+    entries are called idle if they are padding. In a captured step, the lists of finishing prompts get
+    `idle_finishing_prompts` idle entries, and the lists of chunks are padded to `padded_chunks` entries. If there are
+    idle entries of finishing prompts, the first prompt row is idle, and they point at it.
     """
 
     decodes: tuple[DecodeRequest, ...] = ()
@@ -176,9 +186,10 @@ class HostBounds(NamedTuple):
     """What the host knows about a step before the step runs, for `prepare` of attention backends.
 
     No decoding request has more than `max_seq_len` tokens committed; request i has at least `min_seq_lens[i]`, which is
-    unknown if `min_seq_lens` is empty. `chunks` are `(start, stop)` of the prompt chunks, in order of length. Each
-    window has `forced_nodes` slots more than without grammars. `buffer_set` is the buffer set to use: two steps that
-    may be in flight together have different sets.
+    unknown if `min_seq_lens` is empty. `chunks` are `(start, stop)` of the prompt chunks, in order of length. The
+    window of a request (its slots for the nodes of its tree) has `forced_nodes` more slots than without grammars, for
+    tokens that a grammar forces. `buffer_set` is the number of the host buffers to use. A backend with two sets
+    (FlashInfer) alternates between them, because the step before may still read its own set.
     """
 
     max_seq_len: int = 0
@@ -195,8 +206,8 @@ class TreeRows:
 
     `rows` `[R]` are the table rows of the requests, `lens` `[R]` the numbers of their committed tokens. Every row sees
     all committed tokens of its request. `bits` `[R or 1, q, ceil(width / 32)]` int32 is the mask over the first `width`
-    window slots: a row sees its ancestors and itself. These are at different positions, so a row's position is its
-    request's `lens` + popcount(bits) - 1.
+    slots of the request's window: a row sees its ancestors in the tree and itself. Each of them is one level deeper
+    than the one before, so the position of a row is its request's `lens` + popcount(bits) - 1.
     """
 
     rows: Tensor
@@ -220,9 +231,9 @@ class PromptRows:
 class AttentionMetadata:
     """The input of attention besides q, k and v. The T rows of a forward are the rows of `tree`, then those of `text`.
 
-    `write` `[T]` are the pool slots of the new KV cells. `first` is above 0 for later runners of a multi-layer draft:
-    rows at positions from `first` on do not see cells below `first`, and the output of rows below `first` is finite but
-    unused.
+    `write` `[T]` are the pool slots for the new K and V. `first` is above 0 for all runners of a multi-layer draft but
+    the first one: rows at positions from `first` on do not see tokens at positions below `first`. The output of rows
+    below `first` is finite, and nobody uses it.
     """
 
     write: Tensor
@@ -237,8 +248,8 @@ class SamplingBatch:
     request which samples has filters.
 
     Greedy requests have `inverse_temperature` 1 and `noise_scale` 0, so greedy and sampled rows share one code path.
-    `draft_limits` are the most drafted tokens that a step may accept for each request: 0 for idle requests. It is None
-    where no trees are verified.
+    `draft_limits` are the most drafted tokens that a step may accept for each request: 0 for idle requests (padding).
+    The field is None in a batch that verifies no trees, such as those that `pick` returns.
     """
 
     inverse_temperature: Tensor
@@ -261,7 +272,7 @@ class SamplingBatch:
         return SamplingBatch(inverse, scale, top_k, top_p, min_p, seeds, self.any_random, self.any_filtered, limits)
 
     def pick(self, requests: Tensor) -> "SamplingBatch":
-        """The parameters of the requests with these numbers, `[M]`, once for each entry."""
+        """The parameters of requests number `requests` `[M]`, which may repeat; without `draft_limits`."""
         columns = (self.inverse_temperature, self.noise_scale, self.top_k, self.top_p, self.min_p, self.seeds)
         inverse, scale, top_k, top_p, min_p, seeds = (column.index_select(0, requests) for column in columns)
         return SamplingBatch(inverse, scale, top_k, top_p, min_p, seeds, self.any_random, self.any_filtered)
@@ -273,8 +284,9 @@ class PromptBatch:
 
     `rows` `[c]` are the table rows of their requests; `token_ids`, `next_ids`, `positions` are `[c]` too. `next_ids`
     holds the token after each row (the EAGLE shift), or 0 if the target has not chosen that token yet. `write` `[c]`
-    are pool slots; `text` are the chunks in the form for attention, or None if there are no chunks. For the F chunks
-    that finish a prompt, `final_rows` `[F]` are the last rows, `final_lens` `[F]` the token counts of the prompts.
+    are the pool slots for K and V; `text` describes the chunks for attention, and is None if there are no chunks. For
+    the F chunks that finish a prompt, `final_rows` `[F]` are their last prompt rows, and `final_lens` `[F]` the token
+    counts of the prompts.
     """
 
     rows: Tensor
@@ -288,7 +300,7 @@ class PromptBatch:
 
 
 def with_prompts(trees: Tensor, prompts: Tensor) -> Tensor:
-    """Concatenate values of tree rows `[a, ...]` and of prompt rows `[b, ...]`; returns `trees` itself if b is 0."""
+    """Concatenate values of tree rows `[a, ...]` and of prompt rows `[b, ...]`. Return `trees` itself if b is 0."""
     return torch.cat([trees, prompts]) if prompts.shape[0] else trees
 
 
@@ -297,10 +309,10 @@ class Batch:
     """The work of one rank in one step, as tensors.
 
     `rows` `[B]` index the request tables: first the R decoding requests (`decode_rows` `[R]`), then the F requests
-    whose prompt finishes. `sampling` has the same order. `seq_lens` `[R]` count committed tokens without the bonus
-    token, which is at position seq_len. `window` `[R, W]` are the pool slots from that position on. `scored` `[q]` are
-    the prompt rows whose next token gets a log-probability; it is None if `mode` lacks `PROMPT_LOGPROBS`.
-    `extend_mode` says which rows the draft reads.
+    whose prompt finishes. `sampling` has the same order. `seq_lens` `[R]` count committed tokens. They exclude the
+    bonus token (the last token chosen), which is at position seq_len. `window` `[R, W]` are the pool slots from that
+    position on, for the nodes of the tree. `scored` `[q]` are the prompt rows whose next token gets a log-probability;
+    it is None if `mode` lacks `PROMPT_LOGPROBS`. `extend_mode` says which rows the draft reads.
     """
 
     rows: Tensor

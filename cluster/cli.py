@@ -1,6 +1,6 @@
 """The `aerie` command: a table of subcommands. Only the chosen subcommand's module is imported.
 
-So `aerie generate` never imports Ray, and `aerie serve` never imports the trainer. A subcommand is a module with
+Therefore `aerie generate` never imports Ray, and `aerie serve` never imports the trainer. A subcommand is a module with
 `add_arguments(parser)` and `run(args) -> int`.
 """
 
@@ -37,7 +37,8 @@ EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand and return its exit code; 2 with a message on stderr if a setting or value is refused.
+    """Run one subcommand and return its exit code. If a setting or value is refused, the code is 2, and stderr has the
+    message.
 
     If the reader of stdout exits early, as `head` does, the command ends without a traceback.
     """
@@ -45,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             return _run(list(sys.argv[1:] if argv is None else argv))
         finally:
-            print(end="", flush=True)  # a failure at the interpreter's exit would print a traceback
+            print(end="", flush=True)  # flush here: a flush that fails at the interpreter's exit prints a traceback
     except BrokenPipeError:
         if not _stdout_closed():
             raise

@@ -65,13 +65,14 @@ class LogitAdjustments:
 class RequestParams:
     """How the tokens of one request are chosen, and when it ends.
 
-    A `temperature` below `GREEDY_BELOW` is greedy. Filters apply to the tempered distribution in the order top_k,
-    top_p, min_p; `top_k` 0, `top_p` 1.0 and `min_p` 0.0 mean no filter. If `logprobs` is None, no log-probabilities are
+    A `temperature` below `GREEDY_BELOW` is greedy. Filters apply after the temperature, in the order top_k, top_p,
+    min_p; `top_k` 0, `top_p` 1.0 and `min_p` 0.0 mean no filter. If `logprobs` is None, no log-probabilities are
     returned. If it is n (0 to 20), those of each generated token and of the n likeliest tokens are returned:
     log-softmax of the target's raw logits. `prompt_logprobs` is the same for the tokens of the prompt. With
     `max_tokens` 0 a request ends with its prompt. `grammar` is a compiled grammar (`cluster.grammar`) that the output
-    follows. With `return_tree`, each output has the tree that its step verified. A step accepts at most
-    `max_draft_tokens` drafted tokens for the request; with 0 it gets one token in each step, as without speculation.
+    follows. With `return_tree`, each output of a decoding step has the tree that the step verified. A step accepts at
+    most `max_draft_tokens` drafted tokens for the request (None: no limit); with 0, the request gets one token in each
+    step, as without speculation. A request without a `seed` is given one when it is submitted.
     """
 
     temperature: float = 1.0
@@ -154,8 +155,9 @@ class TokenLogprob:
 class SpeculationCounts:
     """Counters of speculation of one request, from its admission to its end.
 
-    `accepted[j]` counts the steps that accepted exactly j draft tokens and so committed j + 1; sum(accepted) == steps.
-    `drafted` counts verified nodes other than roots.
+    `steps` counts the steps that verified a tree for the request, and `drafted` the nodes of these trees without the
+    roots. `accepted[j]` counts the steps that gave the request j + 1 tokens: j accepted nodes and the bonus token.
+    sum(accepted) == steps. Tokens after the end of the request do not count.
     """
 
     steps: int = 0
@@ -169,7 +171,7 @@ class SpeculationCounts:
 
     @property
     def accept_length(self) -> float:
-        """Mean number of tokens committed per step, bonus token included; 0.0 before the first step."""
+        """Mean number of tokens per step with a tree, bonus token included; 0.0 before the first such step."""
         return 1.0 + self.accepted_tokens / self.steps if self.steps else 0.0
 
 
@@ -194,12 +196,14 @@ class SequenceOutput:
     """The tokens that one step committed for one request, and whether the request has ended.
 
     Treat an output as immutable. The class is not frozen, because making a frozen object takes three times as long, and
-    each step makes one for each request. The last output of a request has `finish_reason` and `speculation`;
-    `stop_reason` is the stop string or the stop/EOS token id that ended the request. If a stop string ended it,
-    `token_ids` includes the token that completed the string (the text layer cuts the text there). Only the first output
-    has `prompt_logprobs`: those of the prompt's tokens from the second on. `error` explains finish_reason "error";
-    `error_code` is set if the request itself caused the error; only then may clients see `error`. `tree` is set if the
-    request has `return_tree` and the tokens come from a tree: the first token after a prompt does not.
+    each step makes one for each request. The last output of a request has `finish_reason` and, if a tree was verified
+    for the request, `speculation`. `stop_reason` is the stop string or the stop/EOS token id that ended the request. If
+    a stop string ended it, `token_ids` includes the token that completed the string (the text layer cuts the text
+    there). `cached_tokens` counts the prompt tokens whose KV was in the cache. Only the first output has
+    `prompt_logprobs`: those of the prompt's tokens from the second on. `error` explains finish_reason "error";
+    `error_code` is set if the request itself caused the error, and only then may clients see `error`. `tree` is set if
+    the request has `return_tree` and the tokens are those of a decoding step. The first token after a prompt is chosen
+    without a tree.
     """
 
     request_id: str

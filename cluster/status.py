@@ -1,4 +1,6 @@
-"""What a rank reports about itself: its resolved settings, its load and its progress. `/server_info` shows all."""
+"""What a rank reports about itself: its resolved settings, its load and its progress. The route `/server_info` shows it
+all.
+"""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -19,8 +21,9 @@ class ChosenFact:
 class DraftInfo:
     """How the folder of a draft was interpreted, and why.
 
-    `aux_boundaries` are the `num_aux` target layers whose inputs the draft reads. `runners` counts its MTP layers: 1 if
-    one layer drafts every level. `doubts` are sentences about what is odd in the folder, though it can be served.
+    `aux_boundaries` are the `num_aux` target layers whose inputs the draft reads. `runners` is the number of MTP layers
+    that draft one level each, or 1 if one layer drafts every level. `choices` are the facts that had to be chosen, by
+    name. `doubts` are sentences about what is odd in the folder, although the draft can be served.
     """
 
     kind: str
@@ -37,7 +40,8 @@ class DraftInfo:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCosts:
     """Measured step times in milliseconds: by number of decoding requests, by number of target rows, and per 1,000
-    tokens of KV read. `crowd` says how much the prompt rows of one group slow down every other group (see `StepTimes`).
+    tokens of KV read. `crowd` says how much the prompt rows of one attention group slow down every other group (see
+    `StepTimes`).
     """
 
     decode_ms: Mapping[str, float]
@@ -50,9 +54,13 @@ class StepCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeCost:
-    """The measured times of steps that only decode, with trees of one shape, in milliseconds by number of decoding
-    requests. `num_steps` are the levels that the draft computes; a branch of `lookup_tokens` looked-up tokens is not
-    one of them. Without a tree (`num_steps` 0), `waking_ms` are the times of steps in which a resting draft wakes.
+    """The times of steps that only decode, with trees of one shape, in milliseconds by number of decoding requests. The
+    times were measured at start, or computed from measured times.
+
+    `num_steps` counts only the levels that the draft computes. `num_draft_tokens` is the number of verified nodes of a
+    tree, on average and with the root. `lookup_tokens` is the depth of the branch of looked-up tokens (what followed an
+    earlier occurrence of the end of the text). Only the entry without a tree (`num_steps` 0) has `waking_ms`: the times
+    of steps in which a draft that has skipped the tokens of earlier steps reads them.
     """
 
     num_steps: int
@@ -81,13 +89,14 @@ class RankInfo:
     """The resolved settings of a rank, with all that was chosen automatically.
 
     `draft` is None if there is no draft, `captured` is None if all steps run eagerly. Three fields are sentences:
-    `attention` (which parts the backend leaves to other kernels, and why), `quantised` (which weights stay packed and
-    which were dequantised) and `experts` (which ranks hold which experts). `kv_bytes_per_token` counts the pools of all
-    models, with scales, and the hidden states that a multi-layer draft keeps; `kv_gb` is in 10^9 bytes.
-    `max_request_tokens` is the largest sum of prompt and output tokens that fits both the context length and the KV
-    cache. `step_costs` is None if `mixed_prefill_size` is set. `tree_costs` is empty if trees are fixed. `world`,
-    `pid`, `node` (Ray's node id), `gpus` (the ids that Ray reserved on that node) and `interface` (the network between
-    ranks) describe the process that runs the rank; they keep their defaults if the rank does not run in an actor.
+    `attention` (which parts FlashInfer leaves to other kernels, and why; empty for other backends), `quantised` (which
+    weights stay packed and which were dequantised) and `experts` (which ranks hold which experts). `kv_bytes_per_token`
+    counts the pools of all models, with the scales of FP8, and the hidden states that a multi-layer draft keeps;
+    `kv_gb` is in 10^9 bytes. `max_request_tokens` is the largest sum of prompt and output tokens that fits both the
+    context length and the KV cache. `step_costs` is None if `mixed_prefill_size` is set. `tree_costs` is empty if trees
+    are fixed. `world`, `pid`, `node` (Ray's node id), `gpus` (the ids that Ray reserved on that node) and `interface`
+    (the network between ranks) describe the process that runs the rank; they keep their defaults if the rank does not
+    run in an actor.
     """
 
     config: EngineConfig
@@ -140,8 +149,9 @@ class EngineStatus:
 
     The drifts are factors on `StepCosts`, learned while serving: `decode_drift` is for steps that only decode,
     `prefill_drift` for steps of prompt rows only, `decode_drift` * `prompt_drift` for prompt rows beside decoding.
-    `submitted` counts all requests ever submitted, refused ones included, so a router knows which of its requests
-    `queued_tokens` covers. `draft_rejected` says that many trees were verified and hardly any had an accepted token.
+    `submitted` counts all requests ever submitted, refused ones included. By this number a router knows which of the
+    requests that it has sent are part of `queued_tokens`. `padded_rows` counts the padding rows of all steps so far.
+    `draft_rejected` says that many trees were verified and hardly any had an accepted token.
     """
 
     steps: int = 0

@@ -1,12 +1,13 @@
 """Admission to the queue of a gang: which requests may enter, and after what time a refused client should retry.
 
-A request is refused if the queue is full or its expected wait for the first token is too long. To predict the wait,
-`forecast.RankForecast` simulates the queue of the rank that the request would go to, with the step times that the ranks
-measured at start. Heartbeats report how many prompt tokens a rank has not computed yet, and how far its present step
-times are off the measured ones. How long running requests go on is predicted from two learnt figures: tokens per
-request (`output_lengths.OutputLengths`) and tokens per second (`token_rate.TokenRate`).
+A request is refused if the queue is full or its expected wait for the first token is too long. If step times were
+measured, a wait of at most `SHORT_WAIT_S` is never refused. To predict the wait, `forecast.RankForecast` simulates the
+queue of the rank that the request would go to, with the step times that the ranks measured at start. Heartbeats report
+how many prompt tokens a rank has not computed yet, and how much its present step times differ from the measured ones.
+How long running requests go on is predicted from two learnt figures: tokens per request
+(`output_lengths.OutputLengths`) and tokens per second (`token_rate.TokenRate`).
 
-No Ray and no event loop here: plain bookkeeping over an injected clock.
+This module uses neither Ray nor an event loop; the caller passes the clock.
 """
 
 import time
@@ -22,23 +23,23 @@ from cluster.config.resolved import ResolvedSettings
 from cluster.observability.step_times import StepTimes
 from cluster.request import Request
 
-# An expected wait up to this, or of which earlier requests cause only this, is not refused as too long.
+# A wait is not too long if it is at most this, or if the part of it that earlier requests cause is at most this.
 SHORT_WAIT_S = 1.0
 HEADROOM = 0.7  # share of max_queue_wait_s that an expected wait may take, so that 99 of 100 real waits stay within it
-FORECAST_MAX_AGE_S = 0.1  # seconds for which a forecast is reused: making one costs a millisecond per rank
-# The time of a shorter prompt is mostly that of one step, and says little about the time per row.
+FORECAST_MAX_AGE_S = 0.1  # how long a forecast is reused, because making one costs a millisecond per rank
+# Only prompts of at least this many rows are learnt from: a shorter one takes about one step, whatever its size.
 MIN_LEARNING_ROWS = 64
-LEARNING_RATE = 0.2  # weight of the latest prompt in the time per row
+LEARNING_RATE = 0.2  # weight of the latest prompt in the mean time per row
 # With more ranks than this a forecast is reused for longer, so that its cost per second does not grow.
 RANKS_PER_MAX_AGE = 8
-GOLDEN_RATIO = 0.6180339887498949  # the fractional parts of its multiples spread evenly over [0, 1)
+GOLDEN_RATIO = 0.6180339887498949  # the fractional parts of the multiples of this number spread evenly over [0, 1)
 MIN_REQUEST_TOKENS = 1.0  # tokens of the request for which `overload` checks admission
 ONLY_RANK = RankChoice()  # the choice in a gang of one rank without cached prefixes
 
 
 class Admission:
-    """Admits or refuses the requests of one gang, and tracks them. A request without a token yet is "waiting", and
-    "running" after its first token.
+    """Admits or refuses the requests of one gang, and tracks them. A request is "waiting" before its first token and
+    "running" after it.
     """
 
     def __init__(
@@ -55,10 +56,10 @@ class Admission:
         self._open: dict[str, OpenRequest] = {}
         self._kv_tokens = 0
         self._step_times: StepTimes | None = None
-        # Seconds per prompt row, learnt from long prompts; used where steps are not measured.
+        # Seconds per prompt row, learnt from long prompts; used if step times were not measured.
         self._seconds_per_row = 0.0
         self.waiting = 0  # requests
-        self.queued_tokens = 0.0  # of waiting requests, expected new tokens included
+        self.queued_tokens = 0.0  # the tokens of waiting requests: prompts and expected new tokens
         self._forecast: GangForecast | None = None
         self._output_lengths = OutputLengths()
         self._token_rate = TokenRate(self._shape.drafted_shape.num_steps, config.attn_dp_size)
@@ -87,7 +88,9 @@ class Admission:
         )
 
     def expected_wait(self, prompt_tokens: int, choice: RankChoice = ONLY_RANK) -> ExpectedWait:
-        """Return the expected wait of a new request with `prompt_tokens` tokens; 0.0 while the gang is down."""
+        """Return the expected wait of a new request with `prompt_tokens` prompt tokens; no wait while the gang is
+        down.
+        """
         if not self._serving:
             return ExpectedWait(0.0, 0.0)
         now = self._clock()
@@ -116,7 +119,7 @@ class Admission:
             )
             return Overloaded(message, seconds)
         limit = max(SHORT_WAIT_S, HEADROOM * config.max_queue_wait_s)
-        # Without delay by others, a long prompt would not be faster later.
+        # A long prompt that no other request delays would not be faster later, so it is not refused.
         if seconds > limit and wait.delay_by_others > SHORT_WAIT_S:
             wait_text = f"the first token would come after about {seconds:.1f} s; the limit is {limit:.3g} s"
             limit_text = (
@@ -135,15 +138,15 @@ class Admission:
         self._enqueue(open_request)
 
     def on_submitted(self, request_id: str) -> None:
-        """Record that a request was submitted to its rank: the rank's reports may count it from now on."""
+        """Record that a request was submitted to its rank. From now on the rank's reports may count it."""
         if (open_request := self._open.get(request_id)) is not None:
             rank_requests = self._ranks[open_request.choice.rank]
             rank_requests.submitted += 1
             open_request.submission_number = rank_requests.submitted
 
     def on_resubmitted(self, request_id: str) -> None:
-        """Record that a request, whose rank may have changed, was submitted again to a gang that starts with empty
-        caches.
+        """Record that an open request was submitted again after a restart, perhaps to another rank. The gang's caches
+        are empty, so the request waits for its whole prompt.
         """
         open_request = self._open.get(request_id)
         if open_request is None:
@@ -161,7 +164,7 @@ class Admission:
         if open_request is None:
             return
         rank_requests = self._ranks[open_request.choice.rank]
-        # Learn from the first of the queue only: all rows since `progress_since` were its own.
+        # Learn only from the first request of the queue: since `progress_since` the rank computed only its rows.
         if open_request.uncomputed_tokens >= MIN_LEARNING_ROWS and next(iter(rank_requests.queue), None) == request_id:
             seconds_per_row = (self._last_time_at - rank_requests.progress_since) / open_request.uncomputed_tokens
             self._seconds_per_row += (LEARNING_RATE if self._seconds_per_row else 1.0) * (
@@ -212,24 +215,24 @@ class Admission:
         open_request.submission_number = 0
         rank_requests.enqueue(open_request, self._last_time_at)
         if len(rank_requests.queue) == 1:
-            self._forecast = None  # outdated: this rank's prompt rows make steps longer from now on
+            self._forecast = None  # outdated: from now on this rank's prompt rows make steps longer
         elif self._forecast is not None:
             median = self._output_lengths.quantile(0.5, open_request.remaining_tokens, 0)
             self._forecast.add(choice.rank, self._queued_prompt(open_request, median))
 
     def _dequeue(self, request_id: str, rank_requests: RankRequests) -> bool:
-        """Take a request out of a rank's queue; return whether it was there."""
+        """Take a request out of a rank's queue; return whether the queue held it."""
         found = rank_requests.dequeue(request_id, self._last_time_at) is not None
         if found and not rank_requests.queue:
             self._forecast = None
         return found
 
     def _leave_waiting(self, open_request: OpenRequest) -> None:
-        """Record that a request waits no more, unless that is known already."""
+        """Record that a request has stopped waiting, unless this was recorded already."""
         if not open_request.waiting_tokens:
             return
         self.waiting -= 1
-        # Float sums drift.
+        # Rounding errors add up in a sum of floats, so reset it when no request waits.
         self.queued_tokens = max(0.0, self.queued_tokens - open_request.waiting_tokens) if self.waiting else 0.0
         open_request.waiting_tokens = 0.0
 
@@ -247,7 +250,7 @@ class Admission:
         rate_by_running = self._token_rate.rates_by_running(running, max(running, default=1), self._step_times)
         later_rate_by_running = self._token_rate.rates_by_running(running, longest, self._step_times)
         open_tokens = sum(len(request.sent_tokens) for request in self._open.values())
-        # Spread the lengths over the learnt distribution: with the mean for each, all requests would end at once.
+        # Spread the lengths over the learnt distribution: if each had the mean length, all would end at once.
         shares = (GOLDEN_RATIO * index % 1.0 for index in range(1, 1 + len(self._open)))
 
         def remaining_tokens(request: OpenRequest) -> float:
@@ -291,7 +294,7 @@ class Admission:
         )
 
     def _advance_clock(self) -> None:
-        """Count the time since the last call as time of the running requests."""
+        """Count the time since the last call as time in which the running requests ran, if the gang serves."""
         now = self._clock()
         seconds, self._last_time_at = now - self._last_time_at, now
         if self._serving:
@@ -302,10 +305,10 @@ class Admission:
         rank_requests.running[request.name] = request
         self._running += 1
         if self._running == 1:
-            self._forecast = None  # outdated: other rules hold for prompt rows while a request decodes
+            self._forecast = None  # outdated: while a request decodes, a step has fewer prompt rows
 
     def _stop_running(self, request_id: str, rank_requests: RankRequests) -> None:
         if rank_requests.running.pop(request_id, None) is not None:
             self._running -= 1
             if not self._running:
-                self._forecast = None  # outdated: other rules hold for prompt rows while none decodes
+                self._forecast = None  # outdated: while no request decodes, a step has more prompt rows

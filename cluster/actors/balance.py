@@ -1,4 +1,4 @@
-"""The choice of a data-parallel rank for each request. Plain bookkeeping: no clock, no Ray, deterministic.
+"""Chooses a data-parallel rank for each request. Plain bookkeeping: no clock, no Ray, deterministic.
 
 All ranks of a gang step together, so a step lasts as long as its slowest rank. `expected_load` chooses the rank where a
 request adds least to the slowest rank's work, summed over future steps. Work is counted in rows of the model:
@@ -27,12 +27,12 @@ from cluster.request import Request
 
 POLICIES = ("expected_load", "round_robin", "total_tokens", "total_requests")
 WORK_UNIT = 1024  # work is an integer number of 1/WORK_UNIT rows, so that additions and subtractions cancel exactly
-KV_READ = 1 / 1024  # reading one KV token in one step, in rows
+KV_READ = 1 / 1024  # the cost of reading one KV token in one step, in rows
 HORIZON = (8, 32, 128, 512)  # steps from now at which future steps are split into parts; the last part has no end
 INTERVALS = len(HORIZON) + 1
 STEPS_BETWEEN_ESTIMATES = 4  # steps of a request between two estimates of its remaining work
 PRIOR_STEPS = 4  # after this many steps a request's own accept length counts as much as the gang's mean
-INDEX_PAGES = 32768  # of a prefix index before a gang has said how many KV pages a rank has
+INDEX_PAGES = 32768  # capacity of a prefix index until the gang says how many KV pages a rank has
 LEARNING_RATE = 1 / 256  # weight of one step of a request in the gang's mean accept length
 
 Work = tuple[int, ...]
@@ -40,10 +40,11 @@ Work = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class RankLoad:
-    """The load of one rank by the router's own count of its open requests.
+    """The load of one rank: sums over its open requests, as the router counts them.
 
-    `tokens` counts prompt and generated tokens, `queued_tokens` prompt tokens not yet computed, `work` the expected
-    decoding work in 1 / `WORK_UNIT` rows for each part of `HORIZON`, `pages` the pages in the prefix index.
+    `requests` is the number of open requests. `tokens` counts their prompt and generated tokens, `queued_tokens` their
+    prompt tokens that are not computed yet. `work` is their expected decoding work in 1 / `WORK_UNIT` rows, for each
+    part of `HORIZON`. `pages` is the number of pages in the rank's prefix index.
     """
 
     requests: int = 0
@@ -68,7 +69,7 @@ class _RankState:
 
     def matched_pages(self, page_hashes: Sequence[int]) -> tuple[int, int]:
         """Return two counts of pages at the start of `page_hashes`: pages that are cached or belong to prompts of open
-        requests, and pages that belong to prompts of open requests.
+        requests, and pages that belong to prompts of open requests. Both are 0 if the prefix index is disabled.
         """
         if not self.index.capacity:
             return 0, 0
@@ -97,9 +98,9 @@ class Balancer:
         chunk_rows: int = 512,
         index_pages: int = INDEX_PAGES,
     ) -> None:
-        """`step_rows` is N, the target rows of a decoding request per step. `chunk_rows` is the most prompt rows of a
-        rank per step. `index_pages` bounds each rank's prefix index (about 150 bytes per page): ideally the number of
-        its KV pages; 0 disables it.
+        """`step_rows` is N, the target rows of a decoding request per step. `chunk_rows` is the largest number of
+        prompt rows of a rank per step. `index_pages` is the capacity of each rank's prefix index (about 150 bytes per
+        page), ideally the number of the rank's KV pages; 0 disables the index.
 
         Raises:
             ValueError: the policy does not exist.
@@ -121,8 +122,8 @@ class Balancer:
         return cls(config.routing_policy, *size, step_rows=rows, chunk_rows=resolved.chunk_rows, index_pages=pages)
 
     def propose(self, request: Request, expected_new: float) -> RankChoice:
-        """Return where `request` would go now, and change nothing. `expected_new` is the expected number of new tokens.
-        An open request with the same id is not counted as load.
+        """Return the rank that `request` would go to now, and change nothing. `expected_new` is the expected number of
+        new tokens. An open request with the same id is not counted as load.
 
         Raises:
             ValueError: `routed_dp_rank` is out of range.
@@ -145,10 +146,10 @@ class Balancer:
 
     def choose(self, opened: OpenRequest, expected_new: float, choice: RankChoice | None = None) -> int:
         """Return the dp rank for the latest submission of `opened`, and count the request as queued on that rank.
-        `expected_new` is the expected number of new tokens. The argument `choice` may hold the result of the method
-        `propose` for this submission.
+        `expected_new` is the expected number of new tokens. `choice` is the result of `propose` for this submission; if
+        it is None, this method calls `propose`.
 
-        If a request with the same id is open, it is moved from its old rank.
+        If a request with the same id is open, it no longer counts on its old rank.
 
         Raises:
             ValueError: `routed_dp_rank` is out of range; nothing is changed then.
@@ -167,7 +168,8 @@ class Balancer:
 
     def on_first_output(self, request_id: str, cached_tokens: int | None = None) -> None:
         """Record that the prompt of a request is computed: its first output came. `cached_tokens` tokens of the prompt
-        were found in the rank's cache; the prefix index drops the prompt's later pages.
+        were found in the rank's cache; the prefix index drops the prompt's later pages. If `cached_tokens` is None, the
+        index does not change.
         """
         opened = self._open.get(request_id)
         if opened is None or not opened.queued_tokens:
@@ -209,8 +211,9 @@ class Balancer:
             rank.work[interval] += work - old_work[interval]
 
     def on_ended(self, request_id: str, token_ids: Sequence[int] = ()) -> None:
-        """Record that a request is over, for any reason. Its rank keeps the KV, so the prompt is added to the prefix
-        index, followed by `token_ids`. These are all tokens that the request got on any rank; empty if unknown.
+        """Record that a request is over, for any reason. Its rank keeps the KV. So if the prompt was computed, add the
+        pages of the prompt and of `token_ids` to the rank's prefix index. `token_ids` are all tokens that the request
+        got, on any rank; if it is empty, add the pages of the prompt alone.
         """
         opened = self._open.pop(request_id, None)
         if opened is None:
@@ -224,8 +227,8 @@ class Balancer:
             self._ranks[opened.choice.rank].index.add(page_hashes)
 
     def on_restart(self, kv_pages: int) -> None:
-        """Record that the gang starts with empty caches of `kv_pages` pages per rank. Until `choose` moves an open
-        request, its whole prompt counts as queued.
+        """Record that the gang starts with empty caches of `kv_pages` pages per rank. The whole prompt of each open
+        request counts as queued until its first output or the next call of `choose` for it.
         """
         for rank in self._ranks:
             rank.index.reset(kv_pages)
@@ -240,7 +243,7 @@ class Balancer:
         return RankLoad(rank.requests, rank.tokens, rank.queued_tokens, tuple(rank.work), len(rank.index))
 
     def _add_to_rank(self, opened: OpenRequest, sign: int) -> None:
-        """Add a request to its rank's sums (`sign` 1), or subtract it again (-1)."""
+        """Add a request to the sums of its rank (`sign` 1), or subtract it again (`sign` -1)."""
         rank = self._ranks[opened.choice.rank]
         rank.requests += sign
         rank.tokens += sign * opened.length
@@ -260,12 +263,12 @@ class Balancer:
         return pinned
 
     def _expected_work(self, request: Request, expected_new: float, new_tokens: int = 0, steps: int = 0) -> Work:
-        """Return the expected work of the steps that `request` still needs, for each part of the horizon. It got
-        `new_tokens` tokens in `steps` steps since it was submitted, and `expected_new` are likely in total.
+        """Return the expected work of the steps that `request` still needs, for each part of `HORIZON`. The request got
+        `new_tokens` tokens in `steps` steps since it was submitted, and `expected_new` tokens are expected in total.
         """
         max_new_tokens = max(1, request.params.max_tokens - request.resumed_tokens)
         expected_tokens = min(max(1.0, expected_new), max_new_tokens)
-        # A request beyond its estimate is a long one: expect at least half as many more tokens as it has already.
+        # A request that exceeds its estimate is likely long: always expect at least half as many more tokens as it has.
         remaining_tokens = min(max_new_tokens - new_tokens, max(expected_tokens - new_tokens, new_tokens / 2))
         accept_len = (PRIOR_STEPS * (self._mean_accept_len or 1.0) + new_tokens) / (PRIOR_STEPS + steps)
         remaining_steps = max(1.0, remaining_tokens / max(1.0, accept_len))
@@ -296,14 +299,16 @@ class Balancer:
             after = self._work_by_interval(self._ranks[dp_rank], queued[dp_rank], work)
             intervals = zip(sums, before[dp_rank], after, strict=True)
             powers = (total - _fourth_power(old) + _fourth_power(new) for total, old, new in intervals)
-            # The 4-norm over the ranks with this rank's load replaced, summed over the parts. On a tie the rank with
-            # the emptier prefix index is chosen.
+            # The 4-norm over the ranks, with this rank's work as it would be after the choice, summed over the parts.
+            # On a tie the rank with fewer pages in its prefix index is chosen.
             return sum(math.sqrt(math.sqrt(max(0.0, power))) for power in powers), len(self._ranks[dp_rank].index)
 
         return min(ranks, key=slowest)
 
     def _work_by_interval(self, state: _RankState, queued: int, work: Work) -> list[int]:
-        """Return a rank's work in each part of the horizon, after adding `queued` prompt rows and decoding `work`."""
+        """Return a rank's work in each part of `HORIZON`, with `queued` more prompt rows and the decoding work `work`
+        (empty for none).
+        """
         rows, start, future = state.queued_tokens + queued, 0, []
         for interval, end in enumerate((*HORIZON, UNLIMITED)):
             chunk_rows = min(rows, self._chunk_rows * (end - start))  # at most one chunk per step

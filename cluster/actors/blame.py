@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from cluster.actors.messages import Blame, Failure, Heartbeat, LossKind
 
-# All four are multiples of the watchdog's limit.
+# The four factors below are multiples of the watchdog's limit (`watchdog_timeout_s`).
 FATAL_SILENCE_FACTOR = 2.0  # a rank that has not answered for this long is given up
 FATAL_STALL_FACTOR = 3.0  # a rank that answers but has made no progress for this long is given up
 # A rank that computes for this long without reaching another part of the step is in an endless loop.
@@ -25,9 +25,9 @@ SUSPICIOUS_SILENCE_FACTOR = 0.5  # if the gang stalls, a rank silent for this lo
 
 @dataclass(frozen=True, slots=True)
 class RankEvidence:
-    """The evidence on one rank. `heartbeat` is its last heartbeat. `silence_s` is the time since its last answer if a
-    heartbeat call is open, and 0.0 otherwise. `death` is Ray's report of the rank's death, or empty. `failure` is the
-    rank's own report of why its loop ended, or None.
+    """The evidence on one rank. `heartbeat` is its last heartbeat, or None before the first. `silence_s` is the time
+    since its last answer if a heartbeat call is unanswered, and 0.0 otherwise. `death` is Ray's report of the rank's
+    death, or empty. `failure` is the rank's own report of why its loop ended, or None.
     """
 
     heartbeat: Heartbeat | None = None
@@ -81,13 +81,16 @@ def _verdict_on_reports(evidence: Sequence[RankEvidence], reports: list[Failure]
     votes = Counter(r.rank for r in reports if r.rank is not None)
     silent_ranks = [rank for rank, rank_evidence in enumerate(evidence) if rank_evidence.failure is None]
     rank = votes.most_common(1)[0][0] if votes else (silent_ranks or [reports[0].reported_by])[0]
-    # "died" and not "frozen", as a frozen process keeps its connections; Ray may report a node's death much later.
+    # The others lost their connections to this rank, and a frozen process keeps its connections. So the rank died, even
+    # if Ray has not reported that: Ray may report the death of a node much later.
     kind = "failed" if evidence[rank].failure is not None else "died"
     return Verdict(rank, kind, *_position_of_loss(evidence, rank), reports[0].reason, certain=is_complete)
 
 
 def _verdict_without_reports(evidence: Sequence[RankEvidence], limit_s: float) -> Verdict | None:
-    """Return the verdict if no rank is dead and none reported a failure: a rank may be silent or stuck."""
+    """Return the verdict if no rank is dead and none reported a failure. A rank may still be silent or stuck; return
+    None if none is.
+    """
     # The longest silence; ranks are negated, so that the lowest of several equally silent ranks is taken.
     silence_s, negated_rank = max((rank_evidence.silence_s, -rank) for rank, rank_evidence in enumerate(evidence))
     stuck = _verdict_on_progress(evidence, limit_s)
@@ -142,15 +145,16 @@ def _verdict_on_progress(evidence: Sequence[RankEvidence], limit_s: float) -> Ve
         return None
     sleeping = [
         entry for entry in heartbeats if not entry[2].busy
-    ]  # ranks that did not wake although another rank called `wake_ranks`
+    ]  # ranks that still sleep although another rank has work and called `wake_ranks`
     _, rank, heartbeat = min(sleeping or waiting, key=lambda entry: entry[:2])
     reason = f"all ranks have waited for each other for {idle_s:.1f} s (the limit is {limit_s:g} s)"
     return Verdict(rank, "frozen", heartbeat.step, heartbeat.phase, reason, final=idle_s > FATAL_STALL_FACTOR * limit_s)
 
 
 def _position_of_loss(evidence: Sequence[RankEvidence], rank: int) -> tuple[int, str]:
-    """Return the (step, phase) at which `rank` was lost. A lost rank cannot report it, so this is the place where
-    another rank noticed the loss. If no rank noticed it, return the latest (step, phase) of all heartbeats.
+    """Return the (step, phase) at which `rank` was lost. A lost rank cannot report this itself, so return the
+    (step, phase) at which another rank noticed the loss. If no rank noticed it, return the latest (step, phase) of all
+    heartbeats, or (0, "start") if there are none.
     """
     for rank_evidence in evidence:
         if rank_evidence.failure is not None and rank_evidence.failure.rank in (rank, None):

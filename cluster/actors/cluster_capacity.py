@@ -1,6 +1,6 @@
 """Checks whether the nodes of a cluster can hold the bundles of gangs; if not, says which setting to change.
 
-Nothing here calls Ray. A node is a mapping from resource to its total amount, in use or not.
+Nothing here calls Ray. A node is a mapping from each resource to the amount that the node has in total, in use or not.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,19 +10,20 @@ from typing import Literal
 
 Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 Resources = Mapping[str, float]
-ACCELERATOR_PREFIX = "accelerator_type:"  # prefix of Ray's resource of nodes with a certain type of accelerator
+ACCELERATOR_PREFIX = "accelerator_type:"  # Ray gives a node with an accelerator of type X a resource of this name + X
 RESOURCE_UNIT = 1e-4  # Ray counts resources in units of this size
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The bundles of a gang, one per rank; the number of gangs; and how long a gang waits for free resources. The ranks
-    of each attention group (`group_size` consecutive ranks) should be on one node.
+    """The bundles of a gang (the ranks of one replica), one per rank; the number of gangs (`gangs`); and how long a
+    gang waits for free resources. The ranks of each attention group (`group_size` consecutive ranks) should be on one
+    node.
 
     A gang waits `join_wait_s` if the present nodes can never hold it: a cluster that has just started may still lack
-    nodes. It waits `busy_wait_s` if other placement groups hold the resources, and `redeploy_wait_s` longer if one of
-    them belongs to a gang of the same deployment, which a redeploy in place replaces. If `wait_s` is set, it replaces
-    all three.
+    nodes. It waits `busy_wait_s` if other placement groups hold the resources. If one of these groups belongs to a gang
+    of the same deployment, which a redeploy in place replaces, it waits `redeploy_wait_s` longer. If `wait_s` is not
+    None, it replaces all three times.
     """
 
     bundles: tuple[Resources, ...]
@@ -55,7 +56,7 @@ def sum_resources(bundles: Sequence[Resources]) -> dict[str, float]:
 
 
 def copies_that_fit(bundle: Resources, node: Resources) -> int:
-    """Return how many times a bundle fits on an otherwise empty node."""
+    """Return how many times a bundle fits on an otherwise empty node; a very large number for an empty bundle."""
     copies = [(node.get(name, 0.0) + RESOURCE_UNIT / 2) / amount for name, amount in bundle.items() if amount > 0]
     return floor(min(copies, default=inf)) if copies else 1 << 30
 
@@ -75,7 +76,7 @@ def gangs_that_fit(layout: Layout, nodes: Sequence[Resources]) -> int:
     copies = [copies_that_fit(first, node) for node in nodes]
     if strategy != "STRICT_SPREAD":
         return sum(copies) // layout.world
-    # STRICT_SPREAD: a node holds at most one bundle of each gang, so of n gangs at most n bundles.
+    # STRICT_SPREAD: a node holds at most one bundle of each gang, so it holds at most n bundles of n gangs.
     gangs = sum(copies) // layout.world
     while gangs and sum(min(gangs, count) for count in copies) < gangs * layout.world:
         gangs -= 1
@@ -109,7 +110,7 @@ def capacity_problem(layout: Layout, nodes: Sequence[Resources]) -> str:
 
 
 def _gang_too_large(layout: Layout, nodes: Sequence[Resources]) -> str:
-    """Return why the nodes hold each bundle alone but not all bundles of one gang, and what to change."""
+    """Return why the nodes can hold each bundle alone but not all bundles of one gang together, and what to change."""
     world, demand = layout.world, f"{layout.world} bundle(s), {format_resources(layout.demand)} in all,"
     equal_bundles = all(bundle == layout.bundles[0] for bundle in layout.bundles)
     copies = [copies_that_fit(layout.bundles[0], node) for node in nodes] if equal_bundles else []
@@ -141,7 +142,7 @@ def _gang_too_large(layout: Layout, nodes: Sequence[Resources]) -> str:
 
 
 def _missing_resource(name: str, nodes: Sequence[Resources]) -> str:
-    """Return that no node has any of a resource, and what to change."""
+    """Return a message that no node has the resource `name`, and what to change."""
     if name == "GPU":
         return "no node of the cluster has a GPU: set device to cpu, with bundles without GPU, or add nodes with GPUs"
     if not name.startswith(ACCELERATOR_PREFIX):

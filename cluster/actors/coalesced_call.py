@@ -15,8 +15,8 @@ class CoalescedCall(Generic[T]):
     """Shares the result of `call` among callers. `call` never runs twice at once. A result is reused for `max_age_s`.
 
     When a client leaves, Serve cancels every call that its request's task has made, and Ray passes the cancellation on
-    to the called actor. So a request never calls an actor itself: `call` runs in the context in which this object was
-    created, which must not be the context of a request. `call` continues even if all callers stop waiting.
+    to the called actor. So a request must not call an actor itself. Instead, `call` runs in the context in which this
+    object was created, which must not be the context of a request. `call` continues even if all callers stop waiting.
     """
 
     def __init__(self, call: Callable[[], Coroutine[Any, Any, T]], max_age_s: float = MAX_AGE_S) -> None:
@@ -26,7 +26,8 @@ class CoalescedCall(Generic[T]):
         self._finished_at = 0.0
 
     async def get(self) -> T:
-        """Return the latest result if it is younger than `max_age_s`; otherwise wait for a new result.
+        """Return the latest result if it is at most `max_age_s` old. Otherwise wait for a new result: of the call that
+        is running, or of a call that begins.
 
         Raises:
             Exception: the error that `call` raised; the next call of `get` runs `call` again.

@@ -1,7 +1,8 @@
 """The loop of one rank's engine: one thread owns the engine; all other threads leave commands in the loop's inbox.
 
-This module uses neither Ray nor tensors. All ranks of a gang run each step together, including ranks without work. When
-no rank has work, all ranks sleep. When a request is submitted to one rank, all ranks wake.
+This module uses neither Ray nor tensors. All ranks of a gang (the ranks of one replica) run each step together,
+including ranks without work. When no rank has work, all ranks sleep. When a request is submitted to one rank, all ranks
+wake.
 """
 
 import logging
@@ -19,7 +20,7 @@ from cluster.status import EngineStatus, RankInfo
 logger = logging.getLogger(__name__)
 
 STEP_THREADS = "aerie-step"  # the name of the thread that steps, and of the threads that it starts
-CONFIRMATION_TIMEOUT_S = 1.0  # the most that a step waits until the replica confirms that a suspect is admitted
+CONFIRMATION_TIMEOUT_S = 1.0  # how long a step waits at most until the replica confirms the report of a suspect
 # Failure kinds of the engine's errors. The classes are given by name: their module imports torch, which replicas must
 # not load.
 FAILURE_KINDS: dict[str, FailureKind] = {"PeerLostError": "lost", "OutOfStepError": "out_of_step"}
@@ -29,7 +30,7 @@ class MetricsRegistry(Protocol):
     """A metrics registry that can be serialised, from any thread."""
 
     def serialize(self) -> bytes:
-        """Return one registry sample, see `cluster.observability.metrics`."""
+        """Return the present values of all metrics as JSON; see `cluster.observability.metrics`."""
         ...
 
 
@@ -47,7 +48,7 @@ class StepEngine(Protocol):
 
     @property
     def metrics(self) -> MetricsRegistry:
-        """The rank's instruments."""
+        """The rank's metrics."""
         ...
 
     @property
@@ -57,17 +58,17 @@ class StepEngine(Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """Whether no rank of the gang had work in the last step, and this rank still has no work."""
+        """Whether no rank of the gang had work in the last step, and this rank has got no work since then."""
         ...
 
     @property
     def has_ended(self) -> bool:
-        """Whether the last step ended the gang, because a rank had called `leave`."""
+        """Whether the last step was the gang's last one, because a rank had called `leave` before it."""
         ...
 
     @property
     def position(self) -> tuple[int, str]:
-        """(step, phase) of this rank now. Any thread."""
+        """The present (step, phase) of this rank. Any thread."""
         ...
 
     @property
@@ -86,12 +87,12 @@ class StepEngine(Protocol):
         ...
 
     def abort(self, request_id: str) -> None:
-        """Drop a request; unknown ids are ignored."""
+        """Drop a request: it gets no more outputs. Unknown ids are ignored."""
         ...
 
     def step(self) -> StepOutputs:
-        """Run one step with the other ranks. If a peer is gone or out of step, raise an error that names its rank,
-        step and phase.
+        """Run one step together with the other ranks. If a peer is gone or out of step, raise an error that names the
+        peer's rank, the step and the phase.
         """
         ...
 
@@ -106,7 +107,7 @@ class StepEngine(Protocol):
         ...
 
     def leave(self) -> None:
-        """End the gang on every rank with the next step."""
+        """Make the next step the last one of every rank of the gang."""
         ...
 
     def prepare_grammars(self) -> None:
@@ -190,14 +191,16 @@ class EngineLoop:
         return self.failure
 
     def put(self, commands: Commands) -> None:
-        """Leave commands for the next step; submits wake the gang. If the loop is over, the commands have no effect."""
+        """Leave commands for the next step. If they submit requests, wake the sleeping ranks. If the loop has ended,
+        the commands have no effect.
+        """
         with self._confirmed:
             self._unconfirmed_suspects.update(commands.suspects)
             self._unconfirmed_suspects.difference_update(commands.confirmed, commands.aborts)
             self._confirmed.notify_all()
         with self._wake:
             self._inbox.append(commands)
-            if commands.submits and not self._busy:  # the time of sleep must not count as time without progress
+            if commands.submits and not self._busy:  # time asleep must not count as time without progress
                 self._busy = True
                 self._progress.note_progress()
             must_wake = bool(commands.submits) and self._needs_wake()
@@ -205,9 +208,10 @@ class EngineLoop:
             self.engine.wake_ranks()
 
     def drain(self, timeout_s: float | None = None) -> list[StepItem]:
-        """Return the items since the last call; if there are none, wait for an item.
+        """Return the items since the last call. If there are none, wait for one, for at most `timeout_s` seconds (None:
+        without limit).
 
-        An empty list means that the wait timed out or that the loop is over.
+        An empty list means that the wait timed out or that the loop has ended.
         """
         with self._outbox_changed:
             if not self._outbox and not self.has_ended:
@@ -217,7 +221,9 @@ class EngineLoop:
         return items
 
     def heartbeat(self) -> Heartbeat:
-        """Return the present heartbeat; never wait for a step. Only this call notices progress, so call it often."""
+        """Return the present heartbeat; never wait for a step. Progress is detected only during this call, so call it
+        often.
+        """
         position, (progress_count, is_waiting) = self.engine.position, self.engine.progress
         self._progress.update((self._iterations, position, progress_count), is_waiting)
         with self._wake:
@@ -233,8 +239,8 @@ class EngineLoop:
             )
 
     def _needs_wake(self) -> bool:
-        """Return whether the caller must call `wake_ranks`. This is True for the first call while the loop sleeps. Hold
-        the lock `_wake` during this call.
+        """Return whether the caller must call `wake_ranks`: True at the first call while the loop sleeps, False
+        otherwise. The caller must hold the lock `_wake`.
         """
         must_wake = self._asleep and not self._was_woken
         self._was_woken |= must_wake
@@ -254,7 +260,7 @@ class EngineLoop:
                 self._outbox_changed.notify_all()
 
     def _run_iteration(self) -> None:
-        """Run one iteration: sleep while no rank has work, pass the inbox to the engine, and step."""
+        """Run one iteration: sleep while no rank has work, pass the commands in the inbox to the engine, run a step."""
         self._record_status()
         if self.engine.is_idle:
             self._sleep()
@@ -272,15 +278,16 @@ class EngineLoop:
         self._publish(outputs, refused)
 
     def _record_status(self) -> None:
-        """Count an iteration of the loop as progress, and note the engine's counters."""
+        """Count an iteration of the loop, which is progress, and store the engine's status."""
         status = self.engine.status()
         with self._wake:
             self._status = status
             self._iterations += 1
 
     def _sleep(self) -> None:
-        """Sleep until a rank calls `wake_ranks`. All ranks come here after a quiet step. A rank with new work calls
-        `wake_ranks` before it sleeps, so that all ranks wake at once.
+        """Sleep until a rank calls `wake_ranks`. All ranks come here after a step in which no rank had work. If this
+        rank has got requests since then, or must stop, it calls `wake_ranks` before it sleeps, so that all ranks wake
+        at once.
         """
         # `put` sees `_asleep` and wakes the ranks, or this block sees its commands: no wake-up is lost.
         with self._wake:
@@ -314,11 +321,11 @@ class EngineLoop:
             self._put_item(StepItem(self.rank, self._steps, outputs, refused))
 
     def _report_admitted(self, ids: tuple[str, ...]) -> None:
-        """Report the requests `ids`, which the next step admits. If this step kills the process, these requests are the
-        suspects.
+        """Report to the replica the requests `ids`, which the next step admits. If this step kills the process, these
+        requests are the suspects.
 
-        If the process dies at once, the report is lost. So if a request is already a suspect (`Commands.suspects`),
-        wait for at most `CONFIRMATION_TIMEOUT_S` until the replica confirms the report.
+        If the process dies at once, the report may be lost. So if a request is already a suspect
+        (`Commands.suspects`), wait for at most `CONFIRMATION_TIMEOUT_S` until the replica confirms the report.
         """
         self._put_item(StepItem(self.rank, self._steps, admitted=ids))
         with self._confirmed:
@@ -331,7 +338,7 @@ class EngineLoop:
             self._outbox_changed.notify()
 
     def _fail(self, error: Exception) -> None:
-        """Set `failure`, and disconnect the engine from its peers, which get the reason."""
+        """Set `failure`, and disconnect the engine from the other ranks, which get the reason."""
         self.failure = failure_of(error, self.rank, self.engine.position)
         try:
             self.engine.close(self.failure.reason)
@@ -347,8 +354,8 @@ def failure_kind_of(error: BaseException) -> FailureKind:
 
 
 def failure_of(error: Exception, reported_by: int, position: tuple[int, str]) -> Failure:
-    """Return the `Failure` for an error on rank `reported_by`. `position` is the (step, phase) used if the error has
-    none.
+    """Return the `Failure` for an error on rank `reported_by`. If the error does not name a step and a phase, use those
+    of `position`.
     """
     kind = failure_kind_of(error)
     step, phase = position

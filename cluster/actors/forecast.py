@@ -1,9 +1,8 @@
-"""Predicts when a rank will have computed a prompt, by simulating the rank's queue by the rules of
-`engine/prefill.py`.
+"""Predicts when a rank will have computed a prompt: simulates the rank's queue by the rules of `engine/prefill.py`.
 
-A rank serves its requests in order of arrival. To begin, a request needs a slot of the rank and KV for its prompt.
-Running requests take more KV as they grow, and return slot and KV when they end. The rows of a prompt are computed
-after the rows of all earlier prompts, at the speed of `PrefillSpeed`.
+A rank serves its requests in order of arrival. To begin, a request needs one of the rank's `max_running_requests` slots
+and free KV for its prompt. Running requests take more KV as they grow, and return their slot and KV when they end. The
+rows of a prompt are computed after the rows of all earlier prompts, at the speed of `PrefillSpeed`.
 """
 
 import heapq
@@ -48,7 +47,7 @@ class ExpectedWait(NamedTuple):
 
 
 class DecodeIntervals:
-    """The times when any request of the gang decodes: sorted, disjoint intervals, in seconds from now."""
+    """The times when at least one request of the gang decodes: sorted, disjoint intervals, in seconds from now."""
 
     def __init__(self) -> None:
         self._begins: list[float] = []
@@ -65,7 +64,7 @@ class DecodeIntervals:
         self._begins[first:last], self._ends[first:last] = [begins], [ends]
 
     def contains(self, time: float) -> bool:
-        """Return whether any request decodes at `time`."""
+        """Return whether at least one request decodes at `time`."""
         index = bisect_right(self._ends, time)
         return index < len(self._ends) and self._begins[index] <= time
 
@@ -76,7 +75,7 @@ class DecodeIntervals:
     def prompt_end(self, time: float, durations: PromptSeconds) -> float:
         """Return when a prompt is completely computed if its first row begins at `time`."""
         remaining_share = 1.0  # the share of the prompt that is not computed yet
-        # Walk the gaps, at the speed `without_decodes`, and the intervals of decoding, at the speed `with_decodes`.
+        # Between the intervals the whole prompt would take `without_decodes` seconds, within them `with_decodes`.
         for index in range(bisect_right(self._ends, time), len(self._ends)):
             begins, ends = self._begins[index], self._ends[index]
             if begins > time:
@@ -96,12 +95,12 @@ class DecodeIntervals:
 class RankForecast:
     """The simulation of one rank. Times are in seconds from now (0.0).
 
-    `slots` and `free_kv_tokens` (tokens) are free at the simulated time; `initially_free_slots` slots are free at 0.0.
-    `kv_reserve` tokens of KV must stay free per running request. `running` is a heap of the running requests.
-    `tokens_per_s(n)` is the tokens/s of each request if n requests run. `queued_rows` is the sum of the prompt rows of
-    all waiting requests. `num_waiting` requests were added to the simulation so far; `first_prompt` is the first of
-    them. `computed_at` is the time at which all added prompts are computed; it starts below 0.0 if the rank began its
-    first prompt before now.
+    `slots` slots and KV for `free_kv_tokens` tokens are free at the simulated time; `initially_free_slots` slots are
+    free at 0.0. KV for `kv_reserve` tokens must stay free per running request. `running` is a heap of the running
+    requests. `tokens_per_s(n)` is the tokens/s of each request if n requests run. `queued_rows` is the sum of the
+    prompt rows of all waiting requests. `num_waiting` requests were added to the simulation so far; `first_prompt` is
+    the first of them. `computed_at` is the time at which all added prompts are computed; it starts below 0.0 if the
+    rank began its first prompt before now.
     """
 
     speed: PrefillSpeed
@@ -124,7 +123,9 @@ class RankForecast:
         heapq.heapify(self.running)
 
     def add(self, prompt: QueuedPrompt, decoding: DecodeIntervals) -> None:
-        """Queue a request behind the others, and add the interval in which the request will decode to `decoding`."""
+        """Queue a request behind the others, and simulate until its prompt is computed. Add the interval in which the
+        request will decode to `decoding`.
+        """
         self.first_prompt = self.first_prompt or prompt
         self.num_waiting += 1
         self._begin(prompt)
@@ -142,22 +143,22 @@ class RankForecast:
         )
 
     def wait(self, prompt: QueuedPrompt, decoding: DecodeIntervals) -> ExpectedWait:
-        """Return the expected wait of a request that comes now; change nothing."""
+        """Return the expected wait of a request that comes at 0.0; change nothing."""
         if (overtaking_s := self._overtaking_wait_s(prompt, decoding)) is not None:
             return ExpectedWait(overtaking_s, overtaking_s)
         simulation = replace(self, running=[*self.running], queued_rows=self.queued_rows + prompt.uncomputed_rows)
         simulation._begin(prompt)
         delay_by_others = max(0.0, simulation.computed_at)
         step_s = self.speed.step_s(prompt.computed_tokens, prompt.uncomputed_rows, decoding.contains(delay_by_others))
-        # The request joins the next step, and on average half of the present step is left.
+        # The request joins the next step. When it comes, on average half of the present step is left.
         return ExpectedWait(max(simulation._completion_time(prompt, decoding), step_s) + step_s / 2, delay_by_others)
 
     def _overtaking_wait_s(self, prompt: QueuedPrompt, decoding: DecodeIntervals) -> float | None:
-        """Return when a request that comes now gets its first token if its prompt overtakes the first prompt, or None
-        if it cannot overtake.
+        """Return the seconds until a request that comes now gets its first token, if its prompt overtakes the first
+        prompt of the queue. Return None if it cannot overtake.
 
-        While requests decode, a step has a time budget for prompt rows. What the first prompt leaves of the budget is
-        too little for one more of its rows. It may be enough for rows of a later prompt, which are cheaper because
+        While requests decode, a step has a time budget for prompt rows. The part that the first prompt leaves unused is
+        too small for one more of its own rows. It may be enough for rows of a later prompt, which are cheaper because
         fewer tokens precede them.
         """
         if self.first_prompt is None or self.num_waiting >= self.initially_free_slots:
@@ -167,7 +168,8 @@ class RankForecast:
             return None
         rows_ahead = self.queued_rows - self.first_prompt.uncomputed_rows + prompt.uncomputed_rows
         seconds = max(1.0, rows_ahead / rows_per_step) * step_s
-        # Half of that time is enough: how long requests decode is a guess, and a false refusal is the worse error.
+        # The prompt can overtake only while requests decode. Half of `seconds` is enough here: how long they decode is
+        # a guess, and to refuse a request by mistake is worse than to admit it by mistake.
         return seconds + step_s / 2 if 2 * decoding.end_of_interval(0.0) > seconds else None
 
     def _completion_time(self, prompt: QueuedPrompt, decoding: DecodeIntervals) -> float:
@@ -177,7 +179,7 @@ class RankForecast:
         )
 
     def _begin(self, prompt: QueuedPrompt) -> None:
-        """Advance `computed_at` until there is a slot and enough KV for a request."""
+        """Advance `computed_at` until there are a slot and enough KV for `prompt`, or until no request runs."""
         self._advance(self.computed_at)
         while self.running and (
             self.slots < 1 or self.free_kv_tokens < prompt.kv_tokens + self.kv_reserve * len(self.running)
@@ -205,7 +207,7 @@ class GangForecast:
     """The simulation of all ranks of a gang. Its time 0.0 is `made_at` by the caller's clock."""
 
     def __init__(self, ranks: Sequence[RankForecast], queues: Sequence[Sequence[QueuedPrompt]], made_at: float) -> None:
-        """`queues` holds the waiting requests of each rank, in order."""
+        """`queues` holds the waiting requests of each rank, in order; all are added to the simulations."""
         self.ranks, self.made_at = ranks, made_at
         self._decoding = DecodeIntervals()
         self._decoding.add(
@@ -213,7 +215,8 @@ class GangForecast:
             max((request.ends_at for rank in ranks for request in rank.running), default=0.0),
         )
         waiting = [deque(queue) for queue in queues]
-        # Always advance the rank that is furthest behind in time: its decoding slows the prompts of the others.
+        # Always continue with the rank whose simulated time is earliest: when its requests decode, the prompts of the
+        # other ranks take longer.
         while nonempty := [rank_index for rank_index, queue in enumerate(waiting) if queue]:
             earliest = min(nonempty, key=lambda rank_index: ranks[rank_index].computed_at)
             ranks[earliest].add(waiting[earliest].popleft(), self._decoding)

@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 EVIDENCE_GRACE_S = 1.0  # after the first evidence of a loss, wait this long for evidence that names the rank at fault
 MAX_FRUITLESS_INCARNATIONS = 16
 """The gang is given up after this many incarnations in a row that ended early and served no request. One request that
-kills the gang must not use up this number. If 1,024 requests began in the step that killed the gang, bisection needs
-ten incarnations to find that request, and then tries the request alone three times.
+kills the gang must not use up this number. If 1,024 requests began in the step that killed the gang, the next
+incarnation runs all of them again, and bisection then needs at most ten incarnations to find that request.
 """
 RETRY_DELAY_S = 0.5  # between two attempts to restart
 # If restart_timeout_s is not set, a restart may take this many times as long as the first start.
@@ -44,7 +44,7 @@ LOSSES_REPORTED = 32
 
 
 class Owner(Protocol):
-    """Callbacks for the losses and restarts of a gang, called on the event loop that watches it."""
+    """Callbacks for the losses and restarts of a gang. They are called on the event loop that runs `Gang.watch`."""
 
     async def on_down(self, loss: Loss) -> None:
         """An incarnation is over and its shards are killed. The step items that they sent before may be read until this
@@ -70,7 +70,7 @@ class Gang:
         self.gang_errors: list[Loss] = []
         self.lost_reason = ""  # why the gang will not come back
         self.epoch = 0
-        self._sample: bytes | None = None  # the replica's latest registry sample, kept by rank 0 of each incarnation
+        self._sample: bytes | None = None  # the replica's metrics, serialised; rank 0 of each incarnation keeps a copy
         self._on_loss = on_loss
         self._incarnation: Incarnation | None = None
         self._infos: list[RankInfo] = []
@@ -95,12 +95,14 @@ class Gang:
 
     @property
     def infos(self) -> list[RankInfo]:
-        """The settings and hardware of each rank of the latest incarnation."""
+        """The settings and hardware of each rank of the latest incarnation that has loaded; empty before the first."""
         return self._infos
 
     @property
     def heartbeats(self) -> list[Heartbeat | None]:
-        """The last heartbeat of every rank of the incarnation that serves."""
+        """The last heartbeat of every rank of the incarnation that serves, None before its first heartbeat. The list is
+        empty while the gang does not serve.
+        """
         return self.incarnation.heartbeats if self.incarnation else []
 
     async def start(self) -> None:
@@ -157,7 +159,9 @@ class Gang:
         return incarnation
 
     def keep_sample(self, sample: bytes) -> None:
-        """Store the replica's latest registry sample. After each restart the new rank 0 gets this sample."""
+        """Store the replica's latest registry sample (its metrics, serialised). After each restart the new rank 0 gets
+        this sample.
+        """
         self._sample = sample
 
     async def request_heartbeats(self, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
@@ -166,8 +170,8 @@ class Gang:
             await self.incarnation.await_heartbeats(timeout_s)
 
     def unhealthy_reason(self) -> str:
-        """Return why the gang is unhealthy now, or an empty string if it is healthy. The reason names the rank. A rank
-        that is only stalled may recover.
+        """Return why the gang is unhealthy now, or an empty string if it is healthy. If a rank is at fault, the reason
+        names it. A rank that only does not answer or makes no progress may recover.
         """
         if self.lost_reason or self._restart_status:
             return self.lost_reason or self._restart_status
@@ -175,7 +179,9 @@ class Gang:
         return "" if verdict is None else str(verdict)
 
     def history(self) -> GangHistory:
-        """Return the facts decided before the start, the number of earlier incarnations, and the latest losses."""
+        """Return what was decided before the start, the start time, the number of earlier incarnations, and the latest
+        losses.
+        """
         start_seconds, restart_timeout_s = round(self._start_s, 1), round(self.restart_timeout_s, 1)
         latest = tuple(self.gang_errors[-LOSSES_REPORTED:])
         return GangHistory(self.spec.decided, start_seconds, restart_timeout_s, self.epoch, latest, self.spec.name)
@@ -184,8 +190,8 @@ class Gang:
         return judge(incarnation.evidence(), self.spec.config.watchdog_timeout_s)
 
     async def watch(self, owner: Owner) -> None:
-        """Watch the gang, and kill and restart all ranks whenever a rank is lost. Return when a restart has failed for
-        good or the gang was killed.
+        """Watch the gang, and kill and restart all ranks whenever a rank is lost. Return when the gang is given up
+        (`lost_reason` says why) or was killed.
         """
         fruitless_incarnations = 0
         try:
@@ -231,7 +237,7 @@ class Gang:
             requested_at = time.monotonic()
             await _wait_at_most(period, incarnation.alarm)
             delay_s = time.monotonic() - requested_at - period
-            if delay_s > period:  # this process itself was stopped, so the silence of the ranks is no evidence
+            if delay_s > period:  # this process itself was stopped: that it heard nothing of the ranks is no evidence
                 incarnation.exclude_delay(delay_s)
             verdict = self._verdict(incarnation)
             if verdict is not None and verdict.final:
@@ -240,7 +246,7 @@ class Gang:
                 warning = "" if verdict is None else str(verdict)
                 logger.warning("gang %s: %s", self.spec.name, warning or "healthy again")
         noticed_at = time.monotonic()
-        # The first evidence may come from a rank that only lost a peer: wait a moment for evidence of the cause.
+        # The first evidence may come from a rank that only lost a peer. Wait a moment for evidence of the cause.
         while not verdict.certain and (remaining_s := noticed_at + EVIDENCE_GRACE_S - time.monotonic()) > 0:
             incarnation.alarm.clear()
             await _wait_at_most(remaining_s, incarnation.alarm)
@@ -267,7 +273,7 @@ class Gang:
                 remaining_s = deadline - time.monotonic()
                 await asyncio.wait_for(self._begin(remaining_s, stall_timeout_s), remaining_s)
             except Exception as error:
-                # A timeout has no message: keep the earlier cause.
+                # If the error has no message (a timeout has none), keep the reason of the attempt before.
                 reason = str(error) or reason or type(error).__name__
                 self._restart_status = f"{loss} (restarting; attempt {attempts} failed: {reason})"
                 logger.error("gang %s: attempt %d to restart failed: %s", self.spec.name, attempts, reason)
@@ -310,7 +316,7 @@ class Gang:
 
 
 def _with_kv_tokens(spec: GangSpec, tokens: int) -> GangSpec:
-    """Return the spec with a KV cache of `tokens` tokens per rank."""
+    """Return the spec, changed so that the KV cache of each rank has exactly `tokens` tokens."""
     sizes = {**dict.fromkeys(KV_SIZE_SETTINGS), "max_total_tokens": tokens}
     return replace(spec, config=spec.config.model_copy(update=sizes))
 

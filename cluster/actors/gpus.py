@@ -1,4 +1,4 @@
-"""The GPUs that Ray reserved for this process, and a way to hide all others from it."""
+"""The GPUs that Ray reserved for this process, and a way to hide all other GPUs from it."""
 
 import os
 from collections.abc import Mapping, MutableMapping

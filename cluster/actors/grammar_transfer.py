@@ -1,7 +1,7 @@
-"""Transfer of compiled grammars to ranks. A grammar may have megabytes, so it is sent once, separate from its requests.
+"""Transfer of compiled grammars to ranks. A grammar may have megabytes, so it is sent apart from its requests.
 
-A replica sends a grammar with a short name to the ranks of a group, which read the grammar. Then the replica submits
-the request with the name in place of the grammar. No Ray here.
+A replica sends a grammar and a short name for it to the ranks of a group, which read the grammar. Then the replica
+submits the request with the name in place of the grammar. This module does not use Ray.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from cluster.request import Request
 
 MAX_CACHED_CHARACTERS = 64 << 20
 MIN_CACHED_S = 60.0
-"""A grammar is kept for at least this long, because its request follows at once."""
+"""A grammar is kept for at least this long, so that the request that names it finds it."""
 
 
 def grammar_name(grammar: str) -> str:
@@ -48,8 +48,8 @@ class GrammarCache:
                 total_characters -= len(self._entries.popitem(last=False)[1][0])
 
     def resolve_names(self, commands: Commands) -> Commands:
-        """Return the commands with grammars in place of their names. An unknown name is kept; the request then ends
-        with an error, as the name is not a compiled grammar.
+        """Return the commands with grammars in place of their names. An unknown name is kept; the engine then refuses
+        the request, because the name is not a compiled grammar.
         """
         return replace(commands, submits=tuple(map(self._resolve, commands.submits)))
 

@@ -28,7 +28,7 @@ from cluster.status import EngineStatus, RankInfo
 logger = logging.getLogger(__name__)
 
 NAMESPACE = "aerie"
-CONTROL_TIMEOUT_S = 0.5  # a control call that takes longer counts as unanswered
+CONTROL_TIMEOUT_S = 0.5  # by default, how long to wait for the answers to heartbeat calls
 LOAD_CHECK_PERIOD_S = 1.0  # between two checks of shards that are loading
 REASON_TIMEOUT_S = 0.5  # after the first load error: how long to wait for errors that are closer to the cause
 # A shard's stream waits while the replica has this many unread objects. The next object then holds the items of several
@@ -50,7 +50,7 @@ class GangSpec:
     layout: Layout
     name: str
     factory: str = FACTORY
-    decided: Mapping[str, str] = field(default_factory=dict)  # facts settled before the start, for /server_info
+    decided: Mapping[str, str] = field(default_factory=dict)  # what was decided before the start, for /server_info
     log: LogSettings | None = None
 
     @property
@@ -90,8 +90,8 @@ class Incarnation:
 
     async def begin(self, timeout_s: float, stall_timeout_s: float = math.inf) -> None:
         """Create the shards and load them in parallel. After an error the caller must call `kill`. Before loading, one
-        shard of each node downloads the hub's models that the node lacks; `download_s` is the time of these downloads,
-        which does not count against the limits.
+        shard of each node downloads the models from a hub that the node lacks. The time of these downloads does not
+        count against the limits; it is stored in `download_s`.
 
         Raises:
             ConfigError: the engine refused its config or a checkpoint.
@@ -180,7 +180,7 @@ class Incarnation:
         return [task.result() for task in tasks]
 
     def _last_progress(self) -> float:
-        """The time of the latest progress of any rank, by the heartbeats."""
+        """Return the time of the latest progress of any rank, by the heartbeats."""
         answers = zip(self._answered_at, self.heartbeats, strict=True)
         return max(answered_at - (0.0 if heartbeat is None else heartbeat.idle_s) for answered_at, heartbeat in answers)
 
@@ -200,8 +200,9 @@ class Incarnation:
         return outputs.options(num_returns="streaming", _generator_backpressure_num_objects=MAX_UNREAD_ITEMS).remote()
 
     def read_grammar(self, leader: int, grammar: str) -> asyncio.Task[tuple[str, str]]:
-        """Have the ranks of a leader's group read a compiled grammar. The task returns the name under which the ranks
-        keep the grammar, and why a rank cannot use it (empty if all ranks can).
+        """Have the ranks of a leader's attention group read a compiled grammar. The task returns the name under which
+        the ranks keep the grammar, and why a rank cannot use it. The reason is empty if all ranks can use the grammar.
+        It is also empty if a rank is lost meanwhile, because then the gang restarts.
         """
         group = range(leader, leader + self.spec.world // len(self.spec.leaders))
         # Run the task in the context of the gang's owner, not of a request; see the comment in `request_heartbeats`.
@@ -229,7 +230,9 @@ class Incarnation:
             await asyncio.wait(waiting, timeout=timeout_s)
 
     def request_heartbeats(self) -> list[asyncio.Task[None]]:
-        """Ask each rank for its heartbeat unless an earlier call is unanswered; return all unanswered calls."""
+        """Ask each rank for its heartbeat, unless an earlier call to this rank is still unanswered. Return all
+        unanswered calls, the earlier ones included.
+        """
         if not self.shards:
             return []
         for rank, task in enumerate(self._heartbeat_calls):
@@ -271,7 +274,7 @@ class Incarnation:
         self.alarm.set()
 
     def mark_failed(self, rank: int, reason: str) -> None:
-        """Record that a shard no longer works, unless a failure is already noted."""
+        """Record that a shard does not work, with the reason, unless a failure of this rank is already recorded."""
         if self._failures[rank] is None:
             heartbeat = self.heartbeats[rank]
             position = (0, "start") if heartbeat is None else (heartbeat.step, heartbeat.phase)
@@ -283,16 +286,16 @@ class Incarnation:
         self.last_item_at = time.monotonic()
 
     def last_status(self, rank: int) -> tuple[float, EngineStatus] | None:
-        """Return when a rank's last heartbeat arrived and the engine's status in it; None before the first one."""
+        """Return when a rank's last heartbeat arrived, and the engine's status in it; None before the first one."""
         heartbeat = self.heartbeats[rank]
         return None if heartbeat is None else (self._answered_at[rank], heartbeat.status)
 
     def exclude_delay(self, seconds: float) -> None:
-        """Do not count `seconds` as silence: this process itself was stopped and could not hear the ranks."""
+        """Do not count `seconds` as silence of the ranks: this process itself was stopped and read no answers."""
         self._answered_at = [at + seconds for at in self._answered_at]
 
     def last_alive_at(self, rank: int) -> float:
-        """The time when a rank was last known to be alive."""
+        """Return the time when a rank was last known to be alive, or the present time before loading begins."""
         return max(self._answered_at[rank], self.last_item_at) if self._answered_at else time.monotonic()
 
     def evidence(self) -> list[RankEvidence]:
@@ -335,9 +338,10 @@ class Incarnation:
 
 
 def _distance_from_cause(error: BaseException) -> int:
-    """Sort key of load errors; the smallest is closest to the cause: 0 for a ConfigError, 1 for a rank's own error, 2
-    for the report of a lost peer. `_await_named` marks the last kind by `raise ... from cause`, and all others by `from
-    None`; so only reports of lost peers have a LoadError as `__cause__`.
+    """Return the sort key of a load error; the error with the smallest key is closest to the cause. It is 0 for a
+    ConfigError, 1 for a rank's own error, and 2 for a report that a peer is lost or out of step. `_await_named` raises
+    an error of the last kind with `from cause`, and all others with `from None`. So only errors of the last kind have
+    a LoadError as `__cause__`.
     """
     return 0 if isinstance(error, ConfigError) else 2 if isinstance(error.__cause__, LoadError) else 1
 

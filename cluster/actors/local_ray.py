@@ -1,5 +1,5 @@
-"""A private Ray cluster on this machine that lives as long as this process. The cluster listens on loopback only,
-requires a token, and removes its folder at the end.
+"""A private Ray cluster on this machine that lives as long as this process. The cluster listens on loopback only, and
+requires a token unless RAY_AUTH_MODE says otherwise. Its folder is removed at the end.
 
 `aerie serve` and the tests use it. It shares no ports, folder or lifetime with a Ray that `ray start` has started.
 """
@@ -26,7 +26,7 @@ from ray._private.accelerators import get_accelerator_manager_for_resource
 
 from cluster.actors.ray_folder import OwnedFolder, remove_orphans
 
-import psutil  # type: ignore[import-untyped]  # isort: skip  # Ray's own copy: importable once Ray is
+import psutil  # type: ignore[import-untyped]  # isort: skip  # Ray's own copy, found after `import ray`
 
 MIB = 1 << 20
 STOP_TIMEOUT_S = 10.0
@@ -35,7 +35,9 @@ KILL_TIMEOUT_S = 2.0
 
 @dataclass(slots=True)
 class LocalRay:
-    """A local Ray cluster of the given size. `start` and `stop` may each be called once."""
+    """A local Ray cluster of the given size; Ray finds the CPUs and GPUs that are None. `start` and `stop` may each be
+    called once.
+    """
 
     num_cpus: int | None = None
     num_gpus: int | None = None
@@ -62,7 +64,7 @@ class LocalRay:
                     logging_level=logging.INFO if self.verbose else logging.ERROR,
                     _temp_dir=str(self._folder.ray_folder),
                 )
-        finally:  # a failed start leaves processes too
+        finally:  # also after a failed start, which may leave processes
             self._processes = [p for p in psutil.Process().children(recursive=True) if p not in earlier_processes]
 
     def stop(self) -> None:
@@ -76,7 +78,7 @@ class LocalRay:
             self._remove_folder()
 
     def kill(self) -> None:
-        """Kill all of Ray's processes now, and remove its folder. For a process that is about to exit."""
+        """Kill all of Ray's processes now, and remove its folder. Use this only if this process is about to exit."""
         try:
             _kill(self._all_processes(), KILL_TIMEOUT_S)
         finally:
@@ -87,7 +89,7 @@ class LocalRay:
             self._folder.remove()
 
     def _all_processes(self) -> list[psutil.Process]:
-        """Return Ray's own processes and all processes that they started since."""
+        """Return the processes that `start` has started and all their descendants."""
         processes: dict[int, psutil.Process] = {}
         for process in self._processes:
             try:
@@ -110,9 +112,9 @@ def _without_helpers(with_logs: bool) -> Iterator[None]:
     """Make `ray.init` skip three helper processes that are not needed here; this saves 4 s on two cores, and 280 MB.
 
     They are the autoscaler's monitor, the dashboard's server (it starts even with include_dashboard=False, and
-    `ray.init` waits for it) and, without `with_logs`, the log monitor. `ray.init` has no argument for them, so this
-    patches Ray's internals. If a version of Ray has other internal names, all helpers start, which only costs time and
-    memory.
+    `ray.init` waits for it) and, unless `with_logs`, the log monitor. `ray.init` has no arguments that skip them, so
+    this function patches Ray's internals. If a version of Ray has other internal names, the helpers start, which only
+    costs time and memory.
     """
     parameter: Any = ray._private.parameter
     node: Any = ray._private.node.Node
@@ -137,15 +139,15 @@ def _own_process_group() -> Iterator[None]:
     """Make `ray.init` start Ray's processes in one process group of their own, with SIGTERM unblocked.
 
     A signal to this process's group (Ctrl-C in a terminal, or `timeout`) then reaches only this process, which ends Ray
-    in order. Ray's reaper is in the new group, and ends that group when this process is gone. If a version of Ray has
-    other internal names, its processes start in this process's group, with this thread's signal mask.
+    in order. Ray's reaper is in the new group, and ends the new group when this process is gone. If a version of Ray
+    has other internal names, its processes start in this process's group, with this thread's signal mask.
     """
     services: Any = ray._private.services
     popen = getattr(services, "ConsolePopen", None)
     if popen is None:
         yield
         return
-    leader = 0  # id of the first process started, whose group the others join
+    leader = 0  # id of the first process started, whose group the later ones join
 
     def start(*args: Any, preexec_fn: Callable[[], None] | None = None, **options: Any) -> Any:
         nonlocal leader
@@ -178,9 +180,9 @@ def prepare_environment(folder: Path) -> None:
     """
     defaults = {
         "RAY_USAGE_STATS_ENABLED": "0",
-        # Ray's default niceness of workers is 15: next to busy programs a rank gets one CPU second in thirty.
+        # Ray's default niceness of workers is 15: a rank beside busy programs would get one CPU second in thirty.
         "RAY_worker_niceness": "0",
-        # Serve replaces a dead proxy after three failed checks; both defaults are 10 s.
+        # Serve replaces a dead proxy after three failed health checks. The defaults of both settings are 10 s.
         "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
         "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "5",
     }
@@ -195,7 +197,7 @@ def prepare_environment(folder: Path) -> None:
             # These two ports must be fixed numbers, and another Ray on this machine may use the defaults.
             "RAY_SERVE_HAPROXY_METRICS_PORT": str(_unused_port()),
             "RAY_SERVE_HAPROXY_STATS_PORT": str(_unused_port()),
-            # A stopping replica waits this long for load balancers to notice. Here the only load balancer is Serve's
+            # A stopping replica waits this long, so that load balancers notice. Here the only load balancer is Serve's
             # HAProxy, which needs little time.
             "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
         }
@@ -227,8 +229,9 @@ def _unused_port() -> int:
 
 
 def ensure_token(folder: Path) -> None:
-    """Create the token file that Ray looks for, readable by its owner only, unless a token is set already. If the home
-    folder is not writable, the file is created in `folder` and RAY_AUTH_TOKEN_PATH is set to its path.
+    """Create the token file that Ray looks for, readable by its owner only, unless the environment sets a token or the
+    file exists. If the home folder is not writable, the file is created in `folder` and RAY_AUTH_TOKEN_PATH is set to
+    its path.
     """
     if "RAY_AUTH_TOKEN" in os.environ or "RAY_AUTH_TOKEN_PATH" in os.environ:
         return

@@ -29,7 +29,7 @@ class StepItem:
 
 @dataclass(frozen=True, slots=True)
 class Commands:
-    """What a replica sends to one shard in one actor call: requests to submit and ids of requests to abort.
+    """What a replica sends to one shard in one actor call: requests to submit (`submits`) and ids of requests to abort.
 
     `suspects` are ids of submitted requests that may have killed an earlier incarnation: the incarnation was lost
     before they got tokens beyond the first one. A step that admits a suspect reports this (`StepItem.admitted`),
@@ -44,11 +44,11 @@ class Commands:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why the loop of rank `reported_by` ended without being stopped.
+    """Why the loop of rank `reported_by` ended without being stopped, or cannot be used.
 
-    `kind` "lost": a peer is gone; "out_of_step": the ranks disagree; "failed": a step of this rank raised. `rank` is
-    the rank at fault, or None if rank `reported_by` does not know it. `step` and `phase` say where the failure was
-    noticed.
+    `kind` is "lost" if a peer is gone, "out_of_step" if the ranks disagree, and "failed" if a step of this rank or a
+    call to this rank raised an error. `rank` is the rank at fault, or None if rank `reported_by` does not know it.
+    `step` and `phase` say where the failure was noticed.
     """
 
     reported_by: int
@@ -63,11 +63,12 @@ class Failure:
 class Heartbeat:
     """The progress of one rank, by its own clock.
 
-    `steps` counts the steps of this rank's loop; `step` and `phase` say where the rank is now. `busy` is True if the
-    rank has work. `idle_s` is the time since the rank's last progress; use of CPU time is progress. `since_mark_s` is
-    the time since the rank last reached another step, phase, collective or part of a layer. `is_waiting` is True if the
-    rank is in a collective, where it may wait for other ranks, or if it waits for its device. `status` is the engine's
-    status after the last step.
+    `steps` counts the steps of this rank's loop; `step` and `phase` say where the rank is now. `busy` is True while the
+    rank loads or steps, even if only other ranks have requests. It is False while the rank sleeps because no rank has
+    work, and after its loop has ended. `idle_s` is the time since the rank's last progress; use of CPU time is progress
+    unless the rank waits. `since_mark_s` is the time since the rank last reached another step, phase, collective or
+    part of a layer. `is_waiting` is True if the rank is in a collective, where it may wait for other ranks, or if it
+    waits for its device. `status` is the engine's status after the last step.
     """
 
     rank: int
@@ -99,10 +100,11 @@ class Blame:
 class Loss(Blame):
     """The end of one incarnation of a gang, and the rank at fault.
 
-    `epoch` is the number of the incarnation, `at` the Unix time when the end was noticed. `noticed_s` is the number of
-    seconds from the last evidence that the rank at fault was alive (its heartbeat, or any rank's step item) until `at`.
-    `restored_s` is the number of seconds from `at` until the gang served again; it is None while the gang does not
-    serve. `attempts` is the number of starts that this took.
+    `epoch` is the number of the incarnation. `at` is the Unix time when the rank at fault was decided, which is up to a
+    second after the loss was noticed. `noticed_s` is the number of seconds from the last evidence that the rank at
+    fault was alive (its heartbeat, or any rank's step item) until the loss was noticed. `restored_s` is the number of
+    seconds from then until the gang served again, and `attempts` the number of starts that this took. They are None and
+    0 until the gang serves again.
     """
 
     epoch: int
@@ -117,8 +119,8 @@ class GangHistory:
     """The history of a gang. `start_seconds` is how long the first start took; `restart_timeout_s` is the limit of a
     restart.
 
-    `epoch` is the number of earlier incarnations, `restarts` are the latest losses. `decided` holds facts that were
-    decided before the start, by name. `gang` is the gang's name, which is different for each replica.
+    `epoch` is the number of earlier incarnations, `restarts` are the latest losses. `decided` holds, by name, what was
+    decided before the start, as text. `gang` is the gang's name, which is different for each replica.
     """
 
     decided: Mapping[str, str] = field(default_factory=dict)
@@ -133,10 +135,12 @@ class GangHistory:
 class GangStatus:
     """The health and load of a gang, as its replica sees it.
 
-    `healthy` becomes False as soon as a rank is dead, failed, or makes no progress for `watchdog_timeout_s`, and True
-    again when the gang serves; while it is False, `reason` names rank, step and phase. `ranks` has the settings and
-    hardware of each rank; it is empty before the first start. `heartbeats` has the last heartbeat of each rank that
-    sent one; it is empty while the gang does not serve.
+    `healthy` becomes False as soon as a rank is dead, has failed, or does not answer or make progress for
+    `watchdog_timeout_s`. It becomes True again when the rank recovers or the restarted gang serves. While it is False,
+    `reason` says why; if a rank is at fault, it names rank, step and phase. `queued_tokens` are the tokens of requests
+    that wait for their first token, with the tokens that they are expected to get. `running` counts the open requests
+    that have had an output. `ranks` has the settings and hardware of each rank; it is empty before the first start.
+    `heartbeats` has the last heartbeat of each rank that sent one; it is empty while the gang does not serve.
     """
 
     healthy: bool
@@ -189,7 +193,7 @@ class LoadError(RuntimeError):
 
 
 class EngineClient(Protocol):
-    """The interface of a gang for the REST layer."""
+    """The interface through which the REST layer uses a gang."""
 
     def generate(self, request: Request) -> AsyncIterator[SequenceOutput]:
         """Stream one output for each step that produced tokens of the request. Closing the iterator aborts the request.
@@ -198,7 +202,7 @@ class EngineClient(Protocol):
         request itself cannot go on.
 
         Raises:
-            Overloaded: before the first output, when the queue is full.
+            Overloaded: before the first output, when the queue is full or the wait would be too long.
             Unavailable: before the first output, when the gang is lost or shutting down.
             ValueError: the request cannot be served as it is (prompt too long, token id outside the vocabulary).
         """
@@ -213,5 +217,7 @@ class EngineClient(Protocol):
         ...
 
     async def metrics(self) -> list[bytes]:
-        """Return serialised registry samples (`cluster.observability.metrics`) of all ranks and the other replicas."""
+        """Return the metrics of all ranks of the deployment and of the other replicas, each serialised for
+        `cluster.observability.metrics.merge`.
+        """
         ...

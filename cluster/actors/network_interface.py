@@ -4,7 +4,7 @@ import os
 
 import ray
 
-import psutil  # type: ignore[import-untyped]  # isort: skip  # Ray's own copy: importable once Ray is
+import psutil  # type: ignore[import-untyped]  # isort: skip  # Ray's own copy, found after `import ray`
 
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 

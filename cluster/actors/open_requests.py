@@ -1,4 +1,4 @@
-"""The router's one record of each open request, the requests of each rank, and the ranks' reports of their queues."""
+"""The router's records of open requests and of the requests of each rank, and the ranks' reports of their queues."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -8,9 +8,9 @@ from cluster.actors.streams import OpenStream
 
 
 class QueueReport(NamedTuple):
-    """The last report of a rank. `received_at` is when it came, by the admission's clock. `queued_tokens` counts the
-    prompt tokens not computed yet, `submitted` the requests that the rank has got so far. `drift` says how far its step
-    times are off the measured ones.
+    """The last report of a rank. `received_at` is when it came, by the admission's clock. `queued_tokens` is the number
+    of prompt tokens that the rank has not computed yet. `submitted` is the number of requests that the rank has got so
+    far. `drift` says how much the rank's step times differ from the measured ones.
     """
 
     received_at: float
@@ -24,9 +24,9 @@ class RankChoice:
     """The dp rank that a request would go to.
 
     `cached_tokens` counts the tokens at the start of the prompt that are in the rank's cache, or will be when the
-    prompts of its open requests are computed. `shared_tokens` counts those at the start that open requests also have.
-    `queued_tokens` counts the prompt tokens that are not in the rank's cache now. `page_hashes` holds the hashes of the
-    prompt's pages (`page_hashes_of`).
+    prompts of its open requests are computed. `shared_tokens` counts the tokens at the start of the prompt with which
+    the prompt of an open request of the rank also starts. `queued_tokens` counts the prompt tokens that are not in the
+    rank's cache now. `page_hashes` holds the hashes of the prompt's pages (`page_hashes_of`).
     """
 
     rank: int = 0
@@ -38,17 +38,19 @@ class RankChoice:
 
 @dataclass(slots=True, eq=False)
 class OpenRequest(OpenStream):
-    """One open request of the router: its stream, the rank `choice` where it is counted, and the estimates of balancer
-    and admission. The methods of `OpenStream` write the facts of the stream, `Balancer.choose` writes `choice`.
+    """One open request of the router: its stream, the rank that it is counted on (`choice`), and the estimates of
+    balancer and admission. The methods of `OpenStream` write the fields of the stream; `Balancer.choose` writes
+    `choice`.
 
-    Only the balancer uses these estimates: `queued_tokens` prompt tokens count as not computed until the first output.
-    `expected_new_tokens` are likely to follow the prompt. `work` (see `RankLoad`) was estimated after
-    `estimated_at_step` steps of the request; `steps_since_estimate` counts its steps after that.
+    Only the balancer uses the following fields. `queued_tokens` is the number of prompt tokens that count as not
+    computed; it is 0 after the first output. `expected_new_tokens` is the expected number of tokens after the prompt.
+    `work` (see `RankLoad`) was estimated after `estimated_at_step` steps of the request; `steps_since_estimate` counts
+    its steps since then.
 
-    Only admission uses these: `uncomputed_tokens` prompt tokens are still to compute by the rank's reports.
-    `waiting_tokens` tokens, expected ones included, count in `Admission.queued_tokens` until the first output.
-    `submission_number` is 1 for the first request submitted to the rank, 2 for the second, and so on; it is 0 until the
-    request is submitted.
+    Only admission uses the remaining fields. `uncomputed_tokens` is the number of prompt tokens that, by the rank's
+    reports, are not computed yet. `waiting_tokens` is the share of the request in `Admission.queued_tokens`, expected
+    new tokens included; it is 0 after the first output. `submission_number` is 1 for the first request submitted to the
+    rank, 2 for the second, and so on; it is 0 until the request is submitted.
     """
 
     choice: RankChoice = RankChoice()
@@ -63,12 +65,12 @@ class OpenRequest(OpenStream):
 
     @property
     def unshared_kv_tokens(self) -> int:
-        """The number of the request's tokens whose KV is not shared with other requests."""
+        """The number of the request's tokens so far whose KV the request does not share with other requests."""
         return self.length - self.choice.shared_tokens
 
     @property
     def remaining_tokens(self) -> int:
-        """The most tokens that admission expects to come yet, at least 1; it takes no account of `resumed_tokens`."""
+        """The most tokens that may still come, at least 1. `Request.resumed_tokens` are not subtracted."""
         return max(1, self.request.params.max_tokens - len(self.sent_tokens))
 
 
@@ -77,8 +79,9 @@ class RankRequests:
     """The open requests of one rank. `queue` holds the requests whose prompt is not computed, in order; `running` holds
     the others. `submitted` counts the requests submitted to the rank since it started.
 
-    `uncomputed_tokens` of the first queued request was right at the time `progress_since`. `last_report_at` and `drift`
-    are the time and the drift of the latest report.
+    At the time `progress_since`, the number `uncomputed_tokens` of the first queued request was up to date.
+    `last_report_at` is the time of the latest report, or of the gang's start before the first one; `drift` is the drift
+    of the latest report.
     """
 
     queue: dict[str, OpenRequest] = field(default_factory=dict)
@@ -89,7 +92,7 @@ class RankRequests:
     drift: Drift = field(default_factory=Drift)
 
     def enqueue(self, request: OpenRequest, now: float) -> None:
-        """Add a request at the end of the queue."""
+        """Add a request at the end of the queue; `now` is the time by the admission's clock."""
         if not self.queue:
             self.progress_since = now
         self.queue[request.name] = request
@@ -101,12 +104,14 @@ class RankRequests:
         return self.queue.pop(name, None)
 
     def apply_report(self, report: QueueReport) -> None:
-        """Update `uncomputed_tokens` of the queued requests by a report of the rank, unless the report is old."""
+        """Update `drift`, and `uncomputed_tokens` of the queued requests, by a report of the rank. Ignore a report that
+        is not newer than `last_report_at`.
+        """
         if report.received_at <= self.last_report_at:
             return
         self.last_report_at, self.drift = report.received_at, report.drift
-        # The report gives one sum over the requests that the rank knows. It computes prompts in order, so subtract the
-        # computed tokens from the requests at the front.
+        # The report gives one sum over the requests that the rank knows. The rank computes prompts in order, so the
+        # computed tokens belong to the requests at the front of the queue.
         reported_requests = [
             request for request in self.queue.values() if 0 < request.submission_number <= report.submitted
         ]
@@ -121,7 +126,7 @@ class RankRequests:
 
     def work(self, max_rows: int) -> RankWork:
         """Return the present work of the rank; a step has at most `max_rows` prompt rows."""
-        rows, tokens_before = 0, 0  # rows of the next chunk; the number of tokens before each row, summed over the rows
+        rows, tokens_before = 0, 0  # rows of the next step; tokens computed before each row's chunk, summed over rows
         for request in self.queue.values():
             count = min(request.uncomputed_tokens, max_rows - rows)
             rows, tokens_before = rows + count, tokens_before + count * (request.length - request.uncomputed_tokens)

@@ -1,15 +1,16 @@
 """The distribution of output lengths, learnt from the requests that ended: geometric, cut off at `max_tokens`.
 
-Each token ends its request with the same probability: the number of stops divided by the number of tokens so far.
+Each token ends its request with the same probability: the number of stops divided by the number of tokens, where older
+requests count less.
 """
 
 import math
 
 PRIOR_TOKENS_PER_STOP = 128.0  # tokens per stop, assumed before any request has ended
-# `quantile` uses this in place of `PRIOR_TOKENS_PER_STOP`. It is so large that at first `max_tokens`, which is usually
-# smaller, decides.
+# `quantile` uses this in place of `PRIOR_TOKENS_PER_STOP`. It is so large that before the first stop `max_tokens`,
+# which is usually smaller, limits the length.
 MIN_TOKENS_PER_STOP_GUESS = 4096.0
-DECAY = 0.02  # weight of the latest request
+DECAY = 0.02  # the share of the earlier sums that is forgotten when a request ends
 
 
 class OutputLengths:

@@ -1,7 +1,8 @@
 """Finds the other gangs of the same deployment by actor name, so that each replica can report the metrics of all gangs.
 
-A shard is a named actor `<deployment>/<gang>#<rank>.<incarnation>` in Aerie's namespace. Rank 0 also keeps the latest
-registry sample of its replica, because replicas cannot call each other.
+Each replica has one gang of ranks. Each rank is an actor (a shard) with the name
+`<deployment>/<gang>#<rank>.<incarnation>` in Aerie's namespace. Replicas cannot call each other. So rank 0 of a gang
+also keeps the latest registry sample of its replica (the replica's metrics, serialised).
 """
 
 import asyncio
@@ -45,7 +46,7 @@ async def publish(gang: Gang, sample: bytes) -> None:
     try:
         await gang.shards[0].keep_serving_sample.remote(sample)
     except RayError:
-        return  # the watch over the gang reports a dead shard
+        return  # `Gang.watch` notices a dead shard
 
 
 def replica_id_of(gang: str) -> str:
@@ -54,7 +55,7 @@ def replica_id_of(gang: str) -> str:
 
 
 def _other_shards(own_gang: str) -> list[tuple[str, Any]]:
-    """Return (gang name, shard) for the deployment's other gangs; shards that end meanwhile are skipped."""
+    """Return (gang name, shard) for each shard of the deployment's other gangs; skip shards that end meanwhile."""
     deployment, _, _ = own_gang.rpartition("/")
     shards = []
     for entry in list_named_actors(all_namespaces=True):
@@ -72,8 +73,8 @@ def _other_shards(own_gang: str) -> list[tuple[str, Any]]:
 
 
 async def _samples(shard: Any, gang: str, *, is_own: bool) -> list[bytes]:
-    """Return the samples that a shard holds; the sample of the rank gets the label of its replica. If `is_own` is true,
-    the gang belongs to this replica, and the replica's own sample is left out.
+    """Return the samples that a shard holds, or an empty list if it does not answer in time. The sample of the rank
+    gets the label of its replica. If `is_own` is True, the gang belongs to this replica, whose own sample is left out.
     """
 
     async def answer() -> list[bytes]:

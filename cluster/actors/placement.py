@@ -1,5 +1,5 @@
 """Placement of a gang: a placement group with one bundle per rank, with each attention group on one node if possible.
-The choice of the device and of the bundles is here too.
+This module also chooses the device and the bundles.
 """
 
 import asyncio
@@ -25,17 +25,19 @@ from cluster.actors.cluster_capacity import (
 logger = logging.getLogger(__name__)
 
 Device = Literal["auto", "cpu", "cuda"]
-ACCELERATOR_SHARE = 0.001  # Ray's convention: asking for a little of `accelerator_type:X` pins a bundle to such nodes
-CHECK_PERIOD_S = 1.0  # seconds between two checks of why a gang has no resources yet
+ACCELERATOR_SHARE = 0.001  # a bundle that asks for a little of `accelerator_type:X` is placed on nodes with X only
+CHECK_PERIOD_S = 1.0  # seconds between two checks of whether a gang has its resources, and if not, why
 
 
 class PlacementError(RuntimeError):
-    """The cluster cannot hold the gang now; the message says what is missing, and which setting to change."""
+    """The cluster cannot hold the gang now. The message says what is missing, and what to change if that is known."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A ready placement group. `bundle_of_rank[rank]` is the bundle of a rank, `node_of_rank[rank]` its node."""
+    """A ready placement group. `bundle_of_rank[rank]` is the index of a rank's bundle, `node_of_rank[rank]` the Ray id
+    of its node.
+    """
 
     group: PlacementGroup
     bundle_of_rank: tuple[int, ...]
@@ -57,8 +59,8 @@ class Placement:
         }
 
     async def renew(self, timeout_s: float) -> "Placement":
-        """Wait until the placement group is ready again, and return a placement with its present nodes. Ray moves the
-        bundles of a dead node to other nodes.
+        """Wait until the placement group is ready again, and return a placement with the group's present nodes. Ray
+        moves the bundles of a dead node to other nodes.
 
         Raises:
             PlacementError: Ray found no nodes for the bundles within `timeout_s`.
@@ -74,8 +76,8 @@ class Placement:
 
 
 async def reserve(layout: Layout, name: str) -> Placement:
-    """Create the placement group `name`, and wait until every bundle has its resources. `layout` limits the wait.
-    During the wait, the log says which resources are missing.
+    """Create the placement group `name`, and wait until every bundle has its resources. The times in `layout` limit the
+    wait. During the wait, the log says which resources are missing.
 
     Raises:
         PlacementError: the resources were not free in time.
@@ -114,7 +116,7 @@ def bundle_of_each_rank(node_of: Mapping[int, str], own_node: str, group_size: i
     Each node's bundles are cut into attention groups of `group_size` bundles. The bundles left over on all nodes then
     form groups that span nodes. Nodes are sorted: the caller's node first, then nodes with more bundles, then by lowest
     bundle index. Groups with a bundle on the caller's node come first. The bundle indices themselves say nothing about
-    nodes: Ray numbers bundles in the order of the request.
+    nodes: Ray numbers bundles in the order in which they were requested.
     """
     bundles_of_node: dict[str, list[int]] = {}
     for bundle in sorted(node_of):
@@ -146,7 +148,7 @@ class _Shortage:
 
 def _shortage_of(layout: Layout, name: str) -> _Shortage:
     """Return why the gang `name` has no bundles yet, and how long it may wait for them. Either the nodes cannot hold
-    the gang, or other placement groups hold the resources.
+    the gang even if they are empty, or other placement groups hold the resources.
     """
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
     if reason := capacity_problem(layout, nodes):
@@ -204,8 +206,8 @@ def device_of(
     """Return the device of all ranks, and the reason. `requested` is the setting `device`, `bundles` are the bundles of
     placement_group_config (None if not given), `gpus` is the number of GPUs in the cluster.
 
-    If bundles are given, `auto` is cuda only if every bundle reserves a GPU. If none are given, `auto` is cuda only if
-    an accelerator type is given or the cluster has GPUs.
+    If bundles are given, `auto` means cuda only if every bundle reserves a GPU. If no bundles are given, `auto` means
+    cuda only if an accelerator type is given or the cluster has GPUs.
 
     Raises:
         ValueError: `requested` is cuda, and a given bundle reserves no GPU.
@@ -229,7 +231,7 @@ def device_of(
 
 
 def check_gpu_shares(bundles: Sequence[Mapping[str, float]]) -> None:
-    """Check how much of a GPU each rank on CUDA gets; `bundles` holds one bundle per rank.
+    """Check how much of a GPU each rank gets if the device is CUDA. `bundles` holds one bundle per rank.
 
     Raises:
         ValueError: a rank would get more than one GPU, or a gang of several ranks would share GPUs.
@@ -265,8 +267,8 @@ def layout_of(
     accelerator_type: str | None = None,
 ) -> Layout:
     """Return the layout of `world` ranks. If `bundles` is given, it has one bundle per rank. Otherwise every rank gets
-    `bundle_per_worker`, or `default_bundle` if that is not given. With `device` auto, the default bundle has no GPU
-    unless `accelerator_type` is given.
+    `bundle_per_worker`, or the bundle of `default_bundle` if `bundle_per_worker` is not given either. With `device`
+    auto, the default bundle has no GPU unless `accelerator_type` is given.
 
     Raises:
         ValueError: the number of `bundles` is not `world`.

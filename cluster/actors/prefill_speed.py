@@ -2,8 +2,8 @@
 
 A prompt row is one prompt token to compute. While no request of any rank decodes, a step holds at most
 `chunked_prefill_size` prompt rows. While some request decodes, the prefill budget of `prefill_share` limits the prompt
-rows of a step. All ranks run each step together, so the slowest rank decides how long the step takes. With
-`mixed_prefill_size` no steps are measured; then the time per row is learnt from earlier prompts.
+rows of a step. All ranks run each step together, so the slowest rank decides how long the step takes. If
+`mixed_prefill_size` is set, step times are not measured, and the time per row is learnt from earlier prompts.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from cluster.observability.step_times import StepTimes
 
-BUCKET = 256  # in tokens; prompt rows that start in the same bucket are assumed to cost the same
+BUCKET = 256  # in tokens; chunks of prompt rows that start in the same bucket are assumed to cost the same
 US = 1e-6
 
 
@@ -28,8 +28,9 @@ class Drift(NamedTuple):
 
     @classmethod
     def of_gang(cls, ranks: Sequence["Drift"]) -> "Drift":
-        """For each ratio, return the largest value of all ranks, because the slowest rank decides how long a step
-        takes. A value of 1.0 is skipped, because it means that the rank has learnt nothing yet.
+        """Return, for each ratio, the largest value of all ranks, because the slowest rank decides how long a step
+        takes. Values of exactly 1.0 are skipped, because such a rank has learnt nothing yet; if all are 1.0, the result
+        is 1.0.
         """
         columns = zip(*ranks, strict=True)
         return cls(*(max((value for value in column if value != 1.0), default=1.0) for column in columns))
@@ -37,7 +38,8 @@ class Drift(NamedTuple):
 
 class RankWork(NamedTuple):
     """The present work of one rank. `committed` holds the number of tokens of each decoding request. `uncomputed_rows`
-    prompt rows are left to compute. `start` is the average number of tokens before each prompt row of the next step.
+    prompt rows are left to compute. `start` is the number of tokens that are computed before a chunk of the next step,
+    as an average over the step's prompt rows.
     """
 
     committed: Sequence[int]
@@ -46,9 +48,9 @@ class RankWork(NamedTuple):
 
 
 class PromptSeconds(NamedTuple):
-    """Predicted seconds to compute one whole prompt: `with_decodes` if some request of the gang decodes all the time,
+    """Predicted seconds to compute one whole prompt: `with_decodes` if at all times a request of the gang decodes,
     `without_decodes` if no request decodes. Each time decoding begins while the prompt is computed, `decode_delay_s`
-    seconds are added once, because a rank learns one step late that other ranks decode.
+    seconds are added, because a rank learns one step late that other ranks decode.
     """
 
     with_decodes: float
@@ -64,13 +66,13 @@ class PrefillSpeed:
 
     step_times: StepTimes | None
     seconds_per_row: float
-    chunk_rows: int  # the most prompt rows of a step
+    chunk_rows: int  # the largest number of prompt rows of a step
     committed: Sequence[int]  # tokens of each decoding request of this rank; (1,) if no request of the gang decodes
     busiest_us: float  # longest decoding time per step among the other ranks
     other_prefills: Sequence[RankWork]  # other ranks that compute prompts
     drift: Drift = field(default_factory=Drift)
     _row_seconds: dict[tuple[int, int], float] = field(default_factory=dict)  # seconds per row, by bucket and chunk
-    # (seconds, prompt rows) of a step, by bucket.
+    # (seconds, prompt rows) of a step in which requests decode, by bucket.
     _steps_with_decodes: dict[int, tuple[float, float]] = field(default_factory=dict)
 
     @classmethod
@@ -82,7 +84,9 @@ class PrefillSpeed:
         works: Sequence[RankWork],
         drift: Drift,
     ) -> "list[PrefillSpeed]":
-        """Return each rank's prefill speed while all ranks do `works`. A step has at most `chunk_rows` prompt rows."""
+        """Return the prefill speed of each rank. `works` holds the present work of all ranks. A step has at most
+        `chunk_rows` prompt rows.
+        """
         decodes = any(work.committed for work in works)
         decode_us = [0.0 if step_times is None else step_times.decoding(work.committed) for work in works]
         longest_us, second_us = ([*sorted(decode_us, reverse=True), 0.0])[:2]
@@ -100,13 +104,13 @@ class PrefillSpeed:
         ]
 
     def seconds(self, start: int, rows: int, queued: int) -> PromptSeconds:
-        """Return how long a prompt will take: `start` of its tokens are computed, and `rows` rows must still be
-        computed. `queued` is the number of prompt rows that the rank must compute for all its prompts.
+        """Return how long a prompt will take of which `start` tokens are computed and `rows` rows are not. `queued` is
+        the number of prompt rows that the rank must still compute for all its prompts.
         """
         if self.step_times is None:
             return PromptSeconds(rows * self.seconds_per_row, rows * self.seconds_per_row, 0.0)
         chunk = max(1, min(self.chunk_rows, queued))
-        # A chunk costs more the later it starts; take the cost of the chunk in the middle for all chunks.
+        # A chunk costs more if more tokens precede it. Assume that all chunks cost as much as the one in the middle.
         middle_start = start + max(0, rows - chunk) // 2
         row_s = self._row_seconds_without_decodes(middle_start, chunk)
         decode_delay_s = chunk * row_s if self.other_prefills else 0.0
@@ -115,23 +119,24 @@ class PrefillSpeed:
 
     def overtaking_rows(self, start: int) -> tuple[float, float]:
         """Return (seconds, rows) of a step with decoding requests. The step computes rows of the first queued prompt,
-        of which `start` tokens are computed already. `rows` is the mean number of rows of later prompts that also fit
-        into the step.
+        of which `start` tokens are computed already. `rows` is the mean number of rows of later prompts that fit into
+        the step besides these. Return (0.0, 0.0) if step times were not measured.
         """
         step_times = self.step_times
         if step_times is None:
             return 0.0, 0.0
         step_s, rows = self._step_with_decodes(start)
         decode_rows, count = len(self.committed) * step_times.tree, max(1, int(rows))
-        # The cost of one more row of the first prompt, and of the first row of a new one.
+        # The cost of one more row of the first prompt, and the cost of the first row of another prompt.
         cost_of_next_row = step_times.cost(decode_rows, start, count + 1) - step_times.cost(decode_rows, start, count)
         cost_of_new_row = step_times.cost(decode_rows + count, 0, 1)
-        # The budget that stays unused in a step is on average half of the cost of one more row.
+        # On average a step leaves a part of its budget unused that is half of the cost of one more row.
         return step_s, max(0.0, (cost_of_next_row / cost_of_new_row - 1) / 2) if cost_of_new_row else 0.0
 
     def step_s(self, start: int, rows: int, decodes: bool) -> float:
         """Return the seconds of a step that computes `rows` prompt rows after `start` tokens, or as many of them as fit
-        into the step. `decodes` is true if some request of the gang decodes.
+        into the step. `decodes` is True if some request of the gang decodes. Return 0.0 if step times were not
+        measured.
         """
         if self.step_times is None:
             return 0.0
@@ -166,13 +171,16 @@ class PrefillSpeed:
         allowance = prefill_budget.allowance / self.drift.prompt
         rows: float = step_times.max_rows(decode_rows, start, self.chunk_rows, allowance, num_others)
         min_rows = step_times.min_rows(decode_rows, start, self.chunk_rows, num_others)
-        # The scheduler takes `min_rows` rows, more than the budget; later steps get a smaller budget.
+        # The scheduler takes `min_rows` rows, although they exceed the budget, and gives the next steps a smaller
+        # budget. On average a step then has fewer rows than `min_rows`.
         if rows < min_rows:
             rows = min_rows * allowance / step_times.cost(decode_rows, start, min_rows, num_others)
         return self.drift.decode * (prefill_budget.busy + prefill_budget.allowance), max(rows, 1e-3)
 
     def _step_without_decodes_us(self, start: int, rows: int) -> float:
-        """Return the microseconds of a step without decoding; longer prompts on other ranks make the step longer."""
+        """Return the microseconds of a step in which no request decodes. The step takes as long as on its slowest rank:
+        the chunk of another rank may cost more.
+        """
         step_times = self.step_times
         if step_times is None:
             return 0.0

@@ -1,8 +1,9 @@
 """The router's estimate of the prompt prefixes that a rank has cached, as a set of page hashes.
 
-A page's hash covers all tokens up to the end of the page and the token after it, like a page of `cluster.kv.radix`. A
-rank does not report evictions. So the index evicts by itself beyond the rank's capacity, and is corrected by the cached
-tokens that requests report. A wrong estimate (or two prefixes with the same hash) only costs a rank some prompt rows.
+A page's hash covers all tokens up to the end of the page and the token after it: `cluster.kv.radix` shares a page
+between two prompts if these tokens agree. A rank does not report evictions. So the index evicts pages itself when it
+holds more than the rank can, and is corrected by the numbers of cached tokens that requests report. A wrong estimate
+(or two prefixes with the same hash) only costs a rank some prompt rows.
 """
 
 from collections import OrderedDict
@@ -22,7 +23,9 @@ def page_hashes_of(tokens: Sequence[int], page_size: int, salt: int = 0) -> tupl
 
 
 class PrefixIndex:
-    """The pages that one rank is likely to have cached, least recently used first; at most `capacity` of them."""
+    """The pages that one rank is likely to have cached, least recently added first; at most `capacity` of them. With
+    capacity 0 the index is disabled and stays empty.
+    """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -35,15 +38,15 @@ class PrefixIndex:
         return page in self._pages
 
     def count_cached(self, page_hashes: Sequence[int]) -> int:
-        """Return how many pages at the start of `page_hashes` the rank has, up to the first gap."""
+        """Return how many pages at the start of `page_hashes` are in the index, up to the first that is not."""
         for count, page_hash in enumerate(page_hashes):
             if page_hash not in self._pages:
                 return count
         return len(page_hashes)
 
     def add(self, page_hashes: Sequence[int]) -> None:
-        """Add the pages of `page_hashes`."""
-        # So that first pages, without which the others are useless, are evicted last.
+        """Add these pages as the most recent ones, and evict the oldest pages beyond the capacity."""
+        # Add the last page first. The first pages, without which the later ones are useless, are then evicted last.
         for page_hash in reversed(page_hashes):
             self._pages[page_hash] = None
             self._pages.move_to_end(page_hash)

@@ -4,9 +4,9 @@ import gc
 import sys
 
 SWITCH_INTERVAL_S = 5e-5
-"""How long a thread waits before another thread must release the GIL. A step releases the GIL some 200 times, and an
-event loop with every chunk that it sends. Each time, a thread that computes in Python can delay the step or the event
-loop by this long.
+"""How long a thread waits for the GIL before the thread that holds it must release it. A step releases the GIL some 200
+times; an event loop releases it with every chunk that it sends. Each time, a thread that computes in Python can delay
+the step or the event loop by this long.
 """
 
 

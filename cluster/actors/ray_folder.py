@@ -1,7 +1,7 @@
 """The temporary folder of a local Ray: accessible to its user only, and removed when its owner ends.
 
 Ray makes its folder accessible to everyone, so it is put inside a folder that only the user may enter. A killed process
-cannot remove its folder; the next process that starts does.
+cannot remove its folder; the next process that starts a local Ray removes it (`remove_orphans`).
 """
 
 import fcntl
@@ -13,7 +13,7 @@ from pathlib import Path
 
 PREFIX = "aerie-"
 SUBFOLDER = "r"  # one letter, because the length of the paths of Ray's sockets is limited
-OWNER_FILE = "owner"  # a file that the folder's process keeps locked as long as it lives
+OWNER_FILE = "owner"  # a file in the folder that the process that made it keeps locked as long as the process lives
 SOCKET_LIMIT = 107  # characters that Linux allows in the path of a Unix socket
 SOCKET_TAIL = len("/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store") + 4
 
@@ -25,7 +25,7 @@ class OwnedFolder:
         """Create and lock the folder. Raises RuntimeError if the path of the system's temporary folder is too long for
         Ray's sockets.
         """
-        self.path = Path(tempfile.mkdtemp(prefix=PREFIX))  # 0700
+        self.path = Path(tempfile.mkdtemp(prefix=PREFIX))  # accessible to the user only (0700)
         self.ray_folder = self.path / SUBFOLDER
         if len(str(self.ray_folder)) + SOCKET_TAIL > SOCKET_LIMIT:
             self.path.rmdir()
@@ -37,7 +37,7 @@ class OwnedFolder:
         unlocked = self.path / f"{OWNER_FILE}.new"
         self._lock: int | None = os.open(unlocked, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        # Locked before it gets this name: `remove_orphans` never sees it unlocked.
+        # The file is locked before it gets this name, so `remove_orphans` never finds it unlocked.
         unlocked.rename(self.path / OWNER_FILE)
 
     def remove(self) -> None:

@@ -1,9 +1,10 @@
 """The client side of a gang, on the event loop of its replica: sends requests to the leaders, distributes the outputs.
 
-One actor call per leader carries all submits and aborts that gathered during the previous call. One stream per leader
-brings step items back; their outputs go to one queue per request. Admission is decided here, before a shard gets a
-request. While the gang restarts, streams and new requests wait here. When the gang serves again, all are submitted; a
-stream that already had tokens continues after its last token.
+A leader is the first rank of an attention group. One actor call per leader carries all submits and aborts that gathered
+during the previous call. One stream per leader brings back the items of its steps (`StepItem`); their outputs go to one
+queue per request. Admission is decided here, before a shard gets a request. While the gang restarts, streams and new
+requests wait here. When the gang serves again, all are submitted; a stream that already had tokens continues after its
+last token.
 """
 
 import asyncio
@@ -34,16 +35,18 @@ from cluster.status import RankInfo
 
 logger = logging.getLogger(__name__)
 
-DRAIN_TIMEOUT_S = 0.5  # how long to read items that killed shards had already sent
+DRAIN_TIMEOUT_S = 0.5  # after a loss: the longest time to read items that the killed shards had already sent
 
 
-# A coroutine function that serves one leader; it takes the incarnation and the leader's rank.
+# A coroutine function that sends to one leader or reads from it; it takes the incarnation and the leader's rank.
 LeaderTask = Callable[[Incarnation, int], Coroutine[Any, Any, None]]
 
 
 @dataclass(slots=True)
 class CommandQueue:
-    """Commands that gather for one leader until the next actor call; see `Commands` for the fields."""
+    """Commands that gather for one leader until the next actor call; see `Commands` for the fields. `filled` is set
+    while there are commands.
+    """
 
     submits: list[Request] = field(default_factory=list)
     aborts: list[str] = field(default_factory=list)
@@ -61,8 +64,8 @@ class CommandQueue:
 
 
 class Router:
-    """Implements two interfaces for one gang: `EngineClient`, for the REST layer, and `Owner`, whose methods the gang
-    calls when the gang goes down and when it serves again.
+    """Implements two interfaces for one gang: `EngineClient`, which the REST layer calls, and `Owner`, which the gang
+    calls when it goes down, when it serves again and when it is given up.
     """
 
     def __init__(self, gang: Gang, on_resumed: Callable[[], None] | None = None, replica_rank: int = 0) -> None:
@@ -70,7 +73,8 @@ class Router:
 
         A request without a seed gets the next seed of a generator, in the order of admission. The generator is seeded
         with `random_seed` and `replica_rank`, the replica's rank in its deployment. So after a restart of the server
-        the same requests in the same order get the same seeds, and no two requests share a seed.
+        the same requests in the same order get the same seeds. The generator draws 62 bits for each seed, so it is
+        very unlikely that two requests share one.
         """
         resolved = ResolvedSettings.from_settings(gang.spec.config)
         self._on_resumed = on_resumed
@@ -91,14 +95,15 @@ class Router:
 
     @property
     def lost_reason(self) -> str:
-        """Why the gang will not come back; empty while it serves or restarts."""
+        """Why the gang is given up; empty while it serves or restarts."""
         return self._gang.lost_reason
 
     def start(self) -> None:
         """Begin to read the leaders' streams and to watch the gang; call this on the replica's event loop.
 
-        Never make an actor call in a request's own task: when the client leaves, Serve cancels the actor calls of that
-        task, and with them the commands of other requests that travel in the same call.
+        A request's own task must never make an actor call: when the client leaves, Serve cancels the actor calls of
+        that task, and would also cancel the commands of other requests in the same call. So the tasks that this method
+        starts send the commands.
         """
         self.on_up()
         self._watch_task = asyncio.create_task(self._gang.watch(self), name="gang-watch")
@@ -141,8 +146,8 @@ class Router:
             self._submit(stream)
 
     async def on_down(self, loss: Loss) -> None:
-        """Record that the incarnation is over. For up to `DRAIN_TIMEOUT_S`, items that its shard actors had already
-        sent still go to their streams; then the streams wait for the next incarnation.
+        """Record that the incarnation is over. For up to `DRAIN_TIMEOUT_S`, items that its shards had already sent
+        still go to their streams; then the streams wait for the next incarnation.
         """
         await asyncio.wait(self._reader_tasks, timeout=DRAIN_TIMEOUT_S)
         self._incarnation = None
@@ -157,7 +162,7 @@ class Router:
         self._recovery.on_loss(open_streams, loss)
 
     def on_lost(self, reason: str) -> None:
-        """Record that the gang will not come back: end every stream with the reason."""
+        """Record that the gang is given up: end every stream with the reason."""
         self._end_all(reason)
 
     async def generate(self, request: Request) -> AsyncIterator[SequenceOutput]:
@@ -203,7 +208,7 @@ class Router:
     def _admit(self, request: Request) -> OpenRequest:
         if request.request_id in self._streams:
             raise ValueError(f"request id {request.request_id!r} is already being served")
-        # Raises for an unknown rank.
+        # `propose` below raises if the request names a rank that does not exist.
         expected_new_tokens = self._admission.expected_new_tokens(request)
         choice = self._balancer.propose(request, expected_new_tokens)
         if not request.resumed_tokens:  # a request with resumed tokens was admitted before, by another replica
@@ -220,7 +225,9 @@ class Router:
         return self._gang.spec.leaders[stream.choice.rank]
 
     def _queue_report(self, dp_rank: int) -> QueueReport | None:
-        """Return a rank's last report of its queue and its step times, or None if there was none yet."""
+        """Return a rank's last report of its queue and its step times. Return None if there was none yet, or while the
+        gang does not serve.
+        """
         last_status = (
             None if self._incarnation is None else self._incarnation.last_status(self._gang.spec.leaders[dp_rank])
         )
@@ -234,7 +241,7 @@ class Router:
         """Submit a stream's request to the present incarnation."""
         is_resubmission = stream.submissions > 0
         request = stream.submission()
-        if is_resubmission:  # choose the rank anew: the caches are empty, and the load may have changed
+        if is_resubmission:  # choose the rank again: the caches are empty, and the load may have changed
             self._balancer.choose(stream, self._admission.expected_new_tokens(request))
             self._admission.on_resubmitted(stream.name)
             if self._on_resumed is not None:
@@ -262,7 +269,7 @@ class Router:
             self._enqueue_submit(stream, with_grammar(request, name))
 
     def _refuse(self, stream: OpenRequest, reason: str) -> None:
-        """Refuse a stream that the engine will not serve. If tokens were already sent, end it with an error instead."""
+        """End a stream whose request the engine refused: as refused, or with an error if tokens were already sent."""
         if stream.sent_tokens:
             stream.end(f"the engine would not resume it: {reason}")
         else:
@@ -293,8 +300,8 @@ class Router:
             self._on_settled(stream)
 
     def _on_settled(self, stream: OpenRequest) -> None:
-        """Record that a stream went on in this incarnation (it got more tokens than its first) or ended. Submit the
-        streams that `Recovery` allows now.
+        """Record that a stream went on in this incarnation (it got more tokens than its first one) or ended. Submit the
+        streams that `Recovery` has held back until now and allows now.
         """
         if self._incarnation is not None:
             for released_stream in self._recovery.on_settled(stream.name):
@@ -350,7 +357,8 @@ class Router:
     def _deliver(self, stream: OpenRequest, output: SequenceOutput) -> None:
         is_first_output, had_progress = not stream.has_first_token, stream.made_progress
         if is_first_output:
-            # A request for prompt logprobs computes its whole prompt, so its cached tokens say nothing of the cache.
+            # A request for prompt logprobs computes its whole prompt, even if the rank has cached a part of it. So the
+            # number of its cached tokens says nothing about the rank's cache.
             has_prompt_logprobs = stream.request.params.prompt_logprobs is not None
             self._balancer.on_first_output(stream.name, None if has_prompt_logprobs else output.cached_tokens)
         stream.queue.put_nowait(stream.record(output))

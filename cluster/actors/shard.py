@@ -1,7 +1,7 @@
 """The actor of one rank, which holds the rank's models and its engine loop.
 
-Importing this module is cheap on purpose: only the actor's own process loads torch and the engine. No call interrupts
-a step: commands wait in the loop's inbox, and one streaming generator returns the items of the steps.
+Importing this module does not import torch or the engine: the actor's process does that when it loads the rank. No call
+interrupts a step: commands wait in the loop's inbox, and one streaming generator returns the steps' outputs.
 """
 
 import importlib
@@ -39,7 +39,8 @@ ACTOR_OPTIONS: dict[str, Any] = {
     "concurrency_groups": {"commands": 1, "outputs": 1, "control": 2, "heartbeat": 1, "end": 1, "grammars": 1},
 }
 LOAD_THREADS = "aerie-load"
-# The niceness of the thread that reads grammars. Reading may take tenths of a second and must not slow the steps.
+# The niceness of the threads that prepare for grammars and read them. This work may take tenths of a second and must
+# not slow the steps.
 GRAMMAR_THREAD_NICENESS = 10
 
 
@@ -84,7 +85,8 @@ class ShardActor:
 
     @ray.method(concurrency_group="control")
     def fetch(self, config: EngineConfig) -> None:
-        """Download files of the hub's models in `config` that this node's cache lacks, for all ranks of the node.
+        """Download the files that this node's cache lacks, of the models from a hub that `config` names. The files are
+        for all ranks of the node.
 
         Raises:
             ConfigError: the files cannot be downloaded; the message says what was tried.
@@ -103,9 +105,9 @@ class ShardActor:
             LoadError: any other failure.
         """
         self._load_cpu_time.use_current_thread()
-        # One core is left for the REST replica.
+        # The ranks of a node share its cores, but for one, which is left for the replica.
         threads = config.num_threads or max(1, (len(os.sched_getaffinity(0)) - 1) // self._ranks_on_node)
-        os.environ["OMP_NUM_THREADS"] = str(threads)  # Ray sets it to the actor's CPUs; torch reads it when imported
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # torch reads it when imported; Ray has set it to the actor's CPUs
         interface, gpus = choose_interface(node_address()), reserved_gpus()
         hide_other_gpus(gpus)
         rank_config = config.model_copy(update={"num_threads": threads})
@@ -132,7 +134,9 @@ class ShardActor:
 
     @ray.method(concurrency_group="commands")
     def put(self, commands: Commands) -> None:
-        """Pass commands to the loop, in the order of the calls. Names of grammars are replaced by the grammars."""
+        """Pass commands to the loop, in the order of the calls. In requests, the names of grammars that `read_grammar`
+        got are replaced by the grammars.
+        """
         self._running_loop.put(self._grammars.resolve_names(commands))
 
     @ray.method(concurrency_group="grammars")
@@ -154,7 +158,7 @@ class ShardActor:
 
     def _prepare_grammars(self, engine: StepEngine) -> None:
         """Prepare the engine for grammars while steps go on; otherwise the first request with a grammar would wait."""
-        os.setpriority(os.PRIO_PROCESS, 0, GRAMMAR_THREAD_NICENESS)  # of this thread
+        os.setpriority(os.PRIO_PROCESS, 0, GRAMMAR_THREAD_NICENESS)  # sets the priority of this thread only, on Linux
         try:
             engine.prepare_grammars()
         except ConfigError as error:
@@ -164,7 +168,9 @@ class ShardActor:
 
     @ray.method(concurrency_group="outputs")
     def outputs(self) -> Iterator[tuple[StepItem, ...]]:
-        """Stream the items of the steps, several at once if the reader is slower than the steps."""
+        """Stream the items of the steps until the loop ends; several come at once if the reader is slower than the
+        steps.
+        """
         loop = self._running_loop
         while (items := loop.drain()) or not loop.has_ended:
             if items:
@@ -177,7 +183,7 @@ class ShardActor:
 
     @ray.method(concurrency_group="heartbeat")
     def heartbeat(self) -> Heartbeat:
-        """Return the rank's progress, without waiting for a step. During loading, use of the CPU and reads from disk
+        """Return the rank's heartbeat, without waiting for a step. During loading, use of the CPU and reads from disk
         count as progress.
         """
         if self._engine_loop is not None:
@@ -187,18 +193,18 @@ class ShardActor:
 
     @ray.method(concurrency_group="control")
     def metrics(self) -> list[bytes]:
-        """Return the rank's registry sample, followed by the replica's sample if `keep_serving_sample` was called."""
+        """Return the rank's metrics, serialised. If `keep_serving_sample` was called, the replica's metrics follow."""
         rank_sample = self._running_loop.engine.metrics.serialize()
         return [rank_sample] if self._replica_sample is None else [rank_sample, self._replica_sample]
 
     @ray.method(concurrency_group="commands")
     def keep_serving_sample(self, sample: bytes) -> None:
-        """Keep the replica's own registry sample, so that other replicas can read it here."""
+        """Keep the replica's own metrics, serialised, so that other replicas can read them here."""
         self._replica_sample = sample
 
     @ray.method(concurrency_group="control")
     def stop(self) -> bool:
-        """End the loops of all ranks after a step; return whether this rank's loop ended in time."""
+        """End the loops of all ranks after a step. Return whether this rank's loop ended in time, or never began."""
         return self._engine_loop is None or self._engine_loop.stop()
 
     @property

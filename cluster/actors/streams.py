@@ -11,13 +11,14 @@ from typing import Generic, Literal, TypeVar
 from cluster.actors.messages import Loss
 from cluster.request import Request, SequenceOutput, SpeculationCounts
 
-# A stream that was resumed this many times and never went on is taken for the cause of the losses.
+# A stream that was resumed this many times and never went on (got tokens after its first one) is taken for the cause of
+# the losses.
 MAX_FRUITLESS_RESUMES = 3
 
 
 @dataclass(frozen=True, slots=True)
 class StreamRefusal:
-    """An entry of a stream's queue: the engine refused the request."""
+    """Stands in a stream's queue in place of an output: the engine refused the request. `message` says why."""
 
     message: str
 
@@ -27,14 +28,14 @@ class OpenStream:
     """One open request. `request` is the request as it arrived, with a seed; `sent_tokens` are the tokens sent to the
     client. `latest_request` is the request as it was last submitted: tokens sent before are part of its prompt.
 
-    `started`: the stream has had an output, so the request no longer counts as queued; `cached_tokens` tokens of its
-    prompt were cached. `ended`: the stream will have no more outputs.
+    `started` is True when the stream has had an output; at that output `cached_tokens` tokens of the prompt were
+    cached. `ended` is True when the stream will have no more outputs.
 
-    Four fields are about the present incarnation. `submitted`: the request was submitted. `admitted`: a step admitted
-    the request. `has_first_token`: the prompt got a first token. `made_progress`: more tokens came after the first; the
-    stream "went on". A first token alone proves nothing: a request that kills every step after its prompt gets one in
-    each incarnation. `in_fatal_step` is about the previous incarnation: its last steps worked on the request, which had
-    not gone on.
+    Four fields are about the present incarnation (run of the gang from a start to its loss). `submitted`: the request
+    was submitted. `admitted`: a step admitted the request. `has_first_token`: the request got a token. `made_progress`:
+    more tokens came after the first; the stream "went on". A first token alone proves nothing: a request that kills
+    every step after its prompt gets one in each incarnation. `in_fatal_step` is about the previous incarnation: when it
+    was lost, it had admitted the request, and the stream had not gone on.
     """
 
     request: Request
@@ -51,7 +52,7 @@ class OpenStream:
     submissions: int = 0
     # Incarnations in a row that resumed the stream and were lost while it was `in_fatal_step`.
     fruitless_resumes: int = 0
-    submissions_without_progress: int = 0  # incarnations in a row to which the request was submitted without going on
+    submissions_without_progress: int = 0  # lost incarnations in a row that had the request, and it never went on
     cached_tokens: int = 0
     tokens_per_tree: list[int] = field(default_factory=list)  # tokens that each tree of this incarnation committed
     earlier_counts: SpeculationCounts | None = None  # summed over earlier incarnations
@@ -105,7 +106,7 @@ class OpenStream:
         if not self.started:
             self.started, self.cached_tokens = True, output.cached_tokens
         if output.token_ids:
-            # The first output in an incarnation ends the prompt; each later one is a verified tree.
+            # The first output in an incarnation comes from the prompt, each later one from a verified tree.
             if self.has_first_token:
                 self.tokens_per_tree.append(len(output.token_ids))
                 self.made_progress, self.fruitless_resumes, self.submissions_without_progress = True, 0, 0
@@ -122,8 +123,8 @@ class OpenStream:
         """
         without_progress = self.submitted and not self.made_progress
         self.submissions_without_progress += without_progress
-        # A process may die before it reports `admitted`. After more than MAX_FRUITLESS_RESUMES losses assume that the
-        # request was admitted.
+        # A process may die before it reports `admitted`. After more than MAX_FRUITLESS_RESUMES losses without progress,
+        # assume that the request was admitted.
         self.in_fatal_step = without_progress and (
             self.admitted or self.submissions_without_progress > MAX_FRUITLESS_RESUMES
         )
@@ -140,8 +141,8 @@ class OpenStream:
         self.submitted = self.admitted = self.has_first_token = self.made_progress = False
 
     def end(self, reason: str, finish_reason: Literal["abort", "error"] = "error") -> None:
-        """End the stream with an output that holds `reason`. The `finish_reason` is "error" if the request is at fault,
-        and "abort" if the server is.
+        """End the stream with an output that holds `reason`, unless the stream has ended already. The `finish_reason`
+        is "error" if the request is at fault, and "abort" if the server is.
         """
         if not self.ended:
             self.ended = True
@@ -149,7 +150,7 @@ class OpenStream:
 
 
 def _sum_counts(first: SpeculationCounts | None, second: SpeculationCounts | None) -> SpeculationCounts | None:
-    """Return the sum of two counts, whose `accepted` may differ in length."""
+    """Return the sum of two counts, whose `accepted` may differ in length. None counts as zero; None if both are."""
     if first is None or second is None:
         return first or second
     size = max(len(first.accepted), len(second.accepted))
@@ -165,17 +166,16 @@ class Recovery(Generic[StreamT]):
     """Decides which streams are submitted to a new incarnation, and when. If a stream seems to kill the gang, the
     streams are bisected.
 
-    Suspects are the streams that the fatal step worked on and that had not gone on; streams that waited are no
-    suspects. After a first loss all streams are submitted at once, because the loss may not recur: first the streams
-    that had tokens, then the others by age. If the gang is lost again with suspects in the fatal step, the streams that
-    were in both fatal steps are the suspects, and are bisected.
+    After a loss, the suspects are the streams with `in_fatal_step`: the lost incarnation had admitted them, and they
+    had not gone on (got no token after their first one). Streams that waited are no suspects. After a first loss all
+    streams are submitted at once, because the loss may not recur: first the streams that had tokens, then the others,
+    each by age. If the gang is lost again, the streams that were suspects both times remain suspects, and are bisected.
 
     In a bisection, streams are submitted in batches: the streams that had tokens, one half of the suspects, half of the
     remaining suspects and so on, and last all other streams. A batch is submitted when every stream of the batch before
     went on or is over. If the incarnation is lost meanwhile, the suspects not yet submitted are cleared: in the next
-    incarnation they are submitted before the suspects. A stream that was alone in the fatal step, was resumed
-    `MAX_FRUITLESS_RESUMES` times and never went on is ended. Requests that arrive during a bisection are submitted
-    last.
+    incarnation they are submitted before the suspects. A stream is ended if it was the only suspect, was resumed
+    `MAX_FRUITLESS_RESUMES` times and never went on. Requests that arrive during a bisection are submitted last.
     """
 
     def __init__(self) -> None:
@@ -183,12 +183,12 @@ class Recovery(Generic[StreamT]):
         self._cleared: list[StreamT] = []  # suspects that were held back during a loss
         self._unsubmitted_suspects: list[StreamT] = []  # suspects that are not submitted yet
         self._deferred: list[StreamT] | None = None  # streams to submit after the suspects; None without a bisection
-        self._pending: set[str] = set()  # names of submitted streams that must go on or end before the next batch
+        self._pending: set[str] = set()  # names of submitted streams; the next batch waits until each goes on or ends
         self._bisecting = False  # whether to bisect in the next incarnation
 
     def on_loss(self, streams: list[StreamT], loss: Loss) -> None:
         """Record that an incarnation of the gang is over. If one stream is now taken for the cause of the losses, end
-        that stream. The caller has called `on_incarnation_lost` on each open stream before.
+        that stream. Before this call, the caller must call `on_incarnation_lost` on each of the open `streams`.
         """
         in_fatal_step = [stream for stream in streams if stream.in_fatal_step]
         repeated_suspects = [stream for stream in self._suspects if stream in in_fatal_step]

@@ -6,13 +6,13 @@ from functools import cache
 
 from cluster.observability.step_times import StepTimes
 
-TAU_S = 5.0  # time constant of the mean: a burst is forgotten after about this long
+TAU_S = 5.0  # time constant of the mean in seconds: older tokens count less and less
 MIN_MEASURED_TOKENS = 8  # tokens per running request after which the measured rate is used
 DEFAULT_TOKENS_PER_S = 10.0  # tokens per second, assumed before `MIN_MEASURED_TOKENS` if step times were not measured
 
 
 class TokenRate:
-    """The tokens per second of one request, as an exponential mean over the time in which requests ran."""
+    """The tokens per second of a running request: an exponential mean over the time in which requests ran."""
 
     def __init__(self, num_steps: int, groups: int) -> None:
         """`num_steps` is the depth of a drafted tree; requests are spread over `groups` attention groups."""
@@ -21,12 +21,12 @@ class TokenRate:
         self._total_tokens = 0  # all tokens since the start
 
     def on_tokens(self, tokens: int) -> None:
-        """Record that running requests got `tokens`."""
+        """Record that running requests got `tokens` tokens."""
         self._tokens += tokens
         self._total_tokens += tokens
 
     def on_time_passed(self, seconds: float, running: int) -> None:
-        """Record that `running` requests ran for `seconds`."""
+        """Record that `running` requests ran for `seconds`. If it is 0, nothing changes: the time does not count."""
         if not running:
             return
         decay = math.exp(-seconds / TAU_S)
@@ -49,8 +49,8 @@ class TokenRate:
         def step_s(count: int, length: int) -> float:
             return 1e-6 * step_times.decoding((length,) * count)
 
-        # Tokens per second = tokens per step / seconds per step. The tokens per step were measured at the usual number
-        # of requests per group, or they are a guess.
+        # Tokens per second = tokens per step / seconds per step. The tokens per step are the measured rate times the
+        # seconds of a step with the usual number of requests per group; without a measured rate they are a guess.
         if is_measured:
             usual_count = max(1, round(self._request_s / self._seconds / self._groups))
             tokens = self._tokens / self._request_s * step_s(usual_count, max(running, default=longest))

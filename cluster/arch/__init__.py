@@ -1,4 +1,4 @@
-"""Model architectures read from `config.json`: a `TargetArch` for a target, and one frozen `DraftSpec` for a draft."""
+"""Model architectures read from checkpoint folders: a `TargetArch` for a target, a frozen `DraftSpec` for a draft."""
 
 from cluster.arch.draft import DraftLayer, DraftSpec, aux_boundaries, read_draft
 from cluster.arch.keys import Shapes, read_json

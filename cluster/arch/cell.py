@@ -1,7 +1,7 @@
-"""The layout of one token's entry (cell) in a layer's FP8 KV cache: codes, and their scales.
+"""The layout of a cell (the K and V of one token in one layer) in an FP8 KV cache: codes, and their scales.
 
-The numbers of a cell are divided into groups. In an ordinary cell, k of a KV head is a group, and so is v of a KV head.
-A latent cell has two groups: the latent, and the rotated key after it.
+The numbers of a cell are divided into groups. In an ordinary cell, each KV head has two groups: its k and its v. A
+latent cell has two groups: the latent, and the rotated key after it.
 
 Each group has its own scale, computed when the cell is stored. The scale is the smallest power of two 2^e, with e from
 -117 to 119, for which no number of the group, divided by the scale, exceeds 448, the largest float8_e4m3fn. A code is
@@ -17,11 +17,11 @@ ALIGNMENT_BYTES = 16  # a GPU can then load many codes at once from any slot
 
 @dataclass(frozen=True, slots=True)
 class CodedCell:
-    """A cell of `shape` [parts, KV heads, d] in FP8: all codes in order, one scale byte per group (e + 127), zero
-    padding.
+    """A cell of `shape` [2 (k and v), KV heads, d] or, if it is a latent cell, [1, 1, d]. In FP8 it has all codes in
+    order, then one scale byte per group (e + 127), then zero padding.
 
     A cell is padded to a multiple of `CACHE_LINE_BYTES` or, if that would add more than a sixteenth to the cell, of
-    `ALIGNMENT_BYTES`. A cell with one part is a latent cell: its first `latent` numbers are the latent.
+    `ALIGNMENT_BYTES`. The first `latent` numbers of a latent cell are the latent; `latent` is None for other cells.
     """
 
     shape: tuple[int, int, int]
@@ -35,7 +35,7 @@ class CodedCell:
 
     @property
     def groups(self) -> tuple[tuple[int, int], ...]:
-        """The groups in order, as (number of groups, numbers in each)."""
+        """The groups in order, as pairs (number of groups of one size, numbers in each of them)."""
         parts, heads, size = self.shape
         if self.latent is None:
             return ((parts * heads, size),)

@@ -1,4 +1,4 @@
-"""Dtypes of stored weights, and the dtype in which a model computes; without torch."""
+"""Dtypes of stored weights, and the dtype in which a model computes. This module does not import torch."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,7 @@ from cluster.arch.safetensors.tensors import count_parameters
 from cluster.arch.target import TargetArch
 
 UNQUANTISED_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-"""For each dtype of unquantised tensors, its name in safetensors files and its name in torch."""
+"""The dtypes of unquantised tensors: a dict from their names in safetensors files to their names in torch."""
 # Bytes per element of each dtype in which a model can compute.
 COMPUTE_DTYPE_BYTES = {dtype: DTYPE_BYTES[name] for name, dtype in UNQUANTISED_DTYPES.items()}
 
@@ -19,9 +19,9 @@ MIN_BFLOAT16_PARAMETERS = 1 << 27
 def select_compute_dtype(stored_dtype: str, setting: str, device: str, keep_bfloat16: bool = False) -> str:
     """Return the compute dtype for weights that are stored in `stored_dtype`; `setting` is the setting `dtype`.
 
-    On a GPU `auto` keeps the stored dtype. On a CPU, and for dtypes without arithmetic, `auto` is float32. If
-    `keep_bfloat16`, weights in bfloat16 stay bfloat16 on a CPU, because reading bfloat16 takes half the time of reading
-    float32.
+    On a GPU `auto` keeps the stored dtype, or is float32 if no model can compute in the stored dtype. On a CPU `auto`
+    is float32; but if `keep_bfloat16`, weights in bfloat16 stay bfloat16, because reading bfloat16 takes half the time
+    of reading float32.
     """
     if setting != "auto":
         return setting

@@ -16,7 +16,8 @@ SAMPLING_BOUNDS: dict[str, tuple[float, float]] = {
 
 
 def sampling_defaults(folder: str) -> dict[str, float]:
-    """Return the sampling values for requests that set none. Empty if generation_config.json gives no values.
+    """Return the sampling values for requests that set none. The result is empty if there is no generation_config.json,
+    or if it gives no values.
 
     Raises:
         ConfigError: a value is not a number, or out of bounds.

@@ -35,7 +35,7 @@ def check_folder(folder: str) -> None:
     """Raise unless `folder` is an existing folder.
 
     Raises:
-        ConfigError: the message says what to give instead.
+        ConfigError: `folder` is a file or does not exist; the message says what to give instead.
     """
     if Path(folder).is_file():
         raise ConfigError(f"model folder {folder!r} is a file; give the folder that holds config.json and safetensors")
@@ -125,7 +125,11 @@ class ConfigKeys:
 
 
 def family_of(keys: ConfigKeys, served: Sequence[str], role: str) -> str:
-    """Return the first entry of `architectures` that is in `served`; `role` names the model's role in the error."""
+    """Return the first entry of `architectures` that is in `served`. `role` names the model's role in the error.
+
+    Raises:
+        ConfigError: no entry is in `served`.
+    """
     names = keys.data.get("architectures") or []
     for name in names:
         if name in served:
@@ -134,6 +138,6 @@ def family_of(keys: ConfigKeys, served: Sequence[str], role: str) -> str:
 
 
 def dtype_of(config: Mapping[str, Any]) -> str:
-    """Return the name of the dtype in which the weights are stored."""
+    """Return the name of the dtype in which the weights are stored; bfloat16 if the config does not say."""
     name = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
     return str(name).removeprefix("torch.")

@@ -14,12 +14,12 @@ DEFAULT_ROPE = Rope(10000.0)
 
 @dataclass(frozen=True, slots=True)
 class LatentSizes:
-    """Multi-head latent attention (arXiv 2405.04434): k and v of all heads are computed from one latent of width
-    `kv_rank`.
+    """Multi-head latent attention (arXiv 2405.04434): v and the unrotated part of k of all heads are computed from one
+    latent of width `kv_rank`. All heads share the rotated part of k.
 
-    If `q_rank` is None, queries are projected directly, without a latent. `nope` and `rope` are the widths of a head's
-    unrotated and rotated parts, `value` is the width of the head's output. The norms of the latents use `eps`, not the
-    config's eps.
+    If `q_rank` is None, queries are projected directly, without a latent. `nope` and `rope` are the widths of the
+    unrotated and the rotated part of a head's q and k; `value` is the width of the head's output. The norms of the
+    latents use `eps`, not the config's eps.
     """
 
     q_rank: int | None
@@ -37,13 +37,15 @@ class Moe:
     - `scoring`: a softmax over all experts, or a sigmoid.
     - `renormalise`: the weights of the chosen experts are divided by their sum.
     - `scale` multiplies the weights of the chosen experts.
-    - `groups`, `top_groups`: experts are in `groups` groups, and only experts of the best `top_groups` can be chosen.
-    - `correction`: a bias on the scores affects which experts are chosen, but not their weights.
+    - `groups`, `top_groups`: experts are in `groups` groups, and only experts of the best `top_groups` groups can be
+      chosen.
+    - `correction`: a bias is added to the scores. It affects which experts are chosen, but not their weights.
     - `router_bias`: the projection that computes the scores has a bias.
-    - `shared`: the width of an MLP that every token uses.
-    - `shared_gate`: that MLP's output is multiplied by the sigmoid of a learnt projection of the token.
-    - `stacked`: the checkpoint holds all experts in one tensor, gate and up interleaved, with biases.
-    - `clamp`: (alpha, limit) of the clamped SwiGLU of gpt-oss.
+    - `shared`: the width of an MLP that every token uses (a shared expert); 0 if there is none.
+    - `shared_gate`: the output of the shared expert is multiplied by the sigmoid of a learnt projection of the token.
+    - `stacked`: the checkpoint holds the experts' gate and up, interleaved, in one tensor and their down in another;
+      both have biases.
+    - `clamp`: (alpha, limit) of the clamped SwiGLU of gpt-oss; None for plain SwiGLU.
     """
 
     experts: int
@@ -72,10 +74,12 @@ class LayerGeometry:
     - `sinks`: one learnt logit per head joins the softmax.
     - `qk_norm`: RMSNorm per head before rope.
     - `unit_offset`: norms scale by 1 + weight.
-    - `sandwich`: there are norms also after attention and after the MLP.
+    - `sandwich`: there are norms before and after attention, and before and after the MLP.
     - `interleaved`: the checkpoint's q and k expect rope over neighbouring pairs.
-    - `gated`: `q_proj` also yields a gate per head; its sigmoid multiplies the head's attention output (Qwen3-Next).
-    - `latent`: if set, attention is latent, `kv_heads` is 1, and `head_dim` is the width of the cached entry.
+    - `gated`: `q_proj` also yields a gate `[head_dim]` per head; the gate's sigmoid multiplies the head's attention
+      output (Qwen3-Next).
+    - `latent`: if set, attention is latent, `kv_heads` is 1, and `head_dim` is the width of what the KV cache keeps of
+      a token: the latent and the rotated key.
     """
 
     hidden: int
@@ -107,17 +111,17 @@ class LayerGeometry:
 
     @property
     def cell(self) -> tuple[int, int, int]:
-        """Shape of one token's entry in a KV pool: k and v `[2, nkv, d]`, or one latent `[1, 1, d]`."""
+        """The shape of a cell (what a KV pool keeps of one token): k and v `[2, nkv, d]`, or one latent `[1, 1, d]`."""
         return (2 if self.latent is None else 1), self.kv_heads, self.head_dim
 
     @property
     def fp8_cell(self) -> CodedCell:
-        """The layout of one token's entry in an FP8 KV pool."""
+        """The layout of a cell (what a KV pool keeps of one token) in an FP8 KV pool."""
         return CodedCell(self.cell, None if self.latent is None else self.latent.kv_rank)
 
     @property
     def value_dim(self) -> int:
-        """Width of the attention output per head, before latent attention projects it up."""
+        """Width of the attention output per head. Latent attention then projects this output to `LatentSizes.value`."""
         return self.head_dim if self.latent is None else self.latent.kv_rank
 
     @property
@@ -134,8 +138,11 @@ def moe_of(layers: Iterable[LayerGeometry]) -> Moe | None:
 def geometry_of(
     keys: ConfigKeys, activation: Activation = "silu", theta: float = 10000.0, allow_partial_rotary: bool = False
 ) -> LayerGeometry:
-    """Return the geometry of a layer, read from the keys that most families share. A family replaces fields that
-    differ. For `theta` and `allow_partial_rotary` see `rope_of`.
+    """Return the geometry of a layer, read from the keys that most families share. The function of a family replaces
+    the fields in which the family differs. For `theta` and `allow_partial_rotary` see `rope_of`.
+
+    Raises:
+        ConfigError: a value has the wrong type, or is not served.
     """
     hidden, heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
     kv_heads = keys.integer("num_key_value_heads", heads)
@@ -190,6 +197,8 @@ def sliding_layers(keys: ConfigKeys, num_layers: int, default: list[bool]) -> li
 
 
 def with_sliding_window(layer: LayerGeometry, window: int | None, windowed: list[bool]) -> tuple[LayerGeometry, ...]:
-    """Return one copy of `layer` per entry of `windowed`. Copies for true entries have the sliding window `window`."""
+    """Return one layer per entry of `windowed`: for True, `layer` with the sliding window `window`; for False, `layer`
+    itself.
+    """
     windowed_layer = replace(layer, sliding_window=window)
     return tuple(windowed_layer if slides else layer for slides in windowed)

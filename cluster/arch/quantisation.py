@@ -1,5 +1,5 @@
-"""What a checkpoint's config says about quantised weights. The loader sees from the names, dtypes and shapes of the
-tensors which of them are quantised (`models/formats.py`).
+"""What a checkpoint's config says about quantised weights. Which tensors are quantised is not decided here: the loader
+sees it from their names, dtypes and shapes (`models/formats.py`).
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ COMPRESSED_FORMATS = (
 )
 # ModelOpt's algorithms, and how many outputs and inputs of a matrix share a scale (see `Scheme.block`).
 MODELOPT_BLOCKS = {"FP8": (0, 0), "FP8_PER_CHANNEL_PER_TOKEN": (1, 0), "FP8_PB_WO": (128, 128), "MXFP8": (1, 32)}
-# AutoRound's packings, and the offset of their stored zero points
+# AutoRound's packings, and what must be added to their stored zero points.
 AUTO_ROUND_ZERO_OFFSETS = {"auto_round:auto_gptq": 1, "auto_round:auto_awq": 0}
 # Locations of rotations that are already merged into the weights, so nothing has to be done at run time.
 MERGED_ROTATIONS = (None, "weight_input", "weight_output")
@@ -34,9 +34,9 @@ class Quantisation:
     """The quantisation of a checkpoint by its config: `rules` for single modules, `scheme` for all other modules.
 
     `packing` is how an int32 of a tensor `qweight` holds codes, or None if the config does not say. `zero_offset` must
-    be added to GPTQ's stored zero points. `desc_act`: the inputs of a group need not be neighbours (GPTQ's `desc_act`);
-    the tensor `g_idx` lists the group of each input. `quantised_activations`: the config also asks for quantised
-    activations.
+    be added to the stored zero points of the packing "gptq". `desc_act`: the inputs of a group need not be neighbours
+    (GPTQ's `desc_act`); the tensor `g_idx` lists the group of each input. `quantised_activations`: the config also asks
+    for quantised activations.
     """
 
     scheme: Scheme = UNSPECIFIED_SCHEME
@@ -52,7 +52,8 @@ class Quantisation:
 
 
 def read_quantisation(folder: str) -> Quantisation:
-    """Return the quantisation in the config.json of `folder`. Return `Quantisation()` if there is no such file.
+    """Return the quantisation in the config.json of `folder`. Return `Quantisation()`, which says nothing, if there is
+    no such file.
 
     Raises:
         ConfigError: a method or format is not served, or a field has the wrong type.
@@ -134,7 +135,9 @@ def _read_compressed_tensors(section: ConfigKeys) -> Quantisation:
 
 
 def _fp8_scheme(section: ConfigKeys) -> Scheme:
-    """Return the scheme of DeepSeek's FP8: its `weight_block_size` is [outputs, inputs]."""
+    """Return the scheme of DeepSeek's FP8: `weight_block_size` is [outputs, inputs]. Without this key, return
+    `UNSPECIFIED_SCHEME`.
+    """
     block = section.integers("weight_block_size")
     if block is None:
         return UNSPECIFIED_SCHEME

@@ -14,9 +14,9 @@ REGEX_CHARACTERS = re.compile(r"[*+?^$()\[\]{}|\\]")
 class Scheme:
     """How one matrix is quantised, by the config. A field is None if the config does not say.
 
-    `bits` is the size of a code. `block` is how many outputs and how many inputs share a scale; 0 means all. So (0, 0)
-    is one scale for the matrix, (1, 0) one per output, (1, g) one per group of g inputs of an output. `config_quote`
-    quotes the config for messages, such as "group_size is 128".
+    `bits` is the size of a code. `block` is how many outputs and how many inputs share a scale; 0 means all. For
+    example, (0, 0) means one scale for the matrix, (1, 0) one per output, and (1, g) one per g inputs of an output.
+    `config_quote` quotes the config for messages, such as "group_size is 128".
     """
 
     bits: int | None = None
@@ -53,7 +53,8 @@ def gptq_rules(dynamic: ConfigKeys, default_scheme: Scheme) -> tuple[SchemeRule,
 
 
 def auto_round_rules(extra: ConfigKeys, default_scheme: Scheme) -> tuple[SchemeRule, ...]:
-    """Return the rules of AutoRound's `extra_config`: exact module names first, then patterns searched in names.
+    """Return the rules of AutoRound's `extra_config`: first those for exact module names, then those for patterns that
+    are searched in names.
 
     Raises:
         ConfigError: as `gptq_rules`.
@@ -68,9 +69,9 @@ def auto_round_rules(extra: ConfigKeys, default_scheme: Scheme) -> tuple[SchemeR
 
 
 def compressed_rules(groups: ConfigKeys) -> tuple[Scheme, tuple[SchemeRule, ...]]:
-    """Return compressed-tensors' `config_groups` as a default scheme and rules: exact names first, then patterns
-    ("re:"). The default, for modules that no rule matches, is the scheme of the first group without targets or with the
-    target "Linear".
+    """Return compressed-tensors' `config_groups` as a default scheme and rules: first the rules for exact names, then
+    those for patterns ("re:"). The default, for modules that no rule matches, is the scheme of the first group without
+    targets or with the target "Linear".
 
     Raises:
         ConfigError: as `gptq_rules`.
@@ -95,7 +96,7 @@ def compressed_rules(groups: ConfigKeys) -> tuple[Scheme, tuple[SchemeRule, ...]
 
 
 def _weights_scheme(weights: ConfigKeys, field: str) -> Scheme:
-    """Return the scheme of one group's `weights`; an unknown strategy gives no block."""
+    """Return the scheme of one group's `weights`; for an unknown strategy, its `block` is None."""
     bits = weights.integer("num_bits") if weights.data.get("num_bits") is not None else None
     strategy, group_size = weights.data.get("strategy"), weights.data.get("group_size")
     strategy_quote = f"{field}strategy is {strategy}"

@@ -35,7 +35,7 @@ FAMILIES: dict[str, Callable[[ConfigKeys], TargetArch]] = {
     **{name: partial(read_wrapped, wrapper=name) for name in WRAPPERS},
 }
 TARGET_FAMILIES = tuple(FAMILIES)
-# Architecture names with one of these parts have layers with recurrent state, which is not served.
+# Architectures with one of these parts in their names have layers with recurrent state. They are not served.
 RECURRENT_NAME_PARTS = (
     "Mamba",
     "Qwen3Next",
@@ -64,7 +64,7 @@ ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
 def _refuse_llama_original(folder: str) -> None:
-    """Refuse Llama's original format, which also has a params.json."""
+    """Raise ConfigError if the folder has Llama's original format, which has a params.json as Mistral's format has."""
     if any(Path(folder).glob("consolidated.*.pth")):
         raise ConfigError(
             f"{folder!r} holds Llama's own format (consolidated.*.pth), which is not read; give the folder of the same "
@@ -82,10 +82,12 @@ def is_mistral_native(folder: str) -> bool:
 
 
 def read_target(folder: str) -> TargetArch:
-    """Return the target in `folder`, read from config.json and generation_config.json, or from params.json.
+    """Return the target in `folder`, read from config.json or params.json. End tokens are also read from
+    generation_config.json and the tokenizer's files.
 
     Raises:
-        ConfigError: there is no config, or the config has a family or feature that is not served, named in the message.
+        ConfigError: there is no config, the folder has an adapter or Llama's own format, or the config has a family or
+            feature that is not served. The message names what is not served.
     """
     if is_mistral_native(folder):
         _refuse_llama_original(folder)
@@ -112,7 +114,7 @@ def read_recurrent_target(folder: str) -> TargetArch | None:
     A target with such layers is recognised but not served. For any other folder, return None.
 
     Raises:
-        ConfigError: the config lacks one of these values.
+        ConfigError: there is no config, or it lacks a value.
     """
     if is_mistral_native(folder):
         return None

@@ -1,7 +1,8 @@
-"""The facts of an engine, resolved once from its settings, the headers of its checkpoints and its device.
+"""The facts of an engine: all values that follow from its settings, the headers of its checkpoints and its device.
 
-No weights are loaded. Resolving checks that the models fit each other. `check_models`, which `aerie serve` calls before
-it starts any process, also checks that they can be split over the ranks.
+Facts are resolved once. No weights are loaded. `resolve_models` checks that target and draft fit each other.
+`check_models`, which `aerie serve` calls before it starts any process, also checks that they can be split over the
+ranks.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,18 +22,21 @@ from cluster.config.resolved import UNLIMITED, ResolvedSettings
 from cluster.config.tree_shape import DEFAULT_NUM_STEPS
 
 FORCED_ROWS = {"cpu": 4, "cuda": 256}
-"""Rows per step for nodes that grammars add, by device: on a GPU they cost almost nothing."""
+"""By device, the most rows of an attention group (ranks that serve the same requests) in a step for tree nodes that
+grammars add. On a GPU these rows cost almost nothing.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedConfig(ResolvedSettings):
-    """All facts that follow from the settings, the checkpoints and the device of an engine, without loading weights.
+    """All facts (values that follow from the settings, the checkpoints and the device) of an engine.
 
-    `settings` are completed by values that follow from the draft. `device` is `cpu` or `cuda`. If `draft` is None,
-    decoding is plain. `sample` is the recorded output in the draft's folder (`draft_sample.json`), or None if there is
-    no such file. `dtype` is what models compute in, `kv_cache_dtype` what KV caches hold. `context_length` is the most
-    tokens of one request. A step spends up to `forced_rows` rows of a group on nodes that grammars add. The host runs
-    `steps_ahead` steps ahead of the device: 1 on a GPU with the setting `overlap`, otherwise 0.
+    `settings` are completed by values that follow from the draft. `device` is `cpu` or `cuda`. `draft` is None without
+    a draft model. `sample` is the recorded output in the draft's folder (`draft_sample.json`), or None if there is no
+    such file. `dtype` is what models compute in, `kv_cache_dtype` what KV caches hold. `context_length` is the most
+    tokens of one request. A step spends up to `forced_rows` rows of an attention group (ranks that serve the same
+    requests) on tree nodes that grammars add. The host runs `steps_ahead` steps ahead of the device: 1 on a GPU with
+    the setting `overlap`, otherwise 0.
     """
 
     device: str
@@ -53,7 +57,9 @@ class ResolvedConfig(ResolvedSettings):
 
     @property
     def num_draft_runners(self) -> int:
-        """Length of the draft runner list: one runner that drafts every level, or one per level. 0 without a draft."""
+        """The number of draft runners (a runner is a model with its KV pool): one that drafts every level of the tree,
+        or one per level. 0 without a draft.
+        """
         return 0 if self.draft is None else min(self.draft.runners, max(1, self.shape.drafted_shape.num_steps))
 
     def with_limits(self, max_requests: int, max_prompt_rows: int) -> Self:
@@ -73,7 +79,8 @@ def resolve_models(
     config: EngineConfig, device: str = "cpu", has_c_kernels: Callable[[], bool] = lambda: True
 ) -> ResolvedConfig:
     """Return the facts of an engine with these settings. A rank gives its `device`, and `has_c_kernels`, which returns
-    whether the kernels of a CPU are in C. A check before the start leaves both at their defaults.
+    whether the kernels of a CPU are in C. A caller that only checks models before ranks start may leave both at their
+    defaults.
 
     Raises:
         ConfigError: a folder holds no model served here, the draft does not fit the target, the draft cannot fill the
@@ -86,15 +93,16 @@ def resolve_models(
         draft = read_draft(folder, stored_shapes(folder), target, overrides, token_map)
         config = _complete_settings(config, draft)
         sample = read_sample(folder, draft.vocab_size, draft.hidden)
-    if config.speculative_mode is None:  # on a GPU adaptive trees are not faster yet
+    if config.speculative_mode is None:  # on a GPU adaptive trees are not faster
         config = config.model_copy(update={"speculative_mode": "adaptive" if device == "cpu" else "fixed"})
     dtype = compute_dtype(target, config.dtype, device, has_c_kernels)
     forced_rows = config.speculative_forced_rows
     context_length = config.context_length or min(target.max_position, MAX_CONTEXT_LENGTH)
     resolved = ResolvedConfig.from_settings(
         config,
-        # Only with the kernels in C: on a GPU it was not measured. Attention by torch would copy the cells of each row,
-        # also those of nodes that are not verified and hold what an earlier step left.
+        # Requests share the rows of a step only with kernels in C. On a GPU the effect was not measured. Attention by
+        # torch would copy the cells of every tree node, even of nodes that a step does not verify: these cells hold
+        # what an earlier step left.
         share_rows=device == "cpu" and config.speculative_mode == "adaptive" and has_c_kernels(),
         device=device,
         target=target,
@@ -106,8 +114,8 @@ def resolve_models(
         forced_rows=FORCED_ROWS[device] if forced_rows is None else forced_rows,
         steps_ahead=int(config.overlap and device == "cuda"),
     )
-    # Memory is measured for a step with `chunk_rows` prompt rows, so this number must be finite: without a limit it is
-    # that of the longest prompt.
+    # Memory is measured for a step with `chunk_rows` prompt rows, so this number must be finite. If the settings do not
+    # limit it, it becomes the length of the longest prompt.
     max_rows = context_length if resolved.chunk_rows == UNLIMITED else config.max_running_requests * context_length
     resolved = replace(
         resolved,
@@ -148,8 +156,8 @@ def check_models(
 
 
 def check_heads(geometry: LayerGeometry, ranks: int) -> None:
-    """Raise if attention cannot be split over `ranks` ranks. There may be fewer KV heads than ranks: then several ranks
-    hold the same KV head.
+    """Raise if attention cannot be split over `ranks` ranks. If there are fewer KV heads than ranks, several ranks hold
+    the same KV head.
 
     Raises:
         ConfigError: the heads cannot be divided; the message gives both numbers.
@@ -167,7 +175,7 @@ def check_expert_shards(ep_size: int, *moes: Moe | None) -> None:
     experts.
 
     Raises:
-        ConfigError: the message says which `ep_size` is possible.
+        ConfigError: `ep_size` is too large; the message says whether to lower it or set it to 1.
     """
     fewest = min((moe.experts for moe in moes if moe is not None), default=1)
     if fewest == 1 < ep_size:
@@ -177,8 +185,11 @@ def check_expert_shards(ep_size: int, *moes: Moe | None) -> None:
 
 
 def _complete_settings(config: EngineConfig, draft: DraftSpec) -> EngineConfig:
-    """Return the settings with the draft's algorithm. If no depth is set, and the draft has fewer MTP layers than the
-    default depth has levels, the depth becomes the number of MTP layers.
+    """Return the settings with the draft's algorithm. If `speculative_num_steps` is not set, and the draft has more
+    than one MTP layer but fewer than `DEFAULT_NUM_STEPS`, it becomes the number of MTP layers.
+
+    Raises:
+        ConfigError: the setting `speculative_algorithm` does not fit the draft.
     """
     configured = config.speculative_algorithm
     allowed = ("NEXTN", "EAGLE") if draft.kind == "mtp" else (draft.algorithm,)

@@ -15,9 +15,9 @@ class Yarn(NamedTuple):
     `factor`.
 
     Frequencies that turn more than `beta_fast` times are kept; frequencies between the two limits are blended.
-    `original_length` is the original context length. `attention_factor` multiplies cos and sin, and includes a config's
-    `attn_factor` (as in vLLM and SGLang; `transformers` has no such key). `truncate`: the blended range is rounded to
-    whole dimensions.
+    `original_length` is the original context length. `attention_factor` multiplies cos and sin. Unless the config gives
+    it, it is computed, and includes the config's `attn_factor` (as in vLLM and SGLang; `transformers` has no such key).
+    `truncate`: the blended range is rounded to whole dimensions.
     """
 
     factor: float
@@ -32,10 +32,10 @@ class Yarn(NamedTuple):
 class Rope:
     """Rotary embedding in the half-split (neox) layout, with at most one kind of scaling.
 
-    `llama3` is (factor, low, high, original length). `linear` divides every frequency. `dynamic` is (factor, length):
-    from position `length` on, frequencies decrease with the position; a position has the frequencies that
-    `transformers` uses for a text that ends at that position. `partial` is the share of a head's dimensions, from the
-    first on, that is rotated.
+    `llama3` is (factor, low_freq_factor, high_freq_factor, original length). `linear` divides every frequency.
+    `dynamic` is (factor, length): from position `length` on, frequencies decrease with the position; a position has the
+    frequencies that `transformers` uses for a text that ends at that position. `partial` is the share of a head's
+    dimensions, from the first on, that is rotated.
     """
 
     theta: float
@@ -96,10 +96,10 @@ def rope_of(
 
 
 def _read_yarn(keys: ConfigKeys, scaling: ConfigKeys, layer_type: str | None) -> Yarn:
-    """Return YaRN's numbers as `scaling` gives them."""
+    """Return YaRN's numbers as `scaling` gives them, with YaRN's defaults for missing keys."""
     original_positions = original_length(keys, layer_type)
     if scaling.data.get("factor") is None and original_positions != max_positions_of(keys):
-        # DeepSeek-V3's config implies the factor in this way; `transformers` computes it in the same way
+        # DeepSeek-V3's config implies the factor by these two lengths; `transformers` computes it in the same way.
         factor = max_positions_of(keys) / original_positions
     else:
         factor = _required_numbers(scaling, "yarn", "factor")[0]
@@ -119,8 +119,8 @@ def _read_yarn(keys: ConfigKeys, scaling: ConfigKeys, layer_type: str | None) ->
 
 
 def scaling_of(keys: ConfigKeys, layer_type: str | None = None) -> ConfigKeys:
-    """Return the config's scaling, completed from `rope_parameters`. If scaling is listed by layer type, return that of
-    `layer_type`.
+    """Return `rope_scaling`, completed from `rope_parameters`; without `rope_scaling`, return `rope_parameters`. If
+    they are listed by layer type, return those of `layer_type`.
     """
     parameters, scaling = keys.section("rope_parameters"), keys.section("rope_scaling")
     if layer_type is not None:
@@ -150,12 +150,14 @@ def original_length(keys: ConfigKeys, layer_type: str | None = None) -> int:
 
 
 def max_positions_of(keys: ConfigKeys) -> int:
-    """Return the maximum text length that a config states, before scaling."""
+    """Return the maximum text length that a config states, before scaling; 2048 if it states none."""
     return keys.integer("max_position_embeddings", 2048)
 
 
 def mscale(factor: float, weight: float) -> float:
-    """Return YaRN's magnitude factor for q and k at a scaling of `factor`; attention logits grow by its square."""
+    """Return YaRN's factor for the magnitude of q and k, for a scaling of `factor`; attention logits grow by its
+    square. `weight` is the config's `mscale` or `mscale_all_dim`.
+    """
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 

@@ -19,11 +19,12 @@ class TargetArch:
 
     - `tied`: the head is the embedding.
     - `max_position`: the maximum number of tokens of a text, by the config.
-    - `embed_scale` multiplies the embedding's rows. `softcap` c maps logits x to c * tanh(x / c).
+    - `embed_scale` multiplies the embedding's rows. `softcap` c maps logits x to c * tanh(x / c). None: not applied.
     - `tensor_name_rules`: (pattern, replacement) pairs, applied in order, that turn the name of a tensor in the model
       into its name in the checkpoint.
     - `ignored_patterns`: patterns of stored tensors that the target does not use (a vision tower, an MTP draft).
-    - `query_scaling` (length, beta): queries at position p are multiplied by 1 + beta log(1 + p // length).
+    - `query_scaling` (length, beta): queries at position p are multiplied by 1 + beta log(1 + p // length); None:
+      they are not scaled.
     """
 
     family: str
@@ -62,8 +63,8 @@ class TargetArch:
 
 
 def target_of(keys: ConfigKeys, family: str, layers: tuple[LayerGeometry, ...], **family_fields: Any) -> TargetArch:
-    """Return the target with these layers. Fields that all configs have are read here; `family_fields` are further
-    fields of `TargetArch`, and replace fields of the same name.
+    """Return the target with these layers. Fields that every family reads in the same way are read here;
+    `family_fields` adds fields of `TargetArch`, or replaces those that are read here.
 
     Raises:
         ConfigError: the layers cannot share a KV pool, or a config value has the wrong type.

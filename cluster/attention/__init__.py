@@ -1,1 +1,3 @@
-"""The attention primitive: query rows over committed pages plus a window under an ancestor mask. One backend a file."""
+"""The attention primitive: query rows attend a request's committed tokens and the nodes of its tree, under an ancestor
+mask. Each backend has a file of its own.
+"""

@@ -1,4 +1,6 @@
-"""Ancestor masks of a window as bits: bit j % 32 of word j // 32 of a row is set if the row sees window slot j."""
+"""Ancestor masks as bits. Bit j % 32 of word j // 32 of a row is set if the row sees window slot j; the window is the
+slots of a request after its committed tokens, which hold the nodes of its tree.
+"""
 
 from functools import cache
 
@@ -19,7 +21,7 @@ def pack_bits(visible: Tensor) -> Tensor:
     width = visible.shape[-1]
     if (
         width <= WORD_BITS
-    ):  # the usual case, which takes fewer operators; 2 ** 31 wraps, so that the sum has the right int32 bits
+    ):  # the usual case, with fewer operators; 2 ** 31 wraps in int32, so the sum has the right bits
         return (visible * _bit_values(width, visible.device)).sum(-1, keepdim=True, dtype=torch.int32)
     padded = F.pad(visible.to(torch.int64), (0, -width % WORD_BITS)).view(
         *visible.shape[:-1], word_count(width), WORD_BITS
@@ -46,7 +48,7 @@ def chain_bits(rows: int, width: int, device: torch.device) -> Tensor:
     """Return the bits `[1, rows, words]` of the last `rows` rows of a chain of `width` slots. A row of a chain sees its
     own slot and all slots before it.
 
-    The result is cached, so that `Visibility.of` recognises a chain by the identity of the tensor.
+    The result is cached, so `Visibility.of` can recognise a chain by the identity of the tensor.
     """
     return pack_bits(chain_mask(rows, width, device))
 

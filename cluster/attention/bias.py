@@ -1,8 +1,9 @@
 """Visibility as an additive bias, 0 for visible cells and -inf for masked ones. Used by the torch backend only.
 
-The label of a cell is its position in the sequence. A row sees its request's committed tokens and, in the window, its
-ancestors and itself: one cell for each position up to its own. So the labels, and with them sliding windows and the
-limit `first`, can be computed from the bits.
+The label of a cell (the K and V of one token) is its position in the sequence. A row sees its request's committed
+tokens and, among the nodes of the tree (in the window's slots), its ancestors and itself. These are one cell for each
+position up to its own. So the labels can be computed from the bits of the ancestor mask, and from the labels what
+sliding windows and the limit `first` (`AttentionMetadata`) hide.
 """
 
 from dataclasses import dataclass
@@ -17,21 +18,21 @@ MASKED = float("-inf")
 
 
 def mask_bias(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the bias of a visibility mask, in the mask's shape."""
+    """Return the bias of the visibility mask `visible`, in the shape of the mask."""
     return torch.where(visible, *_visible_and_masked_bias(dtype, visible.device))
 
 
 @cache
 def _visible_and_masked_bias(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the scalar biases of a visible and of a masked cell. Cached, so that a step creates no scalars."""
+    """Return the biases of a visible and of a masked cell, as scalars. They are cached, so that steps create none."""
     return torch.zeros((), dtype=dtype, device=device), torch.full((), MASKED, dtype=dtype, device=device)
 
 
 @dataclass(frozen=True, slots=True)
 class Visibility:
-    """What q rows of each of R requests see: all committed tokens, and the window slots in the mask `visible`
-    `[R or 1, q, w]`. Rows at label `first` and above see no label below `first`. `bias` is the bias of `visible`;
-    `all_visible` is True only if that bias is 0 everywhere.
+    """What q rows of each of R requests see: all committed tokens and, of w window slots (the slots after the committed
+    tokens), those that the mask `visible` `[R or 1, q, w]` has. Rows at label `first` and above see no label below
+    `first`. `bias` is the bias of `visible`; `all_visible` is True only if that bias is 0 everywhere.
     """
 
     visible: Tensor
@@ -41,7 +42,9 @@ class Visibility:
 
     @staticmethod
     def of(bits: Tensor, width: int, first: int, dtype: torch.dtype) -> "Visibility":
-        """Return the visibility for tree `bits` `[R or 1, q, ceil(w / 32)]`. Masks of chains are cached."""
+        """Return the visibility for the ancestor `bits` `[R or 1, q, ceil(w / 32)]` of trees with w = `width` window
+        slots. Masks of chains are cached.
+        """
         rows, device = bits.shape[1], bits.device
         if bits is chain_bits(rows, width, device):
             return Visibility(*_chain_visibility(rows, width, dtype, device), first, rows == 1)
@@ -50,7 +53,7 @@ class Visibility:
 
     @staticmethod
     def text(rows: int, first: int, dtype: torch.dtype, device: torch.device) -> "Visibility":
-        """Return the visibility of the rows of a prompt chunk: each sees the chunk's rows up to itself."""
+        """Return the visibility of the rows of a prompt chunk: of the chunk, each row sees the rows up to itself."""
         visible = chain_mask(rows, rows, device)
         return Visibility(visible, mask_bias(visible, dtype), first)
 
@@ -82,6 +85,6 @@ class Visibility:
 
 @cache
 def _chain_visibility(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the mask and the bias of `chain_bits`."""
+    """Return the mask that `chain_bits` packs, and its bias."""
     visible = chain_mask(rows, width, device)
     return visible, mask_bias(visible, dtype)

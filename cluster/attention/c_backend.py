@@ -39,10 +39,12 @@ class AttendStruct(Structure):
 
 
 class CAttention:
-    """Attention over one runner's pool, by the C function of a `library`."""
+    """Attention over the KV pool of one model, by the C function of a `library`."""
 
     def __init__(self, pool: KVPool, table: PageTable, shape: AttentionShape, library: Library) -> None:
-        """Bind to a pool of float64, float32 or bfloat16. The arguments are as in `TorchAttention`."""
+        """Bind to a pool of float64, float32 or bfloat16, and to the page table of the rank. `shape` is the shape of
+        the model's attention.
+        """
         cell_parts, kv_heads, head_dim = pool.cell
         self._attend = library.functions["attend", pool.dtype]
         self._pool, self._pages = pool, table.device_pages  # keeps alive the memory that `_constant_fields` points to
@@ -64,10 +66,10 @@ class CAttention:
         self._step_arguments = AttendStruct()
 
     def prepare(self, bounds: HostBounds) -> None:
-        """Begin a step. The C kernel reads lengths from the tensors themselves, so it needs no bounds."""
+        """Do nothing: the C kernel reads lengths from the tensors themselves, so it needs no bounds."""
 
     def bind(self, metadata: AttentionMetadata) -> None:
-        """Use `metadata` for the calls of the next forward."""
+        """Use `metadata` for the attention calls of the next forward."""
         tensors = {"write": metadata.write}
         arguments = AttendStruct(**self._constant_fields, first=metadata.first)
         if (tree := metadata.tree) is not None:

@@ -1,4 +1,5 @@
-"""Finds where the cells of some requests are, from the page table: as slot numbers or, on a CPU, as slices of the pool.
+"""Finds the cells of requests by the page table: as slot numbers or, on a CPU, also as slices of the pool. A cell is
+the K and V of one token in one layer; a slot is its place in the pool.
 
 Pages are allocated lowest first, so a long prompt is mostly one run of consecutive slots, which attention can read in
 place. On a CPU the host looks at the page table to find such runs. On a GPU the host would have to wait for the table,
@@ -16,19 +17,22 @@ from cluster.attention.bias import MASKED
 from cluster.kv.page_table import PageTable
 
 READ_SEPARATELY_BYTES = 1 << 24
-"""If the cells of all requests have this many bytes or more in one layer, requests are read one by one. A smaller copy
-of all requests stays in the CPU's caches, and one call is faster than many. From 32 MB on, the copy alone takes four
-times as long as attention, because each call then gets new memory from the operating system."""
+"""If the cells of all requests have this many bytes or more in one layer, requests are read one by one. Fewer bytes are
+copied together: the copy stays in the CPU's caches, and one call is faster than many. From 32 MB on, the copy alone
+takes four times as long as attention, because each call then gets new memory from the operating system.
+"""
 READ_IN_PIECES_BYTES = 1 << 22
-"""A request of several runs with this many bytes or more in one layer is read in pieces instead of copied."""
+"""A request whose cells are in several runs of slots, and have this many bytes or more in one layer, is read in pieces;
+with fewer bytes, it is copied.
+"""
 READ_IN_PLACE_BYTES = 1 << 18
 """A run of slots with this many bytes or more is read in place, as a piece. Shorter runs are copied together with their
 neighbours, which costs less than separate matrix products."""
 
 
 class CellPiece(NamedTuple):
-    """`length` cells of each of R requests in order of position. `slots` is a pool slice (only if R is 1), or the slots
-    `[R * length]`.
+    """A piece: `length` cells of each of R requests, in order of position. `slots` is a slice of the pool's slots (only
+    if R is 1), or the slot numbers `[R * length]`.
     """
 
     slots: slice | Tensor
@@ -44,13 +48,14 @@ def host_values(tensor: Tensor) -> list[Any] | None:
 
 
 class RequestCells:
-    """The cells of R >= 1 requests: their committed tokens, and up to `max_window_slots` window slots after them.
+    """The cells of R >= 1 requests: their committed tokens, and up to `max_window_slots` window slots after them, which
+    the rows of the current step write.
 
-    `lens` `[R]` tokens are committed, at most `longest`. Padding beyond a request's own length reads the request's own
-    first window slot, masked. That slot is always written before it is read. A request must not read memory of other
-    requests even if masked, because a weight of 0 does not remove NaN (0 * NaN = NaN). `written_slots` `[R]` is the
-    number of window slots of each request that are written; slots after these are not read. If it is None, all are
-    written.
+    `lens` `[R]` tokens are committed, at most `longest`. If the requests are read together, shorter ones are padded:
+    the padding reads the request's own first window slot, and is masked. That slot is always written before it is read.
+    A request must not read memory of other requests even if masked, because a weight of 0 does not remove NaN (0 * NaN
+    = NaN). `written_slots` `[R]` is the number of window slots of each request that are written; the slots after these
+    are not read. If it is None, all are written.
     """
 
     def __init__(
@@ -73,7 +78,9 @@ class RequestCells:
         self._pieces: dict[tuple[int, int, int, bool], list[CellPiece]] = {}
 
     def reads_separately(self, width: int, cell_bytes: int) -> bool:
-        """Return whether requests of `width` window slots, with `cell_bytes` per token, should be read one by one."""
+        """Return whether requests of `width` window slots should be read one by one, not copied together. A token has
+        `cell_bytes` bytes.
+        """
         if self.host_lens is None:
             return False
         return (
@@ -112,8 +119,9 @@ class RequestCells:
     def labels(self, pad_front: bool) -> Tensor:
         """Return the positions `[R, P]` of the committed tokens, padded with -1 to P.
 
-        The padding is at the end, as in `slots`. If requests are read one by one (`pad_front`), the padding is at the
-        front, so that a read of L < P + w cells matches the last L columns of the bias.
+        The padding is at the end, as in `slots`, or at the front if `pad_front`. The front is for requests that are
+        read one by one: the L cells of a request then match the last L columns of the bias, which has P + w columns for
+        w window slots.
         """
         positions = torch.arange(self.longest, device=self.lens.device)
         if pad_front:
@@ -123,10 +131,10 @@ class RequestCells:
     def pieces(self, request: int, width: int, cell_bytes: int, allow_several: bool) -> list[CellPiece]:
         """Return the pieces of one request, number `request`: its committed tokens, then `width` window slots.
 
-        A token has `cell_bytes` bytes. If all cells are in one run of slots, there is one piece, a slice. If they are
-        in several runs, there is one piece, which is copied. But if `allow_several` is True and the cells have
-        `READ_IN_PIECES_BYTES` bytes or more, each run of `READ_IN_PLACE_BYTES` bytes or more is a piece of its own, a
-        slice, and the cells between these runs are pieces that are copied.
+        A token has `cell_bytes` bytes. If all cells are in one run of consecutive slots, there is one piece, a slice.
+        If they are in several runs, there is usually one piece, which is copied. But if `allow_several` is True and the
+        cells have `READ_IN_PIECES_BYTES` bytes or more, each run of `READ_IN_PLACE_BYTES` bytes or more is a piece of
+        its own, a slice, and the cells between these runs are pieces that are copied.
         """
         assert self.host_lens is not None
         key = (request, width, cell_bytes, allow_several)
@@ -154,8 +162,8 @@ class RequestCells:
 
 
 class Span(NamedTuple):
-    """Positions `first` to `last - 1` of a request. They are in consecutive slots from `start` on; if `start` is None,
-    the slots are not consecutive.
+    """Positions `first` to `last - 1` of a request. They are in consecutive slots from `start` on. If `start` is None,
+    their slots need not be consecutive.
     """
 
     first: int
@@ -164,10 +172,10 @@ class Span(NamedTuple):
 
 
 def slot_spans(pages: Sequence[int], page_size: int, min_slots: int | None) -> Iterator[Span]:
-    """Yield the runs of at least `min_slots` slots in `pages` of `page_size` tokens, and the spans between them, in
-    order.
+    """Divide a request's `pages`, of `page_size` tokens each, into spans, and yield these in order. Each run of at
+    least `min_slots` consecutive slots is a span, and so are the pages between two such runs.
 
-    If `min_slots` is None, yield all pages as one span. It has a start only if all pages are consecutive.
+    If `min_slots` is None, all pages are one span. If all pages are consecutive, the one span has a `start`.
     """
     # Indices at which a run of consecutive page numbers ends.
     run_ends = [index for index, (page, next_page) in enumerate(pairwise(pages), 1) if next_page != page + 1]

@@ -1,8 +1,8 @@
-"""Turns `AttentionMetadata` into calls of the torch backend. A call has the cells of requests with the same number of
-rows, and a bias over these cells.
+"""Turns `AttentionMetadata` into attention calls of the torch backend. A call has the cells (k and v by token) of
+requests with the same number of rows, and a bias over these cells.
 
-One `Gather` serves all runners of a rank, as they share the page table. Results that several phases of a step need,
-such as the slots of a request, are computed once per step.
+One `Gather` serves all models of a rank, as they share the page table. Results that several phases of a step need, such
+as the slots of a request, are computed once per step.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -17,14 +17,14 @@ from cluster.batch import AttentionMetadata, HostBounds, PromptRows, TreeRows
 from cluster.kv.page_table import PageTable
 
 MAX_ROWS_IN_PIECES = 256
-"""A request with more query rows per KV head is not read in pieces, because the scores of all pieces are in memory at
-once.
+"""A request with more query rows per KV head than this is not read in pieces, because the scores of all pieces would be
+in memory at once.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class GatherSpec:
-    """What `Gather` needs to know about a runner's layers: the bytes of one token in one layer (`cell_bytes`), the
+    """What `Gather` needs to know about a model's layers: the bytes of one token in one layer (`cell_bytes`), the
     query heads for each KV head (`heads_per_kv_head`), the `dtype` of biases, and the sliding `windows` of the layers
     (None: full attention).
     """
@@ -35,7 +35,7 @@ class GatherSpec:
     windows: Collection[int | None]
 
     def may_read_in_pieces(self, rows: int) -> bool:
-        """Return whether a request of `rows` rows may be read in pieces. Not in half precision, where the scores of
+        """Return whether a request of `rows` rows may be read in pieces. In half precision it may not, as the scores of
         pieces would be rounded more than those of a single call.
         """
         return self.heads_per_kv_head * rows <= MAX_ROWS_IN_PIECES and self.dtype in (torch.float32, torch.float64)
@@ -43,12 +43,13 @@ class GatherSpec:
 
 @dataclass(slots=True)
 class AttentionCall:
-    """One attention call: R requests with q rows each. `rows` are their batch rows: a slice if contiguous, else an
-    index `[R * q]`.
+    """One attention call: R requests with q rows each. `rows` are the indices of these rows in the batch: a slice if
+    they are contiguous, else an index `[R * q]`.
 
-    `pieces` hold the cells in order of position; with R > 1 there is one piece. `biases` maps a sliding window to a
-    bias `[R or 1, q, c]` over the last c cells; all rows see the cells before these. A bias of None means that all rows
-    see all cells. If `unpad_index` is set, it selects the real rows out of the padded `[R * q]`, in batch order.
+    `pieces` hold the cells in order of position; with R > 1 there is one piece. `biases` maps a sliding window (None:
+    no window) to a bias `[R or 1, q, c]` over the last c cells; all rows see the cells before these. A bias of None
+    means that all rows see all cells. If requests with fewer rows are padded to q, `unpad_index` selects the real rows
+    from the padded `[R * q]`, in batch order; otherwise it is None.
     """
 
     requests: int
@@ -61,11 +62,11 @@ class AttentionCall:
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """Prompt chunks of `row_counts` rows, sorted by length, that are attended together. They start at prompt row
-    `first_row`.
+    """Prompt chunks of similar lengths (`row_counts`, ascending), which may share an attention call. The first row of
+    the first chunk is prompt row `first_row`.
 
     If their lengths differ, they are padded to the longest: `rows` and `unpad_index` are as in `AttentionCall`, with
-    `rows` counted from prompt row 0.
+    `rows` counted from prompt row 0. Otherwise both are None.
     """
 
     first_row: int
@@ -75,7 +76,7 @@ class Chunks:
     unpad_index: Tensor | None = None
 
     def calls(self, first_prompt_row: int, first: int, spec: GatherSpec) -> list[AttentionCall]:
-        """Return the calls for these chunks. Prompt rows begin at batch row `first_prompt_row`; `first`: see
+        """Return the calls for these chunks. Prompt rows begin at batch row `first_prompt_row`; `first` is as in
         `AttentionMetadata`.
         """
         cells, padded_rows = self.cells, self.row_counts[-1]
@@ -111,7 +112,7 @@ class Gather:
     """Makes the attention calls of a rank's forwards from its page table."""
 
     def __init__(self, table: PageTable, window: int) -> None:
-        """`window`: slots that a decoding request may write in a step without forced tokens."""
+        """`window` is the number of slots that a decoding request may write in a step without grammars."""
         self.table, self._window = table, window
         self.prepare(HostBounds())
 
@@ -121,13 +122,13 @@ class Gather:
         return self.table.device_pages.device
 
     def prepare(self, bounds: HostBounds) -> None:
-        """Begin a step with these bounds, and drop what was computed from the last step's lengths and pages."""
+        """Begin a step within `bounds`, and drop what was computed from the lengths and pages of the last step."""
         self._bounds = bounds
         self._tree: tuple[TreeRows, RequestCells] | None = None
         self._text: tuple[PromptRows, list[Chunks]] | None = None
 
     def calls(self, metadata: AttentionMetadata, spec: GatherSpec) -> list[AttentionCall]:
-        """Return the calls that cover the batch rows in order: those of the tree, then those of prompt chunks."""
+        """Return the calls for the batch rows, in order of rows: first tree rows, then the rows of prompt chunks."""
         calls, num_rows = [], 0
         if metadata.tree is not None and metadata.tree.lens.shape[0]:
             calls += self._tree_calls(metadata.tree, metadata.first, spec)
@@ -180,8 +181,8 @@ class Gather:
         return self._text[1]
 
     def _padded(self, text: PromptRows, lengths: list[int], chunk_range: slice) -> Chunks:
-        """Return the chunks at indices `chunk_range`, padded to the longest. `lengths` are the row counts of all
-        chunks.
+        """Return the chunks at indices `chunk_range`, padded to the longest of them. `lengths` are the row counts of
+        all chunks.
         """
         first_row, row_counts, padded_rows = (
             sum(lengths[: chunk_range.start]),
@@ -209,7 +210,7 @@ class Gather:
 
 
 def similar_length_ranges(sorted_lengths: Sequence[int]) -> Iterator[slice]:
-    """Split chunks, sorted by length, into runs whose longest chunk is at most twice the shortest; yield the slices."""
+    """Split the lengths into ranges in which the largest length is at most twice the smallest; yield them as slices."""
     range_start = 0
     for range_end in range(1, len(sorted_lengths) + 1):
         if range_end == len(sorted_lengths) or sorted_lengths[range_end] > 2 * sorted_lengths[range_start]:
@@ -218,7 +219,9 @@ def similar_length_ranges(sorted_lengths: Sequence[int]) -> Iterator[slice]:
 
 
 def gathered_piece(cells: RequestCells, width: int) -> CellPiece:
-    """Return one piece that copies all requests' committed tokens, padded, and `width` window slots."""
+    """Return one piece with the committed tokens of all requests, padded to the longest, and `width` window slots. Its
+    cells are copied.
+    """
     slots = cells.slots(width)
     return CellPiece(slots.reshape(-1), slots.shape[1])
 

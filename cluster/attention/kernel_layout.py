@@ -6,7 +6,7 @@ from cluster.kv.pool import KVPool
 
 
 def with_contiguous_rows(tensor: Tensor) -> Tensor:
-    """Return `tensor` `[T, .., d]`, copied if one of its T entries is not contiguous. The row stride may be any."""
+    """Return `tensor` `[T, .., d]`, copied if one of its T entries is not contiguous. Gaps between entries may stay."""
     contiguous_stride = 1
     for size, stride in zip(reversed(tensor.shape[1:]), reversed(tensor.stride()[1:]), strict=True):
         if size != 1 and stride != contiguous_stride:

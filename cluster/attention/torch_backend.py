@@ -1,7 +1,7 @@
-"""The attention primitive in plain torch: the reference for all other backends, and the fallback without them.
+"""The attention primitive in plain torch: the reference for all other backends, and the backend where no other runs.
 
-A cell that a row may not see never affects the row, not even with NaN: memory of other requests is never read
-(`RequestCells`), and k and v that are not finite never enter the pool (`mask_bad_cells`).
+A cell (the k and v of one token) that a row may not see never affects the row, not even with NaN: memory of other
+requests is never read (`RequestCells`), and k and v that are not finite never enter the pool (`mask_bad_cells`).
 """
 
 from collections.abc import Sequence
@@ -21,11 +21,11 @@ from cluster.kv.pool import KVPool
 
 
 def mask_bad_cells(q: Tensor, kv: Tensor, max_abs: float | None = None) -> tuple[Tensor, Tensor]:
-    """Return `q` and `kv` with bad cells replaced: a cell that is not finite, or has a magnitude above `max_abs`,
-    becomes zeros, and the query of its row becomes NaN.
+    """Return `q` and `kv` with bad cells replaced. A cell with a number that is not finite, or whose magnitude is above
+    `max_abs` (None: no such limit), becomes zeros, and the query of its row becomes NaN.
 
-    So the row that overflowed outputs NaN. But rows that may not see its cell do not output NaN; they would if the cell
-    held NaN, because their weight of 0 would give 0 * NaN = NaN. So a tree node cannot spoil its siblings, and a draft
+    The row of a bad cell then outputs NaN, but rows that may not see this cell do not. If the cell held NaN, they
+    would, because their weight of 0 would give 0 * NaN = NaN. So a tree node cannot spoil its siblings, and a draft
     cannot spoil later steps.
     """
     # A finite sum means that all numbers are finite. On a GPU this test would force a sync, so only a CPU makes it.
@@ -36,10 +36,12 @@ def mask_bad_cells(q: Tensor, kv: Tensor, max_abs: float | None = None) -> tuple
 
 
 class TorchAttention:
-    """Attention over one runner's pool, bound to pool and page table at construction: a batch never carries a pool."""
+    """Attention over the KV pool of one model. Pool and page table are given at construction, never with a batch."""
 
     def __init__(self, pool: KVPool, gather: Gather, shape: AttentionShape) -> None:
-        """Bind to a pool. `gather` turns the page table of the rank into attention calls."""
+        """Bind to a pool. `gather` makes the attention calls from the page table of the rank; `shape` is the shape of
+        the model's attention.
+        """
         self._layers, self._gather = [pool.kv[layer] for layer in range(pool.layers)], gather
         self._coded, self._dtype = pool.fp8_cell, pool.dtype
         self._max_abs = None if pool.fp8_cell is None else max_magnitude(pool.dtype)
@@ -51,11 +53,11 @@ class TorchAttention:
         self._calls: list[AttentionCall] = []
 
     def prepare(self, bounds: HostBounds) -> None:
-        """Begin a step within these bounds."""
+        """Begin a step within `bounds`."""
         self._gather.prepare(bounds)
 
     def bind(self, metadata: AttentionMetadata) -> None:
-        """Use `metadata` for the calls of the next forward. What all layers share is computed once, here."""
+        """Use `metadata` for the attention calls of the next forward. What all layers share is computed here, once."""
         native(self._bind, metadata)
 
     def __call__(self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
@@ -120,7 +122,8 @@ class TorchAttention:
 
 def expand_bias(call: AttentionCall, bias: Tensor | None, heads_per_kv_head: int) -> Tensor | None:
     """Extend `bias` `[R or 1, q, c]` to all L cells of `call` and to the rep = `heads_per_kv_head` query heads of a KV
-    head. Returns `[R or 1, 1, rep * q or 1, L]`: if q is 1, all heads share one row.
+    head. Return `[R or 1, 1, rep * q, L]`, or `[R or 1, 1, 1, L]` if q is 1, as all heads then share one row. Return
+    None if `bias` is None.
     """
     if bias is None:
         return None
@@ -132,7 +135,9 @@ def expand_bias(call: AttentionCall, bias: Tensor | None, heads_per_kv_head: int
 
 
 def expand_sinks(sinks: Tensor, queries: Tensor) -> Tensor:
-    """Expand the sink logits `[nkv, rep]` to a column `[R, nkv, rep * n, 1]` for rows of q `[R, nkv, rep * n, d]`."""
+    """Return the sink logits `[nkv, rep]` as a column `[R, nkv, rep * n, 1]`, one for each row of the `queries`
+    `[R, nkv, rep * n, d]`.
+    """
     column = sinks.repeat_interleave(queries.shape[2] // sinks.shape[1], 1)[None, ..., None]
     return column.to(queries.dtype).expand(queries.shape[0], -1, -1, 1)
 
@@ -140,9 +145,11 @@ def expand_sinks(sinks: Tensor, queries: Tensor) -> Tensor:
 def attend_with_sinks(
     q: Tensor, cells: tuple[Tensor, Tensor], bias: Tensor | None, scale: float, sink_logits: Tensor
 ) -> Tensor:
-    """Attention with sinks: the softmax of a head has one more logit, which has no value (gpt-oss; arXiv 2309.17453).
+    """Return attention with sinks: the softmax of a head has one more logit, which has no value (gpt-oss; arXiv
+    2309.17453).
 
-    q `[R, nkv, rep * n, d]`, k `[R, nkv, L, d]`, v `[R, nkv, L, dv]`, bias as returned by `expand_bias`.
+    q is `[R, nkv, rep * n, d]`. `cells` are k `[R, nkv, L, d]` and v `[R, nkv, L, dv]`. `bias` and `sink_logits` are as
+    returned by `expand_bias` and `expand_sinks`. The result is `[R, nkv, rep * n, dv]`.
     """
     k, v = cells
     scores = torch.matmul(q, k.transpose(-1, -2)).mul_(scale)
@@ -155,7 +162,8 @@ def attend_pieces(
     q: Tensor, cells: Sequence[tuple[Tensor, Tensor]], bias: Tensor | None, scale: float, sink_logits: Tensor | None
 ) -> Tensor:
     """Return the attention of q `[R, nkv, rep * n, d]` over keys and values that are in several pieces, as
-    `[R, nkv, rep * n, dv]`. `sink_logits` are as returned by `expand_sinks`, or None.
+    `[R, nkv, rep * n, dv]`. `bias` and `sink_logits` are as returned by `expand_bias` and `expand_sinks`; either may be
+    None.
 
     There is one softmax over all pieces, which are not concatenated. If m is the highest of all scores s, then
     out = sum_i exp(s_i - m) v_i / sum_i exp(s_i - m). A sink adds exp(sink - m) to the denominator only.

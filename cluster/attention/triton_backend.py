@@ -1,7 +1,8 @@
 """The attention primitive in Triton. It reads the page table and the pages in place, without copies.
 
 Its results equal those of `TorchAttention` up to rounding. No launch argument depends on a length, so a CUDA graph can
-hold the launches.
+hold the launches. In this file a cell is the K and V of one token in one layer, a line is one query head of one row,
+and a split is a part of the positions, computed by programs of its own.
 """
 
 from math import prod
@@ -28,10 +29,11 @@ INTERPRETED_PROCESSORS = 4  # more than one, so that tests in the interpreter al
 
 
 class PrefixAttention(NamedTuple):
-    """Attention of the first positions, computed by another library: values `out` `[T, nh, dv]` and log-sum-exps to
-    base 2, `lse` `[T, nh]`. For tree rows, it covers the first `prefix_lens[i]` positions of request i (`prefix_lens`
-    `[R]` int32); if `prefix_lens[i]` is 0, `out` and `lse` of the request are not valid. If `prefix_lens` is None, all
-    rows are valid.
+    """Attention computed by another library: values `out` `[T, nh, dv]`, and log-sum-exps to base 2, `lse` `[T, nh]`.
+
+    For tree rows it covers the first `prefix_lens[i]` positions of request i (`prefix_lens` `[R]` int32). If
+    `prefix_lens[i]` is 0, `out` and `lse` of the request are not valid. For prompt rows `prefix_lens` is None: the
+    attention covers all positions, and all rows are valid.
     """
 
     out: Tensor
@@ -41,8 +43,8 @@ class PrefixAttention(NamedTuple):
 
 class LayerCall(NamedTuple):
     """One call of attention: q `[T, nh, d]` over a layer's cells in `memory` -> `out` `[T, nh * dv]`. `nonfinite_rows`
-    `[T]` marks rows whose cells are not finite. `first` is as in `AttentionMetadata`; `window` is the sliding window, 0
-    for none.
+    `[T]` marks rows whose own new cells are not finite. `first` is as in `AttentionMetadata`; `window` is the sliding
+    window, 0 for none.
     """
 
     q: Tensor
@@ -55,10 +57,10 @@ class LayerCall(NamedTuple):
 
 
 class TritonAttention:
-    """Attention over one runner's pool, by Triton kernels."""
+    """Attention over the KV pool of one model, by Triton kernels."""
 
     def __init__(self, pool: KVPool, table: PageTable, shape: AttentionShape) -> None:
-        """Bind to a pool. The arguments are as in `TorchAttention`."""
+        """Bind to a pool and to the page table of the rank. `shape` is the shape of the model's attention."""
         cell_parts, kv_heads, key_dim = pool.cell
         heads, windows, self._scale, self._value_dim = shape.with_defaults(pool)
         self._pool, self._table, self._heads, self._kv_heads = pool, table, heads, kv_heads
@@ -88,12 +90,12 @@ class TritonAttention:
         self._write_slots: Tensor | None = None
 
     def prepare(self, bounds: HostBounds) -> None:
-        """Begin a step. The kernels read lengths on the device, so they need no bounds."""
+        """Do nothing: the kernels read lengths on the device, so they need no bounds."""
 
     def bind(self, metadata: AttentionMetadata) -> None:
-        """Use `metadata` for the calls of the next forward."""
+        """Use `metadata` for the attention calls of the next forward."""
         self._metadata = metadata
-        # Of trees with one node, the slots are a column of the requests' windows. All layers use the same copy.
+        # If trees have one node, the slots are a strided column of the windows. All layers use this contiguous copy.
         self._write_slots = metadata.write.contiguous()
 
     def __call__(self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
@@ -104,8 +106,8 @@ class TritonAttention:
         nonfinite_rows = torch.empty(num_rows, dtype=torch.int32, device=q.device)
         self._store(kv, write_slots, memory, nonfinite_rows)
         tree_rows = 0 if metadata.tree is None else metadata.tree.rows.shape[0] * metadata.tree.bits.shape[1]
-        # A step may be padded to more prompt rows than its chunks have. No kernel writes padded rows, so they start as
-        # 0.
+        # There may be more prompt rows than the chunks have together. No kernel writes the outputs of the surplus rows,
+        # so outputs begin as 0.
         allocate = q.new_empty if tree_rows == num_rows else q.new_zeros
         out = allocate(num_rows, self._heads * self._value_dim)
         call = LayerCall(q, memory, nonfinite_rows, sinks, out, metadata.first, self._windows[layer])
@@ -144,7 +146,7 @@ class TritonAttention:
         """
         bits, pages = with_contiguous_rows(tree.bits), self._table.device_pages
         requests, (_, rows_per_request, mask_words) = tree.rows.shape[0], bits.shape
-        # After `prefix`, little more than the window is left to read. The window is short, and its masks take
+        # After `prefix`, little more than the nodes of the tree is left to read. These are few, and their masks take
         # registers, so use fewer lines.
         blocks = self._blocks(rows_per_request, max_lines=128 if prefix is None else 32)
         # A request has ceil(rows_per_request * rep / lines) programs, where rep is the number of query heads of a KV
@@ -198,9 +200,9 @@ class TritonAttention:
     def _join(
         self, call: LayerCall, prefix: PrefixAttention | None, partials: Tensor | None = None, rows_per_request: int = 1
     ) -> None:
-        """Merge the results of the splits (`partials`) and the attention over the prefix (`prefix`) into `call.out`. If
-        `partials` has n rows, only the first n rows of `call.out` are written; if it is None, all rows. A request has
-        `rows_per_request` rows.
+        """Merge the results of the splits (`partials`) and the attention over the prefix (`prefix`) into `call.out`;
+        either may be None. If `partials` has n rows, the first n rows of `call.out` are written; if it is None, all
+        rows. A request has `rows_per_request` rows.
         """
         rows, splits = (call.out.shape[0], 0) if partials is None else (partials.shape[0], partials.shape[2])
         values, lse, prefix_lens = prefix or (None, None, None)
@@ -265,21 +267,23 @@ class TritonAttention:
         )
 
     def _blocks(self, rows: int, is_prompt: bool = False, max_lines: int = 128) -> "Blocks":
-        """Return the block sizes for requests of `rows` rows, with at most `max_lines` lines at once."""
+        """Return the block sizes for requests of `rows` rows, with at most `max_lines` lines in one program."""
         lines = min(max_lines, next_power_of_2(rows * self._heads // self._kv_heads))
         return blocks_of(self._pool, self._value_dim, lines, is_prompt)
 
     def _splits(self, programs_per_split: int) -> int:
-        """Return the number of splits of the positions. A split has `programs_per_split` programs, and all programs
-        together should keep all processors busy. The number is a power of two, because the kernel is compiled for each
-        value, and at most `MAX_SPLITS`.
+        """Return into how many splits the positions are divided. A split has `programs_per_split` programs, and the
+        programs of all splits should keep all processors busy. The number is at most `MAX_SPLITS`, and a power of two,
+        because the kernel is compiled again for each number.
         """
         wanted_splits = max(1, 2 * self._processors // max(1, programs_per_split))
         return min(MAX_SPLITS, 1 << wanted_splits.bit_length() - 1)
 
 
 class Blocks(NamedTuple):
-    """Sizes of one program: `lines` (query heads of rows), positions in a `tile`, `warps`, and pipeline `stages`."""
+    """Sizes of one program: `lines` (a line is one query head of one row), positions in a `tile`, `warps`, and pipeline
+    `stages`.
+    """
 
     lines: int
     tile: int
@@ -293,11 +297,13 @@ class Blocks(NamedTuple):
 
 
 def blocks_of(pool: KVPool, value_dim: int, lines: int, is_prompt: bool) -> Blocks:
-    """Return the block sizes for `lines` lines of a request that share a KV head; `is_prompt` if it is a prompt.
+    """Return the block sizes for `lines` lines (query heads of rows) that share a KV head. `is_prompt` says whether
+    they are rows of a prompt, not of a tree.
 
     Wide values need fewer lines, as their sums must fit in registers. Wide cells need smaller tiles; so do FP8 cells,
     which are decoded in registers. On an H100, the chosen sizes were the fastest of those that fit in registers. The
-    sizes for heads wider than 128, FP8 and float32 were not measured; those for float32 do not fit in registers.
+    sizes for heads wider than 128, for FP8 and for float32 were not measured. Those for float32 do not fit in
+    registers.
     """
     key_dim, is_fp8 = pool.cell[2], pool.fp8_cell is not None
     is_wide = pool.cell[0] == 1 or value_dim > 256  # latents (one part: the key is also the value), or very wide heads
@@ -317,7 +323,9 @@ def blocks_of(pool: KVPool, value_dim: int, lines: int, is_prompt: bool) -> Bloc
 
 
 def processor_count(device: torch.device) -> int:
-    """Return how many processors attention should keep busy: a GPU's multiprocessors, a constant if interpreted."""
+    """Return how many processors attention should keep busy: a GPU's multiprocessors, or, if Triton's interpreter runs
+    the kernels, a constant.
+    """
     if device.type != "cuda":
         return INTERPRETED_PROCESSORS
     count: int = torch.cuda.get_device_properties(device).multi_processor_count

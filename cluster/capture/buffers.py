@@ -36,8 +36,8 @@ class Buffers:
         """Return an uninitialised tensor with the size, strides and dtype of `like`, and the buffer that it lies in."""
         index = self._free_buffer_index(like.untyped_storage().nbytes() // like.itemsize, like.dtype)
         buffer = self._buffers[index]
-        # The tensor keeps `memory_owner` alive, so the finalizer of `memory_owner` runs when the last view of the
-        # tensor is gone.
+        # The tensor and its views keep `memory_owner` alive. So the finalizer of `memory_owner`, which gives the buffer
+        # back, runs when all of them are gone.
         memory_owner = (ctypes.c_char * buffer.nbytes).from_address(buffer.data_ptr())
         lent_tensor = torch.frombuffer(memory_owner, dtype=like.dtype)
         storage_id = lent_tensor.untyped_storage()._cdata
@@ -46,8 +46,8 @@ class Buffers:
         return lent_tensor.as_strided(like.size(), like.stride()), buffer
 
     def unowned_view(self, tensor: Tensor) -> Tensor:
-        """Return a tensor over the memory of `tensor`. The buffer can become free while the returned tensor exists. If
-        `tensor` does not lie in a lent buffer, return `tensor` itself.
+        """Return a tensor over the memory of `tensor` that does not keep the buffer lent: the buffer can become free
+        while the returned tensor exists. If `tensor` does not lie in a lent buffer, return `tensor` itself.
         """
         index = self._lent_buffers.get(tensor.untyped_storage()._cdata)
         if index is None:
@@ -57,16 +57,16 @@ class Buffers:
         return empty.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
 
     def _free_buffer_index(self, needed_size: int, dtype: torch.dtype) -> int:
-        """Return the index of the smallest free buffer that fits. If there is none, allocate a buffer and return its
-        index.
+        """Return the index of the smallest free buffer that has at least `needed_size` numbers and is not too large
+        (`MAX_SIZE_RATIO`). If there is none, allocate a buffer and return its index.
         """
         free = self._free[dtype]
         position = bisect_left(free, (needed_size, 0))
         size, index = free.pop(position) if position < len(free) else (0, 0)
         if needed_size <= size <= MAX_SIZE_RATIO * needed_size:
             return index
-        # Put back one that is too large. It may also be too small: a garbage collection between the bisection and the
-        # pop frees buffers, which shifts the list.
+        # Put back a buffer that is too large. It may be too small, too: a garbage collection between the bisection and
+        # the pop may free buffers, which shifts the list.
         if size:
             insort(free, (size, index))
         self._buffers.append(torch.empty(needed_size, dtype=dtype))

@@ -2,8 +2,8 @@
 
 A capture records kernels without running them. But a program may need the host in its middle, to run a function on
 results (`recorder.host_call`). Such a program is captured in segments: each segment is launched as soon as its capture
-ends, the host runs the function on the results, and the capture of the next segment begins. So the program also runs
-once while it is captured, as it does while a tape is recorded. A program without such functions is one segment.
+ends, the host runs the function on the results, and the capture of the next segment begins. A program without such
+functions is one segment. So every program runs once while it is captured, as it does while a tape is recorded.
 
 Run the program once eagerly before capturing it: library workspaces, cached constants and compiled kernels must exist.
 """
@@ -82,7 +82,7 @@ class Graph(Generic[T]):
         run(*arguments)
 
     def host_call(self, run: Callable[..., Tensor | None], arguments: tuple[Any, ...]) -> Tensor | None:
-        """End the segment, make the host's call, and begin the next segment."""
+        """End the segment, call `run` on the host, and begin the next segment. Each replay calls `run` again."""
         self._end()
         # The output is allocated between two captures, so it lies outside the graph pool: no graph overwrites it.
         with recorded_by(None):
@@ -104,7 +104,7 @@ class Graph(Generic[T]):
 
 
 class CudaSegments:
-    """CUDA graphs on the current device. All share one memory pool, since no two of them run at the same time."""
+    """CUDA graphs on the current device. All share one memory pool. That is safe, as no two of them run at a time."""
 
     def __init__(self) -> None:
         self._pool: Any = torch.cuda.graph_pool_handle()
@@ -147,7 +147,9 @@ class CudaSegments:
             self._leave_stream()
 
     def reserved_bytes(self) -> int:
-        """Return all memory that torch has reserved. During a capture only the graph pool grows."""
+        """Return the bytes of all memory that torch has reserved. Apart from the small outputs of host calls, only the
+        graph pool grows during a capture.
+        """
         return torch.cuda.memory_reserved()
 
     def _leave_stream(self) -> None:

@@ -3,7 +3,7 @@
 
 A program is recorded as a tape on a CPU (`cluster/capture/tape.py`), or as CUDA graphs on a GPU
 (`cluster/capture/cuda_graph.py`). Both recorders see torch's operators. The program marks all other calls:
-- `native` and `opaque`: device work that is repeated as one call.
+- `native` and `opaque`: device work. A tape repeats it as one call; on a GPU, its kernels are captured.
 - `host_call`: a function that runs on the host in the middle of the program. A tape repeats the call in its place. On a
   GPU, one CUDA graph ends before the call, and the next begins after it.
 - `run_before_replays`: a function that the host must call before each run of the program. The call is not recorded; the
@@ -27,7 +27,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class CaptureError(RuntimeError):
-    """The program cannot be replayed. The message names the operator and the reason."""
+    """The program cannot be replayed. The message names the operator or call, and the reason."""
 
 
 class Captured(Protocol[T_co]):
@@ -60,9 +60,9 @@ class Recorder(Protocol):
 
 @dataclass(slots=True)
 class CallsBeforeReplay:
-    """Functions that the host calls before each run of a program. Each prepares the step, and returns False if the
-    recorded program does not fit the step; then the step runs eagerly. The program's first run, which is eager, fills
-    the list `calls`. After that run, `collected` is True.
+    """Functions that the host calls before each run of a program. Each function prepares the step, and returns False if
+    the recorded program does not fit the step; then the step runs eagerly. The first run of the program, which is
+    eager, fills the list `calls`. After that run, `collected` is True.
     """
 
     calls: list[Callable[[], bool]] = field(default_factory=list)
@@ -91,7 +91,9 @@ def recorded_by(recorder: Recorder | None) -> Iterator[None]:
 
 @contextmanager
 def replayable(calls_before_replay: CallsBeforeReplay) -> Iterator[None]:
-    """Run a program that will be replayed later: this block is its first, eager run, or the run that is recorded."""
+    """In this block, run a program that will be replayed later. The block is the first run of the program, which is
+    eager, or the run that is recorded.
+    """
     token = _calls_before_replay.set(calls_before_replay)
     try:
         yield
@@ -106,8 +108,8 @@ def is_replayable() -> bool:
 
 
 def run_before_replays(call: Callable[[], bool]) -> None:
-    """Call `call` now, and before each later run of this program. If the program has asked for the same call before, do
-    nothing.
+    """Call `call` now, and let the host call it before each later run of this program. If the program has asked for an
+    equal call before, do nothing.
 
     Raises:
         CaptureError: the program is being recorded, and its first run did not ask for this call.
@@ -152,7 +154,8 @@ def native(run: Callable[..., None], *arguments: Any) -> None:
 
 def host_call(run: Callable[..., Tensor | None], *arguments: Any) -> Tensor | None:
     """Call `run(*arguments)` on the host, and return its result on the device. `arguments` has at least one tensor.
-    This function waits for the tensors, and passes copies of them in host memory to `run`.
+    This function waits for the tensors. It passes copies of them in host memory to `run`; on a CPU, the tensors
+    themselves.
 
     `run` returns None or a host tensor, whose shape must not change between replays.
     """

@@ -1,7 +1,8 @@
 """A tape: the calls of a program on a CPU, recorded once and replayed on the same buffers.
 
-It is the CPU's counterpart of a CUDA graph, and its reference in tests: a replay reads and writes fixed memory, does
-not branch, and reads no value on the host. The caller copies new inputs into the old input tensors before each replay.
+It is the CPU's counterpart of a CUDA graph, and stands for one in tests. Each replay makes the same calls on the same
+memory; between the calls, it does not branch, and reads no value on the host. The caller copies new inputs into the old
+input tensors before each replay.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +25,9 @@ T = TypeVar("T")
 Substitute = Callable[
     [OpOverload, Sequence[Any], Mapping[str, Any], Sequence[Tensor]], Sequence[Callable[[], object]] | None
 ]
-"""(operator, args, kwargs, outputs) -> faster calls that fill the same outputs; None: replay the operator itself."""
+"""(operator, args, kwargs, outputs) -> calls that fill the same outputs faster, or None if the operator itself is to be
+replayed.
+"""
 
 
 class Tape(Generic[T]):
@@ -33,8 +36,8 @@ class Tape(Generic[T]):
     def __init__(
         self, program: Callable[[], T], buffers: Buffers | None = None, substitute: Substitute | None = None
     ) -> None:
-        """Run `program` and record it. Its tensors lie in `buffers`, which other tapes may share. Where `substitute`
-        returns calls for an operator, a replay makes these instead.
+        """Run `program` and record it. Its tensors lie in `buffers`, which other tapes may share; None: in buffers of
+        its own. Where `substitute` returns calls for an operator, a replay makes these calls instead.
 
         Raises:
             CaptureError: the program reads a device value on the host, or makes a tensor from host values.
@@ -66,8 +69,8 @@ class Tape(Generic[T]):
 
 
 def join_calls(calls: Sequence[Callable[[], object]]) -> list[Callable[[], object]]:
-    """Return `calls`, in which each run of neighbouring calls of C kernels is replaced by one call. The functions of C
-    kernels have an attribute `joins`: the function that joins their calls.
+    """Return `calls` with neighbouring calls of C kernels joined into one call. The functions of C kernels have an
+    attribute `joins`: the function that joins such calls.
     """
     joined_calls: list[Callable[[], object]] = []
     for joins, group in groupby(calls, lambda call: getattr(getattr(call, "func", None), "joins", None)):
@@ -76,7 +79,7 @@ def join_calls(calls: Sequence[Callable[[], object]]) -> list[Callable[[], objec
     return joined_calls
 
 
-# Operators that must read tensor values on the host, often for the shape of their output, and what they read.
+# Operators that must read values of tensors on the host, often to know the shape of their output, and what they read.
 HOST_READS = {
     "aten::_local_scalar_dense": "a value",
     "aten::item": "a value",
@@ -107,8 +110,8 @@ def host_value_read(function: OpOverload, args: Any, kwargs: Any) -> str | None:
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records each operator that computes something. `used`: the buffers of the program's tensors. `keep_alive`:
-    tensors that substituted calls use by raw address, which must stay alive.
+    """Records each operator that computes something. `used` are the buffers of the program's tensors. `keep_alive` has
+    tensors that must stay alive, because substituted calls use them by raw address.
     """
 
     def __init__(self, buffers: Buffers, substitute: Substitute | None) -> None:
@@ -124,18 +127,18 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return list(self._used.values())
 
     def opaque(self, run: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-        """Record one call, whose output is copied into a buffer."""
+        """Make and record one call, whose output is copied into a buffer."""
         with unrecorded():
             return self._record_call(run, run(*arguments), arguments)
 
     def native(self, run: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-        """Record one call."""
+        """Make and record one call."""
         with unrecorded():
             run(*arguments)
             self.calls.append(partial(run, *self._unowned(arguments)))
 
     def host_call(self, run: Callable[..., Tensor | None], arguments: tuple[Any, ...]) -> Tensor | None:
-        """Record one call. On a CPU the device's memory is the host's, so nothing is copied to the host."""
+        """Make and record one call. On a CPU the arguments are in host memory already, so they are not copied."""
         with unrecorded():
             output = run(*arguments)
             if output is not None:

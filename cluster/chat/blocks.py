@@ -20,7 +20,9 @@ DECODER = JSONDecoder(parse_constant=_reject_constant)
 
 
 class ValueEndFinder:
-    """Finds the end of an object or list in a growing text; each character is examined once."""
+    """Finds the end of the JSON object or list that begins at index `start` of a growing text. Each character is
+    examined once.
+    """
 
     def __init__(self, start: int) -> None:
         self._position = start
@@ -28,8 +30,8 @@ class ValueEndFinder:
         self._in_string = False
 
     def find(self, text: str) -> int | None:
-        """Return the index after the value's last bracket, or None if it is missing. `text` may only grow between
-        calls.
+        """Return the index after the value's last bracket, or None if the bracket has not come yet. From one call of
+        this method to the next, `text` may only grow.
         """
         while (match := STRUCTURAL_CHARS.search(text, self._position)) is not None:
             character = match[0]
@@ -48,8 +50,8 @@ class ValueEndFinder:
 
 
 def object_members(text: str) -> dict[str, str] | None:
-    """Return the JSON text of each member's value, by the member's name, or None if `text` is not an object. If a name
-    occurs several times, its last value counts.
+    """Return the JSON text of each member's value, by the member's name, or None if `text` is not an object in JSON. If
+    a name occurs several times, its last value counts.
     """
     result: dict[str, str] = {}
     try:
@@ -72,7 +74,7 @@ def object_members(text: str) -> dict[str, str] | None:
 
 
 def list_items(text: str) -> list[str] | None:
-    """Return the texts of a list's items, or None if the text is not a list or the list is empty."""
+    """Return the JSON texts of a list's items, or None if `text` is not a list in JSON or the list is empty."""
     result = []
     try:
         start = _expect(text, 0, "[")
@@ -111,7 +113,7 @@ def _decode_value(text: str, position: int) -> tuple[Any, int]:
 
 
 MAX_SCHEMA_DEPTH = 16
-"""Depth of nested references and alternatives after which a schema counts as allowing anything."""
+"""A schema that is nested deeper than this in references and alternatives counts as allowing any type."""
 JSON_TYPES = {dict: "object", list: "array", str: "string", bool: "boolean", int: "integer", float: "number"}
 
 
@@ -190,9 +192,9 @@ malformed.
 
 
 class JsonBlockReader:
-    """Parses a heading, a JSON object or list, and the `closing_marks` that may follow the JSON. `heading` matches all
-    text before the first brace. If the group `list` of this pattern matched, the JSON is a list that begins at that
-    group.
+    """Parses a block of calls: a heading, then a JSON object or list. `heading` is a pattern that must match all text
+    before the first brace. If the group `list` of this pattern matched, the JSON is a list that begins at that group.
+    The `closing_marks` may follow the JSON.
     """
 
     def __init__(self, heading: re.Pattern[str], parse_calls: ParseCalls, closing_marks: Sequence[str]) -> None:
@@ -242,7 +244,7 @@ def calls_of_list(text: str, fields: Sequence[str]) -> list[ToolCallText]:
 
 
 def calls_of_heading(text: str, heading: re.Match[str]) -> list[ToolCallText]:
-    """Return the call whose name is in the heading, or no call if the text is not an object."""
+    """Return the call whose name is in the heading and whose arguments are `text`; no call if `text` is no object."""
     return [ToolCallText(heading["name"], text)] if object_members(text) is not None else []
 
 

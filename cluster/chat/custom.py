@@ -17,7 +17,9 @@ INPUT_FIELD = "input"
 
 
 def input_schema(pattern: str | None = None) -> dict[str, Any]:
-    """Return the JSON schema of arguments that hold the text. `pattern` is a regular expression for the whole text."""
+    """Return the JSON schema of arguments that hold the text. `pattern` is a regular expression that the whole text
+    must match; None allows any text.
+    """
     input_type = {"type": "string"} if pattern is None else {"type": "string", "pattern": pattern}
     return {
         "type": "object",
@@ -33,8 +35,8 @@ def arguments_json(text: str) -> str:
 
 
 def input_text(arguments: str) -> str:
-    """Return the text in the arguments of a call: the string `input`, or the only member if that is a string. Any other
-    arguments are returned unchanged; they are possible if no grammar constrains the model.
+    """Return the text in the arguments of a call: the member `input` or, if there is none, the only member. If this is
+    not a string, return `arguments` unchanged; that is possible if no grammar constrains the model.
     """
     arguments_value = try_parse_json(arguments)
     if isinstance(arguments_value, dict):

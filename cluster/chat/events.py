@@ -1,4 +1,5 @@
-"""The events of an answer, except its end, independent of any API. Every API builds its answer from them."""
+"""The events of an answer, independent of any API; the answer's end is no event. Every API builds its answer from them.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,8 +22,8 @@ class ReasoningPiece:
 
 @dataclass(frozen=True, slots=True)
 class CallStarted:
-    """The model calls a tool. `call_index` numbers the calls of an answer from 0; `call_id` is unique in the
-    conversation. The input of a `custom` tool is a text, not a JSON object.
+    """The model calls the tool `name`. `call_index` numbers the calls of an answer from 0; `call_id` is unique in the
+    conversation. `custom` says that the tool's input is a text, not a JSON object.
     """
 
     call_index: int
@@ -107,7 +108,7 @@ class Sections:
         """Yield the changes that the next events make.
 
         Raises:
-            ValueError: arguments come for a call whose section is not open any more.
+            ValueError: arguments come for a call whose section is not open.
         """
         for event in events:
             if isinstance(event, ReasoningPiece) and not self._include_reasoning:

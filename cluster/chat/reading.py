@@ -1,5 +1,6 @@
 """Parses an answer while it is generated: its text, the reasoning before it, and the tool calls in it. This file knows
-no model family; the marks of each family are in `formats/`.
+no model family; the marks of each family are in `formats/`. A mark is a fixed text that the family writes around
+reasoning or calls, such as `<think>`.
 
 A call is reported when it is complete and well formed, with all arguments at once, so that no later text can revoke it.
 Text that begins like a call but is malformed or cut off is reported as text. White space next to reasoning or a call
@@ -26,8 +27,8 @@ class ToolCallText:
 
 @dataclass(frozen=True, slots=True)
 class BlockResult:
-    """A parsed block, which ends at index `end`. `calls` is empty if the block is malformed. The `closing_marks` may
-    follow the block.
+    """A parsed block: text that begins with a trigger (a mark that begins calls) and ends before index `end`. `calls`
+    is empty if the block is malformed. The `closing_marks` may follow the block; they are skipped.
     """
 
     end: int
@@ -36,10 +37,12 @@ class BlockResult:
 
 
 class BlockReader(Protocol):
-    """Parses one block of calls, which begins with a trigger, while it grows."""
+    """Parses one block of calls while it grows. The block begins with a trigger."""
 
     def parse(self, text: str) -> BlockResult | None:
-        """Return the result, or None while the block is incomplete. `text` may only grow between calls."""
+        """Return the result, or None while the block is incomplete. `text` is all text from the trigger on, so from one
+        call of this method to the next it only grows.
+        """
         ...
 
 
@@ -54,8 +57,8 @@ class ThinkingMarks:
 @dataclass(frozen=True, slots=True)
 class CallingMarks:
     """How a family calls tools. `triggers` are the marks that begin a block of calls; `block_reader` makes the reader
-    of a block. If `only_at_start` is true, a block may only be at the start of the answer, perhaps after characters in
-    `skipped_chars`.
+    of a block. If `only_at_start` is true, a block may only be at the start of the answer; only characters in
+    `skipped_chars` may come before it.
     """
 
     triggers: tuple[str, ...]
@@ -101,7 +104,7 @@ class CallNumbering:
 
 
 class BufferedReader:
-    """Base of readers. It buffers text until a step (a parsing method) can classify it. A step chooses the next one."""
+    """Base of readers. It buffers text until a step (a parsing method) can classify it. Each step chooses the next."""
 
     _step: Callable[[bool], list[Event] | None]
     """The current step. It consumes buffered text and returns the events in it, or None if it needs more text. Its
@@ -131,8 +134,8 @@ class BufferedReader:
 class MarkedReader(BufferedReader):
     """The reader of all families that mark reasoning and calls in running text.
 
-    If `thinking` is None, reasoning is not separated. If `calling` is None, no tools may be called. `reasoning_started`
-    says that the prompt has begun the reasoning, `reasoning_ended` that the prompt has ended the reasoning.
+    If `thinking` is None, reasoning is reported as text. If `calling` is None, no tools may be called.
+    `reasoning_started` says that the prompt has begun the reasoning, `reasoning_ended` that it has ended the reasoning.
     """
 
     def __init__(
@@ -151,7 +154,7 @@ class MarkedReader(BufferedReader):
         self._block_reader: BlockReader | None = None
         self._block_offset = 0  # length of the white space before the block in the buffer
         self._closing_marks: list[str] = []
-        self._at_boundary = False  # next to reasoning or a call: white space is dropped
+        self._at_boundary = False  # the buffer begins next to reasoning or a call, where white space is dropped
         self._answer_is_empty = True
         first_step = self._parse_start if thinking is not None and not reasoning_ended else self._parse_text
         self._step = self._parse_reasoning if thinking is not None and reasoning_started else first_step
@@ -203,7 +206,9 @@ class MarkedReader(BufferedReader):
         return self._calling.triggers
 
     def _parse_first_block(self, position: int, is_final: bool) -> list[Event] | None:
-        """Begin a block if the answer starts with a trigger; otherwise treat the rest of the answer as text."""
+        """Begin a block if the answer starts with a trigger; otherwise treat the whole answer as text. Return None if
+        more text is needed to decide.
+        """
         assert self._calling is not None
         stripped = self._buffer.lstrip(self._calling.skipped_chars)
         if position >= 0 and position == len(self._buffer) - len(stripped):
@@ -250,7 +255,7 @@ class MarkedReader(BufferedReader):
         return []
 
     def _skip_space(self) -> bool:
-        """Drop white space at a boundary, and return whether other text follows."""
+        """Drop the white space at the start of the buffer, and return whether other text follows."""
         self._buffer = self._buffer.lstrip()
         self._at_boundary = not self._buffer
         return bool(self._buffer)
@@ -261,8 +266,8 @@ class MarkedReader(BufferedReader):
 
 
 def _safe_length(text: str, marks: Sequence[str]) -> int:
-    """Return how many characters of `text` can be reported now. If there are `marks`, a partial mark at the end and the
-    white space at the end wait for more text.
+    """Return how many characters of `text` can be reported before more text comes. If there are `marks`, a partial mark
+    and white space at the end must wait.
     """
     return len(text[: length_before_partial_mark(text, marks)].rstrip()) if marks else len(text)
 

@@ -1,4 +1,4 @@
-"""The settings of one engine, vLLM's names for them, and the tree shape that they define."""
+"""The settings of one engine, other names for them, and the tree shapes that they define."""
 
 from cluster.config.engine_config import (
     DRAFT_FACTS,

@@ -1,9 +1,9 @@
-"""vLLM's names of settings, which `EngineConfig` accepts too, mapped to the names used here."""
+"""Other names of settings, most of them vLLM's, which `EngineConfig` also accepts, mapped to the names used here."""
 
 from typing import Any
 
 EXPERT_PARALLEL_ALIAS = "enable_expert_parallel"
-"""The only alias whose values differ as well: true means `ep_size` = number of ranks, false means 1."""
+"""The only name in `ALIASES` whose values differ as well: true means `ep_size` = number of ranks, false means 1."""
 ALIASES: dict[str, str] = {
     "model": "model_path",
     "tokenizer": "tokenizer_path",
@@ -32,8 +32,8 @@ SPECULATIVE_CONFIG: dict[str, str] = {
 
 
 def convert_speculative_value(key: str, value: Any) -> Any:
-    """Return a value of `speculative_config` as `EngineConfig` takes it. A method is returned in upper case; vLLM's
-    methods that end in `mtp` become NEXTN. Values of other keys are returned unchanged.
+    """Return the value of the key `key` of `speculative_config` as `EngineConfig` takes it. A `method` is returned in
+    upper case, and vLLM's methods that end in `mtp` become NEXTN. Values of other keys are returned unchanged.
     """
     if key != "method" or not isinstance(value, str):
         return value

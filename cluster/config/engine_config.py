@@ -1,6 +1,7 @@
 """The frozen settings of one engine. Names are SGLang's; `config/aliases.py` maps vLLM's onto them.
 
-Every mistake that can be found without opening a file raises an error here. The error names the setting and the remedy.
+Mistakes that can be found without opening a file raise an error here, except contradictions between settings of the
+tree, which `tree_shape.py` and `resolved.py` find. The error names the setting and the remedy.
 """
 
 import difflib
@@ -27,9 +28,9 @@ DRAFT_FACTS: dict[str, tuple[Any, ...]] = {
     "rope_layout": ("neox", "interleaved"),
 }
 """Values of `speculative_draft_overrides`. `aux_numbering`: aux layer ids count layer outputs (0: output of layer 0) or
-boundaries (0: before layer 0). `recurrent`: the next level reads the hidden state before or after the final norm.
-`norm_before_residual`: layer 0's residual is the normed hidden state. `rope_layout`: rotary pairs are half-split (neox)
-or neighbours (interleaved)."""
+layer inputs (boundaries; 0: input of layer 0). `recurrent`: the next level reads the hidden state before or after the
+final norm. `norm_before_residual`: whether layer 0's residual is the normed hidden state. `rope_layout`: rotary pairs
+are half-split (neox) or neighbours (interleaved)."""
 
 
 class ConfigError(ValueError):
@@ -302,8 +303,8 @@ class EngineConfig(Settings):
         """Build the settings from `engine_kwargs` in SGLang's or vLLM's spelling.
 
         Raises:
-            ConfigError: an unknown key (with the nearest known one), a key given twice under two spellings, or a bad
-                value.
+            ConfigError: a key is unknown (the message suggests the nearest known key), a setting is given twice under
+                two spellings, or a value is wrong.
         """
         fields: dict[str, Any] = {}
 
@@ -389,7 +390,7 @@ class EngineConfig(Settings):
 
 
 def _expert_parallel_size(kwargs: Mapping[str, Any], enabled: Any) -> Any:
-    """Convert vLLM's `enable_expert_parallel` to `ep_size`: true is the number of ranks (whole experts), false is 1."""
+    """Convert vLLM's `enable_expert_parallel` to `ep_size`: the number of ranks if it is true, 1 if it is false."""
     if not isinstance(enabled, bool):
         raise ConfigError(f"{EXPERT_PARALLEL_ALIAS} must be true or false, got {enabled!r}; ep_size takes a number")
     return kwargs.get("tp_size", kwargs.get("tensor_parallel_size", 1)) if enabled else 1

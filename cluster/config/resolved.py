@@ -1,11 +1,12 @@
-"""Where settings become facts. Other modules take the facts, and derive none of them from the settings again.
+"""Derives from the settings, once, the values that follow from them. Other modules use these values and do not derive
+them from the settings again.
 
-Not here: `arch/dtypes.py` decides what `dtype: auto` and `kv_cache_dtype: auto` are, `engine/backends.py` the kernels,
-`engine/captures.py` what is captured, and `dp_attention/plan.py` the padding of each step. These need the checkpoint,
-the device or a step.
+Some decisions are made elsewhere, because they need the checkpoint, the device or a step: `arch/dtypes.py` decides what
+`dtype: auto` and `kv_cache_dtype: auto` mean, `engine/backends.py` which kernels run, `engine/captures.py` what is
+captured, and `dp_attention/plan.py` how each step is padded.
 
-A replica knows the settings alone, and has `ResolvedSettings`. A rank has the checkpoints and the device too:
-`arch/resolve.py` adds the facts that follow from these, and makes a `ResolvedConfig`.
+A replica knows only the settings, and has a `ResolvedSettings`. A rank knows the checkpoints and the device as well:
+`arch/resolve.py` adds the values that follow from these, and makes a `ResolvedConfig`.
 """
 
 from dataclasses import dataclass
@@ -18,21 +19,22 @@ from cluster.config.tree_shape import TreeShape, largest, lookup_tiers, tiers, t
 
 DEFAULT_LOOKUP_TOKENS = 8
 UNLIMITED = 1 << 30
-"""The number of prompt rows per step that stands for no limit."""
+"""This number of prompt rows per step means that there is no limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedSettings:
-    """The facts that the settings of an engine decide. Sizes are in rows or tokens.
+    """The values that follow from the settings of an engine. Sizes are in rows or tokens.
 
-    `settings` are the settings themselves: many of them need no conversion. `tiers` are all trees that a step may use:
-    first those without looked-up tokens, in order of depth and then of size, then those with `lookup_tokens` looked-up
-    tokens. `shape` has all their levels and nodes, and `forced_shape` has in addition all nodes that a grammar may add:
-    no tree of a step is larger. If `adaptive_trees`, each step chooses among the tiers by their costs. (If
-    `speculative_mode` is unset, `resolve_models` sets it first.) A step runs at
-    most `chunk_rows` prompt rows on each rank, and at most `mixed_chunk_rows` if some request decodes. If
-    `prefill_time_limited` is True, the prompt rows of such a step may also take only the share `prefill_share` of its
-    time. `group_size` is the number of ranks in an attention group.
+    `settings` are the settings themselves: many of them are used as they are. `tiers` are all tree shapes that a step
+    may use: first the shapes without looked-up tokens, in order of depth and then of size, then those with a branch of
+    `lookup_tokens` looked-up tokens (tokens that followed the same text earlier in the request; 0 if there are no such
+    shapes). `shape` has the levels and nodes of all tiers. `forced_shape` has in addition all nodes that a grammar may
+    add: no tree of a step is larger. If `adaptive_trees`, each step chooses among the tiers by their costs. (If
+    `speculative_mode` is unset, `resolve_models` sets it before.) A step runs at most `chunk_rows` prompt rows on each
+    rank, and at most `mixed_chunk_rows` if some request decodes. If `prefill_time_limited` is True, the prompt rows of
+    a step in which a request decodes may also take only the share `prefill_share` of its time. `group_size` is the
+    number of ranks in an attention group.
     """
 
     settings: EngineConfig
@@ -50,12 +52,13 @@ class ResolvedSettings:
 
     @classmethod
     def from_settings(cls, settings: EngineConfig, share_rows: bool = True, **subclass_fields: Any) -> Self:
-        """Return the facts that `settings` decide. A subclass passes its additional fields in `subclass_fields`. If
-        `share_rows` is False, requests never share the rows of a step. If the depth of the trees depends on the draft's
-        MTP layers, `speculative_num_steps` must be set before, as `resolve_models` does.
+        """Return the values that follow from `settings`. A subclass passes its additional fields in `subclass_fields`.
+        If `share_rows` is False, every request gets equally many target rows in a step; otherwise adaptive trees may
+        give more rows to some requests than to others. If the depth of the trees depends on the draft's MTP layers,
+        `speculative_num_steps` must be set before this call, as `resolve_models` does.
 
         Raises:
-            ConfigError: the settings of the tree contradict each other; see `tree_shape`. Or trees are fixed and
+            ConfigError: the settings of the tree contradict each other (see `tree_shape`), or trees are fixed although
                 `speculative_lookup_tokens` is set.
         """
         shape, chunked_size, mixed_size = (
@@ -65,9 +68,9 @@ class ResolvedSettings:
         )
         chunk_rows = chunked_size if chunked_size > 0 else UNLIMITED
         adaptive_trees = settings.speculative_mode == "adaptive" and shape.num_steps > 0
-        # FlashInfer plans a step by the requests' numbers of rows, which must all be equal.
+        # FlashInfer's plan of a step needs equally many rows for each request.
         share_rows = share_rows and adaptive_trees and settings.attention_backend != "flashinfer"
-        # A draft's chains do not share rows: steps chose worse among so many chains (docs/log.md).
+        # The chains of a draft do not share rows: that adds tiers, among which steps choose worse (docs/log.md).
         is_ngram = settings.speculative_algorithm == NGRAM
         all_tiers = tiers(shape, share_rows and (shape.topk > 1 or is_ngram))
         lookup_tokens = settings.speculative_lookup_tokens
@@ -99,25 +102,27 @@ class ResolvedSettings:
 
     @property
     def looks_up_tokens(self) -> bool:
-        """Whether steps look up the tokens of requests: for n-gram speculation, or beside a draft."""
+        """Whether steps look up tokens (find the end of a request's text earlier in the text, and propose what followed
+        there): for n-gram speculation, or as a branch beside a draft's tree.
+        """
         return self.settings.speculative_algorithm == NGRAM or self.lookup_tokens > 0
 
     @property
     def last_drafted_tier(self) -> int:
-        """The number of the last tier without looked-up tokens."""
+        """The index in `tiers` of the last tier without looked-up tokens."""
         return max(tier for tier, shape in enumerate(self.tiers) if not shape.lookup_tokens)
 
     @property
     def max_positions_ahead(self) -> int:
-        """How many positions the rows of a step may lie beyond the longest committed length that the host knows. The
-        depth of a tree counts twice, because the host may not know yet how many tokens of the previous tree were
-        accepted.
+        """How many positions the rows of a step may lie beyond the committed tokens that the host knows of. The depth
+        of a tree counts twice, because the host may not know yet how many tokens of the previous tree were accepted.
         """
         return 2 * self.forced_shape.num_steps + 3
 
     def max_tier(self, num_decodes: int, max_draft_tokens: int | None = None) -> int:
-        """Return the number of the last tier that a step may use in which `num_decodes` requests of a rank decode.
-        None of them accepts more than `max_draft_tokens` drafted tokens in a step; None is no limit.
+        """Return the index in `tiers` of the last tier that a step may use in which `num_decodes` requests of a rank
+        decode. None of these requests accepts more than `max_draft_tokens` drafted tokens in a step; if it is None,
+        there is no such limit.
         """
         if not self.settings.speculative_batch_tiers and max_draft_tokens is None:
             return len(self.tiers) - 1
@@ -131,5 +136,5 @@ class ResolvedSettings:
 
 
 def tokenizer_folder(settings: EngineConfig) -> str:
-    """Return the folder of the tokenizer, which is the target's unless it is set."""
+    """Return `tokenizer_path`, or the target's `model_path` if it is unset."""
     return settings.tokenizer_path or settings.model_path

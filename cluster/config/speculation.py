@@ -4,7 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 NGRAM = "NGRAM"
-"""The algorithm that needs no draft: it looks up tokens of the request itself."""
+"""The algorithm that needs no draft: it finds the end of a request's text earlier in the text, and proposes the tokens
+that followed there.
+"""
 TREE_SETTINGS = (
     "speculative_num_steps",
     "speculative_eagle_topk",
@@ -16,8 +18,8 @@ DRAFT_SETTINGS = ("speculative_draft_overrides", "speculative_token_map", "specu
 
 
 def problem_of(settings: Mapping[str, Any]) -> str | None:
-    """Return what is wrong with the settings of speculation, with the remedy; None if they go together. `settings` are
-    those of an engine, by name.
+    """Return what is wrong with the settings of speculation, and the remedy; None if nothing is wrong. `settings` holds
+    all settings of an engine, by name.
     """
     algorithm, path = settings["speculative_algorithm"], settings["speculative_draft_model_path"]
     is_ngram = algorithm == NGRAM

@@ -9,7 +9,8 @@ from cluster.config.speculation import NGRAM
 
 
 class TreeShape(BaseModel):
-    """S, K and N of one step: depth, children per node, nodes (root included). With N = 1 there is no speculation.
+    """The shape of the trees of one step: S = `num_steps` is the depth, K = `topk` the children per node, and
+    N = `num_draft_tokens` the number of nodes, root included. With N = 1 there is no speculation.
 
     If `max_nodes` is above 0, the requests of a step share its rows (`spec/row_budget.py`): each request's tree has
     `max_nodes` nodes, of which N are verified *on average*. The largest N is `max_nodes`.
@@ -17,9 +18,10 @@ class TreeShape(BaseModel):
     The last `forced_nodes` nodes and levels are not drafted: they are reserved for tokens that a grammar forces.
     `max_forced_nodes` is the number of forced nodes that `with_forced_nodes` adds for a step with a grammar.
 
-    If `lookup_tokens` is above 0, each tree also has a branch of as many nodes, which holds looked-up tokens
-    (`spec/lookup.py`). It is S levels deep, and the draft only computes the first `lookup_drafted_steps` levels. No
-    shape has both looked-up and forced nodes, except for the one that gives the bounds of all shapes.
+    If `lookup_tokens` is above 0, each tree also has a branch of as many nodes, which holds looked-up tokens (tokens
+    that followed the same text earlier in the request, `spec/lookup.py`). The branch is S levels deep, and the draft
+    only computes the first `lookup_drafted_steps` levels of the tree. No shape of a step has both looked-up and forced
+    nodes; only the shape that gives the bounds of all shapes has both.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -35,12 +37,12 @@ class TreeShape(BaseModel):
 
     @property
     def selects_nodes(self) -> bool:
-        """Whether only some of the drafted nodes are verified."""
+        """Whether a step verifies only some of the nodes of its trees."""
         return self.max_nodes > self.num_draft_tokens and not self.forced_nodes
 
     @property
     def drafted_nodes(self) -> int:
-        """The nodes of each request's tree before some of them are selected, with forced and looked-up nodes."""
+        """The number of nodes of each request's tree, verified or not, with forced and looked-up nodes."""
         return max(self.max_nodes, self.num_draft_tokens)
 
     @property
@@ -55,7 +57,9 @@ class TreeShape(BaseModel):
 
     @property
     def label(self) -> tuple[int, int, int]:
-        """What distinguishes the tiers: drafted levels, verified nodes (on average), looked-up tokens."""
+        """What distinguishes this shape from other shapes that steps may use: the numbers of drafted levels, of
+        verified nodes (on average, without forced nodes) and of looked-up tokens.
+        """
         tier = self._extended(-self.forced_nodes)
         return tier.drafted_shape.num_steps, tier.num_draft_tokens, tier.lookup_tokens
 
@@ -78,19 +82,20 @@ class TreeShape(BaseModel):
 
     @property
     def window(self) -> int:
-        """W, the number of KV slots beyond the committed tokens that a step may write for a request. Verifying needs N
-        slots. Drafting needs K (S - 1) slots, where S counts only the drafted levels. The extend phase needs S + 1
-        slots. The phases follow each other, so they share the slots.
+        """W, the number of KV slots beyond the committed tokens that a step may write for a request. Verifying needs a
+        slot for each node of the request's tree. Drafting needs K (S - 1) slots, where S counts only the drafted
+        levels. The extend phase needs S + 1 slots, where S counts all levels. The phases follow each other, so they
+        share the slots.
         """
         return max(self.drafted_nodes, self.topk * (self.drafted_shape.num_steps - 1), self.num_steps + 1)
 
 
 def tiers(shape: TreeShape, share_rows: bool = False) -> tuple[TreeShape, ...]:
-    """Return the drafted tree shapes that a step may use, in order of depth: first plain decoding (depth 0), last
-    `shape`. All have the same K.
+    """Return the drafted tree shapes that a step may use, in order of depth: first plain decoding (depth 0), last the
+    shape with all levels and nodes of `shape`. All have the same K.
 
     Each depth has one shape, with as many nodes as its levels can propose, up to N. If `share_rows`, the requests of a
-    step share its rows, and each depth also has smaller shapes, in order of their number of nodes.
+    step share its rows (see `TreeShape`), and each depth also has smaller shapes, in order of their number of nodes.
     """
     shapes = list[TreeShape]()
     for steps in range(shape.num_steps + 1):
@@ -103,11 +108,12 @@ def tiers(shape: TreeShape, share_rows: bool = False) -> tuple[TreeShape, ...]:
 
 def lookup_tiers(shape: TreeShape, lookup_tokens: int, share_rows: bool = False) -> tuple[TreeShape, ...]:
     """Return the tree shapes with looked-up tokens. Their looked-up branches are `lookup_tokens` deep, and at least as
-    deep as `shape`. The draft computes half of the levels of `shape`: where looked-up tokens are right, its deeper
-    levels bring little.
+    deep as `shape`. The draft computes only half of the levels of `shape`, rounded up: if the looked-up tokens are
+    right, deeper levels of the draft bring little.
 
-    If `share_rows`, there are shapes for a path of the draft and one, or half, of the looked-up tokens of a request, on
-    average over requests, and one for all nodes. Otherwise there is only the latter.
+    If `share_rows`, there are up to three shapes. On average over the requests, the first has rows for the root, one
+    path of the draft and one looked-up token, and the second for the root, one path and half of the looked-up tokens.
+    The last verifies all nodes of every tree. If not `share_rows`, there is only the last one.
     """
     depth, levels = max(lookup_tokens, shape.num_steps), (shape.num_steps + 1) // 2
     most = min(shape.num_draft_tokens, _max_nodes(levels, shape.topk)) + depth
@@ -118,8 +124,8 @@ def lookup_tiers(shape: TreeShape, lookup_tokens: int, share_rows: bool = False)
 
 
 def largest(tiers: Sequence[TreeShape]) -> TreeShape:
-    """Return a shape that gives the bounds of all `tiers`, which `tiers` and `lookup_tiers` have returned: the last
-    drafted shape, with all looked-up tokens if there are any.
+    """Return a shape at least as large as each of `tiers`, which are shapes that the functions `tiers` and
+    `lookup_tiers` have returned: the last drafted shape, with all looked-up tokens if there are any.
     """
     drafted, lookup_tokens = [shape for shape in tiers if not shape.lookup_tokens][-1], tiers[-1].lookup_tokens
     if not lookup_tokens:
@@ -131,7 +137,7 @@ def largest(tiers: Sequence[TreeShape]) -> TreeShape:
 
 
 def _node_counts(num_steps: int, most: int, topk: int) -> list[int]:
-    """Return the numbers of nodes of the shapes of one depth, the last of which is `most`."""
+    """Return the numbers of nodes of the shapes of one depth, in ascending order; the last number is `most`."""
     if topk == 1:
         return sorted({(most + 1) // 2, most}) if num_steps > 1 else [most]
     counts = [min(most, num_steps // 2 + 2)]
@@ -141,7 +147,7 @@ def _node_counts(num_steps: int, most: int, topk: int) -> list[int]:
 
 
 def _max_nodes(num_steps: int, topk: int) -> int:
-    """The most nodes that `num_steps` levels can propose: the root, K in the first level, K * K in each later one."""
+    """Return how many nodes `num_steps` levels can propose: the root, K in the first level, K * K in each later one."""
     return 1 if num_steps == 0 else topk + (num_steps - 1) * topk * topk + 1
 
 

@@ -1,4 +1,6 @@
-"""Integers for the device: named lists that the host gathers, sends in one copy, and reads on the device by name."""
+"""Integers for the device. The host gathers named lists and sends them in one copy; on the device they are used by
+name.
+"""
 
 import struct
 from array import array
@@ -63,7 +65,7 @@ class Staging:
         self._lengths: dict[str, int] = {}
 
     def add(self, name: str, integers: Iterable[int]) -> None:
-        """Append a list."""
+        """Append the list `name`."""
         start = len(self._integers)
         self._integers += integers
         self._lengths[name] = len(self._integers) - start

@@ -1,7 +1,7 @@
 """Measures the time of a device's work: by the host's clock on a CPU, by CUDA events on a GPU.
 
-A GPU runs asynchronously. The host's clock would measure only the launches, and charge all of the device's work to the
-first call that reads a result.
+A GPU runs asynchronously. With the host's clock, a launch would seem to take almost no time, and the first call that
+reads a result would seem to take the time of all the work before it.
 """
 
 import time

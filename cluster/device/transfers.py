@@ -22,8 +22,8 @@ def copy_to_device(host_tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class HostCopies:
-    """Copies of tensors to the host, in flight. They hold the values after all work queued before the copies; work that
-    is queued later does not change them. On a CPU nothing is copied: `wait` returns the given tensors.
+    """Queued copies of tensors to the host. The copies hold the values after all work that was queued before them; work
+    that is queued later does not change them. On a CPU nothing is copied: `wait` returns the given tensors.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:

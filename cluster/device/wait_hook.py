@@ -1,5 +1,5 @@
-"""A context-local hook for waiting. Code inside a step calls `wait_for_device`, and the code that runs the step decides
-how to wait: under its watchdog. So the code inside the step need not know the watchdog.
+"""A hook for waiting, kept in a context variable. Code inside a step calls `wait_for_device`. The code that runs the
+step sets what this call does: it waits under the watchdog. So the code inside the step does not depend on the watchdog.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""CPU time of the computing threads, as a sign of progress in a long operation that reports none itself.
+"""CPU time of the computing threads, as a sign of progress in a long operation that does not report its progress.
 
 Only the computing thread and the threads that it started (torch's OpenMP team) count. Ray's threads answer heartbeats
 and gloo's may poll for a peer: both use CPU time even in a rank that is stuck. On Linux a new thread inherits the name
@@ -37,7 +37,7 @@ class ThreadCpuTime:
         self._counted_by_task: dict[str, bool] = {}  # by task id: whether the thread counts
 
     def use_current_thread(self) -> None:
-        """Make the calling thread the computing one from now on. If it cannot be renamed, only this thread counts."""
+        """Make the calling thread the computing one. If it cannot be renamed, threads that it starts do not count."""
         self._thread, self._counted_by_task = str(threading.get_native_id()), {}
         try:
             (TASKS / self._thread / "comm").write_text(self._name)
@@ -83,9 +83,9 @@ def disk_waits() -> int:
 class ProgressTracker:
     """Tracks the time of the last progress, by repeated calls of `update`.
 
-    Progress means that the value `marks` has changed, or that the threads used CPU time: at least the share
-    `MIN_CPU_SHARE` of the time since the last progress. The share is small because the machine may be busy. It is not 0
-    because a thread that waits with a timeout wakes up at times.
+    Progress means that the value `marks` has changed, or that the threads used enough CPU time: at least `MIN_CPU_S`
+    seconds, and at least the share `MIN_CPU_SHARE` of the time since the last progress. The share is small because the
+    machine may be busy. It is not 0 because a thread that waits with a timeout wakes up at times.
     """
 
     MIN_CPU_SHARE = 0.001
@@ -98,12 +98,12 @@ class ProgressTracker:
         self._last_progress_at = self._last_mark_at = time.monotonic()
 
     def note_progress(self) -> None:
-        """Note progress now."""
+        """Record that the rank makes progress at this moment."""
         self._last_progress_at = self._last_mark_at = time.monotonic()
 
     def update(self, marks: object, waits: bool = False) -> None:
-        """Record whether the rank has made progress since the last call. `marks` is any value that changes when it
-        does, such as a tuple of counters. If the rank `waits` for its peers, CPU time does not count.
+        """Record whether the rank has made progress since the last call. `marks` is any value that changes with the
+        progress of the rank, such as a tuple of counters. If the rank `waits` for its peers, CPU time does not count.
         """
         now, cpu_s = time.monotonic(), self._cpu_time.seconds()
         self._cpu_s = min(self._cpu_s, cpu_s)  # the sum shrinks when a thread ends

@@ -1,4 +1,5 @@
-"""The errors of a lost gang, and the exit reasons by which ranks that leave tell the others why.
+"""The errors that end a gang (the ranks of one replica), and the exit reasons, by which a rank that leaves tells the
+other ranks why.
 
 Exit reasons are kept in the gang's store, on rank 0. If rank 0 hangs, every call to the store blocks, so all calls here
 have a time limit.
@@ -16,8 +17,8 @@ ALARM_KEY = "alarm"  # the store's key that is set when any rank leaves with a r
 
 
 class GangError(RuntimeError):
-    """The gang cannot go on. `rank` is the rank at fault, or None if unknown. It was noticed in the phase `phase` of
-    the step `step`.
+    """The gang cannot go on. `rank` is the rank at fault, or None if unknown. The rank that raises this error noticed
+    the problem in phase `phase` of step `step`.
     """
 
     def __init__(self, message: str, rank: int | None, step: int, phase: str) -> None:
@@ -30,7 +31,7 @@ class PeerLostError(GangError):
 
 
 class OutOfStepError(GangError):
-    """Ranks disagree on what comes next; raised before any tensor moves."""
+    """Ranks disagree on what comes next, or a rank does not do what all ranks have planned."""
 
 
 class StuckDeviceError(GangError):
@@ -55,7 +56,9 @@ class ExitReasons:
         self._store, self.rank, self.world = store, rank, world
 
     def publish(self, exit_reason: ExitReason, rank: int | None = None) -> None:
-        """Publish why this rank leaves, or why the dead `rank` did. A rank's first exit reason is never replaced."""
+        """Publish why this rank leaves or, if `rank` is given, why rank `rank`, which is dead, has left. A rank's first
+        exit reason is never replaced.
+        """
         run_with_timeout(lambda: self._publish(exit_reason, self.rank if rank is None else rank), EXIT_REASON_TIMEOUT_S)
 
     def _publish(self, exit_reason: ExitReason, rank: int) -> None:
@@ -79,7 +82,8 @@ class ExitReasons:
 
         Publish `cause` as this rank's exit reason, and wait up to `EXIT_REASON_TIMEOUT_S` for those of the others. A
         rank that has published none by then counts as dead, unless `is_alive(rank)` returns True because the rank still
-        sends heartbeats. If the store does not answer, rank 0 is at fault.
+        sends heartbeats (`is_alive` is None if there are no heartbeats). If the store does not answer, the error blames
+        rank 0.
         """
         errors: list[PeerLostError] = []
         run_with_timeout(lambda: errors.append(self._explain(cause, step, phase, is_alive)), 2 * EXIT_REASON_TIMEOUT_S)

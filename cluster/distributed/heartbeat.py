@@ -1,9 +1,9 @@
-"""Heartbeats between the ranks of a gang on GPUs.
+"""Heartbeats between the ranks of a gang (the ranks of one replica) on GPUs.
 
 On a CPU a peer that dies closes its connections, and ranks that wait for it in a collective get an error. A GPU in a
 collective waits forever without an error. So every rank runs two threads. One writes the rank's heartbeat into the
-gang's store and reads those of its peers. The other watches the connection to the previous rank: the connection ends
-when that rank's process dies.
+gang's store and reads those of its peers. The other watches the connection to the previous rank, because the connection
+ends when that rank's process dies.
 """
 
 import json
@@ -35,8 +35,9 @@ UNUSED_TAG = 0x41E  # tag of a message that nobody sends: waiting for it only sh
 @dataclass(slots=True)
 class PeerHeartbeat:
     """The last heartbeat of a rank. `received_at` is when it came and `last_progress_at` when the rank last made
-    progress, both by this process's `time.monotonic`. `count` numbers the rank's heartbeats. `device_moments` counts
-    the recorded events, such as the start or the end of a collective, that the rank's device has passed.
+    progress, both by this process's `time.monotonic`. `count` numbers the rank's heartbeats; it is -1 before the first
+    one came; until then both times are that of the monitor's start. `device_moments` counts the recorded events, such
+    as the start or the end of a collective, that the rank's device has passed.
     """
 
     received_at: float
@@ -60,7 +61,7 @@ class StepThread:
 
 class HeartbeatMonitor:
     """Sends the heartbeats of one rank and receives those of its peers. `alarm` is set as soon as a peer leaves with a
-    reason or dies, or the store is gone; `step_thread.thread` is the id of the thread that steps.
+    reason or dies, or the store is gone. `step_thread.thread` is the id of the thread that runs the steps.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class HeartbeatMonitor:
         self._stopped.set()
 
     def set_limit(self, limit_s: float) -> None:
-        """Shorten the heartbeat period so that a silence of `limit_s` is noticed in time."""
+        """Choose the heartbeat period so that several heartbeats fit into `limit_s`, the watchdog's limit."""
         self.period_s = min(MAX_PERIOD_S, max(MIN_PERIOD_S, limit_s / HEARTBEATS_PER_LIMIT))
 
     def is_fresh(self, rank: int) -> bool:
@@ -147,7 +148,7 @@ class HeartbeatMonitor:
             self.alarm.set()
 
     def _exclude_delay(self, delay_s: float) -> None:
-        """Do not count the time in which this process was stopped as silence of the peers."""
+        """If `delay_s` is so long that this process was stopped, do not count that time as silence of the peers."""
         if delay_s > MAX_DELAY_S:
             for heartbeat in self.peer_heartbeats:
                 heartbeat.received_at, heartbeat.last_progress_at = (

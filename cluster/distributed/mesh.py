@@ -1,4 +1,5 @@
-"""The ranks of a gang and the axes (process groups) that they form. A single rank needs no process group.
+"""The ranks of a gang (those of one replica) and the axes (process groups) that they form. A single rank needs no
+process group.
 
 World: `tp_size` ranks in `attn_dp` groups of `attn_tp` ranks each; rank = dp_rank * attn_tp + attn_tp_rank. Facts
 (rows of integers) travel over gloo; tensors travel over NCCL on GPUs and over gloo on CPUs.
@@ -52,7 +53,7 @@ logger = logging.getLogger(__name__)
 TCPStore: Any = dist.TCPStore  # type: ignore[attr-defined]
 PrefixStore: Any = dist.PrefixStore  # type: ignore[attr-defined]
 
-COLLECTIVE_TIMEOUT = timedelta(seconds=600)  # a last resort: the replica's watch over the gang acts long before
+COLLECTIVE_TIMEOUT = timedelta(seconds=600)  # a last resort: the replica ends a gang that is stuck long before
 JOIN_TIMEOUT = timedelta(seconds=120)
 SLEEP_POLL_TIMEOUT = timedelta(seconds=60)  # one wait of a sleeping rank; it is repeated until a rank wakes the others
 
@@ -66,7 +67,9 @@ class Rendezvous(NamedTuple):
 
 
 class Store:
-    """The key-value store of a gang, kept by rank 0; `tcp` is the TCPStore. It listens on one address only."""
+    """The key-value store of a gang, in the process of rank 0. `tcp` is the TCPStore, which listens at `port` of one
+    address only.
+    """
 
     def __init__(self, tcp: Any, port: int) -> None:
         self.tcp, self.port = tcp, port
@@ -90,8 +93,8 @@ class Mesh:
 
     `facts` and `attn_facts` are the same two axes over gloo; on a CPU they are `world` and `attn` themselves.
     `position` is the (step, phase) of this rank, readable by other threads. `store` and `wake_store` are two
-    connections to the store, because the method `sleep` blocks one of them. `heartbeat_monitor` is None on CPUs, where
-    collectives report a dead peer.
+    connections to the store, because the method `sleep` blocks one of them; a rank without peers has neither.
+    `heartbeat_monitor` is None on CPUs, where collectives report a dead peer.
     """
 
     rank: int = 0
@@ -142,10 +145,10 @@ class Mesh:
 
     def sleep(self, step: int) -> None:
         """Wait, without using the CPU, until any rank calls `wake_ranks` for this step. Return at once if a rank has
-        already called it.
+        already called it, or if this mesh is closed.
 
         Raises:
-            PeerLostError: the gang is gone.
+            PeerLostError: rank 0, which keeps the store, is gone.
         """
         assert self.store is not None
         while not self._closed:
@@ -166,8 +169,8 @@ class Mesh:
                 return  # rank 0 is gone; sleeping ranks notice it themselves
 
     def delete_wake_key(self, step: int) -> None:
-        """Delete the key that `wake_ranks` set in the store for an earlier step. Every rank must have woken from that
-        step.
+        """On rank 0, delete the key that `wake_ranks` set in the store for an earlier step (below 0: there is none).
+        Every rank must have woken from that step.
         """
         if self.rank == 0 and step >= 0 and self.wake_store is not None:
             self.wake_store.delete_key(f"ring/{step}")
@@ -223,8 +226,8 @@ class Mesh:
             self._exit_reasons.publish(exit_reason)
 
     def close(self, reason: str = "", release_graphs: Callable[[], object] = lambda: None) -> None:
-        """Leave the gang: peers that wait for this rank get an error at once, and can read `reason`. `release_graphs`
-        releases the graphs that hold collectives.
+        """Leave the gang: peers that wait for this rank get an error at once, and can read `reason`, which is empty if
+        all ranks have agreed to end. `release_graphs` releases the CUDA graphs that hold collectives.
         """
         if self._closed:
             return

@@ -1,4 +1,5 @@
-"""NCCL under the gang's own supervision: torch's settings, warm-up before a capture, aborts, and advice on errors.
+"""NCCL without torch's supervision, as the gang (the ranks of one replica) supervises its collectives itself: settings
+of torch, warm-up before a capture, aborts, and advice on errors.
 
 The statements about torch come from its headers and docstrings (`ProcessGroupNCCL.hpp`, `_abort_process_group`).
 """
@@ -19,7 +20,7 @@ SETTINGS = {
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
     "TORCH_NCCL_BLOCKING_WAIT": "0",
 }
-"""Parts of torch's own supervision that are switched off.
+"""Parts of torch's own supervision that are switched off. If they were on, they would do the following.
 
 ASYNC_ERROR_HANDLING (default 3): torch's watchdog kills the process when a collective fails or is late, before this
 rank can publish its exit reason. It also does not see collectives of replayed graphs. MONITORING (default on): a second
@@ -49,7 +50,7 @@ ADVICE = (
     ("timed out", "a peer did not come to the same call; its log has the cause"),
     ("Timeout", "a peer did not come to the same call; its log has the cause"),
 )  # fmt: skip
-"""(text in the message of an error, advice), the most specific first."""
+"""Pairs (text in the message of an error, advice on the error), the most specific texts first."""
 
 
 def disable_torch_supervision(environment: MutableMapping[str, str]) -> None:
@@ -100,9 +101,10 @@ def abort(
     """Abort the communicators of `groups`, and call `release_graphs`, which releases the graphs that hold their
     collectives. Wait for at most `timeout_s` seconds, and return whether all communicators have ended by then.
 
-    Each call runs in its own thread, as they wait for each other. An abort tells the device to leave its collectives,
-    then waits until the last graph with collectives is destroyed (`commDestroySync` in NCCL's init.cc). A running graph
-    can be destroyed only when the device has left it. And one communicator may wait for the end of another.
+    Each of these calls runs in its own thread, because the calls wait for each other. An abort tells the device to
+    leave its collectives, then waits until the last graph with collectives is destroyed (`commDestroySync` in NCCL's
+    init.cc). A running graph can be destroyed only when the device has left it. And one communicator may wait for the
+    end of another.
     """
     threads = [threading.Thread(target=_ignoring_errors, args=(group.abort,), daemon=True) for group in groups]
     for thread in (*threads, threading.Thread(target=release_graphs, daemon=True)):

@@ -1,9 +1,9 @@
 """All-reduce of few bytes in one kernel over NVLink, by torch's symmetric memory. Its reference is NCCL's all-reduce.
 
 Every rank reads the rows of its peers from their memory and adds them, with a barrier before and after. For small
-tensors this saves NCCL's rounds. It has not been run on several GPUs yet. So it is off by default, and at start it is
-compared with the reference on the real devices. If a peer is gone, a rank waits in the kernel until its own process
-ends: an abort does not reach the kernel.
+tensors this saves the communication rounds of NCCL. The kernel has not been run on several GPUs. So it is off by
+default, and at start it is compared with the reference on the real devices. If a peer is gone, a rank waits in the
+kernel until its own process ends: an abort does not reach the kernel.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from torch import Tensor
 
 MAX_BYTES = 1 << 19  # above this size NCCL is about as fast
 MAX_RANKS = 8  # on one node, each with NVLink to all others
-DTYPES = (torch.float32, torch.bfloat16)  # that the kernel can add
+DTYPES = (torch.float32, torch.bfloat16)  # dtypes that the kernel can add
 ALIGNMENT_BYTES = 16  # bytes that the kernel reads at once
 
 
@@ -27,7 +27,7 @@ class OneShot:
     """The kernel on one axis, with a symmetric buffer per dtype. All ranks of the axis create it together."""
 
     def __init__(self, group: Any, size: int, device: torch.device) -> None:
-        """Raises RuntimeError where the ranks cannot read each other's memory."""
+        """Raises RuntimeError if there are more than `MAX_RANKS` ranks, or if they cannot read each other's memory."""
         if size > MAX_RANKS:
             raise RuntimeError(f"{size} ranks are more than {MAX_RANKS}")
         symmetric: Any = import_module("torch.distributed._symmetric_memory")  # slow, and rarely asked for

@@ -31,9 +31,10 @@ class Shard(NamedTuple):
 class Axis:
     """A group of ranks that share work. If this rank is alone, `group` is None and every collective is the identity.
 
-    With `direct` (NCCL), parts of equal size use the backend's own all-gather and reduce-scatter. Otherwise an
-    all-to-all is used: it takes any sizes and is twice as fast on gloo. The parts that it brings are added in rank
-    order, so the sums have the same bits on every rank. `one_shot`, if set, sums tensors of few bytes.
+    With `direct` (NCCL), all-gather and reduce-scatter are the backend's own if the parts of all ranks have equal size.
+    In all other cases they are made of an all-to-all, which takes any sizes and is twice as fast on gloo. A rank adds
+    the partial sums that an all-to-all brings in rank order, so the sums have the same bits on every rank. `one_shot`,
+    if set, does all-reduces of few bytes.
     """
 
     rank: int = 0
@@ -80,8 +81,8 @@ class Axis:
         return sum_in_order(received.view(self.size, own_count, *rows.shape[1:]))
 
     def all_to_all(self, rows: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Tensor:
-        """All-to-all: `rows` are sorted by destination rank, `send_counts[r]` rows go to rank r. Return the received
-        rows, sorted by source rank, `receive_counts[r]` rows from rank r.
+        """All-to-all: `rows` are sorted by destination rank, and `send_counts[r]` of them go to rank r. Return the
+        received rows, sorted by source rank; `receive_counts[r]` of them are from rank r.
 
         Callers agree on the counts first: `send_counts[r]` on rank q equals `receive_counts[q]` on rank r.
         """
@@ -94,8 +95,8 @@ class Axis:
         return received
 
     def all_reduce(self, rows: Tensor) -> Tensor:
-        """All-reduce: partial sums of the same rows -> their sum, with the same bits on every rank. NCCL overwrites
-        `rows`.
+        """All-reduce: partial sums of the same rows -> their sum, with the same bits on every rank. With NCCL, `rows`
+        may be overwritten.
         """
         if self.size == 1:
             return rows
@@ -110,7 +111,7 @@ class Axis:
         return rows
 
     def broadcast(self, values: Tensor) -> Tensor:
-        """Overwrite `values` in place with those of the group's first rank."""
+        """Overwrite `values` in place with the `values` of the group's first rank, and return them."""
         if self.size > 1:
             entered_at = self.clock.begin(self.timer)
             dist.broadcast(values, group=self.group, group_src=0)

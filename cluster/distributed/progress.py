@@ -11,10 +11,11 @@ from cluster.device.timing import HOST_TIMER, Spans, Timer
 class ProgressClock:
     """Counts the progress of this rank and its device. Other threads may read the counters.
 
-    `collectives_entered` is the number of collectives entered; `collectives_returned` is the number that returned (on a
-    GPU: were queued). `layer_marks` counts the parts of layers that a rank without peers has reached: the places where
-    ranks with peers enter a collective. On a GPU, `device_moments` counts the recorded moments that the device has
-    reached, and `waits_for_device` is True while the host only waits for the device.
+    `collectives_entered` is the number of collectives entered; `collectives_returned` is the number of those that
+    returned (on a GPU: that were queued). `layer_marks` counts the parts of layers that a rank without peers has
+    reached: the places where ranks with peers enter a collective. On a GPU, `device_moments` counts the recorded
+    moments (CUDA events) that the device has reached, and `waits_for_device` is True while the host only waits for the
+    device.
     """
 
     collectives_returned: int = 0
@@ -28,7 +29,7 @@ class ProgressClock:
 
     @property
     def progress_count(self) -> int:
-        """The sum of all counters; it grows with every progress."""
+        """The sum of all counters, which grows whenever one of them does."""
         return self.collectives_returned + self.collectives_entered + self.layer_marks + self.device_moments
 
     @property
@@ -37,7 +38,7 @@ class ProgressClock:
         return self.collectives_entered > self.collectives_returned or self.waits_for_device
 
     def begin(self, timer: Timer = HOST_TIMER) -> Any:
-        """Record that a collective is entered; return the moment, for `end`."""
+        """Record that a collective is entered. Return the present moment, for `end`."""
         self.collectives_entered += 1
         return self._record(timer.now(), timer)
 
@@ -57,7 +58,7 @@ class ProgressClock:
         self.mark()
 
     def mark(self) -> None:
-        """Record a moment here, which `poll_device` counts once the device has reached it."""
+        """On a GPU, record the present moment, which `poll_device` counts once the device has reached it."""
         if self.device_timer is not HOST_TIMER:
             self._record(self.device_timer.now(), self.device_timer)
 

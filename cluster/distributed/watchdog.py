@@ -22,8 +22,9 @@ POLL_SHARE = 0.02  # the time between two polls, as a share of the wait so far
 
 
 class DeviceWatchdog:
-    """Waits for the device of one rank. `limit_s` is how long a peer may send no heartbeat, or all ranks may make no
-    progress, before a wait raises an error. It is `LOADING_S` until `start_serving` sets it.
+    """Waits for the device of one rank. `limit_s` is how long a peer may send no heartbeat, or the whole gang (the
+    ranks of the replica) may make no progress, before a wait raises an error. It is `LOADING_S` until `start_serving`
+    sets it.
     """
 
     def __init__(self, mesh: Mesh, timer: Timer) -> None:
@@ -31,7 +32,7 @@ class DeviceWatchdog:
         self._mesh, self.timer, self._clock = mesh, timer, mesh.world.clock
         self.limit_s, self._serving = LOADING_S, False
         self._clock.device_timer = timer
-        self._thread = 0  # id of the thread that steps
+        self._thread = 0  # id of the thread that runs the steps
 
     def start_serving(self, limit_s: float) -> None:
         """Use `limit_s` as the limit from now on: the gang begins to serve requests."""
@@ -40,8 +41,8 @@ class DeviceWatchdog:
             self._mesh.heartbeat_monitor.set_limit(limit_s)
 
     def use_current_thread(self) -> None:
-        """Make the calling thread the one that steps: its work goes to this device, and its CPU time counts as progress
-        in the heartbeats. Another thread may have loaded the engine.
+        """Make the calling thread the one that runs the steps: its work goes to this device, and its CPU time counts as
+        progress in the heartbeats. Each step calls this, as another thread may have loaded the engine.
         """
         if (thread := threading.get_native_id()) == self._thread:
             return
@@ -51,7 +52,7 @@ class DeviceWatchdog:
             self._mesh.heartbeat_monitor.step_thread.thread = thread
 
     def mark(self) -> Any:
-        """Return a moment after all work queued so far, for `wait`."""
+        """Return a moment for `wait`: the device reaches it when it has done all work queued so far."""
         return self.timer.now()
 
     def wait_for_device(self) -> None:
@@ -59,7 +60,7 @@ class DeviceWatchdog:
         self.wait(self.mark())
 
     def wait(self, moment: Any) -> None:
-        """Wait until the device has reached a moment.
+        """Wait until the device has reached `moment`. On a CPU, return at once.
 
         Raises:
             PeerLostError: a peer left, is dead or sends no heartbeats, or its device makes no progress.

@@ -1,9 +1,11 @@
 """All-to-all of rows for expert-parallel experts: which rows go to which ranks, in what order, and with what data.
 
-Experts are divided into `ep_size` parts; EP rank i holds part i. Neighbouring ranks may share one EP rank: each of them
-then holds some columns of the part's experts. A row goes once to every rank of each part that holds one of its experts,
-with the weights and ids of all its experts. Legend: m rows that a rank carries (its share of its group's rows), k
-experts that a row takes, H hidden, n ranks, S rows that a rank sends.
+Experts are divided into `ep_size` parts; EP rank i holds part i. If there are more ranks than parts, neighbouring ranks
+have the same EP rank: each of them then holds some columns of the part's experts. If a part holds at least one of a
+row's experts, the row goes once to every rank of that part, with the weights and ids of all its experts.
+
+Legend: m rows that a rank carries (its share of the rows of its attention group), k experts that a row takes, H hidden,
+n ranks, S rows that a rank sends.
 """
 
 from collections.abc import Sequence
@@ -28,8 +30,8 @@ class AllToAll:
     """
 
     def __init__(self, ep_ranks: Tensor, ep_size: int, world_size: int) -> None:
-        """`ep_ranks` `[m, k]` are the EP ranks that hold the k experts of each row. The call waits for the device,
-        because it reads the counts.
+        """`ep_ranks` `[m, k]` are the EP ranks that hold the k experts of each row. The constructor waits for the
+        device, because it reads the counts.
         """
         is_sent = ep_ranks.new_zeros(ep_ranks.shape[0], ep_size, dtype=torch.bool).scatter_(1, ep_ranks, True)
         self.num_rows = ep_ranks.shape[0]
@@ -45,10 +47,10 @@ class AllToAll:
         return torch.cat(self.rows_to_rank)
 
     def sum_received(self, received: Tensor, common_ranks: range) -> Tensor:
-        """Partial sums that came back, `[.., H]` -> their sums `[m, H]`, added in rank order.
+        """Partial sums that came back, `received` `[.., H]` -> their sums `[m, H]`, added in rank order.
 
-        `received` holds, rank by rank, one sum for each row that was sent to that rank. If `common_ranks` contains that
-        rank, one more sum follows for each of the m rows.
+        `received` holds, rank by rank, one partial sum for each row that was sent to that rank. If `common_ranks`
+        contains the rank, one more partial sum follows for each of the m rows.
         """
         all_rows = torch.arange(self.num_rows, device=received.device)
         targets = []
@@ -70,14 +72,14 @@ def ep_ranks_of(ep_size: int, world_size: int) -> list[int]:
 
 
 def send_receive_counts(row_counts: RowCounts, rank: int) -> tuple[list[int], list[int]]:
-    """Return the numbers of rows that `rank` sends to each rank and receives from each."""
+    """Return two lists: how many rows `rank` sends to each rank, and how many it receives from each rank."""
     ep_ranks = ep_ranks_of(len(row_counts[0]), len(row_counts))
     return [row_counts[rank][ep_rank] for ep_rank in ep_ranks], [counts[ep_ranks[rank]] for counts in row_counts]
 
 
 def first_invalid_rank(row_counts: RowCounts, num_rows: Sequence[int], experts_per_row: int) -> int | None:
-    """Return the first rank whose counts are impossible for its rows, or None. A row goes to at least 1 EP rank,
-    and to at most min(experts_per_row, ep_size).
+    """Return the first rank whose counts are impossible for its number of rows (`num_rows`), or None. A row goes to at
+    least 1 EP rank, and to at most min(experts_per_row, ep_size).
     """
     for rank, (counts, rows) in enumerate(zip(row_counts, num_rows, strict=True)):
         max_sent = rows * min(experts_per_row, len(counts))
@@ -94,7 +96,7 @@ def pack_rows(rows: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
 
 
 def unpack_rows(packed: Tensor, experts_per_row: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Split what `pack_rows` joined: rows, weights, ids as int64."""
+    """Split what `pack_rows` joined. Return the rows, the weights, and the ids as int64."""
     rows, weights, experts = torch.split(
         packed, [packed.shape[1] - 2 * experts_per_row, experts_per_row, experts_per_row], 1
     )

@@ -1,6 +1,7 @@
 """The coordinator: one object per rank, with which the ranks agree on the next step before any tensor moves.
 
-It gathers the facts of all ranks, compares their headers, and applies the pure plan function.
+It gathers the facts that ranks tell each other about their work, and compares those that must be equal (the headers).
+Then it computes the plan of the step from the facts.
 """
 
 import zlib
@@ -16,30 +17,36 @@ from cluster.dp_attention.tree_choice import LastTree, MeasuredStep, PostponedTr
 
 
 class Coordinator:
-    """Keeps one rank in step with its gang. Headers carry checksums of inputs and results, to find divergence."""
+    """Keeps one rank in step with its gang (the ranks of its replica). Checksums of step inputs and results, which are
+    among the facts, show if ranks have diverged.
+    """
 
     def __init__(
         self, mesh: Mesh, rule: PlanRule, shapes: Sequence[TreeShape], target: Ops, draft: Ops | None = None
     ) -> None:
-        """`shapes` are the trees by tier, largest last. `target` and `draft` are the exchange calls of the models."""
+        """`shapes` are the tree shapes that steps may use; a tier is an index into them. `target` and `draft` are the
+        exchange calls of the models; `draft` is None if no draft model runs.
+        """
         self._mesh, self._rule, self._shapes, self._target, self._draft = mesh, rule, shapes, target, draft
         self._largest = largest(shapes)
         self._ops_checksum = zlib.crc32(repr((target, draft)).encode())
         self._plan_digest, self._last_tree = 0, LastTree()
         self.tree_times: TreeTimes | None = None
-        """The step times by which trees are chosen. None until `use_costs` is called, and with fixed trees."""
+        """The step times by which trees are chosen; None until `use_costs` is called, and with fixed trees."""
         self._postponed: PostponedTrees | None = None
         self._plan: StepPlan | None = None
         self._cached_fingerprint: tuple[tuple[object, ...], int] = (), 0
         self._cached_script: tuple[tuple[object, ...], list[ScriptCall]] = (), []
         self.step = 0
         self.step_input_checksum = self.results_checksum = 0
-        """The checksums that the next header carries: those of the last step input and of the last results of this
-        rank's group.
+        """The checksums of the last step input and of the last results of this rank's group; the next `header` has
+        them.
         """
 
     def header(self) -> RankFacts:
-        """Return the facts of this rank as if it had no work and allowed every tree."""
+        """Return the facts of this rank for the next step, as if it had no work and allowed every tree. Callers replace
+        the fields that describe the work.
+        """
         return RankFacts(
             self._mesh.epoch,
             self.step,
@@ -60,7 +67,8 @@ class Coordinator:
         self._postponed = None if has_program is None else PostponedTrees(has_program)
 
     def agree(self, facts: RankFacts) -> StepPlan:
-        """Return the plan of the next step, on which all ranks agree. Call `finish_step` when that step is over.
+        """Gather the facts of all ranks, and return the plan of the next step. Call `finish_step` when that step is
+        over.
 
         Raises:
             OutOfStepError: a rank's header differs from the others', or `finish_step` was not called for the last step.
@@ -92,7 +100,7 @@ class Coordinator:
         return plan
 
     def script(self) -> list[ScriptCall]:
-        """Return the exchange calls that the agreed step makes, in order."""
+        """Return the exchange calls of the step that `agree` has planned, in order."""
         assert self._plan is not None, "there is no script before a plan"
         plan = self._plan
         plan_key = plan.key, plan.routes_to_experts, plan.step_input_len, plan.scored, plan.empty or plan.leaving
@@ -104,7 +112,7 @@ class Coordinator:
         return self._cached_script[1]
 
     def finish_step(self) -> None:
-        """Record that the agreed step is over: the next `agree` may follow."""
+        """Record that the step that `agree` has planned is over. Only then `agree` may be called again."""
         self._plan = None
 
     def confirm(self, plan: StepPlan) -> None:
@@ -117,16 +125,16 @@ class Coordinator:
         self._compare("plan", [digest[0] for digest in digests], range(len(digests)))
 
     def _observe(self, facts: RankFacts) -> None:
-        """Correct the times of trees by the last step that a rank has read. All ranks take the one of the first rank: a
-        step takes about as long on each.
+        """Correct the times of trees by the step that the first rank has measured; `facts` are those of the first rank.
+        All ranks use this measurement, as a step takes about as long on every rank.
         """
         if self.tree_times is not None and facts.measured_us:
             step = MeasuredStep(facts.measured_tier, facts.measured_decodes, facts.measured_us, facts.measured_context)
             self.tree_times.observe(step)
 
     def _fingerprint(self) -> int:
-        """Return a checksum of all that determines plans and scripts, except the facts of this and of earlier steps. It
-        is computed again only if one of its inputs is replaced.
+        """Return a checksum of all that determines plans and scripts, except the facts of this and of earlier steps.
+        The checksum is computed again only if one of the objects that it covers is replaced by another object.
         """
         costs = None if self.tree_times is None else self.tree_times.costs
         inputs = self._mesh.world.size, self._mesh.attn.size, self._rule, costs, self._shapes

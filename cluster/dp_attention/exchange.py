@@ -1,9 +1,12 @@
 """The collectives around the sharded parts of a model, each checked against the script of the step.
 
-Every rank makes the same calls, in the order of the script and with the planned numbers of rows. Over an axis of one
-rank a call is the identity. A rank that is about to make a wrong call, or a call with wrong row counts, raises before
-it enters the collective: a wrong size can end a gloo process without a Python exception.
-Legend: T own rows (of this rank's group), T' rows scored, H hidden, v columns of a shard, n shards, k numbers.
+Every rank makes the same calls, in the order of the script and with the planned numbers of rows. Over an axis (a group
+of ranks) with one rank, nothing is sent. A rank that is about to make a wrong call, or a call with wrong row counts,
+raises before it enters the collective: a wrong size can end a gloo process without a Python exception.
+
+All ranks of an attention group have the same rows. In collectives over the world, each rank carries a share of these
+rows, so that no row is sent twice. Legend: T own rows (of this rank's group), T' rows that this rank scores, H
+hidden, v columns of a shard of the head, n shards, k numbers per row.
 """
 
 from collections import deque
@@ -32,8 +35,8 @@ T = TypeVar("T")
 
 
 class Exchange:
-    """Implements `TokenExchange` over a mesh, and `Shards` for embedding and head. All ranks of a group have the same
-    rows.
+    """The exchange of one rank with the other ranks of a mesh. Implements two protocols: `TokenExchange`, and `Shards`
+    for a sharded head.
 
     If `vocab_over_world`, embedding and head are sharded over all ranks, otherwise over the attention group. `ep_size`
     is the number of parts into which the experts are divided.
@@ -114,7 +117,7 @@ class Exchange:
 
     def scatter(self, rows: Tensor, group_sums: Tensor | None = None) -> Tensor:
         """Partial sums for the rows of every group -> own rows `[T, H]`, summed over the world. `group_sums` `[T, H]`
-        are further partial sums for own rows; they are added to `rows` in place.
+        are further partial sums for own rows (None: there are none); they are added to `rows` in place.
         """
         call = self._next_call("scatter")
         if group_sums is not None:
@@ -125,9 +128,9 @@ class Exchange:
         return self._reduce_scatter(rows, call)
 
     def to_experts(self, rows: Tensor, experts: ExpertParallelLayer, group_sums: Tensor | None) -> Tensor:
-        """Own rows `[T, H]` -> the sums of their experts' outputs `[T, H]`. They have the same bits as with `gather`
-        and `scatter`. `group_sums` is as in `scatter`. Ranks first exchange counts. Then each rank sends the rows that
-        it carries to the ranks that hold their experts.
+        """Own rows `[T, H]` -> the sums of their experts' outputs, `[T, H]`; `group_sums` is as in `scatter`. Partial
+        sums are added in the same order as `gather` and `scatter` add them over gloo. The ranks first exchange counts.
+        Then each rank sends the rows that it carries to the ranks that hold the experts of these rows.
         """
         start, stop = self._mesh.attn.shard.span(rows.shape[0])  # each rank of a group carries a share of its rows
         own_rows = rows[start:stop]
@@ -139,7 +142,7 @@ class Exchange:
         return self.combine(outputs, row_counts, all2all, group_sums)
 
     def counts(self, all2all: AllToAll) -> RowCounts:
-        """All-gather how many rows each rank sends to each part of the experts. `all2all` has the counts of this rank.
+        """Return how many rows each rank sends to each part of the experts. `all2all` has the counts of this rank.
 
         Raises:
             OutOfStepError: the counts of a rank are impossible for the planned rows.
@@ -159,10 +162,11 @@ class Exchange:
         return row_counts
 
     def dispatch(self, rows: Tensor, row_counts: RowCounts, all2all: AllToAll) -> Tensor:
-        """Rows in order of destination rank -> the rows that come to the experts of this rank, in order of source rank.
+        """Send `rows`, in order of destination rank. Return the rows that other ranks, and this one, send to the
+        experts of this rank, in order of source rank. `row_counts` is what `counts` returned.
 
         Raises:
-            OutOfStepError: the rows do not match `row_counts`, which `counts` returned.
+            OutOfStepError: the rows do not match `row_counts`.
         """
         call, world = self._next_call("dispatch"), self._mesh.world
         send_counts, receive_counts = send_receive_counts(row_counts, world.rank)
@@ -174,9 +178,9 @@ class Exchange:
         return self._run_collective(world, world.all_to_all, rows, send_counts, receive_counts)
 
     def combine(self, outputs: Tensor, row_counts: RowCounts, all2all: AllToAll, common: Tensor | None) -> Tensor:
-        """Send each of the partial sums `outputs` back to the rank that carries its row. `outputs` are in the order in
-        which `dispatch` returned the rows. Return the sums of own rows `[T, H]`. `common` is the same as `group_sums`
-        of `scatter`.
+        """Send each of the partial sums `outputs` back to the rank that carries its row, and return the sums of own
+        rows, `[T, H]`. `outputs` are in the order in which `dispatch` returned the rows. `common` is what `scatter`
+        calls `group_sums`.
         """
         call, mesh = self._next_call("combine"), self._mesh
         rows_per_rank, (dispatched_counts, received_counts) = (
@@ -187,7 +191,7 @@ class Exchange:
         returned, group_ranks = list(torch.split(outputs, received_counts)), range(0)
         if common is not None:
             self._check_shape(common, self._own_rows(call), call.width)
-            # Sums of `common` stay in the group: append for each of its ranks the sums of the rows that it carries.
+            # Sums of `common` stay in the group: append, for each rank of the group, those of the rows that it carries.
             group_ranks = range(mesh.dp_rank * mesh.attn.size, (mesh.dp_rank + 1) * mesh.attn.size)
             for rank, common_rows in zip(
                 group_ranks, torch.split(common, rows_per_rank[group_ranks.start : group_ranks.stop]), strict=True
@@ -204,7 +208,7 @@ class Exchange:
         return self._gather_group(all2all.sum_received(received, group_ranks), call)
 
     def embed(self, ids: Tensor, lookup: Callable[[Tensor], Tensor]) -> Tensor:
-        """Token ids `[T]` -> rows `[T, H]`, where `lookup` gives zeros for ids of another shard."""
+        """Token ids `[T]` -> rows `[T, H]`. `lookup` returns this shard's rows, and zeros for ids of other shards."""
         call = self._next_call("embed")
         self._check_shape(ids, self._own_rows(call))
         if self.over_world:
@@ -214,8 +218,8 @@ class Exchange:
         return self._all_reduce(rows)
 
     def head(self, rows: Tensor, project: Callable[[Tensor], Tensor]) -> tuple[Tensor, int]:
-        """Rows `[T, H]` -> this shard's logits `[T', v]` of the rows scored here, computed by `project`; and the index
-        of the first own row among these rows.
+        """Rows `[T, H]` -> two values: this shard's logits `[T', v]`, which `project` computes, and the index of the
+        first own row among the T' rows.
         """
         call = self._next_call("head")
         self._check_shape(rows, self._own_rows(call), call.width)
@@ -224,7 +228,7 @@ class Exchange:
         return logits, self._first_own_row(call)
 
     def spread(self, numbers: Tensor) -> Tensor:
-        """Int64 numbers of own rows `[T, k]` -> the numbers of the rows of every group, `[T', k]`."""
+        """Int64 numbers of own rows `[T, k]` -> those of the rows of every group, `[T', k]`. Only if `over_world`."""
         call = self._next_call("spread")
         self._check_shape(numbers, self._own_rows(call), call.width, torch.int64)
         return self._all_gather_rows(numbers, call)
@@ -249,7 +253,7 @@ class Exchange:
         return self._all_gather_shards(numbers)[:, first : first + self._own_rows(call)]
 
     def _next_call(self, op: str) -> ScriptCall:
-        """Take the next call off the script; it must be `op`."""
+        """Take the next call off the script, and return it. Raise `OutOfStepError` if it is not `op`."""
         if not self._script:
             self._current_call = self._current_call._replace(phase=f"after {self._current_call.phase}")
             raise self._out_of_step_error(f"calls {op} where the step ends")
@@ -262,7 +266,9 @@ class Exchange:
     def _check_shape(
         self, rows: Tensor, count: int, width: int | None = None, dtype: torch.dtype | None = None
     ) -> None:
-        """Raise unless `rows` have the planned shape and dtype; `width` is None for token ids `[T]`."""
+        """Raise unless `rows` is `[count, width]`, or `[count]` if `width` is None (token ids), and of the planned
+        dtype: int64 for token ids, otherwise `dtype` (None: the compute dtype).
+        """
         planned = (count,) if width is None else (count, width)
         dtype = torch.int64 if width is None else dtype or self._dtype
         if rows.shape != planned or rows.dtype != dtype:
@@ -283,13 +289,14 @@ class Exchange:
         return sum(call.rows[: self._mesh.dp_rank]) if self.over_world else 0
 
     def _out_of_step_error(self, problem: str, rank: int | None = None) -> OutOfStepError:
-        """The error that says that this rank, or `rank`, is out of step."""
+        """Return the error that says that `rank` (None: this rank) is out of step, and why (`problem`)."""
         rank, phase = self._mesh.rank if rank is None else rank, self._current_call.phase
         return OutOfStepError(f"rank {rank} {problem} (step {self._step}, phase {phase})", rank, self._step, phase)
 
     def _run_collective(self, axis: Axis, collective: Callable[..., T], *arguments: Any) -> T:
-        """Run one collective over `axis`, and check that the collective was entered exactly once. Pass its tensors in
-        `arguments`, not in a closure: a tape could not reuse the buffers of tensors that a recorded closure holds.
+        """Run one collective over `axis`, and check that it was entered exactly once (if `axis` has more than one
+        rank). Callers pass tensors in `arguments`, not in a closure: a tape (a program captured on a CPU) could not
+        reuse the buffers of tensors that a recorded closure holds.
         """
         if axis.size == 1:
             return collective(*arguments)
@@ -297,8 +304,8 @@ class Exchange:
         return result
 
     def _enter_collective(self, call: ScriptCall, collective: Callable[..., T], *arguments: Any) -> T:
-        """Run the collective of `call` and return its result. A program that was captured on a CPU (a
-        tape) calls this method again in every replay.
+        """Run the collective of `call` and return its result. A tape (a program captured on a CPU) calls this method
+        again in every replay.
         """
         clock = self._mesh.world.clock
         expected_calls = clock.collectives_returned + 1
@@ -317,7 +324,7 @@ class Exchange:
         return result
 
     def _rows_per_rank(self, call: ScriptCall) -> list[int]:
-        """The rows that each rank of the world carries."""
+        """Return the number of rows that each rank of the world carries."""
         return [count for rows in call.rows for count in _split_over_group(rows, self._mesh.attn.size)]
 
     def _all_reduce(self, rows: Tensor) -> Tensor:
@@ -359,7 +366,7 @@ class Exchange:
 
 
 def _split_over_group(rows: int, num_ranks: int) -> list[int]:
-    """How many of a group's rows each of its ranks carries. `Shard.span` gives the same shares."""
+    """Return how many of a group's `rows` each of its ranks carries. `Shard.span` divides them in the same way."""
     return [rows * (rank + 1) // num_ranks - rows * rank // num_ranks for rank in range(num_ranks)]
 
 

@@ -1,4 +1,4 @@
-"""What ranks tell each other before a step: the facts, from which all of them compute the same plan."""
+"""The facts: what each rank tells all others before a step. From them all ranks compute the same plan of the step."""
 
 from typing import NamedTuple
 
@@ -6,22 +6,24 @@ from cluster.dp_attention.tree_choice import MeasuredStep
 
 
 class RankFacts(NamedTuple):
-    """One rank's row of the gathered table. The fields, in no particular order, are of three kinds:
+    """What one rank tells all others. The fields, in no particular order, are of three kinds:
 
-    - Equal on all ranks (`HEADER`): `epoch` counts the restarts of the gang, `step` its steps. `digest` is that of
-      the last plan. `calls` counts the collectives of the rank so far. `rule_checksum` covers everything else that
-      determines plans and scripts, `captured` is a checksum of the keys of captured programs.
-    - Equal within a group (`GROUP_HEADER`): `step_input_checksum` and `results_checksum`, of the last step input and of
-      the last results that were read.
+    - Equal on all ranks (`HEADER`): `epoch` counts the restarts of the gang (the ranks of a replica), `step` its steps.
+      `digest` is that of the last plan. `calls` counts the collectives of the rank so far. `rule_checksum` covers
+      everything else that determines plans and scripts, `captured` is a checksum of the keys of captured programs.
+    - Equal within an attention group (`GROUP_HEADER`): `step_input_checksum` and `results_checksum`, of the last step
+      input and of the last results that were read. Both stay 0 if a group has one rank.
     - The rank's own. `decodes`, `prompt_rows`, `finishing_prompts` and `scored` are the numbers of decoding requests,
       of prompt rows, of prompts that finish, and of prompt rows that return log-probabilities. `step_input_len` is the
       number of integers in the packed step input, and `mode` is the sampling mode of the step input. `requests` counts
       waiting and running requests. `decode_us` is `Schedule.decode_us`: the predicted time of decoding in microseconds
       or, if no times are predicted, the number of decoding requests. A nonzero `leaving` asks to end the gang.
       `context` is the mean number of committed tokens of the decoding requests, as far as the host knows.
-      `capture_us` is `Programs.capture_us`; only that of the first rank counts.
-      `max_tier`, `prompt_us`, `explores`, `outlook` and the four fields of a measured step are those of `TreeVote`. Of
-      these, the plan reads only `requests` and `leaving` from followers.
+      `capture_us` is `Programs.capture_us`. `max_tier`, `prompt_us`, `explores`, `outlook` and the four fields of a
+      measured step are those of `TreeVote`.
+
+    Of the rank's own fields, only `requests` and `leaving` count on all ranks. `capture_us` and the measured step count
+    only on rank 0, the others on the first rank of each group (its leader).
     """
 
     epoch: int
@@ -64,12 +66,14 @@ class RankFacts(NamedTuple):
 
 
 class TreeVote(NamedTuple):
-    """What a group contributes to the choice of the tree of a step.
+    """What an attention group contributes to the choice of the tree of a step.
 
-    The step uses no tier beyond `max_tier`. The other fields matter only if trees are adaptive. `outlook` are the
-    tokens that the decoding requests of the group are expected to get, by tier, in thousandths; on a follower it is
-    empty. `prompt_us` is the predicted time of the prompt rows of the group in microseconds. If `explores` is not 0, it
-    asks for this tier, to learn how many tokens it gives now. `measured` is the last step that the rank has read.
+    Tiers are the tree shapes that a step may use, by number. The step uses no tier beyond `max_tier`. The other fields
+    matter only if trees are adaptive. `outlook` are the tokens that the decoding requests of the group are expected to
+    get in the step, by tier, in thousandths of a token; it is empty on ranks that do not lead their group. `prompt_us`
+    is the predicted time of the prompt rows of the group in microseconds. If `explores` is not 0, the group asks for
+    the tier `explores`, to learn how many tokens that tier gives. `measured` is the last step of typical duration whose
+    results the rank has read since its last vote; its time is 0 if there is none.
     """
 
     max_tier: int

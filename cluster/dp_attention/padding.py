@@ -1,11 +1,11 @@
-"""Pads a step input to the rows of the plan; `plan.py` decides how many rows each group runs.
+"""Pads a step input to the sizes of the plan; `plan.py` decides how many rows each group runs.
 
 Padding rows are called idle. They are computed like other rows, but read and write only page 0, the sink page, so they
 cannot change the KV of a request.
 
 An idle request uses the last row of the page table: all slots of that row are in the sink page. It also uses the last
 row of the draft inputs, which begins with the values of `EagleDraftInput.create_idle_input`. Padded steps overwrite
-that row; no request reads it.
+that row; no real request reads it.
 """
 
 from cluster.batch import DecodeRequest, PromptChunk, StepInput
@@ -19,8 +19,8 @@ def pad_step_input(step_input: StepInput, plan: StepPlan, group: int, idle_row: 
 
     Idle requests come after the real ones. Each idle prompt row is a chunk of its own, so the row attends only to
     itself. Idle chunks come first, because chunks are in order of length. In a captured step `padded_chunks` is the
-    number of prompt rows: the assembler pads the lists per chunk to that length, so one captured program serves any
-    number of chunks.
+    number of prompt rows. The assembler pads the lists with one entry per chunk to that length, so that one captured
+    program serves any number of chunks.
     """
     requests, prompt_rows, finishing_prompts = plan.idle(group)
     if plan.captured:

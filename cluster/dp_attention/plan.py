@@ -1,6 +1,8 @@
-"""The plan of a step: a pure function of the gathered facts, so it is the same on every rank (law 2, lockstep).
+"""The plan of a step: what all ranks do in it. It depends only on what all ranks know (the facts that they gathered for
+this and for earlier steps), so every rank computes the same plan.
 
-Legend: G attention groups (data-parallel ranks); per group R decoding requests, c prompt rows, F finishing prompts.
+Legend: per attention group (data-parallel rank) R decoding requests, c prompt rows, F finishing prompts; N nodes of a
+tree, S its levels.
 """
 
 import zlib
@@ -33,15 +35,17 @@ Padding = Literal["auto", "padded", "exact"]
 class StepPlan(NamedTuple):
     """The work of all ranks in one step. Entry g of each tuple belongs to attention group g.
 
-    `decodes`, `prompt_rows` and `finishing_prompts` are the rows that requests need; `sizes` are the rows that run,
-    with padding. `scored` counts the prompt rows that return log-probabilities. `captured` says whether the step may be
-    captured, or replayed, as the program of its `key`. `tier` is the number of the tree's shape among the tiers.
-    `forced_nodes` nodes of each tree are reserved for grammars. `mode` is the union of all groups' modes. `no_requests`
-    says that no rank has requests, `leaving` that the gang ends with this step. `routes_to_experts` is for
-    expert-parallel experts. If it is True, the ranks first exchange counts, then send each row only to the parts that
-    hold its experts. Otherwise every row goes to every part.
-    `extend_mode` says which rows the draft reads. `context` is the mean number of committed tokens of the decoding
-    requests, of the group where it is largest. `lost_us` is that of `ChosenTier`.
+    `decodes`, `prompt_rows` and `finishing_prompts` count the requests, rows and prompts of each group without padding;
+    `sizes` are the same counts with padding, as the step runs them. `scored` counts the prompt rows that return
+    log-probabilities. `step_input_len` and `decode_us` are those of the group leaders' `RankFacts`. `captured` says
+    whether the step may be captured, or replayed, as the program of its `key`. `tier` is the index of the step's tree
+    among the tree shapes that steps may use. `forced_nodes` nodes of each tree are reserved for tokens that a grammar
+    forces. `mode` is the union of all groups' sampling modes. `no_requests` says that no rank has requests, `leaving`
+    that the gang (the ranks of this replica) ends with this step. `routes_to_experts` is for expert-parallel experts.
+    If it is True, the ranks first exchange counts, and each row then goes only to the parts that hold its experts.
+    Otherwise every row goes to every part. `extend_mode` says which rows the draft reads. `context` is the largest of
+    the groups' mean numbers of committed tokens per decoding request. `lost_us` is as in `ChosenTier`, but 0 in a step
+    in which the draft reads the tokens that it has missed (`ExtendMode.MISSED`).
     """
 
     step: int
@@ -65,21 +69,23 @@ class StepPlan(NamedTuple):
 
     @property
     def empty(self) -> bool:
-        """Whether no group has a row. Nothing runs then; ranks with requests wait for results of steps in flight."""
+        """Whether no group has a row. Nothing runs then, and ranks with requests wait for the results of steps that
+        have begun.
+        """
         return not (any(self.decodes) or any(self.prompt_rows))
 
     @property
     def digest(self) -> int:
-        """A checksum that the next step's header carries."""
+        """A checksum of this plan. Ranks compare it in the facts that they gather for the next step."""
         return zlib.crc32(repr(tuple(self)).encode())
 
     def tree(self, shapes: Sequence[TreeShape]) -> TreeShape:
-        """The tree of the step, from the `shapes` by tier, with slots for forced nodes if any request has a grammar."""
+        """The tree of the step, with `forced_nodes` nodes for grammars. `shapes` are the tree shapes by tier."""
         return shapes[self.tier].with_forced_nodes(self.forced_nodes)
 
     @property
     def key(self) -> ProgramKey:
-        """The key of the step's program, with buffer set 0 in place of its own."""
+        """The key of the step's program, but always with buffer set 0."""
         return ProgramKey(self.tier, self.forced_nodes, int(self.mode), self.sizes, self.extend_mode)
 
     def idle(self, group: int) -> Sizes:
@@ -96,13 +102,15 @@ class StepPlan(NamedTuple):
 class PlanRule:
     """The settings that determine the plan besides the facts; the same on every rank.
 
-    `max_idle_share` is for padding `auto`: a step is padded if at most this share of its rows would be idle. On a GPU
-    it is one half: padding gives all groups parts of equal size and one program, which saves more time than the idle
-    rows cost. On a CPU it is 0. `buckets` are the sizes of captured programs, None if nothing is captured. A group may
-    use at most `max_forced_rows` rows for forced nodes. By default the limit is high on a GPU, where more rows cost
-    little, and low on a CPU. `expert_parallel` says that experts are expert-parallel, so that
-    `StepPlan.routes_to_experts` may be True. If `draft_rests`, the draft rests in steps without trees. Tiers after
-    `last_drafted_tier`, if it is not None, have looked-up tokens.
+    `max_idle_share` is for padding `auto`: a step is padded if at most this share of its rows would be idle (padding).
+    On a GPU it is one half: with padding all groups exchange equally many rows and share one program, which saves more
+    time than the idle rows cost. On a CPU it is 0. `buckets` are the sizes of captured programs, None if nothing is
+    captured. A group may use at most `max_forced_rows` rows for forced nodes (tree nodes for tokens that a grammar
+    forces). By default the limit is high on a GPU, where more rows cost little, and low on a CPU. `expert_parallel`
+    says that experts are expert-parallel, so that `StepPlan.routes_to_experts` may be True. `draft_rests` says that in
+    steps without trees the draft rests: it does not read the tokens of decoding requests, and catches up later. Tiers
+    after `last_drafted_tier` have looked-up tokens (found by matching the end of the text in earlier text); if it is
+    None, no tier has.
     """
 
     attn_tp: int
@@ -123,9 +131,9 @@ class PlanRule:
         postponed: PostponedTrees | None = None,
     ) -> StepPlan:
         """Return the plan that follows from the facts of all ranks. The facts of a group are those of its leader.
-        `shape` is the largest tree, `last` describes the last step in which requests decoded. `times` are the times of
-        adaptive trees; if it is None, a step uses the last tier that all groups allow. `postponed` says which programs
-        a captured step may use; if it is None, a step may use all.
+        `shape` is the largest tree, `last` describes the last step in which requests decoded. `times` are the step
+        times by which adaptive trees are chosen; if it is None, a step uses the last tier that all groups allow.
+        `postponed` says which programs a captured step may use; if it is None, it may use all.
         """
         groups = facts_by_rank[:: self.attn_tp]
         needed = tuple(Sizes(facts.decodes, facts.prompt_rows, facts.finishing_prompts) for facts in groups)
@@ -177,8 +185,8 @@ class PlanRule:
     ) -> ChosenTier:
         """Return the tier of the step, one for all groups: the collectives of their drafts must match.
 
-        Where a request has a grammar, the step uses the largest drafted tree. Only drafted trees get the nodes that a
-        grammar forces, and these nodes need no draft forward.
+        If a request of any group has a grammar, the step uses the largest allowed tree without looked-up tokens: only
+        such trees get nodes for the tokens that a grammar forces. These nodes need no forward of the draft.
         """
         max_tier, decodes = min(facts.max_tier for facts in groups), max(facts.decodes for facts in groups)
         if SamplingMode.CONSTRAINED in mode:
@@ -194,8 +202,9 @@ class PlanRule:
     def _extend_mode(
         self, tier: int, groups: Sequence[RankFacts], sizes: tuple[Sizes, ...], last: LastTree
     ) -> tuple[int, ExtendMode]:
-        """Return the tier that the step takes instead of `tier`, and which rows its draft reads. A draft that has
-        rested first reads what it has missed, in a step without trees.
+        """Return the tier of the step, and which rows its draft reads. The tier is `tier`, except where the draft has
+        rested (has not read the tokens of decoding requests) and `tier` has trees: the step then has no trees (tier 0),
+        and its draft reads the tokens that it has missed.
         """
         if not self.draft_rests or not any(facts.decodes for facts in groups):
             return tier, ExtendMode.ACCEPTED
@@ -205,7 +214,7 @@ class PlanRule:
         return 0, ExtendMode.PROMPTS if has_prompts else ExtendMode.NOTHING
 
     def _forced(self, sizes: tuple[Sizes, ...], max_forced: int) -> int:
-        """The forced nodes of each tree: equal for all trees of a step, whether their requests have grammars or not."""
+        """Return the number of forced nodes of a tree, which all trees of a step have, even without a grammar."""
         return min(max_forced, self.max_forced_rows // max(1, *(sizes_of_group.decodes for sizes_of_group in sizes)))
 
     def _sizes(
@@ -213,18 +222,18 @@ class PlanRule:
     ) -> tuple[tuple[Sizes, ...], bool, bool]:
         """Return the sizes that each group runs, whether the step may be captured, and whether it is padded.
 
-        - Padded: every group runs as many rows as the largest group. The parts of the exchange are then equal, and one
-          program fits many loads. Otherwise each group runs its own rows, and the exchange sends exact counts. Whether
-          a step is padded depends on `padding`, not on capture.
-        - Captured: the sizes are those of a program. A step is not captured if there are no programs, if its mode is
-          not capturable, if one group is too large, or if `Buckets.equal_sizes` is set and the groups run different
-          sizes.
+        - Padded: every group runs as many rows as the largest group. All groups then exchange equally many rows, and
+          one program fits many loads. Otherwise the groups run different numbers of rows, and exchange exactly these.
+          Whether a step is padded depends on `padding`, not on capture.
+        - Captured: the sizes are those of a program. A step is not captured if `buckets` is None, if its mode is not
+          capturable, or if no program can have the sizes of one of the groups. If `Buckets.equal_sizes` is set, a step
+          of several groups is captured only if it is padded.
         """
         max_needed, rows = max_sizes(needed), [group.rows(tree_nodes) for group in needed]
         padded, all_rows = self.padding == "padded", len(needed) * max_needed.rows(tree_nodes)
         if self.padding == "auto":  # idle rows / all rows <= max_idle_share
             padded = all_rows - sum(rows) <= self.max_idle_share * all_rows
-        same_sizes = padded or len(needed) == 1  # of all groups, as `Buckets.equal_sizes` requires
+        same_sizes = padded or len(needed) == 1  # all groups surely run the same sizes (see `Buckets.equal_sizes`)
         if self.buckets is not None and mode.capturable and (same_sizes or not self.buckets.equal_sizes):
             fit_group = self.buckets.fit
             fitted = [fit_group(needed)] * len(needed) if padded else [fit_group((group,)) for group in needed]
@@ -241,11 +250,11 @@ class PlanRule:
 
 
 class ScriptCall(NamedTuple):
-    """One entry of a step's script: an exchange method, and the number of rows of each group that enter it.
+    """A call that a step makes: the exchange method `op`, in `phase`, with `rows[g]` rows of attention group g.
 
-    Rows are `width` wide; `head` turns them into `columns` logits on each rank. If the head is sharded over the world,
-    each rank computes logits for the rows of all groups. For `counts`, `width` is the number of parts of the experts
-    and `columns` the number of experts that each row takes.
+    A row has `width` numbers, and `head` turns it into `columns` logits on each rank. If the head is sharded over the
+    world, each rank computes logits for the rows of all groups. For `share`, `rows` are numbers of integers. For
+    `counts`, `width` is the number of parts of the experts and `columns` the number of experts that each row takes.
     """
 
     phase: str
@@ -256,7 +265,7 @@ class ScriptCall(NamedTuple):
 
 
 class ExpertParallel(NamedTuple):
-    """Expert-parallel experts: a rank holds one of `ep_size` parts, and every row takes `experts_per_row` experts."""
+    """Expert-parallel experts: they are divided into `ep_size` parts, and every row takes `experts_per_row` experts."""
 
     ep_size: int
     experts_per_row: int
@@ -264,9 +273,9 @@ class ExpertParallel(NamedTuple):
     def calls(self, phase: str, rows: tuple[int, ...], width: int, routes_to_experts: bool) -> list[ScriptCall]:
         """Return the calls that bring rows to the experts and back.
 
-        Without `routes_to_experts`, every row goes to every part, which is what `gather` does; no exchange of counts is
-        needed. With `routes_to_experts`, a row goes once to each part that holds at least one of its experts, with the
-        weights and ids of all its experts.
+        Without `routes_to_experts`, `gather` sends every row to every part; no exchange of counts is needed. With
+        `routes_to_experts`, a row goes once to each part that holds at least one of its experts, with the weights and
+        ids of all its experts.
         """
         if not routes_to_experts:
             return [ScriptCall(phase, "gather", rows, width), ScriptCall(phase, "scatter", rows, width)]
@@ -282,9 +291,10 @@ class Ops(NamedTuple):
     """The exchange methods that one forward of a model calls (`forward`) and that its head calls (`head`), in order.
 
     `width` is the model's hidden size, `columns` the number of logits per row of a rank's shard of the head. A
-    multi-layer draft has `runners` models. At level l, model l runs the rows of levels 1 to l. In the extend phase all
-    models run. If the head is sharded, `sharded` lists the calls that follow it. `expert_parallel` lists the calls that
-    replace the placeholder `EXPERT_CALLS`.
+    multi-layer draft has `runners` models. At level l of a tree, model l runs the rows of levels 1 to l. In the extend
+    phase all models run. `sharded` lists the calls that follow a sharded head; it is None if the head is not sharded.
+    `expert_parallel` lists the calls that replace the placeholder `EXPERT_CALLS`; it is None if the model is not
+    expert-parallel.
     """
 
     forward: tuple[str, ...] = ()
@@ -299,10 +309,10 @@ class Ops(NamedTuple):
 def script(
     plan: StepPlan, shape: TreeShape, target: Ops, draft: Ops | None, has_followers: bool = False
 ) -> list[ScriptCall]:
-    """Return all calls of the exchange in a step of this plan, in order. `draft` is None in plain decoding. If
-    `has_followers`, groups have followers, and each leader first shares its step input.
+    """Return all calls of the exchange in a step of this plan, in order. `draft` is None if no draft model runs. If
+    `has_followers`, groups have more than one rank, and each leader first shares its step input with the others.
 
-    `Exchange` compares each call with this script and raises before a wrong call can reach the peers.
+    `Exchange` compares each call with this script, and raises before a wrong call can reach the other ranks.
     """
     if plan.empty or plan.leaving:
         return []
@@ -317,7 +327,7 @@ def script(
             else:
                 calls.append(ScriptCall(phase, op, rows, ops.width))
 
-    # Score `rows` and choose tokens; with a sharded head, each shard sends `payload` numbers per row.
+    # Score `rows` and choose tokens. With a sharded head, each shard sends `payload` numbers per row for the choice.
     def score(phase: str, ops: Ops, rows: tuple[int, ...], payload: int) -> None:
         calls.extend(ScriptCall(phase, op, rows, ops.width, ops.columns) for op in ops.head)
         if ops.sharded is not None:
@@ -327,7 +337,7 @@ def script(
 
     if draft is not None:
         num_sent = numbers_sent_per_row(shape.topk, draft.columns)
-        # Level 0 needs no forward: its proposals are carried over from the last extend. So S - 1 forwards.
+        # Level 0 needs no forward, as the extend phase of the step before made its proposals. S - 1 levels do.
         for level in range(1, shape.drafted_shape.num_steps):
             forward("draft", draft, level_rows if draft.runners == 1 else tuple(n * level for n in level_rows))
             score("draft", draft, level_rows, num_sent)
@@ -335,8 +345,8 @@ def script(
     tree_rows = tuple(n * shape.num_draft_tokens for n in decodes)
     forward("target", target, tuple(t + c for t, c in zip(tree_rows, prompt_rows, strict=True)))
     score("target", target, tuple(t + f for t, f in zip(tree_rows, finishing_prompts, strict=True)), NUMBERS_PER_CHOICE)
-    # Extend: S + 1 rows per request and c prompt rows; its head scores one row per request and prompt. `ExtendMode`
-    # has the exceptions.
+    # Extend: S + 1 rows per request and c prompt rows; its head scores one row per request and per finishing prompt.
+    # The exceptions are in `ExtendMode`.
     width = shape.num_steps + 1
     if draft is not None and plan.extend_mode is not ExtendMode.NOTHING:
         rows_per_request = {ExtendMode.PROMPTS: 0, ExtendMode.MISSED: MISSED_TOKENS}.get(plan.extend_mode, width)

@@ -1,5 +1,4 @@
-"""The numbers of rows that a group runs in a step: exactly the rows of its requests, or the sizes of a captured
-program; and the keys of programs.
+"""Sizes: how many requests and rows an attention group runs in a step, with padding; and the keys of captured programs.
 
 Each program has fixed sizes. A GPU, where a capture is expensive, pads to few sizes. A CPU, where each padded row costs
 time, runs exact sizes and captures the sizes that recur.
@@ -14,14 +13,14 @@ from typing import NamedTuple
 from cluster.batch import ExtendMode
 
 MAX_CAPTURED_ROWS = 1024
-"""The largest number of target rows of a captured step, counted with the deepest tree. The buffers of a program grow
-with its rows; the time that it saves does not.
+"""The largest number of target rows of a captured step, if it has the largest tree. The buffers of a program grow with
+its rows; the time that it saves does not.
 """
 
 
 class Sizes(NamedTuple):
-    """The rows of one group in a step: R decoding requests, c prompt rows, F finishing prompts. After padding, idle
-    requests and idle rows are counted too.
+    """What one group runs in a step: R decoding requests, c prompt rows, F finishing prompts. If the step is padded,
+    padding is counted too.
     """
 
     decodes: int
@@ -34,8 +33,9 @@ class Sizes(NamedTuple):
 
 
 class ProgramKey(NamedTuple):
-    """Everything that decides the shapes and branches of a step's program. `buffer_set` is the index of the buffer set
-    that the step uses: two steps that may be in flight together use different sets.
+    """Everything that decides the shapes and branches of a step's program. `tier` is the index of its tree shape,
+    `sizes` has an entry for each group. `buffer_set` is the index of the buffer set that the step uses: two steps that
+    may be in flight together use different sets.
     """
 
     tier: int
@@ -47,18 +47,19 @@ class ProgramKey(NamedTuple):
 
 
 def max_sizes(groups: Sequence[Sizes]) -> Sizes:
-    """The largest of each size over the groups."""
+    """Return sizes of which each is the largest over the groups."""
     return Sizes(*(max(column) for column in zip(*groups, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
 class Buckets:
-    """The sizes of captured programs, ascending. If `sizes` is empty, programs have exactly the sizes that occur.
+    """The sizes that captured programs may have. Each count of a program (`Sizes`) is 0 or one of `sizes`, which
+    ascend. If `sizes` is empty, programs have exactly the sizes that occur.
 
-    A captured step has at most `max_rows` target rows. It has prompt rows only if `allow_prompts` is True. If
-    `chunk_sizes` is not empty, the number of its prompt rows must be one of `chunk_sizes`, and no prompt may end in it.
-    If `equal_sizes` is True, all groups must run the same sizes in a captured step: a graph cannot hold an all-to-all
-    that exchanges parts of different sizes.
+    In a captured step, each group has at most `max_rows` target rows. If `chunk_sizes` is empty, `allow_prompts` says
+    whether the step may have prompt rows. Otherwise it may have none, or a number of them that is in `chunk_sizes`; in
+    the latter case no prompt may end in it. If `equal_sizes` is True, all groups must run the same sizes in a captured
+    step: a CUDA graph cannot hold an all-to-all that exchanges parts of different sizes.
     """
 
     sizes: tuple[int, ...] = ()
@@ -68,7 +69,7 @@ class Buckets:
     chunk_sizes: tuple[int, ...] = ()
 
     def can_hold(self, sizes: Sizes, tree_nodes: int) -> bool:
-        """Whether a captured program may have the sizes `sizes`, with trees of `tree_nodes` nodes."""
+        """Whether a group may have the sizes `sizes` in a captured program, with trees of `tree_nodes` nodes."""
         if sizes.rows(tree_nodes) > self.max_rows:
             return False
         if not sizes.prompt_rows or not self.chunk_sizes:
@@ -79,8 +80,8 @@ class Buckets:
         """Return the smallest sizes of a program into which each of `groups` fits, or None if a group is too large for
         any program.
 
-        If a group has fewer finishing prompts than the program, it also needs an idle prompt row: the padding entries
-        of `PromptBatch.final_rows` point at that row.
+        If a group has fewer finishing prompts than the program, it also needs an idle prompt row (padding): the padding
+        entries of `PromptBatch.final_rows` point at that row.
         """
         if not self.sizes:
             needed = max_sizes(groups)
@@ -107,7 +108,7 @@ class Buckets:
 
 def _prompt_rows_needed(groups: Sequence[Sizes], finishing_prompts: int) -> int:
     """Return the most prompt rows that any group needs in a program for `finishing_prompts` prompts that end in the
-    step. A group needs its own prompt rows, and one idle row if fewer of its prompts end.
+    step. A group needs its own prompt rows, and one idle row (padding) if fewer of its own prompts end.
     """
     return max(group.prompt_rows + (group.finishing_prompts < finishing_prompts) for group in groups)
 

@@ -1,7 +1,8 @@
-"""Packs a `StepInput` into 64-bit integers, in which form a leader broadcasts it to the followers of its group.
+"""Packs a `StepInput` into 64-bit integers. A leader (the first rank of an attention group, which schedules for the
+group) broadcasts these to the other ranks of its group.
 
-Of the page and sampling tables a step input holds only the changes. So a step of decoding costs a few integers per
-request; prompt chunks add one integer per token.
+Of the page and sampling tables a step input holds only the changes. So a step that only decodes takes a few integers
+per request. Prompt chunks add one integer per token.
 """
 
 import zlib
@@ -29,8 +30,8 @@ BYTES_PER_INTEGER = 8  # bytes of text per integer
 
 
 def pack(step_input: StepInput) -> list[int]:
-    """Return `step_input` as 64-bit integers. The length of a list comes before the list, except for the tokens of a
-    chunk. A float is packed as its bits.
+    """Return `step_input`, as it is before padding, as 64-bit integers. The length of a list comes before the list. The
+    tokens of a chunk have no length, and an empty list ends the bad words. A float is packed as its bits.
     """
     integers = [int(step_input.mode), len(step_input.decodes)]
     for decode in step_input.decodes:
@@ -99,12 +100,12 @@ def unpack(integers: list[int]) -> StepInput:
 
 
 def checksum(step_input: StepInput) -> int:
-    """Return a checksum of `step_input`: equal step inputs have equal checksums on every rank."""
+    """Return a checksum of what `pack` packs; it is the same on all ranks that have equal step inputs."""
     return zlib.crc32(array("q", pack(step_input)))
 
 
 def broadcast_from_leader(integers: list[int], count: int, axis: Axis) -> list[int]:
-    """Broadcast the `count` integers of the leader to its group, and return them on every rank."""
+    """Broadcast the integers of rank 0 of `axis`, `count` of them, to all ranks of `axis`, and return them there."""
     buffer = torch.tensor(integers, dtype=torch.int64) if axis.rank == 0 else torch.empty(count, dtype=torch.int64)
     received: list[int] = axis.broadcast(buffer).tolist()
     return received
@@ -116,7 +117,7 @@ def _pack_penalties(penalties: RowPenalties) -> Iterator[int]:
     for tokens in (penalties.tokens, penalties.stop_tokens, penalties.allowed or (), *penalties.bad_words):
         yield len(tokens)
         yield from tokens
-    yield 0  # ends the list of bad words, as none of them is empty
+    yield 0  # an empty list ends the bad words, as no bad word is empty
     yield len(penalties.bias)
     for token, bias in penalties.bias:
         yield from (token, bits_of(bias))
@@ -164,7 +165,7 @@ def _unpack_tokens(integers: Iterator[int]) -> RowTokens:
 
 
 def _unpack_chunk(integers: Iterator[int]) -> PromptChunk:
-    """Read one chunk. The number of tokens is not packed: a chunk has one per row, and one more unless it is final."""
+    """Read one chunk. The number of its tokens is not packed: one per row, and one more unless the chunk is final."""
     row, start, stop, final, scored = (
         next(integers),
         next(integers),

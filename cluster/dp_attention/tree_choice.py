@@ -1,7 +1,8 @@
 """Chooses the tree of a step: the one that is expected to give the most tokens per second (`speculative_mode:
 adaptive`).
 
-The choice is a pure function of what the ranks have gathered, so all ranks make the same one. Three things decide it:
+The tree shapes that a step may use are called tiers. All ranks choose the same tier, because the choice depends only on
+what they have told each other. Three things decide it:
 
 - The costs: how long a step takes, by tier, number of decoding requests and length of their contexts. The gang measures
   them at start (`engine/tree_calibration.py`), and corrects them by the steps that it runs (`TreeTimes`).
@@ -10,11 +11,12 @@ The choice is a pure function of what the ranks have gathered, so all ranks make
 - The time of the prompt rows in the step, which is the same for all tiers. The longer a step takes anyway, the less a
   larger tree adds to it.
 
-A tree also needs a program, captured for the sizes and the mode of the step. A capture takes as long as several steps,
-and when the load changes, the next steps may have other sizes. So if another tree has a program for these sizes, the
-step uses that tree, and `PostponedTrees` adds up what this loses. When the sum reaches the price of a capture, the
-better tree is used, and captured. With the capture itself, a load has then lost about twice as much as with a choice
-that knows how long the sizes last (the "ski rental problem"), if one tree stays the best.
+Where steps are captured, each tree needs a program of its own for the sizes and the mode of the step. A capture takes
+as long as several steps, and when the load changes, the next steps may have other sizes. So if the best tree has no
+program for these sizes, and another tree has one, the step uses that other tree, and `PostponedTrees` adds up what this
+loses. When the sum reaches the price of a capture, steps use the best tree, and it is captured. In all, this loses at
+most about twice as much as a choice would lose that knew how long the sizes last (the "ski rental problem"), if one
+tree stays the best.
 """
 
 from bisect import bisect_left
@@ -26,26 +28,30 @@ from typing import NamedTuple
 from cluster.dp_attention.sizes import ProgramKey
 
 MIN_GAIN, MIN_GAIN_TO_WAKE = 1.01, 1.03
-"""A step uses another tree than the step before only if that gives this factor more tokens per second, or if the tree
-of the step before has no program. Estimates change a little after every step, and a change of the tree may need a
-program that is not captured yet. The second factor is for a draft that rests: waking it costs a step.
+"""A step uses another tree than the step before only if that gives more than this factor times the tokens per second,
+or if the step may not use the tree of the step before. Estimates change a little after every step, and a change of the
+tree may need a program that is not captured yet. `MIN_GAIN_TO_WAKE` holds while the draft rests, that is, does not read
+the tokens of decoding requests: to wake it costs a step, in which it reads them.
 """
 OVERHEAD_CHANGE, CHANGE, MAX_CORRECTION = 0.02, 0.005, 1.5
-"""How much one step changes the overhead, as a share of its time, and the correction of its tier; the largest
-correction.
+"""How much one observed step changes the overhead (`OVERHEAD_CHANGE`, a share of the measured cost of the step) and the
+correction of its tier (`CHANGE`, a share of the correction). A correction is a factor from 1 / `MAX_CORRECTION` to
+`MAX_CORRECTION`.
 """
 LEAST_SHARE = 0.25
-"""With shorter contexts than measured, a step takes at least this share of the measured time."""
+"""If contexts are shorter than in the measured steps, a step is expected to take at least this share of their time."""
 SETTLING_STEPS = 12
-"""The first so many steps of a tier correct only this tier."""
+"""The first steps of a tier, this many, correct only the tier, except for the first tier that is observed."""
 MAX_POSTPONED = 512
 """The largest number of sums that `PostponedTrees` keeps."""
 OUTLOOK_UNIT = 1000
-"""Outlooks are integers, in thousandths of a token: every rank must compute with exactly the same numbers."""
+"""Outlooks (expected tokens by tier) are integers, in thousandths of a token, so that they are exact on every rank."""
 
 
 class LastTree(NamedTuple):
-    """The tier of the last step in which requests decoded, and whether the draft rested in that step."""
+    """The tier of the last step in which requests decoded, and whether the draft rested in that step (did not read the
+    tokens of decoding requests).
+    """
 
     tier: int = 0
     rests: bool = False
@@ -57,10 +63,11 @@ NO_LAST_TREE = LastTree()
 @dataclass(frozen=True)
 class TreeCosts:
     """The time of a step that only decodes, in microseconds: `us[tier][i]` if each group has `counts[i]` decoding
-    requests. `counts` ascend, and times do not fall with the count. `wake_us[i]` is the time of a step in which the
-    draft wakes; it is empty if the draft does not rest.
+    requests. `counts` ascend, and a time is never below that of a smaller count. `wake_us[i]` is the time of a step in
+    which a draft that has rested reads the tokens that it has missed (wakes); `wake_us` is empty if the draft never
+    rests.
 
-    All these requests had `context` committed tokens. Each token of a request beyond that adds `token_ns[tier]`
+    Each of these requests had `context` committed tokens. Each further token of a request adds `token_ns[tier]`
     nanoseconds. If `token_ns` is empty, times do not depend on the context.
     """
 
@@ -72,8 +79,9 @@ class TreeCosts:
     _cache: dict[int, list[float]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def of(self, decodes: int, context: int = 0) -> list[float]:
-        """Return the time by tier with `decodes` decoding requests: linear between the measured counts, and beyond the
-        largest count extended from the last two. `context` are the committed tokens of a request, on average; 0 stands
+        """Return the time of a step by tier, in microseconds, with `decodes` decoding requests per group. Times are
+        linear between the measured counts. Beyond the largest count, the line through the last two continues. If there
+        is one count, its times hold for all. `context` is the mean number of committed tokens of a request; 0 stands
         for as many as in the measured steps.
         """
         if decodes not in self._cache:
@@ -85,8 +93,8 @@ class TreeCosts:
         return [max(us * LEAST_SHARE, us + more * ns) for us, ns in zip(times, self.token_ns, strict=True)]
 
     def waking(self, decodes: int) -> float:
-        """Return the time of a step in which the draft wakes, with `decodes` decoding requests. It is 0 for a draft
-        that does not rest.
+        """Return the microseconds of a step in which the draft wakes, with `decodes` decoding requests per group; 0 if
+        the draft never rests.
         """
         return self._interpolated(decodes, (self.wake_us,))[0] if self.wake_us else 0.0
 
@@ -100,8 +108,8 @@ class TreeCosts:
 
 
 class MeasuredStep(NamedTuple):
-    """A step that only decoded: its tier, the decoding requests of the largest group, its time in microseconds, and the
-    context (`StepPlan.context`). A time of 0 stands for no step.
+    """A step that was measured: its tier, the number of decoding requests of the group that has most, its time in
+    microseconds, and the context (`StepPlan.context`). A time of 0 stands for no step.
     """
 
     tier: int = 0
@@ -112,9 +120,9 @@ class MeasuredStep(NamedTuple):
 
 @dataclass(slots=True)
 class _SizeTimes:
-    """What the observed steps with similar numbers of requests say: a factor for the time of each tier, and the
-    overhead of a step in microseconds. `settling[tier]` counts down the first steps of a tier; `first_tier` is the tier
-    that was observed first.
+    """What is learned from the steps with similar numbers of requests: a factor for the time of each tier
+    (`corrections`), and the overhead of a step in microseconds. `settling[tier]` says how many of the next steps of a
+    tier still correct only this tier. `first_tier` is the tier that was observed first.
     """
 
     corrections: list[float]
@@ -124,15 +132,17 @@ class _SizeTimes:
 
 
 class TreeTimes:
-    """`costs`, corrected by the steps that the gang runs. All ranks observe the same steps, so they agree on all times.
+    """`costs`, corrected by the steps that the gang (the ranks of a replica) runs. All ranks observe the same steps, so
+    they agree on all times.
 
-    Two things are kept for each doubling of the number of decoding requests, both running medians: a correction for
+    Two numbers are kept for each doubling of the number of decoding requests, both as running medians: a correction for
     each tier (a factor), and the overhead of a step, whatever its tier. The overhead is the time of what a server does
-    between two steps, and the time that a busy machine adds. It also counts for tiers that have not been used lately.
+    between two steps, and the time that a busy machine adds. It holds for all tiers, also for those not used lately.
 
-    If the first steps of a tier are slower than expected, its costs were wrong, so they only correct this tier. If they
-    counted as overhead too, all other tiers would seem as much slower, and the choice would stay. The tier that is
-    observed first has nothing to be compared with: its steps show the overhead from the beginning.
+    If the first steps of a tier are slower than expected, the measured costs of this tier were wrong. So these steps
+    only correct this tier. If they counted as overhead too, all other tiers would seem as much slower, and the slow
+    tier would be chosen again. The tier that is observed first cannot be compared with others, so all its steps also
+    change the overhead.
     """
 
     def __init__(self, costs: TreeCosts) -> None:
@@ -140,15 +150,16 @@ class TreeTimes:
         self._sizes: dict[int, _SizeTimes] = {}
 
     def of(self, decodes: int, context: int = 0) -> list[float]:
-        """Return the time by tier with `decodes` decoding requests; `context` as in `TreeCosts.of`."""
+        """Return the time of a step by tier, in microseconds, as `TreeCosts.of` does, but with all corrections."""
         times, seen = self.costs.of(decodes, context), self._sizes.get(decodes.bit_length())
         if seen is None:
             return times
         return [us * correction + seen.overhead_us for us, correction in zip(times, seen.corrections, strict=True)]
 
     def observe(self, step: MeasuredStep) -> None:
-        """Correct the overhead, and the time of the step's tier. Both move by fixed steps, so outliers count no more
-        than other steps. The first steps of a tier have equal weights instead.
+        """Correct the overhead, and the time of the tier, by `step`. Each step changes both by a fixed share, up or
+        down, so that outliers count no more than other steps. The first steps of a tier change only the correction of
+        this tier, which is then the mean of 1 and of the factors that these steps show.
         """
         times, tier, size = self.costs.of(step.decodes, step.context), step.tier, step.decodes.bit_length()
         if size not in self._sizes:
@@ -167,8 +178,8 @@ class TreeTimes:
 
 
 class ChosenTier(NamedTuple):
-    """The tier of a step. If a better tree is postponed because it has no program, `lost_us` says how many microseconds
-    less the tokens of this step would take with that tree. Otherwise it is 0.
+    """The tier of a step. If a better tree is postponed because it has no captured program, `lost_us` is the time that
+    the better tree would save for the same number of tokens, in microseconds. Otherwise `lost_us` is 0.
     """
 
     tier: int
@@ -184,16 +195,16 @@ def choose_tier(
 ) -> ChosenTier:
     """Return the tier that is expected to give the most tokens per second, among those that the step may use.
 
-    `times` are the costs of the tiers that are allowed (`TreeTimes.of`), `outlooks` those of all groups. `prompt_us` is
-    the time of prompt rows in the step. `last` describes the step before; see `MIN_GAIN`. `may_use(tier, best)` says
-    whether the step may use a tier if `best` is the best one. If it is None, or False for every tier, the step may use
-    all.
+    `times` are the microseconds of a step with each tier that is allowed (`TreeTimes.of`). `outlooks` are the expected
+    tokens of each group, by tier. `prompt_us` is the time of prompt rows in the step. `last` describes the last step in
+    which requests decoded; see `MIN_GAIN`. `may_use(tier, best)` says whether the step may use `tier` if `best` is the
+    tier with the most tokens per second. If `may_use` is None, or False for every tier, the step may use all tiers.
     """
     tiers = range(len(times))
     rates = [sum(outlook[tier] for outlook in outlooks) / (times[tier] + prompt_us) for tier in tiers]
     best = max(tiers, key=rates.__getitem__)
     usable: Sequence[int] = tiers
-    # Most steps use the tree of the step before, and this is the best one: then two questions are enough.
+    # In most steps both the best tree and that of the step before may be used: then one of these two is chosen below.
     if may_use is not None and not (may_use(best, best) and may_use(last.tier, best)):
         usable = [tier for tier in tiers if may_use(tier, best)] or tiers
     tier = max(usable, key=rates.__getitem__)
@@ -206,11 +217,11 @@ def choose_tier(
 
 
 class PostponedTrees:
-    """Adds up what steps lose because a better tree has no program yet, for each mode and sizes. All ranks have the
-    same programs and see the same plans, so they agree on all sums.
+    """Adds up what steps lose because a better tree has no program yet. There is a sum for each combination of a
+    sampling mode and sizes. All ranks have the same programs and see the same plans, so they agree on all sums.
 
-    `has_program` says whether the key of a plan has a program. `capture_us` is the price of a capture in microseconds,
-    on which all ranks agree too.
+    `has_program` says whether a program is captured for the key of a plan. `capture_us` is the price of a capture in
+    microseconds, the same on all ranks. It is 0 before the first capture; every program may then be used.
     """
 
     def __init__(self, has_program: Callable[[ProgramKey], bool]) -> None:
@@ -219,14 +230,14 @@ class PostponedTrees:
         self._lost_us: OrderedDict[tuple[object, ...], int] = OrderedDict()
 
     def may_use(self, key: ProgramKey) -> bool:
-        """Whether a step may use this program: it is captured, or steps of its mode and sizes have lost the price of a
-        capture.
+        """Whether a step may use the program of `key`: it is captured, or steps of its mode and sizes have already lost
+        as much as a capture costs.
         """
         return self._has_program(key) or self._lost_us.get((key.mode, key.sizes), 0) >= self.capture_us
 
     def observe(self, key: ProgramKey, lost_us: int) -> None:
-        """Add `lost_us`, which a step with this key loses, to the sum of its mode and sizes. If the sum has reached the
-        price of a capture, and a step loses nothing and has a program, set the sum back to 0.
+        """Add `lost_us`, which a step with this key loses, to the sum of its mode and sizes. If the step loses nothing
+        and has a program, and the sum has reached the price of a capture, set the sum back to 0.
         """
         load = key.mode, key.sizes
         if lost_us:

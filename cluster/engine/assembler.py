@@ -1,7 +1,7 @@
 """Turns a `StepInput` (plain values) into a `Batch` (tensors), with one copy from the host to the device per step.
 
-`send` runs eagerly, because its work depends on how much has changed since the last step. `batch` is the beginning of
-the step's program, which is the same for all steps of one key and can be captured.
+`send` always runs eagerly, because its work depends on how much has changed since the last step. `batch` is the first
+part of the step's program. The program is the same for all steps with one key (`ProgramKey`), so it can be captured.
 """
 
 from collections.abc import Iterable, Iterator
@@ -39,9 +39,10 @@ class Assembler:
         runners: Ordered[TargetRunner | DraftRunner],
         buffer_sets: int = 1,
     ) -> None:
-        """`slots` is all memory that is indexed by slots: copies of pages are made in all of it. Each of `runners` is
-        told the host's bounds before a step. Each runner has `buffer_sets` buffer sets, one for each step that may be
-        in flight.
+        """`slots` is all memory that is indexed by slot: a copy of a page is made in all of it. Before a step, each of
+        `runners` is told what the host knows about the step (`HostBounds`). A runner has `buffer_sets` sets of host
+        buffers, and steps use them in turn. FlashInfer has two, because a step in flight may still read its set; other
+        kernels need one.
         """
         self.buffer_sets = buffer_sets
         self.buffer_set = 0
@@ -61,8 +62,9 @@ class Assembler:
         return self._table.idle_row
 
     def send(self, step_input: StepInput, forced_nodes: int) -> StagedLists:
-        """Send the numbers of a step to the device, and apply its changes to tables and pools there. Return the numbers
-        that `batch` needs. The trees of the step hold up to `forced_nodes` nodes that grammars force.
+        """Send the numbers of a step to the device. Apply the changes in `step_input` to the tables and pools there.
+        Return the numbers that `batch` needs. The trees of the step hold up to `forced_nodes` nodes that grammars
+        force.
         """
         staging = Staging(self._device)
         if step_input.penalties or SamplingMode.ADJUSTED in step_input.mode:
@@ -75,7 +77,7 @@ class Assembler:
             _stage_prompt(step_input, staging, self.idle_row)
         if SamplingMode.PROMPT_LOGPROBS in step_input.mode:
             staging.add("scored", _scored_row_indices(step_input.chunks))
-        input_count = len(staging)  # the lists so far are the program's inputs; the lists below are applied here
+        input_count = len(staging)  # the lists so far are the program's inputs; those below are changes, applied here
         has_changes = bool(step_input.lens or step_input.copies or step_input.writes or step_input.samplings)
         if has_changes:
             staging.add("set", (row for row, _ in step_input.lens))
@@ -92,7 +94,7 @@ class Assembler:
             self._apply_changes(step_input, staged_changes.lists())
         max_seq_len = max((decode.max_seq_len for decode in step_input.decodes), default=0)
         chunks = tuple((chunk.start, chunk.stop) for chunk in step_input.chunks)
-        self.buffer_set = (self.buffer_set + 1) % self.buffer_sets  # a step in flight may still use the last buffer set
+        self.buffer_set = (self.buffer_set + 1) % self.buffer_sets  # the step before may still read its own set
         bounds = HostBounds(
             max_seq_len,
             chunks,
@@ -123,7 +125,9 @@ class Assembler:
     def batch(
         self, sent: StagedLists, mode: SamplingMode, forced_nodes: int, extend_mode: ExtendMode = ExtendMode.ACCEPTED
     ) -> Batch:
-        """Build the batch of a step. A captured program begins here: only torch operators run, no value is read."""
+        """Build the batch of a step. A captured program begins here, so only torch operators run, and the host reads no
+        value from the device.
+        """
         lists = sent.lists()
         rows = lists["rows"]
         decode_rows = rows[: sent.lengths["rows"] - sent.lengths.get("final rows", 0)]
@@ -155,8 +159,8 @@ class Assembler:
 
 
 def _stage_writes(writes: Ordered[PageWrite], staging: Staging) -> None:
-    """Stage two lists: the rows that are cleared, which come first in `writes`; and of the n other writes first all
-    rows, then all entries, then all pages, `[3 n]` in all.
+    """Stage two lists. The first has the rows that are cleared; these come first in `writes`. The second, `[3 n]`, is
+    for the n other writes: first all their rows, then all their entries, then all their pages.
     """
     cleared = [write.row for write in writes if write.entry < 0]
     staging.add("cleared", cleared)
@@ -164,8 +168,8 @@ def _stage_writes(writes: Ordered[PageWrite], staging: Staging) -> None:
 
 
 def _stage_prompt(step_input: StepInput, staging: Staging, idle_row: int) -> None:
-    """Stage the prompt chunks, padding included, as three kinds of lists: with one number per prompt row, with one per
-    chunk (`indptr` has one more), and with one per prompt that ends in this step.
+    """Stage the prompt chunks, with their padding. Some lists have one number per prompt row, some one per chunk
+    (`indptr` has one more), and some one per prompt that ends in this step.
     """
     chunks, idle_finals = step_input.chunks, step_input.idle_finishing_prompts
     padding_chunks = max(0, step_input.padded_chunks - len(chunks))
@@ -184,7 +188,7 @@ def _stage_prompt(step_input: StepInput, staging: Staging, idle_row: int) -> Non
     staging.add("next", next_tokens)
     staging.add("positions", (position for chunk in chunks for position in range(chunk.start, chunk.stop)))
     staging.add("token rows", (chunk.row for chunk in chunks for _ in range(_row_count(chunk))))
-    # Padding entries of "final rows" point at row 0, a dummy row: padding puts idle chunks first.
+    # The padding entries of "final rows" point at prompt row 0, which is padding too: idle chunks come first.
     staging.add("final rows", final_rows + [0] * idle_finals)
     staging.add("final lens", [chunk.stop for chunk in chunks if chunk.final] + [0] * idle_finals)
     staging.add("indptr", indptr + [len(tokens)] * padding_chunks)  # chunks without rows
@@ -193,7 +197,7 @@ def _stage_prompt(step_input: StepInput, staging: Staging, idle_row: int) -> Non
 
 
 def _scored_row_indices(chunks: Iterable[PromptChunk]) -> Iterator[int]:
-    """The indices, among prompt rows, of rows that return log-probabilities: the first `scored` of each chunk."""
+    """Yield the indices of the prompt rows that return log-probabilities: the first `scored` rows of each chunk."""
     start = 0
     for chunk in chunks:
         yield from range(start, start + chunk.scored)

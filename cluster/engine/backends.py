@@ -2,8 +2,8 @@
 
 `select_kernels` decides the backend of a rank from the setting `attention_backend` and what this machine has.
 Everything else follows from the name of the selected kernels: the KV pool, attention, the sampler, how draft trees
-grow, how their paths are accepted, lookup of tokens, and token bitmasks. The torch column is the reference that every
-other column must equal.
+grow, which of their nodes are verified, how their paths are accepted, lookup of tokens in earlier text, and token
+bitmasks. The implementations in torch are the reference: all others must compute the same.
 """
 
 import importlib
@@ -95,9 +95,9 @@ def implementation(kind: str, backend: str) -> Any:
 def select_kernels(setting: str, device: torch.device, dtype: torch.dtype) -> Kernels:
     """Return the kernels for a value of the setting `attention_backend`.
 
-    `auto` selects C on a CPU and Triton on a GPU. Where they are not available, it selects torch, and `description` of
-    the torch kernels says why. FlashInfer serves only where the setting names it, because the speed of FlashInfer has
-    not been measured yet.
+    `auto` selects C on a CPU and Triton on a GPU. Where these are not available, it selects torch, and `description` of
+    the torch kernels says why. FlashInfer is selected only if the setting names it, because its speed has not been
+    measured yet.
 
     Raises:
         ConfigError: the setting names a backend that is not available here.
@@ -121,8 +121,8 @@ def bind_attention(
 ) -> tuple[KVPool, AttentionBackend]:
     """Return a KV pool of `slots` slots for `layers` of one runner, and the attention of `kernels` bound to it.
 
-    The KV cells of all layers have the same shape. The pool stores them in FP8 if `fp8` is True, otherwise in `dtype`.
-    Queries are in `dtype`.
+    A KV cell is what one token stores in one layer: K and V, or one latent. The cells of all layers have the same
+    shape. The pool stores them in FP8 if `fp8` is True, otherwise in `dtype`. Queries are in `dtype`.
     """
     geometry = layers[0]
     pool = implementation("pool", kernels.name)(
@@ -133,7 +133,7 @@ def bind_attention(
         extra_arguments = kernels.flashinfer, [kernels.flashinfer.share(layer) for layer in layers]
     elif kernels.library is not None:
         extra_arguments = (kernels.library,)
-    # Attention in torch gathers cells by indices; other attention reads the page table itself.
+    # Attention in torch gathers cells by their slots (`Gather`); other attention reads the page table itself.
     pages = gather if kernels.name == "torch" else gather.table
     shape = AttentionShape(
         geometry.heads, tuple(layer.sliding_window for layer in layers), geometry.scale, geometry.value_dim
@@ -167,13 +167,13 @@ def bitmask_of(kernels: Kernels) -> ApplyTokenBitmask:
 
 
 def _function(kind: str, kernels: Kernels) -> Any:
-    """Return the function that serves `kind`. In C, it is an instance of a class that takes the compiled library."""
+    """Return the function that serves `kind`. For C, it is an instance of a class that takes the compiled library."""
     function_or_class = implementation(kind, kernels.name)
     return function_or_class if kernels.library is None else function_or_class(kernels.library)
 
 
 def _instance(kind: str, kernels: Kernels) -> Any:
-    """Return an instance of the class that serves `kind`; classes of C take the compiled library."""
+    """Return an instance of the class that serves `kind`. The classes for C take the compiled library."""
     return implementation(kind, kernels.name)(*(() if kernels.library is None else (kernels.library,)))
 
 

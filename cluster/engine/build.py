@@ -64,8 +64,8 @@ from cluster.tokenizer.tokenizer import TextTokenizer
 
 logger = logging.getLogger(__name__)
 
-# With dp_padding auto, a step on GPUs is padded if at most this share of its rows is then idle. In a padded step all
-# groups run the same number of rows.
+# In a padded step, all groups run as many rows as the largest group. With dp_padding auto, a step on GPUs is padded if
+# at most this share of its rows is then padding.
 MAX_GPU_PADDING = 0.5
 
 
@@ -104,8 +104,8 @@ def build_engine(config: EngineConfig) -> Engine:
 
 def prepare_single_rank(config: EngineConfig, memory: DeviceMemory | None = None) -> EnginePlan:
     """Load the models and allocate the memory of a gang of one rank. The caller then passes the result to `engine_of`,
-    with the draft of its choice. `memory` replaces the memory that the device reports. Models named on a hub are
-    downloaded, but only if their configs and headers show that they can be served.
+    with the draft of its choice. `memory` stands for the memory of the device; if it is None, the device itself is
+    asked. Models on a hub are downloaded, but only if their configs and headers show that they can be served.
 
     Raises:
         ConfigError: as `build_engine`.
@@ -130,8 +130,8 @@ def engine_of(prepared: EnginePlan, draft: Draft) -> Engine:
 
 def build_rank(config: EngineConfig, rank: int, rendezvous: Rendezvous | None, store: Store | None = None) -> Rank:
     """Return rank `rank` of the gang that meets at `rendezvous`, ready to step with its peers. If `rendezvous` is None,
-    the gang has one rank only. Rank 0 passes the `store` that it opened, other ranks pass None. Models named on a hub
-    are read from this node's cache, and downloaded into it if they are missing.
+    the gang has one rank only. Rank 0 passes the `store` that it opened, other ranks pass None. Models on a hub are
+    read from this node's cache; if they are missing there, they are downloaded into it first.
 
     Raises:
         ConfigError: something cannot run as configured, or ranks are configured differently.
@@ -267,10 +267,10 @@ def assemble(prepared: EnginePlan, draft: Draft) -> Rank:
 
 
 def _lockstep(prepared: EnginePlan, draft: Draft, captures: Captures | None) -> Lockstep:
-    """Return the `Lockstep` of this rank: the step, its coordinator and exchange, and the tables that it reads."""
+    """Return the `Lockstep` of this rank, with its step, the tables of requests, the coordinator and the exchange."""
     mesh, device, models, memory = prepared.mesh, prepared.device, prepared.models, prepared.memory
     resolved, config, dtype = models.resolved, models.resolved.settings, models.dtype
-    rows = config.max_running_requests + 1  # the last row is that of idle requests
+    rows = config.max_running_requests + 1  # the last row is that of idle requests (padding)
     draft_inputs = EagleDraftInput.create_idle_input(resolved.draft, resolved.shape.topk, dtype, device, rows)
     runners: list[TargetRunner | DraftRunner] = [memory.target_runner, *memory.draft_runner_list]
     slot_memories: list[SlotMemory] = [runner.pool for runner in runners]

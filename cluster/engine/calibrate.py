@@ -1,8 +1,9 @@
 """Measures the pace of this gang, the `StepTimes` that predict its step times: runs a few steps with made-up rows,
 once, before the first request.
 
-All ranks run the real step. Each step runs in a few rounds. The time of a round is the time of the slowest rank, and
-the shortest round counts: a machine that is busy for a moment must not distort the pace for good.
+All ranks run real steps. Each step is run several times, once in each round. The time of a step in a round is that of
+the slowest rank. The shortest of these times counts, because a machine that is busy for a moment must not distort the
+pace for good.
 """
 
 import time
@@ -26,14 +27,15 @@ FIRST_ROWS = 16  # the first point of the curve of prompt rows
 DECODES_FACTOR, ROWS_FACTOR = 4, 2  # factors from one point of a curve to the next
 MAX_SLOWDOWN = 2.0  # a curve ends at this multiple of the time of its first step, and is extrapolated from there
 LONG_PREFIX = 2048  # prefix length for measuring attention, of decoding requests and of many prompt rows
-DEEP_PREFIX = 8192  # prefix length for measuring a single row: no processor caches this much
+DEEP_PREFIX = 8192  # prefix length for measuring a single row: the KV is larger than any processor's cache
 MIN_PREFIX = 128  # shorter prefixes are not measured: the time they add is below the noise of the clock
 
 
 class TrialLoad(NamedTuple):
-    """A step to be timed. In every group `decodes` requests decode, with `committed` tokens each. In addition the first
-    group, or every group if `all_groups`, runs `rows` prompt rows after a prefix of `start` tokens. The trees have the
-    tier `tier`, or if it is None the largest one that the settings allow with so many requests.
+    """A step to be timed. In every attention group `decodes` requests decode, with `committed` tokens each. In addition
+    the first group, or every group if `all_groups`, runs `rows` prompt rows after a prefix of `start` tokens. `tier` is
+    the number of the trees' shape. If it is None, the trees are the largest without looked-up tokens that the settings
+    allow for `decodes` requests.
     """
 
     decodes: int
@@ -70,13 +72,13 @@ def measure_pace(lockstep: Lockstep, cache: KVCache, resolved: ResolvedConfig) -
 
 
 def max_trial_tokens(cache: KVCache, resolved: ResolvedConfig) -> int:
-    """Return how many tokens the request of a trial may have at most."""
+    """Return the most tokens that the request of a trial may have."""
     return min(resolved.context_length, cache.total_pages * cache.page_size - resolved.shape.window)
 
 
 @contextmanager
 def trial_steps(lockstep: Lockstep, cache: KVCache, resolved: ResolvedConfig, length: int) -> Iterator["Trial"]:
-    """Give a `Trial` whose request has room for `length` tokens. All ranks must call this, with an empty cache."""
+    """Yield a `Trial` whose request has room for `length` tokens. All ranks must call this, with an empty cache."""
     tokens = tuple(TOKEN_STRIDE * index % resolved.target.vocab_size for index in range(length + 1))
     trial = Trial(lockstep, resolved, tokens)
     if lockstep.mesh.is_leader:
@@ -87,14 +89,16 @@ def trial_steps(lockstep: Lockstep, cache: KVCache, resolved: ResolvedConfig, le
     if trial.lease is not None:
         cache.close(trial.lease, tokens, 0)
     lockstep.mesh.world.clock.take_collective_spans()  # drop the waits of these steps from the statistics
-    lockstep.step.forget_chances()  # the tokens were made up
+    lockstep.step.forget_chances()  # the accepted nodes mean nothing, because the tokens were made up
 
 
 @dataclass(slots=True)
 class Trial:
-    """Runs steps with made-up rows and keeps the best time of each. In each group all rows belong to one request. It
-    appears several times in a step with several decoding requests. `waking_us` has the best times of the steps in which
-    the draft woke, by decoding requests.
+    """Runs steps with made-up rows and keeps the shortest time of each load in `best_us`. In each group all rows belong
+    to one request. In a step with several decoding requests, the same request appears several times.
+
+    A draft may rest, that is, not read the tokens of steps without trees. The step in which it wakes reads the last of
+    these tokens. `waking_us` has the shortest times of such steps, by number of decoding requests.
     """
 
     lockstep: Lockstep
@@ -107,8 +111,8 @@ class Trial:
     _first_step_input: StepInput = field(default=StepInput())
 
     def begin(self, cache: KVCache, lease: Lease) -> None:
-        """Run the rows of later steps on `lease`. The first step input brings the table row of `lease` to the device
-        and to followers.
+        """Use the pages of `lease` for the rows of all later steps. The first step input brings its page table row to
+        the device and to followers.
         """
         self.lease = lease
         greedy = RowSampling(lease.row, 0.0, 0, 1.0, 0.0, 0)
@@ -132,14 +136,14 @@ class Trial:
             self.time_again(load)
 
     def _slowest_rank_us(self, seconds: float) -> float:
-        """Return the time of the slowest rank in microseconds, at least 1; adds it to `spent_s`."""
+        """Return the time of the slowest rank in microseconds, at least 1. Add this time to `spent_s`."""
         slowest = max(rank_us for (rank_us,) in self.lockstep.mesh.all_gather_row((int(1e6 * seconds),)))
         self.spent_s += slowest / 1e6
         return max(1.0, slowest)
 
     def run(self, load: TrialLoad) -> float:
-        """Run a step with this load; returns the seconds that it took on this rank. If the draft has to wake before it,
-        the time of the step in which it wakes goes to `waking_us`.
+        """Run a step with this load, and return the seconds that it took on this rank. If the draft rested before, it
+        first wakes in a step of its own, whose time goes to `waking_us`.
         """
         seconds, extend_mode = self._run_step(load)
         if extend_mode is ExtendMode.MISSED:

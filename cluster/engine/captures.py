@@ -30,11 +30,11 @@ from cluster.status import CaptureInfo
 logger = logging.getLogger(__name__)
 
 MODES = (SamplingMode(0), SamplingMode.RANDOM, SamplingMode.RANDOM | SamplingMode.FILTERED)
-AUTO_BYTES = 1 << 28  # most memory of all tapes with capture auto
+AUTO_BYTES = 1 << 28  # most memory of all tapes (the captured programs of a CPU) with capture auto
 MAX_DEFAULT_SIZE = 512  # largest default size on a GPU (requests or prompt rows), unless max_running_requests is larger
 CHUNK_SIZES = (4, 8, 16, 32, 64, 128, 256)
-"""Prompt rows of captured steps on a CPU. A replayed step saves 4 ms before its first row. For a step of few rows that
-is a large part of its time; a step of more rows takes so long that 4 ms do not matter.
+"""Numbers of prompt rows of captured steps on a CPU. A replay saves about 4 ms, however many rows the step has. That is
+a large part of the time of a step with few rows, and a small part of the time of a step with more rows.
 """
 FLASHINFER_REASON = (
     "graphs of whole steps with FlashInfer have not run on a GPU yet; capture on captures steps that decode"
@@ -60,9 +60,9 @@ def captures_of(config: EngineConfig, device: torch.device, models: RankModels, 
 
     By default steps without prompts are captured, because they recur. On a GPU this needs Triton's kernels, whose
     launches do not depend on lengths. On a CPU it needs the kernels in C, which replay faster than torch runs eagerly;
-    rows are limited so that all tapes stay within `AUTO_BYTES`. A CPU also captures steps in the middle of a prompt:
-    the scheduler gives them one of `CHUNK_SIZES` prompt rows, so that they recur. With FlashInfer only `capture: on`
-    captures.
+    the rows of a captured step are limited, so that all tapes stay within `AUTO_BYTES`. Unless `capture_sizes` is set,
+    a CPU also captures steps in which no prompt ends. The scheduler gives such steps one of `CHUNK_SIZES` prompt rows,
+    so that they recur. With FlashInfer, steps are captured only if `capture` is on.
 
     Raises:
         ConfigError: capture is on, but these kernels and settings cannot capture; or sizes do not suit the ranks.
@@ -157,8 +157,10 @@ def buckets_of(config: EngineConfig, device: torch.device, mesh: Mesh) -> Bucket
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """A step to capture: `requests` requests decode with trees of tier `tier`, and draw tokens in `mode`. If `wakes`,
-    the step in which the draft wakes after this one is captured too.
+    """A step to capture: `requests` requests decode with trees of shape number `tier`, and draw tokens in `mode`.
+
+    In a step without trees the draft may rest, that is, not read the new tokens. If `wakes`, the later step in which
+    the draft reads them is captured too.
     """
 
     requests: int
@@ -169,7 +171,7 @@ class Decoding:
 
 def decoding_steps(resolved: ResolvedConfig, buckets: Buckets) -> Iterator[Decoding]:
     """Yield one step for each program that decoding can need if all groups have the same load, for the common `MODES`.
-    The largest steps come first, so that on a GPU the programs of smaller steps fit into their memory.
+    The largest steps come first, so that on a GPU the programs of smaller steps can use the memory of larger ones.
     """
     for size_range in reversed(buckets.padded_ranges()):
         if Sizes(size_range.stop - 1, 0, 0).rows(resolved.shape.num_draft_tokens) > MAX_CAPTURED_ROWS:
@@ -187,15 +189,17 @@ def decoding_steps(resolved: ResolvedConfig, buckets: Buckets) -> Iterator[Decod
 
 
 def capture_decoding(lockstep: Lockstep, resolved: ResolvedConfig, buckets: Buckets) -> CaptureInfo:
-    """Capture all `decoding_steps` with idle requests, before the first request; all ranks must call this."""
+    """Capture all `decoding_steps` with idle requests (padding), before the first real request. All ranks must call
+    this.
+    """
     started, programs = time.perf_counter(), lockstep.programs
     runs = 2 * programs.assembler.buffer_sets  # for each buffer set: an eager run, then the run that is captured
     for step in decoding_steps(resolved, buckets):
         for _ in range(runs):
             while (mode := _run_idle(lockstep, step, step.tier)) is ExtendMode.MISSED:
-                pass  # a draft that rested wakes first, in a step of its own
+                pass  # the draft has rested, and this step only wakes it: run the step once more
         for _ in range(runs if step.wakes and mode.rests else 0):
-            for tier in (1, 1, 0):  # the draft wakes, drafts and rests: three steps, so that buffer sets take turns
+            for tier in (1, 1, 0):  # wake, draft, rest: an odd number of steps, so that two buffer sets take turns
                 _run_idle(lockstep, step, tier)
         programs.pin_all()
     lockstep.mesh.world.clock.take_collective_spans()

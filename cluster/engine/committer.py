@@ -1,4 +1,4 @@
-"""Takes the results of a step into its requests: tokens, ends, log-probabilities, pages, statistics."""
+"""Commits the results of a step to its requests: tokens, log-probabilities, ends of requests. Makes its statistics."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -36,8 +36,9 @@ SLOW_GRAMMAR = (
 
 
 class TreeCounts(NamedTuple):
-    """Of a verified tree: the `tokens` that it yielded, its `nodes` without the root, and how many accepted ones of
-    these were `looked_up` and not drafted.
+    """Counts of one verified tree. `tokens` are those that it gave to the output of its request, bonus token included.
+    `nodes` are its verified nodes without the root. `looked_up` of these nodes were accepted although the draft had not
+    proposed them: their tokens followed an earlier occurrence of the end of the text.
     """
 
     tokens: int
@@ -46,7 +47,7 @@ class TreeCounts(NamedTuple):
 
 
 class Committer:
-    """Commits the steps of one rank, and counts how many tokens its drafts contributed."""
+    """Commits the steps of one rank, and keeps the mean number of tokens per verified tree."""
 
     def __init__(self, sequences: dict[str, RequestState], scheduler: Scheduler, loop: StepLoop) -> None:
         """`sequences` are the requests by id; a request that ends is removed."""
@@ -80,8 +81,9 @@ class Committer:
     def _commit_trees(
         self, step: StepInFlight, step_output: StepOutput
     ) -> tuple[list[SequenceOutput], list[TreeCounts]]:
-        """Commit the trees. Return the outputs, and the counts of each verified tree. Entry i of `step_output` is that
-        of `schedule.decodes[i]`; idle requests come last. Each entry has S + 1 rows of log-probabilities.
+        """Commit the trees. Return the outputs, and the counts of each verified tree. Entry i of `step_output` is for
+        request i of `schedule.decodes`; entries of idle requests (padding) come last. Each entry has S + 1 rows of
+        log-probabilities.
         """
         shape, outputs, trees = step.shape, list[SequenceOutput](), list[TreeCounts]()
         outlook, accepted = self._scheduler.decode.outlook, list[tuple[int, AcceptedTree]]()
@@ -114,7 +116,8 @@ class Committer:
 
     def _cycle_s(self, step: StepInFlight) -> float:
         """Return the seconds between the reading of the step before and the reading of this step. They include what the
-        server does between two steps. If no step came right before, return the seconds that this step took.
+        server does between two steps. If the reading of the step before was not recorded here, return the seconds that
+        this step took.
         """
         now, number = time.perf_counter(), step.plan.step
         (before_s, before_number), self._last_read = self._last_read, (now, number)
@@ -134,7 +137,7 @@ class Committer:
         start = len(finite_rows) - schedule.prompt_rows
         for chunk in schedule.chunks:
             sequence, stop = chunk.sequence, start + chunk.stop - chunk.start
-            if sequence.lease is chunk.lease:  # otherwise it has ended, was aborted or retracted
+            if sequence.lease is chunk.lease:  # otherwise the request has ended, was aborted or retracted
                 sequence.commit_prompt(chunk.stop, chunk.final)
                 all_finite = all(finite_rows[start:stop]) and _store_prompt_scores(chunk, step_output, score_row)
                 if chunk.final or not all_finite:
@@ -151,8 +154,8 @@ class Committer:
     def _append_tokens(
         self, sequence: RequestState, new_tokens: list[int], step_output: StepOutput, row: int
     ) -> SequenceOutput:
-        """Append the tokens `new_tokens` to a request, up to the token that ends it, and return its output. Row `row`
-        of `step_output.logprobs` is that of the first token.
+        """Append the tokens `new_tokens` to a request, up to the token that ends the request. Return its output. Row
+        `row` of `step_output.logprobs` is that of the first token.
         """
         cut = sequence.finish.cut(new_tokens, sequence.remaining_tokens)
         accepted_tokens = new_tokens[: cut.token_count]
@@ -174,8 +177,8 @@ class Committer:
         )
 
     def _error_of(self, sequence: RequestState, lease: Lease, all_finite: bool) -> tuple[ErrorCode, str] | None:
-        """Return the error code and message if a request cannot go on, or None. `all_finite` says whether all its
-        numbers in this step are finite; if its grammar failed, they are NaN.
+        """Return the error code and message if a request cannot go on, otherwise None. `all_finite` says whether the
+        target's numbers for the request are all finite in this step. If its grammar failed, these numbers are NaN.
         """
         constrained = sequence.request.params.grammar is not None
         if not all_finite:
@@ -250,7 +253,7 @@ class Committer:
 
 
 def _undrafted_reason(step: StepInFlight) -> str | None:
-    """Return why a step that decodes drafted nothing, one of `UNDRAFTED`; None if it drafted."""
+    """Return why a step that decodes drafted nothing: one of `UNDRAFTED`. Return None if it drafted."""
     if step.plan.tier:
         return None
     if step.plan.extend_mode is ExtendMode.MISSED:
@@ -259,8 +262,8 @@ def _undrafted_reason(step: StepInFlight) -> str | None:
 
 
 def _has_typical_time(step: StepInFlight, step_output: StepOutput) -> bool:
-    """Return whether the step took about what every step of its tier and size takes: it only decoded, its draft did not
-    wake, and its program was not captured in it.
+    """Return whether the step took about as long as every step with these trees and this size: it only decoded, its
+    draft did not catch up on tokens of earlier steps, and it replayed its program if such steps are captured.
     """
     plan = step.plan
     was_captured_before = step_output.phases.names == (REPLAY,) or not plan.captured
@@ -269,8 +272,8 @@ def _has_typical_time(step: StepInFlight, step_output: StepOutput) -> bool:
 
 
 def _store_prompt_scores(chunk: Chunk, step_output: StepOutput, row: int) -> bool:
-    """Store a chunk's prompt log-probabilities, which begin at row `row` of `step_output.scores`. Return whether the
-    newly stored ones are all finite.
+    """Store a chunk's prompt log-probabilities, which begin at row `row` of `step_output.scores`. Return whether those
+    stored by this call are all finite; True if there are none.
     """
     sequence, top_count = chunk.sequence, chunk.sequence.request.params.prompt_logprobs
     if not chunk.scored or top_count is None or step_output.scores is None:
@@ -286,8 +289,8 @@ def _store_prompt_scores(chunk: Chunk, step_output: StepOutput, row: int) -> boo
 def _token_logprobs(
     step_logprobs: Logprobs | None, row: int, tokens: list[int], top_count: int, ranks: list[int] | None = None
 ) -> Iterable[TokenLogprob]:
-    """Yield the log-probabilities of `tokens`, from row `row` of `step_logprobs` on, each with the `top_count`
-    likeliest.
+    """Yield the log-probabilities of `tokens`, from row `row` of `step_logprobs` on, each with those of the `top_count`
+    likeliest tokens. `ranks` are the ranks of `tokens`; None stands for 0.
     """
     assert step_logprobs is not None, "the step computed log-probabilities"
     rows = slice(row, row + len(tokens))

@@ -21,7 +21,7 @@ from cluster.kv.cache import KVCache
 
 
 class DecodeScheduler:
-    """The running requests of one rank, in order of admission. Retracted requests go to `waiting`."""
+    """Keeps the running requests of one rank, in order of admission. Retracted requests go to `waiting`."""
 
     def __init__(self, resolved: ResolvedSettings, cache: KVCache, window: int, waiting: deque[RequestState]) -> None:
         """`window` is W, the slots beyond its committed tokens that a decoding request may write in a step."""
@@ -29,7 +29,7 @@ class DecodeScheduler:
         self.waiting, self._resolved, self._cache, self._window = waiting, resolved, cache, window
         self._shape = resolved.forced_shape
         self.outlook: TreeOutlook | None = None
-        """Estimates what trees bring, if trees are adaptive; set after the costs of trees were measured."""
+        """Estimates how many tokens each tree gives. None if trees are fixed, and until their costs are measured."""
 
     def schedule(self, schedule: Schedule) -> None:
         """Add the requests that decode to `schedule`, with pages for their windows."""
@@ -39,7 +39,7 @@ class DecodeScheduler:
                 for request in self.running
                 if request.lease is not None and not (request.prefilling or request.will_end)
             ]
-            # `max_committed` bounds the committed tokens from above: results of steps in flight are not known yet.
+            # The results of steps in flight are not known yet, so `max_committed` counts the most that they can commit.
             needed_tokens = [
                 min(request.max_committed, request.max_running_tokens) + self.window_of(request)
                 for request, _ in schedule.decodes
@@ -54,25 +54,30 @@ class DecodeScheduler:
         schedule.vote = TreeVote(max_tier) if self.outlook is None else self.outlook.vote(schedule.decodes, max_tier)
 
     def publish(self) -> None:
-        """Put all pages that the last step completed into the radix tree, where other requests find them."""
+        """Put all pages that have become full into the radix tree, where other requests find them."""
         for sequence in self.running:
             if sequence.lease is not None:
                 self._cache.publish(sequence.lease, sequence.tokens, sequence.committed)
 
     def stop(self, sequence: RequestState, shared_tokens: int) -> None:
-        """Close the lease of a running request. Other requests may read the KV of its first `shared_tokens` tokens."""
+        """Stop a running request and give up its pages. Other requests may read the KV of its first `shared_tokens`
+        tokens; full pages of these stay in the radix tree.
+        """
         assert sequence.lease is not None, "only a running request has a lease"
         self.running.remove(sequence)
         self._cache.close(sequence.lease, sequence.tokens, shared_tokens)
         sequence.detach()
 
     def window_of(self, sequence: RequestState) -> int:
-        """W for this request. A request with a grammar may also have forced nodes, which need more slots."""
+        """W for this request. With a grammar, its trees may also have nodes for tokens that the grammar forces, which
+        need more slots.
+        """
         return self._window if sequence.request.params.grammar is None else max(self._window, self._shape.window)
 
     def max_new_pages(self, sequence: RequestState) -> int:
-        """The most new pages that a running request can need for its next step. The step that now begins commits at
-        most S + 1 tokens, and a request that still runs has at most `max_running_tokens` committed.
+        """The most new pages that a running request can need for the step after the one that now begins. The step that
+        now begins commits at most S + 1 tokens, and a request that still runs has at most `max_running_tokens`
+        committed tokens.
         """
         assert sequence.lease is not None, "only running requests grow"
         if sequence.prefilling:

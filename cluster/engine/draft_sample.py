@@ -1,7 +1,7 @@
 """Checks a draft when it is loaded, against the sample output in its own folder.
 
-The sample runs through the real step, on all ranks of the gang: the target with its aux hidden states, the draft's fc,
-norms and attention.
+The sample runs through a real step, on all ranks of the gang. So the check covers the target with its aux hidden
+states, and the draft's fc, norms and attention.
 """
 
 import logging
@@ -50,8 +50,8 @@ def take_sample(tokens: tuple[int, ...], lockstep: Lockstep, cache: KVCache) -> 
 
 
 def check_sample(resolved: ResolvedConfig, lockstep: Lockstep, cache: KVCache) -> None:
-    """Raise if a draft does not reproduce its sample. Skip the check if there is none, or if it exceeds the context
-    length or the cache.
+    """Raise if a draft does not reproduce its sample. Skip the check if there is no sample, or if the sample exceeds
+    the context length or the cache.
 
     With a token map from a file the draft has fewer tokens and other probabilities, so only hidden states are compared.
 

@@ -1,4 +1,4 @@
-"""Which draft an engine has."""
+"""Creates the draft of an engine, and the lookup that adds tokens to its trees."""
 
 import torch
 
@@ -18,7 +18,9 @@ from cluster.spec.token_history import TokenHistory
 
 def create_draft(models: RankModels, memory: RankMemory, device: torch.device) -> Draft:
     """Return the draft that uses `memory.draft_runner_list`: `EagleDraft` if one runner drafts all levels,
-    `MultiLayerDraft` if each level has its own runner. Without runners, return `NgramDraft` or `NoDraft`.
+    `MultiLayerDraft` if each level has its own runner. With adaptive trees, an `EagleDraft` is in a `RestingDraft`
+    (which need not read the tokens of steps without trees), except with FlashInfer. Without runners, return
+    `NgramDraft` for n-gram speculation, otherwise `NoDraft`.
     """
     runners, resolved, kernels, table = memory.draft_runner_list, models.resolved, models.kernels, memory.cache.table
     if not runners:
@@ -33,17 +35,20 @@ def create_draft(models: RankModels, memory: RankMemory, device: torch.device) -
     if len(runners) > 1:
         return MultiLayerDraft(runners, ranking, table, growth)
     draft = EagleDraft(runners[0], ranking, growth)
-    # FlashInfer's plans hold the tokens that are certainly committed; a draft that wakes reads positions before these.
+    # FlashInfer plans attention over all tokens that are certainly committed. A resting draft that wakes has rows at
+    # earlier positions, which must not see all of these tokens.
     return RestingDraft(draft, runners[0], table) if resolved.adaptive_trees and kernels.flashinfer is None else draft
 
 
 def create_lookup(models: RankModels, device: torch.device) -> TreeLookup | None:
-    """Return what adds looked-up tokens to drafted trees, or None if no tree has any."""
+    """Return the object that adds looked-up tokens (what followed an earlier occurrence of the end of the text) to
+    drafted trees. Return None if no tree has such tokens.
+    """
     count = models.resolved.lookup_tokens
     return TreeLookup(_create_history(models, device), count, device) if count else None
 
 
 def _create_history(models: RankModels, device: torch.device) -> TokenHistory:
     resolved = models.resolved
-    rows = resolved.settings.max_running_requests + 1  # the last row is that of idle requests
+    rows = resolved.settings.max_running_requests + 1  # the last row is that of idle requests (padding)
     return TokenHistory(rows, resolved.context_length, lookup_of(models.kernels), device)

@@ -1,7 +1,8 @@
-"""The engine: takes requests, runs one step after another, returns their outputs. Not thread-safe: one loop owns it.
+"""The engine: takes requests, runs one step after another, returns their outputs. It is not thread-safe: one thread
+uses it, except for the methods that `StepLoop` allows to any thread.
 
-It is made of a scheduler (what runs in a step), a step loop (runs it on this rank, in lockstep with the gang) and a
-committer (takes its results into the requests).
+It has three parts. The scheduler decides what runs in a step. The step loop runs the step on this rank, in lockstep
+with the gang (the ranks of one replica). The committer takes the results of the step into the requests.
 """
 
 import time
@@ -37,7 +38,7 @@ class EngineParts:
 
     @property
     def lockstep(self) -> Lockstep:
-        """The `Lockstep` of the step loop: it runs this rank's steps together with the gang."""
+        """The `Lockstep` of the step loop: it runs this rank's steps together with the other ranks of the gang."""
         return self.loop.lockstep
 
 
@@ -55,7 +56,7 @@ class Engine:
         # By the last plan: the largest `decode_us` of other groups, and how many other groups ran prompt rows.
         self._max_decode_us = self._prefilling_groups = self._submitted = 0
         self._on_admitted: Callable[[tuple[str, ...]], None] = lambda ids: None
-        # What an engine does as a member of its gang, its step loop does.
+        # The step loop does all that an engine does as a member of its gang.
         self.sleep, self.wake_ranks, self.leave, self.close = loop.sleep, loop.wake_ranks, loop.leave, loop.close
         self.info, self.prepare_grammars, self.read_grammar = loop.info, loop.prepare_grammars, loop.read_grammar
 
@@ -157,15 +158,16 @@ class Engine:
         parts.scheduler.waiting.append(sequence)
 
     def abort(self, request_id: str) -> None:
-        """Drop a request and free its pages. Unknown ids are ignored."""
+        """Drop a request, and let other requests use its pages. Unknown ids are ignored."""
         sequence = self._sequences.pop(request_id, None)
         if sequence is not None:
             self._parts.scheduler.release(sequence)
             sequence.times.finish(self.metrics, "abort")
 
     def step(self) -> StepResult:
-        """Begin the next step of the gang: schedule, agree, draft -> target -> extend. Then commit the step whose
-        results are due: this step, or on a GPU with `overlap` the step before it.
+        """Begin the next step of the gang: schedule, agree with the other ranks, draft -> target -> extend. Then commit
+        the step whose results are due: this step, or on a GPU with `overlap` the step before it. Return the outputs of
+        the committed step, and those of requests that ended in `submit`.
 
         Raises:
             GangError: a peer is gone, or ranks are out of step.
@@ -179,7 +181,7 @@ class Engine:
         scheduled = time.perf_counter()
         for sequence in schedule.first_admitted:
             sequence.times.admit(scheduled)
-        # Each group votes for a tree depth by its own load; the plan takes the lowest vote.
+        # Each group votes by its own load. The largest tree that a step may use is that of the lowest vote.
         step = self._loop.begin(step_input, schedule, len(self._sequences))
         step.started_at, step.seconds["schedule"] = started, scheduled - started
         plan, own_group = step.plan, self.lockstep.mesh.dp_rank
@@ -223,7 +225,7 @@ class Engine:
         )
 
     def sample_draft(self, tokens: tuple[int, ...]) -> EagleDraftInput:
-        """Return the output of the draft's extend after `tokens`. Only for an engine without requests."""
+        """Run `tokens` as a prompt on an engine without requests. Return the output of the draft's extend phase."""
         assert not self.has_work, "requests are running"
         draft_output = take_sample(tokens, self._parts.lockstep, self._parts.cache)
         assert draft_output is not None, "an engine leads"

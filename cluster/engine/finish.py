@@ -10,7 +10,7 @@ from cluster.tokenizer.tokenizer import TextTokenizer
 
 class Cut(NamedTuple):
     """How many of the given tokens belong to the output, and why the request ends after them. If `reason` is None, the
-    request goes on.
+    request goes on. `stop_reason` is the stop string or the stop token that ends it, otherwise None.
     """
 
     token_count: int
@@ -29,8 +29,9 @@ class FinishCheck:
         tokenizer: TextTokenizer | None,
         prompt_token_ids: Sequence[int],
     ) -> None:
-        """`prompt_token_ids` are the tokens before the first generated one; stop strings match only after them. End
-        tokens of `vocab_size` or more, which a config or a client may name, are dropped: they are never generated.
+        """`prompt_token_ids` are the tokens before the first generated one; stop strings match only after them. A
+        config or a client may name end tokens with ids of `vocab_size` or more. They are ignored, because they are
+        never generated.
         """
         end_tokens = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos_token_ids))
         self.end_tokens = {token for token in end_tokens if 0 <= token < vocab_size}

@@ -10,7 +10,7 @@ import os
 
 TRIM_THRESHOLD, TOP_PAD, MMAP_THRESHOLD = -1, -2, -3  # parameters of mallopt(3)
 CACHED_BYTES = 1 << 28
-HEAP_BYTES = 1 << 26  # largest heap of threads other than the main one; a smaller TOP_PAD would return free heaps
+HEAP_BYTES = 1 << 26  # largest heap of other threads; with a smaller TOP_PAD the library would return free heaps
 MAX_MMAP_THRESHOLD = 1 << 25  # the largest MMAP_THRESHOLD that the library accepts
 
 

@@ -1,6 +1,6 @@
 """The part of a step that is the same on leaders and followers: agree on a plan, share the step input, pad it, run it.
 
-No branch checks whether this rank is idle: a rank without requests runs the same code, with no rows or with idle rows.
+There is no branch for a rank without requests: it runs the same code, with no rows or with idle rows (padding).
 """
 
 import time
@@ -33,9 +33,10 @@ class StepInFlight:
     """A step that this rank has begun with its gang, and whose results are not committed yet. `output` is None if no
     rank had rows, or if the gang ends with this step.
 
-    `shape` is the tree of the step's tier. `wait_spans` are the time spans in collectives. `end_mark` is the moment on
-    the device at which the step ends. `seconds` are the times of the phases. `StepLoop` adds `schedule` and `forwards`;
-    the latter are the time spans of the model forwards. `started_at` is when the host began to schedule the step.
+    `shape` is the shape of the step's trees. `wait_spans` are the time spans in collectives. `end_mark` is the moment
+    on the device at which the step ends. `seconds` are the times of the phases by name. `StepLoop` adds `schedule` and
+    `forwards`; the latter are the time spans of the model forwards. `started_at` is when the host began to schedule the
+    step.
 
     Three fields are set when the results are read. `elapsed_s` is the time in seconds from the beginning of this step,
     or from the reading of the previous step if that was later. Of this time, the rank spent `wait_s` in collectives and
@@ -58,7 +59,8 @@ class StepInFlight:
 
 @dataclass(slots=True)
 class Lockstep:
-    """One rank's side of the steps of its gang; `tree_shapes` are the trees by tier.
+    """One rank's side of the steps of its gang. `tree_shapes` are the shapes that trees may have; the index of a shape
+    is its tier.
 
     When the host begins a step, at most `max_in_flight` earlier steps are in flight, that is, their results are not
     read yet. Changes that the host makes meanwhile reach the device with a later step input, queued behind the steps in
@@ -95,16 +97,17 @@ class Lockstep:
 
     def run(self, step_input: StepInput, requests: int, vote: TreeVote, decode_us: int = 0) -> StepInFlight:
         """Begin one step with the gang; `read` waits for the end of the step. `step_input` is the work of this group
-        (empty on a follower), `requests` the number of this rank's waiting and running requests, `vote` its vote for
-        the tree, `decode_us` that of its `Schedule`.
+        (empty on a follower), `requests` the number of this rank's waiting and running requests, `vote` this rank's
+        vote for the tree, and `decode_us` is `Schedule.decode_us`.
 
         Raises:
-            OutOfStepError: ranks disagree, or this rank was about to deviate from the script.
+            OutOfStepError: ranks disagree, or this rank was about to deviate from the script (the list of the step's
+                collectives).
             PeerLostError: a peer is gone.
         """
         started = time.perf_counter()
         self.watchdog.use_current_thread()
-        # Followers must know the length of the packed input before its broadcast, so it is in the header.
+        # Followers must know the length of the packed input before its broadcast, so the header has this length.
         packed_input = pack(step_input) if self.mesh.attn.size > 1 and self.mesh.is_leader else []
         header = self.coordinator.header()
         header = header._replace(
@@ -129,8 +132,8 @@ class Lockstep:
             captured=self.programs.checksum,
             capture_us=self.programs.capture_us,
         )
-        # If a lost peer causes an error, `reporting_peer_loss` raises the loss instead; waits for the device are under
-        # the watchdog.
+        # If a lost peer causes an error, `reporting_peer_loss` raises a `PeerLostError` instead. With `wait_hook_set`,
+        # the watchdog checks every wait for the device.
         with self.mesh.reporting_peer_loss(), wait_hook_set(self.watchdog.wait_for_device):
             plan = self.coordinator.agree(header)
             if self.debug:
@@ -171,7 +174,7 @@ class Lockstep:
             packed_input = self.exchange.share(packed_input)
             if not mesh.is_leader:
                 step_input = unpack(packed_input)
-        # The mode of the plan, not of the own requests: it decides which calls are in the script.
+        # Use the plan's mode, not that of this group's requests: the plan's mode decides which calls are in the script.
         step_input = pad_step_input(
             step_input._replace(mode=plan.mode), plan, mesh.dp_rank, self.programs.assembler.idle_row
         )
@@ -181,8 +184,8 @@ class Lockstep:
 
 
 def _results_checksum(output: StepOutput, real_requests: int) -> int:
-    """Return a checksum of the results of prompts and of the first `real_requests` decoding requests, without idle
-    ones.
+    """Return a checksum of the results of prompts and of the first `real_requests` decoding requests. The decoding
+    requests after these are padding.
     """
     first_tokens, _, inputs_checksum = output.prompt_results
     values = [*first_tokens, *inputs_checksum]

@@ -17,7 +17,9 @@ from cluster.models.runner import DraftRunner, TargetRunner
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Pools and tables of one rank. All runners use the page and slot numbers of `cache`; each has its own pool."""
+    """Pools and tables of one rank. All model runners use the page and slot numbers of `cache`; each runner has its own
+    pool. `forward_spans` collects the time spans of the models' forwards.
+    """
 
     capacity: Capacity
     cache: KVCache
@@ -40,7 +42,9 @@ def allocate(
 
 
 def allocate_pages(models: RankModels, device: torch.device, pages: int, capacity: Capacity) -> RankMemory:
-    """Allocate pools of `pages` pages and the sink page; `capacity` says what determined their size."""
+    """Allocate pools of `pages` pages and the sink page (page 0, to which padding rows write). `capacity` says what
+    determined their size.
+    """
     resolved, forward_spans = models.resolved, Spans(timer_of(device))
     config, spec = resolved.settings, resolved.draft
     max_request_tokens = resolved.context_length + resolved.forced_shape.window

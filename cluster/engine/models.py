@@ -32,8 +32,9 @@ MIN_FP8_CAPABILITY = 8, 9
 
 @dataclass(frozen=True, slots=True)
 class RankModels:
-    """One rank's part of the models and the contexts in which they compute. `exchange` checks its calls against the
-    script. A model that each rank computes alone has a `NoExchange` in its context instead.
+    """One rank's part of the models and the contexts in which they compute. `exchange` runs the collectives of the
+    models; it compares each call with the script, which lists the calls of the step. A model that each rank computes
+    alone has a `NoExchange` in its context instead.
     """
 
     resolved: ResolvedConfig
@@ -73,9 +74,7 @@ class RankModels:
 
     @property
     def attention(self) -> tuple[str, ...]:
-        """If the backend is FlashInfer: sentences that say which attention other kernels compute. Empty for other
-        backends.
-        """
+        """Sentences that say which attention other kernels compute in place of FlashInfer. Empty for other backends."""
         flashinfer, resolved, lines = self.kernels.flashinfer, self.resolved, list[str]()
         if flashinfer is None:
             return ()
@@ -89,7 +88,7 @@ class RankModels:
 
     @property
     def layers(self) -> list[list[LayerGeometry]]:
-        """The layers of every runner, with the heads that this rank holds; the target's first."""
+        """The layers of every runner, with the heads that this rank holds. The first entry is that of the target."""
         attention = self.target_context.sharding.attention
         layers = [[local_heads(geometry, attention) for geometry in self.resolved.target.layers]]
         if (spec := self.resolved.draft) is not None:
@@ -107,8 +106,8 @@ class RankModels:
 
     @property
     def ops(self) -> tuple[Ops, Ops | None]:
-        """The exchange calls of the target and of the draft, or None in place of the draft's if there is no draft. A
-        model that each rank computes alone makes no calls.
+        """The exchange calls of the target and of the draft; the second is None if there is no draft. A model that each
+        rank computes alone makes no calls.
         """
         target_experts, draft_experts = self.resolved.experts
         target = self._ops(self.target, target_experts) if self.target_context.exchange is self.exchange else Ops()

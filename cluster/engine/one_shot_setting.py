@@ -10,7 +10,7 @@ from cluster.distributed.one_shot_all_reduce import OneShot, check_against_refer
 
 
 def check_one_shot_setting(config: EngineConfig, device: torch.device) -> None:
-    """Raise `ConfigError` if the setting is on but cannot work (not on CUDA) or would change nothing (one rank)."""
+    """Raise `ConfigError` if the setting is on but cannot work (without CUDA) or would change nothing (one rank)."""
     if config.one_shot_all_reduce and device.type != "cuda":
         raise ConfigError(f"one_shot_all_reduce reads the memory of other GPUs, and device is {device.type}; unset it")
     if config.one_shot_all_reduce and config.tp_size == 1:
@@ -18,8 +18,8 @@ def check_one_shot_setting(config: EngineConfig, device: torch.device) -> None:
 
 
 def enable_one_shot(config: EngineConfig, mesh: Mesh, device: torch.device) -> None:
-    """If the setting is on, let the axes of a mesh sum small tensors with the one-shot kernel. All ranks must call
-    this.
+    """If the setting is on, sum small tensors with the one-shot kernel, in both process groups of the mesh. All ranks
+    must call this.
 
     Raises:
         ConfigError: the GPUs cannot read each other's memory, or the kernel differs from its reference implementation.

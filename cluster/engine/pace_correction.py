@@ -1,4 +1,4 @@
-"""Corrects the pace (`StepTimes`, fitted to steps measured at start) by the times of steps while serving.
+"""Corrects the pace (`StepTimes`, fitted to steps measured at start) by the times that steps take while serving.
 
 The correction changes how many prompt rows run beside decoding requests, and which waits routers expect. It never
 changes tokens.
@@ -38,7 +38,8 @@ class RunningMedian:
 class Correction:
     """Ratios of measured to predicted times. `decode_drift` is the ratio for steps that only decode. `prompt_drift` is
     the ratio for prompt rows in a step that also decodes; the measured time of the step is first divided by
-    `decode_drift`. `prefill_drift` is the ratio for steps of prompt rows only, and routers predict waits with it.
+    `decode_drift`. `prefill_drift` is the ratio for steps of prompt rows only; with it, routers predict how long
+    requests wait.
     """
 
     decode_drift: RunningMedian = field(default_factory=RunningMedian)

@@ -5,12 +5,13 @@
   many prompt rows as take at most `prefill_share` of its time: this time is the allowance. If the first chunk is
   predicted to take more than the allowance, the next step's allowance is smaller by the excess. If steps are captured
   only with certain numbers of prompt rows (`chunk_sizes`), a chunk that the allowance cuts is cut further, so that the
-  step has such a number; the rest of the allowance goes to the next step. At most `SCORED_ROWS` rows return
-  log-probabilities.
+  step has such a number; the rest of the allowance goes to the next step. At most `SCORED_ROWS` rows of a step return
+  log-probabilities of prompt tokens.
 - **Order.** Running prompts get rows first, in order of admission. Then waiting requests are admitted in order of
   arrival, while rows are left. The first request that does not fit ends admission: no smaller one behind may pass it.
-- **Pages.** A request is admitted if its prompt, its first window and the growth of all running requests fit, so that
-  no retraction follows in the next step. After a retraction nobody is admitted in that step.
+- **Pages.** A request is admitted if there are pages for its prompt, for its first window (the slots that its first
+  decoding step may write) and for the growth of all running requests, so that no retraction follows in the next step.
+  A step that retracts a request admits none.
 - **Shared prefixes.** If a running prompt is about to compute the next pages of a waiting request, the waiting request
   stays in the queue until it can share these pages. This usually delays it by one step at most: a running prompt takes
   all rows that it may, so none is left for a new request before the step in which that prompt ends. (A prompt that
@@ -51,11 +52,10 @@ class RemainingRows:
     far, tree nodes and prompt rows. `prefilling_groups` is the number of other groups that run prompt rows.
     `is_first_chunk` is True until a chunk has been taken. The first chunk gets at least `StepTimes.min_rows` rows
     (before they are rounded down to one of `chunk_sizes`), even if they cost more than the allowance; the next step's
-    allowance is then smaller by the excess. `scored_rows` is the
-    number of rows that may still return log-probabilities. `chunk_sizes` lists, in ascending order, the numbers of
-    prompt rows with which a step can be captured; `prompt_rows` is the number of prompt rows in this step so far.
-    If there are `chunk_sizes`, `is_rounded` becomes True when the allowance cuts a chunk. What is left of the allowance
-    then goes to the next step.
+    allowance is then smaller by the excess. `scored_rows` is the number of rows that may still return
+    log-probabilities. `chunk_sizes` lists, in ascending order, the numbers of prompt rows with which a step can be
+    captured; `prompt_rows` is the number of prompt rows in this step so far. If there are `chunk_sizes`, `is_rounded`
+    becomes True when the allowance cuts a chunk. What is left of the allowance then goes to the next step.
     """
 
     rows: int
@@ -112,8 +112,8 @@ class RemainingRows:
 
     def _rounded_rows(self, count: int) -> int:
         """Return the largest number of rows, up to `count`, that brings the step's number of prompt rows to one of
-        `chunk_sizes`. If that number would be below the smallest or above the largest size with `count` rows, return
-        `count`.
+        `chunk_sizes`, or 0. Return `count` itself if `count` rows bring it below the smallest or above the largest of
+        these sizes.
         """
         total = self.prompt_rows + count
         if not self.chunk_sizes or not self.chunk_sizes[0] <= total <= self.chunk_sizes[-1]:
@@ -122,7 +122,7 @@ class RemainingRows:
 
 
 class PrefillScheduler:
-    """Schedules the prompts of one rank's waiting and running requests; its `DecodeScheduler` keeps both lists."""
+    """Schedules the prompts of one rank's waiting and running requests. The `DecodeScheduler` keeps both lists."""
 
     def __init__(
         self,
@@ -184,7 +184,7 @@ class PrefillScheduler:
         if self._pace is None:
             return
         if not decode_us:
-            # Prompt rows, not the fixed cost, took most of the time.
+            # Learn only from steps in which prompt rows, not the fixed cost, are predicted to take most of the time.
             is_significant = schedule.prefill_us > 2 * self._pace.fixed
             if is_significant and schedule.prompt_rows >= prompt_rows:  # otherwise another group determined the time
                 self.correction.observe_prefill(schedule.prefill_us, measured_us)
@@ -197,7 +197,7 @@ class PrefillScheduler:
         self, schedule: Schedule, prefill_budget: PrefillBudget | None, max_decode_us: int, prefilling_groups: int
     ) -> RemainingRows:
         """Return the step's budget of prompt rows. `prefill_budget` is None without a pace or if no group decodes."""
-        # If no stream waits for this step, only the chunk size limits prompts.
+        # If no group decodes, no stream waits for this step, and only `chunked_prefill_size` limits prompts.
         if not schedule.decodes and not max_decode_us:
             return RemainingRows(self._max_rows)
         if prefill_budget is None or self._pace is None:
@@ -230,7 +230,7 @@ class PrefillScheduler:
     def _admit_waiting(self, schedule: Schedule, remaining_rows: RemainingRows) -> None:
         """Admit requests in order of arrival, while there are pages and at least one prompt row for each request."""
         running = self._decode.running
-        # The next pages of running prompts.
+        # The pages that running prompts will compute next.
         upcoming_pages = {self._next_pages(request) for request in running if not request.prompt_committed} - {None}
         reserved_pages = sum(map(self._decode.max_new_pages, running))  # pages that must stay free for running requests
         skipped = 0  # number of requests at the front of the queue that wait for a shared prefix

@@ -1,10 +1,12 @@
 """Runs steps. A step runs eagerly, or, if its plan allows it, by replaying the captured program of its key.
 
-A captured program reads its inputs from fixed memory and makes no decision on the host, so all steps of one key (sizes
-of all groups, tier, mode, buffer set) share it. A step is captured when its key occurs for the second time: the first
-run allocates buffers that are made once and kept (`cluster/capture/tape.py` describes a capture). Before each replay
-the host makes the calls in `recorder.CallsBeforeReplay`, which prepare the step and say whether the program still fits.
-If one returns False, the step runs eagerly.
+A captured program is a set of CUDA graphs on a GPU, and a tape (a list of recorded calls) on a CPU. It reads its inputs
+from fixed memory and makes no decision on the host, so all steps with one key share it. The key (`ProgramKey`) holds
+all that decides what runs, such as the sizes of all groups, the shape of the trees and the sampling mode. A step is
+captured when its key occurs for the second time, because the first run allocates buffers that are made once and kept
+(`cluster/capture/tape.py` describes a capture). Before each replay the host makes the calls in
+`recorder.CallsBeforeReplay`, which prepare the step and say whether the program still fits. If one returns False, the
+step runs eagerly.
 """
 
 import logging
@@ -31,10 +33,11 @@ logger = logging.getLogger(__name__)
 
 Capture = Callable[[Callable[[], StepOutput]], Captured[StepOutput]]
 GRAPHS, TAPES = 16, 128
-"""How many programs are kept for each buffer set, besides those captured at start. If there are more, the least
-recently used program is dropped. Keys that have occurred only once are remembered, up to the same number. Graphs hold
-memory of their own on the GPU, so few are kept. Tapes share their memory (some 0.7 MB each for the demo pair), and a
-batch that shrinks by one request at a time needs a tape for each size; with adaptive trees, for two or three trees.
+"""How many programs are kept, besides those captured at start: this many for each buffer set (FlashInfer has two, other
+kernels one). If there are more, the least recently used program is dropped. Keys that have occurred only once are
+remembered, up to the same number. Graphs hold memory of their own on the GPU, so few are kept. Tapes share most of
+their memory (each adds some 0.7 MB for the demo pair). Many are kept, because a batch that shrinks by one request at a
+time needs a tape for each size, and with adaptive trees two or three tapes.
 """
 EAGER_FALLBACK_WARNING = (
     "a captured step ran eagerly, as its plan is unlike the one that it was captured with. Its tokens are right. "
@@ -45,7 +48,8 @@ EAGER_FALLBACK_WARNING = (
 @dataclass(frozen=True, slots=True)
 class Program:
     """A captured step: the numbers that it reads (`inputs`), the host's calls before each replay (`host_calls`), its
-    exchange calls, and the number of collectives in them (`collectives`). `checksum` is a checksum of its key.
+    exchange calls (`calls`), and the number of collectives that they make (`collectives`). `checksum` is a checksum of
+    the program's key.
     """
 
     inputs: StagedLists
@@ -75,7 +79,7 @@ class Programs:
         self.checksum = 0
         """The sum of the key checksums: equal on ranks with the same programs, in whatever order they were captured."""
         self.capture_us = 0
-        """The time of a step that was captured, in microseconds, averaged over those so far; 0 before the first one."""
+        """The mean time, in microseconds, of the steps in which a program was captured; 0 before the first of them."""
         self._capture_count = 0
         self.eager_fallbacks = 0
         """The number of steps that ran eagerly because a call of `CallsBeforeReplay` before capture or replay returned
@@ -102,7 +106,7 @@ class Programs:
         self.checksum -= program.checksum
 
     def remove_all(self) -> None:
-        """Drop all programs. A communicator can end only when no graph holds its collectives."""
+        """Drop all programs, because a communicator can end only when no graph holds its collectives."""
         for key in self.captured:
             self.remove(key)
 
@@ -114,8 +118,8 @@ class Programs:
             self.remove(next(iter(self._evictable)))
 
     def run(self, step_input: StepInput, plan: StepPlan, shape: TreeShape) -> StepOutput:
-        """Begin a step of this plan. `step_input` is padded to the plan, `shape` is the tree of its tier. The results
-        are being copied to the host: `read` waits for them.
+        """Begin a step of this plan. `step_input` has the plan's padding, `shape` is the shape of its trees. The copy
+        of the results to the host is queued: `StepOutput.read` waits for it.
 
         Raises:
             OutOfStepError: a captured program would make other calls of the exchange than the plan's script.
@@ -138,7 +142,7 @@ class Programs:
         )  # not None if the key has occurred once before: now capture the step
         if host_calls is not None and self._fits(host_calls):
             return self._capture_step(self._capture, key, inputs, host_calls, shape)
-        # Collects the host's calls that must come before each later run.
+        # The first run of a key adds to this object the calls that the host must make before each later run.
         self._first_runs[key] = host_calls = CallsBeforeReplay()
         if len(self._first_runs) > self._max_programs * self.assembler.buffer_sets:
             self._first_runs.popitem(last=False)
@@ -182,7 +186,7 @@ class Programs:
         self.step.enter_phase("replay")
         program.inputs.integers.copy_(inputs.integers)
         program.captured.replay()
-        # Count the collectives of a graph, which are queued at once. A tape counts its own, so the difference is 0.
+        # A graph queues all its collectives at once, so count them here. A tape has counted its own: this adds 0.
         self._clock.count_replayed(calls_before + program.collectives - self._clock.collectives_returned)
         output = program.captured.output.clone()
         output.phases = PhaseTimes(self._timer, [started, self._timer.now()], ("replay",))

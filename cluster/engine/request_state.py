@@ -14,16 +14,17 @@ from cluster.request import Request, SpeculationCounts, TokenLogprob
 class RequestState:
     """The state of one request, from its submission to its end.
 
-    - `tokens`: prompt and output. The request ends at `max_tokens` tokens.
+    - `tokens`: prompt and output. The request ends when it has `max_tokens` of them, prompt included.
     - `committed`: how many tokens have KV in every pool, by the results read so far. `max_committed`: how many tokens
-      may have KV at most when all steps in flight are over. `steps_in_flight`: the steps in flight that each give at
-      least one token.
+      may have KV at most when all steps in flight are over. `steps_in_flight`: the number of steps in flight that each
+      give the request at least one token.
     - `prefilling`: True until a step with the last prompt row has begun. After that the request decodes, and its last
-      token is the bonus token. `prompt_committed`: the results of all prompt rows have been read.
-    - `cached_tokens`: number of tokens found in the cache at the first admission. `steps`, `drafted`, `accepted`: see
-      `SpeculationCounts`.
+      token is the bonus token, whose KV is not computed yet. `prompt_committed`: the results of all prompt rows have
+      been read.
+    - `lease`: the pages of the request; None while it waits. `cached_tokens`: number of tokens found in the cache at
+      the first admission; None before that. `steps`, `drafted`, `accepted`: see `SpeculationCounts`.
     - `scores`: log-probabilities of the prompt's tokens from the second on, if requested and as far as computed.
-      `scores_returned`: they have been returned, which happens once.
+      `scores_returned`: whether they have been returned, which happens once.
     """
 
     request: Request
@@ -97,7 +98,9 @@ class RequestState:
         return len(self.scores) if self.missing_scores(0, self.prompt_len) else None
 
     def missing_scores(self, start: int, stop: int) -> int:
-        """How many of prompt rows `start` to `stop - 1` must return log-probabilities. The last row never does."""
+        """How many of prompt rows `start` to `stop - 1` must return log-probabilities. The prompt's last row never
+        does: the token after it is not part of the prompt.
+        """
         if (
             self.request.params.prompt_logprobs is None
             or self.scores_returned
@@ -118,8 +121,8 @@ class RequestState:
 
     @property
     def max_running_tokens(self) -> int:
-        """The largest number of committed tokens of a running request. It has at most `max_tokens - 1` tokens, and the
-        last of them, the bonus token, is not committed.
+        """The largest number of committed tokens that this request can have while it runs. It then has at most
+        `max_tokens - 1` tokens, and the last of them, the bonus token, is not committed.
         """
         return self.max_tokens - 2
 
@@ -129,7 +132,7 @@ class RequestState:
         return self.max_tokens - len(self.tokens) <= self.steps_in_flight
 
     def attach(self, lease: Lease) -> None:
-        """Begin to run on a lease. Its cached tokens count as committed from the start."""
+        """Begin to run with the pages of `lease`. The tokens found in the cache count as committed from the start."""
         self.lease, self.committed, self.max_committed, self.steps_in_flight = (
             lease,
             lease.cached_tokens,
@@ -140,7 +143,7 @@ class RequestState:
             self.cached_tokens = lease.cached_tokens
 
     def detach(self) -> None:
-        """Record that the lease is closed. If the request joins again, it prefills again."""
+        """Record that the lease is closed. If the request is admitted again, its tokens are prompt rows again."""
         self.lease, self.prefilling, self.prompt_committed = None, True, False
         self.committed = self.max_committed = self.steps_in_flight = 0
 
@@ -155,7 +158,9 @@ class RequestState:
         self.steps_in_flight -= final
 
     def max_new_tokens(self, shape: TreeShape) -> int:
-        """The most tokens that a tree of this shape commits. The forced levels count only with a grammar."""
+        """The most tokens that a tree of this shape commits. Levels for tokens that a grammar forces count only if the
+        request has a grammar.
+        """
         return shape.num_steps + 1 - (shape.forced_nodes if self.request.params.grammar is None else 0)
 
     def begin_tree(self, shape: TreeShape) -> None:
@@ -172,11 +177,11 @@ class RequestState:
         self.steps_in_flight -= 1
 
     def count_tree(self, accept_len: int, drafted: int) -> None:
-        """Count one verified tree."""
+        """Count one verified tree with `drafted` nodes besides the root, which gave `accept_len` tokens."""
         self.steps += 1
         self.drafted += drafted
         self.accepted[accept_len - 1] += 1
 
     def speculation(self) -> SpeculationCounts | None:
-        """The counts so far; None if no drafted node was ever verified."""
+        """The counts so far. None if no tree had a node to verify besides its root."""
         return SpeculationCounts(self.steps, self.drafted, tuple(self.accepted)) if self.drafted else None

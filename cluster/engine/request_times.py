@@ -9,7 +9,7 @@ from cluster.request import FinishReason
 
 @dataclass(slots=True)
 class RequestTimes:
-    """Times of one request by `time.perf_counter`, in seconds. The time of an event that has not happened yet is None.
+    """When the events of one request happened, by `time.perf_counter`; None for an event that has not happened yet.
     A request that is retracted and admitted again keeps the time of its first admission.
     """
 
@@ -29,7 +29,9 @@ class RequestTimes:
         self.last_token = now
 
     def finish(self, metrics: EngineMetrics, reason: FinishReason) -> None:
-        """Count the request as ended, with the times of the stages that it completed: queue, prefill, decode."""
+        """Count the request as ended, with the seconds that it spent in each of queue, prefill and decode; None for a
+        stage that it did not complete.
+        """
         queue, prefill = _between(self.queued, self.admitted), _between(self.admitted, self.first_token)
         metrics.on_finished(reason, queue, prefill, _between(self.first_token, self.last_token))
 

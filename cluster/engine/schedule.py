@@ -15,8 +15,8 @@ from cluster.request import RequestParams
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Prompt rows `start` to `stop - 1` of a request that runs on `lease`; `final` if they end its prompt. Each of the
-    first `scored` rows returns the log-probability of the token after it.
+    """Prompt rows `start` to `stop - 1` of a request whose pages are those of `lease`; `final` if they end its prompt.
+    Each of the first `scored` rows returns the log-probability of the token after it.
     """
 
     sequence: RequestState
@@ -36,10 +36,10 @@ class Chunk:
 class Schedule:
     """The work of one step.
 
-    `decodes` are requests with their leases: the results of a request are committed only if it still has the same lease
-    when they are read. `retracted_count` counts the requests retracted for this step. `first_admitted` are the requests
-    of `admitted` that are admitted for the first time. `vote` is this rank's vote for the tree of the
-    step.
+    `decodes` are requests with their leases (a lease is a request's hold on its pages). The results of a request are
+    committed only if it still has the same lease when the results are read. `retracted_count` counts the requests
+    retracted for this step. `first_admitted` are the requests of `admitted` that are admitted for the first time.
+    `vote` is this rank's vote for the tree of the step.
 
     The times are predictions by the pace: the `StepTimes` that were fitted to steps measured at start. There is no pace
     if `mixed_prefill_size` is set. Then all times but `decode_us` are 0.
@@ -96,7 +96,7 @@ class Schedule:
         )
 
     def begin(self, shape: TreeShape) -> None:
-        """Note in all requests that the step is in flight, with trees of this shape."""
+        """Record in all requests of the step that it is in flight, with trees of this shape."""
         for sequence, _ in self.decodes:
             sequence.begin_tree(shape)
         for chunk in self.chunks:

@@ -35,13 +35,15 @@ class Scheduler:
 
     @property
     def queued_tokens(self) -> int:
-        """The prompt tokens of waiting and running requests that are not computed yet."""
+        """How many tokens of waiting and running requests are still to be computed as prompt rows. After a retraction
+        these include tokens of the output.
+        """
         running = sum(len(request.tokens) - request.max_committed for request in self.running if request.prefilling)
         return running + sum(len(request.tokens) for request in self.waiting)
 
     def schedule(self, max_decode_us: int = 0, prefilling_groups: int = 0) -> Schedule:
-        """Return the work of the next step, and grow the leases to hold it. `max_decode_us` and `prefilling_groups`
-        describe the other groups, as in `PrefillScheduler.schedule`.
+        """Return the work of the next step, and give the requests the pages that they need for it. `max_decode_us` and
+        `prefilling_groups` describe the other groups, as in `PrefillScheduler.schedule`.
         """
         schedule = Schedule()
         self.decode.publish()  # first, so that requests admitted now find the pages of the last step
@@ -55,7 +57,9 @@ class Scheduler:
         return schedule
 
     def release(self, sequence: RequestState) -> None:
-        """Drop a request, waiting or running; its committed full pages go to the radix tree."""
+        """Drop a request, waiting or running. Of a running request, the full pages with committed tokens go to the
+        radix tree.
+        """
         if sequence.lease is None:
             self.waiting.remove(sequence)
         else:

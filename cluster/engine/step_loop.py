@@ -1,4 +1,6 @@
-"""The steps of one rank, in lockstep with its gang: begins them, reads their results when due, sleeps and wakes."""
+"""Runs the steps of one rank in lockstep with its gang (the ranks of one replica): begins each step, and reads its
+results when they are due. Between requests the rank sleeps.
+"""
 
 import threading
 import time
@@ -18,7 +20,9 @@ from cluster.status import EngineStatus, RankInfo
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The results of one call of `step`: outputs of requests, and statistics of the step whose results were read."""
+    """The results of one call of `step`: outputs of requests, and statistics of the step whose results were read. If
+    none were read, the statistics count nothing.
+    """
 
     outputs: tuple[SequenceOutput, ...]
     stats: StepStats
@@ -26,8 +30,8 @@ class StepResult:
 
 class StepLoop:
     """A rank of a gang. A follower is a `StepLoop` alone, and runs the steps of the leader of its attention group. A
-    leader is an `Engine`, which has a `StepLoop`. One thread owns a step loop; any thread may use `wake_ranks`,
-    `close`, `position`, `progress`, `prepare_grammars` and `read_grammar`.
+    leader is an `Engine`, which has a `StepLoop`. One thread runs the steps. Any thread may use `wake_ranks`, `close`,
+    `position`, `progress`, `prepare_grammars` and `read_grammar`; only that thread may use anything else.
     """
 
     has_work = False
@@ -63,7 +67,7 @@ class StepLoop:
         return clock.progress_count, clock.is_waiting
 
     def begin(self, step_input: StepInput, schedule: Schedule, requests: int) -> StepInFlight:
-        """Begin the next step of the gang; `step_input` and `requests` as in `Lockstep.run`."""
+        """Begin the next step of the gang. `step_input` and `requests` are those of `Lockstep.run`."""
         step = self.lockstep.run(step_input, requests, schedule.vote, schedule.decode_us)
         step.schedule, step.forwards, self.is_idle = schedule, self._forward_spans.split(), step.plan.no_requests
         self.steps += 1
@@ -87,12 +91,13 @@ class StepLoop:
             self._last_read_at - max(step.started_at, previous_read_at),
             step.wait_spans.take(),
         )
-        step.own_s = max(0.0, step.elapsed_s - step.wait_s)  # `wait_s` may begin before `elapsed_s`
+        # The collectives in `wait_s` may have begun before the time that `elapsed_s` measures.
+        step.own_s = max(0.0, step.elapsed_s - step.wait_s)
         self.own_seconds += step.own_s
         return step
 
     def idle_rows(self, step: StepInFlight) -> int:
-        """The padding rows of a step's target phase on this rank."""
+        """The number of padding rows in a step's target phase on this rank."""
         return step.plan.idle(self.lockstep.mesh.dp_rank).rows(step.shape.num_draft_tokens)
 
     def leave(self) -> None:
@@ -144,10 +149,10 @@ class StepLoop:
         """The resolved settings of this rank, with all that was chosen automatically."""
         return self._info
 
-    # What follows is a follower's part; an `Engine` has its own.
+    # The methods below are those of a follower; an `Engine` has methods of its own in their place.
 
     def step(self) -> StepResult:
-        """Run the leader's step on this rank's shards."""
+        """Run the step of the group's leader on this rank's shards. The result has no outputs."""
         lockstep = self.lockstep
         # The plan ignores the votes of followers.
         step = self.read_due(self.begin(StepInput(), Schedule(vote=lockstep.any_tier), 0))

@@ -14,29 +14,31 @@ from cluster.status import TreeCost
 MAX_CONTEXT = 256
 """The committed tokens of each request in a measured step: about those of a short conversation."""
 LONG_CONTEXT, LONG_ROUNDS, MAX_LONG_SECONDS = 2048, 2, 0.5
-"""To learn what a committed token costs, steps are measured with requests of so many tokens, in so many rounds. The
-number of requests is the largest with which these rounds would take less than so many seconds with short contexts; if
-there is none, nothing is measured.
+"""To learn what a committed token costs, steps are also measured with requests of `LONG_CONTEXT` tokens, in
+`LONG_ROUNDS` rounds. The number of requests is the largest with which the same rounds with short contexts would take
+less than `MAX_LONG_SECONDS` in all. If there is none, this is not measured.
 """
 LINEAR_GROWTH = 0.7
 """If the time of a step grows by at least this share of the factor by which the requests grow, larger numbers of
 requests are not measured: their times are extrapolated.
 """
 MORE_ROUNDS, MAX_COUNT_SECONDS = 3, 0.4
-"""For each number of requests, a step that was not captured at start first has two rounds for each buffer set: an eager
-run, and the run that is captured. Then at least one round follows that measures a replay, and at most `MORE_ROUNDS`
-rounds; after so many seconds no further one begins.
+"""For each number of requests, the first two rounds (four with FlashInfer, which has two sets of buffers) are for steps
+that were not captured at start: an eager run, and the run that is captured. Then follow one to `MORE_ROUNDS` rounds
+that measure replays. After the first of these, no round begins if all have taken more than `MAX_COUNT_SECONDS`.
 """
 
 
 def measure_trees(lockstep: Lockstep, cache: KVCache, resolved: ResolvedConfig) -> TreeCosts:
     """Return the costs of all tiers, the same on every rank. All ranks must call this, with an empty cache.
 
-    The largest tree of every depth, all trees of the largest depth and all trees with looked-up tokens are measured.
-    The other times follow from these (`completed`). The time of a step is
-    that of the slowest rank, in the fastest round. Fewer numbers of decoding requests are measured if a step is slow,
-    as no further number is begun after `MAX_SECONDS`, or if the time of the largest tree already grows nearly as fast
-    as the number: then it goes on like this.
+    A tier is the number of a tree shape that steps may use. The largest tree of every depth, all trees of the largest
+    depth and all trees with looked-up tokens are measured. The times of the other trees follow from these
+    (`completed`). The time of a step is that of the slowest rank, in the fastest round.
+
+    The numbers of decoding requests grow from 1 to the most that may run. After `MAX_SECONDS` no further number is
+    measured. Nor is one measured once the time of the largest tree grows nearly as fast as the number of requests,
+    because larger numbers can then be extrapolated.
     """
     max_decodes = resolved.settings.max_running_requests
     max_context = max_trial_tokens(cache, resolved)
@@ -70,7 +72,7 @@ def measure_trees(lockstep: Lockstep, cache: KVCache, resolved: ResolvedConfig) 
 
 
 def tree_costs(costs: TreeCosts, resolved: ResolvedConfig) -> tuple[TreeCost, ...]:
-    """Return the costs in the form that a rank reports, with an entry for each tier."""
+    """Return the costs in the form that a rank reports, with one entry for each tree of `resolved.tiers`."""
 
     def by_count(times_us: Sequence[int]) -> dict[str, float]:
         return {str(count): us / 1000 for count, us in zip(costs.counts, times_us, strict=bool(times_us))}
@@ -88,16 +90,20 @@ def tree_costs(costs: TreeCosts, resolved: ResolvedConfig) -> tuple[TreeCost, ..
 
 
 def completed(measured_us: Mapping[int, int], shapes: Sequence[TreeShape]) -> list[int]:
-    """Return the times of all tiers from those of some of them; see `measure_trees`. `shapes` are the trees by tier.
+    """Return the times of all trees, given those of some of them; see `measure_trees`. `shapes` are all trees, and the
+    keys of `measured_us` are indices of `shapes`.
 
-    A row of the target takes the same time in all trees. So a smaller tree takes less than the largest one with the
-    same levels by what the same rows less save at the largest depth.
+    This assumes that a row of the target takes the same time in all trees. So the time of a tree that was not measured
+    is that of the largest tree with the same levels, less the time of the missing rows. Trees of the largest depth show
+    how much time these rows take.
     """
     deepest = _deepest(shapes)
     points = sorted((s.num_draft_tokens, measured_us[t]) for t, s in enumerate(shapes) if s in deepest)
 
     def target_us(nodes: int) -> float:
-        """Return a time at the largest depth, linear between the measured numbers of nodes and beyond them."""
+        """Return the time of a tree of the largest depth with this number of nodes: linear between the measured
+        numbers, and extrapolated beyond them.
+        """
         if len(points) == 1:
             return points[0][1]
         right = next((i for i, (count, _) in enumerate(points) if i and count >= nodes), len(points) - 1)
@@ -127,8 +133,8 @@ def _levels(shape: TreeShape) -> tuple[int, int]:
 
 
 def _without_noise(times_us: Sequence[int], shapes: Sequence[TreeShape]) -> list[int]:
-    """Return the times by tier, in which a tree that is part of another one never takes longer: a machine that is busy
-    only makes measured times longer.
+    """Return the times by tier, each replaced by the shortest time of the tree itself and of all trees that contain it.
+    A busy machine only makes measured times longer, so the shorter time of a larger tree is nearer to the truth.
     """
     return [
         min(
@@ -141,9 +147,9 @@ def _without_noise(times_us: Sequence[int], shapes: Sequence[TreeShape]) -> list
 
 
 def _times(trial: Trial, loads: list[TrialLoad], rounds: int | None = None) -> list[int]:
-    """Return the times of steps in microseconds, measured in `rounds` rounds, or in as many as the constants above say.
-    The rounds go through all loads in turn, so that a machine that is busy for a moment disturbs one round of each and
-    not all rounds of one.
+    """Return the shortest times of steps in microseconds, from `rounds` rounds; if `rounds` is None, see `MORE_ROUNDS`.
+    Each round runs all loads once. So a machine that is busy for a moment disturbs one round of several loads, and not
+    all rounds of one load.
     """
     started_s, first_replay = trial.spent_s, 2 * trial.lockstep.programs.assembler.buffer_sets
     best_us = [trial.time(load) for load in loads]

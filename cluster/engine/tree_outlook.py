@@ -1,13 +1,17 @@
 """Estimates how many tokens each tree would give to the running requests, from what the target has accepted so far.
 
-A node of a tree is accepted with a chance that depends on its depth d and on the tree: how many of the likely nodes it
-has, and whether it has looked-up tokens. One step shows what many other trees would have given too
-(`engine/tree_kinds.py`). So tiers with looked-up tokens need no exploring: each step tells how many were right.
+A tier is the number of a tree shape that steps may use. The outlook is the list of expected tokens by tier. Looked-up
+tokens are tokens that followed an earlier occurrence of the end of the text.
+
+A node of a tree is accepted with a chance that depends on its depth d and on the tree: how many of the likely nodes the
+tree has, and whether it has looked-up tokens. One step also shows what many other trees would have given
+(`engine/tree_kinds.py`). In particular, each step shows how many looked-up tokens were right, even if its trees had
+none. So tiers with looked-up tokens need no exploring.
 
 The estimates are conditional: the share of the trees in which the node of depth d was accepted, among those in which
 the node of depth d - 1 was accepted. So shallow trees never bias the estimates of deeper levels. Each request has
-estimates of its own, which forget old trees. They begin with those of all requests of its class (greedy, or sampled).
-Each kind of tree (`TreeKinds`) has estimates of its own.
+estimates of its own, which forget old trees. They begin with the estimates of the request's class, which count all
+greedy requests or all sampled ones. Each kind of tree (`TreeKinds`) has estimates of its own.
 
 Legend: R decoding requests, S depth of the largest tree, W kinds of trees.
 """
@@ -36,13 +40,15 @@ FIRST_CHANCE = 0.8
 UPDATE_INTERVAL = 8
 """The estimates are computed anew after this many committed steps with trees, and when the requests change."""
 PLAIN_INTERVAL = 4
-"""Of the steps without trees, which only show whether one looked-up token was right, every so many is noted."""
+"""One of this many steps without trees is noted. Such steps only show whether the first looked-up token was right."""
 EXPLORED_SHARE = 0.005
-"""The share of the time that may go into trees that do not pay, to find out when they begin to pay."""
+"""The share of the time that may go into exploring: using trees that do not pay, to find out when they begin to pay."""
 EXPLORED_STEPS = 6
-"""An exploration lasts this many steps, so that a draft that rested does not wake for a single tree."""
+"""An exploration lasts this many steps. A draft that has skipped the tokens of steps without trees needs a step
+to read them, which would not pay for a single tree.
+"""
 MAX_SAVED = 2.0
-"""The saved time is at most the price of this many explorations."""
+"""The time saved for exploring is at most the price of this many explorations."""
 
 Floats = NDArray[np.float64]
 
@@ -51,12 +57,13 @@ class TreeOutlook:
     """Keeps the estimates of one rank, and counts the time that the rank may still spend on exploring."""
 
     def __init__(self, tiers: Sequence[TreeShape], rows: int, times: TreeTimes, groups: int = 1) -> None:
-        """`rows` is the number of table rows of requests. `groups` share the time for exploring."""
+        """`rows` is the number of requests that may run. The `groups` attention groups share the time for exploring."""
         self._times, self._depth = times, max(1, tiers[-1].num_steps)
         self._is_chain = tiers[-1].topk == 1
         self._steps = np.array([shape.num_steps for shape in tiers])
         self._kinds = TreeKinds(tiers)
-        # By tier, for each request: estimates of trees with looked-up tokens are those of trees with all nodes.
+        # By tier, the most nodes of a request that are expected to be accepted. The estimates of trees with looked-up
+        # tokens are for trees that verify all nodes, so they are too high for tiers that verify only some.
         self._most_accepted = np.array(
             [ROW_YIELD * (s.num_draft_tokens - 1) if s.lookup_tokens and s.selects_nodes else ALL_NODES for s in tiers]
         )
@@ -77,7 +84,7 @@ class TreeOutlook:
         self._context = 0  # of the last step, as in `TreeCosts.of`
 
     def admit(self, row: int, sampled: bool) -> None:
-        """Forget the estimates of table row `row`: another request begins to use it."""
+        """Forget the estimates of table row `row`, because another request begins to use it. `sampled` is its class."""
         self._learn()  # trees that were noted, but not read yet, belong to the request before
         self._trials[row] = self._hits[row] = 0.0
         self._classes[row] = sampled
@@ -104,9 +111,9 @@ class TreeOutlook:
             self._plain_steps = 0
         if not accepted:
             return
-        # Steps with small trees save time for exploring. An explored step is charged with its time, less what usual
-        # steps take for the same tokens, and less the time of its prompt rows. If it gains time, the next exploration
-        # follows at once.
+        # Each step that does not explore saves a share of its time for exploring. A step that explores costs its time,
+        # less what usual steps take for the same tokens, and less the time of its prompt rows. If an exploration costs
+        # nothing in all, the saved time still suffices, and the next exploration follows at once.
         times = self._times.of(len(accepted), self._context)
         if vote.explores:
             best_rate = max(value / us for value, us in zip(vote.outlook, times, strict=True))
@@ -133,17 +140,19 @@ class TreeOutlook:
             self._explorations > 0 or self._saved_us >= self._price_us(len(key))
         )
         if explores and not self._explorations:
-            self._explorations = EXPLORED_STEPS + 1  # in the first one a draft that rested wakes
+            self._explorations = EXPLORED_STEPS + 1  # the first may only wake the draft, without a tree
         self._explorations = self._explorations - 1 if explores else 0
         return TreeVote(max_tier, self._outlook, explores=explored_tier * explores, measured=measured)
 
     def _price_us(self, decodes: int) -> float:
-        """Return the time that exploring takes at most, if it yields no more tokens than steps without trees."""
+        """Return the most time that an exploration costs: what it takes beyond steps without trees, if its trees give
+        no more tokens than those steps.
+        """
         times, explored_tier = self._times.of(decodes, self._context), self._explored[self._best_tier]
         return self._times.costs.waking(decodes) + EXPLORED_STEPS * max(1.0, times[explored_tier] - times[0])
 
     def _expected(self, rows: Sequence[int]) -> tuple[int, ...]:
-        """Return the expected tokens of the requests in table rows `rows`, by tier, in units of the outlook."""
+        """Return `OUTLOOK_UNIT` times the tokens that requests in table rows `rows` are expected to get, by tier."""
         index = np.array(rows, dtype=np.int64)
         classes = self._classes[index]
         chances = self._class_hits[classes] / self._class_trials[classes]
@@ -151,7 +160,8 @@ class TreeOutlook:
         # E(tokens) = 1 + sum over d of P(the node of depth d is accepted), a product of conditional chances.
         totals = np.zeros((len(self._kinds.nodes), self._depth + 1))
         totals[:, 1:] = chances.cumprod(2).sum(0).cumsum(1)
-        if self._is_chain and len(rows) == 1:  # to verify a part of one chain, draft only that part
+        # Do not verify only a part of a single chain: a tier that drafts only that part gives the same for less.
+        if self._is_chain and len(rows) == 1:
             totals[(self._kinds.nodes < ALL_NODES) & ~self._kinds.looks_up] = 0
         expected = len(rows) + np.minimum(
             totals[self._kinds.kind_of_tier, self._steps], len(rows) * self._most_accepted
@@ -171,7 +181,7 @@ class TreeOutlook:
     @staticmethod
     def _add(trials: Floats, hits: Floats, index: Integers, tried: Bools, hit: Bools, memory: float) -> None:
         new_trials, new_hits = np.zeros_like(trials), np.zeros_like(hits)
-        # The trees of a row are added up as neighbours: `np.add.at` would take ten times as long.
+        # Sort the trees by row, so that `reduceat` can add up those of a row. `np.add.at` would take ten times as long.
         order = np.argsort(index, kind="stable")
         rows, starts = np.unique(index[order], return_index=True)
         new_trials[rows] = np.add.reduceat(tried[order].astype(np.float64), starts)

@@ -36,9 +36,11 @@ this size takes, or raises one of `OUT_OF_MEMORY`.
 
 def largest_step_inputs(resolved: ResolvedConfig) -> Iterator[StepInput]:
     """Yield the largest steps: all requests decode at their greatest length, beside as many prompt rows as a step may
-    have, once with all sampling features and once with none; then the step in which the most prompts end.
+    have, once with all sampling features that take memory and once with none; then the step in which the most prompts
+    end.
 
-    The page table is empty, so all cells are in the sink page and a pool of one page is enough.
+    The page table is empty, so all KV goes to the sink page (page 0, which belongs to nobody), and a pool of one page
+    is enough.
     """
     requests, max_rows = resolved.settings.max_running_requests, resolved.chunk_rows
     context_length = resolved.context_length
@@ -68,7 +70,7 @@ def largest_step_inputs(resolved: ResolvedConfig) -> Iterator[StepInput]:
 def run_largest(lockstep: Lockstep, resolved: ResolvedConfig, table: PageTable) -> None:
     """Run the largest steps, before the first request; all ranks must call this."""
     steps = [(step_input, lockstep.any_tier) for step_input in largest_step_inputs(resolved)]
-    if resolved.adaptive_trees:  # a draft that has rested reads more rows in the step in which it wakes
+    if resolved.adaptive_trees:  # a draft that did not read the tokens of one step reads more rows in the next step
         steps += [(steps[1][0], TreeVote(0)), (steps[1][0], lockstep.any_tier)]
     for step_input, vote in steps:
         step = lockstep.run(step_input if lockstep.mesh.is_leader else StepInput(), 0, vote)
@@ -101,8 +103,9 @@ def measure_memory(
     weights: int,
     build_lockstep: Callable[[RankModels, RankMemory], Lockstep],
 ) -> MemoryBreakdown:
-    """Return the result of `memory_breakdown_of` for the models. Steps are measured with pools of one page.
-    `build_lockstep` makes the `Lockstep` that runs the measured steps.
+    """Return how the memory of the devices is divided; see `memory_breakdown_of`. `weights` are the bytes of the
+    models' weights. Steps are measured with pools of one page. `build_lockstep` makes the `Lockstep` that runs these
+    steps.
     """
     resolved = models.resolved
     page_bytes = resolved.settings.page_size * models.token_bytes
@@ -131,7 +134,7 @@ def memory_breakdown_of(
 ) -> MemoryBreakdown:
     """Return the `MemoryBreakdown` of the rank that has the least left for KV. All ranks must call this, and get the
     same result. `min_kv_bytes` are the bytes of the smallest KV cache. `own_breakdown` returns the breakdown of this
-    rank with a given workspace.
+    rank, given its workspace (the bytes that the largest steps take). `measure` measures a workspace.
 
     Steps of half the size run first. The full steps run only if half of the size leaves enough for KV.
 
@@ -180,7 +183,7 @@ def memory_breakdown_of(
 
 
 def _largest_fitting(fits: Callable[[int], bool], limit: int) -> int:
-    """Return the largest number below `limit` that fits, or 0. Doubles from 1, then bisects: small steps run first."""
+    """Return the largest number below `limit` that fits, or 0. Try small numbers first: double from 1, then bisect."""
     low, high = 0, 1
     while high < limit and fits(high):
         low, high = high, 2 * high

@@ -1,8 +1,8 @@
 """Deterministic automata of expressions: intersection of several expressions, and tests of inclusion.
 
 An expression becomes a nondeterministic automaton. A state of the deterministic automaton is a Boolean formula over
-nondeterministic states: `or` where an expression branches; `and` where two expressions, or a lookahead and the rest,
-must both match; `not` where an expression must not match. The method is derivatives of extended regular expressions
+nondeterministic states: `or` where an expression branches; `and` where two expressions must both match, or a lookahead
+and what follows it; `not` where an expression must not match. The method is derivatives of extended regular expressions
 (Brzozowski 1964) over alternating automata.
 """
 
@@ -48,7 +48,7 @@ def intersection(required: Sequence[Node], max_states: int = MAX_STATES) -> Auto
     The expressions come from `regex.parse_with_anchors`.
 
     Raises:
-        TooLargeError: the automaton would need more than `max_states` states.
+        TooLargeError: the automaton has more than `max_states` states, or computing it needs too many.
     """
     nfa = _AlternatingAutomaton()
     start = _and([nfa.start_formula(node) for node in required])
@@ -56,8 +56,8 @@ def intersection(required: Sequence[Node], max_states: int = MAX_STATES) -> Auto
 
 
 def includes(outer: Sequence[Node], inner: Node) -> bool:
-    """Return whether every text that matches `inner` matches all of `outer`; False also if this is still unclear after
-    `MAX_EXPLORED_FORMULAS` formulas. Raises TooLargeError if the expressions are too large.
+    """Return whether every text that matches `inner` matches all of `outer`. The result is also False if the search
+    ends undecided after `MAX_EXPLORED_FORMULAS` formulas. Raises TooLargeError if the expressions are too large.
     """
     nfa = _AlternatingAutomaton()
     # `inner` is included exactly if "inner and not outer" accepts no text: search its derivatives for an accepting one.
@@ -128,7 +128,7 @@ class _AlternatingAutomaton:
     """The nondeterministic states of all expressions of one query, and derivatives of formulas over these states."""
 
     states: list[_NfaState] = field(default_factory=list)
-    alphabet: list[Chars] = field(default_factory=list)  # classes; no expression distinguishes characters of one class
+    alphabet: list[Chars] = field(default_factory=list)  # classes; an expression treats all characters of one alike
     _letters_of_chars: dict[Chars, frozenset[int]] = field(default_factory=dict)
     _lookahead_states: dict[Lookahead, int] = field(default_factory=dict)
     _num_visits: int = 0
@@ -199,8 +199,8 @@ class _AlternatingAutomaton:
 
     def _expand(self, state: int, at_start: bool, passed: set[int]) -> Formula:
         """Return a formula that is equivalent to `state` and contains only states that read a character. `at_start`
-        says that no character has been read yet. `passed` has the states on the way to `state` that read nothing; a
-        step back to one of them adds nothing.
+        says that no character has been read yet. `passed` has the states that the search has reached already, without
+        reading a character and under weaker conditions; to reach one of them again adds nothing.
         """
         if not at_start and not passed and state in self._expansion_cache:
             return self._expansion_cache[state]

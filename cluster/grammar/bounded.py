@@ -1,13 +1,13 @@
 """Texts of a bounded length, written so that grammars with different bounds share rules.
 
 xgrammar makes a mask for each state of a grammar, and a bounded text has one state per number of characters that may
-still come. Over 262,144 tokens a mask takes 40 ms, so a bound of 300 took twelve seconds. Here the rule for at most n
-characters is one character followed by the rule for at most n - 1. These rules do not depend on the bound, and xgrammar
-caches masks by rule.
+still come. Over 262,144 tokens a mask takes 40 ms, so a bound of 300 would take twelve seconds for each grammar. Here
+the rule for at most n characters is the end, or one character followed by the rule for at most n - 1. These rules do
+not depend on the bound of the whole text, and xgrammar caches masks by rule.
 
 A text whose bound is above `SHORT_LENGTH` consists of blocks of `BLOCK_LENGTH` characters and, at its end, a short
-text: at the start of each block, the short text may begin instead. At every place, the short text's mask alone contains
-nearly all tokens that the grammar allows there.
+text: at the start of each block, the short text may begin instead. At every place in a block, the mask of the short
+text that may have begun contains nearly all tokens that the grammar allows there.
 """
 
 from collections.abc import Sequence

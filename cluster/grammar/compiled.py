@@ -1,4 +1,4 @@
-"""xgrammar's compiler over one vocabulary: rules, and for each grammar state the mask of the tokens allowed next."""
+"""xgrammar's compiler over one vocabulary. It computes the mask of the tokens allowed next for each grammar state."""
 
 import json
 from threading import Lock
@@ -22,7 +22,7 @@ COMMON_GRAMMARS = (
     PortableGrammar(schema_grammar({"type": "array", "prefixItems": BOUNDED_STRINGS, "minItems": 2, "maxItems": 2})),
 )
 """Grammars of any JSON object and of strings of bounded length. Most grammars share rules with them. If the masks of
-these shared rules exist already, compiling an ordinary schema takes less time than the masks of one bounded string.
+these shared rules exist already, an ordinary schema compiles faster than one bounded string would without them.
 """
 
 
@@ -54,8 +54,8 @@ class MaskCompiler:
         source = portable.source
         compiler = self._compiler(use_cache=True)
         if portable.special_token_ids:
-            # `with_distinct_rules` needs a stop token. Without one nothing is cached, so that no rule gets the masks of
-            # another rule.
+            # `with_distinct_rules` needs a stop token. If the vocabulary has none, nothing is cached, so that no rule
+            # gets the masks of another rule.
             if stop_ids := self._vocabulary.stop_token_ids[:1]:
                 source = json.dumps(with_distinct_rules(json.loads(source), stop_ids[0]))
             else:

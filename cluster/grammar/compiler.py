@@ -43,7 +43,7 @@ MAX_PROCESSOR_S = 10.0  # processor time that compiling one grammar may take
 START_TIMEOUT_S = 300.0  # in this time the process must import xgrammar and its dependencies, and make tables and masks
 GRACE_S = 5.0  # extra time for the forking process to report that a child's time is over
 NICENESS = 10  # the process gets a whole core, or about a tenth of it while the engine and the server need the core
-MAX_ATTEMPTS = 2  # attempts, if the process was killed from outside
+MAX_ATTEMPTS = 2  # attempts to start the process or to compile a grammar, if the process is killed from outside
 RETRYABLE_EXIT_CODES = (0, -signal.SIGKILL, -signal.SIGTERM)
 MAX_CACHED = 64
 MAX_CACHED_CHARACTERS = 32 << 20
@@ -58,8 +58,8 @@ class CompilerError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class CompileResult:
-    """The result of compiling a grammar: either the `text` that ranks read, or a `refusal` with the reason. If
-    `is_lasting`, compiling the grammar again would give the same result.
+    """The result of compiling a grammar: either the `text` that ranks read, or a `refusal`, which is the reason (empty
+    if the grammar is accepted). If `is_lasting`, compiling the grammar again would give the same result.
     """
 
     text: str = ""
@@ -81,7 +81,7 @@ class Compiler:
 
     async def warm(self) -> None:
         """Start the process and compile the most common grammars. Errors are ignored here, because the first request
-        will report the same errors.
+        that needs a grammar reports them again.
         """
         for grammar in COMMON_GRAMMARS:
             with suppress(GrammarError, CompilerError):
@@ -110,7 +110,7 @@ class Compiler:
         return result.text
 
     def close(self) -> None:
-        """End the process. Grammars that are being compiled are refused."""
+        """End the process for good. Grammars that are not compiled yet get an error."""
         self._process.close()
         self._pool.shutdown(cancel_futures=True)
         self._process.end()
@@ -202,7 +202,9 @@ class CompilerProcess:
         )
 
     def close(self) -> None:
-        """End the process for good, from any thread. Threads that wait for an answer are released at once."""
+        """End the process, and start no new one. Any thread may call this. Threads that wait for an answer get an error
+        at once.
+        """
         self._closed = True
         running = self._running
         if running is not None:
@@ -306,7 +308,7 @@ class RunningCompiler:
             return  # the process has ended or the pipe was closed; the reader thread reports that
 
     def _read(self) -> None:
-        """Deliver answers until the process ends; then answer all open requests with None."""
+        """Deliver answers until the process ends. Then give None to all requests that have no answer."""
         read_fd = self._reply_pipe.fileno()
         ready_reply = read_frame(read_fd)
         self._ready_reply.set_result(ready_reply)

@@ -41,7 +41,7 @@ class Rules:
     _rule_names: dict[Node, str] = field(default_factory=dict)
 
     def reserve_name(self) -> Ref:
-        """Return a new name whose body `define` sets later, so that the rule may refer to itself."""
+        """Return a reference to a new rule whose body `define` sets later, so that the body may refer to the rule."""
         if len(self.rules) >= MAX_RULES:
             raise GrammarError(f"it needs more than {MAX_RULES} rules; make it shorter")
         name = f"r{len(self.rules)}"
@@ -49,12 +49,14 @@ class Rules:
         return Ref(name)
 
     def define(self, name: Ref, body: Node, lookahead: Node | None = None) -> Ref:
-        """Set the body of a reserved name."""
+        """Set the body of a rule whose name `reserve_name` returned. Return `name`."""
         self.rules[name.name] = Rule(body, lookahead)
         return name
 
     def add(self, body: Node, lookahead: Node | None = None) -> Ref:
-        """Return a reference to a rule with this body. An existing rule is reused, otherwise a rule is added."""
+        """Return a reference to a rule with this body. If `body` is a reference, return it. An existing rule is reused,
+        whatever its `lookahead`; otherwise a rule is added.
+        """
         if isinstance(body, Ref):
             return body
         name = self._rule_names.get(body)

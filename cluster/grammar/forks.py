@@ -5,9 +5,9 @@ starts in milliseconds, because its parent has imported and prepared everything.
 `python -m cluster.grammar.forks`.
 
 A frame is eight bytes that give a length, then a content of that length. The first incoming frame is the vocabulary; it
-is answered when the process is ready. The content of each later frame is a request number of eight bytes, and a grammar
-as JSON. The answer to such a frame is the same number, one of the marks below, and a text. Answers come in the order in
-which children end.
+is answered when the process is ready. The content of each later frame is a request number of eight bytes, then JSON
+with a grammar and its time limit. The answer to such a frame is the same number, one of the marks below, and a text.
+Answers come in the order in which children end.
 """
 
 import ctypes
@@ -40,7 +40,7 @@ NUMBER_BYTES = 8  # size of a frame's length and of a request number, in bytes
 @dataclass(slots=True)
 class Child:
     """A process that compiles one grammar. It writes its answer to `pipe` and ends, which closes the pipe.
-    `timed_out`: it was killed because it still ran at the time `deadline`.
+    `timed_out` says that it was killed because it still ran at the time `deadline`.
     """
 
     request_id: bytes
@@ -52,7 +52,7 @@ class Child:
     timed_out: bool = False
 
     def reap(self) -> bytes:
-        """Reap the child after its pipe closed, and return its answer."""
+        """Reap the child after its pipe closed. Return its answer, or an answer that says why it died."""
         _, status, usage = os.wait4(self.pid, 0)
         exit_code = os.waitstatus_to_exitcode(status)
         if not exit_code:
@@ -120,7 +120,7 @@ class ForkServer:
 
 
 def compile_reply(worker: Worker, request: dict[str, Any]) -> bytes:
-    """Compile a grammar within the limits of processor time and memory, and return the answer."""
+    """Compile a grammar within the limits of processor time and memory, and return the answer: a mark and a text."""
     stopwatch = Stopwatch()
     set_limits(request["seconds"])
     try:

@@ -23,8 +23,8 @@ class TimeSpent:
 
     @property
     def machine_was_busy(self) -> bool:
-        """Whether other processes used the processor too. Processor time is then less exact, because caches are
-        shared.
+        """Whether other processes seem to have used the processor too. The processor time is then less exact, because
+        processes share caches.
         """
         return self.processor_s < MIN_UNDISTURBED_SHARE * self.elapsed_s
 
@@ -48,7 +48,7 @@ def set_limits(processor_s: float) -> None:
 
     SIGPROF ends the process after `processor_s` of processor time, counting all threads and the kernel's work for them;
     waiting costs nothing. The main thread may use `MAX_STACK_BYTES` of stack. Allocations fail once the process uses
-    `MAX_MEMORY_BYTES` more than now.
+    `MAX_MEMORY_BYTES` more than at this call. Without /proc the address space is not limited.
     """
     signal.setitimer(signal.ITIMER_PROF, processor_s)
     resource.setrlimit(resource.RLIMIT_STACK, (MAX_STACK_BYTES, resource.getrlimit(resource.RLIMIT_STACK)[1]))

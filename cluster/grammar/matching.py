@@ -23,8 +23,8 @@ CACHED_BYTES = 512 << 20  # total bytes of the compiled grammars in the cache
 
 
 class LoadedGrammar(NamedTuple):
-    """A compiled grammar and its size in bytes. `usable_bitmask` has the tokens that the grammar may allow at some
-    position; no other token is ever allowed.
+    """A compiled grammar and its size in bytes. `usable_bitmask` is a mask of the tokens that the grammar may allow at
+    some position; no other token is ever allowed.
     """
 
     grammar: "CompiledGrammar"
@@ -36,8 +36,9 @@ class Matchers:
     """Makes the matchers of one vocabulary. Requests with the same grammar share the compiled grammar. Thread-safe."""
 
     def __init__(self, vocabulary: Vocabulary, encode: EncodeText | None = None) -> None:
-        """`encode` tokenizes a forced text. If `encode` is None, or its tokens do not spell the text exactly, the text
-        is split greedily into the longest matching tokens.
+        """`encode` tokenizes a forced text: the only text that a grammar allows next. The text is split greedily into
+        the longest matching tokens if `encode` is None, if its tokens do not spell the text exactly, or if the text
+        begins or ends inside a character.
         """
         self._vocabulary, self._encode = vocabulary, encode
         self._compiler = MaskCompiler(vocabulary)
@@ -45,7 +46,7 @@ class Matchers:
         self._lock = Lock()
 
     def prepare(self) -> None:
-        """Make the tables and common masks now, so that the first grammar does not wait (`MaskCompiler.prepare`)."""
+        """Make tables and common masks now, so that no grammar has to wait for them (`MaskCompiler.prepare`)."""
         self._compiler.prepare()
 
     def matcher(self, portable: str, start_tokens: Sequence[int] = ()) -> "TextMatcher":
@@ -102,12 +103,12 @@ class Matchers:
 class TextMatcher:
     """The state of one request in its grammar. Not thread-safe.
 
-    The grammar begins when the `start_tokens`, such as the token that ends the reasoning, have been committed in this
-    order; before that, everything is allowed. If `start_tokens` is empty, the grammar begins at once.
+    The grammar begins when the `start_tokens`, such as the token that ends the reasoning, have been committed one after
+    the other; before that, everything is allowed. If `start_tokens` is empty, the grammar begins at once.
 
     A path is a sequence of tokens that may follow the committed tokens. Methods that take a path do not change the
     committed state; they are cheapest if a path begins like the previous path. Masks are cached until tokens are
-    committed, because draft, forced text and verify ask for the same paths.
+    committed, because drafting, the search for forced tokens and verification ask for the same paths.
     """
 
     def __init__(
@@ -165,9 +166,9 @@ class TextMatcher:
         """Write the mask of the tokens allowed after the committed tokens and `path` into `bitmask`, int32
         `[vocabulary.bitmask_words]`.
 
-        Stop tokens are set exactly where the output may end. If the output has ended, only stop tokens are set. The
-        same holds for a path that the grammar does not allow; such a path is never accepted. The mask is empty if the
-        grammar continues only with text that no token can begin.
+        Stop tokens are set exactly where the output may end. If the output has ended, only stop tokens are set. They
+        are also the only ones for a path that the grammar does not allow; verification never accepts such a path. The
+        mask is empty if the grammar continues only with text that no token can begin.
         """
         cached = self._bitmask_cache.get(tuple(path))
         if cached is None:
@@ -188,11 +189,13 @@ class TextMatcher:
         np.bitwise_and(bitmask, self._usable_bitmask, out=bitmask)
 
     def forced(self, path: Sequence[int], max_tokens: int) -> list[int]:
-        """Return at most `max_tokens` tokens that must follow the committed tokens and `path`, because the grammar
-        allows no other text.
+        """Return at most `max_tokens` tokens that the grammar forces after the committed tokens and `path`. The list is
+        empty if several texts may follow.
 
-        The result begins with the only possible text, split into tokens by the tokenizer. After that text, a token is
-        added as long as the mask allows exactly one token.
+        The result begins with the text that all allowed tokens spell (`Vocabulary.common_prefix`), split into tokens by
+        the tokenizer. After that text, a token is added as long as the mask allows exactly one token; this may be a
+        stop token. The tokens must still be verified: if no token begins another allowed text, the masks do not show
+        that text.
         """
         constrained = self._constrained_part(path)
         if constrained is None:
@@ -214,8 +217,8 @@ class TextMatcher:
         return forced_tokens
 
     def _forced_text(self, path: Sequence[int], constrained: Sequence[int], max_tokens: int) -> bytes:
-        """Return the only text allowed after `path`, cut to about `max_tokens` tokens. The text may begin or end inside
-        a character.
+        """Return the forced text after `path`, cut to about `max_tokens` tokens; empty if several texts may follow. The
+        text may begin or end inside a character.
 
         `constrained` is the part of `path` that the grammar describes. The text is found token by token from masks,
         because xgrammar's own search for a forced text loops forever if the grammar forces an endless text.
@@ -258,8 +261,8 @@ class TextMatcher:
         return not self._ended and self._stop_token_ids.isdisjoint(path) and self._advance_to(path)
 
     def _advance_to(self, path: Sequence[int]) -> bool:
-        """Move xgrammar's matcher to the end of a path, which has no stop tokens. Return False if the grammar does not
-        allow the path.
+        """Move xgrammar's matcher to the end of a path. The path must have no stop tokens. Return False if the grammar
+        does not allow the path.
         """
         common_length = 0
         for current, requested in zip(self._path_tokens, path, strict=False):

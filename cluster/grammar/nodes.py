@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 MAX_CODE_POINT = 0x10FFFF
 SURROGATES = (0xD800, 0xDFFF)  # never in valid text; xgrammar's own `[^..]` would allow them
-MAX_AUTOMATON_STATES = 100  # of one automaton, roughly; xgrammar does not precompute the masks of a larger automaton
-# First code points of each UTF-8 length. A range in xgrammar's Regex(..) that crosses such a code point also matches
-# invalid bytes.
+MAX_AUTOMATON_STATES = 100  # approximate; xgrammar does not precompute the masks of an automaton with more states
+# The code points from which on UTF-8 takes 2, 3 and 4 bytes, and the end of all code points. A range in xgrammar's
+# Regex(..) that crosses such a code point also matches invalid bytes.
 UTF8_LENGTHS = (0x80, 0x800, 0x10000, MAX_CODE_POINT + 1)
 
 Ranges = tuple[tuple[int, int], ...]
@@ -59,7 +59,7 @@ class Repeat:
 
 @dataclass(frozen=True, slots=True)
 class Regular:
-    """A `child` without references to rules. xgrammar compiles it as one automaton, which is much faster."""
+    """A `child` without references to rules. xgrammar compiles it as one automaton, so its masks are found faster."""
 
     child: "Node"
 

@@ -19,7 +19,7 @@ from cluster.grammar.nodes import (
     common_chars,
 )
 
-MAX_BLOCKS = 20  # a long repetition is split into at most this many blocks
+MAX_BLOCKS = 20  # a repetition that would need more blocks of `MAX_AUTOMATON_STATES` characters is not split
 
 
 def node_to_text(node: Node) -> str:
@@ -64,7 +64,7 @@ def _mixes_ascii_with_others(chars_node: Chars) -> bool:
 
 
 def _split_into_blocks(chars_node: Chars, min_count: int, max_count: int) -> Node:
-    """Split a repetition into repetitions of at most `MAX_AUTOMATON_STATES`, whose masks xgrammar precomputes."""
+    """Split a repetition into parts of at most `MAX_AUTOMATON_STATES` characters, whose masks xgrammar precomputes."""
     block_size = MAX_AUTOMATON_STATES
     if max_count <= block_size:
         return Repeat(chars_node, min_count, max_count)
@@ -83,8 +83,8 @@ def _class_for_long_repetition(chars_node: Chars) -> str:
     """Return a class in a form that may be repeated more than `MAX_AUTOMATON_STATES` times.
 
     For such a long repetition of a class that mixes ASCII with other characters, xgrammar's masks allow tokens that its
-    matcher then rejects. So the class is written as a negated class, or as a choice between two classes: its ASCII
-    characters and its other characters.
+    matcher then rejects. So a class that reaches up to the last code point is written as a negated class. Any other
+    class is written as a choice between its ASCII characters and its other characters.
     """
     if chars_node.ranges and chars_node.ranges[-1][1] == MAX_CODE_POINT:
         return "[^" + "".join(_class_range(low, high) for low, high in _missing_ranges(chars_node)) + "]"

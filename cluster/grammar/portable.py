@@ -1,7 +1,7 @@
-"""The form in which grammars are sent to ranks: xgrammar's source text, a few kilobytes.
+"""The form in which grammars are sent to ranks: xgrammar's source text, usually a few kilobytes.
 
-A compiled grammar has a mask over all tokens of the vocabulary for each of its states. The masks take megabytes, and
-reading them takes longer than compiling the text again.
+Compiled grammars are not sent. They have a mask over all tokens of the vocabulary for each of their states. The masks
+take megabytes, and reading them takes longer than compiling the text again.
 """
 
 import json
@@ -30,7 +30,7 @@ class PortableGrammar:
         """Parse a text that the method `to_text` returned.
 
         Raises:
-            GrammarError: the text has another form.
+            GrammarError: `to_text` cannot have returned the text.
         """
         header, newline, source = text.partition("\n")
         try:

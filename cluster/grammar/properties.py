@@ -80,8 +80,8 @@ OTHER_PROPERTY_NAMES = (*NAMED_PROPERTIES, *FROM_CATEGORIES)  # the properties t
 
 
 def property_of(name: str) -> Property | None:
-    """Return the property that `\\p{name}` names, or None if it is not supported, such as a script. A category may be
-    given by its short or long name, also after `gc=` or `General_Category=`.
+    """Return the property that `\\p{name}` names, or None if it is not supported; scripts, for example, are not. A
+    category may have its short or its long name, and `gc=` or `General_Category=` may come before the name.
     """
     category_name = name.removeprefix("gc=").removeprefix("General_Category=")
     if LONG_NAMES.get(category_name, category_name) in CATEGORIES:

@@ -1,8 +1,9 @@
-"""Regular expressions as grammars: the syntax that ECMAScript and Python share, with the same meaning in both.
+"""Regular expressions as grammars: the syntax that has the same meaning in ECMAScript and Python.
 
 An expression describes the whole text. Expressions are converted to grammar nodes, so xgrammar never reads them; syntax
-that is not supported is refused by name. `.` is any character except line ends; `\\d` and `\\w` are ASCII only.
-`\\p{L}` is a Unicode property as in ECMAScript, the dialect that JSON Schema recommends.
+that is not supported is refused by name. `.` is any character except line ends; `\\d` and `\\w` are ASCII only. Two
+kinds of syntax need not exist in both languages: `\\p{L}`, a Unicode property as in ECMAScript (the dialect that JSON
+Schema recommends), and the names of groups, `(?P<name>..)` or `(?<name>..)`.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,8 +34,8 @@ MAX_REPEATS = 10_000
 DIGIT = chars_of("0123456789")
 WORD = chars((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A))
 SPACE = chars_of(" \t\n\r\f\v")
-# Dialects disagree about which of these characters are white space. `\s` and `\S` both leave out the disputed
-# characters, so that no dialect rejects an output.
+# All characters that some dialect counts as white space. The dialects agree only about those in `SPACE`. Both `\s` and
+# `\S` leave out the disputed characters, so that no dialect rejects an output.
 WIDE_SPACE = chars(
     (0x09, 0x0D), (0x1C, 0x20), (0x85, 0x85), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A), (0x2028, 0x2029),
     (0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000), (0xFEFF, 0xFEFF),
@@ -77,7 +78,7 @@ def parse(expression: str) -> Node:
     """Return the grammar of an expression that matches the whole text.
 
     Raises:
-        GrammarError: the text is not a valid expression, or uses unsupported syntax.
+        GrammarError: as `parse_with_anchors`, or the expression has a lookahead.
     """
     node = without_anchors(parse_with_anchors(expression))
     if node is None:
@@ -89,7 +90,7 @@ def parse_with_anchors(expression: str) -> Node:
     """Return an expression with its anchors and lookaheads kept as `START`, `END` and `Lookahead` nodes.
 
     Raises:
-        GrammarError: the text is not a valid expression, or uses unsupported syntax.
+        GrammarError: the text is not a valid expression, uses unsupported syntax, or has ^ or $ where no text matches.
     """
     node = _RegexParser(expression).parse_all()
     _check_anchors(node, is_first=True, is_last=True)
@@ -341,8 +342,8 @@ def _check_anchors(node: Node, is_first: bool, is_last: bool) -> None:
 
 
 def map_nodes(node: Node, change: Callable[[Node], Node], node_type: type[Node]) -> Node:
-    """Return the node with each part of the type `node_type` replaced by `change(part)`. Only children of `Seq`, `Alt`
-    and `Repeat` are searched, and nothing inside a replaced part.
+    """Return the node with each part of the type `node_type` replaced by `change(part)`. The search goes into `Seq`,
+    `Alt` and `Repeat`, but not into a replaced part.
     """
     if isinstance(node, node_type):
         return change(node)

@@ -14,10 +14,10 @@ from cluster.grammar.regex import parse
 from cluster.grammar.schema.convert import object_grammar, parse_exact_json, schema_grammar
 
 MAX_CHARACTERS = 256_000
-MAX_SOURCE = 2_000_000  # characters of the converted grammar, all ASCII, which is sent to ranks
+MAX_SOURCE = 2_000_000  # characters of the converted grammar, which is sent to ranks
 MAX_CHOICES = 10_000
 SCHEMA_CACHE_SIZE = 16
-"""Number of schemas whose rules are cached. A structural tag that allows several calls contains each tool's schema
+"""Number of schemas whose rules are cached. A structural tag that allows several calls may contain each tool's schema
 twice.
 """
 # Syntax that a client's EBNF may not use: token ids, automata that xgrammar builds wrongly, options that xgrammar does
@@ -77,7 +77,7 @@ def xgrammar_source(grammar: Grammar) -> str:
     for other kinds, rules in xgrammar's EBNF.
 
     Raises:
-        GrammarError: the grammar is malformed, or uses something that is not enforced.
+        GrammarError: the grammar is malformed or too long, or uses syntax or a keyword that is not enforced.
     """
     if len(grammar.text) > MAX_CHARACTERS:
         raise GrammarError(f"it has {len(grammar.text)} characters; at most {MAX_CHARACTERS} are allowed")

@@ -1,4 +1,4 @@
-"""The tokens of a model as bytes. Grammars need nothing else from the tokenizer."""
+"""The tokens of a model as bytes, and masks over them. Compiling a grammar needs nothing else from the tokenizer."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -22,14 +22,14 @@ BITS_OF_OCTET = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).s
 
 
 def allowed_token_ids(bitmask: Bitmask) -> TokenIds:
-    """Return the tokens that a mask allows, in order. Words of the mask that are zero cost almost nothing."""
+    """Return the ids of the tokens that a mask allows, ascending. The mask's zero words cost almost no time."""
     nonzero_words = np.flatnonzero(bitmask)
     bit_positions = np.flatnonzero(np.unpackbits(bitmask[nonzero_words].view(np.uint8), bitorder="little"))
     return nonzero_words[bit_positions // WORD_BITS] * WORD_BITS + bit_positions % WORD_BITS
 
 
 def random_allowed_token(bitmask: Bitmask, random: np.random.Generator) -> int:
-    """Return a random one of the tokens that a nonempty mask allows. Ten times faster than listing all of them."""
+    """Return a random one of the tokens that a nonempty mask allows. It is ten times faster than listing them all."""
     octets = bitmask.view(np.uint8)
     cumulative_counts = np.cumsum(BITS_OF_OCTET[octets], dtype=np.int64)
     choice = int(random.integers(cumulative_counts[-1]))
@@ -72,7 +72,7 @@ class Vocabulary:
         return cls(tuple(texts), valid_stop_ids)
 
     def prepare(self) -> Self:
-        """Make all cached tables now, so that neither this process nor its forks make them later. Return `self`."""
+        """Make the cached tables now, so that neither this process nor its forks make them later. Return `self`."""
         for table in (
             self.tokenizer_info,
             self.stop_bitmask,
@@ -100,7 +100,7 @@ class Vocabulary:
         )
 
     def tokenize_greedily(self, text: bytes) -> list[int]:
-        """Split a text greedily into the longest matching tokens. The rest is left out once no token matches."""
+        """Split a text greedily into the longest matching tokens. Leave out the rest where no token matches."""
         token_ids: list[int] = []
         position = 0
         while position < len(text):
@@ -113,21 +113,23 @@ class Vocabulary:
         return token_ids
 
     def common_prefix(self, bitmask: Bitmask) -> bytes:
-        """Return the longest common beginning of all texts that a mask allows. Every allowed token begins with this
-        text, or is a prefix of it. If a stop token or a special token is allowed, the text is empty.
+        """Return the longest text such that every allowed token of a mask begins with this text or is a prefix of it.
+        The text is empty if the mask is empty, or allows a stop token or a special token.
+
+        If an allowed token is only a prefix, the grammar may allow other texts after this token.
         """
         nonzero_words = np.flatnonzero(bitmask)
         if not len(nonzero_words) or (bitmask & self.stop_bitmask).any():
             return b""
         first_byte = self.tokens[int(nonzero_words[0]) * WORD_BITS + _lowest_bit(bitmask[nonzero_words[0]])][:1]
         if not first_byte or (bitmask & self._bitmask_without(first_byte)).any():
-            return b""  # the common case: two allowed tokens differ in their first byte, so no other check is needed
+            return b""  # the common case: an allowed token has another first byte, so no other check is needed
         ranks = self._ranks[allowed_token_ids(bitmask)]
         last: bytes = self.tokens[self._sorted_token_ids[ranks.max()]]
         if last.startswith(SPECIAL_TOKEN_PREFIX) and len(last) > 1:
             return b""
-        # Tokens are compared in sorted order. A token that is a prefix of `last` is skipped; the first other token
-        # bounds the common prefix.
+        # The tokens are compared with `last` in sorted order. A token that is a prefix of `last` is skipped. The first
+        # token that is no prefix differs from `last` at the end of the common prefix.
         while len(ranks):
             first: bytes = self.tokens[self._sorted_token_ids[ranks.min()]]
             if not last.startswith(first):

@@ -1,6 +1,6 @@
-"""Compilation of the C kernels: one library for each level of vector instructions, named by the digest of its sources.
+"""Compilation of the C kernels: one library for each level of vector instructions, named by the digest of its inputs.
 
-It uses the standard library only, because `setup.py` also runs it at installation, before dependencies exist.
+This module imports the standard library only: `setup.py` runs it at installation, before dependencies are installed.
 """
 
 import fcntl
@@ -20,7 +20,9 @@ COMPILED = KERNELS_FOLDER / "compiled"
 NUMBER_KINDS = {"f64": 64, "f32": 32, "bf16": 16}
 FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-ffp-contract=fast", "-fno-math-errno", "-fvisibility=default", "-Wno-psabi")
 KERNEL_FLAGS = {"choice": ("-ffp-contract=off",)}
-"""Extra flags of single kernels, given after all others. `choice` must give the same bits with and without FMA."""
+"""Extra flags of some kernels, given after `FLAGS` and the flags of the level. `choice` must give the same bits with
+and without FMA.
+"""
 X86_LEVELS = {
     "avx512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mprefer-vector-width=512"),
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
@@ -159,7 +161,7 @@ def _run_compiler(command: list[str]) -> None:
 
 
 def compile_all(folder: Path = COMPILED) -> list[Path]:
-    """Compile and return the libraries of all levels of this architecture."""
+    """Return the paths of the libraries of all levels of this CPU architecture; compile those that do not exist."""
     return [compile_level(level, folder) for level in LEVELS]
 
 

@@ -16,7 +16,9 @@ from torch._ops import OpOverload
 from cluster.kernels.library import Library
 
 MAX_BYTES = 1 << 20
-"""The most bytes that one call copies; for more, torch is faster, as it uses several threads."""
+"""The most bytes of an operator's output (for `index_copy_`, of the whole table). For more bytes torch is faster, as it
+uses several threads.
+"""
 Call = partial[None]
 aten = torch.ops.aten
 POINTER_FIELDS = ("table", "row_ids", "column_ids", "out")
@@ -55,7 +57,7 @@ class Copies:
     ) -> list[Call] | None:
         """Return calls that fill the output of `function(*args, **options)`; None if C does not support the case.
 
-        The calls keep their argument structs alive, but not the tensors to which the structs point.
+        The calls keep their argument structs alive, but not the tensors whose addresses they hold.
         """
         replacement = self._replacements.get(function)
         if (

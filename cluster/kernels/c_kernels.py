@@ -80,7 +80,7 @@ class CKernels(TorchKernels):
     name = "c"
 
     def __init__(self, library: Library, dtype: torch.dtype = torch.float32) -> None:
-        """`dtype` is the model's dtype; it only affects the descriptions `description` and `numerics`."""
+        """`dtype` is the model's dtype; it only affects the texts `description` and `numerics`."""
         variant_text = f", in {library.variant}" if library.variant and dtype == torch.bfloat16 else ""
         super().__init__(f"C, compiled for {library.level}{variant_text}")
         self.numerics = f"C with {'fused' if library.fused else 'rounded'} products{variant_text}"
@@ -199,7 +199,7 @@ class CKernels(TorchKernels):
         return in_tiles(matrices) if matrices.dtype in self._tiled_dtypes else in_panels(matrices)
 
     def _function(self, name: str, tensor: Tensor) -> Function | None:
-        """Return the C function `name` for the dtype of `tensor`. Returns None if there is no such function, or if
+        """Return the C function `name` for the dtype of `tensor`. Return None if there is no such function, or if
         `tensor` is not on a CPU.
         """
         return self._functions.get((name, tensor.dtype)) if tensor.is_cpu else None

@@ -1,4 +1,6 @@
-"""C kernels that replace torch's arithmetic on a few numbers, in captured programs on a CPU. `c_copies` says why."""
+"""C kernels that replace torch's arithmetic on a few numbers, in captured programs on a CPU. The docstring of
+`c_copies` says why.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import Structure, byref, c_int64, c_void_p
@@ -33,7 +35,7 @@ BINARY_OPERATIONS = {
     aten.remainder.Scalar: REMAINDER,
     aten.remainder.Tensor: REMAINDER,
 }
-"""Operators with two arguments and no options."""
+"""Operators with two arguments. A call with options is not replaced."""
 POINTER_FIELDS = ("a", "b", "out")
 INTEGER_FIELDS = (
     *("rows", "columns", "a_kind", "a_row", "a_column", "b_kind", "b_row", "b_column"),
@@ -148,8 +150,8 @@ def _as_tensor(number: Any) -> Tensor | None:
 
 
 def _floats_are_supported(operation: int, out: Tensor, a: Any, b: Any) -> bool:
-    """Return whether C computes floats as torch does: sums and products in one dtype, comparisons in one dtype or with
-    a small integer, and copies from any float dtype to any other.
+    """Return whether C computes floats as torch does. It does so for sums, differences and products in one dtype, for
+    comparisons in one dtype or with a small integer, and for copies between float dtypes.
     """
     if operation not in FLOAT_OPERATIONS:
         return False

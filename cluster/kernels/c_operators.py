@@ -14,9 +14,10 @@ from cluster.kernels.library import Library
 
 
 def operators_of(library: Library | None) -> Callable[..., list[partial[None]] | None] | None:
-    """Return a `Substitute` (`cluster.capture.tape`) that replaces an operator by calls of `Copies`, or else of
-    `NumberKernels`. Return None without a library. Also return None if the library's calls cannot be joined
-    (`kernels/joined.py`), because only joined calls raise IndexError for rows that a table does not have.
+    """Return a `Substitute` (`cluster.capture.tape`) that replaces an operator by calls of `Copies` or, if
+    `Copies` does not support the operator, of `NumberKernels`. Return None without a library. Also return None if the
+    library's calls cannot be joined (`kernels/joined.py`), because only joined calls raise IndexError for rows that a
+    table does not have.
     """
     if library is None or getattr(library.functions["gather", torch.float32], "joins", None) is None:
         return None

@@ -23,8 +23,9 @@ FP8_NAN = 0x7F  # the code of NaN in FP8 e4m3, without its sign; C would decode 
 class Codes(NamedTuple):
     """Quantised matrices in panels of c columns: `codes` `[E, O / c, n, c]`, `scales` and `zeros` `[E, O / c, G, c]`,
     with O rounded up to whole panels. An element of `codes` is a byte that holds one input (fp4: two inputs), or in
-    int4 an int32 that holds eight inputs. n is the number of such elements for the I inputs. `kind` is an index of
-    `KINDS`; `group` is the number of inputs that share a scale.
+    int4 an int32 that holds eight inputs. n is the number of such elements for the I inputs. `zeros` is None if all
+    zero points are the default of the kind. `kind` is an index of `KINDS`; `group` is the number of inputs that share a
+    scale.
     """
 
     codes: Tensor

@@ -1,8 +1,9 @@
 """Grouped matrix product: the rows of each expert times that expert's matrix, in one call.
 
-In bfloat16 on a GPU it uses torch's kernel, which reads the row counts on the device (`reads_ends` says on which GPUs).
-In all other cases a reference implementation runs one product for each expert, and reads the row counts on the host.
-It is registered as a torch operator, so that tracing and capturing see one operator, and no read of row counts.
+In bfloat16 on a GPU the product uses torch's kernel, which on some GPUs (see `reads_ends`) reads the row counts on the
+device. In all other cases a reference implementation runs one product for each expert, and reads the row counts on the
+host. The product is registered as a torch operator, so that tracing and capturing see one operator, and no read of row
+counts.
 
 Shape legend: T rows in order of their expert, H columns of a row, O columns of the result, E experts.
 """
@@ -19,8 +20,8 @@ LIBRARY.define("grouped_mm(Tensor rows, Tensor matrices, Tensor ends) -> Tensor"
 
 
 def grouped_mm(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    """Multiply rows `[T, H]` by `[E, H, O]` -> `[T, O]`. Expert e has rows `ends[e - 1]` to `ends[e] - 1`; `ends` `[E]`
-    is int32.
+    """Multiply rows `[T, H]` by `[E, H, O]` -> `[T, O]`. Expert e has rows `ends[e - 1]` (0 for the first) to
+    `ends[e] - 1`; `ends` `[E]` is int32.
     """
     out: Tensor = torch.ops.aerie.grouped_mm(rows, matrices, ends)
     return out

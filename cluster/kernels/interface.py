@@ -97,9 +97,9 @@ class Activation(NamedTuple):
 class Kernels(Protocol):
     """The operators of a step except attention.
 
-    `name`: the backend. `description`: a description for users, with the reason if it is a fallback. `numerics`:
-    kernels with equal `numerics` give the same bits. `library`: the compiled C library, if any. `flashinfer`: set if
-    FlashInfer computes attention.
+    `name`: the backend. `description`: a description for users; if this backend is a fallback, it says why.
+    `numerics`: kernels with equal `numerics` give the same bits. `library`: the compiled C library, or None.
+    `flashinfer`: FlashInfer if it computes attention, otherwise None.
     """
 
     name: str
@@ -118,13 +118,13 @@ class Kernels(Protocol):
         """Return whether rows of `dtype` can be multiplied by a matrix like this one while it stays quantised."""
 
     def quantised(self, matrix: Quantised, dtype: torch.dtype) -> Weight:
-        """Return a weight from `matrix` `[outputs, inputs]`, for rows of `dtype`. It stays quantised if
-        `keeps_quantised` is True for the matrix.
+        """Return a weight from `matrix` `[outputs, inputs]`, for rows of `dtype`. `keeps_quantised` must be True for
+        `matrix`, which stays quantised. `TorchKernels` instead accepts any matrix, and dequantises it.
         """
 
     def quantised_stack(self, matrices: Iterable[Quantised], dtype: torch.dtype) -> Stack:
-        """Return a stack from the experts' `matrices` `[outputs, inputs]`, which must be of one kind. Like `quantised`,
-        it keeps them quantised if `keeps_quantised` is True for them.
+        """Return a stack from the experts' `matrices` `[outputs, inputs]`, which must be of one kind. The condition of
+        `quantised` applies to each of them.
         """
 
     def norm(self, rows: Tensor, scale: Tensor, eps: float) -> Tensor:
@@ -151,6 +151,7 @@ class Kernels(Protocol):
     def combine(self, expert_outputs: Tensor, groups: Groups, weights: Tensor, bias: Tensor | None) -> Tensor:
         """Return for each row the sum of weight * (expert output + bias of the expert) over its k experts, `[T, H]`.
 
-        `expert_outputs` `[T k, H]` are the outputs by place, `bias` is `[E, H]`, `weights` are `[T, k]`. The terms of a
-        row are added in ascending order of experts, so that the sum does not depend on the batch.
+        `expert_outputs` `[T k, H]` are the outputs by place, `bias` is `[E, H]` (None: no bias), `weights` are
+        `[T, k]`. The terms of a row are added in ascending order of experts, so that the sum does not depend on the
+        batch.
         """

@@ -41,7 +41,9 @@ class Joiner:
 
 
 class _Joined:
-    """Several calls made as one. The object keeps the memory of their arguments alive."""
+    """Several calls made as one. The object keeps the calls and their argument structs alive, but not the tensors that
+    are passed by address.
+    """
 
     def __init__(self, run: Callable[[], int], *memory: object) -> None:
         self._run, self._memory = run, memory

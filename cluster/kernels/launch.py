@@ -11,7 +11,7 @@ from cluster.capture.recorder import native
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Whether kernels run in Triton's interpreter on a CPU (`TRITON_INTERPRET=1`). The interpreter multiplies bfloat16
-matrices wrongly, without an error, so in the interpreter kernels convert both matrices to a wider dtype first.
+matrices wrongly, without an error. So if this is True, kernels convert both matrices to a wider dtype first.
 """
 ACC_DTYPES = {
     torch.float64: tl.float64,
@@ -25,7 +25,8 @@ Grid = tuple[int, ...]
 
 
 def launch(kernel: Any, grid: Grid, arguments: tuple[Any, ...], **constants: Any) -> None:
-    """Launch `kernel` on `grid`; do nothing if a side of `grid` is 0. A tape records the launch as one call.
+    """Launch `kernel` on `grid`; do nothing if a side of `grid` is 0. A tape (`capture/tape.py`) records the launch
+    as one call.
 
     `arguments` is the `NamedTuple` defined above the kernel. `constants` are the kernel's constants, in capitals,
     and Triton's `num_warps` and `num_stages`.
@@ -39,9 +40,9 @@ def launch(kernel: Any, grid: Grid, arguments: tuple[Any, ...], **constants: Any
 
 
 def _check_strides(kernel: Any, arguments: Any) -> None:
-    """Raise an error if the kernel would read a tensor at wrong addresses. A kernel gets an address only, so it reads a
-    view as if it were contiguous, unless it also gets the view's stride: a field `<tensor>_stride`. A field `stride` or
-    `row_stride` is that of the first tensor.
+    """Raise an error if the kernel would read a tensor at wrong addresses. A kernel gets only the address of a
+    tensor, so it reads a view as if it were contiguous, unless it also gets the view's stride in a field
+    `<tensor>_stride`. A field `stride` or `row_stride` is the stride of the first tensor.
     """
     first, *_ = fields = arguments._fields
     for name, value in zip(fields, arguments, strict=True):

@@ -87,7 +87,7 @@ def variants_of_cpu() -> list[str]:
 def library() -> Library | None:
     """Return the library for this CPU. If it was not compiled at installation, compile it into the user's cache folder.
 
-    If that fails, log a warning and return None. The caller then uses `TorchKernels`.
+    If compiling or loading fails, log a warning and return None. The caller then uses `TorchKernels`.
     """
     level, variants = level_of_cpu(), variants_of_cpu()
     try:
@@ -115,7 +115,9 @@ def _library_path(level: str) -> Path:
 
 
 def load_library(level: str, path: Path, *variants: str) -> Library:
-    """Load the library at `path`, with the first of `variants` that it contains and that this process may use."""
+    """Load the library at `path`, with the first of `variants` that it contains and that this process may use; if
+    there is none, without a variant.
+    """
     shared_library = CDLL(str(path))
     _share_threads(shared_library)
     variant = next((name for name in variants if _has_usable_variant(shared_library, name)), "")

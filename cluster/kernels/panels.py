@@ -1,6 +1,7 @@
 """The panel layout of weights for the C products, and checks of the tensors that are passed to these products.
 
-A panel holds c adjacent columns of a matrix, input after input: `panels[p][k][j]` is row k, column p * c + j.
+A panel holds c adjacent columns of a matrix, input after input: `panels[p][k][j]` is the element in row k and column
+p * c + j.
 """
 
 import torch

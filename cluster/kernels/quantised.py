@@ -77,8 +77,8 @@ class Quantised:
 
 
 def can_join(matrices: Sequence[Quantised], zeros: bool = False) -> bool:
-    """Return whether the matrices can be joined after `unified`: they have the same kind and groups. If `zeros`, also
-    require that all matrices or none have zeros, so that `unified` need not add any.
+    """Return whether `unified` makes it possible to concatenate the matrices: whether they have the same kind and
+    groups. If `zeros`, also require that all matrices or none have zeros, so that `unified` need not add any.
     """
     first = matrices[0]
     same_layout = all(
@@ -88,7 +88,9 @@ def can_join(matrices: Sequence[Quantised], zeros: bool = False) -> bool:
 
 
 def unified(matrices: Sequence[Quantised]) -> list[Quantised]:
-    """Return the matrices, for which `can_join` is True, with scales of one dtype. If one has zeros, all get zeros."""
+    """Return the matrices, for which `can_join` is True, with scales of one dtype. If one matrix has
+    zeros, a matrix without zeros gets the default zero point of its kind.
+    """
     dtype = matrices[0].scales.dtype
     if any(matrix.scales.dtype != dtype for matrix in matrices):
         dtype = torch.float32

@@ -28,7 +28,7 @@ class Dense(Weight):
         return torch.mm(rows, self.matrix) if bias is None else torch.addmm(bias, rows, self.matrix)
 
     def dense(self) -> Tensor:
-        """The matrix itself."""
+        """Return the matrix itself."""
         return self.matrix
 
 
@@ -43,7 +43,7 @@ class DenseStack(Stack):
         return grouped_mm(rows, self.matrices, ends)
 
     def dense(self) -> Tensor:
-        """The matrices themselves."""
+        """Return the matrices themselves."""
         return self.matrices
 
 
@@ -124,8 +124,8 @@ class TorchKernels:
     def combine(self, expert_outputs: Tensor, groups: Groups, weights: Tensor, bias: Tensor | None) -> Tensor:
         """See `Kernels.combine`."""
         expert_outputs = expert_outputs if bias is None else expert_outputs + bias[groups.place_experts]
-        # Add the outputs one by one, in order of place (and so of expert): torch.sum could add in another order if the
-        # shape is another.
+        # Add the outputs one by one, in order of place, which is the order of experts. The order in which torch.sum
+        # adds may depend on the shape.
         sorted_places, choice_order = groups.places.sort(-1)
         row_outputs = expert_outputs.index_select(0, sorted_places.view(-1)).view(
             *sorted_places.shape, expert_outputs.shape[1]

@@ -118,8 +118,8 @@ class TritonKernels(TorchKernels):
     def _launch_add_norm(
         self, rows: Tensor, residual: Tensor | None, residual_sum: Tensor | None, scale: Tensor, eps: float
     ) -> Tensor:
-        """Return the norm of `rows` + `residual`, and write that sum to `residual_sum`. If
-        `residual` and `residual_sum` are None, return the norm of `rows`.
+        """Return the norm of `rows` + `residual`, and write that sum to `residual_sum`. If `residual` and
+        `residual_sum` are None, return the norm of `rows`.
         """
         count, size = rows.shape
         out = torch.empty_like(rows, memory_format=torch.contiguous_format)

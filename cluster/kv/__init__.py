@@ -1,1 +1,1 @@
-"""KV cache of one rank: pages, slots, page table, radix tree, pools and memory budget. Knows nothing of models."""
+"""KV cache of one rank: pages, slots, page table, radix tree, pools and memory budget. It does not use the models."""

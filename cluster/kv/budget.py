@@ -1,4 +1,4 @@
-"""The number of KV pages of a rank: from the configured size, or from the memory that is free after loading models."""
+"""Computes the number of KV pages of a rank, from the configured size or from the memory that is free after loading."""
 
 import hashlib
 import platform
@@ -14,8 +14,8 @@ from cluster.kv.free_memory import free_memory
 
 CPU_FRACTION = 0.3  # on a CPU, KV takes this share of the memory that is free after loading, if no share is configured
 GB = 1e9
-# The reserve is the larger of these shares of the measured workspace and of the device's memory. It stays free, because
-# a later step may fragment the allocator's blocks more than the measured steps.
+# The reserve is the larger of two sizes: the first share of the measured workspace, and the second share of the
+# device's memory. It stays free, because a later step may fragment the allocator's blocks more than the measured steps.
 RESERVE_SHARES = 0.1, 0.01
 # A configured size may use this share of the reserve. A user may configure the size that an earlier start has found;
 # the next start must accept it, even if it measures slightly less free memory.
@@ -33,7 +33,7 @@ class Capacity:
 
 class MemoryBreakdown(NamedTuple):
     """Memory of a rank's device, in bytes: its `total`, what is `free` after loading, the `weights`, the measured
-    `workspace` of the largest steps, and the memory of captured programs (`graphs`).
+    `workspace` (what the largest steps take besides weights and KV), and an estimate for captured programs (`graphs`).
     """
 
     total: int
@@ -73,16 +73,16 @@ def kv_capacity(
     """Return the KV capacity of one rank, equal on every rank of the gang. Call it after all models are loaded.
 
     `token_bytes` are the bytes of one token in the pools of all runners together. `breakdown` is given for a device
-    with its own memory, and None on a CPU. In order of precedence, the capacity is:
+    with its own memory, and None on a CPU. The first of these rules that applies gives the capacity:
 
     1. `max_total_tokens`, if set.
     2. `kv_cache_gb`, if set.
-    3. On a device with its own memory: `mem_fraction_static` of the device minus the weights; if it is not set,
-       `breakdown.kv_bytes`. On a CPU: `mem_fraction_static` of the free memory, divided among the ranks of the machine;
-       the rank with the least memory decides for all.
+    3. On a device with its own memory: `mem_fraction_static` of the device minus the weights, or, if it is not set,
+       `breakdown.kv_bytes`; less one page. On a CPU: `mem_fraction_static` (by default `CPU_FRACTION`) of the free
+       memory, divided among the ranks of the machine; the rank with the least memory decides for all.
 
-    Capacities 2 and 3 never exceed what all running requests need at full context. A capacity of 0 is possible;
-    `page_count` refuses it.
+    The capacities of rules 2 and 3 never exceed what all running requests need at full context. A capacity of 0 is
+    possible; `page_count` refuses it.
 
     Raises:
         ConfigError: the system does not report its free memory, or the configured size does not fit on the device.
@@ -123,7 +123,8 @@ def _max_useful_tokens(resolved: ResolvedConfig) -> tuple[int, str]:
 
 
 def _device_capacity(resolved: ResolvedConfig, breakdown: MemoryBreakdown, token_bytes: int) -> Capacity:
-    """Return the capacity on a device with its own memory. One page is subtracted for the sink page.
+    """Return the capacity on a device with its own memory. If the free memory or `mem_fraction_static` decides, one
+    page is subtracted for the sink page (page 0, to which padding rows write).
 
     Raises:
         ConfigError: the configured size is larger than what is left; the message says which setting to lower, and to

@@ -1,4 +1,4 @@
-"""Page ownership: the lease of each running request on pages of the radix tree and on pages of its own.
+"""Page ownership. A lease holds the pages of one running request: pages of the radix tree, and pages of its own.
 
     tokens   0 ..... full pages ..... | ..... committed ..... committed + W
     owner    tree pages, which the    | the lease's own pages
@@ -24,9 +24,9 @@ from cluster.kv.radix import Key, Node, RadixTree, common_prefix_length
 
 
 class NextPages(NamedTuple):
-    """The pages that a request will compute next: the `parent` node (or the salt, if no page is before them), the index
-    of the first page in the request, and the tokens of the pages plus the token after them. Two equal values mean that
-    the pages would be equal.
+    """The pages that a request will compute next: their `parent` node in the radix tree (or the salt, if they are the
+    first pages of the request), the index of the first of them in the request, and their tokens with the token after
+    them. If two requests have equal values, these pages would be equal.
     """
 
     parent: Node | int
@@ -36,11 +36,13 @@ class NextPages(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """Pages of one running request, in token order: the tree pages of `locked_nodes`, then `own_pages`.
+    """The pages of one running request, in token order: the tree pages of `locked_nodes`, then `own_pages`. `row` is
+    the request's row of the page table.
 
     `cached_tokens` counts the tokens found in the cache when the lease was opened. `copy_source` is a node whose cells
-    the next step copies into the first own page; the node is locked until then. The first `committed` of the request's
-    `tokens` have their KV cells. A lease reads and shares only pages of its own `salt`.
+    (a cell is the KV of one token) the next step copies into the first own page; the node is locked until then.
+    `tokens` and `committed` are those of the last `publish`: the first `committed` tokens have their KV. A lease reads
+    and shares only pages of its own `salt`.
     """
 
     row: int
@@ -62,7 +64,9 @@ class KVCache:
     """Pages, page table and radix tree of one rank. It holds indices only; the KV tensors are in the runners' pools."""
 
     def __init__(self, pages: int, table: PageTable, radix: bool) -> None:
-        """Manage `pages` pages for at most `table.idle_row` requests. Without `radix`, requests share no pages."""
+        """Manage `pages` pages for at most `table.idle_row` requests. Each has one row of `table`; the last row,
+        `idle_row`, is for padding. Without `radix`, requests share no pages.
+        """
         self.page_size, self.table = table.page_size, table
         self._allocator = PageAllocator(pages)
         self._tree = RadixTree(table.page_size)
@@ -103,8 +107,8 @@ class KVCache:
     def max_cached_tokens(self, tokens: Sequence[int], salt: int = 0, max_tokens: int | None = None) -> int:
         """Return an upper bound of the tokens that `open` would find cached, at most `max_tokens`.
 
-        The bound is the tokens of the matching whole pages, plus `page_size` - 1 cells of the next page, because `open`
-        may copy up to that many cells.
+        The bound is the tokens of the matching whole pages plus `page_size` - 1, because `open` may have the KV of up
+        to that many tokens of the next page copied.
         """
         if not self._radix:
             return 0
@@ -122,12 +126,12 @@ class KVCache:
         """Return a lease for a request with the known `tokens`, with pages for its first `needed_tokens` tokens.
 
         Locks the longest prefix cached under `salt`, and takes pages for the rest. At least one token is left to
-        compute. If another page already holds the first cells of the first new page, the next step copies these cells,
-        unless the other page must be evicted to make room for the request. If `max_cached_tokens` is given, at most
-        that many cached tokens are used, in whole pages, and no cells are copied.
+        compute. If another page already holds the KV of the first tokens of the first new page, the next step copies
+        this KV, unless the other page must be evicted to make room for the request. If `max_cached_tokens` is given, at
+        most that many cached tokens are used, in whole pages, and no KV is copied.
 
-        Returns None, and changes no page, if rows or pages are too few, or if fewer than `reserved_pages` pages would
-        stay free or evictable.
+        Returns None, and changes no page, if no row of the page table is unused, if there are too few pages, or if
+        fewer than `reserved_pages` pages would stay free or evictable.
         """
         if not self._rows or reserved_pages >= self.free_pages + self.evictable_pages:
             return None
@@ -260,8 +264,8 @@ class KVCache:
         return duplicate_pages, [first_own_index + offset for offset in replaced]
 
     def _shared_cells(self, lease: Lease, tokens: Sequence[int]) -> tuple[int, int] | None:
-        """Return the page that already holds more cells of the lease's first own page than any other page, and the
-        number of these cells. Return None if no page holds any of them.
+        """Return the page that already holds the most cells (a cell is the KV of one token) of the lease's first own
+        page, and the number of these cells. Return None if no page holds any of them.
 
         A page of the tree is locked here, as the lease's `copy_source`. An own page of a running request needs no lock:
         if that request ends, the copy still runs first, at the start of the next step.

@@ -1,4 +1,5 @@
-"""FP8 cells (`arch/cell.py`) in plain torch: the reference implementation of what attention kernels store and read.
+"""Encodes and decodes FP8 cells (`arch/cell.py`) in plain torch: the reference for what attention kernels store and
+read. A cell is what one token stores in one layer: K and V, or one latent.
 
 Shape legend: n cells, B bytes of one cell.
 """

@@ -34,11 +34,11 @@ class DeviceMemory(Protocol):
         """Release the allocator's unused blocks and reset the peak."""
 
     def peak_bytes(self) -> int:
-        """Return by how many bytes the memory in use has at most exceeded the use at the last `reset_peak`."""
+        """Return the peak of the memory in use since the last `reset_peak`, less what was in use at that call."""
 
 
 class CudaMemory:
-    """The memory of a GPU. Not yet tested on a GPU near its limit."""
+    """The memory of a GPU. This class has not been tested on a GPU whose memory is nearly full."""
 
     def __init__(self, device: torch.device) -> None:
         # At `reset_peak`: bytes reserved by torch's allocator, and bytes used outside it.

@@ -33,7 +33,7 @@ def free_memory(root: Path = Path("/")) -> int:
 
 def _available_by_cgroup(root: Path) -> list[int]:
     """Return limit - usage + file cache, in bytes, of every memory cgroup with a limit, from the cgroup of this process
-    up to the top.
+    up to the top. The list is empty if there are no such cgroups.
     """
     try:
         entries = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]

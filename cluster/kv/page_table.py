@@ -16,9 +16,9 @@ from cluster.batch import PageWrite
 
 
 class PageTable:
-    """For each row the page ids of one request, `[rows + 1, pages]` int32, on the host and on the device. Unused
-    entries are 0, the sink page. `lens` `[rows + 1]` int64, the number of committed tokens of each row, is on the
-    device only. The last row belongs to idle (padding) requests.
+    """Holds for each row the page ids of one request, `[rows + 1, pages]` int32, on the host and on the device. Unused
+    entries are 0, the sink page, which belongs to no request. `lens` `[rows + 1]` int64, the number of committed tokens
+    of each row, is on the device only. The last row belongs to idle (padding) requests.
     """
 
     def __init__(self, rows: int, length: int, page_size: int, device: torch.device) -> None:
@@ -68,7 +68,7 @@ class PageTable:
 
     def commit(self, rows: Tensor, lens: Tensor) -> None:
         """Set the number of committed tokens of `rows` `[B]` to `lens` `[B]`, on the device."""
-        # Padding requests, in the last row, may have accepted tokens, which must never count.
+        # Padding requests use the last row. They may have accepted tokens, which must never count.
         self.lens.index_copy_(0, rows, lens)
         self.lens[-1:].zero_()
 
@@ -76,7 +76,7 @@ class PageTable:
         """Return the pool slots, int64, of the tokens at `positions` of `rows`; `rows` and `positions` broadcast with
         each other.
 
-        slot = page * page_size + position % page_size. Positions past the end of the table get its last slot.
+        slot = page * page_size + position % page_size. Positions past the end of a row get the last slot of the row.
         """
         positions_in_table = positions.clamp(max=self.length - 1)
         pages = self.device_pages[rows, positions_in_table.div(self.page_size, rounding_mode="floor")]

@@ -17,7 +17,7 @@ from cluster.batch import PageCopy
 
 
 class SlotMemory(Protocol):
-    """Memory indexed by slot, whose rows move when accepted tokens are compacted or pages are copied."""
+    """Memory indexed by slot. What slots hold is moved when accepted tokens are compacted or pages are copied."""
 
     def move_kv_cache(self, destination: Tensor, source: Tensor) -> None:
         """Copy slot `source[i]` to slot `destination[i]`. All sources are read before any slot is written.
@@ -35,9 +35,9 @@ Cell = tuple[int, int, int]
 
 
 class KVPool:
-    """The KV cache tensor `kv[layer, slot]`. A cell holds k and v side by side, or one latent, so that one index
-    copies or gathers all of it. An FP8 cell also holds scales. `cell` and `dtype` are the shape and dtype of a cell
-    before it is encoded in FP8.
+    """The KV cache tensor `kv[layer, slot]`. A cell is what one token stores in one layer. It holds k and v side by
+    side, or one latent, so that one index copies or gathers all of it. An FP8 cell also holds scales. `cell` and
+    `dtype` are the shape and dtype of a cell before it is encoded in FP8.
     """
 
     def __init__(

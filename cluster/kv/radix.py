@@ -72,8 +72,8 @@ class RadixTree:
     def match(self, tokens: Sequence[int], salt: int = 0) -> list[Node]:
         """Return the nodes, without the root, of the longest prefix of `tokens` cached under `salt`.
 
-        At least one token stays unmatched, because a key includes the token after its page. The returned nodes count as
-        used now.
+        At least one token stays unmatched, because a key includes the token after its page. This call marks the
+        returned nodes as used.
         """
         path: list[Node] = []
         node = self._roots.get(salt)
@@ -119,7 +119,8 @@ class RadixTree:
         tokens, and `pages` hold the tokens after them.
 
         Returns one node for each page, as long as `tokens` has the token after the page. If the tree already had a node
-        with the same key, that node is returned. Then its page is not the given page, and the caller frees the latter.
+        with the same key, that node is returned. Its page is then not the given page, and the caller frees the given
+        page.
         """
         node = prefix_nodes[-1] if prefix_nodes else self._roots.get(salt) or Node((salt,), -1, None)
         nodes: list[Node] = []
@@ -147,7 +148,7 @@ class RadixTree:
             node.locks += 1
 
     def unlock(self, path: Sequence[Node]) -> None:
-        """Undo one `lock` of each node of `path`, in which parents come first. The nodes count as used now.
+        """Undo one `lock` of each node of `path`, in which parents come first, and mark the nodes as used.
 
         Raises:
             ValueError: a node is not locked.

@@ -1,4 +1,4 @@
-"""A KV pool that compacts windows with one Triton kernel launch over all layers."""
+"""A KV pool that moves the KV of accepted tokens with one Triton kernel launch over all layers."""
 
 from math import prod
 
@@ -12,13 +12,13 @@ ELEMENTS_PER_PROGRAM = 128  # elements of a cell that one program moves
 
 
 class TritonPool(KVPool):
-    """A `KVPool` whose moves within windows run in Triton."""
+    """A `KVPool` that moves KV in Triton where each request moves only its own slots."""
 
     def move_kv_cache(self, destination: Tensor, source: Tensor) -> None:
         """Move slots `[R, n]` in Triton, and slots `[n]`, such as page copies, with torch; see `SlotMemory`.
 
-        One Triton program moves all slots of a row: it reads all of them before it writes. Slots `[n]` may overlap
-        across programs, so torch moves them.
+        One Triton program moves all slots of a row, and reads all of them before it writes. Slots `[n]` would be moved
+        by several programs, and one could overwrite a slot before another has read it. So torch moves them.
         """
         if destination.dim() != 2:
             super().move_kv_cache(destination, source)

@@ -18,12 +18,12 @@ from cluster.models.exchange import TokenExchange
 class Attend(Protocol):
     """Writes a layer's new k and v to the pool, then attends: q `[T, nh, d]`, kv `[T, 2, nkv, d]` -> `[T, nh * d]`.
 
-    A latent layer passes kv `[T, 1, 1, d]`; its values are the first `kv_rank` of these d numbers. `sinks` `[nh]` are
-    extra logits in each head's softmax that have no value.
+    A latent layer (MLA) passes kv `[T, 1, 1, d]`; the first `kv_rank` of these d numbers are the value, so the output
+    is `[T, nh * kv_rank]`. `sinks` `[nh]` adds to the softmax of each head one logit that has no value; None adds none.
     """
 
     def __call__(self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
-        """Store `kv` in layer `layer` of the runner's pool, and return the output of attention, `[T, nh * d]`."""
+        """Store `kv` in layer `layer` of the pool, and return the output of attention, one row for each row of `q`."""
 
 
 class ScaledQueries:
@@ -34,7 +34,7 @@ class ScaledQueries:
         self._query_scale = 1 + beta * torch.log1p((positions // length).double())
 
     def __call__(self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
-        """Scale the queries, then attend."""
+        """Scale the queries `q`, then attend."""
         return self._attend(layer, q * self._query_scale.to(q.dtype)[:, None, None], kv, sinks)
 
 
@@ -58,7 +58,7 @@ class SelfAttention:
     gated: bool = False
 
     def __call__(self, rows: Tensor, angles: Angles, attend: Attend, layer: int, exchange: TokenExchange) -> Tensor:
-        """`[T, in]` -> `[T, H]`; `in` is H, or 2 H in the first layer of an EAGLE-3 draft."""
+        """Rows `[T, in]` -> `[T, H]`. `in` is H, or 2 H in a draft layer that also reads the embedding."""
         # Packed heads per row: nh of q, nkv of k, nkv of v, and nh of gates if `gated`.
         num_rows, rotated_heads = rows.shape[0], self.heads + self.kv_heads
         kv_end = rotated_heads + self.kv_heads
@@ -77,7 +77,7 @@ class SelfAttention:
 class LatentAttention:
     """Multi-head latent attention, absorbed (arXiv 2405.04434, 2.1.2): queries are projected into the latent space.
 
-    The pool holds one cell per token for all heads: the normed latent and the rotated key. `keys`
+    The pool holds one cell per token, which all heads share: the normed latent and the rotated key. `keys`
     `[nh, nope, kv_rank]` and `values` `[nh, kv_rank, value]` are the two parts of `kv_b_proj`; `LatentSizes` explains
     these sizes. If `q_down` is None, queries have no low-rank projection.
     """
@@ -98,7 +98,7 @@ class LatentAttention:
     heads: int
 
     def __call__(self, rows: Tensor, angles: Angles, attend: Attend, layer: int, exchange: TokenExchange) -> Tensor:
-        """`[T, in]` -> `[T, H]`; `in` as in `SelfAttention`."""
+        """Rows `[T, in]` -> `[T, H]`; `in` is as in `SelfAttention`."""
         num_rows, sizes, kernels = rows.shape[0], self.sizes, self.kernels
         queries = rows
         if self.q_down is not None and self.q_norm is not None:

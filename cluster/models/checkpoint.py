@@ -1,4 +1,4 @@
-"""Strict reading of safetensors folders: a tensor that the model does not use is an error."""
+"""Strict reading of safetensors folders: a tensor that the model neither uses nor may ignore is an error."""
 
 import logging
 import re
@@ -44,7 +44,7 @@ def identity_name(name: str) -> str:
 
 
 class Checkpoint:
-    """The tensors of one folder under normalised names. Only headers are read until a tensor is taken."""
+    """The tensors of one folder, requested by the names that the model uses. At first only headers are read."""
 
     def __init__(
         self,
@@ -55,8 +55,9 @@ class Checkpoint:
     ) -> None:
         """Read the headers of the folder's file, or of the files that its index lists.
 
-        `stored_name` returns the checkpoint's name for a requested name. `ignored` are patterns of tensors that may
-        stay unused. If `headers_only`, tensors are checked as usual, but have no data and are on the meta device.
+        `stored_name` returns the checkpoint's (normalised) name for a name that the model uses. `ignored` are patterns
+        of tensors that may stay unused. If `headers_only`, tensors are checked as usual, but have no data and are on
+        the meta device.
 
         Raises:
             ConfigError: a file is missing, is not valid safetensors, or two files hold the same tensor.
@@ -83,7 +84,7 @@ class Checkpoint:
         columns: Span | None = None,
         expert: int | None = None,
     ) -> Tensor:
-        """Return `matrix(..)` as a tensor; a quantised matrix is dequantised to float32."""
+        """Return what the method `matrix` returns, on the CPU. A quantised matrix is dequantised to float32."""
         matrix = self.matrix(name, shape, rows, columns, expert)
         if isinstance(matrix, Tensor):
             return matrix
@@ -102,8 +103,8 @@ class Checkpoint:
         """Return the tensor `name` on `device` (None: the CPU), checked against `shape` and counted as used. A matrix
         that is quantised on disk stays quantised.
 
-        `rows` and `columns` limit the last two dimensions to a span (a vector has only rows), `expert` selects one
-        entry of a stack of experts.
+        `rows` and `columns` limit the last two dimensions to a span (None: all). A vector has only rows. `expert`
+        selects one entry of a stack of experts; it is None if the tensor is not a stack, or if all entries are wanted.
 
         Raises:
             ConfigError: the tensor is missing or of another shape; the message names tensor and file.
@@ -160,7 +161,8 @@ class Checkpoint:
         return self.reader.read(self._files[stored][0], entry.start, entry.shape, dtype, index, device)
 
     def check_only(self, name: str, shape: tuple[int, ...]) -> None:
-        """Check a matrix that another rank loads, and its scales, as `matrix` does. Count them as used; read no data.
+        """Check a matrix that another rank loads, and its scales, as the method `matrix` does, and count these tensors
+        as used. Read no data.
 
         Raises:
             ConfigError: as `matrix`.
@@ -172,7 +174,7 @@ class Checkpoint:
             self._headers_only = headers_only
 
     def mark_name_used(self, name: str) -> None:
-        """Count `name`, if it exists, as used, without reading it."""
+        """Count the tensor `name` as used, if it exists. Do not read it."""
         self._used.add(self._stored_name(name))
 
     def finish(self) -> list[str]:

@@ -14,8 +14,8 @@ from cluster.models.exchange import NoExchange, TokenExchange
 
 class Sharding(NamedTuple):
     """The shards of a model that this rank holds: some of the attention heads (`attention`), some columns of each MLP
-    (`mlp`), some token ids (`vocab`), and some experts of each layer (`experts`). Ranks that hold the same experts
-    divide the columns of these experts among them.
+    (`mlp`), some token ids of embedding and head (`vocab`), and some experts of each layer (`experts`). Ranks that hold
+    the same experts divide the columns of these experts among themselves.
     """
 
     attention: Shard = Shard()
@@ -38,8 +38,8 @@ class Sharding(NamedTuple):
     def shared_expert(self) -> Shard:
         """Return the shard of the columns of a shared expert, an MLP that every token takes.
 
-        If expert-parallel, rows are sent to the ranks of their routed experts, but the shared expert runs in the rows'
-        own attention group.
+        If the model is expert-parallel, each row is sent to the ranks of its routed experts, but the shared expert runs
+        in the row's own attention group.
         """
         return self.attention if self.expert_parallel else self.mlp
 

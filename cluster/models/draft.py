@@ -1,7 +1,8 @@
-"""The base class of draft models: layers that may read the embedding again, vocabulary map, embedding, head.
+"""The base class of draft models: an embedding, layers that may also read the embedding, a head, and the map from draft
+ids to target ids.
 
-There are two entry points. `fuse_aux` turns the target's hidden states into the draft's hidden; `forward` runs the
-layers on the draft's hidden. Callers choose between them explicitly, never by the width of a tensor.
+A draft has two entry points: `fuse_aux` turns the target's hidden states into the draft's hidden, and `forward` runs
+the layers on the draft's hidden. The caller knows which one it needs; no model guesses it from the width of a tensor.
 """
 
 from abc import ABC, abstractmethod
@@ -26,9 +27,9 @@ from cluster.models.vocab import Embedding, Head, ShardedLogits, load_embedding,
 
 @dataclass(frozen=True, slots=True)
 class DraftBlock:
-    """One draft layer. If `embed_norm` is set, attention reads `[embedding | hidden]`, 2 H wide, else only the hidden.
-    `embed_norm` norms the embedding and `hidden_norm`, if set, the hidden. If `residual_normed`, the residual is the
-    normed hidden.
+    """One draft layer. If `embed_norm` is set, attention reads `[embedding | hidden]`, 2 H wide, with the embedding
+    normed by `embed_norm`. Otherwise it reads only the hidden. If `hidden_norm` is set, it norms the hidden that
+    attention reads. If `residual_normed`, the residual is the normed hidden.
     """
 
     kernels: Kernels
@@ -80,12 +81,12 @@ def load_block(load: Loader, prefix: str, layer: DraftLayer, residual_normed: bo
 
 
 class DraftModel(ABC):
-    """The model of one member of `draft_runner_list`, on one rank. Each family of drafts is a subclass."""
+    """One draft model on one rank; a multi-layer draft has several. Each family of drafts is a subclass."""
 
     def __init__(self, spec: DraftSpec, checkpoint: Checkpoint, context: ModelContext, runner: int = 0) -> None:
-        """Load this rank's shard of every tensor; `runner` is the index in `draft_runner_list`.
+        """Load this rank's shard of every tensor; `runner` is the index of this model in a multi-layer draft, else 0.
 
-        Positions are bounded by the target's context length, not by the draft's config.
+        Rotary tables are as long as `context` says, whatever the draft's config says about its positions.
 
         Raises:
             ConfigError: a tensor is missing, unknown or of the wrong shape, or the vocabulary map is invalid.
@@ -147,7 +148,7 @@ class DraftModel(ABC):
 
     @property
     def shard_target_ids(self) -> Tensor:
-        """Return the target ids of this shard's columns, `[v]`; padding columns have 0."""
+        """Return the target ids of the columns of this shard of the head, `[v]`; padding columns have 0."""
         assert self._head is not None
         start, count = self._head.start, self._head.columns
         ids = self.target_ids[start : start + count]
@@ -161,7 +162,8 @@ class DraftModel(ABC):
     def _run(self, embedding: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
         """Run the layers and the final norm; return (input of the head, recurrent hidden), `[T, H]` each.
 
-        The recurrent hidden is taken after the final norm if the spec's `recurrent` is "post", else before the norm.
+        The recurrent hidden is what the next level of a draft tree reads. It is taken after the final norm if the
+        spec's `recurrent` is "post", else before the norm.
         """
         angles = self._rotary.angles_at(positions)
         if self.spec.query_scaling is not None:
@@ -182,7 +184,8 @@ def vocabulary_map(spec: DraftSpec, checkpoint: Checkpoint, device: torch.device
     On disk `d2t` holds offsets: target id = draft id + d2t[draft id]. `t2d`, if present, must agree with it.
 
     Raises:
-        ConfigError: `d2t` is missing but needed, or is not an ascending map into the target's ids.
+        ConfigError: `d2t` is missing but needed, is not an ascending map into the target's ids, or disagrees with
+        `t2d`.
     """
     if spec.token_map:
         checkpoint.mark_name_used("t2d")

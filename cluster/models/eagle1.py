@@ -12,7 +12,9 @@ from cluster.models.load import Loader
 
 
 class Eagle1Draft(DraftModel):
-    """A draft whose layers read `fc([embedding | hidden])`; at extend, hidden is the target's post-norm hidden."""
+    """A draft whose layers read `fc([embedding | hidden])`. In the extend phase, where the draft reads accepted tokens,
+    hidden is the target's post-norm hidden.
+    """
 
     def _load(self, load: Loader) -> None:
         spec, h = self.spec, self.spec.hidden
@@ -26,7 +28,7 @@ class Eagle1Draft(DraftModel):
             )
 
     def fuse_aux(self, aux_hidden: Tensor) -> Tensor:
-        """Return the target's post-norm hidden `[T, H]` as it is."""
+        """Return `aux_hidden` unchanged: it is the target's post-norm hidden `[T, H]`."""
         return aux_hidden
 
     def forward(self, token_ids: Tensor, positions: Tensor, hidden: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,8 @@
 """EAGLE-3 drafts (arXiv 2503.01840; for layer lists and aux norms see SGLang #24663).
 
-At extend, `fc` joins the target's aux hidden states; EAGLE-3.1 and gpt-oss drafts norm them first. Layer 0 reads
-`[input_layernorm(embedding) | hidden_norm(hidden)]`, 2 H wide; `DraftSpec.layers` describes later layers.
+In the extend phase, where the draft reads accepted tokens, `fc` joins the target's aux hidden states. EAGLE-3.1 and
+gpt-oss drafts norm these states first. Layer 0 reads `[input_layernorm(embedding) | hidden_norm(hidden)]`, 2 H wide;
+`DraftSpec.layers` describes later layers.
 """
 
 import torch
@@ -13,7 +14,7 @@ from cluster.models.load import Loader
 
 
 class Eagle3Draft(DraftModel):
-    """An EAGLE-3 draft. If its checkpoint has no embedding or no head, it shares the target's."""
+    """An EAGLE-3 draft. It shares the target's embedding or head if its own checkpoint has none."""
 
     def _load(self, load: Loader) -> None:
         spec = self.spec
@@ -23,7 +24,7 @@ class Eagle3Draft(DraftModel):
         self._aux_norms = [load.tensor(f"fc_norm.{i}.weight", spec.target_hidden) for i in aux_norms]
 
     def fuse_aux(self, aux_hidden: Tensor) -> Tensor:
-        """The target's aux hidden `[T, A]` -> the draft's hidden `[T, H]`."""
+        """The target's aux hidden states, concatenated to `[T, A]` -> the draft's hidden `[T, H]`."""
         eps = self.spec.layer.eps
         if self._concat_norm is not None:
             aux_hidden = self._kernels.norm(aux_hidden, self._concat_norm, eps)

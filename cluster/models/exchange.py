@@ -11,7 +11,7 @@ from cluster.distributed.progress import ProgressClock
 class Shards(Protocol):
     """The collectives by which the `size` shards of a head choose tokens together. Each shard scores its own columns of
     the same T' rows, and exchanges a few numbers per row instead of logits. All shards make the same calls in the same
-    order, and get the same numbers.
+    order. All ranks of an attention group get the same results.
 
     If the head is sharded over the attention group, the T' rows are the group's own T rows. If the head is sharded over
     the world (`over_world`), the T' rows are those of all groups, one group after the other.
@@ -71,25 +71,30 @@ class TokenExchange(Protocol):
         """All-reduce: partial sums of own rows `[T, H]` -> their sum over the attention group."""
 
     def gather(self, rows: Tensor) -> Tensor:
-        """All-gather: own rows `[T, H]` -> the rows of all groups, `[T', H]`, one group after the other."""
+        """All-gather: own rows `[T, H]` -> the rows `[.., H]` of all attention groups, one group after the other."""
 
     def scatter(self, rows: Tensor, group_sums: Tensor | None = None) -> Tensor:
-        """Reduce-scatter: partial sums for the rows of all groups -> own rows `[T, H]`, summed. `group_sums` `[T, H]`
-        are further partial sums for own rows, which only ranks of this attention group have.
+        """Reduce-scatter: partial sums for the rows of all attention groups -> own rows `[T, H]`, summed over all
+        ranks. `group_sums` `[T, H]` are further partial sums for own rows, which only ranks of this group have; None if
+        there are none.
         """
 
     @property
     def routes_to_experts(self) -> bool:
-        """Whether rows of this step go only to the ranks of their experts (`to_experts`), not to all ranks."""
+        """Whether in this step each row goes only to the ranks that hold its experts (`to_experts`), not to all."""
 
     def to_experts(self, rows: Tensor, experts: ExpertParallelLayer, group_sums: Tensor | None) -> Tensor:
-        """All-to-all: own rows `[T, H]` -> the sum of the outputs of their experts; `group_sums` as in `scatter`."""
+        """All-to-all: own rows `[T, H]` -> for each row, the weighted sum of its experts' outputs, `[T, H]`.
+        `group_sums` is as in `scatter`.
+        """
 
     def embed(self, ids: Tensor, lookup: Callable[[Tensor], Tensor]) -> Tensor:
         """Token ids `[T]` -> rows `[T, H]`, summed over shards; `lookup` gives zeros for ids of other shards."""
 
     def head(self, rows: Tensor, project: Callable[[Tensor], Tensor]) -> tuple[Tensor, int]:
-        """Rows `[T, H]` -> this shard's logits `[T', v]`, computed by `project`, and the index of the first own row."""
+        """Rows `[T, H]` -> this shard's logits `[T', v]`, which `project` computes, and the index of the first own row
+        among the T' rows that this rank scores (see `Shards`).
+        """
 
 
 EXPERT_CALLS = "experts"
@@ -99,12 +104,14 @@ them in advance: the plan of each step decides between `gather` with `scatter`, 
 
 
 class NoExchange:
-    """The exchange of a single rank, and of a draft that every rank runs whole. It only counts calls."""
+    """The exchange of a rank without peers, and of a draft that every rank runs whole. It sends nothing, and counts the
+    calls.
+    """
 
     shards: Shards | None = None
 
     def __init__(self, clock: ProgressClock | None = None) -> None:
-        """`clock` counts the calls, so that a rank without peers shows progress too."""
+        """`clock` counts the calls, so that a rank without peers shows progress too; None makes a new one."""
         self._clock = ProgressClock() if clock is None else clock
 
     def reduce(self, rows: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """A mixture of experts: gated MLPs, and the gate (router) that chooses among them. Either every expert is sharded by
-columns over all ranks, or the layer is expert-parallel: each rank holds some of the experts.
+columns over all ranks, or the layer is expert-parallel: each rank holds some of the experts, or some of their columns.
 
-Shape legend: T rows, H hidden, I intermediate columns of this rank, E experts of this rank, k active per token.
+Shape legend: T rows, H hidden, I intermediate columns of this rank, E experts of this rank, k experts that a row takes.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from cluster.models.mlp import Mlp
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """The router: chooses the experts of a token and their weights. It is replicated, so all ranks choose the same."""
+    """The router: chooses the k experts of a row and their weights. Each rank has all of it, so all choose the same."""
 
     weight: Weight
     bias: Tensor | None
@@ -25,11 +25,11 @@ class Gate:
     moe: Moe
 
     def __call__(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """`[T, H]` -> (weights, experts) `[T, k]`.
+        """Rows `[T, H]` -> the weights of their experts and the ids of their experts, `[T, k]` each.
 
         If experts are in groups (DeepSeek-V3, arXiv 2412.19437, 2.1.2), only those of the best groups can be chosen.
-        The score of a group is the sum of the scores of its two best experts. The `correction` affects which experts
-        are chosen, not their weights.
+        The score of a group is the sum of the scores of its two best experts. For these choices, `correction` (None: 0)
+        is added to the scores of the experts; it does not change their weights.
         """
         moe = self.moe
         scores = self.weight(rows.to(self.weight.dtype), self.bias)
@@ -51,8 +51,8 @@ class Gate:
 
 @dataclass(frozen=True, slots=True)
 class LocalExperts:
-    """This rank's experts in an expert-parallel layer: ids `first` to `first + count - 1`. `shard_of_expert`
-    `[experts]` gives for each expert of the layer the shard of experts that holds it.
+    """This rank's experts in an expert-parallel layer: ids `first` to `first + count - 1`. `shard_of_expert` has, for
+    each expert of the layer, the number of the shard of experts that holds it.
     """
 
     first: int
@@ -64,9 +64,10 @@ class LocalExperts:
 class Experts:
     """E gated MLPs: `gate_up` `[E, H, 2 I]`, `down` `[E, I, H]`, biases `[E, 2 I]` and `[E, H]`.
 
-    `shared` is an MLP that every token takes. `shared_gate` `[H, 1]` is replicated: each rank multiplies its partial
-    sum of `shared` by the gate's sigmoid. `local` says which experts this rank holds if the layer is expert-parallel;
-    `shared` is then sharded like attention. If `local` is None, the rank has columns of all experts, and of `shared`.
+    `shared` is an MLP that every token takes; None if there is none. Each rank has the whole `shared_gate` `[H, 1]`,
+    and multiplies its partial sum of `shared` by the gate's sigmoid (`shared_gate` None: by 1). If the layer is
+    expert-parallel, `local` says which experts this rank holds, and `shared` is sharded over the attention group. If
+    `local` is None, this rank has some columns of every expert and of `shared`.
     """
 
     kernels: Kernels
@@ -86,7 +87,7 @@ class Experts:
         return ("gather", "scatter") if self.local is None else (EXPERT_CALLS,)
 
     def __call__(self, rows: Tensor, exchange: TokenExchange) -> Tensor:
-        """Own rows `[T, H]` -> `[T, H]`."""
+        """Own rows `[T, H]` -> the output of the layer for them, `[T, H]`."""
         if self.local is None:
             rows = exchange.gather(rows)
             out, shared_output = self.run(rows, *self.gate(rows)), self.shared_output(rows)
@@ -98,7 +99,7 @@ class Experts:
         return exchange.scatter(self.run(rows, *self.gate(rows)), shared_output)
 
     def choose(self, rows: Tensor) -> ExpertRouting:
-        """Rows `[T, H]` -> their experts, which may be on any rank. Only for expert-parallel layers."""
+        """Return the experts of `rows` `[T, H]`, which may be on any rank. Only for expert-parallel layers."""
         assert self.local is not None, "all experts are here"
         weights, expert_ids = self.gate(rows)
         return ExpertRouting(weights, expert_ids, self.local.shard_of_expert[expert_ids])
@@ -111,17 +112,19 @@ class Experts:
         return shared_output if self.shared_gate is None else shared_output * self.shared_gate(rows).sigmoid()
 
     def run(self, rows: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        """Run each expert of this rank once, on the rows that chose it; return each row's weighted sum, `[T, H]`.
+        """Run each expert of this rank once, on the rows that chose it. Return each row's weighted sum of the outputs
+        of this rank's experts, `[T, H]`.
 
-        `weights` and ids `experts` are `[T, k]`. The terms of a row are added in order of expert ids.
+        `rows` are `[T, H]`; `weights` and the expert ids `experts` are `[T, k]`. The terms of a row are added in order
+        of expert ids.
         """
         if self.local is None:
             groups = self.kernels.group(experts, self.gate.moe.experts)
             outputs = self._expert_outputs(rows, groups.source_rows, groups.ends, groups.place_experts)
             return self.kernels.combine(outputs, groups, weights, self.down_bias)
         first, count = self.local.first, self.local.count
-        # Experts of other ranks become one extra group, number `count`, which sorts behind all others. Nothing is
-        # computed for its places; their uninitialised output is replaced by zeros.
+        # All experts of other ranks become one extra expert, number `count`, which sorts behind all others. Nothing is
+        # computed for its places; their output, which is not initialised, is replaced by zeros.
         local_ids = torch.where((experts < first) | (experts >= first + count), count, experts - first)
         groups = self.kernels.group(local_ids, count + 1)
         expert_of_row = groups.place_experts.clamp(max=count - 1)
@@ -132,7 +135,9 @@ class Experts:
         )
 
     def _expert_outputs(self, rows: Tensor, source: Tensor, ends: Tensor, expert: Tensor) -> Tensor:
-        """Return the experts' outputs, `[T k, H]`, sorted by expert as in `Groups`, without the bias of `down`."""
+        """Return the experts' outputs by place (`Groups`), `[T k, H]`, without the bias of `down`. `source` is the row
+        of each place, `expert` its expert, and `ends` as in `Groups`.
+        """
         activations = self.gate_up(rows.index_select(0, source), ends)
         activations = activations if self.gate_up_bias is None else activations + self.gate_up_bias[expert]
         return self.down(self.kernels.activate(activations, self.activation), ends)

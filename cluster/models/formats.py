@@ -1,4 +1,4 @@
-"""Readers of the formats of quantised matrices: each returns the requested slice as a `Quantised`.
+"""Readers of the formats of quantised matrices. Each returns the requested part of a matrix as a `Quantised`.
 
 Formats are recognised by names, dtypes and shapes of tensors. Shape legend: O outputs, I inputs, G groups of inputs.
 """
@@ -32,14 +32,16 @@ AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # output i of eight neighbours is packed n
 
 
 def codes_name_of(files: StoredTensors, stored: str) -> str:
-    """Return the name of the tensor that holds `stored` or, if it is packed, its codes."""
+    """Return the name of the tensor that holds the matrix `stored`, or its codes if it is packed. If there is none,
+    return `stored`.
+    """
     stem = stored.removesuffix(".weight")
     names = (stored, f"{stored}_blocks", f"{stem}.weight_packed", f"{stem}.qweight")
     return next((name for name in names if files.has_stored(name)), stored)
 
 
 def reader_of(files: StoredTensors, stored: str) -> Callable[[StoredTensors, StoredMatrix], Quantised] | None:
-    """Return the reader of the format of `stored`; None if `stored` is not quantised."""
+    """Return the function that reads the format of the matrix `stored`; None if the matrix is not quantised."""
     codes_name = codes_name_of(files, stored)
     if codes_name == stored:
         dtype = files.locate(stored).dtype
@@ -54,8 +56,8 @@ def reader_of(files: StoredTensors, stored: str) -> Callable[[StoredTensors, Sto
 
 
 def read_float8(files: StoredTensors, matrix: StoredMatrix) -> Quantised:
-    """Read FP8 with a scale for the tensor, for each output, for each group of inputs, or for each block. Codes are
-    multiplied by the scales, also by DeepSeek's `weight_scale_inv`, despite its name.
+    """Read FP8 with one scale for the whole matrix, for each output, for each group of inputs, or for each block. Codes
+    are multiplied by the scales. This is also true of DeepSeek's `weight_scale_inv`, despite its name.
     """
     kind = FLOAT8[files.locate(matrix.stored, matrix.shape).dtype]
     names = [f"{matrix.stored}{suffix}" for suffix in SCALE_SUFFIXES] + [f"{matrix.stem}.qscale_weight"]
@@ -68,7 +70,7 @@ def read_float8(files: StoredTensors, matrix: StoredMatrix) -> Quantised:
 
 
 def read_int8(files: StoredTensors, matrix: StoredMatrix) -> Quantised:
-    """Read compressed-tensors' int-quantized: int8 codes, one to a byte."""
+    """Read the format int-quantized of compressed-tensors: int8 codes, one in each byte."""
     files.locate(matrix.stored, matrix.shape)
     codes = _to_unsigned(_read_codes(files, matrix))
     scales, group = read_scales(files, matrix, _check_scales(files, matrix, f"{matrix.stored}_scale"))
@@ -79,8 +81,8 @@ def read_int8(files: StoredTensors, matrix: StoredMatrix) -> Quantised:
 
 
 def read_compressed(files: StoredTensors, matrix: StoredMatrix) -> Quantised:
-    """Read compressed-tensors' pack-quantized. An int32 of codes packs neighbouring inputs; an int32 of zero points
-    packs neighbouring outputs.
+    """Read the format pack-quantized of compressed-tensors. An int32 packs the codes of neighbouring inputs, or the
+    zero points of neighbouring outputs.
     """
     name, (outputs, inputs) = f"{matrix.stem}.weight_packed", matrix.shape
     bits = _code_bits(files, matrix, name, 1)
@@ -107,8 +109,8 @@ def read_compressed(files: StoredTensors, matrix: StoredMatrix) -> Quantised:
 
 
 def read_qweight(files: StoredTensors, matrix: StoredMatrix) -> Quantised:
-    """Read GPTQ or AWQ. In GPTQ, an int32 packs codes of neighbouring inputs, and zeros of neighbouring outputs. In
-    AWQ, an int32 packs codes or zeros of eight neighbouring outputs, in AWQ's own order.
+    """Read GPTQ or AWQ. In GPTQ, an int32 packs the codes of neighbouring inputs, or the zero points of neighbouring
+    outputs. In AWQ, an int32 packs the codes or zero points of eight neighbouring outputs, in AWQ's own order.
     """
     name, (outputs, inputs), packing = f"{matrix.stem}.qweight", matrix.shape, files.quantisation.packing
     by_outputs = inputs, -(-outputs // 8)  # shape of `qweight` in AWQ
@@ -127,8 +129,8 @@ def read_qweight(files: StoredTensors, matrix: StoredMatrix) -> Quantised:
             :, code_slice
         ].t()
     else:
-        # GPTQ subtracts an offset from whole int32 numbers, so that a borrow can cross packed zero points. Adding the
-        # offset to whole int32 numbers undoes this.
+        # Writers of GPTQ subtract an offset from whole int32 numbers, so that a borrow may cross packed zero points.
+        # Adding the offset to whole int32 numbers undoes this.
         zeros = zeros + files.quantisation.zero_offset * INT32_OF_ONES[bits]
         inner_int32, inner_codes = _int32_slices(matrix.inputs, bits)
         codes = unpack_int32(files.read(name, (inner_int32, slice(*matrix.outputs)), matrix.device).t(), bits)[
@@ -160,7 +162,7 @@ def read_mxfp4(files: StoredTensors, matrix: StoredMatrix) -> Quantised:
     first = start - group_slice.start * MX_GROUP
     codes = unpack_nibbles(tensors[0]).flatten(-2)[..., first : first + stop - start]
     scales, group = powers_of_two(tensors[1]), MX_GROUP
-    # If the slice cuts groups, give each input a scale of its own (group 1).
+    # If the requested inputs cut groups, give each input a scale of its own (group size 1).
     if first or (stop % MX_GROUP and stop != inputs):
         scales, group = select_indices(scales, group_indices(first, first + stop - start, MX_GROUP, scales), -1), 1
     return Quantised("fp4", codes, scales, None, group)
@@ -216,7 +218,7 @@ def _int32_slices(span: Span, bits: int) -> tuple[slice, slice]:
 
 
 def _to_unsigned(signed: Tensor) -> Tensor:
-    """Return int8 plus 128 as uint8; flipping the top bit adds 128."""
+    """Return int8 numbers plus 128, as uint8: to add 128 is to flip the top bit."""
     return signed.contiguous().view(torch.uint8) ^ 128
 
 

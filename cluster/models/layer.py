@@ -36,9 +36,9 @@ class DecoderLayer:
     def __call__(
         self, hidden: Tensor, normed: Tensor, angles: Angles, attend: Attend, layer: int, exchange: TokenExchange
     ) -> tuple[Tensor, Tensor]:
-        """Return two tensors `[T, H]`, whose sum is the residual stream that leaves the layer; the next `add_norm` adds
-        them up. `hidden` `[T, H]` is the residual stream that enters the layer, and `normed` is `hidden` after
-        `input_norm`.
+        """Return two tensors `[T, H]`, whose sum is the residual stream that leaves the layer; the caller adds them up
+        (`Kernels.add_norm`). `hidden` `[T, H]` is the residual stream that enters the layer, and `normed` `[T, H]` is
+        `hidden` after `input_norm`.
         """
         out = self._normed(self.attention(normed, angles, attend, layer, exchange), self.after_attention)
         hidden, normed = self.kernels.add_norm(hidden, out, self.post_norm, self.eps)

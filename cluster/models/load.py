@@ -20,7 +20,7 @@ from cluster.models.weights import WeightLoader, permute_outputs, split_alternat
 
 
 class Loader(WeightLoader):
-    """Loads this rank's shard of the parts of layers."""
+    """Loads the parts of layers: of each tensor, only this rank's shard."""
 
     def attention(self, prefix: str, g: LayerGeometry, columns: int) -> SelfAttention:
         """Return the attention block under `prefix`, whose qkv projection has `columns` inputs."""
@@ -65,7 +65,9 @@ class Loader(WeightLoader):
         )
 
     def latent(self, prefix: str, g: LayerGeometry, columns: int) -> LatentAttention:
-        """Return the latent attention block under `prefix`, with `columns` inputs; rope is interleaved on disk."""
+        """Return the latent attention block under `prefix`, with `columns` inputs. On disk, the rotated dimensions are
+        neighbouring pairs; they are permuted to the half-split layout.
+        """
         shard, sizes = self.sharding.attention, g.latent
         assert sizes is not None
         heads = local_heads(g, shard).heads
@@ -114,7 +116,7 @@ class Loader(WeightLoader):
         )
 
     def mlp(self, prefix: str, g: LayerGeometry, shard: Shard | None = None) -> Mlp:
-        """Return shard `shard` of the gated MLP under `prefix`. If `shard` is None, it is this rank's shard of MLPs."""
+        """Return shard `shard` (None: this rank's shard of MLPs) of the gated MLP under `prefix`."""
         shard = self.sharding.mlp if shard is None else shard
         span = shard.span(g.intermediate)
         names = [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
@@ -123,7 +125,9 @@ class Loader(WeightLoader):
         return Mlp(self.kernels, self.weight(gate_up), down, gate_up_bias, down_bias, Activation(g.activation))
 
     def experts(self, prefix: str, g: LayerGeometry, moe: Moe) -> Experts:
-        """Return the experts block under `prefix`: the gate, and this rank's part of the experts and the shared MLP."""
+        """Return the experts block under `prefix`: the whole gate, and this rank's part of the experts and of the
+        shared MLP.
+        """
         start, stop = self.sharding.expert_columns.span(moe.intermediate)
         local_ids = range(*self.sharding.experts.span(moe.experts))
         biases: tuple[Tensor | None, Tensor | None] = (None, None)
@@ -179,9 +183,10 @@ class Loader(WeightLoader):
     def _stacked_experts(
         self, prefix: str, g: LayerGeometry, moe: Moe, local_ids: range
     ) -> tuple[Stack, Stack, Tensor, Tensor | None]:
-        """Return this rank's experts of gpt-oss: the gate and up matrices, the down matrices, and the biases of each
-        (None for down if another rank adds it). On disk, one tensor holds all experts, and gate and up alternate. A
-        matrix is `[outputs, inputs]` on disk if it is in MXFP4, otherwise `[inputs, outputs]`.
+        """Return this rank's experts of gpt-oss: the gate and up matrices, the down matrices, the biases of gate and
+        up, and the biases of down (None if another rank adds them). On disk, one tensor holds all experts, and the
+        outputs of gate and up alternate. A matrix is `[outputs, inputs]` on disk if it is in MXFP4, otherwise `[inputs,
+        outputs]`.
         """
         num_experts, hidden, intermediate = moe.experts, g.hidden, moe.intermediate
         span, expert_span = self.sharding.expert_columns.span(intermediate), (local_ids.start, local_ids.stop)
@@ -235,8 +240,9 @@ class Loader(WeightLoader):
 
 
 def gates_last(packed: Tensor, heads: int, d: int) -> Tensor:
-    """Return `packed` with the gates moved to the end of the last dimension. `packed` is `[.., 2 n d + more]`. It
-    begins with query and gate of head 0, query and gate of head 1, and so on, for n = `heads` heads.
+    """Return `packed` `[.., 2 n d + more]` with the gates moved to the end of the last dimension. That dimension begins
+    with the query (d numbers) and the gate (d numbers) of head 0, then those of head 1, and so on, for n = `heads`
+    heads.
     """
     query_gate_pairs = packed[..., : 2 * heads * d].reshape(*packed.shape[:-1], heads, 2, d)
     return concat(
@@ -250,7 +256,8 @@ def gates_last(packed: Tensor, heads: int, d: int) -> Tensor:
 
 
 def local_heads(g: LayerGeometry, shard: Shard) -> LayerGeometry:
-    """Return the geometry of one attention shard. If there are fewer KV heads than ranks, KV heads are replicated.
+    """Return the geometry of one attention shard. If there are fewer KV heads than ranks, several ranks have the same
+    KV head.
 
     Raises:
         ConfigError: the heads cannot be divided among the ranks.

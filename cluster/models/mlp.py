@@ -1,4 +1,4 @@
-"""The dense gated MLP, sharded by columns over all ranks.
+"""The dense gated MLP, sharded by intermediate columns, usually over all ranks.
 
 Shape legend: T rows, H hidden, I intermediate columns of this rank.
 """
@@ -30,7 +30,7 @@ class Mlp:
         return "gather", "scatter"
 
     def __call__(self, rows: Tensor, exchange: TokenExchange) -> Tensor:
-        """Own rows `[T, H]` -> `[T, H]`: gather the rows of all ranks, compute partial sums, sum and scatter these."""
+        """Own rows `[T, H]` -> `[T, H]`: gather the rows of all groups, compute partial sums, sum and scatter these."""
         return exchange.scatter(self.partial_sum(exchange.gather(rows)))
 
     def partial_sum(self, rows: Tensor) -> Tensor:

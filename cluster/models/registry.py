@@ -1,4 +1,4 @@
-"""Checking models by the headers of their checkpoints, loading them, and the table of draft classes."""
+"""Checks models by the headers of their checkpoints, and loads them. Has the table of draft classes."""
 
 from functools import partial
 
@@ -30,14 +30,18 @@ def check_target(folder: str, arch: TargetArch) -> None:
 
 
 def check_draft(folder: str, spec: DraftSpec) -> None:
-    """Check all runners of the draft in `folder` as `check_target` does; raises `ConfigError` as well."""
+    """Check the draft in `folder`, all its runners, as `check_target` checks the target.
+
+    Raises:
+        ConfigError: as `check_target`.
+    """
     for runner in range(spec.runners):
         DRAFTS[spec.kind](spec, draft_checkpoint(folder, spec, runner, dry=True), ModelContext.headers_only())
 
 
 def draft_checkpoint(folder: str, spec: DraftSpec, runner: int = 0, dry: bool = False) -> Checkpoint:
-    """Open the checkpoint of the draft in `folder`. Tensors are requested by the model's names, which mean the tensors
-    of runner number `runner`. If `dry`, only headers are read.
+    """Open the checkpoint of the draft in `folder`. The names that the model uses then stand for the tensors of runner
+    number `runner` (a multi-layer draft has several). If `dry`, only headers are read.
     """
     return Checkpoint(folder, partial(spec.stored_name, runner=runner), spec.ignored_by(runner), dry)
 
@@ -72,10 +76,10 @@ def load_draft_list(
 
 
 def share_embed_and_head(draft: DraftModel, target: DecoderTarget, context: ModelContext) -> None:
-    """Give a draft the target's embedding and head, in the draft's own sharding, if the draft has none of its own.
+    """Give a draft the target's embedding or head, in the draft's own sharding, where the draft has none of its own.
 
-    The target's loaded tensors are not enough in two cases, and unsharded tensors are read again: the draft's
-    vocabulary is not sharded like the target's, or the draft uses only some columns of a sharded head.
+    In two cases the tensors that the target has loaded are not enough, and the whole tensors are read again: the
+    draft's vocabulary is not sharded like the target's, or the draft uses only some columns of a sharded head.
     """
     spec, vocab = draft.spec, context.sharding.vocab
     embed, head = target.get_embed_and_head()

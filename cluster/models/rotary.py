@@ -1,4 +1,6 @@
-"""Rotary embeddings: tables of cos and sin, and the permutation from neighbouring pairs to the half-split layout."""
+"""Rotary embeddings: tables of cos and sin, and the permutation that turns rope over neighbouring pairs into rope over
+the two halves of a head.
+"""
 
 import math
 
@@ -20,8 +22,8 @@ def frequencies(rope: Rope, dim: int) -> Tensor:
 
     llama3, as in the Llama 3.1 release, divides frequencies of long wavelengths by `factor`, and blends those in the
     band between its two frequency factors. In YaRN (arXiv 2309.00071) the band lies between the dimensions that turn
-    `beta_fast` and `beta_slow` times over the original length. Dynamic scaling has no effect here; for positions beyond
-    its length, `dynamic_frequencies` is used instead.
+    `beta_fast` and `beta_slow` times over the original length. Dynamic scaling has no effect here: callers use
+    `dynamic_frequencies` for positions beyond its original length.
     """
     inverse = 1.0 / rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float64) / dim)
     if rope.llama3 is not None:
@@ -47,8 +49,9 @@ def frequencies(rope: Rope, dim: int) -> Tensor:
 def dynamic_frequencies(rope: Rope, dim: int, positions: Tensor) -> Tensor:
     """Return the radians per position of the `dim / 2` pairs at each of `positions` `[T]`, float64 `[T, dim / 2]`.
 
-    Dynamic NTK scaling as in `transformers`: the base grows with the length of the text. Here the text ends at the
-    position itself, so that cached keys stay valid when more tokens follow.
+    This is the dynamic NTK scaling of `transformers`, in which the base grows with the length of the text. Here the
+    length that counts for a position is that of the text up to this position, so that cached keys stay valid when more
+    tokens follow.
     """
     assert rope.dynamic is not None
     factor, length = rope.dynamic
@@ -58,7 +61,7 @@ def dynamic_frequencies(rope: Rope, dim: int, positions: Tensor) -> Tensor:
 
 
 class RotaryTable:
-    """cos and signed sin per position, `[P, 1, d]` each; see `Angles`.
+    """Tables of cos and signed sin for P positions, `[P, 1, d]` each; see `Angles`. d dimensions of a head are rotated.
 
     The table is allocated for all P positions that may ever be served, so that its address never changes and captured
     programs can read it. Rows after the first `INITIAL_ROWS` are computed when `prepare_positions` asks for them. On a
@@ -92,7 +95,7 @@ class RotaryTable:
             self._computed_rows = stop
 
     def angles_at(self, positions: Tensor) -> Angles:
-        """Return the angles of rows at `positions` `[T]`."""
+        """Return cos and sin for rows at `positions` `[T]`."""
         return Angles(self._cos.index_select(0, positions), self._sin.index_select(0, positions))
 
     def _rows(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
@@ -108,10 +111,11 @@ class RotaryTable:
 
 
 def half_split(weight: Tensor, heads: int, num_rotated: int | None = None) -> Tensor:
-    """Permute weight rows `[n * d, ..]` of `heads` heads from rope over neighbouring pairs to the half-split layout.
+    """Permute the weight rows `[n * d, ..]` of n = `heads` heads from rope over neighbouring pairs to rope over the two
+    halves of a head (the half-split layout).
 
-    Only the last `num_rotated` rows of each head are permuted (None: all). As q and k are permuted in the same way,
-    scores do not change.
+    Only the last `num_rotated` rows of each head are permuted (None: all). Attention scores do not change, because
+    callers permute q and k in the same way.
     """
     # Of the rotated rows: (0, 1, 2, 3, ..) -> (0, 2, 4, .., 1, 3, 5, ..).
     per_head = weight.view(heads, -1, *weight.shape[1:])

@@ -15,8 +15,8 @@ from cluster.models.vocab import ShardedLogits
 
 
 class AttentionBackend(Attend, Protocol):
-    """The attention primitive, bound to a pool and a page table. `prepare` is called by the host before a step, `bind`
-    inside the step, once per forward.
+    """The attention primitive, bound to a pool and a page table. The host calls `prepare` before a step. Within the
+    step, `bind` is called once per forward.
     """
 
     def prepare(self, bounds: HostBounds) -> None:
@@ -51,19 +51,21 @@ class ModelRunner(Generic[M]):
 
 @dataclass(frozen=True, slots=True)
 class TargetRunner(ModelRunner[DecoderTarget]):
-    """The runner of the target. Forwards return aux hidden states at `boundaries`."""
+    """The runner of the target. Its forwards also return the residual stream at `boundaries`: boundary i is the input
+    of layer i, and the last boundary is the output of the last layer.
+    """
 
     boundaries: tuple[int, ...]
 
     def forward(self, token_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> tuple[Tensor, list[Tensor]]:
-        """Rows `[T]` -> post-norm hidden `[T, H]`, and the residual stream at each boundary, `[T, H]` each."""
+        """Token ids `[T]` -> post-norm hidden `[T, H]`, and the residual stream at each boundary, `[T, H]` each."""
         with self.timer:
             self.attention.bind(metadata)
             return self.model.forward(token_ids, positions, self.attention, self.boundaries)
 
 
 class DraftRunner(ModelRunner[DraftModel]):
-    """One member of `draft_runner_list`: a draft model with its own pool."""
+    """One member of `draft_runner_list`: a draft model with its own pool. Only a multi-layer draft has several."""
 
     __slots__ = ()
 
@@ -75,7 +77,7 @@ class DraftRunner(ModelRunner[DraftModel]):
     def forward(
         self, token_ids: Tensor, positions: Tensor, hidden: Tensor, metadata: AttentionMetadata
     ) -> tuple[Tensor, Tensor]:
-        """Rows `[T]` and their hidden `[T, H]` -> (input of the head, recurrent hidden), `[T, H]` each."""
+        """Token ids `[T]` and hidden `[T, H]` -> (input of the head, recurrent hidden), `[T, H]` each."""
         with self.timer:
             self.attention.bind(metadata)
             return self.model.forward(token_ids, positions, hidden, self.attention)

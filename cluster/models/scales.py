@@ -1,5 +1,5 @@
-"""Finds out which numbers of a quantised matrix share a scale: from the config and `g_idx`, or, if the config does not
-say it, from the shapes of tensors.
+"""Finds out which numbers of a quantised matrix share a scale. The config and the tensor `g_idx` say it; if the config
+does not, the shapes of tensors do.
 
 If tensors and config disagree, the checkpoint is refused. Shape legend: O outputs, I inputs, G groups of inputs.
 """
@@ -26,7 +26,8 @@ def read_scales(files: StoredTensors, matrix: StoredMatrix, name: str) -> tuple[
     """Read the scales (or zero points) stored as `name`, for the part of the matrix that `matrix` selects, as `[O, G]`.
     Also return how many inputs share one scale (or zero point).
 
-    On disk there is one scale for the tensor, one for each output, G for each output, or one for each block.
+    On disk there is one scale for the whole matrix, one for each output, G for each output, or one for each block of
+    outputs and inputs.
 
     Raises:
         ConfigError: the number of scales does not agree with the config, or with the shape of the matrix.
@@ -62,9 +63,9 @@ def group_size(files: StoredTensors, matrix: StoredMatrix, name: str, groups: in
 
 
 def _scale_block(files: StoredTensors, matrix: StoredMatrix, name: str, counts: tuple[int, int]) -> tuple[int, int]:
-    """Return how many outputs and inputs share a scale of `name`, as in `Scheme.block` (0: all).
+    """Return how many neighbouring outputs and inputs share a scale of `name`, as in `Scheme.block` (0: all of them).
 
-    `counts` are the numbers of scales along outputs and inputs. Raises `ConfigError` as `read_scales`.
+    `counts` are the numbers of scales along outputs and inputs. Raises `ConfigError` as `read_scales` does.
     """
     (outputs, inputs), scheme = matrix.shape, files.scheme(matrix.stored)
     if scheme.block is not None:
@@ -104,8 +105,8 @@ def _scale_block(files: StoredTensors, matrix: StoredMatrix, name: str, counts: 
 
 
 def _group_sizes(inputs: int, groups: int) -> list[int]:
-    """Return the sizes that a group may have if `inputs` inputs form `groups` groups. There is more than one size only
-    if the last group may be partial.
+    """Return the sizes that a group may have if `inputs` inputs form `groups` groups. There can be several sizes
+    because the last group may be partial.
     """
     if groups == 1:
         return [inputs]
@@ -114,7 +115,7 @@ def _group_sizes(inputs: int, groups: int) -> list[int]:
 
 
 def _num_blocks(size: int, block_size: int) -> int:
-    """Return the number of blocks of `block_size` that cover `size`, rounded up; 1 if `block_size` is 0."""
+    """Return how many blocks of `block_size` cover `size`; 1 if `block_size` is 0, which stands for one block."""
     return -(-size // block_size) if block_size else 1
 
 
@@ -122,8 +123,8 @@ def select_inputs(files: StoredTensors, matrix: StoredMatrix, values: Tensor, si
     """Return the scales (or zeros) of the requested inputs, out of the `values` `[O, G]` of all inputs. Also return how
     many inputs share a scale.
 
-    A group has `size` inputs, the last one perhaps fewer. If the requested inputs are not whole groups of neighbours,
-    each input gets an entry of its own, and the group size is 1.
+    A group has `size` inputs; the last group may have fewer. If the requested inputs are not whole groups of
+    neighbours, each input gets a scale of its own, and the number returned is 1.
     """
     inputs, groups, (start, stop) = matrix.shape[-1], values.shape[1], matrix.inputs
     input_groups = _stored_group_index(files, matrix, size, groups)
@@ -137,14 +138,16 @@ def select_inputs(files: StoredTensors, matrix: StoredMatrix, values: Tensor, si
 
 def group_indices(start: int, stop: int, size: int, scales: Tensor) -> Tensor:
     """Return the group index of each of the inputs (or outputs) `start` to `stop - 1`, int64 `[stop - start]`. A group
-    is `size` neighbours. The result is on the device of `scales`, so that it can index them.
+    is `size` neighbours. The result is on the device of `scales`, so that it can index them (for scales on the meta
+    device, on the CPU).
     """
     device = "cpu" if scales.is_meta else scales.device  # arithmetic on the meta device is slow
     return torch.arange(start, stop, device=device) // size
 
 
 def _stored_group_index(files: StoredTensors, matrix: StoredMatrix, size: int, groups: int) -> Tensor | None:
-    """Return the group of each input as `g_idx` gives it, `[I]`; None if each group is `size` neighbouring inputs.
+    """Return the group of each input as `g_idx` gives it, `[I]`. Return None if each group is `size` neighbouring
+    inputs, which is so without a `g_idx`, too.
 
     Raises:
         ConfigError: `g_idx` names a group without scales, or puts more than `size` inputs into one group.

@@ -1,7 +1,7 @@
-"""Reading slices of tensors from files, by several threads, without reading the rest of the tensor.
+"""Reads slices of tensors from files, with several threads, without reading the rest of the tensor.
 
-On a CPU, bytes are read into the tensor itself. For a GPU, bytes go through a few pinned buffers, so the host never
-holds more than these buffers. Files are not memory-mapped, so their pages do not count as memory of this process.
+On a CPU, bytes are read into the tensor itself. For a GPU, bytes go through a few pinned buffers, so the host needs
+no memory for the whole slice. Files are not memory-mapped, so their pages do not count as memory of this process.
 """
 
 import os
@@ -29,8 +29,9 @@ SHORT_PIECE_BYTES = (
 
 
 class SliceRun(NamedTuple):
-    """`pieces` pieces of a slice, of `length` bytes each. In the file the first piece is at byte `start`, and the next
-    ones follow at distances of `stride` bytes. In the slice the pieces are contiguous from byte `offset` on.
+    """A run: `pieces` pieces of a slice, of `length` bytes each. In the file the first piece is at byte `start`, and
+    each next piece begins `stride` bytes after the beginning of the one before. In the slice the pieces are contiguous
+    from byte `offset` on.
     """
 
     start: int
@@ -99,8 +100,8 @@ class PinnedBuffers:
             self._free.put((allocate(CHUNK_BYTES), make_event()))
 
     def send(self, fill: Callable[[memoryview], None], destination: Tensor) -> None:
-        """Let `fill` write bytes into a free buffer, and copy them to `destination` on the device; at most
-        `CHUNK_BYTES` bytes.
+        """Let `fill` write bytes into a free buffer, and copy them to `destination` on the device, which has at most
+        `CHUNK_BYTES` bytes. Wait if no buffer is free.
         """
         buffer, copied = self._free.get()
         try:

@@ -1,4 +1,4 @@
-"""A tally of a checkpoint's quantised weights: how many stay packed, how many were dequantised on load."""
+"""Counts a checkpoint's quantised weights: how many stay packed, and how many were dequantised on load."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from cluster.kernels.quantised import Quantised
 
 @dataclass(slots=True)
 class QuantisationTally:
-    """Counts of packed and of dequantised weights, by kind. Packed weights have `num_values` values in `nbytes`."""
+    """Counts packed and dequantised weights by kind. All packed weights hold `num_values` values in `nbytes` bytes."""
 
     packed: Counter[str] = field(default_factory=Counter)
     dequantised: Counter[str] = field(default_factory=Counter)
@@ -17,7 +17,7 @@ class QuantisationTally:
     nbytes: int = 0
 
     def count_packed(self, matrix: Quantised, weight: Weight | Stack, count: int = 1) -> None:
-        """Count `count` matrices that stay packed and are like `matrix`; `weight` holds all of them."""
+        """Count `count` matrices of the kind and shape of `matrix`, which stay packed; `weight` holds all of them."""
         self.packed[matrix.description] += count
         outputs, inputs = matrix.shape
         self.num_values += count * outputs * inputs

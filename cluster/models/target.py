@@ -35,7 +35,7 @@ class DecoderTarget:
         ropes = list(dict.fromkeys(g.rope for g in arch.layers))
         self._rotaries = [RotaryTable(rope, first.rope_dim, context.max_position, dtype, device) for rope in ropes]
         self._rope_of = [ropes.index(g.rope) for g in arch.layers]
-        # The scale is rounded to float32, then to the compute dtype. Only in float64 it is not rounded.
+        # The scale is rounded to float32, then to the compute dtype. It is not rounded if that is float64.
         scale = arch.embed_scale
         self._embed_scale = None if scale is None else torch.tensor(scale).to(device, dtype)
         if scale is not None and dtype == torch.float64:
@@ -61,7 +61,7 @@ class DecoderTarget:
     def forward(
         self, token_ids: Tensor, positions: Tensor, attend: Attend, boundaries: tuple[int, ...]
     ) -> tuple[Tensor, list[Tensor]]:
-        """Rows `[T]` -> post-norm hidden, and the residual stream (aux hidden) at each boundary, `[T, H]` each.
+        """Token ids `[T]` -> post-norm hidden, and the residual stream (aux hidden) at each boundary, `[T, H]` each.
 
         Boundary i is the input of layer i; boundary `num_layers` is the output of the last layer.
         """
@@ -95,7 +95,9 @@ class DecoderTarget:
 
 
 def target_checkpoint(folder: str, arch: TargetArch, dry: bool = False) -> Checkpoint:
-    """Open the checkpoint of `arch` in `folder`, with the names of its family. If `dry`, only headers are read."""
+    """Open the checkpoint of the target in `folder`. `arch` translates the names that the model uses into the names in
+    the checkpoint. If `dry`, only headers are read.
+    """
     return Checkpoint(folder, arch.stored_name, arch.ignored_patterns, dry)
 
 
@@ -107,7 +109,7 @@ def read_embed_and_head(folder: str, arch: TargetArch, context: ModelContext) ->
 
 
 def _head(load: Loader, arch: TargetArch, embed: Embedding) -> Head:
-    """Return the head. It is tied to the embedding only if the config says so and the checkpoint has no own head."""
+    """Return the head. It is tied to the embedding only if the config says so and the checkpoint has no `lm_head`."""
     if arch.tied and not load.checkpoint.contains("lm_head.weight"):
         return tied_head(embed, arch.vocab_size, load.kernels)
     return load_head(load, "lm_head.weight", arch.vocab_size, arch.hidden)

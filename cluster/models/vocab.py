@@ -1,6 +1,7 @@
 """Embedding and head, whole or sharded over the vocabulary.
 
-A vocabulary of V ids over n ranks is cut into n equal parts of v = ceil(V / n) ids; the last one is padded with zeros.
+A vocabulary of V ids is cut into n equal parts of v = ceil(V / n) ids, one for each of n ranks. The last parts may have
+fewer ids of the vocabulary (or none); they are padded with zeros.
 """
 
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ UNSHARDED = Shard()
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
-    """An embedding or its shard `shard`: `weight` `[v, H]` has the rows of ids `start` to `start + v - 1`."""
+    """An embedding or its shard `shard`: `weight` `[v, H]` has the rows of token ids `start` to `start + v - 1`."""
 
     weight: Tensor
     start: int = 0
@@ -41,11 +42,12 @@ class Embedding:
 
 @dataclass(frozen=True, slots=True)
 class ShardedLogits:
-    """The logits of a head on one rank: `values` `[T', v]` for the columns `start` to `start + v - 1` of `vocab`.
+    """The logits of a head on one rank: `values` `[T', v]` for the ids `start` to `start + v - 1` of a vocabulary of
+    `vocab` ids.
 
-    Columns beyond the vocabulary are -inf, so that they are never chosen. This rank's own rows begin at row
-    `first_row`; other rows belong to other groups. `shards` connects to the ranks with other columns; it is None if
-    this rank has all columns.
+    Columns beyond the vocabulary are -inf, so that they are never chosen. The rows of this rank's own attention group
+    begin at row `first_row`; other rows belong to other groups. `shards` connects to the ranks with other columns; it
+    is None if this rank has all columns.
     """
 
     values: Tensor
@@ -57,7 +59,7 @@ class ShardedLogits:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """A head over `vocab` ids or its shard: `weight` `[H, v]` has the columns from `start` on."""
+    """A head over `vocab` ids, or one shard of it: `weight` `[H, v]` has the columns from id `start` on."""
 
     weight: Weight
     vocab: int
@@ -69,7 +71,7 @@ class Head:
         return self.weight.shape[1]
 
     def __call__(self, rows: Tensor, exchange: TokenExchange, softcap: float | None = None) -> ShardedLogits:
-        """Rows `[T, H]` -> this shard's logits. If `softcap` c is given, logits x become c * tanh(x / c)."""
+        """Own rows `[T, H]` -> the logits of this shard. If `softcap` c is given, a logit x becomes c * tanh(x / c)."""
         values, first_row = exchange.head(rows, self.weight)
         if softcap is not None:
             values = torch.tanh(values / softcap) * softcap

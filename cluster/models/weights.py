@@ -1,5 +1,5 @@
-"""Weights from a checkpoint: only this rank's slice is read, and its shape is checked. Quantised weights stay packed if
-the kernels support that; all other weights are converted to the compute dtype on the device.
+"""Weights from a checkpoint: the shape of each tensor is checked, and only this rank's slice is read. Quantised weights
+stay packed if the kernels support that. All other weights are converted to the compute dtype on the device.
 """
 
 from collections.abc import Callable, Iterator
@@ -36,12 +36,14 @@ class WeightLoader:
         return self._dense(self.matrix(name, *shape, rows=rows, columns=columns, expert=expert))
 
     def precise_tensor(self, name: str, *shape: int) -> Tensor:
-        """Return one tensor in at least float32, for values that half precision would round too much."""
+        """Return one tensor in float32, or in the compute dtype if that is wider. This is for values that half
+        precision would round too much.
+        """
         return self._dense(self.checkpoint.matrix(name, shape, device=self.device), self._widest)
 
     def norm(self, name: str, size: int, unit_offset: bool = False) -> Tensor:
-        """Return a norm's weight. If `unit_offset`, return 1 + weight, in at least float32: half precision is too
-        coarse.
+        """Return a norm's weight. If `unit_offset`, return 1 + weight, in float32 or wider, because half precision
+        would round this sum too much.
         """
         if not unit_offset:
             return self.tensor(name, size)
@@ -56,7 +58,7 @@ class WeightLoader:
         return matrix if isinstance(matrix, Quantised) else self._dense(matrix)
 
     def weight(self, matrix: CheckpointMatrix) -> Weight:
-        """Return a weight from `matrix` `[outputs, inputs]`, the layout of checkpoints."""
+        """Return `matrix`, which is `[outputs, inputs]` as in checkpoints, as a weight in the layout of the kernels."""
         if isinstance(matrix, Quantised) and self.kernels.keeps_quantised(matrix, self.dtype):
             weight = self.kernels.quantised(matrix, self.dtype)
             self.checkpoint.tally.count_packed(matrix, weight)
@@ -65,13 +67,15 @@ class WeightLoader:
         return self.kernels.weight(dense.t().contiguous())
 
     def stack(self, experts: range, matrix_of: Callable[[int], CheckpointMatrix]) -> Stack:
-        """Return the weights of these experts, each from `matrix_of(expert)` `[outputs, inputs]`, read one by one."""
+        """Return the weights of `experts` as one stack. `matrix_of(expert)` reads the matrix `[outputs, inputs]` of one
+        expert.
+        """
         first, count = matrix_of(experts[0]), len(experts)
         if isinstance(first, Quantised) and self.kernels.keeps_quantised(first, self.dtype):
             try:
                 packed_stack = self.kernels.quantised_stack(self._alike_matrices(first, experts, matrix_of), self.dtype)
             except _MixedQuantisationError:
-                pass  # the stack must be of one kind, so it becomes dense
+                pass  # a packed stack must be of one kind, so this one is dequantised
             else:
                 self.checkpoint.tally.count_packed(first, packed_stack, count)
                 return packed_stack
@@ -85,7 +89,7 @@ class WeightLoader:
     def _alike_matrices(
         self, first: Quantised, experts: range, matrix_of: Callable[[int], CheckpointMatrix]
     ) -> Iterator[Quantised]:
-        """Yield the experts' matrices, which must be quantised in the same way as the `first`.
+        """Yield the experts' matrices, each of which must be quantised in the same way as `first`, the first of them.
 
         Raises:
             _MixedQuantisationError: one of them is not.
@@ -121,7 +125,8 @@ class WeightLoader:
     def column_parallel(
         self, names: list[str], rows: list[int], spans: list[Span], columns: int, bias: bool
     ) -> tuple[CheckpointMatrix, Tensor | None]:
-        """Return column-parallel projections packed into one, `[sum of spans, columns]`, and their biases.
+        """Return column-parallel projections packed into one, `[sum of the spans' lengths, columns]`, and their biases
+        packed in the same way (None if `bias` is False).
 
         `names[i]` has `rows[i]` outputs on disk, of which those in `spans[i]` are read.
         """
@@ -139,9 +144,8 @@ class WeightLoader:
     def row_parallel(
         self, name: str, rows: int, columns: int, span: Span, bias: bool, shard: Shard
     ) -> tuple[Weight, Tensor | None]:
-        """Return a row-parallel projection of the inputs in `span`, and its bias.
-
-        Partial sums of all ranks are added up, so only rank 0 of `shard` has the bias.
+        """Return a row-parallel projection of the inputs in `span`, and its bias. The ranks' partial sums are added up,
+        so only one rank adds the bias: the bias is None unless `shard.rank` is 0 and `bias` is True.
         """
         weight = self.weight(self.matrix(f"{name}.weight", rows, columns, columns=span))
         bias_tensor = self.tensor(f"{name}.bias", rows) if bias else None
@@ -149,7 +153,7 @@ class WeightLoader:
 
 
 def concat_quantised_outputs(matrices: list[Quantised]) -> Quantised:
-    """Concatenate the outputs of quantised matrices that `can_join`."""
+    """Concatenate quantised matrices, which `can_join` accepts, along their outputs."""
     matrices = unified(matrices)
     zeros = [matrix.zeros for matrix in matrices if matrix.zeros is not None]
     return replace(
@@ -162,7 +166,7 @@ def concat_quantised_outputs(matrices: list[Quantised]) -> Quantised:
 
 def permute_outputs(matrix: CheckpointMatrix, change: Callable[[Tensor], Tensor]) -> CheckpointMatrix:
     """Return `matrix` `[outputs, inputs]` with its outputs permuted as `change` permutes a vector `[outputs]`."""
-    # `change` is applied to 0, 1, 2, ..; the result is the index to select by.
+    # `change` permutes the indices 0, 1, 2, ..; entry i of the result is the old index of new output i.
     index = change(torch.arange(matrix.shape[0]))
     if isinstance(matrix, Quantised):
         return matrix.map_tensors(lambda tensor: select_indices(tensor, index, 0))

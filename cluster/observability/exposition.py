@@ -1,9 +1,9 @@
 """Serialises metric registries as JSON, and merges many of them into one Prometheus page.
 
 Each rank and each replica serialises its registry; `merge` combines these samples. Series of different Serve replicas
-stay separate, by the label `replica`: their sum would fall when one replica misses a scrape, and Prometheus would treat
-that as a restart of the counter. `merge` exports the same values a second time under vLLM's names (`vllm:...`), for
-tools that read vLLM's series.
+stay separate, by the label `replica`. Their sum would fall when one replica misses a scrape, and Prometheus would take
+the fall for a restart of the counter. `merge` exports the same values a second time under vLLM's names (`vllm:...`),
+for tools that read vLLM's series.
 """
 
 import json
@@ -20,7 +20,7 @@ SCHEMA = 1  # version of the JSON format
 # times the greatest is the latest, so that the restart of any process shows.
 MAX_FAMILIES = frozenset({"aerie_build_info", "process_start_time_seconds"})
 
-# Our metric family -> its names at vLLM, under which it is exported a second time.
+# By metric family of Aerie: the names of the same family in vLLM, under which it is exported a second time.
 VLLM_NAMES: Mapping[str, tuple[str, ...]] = {
     "aerie_drafts": ("vllm:spec_decode_num_drafts",),
     "aerie_verified_nodes": ("vllm:spec_decode_num_draft_tokens",),
@@ -46,7 +46,7 @@ KV_USAGE = "vllm:kv_cache_usage_perc"
 
 
 def merge(samples: Iterable[bytes]) -> bytes:
-    """Return the Prometheus text page of serialised samples, including the series under vLLM's names.
+    """Return the Prometheus text page of serialised registries (`samples`), including the series under vLLM's names.
 
     Series are added if their name and all labels agree, so the labels `rank` and `replica` keep series separate. A rank
     knows only the model's folder; if all replicas serve the model under one name, that name replaces the folder in the
@@ -80,7 +80,7 @@ def merge(samples: Iterable[bytes]) -> bytes:
 
 
 class Sums:
-    """Sums over the series of serialised samples: over all series of a name, or per value of one label."""
+    """Sums over the series of serialised registries: over all series of a name, or for each value of one label."""
 
     def __init__(self, samples: Iterable[bytes]) -> None:
         self._series: dict[str, list[tuple[Mapping[str, str], float]]] = {}
@@ -90,7 +90,7 @@ class Sums:
                     self._series.setdefault(name + suffix, []).append((labels, value))
 
     def total(self, name: str, **labels: str) -> float:
-        """Return the sum of the series of a name that have these labels; 0.0 if there are none."""
+        """Return the sum of the series with this name (suffix included) and these labels; 0.0 if there are none."""
         return sum(
             value for series_labels, value in self._series.get(name, ()) if labels.items() <= series_labels.items()
         )
@@ -118,7 +118,7 @@ class ProcessFacts(Collector):
         self._source = ProcessCollector(registry=None)
 
     def describe(self) -> Iterable[Metric]:
-        """Return nothing. Without this method a registry would call `collect` once to learn the names."""
+        """Return no metrics. Without this method a registry would call `collect` once to learn the names."""
         return ()
 
     def collect(self) -> Iterable[Metric]:
@@ -131,7 +131,7 @@ class ProcessFacts(Collector):
 
 
 class _Page(Collector):
-    """Collected families as a collector, the argument type of `generate_latest`."""
+    """A collector that returns given families; `generate_latest` takes a collector."""
 
     def __init__(self, families: list[Metric]) -> None:
         self._families = families
@@ -141,14 +141,15 @@ class _Page(Collector):
 
 
 def with_replica(sample: bytes, replica: str) -> bytes:
-    """Return the serialised sample of a rank with the id of its Serve replica, which the rank does not know."""
+    """Return a rank's serialised registry with the id of its Serve replica added; the rank does not know that id."""
     return b'{"replica":' + json.dumps(replica).encode() + b"," + sample.removeprefix(b"{")
 
 
 def serialize(registry: CollectorRegistry, served_as: str | None = None, replica: str = "") -> bytes:
     """Return a registry as JSON for `merge`: per family its name, type, help and series (suffix, labels, value).
 
-    `served_as` is the model name for clients. Creation times are left out.
+    `served_as` is the model name for clients, and `replica` the id of the Serve replica. A rank, which knows neither,
+    leaves them out. Creation times of series are left out.
     """
     families: list[Any] = []
     for family in registry.collect():

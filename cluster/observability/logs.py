@@ -1,8 +1,8 @@
 """One log for a whole server: all its processes on a machine append whole lines to the same file.
 
-A line has a time (UTC), level, logger and, where known, the rank of the process and the id of the request; the format
-`json` has the same values as one object per line. Aerie's own loggers write INFO and above, loggers of other libraries
-WARNING and above. The file stays after the server has ended. This module does not import Ray.
+A line has the time (UTC), the level, the logger and, where known, the rank of the process and the id of the request. In
+the format `json`, each line is one object with the same values. Aerie's own loggers write INFO and above, loggers of
+other libraries WARNING and above. The file stays after the server has ended. This module does not import Ray.
 """
 
 import fcntl
@@ -25,8 +25,8 @@ from cluster.paths.cache_folder import cache_folder
 LogFormat = Literal["text", "json"]
 
 FOLDER = "logs"  # in `cache_folder()`
-LIMIT_BYTES = 64 << 20  # a file of this size is renamed to FILE.1, replacing an older FILE.1
-MAX_LOGS = 20  # log files of `aerie serve` that the default folder keeps, the latest ones
+LIMIT_BYTES = 64 << 20  # a file that reaches this size is renamed to FILE.1, which replaces an older FILE.1
+MAX_LOGS = 20  # how many log files of `aerie serve` the default folder keeps: the latest ones
 OWN_LOGGER = "cluster"
 SERVE_LOGGER = "ray.serve"  # Serve's logger; in a replica, its records do not propagate to the root logger
 
@@ -58,7 +58,7 @@ def remove_old_logs(folder: Path, max_logs: int = MAX_LOGS) -> None:
     """Remove all but the `max_logs` latest logs of `aerie serve` in a folder; files with other names stay."""
     logs: list[tuple[float, Path]] = []
     for path in folder.glob("serve-*.log*"):
-        with suppress(OSError):  # another starting server may have removed it
+        with suppress(OSError):  # another server that starts may have removed the file
             logs.append((path.stat().st_mtime, path))
     for _, path in sorted(logs, reverse=True)[max_logs:]:
         with suppress(OSError):
@@ -109,7 +109,7 @@ def _should_log(record: logging.LogRecord) -> bool:
 
 
 class Relay(logging.Handler):
-    """Passes records to a handler of another logger, which applies its own filters and format.
+    """Passes records to `target`, a handler of another logger. The target applies its own filters and format.
 
     The log's own handler cannot be added to Ray's loggers: `ray.init` would replace the handler's format by Ray's.
     """
@@ -152,7 +152,8 @@ class SharedFile(logging.Handler):
             self.handleError(record)
 
     def close(self) -> None:
-        """Close the file at the first call only: a second call could close a descriptor of another file."""
+        """Close the file. Later calls do not close it again: its descriptor's number may belong to another file then.
+        """
         self.acquire()
         try:
             old_file, self._file = self._file, -1
@@ -166,7 +167,8 @@ class SharedFile(logging.Handler):
         return os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def _is_current(self) -> bool:
-        """Return whether the open file still has this path. Another process may have renamed it and begun another."""
+        """Return whether the open file still has this path: another process may have renamed it and created a new file.
+        """
         try:
             path_status = Path(self._path).stat()
         except FileNotFoundError:
@@ -177,7 +179,7 @@ class SharedFile(logging.Handler):
         status = os.fstat(self._file)
         if status.st_size < self._limit_bytes or not stat.S_ISREG(status.st_mode):
             return
-        fcntl.flock(self._file, fcntl.LOCK_EX)  # without the lock, a second process would rename the new file
+        fcntl.flock(self._file, fcntl.LOCK_EX)  # without the lock, a second process might rename the new file
         try:
             if self._is_current():
                 Path(self._path).replace(f"{self._path}.1")
@@ -186,14 +188,16 @@ class SharedFile(logging.Handler):
 
 
 class TextLines(logging.Formatter):
-    """`TIME LEVEL LOGGER [rank R] [request ID] message`; further lines of a message or traceback are indented."""
+    """Formats a record as `TIME LEVEL LOGGER [rank R] [request ID] message`. Further lines of the message and the lines
+    of a traceback are indented.
+    """
 
     def __init__(self, rank: int | None = None) -> None:
         super().__init__()
         self._rank = rank
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line of a record. Control characters are escaped, since clients may have sent them."""
+        """Return the text of a record. Control characters are escaped, because clients may have sent them."""
         parts = [_time(record), record.levelname, record.name]
         if self._rank is not None:
             parts.append(f"[rank {self._rank}]")
@@ -209,9 +213,8 @@ class TextLines(logging.Formatter):
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object per line: time, level, logger, message and, where known, rank, request_id and exception.
-
-    The `fields` of a record become further keys of the object.
+    """Formats a record as one line with a JSON object: time, level, logger, message and, where known, rank, request_id
+    and exception. The `fields` of a record become further keys of the object.
     """
 
     def __init__(self, rank: int | None = None) -> None:
@@ -243,7 +246,7 @@ def _time(record: logging.LogRecord) -> str:
 
 
 def level_and_logger(line: str) -> tuple[int, str]:
-    """Return the level and the logger of a log line in either format; a continuation line gives 0 and ""."""
+    """Return the level and the logger of a log line in either format; 0 and "" for a line that begins no record."""
     if line.startswith("{"):
         try:
             data = json.loads(line)
@@ -257,7 +260,7 @@ def level_and_logger(line: str) -> tuple[int, str]:
 
 
 class LogFollower:
-    """Reads the lines that are appended to a log after this object was constructed."""
+    """Reads the lines that are appended to a log after this object is constructed."""
 
     def __init__(self, path: str) -> None:
         self._path = Path(path)
@@ -272,8 +275,8 @@ class LogFollower:
         return status.st_ino, status.st_size
 
     def lines(self) -> list[str]:
-        """Return the complete lines written since the previous call. Lines written between that call and a rotation are
-        lost.
+        """Return the complete lines written since the previous call. If the file was rotated since then, the lines
+        written before the rotation are lost.
         """
         try:
             with self._path.open("rb") as file:
@@ -282,7 +285,7 @@ class LogFollower:
                     self._inode, self._offset, self._partial_line = status.st_ino, 0, ""
                 file.seek(self._offset)
                 data = file.read(max(0, status.st_size - self._offset))
-        except FileNotFoundError:  # rotated, and no process has begun the next file
+        except FileNotFoundError:  # the file was rotated, and no process has created the next one yet
             self._inode, self._offset, self._partial_line = 0, 0, ""
             return []
         except OSError:

@@ -1,10 +1,11 @@
 """Declares every metric once, and fills the metrics; `cluster.observability.exposition` turns them into a page.
 
-A rank fills `EngineMetrics` once per step; a replica with REST routes fills `ServingMetrics` once per chunk. Rank and
-replica serialise their registries to JSON, and `merge` adds the samples of all ranks and replicas, so `/metrics` is the
-same on every replica. Only sums are exported, never ratios: a reader divides sums after adding them. A series whose
-labels are known in advance is exported at 0 before its first event: Prometheus sees no increase in a series whose first
-sample is 1.
+A rank fills `EngineMetrics` once per step; a replica with REST routes fills `ServingMetrics` once per chunk that it
+sends. Rank and replica serialise their registries to JSON, and `merge` makes one page of the samples of all ranks and
+replicas, so `/metrics` is the same on every replica. None of these metrics is a ratio: a reader adds up sums over ranks
+and then divides them. (Only vLLM's KV usage, which `merge` computes, is a ratio.) A series whose labels are known in
+advance is exported at 0 before its first event, because Prometheus sees no increase in a series whose first sample is
+1.
 """
 
 import importlib.metadata
@@ -32,7 +33,8 @@ STATUSES = (200, 400, 401, 403, 404, 408, 413, 415, 499, 500, 503)
 
 
 def _version(package: str) -> str:
-    """Return the version of a package without importing it; empty if it is not installed, as Ray may be missing."""
+    """Return the version of a package without importing it; empty if it is not installed, as may be the case for Ray.
+    """
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -54,7 +56,8 @@ TTFT_BUCKETS += (120, 240, 480, 960)
 E2E_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 240.0, 480.0, 960.0)
 RESTART_BUCKETS = (0.5, 1.0, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
 TOKEN_BUCKETS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
-ACCEPT_LEN_BUCKETS = tuple(float(n) for n in range(1, 18))  # at most 16 levels of a tree, plus the bonus token
+# Up to 16 drafted or looked-up tokens and the bonus token. More are possible only if a grammar forces tokens.
+ACCEPT_LEN_BUCKETS = tuple(float(n) for n in range(1, 18))
 
 
 class BulkHistogram(Histogram):
@@ -72,7 +75,7 @@ class BulkHistogram(Histogram):
             self._buckets[bisect_left(self._upper_bounds, value)].inc(values.count(value))
 
 
-# Field of StepStats: name and help text of the counter that sums it.
+# By field of StepStats: the name and the help text of the counter that sums this field over steps.
 SUMS = {
     "own_seconds": ("aerie_own_seconds", "Time of steps outside collectives; greatest on a slow rank"),
     "waited_seconds": ("aerie_wait_seconds", "Time spent in collectives, waiting for peers"),
@@ -95,7 +98,7 @@ SUMS = {
     "explored": ("aerie_explored_steps", "Steps with a larger tree, only to learn what it gives"),
     "woken": ("aerie_woken_drafts", "Steps in which a draft that rested read what it had missed"),
 }
-# Field of EngineStatus: name and help text of its gauge.
+# By field of EngineStatus: the name and the help text of its gauge.
 STATES = {
     "running": ("aerie_running_requests", "Requests that hold slots"),
     "waiting": ("aerie_waiting_requests", "Requests queued for slots"),
@@ -120,8 +123,8 @@ class EngineMetrics:
         depths: int = 0,
         trees: Iterable[tuple[int, int, int]] = (),
     ) -> None:
-        """`depths` is the number of levels of the trees, 0 without speculation. `trees` are the labels
-        (`TreeShape.label`) of the trees that steps may use.
+        """`depths` is the number of tree levels for which a series is created at once, 0 without speculation. `trees`
+        are the labels (`TreeShape.label`) of the trees that steps may use.
         """
         self.registry = registry if registry is not None else CollectorRegistry()
         self.rank = rank
@@ -175,7 +178,7 @@ class EngineMetrics:
         gauge.set_function(lambda: float(getattr(self._latest, name)))
 
     def observe_step(self, stats: StepStats) -> None:
-        """Add the statistics of one step.
+        """Add the statistics of one step of this rank.
 
         Raises:
             ValueError: the statistics belong to another rank.
@@ -206,8 +209,8 @@ class EngineMetrics:
     def on_finished(
         self, reason: FinishReason, queue_s: float | None, prefill_s: float | None, decode_s: float | None
     ) -> None:
-        """Count a request that ended, with its seconds in the queue, in prefill and in decoding. The seconds of a stage
-        that it has not completed are None.
+        """Count a request that ended, with its seconds in the queue, in prefill and in decoding. The seconds are None
+        for a part that the request has not completed.
         """
         self._finished[reason].inc()
         for stage, seconds in zip(self._stages, (queue_s, prefill_s, decode_s), strict=True):
@@ -296,16 +299,17 @@ class ServingMetrics:
         return RequestTimer(self, time.perf_counter() if now is None else now)
 
     def on_refused(self, outcome: Literal["overloaded", "invalid"], times: int = 1) -> None:
-        """Count requests that were refused before they began: by a full queue (503), or as invalid (4xx)."""
+        """Count requests that were refused before they began: because of overload (503), or as invalid (4xx)."""
         self.outcomes[outcome].inc(times)
 
     def serialize(self) -> bytes:
-        """Return all series of this replica as JSON for `merge`, with the model's served name and the replica's id."""
+        """Return all series of this replica as JSON for `merge`, with the model name for clients and the replica's id.
+        """
         return serialize(self.registry, self._served_as, self._replica)
 
 
 class RequestTimer:
-    """Measures one request with `time.perf_counter`; a caller may pass the time as `now` instead."""
+    """Measures one request with `time.perf_counter`; a caller may pass a time of its own as `now` instead."""
 
     __slots__ = ("_arrived", "_last", "_metrics", "first_token_s", "outcome", "tokens")
 
@@ -319,7 +323,9 @@ class RequestTimer:
         metrics.waiting.inc()
 
     def on_tokens(self, count: int, now: float | None = None) -> None:
-        """Note a chunk of `count` tokens. Tokens of a later chunk share the time since the previous chunk equally."""
+        """Record a chunk of `count` tokens. The tokens of a later chunk share the time since the previous chunk
+        equally.
+        """
         if count <= 0 or self.outcome is not None:
             return
         now = time.perf_counter() if now is None else now
@@ -336,7 +342,8 @@ class RequestTimer:
         self.tokens += count
 
     def on_finish(self, outcome: Outcome, prompt_tokens: int, now: float | None = None) -> None:
-        """Note the end of the request; later calls change nothing, so an abort may race with the end."""
+        """Record the end of the request. Later calls change nothing: an abort and the regular end may both call this.
+        """
         if self.outcome is not None:
             return
         self.outcome = outcome

@@ -1,8 +1,8 @@
-"""Predicts step times, which decide how many prompt rows join decoding requests, and which waits are expected.
+"""Predicts step times. They decide how many prompt rows join decoding requests, and which waits are expected.
 
-A step with prompt rows may take 1 / (1 - share) times the time of its decoding alone: with share 0.5 twice the time,
-one half for decoding and one half for prompts. `engine/calibrate.py` measures a few steps at start and fits a
-`StepTimes`, which some modules call the pace.
+A step with decoding requests and prompt rows may take 1 / (1 - share) times the time of its decoding alone. With share
+0.5 this is twice the time: one half for decoding and one half for prompts. `engine/calibrate.py` measures a few steps
+at start and fits a `StepTimes` to them, which some modules call the pace.
 """
 
 from bisect import bisect_left, bisect_right
@@ -12,15 +12,18 @@ from typing import NamedTuple, Self
 
 from cluster.status import StepCosts
 
-MAX_PREFIX_READ_SHARE = 1 / 6  # of a chunk's cost: reading a long prefix must not serve only a few rows
+# The largest share of a chunk's cost that reading its prefix may take: a long prefix must not be read for a few rows
+# only.
+MAX_PREFIX_READ_SHARE = 1 / 6
 
 Curve = tuple[tuple[int, float], ...]
 """Points (size, microseconds) in order of size."""
 
 
 class PrefillBudget(NamedTuple):
-    """The parts of a step's time, in microseconds. `busy` is the time of this rank's decoding, plus the idle time in
-    which it works for the rows of other groups. `allowance` is the time for this rank's prompt rows.
+    """The parts of a step's time, in microseconds. `busy` is the time of this rank's decoding, plus the time in which
+    this rank, while it waits for slower ranks, works for the rows of other attention groups. `allowance` is the time
+    for this rank's prompt rows.
     """
 
     busy: float
@@ -33,10 +36,10 @@ class StepTimes:
     decoding request, and `groups` is the number of attention groups.
 
     `decode` gives the time by the number of decoding requests per group; each request adds `token` for each token of
-    the longest request. `target` gives the time by target rows in a group with one decoding request. A chunk adds
-    `prefix` for each token before it, and `pair` for each pair of a token before it and a row of its own. A part of the
-    work for prompt rows is done by all groups together. So if the prompt rows of one group take t, they also take
-    `crowd` times t of every other group.
+    the longest request. `target` gives the time by the number of target rows in a group with one decoding request. A
+    chunk of prompt rows adds `prefix` for each token before it, and `pair` for each pair of a token before it and one
+    of its rows. A part of the work for prompt rows is done by all groups together. So if the prompt rows of one group
+    take the time t, they also take `crowd` times t of every other group.
     """
 
     share: float
@@ -51,7 +54,9 @@ class StepTimes:
 
     @classmethod
     def from_costs(cls, costs: StepCosts, share: float, tree: int, groups: int) -> Self:
-        """Return the step times of reported `costs`. (Microseconds per token are milliseconds per 1000 tokens.)"""
+        """Return the step times of reported `costs`. Microseconds per token and milliseconds per 1000 tokens are the
+        same number.
+        """
         return cls(
             share=share,
             tree=tree,
@@ -82,15 +87,16 @@ class StepTimes:
         than that is idle for the rest, except that it works for the rows of other groups.
         """
         own_us, shared_share = self.decoding(committed), self.crowd * (self.groups - 1)
-        # Of the idle time decode_us - own_us, the share c / (1 + c), with
-        # c = crowd * (groups - 1), goes to work for other groups' rows and counts as busy.
+        # The idle time is decode_us - own_us. Its share c / (1 + c), with c = crowd * (groups - 1), goes to work for
+        # other groups' rows and counts as busy.
         decode_us = max(own_us, busiest_us)
         busy_us = own_us + (decode_us - own_us) * shared_share / (1.0 + shared_share)
         return PrefillBudget(busy_us, decode_us / (1.0 - self.share) - busy_us)
 
     def cost(self, other_rows: int, start: int, rows: int, other_groups: int = 0) -> float:
         """Return the predicted microseconds that `rows` prompt rows add to a step. `start` tokens of their prompt come
-        before them. The step also has `other_rows` other target rows, and `other_groups` other groups run prompt rows.
+        before them. The group's step also has `other_rows` other target rows. `other_groups` other groups run prompt
+        rows in the step.
         """
         if not rows:
             return 0.0
@@ -98,13 +104,16 @@ class StepTimes:
         return work * (1.0 + self.crowd * other_groups) + start * (self.prefix + self.pair * rows)
 
     def max_rows(self, other_rows: int, start: int, limit: int, allowance: float, other_groups: int = 0) -> int:
-        """Return the largest number of rows from `start` on, up to `limit`, that costs no more than `allowance`."""
+        """Return the largest number of rows, from 0 to `limit`, that costs no more than `allowance`. The other
+        arguments are as in `cost`.
+        """
         counts = range(1, limit + 1)
         return bisect_right(counts, allowance, key=lambda rows: self.cost(other_rows, start, rows, other_groups))
 
     def min_rows(self, other_rows: int, start: int, limit: int, other_groups: int = 0) -> int:
-        """Return the fewest rows, up to `limit`, for which reading the prefix is at most `MAX_PREFIX_READ_SHARE` of
-        their cost.
+        """Return the smallest number of rows, from 1 to `limit`, for which reading the prefix is at most
+        `MAX_PREFIX_READ_SHARE` of their cost. If no number up to `limit` is enough, return `limit`. The other arguments
+        are as in `cost`.
         """
         counts, needed_us = range(1, limit), start * self.prefix / MAX_PREFIX_READ_SHARE
         return 1 + bisect_left(counts, needed_us, key=lambda rows: self.cost(other_rows, start, rows, other_groups))

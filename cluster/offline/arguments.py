@@ -1,4 +1,4 @@
-"""Check the arguments of `LLM` (prompts, conversations, parameters, settings), and convert each of them to one form."""
+"""Check the arguments of `LLM` (prompts, conversations, parameters, settings), and reduce each kind to one type."""
 
 import os
 from collections.abc import Mapping, Sequence

@@ -17,7 +17,8 @@ class DeferredInterrupt:
 def defer_interrupt() -> Iterator[DeferredInterrupt]:
     """Record the first Ctrl-C instead of raising KeyboardInterrupt; a second Ctrl-C raises as usual.
 
-    The caller checks `pressed` between steps. Only the main thread gets Ctrl-C, so in other threads this does nothing.
+    The caller checks `pressed` between steps. In a thread other than the main thread this does nothing, because only
+    the main thread gets Ctrl-C.
     """
     interrupt = DeferredInterrupt()
     if threading.current_thread() is not threading.main_thread():

@@ -1,6 +1,7 @@
 """`LLM`: offline inference in the caller's process, as in vLLM: `LLM("DIR", draft="DIR").generate([...])`.
 
-Each prompt becomes the body of a REST request, and the REST routes' code parses it. So a server would answer the same.
+Each prompt becomes the body of a REST request, and the code of the REST routes parses that body. So a server would give
+the same answer.
 """
 
 import logging
@@ -39,7 +40,8 @@ from cluster.status import RankInfo
 logger = logging.getLogger(__name__)
 
 Steps = Generator[tuple[StepOutput, ...], None, None]
-# The engine holds at most this number times max_running_requests sequences: enough to fill each slot that gets free.
+# The engine holds at most this number times `max_running_requests` sequences, running and waiting. That is enough to
+# fill each place that gets free.
 MAX_SUBMITTED_PER_SLOT = 2
 
 
@@ -89,11 +91,12 @@ class LLM:
 
         A prompt is a text, a list of token ids, or vLLM's `{"prompt": ...}` or `{"prompt_token_ids": ...}`. `prompts`
         is one prompt or a list. `sampling_params` is one value for all prompts, or a list with one value per prompt.
-        `use_tqdm` draws a progress bar. Ctrl-C ends the batch after the current step; this object can be used again.
+        `use_tqdm` draws a progress bar. Ctrl-C ends the batch with KeyboardInterrupt after the current step; this
+        object can be used again. If the engine fails in a step, its error is raised, and this object is closed.
 
         Raises:
             ValueError: a prompt or a parameter cannot be served. The message names it, and nothing is generated.
-            RuntimeError: this object is closed, or its engine failed.
+            RuntimeError: this object is closed, or a grammar cannot be compiled at present.
         """
         prompt_list, is_list = prompts_of(prompts)
         params = params_for(sampling_params, len(prompt_list), "prompts")
@@ -131,7 +134,7 @@ class LLM:
 
         Raises:
             ValueError: a conversation or a parameter cannot be served, or the model has no chat template.
-            RuntimeError: this object is closed, or its engine failed.
+            RuntimeError: this object is closed, or a grammar cannot be compiled at present.
         """
         conversations, is_list = conversations_of(messages)
         params = params_for(sampling_params, len(conversations), "messages")
@@ -161,13 +164,13 @@ class LLM:
         """Return the resolved settings, including every value that was chosen automatically.
 
         Raises:
-            RuntimeError: this object is closed, or its engine failed.
+            RuntimeError: this object is closed, perhaps because its engine failed.
         """
         with self._locked_engine() as engine:
             return engine.info()
 
     def close(self) -> None:
-        """Free the model's memory and end its helper process and thread, after any running call. Idempotent."""
+        """Wait for a running call, then free the model's memory and end its helper process and thread. Idempotent."""
         with self._lock:
             self._close_engine("this LLM is closed; make a new one")
 
@@ -233,8 +236,8 @@ class LLM:
         return [answer.output(tokenizer) for answer in answers]
 
     def _close_on_failure(self, step_outputs: Steps) -> Steps:
-        """Yield the items of `step_outputs`. If the engine fails inside a step, close the engine, because its
-        state is not reliable. A ValueError means that a request was refused, and does not close the engine.
+        """Yield the items of `step_outputs`. If the engine fails inside a step, close it, because its state is not
+        reliable, and raise the error. A ValueError does not close the engine: it means that a request was refused.
         """
         try:
             yield from step_outputs

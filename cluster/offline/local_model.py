@@ -19,18 +19,18 @@ SamplingDefaults = Literal["model", "openai"]
 
 
 class LocalModel:
-    """Implements the protocol `cluster.api.core.service.ServedModel` for one engine of this process, with its model
-    facts, tokenizer and grammar compiler. Any thread may use it.
+    """Implements the protocol `cluster.api.core.service.ServedModel` for one engine of this process: it has the model's
+    properties and limits, the tokenizer and the grammar compiler. Any thread may use it.
     """
 
     def __init__(
         self, engine: Engine, parsers: ParserNames = (None, None), defaults: SamplingDefaults = "model"
     ) -> None:
-        """Read the tokenizer and the chat template. `parsers` are the settings tool_call_parser and reasoning_parser;
-        `defaults` is the setting sampling_defaults.
+        """Read the tokenizer and the chat template, if the model has a tokenizer. `parsers` are the settings
+        tool_call_parser and reasoning_parser; `defaults` is the setting sampling_defaults.
 
         Raises:
-            ConfigError: the folder's tokenizer or chat template cannot be used.
+            ConfigError: the model's tokenizer or chat template cannot be used.
         """
         info = engine.info()
         path = info.config.model_path
@@ -51,7 +51,7 @@ class LocalModel:
         self._loop = _LoopThread()
 
     def prepare_call(self, core_request: CoreRequest) -> GenerateCall:
-        """Return the sequences of a parsed request, and the shape of its answer.
+        """Return a parsed request as a call for the engine: the sequences to generate, and the formatter of the answer.
 
         Raises:
             ApiError: the request cannot be served; the message names the field.
@@ -66,8 +66,8 @@ class LocalModel:
 
 
 class _LoopThread:
-    """An event loop in a separate thread. The caller's thread may already run a loop (a notebook does), and tasks must
-    survive between two calls of `run`.
+    """An event loop in a separate thread. The caller's thread cannot be used: it may already run a loop (as in a
+    notebook), and tasks must survive between two calls of `run`.
     """
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class _LoopThread:
         self._thread.start()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run `coroutine` in the loop and return its result; blocks."""
+        """Run `coroutine` in the loop, wait for it, and return its result."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     def close(self) -> None:

@@ -31,11 +31,12 @@ class Logprob(NamedTuple):
 class CompletionOutput:
     """One answer to a prompt.
 
-    `text` excludes all special tokens and the stop string or stop token that ended the answer. It is empty for a model
-    without a tokenizer. `token_ids` are all generated tokens. `finish_reason` is "stop", "length", "tool_calls" (chat
-    only) or "error"; `stop_reason` is the stop string or the id of the stop token. `logprobs` has one dict per token.
-    Its keys are the ids of the token itself and of the likeliest alternatives. `accept_length` is the mean number of
-    tokens per speculative step, or 1.0 if nothing was drafted.
+    `text` excludes all special tokens and, unless `include_stop_str_in_output` is set, the stop string or stop token
+    that ended the answer. It is empty for a model without a tokenizer. `token_ids` are all generated tokens.
+    `finish_reason` is "stop", "length", "tool_calls" (chat only) or "error". `stop_reason` is the stop string or the id
+    of the token that ended the answer, otherwise None. `logprobs` has one dict per token. Its keys are the ids of
+    the token itself and of the likeliest alternatives. `logprobs` and `cumulative_logprob` are None unless asked for.
+    `accept_length` is the mean number of tokens per speculative step, or 1.0 if nothing was drafted.
 
     For a chat, `message` is the assistant message as in /v1/chat/completions, with `tool_calls` and `reasoning_content`
     if present, and `text` is its content. If `finish_reason` is "error", `error` is the cause, and everything generated
@@ -56,11 +57,11 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """All answers to one prompt: `outputs` has `n` entries.
+    """All answers to one prompt: `outputs` has `n` items, as many as the parameter `n` asks for.
 
-    `prompt` is the prompt's text, or None if token ids or a conversation were given. The first entry of
-    `prompt_logprobs` is None, because the first token has no context. `num_cached_tokens` counts the prompt tokens read
-    from the prefix cache.
+    `prompt` is the prompt's text, or None if token ids or a conversation were given. `prompt_logprobs` is None unless
+    asked for; its first item is None, because the first token has no context. `num_cached_tokens` counts the prompt
+    tokens read from the prefix cache.
     """
 
     prompt: str | None
@@ -119,7 +120,7 @@ class PendingAnswer:
     def _completion(
         self, delta: Delta, rest_choice: Mapping[str, Any], tokenizer: TextTokenizer | None
     ) -> CompletionOutput:
-        """Return one answer; `rest_choice` is its entry in `choices` of the REST answer's body."""
+        """Return one answer. `rest_choice` is the same answer as an item of `choices` in the REST answer's body."""
         choice, message = self.choices[delta.index], rest_choice.get("message")
         speculation, num_alternatives, error = (
             choice.speculation,

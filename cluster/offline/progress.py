@@ -9,7 +9,7 @@ from cluster.offline.outputs import PendingAnswer
 
 
 class Progress:
-    """A context manager that draws a bar on stderr, or a widget in a notebook."""
+    """A context manager that draws a progress bar on stderr, or as a widget in a notebook."""
 
     def __init__(self, prompts: int, visible: bool) -> None:
         """`prompts` is the number of prompts; if `visible` is false, nothing is drawn."""
@@ -17,7 +17,7 @@ class Progress:
         self._started_at, self._tokens, self._steps, self._accepted = time.perf_counter(), 0, 0, 0
 
     def add_tokens(self, tokens: int) -> None:
-        """Add a step's token count."""
+        """Add a number of generated tokens to the total."""
         self._tokens += tokens
 
     def add_finished(self, answer: PendingAnswer) -> None:

@@ -1,5 +1,5 @@
-"""`SamplingParams`, with vLLM's names. The parser of REST bodies checks the values, so a server refuses the same values
-with the same messages.
+"""`SamplingParams`, with vLLM's names. The parser of REST requests checks the values, so that this class and a server
+refuse the same values with the same messages.
 """
 
 import difflib
@@ -19,7 +19,7 @@ class StructuredOutputsParams:
 
     `json` is a JSON schema, as an object or as text. `json_object` asks for any JSON object. `regex` must match the
     whole output. `choice` lists the allowed outputs. `grammar` is an EBNF grammar. `structural_tag` has the same form
-    as in vLLM. `disable_any_whitespace` forbids white space between the parts of JSON.
+    as in vLLM. `disable_any_whitespace` forbids white space between JSON tokens.
     """
 
     json: Mapping[str, Any] | bool | str | None = None

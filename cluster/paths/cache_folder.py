@@ -13,7 +13,7 @@ from cluster.config import ConfigError
 
 
 def default_folder_problem() -> str:
-    """Return why the usual folder cannot be used; empty if it can. The folder is created if it is missing."""
+    """Return why the usual folder cannot be used, or an empty text if it can. If the folder is missing, create it."""
     try:
         folder = _default_folder()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The source checkout from which this package was imported, and the demo in it. An installed package has neither."""
+"""Finds the source checkout from which this package was imported, and the demo in it. An installation has neither."""
 
 import os
 from pathlib import Path

@@ -1,1 +1,1 @@
-"""The sampler: penalties and grammars, filters, keyed Gumbel noise, choice of tokens, also over sharded logits."""
+"""Sampling: penalties and grammars, filters, keyed Gumbel noise, the choice of tokens from whole or sharded logits."""

@@ -1,7 +1,8 @@
 """The sampler in C, for CPUs: scores, noise included, are computed in registers and never written to memory.
 
-Results must equal those of `TorchSampler`, except for the last digits of noise. In addition, the bits of a row depend
-on that row alone, and are the same with every set of vector instructions (`kernels/choice/choice.c`).
+Results must equal those of `TorchSampler`, except for the last digits of noise. In addition, the results of a row
+depend on that row alone, and are the same to the bit with every set of vector instructions
+(`kernels/choice/choice.c`).
 """
 
 from ctypes import Structure, byref, c_double, c_int64, c_void_p
@@ -47,7 +48,7 @@ class CSampler:
         first_positions, keys = first_positions.contiguous(), first_positions.new_empty(first_positions.shape[0], count)
         keys_function = self._library.functions[
             "keys", torch.float32
-        ]  # it handles integers only: the dtype does not matter
+        ]  # the function handles integers only: any dtype will do
         native(
             keys_function,
             seeds.data_ptr(),
@@ -74,10 +75,12 @@ class CSampler:
         return self._run(SHARD_BEST, sampler_input, min(count, sampler_input.logits.shape[1]))
 
     def _run(self, kind: int, inputs: SamplerInput, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return scores and columns `[T, count]`, and the log-sum-exp `[T, 1]`, which only `SHARD_BEST` fills.
+        """Return scores (for `TOP_LOGPROBS`, log-probabilities) and columns of the best, `[T, count]` each, and the
+        log-sum-exp of the scores, `[T, 1]`, which only `SHARD_BEST` fills.
 
         Raises:
-            ValueError: `count`, the masks or `draws` do not fit the logits, or there are both masks and filters.
+            ValueError: `count`, the masks or `draws` do not fit the logits; or there are both masks and filters, but no
+                `thresholds`.
         """
         values, draws, thresholds, masks = inputs
         rows, column_count = values.shape
@@ -130,7 +133,9 @@ class CSampler:
         optional_tensors: dict[str, Tensor],
         rows: tuple[int, int],
     ) -> None:
-        """Fill `outputs` (scores, columns, log-sum-exp) for logits `values`; `rows` is (requests, rows per request)."""
+        """Fill `outputs` (scores, columns, log-sum-exp) for logits `values`. `optional_tensors` has what
+        `_draw_tensors` returns, and masks. `rows` is (requests, rows per request).
+        """
         scores, columns, total = outputs
         column_count, (request_count, rows_per_request) = values.shape[1], rows
         tensors = {"logits": values, "scores": scores, "columns": columns, "total": total, **optional_tensors}
@@ -161,7 +166,7 @@ def _draw_tensors(draw: SamplingInputs, values: Tensor, thresholds: Tensor | Non
     """Return the tensors of `draw` that the C function reads, by the names of `POINTERS`, for rows of logits `values`.
 
     Raises:
-        ValueError: the noise does not have one token per column. The C code does not check this.
+        ValueError: the noise does not have one token hash per column. The C code does not check this.
     """
     noise, sampling, score_dtype = draw.noise, draw.sampling, at_least_float32(values.dtype)
     assert noise is not None, "all requests share a mode"

@@ -3,8 +3,8 @@
 Every filter keeps the likeliest tokens. So one number describes all filters of a row: the lowest logit that is kept.
 Equal logits are kept or removed together.
 
-Probability mass is counted in integers. Their sum does not depend on the order of its terms, so a threshold is the same
-for every search algorithm and for every sharding of the vocabulary. Legend: B rows, V token ids.
+Probability mass is counted in integers. A sum of integers does not depend on the order of its terms. So a threshold is
+the same for every search algorithm and for every sharding of the vocabulary. Legend: B rows, V token ids.
 """
 
 from typing import Protocol
@@ -22,22 +22,22 @@ INTEGER_DTYPE = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
 def ordered_bits(floats: Tensor) -> Tensor:
-    """Return integers of the same width in the same order as `floats` (except NaN)."""
+    """Return integers of the same width as `floats`, which compare as the floats do (except NaN)."""
     bits = floats.view(INTEGER_DTYPE[floats.dtype])
     # Negative floats ascend as their bits descend, so flip all their bits but the sign (the shift gives all ones).
     return bits ^ ((bits >> (8 * bits.itemsize - 1)) & torch.iinfo(bits.dtype).max)
 
 
 def float_of_ordered_bits(numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the floats of `dtype` for which `ordered_bits` gives the integers `numbers`. Applying `ordered_bits` twice
-    gives the original bits back, so the same function inverts it.
+    """Return the floats of `dtype` for which `ordered_bits` gives the integers `numbers`. `ordered_bits` is its own
+    inverse: applied twice, it gives the original bits.
     """
     return ordered_bits(numbers.view(dtype)).view(dtype)
 
 
 def logit_mass(tempered: Tensor, max_logits: Tensor, top_k_threshold: Tensor) -> Tensor:
-    """Return the mass of each tempered logit `[B, V]`, int64: exp(logit - max logit) * MAX_MASS; 0 for logits below
-    `top_k_threshold`.
+    """Return the mass of each tempered logit `[B, V]`, int64: exp(logit - max logit) * MAX_MASS, rounded down. It is 0
+    for NaN and for logits below `top_k_threshold`.
 
     `max_logits` and `top_k_threshold` are `[B, 1]`.
     """
@@ -63,7 +63,9 @@ class LogitRows(Protocol):
         """Return the logit at place `rank` of each row; place 1 is the highest logit."""
 
     def total_mass(self, max_logits: Tensor, top_k_threshold: Tensor) -> Tensor:
-        """Compute the mass of each logit (`logit_mass`), keep it for `mass_threshold`, and return each row's sum."""
+        """Compute the mass of each logit (`logit_mass`), and return the sum of each row. `mass_threshold` uses the same
+        masses afterwards.
+        """
 
     def mass_threshold(self, needed_mass: Tensor) -> Tensor:
         """Return the largest threshold for which the logits at or above it have, together, a mass of at least
@@ -88,7 +90,7 @@ class UnshardedLogits:
         return float_of_ordered_bits(self._search.threshold(rank), self._tempered.dtype)
 
     def total_mass(self, max_logits: Tensor, top_k_threshold: Tensor) -> Tensor:
-        """Keep the masses of all logits; see `LogitRows.total_mass`."""
+        """Store the masses of all logits, and return their sums; see `LogitRows.total_mass`."""
         self._masses = logit_mass(self._tempered, max_logits, top_k_threshold)
         return self._masses.sum(1, keepdim=True)
 
@@ -98,7 +100,7 @@ class UnshardedLogits:
 
 
 def thresholds(rows: LogitRows, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Return the lowest tempered logit that each row keeps, `[B, 1]`; the filters are `[B, 1]` too.
+    """Return the lowest tempered logit that each row keeps, `[B, 1]`; `top_k`, `top_p` and `min_p` are `[B, 1]`.
 
     top_k is applied first. top_p is a share of the mass that top_k leaves, min_p a share of the highest probability.
     The likeliest token is always kept. A row without filters has top_k 0, top_p 1, min_p 0.
@@ -114,7 +116,7 @@ def thresholds(rows: LogitRows, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> 
 
 
 def filter_thresholds(tempered: Tensor, sampling: SamplingBatch) -> Tensor:
-    """Return the thresholds `[R, n, 1]` of R requests' filters for their `tempered` logits `[R, n, V]`."""
+    """Return the filters' thresholds `[R, n, 1]` for the `tempered` logits `[R, n, V]` of R requests."""
     r, n, vocab = tempered.shape
     rows = tempered.view(r * n, vocab)
     filters = [

@@ -1,7 +1,8 @@
 """Grammars of running requests: which tokens are allowed after each node of a tree.
 
-A grammar is matched on the host, so a step with a grammar waits for the device: for the tokens of each draft level, of
-the tree, and for the accepted tokens. All ranks of a group match the same tokens, so they mask out the same tokens.
+A grammar is matched on the host. So in a step with a grammar, the host waits for the device: for the tokens of each
+draft level, for those of the tree, and for the accepted tokens. All ranks of a group match the same tokens, so they
+mask out the same tokens.
 Legend: R requests, n rows of each, V token ids, D tokens of a path.
 """
 
@@ -26,13 +27,13 @@ Mask = NDArray[np.int32]
 T = TypeVar("T")
 
 CPU_BURST_S, CPU_SHARE_PER_STEP_S = 0.1, 0.01
-"""CPU seconds that the grammar of a request may take: `CPU_BURST_S` at once, and `CPU_SHARE_PER_STEP_S` more for each
-step. The longest call is not counted, because it may contain a pause of the process or the machine.
+"""The CPU seconds that the grammar of a request may take: `CPU_BURST_S` at once, and `CPU_SHARE_PER_STEP_S` more for
+each step. The longest call is not counted, because it may contain a pause of the process or the machine.
 """
 
 
 class Matcher(Protocol):
-    """The position of one request in its grammar. If a method raises, only that request fails."""
+    """The position of one request in its grammar. If a method raises an error, only that request fails."""
 
     def accept(self, tokens: Sequence[int]) -> None:
         """Advance by tokens that were committed."""
@@ -54,7 +55,7 @@ class MatcherFactory(Protocol):
     """Creates matchers of compiled grammars."""
 
     def __call__(self, grammar: str) -> Matcher:
-        """Return a matcher at the beginning of `grammar`; raises `GrammarError` if that is not a compiled grammar."""
+        """Return a matcher at the start of the compiled grammar `grammar`. Raises `GrammarError` if it is not one."""
 
     def preload(self, grammar: str) -> None:
         """Do the slow part of `__call__` in advance. Any thread may call it. It raises what `__call__` raises."""
@@ -73,11 +74,11 @@ class GrammarPosition:
     def __init__(self, constraint: RowGrammar, create_matcher: MatcherFactory) -> None:
         self._matcher: Matcher | None = None
         self._cpu_s = self._longest_call_s = (
-            0.0  # CPU seconds used beyond the shares of past steps; the part that the longest call used
+            0.0  # CPU seconds used beyond the shares of past steps, and those of them that the longest call used
         )
         self._matcher = self._call_and_charge(create_matcher, constraint.grammar)
         self.accept(constraint.tokens)
-        self._cpu_s = self._longest_call_s = 0.0  # creating the matcher is not charged
+        self._cpu_s = self._longest_call_s = 0.0  # creating the matcher and advancing to here is not charged
 
     @property
     def is_slow(self) -> bool:
@@ -85,7 +86,7 @@ class GrammarPosition:
         return self._cpu_s - self._longest_call_s > CPU_BURST_S
 
     def accept(self, tokens: Sequence[int]) -> None:
-        """Advance by the tokens committed in one step, and deduct `CPU_SHARE_PER_STEP_S` from the CPU time spent."""
+        """Advance by the tokens committed in one step, and deduct `CPU_SHARE_PER_STEP_S` from the CPU time used."""
         if self._matcher is not None:
             self._call_and_charge(self._matcher.accept, tokens)
         self._cpu_s, self._longest_call_s = (
@@ -128,9 +129,9 @@ class GrammarPosition:
 class GrammarTable:
     """The positions of running requests in their grammars, by table row.
 
-    If a grammar fails, the request's logits become NaN, so that only this request ends, with an error. If a grammar
-    takes too much CPU time, `is_slow` is True for the request, and the leader of its group should end it. Only the
-    leader decides, because ranks measure different times.
+    If matching a grammar fails, the logits of its request become NaN, so that only this request ends, with an error. If
+    a grammar takes too much CPU time, `is_slow` is True for its request, and the first rank of the group that runs the
+    request should end it. Only that rank decides, because ranks measure different times.
     """
 
     def __init__(self, vocab: int, create_matcher: MatcherFactory, apply_bitmask: ApplyTokenBitmask) -> None:
@@ -139,7 +140,9 @@ class GrammarTable:
 
     @property
     def has_fused_bitmask(self) -> bool:
-        """Whether `apply` needs no temporary memory, so that splitting rows into blocks would only cost a copy."""
+        """Whether the bitmasks are applied in C, in one pass without temporaries. Then it is no use to split the rows
+        into blocks.
+        """
         return isinstance(self._apply_bitmask, CTokenBitmask)
 
     def preload(self, grammar: str) -> None:
@@ -164,7 +167,9 @@ class GrammarTable:
         return position is not None and position.is_slow
 
     def put(self, step_input: StepInput) -> None:
-        """Set the positions of newly admitted requests: a new position if the request has a grammar, else none."""
+        """Give each newly admitted request a position at the end of its tokens, if it has a grammar. Drop the positions
+        of earlier requests in the same table rows.
+        """
         for sampling in step_input.samplings:
             self._positions.pop(sampling.row, None)
         for constraint in step_input.constraints:
@@ -204,7 +209,7 @@ class GrammarTable:
         return masks
 
     def _masks(self, rows: Tensor, paths: Tensor) -> Tensor:
-        """Compute `masks`, on the host."""
+        """Return what `masks` returns, in host memory."""
         masks = np.empty((*paths.shape[:2], -(-self._vocab // TOKENS_PER_WORD)), np.int32)
         for row, row_paths, row_masks in zip(rows.tolist(), paths.tolist(), masks, strict=True):
             position = self._positions.get(row)

@@ -29,7 +29,7 @@ class LogitsTables:
         self.adjustments.stage(step_input, staging)
 
     def put(self, step_input: StepInput, staged: Mapping[str, Tensor]) -> None:
-        """Write what `stage` sent to the tables."""
+        """Write to the tables what `stage` sent to the device, and the grammars of admitted requests."""
         self.adjustments.put(step_input, staged)
         self.grammars.put(step_input)
 
@@ -49,8 +49,8 @@ class LogitsProcessor:
     """Adjusts the logits of the R requests in table rows `rows`.
 
     `adjustments` and `grammars` are None if no request of the step needs that table. `has_bad_words` says that some
-    request has bad words. The tables have counted the committed tokens. `path` `[R, n, D]` has the further tokens
-    before each row of logits, padded with -1. If `path` is None, there are none.
+    request has bad words. The tables know the committed tokens. `path` `[R, n, D]` has the drafted tokens that follow
+    them before each row of logits, padded with -1. If `path` is None, there are none.
     """
 
     rows: Tensor
@@ -68,7 +68,7 @@ class LogitsProcessor:
         return replace(self, rows=self.rows[requests], path=None if self.path is None else self.path[requests])
 
     def pick(self, requests: Tensor) -> "LogitsProcessor":
-        """Return the processor of the requests with these numbers, once for each entry of `requests` `[M]`."""
+        """Return the processor of M rows, without `path`. Row i belongs to request `requests[i]` of this processor."""
         return replace(self, rows=self.rows.index_select(0, requests), path=None)
 
     def commit(self, tokens: Tensor, lens: Tensor) -> None:

@@ -44,7 +44,8 @@ def _mix_64(x: Tensor) -> Tensor:
 
 
 def noise_keys(seeds: Tensor, positions: Tensor) -> Tensor:
-    """Return 64-bit keys `[B, n]`: the numbers at `positions` `[B, n]` of a SplitMix64 generator for each seed, `[B]`.
+    """Return 64-bit keys `[B, n]`: for each of `seeds` `[B]`, the numbers at `positions` `[B, n]` of the sequence that
+    a SplitMix64 generator yields.
 
     key = mix(mix(seed + golden) + position * golden). Seeds are mixed first; otherwise two (seed, position) pairs with
     the same sum would share a key.
@@ -58,7 +59,7 @@ def keys_along(seeds: Tensor, first_positions: Tensor, count: int) -> Tensor:
 
 
 def token_hashes(ids: Tensor) -> Tensor:
-    """Return the hash of each token id, int32 `[V]`: the only form in which noise uses ids."""
+    """Return the hash of each token id, int32 `[V]`. Noise depends on token ids only through these hashes."""
     return _mix_(ids.to(torch.int32) * GOLDEN_32)
 
 
@@ -105,7 +106,7 @@ class Noise:
     """Noise at m positions of B requests for V tokens, as `keys` `[B, m]` and `hashes` `[V]`.
 
     `cached_values` `[B, m, V]` are the values, computed once and read several times. It is None if there are more than
-    `MAX_CACHED_VALUES`, or if the sampler needs only the keys. Then each use computes the values.
+    `MAX_CACHED_VALUES`, or if whoever made the noise wanted no cache. Then each use computes the values from the keys.
     """
 
     keys: Tensor
@@ -125,7 +126,7 @@ class Noise:
         return Noise(keys, hashes, dtype, concat(block_values))
 
     def narrow(self, requests: slice) -> "Noise":
-        """Return the noise of some requests."""
+        """Return the noise of the requests in the slice `requests`."""
         return Noise(
             self.keys[requests],
             self.hashes,
@@ -134,12 +135,12 @@ class Noise:
         )
 
     def at(self, first: int, count: int = 1) -> "Noise":
-        """Return the noise at `count` of the m positions: numbers `first` to `first + count - 1`."""
+        """Return the noise at the positions `first` to `first + count - 1` of the m positions, counted from 0."""
         cached_values = None if self.cached_values is None else self.cached_values[:, first : first + count]
         return Noise(self.keys[:, first : first + count], self.hashes, self.dtype, cached_values)
 
     def pick(self, position_index: Tensor) -> "Noise":
-        """Return the noise at one position of each request: number `position_index` `[B]` of the m."""
+        """Return the noise at one position per request: `position_index` `[B]` are indices into the m positions."""
         keys, cached_values = self.keys.gather(1, position_index[:, None]), self.cached_values
         if cached_values is not None:
             cached_values = cached_values.gather(
@@ -149,7 +150,7 @@ class Noise:
 
     def pick_rows(self, requests: Tensor, position_index: Tensor) -> "Noise":
         """Return the noise of M rows, as M requests with one position each: row i belongs to request `requests[i]`, and
-        its token has number `position_index[i]` of the m positions.
+        `position_index[i]` is its index into the m positions.
         """
         cached_values = None if self.cached_values is None else self.cached_values[requests, position_index][:, None]
         return Noise(self.keys[requests, position_index][:, None], self.hashes, self.dtype, cached_values)
@@ -163,8 +164,8 @@ class Noise:
         )
 
     def values(self, position_index: Tensor | None = None) -> Tensor:
-        """Return the values `[B, m, V]`. If `position_index` `[B, n]` is given, return those at these position numbers
-        only, `[B, n, V]`.
+        """Return the values `[B, m, V]`. If `position_index` `[B, n]` is given, return the values `[B, n, V]` at these
+        indices into the m positions.
         """
         values = gumbel(self.keys, self.hashes, self.dtype) if self.cached_values is None else self.cached_values
         if position_index is None:

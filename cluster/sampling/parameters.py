@@ -15,8 +15,8 @@ class SamplingTable:
     """Sampling parameters by request row, on the device: a step gathers its rows instead of copying from the host."""
 
     def __init__(self, rows: int, dtype: torch.dtype, device: torch.device) -> None:
-        # Columns of `_floats`: inverse temperature, noise scale, top_p, min_p; of `_ints`: top_k, seed, most drafted
-        # tokens. The last number stays 0 in the row of idle requests.
+        # Columns of `_floats`: inverse temperature, noise scale, top_p, min_p. Columns of `_ints`: top_k, seed, and the
+        # most drafted tokens that a step may accept. This limit stays 0 in the row of idle requests, which pad a batch.
         dtype = at_least_float32(dtype)
         self._floats = torch.zeros(rows, 4, dtype=dtype, device=device)
         self._floats[:, 0] = 1.0

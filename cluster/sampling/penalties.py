@@ -17,10 +17,11 @@ from cluster.device.staging import Staging, bits_of
 from cluster.sampling.noise import at_least_float32
 
 BANNED_TOKEN_BIAS = -1e30
-"""Added to the logit of a banned token. Finite, so that only the model can make a row non-finite."""
+"""This is added to the logit of a banned token. It is finite, so that only the model can make a row non-finite."""
 IN_PROMPT, IS_STOP_TOKEN, OCCURRENCE = 1, 2, 4
-"""A token's flags are a sum of these: `IN_PROMPT` if the token is in the prompt, `IS_STOP_TOKEN` if it is banned before
-the minimum length, and `OCCURRENCE` for each time it was generated. So flags >> 2 is the count.
+"""A token's flags are a sum of these: `IN_PROMPT` if the token is in the prompt, `IS_STOP_TOKEN` if it is banned until
+the output has its minimum length, and `OCCURRENCE` for each time that it was generated. So flags >> 2 is how often it
+was generated.
 """
 REPETITION_COLUMN = 2  # column of `penalties`; the only one whose neutral value is 1, not 0
 
@@ -32,7 +33,7 @@ class PenaltyTable:
     - `bias` `[rows, V]`: added to logits.
     - `flags` `[rows, V]` int32: see `IN_PROMPT`, `IS_STOP_TOKEN`, `OCCURRENCE`.
     - `penalties` `[rows, 4]`: presence, frequency and repetition penalty, and 1 if the row has adjustments, else 0.
-    - `min_tokens_left` `[rows]`: how many tokens the output is short of its minimum length.
+    - `min_tokens_left` `[rows]`: how many tokens the output is short of its minimum length; 0 or less if it is not.
     - `bad_words` `[rows, M, L]`: bad words, padded with -1 in front. `recent_tokens` `[rows, L - 1]`: the last
       committed tokens.
     """
@@ -87,7 +88,7 @@ class PenaltyTable:
             staging.add(f"bad_words {i}", [token for word in row_entry.bad_words for token in word])
 
     def put(self, step_input: StepInput, staged: Mapping[str, Tensor]) -> None:
-        """Write what `stage` sent to the table."""
+        """Write to the table what `stage` sent to the device."""
         if not self._allocated:
             return
         self.penalties.index_fill_(0, staged["unadjusted_rows"], 0.0)
@@ -152,7 +153,7 @@ class PenaltyTable:
     def commit(self, rows: Tensor, tokens: Tensor, lens: Tensor, any_bad_words: bool) -> None:
         """Count the first `lens` `[B]` of `tokens` `[B, n]` as generated for table rows `rows` `[B]`.
 
-        `any_bad_words`: some row may have bad words, so `recent_tokens` are updated too.
+        If `any_bad_words`, some row may have bad words, and `recent_tokens` are updated as well.
         """
         is_counted = torch.arange(tokens.shape[1], device=tokens.device) < lens[:, None]
         self.flags.index_put_((rows[:, None], tokens), (is_counted * OCCURRENCE).to(self.flags.dtype), accumulate=True)
@@ -168,8 +169,8 @@ class PenaltyTable:
     def apply(self, logits: Tensor, rows: Tensor, path: Tensor, ids: Tensor | None, any_bad_words: bool) -> Tensor:
         """Return adjusted logits `[R, n, V]` of the requests in table rows `rows` `[R]`, in float32 at least.
 
-        `path` `[R, n, D]` are tokens before each row of logits that the table has not counted yet, padded with -1.
-        `ids` as in `LogitsProcessor.apply`. `any_bad_words`: some row may have bad words.
+        `path` `[R, n, D]` are, for each row of logits, the tokens before it that the table has not counted yet, padded
+        with -1. `ids` is as in `LogitsProcessor.apply`. If `any_bad_words`, some row may have bad words.
         """
         # Add the tokens of each node's own path to a copy of the request's flags.
         is_path_token = path >= 0

@@ -1,6 +1,6 @@
 """Weighted selection in rows of integers: radix select, and a reference implementation by sorting.
 
-Both find, for each row, the largest number x so that the weights of all numbers >= x sum to at least `needed_weight`.
+Both find, for each row, the largest number x for which the weights of all numbers >= x sum to at least `needed_weight`.
 Legend: B rows, V numbers of each.
 """
 
@@ -18,7 +18,7 @@ class ThresholdSearch(Protocol):
     """Searches the rows of integers `[B, V]`."""
 
     def threshold(self, needed_weight: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Return `[B, 1]`: the largest x of each row so that the `weights` of numbers >= x sum to at least
+        """Return `[B, 1]`: the largest x of each row for which the `weights` of all numbers >= x sum to at least
         `needed_weight`.
 
         `weights` `[B, V]` are int64, not negative. If `weights` is None, each number weighs 1. `needed_weight` `[B, 1]`
@@ -47,8 +47,8 @@ class SortedSelect:
 
 
 class Digit(NamedTuple):
-    """The digit that one round of the search fixes: bits `low` to `high - 1` of numbers of `width` bits. `prefix`
-    `[B, 1]` are the bits above it, which earlier rounds have fixed.
+    """A digit, which one step of the search finds: bits `low` to `high - 1` of numbers of `width` bits. `prefix`
+    `[B, 1]` are the bits above the digit, which are known already.
     """
 
     width: int
@@ -63,8 +63,9 @@ class Digit(NamedTuple):
 
 
 def histogram_(bins: Tensor, numbers: Tensor, digit: Digit, weights: Tensor | None = None) -> Tensor:
-    """Fill `bins` `[B, >= digit.bins]` and return it: for each value of `digit`, the sum of the weights of the
-    `numbers` `[B, V]` that have this value there. Only numbers with the prefix `digit.prefix` count.
+    """Fill `bins` `[B, >= digit.bins]` and return it: for each value of `digit`, the sum of the `weights` of the
+    `numbers` `[B, V]` whose digit has this value. Only numbers with the prefix `digit.prefix` count. If `weights` is
+    None, each number weighs 1.
     """
     digit_values, dtype = numbers >> digit.low, bins.dtype
     if digit.high == digit.width:
@@ -80,8 +81,8 @@ def histogram_(bins: Tensor, numbers: Tensor, digit: Digit, weights: Tensor | No
 def radix_descend(
     histogram: Callable[[Digit], Tensor], remaining_weight: Tensor, digit_bits: int, dtype: torch.dtype
 ) -> Tensor:
-    """Return `[B, 1]`: the largest number of `dtype` in each row so that the weight of all lower numbers is at most
-    `remaining_weight` `[B, 1]`. It is found `digit_bits` bits at a time; `histogram` returns the histogram of a round.
+    """Return `[B, 1]`: the largest number of `dtype` in each row for which the weight of all lower numbers is at most
+    `remaining_weight` `[B, 1]`. Find `digit_bits` bits at a time; `histogram` returns the histogram of a digit.
     """
     width = 8 * dtype.itemsize
     prefix = torch.zeros_like(remaining_weight, dtype=dtype)
@@ -89,7 +90,7 @@ def radix_descend(
         digit = Digit(width, high, max(0, high - digit_bits), prefix)
         bin_weights = histogram(digit)
         cumulative = bin_weights.cumsum(1)
-        # The digit is the first bin with cumulative > remaining_weight. For the next round, subtract the weight of all
+        # The digit is the first bin with cumulative > remaining_weight. For the next digit, subtract the weight of all
         # lower bins.
         bin_index = torch.searchsorted(cumulative, remaining_weight, right=True).clamp_(max=digit.bins - 1)
         remaining_weight = remaining_weight - cumulative.gather(1, bin_index) + bin_weights.gather(1, bin_index)
@@ -100,8 +101,8 @@ def radix_descend(
 
 class RadixSelect:
     """Finds the number digit by digit from the top, without a sort: the histogram of a digit gives the bin, and the
-    next round looks inside that bin (radix select, as in Alabi et al., "Fast k-selection algorithms for graphics
-    processing units", 2012). Three histograms are enough for 32 bits in long rows.
+    histogram of the next digit counts only numbers of that bin (radix select, as in Alabi et al., "Fast k-selection
+    algorithms for graphics processing units", 2012). Three histograms are enough for 32 bits in long rows.
     """
 
     def __init__(self, numbers: Tensor) -> None:

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-MAX_BLOCK = 1 << 22  # the most numbers of a block on a GPU; a block has at least one row, even if the row has more
+MAX_BLOCK = 1 << 22  # the most numbers in a block on a GPU; a block has at least one row, even if it is longer
 MAX_CPU_BLOCK = 1 << 17  # the same on a CPU: about as many as fit into the CPU's caches, temporaries included
 
 
 def blocks(count: int, numbers_per_row: int, device: torch.device) -> list[slice]:
-    """Return slices that cut `count` rows (or requests) of `numbers_per_row` numbers into blocks. If `count` is 0,
+    """Return slices that cut `count` rows (or requests) of `numbers_per_row` numbers each into blocks. If `count` is 0,
     return one empty slice.
     """
     block_size = min(MAX_BLOCK, MAX_CPU_BLOCK) if device.type == "cpu" else MAX_BLOCK

@@ -2,8 +2,8 @@
 
 A `Sampler` finds the best of the columns that a rank holds. If these are one shard of the vocabulary, `sharded` merges
 what the shards found into one choice.
-Legend: R requests, n rows of each, T own rows (of this rank's attention group), T' rows that this rank scores (own
-rows, or the rows of all groups), V token ids, v columns on this rank.
+Legend: R requests, n rows of each, T own rows (those of this rank's attention group), T' rows that this rank scores
+(own rows, or the rows of all groups), V token ids, v columns on this rank.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +29,8 @@ def adjust_logits(
 
     - (`logits`, None) if no request of the step has penalties or a grammar.
     - (`logits`, masks `[T, words]`) if only grammars change logits, and the sampler can apply token bitmasks as it
-      reads the logits. With a vocabulary of 262,144 tokens, writing adjusted logits would take longer than the masks.
+      reads the logits. With a vocabulary of 262,144 tokens, it would take longer to write adjusted logits than to make
+      the masks.
     - (adjusted logits, None) otherwise. These logits have all columns of the vocabulary, for this rank's own rows.
 
     `ids` `[V]` are the token ids of the columns. If `ids` is None, column i is token id i.
@@ -37,7 +38,7 @@ def adjust_logits(
     first = sampling_inputs[0].processor
     if first is None:
         return logits, None
-    # Skip empty parts, but keep one if all are empty.
+    # Skip inputs without requests, but keep one if none has requests.
     nonempty = [inputs for inputs in sampling_inputs if inputs.requests] or sampling_inputs[:1]
     if first.only_bitmasks and ids is None and logits.shards is None and not sampling_inputs[0].sampling.any_filtered:
         masks = [inputs.processor.masks(inputs.rows_per_request) for inputs in nonempty if inputs.processor is not None]
@@ -55,8 +56,8 @@ def adjust_logits(
 def choose(
     logits: ShardedLogits, sampling_inputs: Sequence[SamplingInputs], sampler: Sampler = TORCH
 ) -> tuple[Tensor, Tensor]:
-    """Return the target's token after every own row, and the score of that token, `[T]` each. The requests of
-    `sampling_inputs`, one after the other, have these T rows.
+    """Return the target's token after every own row, and the score of that token, `[T]` each. `sampling_inputs` are
+    those of the T rows, in the order of the rows.
     """
     logits, masks = adjust_logits(logits, sampling_inputs)
     best_columns, best_scores = sampler.best(sampler_input_of(logits, sampling_inputs, masks))
@@ -72,15 +73,15 @@ def top_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Return the `count` best tokens after each own row: (log-probabilities, columns), `[T, count]` each.
 
-    Log-probabilities are the log-softmax of the scores, noise included. For a row with NaN or an infinite total, they
-    are NaN, and the columns are 0 to `count - 1`. `logits` and `masks` are as returned by `adjust_logits`.
+    Log-probabilities are the log-softmax of the scores, noise included. For a row whose log-sum-exp is NaN or infinite,
+    they are NaN, and the columns are 0 to `count - 1`. `logits` and `masks` are as returned by `adjust_logits`.
     """
     sampler_input = sampler_input_of(logits, [inputs], masks)
     if logits.shards is None:
         return sampler.top_logprobs(sampler_input, count)
     shard_best = ShardBest(*sampler.shard_best(sampler_input, count))
     merged = merge_top(logits, logits.shards, shard_best, count)
-    # A total of +-inf becomes NaN, and so the whole row becomes NaN.
+    # An infinite log-sum-exp becomes NaN, and so the whole row becomes NaN.
     log_probabilities = (merged.values - merged.total.masked_fill(merged.total.isinf(), float("nan"))).to(
         shard_best.values.dtype
     )
@@ -89,8 +90,8 @@ def top_logprobs(
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Log-probabilities after T rows: `chosen` `[T]` is that of a given token, `values` `[T, 20]` are those of the
-    likeliest tokens `ids` `[T, 20]` (fewer columns if the vocabulary is smaller).
+    """Log-probabilities after T rows: `chosen` `[T]` is that of one given token per row, `values` `[T, 20]` are those
+    of the likeliest tokens `ids` `[T, 20]` (fewer columns if the vocabulary is smaller).
     """
 
     chosen: Tensor
@@ -113,7 +114,10 @@ class Scores:
 
 
 def logprobs(logits: ShardedLogits, rows: Tensor, tokens: Tensor, sampler: Sampler = TORCH) -> Logprobs:
-    """Return log-probabilities of `tokens` `[T]` after own `rows` `[T]`, by the unfiltered, untempered logits."""
+    """Return the log-probability of each of `tokens` after the own row with the number in `rows`, and those of the
+    likeliest tokens there. Both arguments have the same length. `logits` are as the head gives them: without penalties,
+    temperature and filters.
+    """
     count, shards = min(TOP_LOGPROBS, logits.vocab), logits.shards
     queries = torch.stack([rows + logits.first_row, tokens])
     if shards is not None and shards.over_world:
@@ -131,9 +135,10 @@ def logprobs(logits: ShardedLogits, rows: Tensor, tokens: Tensor, sampler: Sampl
 
 
 def _query_blocks(logits: ShardedLogits, queries: Tensor, count: int, sampler: Sampler) -> list[tuple[Tensor, ...]]:
-    """Return, block by block, the fields of `ShardBest`; the last field is the logit of one given token per row.
+    """Return the fields of `ShardBest` for each block of rows; the last field is the logit of one given token per row.
 
-    `queries` `[2, T']` are row numbers and tokens. If another shard holds a token, the token's logit here is arbitrary.
+    `queries` `[2, T']` are row numbers and tokens. If another shard holds a token, this shard returns an arbitrary
+    number for its logit.
     """
     width, dtype = logits.values.shape[1], at_least_float32(logits.values.dtype)
     rows, local_tokens = queries[0], (queries[1] - logits.start).clamp_(0, width - 1)
@@ -150,21 +155,22 @@ def _query_blocks(logits: ShardedLogits, queries: Tensor, count: int, sampler: S
 
 
 def scores(logits: ShardedLogits, tokens: Tensor, sampler: Sampler = TORCH) -> Scores:
-    """Return the log-probability of each of `tokens` `[q]`, and its rank by probability. Token i is scored by the i-th
-    of the rows that belong to this rank's group. The logits are used as the head gives them, without penalties,
-    temperature or filters.
+    """Return the log-probability of each of `tokens` `[q]`, and its rank by probability. Token i is scored by row i of
+    this rank's own rows. `logits` are as the head gives them: without penalties, temperature and filters.
     """
     rows = torch.arange(tokens.shape[0], device=tokens.device)
     return Scores(logprobs(logits, rows, tokens, sampler), ranks(logits, tokens))
 
 
 def ranks(logits: ShardedLogits, tokens: Tensor) -> Tensor:
-    """Return, for each of `tokens` `[q]`, how many tokens are at least as likely after its row (see `scores`)."""
+    """Return, for each of `tokens` `[q]`, how many tokens are at least as likely, itself included. Token i belongs to
+    row i of this rank's own rows.
+    """
     values, shards = logits.values, logits.shards
     if shards is None:
         return _count_at_least(values, values.gather(1, tokens[:, None]))[:, 0]
-    # Only the shard that holds a token has its logit. The call `highest` sends it to all shards. Then each shard counts
-    # its own columns, and `add` sums the counts.
+    # Only the shard that holds a token has the logit of the token. The call `highest` sends this logit to all shards.
+    # Then each shard counts among its own columns, and `add` sums the counts.
     all_tokens = shards.spread(tokens[:, None]) if shards.over_world else tokens[:, None]
     local_tokens, last_column = all_tokens - logits.start, values.shape[1] - 1
     shard_logits = values.gather(1, local_tokens.clamp(0, last_column)).double()

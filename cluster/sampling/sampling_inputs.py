@@ -20,9 +20,9 @@ class SamplingInputs:
     """Sampling inputs of R requests with `rows_per_request` rows of logits per request.
 
     `noise` covers m positions of each request; it is None if no request of the step samples. The noise number of a row
-    says which of the m positions its token has. Row i of request r has the noise number `noise_index[r, i]`;
-    `noise_index` is `[R, rows_per_request]`. If `noise_index` is None, row i has noise number i or, if m is 1, number
-    0. `processor` applies penalties and grammars; it is None if no request of the step has any.
+    says for which of the m positions the row chooses a token. Row i of request r has the noise number
+    `noise_index[r, i]`; `noise_index` is `[R, rows_per_request]`. If `noise_index` is None, row i has noise number i
+    or, if m is 1, number 0. `processor` applies penalties and grammars; it is None if no request of the step has any.
     """
 
     rows_per_request: int
@@ -37,8 +37,8 @@ class SamplingInputs:
         return self.sampling.seeds.shape[0]
 
     def narrow(self, requests: slice) -> "SamplingInputs":
-        """Return the inputs of the requests in `requests`, for logits that are adjusted already: `processor` is not
-        used.
+        """Return the inputs of the requests in `requests`, without `processor`: the logits must be adjusted already.
+        Without noise no row is sampled, and the inputs of all requests are returned.
         """
         if self.noise is None or requests.stop - requests.start == self.requests:
             return self
@@ -47,7 +47,7 @@ class SamplingInputs:
         return SamplingInputs(self.rows_per_request, sampling, self.noise.narrow(requests), noise_index)
 
     def by_row(self, numbers: Tensor) -> Tensor:
-        """Repeat the number of each request, `numbers` `[R]`, for each of its rows; return `[R * rows_per_request]`."""
+        """Return `numbers` `[R]`, one per request, repeated for each row of the request: `[R * rows_per_request]`."""
         return numbers[:, None].expand(self.requests, self.rows_per_request).reshape(-1)
 
     def keys(self) -> Tensor:
@@ -101,15 +101,15 @@ class PhaseSampling:
     def along_positions(
         self, rows_per_request: int, positions: int, noise_index: Tensor | None, path: Tensor | None
     ) -> SamplingInputs:
-        """Return the inputs of `rows_per_request` rows per request, at the first `positions` noise numbers;
-        `noise_index` as in `SamplingInputs`, `path` as in `at_position`.
+        """Return the inputs of `rows_per_request` rows per request, whose noise numbers are below `positions`.
+        `noise_index` is as in `SamplingInputs`, `path` as in `at_position`.
         """
         noise = None if self.noise is None else self.noise.at(0, positions)
         return SamplingInputs(rows_per_request, self.sampling, noise, noise_index, self._after(path))
 
     def of_rows(self, requests: Tensor, noise_index: Tensor, path: Tensor | None) -> SamplingInputs:
         """Return the inputs of M rows as those of M requests with one row each. Row i belongs to request `requests[i]`,
-        and its token has noise number `noise_index[i]`. `path` `[M, 1, D]` as in `at_position`.
+        and has the noise number `noise_index[i]`. `path` `[M, 1, D]` is as in `at_position`.
         """
         noise = None if self.noise is None else self.noise.pick_rows(requests, noise_index)
         processor = None if self.processor is None else self.processor.pick(requests)
@@ -118,7 +118,7 @@ class PhaseSampling:
         return SamplingInputs(1, self.sampling.pick(requests), noise, None, processor)
 
     def at_position_of_each(self, noise_index: Tensor) -> SamplingInputs:
-        """Return the inputs of one row per request, whose token has noise number `noise_index` `[R]`."""
+        """Return the inputs of one row per request. The rows have the noise numbers `noise_index` `[R]`."""
         return SamplingInputs(
             1, self.sampling, None if self.noise is None else self.noise.pick(noise_index), None, self.processor
         )
@@ -145,7 +145,8 @@ def pack_inputs(sampling_inputs: Sequence[SamplingInputs]) -> Tensor:
 
 def checksum(sampling_inputs: Sequence[SamplingInputs], is_real: Sequence[Tensor]) -> Tensor:
     """Return a checksum `[1]` of the sampling inputs, which ranks compare. `is_real` has one mask `[R]` per entry of
-    `sampling_inputs`: False for idle requests, because they share table cells whose content may differ between ranks.
+    `sampling_inputs`. It is False for idle requests (padding): they do not count, because they share one table row,
+    whose content may differ between ranks.
     """
     row_mask = torch.cat([inputs.by_row(mask) for inputs, mask in zip(sampling_inputs, is_real, strict=True)])
     packed = pack_inputs(sampling_inputs).mul_(row_mask[:, None]).view(-1)
@@ -156,9 +157,9 @@ def checksum(sampling_inputs: Sequence[SamplingInputs], is_real: Sequence[Tensor
 
 
 def unpack_inputs(packed: Tensor, template: SamplingInputs) -> SamplingInputs:
-    """Inverse of `pack_inputs`: return the rows as requests with one row each; dtypes, token hashes and flags are those
-    of `template`. The seeds of the result are zero: they are not needed, because the packed rows have the noise keys,
-    which were computed from the seeds.
+    """Return the sampling inputs that `pack_inputs` has packed, as those of T requests with one row each. Dtypes, token
+    hashes and flags are those of `template`. The seeds of the result are zero: they are not needed, because the packed
+    rows have the noise keys, which were computed from the seeds.
     """
     assert template.noise is not None, "nobody samples"
     sampling, noise = template.sampling, template.noise

@@ -1,12 +1,13 @@
-"""Choosing tokens where the head is sharded over ranks: a few numbers per row travel instead of logits.
+"""Choosing tokens where the head is sharded over ranks: ranks exchange a few numbers per row instead of logits.
 
-Each shard scores its own columns. For each row, shards exchange:
+Each shard scores its own columns. For each row, shards exchange (in brackets: the calls of `Shards`):
 
 - the sampling inputs, if rows of other groups are scored too (`spread`);
 - histograms for the filters' threshold, if there are filters (`highest`, `add`);
 - the best columns that each shard found (`compare`).
 
-All shards get the same numbers and compute the same from them, so all make the same choice.
+For a row, all ranks that need its token get the same numbers and compute the same from them, so they make the same
+choice.
 
 Legend: n shards, v columns of each, T own rows (of this rank's attention group), T' rows that each shard scores (own
 rows, or the rows of all groups), k candidates of a shard.
@@ -34,21 +35,23 @@ from cluster.sampling.radix_select import Digit, histogram_, radix_descend
 from cluster.sampling.row_blocks import blocks
 from cluster.sampling.sampling_inputs import PACKED_NUMBERS, SamplerInput, SamplingInputs, pack_inputs, unpack_inputs
 
-DIGIT_BITS = 8  # bits of one histogram: 256 numbers of a row travel at once, in 4 rounds for 32 bits
+DIGIT_BITS = 8  # bits of one histogram: 256 numbers of a row are sent at a time, 4 times for 32 bits
 NUMBERS_PER_CHOICE = 2  # numbers that a shard sends for each row to choose a token: its best score and that column
 NUMBERS_PER_QUERY = 2  # numbers that say which log-probability to compute: row and token
 
 
 def numbers_sent_per_row(top_count: int, columns: int) -> int:
-    """Return how many numbers per row a shard sends: scores and columns of its `top_count` best, and log-sum-exp."""
+    """Return how many numbers per row a shard sends for `merge_top`: scores and columns of the `top_count` best of its
+    `columns`, and the log-sum-exp.
+    """
     return 2 * min(top_count, columns) + 1
 
 
 class ShardedHead(NamedTuple):
-    """Lists the collectives that follow a head, so that a plan can announce them.
+    """Lists the collectives that follow a head, so that ranks can agree on them before a step.
 
-    `columns` is v; `bits` is the number of bits of the dtype in which thresholds are searched; `wide` is
-    `Shards.over_world`.
+    `columns` is v; `bits` is the number of bits of the dtype in which thresholds are searched. `wide` says whether each
+    shard scores the rows of all groups (`Shards.over_world`).
     """
 
     columns: int
@@ -56,9 +59,9 @@ class ShardedHead(NamedTuple):
     wide: bool
 
     def sampling_calls(self, mode: SamplingMode, numbers_per_row: int) -> list[tuple[str, int]]:
-        """Return the calls of `Shards` that choose tokens, as (name, numbers per row); a shard sends `numbers_per_row`.
-
-        If logits are adjusted, all logits are sent, because only a row's own group has the row's penalties and grammar.
+        """Return the calls of `Shards` that choose tokens, as (name, numbers per row). In the last call, each shard
+        sends its results, `numbers_per_row`. If penalties or grammars change logits, there is one call, which sends all
+        logits, because only a row's own group has the row's penalties and grammar.
         """
         if mode.changes_logits:
             return [("compare", self.columns)]
@@ -83,7 +86,9 @@ class ShardedHead(NamedTuple):
 
 
 class ShardedRows:
-    """`LogitRows` of which this rank holds one shard. Tempered logits are recomputed in each round, block by block."""
+    """`LogitRows` of which this rank holds one shard. Tempered logits are computed again, block by block, for each call
+    of `Shards`.
+    """
 
     def __init__(self, logits: ShardedLogits, shards: Shards, inverse_temperature: Tensor) -> None:
         """`inverse_temperature` `[T', 1]` are the inverse temperatures."""
@@ -98,7 +103,7 @@ class ShardedRows:
         return self._shards.highest(shard_max.double()).to(self._inverse.dtype)
 
     def kth_logits(self, rank: Tensor) -> Tensor:
-        """Search by count; see `LogitRows.kth_logits`. Of the columns of all shards, all but `rank` may be below the
+        """Search by count; see `LogitRows.kth_logits`. At most `_columns - rank` of all columns may be below the
         result.
         """
         return self._search(self._columns - rank, lambda _: None)
@@ -112,8 +117,8 @@ class ShardedRows:
         return self._total_mass
 
     def mass_threshold(self, needed_mass: Tensor) -> Tensor:
-        """Search by mass; see `LogitRows.mass_threshold`. Logits with a mass of `_total_mass - needed_mass` may be
-        below the result.
+        """Search by mass; see `LogitRows.mass_threshold`. The logits below the result may have a mass of at most
+        `_total_mass - needed_mass`.
         """
         return self._search(self._total_mass - needed_mass, self._block_mass)
 
@@ -126,8 +131,8 @@ class ShardedRows:
     def _search(self, remaining_weight: Tensor, block_weights: Callable[[slice], Tensor | None]) -> Tensor:
         """Return the largest logit of each row so that the weight of all logits below it is at most `remaining_weight`.
 
-        Each round sums one histogram over blocks and shards. `block_weights` returns the weights of a block, or None if
-        each logit weighs 1.
+        The search goes digit by digit; for each digit, one histogram is summed over all shards. `block_weights` returns
+        the weights of a block's logits, or None if each logit weighs 1.
         """
 
         def block_histogram(block: slice, digit: Digit) -> Tensor:
@@ -150,7 +155,7 @@ def sampler_input_of(
     logits: ShardedLogits, sampling_inputs: Sequence[SamplingInputs], masks: Tensor | None = None
 ) -> SamplerInput:
     """Return the sampler's input for the T' rows that this rank scores. `sampling_inputs` and `masks` belong to the T
-    rows of this rank's own attention group, and are in the order of these rows.
+    own rows, in the order of the rows. `masks` are None if no token bitmasks are to be applied.
     """
     shards = logits.shards
     if shards is None or sampling_inputs[0].noise is None:
@@ -171,8 +176,8 @@ def sampler_input_of(
 def merge_best(
     logits: ShardedLogits, shards: Shards, best_columns: Tensor, best_scores: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the best column of own rows and its score, `[T]` each. `best_columns` and `best_scores` `[T']` are this
-    shard's best.
+    """Return the best column of each own row, over all shards, and its score, `[T]` each. `best_columns` and
+    `best_scores` `[T']` are the best columns of this shard and their scores.
 
     As within a shard, the lowest column wins a tie, and NaN counts as highest.
     """
@@ -189,7 +194,7 @@ def gather_columns(logits: ShardedLogits) -> ShardedLogits:
         return logits
     shard_logits = logits.shards.compare(
         logits.values.double()
-    )  # `compare` takes float64; the way there and back is exact
+    )  # `compare` takes float64; the conversion there and back is exact
     all_logits = shard_logits.transpose(0, 1).flatten(1)[:, : logits.vocab]
     return ShardedLogits(all_logits.to(at_least_float32(logits.values.dtype)), logits.vocab)
 
@@ -206,8 +211,8 @@ class ShardBest(NamedTuple):
 
 
 class MergedBest(NamedTuple):
-    """The best scores of own rows over all shards, in float64, with fields as in `ShardBest`; `extras` `[n, T, 1]` are
-    each shard's `extra`.
+    """The best scores of own rows over all shards, in float64. The fields are as in `ShardBest`, for T own rows;
+    `extras` `[n, T, 1]` are the `extra` of each shard (`[n, T, 0]` without).
     """
 
     values: Tensor

@@ -16,9 +16,9 @@ from cluster.sampling.noise import at_least_float32
 from cluster.sampling.penalties import BANNED_TOKEN_BIAS
 
 DISALLOWED_TOKEN_BIAS = 1000 * BANNED_TOKEN_BIAS
-"""Added to the logit of a token that the grammar does not allow. It is lower than the logit of any banned token, so
-that the grammar prevails over bans: several bans of a token add up, and a repetition penalty multiplies them by up to
-100.
+"""This is added to the logit of a token that the grammar does not allow. Such a token gets a lower logit than any
+banned token, so the grammar prevails over bans. The factor is 1000, because several bans of a token add up, and a
+repetition penalty multiplies a ban by up to 100.
 """
 TOKENS_PER_WORD = 32  # tokens per word of a mask
 

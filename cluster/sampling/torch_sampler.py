@@ -1,4 +1,5 @@
-"""The `Sampler` protocol (find the best tokens of rows of logits that a rank holds), and its torch implementation.
+"""The `Sampler` protocol (a sampler finds the best tokens of rows of logits that a rank holds), and its implementation
+by torch operators.
 
 Rows are processed in blocks of a bounded number of logits, so that no temporary has the size of all rows times the
 vocabulary. Legend: R requests, n rows of each, T rows, V token ids, v columns on this rank.
@@ -51,8 +52,8 @@ class Sampler(Protocol):
         v columns, `[T, 1]`. The input has no `masks`. The shards of a vocabulary merge these results into
         log-probabilities.
 
-        If `draws` is empty, the lower column comes first in a tie, and the bits of a row do not depend on the number of
-        rows.
+        If `draws` is empty, the lower column comes first in a tie, and the results of a row, to the bit, do not depend
+        on the number of rows.
         """
 
 
@@ -119,7 +120,7 @@ Reduction = Callable[[Tensor], tuple[Tensor, ...]]
 
 def reduce_by_block(sampler_input: SamplerInput, reduction: Reduction) -> tuple[Tensor, ...]:
     """Apply `reduction` to the scores of all rows, block by block, and return its results for all rows. If no request
-    samples, the scores are the logits.
+    samples, the scores are the logits (with masks applied, if any).
     """
     values, sampling_inputs, thresholds, masks = sampler_input
     values = values if masks is None else apply_token_bitmask(values, masks, None)
@@ -160,24 +161,26 @@ def reduce_by_block(sampler_input: SamplerInput, reduction: Reduction) -> tuple[
 
 
 def top_and_logsumexp(scores: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the `count` best scores of each row `[T, v]` (all v if v is lower), their columns, and the log-sum-exp of
-    each row, `[T, 1]`.
+    """Return the `count` best of each row of `scores` `[T, v]` (all if v is less than `count`), their columns, and the
+    log-sum-exp of each row, `[T, 1]`.
     """
     top = scores.topk(min(count, scores.shape[1]), -1)
     return top.values, top.indices, scores.logsumexp(-1, keepdim=True)
 
 
 def top_in_column_order(scores: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """As `top_and_logsumexp` for rows `[T, v]`, but ties are in column order, and a row's bits do not depend on T."""
+    """Return what `top_and_logsumexp` returns for `scores` `[T, v]`, with two differences: tied scores are in order of
+    columns, and the results of a row, to the bit, do not depend on T.
+    """
     column_count, device = scores.shape[1], scores.device
     padded_scores = (
         scores if scores.shape[0] > 1 else torch.cat([scores, scores])
     )  # torch sums a single row in another order
     top, columns, total = top_and_logsumexp(padded_scores, count)
     top, columns, total = (result[: scores.shape[0]] for result in (top, columns, total))
-    # If several columns have the lowest value in `top`, it is undefined which of them `topk` took. Take the lowest of
-    # these columns instead: those with the greatest `column_count - column`. They come after all columns of greater
-    # value.
+    # If more columns have the lowest value in `top` than places are left, it is undefined which of them `topk` took.
+    # Take those with the lowest numbers instead, that is, with the greatest `column_count - column`. In `top` they come
+    # after all columns of greater value.
     is_tie, column_numbers = top == top[:, -1:], torch.arange(column_count, device=device)
     lowest_columns = torch.where(scores == top[:, -1:], column_count - column_numbers, 0).topk(top.shape[1], -1).values
     tie_index = (column_numbers[: top.shape[1]] - is_tie.logical_not().sum(1, keepdim=True)).clamp_(min=0)
@@ -189,7 +192,7 @@ def top_in_column_order(scores: Tensor, count: int) -> tuple[Tensor, Tensor, Ten
 
 
 def concat_results(block_results: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    """Concatenate the blocks of each result."""
+    """Return each result for all rows, from the results of blocks of rows."""
     return (
         block_results[0]
         if len(block_results) == 1
@@ -198,7 +201,7 @@ def concat_results(block_results: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor,
 
 
 def columns_without_nan(log_probabilities: Tensor, columns: Tensor) -> Tensor:
-    """Return `columns`, but 0, 1, 2, .. where `log_probabilities` is NaN, because the columns of NaN are undefined."""
+    """Return `columns` with 0, 1, 2, .. where `log_probabilities` is NaN, because the columns of NaN are undefined."""
     return torch.where(
         log_probabilities == log_probabilities,
         columns,

@@ -1,4 +1,4 @@
-"""The sampler by Triton kernels, for GPUs: scores, noise included, are computed in registers and never written.
+"""The sampler by Triton kernels, for GPUs: scores, noise included, are computed in registers, not written to memory.
 
 Results must equal those of `TorchSampler`, except for the last digits of noise.
 """
@@ -49,8 +49,8 @@ class TritonSampler:
         return self._top_scores(sampler_input, min(count, sampler_input.logits.shape[1]), with_logsumexp=True)
 
     def _top_scores(self, inputs: SamplerInput, count: int, with_logsumexp: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Return scores and columns `[T, count]`, and the log-sum-exp `[T, 1]`, which is computed only if
-        `with_logsumexp`.
+        """Return scores and columns of the best, `[T, count]` each, and the log-sum-exp of the scores, `[T, 1]`, which
+        is computed only if `with_logsumexp`.
         """
         values, sampling_inputs, thresholds, masks = inputs
         values = values if masks is None else apply_token_bitmask(values, masks, None)
@@ -114,7 +114,8 @@ class RowNoise(NamedTuple):
 
 
 def _row_noise(values: Tensor, sampling_inputs: Sequence[SamplingInputs], thresholds: Tensor | None) -> RowNoise:
-    """Return the noise of the rows of `values`.
+    """Return the noise of the rows of `values`. If `thresholds` is None, compute the filters' thresholds, if there are
+    filters.
 
     Raises:
         ValueError: noise or `sampling_inputs` do not fit the columns or rows of `values`. The kernels do not check

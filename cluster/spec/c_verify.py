@@ -25,7 +25,7 @@ class CAccept:
     """`Accept` by a compiled `library`; results must equal those of `verify.accept`."""
 
     def __init__(self, library: Library) -> None:
-        self._run = library.functions["accept", torch.float32]  # it handles integers only: the dtype does not matter
+        self._run = library.functions["accept", torch.float32]  # the function handles integers only: any dtype will do
 
     def __call__(self, tree: DraftTree, target_tokens: Tensor, first_tokens: Tensor, num_steps: int) -> Accepted:
         """Return the accepted paths; arguments and result as in `verify.accept`."""

@@ -1,10 +1,11 @@
 """The chance that the target accepts a drafted node, learned from what it has accepted (adaptive trees).
 
-A draft's probability is not that chance. A greedy target takes its likeliest token, so the draft's likeliest token is
-accepted far more often than its probability says, while the draft's second token is not: with the demo pair, 0.67 and
-0.14 at a probability of 0.15. A tree that goes by probabilities has siblings in place of deeper levels. So the chance
-is looked up by the class of the request (greedy, or sampled), by whether the node is the draft's likeliest after its
-parent, and by the draft's probability.
+The probability that the draft gives to a token is not this chance. A greedy target takes its likeliest token. So the
+draft's likeliest token is accepted far more often than its probability says, and the draft's second token is not. For
+example, with the demo pair of models, tokens of draft probability 0.15 are accepted with a chance of 0.67 if they are
+the draft's likeliest, and of 0.14 if they are its second. A tree that is built by probabilities therefore has siblings
+where deeper levels would help more. So chances are learned separately by the class of the request (greedy, or sampled),
+by whether the node is the draft's likeliest after its parent, and by the draft's probability.
 
 Legend: R requests, n nodes of a tree, K topk, B points of a curve.
 """
@@ -16,24 +17,26 @@ from cluster.spec.tree import NO_TOKEN, DraftTree
 from cluster.spec.verify import Accepted
 
 POINTS = 17
-"""B: a curve has points at the square roots 0, 1/16, .. 1 of the probability, and is linear between them."""
+"""B: a curve has points where the square root of the probability is 0, 1/16, .. 1. Between two points, the logarithm of
+the chance is interpolated linearly along this square root.
+"""
 PRIOR = 8.0
-"""Before anything was learned, the chance is the draft's probability, and its square root for the likeliest token of a
-greedy request. That weighs as much as this many nodes.
+"""Before anything was learned, the chance is the draft's probability, or the square root of the probability for the
+likeliest token of a greedy request. At each point of a curve, this prior weighs as much as `PRIOR` counted nodes.
 """
 MEMORY = 8192.0
-"""After this many later trees, the weight of a node has fallen to 1/e."""
+"""When this many trees were counted after a node, the weight of the node has fallen to 1/e."""
 LEAST = 1e-4
 """A chance is never lower, so that its logarithm is finite."""
 
 
 class NodeChances:
     """Curves from a draft's probability to the chance of acceptance, on the device. All ranks of a group have the same
-    ones, because all count the same results.
+    curves, because they count the same results.
     """
 
     def __init__(self, device: torch.device) -> None:
-        # Entries [class, likeliest or not, point].
+        # Counted nodes and, of these, accepted nodes, by [0 greedy or 1 sampled, 0 likeliest or 1 not, point].
         self.trials = torch.zeros(2, 2, POINTS, device=device)
         self.hits = torch.zeros(2, 2, POINTS, device=device)
         roots = torch.arange(POINTS, device=device) / (POINTS - 1)
@@ -59,8 +62,9 @@ class NodeChances:
         return curves[index].lerp(curves[index + 1], place - lower)
 
     def count(self, tree: DraftTree, accepted: Accepted, sampled: Tensor, limits: Tensor) -> None:
-        """Learn from verified trees. `limits` `[R]` are the `draft_limits`: idle requests, whose limit is 0, do not
-        count. Nor do masked nodes, and nodes that the draft did not propose (those beyond `tree.proposed`).
+        """Learn from verified trees. `limits` `[R]` are the `draft_limits` of `SamplingBatch`: requests whose limit is
+        0, such as padding, do not count. Masked nodes do not count, and neither do nodes that the draft did not propose
+        (those without an entry in `tree.proposed`). If `tree.proposed` is None, nothing is learned.
         """
         if tree.proposed is None:
             return
@@ -78,7 +82,9 @@ class NodeChances:
 
 
 def _places(log_probabilities: Tensor) -> Tensor:
-    """Return the places of log-probabilities on the curves, 0 to B - 1. NaN counts as a probability of 0."""
+    """Return the places of log-probabilities on the curves, real numbers from 0 to B - 1: the square root of the
+    probability, times B - 1. NaN counts as a probability of 0.
+    """
     return log_probabilities.nan_to_num(-100.0, 0.0).clamp_(max=0.0).mul_(0.5).exp_().mul_(POINTS - 1)
 
 

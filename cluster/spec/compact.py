@@ -1,6 +1,7 @@
-"""Compact: move the KV rows of the accepted path to the front of the window (upstream: SGLang #26997).
+"""Compact: move the KV of the accepted path to the front of the window (upstream: SGLang #26997).
 
-The target's forward writes the KV of node i to window slot i. After compact, slot j holds the token at seq_len + j.
+A request's window is its KV slots from position seq_len on. The target's forward writes the KV of tree node i to window
+slot i. After compact, slot j holds the KV of the accepted token at position seq_len + j.
 """
 
 import torch

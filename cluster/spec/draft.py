@@ -1,8 +1,9 @@
-"""Draft: S - 1 forwards of R K rows grow a tree from the proposals that the last extend made.
+"""Draft: S - 1 forwards of R K rows grow a tree from the proposals that the extend phase of the last step made.
 
 To attention, the K rows of a level are K rows of *one* request: the request's prefix is read once, and a mask lets
-every row see only its own ancestors in the window. A draft row at position p reads the token at p + 1 (the EAGLE
-shift). So the rows of level l, whose tokens are at seq_len + l, are at position seq_len + l - 1.
+every row see only its own ancestors in the window (the request's KV slots from position seq_len on). A draft row at
+position p reads the token at p + 1 (the EAGLE shift). So the rows of level l, whose tokens are at seq_len + l, are at
+position seq_len + l - 1.
 
 Legend: R requests, K topk, S depth, N tree nodes, H draft width, Vd draft vocabulary.
 """
@@ -47,17 +48,18 @@ class Draft(Protocol):
         sampling_inputs: SamplingInputs,
         shape: TreeShape,
     ) -> EagleDraftInput:
-        """Run the committed rows through the draft; return what the B requests carry to the next step.
+        """Run the newly committed tokens through the draft; return what the B requests carry to the next step.
 
-        `target_hidden` are the target's hidden states of all T rows: one tensor `[T, Ht]` for each of the target's
-        layers that the draft reads. `sampling_inputs` say how the token after each request's bonus is sampled.
+        `target_hidden` has one tensor for each of the target's layers whose hidden states the draft reads. Each tensor
+        has all rows of the target's forward: tree rows, then prompt rows. `sampling_inputs` say how the token after
+        each request's bonus is sampled.
         """
         ...
 
 
 @runtime_checkable
 class CanRest(Protocol):
-    """A draft that need not read what steps without trees commit; see `spec/resting.py`."""
+    """A draft that may skip the tokens of steps without trees, and read them later; see `spec/resting.py`."""
 
     def rest(self, batch: Batch, accepted: Accepted, target_hidden: list[Tensor]) -> None:
         """Keep what the draft will have to read later; `accepted` and `target_hidden` as in `Draft.extend`."""
@@ -66,7 +68,9 @@ class CanRest(Protocol):
 
 @runtime_checkable
 class HasChances(Protocol):
-    """A draft that proposes by learned chances; see `spec/chances.py`. `chances` is None if they are not learned."""
+    """A draft that may choose tree nodes by their learned chances of acceptance; see `spec/chances.py`. If `chances` is
+    None, it goes by its own probabilities.
+    """
 
     chances: NodeChances | None
 
@@ -98,7 +102,7 @@ class NoDraft:
 class EagleDraft:
     """A draft of one runner (EAGLE-1 to 3, one MTP layer), run S - 1 times to draft and once to extend.
 
-    The plan of a step chooses S and N. K is fixed, because an `EagleDraftInput` holds K proposals. The runner has its
+    S and N may differ from step to step. K is fixed, because an `EagleDraftInput` holds K proposals. The runner has its
     own KV pool, but uses the same slot numbers as the target.
     """
 
@@ -138,7 +142,8 @@ class EagleDraft:
         tree = chain(torch.cat(path, 1))
         if not shape.max_nodes:
             return tree
-        # Looked-up tokens compete with the chain for rows (`spec/lookup.py`), so both need chances.
+        # The requests share the rows of the step: nodes of all chains, and looked-up tokens (`spec/lookup.py`), compete
+        # for rows by score.
         proposed = Proposed(F.pad(torch.cat(log_probabilities, 1), (1, 0)), torch.ones_like(tree.tokens).bool())
         log_chances = proposed.log_probabilities[:, 1:]
         if self.chances is not None:
@@ -154,7 +159,7 @@ class EagleDraft:
         sampling_inputs: SamplingInputs,
         shape: TreeShape,
     ) -> EagleDraftInput:
-        """Run the committed rows through the draft; see `Draft.extend`."""
+        """Run the newly committed tokens through the draft; see `Draft.extend`."""
         extend_rows = extend_input(batch, accepted, target_hidden, shape, self._runner.model.spec)
         return self.read(extend_rows, extend_attention(batch, shape), sampling_inputs, accepted)
 
@@ -165,7 +170,7 @@ class EagleDraft:
         sampling_inputs: SamplingInputs,
         accepted: Accepted,
     ) -> EagleDraftInput:
-        """Run `extend_rows` through the draft; return the draft inputs that follow from the rows `select`."""
+        """Run `extend_rows` through the draft; return the draft inputs that the outputs of the rows `select` give."""
         # Here `fuse_aux` maps the target's hidden `[T, A]` to the draft's `[T, H]`. In the draft phase, the draft reads
         # its own recurrent hidden instead.
         fused_hidden = self._runner.fuse_aux(extend_rows.hidden)
@@ -175,8 +180,8 @@ class EagleDraft:
 
 
 class _RecurrentLevels:
-    """A `LevelRunner` that runs all levels with one runner. The runner reads the recurrent hidden that it returned for
-    the parent rows, at the level before.
+    """A `LevelRunner` that runs all levels with one runner. For each row, the runner reads the recurrent hidden that it
+    returned for the row's parent, in the level before.
     """
 
     def __init__(self, runner: DraftRunner, batch: Batch, draft_input: EagleDraftInput, shape: TreeShape) -> None:
@@ -200,7 +205,8 @@ def run_level(
     `bits` `[R or 1, K, ceil(level K / 32)]` is the ancestor mask: bit j says whether a row sees window slot j.
     """
     r, k = tokens.shape
-    # Row j of level l is in window slot (l - 1) K + j. These cells are temporary: extend writes the committed ones.
+    # Row j of level l is in window slot (l - 1) K + j. The KV written here is temporary: the extend phase writes the KV
+    # of committed tokens.
     written_slots = batch.window[:, (level - 1) * k : level * k].reshape(-1)
     attention = AttentionMetadata(written_slots, batch.tree(bits, level * k))
     positions = (batch.seq_lens + (level - 1)).repeat_interleave(k)

@@ -1,7 +1,8 @@
 """Extend: the inputs of the draft's forward over the tokens that were just committed.
 
 Each decoding request has S + 1 rows, one for each place of the accepted path (not N, one for each node). The c prompt
-rows follow. All rows carry the target's true hidden states; drafting used the draft's own approximations.
+rows follow. The draft reads the target's true hidden states in all rows; while it drafted, it read its own
+approximations of them.
 """
 
 import torch
@@ -22,7 +23,7 @@ def extend_input(
     r, path_length, device = batch.decodes, shape.num_steps + 1, accepted.bonus.device
     tree_rows = r * shape.num_draft_tokens
     prompt = batch.prompt
-    # Rows of `target_hidden`: those of the trees, then, from row R N on, those of prompts.
+    # Rows of `target_hidden`: first the R N rows of the trees, then those of prompts.
     source_rows = with_prompts(
         accepted.rows_of_path(shape.num_draft_tokens).view(-1),
         torch.arange(tree_rows, tree_rows + prompt.token_ids.shape[0], device=device),

@@ -14,11 +14,12 @@ from cluster.spec.tree import DraftTree, ancestors_of
 
 
 def add_forced_nodes(tree: DraftTree, shape: TreeShape, processor: LogitsProcessor) -> DraftTree:
-    """Return trees `[R, N + F]`: each drafted tree `[N]`, then up to F forced nodes, then padding.
+    """Return trees `[R, N + F]`: each drafted tree `[N]`, then up to F nodes for tokens that the request's grammar
+    forces, then padding. If no request of the step has a grammar, return `tree` itself.
 
-    Forced tokens are added after the deepest nodes first. A text can be cut into tokens in several ways, and the path
-    to a deep node probably cuts it in the same way as the target. The tokens that are forced after the root are often
-    already in the drafted tree.
+    Forced tokens are added after the deepest nodes first, for two reasons. A text can be cut into tokens in several
+    ways, and the path to a deep node probably cuts it in the same way as the target. And the tokens that are forced
+    after the root are often in the drafted tree already.
     """
     if processor.grammars is None:
         return tree

@@ -1,7 +1,8 @@
-"""The tensors that speculation carries between phases, and the only source of their widths (upstream: SGLang #25013).
+"""The tensors that speculation carries between phases. All other code takes their widths from here (upstream: SGLang
+#25013).
 
-Legend: B requests, K topk, H the width of the draft's recurrent hidden, A the width of the target's hidden states that
-extend reads, side by side.
+Legend: B requests, K topk, S tree depth, H the width of the draft's recurrent hidden, A the total width of the target's
+hidden states that the extend phase reads side by side.
 """
 
 from collections.abc import Sequence
@@ -30,7 +31,7 @@ class EagleDraftInput:
 
     @staticmethod
     def hidden_size_for(draft: DraftSpec | None) -> int:
-        """Return H, the draft's own recurrent width; 0 without a draft."""
+        """Return H, the width of the draft's recurrent hidden; 0 without a draft."""
         return 0 if draft is None else draft.hidden
 
     @staticmethod
@@ -42,10 +43,10 @@ class EagleDraftInput:
     def create_idle_input(
         cls, draft: DraftSpec | None, topk: int, compute: torch.dtype, device: torch.device, requests: int = 0
     ) -> Self:
-        """Return initial carriers of `requests` requests (0 for an idle rank), with the widths of real carriers.
+        """Return initial values for `requests` requests, with the same widths as the values of a real step.
 
-        They are zeros, but the K proposals of a request are different tokens, as real proposals are. So the target
-        accepts at most one of the proposals.
+        They are zeros, except that the K proposals of a request are different tokens, as real proposals are. So the
+        target accepts at most one of the proposals.
         """
         dtype = cls.dtype_for(compute)
         return cls(
@@ -56,7 +57,7 @@ class EagleDraftInput:
         )
 
     def take(self, rows: Tensor) -> "EagleDraftInput":
-        """Return the carriers of table rows `rows` `[B]`."""
+        """Return the entries `rows` `[B]` of every tensor: what the requests in these table rows carry."""
         columns = (self.topk_logprobs, self.topk_index, self.hidden, self.bonus)
         return EagleDraftInput(*(column.index_select(0, rows) for column in columns))
 
@@ -72,10 +73,13 @@ class EagleDraftInput:
 
 @dataclass(slots=True)
 class EagleDraftExtendInput:
-    """The T rows of one extend: S + 1 per decoding request, then the prompt rows.
+    """The T rows that the draft reads in one extend phase: those of decoding requests, then the prompt rows. A decoding
+    request has S + 1 rows, or `MISSED_TOKENS` rows if the draft catches up on tokens that it has not read
+    (`spec/resting.py`).
 
     For each row, `hidden` `[T, A]` is the target's (aux) hidden, `token_ids` `[T]` is the token after the row, and
-    `positions` `[T]` is the row's position. `select` `[B]` are the rows whose output proposes the next tokens.
+    `positions` `[T]` is the row's position. `select` `[B]` is, for each request, the row whose output proposes the
+    next tokens.
     """
 
     hidden: Tensor
@@ -99,7 +103,7 @@ class EagleDraftExtendInput:
         `[T, A]`.
 
         Raises:
-            ValueError: the widths of the features do not sum to A.
+            ValueError: the widths of these tensors do not sum to A.
         """
         width, total_width = cls.hidden_size_for(draft), sum(feature.shape[1] for feature in target_hidden)
         if total_width != width:

@@ -33,8 +33,9 @@ class LevelRunner(Protocol):
 
 
 class GrowthSettings(NamedTuple):
-    """How trees grow: the `Growth` that selects candidates, and the chances by which it does so. If `chances` is None,
-    it goes by the draft's probabilities.
+    """How trees grow: `create_growth` makes the `Growth` that selects candidates. In steps whose requests share rows,
+    it selects by the learned `chances` of acceptance. In other steps, and if `chances` is None, it selects by the
+    draft's probabilities.
     """
 
     create_growth: GrowthFactory = TorchGrowth
@@ -52,9 +53,8 @@ def grow(
     level_runner: LevelRunner,
     settings: GrowthSettings,
 ) -> DraftTree:
-    """Return EAGLE-2's dynamic trees (arXiv 2406.16858): each level keeps the K best candidates by cumulative score.
-
-    The tree is the root and the N - 1 best candidates of all levels.
+    """Return EAGLE-2's dynamic trees (arXiv 2406.16858): in each level, the K best candidates by cumulative score
+    propose the candidates of the next level. A tree is the root and the N - 1 best candidates of all levels.
     """
     chances = settings.chances if shape.max_nodes else None
     sampled, levels = phase_sampling.sampling.noise_scale > 0, [draft_input.topk_logprobs]
@@ -71,7 +71,7 @@ def grow(
         growth.add(proposals, log_probabilities if chances is None else chances.log_chances(log_probabilities, sampled))
         if level < shape.num_steps - 1:
             tokens, parent_index = growth.best()
-            # Penalties and grammars also need the tokens from the root to each row, `[R, K, level]`.
+            # Penalties and grammars need the drafted tokens on the path to each row, `[R, K, depth]`, without the root.
             if path is not None:
                 path = torch.cat([gather_by_parent(path, parent_index), tokens[..., None]], 2)
     tree = growth.tree(draft_input.bonus, shape.drafted_nodes)

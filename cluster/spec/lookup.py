@@ -1,10 +1,11 @@
-"""Looked-up text in a draft's tree: what followed the last tokens earlier in the request becomes one more branch.
+"""Looked-up tokens in a draft's tree: if the last tokens of a request occur earlier in the request, the tokens that
+followed them there become one more branch of the tree.
 
-The draft guesses what is likely, and looked-up tokens are right where a text repeats itself, which a draft cannot see.
-Where both agree, the branch shares the nodes of the drafted tree. (TensorRT-LLM's suffix automaton replaces the draft's
-tokens instead.)
+The draft proposes likely tokens. Looked-up tokens are right where a text repeats itself, which a draft cannot see. As
+long as both propose the same tokens, the branch shares the nodes of the drafted tree. (TensorRT-LLM's suffix automaton
+replaces the draft's tokens instead.)
 
-Legend: R requests, n nodes of the drafted trees, L looked-up tokens of each, S depth of the tree that ran.
+Legend: R requests, n nodes of each drafted tree, L looked-up tokens of each request.
 """
 
 from dataclasses import replace
@@ -19,16 +20,17 @@ from cluster.spec.tree import DraftTree, chain_scores
 from cluster.spec.verify import Accepted
 
 PRIOR = 8.0
-"""Before anything was learned, the chance after a match of m tokens is m / (m + 1): the share by the rule of
-succession, if the last m tokens were predicted rightly. That weighs as much as this many tokens.
+"""Before anything was learned, the chance after a match of m tokens is m / (m + 1). That is the rule of succession for
+m - 1 successes in m - 1 trials: each token of the match, but the first, was predicted rightly. For each length of the
+match, this prior weighs as much as `PRIOR` counted tokens.
 """
 MEMORY = 4096.0
-"""After this many later branches, the weight of a token has fallen to 1/e."""
+"""When this many branches were counted after a token, the weight of the token has fallen to 1/e."""
 
 
 class LookupChances:
-    """The chance that the target takes a looked-up token, by the length of the match before it, on the device. All
-    ranks of a group have the same ones, because all count the same results.
+    """The chances that the target chooses looked-up tokens, by the length of the match before a token, on the device.
+    All ranks of a group have the same chances, because they count the same results.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -43,8 +45,8 @@ class LookupChances:
         self.hits.zero_()
 
     def log_chances(self, matched: Tensor, count: int) -> Tensor:
-        """Return the logarithms of the chances of `count` tokens, each given the one before, `[R, count]`. `matched`
-        `[R]` are the lengths of the matches.
+        """Return the logarithms of the chances of `count` looked-up tokens, each if the token before it is right,
+        `[R, count]`. `matched` `[R]` are the lengths of the matches.
         """
         chances = ((self.hits + self._prior) / (self.trials + PRIOR)).clamp_(min=1e-6).log_()
         return chances[_match_lengths(matched, count)]
@@ -52,7 +54,7 @@ class LookupChances:
     def count(self, matched: Tensor, agreeing: Tensor, accept_len: Tensor, limits: Tensor) -> None:
         """Learn from looked-up tokens of which the first `agreeing` `[R]` were committed. `accept_len` `[R]` tokens
         were committed in all, so nothing is known of looked-up tokens after these. `limits` `[R]` are the
-        `draft_limits`: idle requests, whose limit is 0, do not count.
+        `draft_limits` of `SamplingBatch`: requests whose limit is 0, such as padding, do not count.
         """
         lengths = _match_lengths(matched, LONGEST_MATCH)
         numbers = torch.arange(1, LONGEST_MATCH + 1, device=matched.device)
@@ -65,8 +67,8 @@ class LookupChances:
 
 
 def _match_lengths(matched: Tensor, count: int) -> Tensor:
-    """Return the lengths of the matches before each of `count` looked-up tokens, `[R, count]`: if the tokens before one
-    are right, they continue the match.
+    """Return the length of the match before each of `count` looked-up tokens, `[R, count]`, at most `LONGEST_MATCH`.
+    Before the first token it is `matched` `[R]`. Each looked-up token, if it is right, lengthens the match by one.
     """
     return (matched[:, None] + torch.arange(count, device=matched.device)).clamp_(max=LONGEST_MATCH)
 
@@ -79,7 +81,7 @@ class TreeLookup:
         self.history, self.chances, self._count = history, LookupChances(device), count
 
     def find(self, batch: Batch) -> Continuations:
-        """Return L tokens of each decoding request that may follow its bonus token."""
+        """Return, for each decoding request, L tokens that may follow its bonus token."""
         return self.history.continuations(batch.decode_rows, batch.seq_lens, self._count)
 
     def add_to(self, tree: DraftTree, found: Continuations) -> DraftTree:
@@ -90,9 +92,10 @@ class TreeLookup:
 def add_looked_up(tree: DraftTree, found: Continuations, log_chances: Tensor) -> DraftTree:
     """Return trees `[R, n + L]`: the drafted trees, and the looked-up tokens as a branch from the root.
 
-    Looked-up tokens that the draft proposed too get no second node: their places, and the places of requests without a
-    match, are padding. A node of both has the better one of both scores. `log_chances` `[R, L]` are those of the
-    looked-up tokens, each given the one before.
+    A looked-up token that the draft proposed at the same place of the tree gets no second node: its place among the L
+    last nodes is padding. The places of requests without a match are padding, too. A node that draft and lookup both
+    propose has the better one of its two scores. `log_chances` `[R, L]` are the logarithms of the chances of the
+    looked-up tokens, each if the token before it is right.
     """
     nodes, count, device = tree.tokens.shape[1], found.tokens.shape[1], tree.tokens.device
     numbers, has_match = torch.arange(1, count + 1, device=device), (found.matched > 0)[:, None]
@@ -103,7 +106,7 @@ def add_looked_up(tree: DraftTree, found: Continuations, log_chances: Tensor) ->
     shared_depths = shared * tree.depths
     last_shared = shared_depths.max(1)
     is_new = (numbers > last_shared.values[:, None]) & has_match
-    # The first new node follows the last shared one; every other one follows the new node before.
+    # The first new node follows the last shared node; every other new node follows the new node before it.
     own = nodes - 1 + numbers
     parents = torch.where(numbers == last_shared.values[:, None] + 1, last_shared.indices[:, None], own - 1)
     left = shared[:, None] & is_new[..., None]
@@ -123,8 +126,8 @@ def add_looked_up(tree: DraftTree, found: Continuations, log_chances: Tensor) ->
 
 
 def _joined_scores(tree: DraftTree, shared_depths: Tensor, is_new: Tensor, log_chances: Tensor) -> Tensor:
-    """Return the scores `[R, n + L]` of the nodes; those of padding are minus infinity. `shared_depths` `[R, n]` are
-    the depths of shared nodes, and 0 for others.
+    """Return the scores `[R, n + L]` of the nodes; the scores of padding among the L last nodes are minus infinity.
+    `shared_depths` `[R, n]` are the depths of the drafted nodes that the looked-up branch shares, and 0 for others.
     """
     assert tree.scores is not None, "the caller has checked"
     looked_up = chain_scores(log_chances.to(tree.scores.dtype))  # `[R, L + 1]`, 0 for the root
@@ -134,8 +137,8 @@ def _joined_scores(tree: DraftTree, shared_depths: Tensor, is_new: Tensor, log_c
 
 
 def count_agreeing(found: Continuations, accepted: Accepted) -> Tensor:
-    """Return how many looked-up tokens of each request are the tokens that the step committed, from the first on,
-    `[R]`: 0 without a match, at most as many as were committed.
+    """Return how many looked-up tokens of each request, from the first on without a gap, equal the tokens that the step
+    committed, `[R]`. It is 0 without a match, and at most the number of committed tokens.
     """
     count = min(found.tokens.shape[1], accepted.tokens.shape[1])
     numbers = torch.arange(1, count + 1, device=found.tokens.device)

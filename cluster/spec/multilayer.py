@@ -8,7 +8,7 @@ target's hidden at q - i.
 In training, the row of layer i that reads token q + 1 has position q - i. Here its position is q, so that all runners
 read the same token at the same label and share slots. Hence rows of runner i at labels below i are not valid, and
 attention masks them. The hidden that a runner passes on is kept by slot, in a buffer beside the runner's pool. Chunked
-prefill, cached prefixes and retraction need no other state.
+prefill, cached prefixes, and requests that lose their slots and start over need no other state.
 
 Legend: R requests, K topk, S depth, H draft width, T rows.
 """
@@ -36,18 +36,18 @@ from cluster.spec.verify import Accepted
 
 
 def buffer_bytes(runners: int, hidden: int, dtype: torch.dtype) -> int:
-    """Return the bytes per token of the buffers of passed-on hidden states, of all `runners` runners; 0 for a single
-    runner, which has no buffer.
+    """Return the bytes per token of the buffers in which `runners` runners keep the hidden states that they pass on; 0
+    for a single runner, which has no buffer.
     """
     return runners * hidden * dtype.itemsize if runners > 1 else 0
 
 
 class MultiLayerDraft:
     """Drafts with a list of runners. At level l, runner l runs the rows of levels 1 to l, so that its own pool holds
-    the cells of all these rows.
+    the KV of all these rows.
 
-    Runners use the target's slot numbers. Each runner has its own pool. It also has a buffer `[slots, H]` in
-    `_passed_hidden`, which holds the hidden states that it passed on to the next runner.
+    Runners use the target's slot numbers. Each runner has its own pool, and a buffer `[slots, H]` in `_passed_hidden`,
+    which holds the hidden states that it passed on to the next runner.
     """
 
     def __init__(
@@ -88,8 +88,9 @@ class MultiLayerDraft:
     def run_level(
         self, batch: Batch, level: int, tokens: Tensor, hidden: Tensor, bits: Tensor
     ) -> tuple[ShardedLogits, Tensor]:
-        """Run runner `level` over the rows of all levels so far: `tokens` `[R, level K]`, `hidden`
-        `[R, level K, H]` -> logits of the R K rows of the last level, and what the runner passes on `[R, level K, H]`.
+        """Run runner `level` over the rows of all levels so far, `tokens` `[R, level K]` with `hidden`
+        `[R, level K, H]`. Return the logits of the R K rows of the last level, and the hidden states that the runner
+        passes on to the next runner, `[R, level K, H]`. `bits` are the ancestor masks of all rows.
         """
         (r, count), runner = tokens.shape, self._runners[level]
         k = count // level
@@ -117,7 +118,7 @@ class MultiLayerDraft:
         sampling_inputs: SamplingInputs,
         shape: TreeShape,
     ) -> EagleDraftInput:
-        """Run the committed rows through every runner; see `Draft.extend`."""
+        """Run the newly committed tokens through every runner; see `Draft.extend`."""
         # `previous_slots`: the slot of the row one label earlier, where the next runner finds its hidden.
         extend_rows = extend_input(batch, accepted, target_hidden, shape, self._runners[0].model.spec)
         attention = extend_attention(batch, shape)
@@ -159,8 +160,8 @@ class _RunnerPerLevel:
         self._bits.append(self._ancestry.descend(level, parent))
         if parent is not None:
             self._parents.append(parent)
-        # Each row's hidden comes from one label earlier: for all K rows of level 1, from the last committed token; for
-        # a row of level j + 1, from its parent's row in level j.
+        # Each row's hidden comes from the row one label earlier. For all K rows of level 1, this is the row of the last
+        # committed token; for a row of level j + 1, it is the row of its parent in level j.
         level_hidden = [self._draft.root_hidden(self._batch, level)[:, None].expand(r, k, -1)]
         for j, parent_index in enumerate(self._parents):
             assert self._passed_hidden is not None, "the level before has run"

@@ -15,7 +15,7 @@ from cluster.spec.tree import DraftTree, chain, chain_scores
 
 
 class NgramDraft(NoDraft):
-    """Drafts by looking up the tokens of `history`, to which the step appends what it commits."""
+    """Drafts by searching for the last tokens in `history`. The step appends to `history` what it commits."""
 
     def __init__(self, history: TokenHistory) -> None:
         self.history = history
@@ -23,7 +23,7 @@ class NgramDraft(NoDraft):
     def draft(
         self, batch: Batch, draft_input: EagleDraftInput, phase_sampling: PhaseSampling, shape: TreeShape
     ) -> DraftTree:
-        """Return chains `[R, S + 1]` of the bonus and what followed it earlier."""
+        """Return chains `[R, S + 1]`: the bonus, and the tokens that followed the same text earlier in the request."""
         bonus = draft_input.bonus[:, None]
         if shape.num_steps == 0:
             return chain(bonus)
@@ -33,11 +33,12 @@ class NgramDraft(NoDraft):
 
 
 def log_chances(matched: Tensor, count: int) -> Tensor:
-    """Return the logarithm of the chance of each of `count` looked-up tokens, given the token before it, `[R, count]`.
-    `matched` `[R]` are the lengths of the matches.
+    """Return the logarithm of the chance of each of `count` looked-up tokens, if the token before it is right,
+    `[R, count]`. `matched` `[R]` are the lengths of the matches, 0 without a match.
 
-    After a match of m tokens the chance is taken to be m / (m + 1): the share by the rule of succession, if the last m
-    tokens were predicted rightly. Only the order of the chances of different requests matters.
+    After a match of m tokens the chance is taken to be m / (m + 1). That is the rule of succession for m - 1 successes
+    in m - 1 trials: each token of the match, but the first, was predicted rightly. Only the order of the chances
+    matters, because they decide which requests' nodes are verified.
     """
     chances = matched / (matched + 1.0)
     return chances.clamp(min=1e-6).log()[:, None].expand(-1, count)

@@ -33,16 +33,15 @@ class Ranking(Protocol):
 
 
 class CoupledRanking:
-    """Ranks with the *target's* noise where the temperature is above 0 (Gumbel coupling).
-
-    Where draft and target agree on the distribution, they then also agree on the sampled token.
+    """Ranks with the *target's* noise where the temperature is above 0 (Gumbel coupling). So where draft and target
+    have the same distribution, they also sample the same token.
     """
 
     def __init__(
         self, target_ids: Tensor, topk: int, shard_ids: Tensor | None = None, sampler: Sampler = TORCH
     ) -> None:
-        """`target_ids` `[Vd]` map the draft vocabulary to target ids. `shard_ids` `[v]` are the target ids of this
-        rank's columns. If `shard_ids` is None, the rank has all columns.
+        """`target_ids` `[Vd]` map the draft vocabulary to target ids. `shard_ids` `[v]` are the target ids of the
+        columns that this rank holds of the draft's logits. If `shard_ids` is None, the rank has all columns.
         """
         self._target_ids, self._topk, self._sampler = target_ids, topk, sampler
         is_identity = torch.equal(target_ids, torch.arange(target_ids.shape[0], device=target_ids.device))
@@ -55,8 +54,8 @@ class CoupledRanking:
     def propose(self, logits: ShardedLogits, inputs: SamplingInputs) -> tuple[Tensor, Tensor]:
         """Return the K best by tempered, adjusted draft logits plus noise; see `Ranking.propose`."""
         logits, masks = adjust_logits(logits, [inputs], self._ids)
-        # Noise is keyed by target id, so take the noise of the ids that the columns stand for. Adjusted logits are
-        # whole rows, so they need the ids of all columns.
+        # Noise is keyed by target id, so take the noise of the target ids of the columns. Logits that penalties or
+        # grammars changed have all columns, so they need the ids of all columns.
         if inputs.noise is not None:
             ids_and_hashes = (
                 self._shard_ids_and_hashes if inputs.processor is None else (self._target_ids, self._hashes)

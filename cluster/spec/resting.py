@@ -1,10 +1,10 @@
 """A draft that rests: while steps draft nothing, it does not read the tokens that the target commits.
 
-Reading each token costs a forward of the draft in every step. So a resting draft only keeps what it would read: the
-target's hidden states of the last `MISSED_TOKENS` tokens of each request. When steps draft again, one step reads these
-rows for all requests at once (`ExtendMode.MISSED`), and the next step drafts. Tokens further back stay unread, and
-their cells in the draft's cache are zeros: the draft then guesses a little worse. The tokens that come out never
-depend on the draft (law 1).
+To read the tokens, the draft would need a forward in every step. So a resting draft only keeps what it would read: for
+the last `MISSED_TOKENS` tokens of each request, the target's hidden states and the next tokens. Before steps draft
+again, the draft wakes: in one step it reads these rows for all requests at once (`ExtendMode.MISSED`). The next step
+drafts. Tokens further back stay unread, and their KV in the draft's cache is zeros, so the draft guesses a little
+worse. The tokens that come out never depend on the draft (law 1 in docs/architecture.md).
 
 Legend: R decoding requests, c prompt rows, M `MISSED_TOKENS`, A the width of the hidden states that the draft takes.
 """
@@ -32,8 +32,8 @@ the step in which the draft wakes slower: it runs R M rows of the draft.
 
 class RestingDraft:
     """Wraps an `EagleDraft` that may rest in steps without trees. A draft that rests does not read the tokens of
-    decoding requests. It keeps the target's hidden states, and reads the tokens when it wakes. The plan of a step says
-    whether the draft rests (`Batch.extend_mode`).
+    decoding requests. It keeps the target's hidden states, and reads the tokens when it wakes. `Batch.extend_mode`
+    says whether the draft rests in a step.
     """
 
     def __init__(self, draft: EagleDraft, runner: DraftRunner, table: PageTable) -> None:
@@ -41,7 +41,8 @@ class RestingDraft:
         self._draft, self._runner, self._table, self.chances = draft, runner, table, draft.chances
         spec, device, rows = runner.model.spec, table.lens.device, table.lens.shape[0]
         width, dtype = EagleDraftExtendInput.hidden_size_for(spec), EagleDraftExtendInput.dtype_for(runner.pool.dtype)
-        # The token at position p is in place p % M. Entry `count` is how many tokens the draft has missed.
+        # Each table row has M places in `_hidden` and `_next_ids`. What belongs to position p is in place p % M.
+        # `_counts` `[rows]` is how many tokens of each request the draft has missed.
         self._hidden = torch.zeros(rows * MISSED_TOKENS, width, dtype=dtype, device=device)
         self._next_ids = torch.zeros(rows * MISSED_TOKENS, dtype=torch.int64, device=device)
         self._counts = torch.zeros(rows, dtype=torch.int64, device=device)
@@ -61,8 +62,8 @@ class RestingDraft:
         sampling_inputs: SamplingInputs,
         shape: TreeShape,
     ) -> EagleDraftInput:
-        """Run the committed rows through the draft, or all missed rows if the draft wakes; see `Draft.extend`."""
-        if batch.prompt.final_rows.shape[0]:  # prompts are never missed; the table row may have had another request
+        """Run the newly committed tokens through the draft; if it wakes, missed tokens, too. See `Draft.extend`."""
+        if batch.prompt.final_rows.shape[0]:  # a finished prompt was read whole; its count may be an earlier request's
             self._counts.index_fill_(0, batch.rows[batch.decodes :], 0)
         if batch.extend_mode is not ExtendMode.MISSED:
             return self._draft.extend(batch, accepted, target_hidden, sampling_inputs, shape)
@@ -73,7 +74,7 @@ class RestingDraft:
 
     def rest(self, batch: Batch, accepted: Accepted, target_hidden: list[Tensor]) -> None:
         """Keep the target's hidden states that the draft does not read in this step, which has no trees. Fill the
-        draft's cells of the new tokens with zeros, because these cells still hold values of an earlier request.
+        draft's KV of the new tokens with zeros, because these slots may still hold values of an earlier request.
         """
         self._keep(batch, accepted, target_hidden)
         self._runner.pool.kv.index_fill_(1, batch.window[:, 0], 0)
@@ -91,14 +92,15 @@ class RestingDraft:
         self, batch: Batch, accepted: Accepted, target_hidden: list[Tensor]
     ) -> tuple[EagleDraftExtendInput, AttentionMetadata]:
         """Return the rows `[R M + c]` that the draft reads when it wakes: the last M positions of each request, and all
-        prompt rows. Rows at positions that the draft has read before or that do not exist yet write to the sink.
+        prompt rows. Rows at positions that the draft has read before, or that do not exist yet in a short request,
+        write their KV to slot 0, which nobody reads.
         """
         r, prompt, last, spec = batch.decodes, batch.prompt, batch.seq_lens, self._runner.model.spec
         first = (last - (MISSED_TOKENS - 1)).clamp_(min=0)
         positions = first[:, None] + torch.arange(MISSED_TOKENS, device=last.device)
         first_missed = last + 1 - self._counts.index_select(0, batch.decode_rows)
         exists, slots = positions <= last[:, None], self._table.slots(batch.decode_rows[:, None], positions)
-        # Attention reads the cells of all M positions; those that do not exist yet may hold anything.
+        # Attention reads the KV of all M positions. Positions that do not exist yet may hold anything: fill with zeros.
         self._runner.pool.kv.index_fill_(1, torch.where(exists, 0, slots).view(-1), 0)
         written_slots = torch.where(exists & (positions >= first_missed[:, None]), slots, 0)
         positions = positions.minimum(last[:, None])

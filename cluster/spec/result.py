@@ -1,4 +1,5 @@
-"""Results of a step: one vector of integers on the device, which is copied to the host behind the step.
+"""Results of a step: one vector of integers on the device, and the tensors that only some requests ask for. They are
+copied to the host after the step.
 
 Legend: R decoding requests, S depth, F finished prompts, c prompt rows, T = R (S + 1) + F tokens.
 """
@@ -46,14 +47,14 @@ class Trees:
 
     @staticmethod
     def of(tree: DraftTree, accepted: Accepted) -> "Trees":
-        """Return a copy of the trees of one step."""
+        """Return the trees of one step, copied into one tensor."""
         return Trees(torch.cat([tree.tokens, tree.parents, accepted.path], 1), tree.tokens.shape[1])
 
     def read(self, request: int, tokens: list[int], drafted_nodes: int) -> StepTree:
         """Return the tree of decoding request number `request`, for which the step committed `tokens`.
 
-        The first `drafted_nodes` nodes are the root and the draft's; a grammar forced the others. Padding and nodes
-        that were not verified are left out.
+        The first `drafted_nodes` nodes are the root and the nodes that draft and lookup proposed. The others are nodes
+        for tokens that a grammar forces. Padding and nodes that were not verified are left out.
         """
         values: list[int] = self.packed[request].tolist()
         token_ids, parents, path = values[: self.nodes], values[self.nodes : 2 * self.nodes], values[2 * self.nodes :]
@@ -70,10 +71,12 @@ class Trees:
 
 
 class PathFacts(NamedTuple):
-    """What the host learns of the accepted paths besides their tokens. `ranks` `[R, S + 1]` are those of the nodes, as
-    in `NodeSelection`, or None if requests do not share rows. `agreeing` `[R]` are the results of `count_agreeing`, or
-    None if nothing is looked up. `drafted` `[R]` counts the drafted nodes of the path, without the root; it is None if
-    the trees have no looked-up nodes.
+    """What the host is told about accepted paths besides their tokens.
+
+    `ranks` `[R, S + 1]` are the ranks of the nodes of each path, as in `NodeSelection`. It is None if requests do not
+    share rows. `agreeing` `[R]` counts, for each request, the looked-up tokens (those that followed the same text
+    earlier) that equal the committed tokens (`lookup.count_agreeing`). It is None if nothing is looked up. `drafted`
+    `[R]` counts the drafted nodes of each path, without the root. It is None if the trees have no looked-up nodes.
     """
 
     ranks: Tensor | None = None
@@ -85,9 +88,8 @@ NO_FACTS = PathFacts()
 
 
 class AcceptedTree(NamedTuple):
-    """The accepted path of one request, as `PathFacts` describes it: `ranks` of the nodes without the root, in order of
-    depth; the number of `drafted` nodes among them; the number of looked-up tokens that are `agreeing` with what was
-    committed.
+    """The accepted path of one request: the `ranks` of its nodes without the root, in order of depth (see `PathFacts`);
+    how many of these nodes are `drafted`; how many looked-up tokens are `agreeing` with the committed tokens.
     """
 
     ranks: Sequence[int]
@@ -97,24 +99,24 @@ class AcceptedTree(NamedTuple):
 
 @dataclass(slots=True)
 class StepOutput:
-    """The results of a step. The tensors are on the device. The output that `read` returns has them in host memory, and
-    the integers of `packed` in the list `values`.
+    """The results of a step. The tensors are on the device. The output that `read` returns has the tensors in host
+    memory, and the integers of `packed` in the list `values`.
 
     `packed` int64 holds, for each of the R decoding requests, `tokens`, `accept_len`, `finite`, (only if
-    `has_node_counts`) `nodes`, then `lookup_columns` columns of `PathFacts`, and (only if `has_ranks`) `ranks`. Then
-    come `first_tokens` `[F]`, `finite_rows` `[c]` and `inputs_checksum` `[0 or 1]`. R is `requests`, S + 1 is
-    `path_length`, F is `final_prompts`, c is `prompt_rows`.
+    `has_node_counts`) `nodes`, (if `lookup_columns` is 1 or 2) `agreeing`, (if it is 2) `drafted`, and (only if
+    `has_ranks`) `ranks`. Then come `first_tokens` `[F]`, `finite_rows` `[c]` and `inputs_checksum` `[0 or 1]`. R is
+    `requests`, S + 1 is `path_length`, F is `final_prompts`, c is `prompt_rows`.
 
     - `tokens`: S + 1 per request, of which the first `accept_len` are committed. The target's scores of the first
-      `finite` tokens are finite. `nodes`: the number of verified nodes of the tree, without the root.
-      `ranks`: S + 1 per request, those of the nodes on the accepted path, as in `NodeSelection`; the first
-      `accept_len` are valid.
+      `finite` tokens are finite. `nodes`: how many nodes of the tree could be accepted, without the root.
+      `agreeing`, `drafted`: as in `PathFacts`. `ranks`: S + 1 per request, the ranks of the nodes on the accepted path,
+      as in `NodeSelection`; the first `accept_len` are valid.
     - `first_tokens`: the token after each finished prompt. `finite_rows`: whether the hidden of each prompt row is
       finite; for the last row of a prompt, whether the score of its first token is finite too.
     - `inputs_checksum`: a checksum of the sampling inputs if the head is sharded and a request samples, else empty.
       Ranks compare it, because their tokens are equal even if their inputs differ.
-    - `logprobs`: those of all T tokens; `scores`: log-probabilities and ranks of prompt tokens; `trees`: the verified
-      trees. Each is None if no request asked for it.
+    - `logprobs`: the log-probabilities of all T tokens; `scores`: the log-probabilities and ranks of prompt tokens;
+      `trees`: the verified trees. Each is None if no request asked for it.
     """
 
     packed: Tensor
@@ -167,7 +169,7 @@ class StepOutput:
         )
 
     def clone(self) -> "StepOutput":
-        """Return a copy in new memory: a later replay of the captured program does not overwrite it."""
+        """Return a copy in new memory, which later replays of a captured program do not overwrite."""
         return self.map_tensors(Tensor.clone)
 
     def start_copy(self) -> "StepOutput":
@@ -197,8 +199,9 @@ class StepOutput:
         return row[:path_length], row[path_length], row[path_length + 1], row[-1] if self.has_node_counts else None
 
     def accepted_tree(self, request: int, accept_len: int) -> AcceptedTree:
-        """Return the accepted path of a decoding request. If requests do not share rows, its ranks are the depths.
-        `accept_len` is as in `decode_result`.
+        """Return the accepted path of a decoding request; `accept_len` is as in `decode_result`. If requests do not
+        share rows, the ranks of the nodes are their depths. Without looked-up nodes, all nodes are drafted; without a
+        lookup, `agreeing` is 0.
         """
         end = (request + 1) * self._row_width
         ranks: Sequence[int] = range(1, accept_len)
@@ -210,7 +213,7 @@ class StepOutput:
 
     @property
     def _row_width(self) -> int:
-        """The integers of `packed` per decoding request."""
+        """How many integers `packed` has per decoding request."""
         return self.path_length * (1 + self.has_ranks) + 2 + self.has_node_counts + self.lookup_columns
 
     @property

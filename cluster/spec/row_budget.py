@@ -1,11 +1,11 @@
-"""Shares the target's rows of a step among its requests (`TreeShape.max_nodes`): likely nodes are verified, wherever
-they are.
+"""Shares the target's rows of a step among the requests of the step (`TreeShape.max_nodes`): the likeliest nodes are
+verified, whichever request they belong to.
 
-Each draft proposes a tree of n nodes, and the step verifies M = R N of all R n nodes: first every root, then the nodes
-with the best scores. The score of a node is the logarithm of the chance that the target accepts it, as the draft sees
-it. So a request whose text the draft can predict gets more rows, and another one gets fewer (vLLM #47808 gives chains
-of different lengths to the requests of a batch; SGLang #9319 measures what equal trees lose under load). A score falls
-along every path, so the selected nodes of a request are a tree.
+The draft proposes a tree of n nodes for each request, and the step verifies M = R N of all R n nodes: first every root,
+then the nodes with the best scores. The score of a node is the logarithm of the estimated chance that the target
+accepts it. So a request whose text the draft can predict gets more rows, and other requests get fewer (vLLM #47808
+gives chains of different lengths to the requests of a batch; SGLang #9319 measures what equal trees lose under load).
+Scores fall along every path, so the selected nodes of a request are a tree.
 
 Legend: R decoding requests, n nodes of each tree, N verified nodes of each tree on average, M = R N.
 """
@@ -20,8 +20,9 @@ from cluster.batch import Batch, TreeRows
 from cluster.spec.tree import NO_TOKEN, DraftTree
 
 LIMIT_PENALTY = 1000.0
-"""`SelectNodes` subtracts this from the scores of nodes that no request needs. Such a node gets a row only if all other
-nodes have rows. A request needs no nodes deeper than its limit; the limit of an idle request is 0.
+"""`SelectNodes` subtracts this from the scores of nodes that their request does not need: nodes deeper than the
+request's limit. Such a node gets a row only if all needed nodes have rows. The limit of an idle request, which pads a
+batch, is 0.
 """
 
 
@@ -31,8 +32,8 @@ class NodeSelection:
     `requests` `[M]`, their requests; `rows` `[R, n]`, the place of each node in `nodes`, 0 for a node that is not
     verified.
 
-    `ranks` `[R, n]` say for each number k whether a node would be verified if k nodes of a tree were verified on
-    average: those with `rank < k` would be.
+    `ranks` `[R, n]` say in which order nodes get rows: if k nodes of each tree were verified on average, these would be
+    the nodes with `rank < k`.
     """
 
     nodes: Tensor
@@ -45,9 +46,9 @@ class SelectNodes(Protocol):
     """A function that selects the nodes that a step verifies."""
 
     def __call__(self, scores: Tensor, depths: Tensor, limits: Tensor, count: int) -> NodeSelection:
-        """Return the `count` nodes to verify, at least R. `scores` and `depths` `[R, n]` are those of `DraftTree`;
-        `limits` `[R]` are the `draft_limits` of `SamplingBatch`. Of equal scores, the node with the lower number comes
-        first.
+        """Return the `count` nodes to verify; `count` is at least R. `scores` and `depths` `[R, n]` are those of
+        `DraftTree`; `limits` `[R]` are the `draft_limits` of `SamplingBatch`. Of two nodes with equal scores, the one
+        with the lower number comes first.
         """
         ...
 
@@ -60,7 +61,7 @@ def select_nodes(scores: Tensor, depths: Tensor, limits: Tensor, count: int) -> 
     order = scores.view(-1).argsort(descending=True, stable=True)
     numbers = torch.arange(requests * nodes, device=order.device)
     places = torch.empty_like(order).index_copy_(0, order, numbers)
-    # Roots have places 0 to R - 1. After them, each R places are one more node on average.
+    # Roots have places 0 to R - 1, and rank 0. After them, every R places are one more node per tree on average.
     ranks = (places - requests).div(requests, rounding_mode="floor").add_(1).view(requests, nodes)
     selected = order[:count].sort().values
     rows = torch.zeros_like(order).index_copy_(0, selected, numbers[:count]).view(requests, nodes)
@@ -78,7 +79,7 @@ class TargetRows:
     def __init__(self, requests: int, nodes_per_tree: int, selection: NodeSelection | None = None) -> None:
         self._shape, self._selection = (requests, nodes_per_tree), selection
         self.count = requests * nodes_per_tree if selection is None else selection.nodes.shape[0]
-        """M."""
+        """M, the number of rows."""
 
     @property
     def requests(self) -> Tensor | None:
@@ -91,27 +92,27 @@ class TargetRows:
         return flat if self._selection is None else flat.index_select(0, self._selection.nodes)
 
     def spread(self, values: Tensor) -> Tensor:
-        """Return values `[R, n]` by node, from values `[M]` by row; those of other nodes mean nothing."""
+        """Return values `[R, n]` by node, from values `[M]` by row. Nodes that have no row get arbitrary values."""
         if self._selection is None:
             return values.view(self._shape)
         return values.index_select(0, self._selection.rows.view(-1)).view(self._shape)
 
     def of(self, path: Tensor) -> Tensor:
-        """Return the rows `[R, P]` of the nodes `path` `[R, P]`, which are all verified."""
+        """Return the rows `[R, P]` of the nodes `path` `[R, P]`, all of which must be verified."""
         requests, nodes = self._shape
         if self._selection is not None:
             return self._selection.rows.gather(1, path)
         return torch.arange(requests, device=path.device)[:, None] * nodes + path
 
     def by_request(self, values: Tensor) -> Tensor:
-        """Return the values of requests, `[R]`, in the order of the sampling inputs: if nodes were selected, for each
-        row `[M]`.
+        """Return `values` `[R]`, one per request, in the order of the sampling inputs: if nodes were selected, the
+        value of each row's request, `[M]`, else `values` itself.
         """
         return values if self.requests is None else values.index_select(0, self.requests)
 
     def tree(self, batch: Batch, bits: Tensor) -> TreeRows:
         """Return the rows for attention. `bits` `[R or 1, n, words]` are the ancestor masks of all nodes. If nodes were
-        selected, each row counts as a request with one row.
+        selected, attention treats each row as a request with one row.
         """
         requests, nodes = self._shape
         if self.requests is None:

@@ -1,11 +1,13 @@
-"""One step of a rank: draft -> target -> extend. Every step runs these phases, whatever its requests are doing.
+"""One step of a rank: draft -> target -> extend. Every step runs these phases, whether its requests decode, read
+prompts, or both.
 
 draft input --draft--> tree --target--> logits, hidden --accept--> path --compact, extend--> draft input
 
 The draft input is the set of tensors that requests carry from step to step (`EagleDraftInput`).
 
-Legend: R decoding requests, c prompt rows, F prompts that finish in this step, B = R + F, S depth, N tree nodes (root
-included), H hidden. Decoding requests come before finished prompts, and tree rows before prompt rows, in every tensor.
+Legend: R decoding requests, c prompt rows, F prompts that finish in this step, B = R + F, S depth, n nodes of each tree
+(root included), N nodes of each tree that the target verifies (an average if requests share rows, else n), H width of
+hidden states. Decoding requests come before finished prompts, and tree rows before prompt rows, in every tensor.
 """
 
 from collections.abc import Callable
@@ -42,11 +44,13 @@ from cluster.spec.verify import Accepted
 
 @dataclass(frozen=True, slots=True)
 class RequestTables:
-    """Tables with an entry for every request row; the last row is that of idle requests.
+    """Tables with one row per running request. The last row belongs to idle requests, which pad a batch.
 
     `pages` has pages and committed lengths, `sampling` the sampling parameters, `logits_tables` penalties and grammars,
-    `draft_inputs` what requests carry from step to step, `history` the tokens that are looked up. `lookup` adds
-    looked-up tokens to drafted trees.
+    `draft_inputs` what requests carry from step to step. `history` has the tokens of each request so far, in which
+    earlier occurrences of its last tokens are searched. `lookup` adds the tokens after such an occurrence ("looked-up
+    tokens") to drafted trees. `history` is None if nothing is looked up; `lookup` is None if drafted trees get no
+    looked-up tokens.
     """
 
     pages: PageTable
@@ -85,7 +89,7 @@ class Step:
         """
         r, s, m = batch.decodes, shape.num_steps, batch.decodes * shape.num_draft_tokens
         times = [self._timer.now()]
-        # Draft: grow a tree `[R, n]` per request; node 0 (the root) is the bonus token of the last step.
+        # Draft: grow a tree of n nodes per request; node 0 (the root) is the bonus token of the last step.
         self.enter_phase("draft")
         phase_sampling = self._phase_sampling(batch, s)
         decode_sampling, final_sampling = phase_sampling.narrow(0, r), phase_sampling.narrow(r, batch.rows.shape[0])
@@ -93,7 +97,8 @@ class Step:
         target_rows, ranks = self._select(batch, tree, shape)
         times.append(self._timer.now())
 
-        # Target: one forward over all M = R N tree rows and c prompt rows. The mask of a plain chain is a constant.
+        # Target: one forward over all M = R N tree rows and c prompt rows. The attention mask of a plain chain is a
+        # constant.
         self.enter_phase("target")
         is_chain = shape.topk == 1 and not (shape.forced_nodes or shape.lookup_tokens)
         hidden, aux_hidden, logits = self._forward(batch, tree, target_rows, is_chain)
@@ -101,8 +106,8 @@ class Step:
         sampling_inputs = tree_sampling, final_sampling.at_position(0)
         next_tokens, token_scores = choose(logits, sampling_inputs, self._sampler)
         # `next_tokens` `[M + F]` are the tokens chosen after each tree node, then after each finished prompt
-        # (`first_tokens` `[F]`); `token_scores` are their scores. `finite_rows` `[c]` says which prompt rows are
-        # finite.
+        # (`first_tokens` `[F]`); `token_scores` are their scores. `finite_rows` `[c]` says which prompt rows have
+        # finite hidden states.
         first_tokens, finite_rows = next_tokens[m:], _finite_rows(batch.prompt, hidden[m:], token_scores[m:])
         tree = self._acceptable(batch, tree, target_rows)
         accepted = self._accept(tree, target_rows.spread(next_tokens[:m]), first_tokens, s)
@@ -110,13 +115,14 @@ class Step:
         facts = self._learn(batch, tree, accepted, found, shape)
         # From here on `token_scores` `[R, S + 1]` are the scores of `accepted.tokens`.
         token_scores = target_rows.spread(token_scores[:m]).gather(1, accepted.path)
-        # Move the KV rows of the accepted path to the front of the window. In a chain they are there already.
+        # Move the KV of the accepted path to the front of the window, which is the slots for the nodes of a request's
+        # tree. In a chain it is there already.
         if not is_chain:
             compact(self._target.pool, batch.window, accepted.path)
         times.append(self._timer.now())
 
-        # Extend: the draft reads the accepted rows with the target's true hidden states. Penalties and grammars count
-        # the new tokens first, because the proposals made here are for the position after them.
+        # Extend: the draft reads the accepted tokens with the target's true hidden states. Before that, penalties and
+        # grammars take in the accepted tokens, because the draft proposes tokens for the position after them.
         self.enter_phase("extend")
         if decode_sampling.processor is not None and final_sampling.processor is not None:
             decode_sampling.processor.commit(accepted.tokens, accepted.accept_len)
@@ -137,7 +143,7 @@ class Step:
                 logits, rows, with_prompts(accepted.tokens.view(-1), first_tokens), self._sampler
             )
         # With a sharded head all ranks get the same token even if one rank's sampling inputs are wrong. So the ranks
-        # also compare a checksum `[1]` of the inputs of all real (not idle) rows. The tensor is empty, `[0]`, if
+        # also compare a checksum `[1]` of the inputs of all rows that are not padding. The tensor is empty, `[0]`, if
         # the head is not sharded or no request samples.
         inputs_checksum = first_tokens[:0]
         if phase_sampling.noise is not None and logits.shards is not None:
@@ -166,8 +172,11 @@ class Step:
         phase_sampling: PhaseSampling,
         shape: TreeShape,
     ) -> None:
-        """Run the committed rows through the draft, and store, for each request, what the next step reads. If the draft
-        rests (`spec/resting.py`), these are the bonus token, and the hidden states that the draft reads when it wakes.
+        """Run the newly committed tokens through the draft, and store what each request carries to the next step.
+
+        A draft that rests reads no tokens of decoding requests (`spec/resting.py`). Then store the bonus tokens of
+        these requests, and the hidden states that the draft reads when it catches up. Only prompt rows run through the
+        draft in such a step.
         """
         if batch.extend_mode.rests:
             r = batch.decodes
@@ -183,10 +192,12 @@ class Step:
         self.draft_inputs.put(batch.rows, self._draft.extend(batch, accepted, target_hidden, sampling_inputs, shape))
 
     def _phase_sampling(self, batch: Batch, num_steps: int) -> PhaseSampling:
-        """Return the sampling inputs of the B requests: penalties, filters, and the noise of S + 2 positions.
+        """Return the sampling inputs of the B requests: penalties and grammars, filters, and the noise of S + 2
+        positions. There is no noise if no request samples.
 
         The positions of a decoding request are seq_len + 1 to seq_len + S + 2; those of a finished prompt begin at the
-        prompt's length. The last position is for the proposals of the next step; without a draft it is left out.
+        prompt's length. The last position is only for the proposals after a bonus token; without a draft it is left
+        out. A noise number is an index into these positions.
         """
         noise = self._noise(batch, num_steps) if batch.sampling.any_random else None
         return PhaseSampling(batch.sampling, noise, self.logits_tables.processor_of(batch.rows, batch.mode))
@@ -209,8 +220,8 @@ class Step:
         return self._sampler.noise(seeds, first_positions, count, hashes, dtype)
 
     def _scores(self, prompt: PromptBatch, scored_rows: Tensor, hidden: Tensor) -> Scores:
-        """Return the log-probability of the token after each of the prompt rows `scored_rows` `[q]`, and how many
-        tokens are at least as likely (`Scores.ranks`). `hidden` `[c, H]` has all prompt rows.
+        """Return, for each of the prompt rows `scored_rows` `[q]`, the log-probability of the prompt's next token, and
+        how many tokens are at least as likely (`Scores.ranks`). `hidden` `[c, H]` has all prompt rows.
         """
         logits = self._target.logits(hidden.index_select(0, scored_rows))
         return scores(logits, prompt.next_ids.index_select(0, scored_rows), self._sampler)
@@ -230,7 +241,7 @@ class Step:
 
     def _select(self, batch: Batch, tree: DraftTree, shape: TreeShape) -> tuple[TargetRows, Tensor | None]:
         """Return the nodes to verify as rows of the target's forward, and the ranks `[R, n]` of all nodes
-        (`NodeSelection`). There are no ranks if requests do not share rows.
+        (`NodeSelection`). The ranks are None if requests do not share rows.
         """
         requests, nodes = tree.tokens.shape
         if not shape.max_nodes or tree.scores is None or batch.sampling.draft_limits is None:
@@ -249,7 +260,7 @@ class Step:
         return target_rows.without_others(tree)
 
     def forget_chances(self) -> None:
-        """Forget what was learned about the chances of nodes, from steps with made-up tokens."""
+        """Forget the learned chances of acceptance, for instance after trial steps with made-up tokens."""
         if self._chances is not None:
             self._chances.forget()
         if self._lookup is not None:
@@ -259,7 +270,7 @@ class Step:
         self, batch: Batch, sampling: PhaseSampling, shape: TreeShape
     ) -> tuple[DraftTree, Continuations | None]:
         """Return the draft trees of a step, and the tokens that the lookup found (`spec/lookup.py`; None without a
-        lookup). The tokens are returned even if these trees have no branch for them.
+        lookup). These tokens are returned even if the trees of this step have no branch for them.
         """
         tree = self._draft.draft(batch, self.draft_inputs.take(batch.decode_rows), sampling, shape.drafted_shape)
         # Add nodes for tokens that a grammar forces; they need no draft forward.
@@ -274,7 +285,7 @@ class Step:
         self, batch: Batch, tree: DraftTree, accepted: Accepted, found: Continuations | None, shape: TreeShape
     ) -> PathFacts:
         """Count which nodes were accepted, if the draft goes by learned chances. Append the committed tokens to the
-        history. Return what the host learns of looked-up tokens.
+        history, if there is one. Return what the host is told about looked-up tokens: all None without a lookup.
         """
         sampling, r = batch.sampling, batch.decodes
         if self._chances is not None and sampling.draft_limits is not None:
@@ -294,8 +305,8 @@ class Step:
     def _tree_sampling(
         self, decode_sampling: PhaseSampling, tree: DraftTree, target_rows: TargetRows, num_steps: int, is_chain: bool
     ) -> SamplingInputs:
-        """Return the sampling inputs of the tree rows. A node at depth d chooses the token at position seq_len + 1 + d,
-        so it has the noise number d of its request.
+        """Return the sampling inputs of the tree rows. The token chosen after a node at depth d is at position
+        seq_len + 1 + d, so the node has the noise number d of its request.
         """
         paths = tree.paths(num_steps) if decode_sampling.processor else None
         if target_rows.requests is not None:
@@ -308,8 +319,9 @@ class Step:
     def _forward(
         self, batch: Batch, tree: DraftTree, target_rows: TargetRows, is_chain: bool
     ) -> tuple[Tensor, list[Tensor], ShardedLogits]:
-        """Run the target over tree rows `[M]` and prompt rows `[c]`; return hidden and aux hidden of all rows, and the
-        logits of the tree rows and of the F last prompt rows. If `is_chain`, node i sees nodes 0 to i.
+        """Run the target over tree rows `[M]` and prompt rows `[c]`. Return hidden and aux hidden of all rows, and the
+        logits of the tree rows and of the last row of each of the F finished prompts. If `is_chain`, node i sees nodes
+        0 to i.
         """
         n, m, prompt = tree.tokens.shape[1], target_rows.count, batch.prompt
         bits = chain_bits(n, n, tree.tokens.device) if is_chain else pack_bits(tree.ancestors)

@@ -19,12 +19,12 @@ MAX_DEPTH = 128  # deeper than any tree, so that different calls draw different 
 
 
 class SyntheticAccept:
-    """An `Accept` that goes on from depth d - 1 with the probability `chances[d - 1]`, to the child with the deepest
-    subtree. It ends at a node without children.
+    """An `Accept` whose path goes on from depth d - 1 to depth d with the probability `chances[d - 1]`. It goes to the
+    child with the deepest subtree, and ends at a node without children.
     """
 
     def __init__(self, chances: Sequence[float], device: torch.device) -> None:
-        """Beyond the end of `chances` nothing is accepted."""
+        """Nodes deeper than `len(chances)` are never accepted."""
         self._chances = torch.tensor([*chances, *[0.0] * MAX_DEPTH], dtype=torch.float64, device=device)
         self._calls = torch.zeros(1, dtype=torch.int64, device=device)
 
@@ -52,7 +52,7 @@ class SyntheticAccept:
         return Accepted(path, tokens, accept_len, with_prompts(last_tokens, first_tokens))
 
     def _wanted_depths(self, requests: int, num_steps: int) -> Tensor:
-        """Return how deep each request's path may be, `[R]`. The random numbers are equal on all ranks of a group."""
+        """Return how deep the path of each request may be, `[R]`. All ranks of a group draw the same random numbers."""
         self._calls.add_(1)
         device = self._calls.device
         positions = self._calls * MAX_DEPTH + torch.arange(num_steps, device=device)

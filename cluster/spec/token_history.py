@@ -1,4 +1,5 @@
-"""The tokens of running requests on the device, and what followed their last tokens earlier in the same request.
+"""The tokens of running requests on the device, and the search for what followed the last tokens of a request at an
+earlier place in the same request.
 
 Texts repeat themselves: an edited file, an answer that quotes, a loop in a listing. So the tokens after an earlier
 occurrence of the last tokens are a good guess of the next tokens (prompt lookup, n-gram speculation).
@@ -20,13 +21,15 @@ from cluster.kernels.library import Library
 from cluster.spec.verify import Accepted
 
 MAX_POSITIONS = 1 << 16
-"""The most positions that are kept of a request; later tokens are not looked up."""
+"""At most this many positions of a request are kept; later tokens are not searched."""
 LONGEST_MATCH, SHORTEST_MATCH = 16, 2
-"""A longer match than the first is not preferred; a shorter one than the second does not count."""
+"""A match longer than `LONGEST_MATCH` counts as one of that length. A match shorter than `SHORTEST_MATCH` does not
+count.
+"""
 
 
 class Continuations(NamedTuple):
-    """What may follow: `tokens` `[R, count]`, and `matched` `[R]`, the length of the match before them."""
+    """What may follow: `tokens` `[R, count]`, and `matched` `[R]`, the length of the match before them (0 if none)."""
 
     tokens: Tensor
     matched: Tensor
@@ -44,9 +47,10 @@ class Lookup(Protocol):
     def continuations(self, history: Tensor, rows: Tensor, lasts: Tensor, count: int) -> Continuations:
         """Return `count` tokens that may follow the token at position `lasts` `[R]`.
 
-        Of all earlier positions, it takes the one before which the most tokens, at most `LONGEST_MATCH`, equal the last
-        tokens of the request; of several, the latest. The result are the tokens after it, repeated where they reach the
-        end. Without a match of `SHORTEST_MATCH` tokens, the result is the last token, repeated, and `matched` is 0.
+        The tokens up to each earlier position are compared with the last tokens of the request, backwards, for at most
+        `LONGEST_MATCH` tokens. The position with the longest match is taken; of several, the latest. The result is the
+        tokens after this position; if they reach the end of the request before `count` tokens, they are repeated.
+        Without a match of `SHORTEST_MATCH` tokens, the result is the last token, repeated, and `matched` is 0.
         """
         ...
 
@@ -59,7 +63,7 @@ class TorchLookup:
         offsets = torch.arange(tokens.shape[1], device=tokens.device)
         positions = starts[:, None] + offsets
         is_written = (offsets < lens[:, None]) & (positions < history.shape[1])
-        # Tokens that do not count are replaced by what is there, so that no number of tokens must be known.
+        # Where a token does not count, the old token is kept. So the host need not know how many tokens count.
         positions = positions.clamp(max=history.shape[1] - 1)
         old_tokens = history[rows[:, None], positions]
         # After clamping, several entries may name the last position. At most one of them is valid, and the others add
@@ -72,7 +76,8 @@ class TorchLookup:
         width, device = history.shape[1], history.device
         texts, lasts = history.index_select(0, rows), lasts.clamp(max=width - 1)
         positions = torch.arange(width, device=device)
-        # `matching` `[R, L]`: how many tokens up to each position equal the last ones; `equal`: whether all did so far.
+        # `matching` `[R, L]`: how many tokens up to each position equal the last tokens of the request. `equal`
+        # `[R, L]`: whether all tokens compared so far are equal.
         matching = torch.zeros_like(texts)
         equal = (positions < lasts[:, None]).to(texts.dtype)
         for length in range(LONGEST_MATCH):
@@ -108,7 +113,7 @@ class CLookup:
     """`Lookup` in C, for CPUs: one call instead of some eighty torch operators."""
 
     def __init__(self, library: Library) -> None:
-        # They handle integers only: the dtype does not matter.
+        # The functions handle integers only: any dtype will do.
         self._append = library.functions["append", torch.float32]
         self._continue = library.functions["continue", torch.float32]
 
@@ -133,7 +138,9 @@ class CLookup:
 
 
 class TokenHistory:
-    """The tokens of each table row, by position, the bonus token included. The last row is that of idle requests."""
+    """The tokens of each table row, by position, the bonus token included. The last row belongs to idle requests, which
+    pad a batch.
+    """
 
     def __init__(self, rows: int, positions: int, lookup: Lookup, device: torch.device) -> None:
         """Keep at most `positions` positions of `rows` table rows."""
@@ -146,7 +153,7 @@ class TokenHistory:
             staging.add(f"history {i}", history.tokens[: self.tokens.shape[1]])
 
     def put(self, step_input: StepInput, staged: Mapping[str, Tensor]) -> None:
-        """Write what `stage` sent to the table."""
+        """Write to the table the tokens that `stage` sent to the device."""
         for i, history in enumerate(step_input.histories):
             tokens = staged[f"history {i}"]
             self.tokens[history.row, : tokens.shape[0]] = tokens
@@ -157,7 +164,7 @@ class TokenHistory:
 
     def append_accepted(self, batch: Batch, accepted: Accepted) -> None:
         """Append the tokens that a step has committed, and the first tokens after finished prompts."""
-        # The accepted tokens follow the old bonus, at position seq_len; the last of them is the new bonus.
+        # The accepted tokens follow the old bonus, which is at position seq_len. The last of them is the new bonus.
         r = batch.decodes
         self.append(batch.decode_rows, batch.seq_lens + 1, accepted.tokens, accepted.accept_len)
         if batch.prompt.final_rows.shape[0]:

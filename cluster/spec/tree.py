@@ -16,8 +16,9 @@ from torch import Tensor
 from cluster.sampling.noise import at_least_float32
 
 DECAY = 1e-3
-"""Subtracted from the log-probability of each level, so that scores fall strictly along a path. So if a candidate is
-among the best N - 1, its parent is among them too, even with ties."""
+"""This is subtracted from each log-probability before it is added to the score of the parent. So scores fall strictly
+along a path. Hence if a candidate is among the best N - 1, its parent is among them too, even with ties.
+"""
 FLOOR = -30.0  # lower log-probabilities count as this; so float32 does not round DECAY away at depths up to 16
 
 
@@ -26,8 +27,9 @@ NO_TOKEN = -1
 
 
 class Proposed(NamedTuple):
-    """How the draft proposed the n drafted nodes of R trees: `log_probabilities` `[R, n]` given their parents, and
-    `is_likeliest` `[R, n]`, whether each was the likeliest after its parent. The root's are 0 and True.
+    """How the draft proposed the n drafted nodes of R trees (root included): `log_probabilities` `[R, n]` of the nodes'
+    tokens after their parents, and `is_likeliest` `[R, n]`, whether each token was the likeliest after its parent. The
+    entries of the root are 0 and True.
     """
 
     log_probabilities: Tensor
@@ -39,12 +41,14 @@ class DraftTree:
     """R trees: `tokens`, `parents`, `depths` `[R, N]`; the root is its own parent. `ancestors` `[R, N, N]`: entry
     (i, j) says whether node j is node i or an ancestor of it.
 
-    Parents come before their children. If `padded`, some nodes are padding. A padding node is its own parent. So it is
-    not below the root, and never on an accepted path. `scores` `[R, N]` are the cumulative scores by which the draft
-    chose the nodes, with 0 for the root. A tree with forced nodes has none, and a chain has them only if the requests
-    of the step share its rows. If `masked`, nodes that must not be accepted have the token `NO_TOKEN`.
-    `candidates` are the numbers of the drafted nodes among all candidates, without the root. It is None where nobody
-    needs it, and so is `proposed`. Both have no entries for looked-up nodes, which come last.
+    Parents come before their children. If `padded`, some nodes may be padding. A padding node is its own parent. So it
+    is not below the root, and never on an accepted path. `scores` `[R, N]` are the cumulative scores by which the draft
+    chose the nodes, with 0 for the root. `scores` is None in trees with forced nodes (added because a grammar allows
+    only one text), and in chains of steps whose requests do not share rows. If `masked`, nodes that must not be
+    accepted have the token `NO_TOKEN`. `candidates` are the numbers of the drafted nodes, without the root, among all
+    candidates. It is None if the tree was not selected from candidates, or the selection does not report it. `proposed`
+    may be None if no chances are learned from the tree. Looked-up nodes (tokens that followed the same text earlier)
+    come last, and have no entries in `candidates` and `proposed`.
     """
 
     tokens: Tensor
@@ -118,11 +122,15 @@ class Growth(Protocol):
     """
 
     def add(self, proposals: Tensor, log_probabilities: Tensor) -> None:
-        """Add a level: the K proposals after each of its K rows, and their log-probabilities, `[R, K, K]` each."""
+        """Add the candidates of one more level: the K proposals after each of the K rows that ran last, and their
+        log-probabilities, `[R, K, K]` each.
+        """
         ...
 
     def best(self) -> tuple[Tensor, Tensor]:
-        """Return the K rows of the next level as (tokens, index of the parent row in this level), each `[R, K]`."""
+        """Return the K best candidates of the last level, which are the rows to run next: (tokens, index of the parent
+        among the rows that ran last), each `[R, K]`.
+        """
         ...
 
     def tree(self, bonus: Tensor, nodes: int) -> DraftTree:
@@ -147,8 +155,8 @@ class TorchGrowth:
     def add(self, proposals: Tensor, log_probabilities: Tensor) -> None:
         """Append K^2 candidates; see `Growth.add`."""
         r, k = self._row_candidates.shape
-        # `_previous_candidates` is the number of candidates of all levels before. `_row_candidates` and `_scores`
-        # `[R, K]` belong to the rows of this level.
+        # `_previous_candidates` becomes the number of the first candidate to add. `_row_candidates` and `_scores`
+        # `[R, K]` are the candidate numbers and cumulative scores of the K rows.
         self._previous_candidates += self._tokens.shape[1]
         # Cumulative score of child j of row i = score(i) + log p(j | i); it is candidate number
         # `_previous_candidates` + i K + j.
@@ -194,7 +202,7 @@ def best_tree(candidates: Candidates, bonus: Tensor, nodes: int) -> DraftTree:
 def ancestors_of(parents: Tensor, depth: int) -> Tensor:
     """Return the ancestor-or-self mask `[R, N, N]` of trees at most `depth` deep."""
     r, n = parents.shape
-    # mask(i) = {i} + mask(parent(i)): each round reaches one level further up.
+    # mask(i) = {i} + mask(parent(i)): each iteration reaches one level further up.
     self_mask = torch.eye(n, dtype=torch.bool, device=parents.device).expand(r, -1, -1)
     mask = self_mask
     for _ in range(depth):

@@ -1,7 +1,7 @@
 """Trees by Triton kernels, for GPUs: one launch for each level, two for the tree, one for its accepted path.
 
-Results must equal those of `TorchGrowth` and `verify.accept`. Among equal scores these kernels keep the first; torch
-may keep any.
+Results must equal those of `TorchGrowth` and `verify.accept`, except that these kernels keep the first of equal scores,
+and torch may keep any. Trees that kernels select have no `candidates`.
 Legend: R requests, K topk, N nodes, C candidates.
 """
 
@@ -18,7 +18,7 @@ from cluster.spec.tree import DECAY, Candidates, DraftTree, best_tree, depths_of
 from cluster.spec.verify import Accepted
 
 NODES_PER_PROGRAM = 16  # nodes whose ancestors one program finds
-MAX_CANDIDATES = 1 << 12  # candidates that fit into the registers of one program; if there are more, torch selects
+MAX_CANDIDATES = 1 << 12  # candidates that fit into the registers of one program; of more, torch selects
 
 
 class TritonGrowth:

@@ -21,8 +21,8 @@ class Accepted:
 
     `path` `[R, S + 1]`: node numbers from the root on, 0 beyond the path. `tokens` `[R, S + 1]`: the target's choice
     after each of these nodes. `accept_len` `[R]`: how many of `tokens` are committed, the bonus included, at least 1.
-    `bonus` `[B]`: the last committed token of each request, then the first token after each finished prompt.
-    `target_rows` are the rows of the target's forward; if it is None, these are all nodes.
+    `bonus` `[B]`: the last committed token of each of the R requests, then the first token after each finished prompt.
+    `target_rows` says which nodes were rows of the target's forward. If it is None, all nodes were.
     """
 
     path: Tensor
@@ -62,7 +62,7 @@ def accept(tree: DraftTree, target_tokens: Tensor, first_tokens: Tensor, num_ste
     if tree.padded:
         on_path.logical_and_(tree.ancestors[..., 0])
     # The path has the root and the accepted nodes. The committed tokens are those of the accepted nodes, and the bonus.
-    # So both have the same length.
+    # So there are as many committed tokens as nodes on the path.
     accept_len = on_path.sum(1)
     # path[depth] = node. Rejected nodes all go to one more column, S + 1, which is cut off; no host sync is needed.
     path = torch.zeros(r, num_steps + 2, dtype=torch.int64, device=target_tokens.device)

@@ -1,7 +1,7 @@
-"""Stop strings: decides where one ends the text of a sequence, and which text a client may see before that.
+"""Stop strings: decides where a stop string ends the text of a sequence, and which text a client may see before that.
 
-The engine ends a request at the token that completes a stop string, and the REST layer cuts the text there. Both ask
-`StopStrings`, so they cut at the same character, however steps divide the tokens.
+The engine ends a request at the token that completes a stop string, and the REST layer cuts the text at the stop
+string. Both ask `StopStrings`, so they find the same stop string, however steps divide the tokens.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,7 +33,7 @@ class StopFinder:
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = sorted((s for s in stops if s), key=len, reverse=True)
         self._prefix_functions = [_prefix_function(stop) for stop in self._stops]
-        self._matched = [0] * len(self._stops)  # per stop string, the length of its prefix at the end of the fed text
+        self._matched = [0] * len(self._stops)  # per stop string: how many of its characters end the text read so far
         self._chars_read = 0
 
     def find(self, piece: str) -> StopHit | None:
@@ -57,12 +57,12 @@ class StopFinder:
         return None
 
     def skip(self, piece: str) -> None:
-        """Skip text in which stop strings do not count."""
+        """Read a piece of text in which stop strings are ignored."""
         self._chars_read += len(piece)
 
     @property
     def pending_chars(self) -> int:
-        """The number of last characters fed that may be the beginning of a stop string."""
+        """The number of characters at the end of the text read so far that may begin a stop string."""
         return max(self._matched, default=0)
 
 
@@ -84,7 +84,7 @@ def _prefix_function(word: str) -> list[int]:
 class StopStrings:
     """Decides where a stop string ends a sequence: for the engine, and for the text that a client sees.
 
-    Stop strings count neither in the prompt nor in the text of the first `min_tokens` tokens. `hit` is the stop string
+    Stop strings are ignored in the prompt and in the text of the first `min_tokens` tokens. `hit` is the stop string
     that ended the text, or None.
     """
 
@@ -107,7 +107,7 @@ class StopStrings:
         return text + self._find(self._detokenizer.push(token_ids))
 
     def count_hidden_tokens(self, count: int) -> None:
-        """Count tokens that have no text here, such as special tokens."""
+        """Count tokens toward `min_tokens` whose text is not searched, such as special tokens."""
         self._min_tokens_left = max(0, self._min_tokens_left - count)
 
     def finish(self) -> str:
@@ -116,7 +116,7 @@ class StopStrings:
 
     @property
     def pending_chars(self) -> int:
-        """The number of last characters that may be the beginning of a stop string."""
+        """The number of characters at the end of the text so far that may begin a stop string."""
         return self._finder.pending_chars
 
     def _find(self, piece: str) -> str:
@@ -160,7 +160,7 @@ class StoppedText:
         return output.token_ids[:-1] if stopped_by_token and not self._include_stop else output.token_ids
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Return the text that can be shown after these tokens. It is empty after a stop string."""
+        """Return the text that can be shown after these tokens. It is empty once a stop string has ended the text."""
         if not self._special_token_names:
             return self._push(token_ids)
         text, run = "", list[int]()
@@ -196,7 +196,9 @@ class StoppedText:
         return self._insert_names(text[:num_ready]) if self._pending_names else text[:num_ready]
 
     def _insert_names(self, text: str) -> str:
-        """Return `text`, which `num_sent_chars` already counts, with the names of special tokens inserted."""
+        """Return `text` with the names of special tokens inserted that belong into it or directly after it.
+        `num_sent_chars` must already count `text`.
+        """
         start, result, position = self.num_sent_chars - len(text), "", 0
         while self._pending_names and self._pending_names[0][0] <= self.num_sent_chars:
             name_position, name = self._pending_names.pop(0)

@@ -16,14 +16,14 @@ from tokenizers import Tokenizer
 
 from cluster.tokenizer.tokenizer import BYTE_OF_CHARACTER
 
-LETTERS = string.ascii_letters.encode() + bytes(range(0x80, 0x100))  # bytes beyond ASCII count as letters
+LETTERS = string.ascii_letters.encode() + bytes(range(0x80, 0x100))  # each byte beyond ASCII counts as a letter
 NFC_SHRINK_FACTOR = 3  # NFC turns at most 3 bytes of UTF-8 into 1: the Kelvin sign into K
 LOSSLESS_PRE_TOKENIZERS = frozenset({"ByteLevel", "Metaspace", "Split", "Digits", "Sequence"})
 
 
 class TokenFloor:
     """A lower bound on the number of tokens of a text, for one tokenizer. It is computed from the most bytes and the
-    most letters that one token covers; both are 0 if unknown.
+    most letters that one token covers. Both are 0 if the tokenizer has no such limit; the bound is then 0 too.
     """
 
     def __init__(self, bytes_per_token: int, letters_per_token: int) -> None:

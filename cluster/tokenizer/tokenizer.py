@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from cluster.config import ConfigError
 
 CONTEXT_TOKENS = 8  # tokens before the new ones that are decoded together with them
-WINDOW_TOKENS = 64  # a longer window is cut even if it does not end with a complete character
+WINDOW_TOKENS = 64  # more tokens decoded together are cut to the last ones, even if they end inside a character
 
 
 def _byte_of_character() -> dict[str, int]:
@@ -136,7 +136,7 @@ class TextTokenizer:
         return text, text.encode()
 
     def visible_token_ids(self, ids: Iterable[int]) -> list[int]:
-        """Return the ids without the ids that `decode` leaves out."""
+        """Return the ids without those that `decode` leaves out: special tokens and unknown ids."""
         return [i for i in ids if i not in self._special_ids and self._token_bytes(i)]
 
     def decode_complete(self, ids: Sequence[int]) -> str:
@@ -164,7 +164,7 @@ class TextTokenizer:
         return len(decoder.getstate()[0])
 
     def _token_bytes(self, token_id: int) -> bytes:
-        """Return the UTF-8 bytes of one token, perhaps only part of a character; empty outside the vocabulary."""
+        """Return the UTF-8 bytes of one token, perhaps only part of a character; no bytes for an unknown id."""
         token_bytes = self._byte_cache.get(token_id)
         if token_bytes is None:
             token_bytes = self._byte_cache[token_id] = self._compute_token_bytes(token_id)
@@ -223,8 +223,8 @@ class IncrementalDetokenizer:
         return piece
 
     def _trim_window(self) -> None:
-        """Remove all tokens but the last `CONTEXT_TOKENS`, or up to 3 more to start at a complete character. The text
-        of the remaining tokens counts as sent, except an incomplete last character.
+        """Keep only the last `CONTEXT_TOKENS` tokens of the window, or up to 3 more so that it starts at a complete
+        character. The text of the kept tokens counts as sent, except an incomplete last character.
         """
         max_removed = len(self._window) - CONTEXT_TOKENS
         if max_removed > 0:

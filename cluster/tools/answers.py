@@ -11,7 +11,7 @@ from cluster.tools.client import Client, NoAnswerError
 @dataclass(frozen=True, slots=True)
 class AnswerPart:
     """The text and the number of tokens that a step added to an answer. The text may lag behind the tokens: incomplete
-    characters and possible stop strings come with a later step.
+    characters, and text that may become a stop string, are held back until a later step.
     """
 
     text: str

@@ -38,8 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Chat until the input ends or /exit. Return 1 if the server cannot be reached. Also return 1 if the input is not a
-    terminal and a line of it failed. Otherwise return 0.
+    """Chat until the input ends or the line /exit comes. Return 1 if the server cannot be reached, or if the input is
+    not a terminal and one of its lines failed. Otherwise return 0.
 
     Raises:
         ConfigError: a setting cannot be honoured.
@@ -71,7 +71,7 @@ def _answers(args: argparse.Namespace) -> Answers:
     """Return the server or the local engine that the flags name.
 
     Raises:
-        ConfigError: neither or both of MODEL and --url are given, or a flag belongs to the one that is not given.
+        ConfigError: neither or both of MODEL and --url are given, or a flag is given that only goes with the other one.
         NoAnswerError: the server cannot be reached.
     """
     if (args.dir is None) == (args.url is None):
@@ -89,7 +89,8 @@ def _answers(args: argparse.Namespace) -> Answers:
 
 
 def _read_line(is_interactive: bool, screen: Screen) -> str | None:
-    """Return the next input line, or None at the end of the input. Ctrl-C at a terminal discards the line."""
+    """Return the next input line, or None at the end of the input. Ctrl-C at a terminal discards the line typed so far.
+    """
     while True:
         if is_interactive and not screen.is_terminal:
             print(PROMPT, end="", file=sys.stderr, flush=True)
@@ -132,7 +133,7 @@ class PrintedAnswer:
 
     def summary(self) -> str:
         """Return one line: tokens, accept length, tokens per second, finish reason."""
-        # The first entry comes from prefill, each later one from a tree.
+        # The first number is from the step that ended the prompt, each later one from a verified tree.
         tokens, tree_steps = sum(self.step_tokens), self.step_tokens[1:]
         accept_length_text = f"accept length {sum(tree_steps) / len(tree_steps):.2f}, " if tree_steps else ""
         tokens_per_second = tokens / (time.perf_counter() - self.started_at)
@@ -141,15 +142,16 @@ class PrintedAnswer:
 
 
 def _print_answer(question: str, conversation: Conversation, answers: Answers, screen: Screen) -> bool:
-    """Print the answer while it is generated. Then add question and answer to the conversation and return True. Return
-    False if the request failed, or if Ctrl-C came before the first token.
+    """Print the answer while it is generated. Then add question and answer to the conversation and return True; Ctrl-C
+    after the first token ends the answer there. Return False if the request failed, or if Ctrl-C came before the first
+    token.
     """
     answer = PrintedAnswer()
     try:
         with closing(answers.answer(conversation.body(question))) as parts:
             for part in parts:
                 colour = STEP_COLOURS[len(answer.step_tokens) % 2]
-                answer.add(part)  # added before it is shown, because Ctrl-C may come between the two
+                answer.add(part)  # added before it is printed, because Ctrl-C may come between the two lines
                 screen.write(part.text, colour)
     except KeyboardInterrupt:
         if not answer.step_tokens:  # otherwise the partial answer is kept

@@ -13,7 +13,7 @@ from cluster.config import ConfigError
 API_KEY_VARIABLE = "OPENAI_API_KEY"  # the environment variable that OpenAI's own clients read
 PAGE_TIMEOUT_S = 10.0
 STREAM_TIMEOUT_S = 600.0  # a stream pauses while a lost gang restarts
-MAX_SHOWN_ERROR_CHARS = 200  # characters of an error body to show if it is not a JSON error object
+MAX_SHOWN_ERROR_CHARS = 200  # how much of an error's body is shown if it is not a JSON error object
 
 
 class NoAnswerError(ValueError):
@@ -38,9 +38,9 @@ class Client:
         page_timeout_s: float = PAGE_TIMEOUT_S,
         stream_timeout_s: float = STREAM_TIMEOUT_S,
     ) -> None:
-        """`url` may end in /v1, as for OpenAI's clients. A stream fails if it pauses for longer than
-        `stream_timeout_s`, also before its first event. If `api_key` is None, the environment variable
-        `OPENAI_API_KEY` gives the key, if it is set.
+        """`url` may end in /v1, as for OpenAI's clients. A stream fails if no event comes for `stream_timeout_s`; this
+        also holds before the first event. If `api_key` is None, the environment variable `OPENAI_API_KEY` gives the
+        key. If neither gives one, no key is sent.
 
         Raises:
             ConfigError: `url` is not an http or https URL.
@@ -95,7 +95,7 @@ class Client:
         """
         connection = self._connection_class(*self._host_and_port, timeout=self._page_timeout_s)
         try:
-            connection.connect()  # under the short timeout; the stream itself may pause for longer
+            connection.connect()  # with the short timeout of pages; the stream itself may pause for longer
             connection.sock.settimeout(self._stream_timeout_s)
             for line in self._request(connection, "POST", path, json.dumps(body)):
                 if line.startswith(b"data: [DONE]"):

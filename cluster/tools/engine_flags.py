@@ -34,7 +34,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 SAME_NAME_FLAGS = ("dtype", "kv_cache_dtype", "page_size", "context_length")
-"""Flags whose name equals the setting's name."""
+"""Flags that have the same names as their settings."""
 
 
 def given_engine_flags(args: argparse.Namespace) -> list[str]:
@@ -44,7 +44,8 @@ def given_engine_flags(args: argparse.Namespace) -> list[str]:
 
 
 def engine_settings(args: argparse.Namespace, model: str) -> dict[str, object]:
-    """Return the arguments of `EngineConfig.from_kwargs`. `model` is the target: a folder, or a name on a hub.
+    """Return the settings that the flags give, for `EngineConfig.from_kwargs`. `model` is the target: a folder, or a
+    name on a hub.
 
     Raises:
         ConfigError: flags of the tree are given without --draft.
@@ -67,7 +68,7 @@ def add_override_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_overrides(arguments: list[str]) -> dict[str, Any]:
-    """Return `fact=value` arguments as a value of `speculative_draft_overrides`.
+    """Return the setting `speculative_draft_overrides` that `fact=value` arguments give.
 
     Raises:
         ConfigError: a fact is unknown or does not take the value.

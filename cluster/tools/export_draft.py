@@ -1,9 +1,9 @@
 """`aerie export-draft`: write an EAGLE-3 draft in another dialect (the checkpoint format of another tool).
 
 Weights are copied bit for bit. If the draft has a `draft_sample.json` (its output on some tokens, checked on load),
-that file is copied too, because it is valid in every dialect. Idle layers (both output projections zero) may be
-appended. An idle layer has the input that all layers after the first have in
-this dialect (`DIALECTS`). A draft that the dialect cannot express is refused.
+that file is copied too, because it is valid in every dialect. Idle layers may be appended: layers that add nothing,
+because both output projections are zero. An idle layer has the input that all layers after the first have in the
+dialect (`DIALECTS`). A draft that the dialect cannot express is refused.
 """
 
 import argparse
@@ -29,12 +29,14 @@ ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
 
 
 def export_draft(folder: str, target: str, dialect: str, out: str, layers: int | None = None) -> DraftSpec:
-    """Write the draft in `folder` for `target` to the new folder `out`; return its spec as read back from `out`.
+    """Write the draft in `folder`, whose target is `target`, to the new folder `out` in the format `dialect`. Return
+    the draft's spec as read back from `out`.
 
-    If `layers` is more than the draft's number of layers, idle layers are appended.
+    `layers` is the number of layers to write (None: as many as the draft has). If it is more than the draft has, idle
+    layers are appended, which change nothing.
 
     Raises:
-        ConfigError: the draft cannot be expressed in this dialect, or `out` is not empty.
+        ConfigError: the dialect is unknown or cannot express the draft, or `out` is not empty.
     """
     if dialect not in DIALECTS:
         raise ConfigError(f"--dialect must be one of {', '.join(DIALECTS)}; got {dialect!r}")
@@ -68,7 +70,8 @@ def export_draft(folder: str, target: str, dialect: str, out: str, layers: int |
 def _check_expressible(
     spec: DraftSpec, dialect: str, later_input: str, num_layers: int, folder: str, target_layers: int
 ) -> None:
-    """Raise a ConfigError if the dialect cannot express the draft. The message lists all that it cannot express."""
+    """Raise a ConfigError if the dialect cannot express the draft. The message lists everything that it cannot express.
+    """
     inexpressible = []
     if dialect != "speculators":
         if 0 in spec.aux_boundaries:
@@ -106,7 +109,7 @@ def idle_layer(tensors: dict[str, Tensor], index: int, later_input: str, hidden:
         if suffix == "hidden_norm.weight" and later_input == "input_layernorm":
             continue
         if suffix.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")) and later_input != "pair":
-            tensor = tensor[:, hidden:]  # layer 0 reads [embedding, hidden]; later layers read hidden alone
+            tensor = tensor[:, hidden:]  # layer 0 reads [embedding, hidden], this layer reads only hidden
         is_output_projection = suffix.startswith(("self_attn.o_proj", "mlp.down_proj"))
         layer_tensors[f"layers.{index}.{suffix}"] = torch.zeros_like(tensor) if is_output_projection else tensor.clone()
     return layer_tensors
@@ -207,8 +210,8 @@ DIALECTS: dict[str, tuple[str, Callable[[DraftSpec], Config]]] = {
     "deepspec": ("pair", _deepspec),
 }
 """For each dialect: what the layers after the first read, and the function that makes the config. `hidden_norm` and
-`input_layernorm` mean that they read the hidden state through the norm of that name; `pair` means that they read
-embedding and hidden state.
+`input_layernorm` mean that these layers read the hidden state through the norm of that name. `pair` means that they
+read the embedding and the hidden state, as layer 0 does.
 """
 
 

@@ -25,7 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("dir", metavar="MODEL", help=f"the target: its folder, or {HUB_NAME}"),
         parser.add_argument("text", metavar="PROMPT", help="the text to continue"),
     )
-    for positional in positionals:  # not nargs="?": a flag between the two would leave the second one without its value
+    # Both are optional. With nargs="?" instead, a flag between the two would leave the second one without its value.
+    for positional in positionals:
         positional.required = False
     parser.add_argument("--model", "--model-path", metavar="MODEL", help="another way to give MODEL")
     parser.add_argument("--prompt", metavar="TEXT", help="another way to give PROMPT")
@@ -101,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _new_text(output: SequenceOutput, text_stream: StoppedText) -> str:
     """Return the text that one output adds. As in the REST API, stop strings are left out, and incomplete characters
-    wait for more tokens.
+    are held back until more tokens complete them.
     """
     new_text = text_stream.push(text_stream.visible_token_ids(output))
     return new_text if output.finish_reason is None else new_text + text_stream.finish()

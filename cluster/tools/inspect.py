@@ -2,7 +2,8 @@
 read. The headers of a model on a hub are read by range requests, so its weights are not downloaded.
 
 A target alone is described without torch, because importing torch takes longer than everything else. For a draft,
-several ranks, the list of tensors, quantised weights and problems, the loading code runs on torch's meta device.
+several ranks, the list of tensors, JSON output, quantised weights, attention scales and problems, the loading code runs
+on torch's meta device.
 """
 
 import argparse
@@ -54,7 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report. Return 1 if the model cannot be served, on the device or on this machine; otherwise return 0.
+    """Print the report. Return 1 if the model cannot be served on the device of the report, or on this machine if that
+    is described too; otherwise return 0.
 
     Raises:
         ConfigError: an override is wrong, or a flag of the draft is given without --draft.
@@ -82,7 +84,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def has_gpu() -> bool:
-    """Return whether this machine has a GPU to serve on. torch is imported only if a driver's device file exists."""
+    """Return whether this machine has a GPU to serve on. Import torch only if a device file of NVIDIA's driver exists.
+    """
     if not any(Path(driver).exists() for driver in DRIVER_DEVICES):
         return False
     return bool(importlib.import_module("torch").cuda.is_available())
@@ -101,8 +104,8 @@ def _report(args: argparse.Namespace, overrides: dict[str, Any] | None, device: 
 
 
 def _cpu_differences(cpu_report: Report, gpu_report: Report) -> dict[str, Any]:
-    """Return the memory in `cpu_report`. If the two reports differ in quantised weights or in problems, also return
-    the weights or the problems in `cpu_report`.
+    """Return the entries of `memory` of `cpu_report`. If the two reports differ in their quantised weights or in their
+    problems, add those of `cpu_report`.
     """
     differences = dict(cpu_report.memory)
     for name, on_cpu, on_gpu in (
@@ -118,8 +121,8 @@ def _cpu_differences(cpu_report: Report, gpu_report: Report) -> dict[str, Any]:
 
 def _local_folder(model_argument: str | None, stack: ExitStack, hub_names: dict[str, str]) -> str | None:
     """Return `model_argument` if it is a folder or None. If it is the name of a model on a hub, return a temporary
-    folder with the model's configs and headers. The folder exists until `stack` is closed. Add the folder and the name
-    to `hub_names`.
+    folder with the model's configs and headers. The folder exists until `stack` is closed. `hub_names` then maps the
+    folder to the name.
 
     Raises:
         ConfigError: the model cannot be read from the hub.

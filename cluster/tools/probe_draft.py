@@ -2,8 +2,8 @@
 the draft's tensors, if the tensors allow several.
 
 The tensors leave some facts of a draft open (`DRAFT_FACTS`). For each open fact, every value is tried on a few short
-prompts with fixed seeds, so all readings draft for the same text. A value that differs from the draft's config or
-format is recommended only if its accept length is higher by the factor `MIN_IMPROVEMENT`.
+prompts with fixed seeds, so all readings draft for the same text. A value other than that of the draft's config or
+format is recommended only if it makes the accept length more than `MIN_IMPROVEMENT` times as high.
 """
 
 import argparse
@@ -31,14 +31,15 @@ PROMPTS = (
 MAX_NEW_TOKENS = 64
 NUM_STEPS = 4
 MIN_IMPROVEMENT = 1.04
-"""Another value is used only if its accept length is more than `MIN_IMPROVEMENT` times the best so far. The demo
-draft's accept length changes by up to 2%, up or down, between readings that differ by one aux layer.
+"""Another value is used only if its accept length is more than `MIN_IMPROVEMENT` times the best so far. Smaller
+differences say little: the accept length of the demo draft changes by up to 2%, up or down, between readings that
+differ by one aux layer.
 """
 
 
 class Reading(NamedTuple):
-    """The result of reading the draft with `overrides`: the mean accept length, or the error if the draft cannot be
-    read.
+    """The result of reading the draft with `overrides`: the mean accept length, or 0.0 and the error if the draft
+    cannot be read.
     """
 
     overrides: dict[str, Any]
@@ -47,9 +48,9 @@ class Reading(NamedTuple):
 
 
 def probe_draft(draft: str, target: str, algorithm: str | None, report: Callable[[Reading], None]) -> dict[str, Any]:
-    """Return the overrides to set. They are the values that differ from the draft's config or format and raise the
-    accept length by more than the factor `MIN_IMPROVEMENT`. Facts are tried one after the other; while one is tried,
-    the others have the best values so far. `report` is called with every reading.
+    """Return the overrides to set: the values that differ from the draft's config or format and make the accept length
+    more than `MIN_IMPROVEMENT` times as high. It is empty if there are none. Facts are tried one after the other; while
+    one is tried, the others have their best values so far. `report` is called with every reading.
 
     Raises:
         ConfigError: the pair cannot be served or has no tokenizer, or the draft has a sample, which settles its facts.
@@ -78,7 +79,9 @@ def probe_draft(draft: str, target: str, algorithm: str | None, report: Callable
 def _measure_reading(
     draft: str, target: str, algorithm: str | None, overrides: dict[str, Any]
 ) -> tuple[Reading, dict[str, Any]]:
-    """Generate with the draft read by `overrides`; return the reading and the value of each of its facts."""
+    """Generate with the draft read by `overrides`. Return the reading, and the value of each fact that the tensors
+    leave open (no facts if the draft cannot be read).
+    """
     settings = pair_settings(draft, target, algorithm) | {
         "max_running_requests": len(PROMPTS),
         "context_length": 2 * MAX_NEW_TOKENS + 64,
@@ -115,7 +118,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print every reading, and the setting to make."""
+    """Print every reading, and the value to set for `speculative_draft_overrides`."""
     readings: list[Reading] = []
 
     def report(reading: Reading) -> None:

@@ -27,7 +27,7 @@ def pair_settings(draft: str, target: str, algorithm: str | None) -> dict[str, o
         "model_path": target,
         "speculative_algorithm": algorithm,
         "speculative_draft_model_path": draft,
-        "speculative_mode": "fixed",  # acceptance is compared tree by tree
+        "speculative_mode": "fixed",  # so that accept lengths are those of equal trees
     }
 
 
@@ -36,7 +36,7 @@ def sample_draft(
 ) -> list[int]:
     """Write `draft_sample.json` into the folder `draft`; return the tokens of the sample. Call this only if `target`
     and `overrides` are known to be right for this draft. Every later load compares the draft's output with the sample,
-    so a sample made with wrong settings would make wrong settings pass.
+    so a sample that was made with wrong settings would hide that they are wrong.
 
     Raises:
         ConfigError: `draft` is not a folder, a sample exists already, or the pair cannot be served.
@@ -62,9 +62,10 @@ def sample_draft(
 
 
 def clearest_sample(sample_draft: Callable[[tuple[int, ...]], EagleDraftInput], tokens: Sequence[int]) -> Sample:
-    """Return the draft's output after the longest prefix of `tokens` (more than half of them) whose next token is
-    clear. A token is clear if its log-probability is above `CLEAR_LOGPROB`: it then stays the likeliest under another
-    machine's rounding. If no next token is clear, the prefix with the likeliest next token is used.
+    """Return the draft's output after the longest prefix of `tokens` (more than half of them) after which the draft's
+    likeliest next token is clear. A token is clear if its log-probability is above `CLEAR_LOGPROB`: with another
+    machine's rounding it is then still the likeliest. If no prefix has a clear next token, use the prefix whose next
+    token has the highest probability.
     """
     best: Sample | None = None
     for prefix_length in range(len(tokens), len(tokens) // 2, -1):
@@ -93,7 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the sample and print its file."""
+    """Write the sample and print the path of its file."""
     overrides = parse_overrides(args.draft_override)
     tokens = sample_draft(args.draft, args.target, args.algorithm, args.dtype, overrides)
     print(f"{Path(args.draft) / SAMPLE_FILE}: the output of {args.draft} after {len(tokens)} tokens of {args.target}")

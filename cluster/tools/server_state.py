@@ -7,7 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.tools.client import Client, NoAnswerError
 
-GANG_MEMORY_S = 15.0  # a gang is dropped if no /server_info page has described it for this long
+GANG_MEMORY_S = 15.0  # a gang (the ranks of one replica) is dropped if no /server_info page described it for this long
 RANK_FACTS = ("step", "phase", "running", "waiting", "accept_length")
 
 
@@ -44,7 +44,7 @@ class ServerWatch:
             "url": self._client.url,
             "model": info.get("model_id"),
             "version": info.get("version"),
-            # the sum over replicas falls when a replica ends
+            # Not below 0: the sum over replicas falls when a replica ends.
             "tokens_per_second": max(0.0, tokens) / (now - last_time) if now > last_time else None,
             "accept_length": 1.0 + accepted / drafts if drafts > 0 and accepted >= 0 else None,
             "streaming": int(sums.get("aerie_open_requests/streaming", 0)),
@@ -71,7 +71,7 @@ def totals(page: str) -> dict[str, float]:
 
 
 def gang_of(info: dict[str, Any]) -> dict[str, Any]:
-    """Return the state of one gang from its /server_info. A rank without a heartbeat is `silent`."""
+    """Return the state of one gang from its /server_info page. A rank without a heartbeat has the state `silent`."""
     heartbeats = {heartbeat["rank"]: heartbeat for heartbeat in info.get("ranks", [])}
     return {
         "gang": info.get("gang", ""),

@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         if args.once:
             watch.poll()
-            time.sleep(INTERVAL_S)  # a rate needs two polls
+            time.sleep(INTERVAL_S)  # tokens per second need two polls
             _show(watch.poll(), args.json, screen)
             return 0
         while True:

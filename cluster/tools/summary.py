@@ -12,14 +12,14 @@ from cluster.arch.safetensors.tensors import ATTENTION_SCALES, check_tensors, ta
 from cluster.arch.target import TargetArch
 from cluster.config import ConfigError
 
-ASSUMED_DEVICE = "cuda"  # for estimates without an engine: only torch could tell whether there is a GPU
+ASSUMED_DEVICE = "cuda"  # the device of a report if none is named; only torch could tell whether there is a GPU
 
 
 @dataclass(slots=True)
 class Report:
-    """A report on a target and its draft. They can be served if `problems` is empty. If the report is for a GPU and
-    this machine has none, `here` has the memory on this machine, and also the quantised weights and the problems if
-    they are different on this machine.
+    """A report on a target and its draft. They can be served if `problems` is empty. If the report is for a GPU because
+    no device was named, and this machine has no GPU, `here` has the memory on this machine, and the quantised weights
+    and the problems where they are different on this machine. Otherwise it is None.
     """
 
     target: dict[str, Any] = field(default_factory=dict)
@@ -60,7 +60,8 @@ def features_of(arch: TargetArch) -> dict[str, Any]:
 
 def summary(folder: str, dtype: str = "auto", device: str = ASSUMED_DEVICE, cache: str = "auto") -> Report | None:
     """Return the report on a target served by one rank. `cache` is the setting `kv_cache_dtype`. Return None if the
-    target has problems, quantised weights or attention scales: those need the loading code (`tensor_report`).
+    target has problems, quantised weights or attention scales: a report on these needs the loading code
+    (`tensor_report`).
     """
     try:
         arch = read_target(folder)

@@ -1,4 +1,4 @@
-"""A report on a checkpoint, tensor by tensor, and how it would be served; only headers are read, no weights.
+"""A report on a checkpoint, tensor by tensor, and on how it would be served. Only headers are read, no weights.
 
 The loading code builds the models on torch's meta device, so the report says exactly what loading would do.
 """
@@ -42,7 +42,9 @@ Settings = tuple[dict[str, Any] | None, str | None]  # `speculative_draft_overri
 
 @dataclass(frozen=True, slots=True)
 class PlacedTensor:
-    """One tensor: the part of the model that it goes to, its file, and how many of its elements one rank holds."""
+    """One tensor: the part of the model that it goes to, its file, and how many of its elements one rank holds
+    (`numbers`).
+    """
 
     name: str
     goes_to: str
@@ -72,7 +74,7 @@ class TensorRecorder(Checkpoint):
         device: torch.device | None = None,
     ) -> CheckpointMatrix:
         """Return the tensor without data. If it is missing or wrong, record the problem and return a tensor of the
-        right shape.
+        right shape; if `shape` is None, raise a ConfigError instead.
         """
         try:
             shard = super().matrix(name, shape, rows, columns, expert)
@@ -97,14 +99,14 @@ class TensorRecorder(Checkpoint):
             self.placed[-1] = replace(self.placed[-1], numbers=0)
 
     def bytes_in(self, dtype: torch.dtype) -> int:
-        """Return the bytes of the tensors that this rank loads. Packed tensors (in `tally`) keep their size; all others
-        are converted to `dtype`.
+        """Return the bytes of the tensors that this rank loads. Quantised tensors that stay packed (`tally` counts
+        them) keep their size; all others are converted to `dtype`.
         """
         converted_elements = sum(tensor.numbers for tensor in self.placed) - self.tally.num_values
         return converted_elements * dtype.itemsize + self.tally.nbytes
 
     def finish(self) -> list[str]:
-        """Return the notes of `Checkpoint.finish`. If the model has left tensors unread, record that as a problem and
+        """Return the notes of `Checkpoint.finish`. If the model has left tensors unread, record this as a problem and
         return no notes.
         """
         try:
@@ -115,7 +117,7 @@ class TensorRecorder(Checkpoint):
 
 
 class CpuPackingKernels(TorchKernels):
-    """Packs quantised weights as the kernels in C do, for models without data on a CPU."""
+    """Packs quantised weights without data as the kernels in C pack them, for a report on serving on a CPU."""
 
     def keeps_quantised(self, matrix: Quantised, dtype: torch.dtype) -> bool:
         """Return whether the kernels in C keep this format quantised."""
@@ -145,7 +147,7 @@ class RankSetup:
 
     @property
     def context(self) -> ModelContext:
-        """The context to build models without data."""
+        """The context in which models without data are built."""
         context = replace(ModelContext.headers_only(self.sharding), dtype=self.dtype)
         return context if self.device == "cuda" else replace(context, kernels=CpuPackingKernels())
 
@@ -229,7 +231,9 @@ def inspect(
 
 
 def _inspect_draft_only(report: Report, path: str, draft: str, setup: ServingSetup, settings: Settings) -> None:
-    """Report the draft of a target that is recognised but cannot be served. The memory covers the draft only."""
+    """Add the draft to the report if its target is recognised but cannot be served; otherwise add nothing. The memory
+    covers the draft only.
+    """
     try:
         arch = read_recurrent_target(path)
         if arch is None:
@@ -255,7 +259,9 @@ def _target(report: Report, path: str, arch: TargetArch, rank_setup: RankSetup) 
 
 
 def _draft(report: Report, path: str, arch: TargetArch, rank_setup: RankSetup, settings: Settings) -> None:
-    """Add the draft to the report. Its memory counts the runners that the default `speculative_num_steps` loads."""
+    """Add the draft to the report. A draft of several MTP layers has one runner per layer, and other drafts have one
+    runner. The memory counts the runners that are loaded with the default `speculative_num_steps`.
+    """
     spec: DraftSpec = read_draft(path, Checkpoint(path).shapes, arch, *settings)
     dtype, sharding = rank_setup.dtype, rank_setup.sharding
     moe = moe_of(layer.geometry for layer in spec.layers)

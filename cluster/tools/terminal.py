@@ -8,8 +8,8 @@ from typing import Literal, TextIO
 
 Colour = Literal["dim", "red", "green", "cyan", "magenta"]
 COLOUR_CODES: dict[Colour, int] = {"dim": 2, "red": 31, "green": 32, "cyan": 36, "magenta": 35}
-# A model may write control characters, which would move the cursor or set the title. Show them as Unicode's control
-# pictures (U+2400 on); the C1 range has no pictures and becomes U+FFFD.
+# A model may write control characters, which would move the cursor or set the title. A terminal gets Unicode's control
+# pictures (from U+2400) in their place; the C1 range has no pictures and becomes U+FFFD.
 CONTROL_PICTURES = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
 CONTROL_PICTURES |= {0x7F: 0x2421, **dict.fromkeys(range(0x80, 0xA0), 0xFFFD)}
 
@@ -27,7 +27,7 @@ class Screen:
         self._drawn_lines = 0
 
     def write(self, text: str, colour: Colour | None = None) -> None:
-        """Write text that may contain control characters, and flush."""
+        """Write text and flush. On a terminal, control characters in the text are shown as visible characters."""
         if text:
             self.out.write(self.coloured(text.translate(CONTROL_PICTURES) if self.is_terminal else text, colour))
             self.out.flush()
@@ -44,7 +44,7 @@ class Screen:
         return f"\x1b[{COLOUR_CODES[colour]}m{text}\x1b[0m"
 
     def redraw(self, lines: Sequence[tuple[str, Colour | None]]) -> None:
-        """Replace the lines of the last call with these. If the output is not a terminal, append them instead."""
+        """Replace the lines of the last call with `lines`. If the output is not a terminal, append `lines` instead."""
         if not self.is_terminal:
             self.out.write("".join(f"{text}\n" for text, _ in lines) + "\n")
             self.out.flush()

@@ -1,7 +1,7 @@
 """Measure a draft's accept length on text that the target generated, without an engine.
 
-The text is the output of plain decoding, so a draft token is accepted if it equals the text. At a temperature above 0,
-the draft ranks its tokens with the same Gumbel noise that the text was sampled with.
+The text is the output of plain decoding, so a draft token is accepted if it equals the text's token at its position. At
+a temperature above 0, the draft ranks its tokens with the same Gumbel noise with which the text was sampled.
 """
 
 from dataclasses import dataclass
@@ -15,9 +15,9 @@ from cluster.train.samples import continue_rows, features, gumbel
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Acceptance of chains. `accept_len` is the mean number of tokens per chain, bonus token included. `by_depth` has a
-    share for each depth: of the chains whose earlier tokens were all accepted, those whose token at this depth was
-    accepted too.
+    """Acceptance of chains. `accept_len` is the mean number of tokens that a chain commits, bonus token included.
+    `by_depth` has a share for each depth: of the chains whose earlier tokens were all accepted, the share whose token
+    at this depth was accepted too.
     """
 
     accept_len: float
@@ -57,7 +57,7 @@ class AcceptanceProbe:
 
     @torch.no_grad()
     def measure(self, draft: Eagle3TrainingDraft, steps: int = 5) -> Acceptance:
-        """Return the acceptance of chains of `steps` tokens. Every row is drafted from the end of its prompt."""
+        """Return the acceptance of chains of `steps` tokens. In every row, drafting starts at the end of the prompt."""
         length = self.ids.shape[1] - 1 - steps
         embeddings = self.embedding[self.ids[:, 1 : length + steps]]
         vocab_ids = draft.draft_vocab_ids

@@ -34,12 +34,14 @@ class TrainPlan:
     target: TargetRecipe
     draft: DraftRecipe
     mtp: MtpRecipe
-    prompts: int
-    files: int | None  # how many train files to read; None reads all
+    prompts: int  # how many held-out prompts measure the draft
+    files: int | None  # how many train files and how many held-out files to read at most; None reads all
 
 
 def quick_plan(out: Path, work: Path, layers: int) -> TrainPlan:
-    """Return the plan of a run that takes seconds: models too small to predict text, but in the real formats."""
+    """Return the plan of a run that takes seconds. Its models have the real formats but are too small to predict text.
+    `layers` is the number of MTP layers.
+    """
     sizes = {"vocab_size": 512, "hidden_size": 32, "intermediate_size": 48, "heads": 4, "kv_heads": 2, "head_dim": 8}
     target = TargetRecipe(**sizes, layers=4, length=64)
     shape = DraftShape(**sizes, draft_vocab_size=256, aux_layer_ids=(0, 1, 2))
@@ -143,7 +145,7 @@ def run_draft(plan: TrainPlan) -> None:
 
 
 def run_mtp(plan: TrainPlan) -> None:
-    """Train MTP layers for the saved target. They are saved in the work folder, being too large for the repository."""
+    """Train MTP layers for the saved target. Save them in the work folder, as they are too large for the repository."""
     train, _ = encode_corpus(load_tokenizer(plan.out / "target"), plan.work / "corpus.npz", files=plan.files)
     draft = train_mtp(plan.mtp, load_target(plan.out / "target"), train, work=plan.work)
     folder = plan.work / f"mtp-{plan.mtp.layers}"

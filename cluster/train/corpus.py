@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 HELDOUT_PER_MILLE = 60  # of every thousand library files, how many are held out
 
 TESTS_PER_MILLE = (
-    150  # of every thousand test files, how many are used; all tests are more text than the library itself
+    150  # of every thousand test files, how many are used; all of them would be more text than the library itself
 )
 
 _EXCLUDED_DIRECTORIES = frozenset({"site-packages", "dist-packages", "__pycache__", "pydoc_data"})
@@ -102,8 +102,8 @@ def texts(paths: list[str]) -> Iterator[str]:
 
 
 def chat_examples(paths: list[str], count: int, seed: int) -> list[ChatExample]:
-    """Return up to `count` chats. A question has the name and the first docstring line of a function; the answer is the
-    function's source.
+    """Return up to `count` chats, in random order. A question has the name and the first docstring line of a function
+    of the files `paths` (tests excepted); the answer is the function's source.
     """
     examples: list[ChatExample] = []
     for path in paths:
@@ -134,7 +134,7 @@ def _without_indent(line: str, indent: int) -> str:
 
 
 def heldout_prompts(tokenizer: PreTrainedTokenizerBase, count: int, length: int, seed: int = 0) -> list[list[int]]:
-    """Return `count` prompts of `length` token ids, cut at deterministic positions of held-out files.
+    """Return `count` prompts of `length` token ids, cut from held-out files. `seed` decides the positions.
 
     The files take turns. Files with fewer than 2 * `length` tokens are skipped.
 

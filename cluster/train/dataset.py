@@ -28,7 +28,7 @@ def _encode(tokenizer: PreTrainedTokenizerBase, documents: Iterator[str]) -> lis
 
 
 def chat_documents(tokenizer: PreTrainedTokenizerBase, count: int, seed: int = 0) -> list[list[int]]:
-    """Return chats as token ids, formatted by the tokenizer's chat template."""
+    """Return up to `count` chats as token ids, formatted by the tokenizer's chat template."""
     documents: list[list[int]] = []
     for example in chat_examples(train_files(), count, seed):
         messages = [{"role": "user", "content": example.question}, {"role": "assistant", "content": example.answer}]
@@ -38,7 +38,7 @@ def chat_documents(tokenizer: PreTrainedTokenizerBase, count: int, seed: int = 0
 
 
 def _cache_key(tokenizer: PreTrainedTokenizerBase, files: int | None) -> str:
-    """Return a digest of what decides the ids: the tokenizer, its chat template and the number of files."""
+    """Return a digest of the tokenizer, its chat template and the number of files, on which the ids depend."""
     facts = [tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template, files]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
@@ -47,8 +47,8 @@ def encode_corpus(
     tokenizer: PreTrainedTokenizerBase, cache: Path, *, files: int | None = None
 ) -> tuple[TokenIds, TokenIds]:
     """Return (train ids, held-out ids). They are read from the file `cache` if it was written for the same tokenizer
-    and `files`; otherwise they are computed and written to it. `files` is the most train files and the most held-out
-    files to read; None reads all.
+    and `files`; otherwise they are computed and written to it. `files` is the maximum number of train files, and of
+    held-out files, to read; None reads all.
     """
     key = _cache_key(tokenizer, files)
     if cache.exists():
@@ -101,14 +101,14 @@ class Windows:
 
 
 def shuffled_rows(step: int, count: int, batch: int, seed: int) -> torch.Tensor:
-    """Return which of `count` rows the step reads, [batch]. Every epoch shuffles the rows anew."""
+    """Return the indices [batch] of the rows, out of `count`, that a step reads. Each epoch shuffles the rows anew."""
     epoch, index = divmod(step, max(1, count // batch))
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
     return order[index * batch : (index + 1) * batch]
 
 
 def with_repeats(ids: torch.Tensor, share: float, seed: int) -> torch.Tensor:
-    """Return a copy of the batch [B, T] in which the first `share` of the rows repeat their own beginning.
+    """Return a copy of the batch [B, T] in which the first rows, a `share` of all, repeat their own beginning.
 
     Each row has its own random period, so looking back a fixed distance does not help: to predict the repeated part,
     attention must find the earlier copy by its content. A small share of repeating rows early in training teaches a

@@ -24,7 +24,9 @@ class DraftRecipe:
     steps: int = 5  # unrolled steps of the training-time test
     step_decay: float = 0.8
     overlap_sharpness: float = 3.0
-    """With a larger value the loss changes earlier from cross entropy to the accepted share (see `chain_loss`)."""
+    """With a larger value, less overlap with the target changes the loss from cross entropy to 1 - overlap (see
+    `chain_loss`).
+    """
     prompt_length: int = 64
     sample_length: int = 192
     samples: int = 1280
@@ -39,8 +41,8 @@ class DraftRecipe:
 
 @dataclass(frozen=True)
 class DraftReport:
-    """The cost of training, the share of text that the draft vocabulary covers, and, for the saved weights, acceptance
-    by temperature.
+    """The cost of training, the share of the text's tokens that the draft vocabulary covers, and the acceptance of the
+    saved weights by temperature.
     """
 
     steps: int
@@ -60,8 +62,9 @@ def most_frequent(ids: torch.Tensor, vocab_size: int, count: int) -> tuple[torch
 
 @torch.no_grad()
 def start_from_target(draft: Eagle3TrainingDraft, target: LlamaForCausalLM) -> None:
-    """Initialise the draft near the target. The head gets the target's rows, the layer the target's last layer (on the
-    hidden half of its input), and `fc` mostly copies the highest aux hidden state.
+    """Initialise the draft near the target. The head gets the target's rows for the draft vocabulary. The layer gets
+    the weights of the target's last layer; in its attention input, they apply to the half with the hidden state. `fc`
+    mostly copies the highest aux hidden state.
     """
     width = draft.shape.hidden_size  # the attention input is [embedding, hidden], each of this width
     last_layer = target.model.layers[-1]
@@ -83,7 +86,7 @@ def start_from_target(draft: Eagle3TrainingDraft, target: LlamaForCausalLM) -> N
 def unrolled_loss(
     draft: Eagle3TrainingDraft, target: LlamaForCausalLM, ids: torch.Tensor, recipe: DraftRecipe
 ) -> torch.Tensor:
-    """Return the loss of all S steps on ids [B, L]; cells 0..L-S-1 are trained at every step.
+    """Return the loss of all S unrolled steps on ids [B, L]. Positions 0..L-S-1 are trained at every step.
 
     A position counts only if the target's likeliest token is in the draft vocabulary. The teacher is the target's
     distribution, restricted to that vocabulary and renormalised.
@@ -102,8 +105,9 @@ def chain_loss(
     """Return the weighted mean of the losses of a chain's steps. `draft_logits` has one tensor of logits [B, T, V] per
     step; `teacher` is [B, L, V]; `usable` [B, L] selects the positions that count.
 
-    Step i at cell t is compared with the teacher at position t + 1 + i. p is the teacher's distribution, q the draft's.
-    Loss of a position: w CE(p, q) + (1 - w) (1 - overlap); overlap = sum(min(p, q)), w = exp(-sharpness overlap).
+    Step i at position t is compared with the teacher at position t + 1 + i. p is the teacher's distribution, q the
+    draft's. The loss of a position is w * CE(p, q) + (1 - w) * (1 - overlap), where overlap = sum(min(p, q)) is the
+    share of accepted tokens, and w = exp(-sharpness * overlap). Step i has the weight `step_decay` ** i.
     """
     length = draft_logits[0].shape[1]
     total = teacher.new_zeros(())
@@ -122,8 +126,8 @@ def chain_loss(
 
 
 class DraftText:
-    """Training batches. Every fourth step has real text; other steps have samples of the target, because the draft will
-    draft such text.
+    """Training batches. Every fourth step has real text. Other steps have text that the target generated, because the
+    draft will draft such text.
     """
 
     def __init__(self, samples: torch.Tensor, train: TokenIds, recipe: DraftRecipe) -> None:
@@ -141,7 +145,9 @@ class DraftText:
 
 
 def sample_text(target: LlamaForCausalLM, train: TokenIds, recipe: DraftRecipe, cache: Path) -> torch.Tensor:
-    """Return the target's continuations of train-text prompts [samples, prompt + sample length], cached in `cache`."""
+    """Return prompts from the train text with the target's continuations, [samples, prompt + sample length]. The result
+    is cached in the file `cache`.
+    """
     if cache.exists():
         stored: torch.Tensor = torch.load(cache, weights_only=True)
         return stored
@@ -163,7 +169,9 @@ def train_draft(
     minutes: float,
     work: Path,
 ) -> tuple[Eagle3TrainingDraft, DraftReport]:
-    """Generate samples, train for `minutes` on them and on real text, round the weights to bf16 and measure."""
+    """Generate samples with the target, train for `minutes` on them and on real text, round the weights to bf16, and
+    measure the acceptance. Training resumes from a checkpoint in `work`.
+    """
     samples = sample_text(target, train, recipe, work / "samples.pt")
     text = torch.cat([samples.flatten(), torch.from_numpy(train)])
     vocab_ids, coverage = most_frequent(text, recipe.shape.vocab_size, recipe.shape.draft_vocab_size)

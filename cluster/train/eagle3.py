@@ -1,7 +1,8 @@
 """The EAGLE-3 draft as a training module, with SpecForge's tensor names and checkpoint format.
 
-Shapes: B rows, T cells, H hidden width, A = num_aux * H, V draft vocabulary, S unrolled steps. At step 0, cell t reads
-the target's aux hidden at t and the embedding of token t+1, has rotary position t and predicts token t+2.
+Shapes: B rows, T cells, H hidden width, A = num_aux * H, V draft vocabulary, S unrolled steps. A cell is one position
+of a row, with its key and value. At step 0, cell t reads the target's aux hidden state (the outputs of some layers) at
+t and the embedding of token t+1, has rotary position t and predicts token t+2.
 """
 
 import json
@@ -27,7 +28,7 @@ class DraftShape:
     head_dim: int = 64
     intermediate_size: int = 704
     aux_layer_ids: tuple[int, ...] = (2, 5, 8)
-    """SpecForge's numbering: id i is the output of layer i, which is the residual stream entering layer i + 1."""
+    """In SpecForge's numbering: id i is the output of layer i, the residual stream that enters layer i + 1."""
     rope_theta: float = 10000.0
     rms_norm_eps: float = 1e-5
     max_position_embeddings: int = 16384
@@ -55,7 +56,8 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(shape.heads * shape.head_dim, shape.hidden_size, bias=False)
 
     def forward(self, x: torch.Tensor, cells: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-        """Map x [B, T, width] of step i = len(cells) to [B, T, H]; append this step's keys and values to `cells`.
+        """Map x [B, T, width] to the attention output [B, T, H]. `cells` has the keys and values of all earlier steps,
+        so this is step len(cells); its own keys and values are appended.
 
         A query at cell t sees cells 0..t of step 0 and, of each later step, only cell t. When drafting, the KV cache
         holds exactly these cells.
@@ -108,7 +110,7 @@ class MidLayer(nn.Module):
     def forward(
         self, embedding: torch.Tensor, hidden: torch.Tensor, cells: list[tuple[torch.Tensor, torch.Tensor]]
     ) -> torch.Tensor:
-        """Map embedding and hidden [B, T, H] to the hidden of the next step, before the final norm, [B, T, H]."""
+        """Map embedding and hidden states [B, T, H] to the next step's hidden states [B, T, H], before the norm."""
         x = torch.cat([self.input_layernorm(embedding), self.hidden_norm(hidden)], dim=-1)
         hidden = hidden + self.self_attn(x, cells)
         out: torch.Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
@@ -116,7 +118,7 @@ class MidLayer(nn.Module):
 
 
 class Eagle3TrainingDraft(nn.Module):
-    """The draft: fc, one layer, norm and head. The embedding is the target's; callers pass embedded tokens."""
+    """The draft: `fc`, one layer, norm and head. It has no embedding: callers pass the target's token embeddings."""
 
     d2t: torch.Tensor
     t2d: torch.Tensor
@@ -133,7 +135,7 @@ class Eagle3TrainingDraft(nn.Module):
 
     @property
     def draft_vocab_ids(self) -> torch.Tensor:
-        """The target ids of the draft vocabulary, ascending, [V]: d2t stores the difference target id - draft id."""
+        """The target ids of the draft vocabulary, ascending, [V]. `d2t` stores target id minus draft id."""
         return torch.arange(len(self.d2t)) + self.d2t
 
     def set_vocabulary(self, draft_vocab_ids: torch.Tensor) -> None:
@@ -144,9 +146,10 @@ class Eagle3TrainingDraft(nn.Module):
         self.t2d[ascending] = True
 
     def unroll(self, aux_hidden: torch.Tensor, embeddings: torch.Tensor, steps: int) -> list[torch.Tensor]:
-        """Run the training-time test; return the logits [B, T, V] of each of `steps` steps.
+        """Run EAGLE-3's training-time test: the draft reads its own hidden states after step 0. Return the logits
+        [B, T, V] of each of `steps` steps.
 
-        aux_hidden [B, T, A] is of positions 0..T-1; embeddings [B, T + steps - 1, H] are of the tokens at positions
+        `aux_hidden` [B, T, A] is of positions 0..T-1; `embeddings` [B, T + steps - 1, H] are of the tokens at positions
         1..T+steps-1. Step i at cell t reads token t+1+i and predicts token t+2+i.
         """
         hidden = self.fc(aux_hidden)
@@ -183,7 +186,7 @@ def save_draft(draft: Eagle3TrainingDraft, directory: Path) -> None:
 def write_checkpoint(
     directory: Path, shape: DraftShape, tensors: dict[str, torch.Tensor], format_config: dict[str, object]
 ) -> None:
-    """Write `tensors`, and a config with the sizes of `shape` and the format's `format_config` keys."""
+    """Write `tensors` to model.safetensors, and the sizes of `shape` and all of `format_config` to config.json."""
     directory.mkdir(parents=True, exist_ok=True)
     config = {
         **format_config,

@@ -16,8 +16,8 @@ from cluster.train.optimizer import Optimizers, clock_factor
 class ThreadChoice:
     """Chooses the number of torch threads of each step on a shared machine: all `threads`, or one fewer.
 
-    A step is as slow as its slowest thread, so while other work takes a core, one thread can be faster than two. Steps
-    use the count whose latest step was faster. Every `explore_every`-th step tries the other count.
+    A step is as slow as its slowest thread. So while other work takes a core, one thread can be faster than two. A step
+    uses the count whose latest step was faster, but every `explore_every`-th step tries the other count.
     """
 
     def __init__(self, threads: int, explore_every: int = 10) -> None:
@@ -44,7 +44,9 @@ class ThreadChoice:
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """One training run: its label, its checkpoint file, its budget (`minutes`, `steps`), and seconds between saves."""
+    """One training run: its label, its checkpoint file, its budget (`minutes` of training time and `steps`; infinite if
+    not given), and the seconds of training between saves.
+    """
 
     label: str
     checkpoint: Path
@@ -62,9 +64,11 @@ def train_for(
 ) -> tuple[int, float]:
     """Minimise `loss_at(step)` until the run's `minutes` or `steps` are spent; return (steps, seconds).
 
-    Both returned numbers include the run before a resume. The seconds exclude evaluation and saving. The learning rate
-    follows the spent share of the budget. With a budget of `minutes`, a slow machine does fewer steps, but the learning
-    rate still decays to the end. With a budget of `steps`, every machine does the same steps.
+    If the checkpoint file exists, training resumes from it, and both returned numbers include what came before. The
+    seconds exclude evaluation and saving. After each save, the text that `evaluate` returns is printed.
+
+    The learning rate follows the spent share of the budget. With a budget of `minutes`, a slow machine does fewer
+    steps, but the learning rate still decays to the end. With a budget of `steps`, every machine does the same steps.
     """
     step, elapsed, budget, checkpoint = 0, 0.0, run.minutes * 60.0, run.checkpoint
     if checkpoint.exists():

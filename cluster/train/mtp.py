@@ -1,9 +1,10 @@
 """MTP layers as a training module, saved in Step-3.5's format: one layer per level, or one layer for all levels.
 
-Shapes: B rows, T cells, H hidden width, V vocabulary, S levels. Cell t of level i (from 0) reads the embedding of token
-t+1+i and a hidden state at t, and predicts token t+2+i. The hidden state is the target's, post-norm, at level 0, and
-the output of level i-1 before its final norm at later levels. Embedding and head are the target's; the checkpoint also
-stores the head, because the format requires one. Sources: DeepSeek-V3's report, section 2.2; the table of the format in
+Shapes: B rows, T cells, H hidden width, V vocabulary. A level drafts one token, and a cell is one position of a row,
+with its key and value. Cell t of level i (from 0) reads the embedding of token t+1+i and a hidden state at t, and
+predicts token t+2+i. At level 0 the hidden state is the target's, after the final norm. At level i > 0 it is the output
+of level i-1 before that level's final norm. Embedding and head are the target's; the checkpoint also stores the head,
+because the format requires one. Sources: DeepSeek-V3's report, section 2.2; the table of the format in
 `cluster/arch/draft/mtp.py`.
 """
 
@@ -28,8 +29,8 @@ class Decoder(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
 
     def forward(self, hidden: torch.Tensor, cells: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-        """Map the residual stream [B, T, H] that enters the layer to the stream that leaves it. For `cells` see
-        `Attention`.
+        """Map the residual stream [B, T, H] that enters the layer to the stream that leaves it. `cells` is the argument
+        of `Attention.forward`.
         """
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), cells)
         out: torch.Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
@@ -37,7 +38,7 @@ class Decoder(nn.Module):
 
 
 class SharedHead(nn.Module):
-    """The tensors that the format stores under `shared_head`, without the head matrix."""
+    """The trained tensors that the format stores under `shared_head`. The head matrix is not among them."""
 
     def __init__(self, shape: DraftShape) -> None:
         super().__init__()
@@ -58,7 +59,7 @@ class MtpLayer(nn.Module):
     def forward(
         self, embedding: torch.Tensor, hidden: torch.Tensor, cells: list[tuple[torch.Tensor, torch.Tensor]]
     ) -> torch.Tensor:
-        """Map embedding and hidden [B, T, H] to the hidden of the next level, before the final norm, [B, T, H]."""
+        """Map embedding and hidden states [B, T, H] to the next level's hidden states [B, T, H], before the norm."""
         layer_input = torch.cat([self.enorm(embedding), self.hnorm(hidden)], dim=-1)
         out: torch.Tensor = self.transformer(self.eh_proj(layer_input), cells)
         return out
@@ -66,7 +67,9 @@ class MtpLayer(nn.Module):
 
 @dataclass(frozen=True)
 class MtpShape:
-    """The shape and the number of MTP layers. Their indices continue those of the target's layers."""
+    """The shape and the number of MTP layers. In the checkpoint their indices begin at `first_index`, which is the
+    number of the target's layers.
+    """
 
     layer: DraftShape
     count: int  # the number of levels, or 1 if one layer serves all levels

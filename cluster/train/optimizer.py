@@ -9,9 +9,9 @@ from torch import nn
 
 
 def orthogonalize(gradient: torch.Tensor, iterations: int = 5) -> torch.Tensor:
-    """Return approximately the nearest semi-orthogonal matrices, by Newton-Schulz; [count, rows, columns] in and out.
+    """Return approximately the nearest semi-orthogonal matrix of each matrix; shape [count, rows, columns] in and out.
 
-    The quintic polynomial and its coefficients are from Keller Jordan's Muon.
+    The method is Newton-Schulz iteration. Its quintic polynomial and the coefficients are from Keller Jordan's Muon.
     """
     a, b, c = 3.4445, -4.7750, 2.0315
     tall = gradient.shape[1] > gradient.shape[2]
@@ -25,7 +25,7 @@ def orthogonalize(gradient: torch.Tensor, iterations: int = 5) -> torch.Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """The Muon optimizer: Nesterov momentum with an orthogonalized update. Matrices of the same shape are one batch.
+    """The Muon optimizer: Nesterov momentum with an orthogonalized update. Matrices of one shape are computed together.
 
     torch.optim.Muon computes in bfloat16, which takes 35 times as long on a CPU without bfloat16 instructions.
     """

@@ -20,8 +20,8 @@ from cluster.train.target import split_parameters
 
 @dataclass(frozen=True)
 class MtpRecipe:
-    """The number of layers, levels and training steps. The recipe `draft` gives the text, the loss and the learning
-    rates.
+    """The numbers of MTP layers, of levels (tokens drafted one after the other) and of training steps. The recipe
+    `draft` gives the text, the loss and the learning rates.
     """
 
     layers: int = 3
@@ -38,14 +38,14 @@ class MtpText:
     hidden: torch.Tensor
 
     def __call__(self, rows: torch.Tensor) -> "MtpText":
-        """Return the selected rows."""
+        """Return the rows with the indices `rows`."""
         return MtpText(self.ids[rows], self.hidden[rows])
 
 
 @torch.no_grad()
 def read_text(target: LlamaForCausalLM, train: TokenIds, recipe: DraftRecipe, work: Path) -> MtpText:
-    """Return the target's samples, one row of real text for every three samples, and the target's hidden states on all
-    rows. The result is cached in `work`.
+    """Return a text of the target's samples and of one row of real text for every three samples, with the target's
+    hidden states on all rows. The result is cached in `work`.
     """
     cache = work / "mtp-text.pt"
     if cache.exists():
@@ -61,7 +61,7 @@ def read_text(target: LlamaForCausalLM, train: TokenIds, recipe: DraftRecipe, wo
 
 
 def mtp_loss(draft: MtpDraft, target: LlamaForCausalLM, text: MtpText, recipe: MtpRecipe) -> torch.Tensor:
-    """Return the loss of all levels; cells 0..T-levels-1 are trained at every level."""
+    """Return the loss over all levels on rows of T tokens. Positions 0..T-levels-1 are trained at every level."""
     length = text.ids.shape[1] - recipe.levels
     embeddings = target.model.embed_tokens(text.ids[:, 1:])
     teacher = functional.softmax(target.lm_head(text.hidden), dim=-1)

@@ -43,7 +43,7 @@ class TargetReport:
 
 
 def build_target(recipe: TargetRecipe) -> LlamaForCausalLM:
-    """Return an untrained target in float32. The output matrix of every block starts at zero."""
+    """Return an untrained target in float32. The output matrix of every attention and every MLP starts at zero."""
     config = LlamaConfig(
         vocab_size=recipe.vocab_size,
         hidden_size=recipe.hidden_size,
@@ -70,7 +70,9 @@ def build_target(recipe: TargetRecipe) -> LlamaForCausalLM:
 
 
 def split_parameters(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Return (matrices of the layers, trained by Muon; all other trained parameters, trained by AdamW)."""
+    """Return the layers' matrices, for Muon, and all other trained parameters, for AdamW. Parameters that are not
+    trained are left out.
+    """
     matrices: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for name, parameter in module.named_parameters():
@@ -88,7 +90,9 @@ def next_token_loss(target: LlamaForCausalLM, ids: torch.Tensor) -> torch.Tensor
 
 @torch.no_grad()
 def heldout_loss(target: LlamaForCausalLM, ids: TokenIds, length: int, limit: int | None = None) -> float:
-    """Return the mean cross entropy over consecutive windows of held-out ids, at most `limit` windows."""
+    """Return the mean cross entropy over consecutive windows of `length` held-out ids. At most `limit` windows are
+    read; None reads all.
+    """
     rows = torch.from_numpy(ids)
     count = len(rows) // length
     windows = rows[: count * length].view(count, length)[:limit]
@@ -99,7 +103,7 @@ def heldout_loss(target: LlamaForCausalLM, ids: TokenIds, length: int, limit: in
 def train_target(
     recipe: TargetRecipe, train: TokenIds, heldout: TokenIds, *, minutes: float, checkpoint: Path
 ) -> tuple[LlamaForCausalLM, TargetReport]:
-    """Train for `minutes`, including the time before a resume; then round the weights to bf16 and measure the loss."""
+    """Train for `minutes` in all, before and after a resume. Then round the weights to bf16 and measure the loss."""
     target = build_target(recipe).train()
     optimizers = Optimizers(*split_parameters(target), matrix_lr=recipe.matrix_lr, other_lr=recipe.other_lr)
     half_length = recipe.length // 2
@@ -123,7 +127,7 @@ def train_target(
 
 
 def round_to_bf16(target: LlamaForCausalLM) -> LlamaForCausalLM:
-    """Round every weight to bf16 in place, keep it in float32, and freeze the model for use as a teacher."""
+    """Round every weight in place to a value of bf16, but keep the type float32. Freeze `target` and return it."""
     with torch.no_grad():
         for parameter in target.parameters():
             parameter.copy_(parameter.bfloat16().float())

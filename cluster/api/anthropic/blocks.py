@@ -1,4 +1,4 @@
-"""The messages of /v1/messages (text, thinking, tool use and tool result blocks), and their chat messages."""
+"""The messages of /v1/messages with their blocks (text, thinking, tool use, tool results), as chat messages."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -31,7 +31,7 @@ class TextBlock(StrictModel):
 
 
 class ToolReferenceBlock(StrictModel):
-    """A tool that a tool search has found, in the result of the search."""
+    """A part of the result of a tool search: the name of a tool that the search has found."""
 
     type: Literal["tool_reference"]
     tool_name: Text
@@ -42,7 +42,7 @@ def _read_text(value: Any) -> str:
 
 
 def _read_result_text(value: Any) -> str:
-    """Return the result of a tool as text: its texts, and the names of tools that a search has found."""
+    """Return the result of a tool as one text: its texts and the names of found tools, joined. null becomes ""."""
     return "" if value is None else text_of_parts(value, {"text": "text", "tool_reference": "tool_name"})
 
 
@@ -53,8 +53,8 @@ BILLING_PREFIX = "x-anthropic-billing-header:"
 
 
 def _read_system(value: Any) -> str:
-    """Return the system text without Claude Code's billing block. The block is meant for Anthropic's own servers and
-    changes with every request, so no prefix of a prompt with it would be found in the prefix cache.
+    """Return the system text without Claude Code's billing block. The block is meant for Anthropic's own servers. It
+    changes with every request, so with it the prefix cache could not match a prompt beyond the block.
     """
     if isinstance(value, list):
         value = [
@@ -124,7 +124,9 @@ def _without_encrypted_fields(value: Any) -> Any:
 
 
 class ToolResultBlock(StrictModel):
-    """The result of a tool. `is_error` is ignored: chat templates have no field for it, so the content must say it."""
+    """The result of a tool. `is_error` is ignored, because chat templates have no field for it: only the content can
+    tell the model of an error.
+    """
 
     type: Literal["tool_result"]
     tool_use_id: Text
@@ -160,7 +162,9 @@ class Message(StrictModel):
 
 @dataclass(frozen=True, slots=True)
 class MessageContent:
-    """A validated message. `blocks` has its content if that was a list; else `text` has it."""
+    """A validated message. If the content was a list, `blocks` holds it and `text` is empty. Otherwise `text` holds it
+    and `blocks` is empty.
+    """
 
     role: Role
     text: str
@@ -249,8 +253,8 @@ def _joined_text(run: Sequence[Block]) -> str:
 
 
 def _block_runs(blocks: Sequence[Block]) -> list[tuple[int, list[Block]]]:
-    """Return (index of the first block, blocks) for each run of consecutive text blocks or thinking blocks. Each other
-    block is a run of its own.
+    """Return (index of the first block, blocks) for each run. Consecutive text blocks form a run, and so do consecutive
+    thinking blocks. Each other block is a run of its own.
     """
     runs: list[tuple[int, list[Block]]] = []
     for index, block in enumerate(blocks):

@@ -51,4 +51,4 @@ REMEDIES: dict[str, str] = {
 }
 TABLE: FieldTable = build_field_table(HARMLESS, REFUSED, REMEDIES)
 COUNT_TABLE: FieldTable = build_field_table(HARMLESS | {"max_tokens", "stream", "stop_sequences"}, REFUSED, REMEDIES)
-"""The table of /v1/messages/count_tokens: fields that do not change the prompt are harmless there."""
+"""The table of /v1/messages/count_tokens, which ignores `max_tokens`, `stream` and `stop_sequences` too."""

@@ -20,7 +20,7 @@ ORIGINS: Mapping[str, str] = {
     "reasoning_effort": "output_config.effort",
 }
 TOOL_CHOICE_MODES = {"auto": "auto", "any": "required", "none": "none"}
-# Both names that templates use; a template ignores the other name.
+# A template reads one of these two arguments and ignores the other.
 THINKING_ENABLED = {"enable_thinking": True, "thinking": True}
 NO_THINKING_WARNING = "thinking is not known of this model"
 BUDGET_WARNING = "thinking.budget_tokens is not a limit here; max_tokens bounds thoughts and answer together"
@@ -89,7 +89,9 @@ def _read_tools(value: Any) -> list[CustomTool | UnsupportedTool]:
 
 
 def _read_tool(value: Any, path: str) -> CustomTool | UnsupportedTool:
-    """Read a tool that the client declares; a tool that needs Anthropic's servers or models is left out."""
+    """Read a declared tool. A tool that needs Anthropic's servers or models becomes an `UnsupportedTool`, which is
+    left out later.
+    """
     tool_type = value.get("type") if isinstance(value, dict) else None
     if isinstance(tool_type, str) and tool_type not in ("", "custom"):
         return UnsupportedTool(type=tool_type, name=value.get("name"))
@@ -97,7 +99,7 @@ def _read_tool(value: Any, path: str) -> CustomTool | UnsupportedTool:
 
 
 class CountRequest(TranslatedBody):
-    """The body of /v1/messages/count_tokens: the fields that determine the prompt."""
+    """The body of /v1/messages/count_tokens: the fields of /v1/messages that decide the prompt."""
 
     table: ClassVar[FieldTable] = COUNT_TABLE
     extensions: ClassVar[frozenset[str]] = EXTENSIONS - {"stop"}
@@ -114,7 +116,7 @@ class CountRequest(TranslatedBody):
     output_config: OutputConfig | None = None
 
     def generation_fields(self) -> dict[str, Any]:
-        """Return the chat request's fields that do not belong to the prompt: none here."""
+        """Return fields of the chat request that do not belong to the prompt. This body has none."""
         return {}
 
     def to_chat(self) -> ChatTranslation:
@@ -162,7 +164,7 @@ class CountRequest(TranslatedBody):
         return fields
 
     def thinking_warnings(self, can_think: bool) -> list[str]:
-        """Return warnings if `thinking` is not fully honoured. `can_think` says whether the model can think."""
+        """Return warnings if `thinking` is not fully honoured. `can_think`: whether the model's format has thinking."""
         thinking = self.thinking
         if thinking is None or thinking.type != "enabled":
             return []
@@ -170,7 +172,7 @@ class CountRequest(TranslatedBody):
 
 
 class MessagesRequest(CountRequest):
-    """The body of /v1/messages. Sampling fields and extensions are passed to the chat request unchanged."""
+    """The body of /v1/messages. Its extensions and sampling fields become fields of the chat request, unchanged."""
 
     table: ClassVar[FieldTable] = TABLE
 

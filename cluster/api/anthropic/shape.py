@@ -43,7 +43,7 @@ ENVELOPE_SCHEMA: Mapping[str, Any] = {
 
 
 def anthropic_envelope(error: ApiError) -> dict[str, Any]:
-    """Return the body of an error answer, or the data of the event `error`. The message names the wrong field."""
+    """Return Anthropic's error envelope: the body of an error answer, or the data of the event `error`."""
     error_type = ERROR_TYPES.get(error.status, "api_error" if error.status > 500 else "invalid_request_error")
     if error.code == "overloaded":
         error_type = "overloaded_error"
@@ -52,13 +52,13 @@ def anthropic_envelope(error: ApiError) -> dict[str, Any]:
 
 NamedEvent = tuple[str, dict[str, Any]]
 SIGNATURE = "unsigned"
-"""The signature of every thinking block. Clients do not send a block without a signature back; this server ignores its
-value.
+"""The signature of every thinking block. If a thinking block has no signature, clients do not send it back in the next
+request. This server ignores the signatures that it receives.
 """
 
 
 class MessageFormatter:
-    """One message. Text, reasoning and tool calls become blocks, in order."""
+    """Writes the answer to one call: one message. Text, reasoning and tool calls become its blocks, in order."""
 
     keep_alive = sse_event({"type": "ping"}, "ping")
 
@@ -87,7 +87,7 @@ class MessageFormatter:
         return b"".join(sse_event({"type": name, **data}, name) for name, data in named_events)
 
     def final_events(self) -> bytes:
-        """Return nothing: `events` of the last delta has ended the message."""
+        """Return no bytes, because the events of the last delta have ended the message."""
         return b""
 
     def error_events(self, error: ApiError) -> bytes:
@@ -168,7 +168,9 @@ def _complete_block(section: Section) -> dict[str, Any]:
 
 
 def parse_partial_arguments(text: str) -> dict[str, Any]:
-    """Return the arguments of a call. If they were cut off, return their complete part, as a streaming client does."""
+    """Return the arguments of a call as an object. If they were cut off, return the complete part, as a streaming
+    client does. Return {} if they are not a JSON object.
+    """
     try:
         arguments = from_json(text, allow_partial=True) if text else {}
     except ValueError:
@@ -182,7 +184,7 @@ def read_message(
     body: Mapping[str, Any],
     request_class: type[CountRequest] = MessagesRequest,
 ) -> CoreRequest:
-    """Read a body of /v1/messages, or of /v1/messages/count_tokens with `request_class` CountRequest."""
+    """Read a body of /v1/messages, or of /v1/messages/count_tokens if `request_class` is CountRequest."""
     request, warnings = request_class.read(body)
     chat, origins = request.to_checked_chat(service, limits)
     can_think = service.tokenizer is not None and service.tokenizer.chosen_format.reasoning_format != NONE

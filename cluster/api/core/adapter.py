@@ -1,4 +1,4 @@
-"""The interface that each API implements: read a body as a core request, write the answer in the API's own form."""
+"""The interface that each API implements: it reads a body as a `CoreRequest` and writes the answer in its own form."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +23,9 @@ class Origins:
         self._body_paths = body_paths
 
     def body_path(self, path: str) -> str:
-        """Return the path in the body for a path in the chat request; the longest known prefix decides."""
+        """Return the path in the body for a path in the chat request. The longest known prefix decides; a path without
+        a known prefix is returned unchanged.
+        """
         parts = path.split(".")
         for count in range(len(parts), 0, -1):
             source_path = self._body_paths.get(".".join(parts[:count]))
@@ -53,8 +55,8 @@ class Origins:
 
 
 class AnswerFormatter(Protocol):
-    """Writes the answer of one call in the form of its API. It remembers what was sent, so each call has its own
-    formatter.
+    """Writes the answer of one call in the form of the API that was called. A formatter remembers what was sent, so
+    each call has its own.
     """
 
     @property
@@ -101,8 +103,8 @@ class GenerateCall:
     """A call that is ready for the engine: its sequences, and all that its answer needs.
 
     `headers` are the HTTP headers of the answer. `echoed_prompts` has the texts of the prompts if answers begin with
-    them. `prompt_logprob_count` is the number of prompt log-probabilities in the answer; a large answer is serialised
-    off the event loop. `created` is Unix seconds.
+    them; otherwise it is empty. `prompt_logprob_count` is the number of prompt log-probabilities in the answer; if it
+    is large, the answer is serialised off the event loop. `created` is Unix seconds.
     """
 
     request: CoreRequest
@@ -139,6 +141,7 @@ def read_checked_request(
     service: ServedModel, limits: RequestLimits, request_class: type[F], body: Mapping[str, Any]
 ) -> tuple[F, list[str]]:
     """Return the request in a JSON body, checked against the model and the limits, and warnings about ignored fields.
+    Sampling fields that the client left out get the model's defaults.
 
     Raises:
         ApiError: the body cannot be served; the error names the field at fault.

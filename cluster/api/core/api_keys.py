@@ -5,8 +5,9 @@ hash is plain SHA-256, without salt or stretching: salt and stretching protect p
 `aerie keys` have 256 random bits, so nobody who reads the file can find them by guessing or by tables. A check takes
 microseconds. Keys that people choose can be guessed, so they come from the environment, never from a file.
 
-When a request comes, the file is checked at most once a second, and read again if it has changed. So keys are added and
-removed without a restart. If a new file cannot be read, the old keys stay valid. Without any key, everybody is refused.
+Requests make the server check the file, at most once a second; it is read again if it has changed. So keys are added
+and removed without a restart. If the changed file cannot be read, the old keys stay valid. If it leaves no key,
+everybody is refused.
 """
 
 import hashlib
@@ -43,7 +44,7 @@ LINE_PATTERN = re.compile(rf"\s*({NAME_PATTERN.pattern})\s+({'|'.join(get_args(S
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """One key. `digest` is its SHA-256, which is never shown. Scope `admin` includes `use`."""
+    """One key. `digest` is its SHA-256, which `repr` leaves out. Scope `admin` includes `use`."""
 
     name: str
     scope: Scope
@@ -93,7 +94,8 @@ def read_keys_file(path: Path) -> tuple[ApiKey, ...]:
     """Return the keys of a file.
 
     Raises:
-        ConfigError: `parse_keys` refuses the text, the file is too large or not regular, or every user may write it.
+        ConfigError: `parse_keys` refuses the text, the text is not UTF-8, the file is too large or not regular, or
+            every user of the machine may write it.
         OSError: the file cannot be read.
     """
     source, file_status = f"api_keys_file {str(path)!r}", path.stat()
@@ -128,15 +130,16 @@ def keys_from_environment(environment: Mapping[str, str]) -> tuple[ApiKey, ...]:
 
 
 class ApiKeys:
-    """The keys of one process. Used on one event loop; reading the file blocks that loop."""
+    """The keys of one process. An object is used on one event loop, which waits while the file is read."""
 
     def __init__(
         self, path: Path | None, static_keys: Sequence[ApiKey] = (), clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Read the file; the keys `static_keys` are always valid.
+        """Read the file at `path`, if it is not None. The keys `static_keys` are always valid.
 
         Raises:
-            ConfigError, OSError: the file is malformed or cannot be read, or there is no key at all.
+            ConfigError: the file is malformed, or there is no key at all.
+            OSError: the file cannot be read.
         """
         self._path, self._static_keys, self._clock = path, tuple(static_keys), clock
         self._loaded_version, self._last_error = _file_version(path), ""
@@ -161,7 +164,9 @@ class ApiKeys:
             raise ConfigError(f"api_keys_file {path!r} cannot be read: {error.strerror}") from None
 
     def find(self, token: bytes) -> ApiKey | None:
-        """Return the key that a client sent, None if it is unknown. The time does not depend on which key matches."""
+        """Return the key that a client sent, or None if it is unknown. All keys are compared, so the time does not show
+        which one matches.
+        """
         self._reload_if_changed()
         digest, matching_key = digest_of(token), None
         for key in self._keys:

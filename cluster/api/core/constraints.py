@@ -182,10 +182,11 @@ ANY_ARGUMENTS: dict[str, Any] = {"type": "object", "additionalProperties": True}
 class ChatOutput:
     """How the answer to one chat is parsed and constrained. If `format` is None, the answer is plain text.
 
-    `tools` has the argument schemas of the callable tools. If `separate_reasoning` is true, reasoning is separated from
-    the text. `prompted` is what precedes the answer. `special_tokens` has the special tokens that the text keeps,
-    because the parser needs them. `constraint` is the grammar of the answer. `custom_tools` names all custom tools.
-    `warnings` say what is not enforced.
+    `tools` maps the names of the callable tools to the schemas of their arguments; None means that there are none. If
+    `separate_reasoning` is true, reasoning is separated from the text. `prompted` holds the prompt, and the message
+    that the answer continues. `special_tokens` has the special tokens that stay in the text, because the parser needs
+    them. `constraint` is the grammar of the answer; None allows any answer. `custom_tools` has the names of the
+    request's custom tools. `warnings` say which grammars of custom tools are not enforced.
     """
 
     format: ChatFormat | None = None
@@ -254,8 +255,9 @@ def chat_output_of(tokenizer: ChatTokenizer, fields: ChatRequest, prompt: str) -
 
 
 def _callable_functions(chat_format: ChatFormat, fields: ChatRequest) -> tuple[list[Function], list[str]]:
-    """Return the callable functions, and warnings. A custom tool becomes a function with one string argument. If the
-    tool's grammar cannot be enforced in this format, any string is allowed, and a warning says so.
+    """Return the tools that the answer may call as functions, and warnings. A custom tool becomes a function with one
+    string argument. If the tool's grammar cannot be enforced in this format, any string is allowed, and a warning says
+    so.
     """
     functions, warnings = list[Function](), list[str]()
     for tool in fields.callable_tools:
@@ -276,7 +278,7 @@ def _callable_functions(chat_format: ChatFormat, fields: ChatRequest) -> tuple[l
 
 
 def _unenforceable_reason(chat_format: ChatFormat, function: Function) -> str:
-    """Return why the pattern of a custom tool's input cannot be enforced, or an empty string if it can."""
+    """Return why the pattern of a custom tool's input cannot be enforced, or an empty string if it can be."""
     try:
         parse(function.schema_of_arguments["properties"][INPUT_FIELD]["pattern"])
         chat_format.calls_form({function.name: function.schema_of_arguments}, False)
@@ -300,7 +302,7 @@ def _answer_grammar(
     constraint: OutputConstraint | None,
     prompted: PromptContext,
 ) -> _AnswerGrammar | None:
-    """Return the grammar of the whole answer, or None if the model may write anything."""
+    """Return the grammar of the whole answer (reasoning, text and calls), or None if the model may write anything."""
     choice = fields.choice
     answer_form: AnswerForm = None if constraint is None else _form_of(constraint.grammar)
     if not functions:
@@ -328,14 +330,18 @@ def _answer_grammar(
 
 
 def _enforced_schema(function: Function) -> Mapping[str, Any]:
-    """Return the schema that the arguments of an optional call must match. If the tool is not strict, any object
-    matches.
+    """Return the schema that the arguments of a call must match if the answer need not call a tool. If the tool is not
+    strict, any object matches.
     """
     return function.schema_of_arguments if function.strict else ANY_ARGUMENTS
 
 
 def _form_of(grammar: Grammar) -> GrammarForm:
-    """Return a request's grammar as a part that fits into a larger structural tag."""
+    """Return a request's grammar in the form that may be a part of a larger structural tag.
+
+    Raises:
+        GrammarError: the grammar is a structural tag without a `format` object.
+    """
     match grammar.kind:
         case "json_schema":
             return {**json_value(grammar.text), "compact": grammar.compact}

@@ -97,7 +97,7 @@ class ChatMessage(StrictModel):
 
     @property
     def reasoning_text(self) -> str | None:
-        """The reasoning of the assistant in this message."""
+        """The reasoning of the assistant in this message, or None or an empty text if the message has none."""
         return self.reasoning_content or self.reasoning
 
 
@@ -106,7 +106,9 @@ REFUSED_MESSAGE_FIELDS = frozenset({"audio", "function_call", "prefix", "partial
 
 
 def unknown_field_warnings(messages: Sequence[ChatMessage]) -> list[str]:
-    """Return one warning for each unknown field name. They are allowed: clients keep their own data in messages."""
+    """Return one warning for each name of an unknown field that has a value. Such fields are allowed, because clients
+    keep data of their own in messages.
+    """
     names = {name: None for message in messages for name, value in (message.model_extra or {}).items() if value}
     return [f"messages: {truncated_repr(name)} is not read" for name in names]
 
@@ -268,11 +270,15 @@ class ChatRequest(ConversationFields, GenerationFields):
     add_special_tokens: bool = False
 
     def requested_top_logprobs(self) -> int | None:
-        """Return `top_logprobs`, by default 0, if `logprobs` is true. Otherwise return None."""
+        """Return `top_logprobs` (0 if it is not set) if `logprobs` is true. Otherwise return None."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def check(self, model: ModelInfo, limits: RequestLimits) -> None:
-        """Check the shared fields, the messages and the tools."""
+        """Check the fields of `GenerationFields`, the messages and the tools.
+
+        Raises:
+            ApiError: as for `GenerationFields.check`, or 400 that names the wrong message or tool.
+        """
         super().check(model, limits)
         if self.top_logprobs and not self.logprobs:
             raise invalid_value("top_logprobs", "needs logprobs: true")
@@ -296,14 +302,22 @@ class TokenizeRequest(ConversationFields):
 
     @classmethod
     def read(cls, body: Mapping[str, Any]) -> tuple[Self, list[str]]:
-        """Return the request and warnings. Exactly one of `prompt` and `messages` must be sent."""
+        """Return the request in a JSON body, and warnings about unknown fields.
+
+        Raises:
+            ApiError: 400 for a wrong field, or if the body does not have exactly one of `prompt` and `messages`.
+        """
         fields, warnings = super().read(body)
         if (fields.prompt is None) == (not fields.messages):
             raise invalid_value("prompt", "send either prompt or messages")
         return fields, warnings
 
     def check(self, model: ModelInfo, limits: RequestLimits) -> None:
-        """Check the model name and the messages; raises like `GenerationFields.check`."""
+        """Check the model name and, if there are messages, the messages and the tools.
+
+        Raises:
+            ApiError: 404 for another model, 400 that names the wrong message or tool.
+        """
         check_model(model, self.model)
         if self.messages:
             self.check_conversation(self.messages, limits.messages, limits.tools)

@@ -1,4 +1,4 @@
-"""Errors of all APIs: message, field, status, and OpenAI's envelope. No error shows a traceback or a file path."""
+"""Errors of all APIs: message, field, status, and OpenAI's envelope. No message shows a traceback."""
 
 import json
 import logging
@@ -49,7 +49,9 @@ MAX_QUOTED_CHARACTERS = 60  # the most characters of a refused value in a messag
 
 
 class ApiError(Exception):
-    """An error that is sent to the client; `param` is the path of the wrong field, such as `messages.0.role`."""
+    """An error that is sent to the client. `param` is the path of the wrong field, such as `messages.0.role`, or None;
+    `code` and `kind` are the fields `code` and `type` of OpenAI's error object.
+    """
 
     def __init__(
         self,
@@ -70,12 +72,12 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def envelope(self) -> dict[str, Any]:
-        """OpenAI's error object: the body of the answer, or the data of an event in a stream that has begun."""
+        """Return OpenAI's error object. It is the body of the answer, or the data of an event if a stream has begun."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
     def response(self, envelope: "Envelope | None" = None) -> Response:
-        """Return this error as an HTTP response. `envelope` makes the body; by default the body is OpenAI's. After a
-        stream has begun, the error can only be sent as an event.
+        """Return this error as an HTTP response. `envelope` makes the body; with None the body is OpenAI's. After a
+        stream has begun, an error cannot be a response: it must be sent as an event.
         """
         # ASCII with escapes: a message may quote a lone surrogate from the client, which UTF-8 cannot encode.
         body = json.dumps(self.envelope() if envelope is None else envelope(self)).encode()
@@ -111,8 +113,8 @@ class ClientDisconnectedError(Exception):
 
 
 def overloaded_error(error: Overloaded, for_every_client: bool = False) -> ApiError:
-    """Return a 503 for a full queue; Retry-After says when a request is likely to be admitted. `for_every_client`
-    says that a request of any client would be refused now. A header then lets the proxy repeat this answer for a while.
+    """Return a 503 for a full queue; Retry-After says when a request is likely to be admitted. If `for_every_client` is
+    true, a request of any client would be refused now, and a header lets the proxy repeat this answer for a while.
     """
     proxy_headers = {FULL_HEADER.decode(): f"{hold_s(error.retry_after_s):.3f}"} if for_every_client else {}
     return ApiError(
@@ -157,8 +159,8 @@ def not_found_error(method: str, path: str, routes: Sequence[BaseRoute]) -> ApiE
 
 
 def truncated_repr(value: Any) -> str:
-    """Return a value as text for an error message, cut to `MAX_QUOTED_CHARACTERS`. The time does not depend on the size
-    of the value.
+    """Return a value as text for an error message, cut to `MAX_QUOTED_CHARACTERS`. A large value takes no more time
+    than a small one.
     """
     text = ""
     for chunk in _repr_chunks(value):
@@ -247,7 +249,9 @@ MESSAGE_OF_TYPE: Mapping[str, str] = {
 
 
 def install_error_handlers(app: FastAPI, envelope_of: Callable[[Scope], Envelope]) -> None:
-    """Install the handlers that answer every error, routing errors too, in the envelope of the requested API."""
+    """Install the handlers that answer every error, routing errors too, in the form of the API that was called. If the
+    client has left, the answer is an empty 499, which only the log and the metrics show.
+    """
 
     async def handle_routing_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)

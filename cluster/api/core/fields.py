@@ -124,7 +124,10 @@ REMEDIES: dict[str, str] = {
 
 
 class FieldTable(NamedTuple):
-    """How an API treats the fields that it does not honour. `refused` maps each field to its neutral values."""
+    """How an API treats the fields that it does not honour. `harmless` fields are ignored. `refused` maps each refused
+    field to its neutral values, which are accepted. `remedies` maps fields to advice for the error message; a field
+    that is only there is refused with any value. A field in none of the three is unknown, and ignored with a warning.
+    """
 
     harmless: Collection[str]
     refused: Mapping[str, tuple[Any, ...]]
@@ -174,7 +177,7 @@ def _unknown_field_warning(name: str, honoured: Collection[str]) -> str:
 
 
 def warning_headers(warnings: list[str]) -> dict[str, str]:
-    """Return the warnings as one response header in ASCII; {} without warnings."""
+    """Return the warnings as one response header in ASCII, or {} if there are no warnings."""
     if not warnings:
         return {}
     return {WARNING_HEADER: "; ".join(warnings).encode("ascii", "backslashreplace").decode("ascii")}
@@ -198,7 +201,7 @@ Item = TypeVar("Item")
 
 
 class StrictModel(BaseModel):
-    """Base of the request models. `table` says which known fields are ignored, and which are refused."""
+    """Base of the request models. `table` says which fields are ignored, and which are refused."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True, protected_namespaces=())
     table: ClassVar[FieldTable] = GENERATION_TABLE
@@ -246,14 +249,16 @@ def read_list(value: Any, read_item: Callable[[Any, str], Item], path: str) -> l
 
 
 def require(*checks: tuple[object, str, str]) -> None:
-    """Raise a 400 for the first check that fails. A check is a condition, the field's path, and what must hold."""
+    """Raise a 400 for the first check that fails. A check is (condition, path of the field, text that says what must
+    hold).
+    """
     for is_satisfied, param, reason in checks:
         if not is_satisfied:
             raise invalid_value(param, reason)
 
 
 def require_utf8(text: str) -> str:
-    """Return `text`. Raise ValueError if UTF-8 cannot encode it: a JSON escape may be half of a surrogate pair."""
+    """Return `text`. Raise ValueError if UTF-8 cannot encode it, as when a JSON escape is half of a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -300,8 +305,8 @@ def _check_item_types(expected_type: type, items: list[Any], type_name: str, pre
 
 
 def text_of_parts(value: Any, text_field_of_type: Mapping[str, str]) -> str:
-    """Return a string, or the joined texts of a list of content parts. `text_field_of_type` maps the type of a part
-    to the name of its text field.
+    """Return `value` if it is a string, or the joined texts if it is a list of content parts. `text_field_of_type` maps
+    the type of a part to the name of the field that holds the part's text.
 
     Raises:
         ValueError: the value has another type, a part is of another type (such as an image), or a text is invalid.

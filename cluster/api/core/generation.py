@@ -1,4 +1,4 @@
-"""The fields that steer a generation, named as by OpenAI, vLLM and SGLang, and the body of /v1/completions."""
+"""The fields that steer a generation, with the names that OpenAI, vLLM and SGLang use; the body of /v1/completions."""
 
 import hashlib
 from collections.abc import Mapping
@@ -65,9 +65,11 @@ class PenaltyFields(StrictModel):
         )
 
     def logit_adjustments(self, tokenizer: TextTokenizer | None, vocab_size: int) -> LogitAdjustments | None:
-        """Return the requested adjustments, or None if there are none. A bad word is banned in two tokenizations: at
-        the start of a text, and after a space. A tokenization with an id of `vocab_size` or more is skipped, because
-        the model cannot generate it.
+        """Return the requested adjustments, or None if there are none.
+
+        A bad word is banned in two tokenizations: at the start of a text, and after a space. A tokenization with an id
+        of `vocab_size` or more is skipped, because the model cannot generate it. If `tokenizer` is None, no bad word is
+        banned.
         """
         word_tokens = []
         for word in self.bad_words if tokenizer is not None else ():
@@ -171,7 +173,9 @@ class GenerationFields(PenaltyFields):
         return self.model_copy(update=missing_values) if missing_values else self
 
     def requested_top_logprobs(self) -> int | None:
-        """The number of alternatives to report for each output token, or None if no log-probabilities are wanted."""
+        """Return the number of alternatives to report for each output token, or None if the client wants no
+        log-probabilities of output tokens.
+        """
         raise NotImplementedError
 
     @property
@@ -180,7 +184,9 @@ class GenerationFields(PenaltyFields):
         return self.n
 
     def requested_prompt_logprobs(self) -> int | None:
-        """The number of alternatives to report for each prompt token, or None if no log-probabilities are wanted."""
+        """Return the number of alternatives to report for each prompt token, or None if the client wants no
+        log-probabilities of prompt tokens.
+        """
         return self.prompt_logprobs
 
     @property
@@ -205,7 +211,7 @@ class GenerationFields(PenaltyFields):
         return ids if max_prompt_tokens is None else ids[-max_prompt_tokens:]
 
     def returned_sequences(self) -> int:
-        """The number of sequences that the request returns: prompts times `n`."""
+        """Return the number of sequences in the answer: `n` for each prompt. Here there is one prompt."""
         return self.n
 
     def check(self, model: ModelInfo, limits: RequestLimits) -> None:
@@ -256,8 +262,8 @@ class GenerationFields(PenaltyFields):
     ) -> RequestParams:
         """Return the sampling parameters for one prompt; the caller adds seed, logit adjustments and grammar.
 
-        If the prompt alone fills the context, the error names `prompt_path`, the path of a field. If `max_tokens` is
-        not set, the output may have `default_tokens` tokens, or fewer if fewer fit.
+        `prompt_path` is the path of the prompt's field; the error names it if the prompt alone fills the context. If
+        `max_tokens` is not set, the output may have `default_tokens` tokens, or fewer if fewer fit.
 
         Raises:
             ApiError: 400 if prompt and output together exceed the context or the KV cache, or if `min_tokens` exceeds
@@ -305,9 +311,9 @@ class GenerationFields(PenaltyFields):
         """Return the seed of output number `sample` of a prompt. Output 0 has the request's seed; others have derived
         seeds.
 
-        Return None if the request has no seed, or the seed -1, which vLLM also treats as no seed. The router then draws
-        a seed for each sequence that it admits, from the server's `random_seed`. Other seeds are taken modulo 2**64. So
-        2**64 - 1 is a valid seed, although it has the same bits as -1.
+        Return None if the request has no seed, or the seed -1, which vLLM also treats as no seed. The server then draws
+        a seed for each sequence, from its setting `random_seed`. Other seeds are taken modulo 2**64. So 2**64 - 1 is a
+        valid seed, although it has the same bits as -1.
         """
         if self.seed is None or self.seed == NO_SEED:
             return None
@@ -343,12 +349,14 @@ class CompletionRequest(GenerationFields):
         return self.best_of or self.n
 
     def requested_prompt_logprobs(self) -> int | None:
-        """The larger of `prompt_logprobs` and (only with `echo`) `logprobs`, or None if neither is set."""
+        """Return the number of alternatives to report for each prompt token: the larger of `prompt_logprobs` and, with
+        `echo`, `logprobs`. Return None if there is no such number.
+        """
         echo_logprobs = self.logprobs if self.echo else None
         return max((count for count in (self.prompt_logprobs, echo_logprobs) if count is not None), default=None)
 
     def check(self, model: ModelInfo, limits: RequestLimits) -> None:
-        """Check the shared fields, and `best_of`."""
+        """Check the fields of `GenerationFields`, and `best_of`; raise the same errors as `GenerationFields.check`."""
         super().check(model, limits)
         best_of, n = self.best_of or self.n, self.n
         stream_message = "which output is best is known at the end; leave out best_of or stream"
@@ -361,14 +369,14 @@ class CompletionRequest(GenerationFields):
     def sampling_params(
         self, model: ModelInfo, prompt_tokens: int, default_tokens: int, prompt_path: str
     ) -> RequestParams:
-        """Return the parameters of `GenerationFields.sampling_params`. `best_of` turns log-probabilities on:
-        they rank the outputs.
+        """Return the parameters of `GenerationFields.sampling_params`. If `best_of` exceeds `n`, the engine also
+        computes the log-probabilities of the outputs, because they rank the outputs.
         """
         params = super().sampling_params(model, prompt_tokens, default_tokens, prompt_path)
         return replace(params, logprobs=params.logprobs or 0) if self.samples_per_prompt > self.n else params
 
     def returned_sequences(self) -> int:
-        """The number of returned sequences: `n` for each prompt."""
+        """Return the number of sequences in the answer: `n` for each prompt."""
         return self.n * len(self.prompt)
 
 

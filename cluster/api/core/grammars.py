@@ -1,4 +1,4 @@
-"""Compiles the grammars of requests, in a separate process, away from the event loop and the engine."""
+"""Compiles the grammars of requests in a separate process, so that neither the event loop nor the engine waits."""
 
 import asyncio
 import logging
@@ -24,9 +24,9 @@ class Grammars:
         self._warmup_task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Start the compiler in the background, so that the first request with a grammar does not wait for it.
+        """Start the compiler in the background, so that the first request with a grammar does not wait for its start.
 
-        Needs a running event loop.
+        This needs a running event loop. If the model has no tokenizer, nothing is started.
         """
         if self._tokenizer is not None:
             self._get_compiler_task(self._tokenizer)
@@ -35,8 +35,8 @@ class Grammars:
         """Return the compiled grammar of a constraint, as the text that `RequestParams.grammar` holds.
 
         Raises:
-            ApiError: 400 that names the field if this grammar, or any grammar with this tokenizer, is not supported;
-                503 with Retry-After if the grammar cannot be compiled now.
+            ApiError: 400 that names the field if this grammar is not supported, or if this model's tokenizer does not
+                allow any grammar; 503 with Retry-After if the grammar cannot be compiled now.
         """
         field = constraint.field
         if self._tokenizer is None:
@@ -63,7 +63,7 @@ class Grammars:
             ) from None
 
     def close(self) -> None:
-        """End the process that compiles."""
+        """End the process that compiles, if it has been started."""
         compiler_task = self._compiler_task
         if (
             compiler_task is not None

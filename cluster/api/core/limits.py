@@ -40,23 +40,24 @@ class ModelInfo:
 
 
 MIN_BODY_BYTES = 1 << 20  # a body may always have this many bytes
-BODY_BYTES_PER_TOKEN = 32  # per token of the context; a token is 3 to 5 bytes of text, or 6 per JSON-escaped character
+BODY_BYTES_PER_TOKEN = 32  # of the context; a token is 3 to 5 bytes of text, and JSON may write a character as 6 bytes
 MAX_FULL_BODIES = 128  # bodies of the full length that may be in memory at once
 MIN_MESSAGES = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """Limits of one call, shown by /server_info. A call that exceeds a limit gets a 400. If its body exceeds a limit,
-    the call gets a 413 (size), 408 (time) or 503 (memory of all bodies).
+    """Limits of one call, shown by /server_info. A call that exceeds a limit gets a 400, except for the limits of the
+    body: a call gets a 413 if its body is too long, a 408 if the body arrives too slowly, and a 503 if all bodies in
+    memory together are too long.
     """
 
     body_bytes: int = MIN_BODY_BYTES
     held_bytes: int = MAX_FULL_BODIES * MIN_BODY_BYTES  # for all bodies in memory together; a call beyond it: 503
     body_grace_s: float = GRACE_S  # a body must arrive within body_grace_s + (bytes so far) / body_bytes_per_s
     body_bytes_per_s: int = BYTES_PER_S
-    choices: int = 128  # n
-    sequences: int = 128  # prompts * n
+    choices: int = 128  # the largest n and best_of
+    sequences: int = 128  # prompts * n, or prompts * best_of
     messages: int = MIN_MESSAGES
     tools: int = 256
     stops: int = 64
@@ -73,9 +74,10 @@ class RequestLimits:
     def of(cls, context_length: int) -> Self:
         """Return the limits that follow from a model's context length in tokens.
 
-        A body may have 32 bytes per token of the context, and at least 1 MiB. So a full context fits, also as token ids
-        (at most 9 bytes each) or as text that JSON escapes. A conversation may have one message per 4 tokens of the
-        context, and at least 1,024: in the usual chat formats the markers around a message alone take 4 tokens.
+        The limit of a body is 32 bytes per token of the context, and at least 1 MiB. So a full context fits, also as
+        token ids (at most 9 bytes each) or as text that JSON escapes. The limit of a conversation is one message per 4
+        tokens of the context, and at least 1,024 messages: in the usual chat formats the markers around a message alone
+        take 4 tokens.
         """
         body_bytes = max(MIN_BODY_BYTES, BODY_BYTES_PER_TOKEN * context_length)
         return cls(

@@ -1,4 +1,4 @@
-"""Fields of a generation that are objects: how it is streamed, and how much of it may be drafted."""
+"""The request fields whose values are objects: `stream_options`, and `speculation` (how much may be drafted)."""
 
 from pydantic import ConfigDict, Field
 
@@ -8,8 +8,8 @@ from cluster.request import TOKEN_COUNT_LIMIT
 
 class StreamOptions(StrictModel):
     """`stream_options`. `continuous_usage_stats` puts the usage so far into every chunk. `include_obfuscation` asks for
-    padding that hides the length of a chunk. It is accepted and does nothing: the number of tokens in a step reveals
-    more than the length.
+    padding that hides the length of a chunk. It is accepted and has no effect: the number of chunks and their times
+    would still show how many tokens each step produced, which reveals more than the length.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -22,8 +22,8 @@ class StreamOptions(StrictModel):
 class Speculation(StrictModel):
     """`speculation`: how much of a request's output may be drafted. It changes the speed, never the text.
 
-    With `enabled` false the request gets one token in each step. A step accepts at most `max_draft_tokens` drafted
-    tokens for the request. The settings of the server are upper bounds.
+    With `enabled` false the request gets one token in each step. Otherwise a step accepts at most `max_draft_tokens`
+    drafted tokens for the request; null means that only the server's settings limit this number.
     """
 
     model_config = ConfigDict(extra="forbid")

@@ -1,4 +1,4 @@
-"""The output sequences of one call: each is a separate `Request`; all outputs are merged step by step."""
+"""The output sequences of one call: each is a separate request to the engine; the outputs are merged as they come."""
 
 import asyncio
 import logging
@@ -24,8 +24,8 @@ class Delta:
     """The output that one step added to one sequence, ready to send.
 
     `text` may lag behind `token_ids`, because text that may begin a stop string is sent later. `events` are the parts
-    of `text` (plain text, reasoning, tool calls), parsed by the model's format. `tree` is the draft tree of the step,
-    if the client requested it.
+    of the text (plain text, reasoning, tool calls), parsed by the model's format. `tree` is the draft tree of the step,
+    or None if the client did not request it.
     """
 
     index: int
@@ -50,8 +50,8 @@ class OutputSequence:
         text: StoppedText | None,
         reader: AnswerReader | None = None,
     ) -> None:
-        """`text` is None if the model has no tokenizer. `reader` parses reasoning and tool calls; None means plain
-        text.
+        """`text` turns the tokens into text up to a stop string; it is None if the model has no tokenizer. `reader`
+        parses reasoning and tool calls; None means that the answer is plain text.
         """
         self.index = index
         self.prompt_index = prompt_index
@@ -146,7 +146,7 @@ class OutputSequence:
 
 
 def _request_fault_error(message: str, code: ErrorCode) -> ApiError:
-    """Return the error for a fault that the request itself caused; its message may be shown to the client."""
+    """Return the error for a fault that the request itself caused. The client may see `message`."""
     if code == "slow_grammar":
         return ApiError(message, code=code)
     return ApiError(message, status=500, kind="server_error", code=code)
@@ -167,7 +167,7 @@ def join_deltas(index: int, deltas: Sequence[Delta]) -> Delta:
 
 
 async def generate_deltas(engine: EngineClient, choices: Sequence[OutputSequence]) -> AsyncGenerator[Delta, None]:
-    """Yield the deltas of all choices, step by step. If the generator is closed or a choice fails, abort all choices.
+    """Yield the deltas of all choices as they come. If the generator is closed or a choice fails, abort all choices.
 
     Raises:
         ApiError: 503 if the queue is full or the engine is unavailable, 400 if the engine refuses a request, 500 if the
@@ -242,8 +242,8 @@ async def merge_outputs(
 
 
 class _QueueRetries:
-    """The requests of a call that wait because the queue was full. When another request of the call gets its first
-    output or ends, the request that has waited longest is woken.
+    """The requests of a call that wait because the engine's queue was full. When another request of the call gets its
+    first output or ends, the request that has waited longest is submitted again.
     """
 
     def __init__(self, count: int) -> None:
@@ -254,7 +254,7 @@ class _QueueRetries:
         """Wait until another request of the call gets its first output or ends.
 
         Raises:
-            ApiError: `refusal`, if no other request of the call is with the engine: nothing would end the wait.
+            ApiError: `refusal`, if no other request of the call is with the engine. Nothing would then end the wait.
         """
         self._submitted -= 1
         if not self._submitted:
@@ -319,8 +319,8 @@ def sequence_usage(choice: OutputSequence) -> dict[str, int]:
 def usage(choices: Sequence[OutputSequence]) -> dict[str, Any]:
     """Return the usage of a whole call in tokens. A prompt with several choices counts once.
 
-    Completion tokens include a final stop token. Prediction tokens are the draft's: all verified nodes except roots,
-    accepted or not.
+    Completion tokens include a final stop token. Prediction tokens are the nodes of the verified trees without their
+    roots; the target has accepted or rejected each of them.
     """
     first_choices = {choice.prompt_index: choice for choice in reversed(choices)}.values()
     prompt_tokens = sum(choice.prompt_tokens for choice in first_choices)
@@ -341,8 +341,8 @@ def usage(choices: Sequence[OutputSequence]) -> dict[str, Any]:
 
 
 def speculation_metrics(choices: Sequence[OutputSequence]) -> dict[str, Any] | None:
-    """Return `metrics` in vLLM's form, which AIPerf reads, or None if there was no speculation or the call has several
-    sequences.
+    """Return the field `metrics` of an answer in vLLM's form, which the benchmark AIPerf reads. Return None if there
+    was no speculation, or if the call has several sequences.
 
     `acceptance_histogram[j]` counts steps that accepted j draft tokens; its length is `num_spec_tokens + 1`.
     """

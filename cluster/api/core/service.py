@@ -1,4 +1,4 @@
-"""Interfaces of what the REST layer uses: engine, model, tokenizer, metrics. Does not import Ray."""
+"""Interfaces of what the REST layer uses: engine, model, tokenizer, metrics. This module does not import Ray."""
 
 from typing import Protocol
 
@@ -13,7 +13,9 @@ class GrammarCompiler(Protocol):
     """Compiles the grammars that constrain outputs; implemented by `cluster.api.core.grammars.Grammars`."""
 
     async def compile(self, constraint: OutputConstraint) -> str:
-        """Return the compiled grammar of a constraint, or raise an `ApiError` that names its field."""
+        """Return the compiled grammar of a constraint. If this is impossible, raise an `ApiError` that names
+        `constraint.field`.
+        """
         ...
 
 
@@ -37,13 +39,13 @@ class ServedModel(Protocol):
 
 
 class Service(ServedModel, Protocol):
-    """Everything the routes use. The routes read the properties on every call, so a property may get its value after
-    the app is made.
+    """Everything the routes use. The routes read the properties on every call, so their values may change after the app
+    is made.
     """
 
     @property
     def engine(self) -> EngineClient:
-        """The client of the engine. It calls one gang (all ranks of one engine), or several gangs."""
+        """The client through which the routes use the engine: one gang (the ranks of one replica), or several."""
         ...
 
     @property
@@ -52,9 +54,11 @@ class Service(ServedModel, Protocol):
         ...
 
     async def metric_samples(self) -> list[bytes]:
-        """The registry samples of all replicas and ranks (see `cluster.observability.metrics`)."""
+        """Return the metrics of all replicas and ranks, as one JSON text for each process (a registry sample, see
+        `cluster.observability.metrics`).
+        """
         ...
 
     async def metrics_page(self) -> bytes:
-        """The Prometheus text of all replicas and ranks."""
+        """Return the metrics of all replicas and ranks as one text in Prometheus's format."""
         ...

@@ -2,8 +2,8 @@
 
 It reads local folders only, and runs no code from them: a template is sandboxed Jinja, everything else is data.
 
-Some templates refuse a second system message, or two calls in one message; others silently omit messages that they do
-not support. If it refuses a conversation or omits a system text, the conversation is rendered in an equivalent form.
+Some templates refuse a second system message, or two calls in one message; others silently omit messages. If a template
+refuses a conversation or omits a system text, the conversation is rendered in an equivalent form.
 """
 
 import json
@@ -38,7 +38,7 @@ REASONING_SWITCHES = ("enable_thinking", "thinking")
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplate:
-    """A chat template. `identifiers` are the lower-case words in the code of `text`, and so include its variables."""
+    """A chat template. `identifiers` are the lower-case words in the code of `text`, with the names of variables."""
 
     text: str
     identifiers: frozenset[str]
@@ -102,8 +102,8 @@ class ChatTemplate:
 
 
 def template_messages(messages: Sequence[ChatMessage], reasoning_field: str | None) -> list[dict[str, Any]]:
-    """Return the messages as arguments for a chat template. `reasoning_field` is the field in which the model's
-    template expects the reasoning; the reasoning is copied to it.
+    """Return the messages as arguments for a chat template. The reasoning is copied to `reasoning_field`, the field in
+    which the model's template expects it; with None it is not copied.
 
     gpt-oss's template refuses a call that follows both reasoning and text, so the text is appended to the reasoning.
     """
@@ -131,7 +131,7 @@ def has_template(folder: Path) -> bool:
 
 
 def template_of_processor(folder: Path) -> str | None:
-    """Return the chat template in chat_template.json, or None. Before 2025 image processors wrote this file.
+    """Return the chat template in chat_template.json, or None. Older versions of Transformers wrote this file.
 
     Raises:
         ConfigError: the file cannot be read, or is not a JSON object.
@@ -184,14 +184,14 @@ def _template_message(message: ChatMessage) -> dict[str, Any]:
 
 Messages = list[dict[str, Any]]
 INSTRUCTION_ROLES = ("system", "developer")
-"""Roles whose messages are instructions; `render_prompt` checks that none of these texts is lost."""
+"""Roles whose messages are instructions; `render_prompt` checks that the prompt has the text of each such message."""
 
 
 def render_prompt(render: Callable[[Messages], str], messages: Messages) -> tuple[str, list[str]]:
-    """Render the conversation in its equivalent forms, one after another. Return a prompt and warnings.
+    """Render the conversation in its equivalent forms (`_equivalent_forms`) in turn. Return a prompt and warnings.
 
-    The result is the first prompt that contains every instruction. If there is none, it is the first prompt that the
-    template accepts, and a warning counts the lost instructions.
+    The prompt is the first one that contains every instruction. If there is none, it is the first one that the template
+    renders without an error, and a warning counts the lost instructions.
 
     Raises:
         TemplateError: the template refuses every form. This is the error for the original messages.
@@ -216,7 +216,7 @@ def render_prompt(render: Callable[[Messages], str], messages: Messages) -> tupl
 
 
 def _equivalent_forms(messages: Messages) -> Iterator[Messages]:
-    """Yield the original messages, then each different equivalent form."""
+    """Yield the messages, then each different form of them: system texts merged, parallel calls split, and both."""
     yielded: list[Messages] = []
     for form in (
         messages,
@@ -269,7 +269,7 @@ ParserNames = tuple[str | None, str | None]
 
 
 class EncodedChat(NamedTuple):
-    """A conversation in the model's format. `warnings` name fields without effect and omitted system texts."""
+    """A conversation in the model's format. `warnings` name fields without effect, and count omitted system texts."""
 
     ids: list[int]
     text: str
@@ -293,7 +293,7 @@ class ChatTokenizer:
 
     @classmethod
     def load(cls, path: str, parsers: ParserNames = (None, None)) -> Self:
-        """Load a tokenizer folder.
+        """Load a tokenizer folder. A None in `parsers` means that the chat template decides the format.
 
         Raises:
             ConfigError: the folder has no usable tokenizer, or its chat template cannot be loaded.
@@ -333,7 +333,7 @@ class ChatTokenizer:
         """Return the token ids of a text. The work runs in a thread if the request body (`body_bytes` bytes) is long.
 
         Raises:
-            ApiError: 400 that names `param` if the text cannot fit into the context. The text is then not encoded.
+            ApiError: 400 that names `param` if the text cannot fit into `context_length` tokens (None: no limit).
         """
 
         def encode_text() -> list[int]:
@@ -367,8 +367,8 @@ class ChatTokenizer:
         """Return a conversation in the model's format; `body_bytes` is the length of its request body in bytes.
 
         Raises:
-            ApiError: 400 if there is no template, the template refuses the conversation, or the text cannot fit into
-                the context.
+            ApiError: 400 if there is no template, the template refuses the conversation or cannot express a field, or
+                the text cannot fit into `context_length` tokens (None: no limit).
         """
         template = self._template
         if template is None:

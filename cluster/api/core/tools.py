@@ -44,7 +44,7 @@ class Tool(StrictModel):
     function: Function
 
     def as_function(self) -> dict[str, Any]:
-        """Return the tool for the chat template. It is unchanged, as the client wrote it."""
+        """Return the tool for the chat template, with the fields that the client sent."""
         return self.model_dump(exclude_unset=True)
 
 
@@ -71,7 +71,8 @@ class Custom(StrictModel):
 
 
 class ChatCustomTool(StrictModel):
-    """A tool that takes one text. The model sees a function with one string, `input`; see `cluster.chat.custom`."""
+    """A tool that takes one text. The model sees a function with one string argument, `input` (`cluster.chat.custom`).
+    """
 
     type: Literal["custom"]
     custom: Custom
@@ -172,8 +173,8 @@ def _log_unsupported_type(tool_type: str) -> None:
 class ToolChoice(StrictModel):
     """Which tools an answer may, must or must not call.
 
-    `names` are the tools that may be called; None means all. `single` is true if the client named one tool: as at
-    OpenAI, the answer is then exactly one call.
+    `names` are the tools that may be called; None means all. `single` is true if the client named one tool. The answer
+    is then exactly one call, as in OpenAI's API.
     """
 
     mode: Literal["auto", "none", "required"]

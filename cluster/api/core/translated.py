@@ -1,4 +1,4 @@
-"""Bodies of other APIs that become chat requests, and the chat messages that are built from their items or blocks."""
+"""What the Responses and Messages APIs share: their bodies become chat requests, and their items or blocks messages."""
 
 import json
 from collections.abc import Collection, Mapping
@@ -20,7 +20,7 @@ OTHER_FIELDS = ("stop", "include_stop_str_in_output", "routed_dp_rank", "request
 CHAT_FIELDS = ("chat_template_kwargs", "include_reasoning", "separate_reasoning")
 CONSTRAINT_FIELDS = ("structured_outputs", *constraints.TOP_LEVEL_KINDS)
 EXTENSIONS = frozenset({*PenaltyFields.model_fields, *CONSTRAINT_FIELDS, *SAMPLING_FIELDS, *OTHER_FIELDS, *CHAT_FIELDS})
-"""Fields of a chat request that every API takes under the same name, with the same meaning and the same errors."""
+"""Fields of a chat request that bodies of other APIs may have too: same name, same meaning, same errors."""
 
 
 class ChatTranslation(NamedTuple):
@@ -75,7 +75,9 @@ def validate_chat(chat: Mapping[str, Any], origins: Origins) -> ChatTranslation:
 def build_field_table(
     harmless: Collection[str], refused: Mapping[str, tuple[Any, ...]], remedies: Mapping[str, str]
 ) -> FieldTable:
-    """Return the field table of an API. A field that only other endpoints honour is refused, never ignored."""
+    """Return the field table of an API: the common table with the API's own `harmless`, `refused` and `remedies`. A
+    field that only other endpoints honour is refused, never ignored.
+    """
     chat_defaults: dict[str, tuple[Any, ...]] = {}  # maps fields of a chat request to accepted values
     for name, field in ChatRequest.model_fields.items():
         default = field.get_default(call_default_factory=True)
@@ -103,7 +105,7 @@ def require_utf8_json(value: Any) -> Any:
 
 
 def unsupported_part(path: str, value: Any, remedy: str) -> ApiError:
-    """Return a 400 for a part of a body that this server knows and does not honour."""
+    """Return a 400 for a part of a body that this server does not support. `remedy` tells the client what to do."""
     return unsupported_parameter(path, f"{truncated_repr(value)} is not supported by this server; {remedy}")
 
 
@@ -121,8 +123,8 @@ class Dialogue:
         self._open_message: dict[str, Any] | None = None
 
     def add_text(self, role: str, text: str, origin: str, text_field: str = "content") -> None:
-        """Add a message, or the text of the assistant's turn. The text came from the field `text_field` of
-        `origin`, or from `origin` itself if `text_field` is empty.
+        """Add a message. With the role assistant, add the text to the assistant's turn. The text came from the field
+        `text_field` of `origin`, or from `origin` itself if `text_field` is empty.
         """
         if role == "assistant":
             message = self._assistant_message(origin, blocking_fields=("content", "tool_calls"))
@@ -169,8 +171,8 @@ class Dialogue:
         return message
 
     def _assistant_message(self, origin: str, blocking_fields: tuple[str, ...]) -> dict[str, Any]:
-        """Return the assistant's open message. If no message is open, or the open one already has a part in
-        `blocking_fields`, add a new message and return that.
+        """Return the open message of the assistant's turn. If no message is open, or if the open message has a value in
+        one of `blocking_fields`, add a new message and return it.
         """
         message = self._open_message
         if message is None or any(message.get(field) for field in blocking_fields):

@@ -23,10 +23,10 @@ MAX_CONTAINERS = 1 << 16  # lists and objects of one body, together
 MAX_KEYS = 1024  # fields of one object; the largest that clients send is logit_bias, 300 to 1,024 ids at OpenAI
 KEYS_PER_CONTAINER, EXTRA_KEYS = 4, 4096  # fields of a body: 4 for each list or object in it, and 4096 more
 # Matches either text between structural characters (strings, numbers, words), or a run of structural characters
-# (group 1). A match is short, so that a long body does not hold the GIL for long. A string without an end matches too,
-# so no character is scanned twice.
+# (group 1). A match has at most 4,096 strings, pieces of other text or structural characters, so that a long body does
+# not hold the GIL for long. A string without an end matches too, so no character is scanned twice.
 _STRUCTURE_RUNS = re.compile(r'(?:"(?:[^"\\]+|\\.)*+"?|[^\[\]{}:"]+){1,4096}+|([\[\]{}:]{1,4096})', re.DOTALL)
-MEMORY_RETRY_S = 1.0  # Retry-After if the bodies in memory exceed RequestLimits.held_bytes
+MEMORY_RETRY_S = 1.0  # Retry-After, in seconds, if the bodies in memory exceed RequestLimits.held_bytes
 
 
 class BodyReader:
@@ -198,7 +198,7 @@ def _json_text(data: Any) -> str:
 
 
 def sse_event(data: Mapping[str, Any], name: str = "") -> bytes:
-    """Return one event as bytes; `name` is for the APIs that name their events."""
+    """Return one event as bytes. `name` is the event's name, or empty if the API does not name its events."""
     text = _json_text(data)
     text = text if text.isascii() else text.translate(LINE_END_ESCAPES)
     return (f"event: {name}\n" if name else "").encode() + b"data: " + text.encode() + b"\n\n"
@@ -234,7 +234,8 @@ class EventStream(Response):
     """An SSE response. However the stream ends, `events` and `source` are closed before `__call__` returns. `source` is
     the generator from which `events` reads.
 
-    `error_events` makes the events that report an error after the stream has begun.
+    `error_events` makes the bytes that report an error after the stream has begun. `keep_alive` is sent while there are
+    no events.
     """
 
     media_type = "text/event-stream"

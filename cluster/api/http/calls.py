@@ -1,4 +1,4 @@
-"""Serves one call of a generating route, from its body to its answer."""
+"""Serves one call of a route that generates text, from its body to its answer; also tokenizes and detokenizes."""
 
 import time
 import uuid
@@ -30,8 +30,8 @@ from cluster.tokenizer.tokenizer import TextTokenizer
 async def answer(
     service: Service, limits: RequestLimits, body_reader: BodyReader, request: HttpRequest, read_request: RequestReader
 ) -> Response:
-    """Serve one call of a generating route, and return JSON or an event stream. `read_request` parses the bodies of
-    the route.
+    """Serve one call of a route that generates text. Return a JSON answer or an event stream. `read_request` parses the
+    body.
 
     Raises:
         ApiError: the call is refused, or fails before its answer begins.
@@ -64,8 +64,8 @@ async def answer(
 
 
 async def _stream_response(request: HttpRequest, call: GenerateCall, deltas: AsyncGenerator[Delta, None]) -> Response:
-    """Wait for the first tokens, then return the event stream. An error before the first tokens can still set the HTTP
-    status.
+    """Wait for the first tokens, then return the event stream. So an error before the first tokens still decides the
+    HTTP status.
     """
     try:
         first = await run_until_disconnect(request.receive, _first_delta(deltas))
@@ -172,8 +172,8 @@ async def prepare(
 
 
 def _make_ids(prefix: str, request_id: str | None) -> tuple[str, str]:
-    """Return the id of a call, and the common prefix of the ids of its sequences. With a client's `request_id` the
-    prefix gets a random suffix, because a client may use a `request_id` again.
+    """Return the id of a call, and the beginning that the ids of its sequences share. If the client sent a
+    `request_id`, this beginning ends with random characters, because a client may use a `request_id` again.
     """
     random_id = uuid.uuid4().hex
     call_id = prefix + (request_id or random_id)
@@ -186,9 +186,10 @@ def _echo_texts(
     full_prompts: list[tuple[int, ...]],
     truncated_prompts: list[tuple[int, ...]],
 ) -> tuple[str, ...]:
-    """Return the texts of the prompts, because with `echo` each output begins with the text of its prompt. Without
-    `echo` return (). `full_prompts` and `truncated_prompts` are the token ids of the prompts before and after
-    truncation. A prompt that was truncated or sent as token ids is decoded from its truncated token ids.
+    """Return the texts of the prompts, with which the outputs begin if `echo` is set. Without `echo` return ().
+
+    `full_prompts` and `truncated_prompts` are the token ids of the prompts before and after truncation. The text of a
+    prompt that was truncated, or that was sent as token ids, is decoded from its truncated token ids.
     """
     if not isinstance(fields, CompletionRequest) or not fields.echo:
         return ()

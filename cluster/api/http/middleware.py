@@ -1,8 +1,8 @@
 """The app's own ASGI middleware, from the inside out: HEAD requests, draining, access control, redirects, access log.
 
-Requests are denied by default: without a key, only GET and HEAD of the pages in `PATHS_WITHOUT_KEY` pass. A key of
-scope admin may use every route. A key of scope use may use only the routes with this scope in `SCOPES`. `Guard` matches
-a path by the app's own routes, so `Guard` and the app always choose the same route.
+A server that has API keys denies requests by default: without a key, only GET and HEAD of the paths in
+`PATHS_WITHOUT_KEY` pass. A key of scope admin may use every route. A key of scope use may use only the routes with this
+scope in `SCOPES`. `Guard` matches a path by the app's own routes, so `Guard` and the app always choose the same route.
 """
 
 import asyncio
@@ -28,11 +28,13 @@ from cluster.observability.logs import request_id
 from cluster.observability.metrics import Outcome
 
 ENVELOPE_BY_PATH: Mapping[str, Envelope] = {"/v1/messages": anthropic_envelope}
-"""Maps a path to the envelope for this path and all paths below it. All other paths use OpenAI's envelope."""
+"""Maps a path to the envelope (the function that makes the body of an error) for this path and all paths below it. All
+other paths use OpenAI's envelope.
+"""
 
 
 def envelope_of(scope: Scope) -> Envelope:
-    """Return the envelope for errors of a request, also for a path without a route."""
+    """Return the function that makes the body of an error for a request. The path of the request may have no route."""
     path = scope["path"].removeprefix(scope.get("root_path", "").rstrip("/"))
     for path_prefix, envelope in ENVELOPE_BY_PATH.items():
         if path == path_prefix or path.startswith(f"{path_prefix}/"):
@@ -68,7 +70,9 @@ SHUTTING_DOWN = "the server is shutting down"
 
 
 class Drain:
-    """Whether one replica accepts calls, and how many are open. Used only on the event loop that serves the calls."""
+    """Knows whether one replica refuses new calls, and how many calls are open. It is used only on the event loop that
+    serves the calls.
+    """
 
     def __init__(self) -> None:
         self.open_calls = 0
@@ -167,7 +171,9 @@ def is_anonymous(scope: Scope) -> bool:
 
 
 class Guard:
-    """ASGI middleware that denies a call whose key does not have the scope that the route needs."""
+    """ASGI middleware that denies a call without a valid key, except for the paths that need none, and a call whose key
+    does not have the scope that the route needs.
+    """
 
     def __init__(self, app: ASGIApp, keys: ApiKeys, routes: Sequence[BaseRoute]) -> None:
         """`routes` is the app's own list of routes; routes that are added later also count."""
@@ -201,8 +207,8 @@ class Guard:
         return _invalid_key_error(token)
 
     def _route(self, scope: Scope) -> str | None:
-        """Return the declared path of the first route that matches the call's path with any method; None if no route
-        does.
+        """Return the declared path of the first route that matches the call's path, with any method. Return None if no
+        route matches.
         """
         for route in self._routes:
             if route.matches(scope)[0] is not Match.NONE:
@@ -211,8 +217,8 @@ class Guard:
 
 
 def _token_of(scope: Scope) -> bytes | None:
-    """Return a call's key: its Bearer token or Anthropic's x-api-key. None if the call has no key or two different
-    keys.
+    """Return the key in a call's headers: the Bearer token, or the value of Anthropic's x-api-key. Return None if the
+    headers have no key, or two different keys.
     """
     tokens = set()
     for name, value in scope["headers"]:
@@ -276,7 +282,7 @@ class TrailingSlashRedirect:
 logger = logging.getLogger(__name__)
 access_logger = logging.getLogger("cluster.api.http.access_log")  # the name by which operators filter the log
 
-UNLOGGED = frozenset({"/health", "/ready", "/metrics", "/server_state"})  # polled every few seconds
+UNLOGGED = frozenset({"/health", "/ready", "/metrics", "/server_state"})  # clients ask for them every few seconds
 OTHER_ROUTE = "other"  # the route under which all paths without a declared route are counted
 CHOICES_ENTRY = "aerie.choices"  # key of the ASGI scope under which `attach_call` stores the sequences of a call
 MAX_LOGGED_PATH = 200  # characters of a path that a line shows
@@ -352,7 +358,9 @@ class AccessLog:
 
 
 def _log_fields(scope: Scope, status: int, body_complete: bool, arrived_at: float) -> dict[str, Any]:
-    """Return the fields of a log line, except method and path. A value that is not known is None."""
+    """Return the fields of a log line, except method and path. The fields about a key or about tokens are left out if
+    the call has none; `first_token_s` is None if no token came.
+    """
     fields: dict[str, Any] = {"status": status or CLIENT_CLOSED_REQUEST}
     if (key := key_of(scope)) is not None:
         fields["key"] = key.name

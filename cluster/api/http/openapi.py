@@ -1,6 +1,7 @@
 """Builds /openapi.json: the fields of every body with their accepted values, and the statuses of every route.
 
-The handlers read bodies themselves, so FastAPI does not know the fields. Its generated schemas are replaced here.
+The handlers read bodies themselves, so FastAPI does not know the fields. This module replaces the schemas that FastAPI
+generates.
 """
 
 import json
@@ -61,8 +62,8 @@ ERROR = {
 
 
 class OtherApi(NamedTuple):
-    """An API whose bodies become chat requests. `path` is the root of its paths; `error` is the JSON schema of its
-    errors.
+    """An API whose bodies become chat requests. All its paths begin with `path`. `error` is the JSON schema of its
+    errors, and `error_name` is the name of this schema in the document.
     """
 
     path: str
@@ -100,7 +101,7 @@ def install_openapi(app: FastAPI, limits: RequestLimits, other_apis: Sequence[Ot
 
 
 def schemas(limits: RequestLimits, other_apis: Sequence[OtherApi] = ()) -> dict[str, Any]:
-    """Return the schemas of all bodies and of errors. A body that exceeds one of `limits` does not match its schema."""
+    """Return the schemas of all bodies and of errors. Many of `limits` become bounds in these schemas."""
     translated = [fields for other_api in other_apis for fields in other_api.bodies]
     _, generated = models_json_schema(
         [(fields, "validation") for fields in (*BODIES, *translated)], ref_template=SCHEMA_PATH + "{model}"
@@ -156,7 +157,9 @@ def _complete_translated_schema(
 def _add_refused_fields(
     properties: dict[str, Any], refused: Mapping[str, Sequence[Any]], remedies: Iterable[str]
 ) -> None:
-    """Add the fields that are not supported. `refused` maps a field to the values that are accepted all the same."""
+    """Add the fields that are not supported. `refused` maps a field to the values that are accepted although the field
+    is not supported; null is always accepted.
+    """
     for name in (*refused, *remedies):
         values = [*refused.get(name, ()), None]
         properties.setdefault(name, {"enum": values, "description": "Not supported: only these values are accepted"})
@@ -183,7 +186,9 @@ def _set_prompt_bounds(prompt: dict[str, Any], limits: RequestLimits) -> None:
 
 
 def _alternative(schema: dict[str, Any], json_type: str) -> dict[str, Any]:
-    """Return the alternative of type `json_type` in a field's schema; the schema itself if it has none."""
+    """Return the alternative of type `json_type` in a field's schema, or the schema itself if it has no such
+    alternative.
+    """
     alternative: dict[str, Any] = next(
         (option for option in schema.get("anyOf", ()) if option.get("type") == json_type), schema
     )

@@ -65,9 +65,9 @@ def make_app(
 ) -> FastAPI:
     """Return the REST app of `service`. Every call reads the properties of `service` again, so they may change.
 
-    If `limits` is None, the limits follow from the model's context length. `drain` says when to refuse calls. If `keys`
-    is None, every route is open to everyone. Browser pages of the `origins` may call the server (CORS). If `page` is
-    true, / serves the status page.
+    If `limits` is None, the limits follow from the model's context length. `drain` says when to refuse calls; with None
+    calls are never refused for draining. If `keys` is None, every route is open to everyone. Browser pages of the
+    `origins` may call the server (CORS). If `page` is true, / serves the status page, and /server_state its data.
     """
     limits = limits or RequestLimits.of(service.model.context_length)
     app = FastAPI(title="Aerie", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
@@ -128,7 +128,7 @@ def _add_other_api_routes(app: FastAPI, service: Service, limits: RequestLimits,
     @app.post("/v1/responses/{response_id:path}")
     @app.delete("/v1/responses/{response_id:path}")
     async def stored_response(response_id: str) -> Response:
-        """Always 404: this server stores no response, so none can be read, cancelled or deleted."""
+        """Always answers 404: this server stores no response, so none can be read, cancelled or deleted."""
         message = (
             f"there is no response {truncated_repr(response_id)}: this server stores none; keep the answer of the call"
         )
@@ -177,7 +177,7 @@ def _add_info_routes(app: FastAPI, service: Service, limits: RequestLimits) -> N
 
     @app.get("/v1/models/{model_id:path}")
     async def model(model_id: str) -> Response:
-        """One model's card."""
+        """The entry of one model in the list of models."""
         check_model(service.model, model_id)
         return _json(_model_card(service))
 
@@ -189,7 +189,7 @@ def _add_info_routes(app: FastAPI, service: Service, limits: RequestLimits) -> N
 
     @app.get("/ready")
     async def ready(request: Request) -> Response:
-        """Whether to send requests here: 200 while the engine serves, else 503 with the reason."""
+        """Whether to send requests here: 200 while the engine serves and calls are accepted, else 503 with a reason."""
         await _check_healthy(service, request)
         return Response()
 
@@ -237,7 +237,7 @@ async def _check_healthy(service: Service, request: Request) -> None:
 
 
 async def _status(service: Service) -> GangStatus:
-    """Return the gang's status. If it cannot be read within `STATUS_TIMEOUT_S`, return an unhealthy status."""
+    """Return the status of the engine. If it cannot be read within `STATUS_TIMEOUT_S`, return an unhealthy status."""
     try:
         return await asyncio.wait_for(service.engine.status(), STATUS_TIMEOUT_S)
     except TimeoutError:

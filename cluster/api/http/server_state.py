@@ -1,7 +1,7 @@
 """The present state of the server as JSON: `/server_info` for operators, `/server_state` for the status page.
 
-In `/server_state` only the reasons of faults may name paths, addresses and processes. If the server has API keys, only
-admins get these reasons.
+`/server_state` names paths, addresses and processes nowhere but in the reasons of faults. If the server has API keys,
+only a key of scope admin gets these reasons.
 """
 
 import time
@@ -50,9 +50,9 @@ SETTING_NAMES = (
 def build_server_state(
     model_id: str, status: GangStatus, samples: Sequence[bytes], include_reasons: bool
 ) -> dict[str, Any]:
-    """Return the state of one gang (`status`), and counts since the start, summed over all replicas (`samples`). The
-    difference of two reads gives a rate. If `include_reasons` is true, faults include their reasons, which may name
-    addresses and processes.
+    """Return the state of one gang (`status`; a gang is the ranks of one replica), and counts since the start, summed
+    over all replicas (`samples`). The difference between two answers gives a rate. If `include_reasons` is true, faults
+    include their reasons, which may name paths, addresses and processes; otherwise the reasons are empty.
     """
     sums = Sums(samples)
     infos, heartbeats = (
@@ -87,8 +87,8 @@ def _accepted_by_depth(sums: Sums, **labels: str) -> list[int]:
 
 
 def _rank(rank: int, heartbeat: Heartbeat | None, sums: Sums) -> dict[str, Any]:
-    """Return the state of one rank. Without a heartbeat the state is `silent`. Each count is the sum over all gangs,
-    for the rank with this number.
+    """Return the state of one rank. Without a heartbeat the state is `silent`. Each count is the sum over the ranks
+    with this number in all replicas.
     """
     rank_label = str(rank)
     counts = {name: int(sums.total(f"aerie_{name}_total", rank=rank_label)) for name in RANK_COUNTER_NAMES}
@@ -116,7 +116,7 @@ def _loss(loss: Loss, include_reasons: bool) -> dict[str, Any]:
 
 
 def _settings(info: RankInfo | None) -> dict[str, Any]:
-    """Return the settings that rank 0 reports; empty until the first start is over."""
+    """Return the settings that rank 0 reports. The result is empty until the first start is over."""
     if info is None:
         return {}
     draft = info.draft
@@ -131,8 +131,8 @@ def _settings(info: RankInfo | None) -> dict[str, Any]:
 def build_server_info(
     model: ModelInfo, limits: RequestLimits, status: GangStatus, chat_formats: ChosenFormat
 ) -> dict[str, Any]:
-    """Return the content of `/server_info`. `internal_states` holds the mean accept length, because SGLang's benchmark
-    reads it there. `chat_formats` names the formats of tool calls and reasoning in chat answers.
+    """Return the content of `/server_info`. Its field `internal_states` holds the mean accept length, because SGLang's
+    benchmark reads it there. `chat_formats` names the formats of tool calls and reasoning in chat answers.
     """
     accept_lengths = [
         heartbeat.status.accept_length for heartbeat in status.heartbeats if heartbeat.status.accept_length

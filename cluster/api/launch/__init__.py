@@ -1,1 +1,1 @@
-"""`aerie serve`: its flags, the validated plan of a start, and the start and stop of the server; also `aerie keys`."""
+"""The command `aerie serve` (flags, checked settings, start and stop of the server), and the command `aerie keys`."""

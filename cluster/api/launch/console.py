@@ -11,7 +11,7 @@ SERVE_LOGGER = "cluster.api.launch.serve"  # not printed here: `cluster.api.laun
 
 
 class Console:
-    """Follows the log in its own thread, from construction until `stop`."""
+    """Follows the log file `path` in a thread, from construction until `stop`, and prints warnings and errors."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -21,7 +21,7 @@ class Console:
         self._thread.start()
 
     def stop(self) -> None:
-        """Print the remaining lines, then end the thread."""
+        """Print the warnings and errors that are not printed yet, and end the thread."""
         self._stopped.set()
         self._thread.join(timeout=2.0)
 

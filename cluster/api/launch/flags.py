@@ -1,4 +1,4 @@
-"""The flags of `aerie serve`, and the setting that each of them overrides. `--set` overrides any other setting."""
+"""The flags of `aerie serve`, and the setting that each of `FLAGS` overrides. `--set` overrides any setting."""
 
 import argparse
 from pathlib import Path
@@ -102,7 +102,7 @@ def _refuse_key(key: str) -> NoReturn:
 
 
 def model_of(args: argparse.Namespace) -> str | None:
-    """Return the target's folder or hub name, given as MODEL or as --model-path; None to serve the config's model.
+    """Return the target's folder or hub name, given as MODEL or as --model-path. None means the config's model.
 
     Raises:
         ConfigError: it is given twice.
@@ -114,7 +114,7 @@ def model_of(args: argparse.Namespace) -> str | None:
 
 
 def overrides_of(args: argparse.Namespace) -> list[Override]:
-    """Return the overrides of the flags, then those of `--set`: where both name a setting, `--set` wins."""
+    """Return the overrides of the flags, then the overrides of `--set`, so `--set` wins if both name a setting."""
     flag_values = {flag: getattr(args, flag) for flag in FLAGS}
     if flag_values["draft"] is not None:
         flag_values["draft"] = existing_path_or_name(flag_values["draft"])

@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     """Create, list or remove keys; return exit code 0.
 
     Raises:
-        ConfigError: the file cannot be used, the name to create exists already, or the name to remove does not.
+        ConfigError: the file cannot be used, the name to create exists already, or the name to remove does not exist.
     """
     try:
         if args.action == "create":
@@ -84,7 +84,7 @@ def create(file: Path, name: str, scope: Scope) -> str:
 
 
 def remove(file: Path, name: str) -> None:
-    """Remove a key from a keys file; comments stay.
+    """Remove the key `name` from a keys file. Comments on other lines stay.
 
     Raises:
         ConfigError: the file has no such key, or is not a keys file.
@@ -100,7 +100,9 @@ def remove(file: Path, name: str) -> None:
 
 
 def _rewrite(file: Path, edit: Callable[[str], str]) -> None:
-    """Replace the text of a file atomically: a server reads the old or the new text. Owner and permissions stay."""
+    """Replace the text of a file by `edit(text)`, atomically: a server reads the old or the new text. The owner and the
+    permissions of an existing file stay. A missing file counts as empty, and is created for its owner alone.
+    """
     file = file.resolve()
     with _folder_lock(file.parent):
         text = file.read_bytes().decode() if file.exists() else ""

@@ -1,4 +1,4 @@
-"""Applies overrides of single settings to a Serve config: the flags of `aerie serve` and its `--set key=value`."""
+"""Applies overrides of single settings to a Serve config: those of the flags and of `--set` of `aerie serve`."""
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
@@ -24,8 +24,8 @@ SPECULATION_SWITCHES = ("speculative_algorithm", "speculative_draft_model_path")
 
 
 def apply_overrides(data: Mapping[str, Any], overrides: Sequence[Override]) -> dict[str, Any]:
-    """Return a copy of a Serve config with the overrides applied. The override of the model is applied first: a new
-    model removes the draft, the tokenizer and the name in the config, and the other overrides may set them again.
+    """Return a copy of a Serve config with the overrides applied. The override of the model is applied first: it
+    removes the draft, tokenizer and name of another model from the config. The other overrides may set them again.
 
     Raises:
         ConfigError: a key is unknown (the message has the nearest known key), or a part of the file has a wrong form.
@@ -127,7 +127,9 @@ def _set_model(llm: dict[str, Any], source: Any) -> None:
 
 
 def _served_name(source: str) -> str:
-    """Return the name under which the model is served: its hub name without a revision, or its folder's name."""
+    """Return the name under which the model at `source` is served: the hub name without a revision, or the name of the
+    folder.
+    """
     model = hub_model(source)
     return model.name if model is not None else name_of(str(Path(source).resolve())) or source
 
@@ -178,7 +180,7 @@ def _set_dotted(data: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _app_args(data: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of the only application; create them if they are missing."""
+    """Return the arguments of the only application in a Serve config; create them if they are missing."""
     applications = data.setdefault("applications", [{}])
     if not isinstance(applications, list) or len(applications) != 1 or not isinstance(applications[0], dict):
         raise ConfigError("applications must be a list with one entry, the application to serve")

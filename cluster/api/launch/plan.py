@@ -1,4 +1,4 @@
-"""The plan of `aerie serve`: a Serve config with the overrides of flags and `--set`, validated before a start."""
+"""The plan of `aerie serve`: a Serve config with the overrides of flags and `--set`, checked before anything starts."""
 
 import socket
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,8 @@ from cluster.paths.checkout import DEMO_CONFIG, demo_path
 
 LOCAL_DEPLOYMENT = {"graceful_shutdown_timeout_s": 10, "max_constructor_retry_count": 1}
 """Options for a model that is served without a config file: Ctrl-C waits at most 10 s for open streams, and a failed
-start is not repeated."""
+start is not repeated.
+"""
 
 
 class HttpOptions(Settings):
@@ -61,7 +62,9 @@ class ServeFile(Settings):
 
 @dataclass(frozen=True, slots=True)
 class ServePlan:
-    """Everything that `aerie serve` needs, validated. `engine` are the engine settings with their paths resolved."""
+    """Everything that `aerie serve` needs, validated. `engine` holds the settings of the engine with absolute paths and
+    pinned hub names. If `keys` is None, the server has no API keys.
+    """
 
     file: ServeFile
     settings: AppSettings
@@ -82,24 +85,27 @@ class ServePlan:
 
     @property
     def replicas(self) -> int:
-        """The number of replicas that start: the fixed number, or autoscaling's initial or minimum number."""
+        """The number of replicas that start first: the fixed number, or with autoscaling the initial number, or the
+        minimum number if no initial number is set; at least 1.
+        """
         fixed = self.settings.llm.fixed_replicas
         scaling = self.settings.llm.deployment_config.get("autoscaling_config") or {}
         count = fixed if fixed is not None else scaling.get("initial_replicas") or scaling.get("min_replicas")
         return max(1, int(count or 1))
 
     def resources(self, name: str, gpus: float = 0.0) -> float:
-        """Return the amount of a resource that the gangs of the first replicas need together, in a cluster with `gpus`
-        GPUs. The extra replica of a redeploy is not counted.
+        """Return how much of the Ray resource `name` the ranks of the first replicas need together, in a cluster with
+        `gpus` GPUs. The extra replicas of a redeploy are not counted.
         """
         layout = self.settings.llm.layout(self.settings.llm.device(gpus)[0])
         return self.replicas * sum(bundle.get(name, 0.0) for bundle in layout.bundles)
 
     def check_resources(self, available: Mapping[str, float]) -> None:
-        """Check that the gangs need no more of any resource than `available` has; other resources are not checked.
+        """Check that the ranks need no more of any resource in `available` than is there. Resources that are not in
+        `available` are not checked.
 
         Raises:
-            ConfigError: a resource is not enough; the message names it.
+            ConfigError: there is too little of a resource; the message names the resource.
         """
         for name, available_amount in available.items():
             required_amount = self.resources(name, available.get("GPU", 0.0))
@@ -149,8 +155,8 @@ def make_plan(config: str | None, overrides: Sequence[Override], model: str | No
 
 
 def existing_path_or_name(folder: str) -> str:
-    """Return a folder from the command line as an absolute path if the folder exists. Otherwise return the text
-    unchanged: it may be a hub name, or a path that `resolve_path` finds.
+    """Return `folder`, a text from the command line, as an absolute path if this path exists. Otherwise return it
+    unchanged, because it may be a hub name, or a path that `resolve_path` finds.
     """
     return str(Path(folder).resolve()) if Path(folder).exists() else folder
 
@@ -190,7 +196,7 @@ def check_port(http: HttpOptions) -> None:
     """Check that the proxy can listen on the address and port.
 
     Raises:
-        ConfigError: it cannot; the message names http_host or http_port.
+        ConfigError: the proxy cannot listen there; the message names http_host or http_port.
     """
     family = socket.AF_INET6 if ":" in http.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:

@@ -85,8 +85,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until a signal comes. Return 0 after a stop by signal, also during the start, and 1 if the application
-    failed. Raises ConfigError if a setting or file cannot be used.
+    """Serve until a signal comes. Return 0 if a signal stopped the server, even during the start, and 1 if the
+    application failed.
+
+    Raises:
+        ConfigError: a setting or file cannot be used.
     """
     signals = StopSignals()
     with signals.installed():
@@ -156,10 +159,10 @@ def _serve(args: argparse.Namespace, signals: StopSignals) -> int:
 
 
 def _check_environment() -> None:
-    """Refuse API keys in this process's environment, which the nodes of a running cluster do not have.
+    """Refuse API keys in this process's environment, because the nodes of a running cluster do not get it.
 
     Raises:
-        ConfigError: such a variable is set.
+        ConfigError: a variable of `SCOPE_OF_VARIABLE` is set.
     """
     if any(variable in os.environ for variable in SCOPE_OF_VARIABLE):
         raise ConfigError(
@@ -169,7 +172,7 @@ def _check_environment() -> None:
 
 
 def _report_locations(plan: ServePlan, log: LogSettings, address: str | None) -> None:
-    """Print where the log and the API keys are, and what an operator must know about this machine."""
+    """Print the path of the log, the names of the API keys, and what an operator must know about this machine."""
     if uses_haproxy():
         _report("HAProxy's statistics and metrics pages listen on all addresses; Serve has no setting for that")
     _report(f"log: {log.path}" + (" on every node" if address else ""))
@@ -196,8 +199,8 @@ def _fetch(plan: ServePlan, models: dict[str, HubModel], signals: StopSignals | 
 
 
 def _with_log_options(plan: ServePlan, args: argparse.Namespace, *, own_ray: bool) -> ServePlan:
-    """Return the plan with the log options of the command line. By default, a server with its own Ray writes a new log
-    file.
+    """Return the plan with the log options of the command line. If no log file is set, a server with its own Ray
+    (`own_ray`) gets a new log file, and old log files are removed.
     """
     log_options: dict[str, str] = {}
     if args.log_file is not None:
@@ -212,7 +215,9 @@ def _with_log_options(plan: ServePlan, args: argparse.Namespace, *, own_ray: boo
 
 
 def _delete_application(name: str) -> None:
-    """Ask Serve to delete the application from a shared cluster, in a thread: a signal handler must take no locks."""
+    """Ask Serve to delete the application from a shared cluster. This runs in a thread, because a signal handler, which
+    calls this function, must take no locks.
+    """
     serve = importlib.import_module("ray.serve")
     thread = threading.Thread(target=serve.delete, args=(name,), kwargs={"_blocking": False}, daemon=True)
     thread.start()
@@ -298,9 +303,10 @@ def _is_healthy(url: str) -> bool:
 
 
 def _shut_down(cluster: LocalRay | None, plan: ServePlan, *, graceful: bool) -> None:
-    """End the processes of this server: the whole Ray cluster if it is the server's own, or only the application on a
-    shared cluster. If `graceful` is false, do not shut Serve down: nothing is served yet, and Serve would wait until
-    the replica has started.
+    """End this server: its own Ray cluster, or on a shared cluster (`cluster` is None) only the application.
+
+    If `graceful` is false, neither Serve nor the application is shut down first: nothing is served yet, and Serve would
+    wait until the replica has started.
     """
     serve = importlib.import_module("ray.serve")
     if cluster is None:

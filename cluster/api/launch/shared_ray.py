@@ -20,14 +20,14 @@ def check_alive(address: str) -> None:
     """Check that a cluster answers at `address`, an address for `ray.init`.
 
     Raises:
-        ConfigError: it did not answer within `ANSWER_TIMEOUT_S`; the message says why.
+        ConfigError: no cluster answered within `ANSWER_TIMEOUT_S` seconds; the message says why.
     """
     if reason := _client_error(address) if address.startswith(CLIENT_SCHEME) else _gcs_error(address):
         raise ConfigError(f"no Ray cluster answers at {address!r} (--address or RAY_ADDRESS): {reason}")
 
 
 def _client_error(address: str) -> str:
-    """Return why Ray's client server does not accept a connection; empty if it does."""
+    """Return why Ray's client server does not accept a connection, or an empty string if it does."""
     host, _, port = address.removeprefix(CLIENT_SCHEME).partition("?")[0].rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_TIMEOUT_S).close()

@@ -1,4 +1,4 @@
-"""The end of `aerie serve`: its signals, and the draining of open calls before Serve and Ray end."""
+"""The end of `aerie serve`: signal handlers, and the draining of open calls before Serve and Ray end."""
 
 import os
 import signal
@@ -21,7 +21,8 @@ class StopSignals:
     """Signal handlers: the first SIGINT or SIGTERM requests an orderly end, the second ends everything at once.
 
     A handler runs between any two instructions of the main thread, which may hold any lock, so the handler takes none.
-    During `ray.init` Ray installs for a while a SIGTERM handler that aborts the process, so SIGTERM is blocked then.
+    While `ray.init` runs, Ray has a SIGTERM handler of its own for a while, which aborts the process. So SIGTERM is
+    blocked while `ray.init` runs.
     """
 
     def __init__(self) -> None:
@@ -55,7 +56,7 @@ class StopSignals:
         self._on_second_signal = callback
 
     def check(self) -> None:
-        """Raise KeyboardInterrupt if a signal came, also one that is still pending."""
+        """Raise KeyboardInterrupt if a signal came, even if it is a SIGTERM that is still pending."""
         if self.stop_requested or signal.SIGTERM in signal.sigpending():
             raise KeyboardInterrupt
 
@@ -79,12 +80,13 @@ class StopSignals:
 
 
 def drain(serve: Any, name: str, timeout_s: float, report: Callable[[str], None]) -> None:
-    """Make an application refuse new calls, and wait for its open calls; calls open at the timeout end with an error.
+    """Make the application `name` refuse new calls, and wait up to `timeout_s` seconds for its open calls. Calls that
+    are still open then end with an error.
 
-    The call to the ingress replicas is repeated, so that a replica that starts meanwhile refuses too. Run this before
-    `serve.shutdown`, because `serve.shutdown` ends the proxy first, and so all streams. `serve` is the module
-    `ray.serve`, which takes too long to import at the top of this file. `report` prints the progress. If draining
-    fails, `report` prints the error, and this function returns normally.
+    The ingress replicas are told repeatedly, so that a replica that starts meanwhile refuses too. Call this function
+    before `serve.shutdown`, because `serve.shutdown` ends the proxy first, which cuts all streams. `serve` is the
+    module `ray.serve`, which takes too long to import at the top of this file. `report` prints the progress. If
+    draining fails, `report` prints the error, and this function returns normally.
     """
     deadline = time.monotonic() + timeout_s
     try:

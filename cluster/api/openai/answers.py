@@ -1,4 +1,4 @@
-"""OpenAI's Completions and Chat Completions APIs: reads bodies; writes the whole answer, or the chunks of a stream."""
+"""OpenAI's Completions and Chat Completions APIs: reads bodies, and writes whole answers or the chunks of streams."""
 
 import codecs
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -35,7 +35,7 @@ MIN_LOGPROB = -9999.0  # replaces -inf, which JSON cannot write
 
 
 class OpenAIFormatter:
-    """Writes the common fields of answers (id, time, model, usage). It knows which sequences have begun to stream."""
+    """Writes the common fields of answers (id, time, model, usage). Remembers which sequences have begun to stream."""
 
     keep_alive = KEEP_ALIVE
     object_of_body: ClassVar[str]
@@ -138,7 +138,7 @@ class OpenAIFormatter:
         return fields
 
     def _tree(self, tree: StepTree) -> dict[str, Any]:
-        """Return the step's tree, with the text of its nodes; the root's `parent` is null."""
+        """Return the step's tree with each node's text. A node is `forced` if a grammar allowed only this token."""
         draft_count = len(tree.token_ids) - tree.forced
         nodes = [
             {"parent": parent if node else None, "forced": node >= draft_count, **self._token_fields(token)}
@@ -160,7 +160,7 @@ class OpenAIFormatter:
         return self._tokenizer.token_text(token_id)
 
     def _prompt_logprobs(self, delta: Delta) -> dict[str, Any]:
-        """Return `prompt_logprobs` in vLLM's form. The first token's entry is null: nothing predicts it."""
+        """Return `prompt_logprobs` in vLLM's form. The first token's entry is null, because nothing predicts it."""
         num_logprobs = self._fields.prompt_logprobs
         if num_logprobs is None:
             return {}
@@ -241,7 +241,7 @@ class CompletionFormatter(OpenAIFormatter):
         }
 
     def _text_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that a token adds to the text; b"" for a special token."""
+        """Return the bytes that a token adds to the text. A special token adds none."""
         is_special = self._tokenizer is not None and not self._tokenizer.visible_token_ids([token_id])
         return b"" if is_special else self._token_text(token_id)[1]
 
@@ -258,7 +258,7 @@ class ChatFormatter(OpenAIFormatter):
         self._choices_with_calls: set[int] = set()  # indices of choices whose chunks so far hold a tool call
 
     def body(self, deltas: Sequence[Delta]) -> dict[str, Any]:
-        """Return the whole answer. The prompt's token ids are next to `choices`: all choices have the same prompt."""
+        """Return the whole answer. All choices have one prompt, so its token ids are next to `choices`, not in them."""
         prompt_logprobs: dict[str, Any] = {}
         if self._fields.prompt_logprobs is not None:
             prompt_logprobs = self._prompt_logprobs(join_deltas(0, [delta for delta in deltas if delta.index == 0]))
@@ -310,7 +310,7 @@ class ChatFormatter(OpenAIFormatter):
         return {**fields, "tool_calls": list(calls.values())} if calls else fields
 
     def _end_fields(self, delta: Delta) -> dict[str, Any]:
-        """Return the last fields. The finish reason `stop` becomes `tool_calls` if the answer has calls."""
+        """Return the last fields of a choice. If it has calls, the finish reason `stop` becomes `tool_calls`."""
         fields = super()._end_fields(delta)
         has_calls = delta.index in self._choices_with_calls or any(
             isinstance(event, CallStarted) for event in delta.events
@@ -332,7 +332,7 @@ class ChatFormatter(OpenAIFormatter):
 
 
 class _OffsetCounter:
-    """Computes the offset of each token in the text, in characters. Tokens of one character have the same offset."""
+    """Computes the offset of each token in the text, in characters. Tokens that share a character have one offset."""
 
     def __init__(self, start: int = 0) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -345,7 +345,7 @@ class _OffsetCounter:
 
 
 def logprob_entry(entry: TokenLogprob, token_text: Callable[[int], tuple[str, bytes]]) -> dict[str, Any]:
-    """Return the log-probabilities of a token and its alternatives; `token_text` maps an id to its text and bytes."""
+    """Return the fields of a token and of its alternatives. `token_text` maps a token id to text and bytes."""
 
     def token_fields(token_id: int, logprob: float) -> dict[str, Any]:
         text, raw = token_text(token_id)
@@ -356,8 +356,8 @@ def logprob_entry(entry: TokenLogprob, token_text: Callable[[int], tuple[str, by
 
 def ranked_logprobs(entry: TokenLogprob, num_logprobs: int) -> dict[int, tuple[float, int]]:
     """Return {token id: (log-probability, rank)} of a token and of the `num_logprobs` likeliest tokens at its
-    position. Ranks begin at 1. The rank 0 means unknown: the token is not among the likeliest, and its rank was not
-    computed.
+    position. Ranks begin at 1. The rank 0 means that the rank is not known, because the token is not among the
+    likeliest and the engine did not compute its rank.
     """
     top = {token: (logprob, rank) for rank, (token, logprob) in enumerate(entry.top[:num_logprobs], start=1)}
     _, rank = top.get(entry.token_id, (0.0, 0))
@@ -375,7 +375,7 @@ def _total_logprob(delta: Delta) -> float:
 
 
 MAX_SKIPPED_CHARACTERS = 16
-"""To find the next token in the text, at most this many characters that the normalizer removed are skipped."""
+"""`token_offsets` skips at most this many characters (which the normalizer removed) to find the next token."""
 
 
 def token_offsets(text: str, tokens: Iterable[bytes]) -> list[int]:

@@ -1,7 +1,7 @@
 """The web page at `/`. Its files hold no data: the page fetches all data from the REST routes, with the user's API key.
 
 The files are `index.html`, its style, its icon and its scripts (plain JavaScript modules, no build step). The headers
-make the browser refuse scripts from elsewhere, and connections to other servers.
+in `HEADERS` make the browser refuse scripts from elsewhere, and connections to other servers.
 """
 
 from collections.abc import Awaitable, Callable

@@ -1,4 +1,4 @@
-"""Reads a request's body under its time limit: the first part in the proxy, the rest in the replica.
+"""Reads a request's body within a time limit: in the proxy the first part, in the replica all that the proxy passes on.
 
 Nothing heavy is imported here, since this runs in the proxy.
 """

@@ -6,9 +6,9 @@ assumes that a request with an offer has no body: uvicorn then passes on an empt
 real one. This class parses the head of such a request a second time, without the offer.
 
 **Half-closed connections.** A client may shut down its sending side once its request is complete, and wait for the
-answer. uvicorn treats that as the end of the connection; this class sends the answer. A client that has closed its
-socket completely looks the same at first, and its request must be cancelled. So the first bytes of the answer, which
-are equal for all answers, are sent at once: the operating system of a client that has left rejects them.
+answer. uvicorn treats the half-closed connection as ended; this class sends the answer. A client that has closed its
+socket completely looks the same at first, but its request must be cancelled. So the first bytes of the answer, which
+are the same for all answers, are sent at once. If the client has left, its operating system rejects these bytes.
 
 `cluster.api.proxy.middleware` makes uvicorn use this class. Only uvicorn imports this module, in the proxy.
 """
@@ -46,21 +46,21 @@ class Connection(HttpToolsProtocol):
             self.send_400_response("Invalid HTTP request received.")
 
     def on_headers_complete(self) -> None:
-        """Begin the request, unless its head will be parsed a second time without the offer."""
+        """Begin the request, unless its head will be parsed a second time, without the upgrade offer."""
         if not self._ignores_upgrade():
             super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        """End the request's body, unless its head will be parsed a second time without the offer."""
+        """End the request's body, unless its head will be parsed a second time, without the upgrade offer."""
         if not self._ignores_upgrade():
             super().on_message_complete()
 
     def _should_upgrade(self) -> bool:
-        """Return whether the request is a valid WebSocket upgrade; RFC 6455 allows it with GET alone."""
+        """Return whether the request is a valid WebSocket upgrade. RFC 6455 allows this upgrade with GET only."""
         return bool(self.parser.get_method() == b"GET" and super()._should_upgrade())
 
     def _ignores_upgrade(self) -> bool:
-        """Return whether the request offers a protocol that this server ignores."""
+        """Return whether the request offers an upgrade to a protocol that this server ignores."""
         return bool(self.parser.should_upgrade() and not self._should_upgrade())
 
     def _head_without_upgrade(self) -> bytes:

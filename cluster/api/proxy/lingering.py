@@ -13,8 +13,8 @@ LINGER_BYTES = 64 << 20  # most bytes of the rest that are read
 
 
 class Lingering:
-    """ASGI middleware that reads the rest of the body before it ends an early answer. It must be the outermost one, so
-    that this also holds for the answers of other middleware.
+    """ASGI middleware that reads the rest of a request's body before it ends an answer that came before the body was
+    complete. It must be the outermost middleware, so that it sees the answers of the other middleware too.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -53,7 +53,7 @@ class _UnreadBody:
         return message
 
     async def discard(self) -> None:
-        """Read and drop the rest, up to `LINGER_BYTES` and for up to `LINGER_S`."""
+        """Read and drop the rest of the body: about `LINGER_BYTES` bytes at most, for at most `LINGER_S` seconds."""
         discarded_bytes = 0
         try:
             async with asyncio.timeout(LINGER_S):

@@ -1,17 +1,17 @@
 """Middleware in front of Serve's HTTP proxy: buffers requests, passes them on one by one, and turns errors into JSON.
 
 By itself, Serve's proxy has four weaknesses:
-- It answers in plain text where the application cannot answer: while there is no replica, when a replica dies with a
-  request, when a request takes too long or finds Serve's queue full.
+- It answers in plain text where the application cannot answer: while there is no replica, when a replica dies before
+  it has answered, and when a request takes too long or finds Serve's queue full.
 - It decodes some request headers before the application sees them, and fails on bytes that are not text.
 - It forwards each chunk of a body by a call of some milliseconds, so a few hundred clients that send one byte per
   second would keep it busy.
 - It begins requests as they arrive, hundreds in one iteration of its event loop, while open streams wait.
 
-Serve calls `middlewares` in each proxy before it creates the HTTP server, because of the environment variable
-RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH. `aerie serve` sets it; on other clusters the nodes must set it. The call also
-replaces uvicorn's connection class (`connections`) and records which limit of Serve ends a call (`serve_limits`).
-Nothing heavy is imported here, since this runs in the proxy.
+Serve calls `middlewares` in each proxy before it creates the HTTP server, if the environment variable
+RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names this function. `aerie serve` sets the variable; on other clusters it
+must be set on the nodes. `middlewares` also replaces uvicorn's connection class (`connections`), and makes the proxy
+record which limit of Serve ends a call (`serve_limits`). Nothing heavy is imported here, since this runs in the proxy.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ CONNECTION = "cluster.api.proxy.connections:Connection"  # by name, since import
 RETRY_AFTER = (b"retry-after", b"1")
 NO_RETRY = (b"x-should-retry", b"false")  # without it, OpenAI's and Anthropic's clients retry a request after a 408
 MAX_HEADER_LENGTH = 256  # characters of a header in HEADERS_OF_SERVE
-# Serve decodes these headers. The last one would let a client keep its request running after it has left.
+# Serve decodes these headers. With x-request-disconnect-disabled, a request would go on after its client has left.
 HEADERS_OF_SERVE = frozenset(
     {
         b"x-request-id",
@@ -68,7 +68,7 @@ ROUTES = "/-/routes"  # Serve's list of applications; not served, since it has n
 
 
 def middlewares() -> list[Middleware]:
-    """Return the middleware for Serve to install, the outermost last; also patch uvicorn and Serve in this process."""
+    """Return the middleware that Serve is to install, the outermost last. Patch uvicorn and Serve in this process."""
     importlib.import_module("uvicorn.config").HTTP_PROTOCOLS["auto"] = CONNECTION
     serve_limits.patch_proxy()
     return [Middleware(JsonErrors), Middleware(BufferedRequests), Middleware(Lingering)]
@@ -81,7 +81,8 @@ def proxies_use_middlewares() -> bool:
 
 class BufferedRequests:
     """ASGI middleware that passes a request on once its body has arrived, one request per iteration of the event loop.
-    While all replicas are known to be full, it answers with their refusal instead.
+    Of a long body it waits for the first MiB only, and of no body if too much is buffered. While all replicas are known
+    to be full, it answers with the refusal of one of them instead.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -132,14 +133,16 @@ class BufferedRequests:
             buffered_request.close()
 
     async def _send_current_refusal(self, scope: Scope, send: Send) -> bool:
-        """Answer with the refusal of the replicas and return True if all of them are full; else return False."""
+        """If all replicas are known to be full, answer with the refusal of one of them and return True. Otherwise
+        return False.
+        """
         if (refusal := self._refusals.current_refusal(scope)) is None:
             return False
         await refusal.send(send)
         return True
 
     def _reporting_send(self, send: Send) -> Send:
-        """Return a `send` for a request that begins; it tells `Throttle` if the request gets an error."""
+        """Return a `send` for a request that begins. It tells the `Throttle` if the answer is an error."""
 
         async def send_and_report(message: Message) -> None:
             if message["type"] == "http.response.start" and message["status"] >= 400:
@@ -150,7 +153,9 @@ class BufferedRequests:
 
 
 class _BufferedRequest:
-    """The messages of a request for the app: first the buffered body, then the messages that follow it."""
+    """The ASGI messages of a request as the app receives them: first the buffered body, then what the client sends
+    later.
+    """
 
     def __init__(self, first: Message, receive: Receive) -> None:
         self._first: Message | None = first
@@ -210,8 +215,8 @@ class JsonErrors:
                 await response.finish()
 
     async def _has_replicas(self, scope: Scope) -> bool:
-        """Return whether Serve's own health page reports healthy replicas. Requests for this page do not wait in a
-        queue.
+        """Return whether Serve's own health page answers 200. A request for this page does not wait in the queue of a
+        deployment.
         """
         statuses: list[int] = []
 
@@ -233,7 +238,7 @@ class _ResponseFilter:
     def __init__(
         self, send: Send, scope: Scope, limit: ServeLimit, has_replicas: Callable[[Scope], Awaitable[bool]]
     ) -> None:
-        """`limit` receives the limit that ends the call; `has_replicas` returns whether Serve has healthy replicas."""
+        """`limit` gets its values when a limit of Serve ends the call. `has_replicas` is `JsonErrors._has_replicas`."""
         self._send = send
         self._scope = scope
         self._limit = limit
@@ -260,9 +265,10 @@ class _ResponseFilter:
             await self._send(message)
 
     async def _send_json_error(self, status: int, kept_headers: list[tuple[bytes, bytes]]) -> None:
-        """Send the JSON error that replaces a plain-text error. Exception: a full queue of Serve is no sign of a fault.
-        So if Serve rejects a call of a health page because its queue is full, and Serve reports healthy replicas,
-        answer 200.
+        """Send the JSON error that replaces a plain-text error.
+
+        There is one exception. If Serve rejects a call of a health page because its queue is full, and Serve reports
+        healthy replicas, answer 200, because a full queue is no sign of a fault.
         """
         is_health_check = self._scope["method"] in ("GET", "HEAD") and self._scope["path"].endswith(HEALTH_PAGES)
         if is_health_check and self._limit.max_queued_requests is not None and await self._has_replicas(self._scope):
@@ -279,7 +285,9 @@ class _ResponseFilter:
         )
 
     async def finish(self) -> None:
-        """End the answer when Serve sends nothing more: a missing answer or an open stream ends with an error."""
+        """Call this when Serve sends nothing more. If there is no answer or an event stream is open, send an error as
+        the answer or as the last event.
+        """
         error = _limit_error(self._limit, self._scope) or ERROR_BY_STATUS[500]
         if not self._started:
             await _send_error(self._send, 503, error, None, self._scope)
@@ -290,7 +298,7 @@ class _ResponseFilter:
 
 
 def _limit_error(limit: ServeLimit, scope: Scope) -> tuple[str, str, str] | None:
-    """Return the error for the limit of Serve that ended a call; None if no limit did."""
+    """Return the error (type, code, message) for the limit of Serve that ended a call, or None if no limit ended it."""
     if limit.max_queued_requests is not None:
         message = (
             f"the queue of this server is full (max_queued_requests: {limit.max_queued_requests}); try again shortly"
@@ -308,7 +316,7 @@ def _limit_error(limit: ServeLimit, scope: Scope) -> tuple[str, str, str] | None
 
 
 def _invalid_header(headers: list[tuple[bytes, bytes]]) -> str | None:
-    """Return the name of the first header that Serve could not decode or that is too long; None if there is none."""
+    """Return the name of the first of Serve's headers that Serve could not decode or that is too long, or None."""
     for name, value in headers:
         if name.lower().replace(b"_", b"-") in HEADERS_OF_SERVE:
             printable = all(0x20 <= byte < 0x7F for byte in value)

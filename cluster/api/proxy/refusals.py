@@ -1,12 +1,12 @@
-"""Repeats refusals in the proxy: a full replica says how long its refusal holds, and gets no request until then.
+"""Repeats refusals in the proxy: a full replica says how long its refusal holds, and the proxy repeats it until then.
 
 A refusal costs a replica and the proxy together about 10 ms of CPU time. Under load the ranks need this time for open
-streams. If the proxy alone repeats a refusal, it costs 1 ms. A full replica adds the header `FULL_HEADER` to its 503:
-its id, the number of replicas, and the seconds for which the refusal holds. While the refusals of all replicas hold,
-the proxy repeats the refusal that expires last. The next request that it passes on has the number of repeats in the
-header `REPEATS_HEADER`, for the metrics.
+streams. If the proxy alone repeats a refusal, it costs 1 ms. A full replica adds the header `FULL_HEADER` to its 503.
+The header has the replica's id, the number of replicas, and the seconds for which the refusal holds. While the refusals
+of all replicas hold, the proxy answers with the refusal that expires last. The next request that the proxy passes on
+has the number of such answers in the header `REPEATS_HEADER`, for the metrics.
 
-Nothing heavy is imported here, since one half runs in the proxy.
+Nothing heavy is imported here, since `Refusals` runs in the proxy.
 """
 
 import logging
@@ -57,8 +57,8 @@ class Refusals:
 
     def current_refusal(self, scope: Scope) -> RepeatedRefusal | None:
         """Return the refusal with which to answer a request, and count it as a repeat. Return None if a replica may
-        have room. Also return None if a browser sent the request (header `origin`): the browser needs the CORS headers
-        that only a replica adds.
+        have room, or if the request is no POST. Return None too if a browser sent the request (header `origin`),
+        because the browser needs the CORS headers that only a replica adds.
         """
         path = scope["path"]
         if (
@@ -77,8 +77,8 @@ class Refusals:
         return max(refusals.values(), key=lambda refusal: refusal.expires_at)
 
     def forwarded_scope(self, scope: Scope) -> Scope:
-        """Return the ASGI scope of a request that is passed on. The proxy's `REPEATS_HEADER` is added, and such a
-        header from the client is removed.
+        """Return the ASGI scope of a request that is passed on. If refusals were repeated, the header `REPEATS_HEADER`
+        is added. Such a header from the client is removed.
         """
         headers = [pair for pair in scope["headers"] if pair[0].lower() != REPEATS_HEADER]
         if scope["method"] == "POST" and (repeats := self._repeats.pop(scope["path"], 0)):
@@ -86,8 +86,8 @@ class Refusals:
         return {**scope, "headers": headers}
 
     def recording_send(self, scope: Scope, send: Send) -> Send:
-        """Return a `send` for a request that is passed on: it stores a full replica's refusal and removes the header
-        `FULL_HEADER`.
+        """Return a `send` for a request that is passed on. It stores the refusal if the replica is full, and removes
+        the header `FULL_HEADER` from the answer.
         """
         announcement: bytes | None = None
         headers: list[tuple[bytes, bytes]] = []
@@ -121,14 +121,16 @@ class Refusals:
 
 
 class AnnounceRefusals:
-    """The replica's half, as ASGI middleware: completes the header `FULL_HEADER` and counts the proxy's repeats."""
+    """ASGI middleware in the replica. It completes the header `FULL_HEADER`, which has only the seconds before, and
+    reports how many refusals the proxy has repeated.
+    """
 
     def __init__(
         self, app: ASGIApp, replica: str, replicas: int | None, on_repeats: Callable[[str, int], None]
     ) -> None:
-        """`replica` is the id of this replica. `replicas` is the number of replicas; it is None if this number is not
-        fixed or the proxy does not use our middleware, and then `FULL_HEADER` is not sent. `on_repeats` is called with
-        a path and the number of refusals that the proxy repeated for this path.
+        """`replica` is the id of this replica. `replicas` is the number of replicas. It is None if this number is not
+        fixed, or if the proxy does not use the middleware of this package; `FULL_HEADER` is then removed. `on_repeats`
+        is called with a path and the number of refusals that the proxy repeated for this path.
         """
         self._app = app
         self._announcement = None if replicas is None else f"{replica} {replicas}".encode()

@@ -24,9 +24,9 @@ PROXY_MODULE, STATUS_FUNCTION = "ray.serve._private.proxy", "get_http_response_s
 
 @dataclass(slots=True)
 class ServeLimit:
-    """The limit that ended a call. Both fields are None if no limit ended it. `timeout_s` is the longest time of a call
-    (`http_options.request_timeout_s`, or the client's own header), in seconds; `max_queued_requests` is the setting of
-    this name: the number of calls that may wait for a deployment.
+    """The limit that ended a call; both fields are None if no limit ended it. `timeout_s` is the longest time of a call
+    in seconds (`http_options.request_timeout_s`, or the client's own header). `max_queued_requests` is the setting of
+    this name, the number of calls that may wait for a deployment.
     """
 
     timeout_s: float | None = None
@@ -37,7 +37,8 @@ class ServeLimit:
         exceptions: Any = sys.modules["ray.serve.exceptions"]
         if isinstance(error, TimeoutError) and timeout_s is not None:
             self.timeout_s = timeout_s
-        # A rejected call of the replica arrives as a RayTaskError, whose only argument is its cause.
+        # If the replica itself raised the BackPressureError, for a call of its own, the proxy gets a RayTaskError with
+        # one argument, the cause. The queue of this call was then not full.
         elif isinstance(error, exceptions.BackPressureError) and len(error.args) > 1:
             self.max_queued_requests = error.args[1]
 
@@ -47,7 +48,7 @@ _current_limit: ContextVar[ServeLimit | None] = ContextVar("serve_limit", defaul
 
 @contextmanager
 def record_limit() -> Iterator[ServeLimit]:
-    """Yield a `ServeLimit` that records the limit which ends the proxy's call inside the block."""
+    """Yield a `ServeLimit`. If a limit of Serve ends the proxy's call inside the block, the `ServeLimit` records it."""
     limit = ServeLimit()
     token = _current_limit.set(limit)
     try:

@@ -4,7 +4,8 @@ Beginning a request costs the proxy and the replica together some `BEGIN_S` seco
 byte of the body. Both processes sleep often, and the kernel gives a core at once to a process that often sleeps. So a
 hundred requests per second would take the cores from the ranks of open streams, which compute without a pause. While
 the cores are busy, this module pauses between requests, so that beginning requests costs at most the share `CPU_SHARE`
-of the machine. A request that the replica refuses costs only `REFUSE_S` seconds; this is known when its answer comes.
+of the machine, or more if the pauses would have to exceed `MAX_PAUSE_S` seconds. A request that the replica refuses
+costs only `REFUSE_S` seconds; the proxy knows this when the answer comes.
 
 Nothing heavy is imported here, since this runs in the proxy.
 """
@@ -21,8 +22,8 @@ CPU_SHARE = 0.125
 MAX_PAUSE_S = 0.1
 # Seconds between two checks of the cores, and seconds for which the machine counts as full after a check found it full.
 CHECK_S, SATURATED_S = 0.1, 1.0
-# A machine with a smaller share of idle time counts as full. The limit is not 0, because ranks that wait for each other
-# are idle even on a full machine.
+# A machine with a smaller share of idle time counts as full. The limit is not 0: ranks that wait for each other leave
+# cores idle, even on a full machine.
 MIN_IDLE_SHARE = 0.2
 STAT = Path("/proc/stat")
 
@@ -68,8 +69,8 @@ class Throttle:
         self._next_begin_at = 0.0  # loop time before which no request begins
 
     async def wait(self) -> bool:
-        """Wait until this request may begin; other tasks of the event loop run at least once meanwhile. Return False if
-        the wait was interrupted; the caller then checks for a refusal and waits again.
+        """Wait until this request may begin, and return True. Meanwhile other tasks of the event loop run at least
+        once. Return False if `interrupt` ended the wait; the caller then checks for a refusal and waits again.
         """
         waiter: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._waiting.append(waiter)
@@ -78,13 +79,14 @@ class Throttle:
         return await waiter
 
     def interrupt(self) -> None:
-        """End all waits with False: a refusal has come that may answer the waiting requests too."""
+        """Make all waits return False, because a refusal has come that may answer the waiting requests too."""
         while self._waiting:
             if not (waiter := self._waiting.popleft()).done():
                 waiter.set_result(False)
 
     def on_begin(self, body_bytes: int) -> None:
-        """Record that a request with a body of `body_bytes` begins; on a full machine the next must wait longer."""
+        """Record that a request with a body of `body_bytes` bytes begins. On a full machine the next one waits longer.
+        """
         if self._cpu_load.saturated():
             self._next_begin_at = asyncio.get_running_loop().time() + pause_s(body_bytes, os.cpu_count() or 1)
 

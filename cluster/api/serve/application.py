@@ -1,9 +1,9 @@
-"""The Serve application. `build_openai_app` is the `import_path` of a Serve config.
+"""The Serve application. `build_openai_app` builds it for the `import_path` of a Serve config.
 
-`ingress: direct` is one deployment: each replica owns a gang and is itself the ASGI ingress, so a request takes one
-hop. `ingress: resilient` is two deployments: engine replicas own the gangs, and ingress replicas in front of them hold
-the clients' streams. There a stream survives the loss of the engine replica that feeds it. In both layouts a replica
-runs no model: it tokenizes, routes a request to a rank, detokenizes and streams.
+`ingress: direct` is one deployment: each replica owns a gang (its ranks, in other processes) and is the ASGI ingress,
+so a request takes one hop. `ingress: resilient` is two deployments: engine replicas own the gangs, and ingress replicas
+in front of them hold the clients' streams. There a stream survives the loss of the engine replica that feeds it. In
+both layouts a replica runs no model: replicas tokenize, route requests to ranks, detokenize and stream.
 """
 
 import asyncio
@@ -58,7 +58,7 @@ PEERS_TIMEOUT_S = 0.8
 
 
 class RestService:
-    """Implements `cluster.api.core.service.Service` for a replica that owns a gang."""
+    """Implements `cluster.api.core.service.Service` for a replica that owns a gang (the ranks of one engine)."""
 
     def __init__(self, engine: EngineClient, model: Any, rest: "RestParts", metrics: ServingMetrics) -> None:
         self.engine, self.model, self.tokenizer, self.metrics = engine, model, rest.tokenizer, metrics
@@ -67,7 +67,7 @@ class RestService:
         self._samples_call, self._page_call = CoalescedCall(self._collect_samples), CoalescedCall(self._render_page)
 
     async def metric_samples(self) -> list[bytes]:
-        """Return the registry samples of all replicas and ranks that answer. Every replica returns the same set."""
+        """Return the metrics of all replicas and ranks that answer, as JSON texts. Every replica returns the same."""
         return await self._samples_call.get()
 
     async def metrics_page(self) -> bytes:
@@ -82,34 +82,34 @@ class RestService:
         return await asyncio.to_thread(merge, await self._samples_call.get())
 
     async def _ingress_samples(self) -> list[bytes]:
-        """Return the registry samples of all replicas that serve REST routes; in this class, of this replica only."""
+        """Return the metrics, as JSON texts, of all replicas with REST routes; in this class, of this replica only."""
         return [self.metrics.serialize()]
 
 
 class GangOwner:
-    """Base of the Serve replicas that own a gang."""
+    """Base of the Serve replicas that own a gang, which is the group of their ranks."""
 
     _host: GangHost
 
     async def end_streams(self) -> None:
-        """End every open stream of this replica with an error: the server is shutting down."""
+        """End every open stream of this replica with an error, because the server is shutting down."""
         self._host.router.end_streams()
 
     async def check_health(self) -> None:
-        """Serve's health check: raise RuntimeError once the gang is lost for good (`GangHost.check_health`)."""
+        """Serve's health check: raise RuntimeError once the ranks are lost for good (`GangHost.check_health`)."""
         self._host.check_health()
 
     async def __del__(self) -> None:
-        """Close the gang; Serve awaits this method when it removes the replica."""
+        """End the streams and the ranks. Serve awaits this method when it removes the replica."""
         if hasattr(self, "_host"):
             await self._host.close()
 
 
 class Replica(GangOwner):
-    """The one replica class of `ingress: direct`: a gang, and the REST routes in front of it."""
+    """The one replica class of `ingress: direct`. It owns a gang (its ranks) and serves the REST routes."""
 
     async def __init__(self, settings: AppSettings, factory: str = FACTORY) -> None:  # type: ignore[misc]
-        """Start the gang and load the REST routes at the same time; return when requests can be served."""
+        """Start the gang, and load the REST routes meanwhile; return when requests can be served."""
         _set_up_process(settings)
         self._rest_options = await asyncio.to_thread(_rest_options, settings)
         self._host = GangHost(settings, factory)
@@ -147,7 +147,7 @@ class Replica(GangOwner):
 
 
 class EngineReplica(GangOwner):
-    """The engine replica of `ingress: resilient`: a gang, which the ingress replicas call through a Serve handle."""
+    """The engine replica of `ingress: resilient`. It owns a gang (its ranks); ingress replicas call it by a handle."""
 
     async def __init__(self, settings: AppSettings, factory: str = FACTORY) -> None:  # type: ignore[misc]
         """Start the gang; return when requests can be served."""
@@ -189,20 +189,20 @@ class EngineReplica(GangOwner):
         return self._settings_key, self._model_facts
 
     async def restart_timeout_s(self) -> float:
-        """Return how many seconds streams wait for a restarting gang, or for another engine replica."""
+        """Return for how many seconds streams wait for a gang that restarts, or for another engine replica."""
         return self._host.gang.restart_timeout_s
 
     async def status(self) -> GangStatus:
-        """Return the health and load of this replica's gang (`EngineClient.status`)."""
+        """Return the health and load of this replica's ranks (`EngineClient.status`)."""
         return await self._host.router.status()
 
     async def metrics(self) -> list[bytes]:
-        """Return the registry samples of all engine replicas and of their ranks."""
+        """Return the metrics of all engine replicas and of their ranks, one JSON text each."""
         return [self._host.metrics.serialize(), *await self._host.router.metrics()]
 
 
 class ResilientService(RestService):
-    """Implements `Service` for an ingress replica; metrics also cover the other ingress replicas."""
+    """Implements `Service` for an ingress replica. The metrics cover the other ingress replicas too."""
 
     def __init__(
         self, engine: EngineClient, model: Any, rest: "RestParts", metrics: ServingMetrics, peers: Any
@@ -223,7 +223,7 @@ class ResilientService(RestService):
 
 
 class IngressReplica:
-    """The ingress replica of `ingress: resilient`: the REST routes. It calls the gangs through a Serve handle."""
+    """The ingress replica of `ingress: resilient`. It serves the REST routes and calls engine replicas by a handle."""
 
     async def __init__(self, settings: AppSettings, engine: Any) -> None:  # type: ignore[misc]
         """Load the REST routes and wait for an engine replica; return when requests can be served."""
@@ -251,7 +251,7 @@ class IngressReplica:
         tune_gil_and_gc()
 
     def __serve_build_asgi_app__(self) -> Any:
-        """The FastAPI app; Serve calls this once, after the constructor."""
+        """Return the FastAPI app. Serve calls this once, after the constructor."""
         return self._make_app(self._service, drain=self._drain, **self._rest_options)
 
     def _update_token_limit(self, max_request_tokens: int) -> None:
@@ -271,7 +271,7 @@ class IngressReplica:
         await responses.results_async(timeout_s=PEERS_TIMEOUT_S, return_exceptions=True)
 
     async def sample(self) -> bytes:
-        """Return this replica's registry sample; the other ingress replicas call this (`ResilientService`)."""
+        """Return this replica's metrics as a JSON text. The other ingress replicas call this (`ResilientService`)."""
         return self._metrics.serialize()
 
 
@@ -314,7 +314,7 @@ def _bind_to_node_only() -> None:
 
 def _default_sampling(settings: AppSettings, config: EngineConfig) -> dict[str, float]:
     """Return default sampling parameters from the model's generation_config.json; empty with `sampling_defaults:
-    openai`. Called before the gang loads, so that a broken file raises its ConfigError at once.
+    openai`. Call this before the gang loads, so that a broken file raises its ConfigError at once.
     """
     return sampling_defaults(config.model_path) if settings.sampling_defaults == "model" else {}
 
@@ -337,9 +337,9 @@ def _settings_key_of(settings: AppSettings) -> str:
 
 
 async def _wait_for_model_facts(engine_calls: EngineCalls, settings_key: str) -> dict[str, Any]:
-    """Wait for an engine replica whose settings have the key `settings_key`, and return the fields of a `ModelInfo`
-    except `created`. During a redeploy, engine replicas of the old settings, perhaps with another model, answer too;
-    their answers are ignored.
+    """Wait for an engine replica whose settings have the key `settings_key`, and return its fields of a `ModelInfo`
+    (all except `created`). During a redeploy, engine replicas with the old settings, perhaps with another model, answer
+    too; their answers are ignored.
     """
     logged_reason = ""
     while True:
@@ -360,7 +360,7 @@ def build_app(settings: AppSettings, factory: str = FACTORY) -> Application:
     """Return the application for validated settings. `factory` is the import path of the function that builds an
     engine; tests replace it.
 
-    Hub names become commits here, so that all replicas and ranks load the same files, also those that start later.
+    Hub names become commits here, so that all replicas and ranks load the same files, even if they start later.
 
     Raises:
         ConfigError: a hub has no such model or revision, or cannot be reached.

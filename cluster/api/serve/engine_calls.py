@@ -15,7 +15,7 @@ from cluster.api.serve.resilient_client import EngineGoneError, EngineQueueFullE
 from cluster.observability.logs import first_line
 from cluster.request import Request, SequenceOutput
 
-STALL_TOLERANCE_S = 1.0  # if a wait ends so much later than its timeout, this process was stalled, not the replica
+STALL_TOLERANCE_S = 1.0  # if a wait ends this much later than its timeout, this process was stalled, not the replica
 
 
 class HandleCalls:
@@ -55,7 +55,8 @@ class HandleCalls:
 class HandleAttempt:
     """Implements `Attempt` over one streaming call.
 
-    When a client disconnects, Serve cancels the calls made by its request: this call, and no call of another stream.
+    When a client disconnects, Serve cancels the calls that were made while serving this client's request: this call,
+    and no call of another stream.
     """
 
     def __init__(self, response: Any) -> None:
@@ -65,7 +66,7 @@ class HandleAttempt:
         self._finished = False
 
     async def next(self, timeout_s: float) -> StreamItem:
-        """Return the next item, or raise EngineGoneError when none comes in time (`Attempt.next`)."""
+        """Return the next item. Raise EngineGoneError if none comes within `timeout_s`, or none can come any more."""
         if self._next_item_task is None:  # a task, since a wait that times out must not cancel the call
             self._next_item_task = asyncio.ensure_future(self._next_item())
         while True:

@@ -32,16 +32,19 @@ async def stream_items(
     caller_gone: Callable[[], bool] = lambda: False,
 ) -> AsyncGenerator[StreamItem, None]:
     """Yield `heartbeat`, then the outputs of a request, and `heartbeat` again whenever there is no output for
-    `heartbeat_period_s`.
+    `heartbeat_period_s` seconds.
 
-    A full queue yields `RequestRefused` without a heartbeat before it; an invalid request yields `RequestRefused` after
-    a heartbeat. `abandon_reason()` returns why this replica gives up its streams, or an empty string. If it returns a
-    reason and the engine has ended the stream, `StreamAbandoned` is yielded, and the ingress may resume the stream
-    elsewhere. The same item is yielded if the engine is unavailable at the start, or ends the stream without a last
-    output. If it returns a reason at the start, `StreamAbandoned` is yielded at once, and the request is not
-    submitted. Closing this generator aborts the request. The generator also ends when `caller_gone()` returns True,
-    which means that the ingress no longer exists; `caller_gone()` is called every `heartbeat_period_s` seconds and
-    before each output.
+    If the queue is full, `RequestRefused` is the only item. If the request is invalid, `RequestRefused` follows a
+    heartbeat and is the last item.
+
+    `abandon_reason()` returns why this replica gives up its streams, or an empty string. If it returns a reason at the
+    start, the request is not submitted, and `StreamAbandoned` is the only item. `StreamAbandoned` is the last item if
+    the engine is unavailable at the start, if it ends the stream without a last output, or if it ends the stream by an
+    error or an abort and `abandon_reason()` returns a reason. The ingress may then resume the stream elsewhere.
+
+    `caller_gone()` returns whether the ingress no longer exists. It is called before each wait for an output, at least
+    every `heartbeat_period_s` seconds; if it returns True, the generator ends. When the generator ends or is closed, an
+    unfinished request is aborted.
     """
     if reason := abandon_reason():
         yield StreamAbandoned(reason)
@@ -114,15 +117,15 @@ def replica_exists(name: str) -> bool:
 
 
 class CallerMonitor:
-    """Checks regularly which of the ingress replicas with open streams no longer exist. It knows them by their full
-    names.
+    """Checks regularly which of the ingress replicas with open streams no longer exist. An ingress replica is known by
+    its full name in Serve.
     """
 
     def __init__(
         self, is_alive: Callable[[str], bool] = replica_exists, check_period_s: float = CALLER_CHECK_S
     ) -> None:
-        """Create this object outside any request. The watch task runs in the `contextvars` context in which this object
-        was created, and Serve cancels the tasks of a request's context.
+        """Create this object outside any request. The task that checks runs in the `contextvars` context in which this
+        object was created, and Serve may cancel the tasks of a request's context.
         """
         self._is_alive, self._check_period_s = is_alive, check_period_s
         self._open_streams, self._gone_callers = Counter[str](), set[str]()

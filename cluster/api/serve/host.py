@@ -1,4 +1,4 @@
-"""The gang and the router of one Serve replica: a direct replica or an engine replica."""
+"""The gang (the ranks) and the router of one Serve replica, which is a direct replica or an engine replica."""
 
 import asyncio
 import importlib
@@ -27,10 +27,12 @@ PUBLISH_PERIOD_S = 0.5  # how old this replica's metrics may be when another rep
 
 
 class GangHost:
-    """Starts and stops the gang of a replica, and publishes `metrics`. They also count the gang's losses and restarts.
+    """Starts and stops the gang of a replica, and publishes `metrics` to the other replicas. `metrics` also count the
+    gang's losses and restarts.
 
-    `config` holds the settings that the ranks get. It names hub models by their commit, since each node has its own
-    download folder. `local_config` holds the folders of this node instead, which contain all files but the weights.
+    `config` holds the settings that the ranks get. It names hub models by their commits, since each node has its own
+    download folder. `local_config` has the same settings, but names the folders of hub models on this node. These
+    folders hold all files but the weights.
     """
 
     def __init__(self, settings: AppSettings, factory: str) -> None:
@@ -75,7 +77,7 @@ class GangHost:
     def check_health(self) -> None:
         """Raise once the gang cannot be brought back, so that Serve replaces the replica.
 
-        While a gang restarts, /health answers 503 but this check passes: its streams wait in this replica.
+        While the gang restarts, /health answers 503 but this check passes, because the streams wait in this replica.
 
         Raises:
             RuntimeError: the gang is lost for good; the message is the reason.
@@ -84,8 +86,8 @@ class GangHost:
             raise RuntimeError(reason)
 
     def begin_shutdown(self) -> None:
-        """End all streams because Serve will soon kill this replica: clients still get an error event, and an ingress
-        can still resume the streams elsewhere.
+        """End all streams, because Serve will soon kill this replica. The clients of a direct replica still get an
+        error event. An ingress replica can still resume its streams on another engine replica.
         """
         self.shutting_down = True
         self.router.end_streams()
@@ -105,8 +107,8 @@ class GangHost:
             self.metrics.on_restart(loss.restored_s)
 
     async def _publish_metrics(self) -> None:
-        """Whenever this replica's registry sample changes, store it on rank 0 of the gang, where other replicas read
-        it.
+        """Whenever the metrics of this replica change, store them on rank 0 of the gang, from which other replicas read
+        them.
         """
         published = b""
         while True:
@@ -121,8 +123,8 @@ class GangHost:
 
 
 def _resolve_config(config: EngineConfig) -> EngineConfig:
-    """Return the settings with hub names resolved to commits and with the values that the draft's folder decides. Hub
-    models are checked here, before any rank downloads their weights.
+    """Return the settings with hub names resolved to commits, and with the values that follow from the draft's folder.
+    Hub models are checked here, before any rank downloads their weights.
 
     Raises:
         ConfigError: a model cannot be found or served, or the draft does not match the settings.

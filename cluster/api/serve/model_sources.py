@@ -9,13 +9,13 @@ from cluster.config import EngineConfig
 from cluster.config.aliases import ALIASES, SPECULATIVE_CONFIG
 
 DISPLAY_NAMES = {"model_path": "model", "speculative_draft_model_path": "draft", "tokenizer_path": "tokenizer"}
-# the same settings by their names in model_loading_config
+# the names of these settings in model_loading_config, which has no name for the draft
 LOADING_CONFIG_FIELDS = {"model_path": "model_source", "tokenizer_path": "tokenizer_source"}
 
 
 def pin_hub_models(settings: AppSettings) -> AppSettings:
-    """Return the settings with every hub name resolved to a commit. Folders stay unchanged, since each node resolves
-    them itself. Names that already hold a commit stay unchanged.
+    """Return the settings with every hub name resolved to a commit. Paths of folders stay unchanged, since each node
+    resolves them itself. Names that already hold a commit stay unchanged.
 
     Raises:
         ConfigError: a hub has no such model or revision, or neither the hub nor the cache can resolve the name.
@@ -37,7 +37,9 @@ def pin_hub_models(settings: AppSettings) -> AppSettings:
 
 
 def hub_source_facts(config: EngineConfig) -> dict[str, str]:
-    """Return the name, revision and commit of each hub model, as /server_info and the log show them."""
+    """Return the name, revision and commit of each hub model, as /server_info and the log show them. The result is
+    empty if all models are folders.
+    """
     facts: dict[str, str] = {}
     for name, model in hub_models(config).items():
         label = DISPLAY_NAMES[name]

@@ -2,8 +2,9 @@
 
 The ingress keeps each stream's tokens. When the engine replica is gone, the ingress submits the request to any engine
 replica again, with the tokens that the client already has as part of the prompt. The client gets the same tokens as
-without the loss (lossless by seed: law 1 of docs/architecture.md). An attempt is one submission of a request to an
-engine replica. This module does not import Ray; `cluster.api.serve.engine_calls` implements attempts by Ray calls.
+without the loss, because a request's tokens depend only on its prompt, parameters and seed (law 1 of
+docs/architecture.md). An attempt is one submission of a request to an engine replica. This module does not import Ray;
+`cluster.api.serve.engine_calls` implements attempts by Ray calls.
 """
 
 import asyncio
@@ -32,11 +33,13 @@ LIMIT_VALID_S = 600.0  # how long a reported token limit of an engine replica co
 
 @dataclass(frozen=True, slots=True)
 class StreamHeartbeat:
-    """Says that an engine replica has accepted the request. Sent first, and again while there is no output.
+    """Says that an engine replica has taken the request and still exists. It is the first item of a stream, and is sent
+    again while there is no output.
 
-    `model` identifies the weights, dtypes and kernels: a stream is resumed on the same model only. `folders` names the
-    model and tokenizer folders (`folders_of`). `max_request_tokens` is the most tokens of one request; each replica
-    measures its own memory, so replicas may differ.
+    `model` identifies the weights, dtypes and kernels: a stream is resumed on the same model only.
+    `draft_tokens_per_tree` is the number of draft tokens in a full tree. `folders` names the model and tokenizer
+    folders (`folders_of`). `max_request_tokens` is the most tokens of one request; each replica measures its own
+    memory, so the numbers of two replicas may differ.
     """
 
     model: str
@@ -57,7 +60,9 @@ class RequestRefused:
 
 @dataclass(frozen=True, slots=True)
 class StreamAbandoned:
-    """Says that the engine replica ends the stream early: its gang is lost, or it is shutting down."""
+    """Says that the engine replica gives the stream up, for example because it is shutting down, or because its gang
+    (the ranks of one replica) is lost. Another engine replica may resume the stream.
+    """
 
     reason: str
 
@@ -79,7 +84,7 @@ class SharedTokenLimit:
         self._clock, self._reported_at = clock, dict[int, float]()
 
     def update(self, max_request_tokens: int) -> int:
-        """Note the limit `max_request_tokens` of an engine replica; return the smallest limit."""
+        """Note the limit `max_request_tokens`, which an engine replica has reported; return the smallest limit."""
         now = self._clock()
         self._reported_at[max_request_tokens] = now
         self._reported_at = {
@@ -116,8 +121,8 @@ class EngineCalls(Protocol):
     """Calls engine replicas. The implementation chooses the replica of each call."""
 
     def open(self, request: Request) -> Attempt:
-        """Submit a request to one engine replica. The first item is a `StreamHeartbeat`; it is `RequestRefused` if the
-        queue is full, or `StreamAbandoned` if the replica gives up its streams.
+        """Submit a request to one engine replica. The first item of the attempt is `RequestRefused` if a queue is full,
+        `StreamAbandoned` if the replica gives up its streams, and otherwise a `StreamHeartbeat`.
         """
         ...
 
@@ -163,7 +168,7 @@ class ResilientClient:
         self._last_status = GangStatus(True)
 
     def end_streams(self) -> None:
-        """Stop resuming streams: the server is shutting down."""
+        """Stop resuming streams, because the server is shutting down. The engine replicas end the open streams."""
         self._shutting_down = True
 
     async def generate(self, request: Request) -> AsyncIterator[SequenceOutput]:
@@ -212,10 +217,11 @@ class ResilientClient:
                 attempt.close()
 
     async def _submit_until_accepted(self, stream: OpenStream) -> tuple[Attempt, StreamHeartbeat | None]:
-        """Submit a stream until an engine replica accepts it; the heartbeat is None if none did within
-        `restart_timeout_s`. During a redeploy with another model, replicas of both models answer: a new stream begins
-        only on a replica whose `folders` are those of this ingress, since the prompt's token ids would mean other text
-        elsewhere.
+        """Submit a stream until an engine replica accepts it. The heartbeat is None if no replica accepted it within
+        `restart_timeout_s`, or before the server began to shut down.
+
+        During a redeploy with another model, replicas of both models answer. A new stream begins only on a replica
+        whose `folders` are those of this ingress, since the prompt's token ids would mean other text elsewhere.
 
         Raises:
             Overloaded: the queue is full, and no engine replica has taken the stream before.

@@ -1,4 +1,4 @@
-"""Loads the parts that a replica's REST routes need, while its gang starts."""
+"""Loads the parts that the REST routes of a replica need. The ranks can start meanwhile."""
 
 import asyncio
 import importlib
@@ -32,7 +32,7 @@ async def gather_or_cancel(
 
 
 class RestParts(NamedTuple):
-    """The parts of the REST routes: `make_app`, the tokenizer (or None), and classes that are imported late."""
+    """The parts of the REST routes: `make_app`, the tokenizer (or None), and classes whose import takes long."""
 
     make_app: Any
     tokenizer: Any
@@ -43,7 +43,10 @@ class RestParts(NamedTuple):
 
 def load_rest(config: EngineConfig, parsers: tuple[str | None, str | None]) -> RestParts:
     """Return the parts of the REST routes. `parsers` is `AppSettings.parsers`. Call this in a thread, because the
-    imports take seconds.
+    imports take seconds. If the model has no tokenizer file, `tokenizer` is None.
+
+    Raises:
+        ConfigError: the tokenizer or its chat template cannot be loaded.
     """
     make_app = importlib.import_module("cluster.api.http.routes").make_app
     drain_class = importlib.import_module("cluster.api.http.middleware").Drain

@@ -1,4 +1,4 @@
-"""The arguments of the Serve application. Those of Ray Serve LLM keep their names. Unsupported ones are an error."""
+"""The arguments of the Serve application. Settings of Ray Serve LLM keep their names; unsupported ones are refused."""
 
 import re
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ UNSUPPORTED_SETTINGS: Mapping[str, str] = {
     "accelerator_config": "use accelerator_type and placement_group_config",
     "ingress_cls_config": "the ingress is Aerie's own",
 }
-ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\sA-Z*]+")  # as browsers send it: lower case, nothing after the port
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\sA-Z*]+")  # in the form of browsers: lower case, no path
 DEPLOYMENT_OPTIONS = (
     "num_replicas",
     "max_ongoing_requests",
@@ -62,7 +62,7 @@ DEPLOYMENT_DEFAULTS: dict[str, Any] = {
 
 
 class ServingSettings(Settings):
-    """Base of the settings here. A key that Ray Serve LLM knows and Aerie does not honour has its own error message."""
+    """Base of the settings here. A key of `UNSUPPORTED_SETTINGS` is refused with a message that gives the reason."""
 
     @model_validator(mode="before")
     @classmethod
@@ -167,7 +167,7 @@ class LLMConfig(ServingSettings):
 
     @property
     def fixed_replicas(self) -> int | None:
-        """The fixed number of replicas; None where Serve decides it (autoscaling)."""
+        """The fixed number of replicas, or None if Serve decides the number (autoscaling)."""
         num_replicas = self.deployment_config.get("num_replicas", 1)
         return (
             None
@@ -177,7 +177,7 @@ class LLMConfig(ServingSettings):
 
     @property
     def min_replicas(self) -> int:
-        """The smallest number of replicas that can run, at least 1. Each replica has one gang."""
+        """The smallest number of replicas that can run, at least 1. Each replica has one gang (its ranks)."""
         autoscaling = self.deployment_config.get("autoscaling_config")
         count = autoscaling.get("min_replicas", 1) if isinstance(autoscaling, Mapping) else self.fixed_replicas
         return max(1, count) if isinstance(count, int) else 1
@@ -200,9 +200,9 @@ class LLMConfig(ServingSettings):
         return device, reason
 
     def layout(self, device: Device = "auto") -> Layout:
-        """Return the layout of the gang, with one bundle per rank, if the ranks run on `device`. With max_surge_percent
-        0 a redeploy stops the old replica first. The gang then waits longer for its resources, because the old replica
-        may need `graceful_shutdown_timeout_s` to finish its streams.
+        """Return the layout of a gang (the ranks of one replica) on `device` (auto: the engine's setting), one bundle
+        per rank. With max_surge_percent 0 a redeploy stops the old replica first. The gang then waits longer for its
+        resources, because the old replica may need `graceful_shutdown_timeout_s` to finish its streams.
         """
         config = self.engine_config()
         options = {**DEPLOYMENT_DEFAULTS, **self.deployment_config}
@@ -275,7 +275,7 @@ class AppSettings(ServingSettings):
     @model_validator(mode="before")
     @classmethod
     def _load_files(cls, data: Any) -> Any:
-        """Replace an entry of llm_configs that is the path of a YAML file by its content, as Ray Serve LLM does."""
+        """Replace each path of a YAML file in llm_configs by the content of the file, as Ray Serve LLM does."""
         if isinstance(data, Mapping) and isinstance(data.get("llm_configs"), str):
             data = {**data, "llm_configs": [data["llm_configs"]]}  # `serve run builder llm_configs=file.yaml`
         if isinstance(data, Mapping) and isinstance(data.get("llm_configs"), list):
@@ -369,7 +369,7 @@ def resolve_path(path: str) -> str:
     in that order.
 
     The working directory alone is not enough, since `serve deploy` runs the application in another directory than its
-    own. A path that exists in none of them is returned unchanged; the engine then refuses it.
+    own. A path that exists in none of them is returned unchanged; it may be the name of a model on a hub.
     """
     if Path(path).is_absolute():
         return path

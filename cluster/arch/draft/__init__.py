@@ -37,12 +37,12 @@ def read_draft(
     agree.
 
     `shapes` has normalised names (`layers.0.*`, `fc_norm.i`, no `model.` prefix). `overrides` is the setting
-    `speculative_draft_overrides`, which decides facts that tensors cannot show. `token_map` is the file of the setting
-    `speculative_token_map`.
+    `speculative_draft_overrides`, which decides conventions that tensors cannot show. `token_map` is the file of the
+    setting `speculative_token_map`, or None.
 
     Raises:
-        ConfigError: config and tensors disagree, the draft does not fit the target, or the draft's format is not
-            served. The message gives both numbers that differ, or names the format.
+        ConfigError: config and tensors disagree, the draft does not fit the target, the draft's format is not served,
+            or `token_map` cannot be used. The message gives both numbers that differ, or names the format.
     """
     file = "params.json" if has_mistral_names(shapes) else "config.json"
     keys = ConfigKeys(read_json(folder, file), folder, file)

@@ -1,9 +1,9 @@
-"""EAGLE-1 and EAGLE-2 (arXiv 2401.15077, 2406.16858): the same weights; only the tree differs.
+"""EAGLE-1 and EAGLE-2 (arXiv 2401.15077, 2406.16858). They have the same weights; only the tree differs.
 
 A draft is: x = fc([embed | target's post-norm hidden]), then Llama layers (usually one; the first has no norm before
 its attention), and no final norm. It uses the target's embedding and head unless it has its own. fc has a bias unless
-the config's key `eagle_fc_bias` or, if that is missing, `bias` is false. In a draft by FR-Spec, `d2t` picks rows of the
-target's head.
+the config says false in the key `eagle_fc_bias` or, if this key is missing, in the key `bias`. In a draft by FR-Spec,
+`d2t` picks rows of the target's head.
 """
 
 from cluster.arch.draft.facts import FactResolver

@@ -58,7 +58,7 @@ def read_eagle3(folder: str, outer: ConfigKeys, shapes: Shapes, target: TargetAr
         raise ConfigError(f"draft {folder!r}: eagle_config.use_last_layernorm is false but 'norm.weight' is there")
     num_layers = count_layers(folder, keys, shapes)
     geometries = layers_with_windows(keys, geometry, num_layers, facts)
-    # ModelOpt's drafts have this norm even without aux states
+    # ModelOpt's drafts have this norm even if they read no aux hidden states.
     has_hidden_norm = use_aux or "layers.0.hidden_norm.weight" in shapes
     layers = [DraftLayer(geometries[0], pair=True, hidden_norm="hidden_norm" if has_hidden_norm else "none")]
     layers += [read_later_layer(geometries[i], shapes, f"layers.{i}", hidden) for i in range(1, num_layers)]
@@ -88,11 +88,11 @@ def read_eagle3(folder: str, outer: ConfigKeys, shapes: Shapes, target: TargetAr
 
 
 def read_later_layer(geometry: LayerGeometry, shapes: Shapes, prefix: str, hidden: int) -> DraftLayer:
-    """Return a layer after the first. Its kind follows from its tensors:
+    """Return a layer after the first. Its kind follows from its tensors (H is `hidden`):
 
-    - q_proj has 2 H inputs: the layer reads the embedding again (DeepSpec).
-    - q_proj has H inputs, and there is a `hidden_norm`: `hidden_norm` is the norm before attention (SGLang).
-    - neither: an ordinary layer (ModelOpt, speculators, vLLM).
+    - If q_proj has 2 H inputs, the layer reads the embedding again (DeepSpec).
+    - If q_proj has H inputs, and there is a `hidden_norm`, this is the norm before attention (SGLang).
+    - Otherwise it is an ordinary layer (ModelOpt, speculators, vLLM).
     """
     name = "q_proj" if geometry.latent is None else "q_a_proj"
     query = shapes.get(f"{prefix}.self_attn.{name}.weight", ())

@@ -1,7 +1,8 @@
-"""Facts that a draft's tensors cannot show; each comes from an override, the config, or the format's convention.
+"""Facts: conventions of a draft that its tensors cannot show, such as how ids of aux layers are counted.
 
-The conventions are those of the checkpoint formats of speculators, SpecForge, ModelOpt, SGLang and vLLM. In one case,
-reading aux layers with an offset of one lowered the acceptance of the first draft token from 45% to 10% (vLLM #43671).
+Each fact comes from an override, the config, or the convention of the checkpoint's format (speculators, SpecForge,
+ModelOpt, SGLang or vLLM). In one case, reading aux layers with an offset of one lowered the acceptance of the first
+draft token from 45% to 10% (vLLM #43671).
 """
 
 from collections.abc import Mapping
@@ -21,7 +22,7 @@ class FactResolver:
         self._overrides = overrides
         self.choices: list[ResolvedFact] = []
         self.doubts: list[str] = []
-        """Sentences about what is odd in the draft, which is served nevertheless. They do not name its folder."""
+        """Sentences about what is odd in the draft; it is served nevertheless. They do not name the draft's folder."""
 
     def choose(self, fact: str, value: Any, source: str) -> Any:
         """Return the override of `fact` or, without an override, `value`, which comes from `source`. Record the
@@ -33,8 +34,8 @@ class FactResolver:
         return value
 
     def flag(self, fact: str, keys: ConfigKeys, default: bool, convention: str) -> bool:
-        """Return a Boolean fact: the config's key of the same name or, if missing, `default` with the source
-        `convention`.
+        """Return a Boolean fact: its override or, without one, the config's key of the same name or, if that key is
+        missing, `default` with the source `convention`.
         """
         is_configured = keys.data.get(fact) is not None
         return bool(self.choose(fact, keys.flag(fact, default), "config" if is_configured else convention))
@@ -47,7 +48,7 @@ def aux_boundaries(
     facts: FactResolver | None = None,
     is_speculators: bool = False,
 ) -> tuple[int, ...]:
-    """Return the residual-stream boundaries that the draft reads; boundary j is the stream entering target layer j.
+    """Return the boundaries that the draft reads; boundary j is the residual stream that enters target layer j.
 
     Ids come from the first of these that exists; `num_aux_hidden_states` must be the number of ids:
 
@@ -56,14 +57,15 @@ def aux_boundaries(
     3. DeepSpec's `target_layer_ids`.
     4. EAGLE-3's default boundaries (2, L // 2, L - 3), for a target of L layers.
 
-    An id is either a boundary, or the number of a layer whose *output* is read, which is boundary id + 1. Ids of a
-    top-level list and of speculators are boundaries. Ids of `eagle_config` and `target_layer_ids` are layers, with two
-    exceptions that are boundaries: a list that contains L, which is no layer's number (gpt-oss v3: SGLang #32334), and
-    EAGLE-3's default boundaries (Kimi: SGLang #25454). The default boundaries minus one are layers in every format,
-    because conversions to speculators copy them from SpecForge's `eagle_config`.
+    An id is either a boundary, or the number of a layer whose *output* is read; this output is boundary id + 1. Ids of
+    a top-level list and of speculators are boundaries. Ids of `eagle_config` and `target_layer_ids` are layer numbers,
+    with two exceptions that are boundaries: a list that contains L, which is no layer's number (gpt-oss v3: SGLang
+    #32334), and EAGLE-3's default boundaries (Kimi: SGLang #25454). A list of the default boundaries minus one has
+    layer numbers in every format, because conversions to speculators copy it from SpecForge's `eagle_config`. The
+    override `aux_numbering` replaces the result of these rules.
 
     Raises:
-        ConfigError: ids and count disagree, or the boundaries do not ascend within the target.
+        ConfigError: `num_aux_hidden_states` is not the number of ids, or the boundaries do not ascend within 0 to L.
     """
     keys, facts = ConfigKeys(data, folder), facts or FactResolver({})
     nested_ids = keys.section("eagle_config").integers(AUX_IDS_KEY)

@@ -1,8 +1,9 @@
 """Mistral's EAGLE drafts: params.json with consolidated.safetensors (SGLang #24058).
 
 A draft is: x = eagle_linear([embed | target's post-norm hidden]), then ordinary layers (layer 0 also has a norm before
-attention), then a final norm. Rope is over neighbouring pairs, queries are scaled as in Llama 4, embedding and head are
-the target's. Tensors decide between GQA and MLA, and params.json must agree, so that an MLA draft is never read as GQA.
+attention), then a final norm. Rope is over neighbouring pairs, queries may be scaled as in Llama 4, and embedding and
+head are the target's unless the draft has its own. Tensors decide between GQA and MLA, and params.json must agree, so
+that an MLA draft is never read as GQA.
 """
 
 import re
@@ -94,8 +95,8 @@ def _common_names(shapes: Shapes) -> Shapes:
 
 
 def _mla_geometry(params: ConfigKeys, dense_target: TargetArch) -> LayerGeometry:
-    """Return the geometry of a dense layer with MLA. If `apply_scale` is true, YaRN scales the softmax instead of cos
-    and sin.
+    """Return the geometry of a layer with MLA and a dense MLP. YaRN does not scale cos and sin here. It scales the
+    softmax instead, unless `apply_scale` in the section "yarn" of params.json is false.
     """
     g, yarn = dense_target.layer, dense_target.layer.rope.yarn
     data: dict[str, Any] = {key: params.data.get(key) for key in (*MLA_KEYS, "qk_nope_head_dim", "qk_rope_head_dim")}

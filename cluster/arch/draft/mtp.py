@@ -1,8 +1,8 @@
 """MTP layers inside a target's checkpoint: DeepSeek and GLM NextN, Step-3.5, MiMo, Qwen3-Next.
 
 A layer is: x = fc([norm(embed) | norm(hidden)]) (MiMo: hidden first), then one full decoder layer, a norm, and a head.
-Several MTP layers form a draft runner list (SGLang #22954). Sources: the DeepSeek-V3 report (arXiv 2412.19437, 2.2),
-vLLM's and SGLang's loaders.
+If a checkpoint has several MTP layers, each is a model of its own that drafts one level of the tree (SGLang #22954).
+Sources: the DeepSeek-V3 report (arXiv 2412.19437, 2.2), vLLM's and SGLang's loaders.
 """
 
 import re
@@ -23,10 +23,11 @@ from cluster.config import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class MtpFormat:
-    """A producer's names for the tensors of an MTP layer, and its conventions, which `DraftSpec` explains.
+    """A producer's names for the tensors of an MTP layer, and the producer's conventions, which `DraftSpec` explains.
 
     `layer_prefix` precedes the names of the tensors in the decoder layer, and `prefix` precedes all other names. Both
-    may contain {index}, the layer's number. `tensor_name_rules` rename parts of the decoder layer.
+    may contain {index}, the layer's number. `head` is None if the format has no head of its own. `tensor_name_rules`
+    rename parts of the decoder layer.
     """
 
     dialect: str
@@ -167,7 +168,12 @@ def read_mtp(folder: str, keys: ConfigKeys, shapes: Shapes, target: TargetArch, 
 
 
 def _layer_geometry(folder: str, keys: ConfigKeys, shapes: Shapes, mtp_format: MtpFormat, prefix: str) -> LayerGeometry:
-    """Return the geometry of the decoder layer. Its tensors decide between latent attention and grouped heads."""
+    """Return the geometry of the decoder layer. Its tensors decide between latent and grouped-query attention, and
+    between a dense MLP and experts.
+
+    Raises:
+        ConfigError: the layer has experts that are not served in this format.
+    """
     is_dense = any(f"{prefix}.mlp.{part}_proj.weight" in shapes for part in ("gate", "up", "down"))
     if mtp_format is QWEN:
         full_keys = keys.with_defaults(NEXT_DEFAULTS)

@@ -1,4 +1,4 @@
-"""Recognises a draft's format, from tensor names and shapes first, and refuses known formats that are not served."""
+"""Recognises a draft's format, mainly by tensor names and shapes, and refuses known formats that are not served."""
 
 import re
 from collections.abc import Mapping

@@ -1,4 +1,5 @@
-"""`draft_sample.json`: a draft's output on some tokens, recorded when it was known to be right, and checked on load.
+"""`draft_sample.json`: a draft's output on some tokens, recorded when the output was known to be right. When the draft
+is loaded, its output is compared with the recorded one.
 
 If the loader misreads a draft, the draft still loads and serves; only the acceptance falls, by half or by a few
 percent. The draft's output at one position shows such a mistake: it differs from the recorded output by more than
@@ -15,8 +16,8 @@ SAMPLE_FILE = "draft_sample.json"
 
 
 class Sample(NamedTuple):
-    """The `tokens` of a prompt, and the output of the draft's extend at the last token: the recurrent `hidden` `[H]`,
-    the likeliest `token` (a target id) and that token's log-probability.
+    """The `tokens` of a prompt, and the draft's output at the last of them: the `hidden` state `[H]` that the next
+    level of a tree would read, the likeliest `token` (a target id) and the log-probability of `token`.
     """
 
     tokens: tuple[int, ...]

@@ -1,5 +1,5 @@
 """`DraftSpec`: every width, layer number and convention of a draft that speculation needs. A spec is resolved once,
-from tensor names and shapes first and the config second. No other code reads these facts from the config.
+from tensor names and shapes first and the config second. Code outside `arch/draft` does not read them from the config.
 """
 
 import re
@@ -14,7 +14,7 @@ HiddenNorm = Literal["hidden_norm", "input_layernorm", "none"]
 
 
 class ResolvedFact(NamedTuple):
-    """A fact that the tensors cannot show: its name, its value, and the source of that value."""
+    """A convention of a draft that its tensors cannot show: its name, its value, and the source of the value."""
 
     fact: str
     value: Any
@@ -23,8 +23,9 @@ class ResolvedFact(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DraftLayer:
-    """One draft layer. If `pair`, its attention reads `[input_layernorm(embedding) | norm(hidden)]`, 2 H wide;
-    otherwise only the hidden state, H wide. `hidden_norm` names the norm of the hidden state before attention.
+    """One draft layer of width H. If `pair`, its attention reads `[input_layernorm(embedding) | norm(hidden)]`, 2 H
+    wide; otherwise it reads only the hidden state, H wide. `hidden_norm` names the norm of the hidden state before
+    attention.
     """
 
     geometry: LayerGeometry
@@ -34,25 +35,30 @@ class DraftLayer:
 
 @dataclass(frozen=True, slots=True)
 class DraftSpec:
-    """A resolved draft. Legend: H the draft's width, Ht the target's width, A the width of the target's hidden states
-    that the draft reads at extend.
+    """A resolved draft. Extend is the forward in which the draft reads committed tokens with hidden states of the
+    target.
 
-    - `input_source`: at extend the draft reads aux hidden states, or the hidden state after the target's final norm.
+    - `input_source`: at extend the draft reads aux hidden states (of several target layers), or the hidden state after
+      the target's final norm.
     - `aux_boundaries`: a boundary j is the residual stream *entering* target layer j, or before the final norm if j is
       the number of layers. The draft reads these boundaries as aux hidden states.
     - `norm_before_fc`: one RMSNorm over the concatenated aux hidden states. `fc_norm`: one RMSNorm for each of them.
-    - `fc` joins aux hidden states at extend (kind `eagle3`), or embedding and hidden in every forward (other kinds), in
-      `concat_order`; if `pair_norms`, embedding and hidden are normed before.
+    - `fc` joins aux hidden states at extend (kind `eagle3`), or embedding and hidden in every forward (other kinds). It
+      reads embedding and hidden in `concat_order`; if `pair_norms`, each of the two is normed before.
     - `norm_before_residual`: the residual of a `pair` layer is the normed hidden.
     - `recurrent`: the next level of the tree reads this level's output before ("pre") or after ("post") the final norm.
-    - `vocab_map`: the draft ranks the ids of its `d2t`. `token_map`: it ranks the ids of a separate file. Otherwise it
-      ranks all target ids.
-    - `zero_first`: the embedding is zero in the first row of a sequence that a runner reads.
-    - `query_scaling` (length, beta): queries at position p are multiplied by 1 + beta log(1 + p // length).
-    - `runners`: the number of models in the draft runner list; each has these `layers`. If `chained`, runner i reads
-      the output of runner i - 1, otherwise the target's hidden.
-    - `tensor_name_rules` map the model's tensor names to the checkpoint's, applied in order; {index} is `first_index`
-      plus the runner's number.
+    - `embed`, `head`: the draft's own, or the target's. A `tied` head is the draft's own embedding.
+    - `vocab_map`: the draft ranks (has logits of) the ids of its `d2t`. `token_map`: it ranks the ids of a separate
+      file. Otherwise it ranks all target ids.
+    - `zero_first`: the embedding is zero in the first row of each sequence, which is at position i for runner i.
+    - `query_scaling` (length, beta): queries at position p are multiplied by 1 + beta log(1 + p // length); None: they
+      are not scaled.
+    - `runners`: the number of draft models, each with these `layers`. One runner drafts all levels of a tree; of
+      several, each drafts one level. If `chained`, runner i reads the output of runner i - 1, otherwise the target's
+      hidden.
+    - `choices`: the conventions that tensors cannot show, with the source of each. `doubts`: what is odd in the draft.
+    - `tensor_name_rules`: (pattern, replacement) pairs, applied in order, that turn the name of a tensor in the model
+      into its name in the checkpoint; {index} is `first_index` plus the runner's number.
     """
 
     kind: Kind
@@ -106,7 +112,7 @@ class DraftSpec:
 
     @property
     def hidden(self) -> int:
-        """H, the width of the hidden state that a draft layer reads and returns."""
+        """The draft's width: the width of the hidden state that a draft layer reads and returns."""
         return self.layer.hidden
 
     @property
@@ -121,7 +127,7 @@ class DraftSpec:
 
     @property
     def fc_in(self) -> int:
-        """A: width of the target's hidden at extend, `num_aux * target_hidden`."""
+        """The width of the target's hidden states that the draft reads for one token: `num_aux * target_hidden`."""
         return self.num_aux * self.target_hidden
 
     def stored_name(self, name: str, runner: int = 0) -> str:
@@ -140,7 +146,7 @@ class DraftSpec:
         return (*self.ignored_patterns, rf"^(layers|mtp_layers)\.({other_numbers})\.")
 
     def info(self) -> DraftInfo:
-        """Return a summary of the draft, with the source of each fact that tensors cannot show."""
+        """Return a summary of the draft, with the source of each convention that tensors cannot show."""
         return DraftInfo(
             kind=self.kind,
             dialect=self.dialect,

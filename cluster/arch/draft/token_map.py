@@ -1,7 +1,7 @@
 """FR-Spec's token map (arXiv 2502.14856): the ids that a draft ranks with the target's own head, read from a file.
 
-The file is a JSON list of ids, or safetensors with one tensor of ids; never a pickle. `vocabulary_map_doubts` checks
-the map `d2t` in a draft's own checkpoint.
+The file is a JSON list of ids, or a safetensors file with one tensor of ids; a pickle is never read. The map `d2t` in a
+draft's own checkpoint is something else; `vocabulary_map_doubts` checks it.
 """
 
 import json
@@ -16,11 +16,11 @@ from cluster.config import ConfigError
 
 SETTING = "speculative_token_map"
 STRUCT_CODES = {"I64": "q", "I32": "i"}
-MAX_FILE_BYTES = 64 << 20  # maximum bytes of a file, far beyond any vocabulary
+MAX_FILE_BYTES = 64 << 20  # a larger file is refused; no vocabulary needs as much
 
 
 def read_token_map(file: str, vocab_size: int) -> tuple[int, ...]:
-    """Return the ids in `file` in ascending order; the file may list them by frequency.
+    """Return the ids in `file`, in ascending order. In the file they may be in any order.
 
     Raises:
         ConfigError: the file does not exist, or does not hold distinct ids of the target's vocabulary.
@@ -62,11 +62,11 @@ def _read_tensor_ids(path: Path) -> list[int]:
 
 
 def vocabulary_map_doubts(folder: str, shapes: Shapes, map_size: int, vocab_size: int) -> list[str]:
-    """Return doubts about the map `d2t` of `map_size` ids in a draft's folder.
+    """Return doubts (sentences about what is odd) about the map `d2t` of `map_size` ids in a draft's folder.
 
-    A `d2t` of only zeros means the target's first ids. If the checkpoint has no `t2d` as well, such a `d2t` was most
-    likely never filled in, and gives a doubt. If the `d2t` lies in a hole of a sparse file, its data was not fetched,
-    and no doubt is returned.
+    `d2t` holds offsets: target id = draft id + offset. So a `d2t` of only zeros means the target's first ids. If the
+    checkpoint has no `t2d` (the inverse map) either, such a `d2t` was most likely never filled in, and gives a doubt.
+    If `d2t` lies in a hole of a sparse file, its data was not fetched, and no doubt is returned.
 
     Raises:
         ConfigError: a file of the folder is missing or malformed.

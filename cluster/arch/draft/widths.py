@@ -14,8 +14,8 @@ from cluster.config import ConfigError
 
 
 def count_layers(folder: str, keys: ConfigKeys, shapes: Shapes) -> int:
-    """Return the number of layers by the config, 1 by default. The tensors must not hold more layers. A `midlayer` is
-    the only layer, even if the config, copied from the target, says otherwise.
+    """Return the number of layers by the config, 1 by default. The checkpoint must not hold more layers. If its only
+    layer is named `midlayer`, the number is 1 whatever the config says, as some configs are copies of the target's.
 
     Raises:
         ConfigError: a tensor belongs to a later layer; the message names it.
@@ -40,8 +40,9 @@ def count_layers(folder: str, keys: ConfigKeys, shapes: Shapes) -> int:
 def draft_geometry(
     folder: str, keys: ConfigKeys, shapes: Shapes, prefix: str = "layers.0", allow_partial_rotary: bool = False
 ) -> LayerGeometry:
-    """Return a layer's sizes. The number of heads comes from the config, biases from tensors, head_dim from the config
-    or, if missing there, from `q_proj`. `allow_partial_rotary`: the format may rotate only a part of each head.
+    """Return the geometry of the layer whose tensors begin with `prefix`. The number of heads comes from the config,
+    biases from tensors, head_dim from the config or, if missing there, from `q_proj`. `allow_partial_rotary`: the
+    format may rotate only a part of each head.
 
     Raises:
         ConfigError: config and tensors disagree on a bias.
@@ -89,11 +90,12 @@ def layers_with_windows(
     keys: ConfigKeys, geometry: LayerGeometry, num_layers: int, facts: FactResolver
 ) -> tuple[LayerGeometry, ...]:
     """Return every layer's geometry. `layer_types` lists which layers have the `sliding_window`. Without `layer_types`,
-    either all layers have the window or none.
+    either all layers have the window or none: in Qwen's configs all if `use_sliding_window` is true, in other configs
+    all unless it is false.
 
-    If `use_sliding_window` is false, as it is by default in Qwen's configs, no layer has a window. Llama's own config
-    has no window. If such a config has only the key `sliding_window`, the window is applied to all layers and recorded
-    as a doubt.
+    If `use_sliding_window` is false, as it is by default in Qwen's configs, no layer has a window. The model type
+    "llama" does not define a window. If a config of this type has the key `sliding_window`, but neither `layer_types`
+    nor `use_sliding_window`, the window is applied to all layers and recorded as a doubt.
     """
     model_type = str(keys.data.get("model_type"))
     uses_window = keys.flag("use_sliding_window", not model_type.startswith("qwen"))
@@ -111,9 +113,9 @@ def layers_with_windows(
 def record_window_doubt(
     facts: FactResolver, keys: ConfigKeys, used_window: int | None, interpretation: str, remedy: str
 ) -> None:
-    """Record the window that the layers get, and a doubt. Call this for a config that has the key `sliding_window`
-    although the draft's format does not define it. `used_window` is None for full attention. `interpretation` and
-    `remedy` are parts of the doubt's text.
+    """Record the window that the layers get, and a doubt (a sentence about what is odd in the draft). Call this for a
+    config that has the key `sliding_window` although the draft's format does not define it. `used_window` is None for
+    full attention. `interpretation` and `remedy` are parts of the doubt's text.
     """
     model_type, configured_window = keys.data.get("model_type"), keys.data["sliding_window"]
     facts.choose(
@@ -126,8 +128,8 @@ def record_window_doubt(
 
 
 def with_rope_layout(geometry: LayerGeometry, facts: FactResolver, convention: str, source: str) -> LayerGeometry:
-    """Return `geometry` with the rotary layout of the checkpoint: the override, or else `convention`. A geometry with
-    latent attention is returned unchanged, because it always rotates neighbouring pairs.
+    """Return `geometry` with the rotary layout of the checkpoint: the override of `rope_layout` or, without one,
+    `convention`. A geometry with latent attention is returned unchanged, because it always rotates neighbouring pairs.
     """
     if geometry.latent is not None:
         return geometry
@@ -150,7 +152,9 @@ def confirm_flag(folder: str, keys: ConfigKeys, key: str, tensor_name: str, is_p
 
 
 class DraftVocabulary(NamedTuple):
-    """Whose embedding and head the draft uses, how many ids it ranks (`size`), and whether a `d2t` maps those ids."""
+    """Whose embedding and head the draft uses ("tied": its own embedding as head), how many ids it ranks (`size`), and
+    whether a `d2t` maps these ids to target ids.
+    """
 
     embed: Literal["own", "target"]
     head: Literal["own", "target", "tied"]
@@ -161,12 +165,15 @@ class DraftVocabulary(NamedTuple):
 def read_vocabulary(
     folder: str, keys: ConfigKeys, shapes: Shapes, target: TargetArch, hidden: int, allow_d2t: bool = False
 ) -> DraftVocabulary:
-    """Return the draft's vocabulary. Its size is the number of rows of the head; `draft_vocab_size` must be the same.
+    """Return the draft's vocabulary. Its size is `draft_vocab_size` or, without this key, the number of rows of the
+    draft's own head or, without such a head, the target's size. That the head has so many rows is checked on load.
 
-    If `allow_d2t`, a `d2t` may pick rows of the target's head. Otherwise a draft with a `d2t` must have its own head.
+    If `allow_d2t`, a `d2t` may pick rows of the target's head. Otherwise a draft that ranks fewer ids than the target
+    must have its own head.
 
     Raises:
-        ConfigError: sizes disagree, or the draft needs the target's embedding or head and that does not fit the draft.
+        ConfigError: the sizes of head and vocabulary disagree, or the draft needs the target's embedding or head, which
+            does not fit the draft.
     """
     own_embed, own_head = "embed_tokens.weight" in shapes, "lm_head.weight" in shapes
     size = keys.integer("draft_vocab_size", target.vocab_size)

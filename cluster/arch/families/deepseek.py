@@ -11,7 +11,9 @@ NAMES = ((r"\.mlp\.router\.correction$", ".mlp.gate.e_score_correction_bias"), (
 
 
 def deepseek_v3(keys: ConfigKeys) -> TargetArch:
-    """Return the target of `DeepseekV3ForCausalLM`. Layers from `num_hidden_layers` on are MTP drafts."""
+    """Return the target of `DeepseekV3ForCausalLM`. Layers from `num_hidden_layers` on are MTP drafts, which
+    are not part of the target.
+    """
     if not keys.flag("rope_interleave", True):
         raise keys.error("rope_interleave false is not served")
     num_layers = keys.integer("num_hidden_layers")

@@ -1,4 +1,6 @@
-"""Gemma-3's language model: norms of 1 + weight before and after attention and MLP; local and global layers."""
+"""Gemma-3's language model. Its norms scale by 1 + weight, and come before and after attention and MLP. It has local
+layers, with a sliding window, and global layers.
+"""
 
 from dataclasses import replace
 
@@ -19,11 +21,11 @@ DEFAULTS = {
     "vocab_size": 262208,
     "max_position_embeddings": 131072,
 }
-"""Values of keys that a config leaves out."""
+"""The values of these keys if a config leaves them out."""
 
 
 def gemma3(keys: ConfigKeys) -> TargetArch:
-    """Return the target of `Gemma3ForCausalLM`: five local layers per global layer, and by default a tied head."""
+    """Return the target of `Gemma3ForCausalLM`: by default five local layers per global layer, and a tied head."""
     num_layers = keys.integer("num_hidden_layers")
     for key in ("attn_logit_softcapping", "use_bidirectional_attention"):
         if keys.data.get(key):
@@ -46,7 +48,7 @@ def gemma3(keys: ConfigKeys) -> TargetArch:
         "Gemma3ForCausalLM",
         tuple(local if slides else layer for slides in is_sliding),
         tied=keys.flag("tie_word_embeddings", True),
-        # already includes rope scaling; vLLM does not multiply it either
+        # The config's number already includes rope scaling, so it is not multiplied; vLLM does the same.
         max_position=full_keys.integer("max_position_embeddings"),
         embed_scale=layer.hidden**0.5,
         softcap=None if softcap is None else keys.number("final_logit_softcapping", 1.0),
@@ -55,7 +57,9 @@ def gemma3(keys: ConfigKeys) -> TargetArch:
 
 
 def _local_rope(keys: ConfigKeys) -> Rope:
-    """Return the rope of local layers: from `rope_parameters` if listed, otherwise `rope_local_base_freq`, unscaled."""
+    """Return the rope of local layers: from `rope_parameters` if it lists "sliding_attention", otherwise without
+    scaling, with the base `rope_local_base_freq`.
+    """
     if "sliding_attention" in keys.section("rope_parameters").data:
         return rope_of(_without_keys(keys, "rope_scaling"), 10000.0, "sliding_attention")
     return Rope(keys.number("rope_local_base_freq", 10000.0))

@@ -17,12 +17,12 @@ DEFAULTS = {
     "topk_group": 1,
     "first_k_dense_replace": 1,
 }
-"""Values of keys that a config leaves out."""
+"""The values of these keys if a config leaves them out."""
 
 
 def glm4_moe(config: ConfigKeys) -> TargetArch:
     """Return the target of `Glm4MoeForCausalLM`: q, k and v may have biases. Layers from `num_hidden_layers` on are MTP
-    drafts.
+    drafts, which are not part of the target.
     """
     keys = config.with_defaults(DEFAULTS)
     num_layers = keys.integer("num_hidden_layers")

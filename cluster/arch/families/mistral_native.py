@@ -34,11 +34,11 @@ EOS_TOKEN_ID = 2
 
 
 def mistral_native(params: ConfigKeys) -> TargetArch:
-    """Return a dense Mistral target. The end token is always 2, because params.json never names an end token. The
-    default maximum text length is 128,000.
+    """Return a dense Mistral target. Token 2 is always an end token, because params.json never names one; other files
+    of the folder may name more. The default maximum text length is 128,000.
 
     Raises:
-        ConfigError: the model has experts, latent attention or a vision tower.
+        ConfigError: the model has experts, latent attention, a vision tower or Mamba layers.
     """
     for key in UNSERVED_KEYS:
         if params.data.get(key):

@@ -1,4 +1,4 @@
-"""Mixtral: Mistral's attention, with eight or more experts as the MLP."""
+"""Mixtral: Mistral's attention, with a mixture of experts (by default eight) as the MLP."""
 
 from dataclasses import replace
 

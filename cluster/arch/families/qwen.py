@@ -1,4 +1,4 @@
-"""Qwen2 (biases on q, k, v), Qwen3 (norms per head), Qwen3-MoE, and the full-attention layers of Qwen3-Next."""
+"""Qwen2 (biases on q, k, v), Qwen3 (norms per head), Qwen3-MoE, and what MTP drafts need to know about Qwen3-Next."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ def qwen2(keys: ConfigKeys) -> TargetArch:
 
 
 def mimo(keys: ConfigKeys) -> TargetArch:
-    """Return the target of `MiMoForCausalLM`: Qwen2, with an MTP draft in the same checkpoint."""
+    """Return the target of `MiMoForCausalLM`: Qwen2; the MTP draft in the same checkpoint is ignored."""
     return replace(qwen2(keys), family="MiMoForCausalLM", ignored_patterns=(r"^mtp_layers\.",))
 
 
@@ -25,7 +25,9 @@ def qwen3(keys: ConfigKeys) -> TargetArch:
 
 
 def qwen3_moe(keys: ConfigKeys) -> TargetArch:
-    """Return the target of `Qwen3MoeForCausalLM`. `mlp_only_layers`, and layers between the MoE layers, are dense."""
+    """Return the target of `Qwen3MoeForCausalLM`. Every `decoder_sparse_step`-th layer has experts, unless
+    `mlp_only_layers` lists it; all other layers are dense.
+    """
     num_layers, step = keys.integer("num_hidden_layers"), keys.integer("decoder_sparse_step", 1)
     dense = replace(geometry_of(keys), qk_norm=True, sliding_window=_sliding_window(keys))
     moe = Moe(
@@ -42,7 +44,7 @@ def qwen3_moe(keys: ConfigKeys) -> TargetArch:
 
 
 NEXT_DEFAULTS = {"head_dim": 256, "partial_rotary_factor": 0.25}
-"""Qwen3-Next's values of keys that a config leaves out."""
+"""Qwen3-Next's values of these keys if a config leaves them out."""
 NEXT_NAMES = (
     (r"\.mlp\.router\.", ".mlp.gate."),
     (r"\.mlp\.shared_experts\.", ".mlp.shared_expert."),
@@ -75,7 +77,7 @@ def _sliding_window(keys: ConfigKeys) -> int | None:
 
 def _layers_with_windows(keys: ConfigKeys, layer: LayerGeometry) -> tuple[LayerGeometry, ...]:
     """Return the layers. If `use_sliding_window` is true, `layer_types` lists which layers have the sliding window;
-    without `layer_types`, layers from `max_window_layers` on have it.
+    without `layer_types`, the layers from `max_window_layers` on have it. Otherwise no layer has a window.
     """
     num_layers, window = keys.integer("num_hidden_layers"), _sliding_window(keys)
     first_windowed = keys.count("max_window_layers", 28)

@@ -1,4 +1,4 @@
-"""LLaVA-style wrappers: a language model that is served, with a vision tower and a projector that are ignored."""
+"""LLaVA-style wrappers. The language model in them is served; the vision tower and the projector are ignored."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -27,7 +27,7 @@ TEXT_FAMILIES: dict[str, Callable[[ConfigKeys], TargetArch]] = {
     "gemma3_text": gemma3,
 }
 LLAMA_7B: Mapping[str, Any] = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
-# Values that published text_configs leave out, because they were the model type's defaults at the time.
+# Values that published text_configs leave out, because at publication they were the defaults of the model type.
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "llama": {**LLAMA_7B, "intermediate_size": 11008, "vocab_size": 32000, "max_position_embeddings": 2048},
     "mistral": {
@@ -44,7 +44,7 @@ NON_TEXT_TENSORS = (r"^(vision_tower|multi_modal_projector|mm_projector)\.",)
 
 
 def read_wrapped(keys: ConfigKeys, wrapper: str) -> TargetArch:
-    """Return the language model inside `wrapper`. Its family is named after the wrapper and the language model."""
+    """Return the language model inside `wrapper`. The result's `family` names the wrapper and the language model."""
     text_config = keys.section("text_config")
     model_type = str(text_config.data.get("model_type") or "llama")
     if model_type not in TEXT_FAMILIES:

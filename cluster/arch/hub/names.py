@@ -32,7 +32,7 @@ class HubModel:
 
     @property
     def display_name(self) -> str:
-        """The form used in messages, which every command accepts."""
+        """The name of this model in messages. Every command accepts it as the name of a model."""
         return f"{self.name}@{self.commit or self.revision}"
 
 

@@ -18,8 +18,8 @@ from cluster.arch.safetensors.stored import normalise_name
 from cluster.config import ConfigError
 
 FIRST_REQUEST_BYTES = 64 << 10  # bytes of the first request; most headers are smaller
-COPIED_TENSORS = ("d2t",)  # tensors whose data is fetched too: d2t, the ids of a draft's vocabulary
-MAX_TENSOR_BYTES = 64 << 20  # maximum bytes of such a tensor, far beyond any vocabulary
+COPIED_TENSORS = ("d2t",)  # tensors whose data is also fetched: d2t maps a draft's vocabulary to the target's
+MAX_TENSOR_BYTES = 64 << 20  # a larger tensor is not fetched; no vocabulary needs as much
 MAX_CONNECTIONS = 8
 RETRIES = 2  # after 1 and 2 seconds
 
@@ -54,9 +54,10 @@ def header_folder(model: HubModel) -> Iterator[str]:
 
 def _write_header(snapshot: Snapshot, name: str, path: Path) -> None:
     """Copy the header of a remote safetensors file, and the data of the tensors `COPIED_TENSORS`, into the file `path`:
-    a sparse file of the same size. That data is copied because it is checked before any weights are loaded.
+    a sparse file of the same size. The data of these tensors is copied because it is checked before any weights are
+    loaded.
 
-    Here the header's length is checked only to limit the download; `read_header` checks everything else.
+    This function checks the header's length only to limit the download; `read_header` checks everything else.
     """
     assert snapshot.files is not None, "a snapshot without a list of files has no names of weights"
     size = snapshot.files[name].size
@@ -79,7 +80,8 @@ def _write_header(snapshot: Snapshot, name: str, path: Path) -> None:
 
 
 def _read_range(url: str, start: int, stop: int) -> bytes:
-    """Return bytes `start` to `stop - 1` of a remote file. Stop reading after that, even if the server sends more.
+    """Return bytes `start` to `stop - 1` of a remote file. Stop reading after these bytes, even if the server sends
+    more.
 
     Raises:
         OSError: the server does not send these bytes.

@@ -1,4 +1,4 @@
-"""A download that reports its progress on a terminal or in the log, and ends at once when it is interrupted."""
+"""A download that reports its progress on a terminal and in the log, and ends soon after an interrupt."""
 
 import logging
 import threading
@@ -19,12 +19,12 @@ BYTES_BAR = "huggingface_hub.snapshot_download"  # the library's name for the pr
 
 
 def run_with_progress(name: str, download: Callable[[type[tqdm]], object], check: Check | None = None) -> None:
-    """Run `download` with a class of progress bars. A bar is drawn on a terminal only, but it always logs the progress
-    every `LOG_PERIOD_S`.
+    """Run `download` with a class of progress bars. A bar is drawn on a terminal only. The bar that counts bytes also
+    logs the progress every `LOG_PERIOD_S` seconds, with or without a terminal.
 
     The library itself reacts to an interrupt only when each of its threads has finished its file. So the download runs
-    in a separate thread; after an interrupt, the next piece of data that arrives ends the download. During the download
-    `check` is called every `CHECK_PERIOD_S`, and may raise to interrupt it.
+    in a separate thread; after an interrupt, the next piece of data that arrives ends the download. If `check` is
+    given, it is called every `CHECK_PERIOD_S` seconds during the download, and may raise to interrupt the download.
     """
     interrupted = threading.Event()
 

@@ -34,12 +34,14 @@ def explain_failures(model: HubModel) -> Iterator[None]:
 
 
 def _is_from_outside(error: Exception) -> bool:
-    """Whether the error comes from the disk, the library, or the library's HTTP client."""
+    """Whether the error comes from the disk, the library `huggingface_hub`, or the library's HTTP client."""
     return isinstance(error, OSError) or type(error).__module__.startswith(("huggingface_hub", "http"))
 
 
 def not_cached_error(model: HubModel, missing: list[str]) -> ConfigError:
-    """Return the error for a model whose `missing` files are not in the cache while the hub may not be contacted."""
+    """Return the error for a model whose `missing` files are not in the cache while the hub may not be contacted. If
+    `missing` is empty, nothing of the model is in the cache.
+    """
     what_is_missing = (
         f"lacks {', '.join(missing[:3])}{' and others' if missing[3:] else ''} of it" if missing else "lacks it"
     )
@@ -106,7 +108,9 @@ def _response_reason(model: HubModel, error: errors.HfHubHTTPError) -> str:
 
 
 def _existing_revisions(model: HubModel) -> str:
-    """Return some existing revisions, as the end of a sentence."""
+    """Return the end of a sentence that lists some existing revisions or, if the hub does not list them, names the page
+    that shows them.
+    """
     with suppress(Exception):  # the error message makes sense without this list
         refs = HfApi().list_repo_refs(model.name)
         parts = []

@@ -22,7 +22,9 @@ def hub_models(config: EngineConfig) -> dict[str, HubModel]:
 
 
 def is_pinned(config: EngineConfig) -> bool:
-    """Whether any setting names a hub model in the form that `pin` writes. Uses neither network nor disk."""
+    """Whether any setting names a hub model with the prefix hf://, as `pin` writes it. Uses neither network nor
+    disk.
+    """
     return any(str(getattr(config, name)).startswith(SCHEME) for name in MODEL_SETTINGS)
 
 
@@ -47,11 +49,12 @@ def fetch_configs(config: EngineConfig) -> EngineConfig:
 
 
 def fetch(config: EngineConfig, check: Check | None = None) -> EngineConfig:
-    """Return the settings with hub names replaced by folders on this node that hold all files.
+    """Return the settings with hub names replaced by folders on this node that hold all files. The folder for
+    `tokenizer_path` may lack the weights.
 
     One process of the node downloads missing files, while other processes wait. Before the download, models that cannot
-    be served are refused by their configs and headers. `check` is called regularly during the download, and may raise
-    to end it.
+    be served are refused; their configs and headers show this. `check` is called regularly during the download, and may
+    raise to end it.
 
     Raises:
         ConfigError: the files cannot be fetched, or the models cannot be served.
@@ -69,8 +72,8 @@ def fetch(config: EngineConfig, check: Check | None = None) -> EngineConfig:
 
 
 def folder_of(source: str, *, weights: bool = True) -> str:
-    """Return a folder on this node with a model's files; if `weights` is False, possibly without the weights. `source`
-    is returned unchanged unless it is a hub name.
+    """Return a folder on this node with a model's files. If `weights` is False, the folder may lack the weights.
+    `source` is returned unchanged unless it is a hub name.
 
     Raises:
         ConfigError: the files cannot be fetched.
@@ -82,7 +85,7 @@ def folder_of(source: str, *, weights: bool = True) -> str:
 @contextmanager
 def header_folders(config: EngineConfig) -> Iterator[EngineConfig]:
     """A context manager: yields the settings with every hub name replaced by a folder with configs and headers, as
-    yielded by `header_folder`.
+    `header_folder` yields it. The folder for `tokenizer_path` may lack the headers.
 
     Raises:
         ConfigError: the files cannot be fetched.

@@ -66,15 +66,16 @@ class Snapshot:
 
     @property
     def unverified_path(self) -> Path:
-        """The path of a file that lists downloads whose hashes are not compared yet. It lies beside the library's
-        locks.
+        """The path of a file that lists the downloaded files whose hashes have not been compared. It is in the folder
+        of the library's locks.
         """
         repository = self.folder.parents[1]
         return repository.parent / ".locks" / repository.name / f"aerie-{self.model.commit}.json"
 
 
 def resolve_commit(model: HubModel) -> HubModel:
-    """Return the model with the commit that its revision names now. If the hub is unreachable, the cache decides.
+    """Return the model with the commit that its revision names at present. If the hub is unreachable, the cache
+    decides.
 
     Raises:
         ConfigError: the model or revision does not exist, or neither the hub nor the cache knows the commit.
@@ -86,7 +87,7 @@ def resolve_commit(model: HubModel) -> HubModel:
 
 
 def fetch_config_files(model: HubModel) -> Snapshot:
-    """Return the snapshot of a model, after its description has been downloaded into its folder.
+    """Return the snapshot of a model, after its description (`DESCRIPTION_FILES`) has been downloaded into its folder.
 
     Raises:
         ConfigError: the files cannot be fetched.
@@ -115,7 +116,9 @@ def fetch_all_files(model: HubModel, check: Check | None = None) -> Snapshot:
 
 
 def is_complete(snapshot: Snapshot) -> bool:
-    """Whether the folder holds all weights, and all downloads have been verified."""
+    """Whether the folder holds all weights, and all downloads have been verified. Without a list of files, the folder
+    counts as complete.
+    """
     if snapshot.files is None:
         return True
     names = weight_names(snapshot)
@@ -157,8 +160,8 @@ def mirror(snapshot: Snapshot, destination: Path, *, sized: bool) -> None:
 def _list_files(model: HubModel, folder: Path) -> dict[str, RepoFile] | None:
     """Return the list of files at the top level of the repository, from the cache or, if missing there, from the hub.
 
-    Return None if neither has the list, but configs of the commit are in the cache: put there by hand, or by an older
-    version of the library.
+    Return None if neither has the list, but configs of the commit are in the cache. This happens if the files were put
+    there by hand, or by an older version of the library.
     """
     try:
         files = get_cached_repo_tree(model.name, revision=model.commit)
@@ -182,10 +185,11 @@ def _list_files(model: HubModel, folder: Path) -> dict[str, RepoFile] | None:
 
 
 def _fetch_missing(snapshot: Snapshot, names: Sequence[str], check: Check | None = None) -> None:
-    """Download and verify missing `names`. One process of this node downloads; other processes wait for it.
+    """Download and verify the files of `names` that are missing. One process of this node downloads; other processes
+    wait for it.
 
-    A file is trusted only after its hash was compared. Until then its name is listed in `unverified_path`. So if a
-    process dies during the download, later processes do not trust its files.
+    A file is trusted only after its hash has been compared. Until then its name is listed in `unverified_path`. So if a
+    process dies during the download, later processes do not trust the files that it left.
     """
     if not snapshot.missing(names) and not snapshot.unverified_path.exists():
         return

@@ -1,7 +1,7 @@
-"""Reads the header of a safetensors file: bounded in size, and checked before anything is allocated.
+"""Reads the header of a safetensors file. The header's size is bounded, and its contents are checked.
 
-Format: 8 bytes little-endian length n, n bytes of JSON `{name: {dtype, shape, data_offsets}}`, then the data without
-gaps (huggingface/safetensors, README "Format").
+Format: 8 bytes with the length n in little-endian order, n bytes of JSON `{name: {dtype, shape, data_offsets}}`, then
+the data without gaps (huggingface/safetensors, README "Format").
 """
 
 import json

@@ -25,8 +25,8 @@ RENAMES = (
 
 
 def normalise_name(name: str) -> str:
-    """Return the normalised name of a tensor: without `model.`, with `layers.0` for `midlayer`, and with `fc_norm.i`
-    for legacy aux norms.
+    """Return the normalised name of a tensor: without the prefixes `model.` and `language_model.`, with `layers.0` for
+    `midlayer`, and with `fc_norm.i` for EAGLE-3's older names `aux_norm_low`, `aux_norm_mid` and `aux_norm_high`.
     """
     for pattern, replacement in RENAMES:
         name = pattern.sub(replacement, name)
@@ -37,7 +37,8 @@ def weight_files(folder: str) -> tuple[list[Path], dict[str, Path]]:
     """Return a folder's weight files, and the file of each tensor in the index (empty without an index).
 
     The files are `model.safetensors` or `consolidated.safetensors`, or the files that the index of one of these names
-    lists. If there is none of these, the folder's only safetensors file is used; AutoGPTQ names it after its settings.
+    lists. If there is none of these, the folder's only safetensors file is used (AutoGPTQ names its file after its
+    settings). If there are several or none, the path of `model.safetensors` is returned, which does not exist.
 
     Raises:
         ConfigError: the folder is missing, its index is malformed, or it holds two sets of weights.
@@ -81,7 +82,7 @@ def _read_index(index: Path) -> tuple[list[Path], dict[str, Path]]:
 def stored_tensors(folder: str) -> dict[str, tuple[Path, str, TensorLocation]]:
     """Return every tensor of a folder by normalised name: its file, its name in that file, and its location.
 
-    If there is an index, it decides: a tensor is read only from the file that the index names for it.
+    If there is an index, a tensor is taken only from the file that the index names for it.
 
     Raises:
         ConfigError: a file is missing, its header is malformed, or two tensors have the same name.
@@ -100,7 +101,8 @@ def stored_tensors(folder: str) -> dict[str, tuple[Path, str, TensorLocation]]:
 
 
 def unindexed_tensors(folder: str) -> list[tuple[Path, str]]:
-    """Return the tensors in a folder's weight files that are not used, because of the index: (file, name) pairs.
+    """Return (file, name) pairs of the tensors in a folder's weight files that are not used because the index names no
+    file, or another file, for them.
 
     Raises:
         ConfigError: as `stored_tensors`.
@@ -130,8 +132,9 @@ def missing_tensor(folder: str, name: str) -> ConfigError:
 def name_on_disk(folder: str, name: str) -> str:
     """Return the checkpoint's name of a tensor, given its normalised name.
 
-    If the checkpoint lacks the tensor, its name gets the prefix that other tensors of the same part of the model have,
-    or the decoder's prefix.
+    If the checkpoint lacks the tensor, the name gets the prefix that other tensors of the same part of the model have.
+    If there are none, it gets the prefix of the decoder's tensors, or `language_model.` if it is outside the decoder
+    and the decoder's names begin with `language_model.`.
 
     Raises:
         ConfigError: as `stored_tensors`.

@@ -12,8 +12,8 @@ from cluster.config import ConfigError
 NamedShapes = Iterator[tuple[str, tuple[int, ...]]]
 IGNORED_TENSORS = r"rotary_emb\.inv_freq$"
 ATTENTION_SCALES = r"\.self_attn\.(q|k|v|kv|prob)_scale$|\.self_attn\.([qkv])_proj\.(\2_scale|output_scale)$"
-"""Static scales of FP8 attention and FP8 KV caches from ModelOpt and compressed-tensors. They are ignored, because our
-KV cells have scales of their own.
+"""Static scales of FP8 attention and FP8 KV caches from ModelOpt and compressed-tensors. They are ignored, because
+this server computes its own scales for FP8 KV caches.
 """
 # Suffixes of the scales of a quantised tensor, appended to its name or in place of its `.weight`.
 SCALE_SUFFIXES = re.compile(
@@ -125,8 +125,8 @@ def packed_matrix_biases(unknown: Collection[str], stored_names: Collection[str]
 
 
 def check_tensors(folder: str, arch: TargetArch) -> None:
-    """Check the headers in `folder` against the tensors that `arch` needs. Scales and packed tensors are checked later,
-    when their data is read.
+    """Check the headers in `folder` against the tensors that `arch` needs. Of the tensors that replace a packed matrix,
+    only the names are checked. Their shapes, and scales, are checked later, when the data is read.
 
     Raises:
         ConfigError: a tensor is missing, unknown or of the wrong shape; the message names tensor and file.

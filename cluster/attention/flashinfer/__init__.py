@@ -1,1 +1,1 @@
-"""Attention by FlashInfer: the backend, its plans for each step, and how its wrappers read pages."""
+"""Attention by FlashInfer: the backend, its plans for each step, and the readers, which call FlashInfer's wrappers."""

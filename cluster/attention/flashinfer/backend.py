@@ -1,8 +1,10 @@
-"""The attention primitive with FlashInfer: its kernels attend committed tokens and prompts; Triton attends the window.
+"""The attention primitive with FlashInfer. Its kernels attend committed tokens and prompts; Triton attends the nodes of
+trees.
 
-FlashInfer's kernels with a mask are slower, and its kernels for latents take no mask. So FlashInfer attends a tree's
-committed tokens without a mask, and returns log-sum-exps. A Triton kernel attends the other tokens with the ancestor
-bits as the mask, and another one merges both results. Results equal those of `TorchAttention` up to rounding.
+FlashInfer's kernels with a mask are slower, and its kernels for latents take no mask. So for tree rows, FlashInfer
+attends committed tokens without a mask, and returns log-sum-exps. A Triton kernel attends the other tokens with the
+ancestor bits as the mask, and another Triton kernel merges both results. Results equal those of `TorchAttention` up to
+rounding.
 """
 
 from collections.abc import Sequence
@@ -20,8 +22,9 @@ from cluster.kv.pool import KVPool
 
 
 class FlashInferAttention(TritonAttention):
-    """Attention over one runner's pool. Two things are left to Triton alone: layers that `shares` exclude, and forwards
-    with a limit `first` (those of later draft runners).
+    """Attention over the KV pool of one model. Triton attends alone in three cases: in layers that `shares` exclude, in
+    forwards with a limit `first` (those of the later models of a multi-layer draft), and where `RunnerPlans` has no
+    plan.
     """
 
     def __init__(
@@ -32,7 +35,9 @@ class FlashInferAttention(TritonAttention):
         flashinfer: FlashInfer,
         shares: Sequence[Share],
     ) -> None:
-        """Bind to a pool. `shares` says for each layer what FlashInfer computes; the rest is as in `TorchAttention`."""
+        """Bind to a pool and to the page table of the rank. `shape` is the shape of the model's attention. `shares`
+        says for each layer what FlashInfer computes.
+        """
         assert pool.fp8_cell is None, "its FP8 caches have other scales than ours"
         super().__init__(pool, table, shape)
         reader_arguments = flashinfer, pool.kv, table.page_size, self._heads, self._scale
@@ -48,11 +53,11 @@ class FlashInferAttention(TritonAttention):
         self._prompt_plans: dict[int, WrapperPlan | None] = {}
 
     def prepare(self, bounds: HostBounds) -> None:
-        """Begin a step: plan FlashInfer's wrappers on the host, outside the captured program."""
+        """Begin a step: plan FlashInfer's wrappers on the host, outside of any captured program."""
         self._plans.begin(bounds)
 
     def bind(self, metadata: AttentionMetadata) -> None:
-        """Use `metadata` for the calls of the next forward."""
+        """Use `metadata` for the attention calls of the next forward."""
         super().bind(metadata)
         self._tree_plan, self._prompt_plans = None, {}
         if metadata.first:
@@ -77,8 +82,8 @@ class FlashInferAttention(TritonAttention):
         self._join(prompt_call, self._run_plan(plan, prompt_call))
 
     def _run_plan(self, plan: WrapperPlan, call: LayerCall, prefix_lens: Tensor | None = None) -> PrefixAttention:
-        """Run FlashInfer on the plan's rows, which are the first rows of `call`, and return the result. Its values are
-        stored in `call.out`; later `_join` replaces them by the merged values.
+        """Run FlashInfer on the rows of the plan, which are the first rows of `call`, and return the result. The values
+        of the result are in `call.out`; `_join` later overwrites them with the merged values.
         """
         values = call.out[: plan.rows].view(plan.rows, self._heads, self._value_dim)
         return PrefixAttention(

@@ -1,13 +1,13 @@
-"""FlashInfer plans of one runner. Before a step runs, the host plans the kinds of forward that the last step made.
+"""The FlashInfer plans of one model. Before a step runs, the host plans the kinds of forward that the last step made.
 
-FlashInfer's fa3 kernels, and all kernels for latents, take lengths from the plan, not from the device. So a plan must
-not hold an upper bound of a length. For a tree it holds the tokens that are certainly committed
-(`HostBounds.min_seq_lens`); Triton, which reads the window anyway, also reads the tokens that a step under way commits.
-Lengths of prompts are known.
+FlashInfer's fa3 kernels, and all its kernels for latents, take lengths from the plan, not from the device. So a plan
+must not hold an upper bound of a length. For a tree it holds the number of tokens that are certainly committed
+(`HostBounds.min_seq_lens`). Triton reads the nodes of the tree, and also the tokens that an earlier step, which is
+still running, commits. Lengths of prompts are known.
 
-A captured program holds its wrapper's launch arguments. So it has CUDA-graph wrappers with fixed buffers. Before each
-replay the host plans them again and compares the launch arguments (`ReplannedForward`). Prompts have no such wrappers,
-since the number of chunks is not part of a program's key: in captured programs Triton attends them.
+A captured program holds the launch arguments of its wrappers. So it has CUDA-graph wrappers with fixed buffers. Before
+each replay the host plans these wrappers again and compares the launch arguments (`ReplannedForward`). Prompts have no
+such wrappers, because the number of chunks is not part of a program's key: in captured programs Triton attends prompts.
 """
 
 from collections.abc import Sequence
@@ -27,13 +27,13 @@ from cluster.kernels.launch import launch
 from cluster.kv.page_table import PageTable
 
 PAGES_PER_PROGRAM = 128  # pages of a request that one program lists
-MAX_PLANS = 16  # the most plans of a set; it has more only if the current step needs more
+MAX_PLANS = 16  # eager plans kept for each buffer set; there are more only if the current step needs more
 
 
 class ForwardKey(NamedTuple):
     """A kind of forward. `rows_per_request` is the number of tree rows per request, or 0 for prompts. `window` is the
-    sliding window of prompts without the row itself, as FlashInfer counts it; -1 means none. `requests` is the number
-    of requests of a captured program; it is 0 outside captured programs.
+    sliding window of prompts as FlashInfer counts it, without the row itself; -1 means no window. `requests` is the
+    number of requests of a captured program; it is 0 in all other programs.
     """
 
     rows_per_request: int
@@ -44,9 +44,9 @@ class ForwardKey(NamedTuple):
 @dataclass(slots=True)
 class WrapperPlan:
     """The plan of a `wrapper` in step `step`: `requests` requests with `rows` rows in all. A request has at most
-    `pages` pages. The pages of request i are written to `page_list` from `starts[i]` on; the wrapper reads its first
-    `prefix_lens[i]` tokens. `page_list`, `starts` and `prefix_lens` are int32 on the device. If `buffers` is set
-    (captured programs), their addresses never change.
+    `pages` pages. The page numbers of request i are written to `page_list` from `starts[i]` on; the wrapper reads the
+    first `prefix_lens[i]` tokens of request i. `page_list`, `starts` and `prefix_lens` are int32 on the device. If
+    `buffers` is set (captured programs), the addresses of these three never change.
     """
 
     wrapper: Any
@@ -61,8 +61,8 @@ class WrapperPlan:
 
 
 class RunnerPlans:
-    """The plans of one runner. Two sets of wrappers alternate from step to step: a wrapper copies its plan to the
-    device asynchronously, and its next plan would overwrite the host memory of a copy that is still under way.
+    """The plans of one model. Two sets of wrappers alternate from step to step, because a wrapper copies its plan to
+    the device asynchronously: its next plan would overwrite the host memory of a copy that is still under way.
     """
 
     def __init__(self, reader: CellReader, table: PageTable) -> None:
@@ -74,8 +74,8 @@ class RunnerPlans:
         self._requested: list[ForwardKey] = []
 
     def begin(self, bounds: HostBounds) -> None:
-        """Begin a step within these bounds: plan the kinds of forward that the last step had, as this step probably has
-        them too.
+        """Begin a step within `bounds`. Plan the kinds of forward that the last step made, as this step will probably
+        make the same ones.
         """
         self._step, self._bounds = self._step + 1, bounds
         requested, self._requested = self._requested, []
@@ -83,8 +83,9 @@ class RunnerPlans:
             self._plan_for_step(key)
 
     def tree(self, tree: TreeRows) -> WrapperPlan | None:
-        """Return the plan that reads a tree's certainly committed tokens. Returns None if there are none, if the bounds
-        do not say how many there are, or if a plan has no room for the rows.
+        """Return the plan that reads, for tree rows, the tokens that are certainly committed. Return None if no request
+        has such tokens (in an eager step), if the bounds do not say how many there are, or if a plan has no room for
+        the rows.
         """
         requests, rows_per_request = tree.rows.shape[0], tree.bits.shape[1]
         if not requests or requests != len(self._bounds.min_seq_lens):
@@ -99,9 +100,8 @@ class RunnerPlans:
         return plan
 
     def text(self, text: PromptRows, window: int) -> WrapperPlan | None:
-        """Return the plan for prompts, in layers with a sliding `window` (0: none). There are three cases without a
-        plan, in which it returns None: the program may be captured, the bounds have no chunks, or a plan has no room
-        for the rows.
+        """Return the plan for prompts, in layers with a sliding `window` (0: none). Return None if the program may be
+        captured, if the bounds have no chunks, or if a plan has no room for the rows.
         """
         plan = None if is_replayable() else self._request_plan(ForwardKey(0, window - 1))
         if plan is not None:
@@ -138,7 +138,9 @@ class RunnerPlans:
 
     @torch.inference_mode()
     def _captured_plan(self, key: ForwardKey) -> WrapperPlan | None:
-        """Return the plan of a program that may be captured. The plan is made in the program's first, eager run."""
+        """Return the plan for a program that may be captured; None if a plan has no room for the rows. It is made in
+        the first run of the program, which is eager.
+        """
         if not self.reader.fits(key.rows_per_request * key.requests):
             return None
         plans = self._captured_plans[self._bounds.buffer_set]
@@ -154,7 +156,7 @@ class RunnerPlans:
     @torch.inference_mode()
     def plan_again(self, key: ForwardKey, buffer_set: int) -> dict[str, Any] | None:
         """Plan the current step for the captured programs with `key` and `buffer_set`, and return the launch arguments.
-        Returns None if the step has another buffer set or another number of requests.
+        Return None if the step has another buffer set or another number of requests.
         """
         certain_lens = self._bounds.min_seq_lens
         if buffer_set != self._bounds.buffer_set or len(certain_lens) != key.requests:
@@ -165,7 +167,7 @@ class RunnerPlans:
         return self.reader.launch_arguments(plan.wrapper)
 
     def _plan(self, plan: WrapperPlan, key: ForwardKey, rows: Sequence[int], lens: Sequence[int]) -> None:
-        """Plan requests with `rows` rows and `lens` tokens each.
+        """Make `plan` the plan of the current step. Request i has `rows[i]` rows and `lens[i]` tokens.
 
         A length of 0 is planned as 1 token, because not all of FlashInfer's kernels document what they do with empty
         requests. The kernel `join`, which merges FlashInfer's result of trees with Triton's, ignores that token,
@@ -198,7 +200,9 @@ class RunnerPlans:
         self.reader.plan(plan.wrapper, work)
 
     def _list_pages(self, plan: WrapperPlan, rows: Tensor) -> None:
-        """Write the current pages of the plan's requests to `page_list`. Their table rows are the first of `rows`."""
+        """Write the current page numbers of the plan's requests to `plan.page_list`. Request i is in table row
+        `rows[i]`; entries of `rows` beyond the plan's requests are not used.
+        """
         pages = self._table.device_pages
         grid = plan.requests, -(-plan.pages // PAGES_PER_PROGRAM)
         assert plan.starts is not None and plan.page_list is not None
@@ -218,7 +222,7 @@ class ReplannedForward:
     first_arguments: dict[str, Any] | None = field(default=None, compare=False, repr=False)
 
     def __call__(self) -> bool:
-        """Plan the step; return False if the program does not fit the step and must run eagerly
+        """Plan the current step. Return False if the program does not fit the step, which then runs eagerly
         (`recorder.run_before_replays`).
         """
         launch_arguments = self.plans.plan_again(self.key, self.buffer_set)

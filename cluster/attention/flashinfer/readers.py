@@ -1,4 +1,4 @@
-"""Calls of FlashInfer's wrappers, for caches of keys and values and for caches of latents. Knows nothing of steps."""
+"""Calls FlashInfer's wrappers, for caches of keys and values and for caches of latents, but knows nothing of steps."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -11,15 +11,15 @@ from cluster.kernels.flashinfer.launch import latent_launch, paged_launch
 from cluster.kernels.flashinfer.library import MAX_LATENT_LINES, MAX_LINES, FlashInfer
 
 WORKSPACE = 384 << 20
-"""Bytes for partial results of long prefixes, shared by all wrappers. FlashInfer advises 128 MB for small models."""
+"""Bytes for partial results over many positions, shared by all wrappers. FlashInfer advises 128 MB for small models."""
 
 
 class AttentionWork(NamedTuple):
     """Attention of n requests. Request i has rows `rows[i]` to `rows[i + 1] - 1`, and `pages[i + 1] - pages[i]` pages,
-    which are in `page_list` (int32, on the device) from `pages[i]` on. It has `lens[i]` >= 1 tokens. If `causal` is
-    False, each of its rows sees all of these tokens. If `causal` is True, its rows are the last of these tokens, and
-    each row sees itself and at most `window` tokens before it (-1: all). `graph_shape` is set for captured programs
-    only: the number of rows of every request, and the most tokens of a request.
+    whose numbers are in `page_list` (int32, on the device) from `pages[i]` on. It has `lens[i]` >= 1 tokens. If
+    `causal` is False, each row of a request sees all of its tokens. If `causal` is True, the rows of a request are its
+    last tokens, and each row sees itself and at most `window` tokens before it (-1: all). `graph_shape` is set for
+    captured programs only: the number of rows of every request, and the most tokens of a request.
     """
 
     rows: Sequence[int]
@@ -33,8 +33,8 @@ class AttentionWork(NamedTuple):
 
 class GraphBuffers(NamedTuple):
     """Fixed int32 device buffers of a CUDA-graph wrapper, for n requests: row offsets `rows` `[n + 1]`, page offsets
-    `starts` `[n + 1]`, page numbers `page_list` (as many as n requests can have), and `lens` `[n]`: the number of
-    tokens in a request's last page (keys and values), or in the request (latents).
+    `starts` `[n + 1]`, page numbers `page_list` (as many as n requests can have), and `lens` `[n]`. For keys and
+    values, `lens` are the numbers of tokens in the last pages of the requests; for latents, those of all their tokens.
     """
 
     rows: Tensor
@@ -50,10 +50,10 @@ class GraphBuffers(NamedTuple):
 
 
 class CellReader(Protocol):
-    """FlashInfer for one kind of cell."""
+    """Calls FlashInfer for one kind of cache: keys and values, or latents."""
 
     def wrapper(self, buffers: GraphBuffers | None = None) -> Any:
-        """Return a FlashInfer wrapper with its own memory for one plan; for CUDA graphs if `buffers` is given."""
+        """Return a FlashInfer wrapper with its own memory for one plan; with `buffers`, it is for CUDA graphs."""
 
     def plan(self, wrapper: Any, work: AttentionWork) -> None:
         """Plan `work` for the next runs of `wrapper`. The plan is copied to the device asynchronously, from host memory
@@ -75,7 +75,7 @@ class CellReader(Protocol):
 
 
 class PagedReader:
-    """FlashInfer for cells of k and v, `[2, nkv, d]`."""
+    """Calls FlashInfer for caches of keys and values, with cells `[2, nkv, d]`."""
 
     def __init__(self, flashinfer: FlashInfer, pool: Tensor, page_size: int, heads: int, scale: float) -> None:
         """`pool` is `[layers, slots, 2, nkv, d]`."""
@@ -135,7 +135,9 @@ class PagedReader:
 
 
 class LatentReader:
-    """FlashInfer for latent cells `[1, 1, d]` (MLA). The first `value_dim` numbers are the value of all heads."""
+    """Calls FlashInfer for caches of latents (MLA), with cells `[1, 1, d]`. The first `value_dim` numbers of a cell are
+    the value of all heads.
+    """
 
     def __init__(
         self, flashinfer: FlashInfer, pool: Tensor, page_size: int, heads: int, scale: float, value_dim: int

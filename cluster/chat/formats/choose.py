@@ -49,8 +49,8 @@ REASONING_NAMES = (NONE, *THINKING_MARKS, HARMONY.name)
 
 @dataclass(frozen=True, slots=True)
 class ChosenFormat:
-    """The chat format of a model, or None for plain text. `call_format` and `reasoning_format` name its formats of
-    calls and reasoning.
+    """The chat format of a model. `format` is None if answers are plain text. `call_format` and `reasoning_format` name
+    the formats of calls and of reasoning; they are `NONE` if there is no such format.
     """
 
     format: ChatFormat | None
@@ -59,7 +59,7 @@ class ChosenFormat:
 
 
 def canonical_parser_names(tool_call_parser: str | None, reasoning_parser: str | None) -> tuple[str | None, str | None]:
-    """Return the two settings as names of this server. None or auto becomes None: `choose` then looks at the model.
+    """Return the two settings as names of this server. None and auto become None, so that `choose` looks at the model.
 
     Raises:
         ConfigError: a name is unknown, or the two settings exclude each other.
@@ -88,8 +88,8 @@ def choose(
     template: str, tokens: Collection[str], model_type: str, settings: tuple[str | None, str | None]
 ) -> ChosenFormat:
     """Return the format of a model. `template` is its chat template, or "" if it has none; `tokens` are its added
-    tokens; `model_type` is from its config. `settings` are the results of `canonical_parser_names`; a name in them
-    decides.
+    tokens; `model_type` is from its config. `settings` are the results of `canonical_parser_names`: a name is used as
+    it is, and None is replaced by what the template and the tokens suggest.
     """
     call_format, reasoning_format = settings
     call_format_name = call_format or (
@@ -114,8 +114,8 @@ def choose(
 
 
 def _detect_call_format(template: str, tokens: Collection[str], model_type: str) -> str:
-    """Return the name of the format of calls: that of the first entry of `checks` that is true, or `NONE`. A model
-    without a template has no format.
+    """Return the name of the format of calls: the name of the first of the `checks` that is true, or `NONE`. The result
+    is also `NONE` if the model has no template.
     """
     checks = (
         (HARMONY.name, "<|channel|>" in tokens and ("<|channel|>" in template or model_type == "gpt_oss")),

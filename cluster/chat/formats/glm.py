@@ -1,4 +1,4 @@
-"""GLM 4.5 and later: `<tool_call>name`, then `<arg_key>..</arg_key>`, `<arg_value>..</arg_value>` per argument."""
+"""GLM 4.5 and later: `<tool_call>name`, then `<arg_key>..</arg_key><arg_value>..</arg_value>` for each argument."""
 
 import re
 

@@ -1,8 +1,8 @@
 """gpt-oss: messages in channels, `<|channel|>analysis<|message|>...<|end|>`. The analysis channel is reasoning, a
-commentary to `functions.NAME` is a call, everything else is text.
+message to `functions.NAME` is a call, everything else is text.
 
-The parser is this server's own. OpenAI's package loads only the vocabulary whose digest is built into it, so it
-supports only the original tokenizer. It also parses tokens, and this server parses text.
+The parser is this server's own, for two reasons. OpenAI's package loads only the vocabulary whose digest is built into
+it, so it supports only the original tokenizer. And it parses tokens, while this server parses text.
 """
 
 import re
@@ -44,8 +44,8 @@ class HarmonyReader(BufferedReader):
     """Parses the messages of an answer. If `tools` is None, no call is reported."""
 
     def __init__(self, tools: Tools | None, separate_reasoning: bool, in_final_message: bool) -> None:
-        """With `separate_reasoning`, reasoning becomes events of its own. `in_final_message` says that the prompt has
-        already begun the final message.
+        """With `separate_reasoning`, reasoning becomes `ReasoningPiece` events, otherwise text. `in_final_message` says
+        that the prompt has already begun the final message.
         """
         super().__init__()
         self._has_tools, self._separate_reasoning = tools is not None, separate_reasoning
@@ -61,7 +61,7 @@ class HarmonyReader(BufferedReader):
         return self._step == self._parse_body and self._message_kind == "analysis"
 
     def _parse_heading(self, is_final: bool) -> list[Event] | None:
-        """Parse a message's heading, up to its body. Anything that is not a heading is text."""
+        """Parse a message's heading, up to the message's body. Anything that is not a heading is text."""
         position = self._buffer.find(MESSAGE, 0, MAX_HEADING_LENGTH)
         if position >= 0 and HEADING.match(self._buffer):
             self._heading, self._buffer = (
@@ -145,8 +145,8 @@ class HarmonyFormat:
         return HarmonyReader(tools, separate_reasoning, in_final_message=_final_has_begun(context.prompt))
 
     def answer_form(self, answer: AnswerForm, calls: GrammarForm | None, context: PromptContext) -> GrammarForm:
-        """Return the form of a whole answer: an optional analysis message, then the final message or calls. If the
-        prompt has begun the final message, the form allows the rest of this message, or calls.
+        """Return the grammar of a whole answer: an optional analysis message, then the final message or calls. If the
+        prompt has begun the final message, the grammar allows the rest of this message, or calls.
         """
         final_text = _any_text() if answer == "free" else answer
         if _final_has_begun(context.prompt):
@@ -157,7 +157,7 @@ class HarmonyFormat:
         return sequence({"type": "optional", "content": reasoning}, any_of(forms))
 
     def calls_form(self, tools: Tools, several: bool) -> GrammarForm:
-        """Return the form of a call. The model ends its answer after a call, so an answer has at most one."""
+        """Return the grammar of one call. The model ends its answer after a call, so `several` has no effect."""
         return CALL_SYNTAX.calls_form(tools, several)
 
 
@@ -171,7 +171,7 @@ def _any_text() -> GrammarForm:
 
 
 def _final_has_begun(prompt: str) -> bool:
-    """Return whether the prompt ends inside the body of a message. It does if the request continues a message."""
+    """Return whether the prompt ends inside the body of a message. It does if the answer continues a message."""
     body_start = prompt.rfind(MESSAGE)
     return body_start > max(prompt.rfind(END), prompt.rfind(START), prompt.rfind(RETURN)) if body_start >= 0 else False
 

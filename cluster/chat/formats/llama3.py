@@ -15,8 +15,8 @@ FIELDS = ("parameters", "arguments")
 def _block_reader(tools: Tools) -> JsonBlockReader:
 
     def parse_calls(text: str, _: re.Match[str]) -> list[ToolCallText]:
-        """Return the call in the object if it names a tool and has arguments. Otherwise the object is text, because an
-        answer may be any JSON.
+        """Return the call in the object if the object names one of `tools` and has arguments. Otherwise return no call:
+        the object is text, because an answer may be any JSON.
         """
         members = object_members(text) or {}
         tool_calls = [call for call in calls_of_object(text, FIELDS) if call.name in tools]

@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 from cluster.chat.reading import AnswerReader, CallingMarks, MarkedReader, ThinkingMarks, Tools
 
 GrammarForm = dict[str, Any]
-"""A part of a grammar, in the syntax of a structural tag; see `cluster.grammar.sources`."""
+"""A form: a grammar, or a part of one, in the syntax of xgrammar's structural tags; see `cluster.grammar.sources`."""
 THINK_MARKS = ThinkingMarks("<think>", "</think>")
 ID_CHARS = string.ascii_letters + string.digits
 
@@ -25,29 +25,31 @@ def new_short_call_id() -> str:
 
 
 def const_text(value: str) -> GrammarForm:
-    """Return a form of exactly this text. `with_token_ids` later replaces special tokens in it by token ids."""
+    """Return the grammar of exactly this text. `with_token_ids` later replaces special tokens in it by token ids."""
     return {"type": "const_string", "value": value}
 
 
 def json_value(schema: Any) -> GrammarForm:
-    """Return a form of a JSON text that follows a schema."""
+    """Return the grammar of the JSON texts that follow a schema."""
     return {"type": "json_schema", "json_schema": schema}
 
 
 def sequence(*forms: GrammarForm) -> GrammarForm:
-    """Return a form that matches all of `forms`, one after the other."""
+    """Return the grammar that matches all of the grammars `forms`, one after the other."""
     flattened = [element for form in forms for element in (form["elements"] if form["type"] == "sequence" else [form])]
     elements = [form for form in flattened if form != const_text("")]
     return elements[0] if len(elements) == 1 else {"type": "sequence", "elements": elements}
 
 
 def any_of(forms: Sequence[GrammarForm]) -> GrammarForm:
-    """Return a form that matches any one of `forms`."""
+    """Return the grammar that matches any one of the grammars `forms`."""
     return forms[0] if len(forms) == 1 else {"type": "or", "elements": list(forms)}
 
 
 def with_token_ids(form: Any, token_ids: Mapping[str, int]) -> Any:
-    """Return a form in which the special tokens inside constant texts are replaced by their `token_ids`."""
+    """Return the grammar `form` with the special tokens inside constant texts replaced by their ids. `token_ids` maps
+    the names of special tokens to ids.
+    """
     if isinstance(form, list):
         return [with_token_ids(inner, token_ids) for inner in form]
     if not isinstance(form, dict) or form.get("type") in ("json_schema", "regex", "grammar"):
@@ -59,7 +61,7 @@ def with_token_ids(form: Any, token_ids: Mapping[str, int]) -> Any:
 
 
 def _split(value: str, token_ids: Mapping[str, int]) -> list[GrammarForm]:
-    """Split a text into constant texts and special tokens."""
+    """Split a text at the special tokens of `token_ids`. Return the grammars of the parts, in order."""
     matches = [(position, -len(name), name) for name in token_ids if (position := value.find(name)) >= 0]
     if not matches:
         return [{"type": "const_string", "value": value}]
@@ -72,7 +74,8 @@ def _split(value: str, token_ids: Mapping[str, int]) -> list[GrammarForm]:
 @dataclass(frozen=True, slots=True)
 class CallSyntax:
     """How a family writes calls: `opening`, the calls separated by `separator`, `closing`. Each call is `prefix(name)`,
-    the arguments, `suffix`. `several` says whether an answer may have more than one call.
+    the arguments, `suffix`. `arguments` returns the grammar of the arguments for their schema. `several` says whether
+    an answer may have more than one call.
     """
 
     prefix: Callable[[str], str]
@@ -84,8 +87,8 @@ class CallSyntax:
     several: bool = True
 
     def calls_form(self, tools: Tools, several: bool) -> GrammarForm:
-        """Return the form of one call of one of `tools`. If the argument `several` and the field `several` are both
-        true, return the form of one or more calls.
+        """Return the grammar of one call of one of `tools`. If the argument `several` and the field `several` are both
+        true, return the grammar of one or more calls.
         """
         call_forms = [
             sequence(const_text(self.prefix(name)), self.arguments(schema), const_text(self.suffix))
@@ -100,14 +103,16 @@ class CallSyntax:
 
 @dataclass(frozen=True, slots=True)
 class PromptContext:
-    """What comes before an answer: the text of the prompt, and the text of the message that it continues, if any."""
+    """What comes before an answer: the text of the prompt, and the text of the assistant's message that the answer
+    continues. `continued_message` is None if the answer begins a new message.
+    """
 
     prompt: str = ""
     continued_message: str | None = None
 
 
 AnswerForm = GrammarForm | Literal["free"] | None
-"""The form of an answer's text. "free" allows any text. None allows no text: the answer must be calls."""
+"""The grammar of an answer's text. "free" allows any text. None allows no text, so the answer must be calls."""
 
 
 class ChatFormat(Protocol):
@@ -134,13 +139,14 @@ class ChatFormat(Protocol):
 
     def reader(self, tools: Tools | None, separate_reasoning: bool, context: PromptContext) -> AnswerReader:
         """Return a reader for one answer. If `tools` is None, no tool may be called. With `separate_reasoning`,
-        reasoning becomes events of its own.
+        reasoning becomes `ReasoningPiece` events, otherwise it is part of the text.
         """
         ...
 
     def answer_form(self, answer: AnswerForm, calls: GrammarForm | None, context: PromptContext) -> GrammarForm:
-        """Return the form of a whole answer: reasoning, then the text `answer` or `calls`. If `answer` is "free", the
-        calls are optional. At least one of `answer` and `calls` is not None.
+        """Return the grammar of a whole answer: reasoning, then a text of the grammar `answer`, or `calls`. `calls` is
+        None if no tool may be called. If `answer` is "free", the model chooses whether it calls tools. At least one of
+        `answer` and `calls` is not None.
         """
         ...
 
@@ -186,8 +192,8 @@ class MarkedFormat:
         )
 
     def answer_form(self, answer: AnswerForm, calls: GrammarForm | None, context: PromptContext) -> GrammarForm:
-        """Return the form of a whole answer, reasoning included. If the prompt has ended the reasoning, the form covers
-        only what follows it.
+        """Return the grammar of a whole answer, reasoning included. If the prompt has ended the reasoning, the grammar
+        covers only what follows the reasoning.
         """
         reasoning_started, reasoning_ended = self._reasoning_state(context)
         rest = self._after_reasoning(answer, calls)
@@ -203,7 +209,7 @@ class MarkedFormat:
         return sequence(reasoning, rest)
 
     def _after_reasoning(self, answer: AnswerForm, calls: GrammarForm | None) -> GrammarForm:
-        """Return the form of what follows the reasoning."""
+        """Return the grammar of what follows the reasoning."""
         if answer != "free":
             return any_of([form for form in (answer, calls) if form is not None])
         if calls is None:
@@ -218,7 +224,7 @@ class MarkedFormat:
         return self.call_syntax.calls_form(tools, several)
 
     def _any_text(self) -> GrammarForm:
-        """Return the form of text without calls."""
+        """Return the grammar of text without calls."""
         triggers = [] if self.calling is None else [mark for mark in self.calling.triggers if len(mark) > 1]
         rest = {"type": "any_text", "excludes": list(dict.fromkeys([*triggers, *self.special_tokens]))}
         if self.calling is None or not self.calling.only_at_start:
@@ -227,8 +233,8 @@ class MarkedFormat:
         return {"type": "optional", "content": sequence(first_char, rest)}
 
     def _reasoning_state(self, context: PromptContext) -> tuple[bool, bool]:
-        """Return two booleans: whether the prompt ends inside the reasoning, and whether it has ended the reasoning. A
-        continued message without open reasoning counts as one that has ended it.
+        """Return two booleans: whether the prompt ends inside the reasoning, and whether it has ended the reasoning. If
+        the answer continues a message in which no reasoning is open, the reasoning counts as ended.
         """
         if self.thinking is None:
             return False, False

@@ -1,4 +1,4 @@
-"""Qwen3-Coder: `<tool_call><function=name>`, then `<parameter=key>` and `</parameter>` for each argument. The model
+"""Qwen3-Coder: `<tool_call><function=name>`, then `<parameter=key>value</parameter>` for each argument. The model
 sometimes omits `<tool_call>`, but not `</tool_call>`.
 """
 

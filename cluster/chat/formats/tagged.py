@@ -28,7 +28,7 @@ LOCAL_REFERENCE_PREFIXES = ("#/$defs/", "#/definitions/")
 
 def tagged_arguments(value_marks: Callable[[str], tuple[str, str]]) -> Callable[[Mapping[str, Any]], GrammarForm]:
     """Return a function that takes the schema of an object and returns the grammar of the object's members.
-    `value_marks` takes the name of a member and returns the texts before and after its value.
+    `value_marks` takes the name of a member and returns the texts before and after the member's value.
 
     Members that the schema does not declare come last. They are allowed if `additionalProperties` allows them, or if
     the schema has neither `additionalProperties` nor `properties`.
@@ -73,8 +73,9 @@ def tagged_arguments(value_marks: Callable[[str], tuple[str, str]]) -> Callable[
 
 
 def _value(schema: Any, root: Mapping[str, Any], end_mark: str) -> GrammarForm:
-    """Return the grammar of an argument's value. A string is text without quotes that ends at `end_mark`; values of
-    other types are JSON. If the schema allows anything, the value is any text up to `end_mark`.
+    """Return the grammar of an argument's value. A string is text without quotes that ends before `end_mark`; values of
+    other types are JSON. If the schema is true or {}, the value is any text up to `end_mark`. `root` is the schema that
+    contains this one; its `$defs` and `definitions` are copied.
     """
     if schema is True or schema == {}:
         return {"type": "any_text", "excludes": [end_mark]}
@@ -86,7 +87,8 @@ def _value(schema: Any, root: Mapping[str, Any], end_mark: str) -> GrammarForm:
             return _string(schema, end_mark)
         root_schema = {**{name: root[name] for name in ("$defs", "definitions") if name in root}, **schema}
         for reference in _references(root_schema):
-            # the value's schema becomes a root schema, in which other references would lead elsewhere
+            # The value's schema becomes a root schema of its own, which has only the definitions of the old root. Other
+            # references would lead elsewhere there.
             if not reference.startswith(LOCAL_REFERENCE_PREFIXES):
                 raise GrammarError(f"$ref to {reference[:60]!r} is not enforced in this model's format of calls")
         return json_value(root_schema)
@@ -124,8 +126,8 @@ def _references(schema: Any) -> Iterator[str]:
 
 
 def _other_name_pattern(names: Sequence[str]) -> str:
-    """Return a regular expression that matches every name except `names`. In a recursive call, names are without their
-    first characters.
+    """Return a regular expression that matches every name except `names`. Recursive calls get the rests of those names
+    that share their first character.
     """
     first_chars = sorted({name[0] for name in names if name})
     other_start = f"[^{NOT_IN_NAMES}{''.join(map(re.escape, first_chars))}][^{NOT_IN_NAMES}]*"

@@ -31,8 +31,8 @@ def array_of(
     required_prefix: int | None = None,
 ) -> Node:
     """Return the grammar of arrays of `min_items` to `max_items` values: first the `prefix_items`, then any number of
-    values `extra_item`. If `required_prefix` is None, all of `prefix_items` must be written. Otherwise the array may
-    end after the first `required_prefix` of them.
+    values `extra_item`, if that is not None. If `required_prefix` is None, all of `prefix_items` must be written.
+    Otherwise the array may end after the first `required_prefix` of them.
     """
     prefix_items = prefix_items if max_items is None else prefix_items[:max_items]
     min_extra = max(0, min_items - len(prefix_items))
@@ -114,8 +114,8 @@ def _set_of(rules: Rules, schema: Schema, plain_schemas: list[Schema], min_items
 
 
 def _allowed_values(schema: Schema) -> list[Any] | None:
-    """Return all values that a schema allows, or None if `enum`, `const` or the types boolean and null alone do not
-    say which these are.
+    """Return all values that a plain schema allows if it lists them with `enum` or `const`, or allows only booleans and
+    null. Otherwise return None.
     """
     values = enumerated_values(schema)
     if values is None and types_of(schema) <= VALUES_OF_TYPE.keys() and schema.keys() <= {"type"}:

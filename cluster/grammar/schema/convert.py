@@ -1,6 +1,6 @@
 """JSON Schemas as grammars. Every output of the grammar is valid for the schema, but not every valid value is an
-output: properties come in the order of their declaration, and undeclared properties or items come only if
-`additionalProperties` or `items` asks for them.
+output. Properties come in the order of their declaration. If a schema declares properties or items, undeclared ones
+come only if a keyword such as `additionalProperties` or `items` asks for them, or if `minItems` needs them.
 """
 
 import json
@@ -28,14 +28,15 @@ def schema_grammar(schema: Any, compact: bool = False) -> str:
     schema's text. If `compact`, outputs have no white space between JSON tokens.
 
     Raises:
-        GrammarError: `schema` is not a schema, or uses a keyword that is not enforced; the message says where.
+        GrammarError: `schema` is not a schema, allows no value, or uses a keyword that is not enforced; the message
+            usually says where.
     """
     converter = Converter(schema)
     return converter.rules.to_ebnf(converter.convert(converter.root, "#"), compact)
 
 
 def object_grammar(compact: bool = False) -> str:
-    """Return the grammar of any JSON object."""
+    """Return the grammar of any JSON object in xgrammar's notation. `compact` is as in `schema_grammar`."""
     converter = Converter(True)
     return converter.rules.to_ebnf(converter.any_object(), compact)
 

@@ -82,8 +82,8 @@ class EmptyError(GrammarError):
 
 
 def enumerated_values(schema: Schema) -> list[Any] | None:
-    """Return the values of const and enum that a plain schema's type allows. Return None if the schema has neither
-    keyword.
+    """Return the values that const and enum list (both, if both are given), without those that the type or `not` of the
+    plain schema excludes. Return None if the schema has neither const nor enum.
     """
     value_lists = [[schema["const"]]] if "const" in schema else []
     if "enum" in schema:
@@ -113,8 +113,8 @@ def canonical_text(value: Any) -> str:
 
 
 def types_of(schema: Schema) -> set[str]:
-    """Return the types that a plain schema allows. Without the keyword `type`, the types follow from keywords that
-    apply to one type.
+    """Return the types that a plain schema allows. Without the keyword `type`, the type is the one to which the other
+    keywords of the schema apply; if there are no such keywords, all types are allowed.
     """
     type_value = schema.get("type")
     if type_value is None:
@@ -142,7 +142,7 @@ def _plain_type(value: Any) -> str:
 
 
 def disjoint_types(schema: Schema) -> set[str]:
-    """Return the types of a schema's values, with integer counted as number, so that no two types share a value."""
+    """Return the types of a plain schema's values. Integer counts as number, so that no two types share a value."""
     values = enumerated_values(schema)
     types = types_of(schema) if values is None else {kind for value in values for kind in types_of_value(value)}
     return {"number" if name == "integer" else name for name in types}
@@ -159,8 +159,8 @@ def size_keyword(schema: Schema, name: str) -> int | None:
 
 
 def is_closed(schema: Schema) -> bool:
-    """Whether the grammar of this plain schema allows no properties except those that the schema declares, or that
-    `propertyNames` allows.
+    """Whether the grammar of this plain schema allows only properties that the schema declares or requires, or that
+    `propertyNames` allows. With `patternProperties`, the result is always False.
     """
     extra_schema = schema.get("additionalProperties", schema.get("unevaluatedProperties"))
     declares_names = bool(schema.keys() & {"properties", "patternProperties", "propertyNames"})

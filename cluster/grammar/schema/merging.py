@@ -20,8 +20,8 @@ NO_COMMON_VALUE = object()
 
 
 def merge(left: Schema, right: Schema, path: str) -> Schema | None:
-    """Return a plain schema for the values that are valid for both. Return None if the types that both allow, and the
-    values in enum and const, leave no value.
+    """Return a plain schema for the values that are valid for both. Return None if no value has a type that both allow
+    and is in all lists of enum and const.
 
     Raises:
         GrammarError: the two have constraints that one schema cannot express together.
@@ -41,8 +41,8 @@ def merge(left: Schema, right: Schema, path: str) -> Schema | None:
 
 
 def _with_other_properties(schema: Schema, other: Schema, path: str) -> Schema:
-    """Return `schema` with the properties that only `other` declares. `additionalProperties` of `schema` applies to
-    these properties.
+    """Return `schema` with the properties added that only `other` declares. The schema of each added property is the
+    `additionalProperties` of `schema`. If `schema` does not restrict undeclared properties, return it unchanged.
     """
     extra_keywords = {"additionalProperties", "unevaluatedProperties", "patternProperties"} & schema.keys()
     other_properties = other.get("properties", {})
@@ -103,5 +103,5 @@ def with_unevaluated(schema: Schema, name: str, value: Any, path: str) -> Schema
     """
     covering_keywords = ("additionalProperties",) if name == "unevaluatedProperties" else ("items",)
     if any(keyword in schema for keyword in covering_keywords):
-        return schema  # this keyword describes every property or item, so the rule applies to none
+        return schema  # such a keyword describes every property or item, so none is unevaluated
     return schema | {name: _merge_keyword(name, schema[name], value, path) if name in schema else value}

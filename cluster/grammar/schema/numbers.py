@@ -217,8 +217,8 @@ def _split_decimal(value: Decimal) -> tuple[int, str]:
 
 
 def _fraction_at_least(bound: str, is_exclusive: bool) -> Node:
-    """Return the grammar of fraction parts, such as `.25`, whose value is at least that of the digits `bound` after a
-    point; if `is_exclusive`, it must be greater. An absent fraction part counts as 0.
+    """Return the grammar of fraction parts, such as `.25`, whose value is at least 0.BOUND, where BOUND stands for the
+    digits `bound`. If `is_exclusive`, the value must be greater. An absent fraction part counts as 0.
     """
     if not bound and not is_exclusive:
         return FRACTION
@@ -239,8 +239,8 @@ def _fraction_between(low: str, low_exclusive: bool, high: str, high_exclusive: 
 
 
 def _digits_at_least(bound: str, is_exclusive: bool) -> Node:
-    """Return the grammar of one or more digits after a point whose value is at least that of the digits `bound` after a
-    point; if `is_exclusive`, it must be greater.
+    """Return the grammar of one or more digits DIGITS for which 0.DIGITS is at least 0.BOUND, where BOUND stands for
+    the digits `bound`. If `is_exclusive`, 0.DIGITS must be greater.
     """
     if not bound:
         return seq(repeat(chars_of("0")), chars((0x31, 0x39)), DIGITS) if is_exclusive else seq(DIGIT, DIGITS)
@@ -250,8 +250,8 @@ def _digits_at_least(bound: str, is_exclusive: bool) -> Node:
 
 
 def _digits_at_most(bound: str, is_exclusive: bool) -> Node:
-    """Return the grammar of one or more digits after a point whose value is at most that of the digits `bound` after a
-    point; if `is_exclusive`, it must be smaller.
+    """Return the grammar of one or more digits DIGITS for which 0.DIGITS is at most 0.BOUND, where BOUND stands for the
+    digits `bound`. If `is_exclusive`, 0.DIGITS must be smaller.
     """
     if not bound:
         return Chars(()) if is_exclusive else repeat(chars_of("0"), 1)
@@ -265,8 +265,9 @@ def _digits_at_most(bound: str, is_exclusive: bool) -> Node:
 
 
 def _digits_between(low: str, low_exclusive: bool, high: str, high_exclusive: bool) -> Node:
-    """Return the grammar of one or more digits after a point whose value is between those of `low` and `high`, which
-    have the same length. `low_exclusive` and `high_exclusive` say whether the bounds are exclusive.
+    """Return the grammar of one or more digits DIGITS for which 0.DIGITS is from 0.LOW to 0.HIGH, where LOW and HIGH
+    stand for the digits `low` and `high`, which have the same length. `low_exclusive` and `high_exclusive` say whether
+    the bounds are exclusive.
     """
     if not low:
         return Chars(()) if low_exclusive or high_exclusive else repeat(chars_of("0"), 1)
@@ -316,8 +317,9 @@ def _multiples_of(rules: Rules, allowed: Node, step: Decimal) -> Node:
     """Return the grammar of the numbers that `allowed` matches and that are multiples of `step`. `allowed` has no
     exponents.
 
-    A state is (remainder, decimals): the digits read so far, as an integer, modulo the step, and the number of digits
-    read after the point (None before the point). A multiple has no more decimals than its step.
+    A state of the machine that tests this is (remainder, decimals). `remainder` is the integer of all digits read so
+    far, modulo the integer of the step's digits. `decimals` is the number of digits read after the point, or None
+    before the point. A multiple is written with no more decimals than the step.
     """
     decimal_places = max(0, -int(step.normalize().as_tuple().exponent))
     divisor = int(step.scaleb(decimal_places))

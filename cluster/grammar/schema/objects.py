@@ -27,9 +27,9 @@ NAME_KEYWORDS = frozenset({"type", "pattern", "minLength", "maxLength", "format"
 
 @dataclass(slots=True)
 class Members:
-    """The members that an object may have. The `ordered_members` come first, as (member, whether it is required); then
-    any number of members `extra_member`, if that is not None. `min_properties` and `max_properties` limit the number of
-    all members.
+    """The members that an object may have. The `ordered_members` come first, each given as (grammar of the member,
+    whether it is required). Then come any number of members `extra_member`, if that is not None. `min_properties` and
+    `max_properties` limit the number of all members.
     """
 
     ordered_members: list[tuple[Node, bool]]
@@ -46,8 +46,8 @@ def object_of(rules: Rules, members: Members) -> Node:
 
 
 def _tail(rules: Rules, members: Members, max_counted: int) -> list[Node]:
-    """Return a list: entry n is what may follow the declared members if n members have been written. The last entry,
-    `max_counted`, also holds for more members.
+    """Return a list of `max_counted` + 1 grammars. Grammar n is for what may follow the declared members if n members
+    have been written. The last grammar is also for more members.
     """
     ends: list[Node] = [SPACES if num_written else EMPTY for num_written in range(max_counted + 1)]
     ends[: members.min_properties] = [NO_MATCH] * members.min_properties
@@ -87,7 +87,7 @@ def members_of(
             plain_schemas({"allOf": [{"type": "string"}, schema["propertyNames"]]}, f"{path}/propertyNames")
         )
         listed_names = _listed_names(name_schemas)
-        if listed_names is not None:  # the names are listed, so there are no other members
+        if listed_names is not None:  # all allowed names are listed, so no other members are allowed
             undeclared_schema = False if patterns else True if extra_schema is None else extra_schema
             declared = {name: declared.get(name, undeclared_schema) for name in listed_names}
             name_schemas, extra_schema = None, False
@@ -122,8 +122,8 @@ def members_of(
 def _undeclared_members(
     rules: Rules, schema: Schema, name_schemas: list[Schema] | None, declared: dict[str, Any], extra_schema: Any
 ) -> tuple[Node, Any, str] | None:
-    """Return the key and schema of undeclared members, and the keyword that allows them. Return None if undeclared
-    members are not allowed.
+    """Return the grammar of the keys of undeclared members, the schema of their values, and the keyword that allows
+    them. Return None if undeclared members are not allowed.
     """
     patterns = schema.get("patternProperties", {})
     if patterns:

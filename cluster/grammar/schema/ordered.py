@@ -1,4 +1,4 @@
-"""Comma-separated elements in a given order, each required or optional: properties of an object, values of a set."""
+"""Comma-separated elements in a given order, each required or optional: an object's properties, or a set's values."""
 
 from cluster.grammar.asked import GrammarError
 from cluster.grammar.ebnf import Rules

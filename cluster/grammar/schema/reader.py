@@ -1,6 +1,6 @@
-"""Reads a JSON Schema into a list of plain schemas (`keywords.py` explains them); a value is valid if one of them
-allows it. Every keyword is either known or refused by name. References are resolved, and combinations (allOf, anyOf,
-oneOf, if) are multiplied out.
+"""Reads a JSON Schema into a list of plain schemas: schemas without references and combinations. A value is valid if
+one of the plain schemas allows it. Every keyword is either known or refused by name. References are resolved, and
+combinations (allOf, anyOf, oneOf, if) are multiplied out.
 """
 
 from collections.abc import Mapping
@@ -106,8 +106,8 @@ class SchemaReader:
         return result
 
     def _conditional_schemas(self, schema: Schema, path: str) -> list[Schema]:
-        """Return plain schemas of `if`, `then` and `else`: a value satisfies `if` and `then`, or it fails `if` and
-        satisfies `else`.
+        """Return plain schemas that are equivalent to `if`, `then` and `else` together: a valid value satisfies `if`
+        and `then`, or it fails `if` and satisfies `else`.
         """
         failing = self._failing_schemas(schema["if"], f"{path}/if")
         satisfying = self.plain_schemas(schema["if"], f"{path}/if")
@@ -119,7 +119,9 @@ class SchemaReader:
         return result or _raise_empty(path)
 
     def _failing_schemas(self, condition: Any, path: str) -> list[Schema]:
-        """Return plain schemas for the values that fail an `if`, which must compare properties with constants."""
+        """Return plain schemas for the values that fail the schema `condition` of an `if`. The condition must compare
+        properties with constants.
+        """
         constraints = self.constraints_of(condition, path)
         properties = constraints.get("properties", {})
         values_of_name = (
@@ -156,8 +158,8 @@ class SchemaReader:
         return [schema for schema in merged if schema is not None]
 
     def _disjoint(self, left: Schema, right: Schema, path: str) -> bool:
-        """Return whether no object is valid for both because of one property. Both schemas describe this property, at
-        least one requires it, and no value of it is valid for both.
+        """Return whether one property shows that no object is valid for both schemas. Both describe this property, at
+        least one requires it, and no value of the property is valid for both.
         """
         left_properties, right_properties = left.get("properties", {}), right.get("properties", {})
         if not isinstance(left_properties, dict) or not isinstance(right_properties, dict):
@@ -173,8 +175,8 @@ class SchemaReader:
         return False
 
     def check_disjoint(self, branches: list[list[Schema]], path: str) -> None:
-        """Raise unless the branches of a oneOf are disjoint: a value generated from a branch must not be valid for
-        another branch.
+        """Raise GrammarError unless the branches of a oneOf are disjoint: a value generated from a branch must not be
+        valid for another branch. Each branch is a list of plain schemas.
         """
         for index, branch in enumerate(branches):
             for other_branch in branches[:index]:
@@ -220,8 +222,8 @@ class SchemaReader:
         return None if values is None else set(map(canonical_text, values))
 
     def _listed_values(self, schema: Any, path: str) -> list[Any] | None:
-        """Return the values that a schema names, without duplicates. Return None if the schema allows other
-        values too.
+        """Return the values that a schema lists with enum or const, without duplicates. Return None if the schema
+        allows other values too.
         """
         value_lists = [enumerated_values(plain_schema) for plain_schema in self.plain_schemas(schema, path)]
         if None in value_lists:

@@ -52,7 +52,7 @@ class References:
         return base
 
     def resolve(self, reference: Any, schema: Any, path: str) -> Any:
-        """Return the schema that the `$ref` of a schema at `path` points to.
+        """Return the schema that `reference` points to: the value of `$ref` in `schema`, which is at `path`.
 
         Raises:
             GrammarError: the reference's target is not in the schema `root`.

@@ -1,5 +1,5 @@
 """Writes automata as rules. A state gets a rule if several other states lead to it, or if it would be nested deeper
-than `MAX_INLINE_DEPTH`. Other states are written inline.
+than `MAX_INLINE_DEPTH`. The start state gets a rule if any other state leads to it. Other states are written inline.
 """
 
 from collections import Counter

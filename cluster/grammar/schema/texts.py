@@ -33,8 +33,8 @@ from cluster.grammar.schema.formats import ENCODINGS, FORMATS, NARROWER, UNRESTR
 from cluster.grammar.schema.keywords import Schema, size_keyword
 
 ANY_CHARACTER = chars((0, MAX_CODE_POINT))
-# If a repetition repeats a part without a maximum length, at most this many copies (or the required number, if that is
-# larger) share the length.
+# If a repetition repeats a part that has no maximum length, the allowed length is divided by at most this many copies
+# of the part (or by the required number of copies, if that is larger).
 MAX_SHARED_COPIES = 8
 # characters that an automaton may count; a longer bound is divided between the repetitions of the expression
 MAX_COUNTED_LENGTH = 300
@@ -44,8 +44,9 @@ def strings_of_schema(schema: Schema, excluded: Sequence[str] = ()) -> Node | Au
     """Return the strings allowed by `minLength`, `maxLength`, `pattern`, `format` and `contentEncoding`, without
     `excluded`.
 
-    If one expression, restricted to the lengths, satisfies all keywords, that expression is returned. Otherwise the
-    automaton of the intersection is returned or, if it is too large, an expression for some of the allowed strings.
+    If the expression of one keyword, restricted to the lengths, satisfies all other keywords, that expression is
+    returned. Otherwise the automaton of the intersection of all expressions is returned or, if it is too large, an
+    expression for some of the allowed strings.
 
     Raises:
         GrammarError: these keywords cannot be enforced, or no string satisfies all of them.
@@ -178,7 +179,8 @@ def without_length_lookaheads(node: Node) -> tuple[Node, tuple[int, int | None]]
     """Return an expression without its lookaheads that count characters, `^(?=.{a,b}$)`; and the bounds (a, b) of all
     these lookaheads together.
 
-    `(?=.{a,b}\\.?$)` is read as the bounds (a, b) too: any text of a to b characters satisfies that lookahead.
+    `(?=.{a,b}\\.?$)` is read as the bounds (a, b) too: any text of a to b characters satisfies that lookahead. Without
+    such lookaheads, the bounds are (0, None).
     """
     other_parts: list[Node] = []
     bounds = []
@@ -211,8 +213,8 @@ def _length_lookahead_bounds(lookahead: Node) -> tuple[int, int] | None:
 
 
 def with_lengths(node: Node, min_length: int, max_length: int | None) -> Node | None:
-    """Return a plain expression, restricted to texts of `min_length` to `max_length` characters by changing the counts
-    of its only repetition of variable length. Return None if that is not possible.
+    """Return an expression without anchors, restricted to texts of `min_length` to `max_length` characters. Only the
+    counts of its only part of variable length, a repetition, are changed. Return None if that is not possible.
     """
     low, high = length_bounds(node)
     if low >= min_length and (max_length is None or (high is not None and high <= max_length)):
@@ -248,7 +250,7 @@ def with_lengths(node: Node, min_length: int, max_length: int | None) -> Node | 
 
 def limit_length(node: Node, max_length: int) -> Node:
     """Return an expression that matches some of the node's texts, with at most `max_length` characters. This length is
-    divided among the repetitions.
+    divided among the repetitions. Return `NO_MATCH` if no text is short enough, or if the division leaves none.
     """
     low, high = length_bounds(node)
     if low > max_length:

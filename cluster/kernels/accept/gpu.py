@@ -38,17 +38,18 @@ def accept(
     BLOCK: tl.constexpr,
 ):
     """Walk down one tree of `nodes` nodes per program. The walk goes from a node to the child whose token the target
-    chose after the node; `target_choices` `[R, nodes]` are these tokens. Padding nodes are their own parents.
+    chose after the node. `target_choices` `[R, nodes]` has the token that the target chose after each node. Padding
+    nodes are their own parents.
 
     Writes `path` and `path_tokens` `[R, PATH_SIZE]` (the nodes, and the token chosen after each), `path_lens` `[R]`
-    (how many entries are valid) and `bonus` `[R]` (the last valid token). Rows of `tokens` and `parents` are at their
-    strides.
+    (how many entries of the two are valid) and `bonus` `[R]` (the last valid entry of `path_tokens`). Rows of `tokens`
+    and `parents` begin `tokens_stride` and `parents_stride` numbers apart.
     """
     tree, offsets = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     mask = offsets < nodes
     tree_tokens = tl.load(tokens + tree * tokens_stride + offsets, mask=mask, other=-1)
     tree_parents = tl.load(parents + tree * parents_stride + offsets, mask=mask, other=-1)
-    # Padding entries and the root are their own parents; they are no children.
+    # Padding nodes and the root are their own parents; the walk must not take them for children.
     tree_parents = tl.where(tree_parents == offsets, -1, tree_parents)
     choices = tl.load(target_choices + tree * nodes + offsets, mask=mask, other=-1)
     first_choice = tl.sum(tl.where(offsets == 0, choices, 0), 0)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 @triton.jit
 def sigmoid(x):
-    """Return 1 / (1 + exp(-x)), by exp(-|x|), which cannot overflow."""
+    """Return 1 / (1 + exp(-x)), computed from exp(-|x|), which cannot overflow."""
     exp_minus_abs = tl.exp(-tl.abs(x))
     return tl.where(x >= 0, 1 / (1 + exp_minus_abs), exp_minus_abs / (1 + exp_minus_abs))
 

@@ -47,7 +47,7 @@ def load_cells(
 
     A cell has `CELL_SIZE` numbers; beyond these the result is 0. If `UNMASKED`, all cells are read. If not, cells that
     the mask `cell_mask` excludes give 0. If `FP8_GROUPS` is 0, numbers are returned as stored. If it is 1 or 2, they
-    are FP8 codes, decoded to dtype `DTYPE`: with 1, a cell has one scale, at `scales`; with 2, numbers from
+    are FP8 codes, decoded to dtype `DTYPE`: with 1, all use the scale at `scales + cells`; with 2, numbers from
     `SECOND_SCALE_FROM` on use the next scale.
     """
     offsets = FIRST + tl.arange(0, COUNT)
@@ -69,8 +69,8 @@ def load_cells(
 
 @triton.jit
 def cell_offsets(pages, positions, end, PAGE_SIZE: tl.constexpr, CELL_SIZE: tl.constexpr):
-    """Return the offsets of the cells at `positions`: (page * PAGE_SIZE + position % PAGE_SIZE) * CELL_SIZE; page is 0
-    from `end` on.
+    """Return the offsets of the cells at `positions` of a request with `pages`: (page * PAGE_SIZE + position %
+    PAGE_SIZE) * CELL_SIZE. From position `end` on, page is 0.
     """
     page = tl.load(pages + positions // PAGE_SIZE, mask=positions < end, other=0).to(tl.int64)
     return (page * PAGE_SIZE + positions % PAGE_SIZE) * CELL_SIZE
@@ -102,8 +102,8 @@ def add_tile(
     UPCAST: tl.constexpr,
     UNMASKED: tl.constexpr,
 ):
-    """Add one tile to an online softmax; return the new `max_score`, `weight_sum` and `value_sum`. Lines see the cells
-    in the mask `visible`; if `UNMASKED`, they see all cells.
+    """Add one tile of cells to an online softmax; return the new `max_score`, `weight_sum` and `value_sum`. Lines see
+    the cells in the mask `visible`; if `UNMASKED`, they see all cells.
 
     If m is the old and m' the new highest score, `weight_sum` becomes weight_sum * 2^(m - m') + sum of 2^(s - m') over
     the scores s of the tile. `value_sum` is computed in the same way, with each term times the cell's value.
@@ -249,17 +249,17 @@ def attend(
     """Attend rows of q `[T, HEADS, HEAD_DIM]` over `memory` `[slots, CELL_SIZE]` -> `out` `[T, HEADS, VALUE_DIM]`. If
     `SPLITS` > 1 or `SKIP_PREFIX`, write partial results to `partials` `[T, HEADS, SPLITS, VALUE_BLOCK + 2]` instead.
 
-    A cell has the keys of all KV heads, then their values: the values begin `VALUE_OFFSET` numbers after the keys. In
-    FP8 (`FP8_GROUPS`), `CELL_SIZE` is in bytes, and a cell has `SCALES_OFFSET` codes and then the scales. The scales of
-    values begin `VALUE_SCALES_OFFSET` bytes after the scales of keys.
+    A cell (K and V of one token) has the keys of all KV heads, then their values. A head's value begins `VALUE_OFFSET`
+    numbers after the beginning of its key. In FP8 (`FP8_GROUPS` > 0), `CELL_SIZE` is in bytes, and a cell has
+    `SCALES_OFFSET` codes, then the scales; a value's scale is `VALUE_SCALES_OFFSET` bytes after the key's.
 
     Trees: program p has lines of request i = p // blocks. The request's `rows_per_request` rows see the first
-    `starts[i]` positions. Then come `width` window slots, of which a row sees the slots that are set in its `bits`. If
-    `SKIP_PREFIX`, another library attends the positions before `prefix_lens[i]`.
-
+    `starts[i]` positions. Then come `width` slots for the nodes of its tree (window slots), of which a row sees those
+    set in its `bits`. If `SKIP_PREFIX`, another library attends the positions before `prefix_lens[i]`.
     Prompts (`IS_PROMPT`): chunk i has the rows from `indptr[i]` on, at positions from `starts[i]` on. There are
-    `chunks` chunks; `MAX_CHUNKS` is a power of two, at least `chunks`. If `HAS_LOWER_LIMIT`, `window`, `first` or
-    `prefix_lens` may hide the first positions from a row. If not, rows see all positions from 0 on.
+    `chunks` chunks; `MAX_CHUNKS` is a power of two, at least `chunks`.
+    If `HAS_LOWER_LIMIT`, the sliding `window`, `first` (see `AttentionMetadata`) or `prefix_lens` may hide the first
+    positions from a row. If not, a row sees all positions from 0 on.
 
     `SCALE` is the softmax scale times log2(e). It is a constant, because a kernel takes a float argument as a float32,
     which is too coarse for float64 pools. Keys are read in two parts of `FRONT` and `BACK` numbers, because a size such
@@ -271,7 +271,7 @@ def attend(
     program, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     request, row, chunk_rows, block = program, first_row, rows_per_request, 0
     if IS_PROMPT:
-        # Chunk i has ceil(rows_i * HEADS_PER_KV_HEAD / LINES) programs. Their cumulative sum tells this one's chunk.
+        # Chunk i has ceil(rows_i * HEADS_PER_KV_HEAD / LINES) programs. Their cumulative sum gives the chunk of each.
         chunk = tl.arange(0, MAX_CHUNKS)
         chunk_begins = tl.load(indptr + chunk, mask=chunk < chunks, other=0).to(tl.int32)
         all_chunk_rows = tl.load(indptr + chunk + 1, mask=chunk < chunks, other=0).to(tl.int32) - chunk_begins
@@ -352,7 +352,7 @@ def attend(
             if HAS_LOWER_LIMIT:
                 visible &= positions[None, :] >= first_visible[:, None]
         else:
-            window_slot = positions - length  # in the window; negative: committed, and visible
+            window_slot = positions - length  # the slot's number; below 0 for committed tokens, which are visible
             visible = is_line[:, None] & (window_slot < 0)[None, :]
             # The label of a window slot: length + the number of the row's ancestors in lower slots, counted below.
             labels = tl.zeros([LINES, TILE], tl.int32) + tl.minimum(positions, length)[None, :]

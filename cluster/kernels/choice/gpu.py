@@ -1,6 +1,7 @@
-"""The best tokens of each row, and the log-sum-exp of its scores, in one pass over the logits; the keys of noise.
+"""The best tokens of each row of logits, and the log-sum-exp of the row's scores, in one pass; and the keys of noise.
 
-A score is a tempered logit plus keyed noise. Scores exist only in registers: nothing of vocabulary size is written.
+In sampling, a score is a tempered logit (divided by the temperature) plus Gumbel noise that a key determines; otherwise
+it is the logit. Scores exist only in registers: nothing of vocabulary size is written.
 """
 
 from typing import NamedTuple
@@ -20,7 +21,9 @@ def murmur_mix(x, salt):
 
 @triton.jit
 def gumbel(key, hashes, ACC_DTYPE: tl.constexpr):
-    """Return Gumbel noise -log(-log(1 - u)) under a 64-bit `key`, for tokens with `hashes`; u is uniform in (0, 1)."""
+    """Return Gumbel noise -log(-log(1 - u)) for tokens with `hashes`; u, uniform in (0, 1), is computed from the
+    token's hash and the 64-bit `key`.
+    """
     key_low, key_high = (
         key.to(tl.uint64, bitcast=True).to(tl.uint32),
         (key.to(tl.uint64, bitcast=True) >> 32).to(tl.uint32),
@@ -41,8 +44,8 @@ def gumbel(key, hashes, ACC_DTYPE: tl.constexpr):
 
 @triton.jit
 def sort_key(x):
-    """Return signed integers in the order of the numbers `x`. NaN counts as infinity, the highest number. The lowest
-    integer belongs to no number; it stands for "none".
+    """Return signed integers that are in the same order as the numbers `x`. NaN counts as infinity, the highest number.
+    The lowest integer belongs to no number; it stands for "none".
 
     The bits of positive floats are ordered as integers; for negative floats all bits but the sign are inverted.
     """
@@ -60,8 +63,8 @@ def number_of_sort_key(sort_keys, ACC_DTYPE: tl.constexpr):
 
 @triton.jit
 def to_unsigned(sort_keys):
-    """Return the integers of `sort_key` as unsigned integers in the same order. So a search that fixes one bit after
-    the other can start at 0.
+    """Return the integers of `sort_key` as unsigned integers in the same order, so that a search that fixes one bit
+    after the other can start at 0.
     """
     KIND: tl.constexpr = tl.uint64 if sort_keys.dtype == tl.int64 else tl.uint32
     return sort_keys.to(KIND, bitcast=True) ^ (tl.full([], 1, KIND) << (KIND.primitive_bitwidth - 1))
@@ -112,8 +115,9 @@ def best_of_part(
     ACC_DTYPE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the `COUNT` highest scores of one part of a row of `logits` `[T, columns]`: `values` and `ids`
-    `[T, parts, COUNT]`. If `WITH_LOGSUMEXP`, also write m = max score and sum exp(score - m) to `sums` `[T, parts, 2]`.
+    """Write the `COUNT` highest scores of one part of a row of `logits` `[T, columns]`, and their token ids, to
+    `values` and `ids` `[T, parts, COUNT]`. If `WITH_LOGSUMEXP`, also write m = max score and sum exp(score - m) to
+    `sums` `[T, parts, 2]`.
 
     Scores are the logits unless `IS_SAMPLED`. If `IS_SAMPLED`, scores are logits * `inverse_temperature` `[T]` + noise
     * `noise_scale` `[T]`; `gumbel` computes the noise from `keys` `[T]` and `hashes` `[columns]`. If `HAS_FILTERS` too,
@@ -174,7 +178,9 @@ def best_of_all(
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Merge the results of the parts of each row: `values` and `ids` `[T, COUNT]`, log-sum-exp `logsumexp` `[T]`."""
+    """Merge the results of the parts of each row into `values` and `ids` `[T, COUNT]` and, if `WITH_LOGSUMEXP`, into
+    the log-sum-exp `logsumexp` `[T]`.
+    """
     row, offsets = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     LOWEST: tl.constexpr = -(1 << (ACC_DTYPE.primitive_bitwidth - 1))
     mask = offsets < parts * COUNT
@@ -215,10 +221,11 @@ class KeysAlongArguments(NamedTuple):
 
 @triton.jit
 def keys_along(seeds, first_positions, keys, seeds_stride, count, BLOCK: tl.constexpr):
-    """Write the noise keys of `count` positions per request to `keys` `[B, count]`. The positions of a request begin at
-    its entry of `first_positions` `[B]`. `seeds` `[B]` has the stride `seeds_stride`.
+    """Write the noise keys of `count` positions for each of B requests to `keys` `[B, count]`. The positions of request
+    b begin at `first_positions[b]`. `seeds` `[B]` has the stride `seeds_stride`.
 
-    key(seed, position) = mix(mix(seed + golden) + position * golden): one SplitMix64 generator for each seed.
+    key(seed, position) = mix(mix(seed + golden) + position * golden), where mix is `splitmix`: one SplitMix64 generator
+    for each seed.
     """
     request, offsets = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     golden = tl.full([BLOCK], 0x9E3779B97F4A7C15, tl.uint64)

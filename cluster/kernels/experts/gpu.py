@@ -26,12 +26,12 @@ class GroupArguments(NamedTuple):
 def group(
     topk_ids, source_rows, place_experts, places_of_choices, ends, num_choices, experts_per_row, BLOCK: tl.constexpr
 ):
-    """Assign places to the choices of one expert per program, after the places of all lower experts: a stable counting
-    sort.
+    """Assign places to the choices of one expert per program. These places come after those of all lower experts:
+    the kernel is a stable counting sort.
 
-    `topk_ids` `[num_choices]` are the choices, `experts_per_row` for each row. Writes `source_rows` and `place_experts`
-    `[num_choices]` (the row and the expert at each place), `places_of_choices` `[num_choices]` (the place of each
-    choice) and `ends` `[E]` (where an expert's places end).
+    `topk_ids` `[num_choices]` are the choices: the experts of each row, `experts_per_row` per row. Writes `source_rows`
+    and `place_experts` `[num_choices]` (the row and the expert at each place), `places_of_choices` `[num_choices]` (the
+    place of each choice) and `ends` `[E]` (the first place after those of each expert).
     """
     own_expert, offsets = tl.program_id(0), tl.arange(0, BLOCK)
     lower_counts, own_counts = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)

@@ -1,7 +1,7 @@
 """Filters top_k, top_p and min_p as one threshold per row, found by radix select, without a sort.
 
-Probability mass is summed in integers, so the order of a sum does not matter. The exponentials come from the function
-that torch calls on a GPU.
+Probability mass is summed in integers, so the order of a sum does not matter. On a GPU the exponentials come from the
+function that torch calls (`USE_LIBDEVICE`). A tempered logit is a logit divided by the temperature.
 """
 
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from cluster.kernels.choice.gpu import number_of_sort_key, sort_key, to_signed, 
 
 @triton.jit
 def load_tempered(logits, inverse_temperature, offsets, mask, ACC_DTYPE: tl.constexpr):
-    """Load logits and multiply them by the inverse temperature."""
+    """Return tempered logits: load logits, and multiply them by the inverse temperature. Return 0 outside `mask`."""
     return tl.load(logits + offsets, mask=mask, other=0.0).to(ACC_DTYPE) * inverse_temperature
 
 
@@ -48,9 +48,9 @@ def largest_threshold_with(
 ):
     """Return the largest number t such that the tempered logits >= t together weigh at least `needed_weight`.
 
-    Each logit weighs 1, or its mass if `BY_MASS`; all logits together must weigh at least `needed_weight`. Radix
-    select: each pass over the row fixes the next two bits of t, the highest first, in the integers of
-    `to_unsigned(sort_key(scores))`.
+    Each logit weighs 1 or, if `BY_MASS`, its integer mass (`integer_mass`); all logits together must weigh at least
+    `needed_weight`. The search is a radix select over the integers `to_unsigned(sort_key(scores))`: each pass over the
+    row fixes the next two bits of t, the highest bits first.
     """
     UNSIGNED: tl.constexpr = tl.uint64 if tl.float64 == ACC_DTYPE else tl.uint32
     BITS: tl.constexpr = UNSIGNED.primitive_bitwidth
@@ -105,9 +105,9 @@ def threshold(
     ACC_DTYPE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the threshold `thresholds` `[T]` of each row of `logits` `[T, columns]`: the least tempered logit that
-    top_k, top_p and min_p all keep; -inf without filters. For a row with NaN or an infinite maximum, it is NaN, which
-    removes no token.
+    """Write the threshold `thresholds` `[T]` of each row of `logits` `[T, columns]`. The tokens whose tempered logit is
+    at least the threshold are those that top_k, top_p and min_p all keep. Without filters the threshold is -inf. For a
+    row with NaN or an infinite maximum it is NaN, which removes no token.
     """
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride

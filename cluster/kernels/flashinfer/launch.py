@@ -1,8 +1,9 @@
 """The launch arguments of FlashInfer's wrappers: all attributes that `run` reads, so that two plans can be compared.
 
-A CUDA graph holds the numbers and addresses of the plan that it was captured with; at replay it reads the memory at
-these addresses. So a new plan can replace that plan if all attributes that `run` reads are equal. The lists below come
-from the source of one version of FlashInfer; a test compares them with "read" in `tests/flashinfer/signatures.json`.
+A plan is what a wrapper's method `plan` leaves in these attributes. A CUDA graph holds the numbers and addresses of the
+plan that it was captured with; at replay it reads the memory at these addresses. So a graph can be replayed with a new
+plan if all attributes that `run` reads are equal. The lists below come from the source of one version of FlashInfer; a
+test compares them with "read" in `tests/flashinfer/signatures.json`.
 """
 
 from collections.abc import Iterable
@@ -27,13 +28,13 @@ LATENT = (
     *("_backend", "_float_workspace_buffer", "_input_contract", "_kv_data_type", "_legacy_flat_csr_plan"),
     *("_planned_kv_cache_layout", "_planned_query_layout", "_q_data_type"),
 )
-"""Attributes of the wrapper for latents, without `_planned_backend`, a new object in each plan."""
+"""Attributes of the wrapper for latents, without `_planned_backend`, which is a new object in each plan."""
 LATENT_BACKEND = (
     *("_cached_module", "_causal", "_float_workspace_buffer", "_head_dim_ckv", "_int_workspace_buffer"),
     *("_kv_data_type", "_kv_indices_buf", "_page_size", "_plan_info", "_q_data_type", "_sm_scale"),
     *("_use_profiler", "device"),
 )
-"""Attributes of `_planned_backend`, for kernels of the families fa2 and fa3."""
+"""Attributes of the object `_planned_backend`, for kernels of the families fa2 and fa3."""
 
 
 class KernelMemory(NamedTuple):

@@ -1,7 +1,8 @@
-"""The parts of FlashInfer that are used, and which attention it computes.
+"""The parts of FlashInfer that are used, and which attention FlashInfer computes.
 
-FlashInfer is imported only if the setting `attention_backend` names it, and runs on a GPU only. Its interface changes
-between minor versions, so one version is accepted; `tests/flashinfer/signatures.json` holds its signatures.
+FlashInfer runs on a GPU only. It is imported only if the setting `attention_backend` names it. Its interface changes
+between minor versions, so only one version is accepted; `tests/flashinfer/signatures.json` holds the signatures of that
+version.
 """
 
 import importlib
@@ -21,13 +22,13 @@ MAX_LINES = 4_000_000
 lines.
 """
 MAX_LATENT_LINES = 900_000
-"""The same limit for latents, whose work list has room for 16,384 blocks."""
+"""The most lines of one plan for latents. The work list of such a plan has room for 16,384 blocks of 64 lines."""
 
 
 class Share(NamedTuple):
     """The part of a layer's attention that FlashInfer computes. If `trees` is True, it computes the attention of tree
-    rows to committed tokens. If `texts` is True, it computes all attention of prompt rows. `reason` says why it does
-    not compute both; it is empty if it does.
+    rows to committed tokens. If `texts` is True, it computes all attention of prompt rows. `reason` says why FlashInfer
+    does not compute both; it is empty if FlashInfer does.
     """
 
     trees: bool
@@ -72,8 +73,8 @@ class FlashInfer:
         return Share(True, True)
 
     def triton_layers(self, layers: Sequence[LayerGeometry], most_rows: int) -> Iterator[str]:
-        """Yield texts that say which attention of a runner's layers is left to Triton; a forward has at most
-        `most_rows` rows.
+        """Yield texts that say which attention of a runner's `layers` is left to Triton. A forward of the runner has at
+        most `most_rows` rows.
         """
         shares, heads = [self.share(layer) for layer in layers], layers[0].heads
         for share in dict.fromkeys(share for share in shares if share.reason):
@@ -86,7 +87,9 @@ class FlashInfer:
 
 
 def find(device: torch.device, dtype: torch.dtype) -> FlashInfer | str:
-    """Return FlashInfer for this device and `dtype`, or the reason why it is not available and what to do."""
+    """Return FlashInfer for this device and `dtype`. If it is not available, return a text that says why, and what to
+    do.
+    """
     if device.type != "cuda":
         return f"runs on a GPU and device is {device.type}; set attention_backend to auto"
     if dtype not in (torch.bfloat16, torch.float16):

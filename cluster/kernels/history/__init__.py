@@ -1,1 +1,3 @@
-"""The tokens of each request: appending what a step has committed, and finding what followed the last tokens before."""
+"""Two C kernels over the tokens of each request: one appends the tokens that a step has committed; the other looks up
+the tokens that followed an earlier occurrence of the request's last tokens (n-gram lookup).
+"""

@@ -1,4 +1,7 @@
-"""The merge of partial attention results of one line, and the page lists that another library's attention reads."""
+"""The merge of partial attention results, and the page lists that another library's attention reads.
+
+A line is one query head of one row. A split is a part of the positions that a line sees.
+"""
 
 from typing import NamedTuple
 
@@ -43,12 +46,13 @@ def join(
 ):
     """Merge the splits of each line into `out` `[T, HEADS, VALUE_DIM]`. For each split of a line, `partials`
     `[T, HEADS, SPLITS, VALUE_BLOCK + 2]` has the weighted sum of values, the highest score (times log2(e)) and the sum
-    of weights. The kernel reads `SPLITS_AT_ONCE` splits at a time. Both numbers of splits are powers of two, but
+    of weights. The kernel reads `SPLITS_AT_ONCE` splits at a time. `SPLITS` and `SPLITS_AT_ONCE` are powers of two;
     `SPLITS` is 0 if there are no partials.
 
-    If `HAS_PREFIX`, also merge the attention of other positions: `prefix_out` `[T, HEADS, VALUE_DIM]` and its
-    log-sum-exps to base 2, `prefix_lse` `[T, HEADS]`. If `prefix_lens` is given, do so only for requests whose entry of
-    `prefix_lens` is not 0; a request has `rows_per_request` rows.
+    If `HAS_PREFIX`, also merge another library's attention of the first positions: `prefix_out` `[T, HEADS, VALUE_DIM]`
+    and its log-sum-exps to base 2, `prefix_lse` `[T, HEADS]`. If `prefix_lens` `[R]` is given, do so only for requests
+    whose number in `prefix_lens` is not 0; a request has `rows_per_request` rows. A row that is marked in
+    `nonfinite_rows` becomes NaN.
 
     out = sum_i 2^(m_i - m) values_i / sum_i 2^(m_i - m) weights_i over the splits i, where m_i is the highest score of
     split i, weights_i its sum of weights, and m = max m_i. `prefix_out` is one more term, already normalised: m_i = lse
@@ -111,8 +115,8 @@ class ListPagesArguments(NamedTuple):
 
 @triton.jit(do_not_specialize=["pages_per_request"])
 def list_pages(pages, table_rows, indptr, page_list, pages_per_request, BLOCK: tl.constexpr):
-    """Copy the first `indptr[i + 1] - indptr[i]` pages of table row `table_rows[i]` to `page_list`, request after
-    request.
+    """Copy the first `indptr[i + 1] - indptr[i]` pages of each request i to `page_list`, request after request. The
+    pages of request i are row `table_rows[i]` of the page table `pages`, whose rows have `pages_per_request` pages.
     """
     request, offsets = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     begin = tl.load(indptr + request)

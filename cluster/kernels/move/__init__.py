@@ -1,1 +1,1 @@
-"""Moves of KV cells within windows, in Triton."""
+"""Moves of KV cells between the slots of a request, in Triton."""

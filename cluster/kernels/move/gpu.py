@@ -1,4 +1,4 @@
-"""Moves of KV cells within windows, in all layers at once."""
+"""Moves of KV cells (a cell is the K and V of one token in one layer) between slots, in all layers at once."""
 
 from typing import NamedTuple
 
@@ -31,7 +31,7 @@ def move(
     """In each layer of `memory` `[layers, slots, CELL_SIZE]`, copy slot `source[r, i]` to slot `destination[r, i]`.
     `source` and `destination` are `[R, slots_per_row]`.
 
-    One program handles all slots of a row, and reads them all before it writes. Slots of different rows are disjoint.
+    One program handles all slots of a row r, and reads them all before it writes. Different rows must not share slots.
     """
     layer, row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     offsets, slot_index = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, SLOT_BLOCK)

@@ -35,8 +35,8 @@ def add_norm(
     BLOCK: tl.constexpr,
 ):
     """Write the RMS norm of x times `scale` `[size]` to `out`: out = x / sqrt(mean(x^2) + eps) * scale. If
-    `HAS_RESIDUAL`, x is `rows` + `residual` `[T, size]`, which is also written to `total`; if not, x is `rows`. `rows`
-    are at `stride`; the other tensors are contiguous.
+    `HAS_RESIDUAL`, x is `rows` + `residual` `[T, size]`, which is also written to `total`; if not, x is `rows`. Rows of
+    `rows` begin `stride` numbers apart; the other tensors are contiguous.
     """
     row, offsets = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     mask = offsets < size

@@ -48,7 +48,8 @@ def rotate(
     `[T, 2 half_rotary_dim]`: (low cos + high sin, high cos + low sin).
 
     If `HAS_NORMS`, heads are RMS-normed first: the first `query_heads` heads with `q_scale`, the others with `k_scale`.
-    `REST_BLOCK` is the block size for the numbers that are not rotated (0 if there are none, or if they do not change).
+    `REST_BLOCK` is the block size for the numbers that are not rotated. It is 0 if there are none, or if they do not
+    change because there are no norms.
     """
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     head_start = heads + row * row_stride + head * head_stride

@@ -1,1 +1,1 @@
-"""Stores of new cells into a KV pool, in Triton."""
+"""Stores of new cells (the K and V of one token in one layer) into a KV pool, in Triton."""

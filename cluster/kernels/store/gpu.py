@@ -1,4 +1,4 @@
-"""Stores of new cells into a KV pool: as numbers, or as FP8 codes with scales (arch/cell.py)."""
+"""Stores of new cells into a KV pool: as numbers, or as FP8 codes with scales (`arch/cell.py` has the layout)."""
 
 from typing import NamedTuple
 
@@ -19,8 +19,8 @@ class StoreArguments(NamedTuple):
 
 @triton.jit
 def store(kv, write_slots, memory, nonfinite_rows, kv_stride, CELL_SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Store new cells `kv` `[T, CELL_SIZE]` to slots `write_slots` `[T]` of `memory`. A cell that is not finite is
-    stored as zeros, and its row is marked in `nonfinite_rows` `[T]`.
+    """Store new cells `kv` `[T, CELL_SIZE]` to slots `write_slots` `[T]` of `memory`. A cell with a number that is not
+    finite is stored as zeros. `nonfinite_rows` `[T]` becomes 1 for rows with such a cell, and 0 for others.
     """
     row, offsets = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     mask = offsets < CELL_SIZE
@@ -61,8 +61,8 @@ def store_group(
     ACC_DTYPE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Store numbers `group_start` to `group_start` + `GROUP_SIZE` - 1 of `kv` to their `cell` as codes with one scale
-    (arch/cell.py).
+    """Store numbers `group_start` to `group_start` + `GROUP_SIZE` - 1 of the new cell `kv` as FP8 codes at the same
+    offsets of the stored `cell`, and their common scale at offset `scale_at`. If `is_nonfinite`, store zeros.
     """
     offsets = tl.arange(0, BLOCK)
     mask = offsets < GROUP_SIZE
@@ -109,9 +109,9 @@ def store_coded(
     CELL_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Do what `store` does, but store cells in FP8. A cell has `GROUPS` groups of `GROUP_SIZE` numbers. If `REST_SIZE`
-    is not 0, one more group of `REST_SIZE` numbers follows. A stored cell takes `CELL_BYTES` bytes. A cell with a
-    magnitude above `max_abs` counts as not finite.
+    """Do what `store` does, but store cells in FP8. A new cell has `GROUPS` groups of `GROUP_SIZE` numbers. If
+    `REST_SIZE` is not 0, one more group of `REST_SIZE` numbers follows. A stored cell takes `CELL_BYTES` bytes. A cell
+    with a magnitude above `max_abs` counts as not finite.
     """
     row, offsets = tl.program_id(0).to(tl.int64), tl.arange(0, CELL_BLOCK)
     kv += row * kv_stride

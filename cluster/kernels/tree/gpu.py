@@ -1,6 +1,6 @@
-"""Growth of draft trees: the scores and best rows of a level, the nodes that a tree keeps, and their ancestors.
+"""Growth of draft trees: the scores and best candidates of a level, the nodes that a tree keeps, and their ancestors.
 
-Of equal scores, the candidate with the lower number comes first.
+Of candidates with equal scores, the one with the lower number comes first. Shape legend: R requests.
 """
 
 from typing import NamedTuple
@@ -52,15 +52,15 @@ def level(
     DECAY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Add the proposals of one level as candidates, numbered from `first_number` on. Each of a request's `TOPK` rows is
-    the parent of `TOPK` candidates.
+    """Add the draft's proposals of one level as candidates for tree nodes, numbered from `first_number` on. Each of a
+    request's `TOPK` rows (the best candidates of the level before) is the parent of `TOPK` candidates.
 
     `proposed` and `logprobs` `[R, TOPK, TOPK]` are tokens and log-probabilities; in the first level (`FIRST`), which
     follows the root, they are `[R, TOPK]`. `row_scores` and `row_numbers` `[R, TOPK]` are the rows' cumulative scores
-    and candidate numbers. Writes the candidates' `tokens`, `scores`, `parents` `[R, num_candidates]`. The `TOPK` best
-    candidates of the level are the rows of the next level. The kernel writes their tokens, parent rows, scores and
-    candidate numbers to `next_token`, `next_parent`, `next_score` and `next_number`, `[R, TOPK]`. In the first level
-    these are all candidates, in order.
+    and candidate numbers. Writes the candidates' `tokens`, `scores`, `parents` `[R, num_candidates]`; a parent is a
+    candidate number, or -1 for the root. The `TOPK` best candidates of the level are the rows of the next level. The
+    kernel writes their tokens, parent rows, scores and candidate numbers to `next_token`, `next_parent`, `next_score`
+    and `next_number`, `[R, TOPK]`. In the first level these are all candidates, in order.
 
     score = score of the row + clamp(log-probability, FLOOR, 0) - DECAY. NaN counts as FLOOR. DECAY makes a child score
     below its parent, so that a tree which keeps a node keeps its parent too.
@@ -136,7 +136,8 @@ def keep(
     BLOCK: tl.constexpr,
 ):
     """Keep the root and the `num_kept` candidates with the best scores, in ascending order of their numbers. `tokens`,
-    `scores` and `parents` of the candidates are `[R, num_candidates]`.
+    `scores` and `parents` of the candidates are `[R, num_candidates]`, as `level` writes them. `bonus` `[R]` is the
+    token of the root.
 
     Writes tokens, parents, depths and scores of the kept nodes, `[R, nodes]`. The lowest kept score is found bit by bit
     (radix select).
@@ -184,8 +185,8 @@ class AncestryArguments(NamedTuple):
 
 @triton.jit
 def ancestry(parents, ancestors, nodes, max_depth, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Write `ancestors` `[R, nodes, nodes]`: True where the column is an ancestor of the row or the row itself, in
-    trees `parents` `[R, nodes]` of depth at most `max_depth`.
+    """Write `ancestors` `[R, nodes, nodes]`: True where the column's node is the row's node or one of its ancestors.
+    `parents` `[R, nodes]` are trees of depth at most `max_depth`.
     """
     request = tl.program_id(0).to(tl.int64)
     row, column = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)

@@ -5,7 +5,7 @@ from typing import Any
 from cluster.api.core.fields import FieldTable
 from cluster.api.core.translated import build_field_table
 
-# These fields tune the prompt cache, or tools that are left out anyway, so they cannot change the answer.
+# These fields tune the prompt cache, or built-in tools, which this server leaves out. They cannot change the answer.
 HARMLESS = frozenset({"max_tool_calls", "prompt_cache_retention", "image"})
 
 # Refused fields, each with its neutral values, which mean "off" and are accepted. null is accepted for every field.

@@ -1,4 +1,4 @@
-"""The input items of /v1/responses (messages, tool calls, outputs, reasoning), and their chat messages."""
+"""The input items of /v1/responses (messages, tool calls, outputs, reasoning), as chat messages."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -194,8 +194,8 @@ def _add_calls_and_results(dialogue: Dialogue, item: OtherItem, path: str) -> No
 
 
 def declared_tools(items: Sequence[Item]) -> list[tuple[str, ResponseTool]]:
-    """Return (path, tool) for each tool in the input items. Such a tool was declared in an item, or found by a tool
-    search.
+    """Return (path, tool) for each tool in the input items: tools of `additional_tools` items, and tools that a tool
+    search has found.
 
     Raises:
         ApiError: 400 that names the tool and the field.

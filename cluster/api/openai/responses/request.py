@@ -48,7 +48,7 @@ ORIGINS: Mapping[str, str] = {
 
 
 class TextOptions(StrictModel):
-    """`text`: the form of the answer. `medium` is the only verbosity that is accepted."""
+    """`text`: the format and the verbosity of the answer. `medium` is the only verbosity that is accepted."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -57,7 +57,9 @@ class TextOptions(StrictModel):
 
 
 class ReasoningOptions(StrictModel):
-    """`reasoning`. `summary` has no effect: no summaries are made. A reasoning item holds the reasoning itself."""
+    """`reasoning`: the effort, and options of summaries. Options of summaries have no effect, because no summaries are
+    made: a reasoning item holds the reasoning itself.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
@@ -69,7 +71,7 @@ class ReasoningOptions(StrictModel):
 
 
 class ResponseStreamOptions(StrictModel):
-    """`stream_options`. `include_obfuscation` is accepted and does nothing, as for the other endpoints."""
+    """`stream_options`. `include_obfuscation` is accepted and has no effect, as for the other endpoints."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -77,7 +79,7 @@ class ResponseStreamOptions(StrictModel):
 
 
 class ResponseRequest(TranslatedBody):
-    """The body of /v1/responses. Sampling fields and extensions are passed to the chat request unchanged."""
+    """The body of /v1/responses. Its extensions and sampling fields become fields of the chat request, unchanged."""
 
     table: ClassVar[FieldTable] = TABLE
 

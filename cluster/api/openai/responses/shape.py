@@ -27,9 +27,11 @@ IN_PROGRESS, COMPLETED, INCOMPLETE, FAILED = "in_progress", "completed", "incomp
 
 
 class ResponseFormatter:
-    """One response. Texts become message items, reasoning becomes reasoning items, calls become call items, in order.
+    """Writes the answer to one call, which is one response. Texts become message items, reasoning becomes reasoning
+    items, calls become call items, in order.
 
-    The response repeats fields of the request, and has `temperature` and `top_p` with their defaults filled in.
+    The response repeats fields of the request. Its `temperature` and `top_p` are the values that were used, so they
+    include defaults.
     """
 
     keep_alive = KEEP_ALIVE
@@ -68,7 +70,7 @@ class ResponseFormatter:
         return encoded
 
     def final_events(self) -> bytes:
-        """Return nothing: `events` of the last delta has ended the response."""
+        """Return no bytes, because the events of the last delta have ended the response."""
         return b""
 
     def error_events(self, error: ApiError) -> bytes:
@@ -159,11 +161,13 @@ class ResponseFormatter:
         return f"{ITEM_ID_PREFIXES[prefix_key]}_{self._id.removeprefix('resp_')}_{section.index}"
 
     def _client_tool(self, section: Section) -> ClientTool:
-        """Return the client's name and kind of the called tool. An unknown name counts as a function."""
+        """Return the kind and the name by which the client knows the called tool. A call of an unknown name counts as a
+        call of a function.
+        """
         return self._client_tools.get(section.name) or ClientTool("function", section.name)
 
     def _status_of(self, section: Section) -> str:
-        """Return the status of a finished item. The last item is incomplete if the answer reached its token limit."""
+        """Return the status of an ended item. The last item is incomplete if the answer reached its token limit."""
         is_cut_off = self._finish_reason == "length" and section is self._sections.sections[-1]
         return INCOMPLETE if is_cut_off else COMPLETED
 
@@ -220,7 +224,7 @@ class ResponseFormatter:
         return tokenizer.token_text(token_id)
 
     def _response(self, status: str) -> dict[str, Any]:
-        """Return the response object. Only a completed or incomplete response has `output` and `usage`."""
+        """Return the response object. Its `output` is empty and its `usage` null until the response has ended."""
         is_finished = status in (COMPLETED, INCOMPLETE)
         return {
             "id": self._id,
@@ -250,7 +254,9 @@ class ResponseFormatter:
 
 
 def repeated_fields(request: ResponseRequest) -> dict[str, Any]:
-    """Return the fields that a response repeats from its request. Missing fields have their defaults."""
+    """Return the fields that a response repeats from its request. Fields that the client left out have their defaults.
+    Fields that this server does not honour have fixed values.
+    """
     tool_choice = request.tool_choice
     text_format = request.text.format
     effort = request.reasoning.effort if request.reasoning else None

@@ -1,7 +1,7 @@
-"""Input items about built-in tools (shell, web search, MCP, ...) that ran elsewhere: calls and their outputs.
+"""Input items of earlier answers about built-in tools (shell, web search, MCP, ...): calls and their outputs.
 
-In the chat, a call becomes a function call and an output becomes its result. An item without useful text, such as an
-image, is left out with a warning.
+In the chat request, a call becomes a function call, and an output becomes the result of this call. An item without
+useful text, such as an image, is left out with a warning.
 """
 
 import json
@@ -108,7 +108,9 @@ def _arguments(value: Any, field: str) -> str:
 
 
 def _output_text(value: Any) -> str:
-    """Return the output of a tool as text: a string unchanged, the joined texts of parts, anything else as JSON."""
+    """Return the output of a tool as text. A string is unchanged, null becomes "", a list of text parts becomes their
+    joined texts, and anything else becomes JSON.
+    """
     if value is None or isinstance(value, str):
         return value or ""
     if isinstance(value, list) and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in value):

@@ -1,7 +1,7 @@
-"""The tools of /v1/responses: how each type becomes tools of a chat request, and which tool a call belongs to.
+"""The tools of /v1/responses: translates each into tools of a chat request, and finds the tool that a call means.
 
-Functions and custom tools are unchanged. A tool in a namespace gets the name `NAMESPACE.TOOL`. A tool search that the
-client runs becomes a function. All other types are left out with a warning, as in `cluster.api.core.tools`.
+Functions and custom tools stay what they are. A tool in a namespace gets the name `NAMESPACE.TOOL`. A tool search that
+the client runs becomes a function. All other types are left out with a warning, as in `cluster.api.core.tools`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -130,7 +130,7 @@ def _check_format(tool: ResponseCustomTool, path: str) -> ResponseCustomTool:
 
 
 class ClientTool(NamedTuple):
-    """The client's own identification of a tool: kind, name, and namespace if it has one."""
+    """How the client identifies a tool: kind, name, and namespace (None if the tool is in no namespace)."""
 
     kind: Kind
     name: str
@@ -179,7 +179,9 @@ def to_chat_tools(
 
 
 def _qualified_name_of(tool: SingleTool, namespace: NamespaceTool | None) -> str:
-    """Return the name by which the model calls a tool; meaningless for a tool that is left out."""
+    """Return the name by which the model calls a tool. For an `UnsupportedTool`, which the model does not see, the
+    result has no meaning.
+    """
     name = TOOL_SEARCH if isinstance(tool, SearchTool) else str(tool.name)
     return qualified_name(name, None if namespace is None else namespace.name)
 
@@ -213,7 +215,9 @@ def _chat_tool(tool: SingleTool, namespace: NamespaceTool | None) -> dict[str, A
 
 
 class NamedChoice(StrictModel):
-    """`tool_choice`: this function or custom tool must be called. The namespace of the tool may be left out."""
+    """A `tool_choice` that names the tool that must be called, or one of the allowed tools of a `tool_choice`. The
+    namespace of the tool may be left out.
+    """
 
     type: Literal["function", "custom"]
     name: Text
@@ -221,7 +225,7 @@ class NamedChoice(StrictModel):
 
 
 class AllowedTools(StrictModel):
-    """`tool_choice`: only these tools may be called. With mode `required`, at least one of them must be called."""
+    """A `tool_choice` that allows only some tools. With mode `required`, at least one of them must be called."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
@@ -244,7 +248,7 @@ def read_choice(value: Any) -> ToolChoice:
 
     Raises:
         ApiError: 400 that names the field.
-        ValueError: `value` is neither a known word nor an object.
+        ValueError: `value` is neither 'none', 'auto' or 'required' nor an object.
     """
     if isinstance(value, str):
         if value not in ("none", "auto", "required"):
@@ -287,7 +291,9 @@ def chat_choice(choice: ToolChoice, client_tools: Mapping[str, ClientTool]) -> A
 def _allowed_choices(
     tool: NamedChoice | UnsupportedTool, client_tools: Mapping[str, ClientTool]
 ) -> list[dict[str, Any]]:
-    """Return one allowed tool in the form of a chat request. A namespace becomes all of its tools."""
+    """Return one allowed tool in the form of a chat request. A namespace stands for all of its tools, so it becomes one
+    entry for each.
+    """
     if isinstance(tool, NamedChoice):
         return [_named_choice(tool, client_tools)]
     if tool.type != "namespace":
