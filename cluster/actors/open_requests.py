@@ -70,8 +70,8 @@ class OpenRequest(OpenStream):
 
     @property
     def remaining_tokens(self) -> int:
-        """The most tokens that may still come, at least 1. `Request.resumed_tokens` are not subtracted."""
-        return max(1, self.request.params.max_tokens - len(self.sent_tokens))
+        """The most tokens that may still come, at least 1. Tokens that an earlier replica sent do not come again."""
+        return max(1, self.request.params.max_tokens - self.request.resumed_tokens - len(self.sent_tokens))
 
 
 @dataclass(slots=True)
