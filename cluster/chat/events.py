@@ -1,4 +1,4 @@
-"""The events of an answer, independent of any API; the answer's end is no event. Every API builds its answer from them."""
+"""The events of an answer, independent of any API; its end is no event. Every API builds its answer from them."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

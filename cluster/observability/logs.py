@@ -152,7 +152,7 @@ class SharedFile(logging.Handler):
             self.handleError(record)
 
     def close(self) -> None:
-        """Close the file. Later calls do not close it again: its descriptor's number may belong to another file then."""
+        """Close the file. Later calls do not close it again: its descriptor's number may be another file's then."""
         self.acquire()
         try:
             old_file, self._file = self._file, -1
@@ -166,7 +166,7 @@ class SharedFile(logging.Handler):
         return os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def _is_current(self) -> bool:
-        """Return whether the open file still has this path: another process may have renamed it and created a new file."""
+        """Return whether the open file still has this path: another process may have renamed it and made a new one."""
         try:
             path_status = Path(self._path).stat()
         except FileNotFoundError:

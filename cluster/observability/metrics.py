@@ -33,7 +33,7 @@ STATUSES = (200, 400, 401, 403, 404, 408, 413, 415, 499, 500, 503)
 
 
 def _version(package: str) -> str:
-    """Return the version of a package without importing it; empty if it is not installed, as may be the case for Ray."""
+    """Return the version of a package without importing it; empty if it is not installed, as may be true of Ray."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -302,7 +302,7 @@ class ServingMetrics:
         self.outcomes[outcome].inc(times)
 
     def serialize(self) -> bytes:
-        """Return all series of this replica as JSON for `merge`, with the model name for clients and the replica's id."""
+        """Return all series of this replica as JSON for `merge`, with the clients' model name and the replica's id."""
         return serialize(self.registry, self._served_as, self._replica)
 
 
@@ -340,7 +340,7 @@ class RequestTimer:
         self.tokens += count
 
     def on_finish(self, outcome: Outcome, prompt_tokens: int, now: float | None = None) -> None:
-        """Record the end of the request. Later calls change nothing: an abort and the regular end may both call this."""
+        """Record the end of the request. Later calls change nothing: an abort and the usual end may both call this."""
         if self.outcome is not None:
             return
         self.outcome = outcome

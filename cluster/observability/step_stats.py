@@ -73,5 +73,5 @@ class StepStats:
 
     @property
     def replayed(self) -> bool:
-        """Whether the step was replayed as one captured program. Draft, target and extend then have no separate times."""
+        """Whether the step was replayed as one captured program. Draft, target and extend then have no own times."""
         return REPLAY in self.phase_seconds

@@ -89,7 +89,7 @@ def _answers(args: argparse.Namespace) -> Answers:
 
 
 def _read_line(is_interactive: bool, screen: Screen) -> str | None:
-    """Return the next input line, or None at the end of the input. Ctrl-C at a terminal discards the line typed so far."""
+    """Return the next input line, or None at the end of the input. Ctrl-C at a terminal discards the line so far."""
     while True:
         if is_interactive and not screen.is_terminal:
             print(PROMPT, end="", file=sys.stderr, flush=True)

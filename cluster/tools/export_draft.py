@@ -70,7 +70,7 @@ def export_draft(folder: str, target: str, dialect: str, out: str, layers: int |
 def _check_expressible(
     spec: DraftSpec, dialect: str, later_input: str, num_layers: int, folder: str, target_layers: int
 ) -> None:
-    """Raise a ConfigError if the dialect cannot express the draft. The message lists everything that it cannot express."""
+    """Raise a ConfigError if the dialect cannot express the draft. The message lists all that it cannot express."""
     inexpressible = []
     if dialect != "speculators":
         if 0 in spec.aux_boundaries:

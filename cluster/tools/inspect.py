@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def has_gpu() -> bool:
-    """Return whether this machine has a GPU to serve on. Import torch only if a device file of NVIDIA's driver exists."""
+    """Return whether this machine has a GPU to serve on. Import torch only if NVIDIA's driver has a device file."""
     if not any(Path(driver).exists() for driver in DRIVER_DEVICES):
         return False
     return bool(importlib.import_module("torch").cuda.is_available())

@@ -71,7 +71,7 @@ class Custom(StrictModel):
 
 
 class ChatCustomTool(StrictModel):
-    """A tool that takes one text. The model sees a function with one string argument, `input` (`cluster.chat.custom`)."""
+    """A tool that takes one text. The model sees a function with one string, `input` (`cluster.chat.custom`)."""
 
     type: Literal["custom"]
     custom: Custom

@@ -85,7 +85,7 @@ class Throttle:
                 waiter.set_result(False)
 
     def on_begin(self, body_bytes: int) -> None:
-        """Record that a request with a body of `body_bytes` bytes begins. On a full machine the next one waits longer."""
+        """Record that a request with a body of `body_bytes` bytes begins. On a full machine the next waits longer."""
         if self._cpu_load.saturated():
             self._next_begin_at = asyncio.get_running_loop().time() + pause_s(body_bytes, os.cpu_count() or 1)
 
