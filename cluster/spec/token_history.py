@@ -21,7 +21,7 @@ from cluster.kernels.library import Library
 from cluster.spec.verify import Accepted
 
 MAX_POSITIONS = 1 << 16
-"""At most this many positions of a request are kept; later tokens are not searched."""
+"""At most this many positions of a request are kept. A longer request has no matches."""
 LONGEST_MATCH, SHORTEST_MATCH = 16, 2
 """A match longer than `LONGEST_MATCH` counts as one of that length. A match shorter than `SHORTEST_MATCH` does not
 count.
@@ -144,8 +144,8 @@ class TokenHistory:
 
     def __init__(self, rows: int, positions: int, lookup: Lookup, device: torch.device) -> None:
         """Keep at most `positions` positions of `rows` table rows."""
-        self._lookup = lookup
-        self.tokens = torch.zeros(rows, min(positions, MAX_POSITIONS), dtype=torch.int32, device=device)
+        self._lookup, width = lookup, min(positions, MAX_POSITIONS)
+        self.tokens, self._is_cut = torch.zeros(rows, width, dtype=torch.int32, device=device), positions > width
 
     def stage(self, step_input: StepInput, staging: Staging) -> None:
         """Add the tokens of admitted requests to the next copy to the device."""
@@ -172,5 +172,10 @@ class TokenHistory:
             self.append(batch.rows[r:], batch.prompt.final_lens, accepted.bonus[r:, None], lens)
 
     def continuations(self, rows: Tensor, lasts: Tensor, count: int) -> Continuations:
-        """Return `count` tokens that may follow the token at position `lasts` `[R]`; see `Lookup.continuations`."""
-        return self._lookup.continuations(self.tokens, rows, lasts, count)
+        """Return `count` tokens that may follow the token at position `lasts` `[R]`; see `Lookup.continuations`. A
+        request whose last token is not kept has no match.
+        """
+        found = self._lookup.continuations(self.tokens, rows, lasts, count)
+        if self._is_cut:
+            found.matched.masked_fill_(lasts >= self.tokens.shape[1], 0)
+        return found

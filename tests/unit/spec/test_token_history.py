@@ -8,7 +8,7 @@ import torch
 from cluster.engine.backends import lookup_of
 from cluster.kernels.c_kernels import CKernels
 from cluster.kernels.torch_kernels import TorchKernels
-from cluster.spec.token_history import LONGEST_MATCH, SHORTEST_MATCH, CLookup, Lookup, TorchLookup
+from cluster.spec.token_history import LONGEST_MATCH, SHORTEST_MATCH, CLookup, Lookup, TokenHistory, TorchLookup
 from tests.unit.kernels.library import c_library
 
 WIDTH = 40
@@ -90,3 +90,12 @@ def test_idle_rows_may_occur_several_times(lookup: Lookup) -> None:
 def test_lookup_of_each_backend() -> None:
     assert isinstance(lookup_of(TorchKernels()), TorchLookup)
     assert isinstance(lookup_of(CKernels(c_library())), CLookup)
+
+
+def test_request_longer_than_the_kept_positions_has_no_match(lookup: Lookup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last tokens are not kept, so those that are kept say nothing about what follows."""
+    monkeypatch.setattr("cluster.spec.token_history.MAX_POSITIONS", 8)
+    history = TokenHistory(2, 20, lookup, torch.device("cpu"))
+    rows, starts = torch.tensor([0, 1]), torch.tensor([0, 0])
+    history.append(rows, starts, torch.tensor([[5, 6] * 6, [5, 6] * 6]), torch.tensor([7, 12]))
+    assert history.continuations(rows, torch.tensor([6, 11]), 2).matched.tolist() == [5, 0]
