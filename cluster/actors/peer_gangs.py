@@ -55,7 +55,9 @@ def replica_id_of(gang: str) -> str:
 
 
 def _other_shards(own_gang: str) -> list[tuple[str, Any]]:
-    """Return (gang name, shard) for each shard of the deployment's other gangs; skip shards that end meanwhile."""
+    """Return (gang name, shard) for each shard (the actor of one rank) of the deployment's other gangs. A shard that
+    ends while it is looked up is left out.
+    """
     deployment, _, _ = own_gang.rpartition("/")
     shards = []
     for entry in list_named_actors(all_namespaces=True):

@@ -72,7 +72,7 @@ EXIT_FAILED = 1  # exit status: a goal was missed, something failed, or outputs 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags of `aerie bench`."""
+    """Declare the arguments of `aerie bench`."""
     durations = ", ".join(f"{part} ({info.minutes:g} min, quick {info.quick_s:g} s)" for part, info in PARTS.items())
     parser.add_argument(
         "parts",

@@ -1,4 +1,4 @@
-"""Random-weight models with the shapes of real ones, and drafts for them, as folders that any command can load.
+"""Random-weight models with the shapes of real ones or tiny ones, and drafts, as folders that any command can load.
 
 Models that only this process loads can be generated on read: their files have holes in place of matrices, and each
 matrix is generated on the device when it is read. That is fast, because gigabytes need not be written and read.

@@ -1,4 +1,6 @@
-"""The events of an answer, independent of any API; its end is no event. Every API builds its answer from them."""
+"""The events of an answer (pieces of text and reasoning, and calls), in a form that belongs to no API. The chat APIs
+build their answers from them. No event marks the end of an answer.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

@@ -89,9 +89,10 @@ def open_store(host: str) -> Store:
 
 @dataclass(slots=True)
 class Mesh:
-    """This rank's place in the gang: the axis of all ranks (`world`), that of its attention group (`attn`), the store.
+    """This rank's place in its gang (the ranks of one replica): the axis of all ranks (`world`), the axis of its
+    attention group (`attn`), and the gang's key-value store. An axis is a group of ranks and its collectives.
 
-    `facts` and `attn_facts` are the same two axes over gloo; on a CPU they are `world` and `attn` themselves.
+    `facts` and `attn_facts` are the same two axes over gloo; in a gang on CPUs they are `world` and `attn` themselves.
     `position` is the (step, phase) of this rank, readable by other threads. `store` and `wake_store` are two
     connections to the store, because the method `sleep` blocks one of them; a rank without peers has neither.
     `heartbeat_monitor` is None on CPUs, where collectives report a dead peer.

@@ -44,8 +44,8 @@ class Coordinator:
         """
 
     def header(self) -> RankFacts:
-        """Return the facts of this rank for the next step, as if it had no work and allowed every tree. Callers replace
-        the fields that describe the work.
+        """Return the `RankFacts` that this rank tells the others before the next step, as if it had no work and allowed
+        every tree shape. The caller adds its work, its vote, what is captured, and whether it asks to end.
         """
         return RankFacts(
             self._mesh.epoch,

@@ -37,9 +37,9 @@ class RunningMedian:
 @dataclass(slots=True)
 class Correction:
     """Ratios of measured to predicted times. `decode_drift` is the ratio for steps that only decode. `prompt_drift` is
-    the ratio for prompt rows in a step that also decodes; the measured time of the step is first divided by
-    `decode_drift`. `prefill_drift` is the ratio for steps of prompt rows only; with it, routers predict how long
-    requests wait.
+    the ratio for the prompt rows of a step that also decodes: their measured time is the step's time divided by
+    `decode_drift`, minus the predicted time of decoding. `prefill_drift` is the ratio for steps of prompt rows only.
+    Routers predict with these ratios how long requests wait.
     """
 
     decode_drift: RunningMedian = field(default_factory=RunningMedian)

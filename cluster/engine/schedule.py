@@ -65,7 +65,7 @@ class Schedule:
 
     @property
     def prompt_rows(self) -> int:
-        """c, the prompt rows of the step."""
+        """The number of prompt rows of the step."""
         return sum(chunk.stop - chunk.start for chunk in self.chunks)
 
     def to_step_input(self, writes: tuple[PageWrite, ...], with_histories: bool = False) -> StepInput:

@@ -12,7 +12,7 @@ ELEMENTS_PER_PROGRAM = 128  # elements of a cell that one program moves
 
 
 class TritonPool(KVPool):
-    """A `KVPool` that moves KV in Triton where each request moves only its own slots."""
+    """A `KVPool` that moves KV with a Triton kernel if each request moves only its own slots, otherwise with torch."""
 
     def move_kv_cache(self, destination: Tensor, source: Tensor) -> None:
         """Move slots `[R, n]` in Triton, and slots `[n]`, such as page copies, with torch; see `SlotMemory`.

@@ -1,4 +1,4 @@
-"""Concatenation and selection of tensors that are also fast on the meta device."""
+"""Functions that concatenate tensors or select from them, and are fast on the meta device too."""
 
 from collections.abc import Sequence
 

@@ -99,8 +99,8 @@ class TensorRecorder(Checkpoint):
             self.placed[-1] = replace(self.placed[-1], numbers=0)
 
     def bytes_in(self, dtype: torch.dtype) -> int:
-        """Return the bytes of the tensors that this rank loads. Quantised tensors that stay packed (`tally` counts
-        them) keep their size; all others are converted to `dtype`.
+        """Return how many bytes the tensors take that this rank loads. Quantised tensors that stay packed count with
+        their packed size (`tally`), all others as if in `dtype`, also the few that are loaded in a wider dtype.
         """
         converted_elements = sum(tensor.numbers for tensor in self.placed) - self.tally.num_values
         return converted_elements * dtype.itemsize + self.tally.nbytes

@@ -103,8 +103,8 @@ class MtpDraft(nn.Module):
 
         `hidden` [B, T, H] is the target's at positions 0..T-1; `embeddings` [B, T + levels - 1, H] are of the tokens at
         positions 1..T+levels-1. With one layer per level, each layer has its own KV cells. A single layer for all
-        levels sees the cells of level 0 and, of every later level, only the cell at the query's position. When
-        drafting, its KV cache holds exactly these cells.
+        levels sees the cells of level 0 up to the query's position and, of every later level, only the cell at that
+        position. When drafting, its KV cache holds exactly these cells.
         """
         length, shares_one_layer = hidden.shape[1], self.shape.count == 1
         cells: list[tuple[torch.Tensor, torch.Tensor]] = []

@@ -70,7 +70,7 @@ def mtp_loss(draft: MtpDraft, target: LlamaForCausalLM, text: MtpText, recipe: M
 
 
 def train_mtp(recipe: MtpRecipe, target: LlamaForCausalLM, train: TokenIds, *, work: Path) -> MtpDraft:
-    """Train for `recipe.steps` steps, resuming from the checkpoint in `work` if there is one."""
+    """Train until `recipe.steps` steps are done, including those of the checkpoint in `work`, if there is one."""
     draft_recipe = recipe.draft
     text = read_text(target, train, draft_recipe, work)
     torch.manual_seed(draft_recipe.seed)

@@ -69,7 +69,7 @@ System = Annotated[str, PlainValidator(_read_system, json_schema_input_type=str 
 
 
 class ThinkingBlock(StrictModel):
-    """Thinking of an earlier answer. This server signs nothing, so the signature is ignored."""
+    """The reasoning text of an earlier answer. This server signs nothing, so the signature is ignored."""
 
     type: Literal["thinking"]
     thinking: Text

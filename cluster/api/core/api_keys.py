@@ -3,7 +3,7 @@
 A keys file has one key per line, `NAME SCOPE sha256:HEX`; `#` begins a comment. `aerie keys` writes such lines. The
 hash is plain SHA-256, without salt or stretching: salt and stretching protect passwords, which can be guessed. Keys of
 `aerie keys` have 256 random bits, so nobody who reads the file can find them by guessing or by tables. A check takes
-microseconds. Keys that people choose can be guessed, so they come from the environment, never from a file.
+microseconds. Keys that people choose can be guessed, so they belong in the environment, not in a file.
 
 Requests make the server check the file, at most once a second; it is read again if it has changed. So keys are added
 and removed without a restart. If the changed file cannot be read, the old keys stay valid. If it leaves no key,

@@ -35,8 +35,8 @@ class Grammars:
         """Return the compiled grammar of a constraint, as the text that `RequestParams.grammar` holds.
 
         Raises:
-            ApiError: 400 that names the field if this grammar is not supported, or if this model's tokenizer does not
-                allow any grammar; 503 with Retry-After if the grammar cannot be compiled now.
+            ApiError: 400 that names the field if this grammar is refused, or if this model has no tokenizer or one that
+                allows no grammar; 503 with Retry-After if the grammar cannot be compiled now.
         """
         field = constraint.field
         if self._tokenizer is None:

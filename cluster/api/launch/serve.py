@@ -85,8 +85,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until a signal comes. Return 0 if a signal stopped the server, even during the start, and 1 if the
-    application failed.
+    """Serve until a signal comes. Return 0 if a signal stopped the server, even during the start, and 1 if the server
+    did not start.
 
     Raises:
         ConfigError: a setting or file cannot be used.

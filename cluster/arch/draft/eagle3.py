@@ -26,7 +26,7 @@ def read_eagle3(folder: str, outer: ConfigKeys, shapes: Shapes, target: TargetAr
     """Return the EAGLE-3 draft of this config and these shapes.
 
     Raises:
-        ConfigError: config and shapes disagree or do not fit the target; the message gives both numbers.
+        ConfigError: config and shapes disagree, or do not fit the target; the message says what differs.
     """
     is_speculators = outer.data.get("speculators_model_type") is not None
     layer_config = outer.section("transformer_layer_config")

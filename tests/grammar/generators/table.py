@@ -17,9 +17,9 @@ HEAD = """# Schemas as generators write them
 Each row is a type, each column a generator of JSON Schemas. Every schema was written by the generator itself, with the
 programs in `tests/grammar/generators`. It is an object whose property `v` has the type.
 A cell has the keywords that restrict `v`; all of them are enforced. A format that JSON Schema does not define, as
-`starts_with`, restricts nothing by itself: the pattern beside it does. A generator that has fewer keywords than others
-in a row does not write them. **refused** is answered with HTTP 400 and the reason below the table. – means that the
-generator, or its language, has no such type.
+`starts_with`, restricts nothing by itself: the pattern beside it does. If a cell has fewer keywords than others of
+its row, its generator does not write the missing ones. **refused** is answered with HTTP 400 and the reason below the
+table. – means that the generator, or its language, has no such type.
 
 `tests/grammar/test_generators.py` samples outputs of every grammar and checks them
 with `jsonschema`, formats included. It also checks that no value is accepted which `jsonschema` calls invalid, and that
