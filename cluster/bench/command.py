@@ -34,9 +34,9 @@ from cluster.bench.report import json_line, write_json
 
 
 class Part(NamedTuple):
-    """A measurement: its module, and its longest duration on two free cores: `minutes` for a full run, `quick_s`
-    seconds with --quick. It measures the given target and draft, unless it is `standalone`: then it serves the demo
-    pair or needs no model.
+    """A measurement: its module, and its longest duration on two free cores, which is `minutes` for a full run and
+    `quick_s` seconds with --quick. A `standalone` part serves the demo's target and draft, or needs no model. Any other
+    part measures the target and draft that the arguments name.
     """
 
     module: ModuleType
@@ -46,17 +46,17 @@ class Part(NamedTuple):
 
 
 PARTS = {
-    "offline": Part(offline, 5, 60),  # speed without Ray
+    "offline": Part(offline, 5, 60),  # speed of an engine without Ray
     "serving": Part(serving, 3, 60),  # start-up, latency and memory of `aerie serve`
     "acceptance": Part(acceptance, 3, 60),  # how well the draft predicts
     "adaptive": Part(adaptive, 30, 60),  # trees chosen by load, against every fixed tree
     "levels": Part(levels, 3, 60),  # acceptance by depth of any draft, three levels deep
     "grammars": Part(grammars, 25, 150),  # the cost of a grammar, and the gain of tree nodes that the grammar forces
     "peers": Part(peers, 30, 300),  # against vLLM's CPU build
-    "lockstep": Part(lockstep, 15, 90),  # what lockstep costs data-parallel ranks
+    "lockstep": Part(lockstep, 15, 90),  # what it costs that data-parallel ranks run every step together
     "roofline": Part(roofline, 15, 60),  # the time of each phase of a step against the least possible time
     "faults": Part(faults, 15, 180, standalone=True),  # what clients see when processes die
-    "crowd": Part(crowd, 5, 90, standalone=True),  # the same as faults, while many requests queue
+    "crowd": Part(crowd, 5, 90, standalone=True),  # what clients see when processes die while many requests queue
     "rude": Part(rude, 15, 180, standalone=True),  # whether abusive clients disturb streams
     "overload": Part(
         overload, 5, 120, standalone=True
@@ -149,7 +149,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure(part: str, args: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    """Measure one part; return its figures and goals, as data and as text."""
+    """Measure one part. Return its figures and goals, once as data for JSON and once as text."""
     module = PARTS[part].module
     size = module.QUICK if args.quick else module.Size()
     options = {name: getattr(args, name) for name in ("repeats", "batches", *PART_OPTIONS)}
@@ -160,7 +160,7 @@ def _measure(part: str, args: argparse.Namespace) -> tuple[dict[str, Any], str]:
         result = module.measure(pair, size, log_progress=_print_progress)
     else:
         result = module.measure(size, log_progress=_print_progress)
-    # The goals of a part that measures a pair hold for the demo pair only.
+    # A part that measures a target and a draft has goals only for those of the demo.
     has_goals = PARTS[part].standalone or not (args.model or args.draft or args.shape)
     goals: list[Goal] = module.goals(result) if has_goals and hasattr(module, "goals") else []
     lines = [module.show(result)]

@@ -1,10 +1,11 @@
 """The least work of a step: the bytes that each of its forwards must read, and its floating-point operations.
 
-The bytes follow from the resolved models. A forward reads its weights once, the visible KV once per request and layer,
-and its logits once. Reads that a hardware cache may save are not subtracted, and other reads and writes of kernels are
-not added. Weights and KV are counted in the dtype that the models compute in; quantised weights and KV take less.
+The bytes follow from the sizes of the models. A forward reads its weights once, the visible KV once per request and
+layer, and its logits once. Reads that a hardware cache may save are not subtracted, and other reads and writes of
+kernels are not added. Weights and KV are counted in the dtype that the models compute in, although quantised weights
+and KV take fewer bytes.
 
-Legend: R requests, T rows, K topk, S depth, N nodes, V columns of a head.
+Legend: R requests, T rows.
 """
 
 from collections.abc import Iterable
@@ -17,7 +18,7 @@ from cluster.arch.safetensors.tensors import layer_tensors
 from cluster.bench.ceilings import Ceilings
 
 INPUT_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa")
-"""The attention projections that read a layer's input. If that input is [embedding, hidden], they are twice as wide."""
+"""The attention projections that read a layer's input. If the input is [embedding, hidden], they are twice as wide."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +55,9 @@ class ForwardRows:
 
 @dataclass(frozen=True, slots=True)
 class MatrixSizes:
-    """How many numbers one layer's matrices have. `shared` counts the matrices that every row uses; `per_expert` counts
-    those of one expert. A row uses `active_experts` of the `experts` experts.
+    """How many numbers one layer's matrices have. `shared` counts the numbers of the matrices that every row uses;
+    `per_expert` counts those of one expert. A row uses `active_experts` of the `experts` experts; both are 0 in a layer
+    without experts.
     """
 
     shared: int
@@ -91,8 +93,9 @@ def matrix_sizes(g: LayerGeometry, concatenated_input: bool = False) -> MatrixSi
 
 
 def layer_demand(g: LayerGeometry, rows: ForwardRows, itemsize: int, concatenated_input: bool = False) -> Demand:
-    """Return the demand of one layer: its weights, the KV cells of the prefix and of the rows, and the attention of
-    each row over the prefix and itself.
+    """Return the demand of one layer. It reads its weights, and the K and V of the prefix and of the rows; each row
+    attends to the prefix and itself. The prefix is the context, or the sliding window if that is shorter. `itemsize` is
+    the bytes of one number.
     """
     matrices, row_count = matrix_sizes(g, concatenated_input), rows.total_rows
     prefix = rows.context if g.sliding_window is None else min(rows.context, g.sliding_window)
@@ -104,13 +107,13 @@ def layer_demand(g: LayerGeometry, rows: ForwardRows, itemsize: int, concatenate
 
 
 def matrix_demand(inputs: int, outputs: int, rows: int, itemsize: int, reads_output: bool = False) -> Demand:
-    """Return the demand of multiplying rows by one weight. If `reads_output`, the result is read again, like logits."""
+    """Return the demand of multiplying rows by one weight. If `reads_output`, the result is read too, as logits are."""
     numbers_read = inputs * outputs + (rows * outputs if reads_output else 0)
     return Demand(float(numbers_read * itemsize), 2.0 * rows * inputs * outputs)
 
 
 def target_demand(models: ResolvedConfig, rows: ForwardRows, itemsize: int) -> Demand:
-    """Return the demand of one forward of the target, head included."""
+    """Return the demand of one forward of the target, LM head included."""
     arch, demand = models.target, Demand(float(rows.total_rows * models.target.hidden * itemsize))
     for layer in arch.layers:
         demand += layer_demand(layer, rows, itemsize)
@@ -118,8 +121,8 @@ def target_demand(models: ResolvedConfig, rows: ForwardRows, itemsize: int) -> D
 
 
 def draft_demand(spec: DraftSpec, rows: ForwardRows, head_rows: int, itemsize: int, with_fc: bool = False) -> Demand:
-    """Return the demand of one forward of a draft's runner. The head runs on `head_rows` rows; `fc` of an EAGLE-3 draft
-    runs only if `with_fc`.
+    """Return the demand of one forward of a draft's model. The LM head runs on `head_rows` rows. The projection `fc` of
+    an EAGLE-3 draft runs only if `with_fc`.
     """
     demand = Demand(float(rows.total_rows * spec.hidden * itemsize))
     for layer in spec.layers:
@@ -134,8 +137,9 @@ def draft_demand(spec: DraftSpec, rows: ForwardRows, head_rows: int, itemsize: i
 
 
 def step_demand(models: ResolvedConfig, requests: int, context: float, itemsize: int) -> dict[str, list[Demand]]:
-    """Return, for each phase of a step (draft, target, extend), the demands of its forwards. R requests decode, each
-    with `context` committed tokens on average, and trees have the shape `models.shape`.
+    """Return, for each phase of a step (draft, target, extend), the demands of its forwards. Without a draft, only the
+    target has a forward. R requests decode, each with `context` committed tokens on average, and trees have the shape
+    `models.shape`.
     """
     shape, spec = models.shape, models.draft
     target = target_demand(models, ForwardRows(requests, shape.num_draft_tokens, context), itemsize)
@@ -143,7 +147,7 @@ def step_demand(models: ResolvedConfig, requests: int, context: float, itemsize:
     if spec is None:
         return phases
     for level in range(1, shape.num_steps):
-        # With several runners, runner l runs levels 1 to l.
+        # A multi-layer draft has a runner per level; runner l runs the rows of levels 1 to l.
         rows_per_request = shape.topk * (level if models.num_draft_runners > 1 else 1)
         phases["draft"].append(
             draft_demand(spec, ForwardRows(requests, rows_per_request, context), requests * shape.topk, itemsize)

@@ -1,4 +1,4 @@
-"""Cause a fault in a server with open streams (kill, freeze or slow down a process), and observe its /health."""
+"""Kill, freeze or slow down a process of a server with open streams, and observe the server's /health."""
 
 import json
 import os
@@ -15,18 +15,18 @@ from cluster.bench.server import TWO_RANKS, ServerProcess
 from cluster.bench.streams import HOST, ClientStream, Prompt, get_page, served_model, stream_all, stream_errors
 
 GANG_SETTINGS = ("dtype=float64", *TWO_RANKS)
-MIN_STREAM_TOKENS = 6  # a fault waits until streams have this many tokens
+MIN_STREAM_TOKENS = 6  # cases cause a fault once enough streams have this many tokens
 HEALTHY_TIMEOUT_S = 120.0
 POLL_S = 0.02
 SLOWDOWN_S = 12.0
-RUN_SLICE_S, STOP_SLICE_S = 0.01, 0.09  # a slowed process runs for the first, then is stopped for the second, and so on
+RUN_SLICE_S, STOP_SLICE_S = 0.01, 0.09  # times for which a slowed process runs and is stopped, in turns
 REPLICA_PREFIX, ENGINE_PART = "ServeReplica:", "-engine"  # parts of Ray's name for the process of an engine replica
 
 
 @dataclass(frozen=True, slots=True)
 class StreamLoad:
-    """The prompts that every round streams. `reference_streams` are the streams of a run without a fault, in the same
-    order.
+    """The prompts that are streamed again for every fault. `reference_streams` are their streams in a run without a
+    fault, in the same order.
     """
 
     model: str
@@ -35,13 +35,13 @@ class StreamLoad:
     reference_streams: Sequence[ClientStream]
 
     def count_different(self, streams: Sequence[ClientStream]) -> int:
-        """Return how many streams finished with tokens that differ from those without a fault."""
+        """Return how many streams ended without an error, but with other tokens than in the run without a fault."""
         pairs = zip(streams, self.reference_streams, strict=True)
         return sum(stream.error is None and stream.token_ids != reference.token_ids for stream, reference in pairs)
 
 
 def run_without_fault(server: ServerProcess, prompts: Sequence[Prompt], max_tokens: int) -> StreamLoad:
-    """Stream all prompts once without a fault.
+    """Stream all prompts once without a fault, and return them with their streams.
 
     Raises:
         RuntimeError: a stream failed without a fault.
@@ -54,15 +54,17 @@ def run_without_fault(server: ServerProcess, prompts: Sequence[Prompt], max_toke
 
 
 class Fault:
-    """One fault, such as "kill rank 0", caused while streams run. `open_streams` counts the unfinished streams at that
-    moment.
+    """One fault, such as "kill rank 0", caused while streams run. `open_streams` counts the streams that are unfinished
+    when the fault happens.
 
-    `unhealthy_s`: seconds from the fault until /health failed. `healthy_s`: until /health answered 200 again. Both are
-    None if that has not happened.
+    `unhealthy_s` is the seconds from the fault until /health failed, or None if it has not failed. `healthy_s` is the
+    seconds from the fault until /health answered 200 again, or None if it has not done so.
     """
 
     def __init__(self, server: ServerProcess, description: str, is_due: Callable[[list[ClientStream]], bool]) -> None:
-        """`description` is a verb (kill, freeze, slow) and a victim. The fault happens once `is_due` returns true."""
+        """`description` is a verb (kill, freeze, slow) and a victim: "replica" or "rank N". The fault happens once
+        `is_due` returns true.
+        """
         self.verb, _, self.victim = description.partition(" ")
         self.info_before = server_info(server.port)
         self.open_streams = 0
@@ -89,9 +91,9 @@ class Fault:
         apply_fault(self.verb, pid)
 
     def wait_until_healthy(self) -> None:
-        """Wait until the server is healthy again, at most `HEALTHY_TIMEOUT_S`, then stop polling /health.
+        """Wait until the server is healthy again, at most `HEALTHY_TIMEOUT_S`. Then stop polling /health.
 
-        If the process was only slowed down, its gang goes on, so there is nothing to wait for.
+        Do not wait if the fault has not happened, or if the process was only slowed down: then the server stays up.
         """
         if self._fault_at is None:
             return
@@ -101,8 +103,10 @@ class Fault:
         self._thread.join()
 
     def gang_failures(self, info_after: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the gang losses since the fault. `info_after` is the server's info, read after the fault."""
-        # A new replica does not know the losses of the killed replica.
+        """Return the losses of a gang (all ranks of a replica) since the fault. `info_after` is the answer of
+        /server_info, read after the fault.
+        """
+        # A new replica's list starts empty: it does not know the losses of the killed replica.
         earlier_count = 0 if self.victim == "replica" else len(self.info_before.get("restarts", ()))
         failures: list[dict[str, Any]] = info_after.get("restarts", [])[earlier_count:]
         return failures
@@ -119,8 +123,8 @@ class Fault:
 
 
 def victim_pid(server: ServerProcess, info: dict[str, Any], victim: str) -> int:
-    """Return the pid of the process that `victim` names: "replica" is the engine's replica, "rank N" is a rank that
-    `info` lists.
+    """Return the pid of the process that `victim` names. "replica" is the Ray Serve replica of the engine; "rank N" is
+    a rank that `info`, the answer of /server_info, lists.
     """
     if victim == "replica":
         (pid,) = [p.pid for p in server.processes() if REPLICA_PREFIX in p.name and ENGINE_PART in p.name]
@@ -129,7 +133,7 @@ def victim_pid(server: ServerProcess, info: dict[str, Any], victim: str) -> int:
 
 
 def apply_fault(verb: str, pid: int) -> None:
-    """Do `verb` to a process: kill it, freeze it, or slow it down for `SLOWDOWN_S` from a thread."""
+    """Do `verb` to a process: kill it, freeze it, or let a thread slow it down for `SLOWDOWN_S`; do not wait."""
     if verb == "kill":
         os.kill(pid, signal.SIGKILL)
     elif verb == "freeze":
@@ -163,7 +167,9 @@ def server_info(port: int) -> dict[str, Any]:
 
 
 def info_when_idle(port: int) -> dict[str, Any]:
-    """Wait until ranks report and none runs a request or uses pages, at most 20 s; then return /server_info."""
+    """Wait until ranks are listed and none runs a request or uses KV pages, at most 20 s. Return the last answer of
+    /server_info.
+    """
     deadline = time.monotonic() + 20.0
     while True:
         info = server_info(port)

@@ -1,7 +1,8 @@
-"""Goals of a bench: figures and the bounds that they must keep.
+"""Goals of a measurement: figures and the bounds that they must keep.
 
-A bench with goals has a function `goals(result)` beside `measure` and `show`. `aerie bench` checks the goals after each
-run, prints a line for each missed goal, and then exits with status 1.
+A part of `aerie bench` that has goals has a function `goals(result)` beside `measure` and `show`. `aerie bench` checks
+the goals after each part and prints a line for each missed goal. After the last part it exits with status 1 if a goal
+was missed.
 """
 
 from collections.abc import Sequence
@@ -32,7 +33,7 @@ class Goal:
         return self.bound / self.slack if self.at_least else self.bound * self.slack
 
     def is_met(self, quick: bool) -> bool:
-        """Return whether `value` keeps the bound that `bound_of` returns. NaN never does."""
+        """Return whether `value` keeps the bound that `bound_of` returns. A `value` of NaN never keeps a bound."""
         bound = self.bound_of(quick)
         return self.value >= bound if self.at_least else self.value <= bound
 
@@ -43,7 +44,7 @@ class Goal:
 
 
 def goal_summary(goals: Sequence[Goal], quick: bool) -> str:
-    """Return the lines printed below a bench's tables: how many goals were met, then each missed goal."""
+    """Return the lines printed below the tables of a part: how many goals were met, then each missed goal."""
     missed = [goal for goal in goals if not goal.is_met(quick)]
     slack_note = " (--quick: looser bounds)" if quick and any(goal.slack > 1 for goal in goals) else ""
     lines = [f"goals{slack_note}: {len(goals) - len(missed)} of {len(goals)} met"]

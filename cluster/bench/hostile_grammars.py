@@ -1,4 +1,4 @@
-"""Hostile grammars (very large, deeply nested, ambiguous, recursive or malformed), as fields of requests."""
+"""Hostile grammars (very large, deeply nested, ambiguous, recursive or malformed), and the request fields for each."""
 
 import json
 from typing import Any
@@ -129,8 +129,9 @@ HOSTILE = (
 
 
 def hostile_request_fields(number: int) -> dict[str, Any]:
-    """Return the request fields of hostile grammar `number`. Numbers beyond the list repeat it with variations, so that
-    no cache has them.
+    """Return the request fields of hostile grammar `number`. Numbers beyond the list `HOSTILE` repeat it with
+    variations, so that no cache has them. Choices that are not a JSON list, and schemas that are not a JSON object, do
+    not vary. A varied structural tag is malformed, because text follows its JSON.
     """
     variation, index = divmod(number, len(HOSTILE))
     grammar = HOSTILE[index]

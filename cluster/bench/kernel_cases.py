@@ -1,4 +1,4 @@
-"""Makes calls of attention over a KV cache to measure, and compares two calls, which take turns."""
+"""Prepare calls of attention over a KV cache for measurements, and compare the times of two calls in turns."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -24,12 +24,12 @@ PAGE_SIZE = 16
 LAYER = LayerGeometry(2048, 32, 8, 64, 8192, 1e-5)  # a layer of a model with a billion parameters
 SMALL_LAYER = LayerGeometry(256, 4, 2, 64, 512, 1e-5)
 ATTENTION_LOADS = (("decode", 1, 1), ("decode", 8, 1), ("chain", 8, 4), ("tree", 4, 16), ("prompt", 1, 256))
-"""Calls of attention: name, requests, rows of each request."""
+"""Calls of attention: name, requests, rows of each request. The rows of the case `tree` form a chain."""
 
 
 class KernelCase(NamedTuple):
-    """One call of a kernel on some rows. `bytes_read`: bytes that the call must read. `operations`: its floating-point
-    operations.
+    """A kernel's call, `run`, on some rows. `kernel` and `rows` name the call in reports. The call must read
+    `bytes_read` bytes and do `operations` floating-point operations.
     """
 
     kernel: str
@@ -50,7 +50,7 @@ class Comparison(NamedTuple):
 
 
 def compare_calls(candidate: Callable[[], object], baseline: Callable[[], object], repeats: int) -> Comparison:
-    """Call both contenders alternately, in `repeats` turns of some milliseconds, after one call each as a warm-up."""
+    """Measure both calls alternately in `repeats` turns of about 5 ms, at least one call each, after a warm-up."""
     candidate(), baseline()
     calls = max(1, min(200, int(0.005 / max(1e-6, call_seconds(candidate), call_seconds(baseline)))))
     seconds: tuple[list[float], list[float]] = ([], [])
@@ -72,14 +72,14 @@ def attention_cases(
     g: LayerGeometry, prefix: int, kernels: Kernels, dtype: torch.dtype, fp8: bool = False
 ) -> Iterator[KernelCase]:
     """Yield a case for each of `ATTENTION_LOADS`, over prefixes of `prefix` tokens. The cache is in FP8 if `fp8`,
-    otherwise in `dtype`. The random rows are the same for any `kernels` and cache.
+    otherwise in `dtype`. The random numbers are the same for any `kernels`, and with or without FP8.
     """
     generator = torch.Generator().manual_seed(3)
     for name, requests, rows in ATTENTION_LOADS:
         table = PageTable(requests, prefix + rows, PAGE_SIZE, CPU)
         pages = table.device_pages.shape[1]
         page_order = torch.randperm(requests * pages, generator=torch.Generator().manual_seed(1)).to(torch.int32)
-        table.device_pages[:requests] = page_order.view(requests, pages) + 1  # scattered pages; no request gets page 0
+        table.device_pages[:requests] = page_order.view(requests, pages) + 1  # scattered pages; page 0 is reserved
         slots = (requests * pages + 1) * PAGE_SIZE
         pool, attention = bind_attention([g], slots, dtype, Gather(table, rows), kernels, fp8)
         cells = torch.randn(slots, *g.cell, generator=torch.Generator().manual_seed(2)).to(dtype)

@@ -1,4 +1,4 @@
-"""Progress of running streams: redrawn lines on a terminal, one plain line every 2 s elsewhere."""
+"""Show the progress of running streams: redrawn lines on a terminal, one plain line every 2 s elsewhere."""
 
 import shutil
 import time
@@ -14,7 +14,9 @@ LINE_INTERVAL_S = 2.0
 
 
 class LiveView:
-    """Draws one line per stream and one for the total; on a terminal, every call redraws them."""
+    """Shows the progress of streams. On a terminal with enough lines, every call redraws a title, one line per stream,
+    and one for the total. Elsewhere, calls print one line for the total, at most every 2 s and at the end.
+    """
 
     def __init__(self, title: str, max_tokens: int, out: TextIO | None = None) -> None:
         self._title, self._max_tokens, self._screen = title, max_tokens, Screen(out)
@@ -65,7 +67,7 @@ class LiveView:
 
 
 def last_line(text: str, width: int) -> str:
-    """Return the last non-blank line of a text, cut to `width` characters."""
+    """Return the last non-blank line of a text, cut to `width` characters; "" if all lines are blank."""
     lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]
     line = lines[-1]
     return line if len(line) <= width else line[: width - 3] + "..."

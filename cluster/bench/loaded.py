@@ -12,8 +12,9 @@ from cluster.engine.models import device_facts
 from cluster.spec.draft import Draft
 
 WrapDraft = Callable[[Draft, ResolvedConfig], Draft]
-"""A function that takes an engine's draft and returns the draft to use in its place. For a multi-layer draft, prefix
-reuse must be off: such a draft keeps state outside its pools, which is not copied with pages if the draft is wrapped.
+"""A function that takes an engine's draft and returns the draft to use in its place. If the engine's draft has several
+layers, each with its own runner, prefix reuse must be off: such a draft keeps hidden states outside its KV pools, and
+these are not copied along with KV pages if the draft is wrapped.
 """
 
 
@@ -23,7 +24,7 @@ class LoadedModels:
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        """Load the models of `config`. No later engine may have a deeper tree or a longer context than `config`.
+        """Load the models of `config`. No engine made later may have a deeper tree or a longer context than `config`.
 
         Raises:
             ConfigError: as `build_engine`.
@@ -41,8 +42,8 @@ class LoadedModels:
     def engine(
         self, config: EngineConfig, wrap: WrapDraft | None = None, cached_prompts: Sequence[Sequence[int]] = ()
     ) -> tuple[Engine, ResolvedConfig]:
-        """Return an engine of `config` on these models, and the resolved models. `wrap` replaces the engine's draft.
-        The prefix cache initially contains the prompts `cached_prompts`; their KV cells are random numbers.
+        """Return an engine of `config` on these models, and the resolved config. `wrap`, if given, replaces the
+        engine's draft. The prefix cache initially contains the prompts `cached_prompts`; their K and V are random.
 
         Raises:
             ConfigError: as `build_engine`.

@@ -1,5 +1,6 @@
-"""What looked-up tokens bring beside a draft (`speculative_lookup_tokens`): adaptive trees with and without them, in
-turns. A text of which a part is repeated is one that an answer copies; for other texts nothing may be lost.
+"""Measure the gain from looked-up tokens (`speculative_lookup_tokens`): tree nodes for tokens found by matching the end
+of the text in earlier text. Engines with adaptive trees generate with a draft and these nodes, and with a draft alone,
+in turns. Where an answer copies text, speed must rise; for other texts it must hardly fall.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,11 +16,13 @@ from cluster.engine import Engine, build_engine
 COPIED = "copy"
 TREES = (TreeChoice(3), TreeChoice(5, 2, 12))
 GOAL_COPY, GOAL_OTHERS = 1.15, 0.98
-"""The first is for copied text at temperature 0 and batch 1."""
+"""Bounds of the gain (speed with looked-up tokens over speed without). The first is for copied text at temperature 0
+and batch 1, the second for all other cases.
+"""
 
 
 class Run(Protocol):
-    """What `run_steadily` of `cluster/bench/cases/adaptive.py` returns."""
+    """The part that is used here of what `run_steadily` of `cluster/bench/cases/adaptive.py` returns."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -35,7 +38,10 @@ def measure(
     repeats: int,
     log_progress: LogProgress,
 ) -> list[dict[str, Any]]:
-    """Return the figures of each of `TREES` and each kind of text, for `cells` of (temperature, batch, new tokens)."""
+    """Return the figures of each of `TREES` as the largest tree, each kind of text (the keys of `prompts`), and each of
+    `cells`: (temperature, batch, new tokens). `run` runs an engine on prompts at a temperature, for a number of new
+    tokens.
+    """
     results = []
     for tree in TREES:
         config = pair.config(tree, max(batch for _, batch, _ in cells)).model_copy(
@@ -51,7 +57,7 @@ def measure(
                 part = [prompts[kind][(start + i) % len(prompts[kind])] for i in range(batch)]
                 for tokens in list(engines)[:: -1 if repeat % 2 else 1]:
                     speeds[tokens].append(run(engines[tokens], part, temperature, new_tokens).tokens_per_second)
-            # The first repeat warms up: programs are captured, and estimates learn the load.
+            # The first repeat, a warm-up, does not count: steps are captured, and acceptance estimates learn the text.
             gains = [ratio(on, off) for on, off in zip(speeds[8][1:], speeds[0][1:], strict=True)]
             results.append(
                 {
@@ -68,7 +74,7 @@ def measure(
 
 
 def goals(results: Sequence[dict[str, Any]]) -> list[Goal]:
-    """Return the goals: copied text is faster, other loads are not slower."""
+    """Return the goals: copied text at temperature 0 and batch 1 is faster; all else is at most 2% slower."""
     return [
         Goal(
             f"looked-up tokens, {_name(result)}",

@@ -1,8 +1,8 @@
-"""An oracle draft: synthetic acceptance at any accept length, whatever the draft's weights are.
+"""An oracle draft: its trees have any desired accept length, whatever the weights of the real draft are.
 
-The real draft runs all its forwards and chooses a tree. That tree is then replaced by a tree of the same size: correct
-tokens along one path, as deep as the accept length requires, and wrong tokens elsewhere. All work is done on the
-device, from tables made beforehand, so steps can be captured and never wait for the host.
+The real draft runs all its forwards and chooses a tree. The oracle replaces this tree by a tree of the same size: with
+correct tokens along one path, as deep as the accept length requires, and wrong tokens elsewhere. The oracle works only
+on the device, from tables made beforehand, so steps can be captured and never wait for the host.
 
 Legend: R requests, N nodes, S depth, L tokens of a text.
 """
@@ -22,7 +22,7 @@ from cluster.spec.inputs import EagleDraftInput
 from cluster.spec.tree import DraftTree, ancestors_of
 from cluster.spec.verify import Accepted
 
-# Size of the table of random numbers that choose between two depths. It is prime, so any stride visits all numbers.
+# Size of the table of random numbers that round a mean depth up or down. It is prime, so any stride visits all numbers.
 FRACTION_COUNT = 4093
 
 
@@ -35,24 +35,24 @@ class ExpectedTokens(Protocol):
 
 
 class CountingTokens:
-    """The tokens of a target that always chooses the next token id (`random_models`)."""
+    """The tokens of a target that always chooses the id after the last token's id, as targets of `random_models` do."""
 
     def __init__(self, vocab: int) -> None:
         self._vocab = vocab
 
     def next_tokens(self, batch: Batch, bonus: Tensor, count: int) -> Tensor:
-        """Return consecutive token ids from the bonus on, modulo the vocabulary."""
+        """Return consecutive token ids from the bonus token's on, modulo the vocabulary size."""
         return (bonus[:, None] + torch.arange(count + 1, device=bonus.device)) % self._vocab
 
 
 class RecordedTokens:
-    """The tokens of `texts` `[n, L]`, which include the prompts. The request with seed i generates text i."""
+    """The tokens of `texts` `[n, L]`, prompts included. The request with seed i generates text i modulo n."""
 
     def __init__(self, texts: Tensor) -> None:
         self._texts = texts
 
     def next_tokens(self, batch: Batch, bonus: Tensor, count: int) -> Tensor:
-        """Return the tokens at each request's position in its text. Beyond the text's end, its last token repeats."""
+        """Return the tokens at each request's position in its text. Beyond the text's end, the last token repeats."""
         texts, length = self._texts.shape
         text_index = batch.sampling.seeds[: batch.decodes].remainder(texts)
         positions = batch.seq_lens[:, None] + torch.arange(count + 1, device=bonus.device)
@@ -72,7 +72,7 @@ class TreeTemplate:
 @cache
 def tree_template(num_steps: int, nodes: int, device: torch.device) -> TreeTemplate:
     """Return a tree with one path of `num_steps` nodes below the root, or fewer if `nodes` is too small. The remaining
-    nodes are spread evenly, as children of the nodes on the path.
+    nodes are spread evenly: they are children of the root and of the path's nodes, except the deepest.
     """
     deepest = min(num_steps, nodes - 1)
     parents = [0, *range(deepest), *((node % max(1, deepest)) for node in range(nodes - 1 - deepest))]
@@ -87,9 +87,10 @@ def tree_template(num_steps: int, nodes: int, device: torch.device) -> TreeTempl
 
 
 class OracleDraft:
-    """A `Draft` whose trees have an accept length of `accept_length` on average, bonus token included.
+    """A `Draft` whose trees have an accept length of `accept_length` on average, bonus token included, if they are deep
+    enough.
 
-    If the target deviates from the expected tokens, as rounding in half precision may cause, it accepts fewer tokens.
+    If the target chooses other tokens than expected, as rounding in half precision may cause, it accepts fewer tokens.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class OracleDraft:
     def draft(
         self, batch: Batch, draft_input: EagleDraftInput, phase_sampling: PhaseSampling, shape: TreeShape
     ) -> DraftTree:
-        """Run the real draft, and return the oracle's tree of the same size."""
+        """Run the real draft, and return the oracle's tree of the same size as the real tree."""
         tree = self._inner.draft(batch, draft_input, phase_sampling, shape)
         (requests, nodes), steps = tree.tokens.shape, shape.num_steps
         if not steps:
@@ -110,7 +111,7 @@ class OracleDraft:
         expected = self._expected.next_tokens(batch, draft_input.bonus, steps).index_select(1, template_tree.depths)
         fraction = self._fractions.index_select(0, (batch.seq_lens + 7 * batch.decode_rows) % FRACTION_COUNT)
         # The path is correct down to depth floor(fraction + a), where a is `_accepted_tokens`. Fractions are uniform in
-        # [0, 1), so the mean of that depth is a.
+        # [0, 1), so this depth is a on average.
         is_correct = template_tree.path & (template_tree.depths <= (fraction + self._accepted_tokens)[:, None])
         wrong_tokens = torch.where(tree.tokens == expected, (expected + 1) % self._vocab, tree.tokens)
         tokens = torch.where(is_correct, expected, wrong_tokens)

@@ -1,4 +1,4 @@
-"""The subject of a measurement: a target, its draft, held-out prompts, and configs that differ only in the tree."""
+"""The subject of a measurement: a target, its draft, held-out prompts, and configs for given trees and batch sizes."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -42,18 +42,19 @@ class TreeChoice:
 
 
 def default_tree() -> TreeChoice:
-    """Return the default tree, which a config has if it names a draft but sets nothing about the tree."""
+    """Return the tree shape of a config that names an EAGLE-3 draft but sets nothing about the tree."""
     config = EngineConfig(model_path="-", speculative_algorithm="EAGLE3", speculative_draft_model_path="-")
     tree = ResolvedSettings.from_settings(config).shape
     return TreeChoice(tree.num_steps, tree.topk, tree.num_draft_tokens if tree.topk > 1 else 0)
 
 
 def resolve_folders(target: str | None, draft: str | None, draft_optional: bool = False) -> tuple[str, str]:
-    """Return the folders of a target and its draft; the demo's folders replace missing ones. If `draft_optional`, a
-    target may be set without a draft: the target is then measured without speculation, and the returned draft is "".
+    """Return the folders of a target and its draft; a None is replaced by the demo's folder. But the demo's draft fits
+    only the demo's target: a target without a draft is allowed only if `draft_optional`; then the returned draft is "",
+    which means no speculation.
 
     Raises:
-        ConfigError: a target is set without the draft that it needs, or this installation has no demo.
+        ConfigError: a target is given without the draft that it needs, or the demo is needed but not installed.
     """
     if target is not None and draft is None:
         if draft_optional:
@@ -64,7 +65,7 @@ def resolve_folders(target: str | None, draft: str | None, draft_optional: bool 
 
 
 def short_path(folder: str) -> str:
-    """Return the last two parts of a model's folder: its name in reports."""
+    """Return the last two parts of the path of a model's folder, which name the model in reports."""
     return "/".join(folder.split("/")[-2:])
 
 
@@ -95,15 +96,15 @@ class ModelPair:
     num_threads: int | None = None
 
     def prompts(self, count: int, length: int) -> list[list[int]]:
-        """Return held-out prompts, cut from files that the demo models were not trained on.
+        """Return held-out prompts of `length` token ids, cut from files that the demo models were not trained on.
 
         Raises:
-            ValueError: the target has no tokenizer, or this Python lacks the source of its library.
+            ValueError: the target has no tokenizer, or this Python has no held-out library file that is long enough.
         """
         return [list(ids) for ids in _prompts(self.target, count, length)]
 
     def texts(self, count: int, length: int) -> list[str]:
-        """Return the same prompts as text, for a server.
+        """Return the prompts that `prompts` returns as text, to send to a server.
 
         Raises:
             ValueError: as `prompts`.
@@ -124,9 +125,9 @@ class ModelPair:
         return read_target(self.target).vocab_size
 
     def config(self, tree: TreeChoice, requests: int) -> EngineConfig:
-        """Return the config of an engine for `requests` running requests. Prefix reuse is off, so that a repeat does
-        all the work again; chunked prefill is off, so that batches do not depend on step costs measured at start. Trees
-        are fixed.
+        """Return the config of an engine for `requests` running requests, whose steps all use the shape `tree`. Prefix
+        reuse is off, so that a repeat does all the work again. Chunked prefill is off, so that batches do not depend on
+        step costs measured at start.
         """
         settings: dict[str, object] = {
             "model_path": self.target,

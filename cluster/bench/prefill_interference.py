@@ -1,4 +1,6 @@
-"""Prefill interference: how much a long prompt slows decoding down, and its time to first token, by `prefill_share`."""
+"""Prefill interference: how much the prefill of a long prompt slows down requests that decode, and how long the prompt
+waits for its first token, for values of the setting `prefill_share` (the share of a step's time for prompts).
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,27 +14,28 @@ from cluster.bench.report import median, medians, p99, ratio, table
 
 LONG_PROMPT = "long"
 DEFAULT_SHARE = 0.5
-GOAL_STEP, GOAL_FIRST = 2.2, 2.5  # at DEFAULT_SHARE, for `Interference.median_ratio` and `Interference.first_ratio`
+GOAL_STEP, GOAL_FIRST = 2.2, 2.5  # most, at DEFAULT_SHARE, of `Interference.median_ratio` and `.first_ratio`
 SHORT_PROMPT_TOKENS = 8  # prompt length of a decoding request; short, because decoding is measured
-# On one rank, the prompt is this many times shorter, so that other contexts hardly grow during its prefill.
+# On one rank, the long prompt is this many times shorter: other requests' contexts hardly grow during its prefill.
 PROMPT_DIVISOR = 4
-# On one rank, other requests generate this many times `steady_tokens` tokens, so that they outlast the prompt.
+# On one rank, other requests generate this many times `steady_tokens` tokens: they last longer than the prefill.
 OUTLAST_FACTOR = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Interference:
-    """Inter-token latency of the decoding requests: the time between two outputs of a request, as a client sees it. An
-    output is the tokens, at least one, that a step commits for a request.
+    """The latencies of the requests that decode. A latency is the time between two outputs of a request, as a client
+    sees it. An output is the tokens, at least one, that a step commits for a request.
 
     Two periods are compared. The prefill period goes from the long prompt's submission to its first token. The busy
-    period is before the submission and, if requests follow, also after the first token; so a drift of the machine's
-    speed affects both periods equally. The fields `prefill_..` and `busy_..` are latencies in these periods.
+    period is before the submission and, if requests follow the prompt, also after its first token. Then a drift of the
+    machine's speed affects both periods equally. The fields `prefill_..` and `busy_..` are latencies in these periods.
 
     Three ratios divide a value of the prefill period by the same value of the busy period: `median_ratio` the median
-    latency, `tail_ratio` the p99, `cpu_ratio` the median CPU seconds of the slower rank's steps. `ratio` divides the
-    prefill period's p99 by the busy period's median. On a shared machine, `ratio` and `tail_ratio` mostly show other
-    load. `first_token_s` is the length of the prefill period, and `prompt_steps` its number of steps with prompt rows.
+    latency, `tail_ratio` the p99 latency, `cpu_ratio` the median CPU seconds of a step on the rank that needs more.
+    `ratio` divides the prefill period's p99 by the busy period's median. On a shared machine, `ratio` and `tail_ratio`
+    mostly show the load of other programs. `first_token_s` is the seconds of the prefill period, and `prompt_steps` its
+    number of steps with prompt rows.
     `first_ratio` divides `first_token_s` by the time that the prompt takes without other requests; `first_cpu_ratio`
     does the same with CPU seconds.
     """
@@ -52,7 +55,7 @@ class Interference:
 
 
 class FirstTokenCost(NamedTuple):
-    """The cost of the long prompt's first token: wall seconds, and the slower rank's CPU seconds summed over steps."""
+    """The cost of the long prompt's first token: wall seconds, and CPU seconds of the slower rank, summed by step."""
 
     seconds: float
     cpu_seconds: float
@@ -62,8 +65,9 @@ InterferenceByCase = dict[str, Interference]  # the interference figures of one 
 
 
 def compute_interference(rank_runs: Sequence[RankRun], isolated: FirstTokenCost) -> Interference:
-    """Return the interference in one run of a gang. The first rank decodes; the last rank takes the long prompt. In a
-    gang of one rank, one rank does both. `isolated` is the cost of the same prompt without other requests.
+    """Return the interference in one run of a gang (all ranks of a replica). Requests of the first rank are measured;
+    the last rank takes the long prompt. In a gang of one rank, one rank does both. `isolated` is the cost of the same
+    prompt without other requests.
     """
     first_rank, last_rank = rank_runs[0], rank_runs[-1]
     submitted_at, first_token_at = last_rank.submitted_at[LONG_PROMPT], last_rank.output_times[LONG_PROMPT][0]
@@ -78,7 +82,7 @@ def compute_interference(rank_runs: Sequence[RankRun], isolated: FirstTokenCost)
         for name, request_at in last_rank.submitted_at.items()
         if name != LONG_PROMPT and request_at >= first_token_at
     ]
-    # Busy: from the time when every request has an output until the long prompt is submitted or a request ends.
+    # Busy: from the time when all requests of the last rank have an output, to the long prompt or the first end of one.
     windows = [
         (max(times[0] for times in earlier_outputs), min(submitted_at, *(times[-1] for times in earlier_outputs)))
     ]
@@ -127,8 +131,9 @@ def output_intervals(rank_run: RankRun, start: float, stop: float) -> list[float
 def measure_interference(
     ranks: RankProcesses, pair: ModelPair, size: Size, reverse: bool = False
 ) -> InterferenceByCase:
-    """Run one repeat and return its figures by case. On two ranks and then on one rank, the long prompt runs first
-    alone, and then with decoding requests, once for each `prefill_share` in `size.shares`.
+    """Run one repeat and return its figures by case. On two ranks and then on one rank, the long prompt runs alone
+    first. Then it runs with decoding requests, once for each `prefill_share` in `size.shares`, from the last to the
+    first if `reverse`.
     """
     figures: InterferenceByCase = {}
     for rank_count in (2, 1):
@@ -141,7 +146,7 @@ def measure_interference(
 
 
 def first_token_cost(rank_runs: Sequence[RankRun]) -> FirstTokenCost:
-    """Return the wall and CPU seconds from the long prompt's submission to its first token."""
+    """Return the cost of the long prompt, from its submission to its first token."""
     submitted_at, first_token_at = rank_runs[-1].submitted_at[LONG_PROMPT], rank_runs[-1].output_times[LONG_PROMPT][0]
     steps = zip(*(rank_run.steps for rank_run in rank_runs), strict=True)
     return FirstTokenCost(
@@ -155,7 +160,7 @@ def first_token_cost(rank_runs: Sequence[RankRun]) -> FirstTokenCost:
 
 
 def isolated_case(pair: ModelPair, size: Size, rank_count: int) -> GangCase:
-    """Return the case in which the last rank runs only the long prompt, in full chunks."""
+    """Return the case in which the long prompt runs alone, on the last rank; so its chunks have the full size."""
     long_prompt = _long_prompt(pair, size, rank_count)
     return GangCase(_settings(pair, size, rank_count), [RankRequest(LONG_PROMPT, rank_count - 1, long_prompt, 2)])
 
@@ -163,10 +168,10 @@ def isolated_case(pair: ModelPair, size: Size, rank_count: int) -> GangCase:
 def interference_case(pair: ModelPair, size: Size, rank_count: int, share: float) -> GangCase:
     """Return the case of the long prompt with decoding requests.
 
-    With two ranks, rank 0 decodes all the time and resubmits its requests when they end; rank 1 decodes, takes the
-    prompt, then decodes again. With one rank, the other requests are long enough to outlast the prompt, because new
-    requests would queue behind the prompt. Steps get longer as contexts grow, so one more request follows the prompt,
-    to measure the busy latency at the grown contexts.
+    With two ranks, rank 0 decodes all the time: its requests are submitted again when they end. Rank 1 decodes, takes
+    the prompt, then decodes again. With one rank, the prompt follows the end of one request. The other requests last
+    longer than its prefill, because new requests would queue behind it. Steps get longer as contexts grow, so one more
+    request follows the prompt, to measure the busy latency with the grown contexts.
     """
     prompts = pair.prompts(2 * size.requests, SHORT_PROMPT_TOKENS)
     long_prompt = _long_prompt(pair, size, rank_count)
@@ -230,7 +235,7 @@ def interference_goals(interferences: Mapping[str, Mapping[str, Any]]) -> list[G
 
 
 def show_interference(interferences: Mapping[str, Mapping[str, Any]], tokens: int) -> str:
-    """Return the figures as a table, with the goals at the default share."""
+    """Return the figures as a table, with the goals at the default share. `tokens` is the long prompt's length."""
     rows = []
     for name, figures in interferences.items():
         is_default = name.endswith(f" {DEFAULT_SHARE}")

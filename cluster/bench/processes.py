@@ -1,4 +1,4 @@
-"""Processes and their descendants, read from /proc: which are alive, and how much memory they use."""
+"""Read from /proc which descendants of a process are alive and how much memory they use, and kill processes."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ class ProcessEntry:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Memory of several processes: the sum of their RSS, and the sum of their PSS, which counts a shared page once."""
+    """Memory of `processes` processes: the sum of their RSS, and of their PSS, which splits a page among its users."""
 
     processes: int
     resident_mib: float
@@ -31,7 +31,7 @@ class Memory:
 
 
 def process_tree(pid: int) -> list[ProcessEntry]:
-    """Return the process and all its descendants that are alive; zombies do not count as alive."""
+    """Return the process and all its live descendants, or [] if the process is not alive. Zombies are not alive."""
     children: dict[int, list[ProcessEntry]] = {}
     processes = []
     for folder in PROC.iterdir():
@@ -47,7 +47,7 @@ def process_tree(pid: int) -> list[ProcessEntry]:
 
 
 def memory_usage(processes: Iterable[ProcessEntry]) -> Memory:
-    """Return the memory that the processes use now; ended processes are not counted."""
+    """Return the memory that the processes use now. Processes that have ended or may not be read are left out."""
     count, resident, proportional = 0, 0, 0
     for process in processes:
         try:
@@ -86,7 +86,7 @@ def _stat(pid: int) -> tuple[ProcessEntry, int] | None:
     except (OSError, UnicodeDecodeError):
         return None
     name, fields = text[text.index("(") + 1 : text.rindex(")")], text[text.rindex(")") + 2 :].split()
-    if name.startswith("ray::"):  # Ray puts a worker's role into its command line; `stat` cuts the name
+    if name.startswith("ray::"):  # Ray's name of a worker is in its command line; /proc/PID/stat has only 15 characters
         name = _command_name(pid) or name
     if fields[0] in "ZX":
         return None

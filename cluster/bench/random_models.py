@@ -1,11 +1,12 @@
-"""Random-weight models with the shapes of real ones or tiny ones, and drafts, as folders that any command can load.
+"""Models with random weights, in the shapes of real models or tiny ones, as folders that any command can load. Each
+target has a draft.
 
 Models that only this process loads can be generated on read: their files have holes in place of matrices, and each
 matrix is generated on the device when it is read. That is fast, because gigabytes need not be written and read.
 
-A random target always chooses the next token id (last id + 1): its head is its embedding shifted by one row, and the
-layers add little. So the correct tokens are known (`oracle_draft.CountingTokens`), with margins larger than any
-rounding error. The gate of a layer with experts is random too, so rows choose experts at random.
+A random target always chooses the next token id (last id + 1): its LM head is its embedding shifted by one row, and its
+layers add little. So the tokens that it chooses are known (`oracle_draft.CountingTokens`), and their logits lead by
+more than rounding errors. The gate of a layer with experts is random too, so rows choose experts at random.
 """
 
 import json
@@ -70,20 +71,20 @@ PRESETS |= {
     )
     | {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "n_shared_experts": 1},
 }
-"""config.json of each preset, without `COMMON_CONFIG`. `mla` has DeepSeek-V2-Lite's sizes and DeepSeek-V3's gate."""
+"""config.json of each preset, without `COMMON_CONFIG`. `mla`: layers of DeepSeek-V2-Lite, gate and vocabulary of V3."""
 
 DRAFT_VOCABULARY = 32000
 MIN_LAYERS = 4  # with fewer layers, the three aux hidden states of an EAGLE-3 draft would not differ
 RESIDUAL_SCALE = 0.05  # scale of what layers add to the residual stream; the embedding has scale 1
 EMBEDDING_SUFFIX = "embed_tokens.weight"
-MEMORY_SHARE, DISK_SHARE = 0.5, 0.8  # shares of the free memory and disk that a target may take
-PERIOD = (1 << 24) + 3  # period of the random numbers; odd, so that no two rows of a weight are equal
+MEMORY_SHARE, DISK_SHARE = 0.5, 0.8  # the most that a target may take of the free memory and of the free disk
+PERIOD = (1 << 24) + 3  # period of the random numbers; shares no factor with row widths, so that rows differ
 DTYPES = {"float32": (torch.float32, "F32"), "bfloat16": (torch.bfloat16, "BF16")}
 DTYPE_NAMES = {stored: name for name, (_, stored) in DTYPES.items()}
 
 
 class RandomModel(NamedTuple):
-    """The folders of a target and its draft. The target has `layers` layers; the preset has `preset_layers`."""
+    """The folders of a target and its draft. The target has `layers` of the preset's `preset_layers` layers."""
 
     target: str
     draft: str
@@ -95,12 +96,12 @@ class RandomModel(NamedTuple):
 def random_model(
     name: str, layers: int | None = None, device: torch.device | None = None, generate_on_read: bool = False
 ) -> Iterator[RandomModel]:
-    """A context manager: write the preset `name` to a temporary folder, with `layers` layers or, if None, as many as
-    fit. If `generate_on_read`, matrices are generated on `device` when they are read, only in this process and inside
-    the `with` block.
+    """A context manager that writes the preset `name` to a temporary folder, with at most `layers` layers or, if None,
+    as many as fit. If `generate_on_read`, matrices are generated on `device` when they are read; this works only in
+    this process and inside the `with` block. Without `device`, it is the CPU.
 
     Raises:
-        ConfigError: the preset is unknown, or `write_pair` refuses the number of layers.
+        ConfigError: the preset is unknown; or as `write_pair`.
     """
     if name not in PRESETS:
         raise ConfigError(f"shape {name!r} is not known; the shapes are {', '.join(PRESETS)}")
@@ -122,11 +123,11 @@ def random_prompts(vocab_size: int, count: int, length: int) -> list[list[int]]:
 def write_pair(
     folder: Path, preset: dict[str, Any], layers: int | None, device: torch.device, generate_on_read: bool = False
 ) -> RandomModel:
-    """Write a target with the preset's sizes, and an EAGLE-3 draft of one layer. If `generate_on_read`, leave out the
-    matrices.
+    """Write a target with the preset's sizes and at most `layers` layers (if None, as many as fit the free memory of
+    `device` and the disk), and an EAGLE-3 draft of one layer. If `generate_on_read`, leave out the matrices.
 
     Raises:
-        ConfigError: `layers` is less than `MIN_LAYERS`, or it is None and the machine has no room for `MIN_LAYERS`.
+        ConfigError: fewer than `MIN_LAYERS` layers are requested or, if `layers` is None, fit.
     """
     config = COMMON_CONFIG | preset
     preset_layers = config["num_hidden_layers"]
@@ -158,8 +159,8 @@ def hub_name(name: str) -> str:
 
 
 def _layers_that_fit(arch: TargetArch, folder: Path, device: torch.device, generate_on_read: bool) -> int:
-    """Return how many layers fit in memory and, unless `generate_on_read`, on the disk. The size of the last layer is
-    used for each layer that is left out.
+    """Return how many layers fit in memory and, unless `generate_on_read`, on the disk. Each layer that does not fit is
+    taken to be as large as the last layer.
     """
     memory = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
     budget = (
@@ -182,9 +183,9 @@ class RandomSpan(NamedTuple):
 
 
 def random_spans(name: str, shape: tuple[int, ...], start: int, has_embedding: bool) -> list[RandomSpan]:
-    """Return the spans of random numbers that the matrix `name` consists of. `start` is how many numbers all tensors
-    before `name` have together. `has_embedding` says that the first tensor is an embedding; its numbers start at index
-    0.
+    """Return the spans of random numbers that the matrix `name` consists of. `start` is how many numbers the tensors
+    before `name` in the file have together. `has_embedding` says that the first tensor of the file is an embedding,
+    whose numbers start at index 0.
     """
     if (
         name == "lm_head.weight" and has_embedding
@@ -195,7 +196,7 @@ def random_spans(name: str, shape: tuple[int, ...], start: int, has_embedding: b
 
 
 class RandomNumbers:
-    """Normally distributed random numbers with period `PERIOD`."""
+    """Normally distributed random numbers, which repeat after `PERIOD` numbers."""
 
     def __init__(self, dtype: str, device: torch.device | None = None) -> None:
         self.dtype, self.dtype_name = DTYPES[dtype]
@@ -203,7 +204,7 @@ class RandomNumbers:
         self._blocks_by_scale: dict[float, Tensor] = {}
 
     def chunks(self, span: RandomSpan) -> Iterator[Tensor]:
-        """Yield the numbers of a span, as views of one block of `PERIOD` numbers."""
+        """Yield the numbers of a span in pieces, which are views of one block of `PERIOD` numbers."""
         start, count, scale = span
         if scale not in self._blocks_by_scale:
             self._blocks_by_scale[scale] = (self._block * scale).to(self.dtype)
@@ -230,7 +231,7 @@ def write_tensors(
     generate_on_read: bool = False,
 ) -> None:
     """Write `model.safetensors`: random matrices (holes in the file if `generate_on_read`), norm weights of 1, other
-    vectors of 0. `draft_vocab_ids` are written as the draft's `d2t`.
+    vectors of 0. `draft_vocab_ids` are written as the tensor `d2t`: target id minus draft id, for each draft id.
     """
     header: dict[str, Any] = {}
     end, size = 0, numbers.dtype.itemsize
@@ -264,8 +265,8 @@ def write_tensors(
 
 @contextmanager
 def generated_reads(folder: Path, device: torch.device) -> Iterator[None]:
-    """A context manager that patches `Checkpoint.read`: matrices of models in `folder` are generated on `device`. They
-    have the same numbers as `write_tensors` would write.
+    """A context manager that patches `Checkpoint.read`: matrices of models in `folder` are generated on `device`, with
+    the numbers that `write_tensors` would write. Vectors are read from the file.
     """
     original_read, numbers_by_dtype = Checkpoint.read, dict[str, RandomNumbers]()
 
@@ -290,8 +291,8 @@ def generated_reads(folder: Path, device: torch.device) -> Iterator[None]:
 
 
 def weight_scale(name: str, shape: tuple[int, ...]) -> float:
-    """Return the scale of a weight's numbers: a product keeps the size of its input; outputs added to the residual
-    stream are small.
+    """Return the scale of a weight's random numbers. Outputs of a weight are about as large as its inputs, or
+    `RESIDUAL_SCALE` times that if they are added to the residual stream. An embedding has scale 1.
     """
     if name.endswith(EMBEDDING_SUFFIX):
         return 1.0
@@ -302,7 +303,7 @@ def weight_scale(name: str, shape: tuple[int, ...]) -> float:
 def _write_draft(
     folder: Path, arch: TargetArch, config: dict[str, Any], numbers: RandomNumbers, generate_on_read: bool
 ) -> None:
-    """Write a draft of one layer of the target's width, with a vocabulary of `DRAFT_VOCABULARY` evenly spaced ids."""
+    """Write a draft of one layer of the target's width; its vocabulary is `DRAFT_VOCABULARY` evenly spaced ids."""
     hidden, intermediate, head_dim, num_layers = (
         arch.hidden,
         config["intermediate_size"],

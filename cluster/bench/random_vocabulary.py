@@ -1,7 +1,7 @@
 """Random vocabularies with the size and the composition of real ones.
 
-The cost of a grammar depends on the number of tokens and on how many are not ASCII, begin with a space, or contain
-JSON's punctuation. The shares here follow Gemma-3's vocabulary of 262,144 tokens.
+The cost of a grammar depends on the number of tokens, and on how many tokens are not ASCII, begin with a space, or
+contain JSON's punctuation. The shares here follow Gemma-3's vocabulary of 262,144 tokens.
 """
 
 import json
@@ -17,7 +17,7 @@ from cluster.tokenizer.tokenizer import BYTE_OF_CHARACTER
 BYTE_LEVEL_SIZE, SENTENCE_PIECE_SIZE = 151_936, 262_144
 """Sizes of Qwen's vocabulary, which is byte-level, and of Gemma's, which follows SentencePiece."""
 STOP_TOKEN_ID = 0
-"""The token that ends an output."""
+"""The id of the token that ends an output."""
 STOP_TOKEN_NAME = "<|end|>"
 SPACE_MARK = "\u2581"
 BYTE_LEVEL_OPTIONS = ("add_prefix_space", "trim_offsets", "use_regex")
@@ -30,9 +30,9 @@ CHAT_TEMPLATE = (
 MAX_WHITESPACE_RUN = 31  # length of the longest token of only spaces, tabs or new lines
 PUNCTUATION_SHARE = 0.02  # share of tokens that are one to three ASCII punctuation characters
 SINGLE_LETTER_SHARE = 0.07  # share of tokens that are one letter of a script with many letters
-LATIN_SHARE = 0.6  # share of Latin words among the remaining tokens
-CAPITALISED_SHARE = 0.25  # share of Latin words with a capital
-LEADING_SPACE_SHARE = 0.58  # share of words with a leading space
+LATIN_SHARE = 0.6  # share of Latin words among all remaining tokens, which are words
+CAPITALISED_SHARE = 0.25  # share of Latin words that begin with a capital
+LEADING_SPACE_SHARE = 0.58  # share of words with a leading space; Chinese words have none
 SCRIPT_BLOCKS = (
     (0.28, 0x0430, 0x0450),
     (0.14, 0x0627, 0x064A),
@@ -41,7 +41,7 @@ SCRIPT_BLOCKS = (
     (0.14, 0xAC00, 0xB400),
     (0.26, 0x4E00, 0x5600),
 )
-"""Other scripts: share of words, first and last code point. Chinese words have no leading space."""
+"""The other scripts: share of the words that are not Latin, first and last code point."""
 LETTER_BLOCKS = ((0x4E00, 0x9FA5), (0xAC00, 0xD7A3), (0x00C0, 0x024F), (0x0370, 0x0580), (0x0900, 0x0E7F))
 ONSETS = (*"bcdfghjklmnprstvw", "qu", "st", "tr", "con", "re", "pro")
 RHYMES = (*"aeiou", "ai", "ea", "ou", "er", "or", "an", "en", "al", "on", "it")
@@ -67,8 +67,9 @@ WORD_ENDINGS = (
 
 
 def random_tokens(size: int, seed: int = 0) -> list[bytes]:
-    """Return the bytes of each of `size` distinct tokens, the same in every run: empty for `STOP_TOKEN_ID`, then all
-    single bytes, runs of white space, punctuation, letters, and words of seven scripts.
+    """Return the bytes of each of `size` distinct tokens, the same in every run. The first, `STOP_TOKEN_ID`, is empty.
+    Then follow all single bytes, runs of white space, single characters after a space, punctuation, letters, and words
+    of seven scripts.
     """
     rng = Random(seed)
     tokens = dict.fromkeys([b"", *(bytes((byte,)) for byte in range(256))])
@@ -109,7 +110,8 @@ def _script_words(rng: Random, count: int, first: int, last: int) -> Iterator[st
 
 
 def write_tokenizer(folder: Path, tokens: Sequence[bytes], byte_level: bool) -> None:
-    """Write a `tokenizer.json` of these tokens: byte-level like Qwen's, or by SentencePiece's rules like Gemma's.
+    """Write a `tokenizer.json` of these tokens, and a `tokenizer_config.json` with a chat template. The tokenizer is
+    byte-level like Qwen's or, if not `byte_level`, follows SentencePiece's rules like Gemma's.
 
     It has no merges, so it encodes a text as single letters or bytes.
     """

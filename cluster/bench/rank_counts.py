@@ -14,7 +14,8 @@ from cluster.bench.streams import get_page
 @dataclass(frozen=True, slots=True)
 class RankCounts:
     """The counters of one rank. `drafts` counts trees, `accepted_tokens` their accepted draft tokens, `padded_rows` the
-    rows of padding, `decode_steps` the steps that decoded, and `levels` the levels of the trees of these steps.
+    rows of padding, and `decode_steps` the steps that decoded. `levels` is the sum, over these steps, of the number of
+    levels that trees had in the step.
     """
 
     requests: int = 0
@@ -27,7 +28,7 @@ class RankCounts:
 
     @property
     def tree_levels(self) -> float | None:
-        """The levels of the trees, on average over the steps that decoded; None if no step decoded."""
+        """The number of levels of the trees, on average over the steps that decoded; None if no step decoded."""
         return self.levels / self.decode_steps if self.decode_steps else None
 
     @property
@@ -66,7 +67,7 @@ def parse_counts(metrics_text: str) -> dict[int, RankCounts]:
 
 
 def counter_growth(before: Mapping[int, RankCounts], after: Mapping[int, RankCounts]) -> dict[int, RankCounts]:
-    """Return how much the counters grew between two readings."""
+    """Return how much the counters of each rank grew; a rank that `before` lacks starts at 0."""
     zero = RankCounts()
     return {
         rank: RankCounts(*(getattr(now, name) - getattr(before.get(rank, zero), name) for name in RankCounts.__slots__))
@@ -75,7 +76,7 @@ def counter_growth(before: Mapping[int, RankCounts], after: Mapping[int, RankCou
 
 
 def rank_rows(ranks: Mapping[int, RankCounts]) -> list[dict[str, Any]]:
-    """Return the reported figures of every rank, JSON-ready."""
+    """Return a row for every rank with the figures that reports show, JSON-ready."""
     reported = ("requests", "tokens", "accept_length", "tree_levels", "padded_rows")
     return [{"rank": rank, **{name: getattr(counts, name) for name in reported}} for rank, counts in ranks.items()]
 

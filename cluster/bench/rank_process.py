@@ -1,4 +1,4 @@
-"""The process of one measured rank: read a case (JSON) per line of stdin, write its record per line of stdout."""
+"""The program of one measured rank. It reads a case from each line of stdin and writes the case's record to stdout."""
 
 import json
 import sys
@@ -16,13 +16,13 @@ from cluster.engine import Engine, build_rank
 from cluster.request import Request
 
 PrepareEngine = Callable[[Engine, EngineConfig, Mapping[str, Any]], dict[str, list[float]]]
-"""A function that changes an engine before a case. It gets the engine, the engine's config and the case's `options`,
-and returns the lists of `RankRun.extra_times`.
+"""A function that changes an engine before a case. It gets the engine, the engine's config and the case's `options`.
+It returns `RankRun.extra_times`: lists by name, which its changes may fill during the case.
 """
 
 
 def main(rank: int, prepare: PrepareEngine = lambda *_: {}) -> None:
-    """Run cases until stdin ends. `prepare` changes the engine of each case."""
+    """Run cases until stdin ends. `prepare` may change the engine of each case before its requests."""
     for line in sys.stdin:
         message = json.loads(line)
         try:
@@ -51,8 +51,8 @@ def _run_case(rank: int, rendezvous: Rendezvous, case: Mapping[str, Any], prepar
 
 
 def _run_requests(engine: Engine, case: Mapping[str, Any]) -> RankRun:
-    """Submit the requests, step until the gang ends, and return the record. The gang ends after the request
-    `last_request` or, if the case names none, when no rank has work left.
+    """Submit the requests of this rank, step until the gang (all ranks together) ends, and return the record. The gang
+    ends after the request `last_request` or, if the case names none, when no rank has work left.
     """
     waiting = [
         request

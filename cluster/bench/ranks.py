@@ -1,6 +1,7 @@
-"""Run the ranks of a gang as plain processes, without Ray, for measurements. Every case builds a gang and ends it.
+"""Run the ranks of a gang (all ranks of one replica) as plain processes, without Ray, for measurements.
 
-The processes outlive a case, so that contenders can take turns in one run without starting Python again.
+Every case builds the engines of a gang and ends them. The processes outlive a case, so that contenders can take turns
+in one run without starting Python again.
 """
 
 import json
@@ -24,9 +25,11 @@ CHUNK_ROWS = 512
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The size of a measurement; `requests` is the number per rank. Prefill interference is measured with a prompt of
-    `long_tokens` tokens beside requests that generate `steady_tokens` tokens, once for each `prefill_share` in
-    `shares`.
+    """The size of a measurement; `requests` is the number per rank.
+
+    Prefill interference (how much the prefill of a long prompt slows decoding down) is measured with a prompt of
+    `long_tokens` tokens beside requests that generate `steady_tokens` tokens, once for each value of the setting
+    `prefill_share` in `shares`.
     """
 
     requests: int = 4
@@ -42,7 +45,7 @@ QUICK = Size(2, new_tokens=12, long_tokens=1024, steady_tokens=48, shares=(0.5,)
 
 
 def gang_settings(pair: ModelPair, requests: int, ranks: int, **overrides: object) -> dict[str, Any]:
-    """Return the settings of a gang of `ranks` data-parallel ranks; `overrides` overrides them."""
+    """Return the settings of a gang of `ranks` data-parallel ranks; `overrides` replaces some settings."""
     settings = pair.config(DEFAULT_TREE, requests).model_dump(exclude_none=True)
     return {
         **settings,
@@ -58,9 +61,9 @@ def gang_settings(pair: ModelPair, requests: int, ranks: int, **overrides: objec
 class RankRequest:
     """A greedy request to one data-parallel rank; EOS is ignored.
 
-    `resubmit`: the request is resubmitted whenever it ends, as `name#N` with a new number. `wait_until_idle`: the
-    request waits until its rank runs nothing; later requests of the rank wait too. `after_request`: the name of a
-    request that must end before this one starts.
+    `resubmit`: the request is submitted again whenever it ends, as `name#N` with a new number N. `wait_until_idle`: the
+    request waits until its rank runs no request; later requests of the rank wait with it. `after_request`: the name of
+    a request of the same rank that must end before this one starts, or "".
     """
 
     name: str
@@ -74,9 +77,9 @@ class RankRequest:
 
 @dataclass(frozen=True, slots=True)
 class GangCase:
-    """One run of a gang. The run ends when request `last_request` has ended; if `last_request` is empty, when all
-    requests have ended. `options` go to the `prepare` function of `rank_process.main`, which `rank_process` itself does
-    not use.
+    """One run of a gang (all ranks of a replica). The run ends when request `last_request` has ended; if `last_request`
+    is empty, when all requests have ended. `options` are passed to the `prepare` function of `rank_process.main`; the
+    default program has no such function and ignores them.
     """
 
     settings: Mapping[str, Any]
@@ -87,10 +90,10 @@ class GangCase:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One step of one rank: its start (on a clock that all processes share), wall and CPU seconds, and contents.
+    """One step of one rank: its start (on a clock that all processes share), its wall and CPU seconds, and its rows.
 
-    `phase_seconds` are seconds by phase, as in `StepStats.phase_seconds`: a replayed step has the phase `replay` in
-    place of draft, target and extend.
+    `phase_seconds` are seconds by phase, as in `StepStats.phase_seconds`: a step replayed as one captured program has
+    the phase `replay` in place of draft, target and extend. `padded_rows` counts padding.
     """
 
     started_at: float
@@ -105,9 +108,9 @@ class StepRecord:
 
 @dataclass(slots=True)
 class RankRun:
-    """The record of one rank: its steps; and by request, the time of submission, the times of outputs, and the tokens.
+    """The record of one rank: its steps and, by name of request, the submission time, the output times and the tokens.
 
-    `extra_times` has lists of seconds by name, as returned by the `prepare` function of `rank_process.main`.
+    `extra_times` has lists of seconds by name, which the `prepare` function of `rank_process.main` returned.
     """
 
     steps: list[StepRecord] = field(default_factory=list)
@@ -123,10 +126,10 @@ class RankRun:
 
 
 class RankProcesses:
-    """The processes of `rank_count` ranks. `run` sends a case to the first `tp_size` of them."""
+    """The processes of `rank_count` ranks. `run` sends a case to the first of them, as many as `tp_size` says."""
 
     def __init__(self, rank_count: int, program: str = "cluster.bench.rank_process") -> None:
-        """`program` is the module that each process runs. It calls `rank_process.main`."""
+        """`program` is the module that each process runs; the module must call `rank_process.main`."""
         self.rank_count, self._program = rank_count, program
         self._epoch = 0
         self._processes: list[subprocess.Popen[str]] = []
@@ -160,7 +163,7 @@ class RankProcesses:
         """Run a case and return the records of its ranks, in rank order.
 
         Raises:
-            RuntimeError: a rank failed, ended or did not answer; the message names it.
+            RuntimeError: a rank failed, ended, or did not answer within `CASE_TIMEOUT_S`; the message names the rank.
         """
         rank_count = int(case.settings.get("tp_size", 1))
         self._epoch += 1

@@ -1,9 +1,9 @@
-"""The cost of grammars with vocabularies of real models' sizes: seconds of the first and of a later request with a
-grammar, bytes sent to a rank, and the time of a step of eight requests.
+"""The cost of grammars with vocabularies of real models' sizes: the seconds that a grammar adds to its first and to a
+later request, the bytes of a grammar that a rank receives, and the time of a step of eight requests.
 
-Model and tokenizer are random (`random_models`, `random_vocabulary`). A server answers requests one at a time. Requests
-without and with a grammar alternate, so a cost is a difference within one run. Steps run on an engine in this process,
-alternately with and without grammars.
+Model and tokenizer are random (`random_models`, `random_vocabulary`). Requests are sent to a server one at a time.
+Requests without and with a grammar alternate, so a cost is a difference within one run. Steps are timed on an engine in
+this process, alternately with and without grammars.
 """
 
 import asyncio
@@ -40,8 +40,8 @@ from cluster.grammar.worker import Worker
 
 GOAL_FIRST_S, GOAL_LATER_S, GOAL_BYTES, GOAL_STEP = 0.6, 0.05, 2_000_000, 1.05
 BATCH = 8
-ANSWER_TOKENS = 8  # tokens of a timed answer
-ITEM_COUNT = 64  # items of a list: more than any answer can hold, so no answer ends early
+ANSWER_TOKENS = 8  # tokens of an answer of the server
+ITEM_COUNT = 64  # least items of a list while steps are timed: more than fit, so no answer ends early
 MEMBER_SCHEMAS: tuple[dict[str, Any], ...] = (
     {"type": "string"},
     {"type": "integer"},
@@ -59,7 +59,7 @@ MEMBER_SCHEMAS: tuple[dict[str, Any], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The vocabulary sizes, the model's width and layers, the repeats, and the tokens of a measured answer."""
+    """The vocabulary sizes, the model's width and layers, the repeats, and `new_tokens` per request of timed steps."""
 
     vocab_sizes: tuple[int, ...] = (BYTE_LEVEL_SIZE, SENTENCE_PIECE_SIZE)
     hidden: int = 640
@@ -73,12 +73,12 @@ QUICK = Size(vocab_sizes=(16_384,), hidden=64, layers=4, repeats=2, new_tokens=1
 
 
 def measure(size: Size, log_progress: LogProgress) -> list[dict[str, Any]]:
-    """Return the figures of each vocabulary."""
+    """Return the figures of each vocabulary size."""
     return [_measure_vocabulary(vocab_size, size, log_progress) for vocab_size in size.vocab_sizes]
 
 
 def show(rows: list[dict[str, Any]]) -> str:
-    """Return the figures and their goals as a table."""
+    """Return the figures that have goals, and the goals, as a table."""
     cells = [[goal.name, f"{goal.value:.3f}", f"at most {goal.bound:g}"] for goal in goals(rows)]
     return "real vocabularies: seconds beyond a plain request's, and steps\n" + table(
         ("what", "measured", "goal"), cells
@@ -86,7 +86,7 @@ def show(rows: list[dict[str, Any]]) -> str:
 
 
 def goals(rows: list[dict[str, Any]]) -> list[Goal]:
-    """Return the goals: the time that a grammar adds to a request and to a step, and the bytes of a sent grammar."""
+    """Return goals: bounds of the time that a grammar adds to a request and to a step, and of a grammar's bytes."""
     goal_list = []
     for row in rows:
         for name, costs in row["requests"].items():
@@ -124,7 +124,9 @@ def _measure_vocabulary(vocab_size: int, size: Size, log_progress: LogProgress) 
 
 @contextmanager
 def _model_folders(tokens: list[bytes], size: Size) -> Iterator[ModelPair]:
-    """Write a target, its draft and its tokenizer to a temporary folder; `FULL` has Gemma-3 270M's sizes."""
+    """Write a target, its draft and its tokenizer to a temporary folder. `FULL` has the sizes of Gemma-3 270M, except
+    the heads, which are smaller.
+    """
     shape = LLAMA_CONFIG | {"vocab_size": len(tokens), "hidden_size": size.hidden, "num_hidden_layers": size.layers}
     shape |= {"intermediate_size": 2048, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 64}
     with TemporaryDirectory(prefix="aerie-real-sized-") as folder:
@@ -134,7 +136,7 @@ def _model_folders(tokens: list[bytes], size: Size) -> Iterator[ModelPair]:
 
 
 def _grammars() -> dict[str, Grammar]:
-    """Return the grammars whose compiled text, which ranks receive, is measured in bytes."""
+    """Return, by name, the grammars whose compiled text is measured in bytes. Ranks receive the compiled text."""
     form = FORMATS["hermes"].calls_form({"do": object_schema(20)}, True)
     return {
         "json_object": Grammar("json_object"),
@@ -144,8 +146,8 @@ def _grammars() -> dict[str, Grammar]:
 
 
 def _request_fields(prefix: str) -> dict[str, dict[str, Any]]:
-    """Return fields of requests, by grammar. `prefix` is part of every grammar, so a new prefix gives grammars that no
-    cache holds.
+    """Return the fields of a request for each grammar, by the grammar's name. `prefix` is part of every grammar, so a
+    new prefix gives grammars that no cache holds.
     """
 
     def tools(*names: str) -> list[dict[str, Any]]:
@@ -167,8 +169,8 @@ def _request_fields(prefix: str) -> dict[str, dict[str, Any]]:
 
 
 async def _request_costs(pair: ModelPair, size: Size) -> dict[str, dict[str, float]]:
-    """Return, by grammar, the seconds that the grammar adds to a request: `first` to its first request, `known` to a
-    later one.
+    """Return, by the grammar's name, the median seconds that a grammar adds to a request: `first` when the server sees
+    the grammar for the first time, `known` at the second time.
     """
     settings = [f"model={pair.target}", f"speculative_draft_model_path={pair.draft}", "tool_call_parser=hermes"]
     costs_by_grammar: dict[str, dict[str, list[float]]] = {}
@@ -192,7 +194,7 @@ async def _request_costs(pair: ModelPair, size: Size) -> dict[str, dict[str, flo
             costs["first"].append(times[1] - plain_seconds)
             costs["known"].append(times[3] - plain_seconds)
 
-        await seconds({"structured_outputs": {"choice": ["a", "b"]}})  # warm-up: the compiler may still be starting
+        await seconds({"structured_outputs": {"choice": ["a", "b"]}})  # warm-up of the process that compiles
         await record_cost("json_object", {"response_format": {"type": "json_object"}})
         for repeat in range(size.repeats):
             for name, body in _request_fields(f"repeat{repeat}").items():
@@ -201,7 +203,7 @@ async def _request_costs(pair: ModelPair, size: Size) -> dict[str, dict[str, flo
 
 
 def _step_ratio(pair: ModelPair, worker: Worker, size: Size) -> float:
-    """Return the time of a step in which all requests have grammars, over that of a step without grammars."""
+    """Return the ratio of the time of a step in which all requests have grammars to that of a step without grammars."""
     config = pair.config(DEFAULT_TREE, BATCH).model_copy(update={"speculative_forced_tokens": 0})
     engine = build_engine(config)
     prompts = random_prompts(engine.info().vocab_size, BATCH, 32)

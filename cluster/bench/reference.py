@@ -1,5 +1,5 @@
-"""The contender `generate` of `transformers`: greedy decoding with a KV cache. EOS is ignored, so outputs have the same
-lengths as the engine's.
+"""Greedy decoding by `generate` of `transformers`, with a KV cache, to compare the engine with. EOS is ignored, so
+outputs have the same lengths as the engine's.
 """
 
 import time
@@ -26,7 +26,7 @@ class Transformers:
 
     @torch.inference_mode()
     def run(self, prompts: TokenLists, new_tokens: int) -> EngineRun:
-        """Continue the prompts as one batch; all must have the same length."""
+        """Continue the prompts as one batch, each by `new_tokens` tokens; all must have the same length."""
         generate_options = {"max_new_tokens": new_tokens, "do_sample": False, "use_cache": True, "pad_token_id": 0}
         ids = torch.tensor([list(prompt) for prompt in prompts], device=self._device)
         started_at = time.perf_counter()
@@ -36,6 +36,6 @@ class Transformers:
 
     @torch.inference_mode()
     def log_probabilities(self, texts: TokenLists) -> list[torch.Tensor]:
-        """Return, for each text, the log-probabilities `[T, V]` of the token after each of its tokens."""
+        """Return, for each text of T tokens, log-probabilities `[T, V]`: row t is for the token after token t."""
         rows = (torch.tensor([list(text)], device=self._device) for text in texts)
         return [self.model(input_ids=row, use_cache=False).logits[0].float().log_softmax(-1) for row in rows]

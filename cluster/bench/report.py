@@ -9,11 +9,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-LogProgress = Callable[[str], None]  # shows a line of progress
+LogProgress = Callable[[str], None]  # a function that shows a line of progress
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Return rows under headers as text; columns with only numbers are right-aligned."""
+    """Return rows under headers as text. Columns that hold only numbers and None are right-aligned."""
     cells = [[_cell_text(cell) for cell in row] for row in rows]
     right_aligned = [all(_is_number(row[column]) for row in rows) for column in range(len(headers))]
     widths = [max(len(line[column]) for line in [list(headers), *cells]) for column in range(len(headers))]
@@ -26,7 +26,7 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def records_table(rows: Sequence[Mapping[str, object]]) -> str:
-    """Return a table of rows with the same keys; the keys are the headers."""
+    """Return a table of rows, of which there is at least one. All have the same keys, which become the headers."""
     return table(list(rows[0]), [list(row.values()) for row in rows])
 
 
@@ -34,7 +34,7 @@ def columns_table(
     rows: Sequence[Mapping[str, Any]], keys: Mapping[str, str], rounded_headers: Sequence[str] = ()
 ) -> str:
     """Return a table of some values of each row. `keys` maps headers to keys. Numbers under `rounded_headers` are
-    rounded.
+    rounded to integers.
     """
     cells = [
         [round(row[key]) if header in rounded_headers else row[key] for header, key in keys.items()] for row in rows
@@ -53,7 +53,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def medians(items: Sequence[Any]) -> dict[str, float]:
-    """Return the median of each field over items of one dataclass. Fields that are None in any item are left out."""
+    """Return the median of each field over instances of a dataclass. Fields that are None in any are left out."""
     values = {field_info.name: [getattr(item, field_info.name) for item in items] for field_info in fields(items[0])}
     return {
         name: median([float(value) for value in field_values])
@@ -81,7 +81,7 @@ def first_difference(first: Sequence[int], second: Sequence[int]) -> int | None:
 
 
 def machine_info() -> dict[str, Any]:
-    """Return the CPU, Python version and load of this machine, without its host name."""
+    """Return the CPU, number of cores, Python version and load of this machine, without its host name."""
     return {
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),

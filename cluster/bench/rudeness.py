@@ -1,4 +1,4 @@
-"""What abusive clients do to a server. The clients run in another process than the measured streams."""
+"""What abusive clients do to a server. They run in another process than the streams that are measured meanwhile."""
 
 import asyncio
 import json
@@ -14,16 +14,16 @@ from cluster.bench.wire import Reply, connect, post, read_reply, request_head
 
 CHAT_BYTES = 900_000
 KEY_COUNT = 50_000
-SLOW_BODY_BYTES = 4096  # Content-Length of a slow body
+SLOW_BODY_BYTES = 4096  # Content-Length of a slow body, which is never sent completely
 BYTE_INTERVAL_S = 1.0  # seconds between two bytes of a slow body
 SLOW_LIMIT_S = 60.0
-ABORT_RANGE_S = (0.004, 0.029)  # a scrape is closed after a time in this range
+ABORT_RANGE_S = (0.004, 0.029)  # a request of /metrics is aborted after a time in this range
 
 
 @dataclass(slots=True)
 class AnswerTally:
-    """Counts of answers by status, of answers that are not JSON, of requests without an answer (`unanswered`), and of
-    connections that the client closed (`left`).
+    """Counts of answers by status, of answers that are not a JSON object (`not_json`), of requests without an answer
+    (`unanswered`), and of connections that the client aborted (`left`). `examples` are texts of unwanted results.
     """
 
     statuses: dict[int, int] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class AnswerTally:
 
 
 async def run_abuse(name: str, port: int, model: str, count: int) -> AnswerTally:
-    """Do the act `name` `count` times and return the tally. `ABUSE_KINDS` limits how many run at once."""
+    """Do the act `name` of `ABUSE_KINDS` `count` times, as many at once as given there, and return the tally."""
     tally = AnswerTally()
     abuse, concurrency = ABUSE_KINDS[name]
     semaphore = asyncio.Semaphore(concurrency or count)
@@ -91,7 +91,7 @@ async def _long_chat(tally: AnswerTally, port: int, model: str, number: int, rng
     tally.count_reply(await post(port, "/v1/chat/completions", body))
 
 
-@cache  # made once, so that encoding it does not take CPU time from the server
+@cache  # the body is encoded only once, so that encoding does not take CPU time from the server
 def _many_keys_body(model: str) -> bytes:
     return json.dumps({"model": model, "prompt": "x", **{f"k{i}": i for i in range(KEY_COUNT)}}).encode()
 
@@ -142,6 +142,6 @@ ABUSE_KINDS: dict[str, tuple[Abuse, int]] = {  # the coroutine that does one act
     "ordinary requests": (
         _ordinary_request,
         8,
-    ),  # the baseline of hostile grammars: the same requests without a grammar
+    ),  # to compare with hostile grammars: the same requests without a grammar
     "hostile grammars": (_hostile_grammar, 8),
 }

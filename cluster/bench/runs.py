@@ -1,4 +1,4 @@
-"""Run an engine over prompts, and derive the figures of the run."""
+"""Run an engine over prompts, and compute speeds and acceptance of the run."""
 
 import time
 from collections import Counter
@@ -16,8 +16,10 @@ TokenLists = Sequence[Sequence[int]]  # prompts or continuations, as token ids
 
 @dataclass(slots=True)
 class EngineRun:
-    """The generated tokens of each prompt, and the cost of the run. `steps` counts verified trees, `accepted_tokens`
-    their accepted draft tokens, and `accept_counts[j]` the trees with exactly j accepted draft tokens.
+    """The generated tokens of each prompt, and the cost of the run. `steps` counts verified trees: one per request and
+    step with speculation. `accepted_tokens` counts the accepted draft tokens of these trees, and `accept_counts[j]`
+    the trees with exactly j accepted draft tokens. `forward_seconds` is the time of model forwards, and of steps
+    replayed as one captured program.
     """
 
     tokens: list[list[int]] = field(default_factory=list)
@@ -34,12 +36,12 @@ class EngineRun:
 
     @property
     def accept_length(self) -> float:
-        """Tokens committed per step; 1.0 without speculation."""
+        """Tokens committed per verified tree, bonus token included; 1.0 without speculation."""
         return 1.0 + self.accepted_tokens / self.steps if self.steps else 1.0
 
     def acceptance_by_depth(self, levels: int) -> list[float]:
         """Return a share for each depth d from 1 to `levels`: of the trees with at least d - 1 accepted draft tokens,
-        the share that have at least d.
+        the share that have at least d. The share is 0.0 if no tree has d - 1.
         """
         reached = [
             sum(count for accepted, count in self.accept_counts.items() if accepted >= depth)
@@ -49,7 +51,7 @@ class EngineRun:
 
     @property
     def outside_forward_share(self) -> float:
-        """Share of the time spent outside model forwards and replayed steps."""
+        """The share of `seconds` that is not in `forward_seconds`."""
         return 1.0 - self.forward_seconds / self.seconds if self.seconds else 0.0
 
     def add(self, other: "EngineRun") -> None:
@@ -97,7 +99,7 @@ def run_batch_greedily(engine: Engine, prompts: TokenLists, new_tokens: int) -> 
 
 
 class TimedDecoding(NamedTuple):
-    """A run. `steps_per_second`: the verified trees per second of decoding (prefill excluded)."""
+    """A run, prefill included, and its verified trees per second of decoding, prefill excluded."""
 
     run: EngineRun
     steps_per_second: float
@@ -105,7 +107,7 @@ class TimedDecoding(NamedTuple):
 
 def time_decoding(engine: Engine, prompts: TokenLists, params: Sequence[RequestParams], batch: int) -> TimedDecoding:
     """Run prompts in batches of `batch` (at batch 1, only the first half of the prompts) and time their decoding."""
-    # Each batch runs twice: until its first tokens, and until its end. The difference is the time of decoding.
+    # Each batch runs twice: until its first tokens, and until its end. The difference in time is that of decoding.
     until_first_token, until_end = EngineRun(), EngineRun()
     for start in range(0, len(prompts) if batch > 1 else len(prompts) // 2, batch):
         batch_slice = slice(start, start + batch)

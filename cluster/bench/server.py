@@ -26,23 +26,23 @@ TWO_RANKS = ("tp_size=2", "attn_dp_size=2")
 
 
 class ServerError(ValueError):
-    """The server did not start; the message holds the last lines of its output."""
+    """The server did not become ready; the message holds the last lines of its output."""
 
 
 class ServerProcess:
     """A server process. Entering the `with` block waits until the server is ready; leaving it stops the server and
-    every process that the server started.
+    its live descendants.
 
-    `ready_s` is the duration of the start. `killed_processes` lists the processes that outlived the server and had to
-    be killed.
+    `ready_s` is the seconds from the start of the process until the server was ready. `killed_processes` lists the
+    processes that did not end by themselves when the server was stopped, and were killed.
     """
 
     def __init__(self, settings: Sequence[str], config: Path | None = None) -> None:
-        """`settings` are `key=value`, as for `aerie serve --set`; the port is chosen here. Without `config`, the server
-        gets the demo's config.
+        """`settings` are `key=value`, as for `aerie serve --set`; this class chooses the port. Without `config`, the
+        server gets the demo's config.
 
         Raises:
-            ConfigError: this installation has no demo config.
+            ConfigError: `config` is None, and this installation has no demo config.
         """
         self.port = _unused_port()
         self.ready_s = 0.0
@@ -58,7 +58,7 @@ class ServerProcess:
         command = [sys.executable, "-m", "cluster.cli", "serve", "--config", str(self._config)]
         for setting in self._settings:
             command += ["--set", setting]
-        # In its own session, so that Ctrl-C at the terminal does not reach the server; only `_stop` sends it SIGINT.
+        # The server runs in its own session, so Ctrl-C at the terminal does not reach it; only `_stop` sends it SIGINT.
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -82,7 +82,7 @@ class ServerProcess:
         self._stop()
 
     def processes(self) -> list[ProcessEntry]:
-        """Return every live process of the server."""
+        """Return every live process of the server: the one started here and all its descendants."""
         return process_tree(self._process.pid)
 
     def _read_output(self) -> None:
@@ -107,7 +107,7 @@ class ServerProcess:
         return "\n".join(self._output_lines)
 
     def _stop(self) -> None:
-        """Send SIGINT, wait, and kill the processes that are left, even if Ctrl-C ends the wait."""
+        """Send SIGINT, wait for all processes, and kill those that are left. If Ctrl-C ends the wait, kill at once."""
         process, processes = self._process, self.processes()
         grace_s = 0.0
         try:

@@ -1,6 +1,7 @@
-"""What shared rows bring (`spec/row_budget.py`): the accepted drafted tokens per step on mixed traffic, with equal
-trees and with as many rows that the requests share. Half of the requests are source code, which the draft predicts
-well. Nothing is timed.
+"""Measure the gain from shared rows (`spec/row_budget.py`). Either each request has an equal chain, or the requests
+share the same total number of rows: the likeliest nodes are verified, whichever request they belong to. The figure is
+the accepted draft tokens per step. Half of the requests continue source code, which the draft predicts well, and half
+continue other texts. Nothing is timed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,9 +20,9 @@ from cluster.request import Request, RequestParams
 PREDICTABLE, OTHERS = "code", ("random", "prose")
 REQUESTS = 16
 TEMPERATURES = ((0.0, 0.0), (0.8, 0.8), (0.0, 1.5))
-"""The temperatures of the two halves; at 1.5 hardly any text is predictable."""
+"""Temperatures of source code and of the other texts. At 1.5 the draft predicts hardly any text."""
 DEPTHS, SHARING_TREE = (3, 5), TreeChoice(5, 2, 12)
-"""The depths of the equal chains, and the trees that share as many rows."""
+"""The depths of the equal chains, and the shape of the trees that share as many rows as the chains have."""
 GOAL_GAIN = 1.15
 MUCH_US = 1_000_000_000
 
@@ -29,8 +30,9 @@ MUCH_US = 1_000_000_000
 def measure(
     pair: ModelPair, prompts: Mapping[str, TokenLists], new_tokens: int, steps: int, log_progress: LogProgress
 ) -> list[dict[str, Any]]:
-    """Return the figures of each mix of texts in `prompts`, each of `TEMPERATURES` and each of `DEPTHS`. A mix is left
-    out if its texts are not in `prompts`. Requests generate `new_tokens` tokens; `steps` steps count.
+    """Return the figures of each mix of source code and one of `OTHERS`, each of `TEMPERATURES` and each of `DEPTHS`. A
+    mix is left out if one of its texts is not in `prompts`, which maps kinds of text to prompts. A request generates
+    `new_tokens` tokens. `steps` steps are counted.
     """
     results, others = [], [other for other in OTHERS if PREDICTABLE in prompts and other in prompts]
     for depth in DEPTHS if others else ():
@@ -59,8 +61,8 @@ def measure(
 
 
 def _engine(pair: ModelPair, tree: TreeChoice, nodes: int) -> Engine:
-    """Return an engine. All its steps draft the levels of `tree`, and verify `nodes` nodes per request on average,
-    because the engine is given costs by which every other tree takes very long.
+    """Return an engine whose steps all draft the levels of `tree` and verify `nodes` nodes per request on average. Such
+    an engine chooses trees by their costs, and here every other choice is given a very high cost.
     """
     config = pair.config(tree, REQUESTS).model_copy(update={"speculative_mode": "adaptive"})
     engine, depth = build_engine(config), tree.num_steps
@@ -75,9 +77,9 @@ def _engine(pair: ModelPair, tree: TreeChoice, nodes: int) -> Engine:
 def _accepted_per_step(
     engine: Engine, halves: Sequence[TokenLists], params_of_halves: Sequence[RequestParams], steps: int
 ) -> float:
-    """Return the accepted drafted tokens per step, over `steps` steps in which all requests decode. The two halves of
-    the requests have the prompts of `halves` and the parameters of `params_of_halves`. A request that ends is replaced
-    by the next one of its half, so that the mix does not depend on which half is faster.
+    """Return the accepted draft tokens per step, summed over the requests, over `steps` steps in which all requests
+    decode. The two halves of the requests have the prompts of `halves` and the parameters of `params_of_halves`. A
+    request that ends is replaced by the next one of its half, so that the mix does not depend on which half is faster.
     """
     supplies, count = [cycle(half) for half in halves], 0
 
@@ -106,7 +108,7 @@ def _accepted_per_step(
 
 
 def goals(results: Sequence[dict[str, Any]]) -> list[Goal]:
-    """Return the goals: shared rows accept more drafted tokens."""
+    """Return the goals: at least `GOAL_GAIN` times as many draft tokens are accepted with shared rows."""
     return [Goal(f"shared rows, {_name(result)}", result["gain"], GOAL_GAIN, True) for result in results]
 
 

@@ -8,18 +8,18 @@ from cluster.bench.report import mean
 from cluster.engine import Engine
 from cluster.request import Request
 
-WARMUP_STEPS = 3  # the first steady steps, which are not counted
+WARMUP_STEPS = 3  # number of first steady steps that are not counted
 
 
 class NotSteadyError(RuntimeError):
-    """The requests ended before there were enough steady steps of the required kind, replayed or eager."""
+    """The requests ended before there were enough steady steps of the required kind (replayed or eager)."""
 
 
 @dataclass(slots=True)
 class SteadySteps:
-    """Steady steps of one engine. Each list has one number per step: `phase_seconds` the device's seconds by phase
-    (`StepStats.device_phases`), `wall_seconds` the seconds by the host's clock, `context_tokens` the mean committed
-    tokens of a request. `tokens` counts the tokens generated in all steady steps.
+    """The counted steady steps of one engine. Each list has one number per step: `phase_seconds` the device's seconds
+    by phase (`StepStats.device_phases`), `wall_seconds` the seconds by the host's clock, `context_tokens` the committed
+    tokens of a request before the step, on average. `tokens` counts the tokens generated in all these steps.
     """
 
     phase_seconds: dict[str, list[float]] = field(default_factory=dict)
@@ -31,8 +31,8 @@ class SteadySteps:
 def run_steady_steps(engine: Engine, requests: Sequence[Request], count: int, replayed: bool) -> SteadySteps:
     """Run the requests and return `count` steady steps; then abort the requests.
 
-    If `replayed`, only steps replayed as a captured program count, otherwise only eager steps. The first `WARMUP_STEPS`
-    such steps are left out.
+    If `replayed`, only steps that are replayed as a captured program count, otherwise only eager steps. The first
+    `WARMUP_STEPS` such steps are left out.
 
     Raises:
         NotSteadyError: the requests ended before there were `count` such steps.

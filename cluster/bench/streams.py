@@ -1,4 +1,4 @@
-"""A lightweight streaming client: completions over plain HTTP, one thread per stream, only the standard library.
+"""A lightweight client for streamed completions. It uses plain HTTP from the standard library and a thread per stream.
 
 On a small machine, client and server share the cores, so the client must use little CPU time.
 """
@@ -28,8 +28,8 @@ class Prompt:
     seed: int = 0
 
     def body(self, model: str, max_tokens: int) -> dict[str, Any]:
-        """Return the JSON body of a request whose answer is a stream with token ids. The last event has the counts of
-        speculation.
+        """Return the JSON body of a completion request that ignores EOS. The answer is a stream with token ids; its
+        last event has the counts of speculation.
         """
         return {
             "model": model,
@@ -46,8 +46,8 @@ class Prompt:
 
 @dataclass(slots=True)
 class ClientStream:
-    """The state of one stream. The stream's own thread writes it; other threads only read. `on_event` is called at
-    every event.
+    """The state of one stream. The stream's own thread writes it; other threads only read it. The own thread also calls
+    `on_event` at every event. `steps` counts verified trees. Times are those of `time.perf_counter`.
     """
 
     prompt: Prompt
@@ -64,7 +64,7 @@ class ClientStream:
 
     @property
     def seconds(self) -> float:
-        """Seconds from the start to the end of the stream, or to now."""
+        """Seconds from the start to the end of the stream, or to now if it still runs; 0.0 before the start."""
         return (self.ended_at or time.perf_counter()) - self.started_at if self.started_at else 0.0
 
     @property
@@ -74,7 +74,7 @@ class ClientStream:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens per second of this stream, time to first token included."""
+        """Tokens per second of this stream; the time to the first token counts."""
         return len(self.token_ids) / self.seconds if self.seconds else 0.0
 
     def add_event(self, event: dict[str, Any]) -> None:
@@ -95,7 +95,7 @@ class ClientStream:
             self.steps, self.accepted_tokens = counts["num_spec_steps"], counts["num_accepted_draft_tokens"]
 
     def run(self, port: int, model: str, max_tokens: int, timeout_s: float = TIMEOUT_S) -> None:
-        """Send the request and read the stream to its end. A failure or timeout is stored in `error`."""
+        """Send the request and read the stream to its end. `error` stores a failure, a timeout or a wrong end."""
         self.started_at = time.perf_counter()
         connection = http.client.HTTPConnection(HOST, port, timeout=timeout_s)
         try:
@@ -153,23 +153,23 @@ def stream_all(
 
 
 def stream_errors(streams: Sequence[ClientStream]) -> list[str]:
-    """Return the errors of the streams that did not end with all their tokens."""
+    """Return the errors of the streams that failed or did not end with all their tokens."""
     return [stream.error for stream in streams if stream.error is not None]
 
 
 def first_token_ms(streams: Sequence[ClientStream]) -> float:
-    """Return the median milliseconds to the first token, over the streams that have a token."""
+    """Return the median milliseconds to the first token, over the streams that have a token; 0.0 if none has."""
     return median([1000 * stream.first_token_s for stream in streams if stream.first_token_s is not None])
 
 
 def total_tokens_per_second(streams: Sequence[ClientStream]) -> float:
-    """Return the tokens per second of all streams together, from the first start to the last end."""
+    """Return the tokens per second of all streams together, from the first start to the last end; 0.0 before an end."""
     ends = [s.ended_at for s in streams if s.ended_at is not None]
     seconds = max(ends) - min(s.started_at for s in streams) if ends else 0.0
     return sum(len(s.token_ids) for s in streams) / seconds if seconds else 0.0
 
 
 def accept_length(streams: Sequence[ClientStream]) -> float:
-    """Return the tokens committed per step over all streams, or 0.0 if nothing was drafted."""
+    """Return the tokens committed per verified tree over all streams, or 0.0 if nothing was drafted."""
     steps = sum(s.steps for s in streams)
     return 1.0 + sum(s.accepted_tokens for s in streams) / steps if steps else 0.0

@@ -1,8 +1,9 @@
 """A program that generates with vLLM. It runs in vLLM's own virtual environment, so it imports nothing of this package.
 
 Its argument is JSON: the arguments of `vllm.LLM`. Each input line has `prompts` (lists of token ids), `new_tokens` and
-`temperature`. Each output line has the seconds, the tokens, and how many drafts and accepted draft tokens vLLM has
-counted since its start. vLLM's worker processes import this file too, before they begin.
+`temperature`. The first output line says that the model is loaded. Each later line answers an input line with the
+seconds, the tokens, and how many drafts and accepted draft tokens vLLM has counted since its start. vLLM's worker
+processes import this file before they begin, so `repair` runs in them too if the variable `AERIE_REPAIR` is set.
 """
 
 import json
@@ -16,10 +17,11 @@ COUNTER_NAMES = {"vllm:spec_decode_num_drafts": "drafts", "vllm:spec_decode_num_
 
 
 def repair() -> None:
-    """Repair the rejection sampler of vLLM's CPU build, which loses the temperatures (0.32, vllm issue 55005).
+    """Repair the rejection sampler of vLLM's CPU build, which loses the temperatures (vLLM 0.32, issue 55005).
 
-    Its replacement of a Triton kernel writes the temperatures into a copy and drops the copy. So above temperature 0,
-    logits are divided by uninitialised memory, and almost no draft token is accepted.
+    A function that replaces a Triton kernel there writes the temperatures into a copy and drops the copy. So above
+    temperature 0, logits are divided by uninitialised memory, and almost no draft token is accepted. Do nothing if this
+    vLLM has no such replacements.
     """
     try:
         from vllm.utils import cpu_triton_utils
@@ -36,7 +38,7 @@ def repair() -> None:
 
 
 def main() -> None:
-    """Load the model, write a line that says "ready", and answer requests until the input ends."""
+    """Load the model, write the line `{"ready": true}`, and answer requests until the input ends."""
     responses = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # vLLM's prints go to stderr, so that they do not mix with the answers
     from vllm import LLM, SamplingParams

@@ -1,7 +1,9 @@
-"""An EAGLE draft that records its distribution and its ranking at every depth that a chain reaches.
+"""An EAGLE draft that records its distribution and its best tokens at every depth that a chain reaches.
 
-A chain reaches depth d if its first d - 1 draft tokens were accepted. The context is then committed text, so the
-target's distribution at that depth can be computed later from the text alone.
+A chain reaches depth d if its first d - 1 draft tokens were accepted. The draft token at depth d then continues
+committed text, so the target's distribution at depth d can be computed later from the text alone.
+
+Legend: B requests, Vd tokens of the draft's vocabulary.
 """
 
 from dataclasses import dataclass, replace
@@ -26,7 +28,7 @@ from cluster.spec.propose import CoupledRanking
 from cluster.spec.tree import DraftTree
 from cluster.spec.verify import Accepted
 
-TOP_COUNT = 4  # number of best tokens to record, for the top-4 figures
+TOP_COUNT = 4  # number of best tokens to record
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +44,8 @@ class DraftDistribution:
 
 @dataclass(frozen=True, slots=True)
 class ReachedDepth:
-    """One `depth` (from 1) that a chain reached: the request's `seed`, the position in the text, the target's `token`,
-    the draft's `proposed` token, and the draft's `distribution` in that context.
+    """One `depth` (from 1) that a chain reached: the request's `seed`, the position in its text, the target's `token`
+    at this position, the draft's `proposed` token, and the draft's `distribution` there.
     """
 
     seed: int
@@ -55,15 +57,17 @@ class ReachedDepth:
 
 
 class RecordingRanking:
-    """Ranks like `CoupledRanking` or, if `by_probability`, without noise. Records both rankings in any case."""
+    """Ranks like `CoupledRanking` (with the target's Gumbel noise) or, if `by_probability`, without noise. Always
+    records the best tokens by both rankings.
+    """
 
     def __init__(self, ids: Tensor, by_probability: bool, sampler: Sampler) -> None:
-        """`ids` `[Vd]` are the target's ids of the draft vocabulary."""
+        """`ids` `[Vd]` are the target's ids of the tokens of the draft's vocabulary."""
         self.ids, self.levels = ids, list[list[DraftDistribution]]()
         self._by_probability, self._ranking = by_probability, CoupledRanking(ids, 1, sampler=sampler)
 
     def propose(self, logits: ShardedLogits, inputs: SamplingInputs) -> tuple[Tensor, Tensor]:
-        """Record a `DraftDistribution` of every request, and return the ranking's proposals."""
+        """Record a `DraftDistribution` of every request, and return the proposals of `CoupledRanking`."""
         self.levels.append(self._distributions(logits.values[:, None], inputs.sampling, inputs.noise))
         return self._ranking.propose(logits, replace(inputs, noise=None) if self._by_probability else inputs)
 
@@ -124,7 +128,7 @@ class RecordingDraft:
         return draft_input
 
     def _record_depths(self, batch: Batch, accepted: Accepted) -> None:
-        # Depth 1 was ranked by the previous step's extend (`_first_depth`), depth d > 1 by forward d - 1 of this draft.
+        # The previous `extend` ranked depth 1 (`_first_depth`); forward d - 1 of this `draft` call ranked depth d > 1.
         rows, seq_lens, max_depth = batch.decode_rows.tolist(), batch.seq_lens.tolist(), self._tokens.shape[1] - 1
         seeds, tokens, proposed = batch.sampling.seeds.tolist(), accepted.tokens.tolist(), self._tokens.tolist()
         for index, accept_len in enumerate(accepted.accept_len.tolist()):
@@ -142,7 +146,7 @@ class RecordingDraft:
 
 
 def recording_engine(config: EngineConfig, by_probability: bool = False) -> tuple[Engine, RecordingDraft]:
-    """Return an engine of `config` with a recording draft, and that draft."""
+    """Return an engine of `config` with a recording draft, and this draft. `config` must have a chain as its tree."""
     prepared = prepare_single_rank(config.model_copy(update={"capture": "off"}))  # a replay would not run the recording
     assert prepared.resolved.shape.topk == 1, "only a chain has one context per depth"
     (runner,) = prepared.memory.draft_runner_list

@@ -1,4 +1,4 @@
-"""Send many HTTP requests, abusive ones included, from one process. Plain asyncio connections take little CPU time."""
+"""Send many HTTP requests, ordinary or abusive, from one process, over asyncio connections, which need little CPU."""
 
 import asyncio
 import json
@@ -15,11 +15,11 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Reply:
-    """The reply to one request. `seconds` and `first_event_s` count from `started_at`. If there was no answer, `status`
-    is 0 and `error` says why.
+    """The reply to one request. `seconds` and `first_event_s` count from `started_at`. `error` says what failed, or is
+    "". `status` is 0 if there was no answer.
 
-    For a stream, `first_event_s` is the time of the first event, and `error_event` is the text of an error event.
-    `received_all`: the complete body, or the stream up to `[DONE]`, was received.
+    For a stream, `first_event_s` is the time of the first event, and `error_event` is the text of the last event that
+    reports an error. `received_all`: the complete body, or the stream up to `[DONE]`, was received.
     """
 
     started_at: float = 0.0
@@ -34,18 +34,18 @@ class Reply:
 
     @property
     def complete(self) -> bool:
-        """Whether everything was received and no event was an error."""
+        """Whether everything was received and no event reports an error. The status does not matter."""
         return self.received_all and not self.error_event and not self.error
 
     @property
     def retry_after_s(self) -> float | None:
-        """The seconds of the header Retry-After, or None without one."""
+        """The seconds of the header Retry-After, or None if the header is missing or not a whole number."""
         header_value = self.headers.get("retry-after", "")
         return float(header_value) if header_value.isdigit() else None
 
     @property
     def is_json(self) -> bool:
-        """Whether the body is a JSON object with the content type of JSON."""
+        """Whether the body is a JSON object and the content type says JSON."""
         try:
             return self.headers.get("content-type", "").startswith("application/json") and isinstance(
                 json.loads(self.body), dict
@@ -55,7 +55,7 @@ class Reply:
 
 
 def request_head(method: str, path: str, length: int | None = None) -> bytes:
-    """Return the head of an HTTP request. If a JSON body follows, `length` is its number of bytes."""
+    """Return the head of an HTTP request. If a JSON body follows, `length` is the body's number of bytes."""
     lines = [f"{method} {path} HTTP/1.1", f"Host: {HOST}", "Connection: close"]
     if length is not None:
         lines += ["Content-Type: application/json", f"Content-Length: {length}"]
@@ -86,7 +86,7 @@ async def read_reply(reader: asyncio.StreamReader, reply: Reply) -> None:
 
 
 Exchange = Callable[[asyncio.StreamReader, asyncio.StreamWriter, Reply], Awaitable[None]]
-"""A coroutine that sends a request and reads the answer into the reply."""
+"""A coroutine function that sends a request on a connection and reads the answer into the `Reply`."""
 
 
 async def connect(port: int, exchange: Exchange, timeout_s: float = TIMEOUT_S) -> Reply:
@@ -118,5 +118,5 @@ async def post(port: int, path: str, body: Mapping[str, Any] | bytes) -> Reply:
 
 
 def run_coroutine(coroutine_function: Callable[..., Coroutine[Any, Any, T]], *args: object) -> T:
-    """Run a coroutine function to its end. Meant for a separate process, to leave the measuring process undisturbed."""
+    """Run a coroutine function to its end. A measuring process calls this in another process, to stay undisturbed."""
     return asyncio.run(coroutine_function(*args))

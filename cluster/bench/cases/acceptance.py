@@ -1,8 +1,9 @@
 """`aerie bench acceptance`: how many draft tokens the target accepts, on text that neither model was trained on.
 
 It measures accept length at temperatures (T) 0 and 0.8, and acceptance by depth of a chain at T=1. At T=1 there are two
-runs: the draft's tokens are ranked with the target's Gumbel noise ("coupled"), or by probability only ("likeliest").
-Both are compared with sum(min(p, q)), the bound of any coupling of the target's distribution p and the draft's q.
+runs. In the run "coupled", the draft's tokens are ranked with the target's Gumbel noise; in "likeliest", by probability
+only. The coupled acceptance is compared with sum(min(p, q)), the highest acceptance that any coupling of the target's
+distribution p and the draft's distribution q can reach.
 """
 
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from cluster.engine import build_engine
 CHAIN = TreeChoice(5)
 GOALS = {CHAIN: {0.0: 2.8, 0.8: 2.4}, TreeChoice(5, 4, 24): {0.0: 3.3, 0.8: 3.0}}
 GOAL_OF_BOUND = 0.85
-GOAL_SLACK = 1.25  # slack of a quick run: its few prompts measure accept lengths less exactly
+GOAL_SLACK = 1.25  # factor by which the goals of a quick run are looser: few prompts measure less exactly
 TEMPERATURES = (0.0, 0.8)
 
 
@@ -94,7 +95,7 @@ def show(result: dict[str, Any]) -> str:
 
 
 def heading(title: str, result: dict[str, Any]) -> str:
-    """Return the first line of a report: the prompts, and whether the tokens equal those of plain decoding."""
+    """Return the first line of a report: the size of the run, and whether tokens equal those of plain decoding."""
     return (
         f"{title}: {result['prompts']} held-out prompts of {result['prompt_tokens']} tokens, {result['new_tokens']} "
         f"new, EOS ignored; same tokens as plain decoding: {'yes' if result['identical'] else 'NO'}"
@@ -102,8 +103,9 @@ def heading(title: str, result: dict[str, Any]) -> str:
 
 
 def acceptance_by_depth(pair: ModelPair, prompts: TokenLists, new_tokens: int) -> dict[str, Any]:
-    """Return, for a chain at T=1, acceptance by depth, its bound, and accept lengths. All but the bound are measured
-    with both rankings.
+    """Return the acceptance by depth and the accept length of a chain at T=1, from one run with each ranking. At the
+    contexts of the coupled run, also return the bound, and how often the target's token is among the top 4 of each
+    ranking.
     """
     coupled_run, reached, ids = _record_chain(pair, prompts, new_tokens, by_probability=False)
     likeliest_run, reached_by_probability, _ = _record_chain(pair, prompts, new_tokens, by_probability=True)
@@ -138,9 +140,10 @@ def acceptance_by_depth(pair: ModelPair, prompts: TokenLists, new_tokens: int) -
 def acceptance_bounds(
     reached: Sequence[ReachedDepth], texts: TokenLists, target: Transformers, ids: Tensor
 ) -> list[float]:
-    """Return sum(min(p, q)) for every reached context. A request's seed is the index of its text.
+    """Return sum(min(p, q)) for every reached context; p is the target's distribution at T=1, q the draft's.
 
-    q is zero outside the draft vocabulary `ids`, so only p at those ids counts.
+    A request's seed is the index of its text in `texts`. q is zero outside the draft vocabulary, whose target ids are
+    `ids`, so only p at these ids counts.
     """
     target_probabilities = [log_probabilities[:, ids].exp() for log_probabilities in target.log_probabilities(texts)]
     return [
@@ -152,8 +155,8 @@ def acceptance_bounds(
 def _record_chain(
     pair: ModelPair, prompts: TokenLists, new_tokens: int, by_probability: bool
 ) -> tuple[EngineRun, list[ReachedDepth], Tensor]:
-    """Run a recording draft at T=1. Return the run, the reached depths (`ReachedDepth`), and the ids of the draft
-    vocabulary.
+    """Run the chain at T=1 with a draft that records its distributions. Return the run, the depths that chains reached
+    inside the texts, and the target ids of the draft vocabulary.
     """
     engine, draft = recording_engine(pair.config(CHAIN, len(prompts)), by_probability)
     run = run_batch(engine, prompts, [fixed_length_params(new_tokens, 1.0, seed) for seed in range(len(prompts))])

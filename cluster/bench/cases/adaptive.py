@@ -1,16 +1,20 @@
-"""`aerie bench adaptive`: trees that each step chooses (`speculative_mode: adaptive`) against every fixed tree.
+"""`aerie bench adaptive`: an engine that chooses the tree of each step (`speculative_mode: adaptive`) against engines
+with a fixed tree.
 
-In each cell (a kind of text, a temperature, a batch size) contenders generate the same tokens in turns. Only steps in
-which the whole batch decodes are timed. First all contenders run a few times, which shows the best fixed tree. Then
-plain decoding, this tree and the adaptive contender run in turns, in reverse order in every other repeat. A ratio is
-taken within a repeat; the median over the repeats counts. The adaptive engine is the same in all cells, so it has to
-find the right tree again after every change of the load.
+A family is a set of fixed trees with an adaptive engine that may use all of them. Plain decoding counts as a fixed
+tree. In each cell (a kind of text, a temperature, a batch size) contenders generate the same tokens in turns. Only
+steps in which the whole batch decodes are timed. First all contenders run a few times, which shows the best fixed tree.
+Then plain decoding, this tree and the adaptive contender run in turns, in reverse order in every other repeat. A ratio
+is taken within a repeat; the median over the repeats counts. The adaptive engine of a family is the same in all cells,
+so it has to find the right tree again after every change of the load.
 
-Then comes mixed traffic: how many drafted tokens are accepted if the requests of a step share its rows, against equal
-trees with as many rows (`bench/shared_rows.py`). Then come looked-up tokens beside a draft (`bench/looked_up.py`).
+After its cells, each family runs a load (`swing`) that alternates between one request and the largest batch. An
+imaginary contender, the oracle, is the reference: in each phase of the load it is as fast as the best fixed tree of
+this phase.
 
-The last part of a family is a load that swings between one request and the largest batch. It is compared with a
-contender that does not exist: one that uses, in each phase, the tree that is the best for it.
+After the families come mixed traffic (`bench/shared_rows.py`) and looked-up tokens (`bench/looked_up.py`). Mixed
+traffic counts accepted draft tokens if requests share the rows of a step, against equal trees with as many rows in all.
+Looked-up tokens are draft tokens found by matching the end of the text in earlier text.
 """
 
 import time
@@ -39,19 +43,22 @@ FAMILIES = ("chains", "trees", "ngram")
 ADAPTIVE = "adaptive"
 KINDS = ("code", "prose", "random", "copy")
 FEW_REQUESTS, MANY_REQUESTS = 4, 32
-"""With few requests each generates twice as many tokens, so that a run takes long enough; with many, half as many."""
+"""In batches of at most `FEW_REQUESTS`, each request generates twice `Size.new_tokens` tokens, so that a run takes long
+enough; in batches of at least `MANY_REQUESTS`, half as many.
+"""
 LONGEST = 3
-"""A run ends when its requests have generated a given number of tokens on average. One request may generate at most
-this many times as many.
+"""A run ends when its requests have generated a given number of tokens on average. A single request may generate up to
+`LONGEST` times this number.
 """
 GOAL_CELL, GOAL_MEAN, GOAL_SWING = 0.98, 1.05, 0.97
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The size of a measurement. `sweeps` are the repeats of all contenders, `repeats` those of the last three.
-    `shared_steps` are the steps that count for shared rows. Each family has at most `fixed_settings` fixed settings,
-    those with the largest trees.
+    """The size of a measurement. All contenders run `sweeps` times; plain decoding, the best fixed tree and the
+    adaptive contender then run `repeats` times. The alternating load runs `swings` times. `shared_steps` is the number
+    of counted steps of mixed traffic. A family has at most `fixed_settings` fixed trees besides plain decoding: its
+    largest ones.
     """
 
     batches: tuple[int, ...] = (1, 4, 8, 16, 32, 64)
@@ -90,7 +97,9 @@ class Cell:
 
 
 def measure(pair: ModelPair, size: Size = Size(), log_progress: LogProgress = print) -> dict[str, Any]:
-    """Run all cells and the swinging load for each family of trees; return the figures, JSON-ready."""
+    """Run the cells and the alternating load of each family. Then run mixed traffic if the family `chains` is measured,
+    and looked-up tokens if `trees` is. Return the figures, JSON-ready.
+    """
     prompts = {kind: text_prompts(pair, kind, max(size.batches), size.prompt_tokens) for kind in size.kinds}
     families = {name: _measure_family(pair, name, size, prompts, log_progress) for name in size.families}
     shared_rows = []
@@ -127,8 +136,8 @@ def _measure_family(
 
 
 def configs(pair: ModelPair, family: str, size: Size) -> dict[str, EngineConfig]:
-    """Return the settings of the contenders by name: plain decoding, fixed trees, and adaptive trees up to the last of
-    these.
+    """Return the settings of a family's contenders by name: plain decoding, the fixed trees, and adaptive trees, which
+    are at most as large as the last fixed tree.
     """
     requests = max(size.batches)
     plain = pair.config(PLAIN, requests)
@@ -152,7 +161,7 @@ def _measure_cell(cell: Cell, engines: dict[str, Engine], prompts: TokenLists, s
     def run(names: Sequence[str], repeats: int) -> dict[str, list[SteadyRun]]:
         runs: dict[str, list[SteadyRun]] = {name: [] for name in names}
         for repeat in range(repeats):
-            start = repeat * cell.batch % len(prompts)  # each repeat has prompts of its own while there are enough
+            start = repeat * cell.batch % len(prompts)  # repeats use different prompts as long as there are enough
             batch = prompts[start : start + cell.batch]
             for name in names[:: -1 if repeat % 2 else 1]:
                 runs[name].append(run_steadily(engines[name], batch, cell.temperature, new_tokens))
@@ -185,8 +194,8 @@ def _new_tokens(size: Size, batch: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SteadyRun:
-    """The tokens of each request, and the number and the seconds of those that were generated while all requests
-    decoded.
+    """One run: all `tokens` of each request. `steady_tokens` is the number of tokens generated while all requests
+    decoded, `seconds` the duration of this time.
     """
 
     tokens: list[list[int]]
@@ -200,10 +209,11 @@ class SteadyRun:
 
 
 def run_steadily(engine: Engine, prompts: TokenLists, temperature: float, new_tokens: int) -> SteadyRun:
-    """Run the prompts as one batch, until they have `new_tokens` new tokens on average; then abort them.
+    """Run the prompts as one batch. From the time when all requests have a token, generate `new_tokens` tokens per
+    request on average; then abort the requests.
 
-    No request ends before: if the first one to end ended the run, contenders that give some requests more rows than
-    others would be stopped early.
+    A single request may generate up to `LONGEST` times `new_tokens` tokens; the first one that reaches this limit ends
+    the run. With a lower limit, contenders that give some requests more rows than others would be stopped early.
     """
     tokens: list[list[int]] = [[] for _ in prompts]
     for i, prompt in enumerate(prompts):
@@ -228,8 +238,8 @@ def run_steadily(engine: Engine, prompts: TokenLists, temperature: float, new_to
 
 
 def _are_identical(runs: Sequence[SteadyRun]) -> bool:
-    """Return whether each request has the same tokens in all runs. The runs may have generated different numbers of
-    tokens: only the positions that two runs have in common are compared.
+    """Return whether each request has the same tokens in all runs. The runs may have different numbers of tokens: each
+    run is compared with the run that has the most tokens, at the positions that both have.
     """
     longest = max(runs, key=lambda run: sum(map(len, run.tokens))).tokens
     return all(
@@ -238,7 +248,10 @@ def _are_identical(runs: Sequence[SteadyRun]) -> bool:
 
 
 def _measure_swing(engines: dict[str, Engine], prompts: TokenLists, size: Size) -> dict[str, Any]:
-    """Run phases of one request and of the largest batch in turns, `size.swings` times."""
+    """Alternate between one request and the largest batch, `size.swings` times after a warm-up. For each
+    contender and phase, return the seconds per token, summed over the turns. Also return the speed of adaptive trees as
+    a share of the oracle's: in each phase, and the mean of both.
+    """
     phases = [prompts[:1], prompts[: max(size.batches)]]
     seconds = {name: [0.0, 0.0] for name in engines}
     for turn in range(-1, size.swings):
@@ -247,31 +260,32 @@ def _measure_swing(engines: dict[str, Engine], prompts: TokenLists, size: Size) 
                 phase_run = run_steadily(engines[name], phase, 0.0, size.new_tokens)
                 seconds[name][i] += phase_run.seconds / phase_run.steady_tokens if turn >= 0 else 0.0
     fixed = [name for name in engines if name != ADAPTIVE]
-    # Seconds per token, so that each phase weighs as if it had lasted as long as the other.
+    # Shares of speed, one for each phase: in their mean, both phases have the same weight, however long they took.
     shares = [min(seconds[name][i] for name in fixed) / seconds[ADAPTIVE][i] for i in range(len(phases))]
     return {"seconds_per_token": seconds, "of_oracle_by_phase": shares, "of_oracle": sum(shares) / len(shares)}
 
 
 def _ratio(runs: Sequence[SteadyRun], others: Sequence[SteadyRun]) -> float:
-    """Return the median of the ratios of speed within each repeat."""
+    """Return the median, over the repeats, of the speed of `runs` divided by the speed of `others`."""
     return median([ratio(a.tokens_per_second, b.tokens_per_second) for a, b in zip(runs, others, strict=True)])
 
 
 def _best_single(cells: Sequence[dict[str, Any]]) -> str:
-    """Return the name of the fixed tree whose speedups over all cells have the highest geometric mean."""
+    """Return the fixed tree (or plain decoding) whose speedups over all cells have the highest geometric mean."""
     names: list[str] = [name for name in cells[0]["speedup"] if name != ADAPTIVE]
     return max(names, key=lambda name: prod(cell["speedup"][name] for cell in cells))
 
 
 def _over_single(cells: Sequence[dict[str, Any]]) -> float:
-    """Return the geometric mean, over all cells, of adaptive over the best single fixed tree."""
+    """Return the geometric mean, over all cells, of the speed of adaptive trees over that of `_best_single`."""
     single = _best_single(cells)
     return float(prod(cell["speedup"][ADAPTIVE] / cell["speedup"][single] for cell in cells) ** (1 / len(cells)))
 
 
 def text_prompts(pair: ModelPair, kind: str, count: int, length: int) -> list[list[int]]:
-    """Return prompts of one kind: held-out source code; English descriptions of installed packages; random tokens;
-    source code of which the first lines are repeated at the end, as when a file is to be copied.
+    """Return prompts of one `kind`. "code" is held-out source code, "prose" is English descriptions of installed
+    packages, and "random" is random tokens. "copy" is source code whose first third is repeated at the end, as when a
+    file is to be copied; only these prompts are longer than `length` tokens.
     """
     if kind == "code":
         return pair.prompts(count, length)
@@ -287,8 +301,9 @@ def text_prompts(pair: ModelPair, kind: str, count: int, length: int) -> list[li
 
 
 def goals(result: dict[str, Any]) -> list[Goal]:
-    """Return the goals: no cell is slower than plain decoding or the best fixed tree; on the whole, adaptive beats the
-    best single fixed tree.
+    """Return the goals. In no cell are adaptive trees slower than plain decoding or the best fixed tree. Over all cells
+    they are faster than the best single fixed tree. Under the alternating load they come close to the oracle. The goals
+    of mixed traffic and of looked-up tokens follow.
     """
     goal_list = []
     for family, figures in result["families"].items():

@@ -1,7 +1,8 @@
-"""`aerie bench cache`: attention over a KV cache in FP8 against a KV cache in the model's dtype, alternately in one
-run.
+"""`aerie bench cache`: attention over a KV cache in FP8 against a KV cache in the model's dtype. Calls with
+the two caches alternate in one run.
 
-One layer is measured: it stores the new cells, and computes attention over a prefix of a given length for each request.
+One layer is measured on the CPU: it stores the K and V of the new tokens, and computes attention over a prefix of a
+given length for each request.
 """
 
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ QUICK = Size(SMALL_LAYER, (128,), repeats=2)
 
 @torch.inference_mode()
 def measure(size: Size, log_progress: LogProgress = print) -> dict[str, Any]:
-    """Return the microseconds of each contender, and the bytes of a token in one layer, JSON-ready."""
+    """Return the microseconds of a call with each cache, and the bytes of a token in one layer, JSON-ready."""
     figures = []
     for dtype in size.dtypes:
         kernels, name = select_kernels("auto", CPU, dtype), str(dtype).removeprefix("torch.")

@@ -1,7 +1,8 @@
 """`aerie bench crowd`: kill a rank while streams are open and requests queue; measure how soon all requests continue.
 
-At float64, every request must end with the tokens of an undisturbed run (law 1 of docs/architecture.md). Every open
-request must be resubmitted as soon as the new gang serves.
+At float64, every request must end with the tokens of an undisturbed run (law 1 of docs/architecture.md). Every request
+that was open at the kill must be submitted again to the new gang (the ranks that replace those of the replica). The
+bench measures how soon after the recovery that happens.
 """
 
 from contextlib import suppress
@@ -21,7 +22,9 @@ POLL_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Requests that decode (on all ranks together), requests that queue, tokens of each request, and kills."""
+    """The number of requests that decode (on all ranks together) and that queue, the tokens of each request, and the
+    number of kills.
+    """
 
     streams: int = 16
     queued: int = 100
@@ -34,9 +37,10 @@ QUICK = Size(streams=4, queued=12, max_tokens=24, kills=1)
 
 @dataclass(slots=True)
 class KillRound:
-    """One kill. `open` requests were unfinished at the kill; `resumed` requests were submitted to the new gang. /health
-    answered 200 again `healthy_s` after the kill, and the last request was resumed `resumed_s` after that. `cut`
-    requests failed; `different` requests got other tokens than without a kill.
+    """One kill of the rank `killed`. `open` requests were unfinished at the kill; `resumed` requests were submitted
+    again to the new gang. /health answered 200 again `healthy_s` seconds after the kill, and the last request was
+    resumed `resumed_s` seconds after that (0.0 if before); both are None if /health did not. `cut` requests failed;
+    `different` requests got other tokens than without a kill.
     """
 
     killed: str
@@ -54,11 +58,13 @@ class KillRound:
 
 
 def measure(size: Size, log_progress: LogProgress) -> dict[str, Any]:
-    """Kill a rank `size.kills` times while streams run; return a `KillRound` for each kill."""
+    """Kill a rank `size.kills` times while streams run. Return a `KillRound` for each kill, how many of these failed,
+    and the longest `resumed_s`.
+    """
     rounds: list[KillRound] = []
 
     def is_due(streams: list[ClientStream]) -> bool:
-        """Return whether enough streams decode and the replica has received all unfinished requests."""
+        """Return whether enough streams have tokens, and the server has received all unfinished requests."""
         decoding = sum(len(s.token_ids) >= MIN_STREAM_TOKENS for s in streams) >= size.streams
         return decoding and read_metric(server.port, OPEN_METRIC) >= sum(s.ended_at is None for s in streams)
 
@@ -89,7 +95,7 @@ def measure(size: Size, log_progress: LogProgress) -> dict[str, Any]:
 
 
 class ResumeCounter:
-    """Polls, from the fault on, how many streams have been resumed."""
+    """Polls the number of resumed streams from the fault on."""
 
     def __init__(self, port: int, fault: Fault) -> None:
         self.fault = fault
@@ -104,13 +110,14 @@ class ResumeCounter:
             self._record_count(self.fault.elapsed_s)
 
     def wait_until_healthy(self) -> tuple[float | None, int]:
-        """Wait until the server is healthy again. Return the seconds from then until the last stream was resumed, and
-        the number of resumed streams. The seconds are None if the server was never healthy again.
+        """Wait until the server is healthy again. Return the seconds from this moment until the last stream was resumed
+        (0.0 if it was resumed before), and the number of resumed streams. The seconds are None if the server did not
+        become healthy again or the fault was never due.
         """
         self.fault.wait_until_healthy()
         if self.fault.elapsed_s is None:
             return None, 0
-        self._record_count(self.fault.elapsed_s)  # a last reading after the end
+        self._record_count(self.fault.elapsed_s)  # a last reading after all streams have ended
         max_count = max((count for _, count in self._samples), default=0.0)
         last_growth_s = next((elapsed_s for elapsed_s, count in self._samples if count == max_count), 0.0)
         return None if self.fault.healthy_s is None else max(0.0, last_growth_s - self.fault.healthy_s), int(max_count)
@@ -122,13 +129,13 @@ class ResumeCounter:
 
 
 def read_metric(port: int, metric: str) -> float:
-    """Return the sum of a metric's samples on /metrics."""
+    """Return the sum of all samples on /metrics whose names begin with `metric`, or 0.0 without such samples."""
     lines = get_page(port, "/metrics").splitlines()
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(metric))
 
 
 def show(result: dict[str, Any]) -> str:
-    """Return the kills as a table."""
+    """Return a table with one line for each kill."""
     keys = {"killed": "killed", "open then": "open", "resumed": "resumed", "cut": "cut", "different": "different"}
     keys |= {"200 again s": "healthy_s", "all resumed after s more": "resumed_s"}
     return columns_table(result["rounds"], keys)

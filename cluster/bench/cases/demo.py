@@ -1,7 +1,7 @@
-"""`aerie demo`: serve the demo pair, stream eight prompts at once, and show the gain of speculation.
+"""`aerie demo`: serve the demo's target and draft, stream eight prompts at once, and show the gain of speculation.
 
 Requests take the same path as a user's: `aerie serve`, HTTP, server-sent events. The server runs twice, with and
-without speculation. The tokens of both runs are compared, and the medians of their speeds over several rounds.
+without speculation. The demo compares the tokens of both runs, and the medians of their speeds over several rounds.
 """
 
 import argparse
@@ -48,7 +48,8 @@ PROMPTS = (
 @dataclass(slots=True)
 class ServerFigures:
     """The results of one server. `batch_rounds`: rounds of all prompts at once. `single_rounds`: rounds of only the
-    first prompt. `killed_processes`: how many processes outlived the server and were killed.
+    first prompt. `killed_processes`: how many processes outlived the server and were killed. `ranks`: the growth of
+    each rank's counters during these rounds.
     """
 
     startup_s: float = 0.0
@@ -156,7 +157,7 @@ def compare(with_spec: ServerFigures, without_spec: ServerFigures) -> dict[str, 
 
 
 def prompt_table(with_spec: ServerFigures, without_spec: ServerFigures) -> str:
-    """Return a table with one line per prompt, of medians over the rounds."""
+    """Return a table with one line per prompt, from the rounds of all prompts. Speeds are medians over the rounds."""
     rows = []
     for index, prompt in enumerate(PROMPTS):
         spec_streams, plain_streams = (
@@ -198,8 +199,9 @@ def summary_table(result: dict[str, Any]) -> str:
 
 
 def _differences(with_spec: ServerFigures, without_spec: ServerFigures) -> list[dict[str, Any]]:
-    """Return the positions at which tokens differ from those of the first round without speculation. The rounds of both
-    servers are compared.
+    """Compare every stream of both servers with the stream of the same prompt in the first round without speculation.
+    If the tokens differ, the result has the server, the prompt and the first position that differs, each combination
+    once.
     """
     if not without_spec.batch_rounds:
         return []

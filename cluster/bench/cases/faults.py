@@ -17,8 +17,9 @@ from cluster.bench.streams import Prompt, stream_all, stream_errors
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The number of streams and the tokens per stream. Each of `rounds` starts a server: it has the kind of ingress,
-    and the faults to cause, one after the other. A fault is a verb and a victim, such as "kill rank 0".
+    """The number of streams and the tokens per stream. For each item of `rounds`, a server is started. An item has the
+    server's setting `ingress`, and the faults to cause, one after the other. A fault is a verb and a victim, such as
+    "kill rank 0".
     """
 
     streams: int = 16
@@ -36,9 +37,12 @@ QUICK = Size(
 
 @dataclass(slots=True)
 class FaultRound:
-    """The result of one fault. `cut` streams failed; `different` streams got other tokens. For `unhealthy_s` and
-    `healthy_s` see `Fault`. `noticed_s` is how long the server took to notice, by its own report. `named` is the rank
-    that the server blames or, if a rank was slowed down, the slowest rank.
+    """The result of the fault `what`. `cut` streams failed; `different` streams got other tokens. `unhealthy_s` counts
+    the seconds from the fault until /health failed, and `healthy_s` until it answered 200 again. `noticed_s` counts the
+    seconds from the last sign of life of the lost rank until the server noticed the loss, as the server reports. The
+    seconds are None if there was no such event. `pages_used` counts the pages in use at the end, and `restarts` the
+    losses of ranks since the fault. `named` is the rank that the server blames or, if a rank was slowed down, the
+    slowest rank.
     """
 
     ingress: str
@@ -60,7 +64,9 @@ class FaultRound:
 
 
 def measure(size: Size, log_progress: LogProgress) -> dict[str, Any]:
-    """Run every round. Return a `FaultRound` for each fault, and sums over all of them."""
+    """Start a server for each of `size.rounds` and cause its faults. Return a `FaultRound` for each fault, and sums
+    over all of them.
+    """
     rounds: list[FaultRound] = []
     for ingress, fault_names in size.rounds:
         with ServerProcess([*GANG_SETTINGS, f"ingress={ingress}"]) as server:
@@ -84,14 +90,14 @@ def measure(size: Size, log_progress: LogProgress) -> dict[str, Any]:
 
 
 def make_prompts(count: int) -> list[Prompt]:
-    """Return `count` prompts; every second one is sampled at T=0.8 with a seed of its own."""
+    """Return `count` prompts: in turns a greedy one, and one sampled at temperature 0.8 with a seed of its own."""
     texts = [prompt.text for prompt in PROMPTS]
     return [Prompt(texts[i // 2 % len(texts)], 0.8 if i % 2 else 0.0, 100 + i) for i in range(count)]
 
 
 def run_round(server: ServerProcess, load: StreamLoad, ingress: str, fault_name: str) -> FaultRound:
-    """Open the streams, cause the fault `fault_name` once every stream has tokens, wait for the end of all streams, and
-    compare their tokens.
+    """Open the streams, and cause the fault `fault_name` once every stream has tokens. Wait for the end of all streams,
+    and compare their tokens with those of the run without a fault.
     """
     fault = Fault(
         server, fault_name, lambda streams: all(len(s.token_ids) >= MIN_STREAM_TOKENS or s.ended_at for s in streams)
@@ -115,7 +121,9 @@ def run_round(server: ServerProcess, load: StreamLoad, ingress: str, fault_name:
 
 
 def slowest(after: Sequence[dict[str, Any]], before: Sequence[dict[str, Any]]) -> str:
-    """Return which rank took the longest per step, collectives excluded, and how many times longer than the fastest."""
+    """Return a text: which rank took the longest per step between the readings `before` and `after`, collectives
+    excluded, and how many times as long as the fastest rank.
+    """
     before_by_rank = {rank["rank"]: rank for rank in before}
     seconds_per_step = {
         rank_info["rank"]: (rank_info["own_seconds"] - before_by_rank[rank_info["rank"]]["own_seconds"])

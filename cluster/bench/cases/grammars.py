@@ -5,12 +5,13 @@ The same prompts run in four ways:
 
 - free: without a grammar.
 - masks: with a schema, by token bitmasks only.
-- forced: with forced nodes where they cost little (the default).
-- eight: with up to eight forced nodes in every tree.
+- forced: with a schema, and as many forced nodes as the default settings allow; they cost little.
+- eight: with a schema, and up to eight forced nodes in every tree.
 
-Free output has another accept length, so steps per second are compared. The time to the first token is measured
-separately and subtracted, because the numbers of steps differ. Contenders take turns; ratios are taken within a repeat.
-Then `cluster.bench.real_sized` measures the cost with vocabularies of real models' sizes.
+Free output has another accept length than output with a schema. So the cost of a grammar is the ratio of steps per
+second, not of tokens per second. The time until the first token is measured separately and subtracted, because the
+numbers of steps differ. Contenders take turns; ratios are taken within a repeat. Then `cluster.bench.real_sized`
+measures the cost with vocabularies as large as those of real models.
 """
 
 import json
@@ -45,8 +46,8 @@ MEMBER_NAMES = (
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The size of a measurement: `prompts` of `prompt_tokens` tokens, answers of at most `new_tokens` tokens. `real` is
-    the size of the measurement `real_sized`.
+    """The size of a measurement: the number of prompts, the tokens of each prompt, the most tokens of an answer, and
+    the recorded repeats. `real` is the size of the measurement `cluster.bench.real_sized`.
     """
 
     prompts: int = 8
@@ -60,8 +61,8 @@ QUICK = Size(prompts=4, new_tokens=40, repeats=1, real=real_sized.QUICK)
 
 
 def list_schema(names: Sequence[str]) -> dict[str, Any]:
-    """Return the schema of a list of objects with these members: strings, integers and an enum. The list must be longer
-    than any answer, so all requests of a batch reach `new_tokens`, as free output does.
+    """Return the schema of a list of objects with these members: strings, integers and an enum. The list has
+    `ITEM_COUNT` items, more than an answer can hold. So all requests reach `new_tokens` tokens, as without a grammar.
     """
     value_schemas = ({"type": "string", "maxLength": 8}, {"type": "integer", "minimum": 0, "maximum": 999})
     members: dict[str, Any] = {name: value_schemas[index % 2] for index, name in enumerate(names[:-1])}
@@ -81,7 +82,7 @@ def compile_schemas(pair: ModelPair, config: EngineConfig, compact: bool) -> lis
 
 
 def measure(pair: ModelPair, size: Size = Size(), log_progress: LogProgress = print) -> dict[str, Any]:
-    """Run everything and return the figures, JSON-ready."""
+    """Run all contenders, then `real_sized`, and return the figures, JSON-ready."""
     config = pair.config(DEFAULT_TREE, size.prompts)
     prompts = pair.prompts(size.prompts, size.prompt_tokens)
     engines = {
@@ -122,7 +123,7 @@ def _request_params(size: Size, temperature: float, seed: int, grammar: str | No
 
 
 def _figures(runs: dict[str, list[TimedDecoding]]) -> dict[str, Any]:
-    """Return the figures. The first repeat is a warm-up and is left out."""
+    """Return the figures of one load from the runs of each contender. Each first run is a warm-up and is left out."""
     timed_runs = {name: name_runs[1:] for name, name_runs in runs.items()}
     first_runs = {name: name_runs[0].run for name, name_runs in timed_runs.items()}
     accept_lengths = {name: run.accept_length for name, run in first_runs.items()}

@@ -1,6 +1,7 @@
 """`aerie bench levels`: accept length and acceptance by depth of any draft, with trees of three levels.
 
-To compare three trained MTP layers with one layer that is used three times, run this bench on each draft's folder.
+To compare a draft of three trained MTP layers with a draft that uses one layer three times, run this bench once on each
+draft's folder.
 """
 
 from dataclasses import asdict

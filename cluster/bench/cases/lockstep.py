@@ -1,11 +1,11 @@
 """`aerie bench lockstep`: the cost of lockstep for data-parallel ranks, and how much one rank slows the others down.
 
 Two ranks run as processes over gloo on loopback, with one torch thread each and without Ray. Every case runs its own
-gang. The cases take turns in every repeat, in reverse order in every other repeat. Figures are medians over the
-repeats; a ratio is taken within a repeat.
+gang, which is one engine on one or two ranks. The cases take turns in every repeat, in reverse order in every other
+repeat. Figures are medians over the repeats; a ratio is taken within a repeat.
 
-Steps are captured by default, and a captured step is one phase. So two more gangs, which run every step eagerly,
-measure the draft phase.
+By default, steps are captured and replayed as a whole, so the time of their draft phase is unknown. Two cases, whose
+names end in "launched", run every step eagerly to measure the draft phase.
 """
 
 from collections.abc import Sequence
@@ -41,10 +41,10 @@ UNEVEN_PADDED = "dp2, uneven, padded"
 @dataclass(frozen=True, slots=True)
 class LockstepFigures:
     """The figures of one gang. `step_ms`, `draft_ms` and `agree_share` are medians over steady steps, in which no
-    rank runs prefill and rank 0 decodes all its requests. `agree_share` is the share of a step's time that the
-    phase `agree` takes, in which the ranks agree on the plan of the step. `draft_ms` is None if steady steps
-    were replayed, because the time of the draft phase is then unknown. `padded_share` is the share of padding among the
-    rows of all steps.
+    rank runs prefill and rank 0 decodes all its requests. `step_ms` and `draft_ms` are times of rank 0; `draft_ms` is
+    None if a steady step was replayed, because the time of its draft phase is then unknown. `agree_share` is the share
+    of a step's time that the ranks need to agree on what the step does, waiting excluded. `tokens_per_s` counts the
+    tokens of all ranks. `padded_share` is the share of padding among the rows of all steps.
     """
 
     step_ms: float
@@ -55,7 +55,7 @@ class LockstepFigures:
 
 
 def measure(pair: ModelPair, size: Size, log_progress: LogProgress = print) -> dict[str, Any]:
-    """Run all cases and return the figures, JSON-ready."""
+    """Run prefill interference and all cases in every repeat, and return the figures, JSON-ready."""
     cases = _cases(pair, size)
     runs: dict[str, list[LockstepFigures]] = {case_name: [] for case_name in cases}
     texts_by_case: dict[str, dict[str, list[int]]] = {}
@@ -148,7 +148,9 @@ def report(
 
 
 def goals(result: dict[str, Any]) -> list[Goal]:
-    """Return the goals of prefill interference at the default `prefill_share`, and of equal tokens in every gang."""
+    """Return two kinds of goals: bounds on prefill interference at the default `prefill_share`, and equal tokens in all
+    gangs.
+    """
     text_goal = Goal("texts that differ from one rank's", result["texts"] - result["same_texts"], 0, slack=1)
     return [*interference_goals(result["stall"]), text_goal]
 

@@ -1,8 +1,8 @@
 """`aerie bench offline`: speculation on and off, and plain decoding against `transformers`, in one run.
 
-Contenders take turns in every repeat, in reverse order in every other repeat, so that a slower machine affects all of
-them. A ratio is taken within a repeat; the median over the repeats is shown. All contenders must give the same tokens;
-otherwise the figures are meaningless.
+Contenders take turns in every repeat, in reverse order in every other repeat. So if the machine becomes slower for a
+while, all of them are affected. A ratio is taken within a repeat; the median over the repeats is shown. All settings of
+this engine must give the same tokens. For `transformers`, the number of texts with the same tokens is shown.
 """
 
 from collections.abc import Callable, Sequence
@@ -53,25 +53,25 @@ QUICK = Size(prompts=8, single_prompts=1, new_tokens=12, repeats=1)
 
 @dataclass(slots=True)
 class Contender:
-    """One way to generate, and all its runs, by batch size."""
+    """One way to generate. `runs` has its recorded runs by batch size, one per repeat."""
 
     name: str
     run_batch: RunBatch
     runs: dict[int, list[EngineRun]] = field(default_factory=dict)
 
     def run(self, prompts: TokenLists, batch: int) -> EngineRun:
-        """Run the prompts, `batch` at a time."""
+        """Run the prompts, `batch` at a time, and return the sum of these runs."""
         total = EngineRun()
         for start in range(0, len(prompts), batch):
             total.add(self.run_batch(prompts[start : start + batch]))
         return total
 
     def speed(self, batch: int) -> float:
-        """Return the median tokens per second."""
+        """Return the median, over the repeats, of the tokens per second at this batch size."""
         return median([run.tokens_per_second for run in self.runs[batch]])
 
     def speedup_over(self, other: "Contender", batch: int) -> float:
-        """Return the speedup over `other`: the median of the ratios within each repeat."""
+        """Return the median, over the repeats, of this contender's speed divided by the speed of `other`."""
         pairs = zip(self.runs[batch], other.runs[batch], strict=True)
         return median([ratio(a.tokens_per_second, b.tokens_per_second) for a, b in pairs])
 
@@ -84,7 +84,7 @@ def measure(pair: ModelPair, size: Size = Size(), log_progress: LogProgress = pr
 def run_contenders(
     pair: ModelPair, size: Size, trees: Sequence[TreeChoice], log_progress: LogProgress = print
 ) -> dict[str, Contender]:
-    """Warm up each contender once, unrecorded; then run all contenders in every repeat."""
+    """Warm up each contender with an unrecorded run, and run all contenders in every repeat. Return them by name."""
     prompts = pair.prompts(size.prompts, size.prompt_tokens)
     contenders: dict[str, Contender] = {}
     for tree in (PLAIN, *trees):
@@ -110,7 +110,9 @@ def run_contenders(
 def report(
     pair: ModelPair, size: Size, trees: Sequence[TreeChoice], contenders: dict[str, Contender]
 ) -> dict[str, Any]:
-    """Return the figures of all contenders, the best settings, and plain decoding against `transformers`."""
+    """Return the figures of plain decoding and of each tree, the best trees, and plain decoding against `transformers`,
+    JSON-ready.
+    """
     plain, reference = contenders[str(PLAIN)], contenders[TRANSFORMERS]
     plain_tokens = {batch: plain.runs[batch][0].tokens for batch in BATCHES}
     settings = [_setting_figures(contenders[str(tree)], tree, plain, plain_tokens) for tree in (PLAIN, *trees)]
@@ -145,8 +147,8 @@ def report(
 
 
 def goals(result: dict[str, Any]) -> list[Goal]:
-    """Return the demo pair's goals for three figures: the best speedup, the share of time outside forwards, and the
-    speed of plain decoding divided by the speed of `transformers`.
+    """Return the demo pair's goals for three figures: the best speedup, the share of time outside model forwards (of
+    plain decoding and of the best tree), and the speed of plain decoding divided by the speed of `transformers`.
     """
     settings = {setting["name"]: setting for setting in result["settings"]}
     goal_list = []
@@ -244,6 +246,6 @@ def _setting_figures(
 
 
 def _best(settings: Sequence[dict[str, Any]], batches: Sequence[int]) -> str:
-    """Return the setting with the highest geometric mean of its speedups at these batch sizes."""
+    """Return the name of the setting whose speedups at these batch sizes have the highest geometric mean."""
     best = max(settings, key=lambda setting: prod(setting[f"batch_{batch}"]["speedup"] for batch in batches))
     return str(best["name"])

@@ -1,8 +1,8 @@
 """`aerie bench overload`: send five times as many requests as a server can serve; measure admissions and refusals.
 
-It starts its own `aerie serve` on loopback with few slots, touches no other process, and ends by itself. First, a
-closed loop with one client per slot measures the capacity: each client sends its next request when its last one has
-ended. Then an open loop sends requests at a fixed rate.
+It starts its own `aerie serve` on loopback, which runs few requests at once (slots). It touches no other process, and
+ends by itself. First, a closed loop with one client per slot measures the capacity: each client sends its next request
+when its last one has ended. Then an open loop sends requests at a fixed rate, without waiting for answers.
 """
 
 import asyncio
@@ -19,10 +19,10 @@ from cluster.bench.streams import served_model
 from cluster.bench.wire import Reply, post, run_coroutine
 
 GOAL_REFUSAL_S = 0.1  # goal for the p99 of the seconds to a refusal
-GOAL_GOODPUT = 0.9  # goal for the goodput, as a share of capacity
+GOAL_GOODPUT = 0.9  # goal for the goodput (complete answers per second), as a share of capacity
 GOAL_WITHIN_TWO = 0.9  # goal for the share of refusals whose Retry-After is within a factor of two of the real wait
 # The real wait of a refused request is estimated: it is the median time to first token of the admitted requests that
-# were sent at most this many seconds before or after.
+# were sent less than this many seconds before or after it.
 NEARBY_S = 2.0
 
 
@@ -30,7 +30,7 @@ NEARBY_S = 2.0
 class Size:
     """The server runs `slots` requests per rank at once, and `max_wait_s` is its `max_queue_wait_s`. Each request
     generates `max_tokens` tokens. A closed loop of `capacity_s` seconds measures the capacity in requests per second.
-    Then an open loop sends `load_factor` times as many for `seconds` seconds.
+    Then an open loop sends `load_factor` times as many requests per second, for `seconds` seconds.
     """
 
     slots: int = 8
@@ -38,7 +38,7 @@ class Size:
     max_wait_s: float = 10.0
     capacity_s: float = 30.0
     seconds: float = 60.0
-    warmup_s: float = 10.0  # time at the start, while the queue fills, that is not counted
+    warmup_s: float = 10.0  # start of the open loop, while the queue fills; not counted in goodput and Retry-After
     load_factor: float = 5.0
 
 
@@ -47,7 +47,7 @@ QUICK = Size(max_tokens=48, max_wait_s=4.0, capacity_s=8.0, seconds=20.0, warmup
 
 def _request_body(model: str, number: int, max_tokens: int) -> dict[str, Any]:
     """Return the body of a request. Its prompt begins with `number`. All prompts have the same number of characters,
-    all outputs the same number of tokens.
+    and all outputs have the same number of tokens.
     """
     prompt = f"{number:07}: once upon a time there was a fox that"
     return {"model": model, "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
@@ -116,7 +116,9 @@ def measure(size: Size, log_progress: LogProgress) -> dict[str, Any]:
 
 
 def overload_figures(replies: list[Reply], size: Size, capacity: float) -> dict[str, Any]:
-    """Return the figures of the requests under overload."""
+    """Return the figures of the requests under overload. Goodput counts the complete answers that ended after
+    `size.warmup_s` and before `size.seconds`. `other` counts the requests that were neither refused nor completed.
+    """
     refused = [reply for reply in replies if reply.status == 503]
     admitted = [reply for reply in replies if reply.status == 200 and reply.complete]
     unserved = [reply for reply in replies if reply.status != 503 and not (reply.status == 200 and reply.complete)]
@@ -154,7 +156,7 @@ def overload_figures(replies: list[Reply], size: Size, capacity: float) -> dict[
 
 
 def goals(result: dict[str, Any]) -> list[Goal]:
-    """Return the goals of refused and admitted requests."""
+    """Return the goals for refused requests, admitted requests, and requests that are neither."""
     return [
         Goal("refusal p99, s", result["refusal_p99_s"], GOAL_REFUSAL_S),
         Goal("share of Retry-After near the real wait", result["retry_after_within_two"], GOAL_WITHIN_TWO, True),

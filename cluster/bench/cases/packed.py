@@ -1,7 +1,7 @@
 """`aerie bench packed`: matrix products with weights that stay quantised, against dequantised weights, in one run.
 
-The matrix fits no cache, so products with few rows are bound by memory. For every format, products with the quantised
-and with the dequantised matrix take turns.
+In a full run, the dequantised matrix is larger than the caches of most CPUs, so its products with few rows are bound by
+memory. For every format, products with a quantised matrix and with a dequantised matrix of the same size take turns.
 """
 
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 def measure(size: Size, log_progress: LogProgress = print) -> dict[str, Any]:
-    """Return the milliseconds and bytes of each contender, JSON-ready."""
+    """Return the milliseconds and bytes of each product, with quantised and with dequantised weights, JSON-ready."""
     figures = []
     for dtype in DTYPES:
         kernels = select_kernels("auto", CPU, dtype)

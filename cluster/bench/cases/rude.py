@@ -1,11 +1,11 @@
 """`aerie bench rude`: do abusive clients disturb ordinary streams?
 
 Eight streams of an `aerie serve` on loopback are read all the time. After a quiet phase, another process does one kind
-of abuse per phase. The abusing process runs in its own session, because Linux shares processors among sessions
+of abuse per phase. The abusing process runs in its own session, because Linux divides processor time among sessions
 (autogroups): in the readers' session it would take their share. Each phase reports the longest pause between two events
-of any stream. It also reports the pauses above 0.1 s per minute, because the longest pause grows with the length of a
-phase. The quiet phase is the baseline without load. Phases with hostile grammars are compared with a phase of ordinary
-requests, with the same number of requests at once.
+of any stream. It also reports how many pauses per minute are longer than 0.1 s, because the longest pause grows with
+the length of a phase. The quiet phase is the baseline without load. For hostile grammars, the baseline is the phase of
+ordinary requests, which sends as many requests at once.
 """
 
 import json
@@ -29,7 +29,7 @@ from cluster.bench.wire import run_coroutine
 
 MAX_PAUSE_S = 0.5  # the longest pause that a stream may have
 LONG_PAUSE_S = 0.1  # longer pauses are counted
-MIN_STREAM_TOKENS = 4  # every stream has this many before the first phase
+MIN_STREAM_TOKENS = 4  # the first phase begins when every stream has this many
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,8 @@ QUICK = Size(quiet_s=5.0, times=(50, 16, 8, 50, 100, 80, 40))
 class Phase:
     """One phase. `what` is the kind of abuse, or "nothing", and `count` is how often it was done. `pauses` has the
     longest pause of each stream, in seconds. `long` counts the pauses of all streams above `LONG_PAUSE_S`, and `cut`
-    the streams that failed. `replaced` says that a rank, the gang or the replica was replaced.
+    the streams that failed. `replaced` says that a rank, the gang (all ranks of the replica) or the replica was
+    replaced. `tally` counts the answers to the abusive requests.
     """
 
     what: str
@@ -79,7 +80,7 @@ class Phase:
 
 
 class Listener:
-    """A client with a thread of its own, which reads streams, one after another."""
+    """A client whose thread reads streams of one prompt, one after another, and measures pauses between events."""
 
     def __init__(self, port: int, model: str, prompt: Prompt, max_tokens: int) -> None:
         self._port, self._model, self._max_tokens = port, model, max_tokens
@@ -91,7 +92,9 @@ class Listener:
         threading.Thread(target=self._run, daemon=True).start()
 
     def take_pauses(self) -> tuple[float, int]:
-        """Return the longest pause since the last call, an unfinished one included, and the number of long pauses."""
+        """Return the longest pause since the last call, a pause that still lasts included, and the number of pauses
+        above `LONG_PAUSE_S` that have ended since.
+        """
         last_event_at, longest_pause_s, long_pauses = self._last_event_at, self.longest_pause_s, self.long_pauses
         self.longest_pause_s, self.long_pauses = 0.0, 0
         return max(
@@ -123,7 +126,7 @@ class Listener:
 
 
 def measure(size: Size, log_progress: LogProgress) -> dict[str, Any]:
-    """Run all phases against one server; return the figures of each `Phase`."""
+    """Run all phases against one server. Return the figures of each `Phase`, and how many phases with abuse failed."""
     context = multiprocessing.get_context("spawn")
     with ServerProcess(TWO_RANKS) as server, ProcessPoolExecutor(1, context, initializer=os.setsid) as abuse_process:
         log_progress(f"rude: ready after {server.ready_s:.1f} s")
@@ -186,7 +189,7 @@ def _phase(
 
 
 def _process_identity(server: ServerProcess) -> Any:
-    """Return a value that changes if a rank, the gang or the replica is replaced."""
+    """Return a value that changes if a rank, the gang or a replica is replaced, or if the server stops answering."""
     try:
         info = server_info(server.port)
     except (OSError, json.JSONDecodeError) as error:
@@ -218,7 +221,7 @@ def _phase_figures(phase: Phase) -> dict[str, Any]:
 
 
 def goals(result: dict[str, Any]) -> list[Goal]:
-    """Return the goal of each abuse: the longest pause between two events of any stream, in seconds."""
+    """Return a goal for each kind of abuse: a bound on the longest pause between two events of any stream."""
     abuse_phases = result["phases"][1:]
     return [
         Goal(f"longest pause beside {phase['what']}, s", phase["longest_pause_s"], result["limit_s"])

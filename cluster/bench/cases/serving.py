@@ -37,7 +37,9 @@ QUICK = Size(starts=1, rounds=1, new_tokens=32)
 
 
 def measure(pair: ModelPair, size: Size = Size(), log_progress: LogProgress = print) -> dict[str, Any]:
-    """Start the server several times, stream, and read its memory; return the figures, JSON-ready."""
+    """Start the server several times; after each start, stream and read its memory. Return the figures, JSON-ready. The
+    memory is that of the last start.
+    """
     starts, rounds = [], list[list[ClientStream]]()
     for number in range(size.starts):
         log_progress(f"serving: start {number + 1} of {size.starts}")
@@ -62,7 +64,7 @@ def measure(pair: ModelPair, size: Size = Size(), log_progress: LogProgress = pr
 
 
 def goals(result: dict[str, Any]) -> list[Goal]:
-    """Return the goal of a start: seconds from the start of the process to the first complete answer."""
+    """Return the goal for the median seconds from the start of the process to the first complete answer."""
     return [Goal("start to first answered request, s", result["first_answer_seconds"], GOAL_START_S)]
 
 
@@ -92,7 +94,10 @@ def show(result: dict[str, Any]) -> str:
 
 def _measure_start(pair: ModelPair, size: Size, rounds: list[list[ClientStream]]) -> dict[str, Any]:
     """Start the server once and add its streams to `rounds`. Return the seconds until it was ready and until its first
-    complete answer, and its memory.
+    complete answer (of one token), and its memory.
+
+    Raises:
+        ValueError: the first request failed.
     """
     target, draft = Path(pair.target).resolve(), Path(pair.draft).resolve()
     settings = [f"model={target}", f"speculative_draft_model_path={draft}"]
