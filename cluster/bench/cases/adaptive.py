@@ -162,7 +162,7 @@ def _measure_cell(cell: Cell, engines: dict[str, Engine], prompts: TokenLists, s
         runs: dict[str, list[SteadyRun]] = {name: [] for name in names}
         for repeat in range(repeats):
             start = repeat * cell.batch % len(prompts)  # repeats use different prompts as long as there are enough
-            batch = prompts[start : start + cell.batch]
+            batch = [prompts[(start + i) % len(prompts)] for i in range(cell.batch)]
             for name in names[:: -1 if repeat % 2 else 1]:
                 runs[name].append(run_steadily(engines[name], batch, cell.temperature, new_tokens))
         return runs
