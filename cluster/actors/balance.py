@@ -211,9 +211,9 @@ class Balancer:
             rank.work[interval] += work - old_work[interval]
 
     def on_ended(self, request_id: str, token_ids: Sequence[int] = ()) -> None:
-        """Record that a request is over, for any reason. Its rank keeps the KV. So if the prompt was computed, add the
-        pages of the prompt and of `token_ids` to the rank's prefix index. `token_ids` are all tokens that the request
-        got, on any rank; if it is empty, add the pages of the prompt alone.
+        """Record that a request has ended, for any reason. The rank of the request keeps the KV. So if
+        the prompt was computed, add the pages of the prompt and of `token_ids` to the rank's prefix index. `token_ids`
+        are all tokens that the request got, on any rank; if it is empty, add the pages of the prompt alone.
         """
         opened = self._open.pop(request_id, None)
         if opened is None:

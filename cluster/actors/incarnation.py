@@ -291,7 +291,7 @@ class Incarnation:
         return None if heartbeat is None else (self._answered_at[rank], heartbeat.status)
 
     def exclude_delay(self, seconds: float) -> None:
-        """Do not count `seconds` as silence of the ranks: this process itself was stopped and read no answers."""
+        """Take `seconds` off the silence of the ranks: for so long this process was stopped, and read no answers."""
         self._answered_at = [at + seconds for at in self._answered_at]
 
     def last_alive_at(self, rank: int) -> float:

@@ -38,7 +38,7 @@ class PrefixIndex:
         return page in self._pages
 
     def count_cached(self, page_hashes: Sequence[int]) -> int:
-        """Return how many pages at the start of `page_hashes` are in the index, up to the first that is not."""
+        """Return how many of `page_hashes`, counted from the first one, come before the first that the index lacks."""
         for count, page_hash in enumerate(page_hashes):
             if page_hash not in self._pages:
                 return count

@@ -29,7 +29,9 @@ count.
 
 
 class Continuations(NamedTuple):
-    """What may follow: `tokens` `[R, count]`, and `matched` `[R]`, the length of the match before them (0 if none)."""
+    """The tokens that may come next, `tokens` `[R, count]`. `matched` `[R]` is how many of a request's last tokens were
+    found earlier in its text, 0 if there is no match.
+    """
 
     tokens: Tensor
     matched: Tensor

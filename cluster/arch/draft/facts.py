@@ -22,7 +22,7 @@ class FactResolver:
         self._overrides = overrides
         self.choices: list[ResolvedFact] = []
         self.doubts: list[str] = []
-        """Sentences about what is odd in the draft; it is served nevertheless. They do not name the draft's folder."""
+        """Sentences that say what is odd in the draft. None of them names its folder. Such a draft is served."""
 
     def choose(self, fact: str, value: Any, source: str) -> Any:
         """Return the override of `fact` or, without an override, `value`, which comes from `source`. Record the
