@@ -162,9 +162,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 result,
             )
         outputs = list(tensors_in(result))
-        # Pure views and allocations are not recorded: the recorded calls already hold the resulting addresses.
-        computed = any(output.numel() and _storage(output) not in argument_storages for output in outputs)
-        if name not in ALLOCATIONS and (function._schema.is_mutable or computed):
+        # Pure views and allocations are not recorded: the recorded calls already hold the resulting addresses. Neither
+        # are operators that write no number.
+        mutates, written = function._schema.is_mutable, [output for output in outputs if output.numel()]
+        computed = any(_storage(output) not in argument_storages for output in written)
+        if name not in ALLOCATIONS and ((mutates and (written or not outputs)) or computed):
             args, kwargs, outputs = self._unowned((args, kwargs, outputs))
             substitute_calls = None if self._substitute is None else self._substitute(function, args, kwargs, outputs)
             if substitute_calls is not None:

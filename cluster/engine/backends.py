@@ -36,7 +36,7 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
     },
     "pool": {
         "torch": "cluster.kv.pool:KVPool",
-        "c": "cluster.kv.pool:KVPool",
+        "c": "cluster.kv.c_pool:CPool",
         "triton": "cluster.kv.triton_pool:TritonPool",
         "flashinfer": "cluster.kv.triton_pool:TritonPool",
     },
@@ -54,7 +54,7 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
     },
     "growth": {
         "torch": "cluster.spec.tree:TorchGrowth",
-        "c": "cluster.spec.tree:TorchGrowth",
+        "c": "cluster.spec.c_tree:growth_of",
         "triton": "cluster.spec.triton_tree:TritonGrowth",
         "flashinfer": "cluster.spec.triton_tree:TritonGrowth",
     },
@@ -124,9 +124,10 @@ def bind_attention(
     A KV cell is what one token stores in one layer: K and V, or one latent. The cells of all layers have the same
     shape. The pool stores them in FP8 if `fp8` is True, otherwise in `dtype`. Queries are in `dtype`.
     """
-    geometry = layers[0]
+    geometry, library_of_pool = layers[0], {} if kernels.library is None else {"library": kernels.library}
+    fp8_cell = geometry.fp8_cell if fp8 else None
     pool = implementation("pool", kernels.name)(
-        len(layers), slots, geometry.cell, dtype, gather.device, geometry.fp8_cell if fp8 else None
+        len(layers), slots, geometry.cell, dtype, gather.device, fp8_cell, **library_of_pool
     )
     extra_arguments: tuple[Any, ...] = ()
     if kernels.flashinfer is not None:
@@ -155,9 +156,7 @@ def lookup_of(kernels: Kernels) -> Lookup:
 
 def tree_backend_of(kernels: Kernels) -> TreeBackend:
     """Return the functions that handle draft trees, of the same backend as `kernels`."""
-    return TreeBackend(
-        implementation("growth", kernels.name), _function("select", kernels), _function("accept", kernels)
-    )
+    return TreeBackend(_function("growth", kernels), _function("select", kernels), _function("accept", kernels))
 
 
 def bitmask_of(kernels: Kernels) -> ApplyTokenBitmask:
@@ -167,7 +166,7 @@ def bitmask_of(kernels: Kernels) -> ApplyTokenBitmask:
 
 
 def _function(kind: str, kernels: Kernels) -> Any:
-    """Return the function that serves `kind`. For C, it is an instance of a class that takes the compiled library."""
+    """Return the function that serves `kind`. For C, the class or function of the table takes the compiled library."""
     function_or_class = implementation(kind, kernels.name)
     return function_or_class if kernels.library is None else function_or_class(kernels.library)
 

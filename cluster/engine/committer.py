@@ -87,17 +87,20 @@ class Committer:
         """
         shape, outputs, trees = step.shape, list[SequenceOutput](), list[TreeCounts]()
         outlook, accepted = self._scheduler.decode.outlook, list[tuple[int, AcceptedTree]]()
+        looked_up = 0  # how many of a path's nodes the draft had not proposed; some only in steps with looked-up tokens
         for i, (sequence, lease) in enumerate(step.schedule.decodes):
             if sequence.lease is not lease:  # ended, aborted or retracted since the step began
                 continue
             tokens, count, finite_prefix, nodes = step_output.decode_result(i)
-            path = step_output.accepted_tree(i, count)
-            accepted.append((lease.row, path))
+            if outlook is not None or step_output.lookup_columns:
+                path = step_output.accepted_tree(i, count)
+                accepted.append((lease.row, path))
+                looked_up = count - 1 - path.drafted
             finite_count = min(count, finite_prefix)  # tokens after the first non-finite logits are not returned
             sequence.commit_tree(count, shape)  # the device committed all `count`, finite or not
             output = self._append_tokens(sequence, tokens[:finite_count], step_output, i * step_output.path_length)
             if shape.num_draft_tokens > 1 and output.token_ids:
-                node_count, looked_up = shape.num_draft_tokens - 1 if nodes is None else nodes, count - 1 - path.drafted
+                node_count = shape.num_draft_tokens - 1 if nodes is None else nodes
                 trees.append(TreeCounts(len(output.token_ids), node_count, looked_up))
                 sequence.count_tree(len(output.token_ids), node_count)
                 # Forced nodes are accepted whatever the draft says; n-gram speculation has no draft to misread.

@@ -6,6 +6,7 @@ A torch operator takes 5 to 10 microseconds for a few rows, and a step has about
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import Structure, byref, c_int64, c_void_p
 from functools import partial
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -19,6 +20,8 @@ MAX_BYTES = 1 << 20
 """The most bytes of an operator's output (for `index_copy_`, of the whole table). For more bytes torch is faster, as it
 uses several threads.
 """
+MAX_CALLS, MAX_BLOCKS = 64, 4096
+"""The most calls that replace one operator, and the most blocks of bytes that they copy."""
 Call = partial[None]
 aten = torch.ops.aten
 POINTER_FIELDS = ("table", "row_ids", "column_ids", "out")
@@ -48,6 +51,8 @@ class Copies:
             aten.index_copy_.default: self._copy_rows,
             aten.cat.default: self._cat,
             aten.cat.out: self._cat,
+            aten.reshape.default: lambda out, tensor, *_: self._rearrange(out, tensor),
+            aten.contiguous.default: lambda out, tensor, *_: self._rearrange(out, tensor),
             aten.gather.default: self._gather_columns,
             aten.index.Tensor: self._index_cells,
         }
@@ -101,6 +106,8 @@ class Copies:
         num_rows, out_row_bytes = prod(out.shape[:dim]), prod(out.shape[dim:]) * out.itemsize
         calls, address = list[Call](), out.data_ptr()
         for tensor in tensors:
+            if not tensor.numel():
+                continue
             # True for a matrix that is joined along its columns and has contiguous rows, at any row stride.
             is_strided_matrix = tensor.dim() == 2 == dim + 1 and (tensor.stride(1) == 1 or tensor.shape[1] == 1)
             if (
@@ -111,23 +118,41 @@ class Copies:
                 return None
             tensor_row_bytes = prod(tensor.shape[dim:]) * out.itemsize
             tensor_stride = tensor.stride(0) * out.itemsize if is_strided_matrix else tensor_row_bytes
-            if tensor_row_bytes:
-                calls.append(
-                    partial(
-                        self._place,
-                        tensor.data_ptr(),
-                        address,
-                        num_rows,
-                        tensor_row_bytes,
-                        tensor_stride,
-                        out_row_bytes,
-                    )
+            calls.append(
+                partial(
+                    self._place, tensor.data_ptr(), address, num_rows, tensor_row_bytes, tensor_stride, out_row_bytes
                 )
+            )
             address += tensor_row_bytes
         return calls if out.is_contiguous() else None
 
+    def _rearrange(self, out: Tensor, tensor: Tensor) -> list[Call] | None:
+        """Return calls that copy `tensor` to the contiguous `out`, in the same order of numbers."""
+        if not out.is_contiguous() or out.dtype != tensor.dtype:
+            return None
+        # The last dimensions whose numbers lie side by side are copied as blocks of bytes. The dimension before them is
+        # the rows of a call, and each index of the others is a call.
+        block, dims = out.itemsize, tensor.dim()
+        while dims and (tensor.shape[dims - 1] == 1 or tensor.stride(dims - 1) * out.itemsize == block):
+            dims -= 1
+            block *= tensor.shape[dims]
+        rows, stride = (tensor.shape[dims - 1], tensor.stride(dims - 1) * out.itemsize) if dims else (1, block)
+        outer_shape = tensor.shape[: max(0, dims - 1)]
+        if prod(outer_shape) > MAX_CALLS or prod(outer_shape) * rows > MAX_BLOCKS:
+            return None
+        calls, address = list[Call](), out.data_ptr()
+        for index in product(*map(range, outer_shape)):
+            offset = sum(i * step for i, step in zip(index, tensor.stride(), strict=False)) * out.itemsize
+            calls.append(partial(self._place, tensor.data_ptr() + offset, address, rows, block, stride, block))
+            address += rows * block
+        return calls
+
     def _gather_columns(self, out: Tensor, table: Tensor, dim: int, ids: Tensor) -> list[Call] | None:
-        if not (table.dim() == 2 and dim in (1, -1) and out.is_contiguous() and ids.dtype == torch.int64):
+        """Columns may also be rows of numbers: in a table `[n, m, size]`, with one id for all numbers of a row."""
+        is_matrix, is_stack = table.dim() == 2, table.dim() == 3 and (ids.shape[2] == 1 or ids.stride(2) == 0)
+        if not (is_matrix or (is_stack and ids.shape[2] == table.shape[2] and _rows_are_contiguous(table))):
+            return None
+        if not (dim in (1, 1 - table.dim()) and out.is_contiguous() and ids.dtype == torch.int64):
             return None
         arguments = CellsStruct(rows=ids.shape[0], columns=ids.shape[1], wraps=False, table_rows=ids.shape[0])
         arguments.column_ids, arguments.column_ids_row, arguments.column_ids_column = ids.data_ptr(), *_strides(ids)
@@ -151,16 +176,21 @@ class Copies:
         arguments.table, arguments.out, arguments.size, arguments.table_columns = (
             table.data_ptr(),
             out.data_ptr(),
-            out.itemsize,
+            prod(table.shape[2:]) * out.itemsize,
             table.shape[1],
         )
-        arguments.row_stride, arguments.column_stride = (stride * table.itemsize for stride in table.stride())
+        arguments.row_stride, arguments.column_stride = (stride * table.itemsize for stride in table.stride()[:2])
         return [partial(self._cells, byref(arguments))]
 
 
 def _strides(ids: Tensor) -> tuple[int, int]:
-    """Return the strides of a matrix of ids, in elements."""
+    """Return the first two strides of ids, in elements."""
     return ids.stride(0), ids.stride(1)
+
+
+def _rows_are_contiguous(table: Tensor) -> bool:
+    """Return whether the numbers of the last dimension lie side by side."""
+    return table.shape[-1] == 1 or table.stride(-1) == 1
 
 
 def _row_bytes(table: Tensor) -> int:

@@ -5,6 +5,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import Structure, byref, c_int64, c_void_p
 from functools import partial
+from itertools import product
+from math import prod
 from typing import Any
 
 import torch
@@ -14,11 +16,17 @@ from torch._ops import OpOverload
 from cluster.kernels.library import Library
 
 MAX_NUMBERS = 2048
-"""The most numbers of one call; torch is faster for more."""
+"""The most numbers of an operator's output; torch is faster for more."""
+MAX_VECTOR_NUMBERS = 1 << 16
+"""The same for sums, differences and products of float32 in contiguous rows, which C computes in vectors."""
+MAX_CALLS = 64
+"""The most calls that replace one operator. A call has two dimensions, so tensors of more may need several calls."""
 KINDS = (torch.int64, torch.int32, torch.bool, torch.float32, torch.float64)
-FLOATS = (torch.float32, torch.float64)
-ADD, SUBTRACT, MULTIPLY, EQUAL, UNEQUAL, DIVIDE, REMAINDER, MINIMUM, COPY, SUM, CUMULATIVE_PRODUCT = range(11)
-FLOAT_OPERATIONS = (ADD, SUBTRACT, MULTIPLY, EQUAL, UNEQUAL, COPY)
+FLOATS, INTEGERS = (torch.float32, torch.float64), (torch.int64, torch.int32)
+ADD, SUBTRACT, MULTIPLY, EQUAL, UNEQUAL, LESS, GREATER, DIVIDE, REMAINDER, MINIMUM, MAXIMUM, OR = range(12)
+COPY, SUM, CUMULATIVE_PRODUCT = range(12, 15)
+COMPARISONS = (EQUAL, UNEQUAL, LESS, GREATER)
+FLOAT_OPERATIONS = (ADD, SUBTRACT, MULTIPLY, *COMPARISONS, COPY)
 Call = partial[None]
 Options = Mapping[str, Any]
 aten = torch.ops.aten
@@ -32,6 +40,15 @@ BINARY_OPERATIONS = {
     aten.eq.Scalar: EQUAL,
     aten.ne.Tensor: UNEQUAL,
     aten.ne.Scalar: UNEQUAL,
+    aten.lt.Tensor: LESS,
+    aten.lt.Scalar: LESS,
+    aten.gt.Tensor: GREATER,
+    aten.gt.Scalar: GREATER,
+    aten.maximum.default: MAXIMUM,
+    aten.minimum.default: MINIMUM,
+    aten.bitwise_or.Tensor: OR,
+    aten.__or__.Tensor: OR,
+    aten.floor_divide.default: DIVIDE,
     aten.remainder.Scalar: REMAINDER,
     aten.remainder.Tensor: REMAINDER,
 }
@@ -77,7 +94,7 @@ class NumberKernels:
     ) -> list[Call] | None:
         """Return calls that fill the output of `function(*args, **options)`; None if C does not support the case."""
         replacement = self._replacements.get(function)
-        if replacement is None or len(outputs) != 1 or not 0 < outputs[0].numel() <= MAX_NUMBERS:
+        if replacement is None or len(outputs) != 1 or not outputs[0].numel():
             return None
         return replacement(outputs[0], {key: value for key, value in options.items() if key != "out"}, *args)
 
@@ -88,8 +105,10 @@ class NumberKernels:
         return self._call(DIVIDE, out, a, b) if options == {"rounding_mode": "floor"} else None
 
     def _clamp(self, out: Tensor, options: Options, a: Tensor, *bounds: Any) -> list[Call] | None:
-        minimum, maximum = (*bounds, None, None)[:2]
-        return None if options or minimum is not None or maximum is None else self._call(MINIMUM, out, a, maximum)
+        minimum, maximum = (*bounds, options.get("min"), options.get("max"))[:2]
+        if (minimum is None) == (maximum is None):
+            return None
+        return self._call(MINIMUM, out, a, maximum) if minimum is None else self._call(MAXIMUM, out, a, minimum)
 
     def _to(self, out: Tensor, options: Options, a: Tensor, *_: Any) -> list[Call] | None:
         return self._copy(out, a)
@@ -109,37 +128,67 @@ class NumberKernels:
 
     def _cumulative_product(self, out: Tensor, options: Options, a: Tensor, dim: int) -> list[Call] | None:
         is_supported = a.dim() == 2 and dim in (1, -1) and not options
-        return self._call(CUMULATIVE_PRODUCT, out, a, a) if is_supported and out.dtype == torch.int64 else None
+        return (
+            self._call(CUMULATIVE_PRODUCT, out, a, a, by_rows=True)
+            if is_supported and out.dtype == torch.int64
+            else None
+        )
 
-    def _sum(
-        self, out: Tensor, options: Options, a: Tensor, dims: Sequence[int], keepdim: bool = False
-    ) -> list[Call] | None:
-        is_supported = a.dim() == 2 and list(dims) in ([1], [-1]) and not options and out.dtype == torch.int64
-        if not is_supported or not 0 < a.numel() <= MAX_NUMBERS:
+    def _sum(self, out: Tensor, options: Options, a: Tensor, dims: Sequence[int], *_: Any) -> list[Call] | None:
+        if list(dims) not in ([-1], [a.dim() - 1]) or options.get("dtype", out.dtype) != out.dtype:
+            return None
+        if not 0 < a.numel() <= MAX_NUMBERS or a.dim() < 2 or not (a.is_contiguous() or a.dim() == 2):
+            return None
+        if a.dtype in FLOATS or out.dtype not in INTEGERS or not out.is_contiguous():
             return None
         # The output is expanded to the shape of `a` with stride 0 along the sum.
-        return self._call(SUM, (out if keepdim else out[:, None]).expand(a.shape), a, a)
+        rows = a.flatten(0, -2)
+        return self._call(SUM, out.view(-1, 1).expand(rows.shape), rows, rows, by_rows=True)
 
-    def _call(self, operation: int, out: Tensor, a: Any, b: Any) -> list[Call] | None:
-        """Return one call; None if C does not support a dtype or shape."""
+    def _call(self, operation: int, out: Tensor, a: Any, b: Any, by_rows: bool = False) -> list[Call] | None:
+        """Return calls that compute `out`; None if C does not support a dtype or shape. If `by_rows`, the result of a
+        number depends on its row `[n, columns]`, so dimensions are not merged.
+        """
         a_tensor, b_tensor = _as_tensor(a), _as_tensor(b)
-        if a_tensor is None or b_tensor is None or out.dim() > 2:
+        if a_tensor is None or b_tensor is None:
             return None
-        dtypes = {each.dtype for each in (a_tensor, b_tensor, out)}
+        tensors = a_tensor, b_tensor, out
+        dtypes = {tensor.dtype for tensor in tensors}
         any_float = not dtypes.isdisjoint(FLOATS)
         if not dtypes <= set(KINDS) or (any_float and not _floats_are_supported(operation, out, a, b)):
             return None
-        arguments = NumbersStruct(operation=operation, floats=any_float)
-        arguments.rows, arguments.columns = shape = (*(1,) * (2 - out.dim()), *out.shape)
-        for name, tensor in zip(POINTER_FIELDS, (a_tensor, b_tensor, out), strict=True):
-            broadcast = tensor.expand(out.shape).view(shape)  # broadcast dimensions get stride 0
-            setattr(arguments, name, tensor.data_ptr())
-            setattr(arguments, f"{name}_kind", KINDS.index(tensor.dtype))
-            setattr(arguments, f"{name}_row", broadcast.stride(0) * tensor.itemsize)
-            setattr(arguments, f"{name}_column", broadcast.stride(1) * tensor.itemsize)
-        call = partial(self._function, byref(arguments))
-        call.inputs = a_tensor, b_tensor  # type: ignore[attr-defined]
-        return [call]
+        # A broadcast dimension has stride 0.
+        strides = [tensor.expand(out.shape).stride() for tensor in tensors]
+        dimensions = list(zip(out.shape, *strides, strict=True))
+        *outer, rows, columns = dimensions if by_rows else _merged(dimensions)
+        is_vector = dtypes == {torch.float32} and operation in (ADD, SUBTRACT, MULTIPLY) and set(columns[1:]) == {1}
+        if out.numel() > (MAX_VECTOR_NUMBERS if is_vector else MAX_NUMBERS) or prod(d[0] for d in outer) > MAX_CALLS:
+            return None
+        calls = list[Call]()
+        for index in product(*(range(dimension[0]) for dimension in outer)):
+            arguments = NumbersStruct(operation=operation, floats=any_float, rows=rows[0], columns=columns[0])
+            for number, (name, tensor) in enumerate(zip(POINTER_FIELDS, tensors, strict=True), start=1):
+                offset = sum(i * dimension[number] for i, dimension in zip(index, outer, strict=True))
+                setattr(arguments, name, tensor.data_ptr() + offset * tensor.itemsize)
+                setattr(arguments, f"{name}_kind", KINDS.index(tensor.dtype))
+                setattr(arguments, f"{name}_row", rows[number] * tensor.itemsize)
+                setattr(arguments, f"{name}_column", columns[number] * tensor.itemsize)
+            call = partial(self._function, byref(arguments))
+            call.inputs = a_tensor, b_tensor  # type: ignore[attr-defined]
+            calls.append(call)
+        return calls
+
+
+def _merged(dimensions: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Merge neighbouring dimensions that can be walked as one, and drop dimensions of size 1; at least two remain. A
+    dimension is its size and the strides of all tensors, in numbers.
+    """
+    merged = [(1,) * 4, *(dimension for dimension in dimensions if dimension[0] != 1)]
+    for index in range(len(merged) - 1, 1, -1):
+        (outer_size, *outer), (size, *inner) = merged[index - 1 : index + 1]
+        if outer == [size * stride for stride in inner]:
+            merged[index - 1 : index + 1] = [(outer_size * size, *inner)]
+    return merged if len(merged) > 1 else [(1,) * 4, *merged]
 
 
 def _as_tensor(number: Any) -> Tensor | None:
@@ -151,13 +200,13 @@ def _as_tensor(number: Any) -> Tensor | None:
 
 def _floats_are_supported(operation: int, out: Tensor, a: Any, b: Any) -> bool:
     """Return whether C computes floats as torch does. It does so for sums, differences and products in one dtype, for
-    comparisons in one dtype or with a small integer, and for copies between float dtypes.
+    comparisons in one dtype or with a small integer, and for copies to floats.
     """
     if operation not in FLOAT_OPERATIONS:
         return False
     a_is_float = isinstance(a, Tensor) and a.dtype in FLOATS
-    if operation in (EQUAL, UNEQUAL):
+    if operation in COMPARISONS:
         return a_is_float and (b.dtype == a.dtype if isinstance(b, Tensor) else abs(b) < 1 << 20)
     if operation == COPY:
-        return a_is_float and out.dtype in FLOATS
+        return out.dtype in FLOATS
     return a_is_float and isinstance(b, Tensor) and b.dtype == a.dtype == out.dtype

@@ -33,6 +33,8 @@ SIGNATURES = {
     "keys": "pppiii",
     "accept": "p",
     "select": "p",
+    "level": "p",
+    "keep": "p",
     "append": "p",
     "continue": "p",
     "bar": "ppppiiiidi",
@@ -41,6 +43,7 @@ SIGNATURES = {
     "place": "ppiiii",
     "cells": "p",
     "numbers": "p",
+    "move": "pppiiii",
 }
 Function = Callable[..., None]
 

@@ -17,7 +17,8 @@ def compact(pool: KVPool, window: Tensor, path: Tensor) -> None:
     """
     width = path.shape[1]
     window_positions = torch.arange(width, device=path.device)
-    # Beyond the path, source = destination. So S + 1 rows are always copied, and the host need not know accept_len.
+    # Parents come before their children, so path[r, j] >= j on the path. Beyond it, the maximum is j: source =
+    # destination. So S + 1 rows are always copied, and the host need not know accept_len.
     # Sources and destinations overlap; `move_kv_cache` reads all sources before it writes.
-    source_slots = window.gather(1, torch.where(path > 0, path, window_positions))
+    source_slots = window.gather(1, torch.maximum(path, window_positions))
     pool.move_kv_cache(window[:, :width], source_slots)

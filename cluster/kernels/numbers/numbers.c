@@ -6,7 +6,7 @@
 #include "../c/vector.h"
 
 enum { I64, I32, BOOLEAN, F32, F64 };
-enum { ADD, SUBTRACT, MULTIPLY, EQUAL, UNEQUAL, DIVIDE, REMAINDER, LEAST, COPY, SUM, PRODUCTS };
+enum { ADD, SUBTRACT, MULTIPLY, EQUAL, UNEQUAL, LESS, GREATER, DIVIDE, REMAINDER, LEAST, GREATEST, OR, COPY, SUM, PRODUCTS };
 
 /* out [rows, columns] from a and b. Strides are in bytes, and 0 in broadcast dimensions. */
 struct aerie_numbers {
@@ -51,37 +51,67 @@ INLINE int64_t of_wholes(int64_t operation, int64_t a, int64_t b)
     case MULTIPLY: return (int64_t)((uint64_t)a * (uint64_t)b);
     case EQUAL: return a == b;
     case UNEQUAL: return a != b;
+    case LESS: return a < b;
+    case GREATER: return a > b;
     case DIVIDE: return quotient(a, b);
     case REMAINDER: return a - quotient(a, b) * b;
     case LEAST: return a < b ? a : b;
+    case GREATEST: return a > b ? a : b;
+    case OR: return a | b;
     default: return a;
     }
 }
 
-INLINE void of_floats(const struct aerie_numbers *n, double a, double b, char *to)
+INLINE int compare(int64_t operation, double a, double b)
 {
-    if (n->operation == EQUAL || n->operation == UNEQUAL) {
-        put_whole(to, n->out_kind, (a == b) == (n->operation == EQUAL));
-        return;
+    return operation == LESS ? a < b : operation == GREATER ? a > b : (a == b) == (operation == EQUAL);
+}
+
+INLINE void of_floats(const struct aerie_numbers *n, const char *one, const char *other, char *to)
+{
+    double a = float_at(one, n->a_kind), b = float_at(other, n->b_kind), x = a;
+    switch (n->operation) {
+    case EQUAL: case UNEQUAL: case LESS: case GREATER: put_whole(to, n->out_kind, compare(n->operation, a, b)); return;
+    case ADD: x = a + b; break;
+    case SUBTRACT: x = a - b; break;
+    case MULTIPLY: x = a * b; break;
     }
-    double x = n->operation == ADD ? a + b : n->operation == SUBTRACT ? a - b : n->operation == MULTIPLY ? a * b : a;
     if (n->out_kind == F64)
         *(double *)to = x;
+    else if (n->a_kind < F32) /* a copy of an integer, which is rounded once */
+        *(float *)to = (float)whole_at(one, n->a_kind);
     else
         *(float *)to = (float)x;
 }
 
+/* Sums, differences and products of rows of float, in vectors. */
+INLINE void vectors(const struct aerie_numbers *n, const float *a, const float *b, float *out)
+{
+    if (n->operation == ADD)
+        for (int64_t c = 0; c < n->columns; c++) out[c] = a[c] + b[c];
+    else if (n->operation == SUBTRACT)
+        for (int64_t c = 0; c < n->columns; c++) out[c] = a[c] - b[c];
+    else
+        for (int64_t c = 0; c < n->columns; c++) out[c] = a[c] * b[c];
+}
+
 void NAMED(aerie_numbers)(const struct aerie_numbers *n)
 {
+    int is_vector = n->operation <= MULTIPLY && n->a_kind == F32 && n->b_kind == F32 && n->out_kind == F32
+                    && n->a_column == 4 && n->b_column == 4 && n->out_column == 4;
     for (int64_t r = 0; r < n->rows; r++) {
         const char *a = n->a + r * n->a_row, *b = n->b + r * n->b_row;
         char *out = n->out + r * n->out_row;
         int64_t sum = 0, product = 1;
+        if (is_vector) {
+            vectors(n, (const float *)a, (const float *)b, (float *)out);
+            continue;
+        }
         for (int64_t c = 0; c < n->columns; c++) {
             const char *one = a + c * n->a_column, *other = b + c * n->b_column;
             char *to = out + c * n->out_column;
             if (n->floats) {
-                of_floats(n, float_at(one, n->a_kind), float_at(other, n->b_kind), to);
+                of_floats(n, one, other, to);
                 continue;
             }
             int64_t x = whole_at(one, n->a_kind);

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from cluster.capture.tape import Tape
-from cluster.kernels.c_numbers import KINDS, MAX_NUMBERS, NumberKernels
+from cluster.kernels.c_numbers import KINDS, MAX_CALLS, MAX_NUMBERS, NumberKernels
+from cluster.kernels.joined import _Joined
 from tests.unit.kernels.library import c_library
 
 INTEGERS = (torch.int64, torch.int32)
@@ -21,6 +22,13 @@ INTEGER_PROGRAMS: dict[str, Program] = {
     "multiply": lambda a, b: a * b,
     "equal": lambda a, b: a == b,
     "unequal": lambda a, b: a != b,
+    "less": lambda a, b: a < b,
+    "greater": lambda a, b: a > b,
+    "less than a number": lambda a, b: a < 2,
+    "greater than a number": lambda a, b: a > -1,
+    "maximum": lambda a, b: torch.maximum(a, b),
+    "minimum": lambda a, b: torch.minimum(a, b),
+    "or": lambda a, b: a | b,
     "add a number": lambda a, b: a + 3,
     "equal to a number": lambda a, b: a == 2,
     "divide": lambda a, b: a.div(4, rounding_mode="floor"),
@@ -29,6 +37,12 @@ INTEGER_PROGRAMS: dict[str, Program] = {
     "remainder": lambda a, b: a.remainder(4),
     "remainder by a negative number": lambda a, b: a.remainder(-3),
     "clamp max": lambda a, b: a.clamp(max=3),
+    "clamp min": lambda a, b: a.clamp(min=-2),
+    "floor_divide": lambda a, b: a // 3,
+    "to float32": lambda a, b: (a * 12345).to(torch.float32),
+    "to float64": lambda a, b: a.to(torch.float64),
+    "three dimensions": lambda a, b: a[:, None] + b[None],
+    "four dimensions": lambda a, b: a[:, None, :, None] * b[None, :, None],
     "in place": lambda a, b: a.clone().mul_(4).add_(b),
     "zero": lambda a, b: a.clone().zero_(),
     "zeros": lambda a, b: a.new_zeros(3, 5),
@@ -42,6 +56,8 @@ INTEGER_PROGRAMS: dict[str, Program] = {
     "repeat_interleave": lambda a, b: a[:, 0].repeat_interleave(3),
     "cumprod": lambda a, b: a.cumprod(1),
     "sum": lambda a, b: a.sum(1),
+    "sum to int32": lambda a, b: a.sum(-1, dtype=torch.int32),
+    "sum in three dimensions": lambda a, b: (a[:, None] * b[None]).sum(-1, keepdim=True, dtype=torch.int32),
     "sum with keepdim": lambda a, b: (a == b).cumprod(1).sum(1, keepdim=True),
 }
 FLOAT_PROGRAMS: dict[str, Program] = {
@@ -50,6 +66,9 @@ FLOAT_PROGRAMS: dict[str, Program] = {
     "multiply": lambda a, b: a * b,
     "finite": lambda a, b: (a - a == 0).cumprod(1).sum(1, keepdim=True),
     "equal": lambda a, b: a == b,
+    "less": lambda a, b: a < b,
+    "greater": lambda a, b: a > b,
+    "greater than a number": lambda a, b: a > 0,
     "to float64": lambda a, b: a.double(),
     "to float32": lambda a, b: b.double().float(),
     "row and column": lambda a, b: a[:, :1] + b[:1],
@@ -63,7 +82,9 @@ UNSUPPORTED_PROGRAMS: dict[str, Program] = {
     "sum of each column": lambda a, b: a.sum(0),
     "bfloat16": lambda a, b: a.bfloat16() + b.bfloat16(),
     "too many numbers": lambda a, b: a.repeat(MAX_NUMBERS, 1) + 1,
-    "integers to floats": lambda a, b: a.to(torch.int64).float(),
+    "maximum": lambda a, b: torch.maximum(a, b),
+    "floats to integers": lambda a, b: a.to(torch.int64),
+    "too many calls": lambda a, b: a.repeat(MAX_CALLS + 1, 1).view(-1, 3, 5)[:, ::2, ::2] == 1,
 }
 
 
@@ -135,3 +156,29 @@ def test_cumprod_sum_and_cast_accept_bool_and_integer_dtypes() -> None:
         a.copy_(torch.tensor([[1, 0, 1], [1, 1, 1]]))
         tape.replay()
         assert len(tape) == 1 and all(map(torch.equal, tape.output, [a.cumprod(1), a.sum(1), a.to(torch.int64)]))
+
+
+def test_large_integers_are_rounded_to_float_once() -> None:
+    """2^54 + 2^30 + 1 is just above the middle between two floats, but becomes that middle if it is first a double."""
+    a = torch.tensor([[(1 << 54) + (1 << 30) + 1, -(1 << 54) - (1 << 30) - 1]])
+    tape = Tape(lambda: a.to(torch.float32), substitute=NumberKernels(c_library()))
+    tape.replay()
+    assert torch.equal(tape.output, a.to(torch.float32))
+    assert not torch.equal(tape.output, a.double().to(torch.float32))
+
+
+def test_operators_that_write_no_number_are_not_recorded() -> None:
+    table, rows, ids = torch.zeros(9, 0), torch.zeros(2, 0), torch.tensor([1, 2])
+    tape = Tape(lambda: [table.index_copy_(0, ids, rows), ids + 1], substitute=NumberKernels(c_library()))
+    assert len(tape) == 1
+
+
+@pytest.mark.parametrize("operator", [torch.add, torch.sub, torch.mul])
+def test_long_rows_of_float32_are_computed_in_vectors(operator: Program) -> None:
+    a, b = torch.randn(3, MAX_NUMBERS), torch.randn(3, MAX_NUMBERS + 8)[:, 3:-5]
+    tape = Tape(lambda: operator(a, b[:1]), substitute=NumberKernels(c_library()))
+    assert isinstance(tape._calls[0], _Joined) and len(tape) == 1
+    a.neg_()
+    b.mul_(2)
+    tape.replay()
+    assert torch.equal(tape.output, operator(a, b[:1]))

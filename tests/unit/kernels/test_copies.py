@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cluster.capture.tape import Tape
-from cluster.kernels.c_copies import MAX_BYTES, Copies
+from cluster.kernels.c_copies import MAX_BLOCKS, MAX_BYTES, MAX_CALLS, Copies
 from tests.unit.kernels.library import c_library
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int32, torch.bool)
@@ -89,7 +89,12 @@ def test_index_copy_and_cat_kernels_match_torch(dtype: torch.dtype) -> None:
     def program(destination: Tensor) -> list[Tensor]:
         destination.index_copy_(0, ids, rows)
         torch.cat([left, right], 1, out=concatenated)
-        return [concatenated, torch.cat([rows, destination]), torch.cat([wide_rows[:, 3:4], wide_rows[:, 5:9]], 1)]
+        no_rows = torch.zeros(0, 5, dtype=torch.bool)
+        return [
+            concatenated,
+            torch.cat([rows, no_rows, destination]),
+            torch.cat([wide_rows[:, 3:4], wide_rows[:, 5:9]], 1),
+        ]
 
     tape_table = table.clone()
     tape = Tape(lambda: program(tape_table), substitute=Copies(c_library()))
@@ -130,6 +135,37 @@ def test_gather_and_advanced_indexing_kernels_match_torch(dtype: torch.dtype) ->
         tape.replay()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rearranging_kernels_match_torch(dtype: torch.dtype) -> None:
+    """Reshapes and copies of tensors whose numbers do not lie side by side, and lookups of rows in a stack."""
+    generator = torch.Generator().manual_seed(0)
+    table, ids = torch.zeros(4, 3, 5, 6, dtype=dtype), torch.randint(3, (4, 2), generator=generator)
+
+    def program() -> list[Tensor]:
+        return [
+            table[:, :, 0].reshape(-1, 6),
+            table[:, 0].transpose(1, 2).contiguous(),
+            table[:, 1, :, 3].reshape(-1),
+            table[0, 0, :, 2].contiguous(),
+            table[:, :1, :1, ::2].reshape(4, 3),
+            table[0, :1, 0].expand(5, 6).reshape(-1),
+            table[:2].transpose(1, 3).contiguous(),
+            table[:, :, 1].gather(1, ids[..., None].expand(4, 2, 6)),
+            table[..., 2:3].squeeze(3)[..., :1].gather(1, ids[..., None]),
+        ]
+
+    tape = Tape(program, substitute=Copies(c_library()))
+    assert len(tape) == 1, "one call for all of them"
+    for _ in range(2):
+        table.copy_(torch.randint(-100, 100, table.shape, generator=generator))
+        ids.copy_(torch.randint(3, ids.shape, generator=generator))
+        tape.replay()
+        assert all(map(torch.equal, tape.output, program()))
+    ids[1, 1] = 3
+    with pytest.raises(IndexError, match="2 row indices"):
+        tape.replay()
+
+
 def test_copies_leave_unsupported_operators_and_layouts_to_torch() -> None:
     copies, select = Copies(c_library()), torch.ops.aten.index_select.default
     table, ids = torch.randn(6, 8), torch.tensor([3, 1])
@@ -144,6 +180,9 @@ def test_copies_leave_unsupported_operators_and_layouts_to_torch() -> None:
         (torch.ops.aten.cat.default, ([table.t(), table.t()], 0)),
         (torch.ops.aten.cat.default, ([table, table.double()], 0)),
         (torch.ops.aten.take.default, (table.t(), ids)),
+        (torch.ops.aten.contiguous.default, (torch.empty(2, MAX_BLOCKS).t(),)),
+        (torch.ops.aten.contiguous.default, (torch.empty(2, 2, MAX_CALLS + 1).transpose(0, 2),)),
+        (torch.ops.aten.gather.default, (table[None], 1, torch.zeros(1, 2, 8, dtype=torch.int64))),
     ]
     for function, args in cases:
         assert copies(function, args, {}, [function(*args)]) is None, args

@@ -1,0 +1,47 @@
+"""What every KV pool must do when it moves cells: give the result of the torch pool."""
+
+from collections.abc import Callable
+
+import torch
+
+from cluster.arch.cell import CodedCell
+from cluster.kv.pool import KVPool
+
+CPU = torch.device("cpu")
+CELLS = [(2, 2, 8), (1, 1, 200), (2, 3, 33)]
+FP8_CELLS = [CodedCell((2, 2, 8)), CodedCell((1, 1, 200), 150)]
+CreatePool = Callable[..., KVPool]
+"""A factory that takes the arguments of `KVPool`."""
+
+
+def check_overlapping_moves(create: CreatePool, count: int, cell: tuple[int, int, int], dtype: torch.dtype) -> None:
+    """Check moves in which some slots are both source and destination: of requests `[R, n]`, and of pages `[n]`."""
+    generator = torch.Generator().manual_seed(count)
+    pools = [create_pool(3, 60, cell, dtype, CPU) for create_pool in (KVPool, create)]
+    pools[0].kv.normal_(generator=generator)
+    pools[1].kv.copy_(pools[0].kv)
+    slots = torch.randperm(60, generator=generator).view(4, 15)
+    paths = torch.rand(4, 15, generator=generator).argsort(1)[:, :count]
+    for pool in pools:
+        pool.move_kv_cache(slots[:, :count], slots.gather(1, paths))
+        pool.move_kv_cache(torch.tensor([1, 2, 3]), torch.tensor([2, 3, 1]))
+    assert torch.equal(pools[0].kv, pools[1].kv)
+
+
+def check_fp8_moves(create: CreatePool, cell: CodedCell) -> None:
+    """Check that codes move together with their scales."""
+    generator = torch.Generator().manual_seed(3)
+    pools = [create_pool(3, 60, cell.shape, torch.bfloat16, CPU, cell) for create_pool in (KVPool, create)]
+    pools[0].kv.random_(0, 256, generator=generator)
+    pools[1].kv.copy_(pools[0].kv)
+    slots = torch.randperm(60, generator=generator).view(4, 15)
+    for pool in pools:
+        pool.move_kv_cache(slots[:, :6], slots.flip(1)[:, 3:9])
+    assert torch.equal(pools[0].kv, pools[1].kv)
+
+
+def check_empty_moves(create: CreatePool) -> None:
+    """Check that a move of no requests changes nothing."""
+    pool, no_slots = create(1, 4, (2, 1, 8), torch.float32, CPU), torch.zeros(0, 3, dtype=torch.int64)
+    pool.move_kv_cache(no_slots, no_slots)
+    assert not pool.kv.any()
