@@ -1,9 +1,9 @@
 """Which implementation serves each kind of kernel: one table, by backend, and the functions that read it.
 
 `select_kernels` decides the backend of a rank from the setting `attention_backend` and what this machine has.
-Everything else follows from the name of the selected kernels: the KV pool, attention, the sampler, how draft trees
-grow, which of their nodes are verified, how their paths are accepted, lookup of tokens in earlier text, and token
-bitmasks. The implementations in torch are the reference: all others must compute the same.
+Everything else follows from the name of the selected kernels: the KV pool, attention, the sampler, how draft trees grow
+and what is learned about them, which of their nodes are verified, how their paths are accepted, lookup of tokens in
+earlier text, and token bitmasks. The implementations in torch are the reference: all others must compute the same.
 """
 
 import importlib
@@ -25,6 +25,7 @@ from cluster.models.runner import AttentionBackend
 from cluster.sampling.token_bitmask import ApplyTokenBitmask
 from cluster.sampling.torch_sampler import Sampler
 from cluster.spec.backend import TreeBackend
+from cluster.spec.chances import NodeChances
 from cluster.spec.token_history import Lookup
 
 IMPLEMENTATIONS: dict[str, dict[str, str]] = {
@@ -63,6 +64,10 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
         "c": "cluster.spec.c_row_budget:CSelectNodes",
         "triton": "cluster.spec.row_budget:select_nodes",
         "flashinfer": "cluster.spec.row_budget:select_nodes",
+    },
+    "chances": {
+        "torch": "cluster.spec.chances:NodeChances",
+        "c": "cluster.spec.c_chances:CNodeChances",
     },
     "accept": {
         "torch": "cluster.spec.verify:accept",
@@ -157,6 +162,18 @@ def lookup_of(kernels: Kernels) -> Lookup:
 def tree_backend_of(kernels: Kernels) -> TreeBackend:
     """Return the functions that handle draft trees, of the same backend as `kernels`."""
     return TreeBackend(_function("growth", kernels), _function("select", kernels), _function("accept", kernels))
+
+
+def chances_of(kernels: Kernels, device: torch.device) -> NodeChances | None:
+    """Return new chances of acceptance, of the same backend as `kernels`. Return None for a backend whose growth does
+    not say which candidates it selects, so that nothing can be learned about them.
+    """
+    if kernels.name not in IMPLEMENTATIONS["chances"]:
+        return None
+    chances: NodeChances = implementation("chances", kernels.name)(
+        *(() if kernels.library is None else (kernels.library,)), device
+    )
+    return chances
 
 
 def bitmask_of(kernels: Kernels) -> ApplyTokenBitmask:

@@ -2,10 +2,9 @@
 
 import torch
 
-from cluster.engine.backends import lookup_of, sampler_of, tree_backend_of
+from cluster.engine.backends import chances_of, lookup_of, sampler_of, tree_backend_of
 from cluster.engine.memory import RankMemory
 from cluster.engine.models import RankModels
-from cluster.spec.chances import NodeChances
 from cluster.spec.draft import Draft, EagleDraft, NoDraft
 from cluster.spec.levels import GrowthSettings
 from cluster.spec.lookup import TreeLookup
@@ -28,9 +27,9 @@ def create_draft(models: RankModels, memory: RankMemory, device: torch.device) -
             return NoDraft()
         return NgramDraft(_create_history(models, device))
     model = runners[0].model
-    # Triton's growth does not say which candidates it selects, so nothing can be learned about them.
-    learns = any(shape.max_nodes for shape in resolved.tiers) and kernels.name in ("torch", "c")
-    growth = GrowthSettings(tree_backend_of(kernels).create_growth, NodeChances(device) if learns else None)
+    share_rows = any(shape.max_nodes for shape in resolved.tiers)
+    chances = chances_of(kernels, device) if share_rows else None
+    growth = GrowthSettings(tree_backend_of(kernels).create_growth, chances)
     ranking = CoupledRanking(model.target_ids, resolved.shape.topk, model.shard_target_ids, sampler_of(kernels))
     if len(runners) > 1:
         return MultiLayerDraft(runners, ranking, table, growth)

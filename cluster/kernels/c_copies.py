@@ -83,6 +83,8 @@ class Copies:
     def _gather_rows(
         self, out: Tensor, table: Tensor, ids: Tensor, negative_ids_wrap: bool = False
     ) -> list[Call] | None:
+        if table.dim() == ids.dim() == 1 and table.stride(0) != 1 and ids.dtype == torch.int64:
+            return self._gather_columns(out, table[None], 1, ids[None])
         row_bytes = _row_bytes(table)
         if not (_are_contiguous(out, table, ids) and _are_ids(ids) and out.nbytes == ids.numel() * row_bytes):
             return None

@@ -5,7 +5,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import Structure, byref, c_int64, c_void_p
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from math import prod
 from typing import Any
 
@@ -23,9 +23,9 @@ MAX_CALLS = 64
 """The most calls that replace one operator. A call has two dimensions, so tensors of more may need several calls."""
 KINDS = (torch.int64, torch.int32, torch.bool, torch.float32, torch.float64)
 FLOATS, INTEGERS = (torch.float32, torch.float64), (torch.int64, torch.int32)
-ADD, SUBTRACT, MULTIPLY, EQUAL, UNEQUAL, LESS, GREATER, DIVIDE, REMAINDER, MINIMUM, MAXIMUM, OR = range(12)
-COPY, SUM, CUMULATIVE_PRODUCT = range(12, 15)
-COMPARISONS = (EQUAL, UNEQUAL, LESS, GREATER)
+ADD, SUBTRACT, MULTIPLY, EQUAL, UNEQUAL, LESS, GREATER, AT_MOST = range(8)
+DIVIDE, REMAINDER, MINIMUM, MAXIMUM, OR, AND, COPY, CHOOSE, SUM, CUMULATIVE_PRODUCT = range(8, 18)
+COMPARISONS = (EQUAL, UNEQUAL, LESS, GREATER, AT_MOST)
 FLOAT_OPERATIONS = (ADD, SUBTRACT, MULTIPLY, *COMPARISONS, COPY)
 Call = partial[None]
 Options = Mapping[str, Any]
@@ -44,10 +44,15 @@ BINARY_OPERATIONS = {
     aten.lt.Scalar: LESS,
     aten.gt.Tensor: GREATER,
     aten.gt.Scalar: GREATER,
+    aten.le.Tensor: AT_MOST,
+    aten.le.Scalar: AT_MOST,
     aten.maximum.default: MAXIMUM,
     aten.minimum.default: MINIMUM,
     aten.bitwise_or.Tensor: OR,
     aten.__or__.Tensor: OR,
+    aten.bitwise_and.Tensor: AND,
+    aten.__and__.Tensor: AND,
+    aten.__iand__.Tensor: AND,
     aten.floor_divide.default: DIVIDE,
     aten.remainder.Scalar: REMAINDER,
     aten.remainder.Tensor: REMAINDER,
@@ -82,6 +87,11 @@ class NumberKernels:
             aten._to_copy.default: self._to,
             aten.zero_.default: lambda out, options, *_: self._fill(out, 0),
             aten.new_zeros.default: lambda out, options, *_: self._fill(out, 0),
+            aten.zeros_like.default: lambda out, options, *_: self._fill(out, 0),
+            aten.fill_.Scalar: lambda out, options, a, number: self._fill(out, number),
+            aten.bitwise_not.default: self._not,
+            aten.pad.default: self._pad,
+            aten.where.ScalarOther: self._where,
             aten.arange.default: self._arange,
             aten.arange.start: self._arange,
             aten.repeat_interleave.self_int: self._repeat,
@@ -118,6 +128,23 @@ class NumberKernels:
 
     def _fill(self, out: Tensor, number: int) -> list[Call] | None:
         return self._copy(out, torch.tensor(number, dtype=out.dtype))
+
+    def _not(self, out: Tensor, options: Options, a: Tensor) -> list[Call] | None:
+        return self._call(EQUAL, out, a, 0) if a.dtype == torch.bool else None
+
+    def _pad(
+        self, out: Tensor, options: Options, a: Tensor, pads: Sequence[int], mode: str = "constant", value: Any = None
+    ) -> list[Call] | None:
+        if len(pads) != 2 or mode != "constant" or min(pads) < 0:
+            return None
+        end = pads[0] + a.shape[-1]
+        borders = [part for part in (out[..., : pads[0]], out[..., end:]) if part.numel()]
+        return _all_of(self._copy(out[..., pads[0] : end], a), *(self._fill(part, value or 0) for part in borders))
+
+    def _where(self, out: Tensor, options: Options, condition: Tensor, a: Tensor, b: Any) -> list[Call] | None:
+        if a.dtype in FLOATS or not isinstance(b, int):
+            return None
+        return _all_of(self._fill(out, b), self._call(CHOOSE, out, condition, a))
 
     def _arange(self, out: Tensor, options: Options, *bounds: Any) -> list[Call] | None:
         return self._copy(out, torch.arange(*bounds)) if out.dtype == torch.int64 else None
@@ -189,6 +216,12 @@ def _merged(dimensions: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
         if outer == [size * stride for stride in inner]:
             merged[index - 1 : index + 1] = [(outer_size * size, *inner)]
     return merged if len(merged) > 1 else [(1,) * 4, *merged]
+
+
+def _all_of(*parts: list[Call] | None) -> list[Call] | None:
+    """Return the calls of all parts, in order; None if a part is None."""
+    supported = [part for part in parts if part is not None]
+    return list(chain.from_iterable(supported)) if len(supported) == len(parts) else None
 
 
 def _as_tensor(number: Any) -> Tensor | None:

@@ -35,6 +35,8 @@ SIGNATURES = {
     "select": "p",
     "level": "p",
     "keep": "p",
+    "chances": "p",
+    "count": "p",
     "append": "p",
     "continue": "p",
     "bar": "ppppiiiidi",

@@ -6,7 +6,8 @@
 #include "../c/vector.h"
 
 enum { I64, I32, BOOLEAN, F32, F64 };
-enum { ADD, SUBTRACT, MULTIPLY, EQUAL, UNEQUAL, LESS, GREATER, DIVIDE, REMAINDER, LEAST, GREATEST, OR, COPY, SUM, PRODUCTS };
+enum { ADD, SUBTRACT, MULTIPLY, EQUAL, UNEQUAL, LESS, GREATER, AT_MOST, DIVIDE, REMAINDER, LEAST, GREATEST, OR, AND,
+       COPY, CHOOSE, SUM, PRODUCTS };
 
 /* out [rows, columns] from a and b. Strides are in bytes, and 0 in broadcast dimensions. */
 struct aerie_numbers {
@@ -53,25 +54,29 @@ INLINE int64_t of_wholes(int64_t operation, int64_t a, int64_t b)
     case UNEQUAL: return a != b;
     case LESS: return a < b;
     case GREATER: return a > b;
+    case AT_MOST: return a <= b;
     case DIVIDE: return quotient(a, b);
     case REMAINDER: return a - quotient(a, b) * b;
     case LEAST: return a < b ? a : b;
     case GREATEST: return a > b ? a : b;
     case OR: return a | b;
+    case AND: return a & b;
     default: return a;
     }
 }
 
 INLINE int compare(int64_t operation, double a, double b)
 {
-    return operation == LESS ? a < b : operation == GREATER ? a > b : (a == b) == (operation == EQUAL);
+    return operation == LESS ? a < b : operation == GREATER ? a > b : operation == AT_MOST ? a <= b : (a == b) == (operation == EQUAL);
 }
 
 INLINE void of_floats(const struct aerie_numbers *n, const char *one, const char *other, char *to)
 {
     double a = float_at(one, n->a_kind), b = float_at(other, n->b_kind), x = a;
     switch (n->operation) {
-    case EQUAL: case UNEQUAL: case LESS: case GREATER: put_whole(to, n->out_kind, compare(n->operation, a, b)); return;
+    case EQUAL: case UNEQUAL: case LESS: case GREATER: case AT_MOST:
+        put_whole(to, n->out_kind, compare(n->operation, a, b));
+        return;
     case ADD: x = a + b; break;
     case SUBTRACT: x = a - b; break;
     case MULTIPLY: x = a * b; break;
@@ -117,7 +122,9 @@ void NAMED(aerie_numbers)(const struct aerie_numbers *n)
             int64_t x = whole_at(one, n->a_kind);
             if (n->operation == SUM)
                 put_whole(out, n->out_kind, sum += x);
-            else if (n->operation == PRODUCTS)
+            else if (n->operation == CHOOSE) { /* the output keeps its number where a is 0 */
+                if (x) put_whole(to, n->out_kind, whole_at(other, n->b_kind));
+            } else if (n->operation == PRODUCTS)
                 put_whole(to, n->out_kind, product *= x);
             else
                 put_whole(to, n->out_kind, of_wholes(n->operation, x, whole_at(other, n->b_kind)));

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._ops import OpOverload
 
@@ -29,6 +30,15 @@ INTEGER_PROGRAMS: dict[str, Program] = {
     "maximum": lambda a, b: torch.maximum(a, b),
     "minimum": lambda a, b: torch.minimum(a, b),
     "or": lambda a, b: a | b,
+    "and": lambda a, b: (a & b) + (a > 0).__iand__(b > 0),
+    "not": lambda a, b: ~(a == b),
+    "at most": lambda a, b: a <= b,
+    "at most a number": lambda a, b: a <= 1,
+    "fill": lambda a, b: a.clone().fill_(-3),
+    "zeros_like": lambda a, b: torch.zeros_like(a),
+    "where": lambda a, b: torch.where(a == b, a, -1),
+    "pad": lambda a, b: F.pad(a, (1, 2)),
+    "pad with a number": lambda a, b: F.pad(a == b, (1, 0), value=True),
     "add a number": lambda a, b: a + 3,
     "equal to a number": lambda a, b: a == 2,
     "divide": lambda a, b: a.div(4, rounding_mode="floor"),
@@ -69,6 +79,8 @@ FLOAT_PROGRAMS: dict[str, Program] = {
     "less": lambda a, b: a < b,
     "greater": lambda a, b: a > b,
     "greater than a number": lambda a, b: a > 0,
+    "at most": lambda a, b: a <= b,
+    "pad": lambda a, b: F.pad(a, (2, 0)),
     "to float64": lambda a, b: a.double(),
     "to float32": lambda a, b: b.double().float(),
     "row and column": lambda a, b: a[:, :1] + b[:1],
@@ -84,6 +96,8 @@ UNSUPPORTED_PROGRAMS: dict[str, Program] = {
     "too many numbers": lambda a, b: a.repeat(MAX_NUMBERS, 1) + 1,
     "maximum": lambda a, b: torch.maximum(a, b),
     "floats to integers": lambda a, b: a.to(torch.int64),
+    "where": lambda a, b: torch.where(a == b, a, -1),
+    "pad in two dimensions": lambda a, b: F.pad(a, (1, 0, 1, 0)),
     "too many calls": lambda a, b: a.repeat(MAX_CALLS + 1, 1).view(-1, 3, 5)[:, ::2, ::2] == 1,
 }
 

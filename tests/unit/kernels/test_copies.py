@@ -152,6 +152,7 @@ def test_rearranging_kernels_match_torch(dtype: torch.dtype) -> None:
             table[:2].transpose(1, 3).contiguous(),
             table[:, :, 1].gather(1, ids[..., None].expand(4, 2, 6)),
             table[..., 2:3].squeeze(3)[..., :1].gather(1, ids[..., None]),
+            table[0, :, 1, 2].index_select(0, ids.view(-1)),
         ]
 
     tape = Tape(program, substitute=Copies(c_library()))
@@ -162,7 +163,7 @@ def test_rearranging_kernels_match_torch(dtype: torch.dtype) -> None:
         tape.replay()
         assert all(map(torch.equal, tape.output, program()))
     ids[1, 1] = 3
-    with pytest.raises(IndexError, match="2 row indices"):
+    with pytest.raises(IndexError, match="3 row indices"):
         tape.replay()
 
 
@@ -174,6 +175,7 @@ def test_copies_leave_unsupported_operators_and_layouts_to_torch() -> None:
         (select, (table.t(), 0, ids)),
         (select, (table[:, :4], 0, ids)),
         (select, (table, 0, torch.tensor([3, 0, 1])[::2])),
+        (select, (table[:, 0], 0, torch.tensor([3, 1], dtype=torch.int32))),
         (select, (table[0, 0], 0, torch.tensor([0]))),
         (select, (torch.empty(MAX_BYTES // 4, 1), 0, torch.zeros(MAX_BYTES // 4 + 1, dtype=torch.int64))),
         (torch.ops.aten.add.Tensor, (table, table)),
