@@ -161,8 +161,9 @@ class Copies:
         return self._cells_call(arguments, out, table)
 
     def _index_cells(self, out: Tensor, table: Tensor, ids: Sequence[Tensor | None]) -> list[Call] | None:
-        if table.dim() != 2 or out.dim() != 2 or len(ids) != 2 or not out.is_contiguous():
+        if table.dim() != 2 or out.dim() not in (1, 2) or len(ids) != 2 or not out.is_contiguous():
             return None
+        out = out[None] if out.dim() == 1 else out
         if any(index is None or index.dtype != torch.int64 for index in ids):
             return None
         rows, columns = (index.expand(out.shape) for index in ids if index is not None)

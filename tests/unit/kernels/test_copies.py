@@ -120,6 +120,7 @@ def test_gather_and_advanced_indexing_kernels_match_torch(dtype: torch.dtype) ->
             *gathered,
             table[rows[:, None], column_ids],
             table[rows[:, None], column_ids[:1]],
+            table[rows, column_ids[:, 1]],
             table.t()[column_ids, rows[:, None]],
         ]
 
