@@ -26,6 +26,7 @@ from cluster.sampling.token_bitmask import ApplyTokenBitmask
 from cluster.sampling.torch_sampler import Sampler
 from cluster.spec.backend import TreeBackend
 from cluster.spec.chances import NodeChances
+from cluster.spec.lookup import AddLookedUp, LookupChances
 from cluster.spec.token_history import Lookup
 
 IMPLEMENTATIONS: dict[str, dict[str, str]] = {
@@ -80,6 +81,18 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
         "c": "cluster.spec.token_history:CLookup",
         "triton": "cluster.spec.token_history:TorchLookup",
         "flashinfer": "cluster.spec.token_history:TorchLookup",
+    },
+    "lookup_chances": {
+        "torch": "cluster.spec.lookup:LookupChances",
+        "c": "cluster.spec.c_lookup:CLookupChances",
+        "triton": "cluster.spec.lookup:LookupChances",
+        "flashinfer": "cluster.spec.lookup:LookupChances",
+    },
+    "add_looked_up": {
+        "torch": "cluster.spec.lookup:add_looked_up",
+        "c": "cluster.spec.c_lookup:CAddLookedUp",
+        "triton": "cluster.spec.lookup:add_looked_up",
+        "flashinfer": "cluster.spec.lookup:add_looked_up",
     },
     "bitmask": {
         "torch": "cluster.sampling.token_bitmask:apply_token_bitmask",
@@ -170,10 +183,20 @@ def chances_of(kernels: Kernels, device: torch.device) -> NodeChances | None:
     """
     if kernels.name not in IMPLEMENTATIONS["chances"]:
         return None
-    chances: NodeChances = implementation("chances", kernels.name)(
-        *(() if kernels.library is None else (kernels.library,)), device
-    )
+    chances: NodeChances = _instance("chances", kernels, device)
     return chances
+
+
+def lookup_chances_of(kernels: Kernels, device: torch.device) -> LookupChances:
+    """Return new chances of looked-up tokens, of the same backend as `kernels`."""
+    chances: LookupChances = _instance("lookup_chances", kernels, device)
+    return chances
+
+
+def add_looked_up_of(kernels: Kernels) -> AddLookedUp:
+    """Return the function that adds looked-up tokens to trees, of the same backend as `kernels`."""
+    add_looked_up: AddLookedUp = _function("add_looked_up", kernels)
+    return add_looked_up
 
 
 def bitmask_of(kernels: Kernels) -> ApplyTokenBitmask:
@@ -188,9 +211,12 @@ def _function(kind: str, kernels: Kernels) -> Any:
     return function_or_class if kernels.library is None else function_or_class(kernels.library)
 
 
-def _instance(kind: str, kernels: Kernels) -> Any:
-    """Return an instance of the class that serves `kind`. The classes for C take the compiled library."""
-    return implementation(kind, kernels.name)(*(() if kernels.library is None else (kernels.library,)))
+def _instance(kind: str, kernels: Kernels, *arguments: Any) -> Any:
+    """Return an instance of the class that serves `kind`. The classes for C take the compiled library before
+    `arguments`.
+    """
+    library_argument = () if kernels.library is None else (kernels.library,)
+    return implementation(kind, kernels.name)(*library_argument, *arguments)
 
 
 def _create_kernels(backend: str, *arguments: Any) -> Kernels:

@@ -2,7 +2,14 @@
 
 import torch
 
-from cluster.engine.backends import chances_of, lookup_of, sampler_of, tree_backend_of
+from cluster.engine.backends import (
+    add_looked_up_of,
+    chances_of,
+    lookup_chances_of,
+    lookup_of,
+    sampler_of,
+    tree_backend_of,
+)
 from cluster.engine.memory import RankMemory
 from cluster.engine.models import RankModels
 from cluster.spec.draft import Draft, EagleDraft, NoDraft
@@ -44,7 +51,10 @@ def create_lookup(models: RankModels, device: torch.device) -> TreeLookup | None
     drafted trees. Return None if no tree has such tokens.
     """
     count = models.resolved.lookup_tokens
-    return TreeLookup(_create_history(models, device), count, device) if count else None
+    if not count:
+        return None
+    chances, add = lookup_chances_of(models.kernels, device), add_looked_up_of(models.kernels)
+    return TreeLookup(_create_history(models, device), chances, count, add)
 
 
 def _create_history(models: RankModels, device: torch.device) -> TokenHistory:

@@ -17,9 +17,7 @@ from torch._ops import OpOverload
 from cluster.kernels.library import Library
 
 MAX_BYTES = 1 << 20
-"""The most bytes of an operator's output (for `index_copy_`, of the whole table). For more bytes torch is faster, as it
-uses several threads.
-"""
+"""The most bytes that an operator writes. For more bytes torch is faster, as it uses several threads."""
 MAX_CALLS, MAX_BLOCKS = 64, 4096
 """The most calls that replace one operator, and the most blocks of bytes that they copy."""
 Call = partial[None]
@@ -65,14 +63,10 @@ class Copies:
         The calls keep their argument structs alive, but not the tensors whose addresses they hold.
         """
         replacement = self._replacements.get(function)
-        if (
-            replacement is None
-            or len(outputs) != 1
-            or not 0 < outputs[0].nbytes <= MAX_BYTES
-            or options.keys() - {"out"}
-        ):
+        if replacement is None or len(outputs) != 1 or options.keys() - {"out"}:
             return None
-        return replacement(outputs[0], *args)
+        written = args[3] if function is aten.index_copy_.default else outputs[0]
+        return replacement(outputs[0], *args) if 0 < written.nbytes <= MAX_BYTES else None
 
     def _index_select(self, out: Tensor, table: Tensor, dim: int, ids: Tensor) -> list[Call] | None:
         return self._gather_rows(out, table, ids) if dim == 0 and table.dim() else None

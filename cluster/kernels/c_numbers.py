@@ -23,9 +23,9 @@ MAX_CALLS = 64
 """The most calls that replace one operator. A call has two dimensions, so tensors of more may need several calls."""
 KINDS = (torch.int64, torch.int32, torch.bool, torch.float32, torch.float64)
 FLOATS, INTEGERS = (torch.float32, torch.float64), (torch.int64, torch.int32)
-ADD, SUBTRACT, MULTIPLY, EQUAL, UNEQUAL, LESS, GREATER, AT_MOST = range(8)
-DIVIDE, REMAINDER, MINIMUM, MAXIMUM, OR, AND, COPY, CHOOSE, SUM, CUMULATIVE_PRODUCT = range(8, 18)
-COMPARISONS = (EQUAL, UNEQUAL, LESS, GREATER, AT_MOST)
+ADD, SUBTRACT, MULTIPLY, EQUAL, UNEQUAL, LESS, GREATER, AT_MOST, AT_LEAST = range(9)
+DIVIDE, REMAINDER, MINIMUM, MAXIMUM, OR, AND, COPY, CHOOSE, SUM, CUMULATIVE_PRODUCT = range(9, 19)
+COMPARISONS = (EQUAL, UNEQUAL, LESS, GREATER, AT_MOST, AT_LEAST)
 FLOAT_OPERATIONS = (ADD, SUBTRACT, MULTIPLY, *COMPARISONS, COPY)
 Call = partial[None]
 Options = Mapping[str, Any]
@@ -46,6 +46,8 @@ BINARY_OPERATIONS = {
     aten.gt.Scalar: GREATER,
     aten.le.Tensor: AT_MOST,
     aten.le.Scalar: AT_MOST,
+    aten.ge.Tensor: AT_LEAST,
+    aten.ge.Scalar: AT_LEAST,
     aten.maximum.default: MAXIMUM,
     aten.minimum.default: MINIMUM,
     aten.bitwise_or.Tensor: OR,
@@ -83,6 +85,7 @@ class NumberKernels:
             **binary_operations,
             aten.div.Tensor_mode: self._divide,
             aten.clamp.default: self._clamp,
+            aten.clamp_.default: self._clamp,
             aten.to.dtype: self._to,
             aten._to_copy.default: self._to,
             aten.zero_.default: lambda out, options, *_: self._fill(out, 0),
@@ -91,7 +94,9 @@ class NumberKernels:
             aten.fill_.Scalar: lambda out, options, a, number: self._fill(out, number),
             aten.bitwise_not.default: self._not,
             aten.pad.default: self._pad,
+            aten.where.self: self._where,
             aten.where.ScalarOther: self._where,
+            aten.where.ScalarSelf: self._where,
             aten.arange.default: self._arange,
             aten.arange.start: self._arange,
             aten.repeat_interleave.self_int: self._repeat,
@@ -141,10 +146,10 @@ class NumberKernels:
         borders = [part for part in (out[..., : pads[0]], out[..., end:]) if part.numel()]
         return _all_of(self._copy(out[..., pads[0] : end], a), *(self._fill(part, value or 0) for part in borders))
 
-    def _where(self, out: Tensor, options: Options, condition: Tensor, a: Tensor, b: Any) -> list[Call] | None:
-        if a.dtype in FLOATS or not isinstance(b, int):
+    def _where(self, out: Tensor, options: Options, condition: Tensor, a: Any, b: Any) -> list[Call] | None:
+        if out.dtype in FLOATS:
             return None
-        return _all_of(self._fill(out, b), self._call(CHOOSE, out, condition, a))
+        return _all_of(self._call(COPY, out, b, b), self._call(CHOOSE, out, condition, a))
 
     def _arange(self, out: Tensor, options: Options, *bounds: Any) -> list[Call] | None:
         return self._copy(out, torch.arange(*bounds)) if out.dtype == torch.int64 else None

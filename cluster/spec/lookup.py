@@ -8,6 +8,7 @@ replaces the draft's tokens instead.)
 Legend: R requests, n nodes of each drafted tree, L looked-up tokens of each request.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -73,12 +74,16 @@ def _match_lengths(matched: Tensor, count: int) -> Tensor:
     return (matched[:, None] + torch.arange(count, device=matched.device)).clamp_(max=LONGEST_MATCH)
 
 
+AddLookedUp = Callable[[DraftTree, Continuations, Tensor], DraftTree]
+"""Adds looked-up tokens to drafted trees; see `add_looked_up`."""
+
+
 class TreeLookup:
     """Looks up L tokens of each request in `history`, and adds them to drafted trees by their learned `chances`."""
 
-    def __init__(self, history: TokenHistory, count: int, device: torch.device) -> None:
+    def __init__(self, history: TokenHistory, chances: LookupChances, count: int, add: AddLookedUp) -> None:
         """`count` is L."""
-        self.history, self.chances, self._count = history, LookupChances(device), count
+        self.history, self.chances, self._count, self._add = history, chances, count, add
 
     def find(self, batch: Batch) -> Continuations:
         """Return, for each decoding request, L tokens that may follow its bonus token."""
@@ -86,7 +91,7 @@ class TreeLookup:
 
     def add_to(self, tree: DraftTree, found: Continuations) -> DraftTree:
         """Return the drafted trees with the looked-up tokens `found` as one more branch; see `add_looked_up`."""
-        return add_looked_up(tree, found, self.chances.log_chances(found.matched, self._count))
+        return self._add(tree, found, self.chances.log_chances(found.matched, self._count))
 
 
 def add_looked_up(tree: DraftTree, found: Continuations, log_chances: Tensor) -> DraftTree:

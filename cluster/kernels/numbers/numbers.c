@@ -6,7 +6,7 @@
 #include "../c/vector.h"
 
 enum { I64, I32, BOOLEAN, F32, F64 };
-enum { ADD, SUBTRACT, MULTIPLY, EQUAL, UNEQUAL, LESS, GREATER, AT_MOST, DIVIDE, REMAINDER, LEAST, GREATEST, OR, AND,
+enum { ADD, SUBTRACT, MULTIPLY, EQUAL, UNEQUAL, LESS, GREATER, AT_MOST, AT_LEAST, DIVIDE, REMAINDER, LEAST, GREATEST, OR, AND,
        COPY, CHOOSE, SUM, PRODUCTS };
 
 /* out [rows, columns] from a and b. Strides are in bytes, and 0 in broadcast dimensions. */
@@ -55,6 +55,7 @@ INLINE int64_t of_wholes(int64_t operation, int64_t a, int64_t b)
     case LESS: return a < b;
     case GREATER: return a > b;
     case AT_MOST: return a <= b;
+    case AT_LEAST: return a >= b;
     case DIVIDE: return quotient(a, b);
     case REMAINDER: return a - quotient(a, b) * b;
     case LEAST: return a < b ? a : b;
@@ -67,14 +68,21 @@ INLINE int64_t of_wholes(int64_t operation, int64_t a, int64_t b)
 
 INLINE int compare(int64_t operation, double a, double b)
 {
-    return operation == LESS ? a < b : operation == GREATER ? a > b : operation == AT_MOST ? a <= b : (a == b) == (operation == EQUAL);
+    switch (operation) {
+    case EQUAL: return a == b;
+    case UNEQUAL: return a != b;
+    case LESS: return a < b;
+    case GREATER: return a > b;
+    case AT_MOST: return a <= b;
+    default: return a >= b;
+    }
 }
 
 INLINE void of_floats(const struct aerie_numbers *n, const char *one, const char *other, char *to)
 {
     double a = float_at(one, n->a_kind), b = float_at(other, n->b_kind), x = a;
     switch (n->operation) {
-    case EQUAL: case UNEQUAL: case LESS: case GREATER: case AT_MOST:
+    case EQUAL: case UNEQUAL: case LESS: case GREATER: case AT_MOST: case AT_LEAST:
         put_whole(to, n->out_kind, compare(n->operation, a, b));
         return;
     case ADD: x = a + b; break;

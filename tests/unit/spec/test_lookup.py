@@ -1,11 +1,14 @@
 """Looked-up text is one more branch of a drafted tree, and shares the nodes that the draft proposed too."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
+from cluster.spec.c_lookup import CAddLookedUp, CLookupChances
 from cluster.spec.c_verify import CAccept
-from cluster.spec.lookup import MEMORY, PRIOR, LookupChances, add_looked_up, count_agreeing
+from cluster.spec.lookup import MEMORY, PRIOR, AddLookedUp, LookupChances, add_looked_up, count_agreeing
 from cluster.spec.row_budget import TargetRows, select_nodes
 from cluster.spec.token_history import LONGEST_MATCH, Continuations
 from cluster.spec.tree import DraftTree, ancestors_of, best_tree, chain, chain_scores
@@ -16,6 +19,18 @@ from tests.unit.spec.test_tree import candidates_of
 CPU = torch.device("cpu")
 REQUESTS, COUNT, VOCAB = 40, 5, 3
 UNLIMITED = 99
+
+
+@pytest.fixture(params=["torch", "c"])
+def add(request: pytest.FixtureRequest) -> AddLookedUp:
+    """Each implementation of `add_looked_up`."""
+    return add_looked_up if request.param == "torch" else CAddLookedUp(c_library())
+
+
+@pytest.fixture(params=["torch", "c"])
+def chances(request: pytest.FixtureRequest) -> LookupChances:
+    """Each implementation of `LookupChances`."""
+    return LookupChances(CPU) if request.param == "torch" else CLookupChances(c_library(), CPU)
 
 
 def drafted_trees(topk: int, steps: int, nodes: int) -> DraftTree:
@@ -54,9 +69,9 @@ TREES = [(1, 3, 4), (2, 3, 6), (3, 2, 8)]
 
 
 @pytest.mark.parametrize(("topk", "steps", "nodes"), TREES)
-def test_a_joined_tree_has_both_texts_once(topk: int, steps: int, nodes: int) -> None:
+def test_a_joined_tree_has_both_texts_once(topk: int, steps: int, nodes: int, add: AddLookedUp) -> None:
     drafted, (found, log_chances) = drafted_trees(topk, steps, nodes), continuations()
-    joined, shared_counts = add_looked_up(drafted, found, log_chances), set()
+    joined, shared_counts = add(drafted, found, log_chances), set()
     assert joined.padded and joined.tokens.shape == (REQUESTS, nodes + COUNT)
     for i in range(REQUESTS):
         paths, before = paths_of(joined, i), paths_of(drafted, i)
@@ -76,9 +91,11 @@ def test_a_joined_tree_has_both_texts_once(topk: int, steps: int, nodes: int) ->
 
 
 @pytest.mark.parametrize(("topk", "steps", "nodes"), TREES)
-def test_scores_are_the_better_ones_and_fall_along_every_path(topk: int, steps: int, nodes: int) -> None:
+def test_scores_are_the_better_ones_and_fall_along_every_path(
+    topk: int, steps: int, nodes: int, add: AddLookedUp
+) -> None:
     drafted, (found, log_chances) = drafted_trees(topk, steps, nodes), continuations()
-    joined, looked_up = add_looked_up(drafted, found, log_chances), chain_scores(log_chances)
+    joined, looked_up = add(drafted, found, log_chances), chain_scores(log_chances)
     assert joined.scores is not None and drafted.scores is not None
     for i in range(REQUESTS):
         text = tuple(found.tokens[i].tolist()) if found.matched[i] else None
@@ -130,8 +147,8 @@ def test_agreeing_tokens_are_counted_up_to_the_last_committed_one() -> None:
     assert count_agreeing(found, accepted).tolist() == [2, 4, 0, 0]
 
 
-def test_chances_of_looked_up_tokens_are_learned_by_the_length_of_the_match() -> None:
-    chances, matched = LookupChances(CPU), torch.tensor([2])
+def test_chances_of_looked_up_tokens_are_learned_by_the_length_of_the_match(chances: LookupChances) -> None:
+    matched = torch.tensor([2])
     first = chances.log_chances(matched, 3).exp()[0].tolist()
     assert first == pytest.approx([2 / 3, 3 / 4, 4 / 5]), "a right token makes the match longer"
     longest = chances.log_chances(torch.tensor([LONGEST_MATCH]), 3).exp()
@@ -147,10 +164,35 @@ def test_chances_of_looked_up_tokens_are_learned_by_the_length_of_the_match() ->
     assert chances.log_chances(matched, 3).exp()[0].tolist() == pytest.approx(first)
 
 
-def test_unknown_tokens_idle_requests_and_requests_without_a_match_do_not_count() -> None:
-    chances, two = LookupChances(CPU), torch.tensor([2])
+def test_unknown_tokens_idle_requests_and_requests_without_a_match_do_not_count(chances: LookupChances) -> None:
+    two = torch.tensor([2])
     chances.count(two, torch.tensor([1]), torch.tensor([1]), torch.tensor([UNLIMITED]))
     assert (chances.trials.sum(), chances.hits.sum()) == (1, 1), "nothing is known after the last committed token"
     chances.count(two, torch.tensor([0]), torch.tensor([3]), torch.tensor([0]))
     chances.count(torch.tensor([0]), torch.tensor([0]), torch.tensor([3]), torch.tensor([UNLIMITED]))
     assert chances.trials.sum() == pytest.approx(1, rel=1e-3)
+
+
+@pytest.mark.parametrize("with_scores", [True, False])
+@pytest.mark.parametrize(("topk", "steps", "nodes"), TREES)
+def test_c_adds_looked_up_tokens_like_torch(topk: int, steps: int, nodes: int, with_scores: bool) -> None:
+    drafted, (found, log_chances) = drafted_trees(topk, steps, nodes), continuations()
+    drafted = drafted if with_scores else replace(drafted, scores=None)
+    log_chances[0, 1], log_chances[1, 0] = float("nan"), float("-inf")
+    expected, actual = (each(drafted, found, log_chances) for each in (add_looked_up, CAddLookedUp(c_library())))
+    for name in ("tokens", "parents", "depths", "ancestors", *["scores"] * with_scores):
+        assert torch.equal(getattr(actual, name), getattr(expected, name)), name
+    assert actual.padded and (actual.scores is None) == (not with_scores)
+
+
+def test_c_learns_the_same_chances_of_looked_up_tokens_as_torch() -> None:
+    torch.manual_seed(0)
+    both = LookupChances(CPU), CLookupChances(c_library(), CPU)
+    for _ in range(20):
+        matched, accept_len = torch.randint(LONGEST_MATCH + 1, (9,)), torch.randint(1, 7, (9,))
+        agreeing, limits = torch.minimum(torch.randint(7, (9,)), accept_len), torch.randint(3, (9, 2))[:, 1]
+        for each in both:
+            each.count(matched, agreeing, accept_len, limits)
+        assert torch.equal(both[0].trials, both[1].trials) and torch.equal(both[0].hits, both[1].hits)
+        expected, actual = (each.log_chances(matched, 8) for each in both)
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
