@@ -1,4 +1,4 @@
-"""Calls every C kernel with many sizes, also odd ones, so that the results of two libraries can be compared.
+"""Calls the C kernels with many sizes, also odd ones, so that the results of two libraries can be compared.
 
 `results` runs the calls in this process. `python -m tests.kernels.calls LEVEL LIBRARY [VARIANT]` runs them with another
 library and prints the digest of each result, one per line.
@@ -12,6 +12,7 @@ from hashlib import sha256
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from cluster.attention.c_backend import CAttention
@@ -20,8 +21,16 @@ from cluster.kernels.c_kernels import CKernels
 from cluster.kernels.c_operators import operators_of
 from cluster.kernels.interface import Activation, Angles, HeadNorms
 from cluster.kernels.library import Library, load_library
+from cluster.kv.c_pool import CPool
 from cluster.sampling.c_sampler import CSampler
 from cluster.sampling.sampling_inputs import SamplerInput
+from cluster.spec.c_chances import CNodeChances
+from cluster.spec.c_lookup import TREE, CAddLookedUp, CLookupChances
+from cluster.spec.c_row_budget import CSelectNodes
+from cluster.spec.c_tree import growth_of
+from cluster.spec.c_verify import CAccept
+from cluster.spec.token_history import Continuations
+from cluster.spec.tree import Proposed
 from tests.unit.attention.dense import Case
 from tests.unit.attention.test_gather_methods import KINDS, SHAPES, make_case
 from tests.unit.kernels.test_product import ROWS, SIZES, random_tensor
@@ -29,6 +38,7 @@ from tests.unit.kernels.test_quantised_product import KINDS as KINDS_OF_CODES
 from tests.unit.kernels.test_quantised_product import SIZES as CODE_SIZES
 from tests.unit.kernels.test_quantised_product import random_quantised_matrix
 from tests.unit.sampling.test_c_sampler import random_inputs, random_logits, unfiltered_sampling
+from tests.unit.spec.growth_contract import TREES, grow_levels, proposals
 
 FUSED = (torch.float32, torch.float64, torch.bfloat16)
 
@@ -56,9 +66,48 @@ def operator_results(library: Library) -> Iterator[tuple[str, Tensor]]:
         yield from ((f"operators {dtype} {index}", tensor) for index, tensor in enumerate(tape.output))
 
 
+def tree_results(library: Library) -> Iterator[tuple[str, Tensor]]:
+    """Yield the results of the kernels of draft trees: growth, looked-up tokens, selection, acceptance, moves, and what
+    is learned. Only chances are products, which depend on the level.
+    """
+    limits, sampled = torch.tensor([3, 0, 9]), torch.tensor([True, False, False])
+    found = Continuations(torch.arange(24).view(3, 8) % 4, torch.tensor([2, 0, 16]))
+    for dtype in (torch.float32, torch.float64):
+        for k, steps, nodes in TREES:
+            tokens, scores = proposals(3, k, steps, dtype)
+            growth = growth_of(library)(tokens[0] % 4, scores[0], steps)
+            rows = grow_levels(growth, [level_tokens % 4 for level_tokens in tokens], scores)
+            drafted = growth.tree(limits, nodes)
+            assert drafted.scores is not None and drafted.candidates is not None
+            drafted = replace(drafted, proposed=Proposed(drafted.scores, F.pad(drafted.candidates % k == 0, (1, 0))))
+            lookup = CLookupChances(library, limits.device)
+            tree = CAddLookedUp(library)(drafted, found, lookup.log_chances(found.matched, 8))
+            assert tree.scores is not None
+            selection = CSelectNodes(library)(tree.scores, tree.depths, limits, 3 * nodes)
+            accepted = CAccept(library)(tree, (tree.tokens + 1) % 4, limits[:0], 8)
+            chances = CNodeChances(library, limits.device)
+            chances.count(tree, accepted, sampled, limits)
+            lookup.count(found.matched, accepted.accept_len - 1, accepted.accept_len, limits)
+            pool = CPool(2, 40, (2, 1, 3), dtype, limits.device, library=library)
+            pool.kv.copy_(random_tensor(*pool.kv.shape, dtype=dtype))
+            pool.move_kv_cache(torch.arange(27).view(3, 9), torch.arange(27).view(3, 9).flip(1))
+            results_of_tree = [
+                *rows,
+                *(getattr(tree, name) for name in TREE),
+                pool.kv,
+                selection.nodes,
+                selection.ranks,
+            ]
+            results_of_tree += [accepted.path, accepted.tokens, accepted.accept_len]
+            counts = [chances.trials, chances.hits, lookup.trials, lookup.hits]
+            yield from ((f"operators tree {dtype} {k} {i}", x) for i, x in enumerate([*results_of_tree, *counts]))
+            yield f"chances {dtype} {k}", chances.log_chances(scores[0], sampled)
+
+
 def results(library: Library) -> Iterator[tuple[str, Tensor]]:
     """Yield the name and the result of every call."""
     yield from operator_results(library)
+    yield from tree_results(library)
     kernels = CKernels(library)
     for dtype in FUSED:
         for size in SIZES:
