@@ -69,6 +69,8 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
     "chances": {
         "torch": "cluster.spec.chances:NodeChances",
         "c": "cluster.spec.c_chances:CNodeChances",
+        "triton": "cluster.spec.chances:NodeChances",
+        "flashinfer": "cluster.spec.chances:NodeChances",
     },
     "accept": {
         "torch": "cluster.spec.verify:accept",
@@ -177,12 +179,8 @@ def tree_backend_of(kernels: Kernels) -> TreeBackend:
     return TreeBackend(_function("growth", kernels), _function("select", kernels), _function("accept", kernels))
 
 
-def chances_of(kernels: Kernels, device: torch.device) -> NodeChances | None:
-    """Return new chances of acceptance, of the same backend as `kernels`. Return None for a backend whose growth does
-    not say which candidates it selects, so that nothing can be learned about them.
-    """
-    if kernels.name not in IMPLEMENTATIONS["chances"]:
-        return None
+def chances_of(kernels: Kernels, device: torch.device) -> NodeChances:
+    """Return new chances of acceptance of drafted nodes, of the same backend as `kernels`."""
     chances: NodeChances = _instance("chances", kernels, device)
     return chances
 

@@ -34,9 +34,9 @@ def create_draft(models: RankModels, memory: RankMemory, device: torch.device) -
             return NoDraft()
         return NgramDraft(_create_history(models, device))
     model = runners[0].model
-    share_rows = any(shape.max_nodes for shape in resolved.tiers)
-    chances = chances_of(kernels, device) if share_rows else None
-    growth = GrowthSettings(tree_backend_of(kernels).create_growth, chances)
+    # Triton's growth does not say which candidates it selects, so nothing can be learned about them.
+    learns = any(shape.max_nodes for shape in resolved.tiers) and kernels.name in ("torch", "c")
+    growth = GrowthSettings(tree_backend_of(kernels).create_growth, chances_of(kernels, device) if learns else None)
     ranking = CoupledRanking(model.target_ids, resolved.shape.topk, model.shard_target_ids, sampler_of(kernels))
     if len(runners) > 1:
         return MultiLayerDraft(runners, ranking, table, growth)

@@ -19,7 +19,7 @@ from cluster.kernels.library import Library
 MAX_BYTES = 1 << 20
 """The most bytes that an operator writes. For more bytes torch is faster, as it uses several threads."""
 MAX_CALLS, MAX_BLOCKS = 64, 4096
-"""The most calls that replace one operator, and the most blocks of bytes that they copy."""
+"""The most calls that replace a reshape, and the most blocks of bytes that they copy."""
 Call = partial[None]
 aten = torch.ops.aten
 POINTER_FIELDS = ("table", "row_ids", "column_ids", "out")
@@ -77,7 +77,7 @@ class Copies:
     def _gather_rows(
         self, out: Tensor, table: Tensor, ids: Tensor, negative_ids_wrap: bool = False
     ) -> list[Call] | None:
-        if table.dim() == ids.dim() == 1 and table.stride(0) != 1 and ids.dtype == torch.int64:
+        if table.dim() == ids.dim() == 1 and not table.is_contiguous() and ids.dtype == torch.int64:
             return self._gather_columns(out, table[None], 1, ids[None])
         row_bytes = _row_bytes(table)
         if not (_are_contiguous(out, table, ids) and _are_ids(ids) and out.nbytes == ids.numel() * row_bytes):

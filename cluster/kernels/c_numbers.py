@@ -20,7 +20,7 @@ MAX_NUMBERS = 2048
 MAX_VECTOR_NUMBERS = 1 << 16
 """The same for sums, differences and products of float32 in contiguous rows, which C computes in vectors."""
 MAX_CALLS = 64
-"""The most calls that replace one operator. A call has two dimensions, so tensors of more may need several calls."""
+"""The most calls for one result. A call has two dimensions, so tensors of more may need several calls."""
 KINDS = (torch.int64, torch.int32, torch.bool, torch.float32, torch.float64)
 FLOATS, INTEGERS = (torch.float32, torch.float64), (torch.int64, torch.int32)
 ADD, SUBTRACT, MULTIPLY, EQUAL, UNEQUAL, LESS, GREATER, AT_MOST, AT_LEAST = range(9)
@@ -144,7 +144,10 @@ class NumberKernels:
             return None
         end = pads[0] + a.shape[-1]
         borders = [part for part in (out[..., : pads[0]], out[..., end:]) if part.numel()]
-        return _all_of(self._copy(out[..., pads[0] : end], a), *(self._fill(part, value or 0) for part in borders))
+        return _all_of(
+            self._copy(out[..., pads[0] : end], a),
+            *(self._fill(part, 0 if value is None else value) for part in borders),
+        )
 
     def _where(self, out: Tensor, options: Options, condition: Tensor, a: Any, b: Any) -> list[Call] | None:
         if out.dtype in FLOATS:
@@ -167,7 +170,7 @@ class NumberKernels:
         )
 
     def _sum(self, out: Tensor, options: Options, a: Tensor, dims: Sequence[int], *_: Any) -> list[Call] | None:
-        if list(dims) not in ([-1], [a.dim() - 1]) or options.get("dtype", out.dtype) != out.dtype:
+        if dims is None or list(dims) not in ([-1], [a.dim() - 1]) or options.get("dtype", out.dtype) != out.dtype:
             return None
         if not 0 < a.numel() <= MAX_NUMBERS or a.dim() < 2 or not (a.is_contiguous() or a.dim() == 2):
             return None
@@ -187,6 +190,9 @@ class NumberKernels:
         tensors = a_tensor, b_tensor, out
         dtypes = {tensor.dtype for tensor in tensors}
         any_float = not dtypes.isdisjoint(FLOATS)
+        # Torch computes with a tensor of no dimension in the dtype of the other tensor, which may be narrower.
+        if min(a_tensor.dim(), b_tensor.dim()) == 0 and isinstance(b, Tensor) and a_tensor.dtype != b_tensor.dtype:
+            return None
         if not dtypes <= set(KINDS) or (any_float and not _floats_are_supported(operation, out, a, b)):
             return None
         # A broadcast dimension has stride 0.

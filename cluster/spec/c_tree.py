@@ -61,8 +61,14 @@ class CGrowth:
         self.add(tokens, log_probabilities)
 
     def add(self, proposals: Tensor, log_probabilities: Tensor) -> None:
-        """Add the candidates of one more level, and select its K best; see `Growth.add`."""
+        """Add the candidates of one more level, and select its K best; see `Growth.add`.
+
+        Raises:
+            ValueError: all levels were added already.
+        """
         (r, k), count, dtype = self._shape, self._candidates["tokens"].shape[1], self._candidates["scores"].dtype
+        if self._added == count:
+            raise ValueError(f"all {self._num_steps} levels were added already")
         rows = dict(zip(ROWS, (self._best[name] for name in BEST[2:]), strict=True)) if self._added else {}
         self._best = {name: proposals.new_empty(r, k) for name in BEST}
         self._best["next_scores"] = proposals.new_empty(r, k, dtype=dtype)

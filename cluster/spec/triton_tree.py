@@ -39,7 +39,13 @@ class TritonGrowth:
         self._previous_candidates = k
 
     def add(self, proposals: Tensor, log_probabilities: Tensor) -> None:
-        """Append K^2 candidates; see `Growth.add`."""
+        """Append K^2 candidates; see `Growth.add`.
+
+        Raises:
+            ValueError: all levels were added already.
+        """
+        if self._previous_candidates == self._candidates[0].shape[1]:
+            raise ValueError(f"all {self._depth} levels were added already")
         self._best = self._level(proposals, log_probabilities, self._best)
         self._previous_candidates += self._k * self._k
 

@@ -1,5 +1,6 @@
 /* The chances that drafted nodes are accepted; see `spec/chances.py`, whose torch operators are the reference.
- * Logarithms and exponentials are computed in double, so that CPUs of different kinds give the same results.
+ * Logarithms and exponentials are computed in double, so that all CPUs with fused multiply-add give the
+ * same results.
  */
 #include "../c/vector.h"
 #include "../c/scratch.h"

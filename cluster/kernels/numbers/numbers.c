@@ -1,7 +1,8 @@
 /* Arithmetic on a few numbers, on the calling thread: lengths, positions, counts and the like of a step's requests.
  *
- * Integers are computed in 64 bits. Floats are computed in double; if the output is float, the result is rounded.
- * For sums, differences and products this gives the same result as a computation in float.
+ * Integers are computed in 64 bits. Floats are computed in double, except rows of float in `vectors`; if the output
+ * is float, the result is rounded. For sums, differences and products this gives the same result as a computation in
+ * float.
  */
 #include "../c/vector.h"
 

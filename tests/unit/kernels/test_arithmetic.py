@@ -103,6 +103,8 @@ UNSUPPORTED_PROGRAMS: dict[str, Program] = {
     "maximum": lambda a, b: torch.maximum(a, b),
     "floats to integers": lambda a, b: a.to(torch.int64),
     "where": lambda a, b: torch.where(a == b, a, -1),
+    "less than a tensor without dimensions": lambda a, b: a.int() < torch.ones((), dtype=torch.int64),
+    "sum of all": lambda a, b: a.int().sum(None, dtype=torch.int64),
     "pad in two dimensions": lambda a, b: F.pad(a, (1, 0, 1, 0)),
     "too many calls": lambda a, b: a.repeat(MAX_CALLS + 1, 1).view(-1, 3, 5)[:, ::2, ::2] == 1,
 }
@@ -176,6 +178,12 @@ def test_cumprod_sum_and_cast_accept_bool_and_integer_dtypes() -> None:
         a.copy_(torch.tensor([[1, 0, 1], [1, 1, 1]]))
         tape.replay()
         assert len(tape) == 1 and all(map(torch.equal, tape.output, [a.cumprod(1), a.sum(1), a.to(torch.int64)]))
+
+
+def test_padding_keeps_the_sign_of_zero() -> None:
+    tape = Tape(lambda: F.pad(torch.ones(2), (1, 1), value=-0.0), substitute=NumberKernels(c_library()))
+    tape.replay()
+    assert tape.output.signbit().tolist() == [True, False, False, True]
 
 
 def test_large_integers_are_rounded_to_float_once() -> None:

@@ -46,6 +46,14 @@ def test_c_row_lookups_on_tape_match_torch_and_join_into_one_call(
             assert torch.equal(actual_rows, expected_rows[program_name]), program_name
 
 
+def test_take_kernel_accepts_negative_ids_in_a_table_of_one_number() -> None:
+    table, ids = torch.arange(9)[::9], torch.tensor([0])  # contiguous, but its stride is not 1
+    tape = tape_of(table, ids, "take")
+    ids[0] = -1
+    tape.replay()
+    assert tape.output[0].tolist() == [0]
+
+
 def test_take_kernel_accepts_negative_ids() -> None:
     table, ids = torch.arange(5), torch.tensor([1, 2])
     tape = tape_of(table, ids, "take")

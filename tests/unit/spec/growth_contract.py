@@ -92,7 +92,9 @@ def check_ties_and_nan(
 
 
 def check_refusals(create: GrowthFactory) -> None:
-    """Check that a tree is refused before all levels are added, and with more nodes than candidates."""
+    """Check that a tree is refused before all levels are added, and with more nodes than candidates; and that a level
+    too many is refused.
+    """
     tokens, log_probabilities = proposals(1, 2, 3, torch.float32)
     growth = create(tokens[0], log_probabilities[0], 3)
     with pytest.raises(ValueError, match="2 candidates were added of the 10 of 3 levels"):
@@ -100,3 +102,5 @@ def check_refusals(create: GrowthFactory) -> None:
     grow_levels(growth, tokens, log_probabilities)
     with pytest.raises(ValueError, match="12 nodes of 10 candidates and a root"):
         growth.tree(tokens[0][:, 0], 12)
+    with pytest.raises(ValueError, match="all 3 levels were added already"):
+        growth.add(tokens[1], log_probabilities[1])
