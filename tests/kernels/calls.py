@@ -75,8 +75,9 @@ def tree_results(library: Library) -> Iterator[tuple[str, Tensor]]:
     for dtype in (torch.float32, torch.float64):
         for k, steps, nodes in TREES:
             tokens, scores = proposals(3, k, steps, dtype)
-            growth = growth_of(library)(tokens[0] % 4, scores[0], steps)
-            rows = grow_levels(growth, [level_tokens % 4 for level_tokens in tokens], scores)
+            tokens = [torch.arange(k).expand_as(level_tokens) for level_tokens in tokens]  # siblings differ
+            growth = growth_of(library)(tokens[0], scores[0], steps)
+            rows = grow_levels(growth, tokens, scores)
             drafted = growth.tree(limits, nodes)
             assert drafted.scores is not None and drafted.candidates is not None
             drafted = replace(drafted, proposed=Proposed(drafted.scores, F.pad(drafted.candidates % k == 0, (1, 0))))
