@@ -58,7 +58,9 @@ def test_chat_command_holds_a_conversation_on_a_terminal(capsys: pytest.CaptureF
             summary = re.search(SUMMARY, output)
             assert summary is not None
             assert int(summary[1]) == len(answer["token_ids"])  # type: ignore[arg-type]
-            assert (summary[2], summary[4]) == (f"{answer['accept_length']:.2f}", answer["finish_reason"])
+            assert summary[4] == answer["finish_reason"]
+            # Each engine measures what trees cost and chooses its own, so the accept lengths may differ.
+            assert 1 <= float(summary[2]) <= len(answer["token_ids"])  # type: ignore[arg-type]
             assert chat.read_until(PROMPT)
         chat.press("/reset\nimport os\n")
         output = chat.read_until(SUMMARY)
