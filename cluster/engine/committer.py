@@ -87,7 +87,7 @@ class Committer:
         """
         shape, outputs, trees = step.shape, list[SequenceOutput](), list[TreeCounts]()
         outlook, accepted = self._scheduler.decode.outlook, list[tuple[int, AcceptedTree]]()
-        looked_up = 0  # how many of a path's nodes the draft had not proposed; some only in steps with looked-up tokens
+        looked_up = 0  # nodes of a path that the draft had not proposed; 0 in steps without looked-up tokens
         for i, (sequence, lease) in enumerate(step.schedule.decodes):
             if sequence.lease is not lease:  # ended, aborted or retracted since the step began
                 continue

@@ -144,7 +144,7 @@ class Copies:
         return calls
 
     def _gather_columns(self, out: Tensor, table: Tensor, dim: int, ids: Tensor) -> list[Call] | None:
-        """Columns may also be rows of numbers: in a table `[n, m, size]`, with one id for all numbers of a row."""
+        """Replace a lookup along dimension 1. In a table `[n, m, size]`, one id must look up all `size` numbers."""
         is_matrix, is_stack = table.dim() == 2, table.dim() == 3 and (ids.shape[2] == 1 or ids.stride(2) == 0)
         if not (is_matrix or (is_stack and ids.shape[2] == table.shape[2] and _rows_are_contiguous(table))):
             return None

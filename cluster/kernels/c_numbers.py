@@ -181,8 +181,8 @@ class NumberKernels:
         return self._call(SUM, out.view(-1, 1).expand(rows.shape), rows, rows, by_rows=True)
 
     def _call(self, operation: int, out: Tensor, a: Any, b: Any, by_rows: bool = False) -> list[Call] | None:
-        """Return calls that compute `out`; None if C does not support a dtype or shape. If `by_rows`, the result of a
-        number depends on its row `[n, columns]`, so dimensions are not merged.
+        """Return calls that compute `out`; None if C does not support a dtype or shape. `by_rows`: the
+        operation goes along the rows of a matrix, as a sum does, so dimensions are not merged.
         """
         a_tensor, b_tensor = _as_tensor(a), _as_tensor(b)
         if a_tensor is None or b_tensor is None:
