@@ -132,9 +132,10 @@ class PrintedAnswer:
 
     def summary(self) -> str:
         """Return one line: tokens, accept length, tokens per second, finish reason."""
-        # The first number is from the step that ended the prompt, each later one from a verified tree.
-        tokens, tree_steps = sum(self.step_tokens), self.step_tokens[1:]
-        accept_length_text = f"accept length {sum(tree_steps) / len(tree_steps):.2f}, " if tree_steps else ""
+        # The first number is from the step that ended the prompt, each later one from a step of decoding, which may
+        # have verified no tree.
+        tokens, decoded = sum(self.step_tokens), self.step_tokens[1:]
+        accept_length_text = f"accept length {sum(decoded) / len(decoded):.2f}, " if decoded else ""
         tokens_per_second = tokens / (time.perf_counter() - self.started_at)
         ending = "stopped" if self.finish_reason is None else f"finished by {self.finish_reason}"
         return f"[{tokens} tokens, {accept_length_text}{tokens_per_second:.1f} tokens/s, {ending}]"

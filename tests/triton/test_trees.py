@@ -30,7 +30,7 @@ def test_triton_tree_growth_matches_reference(k: int, steps: int, nodes: int, dt
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_tree_growth_breaks_ties_by_order_and_ranks_nan_last(dtype: torch.dtype) -> None:
-    check_ties_and_nan(TritonGrowth, dtype, lambda growth: growth._candidates)  # type: ignore[attr-defined]
+    check_ties_and_nan(TritonGrowth, dtype, lambda growth: growth._candidates)
 
 
 def test_tree_growth_refuses_missing_levels_and_too_many_nodes() -> None:

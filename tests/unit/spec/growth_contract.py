@@ -1,6 +1,7 @@
 """What every `Growth` besides the reference must do: grow the same trees, break ties by order, refuse wrong calls."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -68,7 +69,7 @@ def check_same_trees(
 
 
 def check_ties_and_nan(
-    create: GrowthFactory, dtype: torch.dtype, candidates_of: Callable[[Growth], tuple[Tensor, Tensor, Tensor]]
+    create: GrowthFactory, dtype: torch.dtype, candidates_of: Callable[[Any], Sequence[Tensor]]
 ) -> None:
     """Check that the first of equal scores wins, and that NaN counts as the lowest log-probability. `candidates_of`
     returns tokens, scores and parents of all candidates of a growth.

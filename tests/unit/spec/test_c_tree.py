@@ -30,7 +30,7 @@ def test_tree_growth_breaks_ties_by_order_and_ranks_nan_last(dtype: torch.dtype)
     def candidates_of(growth: CGrowth) -> list[torch.Tensor]:
         return [growth._candidates[name] for name in ("tokens", "scores", "parents")]
 
-    check_ties_and_nan(growth_of(c_library()), dtype, candidates_of)  # type: ignore[arg-type]
+    check_ties_and_nan(growth_of(c_library()), dtype, candidates_of)
 
 
 def test_tree_growth_refuses_missing_levels_and_too_many_nodes() -> None:
