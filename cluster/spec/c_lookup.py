@@ -8,9 +8,10 @@ from torch import Tensor
 
 from cluster.capture.recorder import native
 from cluster.kernels.library import Library
+from cluster.spec import tree as tree_module
 from cluster.spec.lookup import MEMORY, PRIOR, LookupChances
 from cluster.spec.token_history import LONGEST_MATCH, Continuations
-from cluster.spec.tree import DECAY, FLOOR, DraftTree
+from cluster.spec.tree import DECAY, DraftTree
 
 KNOWN = ("matched", "agreeing", "accept_len", "limits")
 TREE = ("tokens", "parents", "depths", "ancestors", "scores")
@@ -88,7 +89,7 @@ class CAddLookedUp:
         tokens, parents, depths = (new(r, n + count) for _ in range(3))
         ancestors = new(r, n + count, n + count, dtype=torch.bool)
         new_scores = None if scores is None else scores.new_empty(r, n + count)
-        struct = AddLookedUpStruct(requests=r, nodes=n, count=count, floor=FLOOR, decay=DECAY)
+        struct = AddLookedUpStruct(requests=r, nodes=n, count=count, floor=tree_module.FLOOR, decay=DECAY)
         _set_addresses(struct, TREE, (*tensors, scores))
         _set_addresses(struct, FOUND, found_tensors)
         _set_addresses(struct, NEW_TREE, (tokens, parents, depths, ancestors, new_scores))

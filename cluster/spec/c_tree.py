@@ -12,7 +12,8 @@ from torch import Tensor
 from cluster.capture.recorder import native
 from cluster.kernels.library import Library
 from cluster.sampling.noise import at_least_float32
-from cluster.spec.tree import DECAY, FLOOR, DraftTree, GrowthFactory
+from cluster.spec import tree as tree_module
+from cluster.spec.tree import DECAY, DraftTree, GrowthFactory
 
 CANDIDATES = ("tokens", "parents", "scores")
 ROWS = ("row_numbers", "row_scores")
@@ -73,7 +74,8 @@ class CGrowth:
         self._best = {name: proposals.new_empty(r, k) for name in BEST}
         self._best["next_scores"] = proposals.new_empty(r, k, dtype=dtype)
         tensors = {"proposals": proposals.contiguous(), "log_probabilities": log_probabilities.to(dtype).contiguous()}
-        struct = LevelStruct(requests=r, topk=k, candidates=count, first=self._added, floor=FLOOR, decay=DECAY)
+        struct = LevelStruct(requests=r, topk=k, candidates=count, first=self._added)
+        struct.floor, struct.decay = tree_module.FLOOR, DECAY
         _set_addresses(struct, tensors | self._candidates | rows | self._best)
         native(self._functions[0], byref(struct))
         self._added += k * k if self._added else k

@@ -19,8 +19,10 @@ DECAY = 1e-3
 """This is subtracted from each log-probability before it is added to the score of the parent. So scores fall strictly
 along a path. Hence if a candidate is among the best N - 1, its parent is among them too, even with ties.
 """
-FLOOR = -30.0  # lower log-probabilities count as this; so float32 does not round DECAY away at depths up to 16
-
+FLOOR = -30.0
+"""Lower log-probabilities count as this, so float32 does not round DECAY away at depths up to 16. Every `Growth` reads
+the value of this module when it adds a level: tests replace it where they compare trees below the floor.
+"""
 
 NO_TOKEN = -1
 """The token of a node that must not be accepted: the target never chooses it."""

@@ -14,6 +14,7 @@ from tests.unit.kernels.test_product import DTYPES
 from tests.unit.spec.growth_contract import (
     TREES,
     check_refusals,
+    check_replaced_floor,
     check_same_trees,
     check_ties_and_nan,
     grow_levels,
@@ -35,6 +36,10 @@ def test_tree_growth_breaks_ties_by_order_and_ranks_nan_last(dtype: torch.dtype)
 
 def test_tree_growth_refuses_missing_levels_and_too_many_nodes() -> None:
     check_refusals(TritonGrowth)
+
+
+def test_tree_growth_uses_a_replaced_floor(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_replaced_floor(TritonGrowth, monkeypatch)
 
 
 def test_too_many_tree_candidates_fall_back_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:

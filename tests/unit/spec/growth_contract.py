@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from cluster.spec import tree as tree_module
 from cluster.spec.tree import FLOOR, Candidates, Growth, GrowthFactory, TorchGrowth
 from tests.unit.spec.test_tree import assert_valid, naive_tree
 
@@ -90,6 +91,23 @@ def check_ties_and_nan(
         assert (tree.tokens[i].tolist(), tree.parents[i].tolist(), tree.depths[i].tolist()) == expected
     assert_valid(tree, steps)
     assert scores.isfinite().all() and scores[1, 0] <= FLOOR, "NaN counts as the lowest log-probability"
+
+
+def check_replaced_floor(create: GrowthFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that a growth uses the value that `tree.FLOOR` has when a level is added. `tests/distributed` replaces the
+    value, because rounding decides between candidates below the floor.
+    """
+    monkeypatch.setattr(tree_module, "FLOOR", -300.0)
+    k, steps, nodes = 3, 3, 7
+    tokens, log_probabilities = proposals(2, k, steps, torch.float64)
+    log_probabilities = [level_values - 70.0 for level_values in log_probabilities]
+    trees = []
+    for each in (create, TorchGrowth):
+        growth = each(tokens[0], log_probabilities[0], steps)
+        grow_levels(growth, tokens, log_probabilities)
+        trees.append(growth.tree(torch.arange(2), nodes))
+    assert trees[0].scores is not None and trees[1].scores is not None and trees[1].scores.min() < -70.0
+    assert torch.equal(trees[0].scores, trees[1].scores) and torch.equal(trees[0].tokens, trees[1].tokens)
 
 
 def check_refusals(create: GrowthFactory) -> None:

@@ -12,6 +12,7 @@ from tests.unit.kernels.library import c_library
 from tests.unit.spec.growth_contract import (
     TREES,
     check_refusals,
+    check_replaced_floor,
     check_same_trees,
     check_ties_and_nan,
     grow_levels,
@@ -35,6 +36,10 @@ def test_tree_growth_breaks_ties_by_order_and_ranks_nan_last(dtype: torch.dtype)
 
 def test_tree_growth_refuses_missing_levels_and_too_many_nodes() -> None:
     check_refusals(growth_of(c_library()))
+
+
+def test_tree_growth_uses_a_replaced_floor(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_replaced_floor(growth_of(c_library()), monkeypatch)
 
 
 def test_replayed_growth_reads_the_new_proposals() -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from cluster.spec import tree as tree_module
 from cluster.spec.c_lookup import CAddLookedUp, CLookupChances
 from cluster.spec.c_verify import CAccept
 from cluster.spec.lookup import MEMORY, PRIOR, AddLookedUp, LookupChances, add_looked_up, count_agreeing
@@ -183,6 +184,15 @@ def test_c_adds_looked_up_tokens_like_torch(topk: int, steps: int, nodes: int, w
     for name in ("tokens", "parents", "depths", "ancestors", *["scores"] * with_scores):
         assert torch.equal(getattr(actual, name), getattr(expected, name)), name
     assert actual.padded and (actual.scores is None) == (not with_scores)
+
+
+def test_c_adds_looked_up_tokens_with_a_replaced_floor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree_module, "FLOOR", -300.0)
+    drafted, (found, log_chances) = drafted_trees(2, 3, 6), continuations()
+    log_chances = log_chances - 70.0
+    expected, actual = (each(drafted, found, log_chances) for each in (add_looked_up, CAddLookedUp(c_library())))
+    assert expected.scores is not None and actual.scores is not None and torch.equal(actual.scores, expected.scores)
+    assert expected.scores[expected.scores.isfinite()].min() < -70.0
 
 
 def test_c_learns_the_same_chances_of_looked_up_tokens_as_torch() -> None:
