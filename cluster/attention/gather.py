@@ -243,7 +243,7 @@ def tail_bias(
     """Return the bias `[R or 1, q, c]` over the last c cells of each request in `requests`, for requests that are read
     one by one.
 
-    All rows see the cells before the last c. Returns None if all rows see all cells.
+    All rows see the cells before the last c. If the result is None, all rows see all cells.
     """
     if visibility.limits_committed_tokens(sliding_window):
         return visibility.limited_bias(cells.labels(True)[requests], cells.lens[requests], sliding_window)

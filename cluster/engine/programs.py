@@ -92,7 +92,9 @@ class Programs:
         return {**self._pinned, **self._evictable}
 
     def has_program(self, key: ProgramKey) -> bool:
-        """Whether a program is captured for the key of a plan, whose buffer set is 0."""
+        """Whether a program is captured for `key`. Callers pass `StepPlan.key`, which always has buffer set 0, so
+        programs of other buffer sets are not looked up.
+        """
         return key in self._pinned or key in self._evictable
 
     def pin_all(self) -> None:

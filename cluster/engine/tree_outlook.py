@@ -3,15 +3,17 @@
 A tier is the number of a tree shape that steps may use. The outlook is the list of expected tokens by tier. Looked-up
 tokens are tokens that followed an earlier occurrence of the end of the text.
 
-A node of a tree is accepted with a chance that depends on its depth d and on the tree: how many of the likely nodes the
-tree has, and whether it has looked-up tokens. One step also shows what many other trees would have given
-(`engine/tree_kinds.py`). In particular, each step shows how many looked-up tokens were right, even if its trees had
-none. So tiers with looked-up tokens need no exploring.
+The chance that the target accepts a node depends on the node's depth d and on its tree: how many of the likeliest nodes
+of each tree the step verifies, and whether the tree has looked-up tokens. One step also shows what many other trees
+would have given (`engine/tree_kinds.py`). In particular, a step shows how many looked-up tokens were right, up to the
+number of tokens that it committed, even if its trees had no looked-up tokens. So tiers with looked-up tokens need no
+exploring.
 
 The estimates are conditional: the share of the trees in which the node of depth d was accepted, among those in which
-the node of depth d - 1 was accepted. So shallow trees never bias the estimates of deeper levels. Each request has
-estimates of its own, which forget old trees. They begin with the estimates of the request's class, which count all
-greedy requests or all sampled ones. Each kind of tree (`TreeKinds`) has estimates of its own.
+the node of depth d - 1 was accepted. So a shallow tree does not change the estimates of deeper levels. Trees with
+looked-up tokens are an exception: a level that the draft did not compute can count as not accepted (`TreeKinds`). Each
+request has estimates of its own, which forget old trees. They begin with the estimates of the request's class, which
+count all greedy requests or all sampled ones. Each kind of tree (`TreeKinds`) has estimates of its own.
 
 Legend: R decoding requests, S depth of the largest tree, W kinds of trees.
 """

@@ -189,7 +189,7 @@ class KVCache:
 
     def publish(self, lease: Lease, tokens: Sequence[int], committed: int) -> None:
         """Move full pages of the lease into the tree. A page is full if all its tokens are among the first `committed`
-        of `tokens`. This is called after each step.
+        of `tokens`. The scheduler calls this for each running request before it plans a step.
 
         A page enters the tree only when `tokens` also has the token after the page, which is part of the page's key.
         """

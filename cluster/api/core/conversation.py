@@ -162,7 +162,9 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class ConversationFields(StrictModel):
-    """Fields that /v1/chat/completions and /tokenize share. Without `tool_choice` the model may call any of `tools`."""
+    """Fields that /v1/chat/completions and /tokenize share. Without `tool_choice` the model may call any of
+    `supported_tools`.
+    """
 
     tools: Tools = Field(default_factory=list)
     tool_choice: Choice | None = None

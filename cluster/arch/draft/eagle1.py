@@ -26,7 +26,7 @@ def read_eagle1(folder: str, outer: ConfigKeys, shapes: Shapes, target: TargetAr
     """Return the EAGLE-1/2 draft of this config and these shapes.
 
     Raises:
-        ConfigError: config and shapes disagree or do not fit the target; the message gives both numbers.
+        ConfigError: config and shapes disagree, or the draft does not fit the target; the message says what disagrees.
     """
     keys = outer.section("model").with_defaults(outer.data)
     check_same_target(folder, keys, target)

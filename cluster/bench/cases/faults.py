@@ -64,8 +64,8 @@ class FaultRound:
 
 
 def measure(size: Size, log_progress: LogProgress) -> dict[str, Any]:
-    """Start a server for each of `size.rounds` and cause its faults. Return a `FaultRound` for each fault, and sums
-    over all of them.
+    """Start a server for each of `size.rounds` and cause its faults. Return the result for JSON: under `rounds` the
+    fields of a `FaultRound` for each fault, and totals over all rounds.
     """
     rounds: list[FaultRound] = []
     for ingress, fault_names in size.rounds:
