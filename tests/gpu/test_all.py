@@ -72,13 +72,19 @@ def gpu_machine_packages() -> set[str]:
 
 
 def package_folder(names: set[str], folder: Path) -> Path:
-    """Make a folder with links to these packages only. It replaces site-packages on the path of Python."""
+    """Make a folder with links to these packages only. It replaces site-packages on the path of Python.
+
+    Packages may share a folder: with a CUDA build of torch, many install into `nvidia`.
+    """
     folder.mkdir()
+    targets: dict[str, Path] = {}
     for name in names:
         files = distribution(name).files
         assert files, name
         for top_level in {file.parts[0] for file in files} - {"..", "__pycache__"}:
-            (folder / top_level).symlink_to(Path(str(distribution(name).locate_file(top_level))))
+            targets[top_level] = Path(str(distribution(name).locate_file(top_level)))
+    for top_level, target in targets.items():
+        (folder / top_level).symlink_to(target)
     return folder
 
 
