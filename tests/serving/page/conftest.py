@@ -42,7 +42,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder, port = tmp_path_factory.mktemp("served"), free_port()
     keys = folder / "keys"
     started_server = Server(f"http://127.0.0.1:{port}", create(keys, "ann", "use"), create(keys, "root", "admin"))
-    settings = (f"http_port={port}", f"api_keys_file={keys}", "speculative_eagle_topk=4", "speculative_num_steps=4")
+    # With adaptive trees, measured times would decide how many nodes the playground shows.
+    trees = "speculative_mode=fixed", "speculative_eagle_topk=4", "speculative_num_steps=4"
+    settings = (f"http_port={port}", f"api_keys_file={keys}", *trees)
     with aerie_serve(*settings, log=Path(folder) / "log", RAY_USAGE_STATS_ENABLED="0") as process:
         wait_for(process, "READY ")
         yield started_server
