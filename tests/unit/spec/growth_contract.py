@@ -94,8 +94,8 @@ def check_ties_and_nan(
 
 
 def check_replaced_floor(create: GrowthFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that a growth uses the value that `tree.FLOOR` has when a level is added. `tests/distributed` replaces the
-    value, because rounding decides between candidates below the floor.
+    """Check that a growth reads `tree.FLOOR` each time it adds a level. `tests/distributed` sets another floor, because
+    candidates below the floor have equal scores, and rounding would decide which of them is chosen.
     """
     monkeypatch.setattr(tree_module, "FLOOR", -300.0)
     k, steps, nodes = 3, 3, 7

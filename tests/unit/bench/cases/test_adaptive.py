@@ -11,8 +11,8 @@ SIZE = Size(sweeps=1, repeats=2, more_repeats=5)
 
 
 def measure_cell(monkeypatch: pytest.MonkeyPatch, adaptive_speeds: list[float]) -> dict[str, Any]:
-    """Measure a cell in which plain decoding and a chain give 100 and 50 tokens a second, and adaptive trees
-    `adaptive_speeds` in their runs; the last speed repeats.
+    """Measure a cell with simulated engines. Plain decoding gives 100 tokens a second, a chain gives 50. Adaptive trees
+    give `adaptive_speeds`, one for each run; later runs have the last of these speeds.
     """
     runs: dict[str, int] = dict.fromkeys(("plain", "chain of 3", ADAPTIVE), 0)
 
@@ -27,7 +27,7 @@ def measure_cell(monkeypatch: pytest.MonkeyPatch, adaptive_speeds: list[float]) 
 
 
 def test_a_cell_that_misses_the_goal_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The warm-up and the sweep take the first two runs.
+    # The first two runs are the warm-up and the sweep, so the measurement begins with the third speed.
     missed = measure_cell(monkeypatch, [100.0, 100.0, 90.0, 90.0, 99.0])
     assert (missed["of_plain"], missed["repeats"]) == (0.99, 5)
     assert missed["first_ratios"] == {"of_plain": 0.9, "of_best_fixed": 0.9}
