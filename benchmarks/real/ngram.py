@@ -19,8 +19,8 @@ import torch
 from benchmarks.real.answers import log_progress, tokenizer_of
 from benchmarks.real.kept import ResultCache
 from benchmarks.real.prompts import Prompt
-from cluster.bench.cases.adaptive import run_steadily
 from cluster.bench.report import median, ratio
+from cluster.bench.steady_runs import run_steadily
 from cluster.config import EngineConfig
 from cluster.engine import Engine, build_engine
 

@@ -67,7 +67,7 @@ PARTS = {
 DEFAULT_PARTS = ("offline", "serving")
 DRAFT_OPTIONAL = ("peers", "roofline")  # these parts can measure plain decoding alone
 # Each of these options applies only to the parts whose `Size` has a field of that name.
-PART_OPTIONS = ("contexts", "shape", "layers", "accept_length", "families", "kinds", "temperatures")
+PART_OPTIONS = ("contexts", "shape", "layers", "accept_length", "families", "kinds", "temperatures", "ranks")
 EXIT_FAILED = 1  # exit status: a goal was missed, something failed, or outputs that must be equal differ
 
 
@@ -107,6 +107,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--temperatures", type=float, nargs="+", metavar="T", help="temperatures of adaptive (default: 0 0.8 1)"
     )
+    parser.add_argument("--ranks", type=int, nargs="+", metavar="N", help="ranks of adaptive (default: 1 2)")
     parser.add_argument("--repeats", type=int, metavar="N", help="repeats of each contender (default: the part's own)")
     parser.add_argument(
         "--quick",

@@ -22,7 +22,7 @@ and batch 1, the second for all other cases.
 
 
 class Run(Protocol):
-    """The part that is used here of what `run_steadily` of `cluster/bench/cases/adaptive.py` returns."""
+    """The part that is used here of what `run_steadily` of `cluster/bench/steady_runs.py` returns."""
 
     @property
     def tokens_per_second(self) -> float:

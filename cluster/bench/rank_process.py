@@ -23,12 +23,21 @@ It returns `RankRun.extra_times`: lists by name, which its changes may fill duri
 
 def main(rank: int, prepare: PrepareEngine = lambda *_: {}) -> None:
     """Run cases until stdin ends. `prepare` may change the engine of each case before its requests."""
+
+    def answer(message: Mapping[str, Any]) -> dict[str, Any]:
+        rendezvous = Rendezvous(HOST, message["port"], message["epoch"])
+        return asdict(_run_case(rank, rendezvous, message["case"], prepare))
+
+    answer_messages(answer)
+
+
+def answer_messages(answer: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> None:
+    """Read messages, one JSON object per line, until stdin ends. Write `answer(message)` for each of them to stdout. If
+    `answer` raises, write an object whose `error` says what it raised.
+    """
     for line in sys.stdin:
-        message = json.loads(line)
         try:
-            response = asdict(
-                _run_case(rank, Rendezvous(HOST, message["port"], message["epoch"]), message["case"], prepare)
-            )
+            response = answer(json.loads(line))
         except Exception as error:  # the parent process reports any failure
             response = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(response), flush=True)

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from cluster.bench.pair import DEFAULT_TREE, ModelPair
 from cluster.bench.streams import HOST
-from cluster.distributed.mesh import open_store
+from cluster.distributed.mesh import Store, open_store
 from cluster.paths.checkout import CHECKOUT
 
 CASE_TIMEOUT_S = 300.0
@@ -129,7 +129,9 @@ class RankProcesses:
     """The processes of `rank_count` ranks. `run` sends a case to the first of them, as many as `tp_size` says."""
 
     def __init__(self, rank_count: int, program: str = "cluster.bench.rank_process") -> None:
-        """`program` is the module that each process runs; the module must call `rank_process.main`."""
+        """`program` is the module that each process runs; the module must call `rank_process.main` or
+        `rank_process.answer_messages`.
+        """
         self.rank_count, self._program = rank_count, program
         self._epoch = 0
         self._processes: list[subprocess.Popen[str]] = []
@@ -165,15 +167,31 @@ class RankProcesses:
         Raises:
             RuntimeError: a rank failed, ended, or did not answer within `CASE_TIMEOUT_S`; the message names the rank.
         """
-        rank_count = int(case.settings.get("tp_size", 1))
-        self._epoch += 1
         store = open_store(HOST)
-        message = json.dumps({"port": store.port, "epoch": self._epoch, "case": asdict(case)})
+        answers = self.meet({"case": asdict(case)}, int(case.settings.get("tp_size", 1)), store)
+        return [RankRun.of(answer) for answer in answers]
+
+    def meet(self, message: Mapping[str, Any], rank_count: int, store: Store) -> list[dict[str, Any]]:
+        """Send `message` to the first `rank_count` ranks, with the `port` and the `epoch` at which they meet to form a
+        gang. The caller keeps `store` as long as the gang lives. Return the answers of the ranks, in rank order.
+
+        Raises:
+            RuntimeError: as `run`.
+        """
+        self._epoch += 1
+        return self.ask({"port": store.port, "epoch": self._epoch, **message}, rank_count)
+
+    def ask(self, message: Mapping[str, Any], rank_count: int) -> list[dict[str, Any]]:
+        """Send `message` to the first `rank_count` ranks. Return their answers, in rank order.
+
+        Raises:
+            RuntimeError: as `run`.
+        """
         for process in self._processes[:rank_count]:
             assert process.stdin is not None
-            process.stdin.write(message + "\n")
+            process.stdin.write(json.dumps(message) + "\n")
             process.stdin.flush()
-        return [RankRun.of(answer) for answer in self._answers(rank_count)]
+        return self._answers(rank_count)
 
     def _answers(self, rank_count: int) -> list[dict[str, Any]]:
         records: dict[int, dict[str, Any]] = {}

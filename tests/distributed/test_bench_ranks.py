@@ -1,8 +1,11 @@
-"""Tests of `cluster.bench.ranks`: the rank processes that benchmarks measure run a case of requests."""
+"""Tests of `cluster.bench.ranks` and `steady_runs`: the rank processes that benchmarks measure run requests."""
 
 import pytest
 
+from cluster.bench import steady_rank
 from cluster.bench.ranks import GangCase, RankProcesses, RankRequest
+from cluster.bench.steady_runs import Gangs, SingleRanks
+from cluster.config import EngineConfig
 from tests.support.tiny_checkpoints import draft_folder, target_folder
 
 
@@ -48,3 +51,28 @@ def test_bench_ranks_run_a_case_to_its_end(world: int) -> None:
             "request long waits until b has ended"
         )
         assert rank_runs[1].submitted_at["after"] > rank_runs[1].submitted_at["long"], "request after waits behind long"
+
+
+@pytest.mark.slow
+def test_gangs_generate_the_tokens_of_single_ranks() -> None:
+    """Contenders take turns, ranks have different numbers of requests, and one rank may have none."""
+    target = target_folder()
+    settings = {
+        "model_path": target, "speculative_algorithm": "EAGLE3", "speculative_draft_model_path": draft_folder(target),
+        "dtype": "float64", "device": "cpu", "max_total_tokens": 512, "num_threads": 1, "random_seed": 0,
+    }  # fmt: skip
+    configs = {mode: EngineConfig.from_kwargs({**settings, "speculative_mode": mode}) for mode in ("fixed", "adaptive")}
+    of_ranks = {"tp_size": 2, "attn_dp_size": 2}
+    prompts = [[3, 4, 5], list(range(1, 40)), [6, 7]]
+    single = SingleRanks(configs)
+    with RankProcesses(2, steady_rank.__name__) as processes:
+        gangs = Gangs({name: config.model_copy(update=of_ranks) for name, config in configs.items()}, processes)
+        for name, batch in [("fixed", prompts), ("adaptive", prompts), ("fixed", prompts[:1]), ("adaptive", prompts)]:
+            run, expected = (contenders.run(name, batch, 0.0, 8) for contenders in (gangs, single))
+            assert run.steady_tokens >= 8 and run.seconds > 0
+            assert [len(tokens) > 0 for tokens in run.tokens] == [True] * len(batch)
+            for own, other in zip(run.tokens, expected.tokens, strict=True):
+                length = min(len(own), len(other))
+                assert own[:length] == other[:length]
+        with pytest.raises(RuntimeError, match="failed: KeyError"):
+            gangs.run("unknown", prompts, 0.0, 8)

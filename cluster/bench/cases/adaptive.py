@@ -19,24 +19,24 @@ traffic counts accepted draft tokens if requests share the rows of a step, again
 Looked-up tokens are draft tokens found by matching the end of the text in earlier text.
 """
 
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import distributions
 from itertools import product
-from math import prod
+from math import ceil, prod
 from random import Random
 from typing import Any
 
-from cluster.bench import looked_up
+from cluster.bench import looked_up, steady_rank
 from cluster.bench import shared_rows as shared
 from cluster.bench.goals import Goal
 from cluster.bench.pair import PLAIN, ModelPair, TreeChoice, short_path
+from cluster.bench.ranks import RankProcesses
 from cluster.bench.report import LogProgress, machine_info, median, ratio, table
-from cluster.bench.runs import TokenLists, fixed_length_params
+from cluster.bench.runs import TokenLists
+from cluster.bench.steady_runs import Contenders, Gangs, SingleRanks, SteadyRun, run_steadily
 from cluster.config import EngineConfig
-from cluster.engine import Engine, build_engine
-from cluster.request import Request
 
 CHAINS = tuple(TreeChoice(steps) for steps in (1, 2, 3, 5))
 TREES = (TreeChoice(2, 4, 6), TreeChoice(3, 4, 8), TreeChoice(3, 4, 12))
@@ -48,10 +48,6 @@ FEW_REQUESTS, MANY_REQUESTS = 4, 32
 """In batches of at most `FEW_REQUESTS`, each request generates twice `Size.new_tokens` tokens, so that a run takes long
 enough; in batches of at least `MANY_REQUESTS`, half as many.
 """
-LONGEST = 3
-"""A run ends when its requests have generated a given number of tokens on average. A single request may generate up to
-`LONGEST` times this number.
-"""
 GOAL_CELL, GOAL_MEAN, GOAL_SWING = 0.98, 1.05, 0.97
 
 
@@ -60,13 +56,15 @@ class Size:
     """The size of a measurement. All contenders run `sweeps` times; plain decoding, the best fixed tree and the
     adaptive contender then run `repeats` times, and `more_repeats` times if a goal was missed. The alternating load
     runs `swings` times. `shared_steps` is the number of counted steps of mixed traffic. A family has at most
-    `fixed_settings` fixed trees besides plain decoding: its largest ones.
+    `fixed_settings` fixed trees besides plain decoding: its largest ones. All is measured with each of the numbers of
+    `ranks`; the batches are those of all ranks together.
     """
 
     batches: tuple[int, ...] = (1, 4, 8, 16, 32, 64)
     temperatures: tuple[float, ...] = (0.0, 0.8, 1.0)
     kinds: tuple[str, ...] = KINDS
     families: tuple[str, ...] = FAMILIES
+    ranks: tuple[int, ...] = (1, 2)
     fixed_settings: int = 4
     prompt_tokens: int = 48
     new_tokens: int = 96
@@ -105,7 +103,11 @@ def measure(pair: ModelPair, size: Size = Size(), log_progress: LogProgress = pr
     and looked-up tokens if `trees` is. Return the figures, JSON-ready.
     """
     prompts = {kind: text_prompts(pair, kind, max(size.batches), size.prompt_tokens) for kind in size.kinds}
-    families = {name: _measure_family(pair, name, size, prompts, log_progress) for name in size.families}
+    families = {}
+    for name, ranks in product(size.families, size.ranks):
+        with _contenders(configs(pair, name, size, ranks), ranks) as contenders:
+            family = name if ranks == 1 else f"{name} on {ranks} ranks"
+            families[family] = _measure_family(family, contenders, size, prompts, log_progress)
     shared_rows = []
     if "chains" in size.families:
         shared_rows = shared.measure(pair, prompts, size.new_tokens, size.shared_steps, log_progress)
@@ -125,40 +127,53 @@ def measure(pair: ModelPair, size: Size = Size(), log_progress: LogProgress = pr
     }
 
 
+@contextmanager
+def _contenders(configs: Mapping[str, EngineConfig], ranks: int) -> Iterator[Contenders]:
+    """Yield contenders with these settings, which have `ranks` ranks each."""
+    if ranks == 1:
+        yield SingleRanks(configs)
+        return
+    with RankProcesses(ranks, steady_rank.__name__) as processes:
+        yield Gangs(configs, processes)
+
+
 def _measure_family(
-    pair: ModelPair, family: str, size: Size, prompts: Mapping[str, TokenLists], log_progress: LogProgress
+    family: str, contenders: Contenders, size: Size, prompts: Mapping[str, TokenLists], log_progress: LogProgress
 ) -> dict[str, Any]:
-    engines = {name: build_engine(config) for name, config in configs(pair, family, size).items()}
     cells = []
     for cell in (Cell(*values) for values in product(size.kinds, size.temperatures, size.batches)):
-        cells.append(_measure_cell(cell, engines, prompts[cell.kind], size))
+        cells.append(_measure_cell(cell, contenders, prompts[cell.kind], size))
         log_progress(f"adaptive: {family}, {_cell_line(cells[-1])}")
-    swing = _measure_swing(engines, prompts[size.kinds[0]], size)
+    swing = _measure_swing(contenders, prompts[size.kinds[0]], size)
     log_progress(f"adaptive: {family}, swinging load: {swing['of_oracle']:.3f} of the oracle")
     return {"cells": cells, "swing": swing, "best_single": _best_single(cells), "over_best_single": _over_single(cells)}
 
 
-def configs(pair: ModelPair, family: str, size: Size) -> dict[str, EngineConfig]:
+def configs(pair: ModelPair, family: str, size: Size, ranks: int = 1) -> dict[str, EngineConfig]:
     """Return the settings of a family's contenders by name: plain decoding, the fixed trees, and adaptive trees, which
-    are at most as large as the last fixed tree.
+    are at most as large as the last fixed tree. With several ranks, each has an attention group and one thread.
     """
-    requests = max(size.batches)
-    plain = pair.config(PLAIN, requests)
+    requests = ceil(max(size.batches) / ranks)
+    of_ranks = {"tp_size": ranks, "attn_dp_size": ranks, "num_threads": 1} if ranks > 1 else {}
+
+    def config(tree: TreeChoice) -> EngineConfig:
+        return pair.config(tree, requests).model_copy(update=of_ranks)
+
     if family == "ngram":
         fixed = {
-            f"n-gram of {depth}": plain.model_copy(
+            f"n-gram of {depth}": config(PLAIN).model_copy(
                 update={"speculative_algorithm": "NGRAM", "speculative_num_steps": depth}
             )
             for depth in NGRAM_DEPTHS
         }
     else:
-        fixed = {str(tree): pair.config(tree, requests) for tree in (CHAINS if family == "chains" else TREES)}
+        fixed = {str(tree): config(tree) for tree in (CHAINS if family == "chains" else TREES)}
     fixed = dict(list(fixed.items())[-size.fixed_settings :])
     largest = list(fixed.values())[-1]
-    return {str(PLAIN): plain, **fixed, ADAPTIVE: largest.model_copy(update={"speculative_mode": "adaptive"})}
+    return {str(PLAIN): config(PLAIN), **fixed, ADAPTIVE: largest.model_copy(update={"speculative_mode": "adaptive"})}
 
 
-def _measure_cell(cell: Cell, engines: dict[str, Engine], prompts: TokenLists, size: Size) -> dict[str, Any]:
+def _measure_cell(cell: Cell, contenders: Contenders, prompts: TokenLists, size: Size) -> dict[str, Any]:
     new_tokens = _new_tokens(size, cell.batch)
 
     def run(names: Sequence[str], repeats: int) -> dict[str, list[SteadyRun]]:
@@ -167,13 +182,13 @@ def _measure_cell(cell: Cell, engines: dict[str, Engine], prompts: TokenLists, s
             start = repeat * cell.batch % len(prompts)  # repeats use different prompts as long as there are enough
             batch = [prompts[(start + i) % len(prompts)] for i in range(cell.batch)]
             for name in names[:: -1 if repeat % 2 else 1]:
-                runs[name].append(run_steadily(engines[name], batch, cell.temperature, new_tokens))
+                runs[name].append(contenders.run(name, batch, cell.temperature, new_tokens))
         return runs
 
-    run(list(engines), 1)  # warms up: programs are captured, and estimates learn the load
-    sweep = run(list(engines), size.sweeps)
-    speedups = {name: _ratio(sweep[name], sweep[str(PLAIN)]) for name in engines}
-    best = max((name for name in engines if name != ADAPTIVE), key=speedups.__getitem__)
+    run(contenders.names, 1)  # warms up: programs are captured, and estimates learn the load
+    sweep = run(contenders.names, size.sweeps)
+    speedups = {name: _ratio(sweep[name], sweep[str(PLAIN)]) for name in contenders.names}
+    best = max((name for name in contenders.names if name != ADAPTIVE), key=speedups.__getitem__)
     compared = list(dict.fromkeys((str(PLAIN), best, ADAPTIVE)))
     runs = run(compared, size.repeats)
     first = {"of_plain": _ratio(runs[ADAPTIVE], runs[str(PLAIN)]), "of_best_fixed": _ratio(runs[ADAPTIVE], runs[best])}
@@ -201,51 +216,6 @@ def _new_tokens(size: Size, batch: int) -> int:
     return int(size.new_tokens * factor)
 
 
-@dataclass(frozen=True, slots=True)
-class SteadyRun:
-    """One run: all `tokens` of each request. `steady_tokens` is the number of tokens generated while all requests
-    decoded, `seconds` the duration of this time.
-    """
-
-    tokens: list[list[int]]
-    steady_tokens: int
-    seconds: float
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Tokens per second while all requests decoded."""
-        return ratio(self.steady_tokens, self.seconds)
-
-
-def run_steadily(engine: Engine, prompts: TokenLists, temperature: float, new_tokens: int) -> SteadyRun:
-    """Run the prompts as one batch. From the time when all requests have a token, generate `new_tokens` tokens per
-    request on average; then abort the requests.
-
-    A single request may generate up to `LONGEST` times `new_tokens` tokens; the first one that reaches this limit ends
-    the run. With a lower limit, contenders that give some requests more rows than others would be stopped early.
-    """
-    tokens: list[list[int]] = [[] for _ in prompts]
-    for i, prompt in enumerate(prompts):
-        params = fixed_length_params(LONGEST * new_tokens, temperature, seed=i)
-        engine.submit(Request(str(i), tuple(prompt), params))
-    started_at, steady_tokens, finished = 0.0, 0, False
-    while not finished and steady_tokens < new_tokens * len(prompts):
-        outputs = engine.step().outputs
-        for output in outputs:
-            tokens[int(output.request_id)] += output.token_ids
-            finished |= output.finish_reason is not None
-        if started_at:
-            steady_tokens += sum(len(output.token_ids) for output in outputs)
-        elif all(tokens):
-            started_at = time.perf_counter()
-    seconds = time.perf_counter() - started_at
-    for i in range(len(prompts)):
-        engine.abort(str(i))
-    while engine.has_work:
-        engine.step()
-    return SteadyRun(tokens, steady_tokens, seconds)
-
-
 def _are_identical(runs: Sequence[SteadyRun]) -> bool:
     """Return whether each request has the same tokens in all runs. The runs may have different numbers of tokens: each
     run is compared with the run that has the most tokens, at the positions that both have.
@@ -256,19 +226,19 @@ def _are_identical(runs: Sequence[SteadyRun]) -> bool:
     )
 
 
-def _measure_swing(engines: dict[str, Engine], prompts: TokenLists, size: Size) -> dict[str, Any]:
+def _measure_swing(contenders: Contenders, prompts: TokenLists, size: Size) -> dict[str, Any]:
     """Alternate between one request and the largest batch, `size.swings` times after a warm-up. For each
     contender and phase, return the seconds per token, summed over the turns. Also return the speed of adaptive trees as
     a share of the oracle's: in each phase, and the mean of both.
     """
     phases = [prompts[:1], prompts[: max(size.batches)]]
-    seconds = {name: [0.0, 0.0] for name in engines}
+    seconds = {name: [0.0, 0.0] for name in contenders.names}
     for turn in range(-1, size.swings):
-        for name in list(engines)[:: -1 if turn % 2 else 1]:
+        for name in contenders.names[:: -1 if turn % 2 else 1]:
             for i, phase in enumerate(phases):
-                phase_run = run_steadily(engines[name], phase, 0.0, size.new_tokens)
+                phase_run = contenders.run(name, phase, 0.0, size.new_tokens)
                 seconds[name][i] += phase_run.seconds / phase_run.steady_tokens if turn >= 0 else 0.0
-    fixed = [name for name in engines if name != ADAPTIVE]
+    fixed = [name for name in contenders.names if name != ADAPTIVE]
     # Shares of speed, one for each phase: in their mean, both phases have the same weight, however long they took.
     shares = [min(seconds[name][i] for name in fixed) / seconds[ADAPTIVE][i] for i in range(len(phases))]
     return {"seconds_per_token": seconds, "of_oracle_by_phase": shares, "of_oracle": sum(shares) / len(shares)}

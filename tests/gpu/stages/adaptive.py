@@ -11,10 +11,11 @@ from collections import Counter
 from functools import partial
 from typing import Any
 
-from cluster.bench.cases.adaptive import run_steadily, text_prompts
+from cluster.bench.cases.adaptive import text_prompts
 from cluster.bench.cases.roofline import Size, engine_config, subject_of
 from cluster.bench.loaded import LoadedModels
 from cluster.bench.pair import PLAIN, ModelPair, TreeChoice
+from cluster.bench.steady_runs import run_steadily
 from cluster.config import EngineConfig
 from cluster.config.resolved import ResolvedSettings
 from cluster.engine import Engine, build_engine

@@ -2,44 +2,48 @@
 
 from typing import Any
 
-import pytest
-
 from cluster.bench.cases import adaptive
-from cluster.bench.cases.adaptive import ADAPTIVE, Cell, Size, SteadyRun
+from cluster.bench.cases.adaptive import ADAPTIVE, Cell, Size
+from cluster.bench.steady_runs import SteadyRun
 
 SIZE = Size(sweeps=1, repeats=2, more_repeats=5)
 
 
-def measure_cell(monkeypatch: pytest.MonkeyPatch, adaptive_speeds: list[float]) -> dict[str, Any]:
-    """Measure a cell with simulated engines. Plain decoding gives 100 tokens a second, a chain gives 50. Adaptive trees
-    give `adaptive_speeds`, one for each run; later runs have the last of these speeds.
+class SimulatedContenders:
+    """Plain decoding gives 100 tokens a second, a chain gives 50. Adaptive trees give `adaptive_speeds`, one for each
+    run; later runs have the last of these speeds.
     """
-    runs: dict[str, int] = dict.fromkeys(("plain", "chain of 3", ADAPTIVE), 0)
 
-    def run_steadily(engine: str, prompts: Any, temperature: float, new_tokens: int) -> SteadyRun:
-        speeds = {"plain": [100.0], "chain of 3": [50.0], ADAPTIVE: adaptive_speeds}[engine]
-        speed = speeds[min(runs[engine], len(speeds) - 1)]
-        runs[engine] += 1
+    def __init__(self, adaptive_speeds: list[float]) -> None:
+        self.names = ["plain", "chain of 3", ADAPTIVE]
+        self._speeds = {"plain": [100.0], "chain of 3": [50.0], ADAPTIVE: adaptive_speeds}
+        self._runs = dict.fromkeys(self.names, 0)
+
+    def run(self, name: str, prompts: Any, temperature: float, new_tokens: int) -> SteadyRun:
+        speeds = self._speeds[name]
+        speed = speeds[min(self._runs[name], len(speeds) - 1)]
+        self._runs[name] += 1
         return SteadyRun([[1, 2]], int(speed), 1.0)
 
-    monkeypatch.setattr(adaptive, "run_steadily", run_steadily)
-    return adaptive._measure_cell(Cell("code", 0.0, 1), {name: name for name in runs}, [[1]], SIZE)
+
+def measure_cell(adaptive_speeds: list[float]) -> dict[str, Any]:
+    return adaptive._measure_cell(Cell("code", 0.0, 1), SimulatedContenders(adaptive_speeds), [[1]], SIZE)
 
 
-def test_a_cell_that_misses_the_goal_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cell_that_misses_the_goal_is_measured_again() -> None:
     # The first two runs are the warm-up and the sweep, so the measurement begins with the third speed.
-    missed = measure_cell(monkeypatch, [100.0, 100.0, 90.0, 90.0, 99.0])
+    missed = measure_cell([100.0, 100.0, 90.0, 90.0, 99.0])
     assert (missed["of_plain"], missed["repeats"]) == (0.99, 5)
     assert missed["first_ratios"] == {"of_plain": 0.9, "of_best_fixed": 0.9}
     assert missed["best_fixed"] == "plain" and missed["tokens_per_second"][ADAPTIVE] == 99.0
 
 
-def test_a_second_measurement_counts_also_if_it_is_worse(monkeypatch: pytest.MonkeyPatch) -> None:
-    missed = measure_cell(monkeypatch, [100.0, 100.0, 97.0, 97.0, 80.0])
+def test_a_second_measurement_counts_also_if_it_is_worse() -> None:
+    missed = measure_cell([100.0, 100.0, 97.0, 97.0, 80.0])
     assert (missed["of_plain"], missed["repeats"]) == (0.8, 5)
 
 
-def test_a_cell_that_holds_the_goal_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    held = measure_cell(monkeypatch, [100.0, 100.0, 110.0, 110.0, 1.0])
+def test_a_cell_that_holds_the_goal_is_measured_once() -> None:
+    held = measure_cell([100.0, 100.0, 110.0, 110.0, 1.0])
     assert (held["of_plain"], held["repeats"]) == (1.1, 2)
     assert held["first_ratios"] == {"of_plain": 1.1, "of_best_fixed": 1.1}
