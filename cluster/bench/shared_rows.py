@@ -13,7 +13,7 @@ from cluster.bench.goals import Goal
 from cluster.bench.pair import ModelPair, TreeChoice
 from cluster.bench.report import LogProgress, table
 from cluster.bench.runs import TokenLists, fixed_length_params
-from cluster.dp_attention.tree_choice import TreeCosts
+from cluster.dp_attention.tree_times import TreeCosts
 from cluster.engine import Engine, build_engine
 from cluster.request import Request, RequestParams
 

@@ -13,7 +13,8 @@ from cluster.distributed.mesh import Mesh, OutOfStepError
 from cluster.dp_attention.facts import GROUP_HEADER, HEADER, RankFacts
 from cluster.dp_attention.plan import Ops, PlanRule, ScriptCall, StepPlan, script
 from cluster.dp_attention.sizes import ProgramKey
-from cluster.dp_attention.tree_choice import LastTree, MeasuredStep, PostponedTrees, TreeCosts, TreeTimes
+from cluster.dp_attention.tree_choice import LastTree, PostponedTrees
+from cluster.dp_attention.tree_times import MeasuredStep, TreeCosts, TreeTimes
 
 
 class Coordinator:
@@ -129,8 +130,15 @@ class Coordinator:
         All ranks use this measurement, as a step takes about as long on every rank.
         """
         if self.tree_times is not None and facts.measured_us:
-            step = MeasuredStep(facts.measured_tier, facts.measured_decodes, facts.measured_us, facts.measured_context)
-            self.tree_times.observe(step)
+            self.tree_times.observe(
+                MeasuredStep(
+                    facts.measured_tier,
+                    facts.measured_decodes,
+                    facts.measured_us,
+                    facts.measured_context,
+                    facts.measured_overhead_us,
+                )
+            )
 
     def _fingerprint(self) -> int:
         """Return a checksum of all that determines plans and scripts, except the facts of this and of earlier steps.

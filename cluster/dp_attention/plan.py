@@ -14,16 +14,10 @@ from typing import Literal, NamedTuple
 
 from cluster.batch import ExtendMode, SamplingMode
 from cluster.config.tree_shape import TreeShape
-from cluster.dp_attention.facts import RankFacts
+from cluster.dp_attention.facts import NO_TIER, RankFacts
 from cluster.dp_attention.sizes import Buckets, ProgramKey, Sizes, max_sizes
-from cluster.dp_attention.tree_choice import (
-    NO_LAST_TREE,
-    ChosenTier,
-    LastTree,
-    PostponedTrees,
-    TreeTimes,
-    choose_tier,
-)
+from cluster.dp_attention.tree_choice import NO_LAST_TREE, ChosenTier, LastTree, PostponedTrees, choose_tier
+from cluster.dp_attention.tree_times import TreeTimes
 from cluster.models.exchange import EXPERT_CALLS
 from cluster.sampling.sampler import TOP_LOGPROBS
 from cluster.sampling.sharded import NUMBERS_PER_CHOICE, ShardedHead, numbers_sent_per_row
@@ -193,7 +187,7 @@ class PlanRule:
             return ChosenTier(max_tier if self.last_drafted_tier is None else min(max_tier, self.last_drafted_tier))
         if times is None or not decodes:
             return ChosenTier(max_tier)
-        if explored_tier := max(facts.explores for facts in groups):
+        if (explored_tier := max(facts.explores for facts in groups)) != NO_TIER:
             return ChosenTier(min(explored_tier, max_tier))
         prompt_us, context = max(facts.prompt_us for facts in groups), max(facts.context for facts in groups)
         times_of_tiers = times.of(decodes, context)[: max_tier + 1]

@@ -19,10 +19,8 @@ most about twice as much as a choice would lose that knew how long the sizes las
 tree stays the best.
 """
 
-from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from cluster.dp_attention.sizes import ProgramKey
@@ -33,15 +31,6 @@ or if the step may not use the tree of the step before. Estimates change a littl
 tree may need a program that is not captured yet. `MIN_GAIN_TO_WAKE` holds while the draft rests, that is, does not read
 the tokens of decoding requests: to wake it costs a step, in which it reads them.
 """
-OVERHEAD_CHANGE, CHANGE, MAX_CORRECTION = 0.02, 0.005, 1.5
-"""How much one observed step changes the overhead (`OVERHEAD_CHANGE`, a share of the measured cost of the step) and the
-correction of its tier (`CHANGE`, a share of the correction). A correction is a factor from 1 / `MAX_CORRECTION` to
-`MAX_CORRECTION`.
-"""
-LEAST_SHARE = 0.25
-"""If contexts are shorter than in the measured steps, a step is expected to take at least this share of their time."""
-SETTLING_STEPS = 12
-"""The first steps of a tier, this many, correct only the tier, except for the first tier that is observed."""
 MAX_POSTPONED = 512
 """The largest number of sums that `PostponedTrees` keeps."""
 OUTLOOK_UNIT = 1000
@@ -58,123 +47,6 @@ class LastTree(NamedTuple):
 
 
 NO_LAST_TREE = LastTree()
-
-
-@dataclass(frozen=True)
-class TreeCosts:
-    """The time of a step that only decodes, in microseconds: `us[tier][i]` if each group has `counts[i]` decoding
-    requests. `counts` ascend, and a time is never below that of a smaller count. `wake_us[i]` is the time of a step in
-    which a draft that has rested reads the tokens that it has missed (wakes); `wake_us` is empty if the draft never
-    rests.
-
-    Each of these requests had `context` committed tokens. Each further token of a request adds `token_ns[tier]`
-    nanoseconds. If `token_ns` is empty, times do not depend on the context.
-    """
-
-    counts: tuple[int, ...]
-    us: tuple[tuple[int, ...], ...]
-    wake_us: tuple[int, ...] = ()
-    context: int = 0
-    token_ns: tuple[int, ...] = ()
-    _cache: dict[int, list[float]] = field(default_factory=dict, init=False, repr=False, compare=False)
-
-    def of(self, decodes: int, context: int = 0) -> list[float]:
-        """Return the time of a step by tier, in microseconds, with `decodes` decoding requests per group. Times are
-        linear between the measured counts. Beyond the largest count, the line through the last two continues. If there
-        is one count, its times hold for all. `context` is the mean number of committed tokens of a request; 0 stands
-        for as many as in the measured steps.
-        """
-        if decodes not in self._cache:
-            self._cache[decodes] = self._interpolated(decodes, self.us)
-        times = self._cache[decodes]
-        if not self.token_ns or not context:
-            return times
-        more = decodes * (context - self.context) / 1000
-        return [max(us * LEAST_SHARE, us + more * ns) for us, ns in zip(times, self.token_ns, strict=True)]
-
-    def waking(self, decodes: int) -> float:
-        """Return the microseconds of a step in which the draft wakes, with `decodes` decoding requests per group; 0 if
-        the draft never rests.
-        """
-        return self._interpolated(decodes, (self.wake_us,))[0] if self.wake_us else 0.0
-
-    def _interpolated(self, decodes: int, us: tuple[tuple[int, ...], ...]) -> list[float]:
-        if len(self.counts) == 1 or decodes <= self.counts[0]:
-            return [float(times[0]) for times in us]
-        right = min(bisect_left(self.counts, decodes), len(self.counts) - 1)
-        low, high = self.counts[right - 1], self.counts[right]
-        share = (decodes - low) / (high - low)
-        return [times[right - 1] + (times[right] - times[right - 1]) * share for times in us]
-
-
-class MeasuredStep(NamedTuple):
-    """A step that was measured: its tier, the number of decoding requests of the group that has most, its time in
-    microseconds, and the context (`StepPlan.context`). A time of 0 stands for no step.
-    """
-
-    tier: int = 0
-    decodes: int = 0
-    us: int = 0
-    context: int = 0
-
-
-@dataclass(slots=True)
-class _SizeTimes:
-    """What is learned from the steps with similar numbers of requests: a factor for the time of each tier
-    (`corrections`), and the overhead of a step in microseconds. `settling[tier]` says how many of the next steps of a
-    tier still correct only this tier. `first_tier` is the tier that was observed first.
-    """
-
-    corrections: list[float]
-    settling: list[int]
-    first_tier: int
-    overhead_us: float = 0.0
-
-
-class TreeTimes:
-    """`costs`, corrected by the steps that the gang (the ranks of a replica) runs. All ranks observe the same steps, so
-    they agree on all times.
-
-    Two numbers are kept for each doubling of the number of decoding requests, both as running medians: a correction for
-    each tier (a factor), and the overhead of a step, whatever its tier. The overhead is the time of what a server does
-    between two steps, and the time that a busy machine adds. It holds for all tiers, also for those not used lately.
-
-    If the first steps of a tier are slower than expected, the measured costs of this tier were wrong. So these steps
-    only correct this tier. If they counted as overhead too, all other tiers would seem as much slower, and the slow
-    tier would be chosen again. The tier that is observed first cannot be compared with others, so all its steps also
-    change the overhead.
-    """
-
-    def __init__(self, costs: TreeCosts) -> None:
-        self.costs = costs
-        self._sizes: dict[int, _SizeTimes] = {}
-
-    def of(self, decodes: int, context: int = 0) -> list[float]:
-        """Return the time of a step by tier, in microseconds, as `TreeCosts.of` does, but with all corrections."""
-        times, seen = self.costs.of(decodes, context), self._sizes.get(decodes.bit_length())
-        if seen is None:
-            return times
-        return [us * correction + seen.overhead_us for us, correction in zip(times, seen.corrections, strict=True)]
-
-    def observe(self, step: MeasuredStep) -> None:
-        """Correct the overhead, and the time of the tier, by `step`. Each step changes both by a fixed share, up or
-        down, so that outliers count no more than other steps. The first steps of a tier change only the correction of
-        this tier, which is then the mean of 1 and of the factors that these steps show.
-        """
-        times, tier, size = self.costs.of(step.decodes, step.context), step.tier, step.decodes.bit_length()
-        if size not in self._sizes:
-            self._sizes[size] = _SizeTimes([1.0] * len(times), [SETTLING_STEPS] * len(times), tier)
-        seen = self._sizes[size]
-        corrections, correction = seen.corrections, seen.corrections[tier]
-        if tier != seen.first_tier and seen.settling[tier]:
-            ratio = min(MAX_CORRECTION, max(1 / MAX_CORRECTION, (step.us - seen.overhead_us) / times[tier]))
-            corrections[tier] += (ratio - correction) / (SETTLING_STEPS - seen.settling[tier] + 2)
-            seen.settling[tier] -= 1
-            return
-        slower = step.us > times[tier] * correction + seen.overhead_us
-        seen.overhead_us = max(0.0, seen.overhead_us + OVERHEAD_CHANGE * times[tier] * (1 if slower else -1))
-        correction *= 1 + CHANGE if slower else 1 / (1 + CHANGE)
-        corrections[tier] = min(MAX_CORRECTION, max(1 / MAX_CORRECTION, correction))
 
 
 class ChosenTier(NamedTuple):

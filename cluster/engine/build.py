@@ -16,7 +16,7 @@ from cluster.distributed.mesh import Mesh, Rendezvous, Store, join
 from cluster.distributed.watchdog import DeviceWatchdog
 from cluster.dp_attention.coordinator import Coordinator
 from cluster.dp_attention.plan import PlanRule
-from cluster.dp_attention.tree_choice import TreeCosts
+from cluster.dp_attention.tree_times import TreeCosts
 from cluster.engine.assembler import Assembler
 from cluster.engine.backends import bitmask_of, sampler_of, tree_backend_of
 from cluster.engine.calibrate import measure_pace

@@ -6,7 +6,9 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from cluster.batch import ExtendMode
-from cluster.dp_attention.tree_choice import OUTLOOK_UNIT, MeasuredStep
+from cluster.dp_attention.facts import NO_TIER
+from cluster.dp_attention.tree_choice import OUTLOOK_UNIT
+from cluster.dp_attention.tree_times import MeasuredStep
 from cluster.engine.draft_watch import DraftWatch
 from cluster.engine.lockstep import StepInFlight
 from cluster.engine.request_state import RequestState
@@ -113,18 +115,21 @@ class Committer:
             outputs += self._finish_if_ended(sequence, output, self._error_of(sequence, lease, finite_count == count))
         plan = step.plan
         if outlook is not None and not plan.forced_nodes:  # a tree with forced nodes says little about the draft
-            measured = MeasuredStep(plan.tier, max(plan.decodes), round(1e6 * self._cycle_s(step)), plan.context)
+            measured = self._measured(step)
             outlook.observe(step.schedule.vote, measured, accepted, _has_typical_time(step, step_output))
         return outputs, trees
 
-    def _cycle_s(self, step: StepInFlight) -> float:
-        """Return the seconds between the reading of the step before and the reading of this step. They include what the
-        server does between two steps. If the reading of the step before was not recorded here, return the seconds that
-        this step took.
+    def _measured(self, step: StepInFlight) -> MeasuredStep:
+        """Return what a step took. Its overhead is what the server does between the reading of the step before and this
+        step, and the time in which the ranks agree on the step. If the reading of the step before was not recorded
+        here, only the latter is known. With steps in flight the host does all this while the device computes.
         """
-        now, number = time.perf_counter(), step.plan.step
-        (before_s, before_number), self._last_read = self._last_read, (now, number)
-        return now - before_s if before_number == number - 1 else step.elapsed_s
+        now, plan = time.perf_counter(), step.plan
+        (before_s, before_number), self._last_read = self._last_read, (now, plan.step)
+        cycle_s = now - before_s if before_number == plan.step - 1 else step.elapsed_s
+        own_s = step.elapsed_s - (0.0 if self._loop.lockstep.max_in_flight else step.seconds["agree"])
+        us, overhead_us = round(1e6 * own_s), max(0, round(1e6 * (cycle_s - own_s)))
+        return MeasuredStep(plan.tier, max(plan.decodes), us, plan.context, overhead_us)
 
     def _commit_chunks(self, schedule: Schedule, step_output: StepOutput) -> list[SequenceOutput]:
         """Commit the prompt chunks, which `Schedule.to_step_input` sorted by length, and return their outputs.
@@ -245,7 +250,7 @@ class Committer:
             eager_fallbacks=eager_fallbacks,
             tree=shape.label if decode_count else None,
             expected_tokens=schedule.vote.outlook[plan.tier] / OUTLOOK_UNIT if measured_trees else 0.0,
-            explored=int(measured_trees and schedule.vote.explores > 0),
+            explored=int(measured_trees and schedule.vote.explores != NO_TIER),
             woken=int(plan.extend_mode is ExtendMode.MISSED),
             forced_nodes=sum(max(0, tree.nodes - unforced + 1) for tree in trees if plan.forced_nodes),
             looked_up_tokens=sum(tree.looked_up for tree in trees),

@@ -5,7 +5,7 @@ from itertools import accumulate
 
 from cluster.arch.resolve import ResolvedConfig
 from cluster.config.tree_shape import TreeShape
-from cluster.dp_attention.tree_choice import TreeCosts
+from cluster.dp_attention.tree_times import TreeCosts
 from cluster.engine.calibrate import DECODES_FACTOR, MAX_SECONDS, Trial, TrialLoad, max_trial_tokens, trial_steps
 from cluster.engine.lockstep import Lockstep
 from cluster.kv.cache import KVCache

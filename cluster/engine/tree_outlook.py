@@ -24,9 +24,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cluster.config.tree_shape import TreeShape
-from cluster.dp_attention.facts import TreeVote
-from cluster.dp_attention.tree_choice import OUTLOOK_UNIT, MeasuredStep, TreeTimes
+from cluster.dp_attention.facts import NO_TIER, TreeVote
+from cluster.dp_attention.tree_choice import OUTLOOK_UNIT
+from cluster.dp_attention.tree_times import MeasuredStep, TreeTimes
 from cluster.engine.request_state import RequestState
+from cluster.engine.tree_exploring import TreeExploring
 from cluster.engine.tree_kinds import ALL_NODES, ROW_YIELD, Bools, Integers, TreeKinds
 from cluster.kv.cache import Lease
 from cluster.spec.result import AcceptedTree
@@ -43,24 +45,16 @@ UPDATE_INTERVAL = 8
 """The estimates are computed anew after this many committed steps with trees, and when the requests change."""
 PLAIN_INTERVAL = 4
 """One of this many steps without trees is noted. Such steps only show whether the first looked-up token was right."""
-EXPLORED_SHARE = 0.005
-"""The share of the time that may go into exploring: using trees that do not pay, to find out when they begin to pay."""
-EXPLORED_STEPS = 6
-"""An exploration lasts this many steps. A draft that has skipped the tokens of steps without trees needs a step
-to read them, which would not pay for a single tree.
-"""
-MAX_SAVED = 2.0
-"""The time saved for exploring is at most the price of this many explorations."""
 
 Floats = NDArray[np.float64]
 
 
 class TreeOutlook:
-    """Keeps the estimates of one rank, and counts the time that the rank may still spend on exploring."""
+    """Keeps the estimates of one rank, and votes for trees."""
 
     def __init__(self, tiers: Sequence[TreeShape], rows: int, times: TreeTimes, groups: int = 1) -> None:
         """`rows` is the number of requests that may run. The `groups` attention groups share the time for exploring."""
-        self._times, self._depth = times, max(1, tiers[-1].num_steps)
+        self._depth = max(1, tiers[-1].num_steps)
         self._is_chain = tiers[-1].topk == 1
         self._steps = np.array([shape.num_steps for shape in tiers])
         self._kinds = TreeKinds(tiers)
@@ -77,12 +71,8 @@ class TreeOutlook:
         self._unread_steps = self._plain_steps = 0
         self._key: tuple[int, ...] = ()
         self._outlook: tuple[int, ...] = ()
-        self._share, self._saved_us, self._explorations = EXPLORED_SHARE / groups, 0.0, 0
-        # Exploring goes about twice as deep as the best tree: deeper levels can pay only if these do.
-        depths = [shape.drafted_shape.num_steps for shape in tiers]
-        drafted_depths = [shape.num_steps for shape in tiers if not shape.lookup_tokens]
-        self._explored = [max(t for t, d in enumerate(drafted_depths) if d <= 2 * depth + 1) for depth in depths]
-        self._best_tier, self._measured = 0, MeasuredStep()
+        self._exploring = TreeExploring(tiers, times, groups)
+        self._measured = MeasuredStep()
         self._context = 0  # of the last step, as in `TreeCosts.of`
 
     def admit(self, row: int, sampled: bool) -> None:
@@ -102,7 +92,7 @@ class TreeOutlook:
         """Take the results of `step`; `vote` was this rank's vote. `accepted` has for each request its table row and
         its accepted path. `is_typical` says that the step took about what every step of its tier and size takes.
         """
-        tier, elapsed_us, self._context = step.tier, step.us, step.context
+        tier, self._context = step.tier, step.context
         if is_typical:
             self._measured = step
         if not self._steps[tier] and self._kinds.has_lookups:
@@ -111,19 +101,9 @@ class TreeOutlook:
             self._pending += [(row, tier, path) for row, path in accepted]
             self._unread_steps += 1
             self._plain_steps = 0
-        if not accepted:
-            return
-        # Each step that does not explore saves a share of its time for exploring. A step that explores costs its time,
-        # less what usual steps take for the same tokens, and less the time of its prompt rows. If an exploration costs
-        # nothing in all, the saved time still suffices, and the next exploration follows at once.
-        times = self._times.of(len(accepted), self._context)
-        if vote.explores:
-            best_rate = max(value / us for value, us in zip(vote.outlook, times, strict=True))
+        if accepted:
             tokens = sum(1 + len(path.ranks) for _, path in accepted)
-            self._saved_us += OUTLOOK_UNIT * tokens / best_rate + vote.prompt_us - elapsed_us
-        else:
-            self._saved_us += self._share * times[tier]
-        self._saved_us = min(self._saved_us, MAX_SAVED * self._price_us(len(accepted)))
+            self._exploring.observe(vote, step, len(accepted), tokens)
 
     def vote(self, decodes: Sequence[tuple[RequestState, Lease]], max_tier: int) -> TreeVote:
         """Return the vote for a step in which the requests `decodes` decode."""
@@ -131,27 +111,11 @@ class TreeOutlook:
         if key != self._key or self._unread_steps >= UPDATE_INTERVAL:
             self._learn()
             self._key, self._outlook = key, self._expected(key)
-            times = self._times.of(len(key), self._context)
-            rates = [value / us for value, us in zip(self._outlook, times, strict=True)]
-            self._best_tier = max(range(len(rates)), key=rates.__getitem__)
+            if key:
+                self._exploring.choose(len(key), self._context, self._outlook, max_tier)
         measured, self._measured = self._measured, MeasuredStep()
-        if not key:
-            return TreeVote(max_tier, self._outlook, measured=measured)
-        explored_tier = min(self._explored[self._best_tier], max_tier)
-        explores = explored_tier > self._best_tier and (
-            self._explorations > 0 or self._saved_us >= self._price_us(len(key))
-        )
-        if explores and not self._explorations:
-            self._explorations = EXPLORED_STEPS + 1  # the first may only wake the draft, without a tree
-        self._explorations = self._explorations - 1 if explores else 0
-        return TreeVote(max_tier, self._outlook, explores=explored_tier * explores, measured=measured)
-
-    def _price_us(self, decodes: int) -> float:
-        """Return the most time that an exploration costs: what it takes beyond steps without trees, if its trees give
-        no more tokens than those steps.
-        """
-        times, explored_tier = self._times.of(decodes, self._context), self._explored[self._best_tier]
-        return self._times.costs.waking(decodes) + EXPLORED_STEPS * max(1.0, times[explored_tier] - times[0])
+        explores = self._exploring.next_tier(len(key), max_tier) if key else NO_TIER
+        return TreeVote(max_tier, self._outlook, explores=explores, measured=measured)
 
     def _expected(self, rows: Sequence[int]) -> tuple[int, ...]:
         """Return `OUTLOOK_UNIT` times the tokens that requests in table rows `rows` are expected to get, by tier."""

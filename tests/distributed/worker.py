@@ -17,6 +17,7 @@ from torch import Tensor
 from cluster.batch import Batch
 from cluster.config import ConfigError, EngineConfig
 from cluster.distributed.mesh import Axis, GangError, Rendezvous, Store
+from cluster.dp_attention.facts import NO_TIER
 from cluster.engine import Engine, Rank, build_rank
 from cluster.engine.lockstep import StepInFlight
 from cluster.request import LogitAdjustments, Request, RequestParams, TokenLogprob
@@ -256,7 +257,9 @@ def _randomise_schedule(engine: Engine, random: Random) -> None:
         scheduler.prefill._max_rows = random.choice((1, 2, 5, 13, 64, 1 << 30))
         scheduler.prefill._max_mixed_rows = random.choice((1, 3, scheduler.prefill._max_rows))
         scheduled = original(*arguments)
-        scheduled.vote = scheduled.vote._replace(max_tier=random.randint(0, last_tier), explores=random.choice((0, 64)))
+        scheduled.vote = scheduled.vote._replace(
+            max_tier=random.randint(0, last_tier), explores=random.choice((NO_TIER, 0, 64))
+        )
         return scheduled
 
     scheduler.schedule = schedule  # type: ignore[method-assign]

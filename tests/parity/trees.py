@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 from cluster.config import EngineConfig
 from cluster.dp_attention.facts import TreeVote
-from cluster.dp_attention.tree_choice import TreeCosts
+from cluster.dp_attention.tree_times import TreeCosts
 from cluster.engine import Engine
 
 MANY_TOKENS = 1 << 30

@@ -11,17 +11,8 @@ from cluster.dp_attention.coordinator import Coordinator
 from cluster.dp_attention.facts import RankFacts
 from cluster.dp_attention.plan import StepPlan, script
 from cluster.dp_attention.sizes import ProgramKey
-from cluster.dp_attention.tree_choice import (
-    LEAST_SHARE,
-    MAX_CORRECTION,
-    SETTLING_STEPS,
-    ChosenTier,
-    LastTree,
-    MeasuredStep,
-    TreeCosts,
-    TreeTimes,
-    choose_tier,
-)
+from cluster.dp_attention.tree_choice import ChosenTier, LastTree, choose_tier
+from cluster.dp_attention.tree_times import LEAST_SHARE, MeasuredStep, TreeCosts, TreeTimes
 from cluster.spec.resting import MISSED_TOKENS
 from tests.unit.dp_attention.test_plan import DRAFT, TARGET, FakeMesh, rule
 
@@ -161,17 +152,6 @@ def test_all_ranks_take_the_price_of_a_capture_from_the_first_rank() -> None:
         assert coordinator._postponed is not None and coordinator._postponed.capture_us == 40_000
 
 
-def test_measured_steps_correct_the_time_of_their_tier_and_size() -> None:
-    times = TreeTimes(COSTS)
-    for _ in range(400):  # tier 0 takes what was measured at start, tier 2 takes 1.2 times as long
-        times.observe(MeasuredStep(0, 4, 120))
-        times.observe(MeasuredStep(2, 4, 312))
-    corrected = times.of(4)
-    assert corrected[2] / corrected[0] == pytest.approx(1.2 * 260 / 120, rel=0.08)
-    assert times.of(5)[2] / times.of(5)[0] > COSTS.of(5)[2] / COSTS.of(5)[0], "4 to 7 requests share corrections"
-    assert times.of(1) == COSTS.of(1) and times.of(16) == COSTS.of(16)
-
-
 def test_each_committed_token_costs_more_in_larger_trees() -> None:
     costs = TreeCosts((1, 4), ((100, 160), (200, 320)), context=50, token_ns=(1000, 3000))
     assert costs.of(4) == costs.of(4, 50) == [160, 320]
@@ -183,33 +163,6 @@ def test_each_committed_token_costs_more_in_larger_trees() -> None:
     assert times.of(4, 150)[0] == pytest.approx(560, rel=0.03), "steps are compared with the costs of their context"
     groups = vote(4, (1000,) * 4, context=20), vote(2, (1000,) * 4, context=900)
     assert plan(*groups).context == 900
-
-
-def test_first_steps_of_a_tier_correct_this_tier_alone() -> None:
-    times = TreeTimes(COSTS)
-    times.observe(MeasuredStep(0, 4, 120))
-    before = times.of(4)
-    for _ in range(SETTLING_STEPS):  # tier 1 takes 1.3 times as long as measured
-        times.observe(MeasuredStep(1, 4, round(1.3 * 200)))
-    after = times.of(4)
-    assert after[1] == pytest.approx(1.3 * 200, rel=0.03)
-    assert [after[tier] for tier in (0, 2, 3)] == [before[tier] for tier in (0, 2, 3)]
-    for _ in range(50):  # later steps show what slows down every tier
-        times.observe(MeasuredStep(1, 4, round(1.3 * 200) + 80))
-    assert times.of(4)[0] > before[0] + 40
-
-
-def test_overhead_of_a_server_counts_for_tiers_that_were_not_used() -> None:
-    times = TreeTimes(COSTS)
-    for _ in range(500):
-        times.observe(MeasuredStep(1, 4, 200 + 300))
-    by_tier = times.of(4)
-    assert by_tier[1] == pytest.approx(500, rel=0.05)
-    assert by_tier[0] > 120 + 150 and by_tier[3] > 300 + 150
-    assert by_tier[3] / by_tier[0] < COSTS.of(4)[3] / COSTS.of(4)[0], "deeper trees cost relatively less"
-    for _ in range(1000):
-        times.observe(MeasuredStep(0, 4, 1))
-    assert times.of(4)[0] == pytest.approx(120 / MAX_CORRECTION)
 
 
 def test_plan_chooses_by_the_largest_group_and_the_tokens_of_all_groups() -> None:

@@ -11,7 +11,7 @@ from cluster.batch import ExtendMode
 from cluster.config.tree_shape import TreeShape, tiers
 from cluster.dp_attention.facts import RankFacts, TreeVote
 from cluster.dp_attention.plan import StepPlan
-from cluster.dp_attention.tree_choice import TreeCosts
+from cluster.dp_attention.tree_times import TreeCosts
 from cluster.engine import build_engine
 from cluster.engine.calibrate import TrialLoad
 from cluster.engine.lockstep import Lockstep

@@ -9,7 +9,8 @@ import pytest
 
 from cluster.config.tree_shape import TreeShape, lookup_tiers, tiers
 from cluster.dp_attention.facts import TreeVote
-from cluster.dp_attention.tree_choice import OUTLOOK_UNIT, MeasuredStep, TreeCosts, TreeTimes
+from cluster.dp_attention.tree_choice import OUTLOOK_UNIT
+from cluster.dp_attention.tree_times import MeasuredStep, TreeCosts, TreeTimes
 from cluster.engine.tree_kinds import ALL_NODES, ROW_YIELD, TreeKinds
 from cluster.engine.tree_outlook import TreeOutlook
 from cluster.spec.result import AcceptedTree

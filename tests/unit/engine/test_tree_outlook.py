@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from cluster.config.tree_shape import TreeShape, tiers
-from cluster.dp_attention.facts import TreeVote
-from cluster.dp_attention.tree_choice import NO_LAST_TREE, OUTLOOK_UNIT, MeasuredStep, TreeCosts, TreeTimes, choose_tier
-from cluster.engine.tree_outlook import CLASS_WEIGHT, EXPLORED_SHARE, FIRST_CHANCE, UPDATE_INTERVAL, TreeOutlook
+from cluster.dp_attention.facts import NO_TIER, TreeVote
+from cluster.dp_attention.tree_choice import NO_LAST_TREE, OUTLOOK_UNIT, choose_tier
+from cluster.dp_attention.tree_times import MeasuredStep, TreeCosts, TreeTimes
+from cluster.engine.tree_exploring import EXPLORED_SHARE
+from cluster.engine.tree_outlook import CLASS_WEIGHT, FIRST_CHANCE, UPDATE_INTERVAL, TreeOutlook
 from cluster.spec.result import AcceptedTree
 
 ALL_CHAINS = tiers(TreeShape(num_steps=3, topk=1, num_draft_tokens=4), share_rows=True)
@@ -130,14 +132,19 @@ def test_estimates_are_computed_at_intervals_and_when_requests_change() -> None:
     assert expected(outlook, 0)[3] < first[3]
 
 
+def chosen_tier(vote: TreeVote, costs: TreeCosts) -> int:
+    """Return the tier of a step of 8 requests, as the plan chooses it."""
+    return choose_tier(costs.of(8), [vote.outlook], NO_LAST_TREE).tier if vote.explores == NO_TIER else vote.explores
+
+
 def simulated_time(outlook: TreeOutlook, chance: float, steps: int, random: Random) -> tuple[float, float, int]:
     """Run steps of 8 requests whose nodes are accepted with `chance`; return time, tokens, and explored steps."""
     time_us = tokens = 0.0
     explored = 0
     for _ in range(steps):
         vote = outlook.vote(decodes_of(*range(8)), 3)
-        tier = vote.explores or choose_tier(COSTS.of(8), [vote.outlook], NO_LAST_TREE).tier
-        explored += vote.explores > 0
+        tier = chosen_tier(vote, COSTS)
+        explored += vote.explores != NO_TIER
         counts = [next((d for d in range(tier) if random.random() >= chance), tier) for _ in range(8)]
         time_us += COSTS.of(8)[tier]
         tokens += 8 + sum(counts)
@@ -168,7 +175,7 @@ def test_trees_come_back_when_the_text_becomes_predictable() -> None:
     tiers_taken = []
     for _ in range(1500):  # all is accepted
         vote = outlook.vote(decodes_of(*range(8)), 3)
-        tier = vote.explores or choose_tier(cheap.of(8), [vote.outlook], NO_LAST_TREE).tier
+        tier = chosen_tier(vote, cheap)
         tiers_taken.append(tier)
         step = MeasuredStep(tier, 8, round(cheap.of(8)[tier]))
         outlook.observe(vote, step, [(row, path_of(range(1, 1 + tier))) for row in range(8)])
@@ -188,4 +195,4 @@ def test_explored_steps_are_not_charged_for_the_prompt_rows_beside_them() -> Non
     outlook.vote(decodes_of(*range(8)), 3)
     vote = TreeVote(3, outlook.vote(decodes_of(*range(8)), 3).outlook, prompt_us=100_000, explores=1)
     outlook.observe(vote, MeasuredStep(1, 8, 100_400), [(row, path_of((1,))) for row in range(8)], is_typical=False)
-    assert outlook._saved_us > -400
+    assert outlook._exploring._saved_us > -400
