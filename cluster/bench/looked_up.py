@@ -3,69 +3,60 @@ of the text in earlier text. Engines with adaptive trees generate with a draft a
 in turns. Where an answer copies text, speed must rise; for other texts it must hardly fall.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
-from typing import Any, Protocol
+from typing import Any
 
 from cluster.bench.goals import Goal
 from cluster.bench.pair import ModelPair, TreeChoice
 from cluster.bench.report import LogProgress, median, ratio, table
 from cluster.bench.runs import TokenLists
-from cluster.engine import Engine, build_engine
+from cluster.bench.steady_runs import SingleRanks, run_together
 
 COPIED = "copy"
 TREES = (TreeChoice(3), TreeChoice(5, 2, 12))
+LOOKUPS = {"off": 0, "on": 8}
+"""`speculative_lookup_tokens` of each contender, by its name."""
 GOAL_COPY, GOAL_OTHERS = 1.15, 0.98
 """Bounds of the gain (speed with looked-up tokens over speed without). The first is for copied text at temperature 0
 and batch 1, the second for all other cases.
 """
 
 
-class Run(Protocol):
-    """The part that is used here of what `run_steadily` of `cluster/bench/steady_runs.py` returns."""
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Tokens per second while all requests decoded."""
-        ...
-
-
 def measure(
     pair: ModelPair,
     prompts: Mapping[str, TokenLists],
     cells: Sequence[tuple[float, int, int]],
-    run: Callable[[Engine, TokenLists, float, int], Run],
     repeats: int,
     log_progress: LogProgress,
 ) -> list[dict[str, Any]]:
     """Return the figures of each of `TREES` as the largest tree, each kind of text (the keys of `prompts`), and each of
-    `cells`: (temperature, batch, new tokens). `run` runs an engine on prompts at a temperature, for a number of new
-    tokens.
+    `cells`: (temperature, batch, new tokens).
     """
     results = []
     for tree in TREES:
         config = pair.config(tree, max(batch for _, batch, _ in cells)).model_copy(
             update={"speculative_mode": "adaptive"}
         )
-        engines = {
-            tokens: build_engine(config.model_copy(update={"speculative_lookup_tokens": tokens})) for tokens in (0, 8)
-        }
+        contenders = SingleRanks(
+            {name: config.model_copy(update={"speculative_lookup_tokens": tokens}) for name, tokens in LOOKUPS.items()}
+        )
         for kind, (temperature, batch, new_tokens) in product(prompts, cells):
-            speeds: dict[int, list[float]] = {tokens: [] for tokens in engines}
+            speeds: dict[str, list[float]] = {name: [] for name in LOOKUPS}
             for repeat in range(repeats + 1):
                 start = repeat * batch % len(prompts[kind])
                 part = [prompts[kind][(start + i) % len(prompts[kind])] for i in range(batch)]
-                for tokens in list(engines)[:: -1 if repeat % 2 else 1]:
-                    speeds[tokens].append(run(engines[tokens], part, temperature, new_tokens).tokens_per_second)
+                for name, run in run_together(contenders, contenders.names, part, temperature, new_tokens).items():
+                    speeds[name].append(run.tokens_per_second)
             # The first repeat, a warm-up, does not count: steps are captured, and acceptance estimates learn the text.
-            gains = [ratio(on, off) for on, off in zip(speeds[8][1:], speeds[0][1:], strict=True)]
+            gains = [ratio(on, off) for on, off in zip(speeds["on"][1:], speeds["off"][1:], strict=True)]
             results.append(
                 {
                     "tree": str(tree),
                     "kind": kind,
                     "temperature": temperature,
                     "batch": batch,
-                    "tokens_per_second": {name: median(speeds[tokens][1:]) for tokens, name in ((0, "off"), (8, "on"))},
+                    "tokens_per_second": {name: median(values[1:]) for name, values in speeds.items()},
                     "gain": median(gains),
                 }
             )

@@ -1,5 +1,8 @@
-"""Runs of one batch of requests, timed while all of them decode. The contenders of a measurement run in turns: each is
-an engine in this process (`SingleRanks`), or a gang of several ranks in processes of their own (`Gangs`).
+"""Runs of one batch of requests, timed while all of them decode. A contender is an engine in this process
+(`SingleRanks`), or a gang of several ranks in processes of their own (`Gangs`).
+
+Contenders that are compared take turns after every few steps (`run_together`). Speeds of a machine that changes its
+pace for seconds, because it shares its cores with other machines, would differ by a tenth if whole runs took turns.
 """
 
 import time
@@ -14,12 +17,14 @@ from cluster.bench.streams import HOST
 from cluster.config import EngineConfig
 from cluster.distributed.mesh import open_store
 from cluster.engine import Engine, build_engine
-from cluster.request import Request
+from cluster.request import Request, SequenceOutput
 
 LONGEST = 3
 """A run ends when its requests have generated a given number of tokens on average. A single request may generate up to
 `LONGEST` times this number.
 """
+TURN_S = 0.05
+"""How long a contender runs before the next one takes its turn, in seconds. A turn is at least one step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +46,14 @@ class BatchLoad:
 @dataclass(slots=True)
 class RankSteps:
     """What one rank did in a run. `first_step` is the number of steps that the rank had run before. `tokens` are the
-    generated tokens by request. `times[k]` is the time after step k of the run, on a clock that all processes share,
-    and `counts[k]` the number of tokens that the rank has generated until then. After step `begin` all requests of the
-    rank have a token, and after step `end` they have as many as wanted; `end` is None for a rank without requests.
+    generated tokens by request. `seconds[k]` is the time that steps 0 to k of the run have taken, and `counts[k]` the
+    number of tokens that the rank has generated in them. After step `begin` all requests of the rank have a token, and
+    after step `end` they have as many as wanted; `end` is None for a rank without requests.
     """
 
     first_step: int
     tokens: dict[int, list[int]]
-    times: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     begin: int = 0
     end: int | None = None
@@ -75,40 +80,106 @@ class SteadyRun:
         return ratio(self.steady_tokens, self.seconds)
 
 
+class RankBatchRun:
+    """A run of one rank, a few steps at a time. All ranks of the gang must run the same steps.
+
+    The rank aborts its requests when they have generated `load.new_tokens` tokens on average since all of them have a
+    token. A single request may generate up to `LONGEST` times as many tokens; the first one that reaches this limit
+    also ends the rank's part. With a lower limit, contenders that give some requests more rows than others would be
+    stopped early.
+    """
+
+    def __init__(self, engine: Engine, load: BatchLoad) -> None:
+        self._engine, self._load = engine, load
+        self.record = RankSteps(engine.status().steps, {i: [] for i in load.prompts})
+        self._has_begun = not load.prompts
+        for i, prompt in load.prompts.items():
+            params = fixed_length_params(LONGEST * load.new_tokens, load.temperature, seed=i)
+            engine.submit(Request(str(i), tuple(prompt), params))
+
+    def advance(self, steps: int) -> bool:
+        """Run up to `steps` steps. Return whether the run is over: no rank has requests any more."""
+        record, before_s = self.record, self.record.seconds[-1] if self.record.seconds else 0.0
+        self._engine.resume()
+        started = time.perf_counter()
+        for _ in range(steps):
+            outputs = self._engine.step().outputs
+            record.seconds.append(before_s + time.perf_counter() - started)
+            self._count(outputs)
+            if self._engine.is_idle:
+                return True
+        return False
+
+    def _count(self, outputs: Sequence[SequenceOutput]) -> None:
+        """Count the tokens of a step. Abort all requests if the rank now has as many tokens as wanted."""
+        record, load = self.record, self._load
+        generated = sum(len(output.token_ids) for output in outputs)
+        record.counts.append(generated + (record.counts[-1] if record.counts else 0))
+        for output in outputs:
+            record.tokens[int(output.request_id)] += output.token_ids
+        if not self._has_begun and all(record.tokens.values()):
+            self._has_begun, record.begin = True, len(record.counts) - 1
+        wanted = load.new_tokens * len(load.prompts)
+        has_enough = self._has_begun and record.counts[-1] - record.counts[record.begin] >= wanted
+        if record.end is None and load.prompts and (has_enough or any(output.finish_reason for output in outputs)):
+            record.end = len(record.counts) - 1
+            for i in load.prompts:
+                self._engine.abort(str(i))
+
+
 class Contenders(Protocol):
-    """Named contenders, which run one at a time."""
+    """Named contenders. At most one run of each is under way at a time."""
 
     @property
     def names(self) -> list[str]:
         """The names, in the order in which the contenders were given."""
         ...
 
-    def run(self, name: str, prompts: TokenLists, temperature: float, new_tokens: int) -> SteadyRun:
-        """Run the prompts as one batch. From the time when all requests have a token, generate `new_tokens` tokens per
-        request on average; then abort the requests.
+    def begin(self, name: str, prompts: TokenLists, temperature: float, new_tokens: int) -> None:
+        """Begin a run of a contender with the prompts as one batch. The run ends when, since all requests have a token,
+        each has generated `new_tokens` tokens on average.
         """
+        ...
+
+    def advance(self, name: str, steps: int) -> bool:
+        """Run up to `steps` steps of the contender's run, and return whether the run is over."""
+        ...
+
+    def finish(self, name: str) -> SteadyRun:
+        """Return the contender's run, which must be over."""
         ...
 
 
 class SingleRanks:
-    """Contenders of one rank each: engines in this process."""
+    """Contenders of one rank each: engines in this process. The methods are those of `Contenders`."""
 
     def __init__(self, configs: Mapping[str, EngineConfig]) -> None:
         self._engines = {name: build_engine(config) for name, config in configs.items()}
+        self._runs: dict[str, RankBatchRun] = {}
 
     @property
     def names(self) -> list[str]:
-        """As `Contenders.names`."""
+        """The names, in the order of the configs."""
         return list(self._engines)
 
-    def run(self, name: str, prompts: TokenLists, temperature: float, new_tokens: int) -> SteadyRun:
-        """As `Contenders.run`."""
-        return run_steadily(self._engines[name], prompts, temperature, new_tokens)
+    def begin(self, name: str, prompts: TokenLists, temperature: float, new_tokens: int) -> None:
+        """Begin a run."""
+        self._runs[name] = RankBatchRun(
+            self._engines[name], BatchLoad(dict(enumerate(prompts)), temperature, new_tokens)
+        )
+
+    def advance(self, name: str, steps: int) -> bool:
+        """Run up to `steps` steps."""
+        return self._runs[name].advance(steps)
+
+    def finish(self, name: str) -> SteadyRun:
+        """Return the run."""
+        return joined([self._runs.pop(name).record])
 
 
 class Gangs:
     """Contenders of several ranks each. `processes` run `cluster.bench.steady_rank`; each process has one rank of every
-    contender.
+    contender. The methods are those of `Contenders`.
     """
 
     def __init__(self, configs: Mapping[str, EngineConfig], processes: RankProcesses) -> None:
@@ -120,52 +191,53 @@ class Gangs:
 
     @property
     def names(self) -> list[str]:
-        """As `Contenders.names`."""
+        """The names, in the order of the configs."""
         return self._names
 
-    def run(self, name: str, prompts: TokenLists, temperature: float, new_tokens: int) -> SteadyRun:
-        """As `Contenders.run`. The ranks share the prompts: rank r gets every `rank_count`th prompt, from r on."""
+    def begin(self, name: str, prompts: TokenLists, temperature: float, new_tokens: int) -> None:
+        """Begin a run. The ranks share the prompts: rank r gets every `rank_count`th prompt, from r on."""
         ranks = self._processes.rank_count
-        loads = [
-            asdict(BatchLoad(dict(list(enumerate(prompts))[rank::ranks]), temperature, new_tokens))
-            for rank in range(ranks)
-        ]
-        return joined([RankSteps.of(answer) for answer in self._processes.ask({"run": name, "loads": loads}, ranks)])
+        parts = [dict(list(enumerate(prompts))[rank::ranks]) for rank in range(ranks)]
+        loads = [asdict(BatchLoad(part, temperature, new_tokens)) for part in parts]
+        self._ask({"begin": name, "loads": loads})
+
+    def advance(self, name: str, steps: int) -> bool:
+        """Run up to `steps` steps. All ranks end a run with the same step."""
+        return all(answer["is_over"] for answer in self._ask({"advance": name, "steps": steps}))
+
+    def finish(self, name: str) -> SteadyRun:
+        """Return the run."""
+        return joined([RankSteps.of(answer) for answer in self._ask({"finish": name})])
+
+    def _ask(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
+        return self._processes.ask(message, self._processes.rank_count)
+
+
+def run_together(
+    contenders: Contenders, names: Sequence[str], prompts: TokenLists, temperature: float, new_tokens: int
+) -> dict[str, SteadyRun]:
+    """Run the same batch with each of the contenders `names`, in turns of about `TURN_S` seconds; return their runs."""
+    for name in names:
+        contenders.begin(name, prompts, temperature, new_tokens)
+    steps, active = dict.fromkeys(names, 1), list(names)
+    while active:
+        for name in tuple(active):
+            started = time.perf_counter()
+            if contenders.advance(name, steps[name]):
+                active.remove(name)
+            step_s = (time.perf_counter() - started) / steps[name]
+            steps[name] = max(1, min(2 * steps[name], round(TURN_S / step_s)))
+    return {name: contenders.finish(name) for name in names}
 
 
 def run_steadily(engine: Engine, prompts: TokenLists, temperature: float, new_tokens: int) -> SteadyRun:
-    """Run one batch on an engine of one rank, as `Contenders.run` does."""
-    return joined([run_rank(engine, BatchLoad(dict(enumerate(prompts)), temperature, new_tokens))])
-
-
-def run_rank(engine: Engine, load: BatchLoad) -> RankSteps:
-    """Run this rank's part of a run. All ranks of the gang must call this, and all return after the same step.
-
-    The rank aborts its requests when they have generated `load.new_tokens` tokens on average since all of them have a
-    token. A single request may generate up to `LONGEST` times as many tokens; the first one that reaches this limit
-    also ends the rank's part. With a lower limit, contenders that give some requests more rows than others would be
-    stopped early.
+    """Run one batch on an engine of one rank. From the time when all requests have a token, generate `new_tokens`
+    tokens per request on average; then abort the requests.
     """
-    record = RankSteps(engine.status().steps, {i: [] for i in load.prompts})
-    for i, prompt in load.prompts.items():
-        params = fixed_length_params(LONGEST * load.new_tokens, load.temperature, seed=i)
-        engine.submit(Request(str(i), tuple(prompt), params))
-    wanted, count, has_begun = load.new_tokens * len(load.prompts), 0, not load.prompts
-    while not (record.times and engine.is_idle):
-        outputs = engine.step().outputs
-        count += sum(len(output.token_ids) for output in outputs)
-        record.times.append(time.perf_counter())
-        record.counts.append(count)
-        for output in outputs:
-            record.tokens[int(output.request_id)] += output.token_ids
-        if not has_begun and all(record.tokens.values()):
-            has_begun, record.begin = True, len(record.times) - 1
-        has_enough = has_begun and count - record.counts[record.begin] >= wanted
-        if record.end is None and load.prompts and (has_enough or any(output.finish_reason for output in outputs)):
-            record.end = len(record.times) - 1
-            for i in load.prompts:
-                engine.abort(str(i))
-    return record
+    run = RankBatchRun(engine, BatchLoad(dict(enumerate(prompts)), temperature, new_tokens))
+    while not run.advance(1):
+        pass
+    return joined([run.record])
 
 
 def joined(ranks: Sequence[RankSteps]) -> SteadyRun:
@@ -182,5 +254,5 @@ def joined(ranks: Sequence[RankSteps]) -> SteadyRun:
     return SteadyRun(
         tokens=[tokens[i] for i in sorted(tokens)],
         steady_tokens=sum(rank.counts[end] - rank.counts[begin] for rank in ranks),
-        seconds=ranks[0].times[end] - ranks[0].times[begin],
+        seconds=ranks[0].seconds[end] - ranks[0].seconds[begin],
     )

@@ -27,6 +27,9 @@ NOT_FINITE = (
     "requests continue; if this recurs, the checkpoint is damaged or overflows in dtype {dtype}"
 )
 
+NEVER_READ = 0.0, -2
+"""In place of the time when the results of a step were read, and of the number of that step: none was read."""
+
 GRAMMAR_FAILED = (
     "request {name} ended after {at} tokens: its grammar cannot be matched, or the model's numbers for it are not "
     "finite (dtype {dtype}); the log has the cause. Other requests continue"
@@ -56,7 +59,7 @@ class Committer:
         self._sequences, self._scheduler, self._loop = sequences, scheduler, loop
         info = loop.info()
         self.draft_watch = DraftWatch(info.rank, () if info.draft is None else info.draft.doubts)
-        self._last_read = 0.0, -2  # when the results of a step were read last, and the number of that step
+        self._last_read = NEVER_READ  # when the results of a step were read last, and the number of that step
         self._has_draft, self._can_draft = info.draft is not None, info.speculative_num_steps > 0
         self._trees = self._tree_tokens = self._counted_fallbacks = 0
 
@@ -115,21 +118,27 @@ class Committer:
             outputs += self._finish_if_ended(sequence, output, self._error_of(sequence, lease, finite_count == count))
         plan = step.plan
         if outlook is not None and not plan.forced_nodes:  # a tree with forced nodes says little about the draft
-            measured = self._measured(step)
-            outlook.observe(step.schedule.vote, measured, accepted, _has_typical_time(step, step_output))
+            measured, is_known = self._measured(step)
+            is_typical = is_known and _has_typical_time(step, step_output)
+            outlook.observe(step.schedule.vote, measured, accepted, is_typical)
         return outputs, trees
 
-    def _measured(self, step: StepInFlight) -> MeasuredStep:
-        """Return what a step took. Its overhead is what the server does between the reading of the step before and this
-        step, and the time in which the ranks agree on the step. If the reading of the step before was not recorded
-        here, only the latter is known. With steps in flight the host does all this while the device computes.
+    def forget_last_read(self) -> None:
+        """Do not count the time since the reading of the last step as overhead of the next one."""
+        self._last_read = NEVER_READ
+
+    def _measured(self, step: StepInFlight) -> tuple[MeasuredStep, bool]:
+        """Return what a step took, and whether its overhead is known. The overhead is what the server does between the
+        reading of the step before and this step, and the time in which the ranks agree on the step. With steps in
+        flight the host does all this while the device computes.
         """
         now, plan = time.perf_counter(), step.plan
         (before_s, before_number), self._last_read = self._last_read, (now, plan.step)
-        cycle_s = now - before_s if before_number == plan.step - 1 else step.elapsed_s
         own_s = step.elapsed_s - (0.0 if self._loop.lockstep.max_in_flight else step.seconds["agree"])
-        us, overhead_us = round(1e6 * own_s), max(0, round(1e6 * (cycle_s - own_s)))
-        return MeasuredStep(plan.tier, max(plan.decodes), us, plan.context, overhead_us)
+        is_known = before_number == plan.step - 1
+        overhead_s = max(0.0, now - before_s - own_s) if is_known else 0.0
+        measured = plan.tier, max(plan.decodes), round(1e6 * own_s), plan.context, round(1e6 * overhead_s)
+        return MeasuredStep(*measured), is_known
 
     def _commit_chunks(self, schedule: Schedule, step_output: StepOutput) -> list[SequenceOutput]:
         """Commit the prompt chunks, which `Schedule.to_step_input` sorted by length, and return their outputs.

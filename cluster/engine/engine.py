@@ -203,6 +203,12 @@ class Engine:
             self.metrics.observe_step(stats)
         return StepResult(tuple(outputs), stats)
 
+    def resume(self) -> None:
+        """Say that the caller has done other things since the last step, although requests were running. This time does
+        not count as overhead of the next step.
+        """
+        self._committer.forget_last_read()
+
     def status(self) -> EngineStatus:
         """The current load and progress."""
         cache, scheduler = self._parts.cache, self._parts.scheduler

@@ -4,7 +4,7 @@ import pytest
 
 from cluster.bench import steady_rank
 from cluster.bench.ranks import GangCase, RankProcesses, RankRequest
-from cluster.bench.steady_runs import Gangs, SingleRanks
+from cluster.bench.steady_runs import Gangs, SingleRanks, run_together
 from cluster.config import EngineConfig
 from tests.support.tiny_checkpoints import draft_folder, target_folder
 
@@ -55,7 +55,7 @@ def test_bench_ranks_run_a_case_to_its_end(world: int) -> None:
 
 @pytest.mark.slow
 def test_gangs_generate_the_tokens_of_single_ranks() -> None:
-    """Contenders take turns, ranks have different numbers of requests, and one rank may have none."""
+    """Contenders take turns after a few steps. Ranks have different numbers of requests, and one rank may have none."""
     target = target_folder()
     settings = {
         "model_path": target, "speculative_algorithm": "EAGLE3", "speculative_draft_model_path": draft_folder(target),
@@ -67,12 +67,13 @@ def test_gangs_generate_the_tokens_of_single_ranks() -> None:
     single = SingleRanks(configs)
     with RankProcesses(2, steady_rank.__name__) as processes:
         gangs = Gangs({name: config.model_copy(update=of_ranks) for name, config in configs.items()}, processes)
-        for name, batch in [("fixed", prompts), ("adaptive", prompts), ("fixed", prompts[:1]), ("adaptive", prompts)]:
-            run, expected = (contenders.run(name, batch, 0.0, 8) for contenders in (gangs, single))
-            assert run.steady_tokens >= 8 and run.seconds > 0
-            assert [len(tokens) > 0 for tokens in run.tokens] == [True] * len(batch)
-            for own, other in zip(run.tokens, expected.tokens, strict=True):
-                length = min(len(own), len(other))
-                assert own[:length] == other[:length]
+        for batch in (prompts, prompts[:1], prompts):
+            runs, expected_runs = (run_together(c, c.names, batch, 0.0, 8) for c in (gangs, single))
+            for name, run in runs.items():
+                assert run.steady_tokens >= 8 and run.seconds > 0
+                assert [len(tokens) > 0 for tokens in run.tokens] == [True] * len(batch)
+                for own, other in zip(run.tokens, expected_runs[name].tokens, strict=True):
+                    length = min(len(own), len(other))
+                    assert own[:length] == other[:length]
         with pytest.raises(RuntimeError, match="failed: KeyError"):
-            gangs.run("unknown", prompts, 0.0, 8)
+            gangs.begin("unknown", prompts, 0.0, 8)

@@ -2,13 +2,12 @@
 with a fixed tree.
 
 A family is a set of fixed trees with an adaptive engine that may use all of them. Plain decoding counts as a fixed
-tree. In each cell (a kind of text, a temperature, a batch size) contenders generate the same tokens in turns. Only
-steps in which the whole batch decodes are timed. First all contenders run a few times, which shows the best fixed tree.
-Then plain decoding, this tree and the adaptive contender run in turns, in reverse order in every other repeat. A ratio
-is taken within a repeat; the median over the repeats counts. A cell whose ratios miss the goal is measured again with
-more repeats, and these count, whatever they are: with few repeats, ratios that differ by 4% cannot be told apart. The
-adaptive engine of a family is the same in all cells, so it has to find the right tree again after every change of the
-load.
+tree. In each cell (a kind of text, a temperature, a batch size) contenders generate the same tokens, and take turns
+after every few steps. Only steps in which the whole batch decodes are timed. First all contenders run a few times,
+which shows the best fixed tree. Then plain decoding, this tree and the adaptive contender run. A ratio is taken within
+a repeat; the median over the repeats counts. A cell whose ratios miss the goal is measured again with more repeats, and
+these count, whatever they are. The adaptive engine of a family is the same in all cells, so it has to find the right
+tree again after every change of the load.
 
 After its cells, each family runs a load (`swing`) that alternates between one request and the largest batch. An
 imaginary contender, the oracle, is the reference: in each phase of the load it is as fast as the best fixed tree of
@@ -35,7 +34,7 @@ from cluster.bench.pair import PLAIN, ModelPair, TreeChoice, short_path
 from cluster.bench.ranks import RankProcesses
 from cluster.bench.report import LogProgress, machine_info, median, ratio, table
 from cluster.bench.runs import TokenLists
-from cluster.bench.steady_runs import Contenders, Gangs, SingleRanks, SteadyRun, run_steadily
+from cluster.bench.steady_runs import Contenders, Gangs, SingleRanks, SteadyRun, run_together
 from cluster.config import EngineConfig
 
 CHAINS = tuple(TreeChoice(steps) for steps in (1, 2, 3, 5))
@@ -115,7 +114,7 @@ def measure(pair: ModelPair, size: Size = Size(), log_progress: LogProgress = pr
     if "trees" in size.families:
         loads = product(size.temperatures, size.batches)
         cells = [(temperature, batch, _new_tokens(size, batch)) for temperature, batch in loads]
-        lookups = looked_up.measure(pair, prompts, cells, run_steadily, size.repeats, log_progress)
+        lookups = looked_up.measure(pair, prompts, cells, size.repeats, log_progress)
     return {
         "what": "adaptive",
         "machine": machine_info(),
@@ -181,8 +180,8 @@ def _measure_cell(cell: Cell, contenders: Contenders, prompts: TokenLists, size:
         for repeat in range(repeats):
             start = repeat * cell.batch % len(prompts)  # repeats use different prompts as long as there are enough
             batch = [prompts[(start + i) % len(prompts)] for i in range(cell.batch)]
-            for name in names[:: -1 if repeat % 2 else 1]:
-                runs[name].append(contenders.run(name, batch, cell.temperature, new_tokens))
+            for name, steady_run in run_together(contenders, names, batch, cell.temperature, new_tokens).items():
+                runs[name].append(steady_run)
         return runs
 
     run(contenders.names, 1)  # warms up: programs are captured, and estimates learn the load
@@ -234,9 +233,8 @@ def _measure_swing(contenders: Contenders, prompts: TokenLists, size: Size) -> d
     phases = [prompts[:1], prompts[: max(size.batches)]]
     seconds = {name: [0.0, 0.0] for name in contenders.names}
     for turn in range(-1, size.swings):
-        for name in contenders.names[:: -1 if turn % 2 else 1]:
-            for i, phase in enumerate(phases):
-                phase_run = contenders.run(name, phase, 0.0, size.new_tokens)
+        for i, phase in enumerate(phases):
+            for name, phase_run in run_together(contenders, contenders.names, phase, 0.0, size.new_tokens).items():
                 seconds[name][i] += phase_run.seconds / phase_run.steady_tokens if turn >= 0 else 0.0
     fixed = [name for name in contenders.names if name != ADAPTIVE]
     # Shares of speed, one for each phase: in their mean, both phases have the same weight, however long they took.

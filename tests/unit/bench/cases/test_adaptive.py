@@ -19,7 +19,13 @@ class SimulatedContenders:
         self._speeds = {"plain": [100.0], "chain of 3": [50.0], ADAPTIVE: adaptive_speeds}
         self._runs = dict.fromkeys(self.names, 0)
 
-    def run(self, name: str, prompts: Any, temperature: float, new_tokens: int) -> SteadyRun:
+    def begin(self, name: str, prompts: Any, temperature: float, new_tokens: int) -> None:
+        pass
+
+    def advance(self, name: str, steps: int) -> bool:
+        return True
+
+    def finish(self, name: str) -> SteadyRun:
         speeds = self._speeds[name]
         speed = speeds[min(self._runs[name], len(speeds) - 1)]
         self._runs[name] += 1
