@@ -92,7 +92,7 @@ class RankBatchRun:
     def __init__(self, engine: Engine, load: BatchLoad) -> None:
         self._engine, self._load = engine, load
         self.record = RankSteps(engine.status().steps, {i: [] for i in load.prompts})
-        self._has_begun = not load.prompts
+        self._has_begun, self._paused_at = not load.prompts, time.perf_counter()
         for i, prompt in load.prompts.items():
             params = fixed_length_params(LONGEST * load.new_tokens, load.temperature, seed=i)
             engine.submit(Request(str(i), tuple(prompt), params))
@@ -100,14 +100,15 @@ class RankBatchRun:
     def advance(self, steps: int) -> bool:
         """Run up to `steps` steps. Return whether the run is over: no rank has requests any more."""
         record, before_s = self.record, self.record.seconds[-1] if self.record.seconds else 0.0
-        self._engine.resume()
         started = time.perf_counter()
+        self._engine.skip_time(started - self._paused_at)
         for _ in range(steps):
             outputs = self._engine.step().outputs
             record.seconds.append(before_s + time.perf_counter() - started)
             self._count(outputs)
             if self._engine.is_idle:
                 return True
+        self._paused_at = time.perf_counter()
         return False
 
     def _count(self, outputs: Sequence[SequenceOutput]) -> None:

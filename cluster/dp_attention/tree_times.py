@@ -51,13 +51,23 @@ class TreeCosts:
         is one count, its times hold for all. `context` is the mean number of committed tokens of a request; 0 stands
         for as many as in the measured steps.
         """
-        if decodes not in self._cache:
-            self._cache[decodes] = self._interpolated(decodes, self.us)
-        times = self._cache[decodes]
+        times, more = self._of_measured_context(decodes), decodes * (context - self.context) / 1000
         if not self.token_ns or not context:
             return times
-        more = decodes * (context - self.context) / 1000
         return [max(us * LEAST_SHARE, us + more * ns) for us, ns in zip(times, self.token_ns, strict=True)]
+
+    def of_tier(self, tier: int, decodes: int, context: int = 0) -> float:
+        """Return `of(decodes, context)[tier]`."""
+        us, more = self._of_measured_context(decodes)[tier], decodes * (context - self.context) / 1000
+        if not self.token_ns or not context:
+            return us
+        return max(us * LEAST_SHARE, us + more * self.token_ns[tier])
+
+    def _of_measured_context(self, decodes: int) -> list[float]:
+        """Return the time of a step by tier, with requests as long as in the measured steps."""
+        if decodes not in self._cache:
+            self._cache[decodes] = self._interpolated(decodes, self.us)
+        return self._cache[decodes]
 
     def waking(self, decodes: int) -> float:
         """Return the microseconds of a step in which the draft wakes, with `decodes` decoding requests per group; 0 if
@@ -143,10 +153,10 @@ class TreeTimes:
 
     def observe(self, step: MeasuredStep) -> None:
         """Learn from `step`. An outlier counts no more than a time that is wrong by the factor `MAX_CORRECTION`."""
-        times, number = self.costs.of(step.decodes, step.context), step.decodes.bit_length()
-        if number not in self._sizes:
-            self._sizes[number] = _SizeTimes([1.0] * len(times), [0] * len(times), step.tier)
-        size, tier, us = self._sizes[number], step.tier, times[step.tier]
+        tier, us = step.tier, self.costs.of_tier(step.tier, step.decodes, step.context)
+        size, tiers = self._sizes.get(step.decodes.bit_length()), len(self.costs.us)
+        if size is None:
+            size = self._sizes[step.decodes.bit_length()] = _SizeTimes([1.0] * tiers, [0] * tiers, tier)
         if tier != size.tier:
             size.tier, size.compares = tier, COMPARED_STEPS
         size.seen += 1

@@ -27,9 +27,6 @@ NOT_FINITE = (
     "requests continue; if this recurs, the checkpoint is damaged or overflows in dtype {dtype}"
 )
 
-NEVER_READ = 0.0, -2
-"""In place of the time when the results of a step were read, and of the number of that step: none was read."""
-
 GRAMMAR_FAILED = (
     "request {name} ended after {at} tokens: its grammar cannot be matched, or the model's numbers for it are not "
     "finite (dtype {dtype}); the log has the cause. Other requests continue"
@@ -59,7 +56,7 @@ class Committer:
         self._sequences, self._scheduler, self._loop = sequences, scheduler, loop
         info = loop.info()
         self.draft_watch = DraftWatch(info.rank, () if info.draft is None else info.draft.doubts)
-        self._last_read = NEVER_READ  # when the results of a step were read last, and the number of that step
+        self._last_read = 0.0, -2  # when the results of a step were read last, and the number of that step
         self._has_draft, self._can_draft = info.draft is not None, info.speculative_num_steps > 0
         self._trees = self._tree_tokens = self._counted_fallbacks = 0
 
@@ -92,12 +89,15 @@ class Committer:
         """
         shape, outputs, trees = step.shape, list[SequenceOutput](), list[TreeCounts]()
         outlook, accepted = self._scheduler.decode.outlook, list[tuple[int, AcceptedTree]]()
+        notes_paths = outlook is not None and outlook.notes(step.plan.tier)
+        counts = list[int]()  # the tokens of each request
         looked_up = 0  # nodes of a path that the draft had not proposed; 0 in steps without looked-up tokens
         for i, (sequence, lease) in enumerate(step.schedule.decodes):
             if sequence.lease is not lease:  # ended, aborted or retracted since the step began
                 continue
             tokens, count, finite_prefix, nodes = step_output.decode_result(i)
-            if outlook is not None or step_output.lookup_columns:
+            counts.append(count)
+            if notes_paths or shape.lookup_tokens:
                 path = step_output.accepted_tree(i, count)
                 accepted.append((lease.row, path))
                 looked_up = count - 1 - path.drafted
@@ -120,12 +120,14 @@ class Committer:
         if outlook is not None and not plan.forced_nodes:  # a tree with forced nodes says little about the draft
             measured, is_known = self._measured(step)
             is_typical = is_known and _has_typical_time(step, step_output)
-            outlook.observe(step.schedule.vote, measured, accepted, is_typical)
+            paths = accepted if notes_paths else ()
+            outlook.observe(step.schedule.vote, measured, counts, paths, is_typical)
         return outputs, trees
 
-    def forget_last_read(self) -> None:
-        """Do not count the time since the reading of the last step as overhead of the next one."""
-        self._last_read = NEVER_READ
+    def skip_time(self, seconds: float) -> None:
+        """As `Engine.skip_time`."""
+        read_s, number = self._last_read
+        self._last_read = read_s + seconds, number
 
     def _measured(self, step: StepInFlight) -> tuple[MeasuredStep, bool]:
         """Return what a step took, and whether its overhead is known. The overhead is what the server does between the

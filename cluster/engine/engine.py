@@ -203,11 +203,11 @@ class Engine:
             self.metrics.observe_step(stats)
         return StepResult(tuple(outputs), stats)
 
-    def resume(self) -> None:
-        """Say that the caller has done other things since the last step, although requests were running. This time does
-        not count as overhead of the next step.
+    def skip_time(self, seconds: float) -> None:
+        """Say that the caller has done other things for `seconds` since the last step, although requests were running.
+        This time does not count as overhead of the next step.
         """
-        self._committer.forget_last_read()
+        self._committer.skip_time(seconds)
 
     def status(self) -> EngineStatus:
         """The current load and progress."""

@@ -107,10 +107,11 @@ class TreeExploring:
         steps take for the same tokens, and less the time of its prompt rows. If an exploration costs nothing in all,
         the saved time still suffices, and the next exploration follows at once.
         """
-        times = self._times.of(decodes, step.context)
+        elapsed_us = step.us + step.overhead_us
         if vote.explores == NO_TIER:
-            self._saved_us += self._share * times[step.tier]
+            self._saved_us += self._share * elapsed_us
         else:
+            times = self._times.of(decodes, step.context)
             best_rate = max(value / us for value, us in zip(vote.outlook, times, strict=True))
-            self._saved_us += OUTLOOK_UNIT * tokens / best_rate + vote.prompt_us - step.us - step.overhead_us
+            self._saved_us += OUTLOOK_UNIT * tokens / best_rate + vote.prompt_us - elapsed_us
         self._saved_us = min(self._saved_us, MAX_SAVED * self._price_us)

@@ -41,7 +41,7 @@ CLASS_WEIGHT = 4.0
 """The estimates of the class weigh as much as this many trees of the request itself."""
 FIRST_CHANCE = 0.8
 """The chance of every level before the first tree: high, so that trees are tried."""
-UPDATE_INTERVAL = 8
+UPDATE_INTERVAL = 16
 """The estimates are computed anew after this many committed steps with trees, and when the requests change."""
 PLAIN_INTERVAL = 4
 """One of this many steps without trees is noted. Such steps only show whether the first looked-up token was right."""
@@ -82,28 +82,35 @@ class TreeOutlook:
         self._classes[row] = sampled
         self._key = ()
 
+    def notes(self, tier: int) -> bool:
+        """Whether `observe` takes the accepted paths of a step of this tier. Call this once for each step, before
+        `observe`.
+        """
+        if self._steps[tier]:
+            return True
+        self._plain_steps = (self._plain_steps + 1) % PLAIN_INTERVAL
+        return self._kinds.has_lookups and not self._plain_steps
+
     def observe(
         self,
         vote: TreeVote,
         step: MeasuredStep,
-        accepted: Sequence[tuple[int, AcceptedTree]],
+        counts: Sequence[int],
+        accepted: Sequence[tuple[int, AcceptedTree]] = (),
         is_typical: bool = True,
     ) -> None:
-        """Take the results of `step`; `vote` was this rank's vote. `accepted` has for each request its table row and
-        its accepted path. `is_typical` says that the step took about what every step of its tier and size takes.
+        """Take the results of `step`; `vote` was this rank's vote, and `counts` are the tokens of each request. If
+        `notes` said so, `accepted` has for each request its table row and its accepted path. `is_typical` says that the
+        step took about what every step of its tier and size takes.
         """
-        tier, self._context = step.tier, step.context
+        self._context = step.context
         if is_typical:
             self._measured = step
-        if not self._steps[tier] and self._kinds.has_lookups:
-            self._plain_steps += 1
-        if self._steps[tier] or self._plain_steps == PLAIN_INTERVAL:
-            self._pending += [(row, tier, path) for row, path in accepted]
-            self._unread_steps += 1
-            self._plain_steps = 0
         if accepted:
-            tokens = sum(1 + len(path.ranks) for _, path in accepted)
-            self._exploring.observe(vote, step, len(accepted), tokens)
+            self._pending += [(row, step.tier, path) for row, path in accepted]
+            self._unread_steps += 1
+        if counts:
+            self._exploring.observe(vote, step, len(counts), sum(counts))
 
     def vote(self, decodes: Sequence[tuple[RequestState, Lease]], max_tier: int) -> TreeVote:
         """Return the vote for a step in which the requests `decodes` decode."""

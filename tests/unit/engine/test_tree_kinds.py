@@ -95,7 +95,7 @@ def test_trees_that_verify_some_looked_up_tokens_yield_a_share_of_their_rows() -
     requests: list[Any] = [(None, SimpleNamespace(row=row)) for row in range(2)]
     for _ in range(100):  # all looked-up tokens are right, and no drafted ones
         outlook.observe(
-            TreeVote(6), MeasuredStep(6, 2, 100), [(row, AcceptedTree(range(1, 6), 0, 5)) for row in (0, 1)]
+            TreeVote(6), MeasuredStep(6, 2, 100), [6] * 2, [(row, AcceptedTree(range(1, 6), 0, 5)) for row in (0, 1)]
         )
     expected = [tokens / OUTLOOK_UNIT for tokens in outlook.vote(requests, 6).outlook]
     assert expected[6] == pytest.approx(2 * 6, rel=0.05)

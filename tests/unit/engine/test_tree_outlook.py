@@ -45,6 +45,7 @@ def observe(outlook: TreeOutlook, tier: int, accepted: dict[int, int], times: in
         outlook.observe(
             TreeVote(3),
             MeasuredStep(tier, len(accepted), 100),
+            [1 + count for count in accepted.values()],
             [(row, path_of(range(1, 1 + count))) for row, count in accepted.items()],
         )
 
@@ -96,7 +97,7 @@ def test_trees_of_the_request_before_in_a_row_do_not_count_for_the_new_one() -> 
     outlook = chain_outlook()
     outlook.admit(1, sampled=True)  # another class
     for _ in range(UPDATE_INTERVAL - 1):  # noted, and not read yet when the next request is admitted
-        outlook.observe(TreeVote(3), MeasuredStep(3, 1, 100), [(1, path_of(()))])
+        outlook.observe(TreeVote(3), MeasuredStep(3, 1, 100), [1], [(1, path_of(()))])
     outlook.admit(1, sampled=False)
     assert expected(outlook, 1) == expected(outlook, 0)
 
@@ -112,7 +113,7 @@ def test_outlook_of_smaller_trees_counts_the_nodes_that_they_would_have() -> Non
     outlook = TreeOutlook(TREES, 1, TreeTimes(TreeCosts((1,), ((100,),) * 6)))
     # The accepted path is always node 2 (by score) at depth 1, then node 4 at depth 2.
     for _ in range(200):
-        outlook.observe(TreeVote(5), MeasuredStep(5, 1, 100), [(0, path_of((2, 4)))])
+        outlook.observe(TreeVote(5), MeasuredStep(5, 1, 100), [3], [(0, path_of((2, 4)))])
     outlook_by_tier = outlook.vote(decodes_of(0), 5).outlook
     by_shape = {(s.num_steps, s.num_draft_tokens): outlook_by_tier[tier] / 1000 for tier, s in enumerate(TREES)}
     margin = 2 * FIRST_CHANCE * CLASS_WEIGHT / 24  # what is left of the first guess
@@ -149,7 +150,8 @@ def simulated_time(outlook: TreeOutlook, chance: float, steps: int, random: Rand
         time_us += COSTS.of(8)[tier]
         tokens += 8 + sum(counts)
         step = MeasuredStep(tier, 8, round(COSTS.of(8)[tier]))
-        outlook.observe(vote, step, [(row, path_of(range(1, 1 + count))) for row, count in enumerate(counts)])
+        paths = [(row, path_of(range(1, 1 + count))) for row, count in enumerate(counts)]
+        outlook.observe(vote, step, [1 + count for count in counts], paths if outlook.notes(tier) else ())
     return time_us, tokens, explored
 
 
@@ -169,7 +171,7 @@ def test_trees_come_back_when_the_text_becomes_predictable() -> None:
         outlook.admit(row, sampled=False)
     for _ in range(300):  # nothing is accepted
         outlook.vote(decodes_of(*range(8)), 3)
-        outlook.observe(TreeVote(3), MeasuredStep(3, 8, 260), [(row, path_of(())) for row in range(8)])
+        outlook.observe(TreeVote(3), MeasuredStep(3, 8, 260), [1] * 8, [(row, path_of(())) for row in range(8)])
     vote = outlook.vote(decodes_of(*range(8)), 3)
     assert choose_tier(cheap.of(8), [vote.outlook], NO_LAST_TREE).tier == 0
     tiers_taken = []
@@ -178,14 +180,15 @@ def test_trees_come_back_when_the_text_becomes_predictable() -> None:
         tier = chosen_tier(vote, cheap)
         tiers_taken.append(tier)
         step = MeasuredStep(tier, 8, round(cheap.of(8)[tier]))
-        outlook.observe(vote, step, [(row, path_of(range(1, 1 + tier))) for row in range(8)])
+        paths = [(row, path_of(range(1, 1 + tier))) for row in range(8)]
+        outlook.observe(vote, step, [1 + tier] * 8, paths if outlook.notes(tier) else ())
     assert set(tiers_taken[-100:]) == {3}
 
 
 def test_vote_reports_the_last_typical_step_once() -> None:
     outlook, step = chain_outlook(), MeasuredStep(3, 1, 170)
-    outlook.observe(TreeVote(3), step, [(0, path_of((1, 2)))])
-    outlook.observe(TreeVote(3), MeasuredStep(2, 1, 9000), [(0, path_of((1, 2)))], is_typical=False)
+    outlook.observe(TreeVote(3), step, [3], [(0, path_of((1, 2)))])
+    outlook.observe(TreeVote(3), MeasuredStep(2, 1, 9000), [3], [(0, path_of((1, 2)))], is_typical=False)
     assert outlook.vote(decodes_of(0), 3).measured == step
     assert outlook.vote(decodes_of(0), 3).measured == MeasuredStep()
 
@@ -194,5 +197,5 @@ def test_explored_steps_are_not_charged_for_the_prompt_rows_beside_them() -> Non
     outlook = TreeOutlook(CHAIN, 8, TreeTimes(COSTS))
     outlook.vote(decodes_of(*range(8)), 3)
     vote = TreeVote(3, outlook.vote(decodes_of(*range(8)), 3).outlook, prompt_us=100_000, explores=1)
-    outlook.observe(vote, MeasuredStep(1, 8, 100_400), [(row, path_of((1,))) for row in range(8)], is_typical=False)
+    outlook.observe(vote, MeasuredStep(1, 8, 100_400), [2] * 8, is_typical=False)
     assert outlook._exploring._saved_us > -400
