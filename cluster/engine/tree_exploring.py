@@ -45,14 +45,14 @@ class TreeExploring:
         self._credits_us: dict[int, float] = {}  # what is left of `CREDIT_STEPS`, by bits of the number of requests
         self._saved_us = 0.0
         self._best_tier, self._tier, self._is_rival, self._price_us = 0, NO_TIER, False, 0.0
-        self._prefers_deeper = False
+        self._prefers_deeper, self._last_tier = False, 0
         self._steps_left = 0  # of the exploration that runs
 
     def choose(self, decodes: int, context: int, outlook: Sequence[int], max_tier: int) -> None:
         """Choose which tier is explored next, and compute the most time that this costs. The expected tokens of
         `decodes` requests with this `context` are `outlook`.
         """
-        times, waking_us = self._times.of(decodes, context), self._times.costs.waking(decodes)
+        times = self._times.of(decodes, context)
         rates = [value / us for value, us in zip(outlook, times, strict=True)]
         best = self._best_tier = max(range(len(rates)), key=rates.__getitem__)
         if self._steps_left:
@@ -62,7 +62,7 @@ class TreeExploring:
         has_rival, deeper = rival != best and hopes[rival] > rates[best], min(self._deeper[best], max_tier)
         # The rival gives about the tokens that are expected of it. A deeper tree may give none.
         rival_loss_us = max(LEAST_LOSS * times[rival], times[rival] - outlook[rival] / rates[best])
-        rival_price_us = waking_us * (not best or not rival) + EXPLORED_STEPS * rival_loss_us
+        rival_price_us = self._waking_us(rival, decodes) + EXPLORED_STEPS * rival_loss_us
         credit_us = self._credits_us.setdefault(decodes.bit_length(), CREDIT_STEPS * times[0])
         prefers_rival = credit_us >= rival_price_us or not self._prefers_deeper
         self._is_rival = has_rival and (prefers_rival or deeper <= best)
@@ -70,7 +70,8 @@ class TreeExploring:
             self._tier, self._price_us = rival, rival_price_us
         elif deeper > best:
             self._tier = deeper
-            self._price_us = waking_us + EXPLORED_STEPS * max(1.0, times[deeper] - times[0])
+            extra_us = max(1.0, times[deeper] - times[0])
+            self._price_us = self._waking_us(deeper, decodes) + EXPLORED_STEPS * extra_us
         else:
             self._tier = NO_TIER
 
@@ -93,11 +94,15 @@ class TreeExploring:
         if used_us:
             self._credits_us[size] -= used_us
         self._saved_us += used_us
-        if not self._tier:  # the draft rests, and wakes after the exploration, in a step that is not charged
-            self._saved_us -= self._times.costs.waking(decodes)
+        if not self._tier:  # if the draft wakes after the exploration, the step in which it does is not charged
+            self._saved_us -= self._waking_us(0, decodes)
         self._prefers_deeper = self._is_rival
         self._steps_left = EXPLORED_STEPS + 1  # the first may only wake the draft, without a tree
         return True
+
+    def _waking_us(self, tier: int, decodes: int) -> float:
+        """Return the time in which the draft wakes because `tier` is explored: before the exploration, or after it."""
+        return self._times.costs.waking(decodes) if bool(tier) != bool(self._last_tier) else 0.0
 
     def observe(self, vote: TreeVote, step: MeasuredStep, decodes: int, tokens: int) -> None:
         """Count what a step has saved or cost. `vote` was this rank's vote for the step, in which `decodes` requests of
@@ -107,7 +112,7 @@ class TreeExploring:
         steps take for the same tokens, and less the time of its prompt rows. If an exploration costs nothing in all,
         the saved time still suffices, and the next exploration follows at once.
         """
-        elapsed_us = step.us + step.overhead_us
+        elapsed_us, self._last_tier = step.us + step.overhead_us, step.tier
         if vote.explores == NO_TIER:
             self._saved_us += self._share * elapsed_us
         else:

@@ -46,7 +46,7 @@ class RestingDraft:
         self._hidden = torch.zeros(rows * MISSED_TOKENS, width, dtype=dtype, device=device)
         self._next_ids = torch.zeros(rows * MISSED_TOKENS, dtype=torch.int64, device=device)
         self._counts = torch.zeros(rows, dtype=torch.int64, device=device)
-        self._ones = torch.ones(rows, dtype=torch.int64, device=device)
+        self._no_cells = runner.pool.kv.new_zeros(rows, *runner.pool.kv.shape[2:])
 
     def draft(
         self, batch: Batch, draft_input: EagleDraftInput, phase_sampling: PhaseSampling, shape: TreeShape
@@ -77,7 +77,9 @@ class RestingDraft:
         draft's KV of the new tokens with zeros, because these slots may still hold values of an earlier request.
         """
         self._keep(batch, accepted, target_hidden)
-        self._runner.pool.kv.index_fill_(1, batch.window[:, 0], 0)
+        slots = batch.window[:, 0].contiguous()
+        for layer in self._runner.pool.kv:
+            layer.index_copy_(0, slots, self._no_cells[: batch.decodes])
 
     def _keep(self, batch: Batch, accepted: Accepted, target_hidden: list[Tensor]) -> None:
         """Keep the hidden state at each request's last position, and the token after it."""
@@ -86,7 +88,8 @@ class RestingDraft:
         own_rows = torch.arange(r, device=places.device)  # without trees each request has one row in the target
         self._hidden.index_copy_(0, places, EagleDraftExtendInput.hidden_of(spec, target_hidden, own_rows))
         self._next_ids.index_copy_(0, places, accepted.tokens[:, 0])
-        self._counts.index_add_(0, batch.decode_rows, self._ones[:r])
+        counts = self._counts.index_select(0, batch.decode_rows) + 1
+        self._counts.index_copy_(0, batch.decode_rows, counts)  # idle requests share a row, whose count does not matter
 
     def _missed_rows(
         self, batch: Batch, accepted: Accepted, target_hidden: list[Tensor]
