@@ -122,18 +122,17 @@ class Trial:
     def time(self, load: TrialLoad) -> float:
         """Return the best time so far of a step with this load, in microseconds; the same on every rank."""
         if load not in self.best_us:
-            self.best_us[load] = self._slowest_rank_us(self.run(load))
+            self.best_us[load] = self.time_once(load)
         return self.best_us[load]
 
-    def time_again(self, load: TrialLoad) -> float:
-        """Run a step that was timed before once more; return its best time so far."""
-        self.best_us[load] = min(self.best_us[load], self._slowest_rank_us(self.run(load)))
-        return self.best_us[load]
+    def time_once(self, load: TrialLoad) -> float:
+        """Run a step with this load. Return its time in microseconds, the same on every rank."""
+        return self._slowest_rank_us(self.run(load))
 
     def repeat(self) -> None:
         """Run one more round of all loads timed so far."""
         for load in self.best_us:
-            self.time_again(load)
+            self.best_us[load] = min(self.best_us[load], self.time_once(load))
 
     def _slowest_rank_us(self, seconds: float) -> float:
         """Return the time of the slowest rank in microseconds, at least 1. Add this time to `spent_s`."""

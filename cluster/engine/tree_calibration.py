@@ -6,26 +6,28 @@ from itertools import accumulate
 from cluster.arch.resolve import ResolvedConfig
 from cluster.config.tree_shape import TreeShape
 from cluster.dp_attention.tree_times import TreeCosts
-from cluster.engine.calibrate import DECODES_FACTOR, MAX_SECONDS, Trial, TrialLoad, max_trial_tokens, trial_steps
+from cluster.engine.calibrate import DECODES_FACTOR, Trial, TrialLoad, max_trial_tokens, trial_steps
 from cluster.engine.lockstep import Lockstep
 from cluster.kv.cache import KVCache
 from cluster.status import TreeCost
 
 MAX_CONTEXT = 256
 """The committed tokens of each request in a measured step: about those of a short conversation."""
-LONG_CONTEXT, LONG_ROUNDS, MAX_LONG_SECONDS = 2048, 2, 0.5
-"""To learn what a committed token costs, steps are also measured with requests of `LONG_CONTEXT` tokens, in
-`LONG_ROUNDS` rounds. The number of requests is the largest with which the same rounds with short contexts would take
-less than `MAX_LONG_SECONDS` in all. If there is none, this is not measured.
+LONG_CONTEXT, MAX_LONG_SECONDS = 2048, 0.3
+"""To learn what a committed token costs, steps are also measured with requests of `LONG_CONTEXT` tokens. The number of
+requests is the largest whose steps of all tiers, with short contexts, take less than `MAX_LONG_SECONDS` in all. If
+there is none, this is not measured.
 """
 LINEAR_GROWTH = 0.7
 """If the time of a step grows by at least this share of the factor by which the requests grow, larger numbers of
 requests are not measured: their times are extrapolated.
 """
-MORE_ROUNDS, MAX_COUNT_SECONDS = 3, 0.4
-"""For each number of requests, the first two rounds (four with FlashInfer, which has two sets of buffers) are for steps
-that were not captured at start: an eager run, and the run that is captured. Then follow one to `MORE_ROUNDS` rounds
-that measure replays. After the first of these, no round begins if all have taken more than `MAX_COUNT_SECONDS`.
+MAX_TREE_SECONDS = 6.0
+"""After this many seconds no further number of requests is measured, unless it is the second."""
+MIN_ROUNDS, MAX_ROUNDS, MAX_ROUND_SECONDS = 3, 8, 0.25
+"""The steps of one number of requests are measured in rounds: at least `MIN_ROUNDS` and at most `MAX_ROUNDS`, and no
+further one after `MAX_ROUND_SECONDS`. Rounds before these run the steps that were not captured at start: eagerly, then
+captured.
 """
 
 
@@ -34,10 +36,10 @@ def measure_trees(lockstep: Lockstep, cache: KVCache, resolved: ResolvedConfig) 
 
     A tier is the number of a tree shape that steps may use. The largest tree of every depth, all trees of the largest
     depth and all trees with looked-up tokens are measured. The times of the other trees follow from these
-    (`completed`). The time of a step is that of the slowest rank, in the fastest round.
+    (`completed`). The time of a step is that of the slowest rank, at the pace of the fastest round (`typical_times`).
 
-    The numbers of decoding requests grow from 1 to the most that may run. After `MAX_SECONDS` no further number is
-    measured. Nor is one measured once the time of the largest tree grows nearly as fast as the number of requests,
+    The numbers of decoding requests grow from 1 to the most that may run. No further number is
+    measured after `MAX_TREE_SECONDS`, or once the time of the largest tree grows nearly as fast as the number of requests,
     because larger numbers can then be extrapolated.
     """
     max_decodes = resolved.settings.max_running_requests
@@ -48,24 +50,28 @@ def measure_trees(lockstep: Lockstep, cache: KVCache, resolved: ResolvedConfig) 
     measured = [t for t, s in enumerate(resolved.tiers) if s in deepest or not s.selects_nodes or s.lookup_tokens]
     with trial_steps(lockstep, cache, resolved, long_context) as trial:
         count = 1
-        while not counts or (counts[-1] < max_decodes and trial.spent_s < MAX_SECONDS):
+        while counts[-1:] != [max_decodes] and (len(counts) < 2 or trial.spent_s < MAX_TREE_SECONDS):
             if len(counts) > 1 and us_by_count[-1][-1] > LINEAR_GROWTH * DECODES_FACTOR * us_by_count[-2][-1]:
                 break
             counts.append(min(count, max_decodes))
-            times = _times(trial, [TrialLoad(counts[-1], context, tier=tier) for tier in measured])
+            warm_up_rounds = 2 * lockstep.programs.assembler.buffer_sets
+            times = _times(trial, [TrialLoad(counts[-1], context, tier=tier) for tier in measured], warm_up_rounds)
             us_by_count.append(completed(dict(zip(measured, times, strict=True)), resolved.tiers))
             count *= DECODES_FACTOR
         # More requests never take less time; a measured time below that of fewer requests is noise.
         us = tuple(tuple(accumulate(times, max)) for times in zip(*us_by_count, strict=True))
         token_ns = tuple[int, ...]()
-        # The programs are captured by now, so two rounds are enough.
-        affordable = [i for i, times in enumerate(us_by_count) if LONG_ROUNDS * sum(times) < 1e6 * MAX_LONG_SECONDS]
+        affordable = [i for i, times in enumerate(us_by_count) if sum(times) < 1e6 * MAX_LONG_SECONDS]
         if affordable and long_context > context:
-            count, short_us = counts[affordable[-1]], us_by_count[affordable[-1]]
-            loads = [TrialLoad(count, long_context, tier=tier) for tier in measured]
-            long_us = _times(trial, loads, LONG_ROUNDS)
+            count = counts[affordable[-1]]  # its programs are captured by now
+            lengths = context, long_context
+            loads = [TrialLoad(count, length, tier=tier) for length in lengths for tier in measured]
+            times = _times(trial, loads)
             more_tokens = count * (long_context - context)
-            added_ns = [1000 * (us - short_us[t]) // more_tokens for t, us in zip(measured, long_us, strict=True)]
+            added_ns = [
+                max(0, 1000 * (long_us - short_us) // more_tokens)
+                for short_us, long_us in zip(times[: len(measured)], times[len(measured) :], strict=True)
+            ]
             token_ns = tuple(completed(dict(zip(measured, added_ns, strict=True)), resolved.tiers))
         waking = tuple(accumulate((round(trial.waking_us[count]) for count in counts if trial.waking_us), max))
     return TreeCosts(tuple(counts), us, waking, context, token_ns)
@@ -146,15 +152,29 @@ def _without_noise(times_us: Sequence[int], shapes: Sequence[TreeShape]) -> list
     ]
 
 
-def _times(trial: Trial, loads: list[TrialLoad], rounds: int | None = None) -> list[int]:
-    """Return the shortest times of steps in microseconds, from `rounds` rounds; if `rounds` is None, see `MORE_ROUNDS`.
-    Each round runs all loads once. So a machine that is busy for a moment disturbs one round of several loads, and not
-    all rounds of one load.
+def _times(trial: Trial, loads: list[TrialLoad], warm_up_rounds: int = 0) -> list[int]:
+    """Return the typical times of steps in microseconds. Each round runs all loads once; the first `warm_up_rounds` do
+    not count.
     """
-    started_s, first_replay = trial.spent_s, 2 * trial.lockstep.programs.assembler.buffer_sets
-    best_us = [trial.time(load) for load in loads]
-    for rounds_done in range(1, rounds or first_replay + MORE_ROUNDS):
-        if rounds_done > first_replay and trial.spent_s - started_s > MAX_COUNT_SECONDS:
-            break
-        best_us = [trial.time_again(load) for load in loads]
-    return [round(us) for us in best_us]
+    for _ in range(warm_up_rounds):
+        for load in loads:
+            trial.time_once(load)
+    started_s, rounds = trial.spent_s, list[list[float]]()
+    while len(rounds) < MAX_ROUNDS and (len(rounds) < MIN_ROUNDS or trial.spent_s - started_s < MAX_ROUND_SECONDS):
+        rounds.append([trial.time_once(load) for load in loads])
+    return typical_times(rounds)
+
+
+def typical_times(rounds: Sequence[Sequence[float]]) -> list[int]:
+    """Return the times of steps at the pace of the fastest round, given their times in each round.
+
+    A machine that shares its cores may be slower for seconds, that is, for some rounds: then all steps of a round take
+    longer alike. So a step counts by its share of its round, in the median over the rounds. The median also leaves out
+    steps that something disturbed. All ranks compute the same numbers, for which additions and divisions suffice.
+    """
+    paces = [sum(times) for times in rounds]
+    middle = len(rounds) // 2
+    shares = [
+        sorted(us / pace for us, pace in zip(times, paces, strict=True))[middle] for times in zip(*rounds, strict=True)
+    ]
+    return [round(share * min(paces)) for share in shares]

@@ -1,6 +1,7 @@
 """The times of trees that are not measured follow from those that are."""
 
-from types import SimpleNamespace
+from collections import Counter
+from random import Random
 from typing import Any
 from unittest.mock import patch
 
@@ -15,7 +16,7 @@ from cluster.dp_attention.tree_times import TreeCosts
 from cluster.engine import build_engine
 from cluster.engine.calibrate import TrialLoad
 from cluster.engine.lockstep import Lockstep
-from cluster.engine.tree_calibration import _times, completed, measure_trees
+from cluster.engine.tree_calibration import _times, completed, measure_trees, typical_times
 from cluster.kv.cache import KVCache
 from cluster.request import RequestParams
 from tests.parity.harness import config_of, make_request, tiny_pair
@@ -94,23 +95,37 @@ def test_engine_uses_a_better_tree_when_steps_have_lost_the_price_of_its_capture
     assert [plan.tier for plan in plans[-3:]] == [0, 0, 2]
 
 
-class FakeTrial:
-    """A trial whose steps take 100 us, and less than 10 us once they are replayed: from run `first_replay` + 1 on."""
+class SimulatedTrial:
+    """Runs steps of some true times on a machine that is 1.5 times as slow for some seconds out of four; eager runs take 100
+    times as long.
+    """
 
-    def __init__(self, buffer_sets: int) -> None:
-        self.runs, self.spent_s, self.first_replay = 0, 0.0, 2 * buffer_sets
-        self.lockstep = SimpleNamespace(programs=SimpleNamespace(assembler=SimpleNamespace(buffer_sets=buffer_sets)))
+    def __init__(self, true_us: dict[int, float], eager_runs: int) -> None:
+        self._true_us, self._eager_runs, self._random = true_us, eager_runs, Random(5)
+        self._runs: Counter[int] = Counter()
+        self.spent_s = 0.0
 
-    def time(self, load: TrialLoad) -> float:
-        self.runs, self.spent_s = self.runs + 1, self.spent_s + 1.0  # so slow that no further round would begin
-        return 100.0 if self.runs <= self.first_replay else 9.0
+    def time_once(self, load: TrialLoad) -> float:
+        assert load.tier is not None
+        self._runs[load.tier] += 1
+        pace = 1.5 if self.spent_s % 4.0 > 1.5 else 1.0
+        us = self._true_us[load.tier] * pace * self._random.uniform(1.0, 1.1)
+        us *= 100 if self._runs[load.tier] <= self._eager_runs else 1
+        self.spent_s += us / 1e6
+        return us
 
-    time_again = time
+
+@pytest.mark.parametrize("eager_runs", [0, 2, 4])
+@pytest.mark.parametrize("step_us", [900.0, 20_000.0])
+def test_times_are_comparable_on_a_machine_whose_pace_changes(eager_runs: int, step_us: float) -> None:
+    true_us = {tier: step_us * (1 + tier) for tier in range(4)}
+    trial: Any = SimulatedTrial(true_us, eager_runs)
+    times = _times(trial, [TrialLoad(1, tier=tier) for tier in true_us], eager_runs)
+    for tier, us in enumerate(times):
+        assert us / times[0] == pytest.approx(1 + tier, rel=0.1)
+    assert times[0] < 1.6 * step_us
 
 
-@pytest.mark.parametrize("buffer_sets", [1, 2])
-def test_a_replay_is_measured_however_slow_the_steps_are(buffer_sets: int) -> None:
-    """With two buffer sets, for a host that is a step ahead, each set has an eager run and a run that is captured."""
-    trial: Any = FakeTrial(buffer_sets)
-    assert _times(trial, [TrialLoad(1)]) == [9]
-    assert trial.runs == 2 * buffer_sets + 1
+def test_a_step_that_something_disturbed_does_not_count() -> None:
+    assert typical_times([[10, 20, 30], [10, 2000, 30], [15, 30, 45]]) == [10, 20, 30]
+    assert typical_times([[10, 20]]) == [10, 20]
