@@ -6,16 +6,15 @@ A tier is the number of a tree shape that steps may use.
 
 from bisect import bisect_left
 from dataclasses import dataclass, field
-from math import sqrt
 from typing import NamedTuple
 
 LEAST_SHARE = 0.25
 """If contexts are shorter than in the measured steps, a step is expected to take at least this share of their time."""
-MAX_CORRECTION = 1.5
+MAX_CORRECTION = 2.0
 """A correction is a factor from 1 / `MAX_CORRECTION` to `MAX_CORRECTION`."""
 COMPARED_STEPS = 12
 """This many steps after a change of the tier correct the time of the new tier."""
-PRIOR_STEPS, REMEMBERED_STEPS = 6, 60
+PRIOR_STEPS, REMEMBERED_STEPS = 2, 60
 """What was measured at start weighs as much as `PRIOR_STEPS` compared steps. The correction of a tier is the mean of
 both, and after `REMEMBERED_STEPS` compared steps a running mean.
 """
@@ -23,8 +22,10 @@ SLOWDOWN_SHARE, OVERHEAD_SHARE = 0.04, 0.04
 """Share of a new observation in the running means of the slowdown and of the overhead. The first observations count
 more: before 1 / share of them, a running mean is their plain mean.
 """
-START_ERROR = 0.15
-"""The standard error, as a share, of a tier's time that was measured at start and never compared since."""
+START_ERROR, ERROR_STEPS = 0.4, 6
+"""How wrong the time of a tier may be, as a share, if it was measured at start (or computed from what was measured) and
+never compared since; and the number of compared steps after which it may be half as wrong.
+"""
 
 
 @dataclass(frozen=True)
@@ -145,14 +146,15 @@ class TreeTimes:
         ]
 
     def errors(self, decodes: int) -> list[float]:
-        """Return by tier how wrong its time may be compared with the others: a standard error, as a share."""
+        """Return by tier how wrong its time may be compared with the others, as a share."""
         size = self._sizes.get(decodes.bit_length())
         if size is None:
             return [START_ERROR] * len(self.costs.us)
-        return [START_ERROR * sqrt(PRIOR_STEPS / (PRIOR_STEPS + count)) for count in size.compared]
+        return [START_ERROR * ERROR_STEPS / (ERROR_STEPS + count) for count in size.compared]
 
     def observe(self, step: MeasuredStep) -> None:
-        """Learn from `step`. An outlier counts no more than a time that is wrong by the factor `MAX_CORRECTION`."""
+        """Learn from `step`. A time that differs by more than the factor `MAX_CORRECTION` counts as one that differs
+        by this factor."""
         tier, us = step.tier, self.costs.of_tier(step.tier, step.decodes, step.context)
         size, tiers = self._sizes.get(step.decodes.bit_length()), len(self.costs.us)
         if size is None:

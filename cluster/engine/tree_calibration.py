@@ -38,9 +38,9 @@ def measure_trees(lockstep: Lockstep, cache: KVCache, resolved: ResolvedConfig) 
     depth and all trees with looked-up tokens are measured. The times of the other trees follow from these
     (`completed`). The time of a step is that of the slowest rank, at the pace of the fastest round (`typical_times`).
 
-    The numbers of decoding requests grow from 1 to the most that may run. No further number is
-    measured after `MAX_TREE_SECONDS`, or once the time of the largest tree grows nearly as fast as the number of requests,
-    because larger numbers can then be extrapolated.
+    The numbers of decoding requests grow from 1 to the most that may run. No further number is measured after
+    `MAX_TREE_SECONDS`, or once the time of the largest tree grows nearly as fast as the number of requests, because
+    larger numbers can then be extrapolated.
     """
     max_decodes = resolved.settings.max_running_requests
     max_context = max_trial_tokens(cache, resolved)

@@ -2,9 +2,9 @@
 
 - A deeper tree than the best one: how many tokens it gives is seen only when it runs. This is how trees come back when
   text becomes predictable.
-- A rival of the best tree: a tree that would be the best if its time were less than expected by the standard error.
+- A rival of the tree in use: a tree that would be better if its time were as wrong as it may be (`TreeTimes.errors`).
   What was measured at start is inexact, above all on a machine that runs other programs. If a rival runs shortly before
-  or after the best tree, the times of both can be compared (`TreeTimes`).
+  or after the tree in use, the times of both can be compared (`TreeTimes`).
 
 Exploring may take a small share of the time. A tier is the number of a tree shape that steps may use.
 """
@@ -24,7 +24,7 @@ to read them, which would not pay for a single tree.
 """
 MAX_SAVED = 2.0
 """The time saved for exploring is at most the price of this many explorations."""
-CREDIT_STEPS = 20
+CREDIT_STEPS = 30
 """For each doubling of the number of requests, exploring rivals may take the time of this many steps at once, besides
 what is saved.
 """
@@ -44,26 +44,26 @@ class TreeExploring:
         self._deeper = [max(t for t, d in enumerate(drafted_depths) if d <= 2 * depth + 1) for depth in depths]
         self._credits_us: dict[int, float] = {}  # what is left of `CREDIT_STEPS`, by bits of the number of requests
         self._saved_us = 0.0
-        self._best_tier, self._tier, self._is_rival, self._price_us = 0, NO_TIER, False, 0.0
-        self._prefers_deeper, self._last_tier = False, 0
+        self._tier, self._is_rival, self._price_us = NO_TIER, False, 0.0
+        self._prefers_deeper, self._last_tier = False, 0  # the tier in use
         self._steps_left = 0  # of the exploration that runs
 
     def choose(self, decodes: int, context: int, outlook: Sequence[int], max_tier: int) -> None:
         """Choose which tier is explored next, and compute the most time that this costs. The expected tokens of
         `decodes` requests with this `context` are `outlook`.
         """
-        times = self._times.of(decodes, context)
-        rates = [value / us for value, us in zip(outlook, times, strict=True)]
-        best = self._best_tier = max(range(len(rates)), key=rates.__getitem__)
+        times, used = self._times.of(decodes, context), self._last_tier
+        credit_us = self._credits_us.setdefault(decodes.bit_length(), CREDIT_STEPS * times[0])
         if self._steps_left:
             return
+        rates = [value / us for value, us in zip(outlook, times, strict=True)]
+        best = max(range(len(rates)), key=rates.__getitem__)
         hopes = [rate * (1 + error) for rate, error in zip(rates, self._times.errors(decodes), strict=True)]
-        rival = max((tier for tier in range(max_tier + 1) if tier != best), key=hopes.__getitem__, default=best)
-        has_rival, deeper = rival != best and hopes[rival] > rates[best], min(self._deeper[best], max_tier)
+        rival = max((tier for tier in range(max_tier + 1) if tier != used), key=hopes.__getitem__, default=used)
+        has_rival, deeper = rival != used and hopes[rival] > rates[used], min(self._deeper[best], max_tier)
         # The rival gives about the tokens that are expected of it. A deeper tree may give none.
         rival_loss_us = max(LEAST_LOSS * times[rival], times[rival] - outlook[rival] / rates[best])
         rival_price_us = self._waking_us(rival, decodes) + EXPLORED_STEPS * rival_loss_us
-        credit_us = self._credits_us.setdefault(decodes.bit_length(), CREDIT_STEPS * times[0])
         prefers_rival = credit_us >= rival_price_us or not self._prefers_deeper
         self._is_rival = has_rival and (prefers_rival or deeper <= best)
         if self._is_rival:
@@ -78,9 +78,7 @@ class TreeExploring:
     def next_tier(self, decodes: int, max_tier: int) -> int:
         """Return the tier that a step of `decodes` requests explores, or `NO_TIER`."""
         tier = min(self._tier, max_tier)
-        explores = tier not in (NO_TIER, self._best_tier)
-        if explores and not self._steps_left:
-            explores = self._begin(decodes)
+        explores = self._steps_left > 0 or (tier not in (NO_TIER, self._last_tier) and self._begin(decodes))
         self._steps_left = self._steps_left - 1 if explores else 0
         return tier if explores else NO_TIER
 

@@ -68,7 +68,7 @@ class TreeOutlook:
         self._class_trials, self._class_hits = np.ones((2, *shape)), np.full((2, *shape), FIRST_CHANCE)
         self._classes = np.zeros(rows, dtype=np.int64)
         self._pending: list[tuple[int, int, AcceptedTree]] = []
-        self._unread_steps = self._plain_steps = 0
+        self._unread_steps = self._plain_steps = self._steps_since_choice = 0
         self._key: tuple[int, ...] = ()
         self._outlook: tuple[int, ...] = ()
         self._exploring = TreeExploring(tiers, times, groups)
@@ -109,17 +109,20 @@ class TreeOutlook:
         if accepted:
             self._pending += [(row, step.tier, path) for row, path in accepted]
             self._unread_steps += 1
+        self._steps_since_choice += 1
         if counts:
             self._exploring.observe(vote, step, len(counts), sum(counts))
 
     def vote(self, decodes: Sequence[tuple[RequestState, Lease]], max_tier: int) -> TreeVote:
         """Return the vote for a step in which the requests `decodes` decode."""
         key = tuple(lease.row for _, lease in decodes)
-        if key != self._key or self._unread_steps >= UPDATE_INTERVAL:
+        is_new = key != self._key or self._unread_steps >= UPDATE_INTERVAL
+        if is_new:
             self._learn()
             self._key, self._outlook = key, self._expected(key)
-            if key:
-                self._exploring.choose(len(key), self._context, self._outlook, max_tier)
+        if key and (is_new or self._steps_since_choice >= UPDATE_INTERVAL):
+            self._exploring.choose(len(key), self._context, self._outlook, max_tier)
+            self._steps_since_choice = 0
         measured, self._measured = self._measured, MeasuredStep()
         explores = self._exploring.next_tier(len(key), max_tier) if key else NO_TIER
         return TreeVote(max_tier, self._outlook, explores=explores, measured=measured)

@@ -48,7 +48,7 @@ def test_after_a_change_of_the_tier_only_the_new_tier_is_corrected() -> None:
     assert before == pytest.approx([1.1 * us for us in COSTS.of(4)], rel=1e-6), "one tier says nothing about others"
     observe(times, 1, 1.1 * 1.3 * 200, COMPARED_STEPS)
     after = times.of(4)
-    assert before[1] < 1.05 * before[1] < after[1] < 1.1 * 1.3 * 200, "the measurement at start counts too"
+    assert 1.2 * before[1] < after[1] < 1.1 * 1.3 * 200, "the measurement at start counts a little"
     for tier in (0, 2, 3):
         assert after[tier] == pytest.approx(before[tier], rel=0.08)
     for _ in range(20):
@@ -69,9 +69,9 @@ def test_an_outlier_changes_little() -> None:
     times = TreeTimes(COSTS)
     observe(times, 1, 200, 100)
     observe(times, 1, 1_000_000)
-    assert times.of(4)[1] < 1.03 * 200
+    assert times.of(4)[1] < 1.05 * 200
     observe(times, 2, 1_000_000, COMPARED_STEPS)
-    assert times.of(4)[2] < MAX_CORRECTION * 260 * 1.15
+    assert times.of(4)[2] < MAX_CORRECTION * 260 * 1.5
 
 
 def test_tiers_are_compared_well_on_a_machine_whose_speed_changes() -> None:
@@ -96,5 +96,5 @@ def test_errors_shrink_with_compared_steps() -> None:
         observe(times, 0, 120)
         observe(times, 1, 200)
     errors = times.errors(4)
-    assert errors[0] == errors[1] < START_ERROR / 3 and errors[2] == START_ERROR
+    assert errors[0] == errors[1] < START_ERROR / 3 and errors[2] == pytest.approx(START_ERROR)
     assert times.errors(1) == [START_ERROR] * 4
