@@ -52,16 +52,18 @@ class TreeCosts:
         is one count, its times hold for all. `context` is the mean number of committed tokens of a request; 0 stands
         for as many as in the measured steps.
         """
-        times, more = self._of_measured_context(decodes), decodes * (context - self.context) / 1000
-        if not self.token_ns or not context:
-            return times
-        return [max(us * LEAST_SHARE, us + more * ns) for us, ns in zip(times, self.token_ns, strict=True)]
+        times = self._of_measured_context(decodes)
+        return [self._of_context(us, tier, decodes, context) for tier, us in enumerate(times)]
 
     def of_tier(self, tier: int, decodes: int, context: int = 0) -> float:
         """Return `of(decodes, context)[tier]`."""
-        us, more = self._of_measured_context(decodes)[tier], decodes * (context - self.context) / 1000
+        return self._of_context(self._of_measured_context(decodes)[tier], tier, decodes, context)
+
+    def _of_context(self, us: float, tier: int, decodes: int, context: int) -> float:
+        """Return the time of a step that takes `us` with requests as long as in the measured steps."""
         if not self.token_ns or not context:
             return us
+        more = decodes * (context - self.context) / 1000
         return max(us * LEAST_SHARE, us + more * self.token_ns[tier])
 
     def _of_measured_context(self, decodes: int) -> list[float]:

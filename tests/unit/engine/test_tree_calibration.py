@@ -96,8 +96,8 @@ def test_engine_uses_a_better_tree_when_steps_have_lost_the_price_of_its_capture
 
 
 class SimulatedTrial:
-    """Runs steps of some true times on a machine that is 1.5 times as slow for some seconds out of four; eager runs take 100
-    times as long.
+    """Runs steps of some true times on a machine that is 1.5 times as slow for some seconds out of four. Eager runs
+    take 100 times as long.
     """
 
     def __init__(self, true_us: dict[int, float], eager_runs: int) -> None:
