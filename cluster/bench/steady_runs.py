@@ -246,11 +246,13 @@ def joined(ranks: Sequence[RankSteps]) -> SteadyRun:
     requests of all ranks have a token to the step after which the first rank has as many tokens as wanted.
 
     Raises:
-        ValueError: the ranks did not begin with the same step, so their steps cannot be compared.
+        ValueError: the ranks did not begin with the same step, or one had enough tokens before another began.
     """
     if len({rank.first_step for rank in ranks}) > 1:
         raise ValueError(f"ranks began the run with different steps: {[rank.first_step for rank in ranks]}")
     begin, end = max(rank.begin for rank in ranks), min(rank.end for rank in ranks if rank.end is not None)
+    if end <= begin:
+        raise ValueError(f"after step {end} a rank has enough tokens, before all requests have one (step {begin})")
     tokens = {i: tokens for rank in ranks for i, tokens in rank.tokens.items()}
     return SteadyRun(
         tokens=[tokens[i] for i in sorted(tokens)],

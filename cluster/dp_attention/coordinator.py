@@ -8,9 +8,10 @@ import zlib
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
 
+from cluster.batch import ExtendMode
 from cluster.config.tree_shape import TreeShape, largest
 from cluster.distributed.mesh import Mesh, OutOfStepError
-from cluster.dp_attention.facts import GROUP_HEADER, HEADER, RankFacts
+from cluster.dp_attention.facts import GROUP_HEADER, HEADER, NO_TIER, RankFacts
 from cluster.dp_attention.plan import Ops, PlanRule, ScriptCall, StepPlan, script
 from cluster.dp_attention.sizes import ProgramKey
 from cluster.dp_attention.tree_choice import LastTree, PostponedTrees
@@ -64,7 +65,10 @@ class Coordinator:
         """Choose the tree of each later step by `costs`, which must be the same on all ranks. `has_program` says
         whether a program is captured for a key; if it is None, the choice does not depend on what is captured.
         """
-        self.tree_times = TreeTimes(costs)
+        if self.tree_times is None:
+            self.tree_times = TreeTimes(costs)
+        else:
+            self.tree_times.reset(costs)
         self._postponed = None if has_program is None else PostponedTrees(has_program)
 
     def agree(self, facts: RankFacts) -> StepPlan:
@@ -95,7 +99,12 @@ class Coordinator:
             raise self._out_of_step_error(self._mesh.rank, f"has a plan for step {plan.step} in step {self.step}")
         self.step, self._plan_digest, self._plan = self.step + 1, plan.digest, plan
         if any(plan.decodes):
-            self._last_tree = LastTree(plan.tier, plan.extend_mode.rests)
+            # A step that explores, or in which the draft wakes, says nothing about which tree is the best.
+            was_chosen = plan.extend_mode is not ExtendMode.MISSED and all(
+                facts_of_rank.explores == NO_TIER for facts_of_rank in facts_by_rank[:: self._rule.attn_tp]
+            )
+            tier = plan.tier if was_chosen else self._last_tree.tier
+            self._last_tree = LastTree(tier, plan.extend_mode.rests)
         if self._postponed is not None:
             self._postponed.observe(plan.key, plan.lost_us)
         return plan

@@ -38,8 +38,8 @@ OUTLOOK_UNIT = 1000
 
 
 class LastTree(NamedTuple):
-    """The tier of the last step in which requests decoded, and whether the draft rested in that step (did not read the
-    tokens of decoding requests).
+    """The tier of the last step in which requests decoded, without steps that explored and those in which the draft
+    woke, and whether the draft rested in the very last step (did not read the tokens of decoding requests).
     """
 
     tier: int = 0

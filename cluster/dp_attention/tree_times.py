@@ -137,6 +137,11 @@ class TreeTimes:
         self.costs = costs
         self._sizes: dict[int, _SizeTimes] = {}
 
+    def reset(self, costs: TreeCosts) -> None:
+        """Begin anew with other costs."""
+        self.costs = costs
+        self._sizes.clear()
+
     def of(self, decodes: int, context: int = 0) -> list[float]:
         """Return the time of a step by tier, in microseconds, as `TreeCosts.of` does, but with all corrections."""
         times, size = self.costs.of(decodes, context), self._sizes.get(decodes.bit_length())
@@ -155,8 +160,10 @@ class TreeTimes:
         return [START_ERROR * ERROR_STEPS / (ERROR_STEPS + count) for count in size.compared]
 
     def observe(self, step: MeasuredStep) -> None:
-        """Learn from `step`. A time that differs by more than the factor `MAX_CORRECTION` counts as one that differs
-        by this factor."""
+        """Learn from `step`. Except for the first step of a size, a time that differs from what was expected by more
+        than the factor `MAX_CORRECTION` counts as one that differs by this factor, and an overhead that is longer than
+        expected by more than the time of the step counts as longer by this time.
+        """
         tier, us = step.tier, self.costs.of_tier(step.tier, step.decodes, step.context)
         size, tiers = self._sizes.get(step.decodes.bit_length()), len(self.costs.us)
         if size is None:

@@ -128,15 +128,17 @@ class Committer:
         """As `Engine.skip_time`."""
         read_s, number = self._last_read
         self._last_read = read_s + seconds, number
+        self._loop.skip_time(seconds)
 
     def _measured(self, step: StepInFlight) -> tuple[MeasuredStep, bool]:
         """Return what a step took, and whether its overhead is known. The overhead is what the server does between the
-        reading of the step before and this step, and the time in which the ranks agree on the step. With steps in
-        flight the host does all this while the device computes.
+        reading of the step before and this step, and the time in which this step is scheduled and the ranks agree on
+        it. With steps in flight the host does all this while the device computes.
         """
         now, plan = time.perf_counter(), step.plan
         (before_s, before_number), self._last_read = self._last_read, (now, plan.step)
-        own_s = step.elapsed_s - (0.0 if self._loop.lockstep.max_in_flight else step.seconds["agree"])
+        host_s = step.seconds["schedule"] + step.seconds["agree"]
+        own_s = step.elapsed_s - (0.0 if self._loop.lockstep.max_in_flight else host_s)
         is_known = before_number == plan.step - 1
         overhead_s = max(0.0, now - before_s - own_s) if is_known else 0.0
         measured = plan.tier, max(plan.decodes), round(1e6 * own_s), plan.context, round(1e6 * overhead_s)

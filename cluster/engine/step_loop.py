@@ -96,6 +96,10 @@ class StepLoop:
         self.own_seconds += step.own_s
         return step
 
+    def skip_time(self, seconds: float) -> None:
+        """Do not count `seconds`, in which the caller did other things, as time of the steps in flight."""
+        self._last_read_at += seconds
+
     def idle_rows(self, step: StepInFlight) -> int:
         """The number of padding rows in a step's target phase on this rank."""
         return step.plan.idle(self.lockstep.mesh.dp_rank).rows(step.shape.num_draft_tokens)

@@ -23,7 +23,9 @@ LINEAR_GROWTH = 0.7
 requests are not measured: their times are extrapolated.
 """
 MAX_TREE_SECONDS = 6.0
-"""After this many seconds no further number of requests is measured, unless it is the second."""
+"""After this many seconds no further number of requests is measured."""
+SECOND_COUNT_SECONDS = 20.0
+"""The second number of requests is measured up to this many seconds: with one number, nothing can be extrapolated."""
 MIN_ROUNDS, MAX_ROUNDS, MAX_ROUND_SECONDS = 3, 8, 0.25
 """The steps of one number of requests are measured in rounds: at least `MIN_ROUNDS` and at most `MAX_ROUNDS`, and no
 further one after `MAX_ROUND_SECONDS`. Rounds before these run the steps that were not captured at start: eagerly, then
@@ -50,7 +52,9 @@ def measure_trees(lockstep: Lockstep, cache: KVCache, resolved: ResolvedConfig) 
     measured = [t for t, s in enumerate(resolved.tiers) if s in deepest or not s.selects_nodes or s.lookup_tokens]
     with trial_steps(lockstep, cache, resolved, long_context) as trial:
         count = 1
-        while counts[-1:] != [max_decodes] and (len(counts) < 2 or trial.spent_s < MAX_TREE_SECONDS):
+        while (
+            counts[-1:] != [max_decodes] and trial.spent_s < (MAX_TREE_SECONDS, SECOND_COUNT_SECONDS)[len(counts) < 2]
+        ):
             if len(counts) > 1 and us_by_count[-1][-1] > LINEAR_GROWTH * DECODES_FACTOR * us_by_count[-2][-1]:
                 break
             counts.append(min(count, max_decodes))

@@ -19,17 +19,27 @@ from cluster.dp_attention.tree_times import MeasuredStep, TreeTimes
 EXPLORED_SHARE = 0.005
 """The share of the time that may go into exploring."""
 EXPLORED_STEPS = 6
-"""An exploration lasts this many steps. A draft that has skipped the tokens of steps without trees needs a step
-to read them, which would not pay for a single tree.
+"""An exploration lasts this many steps, and one more if the draft has to wake before it: a draft that has skipped the
+tokens of steps without trees needs a step to read them, which would not pay for a single tree.
+"""
+PAUSE_STEPS = 12
+"""At least this many steps lie between two explorations: in them the times of the tree in use are compared again, and
+the plan may choose what was explored.
 """
 MAX_SAVED = 2.0
-"""The time saved for exploring is at most the price of this many explorations."""
+"""The time saved for exploring is at most the price of this many explorations, and at least the negative of that."""
+MAX_CHARGE = 5.0
+"""An explored step costs at most this many times the expected time of its tier. A step that stalls for seconds says
+nothing about trees.
+"""
 CREDIT_STEPS = 30
-"""For each doubling of the number of requests, exploring rivals may take the time of this many steps at once, besides
-what is saved.
+"""When a number of requests (rounded to a power of two) occurs for the first time, rivals may be explored for the time
+of this many steps without trees, besides what is saved. This credit is given once. The groups of a gang share it.
 """
 LEAST_LOSS = 0.01
-"""A step with a rival is expected to lose at least this share of its time, so that explorations stay rare."""
+"""A step with a rival is counted as losing at least this share of its time, even if the rival seems as good. Otherwise
+explorations would be free, and would never stop.
+"""
 
 
 class TreeExploring:
@@ -37,84 +47,105 @@ class TreeExploring:
 
     def __init__(self, tiers: Sequence[TreeShape], times: TreeTimes, groups: int = 1) -> None:
         """The `groups` attention groups share the time for exploring."""
-        self._times, self._share = times, EXPLORED_SHARE / groups
+        self._times, self._groups = times, groups
         # By best tier: exploring goes about twice as deep, because deeper levels can pay only if these do.
         depths = [shape.drafted_shape.num_steps for shape in tiers]
         drafted_depths = [shape.num_steps for shape in tiers if not shape.lookup_tokens]
         self._deeper = [max(t for t, d in enumerate(drafted_depths) if d <= 2 * depth + 1) for depth in depths]
         self._credits_us: dict[int, float] = {}  # what is left of `CREDIT_STEPS`, by bits of the number of requests
         self._saved_us = 0.0
-        self._tier, self._is_rival, self._price_us = NO_TIER, False, 0.0
-        self._prefers_deeper, self._last_tier = False, 0  # the tier in use
+        self._tier, self._is_rival, self._price_us, self._prefers_deeper = NO_TIER, False, 0.0, False
         self._steps_left = 0  # of the exploration that runs
+        self._pause = 0  # steps until the next exploration may begin
+        self._used_tier = 0  # of the last step that did not explore
+        self._gang_decodes = 0  # of the group that has most, in the last step
 
     def choose(self, decodes: int, context: int, outlook: Sequence[int], max_tier: int) -> None:
-        """Choose which tier is explored next, and compute the most time that this costs. The expected tokens of
-        `decodes` requests with this `context` are `outlook`.
+        """Choose which tier is explored next, and compute what this is expected to cost. The expected tokens of the
+        group's `decodes` requests with this `context` are `outlook`. Steps use no tier beyond `max_tier`.
         """
-        times, used = self._times.of(decodes, context), self._last_tier
-        credit_us = self._credits_us.setdefault(decodes.bit_length(), CREDIT_STEPS * times[0])
         if self._steps_left:
             return
-        rates = [value / us for value, us in zip(outlook, times, strict=True)]
+        decodes = self._decodes(decodes)
+        times, errors = self._times.of(decodes, context)[: max_tier + 1], self._times.errors(decodes)
+        rates, used = [value / us for value, us in zip(outlook, times, strict=False)], min(self._used_tier, max_tier)
         best = max(range(len(rates)), key=rates.__getitem__)
-        hopes = [rate * (1 + error) for rate, error in zip(rates, self._times.errors(decodes), strict=True)]
-        rival = max((tier for tier in range(max_tier + 1) if tier != used), key=hopes.__getitem__, default=used)
+        hopes = [rate * (1 + error) for rate, error in zip(rates, errors, strict=False)]
+        rival = max((tier for tier in range(len(rates)) if tier != used), key=hopes.__getitem__, default=used)
         has_rival, deeper = rival != used and hopes[rival] > rates[used], min(self._deeper[best], max_tier)
         # The rival gives about the tokens that are expected of it. A deeper tree may give none.
-        rival_loss_us = max(LEAST_LOSS * times[rival], times[rival] - outlook[rival] / rates[best])
+        rival_loss_us = max(
+            LEAST_LOSS * times[rival], times[rival] - outlook[rival] / rates[best] if has_rival else 0.0
+        )
         rival_price_us = self._waking_us(rival, decodes) + EXPLORED_STEPS * rival_loss_us
-        prefers_rival = credit_us >= rival_price_us or not self._prefers_deeper
-        self._is_rival = has_rival and (prefers_rival or deeper <= best)
+        deeper_loss_us = max(1.0, times[deeper] - times[0])
+        deeper_price_us = self._waking_us(deeper, decodes) + EXPLORED_STEPS * deeper_loss_us
+        credit_us = self._credits_us.setdefault(decodes.bit_length(), CREDIT_STEPS * times[0] / self._groups)
+        is_deeper_due = self._prefers_deeper and (self._saved_us >= deeper_price_us or credit_us < rival_price_us)
+        self._is_rival = has_rival and not (deeper > best and is_deeper_due)
         if self._is_rival:
             self._tier, self._price_us = rival, rival_price_us
-        elif deeper > best:
-            self._tier = deeper
-            extra_us = max(1.0, times[deeper] - times[0])
-            self._price_us = self._waking_us(deeper, decodes) + EXPLORED_STEPS * extra_us
         else:
-            self._tier = NO_TIER
+            self._tier, self._price_us = deeper if deeper > best else NO_TIER, deeper_price_us
+
+    def stop(self) -> None:
+        """End the exploration that runs, if one does, because the requests have changed."""
+        self._steps_left = 0
 
     def next_tier(self, decodes: int, max_tier: int) -> int:
-        """Return the tier that a step of `decodes` requests explores, or `NO_TIER`."""
+        """Return the tier that a step explores in which the group decodes `decodes` requests, or `NO_TIER`."""
         tier = min(self._tier, max_tier)
-        explores = self._steps_left > 0 or (tier not in (NO_TIER, self._last_tier) and self._begin(decodes))
-        self._steps_left = self._steps_left - 1 if explores else 0
-        return tier if explores else NO_TIER
-
-    def _begin(self, decodes: int) -> bool:
-        """Begin an exploration if there is enough time for it, and return whether there is."""
-        size = decodes.bit_length()
-        credit_us = self._credits_us.get(size, 0.0) if self._is_rival else 0.0
-        if self._saved_us + credit_us < self._price_us:
-            return False
-        used_us = min(credit_us, self._price_us)
-        if used_us:
-            self._credits_us[size] -= used_us
-        self._saved_us += used_us
-        if not self._tier:  # if the draft wakes after the exploration, the step in which it does is not charged
-            self._saved_us -= self._waking_us(0, decodes)
-        self._prefers_deeper = self._is_rival
-        self._steps_left = EXPLORED_STEPS + 1  # the first may only wake the draft, without a tree
-        return True
-
-    def _waking_us(self, tier: int, decodes: int) -> float:
-        """Return the time in which the draft wakes because `tier` is explored: before the exploration, or after it."""
-        return self._times.costs.waking(decodes) if bool(tier) != bool(self._last_tier) else 0.0
+        if not self._steps_left and not self._pause and tier not in (NO_TIER, self._used_tier):
+            credit_us = self._credits_us.get(self._decodes(decodes).bit_length(), 0.0) if self._is_rival else 0.0
+            if credit_us + self._saved_us >= self._price_us:
+                self._prefers_deeper = self._is_rival
+                wakes_before = tier > 0 and self._waking_us(tier, self._decodes(decodes)) > 0
+                self._steps_left, self._pause = EXPLORED_STEPS + wakes_before, PAUSE_STEPS
+        if not self._steps_left:
+            self._pause = max(0, self._pause - 1)
+            return NO_TIER
+        self._steps_left -= 1
+        return tier
 
     def observe(self, vote: TreeVote, step: MeasuredStep, decodes: int, tokens: int) -> None:
         """Count what a step has saved or cost. `vote` was this rank's vote for the step, in which `decodes` requests of
-        the rank got `tokens` tokens.
+        the group got `tokens` tokens.
 
         Each step that does not explore saves a share of its time. A step that explores costs its time, less what usual
         steps take for the same tokens, and less the time of its prompt rows. If an exploration costs nothing in all,
         the saved time still suffices, and the next exploration follows at once.
         """
-        elapsed_us, self._last_tier = step.us + step.overhead_us, step.tier
+        self._gang_decodes = step.decodes
+        elapsed_us = step.us + step.overhead_us
         if vote.explores == NO_TIER:
-            self._saved_us += self._share * elapsed_us
+            self._used_tier = step.tier
+            self._saved_us += EXPLORED_SHARE / self._groups * elapsed_us
+        elif step.tier == min(vote.explores, vote.max_tier) or (step.tier == self._used_tier == 0):
+            times = self._times.of(step.decodes, step.context)[: vote.max_tier + 1]
+            best_rate = max(value / us for value, us in zip(vote.outlook, times, strict=False))
+            own_us = min(elapsed_us - vote.prompt_us, MAX_CHARGE * times[step.tier])
+            cost_us = own_us - OUTLOOK_UNIT * tokens / best_rate
+            if not step.tier and self._used_tier and not self._steps_left:
+                cost_us += self._times.costs.waking(step.decodes)  # the draft has rested, and wakes in the next step
+            self._charge(step.decodes, cost_us)
         else:
-            times = self._times.of(decodes, step.context)
-            best_rate = max(value / us for value, us in zip(vote.outlook, times, strict=True))
-            self._saved_us += OUTLOOK_UNIT * tokens / best_rate + vote.prompt_us - elapsed_us
-        self._saved_us = min(self._saved_us, MAX_SAVED * self._price_us)
+            self._steps_left = 0  # the step had to use another tier
+        limit_us = MAX_SAVED * self._price_us
+        self._saved_us = max(-limit_us, min(limit_us, self._saved_us))
+
+    def _charge(self, decodes: int, cost_us: float) -> None:
+        """Pay for an explored step: if it explores a rival, from the credit as long as there is some."""
+        size = decodes.bit_length()
+        if self._is_rival and cost_us > 0:
+            paid_us = min(cost_us, self._credits_us.get(size, 0.0))
+            self._credits_us[size] = self._credits_us.get(size, 0.0) - paid_us
+            cost_us -= paid_us
+        self._saved_us -= cost_us
+
+    def _decodes(self, own_decodes: int) -> int:
+        """Return the number of requests of the group that has most: steps take as long as that group takes."""
+        return own_decodes if self._groups == 1 else max(own_decodes, self._gang_decodes)
+
+    def _waking_us(self, tier: int, decodes: int) -> float:
+        """Return the time in which the draft wakes because `tier` is explored: before the exploration, or after it."""
+        return self._times.costs.waking(decodes) if bool(tier) != bool(self._used_tier) else 0.0

@@ -116,6 +116,8 @@ class TreeOutlook:
     def vote(self, decodes: Sequence[tuple[RequestState, Lease]], max_tier: int) -> TreeVote:
         """Return the vote for a step in which the requests `decodes` decode."""
         key = tuple(lease.row for _, lease in decodes)
+        if key != self._key:
+            self._exploring.stop()
         is_new = key != self._key or self._unread_steps >= UPDATE_INTERVAL
         if is_new:
             self._learn()

@@ -94,7 +94,7 @@ SUMS = {
     "nonfinite": ("aerie_nonfinite_requests", "Requests that ended because their logits were not finite"),
     "eager_fallbacks": ("aerie_launched_anew", "Steps not replayed, as a plan was unlike the captured one"),
     "expected_tokens": ("aerie_expected_tree_tokens", "Tokens that adaptive trees were expected to give, with bonus"),
-    "explored": ("aerie_explored_steps", "Steps with a larger tree, only to learn what it gives"),
+    "explored": ("aerie_explored_steps", "Steps with another tree, only to learn what it gives or how long it takes"),
     "woken": ("aerie_woken_drafts", "Steps in which a draft that rested read what it had missed"),
 }
 # By field of EngineStatus: the name and the help text of its gauge.
