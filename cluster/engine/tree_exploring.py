@@ -112,8 +112,7 @@ class TreeExploring:
         the group got `tokens` tokens.
 
         Each step that does not explore saves a share of its time. A step that explores costs its time, less what usual
-        steps take for the same tokens, and less the time of its prompt rows. If an exploration costs nothing in all,
-        the saved time still suffices, and the next exploration follows at once.
+        steps take for the same tokens, and less the time of its prompt rows.
         """
         self._gang_decodes = step.decodes
         elapsed_us = step.us + step.overhead_us
