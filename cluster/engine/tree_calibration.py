@@ -13,7 +13,7 @@ from cluster.status import TreeCost
 
 MAX_CONTEXT = 256
 """The committed tokens of each request in a measured step: about those of a short conversation."""
-LONG_CONTEXT, MAX_LONG_SECONDS = 2048, 0.3
+LONG_CONTEXT, MAX_LONG_SECONDS = 2048, 0.15
 """To learn what a committed token costs, steps are also measured with requests of `LONG_CONTEXT` tokens. The number of
 requests is the largest whose steps of all tiers, with short contexts, take less than `MAX_LONG_SECONDS` in all. If
 there is none, this is not measured.
@@ -22,11 +22,11 @@ LINEAR_GROWTH = 0.7
 """If the time of a step grows by at least this share of the factor by which the requests grow, larger numbers of
 requests are not measured: their times are extrapolated.
 """
-MAX_TREE_SECONDS = 6.0
+MAX_TREE_SECONDS = 3.0
 """After this many seconds no further number of requests is measured."""
-SECOND_COUNT_SECONDS = 20.0
+SECOND_COUNT_SECONDS = 8.0
 """The second number of requests is measured up to this many seconds: with one number, nothing can be extrapolated."""
-MIN_ROUNDS, MAX_ROUNDS, MAX_ROUND_SECONDS = 3, 8, 0.25
+MIN_ROUNDS, MAX_ROUNDS, MAX_ROUND_SECONDS = 3, 8, 0.2
 """The steps of one number of requests are measured in rounds: at least `MIN_ROUNDS` and at most `MAX_ROUNDS`, and no
 further one after `MAX_ROUND_SECONDS`. Rounds before these run the steps that were not captured at start: eagerly, then
 captured.

@@ -23,8 +23,8 @@ EXPLORED_STEPS = 6
 tokens of steps without trees needs a step to read them, which would not pay for a single tree.
 """
 PAUSE_STEPS = 12
-"""At least this many steps lie between two explorations: in them the times of the tree in use are compared again, and
-the plan may choose what was explored.
+"""At least this many steps lie between two explorations, or between a change of the requests and an exploration: in them
+the times of the tree in use are compared again, and the plan may choose what was explored.
 """
 MAX_SAVED = 2.0
 """The time saved for exploring is at most the price of this many explorations, and at least the negative of that."""
@@ -32,9 +32,10 @@ MAX_CHARGE = 5.0
 """An explored step costs at most this many times the expected time of its tier. A step that stalls for seconds says
 nothing about trees.
 """
-CREDIT_STEPS = 30
-"""When a number of requests (rounded to a power of two) occurs for the first time, rivals may be explored for the time
-of this many steps without trees, besides what is saved. This credit is given once. The groups of a gang share it.
+CREDIT_STEPS, RELEASED_SHARE = 30, 0.03
+"""When a number of requests (rounded to a power of two) occurs for the first time, a credit begins: exploring rivals
+may cost the time of `CREDIT_STEPS` steps without trees, besides what is saved. Each step releases `RELEASED_SHARE` of
+its time from the credit, until nothing is left. The groups of a gang share the credit.
 """
 LEAST_LOSS = 0.01
 """A step with a rival is counted as losing at least this share of its time, even if the rival seems as good. Otherwise
@@ -53,7 +54,7 @@ class TreeExploring:
         drafted_depths = [shape.num_steps for shape in tiers if not shape.lookup_tokens]
         self._deeper = [max(t for t, d in enumerate(drafted_depths) if d <= 2 * depth + 1) for depth in depths]
         self._credits_us: dict[int, float] = {}  # what is left of `CREDIT_STEPS`, by bits of the number of requests
-        self._saved_us = 0.0
+        self._saved_us = self._released_us = 0.0  # what may go into all explorations, and into rivals alone
         self._tier, self._is_rival, self._price_us, self._prefers_deeper = NO_TIER, False, 0.0, False
         self._steps_left = 0  # of the exploration that runs
         self._pause = 0  # steps until the next exploration may begin
@@ -80,8 +81,11 @@ class TreeExploring:
         rival_price_us = self._waking_us(rival, decodes) + EXPLORED_STEPS * rival_loss_us
         deeper_loss_us = max(1.0, times[deeper] - times[0])
         deeper_price_us = self._waking_us(deeper, decodes) + EXPLORED_STEPS * deeper_loss_us
-        credit_us = self._credits_us.setdefault(decodes.bit_length(), CREDIT_STEPS * times[0] / self._groups)
-        is_deeper_due = self._prefers_deeper and (self._saved_us >= deeper_price_us or credit_us < rival_price_us)
+        self._credits_us.setdefault(decodes.bit_length(), CREDIT_STEPS * times[0] / self._groups)
+        # While it is the turn of a deeper tree, a rival can be paid for only by what the credit has released.
+        is_deeper_due = self._prefers_deeper and (
+            self._saved_us >= deeper_price_us or self._released_us < rival_price_us
+        )
         self._is_rival = has_rival and not (deeper > best and is_deeper_due)
         if self._is_rival:
             self._tier, self._price_us = rival, rival_price_us
@@ -89,18 +93,19 @@ class TreeExploring:
             self._tier, self._price_us = deeper if deeper > best else NO_TIER, deeper_price_us
 
     def stop(self) -> None:
-        """End the exploration that runs, if one does, because the requests have changed."""
-        self._steps_left = 0
+        """The requests have changed: end the exploration that runs, if one does, and pause. Steps of other sizes may
+        need programs of their own, and exploring would capture more of them.
+        """
+        self._steps_left, self._pause = 0, PAUSE_STEPS
 
     def next_tier(self, decodes: int, max_tier: int) -> int:
         """Return the tier that a step explores in which the group decodes `decodes` requests, or `NO_TIER`."""
         tier = min(self._tier, max_tier)
-        if not self._steps_left and not self._pause and tier not in (NO_TIER, self._used_tier):
-            credit_us = self._credits_us.get(self._decodes(decodes).bit_length(), 0.0) if self._is_rival else 0.0
-            if credit_us + self._saved_us >= self._price_us:
-                self._prefers_deeper = self._is_rival
-                wakes_before = tier > 0 and self._waking_us(tier, self._decodes(decodes)) > 0
-                self._steps_left, self._pause = EXPLORED_STEPS + wakes_before, PAUSE_STEPS
+        can_begin = not self._steps_left and not self._pause and tier not in (NO_TIER, self._used_tier)
+        if can_begin and self._saved_us + self._released_us * self._is_rival >= self._price_us:
+            self._prefers_deeper = self._is_rival
+            wakes_before = tier > 0 and self._waking_us(tier, self._decodes(decodes)) > 0
+            self._steps_left, self._pause = EXPLORED_STEPS + wakes_before, PAUSE_STEPS
         if not self._steps_left:
             self._pause = max(0, self._pause - 1)
             return NO_TIER
@@ -119,6 +124,11 @@ class TreeExploring:
         if vote.explores == NO_TIER:
             self._used_tier = step.tier
             self._saved_us += EXPLORED_SHARE / self._groups * elapsed_us
+            size = step.decodes.bit_length()
+            released_us = min(self._credits_us.get(size, 0.0), RELEASED_SHARE / self._groups * elapsed_us)
+            if released_us:
+                self._credits_us[size] -= released_us
+                self._released_us += released_us
         elif step.tier == min(vote.explores, vote.max_tier) or (step.tier == self._used_tier == 0):
             times = self._times.of(step.decodes, step.context)[: vote.max_tier + 1]
             best_rate = max(value / us for value, us in zip(vote.outlook, times, strict=False))
@@ -126,20 +136,13 @@ class TreeExploring:
             cost_us = own_us - OUTLOOK_UNIT * tokens / best_rate
             if not step.tier and self._used_tier and not self._steps_left:
                 cost_us += self._times.costs.waking(step.decodes)  # the draft has rested, and wakes in the next step
-            self._charge(step.decodes, cost_us)
+            paid_us = min(cost_us, self._released_us) if self._is_rival and cost_us > 0 else 0.0
+            self._released_us -= paid_us
+            self._saved_us -= cost_us - paid_us
         else:
             self._steps_left = 0  # the step had to use another tier
         limit_us = MAX_SAVED * self._price_us
         self._saved_us = max(-limit_us, min(limit_us, self._saved_us))
-
-    def _charge(self, decodes: int, cost_us: float) -> None:
-        """Pay for an explored step: if it explores a rival, from the credit as long as there is some."""
-        size = decodes.bit_length()
-        if self._is_rival and cost_us > 0:
-            paid_us = min(cost_us, self._credits_us.get(size, 0.0))
-            self._credits_us[size] = self._credits_us.get(size, 0.0) - paid_us
-            cost_us -= paid_us
-        self._saved_us -= cost_us
 
     def _decodes(self, own_decodes: int) -> int:
         """Return the number of requests of the group that has most: steps take as long as that group takes."""
