@@ -23,8 +23,8 @@ EXPLORED_STEPS = 6
 tokens of steps without trees needs a step to read them, which would not pay for a single tree.
 """
 PAUSE_STEPS = 12
-"""At least this many steps lie between two explorations, or between a change of the requests and an exploration: in them
-the times of the tree in use are compared again, and the plan may choose what was explored.
+"""At least this many steps lie between two explorations, or between a change of the requests and an exploration. In
+these steps the times of the tree in use are compared again, and the plan may choose what was explored.
 """
 MAX_SAVED = 2.0
 """The time saved for exploring is at most the price of this many explorations, and at least the negative of that."""
