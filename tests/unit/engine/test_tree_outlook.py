@@ -199,3 +199,12 @@ def test_explored_steps_are_not_charged_for_the_prompt_rows_beside_them() -> Non
     vote = TreeVote(3, outlook.vote(decodes_of(*range(8)), 3).outlook, prompt_us=100_000, explores=1)
     outlook.observe(vote, MeasuredStep(1, 8, 100_400), [2] * 8, is_typical=False)
     assert outlook._exploring._saved_us > -400
+
+
+def test_what_to_explore_is_chosen_anew_also_while_the_draft_rests() -> None:
+    outlook, chosen = TreeOutlook(CHAIN, 8, TreeTimes(COSTS)), []
+    outlook._exploring.choose = lambda *args: chosen.append(args)  # type: ignore[method-assign]
+    for _ in range(4 * UPDATE_INTERVAL):
+        vote = outlook.vote(decodes_of(0), 3)
+        outlook.observe(vote, MeasuredStep(0, 1, 100), [1], [(0, path_of(()))] if outlook.notes(0) else ())
+    assert len(chosen) == 4
