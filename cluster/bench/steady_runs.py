@@ -129,7 +129,7 @@ class RankBatchRun:
 
 
 class Contenders(Protocol):
-    """Named contenders. At most one run of each is under way at a time."""
+    """The contenders of a measurement, by name. A contender has at most one unfinished run."""
 
     @property
     def names(self) -> list[str]:

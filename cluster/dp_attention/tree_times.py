@@ -19,12 +19,13 @@ PRIOR_STEPS, REMEMBERED_STEPS = 2, 60
 both, and after `REMEMBERED_STEPS` compared steps a running mean.
 """
 SLOWDOWN_SHARE, OVERHEAD_SHARE = 0.04, 0.04
-"""Share of a new observation in the running means of the slowdown and of the overhead. The first observations count
-more: before 1 / share of them, a running mean is their plain mean.
+"""Each step changes the slowdown by `SLOWDOWN_SHARE` of the difference between the slowdown that this step shows and
+the slowdown so far; the same with the overhead. The first steps of a size count more: until there are 1 / share of
+them, the value is their mean.
 """
 START_ERROR, ERROR_STEPS = 0.4, 6
-"""How wrong the time of a tier may be, as a share, if it was measured at start (or computed from what was measured) and
-never compared since; and the number of compared steps after which it may be half as wrong.
+"""A time that was measured at start may be wrong by the share `START_ERROR`. After `ERROR_STEPS` compared steps of its
+tier, it may be wrong by half of this share.
 """
 
 

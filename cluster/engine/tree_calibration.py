@@ -52,9 +52,9 @@ def measure_trees(lockstep: Lockstep, cache: KVCache, resolved: ResolvedConfig) 
     measured = [t for t, s in enumerate(resolved.tiers) if s in deepest or not s.selects_nodes or s.lookup_tokens]
     with trial_steps(lockstep, cache, resolved, long_context) as trial:
         count = 1
-        while (
-            counts[-1:] != [max_decodes] and trial.spent_s < (MAX_TREE_SECONDS, SECOND_COUNT_SECONDS)[len(counts) < 2]
-        ):
+        while counts[-1:] != [max_decodes]:
+            if trial.spent_s > (MAX_TREE_SECONDS if len(counts) > 1 else SECOND_COUNT_SECONDS):
+                break
             if len(counts) > 1 and us_by_count[-1][-1] > LINEAR_GROWTH * DECODES_FACTOR * us_by_count[-2][-1]:
                 break
             counts.append(min(count, max_decodes))

@@ -27,7 +27,9 @@ PAUSE_STEPS = 12
 these steps the times of the tree in use are compared again, and the plan may choose what was explored.
 """
 MAX_SAVED = 2.0
-"""The time saved for exploring is at most the price of this many explorations, and at least the negative of that."""
+"""At most the price of this many explorations is saved. If explorations have cost more than was saved, the debt is
+limited in the same way.
+"""
 MAX_CHARGE = 5.0
 """An explored step costs at most this many times the expected time of its tier. A step that stalls for seconds says
 nothing about trees.
@@ -75,9 +77,9 @@ class TreeExploring:
         rival = max((tier for tier in range(len(rates)) if tier != used), key=hopes.__getitem__, default=used)
         has_rival, deeper = rival != used and hopes[rival] > rates[used], min(self._deeper[best], max_tier)
         # The rival gives about the tokens that are expected of it. A deeper tree may give none.
-        rival_loss_us = max(
-            LEAST_LOSS * times[rival], times[rival] - outlook[rival] / rates[best] if has_rival else 0.0
-        )
+        rival_loss_us = LEAST_LOSS * times[rival]
+        if has_rival:
+            rival_loss_us = max(rival_loss_us, times[rival] - outlook[rival] / rates[best])
         rival_price_us = self._waking_us(rival, decodes) + EXPLORED_STEPS * rival_loss_us
         deeper_loss_us = max(1.0, times[deeper] - times[0])
         deeper_price_us = self._waking_us(deeper, decodes) + EXPLORED_STEPS * deeper_loss_us
@@ -112,9 +114,9 @@ class TreeExploring:
         self._steps_left -= 1
         return tier
 
-    def observe(self, vote: TreeVote, step: MeasuredStep, decodes: int, tokens: int) -> None:
-        """Count what a step has saved or cost. `vote` was this rank's vote for the step, in which `decodes` requests of
-        the group got `tokens` tokens.
+    def observe(self, vote: TreeVote, step: MeasuredStep, tokens: int) -> None:
+        """Count what a step has saved or cost. `vote` was this rank's vote for the step, in which the requests of the
+        group got `tokens` tokens in all.
 
         Each step that does not explore saves a share of its time. A step that explores costs its time, less what usual
         steps take for the same tokens, and less the time of its prompt rows.

@@ -111,7 +111,7 @@ class TreeOutlook:
             self._unread_steps += 1
         self._steps_since_choice += 1
         if counts:
-            self._exploring.observe(vote, step, len(counts), sum(counts))
+            self._exploring.observe(vote, step, sum(counts))
 
     def vote(self, decodes: Sequence[tuple[RequestState, Lease]], max_tier: int) -> TreeVote:
         """Return the vote for a step in which the requests `decodes` decode."""

@@ -48,7 +48,7 @@ class SimulatedEngine:
             self.us, self.given = self.us + us, self.given + self.tokens[tier]
             step = MeasuredStep(tier, 1, us)
             self.exploring.observe(
-                TreeVote(max_tier, tuple(outlook), explores=explores), step, 1, round(self.tokens[tier])
+                TreeVote(max_tier, tuple(outlook), explores=explores), step, round(self.tokens[tier])
             )
             if not wakes:
                 self.times.observe(step)

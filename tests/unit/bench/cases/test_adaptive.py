@@ -10,8 +10,8 @@ SIZE = Size(sweeps=1, repeats=2, more_repeats=5)
 
 
 class SimulatedContenders:
-    """Plain decoding gives 100 tokens a second, a chain gives 50. Adaptive trees give `adaptive_speeds`, one for each
-    run; later runs have the last of these speeds.
+    """Plain decoding generates 100 tokens a second, and a chain 50. Run i with adaptive trees generates
+    `adaptive_speeds[i]` tokens a second; runs after the last of these speeds repeat it.
     """
 
     def __init__(self, adaptive_speeds: list[float]) -> None:
