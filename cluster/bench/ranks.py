@@ -172,9 +172,9 @@ class RankProcesses:
         return [RankRun.of(answer) for answer in answers]
 
     def meet(self, message: Mapping[str, Any], rank_count: int, store: Store) -> list[dict[str, Any]]:
-        """Send `message` to the first `rank_count` ranks, which then form a gang. Add the address of their meeting to the
-        message: the `port` of `store`, and an `epoch`. The caller must keep `store` as long as the gang lives. Return
-        the answers of the ranks, in rank order.
+        """Send `message` to the first `rank_count` ranks, which then form a gang. Add to the message what they need to
+        meet: the `port` of `store`, and an `epoch`. The caller must keep `store` as long as the gang lives. Return the
+        answers of the ranks, in rank order.
 
         Raises:
             RuntimeError: as `run`.
