@@ -138,7 +138,7 @@ class Coordinator:
         """Correct the times of trees by the step that the first rank has measured; `facts` are those of the first rank.
         All ranks use this measurement, as a step takes about as long on every rank.
         """
-        if self.tree_times is not None and facts.measured_us:
+        if self.tree_times is not None and facts.measured_steps:
             self.tree_times.observe(
                 MeasuredStep(
                     facts.measured_tier,
@@ -146,6 +146,7 @@ class Coordinator:
                     facts.measured_us,
                     facts.measured_context,
                     facts.measured_overhead_us,
+                    facts.measured_steps,
                 )
             )
 

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from cluster.dp_attention.tree_times import MeasuredStep
+from cluster.dp_attention.tree_times import NOT_MEASURED, MeasuredStep
 
 NO_TIER = -1
 """In place of the number of a tier: no tier."""
@@ -22,7 +22,7 @@ class RankFacts(NamedTuple):
       waiting and running requests. `decode_us` is `Schedule.decode_us`: the predicted time of decoding in microseconds
       or, if no times are predicted, the number of decoding requests. A nonzero `leaving` asks to end the gang.
       `context` is the mean number of committed tokens of the decoding requests, as far as the host knows.
-      `capture_us` is `Programs.capture_us`. `max_tier`, `prompt_us`, `explores`, `outlook` and the five fields of a
+      `capture_us` is `Programs.capture_us`. `max_tier`, `prompt_us`, `explores`, `outlook` and the six fields of a
       measured step are those of `TreeVote`.
 
     Of the rank's own fields, only `requests` and `leaving` count on all ranks. `capture_us` and the measured step count
@@ -54,6 +54,7 @@ class RankFacts(NamedTuple):
     measured_us: int = 0
     measured_context: int = 0
     measured_overhead_us: int = 0
+    measured_steps: int = 0
     context: int = 0
     capture_us: int = 0
     outlook: tuple[int, ...] = ()
@@ -76,15 +77,15 @@ class TreeVote(NamedTuple):
     matter only if trees are adaptive. `outlook` are the tokens that the decoding requests of the group are expected to
     get in the step, by tier, in thousandths of a token; it is empty on ranks that do not lead their group. `prompt_us`
     is the predicted time of the prompt rows of the group in microseconds. If `explores` is not `NO_TIER`, the group
-    asks for the tier `explores`, to learn how many tokens it gives, or how long it takes. `measured` is the last step
-    of typical duration whose results the rank has read since its last vote; its time is 0 if there is none.
+    asks for the tier `explores`, to learn how many tokens it gives, or how long it takes. `measured` is what steps took that the
+    rank has not yet told the others about. Steps that took unlike others of their kind are left out.
     """
 
     max_tier: int
     outlook: tuple[int, ...] = ()
     prompt_us: int = 0
     explores: int = NO_TIER
-    measured: MeasuredStep = MeasuredStep()
+    measured: MeasuredStep = NOT_MEASURED
 
 
 NO_TREES = TreeVote(max_tier=0)

@@ -77,7 +77,7 @@ def choose_tier(
     best = max(tiers, key=rates.__getitem__)
     usable: Sequence[int] = tiers
     # In most steps both the best tree and that of the step before may be used: then one of these two is chosen below.
-    if may_use is not None and not (may_use(best, best) and may_use(last.tier, best)):
+    if may_use is not None and not (may_use(best, best) and (last.tier == best or may_use(last.tier, best))):
         usable = [tier for tier in tiers if may_use(tier, best)] or tiers
     tier = max(usable, key=rates.__getitem__)
     min_gain = MIN_GAIN_TO_WAKE if last.rests else MIN_GAIN

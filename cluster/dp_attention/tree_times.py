@@ -6,27 +6,38 @@ A tier is the number of a tree shape that steps may use.
 
 from bisect import bisect_left
 from dataclasses import dataclass, field
+from math import sqrt
 from typing import NamedTuple
+
+from cluster.dp_attention.kalman import KalmanFilter, Weights
 
 LEAST_SHARE = 0.25
 """If contexts are shorter than in the measured steps, a step is expected to take at least this share of their time."""
-MAX_CORRECTION = 2.0
-"""A correction is a factor from 1 / `MAX_CORRECTION` to `MAX_CORRECTION`."""
-COMPARED_STEPS = 12
-"""This many steps after a change of the tier correct the time of the new tier."""
-PRIOR_STEPS, REMEMBERED_STEPS = 2, 60
-"""What was measured at start weighs as much as `PRIOR_STEPS` compared steps. The correction of a tier is the mean of
-both, and after `REMEMBERED_STEPS` compared steps a running mean.
+PACE_DEVIATION, ADDED_DEVIATION, TIER_DEVIATION = 0.3, 0.5, 0.15
+"""How wrong the measurement at start is expected to be (standard deviations): the pace of all steps, the time that is
+added to each step (in steps without trees), and the time of a single tier.
 """
-SLOWDOWN_SHARE, OVERHEAD_SHARE = 0.04, 0.04
-"""Each step changes the slowdown by `SLOWDOWN_SHARE` of the difference between the slowdown that this step shows and
-the slowdown so far; the same with the overhead. The first steps of a size count more: until there are 1 / share of
-them, the value is their mean.
+PACE_DRIFT, ADDED_DRIFT, TIER_DRIFT = 0.004, 0.002, 0.0002
+"""By how much each of them is expected to change from one step to the next (standard deviations)."""
+START_NOISE, LEAST_NOISE, MOST_NOISE, NOISE_SHARE = 0.15, 0.02, 0.5, 0.02
+"""By how much single steps differ from what is expected (standard deviation, as a share): at first, and at least and at
+most. Each step changes the estimate of the variance by `NOISE_SHARE` of the difference.
 """
-START_ERROR, ERROR_STEPS = 0.4, 6
-"""A time that was measured at start may be wrong by the share `START_ERROR`. After `ERROR_STEPS` compared steps of its
-tier, it may be wrong by half of this share.
+MAX_DEVIATIONS = 3.0
+"""A step that takes longer or shorter than expected by more than this many standard deviations counts as one that
+differs by so many.
 """
+OVERHEAD_SHARE = 0.04
+"""Each step changes the overhead by this share of the difference to what it was so far. The first steps of a size count
+more: until there are 1 / share of them, the value is their mean.
+"""
+CONTEXT_STEP = 16
+MAX_KEPT = 8
+"""`TreeTimes.of` rounds contexts up to multiples of `CONTEXT_STEP`. So many of its results are kept until more steps
+are observed.
+"""
+OTHER_STEPS = 10
+"""The overhead of another size, with which a new size begins, counts as much as that of this many steps."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +102,9 @@ class TreeCosts:
 class MeasuredStep(NamedTuple):
     """A step that was measured: its tier, the number of decoding requests of the group that has most, its time `us` in
     microseconds, the context (`StepPlan.context`), and `overhead_us`: the microseconds from the end of the step before
-    to the beginning of this one, and those in which the ranks agreed on it. `us` does not include them. A time of 0
-    stands for no step.
+    to the beginning of this one, and those in which the ranks agreed on it. `us` does not include them.
+
+    If `steps` is not 1, the numbers are the means of so many steps of one tier; 0 stands for no step.
     """
 
     tier: int = 0
@@ -100,89 +112,125 @@ class MeasuredStep(NamedTuple):
     us: int = 0
     context: int = 0
     overhead_us: int = 0
+    steps: int = 1
 
 
-@dataclass(slots=True)
+NOT_MEASURED = MeasuredStep(steps=0)
+
+
 class _SizeTimes:
     """What is learned from the steps with similar numbers of requests.
 
-    `slowdown` is a factor for all tiers: what other programs on the machine, and an inexact measurement at start, do to
-    all steps alike. `corrections` are factors for single tiers, and `compared` the numbers of steps that they were
-    learned from. `overhead_us` are the microseconds between two steps. `seen` counts the steps in the running means of
-    slowdown and overhead. `tier` is that of the last step; `compares` counts the next steps that correct it.
+    The state of `filter` is: the pace, the added time, and the error of each tier. Times are in units of `unit_us`.
+    `noise` is the variance of single steps, as a share of the expected time. `overhead_us` are the microseconds between
+    two steps, and `seen` counts the steps in their mean.
     """
 
-    corrections: list[float]
-    compared: list[int]
-    tier: int
-    slowdown: float = 1.0
-    overhead_us: float = 0.0
-    seen: int = 0
-    compares: int = 0
+    def __init__(self, unit_us: float, tiers: int, other: "_SizeTimes | None") -> None:
+        """Begin with the estimates of another size, if there is one, with the uncertainty of a new one."""
+        mean = [1.0, 0.0, *[0.0] * tiers]
+        self.noise, self.overhead_us, self.seen = START_NOISE**2, 0.0, 0
+        if other is not None:
+            mean = list(other.filter.mean)
+            mean[1] *= other.unit_us / unit_us
+            self.noise, self.overhead_us, self.seen = other.noise, other.overhead_us, min(other.seen, OTHER_STEPS)
+        self.unit_us = unit_us
+        self.filter = KalmanFilter(mean, (PACE_DEVIATION, ADDED_DEVIATION, *[TIER_DEVIATION] * tiers))
+        self._drift = (PACE_DRIFT**2, ADDED_DRIFT**2, *[TIER_DRIFT**2] * tiers)
+
+    def weights(self, tier: int, cost_us: float) -> Weights:
+        """Return which sum of the state is the time of a step that was measured with `cost_us` at start."""
+        cost = cost_us / self.unit_us
+        return (0, cost), (1, 1.0), (2 + tier, cost)
+
+    def expected_us(self, tier: int, cost_us: float) -> float:
+        """Return the expected time of a step, without overhead, in microseconds."""
+        return max(LEAST_SHARE * cost_us, self.unit_us * self.filter.expected(self.weights(tier, cost_us)))
+
+    def observe(self, step: MeasuredStep, cost_us: float) -> None:
+        """Learn from a step whose tree was measured with `cost_us` at start."""
+        weights, expected_us = self.weights(step.tier, cost_us), self.expected_us(step.tier, cost_us)
+        self.filter.drift([variance * step.steps for variance in self._drift])
+        known, expected = self.filter.variance(weights), expected_us / self.unit_us
+        noise = self.noise * expected**2 / step.steps
+        limit = MAX_DEVIATIONS * sqrt(known + noise)
+        surprise = max(-limit, min(limit, (step.us - expected_us) / self.unit_us))
+        self.filter.observe(weights, surprise, noise)
+        seen_noise = (surprise**2 - known) / expected**2 * step.steps
+        self.noise += min(1.0, NOISE_SHARE * step.steps) * (seen_noise - self.noise)
+        self.noise = max(LEAST_NOISE**2, min(MOST_NOISE**2, self.noise))
 
 
 class TreeTimes:
     """`costs`, corrected by the steps that the gang (the ranks of a replica) runs. All ranks observe the same steps, so
     they agree on all times. The time of a step is expected to be
 
-        cost of its tier * slowdown * correction of its tier + overhead
+        cost of its tier * (pace + error of its tier) + added time + overhead
 
-    Slowdown, corrections and overhead are learned separately for each doubling of the number of decoding requests. The
-    overhead is measured. What is left is known only for the tier that runs, so how much of it is slowdown, which holds
-    for all tiers, is inferred from changes of the tier. A machine is hardly faster or slower than a few steps ago: if
-    steps of the new tier take longer than expected, the time measured for this tier was too short. As long as the tier
-    stays, changes are slowdown. The better the time of a tier is known, the more of a difference counts as slowdown.
+    The overhead (the time between two steps) is measured. The other three are estimated by a Kalman filter, separately
+    for each doubling of the number of decoding requests. The pace is what a slower machine does to all steps alike. The
+    added time is what other work on the machine adds to a step, whatever its tree; if ranks wait for each other in
+    each layer, and the server streams on the same cores, this can be longer than the step itself. The errors are those
+    of the measurement at start. Steps of one tier alone cannot tell these apart; steps of several tiers can.
     """
 
     def __init__(self, costs: TreeCosts) -> None:
         self.costs = costs
         self._sizes: dict[int, _SizeTimes] = {}
+        self._times = dict[tuple[int, int], list[float]]()  # since the last observed step, by arguments of `of`
 
     def reset(self, costs: TreeCosts) -> None:
         """Begin anew with other costs."""
         self.costs = costs
         self._sizes.clear()
+        self._times.clear()
 
     def of(self, decodes: int, context: int = 0) -> list[float]:
-        """Return the time of a step by tier, in microseconds, as `TreeCosts.of` does, but with all corrections."""
-        times, size = self.costs.of(decodes, context), self._sizes.get(decodes.bit_length())
+        """Return the time of a step by tier, in microseconds, as `TreeCosts.of` does, but with all corrections. The
+        context is rounded to a multiple of `CONTEXT_STEP`, so that many steps have the same times.
+        """
+        context = -(-context // CONTEXT_STEP) * CONTEXT_STEP
+        times = self._times.get((decodes, context))
+        if times is None:
+            times, size = self.costs.of(decodes, context), self._sizes.get(decodes.bit_length())
+            if size is not None:
+                times = [size.expected_us(tier, us) + size.overhead_us for tier, us in enumerate(times)]
+            if len(self._times) >= MAX_KEPT:
+                self._times.clear()
+            self._times[decodes, context] = times
+        return times
+
+    def errors(self, decodes: int, context: int, reference: int) -> list[float]:
+        """Return by tier how wrong the ratio of its time to that of the tier `reference` may be: the standard deviation
+        of its error, as a share. Other arguments are those of `of`.
+        """
+        costs, size = self.costs.of(decodes, context), self._sizes.get(decodes.bit_length())
         if size is None:
-            return times
+            size = _SizeTimes(max(1.0, costs[0]), len(costs), None)
+        times = self.of(decodes, context)
+        shares = [
+            [(i, weight * size.unit_us / us) for i, weight in size.weights(tier, cost)]
+            for tier, (cost, us) in enumerate(zip(costs, times, strict=True))
+        ]
+        negative = [(i, -weight) for i, weight in shares[reference]]
         return [
-            us * size.slowdown * correction + size.overhead_us
-            for us, correction in zip(times, size.corrections, strict=True)
+            0.0 if tier == reference else sqrt(size.filter.variance([*share, *negative]))
+            for tier, share in enumerate(shares)
         ]
 
-    def errors(self, decodes: int) -> list[float]:
-        """Return by tier how wrong its time may be compared with the others, as a share."""
-        size = self._sizes.get(decodes.bit_length())
-        if size is None:
-            return [START_ERROR] * len(self.costs.us)
-        return [START_ERROR * ERROR_STEPS / (ERROR_STEPS + count) for count in size.compared]
-
     def observe(self, step: MeasuredStep) -> None:
-        """Learn from `step`. Except for the first step of a size, a time that differs from what was expected by more
-        than the factor `MAX_CORRECTION` counts as one that differs by this factor, and an overhead that is longer than
-        expected by more than the time of the step counts as longer by this time.
+        """Learn from `step`. Outliers count up to a limit (`MAX_DEVIATIONS`). Except for the first step of a size, an
+        overhead that is longer than expected by more than the time of the step counts as longer by this time.
         """
-        tier, us = step.tier, self.costs.of_tier(step.tier, step.decodes, step.context)
-        size, tiers = self._sizes.get(step.decodes.bit_length()), len(self.costs.us)
+        cost_us, key = self.costs.of_tier(step.tier, step.decodes, step.context), step.decodes.bit_length()
+        size = self._sizes.get(key)
         if size is None:
-            size = self._sizes[step.decodes.bit_length()] = _SizeTimes([1.0] * tiers, [0] * tiers, tier)
-        if tier != size.tier:
-            size.tier, size.compares = tier, COMPARED_STEPS
-        size.seen += 1
-        added_us = min(step.overhead_us - size.overhead_us, us if size.seen > 1 else step.overhead_us)
-        size.overhead_us += max(OVERHEAD_SHARE, 1 / size.seen) * added_us
-        ratio, share = step.us / us, max(SLOWDOWN_SHARE, 1 / size.seen)
-        slowdown, correction = size.slowdown, size.corrections[tier]
-        if size.compares:
-            size.compares -= 1
-            factor = min(MAX_CORRECTION, max(1 / MAX_CORRECTION, ratio / slowdown))
-            share *= size.compared[tier] / (PRIOR_STEPS + size.compared[tier])
-            size.compared[tier] = min(size.compared[tier] + 1, REMEMBERED_STEPS)
-            size.corrections[tier] += (factor - correction) / (PRIOR_STEPS + size.compared[tier])
-        observed = ratio / correction
-        if size.seen > 1:
-            observed = min(slowdown * MAX_CORRECTION, max(slowdown / MAX_CORRECTION, observed))
-        size.slowdown += share * (observed - slowdown)
+            unit_us = max(1.0, self.costs.of_tier(0, step.decodes, step.context))
+            nearest = min(self._sizes, key=lambda other: (abs(other - key), other), default=None)
+            other = None if nearest is None else self._sizes[nearest]
+            size = self._sizes[key] = _SizeTimes(unit_us, len(self.costs.us), other)
+        added_us = min(step.overhead_us - size.overhead_us, cost_us if size.seen else step.overhead_us)
+        size.seen += step.steps
+        size.overhead_us += min(1.0, max(OVERHEAD_SHARE, 1 / size.seen) * step.steps) * added_us
+        size.observe(step, cost_us)
+        self._times.clear()

@@ -89,7 +89,7 @@ class Committer:
         """
         shape, outputs, trees = step.shape, list[SequenceOutput](), list[TreeCounts]()
         outlook, accepted = self._scheduler.decode.outlook, list[tuple[int, AcceptedTree]]()
-        notes_paths = outlook is not None and outlook.notes(step.plan.tier)
+        notes_paths = outlook is not None and outlook.notes(step.plan.tier, len(step.schedule.decodes))
         counts = list[int]()  # the tokens of each request
         looked_up = 0  # nodes of a path that the draft had not proposed; 0 in steps without looked-up tokens
         for i, (sequence, lease) in enumerate(step.schedule.decodes):

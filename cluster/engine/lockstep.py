@@ -124,6 +124,7 @@ class Lockstep:
             measured_us=vote.measured.us,
             measured_context=vote.measured.context,
             measured_overhead_us=vote.measured.overhead_us,
+            measured_steps=vote.measured.steps,
             context=sum(decode.min_seq_len for decode in step_input.decodes) // max(1, len(step_input.decodes)),
             outlook=vote.outlook or header.outlook,
             mode=int(step_input.mode),

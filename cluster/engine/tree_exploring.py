@@ -2,9 +2,9 @@
 
 - A deeper tree than the best one: how many tokens it gives is seen only when it runs. This is how trees come back when
   text becomes predictable.
-- A rival of the tree in use: a tree that would be better if its time were as wrong as it may be (`TreeTimes.errors`).
-  What was measured at start is inexact, above all on a machine that runs other programs. If a rival runs shortly before
-  or after the tree in use, the times of both can be compared (`TreeTimes`).
+- A rival of the tree in use: a tree that would be better if its time were as wrong as it may well be
+  (`TreeTimes.errors`). What was measured at start is inexact, above all on a machine that runs other programs. If a
+  rival runs shortly before or after the tree in use, the times of both can be compared (`TreeTimes`).
 
 Exploring may take a small share of the time. A tier is the number of a tree shape that steps may use.
 """
@@ -39,6 +39,8 @@ CREDIT_STEPS, RELEASED_SHARE = 30, 0.03
 may cost the time of `CREDIT_STEPS` steps without trees, besides what is saved. Each step releases `RELEASED_SHARE` of
 its time from the credit, until nothing is left. The groups of a gang share the credit.
 """
+HOPED_ERRORS = 1.5
+"""A rival is hoped to be better than expected by this many standard deviations of its error."""
 LEAST_LOSS = 0.01
 """A step with a rival is counted as losing at least this share of its time, even if the rival seems as good. Otherwise
 explorations would be free, and would never stop.
@@ -57,6 +59,7 @@ class TreeExploring:
         self._deeper = [max(t for t, d in enumerate(drafted_depths) if d <= 2 * depth + 1) for depth in depths]
         self._credits_us: dict[int, float] = {}  # what is left of `CREDIT_STEPS`, by bits of the number of requests
         self._saved_us = self._released_us = 0.0  # what may go into all explorations, and into rivals alone
+        self._usual_us = 0.0  # the time of steps that did not explore, of which no share is saved yet
         self._tier, self._is_rival, self._price_us, self._prefers_deeper = NO_TIER, False, 0.0, False
         self._steps_left = 0  # of the exploration that runs
         self._pause = 0  # steps until the next exploration may begin
@@ -70,10 +73,11 @@ class TreeExploring:
         if self._steps_left:
             return
         decodes = self._decodes(decodes)
-        times, errors = self._times.of(decodes, context)[: max_tier + 1], self._times.errors(decodes)
-        rates, used = [value / us for value, us in zip(outlook, times, strict=False)], min(self._used_tier, max_tier)
+        used, times = min(self._used_tier, max_tier), self._times.of(decodes, context)[: max_tier + 1]
+        errors = self._times.errors(decodes, context, used)
+        rates = [value / us for value, us in zip(outlook, times, strict=False)]
         best = max(range(len(rates)), key=rates.__getitem__)
-        hopes = [rate * (1 + error) for rate, error in zip(rates, errors, strict=False)]
+        hopes = [rate * (1 + HOPED_ERRORS * error) for rate, error in zip(rates, errors, strict=False)]
         rival = max((tier for tier in range(len(rates)) if tier != used), key=hopes.__getitem__, default=used)
         has_rival, deeper = rival != used and hopes[rival] > rates[used], min(self._deeper[best], max_tier)
         # The rival gives about the tokens that are expected of it. A deeper tree may give none.
@@ -84,6 +88,7 @@ class TreeExploring:
         deeper_loss_us = max(1.0, times[deeper] - times[0])
         deeper_price_us = self._waking_us(deeper, decodes) + EXPLORED_STEPS * deeper_loss_us
         self._credits_us.setdefault(decodes.bit_length(), CREDIT_STEPS * times[0] / self._groups)
+        self._save(decodes)
         # While it is the turn of a deeper tree, a rival can be paid for only by what the credit has released.
         is_deeper_due = self._prefers_deeper and (
             self._saved_us >= deeper_price_us or self._released_us < rival_price_us
@@ -125,13 +130,9 @@ class TreeExploring:
         elapsed_us = step.us + step.overhead_us
         if vote.explores == NO_TIER:
             self._used_tier = step.tier
-            self._saved_us += EXPLORED_SHARE / self._groups * elapsed_us
-            size = step.decodes.bit_length()
-            released_us = min(self._credits_us.get(size, 0.0), RELEASED_SHARE / self._groups * elapsed_us)
-            if released_us:
-                self._credits_us[size] -= released_us
-                self._released_us += released_us
-        elif step.tier == min(vote.explores, vote.max_tier) or (step.tier == self._used_tier == 0):
+            self._usual_us += elapsed_us
+            return
+        if step.tier == min(vote.explores, vote.max_tier) or (step.tier == self._used_tier == 0):
             times = self._times.of(step.decodes, step.context)[: vote.max_tier + 1]
             best_rate = max(value / us for value, us in zip(vote.outlook, times, strict=False))
             own_us = min(elapsed_us - vote.prompt_us, MAX_CHARGE * times[step.tier])
@@ -143,6 +144,18 @@ class TreeExploring:
             self._saved_us -= cost_us - paid_us
         else:
             self._steps_left = 0  # the step had to use another tier
+        self._limit_savings()
+
+    def _save(self, decodes: int) -> None:
+        """Save the share of the time of the last steps that did not explore, and release that of the credit."""
+        usual_us, self._usual_us = self._usual_us / self._groups, 0.0
+        self._saved_us += EXPLORED_SHARE * usual_us
+        self._limit_savings()
+        released_us = min(self._credits_us[decodes.bit_length()], RELEASED_SHARE * usual_us)
+        self._credits_us[decodes.bit_length()] -= released_us
+        self._released_us += released_us
+
+    def _limit_savings(self) -> None:
         limit_us = MAX_SAVED * self._price_us
         self._saved_us = max(-limit_us, min(limit_us, self._saved_us))
 

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from cluster.config.tree_shape import TreeShape
 from cluster.dp_attention.facts import NO_TIER, TreeVote
 from cluster.dp_attention.tree_choice import OUTLOOK_UNIT
-from cluster.dp_attention.tree_times import MeasuredStep, TreeTimes
+from cluster.dp_attention.tree_times import NOT_MEASURED, MeasuredStep, TreeTimes
 from cluster.engine.request_state import RequestState
 from cluster.engine.tree_exploring import TreeExploring
 from cluster.engine.tree_kinds import ALL_NODES, ROW_YIELD, Bools, Integers, TreeKinds
@@ -45,8 +45,38 @@ UPDATE_INTERVAL = 16
 """The estimates are computed anew after this many committed steps with trees, and when the requests change."""
 PLAIN_INTERVAL = 4
 """One of this many steps without trees is noted. Such steps only show whether the first looked-up token was right."""
+NOTED_TREES = 8
+"""With more requests than this, not every step with trees is noted: on average this many trees are noted for each step,
+because reading them takes as long as other work of the host on a step.
+"""
+AVERAGED_STEPS = 8
+"""The ranks are told the mean time of this many steps of one tier and size at once, or of fewer if the next step has
+another tier or size.
+"""
 
 Floats = NDArray[np.float64]
+
+
+class StepAverage:
+    """Averages the measured times of steps that follow each other and have the same tier and about the same size."""
+
+    def __init__(self) -> None:
+        self._steps = list[MeasuredStep]()
+
+    def add(self, step: MeasuredStep) -> MeasuredStep | None:
+        """Add a step. Return the mean of the steps before, if `step` is of another kind, or of `AVERAGED_STEPS` steps.
+        Otherwise return None.
+        """
+        last = self._steps[-1] if self._steps else step
+        is_new = step.tier != last.tier or step.decodes.bit_length() != last.decodes.bit_length()
+        if not is_new:
+            self._steps.append(step)
+            if len(self._steps) < AVERAGED_STEPS:
+                return None
+        steps, self._steps = self._steps, [step] if is_new else []
+        tier, *columns = zip(*steps, strict=True)
+        decodes, us, context, overhead_us = (round(sum(column) / len(steps)) for column in columns[:-1])
+        return MeasuredStep(tier[0], decodes, us, context, overhead_us, len(steps))
 
 
 class TreeOutlook:
@@ -68,11 +98,11 @@ class TreeOutlook:
         self._class_trials, self._class_hits = np.ones((2, *shape)), np.full((2, *shape), FIRST_CHANCE)
         self._classes = np.zeros(rows, dtype=np.int64)
         self._pending: list[tuple[int, int, AcceptedTree]] = []
-        self._unread_steps = self._plain_steps = self._steps_since_choice = 0
+        self._unread_steps = self._plain_steps = self._steps_since_choice = self._unnoted_trees = 0
         self._key: tuple[int, ...] = ()
         self._outlook: tuple[int, ...] = ()
         self._exploring = TreeExploring(tiers, times, groups)
-        self._measured = MeasuredStep()
+        self._measured, self._average = NOT_MEASURED, StepAverage()
         self._context = 0  # of the last step, as in `TreeCosts.of`
 
     def admit(self, row: int, sampled: bool) -> None:
@@ -82,11 +112,15 @@ class TreeOutlook:
         self._classes[row] = sampled
         self._key = ()
 
-    def notes(self, tier: int) -> bool:
-        """Whether `observe` takes the accepted paths of a step of this tier. Call this once for each step, before
-        `observe`.
+    def notes(self, tier: int, decodes: int) -> bool:
+        """Whether `observe` takes the accepted paths of a step of this tier, with `decodes` requests. Call this once
+        for each step, before `observe`.
         """
         if self._steps[tier]:
+            self._unnoted_trees += NOTED_TREES
+            if self._unnoted_trees < decodes:
+                return False
+            self._unnoted_trees = 0
             return True
         self._plain_steps = (self._plain_steps + 1) % PLAIN_INTERVAL
         return self._kinds.has_lookups and not self._plain_steps
@@ -105,9 +139,10 @@ class TreeOutlook:
         """
         self._context = step.context
         if is_typical:
-            self._measured = step
+            self._measured = self._average.add(step) or self._measured
         if accepted:
             self._pending += [(row, step.tier, path) for row, path in accepted]
+        if accepted or self._steps[step.tier]:
             self._unread_steps += 1
         self._steps_since_choice += 1
         if counts:
@@ -125,7 +160,7 @@ class TreeOutlook:
         if key and (is_new or self._steps_since_choice >= UPDATE_INTERVAL):
             self._exploring.choose(len(key), self._context, self._outlook, max_tier)
             self._steps_since_choice = 0
-        measured, self._measured = self._measured, MeasuredStep()
+        measured, self._measured = self._measured, NOT_MEASURED
         explores = self._exploring.next_tier(len(key), max_tier) if key else NO_TIER
         return TreeVote(max_tier, self._outlook, explores=explores, measured=measured)
 

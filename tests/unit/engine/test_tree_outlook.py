@@ -12,7 +12,7 @@ from cluster.dp_attention.facts import NO_TIER, TreeVote
 from cluster.dp_attention.tree_choice import NO_LAST_TREE, OUTLOOK_UNIT, choose_tier
 from cluster.dp_attention.tree_times import MeasuredStep, TreeCosts, TreeTimes
 from cluster.engine.tree_exploring import EXPLORED_SHARE
-from cluster.engine.tree_outlook import CLASS_WEIGHT, FIRST_CHANCE, UPDATE_INTERVAL, TreeOutlook
+from cluster.engine.tree_outlook import AVERAGED_STEPS, CLASS_WEIGHT, FIRST_CHANCE, UPDATE_INTERVAL, TreeOutlook
 from cluster.spec.result import AcceptedTree
 
 ALL_CHAINS = tiers(TreeShape(num_steps=3, topk=1, num_draft_tokens=4), share_rows=True)
@@ -151,7 +151,7 @@ def simulated_time(outlook: TreeOutlook, chance: float, steps: int, random: Rand
         tokens += 8 + sum(counts)
         step = MeasuredStep(tier, 8, round(COSTS.of(8)[tier]))
         paths = [(row, path_of(range(1, 1 + count))) for row, count in enumerate(counts)]
-        outlook.observe(vote, step, [1 + count for count in counts], paths if outlook.notes(tier) else ())
+        outlook.observe(vote, step, [1 + count for count in counts], paths if outlook.notes(tier, 8) else ())
     return time_us, tokens, explored
 
 
@@ -181,16 +181,31 @@ def test_trees_come_back_when_the_text_becomes_predictable() -> None:
         tiers_taken.append(tier)
         step = MeasuredStep(tier, 8, round(cheap.of(8)[tier]))
         paths = [(row, path_of(range(1, 1 + tier))) for row in range(8)]
-        outlook.observe(vote, step, [1 + tier] * 8, paths if outlook.notes(tier) else ())
+        outlook.observe(vote, step, [1 + tier] * 8, paths if outlook.notes(tier, 8) else ())
     assert set(tiers_taken[-100:]) == {3}
 
 
-def test_vote_reports_the_last_typical_step_once() -> None:
-    outlook, step = chain_outlook(), MeasuredStep(3, 1, 170)
-    outlook.observe(TreeVote(3), step, [3], [(0, path_of((1, 2)))])
-    outlook.observe(TreeVote(3), MeasuredStep(2, 1, 9000), [3], [(0, path_of((1, 2)))], is_typical=False)
-    assert outlook.vote(decodes_of(0), 3).measured == step
-    assert outlook.vote(decodes_of(0), 3).measured == MeasuredStep()
+def test_votes_report_each_measured_step_once_as_means_of_like_steps() -> None:
+    outlook = chain_outlook()
+
+    def reported(tier: int, us: int, is_typical: bool = True) -> MeasuredStep:
+        step = MeasuredStep(tier, 1, us, overhead_us=us // 10)
+        outlook.observe(TreeVote(3), step, [3], [(0, path_of((1, 2)))], is_typical)
+        return outlook.vote(decodes_of(0), 3).measured
+
+    assert {reported(3, 160 + us).steps for us in range(AVERAGED_STEPS - 1)} == {0}
+    assert reported(2, 9000, is_typical=False).steps == 0
+    us = round(sum(160 + us for us in range(AVERAGED_STEPS)) / AVERAGED_STEPS)
+    assert reported(3, 160 + AVERAGED_STEPS - 1) == MeasuredStep(3, 1, us, 0, us // 10, AVERAGED_STEPS)
+    assert reported(3, 170).steps == reported(3, 180).steps == 0
+    assert reported(2, 100) == MeasuredStep(3, 1, 175, 0, 18, 2), "the tier has changed"
+    assert reported(3, 170) == MeasuredStep(2, 1, 100, 0, 10, 1)
+
+
+def test_with_many_requests_about_eight_trees_are_noted_a_step() -> None:
+    outlook = chain_outlook()
+    for decodes, notes in ((1, 48), (8, 48), (12, 24), (32, 12), (48, 8)):
+        assert sum(outlook.notes(2, decodes) for _ in range(48)) == notes
 
 
 def test_explored_steps_are_not_charged_for_the_prompt_rows_beside_them() -> None:
@@ -206,5 +221,5 @@ def test_what_to_explore_is_chosen_anew_also_while_the_draft_rests() -> None:
     outlook._exploring.choose = lambda *args: chosen.append(args)  # type: ignore[method-assign]
     for _ in range(4 * UPDATE_INTERVAL):
         vote = outlook.vote(decodes_of(0), 3)
-        outlook.observe(vote, MeasuredStep(0, 1, 100), [1], [(0, path_of(()))] if outlook.notes(0) else ())
+        outlook.observe(vote, MeasuredStep(0, 1, 100), [1], [(0, path_of(()))] if outlook.notes(0, 1) else ())
     assert len(chosen) == 4
