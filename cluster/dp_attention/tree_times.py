@@ -13,7 +13,7 @@ from cluster.dp_attention.kalman import KalmanFilter, Weights
 
 LEAST_SHARE = 0.25
 """If contexts are shorter than in the measured steps, a step is expected to take at least this share of their time."""
-PACE_DEVIATION, ADDED_DEVIATION, TIER_DEVIATION = 0.3, 0.5, 0.15
+PACE_DEVIATION, ADDED_DEVIATION, TIER_DEVIATION = 0.3, 0.5, 0.1
 """How wrong the measurement at start is expected to be (standard deviations): the pace of all steps, the time that is
 added to each step (in steps without trees), and the time of a single tier.
 """

@@ -34,13 +34,15 @@ MAX_CHARGE = 5.0
 """An explored step costs at most this many times the expected time of its tier. A step that stalls for seconds says
 nothing about trees.
 """
-CREDIT_STEPS, RELEASED_SHARE = 30, 0.03
+CREDIT_STEPS, RELEASED_SHARE = 20, 0.02
 """When a number of requests (rounded to a power of two) occurs for the first time, a credit begins: exploring rivals
 may cost the time of `CREDIT_STEPS` steps without trees, besides what is saved. Each step releases `RELEASED_SHARE` of
 its time from the credit, until nothing is left. The groups of a gang share the credit.
 """
-HOPED_ERRORS = 1.5
-"""A rival is hoped to be better than expected by this many standard deviations of its error."""
+HOPED_ERRORS, HOPED_GAIN = 1.5, 1.02
+"""A rival is a tree that gives more than `HOPED_GAIN` times the tokens per second of the tree in use, if it is better
+than expected by `HOPED_ERRORS` standard deviations of its error.
+"""
 LEAST_LOSS = 0.01
 """A step with a rival is counted as losing at least this share of its time, even if the rival seems as good. Otherwise
 explorations would be free, and would never stop.
@@ -79,7 +81,7 @@ class TreeExploring:
         best = max(range(len(rates)), key=rates.__getitem__)
         hopes = [rate * (1 + HOPED_ERRORS * error) for rate, error in zip(rates, errors, strict=False)]
         rival = max((tier for tier in range(len(rates)) if tier != used), key=hopes.__getitem__, default=used)
-        has_rival, deeper = rival != used and hopes[rival] > rates[used], min(self._deeper[best], max_tier)
+        has_rival, deeper = rival != used and hopes[rival] > HOPED_GAIN * rates[used], min(self._deeper[best], max_tier)
         # The rival gives about the tokens that are expected of it. A deeper tree may give none.
         rival_loss_us = LEAST_LOSS * times[rival]
         if has_rival:

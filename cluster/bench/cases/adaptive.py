@@ -69,7 +69,7 @@ class Size:
     new_tokens: int = 96
     sweeps: int = 2
     repeats: int = 6
-    more_repeats: int = 24
+    more_repeats: int = 12
     swings: int = 4
     shared_steps: int = 200
 

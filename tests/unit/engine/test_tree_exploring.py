@@ -68,7 +68,7 @@ def test_a_rival_that_was_measured_too_slow_is_found() -> None:
 
 
 def test_a_tree_in_use_that_was_measured_too_fast_is_left() -> None:
-    engine = SimulatedEngine((1000, 1500, 2000 * 0.6, 2500), (1, 2, 2, 2))
+    engine = SimulatedEngine((1000, 1500, 2000 * 0.7, 2500), (1, 2, 2, 2))
     engine.run(600)
     assert engine.tiers[-200:].count(1) > 170
 
