@@ -77,8 +77,8 @@ class TreeVote(NamedTuple):
     matter only if trees are adaptive. `outlook` are the tokens that the decoding requests of the group are expected to
     get in the step, by tier, in thousandths of a token; it is empty on ranks that do not lead their group. `prompt_us`
     is the predicted time of the prompt rows of the group in microseconds. If `explores` is not `NO_TIER`, the group
-    asks for the tier `explores`, to learn how many tokens it gives, or how long it takes. `measured` is what steps took that the
-    rank has not yet told the others about. Steps that took unlike others of their kind are left out.
+    asks for the tier `explores`, to learn how many tokens it gives, or how long it takes. `measured` is the
+    mean time of steps that the rank has not told the others about yet. Only steps of typical duration count.
     """
 
     max_tier: int

@@ -73,8 +73,9 @@ def choose_tier(
     tier with the most tokens per second. If `may_use` is None, or False for every tier, the step may use all tiers.
     """
     tiers = range(len(times))
-    rates = [sum(outlook[tier] for outlook in outlooks) / (times[tier] + prompt_us) for tier in tiers]
-    best = max(tiers, key=rates.__getitem__)
+    tokens = outlooks[0] if len(outlooks) == 1 else [sum(column) for column in zip(*outlooks, strict=True)]
+    rates = [tokens[tier] / (times[tier] + prompt_us) for tier in tiers]
+    best = rates.index(max(rates))
     usable: Sequence[int] = tiers
     # In most steps both the best tree and that of the step before may be used: then one of these two is chosen below.
     if may_use is not None and not (may_use(best, best) and (last.tier == best or may_use(last.tier, best))):

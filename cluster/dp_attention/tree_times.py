@@ -5,6 +5,7 @@ A tier is the number of a tree shape that steps may use.
 """
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import sqrt
 from typing import NamedTuple
@@ -12,32 +13,35 @@ from typing import NamedTuple
 from cluster.dp_attention.kalman import KalmanFilter, Weights
 
 LEAST_SHARE = 0.25
-"""If contexts are shorter than in the measured steps, a step is expected to take at least this share of their time."""
+"""A step is expected to take at least this share of its measured time, however short contexts are, and whatever its
+corrections are.
+"""
 PACE_DEVIATION, ADDED_DEVIATION, TIER_DEVIATION = 0.3, 0.5, 0.1
 """How wrong the measurement at start is expected to be (standard deviations): the pace of all steps, the time that is
-added to each step (in steps without trees), and the time of a single tier.
+added to every step (in units of the time of a step without trees), and the time of a single tier.
 """
-PACE_DRIFT, ADDED_DRIFT, TIER_DRIFT = 0.004, 0.002, 0.0002
+PACE_DRIFT, ADDED_DRIFT, TIER_DRIFT = 0.004, 0.001, 0.0002
 """By how much each of them is expected to change from one step to the next (standard deviations)."""
+MAX_PACE, LEAST_ADDED = 4.0, -0.5
+"""The pace is between 1 / `MAX_PACE` and `MAX_PACE`. The added time is at least `LEAST_ADDED`."""
 START_NOISE, LEAST_NOISE, MOST_NOISE, NOISE_SHARE = 0.15, 0.02, 0.5, 0.02
-"""By how much single steps differ from what is expected (standard deviation, as a share): at first, and at least and at
-most. Each step changes the estimate of the variance by `NOISE_SHARE` of the difference.
+"""By how much a single step differs from what is expected, as a share (standard deviation): at first, the least and the
+largest value. Each step changes the variance by `NOISE_SHARE` of the difference to what the step shows.
 """
-MAX_DEVIATIONS = 3.0
-"""A step that takes longer or shorter than expected by more than this many standard deviations counts as one that
-differs by so many.
+MAX_DEVIATIONS = 4.0
+"""Steps that take longer or shorter than expected by more than this many standard deviations count as steps that differ
+by so many.
 """
 OVERHEAD_SHARE = 0.04
 """Each step changes the overhead by this share of the difference to what it was so far. The first steps of a size count
 more: until there are 1 / share of them, the value is their mean.
 """
+NEIGHBOUR_STEPS = 10
+"""A new size begins with the overhead of a similar size, which counts as much as that of this many steps."""
 CONTEXT_STEP = 16
+"""Contexts are rounded up to multiples of this number."""
 MAX_KEPT = 8
-"""`TreeTimes.of` rounds contexts up to multiples of `CONTEXT_STEP`. So many of its results are kept until more steps
-are observed.
-"""
-OTHER_STEPS = 10
-"""The overhead of another size, with which a new size begins, counts as much as that of this many steps."""
+"""At most this many results of `TreeTimes.of` are kept."""
 
 
 @dataclass(frozen=True)
@@ -126,39 +130,64 @@ class _SizeTimes:
     two steps, and `seen` counts the steps in their mean.
     """
 
-    def __init__(self, unit_us: float, tiers: int, other: "_SizeTimes | None") -> None:
-        """Begin with the estimates of another size, if there is one, with the uncertainty of a new one."""
+    def __init__(self, unit_us: float, tiers: int, neighbour: "_SizeTimes | None") -> None:
+        """Begin with the estimates of a similar size, if there is one, but as uncertain as without it."""
         mean = [1.0, 0.0, *[0.0] * tiers]
-        self.noise, self.overhead_us, self.seen = START_NOISE**2, 0.0, 0
-        if other is not None:
-            mean = list(other.filter.mean)
-            mean[1] *= other.unit_us / unit_us
-            self.noise, self.overhead_us, self.seen = other.noise, other.overhead_us, min(other.seen, OTHER_STEPS)
+        self.noise, self.overhead_us, self.seen = START_NOISE * START_NOISE, 0.0, 0
+        if neighbour is not None:
+            mean = list(neighbour.filter.mean)
+            mean[1] *= neighbour.unit_us / unit_us
+            self.noise, self.overhead_us = neighbour.noise, neighbour.overhead_us
+            self.seen = min(neighbour.seen, NEIGHBOUR_STEPS)
         self.unit_us = unit_us
         self.filter = KalmanFilter(mean, (PACE_DEVIATION, ADDED_DEVIATION, *[TIER_DEVIATION] * tiers))
-        self._drift = (PACE_DRIFT**2, ADDED_DRIFT**2, *[TIER_DRIFT**2] * tiers)
+        drifts = (PACE_DRIFT, ADDED_DRIFT, *[TIER_DRIFT] * tiers)
+        self._drift_variances = [drift * drift for drift in drifts]
+        self._last = -1, 0.0  # the tier of the last steps, and by which share they differed from what was expected
+        self._observed_at = 0  # of all steps observed so far, how many when steps of this size were observed last
 
     def weights(self, tier: int, cost_us: float) -> Weights:
         """Return which sum of the state is the time of a step that was measured with `cost_us` at start."""
         cost = cost_us / self.unit_us
         return (0, cost), (1, 1.0), (2 + tier, cost)
 
-    def expected_us(self, tier: int, cost_us: float) -> float:
-        """Return the expected time of a step, without overhead, in microseconds."""
-        return max(LEAST_SHARE * cost_us, self.unit_us * self.filter.expected(self.weights(tier, cost_us)))
+    def times(self, costs_us: Sequence[float]) -> list[float]:
+        """Return the expected times of steps by tier, in microseconds, given those measured at start."""
+        pace, added, *errors = self.filter.mean
+        added_us = added * self.unit_us
+        return [
+            max(LEAST_SHARE * us, us * (pace + error) + added_us) + self.overhead_us
+            for us, error in zip(costs_us, errors, strict=True)
+        ]
 
-    def observe(self, step: MeasuredStep, cost_us: float) -> None:
-        """Learn from a step whose tree was measured with `cost_us` at start."""
-        weights, expected_us = self.weights(step.tier, cost_us), self.expected_us(step.tier, cost_us)
-        self.filter.drift([variance * step.steps for variance in self._drift])
-        known, expected = self.filter.variance(weights), expected_us / self.unit_us
-        noise = self.noise * expected**2 / step.steps
-        limit = MAX_DEVIATIONS * sqrt(known + noise)
-        surprise = max(-limit, min(limit, (step.us - expected_us) / self.unit_us))
+    def observe(self, step: MeasuredStep, cost_us: float, all_steps: int) -> None:
+        """Learn from a step whose tree was measured with `cost_us` at start. It is the last of `all_steps` steps."""
+        added_us = min(step.overhead_us - self.overhead_us, cost_us if self.seen else step.overhead_us)
+        self.seen += step.steps
+        self.overhead_us += min(1.0, max(OVERHEAD_SHARE, 1 / self.seen) * step.steps) * added_us
+        self.filter.drift(self._drift_variances, all_steps - self._observed_at)
+        self._observed_at = all_steps
+        weights = self.weights(step.tier, cost_us)
+        expected = self.filter.expected(weights)
+        scale = max(expected, LEAST_SHARE * cost_us / self.unit_us)
+        noise = self.noise * scale * scale / step.steps
+        limit = MAX_DEVIATIONS * sqrt(self.filter.variance(weights) + noise)
+        surprise = max(-limit, min(limit, step.us / self.unit_us - expected))
         self.filter.observe(weights, surprise, noise)
-        seen_noise = (surprise**2 - known) / expected**2 * step.steps
-        self.noise += min(1.0, NOISE_SHARE * step.steps) * (seen_noise - self.noise)
-        self.noise = max(LEAST_NOISE**2, min(MOST_NOISE**2, self.noise))
+        self.filter.mean[0] = max(1 / MAX_PACE, min(MAX_PACE, self.filter.mean[0]))
+        self.filter.mean[1] = max(LEAST_ADDED, self.filter.mean[1])
+        self._learn_noise(step, surprise / scale)
+
+    def _learn_noise(self, step: MeasuredStep, difference: float) -> None:
+        """Learn how much steps differ from each other. Two differences in a row are compared, because a machine that is
+        slower from now on is no noise.
+        """
+        (last_tier, last_difference), self._last = self._last, (step.tier, difference)
+        if last_tier == step.tier:
+            change = difference - last_difference
+            seen_noise = min(step.steps * change * change / 2, MAX_DEVIATIONS * self.noise)
+            self.noise += min(1.0, NOISE_SHARE * step.steps) * (seen_noise - self.noise)
+            self.noise = max(LEAST_NOISE * LEAST_NOISE, min(MOST_NOISE * MOST_NOISE, self.noise))
 
 
 class TreeTimes:
@@ -169,47 +198,44 @@ class TreeTimes:
 
     The overhead (the time between two steps) is measured. The other three are estimated by a Kalman filter, separately
     for each doubling of the number of decoding requests. The pace is what a slower machine does to all steps alike. The
-    added time is what other work on the machine adds to a step, whatever its tree; if ranks wait for each other in
-    each layer, and the server streams on the same cores, this can be longer than the step itself. The errors are those
-    of the measurement at start. Steps of one tier alone cannot tell these apart; steps of several tiers can.
+    added time is what other work on the machine adds to a step, whatever its tree: if ranks wait for each other in each
+    layer, and the server streams on the same cores, this can be longer than the step itself. The errors are those of
+    the measurement at start. Steps of one tier alone cannot tell these apart; steps of several tiers can.
     """
 
     def __init__(self, costs: TreeCosts) -> None:
         self.costs = costs
         self._sizes: dict[int, _SizeTimes] = {}
-        self._times = dict[tuple[int, int], list[float]]()  # since the last observed step, by arguments of `of`
+        self._steps = 0
+        self._kept = dict[tuple[int, int], list[float]]()  # results of `of` since the last observed step
 
     def reset(self, costs: TreeCosts) -> None:
         """Begin anew with other costs."""
         self.costs = costs
         self._sizes.clear()
-        self._times.clear()
+        self._kept.clear()
 
     def of(self, decodes: int, context: int = 0) -> list[float]:
         """Return the time of a step by tier, in microseconds, as `TreeCosts.of` does, but with all corrections. The
-        context is rounded to a multiple of `CONTEXT_STEP`, so that many steps have the same times.
+        context is rounded up (`CONTEXT_STEP`), so that many steps have the same times.
         """
-        context = -(-context // CONTEXT_STEP) * CONTEXT_STEP
-        times = self._times.get((decodes, context))
+        key = decodes, rounded(context)
+        times = self._kept.get(key)
         if times is None:
-            times, size = self.costs.of(decodes, context), self._sizes.get(decodes.bit_length())
-            if size is not None:
-                times = [size.expected_us(tier, us) + size.overhead_us for tier, us in enumerate(times)]
-            if len(self._times) >= MAX_KEPT:
-                self._times.clear()
-            self._times[decodes, context] = times
+            times = self._size(decodes).times(self.costs.of(*key)) if self._sizes else self.costs.of(*key)
+            if len(self._kept) >= MAX_KEPT:
+                self._kept.clear()
+            self._kept[key] = times
         return times
 
     def errors(self, decodes: int, context: int, reference: int) -> list[float]:
         """Return by tier how wrong the ratio of its time to that of the tier `reference` may be: the standard deviation
         of its error, as a share. Other arguments are those of `of`.
         """
-        costs, size = self.costs.of(decodes, context), self._sizes.get(decodes.bit_length())
-        if size is None:
-            size = _SizeTimes(max(1.0, costs[0]), len(costs), None)
-        times = self.of(decodes, context)
+        size = self._size(decodes)
+        times, costs = self.of(decodes, context), self.costs.of(decodes, rounded(context))
         shares = [
-            [(i, weight * size.unit_us / us) for i, weight in size.weights(tier, cost)]
+            [(i, weight * size.unit_us / max(1.0, us)) for i, weight in size.weights(tier, cost)]
             for tier, (cost, us) in enumerate(zip(costs, times, strict=True))
         ]
         negative = [(i, -weight) for i, weight in shares[reference]]
@@ -219,18 +245,27 @@ class TreeTimes:
         ]
 
     def observe(self, step: MeasuredStep) -> None:
-        """Learn from `step`. Outliers count up to a limit (`MAX_DEVIATIONS`). Except for the first step of a size, an
-        overhead that is longer than expected by more than the time of the step counts as longer by this time.
+        """Learn from `step`. Steps that differ much from what is expected count up to a limit (`MAX_DEVIATIONS`). After
+        the first step of all, an overhead that is longer than expected by more than the time of the step counts as
+        longer by this time.
         """
-        cost_us, key = self.costs.of_tier(step.tier, step.decodes, step.context), step.decodes.bit_length()
-        size = self._sizes.get(key)
-        if size is None:
-            unit_us = max(1.0, self.costs.of_tier(0, step.decodes, step.context))
-            nearest = min(self._sizes, key=lambda other: (abs(other - key), other), default=None)
-            other = None if nearest is None else self._sizes[nearest]
-            size = self._sizes[key] = _SizeTimes(unit_us, len(self.costs.us), other)
-        added_us = min(step.overhead_us - size.overhead_us, cost_us if size.seen else step.overhead_us)
-        size.seen += step.steps
-        size.overhead_us += min(1.0, max(OVERHEAD_SHARE, 1 / size.seen) * step.steps) * added_us
-        size.observe(step, cost_us)
-        self._times.clear()
+        self._steps += step.steps
+        size = self._sizes[step.decodes.bit_length()] = self._size(step.decodes)
+        size.observe(step, max(1.0, self.costs.of_tier(step.tier, step.decodes, step.context)), self._steps)
+        self._kept.clear()
+
+    def _size(self, decodes: int) -> _SizeTimes:
+        """Return what is known of steps with `decodes` requests. If none was observed yet, begin with what is known of
+        the most similar number of requests; the caller may keep this or not.
+        """
+        key = decodes.bit_length()
+        if key in self._sizes:
+            return self._sizes[key]
+        nearest = min(self._sizes, key=lambda other: (abs(other - key), other), default=None)
+        neighbour = None if nearest is None else self._sizes[nearest]
+        return _SizeTimes(max(1.0, self.costs.of_tier(0, decodes)), len(self.costs.us), neighbour)
+
+
+def rounded(context: int) -> int:
+    """Return `context`, rounded up to a multiple of `CONTEXT_STEP`."""
+    return -(-context // CONTEXT_STEP) * CONTEXT_STEP

@@ -89,7 +89,10 @@ class Committer:
         """
         shape, outputs, trees = step.shape, list[SequenceOutput](), list[TreeCounts]()
         outlook, accepted = self._scheduler.decode.outlook, list[tuple[int, AcceptedTree]]()
-        notes_paths = outlook is not None and outlook.notes(step.plan.tier, len(step.schedule.decodes))
+        plan = step.plan
+        if plan.forced_nodes:  # a tree with forced nodes says little about the draft
+            outlook = None
+        notes_paths = outlook is not None and outlook.notes(plan.tier, len(step.schedule.decodes))
         counts = list[int]()  # the tokens of each request
         looked_up = 0  # nodes of a path that the draft had not proposed; 0 in steps without looked-up tokens
         for i, (sequence, lease) in enumerate(step.schedule.decodes):
@@ -116,8 +119,7 @@ class Committer:
                 unforced_nodes = shape.drafted_nodes - shape.forced_nodes
                 output = replace(output, tree=step_output.trees.read(i, tokens[:finite_count], unforced_nodes))
             outputs += self._finish_if_ended(sequence, output, self._error_of(sequence, lease, finite_count == count))
-        plan = step.plan
-        if outlook is not None and not plan.forced_nodes:  # a tree with forced nodes says little about the draft
+        if outlook is not None:
             measured, is_known = self._measured(step)
             is_typical = is_known and _has_typical_time(step, step_output)
             paths = accepted if notes_paths else ()

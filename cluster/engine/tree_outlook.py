@@ -18,6 +18,7 @@ count all greedy requests or all sampled ones. Each kind of tree (`TreeKinds`) h
 Legend: R decoding requests, S depth of the largest tree, W kinds of trees.
 """
 
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -41,42 +42,59 @@ CLASS_WEIGHT = 4.0
 """The estimates of the class weigh as much as this many trees of the request itself."""
 FIRST_CHANCE = 0.8
 """The chance of every level before the first tree: high, so that trees are tried."""
-UPDATE_INTERVAL = 16
+UPDATE_INTERVAL = 24
 """The estimates are computed anew after this many committed steps with trees, and when the requests change."""
 PLAIN_INTERVAL = 4
 """One of this many steps without trees is noted. Such steps only show whether the first looked-up token was right."""
-NOTED_TREES = 8
-"""With more requests than this, not every step with trees is noted: on average this many trees are noted for each step,
-because reading them takes as long as other work of the host on a step.
+NOTED_TREES, NOTED_CHANGES = 8, 8
+"""With more than `NOTED_TREES` requests, not every step with trees is noted: on average about as many trees are noted
+as there are steps, times `NOTED_TREES`, because the host needs time to read them. The first `NOTED_CHANGES` steps after
+a change of the tier are always noted.
 """
-AVERAGED_STEPS = 8
-"""The ranks are told the mean time of this many steps of one tier and size at once, or of fewer if the next step has
-another tier or size.
+AVERAGED_STEPS, MAX_MEANS = 8, 4
+"""The ranks are told the mean time of this many steps of one tier and size at once, or of fewer if a step of
+another kind follows. At most `MAX_MEANS` means wait for the next vote.
 """
 
 Floats = NDArray[np.float64]
 
 
 class StepAverage:
-    """Averages the measured times of steps that follow each other and have the same tier and about the same size."""
+    """Averages the measured times of steps that follow each other and have the same tier and about the same size. A
+    step counts as at most twice as long as their median: it may have waited for something else.
+    """
 
     def __init__(self) -> None:
         self._steps = list[MeasuredStep]()
+        self._means = deque[MeasuredStep](maxlen=MAX_MEANS)
 
-    def add(self, step: MeasuredStep) -> MeasuredStep | None:
-        """Add a step. Return the mean of the steps before, if `step` is of another kind, or of `AVERAGED_STEPS` steps.
-        Otherwise return None.
-        """
-        last = self._steps[-1] if self._steps else step
-        is_new = step.tier != last.tier or step.decodes.bit_length() != last.decodes.bit_length()
-        if not is_new:
-            self._steps.append(step)
-            if len(self._steps) < AVERAGED_STEPS:
-                return None
-        steps, self._steps = self._steps, [step] if is_new else []
-        tier, *columns = zip(*steps, strict=True)
-        decodes, us, context, overhead_us = (round(sum(column) / len(steps)) for column in columns[:-1])
-        return MeasuredStep(tier[0], decodes, us, context, overhead_us, len(steps))
+    def add(self, step: MeasuredStep) -> None:
+        """Add a step."""
+        if self._steps:
+            last = self._steps[-1]
+            if step.tier != last.tier or step.decodes.bit_length() != last.decodes.bit_length():
+                self.flush()
+        self._steps.append(step)
+        if len(self._steps) >= AVERAGED_STEPS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Begin a new mean: the next step does not follow the last one."""
+        steps, self._steps = self._steps, []
+        if steps:
+            count = len(steps)
+            us, overhead_us = (
+                round(sum(min(value, 2 * values[(count - 1) // 2]) for value in values) / count)
+                for values in (sorted(step.us for step in steps), sorted(step.overhead_us for step in steps))
+            )
+            decodes, context = (
+                sum(values) // count for values in zip(*((step.decodes, step.context) for step in steps), strict=True)
+            )
+            self._means.append(MeasuredStep(steps[0].tier, decodes, us, context, overhead_us, count))
+
+    def take(self) -> MeasuredStep:
+        """Return the oldest mean that was not taken yet, `NOT_MEASURED` if there is none."""
+        return self._means.popleft() if self._means else NOT_MEASURED
 
 
 class TreeOutlook:
@@ -102,7 +120,8 @@ class TreeOutlook:
         self._key: tuple[int, ...] = ()
         self._outlook: tuple[int, ...] = ()
         self._exploring = TreeExploring(tiers, times, groups)
-        self._measured, self._average = NOT_MEASURED, StepAverage()
+        self._average = StepAverage()
+        self._last_tier, self._changed_steps = 0, 0  # steps that are noted because the tier has changed
         self._context = 0  # of the last step, as in `TreeCosts.of`
 
     def admit(self, row: int, sampled: bool) -> None:
@@ -116,11 +135,14 @@ class TreeOutlook:
         """Whether `observe` takes the accepted paths of a step of this tier, with `decodes` requests. Call this once
         for each step, before `observe`.
         """
+        if tier != self._last_tier:
+            self._last_tier, self._changed_steps = tier, NOTED_CHANGES
         if self._steps[tier]:
-            self._unnoted_trees += NOTED_TREES
-            if self._unnoted_trees < decodes:
+            self._changed_steps -= 1
+            self._unnoted_trees = min(self._unnoted_trees, decodes) + NOTED_TREES
+            if self._unnoted_trees < decodes and self._changed_steps < 0:
                 return False
-            self._unnoted_trees = 0
+            self._unnoted_trees = max(0, self._unnoted_trees - decodes)
             return True
         self._plain_steps = (self._plain_steps + 1) % PLAIN_INTERVAL
         return self._kinds.has_lookups and not self._plain_steps
@@ -139,7 +161,9 @@ class TreeOutlook:
         """
         self._context = step.context
         if is_typical:
-            self._measured = self._average.add(step) or self._measured
+            self._average.add(step)
+        else:
+            self._average.flush()
         if accepted:
             self._pending += [(row, step.tier, path) for row, path in accepted]
         if accepted or self._steps[step.tier]:
@@ -160,9 +184,8 @@ class TreeOutlook:
         if key and (is_new or self._steps_since_choice >= UPDATE_INTERVAL):
             self._exploring.choose(len(key), self._context, self._outlook, max_tier)
             self._steps_since_choice = 0
-        measured, self._measured = self._measured, NOT_MEASURED
         explores = self._exploring.next_tier(len(key), max_tier) if key else NO_TIER
-        return TreeVote(max_tier, self._outlook, explores=explores, measured=measured)
+        return TreeVote(max_tier, self._outlook, explores=explores, measured=self._average.take())
 
     def _expected(self, rows: Sequence[int]) -> tuple[int, ...]:
         """Return `OUTLOOK_UNIT` times the tokens that requests in table rows `rows` are expected to get, by tier."""

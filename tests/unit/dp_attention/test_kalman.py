@@ -38,6 +38,8 @@ def test_what_may_have_changed_is_learned_anew() -> None:
         kalman.observe(((0, 1.0), (1, 1.0)), 2 - kalman.expected(((0, 1.0), (1, 1.0))), 0.01)
     assert kalman.mean == pytest.approx([1, 1], abs=0.01), "nothing tells the two apart"
     for _ in range(200):
-        kalman.drift((0.01, 0.0))
+        kalman.drift((0.01, 0.0), 1)
         kalman.observe(((0, 1.0), (1, 1.0)), 5 - kalman.expected(((0, 1.0), (1, 1.0))), 0.01)
-    assert kalman.mean == pytest.approx([4, 1], abs=0.1), "only the first number may have changed"
+    assert kalman.mean == pytest.approx([4, 1], abs=0.3), "only the first number may have changed"
+    kalman.drift((0.01, 0.01), 1000)
+    assert [row[i] for i, row in enumerate(kalman.covariance)] == [1, 1], "as uncertain as at the beginning, not more"

@@ -27,7 +27,12 @@ def test_measured_steps_correct_the_time_of_their_tier_and_size() -> None:
     take_turns(times, (120, 200, 1.2 * 260))
     assert times.of(4)[:3] == pytest.approx((120, 200, 1.2 * 260), rel=0.03)
     assert times.of(5)[2] / times.of(5)[0] > COSTS.of(5)[2] / COSTS.of(5)[0], "4 to 7 requests share corrections"
-    assert times.of(1) == COSTS.of(1) and times.of(16) == COSTS.of(16), "no step of these sizes has run"
+    assert times.of(1)[2] / times.of(1)[0] > COSTS.of(1)[2] / COSTS.of(1)[0], "sizes without steps begin with them"
+    for _ in range(300):
+        observe(times, 2, 180, decodes=1)
+        observe(times, 0, 100, decodes=1)
+    assert times.of(1)[2] == pytest.approx(180, rel=0.02), "then each size has its own"
+    assert times.of(4)[2] == pytest.approx(1.2 * 260, rel=0.03)
 
 
 def test_a_slower_machine_and_added_time_are_told_apart() -> None:
@@ -69,7 +74,9 @@ def test_an_outlier_changes_little() -> None:
     times = TreeTimes(COSTS)
     observe(times, 1, 200, 100)
     observe(times, 1, 1_000_000)
-    assert times.of(4)[1] < 1.1 * 200
+    assert times.of(4)[1] < 1.05 * 200
+    observe(times, 2, 1_000_000, 12)
+    assert times.of(4)[2] < 3 * 260
 
 
 def test_the_mean_of_steps_counts_as_these_steps() -> None:
@@ -85,11 +92,14 @@ def test_the_mean_of_steps_counts_as_these_steps() -> None:
 
 
 def test_a_new_size_begins_with_the_estimates_of_its_neighbour() -> None:
-    times = TreeTimes(COSTS)
-    take_turns(times, [us + 100 for us in COSTS.of(4)])
-    observe(times, 0, COSTS.of(1)[0] + 100, decodes=1)
-    assert times.of(1) == pytest.approx([us + 100 for us in COSTS.of(1)], rel=0.1)
-    assert times.errors(1, 0, 0)[3] > 2 * times.errors(4, 0, 0)[3]
+    for pace, added_us in ((1, 100), (1.5, 0)):
+        times = TreeTimes(COSTS)
+        take_turns(times, [pace * us + added_us for us in COSTS.of(4)])
+        expected = [pace * us + added_us for us in COSTS.of(1)]
+        assert times.of(1) == pytest.approx(expected, rel=0.08), "before a step of this size has run"
+        observe(times, 0, expected[0], decodes=1)
+        assert times.of(1) == pytest.approx(expected, rel=0.08)
+        assert times.errors(1, 0, 0)[3] > 2 * times.errors(4, 0, 0)[3]
 
 
 def test_tiers_are_compared_well_on_a_machine_whose_speed_changes() -> None:
@@ -114,5 +124,27 @@ def test_results_are_kept_until_a_step_is_observed() -> None:
     before = times.of(4)
     for decodes in range(4, 5 + MAX_KEPT):
         times.of(decodes)
+    assert len(times._kept) <= MAX_KEPT
     observe(times, 1, 300, 50)
     assert times.of(4)[1] > before[1]
+    times.reset(COSTS)
+    assert times.of(4) == COSTS.of(4)
+
+
+def test_a_size_that_returns_after_a_long_time_is_learned_anew() -> None:
+    times, slower = TreeTimes(COSTS), 1.5
+    take_turns(times, COSTS.of(4))
+    observe(times, 1, slower * 150, 5000, decodes=1)
+    observe(times, 1, slower * 200, 10)
+    assert times.of(4)[1] == pytest.approx(slower * 200, rel=0.05)
+
+
+def test_a_tier_that_runs_alone_for_hours_leaves_sensible_times() -> None:
+    times, random = TreeTimes(COSTS), Random(2)
+    for _ in range(30_000):
+        decodes = random.randint(4, 7)
+        us = (200 + 10 * (decodes - 4)) * random.uniform(0.8, 1.2)  # more requests take less time than was measured
+        times.observe(MeasuredStep(1, decodes, round(us), steps=8))
+    now, costs = times.of(4), COSTS.of(4)
+    assert all(0.6 * cost < us < 1.5 * cost for us, cost in zip(now, costs, strict=True)), now
+    assert all(error < 0.6 for error in times.errors(4, 0, 1))

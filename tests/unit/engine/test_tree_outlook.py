@@ -12,7 +12,14 @@ from cluster.dp_attention.facts import NO_TIER, TreeVote
 from cluster.dp_attention.tree_choice import NO_LAST_TREE, OUTLOOK_UNIT, choose_tier
 from cluster.dp_attention.tree_times import MeasuredStep, TreeCosts, TreeTimes
 from cluster.engine.tree_exploring import EXPLORED_SHARE
-from cluster.engine.tree_outlook import AVERAGED_STEPS, CLASS_WEIGHT, FIRST_CHANCE, UPDATE_INTERVAL, TreeOutlook
+from cluster.engine.tree_outlook import (
+    AVERAGED_STEPS,
+    CLASS_WEIGHT,
+    FIRST_CHANCE,
+    NOTED_CHANGES,
+    UPDATE_INTERVAL,
+    TreeOutlook,
+)
 from cluster.spec.result import AcceptedTree
 
 ALL_CHAINS = tiers(TreeShape(num_steps=3, topk=1, num_draft_tokens=4), share_rows=True)
@@ -105,7 +112,7 @@ def test_trees_of_the_request_before_in_a_row_do_not_count_for_the_new_one() -> 
 def test_requests_recover_when_their_text_becomes_predictable() -> None:
     outlook = chain_outlook()
     observe(outlook, 3, {0: 0, 1: 0}, times=100)
-    observe(outlook, 3, {0: 3}, times=40)
+    observe(outlook, 3, {0: 3}, times=2 * UPDATE_INTERVAL)
     assert expected(outlook, 0)[3] > 3 > 2 > expected(outlook, 1)[3]
 
 
@@ -194,18 +201,22 @@ def test_votes_report_each_measured_step_once_as_means_of_like_steps() -> None:
         return outlook.vote(decodes_of(0), 3).measured
 
     assert {reported(3, 160 + us).steps for us in range(AVERAGED_STEPS - 1)} == {0}
-    assert reported(2, 9000, is_typical=False).steps == 0
     us = round(sum(160 + us for us in range(AVERAGED_STEPS)) / AVERAGED_STEPS)
     assert reported(3, 160 + AVERAGED_STEPS - 1) == MeasuredStep(3, 1, us, 0, us // 10, AVERAGED_STEPS)
     assert reported(3, 170).steps == reported(3, 180).steps == 0
     assert reported(2, 100) == MeasuredStep(3, 1, 175, 0, 18, 2), "the tier has changed"
     assert reported(3, 170) == MeasuredStep(2, 1, 100, 0, 10, 1)
+    assert reported(3, 9000, is_typical=False) == MeasuredStep(3, 1, 170, 0, 17, 1), "what follows is a mean of its own"
+    assert {reported(3, us).steps for us in (100, 100, 100, 100, 100, 100, 9000)} == {0}
+    assert reported(3, 100).us == round((7 * 100 + 200) / 8), "a step that waited counts as at most twice as long"
 
 
 def test_with_many_requests_about_eight_trees_are_noted_a_step() -> None:
     outlook = chain_outlook()
-    for decodes, notes in ((1, 48), (8, 48), (12, 24), (32, 12), (48, 8)):
-        assert sum(outlook.notes(2, decodes) for _ in range(48)) == notes
+    assert [outlook.notes(2, 64) for _ in range(NOTED_CHANGES)] == [True] * NOTED_CHANGES, "the tier has changed"
+    for decodes, notes in ((1, 48), (8, 48), (12, 32), (32, 12), (48, 8)):
+        assert abs(sum(outlook.notes(2, decodes) for _ in range(48)) - notes) <= 1
+    assert outlook.notes(3, 64) and outlook.notes(3, 64)
 
 
 def test_explored_steps_are_not_charged_for_the_prompt_rows_beside_them() -> None:
