@@ -17,7 +17,7 @@ from cluster.config.tree_shape import TreeShape
 from cluster.dp_attention.facts import NO_TIER, RankFacts
 from cluster.dp_attention.sizes import Buckets, ProgramKey, Sizes, max_sizes
 from cluster.dp_attention.tree_choice import NO_LAST_TREE, ChosenTier, LastTree, PostponedTrees, choose_tier
-from cluster.dp_attention.tree_times import TreeTimes
+from cluster.dp_attention.tree_times import TreeTimes, rounded
 from cluster.models.exchange import EXPERT_CALLS
 from cluster.sampling.sampler import TOP_LOGPROBS
 from cluster.sampling.sharded import NUMBERS_PER_CHOICE, ShardedHead, numbers_sent_per_row
@@ -144,7 +144,7 @@ class PlanRule:
             _, awake_mode = self._extend_mode(tier, groups, sizes, NO_LAST_TREE)
             return postponed.may_use(ProgramKey(tier, 0, int(mode), sizes, awake_mode))
 
-        choice = self._choose(groups, mode, last, times, may_use if captured and postponed is not None else None)
+        choice = self._choose(groups, mode, last, times, sizes, may_use if captured and postponed else None)
         tier, extend_mode = self._extend_mode(choice.tier, groups, sizes, last)
         return StepPlan(
             step=facts_by_rank[0].step,
@@ -175,6 +175,7 @@ class PlanRule:
         mode: SamplingMode,
         last: LastTree,
         times: TreeTimes | None,
+        sizes: tuple[Sizes, ...],
         may_use: Callable[[int, int], bool] | None,
     ) -> ChosenTier:
         """Return the tier of the step, one for all groups: the collectives of their drafts must match.
@@ -190,8 +191,15 @@ class PlanRule:
         if (explored_tier := max(facts.explores for facts in groups)) != NO_TIER:
             return ChosenTier(min(explored_tier, max_tier))
         prompt_us, context = max(facts.prompt_us for facts in groups), max(facts.context for facts in groups)
-        times_of_tiers = times.of(decodes, context)[: max_tier + 1]
-        return choose_tier(times_of_tiers, [facts.outlook for facts in groups], last, prompt_us, may_use)
+        outlooks = tuple(facts.outlook for facts in groups)
+        load = decodes, rounded(context), max_tier, prompt_us, outlooks, mode, sizes
+        key = load, last, groups[0].captured, may_use is None
+        if (choice := times.choices.get(key)) is not None:
+            return choice
+        choice = choose_tier(times.of(decodes, context)[: max_tier + 1], outlooks, last, prompt_us, may_use)
+        if not choice.lost_us:  # no better tree waits for its program
+            times.keep(key, choice)
+        return choice
 
     def _extend_mode(
         self, tier: int, groups: Sequence[RankFacts], sizes: tuple[Sizes, ...], last: LastTree

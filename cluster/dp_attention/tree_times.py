@@ -5,12 +5,13 @@ A tier is the number of a tree shape that steps may use.
 """
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from math import sqrt
 from typing import NamedTuple
 
 from cluster.dp_attention.kalman import KalmanFilter, Weights
+from cluster.dp_attention.tree_choice import ChosenTier
 
 LEAST_SHARE = 0.25
 """A step is expected to take at least this share of its measured time, however short contexts are, and whatever its
@@ -41,7 +42,7 @@ NEIGHBOUR_STEPS = 10
 CONTEXT_STEP = 16
 """Contexts are rounded up to multiples of this number."""
 MAX_KEPT = 8
-"""At most this many results of `TreeTimes.of` are kept."""
+"""At most this many results of `TreeTimes.of`, and as many choices, are kept."""
 
 
 @dataclass(frozen=True)
@@ -139,8 +140,8 @@ class _SizeTimes:
             mean[1] *= neighbour.unit_us / unit_us
             self.noise, self.overhead_us = neighbour.noise, neighbour.overhead_us
             self.seen = min(neighbour.seen, NEIGHBOUR_STEPS)
-        self.unit_us = unit_us
-        self.filter = KalmanFilter(mean, (PACE_DEVIATION, ADDED_DEVIATION, *[TIER_DEVIATION] * tiers))
+        self.unit_us: float = unit_us
+        self.filter: KalmanFilter = KalmanFilter(mean, (PACE_DEVIATION, ADDED_DEVIATION, *[TIER_DEVIATION] * tiers))
         drifts = (PACE_DRIFT, ADDED_DRIFT, *[TIER_DRIFT] * tiers)
         self._drift_variances = [drift * drift for drift in drifts]
         self._last = -1, 0.0  # the tier of the last steps, and by which share they differed from what was expected
@@ -208,12 +209,14 @@ class TreeTimes:
         self._sizes: dict[int, _SizeTimes] = {}
         self._steps = 0
         self._kept = dict[tuple[int, int], list[float]]()  # results of `of` since the last observed step
+        self.choices = dict[Hashable, ChosenTier]()
+        """Choices made by the present times, by all that they depend on besides: most steps repeat the last one."""
 
     def reset(self, costs: TreeCosts) -> None:
         """Begin anew with other costs."""
         self.costs = costs
         self._sizes.clear()
-        self._kept.clear()
+        self._forget()
 
     def of(self, decodes: int, context: int = 0) -> list[float]:
         """Return the time of a step by tier, in microseconds, as `TreeCosts.of` does, but with all corrections. The
@@ -252,7 +255,17 @@ class TreeTimes:
         self._steps += step.steps
         size = self._sizes[step.decodes.bit_length()] = self._size(step.decodes)
         size.observe(step, max(1.0, self.costs.of_tier(step.tier, step.decodes, step.context)), self._steps)
+        self._forget()
+
+    def keep(self, key: Hashable, choice: ChosenTier) -> None:
+        """Keep a choice in `choices`."""
+        if len(self.choices) >= MAX_KEPT:
+            self.choices.clear()
+        self.choices[key] = choice
+
+    def _forget(self) -> None:
         self._kept.clear()
+        self.choices.clear()
 
     def _size(self, decodes: int) -> _SizeTimes:
         """Return what is known of steps with `decodes` requests. If none was observed yet, begin with what is known of

@@ -8,18 +8,18 @@ from typing import NamedTuple
 from cluster.batch import ExtendMode
 from cluster.dp_attention.facts import NO_TIER
 from cluster.dp_attention.tree_choice import OUTLOOK_UNIT
-from cluster.dp_attention.tree_times import MeasuredStep
 from cluster.engine.draft_watch import DraftWatch
 from cluster.engine.lockstep import StepInFlight
+from cluster.engine.observed_step import ObservedStep
 from cluster.engine.request_state import RequestState
 from cluster.engine.schedule import Chunk, Schedule
 from cluster.engine.scheduler import Scheduler
 from cluster.engine.step_loop import StepLoop
 from cluster.kv.cache import Lease
-from cluster.observability.step_stats import REPLAY, StepStats
+from cluster.observability.step_stats import StepStats
 from cluster.request import ErrorCode, SequenceOutput, TokenLogprob
 from cluster.sampling.sampler import Logprobs
-from cluster.spec.result import AcceptedTree, StepOutput
+from cluster.spec.result import StepOutput
 from cluster.status import EngineStatus
 
 NOT_FINITE = (
@@ -88,22 +88,15 @@ class Committer:
         log-probabilities.
         """
         shape, outputs, trees = step.shape, list[SequenceOutput](), list[TreeCounts]()
-        outlook, accepted = self._scheduler.decode.outlook, list[tuple[int, AcceptedTree]]()
-        plan = step.plan
-        if plan.forced_nodes:  # a tree with forced nodes says little about the draft
-            outlook = None
-        notes_paths = outlook is not None and outlook.notes(plan.tier, len(step.schedule.decodes))
-        counts = list[int]()  # the tokens of each request
+        entries = list[tuple[int, int, int]]()  # as in `ObservedStep`
         looked_up = 0  # nodes of a path that the draft had not proposed; 0 in steps without looked-up tokens
         for i, (sequence, lease) in enumerate(step.schedule.decodes):
             if sequence.lease is not lease:  # ended, aborted or retracted since the step began
                 continue
             tokens, count, finite_prefix, nodes = step_output.decode_result(i)
-            counts.append(count)
-            if notes_paths or shape.lookup_tokens:
-                path = step_output.accepted_tree(i, count)
-                accepted.append((lease.row, path))
-                looked_up = count - 1 - path.drafted
+            entries.append((i, lease.row, count))
+            if shape.lookup_tokens:
+                looked_up = count - 1 - step_output.accepted_tree(i, count).drafted
             finite_count = min(count, finite_prefix)  # tokens after the first non-finite logits are not returned
             sequence.commit_tree(count, shape)  # the device committed all `count`, finite or not
             output = self._append_tokens(sequence, tokens[:finite_count], step_output, i * step_output.path_length)
@@ -119,32 +112,23 @@ class Committer:
                 unforced_nodes = shape.drafted_nodes - shape.forced_nodes
                 output = replace(output, tree=step_output.trees.read(i, tokens[:finite_count], unforced_nodes))
             outputs += self._finish_if_ended(sequence, output, self._error_of(sequence, lease, finite_count == count))
-        if outlook is not None:
-            measured, is_known = self._measured(step)
-            is_typical = is_known and _has_typical_time(step, step_output)
-            paths = accepted if notes_paths else ()
-            outlook.observe(step.schedule.vote, measured, counts, paths, is_typical)
+        self._observe(step, step_output, entries)
         return outputs, trees
+
+    def _observe(self, step: StepInFlight, step_output: StepOutput, entries: list[tuple[int, int, int]]) -> None:
+        """Tell the choice of trees about a step. A tree with forced nodes says little about the draft."""
+        outlook, plan, now = self._scheduler.decode.outlook, step.plan, time.perf_counter()
+        (last_read_at, last_step), self._last_read = self._last_read, (now, plan.step)
+        if outlook is not None and not plan.forced_nodes:
+            since_last_s = now - last_read_at if last_step == plan.step - 1 else None
+            overlaps = self._loop.lockstep.max_in_flight > 0
+            outlook.add(ObservedStep(step, step_output, entries, since_last_s, overlaps))
 
     def skip_time(self, seconds: float) -> None:
         """As `Engine.skip_time`."""
         read_s, number = self._last_read
         self._last_read = read_s + seconds, number
         self._loop.skip_time(seconds)
-
-    def _measured(self, step: StepInFlight) -> tuple[MeasuredStep, bool]:
-        """Return what a step took, and whether its overhead is known. The overhead is what the server does between the
-        reading of the step before and this step, and the time in which this step is scheduled and the ranks agree on
-        it. With steps in flight the host does all this while the device computes.
-        """
-        now, plan = time.perf_counter(), step.plan
-        (before_s, before_number), self._last_read = self._last_read, (now, plan.step)
-        host_s = step.seconds["schedule"] + step.seconds["agree"]
-        own_s = step.elapsed_s - (0.0 if self._loop.lockstep.max_in_flight else host_s)
-        is_known = before_number == plan.step - 1
-        overhead_s = max(0.0, now - before_s - own_s) if is_known else 0.0
-        measured = plan.tier, max(plan.decodes), round(1e6 * own_s), plan.context, round(1e6 * overhead_s)
-        return MeasuredStep(*measured), is_known
 
     def _commit_chunks(self, schedule: Schedule, step_output: StepOutput) -> list[SequenceOutput]:
         """Commit the prompt chunks, which `Schedule.to_step_input` sorted by length, and return their outputs.
@@ -282,16 +266,6 @@ def _undrafted_reason(step: StepInFlight) -> str | None:
     if step.plan.extend_mode is ExtendMode.MISSED:
         return "waking"
     return "cost" if step.schedule.vote.outlook and step.schedule.vote.max_tier else "limit"
-
-
-def _has_typical_time(step: StepInFlight, step_output: StepOutput) -> bool:
-    """Return whether the step took about as long as every step with these trees and this size: it only decoded, its
-    draft did not catch up on tokens of earlier steps, and it replayed its program if such steps are captured.
-    """
-    plan = step.plan
-    was_captured_before = step_output.phases.names == (REPLAY,) or not plan.captured
-    decodes_only = any(plan.decodes) and not any(plan.prompt_rows)
-    return decodes_only and was_captured_before and plan.extend_mode is not ExtendMode.MISSED
 
 
 def _store_prompt_scores(chunk: Chunk, step_output: StepOutput, row: int) -> bool:

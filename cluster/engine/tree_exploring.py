@@ -68,6 +68,11 @@ class TreeExploring:
         self._used_tier = 0  # of the last step that did not explore
         self._gang_decodes = 0  # of the group that has most, in the last step
 
+    @property
+    def is_exploring(self) -> bool:
+        """Whether the next step may be one of an exploration that runs."""
+        return self._steps_left > 0
+
     def choose(self, decodes: int, context: int, outlook: Sequence[int], max_tier: int) -> None:
         """Choose which tier is explored next, and compute what this is expected to cost. The expected tokens of the
         group's `decodes` requests with this `context` are `outlook`. Steps use no tier beyond `max_tier`.
@@ -116,7 +121,6 @@ class TreeExploring:
             wakes_before = tier > 0 and self._waking_us(tier, self._decodes(decodes)) > 0
             self._steps_left, self._pause = EXPLORED_STEPS + wakes_before, PAUSE_STEPS
         if not self._steps_left:
-            self._pause = max(0, self._pause - 1)
             return NO_TIER
         self._steps_left -= 1
         return tier
@@ -133,6 +137,7 @@ class TreeExploring:
         if vote.explores == NO_TIER:
             self._used_tier = step.tier
             self._usual_us += elapsed_us
+            self._pause = max(0, self._pause - 1)
             return
         if step.tier == min(vote.explores, vote.max_tier) or (step.tier == self._used_tier == 0):
             times = self._times.of(step.decodes, step.context)[: vote.max_tier + 1]

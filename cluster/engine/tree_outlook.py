@@ -28,6 +28,7 @@ from cluster.config.tree_shape import TreeShape
 from cluster.dp_attention.facts import NO_TIER, TreeVote
 from cluster.dp_attention.tree_choice import OUTLOOK_UNIT
 from cluster.dp_attention.tree_times import NOT_MEASURED, MeasuredStep, TreeTimes
+from cluster.engine.observed_step import ObservedStep
 from cluster.engine.request_state import RequestState
 from cluster.engine.tree_exploring import TreeExploring
 from cluster.engine.tree_kinds import ALL_NODES, ROW_YIELD, Bools, Integers, TreeKinds
@@ -92,6 +93,11 @@ class StepAverage:
             )
             self._means.append(MeasuredStep(steps[0].tier, decodes, us, context, overhead_us, count))
 
+    @property
+    def has_means(self) -> bool:
+        """Whether there are means that were not taken yet."""
+        return bool(self._means)
+
     def take(self) -> MeasuredStep:
         """Return the oldest mean that was not taken yet, `NOT_MEASURED` if there is none."""
         return self._means.popleft() if self._means else NOT_MEASURED
@@ -121,15 +127,28 @@ class TreeOutlook:
         self._outlook: tuple[int, ...] = ()
         self._exploring = TreeExploring(tiers, times, groups)
         self._average = StepAverage()
+        self._unread = list[ObservedStep]()
+        self._vote = TreeVote(0)  # the last vote, without what it said only once
         self._last_tier, self._changed_steps = 0, 0  # steps that are noted because the tier has changed
         self._context = 0  # of the last step, as in `TreeCosts.of`
 
     def admit(self, row: int, sampled: bool) -> None:
         """Forget the estimates of table row `row`, because another request begins to use it. `sampled` is its class."""
-        self._learn()  # trees that were noted, but not read yet, belong to the request before
+        self._read()  # steps that were not read yet belong to the request before
+        self._learn()
         self._trials[row] = self._hits[row] = 0.0
         self._classes[row] = sampled
         self._key = ()
+
+    def add(self, step: ObservedStep) -> None:
+        """Take a step that was committed. It is read when some steps have come together, or when it is needed."""
+        self._unread.append(step)
+
+    def _read(self) -> None:
+        unread, self._unread = self._unread, []
+        for step in unread:
+            paths = step.paths() if self.notes(step.tier, len(step.entries)) else ()
+            self.observe(step.vote, step.measured, step.counts, paths, step.is_typical)
 
     def notes(self, tier: int, decodes: int) -> bool:
         """Whether `observe` takes the accepted paths of a step of this tier, with `decodes` requests. Call this once
@@ -175,6 +194,14 @@ class TreeOutlook:
     def vote(self, decodes: Sequence[tuple[RequestState, Lease]], max_tier: int) -> TreeVote:
         """Return the vote for a step in which the requests `decodes` decode."""
         key = tuple(lease.row for _, lease in decodes)
+        if (
+            0 < len(self._unread) < AVERAGED_STEPS
+            and key == self._key
+            and max_tier == self._vote.max_tier
+            and not (self._exploring.is_exploring or self._average.has_means)
+        ):
+            return self._vote
+        self._read()
         if key != self._key:
             self._exploring.stop()
         is_new = key != self._key or self._unread_steps >= UPDATE_INTERVAL
@@ -185,7 +212,8 @@ class TreeOutlook:
             self._exploring.choose(len(key), self._context, self._outlook, max_tier)
             self._steps_since_choice = 0
         explores = self._exploring.next_tier(len(key), max_tier) if key else NO_TIER
-        return TreeVote(max_tier, self._outlook, explores=explores, measured=self._average.take())
+        self._vote = TreeVote(max_tier, self._outlook)
+        return self._vote._replace(explores=explores, measured=self._average.take())
 
     def _expected(self, rows: Sequence[int]) -> tuple[int, ...]:
         """Return `OUTLOOK_UNIT` times the tokens that requests in table rows `rows` are expected to get, by tier."""

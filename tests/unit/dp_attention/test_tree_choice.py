@@ -91,7 +91,9 @@ class CapturedSteps:
         self._coordinator.use_costs(costs, self.captured.__contains__)
 
     def run(self, *outlook: int, decodes: int = 4) -> StepPlan:
-        facts = self._coordinator.header()._replace(decodes=decodes, outlook=outlook, capture_us=40_000)
+        facts = self._coordinator.header()._replace(
+            decodes=decodes, outlook=outlook, capture_us=40_000, captured=len(self.captured)
+        )
         step_plan = self._coordinator.agree(facts)
         self._coordinator.finish_step()
         if step_plan.key in self._seen:
