@@ -144,7 +144,11 @@ class PlanRule:
             _, awake_mode = self._extend_mode(tier, groups, sizes, NO_LAST_TREE)
             return postponed.may_use(ProgramKey(tier, 0, int(mode), sizes, awake_mode))
 
-        choice = self._choose(groups, mode, last, times, sizes, may_use if captured and postponed else None)
+        # What `may_use` depends on besides the tier: a choice is kept for steps in which all this is equal.
+        programs: tuple[object, ...] = mode, sizes, groups[0].captured
+        if waits := captured and postponed is not None:
+            programs = *programs, postponed.lost_us(int(mode), sizes)
+        choice = self._choose(groups, mode, last, times, programs, may_use if waits else None)
         tier, extend_mode = self._extend_mode(choice.tier, groups, sizes, last)
         return StepPlan(
             step=facts_by_rank[0].step,
@@ -175,13 +179,15 @@ class PlanRule:
         mode: SamplingMode,
         last: LastTree,
         times: TreeTimes | None,
-        sizes: tuple[Sizes, ...],
+        programs: tuple[object, ...],
         may_use: Callable[[int, int], bool] | None,
     ) -> ChosenTier:
         """Return the tier of the step, one for all groups: the collectives of their drafts must match.
 
         If a request of any group has a grammar, the step uses the largest allowed tree without looked-up tokens: only
         such trees get nodes for the tokens that a grammar forces. These nodes need no forward of the draft.
+
+        `programs` is all that `may_use` depends on besides its arguments. `times` keeps the choice for later steps.
         """
         max_tier, decodes = min(facts.max_tier for facts in groups), max(facts.decodes for facts in groups)
         if SamplingMode.CONSTRAINED in mode:
@@ -192,8 +198,7 @@ class PlanRule:
             return ChosenTier(min(explored_tier, max_tier))
         prompt_us, context = max(facts.prompt_us for facts in groups), max(facts.context for facts in groups)
         outlooks = tuple(facts.outlook for facts in groups)
-        load = decodes, rounded(context), max_tier, prompt_us, outlooks, mode, sizes
-        key = load, last, groups[0].captured, may_use is None
+        key = decodes, rounded(context), max_tier, prompt_us, outlooks, last, programs
         if (choice := times.choices.get(key)) is not None:
             return choice
         choice = choose_tier(times.of(decodes, context)[: max_tier + 1], outlooks, last, prompt_us, may_use)

@@ -23,7 +23,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from cluster.dp_attention.sizes import ProgramKey
+from cluster.dp_attention.sizes import ProgramKey, Sizes
 
 MIN_GAIN, MIN_GAIN_TO_WAKE = 1.01, 1.03
 """A step uses another tree than the step before only if that gives more than this factor times the tokens per second,
@@ -100,13 +100,17 @@ class PostponedTrees:
     def __init__(self, has_program: Callable[[ProgramKey], bool]) -> None:
         self._has_program = has_program
         self.capture_us = 0
-        self._lost_us: OrderedDict[tuple[object, ...], int] = OrderedDict()
+        self._lost_us: OrderedDict[tuple[int, tuple[Sizes, ...]], int] = OrderedDict()
 
     def may_use(self, key: ProgramKey) -> bool:
         """Whether a step may use the program of `key`: it is captured, or steps of its mode and sizes have already lost
         as much as a capture costs.
         """
-        return self._has_program(key) or self._lost_us.get((key.mode, key.sizes), 0) >= self.capture_us
+        return self._has_program(key) or self.lost_us(key.mode, key.sizes) >= self.capture_us
+
+    def lost_us(self, mode: int, sizes: tuple[Sizes, ...]) -> int:
+        """Return what steps of this mode and these sizes have lost, in microseconds."""
+        return self._lost_us.get((mode, sizes), 0)
 
     def observe(self, key: ProgramKey, lost_us: int) -> None:
         """Add `lost_us`, which a step with this key loses, to the sum of its mode and sizes. If the step loses nothing
