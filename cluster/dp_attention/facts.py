@@ -78,7 +78,8 @@ class TreeVote(NamedTuple):
     get in the step, by tier, in thousandths of a token; it is empty on ranks that do not lead their group. `prompt_us`
     is the predicted time of the prompt rows of the group in microseconds. If `explores` is not `NO_TIER`, the group
     asks for the tier `explores`, to learn how many tokens it gives, or how long it takes. `measured` is the
-    mean time of steps that the rank has not told the others about yet. Only steps of typical duration count.
+    mean time of steps that the rank has not told the others about yet. Only typical steps count
+    (`ObservedStep.is_typical`).
     """
 
     max_tier: int

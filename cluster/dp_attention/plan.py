@@ -144,10 +144,10 @@ class PlanRule:
             _, awake_mode = self._extend_mode(tier, groups, sizes, NO_LAST_TREE)
             return postponed.may_use(ProgramKey(tier, 0, int(mode), sizes, awake_mode))
 
-        # What `may_use` depends on besides the tier: a choice is kept for steps in which all this is equal.
-        programs: tuple[object, ...] = mode, sizes, groups[0].captured
+        # What `may_use` depends on besides its arguments and `last`: a choice is kept while all this is equal.
+        programs = tuple[object, ...]()
         if waits := captured and postponed is not None:
-            programs = *programs, postponed.lost_us(int(mode), sizes)
+            programs = mode, sizes, groups[0].captured, postponed.capture_us, postponed.lost_us(int(mode), sizes)
         choice = self._choose(groups, mode, last, times, programs, may_use if waits else None)
         tier, extend_mode = self._extend_mode(choice.tier, groups, sizes, last)
         return StepPlan(
@@ -187,7 +187,8 @@ class PlanRule:
         If a request of any group has a grammar, the step uses the largest allowed tree without looked-up tokens: only
         such trees get nodes for the tokens that a grammar forces. These nodes need no forward of the draft.
 
-        `programs` is all that `may_use` depends on besides its arguments. `times` keeps the choice for later steps.
+        `programs` is all that `may_use` depends on besides its arguments and `last`. `times` keeps the choice for later
+        steps.
         """
         max_tier, decodes = min(facts.max_tier for facts in groups), max(facts.decodes for facts in groups)
         if SamplingMode.CONSTRAINED in mode:

@@ -24,11 +24,15 @@ added to every step (in units of the time of a step without trees), and the time
 PACE_DRIFT, ADDED_DRIFT, TIER_DRIFT = 0.004, 0.001, 0.0002
 """By how much each of them is expected to change from one step to the next (standard deviations)."""
 MAX_PACE, LEAST_ADDED = 4.0, -0.5
-"""The pace is between 1 / `MAX_PACE` and `MAX_PACE`. The added time is at least `LEAST_ADDED`."""
+"""The pace is between 1 / `MAX_PACE` and `MAX_PACE`. The added time is at least `LEAST_ADDED` times that of a step
+without trees: it is negative where small steps take less than was measured.
+"""
 START_NOISE, LEAST_NOISE, MOST_NOISE, NOISE_SHARE = 0.15, 0.02, 0.5, 0.02
 """By how much a single step differs from what is expected, as a share (standard deviation): at first, the least and the
-largest value. Each step changes the variance by `NOISE_SHARE` of the difference to what the step shows.
+largest value. Each step changes the variance by `NOISE_SHARE` of the difference to what the step shows, which counts
+as at most `MAX_NOISE_GROWTH` times the variance so far.
 """
+MAX_NOISE_GROWTH = 4.0
 MAX_DEVIATIONS = 4.0
 """Steps that take longer or shorter than expected by more than this many standard deviations count as steps that differ
 by so many.
@@ -144,7 +148,8 @@ class _SizeTimes:
         self.filter: KalmanFilter = KalmanFilter(mean, (PACE_DEVIATION, ADDED_DEVIATION, *[TIER_DEVIATION] * tiers))
         drifts = (PACE_DRIFT, ADDED_DRIFT, *[TIER_DRIFT] * tiers)
         self._drift_variances = [drift * drift for drift in drifts]
-        self._last = -1, 0.0  # the tier of the last steps, and by which share they differed from what was expected
+        # Of the last steps: the tier, the number of steps, and by which share they differed from what was expected.
+        self._last = -1, 1, 0.0
         self._observed_at = 0  # of all steps observed so far, how many when steps of this size were observed last
 
     def weights(self, tier: int, cost_us: float) -> Weights:
@@ -180,13 +185,13 @@ class _SizeTimes:
         self._learn_noise(step, surprise / scale)
 
     def _learn_noise(self, step: MeasuredStep, difference: float) -> None:
-        """Learn how much steps differ from each other. Two differences in a row are compared, because a machine that is
-        slower from now on is no noise.
+        """Learn how much steps differ from each other. Two differences in a row are compared, so that a machine that
+        becomes slower is taken for noise only once or twice. The mean of n steps has one nth of their variance.
         """
-        (last_tier, last_difference), self._last = self._last, (step.tier, difference)
+        (last_tier, last_steps, last_difference), self._last = self._last, (step.tier, step.steps, difference)
         if last_tier == step.tier:
             change = difference - last_difference
-            seen_noise = min(step.steps * change * change / 2, MAX_DEVIATIONS * self.noise)
+            seen_noise = min(change * change / (1 / step.steps + 1 / last_steps), MAX_NOISE_GROWTH * self.noise)
             self.noise += min(1.0, NOISE_SHARE * step.steps) * (seen_noise - self.noise)
             self.noise = max(LEAST_NOISE * LEAST_NOISE, min(MOST_NOISE * MOST_NOISE, self.noise))
 
@@ -249,8 +254,8 @@ class TreeTimes:
 
     def observe(self, step: MeasuredStep) -> None:
         """Learn from `step`. Steps that differ much from what is expected count up to a limit (`MAX_DEVIATIONS`). After
-        the first step of all, an overhead that is longer than expected by more than the time of the step counts as
-        longer by this time.
+        the first step of all, an overhead that is longer than expected by more than the measured time of its tier
+        counts as longer by this time.
         """
         self._steps += step.steps
         size = self._sizes[step.decodes.bit_length()] = self._size(step.decodes)

@@ -56,7 +56,7 @@ class Committer:
         self._sequences, self._scheduler, self._loop = sequences, scheduler, loop
         info = loop.info()
         self.draft_watch = DraftWatch(info.rank, () if info.draft is None else info.draft.doubts)
-        self._last_read = 0.0, -2  # when the results of a step were read last, and the number of that step
+        self._last_committed = 0.0, -2  # when a step was committed last, and its number
         self._has_draft, self._can_draft = info.draft is not None, info.speculative_num_steps > 0
         self._trees = self._tree_tokens = self._counted_fallbacks = 0
 
@@ -72,6 +72,7 @@ class Committer:
         assert output is not None, "only steps that ran are read"
         outputs, trees = self._commit_trees(step, output)
         outputs += self._commit_chunks(schedule, output)
+        output.drop_tensors()
         step.seconds |= output.phases.seconds() | {"commit": time.perf_counter() - started}
         # The pace (`StepTimes`) predicts the time of a step with its commit, but without its scheduling.
         measured_us = 1e6 * (step.elapsed_s + step.seconds["commit"] - step.seconds["schedule"])
@@ -116,18 +117,20 @@ class Committer:
         return outputs, trees
 
     def _observe(self, step: StepInFlight, step_output: StepOutput, entries: list[tuple[int, int, int]]) -> None:
-        """Tell the choice of trees about a step. A tree with forced nodes says little about the draft."""
+        """Tell the choice of trees about a step, except if a grammar forced nodes: then it says little about the draft.
+        `entries` are those of `ObservedStep`.
+        """
         outlook, plan, now = self._scheduler.decode.outlook, step.plan, time.perf_counter()
-        (last_read_at, last_step), self._last_read = self._last_read, (now, plan.step)
+        (last_committed_at, last_step), self._last_committed = self._last_committed, (now, plan.step)
         if outlook is not None and not plan.forced_nodes:
-            since_last_s = now - last_read_at if last_step == plan.step - 1 else None
+            since_last_s = now - last_committed_at if last_step == plan.step - 1 else None
             overlaps = self._loop.lockstep.max_in_flight > 0
             outlook.add(ObservedStep(step, step_output, entries, since_last_s, overlaps))
 
     def skip_time(self, seconds: float) -> None:
         """As `Engine.skip_time`."""
-        read_s, number = self._last_read
-        self._last_read = read_s + seconds, number
+        committed_at, number = self._last_committed
+        self._last_committed = committed_at + seconds, number
         self._loop.skip_time(seconds)
 
     def _commit_chunks(self, schedule: Schedule, step_output: StepOutput) -> list[SequenceOutput]:

@@ -12,13 +12,14 @@ from cluster.spec.result import AcceptedTree, StepOutput
 
 @dataclass(frozen=True, slots=True)
 class ObservedStep:
-    """A committed step with its `output`. `TreeOutlook` reads several of these at once: Python code that runs once
-    between two steps takes three to five times as long as in a loop, because steps use the processor's caches.
+    """A committed step with its `output`. `TreeOutlook` reads several of these at once. Python code that runs once
+    between two steps takes three to five times as long as in a loop, because the steps push it and its data out of the
+    processor's caches.
 
     `entries` has, for each request of the step that still ran when it was committed: its index in the output, its row
-    of the block table, and the number of its committed tokens. `since_last_s` is the time in seconds since the results
-    of the step before were read; None if they were not read by this rank. With `overlaps` the host schedules and agrees
-    on a step while the device computes another one.
+    of the block table, and the number of its committed tokens. `since_last_s` is the time in seconds since the step
+    before was committed; None if this rank did not commit it. With `overlaps` the host schedules and agrees on a step
+    while the device computes another one.
     """
 
     step: StepInFlight
@@ -44,8 +45,8 @@ class ObservedStep:
 
     @property
     def measured(self) -> MeasuredStep:
-        """What the step took. Its overhead is what the server does between the reading of the step before and this
-        step, and the time in which this step is scheduled and the ranks agree on it, unless that overlaps.
+        """What the step took. Its overhead is what the server does between the step before and this step, and the time
+        in which this step is scheduled and the ranks agree on it, unless that overlaps.
         """
         step, plan = self.step, self.step.plan
         host_s = 0.0 if self.overlaps else step.seconds["schedule"] + step.seconds["agree"]

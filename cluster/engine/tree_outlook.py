@@ -48,21 +48,22 @@ UPDATE_INTERVAL = 24
 PLAIN_INTERVAL = 4
 """One of this many steps without trees is noted. Such steps only show whether the first looked-up token was right."""
 NOTED_TREES, NOTED_CHANGES = 8, 8
-"""With more than `NOTED_TREES` requests, not every step with trees is noted: on average about as many trees are noted
-as there are steps, times `NOTED_TREES`, because the host needs time to read them. The first `NOTED_CHANGES` steps after
-a change of the tier are always noted.
+"""With more than `NOTED_TREES` requests, not every step with trees is noted: on average about `NOTED_TREES` trees per
+step are, because the host needs time to read them. The first `NOTED_CHANGES` steps after a change of the tier are
+always noted.
 """
 AVERAGED_STEPS, MAX_MEANS = 8, 4
-"""The ranks are told the mean time of this many steps of one tier and size at once, or of fewer if a step of
-another kind follows. At most `MAX_MEANS` means wait for the next vote.
+"""The ranks are told the mean time of `AVERAGED_STEPS` steps of one tier and size at once, or of fewer if a step of
+another kind follows. At most `MAX_MEANS` means wait for the next vote; older ones are dropped.
 """
 
 Floats = NDArray[np.float64]
 
 
 class StepAverage:
-    """Averages the measured times of steps that follow each other and have the same tier and about the same size. A
-    step counts as at most twice as long as their median: it may have waited for something else.
+    """Averages the measured times of steps that follow each other and have the same tier and about the same size. The
+    time and the overhead of a step count as at most twice the median of the times: it may have waited for something
+    else.
     """
 
     def __init__(self) -> None:
@@ -84,9 +85,10 @@ class StepAverage:
         steps, self._steps = self._steps, []
         if steps:
             count = len(steps)
+            limit_us = 2 * sorted(step.us for step in steps)[(count - 1) // 2]
             us, overhead_us = (
-                round(sum(min(value, 2 * values[(count - 1) // 2]) for value in values) / count)
-                for values in (sorted(step.us for step in steps), sorted(step.overhead_us for step in steps))
+                round(sum(min(value, limit_us) for value in values) / count)
+                for values in ([step.us for step in steps], [step.overhead_us for step in steps])
             )
             decodes, context = (
                 sum(values) // count for values in zip(*((step.decodes, step.context) for step in steps), strict=True)
@@ -122,13 +124,13 @@ class TreeOutlook:
         self._class_trials, self._class_hits = np.ones((2, *shape)), np.full((2, *shape), FIRST_CHANCE)
         self._classes = np.zeros(rows, dtype=np.int64)
         self._pending: list[tuple[int, int, AcceptedTree]] = []
-        self._unread_steps = self._plain_steps = self._steps_since_choice = self._unnoted_trees = 0
-        self._key: tuple[int, ...] = ()
+        self._steps_since_update = self._plain_steps = self._steps_since_choice = self._unnoted_trees = 0
+        self._key: tuple[int, ...] | None = None  # the rows of the last vote; None if estimates have changed since
         self._outlook: tuple[int, ...] = ()
         self._exploring = TreeExploring(tiers, times, groups)
         self._average = StepAverage()
         self._unread = list[ObservedStep]()
-        self._vote = TreeVote(0)  # the last vote, without what it said only once
+        self._vote = TreeVote(0)  # the last vote, without `explores` and `measured`
         self._last_tier, self._changed_steps = 0, 0  # steps that are noted because the tier has changed
         self._context = 0  # of the last step, as in `TreeCosts.of`
 
@@ -138,16 +140,19 @@ class TreeOutlook:
         self._learn()
         self._trials[row] = self._hits[row] = 0.0
         self._classes[row] = sampled
-        self._key = ()
+        self._key = None
 
     def add(self, step: ObservedStep) -> None:
-        """Take a step that was committed. It is read when some steps have come together, or when it is needed."""
+        """Take a step that was committed. It is read with some others, or when it is needed."""
         self._unread.append(step)
+        if len(self._unread) >= AVERAGED_STEPS:
+            self._read()
 
     def _read(self) -> None:
         unread, self._unread = self._unread, []
         for step in unread:
-            paths = step.paths() if self.notes(step.tier, len(step.entries)) else ()
+            is_noted = bool(step.entries) and self.notes(step.tier, len(step.entries))
+            paths = step.paths() if is_noted else ()
             self.observe(step.vote, step.measured, step.counts, paths, step.is_typical)
 
     def notes(self, tier: int, decodes: int) -> bool:
@@ -186,16 +191,18 @@ class TreeOutlook:
         if accepted:
             self._pending += [(row, step.tier, path) for row, path in accepted]
         if accepted or self._steps[step.tier]:
-            self._unread_steps += 1
+            self._steps_since_update += 1
         self._steps_since_choice += 1
         if counts:
             self._exploring.observe(vote, step, sum(counts))
 
     def vote(self, decodes: Sequence[tuple[RequestState, Lease]], max_tier: int) -> TreeVote:
-        """Return the vote for a step in which the requests `decodes` decode."""
+        """Return the vote for a step in which the requests `decodes` decode. While the requests stay the same, it is
+        the last vote, as long as only a few steps were added since, and nothing is explored or reported.
+        """
         key = tuple(lease.row for _, lease in decodes)
         if (
-            0 < len(self._unread) < AVERAGED_STEPS
+            self._unread
             and key == self._key
             and max_tier == self._vote.max_tier
             and not (self._exploring.is_exploring or self._average.has_means)
@@ -204,7 +211,7 @@ class TreeOutlook:
         self._read()
         if key != self._key:
             self._exploring.stop()
-        is_new = key != self._key or self._unread_steps >= UPDATE_INTERVAL
+        is_new = key != self._key or self._steps_since_update >= UPDATE_INTERVAL
         if is_new:
             self._learn()
             self._key, self._outlook = key, self._expected(key)
@@ -234,7 +241,7 @@ class TreeOutlook:
 
     def _learn(self) -> None:
         """Take the noted trees into the estimates."""
-        pending, self._pending, self._unread_steps = self._pending, [], 0
+        pending, self._pending, self._steps_since_update = self._pending, [], 0
         if not pending:
             return
         rows, tiers = np.array([row for row, _, _ in pending]), np.array([tier for _, tier, _ in pending])

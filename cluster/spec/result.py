@@ -192,6 +192,13 @@ class StepOutput:
         output.values = output.packed.tolist()
         return output
 
+    def drop_tensors(self) -> None:
+        """Give up the tensors of an output that was read and committed; `values` stay. The host may keep the output for
+        some steps (`ObservedStep`), but its memory, which on a GPU is pinned, is needed for the next steps.
+        """
+        self.packed, self.host_copy = self.packed[:0], None
+        self.logprobs = self.scores = self.trees = None
+
     def decode_result(self, request: int) -> tuple[list[int], int, int, int | None]:
         """Return `tokens`, `accept_len`, `finite` and `nodes` of a decoding request; `nodes` is None if not counted."""
         path_length, start = self.path_length, request * self._row_width

@@ -13,7 +13,7 @@ from cluster.dp_attention.facts import RankFacts
 from cluster.dp_attention.plan import StepPlan, script
 from cluster.dp_attention.sizes import ProgramKey
 from cluster.dp_attention.tree_choice import ChosenTier, LastTree, choose_tier
-from cluster.dp_attention.tree_times import LEAST_SHARE, MeasuredStep, TreeCosts, TreeTimes
+from cluster.dp_attention.tree_times import LEAST_SHARE, MAX_KEPT, MeasuredStep, TreeCosts, TreeTimes
 from cluster.spec.resting import MISSED_TOKENS
 from tests.unit.dp_attention.test_plan import DRAFT, TARGET, FakeMesh, rule
 
@@ -117,9 +117,41 @@ def test_better_tree_is_captured_when_steps_have_lost_the_price_of_a_capture() -
     assert not any(p.lost_us for p in plans[waits:])
     assert steps.run(*LITTLE).tier == 0 and steps.run(*MUCH).tier == 3, "both have programs now"
     assert steps.run(*MUCH, decodes=3).tier == 3, "nothing is captured for three requests"
-    # A program that was dropped is not captured again at once: its old losses are paid.
+
+
+def test_program_that_was_dropped_is_not_captured_again_at_once() -> None:
+    """Its old losses are paid. The choice that was kept while it was there does not hold any more."""
+    steps = CapturedSteps(rests=False)
+    assert [steps.run(*LITTLE).tier for _ in range(2)] == [0, 0]
+    plans = [steps.run(*MUCH) for _ in range(12)]
+    assert plans[-1].tier == 3
     steps.captured.remove(plans[-1].key)
     assert steps.run(*MUCH).tier == 0 and steps.run(*MUCH).lost_us == plans[0].lost_us
+
+
+def test_a_kept_choice_holds_only_for_the_same_load_and_the_same_times() -> None:
+    times, outlook = TreeTimes(COSTS), (4000, 6000, 7000, 7500)
+
+    def chosen(changed: tuple[int, ...] = outlook, last: LastTree = AWAKE, **load: int) -> int:
+        return rule().plan((vote(4, changed, **load),), SHAPE, last, times).tier
+
+    first = chosen()
+    assert times.choices and chosen() == first
+    fresh = {
+        name: rule().plan((vote(4, outlook, **load),), SHAPE, AWAKE, TreeTimes(COSTS)).tier
+        for name, load in (("prompt_us", {"prompt_us": 10_000}), ("max_tier", {"max_tier": 0}))
+    }
+    assert chosen(prompt_us=10_000) == fresh["prompt_us"] != first and chosen(max_tier=0) == fresh["max_tier"] == 0
+    assert chosen((4000, 4000, 4000, 4000)) == 0
+    for _ in range(30):  # trees turn out to take ten times as long
+        times.observe(MeasuredStep(first, 4, 2000, steps=8))
+        times.observe(MeasuredStep(0, 4, 120, steps=8))
+    assert not times.choices and chosen() != first
+    for decodes in range(1, 30):
+        rule().plan((vote(decodes, outlook),), SHAPE, AWAKE, times)
+    assert len(times.choices) <= MAX_KEPT
+    times.reset(COSTS)
+    assert not times.choices and chosen() == first
 
 
 @pytest.mark.parametrize("rests", [False, True])
