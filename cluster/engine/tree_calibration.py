@@ -8,6 +8,7 @@ from cluster.config.tree_shape import TreeShape
 from cluster.dp_attention.tree_times import TreeCosts
 from cluster.engine.calibrate import DECODES_FACTOR, Trial, TrialLoad, max_trial_tokens, trial_steps
 from cluster.engine.lockstep import Lockstep
+from cluster.engine.tree_extrapolation import extrapolated
 from cluster.kv.cache import KVCache
 from cluster.status import TreeCost
 
@@ -42,7 +43,7 @@ def measure_trees(lockstep: Lockstep, cache: KVCache, resolved: ResolvedConfig) 
 
     The numbers of decoding requests grow from 1 to the most that may run. No further number is measured after
     `MAX_TREE_SECONDS`, or once the time of the largest tree grows nearly as fast as the number of requests, because
-    larger numbers can then be extrapolated.
+    larger numbers can then be extrapolated. The times of the most requests are then computed (`extrapolated`).
     """
     max_decodes = resolved.settings.max_running_requests
     max_context = max_trial_tokens(cache, resolved)
@@ -62,8 +63,6 @@ def measure_trees(lockstep: Lockstep, cache: KVCache, resolved: ResolvedConfig) 
             times = _times(trial, [TrialLoad(counts[-1], context, tier=tier) for tier in measured], warm_up_rounds)
             us_by_count.append(completed(dict(zip(measured, times, strict=True)), resolved.tiers))
             count *= DECODES_FACTOR
-        # More requests never take less time; a measured time below that of fewer requests is noise.
-        us = tuple(tuple(accumulate(times, max)) for times in zip(*us_by_count, strict=True))
         token_ns = tuple[int, ...]()
         affordable = [i for i, times in enumerate(us_by_count) if sum(times) < 1e6 * MAX_LONG_SECONDS]
         if affordable and long_context > context:
@@ -77,8 +76,16 @@ def measure_trees(lockstep: Lockstep, cache: KVCache, resolved: ResolvedConfig) 
                 for short_us, long_us in zip(times[: len(measured)], times[len(measured) :], strict=True)
             ]
             token_ns = tuple(completed(dict(zip(measured, added_ns, strict=True)), resolved.tiers))
-        waking = tuple(accumulate((round(trial.waking_us[count]) for count in counts if trial.waking_us), max))
-    return TreeCosts(tuple(counts), us, waking, context, token_ns)
+        waking = list(accumulate((round(trial.waking_us[count]) for count in counts if trial.waking_us), max))
+    if len(counts) > 1 and counts[-1] < max_decodes:
+        us_by_count.append(extrapolated(list(zip(counts, us_by_count, strict=True)), resolved.tiers, max_decodes))
+        if waking:  # a line through the last two
+            grown = (waking[-1] - waking[-2]) * (max_decodes - counts[-1]) // (counts[-1] - counts[-2])
+            waking.append(waking[-1] + grown)
+        counts.append(max_decodes)
+    # More requests never take less time; a measured time below that of fewer requests is noise.
+    us = tuple(tuple(accumulate(times, max)) for times in zip(*us_by_count, strict=True))
+    return TreeCosts(tuple(counts), us, tuple(waking), context, token_ns)
 
 
 def tree_costs(costs: TreeCosts, resolved: ResolvedConfig) -> tuple[TreeCost, ...]:

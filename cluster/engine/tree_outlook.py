@@ -39,8 +39,11 @@ REQUEST_MEMORY, CLASS_MEMORY = 24.0, 400.0
 """How long the estimates of a request, and of a class, remember: after this many later trees, the weight of a tree has
 fallen to 1/e.
 """
-CLASS_WEIGHT = 4.0
-"""The estimates of the class weigh as much as this many trees of the request itself."""
+CLASS_WEIGHTS = np.array([6.0, 32.0])
+"""The estimates of the class of greedy requests, and of that of sampled ones, weigh as much as this many trees of the
+request itself. How predictable a request is differs much among greedy requests, because texts of small models run into
+loops, and little among sampled ones (docs/log.md).
+"""
 FIRST_CHANCE = 0.8
 """The chance of every level before the first tree: high, so that trees are tried."""
 UPDATE_INTERVAL = 24
@@ -227,7 +230,8 @@ class TreeOutlook:
         index = np.array(rows, dtype=np.int64)
         classes = self._classes[index]
         chances = self._class_hits[classes] / self._class_trials[classes]
-        chances = (self._hits[index] + CLASS_WEIGHT * chances) / (self._trials[index] + CLASS_WEIGHT)
+        weights = CLASS_WEIGHTS[classes][:, None, None]
+        chances = (self._hits[index] + weights * chances) / (self._trials[index] + weights)
         # E(tokens) = 1 + sum over d of P(the node of depth d is accepted), a product of conditional chances.
         totals = np.zeros((len(self._kinds.nodes), self._depth + 1))
         totals[:, 1:] = chances.cumprod(2).sum(0).cumsum(1)

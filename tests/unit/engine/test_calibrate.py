@@ -94,11 +94,18 @@ def test_smaller_trees_never_cost_more_than_larger_ones(monkeypatch: pytest.Monk
 
 
 def test_measured_numbers_of_requests_end_where_times_grow_in_proportion(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Step times are invented."""
-    for exponent, counts in ((1.0, ["1", "4"]), (0.5, ["1", "4", "8"])):
-        monkeypatch.setattr(calibrate.Trial, "run", lambda trial, load, e=exponent: 0.001 * load.decodes**e)
+    """Step times are invented. The times of the most requests are measured or computed."""
+    for exponent, counts in ((1.0, {1, 4}), (0.5, {1, 4, 8})):
+        measured = set[int]()
+
+        def run(trial: calibrate.Trial, load: calibrate.TrialLoad, e: float = exponent) -> float:
+            measured.add(load.decodes if load.tier else 1)  # noqa: B023
+            return 0.001 * load.decodes**e
+
+        monkeypatch.setattr(calibrate.Trial, "run", run)
         costs = engine_of(speculative_mode="adaptive").info().tree_costs
-        assert list(costs[-1].ms) == counts
+        assert measured == counts
+        assert list(costs[-1].ms) == ["1", "4", "8"] and costs[-1].ms["8"] == pytest.approx(8**exponent, rel=0.02)
 
 
 def test_calibration_runs_slow_loads_once_and_takes_the_best_time_of_fast_loads(

@@ -14,7 +14,7 @@ from cluster.dp_attention.tree_times import MeasuredStep, TreeCosts, TreeTimes
 from cluster.engine.tree_exploring import EXPLORED_SHARE
 from cluster.engine.tree_outlook import (
     AVERAGED_STEPS,
-    CLASS_WEIGHT,
+    CLASS_WEIGHTS,
     FIRST_CHANCE,
     NOTED_CHANGES,
     UPDATE_INTERVAL,
@@ -123,7 +123,7 @@ def test_outlook_of_smaller_trees_counts_the_nodes_that_they_would_have() -> Non
         outlook.observe(TreeVote(5), MeasuredStep(5, 1, 100), [3], [(0, path_of((2, 4)))])
     outlook_by_tier = outlook.vote(decodes_of(0), 5).outlook
     by_shape = {(s.num_steps, s.num_draft_tokens): outlook_by_tier[tier] / 1000 for tier, s in enumerate(TREES)}
-    margin = 2 * FIRST_CHANCE * CLASS_WEIGHT / 24  # what is left of the first guess
+    margin = 2 * FIRST_CHANCE * CLASS_WEIGHTS[0] / 24  # what is left of the first guess
     assert by_shape[1, 2] == pytest.approx(1, abs=margin), "a tree of two nodes has the root and node 1 only"
     assert by_shape[1, 3] == pytest.approx(2, abs=margin)
     assert by_shape[2, 3] == pytest.approx(2, abs=2 * margin) == by_shape[2, 4]

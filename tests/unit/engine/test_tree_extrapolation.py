@@ -1,0 +1,40 @@
+"""Times of more requests than were measured: all trees are fitted together."""
+
+from random import Random
+from statistics import median
+
+import pytest
+
+from cluster.config.tree_shape import TreeShape, tiers
+from cluster.engine.tree_extrapolation import extrapolated
+
+SHAPES = tiers(TreeShape(num_steps=3, topk=2, num_draft_tokens=8))
+
+
+def true_us(shape: TreeShape, requests: int) -> float:
+    """A step of 4 ms, a draft of 0.5 ms and 0.2 ms a level, 0.25 ms a row, 0.05 ms a level of a request."""
+    levels, nodes, _ = shape.label
+    return 4000 + 500 * (levels > 0) + 200 * levels + requests * (250 * nodes + 50 * levels)
+
+
+def test_exact_times_are_continued_exactly() -> None:
+    measured = [(n, [round(true_us(shape, n)) for shape in SHAPES]) for n in (1, 4)]
+    assert extrapolated(measured, SHAPES, 64) == pytest.approx([true_us(shape, 64) for shape in SHAPES], rel=0.02)
+
+
+def test_noise_stays_small_where_lines_would_go_far_astray() -> None:
+    random, errors, errors_of_lines = Random(4), list[float](), list[float]()
+    for _ in range(40):
+        measured = [(n, [round(true_us(s, n) * random.uniform(0.95, 1.05)) for s in SHAPES]) for n in (1, 4)]
+        (_, few), (_, more) = measured
+        lines = [b + (b - a) / 3 * 60 for a, b in zip(few, more, strict=True)]
+        for us, line, shape in zip(extrapolated(measured, SHAPES, 64), lines, SHAPES, strict=True):
+            errors.append(abs(us / true_us(shape, 64) - 1))
+            errors_of_lines.append(abs(line / true_us(shape, 64) - 1))
+    assert median(errors) < 0.05 and max(errors) < 0.4
+    assert median(errors) < 0.75 * median(errors_of_lines), (median(errors), median(errors_of_lines))
+
+
+def test_more_requests_never_take_less_time() -> None:
+    measured = [(1, [1000] * len(SHAPES)), (4, [900] * len(SHAPES))]
+    assert min(extrapolated(measured, SHAPES, 64)) >= 900
