@@ -1,4 +1,4 @@
-"""A Kalman filter (R. E. Kalman, 1960) for a state of few numbers, of which single numbers are observed one at a time.
+"""A Kalman filter (R. E. Kalman, 1960) for a state of few numbers. Each observation is one weighted sum of the state.
 
 It only adds, multiplies and divides Python's floats, always in the same order. So ranks that observe the same values
 get the same bits for every estimate, whatever machine they run on. The product of two matrices in a library, a power,

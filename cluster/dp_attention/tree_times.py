@@ -22,7 +22,9 @@ PACE_DEVIATION, ADDED_DEVIATION, TIER_DEVIATION = 0.3, 0.5, 0.1
 added to every step (in units of the time of a step without trees), and the time of a single tier.
 """
 PACE_DRIFT, ADDED_DRIFT, TIER_DRIFT = 0.004, 0.001, 0.0002
-"""By how much each of them is expected to change from one step to the next (standard deviations)."""
+"""By how much the pace, the added time and the time of a single tier change from one step to the next (standard
+deviations).
+"""
 MAX_PACE, LEAST_ADDED = 4.0, -0.5
 """The pace is between 1 / `MAX_PACE` and `MAX_PACE`. The added time is at least `LEAST_ADDED` times that of a step
 without trees: it is negative where small steps take less than was measured.
@@ -38,8 +40,8 @@ MAX_DEVIATIONS = 4.0
 by so many.
 """
 OVERHEAD_SHARE = 0.04
-"""Each step changes the overhead by this share of the difference to what it was so far. The first steps of a size count
-more: until there are 1 / share of them, the value is their mean.
+"""The overhead is a running mean: each step moves it by the share `OVERHEAD_SHARE` towards the overhead of this step.
+For the first 1 / `OVERHEAD_SHARE` steps of a size, it is the plain mean of these steps.
 """
 NEIGHBOUR_STEPS = 10
 """A new size begins with the overhead of a similar size, which counts as much as that of this many steps."""
@@ -215,7 +217,9 @@ class TreeTimes:
         self._steps = 0
         self._kept = dict[tuple[int, int], list[float]]()  # results of `of` since the last observed step
         self.choices = dict[Hashable, ChosenTier]()
-        """Choices made by the present times, by all that they depend on besides: most steps repeat the last one."""
+        """Choices of trees that were made with the present times. The keys are the other inputs of these choices. Most
+        steps have the inputs of the step before, so their choice need not be computed again.
+        """
 
     def reset(self, costs: TreeCosts) -> None:
         """Begin anew with other costs."""
@@ -224,13 +228,14 @@ class TreeTimes:
         self._forget()
 
     def of(self, decodes: int, context: int = 0) -> list[float]:
-        """Return the time of a step by tier, in microseconds, as `TreeCosts.of` does, but with all corrections. The
-        context is rounded up (`CONTEXT_STEP`), so that many steps have the same times.
+        """Return the expected time of a step for each tier, in microseconds. These are the times of `TreeCosts.of`,
+        corrected by what the observed steps took. The context is rounded up (`CONTEXT_STEP`), so that many steps have
+        the same times.
         """
         key = decodes, rounded(context)
         times = self._kept.get(key)
         if times is None:
-            times = self._size(decodes).times(self.costs.of(*key)) if self._sizes else self.costs.of(*key)
+            times = self._size(decodes).times(self.costs.of(*key))
             if len(self._kept) >= MAX_KEPT:
                 self._kept.clear()
             self._kept[key] = times

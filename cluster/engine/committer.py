@@ -72,7 +72,8 @@ class Committer:
         assert output is not None, "only steps that ran are read"
         outputs, trees = self._commit_trees(step, output)
         outputs += self._commit_chunks(schedule, output)
-        output.drop_tensors()
+        if self._scheduler.decode.outlook is not None:  # it keeps the output for some steps
+            output.drop_tensors()
         step.seconds |= output.phases.seconds() | {"commit": time.perf_counter() - started}
         # The pace (`StepTimes`) predicts the time of a step with its commit, but without its scheduling.
         measured_us = 1e6 * (step.elapsed_s + step.seconds["commit"] - step.seconds["schedule"])

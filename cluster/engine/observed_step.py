@@ -45,8 +45,8 @@ class ObservedStep:
 
     @property
     def measured(self) -> MeasuredStep:
-        """What the step took. Its overhead is what the server does between the step before and this step, and the time
-        in which this step is scheduled and the ranks agree on it, unless that overlaps.
+        """The time and the overhead of the step. The overhead is the time between the step before and this step. It
+        includes the time in which the host schedules this step and the ranks agree on it, except with `overlaps`.
         """
         step, plan = self.step, self.step.plan
         host_s = 0.0 if self.overlaps else step.seconds["schedule"] + step.seconds["agree"]
@@ -56,9 +56,9 @@ class ObservedStep:
 
     @property
     def is_typical(self) -> bool:
-        """Whether the step took about as long as every step with these trees and this size: it only decoded, its draft
-        did not catch up on tokens of earlier steps, it replayed its program if such steps are captured, and its
-        overhead is known.
+        """Whether other steps with these trees and this size take about as long. This is so if the step only decoded,
+        if its draft did not read tokens of earlier steps, if the step replayed its program (where such steps are
+        captured), and if its overhead is known.
         """
         plan = self.step.plan
         was_captured_before = self.output.phases.names == (REPLAY,) or not plan.captured

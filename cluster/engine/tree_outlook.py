@@ -146,7 +146,9 @@ class TreeOutlook:
         self._key = None
 
     def add(self, step: ObservedStep) -> None:
-        """Take a step that was committed. It is read with some others, or when it is needed."""
+        """Keep a committed step. The outlook reads it together with later steps, or before the next change of the
+        requests.
+        """
         self._unread.append(step)
         if len(self._unread) >= AVERAGED_STEPS:
             self._read()

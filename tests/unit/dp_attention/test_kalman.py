@@ -1,4 +1,4 @@
-"""The Kalman filter, against the least squares that it must equal."""
+"""The Kalman filter gives the same estimates as a least-squares fit of all observations."""
 
 from random import Random
 

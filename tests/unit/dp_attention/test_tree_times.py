@@ -16,7 +16,7 @@ def observe(times: TreeTimes, tier: int, us: float, steps: int = 1, overhead_us:
 
 
 def take_turns(times: TreeTimes, us: Sequence[float], turns: int = 20, steps: int = 10) -> None:
-    """Run steps of all tiers in turns, with these times."""
+    """Observe `steps` steps of each tier in turn, `turns` times. Steps of tier t take `us[t]`."""
     for _ in range(turns):
         for tier, tier_us in enumerate(us):
             observe(times, tier, tier_us, steps)

@@ -98,8 +98,10 @@ def test_measured_numbers_of_requests_end_where_times_grow_in_proportion(monkeyp
     for exponent, counts in ((1.0, {1, 4}), (0.5, {1, 4, 8})):
         measured = set[int]()
 
-        def run(trial: calibrate.Trial, load: calibrate.TrialLoad, e: float = exponent) -> float:
-            measured.add(load.decodes if load.tier else 1)  # noqa: B023
+        def run(
+            trial: calibrate.Trial, load: calibrate.TrialLoad, e: float = exponent, seen: set[int] = measured
+        ) -> float:
+            seen.add(load.decodes if load.tier else 1)
             return 0.001 * load.decodes**e
 
         monkeypatch.setattr(calibrate.Trial, "run", run)

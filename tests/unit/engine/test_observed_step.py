@@ -38,7 +38,7 @@ def committed(vote: TreeVote, accepted: dict[int, int], tier: int = 3, **changes
         "extend_mode": ExtendMode.ACCEPTED,
     }
     plan |= {name: value for name, value in changes.items() if name in plan}
-    output = SimpleNamespace(
+    output: Any = SimpleNamespace(
         phases=SimpleNamespace(names=changes.get("names", (REPLAY,))),
         accepted_tree=lambda i, count: AcceptedTree(range(1, count), count - 1, 0),
     )
@@ -50,7 +50,7 @@ def committed(vote: TreeVote, accepted: dict[int, int], tier: int = 3, **changes
     )
     entries = [(i, row, 1 + count) for i, (row, count) in enumerate(accepted.items())]
     since_last_s = changes.get("since_last_s", 0.012)
-    return ObservedStep(step, output, entries, since_last_s, changes.get("overlaps", False))  # type: ignore[arg-type]
+    return ObservedStep(step, output, entries, since_last_s, changes.get("overlaps", False))
 
 
 def outlook_of(outlook: TreeOutlook, *rows: int, max_tier: int = 3) -> list[float]:
