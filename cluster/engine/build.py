@@ -254,7 +254,9 @@ def assemble(prepared: EnginePlan, draft: Draft) -> Rank:
         return loop
     scheduler = Scheduler(resolved, memory.cache, resolved.shape.window, pace, chunk_sizes)
     if (times := lockstep.coordinator.tree_times) is not None:
-        scheduler.decode.outlook = TreeOutlook(resolved.tiers, config.max_running_requests, times, mesh.attn_dp)
+        scheduler.decode.outlook = TreeOutlook(
+            resolved.tiers, config.max_running_requests, times, mesh.attn_dp, lockstep.programs.price_us
+        )
     return Engine(
         EngineParts(
             resolved=resolved,

@@ -97,6 +97,16 @@ class Programs:
         """
         return key in self._pinned or key in self._evictable
 
+    def price_us(self, plan: StepPlan, tier: int) -> int:
+        """Return `capture_us` if a step as that of `plan`, but with trees of tier `tier`, would be captured and has no
+        program yet. Otherwise return 0.
+        """
+        if not plan.captured:
+            return 0
+        key = plan.key._replace(tier=tier, forced_nodes=0)
+        modes = ExtendMode.ACCEPTED, ExtendMode.NOTHING
+        return 0 if any(self.has_program(key._replace(extend_mode=mode)) for mode in modes) else self.capture_us
+
     def pin_all(self) -> None:
         """Exempt all programs captured so far from being dropped for later programs."""
         self._pinned.update(self._evictable)

@@ -20,13 +20,19 @@ requests is the largest whose steps of all tiers, with short contexts, take less
 there is none, this is not measured.
 """
 LINEAR_GROWTH = 0.7
-"""If the time of a step grows by at least this share of the factor by which the requests grow, larger numbers of
-requests are not measured: their times are extrapolated.
+"""If the time of a step grows by at least this share of the factor by which the requests grow, only a few trees are
+measured with larger numbers of requests.
 """
 MAX_TREE_SECONDS = 3.0
-"""After this many seconds no further number of requests is measured."""
+"""After this many seconds, only a few trees are measured with further numbers of requests."""
 SECOND_COUNT_SECONDS = 8.0
-"""The second number of requests is measured up to this many seconds: with one number, nothing can be extrapolated."""
+"""All trees are measured with the second number of requests up to this many seconds: with one number, nothing can be
+extrapolated.
+"""
+MAX_FEW_TREES_SECONDS = 3.0
+"""Measuring a few trees with further numbers of requests may take this many seconds in all. A number of requests whose
+steps are expected to take longer is not measured.
+"""
 MIN_ROUNDS, MAX_ROUNDS, MAX_ROUND_SECONDS = 3, 8, 0.2
 """The steps of one number of requests are measured in rounds: at least `MIN_ROUNDS` and at most `MAX_ROUNDS`, and no
 further one after `MAX_ROUND_SECONDS`. Rounds before these run the steps that were not captured at start: eagerly, then
@@ -41,51 +47,100 @@ def measure_trees(lockstep: Lockstep, cache: KVCache, resolved: ResolvedConfig) 
     depth and all trees with looked-up tokens are measured. The times of the other trees follow from these
     (`completed`). The time of a step is that of the slowest rank, at the pace of the fastest round (`typical_times`).
 
-    The numbers of decoding requests grow from 1 to the most that may run. No further number is measured after
-    `MAX_TREE_SECONDS`, or once the time of the largest tree grows nearly as fast as the number of requests, because
-    larger numbers can then be extrapolated. The times of the most requests are then computed (`extrapolated`).
+    The numbers of decoding requests grow from 1 to the most that may run. With larger numbers, a step takes long, and
+    its time can be computed from those of other steps (`extrapolated`). So after `MAX_TREE_SECONDS`, or once the time
+    of the largest tree grows nearly as fast as the number of requests, only a few trees are measured.
     """
-    max_decodes = resolved.settings.max_running_requests
-    max_context = max_trial_tokens(cache, resolved)
-    context = min(MAX_CONTEXT, max_context // 2)
-    long_context = min(LONG_CONTEXT, max_context)
-    counts, us_by_count, deepest = list[int](), list[list[int]](), _deepest(resolved.tiers)
-    measured = [t for t, s in enumerate(resolved.tiers) if s in deepest or not s.selects_nodes or s.lookup_tokens]
+    max_decodes, max_context = resolved.settings.max_running_requests, max_trial_tokens(cache, resolved)
+    context, long_context = min(MAX_CONTEXT, max_context // 2), min(LONG_CONTEXT, max_context)
     with trial_steps(lockstep, cache, resolved, long_context) as trial:
-        count = 1
-        while counts[-1:] != [max_decodes]:
-            if trial.spent_s > (MAX_TREE_SECONDS if len(counts) > 1 else SECOND_COUNT_SECONDS):
-                break
-            if len(counts) > 1 and us_by_count[-1][-1] > LINEAR_GROWTH * DECODES_FACTOR * us_by_count[-2][-1]:
-                break
-            counts.append(min(count, max_decodes))
-            warm_up_rounds = 2 * lockstep.programs.assembler.buffer_sets
-            times = _times(trial, [TrialLoad(counts[-1], context, tier=tier) for tier in measured], warm_up_rounds)
-            us_by_count.append(completed(dict(zip(measured, times, strict=True)), resolved.tiers))
-            count *= DECODES_FACTOR
+        measurement = _Measurement(trial, resolved, context, 2 * lockstep.programs.assembler.buffer_sets)
+        measurement.measure_all_trees()
+        affordable = [n for n, us in measurement.us.items() if sum(us.values()) < 1e6 * MAX_LONG_SECONDS]
+        measurement.measure_few_trees()
         token_ns = tuple[int, ...]()
-        affordable = [i for i, times in enumerate(us_by_count) if sum(times) < 1e6 * MAX_LONG_SECONDS]
-        if affordable and long_context > context:
-            count = counts[affordable[-1]]  # its programs are captured by now
-            lengths = context, long_context
-            loads = [TrialLoad(count, length, tier=tier) for length in lengths for tier in measured]
-            times = _times(trial, loads)
-            more_tokens = count * (long_context - context)
-            added_ns = [
-                max(0, 1000 * (long_us - short_us) // more_tokens)
-                for short_us, long_us in zip(times[: len(measured)], times[len(measured) :], strict=True)
-            ]
-            token_ns = tuple(completed(dict(zip(measured, added_ns, strict=True)), resolved.tiers))
+        if affordable and long_context > context:  # the programs of these steps are captured by now
+            token_ns = tuple(measurement.token_ns(affordable[-1], long_context))
+        counts = list(measurement.us)
         waking = list(accumulate((round(trial.waking_us[count]) for count in counts if trial.waking_us), max))
     if len(counts) > 1 and counts[-1] < max_decodes:
-        us_by_count.append(extrapolated(list(zip(counts, us_by_count, strict=True)), resolved.tiers, max_decodes))
         if waking:  # a line through the last two
             grown = (waking[-1] - waking[-2]) * (max_decodes - counts[-1]) // (counts[-1] - counts[-2])
             waking.append(waking[-1] + grown)
         counts.append(max_decodes)
     # More requests never take less time; a measured time below that of fewer requests is noise.
-    us = tuple(tuple(accumulate(times, max)) for times in zip(*us_by_count, strict=True))
+    us = tuple(tuple(accumulate(times, max)) for times in zip(*map(measurement.all_us, counts), strict=True))
     return TreeCosts(tuple(counts), us, tuple(waking), context, token_ns)
+
+
+class _Measurement:
+    """The times of trees with various numbers of requests, of `context` committed tokens each. Before each measurement,
+    `warm_up_rounds` rounds run that do not count. `us` has the measured times in microseconds by tier, by number of
+    requests; the numbers ascend.
+    """
+
+    def __init__(self, trial: Trial, resolved: ResolvedConfig, context: int, warm_up_rounds: int) -> None:
+        self._trial, self._context, self._warm_up_rounds = trial, context, warm_up_rounds
+        self._max_decodes, self._tiers = resolved.settings.max_running_requests, resolved.tiers
+        deepest, last = _deepest(self._tiers), resolved.last_drafted_tier
+        self._measured = [
+            t for t, s in enumerate(self._tiers) if s in deepest or not s.selects_nodes or s.lookup_tokens
+        ]
+        # Without a draft, with one level, with all levels, and with all looked-up tokens.
+        self._few = sorted({0, min(1, last), last, len(self._tiers) - 1})
+        self.us = dict[int, dict[int, int]]()
+
+    def measure_all_trees(self) -> None:
+        """Measure steps of 1, 4, 16, ... requests with all trees, as far as `measure_trees` says."""
+        while count := self._next_count:
+            if self._trial.spent_s > (MAX_TREE_SECONDS if len(self.us) > 1 else SECOND_COUNT_SECONDS):
+                break
+            last_two = [times[len(self._tiers) - 1] for times in self.us.values()][-2:]
+            if len(last_two) > 1 and last_two[1] > LINEAR_GROWTH * DECODES_FACTOR * last_two[0]:
+                break
+            loads = [TrialLoad(count, self._context, tier=tier) for tier in self._measured]
+            times = _times(self._trial, loads, self._warm_up_rounds)
+            self.us[count] = dict(enumerate(completed(dict(zip(self._measured, times, strict=True)), self._tiers)))
+
+    def measure_few_trees(self) -> None:
+        """Measure steps of larger numbers of requests with a few trees, while they are expected to take less than
+        `MAX_FEW_TREES_SECONDS`.
+        """
+        started_s = self._trial.spent_s
+        while len(self.us) > 1 and (count := self._next_count):
+            expected_us = self.all_us(count)
+            round_s = sum(expected_us[tier] for tier in self._few) / 1e6
+            expected_s = (self._warm_up_rounds + MIN_ROUNDS) * round_s
+            if self._trial.spent_s - started_s + expected_s > MAX_FEW_TREES_SECONDS:
+                break
+            loads = [TrialLoad(count, self._context, tier=tier) for tier in self._few]
+            times = _times(self._trial, loads, self._warm_up_rounds)
+            self.us[count] = dict(zip(self._few, times, strict=True))
+
+    def token_ns(self, count: int, long_context: int) -> list[int]:
+        """Return by tier the nanoseconds that a committed token of a request adds to a step. Steps of `count` requests
+        are measured, also with `long_context` tokens each.
+        """
+        lengths = self._context, long_context
+        loads = [TrialLoad(count, length, tier=tier) for length in lengths for tier in self._measured]
+        times = _times(self._trial, loads)
+        short_us, long_us = times[: len(self._measured)], times[len(self._measured) :]
+        more_tokens = count * (long_context - self._context)
+        added_ns = [max(0, 1000 * (long - short) // more_tokens) for short, long in zip(short_us, long_us, strict=True)]
+        return completed(dict(zip(self._measured, added_ns, strict=True)), self._tiers)
+
+    def all_us(self, count: int) -> list[int]:
+        """Return the times of all trees with `count` requests: measured, or else computed from those that were."""
+        measured_us = self.us.get(count, {})
+        if len(measured_us) == len(self._tiers):
+            return list(measured_us.values())
+        return extrapolated(list(self.us.items()), self._tiers, count)
+
+    @property
+    def _next_count(self) -> int:
+        """The number of requests to be measured next; 0 if the most that may run were measured."""
+        last = max(self.us, default=0)
+        return 0 if last == self._max_decodes else min(self._max_decodes, DECODES_FACTOR * last or 1)
 
 
 def tree_costs(costs: TreeCosts, resolved: ResolvedConfig) -> tuple[TreeCost, ...]:

@@ -6,10 +6,11 @@
   (`TreeTimes.errors`). What was measured at start is inexact, above all on a machine that runs other programs. If a
   rival runs shortly before or after the tree in use, the times of both can be compared (`TreeTimes`).
 
-Exploring may take a small share of the time. A tier is the number of a tree shape that steps may use.
+Exploring may take a small share of the time. Where steps are captured, this includes the capture of the explored tree.
+A tier is the number of a tree shape that steps may use.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from cluster.config.tree_shape import TreeShape
 from cluster.dp_attention.facts import NO_TIER, TreeVote
@@ -31,8 +32,8 @@ MAX_SAVED = 2.0
 limited in the same way.
 """
 MAX_CHARGE = 5.0
-"""An explored step costs at most this many times the expected time of its tier. A step that stalls for seconds says
-nothing about trees.
+"""An explored step costs at most this many times the expected time of its tier, and the time of a capture. A step that
+stalls for seconds says nothing about trees.
 """
 CREDIT_STEPS, RELEASED_SHARE = 20, 0.02
 """When a number of requests (rounded to a power of two) occurs for the first time, a credit begins: exploring rivals
@@ -49,6 +50,15 @@ explorations would be free, and would never stop.
 """
 
 
+CaptureUs = Callable[[int], int]
+"""Returns the microseconds that a capture costs if a step of the given tier needs one, otherwise 0."""
+
+
+def no_capture_us(_: int) -> int:
+    """Return 0: no tier needs a capture."""
+    return 0
+
+
 class TreeExploring:
     """Decides when the rank explores which tier, and counts the time that it may still spend on this."""
 
@@ -63,6 +73,7 @@ class TreeExploring:
         self._saved_us = self._released_us = 0.0  # what may go into all explorations, and into rivals alone
         self._usual_us = 0.0  # the time of steps that did not explore, of which no share is saved yet
         self._tier, self._is_rival, self._price_us, self._prefers_deeper = NO_TIER, False, 0.0, False
+        self._capture_us = 0  # the part of `_price_us` that is for a capture
         self._steps_left = 0  # of the exploration that runs
         self._pause = 0  # steps until the next exploration may begin
         self._used_tier = 0  # of the last step that did not explore
@@ -73,7 +84,14 @@ class TreeExploring:
         """Whether the next step may be one of an exploration that runs."""
         return self._steps_left > 0
 
-    def choose(self, decodes: int, context: int, outlook: Sequence[int], max_tier: int) -> None:
+    def choose(
+        self,
+        decodes: int,
+        context: int,
+        outlook: Sequence[int],
+        max_tier: int,
+        capture_us: CaptureUs = no_capture_us,
+    ) -> None:
         """Choose which tier is explored next, and compute what this is expected to cost. The expected tokens of the
         group's `decodes` requests with this `context` are `outlook`. Steps use no tier beyond `max_tier`.
         """
@@ -91,9 +109,9 @@ class TreeExploring:
         rival_loss_us = LEAST_LOSS * times[rival]
         if has_rival:
             rival_loss_us = max(rival_loss_us, times[rival] - outlook[rival] / rates[best])
-        rival_price_us = self._waking_us(rival, decodes) + EXPLORED_STEPS * rival_loss_us
+        rival_price_us = capture_us(rival) + self._waking_us(rival, decodes) + EXPLORED_STEPS * rival_loss_us
         deeper_loss_us = max(1.0, times[deeper] - times[0])
-        deeper_price_us = self._waking_us(deeper, decodes) + EXPLORED_STEPS * deeper_loss_us
+        deeper_price_us = capture_us(deeper) + self._waking_us(deeper, decodes) + EXPLORED_STEPS * deeper_loss_us
         self._credits_us.setdefault(decodes.bit_length(), CREDIT_STEPS * times[0] / self._groups)
         self._save(decodes)
         # While it is the turn of a deeper tree, a rival can be paid for only by what the credit has released.
@@ -105,6 +123,7 @@ class TreeExploring:
             self._tier, self._price_us = rival, rival_price_us
         else:
             self._tier, self._price_us = deeper if deeper > best else NO_TIER, deeper_price_us
+        self._capture_us = 0 if self._tier == NO_TIER else capture_us(self._tier)
 
     def stop(self) -> None:
         """The requests have changed: end the exploration that runs, if one does, and pause. Steps of other sizes may
@@ -112,11 +131,13 @@ class TreeExploring:
         """
         self._steps_left, self._pause = 0, PAUSE_STEPS
 
-    def next_tier(self, decodes: int, max_tier: int) -> int:
+    def next_tier(self, decodes: int, max_tier: int, capture_us: CaptureUs = no_capture_us) -> int:
         """Return the tier that a step explores in which the group decodes `decodes` requests, or `NO_TIER`."""
         tier = min(self._tier, max_tier)
         can_begin = not self._steps_left and not self._pause and tier not in (NO_TIER, self._used_tier)
-        if can_begin and self._saved_us + self._released_us * self._is_rival >= self._price_us:
+        is_paid = self._saved_us + self._released_us * self._is_rival >= self._price_us
+        # If the requests of another group have changed since the tier was chosen, it may need a capture now.
+        if can_begin and is_paid and capture_us(tier) <= self._capture_us:
             self._prefers_deeper = self._is_rival
             wakes_before = tier > 0 and self._waking_us(tier, self._decodes(decodes)) > 0
             self._steps_left, self._pause = EXPLORED_STEPS + wakes_before, PAUSE_STEPS
@@ -142,7 +163,7 @@ class TreeExploring:
         if step.tier == min(vote.explores, vote.max_tier) or (step.tier == self._used_tier == 0):
             times = self._times.of(step.decodes, step.context)[: vote.max_tier + 1]
             best_rate = max(value / us for value, us in zip(vote.outlook, times, strict=False))
-            own_us = min(elapsed_us - vote.prompt_us, MAX_CHARGE * times[step.tier])
+            own_us = min(elapsed_us - vote.prompt_us, MAX_CHARGE * times[step.tier] + self._capture_us)
             cost_us = own_us - OUTLOOK_UNIT * tokens / best_rate
             if not step.tier and self._used_tier and not self._steps_left:
                 cost_us += self._times.costs.waking(step.decodes)  # the draft has rested, and wakes in the next step

@@ -6,36 +6,55 @@ draft adds for each request, is the same in all of them. A large tree with four 
 with 48, so its time says how much 48 rows take.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from cluster.config.tree_shape import TreeShape
 
 SWEEPS = 300
 """So often each coefficient is fitted, given the others. Then they change no more."""
 
-Times = Sequence[tuple[int, Sequence[int]]]
-"""Measured times: a number of requests, with the microseconds of a step by tree."""
+Times = Sequence[tuple[int, Mapping[int, int]]]
+"""Measured times: a number of requests, with the microseconds of a step by tier, the index of a tree shape."""
 
 
 def extrapolated(measured: Times, shapes: Sequence[TreeShape], count: int) -> list[int]:
-    """Return the times of all trees with `count` requests, which are more than the last `measured` number, and not less
-    than its times. At least two numbers of requests must be measured, in ascending order.
+    """Return the times of all trees with `count` requests.
+
+    In `measured`, the numbers of requests ascend. All trees must be measured with at least two numbers below `count`.
+    Some trees may be measured with larger numbers; with `count` itself, such times are returned as they are.
 
     The time of a step is taken to be a sum with coefficients that are not negative (`_parts`). They are the best fit of
-    all measured times by relative errors. All ranks of the same measurement get the same numbers.
+    all measured times by relative errors, and say how much is added to the times of the largest number that was
+    measured with all trees. If some trees were measured with `count` requests, the times of the others are multiplied
+    by what these show (`_factor`). All ranks of the same measurement get the same numbers.
     """
     coefficients = _fitted(
-        [
-            [part / us for part in _parts(shape, n)]
-            for n, times in measured
-            for us, shape in zip(times, shapes, strict=True)
-        ]
+        [[part / us for part in _parts(shapes[tier], n)] for n, times in measured for tier, us in times.items()]
     )
-    last, times = measured[-1]
-    return [
-        round(us + sum(c * (a - b) for c, a, b in zip(coefficients, _parts(s, count), _parts(s, last), strict=True)))
-        for us, s in zip(times, shapes, strict=True)
+    last, last_us = [(n, times) for n, times in measured if len(times) == len(shapes)][-1]
+    expected_us = [
+        last_us[tier]
+        + sum(c * (a - b) for c, a, b in zip(coefficients, _parts(shape, count), _parts(shape, last), strict=True))
+        for tier, shape in enumerate(shapes)
     ]
+    known_us = dict(measured).get(count, {})
+    points = sorted((expected_us[tier], us / expected_us[tier]) for tier, us in known_us.items())
+    return [known_us.get(tier) or round(us * _factor(points, us)) for tier, us in enumerate(expected_us)]
+
+
+def _factor(points: Sequence[tuple[float, float]], expected_us: float) -> float:
+    """Return by which factor a step is expected to take longer than `expected_us`, given the `points`: expected times
+    of measured trees, in ascending order, with this factor. The factor is linear between two points, and constant
+    beyond the first and the last. Without points it is 1.
+    """
+    if not points:
+        return 1.0
+    shorter = [point for point in points if point[0] <= expected_us] or points[:1]
+    longer = [point for point in points if point[0] >= expected_us] or points[-1:]
+    (low_us, low_factor), (high_us, high_factor) = shorter[-1], longer[0]
+    if high_us <= low_us:
+        return low_factor
+    return low_factor + (high_factor - low_factor) * (expected_us - low_us) / (high_us - low_us)
 
 
 def _parts(shape: TreeShape, requests: int) -> tuple[float, ...]:

@@ -19,13 +19,14 @@ Legend: R decoding requests, S depth of the largest tree, W kinds of trees.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cluster.config.tree_shape import TreeShape
 from cluster.dp_attention.facts import NO_TIER, TreeVote
+from cluster.dp_attention.plan import StepPlan
 from cluster.dp_attention.tree_choice import OUTLOOK_UNIT
 from cluster.dp_attention.tree_times import NOT_MEASURED, MeasuredStep, TreeTimes
 from cluster.engine.observed_step import ObservedStep
@@ -111,8 +112,17 @@ class StepAverage:
 class TreeOutlook:
     """Keeps the estimates of one rank, and votes for trees."""
 
-    def __init__(self, tiers: Sequence[TreeShape], rows: int, times: TreeTimes, groups: int = 1) -> None:
-        """`rows` is the number of requests that may run. The `groups` attention groups share the time for exploring."""
+    def __init__(
+        self,
+        tiers: Sequence[TreeShape],
+        rows: int,
+        times: TreeTimes,
+        groups: int = 1,
+        price_us: Callable[[StepPlan, int], int] | None = None,
+    ) -> None:
+        """`rows` is the number of requests that may run. The `groups` attention groups share the time for exploring.
+        `price_us` is `Programs.price_us`; None if steps are not captured.
+        """
         self._depth = max(1, tiers[-1].num_steps)
         self._is_chain = tiers[-1].topk == 1
         self._steps = np.array([shape.num_steps for shape in tiers])
@@ -136,6 +146,8 @@ class TreeOutlook:
         self._vote = TreeVote(0)  # the last vote, without `explores` and `measured`
         self._last_tier, self._changed_steps = 0, 0  # steps that are noted because the tier has changed
         self._context = 0  # of the last step, as in `TreeCosts.of`
+        self._plan_price_us = price_us
+        self._plan: StepPlan | None = None  # of the last step that was read
 
     def admit(self, row: int, sampled: bool) -> None:
         """Forget the estimates of table row `row`, because another request begins to use it. `sampled` is its class."""
@@ -156,6 +168,7 @@ class TreeOutlook:
     def _read(self) -> None:
         unread, self._unread = self._unread, []
         for step in unread:
+            self._plan = step.step.plan
             is_noted = bool(step.entries) and self.notes(step.tier, len(step.entries))
             paths = step.paths() if is_noted else ()
             self.observe(step.vote, step.measured, step.counts, paths, step.is_typical)
@@ -221,11 +234,17 @@ class TreeOutlook:
             self._learn()
             self._key, self._outlook = key, self._expected(key)
         if key and (is_new or self._steps_since_choice >= UPDATE_INTERVAL):
-            self._exploring.choose(len(key), self._context, self._outlook, max_tier)
+            self._exploring.choose(len(key), self._context, self._outlook, max_tier, self._capture_us)
             self._steps_since_choice = 0
-        explores = self._exploring.next_tier(len(key), max_tier) if key else NO_TIER
+        explores = self._exploring.next_tier(len(key), max_tier, self._capture_us) if key else NO_TIER
         self._vote = TreeVote(max_tier, self._outlook)
         return self._vote._replace(explores=explores, measured=self._average.take())
+
+    def _capture_us(self, tier: int) -> int:
+        """Return the microseconds that a capture costs if a step as the last one, but of tier `tier`, needs one. If it
+        needs none, return 0.
+        """
+        return 0 if self._plan is None or self._plan_price_us is None else self._plan_price_us(self._plan, tier)
 
     def _expected(self, rows: Sequence[int]) -> tuple[int, ...]:
         """Return `OUTLOOK_UNIT` times the tokens that requests in table rows `rows` are expected to get, by tier."""

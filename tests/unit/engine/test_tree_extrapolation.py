@@ -18,16 +18,18 @@ def true_us(shape: TreeShape, requests: int) -> float:
 
 
 def test_exact_times_are_continued_exactly() -> None:
-    measured = [(n, [round(true_us(shape, n)) for shape in SHAPES]) for n in (1, 4)]
+    measured = [(n, dict(enumerate(round(true_us(shape, n)) for shape in SHAPES))) for n in (1, 4)]
     assert extrapolated(measured, SHAPES, 64) == pytest.approx([true_us(shape, 64) for shape in SHAPES], rel=0.02)
 
 
 def test_noise_stays_small_where_lines_would_go_far_astray() -> None:
     random, errors, errors_of_lines = Random(4), list[float](), list[float]()
     for _ in range(40):
-        measured = [(n, [round(true_us(s, n) * random.uniform(0.95, 1.05)) for s in SHAPES]) for n in (1, 4)]
+        measured = [
+            (n, dict(enumerate(round(true_us(s, n) * random.uniform(0.95, 1.05)) for s in SHAPES))) for n in (1, 4)
+        ]
         (_, few), (_, more) = measured
-        lines = [b + (b - a) / 3 * 60 for a, b in zip(few, more, strict=True)]
+        lines = [b + (b - a) / 3 * 60 for a, b in zip(few.values(), more.values(), strict=True)]
         for us, line, shape in zip(extrapolated(measured, SHAPES, 64), lines, SHAPES, strict=True):
             errors.append(abs(us / true_us(shape, 64) - 1))
             errors_of_lines.append(abs(line / true_us(shape, 64) - 1))
@@ -36,5 +38,24 @@ def test_noise_stays_small_where_lines_would_go_far_astray() -> None:
 
 
 def test_more_requests_never_take_less_time() -> None:
-    measured = [(1, [1000] * len(SHAPES)), (4, [900] * len(SHAPES))]
+    measured = [(1, dict.fromkeys(range(len(SHAPES)), 1000)), (4, dict.fromkeys(range(len(SHAPES)), 900))]
     assert min(extrapolated(measured, SHAPES, 64)) >= 900
+
+
+def bent_us(shape: TreeShape, requests: int) -> float:
+    """As `true_us`, but rows beyond 100 take only half as long, as if larger products were faster."""
+    rows = requests * shape.num_draft_tokens
+    return true_us(shape, requests) - 125 * max(0, rows - 100)
+
+
+def test_a_few_measured_trees_show_the_times_of_all() -> None:
+    """The fit of small numbers of requests knows nothing of what changes with more rows; measured trees do."""
+    measured = [(n, dict(enumerate(round(bent_us(shape, n)) for shape in SHAPES))) for n in (1, 4)]
+    few = {tier: round(bent_us(SHAPES[tier], 64)) for tier in (0, 1, len(SHAPES) - 1)}
+    times = extrapolated([*measured, (64, few)], SHAPES, 64)
+    assert {tier: times[tier] for tier in few} == few
+    assert times == pytest.approx([bent_us(shape, 64) for shape in SHAPES], rel=0.06)
+    assert times == sorted(times)
+    assert extrapolated(measured, SHAPES, 64) != pytest.approx(times, rel=0.3)
+    more = extrapolated([*measured, (16, {0: round(bent_us(SHAPES[0], 16))}), (64, few)], SHAPES, 64)
+    assert more == pytest.approx([bent_us(shape, 64) for shape in SHAPES], rel=0.06)
