@@ -93,21 +93,28 @@ def test_smaller_trees_never_cost_more_than_larger_ones(monkeypatch: pytest.Monk
     assert costs[-1].ms["1"] == pytest.approx(1.0 * len(costs))
 
 
-def test_measured_numbers_of_requests_end_where_times_grow_in_proportion(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("exponent", "first_s", "trees"), [(0.5, 0.001, "all"), (1.0, 0.001, "few"), (1.0, 0.05, "none")]
+)
+def test_few_or_no_trees_are_measured_with_many_requests_where_times_grow_in_proportion(
+    exponent: float, first_s: float, trees: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Step times are invented. The times of the most requests are measured or computed."""
-    for exponent, counts in ((1.0, {1, 4}), (0.5, {1, 4, 8})):
-        measured = set[int]()
+    measured = set[tuple[int, int | None]]()
 
-        def run(
-            trial: calibrate.Trial, load: calibrate.TrialLoad, e: float = exponent, seen: set[int] = measured
-        ) -> float:
-            seen.add(load.decodes if load.tier else 1)
-            return 0.001 * load.decodes**e
+    def run(trial: calibrate.Trial, load: calibrate.TrialLoad) -> float:
+        measured.add((load.decodes, load.tier))
+        return first_s * load.decodes**exponent
 
-        monkeypatch.setattr(calibrate.Trial, "run", run)
-        costs = engine_of(speculative_mode="adaptive").info().tree_costs
-        assert measured == counts
-        assert list(costs[-1].ms) == ["1", "4", "8"] and costs[-1].ms["8"] == pytest.approx(8**exponent, rel=0.02)
+    monkeypatch.setattr(calibrate.Trial, "run", run)
+    costs = engine_of(speculative_mode="adaptive").info().tree_costs
+    tiers_of = [{tier for decodes, tier in measured if decodes == count and tier is not None} for count in (1, 4, 8)]
+    assert tiers_of[0] == tiers_of[1] and len(tiers_of[0]) > 3
+    last_drafted = sum(not cost.lookup_tokens for cost in costs) - 1
+    assert tiers_of[2] == {"all": tiers_of[0], "few": {0, 1, last_drafted, len(costs) - 1}, "none": set()}[trees]
+    for cost in costs:
+        assert list(cost.ms) == ["1", "4", "8"]
+        assert cost.ms["8"] == pytest.approx(1000 * first_s * 8**exponent, rel=0.02)
 
 
 def test_calibration_runs_slow_loads_once_and_takes_the_best_time_of_fast_loads(
