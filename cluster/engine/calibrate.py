@@ -35,7 +35,8 @@ class TrialLoad(NamedTuple):
     """A step to be timed. In every attention group `decodes` requests decode, with `committed` tokens each. In addition
     the first group, or every group if `all_groups`, runs `rows` prompt rows after a prefix of `start` tokens. `tier` is
     the number of the trees' shape. If it is None, the trees are the largest without looked-up tokens that the settings
-    allow for `decodes` requests.
+    allow for `decodes` requests. If `distinct`, each request has pages of its own, as far as `trial_steps` has opened
+    any; otherwise all requests of a group are the same one.
     """
 
     decodes: int
@@ -44,6 +45,7 @@ class TrialLoad(NamedTuple):
     start: int = 0
     all_groups: bool = False
     tier: int | None = None
+    distinct: bool = False
 
 
 class StepLimits(NamedTuple):
@@ -77,17 +79,28 @@ def max_trial_tokens(cache: KVCache, resolved: ResolvedConfig) -> int:
 
 
 @contextmanager
-def trial_steps(lockstep: Lockstep, cache: KVCache, resolved: ResolvedConfig, length: int) -> Iterator["Trial"]:
-    """Yield a `Trial` whose request has room for `length` tokens. All ranks must call this, with an empty cache."""
+def trial_steps(
+    lockstep: Lockstep, cache: KVCache, resolved: ResolvedConfig, length: int, requests: int = 1, context: int = 0
+) -> Iterator["Trial"]:
+    """Yield a `Trial` with a request that has room for `length` tokens. With it are as many others with room for
+    `context` tokens as the cache holds, up to `requests` in all. All ranks must call this, with an empty cache.
+    """
     tokens = tuple(TOKEN_STRIDE * index % resolved.target.vocab_size for index in range(length + 1))
-    trial = Trial(lockstep, resolved, tokens)
+    trial, window = Trial(lockstep, resolved, tokens), resolved.shape.window
+    if requests > 1:
+        # On a CPU, memory that was never written is one page of zeros, which is always in the processor's caches.
+        pages = cache.pages_for(length + window) + (requests - 1) * cache.pages_for(context + window)
+        lockstep.step.write_zeros((min(pages, cache.total_pages) + 1) * cache.page_size)
     if lockstep.mesh.is_leader:
-        lease = cache.open(tokens, length + resolved.shape.window)
+        lease = cache.open(tokens, length + window)
         assert lease is not None, "an empty cache holds a request"
-        trial.begin(cache, lease)
+        leases = [lease]
+        while len(leases) < requests and (lease := cache.open(tokens, context + window, max_cached_tokens=0)):
+            leases.append(lease)
+        trial.begin(cache, leases)
     yield trial
-    if trial.lease is not None:
-        cache.close(trial.lease, tokens, 0)
+    for lease in trial.leases:
+        cache.close(lease, tokens, 0)
     lockstep.mesh.world.clock.take_collective_spans()  # drop the waits of these steps from the statistics
     lockstep.step.forget_chances()  # the accepted nodes mean nothing, because the tokens were made up
 
@@ -95,7 +108,8 @@ def trial_steps(lockstep: Lockstep, cache: KVCache, resolved: ResolvedConfig, le
 @dataclass(slots=True)
 class Trial:
     """Runs steps with made-up rows and keeps the shortest time of each load in `best_us`. In each group all rows belong
-    to one request. In a step with several decoding requests, the same request appears several times.
+    to the first request of `leases`, which then appears several times in a step with several decoding requests. With
+    `TrialLoad.distinct`, the decoding requests are those of all leases in turn.
 
     A draft may rest, that is, not read the tokens of steps without trees. The step in which it wakes reads the last of
     these tokens. `waking_us` has the shortest times of such steps, by number of decoding requests.
@@ -104,19 +118,19 @@ class Trial:
     lockstep: Lockstep
     resolved: ResolvedConfig
     tokens: tuple[int, ...]
-    lease: Lease | None = None
+    leases: Sequence[Lease] = ()
     spent_s: float = 0.0
     best_us: dict[TrialLoad, float] = field(default_factory=dict)
     waking_us: dict[int, float] = field(default_factory=dict)
     _first_step_input: StepInput = field(default=StepInput())
 
-    def begin(self, cache: KVCache, lease: Lease) -> None:
-        """Use the pages of `lease` for the rows of all later steps. The first step input brings its page table row to
-        the device and to followers.
+    def begin(self, cache: KVCache, leases: Sequence[Lease]) -> None:
+        """Use the pages of `leases` for the rows of all later steps. The first step input brings their page table rows
+        to the device and to followers.
         """
-        self.lease = lease
-        greedy = RowSampling(lease.row, 0.0, 0, 1.0, 0.0, 0)
-        self._first_step_input = StepInput(samplings=(greedy,), writes=cache.table.unsent_writes)
+        self.leases = leases
+        greedy = tuple(RowSampling(lease.row, 0.0, 0, 1.0, 0.0, 0) for lease in leases)
+        self._first_step_input = StepInput(samplings=greedy, writes=cache.table.unsent_writes)
         cache.table.mark_sent()
 
     def time(self, load: TrialLoad) -> float:
@@ -154,20 +168,22 @@ class Trial:
     def _run_step(self, load: TrialLoad) -> tuple[float, ExtendMode]:
         """Run a step; return the seconds that it took on this rank, and which rows its draft read."""
         step_input = StepInput()
-        if self.lease is not None:
+        if self.leases:
             step_input, self._first_step_input = self._first_step_input, StepInput()
-            committed_entry = (self.lease.row, load.committed)
+            leases = self.leases[: load.decodes] if load.distinct else self.leases[:1]
+            rows, committed = [lease.row for lease in leases], load.committed
             step_input = step_input._replace(
-                decodes=(DecodeRequest(*committed_entry, load.committed),) * load.decodes, lens=(committed_entry,)
+                decodes=tuple(DecodeRequest(rows[i % len(rows)], committed, committed) for i in range(load.decodes)),
+                lens=tuple((row, committed) for row in rows),
             )
             if load.rows and (load.all_groups or self.lockstep.mesh.dp_rank == 0):
                 stop = load.start + load.rows
-                chunk = PromptChunk(self.lease.row, load.start, stop, False, self.tokens[load.start : stop + 1])
+                chunk = PromptChunk(self.leases[0].row, load.start, stop, False, self.tokens[load.start : stop + 1])
                 step_input = step_input._replace(chunks=(chunk,))
         started = time.perf_counter()
         largest = min(self.resolved.max_tier(load.decodes), self.resolved.last_drafted_tier)
         vote = TreeVote(largest if load.tier is None else load.tier)
-        step = self.lockstep.run(step_input, int(self.lease is not None), vote)
+        step = self.lockstep.run(step_input, int(bool(self.leases)), vote)
         if step.output is not None:
             self.lockstep.read(step)
         return time.perf_counter() - started, step.plan.extend_mode

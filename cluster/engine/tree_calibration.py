@@ -53,7 +53,7 @@ def measure_trees(lockstep: Lockstep, cache: KVCache, resolved: ResolvedConfig) 
     """
     max_decodes, max_context = resolved.settings.max_running_requests, max_trial_tokens(cache, resolved)
     context, long_context = min(MAX_CONTEXT, max_context // 2), min(LONG_CONTEXT, max_context)
-    with trial_steps(lockstep, cache, resolved, long_context) as trial:
+    with trial_steps(lockstep, cache, resolved, long_context, max_decodes, context) as trial:
         measurement = _Measurement(trial, resolved, context, 2 * lockstep.programs.assembler.buffer_sets)
         measurement.measure_all_trees()
         affordable = [n for n, us in measurement.us.items() if sum(us.values()) < 1e6 * MAX_LONG_SECONDS]
@@ -98,7 +98,7 @@ class _Measurement:
             last_two = [times[len(self._tiers) - 1] for times in self.us.values()][-2:]
             if len(last_two) > 1 and last_two[1] > LINEAR_GROWTH * DECODES_FACTOR * last_two[0]:
                 break
-            loads = [TrialLoad(count, self._context, tier=tier) for tier in self._measured]
+            loads = [TrialLoad(count, self._context, tier=tier, distinct=True) for tier in self._measured]
             times = _times(self._trial, loads, self._warm_up_rounds)
             self.us[count] = dict(enumerate(completed(dict(zip(self._measured, times, strict=True)), self._tiers)))
 
@@ -113,7 +113,7 @@ class _Measurement:
             expected_s = (self._warm_up_rounds + MIN_ROUNDS) * round_s
             if self._trial.spent_s - started_s + expected_s > MAX_FEW_TREES_SECONDS:
                 break
-            loads = [TrialLoad(count, self._context, tier=tier) for tier in self._few]
+            loads = [TrialLoad(count, self._context, tier=tier, distinct=True) for tier in self._few]
             times = _times(self._trial, loads, self._warm_up_rounds)
             self.us[count] = dict(zip(self._few, times, strict=True))
 

@@ -259,6 +259,10 @@ class Step:
             tree = limit_drafts(tree, batch.sampling.draft_limits[: batch.decodes])
         return target_rows.without_others(tree)
 
+    def write_zeros(self, slots: int) -> None:
+        """Write zeros to the first `slots` slots of the target's pool, which hold nothing yet."""
+        self._target.pool.kv[:, :slots].zero_()
+
     def forget_chances(self) -> None:
         """Forget the learned chances of acceptance, for instance after trial steps with made-up tokens."""
         if self._chances is not None:

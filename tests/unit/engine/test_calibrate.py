@@ -1,9 +1,13 @@
 """Calibration, the measurement of step times at start: it leaves no state behind, and is short."""
 
+from collections.abc import Sequence
+
 import pytest
 
+from cluster.batch import StepInput
 from cluster.engine import Engine, build_engine, calibrate
 from cluster.engine.calibrate import TrialLoad
+from cluster.engine.lockstep import Lockstep, StepInFlight
 from cluster.status import StepCosts
 from tests.parity.harness import GREEDY, config_of, make_request, run, tiny_pair
 
@@ -91,6 +95,32 @@ def test_smaller_trees_never_cost_more_than_larger_ones(monkeypatch: pytest.Monk
     costs = engine_of(speculative_mode="adaptive").info().tree_costs
     assert costs[0].ms["1"] == min(cost.ms["1"] for cost in costs[1:]) < 50
     assert costs[-1].ms["1"] == pytest.approx(1.0 * len(costs))
+
+
+def decoded_rows(monkeypatch: pytest.MonkeyPatch, **settings: object) -> tuple[Engine, list[Sequence[int]]]:
+    """Return an engine with adaptive trees, and the table rows of the requests of each step that ran at its start."""
+    rows, original = list[Sequence[int]](), Lockstep.run
+
+    def run(lockstep: Lockstep, step_input: StepInput, *arguments: int) -> StepInFlight:
+        rows.append([decode.row for decode in step_input.decodes])
+        return original(lockstep, step_input, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Lockstep, "run", run)
+        return engine_of(speculative_mode="adaptive", **settings), rows
+
+
+def test_trees_are_measured_with_requests_that_have_pages_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A single request that appears many times is read from the processor's caches. On a CPU with 32 requests of the
+    demo pair, plain steps took 11 ms in this way, and 16 ms with as many requests.
+    """
+    engine, rows = decoded_rows(monkeypatch, max_total_tokens=4096, context_length=64)
+    assert 8 in {len(set(step)) for step in rows if len(step) == 8}
+    engine.check_pages()
+    assert run(engine, REQUESTS).tokens == run(engine_of(), REQUESTS).tokens
+    engine, rows = decoded_rows(monkeypatch, max_total_tokens=120, context_length=64)
+    assert 1 < max(len(set(step)) for step in rows if len(step) == 8) < 4, "as many as the cache holds"
+    engine.check_pages()
 
 
 @pytest.mark.parametrize(

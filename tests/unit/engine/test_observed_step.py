@@ -57,6 +57,27 @@ def outlook_of(outlook: TreeOutlook, *rows: int, max_tier: int = 3) -> list[floa
     return [tokens / 1000 for tokens in outlook.vote(decodes_of(*rows), max_tier).outlook]
 
 
+def test_exploring_asks_for_the_price_of_programs_of_the_last_plan() -> None:
+    asked = list[tuple[Any, int]]()
+
+    def price_us(plan: Any, tier: int) -> int:
+        asked.append((plan, tier))
+        return 10**9
+
+    outlook = TreeOutlook(CHAIN, 2, TreeTimes(COSTS), price_us=price_us)
+    explored, steps = set[int](), list[ObservedStep]()
+    for _ in range(40 * UPDATE_INTERVAL):
+        vote = outlook.vote(decodes_of(0), 3)
+        explored.add(vote.explores)
+        steps.append(committed(vote, {0: 0}, tier=0))
+        outlook.add(steps[-1])
+    assert explored == {NO_TIER}, "a capture of 1000 s is never paid"
+    plans = [step.step.plan for step in steps]
+    assert asked and all(any(plan is other for other in plans) for plan, _ in asked)
+    assert any(asked[-1][0] is plan for plan in plans[-2 * UPDATE_INTERVAL :]), "the last steps count"
+    assert {tier for _, tier in asked} <= {0, 1, 2, 3}
+
+
 def test_the_time_of_a_step_is_divided_into_its_own_and_overhead() -> None:
     vote = TreeVote(3)
     assert committed(vote, {0: 1}).measured == MeasuredStep(3, 1, 7000, 50, 5000), "12 ms from commit to commit"

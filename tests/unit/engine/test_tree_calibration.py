@@ -2,6 +2,7 @@
 
 from collections import Counter
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -93,6 +94,35 @@ def test_engine_uses_a_better_tree_when_steps_have_lost_the_price_of_its_capture
             engine.step()
     assert [plan.lost_us for plan in plans[-3:]] == [50, 0, 0] and plans[-2].extend_mode is ExtendMode.MISSED
     assert [plan.tier for plan in plans[-3:]] == [0, 0, 2]
+
+
+def test_a_program_that_is_missing_has_the_price_of_a_capture() -> None:
+    config = adaptive(config_of(*tiny_pair(), num_steps=2, capture="on"))
+    with patch("cluster.engine.build.measure_trees", equal_costs):
+        engine = build_engine(config)
+    programs, plans = engine.lockstep.programs, list[StepPlan]()
+    agree = engine.lockstep.coordinator.agree
+
+    def noting_agree(facts: RankFacts) -> StepPlan:
+        plans.append(agree(facts))
+        return plans[-1]
+
+    with (
+        patch.object(engine._parts.scheduler.decode.outlook, "vote", lambda *_: TreeVote(2, (1000, 2000, 1000))),
+        patch.object(engine.lockstep.coordinator, "agree", noting_agree),
+    ):
+        engine.submit(make_request("a", [3, 5, 2], RequestParams(), max_tokens=40))
+        for _ in range(8):
+            engine.step()
+    plan = plans[-1]
+    assert plan.captured and programs.has_program(plan.key) and programs.capture_us > 0
+    assert [programs.price_us(plan, tier) for tier in range(3)] == [programs.capture_us, 0, programs.capture_us]
+    assert programs.price_us(plan._replace(captured=False), 2) == 0, "such steps are not captured"
+    programs.remove(plan.key)
+    assert programs.price_us(plan, plan.tier) == programs.capture_us
+    resting = plan.key._replace(tier=0, extend_mode=ExtendMode.NOTHING)
+    programs.add(resting, SimpleNamespace(checksum=0))  # type: ignore[arg-type]
+    assert programs.price_us(plan, 0) == 0, "without trees the draft rests"
 
 
 class SimulatedTrial:

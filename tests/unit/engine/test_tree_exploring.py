@@ -20,29 +20,38 @@ WAKING_US = 2000
 
 class SimulatedEngine:
     """Requests that get `tokens[tier]` tokens a step, on a machine on which steps take `TRUE_US`. At start, the times
-    `measured_us` were measured.
+    `measured_us` were measured. The first step of a tier takes `capture_us` longer, except without trees.
     """
 
-    def __init__(self, measured_us: Sequence[int], tokens: Sequence[float], groups: int = 1) -> None:
+    def __init__(
+        self, measured_us: Sequence[int], tokens: Sequence[float], groups: int = 1, capture_us: int = 0
+    ) -> None:
         self.times = TreeTimes(TreeCosts((1,), tuple((us,) for us in measured_us), (WAKING_US,)))
         self.exploring = TreeExploring(SHAPES, self.times, groups)
         self.tokens, self.last = list(tokens), LastTree()
         self.tiers, self.explored, self.us, self.given = list[int](), list[int](), 0.0, 0.0
+        self.captured, self.capture_us = {0}, capture_us
+
+    def price_us(self, tier: int) -> int:
+        """As `Programs.price_us`."""
+        return 0 if tier in self.captured else self.capture_us
 
     def run(self, steps: int, max_tier: int = 3, more_us: float = 0.0, obeys: bool = True) -> None:
         """Run steps. Explored steps take `more_us` longer. If not `obeys`, no step has the tier that is explored."""
         for i in range(steps):
             outlook = [round(OUTLOOK_UNIT * tokens) for tokens in self.tokens]
             if i % 16 == 0:
-                self.exploring.choose(1, 0, outlook, max_tier)
-            explores = self.exploring.next_tier(1, max_tier)
+                self.exploring.choose(1, 0, outlook, max_tier, self.price_us)
+            explores = self.exploring.next_tier(1, max_tier, self.price_us)
             is_exploring = explores != NO_TIER and obeys
             chosen = choose_tier(self.times.of(1)[: max_tier + 1], [outlook], self.last).tier
             tier = explores if is_exploring else chosen
             wakes = self.last.rests and tier > 0
             tier, us = (0, WAKING_US) if wakes else (tier, TRUE_US[tier])
             self.last = LastTree(self.last.tier if is_exploring or wakes else tier, tier == 0 and not wakes)
-            us = round(us + more_us * is_exploring)
+            us = round(us + more_us * is_exploring + self.price_us(tier))
+            is_typical = not (wakes or self.price_us(tier))
+            self.captured.add(tier)
             self.tiers.append(tier)
             self.explored.append(explores)
             self.us, self.given = self.us + us, self.given + self.tokens[tier]
@@ -50,7 +59,7 @@ class SimulatedEngine:
             self.exploring.observe(
                 TreeVote(max_tier, tuple(outlook), explores=explores), step, round(self.tokens[tier])
             )
-            if not wakes:
+            if is_typical:
                 self.times.observe(step)
 
     @property
@@ -81,6 +90,32 @@ def test_exploring_rivals_costs_no_more_than_the_credit_and_its_share() -> None:
     exploration_us = EXPLORED_STEPS * TRUE_US[3] + WAKING_US
     assert 0 < lost_us < CREDIT_STEPS * TRUE_US[0] + 2 * EXPLORED_SHARE * engine.us + 2 * exploration_us
     assert {1, 2, 3} & set(engine.explored[-10_000:]), "exploring goes on"
+
+
+def test_exploring_pays_for_captures() -> None:
+    """A capture takes as long as 15 steps without trees, and the credit is that of 20."""
+    tokens, capture_us = (1, 1.3, 1.6, 1.9), 15 * TRUE_US[0]  # all trees are about a tenth worse than none
+    engine = SimulatedEngine(TRUE_US, tokens, capture_us=capture_us)
+    engine.run(600)
+    assert engine.captured == {0}, "2% of the time are released from the credit"
+    engine.run(900)
+    assert len(engine.captured) == 2
+    engine.run(20_000)
+    lost_us = engine.us - engine.given * TRUE_US[0]
+    exploration_us = EXPLORED_STEPS * TRUE_US[3] + WAKING_US + capture_us
+    assert lost_us < CREDIT_STEPS * TRUE_US[0] + EXPLORED_SHARE * engine.us + exploration_us
+    assert engine.captured == {0, 1, 2, 3} or max(engine.explored[-10_000:]) != NO_TIER, "exploring goes on"
+
+
+def test_a_tier_that_needs_a_capture_by_now_is_not_explored_at_the_old_price() -> None:
+    engine = SimulatedEngine(TRUE_US, (1, 1.3, 1.6, 1.9))
+    explored = list[int]()
+    for _ in range(500):  # another group's requests come and go, so that the program exists when the tier is chosen
+        engine.exploring.choose(1, 0, (1000, 1300, 1600, 1900), 3, lambda _: 0)
+        explored.append(engine.exploring.next_tier(1, 3, lambda _: 50_000))
+        step = MeasuredStep(0, 1, TRUE_US[0])
+        engine.exploring.observe(TreeVote(3, (1000, 1300, 1600, 1900), explores=explored[-1]), step, 1)
+    assert set(explored) == {NO_TIER}
 
 
 def test_after_an_exploration_without_trees_the_tree_in_use_comes_back() -> None:
