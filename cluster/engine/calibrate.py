@@ -125,8 +125,8 @@ class Trial:
     _first_step_input: StepInput = field(default=StepInput())
 
     def begin(self, cache: KVCache, leases: Sequence[Lease]) -> None:
-        """Use the pages of `leases` for the rows of all later steps. The first step input brings their page table rows
-        to the device and to followers.
+        """Use the pages of `leases` in all later steps. The first step input sends the page table rows of these leases
+        to the device and to the followers.
         """
         self.leases = leases
         greedy = tuple(RowSampling(lease.row, 0.0, 0, 1.0, 0.0, 0) for lease in leases)

@@ -98,8 +98,8 @@ class Programs:
         return key in self._pinned or key in self._evictable
 
     def price_us(self, plan: StepPlan, tier: int) -> int:
-        """Return `capture_us` if a step as that of `plan`, but with trees of tier `tier`, would be captured and has no
-        program yet. Otherwise return 0.
+        """Return `capture_us` if steps with the sizes and the mode of `plan` are captured, and there is no program yet
+        for such a step with `tier`. Otherwise return 0.
         """
         if not plan.captured:
             return 0

@@ -20,8 +20,8 @@ requests is the largest whose steps of all tiers, with short contexts, take less
 there is none, this is not measured.
 """
 LINEAR_GROWTH = 0.7
-"""If the time of a step grows by at least this share of the factor by which the requests grow, only a few trees are
-measured with larger numbers of requests.
+"""Each number of requests is `DECODES_FACTOR` times the number before. If the step time grows by `LINEAR_GROWTH` times
+this factor or more, then only a few trees are measured with larger numbers of requests.
 """
 MAX_TREE_SECONDS = 3.0
 """After this many seconds, only a few trees are measured with further numbers of requests."""
@@ -30,8 +30,8 @@ SECOND_COUNT_SECONDS = 8.0
 extrapolated.
 """
 MAX_FEW_TREES_SECONDS = 3.0
-"""Measuring a few trees with further numbers of requests may take this many seconds in all. A number of requests whose
-steps are expected to take longer is not measured.
+"""The measurements of a few trees may take this many seconds in all. Before each number of requests the time of its
+measurement is predicted. If the limit would be exceeded, this number and larger ones are not measured.
 """
 MIN_ROUNDS, MAX_ROUNDS, MAX_ROUND_SECONDS = 3, 8, 0.2
 """The steps of one number of requests are measured in rounds: at least `MIN_ROUNDS` and at most `MAX_ROUNDS`, and no
@@ -86,7 +86,7 @@ class _Measurement:
         self._measured = [
             t for t, s in enumerate(self._tiers) if s in deepest or not s.selects_nodes or s.lookup_tokens
         ]
-        # Without a draft, with one level, with all levels, and with all looked-up tokens.
+        # The tiers that `measure_few_trees` measures: no tree, one draft level, all draft levels, all looked-up tokens.
         self._few = sorted({0, min(1, last), last, len(self._tiers) - 1})
         self.us = dict[int, dict[int, int]]()
 
@@ -138,7 +138,9 @@ class _Measurement:
 
     @property
     def _next_count(self) -> int:
-        """The number of requests to be measured next; 0 if the most that may run were measured."""
+        """The number of requests of the next measurement. It is 0 after steps with `max_running_requests` requests were
+        measured.
+        """
         last = max(self.us, default=0)
         return 0 if last == self._max_decodes else min(self._max_decodes, DECODES_FACTOR * last or 1)
 

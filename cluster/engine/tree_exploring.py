@@ -50,20 +50,20 @@ explorations would be free, and would never stop.
 """
 
 
-CaptureUs = Callable[[int], int]
-"""Returns the microseconds that a capture costs if a step of the given tier needs one, otherwise 0."""
-
-
-def no_capture_us(_: int) -> int:
-    """Return 0: no tier needs a capture."""
-    return 0
-
-
 class TreeExploring:
     """Decides when the rank explores which tier, and counts the time that it may still spend on this."""
 
-    def __init__(self, tiers: Sequence[TreeShape], times: TreeTimes, groups: int = 1) -> None:
-        """The `groups` attention groups share the time for exploring."""
+    def __init__(
+        self,
+        tiers: Sequence[TreeShape],
+        times: TreeTimes,
+        groups: int = 1,
+        capture_us: Callable[[int], int] = lambda _: 0,
+    ) -> None:
+        """The `groups` attention groups share the time for exploring. `capture_us(tier)` is the time of a capture in
+        microseconds if the next step with this tier would have to capture its program, otherwise 0.
+        """
+        self._capture_us_of = capture_us
         self._times, self._groups = times, groups
         # By best tier: exploring goes about twice as deep, because deeper levels can pay only if these do.
         depths = [shape.drafted_shape.num_steps for shape in tiers]
@@ -84,14 +84,7 @@ class TreeExploring:
         """Whether the next step may be one of an exploration that runs."""
         return self._steps_left > 0
 
-    def choose(
-        self,
-        decodes: int,
-        context: int,
-        outlook: Sequence[int],
-        max_tier: int,
-        capture_us: CaptureUs = no_capture_us,
-    ) -> None:
+    def choose(self, decodes: int, context: int, outlook: Sequence[int], max_tier: int) -> None:
         """Choose which tier is explored next, and compute what this is expected to cost. The expected tokens of the
         group's `decodes` requests with this `context` are `outlook`. Steps use no tier beyond `max_tier`.
         """
@@ -109,9 +102,10 @@ class TreeExploring:
         rival_loss_us = LEAST_LOSS * times[rival]
         if has_rival:
             rival_loss_us = max(rival_loss_us, times[rival] - outlook[rival] / rates[best])
-        rival_price_us = capture_us(rival) + self._waking_us(rival, decodes) + EXPLORED_STEPS * rival_loss_us
+        rival_price_us = self._capture_us_of(rival) + self._waking_us(rival, decodes) + EXPLORED_STEPS * rival_loss_us
         deeper_loss_us = max(1.0, times[deeper] - times[0])
-        deeper_price_us = capture_us(deeper) + self._waking_us(deeper, decodes) + EXPLORED_STEPS * deeper_loss_us
+        deeper_price_us = self._capture_us_of(deeper) + self._waking_us(deeper, decodes)
+        deeper_price_us += EXPLORED_STEPS * deeper_loss_us
         self._credits_us.setdefault(decodes.bit_length(), CREDIT_STEPS * times[0] / self._groups)
         self._save(decodes)
         # While it is the turn of a deeper tree, a rival can be paid for only by what the credit has released.
@@ -123,7 +117,7 @@ class TreeExploring:
             self._tier, self._price_us = rival, rival_price_us
         else:
             self._tier, self._price_us = deeper if deeper > best else NO_TIER, deeper_price_us
-        self._capture_us = 0 if self._tier == NO_TIER else capture_us(self._tier)
+        self._capture_us = 0 if self._tier == NO_TIER else self._capture_us_of(self._tier)
 
     def stop(self) -> None:
         """The requests have changed: end the exploration that runs, if one does, and pause. Steps of other sizes may
@@ -131,13 +125,14 @@ class TreeExploring:
         """
         self._steps_left, self._pause = 0, PAUSE_STEPS
 
-    def next_tier(self, decodes: int, max_tier: int, capture_us: CaptureUs = no_capture_us) -> int:
+    def next_tier(self, decodes: int, max_tier: int) -> int:
         """Return the tier that a step explores in which the group decodes `decodes` requests, or `NO_TIER`."""
         tier = min(self._tier, max_tier)
         can_begin = not self._steps_left and not self._pause and tier not in (NO_TIER, self._used_tier)
         is_paid = self._saved_us + self._released_us * self._is_rival >= self._price_us
-        # If the requests of another group have changed since the tier was chosen, it may need a capture now.
-        if can_begin and is_paid and capture_us(tier) <= self._capture_us:
+        # The requests of another group may have changed since `choose`. The steps then have other sizes, and the tier
+        # may have no program for these sizes: `_price_us` would be too low.
+        if can_begin and is_paid and self._capture_us_of(tier) <= self._capture_us:
             self._prefers_deeper = self._is_rival
             wakes_before = tier > 0 and self._waking_us(tier, self._decodes(decodes)) > 0
             self._steps_left, self._pause = EXPLORED_STEPS + wakes_before, PAUSE_STEPS

@@ -140,7 +140,7 @@ class TreeOutlook:
         self._steps_since_update = self._plain_steps = self._steps_since_choice = self._unnoted_trees = 0
         self._key: tuple[int, ...] | None = None  # the rows of the last vote; None if estimates have changed since
         self._outlook: tuple[int, ...] = ()
-        self._exploring = TreeExploring(tiers, times, groups)
+        self._exploring = TreeExploring(tiers, times, groups, self._capture_us)
         self._average = StepAverage()
         self._unread = list[ObservedStep]()
         self._vote = TreeVote(0)  # the last vote, without `explores` and `measured`
@@ -234,15 +234,15 @@ class TreeOutlook:
             self._learn()
             self._key, self._outlook = key, self._expected(key)
         if key and (is_new or self._steps_since_choice >= UPDATE_INTERVAL):
-            self._exploring.choose(len(key), self._context, self._outlook, max_tier, self._capture_us)
+            self._exploring.choose(len(key), self._context, self._outlook, max_tier)
             self._steps_since_choice = 0
-        explores = self._exploring.next_tier(len(key), max_tier, self._capture_us) if key else NO_TIER
+        explores = self._exploring.next_tier(len(key), max_tier) if key else NO_TIER
         self._vote = TreeVote(max_tier, self._outlook)
         return self._vote._replace(explores=explores, measured=self._average.take())
 
     def _capture_us(self, tier: int) -> int:
-        """Return the microseconds that a capture costs if a step as the last one, but of tier `tier`, needs one. If it
-        needs none, return 0.
+        """Return the time of a capture in microseconds if a step with the sizes of the last step, and with `tier`, has
+        no captured program yet. Otherwise return 0.
         """
         return 0 if self._plan is None or self._plan_price_us is None else self._plan_price_us(self._plan, tier)
 

@@ -121,7 +121,8 @@ def test_a_program_that_is_missing_has_the_price_of_a_capture() -> None:
     programs.remove(plan.key)
     assert programs.price_us(plan, plan.tier) == programs.capture_us
     resting = plan.key._replace(tier=0, extend_mode=ExtendMode.NOTHING)
-    programs.add(resting, SimpleNamespace(checksum=0))  # type: ignore[arg-type]
+    program: Any = SimpleNamespace(checksum=0)
+    programs.add(resting, program)
     assert programs.price_us(plan, 0) == 0, "without trees the draft rests"
 
 

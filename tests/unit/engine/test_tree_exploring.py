@@ -27,7 +27,7 @@ class SimulatedEngine:
         self, measured_us: Sequence[int], tokens: Sequence[float], groups: int = 1, capture_us: int = 0
     ) -> None:
         self.times = TreeTimes(TreeCosts((1,), tuple((us,) for us in measured_us), (WAKING_US,)))
-        self.exploring = TreeExploring(SHAPES, self.times, groups)
+        self.exploring = TreeExploring(SHAPES, self.times, groups, self.price_us)
         self.tokens, self.last = list(tokens), LastTree()
         self.tiers, self.explored, self.us, self.given = list[int](), list[int](), 0.0, 0.0
         self.captured, self.capture_us = {0}, capture_us
@@ -41,8 +41,8 @@ class SimulatedEngine:
         for i in range(steps):
             outlook = [round(OUTLOOK_UNIT * tokens) for tokens in self.tokens]
             if i % 16 == 0:
-                self.exploring.choose(1, 0, outlook, max_tier, self.price_us)
-            explores = self.exploring.next_tier(1, max_tier, self.price_us)
+                self.exploring.choose(1, 0, outlook, max_tier)
+            explores = self.exploring.next_tier(1, max_tier)
             is_exploring = explores != NO_TIER and obeys
             chosen = choose_tier(self.times.of(1)[: max_tier + 1], [outlook], self.last).tier
             tier = explores if is_exploring else chosen
@@ -93,7 +93,7 @@ def test_exploring_rivals_costs_no_more_than_the_credit_and_its_share() -> None:
 
 
 def test_exploring_pays_for_captures() -> None:
-    """A capture takes as long as 15 steps without trees, and the credit is that of 20."""
+    """A capture takes the time of 15 steps without trees. The credit for exploring is the time of 20 such steps."""
     tokens, capture_us = (1, 1.3, 1.6, 1.9), 15 * TRUE_US[0]  # all trees are about a tenth worse than none
     engine = SimulatedEngine(TRUE_US, tokens, capture_us=capture_us)
     engine.run(600)
@@ -111,8 +111,10 @@ def test_a_tier_that_needs_a_capture_by_now_is_not_explored_at_the_old_price() -
     engine = SimulatedEngine(TRUE_US, (1, 1.3, 1.6, 1.9))
     explored = list[int]()
     for _ in range(500):  # another group's requests come and go, so that the program exists when the tier is chosen
-        engine.exploring.choose(1, 0, (1000, 1300, 1600, 1900), 3, lambda _: 0)
-        explored.append(engine.exploring.next_tier(1, 3, lambda _: 50_000))
+        engine.exploring.choose(1, 0, (1000, 1300, 1600, 1900), 3)
+        engine.capture_us = 50_000
+        explored.append(engine.exploring.next_tier(1, 3))
+        engine.capture_us = 0
         step = MeasuredStep(0, 1, TRUE_US[0])
         engine.exploring.observe(TreeVote(3, (1000, 1300, 1600, 1900), explores=explored[-1]), step, 1)
     assert set(explored) == {NO_TIER}
