@@ -1,14 +1,14 @@
 """Measures what each tree costs on this gang, before the first request: the `TreeCosts` by which steps choose trees."""
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from cluster.arch.resolve import ResolvedConfig
 from cluster.config.tree_shape import TreeShape
 from cluster.dp_attention.tree_times import TreeCosts
 from cluster.engine.calibrate import DECODES_FACTOR, Trial, TrialLoad, max_trial_tokens, trial_steps
 from cluster.engine.lockstep import Lockstep
-from cluster.engine.tree_extrapolation import extrapolated
+from cluster.engine.tree_extrapolation import all_times
 from cluster.kv.cache import KVCache
 from cluster.status import TreeCost
 
@@ -29,9 +29,11 @@ SECOND_COUNT_SECONDS = 8.0
 """All trees are measured with the second number of requests up to this many seconds: with one number, nothing can be
 extrapolated.
 """
-MAX_FEW_TREES_SECONDS = 3.0
+BETWEEN_FACTOR = 2
+"""Between two measured numbers of requests, a few trees are measured with `BETWEEN_FACTOR` times the smaller one."""
+MAX_FEW_TREES_SECONDS = 5.0
 """The measurements of a few trees may take this many seconds in all. Before each number of requests the time of its
-measurement is predicted. If the limit would be exceeded, this number and larger ones are not measured.
+measurement is predicted. If the limit would be exceeded, this number is not measured.
 """
 MIN_ROUNDS, MAX_ROUNDS, MAX_ROUND_SECONDS = 3, 8, 0.2
 """The steps of one number of requests are measured in rounds: at least `MIN_ROUNDS` and at most `MAX_ROUNDS`, and no
@@ -48,8 +50,9 @@ def measure_trees(lockstep: Lockstep, cache: KVCache, resolved: ResolvedConfig) 
     (`completed`). The time of a step is that of the slowest rank, at the pace of the fastest round (`typical_times`).
 
     The numbers of decoding requests grow from 1 to the most that may run. With larger numbers, a step takes long, and
-    its time can be computed from those of other steps (`extrapolated`). So after `MAX_TREE_SECONDS`, or once the time
-    of the largest tree grows nearly as fast as the number of requests, only a few trees are measured.
+    its time can be computed from those of other steps (`all_times`). So after `MAX_TREE_SECONDS`, or once the time of
+    the largest tree grows nearly as fast as the number of requests, only a few trees are measured. A few trees are also
+    measured with numbers that lie between these: the time of a step does not grow evenly with its rows.
     """
     max_decodes, max_context = resolved.settings.max_running_requests, max_trial_tokens(cache, resolved)
     context, long_context = min(MAX_CONTEXT, max_context // 2), min(LONG_CONTEXT, max_context)
@@ -103,19 +106,29 @@ class _Measurement:
             self.us[count] = dict(enumerate(completed(dict(zip(self._measured, times, strict=True)), self._tiers)))
 
     def measure_few_trees(self) -> None:
-        """Measure steps of larger numbers of requests with a few trees, while they are expected to take less than
-        `MAX_FEW_TREES_SECONDS`.
+        """Measure steps of further numbers of requests with a few trees: of larger numbers, then of those between the
+        measured ones, the largest first. Stop before they take more than `MAX_FEW_TREES_SECONDS` in all.
         """
-        started_s = self._trial.spent_s
-        while len(self.us) > 1 and (count := self._next_count):
-            expected_us = self.all_us(count)
-            round_s = sum(expected_us[tier] for tier in self._few) / 1e6
-            expected_s = (self._warm_up_rounds + MIN_ROUNDS) * round_s
-            if self._trial.spent_s - started_s + expected_s > MAX_FEW_TREES_SECONDS:
-                break
-            loads = [TrialLoad(count, self._context, tier=tier, distinct=True) for tier in self._few]
-            times = _times(self._trial, loads, self._warm_up_rounds)
-            self.us[count] = dict(zip(self._few, times, strict=True))
+        limit_s = self._trial.spent_s + MAX_FEW_TREES_SECONDS
+        while len(self.us) > 1 and (count := self._next_count) and self._measure_few(count, limit_s):
+            pass
+        counts = list(self.us)
+        for low, high in reversed(list(pairwise(counts))):
+            if low * BETWEEN_FACTOR < high:
+                self._measure_few(low * BETWEEN_FACTOR, limit_s)
+        self.us = dict(sorted(self.us.items()))
+
+    def _measure_few(self, count: int, limit_s: float) -> bool:
+        """Measure steps of `count` requests with a few trees, if this is expected to end before the trial has spent
+        `limit_s` seconds. Return whether they were measured.
+        """
+        expected_us = self.all_us(count)
+        round_s = sum(expected_us[tier] for tier in self._few) / 1e6
+        if self._trial.spent_s + (self._warm_up_rounds + MIN_ROUNDS) * round_s > limit_s:
+            return False
+        loads = [TrialLoad(count, self._context, tier=tier, distinct=True) for tier in self._few]
+        self.us[count] = dict(zip(self._few, _times(self._trial, loads, self._warm_up_rounds), strict=True))
+        return True
 
     def token_ns(self, count: int, long_context: int) -> list[int]:
         """Return by tier the nanoseconds that a committed token of a request adds to a step. Steps of `count` requests
@@ -134,7 +147,7 @@ class _Measurement:
         measured_us = self.us.get(count, {})
         if len(measured_us) == len(self._tiers):
             return list(measured_us.values())
-        return extrapolated(list(self.us.items()), self._tiers, count)
+        return all_times(sorted(self.us.items()), self._tiers, count)
 
     @property
     def _next_count(self) -> int:

@@ -138,12 +138,14 @@ def test_few_or_no_trees_are_measured_with_many_requests_where_times_grow_in_pro
 
     monkeypatch.setattr(calibrate.Trial, "run", run)
     costs = engine_of(speculative_mode="adaptive").info().tree_costs
-    tiers_of = [{tier for decodes, tier in measured if decodes == count and tier is not None} for count in (1, 4, 8)]
-    assert tiers_of[0] == tiers_of[1] and len(tiers_of[0]) > 3
+    tiers_of = {n: {tier for decodes, tier in measured if decodes == n and tier is not None} for n in (1, 2, 4, 8)}
+    assert tiers_of[1] == tiers_of[4] and len(tiers_of[1]) > 4
     last_drafted = sum(not cost.lookup_tokens for cost in costs) - 1
-    assert tiers_of[2] == {"all": tiers_of[0], "few": {0, 1, last_drafted, len(costs) - 1}, "none": set()}[trees]
+    few = {0, 1, last_drafted, len(costs) - 1}
+    assert tiers_of[8] == {"all": tiers_of[1], "few": few, "none": set()}[trees]
+    assert tiers_of[2] == few, "between two measured numbers of requests"
     for cost in costs:
-        assert list(cost.ms) == ["1", "4", "8"]
+        assert list(cost.ms) == ["1", "2", "4", "8"]
         assert cost.ms["8"] == pytest.approx(1000 * first_s * 8**exponent, rel=0.02)
 
 

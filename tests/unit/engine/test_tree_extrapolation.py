@@ -6,7 +6,7 @@ from statistics import median
 import pytest
 
 from cluster.config.tree_shape import TreeShape, tiers
-from cluster.engine.tree_extrapolation import extrapolated
+from cluster.engine.tree_extrapolation import all_times
 
 SHAPES = tiers(TreeShape(num_steps=3, topk=2, num_draft_tokens=8))
 
@@ -19,7 +19,7 @@ def true_us(shape: TreeShape, requests: int) -> float:
 
 def test_exact_times_are_continued_exactly() -> None:
     measured = [(n, dict(enumerate(round(true_us(shape, n)) for shape in SHAPES))) for n in (1, 4)]
-    assert extrapolated(measured, SHAPES, 64) == pytest.approx([true_us(shape, 64) for shape in SHAPES], rel=0.02)
+    assert all_times(measured, SHAPES, 64) == pytest.approx([true_us(shape, 64) for shape in SHAPES], rel=0.02)
 
 
 def test_noise_stays_small_where_lines_would_go_far_astray() -> None:
@@ -30,7 +30,7 @@ def test_noise_stays_small_where_lines_would_go_far_astray() -> None:
         ]
         (_, few), (_, more) = measured
         lines = [b + (b - a) / 3 * 60 for a, b in zip(few.values(), more.values(), strict=True)]
-        for us, line, shape in zip(extrapolated(measured, SHAPES, 64), lines, SHAPES, strict=True):
+        for us, line, shape in zip(all_times(measured, SHAPES, 64), lines, SHAPES, strict=True):
             errors.append(abs(us / true_us(shape, 64) - 1))
             errors_of_lines.append(abs(line / true_us(shape, 64) - 1))
     assert median(errors) < 0.05 and max(errors) < 0.4
@@ -39,7 +39,7 @@ def test_noise_stays_small_where_lines_would_go_far_astray() -> None:
 
 def test_more_requests_never_take_less_time() -> None:
     measured = [(1, dict.fromkeys(range(len(SHAPES)), 1000)), (4, dict.fromkeys(range(len(SHAPES)), 900))]
-    assert min(extrapolated(measured, SHAPES, 64)) >= 900
+    assert min(all_times(measured, SHAPES, 64)) >= 900
 
 
 def bent_us(shape: TreeShape, requests: int) -> float:
@@ -52,10 +52,23 @@ def test_a_few_measured_trees_show_the_times_of_all() -> None:
     """Here rows become cheaper in large steps. Times of few requests do not show this; a few measured trees do."""
     measured = [(n, dict(enumerate(round(bent_us(shape, n)) for shape in SHAPES))) for n in (1, 4)]
     few = {tier: round(bent_us(SHAPES[tier], 64)) for tier in (0, 1, len(SHAPES) - 1)}
-    times = extrapolated([*measured, (64, few)], SHAPES, 64)
+    times = all_times([*measured, (64, few)], SHAPES, 64)
     assert {tier: times[tier] for tier in few} == few
     assert times == pytest.approx([bent_us(shape, 64) for shape in SHAPES], rel=0.06)
     assert times == sorted(times)
-    assert extrapolated(measured, SHAPES, 64) != pytest.approx(times, rel=0.3)
-    more = extrapolated([*measured, (16, {0: round(bent_us(SHAPES[0], 16))}), (64, few)], SHAPES, 64)
+    assert all_times(measured, SHAPES, 64) != pytest.approx(times, rel=0.3)
+    more = all_times([*measured, (16, {0: round(bent_us(SHAPES[0], 16))}), (64, few)], SHAPES, 64)
     assert more == pytest.approx([bent_us(shape, 64) for shape in SHAPES], rel=0.06)
+
+
+def test_between_two_measured_numbers_of_requests_a_few_trees_correct_a_line() -> None:
+    def times_us(count: int) -> dict[int, int]:
+        return dict(enumerate(round(bent_us(shape, count)) for shape in SHAPES))
+
+    measured, true_times = [(n, times_us(n)) for n in (1, 4, 64)], [bent_us(shape, 24) for shape in SHAPES]
+    assert all_times(measured, SHAPES, 24) != pytest.approx(true_times, rel=0.1)
+    few = {tier: times_us(24)[tier] for tier in (0, 1, len(SHAPES) - 1)}
+    times = all_times([*measured[:2], (24, few), measured[2]], SHAPES, 24)
+    assert {tier: times[tier] for tier in few} == few
+    assert times == pytest.approx(true_times, rel=0.06)
+    assert all_times(measured, SHAPES, 64) == list(measured[2][1].values())
