@@ -31,7 +31,7 @@ extrapolated.
 """
 BETWEEN_FACTOR = 2
 """Between two measured numbers of requests, a few trees are measured with `BETWEEN_FACTOR` times the smaller one."""
-MAX_FEW_TREES_SECONDS = 5.0
+MAX_FEW_TREES_SECONDS = 4.0
 """The measurements of a few trees may take this many seconds in all. Before each number of requests the time of its
 measurement is predicted. If the limit would be exceeded, this number is not measured.
 """
@@ -89,8 +89,9 @@ class _Measurement:
         self._measured = [
             t for t, s in enumerate(self._tiers) if s in deepest or not s.selects_nodes or s.lookup_tokens
         ]
-        # The tiers that `measure_few_trees` measures: no tree, one draft level, all draft levels, all looked-up tokens.
-        self._few = sorted({0, min(1, last), last, len(self._tiers) - 1})
+        # The tiers that `measure_few_trees` measures: with many requests, small trees are the ones to choose from.
+        largest = last or len(self._tiers) - 1
+        self._few = sorted({0, min(1, largest), (largest + 1) // 2})
         self.us = dict[int, dict[int, int]]()
 
     def measure_all_trees(self) -> None:
