@@ -39,17 +39,20 @@ remembered, up to the same number. Graphs hold memory of their own on the GPU, s
 their memory (each adds some 0.7 MB for the demo pair). Many are kept, because a batch that shrinks by one request at a
 time needs a tape for each size, and with adaptive trees two or three tapes.
 """
+MAX_PRICES = 16
+"""The price of a capture is a running mean: each capture counts as one of at most this many."""
 EAGER_FALLBACK_WARNING = (
     "a captured step ran eagerly, as its plan is unlike the one that it was captured with. Its tokens are right. "
     "/metrics counts such steps in aerie_launched_anew_total; if there are many, set capture to off"
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Program:
     """A captured step: the numbers that it reads (`inputs`), the host's calls before each replay (`host_calls`), its
     exchange calls (`calls`), and the number of collectives that they make (`collectives`). `checksum` is a checksum of
-    the program's key.
+    the program's key. `capture_us` is the time of the step in which it was captured, in microseconds, until it is first
+    replayed, and then 0.
     """
 
     inputs: StagedLists
@@ -58,6 +61,7 @@ class Program:
     calls: tuple[ScriptCall, ...]
     collectives: int
     checksum: int
+    capture_us: int = 0
 
 
 class Programs:
@@ -79,8 +83,10 @@ class Programs:
         self.checksum = 0
         """The sum of the key checksums: equal on ranks with the same programs, in whatever order they were captured."""
         self.capture_us = 0
-        """The mean time, in microseconds, of the steps in which a program was captured; 0 before the first of them."""
-        self._capture_count = 0
+        """By how many microseconds a step in which a program is captured takes longer than the first replay of the
+        program. This is a running mean; it is 0 before the first such replay.
+        """
+        self._prices = 0  # how many captures are in `capture_us`
         self.eager_fallbacks = 0
         """The number of steps that ran eagerly because a call of `CallsBeforeReplay` before capture or replay returned
         False.
@@ -183,23 +189,28 @@ class Programs:
         started = time.perf_counter()
         with replayable(host_calls):
             captured = capture(lambda: self._run(own_inputs, key, shape))
-        self._capture_count += 1
-        self.capture_us += round((1e6 * (time.perf_counter() - started) - self.capture_us) / self._capture_count)
-        checksum = zlib.crc32(repr(key).encode())
-        self.add(
-            key,
-            Program(own_inputs, host_calls, captured, calls, self._clock.collectives_returned - calls_before, checksum),
-        )
+        capture_us, checksum = round(1e6 * (time.perf_counter() - started)), zlib.crc32(repr(key).encode())
+        collectives = self._clock.collectives_returned - calls_before
+        self.add(key, Program(own_inputs, host_calls, captured, calls, collectives, checksum, capture_us))
         return captured.output.clone()  # a copy, because the next replay overwrites the output
 
     def _replay(self, program: Program, inputs: StagedLists) -> StepOutput:
         self._exchange.replay(program.calls)
         started, calls_before = self._timer.now(), self._clock.collectives_returned
+        host_started = time.perf_counter()
         self.step.enter_phase("replay")
         program.inputs.integers.copy_(inputs.integers)
         program.captured.replay()
+        if program.capture_us:
+            self._learn_price(program.capture_us - 1e6 * (time.perf_counter() - host_started))
+            program.capture_us = 0
         # A graph queues all its collectives at once, so count them here. A tape has counted its own: this adds 0.
         self._clock.count_replayed(calls_before + program.collectives - self._clock.collectives_returned)
         output = program.captured.output.clone()
         output.phases = PhaseTimes(self._timer, [started, self._timer.now()], ("replay",))
         return output
+
+    def _learn_price(self, capture_us: float) -> None:
+        """Count that a capture took longer than a replay by `capture_us`."""
+        self._prices = min(self._prices + 1, MAX_PRICES)
+        self.capture_us += round((max(1.0, capture_us) - self.capture_us) / self._prices)

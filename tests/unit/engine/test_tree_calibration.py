@@ -126,6 +126,36 @@ def test_a_program_that_is_missing_has_the_price_of_a_capture() -> None:
     assert programs.price_us(plan, 0) == 0, "without trees the draft rests"
 
 
+class SlowProgram:
+    """A captured program. By the clock `now_s` of one number, each replay takes 10 ms."""
+
+    def __init__(self, captured: Any, now_s: list[float]) -> None:
+        self._captured, self._now_s = captured, now_s
+        self.output, self.bytes = captured.output, captured.bytes
+
+    def replay(self) -> None:
+        self._now_s[0] += 0.01
+        self._captured.replay()
+
+
+def test_the_price_of_a_capture_does_not_include_the_step_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of 64 requests take ten times as long as those of one, but to capture them takes little longer."""
+    engine, now_s = build_engine(config_of(*tiny_pair(), num_steps=2, capture="on")), [0.0]
+    programs = engine.lockstep.programs
+    capture: Any = programs._capture
+    monkeypatch.setattr("cluster.engine.programs.time", SimpleNamespace(perf_counter=lambda: now_s[0]))
+
+    def slow_capture(program: Any) -> Any:
+        now_s[0] += 0.05
+        return SlowProgram(capture(program), now_s)
+
+    monkeypatch.setattr(programs, "_capture", slow_capture)
+    engine.submit(make_request("a", [3, 5, 2], RequestParams(), max_tokens=20))
+    while engine.has_work:
+        engine.step()
+    assert programs.captured and programs.capture_us == 40_000
+
+
 class SimulatedTrial:
     """Runs steps of some true times on a machine that is 1.5 times as slow for some seconds out of four. Eager runs
     take 100 times as long.
