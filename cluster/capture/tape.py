@@ -121,6 +121,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._substitute = substitute
         self._buffers, self._used = buffers, dict[int, Tensor]()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Tell torch not to disable its compiler around each operator that is recorded: a step is never compiled. To
+        disable it would import the compiler at the first capture, which takes more than three seconds.
+        """
+        return False
+
     @property
     def used(self) -> list[Tensor]:
         """The buffers that the program's tensors lay in, each once."""

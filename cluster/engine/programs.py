@@ -12,9 +12,10 @@ step runs eagerly.
 import logging
 import time
 import zlib
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from statistics import median
 
 from cluster.batch import ExtendMode, SamplingMode, StepInput
 from cluster.capture.recorder import CallsBeforeReplay, Captured, replayable
@@ -39,8 +40,8 @@ remembered, up to the same number. Graphs hold memory of their own on the GPU, s
 their memory (each adds some 0.7 MB for the demo pair). Many are kept, because a batch that shrinks by one request at a
 time needs a tape for each size, and with adaptive trees two or three tapes.
 """
-MAX_PRICES = 16
-"""The price of a capture is a running mean: each capture counts as one of at most this many."""
+MAX_PRICES = 15
+"""The price of a capture is the median of the last captures, at most so many."""
 EAGER_FALLBACK_WARNING = (
     "a captured step ran eagerly, as its plan is unlike the one that it was captured with. Its tokens are right. "
     "/metrics counts such steps in aerie_launched_anew_total; if there are many, set capture to off"
@@ -84,9 +85,9 @@ class Programs:
         """The sum of the key checksums: equal on ranks with the same programs, in whatever order they were captured."""
         self.capture_us = 0
         """By how many microseconds a step in which a program is captured takes longer than the first replay of the
-        program. This is a running mean; it is 0 before the first such replay.
+        program: the median of the last captures, and 0 before the first such replay.
         """
-        self._prices = 0  # how many captures are in `capture_us`
+        self._prices = deque[float](maxlen=MAX_PRICES)
         self.eager_fallbacks = 0
         """The number of steps that ran eagerly because a call of `CallsBeforeReplay` before capture or replay returned
         False.
@@ -212,5 +213,5 @@ class Programs:
 
     def _learn_price(self, capture_us: float) -> None:
         """Count that a capture took longer than a replay by `capture_us`."""
-        self._prices = min(self._prices + 1, MAX_PRICES)
-        self.capture_us += round((max(1.0, capture_us) - self.capture_us) / self._prices)
+        self._prices.append(max(1.0, capture_us))
+        self.capture_us = round(median(self._prices))

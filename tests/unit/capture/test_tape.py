@@ -1,6 +1,8 @@
 """A tape's replay equals the program on new inputs. Each test fills the tape's buffers with useless values before."""
 
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -117,3 +119,17 @@ def test_recording_stops_after_a_failed_capture() -> None:
         Tape(lambda: torch.ones(2).nonzero())
     assert torch.equal(opaque(data_dependent, torch.ones(2)), torch.full((2,), 2.0))
     assert len(Tape(lambda: torch.ones(2) + 1)) == 2
+
+
+def test_a_capture_does_not_import_the_compiler() -> None:
+    """The import of `torch._dynamo` takes more than three seconds of the start of a server."""
+    code = """
+import sys, torch
+from cluster.capture.buffers import Buffers
+from cluster.capture.tape import Tape
+x = torch.ones(3)
+with torch.inference_mode():
+    assert Tape(lambda: x + 1, Buffers()).output.tolist() == [2.0] * 3
+assert "torch._dynamo" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
