@@ -52,8 +52,8 @@ EAGER_FALLBACK_WARNING = (
 class Program:
     """A captured step: the numbers that it reads (`inputs`), the host's calls before each replay (`host_calls`), its
     exchange calls (`calls`), and the number of collectives that they make (`collectives`). `checksum` is a checksum of
-    the program's key. `capture_us` is the time of the step in which it was captured, in microseconds, until it is first
-    replayed, and then 0.
+    the program's key. `capture_us` is the time of the two steps before its first replay, in microseconds: the first run
+    of the key and the capture. After this replay it is 0.
     """
 
     inputs: StagedLists
@@ -62,7 +62,17 @@ class Program:
     calls: tuple[ScriptCall, ...]
     collectives: int
     checksum: int
-    capture_us: int = 0
+    capture_us: float = 0.0
+
+
+@dataclass(slots=True)
+class FirstRun:
+    """The first run of a key: the calls that the host must make before each later run, and the time that it took, in
+    microseconds.
+    """
+
+    host_calls: CallsBeforeReplay
+    us: float = 0.0
 
 
 class Programs:
@@ -80,12 +90,13 @@ class Programs:
         self._timer, self._max_programs = timer_of(device), TAPES if device.type == "cpu" else GRAPHS
         self._pinned: dict[ProgramKey, Program] = {}
         self._evictable: OrderedDict[ProgramKey, Program] = OrderedDict()
-        self._first_runs: OrderedDict[ProgramKey, CallsBeforeReplay] = OrderedDict()
+        self._first_runs: OrderedDict[ProgramKey, FirstRun] = OrderedDict()
         self.checksum = 0
         """The sum of the key checksums: equal on ranks with the same programs, in whatever order they were captured."""
         self.capture_us = 0
-        """By how many microseconds a step in which a program is captured takes longer than the first replay of the
-        program: the median of the last captures, and 0 before the first such replay.
+        """What a program costs, in microseconds: by how much the first run of its key and the step in which it is
+        captured take longer than two replays. This is the median of the last captures. It is 0 before the first replay
+        of a program.
         """
         self._prices = deque[float](maxlen=MAX_PRICES)
         self.eager_fallbacks = 0
@@ -156,17 +167,18 @@ class Programs:
         if program is not None:
             fits = self._fits(program.host_calls)
             return self._replay(program, inputs) if fits else self._run(inputs, key, shape)
-        host_calls = self._first_runs.pop(
-            key, None
-        )  # not None if the key has occurred once before: now capture the step
-        if host_calls is not None and self._fits(host_calls):
-            return self._capture_step(self._capture, key, inputs, host_calls, shape)
-        # The first run of a key adds to this object the calls that the host must make before each later run.
-        self._first_runs[key] = host_calls = CallsBeforeReplay()
+        first_run = self._first_runs.pop(key, None)
+        if first_run is not None and self._fits(first_run.host_calls):  # the key occurs for the second time
+            return self._capture_step(self._capture, key, inputs, first_run, shape)
+        # The first run of a key adds to `host_calls` the calls that the host must make before each later run.
+        self._first_runs[key] = first_run = FirstRun(CallsBeforeReplay())
         if len(self._first_runs) > self._max_programs * self.assembler.buffer_sets:
             self._first_runs.popitem(last=False)
-        with replayable(host_calls):
-            return self._run(inputs, key, shape)
+        started = time.perf_counter()
+        with replayable(first_run.host_calls):
+            output = self._run(inputs, key, shape)
+        first_run.us = 1e6 * (time.perf_counter() - started)
+        return output
 
     def _fits(self, host_calls: CallsBeforeReplay) -> bool:
         """Make the host's calls before a capture or replay. Return whether the program fits this step."""
@@ -182,17 +194,17 @@ class Programs:
         return self.step.run(self.assembler.batch(inputs, mode, shape.forced_nodes, extend_mode), shape)
 
     def _capture_step(
-        self, capture: Capture, key: ProgramKey, inputs: StagedLists, host_calls: CallsBeforeReplay, shape: TreeShape
+        self, capture: Capture, key: ProgramKey, inputs: StagedLists, first_run: FirstRun, shape: TreeShape
     ) -> StepOutput:
         # The program reads its inputs from this copy; each replay first copies the new inputs into it.
         own_inputs = replace(inputs, integers=inputs.integers.clone())
         calls, calls_before = self._exchange.remaining_calls, self._clock.collectives_returned
         started = time.perf_counter()
-        with replayable(host_calls):
+        with replayable(first_run.host_calls):
             captured = capture(lambda: self._run(own_inputs, key, shape))
-        capture_us, checksum = round(1e6 * (time.perf_counter() - started)), zlib.crc32(repr(key).encode())
+        capture_us, checksum = first_run.us + 1e6 * (time.perf_counter() - started), zlib.crc32(repr(key).encode())
         collectives = self._clock.collectives_returned - calls_before
-        self.add(key, Program(own_inputs, host_calls, captured, calls, collectives, checksum, capture_us))
+        self.add(key, Program(own_inputs, first_run.host_calls, captured, calls, collectives, checksum, capture_us))
         return captured.output.clone()  # a copy, because the next replay overwrites the output
 
     def _replay(self, program: Program, inputs: StagedLists) -> StepOutput:
@@ -203,15 +215,10 @@ class Programs:
         program.inputs.integers.copy_(inputs.integers)
         program.captured.replay()
         if program.capture_us:
-            self._learn_price(program.capture_us - 1e6 * (time.perf_counter() - host_started))
-            program.capture_us = 0
+            self._prices.append(max(1.0, program.capture_us - 2e6 * (time.perf_counter() - host_started)))
+            self.capture_us, program.capture_us = round(median(self._prices)), 0.0
         # A graph queues all its collectives at once, so count them here. A tape has counted its own: this adds 0.
         self._clock.count_replayed(calls_before + program.collectives - self._clock.collectives_returned)
         output = program.captured.output.clone()
         output.phases = PhaseTimes(self._timer, [started, self._timer.now()], ("replay",))
         return output
-
-    def _learn_price(self, capture_us: float) -> None:
-        """Count that a capture took longer than a replay by `capture_us`."""
-        self._prices.append(max(1.0, capture_us))
-        self.capture_us = round(median(self._prices))
