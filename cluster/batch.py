@@ -147,25 +147,39 @@ class PageWrite(NamedTuple):
     page: int
 
 
+class WindowPageWrite(NamedTuple):
+    """A change of the `WindowMap`: the window pools keep the tokens of page `page` in their page `window_page` from now
+    on; 0: they keep none of them.
+    """
+
+    page: int
+    window_page: int
+
+
 class PageCopy(NamedTuple):
-    """A copy of the first `tokens` slots of page `source` to page `target`, in all memory that is indexed by slot."""
+    """A copy of the first `tokens` slots of page `source` to page `target`, in all memory that is indexed by slot. In
+    window pools, it is a copy from their page `window_source` to `window_target`; without window pools these are 0.
+    """
 
     source: int
     target: int
     tokens: int
+    window_source: int = 0
+    window_target: int = 0
 
 
 class StepInput(NamedTuple):
     """The work of one rank in one step: the requests that decode (`decodes`), and prompt `chunks` in order of length.
 
-    Only the device knows how many tokens of a decoding request are committed; the host knows bounds. Before the step
-    `writes`, `samplings`, `penalties`, `constraints`, `histories` and `lens` (pairs of table row, committed tokens) are
-    written to the tables; then `copies` are made in the pools. A request in `samplings` is newly admitted. If it is not
-    in `penalties`, it has no logit adjustments; if it is not in `constraints`, it has no grammar. `mode` is the mode
-    that this rank's requests need; the step runs in the mode that the requests of all ranks need together. Rows and
-    entries are called idle if they are padding. In a captured step, the lists of finishing prompts get
-    `idle_finishing_prompts` idle entries, and the lists of chunks are padded to `padded_chunks` entries. If there are
-    idle entries of finishing prompts, the first prompt row is idle, and they point at it.
+    Only the device knows how many tokens of a decoding request are committed; the host knows bounds. Before the
+    step `writes`, `window_writes`, `samplings`, `penalties`, `constraints`, `histories` and `lens` (pairs of table
+    row, committed tokens) are written to the tables; then `copies` are made in the pools. A request in `samplings`
+    is newly admitted. If it is not in `penalties`, it has no logit adjustments; if it is not in `constraints`, it
+    has no grammar. `mode` is the mode that this rank's requests need; the step runs in the mode that the requests
+    of all ranks need together. Rows and entries are called idle if they are padding. In a captured step, the lists
+    of finishing prompts get `idle_finishing_prompts` idle entries, and the lists of chunks are padded to
+    `padded_chunks` entries. If there are idle entries of finishing prompts, the first prompt row is idle, and they
+    point at it.
     """
 
     decodes: tuple[DecodeRequest, ...] = ()
@@ -176,6 +190,7 @@ class StepInput(NamedTuple):
     constraints: tuple[RowGrammar, ...] = ()
     histories: tuple[RowTokens, ...] = ()
     writes: tuple[PageWrite, ...] = ()
+    window_writes: tuple[WindowPageWrite, ...] = ()
     copies: tuple[PageCopy, ...] = ()
     mode: SamplingMode = SamplingMode(0)
     idle_finishing_prompts: int = 0

@@ -89,14 +89,16 @@ class RankInfo:
     """The resolved settings of a rank, with all that was chosen automatically.
 
     `draft` is None if there is no draft, `captured` is None if all steps run eagerly. Three fields are sentences:
-    `attention` (which parts FlashInfer leaves to other kernels, and why; empty for other backends), `quantised` (which
-    weights stay packed and which were dequantised) and `experts` (which ranks hold which experts). `kv_bytes_per_token`
-    counts the pools of all models, with the scales of FP8, and the hidden states that a multi-layer draft keeps;
-    `kv_gb` is in 10^9 bytes. `max_request_tokens` is the largest sum of prompt and output tokens that fits both the
-    context length and the KV cache. `step_costs` is None if `mixed_prefill_size` is set. `tree_costs` is empty if trees
-    are fixed. `world`, `pid`, `node` (Ray's node id), `gpus` (the ids that Ray reserved on that node) and `interface`
-    (the network between ranks) describe the process that runs the rank; they keep their defaults if the rank does not
-    run in an actor.
+    `attention` (which parts FlashInfer leaves to other kernels, and why; empty for other backends), `quantised`
+    (which weights stay packed and which were dequantised) and `experts` (which ranks hold which experts).
+    `kv_bytes_per_token` counts the pools of all models that keep every token, with the scales of FP8, and the
+    hidden states that a multi-layer draft keeps. Layers with a sliding window may be in window pools instead: these
+    hold `kv_window_tokens` tokens of `kv_window_bytes_per_token` bytes, of which a request needs at most
+    `kv_window_request_tokens`. `kv_gb` is the size of all pools in 10^9 bytes. `max_request_tokens` is the largest
+    sum of prompt and output tokens that fits both the context length and the KV cache. `step_costs` is None if
+    `mixed_prefill_size` is set. `tree_costs` is empty if trees are fixed. `world`, `pid`, `node` (Ray's node id),
+    `gpus` (the ids that Ray reserved on that node) and `interface` (the network between ranks) describe the process
+    that runs the rank; they keep their defaults if the rank does not run in an actor.
     """
 
     config: EngineConfig
@@ -127,6 +129,9 @@ class RankInfo:
     kv_tokens: int
     kv_cache_dtype: str
     kv_bytes_per_token: int
+    kv_window_bytes_per_token: int
+    kv_window_tokens: int
+    kv_window_request_tokens: int
     kv_gb: float
     kv_sized_by: str
     max_request_tokens: int

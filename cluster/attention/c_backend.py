@@ -19,7 +19,7 @@ from cluster.kv.page_table import PageTable
 from cluster.kv.pool import KVPool
 
 POINTERS = (
-    *("memory", "q", "kv", "sinks", "out", "write", "pages", "tree_rows", "tree_lens", "bits"),
+    *("memory", "q", "kv", "sinks", "out", "write", "pages", "window_pages", "tree_rows", "tree_lens", "bits"),
     *("text_rows", "text_starts", "indptr"),
 )
 NUMBERS = (
@@ -52,6 +52,7 @@ class CAttention:
         self._heads, self._value_dim, self._windows = heads, value_dim, [window or 0 for window in windows]
         self._constant_fields: dict[str, Any] = {
             "pages": table.device_pages.data_ptr(),
+            "window_pages": None if pool.window_map is None else pool.window_map.device_pages.data_ptr(),
             "parts": cell_parts,
             "heads": heads,
             "kv_heads": kv_heads,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cluster.attention.bias import MASKED
-from cluster.kv.page_table import PageTable
+from cluster.kv.page_table import PageTable, WindowTable
 
 READ_SEPARATELY_BYTES = 1 << 24
 """If the cells of all requests have this many bytes or more in one layer, requests are read one by one. Fewer bytes are
@@ -60,7 +60,7 @@ class RequestCells:
 
     def __init__(
         self,
-        table: PageTable,
+        table: PageTable | WindowTable,
         rows: Tensor,
         lens: Tensor,
         longest: int,
@@ -142,7 +142,7 @@ class RequestCells:
             return self._pieces[key]
         if self._pages is None:
             max_pages = -(-(self.longest + self._max_window_slots) // self._table.page_size)
-            self._pages = host_values(self._table.device_pages.index_select(0, self.rows)[:, :max_pages])
+            self._pages = host_values(self._table.pages_of(self.rows, max_pages))
             assert self._pages is not None
         page_size, count = self._table.page_size, self.host_lens[request] + width
         min_slots = (

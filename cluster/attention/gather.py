@@ -14,7 +14,7 @@ from torch import Tensor
 from cluster.attention.bias import Visibility
 from cluster.attention.cells import CellPiece, RequestCells
 from cluster.batch import AttentionMetadata, HostBounds, PromptRows, TreeRows
-from cluster.kv.page_table import PageTable
+from cluster.kv.page_table import PageTable, WindowTable
 
 MAX_ROWS_IN_PIECES = 256
 """A request with more query rows per KV head than this is not read in pieces, because the scores of all pieces would be
@@ -111,7 +111,7 @@ class Chunks:
 class Gather:
     """Makes the attention calls of a rank's forwards from its page table."""
 
-    def __init__(self, table: PageTable, window: int) -> None:
+    def __init__(self, table: PageTable | WindowTable, window: int) -> None:
         """`window` is the number of slots that a decoding request may write in a step without grammars."""
         self.table, self._window = table, window
         self.prepare(HostBounds())
@@ -119,7 +119,7 @@ class Gather:
     @property
     def device(self) -> torch.device:
         """The device of the page table; pools must be on the same one."""
-        return self.table.device_pages.device
+        return self.table.device
 
     def prepare(self, bounds: HostBounds) -> None:
         """Begin a step within `bounds`, and drop what was computed from the lengths and pages of the last step."""

@@ -49,6 +49,7 @@ class TorchAttention:
         self._heads, self._windows, self._scale, self._value_dim = shape.with_defaults(pool)
         self._heads_per_kv_head, cell_bytes = self._heads // self._kv_heads, prod(pool.cell) * pool.dtype.itemsize
         self._spec = GatherSpec(cell_bytes, self._heads_per_kv_head, pool.dtype, set(self._windows))
+        self._pool = pool
         self._write: Tensor | None = None
         self._calls: list[AttentionCall] = []
 
@@ -65,7 +66,7 @@ class TorchAttention:
         return opaque(self._attend_all, layer, q, kv, sinks)
 
     def _bind(self, metadata: AttentionMetadata) -> None:
-        self._write = metadata.write
+        self._write = self._pool.own_slots(metadata.write)
         self._calls = self._gather.calls(metadata, self._spec)
         for call in self._calls:
             call.biases = {

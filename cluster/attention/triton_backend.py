@@ -64,6 +64,7 @@ class TritonAttention:
         cell_parts, kv_heads, key_dim = pool.cell
         heads, windows, self._scale, self._value_dim = shape.with_defaults(pool)
         self._pool, self._table, self._heads, self._kv_heads = pool, table, heads, kv_heads
+        self._window_map = pool.window_map
         self._windows = [window or 0 for window in windows]
         self._processors = processor_count(pool.kv.device)
         # Triton's blocks are powers of two, so a key of 576 numbers is read as FRONT = 512 and BACK = 64.
@@ -81,6 +82,7 @@ class TritonAttention:
             "FP8_GROUPS": 0 if pool.fp8_cell is None else len(pool.fp8_cell.groups),
             "PAGE_SIZE": table.page_size,
             "SCALE": self._scale * LOG2E,
+            "IS_WINDOW_POOL": pool.window_map is not None,
             "FRONT": max(16, key_front),
             "BACK": next_power_of_2(key_dim - key_front) if key_dim > key_front >= 16 else 0,
             "UPCAST": INTERPRETED and pool.dtype.itemsize == 2,
@@ -96,7 +98,7 @@ class TritonAttention:
         """Use `metadata` for the attention calls of the next forward."""
         self._metadata = metadata
         # If trees have one node, the slots are a strided column of the windows. All layers use this contiguous copy.
-        self._write_slots = metadata.write.contiguous()
+        self._write_slots = self._pool.own_slots(metadata.write).contiguous()
 
     def __call__(self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None = None) -> Tensor:
         """Write kv `[T, 2, nkv, d]` or `[T, 1, 1, d]` to the pool, then attend q `[T, nh, d]` -> `[T, nh * dv]`."""
@@ -161,6 +163,7 @@ class TritonAttention:
             q=call.q,
             memory=call.memory,
             pages=pages,
+            window_pages=None if self._window_map is None else self._window_map.device_pages,
             nonfinite_rows=call.nonfinite_rows,
             sinks=call.sinks,
             out=call.out,
@@ -232,6 +235,7 @@ class TritonAttention:
             q=call.q,
             memory=call.memory,
             pages=pages,
+            window_pages=None if self._window_map is None else self._window_map.device_pages,
             nonfinite_rows=call.nonfinite_rows,
             sinks=call.sinks,
             out=call.out,

@@ -13,7 +13,7 @@ from cluster.attention.gather import Gather
 from cluster.batch import AttentionMetadata, HostBounds, PromptRows, TreeRows
 from cluster.bench.ceilings import call_seconds
 from cluster.bench.report import median, ratio
-from cluster.engine.backends import bind_attention
+from cluster.engine.backends import PoolKind, bind_attention
 from cluster.kernels.interface import Kernels
 from cluster.kv.codes import encode
 from cluster.kv.page_table import PageTable
@@ -81,7 +81,7 @@ def attention_cases(
         page_order = torch.randperm(requests * pages, generator=torch.Generator().manual_seed(1)).to(torch.int32)
         table.device_pages[:requests] = page_order.view(requests, pages) + 1  # scattered pages; page 0 is reserved
         slots = (requests * pages + 1) * PAGE_SIZE
-        pool, attention = bind_attention([g], slots, dtype, Gather(table, rows), kernels, fp8)
+        pool, attention = bind_attention([g], PoolKind(slots, Gather(table, rows), table), dtype, fp8, kernels)
         cells = torch.randn(slots, *g.cell, generator=torch.Generator().manual_seed(2)).to(dtype)
         pool.kv[0] = cells if pool.fp8_cell is None else encode(cells, pool.fp8_cell)
         request_rows, prefix_lens = torch.arange(requests), torch.full((requests,), prefix)

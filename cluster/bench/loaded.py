@@ -61,8 +61,9 @@ class LoadedModels:
 
 
 def _cache_prompts(memory: RankMemory, prompts: Sequence[Sequence[int]]) -> None:
-    for pool in (memory.target_runner.pool, *(runner.pool for runner in memory.draft_runner_list)):
-        pool.kv.normal_()
+    for pools in (memory.target_runner.pools, *(runner.pools for runner in memory.draft_runner_list)):
+        for pool in pools.all:
+            pool.kv.normal_()
     for tokens in prompts:
         lease = memory.cache.open(tokens, len(tokens))
         assert lease is not None, "the cache has pages for all prompts"

@@ -119,6 +119,9 @@ class EngineConfig(Settings):
         "largest steps leave; on a CPU the fraction, for KV, of the memory that is free after "
         "loading, shared by the ranks of a node, unset: 0.3",
     )
+    swa_full_tokens_ratio: float | None = Field(
+        default=None, gt=0, le=1, description="share of tokens that sliding-window layers keep; 1: all; unset: computed"
+    )
     max_running_requests: int = Field(
         default=64, ge=1, le=4096, description="maximum number of requests that a group of ranks runs at once"
     )

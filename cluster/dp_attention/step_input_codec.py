@@ -22,6 +22,7 @@ from cluster.batch import (
     RowTokens,
     SamplingMode,
     StepInput,
+    WindowPageWrite,
 )
 from cluster.device.staging import bits_of, float_of
 from cluster.distributed.mesh import Axis
@@ -65,6 +66,9 @@ def pack(step_input: StepInput) -> list[int]:
     integers.append(len(step_input.writes))
     for write in step_input.writes:
         integers += write
+    integers.append(len(step_input.window_writes))
+    for window_write in step_input.window_writes:
+        integers += window_write
     integers.append(len(step_input.copies))
     for copy in step_input.copies:
         integers += copy
@@ -95,7 +99,8 @@ def unpack(integers: list[int]) -> StepInput:
         constraints=tuple(_unpack_grammar(remaining) for _ in range(next(remaining))),
         histories=tuple(_unpack_tokens(remaining) for _ in range(next(remaining))),
         writes=tuple(PageWrite(next(remaining), next(remaining), next(remaining)) for _ in range(next(remaining))),
-        copies=tuple(PageCopy(next(remaining), next(remaining), next(remaining)) for _ in range(next(remaining))),
+        window_writes=tuple(WindowPageWrite(next(remaining), next(remaining)) for _ in range(next(remaining))),
+        copies=tuple(PageCopy(*(next(remaining) for _ in PageCopy._fields)) for _ in range(next(remaining))),
     )
 
 

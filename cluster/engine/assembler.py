@@ -23,7 +23,7 @@ from cluster.batch import (
 )
 from cluster.config.resolved import ResolvedSettings
 from cluster.device.staging import StagedLists, Staging
-from cluster.kv.pool import SlotMemory, copied_slots
+from cluster.kv.pool import KVPool, SlotMemory, copied_slots
 from cluster.models.runner import DraftRunner, TargetRunner
 from cluster.spec.step import RequestTables
 
@@ -38,8 +38,10 @@ class Assembler:
         slots: Ordered[SlotMemory],
         runners: Ordered[TargetRunner | DraftRunner],
         buffer_sets: int = 1,
+        window_pools: Ordered[KVPool] = (),
     ) -> None:
-        """`slots` is all memory that is indexed by slot: a copy of a page is made in all of it. Before a step, each of
+        """`slots` is all memory that is indexed by slot, without window pools: a copy of a page is made in all of it,
+        and in `window_pools`. Before a step, each of
         `runners` is told what the host knows about the step (`HostBounds`). A runner has `buffer_sets` sets of host
         buffers, and steps use them in turn. FlashInfer has two, because a step in flight may still read its set; other
         kernels need one.
@@ -49,7 +51,7 @@ class Assembler:
         """The buffer set of the step that was sent last."""
         self._table, self._sampling, self._logits_tables = tables.pages, tables.sampling, tables.logits_tables
         self._history = tables.history
-        self._slots, self._runners = slots, runners
+        self._slots, self._window_pools, self._runners = slots, window_pools, runners
         self._device = self._table.device_pages.device
         self._window, self._positions_beyond = resolved.shape.window, resolved.max_positions_ahead
         self._window_offsets = torch.arange(self._window + resolved.forced_shape.forced_nodes, device=self._device)
@@ -79,10 +81,16 @@ class Assembler:
             staging.add("scored", _scored_row_indices(step_input.chunks))
         input_count = len(staging)  # the lists so far are the program's inputs; those below are changes, applied here
         has_changes = bool(step_input.lens or step_input.copies or step_input.writes or step_input.samplings)
+        has_changes = has_changes or bool(step_input.window_writes)
         if has_changes:
             staging.add("set", (row for row, _ in step_input.lens))
             staging.add("lens", (count for _, count in step_input.lens))
             staging.add("copies", copied_slots(step_input.copies, self._table.page_size))
+            if self._window_pools:
+                staging.add("window copies", copied_slots(step_input.copies, self._table.page_size, window=True))
+                staging.add(
+                    "window writes", (n for column in zip(*step_input.window_writes, strict=True) for n in column)
+                )
             _stage_writes(step_input.writes, staging)
             self._sampling.stage(step_input.samplings, staging)
             self._logits_tables.stage(step_input, staging)
@@ -111,6 +119,8 @@ class Assembler:
         """Apply the changes on the device, queued behind the steps in flight, which still use the old values."""
         if step_input.writes:
             self._table.apply(changes["cleared"], changes["written"].view(3, -1))
+        if step_input.window_writes and self._table.window_map is not None:
+            self._table.window_map.apply(changes["window writes"].view(2, -1))
         if step_input.samplings:
             self._sampling.put(changes)
             self._logits_tables.put(step_input, changes)
@@ -121,6 +131,8 @@ class Assembler:
         if step_input.copies:
             for memory in self._slots:
                 memory.move_kv_cache(*changes["copies"].view(2, -1))
+            for pool in self._window_pools:
+                pool.move_own_slots(*changes["window copies"].view(2, -1))
 
     def batch(
         self, sent: StagedLists, mode: SamplingMode, forced_nodes: int, extend_mode: ExtendMode = ExtendMode.ACCEPTED

@@ -9,7 +9,7 @@ earlier text, and token bitmasks. The implementations in torch are the reference
 import importlib
 import importlib.util
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,7 +20,11 @@ from cluster.config import ConfigError
 from cluster.kernels.flashinfer import library as flashinfer_library
 from cluster.kernels.interface import Kernels
 from cluster.kernels.library import KIND_NAMES, library
+from cluster.kv.layer_pools import LayerPools
+from cluster.kv.page_table import PageTable
 from cluster.kv.pool import KVPool
+from cluster.kv.window_map import WindowMap
+from cluster.models.layered_attention import LayeredAttention
 from cluster.models.runner import AttentionBackend
 from cluster.sampling.token_bitmask import ApplyTokenBitmask
 from cluster.sampling.torch_sampler import Sampler
@@ -136,10 +140,46 @@ def select_kernels(setting: str, device: torch.device, dtype: torch.dtype) -> Ke
     raise ConfigError(f"attention_backend {setting} {kernels}")
 
 
+class PoolKind(NamedTuple):
+    """A kind of KV pools: how many `slots` they have, the `gather` for attention in torch over them, and the page
+    `table`, with a `window_map` if they are window pools.
+    """
+
+    slots: int
+    gather: Gather
+    table: PageTable
+    window_map: WindowMap | None = None
+
+
+def bind_layers(
+    layers: Sequence[LayerGeometry],
+    kinds: Sequence[PoolKind],
+    is_windowed: Sequence[bool],
+    kernels: Kernels,
+    dtypes: tuple[torch.dtype, bool],
+) -> tuple[LayerPools, AttentionBackend]:
+    """Return the KV pools for the `layers` of one runner, and its attention. `kinds` has the kind of pools that keep
+    every token, and that of window pools, in which layer i is if `is_windowed[i]`. `dtypes` are the dtype of queries,
+    and whether the pools store FP8.
+    """
+    pools, parts, places = list[KVPool](), list[AttentionBackend](), dict[int, tuple[int, int]]()
+    for windowed, kind in zip((False, True), kinds, strict=False):
+        chosen = [index for index, in_window in enumerate(is_windowed) if in_window == windowed]
+        if not chosen:
+            continue
+        pool, attention = bind_attention([layers[i] for i in chosen], kind, *dtypes, kernels)
+        places.update({layer: (len(parts), own_layer) for own_layer, layer in enumerate(chosen)})
+        pools.append(pool)
+        parts.append(attention)
+    if len(parts) == 1:
+        return LayerPools(pools, kinds[0].slots), parts[0]
+    return LayerPools(pools, kinds[0].slots), LayeredAttention(parts, [places[layer] for layer in range(len(layers))])
+
+
 def bind_attention(
-    layers: Sequence[LayerGeometry], slots: int, dtype: torch.dtype, gather: Gather, kernels: Kernels, fp8: bool = False
+    layers: Sequence[LayerGeometry], kind: PoolKind, dtype: torch.dtype, fp8: bool, kernels: Kernels
 ) -> tuple[KVPool, AttentionBackend]:
-    """Return a KV pool of `slots` slots for `layers` of one runner, and the attention of `kernels` bound to it.
+    """Return a KV pool of this `kind` for `layers` of one runner, and the attention of `kernels` bound to it.
 
     A KV cell is what one token stores in one layer: K and V, or one latent. The cells of all layers have the same
     shape. The pool stores them in FP8 if `fp8` is True, otherwise in `dtype`. Queries are in `dtype`.
@@ -147,7 +187,8 @@ def bind_attention(
     geometry, library_of_pool = layers[0], {} if kernels.library is None else {"library": kernels.library}
     fp8_cell = geometry.fp8_cell if fp8 else None
     pool = implementation("pool", kernels.name)(
-        len(layers), slots, geometry.cell, dtype, gather.device, fp8_cell, **library_of_pool
+        *(len(layers), kind.slots, geometry.cell, dtype, kind.table.device, fp8_cell, kind.window_map),
+        **library_of_pool,
     )
     extra_arguments: tuple[Any, ...] = ()
     if kernels.flashinfer is not None:
@@ -155,7 +196,7 @@ def bind_attention(
     elif kernels.library is not None:
         extra_arguments = (kernels.library,)
     # Attention in torch gathers cells by their slots (`Gather`); other attention reads the page table itself.
-    pages = gather if kernels.name == "torch" else gather.table
+    pages = kind.gather if kernels.name == "torch" else kind.table
     shape = AttentionShape(
         geometry.heads, tuple(layer.sliding_window for layer in layers), geometry.scale, geometry.value_dim
     )

@@ -32,6 +32,7 @@ from cluster.engine.models import RankModels, device_facts, kernels_of, load_mod
 from cluster.engine.one_shot_setting import check_one_shot_setting, enable_one_shot
 from cluster.engine.programs import Programs
 from cluster.engine.rank_agreement import check_rank_agreement
+from cluster.engine.rank_info import rank_info
 from cluster.engine.scheduler import Scheduler
 from cluster.engine.step_loop import StepLoop
 from cluster.engine.tree_calibration import measure_trees, tree_costs
@@ -59,7 +60,7 @@ from cluster.spec.ngram import NgramDraft
 from cluster.spec.resting import RestingDraft
 from cluster.spec.step import RequestTables, Step
 from cluster.spec.synthetic import SyntheticAccept
-from cluster.status import CaptureInfo, RankInfo
+from cluster.status import CaptureInfo
 from cluster.tokenizer.tokenizer import TextTokenizer
 
 logger = logging.getLogger(__name__)
@@ -239,7 +240,7 @@ def assemble(prepared: EnginePlan, draft: Draft) -> Rank:
     name = name_of(config.model_path) or "model"
     trees = [shape.label for shape in resolved.tiers]
     metrics = EngineMetrics(model_name=name, rank=mesh.rank, depths=resolved.forced_shape.num_steps, trees=trees)
-    info = _rank_info(prepared, pace, captured)
+    info = rank_info(prepared.models, memory, mesh, pace, captured)
     if costs is not None:
         info = replace(info, tree_costs=tree_costs(costs, resolved))
     logger.info("rank %d: computes in %s; kernels in %s", mesh.rank, info.dtype, info.kernels)
@@ -249,6 +250,9 @@ def assemble(prepared: EnginePlan, draft: Draft) -> Rank:
         logger.warning("draft %s: %s", config.speculative_draft_model_path, warning)
     kv_log_values = mesh.rank, info.kv_tokens, info.kv_cache_dtype, info.kv_bytes_per_token, info.kv_sized_by
     logger.info("rank %d: KV cache of %d tokens in %s, %d bytes a token (%s)", *kv_log_values)
+    if info.kv_window_tokens:
+        window_log_values = mesh.rank, info.kv_window_tokens, info.kv_window_bytes_per_token
+        logger.info("rank %d: layers with a sliding window keep %d tokens, %d bytes a token", *window_log_values)
     loop = StepLoop(lockstep, metrics, info, memory.forward_spans)
     if not mesh.is_leader:
         return loop
@@ -275,7 +279,8 @@ def _lockstep(prepared: EnginePlan, draft: Draft, captures: Captures | None) -> 
     rows = config.max_running_requests + 1  # the last row is that of idle requests (padding)
     draft_inputs = EagleDraftInput.create_idle_input(resolved.draft, resolved.shape.topk, dtype, device, rows)
     runners: list[TargetRunner | DraftRunner] = [memory.target_runner, *memory.draft_runner_list]
-    slot_memories: list[SlotMemory] = [runner.pool for runner in runners]
+    slot_memories: list[SlotMemory] = [pool for runner in runners for pool in runner.pools.other_pools]
+    window_pools = [pool for runner in runners for pool in runner.pools.window_pools]
     if isinstance(draft, MultiLayerDraft):
         slot_memories.append(draft)
     buckets = None if captures is None else captures.buckets
@@ -309,7 +314,7 @@ def _lockstep(prepared: EnginePlan, draft: Draft, captures: Captures | None) -> 
         coordinator=Coordinator(mesh, rule, resolved.tiers, *models.ops),
         exchange=models.exchange,
         programs=Programs(
-            Assembler(tables, resolved, slot_memories, runners, buffer_sets),
+            Assembler(tables, resolved, slot_memories, runners, buffer_sets, window_pools),
             step,
             models.exchange,
             mesh.world.clock,
@@ -356,43 +361,3 @@ def _tokenizer(config: EngineConfig) -> TextTokenizer | None:
     if config.tokenizer_path is None and not (Path(folder) / "tokenizer.json").is_file():
         return None
     return TextTokenizer.load(folder)
-
-
-def _rank_info(prepared: EnginePlan, pace: StepTimes | None, captured: CaptureInfo | None) -> RankInfo:
-    resolved, memory, mesh = prepared.resolved, prepared.memory, prepared.mesh
-    config, shape, pages = resolved.settings, resolved.shape.drafted_shape, memory.cache.total_pages
-    tokens = pages * config.page_size
-    return RankInfo(
-        config=config,
-        rank=mesh.rank,
-        dp_rank=mesh.dp_rank,
-        dtype=resolved.dtype,
-        device=str(prepared.device),
-        context_length=resolved.context_length,
-        vocab_size=resolved.target.vocab_size,
-        eos_token_ids=tuple(resolved.target.eos_token_ids),
-        attention_backend=prepared.models.kernels.name,
-        kernels=prepared.models.kernels.description,
-        attention=prepared.models.attention,
-        quantised=prepared.models.quantised,
-        experts=prepared.models.experts,
-        steps_ahead=resolved.steps_ahead,
-        captured=captured,
-        num_threads=torch.get_num_threads(),
-        speculative_mode="adaptive" if resolved.adaptive_trees else "fixed",
-        speculative_num_steps=shape.num_steps,
-        speculative_eagle_topk=shape.topk,
-        speculative_num_draft_tokens=shape.num_draft_tokens,
-        speculative_lookup_tokens=resolved.lookup_tokens,
-        speculative_batch_tiers=dict(config.speculative_batch_tiers),
-        draft=None if resolved.draft is None else resolved.draft.info(),
-        page_size=config.page_size,
-        kv_pages=pages,
-        kv_tokens=tokens,
-        kv_cache_dtype=resolved.kv_cache_dtype,
-        kv_bytes_per_token=prepared.models.token_bytes,
-        kv_gb=round(tokens * prepared.models.token_bytes / 1e9, 3),
-        kv_sized_by=memory.capacity.sized_by,
-        max_request_tokens=min(resolved.context_length, tokens - resolved.forced_shape.window),
-        step_costs=None if pace is None else pace.costs(),
-    )

@@ -97,9 +97,14 @@ def trial_steps(
         leases = [lease]
         while len(leases) < requests and (lease := cache.open(tokens, context + window, max_cached_tokens=0)):
             leases.append(lease)
+        if cache.window is not None:
+            for lease in leases:
+                cache.window.lend(lease.own_pages)
         trial.begin(cache, leases)
     yield trial
     for lease in trial.leases:
+        if cache.window is not None:
+            cache.window.take_back(lease.own_pages)
         cache.close(lease, tokens, 0)
     lockstep.mesh.world.clock.take_collective_spans()  # drop the waits of these steps from the statistics
     lockstep.step.forget_chances()  # the accepted nodes mean nothing, because the tokens were made up
@@ -130,8 +135,11 @@ class Trial:
         """
         self.leases = leases
         greedy = tuple(RowSampling(lease.row, 0.0, 0, 1.0, 0.0, 0) for lease in leases)
-        self._first_step_input = StepInput(samplings=greedy, writes=cache.table.unsent_writes)
-        cache.table.mark_sent()
+        table = cache.table
+        self._first_step_input = StepInput(
+            samplings=greedy, writes=table.unsent_writes, window_writes=table.unsent_window_writes
+        )
+        table.mark_sent()
 
     def time(self, load: TrialLoad) -> float:
         """Return the best time so far of a step with this load, in microseconds; the same on every rank."""

@@ -45,6 +45,8 @@ class DecodeScheduler:
                 for request, _ in schedule.decodes
             ]
             if self._cache.grow([lease for _, lease in schedule.decodes], needed_tokens):
+                for (_, lease), tokens in zip(schedule.decodes, needed_tokens, strict=True):
+                    self._cache.cover(lease, tokens)
                 break
             self._retract(self.running[-1])
             schedule.retracted_count += 1

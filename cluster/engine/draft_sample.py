@@ -39,11 +39,18 @@ def take_sample(tokens: tuple[int, ...], lockstep: Lockstep, cache: KVCache) -> 
         return None
     lease = cache.open(tokens, len(tokens) + lockstep.tree_shapes[-1].window)
     assert lease is not None, "an empty cache holds a request"
+    cache.cover(lease, len(tokens))
     chunk = PromptChunk(lease.row, 0, len(tokens), True, tokens)
     greedy = RowSampling(lease.row, 0.0, 0, 1.0, 0.0, 0)
-    step_input = StepInput(chunks=(chunk,), samplings=(greedy,), writes=cache.table.unsent_writes)
+    table = cache.table
+    step_input = StepInput(
+        chunks=(chunk,),
+        samplings=(greedy,),
+        writes=table.unsent_writes,
+        window_writes=table.unsent_window_writes,
+    )
     lockstep.read(lockstep.run(step_input, 1, lockstep.any_tier))
-    cache.table.mark_sent()
+    table.mark_sent()
     cache.close(lease, tokens, 0)
     row = torch.tensor([lease.row], device=lockstep.step.draft_inputs.bonus.device)
     return lockstep.step.draft_inputs.take(row)

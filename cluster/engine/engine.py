@@ -177,7 +177,7 @@ class Engine:
         schedule = parts.scheduler.schedule(self._max_decode_us, self._prefilling_groups)
         if schedule.admitted:  # before the step runs: if it crashes, the replica suspects these requests
             self._on_admitted(tuple(sequence.request.request_id for sequence in schedule.admitted))
-        step_input = schedule.to_step_input(parts.cache.table.unsent_writes, parts.resolved.looks_up_tokens)
+        step_input = schedule.to_step_input(parts.cache.table, parts.resolved.looks_up_tokens)
         scheduled = time.perf_counter()
         for sequence in schedule.first_admitted:
             sequence.times.admit(scheduled)

@@ -7,11 +7,13 @@ import torch
 from cluster.attention.gather import Gather
 from cluster.device.timing import Spans, timer_of
 from cluster.distributed.mesh import Mesh
-from cluster.engine.backends import bind_attention
+from cluster.engine.backends import PoolKind, bind_layers
 from cluster.engine.models import RankModels
 from cluster.kv.budget import Capacity, MemoryBreakdown, kv_capacity, page_count
 from cluster.kv.cache import KVCache
-from cluster.kv.page_table import PageTable
+from cluster.kv.page_table import PageTable, WindowTable
+from cluster.kv.window_map import WindowMap
+from cluster.kv.window_pages import WindowPages
 from cluster.models.runner import DraftRunner, TargetRunner
 
 
@@ -37,23 +39,30 @@ def allocate(
     Raises:
         ConfigError: not even a short request would fit, or the device has less memory than the settings ask for.
     """
-    capacity = kv_capacity(models.resolved, mesh, models.token_bytes, breakdown)
+    capacity = kv_capacity(models.resolved, mesh, models.pool_sizes, breakdown)
     return allocate_pages(models, device, page_count(models.resolved, capacity), capacity)
 
 
 def allocate_pages(models: RankModels, device: torch.device, pages: int, capacity: Capacity) -> RankMemory:
-    """Allocate pools of `pages` pages and the sink page (page 0, to which padding rows write). `capacity` says what
-    determined their size.
+    """Allocate pools of `pages` pages and the sink page (page 0, to which padding rows write). The pages of window
+    pools are as many as `models.window_needs` says. `capacity` says what determined the size of the pools.
     """
-    resolved, forward_spans = models.resolved, Spans(timer_of(device))
-    config, spec = resolved.settings, resolved.draft
+    resolved, forward_spans, needs = models.resolved, Spans(timer_of(device)), models.window_needs
+    config, spec, size = resolved.settings, resolved.draft, resolved.settings.page_size
     max_request_tokens = resolved.context_length + resolved.forced_shape.window
-    table = PageTable(config.max_running_requests, max_request_tokens, config.page_size, device)
-    cache = KVCache(pages, table, radix=not config.disable_radix_cache)
-    slots = (pages + 1) * config.page_size
-    gather = Gather(table, resolved.shape.window)
-    attention_arguments = slots, models.dtype, gather, models.kernels, resolved.fp8_cache
-    target_attention, *draft_attentions = [bind_attention(layers, *attention_arguments) for layers in models.layers]
+    window_map = None if needs is None else WindowMap(pages, size, device)
+    table = PageTable(config.max_running_requests, max_request_tokens, size, device, window_map)
+    window = None
+    kinds = [PoolKind((pages + 1) * size, Gather(table, resolved.shape.window), table)]
+    if needs is not None and window_map is not None:
+        window = WindowPages(needs, needs.pages(pages, size), window_map)
+        gather = Gather(WindowTable(table, window_map), resolved.shape.window)
+        kinds.append(PoolKind((window.total + 1) * size, gather, table, window_map))
+    cache = KVCache(pages, table, not config.disable_radix_cache, window)
+    dtypes = models.dtype, resolved.fp8_cache
+    target_attention, *draft_attentions = [
+        bind_layers(layers, kinds, models.is_windowed(layers), models.kernels, dtypes) for layers in models.layers
+    ]
     boundaries = spec.aux_boundaries if spec is not None and spec.use_aux_hidden_state else ()
     drafts = [
         DraftRunner(model, *attention, forward_spans)

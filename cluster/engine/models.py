@@ -1,6 +1,6 @@
 """The loaded models of one rank: the target and the draft runner list, each with its sharding and exchange."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,6 +14,7 @@ from cluster.dp_attention.plan import ExpertParallel, Ops
 from cluster.engine.backends import select_kernels
 from cluster.kernels.interface import Kernels
 from cluster.kv.pool import pool_bytes
+from cluster.kv.pool_sizes import PoolSizes, WindowNeeds
 from cluster.models.context import UNSHARDED, ModelContext, Sharding, describe_expert_placement, expert_shard
 from cluster.models.draft import DraftModel
 from cluster.models.exchange import NoExchange
@@ -23,6 +24,7 @@ from cluster.models.target import DecoderTarget
 from cluster.sampling.noise import at_least_float32
 from cluster.sampling.sharded import ShardedHead
 from cluster.spec.multilayer import buffer_bytes
+from cluster.spec.resting import MISSED_TOKENS
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -97,12 +99,35 @@ class RankModels:
         return layers
 
     @property
-    def token_bytes(self) -> int:
+    def window_needs(self) -> WindowNeeds | None:
+        """What requests need in window pools; None if this rank has none. FlashInfer reads pages of its own plans, so
+        with FlashInfer all layers are in the other pools. So they are if `swa_full_tokens_ratio` is 1.
+        """
+        if self.kernels.flashinfer is not None or self.resolved.settings.swa_full_tokens_ratio == 1:
+            return None
+        windows = {layer.sliding_window for layers in self.layers for layer in layers if layer.sliding_window}
+        needs = [window_needs_of(self.resolved, window, len(self.drafts)) for window in sorted(windows)]
+        return next((of_window for of_window in reversed(needs) if of_window is not None), None)
+
+    def is_windowed(self, layers: Sequence[LayerGeometry]) -> list[bool]:
+        """Return for each layer of a runner whether it is in a window pool."""
+        needs = self.window_needs
+        return [needs is not None and needs.holds(layer.sliding_window) for layer in layers]
+
+    @property
+    def pool_sizes(self) -> PoolSizes:
         """Bytes per token in the pools of all runners and in the hidden states that a multi-layer draft keeps."""
-        hidden_bytes = 0
+        token_bytes = window_bytes = 0
         if (spec := self.resolved.draft) is not None:
-            hidden_bytes = buffer_bytes(len(self.drafts), spec.hidden, self.dtype)
-        return sum(pool_bytes(layers, self.dtype, self.resolved.fp8_cache) for layers in self.layers) + hidden_bytes
+            token_bytes = buffer_bytes(len(self.drafts), spec.hidden, self.dtype)
+        for layers in self.layers:
+            for layer, in_window in zip(layers, self.is_windowed(layers), strict=True):
+                layer_bytes = pool_bytes([layer], self.dtype, self.resolved.fp8_cache)
+                token_bytes, window_bytes = (
+                    token_bytes + layer_bytes * (not in_window),
+                    window_bytes + layer_bytes * in_window,
+                )
+        return PoolSizes(self.resolved.settings.page_size, token_bytes, window_bytes, self.window_needs)
 
     @property
     def ops(self) -> tuple[Ops, Ops | None]:
@@ -150,6 +175,25 @@ def kernels_of(resolved: ResolvedConfig, device: torch.device) -> Kernels:
                 f"attention_backend flashinfer has no part in this target: {shares[0].reason}; set it to triton"
             )
     return kernels
+
+
+def window_needs_of(resolved: ResolvedConfig, window: int, drafts: int) -> WindowNeeds | None:
+    """Return what requests need in window pools that hold layers with a sliding window of up to `window` tokens. Return
+    None if a request of the full context would need as many pages as in other pools. There are `drafts` draft runners.
+    """
+    settings, shape, steps = resolved.settings, resolved.forced_shape, 1 + resolved.steps_ahead
+    page_size, requests, ratio = settings.page_size, settings.max_running_requests, settings.swa_full_tokens_ratio
+    # Rows that were read before may be read again: by a draft that wakes, or by the later runners of a multi-layer
+    # draft, in which the KV of a token depends on the tokens after it.
+    reach = window - 1 + max(MISSED_TOKENS, drafts)
+    request_tokens = reach + steps * (shape.num_steps + 1) + shape.window
+    # A request has one page at each end that other tokens share.
+    request_pages = -(-request_tokens // page_size) + 2
+    if request_pages * page_size >= resolved.context_length:
+        return None
+    sample_tokens = 0 if resolved.sample is None else len(resolved.sample.tokens)  # read as one chunk at start
+    chunk_pages = -(-max(steps * resolved.chunk_rows, sample_tokens) // page_size)
+    return WindowNeeds(window, reach, request_pages, chunk_pages, requests, ratio)
 
 
 def _refuse_fp8(capability: tuple[int, int], dtype: torch.dtype) -> None:

@@ -225,6 +225,7 @@ class PrefillScheduler:
         if stop > start and sequence.lease is not None:
             scored = sequence.missing_scores(start, stop)
             remaining_rows.scored_rows -= scored
+            self._cache.cover(sequence.lease, stop)
             schedule.chunks.append(Chunk(sequence, sequence.lease, start, stop, stop == len(sequence.tokens), scored))
 
     def _admit_waiting(self, schedule: Schedule, remaining_rows: RemainingRows) -> None:

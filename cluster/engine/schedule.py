@@ -5,11 +5,12 @@ take.
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from cluster.batch import DecodeRequest, PageCopy, PageWrite, PromptChunk, SamplingMode, StepInput
+from cluster.batch import DecodeRequest, PageCopy, PromptChunk, SamplingMode, StepInput
 from cluster.config.tree_shape import TreeShape
 from cluster.dp_attention.facts import NO_TREES, TreeVote
 from cluster.engine.request_state import RequestState
 from cluster.kv.cache import Lease
+from cluster.kv.page_table import PageTable
 from cluster.request import RequestParams
 
 
@@ -68,9 +69,10 @@ class Schedule:
         """The number of prompt rows of the step."""
         return sum(chunk.stop - chunk.start for chunk in self.chunks)
 
-    def to_step_input(self, writes: tuple[PageWrite, ...], with_histories: bool = False) -> StepInput:
-        """Return the work as plain values, with the tokens of admitted requests if `with_histories`. Sorts `chunks` in
-        place by length, so that chunks of equal length are neighbours; the results of the step have the same order.
+    def to_step_input(self, table: PageTable, with_histories: bool = False) -> StepInput:
+        """Return the work as plain values, with the unsent changes of `table`, and with the tokens of admitted requests
+        if `with_histories`. Sorts `chunks` in place by length, so that chunks of equal length are neighbours; the
+        results of the step have the same order.
         """
         self.chunks.sort(key=lambda chunk: chunk.stop - chunk.start)
         decodes = [sequence for sequence, _ in self.decodes]
@@ -90,7 +92,8 @@ class Schedule:
                 request.constraint() for request in self.admitted if request.request.params.grammar is not None
             ),
             histories=tuple(request.history() for request in self.admitted) if with_histories else (),
-            writes=writes,
+            writes=table.unsent_writes,
+            window_writes=table.unsent_window_writes,
             copies=self.copies,
             mode=mode | SamplingMode.PROMPT_LOGPROBS if any(chunk.scored for chunk in self.chunks) else mode,
         )

@@ -107,8 +107,7 @@ def measure_memory(
     models' weights. Steps are measured with pools of one page. `build_lockstep` makes the `Lockstep` that runs these
     steps.
     """
-    resolved = models.resolved
-    page_bytes = resolved.settings.page_size * models.token_bytes
+    resolved, sizes = models.resolved, models.pool_sizes
     graphs = device.type == "cuda" and captures_of(resolved.settings, device, models, mesh) is not None
 
     def measure_workspace(requests: int, rows: int) -> int:
@@ -116,12 +115,12 @@ def measure_memory(
         memory.reset_peak()
         trial_memory = allocate_pages(smaller_models, device, 1, Capacity(resolved.settings.page_size, "a trial"))
         run_largest(build_lockstep(smaller_models, trial_memory), smaller_models.resolved, trial_memory.cache.table)
-        return memory.peak_bytes() - 2 * page_bytes  # without the page and the sink page
+        return memory.peak_bytes() - 2 * sizes.page_bytes  # without the page and the sink page
 
     def memory_breakdown(workspace: int) -> MemoryBreakdown:
         return MemoryBreakdown(memory.total_bytes, memory.free_bytes(), weights, workspace, workspace if graphs else 0)
 
-    min_kv_bytes = resolved.shape.window * models.token_bytes + 2 * page_bytes
+    min_kv_bytes = sizes.bytes_of(resolved.shape.window) + 2 * sizes.page_bytes
     return memory_breakdown_of(resolved, mesh, min_kv_bytes, memory_breakdown, measure_workspace)
 
 

@@ -48,7 +48,7 @@ SIGNATURES = {
     "place": "ppiiii",
     "cells": "p",
     "numbers": "p",
-    "move": "pppiiii",
+    "move": "pppiiiipi",
 }
 Function = Callable[..., None]
 

@@ -11,6 +11,7 @@ from cluster.config import ConfigError, EngineConfig
 from cluster.config.resolved import ResolvedSettings
 from cluster.distributed.mesh import Mesh
 from cluster.kv.free_memory import free_memory
+from cluster.kv.pool_sizes import PoolSizes
 
 CPU_FRACTION = 0.3  # on a CPU, KV takes this share of the memory that is free after loading, if no share is configured
 GB = 1e9
@@ -68,12 +69,12 @@ class MemoryBreakdown(NamedTuple):
 
 
 def kv_capacity(
-    resolved: ResolvedConfig, mesh: Mesh, token_bytes: int, breakdown: MemoryBreakdown | None = None
+    resolved: ResolvedConfig, mesh: Mesh, sizes: PoolSizes, breakdown: MemoryBreakdown | None = None
 ) -> Capacity:
     """Return the KV capacity of one rank, equal on every rank of the gang. Call it after all models are loaded.
 
-    `token_bytes` are the bytes of one token in the pools of all runners together. `breakdown` is given for a device
-    with its own memory, and None on a CPU. The first of these rules that applies gives the capacity:
+    `sizes` are the bytes of tokens in the pools of all runners together. `breakdown` is given for a device with its own
+    memory, and None on a CPU. The first of these rules that applies gives the capacity:
 
     1. `max_total_tokens`, if set.
     2. `kv_cache_gb`, if set.
@@ -89,13 +90,13 @@ def kv_capacity(
     """
     config = resolved.settings
     if breakdown is not None:
-        return _device_capacity(resolved, breakdown, token_bytes)
+        return _device_capacity(resolved, breakdown, sizes)
     assert resolved.device != "cuda", "on a GPU the free memory must be measured first"
     if config.max_total_tokens is not None:
         return Capacity(config.max_total_tokens, "max_total_tokens")
     max_useful_tokens, max_reason = _max_useful_tokens(resolved)
     if config.kv_cache_gb is not None:
-        tokens = int(config.kv_cache_gb * GB) // token_bytes
+        tokens = sizes.tokens_in(int(config.kv_cache_gb * GB))
         return (
             Capacity(max_useful_tokens, max_reason)
             if tokens > max_useful_tokens
@@ -104,7 +105,7 @@ def kv_capacity(
     machine_id = _machine_id()
     machine_ids = [row[0] for row in mesh.all_gather_row((machine_id,))]  # waits until every rank has loaded
     kv_bytes, explanation = _cpu_kv_bytes(config, machine_ids.count(machine_id))
-    rank_tokens = max(0, kv_bytes) // token_bytes
+    rank_tokens = sizes.tokens_in(kv_bytes)
     tokens = min(row[0] for row in mesh.all_gather_row((rank_tokens,)))
     if tokens >= max_useful_tokens:
         return Capacity(max_useful_tokens, max_reason)
@@ -122,7 +123,7 @@ def _max_useful_tokens(resolved: ResolvedConfig) -> tuple[int, str]:
     return max_tokens, f"{requests} requests at the full context of {resolved.context_length} tokens need no more"
 
 
-def _device_capacity(resolved: ResolvedConfig, breakdown: MemoryBreakdown, token_bytes: int) -> Capacity:
+def _device_capacity(resolved: ResolvedConfig, breakdown: MemoryBreakdown, sizes: PoolSizes) -> Capacity:
     """Return the capacity on a device with its own memory. If the free memory or `mem_fraction_static` decides, one
     page is subtracted for the sink page (page 0, to which padding rows write).
 
@@ -131,17 +132,17 @@ def _device_capacity(resolved: ResolvedConfig, breakdown: MemoryBreakdown, token
             which value.
     """
     config, (max_useful_tokens, max_reason) = resolved.settings, _max_useful_tokens(resolved)
-    available_tokens = max(0, breakdown.kv_bytes // token_bytes - config.page_size)
+    available_tokens = sizes.tokens_in(breakdown.kv_bytes - sizes.page_bytes)
     # 1 % below `available_tokens`: the next start may find slightly less free memory.
     advised_tokens = available_tokens - -(-available_tokens // 100)
-    allowed_tokens = max(
-        0, int(breakdown.kv_bytes + USABLE_RESERVE_SHARE * breakdown.reserve) // token_bytes - config.page_size
+    allowed_tokens = sizes.tokens_in(
+        int(breakdown.kv_bytes + USABLE_RESERVE_SHARE * breakdown.reserve) - sizes.page_bytes
     )
     if config.max_total_tokens is not None:
         if config.max_total_tokens > allowed_tokens:
             raise _too_large_error(
                 breakdown,
-                token_bytes,
+                sizes,
                 config.max_total_tokens,
                 available_tokens,
                 f"max_total_tokens to {advised_tokens}",
@@ -151,34 +152,33 @@ def _device_capacity(resolved: ResolvedConfig, breakdown: MemoryBreakdown, token
     requested_tokens, remedy = available_tokens, ""
     if config.kv_cache_gb is not None:
         requested_tokens, explanation = (
-            int(config.kv_cache_gb * GB) // token_bytes,
+            sizes.tokens_in(int(config.kv_cache_gb * GB)),
             f"kv_cache_gb {config.kv_cache_gb:g}",
         )
-        remedy = f"kv_cache_gb to {int(advised_tokens * token_bytes / GB * 1e4) / 1e4:g}"
+        remedy = f"kv_cache_gb to {int(sizes.bytes_of(advised_tokens) / GB * 1e4) / 1e4:g}"
     elif config.mem_fraction_static is not None:
         fraction = config.mem_fraction_static
-        requested_tokens = int(fraction * breakdown.total - breakdown.weights) // token_bytes - config.page_size
+        requested_tokens = sizes.tokens_in(int(fraction * breakdown.total - breakdown.weights) - sizes.page_bytes)
         explanation = (
             f"mem_fraction_static {fraction:g} of {breakdown.total / GB:.1f} GB less "
             f"{breakdown.weights / GB:.1f} GB of weights"
         )
-        advised_fraction = (
-            int((breakdown.weights + (advised_tokens + config.page_size) * token_bytes) / breakdown.total * 1e4) / 1e4
-        )
+        advised_bytes = breakdown.weights + sizes.bytes_of(advised_tokens) + sizes.page_bytes
+        advised_fraction = int(advised_bytes / breakdown.total * 1e4) / 1e4
         remedy = f"mem_fraction_static to {advised_fraction:g}"
     if requested_tokens >= max_useful_tokens:
         requested_tokens, explanation = max_useful_tokens, max_reason
     if requested_tokens > allowed_tokens:
-        raise _too_large_error(breakdown, token_bytes, requested_tokens, available_tokens, remedy)
+        raise _too_large_error(breakdown, sizes, requested_tokens, available_tokens, remedy)
     return Capacity(max(0, requested_tokens), explanation)
 
 
 def _too_large_error(
-    breakdown: MemoryBreakdown, token_bytes: int, requested_tokens: int, available_tokens: int, remedy: str
+    breakdown: MemoryBreakdown, sizes: PoolSizes, requested_tokens: int, available_tokens: int, remedy: str
 ) -> ConfigError:
     return ConfigError(
-        f"a KV cache of {requested_tokens} tokens takes {requested_tokens * token_bytes / GB:.3f} GB, and "
-        f"{available_tokens * token_bytes / GB:.3f} GB are left for it ({breakdown.description}): lower {remedy}, or "
+        f"a KV cache of {requested_tokens} tokens takes {sizes.bytes_of(requested_tokens) / GB:.3f} GB, and "
+        f"{sizes.bytes_of(available_tokens) / GB:.3f} GB are left for it ({breakdown.description}): lower {remedy}, or "
         "lower max_running_requests or chunked_prefill_size"
     )
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from cluster.capture.recorder import native
 from cluster.kernels.library import Library
 from cluster.kv.pool import KVPool
+from cluster.kv.window_map import WindowMap
 
 
 class CPool(KVPool):
@@ -22,10 +23,18 @@ class CPool(KVPool):
 
     def move_kv_cache(self, destination: Tensor, source: Tensor) -> None:
         """Copy cells from slot to slot in every layer; see `SlotMemory.move_kv_cache`."""
+        self._move_cells(destination, source, self.window_map)
+
+    def move_own_slots(self, destination: Tensor, source: Tensor) -> None:
+        """Copy cells between slots of this pool; see `KVPool.move_own_slots`."""
+        self._move_cells(destination, source, None)
+
+    def _move_cells(self, destination: Tensor, source: Tensor, window_map: WindowMap | None) -> None:
         destination, source, layer_bytes = destination.contiguous(), source.contiguous(), self.kv.stride(0)
         native(
             self._move,
             *(self.kv.data_ptr(), destination.data_ptr(), source.data_ptr(), source.numel(), self.layers),
             layer_bytes * self.kv.itemsize,
             self.kv.stride(1) * self.kv.itemsize,
+            *(None, 1) if window_map is None else (window_map.device_pages.data_ptr(), window_map.page_size),
         )

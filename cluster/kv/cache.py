@@ -21,6 +21,7 @@ from cluster.batch import PageCopy
 from cluster.kv.page_table import PageTable
 from cluster.kv.pages import PageAllocator
 from cluster.kv.radix import Key, Node, RadixTree, common_prefix_length
+from cluster.kv.window_pages import WindowPages, WindowSpan
 
 
 class NextPages(NamedTuple):
@@ -42,7 +43,7 @@ class Lease:
     `cached_tokens` counts the tokens found in the cache when the lease was opened. `copy_source` is a node whose cells
     (a cell is the KV of one token) the next step copies into the first own page; the node is locked until then.
     `tokens` and `committed` are those of the last `publish`: the first `committed` tokens have their KV. A lease reads
-    and shares only pages of its own `salt`.
+    and shares only pages of its own `salt`. `span` says which pages have a page in the window pools, if there are any.
     """
 
     row: int
@@ -53,6 +54,7 @@ class Lease:
     tokens: Sequence[int] = ()
     committed: int = 0
     salt: int = 0
+    span: WindowSpan = field(default_factory=WindowSpan)
 
     @property
     def page_count(self) -> int:
@@ -63,10 +65,12 @@ class Lease:
 class KVCache:
     """Pages, page table and radix tree of one rank. It holds indices only; the KV tensors are in the runners' pools."""
 
-    def __init__(self, pages: int, table: PageTable, radix: bool) -> None:
+    def __init__(self, pages: int, table: PageTable, radix: bool, window: WindowPages | None = None) -> None:
         """Manage `pages` pages for at most `table.idle_row` requests. Each has one row of `table`; the last row,
-        `idle_row`, is for padding. Without `radix`, requests share no pages.
+        `idle_row`, is for padding. Without `radix`, requests share no pages. `window` are the pages of the window
+        pools; None if there are no such pools.
         """
+        self.window = window
         self.page_size, self.table = table.page_size, table
         self._allocator = PageAllocator(pages)
         self._tree = RadixTree(table.page_size)
@@ -112,7 +116,7 @@ class KVCache:
         """
         if not self._radix:
             return 0
-        cached_tokens = min(len(self._tree.match(tokens, salt)) * self.page_size + self.page_size, len(tokens)) - 1
+        cached_tokens = min(len(self._match(tokens, salt)) * self.page_size + self.page_size, len(tokens)) - 1
         return cached_tokens if max_tokens is None else min(cached_tokens, max_tokens)
 
     def open(
@@ -125,18 +129,20 @@ class KVCache:
     ) -> Lease | None:
         """Return a lease for a request with the known `tokens`, with pages for its first `needed_tokens` tokens.
 
-        Locks the longest prefix cached under `salt`, and takes pages for the rest. At least one token is left to
-        compute. If another page already holds the KV of the first tokens of the first new page, the next step copies
-        this KV, unless the other page must be evicted to make room for the request. If `max_cached_tokens` is given, at
-        most that many cached tokens are used, in whole pages, and no KV is copied.
+        Locks the longest prefix cached under `salt`, as far as window pools keep what the next row sees, and
+        takes pages for the rest. At least one token is left to compute. If another page already holds the KV of
+        the first tokens of the first new page, the next step copies this KV, unless the other page must be
+        evicted to make room for the request. If `max_cached_tokens` is given, at most that many cached tokens
+        are used, in whole pages, and no KV is copied.
 
         Returns None, and changes no page, if no row of the page table is unused, if there are too few pages, or if
         fewer than `reserved_pages` pages would stay free or evictable.
         """
         if not self._rows or reserved_pages >= self.free_pages + self.evictable_pages:
             return None
-        path = self._tree.match(tokens, salt) if self._radix else []
-        path = path if max_cached_tokens is None else path[: max_cached_tokens // self.page_size]
+        if self.window is not None and not self.window.can_admit:
+            return None
+        path = self._match(tokens, salt, max_cached_tokens)
         self._tree.lock(path)
         lease = Lease(self._rows[-1], path, cached_tokens=len(path) * self.page_size, salt=salt)
         copy = self._shared_cells(lease, tokens) if self._radix and max_cached_tokens is None else None
@@ -153,11 +159,21 @@ class KVCache:
         self._rows.pop()
         self._leases[lease.row] = lease
         self.table.write([lease.row] * len(path), range(len(path)), [node.page for node in path])
+        if self.window is not None:
+            self.window.admit(lease.span, path, lease.cached_tokens)
         if copy is not None:
             page, cells = copy
-            self._copies.append(PageCopy(page, lease.own_pages[0], cells))
+            self._copies.append(self._page_copy(lease, page, cells))
             lease.cached_tokens += cells
         return lease
+
+    def cover(self, lease: Lease, tokens: int) -> None:
+        """Give a lease pages in the window pools, if there are any, for the tokens up to number `tokens` - 1 that are
+        not computed yet. The lease must have pages for them.
+        """
+        if self.window is not None:
+            first = lease.span.stop - len(lease.locked_nodes)
+            self.window.cover(lease.span, lease.own_pages[first:], self.pages_for(tokens))
 
     def grow(self, leases: Sequence[Lease], needed_tokens: Sequence[int]) -> bool:
         """Give each lease i pages for its first `needed_tokens[i]` tokens, and evict cached pages if needed.
@@ -174,7 +190,11 @@ class KVCache:
         if total_new_pages > self.free_pages + self._tree.evictable:
             return False
         if total_new_pages > self.free_pages:
-            self._allocator.release(self._tree.evict(total_new_pages - self.free_pages))
+            evicted = self._tree.evict(total_new_pages - self.free_pages)
+            if self.window is not None:
+                for node in evicted:
+                    self.window.drop(node)
+            self._allocator.release([node.page for node in evicted])
         pages = self._allocator.allocate(total_new_pages)
         rows: list[int] = []
         indices: list[int] = []
@@ -192,9 +212,14 @@ class KVCache:
         of `tokens`. The scheduler calls this for each running request before it plans a step.
 
         A page enters the tree only when `tokens` also has the token after the page, which is part of the page's key.
+        Pages that no later row sees are given up in the window pools.
         """
-        if not self._radix:
-            return
+        if self._radix:
+            self._publish(lease, tokens, committed)
+        if self.window is not None:
+            self.window.advance(lease.span, lease.locked_nodes, lease.own_pages, committed)
+
+    def _publish(self, lease: Lease, tokens: Sequence[int], committed: int) -> None:
         self._release_source(lease)
         lease.tokens, lease.committed = tokens, committed
         if min(committed, len(tokens) - 1) < (len(lease.locked_nodes) + 1) * self.page_size:  # no further page is full
@@ -217,6 +242,8 @@ class KVCache:
         if self._leases.pop(lease.row, None) is not lease:
             raise ValueError(f"row {lease.row} is closed twice")
         duplicate_pages, _ = self._move_to_tree(lease, tokens, committed) if self._radix else ([], [])
+        if self.window is not None:
+            self.window.close(lease.span, lease.locked_nodes, lease.own_pages)
         self._unlock(lease)
         self._allocator.release(duplicate_pages + lease.own_pages)
         self.table.clear(lease.row)
@@ -238,7 +265,7 @@ class KVCache:
         """
         if not self._radix:
             return None
-        path = self._tree.match(tokens, salt) if lease is None else lease.locked_nodes
+        path = self._match(tokens, salt) if lease is None else lease.locked_nodes
         start = len(path) * self.page_size
         end = start + page_count * self.page_size
         if len(tokens) <= end:
@@ -257,6 +284,9 @@ class KVCache:
             return [], []
         nodes = self._tree.insert(tokens, lease.own_pages[:count], lease.locked_nodes, lease.salt)
         self._tree.lock(nodes)
+        if self.window is not None:
+            for offset, node in enumerate(nodes):
+                self.window.move_to_tree(lease.span, first_own_index + offset, lease.own_pages[offset], node)
         replaced = [offset for offset, node in enumerate(nodes) if node.page != lease.own_pages[offset]]
         duplicate_pages = [lease.own_pages[offset] for offset in replaced]
         lease.locked_nodes += nodes
@@ -282,10 +312,31 @@ class KVCache:
                 shared = common_prefix_length(other_tokens, page_tokens) - 1
                 if shared > cells:
                     page, cells, nearest = other.own_pages[0], shared, None
+        if self.window is not None and cells and not self.window.map.host_pages[page]:
+            return None
         if nearest is not None:
             lease.copy_source = nearest[0]
             self._tree.lock([lease.copy_source])
         return (page, cells) if cells else None
+
+    def _match(self, tokens: Sequence[int], salt: int, max_tokens: int | None = None) -> list[Node]:
+        """Return the nodes of the longest prefix of `tokens` that is cached under `salt` and that a request can reuse:
+        at most `max_tokens` tokens, and only as far as window pools keep what the next row sees.
+        """
+        path = self._tree.match(tokens, salt) if self._radix else []
+        path = path if max_tokens is None else path[: max_tokens // self.page_size]
+        return path if self.window is None else self.window.usable(path)
+
+    def _page_copy(self, lease: Lease, page: int, cells: int) -> PageCopy:
+        """Return the copy of the first `cells` slots of `page` to the first own page of a lease."""
+        if self.window is None:
+            return PageCopy(page, lease.own_pages[0], cells)
+        pages = self.window.map.host_pages
+        window_source = pages[
+            page
+        ]  # the next line may give this window page to the lease: its slots then stay as they are
+        self.cover(lease, len(lease.locked_nodes) * self.page_size + cells)
+        return PageCopy(page, lease.own_pages[0], cells, window_source, pages[lease.own_pages[0]])
 
     def _unlock(self, lease: Lease) -> None:
         self._release_source(lease)
@@ -325,3 +376,6 @@ class KVCache:
         for node in tree_nodes.values():
             assert node.locks == expected_locks.pop(node, 0), f"page {node.page} has {node.locks} locks"
         assert not expected_locks, "a request reads pages that are not in the tree"
+        if self.window is not None:
+            spans = [(lease.span, lease.locked_nodes, lease.own_pages) for lease in self._leases.values()]
+            self.window.check(spans, list(tree_nodes.values()))

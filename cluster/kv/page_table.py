@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cluster.batch import PageWrite
+from cluster.batch import PageWrite, WindowPageWrite
+from cluster.kv.window_map import WindowMap
 
 
 class PageTable:
@@ -21,11 +22,13 @@ class PageTable:
     of each row, is on the device only. The last row belongs to idle (padding) requests.
     """
 
-    def __init__(self, rows: int, length: int, page_size: int, device: torch.device) -> None:
+    def __init__(
+        self, rows: int, length: int, page_size: int, device: torch.device, window_map: WindowMap | None = None
+    ) -> None:
         """Make a table for `rows` requests. `length` is the longest sequence plus the window in tokens; it is rounded
-        up to whole pages.
+        up to whole pages. `window_map` says where window pools keep the pages; None if there are no window pools.
         """
-        self.page_size, self.idle_row = page_size, rows
+        self.page_size, self.idle_row, self.window_map = page_size, rows, window_map
         shape = (rows + 1, -(-length // page_size))
         self.host_pages = np.zeros(shape, dtype=np.int32)
         self.device_pages = torch.zeros(shape, dtype=torch.int32, device=device)
@@ -57,9 +60,16 @@ class PageTable:
         cleared = (PageWrite(row, -1, 0) for row in self._cleared_rows)
         return (*cleared, *(PageWrite(row, entry, page) for (row, entry), page in self._unsent_pages.items()))
 
+    @property
+    def unsent_window_writes(self) -> tuple[WindowPageWrite, ...]:
+        """The changes of the window map since the last `mark_sent`."""
+        return () if self.window_map is None else self.window_map.unsent_writes
+
     def mark_sent(self) -> None:
         """Forget the unsent changes: the step that applies them has been sent to this device and to the followers."""
         self._cleared_rows, self._unsent_pages = [], {}
+        if self.window_map is not None:
+            self.window_map.mark_sent()
 
     def apply(self, cleared: Tensor, written: Tensor) -> None:
         """Update the device's copy: clear rows `cleared` `[n]`, then write `written` `[3, m]`: rows, entries, pages."""
@@ -87,5 +97,37 @@ class PageTable:
 
         If `count` is larger than `length`, the result has only `length` columns.
         """
-        pages = self.device_pages[:, : -(-count // self.page_size)].index_select(0, rows)
+        pages = self.pages_of(rows, -(-count // self.page_size))
         return self._offsets.add(pages[..., None], alpha=self.page_size).flatten(1)[:, :count]
+
+    def pages_of(self, rows: Tensor, count: int) -> Tensor:
+        """Return the first `count` pages of `rows` `[R]`, as `[R, count]` int32."""
+        return self.device_pages[:, :count].index_select(0, rows)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the table."""
+        return self.device_pages.device
+
+
+class WindowTable:
+    """A page table as the window pools see it: its pages and slots are those of the window pools. Pages that the window
+    pools do not keep are the sink page.
+    """
+
+    def __init__(self, table: PageTable, window_map: WindowMap) -> None:
+        self._table, self._map = table, window_map
+        self.page_size, self.device = table.page_size, table.device
+
+    @property
+    def length(self) -> int:
+        """The capacity of a row, in tokens."""
+        return self._table.length
+
+    def first_slots(self, rows: Tensor, count: int) -> Tensor:
+        """Return the slots of the window pools `[R, count]`; see `PageTable.first_slots`."""
+        return self._map.slots(self._table.first_slots(rows, count))
+
+    def pages_of(self, rows: Tensor, count: int) -> Tensor:
+        """Return the first `count` pages of `rows` `[R]` in the window pools, as `[R, count]` int32."""
+        return self._map.device_pages[self._table.pages_of(rows, count)]

@@ -14,6 +14,7 @@ from torch import Tensor
 from cluster.arch.cell import CodedCell
 from cluster.arch.layer import LayerGeometry
 from cluster.batch import PageCopy
+from cluster.kv.window_map import WindowMap
 
 
 class SlotMemory(Protocol):
@@ -48,25 +49,39 @@ class KVPool:
         dtype: torch.dtype,
         device: torch.device,
         fp8_cell: CodedCell | None = None,
+        window_map: WindowMap | None = None,
     ) -> None:
         """Allocate `slots` slots, including the slots of the sink page. With `fp8_cell`, cells are stored in that FP8
-        layout.
+        layout. With `window_map`, this is a window pool: callers pass slots of the other pools, and the map says which
+        slots of this pool belong to them.
 
         The memory starts as zeros, because steps that run only for timing read cells that were never written.
         """
         self.layers, self.slots, self.cell, self.dtype, self.fp8_cell = layers, slots, cell, dtype, fp8_cell
+        self.window_map = window_map
         shape, stored_dtype = (cell, dtype) if fp8_cell is None else ((fp8_cell.nbytes,), torch.uint8)
         self.kv = zeros((layers, slots, *shape), stored_dtype, device)
 
     def move_kv_cache(self, destination: Tensor, source: Tensor) -> None:
         """Copy cells from slot to slot in every layer; see `SlotMemory.move_kv_cache`."""
+        self.move_own_slots(self.own_slots(destination), self.own_slots(source))
+
+    def move_own_slots(self, destination: Tensor, source: Tensor) -> None:
+        """Copy cells as `move_kv_cache` does. The slots are those of this pool, even in a window pool."""
         self.kv.index_copy_(1, destination.reshape(-1), self.kv.index_select(1, source.reshape(-1)))
 
+    def own_slots(self, slots: Tensor) -> Tensor:
+        """Return the slots of this pool that belong to `slots`, which are numbered as in pools without a window."""
+        return slots if self.window_map is None else self.window_map.slots(slots)
 
-def copied_slots(copies: Sequence[PageCopy], page_size: int) -> list[int]:
-    """Return the slots that `copies` write, followed by the slots that they read, in the same order."""
-    written_slots = [copy.target * page_size + cell for copy in copies for cell in range(copy.tokens)]
-    return written_slots + [copy.source * page_size + cell for copy in copies for cell in range(copy.tokens)]
+
+def copied_slots(copies: Sequence[PageCopy], page_size: int, window: bool = False) -> list[int]:
+    """Return the slots that `copies` write, followed by the slots that they read, in the same order: slots of window
+    pools if `window`, else of the other pools.
+    """
+    targets = [(copy.window_target if window else copy.target, copy.tokens) for copy in copies]
+    sources = [(copy.window_source if window else copy.source, copy.tokens) for copy in copies]
+    return [page * page_size + cell for page, tokens in targets + sources for cell in range(tokens)]
 
 
 def slot_bytes(layers: int, cell: Cell, dtype: torch.dtype, fp8_cell: CodedCell | None = None) -> int:

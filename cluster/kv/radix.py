@@ -22,7 +22,8 @@ Key = tuple[int, ...]
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """One cached page. `children` are sorted by key; `locks` counts the leases that read the page.
+    """One cached page. `children` are sorted by key; `locks` counts the leases that read the page, and `window_locks`
+    those that read its tokens in the window pools (`WindowPages`).
 
     The root of a salt has page -1, no parent, and the key `(salt,)`.
     """
@@ -32,6 +33,7 @@ class Node:
     parent: "Node | None"
     children: list["Node"] = field(default_factory=list)
     locks: int = 0
+    window_locks: int = 0
 
     def find(self, key: Key) -> tuple[int, "Node | None"]:
         """Return the index where a child with `key` is or would be inserted, and the child, or None."""
@@ -164,9 +166,9 @@ class RadixTree:
         """Return the root of a salt's tree; None while no page is cached under the salt."""
         return self._roots.get(salt)
 
-    def evict(self, count: int) -> list[int]:
-        """Remove the least recently used unlocked leaf, `count` times or until none is left; return the freed pages."""
-        freed: list[int] = []
+    def evict(self, count: int) -> list[Node]:
+        """Remove the least recently used unlocked leaf, `count` times or until none is left; return these nodes."""
+        freed: list[Node] = []
         while len(freed) < count and self._unlocked:
             node, _ = self._unlocked.popitem(last=False)
             assert node.parent is not None and not node.children, "children are evicted before their parents"
@@ -174,7 +176,7 @@ class RadixTree:
             del siblings[node.parent.find(node.key)[0] if len(siblings) > 1 else 0]
             if not siblings and node.parent.parent is None:
                 del self._roots[node.parent.key[0]]
-            freed.append(node.page)
+            freed.append(node)
         self.pages -= len(freed)
         return freed
 

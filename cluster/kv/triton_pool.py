@@ -14,14 +14,14 @@ ELEMENTS_PER_PROGRAM = 128  # elements of a cell that one program moves
 class TritonPool(KVPool):
     """A `KVPool` that moves KV with a Triton kernel if each request moves only its own slots, otherwise with torch."""
 
-    def move_kv_cache(self, destination: Tensor, source: Tensor) -> None:
-        """Move slots `[R, n]` in Triton, and slots `[n]`, such as page copies, with torch; see `SlotMemory`.
+    def move_own_slots(self, destination: Tensor, source: Tensor) -> None:
+        """Move slots `[R, n]` in Triton, and slots `[n]`, such as page copies, with torch; see `KVPool.move_own_slots`.
 
         One Triton program moves all slots of a row, and reads all of them before it writes. Slots `[n]` would be moved
         by several programs, and one could overwrite a slot before another has read it. So torch moves them.
         """
         if destination.dim() != 2:
-            super().move_kv_cache(destination, source)
+            super().move_own_slots(destination, source)
             return
         (rows, count), (layers, _, *shape) = destination.shape, self.kv.shape
         cell_elements = prod(shape)

@@ -1,4 +1,4 @@
-"""A model bound to its own KV pool and attention backend. Batches carry no pool, so pools cannot be mixed up."""
+"""A model bound to its own KV pools and attention backend. Batches carry no pool, so pools cannot be mixed up."""
 
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from cluster.batch import AttentionMetadata, HostBounds
 from cluster.device.timing import Spans
-from cluster.kv.pool import KVPool
+from cluster.kv.layer_pools import LayerPools
 from cluster.models.attention import Attend
 from cluster.models.draft import DraftModel
 from cluster.models.target import DecoderTarget
@@ -31,10 +31,10 @@ M = TypeVar("M", DecoderTarget, DraftModel)
 
 @dataclass(frozen=True, slots=True)
 class ModelRunner(Generic[M]):
-    """A model with its pool and its attention; `timer` measures the time of its forwards."""
+    """A model with its pools and its attention; `timer` measures the time of its forwards."""
 
     model: M
-    pool: KVPool
+    pools: LayerPools
     attention: AttentionBackend
     timer: Spans
 
@@ -65,7 +65,7 @@ class TargetRunner(ModelRunner[DecoderTarget]):
 
 
 class DraftRunner(ModelRunner[DraftModel]):
-    """One member of `draft_runner_list`: a draft model with its own pool. Only a multi-layer draft has several."""
+    """One member of `draft_runner_list`: a draft model with its own pools. Only a multi-layer draft has several."""
 
     __slots__ = ()
 

@@ -7,10 +7,10 @@ slot i. After compact, slot j holds the KV of the accepted token at position seq
 import torch
 from torch import Tensor
 
-from cluster.kv.pool import KVPool
+from cluster.kv.pool import SlotMemory
 
 
-def compact(pool: KVPool, window: Tensor, path: Tensor) -> None:
+def compact(pools: SlotMemory, window: Tensor, path: Tensor) -> None:
     """Copy the KV of node `path[r, j]` from slot `window[r, path[r, j]]` to slot `window[r, j]`, in every layer.
 
     `window` `[R, W]` are pool slots; `path` `[R, S + 1]` are node numbers from the root on, 0 beyond the accepted path.
@@ -21,4 +21,4 @@ def compact(pool: KVPool, window: Tensor, path: Tensor) -> None:
     # destination. So S + 1 rows are always copied, and the host need not know accept_len.
     # Sources and destinations overlap; `move_kv_cache` reads all sources before it writes.
     source_slots = window.gather(1, torch.maximum(path, window_positions))
-    pool.move_kv_cache(window[:, :width], source_slots)
+    pools.move_kv_cache(window[:, :width], source_slots)

@@ -61,9 +61,10 @@ class MultiLayerDraft:
         self._runners, self._ranking, self._table, self._growth = draft_runner_list, ranking, table, growth
         self.chances = growth.chances
         first_runner = draft_runner_list[0]
-        spec, pool = first_runner.model.spec, first_runner.pool
+        spec, pools = first_runner.model.spec, first_runner.pools
         self._chained = spec.chained
-        self._passed_hidden = [zeros((pool.slots, spec.hidden), pool.dtype, pool.kv.device) for _ in draft_runner_list]
+        shape = pools.slots, spec.hidden
+        self._passed_hidden = [zeros(shape, pools.dtype, table.device) for _ in draft_runner_list]
 
     def move_kv_cache(self, destination: Tensor, source: Tensor) -> None:
         """Copy the passed-on hidden from slot `source[i]` to slot `destination[i]`, in the buffer of every runner."""

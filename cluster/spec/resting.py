@@ -40,13 +40,13 @@ class RestingDraft:
         """`runner` is that of `draft`; `table` is the page table of the requests."""
         self._draft, self._runner, self._table, self.chances = draft, runner, table, draft.chances
         spec, device, rows = runner.model.spec, table.lens.device, table.lens.shape[0]
-        width, dtype = EagleDraftExtendInput.hidden_size_for(spec), EagleDraftExtendInput.dtype_for(runner.pool.dtype)
+        width, dtype = EagleDraftExtendInput.hidden_size_for(spec), EagleDraftExtendInput.dtype_for(runner.pools.dtype)
         # Each table row has M places in `_hidden` and `_next_ids`. What belongs to position p is in place p % M.
         # `_counts` `[rows]` is how many tokens of each request the draft has missed.
         self._hidden = torch.zeros(rows * MISSED_TOKENS, width, dtype=dtype, device=device)
         self._next_ids = torch.zeros(rows * MISSED_TOKENS, dtype=torch.int64, device=device)
         self._counts = torch.zeros(rows, dtype=torch.int64, device=device)
-        self._no_cells = runner.pool.kv.new_zeros(rows, *runner.pool.kv.shape[2:])
+        self._no_cells = [pool.kv.new_zeros(rows, *pool.kv.shape[2:]) for pool in runner.pools.all]
 
     def draft(
         self, batch: Batch, draft_input: EagleDraftInput, phase_sampling: PhaseSampling, shape: TreeShape
@@ -78,8 +78,10 @@ class RestingDraft:
         """
         self._keep(batch, accepted, target_hidden)
         slots = batch.window[:, 0].contiguous()
-        for layer in self._runner.pool.kv:
-            layer.index_copy_(0, slots, self._no_cells[: batch.decodes])
+        for pool, no_cells in zip(self._runner.pools.all, self._no_cells, strict=True):
+            own_slots = pool.own_slots(slots)
+            for layer in pool.kv:
+                layer.index_copy_(0, own_slots, no_cells[: batch.decodes])
 
     def _keep(self, batch: Batch, accepted: Accepted, target_hidden: list[Tensor]) -> None:
         """Keep the hidden state at each request's last position, and the token after it."""
@@ -104,7 +106,8 @@ class RestingDraft:
         first_missed = last + 1 - self._counts.index_select(0, batch.decode_rows)
         exists, slots = positions <= last[:, None], self._table.slots(batch.decode_rows[:, None], positions)
         # Attention reads the KV of all M positions. Positions that do not exist yet may hold anything: fill with zeros.
-        self._runner.pool.kv.index_fill_(1, torch.where(exists, 0, slots).view(-1), 0)
+        for pool in self._runner.pools.all:
+            pool.kv.index_fill_(1, pool.own_slots(torch.where(exists, 0, slots).view(-1)), 0)
         written_slots = torch.where(exists & (positions >= first_missed[:, None]), slots, 0)
         positions = positions.minimum(last[:, None])
         places = (batch.decode_rows[:, None] * MISSED_TOKENS + positions.remainder(MISSED_TOKENS)).view(-1)

@@ -118,7 +118,7 @@ class Step:
         # Move the KV of the accepted path to the front of the window, which is the slots for the nodes of a request's
         # tree. In a chain it is there already.
         if not is_chain:
-            compact(self._target.pool, batch.window, accepted.path)
+            compact(self._target.pools, batch.window, accepted.path)
         times.append(self._timer.now())
 
         # Extend: the draft reads the accepted tokens with the target's true hidden states. Before that, penalties and
@@ -260,8 +260,9 @@ class Step:
         return target_rows.without_others(tree)
 
     def write_zeros(self, slots: int) -> None:
-        """Write zeros to the first `slots` slots of the target's pool, which hold nothing yet."""
-        self._target.pool.kv[:, :slots].zero_()
+        """Write zeros to the first `slots` slots of each of the target's pools, which hold nothing yet."""
+        for pool in self._target.pools.all:
+            pool.kv[:, :slots].zero_()
 
     def forget_chances(self) -> None:
         """Forget the learned chances of acceptance, for instance after trial steps with made-up tokens."""

@@ -16,8 +16,9 @@ import cluster.spec.draft
 from cluster.arch.draft.sample import SAMPLE_FILE
 from cluster.config import ConfigError
 from cluster.engine import Engine
-from cluster.engine.backends import bind_attention
+from cluster.engine.backends import PoolKind, bind_attention
 from cluster.kernels.torch_kernels import TorchKernels
+from cluster.kv.layer_pools import LayerPools
 from cluster.spec.draft import EagleDraft
 from tests.checkpoints.demo import DRAFT, accept_lens, mean, reference_run
 from tests.unit.models.checkpoints import Tensors, copy_of
@@ -168,11 +169,11 @@ def test_kv_pool_of_another_runner_lowers_acceptance(monkeypatch: pytest.MonkeyP
         draft = engine._parts.lockstep.step._draft
         assert isinstance(draft, EagleDraft)
         runner, layer = draft._runner, draft._runner.model.spec.layer
-        pool, attention = bind_attention(
-            [layer], runner.pool.kv.shape[1], runner.pool.kv.dtype, runner.attention._gather, TorchKernels()
-        )
+        gather = runner.attention._gather
+        kind = PoolKind(runner.pools.slots, gather, gather.table)
+        pool, attention = bind_attention([layer], kind, runner.pools.dtype, False, TorchKernels())
         pool.kv.normal_(0, 3, generator=torch.Generator().manual_seed(5))
-        wrong_runner = replace(runner, pool=pool, attention=attention)
+        wrong_runner = replace(runner, pools=LayerPools([pool], kind.slots), attention=attention)
         original_draft = draft.draft
 
         def draft_with_wrong_pool(*args):  # type: ignore[no-untyped-def]

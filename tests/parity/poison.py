@@ -13,6 +13,7 @@ from torch import Tensor
 
 from cluster.batch import StepInput
 from cluster.engine import Engine, StepResult
+from cluster.kv.pool import KVPool
 from tests.support.late_device import LatePrograms
 from tests.support.page_tables import held_slots
 
@@ -28,7 +29,7 @@ def tensors_by_slot(engine: Engine) -> list[Tensor]:
     step = engine._parts.lockstep.step
     draft = step._draft
     runners = getattr(draft, "_runners", [draft._runner] if hasattr(draft, "_runner") else [])
-    pools = [step._target.pool, *(runner.pool for runner in runners)]
+    pools = [pool for runner in (step._target, *runners) for pool in runner.pools.other_pools]
     return [pool.kv.transpose(0, 1) for pool in pools] + list(getattr(draft, "_passed_hidden", ()))
 
 
@@ -44,6 +45,31 @@ def written_slots(engine: Engine) -> Tensor:
     return is_written
 
 
+def window_pools(engine: Engine) -> list[KVPool]:
+    """Return all window pools of the engine's models."""
+    step = engine._parts.lockstep.step
+    draft = step._draft
+    runners = getattr(draft, "_runners", [draft._runner] if hasattr(draft, "_runner") else [])
+    return [pool for runner in (step._target, *runners) for pool in runner.pools.window_pools]
+
+
+def poison_window_pools(engine: Engine, is_kept: Tensor, value: float) -> None:
+    """Fill with `value` the slots of window pools that belong to no slot in the mask `is_kept` of the other pools. The
+    map of the host and that of the device both count, as the device learns of changes later. The sink page is not
+    filled: pages that a request has given up are this page, so it must hold numbers.
+    """
+    for pool in window_pools(engine):
+        assert pool.window_map is not None
+        size, is_kept_own = pool.window_map.page_size, torch.zeros(pool.slots, dtype=torch.bool)
+        pages = is_kept.view(-1, size).any(1)
+        for window_pages in (torch.tensor(pool.window_map.host_pages), pool.window_map.device_pages.long()):
+            kept = window_pages[pages]
+            is_kept_own.view(-1, size)[kept] |= is_kept.view(-1, size)[pages]
+        is_kept_own[:size] = True
+        free = (~is_kept_own).nonzero()[:, 0]
+        pool.kv.index_fill_(1, free, value if pool.kv.is_floating_point() else FP8_NAN_BYTE)
+
+
 def poison(engine: Engine, slot_tensors: list[Tensor], value: float, step_input: StepInput = EMPTY_STEP_INPUT) -> None:
     """Fill unused memory with `value`: the sink page, all free pages, the free ends of used pages, and the draft input
     of the idle row. `step_input` belongs to a step that runs late: the slots that this step reads are kept, even if the
@@ -57,6 +83,7 @@ def poison(engine: Engine, slot_tensors: list[Tensor], value: float, step_input:
     assert all(decode.min_seq_len <= count for decode, (_, count) in zip(step_input.decodes, kept_lengths, strict=True))
     for row, count in kept_lengths + [(chunk.row, chunk.start) for chunk in step_input.chunks]:
         is_kept[table.first_slots(torch.tensor([row]), min(count, table.host_pages.shape[1] * size))] = True
+    poison_window_pools(engine, is_kept, value)
     is_kept[:size] = False  # the sink page
     free = (~is_kept).nonzero()[:, 0]
     for slot_tensor in slot_tensors:

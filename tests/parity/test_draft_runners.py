@@ -152,7 +152,8 @@ def test_draft_runner_reads_only_its_own_kv_pool(topk: int) -> None:
         draft = engine._parts.lockstep.step._draft
         assert isinstance(draft, MultiLayerDraft)
         for runner in draft._runners:
-            poison_pools_while_running(runner, [r.pool for r in draft._runners if (r is runner) == poison_own_pool])
+            pools = [pool for r in draft._runners if (r is runner) == poison_own_pool for pool in r.pools.all]
+            poison_pools_while_running(runner, pools)
         assert (run_recording_trees(engine)[1] == expected[1]) != poison_own_pool
 
 

@@ -44,7 +44,7 @@ def cell_recorder(
     for each pool a tensor `[layers, tokens, bytes]`.
     """
     step = engine._parts.lockstep.step
-    pools = [step._target.pool, *([step._draft._runner.pool] if include_draft else [])]
+    pools = [*step._target.pools.all, *(step._draft._runner.pools.all if include_draft else [])]
 
     def note(engine: Engine, _: StepResult) -> None:
         for sequence in engine._parts.scheduler.running:

@@ -6,7 +6,14 @@ import torch
 from cluster.arch.cell import CodedCell
 from cluster.kv.triton_pool import TritonPool
 from tests.unit.kernels.test_product import DTYPES
-from tests.unit.kv.move_contract import CELLS, FP8_CELLS, check_empty_moves, check_fp8_moves, check_overlapping_moves
+from tests.unit.kv.move_contract import (
+    CELLS,
+    FP8_CELLS,
+    check_empty_moves,
+    check_fp8_moves,
+    check_overlapping_moves,
+    check_window_pool_moves,
+)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -25,3 +32,7 @@ def test_triton_kv_move_copies_fp8_codes_and_scales(cell: CodedCell) -> None:
 
 def test_triton_kv_move_of_no_requests_changes_nothing() -> None:
     check_empty_moves(TritonPool)
+
+
+def test_triton_window_pool_moves_the_pages_that_it_keeps() -> None:
+    check_window_pool_moves(TritonPool)

@@ -58,7 +58,7 @@ static void store_part(const void *data, int64_t part, int64_t parts)
     const struct aerie_attend *a = j->a;
     int64_t cell = a->parts * a->kv_heads * a->size, first = a->rows * part / parts, last = a->rows * (part + 1) / parts;
     for (int64_t t = part ? first : 0; t < (part ? last : a->rows); t++) {
-        int64_t slot = a->write[t];
+        int64_t page = own_page(a, a->write[t] / a->page_size), slot = page * a->page_size + a->write[t] % a->page_size;
         if (slot < a->page_size ? part != 0 : t >= last) continue;
         const stored *from = a->kv + t * a->kv_stride;
         j->bad[t] = a->coded ? store_coded(a, from, (uint8_t *)a->memory + slot * a->coded)

@@ -13,7 +13,7 @@ struct aerie_attend {
     const stored *q, *kv, *sinks;
     stored *out;
     const int64_t *write;
-    const int32_t *pages;
+    const int32_t *pages, *window_pages; /* `window_pages` maps pages to those of `memory`; NULL: to themselves */
     const int64_t *tree_rows, *tree_lens;
     const int32_t *bits;
     const int64_t *text_rows, *text_starts, *indptr;
@@ -59,10 +59,17 @@ INLINE int64_t up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
+/* The page of `memory` that belongs to `page`. */
+INLINE int64_t own_page(const struct aerie_attend *a, int64_t page)
+{
+    return a->window_pages ? a->window_pages[page] : page;
+}
+
 INLINE int64_t slot_of(const struct aerie_attend *a, int64_t table, int64_t position)
 {
     position = smaller(position, a->pages_each * a->page_size - 1);
-    return (int64_t)a->pages[table * a->pages_each + position / a->page_size] * a->page_size + position % a->page_size;
+    int64_t page = own_page(a, a->pages[table * a->pages_each + position / a->page_size]);
+    return page * a->page_size + position % a->page_size;
 }
 
 INLINE void widened_to(real *to, const stored *from, int64_t size, int64_t whole)

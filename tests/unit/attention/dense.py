@@ -13,8 +13,9 @@ from cluster.attention.shape import AttentionShape
 from cluster.attention.torch_backend import TorchAttention
 from cluster.batch import AttentionMetadata, HostBounds, PromptRows, TreeRows
 from cluster.kv.codes import encode
-from cluster.kv.page_table import PageTable
+from cluster.kv.page_table import PageTable, WindowTable
 from cluster.kv.pool import KVPool
+from cluster.kv.window_map import WindowMap
 from cluster.models.runner import AttentionBackend
 from tests.unit.attention.fp8 import cached_values
 
@@ -40,10 +41,11 @@ class Case:
     `lies` is the layout of a request's pages. "run": consecutive pages. "tail": the later half of the pages alternates
     with the pages of other requests. "scattered": pages in random order.
 
-    `sunk`: there are attention sinks. `window`: the sliding window of the layer. `first`: as in
-    `AttentionMetadata`. `d`, `values`: head dimensions of keys and of values. `latent`: cells of latent attention.
-    `fp8`: the cache is in FP8, and the expected output uses the rounded values in the cache. `single_rows`: attention
-    gets each tree row as a request with one row, as if nodes had been selected (`spec/row_budget.py`).
+    `sunk`: there are attention sinks. `window`: the sliding window of the layer. `window_pool`: the cells are in a
+    window pool, without those that no row sees. `first`: as in `AttentionMetadata`. `d`, `values`: head dimensions
+    of keys and of values. `latent`: cells of latent attention. `fp8`: the cache is in FP8, and the expected output
+    uses the rounded values in the cache. `single_rows`: attention gets each tree row as a request with one row, as
+    if nodes had been selected (`spec/row_budget.py`).
     """
 
     heads: int
@@ -56,6 +58,7 @@ class Case:
     latent: bool = False
     sunk: bool = False
     window: int | None = None
+    window_pool: bool = False
     first: int = 0
     dtype: torch.dtype = torch.float64
     seed: int = 0
@@ -158,16 +161,37 @@ class Case:
         )
         return AttentionMetadata(self.write(), tree if requests else None, prompt_rows if lengths else None, self.first)
 
-    def filled_pool(self) -> KVPool:
-        """Return a pool with the committed cells. All unwritten cells are NaN, in FP8 too."""
-        pool_arguments = 2, self.pool.slots, self.pool.cell, self.dtype, CPU
+    def window_map(self) -> WindowMap:
+        """Return a map with a window page for each page that holds a position which a row sees."""
+        assert self.window is not None, "only a layer with a sliding window is in a window pool"
+        window_map = WindowMap(self.pool.slots // self.page_size - 1, self.page_size, CPU)
+        pages: list[int] = []
+        starts = [*self.committed, *(start for start, _ in self.chunks)]
+        for row, start in enumerate(starts):
+            pages += self.table.device_pages[row, max(0, start - self.window + 1) // self.page_size :].tolist()
+        order = torch.randperm(len(pages), generator=torch.Generator().manual_seed(self.seed)) + 1
+        window_map.apply(torch.stack([torch.tensor(pages), order]))
+        return window_map
+
+    def filled_pool(self, window_map: WindowMap | None = None) -> KVPool:
+        """Return a pool with the committed cells, a window pool if `window_map` is given. All unwritten cells are NaN,
+        in FP8 too, but those of the sink page of a window pool are zeros.
+        """
+        slots, cells = self.pool.slots, self.pool.kv
+        if window_map is not None:
+            pages = window_map.device_pages.argsort()[-int(window_map.device_pages.count_nonzero()) :]
+            size = self.page_size
+            kept = (pages[:, None] * size + torch.arange(size)).view(-1)
+            cells = torch.cat([torch.zeros_like(cells[:, :size]), cells[:, kept]], 1)
+            slots = cells.shape[1]
+        pool_arguments = 2, slots, self.pool.cell, self.dtype, CPU
         if not self.fp8:
-            pool = KVPool(*pool_arguments)
-            pool.kv.copy_(self.pool.kv)
+            pool = KVPool(*pool_arguments, None, window_map)
+            pool.kv.copy_(cells)
             return pool
         cell = CodedCell(self.pool.cell, self.values if self.latent else None)
-        pool = KVPool(*pool_arguments, cell)
-        for layer, layer_values in zip(pool.kv, self.pool.kv, strict=True):
+        pool = KVPool(*pool_arguments, cell, window_map)
+        for layer, layer_values in zip(pool.kv, cells, strict=True):
             written = layer_values.isfinite().flatten(1).all(1)[:, None]
             layer.copy_(torch.where(written, encode(layer_values.nan_to_num(), cell), 255))
         return pool
@@ -178,8 +202,10 @@ class Case:
         The backend is prepared for a longest request that is `extra_bound` longer than the case's. All output must be
         finite. Rows at positions below `first` are set to zero.
         """
-        pool = self.filled_pool()
-        gather = Gather(self.table, len(self.parents))
+        window_map = self.window_map() if self.window_pool else None
+        pool = self.filled_pool(window_map)
+        table = self.table if window_map is None else WindowTable(self.table, window_map)
+        gather = Gather(table, len(self.parents))
         shape = AttentionShape(self.heads, (None, self.window), 0.3, self.values)
         attention: AttentionBackend = TorchAttention(pool, gather, shape)
         if make is not None:

@@ -35,6 +35,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "wide window": {"window": 40, "sunk": True},
     "later runners": {"first": 2},
     "later runners, window": {"first": 3, "window": 5, "latent": True, "kv_heads": 1},
+    "window pool": {"window": 6, "window_pool": True},
+    "window pool, FP8": {"window": 9, "window_pool": True, "fp8": True, "heads": 6, "kv_heads": 3, "sunk": True},
     "FP8": {"fp8": True, "heads": 6, "kv_heads": 3, "window": 40, "sunk": True},
     "FP8, latent": {"fp8": True, "latent": True, "kv_heads": 1},
 }

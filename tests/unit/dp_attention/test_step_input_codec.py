@@ -13,6 +13,7 @@ from cluster.batch import (
     RowTokens,
     SamplingMode,
     StepInput,
+    WindowPageWrite,
 )
 from cluster.dp_attention.step_input_codec import checksum, pack, unpack
 
@@ -28,7 +29,8 @@ FULL = StepInput(
     constraints=(RowGrammar(3, '{"é": "12345"}', (4, 5)), RowGrammar(2, "", ())),
     histories=(RowTokens(1, (7, 8, 9)), RowTokens(0, ())),
     writes=(PageWrite(3, 0, 12), PageWrite(1, -1, 0)),
-    copies=(PageCopy(12, 14, 7), PageCopy(12, 15, 3)),
+    window_writes=(WindowPageWrite(12, 4), WindowPageWrite(9, 0)),
+    copies=(PageCopy(12, 14, 7, 4, 6), PageCopy(12, 15, 3)),
     mode=SamplingMode.RANDOM | SamplingMode.LOGPROBS,
 )
 PADDING = ("idle_finishing_prompts", "padded_chunks")

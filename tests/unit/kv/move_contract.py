@@ -6,6 +6,7 @@ import torch
 
 from cluster.arch.cell import CodedCell
 from cluster.kv.pool import KVPool
+from cluster.kv.window_map import WindowMap
 
 CPU = torch.device("cpu")
 CELLS = [(2, 2, 8), (1, 1, 200), (2, 3, 33)]
@@ -45,3 +46,28 @@ def check_empty_moves(create: CreatePool) -> None:
     pool, no_slots = create(1, 4, (2, 1, 8), torch.float32, CPU), torch.zeros(0, 3, dtype=torch.int64)
     pool.move_kv_cache(no_slots, no_slots)
     assert not pool.kv.any()
+
+
+def check_window_pool_moves(create: CreatePool) -> None:
+    """Check that a window pool moves the cells of the pages that it keeps, for slots of the other pools, and that
+    `move_own_slots` takes its own slots. Some windows of requests overlap with themselves.
+    """
+    generator = torch.Generator().manual_seed(4)
+    window_map = WindowMap(20, 3, CPU)
+    pages = torch.tensor([2, 3, 7, 11, 12, 20])
+    window_map.apply(torch.stack([pages, torch.tensor([5, 1, 4, 2, 6, 3])]))
+    pool = create(2, 21, (2, 2, 8), torch.float32, CPU, None, window_map)
+    pool.kv.normal_(generator=generator)
+    expected = pool.kv.clone()
+    slots = (pages.view(2, 3, 1) * 3 + torch.arange(3)).view(2, 9)
+    destination, source = slots[:, :4], slots[:, [0, 2, 3, 8]]
+    moves = zip(destination.flatten().tolist(), source.flatten().tolist(), strict=True)
+    own = [[int(window_map.device_pages[slot // 3]) * 3 + slot % 3 for slot in pair] for pair in moves]
+    cells = [expected[:, old].clone() for _, old in own]
+    for (new, _), cell in zip(own, cells, strict=True):
+        expected[:, new] = cell
+    pool.move_kv_cache(destination, source)
+    assert torch.equal(pool.kv, expected)
+    pool.move_own_slots(torch.tensor([3, 4]), torch.tensor([4, 18]))
+    expected[:, [3, 4]] = expected[:, [4, 18]]
+    assert torch.equal(pool.kv, expected)

@@ -14,9 +14,11 @@ from cluster.distributed.mesh import Mesh
 from cluster.kv import budget
 from cluster.kv.budget import Capacity, MemoryBreakdown, kv_capacity, page_count
 from cluster.kv.free_memory import free_memory
+from cluster.kv.pool_sizes import PoolSizes
 from tests.unit.dp_attention.threads import run_on_ranks
 
 TOKEN = 1000  # KV bytes per token
+SIZES = PoolSizes(EngineConfig(model_path="").page_size, TOKEN)
 GB = 10**9
 
 
@@ -36,7 +38,7 @@ def resolved(context: int, window: int = 5, device: str = "cpu", **settings: obj
 
 
 def capacity(context: int = 10**6, mesh: Mesh | None = None, **settings: object) -> Capacity:
-    return kv_capacity(resolved(context, **settings), mesh or Mesh(), TOKEN)
+    return kv_capacity(resolved(context, **settings), mesh or Mesh(), SIZES)
 
 
 def test_explicit_kv_sizes_are_used_unchanged() -> None:
@@ -89,7 +91,7 @@ MEMORY = MemoryBreakdown(total=100 * GB, free=70 * GB, weights=25 * GB, workspac
 
 
 def device_capacity(memory: MemoryBreakdown = MEMORY, context: int = 10**8, **settings: object) -> Capacity:
-    return kv_capacity(resolved(context, device="cuda", **settings), Mesh(), TOKEN, memory)
+    return kv_capacity(resolved(context, device="cuda", **settings), Mesh(), SIZES, memory)
 
 
 def test_device_kv_capacity_is_the_remaining_memory_minus_the_sink_page() -> None:

@@ -7,7 +7,14 @@ from cluster.arch.cell import CodedCell
 from cluster.kv.c_pool import CPool
 from cluster.kv.pool import KVPool
 from tests.unit.kernels.library import c_library
-from tests.unit.kv.move_contract import CELLS, FP8_CELLS, check_empty_moves, check_fp8_moves, check_overlapping_moves
+from tests.unit.kv.move_contract import (
+    CELLS,
+    FP8_CELLS,
+    check_empty_moves,
+    check_fp8_moves,
+    check_overlapping_moves,
+    check_window_pool_moves,
+)
 
 
 def c_pool(*arguments: object) -> KVPool:
@@ -31,3 +38,7 @@ def test_c_kv_move_copies_fp8_codes_and_scales(cell: CodedCell) -> None:
 
 def test_c_kv_move_of_no_requests_changes_nothing() -> None:
     check_empty_moves(c_pool)
+
+
+def test_c_window_pool_moves_the_pages_that_it_keeps() -> None:
+    check_window_pool_moves(c_pool)

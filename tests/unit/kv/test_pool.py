@@ -5,6 +5,7 @@ import torch
 
 from cluster.batch import PageCopy
 from cluster.kv.pool import KVPool, copied_slots
+from tests.unit.kv.move_contract import check_window_pool_moves
 
 CPU = torch.device("cpu")
 
@@ -34,3 +35,7 @@ def test_page_copies_read_all_sources_before_overwriting_in_every_pool() -> None
         slots = pool.kv[-1, :, 1, 0, 1].tolist()
         assert slots == [0, 1, 2, 3, 4, 5, 6, 7, 4, 5, 6, 11, 8, 9, 14, 15]
     assert copied_slots([], 4) == []
+
+
+def test_torch_window_pool_moves_the_pages_that_it_keeps() -> None:
+    check_window_pool_moves(KVPool)

@@ -189,7 +189,7 @@ def compare_with_brute_force(operations: int, size: int, seed: int) -> tuple[int
             model.change_locks(prefixes, -1)
         else:
             count = random.randint(1, 3) if random.random() < 0.998 else 60
-            freed = tree.evict(count)
+            freed = [node.page for node in tree.evict(count)]
             assert freed == model.evict(count)
             evicted += len(freed)
         max_pages = max(max_pages, tree.pages)
@@ -222,5 +222,5 @@ def test_insert_after_a_long_path_reads_only_new_tokens() -> None:
     read_keys.clear()
     tree.insert([*long_path, 5, 6], [3000, 3001], path)
     assert len(read_keys) <= 3
-    assert tree.evict(1999) == [3001, 3000, *range(1998, 1, -1)]
+    assert [node.page for node in tree.evict(1999)] == [3001, 3000, *range(1998, 1, -1)]
     assert tree.pages == 2

@@ -13,7 +13,7 @@ from cluster.arch import TargetArch
 from cluster.attention.gather import Gather
 from cluster.batch import AttentionMetadata, HostBounds, PromptRows
 from cluster.distributed.mesh import Shard
-from cluster.engine.backends import bind_attention
+from cluster.engine.backends import PoolKind, bind_attention
 from cluster.kernels.interface import Kernels
 from cluster.models.exchange import NoExchange, TokenExchange
 from cluster.models.load import local_heads
@@ -110,10 +110,10 @@ def _run(
     target = load_target(folder, load_context)
     arch: TargetArch = target.arch
     pages = (torch.randperm(slots - 1, generator=torch.Generator().manual_seed(4)) + 1)[None, : count + 1]
-    gather = Gather(table_of(pages), 1)
-    _, attention = bind_attention(
-        [local_heads(g, shard) for g in arch.layers], slots, torch.float64, gather, load_context.kernels
-    )
+    table = table_of(pages)
+    kind = PoolKind(slots, Gather(table, 1), table)
+    layers = [local_heads(g, shard) for g in arch.layers]
+    _, attention = bind_attention(layers, kind, torch.float64, False, load_context.kernels)
     boundaries = tuple(range(arch.num_layers + 1))
     logits, streams, start = [], [], 0
     for rows in chunks:

@@ -60,9 +60,7 @@ def test_fp8_kv_bytes_per_token_match_the_pools_of_the_engine(draft: bool, capsy
     info, step = engine.info(), engine._parts.lockstep.step
     assert (info.kv_cache_dtype, info.kv_bytes_per_token) == ("fp8_e4m3", (4 + draft) * 48)
     runners = [step._target, *([step._draft._runner] if draft else [])]
-    assert (
-        sum(runner.pool.kv.nbytes for runner in runners) == (info.kv_tokens + info.page_size) * info.kv_bytes_per_token
-    )
+    assert sum(runner.pools.nbytes for runner in runners) == (info.kv_tokens + info.page_size) * info.kv_bytes_per_token
 
 
 @pytest.mark.parametrize("layers", [1, 2, 4])

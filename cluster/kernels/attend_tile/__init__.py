@@ -1,0 +1,1 @@
+"""One tile of attention, in Triton."""
