@@ -7,6 +7,10 @@ NGRAM = "NGRAM"
 """The algorithm that needs no draft: it finds the end of a request's text earlier in the text, and proposes the tokens
 that followed there.
 """
+MISSED_TOKENS = 16
+"""M, the tokens of each request that a draft reads when it wakes. More tokens make the first trees a little better, and
+the step in which the draft wakes slower: it runs R M rows of the draft.
+"""
 TREE_SETTINGS = (
     "speculative_num_steps",
     "speculative_eagle_topk",

@@ -13,6 +13,7 @@ from operator import or_
 from typing import Literal, NamedTuple
 
 from cluster.batch import ExtendMode, SamplingMode
+from cluster.config.speculation import MISSED_TOKENS
 from cluster.config.tree_shape import TreeShape
 from cluster.dp_attention.facts import NO_TIER, RankFacts
 from cluster.dp_attention.sizes import Buckets, ProgramKey, Sizes, max_sizes
@@ -21,7 +22,6 @@ from cluster.dp_attention.tree_times import TreeTimes, rounded
 from cluster.models.exchange import EXPERT_CALLS
 from cluster.sampling.sampler import TOP_LOGPROBS
 from cluster.sampling.sharded import NUMBERS_PER_CHOICE, ShardedHead, numbers_sent_per_row
-from cluster.spec.resting import MISSED_TOKENS
 
 Padding = Literal["auto", "padded", "exact"]
 

@@ -16,6 +16,7 @@ from cluster.capture.buffers import Buffers
 from cluster.capture.cuda_graph import CudaSegments, Graph
 from cluster.capture.tape import Tape
 from cluster.config import ConfigError, EngineConfig
+from cluster.config.speculation import MISSED_TOKENS
 from cluster.distributed.mesh import Mesh
 from cluster.dp_attention.facts import TreeVote
 from cluster.dp_attention.sizes import MAX_CAPTURED_ROWS, Buckets, Sizes, multiples, sizes_up_to
@@ -24,7 +25,6 @@ from cluster.engine.models import RankModels
 from cluster.engine.programs import Capture
 from cluster.kernels.c_operators import operators_of
 from cluster.kernels.grouped_mm import reads_ends
-from cluster.spec.resting import MISSED_TOKENS
 from cluster.status import CaptureInfo
 
 logger = logging.getLogger(__name__)

@@ -7,6 +7,7 @@ import torch
 
 from cluster.arch import LayerGeometry, Moe
 from cluster.arch.resolve import ResolvedConfig
+from cluster.arch.windows import WindowLayout, window_layout
 from cluster.config import ConfigError, EngineConfig
 from cluster.distributed.mesh import Mesh
 from cluster.dp_attention.exchange import Exchange
@@ -24,7 +25,6 @@ from cluster.models.target import DecoderTarget
 from cluster.sampling.noise import at_least_float32
 from cluster.sampling.sharded import ShardedHead
 from cluster.spec.multilayer import buffer_bytes
-from cluster.spec.resting import MISSED_TOKENS
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -100,19 +100,31 @@ class RankModels:
 
     @property
     def window_needs(self) -> WindowNeeds | None:
-        """What requests need in window pools; None if this rank has none. FlashInfer reads pages of its own plans, so
-        with FlashInfer all layers are in the other pools. So they are if `swa_full_tokens_ratio` is 1.
-        """
-        if self.kernels.flashinfer is not None or self.resolved.settings.swa_full_tokens_ratio == 1:
+        """What requests need in window pools; None if this rank has none."""
+        resolved, layout = self.resolved, self.window_layout
+        if layout is None:
             return None
-        windows = {layer.sliding_window for layers in self.layers for layer in layers if layer.sliding_window}
-        needs = [window_needs_of(self.resolved, window, len(self.drafts)) for window in sorted(windows)]
-        return next((of_window for of_window in reversed(needs) if of_window is not None), None)
+        page_size, requests = resolved.settings.page_size, resolved.settings.max_running_requests
+        sample_tokens = 0 if resolved.sample is None else len(resolved.sample.tokens)  # read as one chunk at start
+        chunk_tokens = max((1 + resolved.steps_ahead) * resolved.chunk_rows, sample_tokens)
+        ratio = resolved.settings.swa_full_tokens_ratio
+        return WindowNeeds(layout.reach, layout.request_pages, -(-chunk_tokens // page_size), requests, ratio)
+
+    @property
+    def window_layout(self) -> WindowLayout | None:
+        """Which layers are in window pools; None if none is. FlashInfer reads pages of its own plans, so with
+        FlashInfer all layers are in the other pools. So they are if `swa_full_tokens_ratio` is 1.
+        """
+        resolved = self.resolved
+        if self.kernels.flashinfer is not None or resolved.settings.swa_full_tokens_ratio == 1:
+            return None
+        layers = [layer for layers in self.layers for layer in layers]
+        return window_layout(layers, resolved, resolved.context_length, len(self.drafts), resolved.steps_ahead)
 
     def is_windowed(self, layers: Sequence[LayerGeometry]) -> list[bool]:
         """Return for each layer of a runner whether it is in a window pool."""
-        needs = self.window_needs
-        return [needs is not None and needs.holds(layer.sliding_window) for layer in layers]
+        layout = self.window_layout
+        return [layout is not None and layout.holds(layer) for layer in layers]
 
     @property
     def pool_sizes(self) -> PoolSizes:
@@ -175,25 +187,6 @@ def kernels_of(resolved: ResolvedConfig, device: torch.device) -> Kernels:
                 f"attention_backend flashinfer has no part in this target: {shares[0].reason}; set it to triton"
             )
     return kernels
-
-
-def window_needs_of(resolved: ResolvedConfig, window: int, drafts: int) -> WindowNeeds | None:
-    """Return what requests need in window pools that hold layers with a sliding window of up to `window` tokens. Return
-    None if a request of the full context would need as many pages as in other pools. There are `drafts` draft runners.
-    """
-    settings, shape, steps = resolved.settings, resolved.forced_shape, 1 + resolved.steps_ahead
-    page_size, requests, ratio = settings.page_size, settings.max_running_requests, settings.swa_full_tokens_ratio
-    # Rows that were read before may be read again: by a draft that wakes, or by the later runners of a multi-layer
-    # draft, in which the KV of a token depends on the tokens after it.
-    reach = window - 1 + max(MISSED_TOKENS, drafts)
-    request_tokens = reach + steps * (shape.num_steps + 1) + shape.window
-    # A request has one page at each end that other tokens share.
-    request_pages = -(-request_tokens // page_size) + 2
-    if request_pages * page_size >= resolved.context_length:
-        return None
-    sample_tokens = 0 if resolved.sample is None else len(resolved.sample.tokens)  # read as one chunk at start
-    chunk_pages = -(-max(steps * resolved.chunk_rows, sample_tokens) // page_size)
-    return WindowNeeds(window, reach, request_pages, chunk_pages, requests, ratio)
 
 
 def _refuse_fp8(capability: tuple[int, int], dtype: torch.dtype) -> None:

@@ -20,22 +20,17 @@ prefixes.
 
 @dataclass(frozen=True, slots=True)
 class WindowNeeds:
-    """What requests need in the window pools, which hold the layers with a sliding window of at most `window` tokens.
-    Rows that may still be computed see at most the last `reach` committed tokens. A request needs at most
-    `request_pages` pages; while prompts are read, the chunks of all prompts together need up to `chunk_pages` more.
-    `requests` is the largest number of running requests. For `ratio` see `pages`.
+    """What requests need in the window pools. Rows that may still be computed see at most the last `reach`
+    committed tokens. A request needs at most `request_pages` pages; while prompts are read, the chunks of all
+    prompts together need up to `chunk_pages` more. `requests` is the largest number of running requests. For
+    `ratio` see `pages`.
     """
 
-    window: int
     reach: int
     request_pages: int
     chunk_pages: int
     requests: int
     ratio: float | None = None
-
-    def holds(self, sliding_window: int | None) -> bool:
-        """Return whether a layer with this sliding window is in a window pool."""
-        return sliding_window is not None and sliding_window <= self.window
 
     @property
     def least_pages(self) -> int:

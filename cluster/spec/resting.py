@@ -14,6 +14,7 @@ from torch import Tensor
 
 from cluster.attention.ancestor_bits import chain_bits
 from cluster.batch import AttentionMetadata, Batch, ExtendMode, TreeRows, with_prompts
+from cluster.config.speculation import MISSED_TOKENS
 from cluster.config.tree_shape import TreeShape
 from cluster.kv.page_table import PageTable
 from cluster.models.runner import DraftRunner
@@ -23,11 +24,6 @@ from cluster.spec.extend import prompt_token_ids
 from cluster.spec.inputs import EagleDraftExtendInput, EagleDraftInput
 from cluster.spec.tree import DraftTree
 from cluster.spec.verify import Accepted
-
-MISSED_TOKENS = 16
-"""M, the tokens of each request that a draft reads when it wakes. More tokens make the first trees a little better, and
-the step in which the draft wakes slower: it runs R M rows of the draft.
-"""
 
 
 class RestingDraft:

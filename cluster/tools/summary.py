@@ -11,6 +11,7 @@ from cluster.arch.safetensors.stored import stored_tensors
 from cluster.arch.safetensors.tensors import ATTENTION_SCALES, check_tensors, target_tensors
 from cluster.arch.target import TargetArch
 from cluster.config import ConfigError
+from cluster.tools.kv_memory import kv_memory
 
 ASSUMED_DEVICE = "cuda"  # the device of a report if none is named; only torch could tell whether there is a GPU
 
@@ -76,11 +77,6 @@ def summary(folder: str, dtype: str = "auto", device: str = ASSUMED_DEVICE, cach
         return None
     compute_dtype_name = compute_dtype(arch, dtype, device)
     kv_dtype = cache_dtype(cache, compute_dtype_name)
-    cell_bytes = (
-        prod(arch.layer.cell) * COMPUTE_DTYPE_BYTES[kv_dtype]
-        if kv_dtype in COMPUTE_DTYPE_BYTES
-        else arch.layer.fp8_cell.nbytes
-    )
     target = describe_target(folder, arch)
     memory = {
         "tp": 1,
@@ -91,6 +87,6 @@ def summary(folder: str, dtype: str = "auto", device: str = ASSUMED_DEVICE, cach
         "device": device,
         "target_bytes_per_rank": target["parameters"] * COMPUTE_DTYPE_BYTES[compute_dtype_name],
         "draft_bytes_per_rank": 0,
-        "kv_bytes_per_token": arch.num_layers * cell_bytes,
+        **kv_memory([arch.layers], kv_dtype, arch.max_position, device),
     }
     return Report(target, None, memory, features_of(arch))

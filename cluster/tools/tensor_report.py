@@ -14,7 +14,7 @@ import torch
 from cluster.arch import DraftSpec, TargetArch, read_draft, read_recurrent_target, read_target
 from cluster.arch.draft.sample import read_sample
 from cluster.arch.dtypes import cache_dtype, compute_dtype
-from cluster.arch.layer import moe_of
+from cluster.arch.layer import LayerGeometry, moe_of
 from cluster.arch.resolve import check_expert_shards
 from cluster.config import ConfigError
 from cluster.config.tree_shape import DEFAULT_NUM_STEPS
@@ -24,7 +24,6 @@ from cluster.kernels import c_quantised
 from cluster.kernels.interface import Stack, Weight
 from cluster.kernels.quantised import Quantised
 from cluster.kernels.torch_kernels import TorchKernels
-from cluster.kv.pool import pool_bytes
 from cluster.models.checkpoint import Checkpoint, CheckpointMatrix
 from cluster.models.context import UNSHARDED, ModelContext, Sharding, describe_expert_placement
 from cluster.models.formats import codes_name_of
@@ -33,6 +32,7 @@ from cluster.models.registry import DRAFTS
 from cluster.models.stored import Span
 from cluster.models.target import DecoderTarget
 from cluster.spec.multilayer import buffer_bytes
+from cluster.tools.kv_memory import kv_memory
 from cluster.tools.summary import ASSUMED_DEVICE, Report, describe_target, features_of
 
 META = torch.device("meta")
@@ -217,14 +217,14 @@ def inspect(
         "device": setup.device,
         "target_bytes_per_rank": target_bytes,
         "draft_bytes_per_rank": 0,
-        "kv_bytes_per_token": pool_bytes(layers, rank_setup.dtype, rank_setup.fp8_cache),
+        **kv_memory([layers], cache_dtype(setup.cache, dtype_name), arch.max_position, setup.device),
     }
     report.features = features_of(arch)
     if moe is not None and setup.tp > 1:
         report.features["experts_on"] = describe_expert_placement(moe, setup.ep, setup.tp)
     if draft is not None:
         try:
-            _draft(report, draft, arch, rank_setup, settings)
+            _draft(report, draft, arch, layers, rank_setup, settings)
         except ConfigError as error:
             report.problems.append(str(error))
     return report
@@ -241,7 +241,7 @@ def _inspect_draft_only(report: Report, path: str, draft: str, setup: ServingSet
         report.target = {"folder": path, "family": arch.family, "served": False, "tensors": []}
         report.memory = {"draft_bytes_per_rank": 0, "kv_bytes_per_token": 0}
         report.features = {"checked": "the draft alone"}
-        _draft(report, draft, arch, setup.rank_setup(arch), settings)
+        _draft(report, draft, arch, [], setup.rank_setup(arch), settings)
     except ConfigError as error:
         if str(error) not in report.problems:
             report.problems.append(str(error))
@@ -258,9 +258,17 @@ def _target(report: Report, path: str, arch: TargetArch, rank_setup: RankSetup) 
     return recorder.bytes_in(rank_setup.dtype)
 
 
-def _draft(report: Report, path: str, arch: TargetArch, rank_setup: RankSetup, settings: Settings) -> None:
-    """Add the draft to the report. A draft of several MTP layers has one runner per layer, and other drafts have one
-    runner. The memory counts the runners that are loaded with the default `speculative_num_steps`.
+def _draft(
+    report: Report,
+    path: str,
+    arch: TargetArch,
+    target_layers: list[LayerGeometry],
+    rank_setup: RankSetup,
+    settings: Settings,
+) -> None:
+    """Add the draft to the report. A draft of several MTP layers has one runner per layer, and other drafts have
+    one runner. The KV memory is that of the runners and of `target_layers`, with the heads of one rank. The memory
+    counts the runners that are loaded with the default `speculative_num_steps`.
     """
     spec: DraftSpec = read_draft(path, Checkpoint(path).shapes, arch, *settings)
     dtype, sharding = rank_setup.dtype, rank_setup.sharding
@@ -285,9 +293,11 @@ def _draft(report: Report, path: str, arch: TargetArch, rank_setup: RankSetup, s
     if quantised:
         report.draft["quantised"] = quantised
     report.memory["draft_bytes_per_rank"] = draft_bytes
-    kv_bytes = loaded_runners * pool_bytes(draft_layers, dtype, rank_setup.fp8_cache)
-    hidden_bytes = buffer_bytes(loaded_runners, spec.hidden, dtype)
-    report.memory["kv_bytes_per_token"] += kv_bytes + hidden_bytes
+    runners = [target_layers, *[draft_layers] * loaded_runners]
+    dtype_name = str(dtype).removeprefix("torch.")
+    kv_dtype = cache_dtype("fp8_e4m3" if rank_setup.fp8_cache else "auto", dtype_name)
+    report.memory |= kv_memory(runners, kv_dtype, arch.max_position, rank_setup.device)
+    report.memory["kv_bytes_per_token"] += buffer_bytes(loaded_runners, spec.hidden, dtype)
     report.features["speculation"] = spec.algorithm
     if sharding != UNSHARDED and spec.runners > 1:
         report.features["draft_runners"] = spec.runners

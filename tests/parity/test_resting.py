@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from cluster.batch import ExtendMode
+from cluster.config.speculation import MISSED_TOKENS
 from cluster.engine import Engine, build_engine
 from cluster.request import Request
 from cluster.spec.inputs import EagleDraftInput
-from cluster.spec.resting import MISSED_TOKENS
 from tests.parity.harness import GREEDY, OVERLAP, SAMPLING, config_of, make_request, prompts, run, tiny_pair
 from tests.parity.trees import adaptive, engine_with_trees
 from tests.support.slow_cases import diagonals_fast

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from cluster.batch import ExtendMode, SamplingMode
+from cluster.config.speculation import MISSED_TOKENS
 from cluster.config.tree_shape import TreeShape, tiers
 from cluster.distributed.mesh import OutOfStepError
 from cluster.dp_attention.coordinator import Coordinator
@@ -14,7 +15,6 @@ from cluster.dp_attention.plan import StepPlan, script
 from cluster.dp_attention.sizes import ProgramKey
 from cluster.dp_attention.tree_choice import ChosenTier, LastTree, choose_tier
 from cluster.dp_attention.tree_times import LEAST_SHARE, MAX_KEPT, MeasuredStep, TreeCosts, TreeTimes
-from cluster.spec.resting import MISSED_TOKENS
 from tests.unit.dp_attention.test_plan import DRAFT, TARGET, FakeMesh, rule
 
 SHAPE = TreeShape(num_steps=3, topk=1, num_draft_tokens=4)

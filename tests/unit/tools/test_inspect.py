@@ -81,6 +81,28 @@ def test_kv_bytes_per_token_match_the_engine_with_mtp_drafts(layers: int) -> Non
     assert resident_bytes() - resident_before < 1 << 26, "no page is written yet"
 
 
+@pytest.mark.parametrize(
+    ("family", "case"),
+    [("gpt_oss", "own layer types"), ("gemma3", "three local, one global"), ("mistral", "window of 9")],
+)
+def test_kv_memory_of_layers_with_a_window_matches_the_engine(family: str, case: str) -> None:
+    """A request of 1,000 tokens takes what inspect says; the layers that keep every token and others are both right."""
+    target = family_checkpoint(family, case).folder
+    full, short = inspect(target, None, ServingSetup(dtype="float32", device="cpu")), summary(target, "float32", "cpu")
+    assert short is not None
+    settings = {"dtype": "float32", "device": "cpu", "max_total_tokens": 2048, "num_threads": 1}
+    engine = build_engine(EngineConfig(model_path=target, mixed_prefill_size=8, **settings))
+    info, pools = engine.info(), engine._parts.lockstep.step._target.pools
+    for name in ("kv_bytes_per_token", "kv_window_bytes_per_token", "kv_window_request_tokens"):
+        assert full.memory[name] == short.memory[name] == getattr(info, name), name
+    pages = {pool.window_map is not None: pool for pool in pools.all}
+    tokens = {False: info.kv_tokens, True: info.kv_window_tokens}
+    bytes_of = {False: info.kv_bytes_per_token, True: info.kv_window_bytes_per_token}
+    for windowed, pool in pages.items():
+        assert pool.kv.nbytes == (tokens[windowed] + info.page_size) * bytes_of[windowed]
+    assert info.kv_window_request_tokens > 0 and True in pages
+
+
 @pytest.mark.parametrize("dtype", ["auto", "float64", "bfloat16"])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("stored_dtype", ["bfloat16", "float16", "float8_e4m3fn"])
