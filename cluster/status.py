@@ -156,7 +156,8 @@ class EngineStatus:
     `prefill_drift` for steps of prompt rows only, `decode_drift` * `prompt_drift` for prompt rows beside decoding.
     `submitted` counts all requests ever submitted, refused ones included. By this number a router knows which of the
     requests that it has sent are part of `queued_tokens`. `padded_rows` counts the padding rows of all steps so far.
-    `draft_rejected` says that many trees were verified and hardly any had an accepted token.
+    `draft_rejected` says that many trees were verified and hardly any had an accepted token. The pages of window pools
+    (`kv/window_pages.py`) are counted by themselves.
     """
 
     steps: int = 0
@@ -166,6 +167,9 @@ class EngineStatus:
     pages_free: int = 0
     pages_used: int = 0
     pages_cached: int = 0
+    window_pages_free: int = 0
+    window_pages_used: int = 0
+    window_pages_cached: int = 0
     accept_length: float = 0.0
     draft_rejected: bool = False
     padded_rows: int = 0

@@ -65,6 +65,11 @@ class WindowPages:
         return len(self._ends) + len(self._others)
 
     @property
+    def used(self) -> int:
+        """Window pages that running requests need."""
+        return self.total - self.free - self.evictable
+
+    @property
     def can_admit(self) -> bool:
         """Whether one more request may run."""
         needs, users = self.needs, self._users + 1

@@ -141,6 +141,7 @@ class EngineMetrics:
 
         phase = histogram("aerie_step_phase_seconds", "Time of one phase of one step", PHASE_BUCKETS, "phase")
         pages = gauge("aerie_kv_pages", "KV pages by state; the three add up to the pool", "state")
+        window_pages = gauge("aerie_kv_window_pages", "Pages of layers with a sliding window, by state", "state")
         accept = histogram("aerie_accept_length", "Tokens committed per tree, bonus included", ACCEPT_LEN_BUCKETS)
         tree_labels = "levels", "nodes", "looked_up"
         tree_steps = counter("aerie_tree_steps", "Steps that decode, by the tree of each request", *tree_labels)
@@ -171,6 +172,7 @@ class EngineMetrics:
             self._export_status_field(gauge(*spec).labels(**own_labels), name)
         for state in PAGE_STATES:
             self._export_status_field(pages.labels(**own_labels, state=state), f"pages_{state}")
+            self._export_status_field(window_pages.labels(**own_labels, state=state), f"window_pages_{state}")
 
     def _export_status_field(self, gauge: Gauge, name: str) -> None:
         """Make a gauge read field `name` of the latest status at each scrape, so that a step has no cost for it."""

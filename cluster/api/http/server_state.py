@@ -107,6 +107,11 @@ def _rank(rank: int, heartbeat: Heartbeat | None, sums: Sums) -> dict[str, Any]:
         "accept_length": rank_status.accept_length,
         "draft_rejected": rank_status.draft_rejected,
         "pages": {"used": rank_status.pages_used, "cached": rank_status.pages_cached, "free": rank_status.pages_free},
+        "window_pages": {
+            "used": rank_status.window_pages_used,
+            "cached": rank_status.window_pages_cached,
+            "free": rank_status.window_pages_free,
+        },
     }
 
 
