@@ -40,11 +40,10 @@ class Assembler:
         buffer_sets: int = 1,
         window_pools: Ordered[KVPool] = (),
     ) -> None:
-        """`slots` is all memory that is indexed by slot, without window pools: a copy of a page is made in all of it,
-        and in `window_pools`. Before a step, each of
-        `runners` is told what the host knows about the step (`HostBounds`). A runner has `buffer_sets` sets of host
-        buffers, and steps use them in turn. FlashInfer has two, because a step in flight may still read its set; other
-        kernels need one.
+        """`slots` is all memory that is indexed by slot, without window pools: a copy of a page is made in all
+        of it, and in `window_pools`. Before a step, each of `runners` is told what the host knows about the
+        step (`HostBounds`). A runner has `buffer_sets` sets of host buffers, and steps use them in turn.
+        FlashInfer has two, because a step in flight may still read its set; other kernels need one.
         """
         self.buffer_sets = buffer_sets
         self.buffer_set = 0
