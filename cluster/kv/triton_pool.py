@@ -14,24 +14,27 @@ ELEMENTS_PER_PROGRAM = 128  # elements of a cell that one program moves
 class TritonPool(KVPool):
     """A `KVPool` that moves KV with a Triton kernel if each request moves only its own slots, otherwise with torch."""
 
-    def move_own_slots(self, destination: Tensor, source: Tensor) -> None:
-        """Move slots `[R, n]` in Triton, and slots `[n]`, such as page copies, with torch; see `KVPool.move_own_slots`.
+    def move_kv_cache(self, destination: Tensor, source: Tensor) -> None:
+        """Move slots `[R, n]` in Triton, and slots `[n]` with torch; see `SlotMemory`.
 
         One Triton program moves all slots of a row, and reads all of them before it writes. Slots `[n]` would be moved
         by several programs, and one could overwrite a slot before another has read it. So torch moves them.
         """
         if destination.dim() != 2:
-            super().move_own_slots(destination, source)
+            super().move_kv_cache(destination, source)
             return
         (rows, count), (layers, _, *shape) = destination.shape, self.kv.shape
         cell_elements = prod(shape)
-        arguments = MoveArguments(self.kv, destination.contiguous(), source.contiguous(), self.kv.stride(0), count)
+        window_map, slots = self.window_map, (destination.contiguous(), source.contiguous())
+        window_pages = None if window_map is None else window_map.device_pages
+        arguments = MoveArguments(self.kv, *slots, window_pages, self.kv.stride(0), count)
         grid = layers, rows, -(-cell_elements // ELEMENTS_PER_PROGRAM)
         launch(
             move,
             grid,
             arguments,
             CELL_SIZE=cell_elements,
+            PAGE_SIZE=0 if window_map is None else window_map.page_size,
             SLOT_BLOCK=next_power_of_2(count, 1),
             BLOCK=ELEMENTS_PER_PROGRAM,
         )

@@ -22,6 +22,7 @@ from cluster.kernels.triton_kernels import TritonKernels
 from cluster.kv.page_table import PageTable
 from cluster.kv.pool import KVPool
 from cluster.kv.triton_pool import TritonPool
+from cluster.kv.window_map import WindowMap
 from cluster.sampling.noise import Noise
 from cluster.sampling.sampling_inputs import SamplerInput, SamplingInputs
 from cluster.sampling.triton_sampler import TritonSampler, row_thresholds
@@ -152,8 +153,13 @@ def sampler_programs() -> Iterator[tuple[str, StartedProgram]]:
     with record_launches() as programs:
         TritonSampler().noise(row_integers, row_integers, 7, noise.hashes, torch.bfloat16)
     yield from ((program.program.__name__, program) for program in programs)
-    for name, coded_cell in (("move", None), ("move, FP8", CodedCell((2, 8, 128)))):
-        pool = TritonPool(2, 64, (2, 8, 128), torch.bfloat16, CPU, coded_cell)
+    moves: tuple[tuple[str, CodedCell | None, WindowMap | None], ...] = (
+        ("move", None, None),
+        ("move, FP8", CodedCell((2, 8, 128)), None),
+        ("move, window pool", None, WindowMap(64, 16, CPU)),
+    )
+    for name, coded_cell, window_map in moves:
+        pool = TritonPool(2, 64, (2, 8, 128), torch.bfloat16, CPU, coded_cell, window_map)
         with record_launches() as programs:
             pool.move_kv_cache(torch.zeros(8, 6, dtype=torch.int64), torch.zeros(8, 6, dtype=torch.int64))
         yield from ((name, program) for program in programs)
@@ -195,7 +201,8 @@ def _attend(
 ) -> None:
     table, cell = PageTable(64, 4096, 16, CPU), (2, shape.kv_heads, shape.size)
     cell = cell if shape.value is None else (1, 1, shape.size)
-    pool = KVPool(1, 32, cell, dtype, CPU, CodedCell(cell, shape.value) if shape.fp8 else None)
+    window_map = None if shape.window is None else WindowMap(64, 16, CPU)  # such layers are in window pools
+    pool = KVPool(1, 32, cell, dtype, CPU, CodedCell(cell, shape.value) if shape.fp8 else None, window_map)
     backend = backend_class(pool, table, AttentionShape(shape.heads, (shape.window,), None, shape.value))
     backend._processors = 132
     backend.bind(AttentionMetadata(torch.zeros(rows, dtype=torch.int64), tree, prompt_rows))

@@ -13,6 +13,7 @@ class MoveArguments(NamedTuple):
     memory: Tensor
     destination: Tensor
     source: Tensor
+    window_pages: Tensor | None
     layer_stride: int
     slots_per_row: int
 
@@ -22,14 +23,17 @@ def move(
     memory,
     destination,
     source,
+    window_pages,
     layer_stride,
     slots_per_row,
     CELL_SIZE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
     SLOT_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """In each layer of `memory` `[layers, slots, CELL_SIZE]`, copy slot `source[r, i]` to slot `destination[r, i]`.
-    `source` and `destination` are `[R, slots_per_row]`.
+    `source` and `destination` are `[R, slots_per_row]`. If `PAGE_SIZE` is not 0, they are slots of other pools than
+    `memory`, a window pool: page p of these pools is page `window_pages[p]` of `memory`.
 
     One program handles all slots of a row r, and reads them all before it writes. Different rows must not share slots.
     """
@@ -38,6 +42,11 @@ def move(
     slot_mask = slot_index < slots_per_row
     source_slots = tl.load(source + row * slots_per_row + slot_index, mask=slot_mask, other=0)
     destination_slots = tl.load(destination + row * slots_per_row + slot_index, mask=slot_mask, other=0)
+    if PAGE_SIZE > 0:
+        source_pages = tl.load(window_pages + source_slots // PAGE_SIZE, mask=slot_mask, other=0).to(tl.int64)
+        source_slots = source_pages * PAGE_SIZE + source_slots % PAGE_SIZE
+        destination_pages = tl.load(window_pages + destination_slots // PAGE_SIZE, mask=slot_mask, other=0).to(tl.int64)
+        destination_slots = destination_pages * PAGE_SIZE + destination_slots % PAGE_SIZE
     mask = slot_mask[:, None] & (offsets < CELL_SIZE)[None, :]
     base = memory + layer * layer_stride + offsets[None, :]
     cells = tl.load(base + source_slots[:, None] * CELL_SIZE, mask=mask, other=0.0)
