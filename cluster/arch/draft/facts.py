@@ -91,6 +91,12 @@ def aux_boundaries(
         ids = [i + 1 for i in ids]
     configured_count = data.get("num_aux_hidden_states")
     if configured_count is not None and configured_count != len(ids):
+        if nested_ids is top_level_ids is deepspec_ids is None:
+            raise keys.error(
+                f"num_aux_hidden_states is {configured_count} and no aux layers are named; only for 3 is there a "
+                "convention which layers these are (2, L // 2 and L - 3 of L layers, in SGLang and vLLM): list them in "
+                f"eagle_config.{AUX_IDS_KEY}"
+            )
         raise keys.error(
             f"num_aux_hidden_states is {configured_count} but {len(ids)} aux layers are named; list them in "
             f"eagle_config.{AUX_IDS_KEY}"

@@ -56,6 +56,7 @@ def test_missing_or_bad_config_file_is_named(content: str | None, tmp_path: Path
         ({}, {"vocab_size": 65}, "vocab_size 65 against 64"),
         ({}, {"target_hidden_size": 48}, "target_hidden_size 48 against 32"),
         ({}, {"num_aux_hidden_states": 2}, "num_aux_hidden_states is 2 but 3 aux layers are named"),
+        ({}, {"num_aux_hidden_states": 2, "eagle_config": {}}, "is 2 and no aux layers are named; only for 3"),
         (
             {},
             {"num_aux_hidden_states": 2, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1]}},
