@@ -34,7 +34,7 @@ RESOLVED_SETTINGS = {
 }
 """Settings that the resolving modules resolve: no other module reads them from the settings."""
 ALLOWED_READS = {
-    ("cluster/engine/build.py", "speculative_batch_tiers"),  # `RankInfo` contains the setting
+    ("cluster/engine/rank_info.py", "speculative_batch_tiers"),  # `RankInfo` contains the setting
     ("cluster/engine/workspace.py", "chunked_prefill_size"),  # a message quotes the setting
 }
 ALLOWED_AUTO_COMPARISONS = {
