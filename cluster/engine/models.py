@@ -112,8 +112,8 @@ class RankModels:
 
     @property
     def window_layout(self) -> WindowLayout | None:
-        """Which layers are in window pools; None if none is. FlashInfer reads pages of its own plans, so with
-        FlashInfer all layers are in the other pools. So they are if `swa_full_tokens_ratio` is 1.
+        """The layout that says which layers are in window pools; None if no layer is. With FlashInfer, and if
+        `swa_full_tokens_ratio` is 1, all layers are in the other pools: FlashInfer's plans have one list of pages.
         """
         resolved = self.resolved
         if self.kernels.flashinfer is not None or resolved.settings.swa_full_tokens_ratio == 1:

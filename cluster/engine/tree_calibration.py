@@ -30,7 +30,9 @@ SECOND_COUNT_SECONDS = 8.0
 extrapolated.
 """
 BETWEEN_FACTOR = 2
-"""Between two measured numbers of requests, a few trees are measured with `BETWEEN_FACTOR` times the smaller one."""
+"""Between two numbers of requests that were measured, a few trees are measured with a third number: the smaller of the
+two, times `BETWEEN_FACTOR`.
+"""
 MAX_FEW_TREES_SECONDS = 6.0
 """The measurements of a few trees may take this many seconds in all. Before each number of requests the time of its
 measurement is predicted. If the limit would be exceeded, this number is not measured.

@@ -332,9 +332,8 @@ class KVCache:
         if self.window is None:
             return PageCopy(page, lease.own_pages[0], cells)
         pages = self.window.map.host_pages
-        window_source = pages[
-            page
-        ]  # the next line may give this window page to the lease: its slots then stay as they are
+        # `cover` may give the lease this very window page. What it holds stays there until the copy is made.
+        window_source = pages[page]
         self.cover(lease, len(lease.locked_nodes) * self.page_size + cells)
         return PageCopy(page, lease.own_pages[0], cells, window_source, pages[lease.own_pages[0]])
 

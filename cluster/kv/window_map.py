@@ -41,7 +41,7 @@ class WindowMap:
         self._unsent = {}
 
     def apply(self, written: Tensor) -> None:
-        """Update the device's copy. `written` is `[2, n]`: pages, window pages."""
+        """Update the device's copy of the map. `written` `[2, n]` has n pages, then the window page of each."""
         self.device_pages.index_copy_(0, written[0], written[1].to(torch.int32))
 
     def slots(self, slots: Tensor) -> Tensor:

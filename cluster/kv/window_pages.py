@@ -81,11 +81,14 @@ class WindowPages:
         """Return the longest beginning of `path` after which a request can go on: the window pages of all tokens that
         the next row sees are there.
         """
-        kept = [self.map.host_pages[node.page] > 0 for node in path]
-        for count in range(len(path), 0, -1):
-            if all(kept[self.first_needed(count * self.map.page_size) : count]):
-                return path[:count]
-        return []
+        pages, count = self.map.host_pages, len(path)
+        while count:
+            first = self.first_needed(count * self.map.page_size)
+            gap = next((i for i in reversed(range(first, count)) if not pages[path[i].page]), None)
+            if gap is None:
+                break
+            count = gap  # each longer beginning needs this page, too
+        return path[:count]
 
     def first_needed(self, committed: int) -> int:
         """Return the number of the first page that rows may still see, if `committed` tokens are committed."""

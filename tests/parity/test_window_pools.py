@@ -4,6 +4,7 @@ The oracle is plain decoding of each request alone, with pools that keep every t
 poisoned before each step (`poison.py`).
 """
 
+from collections.abc import Sequence
 from functools import cache
 from itertools import product
 from random import Random
@@ -11,7 +12,7 @@ from random import Random
 import pytest
 
 from cluster.engine import Engine, StepResult, build_engine
-from cluster.kv.window_pages import WindowPages
+from cluster.kv.window_pages import WindowPages, WindowSpan
 from cluster.request import Request
 from tests.parity.drafts import correct
 from tests.parity.harness import SAMPLING, RunResult, config_of, make_request, run, run_one_by_one, texts_of
@@ -79,10 +80,10 @@ def test_window_pools_change_no_token(
     taken = retracted = cached = 0
     cover = WindowPages.cover
 
-    def counting_cover(pages: WindowPages, *arguments: object) -> None:
+    def counting_cover(pages: WindowPages, span: WindowSpan, own_pages: Sequence[int], stop: int) -> None:
         nonlocal taken
         before = pages.evictable
-        cover(pages, *arguments)  # type: ignore[arg-type]
+        cover(pages, span, own_pages, stop)
         taken += before - pages.evictable
 
     def count(engine: Engine, result: StepResult) -> None:

@@ -49,7 +49,9 @@ def bent_us(shape: TreeShape, requests: int) -> float:
 
 
 def test_a_few_measured_trees_show_the_times_of_all() -> None:
-    """Here rows become cheaper in large steps. Times of few requests do not show this; a few measured trees do."""
+    """In this test a row of a large step takes less time than a row of a small step. Steps with few requests do not
+    show this; the steps with many requests that were measured with a few trees do.
+    """
     measured = [(n, dict(enumerate(round(bent_us(shape, n)) for shape in SHAPES))) for n in (1, 4)]
     few = {tier: round(bent_us(SHAPES[tier], 64)) for tier in (0, 1, len(SHAPES) - 1)}
     times = all_times([*measured, (64, few)], SHAPES, 64)
